@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The links of a release: UPREF_REPOSITORY=owner/name of the repository that it is built from, on GitHub.
+"""The links of a release: UPREF_REPOSITORY=owner/name of the repository that it is
+built from, on GitHub.
 
-A package index shows README.md without the repository. Its links and pictures are made absolute, at the tag of the
-version. Without UPREF_REPOSITORY no address is known: a link becomes its text, a picture is left out, and there are no
-project URLs. No link is dead.
+A package index shows README.md without the repository. Its links and pictures are made
+absolute, at the tag of the version. Without UPREF_REPOSITORY no address is known: a
+link becomes its text, a picture is left out, and there are no project URLs. No link is
+dead.
 """
 
 import os
@@ -30,7 +32,9 @@ class Links(MetadataHookInterface):
     def update(self, metadata: dict) -> None:
         repository = os.environ.get("UPREF_REPOSITORY", "")
         if repository and not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-            raise ValueError(f"UPREF_REPOSITORY is {repository!r}; give the owner and the name, as in owner/upref")
+            raise ValueError(
+                f"UPREF_REPOSITORY is {repository!r}; give the owner and the name, as in owner/upref"
+            )
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
         text = absolute(text, repository, metadata["version"])
         metadata.setdefault("readme", {"content-type": "text/markdown", "text": text})
@@ -39,7 +43,8 @@ class Links(MetadataHookInterface):
             home = f"https://github.com/{repository}"
             metadata["urls"] = {
                 "Homepage": home,
-                "Documentation": f"https://{owner}.github.io/{name}/",  # .github/workflows/site.yml
+                # .github/workflows/site.yml
+                "Documentation": f"https://{owner}.github.io/{name}/",
                 "Changelog": f"{home}/blob/main/CHANGELOG.md",
                 "Issues": f"{home}/issues",
             }

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long `upref.check` takes: on every loss of the tests' zoo, on every registered objective; and `upref -h`.
+"""How long `upref.check` takes: on every loss of the tests' zoo, on every registered
+objective; and `upref -h`.
 
     python -m benchmarks.check                  all of it, two to four minutes; exit status 1: over a limit
 
-Times are CPU seconds on one thread, which on a quiet machine are the seconds one waits: other work on the machine
-disturbs them less. `upref -h` is a new process each time. The first check, which imports, is not counted.
+Times are CPU seconds on one thread, which on a quiet machine are the seconds one waits:
+other work on the machine disturbs them less. `upref -h` is a new process each time. The
+first check, which imports, is not counted.
 """
 
 import os
@@ -33,19 +35,25 @@ def seconds(loss, objective: str, **hp) -> float:
 def starting() -> float:
     """CPU seconds of `upref -h`, the process and all."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "upref", "-h"], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "upref", "-h"], check=True, capture_output=True
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def table(times: dict[str, float], limit: float, judged: str) -> bool:
-    """Prints the five slowest, the median, the sum; whether what is judged, "median" or "slowest", keeps the limit."""
+    """Prints the five slowest, the median, the sum; whether what is judged, "median" or
+    "slowest", keeps the limit.
+    """
     rows = sorted(times.items(), key=lambda row: -row[1])
     for name, t in rows[:5]:
         print(f"  {t:6.2f}  {name}")
     found = {"median": statistics.median(times.values()), "slowest": rows[0][1]}
     ok = found[judged] <= limit
-    print(f"  {judged} {found[judged]:.2f}, at most {limit}: {'yes' if ok else 'NO'}; all {sum(times.values()):.1f}\n")
+    print(
+        f"  {judged} {found[judged]:.2f}, at most {limit}: {'yes' if ok else 'NO'}; all {sum(times.values()):.1f}\n"
+    )
     return ok
 
 
@@ -57,11 +65,23 @@ def main() -> int:
     upref.check(upref.get("dapo"), "dapo")
     print(f"upref.check on the zoo of tests/support/zoo, {len(zoo.ALL)} losses")
     cases = {f"{i} {case} {case.hp or ''}": case for i, case in enumerate(zoo.ALL)}
-    quick = table({k: seconds(c.function, c.objective, **c.hp) for k, c in cases.items()}, MEDIAN, "median")
-    print(f"upref.check of each registered objective against itself, {len(upref.names())}")
-    quick &= table({name: seconds(upref.get(name), name) for name in upref.names()}, OBJECTIVE, "slowest")
+    quick = table(
+        {k: seconds(c.function, c.objective, **c.hp) for k, c in cases.items()},
+        MEDIAN,
+        "median",
+    )
+    print(
+        f"upref.check of each registered objective against itself, {len(upref.names())}"
+    )
+    quick &= table(
+        {name: seconds(upref.get(name), name) for name in upref.names()},
+        OBJECTIVE,
+        "slowest",
+    )
     print(f"upref -h, {STARTS} times")
-    quick &= table({f"start {i + 1}": starting() for i in range(STARTS)}, START, "median")
+    quick &= table(
+        {f"start {i + 1}": starting() for i in range(STARTS)}, START, "median"
+    )
     return not quick
 
 

@@ -4,9 +4,10 @@
     python -m benchmarks.mini                   all of it, some minutes
     python -m benchmarks.mini rollout           only one part: rollout, step, scaling or hours
 
-All that is compared takes turns, round by round. A ratio is the median of the rounds' ratios, with the lowest and the
-highest; a rate is the median. Times are CPU seconds of the process: other work on the machine disturbs them less.
-Tokens are those of the responses, <eos> included and padding not.
+All that is compared takes turns, round by round. A ratio is the median of the rounds'
+ratios, with the lowest and the highest; a rate is the median. Times are CPU seconds of
+the process: other work on the machine disturbs them less. Tokens are those of the
+responses, <eos> included and padding not.
 """
 
 import argparse
@@ -37,7 +38,12 @@ from repro.mini.train.rollout import rollout
 from repro.mini.train.settings import Settings
 
 PROMPTS, RESPONSES = 64, 16  # of a step
-BASES = [("walk", "countdown"), ("moe", "countdown"), ("chain", "chain"), ("vl", "geometry")]
+BASES = [
+    ("walk", "countdown"),
+    ("moe", "countdown"),
+    ("chain", "chain"),
+    ("vl", "geometry"),
+]
 ROOT = Path(__file__).parents[1]
 BEFORE = "9d58855"  # the last commit before policy/packed.py
 WHOLE = """
@@ -56,11 +62,14 @@ start = time.process_time()
 loop.train(s, Path(sys.argv[2]), say=lambda *_: None)
 print(time.process_time() - start)
 """
-Work = Callable[[], int | None]  # returns how many tokens it made, if that is to be known
+# returns how many tokens it made, if that is to be known
+Work = Callable[[], int | None]
 
 
 def rounds(works: dict[str, Work], times: int) -> dict[str, list[float]]:
-    """Of each work, tokens per CPU second in every round (or works per second), after one that warms up."""
+    """Of each work, tokens per CPU second in every round (or works per second), after
+    one that warms up.
+    """
     rates: dict[str, list[float]] = {name: [] for name in works}
     for i in range(times + 1):
         for name, work in works.items():
@@ -84,12 +93,21 @@ def sampler(model, prompts, length: int, responses: int = RESPONSES) -> Work:
 
 def generate(model, prompts, length: int, responses: int = RESPONSES) -> Work:
     ids = prompts["input_ids"]
-    how = {"do_sample": True, "top_k": 0, "max_new_tokens": length, "num_return_sequences": responses}
-    return lambda: int(response_mask(model.generate(ids, **how)[:, ids.shape[1] :]).sum())
+    how = {
+        "do_sample": True,
+        "top_k": 0,
+        "max_new_tokens": length,
+        "num_return_sequences": responses,
+    }
+    return lambda: int(
+        response_mask(model.generate(ids, **how)[:, ids.shape[1] :]).sum()
+    )
 
 
 def vllm(base: str, prompts, length: int) -> dict[str, Work]:
-    """Its CPU build as fast as it goes here, the whole batch at once; and with what a reproducible rollout needs."""
+    """Its CPU build as fast as it goes here, the whole batch at once; and with what a
+    reproducible rollout needs.
+    """
     engines.vllm_in_this_process()
     from vllm import LLM, SamplingParams
 
@@ -103,54 +121,98 @@ def vllm(base: str, prompts, length: int) -> dict[str, Work]:
     models.deterministic()  # vLLM has its own mind of threads
 
     def run(more: list[dict]) -> int:
-        rules = [SamplingParams(n=RESPONSES, max_tokens=length, detokenize=False, **m) for m in more]
-        return sum(len(o.token_ids) for r in llm.generate(asked, rules, use_tqdm=False) for o in r.outputs)
+        rules = [
+            SamplingParams(n=RESPONSES, max_tokens=length, detokenize=False, **m)
+            for m in more
+        ]
+        return sum(
+            len(o.token_ids)
+            for r in llm.generate(asked, rules, use_tqdm=False)
+            for o in r.outputs
+        )
 
-    bare, full = [{}] * PROMPTS, [{"seed": RESPONSES * p, "logprobs": 0} for p in range(PROMPTS)]
+    bare, full = (
+        [{}] * PROMPTS,
+        [{"seed": RESPONSES * p, "logprobs": 0} for p in range(PROMPTS)],
+    )
     return {"vLLM": lambda: run(bare), "vLLM+": lambda: run(full)}
 
 
 def rollouts(times: int) -> None:
-    print(f"Rollout of {PROMPTS} x {RESPONSES} responses, tokens per second, and how many times faster `sample` is")
+    print(
+        f"Rollout of {PROMPTS} x {RESPONSES} responses, tokens per second, and how many times faster `sample` is"
+    )
     heads = ["sample", "generate", "vLLM", "vLLM+"]
-    print(f"{'base':8}{''.join(f'{h:>10}' for h in heads)}   {''.join(f'than {h:17}' for h in heads[1:])}")
+    print(
+        f"{'base':8}{''.join(f'{h:>10}' for h in heads)}   {''.join(f'than {h:17}' for h in heads[1:])}"
+    )
     for base, task_name in BASES[:3]:
         task, model = tasks.get(task_name), bases.load(base, task_name)
-        prompts, length = models.inputs(task, task.problems("train", PROMPTS, 0)), task.response_length
-        works = {"sample": sampler(model, prompts, length), "generate": generate(model, prompts, length)}
+        prompts, length = (
+            models.inputs(task, task.problems("train", PROMPTS, 0)),
+            task.response_length,
+        )
+        works = {
+            "sample": sampler(model, prompts, length),
+            "generate": generate(model, prompts, length),
+        }
         if base == "walk" and importlib.util.find_spec("vllm"):
             works |= vllm(base, prompts, length)
         rates = rounds(works, times)
-        speeds = "".join(f"{statistics.median(rates[h]):10.0f}" if h in rates else f"{'-':>10}" for h in heads)
+        speeds = "".join(
+            f"{statistics.median(rates[h]):10.0f}" if h in rates else f"{'-':>10}"
+            for h in heads
+        )
         versus = [ratio(rates["sample"], rates[h]) for h in heads[1:] if h in rates]
-        print(f"{base:8}{speeds}   {''.join(f'{v:22}' for v in versus)}".rstrip(), flush=True)
+        print(
+            f"{base:8}{speeds}   {''.join(f'{v:22}' for v in versus)}".rstrip(),
+            flush=True,
+        )
     if importlib.util.find_spec("vllm"):
-        print("vLLM+: with a seed for each response and the log-probabilities of its tokens, which `sample` gives too.")
+        print(
+            "vLLM+: with a seed for each response and the log-probabilities of its tokens, which `sample` gives too."
+        )
     else:
-        print("vLLM is not installed here (repro/venv.sh smoke installs its CPU build), so it was not measured.")
+        print(
+            "vLLM is not installed here (repro/venv.sh smoke installs its CPU build), so it was not measured."
+        )
 
 
 def steps(times: int) -> None:
     print(f"One RL step of {PROMPTS} x {RESPONSES} responses, up_dapo, 16 minibatches")
-    print(f"{'base':8}{'seconds':>8}{'sample':>8}{'score':>8}{'update':>8}   responses with an advantage")
+    print(
+        f"{'base':8}{'seconds':>8}{'sample':>8}{'score':>8}{'update':>8}   responses with an advantage"
+    )
     for base, task_name in (b for b in BASES if (bases.ROOT / b[0]).exists()):
         works, alive = step(Settings(task=task_name, base=base))
-        seconds = {name: statistics.median(1 / r for r in rates) for name, rates in rounds(works, times).items()}
+        seconds = {
+            name: statistics.median(1 / r for r in rates)
+            for name, rates in rounds(works, times).items()
+        }
         whole = sum(seconds.values())
         shares = "".join(f"{part / whole:8.0%}" for part in seconds.values())
         print(f"{base:8}{whole:8.2f}{shares}   {alive:.0%}", flush=True)
 
 
 def hours(times: int) -> None:
-    """Whole runs, a process each: the first round's, before the miniature was made fast and now, and the second's."""
-    first, second = {"steps": 150}, {"steps": 100, "lean_eval": True, "checkpoint_every": 50}  # as registered
+    """Whole runs, a process each: the first round's, before the miniature was made fast
+    and now, and the second's.
+    """
+    # as registered
+    first, second = (
+        {"steps": 150},
+        {"steps": 100, "lean_eval": True, "checkpoint_every": 50},
+    )
     with tempfile.TemporaryDirectory() as folder:
         old = Path(folder) / "before"
         old.mkdir()
-        tree = subprocess.run(["git", "archive", BEFORE], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+        tree = subprocess.run(
+            ["git", "archive", BEFORE], cwd=ROOT, stdout=subprocess.PIPE, check=True
+        ).stdout
         subprocess.run(["tar", "x", "-C", old], input=tree, check=True)
         for package in ("repro", "repro/mini"):
-            (old / package / "__init__.py").touch()  # without them an installed checkout would be taken for it
+            # without them an installed checkout would be taken for it
+            (old / package / "__init__.py").touch()
         runs = {
             f"first round, at {BEFORE}": (old, first),
             "first round, now": (ROOT, first),
@@ -161,10 +223,26 @@ def hours(times: int) -> None:
             for j, (name, (checkout, settings)) in enumerate(runs.items()):
                 asked = json.dumps(settings | {"objective": "up_dapo", "seed": i})
                 env = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-                command = [sys.executable, "-c", WHOLE, str(checkout), f"{folder}/{i}-{j}", asked]
-                done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=True)
+                command = [
+                    sys.executable,
+                    "-c",
+                    WHOLE,
+                    str(checkout),
+                    f"{folder}/{i}-{j}",
+                    asked,
+                ]
+                done = subprocess.run(
+                    command,
+                    cwd=checkout,
+                    env=env,
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
                 spent[name].append(float(done.stdout.splitlines()[-1]))
-    print("Whole runs of up_dapo, another seed each round: seconds, runs an hour of one core")
+    print(
+        "Whole runs of up_dapo, another seed each round: seconds, runs an hour of one core"
+    )
     for name, seconds in spent.items():
         at = statistics.median(seconds)
         print(f"{name:28}{at:6.0f}{3600 / at:6.0f}")
@@ -173,7 +251,9 @@ def hours(times: int) -> None:
 
 
 def step(s: Settings) -> tuple[dict[str, Work], float]:
-    """The parts of loop.one_step, each on its own; and the share of the responses that an update computes."""
+    """The parts of loop.one_step, each on its own; and the share of the responses that
+    an update computes.
+    """
     run = Run(s)
     problems = run.task.problems("train", s.train_problems, 0)
     batch = rollout(run.policy, run.task, problems, s, 0)
@@ -186,7 +266,9 @@ def step(s: Settings) -> tuple[dict[str, Work], float]:
         quarter = rows[: len(rows) // 4]
         with torch.no_grad():
             asked = batch.prompts_of(quarter)
-            models.response_logits(run.base, *asked, batch.tokens[quarter], batch.mask[quarter])
+            models.response_logits(
+                run.base, *asked, batch.tokens[quarter], batch.mask[quarter]
+            )
 
     def update() -> None:
         tally = Tally(batch.tokens.shape[1])
@@ -194,13 +276,22 @@ def step(s: Settings) -> tuple[dict[str, Work], float]:
             loop.update(run, batch, None, part, tally)
         tally.numbers(run.objective, {})
 
-    return {"sample": again, "score": score, "update": update}, (batch.adv != 0).double().mean().item()
+    return {"sample": again, "score": score, "update": update}, (
+        batch.adv != 0
+    ).double().mean().item()
 
 
 def scaling(times: int) -> None:
-    """Of untrained Qwen3 policies whose responses rarely end: batch, length, size, each from the middle point."""
-    print("Scaling of an untrained Qwen3, tokens per second; learn: forward and backward of the same")
-    print(f"{'responses':>9}{'length':>7}{'hidden':>7}{'layers':>7}{'weights':>9}{'sample':>9}{'learn':>9}", end="")
+    """Of untrained Qwen3 policies whose responses rarely end: batch, length, size, each
+    from the middle point.
+    """
+    print(
+        "Scaling of an untrained Qwen3, tokens per second; learn: forward and backward of the same"
+    )
+    print(
+        f"{'responses':>9}{'length':>7}{'hidden':>7}{'layers':>7}{'weights':>9}{'sample':>9}{'learn':>9}",
+        end="",
+    )
     print("   sample / generate")
     for n, length, hidden, layers in (
         (64, 16, 64, 2), (256, 16, 64, 2), (1024, 16, 64, 2), (4096, 16, 64, 2),
@@ -208,46 +299,83 @@ def scaling(times: int) -> None:
     ):  # fmt: skip
         task, model = tasks.get("countdown"), qwen3(hidden, layers)
         prompts = models.inputs(task, task.problems("train", n // RESPONSES, 0))
-        works = {"sample": sampler(model, prompts, length), "generate": generate(model, prompts, length)}
+        works = {
+            "sample": sampler(model, prompts, length),
+            "generate": generate(model, prompts, length),
+        }
         works["learn"] = learn(model, prompts, length)
         rates = rounds(works, times)
         speed = [statistics.median(rates[name]) for name in ("sample", "learn")]
         weights = f"{sum(p.numel() for p in model.parameters()) / 1000:.0f}k"
-        print(f"{n:9}{length:7}{hidden:7}{layers:7}{weights:>9}{speed[0]:9.0f}{speed[1]:9.0f}", end="")
+        print(
+            f"{n:9}{length:7}{hidden:7}{layers:7}{weights:>9}{speed[0]:9.0f}{speed[1]:9.0f}",
+            end="",
+        )
         print(f" {ratio(rates['sample'], rates['generate'])}", flush=True)
 
 
 def qwen3(hidden: int, layers: int):
     torch.manual_seed(0)
-    size = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_attention_heads": hidden // 32}
-    size |= {"num_key_value_heads": hidden // 64, "num_hidden_layers": layers, "max_position_embeddings": 256}
-    words = {"vocab_size": len(tasks.get("countdown").words), "tie_word_embeddings": True, **models.TOKENS}
-    return models.ready(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**models.SIZE | size, **words)))
+    size = {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_attention_heads": hidden // 32,
+    }
+    size |= {
+        "num_key_value_heads": hidden // 64,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 256,
+    }
+    words = {
+        "vocab_size": len(tasks.get("countdown").words),
+        "tie_word_embeddings": True,
+        **models.TOKENS,
+    }
+    return models.ready(
+        transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**models.SIZE | size, **words)
+        )
+    )
 
 
 def learn(model, prompts, length: int) -> Work:
-    tokens, mask, _, _ = sample(model, prompts, RESPONSES, length, tasks.generator("benchmark"))
+    tokens, mask, _, _ = sample(
+        model, prompts, RESPONSES, length, tasks.generator("benchmark")
+    )
     of = torch.arange(len(tokens) // RESPONSES).repeat_interleave(RESPONSES)
 
     def work() -> int:
         model.zero_grad()
-        models.response_logits(model, prompts, of, tokens, mask).log_softmax(-1).mean().backward()
+        models.response_logits(model, prompts, of, tokens, mask).log_softmax(
+            -1
+        ).mean().backward()
         return int(mask.sum())
 
     return work
 
 
 def main() -> None:
-    parts = {"rollout": (rollouts, 15), "step": (steps, 5), "scaling": (scaling, 3), "hours": (hours, 3)}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {
+        "rollout": (rollouts, 15),
+        "step": (steps, 5),
+        "scaling": (scaling, 3),
+        "hours": (hours, 3),
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", nargs="*", choices=[[], *parts], help="default: all")
     parser.add_argument("--rounds", type=int, help="default: 15, 5, 3 and 3")
     args = parser.parse_args()
     models.deterministic()
     transformers.set_seed(0)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"float32, 1 thread, {platform.machine()}, {versions}, {engines.vllm_version() or 'no vLLM'}")
-    print("medians (lowest .. highest) of rounds in which all that is compared takes its turn, by CPU seconds")
+    print(
+        f"float32, 1 thread, {platform.machine()}, {versions}, {engines.vllm_version() or 'no vLLM'}"
+    )
+    print(
+        "medians (lowest .. highest) of rounds in which all that is compared takes its turn, by CPU seconds"
+    )
     for name, (part, times) in parts.items():
         if name in (args.part or parts):
             print(f"\n{args.rounds or times} rounds. ", end="")

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how dense Python packages are, beside packages that are known as good to read.
+"""Measure how dense Python packages are, beside packages that are known as good to
+read.
 
     python -m benchmarks.readability                     upref's packages
     python -m benchmarks.readability rlax optax attrs    the same, and these from the package index
 
-Each figure is counted from the syntax of the source alone; nothing is imported. The table is a thermometer: whether a
-stranger understands a function is the question, and no figure answers it.
+Each figure is counted from the syntax of the source alone; nothing is imported. The
+table is a thermometer: whether a stranger understands a function is the question, and
+no figure answers it.
 """
 
 import argparse
@@ -24,8 +26,30 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OURS = ("upref", "upref_frameworks", "upref_course")
 
-# The letters of the paper and of its neighbors, defined in upref/rollouts.py, and what mathematics calls an index.
-LETTERS = {"A", "J", "B", "T", "N", "G", "V", "H", "c", "lp", "mu", "pi", "p", "r", "s", "w", "R", "kl", "hp", "up"}
+# The letters of the paper and of its neighbors, defined in upref/rollouts.py, and what
+# mathematics calls an index.
+LETTERS = {
+    "A",
+    "J",
+    "B",
+    "T",
+    "N",
+    "G",
+    "V",
+    "H",
+    "c",
+    "lp",
+    "mu",
+    "pi",
+    "p",
+    "r",
+    "s",
+    "w",
+    "R",
+    "kl",
+    "hp",
+    "up",
+}
 INDICES = {"i", "j", "k", "n", "t", "_"}
 
 # Written as equations: their names are the paper's.
@@ -47,11 +71,14 @@ class Counts:
     """What was counted in the files of one package.
 
     Args:
-        code_lines: lines that hold a token of code; docstrings, comments and blank lines do not count.
+        code_lines: lines that hold a token of code; docstrings, comments and blank
+            lines do not count.
         tokens: tokens of code.
         names: bindings of variables, parameters, functions and classes.
-        short_names: those of one or two letters, without LETTERS, INDICES and the files of EQUATIONS.
-        public_functions: functions and methods whose name has no underscore at its start.
+        short_names: those of one or two letters, without LETTERS, INDICES and the files
+            of EQUATIONS.
+        public_functions: functions and methods whose name has no underscore at its
+            start.
         documented: public functions whose docstring has a section Args or Returns.
         named_lambdas: lambdas that are assigned to a name.
         format_skips: comments that switch the formatter off.
@@ -71,7 +98,9 @@ def docstring_lines(tree: ast.Module) -> set[int]:
     """Return the numbers of the lines on which docstrings stand."""
     lines: set[int] = set()
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ):
             continue
         if ast.get_docstring(node, clean=False) is None:
             continue
@@ -92,7 +121,9 @@ def bound_names(tree: ast.Module) -> Iterator[str]:
 
 
 def public_functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield the functions and methods without a leading underscore; a function inside a function is not public."""
+    """Yield the functions and methods without a leading underscore; a function inside a
+    function is not public.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             if not child.name.startswith("_"):
@@ -107,7 +138,10 @@ def public_functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunct
 def is_documented(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Return whether the docstring names the arguments or the result."""
     text = ast.get_docstring(function) or ""
-    return any(section in text for section in ("Args:", "Returns:", ":param", ":returns:", "Parameters\n"))
+    return any(
+        section in text
+        for section in ("Args:", "Returns:", ":param", ":returns:", "Parameters\n")
+    )
 
 
 def add_file(counts: Counts, path: str, text: str) -> None:
@@ -124,7 +158,9 @@ def add_file(counts: Counts, path: str, text: str) -> None:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and "fmt: skip" in token.string:
             counts.format_skips += 1
-        if token.type in LAYOUT or (token.type == tokenize.STRING and token.start[0] in docstrings):
+        if token.type in LAYOUT or (
+            token.type == tokenize.STRING and token.start[0] in docstrings
+        ):
             continue
         counts.tokens += 1
         lines.update(range(token.start[0], token.end[0] + 1))
@@ -133,14 +169,18 @@ def add_file(counts: Counts, path: str, text: str) -> None:
     if not path.startswith(EQUATIONS):
         names = list(bound_names(tree))
         counts.names += len(names)
-        counts.short_names += sum(len(name) <= 2 and name not in LETTERS | INDICES for name in names)
+        counts.short_names += sum(
+            len(name) <= 2 and name not in LETTERS | INDICES for name in names
+        )
 
     functions = list(public_functions(tree))
     counts.public_functions += len(functions)
     counts.documented += sum(map(is_documented, functions))
 
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Lambda):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(
+            node.value, ast.Lambda
+        ):
             counts.named_lambdas += 1
 
 
@@ -153,7 +193,12 @@ def count_package(files: dict[str, str]) -> Counts:
     counts = Counts()
     for path, text in files.items():
         parts = path.split("/")
-        if "tests" in parts or "examples" in parts or parts[-1].endswith("_test.py") or parts[-1].startswith("test_"):
+        if (
+            "tests" in parts
+            or "examples" in parts
+            or parts[-1].endswith("_test.py")
+            or parts[-1].startswith("test_")
+        ):
             continue
         add_file(counts, path, text)
     return counts
@@ -161,7 +206,10 @@ def count_package(files: dict[str, str]) -> Counts:
 
 def files_of_checkout(folder: Path) -> dict[str, str]:
     """Return the Python files of a package of this checkout, by their path inside it."""
-    return {f.relative_to(folder).as_posix(): f.read_text(encoding="utf-8") for f in sorted(folder.rglob("*.py"))}
+    return {
+        f.relative_to(folder).as_posix(): f.read_text(encoding="utf-8")
+        for f in sorted(folder.rglob("*.py"))
+    }
 
 
 def files_of_index(requirement: str) -> tuple[str, dict[str, str]]:
@@ -174,10 +222,20 @@ def files_of_index(requirement: str) -> tuple[str, dict[str, str]]:
         SystemExit: pip found no wheel.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+        ]
         done = subprocess.run([*command, "--dest", folder, requirement], check=False)
         if done.returncode:
-            sys.exit(f"pip found no wheel of {requirement}: give a name of the package index, such as optax.")
+            sys.exit(
+                f"pip found no wheel of {requirement}: give a name of the package index, such as optax."
+            )
         wheel = next(Path(folder).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             paths = [p for p in archive.namelist() if p.endswith(".py") and "/" in p]
@@ -187,13 +245,17 @@ def files_of_index(requirement: str) -> tuple[str, dict[str, str]]:
 
 
 def exempt_modules(package: str) -> int:
-    """Return how many modules of a package pyproject.toml exempts from strict typing, EQUATIONS left out."""
+    """Return how many modules of a package pyproject.toml exempts from strict typing,
+    EQUATIONS left out.
+    """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     exempt: set[str] = set()
     for override in settings["tool"]["mypy"]["overrides"]:
         if override.get("disallow_untyped_defs") is False:
             exempt.update(override["module"])
-    equations = {f"{package}.{path.removesuffix('/').removesuffix('.py')}" for path in EQUATIONS}
+    equations = {
+        f"{package}.{path.removesuffix('/').removesuffix('.py')}" for path in EQUATIONS
+    }
     ours = {m for m in exempt if m == package or m.startswith(f"{package}.")}
     return len({m for m in ours if m.removesuffix(".*") not in equations})
 
@@ -214,7 +276,9 @@ def main() -> int:
         prog="python -m benchmarks.readability",
         description="Measure how dense upref's packages are, beside others.",
     )
-    parser.add_argument("others", nargs="*", help="packages of the index to measure too, such as optax")
+    parser.add_argument(
+        "others", nargs="*", help="packages of the index to measure too, such as optax"
+    )
     args = parser.parse_args()
     print(
         "| package | code lines | tokens per line | short names | functions with Args or Returns | named lambdas ",
@@ -225,7 +289,13 @@ def main() -> int:
     for package in OURS:
         folder = ROOT / package
         if folder.is_dir():
-            print(table_row(package, count_package(files_of_checkout(folder)), str(exempt_modules(package))))
+            print(
+                table_row(
+                    package,
+                    count_package(files_of_checkout(folder)),
+                    str(exempt_modules(package)),
+                )
+            )
     for requirement in args.others:
         name, files = files_of_index(requirement)
         print(table_row(name, count_package(files), ""))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What recording costs a run of TRL's trainer: seconds in the hooks beside those of the steps, on a CPU.
+"""What recording costs a run of TRL's trainer: seconds in the hooks beside those of the
+steps, on a CPU.
 
 python -m benchmarks.record
 """
@@ -84,7 +85,9 @@ def measure(every: int) -> tuple[float, float, int]:
         hooks = Clock(record.guarded)
         with patch.object(record, "guarded", hooks):
             fields = {"max_completion_length": LENGTH, "per_device_train_batch_size": 4}
-            _, trainer = step.trained(tiny("qwen3", **SIZE), fields, rows(), STEPS, Recorded)
+            _, trainer = step.trained(
+                tiny("qwen3", **SIZE), fields, rows(), STEPS, Recorded
+            )
         sizes = [file.stat().st_size for file in Path(folder).glob("*.npz")]
     return trainer.clock.seconds / STEPS, hooks.seconds / STEPS, max(sizes)
 
@@ -98,8 +101,12 @@ def main() -> None:
     width, layers = SIZE["hidden_size"], SIZE["num_hidden_layers"]
     print(f"a step of {tokens:,} tokens, {width} wide, {layers} layers, one thread")
     print(f"{'a step':34} {whole:8.3f} s")
-    print(f"{'of which recording it':34} {kept:8.3f} s, {size / 2**20:.2f} MiB on the disk")
-    print(f"{f'recorded each {EVERY}th step':34} {kept / EVERY / (whole - kept):8.3%} of a step")
+    print(
+        f"{'of which recording it':34} {kept:8.3f} s, {size / 2**20:.2f} MiB on the disk"
+    )
+    print(
+        f"{f'recorded each {EVERY}th step':34} {kept / EVERY / (whole - kept):8.3%} of a step"
+    )
     print(f"{'1 % where a step takes':34} {100 * kept / EVERY:8.3f} s")
 
 

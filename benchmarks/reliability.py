@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults injected into every command that writes: what happened, the exit status, what was lost.
+"""Faults injected into every command that writes: what happened, the exit status, what
+was lost.
 
     python -m benchmarks.reliability                 all groups, three at a time; status 1: something was lost
     python -m benchmarks.reliability files threads   some of: mini suite exact audit venv site files disk network two
                                                      interrupt threads
 
-Rows go to reliability.json, each group with its day and its commit; from there `python -m docs.make
-docs/reliability.md` writes the page. Needs Linux; `disk` and `network` need root, for a mount and a network namespace
-of their own; `audit` and `venv` need a package index.
-One file, because every group is a few lines on the same helpers.
+Rows go to reliability.json, each group with its day and its commit; from there
+`python -m docs.make docs/reliability.md` writes the page. Needs Linux; `disk` and
+`network` need root, for a mount and a network namespace of their own; `audit` and
+`venv` need a package index. One file, because every group is a few lines on the same
+helpers.
 """
 
 import contextlib
@@ -57,26 +59,53 @@ S = Settings(steps=4, prompts=8, responses=4, minibatches=2, warmup=0, train_pro
              eval_problems=4, eval_samples=2, checkpoint_every=1)  # fmt: skip
 AUDITED = "openrlhf"  # one small wheel
 CLOSED = "http://127.0.0.1:9/simple"  # nothing listens there
-ENVIRONMENT = {  # a list that repro/venv.sh installs -> the packages of it that are installed here
+# a list that repro/venv.sh installs -> the packages of it that are installed here
+ENVIRONMENT = {
     "torch-cpu": ("mpmath",),  # in the place of torch
     "base": (
-        *("hatchling", "tomlkit", "packaging", "pathspec", "pluggy", "trove-classifiers", "setuptools"),
+        *(
+            "hatchling",
+            "tomlkit",
+            "packaging",
+            "pathspec",
+            "pluggy",
+            "trove-classifiers",
+            "setuptools",
+        ),
         *("networkx", "jinja2", "markupsafe"),
     ),
-    "docs": ("alabaster", "babel", "docutils", "imagesize", "pygments", "snowballstemmer", "markupsafe"),
+    "docs": (
+        "alabaster",
+        "babel",
+        "docutils",
+        "imagesize",
+        "pygments",
+        "snowballstemmer",
+        "markupsafe",
+    ),
 }
-Row = tuple[str, str, int, str, str, str]  # command, fault, times, what happened, exit status, what was lost
+# command, fault, times, what happened, exit status, what was lost
+Row = tuple[str, str, int, str, str, str]
 Work = Callable[[], object]
 rng = random.Random()
 
 
-def row(who: str, fault: str, happened: str, status: object = 2, times: int = 1, lost: str = "nothing") -> Row:
+def row(
+    who: str,
+    fault: str,
+    happened: str,
+    status: object = 2,
+    times: int = 1,
+    lost: str = "nothing",
+) -> Row:
     return who, fault, times, happened, str(status), lost
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------
 def start(work: Work, log: Path, before: Work = lambda: None) -> int:
-    """A process group of its own, forked, so that nothing is imported again; its output goes to the log."""
+    """A process group of its own, forked, so that nothing is imported again; its output
+    goes to the log.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if process := os.fork():
@@ -87,7 +116,10 @@ def start(work: Work, log: Path, before: Work = lambda: None) -> int:
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for number in (1, 2):
             os.dup2(out, number)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stdout, sys.stderr = (
+            open(1, "w", closefd=False),  # noqa: SIM115
+            open(2, "w", closefd=False),  # noqa: SIM115
+        )
         before()
         status = int(work() or 0)
     except SystemExit as e:
@@ -105,7 +137,9 @@ def start(work: Work, log: Path, before: Work = lambda: None) -> int:
 
 
 def wait(process: int, after: float = 0, sign: int = 0) -> int:
-    """Its exit status; negative, the signal that ended it. sign: sent to its group after so many seconds."""
+    """Its exit status; negative, the signal that ended it. sign: sent to its group
+    after so many seconds.
+    """
     if sign:
         time.sleep(after)
         with contextlib.suppress(ProcessLookupError):
@@ -128,27 +162,48 @@ def done(work: Work, log: Path) -> float:
 
 
 def digest(folder: Path, *patterns: str) -> dict[str, str]:
-    found = sorted(p for pattern in patterns for p in folder.rglob(pattern) if p.is_file())
+    found = sorted(
+        p for pattern in patterns for p in folder.rglob(pattern) if p.is_file()
+    )
     return {str(p.relative_to(folder)): files.sha256(p) for p in found}
 
 
 def sentence(said: str, folder: Path) -> str:
     """The last line of what a command says, without names of this machine."""
-    return said.splitlines()[-1].replace(f"{folder}/", "").replace(f"{ROOT}/", "") if said else ""
+    return (
+        said.splitlines()[-1].replace(f"{folder}/", "").replace(f"{ROOT}/", "")
+        if said
+        else ""
+    )
 
 
-# ---- kill -9 ---------------------------------------------------------------------------------------------------------
-def killed(work: Work, out: Path, same: Callable[[], bool], times: int, seconds: float, stays: bool = False) -> int:
-    """kill -9 so often, at random moments; what is killed is started again, up to its end, which must be the same.
+# ---- kill -9 -------------------------------------------------------------------------
+def killed(
+    work: Work,
+    out: Path,
+    same: Callable[[], bool],
+    times: int,
+    seconds: float,
+    stays: bool = False,
+) -> int:
+    """kill -9 so often, at random moments; what is killed is started again, up to its
+    end, which must be the same.
 
-    Returns how often it ended. stays: the result of before must be there after every kill.
+    Returns how often it ended. stays: the result of before must be there after every
+    kill.
     """
     log, hits, ends, status = out.with_name("log"), 0, 0, 0
     while hits < times or status:
         process = start(work, log)
-        status = wait(process, rng.uniform(0, seconds), signal.SIGKILL) if hits < times else wait(process)
+        status = (
+            wait(process, rng.uniform(0, seconds), signal.SIGKILL)
+            if hits < times
+            else wait(process)
+        )
         hits += status == -signal.SIGKILL
-        assert status in (0, -signal.SIGKILL) or "in use by" in log.read_text(), log.read_text()[-2000:]
+        assert status in (0, -signal.SIGKILL) or "in use by" in log.read_text(), (
+            log.read_text()[-2000:]
+        )
         assert same() if stays or status == 0 else True, "another result"
         ends += status == 0
         if status == 0 and not stays:
@@ -158,14 +213,21 @@ def killed(work: Work, out: Path, same: Callable[[], bool], times: int, seconds:
 
 def kill(folder: Path, who: str, what: str, work: Callable[[Path], object], *patterns: str, times: int = 8,
          stays: bool = False) -> Row:  # fmt: skip
-    """work: writes into the folder that it is given; patterns: of the files there that must be the same."""
+    """work: writes into the folder that it is given; patterns: of the files there that
+    must be the same.
+    """
     out, whole = folder / "killed", folder / ("killed" if stays else "whole")
     seconds = done(lambda: work(whole), folder / "log")
     wanted = digest(whole, *patterns)
 
     def same() -> bool:
         found = digest(out, *patterns)
-        print([k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k)][:20], end="")
+        print(
+            [k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k)][
+                :20
+            ],
+            end="",
+        )
         return found == wanted and len(wanted) > 0
 
     ends = killed(lambda: work(out), out, same, times, seconds, stays)
@@ -182,7 +244,13 @@ exactly = lambda out: exact_.main(["rise", "--arms", "dapo", "--out", str(out)])
 
 
 def suite_(out: Path) -> int:
-    wanted = {s.key: s for s in (replace(S, objective=name, steps=2, eval_every=2) for name in ("dapo", "up_dapo"))}
+    wanted = {
+        s.key: s
+        for s in (
+            replace(S, objective=name, steps=2, eval_every=2)
+            for name in ("dapo", "up_dapo")
+        )
+    }
     with suite.alone(out) as lock:
         failures = suite.run_all(wanted, out, 2, lock)
         results.collect(out, set(wanted), out / "results")
@@ -191,11 +259,16 @@ def suite_(out: Path) -> int:
 
 
 def mini(folder: Path) -> Iterator[Row]:
-    yield kill(folder, "repro.mini.train", "the logs and the weights", train, *MINI, times=24)
+    yield kill(
+        folder, "repro.mini.train", "the logs and the weights", train, *MINI, times=24
+    )
 
 
 def study(folder: Path) -> Iterator[Row]:
-    what, patterns = "the records, logs and weights", (*MINI[:3], "step-2/model.safetensors")
+    what, patterns = (
+        "the records, logs and weights",
+        (*MINI[:3], "step-2/model.safetensors"),
+    )
     yield kill(folder, "repro.mini.study.suite", what, suite_, *patterns)
 
 
@@ -205,7 +278,10 @@ def exact(folder: Path) -> Iterator[Row]:
 
 def audited(cache: Path) -> None:
     os.environ["XDG_CACHE_HOME"] = str(cache)
-    files.write_atomically(cache / "answer", str(isolated.run("audit", AUDITED, audits.framework(AUDITED).pin)))
+    files.write_atomically(
+        cache / "answer",
+        str(isolated.run("audit", AUDITED, audits.framework(AUDITED).pin)),
+    )
 
 
 def audit(folder: Path) -> Iterator[Row]:
@@ -214,16 +290,23 @@ def audit(folder: Path) -> Iterator[Row]:
     os.environ["XDG_CACHE_HOME"] = str(folder / "whole")
     next(folder.glob("whole/**/models/loss.py")).open("a").write("# one line more\n")
     status, said = run(lambda: cli.main(["audit", AUDITED]), folder / "log")
-    yield row(who, "a line added to the installed package", sentence(said, folder), status)
+    yield row(
+        who, "a line added to the installed package", sentence(said, folder), status
+    )
 
 
 def site(folder: Path) -> Iterator[Row]:
-    """Twelve pages: all of them, with their code and every objective's derivation, take minutes."""
+    """Twelve pages: all of them, with their code and every objective's derivation, take
+    minutes.
+    """
     from sphinx.cmd import build
 
     from docs.site import gather, links
 
-    pages = {p.name: p.read_text(encoding="utf-8") for p in sorted((ROOT / "docs").glob("*.md"))[:11]}
+    pages = {
+        p.name: p.read_text(encoding="utf-8")
+        for p in sorted((ROOT / "docs").glob("*.md"))[:11]
+    }
 
     def few(source: Path) -> None:
         source.mkdir(parents=True)
@@ -242,7 +325,7 @@ def site(folder: Path) -> Iterator[Row]:
     yield kill(folder, who, "the pages", work, "html/**/*.html", times=4, stays=True)
 
 
-# ---- the environment -------------------------------------------------------------------------------------------------
+# ---- the environment -----------------------------------------------------------------
 def checkout(place: Path) -> Path:
     """A copy with venv.sh, upref and short lists: the lines of a few packages."""
     if not place.exists():
@@ -251,18 +334,33 @@ def checkout(place: Path) -> Path:
         lists = new / "repro/requirements"
         lists.mkdir(parents=True)
         (new / "upref").mkdir()
-        for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "upref/__init__.py", "repro/venv.sh"):
+        for name in (
+            "pyproject.toml",
+            "hatch_build.py",
+            "README.md",
+            "LICENSE",
+            "upref/__init__.py",
+            "repro/venv.sh",
+        ):
             shutil.copy(ROOT / name, new / name)
         for part, names in ENVIRONMENT.items():
-            lines = (ROOT / f"repro/requirements/{part.replace('torch-cpu', 'base')}.txt").read_text().splitlines(True)
-            (lists / f"{part}.txt").write_text("".join(x for x in lines if re.split("[=;]", x)[0] in names))
+            lines = (
+                (ROOT / f"repro/requirements/{part.replace('torch-cpu', 'base')}.txt")
+                .read_text()
+                .splitlines(True)
+            )
+            (lists / f"{part}.txt").write_text(
+                "".join(x for x in lines if re.split("[=;]", x)[0] in names)
+            )
         (lists / "torch.txt").touch()
         new.rename(place)
     return place
 
 
 def installed(place: Path, *parts: str) -> int:
-    return subprocess.run(["bash", "repro/venv.sh", *parts], cwd=checkout(place)).returncode
+    return subprocess.run(
+        ["bash", "repro/venv.sh", *parts], cwd=checkout(place)
+    ).returncode
 
 
 THEN_OFFLINE = "kill -9, Ctrl-C or SIGTERM, then no network"
@@ -271,10 +369,22 @@ PACKAGES = ("*.py", "*.so", "METADATA", "entry_points.txt")
 
 def venv(folder: Path) -> Iterator[Row]:
     who, log, place = "repro/venv.sh docs", folder / "log", folder / "place"
-    yield kill(folder, who, "every file", lambda out: installed(out, "docs"), *PACKAGES, times=10)
+    yield kill(
+        folder,
+        who,
+        "every file",
+        lambda out: installed(out, "docs"),
+        *PACKAGES,
+        times=10,
+    )
 
     def offline() -> None:
-        os.environ.update(PIP_INDEX_URL=CLOSED, PIP_EXTRA_INDEX_URL=CLOSED, PIP_RETRIES="1", PIP_CONFIG_FILE=os.devnull)
+        os.environ.update(
+            PIP_INDEX_URL=CLOSED,
+            PIP_EXTRA_INDEX_URL=CLOSED,
+            PIP_RETRIES="1",
+            PIP_CONFIG_FILE=os.devnull,
+        )
         os.environ.pop("PIP_FIND_LINKS", None)
 
     base, docs, said = lambda: installed(place), lambda: installed(place, "docs"), []
@@ -282,46 +392,79 @@ def venv(folder: Path) -> Iterator[Row]:
     good = digest(place, *PACKAGES)
     shutil.copytree(place, folder / "base", symlinks=True)
     while len(said) < 6:
-        wait(start(docs, log), rng.uniform(2, 9), [signal.SIGKILL, signal.SIGINT, signal.SIGTERM][len(said) % 3])
+        wait(
+            start(docs, log),
+            rng.uniform(2, 9),
+            [signal.SIGKILL, signal.SIGINT, signal.SIGTERM][len(said) % 3],
+        )
         status, last = run(docs, log, offline)
-        assert status in (0, 2) and good.items() <= digest(place, *PACKAGES).items() and run(base, log)[0] == 0, last
+        assert (
+            status in (0, 2)
+            and good.items() <= digest(place, *PACKAGES).items()
+            and run(base, log)[0] == 0
+        ), last
         if status == 2:
             said.append(sentence(last, folder))
         shutil.rmtree(place)
         shutil.copytree(folder / "base", place, symlinks=True)
     (words,) = set(said)
-    yield row(who, THEN_OFFLINE, words, 2, len(said), "nothing: every file of the environment of before is whole")
+    yield row(
+        who,
+        THEN_OFFLINE,
+        words,
+        2,
+        len(said),
+        "nothing: every file of the environment of before is whole",
+    )
     list_ = place / "repro/requirements/docs.txt"
     list_.write_text(re.sub("sha256:[0-9a-f]{8}", "sha256:00000000", list_.read_text()))
     status, last = run(docs, log)
     yield row(who, "the index has other files", sentence(last, folder), status)
 
 
-# ---- files that are not what they were -------------------------------------------------------------------------------
+# ---- files that are not what they were -----------------------------------------------
 def damaged(content: bytes) -> Iterator[bytes]:
-    """The content cut, and one byte of it changed, at random places; its end twice; other content."""
+    """The content cut, and one byte of it changed, at random places; its end twice;
+    other content.
+    """
     for _ in range(10):
         n = rng.randrange(len(content))
         yield content[:n]
-        yield content[:n] + bytes([content[n] ^ rng.randrange(1, 256)]) + content[n + 1 :]
+        yield (
+            content[:n] + bytes([content[n] ^ rng.randrange(1, 256)]) + content[n + 1 :]
+        )
     yield content + content[-50:]
     yield b"garbage"
 
 
 def told(who: str, fault: str, ends: list[tuple[int, str]], folder: Path) -> Row:
     """A row for many ends, each 0 with the same result or 2 with one sentence."""
-    assert {status for status, _ in ends} <= {0, 2} and not any("Traceback" in said for _, said in ends), ends
+    assert {status for status, _ in ends} <= {0, 2} and not any(
+        "Traceback" in said for _, said in ends
+    ), ends
     said = [sentence(said, folder) for status, said in ends if status == 2]
-    happened = " or ".join((["the same result"] if len(said) < len(ends) else []) + said[:1])
-    return row(who, fault, happened, " or ".join(str(x) for x in sorted({x for x, _ in ends})), len(ends))
+    happened = " or ".join(
+        (["the same result"] if len(said) < len(ends) else []) + said[:1]
+    )
+    return row(
+        who,
+        fault,
+        happened,
+        " or ".join(str(x) for x in sorted({x for x, _ in ends})),
+        len(ends),
+    )
 
 
 def asked(folder: Path) -> tuple[Callable[[], int], Path, Path, dict[str, str]]:
-    """The command that trains, its folder, the file for its output, and what an undisturbed run gives."""
+    """The command that trains, its folder, the file for its output, and what an
+    undisturbed run gives.
+    """
     S.write(folder / "s.json")
     train(folder / "whole")
     out = folder / "run"
-    ask = lambda: command.main(["--settings", str(folder / "s.json"), "--out", str(out)])
+    ask = lambda: command.main(
+        ["--settings", str(folder / "s.json"), "--out", str(out)]
+    )
     return ask, out, folder / "log", digest(folder / "whole", *MINI)
 
 
@@ -350,7 +493,10 @@ def files_(folder: Path) -> Iterator[Row]:
         (out / "done.json").unlink()
         shutil.rmtree(out / "checkpoints/step-4")
 
-    for path in ("steps.jsonl", *(f"checkpoints/step-3/{x}" for x in (*INSIDE, files.PROVENANCE))):
+    for path in (
+        "steps.jsonl",
+        *(f"checkpoints/step-3/{x}" for x in (*INSIDE, files.PROVENANCE)),
+    ):
         ends = []
         interrupted()
         for now in rng.sample([*damaged((out / path).read_bytes())], 4):
@@ -358,26 +504,44 @@ def files_(folder: Path) -> Iterator[Row]:
             (out / path).write_bytes(now)
             ends.append(run(ask, log))
             assert ends[-1][0] or digest(out, *MINI) == whole, "silently wrong"
-        yield told("repro.mini.train", f"`{Path(path).name}` of an interrupted run cut or altered", ends, folder)
+        yield told(
+            "repro.mini.train",
+            f"`{Path(path).name}` of an interrupted run cut or altered",
+            ends,
+            folder,
+        )
     shutil.rmtree(out)
     shutil.copytree(folder / "whole", out)
     with (out / "steps.jsonl").open("r+") as f:
         f.write("[")
-    status, said = run(lambda: bool(results.collect(folder, {"run"}, folder / "new")), log)
-    yield row("repro.mini.study.suite", "a log altered after its run ended", sentence(said, folder), status)
+    status, said = run(
+        lambda: bool(results.collect(folder, {"run"}, folder / "new")), log
+    )
+    yield row(
+        "repro.mini.study.suite",
+        "a log altered after its run ended",
+        sentence(said, folder),
+        status,
+    )
 
     class Payload:
         def __reduce__(self):
             return Path.touch, (folder / "ran",)
 
     torch.save({"settings": {}, "batch": Payload()}, folder / "replay.safetensors")
-    status, said = run(lambda: command.main(["--replay", str(folder / "replay.safetensors")]), log)
+    status, said = run(
+        lambda: command.main(["--replay", str(folder / "replay.safetensors")]), log
+    )
     assert not (folder / "ran").exists()
-    who, fault, lost = "repro.mini.train --replay", "a file that holds code", "nothing: it did not run"
+    who, fault, lost = (
+        "repro.mini.train --replay",
+        "a file that holds code",
+        "nothing: it did not run",
+    )
     yield row(who, fault, sentence(said, folder), status, lost=lost)
 
 
-# ---- full disks, no network ------------------------------------------------------------------------------------------
+# ---- full disks, no network ----------------------------------------------------------
 libc = ctypes.CDLL(None, use_errno=True)
 NAMESPACE = {"mount": 0x20000, "network": 0x40000000}
 
@@ -396,7 +560,9 @@ def small_disk(folder: Path, size: str) -> None:
 
 
 def full(place: Path, name: str, make: Callable[[Path], int]) -> int:
-    """On a disk that holds this file and is full: the status, if the file is as it was and alone."""
+    """On a disk that holds this file and is full: the status, if the file is as it was
+    and alone.
+    """
     (place / name).write_text("as it was")
     with contextlib.suppress(OSError), (place / "full").open("wb") as f:
         while f.write(b"x" * 4096):
@@ -404,7 +570,9 @@ def full(place: Path, name: str, make: Callable[[Path], int]) -> int:
     (place / "full").open("r+b").truncate(8192)
     status = make(place)
     left = {p.name for p in place.iterdir()} - {"full"}
-    return status if left == {name} and (place / name).read_text() == "as it was" else 98
+    return (
+        status if left == {name} and (place / name).read_text() == "as it was" else 98
+    )
 
 
 WRITES = {  # command -> its file on the disk, how it is made there
@@ -423,7 +591,9 @@ def disk(folder: Path) -> Iterator[Row]:
 
     def limited() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (random.choice([100, 2500, 100_000, 600_000]),) * 2)
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (random.choice([100, 2500, 100_000, 600_000]),) * 2
+        )
 
     for _ in range(4):
         random.seed()
@@ -431,32 +601,55 @@ def disk(folder: Path) -> Iterator[Row]:
         assert status == 2 and "Traceback" not in last, last
         said.append(sentence(last, folder))
     assert run(ask, log)[0] == 0 and digest(out, *MINI) == whole
-    fault, lost = "files limited to 100 B to 600 kB (`ulimit -f`)", "nothing: with space it ended with the same bits"
+    fault, lost = (
+        "files limited to 100 B to 600 kB (`ulimit -f`)",
+        "nothing: with space it ended with the same bits",
+    )
     yield row("repro.mini.train", fault, max(said, key=len), 2, len(said), lost)
     for who, (name, make) in WRITES.items():
-        status, last = run(partial(full, place, name, make), log, lambda: small_disk(place, "64k"))
+        status, last = run(
+            partial(full, place, name, make), log, lambda: small_disk(place, "64k")
+        )
         assert status == 2, (who, status, last)
-        yield row(who, "a full disk (tmpfs)", sentence(last, folder), lost="nothing: the old file stayed")
+        yield row(
+            who,
+            "a full disk (tmpfs)",
+            sentence(last, folder),
+            lost="nothing: the old file stayed",
+        )
 
 
 def network(folder: Path) -> Iterator[Row]:
     (folder / "my.py").write_text("import upref\ndapo = upref.get('dapo').loss\n")
     ask = lambda: cli.main(["check", f"{folder}/my.py:dapo", "--as", "dapo"])
-    with_, without = run(ask, folder / "log"), run(ask, folder / "log", lambda: alone_with("network"))
+    with_, without = (
+        run(ask, folder / "log"),
+        run(ask, folder / "log", lambda: alone_with("network")),
+    )
     assert with_ == without and with_[0] == 0, (with_, without)
     yield row("upref check", "no network", "the same report, to the letter", 0)
 
     def nowhere() -> None:
         alone_with("network")
-        os.environ.update(XDG_CACHE_HOME=str(folder / "cache"), PIP_CONFIG_FILE=os.devnull, PIP_INDEX_URL=CLOSED)
+        os.environ.update(
+            XDG_CACHE_HOME=str(folder / "cache"),
+            PIP_CONFIG_FILE=os.devnull,
+            PIP_INDEX_URL=CLOSED,
+        )
         os.environ.pop("PIP_FIND_LINKS", None)
 
     status, said = run(lambda: cli.main(["audit", AUDITED]), folder / "log", nowhere)
-    assert status == 2 and said.count("\n") == 0 and not list((folder / "cache").rglob("*.py")), said
-    yield row(f"upref audit {AUDITED}", "no network, nothing cached", sentence(said, folder))
+    assert (
+        status == 2
+        and said.count("\n") == 0
+        and not list((folder / "cache").rglob("*.py"))
+    ), said
+    yield row(
+        f"upref audit {AUDITED}", "no network, nothing cached", sentence(said, folder)
+    )
 
 
-# ---- two at once, interrupts, threads --------------------------------------------------------------------------------
+# ---- two at once, interrupts, threads ------------------------------------------------
 def two(folder: Path) -> Iterator[Row]:
     ask, out, _, whole = asked(folder)
     logs, fault = [folder / "a", folder / "b"], "two in one folder"
@@ -469,10 +662,17 @@ def two(folder: Path) -> Iterator[Row]:
     assert digest(folder / "two", "*") == digest(folder / "one", "*")
     yield row("repro.exact", fault, "both wrote the same, whole files", "0 and 0")
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    install = lambda: print(isolated.place(AUDITED, audits.framework(AUDITED).pin).version)
+    install = lambda: print(
+        isolated.place(AUDITED, audits.framework(AUDITED).pin).version
+    )
     assert both(install) == [0, 0] and not list(folder.glob("cache/**/.half-*"))
     done(install, logs[0])
-    yield row(f"upref audit {AUDITED}", "two install the package", "one whole folder", "0 and 0")
+    yield row(
+        f"upref audit {AUDITED}",
+        "two install the package",
+        "one whole folder",
+        "0 and 0",
+    )
 
 
 INTERRUPTED = [  # as they are typed; {} is a folder
@@ -493,7 +693,9 @@ def caught(process: int, number: int) -> bool:
 def long_commands(folder: Path) -> dict[str, list[str]]:
     """The commands of INTERRUPTED and those of a shell: name -> arguments."""
     S.write(folder / "s.json")
-    (folder / "slow.py").write_text("import time\ndef loss(log_prob, old_log_prob, advantages, mask): time.sleep(60)\n")
+    (folder / "slow.py").write_text(
+        "import time\ndef loss(log_prob, old_log_prob, advantages, mask): time.sleep(60)\n"
+    )
     commands = {
         x.removeprefix("-m ").replace("{}/", "").removesuffix(" {}"): [
             sys.executable,
@@ -501,7 +703,11 @@ def long_commands(folder: Path) -> dict[str, list[str]]:
         ]
         for x in INTERRUPTED
     }
-    commands["repro/venv.sh docs"] = ["bash", str(checkout(folder / "place") / "repro/venv.sh"), "docs"]
+    commands["repro/venv.sh docs"] = [
+        "bash",
+        str(checkout(folder / "place") / "repro/venv.sh"),
+        "docs",
+    ]
     return commands
 
 
@@ -511,17 +717,33 @@ def interrupt(folder: Path) -> Iterator[Row]:
     for name, argv in commands.items():
         said, ends = "", []
         for number in (signal.SIGINT, signal.SIGTERM) * 2:
-            p = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            p = subprocess.Popen(
+                argv,
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             while p.poll() is None and not caught(p.pid, signal.SIGTERM):
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 4))
             p.send_signal(number)
-            last = p.communicate(timeout=120)[1].strip()  # its children have the pipe too: they have ended
-            status = 128 - p.returncode if p.returncode < 0 else p.returncode  # at the very end: as in a shell
-            assert status in (0, 2, 128 + number) and "Traceback" not in last, (name, p.returncode, last)
+            # its children have the pipe too: they have ended
+            last = p.communicate(timeout=120)[1].strip()
+            # at the very end: as in a shell
+            status = 128 - p.returncode if p.returncode < 0 else p.returncode
+            assert status in (0, 2, 128 + number) and "Traceback" not in last, (
+                name,
+                p.returncode,
+                last,
+            )
             if status > 2:  # else it had ended
                 ends.append(status)
-                said = sentence(last, folder) if status == 130 and "interrupted" in last else said
+                said = (
+                    sentence(last, folder)
+                    if status == 130 and "interrupted" in last
+                    else said
+                )
         happened = said.replace(f"{sys.executable} ", "") or "it had ended"
         both = " or ".join(str(x) for x in sorted(set(ends)))
         if ends:
@@ -604,11 +826,15 @@ def checkout_state() -> str:
     """What git says of the checkout, the record of this command left out."""
     status = ["git", "-C", str(ROOT), "status", "--porcelain", "--", "."]
     left_out = f":!{RECORD.relative_to(ROOT)}"
-    return subprocess.run([*status, left_out], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [*status, left_out], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]:
-    """Losses and KL estimators, right and wrong, that print, warn, draw, and change a dtype."""
+    """Losses and KL estimators, right and wrong, that print, warn, draw, and change a
+    dtype.
+    """
 
     def noise() -> None:
         print("swallowed")
@@ -620,7 +846,14 @@ def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]
         def dapo(log_prob, old_log_prob, advantages, mask):
             noise()
             r = torch.where(mask, log_prob - old_log_prob, 0).exp()
-            return -sign * (torch.minimum(r * advantages, r.clamp(0.8, 1.28) * advantages) * mask).sum() / mask.sum()
+            return (
+                -sign
+                * (
+                    torch.minimum(r * advantages, r.clamp(0.8, 1.28) * advantages)
+                    * mask
+                ).sum()
+                / mask.sum()
+            )
 
         return dapo
 
@@ -641,18 +874,27 @@ def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]
 
     def check(i: int) -> bool:
         right = 1 if i % 3 else -1
-        report = upref.check_kl(kl(right), "k1") if i % 20 else upref.check(loss(right), "dapo")
+        report = (
+            upref.check_kl(kl(right), "k1")
+            if i % 20
+            else upref.check(loss(right), "dapo")
+        )
         return bool(report) == (right == 1)
 
     with ThreadPoolExecutor(workers) as pool:
         verdicts = list(pool.map(check, range(checks)))
     assert all(verdicts) and state() == before, Counter(verdicts)
-    who, fault = f"upref.check, check_kl in {workers} threads", "losses that print, warn, draw, change a dtype"
-    happened = "every verdict right; stdout, warnings, hooks, dtype, generators as before"
+    who, fault = (
+        f"upref.check, check_kl in {workers} threads",
+        "losses that print, warn, draw, change a dtype",
+    )
+    happened = (
+        "every verdict right; stdout, warnings, hooks, dtype, generators as before"
+    )
     yield row(who, fault, happened, "", checks)
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------
 GROUPS = {"mini": mini, "suite": study, "exact": exact, "audit": audit, "venv": venv, "site": site, "files": files_,
           "disk": disk, "network": network, "two": two, "interrupt": interrupt, "threads": threads}  # fmt: skip
 
@@ -685,19 +927,35 @@ def main(*names: str) -> int:
 def commit() -> str:
     """Of the code that runs; with a + where files of it are changed."""
     git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True, check=True).stdout
+    head = subprocess.run(
+        [*git, "rev-parse", "--short=9", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     code = [".", f":!{RECORD.relative_to(ROOT)}", ":!docs"]
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code], check=False).returncode
+    changed = subprocess.run(
+        [*git, "diff", "--quiet", "HEAD", "--", *code], check=False
+    ).returncode
     return head.strip() + ("+" if changed else "")
 
 
 def keep(name: str, rows: list[Row]) -> None:
-    """Rows with the day and the commit that they are of. Two of this command may run, each with groups of its own."""
-    made = {"day": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit(), "rows": rows}
+    """Rows with the day and the commit that they are of. Two of this command may run,
+    each with groups of its own.
+    """
+    made = {
+        "day": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": commit(),
+        "rows": rows,
+    }
     lock = os.open(RECORD.parent, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     record = json.loads(RECORD.read_text(encoding="utf-8")) | {name: made}
-    files.write_atomically(RECORD, json.dumps({k: record[k] for k in GROUPS if k in record}, indent=1) + "\n")
+    files.write_atomically(
+        RECORD,
+        json.dumps({k: record[k] for k in GROUPS if k in record}, indent=1) + "\n",
+    )
 
 
 if __name__ == "__main__":

@@ -51,17 +51,27 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "step.npz"
-        replay.write(file, replay.make_batch(columns(), file="made", step=1, logged={"loss": 0.01}))
+        replay.write(
+            file,
+            replay.make_batch(columns(), file="made", step=1, logged={"loss": 0.01}),
+        )
         batch = timed("read", lambda: replay.read(file))
-        print(f"{batch.tokens:,} trained tokens, {file.stat().st_size / 2**20:.0f} MiB on the disk, one thread")
+        print(
+            f"{batch.tokens:,} trained tokens, {file.stat().st_size / 2**20:.0f} MiB on the disk, one thread"
+        )
         timed("the sampler's gap", lambda: replay.gap(batch))
         timed("advantages", lambda: replay.advantages(batch))
         timed("the loss", lambda: replay.loss(batch, "dapo"))
         timed(
             "six objectives",
-            lambda: replay.weights(batch, ["up_dapo", "grpo", "gspo", "cispo", "tis(dapo)"], ran="dapo"),
+            lambda: replay.weights(
+                batch, ["up_dapo", "grpo", "gspo", "cispo", "tis(dapo)"], ran="dapo"
+            ),
         )
-        timed("upref replay, from the file on", lambda: replay.replay(replay.read_steps([file]), "dapo").text())
+        timed(
+            "upref replay, from the file on",
+            lambda: replay.replay(replay.read_steps([file]), "dapo").text(),
+        )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"{'largest memory of the process':34} {peak / GIB:7.2f} GiB")
 

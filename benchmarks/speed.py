@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward of a loss, eager and compiled: upref, verl's and TRL's own functions, and plain torch.
+"""Forward and backward of a loss, eager and compiled: upref, verl's and TRL's own
+functions, and plain torch.
 
     python -m benchmarks.speed           [64, 4096] float32, as in docs/speed.md
     python -m benchmarks.speed --rows 8  a quick look
 
-All run in one process on the same tensors, and all take their turn in each round. A figure is the median over rounds
-of the CPU time beside that of a copy of one tensor in the same round. Peak memory is what torch's allocator held at
-most, in tensors of that shape. `upref` is Objective.J; `batch` is Objective.loss of a Rollouts, which is validated in
-every call. What is compiled is the whole function; verl's and TRL's have graph breaks where they log a number.
+All run in one process on the same tensors, and all take their turn in each round. A
+figure is the median over rounds of the CPU time beside that of a copy of one tensor in
+the same round. Peak memory is what torch's allocator held at most, in tensors of that
+shape. `upref` is Objective.J; `batch` is Objective.loss of a Rollouts, which is
+validated in every call. What is compiled is the whole function; verl's and TRL's have
+graph breaks where they log a number.
 """
 
 import argparse
@@ -25,10 +28,21 @@ from torch import Tensor
 
 import upref
 
-GSPO = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_agg_mode": "seq-mean-token-mean"}
-# verl's loss_mode, TRL's loss_type -> the reference of the same formula, its hyperparameters, and verl's config
+GSPO = {
+    "clip_ratio_low": 3e-4,
+    "clip_ratio_high": 4e-4,
+    "loss_agg_mode": "seq-mean-token-mean",
+}
+# verl's loss_mode, TRL's loss_type -> the reference of the same formula, its
+# hyperparameters, and verl's config
 PAIRS = [
-    ("vanilla", "dapo", "dapo", {"c": 3.0}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}),
+    (
+        "vanilla",
+        "dapo",
+        "dapo",
+        {"c": 3.0},
+        {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28},
+    ),
     ("gspo", "grpo", "gspo", {}, GSPO),
     ("cispo", "", "cispo_verl", {}, {}),
     ("", "cispo", "cispo", {}, {}),
@@ -48,13 +62,19 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def batch(rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
     old = -torch.rand(rows, tokens, generator=g) * 3
-    lp = (old + 0.3 * torch.randn(rows, tokens, generator=g)).clamp(max=0).requires_grad_()
+    lp = (
+        (old + 0.3 * torch.randn(rows, tokens, generator=g))
+        .clamp(max=0)
+        .requires_grad_()
+    )
     A = torch.randn(rows, 1, generator=g).expand(rows, tokens).contiguous()
-    mask = torch.arange(tokens)[None] < torch.randint(tokens // 2, tokens + 1, (rows, 1), generator=g)
+    mask = torch.arange(tokens)[None] < torch.randint(
+        tokens // 2, tokens + 1, (rows, 1), generator=g
+    )
     return lp, old, A, mask
 
 
-# ---- the losses ------------------------------------------------------------------------------------------------------
+# ---- the losses ----------------------------------------------------------------------
 def plain(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
     """DAPO with a dual clip, as one writes it without a library."""
     ratio = (lp - old).exp()
@@ -68,7 +88,9 @@ def of_verl(mode: str, config: dict[str, Any]) -> Loss:
     from verl.workers.config import ActorConfig
 
     f = get_policy_loss_fn(mode)
-    cfg = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1, **config)
+    cfg = ActorConfig(
+        strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1, **config
+    )
     return lambda lp, old, A, mask: f(old, lp, A, mask, cfg.loss_agg_mode, cfg)[0]
 
 
@@ -77,14 +99,25 @@ def of_trl(mode: str, o: Any, hp: dict[str, Any], mask: Tensor) -> Loss:
     from upref_frameworks.trl import losses as trl
 
     cls, fields = trl.trainer_of(mode)
-    trainer = trl._trainer(cls, tuple(sorted((fields | trl.settings_for(mode, o, hp)).items())))  # noqa: SLF001
+    trainer = trl._trainer(  # noqa: SLF001
+        cls, tuple(sorted((fields | trl.settings_for(mode, o, hp)).items()))
+    )
     trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = 1
     prompt, tokens = torch.zeros(len(mask), 1, dtype=torch.int64), mask.long()
     entropy, count = torch.ones(mask.shape), tokens.sum()
-    same = {"prompt_ids": prompt, "prompt_mask": prompt + 1, "completion_ids": 0 * tokens, "completion_mask": tokens}
+    same = {
+        "prompt_ids": prompt,
+        "prompt_mask": prompt + 1,
+        "completion_ids": 0 * tokens,
+        "completion_mask": tokens,
+    }
 
     def loss(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
-        given = {"advantages": A[:, 0], "old_per_token_logps": old, "num_items_in_batch": count}
+        given = {
+            "advantages": A[:, 0],
+            "old_per_token_logps": old,
+            "num_items_in_batch": count,
+        }
         found = trainer._compute_loss(trl._StandIn(lp, entropy), same | given)  # noqa: SLF001
         trainer._metrics["train"].clear()  # noqa: SLF001
         return found
@@ -103,18 +136,24 @@ def losses(pair: tuple, mask: Tensor) -> dict[str, Loss]:
     if name == "dapo" and hp:
         found["torch"] = plain
     found["upref"] = lambda lp, old, A, mask: -o.J(lp, old, A, mask, **hp)
-    found["batch"] = lambda lp, old, A, mask: o.loss(upref.Rollouts(lp, old, A, mask), **hp)
+    found["batch"] = lambda lp, old, A, mask: o.loss(
+        upref.Rollouts(lp, old, A, mask), **hp
+    )
     return found
 
 
-# ---- what they take --------------------------------------------------------------------------------------------------
+# ---- what they take ------------------------------------------------------------------
 def step(loss: Loss, lp: Tensor, *rest: Tensor) -> None:
     loss(lp, *rest).backward()
     lp.grad = None
 
 
-def measured(runs: dict[str, Callable[[], object]], x: Tensor, rounds: int) -> dict[str, float]:
-    """Median over rounds of time / time of the copy. All take turns in a round, the copy too, each warmed up."""
+def measured(
+    runs: dict[str, Callable[[], object]], x: Tensor, rounds: int
+) -> dict[str, float]:
+    """Median over rounds of time / time of the copy. All take turns in a round, the
+    copy too, each warmed up.
+    """
     target = torch.empty_like(x)
     runs = {"copy": lambda: target.copy_(x)} | runs
     ratios: dict[str, list[float]] = {k: [] for k in runs}
@@ -135,9 +174,13 @@ def clock(f: Callable[[], object], n: int) -> float:
 
 def peak(f: Callable[[], object], size: int) -> float:
     """Most memory the allocator held at once during f, in tensors of `size` bytes."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         f()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [
+        e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"
+    ]
     steps = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     return max(itertools.accumulate(steps), default=0) / size
 
@@ -149,18 +192,30 @@ def versions() -> str:
 
 
 def table(title: str, rows: list[tuple[str, dict[str, float]]]) -> None:
-    """A column for each contestant, eager and compiled; the batch has no compiled form, because it reads numbers."""
+    """A column for each contestant, eager and compiled; the batch has no compiled form,
+    because it reads numbers.
+    """
     print(f"\n{title}")
-    heads = [head for who in WHO for head in ((who,) if who == "batch" else (who, "compiled"))]
+    heads = [
+        head
+        for who in WHO
+        for head in ((who,) if who == "batch" else (who, "compiled"))
+    ]
     print(f"{'':14}" + "".join(f"{head:>10}" for head in heads))
-    keys = [key for who in WHO for key in ((who,) if who == "batch" else (who, f"{who} compiled"))]
+    keys = [
+        key
+        for who in WHO
+        for key in ((who,) if who == "batch" else (who, f"{who} compiled"))
+    ]
     for name, found in rows:
         cells = (f"{found[key]:.1f}" if key in found else "-" for key in keys)
         print(f"{name:14}" + "".join(f"{cell:>10}" for cell in cells))
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--rows", type=int, default=64)
     p.add_argument("--tokens", type=int, default=4096)
     p.add_argument("--rounds", type=int, default=7)
@@ -169,13 +224,22 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     tensors = batch(args.rows, args.tokens)
     size = tensors[0].numel() * tensors[0].element_size()
-    print(f"[{args.rows}, {args.tokens}] float32, {args.threads} of {os.cpu_count()} cores, {platform.machine()}")
-    print(f"{versions()}; {args.rounds} rounds; load {os.getloadavg()[0]:.1f} at the start", flush=True)
+    print(
+        f"[{args.rows}, {args.tokens}] float32, {args.threads} of {os.cpu_count()} cores, {platform.machine()}"
+    )
+    print(
+        f"{versions()}; {args.rounds} rounds; load {os.getloadavg()[0]:.1f} at the start",
+        flush=True,
+    )
     times, memory, beside = [], [], []
     for pair in PAIRS:
         torch.compiler.reset()
         found = losses(pair, tensors[3])
-        fast = {f"{k} compiled": torch.compile(f, fullgraph=k == "upref") for k, f in found.items() if k != "batch"}
+        fast = {
+            f"{k} compiled": torch.compile(f, fullgraph=k == "upref")
+            for k, f in found.items()
+            if k != "batch"
+        }
         runs = {k: partial(step, f, *tensors) for k, f in (found | fast).items()}
         took = measured(runs, tensors[0].detach(), args.rounds)
         times.append((pair[2], took))
@@ -186,7 +250,10 @@ def main() -> None:
     print("\ncompiled upref beside the compiled other, times")
     for name, took in beside:
         others = [who for who in WHO[:3] if who in took]
-        said = [f"{who} {took['upref compiled'] / took[f'{who} compiled']:.2f}" for who in others]
+        said = [
+            f"{who} {took['upref compiled'] / took[f'{who} compiled']:.2f}"
+            for who in others
+        ]
         if said:
             print(f"{name:14} {', '.join(said)}")
     print(f"\nload {os.getloadavg()[0]:.1f} at the end")

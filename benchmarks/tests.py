@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of the tests goes: `python -m benchmarks.tests [ARGUMENTS OF PYTEST]`.
 
-Runs the tests with two workers and prints processor seconds, of a test and of the processes that it started, by
-file and for the longest tests. Processor seconds hardly depend on what else the machine does; half of the sum is the
-least that two cores can take.
+Runs the tests with two workers and prints processor seconds, of a test and of the
+processes that it started, by file and for the longest tests. Processor seconds hardly
+depend on what else the machine does; half of the sum is the least that two cores can
+take.
 """
 
 import os
@@ -37,18 +38,33 @@ def pytest_runtest_protocol(item):
 def main(*arguments: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        options = ["-n", "2", "--dist", "worksteal", "-q", "-p", "benchmarks.tests", *arguments]
+        options = [
+            "-n",
+            "2",
+            "--dist",
+            "worksteal",
+            "-q",
+            "-p",
+            "benchmarks.tests",
+            *arguments,
+        ]
         start = time.time()
         pytest_ = [sys.executable, "-m", "pytest", *options]
-        status = subprocess.run(pytest_, env=os.environ | {LOG: str(log), "OMP_NUM_THREADS": "1"}).returncode
+        status = subprocess.run(
+            pytest_, env=os.environ | {LOG: str(log), "OMP_NUM_THREADS": "1"}
+        ).returncode
         if not log.exists():
             return status
-        rows = [line.split("\t") for line in log.read_text(encoding="utf-8").splitlines()]
+        rows = [
+            line.split("\t") for line in log.read_text(encoding="utf-8").splitlines()
+        ]
     tests = sorted(((float(seconds), name) for seconds, name in rows), reverse=True)
     files: Counter[str] = Counter()
     for seconds, name in tests:
         files[name.split("::")[0]] += seconds  # type: ignore[assignment] # a Counter of seconds
-    print(f"\n{sum(s for s, _ in tests):.0f} processor seconds, {time.time() - start:.0f} seconds, {len(tests)} tests")
+    print(
+        f"\n{sum(s for s, _ in tests):.0f} processor seconds, {time.time() - start:.0f} seconds, {len(tests)} tests"
+    )
     for name, seconds in files.most_common(30):
         print(f"{seconds:8.1f}  {name}")
     print()

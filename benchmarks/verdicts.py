@@ -4,8 +4,9 @@
     python -m benchmarks.verdicts dump FILE [PART ...]
     python -m benchmarks.verdicts compare OLD NEW
 
-`dump` adds the verdicts of the parts, or of all of them, to a JSON file; a part that it has is not run again. `compare`
-prints each subject that is missing, new or judged otherwise; its status is 1 where a verdict was lost or changed.
+`dump` adds the verdicts of the parts, or of all of them, to a JSON file; a part that it
+has is not run again. `compare` prints each subject that is missing, new or judged
+otherwise; its status is 1 where a verdict was lost or changed.
 """
 
 import argparse
@@ -33,12 +34,18 @@ Subjects = Iterator[tuple[str, Callable[[], Any]]]  # a name, and what makes its
 
 
 def said(x: Any) -> Any:
-    """Of a report: whether it agrees, and by which oracle and for which cause not; of an identity, its answer."""
+    """Of a report: whether it agrees, and by which oracle and for which cause not; of
+    an identity, its answer.
+    """
     if isinstance(x, Report):
         return {"ok": bool(x), "failures": sorted({f"{f.oracle}: {f.cause}" for f in x.failures}),
                 "notes": sorted({f.oracle for f in x.notes})}  # fmt: skip
     if isinstance(x, Identification):
-        return {"ok": bool(x), "says": str(x).partition("\n")[0], "names": sorted(m.name for m in x.matches)}
+        return {
+            "ok": bool(x),
+            "says": str(x).partition("\n")[0],
+            "names": sorted(m.name for m in x.matches),
+        }
     return x
 
 
@@ -55,8 +62,13 @@ def losses() -> Subjects:
 
 def estimators() -> Subjects:
     yield from cases("advantages", "kl")
-    for fn, name in ((f, k) for k, f in kl.ESTIMATORS.items() for f in kl.ESTIMATORS.values()):
-        yield f"{fn.__name__} as {name}", lambda fn=fn, name=name: upref.check_kl(fn, name)
+    for fn, name in (
+        (f, k) for k, f in kl.ESTIMATORS.items() for f in kl.ESTIMATORS.values()
+    ):
+        yield (
+            f"{fn.__name__} as {name}",
+            lambda fn=fn, name=name: upref.check_kl(fn, name),
+        )
 
 
 def logprobs() -> Subjects:
@@ -85,7 +97,16 @@ class Outcomes:
 def laws() -> Subjects:
     """Each law of tests/support/laws.py on each objective."""
     kept = Outcomes()
-    pytest.main(["-q", "-x", "-p", "no:cacheprovider", str(ROOT / "tests/core/test_objectives.py")], plugins=[kept])
+    pytest.main(
+        [
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            str(ROOT / "tests/core/test_objectives.py"),
+        ],
+        plugins=[kept],
+    )
     yield from ((k, lambda v=v: v) for k, v in kept.of.items())
 
 
@@ -96,7 +117,11 @@ def oracles() -> Subjects:
     ran = {"advantages": upref.check_advantages(advantages.get("group_norm"), "group_norm"),
            "kl": upref.check_kl(kl.k3, "k3"),
            "logprobs": upref.check_logprobs(hidden.token_log_probs)}  # fmt: skip
-    yield from ((f"{part}: {k}", lambda v=v: v) for part, r in ran.items() for k, v in r.oracles.items())
+    yield from (
+        (f"{part}: {k}", lambda v=v: v)
+        for part, r in ran.items()
+        for k, v in r.oracles.items()
+    )
 
 
 def ledgers() -> Subjects:
@@ -104,7 +129,13 @@ def ledgers() -> Subjects:
         for e in audits.read(name):
             yield (
                 f"{name}: {e.key}",
-                lambda e=e: [e.status, e.severity, e.change, e.reason, [str(x) for x in e.evidence]],
+                lambda e=e: [
+                    e.status,
+                    e.severity,
+                    e.change,
+                    e.reason,
+                    [str(x) for x in e.evidence],
+                ],
             )
 
 
@@ -116,7 +147,10 @@ def frameworks() -> Subjects:
 
     def rows(name: str) -> Any:
         a = json.loads(audits.audit(name).json())
-        each = [[*(r[k] for k in own), [words for words, _ in r["reasons"]]] for r in a["rows"]]
+        each = [
+            [*(r[k] for k in own), [words for words, _ in r["reasons"]]]
+            for r in a["rows"]
+        ]
         return {"rows": each, **{k: a[k] for k in whole}}
 
     yield from ((name, lambda name=name: rows(name)) for name in audits.frameworks())
@@ -128,7 +162,10 @@ def mutants() -> Subjects:
     scratch = Path(tempfile.mkdtemp())  # nothing is kept from one version to the next
     for s in run.subjects(300, 0):
         name = f"{s.config} {s.style} {s.what} {s.key}"
-        yield name, lambda s=s: (run.judged(s, scratch, 0, large=0, few=20) or {}).get("quick")
+        yield (
+            name,
+            lambda s=s: (run.judged(s, scratch, 0, large=0, few=20) or {}).get("quick"),
+        )
 
 
 PARTS = {f.__name__: f for f in (
@@ -150,7 +187,9 @@ def record(file: str, *parts: str) -> int:
     for part in parts or PARTS:
         if part not in known:
             known[part] = {name: verdict(make) for name, make in PARTS[part]()}
-            write_atomically(path, json.dumps(known, indent=1, ensure_ascii=False, default=str))
+            write_atomically(
+                path, json.dumps(known, indent=1, ensure_ascii=False, default=str)
+            )
             print(f"{part}: {len(known[part])} verdicts", flush=True)
     return 0
 
@@ -163,7 +202,9 @@ def compare(old: str, new: str) -> int:
         changed = [k for k in x if k in y and x[k] != y[k]]
         gone, added = [k for k in x if k not in y], [k for k in y if k not in x]
         lost += len(changed) + len(gone)
-        print(f"{part}: {len(x)} verdicts, {len(changed)} changed, {len(gone)} gone, {len(added)} new")
+        print(
+            f"{part}: {len(x)} verdicts, {len(changed)} changed, {len(gone)} gone, {len(added)} new"
+        )
         for k in gone:
             print(f"  gone: {k}")
         for k in changed:
@@ -174,20 +215,35 @@ def compare(old: str, new: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.verdicts", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.verdicts", description=__doc__.split("\n\n")[0]
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    one = verbs.add_parser("dump", help="add the verdicts of the parts to a JSON file; a part that it has is kept")
+    one = verbs.add_parser(
+        "dump",
+        help="add the verdicts of the parts to a JSON file; a part that it has is kept",
+    )
     one.add_argument("file")
-    one.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}; all by default")
+    one.add_argument(
+        "parts",
+        nargs="*",
+        metavar="part",
+        help=f"of {', '.join(PARTS)}; all by default",
+    )
     two = verbs.add_parser(
-        "compare", help="print what is missing, new or judged otherwise; status 1 where one was lost or changed"
+        "compare",
+        help="print what is missing, new or judged otherwise; status 1 where one was lost or changed",
     )
     two.add_argument("old")
     two.add_argument("new")
     args = parser.parse_args()
     if unknown := sorted(set(getattr(args, "parts", ())) - PARTS.keys()):
         parser.error(f"there is no part {unknown[0]}: choose of {', '.join(PARTS)}")
-    return record(args.file, *args.parts) if args.verb == "dump" else compare(args.old, args.new)
+    return (
+        record(args.file, *args.parts)
+        if args.verb == "dump"
+        else compare(args.old, args.new)
+    )
 
 
 if __name__ == "__main__":

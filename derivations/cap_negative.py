@@ -34,20 +34,36 @@ def main(base=UP, direction=-1):
         else:
             claimed = (A * exp(lp - lp_old), A * r)
             window.append((low, high, found[1]))
-        assert all(simplify(x - y) == 0 for x, y in zip(found, claimed, strict=True)), f"{low} < r < {high}: {found}"
+        assert all(simplify(x - y) == 0 for x, y in zip(found, claimed, strict=True)), (
+            f"{low} < r < {high}: {found}"
+        )
     lower, upper, weight = window[0][0], window[-1][1], window[-1][2]
     assert (lower, upper) == (1 - eps_low, c)
 
     cap = p - lower * mu
-    print("Cap inside the window:", cap, "  just below c:", cap.subs(p, upper * mu).factor(mu))
+    print(
+        "Cap inside the window:",
+        cap,
+        "  just below c:",
+        cap.subs(p, upper * mu).factor(mu),
+    )
     change = step * weight.subs(r, upper)  # gradient ascent moves lp by step x weight
     print("ascent just below c moves lp by", change, "< 0: towards π_old, as log c > 0")
     assert change.is_negative == (direction < 0)
 
     on_edge = cap.subs(p, upper * mu)  # grows with mu until p = c mu = 1
     top = simplify(on_edge.subs(mu, 1 / upper))
-    print("supremum over the unit square:", top, "at mu = 1/c, p = 1;  beyond, Cap(p = 1) =", cap.subs(p, 1), "falls")
-    assert simplify(on_edge.diff(mu)) == c - 1 + eps_low and cap.subs(p, 1).diff(mu) == eps_low - 1
+    print(
+        "supremum over the unit square:",
+        top,
+        "at mu = 1/c, p = 1;  beyond, Cap(p = 1) =",
+        cap.subs(p, 1),
+        "falls",
+    )
+    assert (
+        simplify(on_edge.diff(mu)) == c - 1 + eps_low
+        and cap.subs(p, 1).diff(mu) == eps_low - 1
+    )
     assert simplify(top - (1 - (1 - eps_low) / c)) == 0
 
 

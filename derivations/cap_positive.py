@@ -33,17 +33,36 @@ def ceiling(name, weight, bound, **hp):
 
 
 def main(bound=1 + eps_high):
-    dapo, up = ceiling("dapo", A * r, bound, eps_high=eps_high), ceiling("up_dapo", A, oo)
+    dapo, up = (
+        ceiling("dapo", A * r, bound, eps_high=eps_high),
+        ceiling("up_dapo", A, oo),
+    )
     print("largest p with a gradient:  DAPO", dapo, "  UP-DAPO", up)
     assert dapo == Min(1, bound * mu) and up == 1
 
     rare = {mu: Rational(1, 100), eps_high: Rational(28, 100)}
-    print("mu = 0.01, ε_high = 0.28:  gone at", dapo.subs(rare), "=", float(dapo.subs(rare)), end=",  ")
-    print("Cap at p = mu is", (dapo - mu).subs(rare), "=", float((dapo - mu).subs(rare)))
-    assert dapo.subs(rare) == Rational(128, 10000) and (dapo - mu).subs(rare) == Rational(28, 10000)
+    print(
+        "mu = 0.01, ε_high = 0.28:  gone at",
+        dapo.subs(rare),
+        "=",
+        float(dapo.subs(rare)),
+        end=",  ",
+    )
+    print(
+        "Cap at p = mu is", (dapo - mu).subs(rare), "=", float((dapo - mu).subs(rare))
+    )
+    assert dapo.subs(rare) == Rational(128, 10000) and (dapo - mu).subs(
+        rare
+    ) == Rational(28, 10000)
 
     common = {mu: Rational(8, 10), eps_high: Rational(28, 100)}
-    print("mu = 0.8:  Cap is", dapo.subs(common) - p, "for DAPO and", up - p, "for UP-DAPO")
+    print(
+        "mu = 0.8:  Cap is",
+        dapo.subs(common) - p,
+        "for DAPO and",
+        up - p,
+        "for UP-DAPO",
+    )
     assert dapo.subs(common) == up
 
 

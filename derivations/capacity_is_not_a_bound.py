@@ -23,7 +23,8 @@ def flow(fn, step=0.1, most=4000):
     z, left = MU.log(), None
     for i in range(most):
         lp = torch.log_softmax(z, 0).requires_grad_()
-        (own,) = torch.autograd.grad((MU * fn(lp, MU.log(), A)).sum(), lp)  # mu_a dJ/dlp_a
+        # mu_a dJ/dlp_a
+        (own,) = torch.autograd.grad((MU * fn(lp, MU.log(), A)).sum(), lp)
         p = lp.detach().exp()
         if not own.any():
             break
@@ -35,7 +36,9 @@ def flow(fn, step=0.1, most=4000):
 
 def main(bound=1.28, fn=DAPO):
     r, left, last = flow(fn)
-    print(f"own gradient of the positive token gone after {left} steps, all gradients after {last}")
+    print(
+        f"own gradient of the positive token gone after {left} steps, all gradients after {last}"
+    )
     print("ratios at the end:", [round(x, 2) for x in r.tolist()])
     limit = (1 - 0.8 * (1 - MU[0].item())) / MU[0].item()
     print(f"bound of the paper: {bound}; normalization allows {limit:.1f}")

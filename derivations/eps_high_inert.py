@@ -25,9 +25,15 @@ LOW = Rational(1, 5)
 
 def terms(name, A):
     """J of the base and of its UP variant; GRPO's one ε is read as both bounds."""
-    both = {"dapo": {"eps_low": eps_low, "c": c}, "gspo": {"eps_low": eps_low}, "grpo": {"eps": eps_low, "c": c}}[name]
+    both = {
+        "dapo": {"eps_low": eps_low, "c": c},
+        "gspo": {"eps_low": eps_low},
+        "grpo": {"eps": eps_low, "c": c},
+    }[name]
     own = {} if name == "grpo" else {"eps_high": eps_high}
-    return get(name).fn(lp, lp_old, A, **both, **own), get(PAIRS[name]).fn(lp, lp_old, A, **both)
+    return get(name).fn(lp, lp_old, A, **both, **own), get(PAIRS[name]).fn(
+        lp, lp_old, A, **both
+    )
 
 
 def main(smallest=-LOW):
@@ -37,17 +43,35 @@ def main(smallest=-LOW):
         read = set()
         for high, bound in product(highs, (Rational(6, 5), 4)):
             at = {eps_low: LOW, eps_high: high, c: bound, A: -1}
-            for low, up_to, [(J, w), (J_up, w_up)] in pieces(terms(base, A), lp, lp_old, r, at):
+            for low, up_to, [(J, w), (J_up, w_up)] in pieces(
+                terms(base, A), lp, lp_old, r, at
+            ):
                 where = f"{base}, {low} < r < {up_to} at ε_high = {high}"
-                assert not J.has(eps_high) and simplify(J - J_up) == 0 == simplify(w - w_up), f"{where}: {J}, {J_up}"
+                assert not J.has(eps_high) and simplify(J - J_up) == 0 == simplify(
+                    w - w_up
+                ), f"{where}: {J}, {J_up}"
                 read.add(str(J))
-        print(f"{base} = {variant} for A < 0 in every order of the bounds; J there: {', '.join(sorted(read))}")
+        print(
+            f"{base} = {variant} for A < 0 in every order of the bounds; J there: {', '.join(sorted(read))}"
+        )
         point = at | {lp: log(2), lp_old: 0}
         assert {in_regime(f, point) for f in terms(base, 0 * A)} == {0}
 
     J, _ = terms("dapo", A)
-    crossed = {lp: log(Rational(7, 10)), lp_old: 0, eps_low: LOW, eps_high: -Rational(2, 5), c: 4, A: -1}
-    print("with 1+ε_high = 0.6 < 0.8 = 1-ε_low, at r = 0.7:", in_regime(J, crossed), " instead of ", end="")
+    crossed = {
+        lp: log(Rational(7, 10)),
+        lp_old: 0,
+        eps_low: LOW,
+        eps_high: -Rational(2, 5),
+        c: 4,
+        A: -1,
+    }
+    print(
+        "with 1+ε_high = 0.6 < 0.8 = 1-ε_low, at r = 0.7:",
+        in_regime(J, crossed),
+        " instead of ",
+        end="",
+    )
     print(in_regime(J, crossed | {eps_high: LOW}))
     assert in_regime(J, crossed) != in_regime(J, crossed | {eps_high: LOW})
 

@@ -15,7 +15,11 @@ from sympy import Rational, expand_log, log, simplify, symbols
 
 from upref import get
 
-x, mu, A = symbols("x1:4", positive=True), symbols("mu1:4", positive=True), symbols("A1:4", positive=True)
+x, mu, A = (
+    symbols("x1:4", positive=True),
+    symbols("mu1:4", positive=True),
+    symbols("A1:4", positive=True),
+)
 lp = [log(k) - log(sum(x)) for k in x]
 
 
@@ -40,20 +44,52 @@ def main(target=lambda mu, A: mu * A):
 
     J_is = expected(get("is_pg"))
     mean = sum(k * a for k, a in zip(x, A, strict=True)) / sum(x)
-    pull = [simplify(k * J_is.diff(k) - k / sum(x) * (a - mean)) for k, a in zip(x, A, strict=True)]
-    print("∂J_IS/∂z_a - π_a (A_a - E_π[A]) =", pull, " so inside the simplex it is 0 only where all A are equal")
+    pull = [
+        simplify(k * J_is.diff(k) - k / sum(x) * (a - mean))
+        for k, a in zip(x, A, strict=True)
+    ]
+    print(
+        "∂J_IS/∂z_a - π_a (A_a - E_π[A]) =",
+        pull,
+        " so inside the simplex it is 0 only where all A are equal",
+    )
     assert pull == [0, 0, 0] and simplify(J_is - mean) == 0
 
-    numbers = dict(zip((*mu, *A), (Rational(1, 2), Rational(3, 10), Rational(1, 5), 1, 2, 4), strict=True))
-    best = max(range(3), key=lambda k: mean.subs(numbers).subs({y: 0 for j, y in enumerate(x) if j != k}))
-    short = [numbers[A[best]] - numbers[a] for a in A]  # A_best - E_π[A] = Σ_k π_k short_k
-    print("π_old = (.5, .3, .2), A = (1, 2, 4):  UP ends at", [s.subs(numbers) for s in star], end="; ")
-    print(f"IS at arm {best + 1} alone: A_{best + 1} - E_π[A] = Σ_k π_k {short}_k, 0 there only")
+    numbers = dict(
+        zip(
+            (*mu, *A),
+            (Rational(1, 2), Rational(3, 10), Rational(1, 5), 1, 2, 4),
+            strict=True,
+        )
+    )
+    best = max(
+        range(3),
+        key=lambda k: mean.subs(numbers).subs(
+            {y: 0 for j, y in enumerate(x) if j != k}
+        ),
+    )
+    # A_best - E_π[A] = Σ_k π_k short_k
+    short = [numbers[A[best]] - numbers[a] for a in A]
+    print(
+        "π_old = (.5, .3, .2), A = (1, 2, 4):  UP ends at",
+        [s.subs(numbers) for s in star],
+        end="; ",
+    )
+    print(
+        f"IS at arm {best + 1} alone: A_{best + 1} - E_π[A] = Σ_k π_k {short}_k, 0 there only"
+    )
     rest = J_is.subs(at).subs(numbers)  # E_π[A] where UP rests
-    assert all((d == 0) == (k == best) and d >= 0 for k, d in enumerate(short)) and rest < numbers[A[best]]
+    assert (
+        all((d == 0) == (k == best) and d >= 0 for k, d in enumerate(short))
+        and rest < numbers[A[best]]
+    )
 
-    drift = [sum(m * k * p.diff(k) for m, p in zip(mu, lp, strict=True)) for k in x]  # mu not normalized
-    apart = [simplify(d - (m - sum(mu) * k / sum(x))) for d, m, k in zip(drift, mu, x, strict=True)]
+    # mu not normalized
+    drift = [sum(m * k * p.diff(k) for m, p in zip(mu, lp, strict=True)) for k in x]
+    apart = [
+        simplify(d - (m - sum(mu) * k / sum(x)))
+        for d, m, k in zip(drift, mu, x, strict=True)
+    ]
     print("E_old[∂ log π/∂z_a] - (π_old(a) - π(a)) =", apart)
     assert apart == [0, 0, 0]
 

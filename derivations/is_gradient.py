@@ -24,20 +24,25 @@ IS, UP = get("is_pg").fn, get("up_grpo").fn
 ARMS = symbols("x1:4 mu1:4 A1:4", positive=True)
 X, MU, ADV = ARMS[:3], ARMS[3:6], ARMS[6:]
 PI = [k / sum(X) for k in X]  # x = e^z
-SCORE = [log(p).diff(X[0]) * X[0] for p in PI]  # ∂log π(a)/∂z_1; the other logits follow by symmetry
+# ∂log π(a)/∂z_1; the other logits follow by symmetry
+SCORE = [log(p).diff(X[0]) * X[0] for p in PI]
 lp, lp_old = symbols("lp lp_old", real=True)
 
 
 def weights(fn):
     """dJ/dlp of the function that trains, at each arm."""
     at = zip(PI, MU, ADV, strict=True)
-    return [fn(lp, lp_old, a).diff(lp).subs({lp: log(p), lp_old: log(m)}) for p, m, a in at]
+    return [
+        fn(lp, lp_old, a).diff(lp).subs({lp: log(p), lp_old: log(m)}) for p, m, a in at
+    ]
 
 
 def one_step(fn):
     """E_old[w ∇log π] - ∇E_π[A], w = A r for importance sampling, A for UP."""
     target = sum(p * a for p, a in zip(PI, ADV, strict=True)).diff(X[0]) * X[0]
-    return simplify(sum(m * w * s for m, w, s in zip(MU, weights(fn), SCORE, strict=True)) - target)
+    return simplify(
+        sum(m * w * s for m, w, s in zip(MU, weights(fn), SCORE, strict=True)) - target
+    )
 
 
 def second_moment(fn):
@@ -59,23 +64,43 @@ def two_steps(weights):
         w1, w2 = weights(first / first_old, second / second_old)
         for i, theta in enumerate((p, p1)):
             score = w1 * log(first).diff(theta) + w2 * log(second).diff(theta)
-            bias[i] += reward * (first_old * second_old * score - (first * second).diff(theta))
+            bias[i] += reward * (
+                first_old * second_old * score - (first * second).diff(theta)
+            )
     return [factor(cancel(x)) for x in bias]
 
 
 def main(base=IS, up=UP):
     A = ADV[0]
-    print("∂/∂lp of Eq. 7 =", base(lp, lp_old, A).diff(lp), "  of UP, A > 0:", up(lp, lp_old, A).diff(lp))
-    assert base(lp, lp_old, A).diff(lp) == A * exp(lp - lp_old) and up(lp, lp_old, A).diff(lp) == A
+    print(
+        "∂/∂lp of Eq. 7 =",
+        base(lp, lp_old, A).diff(lp),
+        "  of UP, A > 0:",
+        up(lp, lp_old, A).diff(lp),
+    )
+    assert (
+        base(lp, lp_old, A).diff(lp) == A * exp(lp - lp_old)
+        and up(lp, lp_old, A).diff(lp) == A
+    )
 
     print(f"one step: E_old[A r ∇log π] - ∇E_π[A] = {one_step(base)} for every π_old")
     bias = one_step(up)
-    apart = simplify(bias - sum((m - p) * a * s for m, p, a, s in zip(MU, PI, ADV, SCORE, strict=True)))
-    print("          E_old[A ∇log π] - ∇E_π[A] - Σ_a (π_old - π)(a) A_a ∇log π(a) =", apart)
+    apart = simplify(
+        bias
+        - sum((m - p) * a * s for m, p, a, s in zip(MU, PI, ADV, SCORE, strict=True))
+    )
+    print(
+        "          E_old[A ∇log π] - ∇E_π[A] - Σ_a (π_old - π)(a) A_a ∇log π(a) =",
+        apart,
+    )
     assert one_step(base) == 0 == apart
 
     excess = simplify(
-        second_moment(base) - sum(p**2 / m * (a * s) ** 2 for p, m, a, s in zip(PI, MU, ADV, SCORE, strict=True))
+        second_moment(base)
+        - sum(
+            p**2 / m * (a * s) ** 2
+            for p, m, a, s in zip(PI, MU, ADV, SCORE, strict=True)
+        )
     )
     print("          E_old[(A r s)²] - Σ_a π²/π_old A² s² =", excess)
     third = dict.fromkeys(X, 1) | dict(zip(ADV, (1, 0, 0), strict=True))
@@ -89,8 +114,12 @@ def main(base=IS, up=UP):
     )
     assert excess == 0 and rare > policy > good and limit(moment, MU[0], 0, "+") == oo
 
-    w = lambda r: base(lp, lp_old, 1).diff(lp).subs({lp: log(r), lp_old: 0})  # of the function, at that ratio
-    token, prefix = two_steps(lambda r1, r2: (w(r1), w(r2))), two_steps(lambda r1, r2: (w(r1), w(r1 * r2)))
+    # of the function, at that ratio
+    w = lambda r: base(lp, lp_old, 1).diff(lp).subs({lp: log(r), lp_old: 0})
+    token, prefix = (
+        two_steps(lambda r1, r2: (w(r1), w(r2))),
+        two_steps(lambda r1, r2: (w(r1), w(r1 * r2))),
+    )
     whole = two_steps(lambda r1, r2: (w(r1 * r2), w(r1 * r2)))
     print("two steps, bias in π(1) and in π(1|1)")
     print("  token ratios r_t:     ", token)

@@ -26,8 +26,13 @@ def mean(values):
 
 
 FORWARD = mean([p - q for p, q in zip(lp, lp_ref, strict=True)])  # KL(π ‖ ref)
-REVERSE = sum(m * (q - p) for m, p, q in zip(ref, lp, lp_ref, strict=True))  # KL(ref ‖ π)
-GRADIENTS = {"k1": ("0", [0, 0, 0]), "k2": ("∇KL(π ‖ ref)", grad(FORWARD)), "k3": ("∇KL(ref ‖ π)", grad(REVERSE))}
+# KL(ref ‖ π)
+REVERSE = sum(m * (q - p) for m, p, q in zip(ref, lp, lp_ref, strict=True))
+GRADIENTS = {
+    "k1": ("0", [0, 0, 0]),
+    "k2": ("∇KL(π ‖ ref)", grad(FORWARD)),
+    "k3": ("∇KL(ref ‖ π)", grad(REVERSE)),
+}
 UNBIASED = {"k1": True, "k2": False, "k3": True}
 
 
@@ -37,15 +42,23 @@ def main(gradients=GRADIENTS):
         values = [k(p, q) for p, q in zip(lp, lp_ref, strict=True)]
         bias = mean(values) - FORWARD
         exact = simplify(bias) == 0 if UNBIASED[name] else False
-        shown = "0" if exact else f"{float(bias.subs(at)):+.4f} at π = (1,2,3)/6, ref = (3,1,1)/5"
+        shown = (
+            "0"
+            if exact
+            else f"{float(bias.subs(at)):+.4f} at π = (1,2,3)/6, ref = (3,1,1)/5"
+        )
         print(f"{name}:  E[{name}] - KL(π ‖ ref) = {shown}")
         assert exact == UNBIASED[name] and (exact or abs(bias.subs(at)) > 1e-3)
 
         says, claim = gradients[name]
         slopes = [grad(v) for v in values]
         apart = [simplify(mean([s[i] for s in slopes]) - claim[i]) for i in range(3)]
-        stale = [float((sum(s[i] for s in slopes) / 3 - claim[i]).subs(at)) for i in range(3)]
-        print(f"     E[∇{name}] - {says} = {apart};  with uniform samples {[round(v, 3) for v in stale]}")
+        stale = [
+            float((sum(s[i] for s in slopes) / 3 - claim[i]).subs(at)) for i in range(3)
+        ]
+        print(
+            f"     E[∇{name}] - {says} = {apart};  with uniform samples {[round(v, 3) for v in stale]}"
+        )
         assert apart == [0, 0, 0] and max(map(abs, stale)) > 1e-3
 
 

@@ -29,7 +29,9 @@ def mean(values, under=pi):
 
 
 def main(left_over=lambda A, lp: A * lp):
-    trick = [simplify(p.diff(x[0]) - p * q.diff(x[0])) for p, q in zip(pi, lp, strict=True)]
+    trick = [
+        simplify(p.diff(x[0]) - p * q.diff(x[0])) for p, q in zip(pi, lp, strict=True)
+    ]
     print("∇π - π ∇log π =", trick)
     assert trick == [0] * 4
 
@@ -38,7 +40,10 @@ def main(left_over=lambda A, lp: A * lp):
 
     frozen = symbols("q1:5", positive=True)
     surrogate = grad(mean([J(p, None, a) for p, a in zip(lp, A, strict=True)], frozen))
-    apart = [simplify(g.subs(dict(zip(frozen, pi, strict=True))) - e) for g, e in zip(surrogate, eq_2, strict=True)]
+    apart = [
+        simplify(g.subs(dict(zip(frozen, pi, strict=True))) - e)
+        for g, e in zip(surrogate, eq_2, strict=True)
+    ]
     print("∇ Eq. 1, sampler frozen at π_θ, minus Eq. 2 =", apart)
     assert apart == [0, 0]
 
@@ -46,12 +51,18 @@ def main(left_over=lambda A, lp: A * lp):
     print("∇ E[A] minus Eq. 2 =", apart)
     assert apart == [0, 0]
 
-    extra = [mean([left_over(a, p) * s[i] for a, p, s in zip(A, lp, score, strict=True)]) for i in (0, 1)]
+    extra = [
+        mean([left_over(a, p) * s[i] for a, p, s in zip(A, lp, score, strict=True)])
+        for i in (0, 1)
+    ]
     full = grad(mean([J(p, None, a) for p, a in zip(lp, A, strict=True)]))
     apart = [simplify(f - e - k) for f, e, k in zip(full, eq_2, extra, strict=True)]
     print("∇ Eq. 1 as written, minus Eq. 2, minus E[(A log π) ∇log π] =", apart)
     at = dict(zip((*x, *A), (1, 2, 3, 4, 1, 0, 0, Rational(-1, 2)), strict=True))
-    print("the left-over term at x = (1, 2, 3, 4), A = (1, 0, 0, -1/2):", [round(float(k.subs(at)), 3) for k in extra])
+    print(
+        "the left-over term at x = (1, 2, 3, 4), A = (1, 0, 0, -1/2):",
+        [round(float(k.subs(at)), 3) for k in extra],
+    )
     assert apart == [0, 0] and max(abs(k.subs(at)) for k in extra) > Rational(1, 10)
 
 

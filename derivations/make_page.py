@@ -38,7 +38,9 @@ that it leaves open), and the script passes. The nightly test runs every row.
 
 
 def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"derivations.{name}", HERE / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"derivations.{name}", HERE / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

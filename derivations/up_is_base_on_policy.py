@@ -16,7 +16,8 @@ from upref.symbolic import in_regime, pieces
 lp, lp_old = symbols("lp lp_old", real=True)
 A = Symbol("A", real=True, nonzero=True)
 r = Symbol("r", positive=True)
-HIGH = {"grpo": Rational(1, 5), "dapo": Rational(28, 100), "gspo": Rational(4, 10000)}  # ε_high of each base
+# ε_high of each base
+HIGH = {"grpo": Rational(1, 5), "dapo": Rational(28, 100), "gspo": Rational(4, 10000)}
 LOW = {"grpo": Rational(1, 5), "dapo": Rational(1, 5), "gspo": Rational(3, 10000)}
 
 
@@ -24,7 +25,9 @@ def J(o):
     """The function that trains, at the base's bounds as exact numbers."""
     bounds = {"eps": LOW, "eps_low": LOW, "eps_high": HIGH}
     base = o.name.removeprefix("up_")
-    return o.fn(lp, lp_old, A, **{k: bounds[k][base] for k in o.hyperparameters if k in bounds})
+    return o.fn(
+        lp, lp_old, A, **{k: bounds[k][base] for k in o.hyperparameters if k in bounds}
+    )
 
 
 def weight(o, sign, at_r):
@@ -37,18 +40,32 @@ def main(ratio=1):
     for name in ("grpo", "dapo", "gspo"):
         base = get(name)
         for variant in (get(f"up_{name}"), up(base)):
-            here = [weight(o, sign, ratio).subs(r, ratio) for sign in (1, -1) for o in (base, variant)]
-            print(f"r = {ratio}:  {name}, {variant.name}: A > 0 {here[:2]}, A < 0 {here[2:]}")
+            here = [
+                weight(o, sign, ratio).subs(r, ratio)
+                for sign in (1, -1)
+                for o in (base, variant)
+            ]
+            print(
+                f"r = {ratio}:  {name}, {variant.name}: A > 0 {here[:2]}, A < 0 {here[2:]}"
+            )
             assert here == [A] * 4
-            assert (base.level, base.agg, base.kl) == (variant.level, variant.agg, variant.kl)
+            assert (base.level, base.agg, base.kl) == (
+                variant.level,
+                variant.agg,
+                variant.kl,
+            )
 
     for name, high in HIGH.items():
         base, variant = get(name), get(f"up_{name}")
         for sign in (1, -1):
-            for low, up_to, read in pieces([J(base), J(variant)], lp, lp_old, r, {A: sign}):
+            for low, up_to, read in pieces(
+                [J(base), J(variant)], lp, lp_old, r, {A: sign}
+            ):
                 gain = simplify(read[1][1] - read[0][1])
                 claimed = 0 if sign < 0 else A * (1 - r) if up_to <= 1 + high else A
-                print(f"{name}, A {'>' if sign > 0 else '<'} 0, {low} < r < {up_to}: UP minus base = {gain}")
+                print(
+                    f"{name}, A {'>' if sign > 0 else '<'} 0, {low} < r < {up_to}: UP minus base = {gain}"
+                )
                 assert simplify(gain - claimed) == 0
 
 

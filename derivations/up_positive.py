@@ -20,7 +20,10 @@ LOG, ANCHORED = get("up_grpo"), get("up_grpo_anchored")
 
 
 def main(log_form=LOG, anchored=ANCHORED, difference=-1):
-    J, J_sg = (o.fn(lp, Symbol("lp_old"), A, eps=Symbol("eps"), c=None) for o in (log_form, anchored))
+    J, J_sg = (
+        o.fn(lp, Symbol("lp_old"), A, eps=Symbol("eps"), c=None)
+        for o in (log_form, anchored)
+    )
     print("values:   ", J, " and ", J_sg, "=", forget_sg(J_sg))
     assert forget_sg(J_sg) == A != J
 
@@ -28,9 +31,15 @@ def main(log_form=LOG, anchored=ANCHORED, difference=-1):
     print("gradients:", gradient)
     assert gradient == [J.diff(t) for t in theta] == [A * lp.diff(t) for t in theta]
 
-    H, H_sg = (Matrix(2, 2, lambda i, j: forget_sg(f.diff(theta[i], theta[j]))) for f in (J, J_sg))  # noqa: B023
+    H, H_sg = (
+        Matrix(2, 2, lambda i, j: forget_sg(f.diff(theta[i], theta[j])))  # noqa: B023
+        for f in (J, J_sg)
+    )  # noqa: B023, RUF100
     g = Matrix([lp.diff(t) for t in theta])
-    print(f"Hessians:  H(log) - H(anchored) = {difference} A ∇lp ∇lpᵀ;  the first entry:", (H - H_sg)[0].expand())
+    print(
+        f"Hessians:  H(log) - H(anchored) = {difference} A ∇lp ∇lpᵀ;  the first entry:",
+        (H - H_sg)[0].expand(),
+    )
     assert simplify(H - H_sg - difference * A * g * g.T).is_zero_matrix
 
 

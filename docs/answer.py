@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's answer to "Does UP help?", from the records of the experiment on stale data: its best-powered evidence."""
+"""README's answer to "Does UP help?", from the records of the experiment on stale data:
+its best-powered evidence.
+"""
 
 import re
 
@@ -35,11 +37,25 @@ def text() -> str:
     test, n = registered(runs), len(runs.seeds)
     up, dapo = Cell("up_dapo", 16), Cell("dapo", 16)
     gains = [test["dapo", "best", "dapo", s] for s in (16, 4, 0)]
-    anchor, average = test["neighbours", "best", "dapo_no_upper_clip", 16], test["dapo", "avg", "dapo", 16]
-    at_t_1 = {metric: runs.difference(up, dapo, at_end(metric, T_1)) for metric in ("best", "avg")}
-    dapo_ends, up_ends = (f"{runs.mean(cell, at_end('best')):.0f} %" for cell in (dapo, up))
-    assert [e.word for e in gains] == ["gains", "gains", "no difference"] and average.word == "no difference"
-    assert anchor.word == "gains" and 0.45 < anchor.mean / gains[0].mean < 0.55, "half of the gain is the missing clip"
+    anchor, average = (
+        test["neighbours", "best", "dapo_no_upper_clip", 16],
+        test["dapo", "avg", "dapo", 16],
+    )
+    at_t_1 = {
+        metric: runs.difference(up, dapo, at_end(metric, T_1))
+        for metric in ("best", "avg")
+    }
+    dapo_ends, up_ends = (
+        f"{runs.mean(cell, at_end('best')):.0f} %" for cell in (dapo, up)
+    )
+    assert [e.word for e in gains] == [
+        "gains",
+        "gains",
+        "no difference",
+    ] and average.word == "no difference"
+    assert anchor.word == "gains" and 0.45 < anchor.mean / gains[0].mean < 0.55, (
+        "half of the gain is the missing clip"
+    )
     assert at_t_1["best"].low > 0 > at_t_1["avg"].high
     words = (
         "**On stale data UP keeps more variety than DAPO, and answers no better on average.** "
@@ -61,16 +77,28 @@ def text() -> str:
 
 
 def numbers() -> str:
-    """Return the table of docs/verdicts.md: UP-DAPO minus DAPO under two decodings, and with lp_old recomputed."""
+    """Return the table of docs/verdicts.md: UP-DAPO minus DAPO under two decodings, and
+    with lp_old recomputed.
+    """
     runs = unregistered.load()
     test, n = registered(runs), len(runs.seeds)
     up, dapo = Cell("up_dapo", 16), Cell("dapo", 16)
     again = [test["recomputed", metric, "dapo", 16] for metric in ("best", "avg")]
-    sampled = {metric: runs.difference(up, dapo, at_end(metric, T_1)) for metric in METRICS}
+    sampled = {
+        metric: runs.difference(up, dapo, at_end(metric, T_1)) for metric in METRICS
+    }
     majority = runs.difference(up, dapo, at_end("maj"))
-    lost = [runs.difference(Cell(c.arm, 16, "recomputed"), c, at_end("avg")) for c in (dapo, up)]
-    ends = [f"{runs.mean(Cell(c.arm, 16, 'recomputed'), at_end('best')):.0f}" for c in (dapo, up)]
-    assert {e.word for e in again} == {"no difference"} and all(e.high < 0 for e in lost)
+    lost = [
+        runs.difference(Cell(c.arm, 16, "recomputed"), c, at_end("avg"))
+        for c in (dapo, up)
+    ]
+    ends = [
+        f"{runs.mean(Cell(c.arm, 16, 'recomputed'), at_end('best')):.0f}"
+        for c in (dapo, up)
+    ]
+    assert {e.word for e in again} == {"no difference"} and all(
+        e.high < 0 for e in lost
+    )
     assert all(e.low < 0 < e.high for e in (majority, sampled["maj"]))
     below = f"{sampled['avg'].below} of {n} seeds below 0"
     test_16 = {metric: test["dapo", metric, "dapo", 16] for metric in ("best", "avg")}

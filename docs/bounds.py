@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a step with another number of an objective is noticed: `python -m docs.bounds` computes and prints the table.
+"""Whether a step with another number of an objective is noticed:
+`python -m docs.bounds` computes and prints the table.
 
-Each number of each objective is halved and doubled in the reference, on the rows that check_step makes; a number that
-is 0 becomes 0.1 and 0.2, a seed becomes 1 and 2. The results are in steps/bounds.json. What is not noticed stands with
-its reason in steps/unreached.toml.
+Each number of each objective is halved and doubled in the reference, on the rows that
+check_step makes; a number that is 0 becomes 0.1 and 0.2, a seed becomes 1 and 2. The
+results are in steps/bounds.json. What is not noticed stands with its reason in
+steps/unreached.toml.
 """
 
 import json
@@ -33,7 +35,9 @@ DUAL_CLIP = 3.0  # where an objective takes one and has none by default
 
 @dataclass(frozen=True)
 class Number:
-    """One number of an objective, and which other values change the gradient on the rows."""
+    """One number of an objective, and which other values change the gradient on the
+    rows.
+    """
 
     objective: str
     name: str
@@ -80,8 +84,12 @@ def numbers(model: TorchModel, name: str, seed: int = 0) -> Iterator[Number]:
     """Each number of one objective on the rows of that seed."""
     goal = default_goal(name)
     case = built(model, goal, None, (), seed)
-    reference = Reference.of(goal, case.forward, case.b, BOUND, expected(goal, case.forward, case.b))
-    for number, value in (goal.hp | ({"beta": 0.0} if "beta" in goal.o.hyperparameters else {})).items():
+    reference = Reference.of(
+        goal, case.forward, case.b, BOUND, expected(goal, case.forward, case.b)
+    )
+    for number, value in (
+        goal.hp | ({"beta": 0.0} if "beta" in goal.o.hyperparameters else {})
+    ).items():
         noticed = {}
         for other in other_values(number, value):
             try:
@@ -106,7 +114,12 @@ def compute() -> list[Number]:
 def recorded() -> list[Number]:
     """What `python -m docs.bounds` computed last."""
     records = json.loads(RECORD.read_text(encoding="utf-8"))
-    return [Number(**one | {"noticed": {float(v): seen for v, seen in one["noticed"].items()}}) for one in records]
+    return [
+        Number(
+            **one | {"noticed": {float(v): seen for v, seen in one["noticed"].items()}}
+        )
+        for one in records
+    ]
 
 
 def table() -> str:
@@ -116,8 +129,14 @@ def table() -> str:
     for one in every:
         others = ", ".join(f"{v:g}" for v in one.noticed)
         missed = ", ".join(f"{v:g}" for v, seen in one.noticed.items() if not seen)
-        said = f"{missed} not noticed: {reasons[one.objective, one.name]}" if missed else "noticed"
-        rows.append(f"| `{one.objective}` | {one.name} | {one.value:g} | {others} | {said} |")
+        said = (
+            f"{missed} not noticed: {reasons[one.objective, one.name]}"
+            if missed
+            else "noticed"
+        )
+        rows.append(
+            f"| `{one.objective}` | {one.name} | {one.value:g} | {others} | {said} |"
+        )
     count = sum(one.reached for one in every)
     head = f"{len(every)} numbers of {len(judged())} objectives: {count} are noticed at both other values."
     return head + "\n\n" + "\n".join(rows)

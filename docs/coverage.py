@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/what-check-sees.md: axes, tolerances, habits and ends, read from the code that defines them."""
+"""The tables of docs/what-check-sees.md: axes, tolerances, habits and ends, read from
+the code that defines them.
+"""
 
 import json
 from pathlib import Path
@@ -55,7 +57,9 @@ def tolerances() -> str:
 
 def _rows(head: str, rows: list[tuple[str, ...]]) -> str:
     cells = (" | ".join(x.replace("|", "\\|") for x in row) for row in rows)
-    return "\n".join([f"| {head} |", "|---" * len(rows[0]) + "|", *(f"| {row} |" for row in cells)])
+    return "\n".join(
+        [f"| {head} |", "|---" * len(rows[0]) + "|", *(f"| {row} |" for row in cells)]
+    )
 
 
 def habits() -> str:
@@ -70,20 +74,29 @@ def ends() -> str:
     from tests.support.ends import COMMAND
     from upref.foreign.guard import AROUND, RANDOM, STATE
 
-    rows = [(words, f"{status}", "a report" if report else says) for words, status, says, report in COMMAND.values()]
+    rows = [
+        (words, f"{status}", "a report" if report else says)
+        for words, status, says, report in COMMAND.values()
+    ]
     table = _rows("the loss | exit status | what is printed", rows)
     return f"{table}\n\nRestored after a check, and noted in its report: {', '.join(STATE | RANDOM | AROUND)}."
 
 
 def fuzzed() -> str:
     """The complete runs of the fuzzer, from tests/support/fuzz.json."""
-    text = (Path(__file__).parent.parent / "tests/support/fuzz.json").read_text(encoding="utf-8")
+    text = (Path(__file__).parent.parent / "tests/support/fuzz.json").read_text(
+        encoding="utf-8"
+    )
     return "\n".join(map(_run, json.loads(text)["runs"]))
 
 
 def _run(run: dict) -> str:
     counts, broke = run["counts"], sum(map(len, run["found"].values()))
-    verbs = {kind.split()[1] for kind in counts if kind.startswith("command ") and kind != "command "}
+    verbs = {
+        kind.split()[1]
+        for kind in counts
+        if kind.startswith("command ") and kind != "command "
+    }
     functions = [kind for kind in counts if kind.startswith(("upref.", "upref_"))]
     return (
         f"* {sum(counts.values()):,} inputs of seed {run['seed']} over {len(counts)} entry points, {len(verbs)} verbs "

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of issues for the maintainers, and which blaming entries have no answer of theirs: `python -m docs.drafts`.
+"""Drafts of issues for the maintainers, and which blaming entries have no answer of
+theirs: `python -m docs.drafts`.
 
-An entry of a ledger that blames is to have the maintainers' view beside it: their thread, or their own words. Where
-neither is known, upstream/issues.toml has a draft of an issue. The command counts all three, and lists the entries that
-have none. With --write it writes the drafts of each framework, with version, line and script, into
+An entry of a ledger that blames is to have the maintainers' view beside it: their
+thread, or their own words. Where neither is known, upstream/issues.toml has a draft of
+an issue. The command counts all three, and lists the entries that have none. With
+--write it writes the drafts of each framework, with version, line and script, into
 upstream/FRAMEWORK/ISSUES.md.
 """
 
@@ -50,7 +52,9 @@ It prints `{prints}`: first what the paper's formula gives, then what the code g
 
 
 def texts() -> dict[str, Any]:
-    """Return upstream/issues.toml: `names` of frameworks, and `issue`, a list of texts with the entries they serve."""
+    """Return upstream/issues.toml: `names` of frameworks, and `issue`, a list of texts
+    with the entries they serve.
+    """
     return tomllib.loads(TEXTS.read_text(encoding="utf-8"))
 
 
@@ -60,7 +64,9 @@ def blaming() -> list[Entry]:
 
 
 def views(entries: list[Entry]) -> dict[str, str]:
-    """Return by key of an entry what stands for its maintainers' view: THREAD, WORDS, DRAFT or NONE."""
+    """Return by key of an entry what stands for its maintainers' view: THREAD, WORDS,
+    DRAFT or NONE.
+    """
     drafted = {key for issue in texts()["issue"] for key in issue["entries"]}
     found = {}
     for entry in entries:
@@ -74,12 +80,18 @@ def views(entries: list[Entry]) -> dict[str, str]:
 
 
 def summary(entries: list[Entry]) -> str:
-    """Return how many entries have each kind of view, and the entries that have none, a line each."""
+    """Return how many entries have each kind of view, and the entries that have none, a
+    line each.
+    """
     found = views(entries)
     count = Counter(found.values())
     kinds = ", ".join(f"{count[kind]} {kind}" for kind in (THREAD, WORDS, DRAFT, NONE))
     lines = [f"{len(found)} entries blame a framework; beside them: {kinds}."]
-    lines += [f"none: {entry.key}: {entry.reason}" for entry in entries if found[entry.key] == NONE]
+    lines += [
+        f"none: {entry.key}: {entry.reason}"
+        for entry in entries
+        if found[entry.key] == NONE
+    ]
     return "\n".join(lines)
 
 
@@ -91,9 +103,16 @@ def pages() -> dict[Path, str]:
     for issue in record["issue"]:
         for key in issue["entries"]:
             name = known[key].framework
-            parts.setdefault(name, []).append(_draft(known[key], issue, record["names"][name]))
-    heads = {name: HEAD.format(name=record["names"][name], framework=name) for name in parts}
-    return {FOLDER / name / "ISSUES.md": "\n".join([heads[name], *drafts]) for name, drafts in parts.items()}
+            parts.setdefault(name, []).append(
+                _draft(known[key], issue, record["names"][name])
+            )
+    heads = {
+        name: HEAD.format(name=record["names"][name], framework=name) for name in parts
+    }
+    return {
+        FOLDER / name / "ISSUES.md": "\n".join([heads[name], *drafts])
+        for name, drafts in parts.items()
+    }
 
 
 def _draft(entry: Entry, issue: dict[str, Any], name: str) -> str:
@@ -115,8 +134,10 @@ def _draft(entry: Entry, issue: dict[str, Any], name: str) -> str:
 
 def main() -> None:
     """Print the summary; with --write, write the pages of drafts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write upstream/FRAMEWORK/ISSUES.md")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--write", action="store_true", help="write upstream/FRAMEWORK/ISSUES.md"
+    )
     if parser.parse_args().write:
         for file, text in pages().items():
             file.parent.mkdir(exist_ok=True)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of the field as one table: frameworks by what was compared, each cell a status with version, date and link.
+"""The state of the field as one table: frameworks by what was compared, each cell a
+status with version, date and link.
 
-It is made of records that are there: the audits (docs/frameworks), the ledgers, the steps of whole trainers
-(docs/steps), the sampler corrections (docs/sampler-corrections.md), and the known failures of the conformance suite
-(tests/conformance). `python -m docs.field` writes docs/field.json: the day on which each record without a date of its
-own was last committed, and the cases of the suite that an adapter skips, because the framework has no such setting.
+It is made of records that are there: the audits (docs/frameworks), the ledgers, the
+steps of whole trainers (docs/steps), the sampler corrections
+(docs/sampler-corrections.md), and the known failures of the conformance suite
+(tests/conformance). `python -m docs.field` writes docs/field.json: the day on which
+each record without a date of its own was last committed, and the cases of the suite
+that an adapter skips, because the framework has no such setting.
 Cases of several ranks are not counted: no list of known failures is of them.
 """
 
@@ -56,7 +59,11 @@ class Cell:
 
     def __str__(self) -> str:
         said = f"[{self.status}]({self.link})" if self.link else self.status
-        lines = [said + self.more, self.suite, f"*{self.version}, {self.date}*" if self.date else ""]
+        lines = [
+            said + self.more,
+            self.suite,
+            f"*{self.version}, {self.date}*" if self.date else "",
+        ]
         return "<br>".join(line for line in lines if line)
 
 
@@ -70,24 +77,34 @@ def dates() -> dict[str, str]:
     return _record()["dates"]
 
 
-# ---- of the audits and their ledgers ---------------------------------------------------------------------------------
+# ---- of the audits and their ledgers -------------------------------------------------
 def worst(entries: list[Entry]) -> tuple[str, str, str]:
-    """Return the status of these entries together, how severe with how many others, and the key of the entry shown.
+    """Return the status of these entries together, how severe with how many others, and
+    the key of the entry shown.
 
-    What a framework documents itself is a documented choice, whatever others with the same fact do.
+    What a framework documents itself is a documented choice, whatever others with the
+    same fact do.
     """
-    status = lambda e: "documented choice" if e.words and e.status == "surprising default" else e.status
+    status = lambda e: (
+        "documented choice"
+        if e.words and e.status == "surprising default"
+        else e.status
+    )
     blamed = [e for e in entries if e.status != "numerical"]
     if not blamed:
         return "agrees", "", ""
     order = list(STATUS)
-    first = min(ranked(blamed), key=lambda e: (e.severity == "cosmetic", order.index(status(e))))
+    first = min(
+        ranked(blamed), key=lambda e: (e.severity == "cosmetic", order.index(status(e)))
+    )
     others = f", {len(blamed) - 1} more" if len(blamed) > 1 else ""
     return status(first), f" ({first.severity}){others}", first.key
 
 
 def column_of(e: Entry) -> str:
-    """Return the column that an entry belongs to, by the rows of the audit that show it."""
+    """Return the column that an entry belongs to, by the rows of the audit that show
+    it.
+    """
     kinds = {x.loss.partition(":")[0] for x in e.evidence}
     if kinds <= {"advantages"}:
         return "advantages"
@@ -99,12 +116,26 @@ def column_of(e: Entry) -> str:
 
 
 def audited(a: dict[str, Any], column: str) -> Cell:
-    """Return the cell of an audit: agrees, or the worst entry; not tested where the audit has no such row."""
-    name, kinds = a["framework"], {"loss": "loss", "micro-batches": "loss", "masks": "loss", "advantages": "advantages"}
+    """Return the cell of an audit: agrees, or the worst entry; not tested where the
+    audit has no such row.
+    """
+    name, kinds = (
+        a["framework"],
+        {
+            "loss": "loss",
+            "micro-batches": "loss",
+            "masks": "loss",
+            "advantages": "advantages",
+        },
+    )
     rows = [
-        r for r in a["rows"] if r["kind"] == kinds.get(column, "kl") or (column == "KL" and "beta=" in r["promise"])
+        r
+        for r in a["rows"]
+        if r["kind"] == kinds.get(column, "kl")
+        or (column == "KL" and "beta=" in r["promise"])
     ]
-    if column == "micro-batches":  # the audit splits its batch at the papers' settings alone
+    # the audit splits its batch at the papers' settings alone
+    if column == "micro-batches":
         rows = [r for r in rows if r["setting"] == "paper"]
     if not rows:
         return Cell()
@@ -113,19 +144,39 @@ def audited(a: dict[str, Any], column: str) -> Cell:
     return Cell(status, more, link, a["version"], a["date"])
 
 
-# ---- of other records ------------------------------------------------------------------------------------------------
+# ---- of other records ----------------------------------------------------------------
 def stepped(name: str, chosen: Callable[[str], bool]) -> Cell:
-    """Return the cell of a trainer's whole step, over the settings whose names are chosen."""
+    """Return the cell of a trainer's whole step, over the settings whose names are
+    chosen.
+    """
     file = steps.HERE / f"{name}.json"
-    rows = [r for r in json.loads(file.read_text(encoding="utf-8")) if chosen(r["setting"])] if file.exists() else []
+    rows = (
+        [
+            r
+            for r in json.loads(file.read_text(encoding="utf-8"))
+            if chosen(r["setting"])
+        ]
+        if file.exists()
+        else []
+    )
     if not rows:
         return Cell()
     agree = [r for r in rows if r["error"] is not None and not r["cause"]]
     differ = [r for r in rows if r["error"] is not None and r["cause"]]
     notes = [n for r in differ if (n := steps.note_of(name, r))]
-    status = min((n["status"] for n in notes), key=list(STATUS).index) if differ else "agrees"
+    status = (
+        min((n["status"] for n in notes), key=list(STATUS).index)
+        if differ
+        else "agrees"
+    )
     more = f": {len(agree)} of {len(rows)} settings agree"
-    return Cell(status, more, "steps.md", recorded(name)["ledger"]["version"], dates()[f"docs/steps/{name}.json"])
+    return Cell(
+        status,
+        more,
+        "steps.md",
+        recorded(name)["ledger"]["version"],
+        dates()[f"docs/steps/{name}.json"],
+    )
 
 
 def several_ranks(name: str) -> Cell:
@@ -148,12 +199,21 @@ def _differences() -> dict[str, list[str]]:
 def sampler(name: str) -> Cell:
     """Return the cell of a framework's sampler corrections, which that page compares."""
     source = recorded(name)["ledger"]["source"].lower()
-    repo = next((r for r in samplers.COMMITS if r.partition("/")[2].lower() in source.split("/")), "")
+    repo = next(
+        (
+            r
+            for r in samplers.COMMITS
+            if r.partition("/")[2].lower() in source.split("/")
+        ),
+        "",
+    )
     if not repo:
         return Cell()
     mine = [r for r in samplers.ROWS if r.repo == repo]
     run = [float(x) for x in _differences()[repo] if x != "read"]
-    status = "agrees" if run and max(run) < SINGLE else "differs" if run else "read, not run"
+    status = (
+        "agrees" if run and max(run) < SINGLE else "differs" if run else "read, not run"
+    )
     on = any(r.ours for r in mine if r.default == samplers.DEFAULT)
     by_default = "on by default" if on else "none by default"
     where = "docs/sampler-corrections.md"
@@ -163,7 +223,9 @@ def sampler(name: str) -> Cell:
 
 
 def tried(name: str, column: str) -> list[str]:
-    """Return the cases of one process that the adapter of a framework does not skip, in this column."""
+    """Return the cases of one process that the adapter of a framework does not skip, in
+    this column.
+    """
     skipped = _record()["skipped"].get(name)
     if skipped is None or column not in GROUPS:
         return []
@@ -181,8 +243,17 @@ def suite(name: str, column: str) -> str:
     return f"[suite](../{file}): {passing} of {len(mine)} cases, {dates()[file]}"
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
-COLUMNS = ("loss", "micro-batches", "ranks", "masks", "sampler correction", "advantages", "KL", "step")
+# ---- the table -----------------------------------------------------------------------
+COLUMNS = (
+    "loss",
+    "micro-batches",
+    "ranks",
+    "masks",
+    "sampler correction",
+    "advantages",
+    "KL",
+    "step",
+)
 
 
 def cell(a: dict[str, Any], column: str) -> Cell:
@@ -201,23 +272,39 @@ def cell(a: dict[str, Any], column: str) -> Cell:
         found = stepped(name, lambda setting: True)
     else:
         found = audited(a, column)
-    return Cell(found.status, found.more, found.link, found.version, found.date, suite=suite(name, column))
+    return Cell(
+        found.status,
+        found.more,
+        found.link,
+        found.version,
+        found.date,
+        suite=suite(name, column),
+    )
 
 
 def table() -> str:
     """Return the table, a row for each framework."""
-    out = ["| framework | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    out = [
+        "| framework | " + " | ".join(COLUMNS) + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+    ]
     for a in framework_pages.audits():
         cells = [str(cell(a, column)) for column in COLUMNS]
-        out.append(f"| {framework_pages.link(a['framework'])} | " + " | ".join(cells) + " |")
+        out.append(
+            f"| {framework_pages.link(a['framework'])} | " + " | ".join(cells) + " |"
+        )
     return "\n".join(out)
 
 
 def _skipped(name: str) -> list[str]:
-    """The cases that an adapter skips; OpenRLHF lies in the folder that its audit makes."""
+    """The cases that an adapter skips; OpenRLHF lies in the folder that its audit
+    makes.
+    """
     pin = framework(name).pin
     sys.path[:0] = place(name, pin).paths if pin else []
-    adapter = load_adapter(f"{ROOT}/tests/conformance/{name}_adapter.py:{ADAPTERS[name]}")
+    adapter = load_adapter(
+        f"{ROOT}/tests/conformance/{name}_adapter.py:{ADAPTERS[name]}"
+    )
     return [case.id for case in cases() if adapter.supports(case)]
 
 
@@ -229,7 +316,9 @@ def main() -> None:
     for file in [*named, samplers.PAGE, *suites]:
         path = file.relative_to(ROOT).as_posix()
         git = ["git", "log", "-1", "--format=%cs", "--", path]
-        found[path] = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        found[path] = subprocess.run(
+            git, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
     record = {"dates": found, "skipped": {name: _skipped(name) for name in ADAPTERS}}
     write_atomically(RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gallery of docs/howto/find-your-picture.md: what a fault of the sampler looks like.
+"""The gallery of docs/howto/find-your-picture.md: what a fault of the sampler looks
+like.
 
     python -m docs.gallery [FOLDER]
 
-draws a picture for each entry of gallery.toml into FOLDER, by default docs/howto/pictures, and
-writes gallery.json beside this file: what `upref replay` says of the same tokens. The runs come
-from the simulator of the tests, whose sampler and trainer are tiny models. `python -m docs.make`
-then writes the page. Look at what you have drawn.
+draws a picture for each entry of gallery.toml into FOLDER, by default
+docs/howto/pictures, and writes gallery.json beside this file: what `upref replay` says
+of the same tokens. The runs come from the simulator of the tests, whose sampler and
+trainer are tiny models. `python -m docs.make` then writes the page. Look at what you
+have drawn.
 """
 
 import json
@@ -74,14 +76,16 @@ def entries() -> tuple[Entry, ...]:
     return tuple(Entry(fault=name, **fields) for name, fields in held.items())
 
 
-# ---- the pictures ----------------------------------------------------------------------------
+# ---- the pictures --------------------------------------------------------------------
 def columns(fault: str) -> dict[str, torch.Tensor]:
     """The recorded columns of one step with this fault."""
     return (FAULTS | HELD_OUT)[fault](WORLD)
 
 
 def runs() -> dict[str, list[dict[str, torch.Tensor]]]:
-    """The recorded columns of each step of two runs, by when the weights reach the engine."""
+    """The recorded columns of each step of two runs, by when the weights reach the
+    engine.
+    """
     return {when: run_of_steps(RUN, when, STEPS) for when in ("never", "late")}
 
 
@@ -97,7 +101,9 @@ def empty(title: str) -> tuple["Figure", Any]:
 
 
 def scatter(title: str, held: dict[str, torch.Tensor]) -> "Figure":
-    """Probability by the sampler against probability by the trainer, a point for each token."""
+    """Probability by the sampler against probability by the trainer, a point for each
+    token.
+    """
     figure, ax = empty(title)
     trained = held["mask"] & held["sampler"].isfinite()
     x = held["old"][trained].exp()
@@ -105,7 +111,9 @@ def scatter(title: str, held: dict[str, torch.Tensor]) -> "Figure":
     some = torch.linspace(0, len(x) - 1, min(len(x), POINTS)).long()
     top = max(1.0, float(y.max()))
     ax.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
-    ax.scatter(x[some], y[some], s=4, color=DOWN, alpha=0.45, linewidths=0, rasterized=True)
+    ax.scatter(
+        x[some], y[some], s=4, color=DOWN, alpha=0.45, linewidths=0, rasterized=True
+    )
     ax.set(xlabel="by the trainer", ylabel="by the sampler")
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03 * top, 1.03 * top))
     return figure
@@ -114,9 +122,14 @@ def scatter(title: str, held: dict[str, torch.Tensor]) -> "Figure":
 def over_steps(title: str, held: dict[str, list[dict[str, torch.Tensor]]]) -> "Figure":
     """The gap of each step: weights that never arrive, beside weights one step late."""
     figure, ax = empty(title)
-    for when, color, words in (("never", UP, "never delivered"), ("late", DOWN, "one step late")):
+    for when, color, words in (
+        ("never", UP, "never delivered"),
+        ("late", DOWN, "one step late"),
+    ):
         sizes = [gap_of(step, n).size for n, step in enumerate(held[when])]
-        ax.plot(range(len(sizes)), sizes, color=color, marker="o", markersize=3, label=words)
+        ax.plot(
+            range(len(sizes)), sizes, color=color, marker="o", markersize=3, label=words
+        )
     ax.set(xlabel="step", ylabel="gap, nats", xticks=range(0, STEPS, 3))
     ax.legend(fontsize=7, frameon=False)
     return figure
@@ -131,7 +144,11 @@ def said(held: dict[str, torch.Tensor]) -> dict[str, str]:
     """What replay finds first in a step: severity, cause, text."""
     found = gap(make_batch(held, file="gallery"))
     if not found.findings:
-        return {"severity": "ok", "cause": found.cause, "text": "no more than rounding."}
+        return {
+            "severity": "ok",
+            "cause": found.cause,
+            "text": "no more than rounding.",
+        }
     first = found.findings[0]
     return {"severity": first.severity, "cause": first.cause, "text": str(first)}
 
@@ -164,7 +181,7 @@ def main(folder: Path = PICTURES, record: Path = HERE / "gallery.json") -> None:
     write_atomically(record, json.dumps(out, indent=1, ensure_ascii=False) + "\n")
 
 
-# ---- the page --------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------
 WORD = {"failure": "FAIL", "note": "note", "ok": "ok"}
 
 
@@ -176,7 +193,10 @@ def anchor(title: str) -> str:
 
 def plate() -> str:
     """All pictures, each a link to its section."""
-    return "\n".join(f"[![{entry.title}](pictures/{entry.file})](#{anchor(entry.title)})" for entry in entries())
+    return "\n".join(
+        f"[![{entry.title}](pictures/{entry.file})](#{anchor(entry.title)})"
+        for entry in entries()
+    )
 
 
 def sections() -> str:

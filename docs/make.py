@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what is generated in README.md, docs/, docs/course/ and docs/howto/: `python -m docs.make [PAGE...]`.
+"""Writes what is generated in README.md, docs/, docs/course/ and docs/howto/:
+`python -m docs.make [PAGE...]`.
 
 A test holds that it is fresh.
 
@@ -32,7 +33,10 @@ from upref.files import write_atomically
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (ROOT / "docs", ROOT / "docs/course", ROOT / "docs/howto")
-PAGES = [Path("README.md"), *sorted(p.relative_to(ROOT) for folder in FOLDERS for p in folder.glob("*.md"))]
+PAGES = [
+    Path("README.md"),
+    *sorted(p.relative_to(ROOT) for folder in FOLDERS for p in folder.glob("*.md")),
+]
 PACKAGES = ("upref", "upref_frameworks")  # to which the pages add files
 BLOCK = re.compile(r"```(python|console)\n(.*?)```\n(?:(\s*)```text\n.*?```\n)?", re.S)
 FILE = re.compile(r"# (\S+\.py)\n")
@@ -40,10 +44,12 @@ MARKED = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->\n", re.S)
 SHELL = f'python() {{ {shlex.join(fork.executable())} "$@"; }}; upref() {{ python -m upref "$@"; }}; '
 
 
-# ---- pages -----------------------------------------------------------------------------------------------------------
+# ---- pages ---------------------------------------------------------------------------
 def written(text: str) -> str:
     """The page as it should be."""
-    text = MARKED.sub(lambda m: f"<!-- {m[1]} -->\n{GENERATED[m[1]]().rstrip()}\n<!-- end -->\n", text)
+    text = MARKED.sub(
+        lambda m: f"<!-- {m[1]} -->\n{GENERATED[m[1]]().rstrip()}\n<!-- end -->\n", text
+    )
     with tempfile.TemporaryDirectory() as folder:
         program: dict = {"__name__": "page"}
         return BLOCK.sub(lambda m: _block(m, program, Path(folder)), text)
@@ -52,38 +58,71 @@ def written(text: str) -> str:
 def _block(m: re.Match, program: dict, folder: Path) -> str:
     kind, code, gap = m.groups()
     if kind == "console":
-        said = [f"$ {command}\n{run(command, folder)}" for command in re.findall(r"^\$ (.*)\n", code, re.M)]
+        said = [
+            f"$ {command}\n{run(command, folder)}"
+            for command in re.findall(r"^\$ (.*)\n", code, re.M)
+        ]
         return f"```console\n{''.join(said)}```\n"
     if file := FILE.match(code):
         put(file[1], code, folder)
         return m[0]
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.chdir(folder):  # a block may write a file
+    # a block may write a file
+    with contextlib.redirect_stdout(out), contextlib.chdir(folder):
         exec(compile(code, "page", "exec"), program)
-    return f"```python\n{code}```\n" if gap is None else f"```python\n{code}```\n{gap}```text\n{out.getvalue()}```\n"
+    return (
+        f"```python\n{code}```\n"
+        if gap is None
+        else f"```python\n{code}```\n{gap}```text\n{out.getvalue()}```\n"
+    )
 
 
 def put(name: str, code: str, folder: Path):
-    """That file in the folder; beside a copy of its package where it is part of the library."""
+    """That file in the folder; beside a copy of its package where it is part of the
+    library.
+    """
     package = name.partition("/")[0]
     if package in PACKAGES and not (folder / package).exists():
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package,
+            folder / package,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     assert not (folder / name).exists(), f"{name} is there already"
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(code.partition("\n")[2].lstrip("\n") if "/" not in name else code, encoding="utf-8")
+    (folder / name).write_text(
+        code.partition("\n")[2].lstrip("\n") if "/" not in name else code,
+        encoding="utf-8",
+    )
 
 
 def run(command: str, folder: Path) -> str:
     """What it prints, in that folder."""
-    library = os.pathsep.join(map(str, [folder, ROOT] if any((folder / p).exists() for p in PACKAGES) else [ROOT]))
-    env = os.environ | fork.environment() | {"PYTHONPATH": library, "PYTHONDONTWRITEBYTECODE": "1"}
+    library = os.pathsep.join(
+        map(
+            str,
+            [folder, ROOT] if any((folder / p).exists() for p in PACKAGES) else [ROOT],
+        )
+    )
+    env = (
+        os.environ
+        | fork.environment()
+        | {"PYTHONPATH": library, "PYTHONDONTWRITEBYTECODE": "1"}
+    )
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(["bash", "-c", SHELL + command], cwd=folder, env=env, text=True, check=False, **both)
+    done = subprocess.run(
+        ["bash", "-c", SHELL + command],
+        cwd=folder,
+        env=env,
+        text=True,
+        check=False,
+        **both,
+    )
     assert "Traceback" not in done.stdout, done.stdout
     return "".join(line.rstrip() + "\n" for line in done.stdout.rstrip().splitlines())
 
 
-# ---- what is generated -----------------------------------------------------------------------------------------------
+# ---- what is generated ---------------------------------------------------------------
 def letters() -> str:
     """The seven letters of upref/rollouts.py, each with its number in one example."""
     from math import log
@@ -109,10 +148,18 @@ def objectives() -> str:
 
 
 def _verdicts() -> tuple[str, list[list[str]]]:
-    """The committed page, and its rows about the paper's claims that can be asked of a tiny model."""
+    """The committed page, and its rows about the paper's claims that can be asked of a
+    tiny model.
+    """
     text = (ROOT / "repro/mini/results/verdicts.md").read_text(encoding="utf-8")
-    table = [x for x in text.partition("## Controls")[0].splitlines() if x.startswith("| ") and "[`--only" in x]
-    return text, [x.strip("|").strip().split(" | ") for x in table if "**not testable**" not in x]
+    table = [
+        x
+        for x in text.partition("## Controls")[0].splitlines()
+        if x.startswith("| ") and "[`--only" in x
+    ]
+    return text, [
+        x.strip("|").strip().split(" | ") for x in table if "**not testable**" not in x
+    ]
 
 
 def tally() -> str:
@@ -129,8 +176,13 @@ def tally() -> str:
 
 def verdicts() -> str:
     _, rows = _verdicts()
-    head = ["| | claim | verdict | effect [interval that decides] | seeds |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *(f"| {' | '.join([*row[:4], row[5]])} |" for row in rows)])
+    head = [
+        "| | claim | verdict | effect [interval that decides] | seeds |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join(
+        [*head, *(f"| {' | '.join([*row[:4], row[5]])} |" for row in rows)]
+    )
 
 
 def does_up_help() -> str:
@@ -153,7 +205,9 @@ def sharp_bits() -> str:
 
 def reliability() -> str:
     """The recorded faults, with the day and the commit of each group."""
-    record = json.loads((ROOT / "benchmarks/reliability.json").read_text(encoding="utf-8"))
+    record = json.loads(
+        (ROOT / "benchmarks/reliability.json").read_text(encoding="utf-8")
+    )
     cell = lambda x: str(x).replace("|", "\\|").replace("<", "&lt;")
     head = [
         "| command | fault | times | what happened | status | lost | day, commit |",
@@ -168,7 +222,8 @@ def reliability() -> str:
 
 
 def environments() -> str:
-    return runpy.run_path(str(ROOT / "tests" / "matrix.py"))["table"]()  # other packages install a `tests` too
+    # other packages install a `tests` too
+    return runpy.run_path(str(ROOT / "tests" / "matrix.py"))["table"]()
 
 
 def gallery_plate() -> str:
@@ -249,8 +304,17 @@ def trl_memory() -> str:
         held = gib * 2**30
         micro = train.micro_batch(held)
         count = memory.together(shape, held, micro, longest)
-        sizes = memory.training(shape, micro, longest), memory.generating(shape, count, longest)
-        cells = [f"{gib} GB", micro, f"{sizes[0] / 1e9:.1f}", count, f"{sizes[1] / 1e9:.1f}"]
+        sizes = (
+            memory.training(shape, micro, longest),
+            memory.generating(shape, count, longest),
+        )
+        cells = [
+            f"{gib} GB",
+            micro,
+            f"{sizes[0] / 1e9:.1f}",
+            count,
+            f"{sizes[1] / 1e9:.1f}",
+        ]
         cells.append(f"{memory.cache(shape, count, longest) / 1e9:.1f}")
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
@@ -301,9 +365,23 @@ def wild_tally() -> str:
 def benchmarks() -> str:
     out = []
     for file in sorted((ROOT / "benchmarks").glob("*.txt")):
-        says = file.with_suffix(".py").read_text(encoding="utf-8").split('"""')[1].partition("\n\n")[0]
+        says = (
+            file.with_suffix(".py")
+            .read_text(encoding="utf-8")
+            .split('"""')[1]
+            .partition("\n\n")[0]
+        )
         text = file.read_text(encoding="utf-8").strip()
-        out += [f"## `python -m benchmarks.{file.stem}`", "", says, "", "```text", text, "```", ""]
+        out += [
+            f"## `python -m benchmarks.{file.stem}`",
+            "",
+            says,
+            "",
+            "```text",
+            text,
+            "```",
+            "",
+        ]
     return "\n".join(out)
 
 
@@ -314,7 +392,9 @@ def lessons() -> str:
     rows = []
     for e in exercises():
         page = (ROOT / e.page).read_text(encoding="utf-8")
-        question = " ".join(page.partition("**Question.** ")[2].partition("\n\n")[0].split())
+        question = " ".join(
+            page.partition("**Question.** ")[2].partition("\n\n")[0].split()
+        )
         rows.append(f"| {e.number} | [{e.title}]({Path(e.page).name}) | {question} |")
     return "\n".join(["| | lesson | the question |", "|---|---|---|", *rows])
 
@@ -387,7 +467,14 @@ def steps_plugins() -> str:
     return steps.plugins()
 
 
-STEPS = (steps_trl, steps_verl, steps_openrlhf, steps_notes, steps_plugins, steps_bounds)
+STEPS = (
+    steps_trl,
+    steps_verl,
+    steps_openrlhf,
+    steps_notes,
+    steps_plugins,
+    steps_bounds,
+)
 COVERAGE = (axes, tolerances, habits, fuzzed, ends)
 FRAMEWORKS = (
     frameworks,

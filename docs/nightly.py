@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every framework at its newest version against what was committed.
 
-`python -m docs.nightly [NAME...]` prints what changed, a line each, and needs a network. Exit status 1 where something
-did change, 2 where one could not be audited. verl and TRL are audited as they are installed.
+`python -m docs.nightly [NAME...]` prints what changed, a line each, and needs a
+network. Exit status 1 where something did change, 2 where one could not be audited.
+verl and TRL are audited as they are installed.
 """
 
 import json
@@ -24,7 +25,9 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     rows = {key(r): verdict(r) for r in then["rows"]}
     for r in now["rows"]:
         if rows.get(key(r)) != verdict(r):
-            out.append(f"{r['label']} against {r['promise']}: {rows.get(key(r), 'not there')} -> {verdict(r)}")
+            out.append(
+                f"{r['label']} against {r['promise']}: {rows.get(key(r), 'not there')} -> {verdict(r)}"
+            )
     out += [f"new loss: {m}" for m in now["unaudited"] if m not in then["unaudited"]]
     return out + now["against_ledger"]
 
@@ -46,7 +49,9 @@ def main(names: list[str]) -> int:
             continue
         then = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
         said = changes(then, json.loads(done.stdout))
-        print("\n".join(f"{name}: {line}" for line in said or ["as it was"]), flush=True)
+        print(
+            "\n".join(f"{name}: {line}" for line in said or ["as it was"]), flush=True
+        )
         worst = max(worst, int(bool(said)))
     return worst
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was wrong with each recipe of commit d5f84678, and which are new: `python -m docs.recipe_changes`.
+"""What was wrong with each recipe of commit d5f84678, and which are new:
+`python -m docs.recipe_changes`.
 
-docs/recipes_before.json holds what `upref recipe` printed at that commit: the settings, what it said still differs, and
-its line on group normalization, which it printed whatever the advantages of the objective are.
+docs/recipes_before.json holds what `upref recipe` printed at that commit: the settings,
+what it said still differs, and its line on group normalization, which it printed
+whatever the advantages of the objective are.
 """
 
 import json
@@ -17,8 +19,13 @@ from upref_frameworks.audits.ledger import recorded
 from upref_frameworks.audits.recipe import reached, recipe, typed_fields
 
 BEFORE = Path(__file__).parent / "recipes_before.json"
-ADVANTAGES = "the standard deviation of the group, where the objective has another estimator"
-SPLIT, OF_ADVANTAGES = "a recorded fault of micro-batches left out", "a recorded difference of the advantages left out"
+ADVANTAGES = (
+    "the standard deviation of the group, where the objective has another estimator"
+)
+SPLIT, OF_ADVANTAGES = (
+    "a recorded fault of micro-batches left out",
+    "a recorded difference of the advantages left out",
+)
 MISSING, REFUSED = "a setting left out", "it cannot run, and is refused now"
 SILENT = "nothing differs, it said, where something does"
 KINDS = (ADVANTAGES, SPLIT, OF_ADVANTAGES, MISSING, SILENT, REFUSED)
@@ -47,35 +54,57 @@ def faults(name: str, old: dict[str, Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     if _group_norm_for_another(get(objective).adv, framework, old["advantages"]):
         found[ADVANTAGES] = [f"`{old['advantages']}`, for {get(objective).adv}"]
-    hidden = [line for line in now.differs if line.startswith("in ") and "not measured" not in line]
-    for kind, begin in ((SPLIT, "in micro-batches: "), (OF_ADVANTAGES, "in the advantages: ")):
-        if mine := [line.removeprefix(begin) for line in hidden if line.startswith(begin)]:
+    hidden = [
+        line
+        for line in now.differs
+        if line.startswith("in ") and "not measured" not in line
+    ]
+    for kind, begin in (
+        (SPLIT, "in micro-batches: "),
+        (OF_ADVANTAGES, "in the advantages: "),
+    ):
+        if mine := [
+            line.removeprefix(begin) for line in hidden if line.startswith(begin)
+        ]:
             found[kind] = mine
     keys = sorted({key for line in now.settings for key, _ in typed_fields(line)})
     then = "\n".join(old["settings"])
     if (missing := [key for key in keys if key not in then]) and "upref" not in then:
         found[MISSING] = missing
-    measured = [line for line in now.differs if "not measured" not in line and line not in hidden]
+    measured = [
+        line
+        for line in now.differs
+        if "not measured" not in line and line not in hidden
+    ]
     if not old["differs"] and measured:
         found[SILENT] = measured
     return found
 
 
 def _group_norm_for_another(kind: str, framework: str, old: str) -> bool:
-    """Whether that line sets group_norm, and the objective's kind of advantage is another."""
+    """Whether that line sets group_norm, and the objective's kind of advantage is
+    another.
+    """
     known = recorded(framework)["recipe"]["advantages"]
-    said, of_group = set(typed_fields(old)), set(typed_fields(known.get("group_norm", {}).get("set", "")))
+    said, of_group = (
+        set(typed_fields(old)),
+        set(typed_fields(known.get("group_norm", {}).get("set", ""))),
+    )
     own = set(typed_fields(known.get(kind, {}).get("set", "")))
     return bool(said) and said <= of_group and said != own and kind != "group_norm"
 
 
 def table() -> str:
-    """Return a count by kind, a row for each recipe with a fault, and the names of those that are new."""
+    """Return a count by kind, a row for each recipe with a fault, and the names of
+    those that are new.
+    """
     old, rows, count = before(), ["| recipe | what was wrong |", "|---|---|"], Counter()
     for name in sorted(old):
         found = faults(name, old[name])
         count.update(found.keys())
-        said = "<br>".join(f"*{kind}*: {'; '.join(lines)}" for kind, lines in found.items())
+        said = "<br>".join(
+            f"*{kind}*: {'; '.join(lines)}" for kind, lines in found.items()
+        )
         if said:
             rows.append(f"| {name} | {said} |".replace("\n", " "))
     every = [f"{o} in {n}" for n in frameworks() for o in reached(n, {})]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys that recipes set, as each framework's source declares them: `python -m docs.recipe_keys NAME...` reads the
-audited version of these frameworks, or of all, and writes docs/recipe_keys.json.
+"""The keys that recipes set, as each framework's source declares them:
+`python -m docs.recipe_keys NAME...` reads the audited version of these frameworks, or
+of all, and writes docs/recipe_keys.json.
 
-Where a key is declared stands in the ledger, `schema` of [recipe]: by the beginning of the key, the file and in it a
-class, a function, or `options` for the options of a command line. Nothing of a framework is run.
+Where a key is declared stands in the ledger, `schema` of [recipe]: by the beginning of
+the key, the file and in it a class, a function, or `options` for the options of a
+command line. Nothing of a framework is run.
 """
 
 import ast
@@ -24,28 +26,35 @@ FILE = Path(__file__).parent / "recipe_keys.json"
 
 
 def recorded_keys() -> dict[str, Any]:
-    """Return what was committed: by framework its version and, by key, where it is declared, its type and default."""
+    """Return what was committed: by framework its version and, by key, where it is
+    declared, its type and default.
+    """
     return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
 
 
 def lines_of(name: str) -> list[str]:
-    """Return every line that a recipe for this framework sets, those for the advantages included.
+    """Return every line that a recipe for this framework sets, those for the advantages
+    included.
 
     Args:
         name: a framework with an audit.
     """
     advantages = [how["set"] for how in recorded(name)["recipe"]["advantages"].values()]
-    return [line for o in reached(name, {}) for line in recipe(o, name).settings] + advantages
+    return [
+        line for o in reached(name, {}) for line in recipe(o, name).settings
+    ] + advantages
 
 
 def keys_of(name: str) -> dict[str, dict[str, str]]:
-    """Return where each key of the recipes is declared in the framework's source, its type and its default.
+    """Return where each key of the recipes is declared in the framework's source, its
+    type and its default.
 
     Args:
         name: a framework with a pin.
 
     Returns:
-        By key: at (PATH#LNUMBER), type and default, as the source writes them; empty where it gives none.
+        By key: at (PATH#LNUMBER), type and default, as the source writes them; empty
+            where it gives none.
 
     Raises:
         InputError: a key is declared nowhere that the ledger names.
@@ -61,33 +70,53 @@ def keys_of(name: str) -> dict[str, dict[str, str]]:
         if begin is None:
             raise InputError(f"{name}: `schema` of [recipe] says nothing of {key!r}.")
         owners = [schema[begin]] if isinstance(schema[begin], str) else schema[begin]
-        declared = [d for owner in owners for d in _declared(root, owner, key.removeprefix(begin))]
+        declared = [
+            d
+            for owner in owners
+            for d in _declared(root, owner, key.removeprefix(begin))
+        ]
         if not declared:
-            raise InputError(f"{name}: {key!r} is declared in none of {', '.join(owners)}.")
+            raise InputError(
+                f"{name}: {key!r} is declared in none of {', '.join(owners)}."
+            )
         found[key] = declared[0] | {"type": _type_of_union(declared)}
     return found
 
 
 def _type_of_union(declared: list[dict[str, str]]) -> str:
-    """The first declaration's type; of a key that tells the members of a union apart, every literal."""
+    """The first declaration's type; of a key that tells the members of a union apart,
+    every literal.
+    """
     kinds = list(dict.fromkeys(d["type"] for d in declared))
-    return " | ".join(kinds) if all(kind.startswith("Literal[") for kind in kinds) else kinds[0]
+    return (
+        " | ".join(kinds)
+        if all(kind.startswith("Literal[") for kind in kinds)
+        else kinds[0]
+    )
 
 
 def _declared(root: Path, where: str, key: str) -> Iterator[dict[str, str]]:
-    """The declarations of a key in a class, in a function or among the options of a command line."""
+    """The declarations of a key in a class, in a function or among the options of a
+    command line.
+    """
     path, _, owner = where.partition(" ")
     tree = ast.parse((root / path).read_text(encoding="utf-8"))
-    for line, kind, default in _options(tree, key) if owner == "options" else _fields(tree, owner, key):
+    for line, kind, default in (
+        _options(tree, key) if owner == "options" else _fields(tree, owner, key)
+    ):
         yield {"at": f"{path}#L{line}", "type": kind, "default": default}
 
 
 def _options(tree: ast.Module, key: str) -> Iterator[tuple[int, str, str]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and any(isinstance(a, ast.Constant) and a.value == f"--{key}" for a in node.args):
+        if isinstance(node, ast.Call) and any(
+            isinstance(a, ast.Constant) and a.value == f"--{key}" for a in node.args
+        ):
             given = {k.arg: ast.unparse(k.value) for k in node.keywords}
             choices = f"Literal{given['choices']}" if "choices" in given else ""
-            kind = choices or given.get("type", "bool" if "store_" in given.get("action", "") else "str")
+            kind = choices or given.get(
+                "type", "bool" if "store_" in given.get("action", "") else "str"
+            )
             yield node.lineno, kind, given.get("default", "")
 
 
@@ -96,14 +125,26 @@ def _fields(tree: ast.Module, owner: str, key: str) -> Iterator[tuple[int, str, 
     outer, _, inner = owner.partition(".")
     kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for top in (n for n in ast.walk(tree) if isinstance(n, kinds) and n.name == outer):
-        nodes = [n for n in top.body if isinstance(n, kinds) and n.name == inner] if inner else [top]
+        nodes = (
+            [n for n in top.body if isinstance(n, kinds) and n.name == inner]
+            if inner
+            else [top]
+        )
         for node in nodes:
-            yield from _of_class(node, key) if isinstance(node, ast.ClassDef) else _of_function(node, key)
+            yield from (
+                _of_class(node, key)
+                if isinstance(node, ast.ClassDef)
+                else _of_function(node, key)
+            )
 
 
 def _of_class(node: ast.ClassDef, key: str) -> Iterator[tuple[int, str, str]]:
     for x in node.body:
-        if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name) and x.target.id == key:
+        if (
+            isinstance(x, ast.AnnAssign)
+            and isinstance(x.target, ast.Name)
+            and x.target.id == key
+        ):
             yield x.lineno, ast.unparse(x.annotation), _default(x.value)
 
 
@@ -115,23 +156,36 @@ def _default(value: ast.expr | None) -> str:
     return "" if value is None else ast.unparse(value)
 
 
-def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, key: str) -> Iterator[tuple[int, str, str]]:
+def _of_function(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, key: str
+) -> Iterator[tuple[int, str, str]]:
     positional, named = node.args.args, node.args.kwonlyargs
     defaults = [None] * (len(positional) - len(node.args.defaults)) + node.args.defaults
-    for arg, default in [*zip(positional, defaults, strict=True), *zip(named, node.args.kw_defaults, strict=True)]:
+    for arg, default in [
+        *zip(positional, defaults, strict=True),
+        *zip(named, node.args.kw_defaults, strict=True),
+    ]:
         if arg.arg == key:
-            yield arg.lineno, ast.unparse(arg.annotation) if arg.annotation else "", _default(default)
+            yield (
+                arg.lineno,
+                ast.unparse(arg.annotation) if arg.annotation else "",
+                _default(default),
+            )
 
 
 def main(*asked: str) -> None:
-    """Read the sources of these frameworks, or of all that have a schema, and write what was found."""
+    """Read the sources of these frameworks, or of all that have a schema, and write
+    what was found.
+    """
     every = recorded_keys()
     for name in asked or [n for n in frameworks() if "schema" in recorded(n)["recipe"]]:
         pin = framework(name).pin
         assert pin is not None
         every[name] = {"version": pin.version, "keys": keys_of(name)}
         print(name, len(every[name]["keys"]))
-    write_atomically(FILE, json.dumps(every, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
+    write_atomically(
+        FILE, json.dumps(every, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+    )
 
 
 if __name__ == "__main__":

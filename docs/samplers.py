@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which framework corrects for the sampler how: each framework's own function against `upref.transforms`.
+"""Which framework corrects for the sampler how: each framework's own function against
+`upref.transforms`.
 
     python -m docs.samplers FOLDER     FOLDER holds owner+name/ at the commits below; writes docs/sampler-corrections.md
 
-A row is a setting of a framework, read in its source, and what its function makes of random log-probabilities of π_old
-and of the engine. Of the fetched code nothing but the function is run.
+A row is a setting of a framework, read in its source, and what its function makes of
+random log-probabilities of π_old and of the engine. Of the fetched code nothing but the
+function is run.
 """
 
 import argparse
@@ -32,7 +34,9 @@ COMMITS = {
 
 
 class Row(NamedTuple):
-    """A setting: what it is called there, whether it is the default, what it is here, the file that says so."""
+    """A setting: what it is called there, whether it is the default, what it is here,
+    the file that says so.
+    """
 
     repo: str
     setting: str
@@ -43,7 +47,7 @@ class Row(NamedTuple):
     run: Callable[[Fetched, dict[str, torch.Tensor]], torch.Tensor] | None = None
 
 
-# ---- the frameworks' own functions -----------------------------------------------------------------------------------
+# ---- the frameworks' own functions ---------------------------------------------------
 def verl(file: str, **settings: Any):
     masked_sum = lambda x, m, axis=None: (x * m).sum(axis)
     masked_mean = lambda x, m, axis=None: (x * m).sum(axis) / m.sum(axis)
@@ -70,11 +74,27 @@ def trl(file: str, mode: str, low: float | None = None, high: float | None = 3.0
     def run(repo: Fetched, b):
         text = (repo.folder / file).read_text(encoding="utf-8").splitlines()
         first = next(i for i, x in enumerate(text) if "per_token_logps_diff = (" in x)
-        last = next(i for i, x in enumerate(text) if i > first and "Unknown vLLM importance sampling" in x) + 1
+        last = (
+            next(
+                i
+                for i, x in enumerate(text)
+                if i > first and "Unknown vLLM importance sampling" in x
+            )
+            + 1
+        )
         settings = {"mode": mode, "clip_min": low, "clip_max": high}
-        me = SimpleNamespace(**{f"vllm_importance_sampling_{k}": v for k, v in settings.items()})
-        given = dict(self=me, old_per_token_logps=b["old"], sampling_per_token_logps=b["engine"], mask=b["mask"])
-        return repo.lines(file, first + 1, last + 1, **given).vllm_importance_sampling_ratio
+        me = SimpleNamespace(
+            **{f"vllm_importance_sampling_{k}": v for k, v in settings.items()}
+        )
+        given = dict(
+            self=me,
+            old_per_token_logps=b["old"],
+            sampling_per_token_logps=b["engine"],
+            mask=b["mask"],
+        )
+        return repo.lines(
+            file, first + 1, last + 1, **given
+        ).vllm_importance_sampling_ratio
 
     return run
 
@@ -82,8 +102,14 @@ def trl(file: str, mode: str, low: float | None = None, high: float | None = 3.0
 def slime(file: str, name: str, **settings: Any):
     def run(repo: Fetched, b):
         theirs = getattr(repo.take(file, name, Namespace=None, Any=None), name)
-        lists = dict(train_log_probs=[b["old"]], rollout_log_probs=[b["engine"]], loss_masks=[b["mask"]])
-        return theirs(SimpleNamespace(**settings), pg_loss=torch.ones_like(b["old"]), **lists)[0]
+        lists = dict(
+            train_log_probs=[b["old"]],
+            rollout_log_probs=[b["engine"]],
+            loss_masks=[b["mask"]],
+        )
+        return theirs(
+            SimpleNamespace(**settings), pg_loss=torch.ones_like(b["old"]), **lists
+        )[0]
 
     return run
 
@@ -106,13 +132,20 @@ def open_instruct(file: str, **settings: Any):
 
 
 def areal(file: str, **settings: Any):
-    defaults = dict(level="token", action="mask", metric="ratio", agg="mean", upper=5.0, lower=None)
+    defaults = dict(
+        level="token", action="mask", metric="ratio", agg="mean", upper=5.0, lower=None
+    )
 
     def run(repo: Fetched, b):
-        given = dict(RejectionSamplingResult=lambda **k: SimpleNamespace(**k), logger=logging.getLogger("areal"))
+        given = dict(
+            RejectionSamplingResult=lambda **k: SimpleNamespace(**k),
+            logger=logging.getLogger("areal"),
+        )
         theirs = repo.take(file, "_check_bounds", "apply_rejection_sampling", **given)
         config = SimpleNamespace(**defaults | settings)
-        return theirs.apply_rejection_sampling(b["old"], b["engine"], b["mask"].int(), None, config).behave_imp_weight
+        return theirs.apply_rejection_sampling(
+            b["old"], b["engine"], b["mask"].int(), None, config
+        ).behave_imp_weight
 
     return run
 
@@ -120,9 +153,18 @@ def areal(file: str, **settings: Any):
 VERL, TRL = "verl/trainer/ppo/rollout_corr_helper.py", "trl/trainer/grpo_trainer.py"
 SLIME, OPEN = "slime/backends/megatron_utils/loss.py", "open_instruct/grpo_utils.py"
 AREAL, PRIME = "areal/utils/functional/functional.py", "src/prime_rl/trainer/rl/loss.py"
-_v, _t, _s, _o, _a = "verl-project/verl", "huggingface/trl", "THUDM/slime", "allenai/open-instruct", "inclusionAI/AReaL"
+_v, _t, _s, _o, _a = (
+    "verl-project/verl",
+    "huggingface/trl",
+    "THUDM/slime",
+    "allenai/open-instruct",
+    "inclusionAI/AReaL",
+)
 DEFAULT, NO_CORRECTION = "default", "default: no correction"
-SEQ, MODE = "vllm_importance_sampling_mode=sequence_", "vllm_importance_sampling_mode=token_"
+SEQ, MODE = (
+    "vllm_importance_sampling_mode=sequence_",
+    "vllm_importance_sampling_mode=token_",
+)
 ROWS = [
     Row(_v, "rollout_correction.rollout_is=null, rollout_rs=null", NO_CORRECTION, "", {},
         "verl/trainer/config/algorithm/rollout_correction.yaml"),
@@ -162,20 +204,32 @@ ROWS = [
 ]  # fmt: skip
 
 
-# ---- the comparison --------------------------------------------------------------------------------------------------
+# ---- the comparison ------------------------------------------------------------------
 def batch(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Log-probabilities of 64 responses of up to 9 tokens; ρ near 1 in a third of them, up to e^±2 in another."""
+    """Log-probabilities of 64 responses of up to 9 tokens; ρ near 1 in a third of them,
+    up to e^±2 in another.
+    """
     g = torch.Generator().manual_seed(seed)
     old = -torch.rand(64, 9, generator=g, dtype=torch.float64) * 4 - 2.5
-    spread = torch.tensor([0.01, 0.2, 1.0], dtype=torch.float64)[torch.arange(64) % 3, None]
-    engine = (old - spread * torch.randn(64, 9, generator=g, dtype=torch.float64)).clamp(max=-1e-3)
-    return {"old": old, "engine": engine, "mask": torch.arange(9) < torch.randint(1, 10, (64, 1), generator=g)}
+    spread = torch.tensor([0.01, 0.2, 1.0], dtype=torch.float64)[
+        torch.arange(64) % 3, None
+    ]
+    engine = (
+        old - spread * torch.randn(64, 9, generator=g, dtype=torch.float64)
+    ).clamp(max=-1e-3)
+    return {
+        "old": old,
+        "engine": engine,
+        "mask": torch.arange(9) < torch.randint(1, 10, (64, 1), generator=g),
+    }
 
 
 def apart(row: Row, folder: Path) -> float:
     """The largest difference of a factor, on tokens of the mask."""
     b = batch()
-    ours = upref.get(f"{row.ours}(reinforce)").sampler_weights(b["old"], b["engine"], b["mask"], **row.hp)
+    ours = upref.get(f"{row.ours}(reinforce)").sampler_weights(
+        b["old"], b["engine"], b["mask"], **row.hp
+    )
     theirs = row.run(Fetched(folder / row.repo.replace("/", "+")), b).expand_as(ours)
     return (theirs.double() - ours)[b["mask"]].abs().max().item()
 
@@ -188,13 +242,23 @@ def page(folder: Path) -> str:
         hp = ", ".join(f"{k}={v:.4g}" for k, v in row.hp.items())
         ours = f"`{row.ours}(X)`" + (f", {hp}" if hp else "") if row.ours else "none"
         name = row.repo.partition("/")[2]
-        lines.append(f"| [{name}]({link}) | `{row.setting}` | {row.default} | {ours} | {far} |")
-    return "\n".join(["| framework | setting | default | in upref | difference |", "|---|---|---|---|---|", *lines])
+        lines.append(
+            f"| [{name}]({link}) | `{row.setting}` | {row.default} | {ours} | {far} |"
+        )
+    return "\n".join(
+        [
+            "| framework | setting | default | in upref | difference |",
+            "|---|---|---|---|---|",
+            *lines,
+        ]
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where owner+name/ of each repository is")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "folder", type=Path, help="where owner+name/ of each repository is"
+    )
     text, start, end = (
         PAGE.read_text(encoding="utf-8"),
         "<!-- the table of python -m docs.samplers -->\n",
@@ -202,7 +266,9 @@ def main():
     )
     before, _, rest = text.partition(start)
     after = rest.partition(end)[2]
-    write_atomically(PAGE, before + start + page(parser.parse_args().folder) + end + after)
+    write_atomically(
+        PAGE, before + start + page(parser.parse_args().folder) + end + after
+    )
 
 
 if __name__ == "__main__":

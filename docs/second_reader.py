@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a second reader made of hard verdicts and blaming entries: `python -m docs.second_reader` prints each judgment.
+"""What a second reader made of hard verdicts and blaming entries:
+`python -m docs.second_reader` prints each judgment.
 
-The entries were drawn by `draw` from the bugs and surprising defaults of all ledgers; the judgments are in
-docs/second_reader.toml.
+The entries were drawn by `draw` from the bugs and surprising defaults of all ledgers;
+the judgments are in docs/second_reader.toml.
 """
 
 import random
@@ -26,7 +27,9 @@ JUDGMENTS = {
 
 
 def judged() -> dict[str, Any]:
-    """Return the record: date, seed, and by id of a verdict or key of an entry the judgment and why."""
+    """Return the record: date, seed, and by id of a verdict or key of an entry the
+    judgment and why.
+    """
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
@@ -47,10 +50,19 @@ def text() -> str:
     record, out = judged(), []
     for part in ("verdicts", "entries"):
         count = Counter(word for word, _ in record[part].values())
-        told = ", ".join(f"{count[word]} {word} ({meaning})" for word, meaning in JUDGMENTS.items() if count[word])
+        told = ", ".join(
+            f"{count[word]} {word} ({meaning})"
+            for word, meaning in JUDGMENTS.items()
+            if count[word]
+        )
         drawn = f", drawn with seed {record['seed']}" if part == "entries" else ""
-        out += [f"{len(record[part])} {part}{drawn}, read on {record['date']}: {told}.", ""]
-        out += [f"  {key}: {word}. {why}." for key, (word, why) in record[part].items()] + [""]
+        out += [
+            f"{len(record[part])} {part}{drawn}, read on {record['date']}: {told}.",
+            "",
+        ]
+        out += [
+            f"  {key}: {word}. {why}." for key, (word, why) in record[part].items()
+        ] + [""]
     return "\n".join(out).rstrip()
 
 

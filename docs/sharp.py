@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of docs/sharp-bits.md: wrong losses of the tests' zoo, each with the first finding of `upref check`."""
+"""The list of docs/sharp-bits.md: wrong losses of the tests' zoo, each with the first
+finding of `upref check`.
+"""
 
 import importlib
 import inspect
@@ -69,9 +71,13 @@ ENTRIES = {  # name in the zoo: title, and why it is wrong
 
 
 def text() -> str:
-    """A section for each: why it is wrong, where it was discussed in public, the code, the first finding."""
+    """A section for each: why it is wrong, where it was discussed in public, the code,
+    the first finding.
+    """
     cases = {str(c): c for c in importlib.import_module("tests.support.zoo").WRONG}
-    return "\n\n".join(section(n, *of, cases[name]) for n, (name, of) in enumerate(ENTRIES.items(), 1))
+    return "\n\n".join(
+        section(n, *of, cases[name]) for n, (name, of) in enumerate(ENTRIES.items(), 1)
+    )
 
 
 def section(n: int, title: str, why: str, case) -> str:
@@ -80,5 +86,8 @@ def section(n: int, title: str, why: str, case) -> str:
     where, number = case.source.split("#")
     met = f"Discussed in [{case.source}](https://github.com/{where}/issues/{number})."
     lines = [f"## {n}. {title}", f"{why} Meant as `{case.objective}`. {met}"]
-    lines += [f"```py\n{inspect.getsource(case.function).rstrip()}\n```", f"```text\n{report.failures[0].text()}\n```"]
+    lines += [
+        f"```py\n{inspect.getsource(case.function).rstrip()}\n```",
+        f"```text\n{report.failures[0].text()}\n```",
+    ]
     return "\n\n".join(lines)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/steps.md has generated: a table per trainer, from docs/steps/NAME.json, and notes on the differences.
+"""What docs/steps.md has generated: a table per trainer, from docs/steps/NAME.json, and
+notes on the differences.
 
-The records are what `upref step NAME --json` printed; `python -m docs.steps` makes those of the plug-ins.
+The records are what `upref step NAME --json` printed; `python -m docs.steps` makes
+those of the plug-ins.
 """
 
 import json
@@ -26,8 +28,14 @@ def _notes() -> list[dict]:
 
 
 def note_of(trainer: str, one: dict) -> dict | None:
-    """The note on a difference: of its trainer, with one of its causes in what was found."""
-    fits = (n for n in _notes() if n["trainer"] == trainer and any(c in one["cause"] for c in n["causes"]))
+    """The note on a difference: of its trainer, with one of its causes in what was
+    found.
+    """
+    fits = (
+        n
+        for n in _notes()
+        if n["trainer"] == trainer and any(c in one["cause"] for c in n["causes"])
+    )
     return next(fits, None)
 
 
@@ -42,14 +50,20 @@ def table(trainer: str) -> str:
             word = f"does not run: {one['cause'].split(': ', 2)[-1][:90]}"
         elif one["cause"]:
             note = note_of(trainer, one)
-            word = f"**differs**: {one['cause']}" + (f" ({note['status']}, {note['severity']})" if note else "")
+            word = f"**differs**: {one['cause']}" + (
+                f" ({note['status']}, {note['severity']})" if note else ""
+            )
         else:
             word = "agrees"
         error = "" if one["error"] is None else f"{one['error']:.1e}"
         missing = one["not_exercised"].replace("|", "\\|")
-        rows.append(f"| {one['setting']} | {one['family']} | {error} | {word} | {missing} |")
+        rows.append(
+            f"| {one['setting']} | {one['family']} | {error} | {word} | {missing} |"
+        )
     every = _records(trainer)
-    agree = [one["error"] for one in every if one["error"] is not None and not one["cause"]]
+    agree = [
+        one["error"] for one in every if one["error"] is not None and not one["cause"]
+    ]
     wrong, lost = sum(map(_differs, every)), sum(one["error"] is None for one in every)
     single = max(e for e in agree if e < 1e-4)
     head = f"{len(every)} settings: {len(agree)} agree, in float32 to {single:.1e}; {wrong} differ; {lost} do not run."
@@ -60,14 +74,19 @@ def notes() -> str:
     """Each difference: what it is, its status and severity, what was searched."""
     out = []
     for n in _notes():
-        out += [f"**{n['trainer']}: {n['title']}** ({n['status']}, {n['severity']}). {n['text']}", ""]
+        out += [
+            f"**{n['trainer']}: {n['title']}** ({n['status']}, {n['severity']}). {n['text']}",
+            "",
+        ]
         out += ["    " + n["command"], ""]
     return "\n".join(out)
 
 
-# ---- upref's plug-ins ------------------------------------------------------------------------------------------------
+# ---- upref's plug-ins ----------------------------------------------------------------
 def by_trl(name: str) -> StepReport:
-    """One step of a two-layer Qwen3 that upref_frameworks.trl.training trains by this objective."""
+    """One step of a two-layer Qwen3 that upref_frameworks.trl.training trains by this
+    objective.
+    """
     import trl
 
     from upref.step.families import tiny
@@ -76,9 +95,16 @@ def by_trl(name: str) -> StepReport:
     from upref_frameworks.trl.twin import trl_twin
 
     o, hp, beta = _asked(name)
-    twice = dict(gradient_accumulation_steps=2, steps_per_generation=4, generation_batch_size=None)  # r off 1
+    # r off 1
+    twice = dict(
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+        generation_batch_size=None,
+    )
     fields = default_config().to_dict() | twice | dict(beta=beta, report_to="none")
-    return _agreeing(trl_twin(GRPOTrainer, o, hp, tiny("qwen3"), trl.GRPOConfig(**fields)))
+    return _agreeing(
+        trl_twin(GRPOTrainer, o, hp, tiny("qwen3"), trl.GRPOConfig(**fields))
+    )
 
 
 def by_verl(name: str) -> StepReport:
@@ -98,7 +124,9 @@ PLUGINS = {"upref.trl": by_trl, "verl's plug-in": by_verl}
 
 
 def _asked(name: str) -> tuple:
-    """The objective, its hyperparameters, and the coefficient of its KL term, which is the trainer's to set."""
+    """The objective, its hyperparameters, and the coefficient of its KL term, which is
+    the trainer's to set.
+    """
     o = get(name)
     hp = o.resolve({})
     return o, hp, hp.pop("beta", 0.0)
@@ -111,16 +139,25 @@ def _agreeing(report: StepReport) -> StepReport:
 
 
 def plugins() -> str:
-    """One row for each objective: the error through each plug-in, or why it does not run there."""
+    """One row for each objective: the error through each plug-in, or why it does not
+    run there.
+    """
     found = json.loads((HERE / "plugins.json").read_text(encoding="utf-8"))
-    rows = [f"| {name} | " + " | ".join(_cell(one[k]) for k in PLUGINS) + " |" for name, one in found.items()]
+    rows = [
+        f"| {name} | " + " | ".join(_cell(one[k]) for k in PLUGINS) + " |"
+        for name, one in found.items()
+    ]
     return "\n".join([f"| objective | {' | '.join(PLUGINS)} |", "|---|---|---|", *rows])
 
 
 def _cell(found: dict | str) -> str:
     if isinstance(found, str):
         return found
-    missing = f"; not exercised: {', '.join(found['not_exercised'])}" if found["not_exercised"] else ""
+    missing = (
+        f"; not exercised: {', '.join(found['not_exercised'])}"
+        if found["not_exercised"]
+        else ""
+    )
     return f"{found['error']:.1e}{missing}"
 
 
@@ -131,10 +168,15 @@ def main() -> None:
         for plugin, step in PLUGINS.items():
             try:
                 report = step(name)
-                found[name][plugin] = {"error": report.error, "not_exercised": report.not_reached}
+                found[name][plugin] = {
+                    "error": report.error,
+                    "not_exercised": report.not_reached,
+                }
             except InputError as e:
                 found[name][plugin] = str(e)
-    write_atomically(HERE / "plugins.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(
+        HERE / "plugins.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the figures that README and docs/objectives.md show: `python figures/make.py [folder]`.
+"""Writes the figures that README and docs/objectives.md show:
+`python figures/make.py [folder]`.
 
 Equal library versions give equal bytes.
 """
@@ -21,8 +22,13 @@ from upref.weights.plots import PALETTE, STYLE, Panel, cap_panels
 
 
 def cap(eps_low=0.2, eps_high=0.28, c=3.0):
-    """The paper's Fig. 1, with its bounds of Table A1 and verl's default c, which the paper leaves open."""
-    low, high = rf"ε$_\mathrm{{low}}$ = {eps_low:g}", rf"ε$_\mathrm{{high}}$ = {eps_high:g}"
+    """The paper's Fig. 1, with its bounds of Table A1 and verl's default c, which the
+    paper leaves open.
+    """
+    low, high = (
+        rf"ε$_\mathrm{{low}}$ = {eps_low:g}",
+        rf"ε$_\mathrm{{high}}$ = {eps_high:g}",
+    )
     bounds = {"eps_low": eps_low, "c": c}
     return cap_panels([
         Panel("(a) DAPO, A > 0", "dapo", 1, bounds | {"eps_high": eps_high}, high),
@@ -32,7 +38,9 @@ def cap(eps_low=0.2, eps_high=0.28, c=3.0):
 
 
 def rare():
-    """Whose bound widens for rare tokens: RIPO, DPPO and UP at their papers' defaults, A > 0."""
+    """Whose bound widens for rare tokens: RIPO, DPPO and UP at their papers' defaults,
+    A > 0.
+    """
     return cap_panels([
         Panel("(a) RIPO, A > 0", "ripo", 1, {}, r"$\pi_\theta \leq \pi_\mathrm{old}$ + √(0.05 $\pi_\mathrm{old}$)"),
         Panel("(b) DPPO-TV, A > 0", "dppo_tv", 1, {}, r"$\pi_\theta \leq \pi_\mathrm{old} + 0.15$"),
@@ -41,14 +49,32 @@ def rare():
 
 
 def rare_lines():
-    """Cap of a token at π_θ = π_old against π_old, A > 0: the slope says how a bound treats rare tokens."""
-    drawn = ("dapo", "cfpo", "wapo", "ripo", "bandpo_chi2", "bandpo_kl", "dppo_tv", "up_dapo")
+    """Cap of a token at π_θ = π_old against π_old, A > 0: the slope says how a bound
+    treats rare tokens.
+    """
+    drawn = (
+        "dapo",
+        "cfpo",
+        "wapo",
+        "ripo",
+        "bandpo_chi2",
+        "bandpo_kl",
+        "dppo_tv",
+        "up_dapo",
+    )
     mu = np.logspace(-6, np.log10(0.5), 60)
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(6.4, 3.8), layout="constrained")
         ax = fig.add_subplot()
         for name, color in zip(drawn, PALETTE, strict=True):
-            ax.loglog(mu, capacity(name, mu, mu), color=color, lw=1.5, label=name, ls="--" if name == "cfpo" else "-")
+            ax.loglog(
+                mu,
+                capacity(name, mu, mu),
+                color=color,
+                lw=1.5,
+                label=name,
+                ls="--" if name == "cfpo" else "-",
+            )
         ax.set(xlabel=r"$\pi_\mathrm{old}(o_t)$", ylabel="Cap, A > 0", ylim=(1e-7, 2))
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
@@ -63,8 +89,11 @@ def save(fig, path):
     short = lambda m: f"{float(m[0]):.2f}"
     number = re.compile(r"-?\d+\.\d{3,}")
     svg = re.sub(r'<!--.*?-->|(?<=<g) id="[^"]*"', "", text.getvalue())
-    svg = re.sub(r'\b[xyd]="[^"]*"', lambda m: number.sub(short, m[0]), svg)  # not in scale(...)
-    write_atomically(path, "\n".join(s.strip() for s in svg.splitlines() if s.strip()) + "\n")
+    # not in scale(...)
+    svg = re.sub(r'\b[xyd]="[^"]*"', lambda m: number.sub(short, m[0]), svg)
+    write_atomically(
+        path, "\n".join(s.strip() for s in svg.splitlines() if s.strip()) + "\n"
+    )
 
 
 def main(folder=Path(__file__).parent):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m paper claims`: the statements of fan2026up, with verdicts. `python -m paper audit-table`: GRIM."""
+"""`python -m paper claims`: the statements of fan2026up, with verdicts.
+`python -m paper audit-table`: GRIM.
+"""
 
 import argparse
 import sys
@@ -10,14 +12,27 @@ from upref.cli.verb import Verb
 
 def _claims_arguments(c: argparse.ArgumentParser) -> None:
     c.add_argument("--section", metavar="3|4.1|B", help="only this section or appendix")
-    c.add_argument("--verdict", metavar="WORD", help="only this verdict: proved, false, undecided, ...")
-    c.add_argument("--run", action="store_true", help="compute the verdicts again from their evidence")
+    c.add_argument(
+        "--verdict",
+        metavar="WORD",
+        help="only this verdict: proved, false, undecided, ...",
+    )
+    c.add_argument(
+        "--run",
+        action="store_true",
+        help="compute the verdicts again from their evidence",
+    )
     c.add_argument(
         "--save",
         action="store_true",
         help="with --run: store them for `python -m paper claims` (--verdict red: new and changed records only)",
     )
-    c.add_argument("-v", "--verbose", action="store_true", help="also print what each piece of evidence found")
+    c.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also print what each piece of evidence found",
+    )
     c.epilog = """Exit status: 1 if a claim is red, that is if its evidence is missing, fails or is inconsistent."""
 
 
@@ -28,8 +43,15 @@ def _claims(args: argparse.Namespace) -> int:
 
 
 def _table_arguments(c: argparse.ArgumentParser) -> None:
-    c.add_argument("file", nargs="?", metavar="FILE", help="the table; without it, Table 1 of fan2026up")
-    c.add_argument("--seed", type=int, default=0, help="seed of the random draws (default 0)")
+    c.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="the table; without it, Table 1 of fan2026up",
+    )
+    c.add_argument(
+        "--seed", type=int, default=0, help="seed of the random draws (default 0)"
+    )
     c.epilog = """FILE is CSV or markdown, in per cent: a header `method,AIME24,AMC23,Average`, then one row a method.
         An optional row named n gives the number of answers: 30x32 (problems x samples), or the candidates 674|675."""
 
@@ -43,7 +65,11 @@ def _table(args: argparse.Namespace) -> int:
 
 
 VERBS = {
-    "claims": Verb("list the statements of the paper, with verdicts and evidence", _claims_arguments, _claims),
+    "claims": Verb(
+        "list the statements of the paper, with verdicts and evidence",
+        _claims_arguments,
+        _claims,
+    ),
     "audit-table": Verb(
         "test a results table for impossible values (GRIM test), and the leader's margin for chance",
         _table_arguments,

@@ -12,4 +12,6 @@ class Parser(argparse.ArgumentParser):
     """Words that it does not take are refused in one line, status 2."""
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (`-h` in its place shows what it takes).\n")
+        self.exit(
+            2, f"{self.prog}: {message} (`-h` in its place shows what it takes).\n"
+        )

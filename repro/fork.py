@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of Python as forks of one that has imported what is slow to import: a start of 2 s takes 0.1 s.
+"""Processes of Python as forks of one that has imported what is slow to import: a start
+of 2 s takes 0.1 s.
 
-`executable() + ARGUMENTS` starts like `PYTHON ARGUMENTS`: it hands its arguments, environment and output to the forking
-process and waits for the end of the fork; where there is none, it becomes that Python itself. The forking process
-listens on the Unix socket that UPREF_FORK names. It ends with its parent, however that ends, and removes the socket;
-where both are killed, the next start removes what is left.
-Ray's workers are such forks, and so are the commands of the pages and of many tests (`environment`).
+`executable() + ARGUMENTS` starts like `PYTHON ARGUMENTS`: it hands its arguments,
+environment and output to the forking process and waits for the end of the fork; where
+there is none, it becomes that Python itself. The forking process listens on the Unix
+socket that UPREF_FORK names. It ends with its parent, however that ends, and removes
+the socket; where both are killed, the next start removes what is left. Ray's workers
+are such forks, and so are the commands of the pages and of many tests (`environment`).
 """
 
 import atexit
@@ -31,7 +33,8 @@ from types import ModuleType
 from typing import NoReturn
 
 SOCKET = "UPREF_FORK"  # names the Unix socket
-OURS = re.compile(r"upref-(\d+)-.*-fork")  # a folder that has nothing but the socket of a process with this parent
+# a folder that has nothing but the socket of a process with this parent
+OURS = re.compile(r"upref-(\d+)-.*-fork")
 SLOW = ("torch", "sympy")  # to import, of what upref needs
 
 
@@ -40,8 +43,12 @@ def executable() -> list[str]:
 
 
 def start(path: str, early: Iterable[str], late: Iterable[str] = ()) -> None:
-    """The forking process of that socket. early, late: modules, imported at once, and when the first one asks."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")} | {SOCKET: path}
+    """The forking process of that socket. early, late: modules, imported at once, and
+    when the first one asks.
+    """
+    env = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")
+    } | {SOCKET: path}
     how = ["fork", ",".join(early), ",".join(late), str(os.getpid())]
     subprocess.Popen([sys.executable, "-P", os.path.abspath(__file__), *how], env=env)
 
@@ -51,7 +58,8 @@ def _folder() -> "tempfile.TemporaryDirectory[str]":
     for name in os.listdir(tempfile.gettempdir()):
         if (of := OURS.fullmatch(name)) and not _lives(int(of[1])):
             shutil.rmtree(os.path.join(tempfile.gettempdir(), name), ignore_errors=True)
-    return tempfile.TemporaryDirectory(prefix=f"upref-{os.getpid()}-", suffix="-fork")  # a socket's name is short
+    # a socket's name is short
+    return tempfile.TemporaryDirectory(prefix=f"upref-{os.getpid()}-", suffix="-fork")
 
 
 def _lives(pid: int) -> bool:
@@ -66,7 +74,9 @@ def _lives(pid: int) -> bool:
 
 @cache
 def environment() -> dict[str, str]:
-    """In this environment `executable` forks from a process of our own, which this starts; empty where none can."""
+    """In this environment `executable` forks from a process of our own, which this
+    starts; empty where none can.
+    """
     if sys.platform != "linux":
         return {}
     path = os.path.join(_folder().name, "s")
@@ -82,19 +92,23 @@ def ask(arguments: list[str]) -> int:
     """A process, from its start to its end."""
     server = socket.socket(socket.AF_UNIX)
     try:
-        if arguments[:1] in ([], ["-"]) or (arguments[0][0] == "-" and arguments[0] not in ("-c", "-m")):
+        if arguments[:1] in ([], ["-"]) or (
+            arguments[0][0] == "-" and arguments[0] not in ("-c", "-m")
+        ):
             raise KeyError("an option of Python")
         server.connect(os.environ[SOCKET])
     except (OSError, KeyError):
         os.execv(sys.executable, [sys.executable, *arguments])
     socket.send_fds(server, [b"+"], [0, 1, 2])
-    server.sendall(json.dumps([arguments, dict(os.environ), os.getcwd()]).encode() + b"\n")
+    server.sendall(
+        json.dumps([arguments, dict(os.environ), os.getcwd()]).encode() + b"\n"
+    )
     return int(server.recv(8) or b"1")
 
 
 def serve(early: str, late: str, parent: str) -> list[str]:
-    """Fork for each that asks, as long as the parent with this process id lives. Returns in the forks, with their
-    arguments."""
+    """Fork for each that asks, as long as the parent with this process id lives.
+    Returns in the forks, with their arguments."""
     listener = socket.socket(socket.AF_UNIX)
     path = os.environ[SOCKET]
     try:
@@ -104,18 +118,25 @@ def serve(early: str, late: str, parent: str) -> list[str]:
     listener.listen(64)
     imported = False
     # they are for the forks; a time limit sends SIGTERM to all of a group at once
-    ours = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    ours = {
+        number: signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     asking: dict[int, socket.socket] = {}
     for name in filter(None, early.split(",")):
         __import__(name)
     gc.freeze()  # the forks share what was imported
     while os.getppid() == int(parent):  # not left behind
-        ready, _, _ = select.select([listener, *asking.values()], [], [], 0.02 if asking else 0.2)
+        ready, _, _ = select.select(
+            [listener, *asking.values()], [], [], 0.02 if asking else 0.2
+        )
         for pid, client in list(asking.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 with suppress(OSError):  # who asked has ended
-                    asking.pop(pid).sendall(str(os.waitstatus_to_exitcode(status) & 255).encode())
+                    asking.pop(pid).sendall(
+                        str(os.waitstatus_to_exitcode(status) & 255).encode()
+                    )
             elif client in ready:  # who asked was killed
                 os.kill(pid, signal.SIGKILL)
         if listener not in ready:
@@ -137,7 +158,9 @@ def serve(early: str, late: str, parent: str) -> list[str]:
                 os.dup2(file, at)
                 os.close(file)
             sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115  of other files
-            sys.stderr = open(2, "w", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+            sys.stderr = open(  # noqa: SIM115
+                2, "w", errors="backslashreplace", buffering=1, closefd=False
+            )
             adopt(environment, folder)
             return arguments
         asking[pid] = client
@@ -145,7 +168,8 @@ def serve(early: str, late: str, parent: str) -> list[str]:
             os.close(file)
     with suppress(OSError):
         os.unlink(path)
-        if OURS.fullmatch(os.path.basename(os.path.dirname(path))):  # else a folder of other things too
+        # else a folder of other things too
+        if OURS.fullmatch(os.path.basename(os.path.dirname(path))):
             os.rmdir(os.path.dirname(path))
     sys.exit()
 
@@ -168,7 +192,9 @@ def become(arguments: list[str]) -> None:
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     kind, *rest = arguments
     if not os.environ.get("PYTHONSAFEPATH"):
-        sys.path.insert(0, {"-c": "", "-m": os.getcwd()}.get(kind, os.path.dirname(kind)))
+        sys.path.insert(
+            0, {"-c": "", "-m": os.getcwd()}.get(kind, os.path.dirname(kind))
+        )
     if kind == "-m":
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -181,7 +207,9 @@ def become(arguments: list[str]) -> None:
 
 
 def end(arguments: list[str]) -> NoReturn:
-    """Become it, and end as Python would, but for the 0.6 s in which it takes down what was imported."""
+    """Become it, and end as Python would, but for the 0.6 s in which it takes down what
+    was imported.
+    """
     status = 1
     try:
         become(arguments)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One objective, from proof to picture: what `repro/run.sh OBJECTIVE` runs. Writes repro/out/OBJECTIVE/."""
+"""One objective, from proof to picture: what `repro/run.sh OBJECTIVE` runs. Writes
+repro/out/OBJECTIVE/.
+"""
 
 import subprocess
 import sys
@@ -23,7 +25,10 @@ def proof(o):
     """sympy, from the very function that trains."""
     derivation = derive(o)
     say(f"{derivation}\n", markup=False)
-    return derivation.ok, "dJ/dlp derived by sympy equals the weight written by hand, regime by regime"
+    return (
+        derivation.ok,
+        "dJ/dlp derived by sympy equals the weight written by hand, regime by regime",
+    )
 
 
 def claims(_):
@@ -32,14 +37,21 @@ def claims(_):
     scripts = [s for s in scripts if s.name not in ("make_page.py", "weights.py")]
     ok = True
     for script in scripts:
-        run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            [sys.executable, script], capture_output=True, text=True, check=False
+        )
         ok &= run.returncode == 0
-        say(f"  {'holds' if run.returncode == 0 else 'FAILS':6} {script.stem}", markup=False)
+        say(
+            f"  {'holds' if run.returncode == 0 else 'FAILS':6} {script.stem}",
+            markup=False,
+        )
     return ok, f"{len(scripts)} claims of the paper derived (derivations/README.md)"
 
 
 def gradients(o):
-    """Autograd against weight x aggregation over the regime grid, and against UP of the base."""
+    """Autograd against weight x aggregation over the regime grid, and against UP of the
+    base.
+    """
     b = batch(o)
     expected = o.gradient(b)
     error = ((grad(o, b) - expected).abs().max() / expected.abs().max()).item()
@@ -48,7 +60,10 @@ def gradients(o):
     base = o.name.removeprefix("up_")
     if base != o.name and base in upref.names():
         same = torch.equal(grad(upref.up(upref.get(base)), b), grad(o, b))
-        ok, text = ok and same, text + f"; up({base}) {'is' if same else 'IS NOT'} {o.name}, bit for bit"
+        ok, text = (
+            ok and same,
+            text + f"; up({base}) {'is' if same else 'IS NOT'} {o.name}, bit for bit",
+        )
     return ok, text
 
 
@@ -62,10 +77,15 @@ def plugged(o):
     config = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1)
     loss = register(o)
     zero = lambda x: x.masked_fill(~b.mask, 0)
-    found = grad(lambda x: -loss(zero(b.logp_old), x.logp, zero(b.adv), b.mask, "", config)[0], b)
+    found = grad(
+        lambda x: -loss(zero(b.logp_old), x.logp, zero(b.adv), b.mask, "", config)[0], b
+    )
     expected = grad(lambda x: o.J(x.logp, x.logp_old, x.adv, x.mask), b)
     error = (found - expected).abs().max().item()
-    return error == 0, f"verl's loss_mode=upref/{o.name} gives the reference's gradient, off by {error:.1e}"
+    return (
+        error == 0,
+        f"verl's loss_mode=upref/{o.name} gives the reference's gradient, off by {error:.1e}",
+    )
 
 
 def audit(_):
@@ -73,7 +93,10 @@ def audit(_):
     tables = [audits.audit(framework) for framework in ("verl", "trl")]
     for table in tables:
         Console(width=160).print(table)
-    return all(tables), "every difference of verl's and TRL's losses has a name, a number and an entry (tables above)"
+    return (
+        all(tables),
+        "every difference of verl's and TRL's losses has a name, a number and an entry (tables above)",
+    )
 
 
 def maps(o):
@@ -86,10 +109,20 @@ def maps(o):
     save(cap_map(*pair, adv=+1), out / "cap_positive.svg")
     save(cap_map(*pair, adv=-1), out / "cap_negative.svg")
     save(weights(*pair), out / "weights.svg")
-    return True, f"drawn: {', '.join(str(p.relative_to(ROOT.parent)) for p in sorted(out.glob('*.svg')))}"
+    return (
+        True,
+        f"drawn: {', '.join(str(p.relative_to(ROOT.parent)) for p in sorted(out.glob('*.svg')))}",
+    )
 
 
-STEPS = {"proof": proof, "claims": claims, "gradients": gradients, "plug-in": plugged, "audit": audit, "maps": maps}
+STEPS = {
+    "proof": proof,
+    "claims": claims,
+    "gradients": gradients,
+    "plug-in": plugged,
+    "audit": audit,
+    "maps": maps,
+}
 
 
 def main(name: str) -> int:
@@ -106,10 +139,14 @@ def main(name: str) -> int:
         start = time.perf_counter()
         try:
             ok, text = step(o)
-        except upref.InputError as error:  # an objective that has no map, or that verl cannot feed
+        except (
+            upref.InputError
+        ) as error:  # an objective that has no map, or that verl cannot feed
             ok, text = True, f"not for {o.name}: {error}"
         well &= ok
-        lines.append(f"{'ok    ' if ok else 'FAILED'}  {title:10} {text}  ({time.perf_counter() - start:.0f} s)")
+        lines.append(
+            f"{'ok    ' if ok else 'FAILED'}  {title:10} {text}  ({time.perf_counter() - start:.0f} s)"
+        )
     report = "\n".join([f"{o.name}: {o.equation}", "", *lines])
     write_atomically(out / "report.txt", report + "\n")
     say(f"\n{report}\n\nTo train it: bash repro/run.sh {o.name}.", markup=False)

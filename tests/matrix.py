@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run upref in empty environments and record what passed: `python tests/matrix.py PYTHON [WHAT]`.
+"""Run upref in empty environments and record what passed:
+`python tests/matrix.py PYTHON [WHAT]`.
 
     checkout   a copy of this checkout in a folder whose name has a space and a letter that is not ASCII, with LC_ALL=C:
-               `tests/run.sh quick`; the first command of README.md, tiny; every requirement list, resolved
+               `tests/run.sh quick`; the first command of README.md, tiny; every
+               requirement list, resolved
     lowest     the wheel in an empty folder, with the lowest versions that pyproject.toml allows and PYTHON has
     newest     the wheel with the newest of everything, then the sdist
     places     both commands without .git, HOME, a network or the rights of root. Needs Linux, and root at first
     stopped    an install that a full disk and a lost network stop, and that goes on. Needs Linux, root, and a mount
-               namespace of its own: `unshare --mount python tests/matrix.py PYTHON stopped`
+               namespace of its own:
+               `unshare --mount python tests/matrix.py PYTHON stopped`
 
-PYTHON is an interpreter: a name or a path. The row goes to tests/matrix.json, from which `python -m docs.make
-docs/environments.md` writes the page. Needs a package index; nothing else outside a temporary folder is written. Exit
-status: 0 if every step passed. It imports nothing but the standard library, so any Python can start it.
+PYTHON is an interpreter: a name or a path. The row goes to tests/matrix.json, from
+which `python -m docs.make docs/environments.md` writes the page. Needs a package index;
+nothing else outside a temporary folder is written. Exit
+status: 0 if every step passed. It imports nothing but the standard library, so any
+Python can start it.
 """
 
 import functools
@@ -38,12 +43,17 @@ UP_TO_312 = ("smoke", "gpu")  # verl 0.9.1 stops there
 AWKWARD = "a folder, accentué/upref"
 TRAIN = "bash repro/run.sh up_dapo mini steps=2"
 MY_LOSS = next(
-    b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S) if "my.py" in b
+    b
+    for b in re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S
+    )
+    if "my.py" in b
 )
 WHEEL = {  # a command, its exit status and what it prints
     "upref --version": (0, "upref "),
     "python -m upref --version": (0, "upref "),
-    "upref check my.py:loss --as dapo": (1, "NOT dapo: 2 failures"),  # its notes depend on how torch rounds exp
+    # its notes depend on how torch rounds exp
+    "upref check my.py:loss --as dapo": (1, "NOT dapo: 2 failures"),
     "upref identify my.py:loss": (0, "meant as dapo(eps_low=0.2, eps_high=0.28)"),
     "upref derive up_dapo": (0, ""),
     "upref cap up_dapo": (0, ""),
@@ -63,7 +73,13 @@ class Steps:
     def run(self, command: str, status: int = 0, says: str = "", name: str = "") -> str:
         start = time.time()
         both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        got = subprocess.run(["bash", "-c", command], cwd=self.folder, env=self.env, encoding="utf-8", **both)
+        got = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env=self.env,
+            encoding="utf-8",
+            **both,
+        )
         passed = got.returncode == status and says in got.stdout
         counted = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", got.stdout)
         self.done[name or command] = {
@@ -71,9 +87,14 @@ class Steps:
             "seconds": round(time.time() - start),
             "tests": ", ".join(counted),
         }
-        print(f"{'ok  ' if passed else 'FAIL'} {name or command} {self.done[name or command]}", flush=True)
+        print(
+            f"{'ok  ' if passed else 'FAIL'} {name or command} {self.done[name or command]}",
+            flush=True,
+        )
         if passed and status:
-            self.done[name or command]["said"] = next(line for line in got.stdout.splitlines() if says in line)
+            self.done[name or command]["said"] = next(
+                line for line in got.stdout.splitlines() if says in line
+            )
         if not passed:
             print(got.stdout[-3000:], flush=True)
         return got.stdout
@@ -82,16 +103,21 @@ class Steps:
 def checkout(folder: Path, python: str) -> tuple[Steps, str]:
     """Both README commands, and each list's resolution."""
     place = folder / AWKWARD
-    keep = shutil.ignore_patterns(".venv*", ".git", "__pycache__", ".mypy_cache", ".hypothesis", "build", "out")
+    keep = shutil.ignore_patterns(
+        ".venv*", ".git", "__pycache__", ".mypy_cache", ".hypothesis", "build", "out"
+    )
     shutil.copytree(ROOT, place, ignore=keep)
     steps = Steps(place, os.environ | {"PYTHON": python, "LC_ALL": "C"})
-    steps.run("bash tests/run.sh quick")  # first, in an environment that no other command has completed
+    # first, in an environment that no other command has completed
+    steps.run("bash tests/run.sh quick")
     steps.run(TRAIN)
     version = steps.run(".venv/bin/python -V", name="python -V").split()[-1]
     for name in LISTS:
         if name not in UP_TO_312 or version < "3.13":
             which = f"--dry-run --no-deps --python .venv/bin/python -r repro/requirements/{name}.txt"
-            steps.run(f".venv/bin/uv pip install --quiet {which}", name=f"resolve {name}.txt")
+            steps.run(
+                f".venv/bin/uv pip install --quiet {which}", name=f"resolve {name}.txt"
+            )
     return steps, ".venv/bin/python"
 
 
@@ -99,15 +125,25 @@ def archived(folder: Path, python: str) -> Steps:
     """A folder with what `git archive` holds, where the commands run in the C locale."""
     place = folder / AWKWARD
     place.mkdir(parents=True)
-    unpack = f'chmod 755 "{folder}" && git -C "{ROOT}" archive HEAD | tar -x -C "{place}"'
+    unpack = (
+        f'chmod 755 "{folder}" && git -C "{ROOT}" archive HEAD | tar -x -C "{place}"'
+    )
     subprocess.run(["bash", "-c", unpack], check=True)
-    return Steps(place, os.environ | {"PYTHON": python, "LC_ALL": "C", "PYTEST_ADDOPTS": "-k test_ops"})
+    return Steps(
+        place,
+        os.environ | {"PYTHON": python, "LC_ALL": "C", "PYTEST_ADDOPTS": "-k test_ops"},
+    )
 
 
 def places(folder: Path, python: str) -> tuple[Steps, str]:
     """One environment for all places."""
-    steps, both = archived(folder, python), f"bash -c '{TRAIN} && bash tests/run.sh quick'"
-    steps.run(both, name="from `git archive`, in a path with a space and an accent, LC_ALL=C")
+    steps, both = (
+        archived(folder, python),
+        f"bash -c '{TRAIN} && bash tests/run.sh quick'",
+    )
+    steps.run(
+        both, name="from `git archive`, in a path with a space and an accent, LC_ALL=C"
+    )
     steps.run(f"env -u HOME {both}", name="HOME is unset")
     steps.run(f"HOME=/proc {both}", name="HOME cannot be written")
     steps.run(f"unshare --net {both}", name="offline after the first run")
@@ -120,55 +156,92 @@ def stopped(folder: Path, python: str) -> tuple[Steps, str]:
     """An install on a disk of its own that is stopped twice, and goes on."""
     disk = folder / "disk"
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "upref", disk], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300m", "upref", disk], check=True
+    )
     steps = archived(disk, python)
     go_on = "Run the same command again to continue"
-    steps.run(TRAIN, 2, f"the disk is full. {go_on}", "the disk is full during the install")
+    steps.run(
+        TRAIN, 2, f"the disk is full. {go_on}", "the disk is full during the install"
+    )
     subprocess.run(["mount", "-o", "remount,size=8g", disk], check=True)
-    steps.run(f"unshare --net {TRAIN}", 2, f"did not answer. {go_on}", "then the network is lost")
+    steps.run(
+        f"unshare --net {TRAIN}",
+        2,
+        f"did not answer. {go_on}",
+        "then the network is lost",
+    )
     steps.run(TRAIN, name="then the same command again")
     return steps, ".venv/bin/python"
 
 
 def wheel(folder: Path, python: str, which: str) -> tuple[Steps, str]:
-    """The wheel and the sdist, installed by that Python's own pip, in a folder with nothing but a loss."""
+    """The wheel and the sdist, installed by that Python's own pip, in a folder with
+    nothing but a loss.
+    """
     steps = Steps(folder, {k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
     steps.env["PATH"] = f"{folder / 'env/bin'}{os.pathsep}{os.environ['PATH']}"
     (folder / "my.py").write_text(MY_LOSS)
     quiet = "-m pip --disable-pip-version-check install -q"
-    steps.run(f'"{python}" -m venv env && python {quiet} build twine', name="make an environment")
+    steps.run(
+        f'"{python}" -m venv env && python {quiet} build twine',
+        name="make an environment",
+    )
     steps.run(f'python -m build -o dist "{ROOT}"', says=".whl", name="python -m build")
     steps.run("twine check --strict dist/*", says="PASSED")
     if which == "lowest":
-        limits = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+        limits = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+            "dependencies"
+        ]
         (folder / "limits.in").write_text("\n".join(limits))
         resolve = "uv pip compile -q --resolution lowest-direct --only-binary :all: --no-header limits.in -o limits.txt"
         steps.run(f"python {quiet} uv && {resolve}", name="the lowest versions")
-    steps.run(f"python {quiet} dist/*.whl {'-c limits.txt' if which == 'lowest' else ''}", name="pip install")
+    steps.run(
+        f"python {quiet} dist/*.whl {'-c limits.txt' if which == 'lowest' else ''}",
+        name="pip install",
+    )
     for command, (status, says) in WHEEL.items():
         steps.run(command, status, says)
     if which == "newest":
         again = f"python {quiet} --force-reinstall --no-deps dist/*.tar.gz"
-        steps.run(f"{again} && upref --version", says="upref ", name="pip install the sdist")
-    steps.sizes = {f.suffix.strip("."): f.stat().st_size // 1024 for f in (folder / "dist").iterdir()}
+        steps.run(
+            f"{again} && upref --version", says="upref ", name="pip install the sdist"
+        )
+    steps.sizes = {
+        f.suffix.strip("."): f.stat().st_size // 1024
+        for f in (folder / "dist").iterdir()
+    }
     return steps, "env/bin/python"
 
 
 def versions(python: str) -> dict[str, str]:
     ask = f"import platform, importlib.metadata as m; print(platform.python_version(), *map(m.version, {PACKAGES}))"
-    said = subprocess.run([python, "-c", ask], capture_output=True, text=True).stdout.split()
+    said = subprocess.run(
+        [python, "-c", ask], capture_output=True, text=True
+    ).stdout.split()
     return dict(zip(("python", *PACKAGES), said, strict=False))
 
 
 def table() -> str:
     """The rows of interpreters and versions, in markdown."""
-    rows = ["| Python | torch | numpy | sympy | matplotlib | what | result |", "|---|---|---|---|---|---|---|"]
+    rows = [
+        "| Python | torch | numpy | sympy | matplotlib | what | result |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for r in json.loads(RECORDS.read_text("utf-8")):
         if r["what"] in PLACES:
             continue
         failed = [name for name, step in r["steps"].items() if not step["passed"]]
-        tested = [f"{s['tests']} in {s['seconds'] / 60:.0f} minutes" for s in r["steps"].values() if s["tests"]]
-        result = f"**failed**: {', '.join(failed)}" if failed else f"{len(r['steps'])} of {len(r['steps'])} steps pass"
+        tested = [
+            f"{s['tests']} in {s['seconds'] / 60:.0f} minutes"
+            for s in r["steps"].values()
+            if s["tests"]
+        ]
+        result = (
+            f"**failed**: {', '.join(failed)}"
+            if failed
+            else f"{len(r['steps'])} of {len(r['steps'])} steps pass"
+        )
         result += f" ({tested[0]})" if tested else ""
         cells = [r.get(k, "?") for k in ("python", *PACKAGES)] + [r["what"], result]
         rows.append(f"| {' | '.join(cells)} |")
@@ -176,12 +249,16 @@ def table() -> str:
 
 
 def awkward() -> str:
-    """What happened in each awkward place, and to an install that is stopped, in markdown."""
+    """What happened in each awkward place, and to an install that is stopped, in
+    markdown.
+    """
     rows = ["| Python | place | what happened | seconds |", "|---|---|---|---|"]
     for r in json.loads(RECORDS.read_text("utf-8")):
         for name, step in r["steps"].items() if r["what"] in PLACES else ():
             ends = "status 0" if "said" not in step else f"status 2: {step['said']}"
-            rows.append(f"| {r['python']} | {name} | {ends if step['passed'] else '**failed**'} | {step['seconds']} |")
+            rows.append(
+                f"| {r['python']} | {name} | {ends if step['passed'] else '**failed**'} | {step['seconds']} |"
+            )
     return "\n".join(rows)
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""upref: reference and verification of the policy-gradient objectives that train reasoning LLMs."""
+"""upref: reference and verification of the policy-gradient objectives that train
+reasoning LLMs.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name lives, imported at its first use: `upref -h` needs no torch, a trainer no sympy or matplotlib.
+# Where each public name lives, imported at its first use: `upref -h` needs no torch, a
+# trainer no sympy or matplotlib.
 _HOME = {
     "InputError": "errors", "Objective": "registry", "Rollouts": "rollouts", "Totals": "aggregation",
     "aggregate": "aggregation", "assert_advantages": "pytest_plugin",
@@ -51,7 +54,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-# modules whose functions are called by two words, as upref.replay.read: imported at their first use too
+# modules whose functions are called by two words, as upref.replay.read: imported at
+# their first use too
 _MODULES = (
     "advantages", "aggregation", "conformance", "hidden", "kl", "logprobs", "metrics", "replay", "rollouts", "step",
     "transforms",

@@ -27,7 +27,9 @@ Advantages = Float[Tensor, " N"]
 Group = Int[Tensor, " N"]
 
 
-def group_norm(rewards: Rewards, group: Group, *, ddof: int = 1, eps: float = 1e-6) -> Advantages:
+def group_norm(
+    rewards: Rewards, group: Group, *, ddof: int = 1, eps: float = 1e-6
+) -> Advantages:
     """A_i = (R_i - mean_g) / (std_g + eps): GRPO (arXiv 2402.03300).
 
     The paper states neither ddof nor eps; these defaults are verl's. ddof=0 makes A larger by √(G/(G-1)), 7 % at G = 8.
@@ -49,17 +51,23 @@ def leave_one_out(rewards: Rewards, group: Group) -> Advantages:
     return (centred * (size / (size - 1).clamp(min=1))[g]).to(rewards.dtype)
 
 
-def whiten(rewards: Rewards, group: Group | None = None, *, ddof: int = 0, eps: float = 1e-8) -> Advantages:
+def whiten(
+    rewards: Rewards, group: Group | None = None, *, ddof: int = 0, eps: float = 1e-8
+) -> Advantages:
     """A_i = (R_i - mean) / (std + eps) over the batch, whatever the prompt: REINFORCE++ (arXiv 2501.03262, Eq. 5).
 
     The population is the N responses, as in the paper's appendix B.2; the paper gives no ddof and no value of eps.
     verl and OpenRLHF whiten over tokens instead, where a long response counts more: `whiten_tokens`.
     """
     _check(rewards, group, optional=True)
-    return group_norm(rewards, torch.zeros_like(rewards, dtype=torch.int64), ddof=ddof, eps=eps)
+    return group_norm(
+        rewards, torch.zeros_like(rewards, dtype=torch.int64), ddof=ddof, eps=eps
+    )
 
 
-def group_mean_whiten(rewards: Rewards, group: Group, *, ddof: int = 0, eps: float = 1e-8) -> Advantages:
+def group_mean_whiten(
+    rewards: Rewards, group: Group, *, ddof: int = 0, eps: float = 1e-8
+) -> Advantages:
     """A'_i = R_i - mean_g,  A_i = A'_i / (std(A') + eps), std over the batch: REINFORCE++ with baseline, Eqs. 6-7.
 
     (arXiv 2501.03262.) Eq. 7 also subtracts the mean of A', which is 0 already; leaving it out keeps exact zeros exact.
@@ -104,7 +112,17 @@ def maxrl(rewards: Rewards, group: Group) -> Advantages:
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    f.__name__: f for f in (group_norm, group_mean, leave_one_out, whiten, group_mean_whiten, signed, reward, maxrl)
+    f.__name__: f
+    for f in (
+        group_norm,
+        group_mean,
+        leave_one_out,
+        whiten,
+        group_mean_whiten,
+        signed,
+        reward,
+        maxrl,
+    )
 }
 
 
@@ -112,13 +130,21 @@ def get(name: str) -> Callable[..., Tensor]:
     """The advantage called `name`. Raises InputError, with the nearest name, if there is none."""
     if not isinstance(name, str) or name not in ADVANTAGES:
         near = difflib.get_close_matches(str(name), ADVANTAGES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(ADVANTAGES)}."
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else f"choose one of {', '.join(ADVANTAGES)}."
+        )
         raise InputError(f"there is no advantage named {name!r}: {hint}")
     return ADVANTAGES[name]
 
 
 def whiten_tokens(
-    adv: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, ddof: int = 1, eps: float = 1e-8
+    adv: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    ddof: int = 1,
+    eps: float = 1e-8,
 ) -> Float[Tensor, "B T"]:
     """A_it = (A_it - mean) / √(var + eps) over the unmasked tokens: REINFORCE++ as verl computes it.
 
@@ -126,13 +152,19 @@ def whiten_tokens(
     """
     both = is_materialized(adv) and is_materialized(mask) and adv.shape == mask.shape
     if not (both and adv.ndim == 2 and adv.is_floating_point()):
-        raise InputError("adv and mask must be two tensors of the same shape [B, T]: expand [B, 1] advantages first.")
+        raise InputError(
+            "adv and mask must be two tensors of the same shape [B, T]: expand [B, 1] advantages first."
+        )
     if mask.dtype != torch.bool or not mask.any():
-        raise InputError(f"mask must be bool (it is {mask.dtype}) and True somewhere: there is nothing to whiten.")
+        raise InputError(
+            f"mask must be bool (it is {mask.dtype}) and True somewhere: there is nothing to whiten."
+        )
     bad = mask & ~adv.isfinite()
     if bad.any():
         at = tuple(bad.nonzero()[0].tolist())
-        raise InputError(f"adv is {adv[at].item()} at {at}, an unmasked slot: mask it or fix it.")
+        raise InputError(
+            f"adv is {adv[at].item()} at {at}, an unmasked slot: mask it or fix it."
+        )
     x, out = adv[mask], torch.zeros_like(adv)
     centred, g, _ = _centred(x, torch.zeros_like(x, dtype=torch.int64))
     var = _variance(centred, g, ddof, eps)
@@ -165,12 +197,18 @@ def gdpo(
         InputError: rewards that are not [N, K] or not finite, weights that are not [K], and what group_norm refuses.
     """
     if not is_materialized(rewards) or rewards.ndim != 2 or rewards.shape[1] == 0:
-        raise InputError(f"rewards must be a tensor [N, K], K numbers per response, got {describe(rewards)}.")
+        raise InputError(
+            f"rewards must be a tensor [N, K], K numbers per response, got {describe(rewards)}."
+        )
     K = rewards.shape[1]
     w = torch.ones(K) if weights is None else weights
     if not is_materialized(w) or w.shape != (K,) or not w.isfinite().all():
-        raise InputError(f"weights must be {K} finite numbers, one for each reward, got {describe(w)}.")
-    each = [group_norm(one.double(), group, ddof=ddof, eps=eps) for one in rewards.unbind(1)]
+        raise InputError(
+            f"weights must be {K} finite numbers, one for each reward, got {describe(w)}."
+        )
+    each = [
+        group_norm(one.double(), group, ddof=ddof, eps=eps) for one in rewards.unbind(1)
+    ]
     total = torch.stack(each, 1) @ w.to(each[0])
     return whiten(total, ddof=ddof, eps=eps).to(rewards.dtype)
 
@@ -198,13 +236,22 @@ def distillation(
         InputError: the shapes differ, or an unmasked slot is not finite.
     """
     both = is_materialized(lp) and is_materialized(lp_teacher) and is_materialized(mask)
-    if not (both and lp.ndim == 2 and lp.shape == lp_teacher.shape == mask.shape and mask.dtype == torch.bool):
-        raise InputError("lp, lp_teacher and mask must be tensors of one shape [B, T], the mask of bool.")
+    if not (
+        both
+        and lp.ndim == 2
+        and lp.shape == lp_teacher.shape == mask.shape
+        and mask.dtype == torch.bool
+    ):
+        raise InputError(
+            "lp, lp_teacher and mask must be tensors of one shape [B, T], the mask of bool."
+        )
     start = lp.new_zeros(()) if adv is None else adv.detach()
     A = torch.where(mask, start - coef * (lp - lp_teacher).detach(), 0)
     if not A.isfinite().all():
         at = tuple((~A.isfinite()).nonzero()[0].tolist())
-        raise InputError(f"the advantage is {A[at].item()} at {at}, an unmasked slot: mask it or fix its inputs.")
+        raise InputError(
+            f"the advantage is {A[at].item()} at {at}, an unmasked slot: mask it or fix its inputs."
+        )
     return A
 
 
@@ -212,15 +259,22 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """R - mean_g [N], the groups renumbered 0, 1, ... [N], and G of each of those."""
     _check(rewards, group)
     _, g, size = torch.unique(group, return_inverse=True, return_counts=True)
-    R, zero = rewards.detach().double(), torch.zeros(len(size), dtype=torch.float64, device=rewards.device)
-    R = R - zero.scatter_reduce(0, g, R, "amin", include_self=False)[g]  # equal rewards become 0, not an ulp
+    R, zero = (
+        rewards.detach().double(),
+        torch.zeros(len(size), dtype=torch.float64, device=rewards.device),
+    )
+    # equal rewards become 0, not an ulp
+    R = R - zero.scatter_reduce(0, g, R, "amin", include_self=False)[g]
     return R - (zero.index_add(0, g, R) / size)[g], g, size
 
 
 def _variance(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
     """Σ_g centred² / (G - ddof) of each response's group, [N]; 0 for a group of one."""
-    if type(ddof) is not int or ddof not in (0, 1):  # True is an int that a tensor refuses
-        raise InputError(f"ddof must be 0 (divide by G) or 1 (divide by G - 1), got {repr(ddof)[:60]}.")
+    # True is an int that a tensor refuses
+    if type(ddof) is not int or ddof not in (0, 1):
+        raise InputError(
+            f"ddof must be 0 (divide by G) or 1 (divide by G - 1), got {repr(ddof)[:60]}."
+        )
     if not (isinstance(eps, int | float) and 0 <= eps < 1e300):
         raise InputError(f"eps must be a finite number >= 0, got {repr(eps)[:60]}.")
     size = torch.bincount(g)
@@ -239,15 +293,29 @@ def _check(rewards: Tensor, group: Tensor | None, optional: bool = False) -> Non
             f"rewards must be a tensor [N], one number per response, and not empty, got {describe(rewards)}."
         )
     if rewards.dtype not in (torch.float32, torch.float64):
-        raise InputError(f"rewards must be float32 or float64, got {rewards.dtype}: convert with .float().")
-    bad = ~(rewards.abs() < 1e30)  # squares and sums of anything smaller stay finite in float64
+        raise InputError(
+            f"rewards must be float32 or float64, got {rewards.dtype}: convert with .float()."
+        )
+    # squares and sums of anything smaller stay finite in float64
+    bad = ~(rewards.abs() < 1e30)
     if bad.any():
         i = int(bad.nonzero()[0])
-        raise InputError(f"rewards[{i}] is {rewards[i].item()}, not a reward: drop that row or fix its reward.")
+        raise InputError(
+            f"rewards[{i}] is {rewards[i].item()}, not a reward: drop that row or fix its reward."
+        )
     if optional and group is None:
         return
-    if not is_materialized(group) or group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
-        raise InputError(f"group must be an integer tensor, one prompt id per response, got {describe(group)}.")
+    if (
+        not is_materialized(group)
+        or group.is_floating_point()
+        or group.is_complex()
+        or group.dtype == torch.bool
+    ):
+        raise InputError(
+            f"group must be an integer tensor, one prompt id per response, got {describe(group)}."
+        )
     if group.shape != rewards.shape or group.device != rewards.device:
         got = f"{tuple(group.shape)} on {group.device}, rewards {tuple(rewards.shape)} on {rewards.device}"
-        raise InputError(f"group is {got}: give one prompt id per response, on the same device.")
+        raise InputError(
+            f"group is {got}: give one prompt id per response, on the same device."
+        )

@@ -34,7 +34,9 @@ AGGREGATIONS = (
 
 def verl_name(level: str, agg: str) -> str:
     """verl's loss_agg_mode for an objective of that level and aggregation: another word, and the same gradient."""
-    of_response = "seq-mean-token-sum" if level == "sequence_product" else "seq-mean-token-mean"
+    of_response = (
+        "seq-mean-token-sum" if level == "sequence_product" else "seq-mean-token-mean"
+    )
     return {"group-token-mean": "token-mean", "seq-mean": of_response}.get(agg, agg)
 
 
@@ -60,28 +62,52 @@ class Totals(NamedTuple):
         return id(self)
 
     @classmethod
-    def of(cls, mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None = None) -> "Totals":
+    def of(
+        cls, mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None = None
+    ) -> "Totals":
         """The counts of a batch that is all here."""
         _must(_is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
-        # float32 counts a row exactly up to 2^24 tokens and vectorises where int64 does not
+        # float32 counts a row exactly up to 2^24 tokens and vectorises where int64 does
+        # not
         return cls.of_lengths(mask.sum(-1, dtype=torch.float32), group)
 
     @classmethod
-    def of_lengths(cls, lengths: Tensor, group: Int[Tensor, " B"] | None = None) -> "Totals":
+    def of_lengths(
+        cls, lengths: Tensor, group: Int[Tensor, " B"] | None = None
+    ) -> "Totals":
         """From |o_i| and the prompt of every response of the mini-batch: over data-parallel ranks, all-gather the two,
         count, and give each rank `.rows(its indices)`; a group may lie on several ranks."""
-        _must(is_materialized(lengths) and lengths.ndim == 1, "lengths must be a tensor [B]", lengths)
+        _must(
+            is_materialized(lengths) and lengths.ndim == 1,
+            "lengths must be a tensor [B]",
+            lengths,
+        )
         lengths = lengths.double()
         if group is None:
             return cls(lengths.sum(), len(lengths), 1, lengths.sum())
-        fits = is_materialized(group) and group.shape == lengths.shape and group.device == lengths.device
-        _must(fits, f"group must be one prompt id for each of the {len(lengths)} responses, on their device", group)
-        same = (group[:, None] == group[None, :]).double()  # [B, B]: no sort, no host synchronisation
-        return cls(lengths.sum(), len(lengths), (1 / same.sum(1)).sum().round(), same @ lengths)
+        fits = (
+            is_materialized(group)
+            and group.shape == lengths.shape
+            and group.device == lengths.device
+        )
+        _must(
+            fits,
+            f"group must be one prompt id for each of the {len(lengths)} responses, on their device",
+            group,
+        )
+        # [B, B]: no sort, no host synchronisation
+        same = (group[:, None] == group[None, :]).double()
+        return cls(
+            lengths.sum(), len(lengths), (1 / same.sum(1)).sum().round(), same @ lengths
+        )
 
     def rows(self, i: Tensor) -> "Totals":
         """Those of these rows: the counts stay the mini-batch's."""
-        fits = is_materialized(i) and i.ndim == 1 and i.dtype in (torch.int64, torch.int32, torch.bool)
+        fits = (
+            is_materialized(i)
+            and i.ndim == 1
+            and i.dtype in (torch.int64, torch.int32, torch.bool)
+        )
         _must(fits, "the rows must be a tensor of their numbers", i)
         per_row = self.group_tokens
         if not isinstance(per_row, Tensor) or not per_row.ndim:
@@ -89,7 +115,9 @@ class Totals(NamedTuple):
         try:
             return self._replace(group_tokens=per_row[i])
         except IndexError as e:
-            raise InputError(f"of {len(per_row)} rows these cannot be taken: {e}.") from e
+            raise InputError(
+                f"of {len(per_row)} rows these cannot be taken: {e}."
+            ) from e
 
 
 def row_weights(
@@ -110,9 +138,16 @@ def row_weights(
         InputError: the name is unknown.
     """
     if not isinstance(agg, str):
-        raise InputError(f"an aggregation is called by its name, got {describe(agg)}: {', '.join(AGGREGATIONS)}.")
-    _must(isinstance(totals, Totals), "totals must be a Totals, e.g. Totals.of(mask, group)", totals)
-    symbols = not isinstance(totals.tokens, Tensor | int | float)  # derivation.py asks for the weight as a formula
+        raise InputError(
+            f"an aggregation is called by its name, got {describe(agg)}: {', '.join(AGGREGATIONS)}."
+        )
+    _must(
+        isinstance(totals, Totals),
+        "totals must be a Totals, e.g. Totals.of(mask, group)",
+        totals,
+    )
+    # derivation.py asks for the weight as a formula
+    symbols = not isinstance(totals.tokens, Tensor | int | float)
     _must(symbols or _is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
     match agg:
         case "token-mean":
@@ -130,7 +165,9 @@ def row_weights(
                 )
             count = totals.sequences * length
         case _:
-            raise InputError(f"unknown aggregation {agg!r}: choose from {', '.join(AGGREGATIONS)}.")
+            raise InputError(
+                f"unknown aggregation {agg!r}: choose from {', '.join(AGGREGATIONS)}."
+            )
     return 1 / count.double() if isinstance(count, Tensor) else 1 / count
 
 
@@ -155,10 +192,22 @@ def aggregate(
         InputError: the name is unknown, or shapes do not fit.
     """
     _must(_is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
-    fits = is_materialized(x) and x.shape in (mask.shape, mask.shape[:1]) and x.device == mask.device
-    _must(fits, f"x must be a tensor {list(mask.shape)} as the mask, or {list(mask.shape[:1])}, on its device", x)
+    fits = (
+        is_materialized(x)
+        and x.shape in (mask.shape, mask.shape[:1])
+        and x.device == mask.device
+    )
+    _must(
+        fits,
+        f"x must be a tensor {list(mask.shape)} as the mask, or {list(mask.shape[:1])}, on its device",
+        x,
+    )
     wide = torch.promote_types(x.dtype, torch.float32)
-    tokens = torch.where(mask, x, 0) if x.ndim == 2 else torch.where(mask.any(-1), x, 0)[:, None]
+    tokens = (
+        torch.where(mask, x, 0)
+        if x.ndim == 2
+        else torch.where(mask.any(-1), x, 0)[:, None]
+    )
     per_row = tokens.sum(-1, dtype=wide)
     w = row_weights(agg, mask, totals or Totals.of(mask, group), length)
     return (per_row * (w.to(wide) if isinstance(w, Tensor) else w)).sum()

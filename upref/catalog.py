@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the objectives, and what `upref list` prints of them, read from their files without running these.
+"""The names of the objectives, and what `upref list` prints of them, read from their
+files without running these.
 
-Importing an objective imports torch, which takes seconds; a name with a typo gets its answer before that.
+Importing an objective imports torch, which takes seconds; a name with a typo gets its
+answer before that.
 
-Objectives have two tiers. The first holds those of fan2026up, its baselines, every objective that the audit of a
-trainer compares a loss with (trainers.toml, generated from the audits' records), and those that this process has
-registered itself. The second tier, *paper only*, holds the others.
+Objectives have two tiers. The first holds those of fan2026up, its baselines, every
+objective that the audit of a trainer compares a loss with (trainers.toml, generated
+from the audits' records), and those that this process has registered itself. The second
+tier, *paper only*, holds the others.
 """
 
 import ast
@@ -30,13 +33,18 @@ BASELINES = (  # those of its experiments
 
 
 def facts() -> dict[str, dict[str, str]]:
-    """Return name -> {"level", "agg", "paper"} of each objective, in alphabetical order.
+    """Return name -> {"level", "agg", "paper"} of each objective, in alphabetical
+    order.
 
     Those of the folder `objectives`, and those that this process has registered itself.
     """
-    definition = sys.modules.get("upref.definition")  # nothing is registered where it is not imported
+    # nothing is registered where it is not imported
+    definition = sys.modules.get("upref.definition")
     registered = definition.OBJECTIVES if definition else {}
-    own = {name: {field: getattr(o, field) for field in FIELDS} for name, o in registered.items()}
+    own = {
+        name: {field: getattr(o, field) for field in FIELDS}
+        for name, o in registered.items()
+    }
     return dict(sorted({**own, **_of_files()}.items()))
 
 
@@ -49,7 +57,11 @@ def trainers() -> dict[str, list[str]]:
 def first_tier() -> list[str]:
     """Return the names of the first tier, in alphabetical order."""
     known, shipped = facts(), _of_files()
-    return [name for name, fact in known.items() if name not in shipped or not _paper_only(name, fact["paper"])]
+    return [
+        name
+        for name, fact in known.items()
+        if name not in shipped or not _paper_only(name, fact["paper"])
+    ]
 
 
 def _paper_only(name: str, paper: str) -> bool:
@@ -62,19 +74,23 @@ def _of_files() -> dict[str, dict[str, str]]:
     for path in (Path(__file__).parent / "objectives").glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         constants = dict(_constants(tree))
-        for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+        for function in (
+            node for node in tree.body if isinstance(node, ast.FunctionDef)
+        ):
             for call in (d for d in function.decorator_list if isinstance(d, ast.Call)):
                 if ast.unparse(call.func) != "objective":
                     continue
                 given = dict(_arguments(call, constants))
                 found[function.name] = {
-                    field: ast.literal_eval(given[field]) if field in given else "" for field in FIELDS
+                    field: ast.literal_eval(given[field]) if field in given else ""
+                    for field in FIELDS
                 }
     return found
 
 
 def require(*names: str) -> None:
-    """Refuse a word that is not the name of an objective; a name with parentheses, as up(dapo), is left to `get`.
+    """Refuse a word that is not the name of an objective; a name with parentheses, as
+    up(dapo), is left to `get`.
 
     Raises:
         InputError: the message lists the nearest names.
@@ -86,7 +102,8 @@ def require(*names: str) -> None:
 
 
 def require_loss(word: str) -> None:
-    """Refuse a word that names no loss: no objective, or a file that is not there. Functions of it are not looked up.
+    """Refuse a word that names no loss: no objective, or a file that is not there.
+    Functions of it are not looked up.
 
     Raises:
         InputError: what is wrong, and how a loss is named.
@@ -103,16 +120,26 @@ def require_loss(word: str) -> None:
 
 
 def no_loss(word: str, why: InputError) -> InputError:
-    """Return the error for a word that is neither an objective nor the name of a function."""
+    """Return the error for a word that is neither an objective nor the name of a
+    function.
+    """
     ways = "package.module:function, path/to/file.py:function, verl:loss_mode or trl:loss_type"
-    return InputError(f"{word!r} is not a loss: write {ways}, or an objective's name. {str(why).capitalize()}")
+    return InputError(
+        f"{word!r} is not a loss: write {ways}, or an objective's name. {str(why).capitalize()}"
+    )
 
 
 def unknown(name: str, known: Collection[str]) -> InputError:
     """Return the error for a name that no objective has."""
     plain = name.lower().replace("-", "_")
-    near = [plain] if plain in known else difflib.get_close_matches(plain, known, 3, 0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else "`upref list --all` shows all."
+    near = (
+        [plain] if plain in known else difflib.get_close_matches(plain, known, 3, 0.5)
+    )
+    hint = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else "`upref list --all` shows all."
+    )
     return InputError(f"there is no objective named {name!r}: {hint}")
 
 
@@ -123,8 +150,12 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
             yield ast.unparse(target), node.value
 
 
-def _arguments(call: ast.Call, constants: dict[str, ast.expr]) -> Iterator[tuple[str, ast.expr]]:
-    """The keyword arguments, those of `**NAME` too, where NAME is a dict of the same file."""
+def _arguments(
+    call: ast.Call, constants: dict[str, ast.expr]
+) -> Iterator[tuple[str, ast.expr]]:
+    """The keyword arguments, those of `**NAME` too, where NAME is a dict of the same
+    file.
+    """
     for keyword in call.keywords:
         if keyword.arg is None:
             yield from _items(keyword.value, constants)
@@ -132,7 +163,9 @@ def _arguments(call: ast.Call, constants: dict[str, ast.expr]) -> Iterator[tuple
             yield keyword.arg, keyword.value
 
 
-def _items(shared: ast.expr, constants: dict[str, ast.expr]) -> Iterator[tuple[str, ast.expr]]:
+def _items(
+    shared: ast.expr, constants: dict[str, ast.expr]
+) -> Iterator[tuple[str, ast.expr]]:
     """The items of a dict: a literal, `dict(...)`, a union of two, or the name of one."""
     if isinstance(shared, ast.Name):
         yield from _items(constants[shared.id], constants)

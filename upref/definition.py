@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an objective is: one pure function, its hand-written weight, and the facts of its paper.
+"""What an objective is: one pure function, its hand-written weight, and the facts of
+its paper.
 
-One file, because the three are read together: what is registered, what it computes, what its gradient is.
+One file, because the three are read together: what is registered, what it computes,
+what its gradient is.
 """
 
 import inspect
@@ -33,7 +35,11 @@ LEVELS = {
 ERRORS = """Log-probabilities in nats, J and weights in units of the advantage. Raises InputError on log-probabilities
 that are positive, non-finite or of another shape, on a mask that is not boolean, on a response without a token, and on
 hyperparameters that it does not have or that are out of range."""
-NEEDS = {"entropy": "the policy's entropy per token", "group": "the prompt of each response"}  # beside the five tensors
+# beside the five tensors
+NEEDS = {
+    "entropy": "the policy's entropy per token",
+    "group": "the prompt of each response",
+}
 REDUCE = {"sequence_mean": mean_t, "sequence_product": sum_t}
 NO_DUAL_CLIP = (  # where the default c=None comes from
     "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10"
@@ -45,7 +51,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eps_low": (lambda v: v >= 0, "a number >= 0"),  # above 1 the lower clip is inert
     "eps_high": (lambda v: v >= 0, "a number >= 0"),
     "eps_f_low": (lambda v: v >= 0, "a number >= 0"),
-    "c": (lambda v: v is None or v > 1, "None or greater than 1 (a dual clip at c <= 1 would clip on-policy tokens)"),
+    "c": (
+        lambda v: v is None or v > 1,
+        "None or greater than 1 (a dual clip at c <= 1 would clip on-policy tokens)",
+    ),
     "beta": (lambda v: v >= 0, "a number >= 0"),
     "lam": (lambda v: v >= 0, "a number >= 0"),
     "is_min": (lambda v: v >= 0, "a number >= 0"),
@@ -55,18 +64,24 @@ _POSITIVE = (lambda v: v > 0, "a number > 0")
 
 
 def _no_weight(*_: Any, **__: Any) -> None:
-    raise InputError("this objective has no closed-form weight yet: attach one with @NAME.with_weight.")
+    raise InputError(
+        "this objective has no closed-form weight yet: attach one with @NAME.with_weight."
+    )
 
 
-@dataclass(frozen=True, eq=False)  # compared and hashed by identity: two functions are never provably equal
+# compared and hashed by identity: two functions are never provably equal
+@dataclass(frozen=True, eq=False)
 class Objective:
-    """An objective J of the literature, to maximize. `get(name)` returns one; `names()` lists all.
+    """An objective J of the literature, to maximize. `get(name)` returns one; `names()`
+    lists all.
 
-    A call with Rollouts returns the scalar J, and `loss` its negative. `surrogate` is the unreduced function, `weight`
-    its derivative dJ/dlp in closed form, written by hand from the paper.
+    A call with Rollouts returns the scalar J, and `loss` its negative. `surrogate` is
+    the unreduced function, `weight` its derivative dJ/dlp in closed form, written by
+    hand from the paper.
 
     Raises:
-        InputError: in every method, on an unknown hyperparameter or a value out of range.
+        InputError: in every method, on an unknown hyperparameter or a value out of
+            range.
     """
 
     name: str
@@ -77,20 +92,29 @@ class Objective:
     level: str  # a key of LEVELS
     agg: str  # a name of upref.aggregation.AGGREGATIONS
     adv: str  # a name of upref.advantages.ADVANTAGES
-    kl: str = ""  # a name of upref.kl.NAMES; the term's coefficient is beta, 0 unless given
-    defaults: dict[str, str] = field(default_factory=dict, repr=False)  # where each default value comes from
-    note: str = field(default="", repr=False)  # what a reader must know beside the equation
-    not_symbolic: str = field(default="", repr=False)  # why sympy cannot read it, where it cannot
-    on_policy_exception: str = field(default="", repr=False)  # why the weight at r = 1 is not A, where it is not
-    scale_exception: str = field(default="", repr=False)  # why the weights are not proportional to A
-    known_from: str = field(default="", repr=False)  # where its equation was read, where that was not the paper
+    # a name of upref.kl.NAMES; the term's coefficient is beta, 0 unless given
+    kl: str = ""
+    # where each default value comes from
+    defaults: dict[str, str] = field(default_factory=dict, repr=False)
+    # what a reader must know beside the equation
+    note: str = field(default="", repr=False)
+    # why sympy cannot read it, where it cannot
+    not_symbolic: str = field(default="", repr=False)
+    # why the weight at r = 1 is not A, where it is not
+    on_policy_exception: str = field(default="", repr=False)
+    # why the weights are not proportional to A
+    scale_exception: str = field(default="", repr=False)
+    # where its equation was read, where that was not the paper
+    known_from: str = field(default="", repr=False)
     # (log ρ, mask, *, hp), or (log ρ, mask, lp_sampler, *, hp): factors, [B, T]
     sampler: Callable[..., Any] | None = field(default=None, repr=False)
-    batch_coupled: str = field(default="", repr=False)  # why splitting the batch changes it, where it does
+    # why splitting the batch changes it, where it does
+    batch_coupled: str = field(default="", repr=False)
     closed_form: Callable[..., Any] = field(default=_no_weight, repr=False)
 
     # read off the two signatures once
-    reads: tuple[str, ...] = field(init=False, repr=False)  # by the closed form: of mu, log_mu, mask, entropy, group
+    # by the closed form: of mu, log_mu, mask, entropy, group
+    reads: tuple[str, ...] = field(init=False, repr=False)
     _own: dict[str, Any] = field(init=False, repr=False)
     _of_sampler: dict[str, Any] = field(init=False, repr=False)
     _sampler_reads: int = field(init=False, repr=False)
@@ -98,38 +122,59 @@ class Objective:
     reads_log_r: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        known = {"level": [*LEVELS], "agg": [*AGGREGATIONS], "kl": ["", *kl_estimators.NAMES]}
+        known = {
+            "level": [*LEVELS],
+            "agg": [*AGGREGATIONS],
+            "kl": ["", *kl_estimators.NAMES],
+        }
         for fact, of in known.items():
             if not isinstance(value := getattr(self, fact), str) or value not in of:
-                raise InputError(f"{fact} must be one of {', '.join(filter(None, of))}, got {repr(value)[:60]}.")
+                raise InputError(
+                    f"{fact} must be one of {', '.join(filter(None, of))}, got {repr(value)[:60]}."
+                )
         if not isinstance(self.paper, str):
-            raise InputError(f"paper is a key of papers.bib, got {repr(self.paper)[:60]}.")
+            raise InputError(
+                f"paper is a key of papers.bib, got {repr(self.paper)[:60]}."
+            )
         takes = _parameters(self.fn, 3, "fn")
         put = partial(object.__setattr__, self)
         named = lambda ps: {p.name: p.default for p in ps if p.kind is p.KEYWORD_ONLY}
         factor = _parameters(self.sampler, 2, "sampler") if self.sampler else []
         put("_of_sampler", named(factor))
         put("_sampler_reads", len(factor) - len(self._of_sampler))
-        put("_own", named(takes) | ({"beta": 0.0} if self.kl else {}) | self._of_sampler)
-        put("_extra_names", tuple(p.name for p in takes[3:] if p.kind is p.POSITIONAL_OR_KEYWORD))
+        put(
+            "_own", named(takes) | ({"beta": 0.0} if self.kl else {}) | self._of_sampler
+        )
+        put(
+            "_extra_names",
+            tuple(p.name for p in takes[3:] if p.kind is p.POSITIONAL_OR_KEYWORD),
+        )
         self._read_weight()
         title, url = papers().get(self.paper, ("", ""))
         where_from = f"{title} ({self.source})".strip() + (f", {url}" if url else "")
         shapes = f"Level {self.level}: {LEVELS[self.level]}."
-        put("__doc__", f"{self.name}: {self.equation}\n\n{where_from}.\n\n{shapes} {ERRORS}")
+        put(
+            "__doc__",
+            f"{self.name}: {self.equation}\n\n{where_from}.\n\n{shapes} {ERRORS}",
+        )
 
     def _read_weight(self) -> None:
         weighs = _parameters(self.closed_form, 0, "closed_form")
         put = partial(object.__setattr__, self)
-        put("reads", tuple(p.name for p in weighs[2:] if p.kind is p.POSITIONAL_OR_KEYWORD))
+        put(
+            "reads",
+            tuple(p.name for p in weighs[2:] if p.kind is p.POSITIONAL_OR_KEYWORD),
+        )
         put("reads_log_r", weighs[0].name == "log_r")
 
     @property
     def source(self) -> str:
-        """The key of its paper and the place there; an objective of your own may have neither."""
+        """The key of its paper and the place there; an objective of your own may have
+        neither.
+        """
         return ", ".join(filter(None, (self.paper, self.eq))) or "unpublished"
 
-    # ---- hyperparameters -------------------------------------------------------------------------------------------
+    # ---- hyperparameters -------------------------------------------------------------
     @property
     def hyperparameters(self) -> dict[str, Any]:
         """Name -> default value."""
@@ -139,14 +184,22 @@ class Objective:
         """Defaults overlaid with hp, names and ranges checked."""
         known = self._own
         if not isinstance(hp, dict):
-            raise InputError(f"hyperparameters are a dictionary, name -> value, not a {type(hp).__name__}.")
+            raise InputError(
+                f"hyperparameters are a dictionary, name -> value, not a {type(hp).__name__}."
+            )
         for key, value in hp.items():
             if key not in known:
                 takes = ", ".join(known) or "none"
-                raise InputError(f"{self.name} has no hyperparameter {key!r}; it takes: {takes}.")
+                raise InputError(
+                    f"{self.name} has no hyperparameter {key!r}; it takes: {takes}."
+                )
             holds, want = _RANGES.get(key, _POSITIVE)
-            if not (_number(value) or (value is None and key == "c")) or not holds(value):
-                raise InputError(f"{self.name}: {key} must be {want}, got {repr(value)[:60]}.")
+            if not (_number(value) or (value is None and key == "c")) or not holds(
+                value
+            ):
+                raise InputError(
+                    f"{self.name}: {key} must be {want}, got {repr(value)[:60]}."
+                )
         return known | hp
 
     def aggregated(self, agg: str) -> "Objective":
@@ -159,23 +212,37 @@ class Objective:
             The objective, with that aggregation in place of its own.
 
         Raises:
-            InputError: an unknown name, or seq-mean for an objective that has one term per token.
+            InputError: an unknown name, or seq-mean for an objective that has one term
+                per token.
         """
         if agg == "seq-mean" != self.agg and self.level == "token":
             raise InputError(f"seq-mean averages one term per response, and {self.name} has one per token: "
                              "give seq-mean-token-mean.")  # fmt: skip
         return replace(self, agg=agg)
 
-    # ---- values ----------------------------------------------------------------------------------------------------
+    # ---- values ----------------------------------------------------------------------
     def __call__(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:
-        """J of the batch, the aggregation and the KL term included; gradients flow into b.logp alone."""
+        """J of the batch, the aggregation and the KL term included; gradients flow into
+        b.logp alone.
+        """
         if not isinstance(b, Rollouts):
-            raise InputError(f"{self.name} is computed from upref.Rollouts, not from a {type(b).__name__}.")
+            raise InputError(
+                f"{self.name} is computed from upref.Rollouts, not from a {type(b).__name__}."
+            )
         if self.one_adv and not b.one_adv_per_response:
             raise InputError(
                 f"{self.name} needs one advantage per response, and the tokens of one differ: pass adv as [B, 1]."
             )
-        batch = (b.logp, b.logp_old, b.adv, b.mask, b.group, b.logp_ref, b.entropy, b.totals)
+        batch = (
+            b.logp,
+            b.logp_old,
+            b.adv,
+            b.mask,
+            b.group,
+            b.logp_ref,
+            b.entropy,
+            b.totals,
+        )
         return self.J(*batch, lp_sampler=b.logp_sampler, **hp)
 
     def loss(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:
@@ -188,11 +255,13 @@ class Objective:
         entropy: Float[Tensor, "B T"] | None = None, totals: Totals | None = None,
         is_weights: Float[Tensor, "B T"] | None = None, lp_sampler: Float[Tensor, "B T"] | None = None, **hp: Any,
     ) -> Float[Tensor, ""]:  # fmt: skip
-        """J on plain tensors, unvalidated: for a training step under torch.compile, without host synchronisation.
+        """J on plain tensors, unvalidated: for a training step under torch.compile,
+        without host synchronisation.
 
-        is_weights multiply each token's term as constants (a sampler correction that somebody else has computed); an
-        objective with one term per response takes their mean over the response. lp_sampler is read by `tis(...)` and
-        its like, which compute such weights themselves.
+        is_weights multiply each token's term as constants (a sampler correction that
+        somebody else has computed); an objective with one term per response takes their
+        mean over the response. lp_sampler is read by `tis(...)` and its like, which
+        compute such weights themselves.
         """
         hp = self.resolve(hp)
         beta = hp.pop("beta", 0.0)
@@ -214,10 +283,20 @@ class Objective:
         self, lp: Any, lp_old: Any, A: Any, mask: Any, entropy: Any = None, lp_sampler: Any = None,
         group: Any = None, **hp: Any,
     ) -> Any:  # fmt: skip
-        """J before aggregation: [B, T], or [B] where the objective has one term per response."""
+        """J before aggregation: [B, T], or [B] where the objective has one term per
+        response.
+        """
         own = {k: v for k, v in hp.items() if k not in self._of_sampler}
-        terms = self.fn(*self._at_level(lp, lp_old, A, mask), **self._extras(mask, entropy, group), **own)
-        terms = terms[:, None].expand_as(mask) if terms.ndim == 1 and self.agg != "seq-mean" else terms
+        terms = self.fn(
+            *self._at_level(lp, lp_old, A, mask),
+            **self._extras(mask, entropy, group),
+            **own,
+        )
+        terms = (
+            terms[:, None].expand_as(mask)
+            if terms.ndim == 1 and self.agg != "seq-mean"
+            else terms
+        )
         factors = self.sampler_weights(lp_old, lp_sampler, mask, **hp)
         return terms if factors is None else weighed(terms, factors, mask)
 
@@ -229,8 +308,12 @@ class Objective:
             )
         return self.sampler_weights(b.logp_old, b.logp_sampler, b.mask, **hp)
 
-    def sampler_weights(self, lp_old: Any, lp_sampler: Any, mask: Any, **hp: Any) -> Float[Tensor, "B T"] | None:
-        """The factor of each token by its sampler correction, a constant; None where the objective has none."""
+    def sampler_weights(
+        self, lp_old: Any, lp_sampler: Any, mask: Any, **hp: Any
+    ) -> Float[Tensor, "B T"] | None:
+        """The factor of each token by its sampler correction, a constant; None where
+        the objective has none.
+        """
         if self.sampler is None:
             return None
         if lp_sampler is None:
@@ -239,50 +322,100 @@ class Objective:
                 "Rollouts(..., logp_sampler=...)."
             )
         log_rho = where(mask, (lp_old - lp_sampler).detach(), 0)
-        read = (log_rho, mask, where(mask, lp_sampler.detach(), 0))[: self._sampler_reads]
+        read = (log_rho, mask, where(mask, lp_sampler.detach(), 0))[
+            : self._sampler_reads
+        ]
         own = {k: hp.get(k, v) for k, v in self._of_sampler.items()}
         return where(mask, self.sampler(*read, **own), 0).to(log_rho.dtype)
 
     def _at_level(self, lp: Any, lp_old: Any, A: Any, mask: Any) -> Any:
-        """What the pure function is handed; no gradient into lp_old and A, none into masked slots."""
-        lp, lp_old, A = _Unmasked.apply(lp, mask) if lp.requires_grad else lp, lp_old.detach(), A.detach()
+        """What the pure function is handed; no gradient into lp_old and A, none into
+        masked slots.
+        """
+        lp, lp_old, A = (
+            _Unmasked.apply(lp, mask) if lp.requires_grad else lp,
+            lp_old.detach(),
+            A.detach(),
+        )
         if reduce := REDUCE.get(self.level):
             return reduce(lp, mask), reduce(lp_old, mask), per_response(A, mask)
-        return lp, lp_old, per_response(A, mask)[:, None] if self.agg == "seq-mean" else A
+        return (
+            lp,
+            lp_old,
+            per_response(A, mask)[:, None] if self.agg == "seq-mean" else A,
+        )
 
     def _extras(self, mask: Any, entropy: Any, group: Any) -> dict[str, Any]:
         wants = self._extra_names
         if "entropy" in wants and entropy is None:
-            raise InputError(f"{self.name} needs the policy's entropy per token: Rollouts(..., entropy=...).")
-        have = {"mask": mask, "entropy": entropy, "group": group_ids(mask, group) if "group" in wants else None}
+            raise InputError(
+                f"{self.name} needs the policy's entropy per token: Rollouts(..., entropy=...)."
+            )
+        have = {
+            "mask": mask,
+            "entropy": entropy,
+            "group": group_ids(mask, group) if "group" in wants else None,
+        }
         return {k: v for k, v in have.items() if k in wants}
 
     def surrogate(self, lp: Any, lp_old: Any, A: Any, **hp: Any) -> Any:
-        """The pure function itself, at the objective's level, for tensors, arrays or symbols."""
+        """The pure function itself, at the objective's level, for tensors, arrays or
+        symbols.
+        """
         return self.fn(lp, lp_old, A, **self.of_surrogate(hp))
 
     def of_surrogate(self, hp: dict[str, Any]) -> dict[str, Any]:
-        """The resolved hyperparameters without those of the KL term and of the sampler's correction."""
-        return {k: v for k, v in self.resolve(hp).items() if k != "beta" and k not in self._of_sampler}
+        """The resolved hyperparameters without those of the KL term and of the
+        sampler's correction.
+        """
+        return {
+            k: v
+            for k, v in self.resolve(hp).items()
+            if k != "beta" and k not in self._of_sampler
+        }
 
-    # ---- gradients -------------------------------------------------------------------------------------------------
+    # ---- gradients -------------------------------------------------------------------
     def weight(
-        self, r: Any, A: Any, mu: Any = None, mask: Any = None, entropy: Any = None, group: Any = None, **hp: Any
+        self,
+        r: Any,
+        A: Any,
+        mu: Any = None,
+        mask: Any = None,
+        entropy: Any = None,
+        group: Any = None,
+        **hp: Any,
     ) -> Any:
-        """dJ/dlp in closed form, at the objective's level: r is the token ratio, or s or S of the whole response.
+        """dJ/dlp in closed form, at the objective's level: r is the token ratio, or s
+        or S of the whole response.
 
-        mu = π_old(o_t), or of the response, is read by objectives whose bounds depend on it; "custom" ones read the
-        whole [B, T] arrays and the mask. Works on tensors, arrays and symbols.
+        mu = π_old(o_t), or of the response, is read by objectives whose bounds depend
+        on it; "custom" ones read the whole [B, T] arrays and the mask. Works on
+        tensors, arrays and symbols.
         """
         try:
             log_mu = None if mu is None else log(mu)
-            have = {"mu": mu, "log_mu": log_mu, "mask": mask, "entropy": entropy, "group": group}
+            have = {
+                "mu": mu,
+                "log_mu": log_mu,
+                "mask": mask,
+                "entropy": entropy,
+                "group": group,
+            }
             return self._closed(log(r) if self.reads_log_r else r, A, have, hp)
         except InputError:
             raise
-        except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
+        except (
+            ArithmeticError,
+            AttributeError,
+            IndexError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as e:
             given = f"r = {repr(r)[:60]}, A = {repr(A)[:60]}"
-            raise InputError(f"{self.name} has no weight at {given}: {type(e).__name__}: {e}") from e
+            raise InputError(
+                f"{self.name} has no weight at {given}: {type(e).__name__}: {e}"
+            ) from e
 
     @property
     def one_adv(self) -> bool:
@@ -301,49 +434,79 @@ class Objective:
     def _closed(self, r: Any, A: Any, have: dict[str, Any], hp: Any) -> Any:
         missing = [k.removeprefix("log_") for k in self.reads if have[k] is None]
         if missing:
-            raise InputError(f"the weight of {self.name} depends on {' and '.join(missing)}: pass {missing[0]}=.")
-        return self.closed_form(r, A, **{k: have[k] for k in self.reads}, **self.of_surrogate(hp))
+            raise InputError(
+                f"the weight of {self.name} depends on {' and '.join(missing)}: pass {missing[0]}=."
+            )
+        return self.closed_form(
+            r, A, **{k: have[k] for k in self.reads}, **self.of_surrogate(hp)
+        )
 
     def token_weights(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"]:
-        """∂/∂lp_t of the unreduced J from the closed form, before aggregation and without KL; 0 on masked slots."""
+        """∂/∂lp_t of the unreduced J from the closed form, before aggregation and
+        without KL; 0 on masked slots.
+        """
         lp, lp_old, A = self._at_level(b.logp.detach(), b.logp_old, b.adv, b.mask)
         log_r = lp - lp_old
         mu = exp(lp_old) if "mu" in self.reads else None
-        have = {"mu": mu, "log_mu": lp_old, "mask": b.mask, "entropy": b.entropy, "group": group_ids(b.mask, b.group)}
+        have = {
+            "mu": mu,
+            "log_mu": lp_old,
+            "mask": b.mask,
+            "entropy": b.entropy,
+            "group": group_ids(b.mask, b.group),
+        }
         w = self._closed(log_r if self.reads_log_r else exp(log_r), A, have, hp)
         if self.level in REDUCE:
             n = b.mask.sum(-1)
-            w = w if self.agg == "seq-mean" else w * n  # the response's term stands on each of its tokens
+            # the response's term stands on each of its tokens
+            w = w if self.agg == "seq-mean" else w * n
             w = (w / n if self.level == "sequence_mean" else w)[:, None]
         if (factors := self.factors(b, **hp)) is not None:
             w = weighed(w, self.per_term(factors, b.mask), b.mask)
         return where(b.mask, w, 0)
 
-    def per_term(self, factors: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
-        """What multiplies the tokens' weights: the factors, or their mean where a response has one term."""
+    def per_term(
+        self, factors: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    ) -> Tensor:
+        """What multiplies the tokens' weights: the factors, or their mean where a
+        response has one term.
+        """
         return mean_t(factors, mask)[:, None] if self.agg == "seq-mean" else factors
 
     def gradient(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"]:
-        """dJ/dlp = weight x aggregation, the closed form of what autograd computes through J (without KL)."""
+        """dJ/dlp = weight x aggregation, the closed form of what autograd computes
+        through J (without KL).
+        """
         rows = row_weights(self.agg, b.mask, b.totals or Totals.of(b.mask, b.group))
         w = self.token_weights(b, **hp)
-        return w * (rows[:, None].to(w.dtype) if isinstance(rows, Tensor) and rows.ndim else rows)
+        return w * (
+            rows[:, None].to(w.dtype)
+            if isinstance(rows, Tensor) and rows.ndim
+            else rows
+        )
 
-    # ---- for the one who writes an objective -----------------------------------------------------------------------
+    # ---- for the one who writes an objective -----------------------------------------
     def with_weight(self, closed_form: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator: attach the closed form and put the objective into the registry.
 
-        A file that is read again, or a cell of a notebook that runs again, replaces its own objective.
+        A file that is read again, or a cell of a notebook that runs again, replaces its
+        own objective.
 
         Raises:
-            InputError: another objective has this name, or another file has written this objective's weight.
+            InputError: another objective has this name, or another file has written
+                this objective's weight.
         """
-        taken = self.closed_form is not _no_weight and _source(self.closed_form)[:2] != _source(closed_form)[:2]
+        taken = (
+            self.closed_form is not _no_weight
+            and _source(self.closed_form)[:2] != _source(closed_form)[:2]
+        )
         known = OBJECTIVES.get(self.name, self)
         if known is not self:  # a file that is read again makes its functions anew
             taken = known.fn is self.fn or _source(known.fn) != _source(self.fn)
         if taken:
-            raise InputError(f"{self.name} is an objective of {_source(known.fn)[0]}: give yours another name.")
+            raise InputError(
+                f"{self.name} is an objective of {_source(known.fn)[0]}: give yours another name."
+            )
         _parameters(closed_form, 0, "closed_form")
         object.__setattr__(self, "closed_form", closed_form)
         self._read_weight()
@@ -355,8 +518,12 @@ OBJECTIVES: dict[str, Objective] = {}
 TRANSFORMS: dict[str, Callable[[Objective], Objective]] = {}  # NAME of NAME(BASE)
 
 
-def transform(make: Callable[[Objective], Objective]) -> Callable[[Objective], Objective]:
-    """Decorator of a function from an objective to another: `get("NAME(BASE)")` calls it."""
+def transform(
+    make: Callable[[Objective], Objective],
+) -> Callable[[Objective], Objective]:
+    """Decorator of a function from an objective to another: `get("NAME(BASE)")` calls
+    it.
+    """
     TRANSFORMS[make.__name__] = make
     return make
 
@@ -364,7 +531,8 @@ def transform(make: Callable[[Objective], Objective]) -> Callable[[Objective], O
 def objective(
     *, level: str, agg: str, adv: str, paper: str = "", eq: str = "", **facts: Any
 ) -> Callable[[Callable[..., Any]], Objective]:
-    """Register the pure function `(lp, lp_old, A, *, hyperparameters)` as an objective; then use `@NAME.with_weight`.
+    """Register the pure function `(lp, lp_old, A, *, hyperparameters)` as an objective;
+    then use `@NAME.with_weight`.
 
     Args:
         level: what one ratio covers, a key of LEVELS.
@@ -379,7 +547,17 @@ def objective(
     """
 
     def wrap(fn: Callable[..., Any]) -> Objective:
-        return Objective(fn.__name__, fn, inspect.getdoc(fn) or "", paper, eq, level, agg, adv, **facts)
+        return Objective(
+            fn.__name__,
+            fn,
+            inspect.getdoc(fn) or "",
+            paper,
+            eq,
+            level,
+            agg,
+            adv,
+            **facts,
+        )
 
     return wrap
 
@@ -387,7 +565,8 @@ def objective(
 def _source(fn: Callable[..., Any]) -> tuple[str, str, str]:
     """The file in which a function is written, that of what wraps it, and its name.
 
-    A notebook, which has no file, is `__main__`. functools.wraps gives a function the name of the one that it wraps.
+    A notebook, which has no file, is `__main__`. functools.wraps gives a function the
+    name of the one that it wraps.
     """
     return _file(inspect.unwrap(fn)), _file(fn), getattr(fn, "__qualname__", "")
 
@@ -402,41 +581,63 @@ def _file(fn: Callable[..., Any]) -> str:
 def papers() -> dict[str, tuple[str, str]]:
     """Title and link of each key in papers.bib."""
     text = resources.files("upref").joinpath("papers.bib").read_text(encoding="utf-8")
-    entries = re.findall(r"^@\w+\{([^,\s]+),.*?^  title = \{(.*?)\},\n.*?^  url = \{(.*?)\}", text, re.M | re.S)
-    return {key: (" ".join(re.sub(r"[{}]", "", title).split()), url) for key, title, url in entries}
+    entries = re.findall(
+        r"^@\w+\{([^,\s]+),.*?^  title = \{(.*?)\},\n.*?^  url = \{(.*?)\}",
+        text,
+        re.M | re.S,
+    )
+    return {
+        key: (" ".join(re.sub(r"[{}]", "", title).split()), url)
+        for key, title, url in entries
+    }
 
 
 def _number(x: Any) -> bool:
     """Whether a float can hold it; infinity is one: no bound."""
     try:
-        return isinstance(x, int | float | np.number) and not isinstance(x, bool) and float(x) == float(x)
+        return (
+            isinstance(x, int | float | np.number)
+            and not isinstance(x, bool)
+            and float(x) == float(x)
+        )
     except (OverflowError, TypeError):  # 10**400, a complex number
         return False
 
 
-def _parameters(fn: Callable[..., Any], least: int, name: str) -> list[inspect.Parameter]:
+def _parameters(
+    fn: Callable[..., Any], least: int, name: str
+) -> list[inspect.Parameter]:
     try:
         takes = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         takes = []
     if len(takes) < max(least, 1):
-        raise InputError(f"{name} must be a function (lp, lp_old, A, *, hyperparameters), got {repr(fn)[:60]}.")
+        raise InputError(
+            f"{name} must be a function (lp, lp_old, A, *, hyperparameters), got {repr(fn)[:60]}."
+        )
     return takes
 
 
-def group_ids(mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None) -> Int[Tensor, " B"]:
+def group_ids(
+    mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None
+) -> Int[Tensor, " B"]:
     """The prompt of each response; without ids the batch is one group."""
     return mask.new_zeros(len(mask), dtype=torch.int64) if group is None else group
 
 
-def weighed(terms: Tensor, w: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
-    """Terms [B, T] times their weights, terms [B] times the mean of theirs; what weighs 0 adds 0, infinite or not."""
+def weighed(
+    terms: Tensor, w: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Tensor:
+    """Terms [B, T] times their weights, terms [B] times the mean of theirs; what weighs
+    0 adds 0, infinite or not.
+    """
     w = w if terms.ndim == 2 else mean_t(w, mask)
     return where(w == 0, 0, terms * w)
 
 
 class _Unmasked(torch.autograd.Function):
-    """The identity on lp, whose gradient is 0 on masked slots: 0 * NaN on the way back must not reach the policy.
+    """The identity on lp, whose gradient is 0 on masked slots: 0 * NaN on the way back
+    must not reach the policy.
 
     Forward nothing is needed: `aggregate` and `mean_t` select the unmasked slots.
     """

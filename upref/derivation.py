@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of an objective, derived by sympy from the function that trains; `import upref` does not import it."""
+"""The gradient of an objective, derived by sympy from the function that trains;
+`import upref` does not import it.
+"""
 
 import inspect
 import itertools
@@ -24,11 +26,14 @@ from upref.rollouts import Rollouts
 from upref.symbolic import SymbolArray, breakpoints, forget_sg, in_regime
 
 RATIO = {"token": "r", "sequence_mean": "s", "sequence_product": "S", "custom": "r"}
-FREE_TOKENS = 3  # an objective that couples the tokens of a response is derived on one of this length
+# an objective that couples the tokens of a response is derived on one of this length
+FREE_TOKENS = 3
 
 
 class Row(NamedTuple):
-    """One regime: the sign of A, where r is, J there, its derivative by lp, and the weight written by hand."""
+    """One regime: the sign of A, where r is, J there, its derivative by lp, and the
+    weight written by hand.
+    """
 
     sign: int
     where: str
@@ -39,7 +44,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Derivation:
-    """str() prints it. ok: in every regime the derivative minus the hand-written weight simplifies to 0."""
+    """str() prints it. ok: in every regime the derivative minus the hand-written weight
+    simplifies to 0.
+    """
 
     name: str
     steps: list[str]
@@ -51,12 +58,15 @@ class Derivation:
 
 
 def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivation:
-    """Derive dJ/dlp in every regime (sign of A, r between breakpoints) and compare it with the weight written by hand.
+    """Derive dJ/dlp in every regime (sign of A, r between breakpoints) and compare it
+    with the weight written by hand.
 
     Args:
-        objective: a registered name, or an Objective. For one that sympy cannot read, the text gives the reason, and
-            autograd is compared with the weight on a small batch.
-        mu: π_old(o_t), which orders breakpoints that depend on it. The others are ordered at the defaults (c at 3).
+        objective: a registered name, or an Objective. For one that sympy cannot read,
+            the text gives the reason, and autograd is compared with the weight on a
+            small batch.
+        mu: π_old(o_t), which orders breakpoints that depend on it. The others are
+            ordered at the defaults (c at 3).
         **hp: hyperparameters to insert as numbers; the others stay symbols.
 
     Returns:
@@ -68,16 +78,34 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
     resolved = o.of_surrogate(hp)
     doc = (inspect.getdoc(o.fn) or str(o.__doc__)).split("\n\n")[0]
     steps = [f"{o.name}   ({o.source})", f"  {doc}", _chain(o)]
-    steps += [f"  times the constant {inspect.getdoc(o.sampler)}: what follows is without it"] if o.sampler else []
+    steps += (
+        [
+            f"  times the constant {inspect.getdoc(o.sampler)}: what follows is without it"
+        ]
+        if o.sampler
+        else []
+    )
     if o.not_symbolic:
-        steps.append(f"not read by sympy: {o.not_symbolic}; by autograd on a small batch:")
+        steps.append(
+            f"not read by sympy: {o.not_symbolic}; by autograd on a small batch:"
+        )
         text, ok = _numeric(o, hp)
         return Derivation(o.name, steps + text, ok)
-    at = {Symbol(k, positive=True): _exact(3 if v is None else v) for k, v in resolved.items() if k not in hp}
-    letters = {s.name: s for s in at} | {k: v if v is None else _exact(v) for k, v in resolved.items() if k in hp}
+    at = {
+        Symbol(k, positive=True): _exact(3 if v is None else v)
+        for k, v in resolved.items()
+        if k not in hp
+    }
+    letters = {s.name: s for s in at} | {
+        k: v if v is None else _exact(v) for k, v in resolved.items() if k in hp
+    }
     at[Symbol("mu", positive=True)] = _exact(mu)
     ok, notes, every = True, dict[Expr, bool](), list[Row]()
-    for A, sign in ((Symbol("A", positive=True), 1), (Symbol("A", negative=True), -1), (sympy.S.Zero, 0)):
+    for A, sign in (
+        (Symbol("A", positive=True), 1),
+        (Symbol("A", negative=True), -1),
+        (sympy.S.Zero, 0),
+    ):
         rows = list(_regimes(o, A, letters, at | {A: sign}, notes))
         every += [Row(sign, *row) for row in rows]
         widths = [max(len(str(row[i])) for row in rows) for i in (0, 1)]
@@ -85,9 +113,16 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
         for label, J, gradient, weight in rows:
             flag = "" if _equal(gradient, weight) else f"   MISMATCH: by hand {weight}"
             ok = ok and not flag
-            steps.append(f"  {label:{widths[0]}}   J = {J!s:{widths[1]}}   dJ/dlp = {gradient}{flag}")
+            steps.append(
+                f"  {label:{widths[0]}}   J = {J!s:{widths[1]}}   dJ/dlp = {gradient}{flag}"
+            )
     steps += [f"*  {f} = 0, for mu = {mu} and the defaults" for f in notes]
-    return Derivation(o.name, [*steps, f"equal to the weight written by hand: {'yes' if ok else 'NO'}"], ok, (*every,))
+    return Derivation(
+        o.name,
+        [*steps, f"equal to the weight written by hand: {'yes' if ok else 'NO'}"],
+        ok,
+        (*every,),
+    )
 
 
 def _equal(x: Expr, y: Expr) -> bool:
@@ -99,29 +134,51 @@ def _exact(x: Any) -> Expr:
 
 
 def _chain(o: Objective) -> str:
-    """What stands before the derivative at the objective's level: that of mean_t or sum_t, and the aggregation."""
-    row = SimpleNamespace(sum=lambda _: SimpleNamespace(clamp=lambda min: Symbol("|o_i|")))
+    """What stands before the derivative at the objective's level: that of mean_t or
+    sum_t, and the aggregation.
+    """
+    row = SimpleNamespace(
+        sum=lambda _: SimpleNamespace(clamp=lambda min: Symbol("|o_i|"))
+    )
     rows: Any = row_weights(o.agg, row, Totals(*map(Symbol, ("N", "B", "G", "N_g"))))  # type: ignore[arg-type]
     T, t, k = sympy.symbols("T t k", integer=True, positive=True)
     lp = sympy.IndexedBase("lp")
     total = sympy.Sum(lp[t], (t, 1, T))
-    of_response = {"sequence_mean": ("mean_t lp", total / T), "sequence_product": ("sum_t lp", total)}
+    of_response = {
+        "sequence_mean": ("mean_t lp", total / T),
+        "sequence_product": ("sum_t lp", total),
+    }
     name, reduced = of_response.get(o.level, ("", lp[k]))
     inner = reduced.diff(lp[k]).doit().subs(T >= k, True)
-    level = f"level {o.level}" + (f", lp = {name}, d({name})/dlp_t = {inner}, T = |o_i|" if name else "")
-    what = {"N": "N tokens in all", "B": "B responses", "G": "G prompts", "N_g": "N_g tokens of prompt g"}
-    legend = ", ".join(what[s.name] for s in sorted(rows.free_symbols, key=str) if s.name in what)
+    level = f"level {o.level}" + (
+        f", lp = {name}, d({name})/dlp_t = {inner}, T = |o_i|" if name else ""
+    )
+    what = {
+        "N": "N tokens in all",
+        "B": "B responses",
+        "G": "G prompts",
+        "N_g": "N_g tokens of prompt g",
+    }
+    legend = ", ".join(
+        what[s.name] for s in sorted(rows.free_symbols, key=str) if s.name in what
+    )
     return f"  {level}; aggregation {o.agg}: row weight {rows} ({legend})"
 
 
-def _regimes(o: Objective, A: Expr, letters: Any, at: Any, notes: Any) -> Iterator[tuple[str, Expr, Expr, Expr]]:
+def _regimes(
+    o: Objective, A: Expr, letters: Any, at: Any, notes: Any
+) -> Iterator[tuple[str, Expr, Expr, Expr]]:
     """(where, J, dJ/dlp, weight) of each regime; neighbours that read alike are one."""
     n = FREE_TOKENS if o.level == "custom" else 1
     tags = [f"_{i + 1}" for i in range(n)] if n > 1 else [""]
-    lp, lp_old = ([Symbol(f"{name}{tag}", real=True) for tag in tags] for name in ("lp", "lp_old"))
+    lp, lp_old = (
+        [Symbol(f"{name}{tag}", real=True) for tag in tags] for name in ("lp", "lp_old")
+    )
     r = [Symbol(f"{RATIO[o.level]}{tag}", positive=True) for tag in tags]
     mu = Symbol("mu", positive=True)
-    in_r = {x: log(mu) + log(y) for x, y in zip(lp, r, strict=True)} | dict.fromkeys(lp_old, log(mu))
+    in_r = {x: log(mu) + log(y) for x, y in zip(lp, r, strict=True)} | dict.fromkeys(
+        lp_old, log(mu)
+    )
     J, weights = symbolic_J(o, A, lp, lp_old, letters), _weights(o, A, r, mu, letters)
     J_in_r = symbolic_J(o, A, [in_r[x] for x in lp], [in_r[x] for x in lp_old], letters)
     edges = {k for expr in (J_in_r, *weights) for k in breakpoints(expr, r[0])}
@@ -131,27 +188,42 @@ def _regimes(o: Objective, A: Expr, letters: Any, at: Any, notes: Any) -> Iterat
         point = at | {x: cell.point for x, cell in zip(r, combination, strict=True)}
         branch = in_regime(J, point | {x: y.subs(point) for x, y in in_r.items()})
         gradients = [sympy.simplify(forget_sg(branch.diff(x)).subs(in_r)) for x in lp]
-        pairs = list(zip(gradients, (in_regime(w, point) for w in weights), strict=True))
+        pairs = list(
+            zip(gradients, (in_regime(w, point) for w in weights), strict=True)
+        )
         wrong = [pair for pair in pairs if not _equal(*pair)]
         rows.append((combination, branch, *(wrong or pairs)[0]))
     for _, run in itertools.groupby(rows, key=lambda row: row[1:] if n == 1 else row):
         first, *rest = run
         ends = zip(first[0], r, (rest or [first])[-1][0], strict=True)
-        yield ", ".join(_interval(a.low, x.name, b.high) for a, x, b in ends), *first[1:]
+        yield (
+            ", ".join(_interval(a.low, x.name, b.high) for a, x, b in ends),
+            *first[1:],
+        )
 
 
-def symbolic_J(o: Objective, A: Expr, lp: list[Any], lp_old: list[Any], hp: dict[Any, Any]) -> Expr:
-    """The unreduced J from the function itself, of scalars, or of one response at level custom."""
+def symbolic_J(
+    o: Objective, A: Expr, lp: list[Any], lp_old: list[Any], hp: dict[Any, Any]
+) -> Expr:
+    """The unreduced J from the function itself, of scalars, or of one response at level
+    custom.
+    """
     if o.level != "custom":
         return sympy.sympify(o.fn(lp[0], lp_old[0], A, **hp))
     response = (SymbolArray([row]) for row in (lp, lp_old, [A] * len(lp)))
     return sum(o.fn(*response, np.ones((1, len(lp)), dtype=bool), **hp).flat)
 
 
-def _weights(o: Objective, A: Expr, r: list[Any], mu: Expr, hp: dict[Any, Any]) -> list[Expr]:
+def _weights(
+    o: Objective, A: Expr, r: list[Any], mu: Expr, hp: dict[Any, Any]
+) -> list[Expr]:
     first = [log(x) for x in r] if o.reads_log_r else r
     have = {"mu": mu, "log_mu": log(mu), "mask": np.ones((1, len(r)), dtype=bool)}
-    read = (SymbolArray([first]), SymbolArray([[A] * len(r)])) if o.level == "custom" else (first[0], A)
+    read = (
+        (SymbolArray([first]), SymbolArray([[A] * len(r)]))
+        if o.level == "custom"
+        else (first[0], A)
+    )
     w = o.closed_form(*read, **{k: have[k] for k in o.reads}, **hp)
     return [sympy.sympify(x) for x in np.ravel(w)]
 
@@ -162,7 +234,9 @@ class Cell(NamedTuple):
     point: Expr
 
 
-def _cells(edges: set[Expr], r: Symbol, at: dict[Any, Any], top: Expr, notes: dict[Any, Any]) -> list[Cell]:
+def _cells(
+    edges: set[Expr], r: Symbol, at: dict[Any, Any], top: Expr, notes: dict[Any, Any]
+) -> list[Cell]:
     """The open intervals of r between the edges, each with a point inside."""
     end = top.subs(at)
     places = {sympy.S.Zero: "0", end: str(top)}
@@ -173,71 +247,123 @@ def _cells(edges: set[Expr], r: Symbol, at: dict[Any, Any], top: Expr, notes: di
         elif 0 < edge.subs(at) < end:
             places.setdefault(edge.subs(at), sympy.sstr(edge, order="none"))
     inside = lambda a, b: (2 * a if a else sympy.S.One) if b == oo else (a + b) / 2
-    pairs = itertools.pairwise(sorted(places.items(), key=lambda place: float(place[0])))
-    return [Cell(low, high, _exact(float(inside(a, b)))) for (a, low), (b, high) in pairs]
+    pairs = itertools.pairwise(
+        sorted(places.items(), key=lambda place: float(place[0]))
+    )
+    return [
+        Cell(low, high, _exact(float(inside(a, b)))) for (a, low), (b, high) in pairs
+    ]
 
 
 def _roots(f: Expr, r: Symbol, end: Expr) -> list[Expr]:
     """Where f changes sign, bisected: for bounds without a closed form."""
     grid = np.exp(np.linspace(-12, math.log(min(float(end), 1e5)) - 1e-9, 500))
-    turns = np.flatnonzero(np.diff(np.sign(np.vectorize(sympy.lambdify(r, f, "math"))(grid))))
+    turns = np.flatnonzero(
+        np.diff(np.sign(np.vectorize(sympy.lambdify(r, f, "math"))(grid)))
+    )
     return [sympy.nsolve(f, r, (grid[i], grid[i + 1]), solver="bisect") for i in turns]
 
 
 def _interval(low: str, r: str, high: str) -> str:
     if (low, high) == ("0", "oo"):
         return f"every {r}"
-    return f"{r} > {low}" if high == "oo" else f"{r} < {high}" if low == "0" else f"{low} < {r} < {high}"
+    return (
+        f"{r} > {low}"
+        if high == "oo"
+        else f"{r} < {high}"
+        if low == "0"
+        else f"{low} < {r} < {high}"
+    )
 
 
 def _numeric(o: Objective, hp: dict[Any, Any]) -> tuple[list[str], bool]:
-    """dJ/dlp by torch.autograd against weight x aggregation: two responses, A = 1 and A = -1, seven ratios each."""
-    r = torch.tensor([0.3, 0.75, 0.95, 1.05, 1.25, 1.9, 4.0], dtype=torch.float64).expand(2, -1)
+    """dJ/dlp by torch.autograd against weight x aggregation: two responses, A = 1 and A
+    = -1, seven ratios each.
+    """
+    r = torch.tensor(
+        [0.3, 0.75, 0.95, 1.05, 1.25, 1.9, 4.0], dtype=torch.float64
+    ).expand(2, -1)
     lp_old = torch.full_like(r, 0.1).log()
     lp = (lp_old + r.log()).requires_grad_()
     A = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
-    mask = (r < 4) | (A > 0) | ("group" not in o.reads)  # with one ratio each, the shares of a group would not move
+    # with one ratio each, the shares of a group would not move
+    mask = (r < 4) | (A > 0) | ("group" not in o.reads)
     b = Rollouts(lp, lp_old, A, mask, entropy=r / 2)
     gradient = torch.autograd.grad(o(b, **hp), lp)[0]
     ok = (gradient - o.gradient(b, **hp)).abs().max().item() < 1e-12
     steps = [f"  {'r':>6} " + " ".join(f"{x:8.2f}" for x in r[0].tolist())]
-    steps += [f"  A = {1 - 2 * i:+} " + " ".join(f"{x or 0:8.4f}" for x in w) for i, w in enumerate(gradient.tolist())]
-    return [*steps, f"equal to weight x aggregation within 1e-12: {'yes' if ok else 'NO'}"], ok
+    steps += [
+        f"  A = {1 - 2 * i:+} " + " ".join(f"{x or 0:8.4f}" for x in w)
+        for i, w in enumerate(gradient.tolist())
+    ]
+    return [
+        *steps,
+        f"equal to weight x aggregation within 1e-12: {'yes' if ok else 'NO'}",
+    ], ok
 
 
 def sympy_gradient(objective: str | Objective, b: Rollouts, **hp: Any) -> np.ndarray:
-    """dJ/dlp [B, T] of a small batch, the whole pipeline in sympy: level, mask, aggregation, KL. Computed at 30 digits.
+    """dJ/dlp [B, T] of a small batch, the whole pipeline in sympy: level, mask,
+    aggregation, KL. Computed at 30 digits.
 
-    Responses with equal masks share one symbolic derivative. Raises InputError if sympy cannot read the objective.
+    Responses with equal masks share one symbolic derivative. Raises InputError if sympy
+    cannot read the objective.
     """
     o = objective if isinstance(objective, Objective) else get(objective)
     if o.not_symbolic:
         raise InputError(f"sympy cannot read {o.name}: {o.not_symbolic}.")
     hp, mask = o.resolve(hp), b.mask.numpy()
-    weights, w = row_weights(o.agg, b.mask, b.totals or Totals.of(b.mask, b.group)), o.factors(b, **hp)
+    weights, w = (
+        row_weights(o.agg, b.mask, b.totals or Totals.of(b.mask, b.group)),
+        o.factors(b, **hp),
+    )
     ref = b.logp if b.logp_ref is None else b.logp_ref
-    tokens = [where(b.mask, x.detach(), 0).numpy() for x in (b.logp, b.logp_old, b.adv.expand(b.mask.shape), ref)]
+    tokens = [
+        where(b.mask, x.detach(), 0).numpy()
+        for x in (b.logp, b.logp_old, b.adv.expand(b.mask.shape), ref)
+    ]
     rows = torch.as_tensor(weights, dtype=torch.float64).expand(len(mask)).numpy()
     gradient = np.zeros(mask.shape)
     for alike in [mask] if o.batch_coupled else np.unique(mask, axis=0)[:, None]:
         derivative = _derivative(o, alike, hp)
-        for i in [np.arange(len(mask))] if o.batch_coupled else np.flatnonzero((mask == alike).all(1))[:, None]:
+        for i in (
+            [np.arange(len(mask))]
+            if o.batch_coupled
+            else np.flatnonzero((mask == alike).all(1))[:, None]
+        ):
             with mpmath.workdps(30):
-                numbers = map(mpmath.mpf, np.concatenate([*(x[i].ravel() for x in tokens), rows[i]]).tolist())
-                gradient[i] = np.reshape([float(x) for x in derivative(*numbers)], alike.shape)
+                numbers = map(
+                    mpmath.mpf,
+                    np.concatenate([*(x[i].ravel() for x in tokens), rows[i]]).tolist(),
+                )
+                gradient[i] = np.reshape(
+                    [float(x) for x in derivative(*numbers)], alike.shape
+                )
     return gradient * o.per_term(w, b.mask).numpy() if w is not None else gradient
 
 
-def _derivative(o: Objective, mask: np.ndarray, hp: dict[Any, Any]) -> Callable[..., list[Any]]:
-    """The derivatives of these responses' share of J by each lp: a function of lp, lp_old, A, lp_ref, row weights."""
+def _derivative(
+    o: Objective, mask: np.ndarray, hp: dict[Any, Any]
+) -> Callable[..., list[Any]]:
+    """The derivatives of these responses' share of J by each lp: a function of lp,
+    lp_old, A, lp_ref, row weights.
+    """
 
     def letters(name: str, *shape: int) -> Any:
-        return SymbolArray([Symbol(f"{name}_{i}", real=True) for i in range(math.prod(shape))]).reshape(shape)
+        return SymbolArray(
+            [Symbol(f"{name}_{i}", real=True) for i in range(math.prod(shape))]
+        ).reshape(shape)
 
-    lp, lp_old, A, ref = (letters(name, *mask.shape) for name in ("lp", "lp_old", "A", "lp_ref"))
+    lp, lp_old, A, ref = (
+        letters(name, *mask.shape) for name in ("lp", "lp_old", "A", "lp_ref")
+    )
     rows = letters("w", len(mask))
     first = A[range(len(mask)), mask.argmax(1)]
-    read = (lp, lp_old, np.repeat(first[:, None], mask.shape[1], 1) if o.agg == "seq-mean" else A)
+    read = (
+        lp,
+        lp_old,
+        np.repeat(first[:, None], mask.shape[1], 1) if o.agg == "seq-mean" else A,
+    )
     if o.level in REDUCE:
         read = (REDUCE[o.level](lp, mask), REDUCE[o.level](lp_old, mask), first)
     terms = o.fn(*read, *([mask] if o.level == "custom" else []), **o.of_surrogate(hp))
@@ -246,4 +372,6 @@ def _derivative(o: Objective, mask: np.ndarray, hp: dict[Any, Any]) -> Callable[
     if hp.get("beta"):
         J -= hp["beta"] * np.dot(rows, sum_t(kl.per_token(o.kl, lp, ref, lp_old), mask))
     derivatives = [forget_sg(J.diff(x)) for x in lp.flat]
-    return sympy.lambdify([*lp.flat, *lp_old.flat, *A.flat, *ref.flat, *rows], derivatives, "mpmath")
+    return sympy.lambdify(
+        [*lp.flat, *lp_old.flat, *A.flat, *ref.flat, *rows], derivatives, "mpmath"
+    )

@@ -9,7 +9,11 @@ class InputError(ValueError):
 
     def __init__(self, sentence: str):
         sentence = " ".join(str(sentence).split())  # it may quote what it was given
-        super().__init__(sentence if len(sentence) < 900 else f"{sentence[:700]} ... {sentence[-150:]}")
+        super().__init__(
+            sentence
+            if len(sentence) < 900
+            else f"{sentence[:700]} ... {sentence[-150:]}"
+        )
 
 
 class NotInstalled(InputError):
@@ -17,18 +21,20 @@ class NotInstalled(InputError):
 
 
 class Gone(Exception):
-    """User code ends its process, or takes too long: one sentence. No oracle takes it for a finding; a public function
-    raises it as InputError."""
+    """User code ends its process, or takes too long: one sentence. No oracle takes it
+    for a finding; a public function raises it as InputError."""
 
 
 class OutOfMemory(Gone):
-    """User code asked for more memory than there is. An oracle that asks with very large numbers may read it as a
-    refusal of them."""
+    """User code asked for more memory than there is. An oracle that asks with very
+    large numbers may read it as a refusal of them."""
 
 
 @contextmanager
 def importing(framework: str) -> Iterator[None]:
-    """Whatever a framework that is not installed, or half installed, raises becomes one sentence."""
+    """Whatever a framework that is not installed, or half installed, raises becomes one
+    sentence.
+    """
     try:
         yield
     except Exception as e:

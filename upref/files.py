@@ -92,8 +92,8 @@ def held(path: Path) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds its lock, in a container or on a machine with the same file
-    system too; where the system cannot tell, yes."""
+    """Whether a process holds its lock, in a container or on a machine with the same
+    file system too; where the system cannot tell, yes."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:

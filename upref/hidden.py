@@ -3,20 +3,26 @@
 
     y = logit_scale (h W^T + bias),   z = softcap tanh(y / softcap)  or  z = y,   π = softmax(z/τ)
 
-1. Forward. A tile is all N tokens by as many columns of the vocabulary as make `chunk` logits. Each tile updates three
-   numbers per token: the largest logit m, s = Σ exp(x - m) and t = Σ exp(x - m)(x - m). When a tile raises m, s and t
-   are moved to the new m first. Then log π(o) = x_o - m - log s and H = log s - t/s. A float32 product of 896 terms is
-   off by 4e-6, and so is H beside a peak. The sampled token's logit and the largest ones are therefore computed again
-   in float64, and their terms of s and t exchanged; the errors of the many small terms cancel.
-2. Backward. Each tile is computed again. With p = exp(x - m - log s) and upstream gradients g (of log π) and g_H (of H)
+1. Forward. A tile is all N tokens by as many columns of the vocabulary as make `chunk`
+   logits. Each tile updates three numbers per token: the largest logit m, s = Σ exp(x -
+   m) and t = Σ exp(x - m)(x - m). When a tile raises m, s and t are moved to the new m
+   first. Then log π(o) = x_o - m - log s and H = log s - t/s. A float32 product of 896
+   terms is off by 4e-6, and so is H beside a peak. The sampled token's logit and the
+   largest ones are therefore computed again in float64, and their terms of s and t
+   exchanged; the errors of the many small terms cancel.
+2. Backward. Each tile is computed again. With p = exp(x - m - log s) and upstream
+gradients g (of log π) and g_H (of H)
 
        dx_v = g (1[v = o] - p_v) - g_H p_v (log p_v + H),
 
-   which the chain rule carries to h, W and bias. A tile holds every token, so its rows of dW are one matrix product,
-   rounded to the dtype of W once; tiles of tokens would need a second [V, H] to add up.
-3. Tokens without upstream gradient are left out of the backward. The result is exact, and NaN padding never meets dW.
+   which the chain rule carries to h, W and bias. A tile holds every token, so its rows
+   of dW are one matrix product, rounded to the dtype of W once; tiles of tokens would
+   need a second [V, H] to add up.
+3. Tokens without upstream gradient are left out of the backward. The result is exact,
+and NaN padding never meets dW.
 
-All other products are float32, or float64 where an input is. Memory beyond dh and dW is O(N H + chunk).
+All other products are float32, or float64 where an input is. Memory beyond dh and dW is
+O(N H + chunk).
 """
 
 from collections.abc import Iterator
@@ -32,8 +38,10 @@ from upref.errors import InputError
 from upref.logprobs import check_temperature, check_tokens
 from upref.tensors import describe, is_materialized
 
-DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16  # torch multiplies no float8 with float32
-ZERO = -1e4  # exp of it is 0 in every dtype, and 0 times it is 0: what -inf is replaced by
+# torch multiplies no float8 with float32
+DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
+# exp of it is 0 in every dtype, and 0 times it is 0: what -inf is replaced by
+ZERO = -1e4
 TOP = 8  # logits per token that are computed again
 
 
@@ -43,57 +51,93 @@ def token_log_probs(
     temperature: float = 1.0, bias: Float[Tensor, " V"] | None = None, logit_scale: float = 1.0,
     softcap: float | None = None, chunk: int = 2**23,
 ) -> tuple[Float[Tensor, "*B T"], Float[Tensor, "*B T"]]:  # fmt: skip
-    """Compute log π(o_t) and the entropy H_t, in nats, from the inputs of the output layer.
+    """Compute log π(o_t) and the entropy H_t, in nats, from the inputs of the output
+    layer.
 
-    hidden[b, t] is the state that predicted tokens[b, t]; give padding any valid id. Both results have first gradients
-    with respect to hidden, weight and bias, and no second ones. An entropy that is not used costs nothing in the
-    backward.
+    hidden[b, t] is the state that predicted tokens[b, t]; give padding any valid id.
+    Both results have first gradients with respect to hidden, weight and bias, and no
+    second ones. An entropy that is not used costs nothing in the backward.
 
     Args:
-        hidden: hidden states after the last norm, in a floating-point dtype of 16 bits or more.
+        hidden: hidden states after the last norm, in a floating-point dtype of 16 bits
+            or more.
         weight: the output layer, `lm_head.weight`.
         tokens: the sampled tokens.
         temperature: τ, the sampler's.
         bias: the output layer's bias; -inf forbids a token.
         logit_scale: what the logits are multiplied by before the cap.
         softcap: the cap of `final_logit_softcapping`, or None.
-        chunk: logits in memory at once; 2^23 of them take 34 MB a copy in float32, and there are three copies.
+        chunk: logits in memory at once; 2^23 of them take 34 MB a copy in float32, and
+            there are three copies.
 
     Returns:
-        (log π, H), float64 if an input is, else float32. A token whose logits are not finite has NaN in its own slot.
+        (log π, H), float64 if an input is, else float32. A token whose logits are not
+        finite has NaN in its own slot.
 
     Raises:
-        InputError: on shapes, dtypes, devices, ids or settings that do not fit; in the backward pass, where a second
-            gradient is asked for (`create_graph=True`, or one `torch.func.grad` inside another).
+        InputError: on shapes, dtypes, devices, ids or settings that do not fit; in the
+            backward pass, where a second gradient is asked for (`create_graph=True`, or
+            one `torch.func.grad` inside another).
 
-    Works under `torch.func.vmap` over hidden and tokens. `torch.compile` runs it eagerly, between two graphs.
+    Works under `torch.func.vmap` over hidden and tokens. `torch.compile` runs it
+    eagerly, between two graphs.
     """
     if not is_materialized(hidden) or hidden.dtype not in DTYPES or hidden.ndim < 2:
         raise InputError(
             f"hidden must be a floating-point tensor [B, T, H] of 16 bits or more, got {describe(hidden)}."
         )
-    for name, x, shape in (("weight", weight, (-1, hidden.shape[-1])), ("bias", bias, (-1,))):
+    for name, x, shape in (
+        ("weight", weight, (-1, hidden.shape[-1])),
+        ("bias", bias, (-1,)),
+    ):
         if x is None and name == "bias":
             continue
-        if not is_materialized(x) or x.dtype not in DTYPES or x.ndim != len(shape) or x.shape[1:] != shape[1:]:
+        if (
+            not is_materialized(x)
+            or x.dtype not in DTYPES
+            or x.ndim != len(shape)
+            or x.shape[1:] != shape[1:]
+        ):
             wanted = f"[V, H] with H = {shape[1]}" if len(shape) == 2 else "[V]"
-            raise InputError(f"{name} must be a floating-point tensor {wanted} of 16 bits or more, got {describe(x)}.")
+            raise InputError(
+                f"{name} must be a floating-point tensor {wanted} of 16 bits or more, got {describe(x)}."
+            )
     if not len(weight) or (bias is not None and len(bias) != len(weight)):
-        raise InputError(f"weight {describe(weight)} and bias {describe(bias)} must have one row per token, V > 0.")
-    if len({x.device for x in (hidden, weight, tokens, bias) if isinstance(x, Tensor)}) > 1:
+        raise InputError(
+            f"weight {describe(weight)} and bias {describe(bias)} must have one row per token, V > 0."
+        )
+    if (
+        len({x.device for x in (hidden, weight, tokens, bias) if isinstance(x, Tensor)})
+        > 1
+    ):
         raise InputError("hidden, weight, tokens and bias must be on one device.")
     check_temperature(temperature)
-    for name, number in (("logit_scale", logit_scale), ("softcap", 1.0 if softcap is None else softcap)):
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1e300:
-            raise InputError(f"{name} must be a finite number > 0, got {repr(number)[:60]}.")
+    for name, number in (
+        ("logit_scale", logit_scale),
+        ("softcap", 1.0 if softcap is None else softcap),
+    ):
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, int | float)
+            or not 0 < number < 1e300
+        ):
+            raise InputError(
+                f"{name} must be a finite number > 0, got {repr(number)[:60]}."
+            )
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise InputError(f"chunk must be a whole number of logits > 0, got {repr(chunk)[:60]}.")
-    return _LogProbs.apply(hidden, weight, bias, tokens, _Head(temperature, logit_scale, softcap, chunk))[:2]
+        raise InputError(
+            f"chunk must be a whole number of logits > 0, got {repr(chunk)[:60]}."
+        )
+    return _LogProbs.apply(
+        hidden, weight, bias, tokens, _Head(temperature, logit_scale, softcap, chunk)
+    )[:2]
 
 
 @dataclass(frozen=True)
 class _Head:
-    """From states h to x = z/τ: x = h' W^T with h' = inner h, or x = outer tanh(h' W^T)."""
+    """From states h to x = z/τ: x = h' W^T with h' = inner h, or x = outer tanh(h'
+    W^T).
+    """
 
     temperature: float
     logit_scale: float
@@ -108,16 +152,24 @@ class _Head:
     def outer(self) -> float:
         return (self.softcap or 0.0) / self.temperature
 
-    def tiles(self, h: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def tiles(
+        self, h: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(columns, their rows of W, x [N, columns]); h is inner times the states."""
         width = max(1, self.chunk // max(1, len(h)))
         for start in range(0, len(weight), width):
             at = slice(start, start + width)
             W = weight[at].to(h.dtype)
-            x = h @ W.T if bias is None else torch.addmm(self.inner * bias[at].to(h.dtype), h, W.T)
+            x = (
+                h @ W.T
+                if bias is None
+                else torch.addmm(self.inner * bias[at].to(h.dtype), h, W.T)
+            )
             yield at, W, x.tanh_().mul_(self.outer) if self.softcap else x
 
-    def again(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
+    def again(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor
+    ) -> Tensor:
         """x of these ids [N, k], by products in float64."""
         wide = torch.float32 if hidden.device.type == "mps" else torch.float64
         h = hidden.to(wide)
@@ -129,12 +181,15 @@ class _Head:
 def _here(tokens: Tensor, at: slice, x: Tensor) -> tuple[Tensor, Tensor]:
     """Which tokens lie in the tile, and each one's column, clamped to the tile."""
     column = tokens - at.start
-    return (column >= 0) & (column < x.shape[1]), column.clamp(0, x.shape[1] - 1)[:, None]
+    return (column >= 0) & (column < x.shape[1]), column.clamp(0, x.shape[1] - 1)[
+        :, None
+    ]
 
 
 def _wants_second_gradient(inputs: tuple[Tensor | None, ...]) -> bool:
-    """Whether the gradient of a backward pass may itself be differentiated. torch.func enables gradients in every
-    backward pass: there, two transforms have to track the inputs."""
+    """Whether the gradient of a backward pass may itself be differentiated. torch.func
+    enables gradients in every backward pass: there, two transforms have to track the
+    inputs."""
     if not torch.is_grad_enabled() or functorch.maybe_current_level() is None:
         return torch.is_grad_enabled()
     levels = set()
@@ -149,25 +204,45 @@ def _wants_second_gradient(inputs: tuple[Tensor | None, ...]) -> bool:
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(hidden: Any, weight: Any, bias: Any, tokens: Any, head: Any) -> Any:
-        check_tokens(tokens, hidden.shape[:-1], len(weight), "hidden", "tokens")  # here, where vmap shows values
+        # here, where vmap shows values
+        check_tokens(tokens, hidden.shape[:-1], len(weight), "hidden", "tokens")
         shape, tokens = tokens.shape, tokens.flatten().long()
         with torch.autocast(hidden.device.type, enabled=False):
-            wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+            wide = torch.promote_types(
+                torch.promote_types(hidden.dtype, weight.dtype), torch.float32
+            )
             h = head.inner * hidden.flatten(0, -2).to(wide)
             m = h.new_full((len(h),), torch.finfo(h.dtype).min)
             s = t = torch.zeros_like(m)
-            near, ids = h.new_zeros(len(h), 0), tokens.new_zeros(len(h), 0)  # the largest logits, and whose they are
+            # the largest logits, and whose they are
+            near, ids = h.new_zeros(len(h), 0), tokens.new_zeros(len(h), 0)
             for at, _, x in head.tiles(h, weight, bias):
                 best = x.topk(min(TOP, x.shape[1]), 1)
-                near, ids = torch.cat([near, best.values], 1), torch.cat([ids, best.indices + at.start], 1)
+                near, ids = (
+                    torch.cat([near, best.values], 1),
+                    torch.cat([ids, best.indices + at.start], 1),
+                )
                 near, kept = near.topk(min(TOP, near.shape[1]), 1)
                 ids, top = ids.gather(1, kept), torch.maximum(m, near[:, 0])
                 up = (m - top).clamp(min=ZERO)
                 d = x.sub_(top[:, None]).clamp_(min=ZERO)
                 e = d.exp()
-                m, s, t = top, up.exp() * s + e.sum(1), up.exp() * (t + s * up) + d.mul_(e).sum(1)
-            saved = m + s.log(), s.log() - t / s  # what the products of the backward go with
-            x = head.again(hidden.flatten(0, -2), weight, bias, torch.cat([tokens[:, None], ids], 1)) - m[:, None]
+                m, s, t = (
+                    top,
+                    up.exp() * s + e.sum(1),
+                    up.exp() * (t + s * up) + d.mul_(e).sum(1),
+                )
+            # what the products of the backward go with
+            saved = m + s.log(), s.log() - t / s
+            x = (
+                head.again(
+                    hidden.flatten(0, -2),
+                    weight,
+                    bias,
+                    torch.cat([tokens[:, None], ids], 1),
+                )
+                - m[:, None]
+            )
             for d, sign in ((x[:, 1:], 1), (near.to(x.dtype) - m[:, None], -1)):
                 d = d.clamp(min=ZERO)
                 s, t = s + sign * d.exp().sum(1), t + sign * (d.exp() * d).sum(1)
@@ -183,31 +258,55 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        saved = ctx.saved_tensors  # once: a second look has no values under torch.utils.checkpoint
+        # once: a second look has no values under torch.utils.checkpoint
+        saved = ctx.saved_tensors
         if _wants_second_gradient((*saved, *upstream)):
             raise InputError(
                 "upref.hidden has no second gradient, as create_graph=True or a gradient penalty needs it: use "
                 "upref.logprobs on the logits there."
             )
         with torch.no_grad():
-            return _LogProbs._gradients(ctx.head, ctx.needs_input_grad, saved, *upstream)
+            return _LogProbs._gradients(
+                ctx.head, ctx.needs_input_grad, saved, *upstream
+            )
 
     @staticmethod
     def _gradients(head: Any, wants: Any, saved: Any, g: Any, g_H: Any, *_: Any) -> Any:
-        (hidden, weight, bias, tokens, log_z, H), (want_h, want_W, want_b, *_) = saved, wants
+        (hidden, weight, bias, tokens, log_z, H), (want_h, want_W, want_b, *_) = (
+            saved,
+            wants,
+        )
         with torch.autocast(hidden.device.type, enabled=False):
             g = torch.zeros_like(H) if g is None else g
-            rows = (g != 0 if g_H is None else (g != 0) | (g_H != 0)).flatten().nonzero()[:, 0]
+            rows = (
+                (g != 0 if g_H is None else (g != 0) | (g_H != 0))
+                .flatten()
+                .nonzero()[:, 0]
+            )
             h = head.inner * hidden.flatten(0, -2)[rows].to(H.dtype)
             tokens = tokens.flatten()[rows].long()
-            H, log_z, g, g_H = (None if x is None else x.flatten()[rows, None] for x in (H, log_z, g, g_H))
-            dh, dW = torch.zeros_like(h) if want_h else None, torch.empty_like(weight) if want_W else None
+            H, log_z, g, g_H = (
+                None if x is None else x.flatten()[rows, None]
+                for x in (H, log_z, g, g_H)
+            )
+            dh, dW = (
+                torch.zeros_like(h) if want_h else None,
+                torch.empty_like(weight) if want_W else None,
+            )
             db = torch.empty_like(bias) if want_b else None
             for at, W, x in head.tiles(h, weight, bias):
-                slope = (1 - (x / head.outer) ** 2).mul_(head.outer) if head.softcap else None
+                slope = (
+                    (1 - (x / head.outer) ** 2).mul_(head.outer)
+                    if head.softcap
+                    else None
+                )
                 log_p = x.sub_(log_z).clamp_(min=ZERO)
                 p = log_p.exp()
-                dx = p.mul_(-g) if g_H is None else p.mul_(log_p.add_(H).mul_(-g_H).sub_(g))
+                dx = (
+                    p.mul_(-g)
+                    if g_H is None
+                    else p.mul_(log_p.add_(H).mul_(-g_H).sub_(g))
+                )
                 inside, column = _here(tokens, at, x)
                 dx.scatter_add_(1, column, torch.where(inside[:, None], g, 0))
                 if slope is not None:
@@ -220,13 +319,27 @@ class _LogProbs(torch.autograd.Function):
                     db[at] = head.inner * dx.sum(0)
             if dh is not None:
                 every = hidden.new_zeros(hidden.shape).flatten(0, -2)
-                dh = every.index_copy_(0, rows, dh.to(hidden.dtype)).reshape(hidden.shape)
+                dh = every.index_copy_(0, rows, dh.to(hidden.dtype)).reshape(
+                    hidden.shape
+                )
         return dh, dW, db, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, hidden: Any, weight: Any, bias: Any, tokens: Any, head: Any) -> Any:
+    def vmap(
+        info: Any,
+        in_dims: Any,
+        hidden: Any,
+        weight: Any,
+        bias: Any,
+        tokens: Any,
+        head: Any,
+    ) -> Any:
         if in_dims[1] is not None or in_dims[2] is not None:
-            raise InputError("vmap over weight or bias is not supported: call token_log_probs once for each of them.")
-        front = lambda x, dim: x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            raise InputError(
+                "vmap over weight or bias is not supported: call token_log_probs once for each of them."
+            )
+        front = lambda x, dim: (
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        )
         states, ids = front(hidden, in_dims[0]), front(tokens, in_dims[3])
         return _LogProbs.apply(states, weight, bias, ids, head), (0, 0, 0, 0)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM end a command, its imports too, with one sentence and exit status 130 or 143.
+"""Ctrl-C and SIGTERM end a command, its imports too, with one sentence and exit status
+130 or 143.
 
-`repro`, `docs`, `benchmarks` and `paper` call `handled` in their __init__, so that it holds for every `python -m` of
-theirs.
+`repro`, `docs`, `benchmarks` and `paper` call `handled` in their __init__, so that it
+holds for every `python -m` of theirs.
 """
 
 import os
@@ -18,16 +19,20 @@ _words = {"who": "", "then": "run the same command again"}
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM as an exception: on its way child processes are stopped and drafts are removed."""
+    """SIGTERM as an exception: on its way child processes are stopped and drafts are
+    removed.
+    """
 
 
 def handled(who: str = "") -> None:
     """From here on, an interrupt of this process is one sentence.
 
     Args:
-        who: The command. "": `python -m` as it was typed, and nothing where this process was started otherwise.
+        who: The command. "": `python -m` as it was typed, and nothing where this
+            process was started otherwise.
     """
-    if not who and sys.argv[0] != "-m":  # what it is while Python looks for the module, and only then
+    # what it is while Python looks for the module, and only then
+    if not who and sys.argv[0] != "-m":
         return
     _words["who"] = who or f"python -m {sys.orig_argv[sys.orig_argv.index('-m') + 1]}"
     process = os.getpid()
@@ -39,8 +44,10 @@ def handled(who: str = "") -> None:
         raise Terminated
 
     signal.signal(signal.SIGTERM, terminated)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts a command with & has it ignored
-    if not _came:  # some extension modules turn an interrupt of their import into an ImportError
+    # a shell that starts a command with & has it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # some extension modules turn an interrupt of their import into an ImportError
+    if not _came:
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         os.set_blocking(writing, False)
@@ -51,8 +58,12 @@ def handled(who: str = "") -> None:
 
 @contextmanager
 def handled_within(who: str) -> Iterator[None]:
-    """The same for what is done inside; what an interrupt raises is then SystemExit, and the process is as before."""
-    kept = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    """The same for what is done inside; what an interrupt raises is then SystemExit,
+    and the process is as before.
+    """
+    kept = [
+        (number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)
+    ]
     hooks = sys.excepthook, sys.unraisablehook
     handled(who)
     try:
@@ -66,16 +77,22 @@ def handled_within(who: str) -> Iterator[None]:
 
 
 def then(sentence: str) -> None:
-    """What an interrupt leaves and how to go on, in place of "run the same command again"."""
+    """What an interrupt leaves and how to go on, in place of "run the same command
+    again".
+    """
     _words["then"] = sentence
 
 
 def _again(unraisable: Any) -> None:
-    """An interrupt that came while Python ran a callback, whose exceptions it passes over, comes a moment later."""
+    """An interrupt that came while Python ran a callback, whose exceptions it passes
+    over, comes a moment later.
+    """
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
         return
-    number = signal.SIGTERM if issubclass(unraisable.exc_type, Terminated) else signal.SIGINT
+    number = (
+        signal.SIGTERM if issubclass(unraisable.exc_type, Terminated) else signal.SIGINT
+    )
     threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
 
 
@@ -83,7 +100,11 @@ def _end(kind: Any, error: Any, trace: Any) -> None:
     if issubclass(kind, ImportError) and _came:
         with suppress(BlockingIOError):
             numbers = {*os.read(_came[0], 4096)} & {signal.SIGINT, signal.SIGTERM}
-            kind = (Terminated if signal.SIGTERM in numbers else KeyboardInterrupt) if numbers else kind
+            kind = (
+                (Terminated if signal.SIGTERM in numbers else KeyboardInterrupt)
+                if numbers
+                else kind
+            )
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

@@ -3,16 +3,19 @@
 
     π_t(v) = exp(z_t(v)/τ) / Σ_u exp(z_t(u)/τ)        z logits [..., V], τ temperature
 
-The temperature is the sampler's: log-probs taken at another τ are another policy's, and the ratio r is wrong from the
-first token. A sampler that truncates (top-p, top-k) renormalizes over fewer tokens, so its own log-probs are not these.
-Half-precision logits are widened to float32 before the division by τ, float64 stays. A logit of -inf is a forbidden
-token (p = 0, and 0 log 0 = 0); a row without a finite logit, or with a NaN or +inf, gives NaN in its own slot only, so
-padding may hold anything. All raise InputError on a τ that is not a finite number > 0 and on shapes that do not fit.
+The temperature is the sampler's: log-probs taken at another τ are another policy's, and
+the ratio r is wrong from the first token. A sampler that truncates (top-p, top-k)
+renormalizes over fewer tokens, so its own log-probs are not these. Half-precision
+logits are widened to float32 before the division by τ, float64 stays. A logit of -inf
+is a forbidden token (p = 0, and 0 log 0 = 0); a row without a finite logit, or with a
+NaN or +inf, gives NaN in its own slot only, so padding may hold anything. All raise
+InputError on a τ that is not a finite number > 0 and on shapes that do not fit.
 
-With d = z/τ - max z/τ, log π(v) = d_v - log Σ_u exp(d_u). `torch.log_softmax` on a CPU adds the exponentials in a few
-long chains, and a float32 chain drops small terms beside a large sum: at V = 262k the log-probability is off by up to
-3.3e-5 and the entropy by 2.3e-4. `torch.sum` adds them in a tree: 1.9e-6 and 9.1e-7 (docs/speed.md). `upref.hidden`
-starts from hidden states and stores no [T, V] logits.
+With d = z/τ - max z/τ, log π(v) = d_v - log Σ_u exp(d_u). `torch.log_softmax` on a CPU
+adds the exponentials in a few long chains, and a float32 chain drops small terms beside
+a large sum: at V = 262k the log-probability is off by up to 3.3e-5 and the entropy by
+2.3e-4. `torch.sum` adds them in a tree: 1.9e-6 and 9.1e-7 (docs/speed.md).
+`upref.hidden` starts from hidden states and stores no [T, V] logits.
 """
 
 import torch
@@ -24,11 +27,16 @@ from upref.tensors import describe, is_materialized
 
 
 def token_log_probs(
-    logits: Float[Tensor, "*B T V"], tokens: Int[Tensor, "*B T"], *, temperature: float = 1.0
+    logits: Float[Tensor, "*B T V"],
+    tokens: Int[Tensor, "*B T"],
+    *,
+    temperature: float = 1.0,
 ) -> Float[Tensor, "*B T"]:
-    """lp_t = log π_t(o_t), with logits already aligned: logits[b, t] is what predicted tokens[b, t].
+    """lp_t = log π_t(o_t), with logits already aligned: logits[b, t] is what predicted
+    tokens[b, t].
 
-    InputError on a token outside the vocabulary, masked or not: give padding any valid id.
+    InputError on a token outside the vocabulary, masked or not: give padding any valid
+    id.
     """
     _check(logits, temperature)
     check_tokens(tokens, logits.shape[:-1], logits.shape[-1], "logits", "tokens")
@@ -36,20 +44,29 @@ def token_log_probs(
 
 
 def shifted_log_probs(
-    logits: Float[Tensor, "B S V"], input_ids: Int[Tensor, "B S"], *, temperature: float = 1.0
+    logits: Float[Tensor, "B S V"],
+    input_ids: Int[Tensor, "B S"],
+    *,
+    temperature: float = 1.0,
 ) -> Float[Tensor, "B S-1"]:
-    """lp_t = log π_t(x_{t+1}) from a causal LM's raw output over input_ids: entry t belongs to input_ids[:, t + 1].
+    """lp_t = log π_t(x_{t+1}) from a causal LM's raw output over input_ids: entry t
+    belongs to input_ids[:, t + 1].
 
-    Its mask is therefore the token mask shifted likewise, `mask[:, 1:]`. The first token is predicted by nothing.
+    Its mask is therefore the token mask shifted likewise, `mask[:, 1:]`. The first
+    token is predicted by nothing.
     """
     _check(logits, temperature)
     check_tokens(input_ids, logits.shape[:-1], logits.shape[-1], "logits", "input_ids")
     if logits.ndim != 3:
-        raise InputError(f"logits must be [B, S, V], one row per entry of input_ids, got {tuple(logits.shape)}.")
+        raise InputError(
+            f"logits must be [B, S, V], one row per entry of input_ids, got {tuple(logits.shape)}."
+        )
     return _pick(logits[:, :-1], input_ids[:, 1:], temperature)
 
 
-def entropy(logits: Float[Tensor, "*B T V"], *, temperature: float = 1.0) -> Float[Tensor, "*B T"]:
+def entropy(
+    logits: Float[Tensor, "*B T V"], *, temperature: float = 1.0
+) -> Float[Tensor, "*B T"]:
     """H_t = -Σ_v π_t(v) log π_t(v), between 0 and log V."""
     _check(logits, temperature)
     d, e, s = _softmax(logits, temperature)
@@ -57,11 +74,15 @@ def entropy(logits: Float[Tensor, "*B T V"], *, temperature: float = 1.0) -> Flo
 
 
 def categorical_kl(
-    logits_p: Float[Tensor, "*B T V"], logits_q: Float[Tensor, "*B T V"], *, temperature: float = 1.0
+    logits_p: Float[Tensor, "*B T V"],
+    logits_q: Float[Tensor, "*B T V"],
+    *,
+    temperature: float = 1.0,
 ) -> Float[Tensor, "*B T"]:
     """KL(p‖q)_t = Σ_v p_t(v) (log p_t(v) - log q_t(v)) of the two softmaxes, both at τ.
 
-    +inf where p allows a token that q forbids; there the gradient exists with respect to logits_q only.
+    +inf where p allows a token that q forbids; there the gradient exists with respect
+    to logits_q only.
     """
     _check(logits_p, temperature)
     _check(logits_q, temperature)
@@ -94,14 +115,25 @@ def _pick(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 
 def _check(logits: Tensor, temperature: float) -> None:
-    if not is_materialized(logits) or not logits.is_floating_point() or logits.ndim < 2 or not logits.shape[-1]:
-        raise InputError(f"logits must be a floating-point tensor [B, T, V], got {describe(logits)}.")
+    if (
+        not is_materialized(logits)
+        or not logits.is_floating_point()
+        or logits.ndim < 2
+        or not logits.shape[-1]
+    ):
+        raise InputError(
+            f"logits must be a floating-point tensor [B, T, V], got {describe(logits)}."
+        )
     check_temperature(temperature)
 
 
 def check_temperature(temperature: float) -> None:
     """Raise InputError where it is not a finite number > 0."""
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < 1e300:
+    if (
+        isinstance(temperature, bool)
+        or not isinstance(temperature, int | float)
+        or not 0 < temperature < 1e300
+    ):
         raise InputError(
             "temperature must be a finite number > 0, the one that the tokens were sampled at, got "
             f"{repr(temperature)[:60]}; greedy sampling (0) has no log-probabilities."
@@ -110,11 +142,20 @@ def check_temperature(temperature: float) -> None:
 
 def check_tokens(tokens: Tensor, shape: torch.Size, V: int, of: str, name: str) -> None:
     """Raise InputError where they are not integers in [0, V), one for each row of `of`."""
-    if not is_materialized(tokens) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise InputError(f"{name} must be an integer tensor of token ids, got {describe(tokens)}.")
+    if (
+        not is_materialized(tokens)
+        or tokens.is_floating_point()
+        or tokens.is_complex()
+        or tokens.dtype == torch.bool
+    ):
+        raise InputError(
+            f"{name} must be an integer tensor of token ids, got {describe(tokens)}."
+        )
     if shape != tokens.shape:
         last = "V" if of == "logits" else "H"
-        raise InputError(f"{name} {tuple(tokens.shape)} must have the shape of {of} without {last}, {tuple(shape)}.")
+        raise InputError(
+            f"{name} {tuple(tokens.shape)} must have the shape of {of} without {last}, {tuple(shape)}."
+        )
     bad = (tokens < 0) | (tokens >= V)
     if bad.any():
         at = tuple(bad.nonzero()[0].tolist())
@@ -125,5 +166,7 @@ def check_tokens(tokens: Tensor, shape: torch.Size, V: int, of: str, name: str) 
 
 
 def clamp_log_probs(lp: Tensor) -> Tensor:
-    """Clamp log-probabilities at 0, which online softmax kernels exceed by rounding (1e-7), and keep every gradient."""
+    """Clamp log-probabilities at 0, which online softmax kernels exceed by rounding
+    (1e-7), and keep every gradient.
+    """
     return lp - lp.detach().clamp(min=0).nan_to_num(0.0, 0.0, 0.0)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What P problems with n sampled answers each say of a policy: Avg@k, Pass@1, Maj@k, Best@k, as fractions in [0, 1].
+"""What P problems with n sampled answers each say of a policy: Avg@k, Pass@1, Maj@k,
+Best@k, as fractions in [0, 1].
 
     c = number of correct answers among the n of a problem;    mean_p = mean over the problems
 
-Every function returns an `Estimate` whose 95 % interval is over *problems*: how far the value might lie from that of
-another draw of P such problems (and of their samples). Two policies on the same problems are compared pairwise, problem
-by problem, and not by looking whether two such intervals overlap. InputError on anything but a bool table [P, n].
+Every function returns an `Estimate` whose 95 % interval is over *problems*: how far the
+value might lie from that of another draw of P such problems (and of their samples). Two
+policies on the same problems are compared pairwise, problem by problem, and not by
+looking whether two such intervals overlap. InputError on anything but a bool table [P,
+n].
 """
 
 from collections import Counter
@@ -31,21 +34,29 @@ class Estimate:
 
     @classmethod
     def of(cls, per_problem: Any) -> "Estimate":
-        """Mean m of P numbers x in [0, 1], and Wilson's interval at an effective number of problems N:
+        """Mean m of P numbers x in [0, 1], and Wilson's interval at an effective number
+        of problems N:
 
             (m + z²/2N ± z √(m(1-m)/N + z²/4N²)) / (1 + z²/N)        N = P · max(1, m(1-m) / s²),  s² = Σ(x-m)²/(P-1)
 
-        m(1-m) is the largest variance that a mean of m allows, reached by answers that are right or wrong: then N = P
-        and this is Wilson's interval. Averaging over n samples spreads less and counts as more problems. Where s² says
-        nothing (one problem, or all alike) N = P. Of a handful of problems s² is itself uncertain: read with care.
+        m(1-m) is the largest variance that a mean of m allows, reached by answers that
+        are right or wrong: then N = P and this is Wilson's interval. Averaging over n
+        samples spreads less and counts as more problems. Where s² says nothing (one
+        problem, or all alike) N = P. Of a handful of problems s² is itself uncertain:
+        read with care.
         """
         x = np.asarray(per_problem, dtype=np.float64)
         P, m = len(x), x.mean()
         s2 = x.var(ddof=1) if P > 1 else 0.0
         N = P * max(1.0, m * (1 - m) / s2) if np.ptp(x) > 0 else P
-        middle, half = m + _Z**2 / (2 * N), _Z * sqrt(m * (1 - m) / N + _Z**2 / (4 * N**2))
+        middle, half = (
+            m + _Z**2 / (2 * N),
+            _Z * sqrt(m * (1 - m) / N + _Z**2 / (4 * N**2)),
+        )
         low, high = (middle - half) / (1 + _Z**2 / N), (middle + half) / (1 + _Z**2 / N)
-        return cls(float(m), float(max(0.0, min(low, m))), float(min(1.0, max(high, m))))
+        return cls(
+            float(m), float(max(0.0, min(low, m))), float(min(1.0, max(high, m)))
+        )
 
 
 def avg_at_k(correct: Any) -> Estimate:
@@ -57,18 +68,22 @@ def avg_at_k(correct: Any) -> Estimate:
 
 
 def pass_at_1(correct: Any) -> Estimate:
-    """Pass@1 = mean_p c/n: the probability that one answer is correct. n samples only make it less noisy.
+    """Pass@1 = mean_p c/n: the probability that one answer is correct. n samples only
+    make it less noisy.
 
-    The same number as Avg@n: what is reported as Pass@1 may be of 1 sample a problem or of 32, so state n beside it.
+    The same number as Avg@n: what is reported as Pass@1 may be of 1 sample a problem or
+    of 32, so state n beside it.
     """
     return avg_at_k(correct)
 
 
 def best_at_k(correct: Any, k: int) -> Estimate:
-    """Best@k = Pass@k = mean_p (1 - C(n-c, k) / C(n, k)): the probability that one of k answers at least is correct.
+    """Best@k = Pass@k = mean_p (1 - C(n-c, k) / C(n, k)): the probability that one of k
+    answers at least is correct.
 
-    Unbiased for 1 - (1 - p)^k: the share of the k-subsets of the n samples with a correct answer (Chen et al. 2021,
-    arXiv 2107.03374, Eq. 1), here by exact integers. InputError unless 1 <= k <= n.
+    Unbiased for 1 - (1 - p)^k: the share of the k-subsets of the n samples with a
+    correct answer (Chen et al. 2021, arXiv 2107.03374, Eq. 1), here by exact integers.
+    InputError unless 1 <= k <= n.
     """
     table = _table(correct)
     n = table.shape[1]
@@ -78,7 +93,8 @@ def best_at_k(correct: Any, k: int) -> Estimate:
 
 
 def best_at_k_replaced(correct: Any, k: int) -> Estimate:
-    """mean_p (1 - (1 - c/n)^k): the same with the k answers drawn from the n *with* replacement, in closed form.
+    """mean_p (1 - (1 - c/n)^k): the same with the k answers drawn from the n *with*
+    replacement, in closed form.
 
     The expectation of `best_at_k_bootstrap`, and never above `best_at_k`. Any k >= 1.
     """
@@ -87,38 +103,69 @@ def best_at_k_replaced(correct: Any, k: int) -> Estimate:
     return Estimate.of(1 - (1 - table.mean(1)) ** float(min(k, 10**300)))
 
 
-def best_at_k_bootstrap(correct: Any, k: int, draws: int = 1000, seed: int = 42) -> Estimate:
-    """verl's `best@k/mean`: the mean over `draws` random k-tuples of the n answers, drawn with replacement.
+def best_at_k_bootstrap(
+    correct: Any, k: int, draws: int = 1000, seed: int = 42
+) -> Estimate:
+    """verl's `best@k/mean`: the mean over `draws` random k-tuples of the n answers,
+    drawn with replacement.
 
-    Another quantity than `best_at_k`: its expectation is `best_at_k_replaced`. Draws as verl's `bootstrap_metric` does
-    (legacy generator, the same tuples for every problem), and so returns the same number as verl for the same table.
+    Another quantity than `best_at_k`: its expectation is `best_at_k_replaced`. Draws as
+    verl's `bootstrap_metric` does (legacy generator, the same tuples for every
+    problem), and so returns the same number as verl for the same table.
     """
     table = _table(correct)
     _check_count("k", k)
     _check_count("draws", draws)
     if k * draws > 10**9:
-        raise InputError("so many draws do not fit into memory: k times draws is 1e9 at most.")
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
-        raise InputError(f"seed must be a whole number from 0 to 2^32 - 1, got {repr(seed)[:60]}.")
-    tuples = np.random.RandomState(seed).choice(table.shape[1], size=(draws, k), replace=True)
+        raise InputError(
+            "so many draws do not fit into memory: k times draws is 1e9 at most."
+        )
+    if (
+        isinstance(seed, bool)
+        or not isinstance(seed, int | np.integer)
+        or not 0 <= seed < 2**32
+    ):
+        raise InputError(
+            f"seed must be a whole number from 0 to 2^32 - 1, got {repr(seed)[:60]}."
+        )
+    tuples = np.random.RandomState(seed).choice(
+        table.shape[1], size=(draws, k), replace=True
+    )
     return Estimate.of([row[tuples].any(1).mean() for row in table])
 
 
 def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Any) -> Estimate:
-    """Maj@k = mean_p [the answer with most of the n = k votes is correct]; tied answers share: the mean over them.
+    """Maj@k = mean_p [the answer with most of the n = k votes is correct]; tied answers
+    share: the mean over them.
 
-    That is the expectation when a tie is broken by a fair draw. verl gives a tie to the answer sampled first, and its
-    `maj@k/mean` averages over tuples drawn with replacement. answers: [P][n] hashables, in the form that the checker
-    compares ("1/2" and "0.5" are two answers). None is no answer: it has no vote, and a problem without votes scores 0.
-    InputError if equal answers have different verdicts.
+    That is the expectation when a tie is broken by a fair draw. verl gives a tie to the
+    answer sampled first, and its `maj@k/mean` averages over tuples drawn with
+    replacement. answers: [P][n] hashables, in the form that the checker compares ("1/2"
+    and "0.5" are two answers). None is no answer: it has no vote, and a problem without
+    votes scores 0. InputError if equal answers have different verdicts.
     """
     table = _table(correct)
     plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else x
-    rows: Any = [plain(row) for row in answers] if isinstance(answers, Sequence) else plain(answers)
+    rows: Any = (
+        [plain(row) for row in answers]
+        if isinstance(answers, Sequence)
+        else plain(answers)
+    )
     sized = isinstance(rows, list) and all(isinstance(row, Sequence) for row in rows)
-    if not sized or len(rows) != len(table) or any(len(row) != table.shape[1] for row in rows):
-        raise InputError(f"answers must be {table.shape[0]} lists of {table.shape[1]} answers, the shape of `correct`.")
-    return Estimate.of([_vote(p, row, verdicts) for p, (row, verdicts) in enumerate(zip(rows, table, strict=True))])
+    if (
+        not sized
+        or len(rows) != len(table)
+        or any(len(row) != table.shape[1] for row in rows)
+    ):
+        raise InputError(
+            f"answers must be {table.shape[0]} lists of {table.shape[1]} answers, the shape of `correct`."
+        )
+    return Estimate.of(
+        [
+            _vote(p, row, verdicts)
+            for p, (row, verdicts) in enumerate(zip(rows, table, strict=True))
+        ]
+    )
 
 
 def _vote(problem: int, row: Sequence[Hashable], verdicts: np.ndarray) -> float:
@@ -146,11 +193,17 @@ def _table(correct: Any) -> np.ndarray:
         ) from e
     if table.dtype != bool or table.ndim != 2 or table.size == 0:
         got = f"{table.dtype} {table.shape}"
-        raise InputError(f"correct must be a bool table [P, n], not empty, got {got}: compare scores with a threshold.")
+        raise InputError(
+            f"correct must be a bool table [P, n], not empty, got {got}: compare scores with a threshold."
+        )
     return table
 
 
 def _check_count(name: str, k: Any, most: float = float("inf")) -> None:
     if not isinstance(k, int | np.integer) or isinstance(k, bool) or not 1 <= k <= most:
-        limit = f"between 1 and the {most} samples of a problem" if most < float("inf") else ">= 1"
+        limit = (
+            f"between 1 and the {most} samples of a problem"
+            if most < float("inf")
+            else ">= 1"
+        )
         raise InputError(f"{name} must be a whole number {limit}, got {k!r}.")

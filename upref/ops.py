@@ -27,8 +27,12 @@ inf = math.inf
 def _reader(*xs: Any) -> str:
     if any(isinstance(x, Tensor) for x in xs):
         return "torch"
-    sympy = sys.modules.get("sympy")  # a symbol can only exist where sympy was imported; never import it for torch
-    if sympy and any(isinstance(x, sympy.Basic) or (isinstance(x, np.ndarray) and x.dtype == object) for x in xs):
+    # a symbol can only exist where sympy was imported; never import it for torch
+    sympy = sys.modules.get("sympy")
+    if sympy and any(
+        isinstance(x, sympy.Basic) or (isinstance(x, np.ndarray) and x.dtype == object)
+        for x in xs
+    ):
         return "sympy"
     return "numpy"
 
@@ -185,8 +189,11 @@ def binary_kl(lp: Any, lp_old: Any) -> Any:
     return exp(lp_old) * (lp_old - lp) + when(q_old > 0, q_old * (log(q_old) - log(q)))
 
 
-# set by recorded_sg alone, and of this thread alone: an sg of another thread is no part of the recording
-_sg_visitor: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("_sg_visitor", default=None)
+# set by recorded_sg alone, and of this thread alone: an sg of another thread is no part
+# of the recording
+_sg_visitor: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar(
+    "_sg_visitor", default=None
+)
 
 
 @contextmanager
@@ -212,7 +219,8 @@ def sg(x: Any) -> Any:
     """The stop-gradient operator of Eq. 12."""
     match _reader(x):
         case "torch":
-            visit = None if torch.compiler.is_compiling() else _sg_visitor.get()  # the compiler reads no ContextVar
+            # the compiler reads no ContextVar
+            visit = None if torch.compiler.is_compiling() else _sg_visitor.get()
             return x.detach() if visit is None else visit(x.detach())
         case "sympy":
             from upref.symbolic import StopGradient
@@ -225,7 +233,9 @@ def sum_t(x: Any, mask: Any) -> Any:
     """Σ_t over the unmasked tokens of each response: [B, T] -> [B], for torch in float32 at least."""
     inside = where(mask, x, 0)
     return (
-        inside.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)) if isinstance(x, Tensor) else inside.sum(-1)
+        inside.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        if isinstance(x, Tensor)
+        else inside.sum(-1)
     )
 
 

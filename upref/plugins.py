@@ -3,10 +3,11 @@
 
 upref.commands     A verb of the command. The entry point has the name of the verb and loads a `upref.cli.verb.Verb`.
 upref.frameworks   Losses by names such as `verl:vanilla`, and objects that the package recognizes. The entry point has
-                   the name of the package and loads a `Frameworks`: an object, or a module with these functions.
+                   the name of the package and loads a `Frameworks`: an object, or a
+                   module with these functions.
 
-upref itself imports none of these packages. An entry point that does not load is left out: in silence where its package
-is not there, else with a warning.
+upref itself imports none of these packages. An entry point that does not load is left
+out: in silence where its package is not there, else with a warning.
 """
 
 import warnings
@@ -41,14 +42,20 @@ class Frameworks(Protocol):
         """Return the frameworks: `verl`, for names such as `verl:vanilla`."""
 
     def needs_process(self, framework: str) -> bool:
-        """Tell whether a process that has a loss of this framework can import nothing else afterwards."""
+        """Tell whether a process that has a loss of this framework can import nothing
+        else afterwards.
+        """
 
-    def find(self, name: str, objective: "Objective", hp: Mapping[str, Any]) -> "Loss | Callable[..., Any]":
-        """Return the loss of that name, set up for the objective where the name asks for that.
+    def find(
+        self, name: str, objective: "Objective", hp: Mapping[str, Any]
+    ) -> "Loss | Callable[..., Any]":
+        """Return the loss of that name, set up for the objective where the name asks
+        for that.
 
         Args:
             name: `FRAMEWORK:MODE`, with whatever the package reads after it.
-            objective: what the loss is compared with; one named "nothing" where it is compared with none.
+            objective: what the loss is compared with; one named "nothing" where it is
+                compared with none.
             hp: hyperparameters of the objective.
 
         Returns:
@@ -58,21 +65,33 @@ class Frameworks(Protocol):
             InputError: there is no such loss, or the framework is not installed.
         """
 
-    def recognize(self, name: str, loss: Any, objective: "Objective", hp: Mapping[str, Any]) -> "Loss | None":
-        """Return the Loss of an object of a framework's own kind, such as a trainer's class; None for any other."""
+    def recognize(
+        self, name: str, loss: Any, objective: "Objective", hp: Mapping[str, Any]
+    ) -> "Loss | None":
+        """Return the Loss of an object of a framework's own kind, such as a trainer's
+        class; None for any other.
+        """
 
     def tested_versions(self) -> Mapping[str, str]:
-        """Return the version of each distribution with which the package was tested, for `upref doctor`."""
+        """Return the version of each distribution with which the package was tested,
+        for `upref doctor`.
+        """
 
     def dump_readers(self) -> "Collection[DumpReader]":
-        """Return the readers of what trainers write themselves, for `upref replay`; a package may lack this."""
+        """Return the readers of what trainers write themselves, for `upref replay`; a
+        package may lack this.
+        """
 
     def recorders(self) -> "Collection[Recorder]":
-        """Return what records the steps of a trainer, for `upref.replay.record`; a package may lack this."""
+        """Return what records the steps of a trainer, for `upref.replay.record`; a
+        package may lack this.
+        """
 
 
 class DumpReader(Protocol):
-    """Files of one trainer as recorded batches (docs/dump.md): a module with these names."""
+    """Files of one trainer as recorded batches (docs/dump.md): a module with these
+    names.
+    """
 
     SUFFIXES: tuple[str, ...]  # of the names of its files
 
@@ -87,15 +106,21 @@ class DumpReader(Protocol):
 
 
 class Recorder(Protocol):
-    """How the steps of one trainer are recorded while it runs (docs/dump.md): a module with these names."""
+    """How the steps of one trainer are recorded while it runs (docs/dump.md): a module
+    with these names.
+    """
 
     TRAINER: str  # what it records, for a message
 
     def recognizes(self, trainer: Any) -> bool:
         """Tell whether this is its trainer; imports nothing."""
 
-    def attach(self, trainer: Any, schedule: "Schedule", sink: "Sink") -> Callable[[], None]:
-        """Hand each step of the schedule to the sink from now on; return what leaves the trainer as it was."""
+    def attach(
+        self, trainer: Any, schedule: "Schedule", sink: "Sink"
+    ) -> Callable[[], None]:
+        """Hand each step of the schedule to the sink from now on; return what leaves
+        the trainer as it was.
+        """
 
 
 @cache
@@ -113,13 +138,17 @@ def frameworks() -> list[Frameworks]:
 @cache
 def dump_readers() -> "list[DumpReader]":
     """What installed packages read of trainers' own files."""
-    return [reader for f in frameworks() for reader in getattr(f, "dump_readers", tuple)()]
+    return [
+        reader for f in frameworks() for reader in getattr(f, "dump_readers", tuple)()
+    ]
 
 
 @cache
 def recorders() -> "list[Recorder]":
     """What installed packages record of trainers."""
-    return [recorder for f in frameworks() for recorder in getattr(f, "recorders", tuple)()]
+    return [
+        recorder for f in frameworks() for recorder in getattr(f, "recorders", tuple)()
+    ]
 
 
 def provider(framework: str) -> Frameworks | None:
@@ -128,7 +157,9 @@ def provider(framework: str) -> Frameworks | None:
 
 
 def absent(package: str) -> str:
-    """Why an installation lacks what a package of this distribution adds, and what to do."""
+    """Why an installation lacks what a package of this distribution adds, and what to
+    do.
+    """
     if find_spec(package):
         return f"{package} is here, but upref-rl was installed before it was: install upref-rl again"
     return f"{package} is not in this installation: install upref-rl whole"
@@ -140,6 +171,12 @@ def _loaded(group: str) -> dict[str, Any]:
         try:
             found[entry.name] = entry.load()
         except Exception as e:
-            if not isinstance(e, ModuleNotFoundError) or e.name != entry.module.partition(".")[0]:
-                warnings.warn(f"{entry.value} ({group}) does not load: {type(e).__name__}: {e}", stacklevel=2)
+            if (
+                not isinstance(e, ModuleNotFoundError)
+                or e.name != entry.module.partition(".")[0]
+            ):
+                warnings.warn(
+                    f"{entry.value} ({group}) does not load: {type(e).__name__}: {e}",
+                    stacklevel=2,
+                )
     return found

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For pytest: `assert_policy_loss(my_loss, "gspo", eps_low=3e-4, eps_high=4e-4)`, `assert_advantages(my_fn,
-"group_norm")`, `assert_kl(my_fn, "k3")`, `assert_logprobs(my_fn)`, `assert_step(step, model, "dapo", temperature=0.7)`,
+"""For pytest: `assert_policy_loss(my_loss, "gspo", eps_low=3e-4,
+eps_high=4e-4)`, `assert_advantages(my_fn, "group_norm")`, `assert_kl(my_fn,
+"k3")`, `assert_logprobs(my_fn)`, `assert_step(step, model, "dapo", temperature=0.7)`,
 imported or as fixtures.
 
-Nothing of upref is imported before the first use: the plug-in is loaded into every pytest run.
+Nothing of upref is imported before the first use: the plug-in is loaded into every
+pytest run.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,18 +17,25 @@ CONFORMANCE = "upref.conformance"
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
-    """Add the options of `pytest --pyargs upref.conformance`, and only where the command line names the suite.
+    """Add the options of `pytest --pyargs upref.conformance`, and only where the
+    command line names the suite.
 
-    Another plug-in may have an option of the same name, which would end every run of pytest.
+    Another plug-in may have an option of the same name, which would end every run of
+    pytest.
     """
-    if any(arg == CONFORMANCE or arg.startswith((f"{CONFORMANCE}.", f"{CONFORMANCE}::")) for arg in args):
+    if any(
+        arg == CONFORMANCE or arg.startswith((f"{CONFORMANCE}.", f"{CONFORMANCE}::"))
+        for arg in args
+    ):
         from upref.conformance import pytest_options
 
         early_config.pluginmanager.register(pytest_options, pytest_options.__name__)
 
 
 def assert_policy_loss(loss: Any, objective: Any, **hp) -> Any:
-    """Run `upref.check` and return its Report; fail the test if the loss is not the objective."""
+    """Run `upref.check` and return its Report; fail the test if the loss is not the
+    objective.
+    """
     __tracebackhide__ = True
     from upref.verify.check import check
 
@@ -34,7 +43,9 @@ def assert_policy_loss(loss: Any, objective: Any, **hp) -> Any:
 
 
 def assert_advantages(fn: Any, estimator: str, **hp) -> Any:
-    """Run `upref.check_advantages` and return its Report; fail the test if fn is not the estimator."""
+    """Run `upref.check_advantages` and return its Report; fail the test if fn is not
+    the estimator.
+    """
     __tracebackhide__ = True
     from upref.verify.advantages import check_advantages
 
@@ -42,7 +53,9 @@ def assert_advantages(fn: Any, estimator: str, **hp) -> Any:
 
 
 def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> Any:
-    """Run `upref.check_kl` and return its Report; fail the test if fn is not the estimator."""
+    """Run `upref.check_kl` and return its Report; fail the test if fn is not the
+    estimator.
+    """
     __tracebackhide__ = True
     from upref.verify.kl import check_kl
 
@@ -50,7 +63,9 @@ def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> Any:
 
 
 def assert_logprobs(fn: Any, **settings) -> Any:
-    """Run `upref.check_logprobs` and return its Report; fail the test if values or gradients differ."""
+    """Run `upref.check_logprobs` and return its Report; fail the test if values or
+    gradients differ.
+    """
     __tracebackhide__ = True
     from upref.verify.logprobs import check_logprobs
 
@@ -58,7 +73,9 @@ def assert_logprobs(fn: Any, **settings) -> Any:
 
 
 def assert_step(step: Any, model: Any, objective: Any, **settings) -> Any:
-    """Run `upref.check_step` and return its Report; fail the test if the gradient of the step differs."""
+    """Run `upref.check_step` and return its Report; fail the test if the gradient of
+    the step differs.
+    """
     __tracebackhide__ = True
     from upref.step import check_step
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registered objectives by name: those of the folder `objectives`, loaded when first asked for, and transforms."""
+"""The registered objectives by name: those of the folder `objectives`, loaded when
+first asked for, and transforms.
+"""
 
 import copyreg
 import functools
@@ -12,7 +14,16 @@ from upref import catalog, definition
 from upref.definition import ERRORS, LEVELS, NO_DUAL_CLIP, REDUCE, TRANSFORMS, Objective
 from upref.errors import InputError
 
-__all__ = ["ERRORS", "LEVELS", "NO_DUAL_CLIP", "REDUCE", "Objective", "get", "names", "objective"]
+__all__ = [
+    "ERRORS",
+    "LEVELS",
+    "NO_DUAL_CLIP",
+    "REDUCE",
+    "Objective",
+    "get",
+    "names",
+    "objective",
+]
 
 
 def _load() -> dict[str, Objective]:
@@ -51,7 +62,9 @@ def get(name: str) -> Objective:
             f"an objective is called by its name, got {type(name).__name__}: `upref list --all` shows all."
         )
     if name.count("(") > 20:
-        raise InputError(f"{name[:40]}... is nested {name.count('(')} times: up(NAME) once is enough.")
+        raise InputError(
+            f"{name[:40]}... is nested {name.count('(')} times: up(NAME) once is enough."
+        )
     make, _, base = name.partition("(")
     if make in TRANSFORMS and base.endswith(")"):
         return TRANSFORMS[make](get(base[:-1]))
@@ -60,4 +73,5 @@ def get(name: str) -> Objective:
     return known[name]
 
 
-copyreg.pickle(Objective, lambda o: (get, (o.name,)))  # a process that is sent one looks it up by its name
+# a process that is sent one looks it up by its name
+copyreg.pickle(Objective, lambda o: (get, (o.name,)))

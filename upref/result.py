@@ -6,7 +6,8 @@ from typing import Any, Self
 
 
 class Result:
-    """A verdict: bool() says whether it is good, str() prints it, json() is machine-readable.
+    """A verdict: bool() says whether it is good, str() prints it, json() is
+    machine-readable.
 
     A subclass has `__bool__`, `__str__` and `json`.
     """
@@ -26,7 +27,9 @@ class Result:
         raise TypeError(f"{type(self).__name__} has no JSON form.")
 
     def assert_ok(self) -> Self:
-        """Return itself. Raises AssertionError with the whole text where the verdict is not good."""
+        """Return itself. Raises AssertionError with the whole text where the verdict is
+        not good.
+        """
         if not self:
             raise AssertionError(f"\n{self}")
         return self

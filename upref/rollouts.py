@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch that every objective reads, validated once at the boundary, and the letters used everywhere.
+"""The batch that every objective reads, validated once at the boundary, and the letters
+used everywhere.
 
 lp, lp_old    log π_θ(o_t | q, o_<t) and log π_old(o_t | q, o_<t), in nats, [B, T]
 lp_sampler    log μ(o_t | q, o_<t) of the engine that sampled, where it differs from π_old; ρ = exp(lp_old - lp_sampler)
@@ -26,20 +27,24 @@ from upref.tensors import describe, is_materialized
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: tensors have no one truth value
+# compared by identity: tensors have no one truth value
+@dataclass(frozen=True, eq=False)
 class Rollouts:
     """A batch of B sampled responses of at most T tokens: the input of every objective.
 
     Args:
-        logp: log π_θ(o_t) [B, T] in nats, <= 0 and finite on unmasked slots. Masked slots may hold anything.
+        logp: log π_θ(o_t) [B, T] in nats, <= 0 and finite on unmasked slots. Masked
+            slots may hold anything.
         logp_old: log π_old(o_t), the same.
         adv: advantages, [B, T] or [B, 1].
         mask: [B, T], True on response tokens. Every response has at least one.
         group: prompt id of each response [B]; None: all responses count as one prompt.
         logp_ref: log π_ref(o_t) for a KL term.
         entropy: policy entropy per token in nats; one objective needs it.
-        totals: counts of the mini-batch, if this is one of its micro-batches (see `split`).
-        logp_sampler: log-probabilities of the inference engine, for sampler corrections: upref.transforms.
+        totals: counts of the mini-batch, if this is one of its micro-batches (see
+            `split`).
+        logp_sampler: log-probabilities of the inference engine, for sampler
+            corrections: upref.transforms.
 
     Raises:
         InputError: invalid input.
@@ -60,20 +65,32 @@ class Rollouts:
         B = len(self.mask)
         if self.totals is not None:
             per_row = getattr(self.totals, "group_tokens", None)
-            if not isinstance(self.totals, Totals) or (isinstance(per_row, Tensor) and per_row.shape not in ((), (B,))):
-                raise InputError(f"totals must be the mini-batch's Totals, cut to these {B} rows by Totals.rows.")
+            if not isinstance(self.totals, Totals) or (
+                isinstance(per_row, Tensor) and per_row.shape not in ((), (B,))
+            ):
+                raise InputError(
+                    f"totals must be the mini-batch's Totals, cut to these {B} rows by Totals.rows."
+                )
         for name in ("logp", "logp_old", "logp_ref", "logp_sampler"):
             x = getattr(self, name)
             if x is not None:
                 self._check_logp(name, x)
         empty = self.mask.view(torch.uint8).amax(1) == 0
         if empty.any():
-            raise InputError(f"response {_first(empty)[0]} has no unmasked token: drop that row before the loss.")
+            raise InputError(
+                f"response {_first(empty)[0]} has no unmasked token: drop that row before the loss."
+            )
         if self.entropy is not None and (bad := ~(self.entropy >= 0) & self.mask).any():
-            raise InputError(f"entropy is {self.entropy[_first(bad)].item()} at {_first(bad)}: give nats, 0 or more.")
+            raise InputError(
+                f"entropy is {self.entropy[_first(bad)].item()} at {_first(bad)}: give nats, 0 or more."
+            )
         least, most = _ends(self.adv)
         if not -math.inf < least <= most < math.inf:
-            bad = ~self.adv.isfinite() & self.mask if self.adv.shape[1] > 1 else ~self.adv.isfinite()
+            bad = (
+                ~self.adv.isfinite() & self.mask
+                if self.adv.shape[1] > 1
+                else ~self.adv.isfinite()
+            )
             if bad.any():
                 raise InputError(
                     f"adv is not finite at {_first(bad)}: check the rewards and the group's standard deviation."
@@ -88,29 +105,65 @@ class Rollouts:
                 )
 
     def _plain(self) -> bool:
-        """Whether every field has the commonest types and the right shape: no need to ask jaxtyping, which is slow."""
-        more = [x for x in (self.logp_ref, self.entropy, self.logp_sampler) if x is not None]
-        lps, mask, group, adv = [self.logp, self.logp_old, *more], self.mask, self.group, self.adv
+        """Whether every field has the commonest types and the right shape: no need to
+        ask jaxtyping, which is slow.
+        """
+        more = [
+            x for x in (self.logp_ref, self.entropy, self.logp_sampler) if x is not None
+        ]
+        lps, mask, group, adv = (
+            [self.logp, self.logp_old, *more],
+            self.mask,
+            self.group,
+            self.adv,
+        )
         if not (is_materialized(mask) and mask.dtype is torch.bool and mask.ndim == 2):
             return False
         B, T = mask.shape
         return (
-            all(is_materialized(x) and x.dtype in FLOATS and x.shape == (B, T) for x in lps)
-            and (is_materialized(adv) and adv.dtype in FLOATS and adv.shape in ((B, T), (B, 1)))
-            and (group is None or (is_materialized(group) and group.dtype is torch.int64 and group.shape == (B,)))
+            all(
+                is_materialized(x) and x.dtype in FLOATS and x.shape == (B, T)
+                for x in lps
+            )
+            and (
+                is_materialized(adv)
+                and adv.dtype in FLOATS
+                and adv.shape in ((B, T), (B, 1))
+            )
+            and (
+                group is None
+                or (
+                    is_materialized(group)
+                    and group.dtype is torch.int64
+                    and group.shape == (B,)
+                )
+            )
         )
 
     def _check_types(self) -> None:
         if self._plain() and self.mask.numel():
             return
-        shapes = f" (logp is {describe(self.logp)})" if isinstance(self.logp, Tensor) else ""
+        shapes = (
+            f" (logp is {describe(self.logp)})" if isinstance(self.logp, Tensor) else ""
+        )
         with jaxtyped("context"):  # binds B and T over all the fields
             for field in (f for f in fields_of(self) if f.name != "totals"):
-                x, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
-                if not any(isinstance(x, kind) for kind in kinds) or (isinstance(x, Tensor) and not is_materialized(x)):
+                x, kinds = (
+                    getattr(self, field.name),
+                    get_args(field.type) or (field.type,),
+                )
+                if not any(isinstance(x, kind) for kind in kinds) or (
+                    isinstance(x, Tensor) and not is_materialized(x)
+                ):
                     want = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
-                    mend = ": pass mask.bool()" if field.name == "mask" and isinstance(x, Tensor) else ""
-                    raise InputError(f"{field.name} must be {want}, got {describe(x)}{shapes}{mend}.")
+                    mend = (
+                        ": pass mask.bool()"
+                        if field.name == "mask" and isinstance(x, Tensor)
+                        else ""
+                    )
+                    raise InputError(
+                        f"{field.name} must be {want}, got {describe(x)}{shapes}{mend}."
+                    )
         if self.mask.numel() == 0:
             raise InputError(
                 f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give at least one response."
@@ -120,7 +173,9 @@ class Rollouts:
         # a fused log-softmax may overshoot 0 by rounding, not by more
         most = min(100 * torch.finfo(x.dtype).eps, 1e-3)
         low, high = _ends(x)
-        if (low > -math.inf and high <= most) or ((x <= most) & (x > -math.inf) | ~self.mask).all():
+        if (low > -math.inf and high <= most) or (
+            (x <= most) & (x > -math.inf) | ~self.mask
+        ).all():
             return
         bad = ~x.isfinite() & self.mask
         if bad.any():
@@ -135,14 +190,19 @@ class Rollouts:
 
     @classmethod
     def unchecked(cls, **fields: Any) -> "Rollouts":
-        """The same without a look at it: for a batch that is being trained on, and one that is wrong on purpose."""
+        """The same without a look at it: for a batch that is being trained on, and one
+        that is wrong on purpose.
+        """
         b = object.__new__(cls)
         b.__dict__.update(dict.fromkeys(cls.__dataclass_fields__) | fields)
         return b
 
     def but(self, **changes: Any) -> "Rollouts":
         """A copy with other fields, not looked at again."""
-        return self.unchecked(**{name: getattr(self, name) for name in self.__dataclass_fields__} | changes)
+        return self.unchecked(
+            **{name: getattr(self, name) for name in self.__dataclass_fields__}
+            | changes
+        )
 
     @cached_property
     def one_adv_per_response(self) -> bool:
@@ -150,13 +210,21 @@ class Rollouts:
         return one_per_response(self.adv, self.mask)
 
     def split(self, n: int) -> "list[Rollouts]":
-        """n micro-batches whose losses (and gradients) *add up* to this batch's, whatever the response lengths.
+        """n micro-batches whose losses (and gradients) *add up* to this batch's,
+        whatever the response lengths.
 
-        Each carries the whole mini-batch's `totals`. Data-parallel ranks do the same with `Totals.of_lengths` of the
-        gathered lengths and groups, and sum the gradients; multiply by the world size where the framework averages.
+        Each carries the whole mini-batch's `totals`. Data-parallel ranks do the same
+        with `Totals.of_lengths` of the gathered lengths and groups, and sum the
+        gradients; multiply by the world size where the framework averages.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= max(len(self.mask), 64):
-            raise InputError(f"a batch of {len(self.mask)} responses is split into 1 to as many parts, not {n!r}.")
+        if (
+            isinstance(n, bool)
+            or not isinstance(n, int)
+            or not 1 <= n <= max(len(self.mask), 64)
+        ):
+            raise InputError(
+                f"a batch of {len(self.mask)} responses is split into 1 to as many parts, not {n!r}."
+            )
         totals = self.totals or Totals.of(self.mask, self.group)
         rows = torch.arange(len(self.mask)).tensor_split(n)
         return [self.rows(i, totals) for i in rows if len(i)]
@@ -169,18 +237,25 @@ class Rollouts:
 
 def per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
     """Each response's one advantage: its first unmasked slot's."""
-    return A[:, 0] if A.shape[-1] == 1 else A.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
+    return (
+        A[:, 0]
+        if A.shape[-1] == 1
+        else A.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
+    )
 
 
 def one_per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> bool:
     """Whether the unmasked advantages of each response are equal."""
-    if bool((A.amax(1) == A.amin(1)).all()):  # of masked slots too: the usual case, in two passes without a copy
+    # of masked slots too: the usual case, in two passes without a copy
+    if bool((A.amax(1) == A.amin(1)).all()):
         return True
     return bool(((A == per_response(A, mask)[:, None]) | ~mask).all())
 
 
 def _ends(x: Tensor) -> tuple[float, float]:
-    """The least and the greatest number, of masked slots too; NaN where there is one. One pass, no copy."""
+    """The least and the greatest number, of masked slots too; NaN where there is one.
+    One pass, no copy.
+    """
     least, greatest = torch.aminmax(x.detach())
     return least.item(), greatest.item()
 

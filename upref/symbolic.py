@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sympy side of `upref.ops`: its words `sg` and `where` as functions, arrays of symbols, how a regime is read."""
+"""The sympy side of `upref.ops`: its words `sg` and `where` as functions, arrays of
+symbols, how a regime is read.
+"""
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +33,11 @@ class StopGradient(sympy.Function):  # type: ignore[misc]  # mypy does not read 
 
 
 class Where(sympy.Function):  # type: ignore[misc]
-    """x where the condition holds, else y: a Piecewise that does not fold what is nested in its condition.
+    """x where the condition holds, else y: a Piecewise that does not fold what is
+    nested in its condition.
 
-    Folding makes sympy's own slow on min(r A, clip(r) A); `.rewrite(sympy.Piecewise)` gives that.
+    Folding makes sympy's own slow on min(r A, clip(r) A); `.rewrite(sympy.Piecewise)`
+    gives that.
     """
 
     nargs = 3
@@ -49,7 +53,9 @@ class Where(sympy.Function):  # type: ignore[misc]
         condition, x, y = self.args
         return Where(condition, x.diff(s), y.diff(s))
 
-    def _eval_rewrite_as_Piecewise(self, condition: Any, x: Any, y: Any, **kwargs: Any) -> Any:
+    def _eval_rewrite_as_Piecewise(
+        self, condition: Any, x: Any, y: Any, **kwargs: Any
+    ) -> Any:
         return Piecewise((x, condition), (y, True))
 
     def _latex(self, printer: Any) -> str:
@@ -72,7 +78,9 @@ def _elementwise(compare: Callable[[Any, Any], Any]) -> Any:
 
 
 class SymbolArray(np.ndarray):
-    """An object array whose comparisons give relations: numpy's own would ask each element for its truth."""
+    """An object array whose comparisons give relations: numpy's own would ask each
+    element for its truth.
+    """
 
     def __new__(cls, elements: Any) -> Any:
         return np.array(elements, dtype=object).view(cls)
@@ -84,7 +92,8 @@ class SymbolArray(np.ndarray):
 
 
 def in_regime(expr: Expr, point: dict[Any, Any]) -> Expr:
-    """The branch of every `where` that holds at `point`, kept symbolic: an expression as it reads in one regime.
+    """The branch of every `where` that holds at `point`, kept symbolic: an expression
+    as it reads in one regime.
 
     Raises ValueError where the point leaves a condition undecided.
     """
@@ -100,11 +109,14 @@ def in_regime(expr: Expr, point: dict[Any, Any]) -> Expr:
     return expr
 
 
-def pieces(Js: Sequence[Expr], lp: Symbol, lp_old: Symbol, r: Symbol, at: dict[Any, Any]) -> list[tuple[Any, ...]]:
-    """(low, high, [(J, dJ/dlp in r), ...]) of these J on every open interval of r = exp(lp - lp_old) between
-    breakpoints.
+def pieces(
+    Js: Sequence[Expr], lp: Symbol, lp_old: Symbol, r: Symbol, at: dict[Any, Any]
+) -> list[tuple[Any, ...]]:
+    """(low, high, [(J, dJ/dlp in r), ...]) of these J on every open interval of r =
+    exp(lp - lp_old) between breakpoints.
 
-    at: numbers for the other symbols, which order the breakpoints. The intervals are those of all Js together.
+    at: numbers for the other symbols, which order the breakpoints. The intervals are
+    those of all Js together.
     """
     ends = {sympy.S.Zero: sympy.S.Zero, sympy.oo: sympy.oo}
     for J in Js:
@@ -115,16 +127,21 @@ def pieces(Js: Sequence[Expr], lp: Symbol, lp_old: Symbol, r: Symbol, at: dict[A
     for a, b in pairwise(sorted(ends)):
         inside = (2 * a if a else sympy.S.One) if b == sympy.oo else (a + b) / 2
         branches = [in_regime(J, at | {lp: sympy.log(inside), lp_old: 0}) for J in Js]
-        read = [(J, sympy.simplify(forget_sg(J.diff(lp)).subs(lp, lp_old + sympy.log(r)))) for J in branches]
+        read = [
+            (J, sympy.simplify(forget_sg(J.diff(lp)).subs(lp, lp_old + sympy.log(r))))
+            for J in branches
+        ]
         found.append((ends[a], ends[b], read))
     return found
 
 
 def breakpoints(expr: Expr, r: Symbol) -> list[Expr]:
-    """Every r at which a condition of `expr` can change, solved where it is linear in r, 1/r or log r.
+    """Every r at which a condition of `expr` can change, solved where it is linear in
+    r, 1/r or log r.
 
-    A condition that is none of these comes back as the expression that vanishes there. More than the true breakpoints
-    may come back (some conditions are never decisive), none is missing.
+    A condition that is none of these comes back as the expression that vanishes there.
+    More than the true breakpoints may come back (some conditions are never decisive),
+    none is missing.
     """
     found = {}
     for relation in expr.atoms(Relational):
@@ -135,7 +152,9 @@ def breakpoints(expr: Expr, r: Symbol) -> list[Expr]:
 
 
 def _alternatives(expr: Expr) -> Iterator[Expr]:
-    """The expression with each `where` in it replaced by each of its two values in turn."""
+    """The expression with each `where` in it replaced by each of its two values in
+    turn.
+    """
     inner = [w for w in expr.atoms(Where) if not any(a.has(Where) for a in w.args)]
     if not inner:
         yield expr
@@ -145,12 +164,20 @@ def _alternatives(expr: Expr) -> Iterator[Expr]:
 
 
 def _root(difference: Expr, r: Symbol) -> Expr | None:
-    """r where the difference is 0; None where it never is; the difference itself where no closed form is at hand."""
+    """r where the difference is 0; None where it never is; the difference itself where
+    no closed form is at hand.
+    """
     x = Symbol("x")
     for unknown, back in ((r, lambda v: v), (sympy.log(r), sympy.exp)):
-        numerator = sympy.numer(sympy.together(sympy.expand(difference))).subs(unknown, x)
+        numerator = sympy.numer(sympy.together(sympy.expand(difference))).subs(
+            unknown, x
+        )
         if r not in numerator.free_symbols and numerator.is_polynomial(x):
             p = sympy.Poly(numerator, x)
             if p.degree() <= 1:
-                return back(sympy.simplify(-p.nth(0) / p.nth(1))) if p.degree() == 1 else None
+                return (
+                    back(sympy.simplify(-p.nth(0) / p.nth(1)))
+                    if p.degree() == 1
+                    else None
+                )
     return -difference if difference.could_extract_minus_sign() else difference

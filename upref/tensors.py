@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 def is_materialized(x: Any) -> TypeGuard[Tensor]:
-    """Whether it is a tensor that holds its numbers: not sparse, not on the device `meta`."""
+    """Whether it is a tensor that holds its numbers: not sparse, not on the device
+    `meta`.
+    """
     return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta
 
 

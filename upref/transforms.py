@@ -57,8 +57,11 @@ def up_anchored(base: Objective) -> Objective:
 def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     """where(A > 0, A positive(lp), base): lp is reduced as the base reduces it."""
     if not isinstance(base, Objective):
-        raise InputError(f"up(...) takes an Objective, e.g. upref.get('dapo'), not a {type(base).__name__}.")
-    mean = base.level == "custom" and base.agg == "seq-mean"  # one term per response: the positive branch averages too
+        raise InputError(
+            f"up(...) takes an Objective, e.g. upref.get('dapo'), not a {type(base).__name__}."
+        )
+    # one term per response: the positive branch averages too
+    mean = base.level == "custom" and base.agg == "seq-mean"
 
     def fn(lp, lp_old, A, *args, **hp):
         negative = base.fn(lp, lp_old, A, *args, **hp)
@@ -84,7 +87,7 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     )  # fmt: skip
 
 
-# ---- parts of DeepSeek-V3.2's loss -----------------------------------------------------------------------------------
+# ---- parts of DeepSeek-V3.2's loss ---------------------------------------------------
 @transform
 def opsm(base: Objective) -> Objective:
     """Apply off-policy sequence masking to an objective: what pushes a bad response away ends once it has drifted.
@@ -102,7 +105,9 @@ def opsm(base: Objective) -> Objective:
         InputError: the base is no Objective, or has one ratio per response.
     """
     if not isinstance(base, Objective):
-        raise InputError(f"opsm(...) takes an Objective, e.g. upref.get('dapo'), not a {type(base).__name__}.")
+        raise InputError(
+            f"opsm(...) takes an Objective, e.g. upref.get('dapo'), not a {type(base).__name__}."
+        )
     if base.level in REDUCE:
         raise InputError(
             f"opsm(...) takes an objective with one ratio per token, and {base.name} has one per response."
@@ -141,16 +146,25 @@ def _not_drifted(log_r, A, mask, delta):
     return (A >= 0) | (-mean_t(log_r, mask) <= delta)[..., None]
 
 
-def _before(function: Callable[..., Any], mask: Any, more: tuple[Any, ...]) -> tuple[Any, ...]:
+def _before(
+    function: Callable[..., Any], mask: Any, more: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """What an objective's function is handed after A, the mask only where it has a parameter of that name."""
     return (mask, *more) if "mask" in inspect.signature(function).parameters else more
 
 
-def _with_mask(function: Callable[..., Any], first: str, delta: Any = inspect.Parameter.empty) -> inspect.Signature:
+def _with_mask(
+    function: Callable[..., Any], first: str, delta: Any = inspect.Parameter.empty
+) -> inspect.Signature:
     """The function's signature with these names first, then the mask, and with opsm_delta last."""
     own = list(inspect.signature(function).parameters.values())[len(first.split()) :]
-    leading = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*first.split(), "mask")]
-    added = inspect.Parameter("opsm_delta", inspect.Parameter.KEYWORD_ONLY, default=delta)
+    leading = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in (*first.split(), "mask")
+    ]
+    added = inspect.Parameter(
+        "opsm_delta", inspect.Parameter.KEYWORD_ONLY, default=delta
+    )
     return inspect.Signature([*leading, *(p for p in own if p.name != "mask"), added])
 
 
@@ -169,15 +183,19 @@ def unbiased_kl(base: Objective) -> Objective:
     """
     if not isinstance(base, Objective) or not base.kl:
         named = base.name if isinstance(base, Objective) else f"a {type(base).__name__}"
-        raise InputError(f"unbiased_kl(...) takes an Objective with a KL term, e.g. upref.get('grpo'), not {named}.")
+        raise InputError(
+            f"unbiased_kl(...) takes an Objective with a KL term, e.g. upref.get('grpo'), not {named}."
+        )
     return replace(
         base, name=f"unbiased_kl({base.name})", kl="k3_ratio", paper="deepseek2025v32", eq="the unbiased KL estimate",
         equation=f"{base.equation};  D_KL = r (π_ref/π_θ - log(π_ref/π_θ) - 1), with the gradient of r",
     )  # fmt: skip
 
 
-# ---- sampler corrections ---------------------------------------------------------------------------------------------
-def _correction(paper: str, eq: str, **defaults: str) -> Callable[[Any], Callable[[Objective], Objective]]:
+# ---- sampler corrections -------------------------------------------------------------
+def _correction(
+    paper: str, eq: str, **defaults: str
+) -> Callable[[Any], Callable[[Objective], Objective]]:
     """Decorator: of the factor the transform that multiplies by it.
 
     The factor is a function `(log_rho, mask, *, hyperparameters)` or `(log_rho, mask, lp_sampler, *, hyperparameters)`.
@@ -187,9 +205,13 @@ def _correction(paper: str, eq: str, **defaults: str) -> Callable[[Any], Callabl
         def make(base: Any) -> Objective:
             if not isinstance(base, Objective):
                 got = type(base).__name__
-                raise InputError(f"{factor.__name__}(...) takes an Objective, e.g. get('dapo'), not a {got}.")
+                raise InputError(
+                    f"{factor.__name__}(...) takes an Objective, e.g. get('dapo'), not a {got}."
+                )
             if base.sampler is not None:
-                raise InputError(f"{base.name} corrects for its sampler already: one correction is enough.")
+                raise InputError(
+                    f"{base.name} corrects for its sampler already: one correction is enough."
+                )
             return replace(
                 base, name=f"{factor.__name__}({base.name})",
                 equation=f"w_t J_t, J_t of {base.name}: {base.equation};  {inspect.getdoc(factor)}", paper=paper,
@@ -205,7 +227,16 @@ def _correction(paper: str, eq: str, **defaults: str) -> Callable[[Any], Callabl
     return wrap
 
 
-CORRECTIONS = ("decoupled", "tis", "tis_seq", "mis", "mis_seq", "icepop", "seq_mask", "kpop")
+CORRECTIONS = (
+    "decoupled",
+    "tis",
+    "tis_seq",
+    "mis",
+    "mis_seq",
+    "icepop",
+    "seq_mask",
+    "kpop",
+)
 IS_MAX = "2.0: verl's rollout_is_threshold"
 
 
@@ -221,7 +252,9 @@ def tis(log_rho, mask, *, is_max=2.0):
     return minimum(exp(log_rho), is_max)
 
 
-@_correction("liu2025speed", "sequence-level truncated importance sampling", is_max=IS_MAX)
+@_correction(
+    "liu2025speed", "sequence-level truncated importance sampling", is_max=IS_MAX
+)
 def tis_seq(log_rho, mask, *, is_max=2.0):
     """w_t = min(Π_t ρ_t, C)"""
     return minimum(exp(sum_t(log_rho, mask)), is_max)[:, None].expand_as(mask)
@@ -233,7 +266,11 @@ def mis(log_rho, mask, *, is_max=2.0):
     return when(exp(log_rho) <= is_max, exp(log_rho))
 
 
-@_correction("liu2025speed", "masked importance sampling", is_max="3.0: TRL's vllm_importance_sampling_clip_max")
+@_correction(
+    "liu2025speed",
+    "masked importance sampling",
+    is_max="3.0: TRL's vllm_importance_sampling_clip_max",
+)
 def mis_seq(log_rho, mask, *, is_max=3.0):
     """w_t = S if S = Π_t ρ_t <= C, else 0"""
     S = exp(sum_t(log_rho, mask))
@@ -252,7 +289,12 @@ def icepop(log_rho, mask, *, is_min=0.5, is_max=5.0):
     return when((rho >= is_min) & (rho <= is_max), rho)
 
 
-@_correction("liu2025speed", "the geometric mask", is_min="0.999: verl's decoupled_geo_rs", is_max="1.001: the same")
+@_correction(
+    "liu2025speed",
+    "the geometric mask",
+    is_min="0.999: verl's decoupled_geo_rs",
+    is_max="1.001: the same",
+)
 def seq_mask(log_rho, mask, *, is_min=0.999, is_max=1.001):
     """w_t = 1 if C_min <= (Π_t ρ_t)^(1/|o|) <= C, else 0"""
     s = exp(mean_t(log_rho, mask))
@@ -267,5 +309,7 @@ def seq_mask(log_rho, mask, *, is_min=0.999, is_max=1.001):
 def kpop(log_rho, mask, lp_sampler, *, phi=2.0):
     """w_t = ρ_t if KL(Bern(π_old) ‖ Bern(μ)) <= φ and KL(Bern(μ) ‖ Bern(π_old)) <= φ, else 0"""
     lp_old = lp_sampler + log_rho
-    near = (binary_kl(lp_sampler, lp_old) <= phi) & (binary_kl(lp_old, lp_sampler) <= phi)
+    near = (binary_kl(lp_sampler, lp_old) <= phi) & (
+        binary_kl(lp_old, lp_sampler) <= phi
+    )
     return when(near, exp(log_rho))

@@ -10,46 +10,82 @@ from upref.cli.verb import Verb, add_time_limit
 
 
 def _learn_arguments(c: argparse.ArgumentParser) -> None:
-    c.add_argument("lesson", nargs="?", type=int, metavar="N", help="write lessonNN.py here; if it exists, grade it")
+    c.add_argument(
+        "lesson",
+        nargs="?",
+        type=int,
+        metavar="N",
+        help="write lessonNN.py here; if it exists, grade it",
+    )
     add_time_limit(c, 60)
 
 
 def _learn(args: argparse.Namespace) -> int:
     here = Path.cwd()
-    if args.lesson and sys.stderr.isatty() and (here / f"lesson{args.lesson:02d}.py").exists():
-        print(f"checking lesson{args.lesson:02d}.py ...", file=sys.stderr)  # before torch is imported
+    if (
+        args.lesson
+        and sys.stderr.isatty()
+        and (here / f"lesson{args.lesson:02d}.py").exists()
+    ):
+        # before torch is imported
+        print(f"checking lesson{args.lesson:02d}.py ...", file=sys.stderr)
     from upref.cli.output import answer, table
     from upref_course import grader
 
     if args.lesson is None:
-        rows = [e.facts() | {"here": (here / e.file).exists()} for e in grader.exercises()]
+        rows = [
+            e.facts() | {"here": (here / e.file).exists()} for e in grader.exercises()
+        ]
         if args.json:
             print(json.dumps(rows, indent=1, ensure_ascii=False))
             return 0
-        words = [[str(r["lesson"]), r["title"], r["file"] if r["here"] else ""] for r in rows]
+        words = [
+            [str(r["lesson"]), r["title"], r["file"] if r["here"] else ""] for r in rows
+        ]
         table(["", "lesson", "your file"], words)
         print(f"The lessons: {grader.located('docs/course/README.md')}")
-        print("`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it.")
+        print(
+            "`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it."
+        )
         return 0
     e = grader.exercise(args.lesson)
     if not grader.write(e, here):
         return answer(args, grader.judge(e, here))
     said = f"{e.file}: written. Fill the hole, the line with `...`; then `upref learn {e.number}` judges it."
-    print(json.dumps(e.facts(), ensure_ascii=False) if args.json else f"{said} The lesson: {e.lesson}")
+    print(
+        json.dumps(e.facts(), ensure_ascii=False)
+        if args.json
+        else f"{said} The lesson: {e.lesson}"
+    )
     return 0
 
 
 def _explorer_arguments(c: argparse.ArgumentParser) -> None:
-    c.add_argument("file", metavar="FILE", help="the .html file to write; it needs no network")
+    c.add_argument(
+        "file", metavar="FILE", help="the .html file to write; it needs no network"
+    )
 
 
 def _explorer(args: argparse.Namespace) -> int:
     from upref_course.explorer import write
 
     file = str(write(args.file))
-    print(json.dumps({"file": file}) if args.json else f"{file}: open it in a browser; it needs no network.")
+    print(
+        json.dumps({"file": file})
+        if args.json
+        else f"{file}: open it in a browser; it needs no network."
+    )
     return 0
 
 
-LEARN = Verb("list the exercises of the course, or write and grade one", _learn_arguments, _learn, "your function")
-EXPLORER = Verb("write an interactive HTML page: Cap maps, weights and a small policy", _explorer_arguments, _explorer)
+LEARN = Verb(
+    "list the exercises of the course, or write and grade one",
+    _learn_arguments,
+    _learn,
+    "your function",
+)
+EXPLORER = Verb(
+    "write an interactive HTML page: Cap maps, weights and a small policy",
+    _explorer_arguments,
+    _explorer,
+)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exercise is: a function to be filled in, the right one, small batches, and the mistakes that are known."""
+"""What an exercise is: a function to be filled in, the right one, small batches, and
+the mistakes that are known.
+"""
 
 import json
 from collections.abc import Callable
@@ -17,24 +19,35 @@ FILES = Path(__file__).parent / "exercises"
 
 
 def located(page: str) -> str:
-    """A page of the repository: its file in the checkout that upref was installed from, else its address."""
+    """A page of the repository: its file in the checkout that upref was installed from,
+    else its address.
+    """
     try:
         installed = distribution("upref-rl")
     except PackageNotFoundError:
         links, source = [], ""
     else:
         links = installed.metadata.get_all("Project-URL") or []
-        source = json.loads(installed.read_text("direct_url.json") or "{}").get("url", "")
-    for checkout in (Path(upref.__file__).parents[1], Path(unquote(urlparse(source).path) or "/")):
+        source = json.loads(installed.read_text("direct_url.json") or "{}").get(
+            "url", ""
+        )
+    for checkout in (
+        Path(upref.__file__).parents[1],
+        Path(unquote(urlparse(source).path) or "/"),
+    ):
         if (checkout / page).exists():
             return str(checkout / page)
-    home = next((link.partition(", ")[2] for link in links if link.startswith("Homepage")), "")
+    home = next(
+        (link.partition(", ")[2] for link in links if link.startswith("Homepage")), ""
+    )
     return f"{home}/blob/main/{page}" if home else f"{page} in the repository of upref"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of the function, by name and in its order; and what one sees on them, in words."""
+    """Arguments of the function, by name and in its order; and what one sees on them,
+    in words.
+    """
 
     shows: str
     inputs: dict[str, Any]
@@ -42,7 +55,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One of the course. The batches stand from the smallest to the largest: the first that differs is shown."""
+    """One of the course. The batches stand from the smallest to the largest: the first
+    that differs is shown.
+    """
 
     number: int
     slug: str  # docs/course/NN-slug.md
@@ -50,14 +65,19 @@ class Exercise:
     function: str  # what the file must have
     right: Callable
     batches: tuple[Batch, ...]
-    faults: tuple[Fault[Callable], ...]  # mistakes that people make, with a hint; each change is a whole function
+    # mistakes that people make, with a hint; each change is a whole function
+    faults: tuple[Fault[Callable], ...]
     notice: str  # what to think about once it is right
-    gradient: str = ""  # the argument whose gradient is compared; "" where there is none
+    # the argument whose gradient is compared; "" where there is none
+    gradient: str = ""
     value: bool = False  # whether the value is compared
-    proof: Callable[[Callable], Any] | None = None  # the library's own check, once every batch agrees: a Report
-    arguments: Callable[[Rollouts], dict[str, Any]] | None = None  # the function's, of a batch that the proof shows
+    # the library's own check, once every batch agrees: a Report
+    proof: Callable[[Callable], Any] | None = None
+    # the function's, of a batch that the proof shows
+    arguments: Callable[[Rollouts], dict[str, Any]] | None = None
     answer_kept_back: bool = False  # whether the right answer is kept back
-    hint: Callable[[Batch, Any], str] = field(default=lambda batch, got: "")  # where no fault fits
+    # where no fault fits
+    hint: Callable[[Batch, Any], str] = field(default=lambda batch, got: "")
 
     @property
     def file(self) -> str:
@@ -70,11 +90,18 @@ class Exercise:
 
     @property
     def lesson(self) -> str:
-        """Where the lesson is: the file of the checkout that is installed, or its address, or its path there."""
+        """Where the lesson is: the file of the checkout that is installed, or its
+        address, or its path there.
+        """
         return located(self.page)
 
     def facts(self) -> dict[str, Any]:
-        return {"lesson": self.number, "title": self.title, "page": self.page, "file": self.file}
+        return {
+            "lesson": self.number,
+            "title": self.title,
+            "page": self.page,
+            "file": self.file,
+        }
 
     def text(self) -> str:
         """The file with the hole, as the student gets it."""

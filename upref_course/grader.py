@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref learn`: the exercises of the course in docs/course, and the judge of what a student made of them.
+"""`upref learn`: the exercises of the course in docs/course, and the judge of what a
+student made of them.
 
 lessons/    one file an exercise: the right function, batches, known mistakes; a new file needs no edit elsewhere
 exercises/  the files with a hole, as the student gets them
@@ -16,7 +17,16 @@ from upref_course import lessons
 from upref_course.exercise import Exercise, located
 from upref_course.verdict import Answer, judged, unfilled
 
-__all__ = ["Answer", "exercise", "exercises", "judge", "judged", "located", "unfilled", "write"]
+__all__ = [
+    "Answer",
+    "exercise",
+    "exercises",
+    "judge",
+    "judged",
+    "located",
+    "unfilled",
+    "write",
+]
 
 
 def exercises() -> list[Exercise]:
@@ -28,12 +38,16 @@ def exercise(number: int) -> Exercise:
     """The one of that lesson; InputError where there is none."""
     every = {e.number: e for e in exercises()}
     if number not in every:
-        raise InputError(f"there is no lesson {number}: the course has lessons {min(every)} to {max(every)}.")
+        raise InputError(
+            f"there is no lesson {number}: the course has lessons {min(every)} to {max(every)}."
+        )
     return every[number]
 
 
 def write(e: Exercise, folder: Path) -> bool:
-    """The file with the hole into the folder; False where a file of that name is there already, which stays."""
+    """The file with the hole into the folder; False where a file of that name is there
+    already, which stays.
+    """
     if (folder / e.file).exists():
         return False
     write_atomically(folder / e.file, e.text())
@@ -41,7 +55,9 @@ def write(e: Exercise, folder: Path) -> bool:
 
 
 def judge(e: Exercise, folder: Path) -> Answer:
-    """What is to be said of the student's file. Raises InputError where it cannot be read or run."""
+    """What is to be said of the student's file. Raises InputError where it cannot be
+    read or run.
+    """
     fn = load(f"{folder / e.file}:{e.function}")
     return unfilled(e) if _hole(e, folder / e.file) else judged(e, fn)
 
@@ -50,6 +66,10 @@ def _hole(e: Exercise, file: Path) -> bool:
     """Whether the function still answers, or sets something, with `...`."""
     for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(function, ast.FunctionDef) and function.name == e.function:
-            given = [n.value for n in ast.walk(function) if isinstance(n, ast.Return | ast.Assign)]
+            given = [
+                n.value
+                for n in ast.walk(function)
+                if isinstance(n, ast.Return | ast.Assign)
+            ]
             return any(isinstance(v, ast.Constant) and v.value is ... for v in given)
     return False

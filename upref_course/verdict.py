@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judge of an exercise: right, or the smallest batch on which it is wrong, the mistake where it is a known one, and
-a hint that fits.
+"""The judge of an exercise: right, or the smallest batch on which it is wrong, the
+mistake where it is a known one, and a hint that fits.
 
-A mistake is known if its function (the change of a Fault) gives the student's numbers on every batch: what is
-recognized is what was computed, however it was written. Where none does so, one that gives them on the batch that is
-shown, and is right on the smaller ones as the student is, is named with a `perhaps`.
+A mistake is known if its function (the change of a Fault) gives the student's numbers
+on every batch: what is recognized is what was computed, however it was written. Where
+none does so, one that gives them on the batch that is shown, and is right on the
+smaller ones as the student is, is named with a `perhaps`.
 
 One file: measuring, comparing and naming all work on the same Outcome.
 """
@@ -60,11 +61,20 @@ class Answer(Result):
         head = f"lesson {self.lesson}, {self.title}: {'right' if self.ok else 'not yet'}   {self.file}"
         lines = [head]
         if self.batch:
-            lines += ["", f"on this batch ({self.shows}):", textwrap.indent(self.batch, "    "), ""]
+            lines += [
+                "",
+                f"on this batch ({self.shows}):",
+                textwrap.indent(self.batch, "    "),
+                "",
+            ]
         if self.expected:
             lines += [f"expected  {self.expected}", f"found     {self.found}", ""]
         lines += [_filled("mistake   ", self.mistake)] if self.mistake else []
-        lines += [_filled("notice    " if self.ok else "hint      ", self.hint)] if self.hint else []
+        lines += (
+            [_filled("notice    " if self.ok else "hint      ", self.hint)]
+            if self.hint
+            else []
+        )
         return "\n".join(lines)
 
     def lines(self, verbose: bool = False):
@@ -78,10 +88,12 @@ def _filled(key: str, text: str) -> str:
     return textwrap.fill(text, 86, initial_indent=key, subsequent_indent=" " * len(key))
 
 
-# ---- what a function does on a batch ---------------------------------------------------------------------------------
+# ---- what a function does on a batch -------------------------------------------------
 @dataclass(frozen=True)
 class Outcome:
-    """Value and gradient, as far as the exercise looks at them; or, in words, why there are none."""
+    """Value and gradient, as far as the exercise looks at them; or, in words, why there
+    are none.
+    """
 
     value: Any = None
     gradient: Tensor | None = None
@@ -90,22 +102,33 @@ class Outcome:
 
 def outcome(e: Exercise, fn: Callable[..., Any], batch: Batch) -> Outcome:
     """Raises whatever the function raises."""
-    inputs: dict[str, Any] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.inputs.items()}
+    inputs: dict[str, Any] = {
+        k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.inputs.items()
+    }
     if e.gradient:
         inputs[e.gradient].requires_grad_()
     answer = fn(*inputs.values())
     if answer is None:
         return Outcome(amiss=NOTHING)
     if isinstance(answer, Tensor) and not is_materialized(answer):
-        return Outcome(amiss=f"it returns {describe(answer)}, a tensor that does not hold its numbers")
+        return Outcome(
+            amiss=f"it returns {describe(answer)}, a tensor that does not hold its numbers"
+        )
     if not e.gradient:
         return Outcome(value=answer.detach() if isinstance(answer, Tensor) else answer)
     if not isinstance(answer, Tensor):
-        return Outcome(amiss=f"it returns a {type(answer).__name__}, not a tensor: so there is no gradient")
+        return Outcome(
+            amiss=f"it returns a {type(answer).__name__}, not a tensor: so there is no gradient"
+        )
     if answer.numel() != 1 and not e.value:
-        return Outcome(amiss=f"it returns {answer.numel()} numbers, {list(answer.shape)}: reduce them to one")
+        return Outcome(
+            amiss=f"it returns {answer.numel()} numbers, {list(answer.shape)}: reduce them to one"
+        )
     if not answer.requires_grad:
-        return Outcome(amiss="the result has no gradient: it is detached, or does not depend on " + e.gradient)
+        return Outcome(
+            amiss="the result has no gradient: it is detached, or does not depend on "
+            + e.gradient
+        )
     (g,) = torch.autograd.grad(answer.sum(), inputs[e.gradient], allow_unused=True)
     if g is None:
         return Outcome(amiss=f"the result does not depend on {e.gradient}")
@@ -113,7 +136,9 @@ def outcome(e: Exercise, fn: Callable[..., Any], batch: Batch) -> Outcome:
 
 
 def equal(x: Outcome, y: Outcome) -> bool:
-    return x.amiss == y.amiss and _same(x.value, y.value) and _same(x.gradient, y.gradient)
+    return (
+        x.amiss == y.amiss and _same(x.value, y.value) and _same(x.gradient, y.gradient)
+    )
 
 
 def _same(x: Any, y: Any) -> bool:
@@ -123,10 +148,12 @@ def _same(x: Any, y: Any) -> bool:
         x, y = (torch.as_tensor(v, dtype=torch.float64).squeeze() for v in (x, y))
     except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError):
         return False
-    return x.shape == y.shape and torch.allclose(x, y, rtol=TOL, atol=TOL, equal_nan=True)
+    return x.shape == y.shape and torch.allclose(
+        x, y, rtol=TOL, atol=TOL, equal_nan=True
+    )
 
 
-# ---- the verdict -----------------------------------------------------------------------------------------------------
+# ---- the verdict ---------------------------------------------------------------------
 def _about(e: Exercise) -> dict[str, Any]:
     return {"lesson": e.number, "title": e.title, "file": f"{e.file}:{e.function}"}
 
@@ -146,9 +173,18 @@ def judged(e: Exercise, fn: Callable) -> Answer:
         try:
             yours.append(called(name, partial(outcome, e, fn, batch))[0])
         except InputError as error:
-            raise InputError(f"{error}, on the batch {_python(e, batch, '; ')}") from error
+            raise InputError(
+                f"{error}, on the batch {_python(e, batch, '; ')}"
+            ) from error
     right = [outcome(e, e.right, batch) for batch in e.batches]
-    at = next((i for i, (x, y) in enumerate(zip(yours, right, strict=True)) if not equal(x, y)), None)
+    at = next(
+        (
+            i
+            for i, (x, y) in enumerate(zip(yours, right, strict=True))
+            if not equal(x, y)
+        ),
+        None,
+    )
     if at is not None:
         batch, (want, got) = e.batches[at], _said(e, right[at], yours[at])
         fault, sure = _fault(e, yours, at)
@@ -156,7 +192,11 @@ def judged(e: Exercise, fn: Callable) -> Answer:
             mistake = fault.words if sure else f"perhaps: {fault.words}"
         else:
             mistake = yours[at].amiss or pattern(right[at], yours[at])
-        hint = fault.hint if fault else e.hint(batch, yours[at].value) or _where(e, at, yours[at].amiss)
+        hint = (
+            fault.hint
+            if fault
+            else e.hint(batch, yours[at].value) or _where(e, at, yours[at].amiss)
+        )
         return Answer(**about, ok=False, batch=_python(e, batch), shows=batch.shows, expected=want, found=got,
                       mistake=mistake, hint=hint)  # fmt: skip
     if e.proof and not (report := e.proof(fn)):
@@ -169,8 +209,14 @@ def judged(e: Exercise, fn: Callable) -> Answer:
             batch, want, got = shown
             return Answer(**about, ok=False, batch=_python(e, batch, digits=8), shows=batch.shows, expected=want,
                           found=got, mistake=mistake)  # fmt: skip
-        of_weight = isinstance(first.expected, Number) and first.expected.unit == "weight"
-        hint = "a weight is minus the gradient of the loss by lp, times N." if of_weight else ""
+        of_weight = (
+            isinstance(first.expected, Number) and first.expected.unit == "weight"
+        )
+        hint = (
+            "a weight is minus the gradient of the loss by lp, times N."
+            if of_weight
+            else ""
+        )
         expected, found = describe_pair(first.expected, first.found)
         return Answer(**about, ok=False, batch=first.batch, shows=first.regime, expected=expected, found=found,
                       mistake=mistake, hint=hint)  # fmt: skip
@@ -178,7 +224,9 @@ def judged(e: Exercise, fn: Callable) -> Answer:
 
 
 def _met(e: Exercise, fn: Callable, finding: Finding) -> tuple[Batch, str, str] | None:
-    """The batch of a finding of `upref check` as arguments of the exercise, expected and found, where they differ."""
+    """The batch of a finding of `upref check` as arguments of the exercise, expected
+    and found, where they differ.
+    """
     example = finding.example
     if not (e.arguments and example and example.rollouts and example.inputs):
         return None
@@ -186,21 +234,33 @@ def _met(e: Exercise, fn: Callable, finding: Finding) -> tuple[Batch, str, str] 
     shows = replace(finding, place=place).regime
     batch = Batch(shows, e.arguments(make_rollouts(example)))
     try:
-        right, yours = outcome(e, e.right, batch), called(e.file, partial(outcome, e, fn, batch))[0]
+        right, yours = (
+            outcome(e, e.right, batch),
+            called(e.file, partial(outcome, e, fn, batch))[0],
+        )
     except InputError:
         return None
     return None if equal(right, yours) else (batch, *_said(e, right, yours))
 
 
-def _fault(e: Exercise, yours: list[Outcome], at: int) -> tuple[Fault[Callable] | None, bool]:
-    """The known mistake that gives these numbers, on all batches (True) or on most of them and up to the one shown.
+def _fault(
+    e: Exercise, yours: list[Outcome], at: int
+) -> tuple[Fault[Callable] | None, bool]:
+    """The known mistake that gives these numbers, on all batches (True) or on most of
+    them and up to the one shown.
 
     Gradients that are 0 alone make no function alike.
     """
     most, found = 0, None
     for fault in e.faults:
-        alike = [equal(x, outcome(e, fault.change, batch)) for x, batch in zip(yours, e.batches, strict=True)]
-        tells = any(same and (x.gradient is None or x.gradient.any()) for same, x in zip(alike, yours, strict=True))
+        alike = [
+            equal(x, outcome(e, fault.change, batch))
+            for x, batch in zip(yours, e.batches, strict=True)
+        ]
+        tells = any(
+            same and (x.gradient is None or x.gradient.any())
+            for same, x in zip(alike, yours, strict=True)
+        )
         if all(alike[: at + 1]) and sum(alike) > most and (tells or all(alike)):
             most, found = sum(alike), fault
     return found, most == len(yours)
@@ -223,14 +283,20 @@ def _where(e: Exercise, at: int, amiss: str) -> str:
 def pattern(right: Outcome, yours: Outcome) -> str:
     """What can be said of numbers that no known mistake gives."""
     for want, got in ((right.gradient, yours.gradient), (right.value, yours.value)):
-        if not (isinstance(want, Tensor) and isinstance(got, Tensor)) or _same(want, got):
+        if not (isinstance(want, Tensor) and isinstance(got, Tensor)) or _same(
+            want, got
+        ):
             continue
         if want.shape != got.shape:
-            return f"the shape is {list(got.shape)} where it should be {list(want.shape)}"
+            return (
+                f"the shape is {list(got.shape)} where it should be {list(want.shape)}"
+            )
         if got.isnan().any():
             return "there is a NaN: 0/0, 0 * inf, or something that was masked too late"
         if not got.any():
-            return "everything is 0" + (": the gradient cancels, or is cut" if want is right.gradient else "")
+            return "everything is 0" + (
+                ": the gradient cancels, or is cut" if want is right.gradient else ""
+            )
         if _same(-want, got):
             return "every sign is the wrong way round"
         factor = (got / want)[want != 0]
@@ -244,9 +310,11 @@ def pattern(right: Outcome, yours: Outcome) -> str:
     return ""
 
 
-# ---- in words --------------------------------------------------------------------------------------------------------
+# ---- in words ------------------------------------------------------------------------
 def _said(e: Exercise, right: Outcome, yours: Outcome) -> tuple[str, str]:
-    """What is expected and what was found: the first of value and gradient that differs."""
+    """What is expected and what was found: the first of value and gradient that
+    differs.
+    """
     if e.gradient and (yours.amiss or not _same(right.gradient, yours.gradient)):
         what = f"gradient by {e.gradient} "
         want, got = _numbers(right.gradient, yours.gradient)
@@ -259,7 +327,12 @@ def _numbers(*values: Any) -> list[str]:
     """Each in as few digits as tell them apart."""
     lists = [x.tolist() if isinstance(x, Tensor) else x for x in values]
     texts = [_short(x) for x in lists]
-    return [short(t) for t in (texts if len(set(texts)) == len(texts) else [_short(x, 8) for x in lists])]
+    return [
+        short(t)
+        for t in (
+            texts if len(set(texts)) == len(texts) else [_short(x, 8) for x in lists]
+        )
+    ]
 
 
 def _short(x: Any, digits: int = 4, depth: int = 9) -> str:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of other people's trainers: audits, ledgers, recipes, steps, training with verl and TRL."""
+"""What is known of other people's trainers: audits, ledgers, recipes, steps, training
+with verl and TRL.
+"""
 
 from pathlib import Path
 

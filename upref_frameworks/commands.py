@@ -13,14 +13,40 @@ TRAINERS = ("trl", "verl", "openrlhf")  # whose steps upref runs
 
 def _audit_arguments(c: argparse.ArgumentParser) -> None:
     c.add_argument("framework", choices=[*names(), "torch"])
-    c.add_argument("--version", metavar="V", help="another version than the pinned one, or `newest`")
-    c.add_argument("--source", metavar="CHECKOUT", help="audit this working copy of the framework")
+    c.add_argument(
+        "--version",
+        metavar="V",
+        help="another version than the pinned one, or `newest`",
+    )
+    c.add_argument(
+        "--source", metavar="CHECKOUT", help="audit this working copy of the framework"
+    )
     what = c.add_mutually_exclusive_group()
-    what.add_argument("--ledger", action="store_true", help="print the recorded deviations; runs nothing")
-    what.add_argument("--report", metavar="ID", help="print an entry of the ledger as a bug report for upstream")
-    what.add_argument("--proofs", action="store_true", help="run the ledger's scripts, which need the framework alone")
-    what.add_argument("--logprobs", action="store_true", help="check its log-probability functions instead")
-    what.add_argument("--draft", action="store_true", help="print a draft of the missing ledger entries")
+    what.add_argument(
+        "--ledger",
+        action="store_true",
+        help="print the recorded deviations; runs nothing",
+    )
+    what.add_argument(
+        "--report",
+        metavar="ID",
+        help="print an entry of the ledger as a bug report for upstream",
+    )
+    what.add_argument(
+        "--proofs",
+        action="store_true",
+        help="run the ledger's scripts, which need the framework alone",
+    )
+    what.add_argument(
+        "--logprobs",
+        action="store_true",
+        help="check its log-probability functions instead",
+    )
+    what.add_argument(
+        "--draft",
+        action="store_true",
+        help="print a draft of the missing ledger entries",
+    )
 
 
 def _audit(args: argparse.Namespace) -> int:
@@ -30,9 +56,17 @@ def _audit(args: argparse.Namespace) -> int:
 
     name = args.framework
     if args.ledger or args.report:
-        print(report.ledger(name, args.json) if args.ledger else report.report(name, args.report))
+        print(
+            report.ledger(name, args.json)
+            if args.ledger
+            else report.report(name, args.report)
+        )
         return 0
-    which = {"version": args.version or "", "source": args.source or "", "loud": args.debug}
+    which = {
+        "version": args.version or "",
+        "source": args.source or "",
+        "loud": args.debug,
+    }
     if args.proofs:
         return answer(args, report.proofs(audits.framework(name), **which))
     if args.logprobs:
@@ -48,7 +82,9 @@ def _audit(args: argparse.Namespace) -> int:
 
 def _recipe_arguments(c: argparse.ArgumentParser) -> None:
     c.add_argument("name", metavar="NAME", help="the objective (`upref list`)")
-    c.add_argument("--in", dest="framework", required=True, choices=names(), help="the framework")
+    c.add_argument(
+        "--in", dest="framework", required=True, choices=names(), help="the framework"
+    )
     add_hyperparameters(c)
 
 
@@ -65,18 +101,56 @@ def _recipe(args: argparse.Namespace) -> int:
 
 
 def _step_arguments(c: argparse.ArgumentParser) -> None:
-    c.add_argument("trainer", metavar="TRAINER", help=f"{', '.join(TRAINERS)}, or a step of your own: FILE.py:step")
-    c.add_argument("--only", default="", metavar="TEXT", help="only settings whose name or model family contains TEXT")
-    c.add_argument("--list", action="store_true", help="print the settings; run nothing")
-    c.add_argument("--against", metavar="FILE", help="records of --json: fail where a setting now ends otherwise")
-    own = c.add_argument_group("a step of your own")
-    own.add_argument("--as", dest="name", default="", metavar="NAME", help="the objective (`upref list`)")
-    own.add_argument("--temperature", type=float, default=0.7, metavar="T", help="of the sampler (default 0.7)")
-    own.add_argument("--model", default="Model", metavar="NAME", help="the model, or what makes it (default Model)")
-    own.add_argument(
-        "--without", action="append", default=[], metavar="AXIS", help="lengths, temperature, ratio or holes"
+    c.add_argument(
+        "trainer",
+        metavar="TRAINER",
+        help=f"{', '.join(TRAINERS)}, or a step of your own: FILE.py:step",
     )
-    own.add_argument("-v", "--verbose", action="store_true", help="print what the verdict rests on")
+    c.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="only settings whose name or model family contains TEXT",
+    )
+    c.add_argument(
+        "--list", action="store_true", help="print the settings; run nothing"
+    )
+    c.add_argument(
+        "--against",
+        metavar="FILE",
+        help="records of --json: fail where a setting now ends otherwise",
+    )
+    own = c.add_argument_group("a step of your own")
+    own.add_argument(
+        "--as",
+        dest="name",
+        default="",
+        metavar="NAME",
+        help="the objective (`upref list`)",
+    )
+    own.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="T",
+        help="of the sampler (default 0.7)",
+    )
+    own.add_argument(
+        "--model",
+        default="Model",
+        metavar="NAME",
+        help="the model, or what makes it (default Model)",
+    )
+    own.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="AXIS",
+        help="lengths, temperature, ratio or holes",
+    )
+    own.add_argument(
+        "-v", "--verbose", action="store_true", help="print what the verdict rests on"
+    )
     add_hyperparameters(c)
     c.epilog = """Exit status: 0 if a setting agrees and none differs, 1 if one differs, 2 if none could run or upref
         itself failed on one. With --against: 0 if each setting ends as in the records, 1 if one does not. On several
@@ -86,13 +160,21 @@ def _step_arguments(c: argparse.ArgumentParser) -> None:
 def _refuse_step(args: argparse.Namespace) -> None:
     own = ":" in args.trainer
     if not own and args.trainer not in TRAINERS:
-        raise InputError(f"there is no step of {args.trainer!r}: {', '.join(TRAINERS)}, or FILE.py:step.")
+        raise InputError(
+            f"there is no step of {args.trainer!r}: {', '.join(TRAINERS)}, or FILE.py:step."
+        )
     if own and not args.name:
-        raise InputError("the objective that the step is meant to have is missing: --as NAME (`upref list`).")
+        raise InputError(
+            "the objective that the step is meant to have is missing: --as NAME (`upref list`)."
+        )
     if own and (args.only or args.list or args.against):
-        raise InputError("--only, --list and --against are of the steps of trainers: leave them out.")
+        raise InputError(
+            "--only, --list and --against are of the steps of trainers: leave them out."
+        )
     if not own and (args.name or args.hp or args.without):
-        raise InputError(f"--as, --hp and --without are of a step of your own: {args.trainer} has settings.")
+        raise InputError(
+            f"--as, --hp and --without are of a step of your own: {args.trainer} has settings."
+        )
     if own:
         catalog.require(args.name)
 
@@ -107,9 +189,16 @@ def _step(args: argparse.Namespace) -> int:
     return command(args)
 
 
-AUDIT = Verb("compare a framework's losses, advantages and KL terms with the papers", _audit_arguments, _audit)
+AUDIT = Verb(
+    "compare a framework's losses, advantages and KL terms with the papers",
+    _audit_arguments,
+    _audit,
+)
 RECIPE = Verb(
-    "print the settings that give an objective in a framework", _recipe_arguments, _recipe, refuse=_refuse_recipe
+    "print the settings that give an objective in a framework",
+    _recipe_arguments,
+    _recipe,
+    refuse=_refuse_recipe,
 )
 STEP = Verb(
     "compare the gradient of a whole step with its objective's: a trainer's over settings and models, or your own",

@@ -8,11 +8,14 @@ from typing import Any
 
 from upref.hidden import token_log_probs
 
-TRLS = "_ChunkedLogProbFunction"  # of trl.trainer.utils, whose models look it up at each call
+# of trl.trainer.utils, whose models look it up at each call
+TRLS = "_ChunkedLogProbFunction"
 
 
 def in_trl():
-    """Let TRL's models with a fused output layer compute log-probs and entropies by `upref.hidden`."""
+    """Let TRL's models with a fused output layer compute log-probs and entropies by
+    `upref.hidden`.
+    """
     from trl.trainer import utils
 
     own: Any = getattr(utils, TRLS)
@@ -22,20 +25,26 @@ def in_trl():
         def apply(h, W, bias, tokens, tau, chunk, cap, scale, outputs):
             if not set(outputs) <= {"log_probs", "entropy"}:
                 return own.apply(h, W, bias, tokens, tau, chunk, cap, scale, outputs)
-            lp, H = token_log_probs(h, W, tokens, temperature=tau, bias=bias, softcap=cap, logit_scale=scale)
+            lp, H = token_log_probs(
+                h, W, tokens, temperature=tau, bias=bias, softcap=cap, logit_scale=scale
+            )
             return lp, H if "entropy" in outputs else None, None, None, None
 
     setattr(utils, TRLS, Hidden)
 
 
 def in_verl():
-    """Let verl's fused output layer (`use_fused_kernels=True`, backend torch) compute by `upref.hidden`.
+    """Let verl's fused output layer (`use_fused_kernels=True`, backend torch) compute
+    by `upref.hidden`.
 
-    UPREF_HIDDEN=1 in the environment does it wherever verl imports upref_frameworks.verl.training.
+    UPREF_HIDDEN=1 in the environment does it wherever verl imports
+    upref_frameworks.verl.training.
     """
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     def forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
-        return token_log_probs(hidden_states, vocab_weights, input_ids, temperature=temperature)
+        return token_log_probs(
+            hidden_states, vocab_weights, input_ids, temperature=temperature
+        )
 
     FusedLinearForPPO.forward = forward

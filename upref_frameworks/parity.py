@@ -1,26 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the loss that upref hands to a trainer agree with the reference? Compared on the training batch, by two routes.
+"""Does the loss that upref hands to a trainer agree with the reference? Compared on the
+training batch, by two routes.
 
     trained      the scalar that the framework is handed, and dL/dlp by autograd through it, in the dtype that trains
     reference    weight x aggregation in float64: the closed form, which no gradient has passed through; -J in float64
 
-How far rounding may part them follows from the unit roundoff u of the dtype, not from runs:
+How far rounding may part them follows from the unit roundoff u of the dtype, not from
+runs:
 
-* log r is off by at most δ = u (|log r| + 8): one subtraction, and 8 for exp and for a bound held in that dtype; where
-  the objective sums over a response, by u (log₂ n + 16) mean_t(|lp| + |lp_old|) more: torch sums pairwise, in blocks
-  of 16. The reference is evaluated at log r - δ, log r and log r + δ, and what it spans there is allowed.
-* each operation between lp and L rounds at most 4 times, twice forward (exp: 2 units) and twice backward: 4 u times the
-  longest chain in autograd's graph, relative to each token's weight.
-* a token that some of these evaluations call alive and others dead is at a bound: either is allowed, and it is counted.
-* a log-probability above 0 is rounding, which online softmax kernels leave (+1e-7): it counts as 0.
+* log r is off by at most δ = u (|log r| + 8): one subtraction, and 8 for exp and for a
+  bound held in that dtype; where the objective sums over a response, by u (log₂ n + 16)
+  mean_t(|lp| + |lp_old|) more: torch sums pairwise, in blocks of 16. The reference is
+  evaluated at log r - δ, log r and log r + δ, and what it spans there is allowed.
+* each operation between lp and L rounds at most 4 times, twice forward (exp: 2 units)
+  and twice backward: 4 u times the longest chain in autograd's graph, relative to each
+  token's weight.
+* a token that some of these evaluations call alive and others dead is at a bound:
+  either is allowed, and it is counted.
+* a log-probability above 0 is rounding, which online softmax kernels leave (+1e-7): it
+  counts as 0.
 
-Where the band of an objective is finer than the dtype, nearly every token is at a bound and the comparison of gradients
-proves little: GSPO's, 3e-4 wide, in bfloat16. `Parity.blind`, the share of such tokens, says how much.
+Where the band of an objective is finer than the dtype, nearly every token is at a bound
+and the comparison of gradients proves little: GSPO's, 3e-4 wide, in bfloat16.
+`Parity.blind`, the share of such tokens, says how much.
 
-It compares one micro-batch of one rank and needs the loss's own graph. A framework's own loss, and what the framework
-divides by after the loss, are the work of `upref.replay.normalizer` and `upref.replay.watch`: they compare dL/dlp of a
-whole step over all ranks, and name the sum that it is, with fixed tolerances in place of bounds that follow from the
-dtype. Neither can replace the other.
+It compares one micro-batch of one rank and needs the loss's own graph. A framework's
+own loss, and what the framework divides by after the loss, are the work of
+`upref.replay.normalizer` and `upref.replay.watch`: they compare dL/dlp of a whole step
+over all ranks, and name the sum that it is, with fixed tolerances in place of bounds
+that follow from the dtype. Neither can replace the other.
 """
 
 import io
@@ -47,16 +55,19 @@ LARGEST = 1e9  # of a metric: infinity and not-a-number have no place in JSON
 
 
 class ParityError(RuntimeError):
-    """The loss that trains is not the objective: one sentence that says where and by how much."""
+    """The loss that trains is not the objective: one sentence that says where and by
+    how much.
+    """
 
 
 @dataclass(frozen=True)
 class Parity:
-    """max_abs: largest |trained - reference|; gradient weights in units of the largest one, the loss of Σ |terms|.
+    """max_abs: largest |trained - reference|; gradient weights in units of the largest
+    one, the loss of Σ |terms|.
 
-    of_bound: the same, each in units of what rounding allows: above 1 is an error. at_bound: tokens that rounding may
-    put on either side of a clip bound; blind: their share. worst: the response and token where of_bound is; (-1, -1):
-    the loss.
+    of_bound: the same, each in units of what rounding allows: above 1 is an error.
+    at_bound: tokens that rounding may put on either side of a clip bound; blind: their
+    share. worst: the response and token where of_bound is; (-1, -1): the loss.
     """
 
     max_abs: float
@@ -67,13 +78,17 @@ class Parity:
 
 
 def roundings(loss: Tensor, lp: Tensor) -> int:
-    """4 for each operation on the longest chain from lp to the loss; 4 where there is no graph."""
+    """4 for each operation on the longest chain from lp to the loss; 4 where there is
+    no graph.
+    """
     end = lp.grad_fn
     depth: dict[Any, int] = {}
     stack = [loss.grad_fn] if loss.grad_fn is not None else []
     while stack:
         node = stack[-1]
-        before = [] if node is end else [n for n, _ in node.next_functions if n is not None]
+        before = (
+            [] if node is end else [n for n, _ in node.next_functions if n is not None]
+        )
         todo = [n for n in before if n not in depth]
         if todo:
             stack += todo
@@ -88,20 +103,28 @@ def compare(
     adv: Tensor, mask: Tensor, totals: Totals, dp_size: int = 1, is_weights: Tensor | None = None,
     entropy: Tensor | None = None, logp_sampler: Tensor | None = None, **hp: Any,
 ) -> Parity:  # fmt: skip
-    """Trained loss and gradient [B, T] (of one rank, times dp_size, as verl wants them) against the reference.
+    """Trained loss and gradient [B, T] (of one rank, times dp_size, as verl wants them)
+    against the reference.
 
-    count: from `roundings`. Tensors [B, T] in the dtype that trains; masked slots may hold anything.
+    count: from `roundings`. Tensors [B, T] in the dtype that trains; masked slots may
+    hold anything.
     """
     u, low = torch.finfo(logp.dtype).eps / 2, logp.dtype
     clean = lambda x, dtype: torch.where(mask, x.expand_as(mask), 0).to(dtype)
     lp, old = (clean(x, torch.float64).clamp(max=0) for x in (logp, logp_old))
     A = clean(adv, torch.float64)
-    H, engine = (None if x is None else clean(x, torch.float64) for x in (entropy, logp_sampler))
-    w_is = torch.ones_like(lp) if is_weights is None else clean(is_weights, torch.float64)
+    H, engine = (
+        None if x is None else clean(x, torch.float64) for x in (entropy, logp_sampler)
+    )
+    w_is = (
+        torch.ones_like(lp) if is_weights is None else clean(is_weights, torch.float64)
+    )
     if objective.agg == "seq-mean":  # one term a response: their mean
         w_is = mean_t(w_is, mask)[:, None].expand_as(lp)
     n = mask.sum(1, keepdim=True).clamp(min=1)
-    rows = torch.as_tensor(row_weights(objective.agg, mask, totals), dtype=torch.float64)
+    rows = torch.as_tensor(
+        row_weights(objective.agg, mask, totals), dtype=torch.float64
+    )
     rows = (rows[:, None] if rows.ndim else rows) * w_is
 
     log_r = (lp - old).abs()
@@ -109,28 +132,49 @@ def compare(
         log_r = REDUCE[objective.level](lp - old, mask).abs()[:, None].expand_as(lp)
     delta = u * (log_r + 8)
     if objective.level in REDUCE or objective.level == "custom":
-        delta = delta + u * (n.double().log2().ceil() + 16) * mean_t(lp.abs() + old.abs(), mask)[:, None]
+        delta = (
+            delta
+            + u
+            * (n.double().log2().ceil() + 16)
+            * mean_t(lp.abs() + old.abs(), mask)[:, None]
+        )
 
     def reference(x, dtype=torch.float64):
-        """(weights, terms) at these log-probabilities; a term of a whole response stands in its first column."""
-        args = dict(logp=x.to(dtype), logp_old=old.to(dtype), adv=A.to(dtype), mask=mask)
+        """(weights, terms) at these log-probabilities; a term of a whole response
+        stands in its first column.
+        """
+        args = dict(
+            logp=x.to(dtype), logp_old=old.to(dtype), adv=A.to(dtype), mask=mask
+        )
         args |= {} if engine is None else {"logp_sampler": engine.to(dtype)}
-        b = Rollouts.unchecked(**args, totals=totals, entropy=H)  # it is what was trained on
-        terms = objective.unreduced(b.logp, b.logp_old, b.adv, mask, H, b.logp_sampler, **hp)
+        # it is what was trained on
+        b = Rollouts.unchecked(**args, totals=totals, entropy=H)
+        terms = objective.unreduced(
+            b.logp, b.logp_old, b.adv, mask, H, b.logp_sampler, **hp
+        )
         if terms.ndim == 1:
-            terms = torch.nn.functional.pad(torch.where(mask.any(1), terms, 0)[:, None], (0, mask.shape[1] - 1))
+            terms = torch.nn.functional.pad(
+                torch.where(mask.any(1), terms, 0)[:, None], (0, mask.shape[1] - 1)
+            )
         else:
             terms = torch.where(mask, terms, 0)
         return objective.token_weights(b, **hp).double() * rows, terms.double() * rows
 
-    found = [reference(lp), reference(lp + delta), reference(lp - delta), reference(lp, low)]
+    found = [
+        reference(lp),
+        reference(lp + delta),
+        reference(lp - delta),
+        reference(lp, low),
+    ]
     W, terms = (torch.stack(x) for x in zip(*found, strict=True))
     overflows = log_r > math.log(torch.finfo(low).max) - 1
     alive = torch.ne(W, 0)
     either = mask & ((alive.any(0) != alive.all(0)) | overflows)
 
     # the loss
-    slack = (terms[1:3] - terms[0]).abs().amax(0) + torch.where(either, (terms[3] - terms[0]).abs(), 0)
+    slack = (terms[1:3] - terms[0]).abs().amax(0) + torch.where(
+        either, (terms[3] - terms[0]).abs(), 0
+    )
     size = terms[0].abs().sum()
     off = (loss.detach().double() / dp_size + terms[0].sum()).abs()
     allowed = slack.sum() + u * (count + math.log2(max(2, mask.numel())) + 16) * size
@@ -139,13 +183,28 @@ def compare(
     if gradient is not None:
         g = -clean(gradient, torch.float64) / dp_size
         off = (g - W[0]).abs()
-        allowed = (W[1:3] - W[0]).abs().amax(0) + u * count * W[:3].abs().amax(0) + torch.finfo(low).tiny
-        off = torch.where(either & ((g - W).abs() <= allowed + u * count * W.abs()).any(0) | overflows, 0, off)
+        allowed = (
+            (W[1:3] - W[0]).abs().amax(0)
+            + u * count * W[:3].abs().amax(0)
+            + torch.finfo(low).tiny
+        )
+        off = torch.where(
+            either & ((g - W).abs() <= allowed + u * count * W.abs()).any(0)
+            | overflows,
+            0,
+            off,
+        )
         of = (off / allowed).nan_to_num(nan=float("inf"))
         max_abs = max(max_abs, ratio(off.max(), W[0].abs().max()))
         if (top := of.max().item()) > of_bound:
             of_bound, worst = top, divmod(int(of.argmax()), mask.shape[1])
-    return Parity(max_abs, of_bound, int(either.sum()), worst, float(either.sum() / mask.sum().clamp(min=1)))
+    return Parity(
+        max_abs,
+        of_bound,
+        int(either.sum()),
+        worst,
+        float(either.sum() / mask.sum().clamp(min=1)),
+    )
 
 
 def ratio(x: Tensor, y: Tensor) -> float:
@@ -156,11 +215,14 @@ def ratio(x: Tensor, y: Tensor) -> float:
 
 @dataclass
 class Monitor:
-    """Compares the first micro-batches of a process and then every so many; keeps the largest difference so far.
+    """Compares the first micro-batches of a process and then every so many; keeps the
+    largest difference so far.
 
-    on_fail: "stop" raises ParityError, "warn" logs it, counts it and trains on. dump: a folder for the micro-batches
-    that were compared, which `python -m repro.with_verl.parity` reads. One that differs is kept in any case: there, or
-    in $UPREF_PARITY_DIR, or in ./upref-parity; the first KEPT of a process, so that a run of days does not fill a disk.
+    on_fail: "stop" raises ParityError, "warn" logs it, counts it and trains on. dump: a
+    folder for the micro-batches that were compared, which
+    `python -m repro.with_verl.parity` reads. One that differs is kept in any case:
+    there, or in $UPREF_PARITY_DIR, or in ./upref-parity; the first KEPT of a process,
+    so that a run of days does not fill a disk.
     """
 
     objective: Objective
@@ -180,27 +242,41 @@ class Monitor:
         """One with these settings of a run; InputError on a name that is none."""
         known = ("first", "every", "dump", "on_fail")
         if unknown := set(settings) - set(known):
-            raise InputError(f"parity has no setting {sorted(unknown)[0]!r}; it takes: {', '.join(known)}.")
+            raise InputError(
+                f"parity has no setting {sorted(unknown)[0]!r}; it takes: {', '.join(known)}."
+            )
         return cls(objective, **settings)
 
     def __post_init__(self):
         for name in ("first", "every"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise InputError(f"parity: {name} must be a whole number >= 0 (0: never), got {value!r}.")
+                raise InputError(
+                    f"parity: {name} must be a whole number >= 0 (0: never), got {value!r}."
+                )
         if self.on_fail not in ("stop", "warn"):
-            raise InputError(f"upref_frameworks.parity.on_fail must be stop or warn, got {self.on_fail!r}.")
+            raise InputError(
+                f"upref_frameworks.parity.on_fail must be stop or warn, got {self.on_fail!r}."
+            )
 
     def due(self) -> bool:
         self.seen += 1
-        return self.seen <= self.first or (self.every > 0 and self.seen % self.every == 0)
+        return self.seen <= self.first or (
+            self.every > 0 and self.seen % self.every == 0
+        )
 
-    def __call__(self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]) -> dict[str, float]:
-        """Metrics; raises ParityError where rounding cannot explain the difference. `batch`: keywords of `compare`."""
+    def __call__(
+        self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]
+    ) -> dict[str, float]:
+        """Metrics; raises ParityError where rounding cannot explain the difference.
+        `batch`: keywords of `compare`.
+        """
         if self.due():
             self.check(loss, batch, hp)
         metrics = ("max_abs", "of_bound", "blind", "alarms")
-        return {f"upref/parity_{k}": min(float(getattr(self, k)), LARGEST) for k in metrics}
+        return {
+            f"upref/parity_{k}": min(float(getattr(self, k)), LARGEST) for k in metrics
+        }
 
     def check(self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]):
         lp, gradient = batch["logp"], None
@@ -209,7 +285,10 @@ class Monitor:
         count = roundings(loss, lp)
         found = compare(self.objective, loss, gradient, count, **batch, **hp)
         self.checked += 1
-        self.max_abs, self.of_bound = max(self.max_abs, found.max_abs), max(self.of_bound, found.of_bound)
+        self.max_abs, self.of_bound = (
+            max(self.max_abs, found.max_abs),
+            max(self.of_bound, found.of_bound),
+        )
         if found.blind > 0.5 >= self.blind:
             log.warning(
                 "upref/%s: %.0f %% of the tokens are within %s rounding of a clip bound, where parity proves little",
@@ -221,7 +300,11 @@ class Monitor:
         keep = self.dump or (bad and self.alarms <= KEPT)
         where = self.save(loss, gradient, count, batch, hp) if keep else ""
         if bad:
-            what = "the loss" if found.worst[0] < 0 else "response {}, token {}".format(*found.worst)
+            what = (
+                "the loss"
+                if found.worst[0] < 0
+                else "response {}, token {}".format(*found.worst)
+            )
             sentence = (
                 f"upref/{self.objective.name} is not what trains: in micro-batch {self.seen} of this process {what} is "
                 f"{found.of_bound:.3g} times as far from the float64 reference as {lp.dtype} explains (largest "
@@ -235,7 +318,11 @@ class Monitor:
         folder = self.dump or os.environ.get("UPREF_PARITY_DIR") or "upref-parity"
         path = Path(folder) / f"{self.objective.name}-{os.getpid()}-{self.seen}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        plain = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in batch.items() if k != "totals"}
+        plain = {
+            k: v.detach().cpu() if isinstance(v, Tensor) else v
+            for k, v in batch.items()
+            if k != "totals"
+        }
         totals = tuple(float(x) for x in batch["totals"])
         dumped = io.BytesIO()
         torch.save({

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upref loads by the entry point group `upref.frameworks`: see upref.plugins.Frameworks for each function."""
+"""What upref loads by the entry point group `upref.frameworks`: see
+upref.plugins.Frameworks for each function.
+"""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -17,18 +19,32 @@ from upref_frameworks.slime import dump as slime
 from upref_frameworks.trl import losses as trl, record as trl_record
 from upref_frameworks.verl import losses as verl
 
-__all__ = ["dump_readers", "find", "names", "needs_process", "recognize", "recorders", "tested_versions"]
+__all__ = [
+    "dump_readers",
+    "find",
+    "names",
+    "needs_process",
+    "recognize",
+    "recorders",
+    "tested_versions",
+]
 
-HERE = {"trl": trl, "verl": verl}  # losses that run as they are installed; the others' have packages of their own
-VERLS = {"old_log_prob", "log_prob", "advantages", "response_mask", "config"}  # arguments of its policy losses
+# losses that run as they are installed; the others' have packages of their own
+HERE = {"trl": trl, "verl": verl}
+# arguments of its policy losses
+VERLS = {"old_log_prob", "log_prob", "advantages", "response_mask", "config"}
 
 
 def needs_process(framework: str) -> bool:
-    """Tell whether its losses run in packages of their own, beside which nothing else can be imported."""
+    """Tell whether its losses run in packages of their own, beside which nothing else
+    can be imported.
+    """
     return framework not in HERE
 
 
-def find(name: str, objective: Objective, hp: Mapping[str, Any]) -> Loss | Callable[..., Any]:
+def find(
+    name: str, objective: Objective, hp: Mapping[str, Any]
+) -> Loss | Callable[..., Any]:
     """Return the loss `FRAMEWORK:MODE[@matched][,FIELD=VALUE...]`."""
     framework, _, mode = name.partition(":")
     if framework in HERE:
@@ -38,23 +54,35 @@ def find(name: str, objective: Objective, hp: Mapping[str, Any]) -> Loss | Calla
     return named(name, objective.name, dict(hp))
 
 
-def recognize(name: str, loss: Any, objective: Objective, hp: Mapping[str, Any]) -> Loss | None:
-    """Return the Loss of a trainer's class of TRL's, or of a function with the signature of verl's policy losses."""
+def recognize(
+    name: str, loss: Any, objective: Objective, hp: Mapping[str, Any]
+) -> Loss | None:
+    """Return the Loss of a trainer's class of TRL's, or of a function with the
+    signature of verl's policy losses.
+    """
     if trl.is_trainer(loss):
         return trl.of(name, loss, objective, dict(hp))
-    if callable(loss) and not isinstance(loss, type) and {p.name for p in parameters(loss)} >= VERLS:
+    if (
+        callable(loss)
+        and not isinstance(loss, type)
+        and {p.name for p in parameters(loss)} >= VERLS
+    ):
         return verl.of(name, loss, objective, dict(hp))
     return None
 
 
 def tested_versions() -> dict[str, str]:
     """Return the versions of verl and TRL whose losses the audits record."""
-    read = lambda name: tomllib.loads((Path(__file__).parent / name / "ledger.toml").read_text(encoding="utf-8"))
+    read = lambda name: tomllib.loads(
+        (Path(__file__).parent / name / "ledger.toml").read_text(encoding="utf-8")
+    )
     return {name: read(name)["ledger"]["version"] for name in HERE}
 
 
 def dump_readers() -> list[Any]:
-    """Return the readers of NeMo-RL's, prime-rl's, slime's and miles' own files, and what refuses SkyRL's."""
+    """Return the readers of NeMo-RL's, prime-rl's, slime's and miles' own files, and
+    what refuses SkyRL's.
+    """
     return [nemo_rl, prime_rl, slime, skyrl]
 
 

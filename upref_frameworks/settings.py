@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of frameworks' losses, and what they set: `FRAMEWORK:MODE[@matched][,FIELD=VALUE...]`.
+"""The names of frameworks' losses, and what they set:
+`FRAMEWORK:MODE[@matched][,FIELD=VALUE...]`.
 
-`verl:vanilla` is the loss as the framework ships it. Fields of its config may follow: `verl:vanilla,clip_ratio_c=10`.
-`verl:vanilla@matched` sets what the objective's hyperparameters call for; fields after it overrule that.
+`verl:vanilla` is the loss as the framework ships it. Fields of its config may follow:
+`verl:vanilla,clip_ratio_c=10`. `verl:vanilla@matched` sets what the objective's
+hyperparameters call for; fields after it overrule that.
 """
 
 from dataclasses import dataclass
@@ -17,14 +19,18 @@ from upref.foreign.settings import pairs
 
 
 def split(name: str, mode: str) -> tuple[str, dict[str, Any], bool]:
-    """(mode, fields, whether `@matched` follows the mode); InputError where it cannot be read.
+    """(mode, fields, whether `@matched` follows the mode); InputError where it cannot
+    be read.
 
-    `defaults`, the word that once asked for the loss as shipped, is still accepted before the fields.
+    `defaults`, the word that once asked for the loss as shipped, is still accepted
+    before the fields.
     """
     mode, *words = mode.split(",")
     mode, at, word = mode.partition("@")
     if at and word != "matched":
-        raise InputError(f"{name}: {word!r} is unknown; write {mode} for the loss as shipped, or {mode}@matched.")
+        raise InputError(
+            f"{name}: {word!r} is unknown; write {mode} for the loss as shipped, or {mode}@matched."
+        )
     old = words[:1] == ["defaults"]
     if at and old:
         raise InputError(f"{name}: leave `defaults` out of a matched loss.")
@@ -34,7 +40,9 @@ def split(name: str, mode: str) -> tuple[str, dict[str, Any], bool]:
 def _field(name: str, word: str) -> tuple[str, Any]:
     key, equals, value = word.partition("=")
     if not (key and equals and value):
-        raise InputError(f"{name}: {word!r} is not FIELD=VALUE; write e.g. trl:dapo,epsilon_high=0.28.")
+        raise InputError(
+            f"{name}: {word!r} is not FIELD=VALUE; write e.g. trl:dapo,epsilon_high=0.28."
+        )
     constants = {"None": None, "True": True, "False": False}
     if value in constants:
         return key, constants[value]
@@ -55,7 +63,9 @@ def clip(h: dict[str, Any]) -> tuple[Any, Any]:
 
 @dataclass
 class Bare:
-    """What frameworks' losses read of Rollouts, unvalidated: masked slots may be poisoned, tensors on a tape."""
+    """What frameworks' losses read of Rollouts, unvalidated: masked slots may be
+    poisoned, tensors on a tape.
+    """
 
     logp: Tensor
     logp_old: Tensor

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of the course, drawn by the functions that train: `python -m docs.course.draw [NAME...]`.
+"""The pictures of the course, drawn by the functions that train:
+`python -m docs.course.draw [NAME...]`.
 
-A function below is a picture; NN_name is written to pictures/NN-name.svg. Look at what you have drawn.
+A function below is a picture; NN_name is written to pictures/NN-name.svg. Look at what
+you have drawn.
 """
 
 import re
@@ -46,7 +48,7 @@ def title(ax, text):
     ax.set_title(text, loc="left", fontsize=9.5, fontweight="bold")
 
 
-# ---- the pictures ----------------------------------------------------------------------------------------------------
+# ---- the pictures --------------------------------------------------------------------
 def l00_loop():
     """One turn of the training loop, as seven boxes in a ring."""
     boxes = [
@@ -62,36 +64,71 @@ def l00_loop():
     fig, (ax,) = axes(1, 9, 2.8)
     ax.set(xlim=(-0.5, 3.5), ylim=(-0.45, 1.45), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
-    frame = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": GREY, "linewidth": 1.5}
+    frame = {
+        "boxstyle": "round,pad=0.5",
+        "facecolor": "white",
+        "edgecolor": GREY,
+        "linewidth": 1.5,
+    }
     drawn = [
-        ax.text(x, y, text, ha="center", va="center", fontsize=9.5, color=INK, bbox=frame)
+        ax.text(
+            x, y, text, ha="center", va="center", fontsize=9.5, color=INK, bbox=frame
+        )
         for text, (x, y) in zip(boxes, places, strict=True)
     ]
-    arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.5, "shrinkA": 2, "shrinkB": 2}
+    arrow = {
+        "arrowstyle": "-|>",
+        "color": INK,
+        "linewidth": 1.5,
+        "shrinkA": 2,
+        "shrinkB": 2,
+    }
     followers = [*pairwise(drawn), (drawn[-1], drawn[1])]
     for start, end in followers:
         ax.annotate(
             "",
             end.get_position(),
             start.get_position(),
-            arrowprops=arrow | {"patchA": start.get_bbox_patch(), "patchB": end.get_bbox_patch()},
+            arrowprops=arrow
+            | {"patchA": start.get_bbox_patch(), "patchB": end.get_bbox_patch()},
         )
     note = "every mini-batch of the turn,\nwhile the policy moves away\nfrom the one that sampled"
-    ax.text(2.5, 0.5, note, ha="center", va="center", fontsize=8.5, style="italic", color=INK)
+    ax.text(
+        2.5,
+        0.5,
+        note,
+        ha="center",
+        va="center",
+        fontsize=8.5,
+        style="italic",
+        color=INK,
+    )
     return fig
 
 
 def l00_memory():
-    """Where the memory of log-probabilities goes, and how it grows: benchmarks/hidden.txt."""
-    text = (Path(__file__).parents[2] / "benchmarks/hidden.txt").read_text(encoding="utf-8")
+    """Where the memory of log-probabilities goes, and how it grows:
+    benchmarks/hidden.txt.
+    """
+    text = (Path(__file__).parents[2] / "benchmarks/hidden.txt").read_text(
+        encoding="utf-8"
+    )
     text = text.split("; log-probs alone")[0]
-    rows = [(name, *map(int, n)) for name, *n in re.findall(r"^(\S.*?) +(\d+) +(\d+) +(\d+) +(\d+) ", text, re.M)]
-    full = [r for r in rows if r[2] == max(r[2] for r in rows)]  # name, N, V, MB, MB beyond dh and dW
+    rows = [
+        (name, *map(int, n))
+        for name, *n in re.findall(r"^(\S.*?) +(\d+) +(\d+) +(\d+) +(\d+) ", text, re.M)
+    ]
+    # name, N, V, MB, MB beyond dh and dW
+    full = [r for r in rows if r[2] == max(r[2] for r in rows)]
     fig, (left, right) = axes(2, 4.2, 2.6)
     for i, (name, _, _, _, rest) in enumerate(full):
         left.barh(i, rest, color=UP if name.startswith("upref") else DOWN)
         left.text(rest, i, f" {rest:,} MB", va="center", fontsize=8.5)
-    left.set(yticks=range(len(full)), yticklabels=[r[0] for r in full], xlim=(0, 1.25 * max(r[4] for r in full)))
+    left.set(
+        yticks=range(len(full)),
+        yticklabels=[r[0] for r in full],
+        xlim=(0, 1.25 * max(r[4] for r in full)),
+    )
     left.set(xlabel="MB beyond the inputs, dh and dW")
     left.invert_yaxis()
     title(left, f"{full[0][1]:,} tokens, vocabulary {full[0][2]:,}")
@@ -118,7 +155,9 @@ def l01_push():
     )
     for ax, (text, drawn, R) in zip(panels, cases, strict=True):
         leaf = z.clone().requires_grad_()
-        upref.get("reinforce").surrogate(leaf.log_softmax(0)[drawn], leaf.log_softmax(0)[drawn].detach(), R).backward()
+        upref.get("reinforce").surrogate(
+            leaf.log_softmax(0)[drawn], leaf.log_softmax(0)[drawn].detach(), R
+        ).backward()
         push = leaf.grad
         ax.bar(range(3), push, color=[UP if g > 0 else DOWN for g in push], width=0.6)
         for i, g in enumerate(push):
@@ -126,7 +165,9 @@ def l01_push():
                     va="bottom" if g > 0 else "top")  # fmt: skip
         ax.axhline(0, color="#666666", lw=0.6)
         ax.set(ylim=(-1.15, 1.15), yticks=[-1, 0, 1], xticks=range(3))
-        ax.set_xticklabels([f"{n}\nπ = {p:.2f}" for n, p in zip("ABC", pi, strict=True)])
+        ax.set_xticklabels(
+            [f"{n}\nπ = {p:.2f}" for n, p in zip("ABC", pi, strict=True)]
+        )
         title(ax, text)
     panels[0].set_ylabel("push on the logit")
     return fig
@@ -138,7 +179,9 @@ def l02_advantage():
     k = range(1, G)
     right, wrong = [], []
     for n in k:
-        A = advantages.group_norm((torch.arange(G) < n).double(), torch.zeros(G, dtype=torch.int64))
+        A = advantages.group_norm(
+            (torch.arange(G) < n).double(), torch.zeros(G, dtype=torch.int64)
+        )
         right.append(float(A[0]))
         wrong.append(float(A[-1]))
     fig, (ax,) = axes(1, 5.6, 2.9)
@@ -148,7 +191,11 @@ def l02_advantage():
         ax.text(n, 0.12, "nothing", ha="center", fontsize=8, color="#555555")
         ax.plot([n - 0.3, n + 0.3], [0, 0], color=INK, lw=2.5)
     ax.axhline(0, color="#666666", lw=0.6)
-    ax.set(xlabel=f"right answers among the {G} to one prompt", ylabel="advantage A", xticks=range(G + 1))
+    ax.set(
+        xlabel=f"right answers among the {G} to one prompt",
+        ylabel="advantage A",
+        xticks=range(G + 1),
+    )
     ax.legend(frameon=False, loc="upper right", fontsize=8.5)
     return fig
 
@@ -163,7 +210,14 @@ def l03_ratio():
     left.bar(x - 0.18, old, 0.34, color=GREY, label=r"$\pi_\mathrm{old}$ drew them")
     left.bar(x + 0.18, new, 0.34, color=PALETTE[0], label=r"$\pi_\theta$, now")
     for i in range(3):
-        left.text(i, max(old[i], new[i]) + 0.02, f"r = {r[i]:.3g}", ha="center", fontsize=8.5, fontweight="bold")
+        left.text(
+            i,
+            max(old[i], new[i]) + 0.02,
+            f"r = {r[i]:.3g}",
+            ha="center",
+            fontsize=8.5,
+            fontweight="bold",
+        )
     left.set(xticks=x, ylim=(0, 0.85), ylabel="probability")
     left.set_xticklabels(list("ABC"))
     left.legend(frameon=False, fontsize=8, loc="upper right")
@@ -172,9 +226,21 @@ def l03_ratio():
     for mu, c in ((0.3, PALETTE[0]), (0.1, PALETTE[4]), (0.01, PALETTE[1])):
         spread = (p**2 / mu + (1 - p) ** 2 / (1 - mu) - 1).sqrt()
         right.plot(p, spread, color=c, lw=1.8)
-        right.text(0.99, float(spread[-1]), rf"$\pi_\mathrm{{old}}$ = {mu:g}", color=c, fontsize=8.5, va="center")
+        right.text(
+            0.99,
+            float(spread[-1]),
+            rf"$\pi_\mathrm{{old}}$ = {mu:g}",
+            color=c,
+            fontsize=8.5,
+            va="center",
+        )
         right.plot([mu], [0], "o", color=c, ms=4, clip_on=False)
-    right.set(xlim=(0, 1), ylim=(0, None), xlabel=r"$\pi_\theta$ of that token now", ylabel="standard deviation of r")
+    right.set(
+        xlim=(0, 1),
+        ylim=(0, None),
+        xlabel=r"$\pi_\theta$ of that token now",
+        ylabel="standard deviation of r",
+    )
     title(right, "the price: r spreads")
     return fig
 
@@ -183,7 +249,12 @@ def l04_clip():
     """DAPO's weight against r, for a good and a bad token."""
     fig, panels = axes(2, 3.7, 2.8)
     dapo, r = upref.get("dapo"), np.linspace(0.01, 2.5, 500)
-    for ax, A, text in zip(panels, (1.0, -1.0), ("A = +1, a good token", "A = −1, a bad token"), strict=True):
+    for ax, A, text in zip(
+        panels,
+        (1.0, -1.0),
+        ("A = +1, a good token", "A = −1, a bad token"),
+        strict=True,
+    ):
         w = dapo.weight(r, np.full_like(r, A))
         bound = 1.28 if A > 0 else 0.8
         ax.plot(r, A * r, color=GREY, lw=1.2, ls=(0, (4, 3)))
@@ -197,7 +268,10 @@ def l04_clip():
                 ha="left" if A > 0 else "center", va="center")  # fmt: skip
         ax.axhline(0, color="#666666", lw=0.6)
         ax.set(
-            xlim=(0, 2.5), xticks=[0, 0.8, 1, 1.28, 2], xlabel="ratio r", ylim=(-0.15, 2.5) if A > 0 else (-2.5, 0.15)
+            xlim=(0, 2.5),
+            xticks=[0, 0.8, 1, 1.28, 2],
+            xlabel="ratio r",
+            ylim=(-0.15, 2.5) if A > 0 else (-2.5, 0.15),
         )
         ax.set_xticklabels(["0", "0.8", "1", "1.28", "2"])
         title(ax, text)
@@ -209,7 +283,11 @@ def l05_cap():
     """Cap against π_old, and a token that goes on beyond its own."""
     fig, (left, right) = axes(2, 3.8, 2.9)
     mu = np.geomspace(1e-4, 0.99, 200)
-    for name, c, text in (("dapo", PALETTE[0], "DAPO"), ("dppo_tv", PALETTE[2], "DPPO"), ("up_dapo", UP, "UP-DAPO")):
+    for name, c, text in (
+        ("dapo", PALETTE[0], "DAPO"),
+        ("dppo_tv", PALETTE[2], "DPPO"),
+        ("up_dapo", UP, "UP-DAPO"),
+    ):
         room = upref.capacity(name, mu, mu)
         left.plot(mu, room, color=c, lw=2)
         at = (4e-3, 3e-4) if name == "dapo" else (1.3e-4, room[0] * 1.25)
@@ -229,7 +307,14 @@ def l05_cap():
     right.text(x[-1], 1.22, "its bound, 1.28", ha="right", va="top", fontsize=8.5)
     right.annotate("its own gradient\nends here", (x[own][-1], ratios[own][-1]), (12, 2.3), fontsize=8.5,
                    arrowprops={"arrowstyle": "-", "color": "#777777", "lw": 0.7})  # fmt: skip
-    right.text(148, 4, "carried on by\nthe others' gradients", color="#666666", fontsize=8.5, ha="right")
+    right.text(
+        148,
+        4,
+        "carried on by\nthe others' gradients",
+        color="#666666",
+        fontsize=8.5,
+        ha="right",
+    )
     right.set(
         xlabel="updates from one π_old".replace("π_old", r"$\pi_\mathrm{old}$"),
         ylabel="ratio r of a good token",
@@ -240,7 +325,9 @@ def l05_cap():
 
 
 def _alone():
-    """(updates, r of the one right answer under DAPO, whether its own gradient is alive)."""
+    """(updates, r of the one right answer under DAPO, whether its own gradient is
+    alive).
+    """
     dapo, task = upref.get("dapo"), bandit([1.0, 0.0, 0.0])
     states = islice(path(task, dapo, task.start([[0.05, 0.5, 0.45]]), lr=0.5, k=0), 201)
     r = torch.stack([(s.lp - s.lp_old).exp()[0, 0, 0] for s in states])
@@ -251,26 +338,67 @@ def l06_up():
     """The three weights of a good token, and where each of them leads."""
     fig, (left, right) = axes(2, 3.8, 2.9)
     r = np.linspace(0.01, 2.5, 500)
-    looks = (("dapo_no_upper_clip", "no clip", GREY), ("dapo", "DAPO", PALETTE[0]), ("up_dapo", "UP-DAPO", UP))
+    looks = (
+        ("dapo_no_upper_clip", "no clip", GREY),
+        ("dapo", "DAPO", PALETTE[0]),
+        ("up_dapo", "UP-DAPO", UP),
+    )
     for name, text, c in looks:
         w = upref.get(name).weight(r, np.ones_like(r))
         for part in (r < 1.28, r > 1.28):
-            dashes = {"ls": (0, (2, 2)), "zorder": 3, "lw": 1.6} if text == "no clip" else {"lw": 2.6}
-            left.plot(r[part], w[part], color=c, label=text if part[0] else None, **dashes)
-    left.set(xlim=(0, 2.5), xticks=[0, 1, 1.28, 2], ylim=(-0.1, 2.6), xlabel="ratio r", ylabel="weight, A = +1")
+            dashes = (
+                {"ls": (0, (2, 2)), "zorder": 3, "lw": 1.6}
+                if text == "no clip"
+                else {"lw": 2.6}
+            )
+            left.plot(
+                r[part], w[part], color=c, label=text if part[0] else None, **dashes
+            )
+    left.set(
+        xlim=(0, 2.5),
+        xticks=[0, 1, 1.28, 2],
+        ylim=(-0.1, 2.6),
+        xlabel="ratio r",
+        ylabel="weight, A = +1",
+    )
     left.set_xticklabels(["0", "1", "1.28", "2"])
     left.legend(frameon=False, fontsize=8.5, loc="upper left")
     title(left, "the push on a good token")
     task, start = bandit([1.0, 2.0, 4.0]), [[0.5, 0.3, 0.2]]
     for i, (name, _, c) in enumerate(looks):
-        states = islice(path(task, upref.get(name), task.start(start), lr=0.5, k=0, G=None, adv="reward"), 301)
+        states = islice(
+            path(
+                task,
+                upref.get(name),
+                task.start(start),
+                lr=0.5,
+                k=0,
+                G=None,
+                adv="reward",
+            ),
+            301,
+        )
         *_, last = (s.pi[0] for s in states)
         right.bar(np.arange(3) + 0.2 * i - 0.1, last, 0.18, color=c)
         for a, p in enumerate(last):
             if p < 0.02:  # too low for a bar
-                right.text(a + 0.2 * i - 0.1, 0.015, f"{p:.3f}", color="#666666", fontsize=8, rotation=90, ha="center")
+                right.text(
+                    a + 0.2 * i - 0.1,
+                    0.015,
+                    f"{p:.3f}",
+                    color="#666666",
+                    fontsize=8,
+                    rotation=90,
+                    ha="center",
+                )
     right.bar(
-        np.arange(3) - 0.3, start[0], 0.18, color="white", edgecolor="#444444", lw=0.8, label=r"$\pi_\mathrm{old}$"
+        np.arange(3) - 0.3,
+        start[0],
+        0.18,
+        color="white",
+        edgecolor="#444444",
+        lw=0.8,
+        label=r"$\pi_\mathrm{old}$",
     )
     right.set(xticks=range(3), ylim=(0, 1.08), ylabel="probability")
     right.set_xticklabels(["A = 1", "A = 2", "A = 4"])
@@ -280,7 +408,9 @@ def l06_up():
 
 
 def l07_sequence():
-    """How far three ratios spread with length, and what one far token does to the pushes on its response."""
+    """How far three ratios spread with length, and what one far token does to the
+    pushes on its response.
+    """
     fig, (left, right) = axes(2, 3.8, 2.9)
     generator = torch.Generator().manual_seed(0)
     log_r = 0.1 * torch.randn(4000, 1024, generator=generator, dtype=torch.float64)
@@ -303,10 +433,20 @@ def l07_sequence():
     left.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
     left.legend(frameon=False, fontsize=8.5, loc="upper left")
     title(left, "which ratio spreads")
-    lr = torch.tensor([[0.1, -0.2, 0.05, float(np.log(3)), -0.1, -0.1, 0.05, -0.9]], dtype=torch.float64)
+    lr = torch.tensor(
+        [[0.1, -0.2, 0.05, float(np.log(3)), -0.1, -0.1, 0.05, -0.9]],
+        dtype=torch.float64,
+    )
     lp = torch.full_like(lr, -1.2)
-    b = upref.Rollouts(lp, lp - lr, torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 8, dtype=torch.bool))
-    for i, (name, c, scale) in enumerate((("dapo", PALETTE[0], 1), ("gspo", PALETTE[3], 8))):
+    b = upref.Rollouts(
+        lp,
+        lp - lr,
+        torch.ones(1, 1, dtype=torch.float64),
+        torch.ones(1, 8, dtype=torch.bool),
+    )
+    for i, (name, c, scale) in enumerate(
+        (("dapo", PALETTE[0], 1), ("gspo", PALETTE[3], 8))
+    ):
         w = upref.get(name).token_weights(b)[0] * scale
         right.bar(
             np.arange(8) + 0.36 * i - 0.18,
@@ -316,8 +456,21 @@ def l07_sequence():
             label=("DAPO: each token its own r", "GSPO: one s for all")[i],
         )
         for t in (w == 0).nonzero()[:, 0].tolist():
-            right.text(t + 0.36 * i - 0.18, 0.03, "0: clipped", color=c, fontsize=8, rotation=90, ha="center")
-    right.set(xticks=range(8), ylim=(0, 1.75), xlabel="token of the response", ylabel="weight, A = +1")
+            right.text(
+                t + 0.36 * i - 0.18,
+                0.03,
+                "0: clipped",
+                color=c,
+                fontsize=8,
+                rotation=90,
+                ha="center",
+            )
+    right.set(
+        xticks=range(8),
+        ylim=(0, 1.75),
+        xlabel="token of the response",
+        ylabel="weight, A = +1",
+    )
     right.set_xticklabels([f"{x:.2f}" for x in lr[0].exp()], fontsize=8)
     right.set_xlabel("r of the eight tokens")
     right.legend(frameon=False, fontsize=8.5, loc="upper left")
@@ -326,7 +479,9 @@ def l07_sequence():
 
 
 def l08_aggregation():
-    """What a token counts under three aggregations, and what becomes of it in two micro-batches."""
+    """What a token counts under three aggregations, and what becomes of it in two
+    micro-batches.
+    """
     lengths = torch.tensor([2, 2, 8, 8])
     mask = torch.arange(8) < lengths[:, None]
     fig, (left, right) = axes(2, 3.8, 2.9)
@@ -336,16 +491,27 @@ def l08_aggregation():
              ("seq-mean-token-sum-norm", "sum / L, L = 8 (Dr. GRPO)", PALETTE[2]))  # fmt: skip
     for i, (name, text, c) in enumerate(looks):
         w = torch.as_tensor(row_weights(name, mask, totals, 8)).expand(4)
-        left.bar(np.arange(2) + 0.26 * i - 0.26, [w[0], w[2]], 0.24, color=c, label=text)
+        left.bar(
+            np.arange(2) + 0.26 * i - 0.26, [w[0], w[2]], 0.24, color=c, label=text
+        )
     left.set(xticks=[0, 1], ylabel="weight of one token")
     left.set_xticklabels(["of a response of 2", "of a response of 8"])
     left.legend(frameon=False, fontsize=8.5)
     title(left, "the weight of a token")
     whole = torch.as_tensor(row_weights("token-mean", mask, totals)).expand(4)
-    parts = [row_weights("token-mean", mask[i : i + 2], Totals.of(mask[i : i + 2])) / 2 for i in (0, 2)]
+    parts = [
+        row_weights("token-mean", mask[i : i + 2], Totals.of(mask[i : i + 2])) / 2
+        for i in (0, 2)
+    ]
     for i, (w, text, c) in enumerate((((whole[0], whole[2]), "by the mini-batch's tokens", PALETTE[0]),
                                       (parts, "by the tokens of each part", GREY))):  # fmt: skip
-        right.bar(np.arange(2) + 0.36 * i - 0.18, [float(x) for x in w], 0.34, color=c, label=text)
+        right.bar(
+            np.arange(2) + 0.36 * i - 0.18,
+            [float(x) for x in w],
+            0.34,
+            color=c,
+            label=text,
+        )
     right.set(xticks=[0, 1], ylim=(0, 0.17), ylabel="weight of one token")
     right.set_xticklabels(["part 1: two short", "part 2: two long"])
     right.legend(frameon=False, fontsize=8.5)
@@ -359,9 +525,15 @@ def l09_kl():
     d = torch.linspace(-2.5, 2, 200, dtype=torch.float64)
     colours = {"k1": PALETTE[4], "k2": PALETTE[2], "k3": PALETTE[0]}
     for name, c in colours.items():
-        left.plot(d, kl.ESTIMATORS[name](-d, torch.zeros_like(d)), color=c, lw=2, label=name)
+        left.plot(
+            d, kl.ESTIMATORS[name](-d, torch.zeros_like(d)), color=c, lw=2, label=name
+        )
     left.axhline(0, color="#666666", lw=0.6)
-    left.set(xlabel=r"d = log $\pi_\mathrm{ref}$ − log $\pi_\theta$", ylabel="estimate from one token", ylim=(-2, 4.5))
+    left.set(
+        xlabel=r"d = log $\pi_\mathrm{ref}$ − log $\pi_\theta$",
+        ylabel="estimate from one token",
+        ylim=(-2, 4.5),
+    )
     left.legend(frameon=False, fontsize=8.5, loc="upper center")
     title(left, "one token's estimate")
     goals = verify_kl.divergences()
@@ -373,9 +545,22 @@ def l09_kl():
         right.bar(x + 0.26 * i - 0.26, g, 0.24, color=c, label=text)
     for i, key in ((1, "reverse"), (2, "forward")):
         label = "that of the divergence itself" if i == 1 else None
-        right.plot(x + 0.26 * i - 0.26, goals[key][1], "_", color=INK, ms=11, mew=1.6, label=label)
+        right.plot(
+            x + 0.26 * i - 0.26,
+            goals[key][1],
+            "_",
+            color=INK,
+            ms=11,
+            mew=1.6,
+            label=label,
+        )
     right.axhline(0, color="#666666", lw=0.6)
-    right.set(xticks=x, xlabel="logit of five tokens", ylabel="mean gradient", ylim=(-0.26, 0.66))
+    right.set(
+        xticks=x,
+        xlabel="logit of five tokens",
+        ylabel="mean gradient",
+        ylim=(-0.26, 0.66),
+    )
     right.set_xticklabels(list("ABCDE"))
     right.legend(frameon=False, fontsize=8.5, loc="upper right")
     title(right, "and its mean gradient")
@@ -385,19 +570,37 @@ def l09_kl():
 def l10_runs():
     """What six runs logged."""
     fig, panels = axes(4, 2.5, 2.7)
-    keys = (("reward", "reward"), ("pass@8", "pass@8"), ("entropy", "entropy, nats"), ("clipped", "clipped, share"))
+    keys = (
+        ("reward", "reward"),
+        ("pass@8", "pass@8"),
+        ("entropy", "entropy, nats"),
+        ("clipped", "clipped, share"),
+    )
     for ax, (key, text) in zip(panels, keys, strict=True):
         for name, c in zip(KEY, PALETTE, strict=False):
             y = [x[key] for x in runs.run(name)]
-            ax.plot(y, color=c, lw=1.8, label=name, ls=(0, (3, 3)) if name == "E" else "-")  # D is under it at 0
-        ax.set(xlabel="batch", xlim=(0, len(y) - 1), ylim=(-0.03 * ax.get_ylim()[1], None))  # a line at 0 stays visible
+            # D is under it at 0
+            ax.plot(
+                y, color=c, lw=1.8, label=name, ls=(0, (3, 3)) if name == "E" else "-"
+            )
+        # a line at 0 stays visible
+        ax.set(
+            xlabel="batch", xlim=(0, len(y) - 1), ylim=(-0.03 * ax.get_ylim()[1], None)
+        )
         title(ax, text)
-    fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    fig.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=6,
+        frameon=False,
+    )
     return fig
 
 
 def l11_around():
-    """The error that five bugs make in the gradient of a step, in a lazy case and in one that varies everything."""
+    """The error that five bugs make in the gradient of a step, in a lazy case and in
+    one that varies everything.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(48, 16), torch.nn.Linear(16, 48))
     bugs = {"temperature left out": dict(heat=lambda x, T: x), "labels not shifted": dict(shift=0),
@@ -422,11 +625,16 @@ def l11_around():
                         loss(model(ids[None])[0], ids, len(r.prompt), torch.tensor(r.trains), torch.tensor(r.old),
                              r.adv, tokens, T).backward()  # fmt: skip
 
-                errors.append(compared(goal, case, run(one, model, case)[0], BOUND).error)
+                errors.append(
+                    compared(goal, case, run(one, model, case)[0], BOUND).error
+                )
         seen = [UP if e > BOUND else GREY for e in errors]
         ax.barh(range(len(bugs)), errors, color=seen)
         ax.set(
-            xscale="log", xlim=(1e-8, 10), yticks=range(len(bugs)), xlabel="error of the gradient, relative to its norm"
+            xscale="log",
+            xlim=(1e-8, 10),
+            yticks=range(len(bugs)),
+            xlabel="error of the gradient, relative to its norm",
         )
         ax.set_yticklabels(list(bugs) if ax is panels[0] else [])
         ax.invert_yaxis()
@@ -436,7 +644,11 @@ def l11_around():
     return fig
 
 
-PICTURES = {n[1:].replace("_", "-", 1): f for n, f in list(globals().items()) if n[0] == "l" and n[1:3].isdigit()}
+PICTURES = {
+    n[1:].replace("_", "-", 1): f
+    for n, f in list(globals().items())
+    if n[0] == "l" and n[1:3].isdigit()
+}
 
 
 def main(*names: str, folder: Path = FOLDER):

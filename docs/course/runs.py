@@ -3,8 +3,9 @@
 
 `python -m docs.course.runs` prints them and writes them into the exercise.
 
-A policy that is a table, 32 prompts of 12 answers, 2 of them right; groups of 8, 8 updates on each batch, DAPO's own J.
-What is logged is what a trainer would log; reward, entropy and pass@8 are exact, over all answers.
+A policy that is a table, 32 prompts of 12 answers, 2 of them right; groups of 8, 8
+updates on each batch, DAPO's own J. What is logged is what a trainer would log; reward,
+entropy and pass@8 are exact, over all answers.
 """
 
 from functools import cache
@@ -31,7 +32,8 @@ def group_norm(R: Tensor, group: Tensor) -> Tensor:
     return advantages.group_norm(R, group)
 
 
-WRONG: dict[str, dict] = {  # what is wrong, by its name in the exercise -> how it is done
+# what is wrong, by its name in the exercise -> how it is done
+WRONG: dict[str, dict] = {
     "nothing": {},
     "sign": {"advantage": lambda R, group: -group_norm(R, group)},
     "no baseline": {"advantage": lambda R, group: R + 3},
@@ -47,9 +49,16 @@ def run(name: str) -> list[dict[str, float]]:
     return train(**WRONG[KEY[name]])
 
 
-def train(advantage=group_norm, temperature: float = 1.0, recompute=False, hard=False, lr=4.0, seed=0) -> list[dict]:
-    """temperature: the trainer's; the sampler's is 1. recompute: lp_old anew before every update. hard: hardly any
-    answer is right."""
+def train(
+    advantage=group_norm,
+    temperature: float = 1.0,
+    recompute=False,
+    hard=False,
+    lr=4.0,
+    seed=0,
+) -> list[dict]:
+    """temperature: the trainer's; the sampler's is 1. recompute: lp_old anew before
+    every update. hard: hardly any answer is right."""
     generator = torch.Generator().manual_seed(seed)
     z = 1.5 * torch.randn(PROMPTS, ANSWERS, generator=generator, dtype=F64)
     reward = (torch.arange(ANSWERS) < 2).to(F64)
@@ -58,7 +67,9 @@ def train(advantage=group_norm, temperature: float = 1.0, recompute=False, hard=
     log = []
     for _ in range(BATCHES):
         pi = z.softmax(-1)
-        drawn = torch.multinomial(pi, G, replacement=True, generator=generator).reshape(-1)
+        drawn = torch.multinomial(pi, G, replacement=True, generator=generator).reshape(
+            -1
+        )
         R = reward[drawn]
         per_prompt = R.reshape(PROMPTS, G).mean(1)
         p = (pi * reward).sum(1)
@@ -75,7 +86,9 @@ def train(advantage=group_norm, temperature: float = 1.0, recompute=False, hard=
             theta = z.clone().requires_grad_()
             lp = (theta / temperature).log_softmax(-1)[rows, drawn]
             lp_old = lp.detach() if recompute else lp_sampler
-            (g,) = torch.autograd.grad(DAPO.J(lp[:, None], lp_old[:, None], A[:, None], mask), theta)
+            (g,) = torch.autograd.grad(
+                DAPO.J(lp[:, None], lp_old[:, None], A[:, None], mask), theta
+            )
             r = (lp.detach() - lp_old).exp()
             dead = DAPO.weight(r, A) == 0
             clipped.append(float((dead & (A != 0)).sum() / (A != 0).sum().clamp(min=1)))

@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 BATCHES = 40
 
 
-# ---- by hand ---------------------------------------------------------------------------------------------------------
+# ---- by hand -------------------------------------------------------------------------
 def batches():
     """Ragged, two groups, log r from 0 (on policy) to ±3, advantages one a response."""
     rng = torch.Generator().manual_seed(0)
@@ -39,7 +39,10 @@ def batches():
         old = -normal(B, T).abs() - 0.1
         apart = (0.0, 0.05, 0.4, 1.5)[n % 4]
         lp = (old + (apart * normal(B, T)).clamp(-3, 3)).clamp(max=-1e-3)
-        A, ref = normal(B, 1).expand(B, T).clone(), (lp + 0.3 * normal(B, T)).clamp(max=-1e-3)
+        A, ref = (
+            normal(B, 1).expand(B, T).clone(),
+            (lp + 0.3 * normal(B, T)).clamp(max=-1e-3),
+        )
         yield lp, old, A, torch.arange(T) < length, ref
 
 
@@ -88,12 +91,14 @@ def reference(name: str, hp: dict[str, float]):
     o = upref.get(name)
 
     def f(lp, old, A, m, ref):
-        return o.loss(upref.Rollouts(logp=lp, logp_old=old, adv=A, mask=m, logp_ref=ref), **hp)
+        return o.loss(
+            upref.Rollouts(logp=lp, logp_old=old, adv=A, mask=m, logp_ref=ref), **hp
+        )
 
     return f
 
 
-# ---- one loss --------------------------------------------------------------------------------------------------------
+# ---- one loss ------------------------------------------------------------------------
 def judged(name: str, says: dict[str, Any], folder: Path) -> dict[str, Any]:
     wrap, hand = getattr(wrappers, name), getattr(by_hand, says["by_hand"])
     loss = wrap(Fetched(folder / says["repo"].replace("/", "+")))
@@ -103,7 +108,10 @@ def judged(name: str, says: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         report = upref.check(loss, says["held"], **hp)
         out["check"] = bool(report)
-        out["failures"] = [{"oracle": f.oracle, "where": f.regime, "cause": f.cause} for f in report.failures]
+        out["failures"] = [
+            {"oracle": f.oracle, "where": f.regime, "cause": f.cause}
+            for f in report.failures
+        ]
         out["notes"] = [f.oracle for f in report.notes]
     except InputError as e:
         out["refused"] = str(e)
@@ -128,14 +136,18 @@ def lines(wrap) -> int:
     used, todo = {}, [wrap]
     while todo:
         f = todo.pop()
-        used[f.__name__] = sum(bool(x.strip()) for x in inspect.getsource(f).splitlines()) - 1
+        used[f.__name__] = (
+            sum(bool(x.strip()) for x in inspect.getsource(f).splitlines()) - 1
+        )
         todo += [g for name, g in vars(wrappers).items()
                  if name in _names(f.__code__) and inspect.isfunction(g) and name not in used]  # fmt: skip
     return sum(used.values())
 
 
 def _names(code) -> set[str]:
-    return set(code.co_names).union(*(_names(c) for c in code.co_consts if inspect.iscode(c)))
+    return set(code.co_names).union(
+        *(_names(c) for c in code.co_consts if inspect.iscode(c))
+    )
 
 
 def machine() -> str:
@@ -143,8 +155,12 @@ def machine() -> str:
 
 
 def write(found: dict, table: dict):
-    kept = {name: found[name] for name in ["machine", *table, "estimators"] if name in found}
-    write_atomically(HERE / "found.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    kept = {
+        name: found[name] for name in ["machine", *table, "estimators"] if name in found
+    }
+    write_atomically(
+        HERE / "found.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
+    )
 
 
 def main(folder: str, *names: str):
@@ -157,7 +173,11 @@ def main(folder: str, *names: str):
         found[name] = judged(name, table[name], Path(folder))
         found |= {"machine": machine()}
         write(found, table)
-        print(name, {k: found[name].get(k) for k in ("check", "refused", "identify")}, flush=True)
+        print(
+            name,
+            {k: found[name].get(k) for k in ("check", "refused", "identify")},
+            flush=True,
+        )
     write(found, table)
 
 

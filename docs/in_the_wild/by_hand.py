@@ -54,7 +54,10 @@ def feld_grpo(lp, old, A, m, ref):
 
 def nick(lp, old, A, m, ref):
     """−mean_i min(R A, clip(R, 1 ± 0.25) A) + 0.04 mean_i Σ_t k3, R = Π_t r_t the product over a response"""
-    return -clip(sums(lp, m), sums(old, m), A[:, 0], 0.25, 0.25).mean() + 0.04 * sums(k3(lp, ref), m).mean()
+    return (
+        -clip(sums(lp, m), sums(old, m), A[:, 0], 0.25, 0.25).mean()
+        + 0.04 * sums(k3(lp, ref), m).mean()
+    )
 
 
 def yuanxuns(lp, old, A, m, ref):
@@ -127,7 +130,9 @@ def robotsail(lp, old, A, m, ref):
 def tianyi(lp, old, A, m, ref):
     """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.04 k3], log r and log π_ref/π clamped to ±20"""
     cut = lambda x: x.clamp(-20, 20)
-    return -responses(clip(cut(lp - old), 0 * old, A) - 0.04 * k3(cut(lp - ref), 0 * ref), m)
+    return -responses(
+        clip(cut(lp - old), 0 * old, A) - 0.04 * k3(cut(lp - ref), 0 * ref), m
+    )
 
 
 def asimkadav(lp, old, A, m, ref):
@@ -235,7 +240,9 @@ def drpo(lp, old, A, m, ref):
 
 def wapo(lp, old, A, m, ref):
     """−mean_i Σ_t min(r, 10) A where A > 0, else 0 (their fixed length left out)"""
-    return -sums(torch.where(A > 0, A * (lp - old).exp().clamp(max=10), 0 * A), m).mean()
+    return -sums(
+        torch.where(A > 0, A * (lp - old).exp().clamp(max=10), 0 * A), m
+    ).mean()
 
 
 def gspo_narrow(lp, old, A, m, ref):
@@ -255,7 +262,9 @@ def ppo_longest(lp, old, A, m, ref):
 
 def influence(lp, old, A, m, ref):
     """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.01 k3], log r clamped to ±20"""
-    return -responses(clip((lp - old).clamp(-20, 20), 0 * old, A) - 0.01 * k3(lp, ref), m)
+    return -responses(
+        clip((lp - old).clamp(-20, 20), 0 * old, A) - 0.01 * k3(lp, ref), m
+    )
 
 
 def kl_to_old(lp, old, A, m, ref):
@@ -291,7 +300,9 @@ def gspo_paper(lp, old, A, m, ref):
 def eblanca(lp, old, A, m, ref):
     """−mean_i Σ_t min(r A, clip(r, 0.8, 1.3) A), r cut at 1.5: without gradient there where A < 0"""
     r = (lp - old).exp().clamp(max=1.5)
-    return -sums(torch.where(A > 0, A * r.clamp(max=1.3), A * r.clamp(min=0.8)), m).mean()
+    return -sums(
+        torch.where(A > 0, A * r.clamp(max=1.3), A * r.clamp(min=0.8)), m
+    ).mean()
 
 
 def bird(lp, old, A, m, ref):

@@ -34,15 +34,25 @@ class Estimator:
 EVERY: dict[str, Estimator] = {}
 
 
-def found(repo: str, file: str, says: str, held: str, formula: str, hand: Callable, same: bool = True):
+def found(
+    repo: str,
+    file: str,
+    says: str,
+    held: str,
+    formula: str,
+    hand: Callable,
+    same: bool = True,
+):
     def keep(wrap):
-        EVERY[wrap.__name__] = Estimator(repo, file, says, held, formula, hand, same, wrap)
+        EVERY[wrap.__name__] = Estimator(
+            repo, file, says, held, formula, hand, same, wrap
+        )
         return wrap
 
     return keep
 
 
-# ---- by hand: of one group's rewards, and of two log-probabilities ---------------------------------------------------
+# ---- by hand: of one group's rewards, and of two log-probabilities -------------------
 def deviation(R, ddof: int):
     return (((R - R.mean()) ** 2).sum() / (len(R) - ddof)).sqrt()
 
@@ -68,7 +78,11 @@ def k3(lp, ref):
 
 
 GRPO = "group_norm"
-FELD, R2, LIN = "Feld-maxiu/PPO-GRPO-from-Scratch", "r20213/Tiny-GRPO", "Linxinrong8023/grpo-gspo-dapo_reproduce"
+FELD, R2, LIN = (
+    "Feld-maxiu/PPO-GRPO-from-Scratch",
+    "r20213/Tiny-GRPO",
+    "Linxinrong8023/grpo-gspo-dapo_reproduce",
+)
 CORE = "src/post_training_contrast/algorithms/base.py"
 
 
@@ -76,11 +90,13 @@ def over(what: str) -> str:
     return f"(R − mean) / {what}"
 
 
-# ---- advantages ------------------------------------------------------------------------------------------------------
+# ---- advantages ----------------------------------------------------------------------
 @found(FELD, "src/losses.py", "GRPO", GRPO, over("(std + 1e-8)"), plus(1, 1e-8))
 def feld(code: Fetched):
     one = code.take("src/losses.py", "compute_grpo_advantages").compute_grpo_advantages
-    return lambda rewards, n: torch.tensor([A for group in rewards.view(-1, n) for A in one(group.tolist())])
+    return lambda rewards, n: torch.tensor(
+        [A for group in rewards.view(-1, n) for A in one(group.tolist())]
+    )
 
 
 def scored(step, **settings):
@@ -93,7 +109,14 @@ def scored(step, **settings):
     return advantages
 
 
-@found("KaiP-598/grpo-from-scratch", "grpo/rewards.py", "GRPO", GRPO, over("(std + 1e-6)"), plus(1, 1e-6))
+@found(
+    "KaiP-598/grpo-from-scratch",
+    "grpo/rewards.py",
+    "GRPO",
+    GRPO,
+    over("(std + 1e-6)"),
+    plus(1, 1e-6),
+)
 def kaip(code: Fetched):
     return scored(code.take("grpo/rewards.py", "compute_advantages").compute_advantages)
 
@@ -104,33 +127,76 @@ def r20213(code: Fetched):
     return lambda rewards, n: compute(rewards, Of(group_size=n))
 
 
-@found("gamendez98/simple-grpo", "grpo/GRPO.py", "Dr. GRPO", "group_mean", "R − mean", centred)
+@found(
+    "gamendez98/simple-grpo",
+    "grpo/GRPO.py",
+    "Dr. GRPO",
+    "group_mean",
+    "R − mean",
+    centred,
+)
 def gamendez(code: Fetched):
-    compute = code.take("grpo/GRPO.py", "ToolGRPOTrainer.calculate_advantages").calculate_advantages
-    return lambda rewards, n: compute(Of(config=Of(drgrpo=True)), rewards.view(-1, n)).view(-1)
+    compute = code.take(
+        "grpo/GRPO.py", "ToolGRPOTrainer.calculate_advantages"
+    ).calculate_advantages
+    return lambda rewards, n: compute(
+        Of(config=Of(drgrpo=True)), rewards.view(-1, n)
+    ).view(-1)
 
 
-@found("RobotSail/mini-grpo", "cli.py", "GRPO", GRPO, over("(std_0 + 1e-8), std_0 over G"), plus(0, 1e-8))
+@found(
+    "RobotSail/mini-grpo",
+    "cli.py",
+    "GRPO",
+    GRPO,
+    over("(std_0 + 1e-8), std_0 over G"),
+    plus(0, 1e-8),
+)
 def robotsail(code: Fetched):
     one = code.take("cli.py", "calculate_advantage").calculate_advantage
 
     def advantages(rewards, n):
-        groups = [Of(rollouts=[Of(reward=r.item(), advantage=None) for r in rs]) for rs in rewards.view(-1, n)]
+        groups = [
+            Of(rollouts=[Of(reward=r.item(), advantage=None) for r in rs])
+            for rs in rewards.view(-1, n)
+        ]
         for group in groups:
             one(group)
-        return torch.tensor([x.advantage for group in groups for x in group.rollouts], dtype=rewards.dtype)
+        return torch.tensor(
+            [x.advantage for group in groups for x in group.rollouts],
+            dtype=rewards.dtype,
+        )
 
     return advantages
 
 
-@found("sandeshjung/nanoGRPO", "src/grpo_trainer.py", "GRPO, group-wise", GRPO, "R − mean", centred, same=False)
+@found(
+    "sandeshjung/nanoGRPO",
+    "src/grpo_trainer.py",
+    "GRPO, group-wise",
+    GRPO,
+    "R − mean",
+    centred,
+    same=False,
+)
 def sandesh(code: Fetched):
-    compute = code.take("src/grpo_trainer.py", "GRPOTrainer.compute_advantages").compute_advantages
+    compute = code.take(
+        "src/grpo_trainer.py", "GRPOTrainer.compute_advantages"
+    ).compute_advantages
     config = Of(advantage_normalization="group", use_baseline=False)
-    return lambda rewards, n: compute(Of(grpo_config=config), rewards.view(-1, n)).view(-1)
+    return lambda rewards, n: compute(Of(grpo_config=config), rewards.view(-1, n)).view(
+        -1
+    )
 
 
-@found("JeevanBhoot/nanoRL", "nano_rl/rloo.py", "RLOO", "leave_one_out", "R − the mean of the others", others)
+@found(
+    "JeevanBhoot/nanoRL",
+    "nano_rl/rloo.py",
+    "RLOO",
+    "leave_one_out",
+    "R − the mean of the others",
+    others,
+)
 def jeevan(code: Fetched):
     def advantages(rewards, n):
         had = {"rewards": rewards.view(-1, n), "args": Of(group_size=n)}
@@ -141,35 +207,64 @@ def jeevan(code: Fetched):
 
 @found(LIN, CORE, "GRPO, GSPO and DAPO", GRPO, over("max(std_0, 1e-8)"), floor(0, 1e-8))
 def linxinrong(code: Fetched):
-    return code.take(CORE, "compute_group_relative_advantages").compute_group_relative_advantages
+    return code.take(
+        CORE, "compute_group_relative_advantages"
+    ).compute_group_relative_advantages
 
 
 @found("InfiniteMalice/gepa-dapo-grn", "src/gepa_dapo_grn/dapo_core.py", "DAPO", GRPO, over("max(std_0, 1e-6)"),
        floor(0, 1e-6))  # fmt: skip
 def malice(code: Fetched):
-    normalize = vars(code.take("src/gepa_dapo_grn/dapo_core.py", "_group_normalize"))["_group_normalize"]
+    normalize = vars(code.take("src/gepa_dapo_grn/dapo_core.py", "_group_normalize"))[
+        "_group_normalize"
+    ]
     return lambda rewards, n: normalize(rewards, n)
 
 
-@found("JimyMa/NanoRL", "nanorl/rl/advantages.py", "GRPO", GRPO, over("max(std_0, 1e-4)"), floor(0, 1e-4))
+@found(
+    "JimyMa/NanoRL",
+    "nanorl/rl/advantages.py",
+    "GRPO",
+    GRPO,
+    over("max(std_0, 1e-4)"),
+    floor(0, 1e-4),
+)
 def jimyma(code: Fetched):
-    return code.take("nanorl/rl/advantages.py", "group_relative_advantages").group_relative_advantages
+    return code.take(
+        "nanorl/rl/advantages.py", "group_relative_advantages"
+    ).group_relative_advantages
 
 
 def course(code: Fetched):
-    step = code.take("cs336_alignment/grpo.py", "compute_group_normalized_rewards").compute_group_normalized_rewards
+    step = code.take(
+        "cs336_alignment/grpo.py", "compute_group_normalized_rewards"
+    ).compute_group_normalized_rewards
     return scored(step, advantage_eps=1e-6, normalize_by_std=True)
 
 
 FILE = "cs336_alignment/grpo.py"
 
 
-@found("ymzhang0303/assignment5-alignment", FILE, "GRPO", GRPO, over("(std + 1e-6)"), plus(1, 1e-6))
+@found(
+    "ymzhang0303/assignment5-alignment",
+    FILE,
+    "GRPO",
+    GRPO,
+    over("(std + 1e-6)"),
+    plus(1, 1e-6),
+)
 def ymzhang(code: Fetched):
     return course(code)
 
 
-@found("damek/assignment5-alignment", FILE, "GRPO", GRPO, over("(std + 1e-6)"), plus(1, 1e-6))
+@found(
+    "damek/assignment5-alignment",
+    FILE,
+    "GRPO",
+    GRPO,
+    over("(std + 1e-6)"),
+    plus(1, 1e-6),
+)
 def damek(code: Fetched):
     return course(code)
 
@@ -179,10 +274,12 @@ def damek(code: Fetched):
 def libassignment(code: Fetched):
     names = "GroupRewards", "compute_group_normalized_rewards"
     taken = code.take("cs336_alignment/rl/utils.py", *names, dataclass=dataclass)
-    return lambda rewards, n: taken.compute_group_normalized_rewards(rewards, n).advantages
+    return lambda rewards, n: (
+        taken.compute_group_normalized_rewards(rewards, n).advantages
+    )
 
 
-# ---- KL terms --------------------------------------------------------------------------------------------------------
+# ---- KL terms ------------------------------------------------------------------------
 @found(FELD, "src/losses.py", "an approximate KL", "k1", "log π_ref − log π", lambda lp, ref: ref - lp,
        same=False)  # fmt: skip
 def feld_kl(code: Fetched):
@@ -211,12 +308,14 @@ def manuhalapeth_kl(code: Fetched):
        lambda lp, ref: (lp - ref).exp() - (lp - ref), same=False)  # fmt: skip
 def gamendez_kl(code: Fetched):
     def kl(log_prob, ref_log_prob):
-        return code.lines("grpo/GRPO.py", 333, 334, log_probs=log_prob, ref_log_probs=ref_log_prob).divergence_kl
+        return code.lines(
+            "grpo/GRPO.py", 333, 334, log_probs=log_prob, ref_log_probs=ref_log_prob
+        ).divergence_kl
 
     return kl
 
 
-# ---- judged ----------------------------------------------------------------------------------------------------------
+# ---- judged --------------------------------------------------------------------------
 def apart(x, y) -> float:
     return ((x - y).abs().max() / y.abs().max()).item()
 
@@ -228,33 +327,66 @@ def off_advantages(fn, hand) -> float:
     for n in range(2, 9):
         R = torch.rand(2 * n, generator=rng, dtype=torch.float64)
         A = fn(R.numpy(), (torch.arange(2 * n) // n).numpy()) if by_ids else fn(R, n)
-        worst = max(worst, apart(torch.as_tensor(A).double(), torch.cat([hand(g) for g in R.view(2, n)])))
+        worst = max(
+            worst,
+            apart(
+                torch.as_tensor(A).double(), torch.cat([hand(g) for g in R.view(2, n)])
+            ),
+        )
     return worst
 
 
 def off_kl(fn, hand) -> float:
     rng = torch.Generator().manual_seed(0)
-    lp, ref = (-torch.rand(500, generator=rng, dtype=torch.float64) * 4 - 0.1 for _ in range(2))
+    lp, ref = (
+        -torch.rand(500, generator=rng, dtype=torch.float64) * 4 - 0.1 for _ in range(2)
+    )
     return apart(fn(lp, ref), hand(lp, ref))
 
 
 def judged(folder: Path) -> dict[str, dict]:
     """Each: what it says it is, the verdict, and how far it is from the formula by hand."""
-    commits = {x["repo"]: x["commit"] for x in tomllib.loads(LOSSES.read_text(encoding="utf-8")).values()}
+    commits = {
+        x["repo"]: x["commit"]
+        for x in tomllib.loads(LOSSES.read_text(encoding="utf-8")).values()
+    }
     out = {}
     for name, e in EVERY.items():
         fn = e.wrap(Fetched(folder / e.repo.replace("/", "+")))
         kl = name.endswith("_kl")
-        one = {"repo": e.repo, "commit": commits[e.repo], "file": e.file, "says": e.says, "held": e.held}
+        one = {
+            "repo": e.repo,
+            "commit": commits[e.repo],
+            "file": e.file,
+            "says": e.says,
+            "held": e.held,
+        }
         try:
             report = (upref.check_kl if kl else upref.check_advantages)(fn, e.held)
-            one |= {"check": bool(report), "hp": {k: v for k, v in report.hp.items() if v is not None}}
-            whys = [f.cause or describe_pair(f.expected, f.found)[1] for f in report.failures]
-            one["failures"] = [f"{f.oracle}: {why}" for f, why in zip(report.failures, whys, strict=True)]
-            one["read"] = [c for c in report.assumptions if "ddof" in c or "eps" in c or "divides" in c]
+            one |= {
+                "check": bool(report),
+                "hp": {k: v for k, v in report.hp.items() if v is not None},
+            }
+            whys = [
+                f.cause or describe_pair(f.expected, f.found)[1]
+                for f in report.failures
+            ]
+            one["failures"] = [
+                f"{f.oracle}: {why}"
+                for f, why in zip(report.failures, whys, strict=True)
+            ]
+            one["read"] = [
+                c
+                for c in report.assumptions
+                if "ddof" in c or "eps" in c or "divides" in c
+            ]
         except InputError as err:
             one["refused"] = str(err)
-        one |= {"by_hand": e.formula, "same": e.same, "off_formula": (off_kl if kl else off_advantages)(fn, e.hand)}
+        one |= {
+            "by_hand": e.formula,
+            "same": e.same,
+            "off_formula": (off_kl if kl else off_advantages)(fn, e.hand),
+        }
         out[name] = one
     return out
 

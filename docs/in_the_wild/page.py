@@ -6,7 +6,8 @@ import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SAME = 1e-5  # gradients that differ by less are the same, with room for a 1e-6 in a denominator
+# gradients that differ by less are the same, with room for a 1e-6 in a denominator
+SAME = 1e-5
 
 
 def read() -> tuple[dict, dict]:
@@ -24,7 +25,9 @@ def right(found: dict) -> bool:
 
 def meant(found: dict) -> bool:
     """Whether it is what it says but for rounding at extremes, which a formula does not have."""
-    return "refused" not in found and {f["oracle"] for f in found["failures"]} <= {"extremes"}
+    return "refused" not in found and {f["oracle"] for f in found["failures"]} <= {
+        "extremes"
+    }
 
 
 def table() -> str:
@@ -35,7 +38,9 @@ def table() -> str:
             head = "| code | its name or text says | wrapper | `upref.check` | `upref.identify` | by hand |"
             out += ["", f"## {x['list']}", "", head, "|---|---|---|---|---|---|"]
             last = x["list"]
-        out.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row(x, every[name]))} |")
+        out.append(
+            f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row(x, every[name]))} |"
+        )
     return "\n".join(out)
 
 
@@ -44,7 +49,14 @@ def row(x: dict, found: dict) -> list[str]:
     lines = f"{found['lines']} line{'s' if found['lines'] != 1 else ''}: {x['needs']}"
     hand = found["by_hand"] + ("" if right(found) else " **(the verdict is wrong)**")
     says = x["says"] + (f"; it says so itself: {x['said']}" if "said" in x else "")
-    return [f"{where}<br>{x['file'].rpartition('/')[2]}", says, lines, verdict(x, found), named(found), hand]
+    return [
+        f"{where}<br>{x['file'].rpartition('/')[2]}",
+        says,
+        lines,
+        verdict(x, found),
+        named(found),
+        hand,
+    ]
 
 
 def estimators() -> str:
@@ -53,7 +65,8 @@ def estimators() -> str:
     out = [head, "|---|---|---|---|"]
     for x in every["estimators"].values():
         where = f"[{x['repo']}](https://github.com/{x['repo']}/blob/{x['commit']}/{x['file']})"
-        meant = all(f.startswith("equal-rewards") for f in x["failures"])  # rounding, which a formula has not
+        # rounding, which a formula has not
+        meant = all(f.startswith("equal-rewards") for f in x["failures"])
         says = f"**is {x['held']}**" if meant else f"**is not {x['held']}**"
         if not meant:
             says += "; "
@@ -63,7 +76,9 @@ def estimators() -> str:
         says += "".join(f"; {c}" for c in x["read"])
         wrong = x["off_formula"] > 1e-6 or meant != x["same"]
         hand = x["by_hand"] + (" **(the verdict is wrong)**" if wrong else "")
-        out.append(f"| {' | '.join([f'{where}<br>' + x['file'].rpartition('/')[2], x['says'], says, hand])} |")
+        out.append(
+            f"| {' | '.join([f'{where}<br>' + x['file'].rpartition('/')[2], x['says'], says, hand])} |"
+        )
     return "\n".join(out)
 
 

@@ -19,7 +19,13 @@ CPU = Of(device="cpu")
 
 def given(logp, mask, **more):
     """The names that a step in the style of simple_GRPO has at hand once its log-probabilities are known."""
-    made = {"inputs": mask.int(), "prompt_length": 0, "tokenizer": PAD, "engine": CPU, "per_token_logps": logp}
+    made = {
+        "inputs": mask.int(),
+        "prompt_length": 0,
+        "tokenizer": PAD,
+        "engine": CPU,
+        "per_token_logps": logp,
+    }
     return made | {"clip_param": 0.2, "beta": 0.04} | more
 
 
@@ -32,10 +38,13 @@ def flat(advantages):
 
 def rows(one, mask, *tensors):
     """The mean of one(...) on the unmasked tokens of each response."""
-    return sum(one(*(x[i][m] for x in tensors)) for i, m in enumerate(mask) if m.any()) / mask.any(1).sum()
+    return (
+        sum(one(*(x[i][m] for x in tensors)) for i, m in enumerate(mask) if m.any())
+        / mask.any(1).sum()
+    )
 
 
-# ---- grpo-from-scratch -----------------------------------------------------------------------------------------------
+# ---- grpo-from-scratch ---------------------------------------------------------------
 def feld_ppo(code: Fetched):
     ppo_loss = code.take("src/losses.py", "ppo_loss").ppo_loss
 
@@ -46,7 +55,9 @@ def feld_ppo(code: Fetched):
 
 
 def feld_grpo(code: Fetched):
-    grpo_loss = code.take("src/losses.py", "compute_kl_divergence", "grpo_loss").grpo_loss
+    grpo_loss = code.take(
+        "src/losses.py", "compute_kl_divergence", "grpo_loss"
+    ).grpo_loss
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         one = lambda *x: grpo_loss(*x, epsilon=0.2, beta=0.01)[0]
@@ -61,23 +72,65 @@ def nick(code: Fetched):
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         old = (mask * old_log_prob).sum(-1)
-        had = {"new_logp": log_prob, "ref_logp": ref_log_prob, "old_seq_logp": old, "advantages": advantages}
-        return code.lines(file, 89, 97, **had, completion_mask=mask.long(), cal_k1=cal_k1, E=0.25, beta=0.04).loss
+        had = {
+            "new_logp": log_prob,
+            "ref_logp": ref_log_prob,
+            "old_seq_logp": old,
+            "advantages": advantages,
+        }
+        return code.lines(
+            file,
+            89,
+            97,
+            **had,
+            completion_mask=mask.long(),
+            cal_k1=cal_k1,
+            E=0.25,
+            beta=0.04,
+        ).loss
 
     return loss
 
 
 def kaip(code: Fetched):
-    pg = code.take("grpo/policy_gradient.py", "reinforce_loss", "clipped_surrogate_loss", "compute_pg_loss")
+    pg = code.take(
+        "grpo/policy_gradient.py",
+        "reinforce_loss",
+        "clipped_surrogate_loss",
+        "compute_pg_loss",
+    )
     mean = code.take("grpo/utils.py", "masked_mean").masked_mean
-    step = code.take("grpo/training.py", "grpo_step", compute_pg_loss=pg.compute_pg_loss, masked_mean=mean).grpo_step
-    return partial(step, grad_accum_steps=1, variant="clipped", raw_rewards=None, clip_eps=0.2)
+    step = code.take(
+        "grpo/training.py",
+        "grpo_step",
+        compute_pg_loss=pg.compute_pg_loss,
+        masked_mean=mean,
+    ).grpo_step
+    return partial(
+        step, grad_accum_steps=1, variant="clipped", raw_rewards=None, clip_eps=0.2
+    )
 
 
 def yuanxuns(code: Fetched):
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, eps_low=0.2, eps_high=0.3, beta=0.01):
-        had = {"per_token_logps": log_prob, "batch_old_per_token_log_probs": old_log_prob, "target_masks": mask}
-        had |= {"batch_ref_per_token_log_probs": ref_log_prob, "batch_advantages": advantages}
+    def loss(
+        log_prob,
+        old_log_prob,
+        advantages,
+        mask,
+        ref_log_prob,
+        eps_low=0.2,
+        eps_high=0.3,
+        beta=0.01,
+    ):
+        had = {
+            "per_token_logps": log_prob,
+            "batch_old_per_token_log_probs": old_log_prob,
+            "target_masks": mask,
+        }
+        had |= {
+            "batch_ref_per_token_log_probs": ref_log_prob,
+            "batch_advantages": advantages,
+        }
         config = {"training": {"eps_low": eps_low, "eps_high": eps_high, "beta": beta}}
         return code.lines("src/models/grpo/grpo.py", 464, 489, **had, config=config, entropy_mask=torch.ones(()),
                           num_target_tokens=mask.sum()).loss  # fmt: skip
@@ -85,15 +138,21 @@ def yuanxuns(code: Fetched):
     return loss
 
 
-# ---- tiny-grpo -------------------------------------------------------------------------------------------------------
+# ---- tiny-grpo -----------------------------------------------------------------------
 def nikhil(code: Fetched):
     masked_mean = code.take("grpo.py", "masked_mean").masked_mean
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
         policy = code.lines("grpo.py", 334, 334, policy_token_logprobs=log_prob, completion_mask=mask,
                             masked_mean=masked_mean).policy_sequence_logprobs  # fmt: skip
-        pg = code.lines("grpo.py", 344, 344, advantages=advantages, policy_sequence_logprobs=policy).policy_loss
-        had = {"policy_token_logprobs": log_prob, "reference_token_logprobs": ref_log_prob, "completion_mask": mask}
+        pg = code.lines(
+            "grpo.py", 344, 344, advantages=advantages, policy_sequence_logprobs=policy
+        ).policy_loss
+        had = {
+            "policy_token_logprobs": log_prob,
+            "reference_token_logprobs": ref_log_prob,
+            "completion_mask": mask,
+        }
         return code.lines("grpo.py", 364, 368, policy_loss=pg, masked_mean=masked_mean, GRPO=Of(kl_beta=beta),
                           **had).total_loss  # fmt: skip
 
@@ -101,9 +160,17 @@ def nikhil(code: Fetched):
 
 
 def gameof(code: Fetched):
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, epsilon=0.2, beta=0.01):
-        had = {"token_log_probs": log_prob, "ref_log_probs": ref_log_prob, "completion_mask": mask}
-        ratio = code.lines("loss.py", 211, 212, token_log_probs=log_prob, old_log_probs=old_log_prob).ratio
+    def loss(
+        log_prob, old_log_prob, advantages, mask, ref_log_prob, epsilon=0.2, beta=0.01
+    ):
+        had = {
+            "token_log_probs": log_prob,
+            "ref_log_probs": ref_log_prob,
+            "completion_mask": mask,
+        }
+        ratio = code.lines(
+            "loss.py", 211, 212, token_log_probs=log_prob, old_log_probs=old_log_prob
+        ).ratio
         return code.lines("loss.py", 228, 233, **had, ratio=ratio, advantages=advantages, epsilon=epsilon,
                           beta=beta).loss  # fmt: skip
 
@@ -111,9 +178,17 @@ def gameof(code: Fetched):
 
 
 def fangyuan(code: Fetched):
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, epsilon=0.2, beta=0.1):
-        had = {"new_log_probs": log_prob, "ref_log_probs": ref_log_prob, "completion_mask": mask}
-        ratio = code.lines("grpo.py", 166, 166, new_log_probs=log_prob, old_log_probs=old_log_prob).ratio
+    def loss(
+        log_prob, old_log_prob, advantages, mask, ref_log_prob, epsilon=0.2, beta=0.1
+    ):
+        had = {
+            "new_log_probs": log_prob,
+            "ref_log_probs": ref_log_prob,
+            "completion_mask": mask,
+        }
+        ratio = code.lines(
+            "grpo.py", 166, 166, new_log_probs=log_prob, old_log_probs=old_log_prob
+        ).ratio
         return code.lines("grpo.py", 183, 186, **had, ratio=ratio, advantages=advantages, epsilon=epsilon,
                           beta=beta).loss  # fmt: skip
 
@@ -125,7 +200,7 @@ def r20213(code: Fetched):
     return partial(compute_loss, cfg=Of(clip_eps=0.2, beta=0.04))
 
 
-# ---- simple_grpo -----------------------------------------------------------------------------------------------------
+# ---- simple_grpo ---------------------------------------------------------------------
 def kalinplus(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         batch = {"refs": ref_log_prob, "gen_logps": old_log_prob}
@@ -137,15 +212,28 @@ def kalinplus(code: Fetched):
 
 def kalinplus_rf(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = given(log_prob, mask, gen_per_token_logps=old_log_prob, per_token_advantage=advantages)
-        return code.lines("simple-reinforce++/rf++_vllm_one.py", 65, 71, **had, num_items_in_batch=mask.sum()).loss
+        had = given(
+            log_prob,
+            mask,
+            gen_per_token_logps=old_log_prob,
+            per_token_advantage=advantages,
+        )
+        return code.lines(
+            "simple-reinforce++/rf++_vllm_one.py",
+            65,
+            71,
+            **had,
+            num_items_in_batch=mask.sum(),
+        ).loss
 
     return loss
 
 
 def tcapelle(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = given(log_prob, mask, advantages=advantages, gen_logps=old_log_prob, beta=0.0)
+        had = given(
+            log_prob, mask, advantages=advantages, gen_logps=old_log_prob, beta=0.0
+        )
         return code.lines("grpo_vllm_dr.py", 155, 173, **had).loss
 
     return loss
@@ -154,7 +242,14 @@ def tcapelle(code: Fetched):
 def anglee_grpo(code: Fetched, kind="grpo"):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         batch = {"refs": ref_log_prob, "gen_logps": old_log_prob}
-        had = given(log_prob, mask, advantages=advantages, batch=batch, loss_type=kind, compute_gen_logps=True)
+        had = given(
+            log_prob,
+            mask,
+            advantages=advantages,
+            batch=batch,
+            loss_type=kind,
+            compute_gen_logps=True,
+        )
         return code.lines("grpo.py", 262, 292, **had).loss
 
     return loss
@@ -172,13 +267,31 @@ def lsdefine(code: Fetched):
     return loss
 
 
-# ---- simple-grpo -----------------------------------------------------------------------------------------------------
+# ---- simple-grpo ---------------------------------------------------------------------
 def heineman(code: Fetched):
     masked_mean = code.take("simple_grpo/grpo_utils.py", "masked_mean").masked_mean
 
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, clip_lower=0.2, clip_higher=0.2, beta=0.0):
-        train = Of(clip_lower=clip_lower, clip_higher=clip_higher, beta=beta, masked_mean_axis=None)
-        had = {"mb_new_logprobs": log_prob, "mb_old_logprobs": old_log_prob, "mb_ref_logprob": ref_log_prob}
+    def loss(
+        log_prob,
+        old_log_prob,
+        advantages,
+        mask,
+        ref_log_prob,
+        clip_lower=0.2,
+        clip_higher=0.2,
+        beta=0.0,
+    ):
+        train = Of(
+            clip_lower=clip_lower,
+            clip_higher=clip_higher,
+            beta=beta,
+            masked_mean_axis=None,
+        )
+        had = {
+            "mb_new_logprobs": log_prob,
+            "mb_old_logprobs": old_log_prob,
+            "mb_ref_logprob": ref_log_prob,
+        }
         A = torch.cat([advantages[:, :1], advantages], 1)  # it drops the first
         return code.lines("simple_grpo/simple_trainer.py", 401, 421, **had, mb_advantages=A, masked_mean=masked_mean,
                           mb_response_masks_bool=mask, self=Of(config=Of(train=train))).loss  # fmt: skip
@@ -192,8 +305,14 @@ def gamendez(code: Fetched):
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         config = Of(objective_clip_band=0.2, dkl_weight=0.01, drgrpo=True)
-        had = {"log_probs": log_prob, "old_log_probs": old_log_prob, "advantages": advantages}
-        one = code.lines("grpo/GRPO.py", 315, 323, **had, self=Of(config=config)).unaggregated_objective
+        had = {
+            "log_probs": log_prob,
+            "old_log_probs": old_log_prob,
+            "advantages": advantages,
+        }
+        one = code.lines(
+            "grpo/GRPO.py", 315, 323, **had, self=Of(config=config)
+        ).unaggregated_objective
         both = code.lines("grpo/GRPO.py", 333, 336, log_probs=log_prob, ref_log_probs=ref_log_prob,
                           unaggregated_objective=one, self=Of(config=config))  # fmt: skip
         return code.lines("grpo/GRPO.py", 338, 345, unaggregated_objective=both.unaggregated_objective, reduce=reduce,
@@ -204,8 +323,19 @@ def gamendez(code: Fetched):
 
 def anderson(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
-        had = {"per_token_logps": log_prob, "ref_per_token_logps": ref_log_prob, "completion_mask": mask}
-        return code.lines("main.py", 312, 317, **had, advantages=advantages, args=Of(kl_weight_beta=beta)).loss
+        had = {
+            "per_token_logps": log_prob,
+            "ref_per_token_logps": ref_log_prob,
+            "completion_mask": mask,
+        }
+        return code.lines(
+            "main.py",
+            312,
+            317,
+            **had,
+            advantages=advantages,
+            args=Of(kl_weight_beta=beta),
+        ).loss
 
     return loss
 
@@ -213,16 +343,26 @@ def anderson(code: Fetched):
 def wangitu(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
         batch = {"ref_logps": ref_log_prob, "gen_logps": old_log_prob}
-        had = given(log_prob, mask, advantages=advantages, batch=batch, args=Of(clip_param=0.2, beta=0.04))
+        had = given(
+            log_prob,
+            mask,
+            advantages=advantages,
+            batch=batch,
+            args=Of(clip_param=0.2, beta=0.04),
+        )
         return code.lines("train_grpo.py", 91, 101, **had).loss
 
     return loss
 
 
-# ---- mini-grpo, nanogrpo ---------------------------------------------------------------------------------------------
+# ---- mini-grpo, nanogrpo -------------------------------------------------------------
 def robotsail(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, eps=0.1, beta=1.0):
-        had = {"new_logprobs": log_prob, "old_logprobs": old_log_prob, "ref_logprobs": ref_log_prob}
+        had = {
+            "new_logprobs": log_prob,
+            "old_logprobs": old_log_prob,
+            "ref_logprobs": ref_log_prob,
+        }
         comps = Of(hyperparams=Of(eps=eps, kl_penalty_strength=beta))
         return code.lines("cli.py", 546, 577, **had, advantages=advantages, comps=comps, grpo_logit_mask=mask,
                           rollout_lens=mask.sum(1)).grpo_loss  # fmt: skip
@@ -232,15 +372,23 @@ def robotsail(code: Fetched):
 
 def tianyi(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-        had = given(log_prob, mask, advantages=advantages, ref_per_token_logps=ref_log_prob)
-        return code.lines("minigrpo.py", 296, 340, **had, batch={"gen_logps": old_log_prob}).loss
+        had = given(
+            log_prob, mask, advantages=advantages, ref_per_token_logps=ref_log_prob
+        )
+        return code.lines(
+            "minigrpo.py", 296, 340, **had, batch={"gen_logps": old_log_prob}
+        ).loss
 
     return loss
 
 
 def asimkadav(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-        had = {"logp_tokens": log_prob, "logp_ref": ref_log_prob.sum(-1), "adv": advantages}
+        had = {
+            "logp_tokens": log_prob,
+            "logp_ref": ref_log_prob.sum(-1),
+            "adv": advantages,
+        }
         return code.lines("grpo.py", 22, 24, **had, self=Of(kl_coef=0.02)).loss
 
     return loss
@@ -250,9 +398,19 @@ def ojus(code: Fetched):
     compute_loss = code.take("grpo.py", "GRPO.compute_loss").compute_loss
 
     def loss(log_prob, old_log_prob, advantages, mask, eps=0.1):
-        trainer = Of(get_per_token_logps=lambda model, x: x, model=None, epsilon=eps, beta=0.0)
+        trainer = Of(
+            get_per_token_logps=lambda model, x: x, model=None, epsilon=eps, beta=0.0
+        )
         A = advantages * (1 + 1e-4)  # it divides by std + 1e-4
-        return compute_loss(trainer, log_prob, old_log_prob, A, torch.zeros_like(A), torch.ones_like(A), mask)[0]
+        return compute_loss(
+            trainer,
+            log_prob,
+            old_log_prob,
+            A,
+            torch.zeros_like(A),
+            torch.ones_like(A),
+            mask,
+        )[0]
 
     return loss
 
@@ -261,54 +419,83 @@ def sandesh(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
         had = {"token_log_probs": log_prob, "completion_mask": mask}
         sums = code.lines("src/grpo_trainer.py", 257, 257, **had).sequence_log_probs
-        return code.lines("src/grpo_trainer.py", 279, 279, log_probs=sums, flat_advantages=advantages).pg_loss
+        return code.lines(
+            "src/grpo_trainer.py", 279, 279, log_probs=sums, flat_advantages=advantages
+        ).pg_loss
 
     return loss
 
 
 def zhili(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {"log_probs": log_prob, "batch_advantages": flat(advantages), "target_masks": mask}
+        had = {
+            "log_probs": log_prob,
+            "batch_advantages": flat(advantages),
+            "target_masks": mask,
+        }
         return code.lines("grpo.py", 282, 284, **had, num_target_tokens=mask.sum()).loss
 
     return loss
 
 
-# ---- rlhf-from-scratch -----------------------------------------------------------------------------------------------
+# ---- rlhf-from-scratch ---------------------------------------------------------------
 def manuhalapeth(code: Fetched):
     ppo = code.take("rlhf/ppo.py", "policy_ratio", "clipped_surrogate")
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        one = lambda new, old, A: ppo.clipped_surrogate(ppo.policy_ratio(new, old), A, clip_eps=0.2)
+        one = lambda new, old, A: ppo.clipped_surrogate(
+            ppo.policy_ratio(new, old), A, clip_eps=0.2
+        )
         return rows(one, mask, log_prob, old_log_prob, advantages)
 
     return loss
 
 
 def zyl_ppo(code: Fetched):
-    compute_loss = code.take("instructgpt/ppo.py", "masked_mean", "compute_loss").compute_loss
+    compute_loss = code.take(
+        "instructgpt/ppo.py", "masked_mean", "compute_loss"
+    ).compute_loss
     return partial(compute_loss, vpreds=torch.zeros(()), returns=torch.zeros(()))
 
 
 def zyl_grpo(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {"log_probs": log_prob, "batch_advantages": advantages, "target_masks": mask}
-        return code.lines("grpo/grpo.py", 294, 297, **had, num_target_tokens=mask.sum()).loss
+        had = {
+            "log_probs": log_prob,
+            "batch_advantages": advantages,
+            "target_masks": mask,
+        }
+        return code.lines(
+            "grpo/grpo.py", 294, 297, **had, num_target_tokens=mask.sum()
+        ).loss
 
     return loss
 
 
-# ---- -gspo, -dapo ----------------------------------------------------------------------------------------------------
+# ---- -gspo, -dapo --------------------------------------------------------------------
 def linxinrong(code: Fetched, name, **hp):
     folder = "src/post_training_contrast/algorithms/"
     classes = code.take(folder + "base.py", "PolicyLossBatch", dataclass=dataclass)
-    every = "validate_policy_loss_batch", "masked_mean", "compute_sequence_ratio", "compute_clip_fraction"
+    every = (
+        "validate_policy_loss_batch",
+        "masked_mean",
+        "compute_sequence_ratio",
+        "compute_clip_fraction",
+    )
     base = code.take(folder + "base.py", *every, "compute_reference_kl")
     had = vars(base) | {"build_loss_output": lambda batch, loss, **more: loss}
-    compute = getattr(code.take(f"{folder}{name}.py", f"compute_{name}_loss", **had), f"compute_{name}_loss")
+    compute = getattr(
+        code.take(f"{folder}{name}.py", f"compute_{name}_loss", **had),
+        f"compute_{name}_loss",
+    )
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-        return compute(classes.PolicyLossBatch(log_prob, old_log_prob, advantages, mask, ref_log_prob), **hp)
+        return compute(
+            classes.PolicyLossBatch(
+                log_prob, old_log_prob, advantages, mask, ref_log_prob
+            ),
+            **hp,
+        )
 
     return loss
 
@@ -327,9 +514,18 @@ def linxinrong_dapo(code: Fetched):
 
 def malice(code: Fetched, **config):
     file = "src/gepa_dapo_grn/dapo_core.py"
-    names = "_clip_advantages", "_soft_ratio_weights", "DAPOTrainer._compute_policy_loss"
+    names = (
+        "_clip_advantages",
+        "_soft_ratio_weights",
+        "DAPOTrainer._compute_policy_loss",
+    )
     compute = vars(code.take(file, *names))["_compute_policy_loss"]
-    defaults = {"clip_ratio": 0.2, "clip_advantage": 5.0, "use_soft_gating": False, "gating_temperature": 1.0}
+    defaults = {
+        "clip_ratio": 0.2,
+        "clip_advantage": 5.0,
+        "use_soft_gating": False,
+        "gating_temperature": 1.0,
+    }
     trainer = Of(config=Of(**defaults | config))
     return lambda log_prob, old_log_prob, advantages, mask: compute(
         trainer, log_prob[mask], old_log_prob[mask], advantages[mask]
@@ -342,7 +538,11 @@ def malice_soft(code: Fetched):
 
 def gmongaras(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {"new_probs": log_prob.exp(), "old_probs": old_log_prob.exp(), "adv": advantages}
+        had = {
+            "new_probs": log_prob.exp(),
+            "old_probs": old_log_prob.exp(),
+            "adv": advantages,
+        }
         masks = torch.cat([mask, mask[:, :1]], 1)  # it drops the last
         return code.lines("script.py", 283, 293, **had, loss_masks=masks, loss_weight=1 / mask.sum(), eps_low=0.2,
                           eps_high=0.28).reward  # fmt: skip
@@ -350,34 +550,56 @@ def gmongaras(code: Fetched):
     return loss
 
 
-# ---- nanorl ----------------------------------------------------------------------------------------------------------
+# ---- nanorl --------------------------------------------------------------------------
 def jimyma(code: Fetched):
-    calculate = code.take("nanorl/rl/grpo_loss.py", "calculate_grpo_loss").calculate_grpo_loss
+    calculate = code.take(
+        "nanorl/rl/grpo_loss.py", "calculate_grpo_loss"
+    ).calculate_grpo_loss
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-        per_token = calculate(log_prob, old_log_prob, ref_log_prob, advantages, 0.2, 0.2, 0.04, 0.0)[0]
-        return code.lines("nanorl/actors/train.py", 444, 446, per_token=per_token, loss_mask=mask).scalar
+        per_token = calculate(
+            log_prob, old_log_prob, ref_log_prob, advantages, 0.2, 0.2, 0.04, 0.0
+        )[0]
+        return code.lines(
+            "nanorl/actors/train.py", 444, 446, per_token=per_token, loss_mask=mask
+        ).scalar
 
     return loss
 
 
 def vegaction(code: Fetched):
     file, as_given = "nanorllm/trainer/loss.py", lambda logits, labels, args: logits
-    compute = code.take(file, "loss_agg", "compute_policy_loss", compute_token_logprobs=as_given).compute_policy_loss
+    compute = code.take(
+        file, "loss_agg", "compute_policy_loss", compute_token_logprobs=as_given
+    ).compute_policy_loss
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        batch = {"labels": None, "old_logprobs": old_log_prob, "advantages": advantages, "loss_mask": mask}
-        return compute(log_prob, batch, Of(clip_eps=0.2, loss_agg_mode="seq-mean-token-mean"))
+        batch = {
+            "labels": None,
+            "old_logprobs": old_log_prob,
+            "advantages": advantages,
+            "loss_mask": mask,
+        }
+        return compute(
+            log_prob, batch, Of(clip_eps=0.2, loss_agg_mode="seq-mean-token-mean")
+        )
 
     return loss
 
 
 def briefgpt(code: Fetched):
     file, as_given = "nanorllm/trainer/loss.py", lambda logits, labels, args: logits
-    compute = code.take(file, "compute_policy_loss", compute_token_logprobs=as_given).compute_policy_loss
+    compute = code.take(
+        file, "compute_policy_loss", compute_token_logprobs=as_given
+    ).compute_policy_loss
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        batch = {"labels": None, "old_logprobs": old_log_prob, "advantages": advantages, "loss_mask": mask}
+        batch = {
+            "labels": None,
+            "old_logprobs": old_log_prob,
+            "advantages": advantages,
+            "loss_mask": mask,
+        }
         return compute(log_prob, batch, Of(clip_eps=0.2, use_kl=True, kl_coef=0.01))
 
     return loss
@@ -385,8 +607,12 @@ def briefgpt(code: Fetched):
 
 def jeevan_rloo(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        sums = code.lines("nano_rl/rloo.py", 69, 69, token_log_probs=log_prob, mask=mask).sum_log_probs
-        return code.lines("nano_rl/rloo.py", 111, 111, logprobs=sums, advantages=flat(advantages)).loss
+        sums = code.lines(
+            "nano_rl/rloo.py", 69, 69, token_log_probs=log_prob, mask=mask
+        ).sum_log_probs
+        return code.lines(
+            "nano_rl/rloo.py", 111, 111, logprobs=sums, advantages=flat(advantages)
+        ).loss
 
     return loss
 
@@ -399,7 +625,7 @@ def jeevan_actor(code: Fetched):
     return loss
 
 
-# ---- r1-zero, nano-r1 ------------------------------------------------------------------------------------------------
+# ---- r1-zero, nano-r1 ----------------------------------------------------------------
 def torchtune(code: Fetched, name):
     means = vars(code.take("torchtune/rlhf/rewards.py", "masked_mean", "masked_sum"))
     taken = code.take("torchtune/dev/rl/loss.py", name, rlhf=Of(**means), **means)
@@ -429,15 +655,30 @@ def joecummings_simple(code: Fetched):
 
 def skandml(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-        had = {"per_token_logps": log_prob, "ref_per_token_logps": ref_log_prob, "completion_mask": mask}
-        return code.lines("llama_r1_zero/grpo.py", 129, 133, **had, advantages=advantages, self=Of(beta=0.01)).loss
+        had = {
+            "per_token_logps": log_prob,
+            "ref_per_token_logps": ref_log_prob,
+            "completion_mask": mask,
+        }
+        return code.lines(
+            "llama_r1_zero/grpo.py",
+            129,
+            133,
+            **had,
+            advantages=advantages,
+            self=Of(beta=0.01),
+        ).loss
 
     return loss
 
 
 def bary(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {"old_log_probs": old_log_prob, "new_log_probs": log_prob, "advantage": flat(advantages)}
+        had = {
+            "old_log_probs": old_log_prob,
+            "new_log_probs": log_prob,
+            "advantage": flat(advantages),
+        }
         self = Of(epsilon=0.2, beta=0.01)
         loss = code.lines("nano_r1.py", 64, 66, **had, self=self).loss
         kl_div = code.lines("nano_r1.py", 68, 68, **had).kl_div
@@ -446,28 +687,63 @@ def bary(code: Fetched):
     return loss
 
 
-# ---- assignment5-alignment -------------------------------------------------------------------------------------------
+# ---- assignment5-alignment -----------------------------------------------------------
 def ymzhang(code: Fetched):
-    file, pg = "cs336_alignment/grpo.py", ("compute_grpo_clip_loss", "compute_policy_gradient_loss")
-    step = code.take(file, *pg, "masked_mean", "grpo_microbatch_train_step").grpo_microbatch_train_step
-    return partial(step, gradient_accumulation_steps=1, loss_type="grpo_clip", raw_rewards=None, cliprange=0.2)
+    file, pg = (
+        "cs336_alignment/grpo.py",
+        ("compute_grpo_clip_loss", "compute_policy_gradient_loss"),
+    )
+    step = code.take(
+        file, *pg, "masked_mean", "grpo_microbatch_train_step"
+    ).grpo_microbatch_train_step
+    return partial(
+        step,
+        gradient_accumulation_steps=1,
+        loss_type="grpo_clip",
+        raw_rewards=None,
+        cliprange=0.2,
+    )
 
 
 def damek(code: Fetched):
-    file, pg = "cs336_alignment/grpo.py", ("assert_finite", "compute_grpo_clip_loss", "compute_policy_gradient_loss")
-    step = code.take(file, *pg, "masked_mean", "grpo_microbatch_train_step").grpo_microbatch_train_step
-    return partial(step, gradient_accumulation_steps=1, loss_type="grpo_clip", raw_rewards=None, cliprange=0.2)
+    file, pg = (
+        "cs336_alignment/grpo.py",
+        ("assert_finite", "compute_grpo_clip_loss", "compute_policy_gradient_loss"),
+    )
+    step = code.take(
+        file, *pg, "masked_mean", "grpo_microbatch_train_step"
+    ).grpo_microbatch_train_step
+    return partial(
+        step,
+        gradient_accumulation_steps=1,
+        loss_type="grpo_clip",
+        raw_rewards=None,
+        cliprange=0.2,
+    )
 
 
 def gzsiceberg(code: Fetched, kind="grpo_clip"):
     def rearrange(x, how):
         return x[:, None]
 
-    file, pg = "cs336_alignment/grpo.py", ("compute_gspo_clip_loss", "compute_grpo_clip_loss")
-    mean = vars(code.take("cs336_alignment/sft_helper.py", "masked_normalize", "masked_mean"))
+    file, pg = (
+        "cs336_alignment/grpo.py",
+        ("compute_gspo_clip_loss", "compute_grpo_clip_loss"),
+    )
+    mean = vars(
+        code.take("cs336_alignment/sft_helper.py", "masked_normalize", "masked_mean")
+    )
     names = *pg, "compute_policy_gradient_loss", "grpo_microbatch_train_step"
-    step = code.take(file, *names, **mean, rearrange=rearrange).grpo_microbatch_train_step
-    return partial(step, gradient_accumulation_steps=1, loss_type=kind, raw_rewards=None, cliprange=0.2)
+    step = code.take(
+        file, *names, **mean, rearrange=rearrange
+    ).grpo_microbatch_train_step
+    return partial(
+        step,
+        gradient_accumulation_steps=1,
+        loss_type=kind,
+        raw_rewards=None,
+        cliprange=0.2,
+    )
 
 
 def gzsiceberg_gspo(code: Fetched):
@@ -480,19 +756,35 @@ def libassignment(code: Fetched):
                         "aggregate_loss_across_microbatch", dataclass=dataclass)  # fmt: skip
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        one = compute.compute_policy_gradient_loss(advantages, log_prob, response_mask=mask)
-        return compute.aggregate_loss_across_microbatch(one.per_token_policy_gradient_loss, mask)
+        one = compute.compute_policy_gradient_loss(
+            advantages, log_prob, response_mask=mask
+        )
+        return compute.aggregate_loss_across_microbatch(
+            one.per_token_policy_gradient_loss, mask
+        )
 
     return loss
 
 
 def guochen(code: Fetched):
-    pg = "run_compute_grpo_clip_loss", "run_compute_policy_gradient_loss", "run_masked_normalize"
-    step = code.take("tests/adapters.py", *pg, "run_grpo_microbatch_train_step").run_grpo_microbatch_train_step
-    return partial(step, gradient_accumulation_steps=1, loss_type="grpo_clip", raw_rewards=None, cliprange=0.2)
+    pg = (
+        "run_compute_grpo_clip_loss",
+        "run_compute_policy_gradient_loss",
+        "run_masked_normalize",
+    )
+    step = code.take(
+        "tests/adapters.py", *pg, "run_grpo_microbatch_train_step"
+    ).run_grpo_microbatch_train_step
+    return partial(
+        step,
+        gradient_accumulation_steps=1,
+        loss_type="grpo_clip",
+        raw_rewards=None,
+        cliprange=0.2,
+    )
 
 
-# ---- UP, and objectives of 2026 by their authors ---------------------------------------------------------------------
+# ---- UP, and objectives of 2026 by their authors -------------------------------------
 def between(code: Fetched, file: str, first: str, last: str, **given):
     """What the lines from the one with `first` to the next one with `last` make of the names given."""
     text = (code.folder / file).read_text(encoding="utf-8").splitlines()
@@ -508,10 +800,25 @@ def up_trl(code: Fetched):
 
     def loss(log_prob, old_log_prob, advantages, mask):
         A = flat(advantages)[:, None]
-        given = {"per_token_logps": log_prob, "old_per_token_logps": old_log_prob, "advantages": A, "mask": mask.int()}
-        given |= {"self": me, "entropy_mask": None, "inputs": {"num_items_in_batch": mask.sum()}}
+        given = {
+            "per_token_logps": log_prob,
+            "old_per_token_logps": old_log_prob,
+            "advantages": A,
+            "mask": mask.int(),
+        }
+        given |= {
+            "self": me,
+            "entropy_mask": None,
+            "inputs": {"num_items_in_batch": mask.sum()},
+        }
         file = "trl/experimental/up/up_trainer.py"
-        return between(code, file, "log_ratio = per_token_logps - old", "loss = (per_token_loss * mask)", **given).loss
+        return between(
+            code,
+            file,
+            "log_ratio = per_token_logps - old",
+            "loss = (per_token_loss * mask)",
+            **given,
+        ).loss
 
     return loss
 
@@ -524,7 +831,9 @@ def up_blog(code: Fetched):
                    verl_F=Of(masked_mean=mean))  # fmt: skip
 
     def loss(log_prob, old_log_prob, advantages, response_mask):
-        return made.compute_policy_loss(old_log_prob, log_prob, advantages, response_mask.double(), cliprange=0.2)[0]
+        return made.compute_policy_loss(
+            old_log_prob, log_prob, advantages, response_mask.double(), cliprange=0.2
+        )[0]
 
     return loss
 
@@ -533,7 +842,11 @@ def drpo(code: Fetched):
     theirs = vars(code.take("unirl/algorithms/drpo.py", "_drpo_loss"))["_drpo_loss"]
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        packed = {"new_logp": log_prob[mask], "old_logp": old_log_prob[mask], "advantages": advantages[mask]}
+        packed = {
+            "new_logp": log_prob[mask],
+            "old_logp": old_log_prob[mask],
+            "advantages": advantages[mask],
+        }
         return theirs(epsilon=12.5, **packed)[0].mean()
 
     return loss
@@ -555,8 +868,14 @@ def wapo_repo(kind: str, share, **settings):
             inputs = {"loss_mask": mask.int(), "entropies": None, "trainer_logprobs": log_prob, "advantages": A,
                       "inference_logprobs": old_log_prob, "seq_loss_weights": share(mask)}  # fmt: skip
             text = (code.folder / WAPO).read_text(encoding="utf-8").splitlines()
-            first = next(i for i, line in enumerate(text) if 'loss_mask = inputs["loss_mask"].bool()' in line)
-            last = next(i for i, line in enumerate(text) if "# Count clipped tokens" in line)
+            first = next(
+                i
+                for i, line in enumerate(text)
+                if 'loss_mask = inputs["loss_mask"].bool()' in line
+            )
+            last = next(
+                i for i, line in enumerate(text) if "# Count clipped tokens" in line
+            )
             return code.lines(WAPO, first + 1, last, self=me, inputs=inputs).loss
 
         return loss
@@ -570,17 +889,23 @@ wapo = wapo_repo("wapo", lambda mask: torch.ones(len(mask)) / len(mask), clip_ep
 wapo_grpo = wapo_repo("grpo", each)
 wapo_gspo = wapo_repo("gspo", each, clip_eps=3e-4)
 wapo_dr_dapo = wapo_repo("dr_dapo", together, mask_ratio_low=0.8, mask_ratio_high=1.28)
-wapo_dr_grpo = wapo_repo("dr_grpo", lambda mask: (1 / (mask.sum(1).max() * len(mask))).expand(len(mask)))
+wapo_dr_grpo = wapo_repo(
+    "dr_grpo", lambda mask: (1 / (mask.sum(1).max() * len(mask))).expand(len(mask))
+)
 
 
-# ---- rlvr ------------------------------------------------------------------------------------------------------------
+# ---- rlvr ----------------------------------------------------------------------------
 def laguna(mode):
     def wrap(code: Fetched):
-        theirs = vars(code.take("src/laguna_rlvr/visual/gspo.py", "_surrogate_loss"))["_surrogate_loss"]
+        theirs = vars(code.take("src/laguna_rlvr/visual/gspo.py", "_surrogate_loss"))[
+            "_surrogate_loss"
+        ]
 
         def loss(log_prob, old_log_prob, advantages, mask):
             A, m = flat(advantages), mask.to(log_prob.dtype)
-            return theirs(log_prob, old_log_prob, m, A, mode=mode, clip=0.2, max_logratio=10.0)
+            return theirs(
+                log_prob, old_log_prob, m, A, mode=mode, clip=0.2, max_logratio=10.0
+            )
 
         return loss
 
@@ -595,19 +920,37 @@ def laguna_tool(code: Fetched):
         lps = iter([row[m] for row, m in zip(log_prob, mask, strict=True)])
         me = Of(_cur_logp=lambda *_: next(lps), max_logratio=10.0, clip=0.2)
         old = [row[m] for row, m in zip(old_log_prob, mask, strict=True)]
-        had = {"self": me, "turns_list": old, "old_logps": old, "adv": flat(advantages), "items": [0]}
+        had = {
+            "self": me,
+            "turns_list": old,
+            "old_logps": old,
+            "adv": flat(advantages),
+            "items": [0],
+        }
         had |= dict.fromkeys(("image", "image_id", "question"))
-        return code.lines("src/laguna_rlvr/visual/vision_tool_gspo.py", 200, 206, **had).loss
+        return code.lines(
+            "src/laguna_rlvr/visual/vision_tool_gspo.py", 200, 206, **had
+        ).loss
 
     return loss
 
 
 def influence(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-        A, lp, old, ref, m = (x[None] for x in (flat(advantages), log_prob, old_log_prob, ref_log_prob, mask))
-        had = {"per_token_logps": lp, "old_per_token_logps": old, "ref_per_token_logps": ref, "response_mask": m}
+        A, lp, old, ref, m = (
+            x[None]
+            for x in (flat(advantages), log_prob, old_log_prob, ref_log_prob, mask)
+        )
+        had = {
+            "per_token_logps": lp,
+            "old_per_token_logps": old,
+            "ref_per_token_logps": ref,
+            "response_mask": m,
+        }
         had |= {"advantages": A, "epsilon": 0.2, "beta": 0.01}
-        return code.lines("influence_rlvr/gradients.py", 204, 227, **had).policy_loss_vector[0]
+        return code.lines(
+            "influence_rlvr/gradients.py", 204, 227, **had
+        ).policy_loss_vector[0]
 
     return loss
 
@@ -617,19 +960,32 @@ META = Of(use_importance_ratio=True, use_clipping=True, clip_epsilon_low=0.2, cl
 
 
 def meta(code: Fetched):
-    grpo = code.take("src/meta_rlvr/losses.py", "grpo_policy_loss", GRPOLossOutput=Of).grpo_policy_loss
-    return lambda log_prob, old_log_prob, advantages, mask: grpo(log_prob, old_log_prob, mask, advantages, META).loss
+    grpo = code.take(
+        "src/meta_rlvr/losses.py", "grpo_policy_loss", GRPOLossOutput=Of
+    ).grpo_policy_loss
+    return lambda log_prob, old_log_prob, advantages, mask: (
+        grpo(log_prob, old_log_prob, mask, advantages, META).loss
+    )
 
 
 def meta_tokens(code: Fetched):
-    grpo = code.take("src/meta_rlvr/losses.py", "token_grpo_policy_loss", GRPOLossOutput=Of).token_grpo_policy_loss
-    return lambda log_prob, old_log_prob, advantages, mask: grpo(log_prob, old_log_prob, mask, advantages, META).loss
+    grpo = code.take(
+        "src/meta_rlvr/losses.py", "token_grpo_policy_loss", GRPOLossOutput=Of
+    ).token_grpo_policy_loss
+    return lambda log_prob, old_log_prob, advantages, mask: (
+        grpo(log_prob, old_log_prob, mask, advantages, META).loss
+    )
 
 
 def history(name, **settings):
     def wrap(code: Fetched):
-        file, function = f"src/history_of_rlvr/rl/algorithms/{name}/{name}.py", f"{name}_loss"
-        names = (function,) if name in ("dr_grpo", "gspo") else ("_reduce_loss", function)
+        file, function = (
+            f"src/history_of_rlvr/rl/algorithms/{name}/{name}.py",
+            f"{name}_loss",
+        )
+        names = (
+            (function,) if name in ("dr_grpo", "gspo") else ("_reduce_loss", function)
+        )
         theirs = vars(code.take(file, *names))[function]
 
         def loss(log_prob, old_log_prob, advantages, mask):
@@ -640,11 +996,13 @@ def history(name, **settings):
     return wrap
 
 
-history_grpo, history_dapo, history_cispo, history_gspo = map(history, ("grpo", "dapo", "cispo", "gspo"))
+history_grpo, history_dapo, history_cispo, history_gspo = map(
+    history, ("grpo", "dapo", "cispo", "gspo")
+)
 history_dr_grpo = history("dr_grpo", max_tokens=1)
 
 
-# ---- grpo ------------------------------------------------------------------------------------------------------------
+# ---- grpo ----------------------------------------------------------------------------
 RANGO = "src/tactic_gen/grpo.py"
 
 
@@ -674,7 +1032,10 @@ def per_row(one):
     return wrap
 
 
-rango_grpo, rango_dapo = per_row(rango("grpo_batch_loss")), per_row(rango("dapo_batch_loss"))
+rango_grpo, rango_dapo = (
+    per_row(rango("grpo_batch_loss")),
+    per_row(rango("dapo_batch_loss")),
+)
 rango_steps = rango("grpo_batch_loss_perstep")
 
 
@@ -691,37 +1052,65 @@ def rango_ppo(code: Fetched):
 def eblanca(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
         B, T = mask.shape
-        me = Of(delta=1.5, clip_epsilon=0.2, epsilon_high=0.3, use_kl=False, group_size=B)
-        had = {"log_probs_target": log_prob, "old_log_probs_target": old_log_prob, "advantages": flat(advantages)}
-        had |= {"self": me, "seq_len": T, "entropy_mask": None, "attention_mask": mask, "reference_logits": None}
+        me = Of(
+            delta=1.5, clip_epsilon=0.2, epsilon_high=0.3, use_kl=False, group_size=B
+        )
+        had = {
+            "log_probs_target": log_prob,
+            "old_log_probs_target": old_log_prob,
+            "advantages": flat(advantages),
+        }
+        had |= {
+            "self": me,
+            "seq_len": T,
+            "entropy_mask": None,
+            "attention_mask": mask,
+            "reference_logits": None,
+        }
         return code.lines("src/grpo/algorithm.py", 189, 235, **had).loss
 
     return loss
 
 
-# ---- agentic-rl ------------------------------------------------------------------------------------------------------
+# ---- agentic-rl ----------------------------------------------------------------------
 YUYU = "scripts/grpo/grpo_update.py"
 
 
 def yuyu(code: Fetched):
     def one(lp, A):
-        had = {"logp": lp, "mshift": torch.ones_like(lp), "n_asst": len(lp), "advantage": A[0], "lata": False}
+        had = {
+            "logp": lp,
+            "mshift": torch.ones_like(lp),
+            "n_asst": len(lp),
+            "advantage": A[0],
+            "lata": False,
+        }
         made = code.lines(YUYU, 264, 265, **had)
         return -made.sum_logp * A[0] / made.norm
 
-    return lambda log_prob, old_log_prob, advantages, mask: rows(one, mask, log_prob, advantages)
+    return lambda log_prob, old_log_prob, advantages, mask: rows(
+        one, mask, log_prob, advantages
+    )
 
 
 def yuyu_batch(code: Fetched):
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {"nll": -log_prob, "mshift": mask, "advs": flat(advantages), "lata": False, "device": "cpu"}
+        had = {
+            "nll": -log_prob,
+            "mshift": mask,
+            "advs": flat(advantages),
+            "lata": False,
+            "device": "cpu",
+        }
         return code.lines(YUYU, 300, 304, **had).loss
 
     return loss
 
 
 def bird(code: Fetched):
-    theirs = code.take("mini_agent_lighting/algorithm/mini_grpo.py", "MiniGRPO.compute_grpo_loss").compute_grpo_loss
+    theirs = code.take(
+        "mini_agent_lighting/algorithm/mini_grpo.py", "MiniGRPO.compute_grpo_loss"
+    ).compute_grpo_loss
 
     def loss(log_prob, old_log_prob, advantages, mask):
         return theirs(Of(beta=0.1), log_prob, old_log_prob, flat(advantages))
@@ -730,11 +1119,19 @@ def bird(code: Fetched):
 
 
 def liuls(code: Fetched):
-    given = {"create_shifted_targets": lambda *_: None, "selected_logprobs": lambda logits, targets: logits}
+    given = {
+        "create_shifted_targets": lambda *_: None,
+        "selected_logprobs": lambda logits, targets: logits,
+    }
     theirs = code.take("rl/loss.py", "grpo_loss", GRPOLossOutput=Of, **given).grpo_loss
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        had = {"logits": log_prob, "tokens": None, "generator_logprobs": old_log_prob, "loss_mask": mask}
+        had = {
+            "logits": log_prob,
+            "tokens": None,
+            "generator_logprobs": old_log_prob,
+            "loss_mask": mask,
+        }
         return theirs(**had, advantages=advantages).loss
 
     return loss
@@ -750,21 +1147,30 @@ def kmno_cispo(code: Fetched):
 
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = listed(mask, log_prob, old_log_prob, advantages)
-        return make([x.tolist() for x in old], [x.tolist() for x in A], 0.0, 4.0)(lp, lp)[0]
+        return make([x.tolist() for x in old], [x.tolist() for x in A], 0.0, 4.0)(
+            lp, lp
+        )[0]
 
     return loss
 
 
 def kmno(high, reduction):
     def wrap(code: Fetched):
-        make = code.take("06-dapo/train.py", "_tensor_values", "make_ppo_loss_fn").make_ppo_loss_fn
+        make = code.take(
+            "06-dapo/train.py", "_tensor_values", "make_ppo_loss_fn"
+        ).make_ppo_loss_fn
 
         def loss(log_prob, old_log_prob, advantages, mask):
             lp, old, A = listed(mask, log_prob, old_log_prob, advantages)
-            fields = [{"logprobs": Of(data=x), "advantages": Of(data=a)} for x, a in zip(old, A, strict=True)]
+            fields = [
+                {"logprobs": Of(data=x), "advantages": Of(data=a)}
+                for x, a in zip(old, A, strict=True)
+            ]
             every = [Of(datum=Of(loss_fn_inputs=f), completion_mask=[True] * len(x), completion_tokens=len(x))
                      for f, x in zip(fields, old, strict=True)]  # fmt: skip
-            return make(every, Of(clip_low=0.8, clip_high=high, reduction=reduction))(every, lp)[0]
+            return make(every, Of(clip_low=0.8, clip_high=high, reduction=reduction))(
+                every, lp
+            )[0]
 
         return loss
 
@@ -786,11 +1192,15 @@ def kmno_gspo(code: Fetched):
     return loss
 
 
-# ---- post-training ---------------------------------------------------------------------------------------------------
+# ---- post-training -------------------------------------------------------------------
 def uygarkurt(file, first, last, **settings):
     def wrap(code: Fetched):
         def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-            had = {"new_logprobs": log_prob, "old_logprobs": old_log_prob, "advantage": flat(advantages)[:, None]}
+            had = {
+                "new_logprobs": log_prob,
+                "old_logprobs": old_log_prob,
+                "advantage": flat(advantages)[:, None],
+            }
             had |= {"reference_logprobs": ref_log_prob, "rollout_masks": mask}
             return code.lines(file, first, last, **had, **settings).grpo_loss
 
@@ -799,8 +1209,12 @@ def uygarkurt(file, first, last, **settings):
     return wrap
 
 
-uygar_cuda = uygarkurt("cuda_backend/grpo_train.py", 365, 381, args=Of(clip_eps=0.2, kl_coef=0.02))
-uygar = uygarkurt("tutorials/grpo_minimal_pytorch.py", 512, 528, CLIP_EPSILON=0.2, KL_COEFFICIENT=0.02)
+uygar_cuda = uygarkurt(
+    "cuda_backend/grpo_train.py", 365, 381, args=Of(clip_eps=0.2, kl_coef=0.02)
+)
+uygar = uygarkurt(
+    "tutorials/grpo_minimal_pytorch.py", 512, 528, CLIP_EPSILON=0.2, KL_COEFFICIENT=0.02
+)
 
 
 def summed(file, name):
@@ -811,7 +1225,9 @@ def summed(file, name):
         total = lambda x, mask: torch.where(mask, x, 0).sum(-1)
 
         def loss(log_prob, old_log_prob, advantages, mask):
-            return theirs(total(log_prob, mask), total(old_log_prob, mask), flat(advantages))
+            return theirs(
+                total(log_prob, mask), total(old_log_prob, mask), flat(advantages)
+            )
 
         return loss
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the site: `python -m docs.site [FOLDER]`, by default build/site. FOLDER/html/index.html is its first page.
+"""Builds the site: `python -m docs.site [FOLDER]`, by default build/site.
+FOLDER/html/index.html is its first page.
 
 Any warning, any page whose code fails, any dead link ends it with exit status 1.
 """
@@ -17,10 +18,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def build(folder: Path) -> list[str]:
-    """Gathers the sources, runs Sphinx, follows every link. What is wrong, as lines; none if all is well."""
+    """Gathers the sources, runs Sphinx, follows every link. What is wrong, as lines;
+    none if all is well.
+    """
     from sphinx.cmd.build import build_main
 
-    source, html, new, old = (folder / name for name in ("source", "html", "new", "old"))
+    source, html, new, old = (
+        folder / name for name in ("source", "html", "new", "old")
+    )
     if old.exists() and not html.exists():  # killed between the two names
         old.rename(html)
     for stale in (source, new, old, folder / "doctrees"):

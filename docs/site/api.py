@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API pages: every public name, by Sphinx's autodoc. One without a docstring, or in no group, ends the build."""
+"""The API pages: every public name, by Sphinx's autodoc. One without a docstring, or in
+no group, ends the build.
+"""
 
 import inspect
 import re
@@ -10,10 +12,30 @@ import upref
 
 # Each name of upref.__all__ is in one of these.
 GROUPS = {
-    "Judge a loss": ["check", "identify", "check_advantages", "check_kl", "check_logprobs"],
+    "Judge a loss": [
+        "check",
+        "identify",
+        "check_advantages",
+        "check_kl",
+        "check_logprobs",
+    ],
     "Check a training step": ["check_step", "record_step", "check_recorded"],
-    "In pytest": ["assert_policy_loss", "assert_advantages", "assert_kl", "assert_logprobs", "assert_step"],
-    "Objectives": ["get", "names", "Objective", "objective", "up", "up_anchored", "derive"],
+    "In pytest": [
+        "assert_policy_loss",
+        "assert_advantages",
+        "assert_kl",
+        "assert_logprobs",
+        "assert_step",
+    ],
+    "Objectives": [
+        "get",
+        "names",
+        "Objective",
+        "objective",
+        "up",
+        "up_anchored",
+        "derive",
+    ],
     "Batches and aggregation": ["Rollouts", "Totals", "aggregate", "row_weights"],
     "Pictures and numbers": ["cap_map", "capacity", "diagnose"],
     "Errors": ["InputError"],
@@ -52,7 +74,9 @@ MODULES = {
 def pages() -> dict[str, str]:
     """docname -> markdown."""
     named = [name for group in GROUPS.values() for name in group]
-    assert sorted(named) == sorted(upref.__all__), f"in no group, or gone: {set(named) ^ set(upref.__all__)}"
+    assert sorted(named) == sorted(upref.__all__), (
+        f"in no group, or gone: {set(named) ^ set(upref.__all__)}"
+    )
     front = '# API\n\nEvery public name. Of a tensor, the type is its shape: `Float[Tensor, "B T"]`.\n'
     for head, names in GROUPS.items():
         front += f"\n## {head}\n\n" + "".join(_entry("upref", name) for name in names)
@@ -69,8 +93,15 @@ def _module(name: str, head: str) -> str:
         module = import_module(name)
     except ImportError:  # TRL or verl is not installed
         return ""
-    here = lambda x: getattr(x, "__module__", "") == module.__name__ and (inspect.isroutine(x) or inspect.isclass(x))
-    entries = "".join(_entry(module.__name__, k) for k, v in vars(module).items() if k[0] != "_" and here(v))
+    here = lambda x: (
+        getattr(x, "__module__", "") == module.__name__
+        and (inspect.isroutine(x) or inspect.isclass(x))
+    )
+    entries = "".join(
+        _entry(module.__name__, k)
+        for k, v in vars(module).items()
+        if k[0] != "_" and here(v)
+    )
     body = "\n".join(_restructured((module.__doc__ or "").splitlines()))
     assert module.__doc__, f"{name} has no docstring"
     return f"# {head}: `{name}`\n\n```{{eval-rst}}\n{body}\n```\n\n{entries}"
@@ -80,20 +111,30 @@ def _entry(module: str, name: str) -> str:
     thing = getattr(import_module(module), name)
     assert inspect.getdoc(thing), f"{module}.{name} has no docstring"
     kind = "class" if inspect.isclass(thing) else "function"
-    options = "   :members:\n   :show-inheritance:\n" if kind == "class" and thing.__bases__ == (Exception,) else ""
+    options = (
+        "   :members:\n   :show-inheritance:\n"
+        if kind == "class" and thing.__bases__ == (Exception,)
+        else ""
+    )
     options = options or ("   :members:\n" if kind == "class" else "")
     options += "   :no-index:\n" if module != "upref" and name in upref.__all__ else ""
     return f"```{{eval-rst}}\n.. auto{kind}:: {module}.{name}\n{options}```\n\n"
 
 
-# ---- docstrings ------------------------------------------------------------------------------------------------------
-SECTIONS = {"Args:": "param", "Attributes:": "ivar", "Returns:": "returns", "Raises:": "raises"}
+# ---- docstrings ----------------------------------------------------------------------
+SECTIONS = {
+    "Args:": "param",
+    "Attributes:": "ivar",
+    "Returns:": "returns",
+    "Raises:": "raises",
+}
 
 
 def _restructured(lines: list[str]) -> list[str]:
     """Turn a docstring, which is plain text, into reStructuredText.
 
-    A paragraph stays one, what is set out in columns stays so, and Args, Attributes, Returns and Raises become lists.
+    A paragraph stays one, what is set out in columns stays so, and Args, Attributes,
+    Returns and Raises become lists.
     """
     out: list[str] = []
     for paragraph in re.split(r"\n\s*\n", "\n".join(lines).strip("\n")):
@@ -110,7 +151,9 @@ def _restructured(lines: list[str]) -> list[str]:
 
 
 def _fields(field: str, rows: list[str]) -> Iterator[str]:
-    """Yield one line for each entry of a section: `name: text`, with the lines that are indented below it."""
+    """Yield one line for each entry of a section: `name: text`, with the lines that are
+    indented below it.
+    """
     margin = min((len(row) - len(row.lstrip()) for row in rows), default=0)
     entries: list[str] = []
     for row in rows:
@@ -130,7 +173,9 @@ def _escaped(row: str) -> str:
     """`x` is code; nothing else means anything."""
     parts = re.split(r"`([^`]+)`", row)
     plain = lambda text: re.sub(r"([\\*_|`<>\[\]])", r"\\\1", text)
-    return "".join(f"``{part}``" if i % 2 else plain(part) for i, part in enumerate(parts)).lstrip(" ")
+    return "".join(
+        f"``{part}``" if i % 2 else plain(part) for i, part in enumerate(parts)
+    ).lstrip(" ")
 
 
 def process(app, what, name, obj, options, lines):

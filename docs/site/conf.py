@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sphinx's settings; `docs.site.gather` copies this file beside the sources that it puts together."""
+"""Sphinx's settings; `docs.site.gather` copies this file beside the sources that it
+puts together.
+"""
 
 from html import escape
 from pathlib import Path
@@ -21,16 +23,26 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_static"]
-suppress_warnings = ["myst.header"]  # a draft for another project has its template's headings
+# a draft for another project has its template's headings
+suppress_warnings = ["myst.header"]
 highlight_language = "none"
 smartquotes = False  # --flag and "value" stay as they are typed
 
-# ---- pages -----------------------------------------------------------------------------------------------------------
-myst_enable_extensions = ["amsmath", "attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
+# ---- pages ---------------------------------------------------------------------------
+myst_enable_extensions = [
+    "amsmath",
+    "attrs_block",
+    "attrs_inline",
+    "colon_fence",
+    "deflist",
+    "dollarmath",
+]
 myst_heading_anchors = 4  # as GitHub names them
 myst_links_external_new_tab = False
 nb_execution_mode = (
-    "force"  # of the pages with {code-cell}; the others' output is in the repository, held fresh by a test
+    # of the pages with {code-cell}; the others' output is in the repository, held fresh
+    # by a test
+    "force"
 )
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
@@ -40,16 +52,17 @@ copybutton_prompt_text = r"\$ |>>> "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
 
-# ---- API -------------------------------------------------------------------------------------------------------------
+# ---- API -----------------------------------------------------------------------------
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 nitpick_ignore_regex = [("py:.*", r".*")]
 
-# ---- mathematics, without a network ----------------------------------------------------------------------------------
-mathjax_path = "mathjax/tex-svg.js"  # one file, its glyphs inside; docs/site/gather.py takes it from a wheel
+# ---- mathematics, without a network --------------------------------------------------
+# one file, its glyphs inside; docs/site/gather.py takes it from a wheel
+mathjax_path = "mathjax/tex-svg.js"
 mathjax3_config = {"options": {"enableMenu": False}, "svg": {"fontCache": "local"}}
 
-# ---- theme -----------------------------------------------------------------------------------------------------------
+# ---- theme ---------------------------------------------------------------------------
 html_theme = "pydata_sphinx_theme"
 html_title = f"upref {release}"
 html_short_title = "upref"
@@ -60,9 +73,16 @@ html_favicon = "_static/favicon.svg"
 html_search_scorer = str(Path(__file__).parent / "_static/search_scorer.js")
 html_copy_source = html_show_sourcelink = False
 html_last_updated_fmt = None
-html_sidebars = {page: [] for page in ("index", "start", "explorer", "api", "search", "genindex", "files/**")}
+html_sidebars = {
+    page: []
+    for page in ("index", "start", "explorer", "api", "search", "genindex", "files/**")
+}
 html_theme_options = {
-    "logo": {"text": "upref", "image_light": "_static/favicon.svg", "image_dark": "_static/favicon.svg"},
+    "logo": {
+        "text": "upref",
+        "image_light": "_static/favicon.svg",
+        "image_dark": "_static/favicon.svg",
+    },
     "navbar_align": "left",
     "header_links_before_dropdown": 9,
     "navbar_end": ["theme-switcher"],
@@ -83,9 +103,17 @@ ABOUT = "Reference and verification of the policy-gradient losses that train rea
 def describe(app, pagename, templatename, context, doctree):
     """Give each page a description for search engines and for links that people share."""
     title = context.get("title") or "upref"
-    tags = {"description": ABOUT, "og:title": f"{title} - upref", "og:description": ABOUT, "og:type": "website"}
+    tags = {
+        "description": ABOUT,
+        "og:title": f"{title} - upref",
+        "og:description": ABOUT,
+        "og:type": "website",
+    }
     kind = {False: "name", True: "property"}
-    lines = [f'<meta {kind[k.startswith("og:")]}="{k}" content="{escape(v)}">' for k, v in tags.items()]
+    lines = [
+        f'<meta {kind[k.startswith("og:")]}="{k}" content="{escape(v)}">'
+        for k, v in tags.items()
+    ]
     context["metatags"] = "\n".join([context.get("metatags", ""), *lines])
 
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The derivations, a page each, from derivations/README.md: the paper's equation, the claim, the steps."""
+"""The derivations, a page each, from derivations/README.md: the paper's equation, the
+claim, the steps.
+"""
 
 import re
 import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-EQUATIONS = tomllib.loads((Path(__file__).parent / "equations.toml").read_text(encoding="utf-8"))
+EQUATIONS = tomllib.loads(
+    (Path(__file__).parent / "equations.toml").read_text(encoding="utf-8")
+)
 READING = """
 ## Reading order
 
@@ -35,15 +39,29 @@ def pages(text: str) -> dict[str, str]:
         title, _, body = section.partition("\n")
         first, _, rest = body.lstrip().partition("\n")
         source = first.replace("(", "(../") if "(../" not in first else first
-        out[f"derivations/{name[1]}"] = f"# {title}\n\n{_equations(name[1])}\n{rest.strip()}\n\nThe script: {source}\n"
+        out[f"derivations/{name[1]}"] = (
+            f"# {title}\n\n{_equations(name[1])}\n{rest.strip()}\n\nThe script: {source}\n"
+        )
         rows.append(f"{len(rows) + 1}. [{title.rstrip('.')}](derivations/{name[1]}.md)")
     missing = {*EQUATIONS} - {page.partition("/")[2] for page in out}
     assert not missing, f"equations of no derivation: {missing}"
-    return {"derivations": head.rstrip() + "\n" + READING + "\n".join(rows) + "\n" + LETTERS + more, **out}
+    return {
+        "derivations": head.rstrip()
+        + "\n"
+        + READING
+        + "\n".join(rows)
+        + "\n"
+        + LETTERS
+        + more,
+        **out,
+    }
 
 
 def _equations(name: str) -> str:
     """Displayed, with the paper's numbers."""
-    shown = (f"$$\n{tex} \\qquad \\text{{({number})}}\n$$\n" for number, tex in EQUATIONS.get(name, {}).items())
+    shown = (
+        f"$$\n{tex} \\qquad \\text{{({number})}}\n$$\n"
+        for number, tex in EQUATIONS.get(name, {}).items()
+    )
     text = "\n".join(shown)
     return f"The paper has:\n\n{text}" if text else ""

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects the site's sources: the pages of the repository, with their links adapted to the site.
+"""Collects the site's sources: the pages of the repository, with their links adapted to
+the site.
 
-A page is README.md, any docs/**/*.md, CHANGELOG.md, CONTRIBUTING.md, and every other .md that one of them links to.
-Any other file that is linked to becomes a page that shows it. Nothing of a page is run here.
+A page is README.md, any docs/**/*.md, CHANGELOG.md, CONTRIBUTING.md, and every other
+.md that one of them links to. Any other file that is linked to becomes a page that
+shows it. Nothing of a page is run here.
 """
 
 import fnmatch
@@ -26,7 +28,14 @@ NAMED = {
     "docs/site/explorer.md": "explorer",
 }
 PICTURES = (".svg", ".png", ".jpg")
-LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".bib": "bibtex", ".json": "json", ".yaml": "yaml"}
+LANGUAGES = {
+    ".py": "python",
+    ".sh": "bash",
+    ".toml": "toml",
+    ".bib": "bibtex",
+    ".json": "json",
+    ".yaml": "yaml",
+}
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCED = re.compile(r"^(`{3,}|:{3,}|~{3,}).*?^\1[ \t]*$", re.M | re.S)
 EMBEDDED = '<iframe class="explorer" src="../explorer/index.html" title="The Cap explorer" loading="lazy"></iframe>'
@@ -35,12 +44,17 @@ MATHJAX = "d4295dc33744836935c1399feece5159577b34c5c8ffb9f1c6324cd82e03a882"
 
 @dataclass
 class Section:
-    """A tab of the site: its first page, and the pages of which no earlier section has the name."""
+    """A tab of the site: its first page, and the pages of which no earlier section has
+    the name.
+    """
 
-    head: str  # the docname of its first page, which is generated where no page of that name is there
+    # the docname of its first page, which is generated where no page of that name is
+    # there
+    head: str
     title: str
     text: str  # on its card, and on its first page if that is generated
-    pages: list[str] = field(default_factory=list)  # patterns of docnames, in the order of the sidebar
+    # patterns of docnames, in the order of the sidebar
+    pages: list[str] = field(default_factory=list)
 
 
 SECTIONS = [
@@ -81,14 +95,22 @@ class Gathering:
             return
         self.texts[name] = ""
         text = (ROOT / path).read_text(encoding="utf-8")
-        text = re.sub(r"(?<=\(on the site: )the tab \*Explorer\*\)\.\n", f"below).\n\n{EMBEDDED}\n", text)
+        text = re.sub(
+            r"(?<=\(on the site: )the tab \*Explorer\*\)\.\n",
+            f"below).\n\n{EMBEDDED}\n",
+            text,
+        )
         self.texts[name] = self.turned(text, Path(path).parent, name)
 
     def turned(self, text: str, folder: Path, name: str) -> str:
-        """Its links, those outside of fenced blocks, turned to where they lead in the site."""
+        """Its links, those outside of fenced blocks, turned to where they lead in the
+        site.
+        """
         out, at = [], 0
         for fence in FENCED.finditer(text):
-            code = not fence[0].startswith(":") and not re.match(r"`+\{(?!code|literal)", fence[0])
+            code = not fence[0].startswith(":") and not re.match(
+                r"`+\{(?!code|literal)", fence[0]
+            )
             out.append(self._links(text[at : fence.start()], folder, name))
             out.append(fence[0] if code else self._links(fence[0], folder, name))
             at = fence.end()
@@ -100,7 +122,8 @@ class Gathering:
             if not target or re.match(r"[a-z]+:", m[2]):
                 return m[0]
             path = os.path.normpath(folder / target)
-            if re.fullmatch(r"docs/frameworks/\w+\.json", path):  # which its page says in words
+            # which its page says in words
+            if re.fullmatch(r"docs/frameworks/\w+\.json", path):
                 said = os.path.relpath(path[5:-5] + ".md", Path(name).parent)
                 return m[1] + said + (f"#{heading}" if heading else "") + m[3]
             if not (ROOT / path).exists():
@@ -111,7 +134,9 @@ class Gathering:
         return LINK.sub(turn, text)
 
     def put(self, path: str) -> str:
-        """Where a file or folder of the repository stands in the site, put there if it is not yet."""
+        """Where a file or folder of the repository stands in the site, put there if it
+        is not yet.
+        """
         file = ROOT / path
         if path.endswith(".md"):
             self.page(path)
@@ -132,9 +157,19 @@ class Gathering:
         return f"``````{{code-block}} {LANGUAGES.get(Path(path).suffix, 'text')}\n{text}\n``````"
 
     def listing(self, path: str) -> str:
-        files = sorted(f for f in (ROOT / path).iterdir() if f.is_file() and f.suffix in {*LANGUAGES, ".md", ".txt"})
+        files = sorted(
+            f
+            for f in (ROOT / path).iterdir()
+            if f.is_file() and f.suffix in {*LANGUAGES, ".md", ".txt"}
+        )
         rows = [
-            (f.name, os.path.relpath(self.put(str(f.relative_to(ROOT))), Path("files", path).parent)) for f in files
+            (
+                f.name,
+                os.path.relpath(
+                    self.put(str(f.relative_to(ROOT))), Path("files", path).parent
+                ),
+            )
+            for f in files
         ]
         return "\n".join(f"* [{name}]({leads})" for name, leads in rows)
 
@@ -146,12 +181,22 @@ class Gathering:
 
 
 def sections(texts: dict[str, str]):
-    """Every page into one section; the first page of a section gets the list of the others."""
-    left = [name for name in texts if not name.startswith("files/") and name not in {s.head for s in SECTIONS}]
+    """Every page into one section; the first page of a section gets the list of the
+    others.
+    """
+    left = [
+        name
+        for name in texts
+        if not name.startswith("files/") and name not in {s.head for s in SECTIONS}
+    ]
     cards, heads = [], []
     for section in SECTIONS:
         given = (fnmatch.filter(left, p) for p in section.pages)
-        found = [n for some in given for n in (some if section.head == "derivations" else sorted(some))]
+        found = [
+            n
+            for some in given
+            for n in (some if section.head == "derivations" else sorted(some))
+        ]
         found = list(dict.fromkeys(found))
         left = [n for n in left if n not in found]
         if section.head not in texts and not found:
@@ -163,22 +208,37 @@ def sections(texts: dict[str, str]):
             hidden = visible or ":hidden:\n"
             texts[section.head] += f"\n```{{toctree}}\n{hidden}\n{listed}\n```\n"
         heads.append(f"{section.title} <{section.head}>")
-        if section.title != "More":  # nine cards fill three rows; the tab is on every page
+        # nine cards fill three rows; the tab is on every page
+        if section.title != "More":
             link = f":link: {section.head}\n:link-type: doc"
-            cards.append(f"\n:::{{grid-item-card}} {section.title}\n{link}\n{section.text}\n:::\n")
-    index = (Path(__file__).parent / "index.md").read_text(encoding="utf-8").replace("CARDS\n", "".join(cards))
-    example = re.search(r"```python\n# my.py\n.*?```\n\n```console\n.*?```\n", texts["start"], re.S)
+            cards.append(
+                f"\n:::{{grid-item-card}} {section.title}\n{link}\n{section.text}\n:::\n"
+            )
+    index = (
+        (Path(__file__).parent / "index.md")
+        .read_text(encoding="utf-8")
+        .replace("CARDS\n", "".join(cards))
+    )
+    example = re.search(
+        r"```python\n# my.py\n.*?```\n\n```console\n.*?```\n", texts["start"], re.S
+    )
     index = index.replace("EXAMPLE\n", example[0] if example else "")
-    texts["index"] = index + "\n```{toctree}\n:hidden:\n\n" + "\n".join(heads) + "\n```\n"
+    texts["index"] = (
+        index + "\n```{toctree}\n:hidden:\n\n" + "\n".join(heads) + "\n```\n"
+    )
 
 
 def settings(source: Path):
-    """conf.py, the style sheet, and MathJax from the wheel that repro/requirements/docs.txt pins, and no other."""
+    """conf.py, the style sheet, and MathJax from the wheel that
+    repro/requirements/docs.txt pins, and no other.
+    """
     here = Path(__file__).parent
     shutil.copy(here / "conf.py", source)
     shutil.copytree(here / "static", source / "_static")
     wheel = metadata.distribution("sphinx-mathjax-offline")
-    file = Path(str(wheel.locate_file("sphinx-mathjax-offline/static/mathjax/tex-svg.js")))
+    file = Path(
+        str(wheel.locate_file("sphinx-mathjax-offline/static/mathjax/tex-svg.js"))
+    )
     found = hashlib.sha256(file.read_bytes()).hexdigest()
     assert found.startswith(MATHJAX), f"{file} is another MathJax: {found}"
     (source / "_static/mathjax").mkdir()
@@ -187,7 +247,10 @@ def settings(source: Path):
 
 def gather(source: Path):
     g = Gathering(source)
-    for page in ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]:
+    for page in [
+        "README.md",
+        *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
+    ]:
         if not page.startswith("docs/site/"):
             g.page(page)
     for page in ("CHANGELOG.md", "CONTRIBUTING.md", "docs/site/explorer.md"):
@@ -196,7 +259,9 @@ def gather(source: Path):
     g.texts |= frameworks.pages()
     own = objectives.pages(source)
     linked = re.compile(r"^\| `(\w+)` \|", re.M)
-    entry = lambda m: f"| [`{m[1]}`](objectives/{m[1]}.md) {objectives.ABOUT[m[1]][0]} |"
+    entry = lambda m: (
+        f"| [`{m[1]}`](objectives/{m[1]}.md) {objectives.ABOUT[m[1]][0]} |"
+    )
     g.texts["objectives"] = linked.sub(entry, g.texts["objectives"])
     g.texts |= own | api.pages() | derivations.pages(g.texts["derivations"])
     g.texts["start"] = re.sub(r"\A# upref\n", "# Start here\n", g.texts["start"])

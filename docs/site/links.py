@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every link of the built site leads somewhere in it, anchors included; nothing is fetched from elsewhere.
+"""Every link of the built site leads somewhere in it, anchors included; nothing is
+fetched from elsewhere.
 
 python -m docs.site.links [FOLDER]      one line for each that does not; exit status 1 if there is one
 """
@@ -10,7 +11,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
+FETCHED = {
+    "img": "src",
+    "script": "src",
+    "iframe": "src",
+    "source": "src",
+    "link": "href",
+    "use": "href",
+}
 
 
 class Page(HTMLParser):
@@ -28,24 +36,44 @@ class Page(HTMLParser):
         self.ids |= {said[k] for k in ("id", "name") if k in said}
         if tag == "a" and "href" in said:
             self.links.append(said["href"])
-        if (where := said.get(FETCHED.get(tag, ""))) and said.get("rel") not in {"canonical", "search", "next", "prev"}:
+        if (where := said.get(FETCHED.get(tag, ""))) and said.get("rel") not in {
+            "canonical",
+            "search",
+            "next",
+            "prev",
+        }:
             self.fetched.append(where)
 
 
 def dead(html: Path) -> list[str]:
-    """One line for each link that leads nowhere, and for each thing that a page would fetch from a network."""
-    files = (file.resolve() for file in sorted(html.rglob("*.html")) if "_static" not in file.parts)
+    """One line for each link that leads nowhere, and for each thing that a page would
+    fetch from a network.
+    """
+    files = (
+        file.resolve()
+        for file in sorted(html.rglob("*.html"))
+        if "_static" not in file.parts
+    )
     pages = {file: Page(file) for file in files}
     wrong = defaultdict(list)
     for file, page in pages.items():
         for link in dict.fromkeys([*page.links, *page.fetched]):
             parts = urlsplit(link)
-            if parts.scheme == "data" or (parts.scheme and link in page.links and link not in page.fetched):
+            if parts.scheme == "data" or (
+                parts.scheme and link in page.links and link not in page.fetched
+            ):
                 continue
-            why = "is fetched from a network" if parts.scheme or parts.netloc else _leads(file, parts, pages)
+            why = (
+                "is fetched from a network"
+                if parts.scheme or parts.netloc
+                else _leads(file, parts, pages)
+            )
             if why:
                 wrong[f"{link} {why}"].append(str(file.relative_to(html.resolve())))
-    return [f"{what}: {', '.join(where[:3])}{' ...' if len(where) > 3 else ''}" for what, where in wrong.items()]
+    return [
+        f"{what}: {', '.join(where[:3])}{' ...' if len(where) > 3 else ''}"
+        for what, where in wrong.items()
+    ]
 
 
 def _leads(file: Path, parts, pages: dict[Path, Page]) -> str:
@@ -56,7 +84,12 @@ def _leads(file: Path, parts, pages: dict[Path, Page]) -> str:
     if not target.exists():
         return "leads nowhere"
     anchor = unquote(parts.fragment)
-    if anchor and target in pages and anchor not in pages[target].ids and not anchor.startswith(":~:"):
+    if (
+        anchor
+        and target in pages
+        and anchor not in pages[target].ids
+        and not anchor.startswith(":~:")
+    ):
         return "has no such heading"
     return ""
 

@@ -23,40 +23,71 @@ SIGNS = {1: "A > 0", -1: "A < 0", 0: "A = 0"}
 RATIOS = np.exp(np.linspace(-5, 5, 81)) * 1.0001  # on none of the bounds
 MUS = (0.02, 0.5)
 INFINITE = 1e9
-ABOUT = tomllib.loads((Path(__file__).parent / "about.toml").read_text(encoding="utf-8"))
+ABOUT = tomllib.loads(
+    (Path(__file__).parent / "about.toml").read_text(encoding="utf-8")
+)
 
 
 def pages(source: Path) -> dict[str, str]:
     """docname -> markdown; the pictures stand beside the pages."""
     (source / "objectives").mkdir(parents=True)
-    return {f"objectives/{name}": page(get(name), source / "objectives") for name in names()}
+    return {
+        f"objectives/{name}": page(get(name), source / "objectives") for name in names()
+    }
 
 
 def page(o: Objective, folder: Path) -> str:
     called, about = ABOUT[o.name]
-    parts = [f"# {o.name}\n\n**{called}.** {about}\n\n{_paper(o)}", tex.block(tex.equation(o.equation)), _facts(o)]
-    parts += ["## The gradient, three times", _gradients(o), "## Pictures", _pictures(o, folder)]
+    parts = [
+        f"# {o.name}\n\n**{called}.** {about}\n\n{_paper(o)}",
+        tex.block(tex.equation(o.equation)),
+        _facts(o),
+    ]
+    parts += [
+        "## The gradient, three times",
+        _gradients(o),
+        "## Pictures",
+        _pictures(o, folder),
+    ]
     if runs := _runs(o, folder):
         parts += ["## Training curves", runs]
     if o.hyperparameters:
         parts += ["## Hyperparameters", _hyperparameters(o)]
-    parts += ["## Where frameworks differ", _frameworks(o), "## Relatives", _relatives(o)]
+    parts += [
+        "## Where frameworks differ",
+        _frameworks(o),
+        "## Relatives",
+        _relatives(o),
+    ]
     parts += ["## Reference", f"```bibtex\n{bib_entry(o.paper)}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
-# ---- its parts -------------------------------------------------------------------------------------------------------
+# ---- its parts -----------------------------------------------------------------------
 def _paper(o: Objective) -> str:
     fields = dict(
-        line.strip().rstrip(",").split(" = ", 1) for line in bib_entry(o.paper).splitlines() if " = {" in line
+        line.strip().rstrip(",").split(" = ", 1)
+        for line in bib_entry(o.paper).splitlines()
+        if " = {" in line
     )
-    title, url = (fields.get(k, "").strip("{}").replace("{", "").replace("}", "") for k in ("title", "url"))
+    title, url = (
+        fields.get(k, "").strip("{}").replace("{", "").replace("}", "")
+        for k in ("title", "url")
+    )
     place = f"Eq. {o.eq}" if re.match(r"A?\d", o.eq) else o.eq
-    return f"[{title or o.paper}]({url}), {place}." if url else f"{title or o.paper}, {place}."
+    return (
+        f"[{title or o.paper}]({url}), {place}."
+        if url
+        else f"{title or o.paper}, {place}."
+    )
 
 
 def _facts(o: Objective) -> str:
-    rows = [("level", f"{o.level}: {LEVELS[o.level]}"), ("aggregation", f"`{o.agg}`"), ("advantage", f"`{o.adv}`")]
+    rows = [
+        ("level", f"{o.level}: {LEVELS[o.level]}"),
+        ("aggregation", f"`{o.agg}`"),
+        ("advantage", f"`{o.adv}`"),
+    ]
     rows += [("KL", f"− β · `{o.kl}`, a term of its own")] if o.kl else []
     said = {
         "note": o.note,
@@ -64,13 +95,18 @@ def _facts(o: Objective) -> str:
         "not split": o.batch_coupled,
         "at r = 1": o.on_policy_exception,
     }
-    return _table(["what", "of this objective"], [*rows, *((k, v) for k, v in said.items() if v)])
+    return _table(
+        ["what", "of this objective"], [*rows, *((k, v) for k, v in said.items() if v)]
+    )
 
 
 def _gradients(o: Objective) -> str:
     code = "**{}**\n\n```python\n{}\n```\n\n"
     function = code.format("The function that trains", _source(o.fn).rstrip())
-    weight = code.format("Its weight dJ/dlp, written by hand from the paper", _source(o.closed_form).rstrip())
+    weight = code.format(
+        "Its weight dJ/dlp, written by hand from the paper",
+        _source(o.closed_form).rstrip(),
+    )
     return function + weight + _derived(o)
 
 
@@ -78,9 +114,16 @@ def _derived(o: Objective) -> str:
     d = derive(o)
     assert d.ok, f"{o.name}: {d}"
     if not d.rows:
-        return "**By autograd**, on a small batch:\n\n```text\n" + "\n".join(d.steps[3:]) + "\n```"
+        return (
+            "**By autograd**, on a small batch:\n\n```text\n"
+            + "\n".join(d.steps[3:])
+            + "\n```"
+        )
     math = lambda e: f"${tex.expression(e)}$".replace("|", r"\vert ")
-    rows = [(f"${SIGNS[x.sign]}$", f"${tex.where(x.where)}$", math(x.J), math(x.gradient)) for x in d.rows]
+    rows = [
+        (f"${SIGNS[x.sign]}$", f"${tex.where(x.where)}$", math(x.J), math(x.gradient))
+        for x in d.rows
+    ]
     head = "**sympy's derivative of the function**, regime by regime. Its difference from the weight simplifies to 0."
     if "c" in o.hyperparameters and o.hyperparameters["c"] is None:
         head += " The dual clip c is off by default: read c as ∞."
@@ -99,9 +142,15 @@ def _pictures(o: Objective, folder: Path) -> str:
 
     x = (np.arange(100) + 0.5) / 100
     mu, p = np.meshgrid(x, x)
-    alive = [f"for {SIGNS[A]} {100 * np.mean(capacity(o, p, mu, A) > 0):.0f} %" for A in (1, -1)]
+    alive = [
+        f"for {SIGNS[A]} {100 * np.mean(capacity(o, p, mu, A) > 0):.0f} %"
+        for A in (1, -1)
+    ]
     at = (0.5, 0.9, 1.1, 2.0)
-    said = [", ".join(f"{float(curve(r, A, 0.1)):.3g} at r = {r:g}" for r in at) for A in (1, -1)]
+    said = [
+        ", ".join(f"{float(curve(r, A, 0.1)):.3g} at r = {r:g}" for r in at)
+        for A in (1, -1)
+    ]
     return (
         f"![Cap map of {o.name} over π_old and π_θ, described below.]({o.name}-cap.svg)\n\n"
         f"Cap is above 0 in this part of the square: {', '.join(alive)}. In hatched regions there is no gradient.\n\n"
@@ -119,28 +168,55 @@ PANELS = [
 
 @functools.cache
 def _recorded() -> dict[tuple, dict[str, list[dict]]]:
-    """All that is set of a recorded run but objective and seed -> objective at its defaults -> runs."""
+    """All that is set of a recorded run but objective and seed -> objective at its
+    defaults -> runs.
+    """
     found: dict[tuple, dict[str, list[dict]]] = {}
     for r in (r for n in (1, 2) for r in results.load(results.folder_of(n)).values()):
-        same = tuple((k, str(v)) for k, v in r["settings"].items() if k not in ("objective", "seed"))
+        same = tuple(
+            (k, str(v))
+            for k, v in r["settings"].items()
+            if k not in ("objective", "seed")
+        )
         if r["status"] == "done" and not r["settings"]["hp"]:
-            found.setdefault(same, {}).setdefault(r["settings"]["objective"], []).append(r)
+            found.setdefault(same, {}).setdefault(
+                r["settings"]["objective"], []
+            ).append(r)
     return found
 
 
 def _runs(o: Objective, folder: Path) -> str:
-    """Curves of the setting in which most seeds of it are recorded, with DAPO's there; "" if there is no run."""
+    """Curves of the setting in which most seeds of it are recorded, with DAPO's there;
+    "" if there is no run.
+    """
     among = [arms for arms in _recorded().values() if o.name in arms]
     if not among:
         return ""
-    arms = max(among, key=lambda arms: (len(arms[o.name]), "dapo" in arms, arms[o.name][0]["settings"]["steps"]))
-    shown = {name: arms[name] for name in dict.fromkeys((o.name, "dapo")) if name in arms}
-    found = [{name: [curves.curve(r, panel) for r in runs] for name, runs in shown.items()} for panel in PANELS]
+    arms = max(
+        among,
+        key=lambda arms: (
+            len(arms[o.name]),
+            "dapo" in arms,
+            arms[o.name][0]["settings"]["steps"],
+        ),
+    )
+    shown = {
+        name: arms[name] for name in dict.fromkeys((o.name, "dapo")) if name in arms
+    }
+    found = [
+        {name: [curves.curve(r, panel) for r in runs] for name, runs in shown.items()}
+        for panel in PANELS
+    ]
     curves.draw(PANELS, found, "", o.name).savefig(folder / f"{o.name}-runs.svg")
     s = arms[o.name][0]["settings"]
-    times = f"{s['minibatches']} mini-batches a step" + (f", {s['epochs']} epochs" if s["epochs"] > 1 else "")
+    times = f"{s['minibatches']} mini-batches a step" + (
+        f", {s['epochs']} epochs" if s["epochs"] > 1 else ""
+    )
     kl = f", KL coefficient {s['beta']:g}" if s["beta"] else ""
-    seeds = "; ".join(f"{name}: seeds {_ranges(r['settings']['seed'] for r in runs)}" for name, runs in shown.items())
+    seeds = "; ".join(
+        f"{name}: seeds {_ranges(r['settings']['seed'] for r in runs)}"
+        for name, runs in shown.items()
+    )
     own = {k: s[k] for k in ("advantages", "aggregation") if s[k]}
     kl += "".join(f", {k} `{v}`" for k, v in own.items())
     return (
@@ -164,21 +240,32 @@ def _ranges(numbers) -> str:
 
 
 def _hyperparameters(o: Objective) -> str:
-    rows = [(f"`{k}`", f"`{v}`", o.defaults.get(k, "")) for k, v in o.hyperparameters.items()]
+    rows = [
+        (f"`{k}`", f"`{v}`", o.defaults.get(k, ""))
+        for k, v in o.hyperparameters.items()
+    ]
     return _table(["name", "default", "where its value comes from"], rows)
 
 
 def _frameworks(o: Objective) -> str:
-    found = [(e, x) for e in read() for x in e.evidence if x.held_against.split(",")[0] == o.name]
+    found = [
+        (e, x)
+        for e in read()
+        for x in e.evidence
+        if x.held_against.split(",")[0] == o.name
+    ]
     if not found:
         return "No difference is on record. [What is compared with what](../frameworks.md)."
     status = lambda e: f"[{e.status}]({e.link})" if e.link else e.status
-    rows = [(f"{e.framework} {e.version} `{x.loss}`", e.reason, str(x), status(e)) for e, x in found]
+    rows = [
+        (f"{e.framework} {e.version} `{x.loss}`", e.reason, str(x), status(e))
+        for e, x in found
+    ]
     head = ["framework, loss", "what differs", "weight expected -> found", "status"]
     return f"{_table(head, rows)}\n\nFrom [the ledgers](../frameworks.md), which the audits test."
 
 
-# ---- relatives -------------------------------------------------------------------------------------------------------
+# ---- relatives -----------------------------------------------------------------------
 def _limits(o: Objective):
     """Settings at which an objective may become another: (in words, hyperparameters)."""
     own = {k: v for k, v in o.hyperparameters.items() if k != "beta"}
@@ -203,13 +290,25 @@ def _limits(o: Objective):
 
 @functools.cache
 def _curves() -> list[tuple[str, str, dict, dict[int, np.ndarray]]]:
-    """(name, setting in words, setting, the weights for each sign) of whatever has a weight of a token by itself."""
+    """(name, setting in words, setting, the weights for each sign) of whatever has a
+    weight of a token by itself.
+    """
     out = []
     for o in map(get, names()):
         for words, hp in _limits(o):
             try:
                 curve = of(o, **hp)
-                out.append((o.name, words, hp, {A: np.array([curve(RATIOS, A, mu) for mu in MUS]) for A in (1, -1)}))
+                out.append(
+                    (
+                        o.name,
+                        words,
+                        hp,
+                        {
+                            A: np.array([curve(RATIOS, A, mu) for mu in MUS])
+                            for A in (1, -1)
+                        },
+                    )
+                )
             except InputError:
                 break
     return out
@@ -219,7 +318,9 @@ def _relatives(o: Objective) -> str:
     """Those whose weight is the same number at 162 points for each sign, computed now."""
     mine = [c for c in _curves() if c[0] == o.name]
     rows = []
-    for (_, here, _, a), (name, there, _, b) in product(mine, (c for c in _curves() if c[0] != o.name)):
+    for (_, here, _, a), (name, there, _, b) in product(
+        mine, (c for c in _curves() if c[0] != o.name)
+    ):
         if here and there:
             continue
         same = [A for A in (1, -1) if np.allclose(a[A], b[A], rtol=1e-5, atol=1e-9)]
@@ -228,12 +329,28 @@ def _relatives(o: Objective) -> str:
             sign = "everywhere" if len(same) == 2 else f"{SIGNS[same[0]]} only"
             link = f"[{name}]({name}.md)"
             rows.append(
-                (link, sign, here or "at its defaults", there or "at its defaults", other.level, f"`{other.agg}`")
+                (
+                    link,
+                    sign,
+                    here or "at its defaults",
+                    there or "at its defaults",
+                    other.level,
+                    f"`{other.agg}`",
+                )
             )
     if not rows:
         return "No other has its weight, at the defaults or in a limit."
-    rows.sort(key=lambda row: (row[1] != "everywhere", row[2] != "at its defaults", row[0]))
-    head = ["the weight is that of", "where", f"{o.name}", "the other", "level", "aggregation"]
+    rows.sort(
+        key=lambda row: (row[1] != "everywhere", row[2] != "at its defaults", row[0])
+    )
+    head = [
+        "the weight is that of",
+        "where",
+        f"{o.name}",
+        "the other",
+        "level",
+        "aggregation",
+    ]
     at = f"at {len(RATIOS)} ratios, for both signs and π_old = {' and '.join(map(str, MUS))}"
     text = f"Computed when this page was built, {at}; what still differs is level and aggregation."
     return f"{text}\n\n{_table(head, rows)}"
@@ -241,4 +358,7 @@ def _relatives(o: Objective) -> str:
 
 def _table(head: list[str], rows) -> str:
     cell = lambda x: " ".join(str(x).split()).replace("|", r"\|")
-    return "\n".join(f"| {' | '.join(map(cell, row))} |" for row in [head, ["---"] * len(head), *rows])
+    return "\n".join(
+        f"| {' | '.join(map(cell, row))} |"
+        for row in [head, ["---"] * len(head), *rows]
+    )

@@ -12,7 +12,16 @@ GREEK = {
     "λ": r"\lambda", "δ": r"\delta", "Σ": r"\sum", "Π": r"\prod", "∞": r"\infty", "∇": r"\nabla", "‖": r"\,\Vert\,",
     "∈": r"\in ", "≠": r"\ne ", "²": "^2", "Ê": r"\hat{\mathbb{E}}", "E": r"\mathbb{E}", "∝": r"\propto ",
 }  # fmt: skip
-SIGNS = {"<=": r"\le ", ">=": r"\ge ", "~": r"\sim ", "%": r"\% ", "->": r"\to ", "{": r"\{", "}": r"\}", "#": r"\#"}
+SIGNS = {
+    "<=": r"\le ",
+    ">=": r"\ge ",
+    "~": r"\sim ",
+    "%": r"\% ",
+    "->": r"\to ",
+    "{": r"\{",
+    "}": r"\}",
+    "#": r"\#",
+}
 WORDS = "min max clip log exp sg mean sgn std KL Bern whiten low high"
 SYMBOLS = {
     "lp": r"\mathrm{lp}", "lp_old": r"\mathrm{lp}_\mathrm{old}", "mu": r"\mu", "eps": r"\varepsilon",
@@ -31,7 +40,9 @@ TOKEN = re.compile(
 
 
 def equation(text: str) -> str:
-    """A line of the registry, "J = Σ_t min(r A, clip(r, 1-ε, 1+ε) A)", as TeX; what is not mathematics is text."""
+    """A line of the registry, "J = Σ_t min(r A, clip(r, 1-ε, 1+ε) A)", as TeX; what is
+    not mathematics is text.
+    """
     tex = _converted(" ".join(text.split("\n")))
     while (joined := re.sub(r"(\\text\{[^{}]*?) ?\} \\text\{ ?", r"\1 ", tex)) != tex:
         tex = joined
@@ -52,19 +63,27 @@ def _converted(text: str) -> str:
         elif kind == "power":
             out.append(f"^{{{_converted(found)}}}")
         elif kind == "sub":
-            inside = GREEK.get(found) or (found if len(found) <= 2 and found != "KL" else rf"\mathrm{{{found}}}")
+            inside = GREEK.get(found) or (
+                found if len(found) <= 2 and found != "KL" else rf"\mathrm{{{found}}}"
+            )
             out.append(f"_{{{inside}}}")
         elif kind == "over":
             out.append(rf"\frac{{1}}{{{_converted(found)}}} ")
         elif kind == "name":
             out.append(rf"\text{{{found.replace('_', chr(92) + '_')}}}")
         elif kind == "word":
-            plain = rf"\operatorname{{{found}}}" if re.search(rf"\b{found}\b", WORDS) else rf"\text{{ {found} }}"
+            plain = (
+                rf"\operatorname{{{found}}}"
+                if re.search(rf"\b{found}\b", WORDS)
+                else rf"\text{{ {found} }}"
+            )
             out.append(r"\mu " if found == "mu" else plain)
         elif kind == "gap":
             out.append(rf"{found[0]}\\ ")
         else:
-            out.append(SIGNS.get(found) or (GREEK[found] + " " if found in GREEK else found))
+            out.append(
+                SIGNS.get(found) or (GREEK[found] + " " if found in GREEK else found)
+            )
     return "".join(out)
 
 
@@ -85,7 +104,10 @@ def block(tex: str) -> str:
 
 def expression(e) -> str:
     """What sympy found, in the paper's letters."""
-    return sympy.latex(sympy.sympify(e), symbol_names={s: SYMBOLS[s.name] for s in _symbols(e) if s.name in SYMBOLS})
+    return sympy.latex(
+        sympy.sympify(e),
+        symbol_names={s: SYMBOLS[s.name] for s in _symbols(e) if s.name in SYMBOLS},
+    )
 
 
 def _symbols(e):
@@ -96,6 +118,11 @@ def where(label: str) -> str:
     """A regime, "1 - eps_low < r < c", as TeX."""
     for name in sorted(SYMBOLS, key=len, reverse=True):
         label = re.sub(rf"\b{name}\b", lambda _, n=name: SYMBOLS[n], label)
-    for name, meant in (("*", r"\cdot "), ("every ", r"\text{every } "), ("exp", r"\exp"), ("oo", r"\infty")):
+    for name, meant in (
+        ("*", r"\cdot "),
+        ("every ", r"\text{every } "),
+        ("exp", r"\exp"),
+        ("oo", r"\infty"),
+    ):
         label = label.replace(name, meant)
     return label

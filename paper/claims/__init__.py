@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fan2026up says, statement by statement, and what became of each: `python -m paper claims`.
+"""What fan2026up says, statement by statement, and what became of each:
+`python -m paper claims`.
 
-claims.toml holds the statements and points at their evidence; evidence.py runs that. No verdict is written by hand:
-each piece of evidence finds something, and `judge` makes one word of it, of words.py. computed.json is what the last
-run said.
+claims.toml holds the statements and points at their evidence; evidence.py runs that. No
+verdict is written by hand: each piece of evidence finds something, and `judge` makes
+one word of it, of words.py. computed.json is what the last run said.
 
     [[claim]]         a statement of the paper;  [[question]]  one of ours, with no quote
-    id, place, quote  its name; section and equation; words of the paper's LaTeX that stand there, in print
+    id, place, quote  its name; section and equation; words of the paper's LaTeX that
+    stand there, in print
     says              the reading of the quote that is tested
     condition         under which it holds: asks for evidence that it does, and for some that without it it does not
     note              what a reader must know before believing the verdict
@@ -81,14 +83,20 @@ class Claim:
 
     @property
     def digest(self) -> str:
-        """Changes with the record, so that no verdict outlives what it was computed for."""
+        """Changes with the record, so that no verdict outlives what it was computed
+        for.
+        """
         record = {k: v for k, v in asdict(self).items() if k != "second"}
-        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[
+            :12
+        ]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one piece of evidence found: some of FINDS, in words, with the condition that it itself states."""
+    """What one piece of evidence found: some of FINDS, in words, with the condition
+    that it itself states.
+    """
 
     kind: str
     pointer: str
@@ -108,14 +116,20 @@ class Judged:
         return self.verdict != RED
 
     def json(self) -> dict[str, Any]:
-        facts = asdict(self.claim) | {"section": self.claim.section, "verdict": self.verdict, "why": self.why}
+        facts = asdict(self.claim) | {
+            "section": self.claim.section,
+            "verdict": self.verdict,
+            "why": self.why,
+        }
         return facts | {"evidence": [asdict(o) for o in self.outcomes]}
 
 
 def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
-    """One word from what the evidence found. last: the verdict computed before, which stands where some could not run.
+    """One word from what the evidence found. last: the verdict computed before, which
+    stands where some could not run.
 
-    Evidence for and against makes a condition, and asks for one; a condition asks for evidence for and against.
+    Evidence for and against makes a condition, and asks for one; a condition asks for
+    evidence for and against.
     """
     said = lambda verdict, why="": Judged(claim, verdict, why, tuple(outcomes))
     found = {f for o in outcomes for f in o.finds}
@@ -126,24 +140,41 @@ def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
     if "not run" in found:
         why = "; ".join(o.text for o in outcomes if "not run" in o.finds)
         return said(last, why) if last in VERDICTS else said(RED, why)
-    good, bad = found & {"proof", "identity", "reproduced"}, found & {"counterexample", "contradicted", "not seen"}
-    bad |= found & {"excluded"} if "reproduced" in good else set()  # shown by one experiment, excluded by another
-    condition = claim.condition or "; ".join(o.condition for o in outcomes if o.condition)
+    good, bad = (
+        found & {"proof", "identity", "reproduced"},
+        found & {"counterexample", "contradicted", "not seen"},
+    )
+    # shown by one experiment, excluded by another
+    bad |= found & {"excluded"} if "reproduced" in good else set()
+    condition = claim.condition or "; ".join(
+        o.condition for o in outcomes if o.condition
+    )
     if good and bad:
         if not condition:
             return said(RED, "evidence for and against, and no condition")
         return said(words.CONDITION, condition)
     if condition:
-        return said(RED, f"a condition, and no evidence {'that it is needed' if good else 'that it is enough'}")
+        return said(
+            RED,
+            f"a condition, and no evidence {'that it is needed' if good else 'that it is enough'}",
+        )
     if "unspecified" in found:
-        return said(words.UNSPECIFIED) if found == {"unspecified"} else said(RED, "said to be unspecified, and tested")
+        return (
+            said(words.UNSPECIFIED)
+            if found == {"unspecified"}
+            else said(RED, "said to be unspecified, and tested")
+        )
     return said(next(verdict for f, verdict in FINDS.items() if f in found))
 
 
 def raw(text: str | None = None) -> dict[str, Any]:
     """claims.toml, or this text, as it stands: claim, question, source, exceptions."""
     if text is None:
-        text = resources.files("paper.claims").joinpath("claims.toml").read_text(encoding="utf-8")
+        text = (
+            resources.files("paper.claims")
+            .joinpath("claims.toml")
+            .read_text(encoding="utf-8")
+        )
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -151,12 +182,18 @@ def raw(text: str | None = None) -> dict[str, Any]:
 
 
 def read(text: str | None = None) -> list[Claim]:
-    """The claims and then our questions of claims.toml, or of this text; InputError where a record is not whole."""
+    """The claims and then our questions of claims.toml, or of this text; InputError
+    where a record is not whole.
+    """
     all_of_it = raw(text)
     listed = {*KINDS, "elsewhere"}
-    whole: list[dict[str, Any]] = [r | {"ours": False} for r in all_of_it.get("claim", [])]
+    whole: list[dict[str, Any]] = [
+        r | {"ours": False} for r in all_of_it.get("claim", [])
+    ]
     whole += [{"quote": ""} | r | {"ours": True} for r in all_of_it.get("question", [])]
-    records: list[dict[str, Any]] = [{k: tuple(v) if k in listed else v for k, v in r.items()} for r in whole]
+    records: list[dict[str, Any]] = [
+        {k: tuple(v) if k in listed else v for k, v in r.items()} for r in whole
+    ]
     try:
         claims = [Claim(**r) for r in records]
     except TypeError as error:
@@ -180,14 +217,18 @@ def sources() -> dict[str, dict[str, str]]:
     return raw().get("source", {})
 
 
-# ---- what the last run said ------------------------------------------------------------------------------------------
+# ---- what the last run said ----------------------------------------------------------
 def last() -> dict[str, Any]:
-    """computed.json: id -> verdict, outcomes, date, commit, and the digest of the record that they are of."""
+    """computed.json: id -> verdict, outcomes, date, commit, and the digest of the
+    record that they are of.
+    """
     file = resources.files("paper.claims").joinpath("computed.json")
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def as_computed(claims: list[Claim] | None = None, computed: dict[str, Any] | None = None) -> list[Judged]:
+def as_computed(
+    claims: list[Claim] | None = None, computed: dict[str, Any] | None = None
+) -> list[Judged]:
     """The verdicts of the last run; red where the record has changed since."""
     known = last() if computed is None else computed
     found = []
@@ -195,15 +236,31 @@ def as_computed(claims: list[Claim] | None = None, computed: dict[str, Any] | No
         k = known.get(c.id)
         if not k or k["record"] != c.digest:
             found.append(
-                Judged(c, RED, "not computed since its record was written: python -m paper claims --run --save", ())
+                Judged(
+                    c,
+                    RED,
+                    "not computed since its record was written: python -m paper claims --run --save",
+                    (),
+                )
             )
             continue
-        outcomes = tuple(Outcome(**o | {"finds": tuple(o["finds"])}) for o in k["outcomes"])
+        outcomes = tuple(
+            Outcome(**o | {"finds": tuple(o["finds"])}) for o in k["outcomes"]
+        )
         found.append(Judged(c, k["verdict"], k["why"], outcomes))
     return found
 
 
 def saved(judged: list[Judged], date: str, commit: str) -> dict[str, Any]:
     """Their entries of computed.json."""
-    entry = lambda j: {"date": date, "commit": commit, "record": j.claim.digest, "verdict": j.verdict, "why": j.why}
-    return {j.claim.id: entry(j) | {"outcomes": [asdict(o) for o in j.outcomes]} for j in judged}
+    entry = lambda j: {
+        "date": date,
+        "commit": commit,
+        "record": j.claim.digest,
+        "verdict": j.verdict,
+        "why": j.why,
+    }
+    return {
+        j.claim.id: entry(j) | {"outcomes": [asdict(o) for o in j.outcomes]}
+        for j in judged
+    }

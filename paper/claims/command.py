@@ -13,5 +13,9 @@ def run(args) -> int:
     computed, judged = last(), page.chosen(as_computed(), args.section, args.verdict)
     if args.run:
         judged, computed = compute([j.claim for j in judged], save=args.save)
-    print(page.as_json(judged, computed) if args.json else page.text(judged, page.made(computed), args.verbose))
+    print(
+        page.as_json(judged, computed)
+        if args.json
+        else page.text(judged, page.made(computed), args.verbose)
+    )
     return 0 if all(judged) else 1

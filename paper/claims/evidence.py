@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the evidence of claims, in a checkout: derivations, tests, experiments, the paper's LaTeX.
+"""Runs the evidence of claims, in a checkout: derivations, tests, experiments, the
+paper's LaTeX.
 
-All of it lies outside the library and is reached by path, each piece in a process of its own. One file: kinds of
-evidence are compared here.
+All of it lies outside the library and is reached by path, each piece in a process of
+its own. One file: kinds of evidence are compared here.
 """
 
 import ast
@@ -31,13 +32,28 @@ PLACES = (ROOT.parent / "shared" / "up_paper.tex", ROOT / "shared" / "up_paper.t
 NO_PAPER = "the paper's LaTeX is not here (UPREF_PAPER=FILE names it)"
 
 
-def compute(claims: list[Claim], save: bool = False, root: Path = ROOT) -> tuple[list[Judged], dict]:
-    """The claims judged now, and their entries of computed.json; with save, they are written there."""
+def compute(
+    claims: list[Claim], save: bool = False, root: Path = ROOT
+) -> tuple[list[Judged], dict]:
+    """The claims judged now, and their entries of computed.json; with save, they are
+    written there.
+    """
     known = last()
-    judged = run(claims, {c.id: known.get(c.id, {}).get("verdict", "") for c in claims}, root)
-    quiet: dict[str, Any] = {"cwd": root, "capture_output": True, "text": True, "check": False}
-    git = lambda *argv: subprocess.run(["git", "--no-optional-locks", *argv], **quiet).stdout
-    commit = git("rev-parse", "--short=10", "HEAD").strip() + (" and changes" if git("status", "--porcelain") else "")
+    judged = run(
+        claims, {c.id: known.get(c.id, {}).get("verdict", "") for c in claims}, root
+    )
+    quiet: dict[str, Any] = {
+        "cwd": root,
+        "capture_output": True,
+        "text": True,
+        "check": False,
+    }
+    git = lambda *argv: (
+        subprocess.run(["git", "--no-optional-locks", *argv], **quiet).stdout
+    )
+    commit = git("rev-parse", "--short=10", "HEAD").strip() + (
+        " and changes" if git("status", "--porcelain") else ""
+    )
     made = saved(judged, datetime.now(UTC).date().isoformat(), commit)
     if save:
         every = {c.id: entry for c in read() if (entry := (known | made).get(c.id))}
@@ -46,13 +62,22 @@ def compute(claims: list[Claim], save: bool = False, root: Path = ROOT) -> tuple
     return judged, made
 
 
-def run(claims: list[Claim], before: dict[str, str], root: Path = ROOT, rerun_exact: bool = True) -> list[Judged]:
-    """The claims judged by evidence run now. before: id -> verdict of the last run, for what cannot run here.
+def run(
+    claims: list[Claim],
+    before: dict[str, str],
+    root: Path = ROOT,
+    rerun_exact: bool = True,
+) -> list[Judged]:
+    """The claims judged by evidence run now. before: id -> verdict of the last run, for
+    what cannot run here.
 
-    rerun_exact=False reads the exact experiments' committed results instead of running them again.
+    rerun_exact=False reads the exact experiments' committed results instead of running
+    them again.
     """
     if not (root / "derivations").is_dir() or not (root / "tests").is_dir():
-        raise InputError(f"{root} is no checkout of the repository: run `python -m paper claims --run` in one.")
+        raise InputError(
+            f"{root} is no checkout of the repository: run `python -m paper claims --run` in one."
+        )
     asked = {
         kind: sorted({x for c in claims for k, x in c.pointers if k == kind})
         for kind in ("derivations", "mini", "exact", "tests")
@@ -60,11 +85,17 @@ def run(claims: list[Claim], before: dict[str, str], root: Path = ROOT, rerun_ex
     jobs: list[Future] = []
     with ThreadPoolExecutor(2) as pool, _ended(jobs):
         jobs += [pool.submit(derivations, asked["derivations"], root)]
-        jobs += [pool.submit(tests, asked["tests"], root), pool.submit(mini, asked["mini"], root)]
+        jobs += [
+            pool.submit(tests, asked["tests"], root),
+            pool.submit(mini, asked["mini"], root),
+        ]
         jobs += [pool.submit(exact, asked["exact"], root, rerun_exact)]
         found = {k: v for job in jobs for k, v in job.result().items()}
     tex = paper()
-    return [judge(c, [*outcomes(c, found), *in_the_paper(c, tex)], before.get(c.id, "")) for c in claims]
+    return [
+        judge(c, [*outcomes(c, found), *in_the_paper(c, tex)], before.get(c.id, ""))
+        for c in claims
+    ]
 
 
 def outcomes(c: Claim, found: dict) -> list[Outcome]:
@@ -80,7 +111,8 @@ def _ended(jobs: list[Future]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        while not all([job.cancel() or job.done() for job in jobs]):  # a job starts one process after the other
+        # a job starts one process after the other
+        while not all([job.cancel() or job.done() for job in jobs]):
             for child in tuple(_running):
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
@@ -107,7 +139,7 @@ def failed(kind: str, pointer: str, why: str) -> Outcome:
     return Outcome(kind, pointer, ("failed",), " ".join(why.split())[-300:])
 
 
-# ---- derivations and tests -------------------------------------------------------------------------------------------
+# ---- derivations and tests -----------------------------------------------------------
 def derivations(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
     return {("derivations", n): derivation(n, root) for n in names}
 
@@ -119,27 +151,44 @@ def derivation(name: str, root: Path) -> Outcome:
     done = process(root, str(file))
     if done.returncode:
         return failed("derivations", name, done.stderr or "it failed")
-    title = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    title = (
+        ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    ).partition("\n")[0]
     return Outcome("derivations", name, ("proof",), title)
 
 
 def tests(nodes: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
-    """One pytest for all. A test says what it found by record_property; one that says nothing found an identity."""
+    """One pytest for all. A test says what it found by record_property; one that says
+    nothing found an identity.
+    """
     there = [n for n in nodes if has_test(root, n)]
-    found = {("tests", n): failed("tests", n, "there is no such test") for n in nodes if n not in there}
+    found = {
+        ("tests", n): failed("tests", n, "there is no such test")
+        for n in nodes
+        if n not in there
+    }
     if not there:
         return found
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         where = [f"--rootdir={root}", f"--junitxml={report}"]
-        done = process(root, "-m", "pytest", "-q", "-p", "no:cacheprovider", *where, *there)
+        done = process(
+            root, "-m", "pytest", "-q", "-p", "no:cacheprovider", *where, *there
+        )
         if not report.exists():
-            raise InputError(f"pytest did not run: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+            raise InputError(
+                f"pytest did not run: {(done.stderr or done.stdout).strip().splitlines()[-1:]}"
+            )
         cases = list(ElementTree.parse(report).iter("testcase"))
     for n in there:
         file, _, name = n.partition("::")
         module = file.removesuffix(".py").replace("/", ".")
-        mine = [c for c in cases if c.get("classname") == module and c.get("name", "").partition("[")[0] == name]
+        mine = [
+            c
+            for c in cases
+            if c.get("classname") == module
+            and c.get("name", "").partition("[")[0] == name
+        ]
         found["tests", n] = test_outcome(n, mine)
     return found
 
@@ -160,13 +209,28 @@ def test_outcome(node: str, cases: list[ElementTree.Element]) -> Outcome:
             if (bad := case.find(tag)) is not None:
                 return failed("tests", node, bad.get("message") or "it fails")
         if (skipped := case.find("skipped")) is not None:
-            return Outcome("tests", node, ("not run",), f"{node}: {skipped.get('message')}")
-    said = [(p.get("name", ""), p.get("value", "")) for case in cases for p in case.iter("property")]
-    finds = tuple(dict.fromkeys(k for k, _ in said if k in ("identity", "counterexample", "undecided")))
-    return Outcome("tests", node, finds or ("identity",), "; ".join(dict.fromkeys(v for _, v in said)))
+            return Outcome(
+                "tests", node, ("not run",), f"{node}: {skipped.get('message')}"
+            )
+    said = [
+        (p.get("name", ""), p.get("value", ""))
+        for case in cases
+        for p in case.iter("property")
+    ]
+    finds = tuple(
+        dict.fromkeys(
+            k for k, _ in said if k in ("identity", "counterexample", "undecided")
+        )
+    )
+    return Outcome(
+        "tests",
+        node,
+        finds or ("identity",),
+        "; ".join(dict.fromkeys(v for _, v in said)),
+    )
 
 
-# ---- experiments -----------------------------------------------------------------------------------------------------
+# ---- experiments ---------------------------------------------------------------------
 def mini(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
     if not names:
         return {}
@@ -178,18 +242,31 @@ def mini(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
 
 
 def mini_outcome(name: str, s: dict | None) -> Outcome:
-    """What the registered rule says, in the common vocabulary. A claim of which only a part holds is undecided."""
+    """What the registered rule says, in the common vocabulary. A claim of which only a
+    part holds is undecided.
+    """
     if s is None:
         return failed("mini", name, "no experiment registers it")
-    part = f"{s['why']}; " if "contrasts hold" in s["why"] and s["word"] != "reproduced" else ""
+    part = (
+        f"{s['why']}; "
+        if "contrasts hold" in s["why"] and s["word"] != "reproduced"
+        else ""
+    )
     text = part + s["shown"].replace("<br>", "; ")
     verdict, ran = s["verdict"], f"({s['seeds']} seeds)"
     if verdict == words.REPRODUCED:
         return Outcome("mini", name, ("reproduced",), f"{text} {ran}")
     if verdict == words.CONTRADICTED:
-        return Outcome("mini", name, ("not seen" if s["bounds_alone"] else "contradicted",), f"{text} {ran}")
+        return Outcome(
+            "mini",
+            name,
+            ("not seen" if s["bounds_alone"] else "contradicted",),
+            f"{text} {ran}",
+        )
     if verdict == words.NOT_TESTABLE:
-        return Outcome("mini", name, ("not testable",), f"{s['why']}: {text}" if text else s["why"])
+        return Outcome(
+            "mini", name, ("not testable",), f"{s['why']}: {text}" if text else s["why"]
+        )
     if verdict == words.EXCLUDED:
         return Outcome("mini", name, ("excluded",), f"{s['limit']}: {text} {ran}")
     unknown = "more than 200 seeds, or the effect seen is on the other side"
@@ -197,7 +274,9 @@ def mini_outcome(name: str, s: dict | None) -> Outcome:
     if s["needed"] and s["needed"] <= s["seeds"]:
         seeds = "the power was there, and it is too close to call"
     so_far = f"{s['seeds']} of {s['of']} seeds: {seeds}"
-    return Outcome("mini", name, ("undecided",), f"{text} ({so_far})" if text else so_far)
+    return Outcome(
+        "mini", name, ("undecided",), f"{text} ({so_far})" if text else so_far
+    )
 
 
 def exact(names: list[str], root: Path, rerun: bool) -> dict[tuple[str, str], Outcome]:
@@ -209,13 +288,23 @@ def exact(names: list[str], root: Path, rerun: bool) -> dict[tuple[str, str], Ou
             done = process(root, "-m", "repro.exact", *experiments, "--out", folder)
             if done.returncode:
                 return {("exact", n): failed("exact", n, done.stderr) for n in names}
-        file = (Path(folder) if rerun else root / "repro" / "exact" / "results") / "results.json"
+        file = (
+            Path(folder) if rerun else root / "repro" / "exact" / "results"
+        ) / "results.json"
         results = json.loads(file.read_text(encoding="utf-8"))
     found = {}
     for n in names:
         experiment, _, words = n.partition("/")
-        mine = [f for f in results.get(experiment, {}).get("findings", []) if f["claim"].startswith(words)]
-        found["exact", n] = exact_outcome(n, mine[0]) if len(mine) == 1 else failed("exact", n, f"{len(mine)} findings")
+        mine = [
+            f
+            for f in results.get(experiment, {}).get("findings", [])
+            if f["claim"].startswith(words)
+        ]
+        found["exact", n] = (
+            exact_outcome(n, mine[0])
+            if len(mine) == 1
+            else failed("exact", n, f"{len(mine)} findings")
+        )
     return found
 
 
@@ -230,9 +319,11 @@ def exact_outcome(name: str, finding: dict) -> Outcome:
     return Outcome("exact", name, finds[finding["verdict"]], text, text if part else "")
 
 
-# ---- the paper itself ------------------------------------------------------------------------------------------------
+# ---- the paper itself ----------------------------------------------------------------
 def paper() -> tuple[str, str] | None:
-    """Its LaTeX as it prints, comments left out and spaces joined, and its comments; None where it is not here."""
+    """Its LaTeX as it prints, comments left out and spaces joined, and its comments;
+    None where it is not here.
+    """
     named = os.environ.get("UPREF_PAPER")
     file = Path(named) if named else next((p for p in PLACES if p.exists()), None)
     if file is None:
@@ -242,11 +333,15 @@ def paper() -> tuple[str, str] | None:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"UPREF_PAPER={file} cannot be read: {error}.") from error
     comment = r"(?<!\\)%.*"
-    return " ".join(re.sub(comment, "", text).split()), "\n".join(re.findall(comment, text))
+    return " ".join(re.sub(comment, "", text).split()), "\n".join(
+        re.findall(comment, text)
+    )
 
 
 def in_the_paper(c: Claim, tex: tuple[str, str] | None) -> Iterable[Outcome]:
-    """Its words stand there, in that section; what is said to be absent is not in print."""
+    """Its words stand there, in that section; what is said to be absent is not in
+    print.
+    """
     if tex is None:
         if c.absent:
             yield Outcome("absent", c.id, ("not run",), NO_PAPER)
@@ -260,14 +355,26 @@ def in_the_paper(c: Claim, tex: tuple[str, str] | None) -> Iterable[Outcome]:
             yield failed("absent", c.id, f"the paper has {', '.join(map(repr, there))}")
         else:
             said = ", ".join(f"`{p}`" for p in c.absent)
-            also = "a commented-out line of the LaTeX matches" if found(comments) else "nor have the LaTeX's comments"
-            yield Outcome("absent", c.id, ("unspecified",), f"the printed text has none of {said}; {also}")
+            also = (
+                "a commented-out line of the LaTeX matches"
+                if found(comments)
+                else "nor have the LaTeX's comments"
+            )
+            yield Outcome(
+                "absent",
+                c.id,
+                ("unspecified",),
+                f"the printed text has none of {said}; {also}",
+            )
 
 
 def sections_of(words: str, tex: str) -> list[str]:
     """3.1, A, ...: every section in which the words stand."""
     found, start = [], 0
-    heads = [(m.start(), m[1], m[0]) for m in re.finditer(r"\\(section|subsection|beginappendix)\b", tex)]
+    heads = [
+        (m.start(), m[1], m[0])
+        for m in re.finditer(r"\\(section|subsection|beginappendix)\b", tex)
+    ]
     while (at := tex.find(words, start)) >= 0:
         start, number, sub, appendix = at + 1, 0, 0, False
         for place, kind, _ in heads:

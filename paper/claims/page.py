@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The claims in print: for a terminal, as JSON, as the tables of docs/claims.md and the line of README."""
+"""The claims in print: for a terminal, as JSON, as the tables of docs/claims.md and the
+line of README.
+"""
 
 import json
 import re
@@ -23,18 +25,41 @@ FILES = {
     2: "repro/mini/round2/results/report.md#{0}",
     "stale": "repro/mini/stale/results/report.md",
 }
-ROUND_2 = ("dose_low", "dose_middle", "dose_high", "universality", "family_tuned", "papers_settings", "moe", "pictures")
+ROUND_2 = (
+    "dose_low",
+    "dose_middle",
+    "dose_high",
+    "universality",
+    "family_tuned",
+    "papers_settings",
+    "moe",
+    "pictures",
+)
 
 
-def chosen(judged: Sequence[Judged], section: str | None = None, verdict: str | None = None) -> list[Judged]:
-    """Those of a section (3, 4.1, B) and of a verdict; InputError where there is no such section or verdict."""
+def chosen(
+    judged: Sequence[Judged], section: str | None = None, verdict: str | None = None
+) -> list[Judged]:
+    """Those of a section (3, 4.1, B) and of a verdict; InputError where there is no
+    such section or verdict.
+    """
     sections = sorted({j.claim.section for j in judged})
-    if section and not any(s == section or s.startswith(f"{section}.") for s in sections):
-        raise InputError(f"there is no claim in section {section!r}: choose one of {', '.join(sections)}.")
+    if section and not any(
+        s == section or s.startswith(f"{section}.") for s in sections
+    ):
+        raise InputError(
+            f"there is no claim in section {section!r}: choose one of {', '.join(sections)}."
+        )
     if verdict and not any(v.startswith(verdict) for v in (*VERDICTS, RED)):
-        raise InputError(f"there is no verdict named {verdict!r}: choose one of {', '.join((*VERDICTS, RED))}.")
+        raise InputError(
+            f"there is no verdict named {verdict!r}: choose one of {', '.join((*VERDICTS, RED))}."
+        )
     here = lambda s: not section or s == section or s.startswith(f"{section}.")
-    return [j for j in judged if here(j.claim.section) and j.verdict.startswith(verdict or "")]
+    return [
+        j
+        for j in judged
+        if here(j.claim.section) and j.verdict.startswith(verdict or "")
+    ]
 
 
 ORDER = (
@@ -44,21 +69,34 @@ ORDER = (
 
 
 def right_first(judged: Sequence[Judged]) -> list[Judged]:
-    """Section by section, in each what is right before what is open and what is wrong; else in the paper's order."""
-    rank = lambda j: (j.claim.ours, list(HEADINGS).index(j.claim.section[0]), ORDER.index(j.verdict))
+    """Section by section, in each what is right before what is open and what is wrong;
+    else in the paper's order.
+    """
+    rank = lambda j: (
+        j.claim.ours,
+        list(HEADINGS).index(j.claim.section[0]),
+        ORDER.index(j.verdict),
+    )
     return sorted(judged, key=rank)
 
 
 def tally(judged: Sequence[Judged]) -> str:
-    """`Of 88 statements of the paper, 20 are proved, ...`, in the order of ORDER; then our questions."""
+    """`Of 88 statements of the paper, 20 are proved, ...`, in the order of ORDER; then
+    our questions.
+    """
     said = []
-    for ours, what in ((False, "statement{} of the paper"), (True, "question{} of ours")):
+    for ours, what in (
+        (False, "statement{} of the paper"),
+        (True, "question{} of ours"),
+    ):
         mine = [j for j in judged if j.claim.ours == ours]
         count = Counter(j.verdict for j in mine)
         *most, final = [_counted(count[v], v) for v in ORDER if count[v]] or [""]
         if mine:
             all_of_them = " and ".join([", ".join(most), final] if most else [final])
-            said.append(f"Of {len(mine)} {what.format('s' if len(mine) != 1 else '')}, {all_of_them}")
+            said.append(
+                f"Of {len(mine)} {what.format('s' if len(mine) != 1 else '')}, {all_of_them}"
+            )
     return ". ".join(said) or "0 statements"
 
 
@@ -71,14 +109,22 @@ def _counted(n: int, verdict: str) -> str:
 
 def made(computed: dict) -> str:
     """When and at which commits these entries of computed.json were made."""
-    dates, commits = (sorted({c[key] for c in computed.values()}) for key in ("date", "commit"))
-    return f"Computed on {' and '.join(dates)} at commit {', '.join(commits)}." if dates else "Never computed."
+    dates, commits = (
+        sorted({c[key] for c in computed.values()}) for key in ("date", "commit")
+    )
+    return (
+        f"Computed on {' and '.join(dates)} at commit {', '.join(commits)}."
+        if dates
+        else "Never computed."
+    )
 
 
 def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
     out = [f"{tally(judged)}.", head, ""]
     for j in right_first(judged):
-        out.append(f"{j.verdict.upper() if not j else j.verdict}   {j.claim.place}   [{j.claim.id}]")
+        out.append(
+            f"{j.verdict.upper() if not j else j.verdict}   {j.claim.place}   [{j.claim.id}]"
+        )
         said = [f"“{plain(j.claim.quote)}”"] if j.claim.quote else []
         said += [f"reading: {j.claim.says}" if j.claim.quote else j.claim.says]
         if j.why:
@@ -91,32 +137,56 @@ def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
         said += (
             shown(j)
             if not verbose
-            else [f"{o.kind} {o.pointer}: {' and '.join(o.finds)}  {o.text}" for o in j.outcomes]
+            else [
+                f"{o.kind} {o.pointer}: {' and '.join(o.finds)}  {o.text}"
+                for o in j.outcomes
+            ]
         )
-        out += [line for s in said for line in textwrap.wrap(s, 150, initial_indent="    ", subsequent_indent="      ")]
+        out += [
+            line
+            for s in said
+            for line in textwrap.wrap(
+                s, 150, initial_indent="    ", subsequent_indent="      "
+            )
+        ]
     return "\n".join(out)
 
 
 def shown(j: Judged) -> list[str]:
     """Numbers and effects: what is found by more than a proof's or a test's passing."""
-    said = [o for o in j.outcomes if o.text and o.kind != "derivations" and o.text != j.why]
-    where = lambda o: f"{o.pointer.partition('/')[0]}: " if o.kind in ("mini", "exact") else ""
+    said = [
+        o for o in j.outcomes if o.text and o.kind != "derivations" and o.text != j.why
+    ]
+    where = lambda o: (
+        f"{o.pointer.partition('/')[0]}: " if o.kind in ("mini", "exact") else ""
+    )
     return list(dict.fromkeys(where(o) + o.text for o in said))
 
 
 def as_json(judged: Sequence[Judged], computed: dict) -> str:
-    when = lambda j: {k: computed.get(j.claim.id, {}).get(k) for k in ("date", "commit")}
-    facts = {"count": Counter(j.verdict for j in judged), "claims": [j.json() | when(j) for j in judged]}
+    when = lambda j: {
+        k: computed.get(j.claim.id, {}).get(k) for k in ("date", "commit")
+    }
+    facts = {
+        "count": Counter(j.verdict for j in judged),
+        "claims": [j.json() | when(j) for j in judged],
+    }
     return json.dumps(facts, indent=1, ensure_ascii=False)
 
 
-# ---- pages -----------------------------------------------------------------------------------------------------------
+# ---- pages ---------------------------------------------------------------------------
 def markdown() -> str:
-    """The tables of docs/claims.md: the paper's statements, one table a section; our questions; sources; exceptions."""
+    """The tables of docs/claims.md: the paper's statements, one table a section; our
+    questions; sources; exceptions.
+    """
     judged = as_computed()
     out = [f"{tally(judged)}. {made(last())}", ""]
     for letter, heading in HEADINGS.items():
-        mine = [j for j in right_first(judged) if j.claim.section.startswith(letter) and not j.claim.ours]
+        mine = [
+            j
+            for j in right_first(judged)
+            if j.claim.section.startswith(letter) and not j.claim.ours
+        ]
         if mine:
             head = "| where | the paper, and the reading tested | verdict | evidence |"
             out += [f"## {heading}", "", head, "|---|---|---|---|"]
@@ -128,11 +198,20 @@ def markdown() -> str:
         "",
     ]
     out += ["| where | question | verdict | evidence |", "|---|---|---|---|"]
-    out += [f"| {' | '.join(map(cell, row(j)))} |" for j in right_first(judged) if j.claim.ours] + [""]
+    out += [
+        f"| {' | '.join(map(cell, row(j)))} |"
+        for j in right_first(judged)
+        if j.claim.ours
+    ] + [""]
     out += ["## What others wrote and measured", ""]
-    out += [f'* **{key}**: [{s["name"]}]({s["url"]}). "{s["quote"]}"' for key, s in sources().items()] + [""]
+    out += [
+        f'* **{key}**: [{s["name"]}]({s["url"]}). "{s["quote"]}"'
+        for key, s in sources().items()
+    ] + [""]
     out += ["## Registered claims that are evidence for no statement", ""]
-    return "\n".join([*out, *(f"* `{key}`: {why}." for key, why in raw()["exceptions"].items()), ""])
+    return "\n".join(
+        [*out, *(f"* `{key}`: {why}." for key, why in raw()["exceptions"].items()), ""]
+    )
 
 
 def row(j: Judged) -> list[str]:
@@ -143,17 +222,40 @@ def row(j: Judged) -> list[str]:
     if c.second:
         says.append(f"*Second reader:* {c.second}.")
     for key, _, words in (e.partition(": ") for e in c.elsewhere):
-        code = "not in the paper; in the first author's code: " if key == "verl-7022" else ""
-        says.append(f"*Elsewhere:* {code}{words} ([{key}](#what-others-wrote-and-measured))")
-    verdict = f"**{j.verdict}**" + (f"<br>if: {j.why}" if j and j.why else f"<br>{j.why}" if j.why else "")
-    evidence = dict.fromkeys([*shown(j), " · ".join(dict.fromkeys(map(link, j.outcomes)))])
+        code = (
+            "not in the paper; in the first author's code: "
+            if key == "verl-7022"
+            else ""
+        )
+        says.append(
+            f"*Elsewhere:* {code}{words} ([{key}](#what-others-wrote-and-measured))"
+        )
+    verdict = f"**{j.verdict}**" + (
+        f"<br>if: {j.why}" if j and j.why else f"<br>{j.why}" if j.why else ""
+    )
+    evidence = dict.fromkeys(
+        [*shown(j), " · ".join(dict.fromkeys(map(link, j.outcomes)))]
+    )
     return [c.place, "<br>".join(says), verdict, "<br>".join(evidence)]
 
 
 def plain(quote: str) -> str:
     """A quote of the LaTeX without its commands."""
-    quote = re.sub(r"\\(?:text|mathcal|textbf)\{([^{}]*)\}", r"\1", re.sub(r"\\text\{([^{}]*)\}", r"\1", quote))
-    letters = {r"\epsilon": "ε", r"\pi": "π", r"\theta": "θ", r"\le": "≤", "$": "", "\\": "", "{": "", "}": ""}
+    quote = re.sub(
+        r"\\(?:text|mathcal|textbf)\{([^{}]*)\}",
+        r"\1",
+        re.sub(r"\\text\{([^{}]*)\}", r"\1", quote),
+    )
+    letters = {
+        r"\epsilon": "ε",
+        r"\pi": "π",
+        r"\theta": "θ",
+        r"\le": "≤",
+        "$": "",
+        "\\": "",
+        "{": "",
+        "}": "",
+    }
     for tex, letter in letters.items():
         quote = quote.replace(tex, letter)
     return quote
@@ -162,7 +264,11 @@ def plain(quote: str) -> str:
 def meanings() -> str:
     """The table of the words."""
     return "\n".join(
-        ["| verdict | what was found |", "|---|---|", *(f"| **{v}** | {m} |" for v, m in MEANINGS.items())]
+        [
+            "| verdict | what was found |",
+            "|---|---|",
+            *(f"| **{v}** | {m} |" for v, m in MEANINGS.items()),
+        ]
     )
 
 
@@ -173,7 +279,15 @@ def link(o: Outcome) -> str:
     if o.kind == "tests":
         file, _, test = o.pointer.partition("::")
         return f"[{test.removeprefix('test_')}](../{file})"
-    key = o.kind if o.kind != "mini" else name if name in FILES else 2 if name in ROUND_2 else 1
+    key = (
+        o.kind
+        if o.kind != "mini"
+        else name
+        if name in FILES
+        else 2
+        if name in ROUND_2
+        else 1
+    )
     return f"[{name}](../{FILES[key].format(name)})"
 
 

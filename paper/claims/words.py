@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words for what became of a statement: one vocabulary for claims, derivations, experiments and pages.
+"""The words for what became of a statement: one vocabulary for claims, derivations,
+experiments and pages.
 
-The registered rules of the experiments have words of their own, which stay in their records; `of_rule` translates.
+The registered rules of the experiments have words of their own, which stay in their
+records; `of_rule` translates.
 """
 
 PROVED, NUMERIC, CONDITION = "proved", "holds numerically", "holds under a condition"
-REPRODUCED, EXCLUDED, UNDECIDED, CONTRADICTED = "reproduced", "excluded", "undecided", "contradicted"
+REPRODUCED, EXCLUDED, UNDECIDED, CONTRADICTED = (
+    "reproduced",
+    "excluded",
+    "undecided",
+    "contradicted",
+)
 NOT_SEEN = "not seen here"
 FALSE, NOT_TESTABLE, UNSPECIFIED = "false as written", "not testable", "unspecified"
 
@@ -37,7 +44,8 @@ _RULES = {
 
 
 def of_rule(word: str, why: str = "", excluded: bool = False) -> str:
-    """The verdict that a registered rule's word stands for; "not finished", which is none, stays.
+    """The verdict that a registered rule's word stands for; "not finished", which is
+    none, stays.
 
     Args:
         word: of round one or two or of the exact miniature.

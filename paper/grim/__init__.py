@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table of results, audited: could these numbers be, and what does the winner's lead mean?
+"""A table of results, audited: could these numbers be, and what does the winner's lead
+mean?
 
-Told are: which numbers of answers make a column possible (a printed p is some k/n, rounded), whether the averages
-follow, the standard error of each, how often chance makes such a lead, and, where a row cannot be, which one digit put
-back would mend it.
+Told are: which numbers of answers make a column possible (a printed p is some k/n,
+rounded), whether the averages follow, the standard error of each, how often chance
+makes such a lead, and, where a row cannot be, which one digit put back would mend it.
 """
 
 from paper.grim.averages import by_n, follows, mean
@@ -25,9 +26,15 @@ def audit(table: ResultsTable, draws: int = 20_000, seed: int = 0) -> Audit:
     rows = [_row(table, i, columns, weighted) for i in range(len(table.rows))]
     means = [mean(table, i, counts, weighted) for i in range(len(rows))]
     order = sorted(range(len(rows)), key=lambda i: -means[i])
-    second, lead = (table.rows[order[1]], float(means[order[0]] - means[order[1]])) if rows[1:] else (None, None)
+    second, lead = (
+        (table.rows[order[1]], float(means[order[0]] - means[order[1]]))
+        if rows[1:]
+        else (None, None)
+    )
     luck = chances(table, columns, order, weighted, draws, seed)
-    return Audit(columns, weighted, rows, table.rows[order[0]], second, lead, luck, seed, draws)
+    return Audit(
+        columns, weighted, rows, table.rows[order[0]], second, lead, luck, seed, draws
+    )
 
 
 def _row(table: ResultsTable, i: int, columns: list[Column], weighted: bool) -> Row:

@@ -8,23 +8,37 @@ from paper.grim.counts import half, middle, unrounded
 from paper.grim.read import ResultsTable
 
 
-def mean(table: ResultsTable, i: int, counts: list[int | None], weighted: bool = False) -> Fraction:
+def mean(
+    table: ResultsTable, i: int, counts: list[int | None], weighted: bool = False
+) -> Fraction:
     """The mean of the unrounded cells of row i, where n says what they are."""
-    there = [(t, n) for t, n in zip(table.cells[i], counts, strict=True) if t is not None]
-    return _mean([middle(t, n) for t, n in there], [(n or 1) if weighted else 1 for _, n in there])
+    there = [
+        (t, n) for t, n in zip(table.cells[i], counts, strict=True) if t is not None
+    ]
+    return _mean(
+        [middle(t, n) for t, n in there],
+        [(n or 1) if weighted else 1 for _, n in there],
+    )
 
 
 def _mean(xs: Sequence[Fraction], w: list[int]) -> Fraction:
     return sum((x * v for x, v in zip(xs, w, strict=True)), Fraction(0)) / (sum(w) or 1)
 
 
-def mean_fits(average: str, cells: list[str], counts: list[int | None], weighted: bool = False) -> bool:
-    """Whether the printed average is the mean of the unrounded cells, or of the printed ones; weighted: by n."""
+def mean_fits(
+    average: str, cells: list[str], counts: list[int | None], weighted: bool = False
+) -> bool:
+    """Whether the printed average is the mean of the unrounded cells, or of the printed
+    ones; weighted: by n.
+    """
     w = [(n or 0) if weighted else 1 for n in counts]
     if not sum(w):
         return False
     rough = sum(float(t) * v for t, v in zip(cells, w, strict=True)) / sum(w)
-    if abs(rough - float(average)) > float(half(average) + max(map(half, cells))) + 1e-9:
+    if (
+        abs(rough - float(average))
+        > float(half(average) + max(map(half, cells))) + 1e-9
+    ):
         return False  # neither can be; the rest is exact, and slow
     least, most = zip(*map(unrounded, cells, counts), strict=True)
     a, h = Fraction(average), half(average)
@@ -33,7 +47,9 @@ def mean_fits(average: str, cells: list[str], counts: list[int | None], weighted
     return abs(_mean([Fraction(t) for t in cells], w) - a) <= h
 
 
-def follows(table: ResultsTable, i: int, counts: list[int | None], weighted: bool) -> bool | None:
+def follows(
+    table: ResultsTable, i: int, counts: list[int | None], weighted: bool
+) -> bool | None:
     """None: there is no average, or a cell is missing."""
     average, cells = table.averages[i] if table.averages else None, table.cells[i]
     if average is None or None in cells:
@@ -45,5 +61,8 @@ def by_n(table: ResultsTable, counts: list[int | None]) -> bool:
     """Whether the averages are weighted by n: only if more of them follow so."""
     if table.averages is None or None in counts:
         return False
-    plain, weighted = (sum(follows(table, i, counts, w) is True for i in range(len(table.rows))) for w in (False, True))
+    plain, weighted = (
+        sum(follows(table, i, counts, w) is True for i in range(len(table.rows)))
+        for w in (False, True)
+    )
     return weighted > plain

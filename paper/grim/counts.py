@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A printed percentage is some k of n answers, rounded: which k, and which n makes a whole column possible."""
+"""A printed percentage is some k of n answers, rounded: which k, and which n makes a
+whole column possible.
+"""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -9,16 +11,17 @@ from math import ceil, floor, log, prod
 from paper.grim.read import Count, ResultsTable
 
 MOST = 2000  # answers, where n is searched for
-# An n that was searched for is believed if numbers at random would fit some n as small more rarely than TELLING, and if
-# there are DISTINCT numbers at least: that all their k share a factor with a true n of 2, 3, ... times as many answers
-# has a probability of about Σ f^-DISTINCT, 4 % for five.
+# An n that was searched for is believed if numbers at random would fit some n as small
+# more rarely than TELLING, and if there are DISTINCT numbers at least: that all their k
+# share a factor with a true n of 2, 3, ... times as many answers has a probability of
+# about Σ f^-DISTINCT, 4 % for five.
 TELLING, DISTINCT = 1e-3, 5
 
 
 @dataclass(frozen=True)
 class Column:
-    """given: n that was said; n: what is taken; fit: every n up to MOST that fits all rows; misfits: rows that n does
-    not fit."""
+    """given: n that was said; n: what is taken; fit: every n up to MOST that fits all
+    rows; misfits: rows that n does not fit."""
 
     name: str
     given: list[str]
@@ -26,18 +29,33 @@ class Column:
     samples: int
     fit: list[int]
     misfits: list[str]
-    accident: float | None  # how probable it is that as many distinct numbers taken at random would fit this n
+    # how probable it is that as many distinct numbers taken at random would fit this n
+    accident: float | None
 
 
 def column(table: ResultsTable, j: int) -> Column:
-    """The n of one column: of those said, or of all up to MOST, the one that explains its numbers best."""
-    texts = {row: t for row, cells in zip(table.rows, table.cells, strict=True) if (t := cells[j]) is not None}
+    """The n of one column: of those said, or of all up to MOST, the one that explains
+    its numbers best.
+    """
+    texts = {
+        row: t
+        for row, cells in zip(table.rows, table.cells, strict=True)
+        if (t := cells[j]) is not None
+    }
     said, distinct = table.counts[j], set(texts.values())
-    best = max(said or map(Count, range(1, MOST + 1)), key=lambda c: _likelihood(distinct, c.n))
+    best = max(
+        said or map(Count, range(1, MOST + 1)), key=lambda c: _likelihood(distinct, c.n)
+    )
     accident = prod(min(1.0, (best.n + 1) / _printable(t)) for t in distinct)
     misfits = [row for row, t in texts.items() if not numerators(t, best.n)]
-    name, given, fit = table.columns[j], [str(c) for c in said], possible(list(distinct))
-    if not said and (len(distinct) < DISTINCT or best.n * accident > TELLING or len(misfits) > 1):
+    name, given, fit = (
+        table.columns[j],
+        [str(c) for c in said],
+        possible(list(distinct)),
+    )
+    if not said and (
+        len(distinct) < DISTINCT or best.n * accident > TELLING or len(misfits) > 1
+    ):
         return Column(name, given, None, 1, fit, [], None)
     return Column(name, given, best.n, best.samples, fit, misfits, accident)
 
@@ -71,8 +89,12 @@ def middle(text: str, n: int | None) -> Fraction:
 
 
 def _likelihood(texts: set[str], n: int) -> float:
-    """Log-probability of these distinct numbers: one of the n + 1 that n makes possible, or, once in 200, a slip."""
-    return sum(-log(n + 1) if numerators(t, n) else log(0.005 / _printable(t)) for t in texts)
+    """Log-probability of these distinct numbers: one of the n + 1 that n makes
+    possible, or, once in 200, a slip.
+    """
+    return sum(
+        -log(n + 1) if numerators(t, n) else log(0.005 / _printable(t)) for t in texts
+    )
 
 
 def _printable(text: str) -> int:

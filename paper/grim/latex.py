@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a LaTeX tabular: cells between &, a row up to \\\\ ; of \\textbf{53.1} and its like the inside."""
+"""The rows of a LaTeX tabular: cells between &, a row up to \\\\ ; of \\textbf{53.1}
+and its like the inside.
+"""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +9,9 @@ from collections.abc import Sequence
 RULES = re.compile(
     r"\\(begin|end)\{\w+\*?\}(\[[^\]]*\])?(\{(?:[^{}]|\{[^{}]*\})*\})?|\\(top|mid|bottom|h)(rule|line)\b|\\c(mid|)(rule|line)(\([lr]*\))?\{[^}]*\}"
 )
-WITH_TWO = re.compile(r"\\(?:textcolor|cellcolor|rowcolor|color|multirow|href)(\[[^\]]*\])?\{[^{}]*\}(\{\*?\})?")
+WITH_TWO = re.compile(
+    r"\\(?:textcolor|cellcolor|rowcolor|color|multirow|href)(\[[^\]]*\])?\{[^{}]*\}(\{\*?\})?"
+)
 PLUS_MINUS = re.compile(r"\s*(\\pm\b.*|\\scriptsize.*)")
 COMMAND = re.compile(r"\\[a-zA-Z]+\*?|[{}$~]")
 
@@ -21,7 +25,10 @@ def rows(lines: Sequence[str]) -> list[list[str]]:
     text = "\n".join(re.sub(r"(?<!\\)%.*", "", line) for line in lines)
     found = []
     for row in re.split(r"\\\\(?:\[[^\]]*\])?", text):
-        cells = [cell(c) for c in re.split(r"(?<!\\)&", RULES.sub("", row).replace("\n", " "))]
+        cells = [
+            cell(c)
+            for c in re.split(r"(?<!\\)&", RULES.sub("", row).replace("\n", " "))
+        ]
         if len(cells) > 1 and r"\multicolumn" not in row:
             found.append(cells)
     most = max(map(len, found), default=0)
@@ -30,5 +37,10 @@ def rows(lines: Sequence[str]) -> list[list[str]]:
 
 def cell(text: str) -> str:
     """What is printed there, without what is after ±."""
-    text = PLUS_MINUS.sub("", WITH_TWO.sub("", text)).replace(r"\%", "").replace(r"\&", "&").replace(r"\_", "_")
+    text = (
+        PLUS_MINUS.sub("", WITH_TWO.sub("", text))
+        .replace(r"\%", "")
+        .replace(r"\&", "&")
+        .replace(r"\_", "_")
+    )
     return " ".join(COMMAND.sub(" ", text).split())

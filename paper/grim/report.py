@@ -15,7 +15,9 @@ from upref.result import Result
 
 @dataclass(frozen=True)
 class Row:
-    """se: of the average, if all answers are independent; se_problems: if all answers to a problem are one answer."""
+    """se: of the average, if all answers are independent; se_problems: if all answers
+    to a problem are one answer.
+    """
 
     name: str
     average: str | None
@@ -39,14 +41,22 @@ class Audit(Result):
     draws: int
 
     def __bool__(self) -> bool:
-        return not any(c.misfits for c in self.columns) and all(r.follows is not False for r in self.rows)
+        return not any(c.misfits for c in self.columns) and all(
+            r.follows is not False for r in self.rows
+        )
 
     def json(self) -> str:
-        return json.dumps(asdict(self) | {"fits": bool(self)}, indent=1, ensure_ascii=False)
+        return json.dumps(
+            asdict(self) | {"fits": bool(self)}, indent=1, ensure_ascii=False
+        )
 
     def text(self, verbose: bool = False) -> str:
         averages = f"Averages{', weighted by n' if self.weighted else ''}, and their standard errors in points"
-        blocks = ["Numbers of answers", *map(_column, self.columns)], [averages, *_rows(self.rows)], list(_lead(self))
+        blocks = (
+            ["Numbers of answers", *map(_column, self.columns)],
+            [averages, *_rows(self.rows)],
+            list(_lead(self)),
+        )
         return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
     def __str__(self) -> str:
@@ -84,8 +94,13 @@ def _rows(rows: list[Row]) -> Iterator[str]:
 def _lead(a: Audit) -> Iterator[str]:
     if a.lead is None:
         return
-    first, second = (next(r.average for r in a.rows if r.name == name) for name in (a.winner, a.second))
-    printed = f" (as printed, {Decimal(first) - Decimal(second)})" if first and second else ""
+    first, second = (
+        next(r.average for r in a.rows if r.name == name)
+        for name in (a.winner, a.second)
+    )
+    printed = (
+        f" (as printed, {Decimal(first) - Decimal(second)})" if first and second else ""
+    )
     yield f"{a.winner} leads {a.second} by {a.lead:.3f} points{printed}"
     if len(a.chances) > 1:
         yield "  from: answers independent; to: all answers to one problem equal. The true value lies between."
@@ -118,5 +133,9 @@ def _listed(ns: list[int], most: int = 8) -> str:
     """The first few, runs of neighbors joined."""
     starts = [b for a, b in pairwise([-1, *ns]) if b != a + 1]
     ends = [a for a, b in pairwise([*ns, 0]) if b != a + 1]
-    text = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
-    return ", ".join(text[:most]) + (f" and {len(text) - most} more" if len(text) > most else "")
+    text = [
+        f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)
+    ]
+    return ", ".join(text[:most]) + (
+        f" and {len(text) - most} more" if len(text) > most else ""
+    )

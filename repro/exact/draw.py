@@ -20,13 +20,25 @@ def colours(arms: Sequence[str]) -> dict[str, str]:
     taken: dict[str, str] = {}
     for a in arms:
         own = COLOURS.get(a)
-        taken[a] = own if own and own not in taken.values() else next(c for c in free if c not in taken.values())
+        taken[a] = (
+            own
+            if own and own not in taken.values()
+            else next(c for c in free if c not in taken.values())
+        )
     return taken
 
 
 @contextmanager
-def panels(n: int, title: str, arms: Sequence[str] = (), width: float = 4.1, height: float = 3.1):
-    """(figure, axes): n panels side by side under a title, and a legend of the arms below."""
+def panels(
+    n: int,
+    title: str,
+    arms: Sequence[str] = (),
+    width: float = 4.1,
+    height: float = 3.1,
+):
+    """(figure, axes): n panels side by side under a title, and a legend of the arms
+    below.
+    """
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -34,20 +46,29 @@ def panels(n: int, title: str, arms: Sequence[str] = (), width: float = 4.1, hei
 
     rows = -(-len(arms) // 5)
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(width * n, height + 0.35 + 0.2 * rows), layout="constrained")
+        fig = Figure(
+            figsize=(width * n, height + 0.35 + 0.2 * rows), layout="constrained"
+        )
         fig.suptitle(title, fontsize=11, fontweight="bold")
         axes = list(fig.subplots(1, n, squeeze=False)[0])
         yield fig, axes
         for ax in axes:
             ax.spines[["top", "right"]].set_visible(False)
             for axis in (ax.xaxis, ax.yaxis):
-                if axis.get_scale() == "log" and not isinstance(axis.get_major_formatter(), FixedFormatter):
+                if axis.get_scale() == "log" and not isinstance(
+                    axis.get_major_formatter(), FixedFormatter
+                ):
                     axis.set_major_formatter("{x:g}")
                     axis.set_minor_formatter(NullFormatter())
         colour = colours(arms)
         lines = [Line2D([], [], color=colour[a], lw=width_of(a)) for a in arms]
         if arms:
-            place: Any = {"loc": "outside lower center", "ncols": min(len(arms), 5), "frameon": False, "fontsize": 8}
+            place: Any = {
+                "loc": "outside lower center",
+                "ncols": min(len(arms), 5),
+                "frameon": False,
+                "fontsize": 8,
+            }
             fig.legend(lines, list(arms), **place)
 
 
@@ -56,7 +77,14 @@ def width_of(arm: str) -> float:
 
 
 def line(ax, x, y, arm: str, colour: dict[str, str], **more: Any) -> None:
-    ax.plot(x, y, color=colour[arm], lw=width_of(arm), zorder=3 if arm.startswith("up") else 2, **more)
+    ax.plot(
+        x,
+        y,
+        color=colour[arm],
+        lw=width_of(arm),
+        zorder=3 if arm.startswith("up") else 2,
+        **more,
+    )
 
 
 def heading(ax, text: str) -> None:

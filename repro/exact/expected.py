@@ -3,15 +3,19 @@
 
     E_{q, o_1..o_G ~ π_old} J(o_1..o_G),   J the registry's own, by its weights per row
 
-A mini-batch of infinitely many prompts, each answered by a group of G. Three exact ways to write that down:
+A mini-batch of infinitely many prompts, each answered by a group of G. Three exact ways
+to write that down:
 
-* by counts: rewards are 0 or 1, so that the advantage of o knows of its peers only how many are right:
-  a row is (o, K), of probability π_old(o) Binomial(K; G-1, share of right);
-* by groups: every multiset of G responses with its multinomial probability. For any reward, for lengths that differ
-  under a denominator per group, and for objectives that couple a batch (a mini-batch is then one group);
+* by counts: rewards are 0 or 1, so that the advantage of o knows of its peers only how
+  many are right: a row is (o, K), of probability π_old(o) Binomial(K; G-1, share of
+  right);
+* by groups: every multiset of G responses with its multinomial probability. For any
+  reward, for lengths that differ under a denominator per group, and for objectives that
+  couple a batch (a mini-batch is then one group);
 * G = None: a group of infinitely many, whose mean and deviation are those of π_old.
 
-Normalisations over a batch (`whiten`, `group_mean_whiten`) use the moments of the infinite batch.
+Normalisations over a batch (`whiten`, `group_mean_whiten`) use the moments of the
+infinite batch.
 """
 
 from dataclasses import dataclass
@@ -27,28 +31,51 @@ from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.registry import Objective
 
-EPS = {"group_norm": 1e-6, "whiten": 1e-8, "group_mean_whiten": 1e-8}  # the defaults of upref.advantages; a test looks
+# the defaults of upref.advantages; a test looks
+EPS = {"group_norm": 1e-6, "whiten": 1e-8, "group_mean_whiten": 1e-8}
 MOST_GROUPS = 20_000
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What stands in the batch: row b is response[b] of policy[b], of advantage A[b], and counts weight[b] times."""
+    """What stands in the batch: row b is response[b] of policy[b], of advantage A[b],
+    and counts weight[b] times.
+    """
 
     policy: Tensor
     response: Tensor
     A: Tensor
-    weight: Tensor  # probability; the rows of one policy add up to 1 (by groups: each of the G rows has P(group) / G)
+    # probability; the rows of one policy add up to 1 (by groups: each of the G rows has
+    # P(group) / G)
+    weight: Tensor
     group: Tensor | None = None  # by groups only: which of them
     groups: int = 0
 
     def only(self, keep: Tensor) -> "Rows":
-        """The same batch in which the other rows weigh nothing: a part of the expectation."""
-        return Rows(self.policy, self.response, self.A, self.weight * keep, self.group, self.groups)
+        """The same batch in which the other rows weigh nothing: a part of the
+        expectation.
+        """
+        return Rows(
+            self.policy,
+            self.response,
+            self.A,
+            self.weight * keep,
+            self.group,
+            self.groups,
+        )
 
 
-def rows(task: Task, lp_old: Tensor, objective: Objective, G: int | None, adv: str | None = None, way: str = ""):
-    """Rows of the expectation under π_old; adv: an advantage instead of the objective's own; way: counts or groups."""
+def rows(
+    task: Task,
+    lp_old: Tensor,
+    objective: Objective,
+    G: int | None,
+    adv: str | None = None,
+    way: str = "",
+):
+    """Rows of the expectation under π_old; adv: an advantage instead of the objective's
+    own; way: counts or groups.
+    """
     adv = adv or objective.adv
     if G is not None and G < 2 and adv not in ("signed", "reward", "whiten"):
         raise InputError(f"{adv} needs groups of at least two, got G = {G}.")
@@ -71,12 +98,25 @@ def choose(task: Task, objective: Objective, G: int | None) -> str:
                 f"{objective.name} couples the batch ({objective.batch_coupled}): give a finite group, G=4."
             )
         return "infinite"
-    return "counts" if task.binary and not per_group and not objective.batch_coupled else "groups"
+    return (
+        "counts"
+        if task.binary and not per_group and not objective.batch_coupled
+        else "groups"
+    )
 
 
-def J(task: Task, objective: Objective, lp: Tensor, lp_old: Tensor, rows: Rows, table: Tensor, **hp) -> Tensor:
-    """Σ over the policies of the expected J; lp [S, N, T] carries the gradient. `table`, log π of every token in every
-    context, gives the entropy to those who ask for it."""
+def J(
+    task: Task,
+    objective: Objective,
+    lp: Tensor,
+    lp_old: Tensor,
+    rows: Rows,
+    table: Tensor,
+    **hp,
+) -> Tensor:
+    """Σ over the policies of the expected J; lp [S, N, T] carries the gradient.
+    `table`, log π of every token in every context, gives the entropy to those who ask
+    for it."""
     if hp.get("beta"):
         raise InputError("the exact expectation has no KL term: leave beta at 0.")
     b = (rows.policy, rows.response)
@@ -86,17 +126,34 @@ def J(task: Task, objective: Objective, lp: Tensor, lp_old: Tensor, rows: Rows, 
         entropy = H[:, task.contexts][b]
     batch = (lp[b], lp_old[b], rows.A[:, None], task.mask[rows.response])
     if objective.batch_coupled:
-        return torch.stack([_one_group(objective, batch, rows, g, hp) for g in range(rows.groups)]).sum()
+        return torch.stack(
+            [_one_group(objective, batch, rows, g, hp) for g in range(rows.groups)]
+        ).sum()
     weights = (rows.weight * len(rows.weight))[:, None].expand_as(batch[3])
     totals = _totals(batch[3], rows)
-    return objective.J(*batch, group=rows.group, entropy=entropy, totals=totals, is_weights=weights, **hp)
+    return objective.J(
+        *batch,
+        group=rows.group,
+        entropy=entropy,
+        totals=totals,
+        is_weights=weights,
+        **hp,
+    )
 
 
 def _totals(mask: Tensor, rows: Rows) -> Totals:
-    """Counts such that every aggregation is Σ weight (what it makes of that row in a batch of infinitely many)."""
+    """Counts such that every aggregation is Σ weight (what it makes of that row in a
+    batch of infinitely many).
+    """
     B, lengths, S = len(mask), mask.sum(1).to(F64), int(rows.policy.max()) + 1
-    mean = torch.zeros(S, dtype=F64).index_add(0, rows.policy, rows.weight * lengths)  # E|o|
-    tokens = B * (mean / torch.zeros(S, dtype=F64).index_add(0, rows.policy, rows.weight))[rows.policy]
+    # E|o|
+    mean = torch.zeros(S, dtype=F64).index_add(0, rows.policy, rows.weight * lengths)
+    tokens = (
+        B
+        * (mean / torch.zeros(S, dtype=F64).index_add(0, rows.policy, rows.weight))[
+            rows.policy
+        ]
+    )
     if rows.group is None:
         return Totals(tokens, B, 1, tokens)
     of_group = torch.zeros(rows.groups, dtype=F64).index_add(0, rows.group, lengths)
@@ -111,24 +168,31 @@ def _one_group(objective, batch, rows, g, hp):
     return P * objective.J(lp, lp_old, A, mask, **hp) if P > 0 else lp.sum() * 0
 
 
-# ---- advantages ------------------------------------------------------------------------------------------------------
+# ---- advantages ----------------------------------------------------------------------
 def _advantage_by_count(adv: str, G: int, P: Tensor) -> Tensor:
-    """A of a right and of a wrong response in a group with K right ones: [S, 2, G + 1], P the prompts' share of right.
+    """A of a right and of a wrong response in a group with K right ones: [S, 2, G + 1],
+    P the prompts' share of right.
 
-    By the registry's own function on the rewards themselves, except where it looks beyond the group.
+    By the registry's own function on the rewards themselves, except where it looks
+    beyond the group.
     """
     own = {"whiten": "reward", "group_mean_whiten": "group_mean"}.get(adv, adv)
     A = torch.zeros(2, G + 1, dtype=F64)
     for k in range(G + 1):
         R = (torch.arange(G) < k).to(F64)
         a = advantages.get(own)(R, torch.zeros(G, dtype=torch.int64))
-        A[0, k], A[1, k] = a[-1], a[0]  # the last is wrong, the first right, unless there is none
+        # the last is wrong, the first right, unless there is none
+        A[0, k], A[1, k] = a[-1], a[0]
     A = A.expand(len(P), 2, G + 1)
     if adv == own:
         return A
     if adv == "whiten":
         mean = P.mean(1)[:, None, None]
-        return torch.where(mean * (1 - mean) > 0, (A - mean) / ((mean * (1 - mean)).sqrt() + EPS[adv]), 0)
+        return torch.where(
+            mean * (1 - mean) > 0,
+            (A - mean) / ((mean * (1 - mean)).sqrt() + EPS[adv]),
+            0,
+        )
     K = torch.arange(G + 1, dtype=F64)
     var = (binomial(G, P) * (K / G * (1 - K / G))).sum(-1).mean(1)[:, None, None]
     return torch.where(var > 0, A / (var.sqrt() + EPS[adv]), 0)
@@ -169,22 +233,34 @@ def _infinite(task: Task, pi: Tensor, adv: str) -> Rows:
         A = over(centred, var.mean(1, keepdim=True).expand(S, N))
     elif adv == "whiten":
         m = P.mean(1, keepdim=True)
-        A = over(task.reward - m, (square.mean(1, keepdim=True) - m**2).clamp(min=0).expand(S, N))
+        A = over(
+            task.reward - m,
+            (square.mean(1, keepdim=True) - m**2).clamp(min=0).expand(S, N),
+        )
     else:
         A = advantages.get(adv)(task.reward).expand(S, N)
     flat = lambda x: x.expand(S, N).reshape(-1)
-    return Rows(flat(torch.arange(S)[:, None]), flat(torch.arange(N)), flat(A), flat(pi / P.shape[1]))
+    return Rows(
+        flat(torch.arange(S)[:, None]),
+        flat(torch.arange(N)),
+        flat(A),
+        flat(pi / P.shape[1]),
+    )
 
 
 def all_groups(n: int, G: int) -> Tensor:
     """Every multiset of G out of n, one a row, in order."""
     if comb(n + G - 1, G) > MOST_GROUPS:
-        raise InputError(f"{n} responses make {comb(n + G - 1, G)} groups of {G}, more than {MOST_GROUPS}: lower G.")
+        raise InputError(
+            f"{n} responses make {comb(n + G - 1, G)} groups of {G}, more than {MOST_GROUPS}: lower G."
+        )
     return torch.tensor(list(combinations_with_replacement(range(n), G)))
 
 
 def group_probability(groups: Tensor, pi: Tensor) -> Tensor:
-    """Multinomial: how often a group of G draws from pi [S, n] is that multiset, [S, M]."""
+    """Multinomial: how often a group of G draws from pi [S, n] is that multiset, [S,
+    M].
+    """
     counts = torch.stack([(groups == i).sum(1) for i in range(pi.shape[1])], 1).to(F64)
     orders = lgamma(groups.shape[1] + 1) - (counts + 1).lgamma().sum(1)
     return (orders + (counts[None] * pi[:, None].clamp(min=1e-300).log()).sum(-1)).exp()
@@ -192,7 +268,9 @@ def group_probability(groups: Tensor, pi: Tensor) -> Tensor:
 
 def _groups(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
     if adv in ("whiten", "group_mean_whiten"):
-        raise InputError(f"{adv} looks beyond the group, and groups are enumerated one by one: choose group_norm.")
+        raise InputError(
+            f"{adv} looks beyond the group, and groups are enumerated one by one: choose group_norm."
+        )
     prompts, members, probability = int(task.prompt.max()) + 1, [], []
     for q in range(prompts):
         own = (task.prompt == q).nonzero()[:, 0]
@@ -201,7 +279,19 @@ def _groups(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
         probability.append(group_probability(groups, pi[:, own]) / prompts)
     response, P = torch.cat(members), torch.cat(probability, 1)  # [M, G], [S, M]
     (S, M), ids = P.shape, torch.arange(len(response))[:, None].expand(-1, G)
-    A = advantages.get(adv)(task.reward[response].reshape(-1), ids.reshape(-1)).reshape(M, G)
+    A = advantages.get(adv)(task.reward[response].reshape(-1), ids.reshape(-1)).reshape(
+        M, G
+    )
     flat = lambda x: x.expand(S, M, G).reshape(-1)
-    policy, group = torch.arange(S)[:, None, None], torch.arange(S)[:, None, None] * M + ids
-    return Rows(flat(policy), flat(response), flat(A), flat(P[..., None] / G), flat(group), S * M)
+    policy, group = (
+        torch.arange(S)[:, None, None],
+        torch.arange(S)[:, None, None] * M + ids,
+    )
+    return Rows(
+        flat(policy),
+        flat(response),
+        flat(A),
+        flat(P[..., None] / G),
+        flat(group),
+        S * M,
+    )

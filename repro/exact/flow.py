@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient ascent on the expected objective: k updates from one π_old, then a new π_old, and so on.
+"""Gradient ascent on the expected objective: k updates from one π_old, then a new
+π_old, and so on.
 
     θ <- θ + lr ∇ E_old[J(θ)]
 
-Plain ascent, so that an update is nothing but the objective's: no momentum, no clipping of gradients. (Adam gives every
-logit of a table a step of about lr, however rare its token; tables "with Adam" show what that changes.) The mini-batch
-is infinite, so a path is the limit of many prompts, not the mean of the paths of small batches; `drawn` is for those:
-each possible group alone, k epochs on it, weighted by its probability.
+Plain ascent, so that an update is nothing but the objective's: no momentum, no clipping
+of gradients. (Adam gives every logit of a table a step of about lr, however rare its
+token; tables "with Adam" show what that changes.) The mini-batch is infinite, so a path
+is the limit of many prompts, not the mean of the paths of small batches; `drawn` is for
+those: each possible group alone, k epochs on it, weighted by its probability.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,12 +42,15 @@ def path(
     task: Task, objective: Objective, theta: Tensor, *, lr, k, G: int | None = 8, adv: str | None = None, way: str = "",
     adam: bool = False, **hp,
 ) -> Iterator[State]:  # fmt: skip
-    """The states one after another, without end. lr and k: a number, or one per policy (k = 0: π_old stays); adam:
-    Adam's steps (betas 0.9, 0.999; eps 1e-8) in place of plain ascent."""
+    """The states one after another, without end. lr and k: a number, or one per policy
+    (k = 0: π_old stays); adam: Adam's steps (betas 0.9, 0.999; eps 1e-8) in place of
+    plain ascent."""
     theta, S = theta.clone(), len(theta)
     lr, k = torch.as_tensor(lr, dtype=F64).expand(S), torch.as_tensor(k).expand(S)
     if not (lr.isfinite() & (lr > 0)).all() or (k < 0).any():
-        raise InputError("a path needs a learning rate > 0 and k >= 0 updates from one π_old.")
+        raise InputError(
+            "a path needs a learning rate > 0 and k >= 0 updates from one π_old."
+        )
     lp_old, update = task.log_probs(theta), 0
     rows = expected.rows(task, lp_old, objective, G, adv, way)
     m, v = torch.zeros_like(theta), torch.zeros_like(theta)
@@ -59,28 +64,38 @@ def path(
         yield State(update, theta, lp, lp_old, task.responses(lp), g, rows)
         update += 1
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
-        step = m / (1 - 0.9**update) / ((v / (1 - 0.999**update)).sqrt() + 1e-8) if adam else g
+        step = (
+            m / (1 - 0.9**update) / ((v / (1 - 0.999**update)).sqrt() + 1e-8)
+            if adam
+            else g
+        )
         theta = theta + lr[:, None, None] * step
 
 
-def gradient(task: Task, objective: Objective, theta: Tensor, lp_old: Tensor, rows: Rows, **hp) -> Tensor:
+def gradient(
+    task: Task, objective: Objective, theta: Tensor, lp_old: Tensor, rows: Rows, **hp
+) -> Tensor:
     """∇ of the expected J, by autograd through the function that trains."""
     theta = theta.detach().requires_grad_()
     table = task.table(theta)
     lp = table[:, task.contexts, task.tokens]
-    return torch.autograd.grad(expected.J(task, objective, lp, lp_old, rows, table, **hp), theta)[0]
+    return torch.autograd.grad(
+        expected.J(task, objective, lp, lp_old, rows, table, **hp), theta
+    )[0]
 
 
 def drawn(
     task: Task, objective: Objective, theta: Tensor, groups: Tensor, *, lr: float, k: int, adv: str | None = None,
     watch: Callable[[Tensor], object] = lambda g: None, **hp,
 ) -> Tensor:  # fmt: skip
-    """θ after k epochs on each group alone: groups [M, G] of responses to one prompt, one policy each, θ [M, D, V];
-    watch is shown the gradient of each epoch."""
+    """θ after k epochs on each group alone: groups [M, G] of responses to one prompt,
+    one policy each, θ [M, D, V]; watch is shown the gradient of each epoch."""
     (M, G), start = groups.shape, theta.expand(len(groups), *theta.shape[1:])
     policy = torch.arange(M)[:, None].expand(M, G).reshape(-1)
     A = advantages.get(adv or objective.adv)(task.reward[groups].reshape(-1), policy)
-    rows = Rows(policy, groups.reshape(-1), A, torch.full((M * G,), 1 / G, dtype=F64), policy, M)
+    rows = Rows(
+        policy, groups.reshape(-1), A, torch.full((M * G,), 1 / G, dtype=F64), policy, M
+    )
     lp_old, theta = task.log_probs(start), start
     for _ in range(k):
         g = gradient(task, objective, theta, lp_old, rows, **hp)

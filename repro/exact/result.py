@@ -18,7 +18,9 @@ HOLDS, FAILS, PART = "holds", "does not hold", "holds in part"
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim, where it is made ("" : nobody's, our own), what was found, and the numbers that say so."""
+    """A claim, where it is made ("" : nobody's, our own), what was found, and the
+    numbers that say so.
+    """
 
     claim: str
     source: str
@@ -33,9 +35,13 @@ class Table:
     rows: list[list[Any]]
 
     def markdown(self) -> str:
-        line = lambda cells: "| " + " | ".join(shown(c).replace("|", "\\|") for c in cells) + " |"
+        line = lambda cells: (
+            "| " + " | ".join(shown(c).replace("|", "\\|") for c in cells) + " |"
+        )
         rule = "|---" * len(self.columns) + "|"
-        return "\n".join([f"*{self.title}*", "", line(self.columns), rule, *map(line, self.rows)])
+        return "\n".join(
+            [f"*{self.title}*", "", line(self.columns), rule, *map(line, self.rows)]
+        )
 
 
 @dataclass(frozen=True)
@@ -63,13 +69,22 @@ def write(results: list[Result], folder: Path) -> None:
     for r in results:
         save(r.figure, folder / f"{r.name}.svg")
     write_atomically(folder / "report.md", markdown(results))
-    facts = {r.name: {k: v for k, v in asdict_without_figure(r).items()} for r in results}
-    write_atomically(folder / "results.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    facts = {
+        r.name: {k: v for k, v in asdict_without_figure(r).items()} for r in results
+    }
+    write_atomically(
+        folder / "results.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+    )
 
 
 def asdict_without_figure(r: Result) -> dict[str, Any]:
     tables = [asdict(t) for t in r.tables]
-    return {"title": r.title, "setting": r.setting, "tables": tables, "findings": [asdict(f) for f in r.findings]}
+    return {
+        "title": r.title,
+        "setting": r.setting,
+        "tables": tables,
+        "findings": [asdict(f) for f in r.findings],
+    }
 
 
 def markdown(results: list[Result]) -> str:
@@ -89,7 +104,14 @@ def markdown(results: list[Result]) -> str:
         head = head[:3]
     parts = []
     for r in results:
-        parts += ["", f"## {r.name}", "", f"**{r.title}** {r.setting}", "", f"![{r.title}]({r.name}.svg)"]
+        parts += [
+            "",
+            f"## {r.name}",
+            "",
+            f"**{r.title}** {r.setting}",
+            "",
+            f"![{r.title}]({r.name}.svg)",
+        ]
         for t in r.tables:
             parts += ["", t.markdown()]
     return "\n".join(head + parts) + "\n"

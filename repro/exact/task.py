@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks so small that every response is listed, and policies that are one table or one layer.
+"""Tasks so small that every response is listed, and policies that are one table or one
+layer.
 
-    N responses of at most T tokens, each with its prompt and its reward; a token is chosen in a context, its prefix
-    logits z = features θ, [C, V]: features = identity is a table, anything else one layer shared by the contexts
-    log π(o_t) = log_softmax(z[context of o_t])[o_t]
+    N responses of at most T tokens, each with its prompt and its reward; a token is
+    chosen in a context, its prefix logits z = features θ, [C, V]: features = identity
+    is a table, anything else one layer shared by the contexts log π(o_t) =
+    log_softmax(z[context of o_t])[o_t]
 
 θ is [S, D, V]: S policies at once, which know nothing of each other. All in float64.
 """
@@ -22,7 +24,9 @@ F64 = torch.float64
 
 @dataclass(frozen=True)
 class Task:
-    """All responses to all prompts; the responses to one prompt are all that can be said to it."""
+    """All responses to all prompts; the responses to one prompt are all that can be
+    said to it.
+    """
 
     contexts: Int[Tensor, "N T"]
     tokens: Int[Tensor, "N T"]
@@ -58,10 +62,14 @@ class Task:
         return per_prompt(self, pi * self.reward)
 
     def start(self, probs: Float[Tensor, "... C V"] | list) -> Float[Tensor, "S D V"]:
-        """θ of the policy with these probabilities of tokens in each context (least squares where one layer cannot)."""
+        """θ of the policy with these probabilities of tokens in each context (least
+        squares where one layer cannot).
+        """
         p = torch.as_tensor(probs, dtype=F64)
         if (p <= 0).any() or ((p.sum(-1) - 1).abs() > 1e-9).any():
-            raise InputError("a policy's probabilities must be positive and add up to 1 in every context.")
+            raise InputError(
+                "a policy's probabilities must be positive and add up to 1 in every context."
+            )
         z = p.log()
         theta = torch.linalg.pinv(self.features) @ (z - z.mean(-1, keepdim=True))
         return theta if theta.ndim == 3 else theta[None]
@@ -69,14 +77,20 @@ class Task:
 
 def per_prompt(task: Task, x: Float[Tensor, "S N"]) -> Float[Tensor, "S Q"]:
     """x added up over the responses to each prompt."""
-    return torch.zeros(len(x), int(task.prompt.max()) + 1, dtype=F64).index_add(1, task.prompt, x)
+    return torch.zeros(len(x), int(task.prompt.max()) + 1, dtype=F64).index_add(
+        1, task.prompt, x
+    )
 
 
-def bandit(reward: list[float], prompts: int = 1, features: Tensor | None = None) -> Task:
+def bandit(
+    reward: list[float], prompts: int = 1, features: Tensor | None = None
+) -> Task:
     """One-token responses: arm v of prompt q has reward[q V + v]; one context a prompt."""
     N = len(reward)
     if N % prompts:
-        raise InputError(f"{N} rewards cannot be shared out equally among {prompts} prompts.")
+        raise InputError(
+            f"{N} rewards cannot be shared out equally among {prompts} prompts."
+        )
     arm, prompt = torch.arange(N) % (N // prompts), torch.arange(N) // (N // prompts)
     eye = torch.eye(prompts, dtype=F64)
     return Task(
@@ -85,8 +99,11 @@ def bandit(reward: list[float], prompts: int = 1, features: Tensor | None = None
     )  # fmt: skip
 
 
-def strings(vocabulary: int, length: int, right: set[tuple[int, ...]], end: int | None = None) -> Task:
-    """All strings of that many tokens, a table with one context a prefix; reward 1 for those in `right`.
+def strings(
+    vocabulary: int, length: int, right: set[tuple[int, ...]], end: int | None = None
+) -> Task:
+    """All strings of that many tokens, a table with one context a prefix; reward 1 for
+    those in `right`.
 
     end   a token after which a response is over: responses then differ in length
     """
@@ -100,7 +117,9 @@ def strings(vocabulary: int, length: int, right: set[tuple[int, ...]], end: int 
             for t in range(len(o)):
                 prefixes.setdefault(o[:t], len(prefixes))
     if not right <= set(whole):
-        raise InputError(f"{sorted(right - set(whole))[0]} is not a response of this task.")
+        raise InputError(
+            f"{sorted(right - set(whole))[0]} is not a response of this task."
+        )
     pad = lambda row: list(row) + [0] * (length - len(row))
     return Task(
         torch.tensor([pad([prefixes[o[:t]] for t in range(len(o))]) for o in whole]),

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m repro.mini.compare up_dapo`: train it and its baseline from the same base policy, and report.
+"""`python -m repro.mini.compare up_dapo`: train it and its baseline from the same base
+policy, and report.
 
-An objective's other half is the one without UP, or with it: up_dapo and dapo, sapo and up(sapo); --against NAME takes
-NAME instead. The settings are those of experiments/up_dapo_vs_dapo.toml; name=value changes one (`steps=50`). Finished
-runs are used again.
-Writes repro/out/mini/compare/NAME/report.md with its figures. Exit status: 0 done, 1 a run failed, 2 could not start,
-130 interrupted (the same command goes on).
+An objective's other half is the one without UP, or with it: up_dapo and dapo, sapo and
+up(sapo); --against NAME takes NAME instead. The settings are those of
+experiments/up_dapo_vs_dapo.toml; name=value changes one (`steps=50`). Finished runs are
+used again. Writes repro/out/mini/compare/NAME/report.md with its figures. Exit status:
+0 done, 1 a run failed, 2 could not start, 130 interrupted (the same command goes on).
 """
 
 import io
@@ -40,9 +41,14 @@ PANELS: list[dict[str, Any]] = [
     {"metric": "reward", "label": "training reward"},
     {"metric": "entropy", "label": "entropy, nats"},
     {"metric": "kl_base", "label": "KL(policy || base), nats"},
-    {"metric": "grad_norm_max", "label": "largest gradient norm of a minibatch", "log": True},
+    {
+        "metric": "grad_norm_max",
+        "label": "largest gradient norm of a minibatch",
+        "log": True,
+    },
 ]
-POINTS = tables.POINTS | {"valid", "alive", "overflow"}  # fractions, shown in points of 100
+# fractions, shown in points of 100
+POINTS = tables.POINTS | {"valid", "alive", "overflow"}
 ROWS = [
     ("avg", "last"), ("maj", "last"), ("best", "last"), ("reward", "last"), ("entropy", "mean"), ("kl_base", "last"),
     ("grad_norm", "mean"), ("grad_norm_max", "max"), ("clip_pos_high", "mean"), ("alive", "mean"),
@@ -63,37 +69,66 @@ def pair(name: str, against: str) -> tuple[str, str]:
     if against:
         baseline = upref.get(against).name
         if baseline == known:
-            raise InputError(f"--against {against} is the objective itself: name another one (`upref list`).")
+            raise InputError(
+                f"--against {against} is the objective itself: name another one (`upref list`)."
+            )
         return baseline, known
     other = partner(name)
     with_up = known.startswith("up") and partner(known) == other != f"up({known})"
     return (other, known) if with_up else (known, other)
 
 
-def experiment(name: str, seeds: int, overrides: dict[str, Any], against: str = "") -> Experiment:
-    """The pattern's settings with these two arms. Its claims are about UP: none where the user chose the baseline."""
+def experiment(
+    name: str, seeds: int, overrides: dict[str, Any], against: str = ""
+) -> Experiment:
+    """The pattern's settings with these two arms. Its claims are about UP: none where
+    the user chose the baseline.
+    """
     base, up = pair(name, against)
     e = plan.load(PATTERN)
     stand_in = {"dapo": base, "up_dapo": up}
     rename = lambda c: replace(c, arms=tuple(stand_in[a] for a in c.arms))
     words = lambda s: s.replace("UP-DAPO", "\0").replace("DAPO", base).replace("\0", up)
     about_up = [] if against else [c for c in e.claims if c.contrasts]
-    claims = tuple(replace(c, says=words(c.says), contrasts=tuple(map(rename, c.contrasts))) for c in about_up)
+    claims = tuple(
+        replace(c, says=words(c.says), contrasts=tuple(map(rename, c.contrasts)))
+        for c in about_up
+    )
     arms = {arm: {"objective": arm} for arm in (base, up)}
-    return replace(e, name=name, arms=arms, claims=claims, seeds=list(range(seeds)), settings=e.settings | overrides)
+    return replace(
+        e,
+        name=name,
+        arms=arms,
+        claims=claims,
+        seeds=list(range(seeds)),
+        settings=e.settings | overrides,
+    )
 
 
-def write(e: Experiment, records: dict[str, results.Record], out: Path, folder: Path) -> str:
+def write(
+    e: Experiment, records: dict[str, results.Record], out: Path, folder: Path
+) -> str:
     """report.md and its figures; returns the text."""
     folder.mkdir(parents=True, exist_ok=True)
     base, up = e.arms
     found = [curves.series(e, records, panel) for panel in PANELS]
-    both(curves.draw(PANELS, found, f"{base} and {up} from the same base policy"), folder / "curves")
+    both(
+        curves.draw(PANELS, found, f"{base} and {up} from the same base policy"),
+        folder / "curves",
+    )
     lit = cap_map(e, out, folder)
     seeds = f"{len(e.seeds)} seed{'s' if len(e.seeds) > 1 else ''}"
-    text = [f"# {base} and {up}, trained from the same base policy ({seeds})\n", table(e, records), lit]
+    text = [
+        f"# {base} and {up}, trained from the same base policy ({seeds})\n",
+        table(e, records),
+        lit,
+    ]
     if e.claims:
-        text += ["## The paper's claims, and what these seeds show\n", *words(e, records), ""]
+        text += [
+            "## The paper's claims, and what these seeds show\n",
+            *words(e, records),
+            "",
+        ]
     text += [chance(len(e.seeds)), CAUTION, ""]
     text += [f"The proof and the gradients: `bash repro/run.sh {e.name} reference`.\n"]
     write_atomically(folder / "report.md", "\n".join(text))
@@ -103,16 +138,20 @@ def write(e: Experiment, records: dict[str, results.Record], out: Path, folder: 
 def chance(seeds: int) -> str:
     """What so many seeds can tell."""
     if seeds == 1:
-        return (
-            "One seed cannot tell an effect from chance: two seeds of one method can differ more than two methods do."
-        )
+        return "One seed cannot tell an effect from chance: two seeds of one method can differ more than two methods do."
     agree = f"where nothing differs, the signs of {seeds} seeds all agree with probability {2 ** (1 - seeds):.2g}"
-    cannot = "cannot tell an effect from chance" if seeds < 6 else "are not tested on this page"
+    cannot = (
+        "cannot tell an effect from chance"
+        if seeds < 6
+        else "are not tested on this page"
+    )
     return f"These {seeds} seeds {cannot}: {agree}."
 
 
 def shown(text: str) -> None:
-    """The report on a terminal, wrapped: a soft wrap would cut what is longer than a line."""
+    """The report on a terminal, wrapped: a soft wrap would cut what is longer than a
+    line.
+    """
     suite.say(Markdown(text), soft_wrap=False)
 
 
@@ -120,10 +159,15 @@ def table(e: Experiment, records: dict[str, results.Record]) -> str:
     base, up = e.arms
     rows = [f"| | {base} | {up} | difference, seed by seed |", "|---|---|---|---|"]
     for metric, at in ROWS:
-        x = {arm: [_number(e, records, arm, seed, metric, at) for seed in e.seeds] for arm in e.arms}
+        x = {
+            arm: [_number(e, records, arm, seed, metric, at) for seed in e.seeds]
+            for arm in e.arms
+        }
         k, form = (100, ".1f") if metric in POINTS else (1, ".3g")
         mean = [f"{k * float(np.mean(x[arm])):{form}}" for arm in e.arms]
-        apart = ", ".join(f"{k * (b - a):+{form}}" for a, b in zip(x[base], x[up], strict=True))
+        apart = ", ".join(
+            f"{k * (b - a):+{form}}" for a, b in zip(x[base], x[up], strict=True)
+        )
         unit = " (%)" if metric in POINTS else ""
         rows.append(f"| {metric}{unit}, {at} | {mean[0]} | {mean[1]} | {apart} |")
     return "\n".join(rows) + "\n"
@@ -140,41 +184,73 @@ def words(e: Experiment, records: dict[str, results.Record]) -> list[str]:
         f = rule.measure(claim.contrasts[0], runs, e.seeds)
         ((side, bound),) = rule.bounds(f.contrast)
         shares = f"{sum(side * (d - bound) > 0 for d in f.values)} of {f.n} seeds"
-        said = f"the sign agrees in {shares}" if f.contrast.bound in (0, 1) else f"within its bound in {shares}"
+        said = (
+            f"the sign agrees in {shares}"
+            if f.contrast.bound in (0, 1)
+            else f"within its bound in {shares}"
+        )
         lines.append(f"* {claim.figure}: {claim.says} **{said}**: {tables.show(f)}.")
     return lines
 
 
 def cap_map(e: Experiment, out: Path, folder: Path) -> str:
-    """The Cap maps of both, lit by the tokens that the first seed's runs saw; returns what it shows, in words."""
+    """The Cap maps of both, lit by the tokens that the first seed's runs saw; returns
+    what it shows, in words.
+    """
     lines, panels, seen = ["## Where the tokens were\n"], [], []
     for sign, adv in (("A > 0", 1.0), ("A < 0", -1.0)):
         for arm in e.arms:
             s = e.run(arm, e.seeds[0])
             o = upref.get(arm)
-            why = obstacle(o) or ("" if o.level == "token" else "it acts on whole responses")
+            why = obstacle(o) or (
+                "" if o.level == "token" else "it acts on whole responses"
+            )
             path = out / s.key / "seen.npz"
             if why or not path.exists():
-                lines += [f"* {arm}, {sign}: no map of tokens, {why or 'no token was kept'}."]
+                lines += [
+                    f"* {arm}, {sign}: no map of tokens, {why or 'no token was kept'}."
+                ]
                 continue
             pi_old, pi, A = (np.load(path)[k] for k in ("pi_old", "pi", "adv"))
             here = np.sign(A) == adv
             alive = np.broadcast_to(
-                o.weight(pi[here] / pi_old[here], A[here], mu=pi_old[here], **s.hp) != 0, here.sum()
+                o.weight(pi[here] / pi_old[here], A[here], mu=pi_old[here], **s.hp)
+                != 0,
+                here.sum(),
             )
             panels.append(
-                Panel(f"{arm}, {sign}", arm, adv, s.hp, f"{here.sum()} tokens, {(~alive).sum()} of them dead")
+                Panel(
+                    f"{arm}, {sign}",
+                    arm,
+                    adv,
+                    s.hp,
+                    f"{here.sum()} tokens, {(~alive).sum()} of them dead",
+                )
             )
             seen.append((pi_old[here], pi[here], alive))
             share = 100 * float((~alive).mean()) if here.any() else 0.0
-            lines += [f"* {arm}, {sign}: {share:.2f} % of {here.sum()} tokens have no gradient of their own left."]
+            lines += [
+                f"* {arm}, {sign}: {share:.2f} % of {here.sum()} tokens have no gradient of their own left."
+            ]
     if panels:
         fig = cap_panels(panels)
         for ax, (x, y, alive) in zip(fig.axes, seen, strict=False):
-            ax.scatter(x[alive], y[alive], s=3, color="#E69F00", alpha=0.8, lw=0, rasterized=True)
-            ax.scatter(x[~alive], y[~alive], s=7, color="#CC0000", lw=0, rasterized=True)
+            ax.scatter(
+                x[alive],
+                y[alive],
+                s=3,
+                color="#E69F00",
+                alpha=0.8,
+                lw=0,
+                rasterized=True,
+            )
+            ax.scatter(
+                x[~alive], y[~alive], s=7, color="#CC0000", lw=0, rasterized=True
+            )
         both(fig, folder / "cap")
-        lines += ["\nFigure cap.svg: orange, tokens whose own gradient is alive; red, tokens that are clipped."]
+        lines += [
+            "\nFigure cap.svg: orange, tokens whose own gradient is alive; red, tokens that are clipped."
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -196,13 +272,35 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="repro/run.sh", description="Train an objective and its other half, and report.")
-    parser.add_argument("--against", default="", metavar="NAME", help="compare with NAME instead of its other half")
+    parser = Parser(
+        prog="repro/run.sh",
+        description="Train an objective and its other half, and report.",
+    )
+    parser.add_argument(
+        "--against",
+        default="",
+        metavar="NAME",
+        help="compare with NAME instead of its other half",
+    )
     parser.add_argument("objective")
-    parser.add_argument("overrides", nargs="*", metavar="name=value", help="settings that differ, for example steps=50")
-    parser.add_argument("--seeds", type=int, default=2, help="seeds a method (default 2)")
-    parser.add_argument("--jobs", type=int, default=suite.cores(), help="runs at a time (default: one a core)")
-    parser.add_argument("--out", type=Path, default=suite.OUT, help="folder of the runs")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="name=value",
+        help="settings that differ, for example steps=50",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=2, help="seeds a method (default 2)"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=suite.cores(),
+        help="runs at a time (default: one a core)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=suite.OUT, help="folder of the runs"
+    )
     args = parser.parse_args(argv)
 
     def work() -> int:
@@ -210,7 +308,9 @@ def main(argv: list[str] | None = None) -> int:
             raise InputError("--seeds and --jobs must be at least 1.")
         overrides = dict(map(_override, args.overrides))
         for name in overrides.keys() & {"seed", "objective"}:
-            raise InputError(f"{name} is not a setting to change here: the objective comes first, seeds by --seeds.")
+            raise InputError(
+                f"{name} is not a setting to change here: the objective comes first, seeds by --seeds."
+            )
         Settings.of(overrides)  # a wrong name, said with the nearest right one
         e = experiment(args.objective, args.seeds, overrides, args.against)
         wanted = {s.key: s for _, _, s in e.runs()}
@@ -223,7 +323,12 @@ def main(argv: list[str] | None = None) -> int:
         name = args.objective + (f"_against_{args.against}" if args.against else "")
         folder = args.out / "compare" / name.replace("(", "_of_").replace(")", "")
         shutil.rmtree(folder, ignore_errors=True)
-        text = write(e, {name: results.record(args.out / name) for name in wanted}, args.out, folder)
+        text = write(
+            e,
+            {name: results.record(args.out / name) for name in wanted},
+            args.out,
+            folder,
+        )
         shown(text)
         suite.say(f"\nReport and figures: {folder}", markup=False)
         return 0

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a result was made with: commit, versions, machine class. Nothing that names a machine or a person."""
+"""What a result was made with: commit, versions, machine class. Nothing that names a
+machine or a person.
+"""
 
 import os
 import platform
@@ -23,19 +25,35 @@ def of_this_machine() -> dict:
             "numpy": numpy.__version__,
             "upref": upref.__version__,
         },
-        "machine": {"cpu": cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "machine": {
+            "cpu": cpu(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        },
     }
 
 
 def commit() -> dict:
-    """Of the code that runs, and whether tracked files differ from it; {"id": None} outside git.
+    """Of the code that runs, and whether tracked files differ from it; {"id": None}
+    outside git.
 
     The records themselves do not count: the suite writes them between runs.
     """
-    git = ("git", "--no-optional-locks", "-C", str(Path(__file__).parent))  # kill -9 leaves no lock behind
+    # kill -9 leaves no lock behind
+    git = ("git", "--no-optional-locks", "-C", str(Path(__file__).parent))
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = [*git, "status", "--porcelain", "-uno", "--", ":/", ":(exclude,glob,top)repro/mini/**/results/**"]
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changed = [
+            *git,
+            "status",
+            "--porcelain",
+            "-uno",
+            "--",
+            ":/",
+            ":(exclude,glob,top)repro/mini/**/results/**",
+        ]
         status = subprocess.run(changed, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return {"id": None, "dirty": None}
@@ -45,6 +63,10 @@ def commit() -> dict:
 def cpu() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.split(":", 1)[1].strip()
+            for line in lines
+            if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()

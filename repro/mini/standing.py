@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every registered claim stands, as JSON for a program: `python -m repro.mini.standing`. Runs nothing.
-The first round is closed: what its rule said is results/standing.json. Of the experiment on stale data these are the
-effects that bear on a statement of the paper: stale/METRIC_OTHER_STALENESS, UP-DAPO above that other method.
+"""How every registered claim stands, as JSON for a program:
+`python -m repro.mini.standing`. Runs nothing. The first round is closed: what its rule
+said is results/standing.json. Of the experiment on stale data these are the effects
+that bear on a statement of the paper: stale/METRIC_OTHER_STALENESS, UP-DAPO above that
+other method.
 
-EXPERIMENT/CLAIM -> word and why of the round's own rule; refuted: whether that says that the opposite is shown; shown:
-effects with intervals; bounds_alone: as the function below; seeds, of; needed: the seeds it would take for power 0.8 at
-0.05 / claims of the experiment. Of the second round these are for the registered effect: those that it registered
-(power.py), or, where all have run and it is still open, at the spread that was seen; of the first and of the stale data
-for the effect that was seen. null: more than 200, or the effect that was seen is on the other side.
+EXPERIMENT/CLAIM -> word and why of the round's own rule; refuted: whether that says
+that the opposite is shown; shown: effects with intervals; bounds_alone: as the function
+below; seeds, of; needed: the seeds it would take for power 0.8 at 0.05 / claims of the
+experiment. Of the second round these are for the registered effect: those that it
+registered (power.py), or, where all have run and it is still open, at the spread that
+was seen; of the first and of the stale data for the effect that was seen. null: more
+than 200, or the effect that was seen is on the other side.
 """
 
 import json
@@ -24,10 +28,12 @@ MOST = 200
 
 
 def bounds_alone(key: str) -> bool:
-    """Whether a registered claim is of bounds alone, so that a test against it shows no opposite.
+    """Whether a registered claim is of bounds alone, so that a test against it shows no
+    opposite.
 
-    A bound is of one arm's own quantity, or of a difference or a ratio that the claim names a size of. The opposite of
-    a claim is a difference between two arms on the other side of none.
+    A bound is of one arm's own quantity, or of a difference or a ratio that the claim
+    names a size of. The opposite of a claim is a difference between two arms on the
+    other side of none.
 
     Args:
         key: EXPERIMENT/CLAIM, as in the table.
@@ -36,17 +42,25 @@ def bounds_alone(key: str) -> bool:
     if experiment == "stale":
         return False
     (mine,) = (c for c in plan.load(experiment).claims if c.id == claim)
-    return all(len(c.arms) == 1 or c.bound != (1 if c.ratio else 0) for c in mine.contrasts)
+    return all(
+        len(c.arms) == 1 or c.bound != (1 if c.ratio else 0) for c in mine.contrasts
+    )
 
 
-def second(records: dict[str, results.Record], first_round: dict[str, results.Record]) -> dict[str, dict]:
+def second(
+    records: dict[str, results.Record], first_round: dict[str, results.Record]
+) -> dict[str, dict]:
     found = {}
     for e in map(plan.load, plan.names(round=2)):
         for v in tables.decisive(report_2.judge(e, records)):
             family = [c for c in e.claims if c.source == v.claim.source and c.contrasts]
             spread = lambda c: power.spread(c, first_round)
-            needed = [rule.seeds_for(c, spread(c), rule.ALPHA / len(family), most=MOST) for c in v.claim.contrasts]
-            if v.word in ("undecided", "in part"):  # all have run: at the spread that was seen, not that was expected
+            needed = [
+                rule.seeds_for(c, spread(c), rule.ALPHA / len(family), most=MOST)
+                for c in v.claim.contrasts
+            ]
+            # all have run: at the spread that was seen, not that was expected
+            if v.word in ("undecided", "in part"):
                 needed = [v.seeds_needed or MOST]
             found[f"{e.name}/{v.claim.id}"] = {
                 "says": v.claim.says, "word": v.word, "why": v.why, "refuted": v.word == "refuted",
@@ -57,19 +71,23 @@ def second(records: dict[str, results.Record], first_round: dict[str, results.Re
     return found
 
 
-FAMILIES = (*report_3.PRIMARY, "entropy")  # of the experiment on stale data, and the methods, of which the paper speaks
+# of the experiment on stale data, and the methods, of which the paper speaks
+FAMILIES = (*report_3.PRIMARY, "entropy")
 OTHERS = ("dapo", "dapo_no_upper_clip")
 STALE_WORDS = {
     "gains": words.REPRODUCED,
     "loses": words.CONTRADICTED,
-    "no difference": words.EXCLUDED,  # of the effect of interest, for which the seeds were counted
+    # of the effect of interest, for which the seeds were counted
+    "no difference": words.EXCLUDED,
     "undecided": words.UNDECIDED,
     "not finished": words.UNDECIDED,
 }
 
 
 def stale(records: dict[str, results.Record]) -> dict[str, dict]:
-    """Of the reading that UP-DAPO ends higher than another method, by the rule of the experiment on stale data."""
+    """Of the reading that UP-DAPO ends higher than another method, by the rule of the
+    experiment on stale data.
+    """
     d, found = design.load(), {}
     effects = rule_3.effects(d, records)
     sizes = Counter(e.family for e in effects)
@@ -94,7 +112,14 @@ def seeds_for(e: rule_3.Effect, level: float, wanted: float) -> int | None:
     """For that power, if the effect and the spread that were seen are the true ones."""
     if not e.mean > 0:
         return None
-    return next((n for n in range(2, MOST + 1) if rule_3.power(e.mean, e.sd, n, level) >= wanted), None)
+    return next(
+        (
+            n
+            for n in range(2, MOST + 1)
+            if rule_3.power(e.mean, e.sd, n, level) >= wanted
+        ),
+        None,
+    )
 
 
 def worst(needed: list[int]) -> int | None:
@@ -103,14 +128,21 @@ def worst(needed: list[int]) -> int | None:
 
 def main() -> int:
     try:
-        one, two, three = results.load(), results.load(results.folder_of(2)), results.load(design.RESULTS)
-        frozen = json.loads((results.FOLDER / "standing.json").read_text(encoding="utf-8"))
+        one, two, three = (
+            results.load(),
+            results.load(results.folder_of(2)),
+            results.load(design.RESULTS),
+        )
+        frozen = json.loads(
+            (results.FOLDER / "standing.json").read_text(encoding="utf-8")
+        )
     except InputError as e:
         print(f"standing: {e}", file=sys.stderr)
         return 2
     every = frozen | second(two, one) | stale(three)
     told = {key: s | {"bounds_alone": bounds_alone(key)} for key, s in every.items()}
-    print(json.dumps(told, ensure_ascii=False))  # the last line: libraries print where they load
+    # the last line: libraries print where they load
+    print(json.dumps(told, ensure_ascii=False))
     return 0
 
 

@@ -3,5 +3,6 @@
 
 import os
 
-# Here, because huggingface_hub reads it once, when it is imported: without a network each file waits for a time-out.
+# Here, because huggingface_hub reads it once, when it is imported: without a network
+# each file waits for a time-out.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -20,31 +20,58 @@ NAMES = {  # TRL's metric -> the report's
 
 
 class StepLog(TrainerCallback):
-    """Writes RUN/steps-TIME.jsonl, one {"step", "data"} a line, overrides.json, and the last scored answers."""
+    """Writes RUN/steps-TIME.jsonl, one {"step", "data"} a line, overrides.json, and the
+    last scored answers.
+    """
 
     def __init__(self, folder: Path):
-        self.folder, self.part, self.at = folder, records.new_part(folder), time.monotonic()
+        self.folder, self.part, self.at = (
+            folder,
+            records.new_part(folder),
+            time.monotonic(),
+        )
         self.step = 0
 
-    def begin(self, objective: str, seed: int, steps: int, args: Any, kept: int) -> None:
-        """Saves what was asked; what was logged behind the checkpoint `kept` will be logged again."""
+    def begin(
+        self, objective: str, seed: int, steps: int, args: Any, kept: int
+    ) -> None:
+        """Saves what was asked; what was logged behind the checkpoint `kept` will be
+        logged again.
+        """
         given = {"data.seed": seed, "model": args.model, "steps": steps}
-        rows = [{"override": f"{k}={v}", "source": "repro/with_trl/train.py"} for k, v in given.items()]
-        saved = {"objective": objective, "scale": "trl", "total": steps, "overrides": rows}
-        write_atomically(self.folder / "overrides.json", json.dumps(saved, indent=1) + "\n")
+        rows = [
+            {"override": f"{k}={v}", "source": "repro/with_trl/train.py"}
+            for k, v in given.items()
+        ]
+        saved = {
+            "objective": objective,
+            "scale": "trl",
+            "total": steps,
+            "overrides": rows,
+        }
+        write_atomically(
+            self.folder / "overrides.json", json.dumps(saved, indent=1) + "\n"
+        )
         if kept:
             print(f"  resumes from step {kept}", flush=True)
 
     def scored(self, reward: Callable) -> Callable:
         """The reward function, which also keeps the answers that it scored last."""
 
-        def scored(prompts: list, completions: list, answer: list[str], **more: Any) -> list[float]:
+        def scored(
+            prompts: list, completions: list, answer: list[str], **more: Any
+        ) -> list[float]:
             scores = reward(prompts, completions, answer, **more)
             texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
             rows = zip(texts, answer, scores, strict=True)
-            lines = (json.dumps({"output": t, "gts": a, "score": s}) + "\n" for t, a, s in rows)
+            lines = (
+                json.dumps({"output": t, "gts": a, "score": s}) + "\n"
+                for t, a, s in rows
+            )
             (self.folder / "answers").mkdir(exist_ok=True)
-            write_atomically(self.folder / "answers" / f"{self.step}.jsonl", "".join(lines))
+            write_atomically(
+                self.folder / "answers" / f"{self.step}.jsonl", "".join(lines)
+            )
             return scores
 
         return scored
@@ -52,18 +79,28 @@ class StepLog(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.step, self.at = state.global_step + 1, time.monotonic()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict | None = None, **_: Any
+    ) -> None:
         import torch
 
         logs = logs or {}
         data = {NAMES[k]: v for k, v in logs.items() if k in NAMES}
         data |= {f"actor/{k}": v for k, v in logs.items() if k.startswith("upref/")}
         if "loss" in logs:
-            data |= {records.STEP: state.global_step, "timing_s/step": time.monotonic() - self.at}
+            data |= {
+                records.STEP: state.global_step,
+                "timing_s/step": time.monotonic() - self.at,
+            }
             if torch.cuda.is_available():
-                data["actor/perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1e9
+                data["actor/perf/max_memory_allocated_gb"] = (
+                    torch.cuda.max_memory_allocated() / 1e9
+                )
         if "reward" in logs:  # of a generation, which several steps train on
-            print(f"  step {state.global_step:4} of {state.max_steps}  score {logs['reward']:.3f}", flush=True)
+            print(
+                f"  step {state.global_step:4} of {state.max_steps}  score {logs['reward']:.3f}",
+                flush=True,
+            )
         if data:
             with open(self.part, "a", encoding="utf-8") as f:
                 f.write(json.dumps({"step": state.global_step, "data": data}) + "\n")

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a GPU that TRL's trainer takes, by arithmetic on the model's config.json; none was measured on a GPU.
+"""Bytes of a GPU that TRL's trainer takes, by arithmetic on the model's config.json;
+none was measured on a GPU.
 
-While it trains: fp32 weights, gradients and Adam's two moments, 16 bytes a parameter; the bf16 copies of the weights
-that autocast keeps until the backward pass ends, 2; the gradient of the head in float32, which TRL's fused head
-collects beside that (trl/kernels/chunked_logprob.py; it holds no logits but one tile); the input of each layer, and one
-layer's activations. While it generates: weights and moments; the keys and values of all responses that are generated
-together, float32 under autocast (the rotary embedding multiplies by a float32 cosine); the same of one layer once
-more for each head that shares them, because sdpa is given a mask; and four float32 copies of the last logits.
+While it trains: fp32 weights, gradients and Adam's two moments, 16 bytes a parameter;
+the bf16 copies of the weights that autocast keeps until the backward pass ends, 2; the
+gradient of the head in float32, which TRL's fused head collects beside that
+(trl/kernels/chunked_logprob.py; it holds no logits but one tile); the input of each
+layer, and one layer's activations. While it generates: weights and moments; the keys
+and values of all responses that are generated together, float32 under autocast (the
+rotary embedding multiplies by a float32 cosine); the same of one layer once more for
+each head that shares them, because sdpa is given a mask; and four float32 copies of the
+last logits.
 """
 
 from repro.with_verl.config.model import Shape
@@ -15,7 +19,8 @@ from upref import InputError
 
 CONTEXT = 1.0 * GB  # CUDA
 MARGIN = 0.5 * GB  # that the allocator cannot use
-TILE = 4096 * 8192 * 2  # bytes of the fused head's tile: tokens x words of the vocabulary, bf16
+# bytes of the fused head's tile: tokens x words of the vocabulary, bf16
+TILE = 4096 * 8192 * 2
 AT_ONCE = (256, 128, 64, 32, 16)  # responses that may be generated together
 
 
@@ -30,14 +35,24 @@ def training(shape: Shape, micro: int, longest: int) -> float:
 
 def cache(shape: Shape, together: int, longest: int) -> float:
     """Bytes of the keys and values of so many responses, float32."""
-    return 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim * together * (PROMPT + longest)
+    return (
+        2
+        * 4
+        * shape.layers
+        * shape.kv_heads
+        * shape.head_dim
+        * together
+        * (PROMPT + longest)
+    )
 
 
 def generating(shape: Shape, together: int, longest: int) -> float:
     """Bytes while so many responses are generated together, at their last token."""
     held = cache(shape, together, longest)
     repeated = held / shape.layers * shape.heads / shape.kv_heads
-    return 12 * shape.params + held + repeated + 4 * 4 * together * shape.vocab + CONTEXT
+    return (
+        12 * shape.params + held + repeated + 4 * 4 * together * shape.vocab + CONTEXT
+    )
 
 
 def together(shape: Shape, memory: float, micro: int, longest: int) -> int:
@@ -64,7 +79,9 @@ def together(shape: Shape, memory: float, micro: int, longest: int) -> int:
     for count in AT_ONCE:
         if generating(shape, count, longest) + MARGIN <= memory:
             return count
-    raise InputError(f"{AT_ONCE[-1]} responses of {longest} tokens do not fit {memory / GB:.1f} GB: use a larger GPU.")
+    raise InputError(
+        f"{AT_ONCE[-1]} responses of {longest} tokens do not fit {memory / GB:.1f} GB: use a larger GPU."
+    )
 
 
 def words(shape: Shape, memory: float, micro: int, longest: int, count: int) -> str:

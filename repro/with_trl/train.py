@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train an objective in TRL beside another on one GPU: Qwen2.5-0.5B-Instruct on GSM8K, boxed answers.
+"""Train an objective in TRL beside another on one GPU: Qwen2.5-0.5B-Instruct on GSM8K,
+boxed answers.
 
     bash repro/run.sh up_dapo trl [--against dapo] [--seeds 1,2,3] [--steps 300]
     bash repro/run.sh up_dapo trl --tiny          the same path on a CPU, with a model and data made here
 
-Each run has a folder under runs/trl. The same command resumes it from its last checkpoint, skips it when it is done,
-and ends with the report of all runs (repro/with_verl/report.py). Exit status 1: a run differed from the reference.
-Exit status 2: it could not start; what is missing is named.
+Each run has a folder under runs/trl. The same command resumes it from its last
+checkpoint, skips it when it is done, and ends with the report of all runs
+(repro/with_verl/report.py). Exit status 1: a run differed from the reference. Exit
+status 2: it could not start; what is missing is named.
 """
 
 import argparse
@@ -28,7 +30,8 @@ from upref_frameworks.parity import ParityError
 
 MODEL, DATA = "Qwen/Qwen2.5-0.5B-Instruct", RUNS / "data"
 TEST = 128  # problems of the test set that a validation answers
-# 32 prompts x 8 responses a generation, in four optimizer steps, so that three of four are off-policy
+# 32 prompts x 8 responses a generation, in four optimizer steps, so that three of four
+# are off-policy
 LONGEST = 512  # tokens of a response
 BATCH = dict(num_generations=8, learning_rate=1e-6, warmup_steps=10, max_completion_length=LONGEST, logging_steps=1,
              save_steps=20, save_total_limit=2, eval_steps=50)  # fmt: skip
@@ -39,21 +42,44 @@ TINY_STEPS, STEPS = 48, 300
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = Parser(prog="trl", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = Parser(
+        prog="trl", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     p.add_argument("objective")
-    p.add_argument("--against", default="dapo", help="the other objective (dapo); none: no other")
-    p.add_argument("--seeds", default="1", help="1,2,3: one run of each objective for each seed")
-    p.add_argument("--steps", type=int, help=f"optimizer steps ({STEPS}; --tiny: {TINY_STEPS})")
-    p.add_argument("--tiny", action="store_true", help="a model and data made here, on the CPU")
-    p.add_argument("--model", default=MODEL, help="a directory, or a name whose files are in the hub's cache")
-    p.add_argument("--data", type=Path, default=DATA, help="where gsm8k_train.parquet and gsm8k_test.parquet are")
+    p.add_argument(
+        "--against", default="dapo", help="the other objective (dapo); none: no other"
+    )
+    p.add_argument(
+        "--seeds", default="1", help="1,2,3: one run of each objective for each seed"
+    )
+    p.add_argument(
+        "--steps", type=int, help=f"optimizer steps ({STEPS}; --tiny: {TINY_STEPS})"
+    )
+    p.add_argument(
+        "--tiny", action="store_true", help="a model and data made here, on the CPU"
+    )
+    p.add_argument(
+        "--model",
+        default=MODEL,
+        help="a directory, or a name whose files are in the hub's cache",
+    )
+    p.add_argument(
+        "--data",
+        type=Path,
+        default=DATA,
+        help="where gsm8k_train.parquet and gsm8k_test.parquet are",
+    )
     p.add_argument("--out", type=Path, default=RUNS / "trl")
     args = p.parse_args(argv)
     try:
-        names = [args.objective] + ([args.against] if args.against not in ("none", args.objective) else [])
+        names = [args.objective] + (
+            [args.against] if args.against not in ("none", args.objective) else []
+        )
         seeds = args.seeds.split(",")
         if not all(s.isdecimal() for s in seeds) or len(set(seeds)) != len(seeds):
-            raise InputError(f"--seeds must be different whole numbers with commas between them, got {args.seeds!r}.")
+            raise InputError(
+                f"--seeds must be different whole numbers with commas between them, got {args.seeds!r}."
+            )
         if args.steps is not None and args.steps < 1:
             raise InputError(f"--steps must be at least 1, got {args.steps}.")
         for name in names:
@@ -77,12 +103,18 @@ def gpu() -> bool:
 
 
 def check(args: argparse.Namespace) -> None:
-    """A GPU, the model and the data are here; else one sentence that says what to fetch. Names the model's folder."""
+    """A GPU, the model and the data are here; else one sentence that says what to
+    fetch. Names the model's folder.
+    """
     if not gpu():
-        raise InputError("no GPU is visible here; --tiny runs the same path on the CPU.")
+        raise InputError(
+            "no GPU is visible here; --tiny runs the same path on the CPU."
+        )
     found = local(args.model)
     if found is None:
-        raise InputError(f"the model {args.model} is not on this machine: `{download(args.model)}`.")
+        raise InputError(
+            f"the model {args.model} is not on this machine: `{download(args.model)}`."
+        )
     for name in ("gsm8k_train", "gsm8k_test"):
         if not (args.data / f"{name}.parquet").exists():
             raise InputError(
@@ -93,7 +125,9 @@ def check(args: argparse.Namespace) -> None:
 
 
 def make_tiny(args: argparse.Namespace) -> None:
-    """A random Qwen3 of 100,000 parameters and prompts of one digit, whose answer is that digit in a box."""
+    """A random Qwen3 of 100,000 parameters and prompts of one digit, whose answer is
+    that digit in a box.
+    """
     from repro.with_verl.cpu import toy
     from repro.with_verl.data import schema
 
@@ -104,7 +138,10 @@ def make_tiny(args: argparse.Namespace) -> None:
         toy.make_model(args.out / "model", words=toy.BOXED)
         for split, count in (("train", 256), ("test", 16)):
             digits = [str(i % toy.DIGITS) for i in range(count)]
-            rows = [schema.row("toy", i, digit, digit, "boxed", split) for i, digit in enumerate(digits)]
+            rows = [
+                schema.row("toy", i, digit, digit, "boxed", split)
+                for i, digit in enumerate(digits)
+            ]
             schema.write(args.out / f"gsm8k_{split}.parquet", rows, {})
 
 
@@ -123,7 +160,8 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{folder.name}: {steps} steps", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)  # bf16 would round away 1e-6
+    # bf16 would round away 1e-6
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     log = StepLog(folder)
     trainer = in_parts(GRPOTrainer, generated_together(args))(
         model, log.scored(reward), settings(args.tiny, folder, seed, steps), train_dataset=rows_of(args, "train"),
@@ -131,7 +169,9 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
         objective=name, callbacks=[log], parity={"dump": str(folder / "parity")}, step_check=True,
     )  # fmt: skip
     last = last_whole(folder)
-    log.begin(name, seed, steps, args, kept=int(last.name.rpartition("-")[2]) if last else 0)
+    log.begin(
+        name, seed, steps, args, kept=int(last.name.rpartition("-")[2]) if last else 0
+    )
     trainer.remove_callback(PrinterCallback)  # StepLog prints
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     (folder / "done").touch()
@@ -139,17 +179,23 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
 
 
 def generated_together(args: argparse.Namespace) -> int:
-    """How many responses the GPU generates at a time, by the estimate, which is printed."""
+    """How many responses the GPU generates at a time, by the estimate, which is
+    printed.
+    """
     if not gpu():
         return RESPONSES
     shape, micro, longest = shape_of(args.model), micro_batch(gpu_bytes()), LONGEST
     count = memory.together(shape, gpu_bytes(), micro, longest)
-    print(f"  estimate: {memory.words(shape, gpu_bytes(), micro, longest, count)}", flush=True)
+    print(
+        f"  estimate: {memory.words(shape, gpu_bytes(), micro, longest, count)}",
+        flush=True,
+    )
     return count
 
 
 def in_parts(trainer: type, count: int) -> type:
-    """The trainer that generates `count` responses at a time: TRL generates all of a batch together.
+    """The trainer that generates `count` responses at a time: TRL generates all of a
+    batch together.
 
     Args:
         trainer: TRL's GRPOTrainer, or a class of it.
@@ -162,9 +208,14 @@ def in_parts(trainer: type, count: int) -> type:
     class InParts(trainer):
         """Its base is known when it runs."""
 
-        def _generate_single_turn(self, prompt_ids: list, *rest: Any, **more: Any) -> tuple[list, Any]:
+        def _generate_single_turn(
+            self, prompt_ids: list, *rest: Any, **more: Any
+        ) -> tuple[list, Any]:
             turn = super()._generate_single_turn
-            parts = [turn(prompt_ids[i : i + count], *rest, **more) for i in range(0, len(prompt_ids), count)]
+            parts = [
+                turn(prompt_ids[i : i + count], *rest, **more)
+                for i in range(0, len(prompt_ids), count)
+            ]
             if len(parts) == 1:
                 return parts[0]
             return [ids for completions, _ in parts for ids in completions], None
@@ -173,19 +224,27 @@ def in_parts(trainer: type, count: int) -> type:
 
 
 def last_whole(folder: Path) -> Path | None:
-    """The last checkpoint whose files can be read: one may have been written when the process or the machine died."""
+    """The last checkpoint whose files can be read: one may have been written when the
+    process or the machine died.
+    """
     import torch
     from safetensors import safe_open
 
-    for checkpoint in sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2])):
+    for checkpoint in sorted(
+        folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2])
+    ):
         try:
-            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))  # the last file of a checkpoint
+            # the last file of a checkpoint
+            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
             for state in ("optimizer.pt", "scheduler.pt"):
                 torch.load(checkpoint / state, weights_only=True, map_location="meta")
             safe_open(checkpoint / "model.safetensors", "pt")
             return checkpoint
         except Exception as e:  # torch.load raises whatever its parts raise
-            print(f"  {checkpoint.name} is left out, it is not whole ({type(e).__name__})", flush=True)
+            print(
+                f"  {checkpoint.name} is left out, it is not whole ({type(e).__name__})",
+                flush=True,
+            )
     return None
 
 
@@ -197,7 +256,9 @@ def gpu_bytes() -> float:
 
 
 def micro_batch(held: float) -> int:
-    """Responses of a micro-batch on a GPU of so many bytes: of a small one two, of a large one eight."""
+    """Responses of a micro-batch on a GPU of so many bytes: of a small one two, of a
+    large one eight.
+    """
     return 8 if held > 30e9 else 4 if held > 14e9 else 2
 
 
@@ -223,13 +284,25 @@ def rows_of(args: argparse.Namespace, split: str) -> Any:
     from datasets import Dataset
 
     table = pq.read_table(args.data / f"gsm8k_{split}.parquet").to_pylist()
-    return Dataset.from_list([{"prompt": r["prompt"], "answer": r["reward_model"]["ground_truth"]} for r in table])
+    return Dataset.from_list(
+        [
+            {"prompt": r["prompt"], "answer": r["reward_model"]["ground_truth"]}
+            for r in table
+        ]
+    )
 
 
-def reward(prompts: list, completions: list, answer: list[str], **_: Any) -> list[float]:
-    """1 where the last box holds the answer, by the same function that scores verl's runs."""
+def reward(
+    prompts: list, completions: list, answer: list[str], **_: Any
+) -> list[float]:
+    """1 where the last box holds the answer, by the same function that scores verl's
+    runs.
+    """
     texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
-    return [compute_score("gsm8k", text, truth)["acc"] for text, truth in zip(texts, answer, strict=True)]
+    return [
+        compute_score("gsm8k", text, truth)["acc"]
+        for text, truth in zip(texts, answer, strict=True)
+    ]
 
 
 if __name__ == "__main__":

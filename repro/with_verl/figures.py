@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's Figures 2 to 8 of what runs have logged, one line a run and the mean of several seeds."""
+"""The paper's Figures 2 to 8 of what runs have logged, one line a run and the mean of
+several seeds.
+"""
 
 import io
 from collections.abc import Callable
@@ -21,30 +23,55 @@ class Panel:
 
 ACCURACY = Panel("accuracy (avg)", validation("mean"), percent=True)
 FIGURES = {  # number -> (of which scale, the paper's caption in short, panels)
-    2: ("paper_dapo", "validation while training", [ACCURACY, Panel("majority", validation("maj"), percent=True)]),
+    2: (
+        "paper_dapo",
+        "validation while training",
+        [ACCURACY, Panel("majority", validation("maj"), percent=True)],
+    ),
     3: (
         "paper_dapo",
         "exploration",
-        [Panel("entropy", named(ENTROPY)), Panel("best", validation("best"), percent=True)],
+        [
+            Panel("entropy", named(ENTROPY)),
+            Panel("best", validation("best"), percent=True),
+        ],
     ),
-    4: ("paper_dapo", "stability", [Panel("gradient norm", named(NORM)), Panel("KL to the base", named(KL))]),
+    4: (
+        "paper_dapo",
+        "stability",
+        [Panel("gradient norm", named(NORM)), Panel("KL to the base", named(KL))],
+    ),
     5: (
         "paper_dapo",
         "stability of the ablations",
-        [Panel("gradient norm", named(NORM), True), Panel("KL to the base", named(KL), True)],
+        [
+            Panel("gradient norm", named(NORM), True),
+            Panel("KL to the base", named(KL), True),
+        ],
     ),
     6: (
         "paper_math",
         "the family of GRPO",
         [Panel("entropy", named(ENTROPY)), Panel("KL to the base", named(KL), True)],
     ),
-    7: ("paper_gspo", "validation and KL", [ACCURACY, Panel("KL to the base", named(KL))]),
-    8: ("paper_geo3k", "validation and KL, Geometry3K", [ACCURACY, Panel("KL to the base", named(KL))]),
+    7: (
+        "paper_gspo",
+        "validation and KL",
+        [ACCURACY, Panel("KL to the base", named(KL))],
+    ),
+    8: (
+        "paper_geo3k",
+        "validation and KL, Geometry3K",
+        [ACCURACY, Panel("KL to the base", named(KL))],
+    ),
 }
 OURS = (
     "score",
     "reward while training",
-    [Panel("score", named(SCORE)), Panel("alive gradients", named("actor/upref/alive"))],
+    [
+        Panel("score", named(SCORE)),
+        Panel("alive gradients", named("actor/upref/alive")),
+    ],
 )
 
 
@@ -57,19 +84,29 @@ def figures(runs: list[Kept], out: Path) -> list[str]:
     same: dict[tuple[str, ...], str] = {}
     for name, scale, caption, panels in wanted:
         mine = [r for r in runs if r.scale == scale] if scale in scales else runs
-        if scales & {s for s, *_ in FIGURES.values()} and scale.startswith("paper_") and scale not in scales:
+        if (
+            scales & {s for s, *_ in FIGURES.values()}
+            and scale.startswith("paper_")
+            and scale not in scales
+        ):
             continue  # another experiment of the paper
         key = tuple(p.title for p in panels)
         if not any(r.series(p.wanted)[0] for r in mine for p in panels):
-            skipped.append(f"{name} ({caption}): none of {' and '.join(key)} was logged")
+            skipped.append(
+                f"{name} ({caption}): none of {' and '.join(key)} was logged"
+            )
             continue
         if key in same and not any(p.log for p in panels):
-            parts.append(f"{name} of the paper ({caption}) has the panels of {same[key]} above.")
+            parts.append(
+                f"{name} of the paper ({caption}) has the panels of {same[key]} above."
+            )
             continue
         same.setdefault(key, name)
         file = f"{name.lower().replace(' ', '-')}.svg"
         draw(name, caption, panels, mine, out / file)
-        absent = [p.title for p in panels if not any(r.series(p.wanted)[0] for r in mine)]
+        absent = [
+            p.title for p in panels if not any(r.series(p.wanted)[0] for r in mine)
+        ]
         note = f" Not logged: {', '.join(absent)}." if absent else ""
         if name == "Ours":
             parts.append(f"![{caption}]({file})\n\nNot in the paper: {caption}.")
@@ -81,7 +118,9 @@ def figures(runs: list[Kept], out: Path) -> list[str]:
     return parts
 
 
-def draw(name: str, caption: str, panels: list[Panel], runs: list[Kept], path: Path) -> None:
+def draw(
+    name: str, caption: str, panels: list[Panel], runs: list[Kept], path: Path
+) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -91,7 +130,9 @@ def draw(name: str, caption: str, panels: list[Panel], runs: list[Kept], path: P
     groups: dict[str, list[Kept]] = {}
     for r in runs:
         groups.setdefault(r.objective, []).append(r)
-    fig, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.2), squeeze=False)
+    fig, axes = plt.subplots(
+        1, len(panels), figsize=(4.6 * len(panels), 3.2), squeeze=False
+    )
     for ax, panel in zip(axes[0], panels, strict=True):
         for i, (objective, group) in enumerate(groups.items()):
             lines = [r.series(panel.wanted) for r in group]
@@ -103,8 +144,17 @@ def draw(name: str, caption: str, panels: list[Panel], runs: list[Kept], path: P
                         marker="." if len(x) < 30 else None, label=objective if alone else None)  # fmt: skip
             if len(lines) > 1:  # seeds: their mean where all have logged
                 at = sorted(set.intersection(*(set(x) for x, _ in lines)))
-                mid = [scale * mean(dict(zip(x, y, strict=True))[s] for x, y in lines) for s in at]
-                ax.plot(at, mid, color=f"C{i}", lw=2, label=f"{objective}, mean of {len(lines)}")
+                mid = [
+                    scale * mean(dict(zip(x, y, strict=True))[s] for x, y in lines)
+                    for s in at
+                ]
+                ax.plot(
+                    at,
+                    mid,
+                    color=f"C{i}",
+                    lw=2,
+                    label=f"{objective}, mean of {len(lines)}",
+                )
         drawn = [v for line in ax.lines for v in line.get_ydata()]
         if panel.log and drawn and min(drawn) > 0:
             ax.set_yscale("log")
@@ -114,8 +164,17 @@ def draw(name: str, caption: str, panels: list[Panel], runs: list[Kept], path: P
         if ax.lines:
             ax.legend(fontsize=8, frameon=False)
         else:
-            ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", color="gray")
-    fig.suptitle(f"as {name} of the paper: {caption}" if name != "Ours" else caption, fontsize=11)
+            ax.text(
+                0.5,
+                0.5,
+                "not logged",
+                transform=ax.transAxes,
+                ha="center",
+                color="gray",
+            )
+    fig.suptitle(
+        f"as {name} of the paper: {caption}" if name != "Ours" else caption, fontsize=11
+    )
     fig.tight_layout()
     picture = io.BytesIO()
     fig.savefig(picture, format=path.suffix[1:], metadata={"Date": None})

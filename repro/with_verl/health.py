@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is a run healthy? The page of `--shakedown`, and the first section of every report.
 
-Each line is a measured number, what is normal, and what to change if it is not. Answers in full come from
-RUN/answers/STEP.jsonl, which verl writes in a shakedown.
+Each line is a measured number, what is normal, and what to change if it is not. Answers
+in full come from RUN/answers/STEP.jsonl, which verl writes in a shakedown.
 """
 
 import json
@@ -12,12 +12,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-ALARMS, BOUND, BLIND = (f"actor/upref/parity_{k}" for k in ("alarms", "of_bound", "blind"))
+ALARMS, BOUND, BLIND = (
+    f"actor/upref/parity_{k}" for k in ("alarms", "of_bound", "blind")
+)
 ANSWER = re.compile(r"Answer:|\\boxed\{")
 SHOWN, LONGEST = 8, 4000  # answers in full; characters of each
 Row = dict[str, Any]
 
-# name, key, how the steps' values become one, what is normal (None: nothing to say), what to change
+# name, key, how the steps' values become one, what is normal (None: nothing to say),
+# what to change
 LINES: tuple[tuple[str, str, Callable, Callable | None, str], ...] = (
     ("responses cut at the limit", "response_length/clip_ratio", mean, lambda x: x < 0.3,
      "more than 30 % of the responses are cut: allow longer ones (verl: data.max_response_length, TRL: "
@@ -47,12 +50,22 @@ def number(x: Any) -> bool:
 
 def with_ended(data: Row) -> Row:
     cut: Any = data.get("response_length/clip_ratio")
-    return data | {"ended": 1 - cut - data.get("response/aborted_ratio", 0)} if number(cut) else data
+    return (
+        data | {"ended": 1 - cut - data.get("response/aborted_ratio", 0)}
+        if number(cut)
+        else data
+    )
 
 
 def ours(saved: Row) -> bool:
-    """Whether the reward reads `Answer:` or a box: the toy of the scale cpu and a user's own need not."""
-    given = [row["override"] for row in saved.get("overrides", []) if "custom_reward_function.path=" in row["override"]]
+    """Whether the reward reads `Answer:` or a box: the toy of the scale cpu and a
+    user's own need not.
+    """
+    given = [
+        row["override"]
+        for row in saved.get("overrides", [])
+        if "custom_reward_function.path=" in row["override"]
+    ]
     return not given or "repro.with_verl.reward.score" in given[-1]
 
 
@@ -65,16 +78,34 @@ def lines(rows: list[Row], saved: Row) -> tuple[list[list[str]], list[str]]:
         if values:
             value = float(one(values))
             fine = normal is None or normal(value)
-            found.append([name, f"{value:.3g}", "" if normal is None else "normal" if fine else "LOOK"])
+            found.append(
+                [
+                    name,
+                    f"{value:.3g}",
+                    "" if normal is None else "normal" if fine else "LOOK",
+                ]
+            )
             change += [] if fine else [cure]
     e = saved.get("estimate", {})
-    seconds = [r["data"]["timing_s/step"] for r in rows if number(r["data"].get("timing_s/step"))]
+    seconds = [
+        r["data"]["timing_s/step"]
+        for r in rows
+        if number(r["data"].get("timing_s/step"))
+    ]
     if seconds and e.get("step_seconds"):
         ratio = mean(seconds) / e["step_seconds"]
-        found.append(["seconds a step, of the estimate's", f"{ratio:.2f}", "normal" if ratio < 1.5 else "LOOK"])
+        found.append(
+            [
+                "seconds a step, of the estimate's",
+                f"{ratio:.2f}",
+                "normal" if ratio < 1.5 else "LOOK",
+            ]
+        )
         if ratio >= 1.5:
             dollars = ratio * e.get("dollars", 0)
-            change.append(f"steps take {ratio:.1f} times the estimate: the run will cost {dollars:,.0f} dollars")
+            change.append(
+                f"steps take {ratio:.1f} times the estimate: the run will cost {dollars:,.0f} dollars"
+            )
     memory = [r["data"].get("actor/perf/max_memory_allocated_gb", 0) for r in rows]
     if e.get("train_gb") and max(memory, default=0) > e["train_gb"]:
         change.append(
@@ -84,27 +115,43 @@ def lines(rows: list[Row], saved: Row) -> tuple[list[list[str]], list[str]]:
 
 
 def answers(run: Path) -> list[Row]:
-    """What the last step that was written down sampled: {"input", "output", "gts", "score"}."""
-    files = sorted(run.glob("answers/*.jsonl"), key=lambda p: int(p.stem) if p.stem.isdecimal() else -1)
+    """What the last step that was written down sampled: {"input", "output", "gts",
+    "score"}.
+    """
+    files = sorted(
+        run.glob("answers/*.jsonl"),
+        key=lambda p: int(p.stem) if p.stem.isdecimal() else -1,
+    )
     if not files:
         return []
     return [json.loads(x) for x in files[-1].read_text(encoding="utf-8").splitlines()]
 
 
 def page(run: Path, rows: list[Row], saved: Row) -> str:
-    """Markdown: the table, what to change, and eight answers in full where they were kept."""
+    """Markdown: the table, what to change, and eight answers in full where they were
+    kept.
+    """
     found, change = lines(rows, saved)
-    parts = ["| measure | value | |\n|---|---|---|\n" + "\n".join(f"| {' | '.join(line)} |" for line in found)]
+    parts = [
+        "| measure | value | |\n|---|---|---|\n"
+        + "\n".join(f"| {' | '.join(line)} |" for line in found)
+    ]
     told = answers(run)
     if told:
         read = mean(bool(ANSWER.search(a["output"])) for a in told)
         right = mean(a["score"] > 0 for a in told)
         holds = f"{read:.0%} hold `Answer:` or a box, " if ours(saved) else ""
-        parts.append(f"Of {len(told)} responses that were scored last, {holds}{right:.0%} score above 0.")
+        parts.append(
+            f"Of {len(told)} responses that were scored last, {holds}{right:.0%} score above 0."
+        )
         if read < 0.5 and ours(saved):
-            change.append("most responses contain no answer: compare the prompt with what the reward reads")
+            change.append(
+                "most responses contain no answer: compare the prompt with what the reward reads"
+            )
     parts.append(
-        "To change:\n\n" + "\n".join(f"* {c}." for c in dict.fromkeys(change)) if change else "Nothing to change."
+        "To change:\n\n" + "\n".join(f"* {c}." for c in dict.fromkeys(change))
+        if change
+        else "Nothing to change."
     )
     for i, a in enumerate(told[:: max(1, len(told) // SHOWN)][:SHOWN], 1):
         text = (
@@ -113,5 +160,7 @@ def page(run: Path, rows: list[Row], saved: Row) -> str:
             else f"{a['output'][: LONGEST // 2]}\n[...]\n{a['output'][-LONGEST // 2 :]}"
         )
         fence = "~" * (3 + max((len(m) for m in re.findall(r"~+", text)), default=0))
-        parts.append(f"Answer {i}, score {a['score']:g}, expected `{a['gts']}`:\n\n{fence}text\n{text}\n{fence}")
+        parts.append(
+            f"Answer {i}, score {a['score']:g}, expected `{a['gts']}`:\n\n{fence}text\n{text}\n{fence}"
+        )
     return "\n\n".join(parts)

@@ -12,7 +12,12 @@ from repro.with_verl.health import number
 from repro.with_verl.run import records
 from upref import InputError
 
-SCORE, KL, ENTROPY, NORM = "critic/score/mean", "actor/kl_loss", "actor/entropy", "actor/grad_norm"
+SCORE, KL, ENTROPY, NORM = (
+    "critic/score/mean",
+    "actor/kl_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+)
 
 
 @dataclass
@@ -31,14 +36,23 @@ class Kept:
 
     @property
     def seed(self) -> str:
-        pairs = [r["override"].lstrip("+").partition("=") for r in self.saved.get("overrides", [])]
+        pairs = [
+            r["override"].lstrip("+").partition("=")
+            for r in self.saved.get("overrides", [])
+        ]
         seeds = [value for key, _, value in pairs if key == "data.seed"]
         return f"seed {seeds[-1]}" if seeds else ""
 
     def series(self, wanted: Callable[[str], bool]) -> tuple[list[int], list[float]]:
         """Steps and the mean of the metrics that are wanted, where there are any."""
         found = [
-            (r["step"], of_most({k: v for k, v in r["data"].items() if wanted(k) and number(v)})) for r in self.rows
+            (
+                r["step"],
+                of_most(
+                    {k: v for k, v in r["data"].items() if wanted(k) and number(v)}
+                ),
+            )
+            for r in self.rows
         ]
         kept = [(step, mean(values)) for step, values in found if values]
         return [s for s, _ in kept], [v for _, v in kept]
@@ -61,20 +75,28 @@ def named(key: str) -> Callable[[str], bool]:
 def validation(kind: str) -> Callable[[str], bool]:
     """verl's names: val-core/aime24/acc/mean@32, .../maj@32/mean, .../best@32/mean."""
     return lambda k: (
-        k.startswith(("val-core/", "val-aux/")) and "/acc/" in k and f"/{kind}@" in k and not k.endswith("/std")
+        k.startswith(("val-core/", "val-aux/"))
+        and "/acc/" in k
+        and f"/{kind}@" in k
+        and not k.endswith("/std")
     )
 
 
 def read(folder: Path) -> Kept:
     """InputError where nothing was logged."""
     if not folder.is_dir():
-        raise InputError(f"{folder} is no folder: name one that a run has made, under runs/.")
+        raise InputError(
+            f"{folder} is no folder: name one that a run has made, under runs/."
+        )
     rows = records.merged(folder)
     if not rows:
-        raise InputError(f"{folder} has no steps.jsonl with a step in it: has the run logged one yet?")
+        raise InputError(
+            f"{folder} has no steps.jsonl with a step in it: has the run logged one yet?"
+        )
     try:
         saved = json.loads((folder / "overrides.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         saved = {}
-    objective = saved.get("objective") or folder.parent.name  # the smoke scale: repro/out/OBJECTIVE/smoke
+    # the smoke scale: repro/out/OBJECTIVE/smoke
+    objective = saved.get("objective") or folder.parent.name
     return Kept(folder, objective, saved.get("scale", "smoke"), rows, saved)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this checkout is, and how a process that is started from here, or by Ray on another machine, finds it."""
+"""Where this checkout is, and how a process that is started from here, or by Ray on
+another machine, finds it.
+"""
 
 import os
 from pathlib import Path
@@ -12,5 +14,9 @@ RESULTS = HERE / "results"
 
 def pythonpath() -> str:
     """The checkout first, and then whatever the user has there."""
-    given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ROOT)]
+    given = [
+        p
+        for p in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if p and p != str(ROOT)
+    ]
     return os.pathsep.join([str(ROOT), *given])

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs have shown, beside what the paper prints: report.md and its figures, from steps.jsonl alone.
+"""What runs have shown, beside what the paper prints: report.md and its figures, from
+steps.jsonl alone.
 
     python -m repro.with_verl.report RUN... [--out DIR]       RUN: a folder under runs/, or one of the smoke scale's
 
-Draws the paper's Figures 2 to 8 of what these runs have logged, one line a run and the mean of several seeds; Table 1
-for the runs of its family; parity, Cap statistics, and the estimate against what happened. The paper's numbers stand
-beside, as printed there, where a run is of one of its methods. Exit status 2: nothing to read.
+Draws the paper's Figures 2 to 8 of what these runs have logged, one line a run and the
+mean of several seeds; Table 1 for the runs of its family; parity, Cap statistics, and
+the estimate against what happened. The paper's numbers stand beside, as printed there,
+where a run is of one of its methods. Exit status 2: nothing to read.
 """
 
 import argparse
@@ -25,9 +27,15 @@ from upref.files import write_atomically
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = Parser(prog="report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = Parser(
+        prog="report",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     p.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    p.add_argument("--out", type=Path, help="where to write (report/ in the first run's folder)")
+    p.add_argument(
+        "--out", type=Path, help="where to write (report/ in the first run's folder)"
+    )
     args = p.parse_args(argv)
     try:
         runs = [read(folder) for folder in args.runs]
@@ -44,11 +52,24 @@ def main(argv: list[str] | None = None) -> int:
 
 def write(runs: list[Kept], out: Path) -> str:
     """The report's text; its figures go to `out`."""
-    parts = ["# " + ", ".join(dict.fromkeys(r.objective for r in runs)), where(runs), table_of(runs)]
+    parts = [
+        "# " + ", ".join(dict.fromkeys(r.objective for r in runs)),
+        where(runs),
+        table_of(runs),
+    ]
     if warnings := [w for r in runs for w in alarms(r)]:
         parts += ["## To look at first", "\n".join(f"* {w}" for w in warnings)]
-    parts += [f"## Health of {r.label}\n\n{health.page(r.folder, records.training(r.rows), r.saved)}" for r in runs]
-    parts += [*figures(runs, out), *printed(runs), table1(runs), statistics(runs), throughput(runs)]
+    parts += [
+        f"## Health of {r.label}\n\n{health.page(r.folder, records.training(r.rows), r.saved)}"
+        for r in runs
+    ]
+    parts += [
+        *figures(runs, out),
+        *printed(runs),
+        table1(runs),
+        statistics(runs),
+        throughput(runs),
+    ]
     return "\n\n".join(x for x in parts if x) + "\n"
 
 
@@ -75,7 +96,15 @@ def table_of(runs: list[Kept]) -> str:
         scores = [row["data"][SCORE] for row in steps if number(row["data"].get(SCORE))]
         said = f"{mean(scores[:k]):.3f} -> {mean(scores[-k:]):.3f}" if scores else "-"
         total = r.saved.get("total")
-        rows.append([r.label, r.scale, f"{len(steps)}{f' of {total}' if total else ''}", said, f"`{r.folder.name}`"])
+        rows.append(
+            [
+                r.label,
+                r.scale,
+                f"{len(steps)}{f' of {total}' if total else ''}",
+                said,
+                f"`{r.folder.name}`",
+            ]
+        )
     return table(["run", "scale", "steps", "score, first and last", "folder"], rows)
 
 
@@ -97,15 +126,26 @@ def alarms(r: Kept) -> list[str]:
         )
     steps = [row["step"] for row in records.training(r.rows)]
     if steps and (gaps := sorted(set(range(steps[0], steps[-1])) - set(steps))):
-        found.append(f"{r.label}: {len(gaps)} steps were not logged, the first is {gaps[0]}.")
-    nan = [row["step"] for row in records.training(r.rows) if not number(row["data"].get(NORM))]
+        found.append(
+            f"{r.label}: {len(gaps)} steps were not logged, the first is {gaps[0]}."
+        )
+    nan = [
+        row["step"]
+        for row in records.training(r.rows)
+        if not number(row["data"].get(NORM))
+    ]
     if nan:
-        found.append(f"{r.label}: the gradient norm is no number in {len(nan)} steps, the first is {nan[0]}.")
+        found.append(
+            f"{r.label}: the gradient norm is no number in {len(nan)} steps, the first is {nan[0]}."
+        )
     return found
 
 
 def largest(r: Kept, key: str) -> float:
-    return max((row["data"][key] for row in r.rows if number(row["data"].get(key))), default=0.0)
+    return max(
+        (row["data"][key] for row in r.rows if number(row["data"].get(key))),
+        default=0.0,
+    )
 
 
 PEAKS = {"avg32": ("mean", "Avg@32 of AIME24"), "maj32": ("maj", "Maj@32"), "best32": ("best", "Best@32"),
@@ -114,7 +154,9 @@ PEAKS = {"avg32": ("mean", "Avg@32 of AIME24"), "maj32": ("maj", "Maj@32"), "bes
 
 def methods(data: dict) -> dict[str, str]:
     """The paper's name of an objective, in whichever form it is trained."""
-    return {v: k for k, v in data["names"].items()} | {k: v["method"] for k, v in data["forms"].items()}
+    return {v: k for k, v in data["names"].items()} | {
+        k: v["method"] for k, v in data["forms"].items()
+    }
 
 
 def printed(runs: list[Kept]) -> list[str]:
@@ -127,10 +169,23 @@ def printed(runs: list[Kept]) -> list[str]:
         for r in runs:
             method = names.get(r.objective, "")
             ours = r.series(validation(kind))[1]
-            same_task = r.scale != "trl" and (metric == "geometry3k") == (r.scale == "paper_geo3k")
+            same_task = r.scale != "trl" and (metric == "geometry3k") == (
+                r.scale == "paper_geo3k"
+            )
             if method in values and ours and same_task:
-                here = words if r.scale.startswith("paper_") else f"{kind}, of the validation of {r.scale}"
-                rows.append([r.label, here, f"{100 * max(ours):.2f}", f"{values[method]:.2f}, {words}"])
+                here = (
+                    words
+                    if r.scale.startswith("paper_")
+                    else f"{kind}, of the validation of {r.scale}"
+                )
+                rows.append(
+                    [
+                        r.label,
+                        here,
+                        f"{100 * max(ours):.2f}",
+                        f"{values[method]:.2f}, {words}",
+                    ]
+                )
     head = ["run", "peak of", "here", "printed in the paper"]
     return ["## Peaks", table(head, rows)] if rows else []
 
@@ -153,15 +208,21 @@ def table1(runs: list[Kept]) -> str:
     for r in (r for r in runs if r.scale == "paper_math"):
         cells = []
         for source in BENCHMARKS.values():
-            mine = r.series(lambda k, s=source: validation("mean")(k) and s in k.lower())[1]  # type: ignore[misc]
+            mine = r.series(
+                lambda k, s=source: validation("mean")(k) and s in k.lower()  # type: ignore[misc]
+            )[1]
             cells.append(f"{100 * mine[-1]:.2f}" if mine else "-")
         method = names.get(r.objective, "")
         rows.append([r.label, *cells])
         if method in printed_rows:
-            rows.append([f"{method}, printed", *(f"{x:.2f}" for x in printed_rows[method][:5])])
+            rows.append(
+                [f"{method}, printed", *(f"{x:.2f}" for x in printed_rows[method][:5])]
+            )
     if not rows:
         return ""
-    return "## Table 1\n\nThe last validation here, in per cent.\n\n" + table(["run", *BENCHMARKS], rows)
+    return "## Table 1\n\nThe last validation here, in per cent.\n\n" + table(
+        ["run", *BENCHMARKS], rows
+    )
 
 
 STATISTICS = {  # of the Cap: what of the gradient is left
@@ -181,8 +242,14 @@ def statistics(runs: list[Kept]) -> str:
         for key, words in STATISTICS.items():
             values = r.series(named(f"actor/upref/{key}"))[1]
             if values:
-                rows.append([r.label, words, f"{mean(values):.3g}", f"{max(values):.3g}"])
-    return "## Cap and parity\n\n" + table(["run", "", "mean over steps", "largest"], rows) if rows else ""
+                rows.append(
+                    [r.label, words, f"{mean(values):.3g}", f"{max(values):.3g}"]
+                )
+    return (
+        "## Cap and parity\n\n" + table(["run", "", "mean over steps", "largest"], rows)
+        if rows
+        else ""
+    )
 
 
 def throughput(runs: list[Kept]) -> str:
@@ -191,13 +258,27 @@ def throughput(runs: list[Kept]) -> str:
     for r in runs:
         e = r.saved.get("estimate", {})
         timed = {
-            k: r.series(named(k))[1] for k in ("timing_s/step", "perf/throughput", "actor/perf/max_memory_allocated_gb")
+            k: r.series(named(k))[1]
+            for k in (
+                "timing_s/step",
+                "perf/throughput",
+                "actor/perf/max_memory_allocated_gb",
+            )
         }
         tokens = r.series(named("perf/total_num_tokens"))[1]
-        was = lambda key, form="{:,.0f}", e=e: form.format(e[key]) if e.get(key) is not None else "-"
+        was = lambda key, form="{:,.0f}", e=e: (
+            form.format(e[key]) if e.get(key) is not None else "-"
+        )
         if seconds := timed["timing_s/step"]:
             hours = sum(seconds) / 3600
-            rows.append([r.label, "seconds a step", f"{mean(seconds):,.1f}", was("step_seconds")])
+            rows.append(
+                [
+                    r.label,
+                    "seconds a step",
+                    f"{mean(seconds):,.1f}",
+                    was("step_seconds"),
+                ]
+            )
             rows.append(
                 [
                     r.label,
@@ -207,12 +288,30 @@ def throughput(runs: list[Kept]) -> str:
                 ]
             )
         if tokens:
-            rows.append([r.label, "tokens a step (most, estimated)", f"{mean(tokens):,.0f}", was("step_tokens")])
+            rows.append(
+                [
+                    r.label,
+                    "tokens a step (most, estimated)",
+                    f"{mean(tokens):,.0f}",
+                    was("step_tokens"),
+                ]
+            )
         if per := timed["perf/throughput"]:
             rows.append([r.label, "tokens a second and GPU", f"{mean(per):,.0f}", "-"])
         if memory := timed["actor/perf/max_memory_allocated_gb"]:
-            rows.append([r.label, "most GB allocated on a GPU", f"{max(memory):,.1f}", was("train_gb")])
-    return "## Throughput\n\n" + table(["run", "", "here", "estimated"], rows) if rows else ""
+            rows.append(
+                [
+                    r.label,
+                    "most GB allocated on a GPU",
+                    f"{max(memory):,.1f}",
+                    was("train_gb"),
+                ]
+            )
+    return (
+        "## Throughput\n\n" + table(["run", "", "here", "estimated"], rows)
+        if rows
+        else ""
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scales beside the scripts of verl's that they follow: every difference, with its reason.
+"""The scales beside the scripts of verl's that they follow: every difference, with its
+reason.
 
     python -m repro.with_verl.upstream
 
-config/facts/upstream.json has what each script hands to verl on an NVIDIA machine, at the commit that it names. Exit
-status: 1 where a difference has no reason.
+config/facts/upstream.json has what each script hands to verl on an NVIDIA machine, at
+the commit that it names. Exit status: 1 where a difference has no reason.
 """
 
 import json
@@ -19,7 +20,8 @@ UNSHARED = (
     "data.train_files", "data.val_files", "trainer.project_name", "trainer.experiment_name", "trainer.logger",
     "trainer.default_local_dir", "ray_kwargs.ray_init.runtime_env.py_executable", "data.prompt_key",
 )  # fmt: skip
-# Why a scale leaves out, or has another value than, what its script sets; the sources of config/scales say the rest.
+# Why a scale leaves out, or has another value than, what its script sets; the sources
+# of config/scales say the rest.
 REASONS = {
     "actor_rollout_ref.actor.policy_loss.loss_mode": "the objective's own, by upref",
     "actor_rollout_ref.actor.loss_agg_mode": "the objective's own",
@@ -98,10 +100,22 @@ def report(found: dict[str, dict]) -> tuple[str, int]:
     for scale, fact in found.items():
         rows = differences(scale, fact)
         same = len(fact["settings"]) - len(rows)
-        parts.append(f"## {scale}: {fact['repository']} {fact['commit'][:8]}, {fact['script']}")
-        parts.append(f"{same} settings of {len(fact['settings'])} are the script's, or name things.")
+        parts.append(
+            f"## {scale}: {fact['repository']} {fact['commit'][:8]}, {fact['script']}"
+        )
+        parts.append(
+            f"{same} settings of {len(fact['settings'])} are the script's, or name things."
+        )
         line = lambda cells: "| " + " | ".join(cells) + " |"
-        parts.append("\n".join([line(("key", "there", "here", "why")), line(("---",) * 4), *map(line, rows)]))
+        parts.append(
+            "\n".join(
+                [
+                    line(("key", "there", "here", "why")),
+                    line(("---",) * 4),
+                    *map(line, rows),
+                ]
+            )
+        )
         unsaid += sum(not why for *_, why in rows)
     return "\n\n".join(parts) + "\n", unsaid
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a test says what it found of a claim (paper/claims): by what it asserts, never by a word of its own.
+"""How a test says what it found of a claim (paper/claims): by what it asserts, never by
+a word of its own.
 
-Each fixture is a function (where, claimed, found, relation): it asserts that the relation holds between what was found
-and what the reading requires, or that it does not, and records the two numbers.
+Each fixture is a function (where, claimed, found, relation): it asserts that the
+relation holds between what was found and what the reading requires, or that it does
+not, and records the two numbers.
 """
 
 import operator
@@ -53,7 +55,9 @@ def holds(record_property):
 
 @pytest.fixture
 def seen(record_property):
-    """Of a comparison of repro/mini/round2/unregistered.py: records the effect, which decides nothing."""
+    """Of a comparison of repro/mini/round2/unregistered.py: records the effect, which
+    decides nothing.
+    """
 
     def describes(name):
         found = unregistered.measure(name, RECORDS)
@@ -71,11 +75,16 @@ def stale_runs():
 
 @pytest.fixture
 def seen_on_stale_data(record_property, stale_runs):
-    """Of UP-DAPO minus DAPO and a number of a run: records the effect, which decides nothing."""
+    """Of UP-DAPO minus DAPO and a number of a run: records the effect, which decides
+    nothing.
+    """
 
     def describes(says, number, s):
         found = stale_runs.difference(Cell("up_dapo", s), Cell("dapo", s), number)
-        record_property("undecided", f"not registered, {found.n} seeds: {says}, {s} rollouts stale {found} points")
+        record_property(
+            "undecided",
+            f"not registered, {found.n} seeds: {says}, {s} rollouts stale {found} points",
+        )
         return found
 
     return describes

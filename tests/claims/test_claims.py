@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts follow from evidence: what is missing, fails or contradicts itself turns a claim red."""
+"""Verdicts follow from evidence: what is missing, fails or contradicts itself turns a
+claim red.
+"""
 
 import hashlib
 import json
@@ -42,12 +44,17 @@ ON_STALE_DATA = standing.stale(results.load(design.RESULTS))
 FAKE = Claim("fake", "Sec. 3.1", "w", "s")
 
 
-# ---- the records -----------------------------------------------------------------------------------------------------
+# ---- the records ---------------------------------------------------------------------
 def test_every_pointer_leads_to_something():
     """Cheap, so that a renamed test or derivation is seen without running any."""
     derivations = {p.stem for p in (ROOT / "derivations").glob("*.py")}
-    exact = json.loads((ROOT / "repro/exact/results/results.json").read_text(encoding="utf-8"))
-    registered = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "repro/mini").rglob("experiments/*.toml"))
+    exact = json.loads(
+        (ROOT / "repro/exact/results/results.json").read_text(encoding="utf-8")
+    )
+    registered = "".join(
+        p.read_text(encoding="utf-8")
+        for p in (ROOT / "repro/mini").rglob("experiments/*.toml")
+    )
     for c in CLAIMS:
         assert c.pointers, c.id
         for kind, pointer in c.pointers:
@@ -63,24 +70,46 @@ def test_every_pointer_leads_to_something():
 
 def test_every_registered_claim_is_evidence_or_says_why_not():
     """Of all experiments: what is left out of every record would bend the verdicts."""
-    registered = {f"{e.name}/{c.id}" for n in (1, 2) for e in map(plan.load, plan.names(round=n)) for c in e.claims}
+    registered = {
+        f"{e.name}/{c.id}"
+        for n in (1, 2)
+        for e in map(plan.load, plan.names(round=n))
+        for c in e.claims
+    }
     registered |= set(ON_STALE_DATA)
     used, exceptions = {x for c in CLAIMS for x in c.mini}, raw()["exceptions"]
-    excused = {x for x in registered if x in exceptions or f"{x.partition('/')[0]}/*" in exceptions}
+    excused = {
+        x
+        for x in registered
+        if x in exceptions or f"{x.partition('/')[0]}/*" in exceptions
+    }
     assert registered - used - excused == set()
     assert not used & excused and all(exceptions.values())
     for key in exceptions:
-        assert key in registered or (key.endswith("/*") and any(x.startswith(key[:-1]) for x in registered)), key
+        assert key in registered or (
+            key.endswith("/*") and any(x.startswith(key[:-1]) for x in registered)
+        ), key
 
 
 def test_our_questions_are_no_statements_of_the_paper():
     ours = [c for c in CLAIMS if c.ours]
-    assert ours and not any(c.quote for c in ours) and all(c.quote for c in CLAIMS if not c.ours)
+    assert (
+        ours
+        and not any(c.quote for c in ours)
+        and all(c.quote for c in CLAIMS if not c.ours)
+    )
 
 
 def test_two_readers_agree_on_every_verdict_against_a_statement():
-    against = [j.claim for j in as_computed() if j.verdict in (words.FALSE, words.CONTRADICTED, words.EXCLUDED)]
-    assert len(against) > 5 and [c.id for c in against if not c.second.startswith("agrees")] == []
+    against = [
+        j.claim
+        for j in as_computed()
+        if j.verdict in (words.FALSE, words.CONTRADICTED, words.EXCLUDED)
+    ]
+    assert (
+        len(against) > 5
+        and [c.id for c in against if not c.second.startswith("agrees")] == []
+    )
 
 
 def test_no_error_of_the_paper_is_counted_twice():
@@ -98,9 +127,15 @@ def test_the_paper_says_so_there(c):
 
 @pytest.mark.skipif(TEX is None, reason="the paper's LaTeX is not here")
 def test_the_page_names_the_text_that_was_read():
-    file = next(p for p in (Path(os.environ.get("UPREF_PAPER", "")), *evidence.PLACES) if p.is_file())
+    file = next(
+        p
+        for p in (Path(os.environ.get("UPREF_PAPER", "")), *evidence.PLACES)
+        if p.is_file()
+    )
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert f"(SHA-256 {digest[:12]}...)" in (ROOT / "docs/claims.md").read_text(encoding="utf-8")
+    assert f"(SHA-256 {digest[:12]}...)" in (ROOT / "docs/claims.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_there_are_sixty_at_least_and_every_section_has_some():
@@ -125,7 +160,9 @@ def test_there_are_sixty_at_least_and_every_section_has_some():
 
 
 def test_the_last_verdicts_are_those_of_these_records():
-    """computed.json is not edited: each verdict is what `judge` makes of the outcomes kept beside it."""
+    """computed.json is not edited: each verdict is what `judge` makes of the outcomes
+    kept beside it.
+    """
     for j in as_computed():
         assert j, f"{j.claim.id}: {j.why} (python -m paper claims --run --save)"
         again = judge(j.claim, list(j.outcomes), j.verdict)
@@ -135,11 +172,17 @@ def test_the_last_verdicts_are_those_of_these_records():
 
 @pytest.mark.slow
 def test_the_experiments_still_say_so():
-    """Those claims that rest on committed results alone, judged again; derivations and tests run as tests anyway."""
+    """Those claims that rest on committed results alone, judged again; derivations and
+    tests run as tests anyway.
+    """
     alone = [c for c in CLAIMS if {kind for kind, _ in c.pointers} <= {"mini", "exact"}]
     before = {j.claim.id: j.verdict for j in as_computed()}
-    now = {j.claim.id: j.verdict for j in evidence.run(alone, before, rerun_exact=False)}
-    assert len(now) > 20 and now == {i: before[i] for i in now}, "python -m paper claims --run --save"
+    now = {
+        j.claim.id: j.verdict for j in evidence.run(alone, before, rerun_exact=False)
+    }
+    assert len(now) > 20 and now == {i: before[i] for i in now}, (
+        "python -m paper claims --run --save"
+    )
 
 
 def test_a_verdict_says_what_it_rests_on():
@@ -151,11 +194,13 @@ def test_a_verdict_says_what_it_rests_on():
         if j.verdict in ("undecided", "excluded"):
             assert any("seed" in o.text for o in j.outcomes), j.claim.id
         if j.verdict == "false as written":
-            assert any("found" in o.text for o in j.outcomes if "counterexample" in o.finds), j.claim.id
+            assert any(
+                "found" in o.text for o in j.outcomes if "counterexample" in o.finds
+            ), j.claim.id
         assert not any("by the paper" in o.text for o in j.outcomes), j.claim.id
 
 
-# ---- one word from what is found -------------------------------------------------------------------------------------
+# ---- one word from what is found -----------------------------------------------------
 @pytest.mark.parametrize(
     ("finds", "condition", "verdict"),
     [
@@ -167,7 +212,8 @@ def test_a_verdict_says_what_it_rests_on():
         (["identity", "undecided"], "", "undecided"),
         (["contradicted", "undecided"], "", "contradicted"),
         (["reproduced", "excluded", "undecided"], "x < 1", "holds under a condition"),
-        (["reproduced", "excluded"], "", RED),  # one experiment shows it, another excludes its size
+        # one experiment shows it, another excludes its size
+        (["reproduced", "excluded"], "", RED),
         (["identity", "excluded"], "", "excluded"),
         (["excluded"], "x < 1", RED),
         (["excluded", "undecided"], "", "undecided"),
@@ -192,10 +238,12 @@ def test_judge(finds, condition, verdict):
 def test_what_cannot_run_leaves_the_last_verdict_standing():
     outcomes = [Outcome("absent", "x", ("not run",), "no paper")]
     assert judge(FAKE, outcomes, "unspecified").verdict == "unspecified"
-    assert not judge(FAKE, outcomes) and not judge(FAKE, [*outcomes, Outcome("tests", "t", ("failed",))], "proved")
+    assert not judge(FAKE, outcomes) and not judge(
+        FAKE, [*outcomes, Outcome("tests", "t", ("failed",))], "proved"
+    )
 
 
-# ---- evidence that is wrong ------------------------------------------------------------------------------------------
+# ---- evidence that is wrong ----------------------------------------------------------
 @pytest.fixture
 def checkout(tmp_path):
     (tmp_path / "derivations").mkdir()
@@ -215,7 +263,9 @@ def checkout(tmp_path):
 
 def test_what_a_library_prints_does_not_hide_the_experiments(checkout):
     (checkout / "repro/mini").mkdir(parents=True)
-    (checkout / "repro/mini/standing.py").write_text("print('[ERROR] of a library'); print('{}')")
+    (checkout / "repro/mini/standing.py").write_text(
+        "print('[ERROR] of a library'); print('{}')"
+    )
     found = evidence.mini(["up-positive/entropy"], checkout)
     assert [o.text for o in found.values()] == ["no experiment registers it"]
 
@@ -227,35 +277,73 @@ def test_a_claim_is_as_red_as_its_evidence(checkout):
         "holds numerically": {"tests": ("tests/test_fake.py::test_silent",)},
         "it is not so": {"derivations": ("right", "wrong")},
         "no such derivation": {"derivations": ("gone",)},
-        "two is not one": {"tests": ("tests/test_fake.py::test_silent", "tests/test_fake.py::test_wrong")},
+        "two is not one": {
+            "tests": (
+                "tests/test_fake.py::test_silent",
+                "tests/test_fake.py::test_wrong",
+            )
+        },
         "there is no such test": {"tests": ("tests/test_fake.py::test_gone",)},
         "no verl": {"tests": ("tests/test_fake.py::test_away",)},
         "no evidence": {},
     }
-    claims = [replace(FAKE, id=name, quote="REINFORCE", **p) for name, p in pointers.items()]
+    claims = [
+        replace(FAKE, id=name, quote="REINFORCE", **p) for name, p in pointers.items()
+    ]
     found = {j.claim.id: j for j in evidence.run(claims, {}, root=checkout)}
     for name, j in found.items():
-        assert j.verdict == name if name in VERDICTS else (j.verdict == RED and name in j.why), (name, j.verdict, j.why)
+        assert (
+            j.verdict == name
+            if name in VERDICTS
+            else (j.verdict == RED and name in j.why)
+        ), (name, j.verdict, j.why)
 
 
 def test_experiments_speak_by_their_own_rule():
-    base = {"shown": "×2", "seeds": 5, "of": 5, "why": "", "limit": "", "needed": None, "bounds_alone": False}
-    say = lambda verdict, **k: evidence.mini_outcome("x", base | {"word": verdict, "verdict": verdict} | k)
-    assert say("reproduced").finds == ("reproduced",) and say("contradicted").finds == ("contradicted",)
+    base = {
+        "shown": "×2",
+        "seeds": 5,
+        "of": 5,
+        "why": "",
+        "limit": "",
+        "needed": None,
+        "bounds_alone": False,
+    }
+    say = lambda verdict, **k: evidence.mini_outcome(
+        "x", base | {"word": verdict, "verdict": verdict} | k
+    )
+    assert say("reproduced").finds == ("reproduced",) and say("contradicted").finds == (
+        "contradicted",
+    )
     assert say("contradicted", bounds_alone=True).finds == ("not seen",)
-    assert say("excluded", limit="excluded above +1").text.startswith("excluded above +1")
+    assert say("excluded", limit="excluded above +1").text.startswith(
+        "excluded above +1"
+    )
     assert say("not testable", why="no gate").finds == ("not testable",)
     few = say("not finished", seeds=2, of=17, needed=16)
-    assert few.finds == ("undecided",) and "2 of 17 seeds: it would take 16 seeds" in few.text
+    assert (
+        few.finds == ("undecided",)
+        and "2 of 17 seeds: it would take 16 seeds" in few.text
+    )
     enough = say("undecided", seeds=17, of=17, needed=12)
-    assert enough.finds == ("undecided",) and "17 of 17 seeds: the power was there" in enough.text
+    assert (
+        enough.finds == ("undecided",)
+        and "17 of 17 seeds: the power was there" in enough.text
+    )
     assert evidence.mini_outcome("gone", None).finds == ("failed",)
-    part = evidence.exact_outcome("x", {"verdict": "holds in part", "because": "at large doses"})
-    assert part.finds == ("reproduced", "contradicted") and part.condition == "at large doses"
+    part = evidence.exact_outcome(
+        "x", {"verdict": "holds in part", "because": "at large doses"}
+    )
+    assert (
+        part.finds == ("reproduced", "contradicted")
+        and part.condition == "at large doses"
+    )
 
 
 def test_contradicted_needs_an_opposite_effect():
-    """A difference of two methods on the other side of none; not a bound on one method, nor a size not reached."""
+    """A difference of two methods on the other side of none; not a bound on one method,
+    nor a size not reached.
+    """
     alone = {
         "family/entropy_rises": True,
         "family/asymmetric_do_not_collapse": True,
@@ -269,7 +357,9 @@ def test_contradicted_needs_an_opposite_effect():
     of_the_paper = {j.claim.id: j.verdict for j in as_computed() if not j.claim.ours}
     assert "contradicted" not in of_the_paper.values()
     soft = {"no-upper-clip-explodes", "up-grpo-entropy-rises", "aspo-keeps-its-entropy"}
-    assert {i for i, verdict in of_the_paper.items() if verdict == "not seen here"} == soft
+    assert {
+        i for i, verdict in of_the_paper.items() if verdict == "not seen here"
+    } == soft
     (ours,) = (j.claim for j in as_computed() if j.claim.id == "surpasses-all")
     assert ours.ours and not ours.quote
 
@@ -279,9 +369,17 @@ def test_the_paper_is_searched_as_it_prints():
     assert evidence.sections_of("words here", tex) == ["2.1", "A"]
     c = replace(FAKE, place="Sec. 2.1", quote="words here", absent=("dual",))
     assert [o.finds for o in evidence.in_the_paper(c, (tex, ""))] == [("unspecified",)]
-    assert [o.finds for o in evidence.in_the_paper(c, (tex + "Dual", ""))] == [("failed",)]
-    assert next(iter(evidence.in_the_paper(replace(c, place="App. B"), (tex, "")))).finds == ("failed",)
-    told = [o.text for comments in ("", "% dual clip") for o in evidence.in_the_paper(c, (tex, comments))]
+    assert [o.finds for o in evidence.in_the_paper(c, (tex + "Dual", ""))] == [
+        ("failed",)
+    ]
+    assert next(
+        iter(evidence.in_the_paper(replace(c, place="App. B"), (tex, "")))
+    ).finds == ("failed",)
+    told = [
+        o.text
+        for comments in ("", "% dual clip")
+        for o in evidence.in_the_paper(c, (tex, comments))
+    ]
     assert "nor have" in told[0] and "commented-out" in told[1]
 
 
@@ -295,20 +393,27 @@ def test_the_paper_is_read_without_its_comments(tmp_path, monkeypatch):
         evidence.paper()
 
 
-# ---- the command and the pages ---------------------------------------------------------------------------------------
+# ---- the command and the pages -------------------------------------------------------
 def test_the_command(capsys):
     assert main(["claims"]) == 0
     listed = capsys.readouterr().out
-    assert listed.startswith(f"Of {sum(not c.ours for c in CLAIMS)} statements of the paper") and all(
-        f"[{c.id}]" in listed for c in CLAIMS
-    )
+    assert listed.startswith(
+        f"Of {sum(not c.ours for c in CLAIMS)} statements of the paper"
+    ) and all(f"[{c.id}]" in listed for c in CLAIMS)
     assert main(["claims", "--section", "3.3", "--verdict", "false", "--json"]) == 0
     some = json.loads(capsys.readouterr().out)["claims"]
-    assert some and {(c["section"], c["verdict"]) for c in some} == {("3.3", "false as written")}
-    assert main(["claims", "--section", "3", "-v"]) == 0 and "proof" in capsys.readouterr().out
+    assert some and {(c["section"], c["verdict"]) for c in some} == {
+        ("3.3", "false as written")
+    }
+    assert (
+        main(["claims", "--section", "3", "-v"]) == 0
+        and "proof" in capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize("argv", [["--section", "9"], ["--verdict", "maybe"], ["--save"]])
+@pytest.mark.parametrize(
+    "argv", [["--section", "9"], ["--verdict", "maybe"], ["--save"]]
+)
 def test_bad_input_is_one_sentence(argv, capsys):
     assert main(["claims", *argv]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -316,7 +421,10 @@ def test_bad_input_is_one_sentence(argv, capsys):
 
 def test_what_is_right_comes_first():
     """In a section; and the sections in the paper's order; then our questions."""
-    shown = [(j.claim.ours, j.claim.section[0], page.ORDER.index(j.verdict)) for j in page.right_first(as_computed())]
+    shown = [
+        (j.claim.ours, j.claim.section[0], page.ORDER.index(j.verdict))
+        for j in page.right_first(as_computed())
+    ]
     assert shown == sorted(shown) and len(shown) == len(CLAIMS)
 
 
@@ -328,7 +436,10 @@ def test_a_rerun_says_what_it_needs(tmp_path):
 
 def test_a_red_claim_is_exit_status_1(monkeypatch, capsys):
     """A record that has changed since its verdict was computed has none."""
-    monkeypatch.setattr("paper.claims.read", lambda: [replace(CLAIMS[0], says="something else"), *CLAIMS[1:]])
+    monkeypatch.setattr(
+        "paper.claims.read",
+        lambda: [replace(CLAIMS[0], says="something else"), *CLAIMS[1:]],
+    )
     assert main(["claims"]) == 1 and "1 is red" in capsys.readouterr().out
 
 
@@ -340,26 +451,48 @@ def test_the_words_are_explained_where_they_are_used():
 def test_what_is_saved_is_what_is_read():
     judged = as_computed()
     entries = json.loads(json.dumps(saved(judged, "d", "c")))
-    assert as_computed(CLAIMS, entries) == judged and page.made(entries) == "Computed on d at commit c."
+    assert (
+        as_computed(CLAIMS, entries) == judged
+        and page.made(entries) == "Computed on d at commit c."
+    )
 
 
-@pytest.mark.parametrize("text", ["[[claim]]\nid = 3", "x = ", '[[claim]]\nid="a"\nplace="p. 3"\nquote="w"\nsays="s"'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[[claim]]\nid = 3",
+        "x = ",
+        '[[claim]]\nid="a"\nplace="p. 3"\nquote="w"\nsays="s"',
+    ],
+)
 def test_a_bad_record_is_one_sentence(text):
     with pytest.raises(InputError):
         read(text)
 
 
 def test_the_pages_are_fresh():
-    for name, text in (("docs/claims.md", page.markdown()), ("README.md", page.summary())):
-        assert text.rstrip() in (ROOT / name).read_text(encoding="utf-8"), f"run `python -m docs.make {name}`"
+    for name, text in (
+        ("docs/claims.md", page.markdown()),
+        ("README.md", page.summary()),
+    ):
+        assert text.rstrip() in (ROOT / name).read_text(encoding="utf-8"), (
+            f"run `python -m docs.make {name}`"
+        )
     assert {"claims", "claims_tally"} <= set(make.GENERATED)
 
 
 def test_an_interrupt_ends_what_was_started():
     jobs = []
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), ThreadPoolExecutor(2) as pool, evidence._ended(jobs):
-        jobs += [pool.submit(evidence.process, ROOT, "-c", "import time; time.sleep(600)") for _ in range(5)]
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ThreadPoolExecutor(2) as pool,
+        evidence._ended(jobs),
+    ):
+        jobs += [
+            pool.submit(evidence.process, ROOT, "-c", "import time; time.sleep(600)")
+            for _ in range(5)
+        ]
         while len(evidence._running) < 2:
             time.sleep(0.01)
         raise KeyboardInterrupt

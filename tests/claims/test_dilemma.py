@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims of Section 3: REINFORCE, importance sampling, clipping, Cap. What is derived is in derivations/."""
+"""Claims of Section 3: REINFORCE, importance sampling, clipping, Cap. What is derived
+is in derivations/.
+"""
 
 import operator
 from itertools import pairwise, product
@@ -11,27 +13,34 @@ import upref
 from tests.support.on_tokens import F64, T, flow, gradient, weight
 
 
-# ---- REINFORCE -------------------------------------------------------------------------------------------------------
+# ---- REINFORCE -----------------------------------------------------------------------
 def test_the_gradient_of_eq_1_is_not_eq_2(counterexample, holds):
     """Two arms, equally likely, A = (1, 0): the smallest."""
     z, A = T(0.0, 0.0), T(1.0, 0.0)
     fn = upref.get("reinforce").fn
     pi = torch.softmax(z, 0)
     eq_2 = gradient(lambda z: (pi * A * torch.log_softmax(z, 0)).sum(), z)
-    eq_1 = gradient(lambda z: (torch.softmax(z, 0) * fn(torch.log_softmax(z, 0), None, A)).sum(), z)
+    eq_1 = gradient(
+        lambda z: (torch.softmax(z, 0) * fn(torch.log_softmax(z, 0), None, A)).sum(), z
+    )
     frozen = gradient(lambda z: (pi * fn(torch.log_softmax(z, 0), None, A)).sum(), z)
     holds("∂/∂z_1 of Eq. 1, its samples held fixed", eq_2[0].item(), frozen[0].item())
-    counterexample("∂/∂z_1 of Eq. 1, π = (1/2, 1/2), A = (1, 0)", eq_2[0].item(), eq_1[0].item())
+    counterexample(
+        "∂/∂z_1 of Eq. 1, π = (1/2, 1/2), A = (1, 0)", eq_2[0].item(), eq_1[0].item()
+    )
 
 
-# ---- importance sampling ---------------------------------------------------------------------------------------------
+# ---- importance sampling -------------------------------------------------------------
 def responses():
     return list(product((0, 1), repeat=2))
 
 
 def test_a_token_ratio_estimates_the_target_for_one_token_only(counterexample, holds):
-    """Two binary tokens, π_old uniform, R = 1 for (1, 1) alone: E_old[Σ r_t R ∇log π_t] against ∇E_π[R]."""
-    z = T(1.0, 1.0)  # logits of a 1 in the first and, whatever the first was, in the second place
+    """Two binary tokens, π_old uniform, R = 1 for (1, 1) alone: E_old[Σ r_t R ∇log π_t]
+    against ∇E_π[R].
+    """
+    # logits of a 1 in the first and, whatever the first was, in the second place
+    z = T(1.0, 1.0)
 
     def lp(z, o):
         one = torch.nn.functional.logsigmoid
@@ -39,35 +48,73 @@ def test_a_token_ratio_estimates_the_target_for_one_token_only(counterexample, h
 
     fn, old = upref.get("is_pg").fn, T(0.5, 0.5).log()
     R = {o: float(o == (1, 1)) for o in responses()}
-    target = gradient(lambda z: sum(lp(z, o).sum().exp() * R[o] for o in responses()), z)
-    tokens = gradient(lambda z: sum(0.25 * fn(lp(z, o), old, T(R[o])).sum() for o in responses()), z)
-    whole = gradient(lambda z: sum(0.25 * fn(lp(z, o).sum(), old.sum(), T(R[o])).sum() for o in responses()), z)
-    holds("∂/∂z_1 by the ratio of the whole response", target[0].item(), whole[0].item())
-    counterexample("∂/∂z_1 by token ratios, two tokens, π_old uniform", target[0].item(), tokens[0].item())
+    target = gradient(
+        lambda z: sum(lp(z, o).sum().exp() * R[o] for o in responses()), z
+    )
+    tokens = gradient(
+        lambda z: sum(0.25 * fn(lp(z, o), old, T(R[o])).sum() for o in responses()), z
+    )
+    whole = gradient(
+        lambda z: sum(
+            0.25 * fn(lp(z, o).sum(), old.sum(), T(R[o])).sum() for o in responses()
+        ),
+        z,
+    )
+    holds(
+        "∂/∂z_1 by the ratio of the whole response", target[0].item(), whole[0].item()
+    )
+    counterexample(
+        "∂/∂z_1 by token ratios, two tokens, π_old uniform",
+        target[0].item(),
+        tokens[0].item(),
+    )
 
 
 def test_the_factor_r_is_what_makes_it_right(counterexample):
-    """One step, three arms: with r the mean under π_old is the gradient of E_π[A]; without, as UP has it, it is not."""
+    """One step, three arms: with r the mean under π_old is the gradient of E_π[A];
+    without, as UP has it, it is not.
+    """
     z, A, mu = T(0.0, 0.0, 0.693147), T(1.0, 0.0, 0.0), T(1.0, 1.0, 1.0) / 3
     target = gradient(lambda z: (torch.softmax(z, 0) * A).sum(), z)
-    by = lambda name: gradient(lambda z: (mu * upref.get(name).fn(torch.log_softmax(z, 0), mu.log(), A)).sum(), z)
+    by = lambda name: gradient(
+        lambda z: (mu * upref.get(name).fn(torch.log_softmax(z, 0), mu.log(), A)).sum(),
+        z,
+    )
     assert torch.allclose(by("is_pg"), target, atol=1e-15)
-    counterexample("∂/∂z_1 without the factor r", target[0].item(), by("up_grpo")[0].item())
+    counterexample(
+        "∂/∂z_1 without the factor r", target[0].item(), by("up_grpo")[0].item()
+    )
 
 
 def test_r_explodes_when_marginal_means_absolute(holds, counterexample):
     mu = 1e-6
-    holds("r after π rises by 0.001 from π_old = 1e-6", 100, (mu + 0.001) / mu, operator.gt)
-    counterexample("r after π rises by a tenth of itself, whatever π_old", 100, 1.1 * mu / mu, operator.gt)
+    holds(
+        "r after π rises by 0.001 from π_old = 1e-6",
+        100,
+        (mu + 0.001) / mu,
+        operator.gt,
+    )
+    counterexample(
+        "r after π rises by a tenth of itself, whatever π_old",
+        100,
+        1.1 * mu / mu,
+        operator.gt,
+    )
 
 
 def test_the_weight_is_at_most_one_over_pi_old(holds):
     for mu in (1e-1, 1e-3, 1e-6):
-        holds(f"largest weight at π_old = {mu:g}, A = 1", 1 / mu, weight("is_pg", 1 / mu, 1.0))
+        holds(
+            f"largest weight at π_old = {mu:g}, A = 1",
+            1 / mu,
+            weight("is_pg", 1 / mu, 1.0),
+        )
 
 
 def test_the_geometric_mean_tames_long_responses(holds):
-    """Token ratios 1.2 or 0.8, equally likely and independent: variances by listing all, T = 1 to 10."""
+    """Token ratios 1.2 or 0.8, equally likely and independent: variances by listing
+    all, T = 1 to 10.
+    """
     spread = []
     for length in range(1, 11):
         r = torch.tensor(list(product((1.2, 0.8), repeat=length)), dtype=F64)
@@ -75,10 +122,15 @@ def test_the_geometric_mean_tames_long_responses(holds):
         assert torch.allclose(s, whole ** (1 / length))
         spread.append((whole.var(correction=0).item(), s.var(correction=0).item()))
     assert all(a[0] < b[0] and a[1] > b[1] for a, b in pairwise(spread))
-    holds("variance of s over that of the whole ratio at T = 10", 1, spread[-1][1] / spread[-1][0], operator.lt)
+    holds(
+        "variance of s over that of the whole ratio at T = 10",
+        1,
+        spread[-1][1] / spread[-1][0],
+        operator.lt,
+    )
 
 
-# ---- equations 4 to 6 by hand ----------------------------------------------------------------------------------------
+# ---- equations 4 to 6 by hand --------------------------------------------------------
 LP = [[-0.5, -3.0, -0.2], [-1.2, -0.4, 0.0], [-2.0, -0.1, -0.7]]
 OLD = [[-0.6, -3.5, -0.2], [-0.7, -0.4, 0.0], [-1.0, -0.9, -0.9]]
 LENGTHS, ADV = [3, 2, 3], [1.0, -0.5, 1.5]
@@ -86,7 +138,12 @@ LENGTHS, ADV = [3, 2, 3], [1.0, -0.5, 1.5]
 
 def batch():
     mask = torch.tensor([[t < n for t in range(3)] for n in LENGTHS])
-    return upref.Rollouts(torch.tensor(LP, dtype=F64), torch.tensor(OLD, dtype=F64), T(*ADV)[:, None], mask)
+    return upref.Rollouts(
+        torch.tensor(LP, dtype=F64),
+        torch.tensor(OLD, dtype=F64),
+        T(*ADV)[:, None],
+        mask,
+    )
 
 
 def clipped(r, A, low, high):
@@ -94,9 +151,16 @@ def clipped(r, A, low, high):
 
 
 def test_eq_4_by_hand(holds):
-    rows = [[clipped(exp(LP[i][t] - OLD[i][t]), A, 0.2, 0.2) for t in range(LENGTHS[i])] for i, A in enumerate(ADV)]
+    rows = [
+        [clipped(exp(LP[i][t] - OLD[i][t]), A, 0.2, 0.2) for t in range(LENGTHS[i])]
+        for i, A in enumerate(ADV)
+    ]
     by_hand = sum(sum(x) / len(x) for x in rows) / 3
-    holds("J_GRPO of three responses, summed as Eq. 4 is printed", by_hand, upref.get("grpo")(batch()).item())
+    holds(
+        "J_GRPO of three responses, summed as Eq. 4 is printed",
+        by_hand,
+        upref.get("grpo")(batch()).item(),
+    )
 
 
 def test_eqs_5_and_6_by_hand(holds):
@@ -109,31 +173,56 @@ def test_eqs_5_and_6_by_hand(holds):
 
 def test_dapo_has_two_bounds_and_no_kl_term():
     o = upref.get("dapo")
-    assert {"eps_low", "eps_high"} <= set(o.hyperparameters) and "beta" not in o.hyperparameters and not o.kl
+    assert (
+        {"eps_low", "eps_high"} <= set(o.hyperparameters)
+        and "beta" not in o.hyperparameters
+        and not o.kl
+    )
 
 
-# ---- clipping and Cap ------------------------------------------------------------------------------------------------
-def test_clipping_ends_a_token_s_own_push_and_does_not_keep_its_ratio(holds, counterexample):
-    """Two arms: beyond the bound a token has no gradient of its own, and one large step goes beyond the bound."""
+# ---- clipping and Cap ----------------------------------------------------------------
+def test_clipping_ends_a_token_s_own_push_and_does_not_keep_its_ratio(
+    holds, counterexample
+):
+    """Two arms: beyond the bound a token has no gradient of its own, and one large step
+    goes beyond the bound.
+    """
     holds("weight of a right token at r = 1.21, ε = 0.2", 0, weight("grpo", 1.21, 1.0))
     holds("weight of a wrong token at r = 0.79, ε = 0.2", 0, weight("grpo", 0.79, -1.0))
     r = flow(1, 2.0, (0.5, 0.5), (1.0, -1.0), "grpo")[0]
-    counterexample("π_θ/π_old after one step, lr 2, π_old = (1/2, 1/2), A = (1, -1)", 1.2, r, operator.le)
+    counterexample(
+        "π_θ/π_old after one step, lr 2, π_old = (1/2, 1/2), A = (1, -1)",
+        1.2,
+        r,
+        operator.le,
+    )
 
 
-# ---- Section 2 -------------------------------------------------------------------------------------------------------
+# ---- Section 2 -----------------------------------------------------------------------
 def test_in_which_sense_dapo_clips_symmetrically(holds, counterexample):
     holds("weight of a right token under DAPO, r = 50", 0, weight("dapo", 50.0, 1.0))
     holds("weight of a wrong token under DAPO, r = 0.02", 0, weight("dapo", 0.02, -1.0))
     for name in ("dapo", "gspo"):
         bounds = upref.get(name).hyperparameters
-        counterexample(f"ε_high of {name.upper()}, as ε_low", bounds["eps_low"], bounds["eps_high"])
+        counterexample(
+            f"ε_high of {name.upper()}, as ε_low", bounds["eps_low"], bounds["eps_high"]
+        )
 
 
 def test_ppo_clips_and_trpo_does_not(holds, counterexample):
-    """TRPO's surrogate is E[r A] (its Eq. 14); the constraint is on the mean KL divergence."""
-    holds("weight of a right token under PPO's clip, r = 50", 0, weight("ppo_clip", 50.0, 1.0))
-    counterexample("weight of a right token in TRPO's surrogate r A, r = 50", 0, weight("is_pg", 50.0, 1.0))
+    """TRPO's surrogate is E[r A] (its Eq. 14); the constraint is on the mean KL
+    divergence.
+    """
+    holds(
+        "weight of a right token under PPO's clip, r = 50",
+        0,
+        weight("ppo_clip", 50.0, 1.0),
+    )
+    counterexample(
+        "weight of a right token in TRPO's surrogate r A, r = 50",
+        0,
+        weight("is_pg", 50.0, 1.0),
+    )
 
 
 def test_the_methods_of_section_2_read_the_old_policy(holds):
@@ -144,7 +233,12 @@ def test_the_methods_of_section_2_read_the_old_policy(holds):
             lambda lp: upref.get(name)(upref.Rollouts(lp, old, T(1.0)[None], mask)), now
         )
         apart = (J(now) - J(now + 0.05)).abs().max().item()
-        holds(f"largest change of the gradient of {name} with the old policy", 1e-6, apart, operator.gt)
+        holds(
+            f"largest change of the gradient of {name} with the old policy",
+            1e-6,
+            apart,
+            operator.gt,
+        )
 
 
 def test_the_derivative_at_the_kink(holds, counterexample):
@@ -157,13 +251,23 @@ def test_the_derivative_at_the_kink(holds, counterexample):
 
 def test_one_large_step_passes_the_bound(counterexample):
     r = flow(1, 2.0, (0.5, 0.5), (1.0, -1.0))[0]
-    counterexample("π_θ/π_old after one step, lr 2, π_old = (1/2, 1/2), A = (1, -1)", 1.28, r, operator.le)
+    counterexample(
+        "π_θ/π_old after one step, lr 2, π_old = (1/2, 1/2), A = (1, -1)",
+        1.28,
+        r,
+        operator.le,
+    )
 
 
 def test_small_steps_pass_the_bound(counterexample):
     mu = (0.01, 0.495, 0.495)
     r = flow(1000, 0.1, mu, (1.0, -1.0, -1.0))[0]
-    counterexample("π_θ after 1000 small steps, π_old = 0.01", min(1, 1.28 * 0.01), r * 0.01, operator.le)
+    counterexample(
+        "π_θ after 1000 small steps, π_old = 0.01",
+        min(1, 1.28 * 0.01),
+        r * 0.01,
+        operator.le,
+    )
 
 
 def test_cap_is_linear_only_while_the_bound_is_below_1(counterexample, holds):

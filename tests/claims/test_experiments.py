@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims of Section 5 and Appendix A that numbers in print can settle: tables, peaks, settings."""
+"""Claims of Section 5 and Appendix A that numbers in print can settle: tables, peaks,
+settings.
+"""
 
 import operator
 from itertools import product
@@ -18,7 +20,10 @@ from upref import get
 from upref.metrics import best_at_k_replaced
 
 TABLE = read(PAPER.read_text(encoding="utf-8"))
-PRINTED = {name: list(map(float, cells)) for name, cells in zip(TABLE.rows, TABLE.cells, strict=True)}
+PRINTED = {
+    name: list(map(float, cells))
+    for name, cells in zip(TABLE.rows, TABLE.cells, strict=True)
+}
 AVERAGE = dict(zip(TABLE.rows, map(float, TABLE.averages), strict=True))
 OURS = "UP-GRPO"
 KEPT = paper()
@@ -30,9 +35,12 @@ def best_other(j):
     return max(cells[j] for name, cells in PRINTED.items() if name != OURS)
 
 
-# ---- peaks -----------------------------------------------------------------------------------------------------------
+# ---- peaks ---------------------------------------------------------------------------
 def nearest(percent, n):
-    return max((floor(percent * n / 100 + x) for x in (0, 1)), key=lambda k: -abs(100 * k / n - percent))
+    return max(
+        (floor(percent * n / 100 + x) for x in (0, 1)),
+        key=lambda k: -abs(100 * k / n - percent),
+    )
 
 
 def test_avg32_peaks_are_shares_of_960_answers(holds):
@@ -42,7 +50,9 @@ def test_avg32_peaks_are_shares_of_960_answers(holds):
 
 
 def test_which_estimators_can_give_best32(holds, counterexample):
-    """Drawing 32 of 32 answers with replacement, a problem with k right ones counts 1 - (1 - k/32)^32."""
+    """Drawing 32 of 32 answers with replacement, a problem with k right ones counts 1 -
+    (1 - k/32)^32.
+    """
     one = lambda k: best_at_k_replaced(torch.arange(32)[None] < k, 32).value
     few = [one(k) for k in (1, 2, 3, 4)]
     for name, p in PEAKS["best32"].items():
@@ -51,12 +61,27 @@ def test_which_estimators_can_give_best32(holds, counterexample):
             for rarely in product(range(5), repeat=4) for solved in range(18, 28) if solved + sum(rarely) <= 30
         )  # fmt: skip
         found = min(values, key=lambda v: abs(v - p))
-        holds(f"{name}: a value of the bootstrap with replacement, in per cent", p, found, close)
-        counterexample(f"{name}: the nearest share of 30 problems, in per cent", p, 100 * nearest(p, 30) / 30, close)
+        holds(
+            f"{name}: a value of the bootstrap with replacement, in per cent",
+            p,
+            found,
+            close,
+        )
+        counterexample(
+            f"{name}: the nearest share of 30 problems, in per cent",
+            p,
+            100 * nearest(p, 30) / 30,
+            close,
+        )
 
 
 def lead(metric, one, other, holds, said):
-    holds(f"{one} minus {other}, {metric}, points", said, PEAKS[metric][one] - PEAKS[metric][other], close)
+    holds(
+        f"{one} minus {other}, {metric}, points",
+        said,
+        PEAKS[metric][one] - PEAKS[metric][other],
+        close,
+    )
 
 
 def test_gain_of_up_gspo(holds):
@@ -84,16 +109,29 @@ def test_peak_of_best32(holds):
     above("best32", holds)
 
 
-# ---- Table 1 ---------------------------------------------------------------------------------------------------------
+# ---- Table 1 -------------------------------------------------------------------------
 def test_up_grpo_has_the_best_average(holds):
     assert all(r.follows for r in audit(TABLE).rows)
     holds("UP-GRPO's average, in per cent", 61.31, AVERAGE[OURS])
-    holds("against the best other average", max(a for n, a in AVERAGE.items() if n != OURS), AVERAGE[OURS], operator.gt)
+    holds(
+        "against the best other average",
+        max(a for n, a in AVERAGE.items() if n != OURS),
+        AVERAGE[OURS],
+        operator.gt,
+    )
 
 
 def test_the_margin_over_gspo(holds, counterexample):
-    holds("UP-GRPO minus GSPO, of the printed averages", 1.16, AVERAGE[OURS] - AVERAGE["GSPO"])
-    counterexample("UP-GRPO minus GSPO, of the answers themselves", 1.16, round(audit(TABLE).lead, 4))
+    holds(
+        "UP-GRPO minus GSPO, of the printed averages",
+        1.16,
+        AVERAGE[OURS] - AVERAGE["GSPO"],
+    )
+    counterexample(
+        "UP-GRPO minus GSPO, of the answers themselves",
+        1.16,
+        round(audit(TABLE).lead, 4),
+    )
 
 
 def test_up_grpo_is_first_or_tied_on_four(holds):
@@ -115,8 +153,15 @@ def test_up_grpo_is_above_grpo_on_all_five(holds):
 
 def test_up_grpo_is_never_behind_its_family(holds, counterexample):
     family = [PRINTED[n] for n in ("GRPO", "Dr. GRPO", "GMPO", "GSPO")]
-    least = min(ours - theirs[j] for theirs in family for j, ours in enumerate(PRINTED[OURS]))
-    holds("smallest lead over GRPO, Dr. GRPO, GMPO and GSPO on a benchmark, points", 0, least, operator.ge)
+    least = min(
+        ours - theirs[j] for theirs in family for j, ours in enumerate(PRINTED[OURS])
+    )
+    holds(
+        "smallest lead over GRPO, Dr. GRPO, GMPO and GSPO on a benchmark, points",
+        0,
+        least,
+        operator.ge,
+    )
     counterexample("the same, without ties", 0, least, operator.gt)
 
 
@@ -126,30 +171,47 @@ def test_twelve_baselines_are_eleven_and_dapo(holds):
     assert "DAPO" not in others and KEPT["names"]["DAPO"] == "dapo"
 
 
-# ---- what the ablations are taken to show ----------------------------------------------------------------------------
+# ---- what the ablations are taken to show --------------------------------------------
 def test_a_bounded_gradient_that_is_never_clipped_needs_no_self_anchor(counterexample):
-    """GPPO keeps π_old in its ratio and stops the gradient of the ratio's excess: 1+ε at most, and never 0."""
+    """GPPO keeps π_old in its ratio and stops the gradient of the ratio's excess: 1+ε
+    at most, and never 0.
+    """
     found = weight("gppo", 50.0, 1.0)
     assert 0 < found
-    counterexample("weight of a right token under GPPO, r = 50: as large as r", 50, found, operator.ge)
+    counterexample(
+        "weight of a right token under GPPO, r = 50: as large as r",
+        50,
+        found,
+        operator.ge,
+    )
 
 
 def test_methods_that_collapse_are_asymmetric_too(holds, counterexample):
     """SAPO's temperatures and GSPO's bounds differ by the sign of the advantage."""
     for name in ("w_reinforce", "aspo", "up_grpo"):
         wrong, right = -weight(name, 1.1, -1.0), weight(name, 1.1, 1.0)
-        holds(f"weight at r = 1.1 of a right token under {name}, as of a wrong one", wrong, right, operator.ne)
+        holds(
+            f"weight at r = 1.1 of a right token under {name}, as of a wrong one",
+            wrong,
+            right,
+            operator.ne,
+        )
     wrong, right = -weight("sapo", 1.3, -1.0), weight("sapo", 1.3, 1.0)
-    counterexample("weight at r = 1.3 of a right token under SAPO, as of a wrong one", wrong, right)
+    counterexample(
+        "weight at r = 1.3 of a right token under SAPO, as of a wrong one", wrong, right
+    )
     bounds = get("gspo").hyperparameters
     counterexample("ε_high of GSPO, as ε_low", bounds["eps_low"], bounds["eps_high"])
 
 
-# ---- settings --------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------
 def pairs(table):
     t = KEPT[table]
     return [
-        (t["columns"][i : i + 2], [(row[0], row[1 + i], row[2 + i]) for row in t["rows"]])
+        (
+            t["columns"][i : i + 2],
+            [(row[0], row[1 + i], row[2 + i]) for row in t["rows"]],
+        )
         for i in range(0, len(t["columns"]), 2)
     ]
 
@@ -165,10 +227,14 @@ def test_only_eps_high_differs(holds):
 def test_which_tables_give_grpo_one_epsilon(holds, counterexample):
     for table, say in (("A3", holds), ("A5", counterexample)):
         rows = {row[0]: row[1] for row in KEPT[table]["rows"]}
-        say(f"ε_high of GRPO in Table {table}, as ε_low", rows["Lower Clip ε_low"], rows["Upper Clip ε_high"])
+        say(
+            f"ε_high of GRPO in Table {table}, as ε_low",
+            rows["Lower Clip ε_low"],
+            rows["Upper Clip ε_high"],
+        )
 
 
-# ---- runs that nobody registered: they decide nothing ----------------------------------------------------------------
+# ---- runs that nobody registered: they decide nothing --------------------------------
 def test_w_reinforce_in_its_authors_form_keeps_its_entropy(seen):
     found = seen("w_reinforce")
     assert found.low < 0 < found.high and found.n == 13
@@ -179,7 +245,8 @@ def test_aspo_in_its_authors_form_loses_entropy(seen):
 
 
 def test_the_self_anchor_and_the_largest_gradient_norm(seen):
-    assert seen("anchor_middle").high < 0 and seen("anchor_high").high < 0  # logarithms of ratios
+    # logarithms of ratios
+    assert seen("anchor_middle").high < 0 and seen("anchor_high").high < 0
 
 
 def test_maj32_on_stale_data(seen_on_stale_data):
@@ -194,11 +261,19 @@ def test_avg32_on_stale_data_at_t_1(seen_on_stale_data):
 
 
 def test_peaks_of_best32_in_the_miniature(seen_on_stale_data, record_property):
-    """In round two the highest of a run's evaluations is that of the untrained policy, whatever the method."""
+    """In round two the highest of a run's evaluations is that of the untrained policy,
+    whatever the method.
+    """
     for dose in map(plan.load, ("dose_low", "dose_middle", "dose_high")):
         for arm, seed in product(("dapo", "up_dapo"), dose.seeds):
             best = RECORDS[dose.run(arm, seed).key]["evals"]["test/top_p_0.7"]["best"]
             assert max(best) == best[0], (dose.name, arm, seed)
-    record_property("undecided", "round two: in every run the peak of Best@32 is the untrained policy's")
-    gains = [seen_on_stale_data("peak of Best@32 UP-DAPO − DAPO", at_peak("best"), s) for s in (0, 4, 16)]
+    record_property(
+        "undecided",
+        "round two: in every run the peak of Best@32 is the untrained policy's",
+    )
+    gains = [
+        seen_on_stale_data("peak of Best@32 UP-DAPO − DAPO", at_peak("best"), s)
+        for s in (0, 4, 16)
+    ]
     assert gains[0].low < 0 < gains[0].high and all(e.low > 0 for e in gains[1:])

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims of Section 4 and Appendices B and C: UP, the negative branch, the sequence level."""
+"""Claims of Section 4 and Appendices B and C: UP, the negative branch, the sequence
+level.
+"""
 
 import operator
 from dataclasses import replace
@@ -15,7 +17,7 @@ from upref.weights.batches import batch, grad
 RATIOS = (1e-3, 0.5, 0.8, 1.0, 1.28, 2.0, 50.0, 1e3)
 
 
-# ---- Section 4.1 -----------------------------------------------------------------------------------------------------
+# ---- Section 4.1 ---------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["up_grpo", "up_dapo", "up_gspo"])
 def test_every_positive_token_keeps_its_weight(name, holds):
     assert {weight(name, r, 1.0) for r in RATIOS} == {1.0}
@@ -25,12 +27,24 @@ def test_every_positive_token_keeps_its_weight(name, holds):
 def test_cap_of_up_is_1_minus_p(holds):
     for p, mu in product((0.01, 0.5, 0.99), repeat=2):
         assert upref.capacity("up_dapo", p, mu, 1.0).item() == pytest.approx(1 - p)
-    holds("UP-DAPO's Cap at π_θ = 0.0128, π_old = 0.01", 0.9872, upref.capacity("up_dapo", 0.0128, 0.01, 1.0).item())
+    holds(
+        "UP-DAPO's Cap at π_θ = 0.0128, π_old = 0.01",
+        0.9872,
+        upref.capacity("up_dapo", 0.0128, 0.01, 1.0).item(),
+    )
 
 
 def test_only_the_positive_branch_is_without_a_ratio(holds, counterexample):
-    holds("weight of a right token under UP-DAPO, r = 50, A = 1", 1, weight("up_dapo", 50.0, 1.0))
-    counterexample("weight of a wrong token under UP-DAPO, r = 50, A = -1", -1, weight("up_dapo", 50.0, -1.0))
+    holds(
+        "weight of a right token under UP-DAPO, r = 50, A = 1",
+        1,
+        weight("up_dapo", 50.0, 1.0),
+    )
+    counterexample(
+        "weight of a wrong token under UP-DAPO, r = 50, A = -1",
+        -1,
+        weight("up_dapo", 50.0, -1.0),
+    )
 
 
 def ascend(z, J, steps=2000, lr=0.5):
@@ -40,14 +54,26 @@ def ascend(z, J, steps=2000, lr=0.5):
 
 
 def test_up_is_not_reinforce_on_old_samples(counterexample):
-    """Two arms, π_old = (1/2, 1/2), A = (1, 3): Eq. 13 rests at π_old A, normalized; Eq. 2 goes to the better arm."""
+    """Two arms, π_old = (1/2, 1/2), A = (1, 3): Eq. 13 rests at π_old A, normalized;
+    Eq. 2 goes to the better arm.
+    """
     A, mu, fn = T(1.0, 3.0), T(0.5, 0.5), torch.log_softmax
-    up = ascend(mu.log(), lambda z, _: (mu * upref.get("up_grpo").fn(fn(z, 0), mu.log(), A)).sum())
+    up = ascend(
+        mu.log(),
+        lambda z, _: (mu * upref.get("up_grpo").fn(fn(z, 0), mu.log(), A)).sum(),
+    )
     reinforce = ascend(
-        mu.log(), lambda z, at: (torch.softmax(at, 0) * upref.get("reinforce").fn(fn(z, 0), None, A)).sum()
+        mu.log(),
+        lambda z, at: (
+            torch.softmax(at, 0) * upref.get("reinforce").fn(fn(z, 0), None, A)
+        ).sum(),
     )
     assert up.tolist() == pytest.approx([0.25, 0.75])
-    counterexample("π of the better of two arms after 2000 steps, A = (1, 3)", reinforce[1].item(), up[1].item())
+    counterexample(
+        "π of the better of two arms after 2000 steps, A = (1, 3)",
+        reinforce[1].item(),
+        up[1].item(),
+    )
 
 
 def test_up_amplifies_where_r_is_below_1_or_clipped(holds, counterexample):
@@ -69,13 +95,20 @@ def test_up_amplifies_where_r_is_below_1_or_clipped(holds, counterexample):
 def test_a_wrong_token_is_pushed_down(holds):
     for name in ("up_grpo", "up_dapo", "up_gspo"):
         assert weight(name, 1.1, 2.0) > 0 > weight(name, 1.1, -2.0)
-    holds("weight of a wrong token under UP-DAPO, r = 1.1, A = -2", 0, weight("up_dapo", 1.1, -2.0), operator.lt)
+    holds(
+        "weight of a wrong token under UP-DAPO, r = 1.1, A = -2",
+        0,
+        weight("up_dapo", 1.1, -2.0),
+        operator.lt,
+    )
 
 
-# ---- Section 4.2 -----------------------------------------------------------------------------------------------------
+# ---- Section 4.2 ---------------------------------------------------------------------
 def test_wrong_rollouts_are_the_base_s_own(holds):
     for base in ("grpo", "dapo", "gspo"):
-        assert all(weight(base, r, -1.0) == weight(f"up_{base}", r, -1.0) for r in RATIOS)
+        assert all(
+            weight(base, r, -1.0) == weight(f"up_{base}", r, -1.0) for r in RATIOS
+        )
     holds(
         "weight of a wrong token at r = 0.9, UP-DAPO against DAPO",
         weight("dapo", 0.9, -1.0),
@@ -84,26 +117,44 @@ def test_wrong_rollouts_are_the_base_s_own(holds):
 
 
 def test_nothing_bounds_the_push_on_an_over_probable_wrong_token(holds, counterexample):
-    holds("|weight| of a wrong token by Eq. 14, r = 0.79, A = -1", 0, -weight("up_dapo", 0.79, -1.0))
+    holds(
+        "|weight| of a wrong token by Eq. 14, r = 0.79, A = -1",
+        0,
+        -weight("up_dapo", 0.79, -1.0),
+    )
     found = -weight("up_dapo", 1000.0, -1.0)
-    counterexample("|weight| of a wrong token by Eq. 14, r = 1000, A = -1, ε_high = 0.28", 1.28, found, operator.le)
+    counterexample(
+        "|weight| of a wrong token by Eq. 14, r = 1000, A = -1, ε_high = 0.28",
+        1.28,
+        found,
+        operator.le,
+    )
 
 
 def test_up_grpo_has_grpo_s_kl_term_for_both_signs(holds):
     o, base = upref.get("up_grpo"), upref.get("grpo")
     b = batch(o)
     b = replace(b, logp_ref=torch.where(b.mask, b.logp_old - 0.1, 0))
-    term = lambda f: grad(lambda x: f(x, beta=0.5), b) - grad(lambda x: f(x, beta=0.0), b)
+    term = lambda f: (
+        grad(lambda x: f(x, beta=0.5), b) - grad(lambda x: f(x, beta=0.0), b)
+    )
     ours, theirs = term(o), term(base)
     assert torch.allclose(ours, theirs, atol=1e-15)
     A = b.adv.expand(b.mask.shape)
     for sign in (1, -1):
         largest = ours[b.mask & (A * sign > 0)].abs().max().item()
-        holds(f"largest gradient of the KL term of UP-GRPO, A {'>' if sign > 0 else '<'} 0", 1e-6, largest, operator.gt)
+        holds(
+            f"largest gradient of the KL term of UP-GRPO, A {'>' if sign > 0 else '<'} 0",
+            1e-6,
+            largest,
+            operator.gt,
+        )
 
 
 def test_granularity_is_left_in_the_negative_branch_only(holds, counterexample):
-    """Off-policy responses of 1 to 4 tokens: gradients of UP-GRPO and UP-GSPO, at one lower bound."""
+    """Off-policy responses of 1 to 4 tokens: gradients of UP-GRPO and UP-GSPO, at one
+    lower bound.
+    """
     g = torch.Generator().manual_seed(0)
     mask = torch.arange(4) < torch.tensor([1, 2, 3, 4])[:, None]
     old = torch.rand(4, 4, generator=g, dtype=F64).log()
@@ -111,52 +162,102 @@ def test_granularity_is_left_in_the_negative_branch_only(holds, counterexample):
 
     def apart(sign, one, other):
         b = upref.Rollouts(now, old, sign * T(1.0, 2.0, 0.5, 1.0)[:, None], mask)
-        return (grad(lambda x: one(x, eps=0.2), b) - grad(lambda x: other(x, eps_low=0.2), b)).abs().max().item()
+        return (
+            (
+                grad(lambda x: one(x, eps=0.2), b)
+                - grad(lambda x: other(x, eps_low=0.2), b)
+            )
+            .abs()
+            .max()
+            .item()
+        )
 
     up = (upref.get("up_grpo"), upref.get("up_gspo"))
-    holds("largest difference of the gradients of UP-GRPO and UP-GSPO, A < 0", 1e-3, apart(-1, *up), operator.gt)
+    holds(
+        "largest difference of the gradients of UP-GRPO and UP-GSPO, A < 0",
+        1e-3,
+        apart(-1, *up),
+        operator.gt,
+    )
     counterexample("the same, A > 0", 1e-12, apart(1, *up), operator.gt)
 
 
-# ---- Appendix B ------------------------------------------------------------------------------------------------------
+# ---- Appendix B ----------------------------------------------------------------------
 def test_dual_clip_does_not_bound_the_ratio(counterexample):
     """Beyond c the gradient is 0, so the ratio stays where it is."""
     lp, fn = T(5.0).log().requires_grad_(), upref.get("dapo").fn
     for _ in range(100):
-        lp = (lp + torch.autograd.grad(fn(lp, T(1.0).log(), T(-1.0), c=3.0).sum(), lp)[0]).detach().requires_grad_()
-    counterexample("r of a wrong token that began at 5, after 100 steps with c = 3", 3, lp.exp().item(), operator.le)
+        lp = (
+            (
+                lp
+                + torch.autograd.grad(fn(lp, T(1.0).log(), T(-1.0), c=3.0).sum(), lp)[0]
+            )
+            .detach()
+            .requires_grad_()
+        )
+    counterexample(
+        "r of a wrong token that began at 5, after 100 steps with c = 3",
+        3,
+        lp.exp().item(),
+        operator.le,
+    )
 
 
 def test_dual_clip_takes_away_a_correction(counterexample):
-    """Just below c an update lowers the token, back towards π_old: what vanishes beyond c is that."""
+    """Just below c an update lowers the token, back towards π_old: what vanishes beyond
+    c is that.
+    """
     found = weight("dapo", 2.99, -1.0, c=3.0)
-    counterexample("change of log π_θ by a unit step at r = 2.99, c = 3: away from π_old", 0, found, operator.ge)
+    counterexample(
+        "change of log π_θ by a unit step at r = 2.99, c = 3: away from π_old",
+        0,
+        found,
+        operator.ge,
+    )
 
 
 def test_the_dual_clip_and_the_whole_policy():
-    """The kinder reading, of the policy as a whole: the push that c cuts overshoots where the step is large."""
+    """The kinder reading, of the policy as a whole: the push that c cuts overshoots
+    where the step is large.
+    """
     old = torch.tensor([0.01, 0.99], dtype=F64)
     kl = lambda logits: (old * (old.log() - logits.log_softmax(0))).sum().item()
-    push = torch.tensor([0.5, -0.5], dtype=F64)  # ∇ log π of the wrong token at π_θ = (1/2, 1/2), r = 50
+    # ∇ log π of the wrong token at π_θ = (1/2, 1/2), r = 50
+    push = torch.tensor([0.5, -0.5], dtype=F64)
     assert weight("dapo", 50.0, -1.0, c=3.0) == 0
     for lr, further in ((0.1, False), (2.0, True), (5.0, True)):
         assert (kl(lr * weight("dapo", 50.0, -1.0) * push) > kl(0 * push)) == further
-    # by the reverse KL and by total variation the push that c cuts leads back at every step size
-    reverse = lambda logits: (logits.softmax(0) * (logits.log_softmax(0) - old.log())).sum().item()
+    # by the reverse KL and by total variation the push that c cuts leads back at every
+    # step size
+    reverse = lambda logits: (
+        (logits.softmax(0) * (logits.log_softmax(0) - old.log())).sum().item()
+    )
     variation = lambda logits: (logits.softmax(0) - old).abs().sum().item() / 2
     for lr in (0.1, 2.0, 5.0):
         moved = lr * weight("dapo", 50.0, -1.0) * push
-        assert reverse(moved) < reverse(0 * push) and variation(moved) < variation(0 * push)
+        assert reverse(moved) < reverse(0 * push) and variation(moved) < variation(
+            0 * push
+        )
 
 
 def test_lower_clip_does_not_keep_the_probability(counterexample):
     r = flow(1, 2.0, (0.5, 0.5), (1.0, -1.0))[1]
-    counterexample("π_θ/π_old of the wrong arm after one step, lr 2, ε_low = 0.2", 0.8, r, operator.ge)
+    counterexample(
+        "π_θ/π_old of the wrong arm after one step, lr 2, ε_low = 0.2",
+        0.8,
+        r,
+        operator.ge,
+    )
 
 
 def test_at_zero_advantage_there_is_no_gradient(holds, counterexample):
     for A, say in ((-1.0, holds), (0.0, counterexample)):
-        say(f"|weight| at r = 1, A = {A:g}, in the window of Eq. A2", 0, abs(weight("dapo", 1.0, A)), operator.gt)
+        say(
+            f"|weight| at r = 1, A = {A:g}, in the window of Eq. A2",
+            0,
+            abs(weight("dapo", 1.0, A)),
+            operator.gt,
+        )
 
 
 def test_cap_is_largest_at_the_dual_clip(holds, counterexample):
@@ -164,12 +265,16 @@ def test_cap_is_largest_at_the_dual_clip(holds, counterexample):
     best = lambda mu: float(p[upref.capacity("dapo", p, mu, -1.0, c=3.0).argmax()])
     near = lambda found, claimed: abs(found - claimed) < 0.002
     holds("π_θ at which Cap is largest, π_old = 0.1, c = 3", 0.3, best(0.1), near)
-    counterexample("π_θ at which Cap is largest, π_old = 0.5, c = 3", 1.5, best(0.5), near)
+    counterexample(
+        "π_θ at which Cap is largest, π_old = 0.5, c = 3", 1.5, best(0.5), near
+    )
 
 
-# ---- Appendix C ------------------------------------------------------------------------------------------------------
+# ---- Appendix C ----------------------------------------------------------------------
 def test_averaging_over_tokens_reduces_the_variance_of_a_response(holds):
-    """Independent score terms: the gradient of a response, by Eq. A6, has 1/T of the variance of one token's."""
+    """Independent score terms: the gradient of a response, by Eq. A6, has 1/T of the
+    variance of one token's.
+    """
     g = torch.Generator().manual_seed(0)
     scores = torch.randn(20000, 8, generator=g, dtype=F64)
     lp = torch.zeros(1, 8, dtype=F64, requires_grad=True)
@@ -177,17 +282,36 @@ def test_averaging_over_tokens_reduces_the_variance_of_a_response(holds):
     w = torch.autograd.grad(J.sum(), lp)[0]  # 1/T each
     near = lambda found, claimed: abs(found / claimed - 1) < 0.05
     holds(
-        "variance of a response's gradient over that of a token's, T = 8", 1 / 8, (scores * w).sum(1).var().item(), near
+        "variance of a response's gradient over that of a token's, T = 8",
+        1 / 8,
+        (scores * w).sum(1).var().item(),
+        near,
     )
 
 
-# ---- what the first author's code does -------------------------------------------------------------------------------
+# ---- what the first author's code does -----------------------------------------------
 def test_the_first_author_s_code_and_eq_15(holds, counterexample):
     """verl pull request 7022: c = 3, token-mean."""
     code, eq_15 = upref.get("up_grpo_verl"), upref.get("up_grpo")
-    assert (code.agg, eq_15.agg) == ("token-mean", "seq-mean-token-mean") and code.hyperparameters["c"] == 3.0
-    near = [abs(weight("up_grpo_verl", r, A) - weight("up_grpo", r, A)) for r in RATIOS if r < 3 for A in (1.0, -1.0)]
+    assert (code.agg, eq_15.agg) == (
+        "token-mean",
+        "seq-mean-token-mean",
+    ) and code.hyperparameters["c"] == 3.0
+    near = [
+        abs(weight("up_grpo_verl", r, A) - weight("up_grpo", r, A))
+        for r in RATIOS
+        if r < 3
+        for A in (1.0, -1.0)
+    ]
     holds("largest difference of a token's weights, r < 3", 0, max(near))
-    holds("weight of a right token in both, r = 50", weight("up_grpo", 50.0, 1.0), weight("up_grpo_verl", 50.0, 1.0))
+    holds(
+        "weight of a right token in both, r = 50",
+        weight("up_grpo", 50.0, 1.0),
+        weight("up_grpo_verl", 50.0, 1.0),
+    )
     found = weight("up_grpo_verl", 50.0, -1.0)
-    counterexample("weight of a wrong token in the code, r = 50, as in Eq. 15", weight("up_grpo", 50.0, -1.0), found)
+    counterexample(
+        "weight of a wrong token in the code, r = 50, as in Eq. 15",
+        weight("up_grpo", 50.0, -1.0),
+        found,
+    )

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known bugs of trainers, planted one at a time in the released sources: which case of the suite kills each.
+"""Known bugs of trainers, planted one at a time in the released sources: which case of
+the suite kills each.
 
     python -m tests.conformance.known_bugs trl|verl|openrlhf [--every-case]
 
-A bug is planted by compiling the changed text of one function in its module and giving the code to the function that
-everybody holds. Nothing is written to the installed package.
+A bug is planted by compiling the changed text of one function in its module and giving
+the code to the function that everybody holds. Nothing is written to the installed
+package.
 """
 
 import argparse
@@ -54,7 +56,9 @@ class Bug:
             return head + textwrap.indent(self.replace_body, "    ") + "\n"
         for old, new in ((self.old, self.new), (self.old2, self.new2)):
             if old and old not in text:
-                raise AssertionError(f"{self.source}: {self.function} does not hold {old!r}")
+                raise AssertionError(
+                    f"{self.source}: {self.function} does not hold {old!r}"
+                )
             text = text.replace(old, new) if old else text
         return text
 
@@ -83,21 +87,35 @@ def planted(bug: Bug) -> Iterator[None]:
 
 
 def _compiled(text: str, function: types.FunctionType, bug: Bug) -> types.CodeType:
-    """Compile the changed text in a scope that has the function's free variables, `__class__` among them."""
+    """Compile the changed text in a scope that has the function's free variables,
+    `__class__` among them.
+    """
     lines = text.splitlines(keepends=True)
-    start = next(i for i, line in enumerate(lines) if line.startswith(("def ", "async def ")))
+    start = next(
+        i for i, line in enumerate(lines) if line.startswith(("def ", "async def "))
+    )
     body = bug.change(textwrap.indent("".join(lines[start:]), _indent_of(function)))
     free = ", ".join(function.__code__.co_freevars)
     scope = f"def scope({free}):\n" + textwrap.indent(textwrap.dedent(body), "    ")
-    module = compile(scope, f"<{bug.source}>", "exec", flags=_future_flags(function), dont_inherit=True)
+    module = compile(
+        scope,
+        f"<{bug.source}>",
+        "exec",
+        flags=_future_flags(function),
+        dont_inherit=True,
+    )
     outer = next(one for one in module.co_consts if isinstance(one, types.CodeType))
     return next(
-        one for one in outer.co_consts if isinstance(one, types.CodeType) and one.co_name == function.__code__.co_name
+        one
+        for one in outer.co_consts
+        if isinstance(one, types.CodeType) and one.co_name == function.__code__.co_name
     )
 
 
 def _indent_of(function: types.FunctionType) -> str:
-    """Return the indentation of the function in its file: texts to replace are as they are there."""
+    """Return the indentation of the function in its file: texts to replace are as they
+    are there.
+    """
     first = next(line for line in inspect.getsourcelines(function)[0] if line.strip())
     return first[: len(first) - len(first.lstrip())]
 
@@ -107,7 +125,9 @@ def _future_flags(function: types.FunctionType) -> int:
 
 
 def load(name: str) -> Any:
-    """Load the adapter of a framework; OpenRLHF lies in the folder that its audit makes."""
+    """Load the adapter of a framework; OpenRLHF lies in the folder that its audit
+    makes.
+    """
     if name == "openrlhf":
         for path in place("openrlhf", framework("openrlhf").pin).paths:
             if str(path) not in sys.path:
@@ -119,13 +139,18 @@ def load(name: str) -> Any:
 
 
 def killers(bug: Bug, adapter: Any, every: bool = False) -> list[str]:
-    """Return the cases that fail with the bug, the one that its record names first; only the first unless `every`."""
+    """Return the cases that fail with the bug, the one that its record names first;
+    only the first unless `every`.
+    """
     known = read_expected_failures(HERE / f"{bug.framework}_xfails.toml")
     rest: list[Case] = [case for case in cases() if case.id != bug.case]
     found = []
     with planted(bug):
         for case in [CASES[bug.case], *rest]:
-            if case.id in known or run(adapter, case, explain=False).status is not Status.FAILED:
+            if (
+                case.id in known
+                or run(adapter, case, explain=False).status is not Status.FAILED
+            ):
                 continue
             found.append(case.id)
             if not every:
@@ -134,10 +159,14 @@ def killers(bug: Bug, adapter: Any, every: bool = False) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("framework", choices=sorted(ADAPTERS))
-    parser.add_argument("--every-case", action="store_true", help="run every case on every bug")
-    parser.add_argument("--only", default="", help="only bugs whose source holds this text")
+    parser.add_argument(
+        "--every-case", action="store_true", help="run every case on every bug"
+    )
+    parser.add_argument(
+        "--only", default="", help="only bugs whose source holds this text"
+    )
     arguments = parser.parse_args()
     adapter = load(arguments.framework)
     chosen = [bug for bug in bugs(arguments.framework) if arguments.only in bug.source]
@@ -145,7 +174,11 @@ def main() -> int:
     for bug in chosen:
         found = killers(bug, adapter, arguments.every_case)
         killed += bool(found)
-        by = ", ".join(found) if found else f"SURVIVES: {bug.survives or 'no case kills it'}"
+        by = (
+            ", ".join(found)
+            if found
+            else f"SURVIVES: {bug.survives or 'no case kills it'}"
+        )
         print(f"{bug.source:42} {bug.what}\n    {by}", flush=True)
     print(f"{adapter.name}: {killed} of {len(chosen)} killed")
     return 0

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's loss scaling under context parallelism 2, on a CPU: which way to return a loss gives the whole gradient.
+"""Megatron's loss scaling under context parallelism 2, on a CPU: which way to return a
+loss gives the whole gradient.
 
     pip install --no-deps megatron-core==0.16.1 einops
     python -m tests.conformance.megatron_scaling
 
-A model without attention needs no context, so that each of two ranks may take its half of every sequence. Megatron's
-own schedule (`forward_backward_no_pipelining`) scales the loss; the gradients are then averaged over the ranks, or
-summed and divided by all tokens under `calculate_per_token_loss`, as its distributed data parallelism does.
+A model without attention needs no context, so that each of two ranks may take its half
+of every sequence. Megatron's own schedule (`forward_backward_no_pipelining`) scales the
+loss; the gradients are then averaged over the ranks, or summed and divided by all
+tokens under `calculate_per_token_loss`, as its distributed data parallelism does.
 """
 
 import sys
@@ -35,7 +37,10 @@ class Bigram(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.embedding, self.head = (
+            nn.Embedding(VOCABULARY, 16),
+            nn.Linear(16, VOCABULARY),
+        )
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
         return SimpleNamespace(logits=self.head(self.embedding(input_ids)))
@@ -44,7 +49,9 @@ class Bigram(nn.Module):
 class OnCpu(TorchFunctionMode):
     """Megatron's schedules make their counters on the device `cuda`."""
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         named = dict(named or {})
         if str(named.get("device", "")).startswith("cuda"):
             named["device"] = "cpu"
@@ -52,12 +59,16 @@ class OnCpu(TorchFunctionMode):
 
 
 def make_rows(model: nn.Module) -> list[Row]:
-    """Return eight responses with holes, so that the halves of sequences have other numbers of tokens."""
+    """Return eight responses with holes, so that the halves of sequences have other
+    numbers of tokens.
+    """
     return built(TorchModel(model), meant("ppo_clip", {}, TEMPERATURE), None, ()).rows
 
 
 def term(model: nn.Module, row: Row, rank: int) -> tuple[torch.Tensor, int]:
-    """Return the clipped term summed over the response tokens of this rank's half of a row, and their number."""
+    """Return the clipped term summed over the response tokens of this rank's half of a
+    row, and their number.
+    """
     start, half = len(row.prompt), len(row.ids) // WORLD
     mine = range(half) if rank == 0 else range(half, len(row.ids))
     at = [i for i in mine if i >= start and row.trains[i - start]]
@@ -67,18 +78,26 @@ def term(model: nn.Module, row: Row, rank: int) -> tuple[torch.Tensor, int]:
     logits = model(input_ids=ids[[i - 1 for i in at]]).logits / TEMPERATURE
     lp = logits.log_softmax(-1).gather(1, ids[at][:, None])[:, 0]
     ratio = (lp - torch.tensor([row.old[i - start] for i in at])).exp()
-    return -torch.minimum(ratio * row.adv, ratio.clamp(0.8, 1.2) * row.adv).sum(), len(at)
+    return -torch.minimum(ratio * row.adv, ratio.clamp(0.8, 1.2) * row.adv).sum(), len(
+        at
+    )
 
 
-def error_of(way: str, rank: int, model: nn.Module, rows: list[Row], config: Any) -> float:
-    """Return the relative error of the gradient that Megatron's schedule makes with this way of returning a loss."""
+def error_of(
+    way: str, rank: int, model: nn.Module, rows: list[Row], config: Any
+) -> float:
+    """Return the relative error of the gradient that Megatron's schedule makes with
+    this way of returning a loss.
+    """
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
     tokens = sum(sum(row.trains) for row in rows)
     counted: list[torch.Tensor] = []
     config.calculate_per_token_loss = way.endswith("per token")
-    config.finalize_model_grads_func = lambda models, number=None, **_: counted.append(number)
+    config.finalize_model_grads_func = lambda models, number=None, **_: counted.append(
+        number
+    )
     model.config = config
     model.model_type = ModelType.encoder_or_decoder
     model.set_input_tensor = lambda _: None  # the only stage
@@ -112,7 +131,9 @@ def error_of(way: str, rank: int, model: nn.Module, rows: list[Row], config: Any
         dist.all_reduce(parameter.grad)
         found[name] = as_float64(parameter.grad / divisor)
     seen = Recorded(TorchModel(model), [Step({}, found)])
-    report = check_recorded(seen, [rows], "ppo_clip", temperature=TEMPERATURE, without=AXES, explain=False)
+    report = check_recorded(
+        seen, [rows], "ppo_clip", temperature=TEMPERATURE, without=AXES, explain=False
+    )
     return report.error
 
 
@@ -143,10 +164,17 @@ def rank_errors(rank: int, store: str, errors: Any) -> None:
 
 
 def measure(deadline: float = 300.0) -> dict[str, float]:
-    """Run the ranks, and return the relative error of the gradient for each way of returning a loss."""
-    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Manager() as manager:
+    """Run the ranks, and return the relative error of the gradient for each way of
+    returning a loss.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        multiprocessing.get_context("spawn").Manager() as manager,
+    ):
         errors = manager.dict()
-        context = multiprocessing.spawn(rank_errors, (f"file://{folder}/group", errors), WORLD, join=False)
+        context = multiprocessing.spawn(
+            rank_errors, (f"file://{folder}/group", errors), WORLD, join=False
+        )
         try:
             if not context.join(timeout=deadline):
                 context.join(timeout=deadline)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter for OpenRLHF: its unmodified ActorPPOTrainer on given rows, with a stand-in for DeepSpeed's engine."""
+"""An adapter for OpenRLHF: its unmodified ActorPPOTrainer on given rows, with a
+stand-in for DeepSpeed's engine.
+"""
 
 import importlib.metadata
 from typing import Any
@@ -36,7 +38,9 @@ class OpenRLHF:
         return 1.0
 
     def fields(self, case):
-        fields = FIELDS[case.objective] | dict(micro=8 // (case.micro_batches * case.updates), updates=case.updates)
+        fields = FIELDS[case.objective] | dict(
+            micro=8 // (case.micro_batches * case.updates), updates=case.updates
+        )
         if "c" in case.hp:
             fields |= dict(dual_clip=case.hp["c"])
         if case.beta:
@@ -48,7 +52,12 @@ class OpenRLHF:
         return fields
 
     def settings(self, case):
-        return {key: repr(value) for key, value in (self.fields(case) | dict(temperature=case.temperature)).items()}
+        return {
+            key: repr(value)
+            for key, value in (
+                self.fields(case) | dict(temperature=case.temperature)
+            ).items()
+        }
 
     def step(self, model, rows, case):
         return trained(

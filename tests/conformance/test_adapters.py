@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of TRL, verl and OpenRLHF: a sample of the suite by day, all of it with its known failures nightly."""
+"""The adapters of TRL, verl and OpenRLHF: a sample of the suite by day, all of it with
+its known failures nightly.
+"""
 
 from pathlib import Path
 
@@ -20,7 +22,9 @@ SAMPLE = ("objective/dapo", "micro/4/seq-mean", "generation/2/micro-2")
 
 
 def _load(name, class_name, monkeypatch):
-    """Load the adapter of an installed framework; OpenRLHF lies in the folder that its audit makes."""
+    """Load the adapter of an installed framework; OpenRLHF lies in the folder that its
+    audit makes.
+    """
     if name == "openrlhf":
         pytest.importorskip("peft", reason="OpenRLHF imports it")
         for path in place("openrlhf", framework("openrlhf").pin).paths:
@@ -44,7 +48,9 @@ def _judge(adapter, chosen, expected, seed=0):
 @pytest.mark.parametrize(("name", "class_name"), FRAMEWORKS)
 def test_a_sample_agrees(name, class_name, monkeypatch):
     if name == "verl":
-        pytest.importorskip("pydantic", reason="`repro/venv.sh smoke` installs verl's trainer")
+        pytest.importorskip(
+            "pydantic", reason="`repro/venv.sh smoke` installs verl's trainer"
+        )
     adapter = _load(name, class_name, monkeypatch)
     expected = read_expected_failures(HERE / f"{name}_xfails.toml")
     assert not _judge(adapter, [CASES[case] for case in SAMPLE], expected)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known bugs of trainers: the suite kills each, but those whose record gives the reason why nothing can."""
+"""Known bugs of trainers: the suite kills each, but those whose record gives the reason
+why nothing can.
+"""
 
 import pytest
 
@@ -34,7 +36,9 @@ def test_the_records_are_forty_one_and_have_cases():
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_bug_of_each_framework_is_killed_by_its_case(name):
     if name == "verl":
-        pytest.importorskip("pydantic", reason="`repro/venv.sh smoke` installs verl's trainer")
+        pytest.importorskip(
+            "pydantic", reason="`repro/venv.sh smoke` installs verl's trainer"
+        )
     adapter = _adapter(name)
     (bug,) = (one for one in bugs(name) if one.source == ONE_BY_DAY[name])
     assert killers(bug, adapter) == [bug.case]
@@ -55,4 +59,6 @@ def test_the_command_names_the_case_that_kills_a_bug(capsys, monkeypatch):
 def test_every_bug_ends_as_recorded(name):
     adapter = _adapter(name)
     ends = {bug.source: killers(bug, adapter) for bug in bugs(name)}
-    assert ends == {bug.source: [] if bug.survives else [bug.case] for bug in bugs(name)}
+    assert ends == {
+        bug.source: [] if bug.survives else [bug.case] for bug in bugs(name)
+    }

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's loss scaling under context parallelism 2: two of three ways to return a loss give the whole gradient."""
+"""Megatron's loss scaling under context parallelism 2: two of three ways to return a
+loss give the whole gradient.
+"""
 
 import os
 
@@ -11,8 +13,12 @@ from upref.verify.group import on_loopback
 
 @pytest.mark.nightly
 def test_the_scaling_of_a_loss_under_context_parallelism(monkeypatch):
-    """Three values without `calculate_per_token_loss` divide each rank's sum by that rank's own tokens."""
-    pytest.importorskip("megatron.core", reason="pip install --no-deps megatron-core==0.16.1 einops")
+    """Three values without `calculate_per_token_loss` divide each rank's sum by that
+    rank's own tokens.
+    """
+    pytest.importorskip(
+        "megatron.core", reason="pip install --no-deps megatron-core==0.16.1 einops"
+    )
     for name, value in on_loopback().items():
         monkeypatch.setitem(os.environ, name, value)
     errors = measure()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of two ranks: a right loop passes, one that counts its own tokens fails, and no case outlives its deadline."""
+"""Cases of two ranks: a right loop passes, one that counts its own tokens fails, and no
+case outlives its deadline.
+"""
 
 import re
 from pathlib import Path
@@ -9,9 +11,14 @@ import pytest
 from upref.conformance import CASES, Status, load_adapter, run, run_ranks
 from upref.errors import InputError
 
-pytest.importorskip("transformers", reason="the suite's models are made by transformers: repro/venv.sh trl")
+pytest.importorskip(
+    "transformers",
+    reason="the suite's models are made by transformers: repro/venv.sh trl",
+)
 PAGE = Path(__file__).parents[2] / "docs/howto/conformance.md"
-SOURCE = re.search(r"```python\n(# adapter\.py\n.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[1]
+SOURCE = re.search(
+    r"```python\n(# adapter\.py\n.*?)```", PAGE.read_text(encoding="utf-8"), re.S
+)[1]
 LOOPS = """
 
 import os
@@ -94,6 +101,8 @@ def test_a_rank_that_ends_or_hangs_is_no_verdict(name, deadline, words, tmp_path
 
 
 def test_one_process_refuses_a_case_of_two(tmp_path):
-    with pytest.raises(InputError, match=r"has 2 ranks: run it with upref\.conformance\.run_ranks"):
+    with pytest.raises(
+        InputError, match=r"has 2 ranks: run it with upref\.conformance\.run_ranks"
+    ):
         run(_load("Parallel", tmp_path), CASE)
     assert run_ranks(_load("Plain", tmp_path), CASE).status is Status.SKIPPED

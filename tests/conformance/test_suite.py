@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conformance suite: a right loop passes, wrong ones fail with their cause, and no error reads as a verdict."""
+"""The conformance suite: a right loop passes, wrong ones fail with their cause, and no
+error reads as a verdict.
+"""
 
 import copy
 import json
@@ -15,14 +17,24 @@ import torch
 
 from upref.cli import main
 from upref.conformance import CASES, Adapter, Status, cases, load_adapter, run
-from upref.conformance.results import draw_badge, read_badge, read_expected_failures, write_results
+from upref.conformance.results import (
+    draw_badge,
+    read_badge,
+    read_expected_failures,
+    write_results,
+)
 from upref.errors import InputError
 from upref.step import record_step
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs/howto/conformance.md"
-SOURCE = re.search(r"```python\n(# adapter\.py\n.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[1]
-pytest.importorskip("transformers", reason="the suite's models are made by transformers: repro/venv.sh trl")
+SOURCE = re.search(
+    r"```python\n(# adapter\.py\n.*?)```", PAGE.read_text(encoding="utf-8"), re.S
+)[1]
+pytest.importorskip(
+    "transformers",
+    reason="the suite's models are made by transformers: repro/venv.sh trl",
+)
 
 
 def _write_adapter(folder):
@@ -35,7 +47,7 @@ with tempfile.TemporaryDirectory() as written:
     Plain = type(load_adapter(_write_adapter(Path(written))))
 
 
-# ---- the cases -------------------------------------------------------------------------------------------------------
+# ---- the cases -----------------------------------------------------------------------
 def test_a_suite_never_loses_or_renames_a_case():
     """A build that passed with one release of upref runs the same cases with the next."""
     promised = (HERE / "suite_2026_11.txt").read_text(encoding="utf-8").split()
@@ -55,10 +67,12 @@ def test_an_unknown_level_or_suite_is_refused(arguments):
         cases(*arguments)
 
 
-# ---- verdicts --------------------------------------------------------------------------------------------------------
+# ---- verdicts ------------------------------------------------------------------------
 class ForgetsTemperature(Plain):
     def loss(self, model, rows, case, tokens, responses):
-        return super().loss(model, rows, replace(case, temperature=1.0), tokens, responses)
+        return super().loss(
+            model, rows, replace(case, temperature=1.0), tokens, responses
+        )
 
 
 class AveragesMicroBatches(Plain):
@@ -68,7 +82,9 @@ class AveragesMicroBatches(Plain):
 
 
 class CountsTheGenerationBatch(Plain):
-    """The divisor is the number of tokens of all updates, as TRL's once was (huggingface/trl#6024)."""
+    """The divisor is the number of tokens of all updates, as TRL's once was
+    (huggingface/trl#6024).
+    """
 
     def step(self, model, rows, case):
         self.all_tokens = sum(sum(row.trains) for row in rows)
@@ -98,7 +114,9 @@ class ReturnsGradients(Plain):
                 super().step(own, rows, case)
             return seen
         own = copy.deepcopy(model)
-        self.loss(own, rows, case, sum(sum(row.trains) for row in rows), len(rows)).backward()
+        self.loss(
+            own, rows, case, sum(sum(row.trains) for row in rows), len(rows)
+        ).backward()
         return {name: parameter.grad for name, parameter in own.named_parameters()}
 
 
@@ -115,7 +133,13 @@ class OneUpdate(Plain):
 
 
 @pytest.mark.parametrize(
-    "name", ["objective/dapo", "mask/cut-off-responses", "micro/4/token-mean", "generation/2/micro-2"]
+    "name",
+    [
+        "objective/dapo",
+        "mask/cut-off-responses",
+        "micro/4/token-mean",
+        "generation/2/micro-2",
+    ],
 )
 def test_a_right_loop_passes(name):
     outcome = run(Plain(), CASES[name])
@@ -129,7 +153,9 @@ def test_a_framework_that_trains_a_copy_passes(name):
 
 
 class HalfPrecision(Plain):
-    """A float32 model in a step that autocasts: half precision's bound would let much pass."""
+    """A float32 model in a step that autocasts: half precision's bound would let much
+    pass.
+    """
 
     def loss(self, *arguments):
         with torch.autocast("cpu", torch.bfloat16):
@@ -138,19 +164,29 @@ class HalfPrecision(Plain):
 
 WRONG = [
     (HalfPrecision, "objective/dapo", "the step computes in bfloat16"),
-    (TrainsHalf, "generation/2/token-mean", "no optimizer step of the generation batch trains on responses 4, 5, 6, 7"),
+    (
+        TrainsHalf,
+        "generation/2/token-mean",
+        "no optimizer step of the generation batch trains on responses 4, 5, 6, 7",
+    ),
     (ForgetsTemperature, "objective/grpo", "temperature"),
     (AveragesMicroBatches, "micro/4/token-mean", "micro-batches"),
     (CountsTheGenerationBatch, "generation/2/token-mean", "divided by"),
 ]
 
 
-@pytest.mark.parametrize(("adapter", "name", "cause"), WRONG, ids=[adapter.__name__ for adapter, _, _ in WRONG])
+@pytest.mark.parametrize(
+    ("adapter", "name", "cause"),
+    WRONG,
+    ids=[adapter.__name__ for adapter, _, _ in WRONG],
+)
 def test_a_wrong_loop_fails_with_its_cause(adapter, name, cause):
     outcome = run(adapter(), CASES[name])
     assert outcome.status is Status.FAILED
     assert cause in outcome.reason, outcome.reason
-    assert "eps_low = 0.2" in str(outcome), "a failure prints the framework's own configuration"
+    assert "eps_low = 0.2" in str(outcome), (
+        "a failure prints the framework's own configuration"
+    )
 
 
 @pytest.mark.parametrize("adapter", [AveragesMicroBatches, CountsTheGenerationBatch])
@@ -168,7 +204,11 @@ def test_without_the_search_a_failure_names_no_cause():
     ("adapter", "name", "words"),
     [
         (Raises, "objective/dapo", "KeyError: 'no such engine' (test_suite.py, line"),
-        (Raises, "generation/2/token-mean", "KeyError: 'no such engine' (test_suite.py, line"),
+        (
+            Raises,
+            "generation/2/token-mean",
+            "KeyError: 'no such engine' (test_suite.py, line",
+        ),
         (TrainsNothing, "objective/dapo", "left no gradient"),
         (OneUpdate, "generation/2/token-mean", "made 1 steps, and the case has 2"),
     ],
@@ -184,7 +224,7 @@ def test_what_the_framework_lacks_is_skipped():
     assert (outcome.status, outcome.reason) == (Status.SKIPPED, "the loop has no cispo")
 
 
-# ---- adapters and files ----------------------------------------------------------------------------------------------
+# ---- adapters and files --------------------------------------------------------------
 def test_an_adapter_is_loaded_from_a_file(tmp_path):
     assert isinstance(load_adapter(_write_adapter(tmp_path)), Adapter)
 
@@ -222,12 +262,20 @@ def test_a_bad_list_of_known_failures_gets_one_sentence(text, words, tmp_path):
 
 def test_a_badge_counts_what_was_tried(tmp_path, capsys):
     names = ("objective/dapo", "objective/cispo")
-    outcomes = [run(Plain(), CASES[name]) for name in names] + [run(Raises(), CASES["objective/grpo"])]
+    outcomes = [run(Plain(), CASES[name]) for name in names] + [
+        run(Raises(), CASES["objective/grpo"])
+    ]
     write_results(tmp_path / "results.json", "plain loop 1.0", "2026.11", 1, outcomes)
     badge = read_badge(tmp_path / "results.json")
-    assert str(badge) == "upref 2026.11, level 1, 1 of 2"  # the skipped case does not count
+    # the skipped case does not count
+    assert str(badge) == "upref 2026.11, level 1, 1 of 2"
     assert "level 1, 1 of 2" in draw_badge(badge)
-    assert main(["badge", str(tmp_path / "results.json"), "-o", str(tmp_path / "badge.svg")]) == 0
+    assert (
+        main(
+            ["badge", str(tmp_path / "results.json"), "-o", str(tmp_path / "badge.svg")]
+        )
+        == 0
+    )
     assert (tmp_path / "badge.svg").read_text() == draw_badge(badge)
     capsys.readouterr()
     (tmp_path / "bad.json").write_text("{}")
@@ -235,10 +283,21 @@ def test_a_badge_counts_what_was_tried(tmp_path, capsys):
     assert "is no results file" in capsys.readouterr().err
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------
 def _pytest(folder, *arguments):
-    command = [sys.executable, "-m", "pytest", "--pyargs", "upref.conformance", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--pyargs",
+        "upref.conformance",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(
+        [*command, *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -259,7 +318,14 @@ class Mine(Plain):
 @pytest.mark.slow
 def test_the_command_and_the_list_of_known_failures(tmp_path):
     (tmp_path / "adapter.py").write_text(ADAPTER)
-    some = ("--adapter", "adapter.py:Mine", "--level", "1", "-k", "objective/grpo or objective/dapo or ppo_clip")
+    some = (
+        "--adapter",
+        "adapter.py:Mine",
+        "--level",
+        "1",
+        "-k",
+        "objective/grpo or objective/dapo or ppo_clip",
+    )
     status, text = _pytest(tmp_path, *some, "--upref-results", "results.json")
     assert status == 1
     assert "1 passed, 1 failed, 1 could not run" in text
@@ -275,16 +341,24 @@ def test_the_command_and_the_list_of_known_failures(tmp_path):
     status, text = _pytest(tmp_path, *some, "--upref-xfails", "known.toml")
     assert status == 0, text
 
-    (tmp_path / "known.toml").write_text(known + '"objective/ppo_clip" = "was wrong once"\n')
+    (tmp_path / "known.toml").write_text(
+        known + '"objective/ppo_clip" = "was wrong once"\n'
+    )
     status, text = _pytest(tmp_path, *some, "--upref-xfails", "known.toml")
     assert status == 1
-    assert "objective/ppo_clip passes, and the list of known failures has it: take it out." in text
+    assert (
+        "objective/ppo_clip passes, and the list of known failures has it: take it out."
+        in text
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [((), "name an adapter"), (("--adapter", "adapter.py:Mine", "--level", "9"), "there is no level 9")],
+    [
+        ((), "name an adapter"),
+        (("--adapter", "adapter.py:Mine", "--level", "9"), "there is no level 9"),
+    ],
 )
 def test_a_bad_command_gets_one_sentence(arguments, words, tmp_path):
     (tmp_path / "adapter.py").write_text(ADAPTER)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafts of pull requests: their counts are those of the recorded results, and their lists are the tested ones."""
+"""The drafts of pull requests: their counts are those of the recorded results, and
+their lists are the tested ones.
+"""
 
 import json
 import re
@@ -27,14 +29,22 @@ def say_counts(results, listed):
 def test_a_draft_says_what_was_recorded(name):
     results = json.loads((UPSTREAM / name / "results.json").read_text(encoding="utf-8"))
     listed = read_expected_failures(HERE / f"{name}_xfails.toml")
-    text = re.sub(r"\s+", " ", (UPSTREAM / name / "PULL_REQUEST.md").read_text(encoding="utf-8"))
-    assert [*results["cases"]] == [case.id for case in cases()]
-    assert {case for case, one in results["cases"].items() if one["status"] in ("failed", "could not run")} == set(
-        listed
+    text = re.sub(
+        r"\s+", " ", (UPSTREAM / name / "PULL_REQUEST.md").read_text(encoding="utf-8")
     )
-    assert say_counts(results, len(listed)).replace("1 are listed", "1 is listed") in text
+    assert [*results["cases"]] == [case.id for case in cases()]
+    assert {
+        case
+        for case, one in results["cases"].items()
+        if one["status"] in ("failed", "could not run")
+    } == set(listed)
+    assert (
+        say_counts(results, len(listed)).replace("1 are listed", "1 is listed") in text
+    )
     assert "not on PyPI yet" in text
-    assert str(read_badge(UPSTREAM / name / "results.json")).startswith("upref 2026.11, level 3, ")
+    assert str(read_badge(UPSTREAM / name / "results.json")).startswith(
+        "upref 2026.11, level 3, "
+    )
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

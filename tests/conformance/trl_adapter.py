@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter for TRL: GRPOTrainer's own `training_step` on given rows. It needs no import of upref."""
+"""An adapter for TRL: GRPOTrainer's own `training_step` on given rows. It needs no
+import of upref.
+"""
 
 import contextlib
 import io
@@ -26,8 +28,18 @@ FIELDS = {
     "dr_grpo": dict(loss_type="dr_grpo", epsilon_high=0.2),
     "cispo": dict(loss_type="cispo", epsilon_high=5.0),
     "sapo": dict(loss_type="sapo"),
-    "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", epsilon=2e-3, epsilon_high=2.5e-3),
-    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
+    "luspo": dict(
+        loss_type="luspo",
+        importance_sampling_level="sequence",
+        epsilon=2e-3,
+        epsilon_high=2.5e-3,
+    ),
+    "gspo": dict(
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+        epsilon=3e-4,
+        epsilon_high=4e-4,
+    ),
 }
 
 
@@ -68,7 +80,9 @@ class TRL:
     def step(self, model, rows, case):
         with quiet(), tempfile.TemporaryDirectory() as folder:
             trainer = self.trainer(model, case, folder)
-            trainer._generate_and_score_completions = lambda inputs: batch(rows, trainer.accelerator)
+            trainer._generate_and_score_completions = lambda inputs: batch(
+                rows, trainer.accelerator
+            )
             trainer.current_gradient_accumulation_steps = case.micro_batches
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
             model.train()
@@ -77,7 +91,9 @@ class TRL:
                 for _ in range(case.micro_batches):
                     trainer.training_step(trained, {}, None)
                 if case.clip:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
+                    torch.nn.utils.clip_grad_norm_(
+                        model.parameters(), trainer.args.max_grad_norm
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -89,11 +105,20 @@ class TRL:
         if fields["per_device_train_batch_size"] < 2:
             fields["num_generations"] = 2
         arguments = trl.GRPOConfig(
-            output_dir=folder, use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False, **fields
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            gradient_checkpointing=False,
+            **fields,
         )
         data = Dataset.from_list([{"prompt": "w3"}] * 8)
-        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"w{END}", eos_token=f"w{END}")
+        words = Tokenizer(
+            models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
+        )
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=words, pad_token=f"w{END}", eos_token=f"w{END}"
+        )
         return trl.GRPOTrainer(
             model, lambda completions, **_: [0.0] * len(completions), arguments,
             train_dataset=data, processing_class=tokenizer,
@@ -101,7 +126,9 @@ class TRL:
 
 
 def batch(rows, accelerator):
-    """The rows as GRPOTrainer's generation batch: prompts padded on the left, completions on the right."""
+    """The rows as GRPOTrainer's generation batch: prompts padded on the left,
+    completions on the right.
+    """
     prompts = pad([row.prompt for row in rows], END, "left")
     completions = pad([row.response for row in rows], END)
     trains = pad([[int(t) for t in row.trains] for row in rows], 0)
@@ -120,7 +147,9 @@ def batch(rows, accelerator):
 
 def pad(lists, value, side="right"):
     tensors = [torch.tensor(each) for each in lists]
-    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+    return pad_sequence(
+        tensors, batch_first=True, padding_value=value, padding_side=side
+    )
 
 
 @contextlib.contextmanager
@@ -128,7 +157,11 @@ def quiet():
     """Print neither warnings nor tables."""
     logging.disable(logging.WARNING)
     silent = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(silent),
+        contextlib.redirect_stderr(silent),
+    ):
         warnings.simplefilter("ignore")
         yield
     logging.disable(logging.NOTSET)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter for verl: its unmodified TrainingWorker over FSDP2 and gloo, on given rows."""
+"""An adapter for verl: its unmodified TrainingWorker over FSDP2 and gloo, on given
+rows.
+"""
 
 import importlib.metadata
 from typing import Any
@@ -15,12 +17,20 @@ FIELDS: dict[str, dict[str, Any]] = {
     "ppo_clip": FIXED_CLIP,
     "dapo": dict(clip_ratio_low=0.2, clip_ratio_high=0.28),
     "grpo": FIXED_CLIP | SEQUENCES,
-    "dr_grpo": FIXED_CLIP | dict(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=LENGTH),
+    "dr_grpo": FIXED_CLIP
+    | dict(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=LENGTH),
     # CISPO has no lower bound: a ratio is never below 0.
-    "cispo": dict(clip_ratio_low=1.0, clip_ratio_high=4.0, policy_loss=dict(loss_mode="cispo")),
+    "cispo": dict(
+        clip_ratio_low=1.0, clip_ratio_high=4.0, policy_loss=dict(loss_mode="cispo")
+    ),
     "sapo": SEQUENCES | dict(policy_loss=dict(loss_mode="sapo")),
-    "gspo": SEQUENCES | dict(clip_ratio_low=3e-4, clip_ratio_high=4e-4, policy_loss=dict(loss_mode="gspo")),
-    "reinforce": dict(loss_agg_mode="seq-mean-token-sum", policy_loss=dict(loss_mode="gpg")),
+    "gspo": SEQUENCES
+    | dict(
+        clip_ratio_low=3e-4, clip_ratio_high=4e-4, policy_loss=dict(loss_mode="gspo")
+    ),
+    "reinforce": dict(
+        loss_agg_mode="seq-mean-token-sum", policy_loss=dict(loss_mode="gpg")
+    ),
 }
 EAGER = ("gemma2", "mamba2")  # sdpa drops Gemma 2's softcap, and Mamba 2 has none
 
@@ -50,12 +60,21 @@ class Verl:
         return fields
 
     def engine(self, case):
-        half = dict(mixed_precision=None) if case.dtype == "bfloat16" else {}  # None is verl's default, bfloat16
-        return dict(micro_batch_size_per_gpu=8 // (case.micro_batches * case.updates * case.ranks)) | half
+        # None is verl's default, bfloat16
+        half = dict(mixed_precision=None) if case.dtype == "bfloat16" else {}
+        return (
+            dict(
+                micro_batch_size_per_gpu=8
+                // (case.micro_batches * case.updates * case.ranks)
+            )
+            | half
+        )
 
     def settings(self, case):
         said = self.actor(case) | self.engine(case)
-        said |= dict(temperature=case.temperature, ppo_mini_batch_size=8 // case.updates)
+        said |= dict(
+            temperature=case.temperature, ppo_mini_batch_size=8 // case.updates
+        )
         said |= dict(clip_grad=case.clip) if case.clip else {}
         return {key: repr(value) for key, value in said.items()}
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cap read off the weight is the paper's closed forms, for registered objectives and for losses nobody here wrote."""
+"""Cap read off the weight is the paper's closed forms, for registered objectives and
+for losses nobody here wrote.
+"""
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ def assert_cap(found, expected, tol=TOL):
     np.testing.assert_allclose(found, expected, rtol=0, atol=tol)
 
 
-# ---- the paper's closed forms ----------------------------------------------------------------------------------------
+# ---- the paper's closed forms --------------------------------------------------------
 @pytest.mark.parametrize("eps_high", [0, 3e-4, 0.2, 0.28, 5])
 def test_eq_11(eps_high):
     assert_cap(capacity("dapo", P, MU, 1, eps_high=eps_high), eq_11(P, MU, eps_high))
@@ -44,26 +46,35 @@ def test_eq_11(eps_high):
 @pytest.mark.parametrize("eps_low", [0, 3e-4, 0.2, 1])
 @pytest.mark.parametrize("name", ["dapo", "up_dapo", "dapo_no_upper_clip"])
 def test_eq_A3(name, eps_low, c):
-    assert_cap(capacity(name, P, MU, -1, eps_low=eps_low, c=c), eq_A3(P, MU, eps_low, c or np.inf))
+    assert_cap(
+        capacity(name, P, MU, -1, eps_low=eps_low, c=c),
+        eq_A3(P, MU, eps_low, c or np.inf),
+    )
 
 
 @pytest.mark.parametrize("name", ALWAYS_ALIVE_UP)
 def test_no_clip_for_positive_advantages_leaves_all_of_1_minus_p(name):
     assert_cap(capacity(name, P, MU), 1 - P, 0)
-    assert_cap(capacity(name, 1e-5, [1e-9, 1e-5, 1e-3]), 1 - 1e-5, 0)  # SAPO's gate has underflowed there
+    # SAPO's gate has underflowed there
+    assert_cap(capacity(name, 1e-5, [1e-9, 1e-5, 1e-3]), 1 - 1e-5, 0)
     assert capacity(name, 0.9, 1e-9) == pytest.approx(0.1, abs=TOL)
 
 
 def test_a_penalty_that_pulls_back_ends_the_capacity():
     """CFPO has no clip and the Cap of one; DRO carries a token to r = e^(A/τ)."""
     for A in (1, -1):
-        assert_cap(capacity("cfpo", P, MU, A, eps=0.2), capacity("ppo_clip", P, MU, A, eps=0.2))
+        assert_cap(
+            capacity("cfpo", P, MU, A, eps=0.2), capacity("ppo_clip", P, MU, A, eps=0.2)
+        )
     assert_cap(capacity("dro", 0.01, 0.01, 1.0, tau=2.0), 0.01 * (np.exp(0.5) - 1))
 
 
 def test_a_bound_that_widens_for_rare_tokens():
     """RIPO lets a token rise to mu + √(δ mu), DPPO to mu + δ."""
-    assert_cap(capacity("ripo", P, MU), np.maximum(np.minimum(1, MU + np.sqrt(0.05 * MU)) - P, 0))
+    assert_cap(
+        capacity("ripo", P, MU),
+        np.maximum(np.minimum(1, MU + np.sqrt(0.05 * MU)) - P, 0),
+    )
     assert_cap(capacity("dppo_tv", P, MU), np.maximum(np.minimum(1, MU + 0.15) - P, 0))
 
 
@@ -71,12 +82,20 @@ PROBABILITY = st.floats(0, 1) | st.floats(-12, 0).map(lambda x: 10**x)
 
 
 @settings(max_examples=60, deadline=None)
-@given(p=PROBABILITY, mu=PROBABILITY, low=st.floats(0, 1), high=st.floats(0, 20), c=st.floats(1.01, 50))
+@given(
+    p=PROBABILITY,
+    mu=PROBABILITY,
+    low=st.floats(0, 1),
+    high=st.floats(0, 20),
+    c=st.floats(1.01, 50),
+)
 def test_closed_forms_anywhere(p, mu, low, high, c):
     assert_cap(capacity("dapo", p, mu, 1, eps_high=high), eq_11(p, mu, high))
     assert_cap(capacity("up_dapo", p, mu, 1), 1 - p)
     if abs(p - c * mu) > 1e-9:  # the jump
-        assert_cap(capacity("up_dapo", p, mu, -1, eps_low=low, c=c), eq_A3(p, mu, low, c))
+        assert_cap(
+            capacity("up_dapo", p, mu, -1, eps_low=low, c=c), eq_A3(p, mu, low, c)
+        )
 
 
 def test_the_papers_example():
@@ -101,12 +120,16 @@ def test_the_largest_negative_cap_is_at_the_dual_clip():
     assert cap.max() == pytest.approx(1 - (1 - el) / c, abs=TOL)
 
 
-# ---- objectives whose bounds depend on mu ----------------------------------------------------------------------------
+# ---- objectives whose bounds depend on mu --------------------------------------------
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_tv_verl", "bandpo_tv"])
 @pytest.mark.parametrize("delta", [0.05, 0.15, 0.9])
 def test_total_variation_is_an_additive_window(name, delta):
-    # a point whose distance to the bound is rounding may fall on either side of it: it is 1e-16 away from 0 anyway
-    assert_cap(capacity(name, P, MU, 1, delta=delta), np.maximum(np.minimum(1, MU + delta) - P, 0))
+    # a point whose distance to the bound is rounding may fall on either side of it: it
+    # is 1e-16 away from 0 anyway
+    assert_cap(
+        capacity(name, P, MU, 1, delta=delta),
+        np.maximum(np.minimum(1, MU + delta) - P, 0),
+    )
     low = np.maximum(MU - delta, 0)
     assert_cap(capacity(name, P, MU, -1, delta=delta), np.maximum(P - low, 0))
 
@@ -117,15 +140,21 @@ def bernoulli_kl(mu, p):
 
 @pytest.mark.parametrize("name", ["bandpo_kl", "dppo_kl", "dppo_kl_verl"])
 def test_kl_band_ends_where_the_divergence_is_delta(name):
-    for A, mu in ((1, np.array([1e-4, 0.01, 0.3, 0.9])), (-1, np.array([0.01, 0.3, 0.9, 0.999]))):
+    for A, mu in (
+        (1, np.array([1e-4, 0.01, 0.3, 0.9])),
+        (-1, np.array([0.01, 0.3, 0.9, 0.999])),
+    ):
         end = mu + A * capacity(name, mu, mu, A, delta=0.05)
         np.testing.assert_allclose(bernoulli_kl(mu, end), 0.05, rtol=1e-6)
 
 
 def test_band_of_objectives_2_20():
-    """At mu = .01, delta = .05: chi2 from its quadratic, KL from its equation, both derived here."""
+    """At mu = .01, delta = .05: chi2 from its quadratic, KL from its equation, both
+    derived here.
+    """
     mu, delta = 0.01, 0.05
-    # chi2: mu (r-1)^2 + (1-mu) ((1-mu r)/(1-mu) - 1)^2 = delta is a quadratic in u = r - 1 without linear term
+    # chi2: mu (r-1)^2 + (1-mu) ((1-mu r)/(1-mu) - 1)^2 = delta is a quadratic in u = r
+    # - 1 without linear term
     u = np.roots([mu + mu**2 / (1 - mu), 0, -delta]).max()
     assert capacity("bandpo_chi2", mu, mu) == pytest.approx(mu * u, abs=TOL)
     assert mu * u == pytest.approx(np.sqrt(delta * mu * (1 - mu)), abs=1e-15)
@@ -138,26 +167,37 @@ def test_band_of_objectives_2_20():
 
 
 def test_gmpo_clips_in_log_space():
-    assert_cap(capacity("gmpo", P, MU, 1, eps=0.4), np.maximum(np.minimum(1, np.exp(0.4) * MU) - P, 0))
-    assert_cap(capacity("gmpo", P, MU, -1, eps=0.4), np.maximum(P - np.exp(-0.4) * MU, 0))
+    assert_cap(
+        capacity("gmpo", P, MU, 1, eps=0.4),
+        np.maximum(np.minimum(1, np.exp(0.4) * MU) - P, 0),
+    )
+    assert_cap(
+        capacity("gmpo", P, MU, -1, eps=0.4), np.maximum(P - np.exp(-0.4) * MU, 0)
+    )
 
 
 def test_narrow_windows_are_found():
     cuts = lambda name, A, **hp: [j.r for j in of(name, **hp).jumps(A, 0.5) if j.end]
     assert cuts("gspo", 1.0) == pytest.approx([1 + 4e-4], abs=1e-15)
     assert cuts("gspo", -1.0, eps_low=1e-9) == pytest.approx([1 - 1e-9], abs=1e-15)
-    assert cuts("dapo", -1.0, eps_low=1e-8, c=1 + 1e-7) == pytest.approx([1 - 1e-8, 1 + 1e-7], abs=1e-15)
+    assert cuts("dapo", -1.0, eps_low=1e-8, c=1 + 1e-7) == pytest.approx(
+        [1 - 1e-8, 1 + 1e-7], abs=1e-15
+    )
     assert cuts("up_dapo", 1.0) == []
 
 
-# ---- conventions -----------------------------------------------------------------------------------------------------
+# ---- conventions ---------------------------------------------------------------------
 def test_breakpoints():
     mu = np.linspace(0.01, 0.3, 30)
     assert (capacity("dapo", 1.28 * mu, mu, 1) < 1e-16).all()
     assert (capacity("dapo", 0.8 * mu, mu, -1) < 1e-16).all()
-    assert_cap(capacity("dapo", 3 * mu, mu, -1, c=3), 2.2 * mu)  # Eq. A3 includes r = c, however 3 mu / mu rounds
+    # Eq. A3 includes r = c, however 3 mu / mu rounds
+    assert_cap(capacity("dapo", 3 * mu, mu, -1, c=3), 2.2 * mu)
     assert (capacity("dapo", 3.0000001 * mu, mu, -1, c=3) == 0).all()
-    assert (capacity("dapo", 0.75, 0.25, -1, c=3), capacity("dapo", 0.75, 0.25, 1)) == (pytest.approx(0.55), 0)
+    assert (capacity("dapo", 0.75, 0.25, -1, c=3), capacity("dapo", 0.75, 0.25, 1)) == (
+        pytest.approx(0.55),
+        0,
+    )
 
 
 @pytest.mark.parametrize("name", MAPPABLE)
@@ -165,7 +205,8 @@ def test_ends_of_the_unit_square_and_no_update(name):
     assert (capacity(name, P, MU, 0) == 0).all()
     assert (capacity(name, 1, MU, 1) == 0).all()  # nowhere to go
     assert (capacity(name, 0, MU, -1) == 0).all()
-    assert (capacity(name, 0, MU, 1) > 0).all()  # the limit p -> 0, where the weight A r of a ratio vanishes as a value
+    # the limit p -> 0, where the weight A r of a ratio vanishes as a value
+    assert (capacity(name, 0, MU, 1) > 0).all()
     for A in (1, -1):
         cap = capacity(name, P, MU, A)
         assert ((cap >= 0) & (cap <= (1 - P if A > 0 else P))).all()
@@ -181,13 +222,21 @@ def test_pi_old_0_is_a_limit():
 
 
 def test_shapes_broadcast_and_signs_mix():
-    p, mu, A = np.full((3, 1), 0.3), np.array([0.2, 0.3]), np.array([[1.0], [-2.5], [0]])
+    p, mu, A = (
+        np.full((3, 1), 0.3),
+        np.array([0.2, 0.3]),
+        np.array([[1.0], [-2.5], [0]]),
+    )
     cap = capacity("dapo", p, mu, A)
     assert cap.shape == (3, 2) and cap.dtype == float
     assert_cap(cap, [[0, 0.084], [0.14, 0.06], [0, 0]])
     assert capacity("dapo", 0.3, 0.3).shape == ()
     assert capacity("dapo", [], []).shape == (0,)
-    assert_cap(capacity("dapo", torch.tensor([0.3]), torch.tensor(0.3, requires_grad=True)), [0.084], 1e-7)
+    assert_cap(
+        capacity("dapo", torch.tensor([0.3]), torch.tensor(0.3, requires_grad=True)),
+        [0.084],
+        1e-7,
+    )
     many = np.linspace(0.001, 1, 1301)  # more rows than one block
     assert_cap(capacity("dppo_tv", many, many), np.minimum(1, many + 0.15) - many)
 
@@ -195,11 +244,17 @@ def test_shapes_broadcast_and_signs_mix():
 def test_magnitude_of_the_advantage_does_not_matter():
     for name in (n for n in MAPPABLE if not upref.get(n).scale_exception):
         for A in (1, -1):
-            assert_cap(capacity(name, 0.2, MU[0], A), capacity(name, 0.2, MU[0], 7.5 * A), 1e-15)
+            assert_cap(
+                capacity(name, 0.2, MU[0], A),
+                capacity(name, 0.2, MU[0], 7.5 * A),
+                1e-15,
+            )
 
 
 def test_sequence_level_follows_the_geometric_mean():
-    """Our definition: shift all log-probs of a response together; p̄ moves from p̄_old (1+ε_high) on nowhere."""
+    """Our definition: shift all log-probs of a response together; p̄ moves from p̄_old
+    (1+ε_high) on nowhere.
+    """
     gspo, mask = upref.get("gspo"), torch.ones(1, 3, dtype=torch.bool)
     old = torch.tensor([[-0.1, -2.0, -0.7]], dtype=torch.float64)
     mean = old.mean().exp().item()
@@ -208,11 +263,14 @@ def test_sequence_level_follows_the_geometric_mean():
     for moved, alive in ((shift - 1e-9, True), (shift + 1e-9, False)):
         lp = (old + moved).requires_grad_()
         gspo.J(lp, old, torch.ones(1, 1, dtype=torch.float64), mask).backward()
-        assert bool((lp.grad != 0).all()) is alive and bool((lp.grad != 0).any()) is alive
+        assert (
+            bool((lp.grad != 0).all()) is alive and bool((lp.grad != 0).any()) is alive
+        )
 
 
 def test_one_token_of_a_sequence_goes_further():
-    assert own_token_bound(0.1, 4e-4, 1000) / 0.1 == pytest.approx(1.0004**1000)  # x 1.49
+    # x 1.49
+    assert own_token_bound(0.1, 4e-4, 1000) / 0.1 == pytest.approx(1.0004**1000)
     assert own_token_bound(0.9, 4e-4, 1000) == 1
     gspo, mask = upref.get("gspo"), torch.ones(1, 3, dtype=torch.bool)
     old = torch.tensor([[-1.0, -2.0, -0.7]], dtype=torch.float64)
@@ -227,7 +285,9 @@ def test_one_token_of_a_sequence_goes_further():
 
 
 def test_a_clipped_token_still_moves():
-    """What Cap is not: in a softmax the mass taken from two others lifts a token whose own gradient is 0."""
+    """What Cap is not: in a softmax the mass taken from two others lifts a token whose
+    own gradient is 0.
+    """
     old = torch.tensor([0.01, 0.495, 0.495], dtype=torch.float64)
     z, A = old.log().clone(), torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)
     dapo = upref.get("dapo")
@@ -239,7 +299,7 @@ def test_a_clipped_token_still_moves():
     assert p > 2 * (0.01 + capacity("dapo", 0.01, 0.01))
 
 
-# ---- losses nobody here wrote ----------------------------------------------------------------------------------------
+# ---- losses nobody here wrote --------------------------------------------------------
 def ppo(lp, lp_old, A, mask, eps=0.2):
     r = torch.exp(lp - lp_old)
     return -(torch.min(r * A, r.clamp(1 - eps, 1 + eps) * A) * mask).sum() / mask.sum()
@@ -268,9 +328,12 @@ def test_foreign_loss_takes_its_hyperparameters():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", daily(MAPPABLE, 2))
 def test_registered_surrogate_taken_as_a_foreign_loss(name):
-    """The weight by autograd through the code that trains, against the weight written by hand."""
+    """The weight by autograd through the code that trains, against the weight written
+    by hand.
+    """
     o = upref.get(name)
-    mu = np.array([0.2] if o.not_symbolic else [0.03, 0.2, 0.6])  # a bisection inside a bisection takes its time
+    # a bisection inside a bisection takes its time
+    mu = np.array([0.2] if o.not_symbolic else [0.03, 0.2, 0.6])
     p = mu * [[0.5], [0.9], [1.0], [1.1], [1.6]]
 
     def loss(lp, lp_old, A, mask):
@@ -280,7 +343,7 @@ def test_registered_surrogate_taken_as_a_foreign_loss(name):
         assert_cap(capacity(loss, p, mu, A), capacity(o, p, mu, A))
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------
 @pytest.mark.parametrize(
     "args, says",
     [
@@ -289,7 +352,10 @@ def test_registered_surrogate_taken_as_a_foreign_loss(name):
         (("dapo", 0.5, [0.1, float("nan")]), "pi_old is nan"),
         (("dapo", 0.5, 0.5, float("inf")), "adv is inf: an advantage is finite"),
         (("dapo", "half", 0.5), "pi must be numbers, got str"),
-        (("dapo", [0.1, 0.2], [0.1, 0.2, 0.3]), r"shapes \(2,\), \(3,\), \(\), which do not broadcast"),
+        (
+            ("dapo", [0.1, 0.2], [0.1, 0.2, 0.3]),
+            r"shapes \(2,\), \(3,\), \(\), which do not broadcast",
+        ),
         (("dappo", 0.5, 0.5), "dapo"),
         ((7, 0.5, 0.5), "got int"),
         (
@@ -301,10 +367,16 @@ def test_registered_surrogate_taken_as_a_foreign_loss(name):
             "aspo_code has no weight of a single token: its clip depends on the token's entropy",
         ),
         (("up(m2po)", 0.5, 0.5), "whole batch"),
-        ((lambda lp, old, A, mask: lp[:, 0, None, None], 0.5, 0.5), "returns shape .*return a scalar"),
+        (
+            (lambda lp, old, A, mask: lp[:, 0, None, None], 0.5, 0.5),
+            "returns shape .*return a scalar",
+        ),
         ((lambda lp, old, A, mask: 0.0, 0.5, 0.5), "returns a float"),
         ((lambda lp, old, A, mask: old.sum(), 0.5, 0.5), "has no gradient"),
-        ((lambda lp, old, A, mask: (0 * lp).sqrt().sum(), 0.5, 0.5), "no finite gradient in log_prob at pi="),
+        (
+            (lambda lp, old, A, mask: (0 * lp).sqrt().sum(), 0.5, 0.5),
+            "no finite gradient in log_prob at pi=",
+        ),
     ],
 )
 def test_bad_input(args, says):

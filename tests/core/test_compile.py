@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step may compile the loss: one graph, the same gradient, and no wait for the device."""
+"""A training step may compile the loss: one graph, the same gradient, and no wait for
+the device.
+"""
 
 import shutil
 
@@ -13,17 +15,25 @@ from upref.weights.batches import OFF_EDGES, batch, grad
 
 @pytest.mark.parametrize("name", [*upref.names(), "up(sapo)"])
 def test_no_host_synchronisation(name):
-    """On fake tensors, which have no values, whatever asks for one (`.item()`, `if x.any()`) raises."""
+    """On fake tensors, which have no values, whatever asks for one (`.item()`,
+    `if x.any()`) raises.
+    """
     o = upref.get(name)
     with FakeTensorMode():
         lp = torch.empty(4, 6, requires_grad=True)
-        x, mask, group = torch.empty(4, 6), torch.empty(4, 6, dtype=torch.bool), torch.empty(4, dtype=torch.long)
+        x, mask, group = (
+            torch.empty(4, 6),
+            torch.empty(4, 6, dtype=torch.bool),
+            torch.empty(4, dtype=torch.long),
+        )
         hp = {"beta": 0.1} if o.kl else {}
         o.J(lp, x, x, mask, group, lp_ref=x, entropy=x, is_weights=x, **hp).backward()
         assert lp.grad.shape == lp.shape
 
 
-@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.skipif(
+    not shutil.which("c++"), reason="torch.compile needs a C++ compiler"
+)
 @pytest.mark.parametrize(
     ("name", "hp", "backend"),
     [
@@ -34,12 +44,17 @@ def test_no_host_synchronisation(name):
     ],
 )
 def test_one_graph_and_the_eager_gradient(name, hp, backend):
-    """One of them by inductor, whose C++ takes most of the time; one graph is what all need."""
+    """One of them by inductor, whose C++ takes most of the time; one graph is what all
+    need.
+    """
     o = upref.get(name)
-    b = batch(o, edges=OFF_EDGES, **hp)  # the compiler's exp may differ in the last bit, which decides on a bound
+    # the compiler's exp may differ in the last bit, which decides on a bound
+    b = batch(o, edges=OFF_EDGES, **hp)
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda lp: o.J(lp, b.logp_old, b.adv, b.mask, b.group, **hp), fullgraph=True, backend=backend
+        lambda lp: o.J(lp, b.logp_old, b.adv, b.mask, b.group, **hp),
+        fullgraph=True,
+        backend=backend,
     )
     found, expected = grad(lambda x: compiled(x.logp), b), grad(lambda x: o(x, **hp), b)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The finder of jumps finds what was put there, to the last bit; and a loss's curve is the objective's."""
+"""The finder of jumps finds what was put there, to the last bit; and a loss's curve is
+the objective's.
+"""
 
 import tracemalloc
 
@@ -15,7 +17,9 @@ from upref.weights.jumps import GRID
 
 
 def piecewise(bounds, heights, slopes):
-    """A weight that on each piece between two bounds is height * (1 + slope log r), or 0; bounds belong below."""
+    """A weight that on each piece between two bounds is height * (1 + slope log r), or
+    0; bounds belong below.
+    """
     bounds = np.array(bounds)
 
     def weight(r, A, mu):
@@ -36,18 +40,40 @@ BOUND = st.floats(-2.5, 2.5).map(np.exp) | st.sampled_from(GRID[(GRID > 0.1) & (
 def test_every_jump_is_found_and_nothing_else(data):
     bounds = sorted(data.draw(st.lists(BOUND, max_size=4, unique=True)))
     # wider than the scan, whose steps are 2 %, and a quarter of r - 1 near 1
-    apart = lambda x, y: y / x > 1.05 or y - x > max(1e-11, 0.3 * abs(x - 1), 0.3 * abs(y - 1))
+    apart = lambda x, y: (
+        y / x > 1.05 or y - x > max(1e-11, 0.3 * abs(x - 1), 0.3 * abs(y - 1))
+    )
     bounds = [b for n, b in enumerate(bounds) if not n or apart(bounds[n - 1], b)]
-    heights = [data.draw(st.sampled_from([0.0, 1.0, 1.3, 0.2, 3.0, -1.0])) for _ in range(len(bounds) + 1)]
+    heights = [
+        data.draw(st.sampled_from([0.0, 1.0, 1.3, 0.2, 3.0, -1.0]))
+        for _ in range(len(bounds) + 1)
+    ]
     slopes = [data.draw(st.sampled_from([0.0, 0.1, -0.15, 0.3])) for _ in heights]
-    curve, A = piecewise(bounds, heights, slopes), data.draw(st.sampled_from([1.0, -2.5]))
+    curve, A = (
+        piecewise(bounds, heights, slopes),
+        data.draw(st.sampled_from([1.0, -2.5])),
+    )
     value = lambda n, r: heights[n] * (1 + slopes[n] * np.log(r)) * A
     sides = [(value(n, b), value(n + 1, b)) for n, b in enumerate(bounds)]
-    true = [(b, *s) for b, s in zip(bounds, sides, strict=True) if abs(s[1] - s[0]) > 0.05 * max(map(abs, s))]
-    hidden = [b for b, s in zip(bounds, sides, strict=True) if 0 < abs(s[1] - s[0]) <= 0.05 * max(map(abs, s))]
+    true = [
+        (b, *s)
+        for b, s in zip(bounds, sides, strict=True)
+        if abs(s[1] - s[0]) > 0.05 * max(map(abs, s))
+    ]
+    hidden = [
+        b
+        for b, s in zip(bounds, sides, strict=True)
+        if 0 < abs(s[1] - s[0]) <= 0.05 * max(map(abs, s))
+    ]
     r = GRID[(GRID > 0.05) & (GRID < 20)]
-    found = [j for j in curve.jumps(A, r=r) if not any(abs(j.r / b - 1) < 1e-12 for b in hidden)]
-    assert [j.r for j in found] == pytest.approx([b for b, *_ in true], rel=1e-15, abs=0)
+    found = [
+        j
+        for j in curve.jumps(A, r=r)
+        if not any(abs(j.r / b - 1) < 1e-12 for b in hidden)
+    ]
+    assert [j.r for j in found] == pytest.approx(
+        [b for b, *_ in true], rel=1e-15, abs=0
+    )
     assert [(j.below, j.above) for j in found] == [pytest.approx(s) for _, *s in true]
     ends, alive = curve.ends([A, 2 * A])
     for row in ends:
@@ -62,7 +88,10 @@ def test_the_bound_is_the_inclusive_one():
     assert [j.end for j in of("w_reinforce_code").jumps(1.0)] == [True]
 
 
-@pytest.mark.parametrize("bounds", [(np.exp(-0.25), np.exp(0.25)), (0.999, 1.0), (0.3, 0.9), (1 - 3e-4, 1 + 4e-4)])
+@pytest.mark.parametrize(
+    "bounds",
+    [(np.exp(-0.25), np.exp(0.25)), (0.999, 1.0), (0.3, 0.9), (1 - 3e-4, 1 + 4e-4)],
+)
 def test_bounds_on_the_scan_at_1_and_caps_below_1(bounds):
     low, high = bounds
     found = piecewise([low, high], [0.0, 1.0, 0.4], [0, 0, 0]).jumps(1.0)
@@ -71,38 +100,65 @@ def test_bounds_on_the_scan_at_1_and_caps_below_1(bounds):
 
 
 def test_a_value_on_the_bound_alone_is_no_jump_of_its_own():
-    """torch.min and clamp share the gradient at a tie; a weight that crosses 0 is dead nowhere."""
-    tie = Curve("tie", lambda r, A, mu: A * np.where(r < 1.28, 1, np.where(r == 1.28, 0.5, 0)) + 0 * mu, False)
+    """torch.min and clamp share the gradient at a tie; a weight that crosses 0 is dead
+    nowhere.
+    """
+    tie = Curve(
+        "tie",
+        lambda r, A, mu: (
+            A * np.where(r < 1.28, 1, np.where(r == 1.28, 0.5, 0)) + 0 * mu
+        ),
+        False,
+    )
     (jump,) = tie.jumps(1.0)
-    assert jump.r == pytest.approx(1.28, rel=1e-15, abs=0) and (jump.below, jump.above) == (1, 0)
-    assert Curve("crossing", lambda r, A, mu: A * (r - 1) + 0 * mu, False).jumps(1.0) == []
+    assert jump.r == pytest.approx(1.28, rel=1e-15, abs=0) and (
+        jump.below,
+        jump.above,
+    ) == (1, 0)
+    assert (
+        Curve("crossing", lambda r, A, mu: A * (r - 1) + 0 * mu, False).jumps(1.0) == []
+    )
 
 
 @pytest.mark.parametrize("mu", [1e-4, 0.02, 0.3, 0.9])
 def test_bounds_that_depend_on_mu(mu):
     for delta in (0.05, 0.15):
         high, low = (mu + delta) / mu, (mu - delta) / mu
-        assert [j.r for j in of("dppo_tv", delta=delta).jumps(1.0, mu)] == pytest.approx(
-            [high] if mu + delta < 1 else []
-        )
-        assert [j.r for j in of("dppo_tv", delta=delta).jumps(-1.0, mu)] == pytest.approx([low] if low > 0 else [])
+        assert [
+            j.r for j in of("dppo_tv", delta=delta).jumps(1.0, mu)
+        ] == pytest.approx([high] if mu + delta < 1 else [])
+        assert [
+            j.r for j in of("dppo_tv", delta=delta).jumps(-1.0, mu)
+        ] == pytest.approx([low] if low > 0 else [])
     for name in ("bandpo_kl", "bandpo_chi2", "dppo_kl"):
         ends, alive = of(name).ends([1.0, -1.0], mu)
-        assert alive.tolist() == [True, ends[1, 0] == np.inf]  # a band that reaches down to 0 has no end
+        # a band that reaches down to 0 has no end
+        assert alive.tolist() == [True, ends[1, 0] == np.inf]
         for A, row in zip((1.0, -1.0), ends, strict=True):
-            assert [j.r for j in of(name).jumps(A, mu)] == [e for e in row if e < np.inf]
+            assert [j.r for j in of(name).jumps(A, mu)] == [
+                e for e in row if e < np.inf
+            ]
 
 
-@pytest.mark.parametrize("name", [n for n in upref.names() if not upref.get(n).batch_coupled])
+@pytest.mark.parametrize(
+    "name", [n for n in upref.names() if not upref.get(n).batch_coupled]
+)
 def test_breakpoints_bound_the_regimes_within_the_unit_square(name):
     for A, mu in ((1.0, 0.02), (-1.0, 0.9)):
-        assert all(k * mu < 1 and 3e-4 < k < 3e3 for k in breakpoints(upref.get(name), A, mu))
+        assert all(
+            k * mu < 1 and 3e-4 < k < 3e3 for k in breakpoints(upref.get(name), A, mu)
+        )
 
 
-# ---- losses nobody here wrote ----------------------------------------------------------------------------------------
+# ---- losses nobody here wrote --------------------------------------------------------
 def ppo(log_prob, old_log_prob, advantages, mask, eps=0.25):
     r = torch.exp(log_prob - old_log_prob)
-    return -(torch.min(r * advantages, r.clamp(1 - eps, 1 + eps) * advantages) * mask).sum() / mask.sum()
+    return (
+        -(
+            torch.min(r * advantages, r.clamp(1 - eps, 1 + eps) * advantages) * mask
+        ).sum()
+        / mask.sum()
+    )
 
 
 def other_order(old_log_prob, log_prob, advantages, mask):
@@ -115,7 +171,10 @@ def single(log_prob, old_log_prob, advantages, mask):
 
 def by_length(log_prob, old_log_prob, advantages, mask):
     r, n = (log_prob - old_log_prob).exp(), mask.sum(1, keepdim=True)
-    return -(torch.min(r * advantages, r.clamp(0.75, 1.25) * advantages) * mask * n).sum() / (n * mask).sum()
+    return (
+        -(torch.min(r * advantages, r.clamp(0.75, 1.25) * advantages) * mask * n).sum()
+        / (n * mask).sum()
+    )
 
 
 def one_a_response(log_prob, old_log_prob, advantages, mask):
@@ -123,7 +182,10 @@ def one_a_response(log_prob, old_log_prob, advantages, mask):
 
 
 def with_kl(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-    return ppo(log_prob, old_log_prob, advantages, mask) + 0.1 * (log_prob - ref_log_prob)[mask].mean()
+    return (
+        ppo(log_prob, old_log_prob, advantages, mask)
+        + 0.1 * (log_prob - ref_log_prob)[mask].mean()
+    )
 
 
 def whitened(log_prob, old_log_prob, advantages, mask):
@@ -138,7 +200,9 @@ def test_a_losses_curve_is_the_objectives(loss):
     curve, grpo = of(loss), of("grpo", eps=0.25)
     for A in (1.0, -0.5):
         np.testing.assert_allclose(curve(R, A), grpo(R, A), rtol=1e-12)
-        assert [j.r for j in curve.jumps(A)] == pytest.approx([j.r for j in grpo.jumps(A)], rel=1e-14)
+        assert [j.r for j in curve.jumps(A)] == pytest.approx(
+            [j.r for j in grpo.jumps(A)], rel=1e-14
+        )
     assert not curve.reads_mu and not curve.batch_coupled
 
 
@@ -157,11 +221,16 @@ def test_a_bound_on_probabilities_reads_mu():
     curve, dppo = of(tv), of("dppo_tv")
     assert curve.reads_mu
     for mu in (0.01, 0.3):
-        assert [j.r for j in curve.jumps(1.0, mu)] == pytest.approx([j.r for j in dppo.jumps(1.0, mu)], rel=1e-13)
+        assert [j.r for j in curve.jumps(1.0, mu)] == pytest.approx(
+            [j.r for j in dppo.jumps(1.0, mu)], rel=1e-13
+        )
 
 
 def test_coupled_tokens_have_no_weight_by_themselves():
-    with pytest.raises(upref.InputError, match=r"whitened has no weight of a single token: .*other tokens"):
+    with pytest.raises(
+        upref.InputError,
+        match=r"whitened has no weight of a single token: .*other tokens",
+    ):
         of(whitened)
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every claim under derivations/ holds and can fail; `derive` tells right objectives from wrong ones."""
+"""Every claim under derivations/ holds and can fail; `derive` tells right objectives
+from wrong ones.
+"""
 
 import functools
 import importlib.util
@@ -30,18 +32,24 @@ spec.loader.exec_module(page)
 
 def wrong(o, factor=2):
     """The objective with another function, its hand-written weight left as it is."""
-    return replace(o, fn=functools.wraps(o.fn)(lambda *args, **hp: factor * o.fn(*args, **hp)))
+    return replace(
+        o, fn=functools.wraps(o.fn)(lambda *args, **hp: factor * o.fn(*args, **hp))
+    )
 
 
 def no_negatives(lp, lp_old, A):
     return where(A > 0, upref.get("dapo").fn(lp, lp_old, A), 0 * lp)
 
 
-# What each claim is perturbed to, so that its script must fail: a false statement, or a wrong objective.
+# What each claim is perturbed to, so that its script must fail: a false statement, or a
+# wrong objective.
 FALSE = {
     "log_derivative": [lambda m: {"left_over": lambda A, lp: 0}],
     "is_gradient": [lambda m: {"base": m.UP}, lambda m: {"up": m.IS}],
-    "clipped_gradient": [lambda m: {"base": upref.get("up_grpo")}, lambda m: {"base": wrong(m.GRPO)}],
+    "clipped_gradient": [
+        lambda m: {"base": upref.get("up_grpo")},
+        lambda m: {"base": wrong(m.GRPO)},
+    ],
     "cap_positive": [lambda m: {"bound": 1 - m.eps_high}],
     "up_positive": [
         lambda m: {"difference": 1},
@@ -53,20 +61,34 @@ FALSE = {
     "eps_high_inert": [lambda m: {"smallest": -2 * m.LOW}],
     "up_is_base_on_policy": [lambda m: {"ratio": 2}],
     "kl_estimators": [lambda m: {"gradients": m.GRADIENTS | {"k3": m.GRADIENTS["k2"]}}],
-    "stability": [lambda m: {"sign": 1}, lambda m: {"symmetric": wrong(m.SYMMETRIC)}, lambda m: {"up": wrong(m.UP)}],
+    "stability": [
+        lambda m: {"sign": 1},
+        lambda m: {"symmetric": wrong(m.SYMMETRIC)},
+        lambda m: {"up": wrong(m.UP)},
+    ],
     "fixed_point": [lambda m: {"target": lambda mu, A: A}],
-    "capacity_is_not_a_bound": [lambda m: {"fn": no_negatives}, lambda m: {"bound": 2.8}],
-    "weights": [lambda m: {"which": [wrong(upref.get("up_gspo"))]}, lambda m: {"which": [wrong(upref.get("m2po"))]}],
+    "capacity_is_not_a_bound": [
+        lambda m: {"fn": no_negatives},
+        lambda m: {"bound": 2.8},
+    ],
+    "weights": [
+        lambda m: {"which": [wrong(upref.get("up_gspo"))]},
+        lambda m: {"which": [wrong(upref.get("m2po"))]},
+    ],
 }
 
 
 README = (DERIVATIONS / "README.md").read_text(encoding="utf-8")
-SECTIONS = dict(zip([*page.CLAIMS, "mutants"], re.split(r"(?=\n## )", README)[1:], strict=True))
+SECTIONS = dict(
+    zip([*page.CLAIMS, "mutants"], re.split(r"(?=\n## )", README)[1:], strict=True)
+)
 
 
 @functools.cache
 def shown(name):
-    """Its section of the page, and the objectives whose function that derivation asks for."""
+    """Its section of the page, and the objectives whose function that derivation asks
+    for.
+    """
     asked, get = [], upref.get
     with mock.patch.object(upref, "get", lambda o: asked.append(o) or get(o)):
         return page.section(name), sorted(set(asked))
@@ -78,7 +100,10 @@ def test_the_claim_holds_and_the_page_shows_its_steps(name):
     assert shown(name)[0] == SECTIONS[name], "run: python derivations/make_page.py"
 
 
-@pytest.mark.parametrize(("name", "i"), [(name, i) for name, changes in FALSE.items() for i in range(len(changes))])
+@pytest.mark.parametrize(
+    ("name", "i"),
+    [(name, i) for name, changes in FALSE.items() for i in range(len(changes))],
+)
 def test_the_claim_can_fail(name, i):
     module = page.load(name)
     with pytest.raises(AssertionError):
@@ -87,7 +112,9 @@ def test_the_claim_can_fail(name, i):
 
 def alive(fn):
     """A gradient of A more, wherever there is one and where there is none."""
-    return functools.wraps(fn)(lambda lp, lp_old, A, *more, **hp: fn(lp, lp_old, A, *more, **hp) + A * lp)
+    return functools.wraps(fn)(
+        lambda lp, lp_old, A, *more, **hp: fn(lp, lp_old, A, *more, **hp) + A * lp
+    )
 
 
 def dead(fn):
@@ -95,7 +122,11 @@ def dead(fn):
 
     @functools.wraps(fn)
     def mutant(lp, lp_old, A, *more, **hp):
-        return where(lp <= (0 * lp if lp_old is None else lp_old) + 0.1, fn(lp, lp_old, A, *more, **hp), 0 * A)
+        return where(
+            lp <= (0 * lp if lp_old is None else lp_old) + 0.1,
+            fn(lp, lp_old, A, *more, **hp),
+            0 * A,
+        )
 
     return mutant
 
@@ -103,17 +134,26 @@ def dead(fn):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", daily(page.CLAIMS, 2))
 def test_the_derivation_fails_where_its_objective_is_another(name, monkeypatch):
-    """Each function it reads, mutated alone: so it is derived from the function that trains, and from each of them."""
+    """Each function it reads, mutated alone: so it is derived from the function that
+    trains, and from each of them.
+    """
     objectives = ["aspo", "m2po"] if name == "weights" else shown(name)[1]
     assert objectives or name == "kl_estimators"
     for o in map(upref.get, objectives):
-        seen = any(fails(name, replace(o, fn=mutate(o.fn)), monkeypatch) for mutate in (alive, dead))
-        assert seen, f"derivations/{name}.py does not see that {o.name} is another function"
+        seen = any(
+            fails(name, replace(o, fn=mutate(o.fn)), monkeypatch)
+            for mutate in (alive, dead)
+        )
+        assert seen, (
+            f"derivations/{name}.py does not see that {o.name} is another function"
+        )
 
 
 def fails(name, mutant, monkeypatch):
     get = upref.get
-    monkeypatch.setattr(upref, "get", lambda one: mutant if one == mutant.name else get(one))
+    monkeypatch.setattr(
+        upref, "get", lambda one: mutant if one == mutant.name else get(one)
+    )
     try:
         page.load(name).main(**({"which": [mutant]} if name == "weights" else {}))
     except AssertionError:
@@ -132,8 +172,14 @@ def test_the_derivation_of_kl_terms_fails_where_one_is_another(name, monkeypatch
 
 
 def test_every_file_is_a_claim_on_the_page():
-    assert {p.stem for p in DERIVATIONS.glob("*.py")} == {*page.CLAIMS, "make_page"} == {*FALSE, "make_page"}
-    assert page.HEAD + "".join(SECTIONS.values()) == README, "run: python derivations/make_page.py"
+    assert (
+        {p.stem for p in DERIVATIONS.glob("*.py")}
+        == {*page.CLAIMS, "make_page"}
+        == {*FALSE, "make_page"}
+    )
+    assert page.HEAD + "".join(SECTIONS.values()) == README, (
+        "run: python derivations/make_page.py"
+    )
     assert SECTIONS["mutants"] == page.table(), "run: python derivations/make_page.py"
 
 
@@ -142,15 +188,26 @@ def test_a_script_says_so_by_its_exit_status(tmp_path):
     script = tmp_path / "up_gspo.py"
     text = (DERIVATIONS / "up_gspo.py").read_text(encoding="utf-8")
     for exponent, status in (("-1", 0), ("-2", 1)):
-        script.write_text(text.replace("exponent=-1", f"exponent={exponent}"), encoding="utf-8")
-        done = subprocess.run([sys.executable, script], capture_output=True, cwd=DERIVATIONS.parent, env=ENV)
+        script.write_text(
+            text.replace("exponent=-1", f"exponent={exponent}"), encoding="utf-8"
+        )
+        done = subprocess.run(
+            [sys.executable, script],
+            capture_output=True,
+            cwd=DERIVATIONS.parent,
+            env=ENV,
+        )
         assert done.returncode == status and done.stdout
 
 
 @pytest.mark.parametrize("name", [*upref.names(), "up(gmpo)", "up_anchored(sapo)"])
 @pytest.mark.parametrize("factor", [1, 2])
 def test_derive_tells_right_from_wrong(name, factor):
-    o = upref.up_anchored(upref.get("sapo")) if name == "up_anchored(sapo)" else upref.get(name)
+    o = (
+        upref.up_anchored(upref.get("sapo"))
+        if name == "up_anchored(sapo)"
+        else upref.get(name)
+    )
     d = derive(wrong(o, factor))
     assert d.ok == (factor == 1)
     assert d.name in str(d) and ("not read by sympy" in str(d)) == bool(o.not_symbolic)
@@ -159,7 +216,14 @@ def test_derive_tells_right_from_wrong(name, factor):
 
 def test_derive_finds_a_kink_that_the_weight_does_not_know():
     o = upref.get("is_pg")
-    d = derive(replace(o, fn=lambda lp, lp_old, A: where(exp(lp - lp_old) > 7, A * lp, o.fn(lp, lp_old, A))))
+    d = derive(
+        replace(
+            o,
+            fn=lambda lp, lp_old, A: where(
+                exp(lp - lp_old) > 7, A * lp, o.fn(lp, lp_old, A)
+            ),
+        )
+    )
     assert not d.ok and any("r > 7" in step and "MISMATCH" in step for step in d.steps)
 
 
@@ -188,4 +252,9 @@ def test_sympy_gradient_says_what_it_cannot_read():
 
 def test_importing_upref_leaves_sympy_alone():
     code = "import sys, upref; upref.get('up_dapo').weight(1.5, -1.0); sys.exit('sympy.core' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=ENV, cwd=DERIVATIONS.parent).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env=ENV, cwd=DERIVATIONS.parent
+        ).returncode
+        == 0
+    )

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each derivation rejects exactly those mutants of its objectives that its claim excludes.
+"""Each derivation rejects exactly those mutants of its objectives that its claim
+excludes.
 
-An objective is changed in twenty ways. A claim speaks of some signs of A, some ratios, and of the gradient or of J too:
-SCOPE. Whether a mutant differs there is asked of torch, on a grid; whether the script fails, of sympy.
+An objective is changed in twenty ways. A claim speaks of some signs of A, some ratios,
+and of the gradient or of J too: SCOPE. Whether a mutant differs there is asked of
+torch, on a grid; whether the script fails, of sympy.
 
-`python tests/core/test_derivations_mutated.py` runs them all and writes derivations/mutants.txt, the table on the page
-of the derivations.
+`python tests/core/test_derivations_mutated.py` runs them all and writes
+derivations/mutants.txt, the table on the page of the derivations.
 """
 
 import contextlib
@@ -31,7 +33,8 @@ spec.loader.exec_module(page)
 
 SIGNS = {"+": 1.0, "-": -1.0}
 BETWEEN = [(0.0, 0.5), (0.5, 0.8), (0.8, 1.0), (1.0, 1.2), (1.2, 2.0), (2.0, inf)]
-RATIOS = [0.3, 0.65, 0.9, 0.9999, 1.0002, 1.1, 1.24, 1.5, 2.5, 6.0]  # one between every two of these and all bounds
+# one between every two of these and all bounds
+RATIOS = [0.3, 0.65, 0.9, 0.9999, 1.0002, 1.1, 1.24, 1.5, 2.5, 6.0]
 
 
 def changed(sign, low=0.0, high=inf, to=lambda lp, lp_old, A, J: 0 * lp):
@@ -40,8 +43,15 @@ def changed(sign, low=0.0, high=inf, to=lambda lp, lp_old, A, J: 0 * lp):
     def mutate(fn):
         @functools.wraps(fn)
         def mutant(lp, lp_old, A, *more, **hp):
-            J, d = fn(lp, lp_old, A, *more, **hp), lp - (0 * lp if lp_old is None else lp_old)
-            J2 = where(A > 0, to(lp, lp_old, A, J), J) if sign == "+" else where(A < 0, to(lp, lp_old, A, J), J)
+            J, d = (
+                fn(lp, lp_old, A, *more, **hp),
+                lp - (0 * lp if lp_old is None else lp_old),
+            )
+            J2 = (
+                where(A > 0, to(lp, lp_old, A, J), J)
+                if sign == "+"
+                else where(A < 0, to(lp, lp_old, A, J), J)
+            )
             J2 = where(exp(d) > low, J2, J) if low else J2
             return where(exp(d) < high, J2, J) if high < inf else J2
 
@@ -53,27 +63,41 @@ def changed(sign, low=0.0, high=inf, to=lambda lp, lp_old, A, J: 0 * lp):
 EVERYWHERE = {
     "twice": lambda lp, lp_old, A, J: 2 * J,
     "half": lambda lp, lp_old, A, J: J / 2,
-    "A r": lambda lp, lp_old, A, J: A * exp(lp - (0 * lp if lp_old is None else lp_old)),
+    "A r": lambda lp, lp_old, A, J: (
+        A * exp(lp - (0 * lp if lp_old is None else lp_old))
+    ),
     "A log π": lambda lp, lp_old, A, J: A * lp,
 }
-MUTANTS = {f"A {s} dead in {a:g} < r < {b:g}": changed(s, a, b) for s in SIGNS for a, b in BETWEEN} | {
+MUTANTS = {
+    f"A {s} dead in {a:g} < r < {b:g}": changed(s, a, b)
+    for s in SIGNS
+    for a, b in BETWEEN
+} | {
     f"A {s} {name}": changed(s, to=to) for s in SIGNS for name, to in EVERYWHERE.items()
 }
 PAIRS = ("grpo", "up_grpo", "dapo", "up_dapo", "gspo", "up_gspo")
-# what a claim speaks of: objective -> signs, with the largest r of each; "J": of the value too, where r has no limit;
-# hyperparameters
+# what a claim speaks of: objective -> signs, with the largest r of each; "J": of the
+# value too, where r has no limit; hyperparameters
 SCOPE = {
     "log_derivative": ({"reinforce": {"+": inf, "-": inf}}, "J", {}),
     "is_gradient": ({"is_pg": {"+": inf}, "up_grpo": {"+": inf}}, "", {}),
     "clipped_gradient": ({"grpo": {"+": inf}}, "J", {}),
     "cap_positive": ({"dapo": {"+": inf}, "up_dapo": {"+": inf}}, "", {}),
     "up_positive": ({"up_grpo": {"+": inf}, "up_grpo_anchored": {"+": inf}}, "J", {}),
-    "up_gspo": ({"up_gspo": {"+": inf}, "up_gspo_anchored": {"+": inf}, "up_grpo": {"+": inf}}, "", {}),
+    "up_gspo": (
+        {"up_gspo": {"+": inf}, "up_gspo_anchored": {"+": inf}, "up_grpo": {"+": inf}},
+        "",
+        {},
+    ),
     "cap_negative": ({"up_dapo": {"-": inf}}, "J", {"c": 3.0}),
     "eps_high_inert": ({name: {"-": inf} for name in PAIRS}, "J", {"c": 4.0}),
     "up_is_base_on_policy": ({name: {"+": inf, "-": inf} for name in PAIRS}, "", {}),
     "stability": (
-        {"up_dapo": {"+": inf}, "dapo_no_upper_clip": {"+": inf}, "reinforce_off_policy": {"-": inf}},
+        {
+            "up_dapo": {"+": inf},
+            "dapo_no_upper_clip": {"+": inf},
+            "reinforce_off_policy": {"-": inf},
+        },
         "J",
         {},
     ),
@@ -94,17 +118,25 @@ def at(fn, A, hp):
 
 
 def excluded(script, name, mutate):
-    """Whether the mutant differs from the objective where the script's claim speaks of it."""
+    """Whether the mutant differs from the objective where the script's claim speaks of
+    it.
+    """
     scope, value, hp = SCOPE[script]
     o = upref.get(name)
     hp = {k: v for k, v in hp.items() if k in o.hyperparameters}
     for sign, most in scope[name].items():
         apart = [
             (x - y).abs() > 1e-9
-            for x, y in zip(at(o.fn, SIGNS[sign], hp), at(mutate(o.fn), SIGNS[sign], hp), strict=True)
+            for x, y in zip(
+                at(o.fn, SIGNS[sign], hp),
+                at(mutate(o.fn), SIGNS[sign], hp),
+                strict=True,
+            )
         ]
         spoken_of = torch.tensor(RATIOS) < most
-        if ((apart[1] | apart[0]) if value and most == inf else apart[1])[spoken_of].any():
+        if ((apart[1] | apart[0]) if value and most == inf else apart[1])[
+            spoken_of
+        ].any():
             return True
     return False
 
@@ -112,7 +144,10 @@ def excluded(script, name, mutate):
 def rejected(script, name, mutate):
     get = upref.get
     mutant = replace(get(name), fn=mutate(get(name).fn))
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         patch.setattr(upref, "get", lambda one: mutant if one == name else get(one))
         try:
             page.load(script).main()
@@ -130,7 +165,10 @@ def legend():
 
 def line(script, name, judge):
     """The row of the record: this judge, `rejected` or `excluded`, of each mutant."""
-    verdicts = "".join(chr(97 + i) if judge(script, name, m) else "." for i, m in enumerate(MUTANTS.values()))
+    verdicts = "".join(
+        chr(97 + i) if judge(script, name, m) else "."
+        for i, m in enumerate(MUTANTS.values())
+    )
     return f"{script:22}{name:22}{verdicts}"
 
 
@@ -150,7 +188,9 @@ FEW = [  # one that the claim excludes, then one that it does not
 
 @pytest.mark.parametrize(("script", "name", "mutant"), FEW)
 def test_a_derivation_rejects_what_its_claim_excludes(script, name, mutant):
-    assert rejected(script, name, MUTANTS[mutant]) == excluded(script, name, MUTANTS[mutant])
+    assert rejected(script, name, MUTANTS[mutant]) == excluded(
+        script, name, MUTANTS[mutant]
+    )
 
 
 @pytest.mark.nightly
@@ -160,7 +200,9 @@ def test_a_derivation_rejects_exactly_what_its_claim_excludes(script, name):
 
 
 def test_the_recorded_table_is_what_the_claims_exclude():
-    assert RECORD.read_text().splitlines() == legend() + [line(*row, excluded) for row in ROWS]
+    assert RECORD.read_text().splitlines() == legend() + [
+        line(*row, excluded) for row in ROWS
+    ]
 
 
 def test_there_are_twenty_mutants_and_every_script_has_a_scope():

@@ -11,11 +11,15 @@ from upref.diagnostics import diagnose
 
 
 def made(ratios, advantages, dtype=torch.float64):
-    log_r = torch.tensor([[math.log(r) for r in ratios], [0.0] * len(ratios)], dtype=dtype)
+    log_r = torch.tensor(
+        [[math.log(r) for r in ratios], [0.0] * len(ratios)], dtype=dtype
+    )
     adv = torch.tensor([advantages, [0.0] * len(ratios)], dtype=dtype)
     mask = torch.ones_like(adv, dtype=torch.bool)
     mask[1, 1:] = False
-    return upref.Rollouts(-3 + log_r.clamp(max=2.9), -3 - (log_r - 2.9).clamp(min=0), adv, mask)
+    return upref.Rollouts(
+        -3 + log_r.clamp(max=2.9), -3 - (log_r - 2.9).clamp(min=0), adv, mask
+    )
 
 
 B = made([2.0, 1.25, 0.5, 1.0, 2.0, 0.5, 5.0], [1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -2.0])
@@ -34,7 +38,8 @@ def test_clip_fractions_by_side_and_sign():
 def test_up_keeps_alive_what_dapo_clips():
     assert diagnose(upref.get("dapo"), B)["mass_above_high"] == 0
     d = diagnose(upref.get("up_dapo"), B)
-    # 4 tokens of A > 0 weigh 1 each, one of them at r = 2; A < 0: 2, 0 (r = 0.5 is clipped) and 2 x 5
+    # 4 tokens of A > 0 weigh 1 each, one of them at r = 2; A < 0: 2, 0 (r = 0.5 is
+    # clipped) and 2 x 5
     assert d["mass_above_high"] == pytest.approx(1 / (4 + 2 + 0 + 10))
     assert d["clip/pos_high"] == 0 and d["alive"] == pytest.approx(6 / 7)
 
@@ -42,9 +47,14 @@ def test_up_keeps_alive_what_dapo_clips():
 def test_overflow_is_reported():
     log_r = torch.tensor([[1000.0, 0.1, 0.1]])
     b = upref.Rollouts(
-        torch.full((1, 3), -0.5), -0.5 - log_r, torch.tensor([[-1.0]]), torch.ones(1, 3, dtype=torch.bool)
+        torch.full((1, 3), -0.5),
+        -0.5 - log_r,
+        torch.tensor([[-1.0]]),
+        torch.ones(1, 3, dtype=torch.bool),
     )
-    assert diagnose(upref.get("dapo_no_upper_clip"), b)["overflow"] == pytest.approx(1 / 3)
+    assert diagnose(upref.get("dapo_no_upper_clip"), b)["overflow"] == pytest.approx(
+        1 / 3
+    )
 
 
 def test_sequence_level_counts_responses_by_their_own_ratio():

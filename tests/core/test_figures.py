@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The committed figures are what the code draws now, and the comparison would notice if they were not."""
+"""The committed figures are what the code draws now, and the comparison would notice if
+they were not.
+"""
 
 import importlib.util
 import io
@@ -48,7 +50,9 @@ def distance(a, b):
 
 @pytest.mark.parametrize("name", ["cap.svg", "atlas.svg"])
 def test_committed_figure_is_what_the_code_draws(fresh, name):
-    assert distance(fresh / name, FIGURES / name) < SAME, "run `python figures/make.py` and look at the result"
+    assert distance(fresh / name, FIGURES / name) < SAME, (
+        "run `python figures/make.py` and look at the result"
+    )
 
 
 def test_figures_are_small_and_carry_no_date(fresh):
@@ -63,7 +67,9 @@ def test_same_code_same_bytes(fresh, tmp_path):
     assert (tmp_path / "cap.svg").read_bytes() == (fresh / "cap.svg").read_bytes()
 
 
-@pytest.mark.parametrize("changed", [{"eps_high": 0.4}, {"eps_high": 0.2}, {"eps_low": 0.3}, {"c": 5}])
+@pytest.mark.parametrize(
+    "changed", [{"eps_high": 0.4}, {"eps_high": 0.2}, {"eps_low": 0.3}, {"c": 5}]
+)
 def test_a_changed_figure_is_noticed(tmp_path, changed):
     make.save(make.cap(**changed), tmp_path / "cap.svg")
     assert distance(tmp_path / "cap.svg", FIGURES / "cap.svg") > 2 * SAME
@@ -75,7 +81,9 @@ def test_a_changed_objective_is_noticed(monkeypatch, tmp_path):
 
     from upref import definition
 
-    wrong = replace(upref.get("gspo"), closed_form=lambda s, A, *, eps_low, eps_high: A * s)
+    wrong = replace(
+        upref.get("gspo"), closed_form=lambda s, A, *, eps_low, eps_high: A * s
+    )
     monkeypatch.setitem(definition.OBJECTIVES, "gspo", wrong)
     make.save(make.atlas(), tmp_path / "atlas.svg")
     assert distance(tmp_path / "atlas.svg", FIGURES / "atlas.svg") > 2 * SAME
@@ -94,7 +102,20 @@ def test_atlas_has_every_objective_and_no_two_texts_touch(atlas):
     renderer = fig.canvas.get_renderer()
     boxes = [t.get_window_extent(renderer) for t in fig.texts if t.get_text()]
     for ax in fig.axes:
-        labels = [ax.xaxis.label, ax.yaxis.label, *ax.get_xticklabels(), *ax.get_yticklabels()]
+        labels = [
+            ax.xaxis.label,
+            ax.yaxis.label,
+            *ax.get_xticklabels(),
+            *ax.get_yticklabels(),
+        ]
         boxes += [t.get_window_extent(renderer) for t in labels if t.get_text()]
-    assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.padded(-1).overlaps(b.padded(-1))]
-    assert all(b.x0 >= 0 and b.y0 >= 0 and b.x1 <= fig.bbox.x1 and b.y1 <= fig.bbox.y1 for b in boxes)
+    assert not [
+        (a, b)
+        for i, a in enumerate(boxes)
+        for b in boxes[:i]
+        if a.padded(-1).overlaps(b.padded(-1))
+    ]
+    assert all(
+        b.x0 >= 0 and b.y0 >= 0 and b.x1 <= fig.bbox.x1 and b.y1 <= fig.bbox.y1
+        for b in boxes
+    )

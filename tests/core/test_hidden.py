@@ -17,17 +17,23 @@ from upref.hidden import token_log_probs
 NEG = -math.inf
 
 
-def naive(h, W, tokens, *, temperature=1.0, bias=None, logit_scale=1.0, softcap=None, chunk=0):
+def naive(
+    h, W, tokens, *, temperature=1.0, bias=None, logit_scale=1.0, softcap=None, chunk=0
+):
     """The same through logits."""
     y = h @ W.T * logit_scale if bias is None else (h @ W.T + bias) * logit_scale
     x = (y if softcap is None else softcap * (y / softcap).tanh()) / temperature
     lp = x.log_softmax(-1)
     p = lp.exp()
-    return lp.gather(-1, tokens.long()[..., None])[..., 0], -(p * lp.masked_fill(p == 0, 0)).sum(-1)
+    return lp.gather(-1, tokens.long()[..., None])[..., 0], -(
+        p * lp.masked_fill(p == 0, 0)
+    ).sum(-1)
 
 
 def drawn(seed):
-    """(hidden, weight, tokens, settings, upstream gradients, some of them 0), everything random."""
+    """(hidden, weight, tokens, settings, upstream gradients, some of them 0),
+    everything random.
+    """
     r, g = random.Random(seed), torch.Generator().manual_seed(seed)
     randn = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
     shape, V, H = (
@@ -38,7 +44,11 @@ def drawn(seed):
     bias = randn(V) if r.random() < 0.4 else None
     if bias is not None and r.random() < 0.5:
         bias[r.sample(range(V), V // 2)] = NEG
-    softcap = r.choice([None, None, 0.7, 30.0]) if bias is None or bias.isfinite().all() else None
+    softcap = (
+        r.choice([None, None, 0.7, 30.0])
+        if bias is None or bias.isfinite().all()
+        else None
+    )
     settings = {
         "temperature": r.choice([1.0, 0.3, 2.5]), "bias": bias, "softcap": softcap,
         "logit_scale": r.choice([1.0, 0.2, 3.0]), "chunk": r.choice([1, 7, 64, 1000, 2**23]),
@@ -50,11 +60,21 @@ def drawn(seed):
 
 
 def run(f, h, W, tokens, settings, up):
-    """Both outputs and all gradients; of `up` an entry may be None: that output is not used."""
-    leaves = [x.detach().clone().requires_grad_() for x in (h, W, settings.get("bias")) if x is not None]
+    """Both outputs and all gradients; of `up` an entry may be None: that output is not
+    used.
+    """
+    leaves = [
+        x.detach().clone().requires_grad_()
+        for x in (h, W, settings.get("bias"))
+        if x is not None
+    ]
     settings = settings | ({"bias": leaves[2]} if len(leaves) > 2 else {})
     out = f(leaves[0], leaves[1], tokens, **settings)
-    total = sum((x * g).nan_to_num(neginf=0).sum() for x, g in zip(out, up, strict=True) if g is not None)
+    total = sum(
+        (x * g).nan_to_num(neginf=0).sum()
+        for x, g in zip(out, up, strict=True)
+        if g is not None
+    )
     return [*out, *torch.autograd.grad(total, leaves)]
 
 
@@ -64,21 +84,38 @@ def test_500_random_cases_agree_with_autograd_to_1e_12():
         h, W, tokens, settings, up = drawn(seed)
         if seed % 3:
             up[seed % 3 - 1] = None
-        found, want = run(token_log_probs, h, W, tokens, settings, up), run(naive, h, W, tokens, settings, up)
+        found, want = (
+            run(token_log_probs, h, W, tokens, settings, up),
+            run(naive, h, W, tokens, settings, up),
+        )
         for x, y in zip(found, want, strict=True):
             size = max([1.0, *y.detach().nan_to_num(neginf=0).abs().flatten().tolist()])
             torch.testing.assert_close(
-                x, y, rtol=1e-12, atol=1e-12 * size, msg=lambda m, seed=seed: f"seed {seed}: {m}"
+                x,
+                y,
+                rtol=1e-12,
+                atol=1e-12 * size,
+                msg=lambda m, seed=seed: f"seed {seed}: {m}",
             )
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_gradients_are_those_of_finite_differences(softcap):
     g = torch.Generator().manual_seed(1)
-    h, W, bias = (torch.randn(s, generator=g, dtype=torch.float64).requires_grad_() for s in ((2, 3, 4), (7, 4), (7,)))
+    h, W, bias = (
+        torch.randn(s, generator=g, dtype=torch.float64).requires_grad_()
+        for s in ((2, 3, 4), (7, 4), (7,))
+    )
     tokens = torch.randint(7, (2, 3), generator=g)
     f = lambda h, W, bias: token_log_probs(
-        h, W, tokens, bias=bias, temperature=0.7, logit_scale=0.5, softcap=softcap, chunk=20
+        h,
+        W,
+        tokens,
+        bias=bias,
+        temperature=0.7,
+        logit_scale=0.5,
+        softcap=softcap,
+        chunk=20,
     )
     assert gradcheck(f, (h, W, bias))
 
@@ -92,16 +129,27 @@ def test_float32_results_stay_within_5e_6_at_152k_beside_a_peak(dtype, at):
     h[:, 0], W[:, 0], W[at, 0] = 1, 0, 0
     W[at, 0] = ((h @ W.T).logsumexp(1) + 2.2 - h @ W[at]).mean()  # p near 0.9
     h, W = h.to(dtype), W.to(dtype)
-    tokens = torch.where(torch.arange(N) % 2 == 0, at, torch.randint(V, (N,), generator=g))
+    tokens = torch.where(
+        torch.arange(N) % 2 == 0, at, torch.randint(V, (N,), generator=g)
+    )
     up = [torch.ones(N), torch.full((N,), 0.5)]
     found = run(token_log_probs, h, W, tokens, {"temperature": 0.9}, up)
-    want = run(naive, h.double(), W.double(), tokens, {"temperature": 0.9}, [u.double() for u in up])
+    want = run(
+        naive,
+        h.double(),
+        W.double(),
+        tokens,
+        {"temperature": 0.9},
+        [u.double() for u in up],
+    )
     assert found[0].dtype == found[1].dtype == torch.float32
     assert [x.dtype for x in found[2:]] == [dtype, dtype]
     for x, y in zip(found[:2], want[:2], strict=True):
         assert (x - y).abs().max() < 5e-6
     rounded = (want[3].to(dtype) - want[3]).abs().max()  # dW rounded once
-    assert (found[3] - want[3]).abs().max() <= 1.1 * rounded + 2e-6 * want[3].abs().max()
+    assert (found[3] - want[3]).abs().max() <= 1.1 * rounded + 2e-6 * want[
+        3
+    ].abs().max()
 
 
 @pytest.mark.parametrize("peaks", [1, 3])
@@ -114,7 +162,10 @@ def test_products_of_896_terms_do_not_blur_the_entropy(peaks):
     for i in range(1, peaks):
         h = h + 14 * W[N * i : N * (i + 1)]
         bias[N * i : N * (i + 1)] = 0
-    found, want = (token_log_probs(x, W.to(x.dtype), tokens, bias=bias.to(x.dtype)) for x in (h, h.double()))
+    found, want = (
+        token_log_probs(x, W.to(x.dtype), tokens, bias=bias.to(x.dtype))
+        for x in (h, h.double())
+    )
     for x, y in zip(found, want, strict=True):
         assert (x - y).abs().max() < 1e-6
 
@@ -125,37 +176,59 @@ def test_no_tensor_is_larger_than_the_inputs_or_the_chunk():
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            sizes.extend(x.numel() for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, torch.Tensor))
+            sizes.extend(
+                x.numel()
+                for x in (out if isinstance(out, tuple) else (out,))
+                if isinstance(x, torch.Tensor)
+            )
             return out
 
     N, V, H = 64, 1000, 3
     leaves = [torch.randn(s, requires_grad=True) for s in ((N, H), (V, H))]
     with Sizes():
-        lp, entropy = token_log_probs(*leaves, torch.zeros(N, dtype=torch.int64), chunk=4000)
+        lp, entropy = token_log_probs(
+            *leaves, torch.zeros(N, dtype=torch.int64), chunk=4000
+        )
         (lp.sum() + entropy.sum()).backward()
     assert 0 < max(sizes) <= max(4000, V * H)
 
 
 def test_masked_tokens_may_hold_nan_and_get_no_gradient():
     _, W, *_ = drawn(2)
-    h, tokens, up = torch.randn(6, W.shape[1], dtype=torch.float64), torch.zeros(6, dtype=torch.int64), torch.ones(6)
+    h, tokens, up = (
+        torch.randn(6, W.shape[1], dtype=torch.float64),
+        torch.zeros(6, dtype=torch.int64),
+        torch.ones(6),
+    )
     up[4:] = 0
     dirty = h.clone()
     dirty[4], dirty[5] = math.nan, math.inf
-    clean, found = (run(token_log_probs, x, W, tokens, {"temperature": 0.7}, [up, None]) for x in (h, dirty))
+    clean, found = (
+        run(token_log_probs, x, W, tokens, {"temperature": 0.7}, [up, None])
+        for x in (h, dirty)
+    )
     assert found[0][4:].isnan().all() and torch.equal(found[0][:4], clean[0][:4])
-    assert all(torch.equal(x, y) for x, y in zip(found[2:], clean[2:], strict=True)) and not found[2][4:].any()
+    assert (
+        all(torch.equal(x, y) for x, y in zip(found[2:], clean[2:], strict=True))
+        and not found[2][4:].any()
+    )
     nothing = run(token_log_probs, dirty, W, tokens, {}, [0 * up, 0 * up])
     assert not nothing[2].any() and not nothing[3].any()
 
 
 def test_a_row_without_a_finite_logit_is_nan_and_offsets_cancel():
-    h, W, tokens = torch.ones(2, 1), torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 2])
+    h, W, tokens = (
+        torch.ones(2, 1),
+        torch.tensor([[1.0], [2.0], [3.0]]),
+        torch.tensor([0, 2]),
+    )
     assert token_log_probs(h, W, tokens, bias=torch.full((3,), NEG))[0].isnan().all()
     want = naive(h, W, tokens)
     for offset in (-6000.0, 6000.0):
         for chunk in (2, 6):
-            found = token_log_probs(h, W, tokens, bias=torch.full((3,), offset), chunk=chunk)
+            found = token_log_probs(
+                h, W, tokens, bias=torch.full((3,), offset), chunk=chunk
+            )
             torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
 
 
@@ -172,16 +245,23 @@ def test_a_frozen_input_gets_no_gradient_and_changes_no_other(frozen):
 def test_layout_autocast_and_a_second_backward_change_nothing():
     g = torch.Generator().manual_seed(3)
     h, W = torch.randn(3, 4, 5, generator=g), torch.randn(9, 5, generator=g)
-    tokens, up = torch.randint(9, (3, 4), generator=g), [torch.randn(3, 4, generator=g), torch.ones(1, 1).expand(3, 4)]
+    tokens, up = (
+        torch.randint(9, (3, 4), generator=g),
+        [torch.randn(3, 4, generator=g), torch.ones(1, 1).expand(3, 4)],
+    )
     want = run(token_log_probs, h, W, tokens, {}, up)
     strided = [x.mT.contiguous().mT for x in (h, W)]
     with torch.autocast("cpu", torch.bfloat16):
-        found = run(token_log_probs, *strided, tokens.T.contiguous().T.to(torch.int32), {}, up)
+        found = run(
+            token_log_probs, *strided, tokens.T.contiguous().T.to(torch.int32), {}, up
+        )
     for x, y in zip(found, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
     leaf = h.clone().requires_grad_()
     lp = token_log_probs(leaf, W, tokens)[0].sum()
-    first, second = (torch.autograd.grad(lp, leaf, retain_graph=True)[0] for _ in range(2))
+    first, second = (
+        torch.autograd.grad(lp, leaf, retain_graph=True)[0] for _ in range(2)
+    )
     assert torch.equal(first, second)
 
 
@@ -190,12 +270,18 @@ def test_vmap_and_func_grad_agree_with_a_loop():
     want = [token_log_probs(x, W, t) for x, t in zip(h, tokens, strict=True)]
     found = torch.func.vmap(lambda x, t: token_log_probs(x, W, t))(h, tokens)
     torch.testing.assert_close(found, tuple(map(torch.stack, zip(*want, strict=True))))
-    shared = torch.func.vmap(lambda t: token_log_probs(h[0], W, t)[0], in_dims=1)(tokens.T)
-    torch.testing.assert_close(shared, torch.stack([token_log_probs(h[0], W, t)[0] for t in tokens]))
+    shared = torch.func.vmap(lambda t: token_log_probs(h[0], W, t)[0], in_dims=1)(
+        tokens.T
+    )
+    torch.testing.assert_close(
+        shared, torch.stack([token_log_probs(h[0], W, t)[0] for t in tokens])
+    )
     with pytest.raises(InputError, match="vmap"):
         torch.func.vmap(lambda w: token_log_probs(h, w, tokens)[0])(torch.stack([W, W]))
     grad = torch.func.grad(lambda w: token_log_probs(h, w, tokens)[0].sum())(W)
-    torch.testing.assert_close(grad, run(naive, h, W, tokens, {}, [torch.ones(3, 4), None])[3])
+    torch.testing.assert_close(
+        grad, run(naive, h, W, tokens, {}, [torch.ones(3, 4), None])[3]
+    )
 
 
 def gradient_penalty(log_probs, x):
@@ -207,7 +293,12 @@ def gradient_penalty(log_probs, x):
 
 def test_a_second_gradient_is_refused():
     """It was silently that of the first sum alone."""
-    h, W, tokens, bias = torch.randn(3, 4, 5), torch.randn(9, 5), torch.randint(9, (3, 4)), torch.zeros(9)
+    h, W, tokens, bias = (
+        torch.randn(3, 4, 5),
+        torch.randn(9, 5),
+        torch.randint(9, (3, 4)),
+        torch.zeros(9),
+    )
     own = {
         "hidden": (h, lambda x: token_log_probs(x, W, tokens)[0]),
         "weight": (W, lambda x: token_log_probs(h, x, tokens)[0]),
@@ -223,27 +314,38 @@ def test_a_second_gradient_is_refused():
         first = inner(lambda w: token_log_probs(h, w, tokens)[0].sum())
         with pytest.raises(InputError, match="no second gradient"):
             torch.func.grad(lambda w, first=first: (first(w) ** 2).sum())(W)
-    of_hidden = lambda w: torch.func.grad(lambda x: token_log_probs(x, w, tokens)[0].sum())(h)
+    of_hidden = lambda w: torch.func.grad(
+        lambda x: token_log_probs(x, w, tokens)[0].sum()
+    )(h)
     with pytest.raises(InputError, match="no second gradient"):
         torch.func.grad(lambda w: (of_hidden(w) ** 2).sum())(W)
-    torch.testing.assert_close(of_hidden(W.clone().requires_grad_()), of_hidden(W))  # a parameter that nothing tracks
+    # a parameter that nothing tracks
+    torch.testing.assert_close(of_hidden(W.clone().requires_grad_()), of_hidden(W))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint_changes_no_gradient(reentrant):
     h, W, tokens = torch.randn(3, 4, 5), torch.randn(9, 5), torch.randint(9, (3, 4))
     found, want = h.clone().requires_grad_(), h.clone().requires_grad_()
-    checkpoint(lambda x: token_log_probs(x, W, tokens)[0], found, use_reentrant=reentrant).sum().backward()
+    checkpoint(
+        lambda x: token_log_probs(x, W, tokens)[0], found, use_reentrant=reentrant
+    ).sum().backward()
     token_log_probs(want, W, tokens)[0].sum().backward()
     torch.testing.assert_close(found.grad, want.grad)
 
 
 @pytest.mark.slow
 def test_compiled_code_calls_it_between_two_graphs():
-    h, W, tokens = torch.randn(4, 5, requires_grad=True), torch.randn(9, 5), torch.randint(9, (4,))
+    h, W, tokens = (
+        torch.randn(4, 5, requires_grad=True),
+        torch.randn(9, 5),
+        torch.randint(9, (4,)),
+    )
     f = lambda h: token_log_probs(2 * h, W, tokens)[0].exp().sum()
     want = torch.autograd.grad(f(h), h)[0]
-    torch.testing.assert_close(torch.autograd.grad(torch.compile(f, backend="aot_eager")(h), h)[0], want)
+    torch.testing.assert_close(
+        torch.autograd.grad(torch.compile(f, backend="aot_eager")(h), h)[0], want
+    )
 
 
 h, W, ids = torch.zeros(2, 3), torch.zeros(5, 3), torch.zeros(2, dtype=torch.int64)
@@ -258,7 +360,11 @@ h, W, ids = torch.zeros(2, 3), torch.zeros(5, 3), torch.zeros(2, dtype=torch.int
         ((h, W[:, :2], ids), {}, "H = 3"),
         ((h, W.T, ids), {}, "H = 3"),
         ((h, None, ids), {}, "weight must be"),
-        ((h, W.to(torch.float8_e4m3fn), ids), {}, "weight must be .* of 16 bits or more, got float8_e4m3fn"),
+        (
+            (h, W.to(torch.float8_e4m3fn), ids),
+            {},
+            "weight must be .* of 16 bits or more, got float8_e4m3fn",
+        ),
         ((h, W[:0], ids), {}, "V > 0"),
         ((h, W, ids), {"bias": torch.zeros(4)}, "one row per token"),
         ((h, W, ids), {"bias": torch.zeros(5, 1)}, "bias must be"),

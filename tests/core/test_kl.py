@@ -27,7 +27,11 @@ def test_k3_is_accurate_where_the_naive_form_is_not():
     d = torch.tensor([1e-3, -1e-3, 1e-2])
     exact = (d.double().expm1() - d.double()).float()
     stable, naive = kl.k3(-d, torch.zeros(3)), d.exp() - 1 - d
-    assert ((stable - exact).abs() / exact).max() < 1e-3 < ((naive - exact).abs() / exact).max()
+    assert (
+        ((stable - exact).abs() / exact).max()
+        < 1e-3
+        < ((naive - exact).abs() / exact).max()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -37,7 +41,10 @@ def test_k3_stays_finite(dtype):
     assert lp.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "estimator"), [("grpo", "k3"), ("up_grpo", "k3"), ("reinforce_pp_baseline", "k2")])
+@pytest.mark.parametrize(
+    ("name", "estimator"),
+    [("grpo", "k3"), ("up_grpo", "k3"), ("reinforce_pp_baseline", "k2")],
+)
 def test_the_term_has_the_objectives_own_aggregation(name, estimator):
     o = get(name)
     b = batch(o)
@@ -52,11 +59,20 @@ def test_masked_slots_are_inert_and_the_reference_constant():
     o = get("grpo")
     b = batch(o)
     ref = (b.logp_old - 0.3).requires_grad_()
-    bad = replace(b, logp=b.logp.masked_fill(~b.mask, float("nan")).requires_grad_(), logp_ref=ref)
+    bad = replace(
+        b, logp=b.logp.masked_fill(~b.mask, float("nan")).requires_grad_(), logp_ref=ref
+    )
     o.loss(bad, beta=0.1).backward()
-    calm = replace(b, logp=b.logp.masked_fill(~b.mask, -1.0).requires_grad_(), logp_ref=ref.detach().nan_to_num())
+    calm = replace(
+        b,
+        logp=b.logp.masked_fill(~b.mask, -1.0).requires_grad_(),
+        logp_ref=ref.detach().nan_to_num(),
+    )
     o.loss(calm, beta=0.1).backward()
-    assert torch.equal(bad.logp.grad, calm.logp.grad) and (bad.logp.grad[~b.mask] == 0).all()
+    assert (
+        torch.equal(bad.logp.grad, calm.logp.grad)
+        and (bad.logp.grad[~b.mask] == 0).all()
+    )
     assert ref.grad is None
 
 
@@ -67,25 +83,36 @@ def test_k3_beyond_overflow_stops_and_does_not_push_away():
 
 
 def test_the_ratio_makes_the_gradient_of_k3_that_of_the_divergence_itself():
-    """Enumerated over three tokens, off policy: E_old ∇(r k3) = ∇KL(π ‖ ref), and without the ratio it is another."""
+    """Enumerated over three tokens, off policy: E_old ∇(r k3) = ∇KL(π ‖ ref), and
+    without the ratio it is another.
+    """
     z = torch.tensor([0.3, -0.8, 0.1], dtype=torch.float64, requires_grad=True)
-    old, ref = (torch.tensor(x, dtype=torch.float64).log_softmax(0) for x in ([1.0, 0.2, -0.5], [0.1, 0.9, 0.4]))
+    old, ref = (
+        torch.tensor(x, dtype=torch.float64).log_softmax(0)
+        for x in ([1.0, 0.2, -0.5], [0.1, 0.9, 0.4])
+    )
     lp = z.log_softmax(0)
 
     def slope(value):
         return torch.autograd.grad(value, z, retain_graph=True)[0]
 
     divergence = slope((lp.exp() * (lp - ref)).sum())
-    torch.testing.assert_close(slope((old.exp() * kl.k3_ratio(lp, ref, old)).sum()), divergence)
+    torch.testing.assert_close(
+        slope((old.exp() * kl.k3_ratio(lp, ref, old)).sum()), divergence
+    )
     assert (slope((old.exp() * kl.k3(lp, ref)).sum()) - divergence).abs().max() > 0.05
-    torch.testing.assert_close((old.exp() * kl.k3_ratio(lp, ref, old)).sum(), (lp.exp() * (lp - ref)).sum())
+    torch.testing.assert_close(
+        (old.exp() * kl.k3_ratio(lp, ref, old)).sum(), (lp.exp() * (lp - ref)).sum()
+    )
 
 
 def test_the_unbiased_term_is_of_grpo_with_the_ratio():
     o, b = get("unbiased_kl(grpo)"), batch(get("grpo"))
     b = replace(b, logp_ref=(b.logp_old - 0.3).masked_fill(~b.mask, float("nan")))
     term = kl.k3_ratio(b.logp, b.logp_ref, b.logp_old)
-    torch.testing.assert_close(o(b, beta=0.1), get("grpo")(b) - 0.1 * aggregate(term, b.mask, o.agg))
+    torch.testing.assert_close(
+        o(b, beta=0.1), get("grpo")(b) - 0.1 * aggregate(term, b.mask, o.agg)
+    )
 
 
 @pytest.mark.parametrize("base", ["dapo", None])

@@ -12,7 +12,8 @@ from upref.logprobs import categorical_kl, entropy, shifted_log_probs, token_log
 from upref.rollouts import InputError
 
 NEG = -float("inf")
-weights = st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any)  # p_v = w_v / Σ w, zeros included
+# p_v = w_v / Σ w, zeros included
+weights = st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any)
 
 
 def logits_of(w, dtype=torch.float64):
@@ -30,14 +31,23 @@ def test_log_probs_entropy_and_kl_are_those_of_the_softmax(temperature):
     a, b = torch.randn(2, 2, 3, 5, dtype=torch.float64)
     tokens = torch.randint(0, 5, (2, 3))
     lp = token_log_probs(a, tokens, temperature=temperature)
-    H, D = entropy(a, temperature=temperature), categorical_kl(a, b, temperature=temperature)
+    H, D = (
+        entropy(a, temperature=temperature),
+        categorical_kl(a, b, temperature=temperature),
+    )
     assert lp.shape == H.shape == D.shape == (2, 3)
     for i in range(2):
         for t in range(3):
             p, q = (distribution(x[i, t].tolist(), temperature) for x in (a, b))
             assert math.isclose(lp[i, t], math.log(p[tokens[i, t]]), rel_tol=1e-12)
-            assert math.isclose(H[i, t], -sum(x * math.log(x) for x in p), rel_tol=1e-12)
-            assert math.isclose(D[i, t], sum(x * math.log(x / y) for x, y in zip(p, q, strict=True)), rel_tol=1e-11)
+            assert math.isclose(
+                H[i, t], -sum(x * math.log(x) for x in p), rel_tol=1e-12
+            )
+            assert math.isclose(
+                D[i, t],
+                sum(x * math.log(x / y) for x, y in zip(p, q, strict=True)),
+                rel_tol=1e-11,
+            )
 
 
 @settings(deadline=None)
@@ -47,9 +57,15 @@ def test_zero_probabilities_are_exact(w, v):
     p, q = ([x / sum(y) for x in y] for y in (w, v))
     H = -sum(x * math.log(x) for x in p if x)
     inside = all(y > 0 for x, y in zip(p, q, strict=True) if x)
-    D = sum(x * math.log(x / y) for x, y in zip(p, q, strict=True) if x) if inside else math.inf
+    D = (
+        sum(x * math.log(x / y) for x, y in zip(p, q, strict=True) if x)
+        if inside
+        else math.inf
+    )
     assert math.isclose(entropy(logits_of(w)).item(), H, abs_tol=1e-14)
-    assert math.isclose(categorical_kl(logits_of(w), logits_of(v)).item(), D, abs_tol=1e-14)
+    assert math.isclose(
+        categorical_kl(logits_of(w), logits_of(v)).item(), D, abs_tol=1e-14
+    )
     for token, x in enumerate(p):
         got = token_log_probs(logits_of(w), torch.tensor([[token]])).item()
         assert got == NEG if x == 0 else math.isclose(got, math.log(x), abs_tol=1e-14)
@@ -59,14 +75,18 @@ def test_known_values():
     uniform = torch.zeros(1, 1, 8, dtype=torch.float64)
     assert math.isclose(entropy(uniform).item(), math.log(8))
     half = logits_of([1, 1, 0, 0])
-    assert math.isclose(categorical_kl(half, uniform[..., :4]).item(), math.log(2))  # Σ ½ log(½ / ¼)
+    # Σ ½ log(½ / ¼)
+    assert math.isclose(categorical_kl(half, uniform[..., :4]).item(), math.log(2))
     assert categorical_kl(uniform[..., :4], half).item() == math.inf
     assert categorical_kl(half, half).item() == 0
     one = logits_of([0, 5, 0, 0])
-    assert entropy(one).item() == 0 and token_log_probs(one, torch.tensor([[1]])).item() == 0
+    assert (
+        entropy(one).item() == 0
+        and token_log_probs(one, torch.tensor([[1]])).item() == 0
+    )
 
 
-# ---- alignment -----------------------------------------------------------------------------------------------------
+# ---- alignment -----------------------------------------------------------------------
 def test_aligned_row_t_gives_the_log_prob_of_token_t():
     """Logits unique to (b, t, v): any other row or column would give another number."""
     logits = torch.arange(2 * 3 * 5, dtype=torch.float64).reshape(2, 3, 5).sin()
@@ -79,7 +99,9 @@ def test_aligned_row_t_gives_the_log_prob_of_token_t():
 
 
 def test_shift_row_t_predicts_token_t_plus_1():
-    """A model that is sure of the right next token, and sure of nothing else: row t puts all its mass on x_{t+1}."""
+    """A model that is sure of the right next token, and sure of nothing else: row t
+    puts all its mass on x_{t+1}.
+    """
     ids = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     logits = torch.full((2, 5, 10), NEG)
     for i in range(2):
@@ -98,20 +120,34 @@ def test_shift_reads_rows_to_S_minus_2_and_tokens_from_1(S, left_pad):
     got = shifted_log_probs(logits, ids, temperature=0.7)
     assert got.shape == (2, S - 1)
     for t in range(S - 1):
-        assert torch.equal(got[:, t], token_log_probs(logits[:, t], ids[:, t + 1], temperature=0.7))
-    padded = torch.cat([torch.full((2, left_pad, 7), math.nan, dtype=torch.float64), logits], 1)
+        assert torch.equal(
+            got[:, t], token_log_probs(logits[:, t], ids[:, t + 1], temperature=0.7)
+        )
+    padded = torch.cat(
+        [torch.full((2, left_pad, 7), math.nan, dtype=torch.float64), logits], 1
+    )
     padded_ids = torch.cat([torch.zeros(2, left_pad, dtype=ids.dtype), ids], 1)
-    assert torch.equal(shifted_log_probs(padded, padded_ids, temperature=0.7)[:, left_pad:], got)
+    assert torch.equal(
+        shifted_log_probs(padded, padded_ids, temperature=0.7)[:, left_pad:], got
+    )
 
 
 def test_packed_rows_without_a_batch_dimension_are_read_alike():
-    logits, tokens = torch.randn(6, 5, dtype=torch.float64), torch.tensor([0, 4, 2, 2, 1, 3])
-    assert torch.equal(token_log_probs(logits, tokens), token_log_probs(logits[None], tokens[None])[0])
+    logits, tokens = (
+        torch.randn(6, 5, dtype=torch.float64),
+        torch.tensor([0, 4, 2, 2, 1, 3]),
+    )
+    assert torch.equal(
+        token_log_probs(logits, tokens), token_log_probs(logits[None], tokens[None])[0]
+    )
 
 
-# ---- temperature, precision, padding -------------------------------------------------------------------------------
+# ---- temperature, precision, padding -------------------------------------------------
 def test_temperature_divides_the_logits_not_the_log_probs():
-    logits, tokens = torch.tensor([[[2.0, 0.0]]], dtype=torch.float64), torch.tensor([[0]])
+    logits, tokens = (
+        torch.tensor([[[2.0, 0.0]]], dtype=torch.float64),
+        torch.tensor([[0]]),
+    )
     got = token_log_probs(logits, tokens, temperature=2.0)
     assert math.isclose(got.item(), -math.log(1 + math.exp(-1)))
     assert not torch.isclose(got, token_log_probs(logits, tokens) / 2)
@@ -125,17 +161,25 @@ def test_half_logits_are_widened_before_anything_else(dtype):
     readings = [(f, (a, tokens)) for f in (token_log_probs, shifted_log_probs)]
     for f, x in [*readings, (entropy, (a,)), (categorical_kl, (a, b))]:
         got = f(*x, temperature=0.7)
-        want = f(*(y.double() if y.is_floating_point() else y for y in x), temperature=0.7)
+        want = f(
+            *(y.double() if y.is_floating_point() else y for y in x), temperature=0.7
+        )
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-    half_way = (a / 0.7).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]  # what must not happen
-    assert (half_way.double() - token_log_probs(a.double(), tokens, temperature=0.7)).abs().max() > 1e-4
+    # what must not happen
+    half_way = (a / 0.7).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    assert (
+        half_way.double() - token_log_probs(a.double(), tokens, temperature=0.7)
+    ).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_wide_logits_keep_their_dtype(dtype):
     logits = torch.randn(1, 2, 3, dtype=dtype)
-    assert token_log_probs(logits, torch.tensor([[0, 1]], dtype=torch.int32)).dtype == dtype
+    assert (
+        token_log_probs(logits, torch.tensor([[0, 1]], dtype=torch.int32)).dtype
+        == dtype
+    )
     assert entropy(logits).dtype == categorical_kl(logits, logits).dtype == dtype
 
 
@@ -159,7 +203,11 @@ def test_a_poisoned_row_stays_in_its_slot(poison):
     keep = torch.ones(2, 3, dtype=torch.bool)
     keep[1, 2] = False
     tokens = torch.zeros(2, 3, dtype=torch.int64)
-    for f in (lambda x: token_log_probs(x, tokens), entropy, lambda x: categorical_kl(x, logits)):
+    for f in (
+        lambda x: token_log_probs(x, tokens),
+        entropy,
+        lambda x: categorical_kl(x, logits),
+    ):
         assert torch.equal(f(dirty)[keep], f(logits)[keep])
         assert f(dirty)[1, 2].isnan()
 
@@ -169,7 +217,11 @@ def test_a_poisoned_row_stays_in_its_slot(poison):
 def test_float32_is_within_5e_6_of_float64_at_any_vocabulary(V, kind):
     torch.manual_seed(V)
     z = torch.randn(4, V) * {"flat": 0.1, "mixed": 3.0}.get(kind, 1.0)
-    at = torch.zeros(4, dtype=torch.int64) if kind == "peaked first" else torch.randint(V, (4,))
+    at = (
+        torch.zeros(4, dtype=torch.int64)
+        if kind == "peaked first"
+        else torch.randint(V, (4,))
+    )
     if kind.startswith("peaked"):
         z.scatter_(1, at[:, None], z.logsumexp(1, keepdim=True) + 2.2)  # p = 0.9
     for tokens in (at, torch.randint(V, (4,))):
@@ -179,23 +231,34 @@ def test_float32_is_within_5e_6_of_float64_at_any_vocabulary(V, kind):
     assert categorical_kl(z, z.roll(1, 0)).isfinite().all()
 
 
-# ---- gradients -----------------------------------------------------------------------------------------------------
+# ---- gradients -----------------------------------------------------------------------
 def test_gradients_are_those_of_finite_differences():
     torch.manual_seed(2)
-    a, b = (torch.randn(1, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    a, b = (
+        torch.randn(1, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
     tokens = torch.tensor([[0, 3]])
-    for f in (lambda x: token_log_probs(x, tokens, temperature=0.7), lambda x: entropy(x, temperature=0.7)):
+    for f in (
+        lambda x: token_log_probs(x, tokens, temperature=0.7),
+        lambda x: entropy(x, temperature=0.7),
+    ):
         assert gradcheck(f, (a,))
     assert gradcheck(lambda x, y: categorical_kl(x, y, temperature=0.7), (a, b))
 
 
 def test_forbidden_tokens_leave_a_smaller_vocabulary():
     torch.manual_seed(3)
-    small_p, small_q = (torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    small_p, small_q = (
+        torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
     tokens = torch.tensor([[0, 2], [1, 1]])
 
     def grow(x):
-        return torch.cat([x, torch.full((2, 2, 2), NEG, dtype=x.dtype)], -1).detach().requires_grad_()
+        return (
+            torch.cat([x, torch.full((2, 2, 2), NEG, dtype=x.dtype)], -1)
+            .detach()
+            .requires_grad_()
+        )
 
     big_p, big_q = grow(small_p), grow(small_q)
     for f in (
@@ -203,9 +266,15 @@ def test_forbidden_tokens_leave_a_smaller_vocabulary():
         lambda p, q: entropy(p),
         lambda p, q: categorical_kl(p, q),
     ):
-        torch.testing.assert_close(f(big_p, big_q), f(small_p, small_q), rtol=1e-13, atol=1e-13)
-        small = torch.autograd.grad(f(small_p, small_q).sum(), (small_p, small_q), allow_unused=True)
-        big = torch.autograd.grad(f(big_p, big_q).sum(), (big_p, big_q), allow_unused=True)
+        torch.testing.assert_close(
+            f(big_p, big_q), f(small_p, small_q), rtol=1e-13, atol=1e-13
+        )
+        small = torch.autograd.grad(
+            f(small_p, small_q).sum(), (small_p, small_q), allow_unused=True
+        )
+        big = torch.autograd.grad(
+            f(big_p, big_q).sum(), (big_p, big_q), allow_unused=True
+        )
         for s, g in zip(small, big, strict=True):
             if s is not None:
                 torch.testing.assert_close(g[..., :3], s, rtol=1e-12, atol=1e-14)
@@ -218,14 +287,23 @@ def test_infinite_kl_still_has_the_gradient_q_minus_p():
     D = categorical_kl(p, q)
     assert D.item() == math.inf
     (grad,) = torch.autograd.grad(D.sum(), q)
-    torch.testing.assert_close(grad[0, 0], torch.tensor([0.0, 0.5, -0.5, 0.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        grad[0, 0], torch.tensor([0.0, 0.5, -0.5, 0.0], dtype=torch.float64)
+    )
 
 
-# ---- bad input -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("temperature", [0, 0.0, -1.0, math.nan, math.inf, True, "1", None])
+# ---- bad input -----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "temperature", [0, 0.0, -1.0, math.nan, math.inf, True, "1", None]
+)
 def test_bad_temperatures_are_refused(temperature):
     z, ids = torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.int64)
-    for f, x in [(token_log_probs, (z, ids)), (shifted_log_probs, (z, ids)), (entropy, (z,)), (categorical_kl, (z, z))]:
+    for f, x in [
+        (token_log_probs, (z, ids)),
+        (shifted_log_probs, (z, ids)),
+        (entropy, (z,)),
+        (categorical_kl, (z, z)),
+    ]:
         with pytest.raises(InputError, match="temperature"):
             f(*x, temperature=temperature)
 
@@ -234,12 +312,20 @@ def test_bad_temperatures_are_refused(temperature):
 @pytest.mark.parametrize(
     ("logits", "tokens", "says"),
     [
-        (torch.zeros(1, 3, 5), torch.tensor([[0, 5, 7]]), "[0, 1] is 5, outside the vocabulary of 5"),
+        (
+            torch.zeros(1, 3, 5),
+            torch.tensor([[0, 5, 7]]),
+            "[0, 1] is 5, outside the vocabulary of 5",
+        ),
         (torch.zeros(2, 2, 5), torch.tensor([[0, 1], [4, -100]]), "[1, 1] is -100"),
         (torch.zeros(1, 3, 5), torch.tensor([[0, 1]]), "shape"),
         (torch.zeros(1, 3, 5), torch.tensor([[0.0, 1.0, 2.0]]), "float32"),
         (torch.zeros(1, 3, 5), [[0, 1, 2]], "got list"),
-        (torch.zeros(1, 3, 5, dtype=torch.int64), torch.tensor([[0, 1, 2]]), "floating-point"),
+        (
+            torch.zeros(1, 3, 5, dtype=torch.int64),
+            torch.tensor([[0, 1, 2]]),
+            "floating-point",
+        ),
         ([[0.0]], torch.tensor([0]), "got list"),
         (torch.zeros(5), torch.tensor(0), "[B, T, V], got float32[5]"),
     ],

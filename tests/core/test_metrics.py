@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics by exhaustive enumeration: every subset, every tuple, every way to break a tie."""
+"""Metrics by exhaustive enumeration: every subset, every tuple, every way to break a
+tie.
+"""
 
 import math
 from collections import defaultdict
@@ -45,7 +47,12 @@ def mean(xs):
 def test_avg_at_k_and_pass_at_1_are_the_share_of_correct_answers(table):
     want = mean(share(row) for row in table)
     assert math.isclose(avg_at_k(table).value, want, abs_tol=1e-15)
-    assert pass_at_1(np.array(table)) == avg_at_k(torch.tensor(table)) == avg_at_k(table) == best_at_k(table, 1)
+    assert (
+        pass_at_1(np.array(table))
+        == avg_at_k(torch.tensor(table))
+        == avg_at_k(table)
+        == best_at_k(table, 1)
+    )
 
 
 @settings(deadline=None)
@@ -57,9 +64,13 @@ def test_best_at_k_is_the_share_of_subsets_with_a_correct_answer(table, data):
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 2), (4, 3), (5, 5)])
-@pytest.mark.parametrize("p", [Fraction(0), Fraction(1, 3), Fraction(9, 10), Fraction(1)])
+@pytest.mark.parametrize(
+    "p", [Fraction(0), Fraction(1, 3), Fraction(9, 10), Fraction(1)]
+)
 def test_best_at_k_is_unbiased_for_one_minus_all_wrong(n, k, p):
-    """E over all 2^n outcomes, each with its probability, is 1 - (1 - p)^k; the replaced form is biased low."""
+    """E over all 2^n outcomes, each with its probability, is 1 - (1 - p)^k; the
+    replaced form is biased low.
+    """
     expected = replaced = 0.0
     for row in product([True, False], repeat=n):
         weight = float(math.prod(p if x else 1 - p for x in row))
@@ -81,7 +92,9 @@ def test_replaced_is_the_share_of_tuples_with_a_correct_answer(table, k):
 
 
 def test_best_at_k_is_exact_for_large_n():
-    """n = 1024, one correct: 1 - C(1023, k)/C(1024, k) = k/1024. Two at k = 512: 1 - (512·511)/(1024·1023)."""
+    """n = 1024, one correct: 1 - C(1023, k)/C(1024, k) = k/1024. Two at k = 512: 1 -
+    (512·511)/(1024·1023).
+    """
     table = np.zeros((1, 1024), bool)
     table[0, 7] = True
     for k in (1, 5, 512, 1023, 1024):
@@ -90,9 +103,11 @@ def test_best_at_k_is_exact_for_large_n():
     assert best_at_k(table, 512).value == float(1 - Fraction(512 * 511, 1024 * 1023))
 
 
-# ---- verl's bootstrap ----------------------------------------------------------------------------------------------
+# ---- verl's bootstrap ----------------------------------------------------------------
 def verl_best(row, k, draws, seed):
-    """The procedure of verl's `bootstrap_metric`, one tuple at a time, from the global generator."""
+    """The procedure of verl's `bootstrap_metric`, one tuple at a time, from the global
+    generator.
+    """
     state = np.random.get_state()
     np.random.seed(seed)
     tuples = np.random.choice(len(row), size=(draws, k), replace=True)
@@ -105,9 +120,13 @@ def verl_best(row, k, draws, seed):
 def test_bootstrap_draws_what_verl_draws(k, seed):
     table = [[True, False, False, False], [False] * 4, [True, True, False, False]]
     want = sum(verl_best(row, k, 100, seed) for row in table) / 3
-    assert math.isclose(best_at_k_bootstrap(table, k, draws=100, seed=seed).value, want, rel_tol=1e-12)
+    assert math.isclose(
+        best_at_k_bootstrap(table, k, draws=100, seed=seed).value, want, rel_tol=1e-12
+    )
     if seed == 42:
-        assert best_at_k_bootstrap(table, k) == best_at_k_bootstrap(table, k, draws=1000, seed=42)
+        assert best_at_k_bootstrap(table, k) == best_at_k_bootstrap(
+            table, k, draws=1000, seed=42
+        )
 
 
 def test_bootstrap_leaves_the_global_generator_alone():
@@ -117,7 +136,9 @@ def test_bootstrap_leaves_the_global_generator_alone():
 
 
 def test_bootstrap_converges_to_the_replaced_form():
-    """One correct of 8, k = 8: 1 - (7/8)^8 = 0.656 against Pass@8 = 1. Standard error √(.656·.344/20000) = 0.0034."""
+    """One correct of 8, k = 8: 1 - (7/8)^8 = 0.656 against Pass@8 = 1. Standard error
+    √(.656·.344/20000) = 0.0034.
+    """
     table = [[True] + [False] * 7]
     got = best_at_k_bootstrap(table, 8, draws=20_000).value
     assert abs(got - best_at_k_replaced(table, 8).value) < 5 * 0.0034
@@ -125,22 +146,30 @@ def test_bootstrap_converges_to_the_replaced_form():
     assert best_at_k(table, 8).value == 1
 
 
-# ---- majority ------------------------------------------------------------------------------------------------------
+# ---- majority ------------------------------------------------------------------------
 @settings(deadline=None)
 @given(rows(st.sampled_from("abcd"), 6), st.sampled_from("abcd"))
 def test_majority_is_the_expectation_over_fair_tie_breaks(answers, truth):
     def fair(row):  # each of the tied answers is as likely to win
         candidates = sorted(set(row))
-        winners = [a for a in candidates if all(row.count(a) >= row.count(b) for b in candidates)]
+        winners = [
+            a
+            for a in candidates
+            if all(row.count(a) >= row.count(b) for b in candidates)
+        ]
         return share(w == truth for w in winners)
 
     correct = [[a == truth for a in row] for row in answers]
-    assert math.isclose(maj_at_k(answers, correct).value, mean(map(fair, answers)), abs_tol=1e-15)
+    assert math.isclose(
+        maj_at_k(answers, correct).value, mean(map(fair, answers)), abs_tol=1e-15
+    )
 
 
 def test_two_answers_may_both_be_correct():
     """0.5 and 1/2 are two votes, both right, tied with a wrong one: 2/3."""
-    assert math.isclose(maj_at_k([["0.5", "1/2", "3"]], [[True, True, False]]).value, 2 / 3)
+    assert math.isclose(
+        maj_at_k([["0.5", "1/2", "3"]], [[True, True, False]]).value, 2 / 3
+    )
 
 
 def test_ties_share_where_verl_takes_the_first():
@@ -162,14 +191,22 @@ def test_ties_share_where_verl_takes_the_first():
 
 def test_no_answer_has_no_vote():
     assert maj_at_k([[None, None, None, 4]], [[False, False, False, True]]).value == 1
-    assert maj_at_k([["", "", "", 4]], [[False, False, False, True]]).value == 0  # an answer like any other
-    assert maj_at_k([[None, None], [(1, 2), (1, 2)]], [[False, False], [True, True]]).value == 0.5
+    # an answer like any other
+    assert maj_at_k([["", "", "", 4]], [[False, False, False, True]]).value == 0
+    assert (
+        maj_at_k([[None, None], [(1, 2), (1, 2)]], [[False, False], [True, True]]).value
+        == 0.5
+    )
 
 
 @pytest.mark.parametrize(
     ("answers", "correct", "says"),
     [
-        ([["a", "b", "a"]], [[True, False, False]], "problem 0 has 'a' marked both correct and wrong"),
+        (
+            [["a", "b", "a"]],
+            [[True, False, False]],
+            "problem 0 has 'a' marked both correct and wrong",
+        ),
         ([["a"], [None]], [[True], [True]], "problem 1 has None marked both"),
         ([["a"]], [[True, False]], "1 lists of 2 answers"),
         ([["a"], ["b"]], [[True]], "1 lists of 1 answers"),
@@ -182,14 +219,23 @@ def test_majority_refuses_what_does_not_fit(answers, correct, says):
     assert says in str(e.value)
 
 
-# ---- the interval --------------------------------------------------------------------------------------------------
+# ---- the interval --------------------------------------------------------------------
 def solves_wilson(bound, m, N):
-    """A Wilson bound μ is where |m - μ| = z √(μ(1-μ)/N): the definition, not the solved quadratic."""
-    return math.isclose((m - bound) ** 2, 1.959963984540054**2 * bound * (1 - bound) / N, rel_tol=1e-9, abs_tol=1e-12)
+    """A Wilson bound μ is where |m - μ| = z √(μ(1-μ)/N): the definition, not the solved
+    quadratic.
+    """
+    return math.isclose(
+        (m - bound) ** 2,
+        1.959963984540054**2 * bound * (1 - bound) / N,
+        rel_tol=1e-9,
+        abs_tol=1e-12,
+    )
 
 
 def test_z_is_the_975_quantile_of_the_normal():
-    assert math.isclose(0.5 * (1 + math.erf(1.959963984540054 / math.sqrt(2))), 0.975, abs_tol=1e-15)
+    assert math.isclose(
+        0.5 * (1 + math.erf(1.959963984540054 / math.sqrt(2))), 0.975, abs_tol=1e-15
+    )
 
 
 @pytest.mark.parametrize("P", [2, 7, 40])
@@ -203,14 +249,18 @@ def test_one_sample_a_problem_gives_wilsons_interval(P, right):
 
 
 def test_a_spread_below_the_binomial_counts_as_more_problems():
-    """x = 1/4, 3/4 alternating, P = 8: m = 1/2, s² = 8·(1/16)/7 = 1/14, N = 8 · (1/4)·14 = 28."""
+    """x = 1/4, 3/4 alternating, P = 8: m = 1/2, s² = 8·(1/16)/7 = 1/14, N = 8 ·
+    (1/4)·14 = 28.
+    """
     e = avg_at_k([[True, False, False, False], [True, True, True, False]] * 4)
     assert e.value == 0.5
     assert solves_wilson(e.low, 0.5, 28) and solves_wilson(e.high, 0.5, 28)
     assert math.isclose(e.low + e.high, 1)
 
 
-@pytest.mark.parametrize(("row", "m"), [([True], 1.0), ([False], 0.0), ([True, False], 0.5)])
+@pytest.mark.parametrize(
+    ("row", "m"), [([True], 1.0), ([False], 0.0), ([True, False], 0.5)]
+)
 @pytest.mark.parametrize("P", [1, 30])
 def test_problems_that_score_alike_leave_wilsons_interval(row, m, P):
     e = avg_at_k([row] * P)
@@ -223,13 +273,24 @@ def test_problems_that_score_alike_leave_wilsons_interval(row, m, P):
 def test_the_interval_contains_the_value_and_stays_in_0_1(table):
     n = len(table[0])
     bootstrap = best_at_k_bootstrap(table, 2, draws=20)
-    for e in (avg_at_k(table), best_at_k(table, n), best_at_k_replaced(table, 3), bootstrap):
-        assert isinstance(e, Estimate) and 0 <= e.low <= e.value <= e.high <= 1 and e.low < e.high
+    for e in (
+        avg_at_k(table),
+        best_at_k(table, n),
+        best_at_k_replaced(table, 3),
+        bootstrap,
+    ):
+        assert (
+            isinstance(e, Estimate)
+            and 0 <= e.low <= e.value <= e.high <= 1
+            and e.low < e.high
+        )
 
 
 @pytest.mark.parametrize("n", [1, 32])
 def test_the_interval_covers_the_truth_about_as_often_as_it_says(n):
-    """1000 draws of 40 problems of Beta(½, ½) difficulty. 95 % ± 4 standard errors of 0.7 % (√(.95·.05/1000))."""
+    """1000 draws of 40 problems of Beta(½, ½) difficulty. 95 % ± 4 standard errors of
+    0.7 % (√(.95·.05/1000)).
+    """
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(1000):
@@ -238,8 +299,16 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says(n):
     assert abs(hits / 1000 - 0.95) < 4 * 0.007
 
 
-# ---- bad input -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("f", [avg_at_k, pass_at_1, lambda c: best_at_k(c, 1), lambda c: best_at_k_bootstrap(c, 1)])
+# ---- bad input -----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "f",
+    [
+        avg_at_k,
+        pass_at_1,
+        lambda c: best_at_k(c, 1),
+        lambda c: best_at_k_bootstrap(c, 1),
+    ],
+)
 @pytest.mark.parametrize(
     ("correct", "says"),
     [

@@ -27,10 +27,16 @@ def test_transformed(name, law):
     law(upref.get(name))
 
 
-PLUGGED = [f for f in laws.LAWS if f.__name__ not in ("every_hyperparameter_is_alive", "record_is_complete")]
+PLUGGED = [
+    f
+    for f in laws.LAWS
+    if f.__name__ not in ("every_hyperparameter_is_alive", "record_is_complete")
+]
 
 
 @pytest.mark.parametrize("law", PLUGGED, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["sapo", "cispo", "gmpo", "topr", "m2po", "dppo_tv", "icepop(dapo)"])
+@pytest.mark.parametrize(
+    "name", ["sapo", "cispo", "gmpo", "topr", "m2po", "dppo_tv", "icepop(dapo)"]
+)
 def test_plugged(name, law):
     law(upref.up(upref.get(name)))

@@ -10,13 +10,21 @@ from upref import ops
 from upref.symbolic import forget_sg
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
 def test_exp_is_torchs_up_to_the_largest_finite_number(dtype):
     edge = math.log(torch.finfo(dtype).max)
-    x = torch.linspace(-edge - 9, edge + 9, 4001, dtype=torch.float64).to(dtype).requires_grad_()
+    x = (
+        torch.linspace(-edge - 9, edge + 9, 4001, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
     y = ops.exp(x)
     plain = x.detach().exp()
-    assert y.isfinite().all() and torch.equal(y[plain.isfinite()], plain[plain.isfinite()])
+    assert y.isfinite().all() and torch.equal(
+        y[plain.isfinite()], plain[plain.isfinite()]
+    )
     y.backward(torch.ones_like(y))
     assert torch.equal(x.grad, torch.where(plain < torch.finfo(dtype).max, plain, 0))
 
@@ -24,7 +32,9 @@ def test_exp_is_torchs_up_to_the_largest_finite_number(dtype):
 def test_exp_differentiates_twice():
     x = torch.tensor([0.3, -2.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(ops.exp, x)
-    assert torch.equal(torch.func.grad(lambda x: ops.exp(x).sum())(x.detach()), x.detach().exp())
+    assert torch.equal(
+        torch.func.grad(lambda x: ops.exp(x).sum())(x.detach()), x.detach().exp()
+    )
 
 
 def test_exp_saturates_with_zero_gradient():
@@ -66,13 +76,19 @@ def test_the_three_readers_agree(f):
     (g,) = torch.autograd.grad(y.sum(), x)
     s = sympy.Symbol("x", real=True)
     value, slope = forget_sg(f(s)), forget_sg(f(s).diff(s).doit())
-    np.testing.assert_allclose([float(value.subs(s, v)) for v in POINTS], y.detach(), rtol=1e-14)
+    np.testing.assert_allclose(
+        [float(value.subs(s, v)) for v in POINTS], y.detach(), rtol=1e-14
+    )
     np.testing.assert_allclose([float(slope.subs(s, v)) for v in POINTS], g, rtol=1e-13)
 
 
 def test_ties_pass_the_whole_gradient():
     """Eq. 10 counts r = 1 + eps as inside; App. B both ends."""
-    for f in (lambda x: ops.clip(x, 0, 1), lambda x: ops.minimum(x, 1.0), lambda x: ops.maximum(x, 1.0)):
+    for f in (
+        lambda x: ops.clip(x, 0, 1),
+        lambda x: ops.minimum(x, 1.0),
+        lambda x: ops.maximum(x, 1.0),
+    ):
         x = torch.tensor(1.0, requires_grad=True)
         f(x).backward()
         assert x.grad == 1
@@ -82,7 +98,9 @@ def test_ties_pass_the_whole_gradient():
 
 
 def test_mean_t_ignores_the_masked_and_survives_an_empty_row():
-    x = torch.tensor([[1.0, math.nan, 3.0], [math.inf, 5.0, 7.0], [math.nan] * 3], requires_grad=True)
+    x = torch.tensor(
+        [[1.0, math.nan, 3.0], [math.inf, 5.0, 7.0], [math.nan] * 3], requires_grad=True
+    )
     mask = torch.tensor([[True, False, True], [False, True, False], [False] * 3])
     m = ops.mean_t(x, mask)
     assert torch.equal(m, torch.tensor([2.0, 5.0, 0.0]))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""papers.bib holds every paper the objectives name, and every hyperparameter says where its default comes from."""
+"""papers.bib holds every paper the objectives name, and every hyperparameter says where
+its default comes from.
+"""
 
 import re
 from pathlib import Path
@@ -9,7 +11,11 @@ import pytest
 import upref
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(f for p in ("upref", "upref_frameworks", "upref_course", "paper") for f in (ROOT / p).rglob("*.py"))
+SOURCES = sorted(
+    f
+    for p in ("upref", "upref_frameworks", "upref_course", "paper")
+    for f in (ROOT / p).rglob("*.py")
+)
 KEY = re.compile(r"\b[a-z]{2,}(?:19|20)\d\d[a-z]{2,}\+*")
 ENTRY = re.compile(r"^@\w+\{([^,\s]+),\n(.*?)^\}", re.M | re.S)
 FIELD = re.compile(r"^  (\w+) = \{(.+?)\},?\n(?=  \w+ = |\Z)", re.M | re.S)
@@ -55,7 +61,15 @@ def test_the_paper_of_an_objective_has_an_entry(name):
 def test_the_keys_an_objective_cites_have_entries(name):
     o = upref.get(name)
     cited = " ".join(
-        [o.eq, o.note, o.not_symbolic, o.on_policy_exception, o.batch_coupled, o.__doc__ or "", *o.defaults.values()]
+        [
+            o.eq,
+            o.note,
+            o.not_symbolic,
+            o.on_policy_exception,
+            o.batch_coupled,
+            o.__doc__ or "",
+            *o.defaults.values(),
+        ]
     )
     assert set(KEY.findall(cited)) <= set(BIB)
 
@@ -72,12 +86,18 @@ def test_every_hyperparameter_says_where_its_default_comes_from(name):
     for key, value in o.hyperparameters.items():
         source = o.defaults[key]
         assert len(source) >= 12, f"{key}: too short to be a source"
-        assert stated(value) & set(re.findall(r"None|\d[\d.e-]*", source)), f"{key}: {value} is not in {source!r}"
+        assert stated(value) & set(re.findall(r"None|\d[\d.e-]*", source)), (
+            f"{key}: {value} is not in {source!r}"
+        )
 
 
 def stated(value):
     """The ways a sentence may print a default."""
-    return {"None"} if value is None else {f"{value:g}", f"{value:.1f}", f"{value:.0e}".replace("e-0", "e-")}
+    return (
+        {"None"}
+        if value is None
+        else {f"{value:g}", f"{value:.1f}", f"{value:.0e}".replace("e-0", "e-")}
+    )
 
 
 # What the papers prescribe, by hand: level, aggregation, advantage, KL.
@@ -99,7 +119,12 @@ FACTS = {
     "tpo": ("sequence_product", "seq-mean", "group_norm", ""),
     "reinforce": ("token", "seq-mean-token-sum", "reward", ""),
     "reinforce_pp": ("token", "seq-mean-token-mean", "whiten", ""),
-    "reinforce_pp_baseline": ("token", "seq-mean-token-mean", "group_mean_whiten", "k2"),
+    "reinforce_pp_baseline": (
+        "token",
+        "seq-mean-token-mean",
+        "group_mean_whiten",
+        "k2",
+    ),
     "ripo": ("token", "group-token-mean", "group_norm", ""),
     "rloo": ("token", "seq-mean-token-sum", "leave_one_out", ""),
     "sapo": ("token", "seq-mean-token-mean", "group_norm", ""),

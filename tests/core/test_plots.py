@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures show the functions they name, without a backend, and say so where they cannot."""
+"""The pictures show the functions they name, without a backend, and say so where they
+cannot.
+"""
 
 import io
 import itertools
@@ -16,7 +18,9 @@ from upref.weights.plots import Panel, cap_map, cap_panels, weights
 
 
 def texts(fig):
-    return [t.get_text() for ax in fig.axes for t in [*ax.texts, ax.title]] + [t.get_text() for t in fig.texts]
+    return [t.get_text() for ax in fig.axes for t in [*ax.texts, ax.title]] + [
+        t.get_text() for t in fig.texts
+    ]
 
 
 def drawn(fig):
@@ -46,7 +50,9 @@ def test_cap_map_shows_capacity(adv):
         (image,) = ax.images
         assert image.get_clim() == (0, 1)
         assert list(image.get_extent()) == [0, 1, 0, 1] and image.origin == "lower"
-        np.testing.assert_array_equal(image.get_array().filled(0), capacity(name, p, mu, adv, c=3))
+        np.testing.assert_array_equal(
+            image.get_array().filled(0), capacity(name, p, mu, adv, c=3)
+        )
 
 
 def test_dead_regions_are_named_as_in_the_paper():
@@ -54,8 +60,12 @@ def test_dead_regions_are_named_as_in_the_paper():
     assert regions & set(texts(cap_map("dapo"))) == {"Upper Clip"}
     assert regions & set(texts(cap_map("up_dapo"))) == set()
     assert regions & set(texts(cap_map("dapo", adv=-1))) == {"Lower Clip"}
-    assert regions & set(texts(cap_map("dapo", adv=-1, c=3))) == {"Lower Clip", "Dual Clip"}
-    assert regions & set(texts(cap_map("dapo", adv=-1, c=40))) == {"Lower Clip"}  # no room for the other name
+    assert regions & set(texts(cap_map("dapo", adv=-1, c=3))) == {
+        "Lower Clip",
+        "Dual Clip",
+    }
+    # no room for the other name
+    assert regions & set(texts(cap_map("dapo", adv=-1, c=40))) == {"Lower Clip"}
 
 
 def test_labels_lie_inside_their_region():
@@ -68,7 +78,15 @@ def test_labels_lie_inside_their_region():
 
 
 def test_cap_map_of_a_foreign_loss():
-    fig = drawn(cap_panels([Panel("mine", my_loss, 1, {"eps": 0.3}), Panel("grpo", "grpo", 1, {"eps": 0.3})], n=60))
+    fig = drawn(
+        cap_panels(
+            [
+                Panel("mine", my_loss, 1, {"eps": 0.3}),
+                Panel("grpo", "grpo", 1, {"eps": 0.3}),
+            ],
+            n=60,
+        )
+    )
     mine, grpo = (ax.images[0].get_array().filled(0) for ax in fig.axes[:2])
     np.testing.assert_allclose(mine, grpo, atol=1e-9)
     assert "my_loss\n" in texts(cap_map(my_loss))
@@ -80,7 +98,9 @@ def test_advantages_one_a_response_in_small_batches():
         return my_loss(lp, lp_old, advantages[:, None], mask)
 
     rows: list[int] = []
-    mine, grpo = (cap_map(what).axes[0].images[0].get_array() for what in (loss, "grpo"))
+    mine, grpo = (
+        cap_map(what).axes[0].images[0].get_array() for what in (loss, "grpo")
+    )
     np.testing.assert_allclose(mine, grpo)
     assert max(rows) <= 1000  # not the 160,000 cells of the map
 
@@ -95,7 +115,9 @@ def test_weights_of_a_foreign_loss_have_its_scale():
 def test_hyperparameters_go_where_they_are_known():
     fig = cap_map("dapo", "up_dapo", eps_high=0.4)
     assert any("0.4" in t for t in texts(fig))
-    with pytest.raises(upref.InputError, match="none of dapo, up_dapo has a hyperparameter 'eps'"):
+    with pytest.raises(
+        upref.InputError, match="none of dapo, up_dapo has a hyperparameter 'eps'"
+    ):
         cap_map("dapo", "up_dapo", eps=0.2)
     with pytest.raises(upref.InputError, match="at least one"):
         cap_map()
@@ -112,30 +134,43 @@ def test_weights_are_the_weights():
         for name, line in zip(chosen, ax.lines, strict=False):
             r, w = line.get_data()
             o = upref.get(name)
-            expected = o.weight(r[:, None], 0 * r[:, None] + A, mu=0.05, mask=np.ones((len(r), 1), bool))
+            expected = o.weight(
+                r[:, None], 0 * r[:, None] + A, mu=0.05, mask=np.ones((len(r), 1), bool)
+            )
             line_of = np.broadcast_to(expected, (len(r), 1))[:, 0]
-            np.testing.assert_allclose(w, line_of, rtol=1e-15)  # numpy rounds by the width of SIMD
+            # numpy rounds by the width of SIMD
+            np.testing.assert_allclose(w, line_of, rtol=1e-15)
         assert set(chosen) <= set(texts(fig))
 
 
 def test_jumps_are_vertical_and_narrow_windows_fill_the_axis():
     (r, w) = weights("dapo").axes[0].lines[0].get_data()
     jump = np.flatnonzero((w[:-1] > 1) & (w[1:] == 0))
-    assert r[jump] == pytest.approx(1.28, abs=1e-8) and r[jump + 1] == pytest.approx(1.28, abs=1e-8)
+    assert r[jump] == pytest.approx(1.28, abs=1e-8) and r[jump + 1] == pytest.approx(
+        1.28, abs=1e-8
+    )
     low, high = weights("gspo").axes[0].get_xlim()  # in 1e-4
     assert -20 < low < -3 and 4 < high < 20
     assert weights("gspo", "dapo").axes[0].get_xlim()[1] > 2
 
 
-@pytest.mark.parametrize("chosen", [["dapo"], ["dapo", "up_dapo", "grpo", "aspo", "cispo", "sapo", "dppo_tv", "gmpo"]])
+@pytest.mark.parametrize(
+    "chosen",
+    [["dapo"], ["dapo", "up_dapo", "grpo", "aspo", "cispo", "sapo", "dppo_tv", "gmpo"]],
+)
 def test_labels_do_not_touch(chosen):
     fig = drawn(weights(*chosen))
-    renderer = fig.canvas.get_renderer() if hasattr(fig.canvas, "get_renderer") else None
+    renderer = (
+        fig.canvas.get_renderer() if hasattr(fig.canvas, "get_renderer") else None
+    )
     for ax in fig.axes:
         boxes = [t.get_window_extent(renderer) for t in ax.texts]
         assert len(boxes) == len(chosen)
         assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-        assert all(fig.bbox.x0 <= b.x0 and b.x1 <= fig.bbox.x1 and b.y1 <= fig.bbox.y1 for b in boxes)
+        assert all(
+            fig.bbox.x0 <= b.x0 and b.x1 <= fig.bbox.x1 and b.y1 <= fig.bbox.y1
+            for b in boxes
+        )
 
 
 def test_atlas_orders_by_cap():
@@ -145,7 +180,9 @@ def test_atlas_orders_by_cap():
     assert sorted(o.name for g in pairs for o in g) + sorted(absent) == sorted(
         upref.names(), key=lambda n: (n in absent, n)
     )
-    assert {"dr_grpo", "grpo", "ppo_clip"} <= {o.name for g in pairs if g[0].name == "grpo" for o in g}
+    assert {"dr_grpo", "grpo", "ppo_clip"} <= {
+        o.name for g in pairs if g[0].name == "grpo" for o in g
+    }
 
 
 def test_a_cap_map_on_logarithmic_scales():
@@ -155,4 +192,8 @@ def test_a_cap_map_on_logarithmic_scales():
     x = 1e-4 ** (1 - (np.arange(n) + 0.5) / n)
     i, j = n // 5, n // 2
     assert cap[i, j] == pytest.approx(capacity("dapo", x[i], x[j], 1.0), rel=1e-12)
-    assert image.norm(1e-4) == 0 and image.norm(1e-2) == pytest.approx(0.5) and cap.mask[-1, 0]
+    assert (
+        image.norm(1e-4) == 0
+        and image.norm(1e-2) == pytest.approx(0.5)
+        and cap.mask[-1, 0]
+    )

@@ -25,7 +25,8 @@ def _hidden(value):
 
 def test_counts_of_a_few_lines():
     counts = readability.count_package({"shapes.py": SOURCE})
-    assert counts.code_lines == 6  # square, area, its two statements, _hidden and its return
+    # square, area, its two statements, _hidden and its return
+    assert counts.code_lines == 6
     assert counts.named_lambdas == 1
     assert counts.format_skips == 1
     assert (counts.public_functions, counts.documented) == (1, 1)
@@ -35,7 +36,11 @@ def test_counts_of_a_few_lines():
 
 
 def test_tests_and_equations_are_left_out():
-    files = {"tests/test_a.py": SOURCE, "a_test.py": SOURCE, "objectives/a.py": "zz = 1\n"}
+    files = {
+        "tests/test_a.py": SOURCE,
+        "a_test.py": SOURCE,
+        "objectives/a.py": "zz = 1\n",
+    }
     counts = readability.count_package(files)
     assert counts.code_lines == 1
     assert counts.names == 0

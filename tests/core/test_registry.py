@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An objective's name has one meaning in a process, and no other thread reaches into a check."""
+"""An objective's name has one meaning in a process, and no other thread reaches into a
+check.
+"""
 
 import functools
 import importlib
@@ -36,7 +38,10 @@ def registered(monkeypatch):
 def test_a_name_of_a_reference_is_refused(registered, tmp_path):
     right, weight = upref.get("dapo"), upref.get("dapo").closed_form
     (tmp_path / "mine.py").write_text(lines("dapo"))
-    with pytest.raises(InputError, match=r"dapo is an objective of .*objectives/dapo\.py: give yours another name\.$"):
+    with pytest.raises(
+        InputError,
+        match=r"dapo is an objective of .*objectives/dapo\.py: give yours another name\.$",
+    ):
         runpy.run_path(str(tmp_path / "mine.py"))
     assert upref.get("dapo") is right
     assert right.closed_form is weight
@@ -44,7 +49,12 @@ def test_a_name_of_a_reference_is_refused(registered, tmp_path):
 
 def test_it_is_refused_in_a_fresh_process(tmp_path):
     (tmp_path / "mine.py").write_text(lines("dapo"))
-    done = subprocess.run([sys.executable, "-c", "import mine"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import mine"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1
     assert "InputError: dapo is an objective of" in done.stderr
 
@@ -90,7 +100,9 @@ def test_another_file_cannot_replace_an_objective(registered, tmp_path):
 
 def test_two_functions_of_a_file_cannot_share_a_name(registered, tmp_path):
     body = "".join(f"    {x}\n" for x in lines("mine").splitlines()[1:])
-    (tmp_path / "one.py").write_text(f"import upref\ndef first():\n{body}def second():\n{body}first()\nsecond()\n")
+    (tmp_path / "one.py").write_text(
+        f"import upref\ndef first():\n{body}def second():\n{body}first()\nsecond()\n"
+    )
     with pytest.raises(InputError, match="mine is an objective of"):
         runpy.run_path(str(tmp_path / "one.py"))
 
@@ -105,7 +117,8 @@ def test_a_file_that_is_read_again_replaces_its_own(registered, tmp_path, monkey
         importlib.reload(module)
         assert upref.get("mine").weight(3.0, 1.0) == 6
         file.write_text(lines("mine", "3 * A * r"))
-        runpy.run_path(str(file), run_name="__main__")  # the file as a script, beside the import of it
+        # the file as a script, beside the import of it
+        runpy.run_path(str(file), run_name="__main__")
         assert upref.get("mine").weight(3.0, 1.0) == 9
     finally:
         del sys.modules["reread"]
@@ -118,7 +131,11 @@ def test_a_cell_that_runs_again_replaces_its_own(registered):
     run = lambda text, at: exec(compile(text, f"<ipython-input-{at}>", "exec"), cells)
     run(first, 1)
     run("@mine.with_weight" + second, 2)
-    run("@mine.with_weight" + second.replace("mine_weight", "weight").replace("A * r", "4 * A * r"), 3)
+    run(
+        "@mine.with_weight"
+        + second.replace("mine_weight", "weight").replace("A * r", "4 * A * r"),
+        3,
+    )
     assert upref.get("mine").weight(3.0, 1.0) == 12
     run(first, 4)
     run("@mine.with_weight" + second, 5)
@@ -139,9 +156,14 @@ def test_a_weight_that_cannot_be_one_leaves_the_name_free(registered):
 
 @pytest.mark.parametrize("name", ["cispo", "cispo_verl", "vespo", "dppo_tv_verl"])
 def test_a_check_beside_another_thread(name):
-    """The other thread takes the stop-gradients of the same functions, as a trainer does beside a check."""
+    """The other thread takes the stop-gradients of the same functions, as a trainer
+    does beside a check.
+    """
     lp = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])
-    adv, mask = torch.tensor([[1.0], [-1.0]]).expand(2, 2), torch.ones(2, 2, dtype=torch.bool)
+    adv, mask = (
+        torch.tensor([[1.0], [-1.0]]).expand(2, 2),
+        torch.ones(2, 2, dtype=torch.bool),
+    )
     b = upref.Rollouts(lp, lp - 0.1, adv, mask)
     raised, done = [], threading.Event()
     o = upref.get(name)
@@ -167,13 +189,17 @@ def test_a_check_beside_another_thread(name):
 def test_the_catalog_is_the_registry():
     """It reads the files that the registry imports."""
     fields = {
-        name: {"level": o.level, "agg": o.agg, "paper": o.paper} for name in upref.names() for o in [upref.get(name)]
+        name: {"level": o.level, "agg": o.agg, "paper": o.paper}
+        for name in upref.names()
+        for o in [upref.get(name)]
     }
     assert catalog.facts() == fields and list(catalog.facts()) == upref.names()
 
 
 def test_an_objective_of_this_process_is_listed_and_known(monkeypatch, capsys):
-    """One function lists and looks up: what is registered beside the files is in the first tier, whatever its paper."""
+    """One function lists and looks up: what is registered beside the files is in the
+    first tier, whatever its paper.
+    """
     mine = replace(upref.get("ripo"), name="mine", paper="")
     monkeypatch.setitem(definition.OBJECTIVES, "mine", mine)
     assert catalog.facts()["mine"] == {"level": "token", "agg": mine.agg, "paper": ""}
@@ -185,10 +211,31 @@ def test_an_objective_of_this_process_is_listed_and_known(monkeypatch, capsys):
 def test_the_first_tier_is_what_a_newcomer_meets(capsys):
     """UP, its baselines and what trainers have; nothing is in neither tier."""
     first = catalog.first_tier()
-    assert {"up_dapo", "dapo", "aspo", "w_reinforce", "cispo_verl", "ipo", "fipo", "topr", "luspo"} <= {*first}
-    assert {*upref.names()} - {*first} >= {"bandpo_kl", "cfpo", "m2po", "ripo", "tpo", "wapo"}
-    shown = [len(out.splitlines()) for out in (_said(capsys, "list"), _said(capsys, "list", "--all"))]
-    assert shown[1] - shown[0] == len(upref.names()) - len(first) - 1  # the last line counts the others
+    assert {
+        "up_dapo",
+        "dapo",
+        "aspo",
+        "w_reinforce",
+        "cispo_verl",
+        "ipo",
+        "fipo",
+        "topr",
+        "luspo",
+    } <= {*first}
+    assert {*upref.names()} - {*first} >= {
+        "bandpo_kl",
+        "cfpo",
+        "m2po",
+        "ripo",
+        "tpo",
+        "wapo",
+    }
+    shown = [
+        len(out.splitlines())
+        for out in (_said(capsys, "list"), _said(capsys, "list", "--all"))
+    ]
+    # the last line counts the others
+    assert shown[1] - shown[0] == len(upref.names()) - len(first) - 1
 
 
 def _said(capsys, *line):
@@ -221,5 +268,9 @@ for line in {LIGHT!r}:
     assert status == (0 if line == "list" else 2), line
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0 and len(done.stderr.splitlines()) == len(LIGHT) - 1, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == len(LIGHT) - 1, (
+        done.stderr
+    )

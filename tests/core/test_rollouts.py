@@ -26,7 +26,10 @@ def poke(x, value, at=(0, 0)):
     ("change", "says"),
     [
         (dict(logp=[[1.0]]), "logp must be Float"),
-        (dict(logp=GOOD["logp"].int()), r"logp must be Float\[Tensor, 'B T'\], got int32\[3, 2\]"),
+        (
+            dict(logp=GOOD["logp"].int()),
+            r"logp must be Float\[Tensor, 'B T'\], got int32\[3, 2\]",
+        ),
         (dict(logp_old=GOOD["logp_old"][:2]), "logp_old must be"),
         (dict(adv=torch.ones(3)), "adv must be"),
         (dict(adv=torch.ones(3, 5)), "adv must be"),
@@ -56,7 +59,11 @@ def test_bad_input_gets_one_sentence(change, says):
 def test_masked_slots_may_hold_anything():
     for value in (NAN, INF, -INF, 1e30, 5.0):
         upref.Rollouts(
-            **GOOD | dict(logp=poke(GOOD["logp"], value, (1, 1)), adv=poke(GOOD["adv"].expand(3, 2), value, (1, 1)))
+            **GOOD
+            | dict(
+                logp=poke(GOOD["logp"], value, (1, 1)),
+                adv=poke(GOOD["adv"].expand(3, 2), value, (1, 1)),
+            )
         )
 
 
@@ -77,20 +84,31 @@ def test_sequence_level_reads_the_first_unmasked_advantage():
 def test_one_advantage_per_response_may_be_given_once(objective):
     f = upref.get(objective)
     wide = GOOD["adv"].expand(3, 2).contiguous()
-    torch.testing.assert_close(f(upref.Rollouts(**GOOD)), f(upref.Rollouts(**GOOD | dict(adv=wide))))
+    torch.testing.assert_close(
+        f(upref.Rollouts(**GOOD)), f(upref.Rollouts(**GOOD | dict(adv=wide)))
+    )
 
 
-@pytest.mark.parametrize("name", [n for n in upref.names() if upref.get(n).agg == "seq-mean"])
+@pytest.mark.parametrize(
+    "name", [n for n in upref.names() if upref.get(n).agg == "seq-mean"]
+)
 def test_objectives_of_responses_refuse_token_advantages(name):
-    b = upref.Rollouts(**GOOD | dict(adv=torch.tensor([[1.0, 2.0], [-1.0, NAN], [NAN, 0.5]])))
-    with pytest.raises(upref.InputError, match=re.escape(f"{name} needs one advantage per response")):
+    b = upref.Rollouts(
+        **GOOD | dict(adv=torch.tensor([[1.0, 2.0], [-1.0, NAN], [NAN, 0.5]]))
+    )
+    with pytest.raises(
+        upref.InputError, match=re.escape(f"{name} needs one advantage per response")
+    ):
         upref.get(name).loss(b)
 
 
 def test_hyperparameters_are_checked():
     f, b = upref.get("dapo"), upref.Rollouts(**GOOD)
     for hp, says in [
-        (dict(eps_hihg=1), "no hyperparameter 'eps_hihg'; it takes: eps_low, eps_high, c"),
+        (
+            dict(eps_hihg=1),
+            "no hyperparameter 'eps_hihg'; it takes: eps_low, eps_high, c",
+        ),
         (dict(c=0.95), "c must be None or greater than 1"),
         (dict(eps_high=[1]), "eps_high must be"),
         (dict(eps_high=True), "eps_high must be"),
@@ -110,9 +128,15 @@ def test_hyperparameters_are_checked():
 
 
 def test_only_rounding_may_exceed_zero():
-    for dtype, value in ((torch.float32, 1e-2), (torch.bfloat16, 0.3), (torch.float64, 1e-9)):
+    for dtype, value in (
+        (torch.float32, 1e-2),
+        (torch.bfloat16, 0.3),
+        (torch.float64, 1e-9),
+    ):
         cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in GOOD.items()}
-        with pytest.raises(upref.InputError, match="log-probabilities are never positive"):
+        with pytest.raises(
+            upref.InputError, match="log-probabilities are never positive"
+        ):
             upref.Rollouts(**cast | dict(logp=poke(cast["logp"], value)))
 
 
@@ -120,23 +144,36 @@ def test_parts_of_parts_still_add_up():
     b = upref.Rollouts(**GOOD)
     for name in ("dapo", "grpo", "gspo"):
         f = upref.get(name)
-        torch.testing.assert_close(sum(f(q) for p in b.split(2) for q in p.split(2)), f(b))
+        torch.testing.assert_close(
+            sum(f(q) for p in b.split(2) for q in p.split(2)), f(b)
+        )
 
 
 def test_sampler_weights_multiply_a_token_or_a_mean():
-    b, w = upref.Rollouts(**GOOD), torch.tensor([[0.5, 2.0], [3.0, float("nan")], [float("nan"), 0.25]])
+    b, w = (
+        upref.Rollouts(**GOOD),
+        torch.tensor([[0.5, 2.0], [3.0, float("nan")], [float("nan"), 0.25]]),
+    )
     args = (b.logp, b.logp_old, b.adv, b.mask)
     dapo, gspo = upref.get("dapo"), upref.get("gspo")
     token = dapo.unreduced(*args, **dapo.resolve({}))
-    torch.testing.assert_close(dapo.J(*args, is_weights=w), (token * w)[b.mask].sum() / 4)
+    torch.testing.assert_close(
+        dapo.J(*args, is_weights=w), (token * w)[b.mask].sum() / 4
+    )
     response = gspo.unreduced(*args, **gspo.resolve({}))
-    torch.testing.assert_close(gspo.J(*args, is_weights=w), (response * torch.tensor([1.25, 3.0, 0.25])).mean())
+    torch.testing.assert_close(
+        gspo.J(*args, is_weights=w), (response * torch.tensor([1.25, 3.0, 0.25])).mean()
+    )
 
 
 def test_batches_and_counts_are_compared_by_identity():
     """It raised: a tensor of several numbers has no truth value."""
-    batch = lambda: upref.Rollouts(-torch.ones(2, 3), -torch.ones(2, 3), torch.ones(2, 1), torch.ones(2, 3).bool())
-    of_groups = lambda: upref.Totals.of(torch.ones(4, 3).bool(), torch.tensor([0, 0, 1, 1]))
+    batch = lambda: upref.Rollouts(
+        -torch.ones(2, 3), -torch.ones(2, 3), torch.ones(2, 1), torch.ones(2, 3).bool()
+    )
+    of_groups = lambda: upref.Totals.of(
+        torch.ones(4, 3).bool(), torch.tensor([0, 0, 1, 1])
+    )
     for make in (batch, of_groups):
         b, other = make(), make()
         assert b == b and b != other and b in [other, b] and other not in [b]
@@ -148,7 +185,10 @@ def test_the_check_of_a_batch_takes_at_most_a_tenth_of_J(name):
     """It took 0.17 of DAPO's J and 0.63 of GSPO's, forward and backward."""
     o, g = upref.get(name), torch.Generator().manual_seed(0)
     old = -torch.rand(64, 1024, generator=g)
-    lp, A = (old - 0.1).requires_grad_(), torch.randn(64, 1, generator=g).expand(64, 1024).contiguous()
+    lp, A = (
+        (old - 0.1).requires_grad_(),
+        torch.randn(64, 1, generator=g).expand(64, 1024).contiguous(),
+    )
     mask = torch.arange(1024) < torch.randint(512, 1025, (64, 1), generator=g)
 
     def check():

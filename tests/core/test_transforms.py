@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's plug-in claim, bit for bit, and the relations between the family's members."""
+"""The paper's plug-in claim, bit for bit, and the relations between the family's
+members.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -14,16 +16,31 @@ from upref.weights.batches import batch, grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("base", "hand"), [("grpo", "up_grpo"), ("dapo", "up_dapo"), ("gspo", "up_gspo")])
+@pytest.mark.parametrize(
+    ("base", "hand"), [("grpo", "up_grpo"), ("dapo", "up_dapo"), ("gspo", "up_gspo")]
+)
 @pytest.mark.parametrize("suffix", ["", "_anchored"])
 def test_up_of_base_is_the_hand_written_one_bit_for_bit(base, hand, suffix, dtype):
-    plugged, written = (upref.up_anchored if suffix else upref.up)(get(base)), get(hand + suffix)
+    plugged, written = (
+        (upref.up_anchored if suffix else upref.up)(get(base)),
+        get(hand + suffix),
+    )
     for hp in ({}, {"c": 3.0}) if "c" in written.hyperparameters else ({},):
         b = batch(get(base), **hp)
-        b = replace(b, **{k: getattr(b, k).to(dtype) for k in ("logp", "logp_old", "adv", "entropy")})
+        b = replace(
+            b,
+            **{
+                k: getattr(b, k).to(dtype)
+                for k in ("logp", "logp_old", "adv", "entropy")
+            },
+        )
         assert torch.equal(plugged(b, **hp), written(b, **hp))
-        assert torch.equal(grad(partial(plugged, **hp), b), grad(partial(written, **hp), b))
-        assert not torch.equal(grad(partial(plugged, **hp), b), grad(partial(get(base), **hp), b))
+        assert torch.equal(
+            grad(partial(plugged, **hp), b), grad(partial(written, **hp), b)
+        )
+        assert not torch.equal(
+            grad(partial(plugged, **hp), b), grad(partial(get(base), **hp), b)
+        )
 
 
 @pytest.mark.parametrize("base", ["grpo", "dapo", "gspo", "sapo", "cispo", "gmpo"])
@@ -68,8 +85,17 @@ def test_objectives_survive_pickling():
         assert o.name == name and torch.equal(o(batch(o)), get(name)(batch(get(name))))
 
 
-# ---- sampler corrections ---------------------------------------------------------------------------------------------
-CORRECTIONS = ("decoupled", "tis", "tis_seq", "mis", "mis_seq", "icepop", "seq_mask", "kpop")
+# ---- sampler corrections -------------------------------------------------------------
+CORRECTIONS = (
+    "decoupled",
+    "tis",
+    "tis_seq",
+    "mis",
+    "mis_seq",
+    "icepop",
+    "seq_mask",
+    "kpop",
+)
 
 
 def three_policies(ratios):
@@ -92,13 +118,15 @@ def three_policies(ratios):
         ("mis_seq", {"is_max": 7.0}, [6.0] * 4),
         ("seq_mask", {"is_min": 1.5, "is_max": 1.6}, [1.0] * 4),
         ("seq_mask", {}, [0.0] * 4),
-        # KL(Bern(e^-3) ‖ Bern(e^-3/ρ)) = 0.0935, 0, 0.0221, 0.0609; the other way round 0.139, 0, 0.0155, 0.0316
+        # KL(Bern(e^-3) ‖ Bern(e^-3/ρ)) = 0.0935, 0, 0.0221, 0.0609; the other way round
+        # 0.139, 0, 0.0155, 0.0316
         ("kpop", {"phi": 0.1}, [0.0, 1.0, 3.0, 8.0]),
         ("kpop", {"phi": 0.05}, [0.0, 1.0, 3.0, 0.0]),
     ],
 )
 def test_the_factor_of_each_correction_by_hand(name, hp, expected):
-    o, b = get(f"{name}(reinforce)"), three_policies([0.25, 1.0, 3.0, 8.0])  # S = 6, s = 1.565
+    # S = 6, s = 1.565
+    o, b = get(f"{name}(reinforce)"), three_policies([0.25, 1.0, 3.0, 8.0])
     assert grad(partial(o, **hp), b)[0].tolist() == pytest.approx(expected, abs=1e-12)
 
 
@@ -114,7 +142,10 @@ def test_up_and_a_correction_commute(name, base):
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_nothing_is_corrected_where_the_sampler_is_old(name):
     b = batch(get("dapo"))
-    torch.testing.assert_close(grad(get(f"{name}(dapo)"), replace(b, logp_sampler=b.logp_old)), grad(get("dapo"), b))
+    torch.testing.assert_close(
+        grad(get(f"{name}(dapo)"), replace(b, logp_sampler=b.logp_old)),
+        grad(get("dapo"), b),
+    )
 
 
 def test_a_correction_needs_the_sampler_and_there_is_one():
@@ -125,10 +156,15 @@ def test_a_correction_needs_the_sampler_and_there_is_one():
 
 
 def tis_dapo(log_prob, old_log_prob, advantages, mask, rollout_log_probs=None, cap=2.0):
-    r, A = torch.where(mask, log_prob - old_log_prob, 0).exp(), torch.where(mask, advantages, 0)
+    r, A = (
+        torch.where(mask, log_prob - old_log_prob, 0).exp(),
+        torch.where(mask, advantages, 0),
+    )
     J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
     if rollout_log_probs is not None:
-        J = J * torch.where(mask, old_log_prob - rollout_log_probs, 0).exp().clamp(max=cap)
+        J = J * torch.where(mask, old_log_prob - rollout_log_probs, 0).exp().clamp(
+            max=cap
+        )
     return -J.sum() / mask.sum()
 
 
@@ -144,13 +180,17 @@ def test_check_knows_three_policies():
     assert upref.check(required, "tis(dapo)") and upref.check(required, "dapo")
 
 
-# ---- off-policy sequence masking -------------------------------------------------------------------------------------
+# ---- off-policy sequence masking -----------------------------------------------------
 def drifted(adv):
-    """Two responses whose mean log(π_old/π_θ) is 0.4 and 0.6, with one masked slot each."""
+    """Two responses whose mean log(π_old/π_θ) is 0.4 and 0.6, with one masked slot
+    each.
+    """
     log_r = torch.tensor([[-1.0, 0.2, -9.0], [-1.4, 0.2, 9.0]], dtype=torch.float64)
     old = torch.full_like(log_r, -9.5)
     mask = torch.tensor([[True, True, False]] * 2)
-    return upref.Rollouts(old + log_r, old, torch.tensor(adv, dtype=torch.float64), mask)
+    return upref.Rollouts(
+        old + log_r, old, torch.tensor(adv, dtype=torch.float64), mask
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,7 +205,10 @@ def drifted(adv):
 )
 def test_a_bad_response_that_drifted_adds_nothing(adv, delta, dropped):
     b = drifted(adv)
-    base, found = get("is_pg").token_weights(b), get("opsm(is_pg)").token_weights(b, opsm_delta=delta)
+    base, found = (
+        get("is_pg").token_weights(b),
+        get("opsm(is_pg)").token_weights(b, opsm_delta=delta),
+    )
     base[dropped] = 0
     assert torch.equal(found, base)
 
@@ -176,7 +219,9 @@ def test_a_token_with_its_own_advantage_is_masked_by_itself():
     assert alive.tolist() == [[True, True, False], [False, True, False]]
 
 
-@pytest.mark.parametrize(("base", "words"), [("gspo", "one per response"), (None, "takes an Objective")])
+@pytest.mark.parametrize(
+    ("base", "words"), [("gspo", "one per response"), (None, "takes an Objective")]
+)
 def test_masking_of_responses_is_for_token_ratios(base, words):
     with pytest.raises(upref.InputError, match=words):
         opsm(get(base) if base else None)

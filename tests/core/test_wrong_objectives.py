@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laws reject what is wrong: an objective registered tomorrow inherits tests that can fail."""
+"""The laws reject what is wrong: an objective registered tomorrow inherits tests that
+can fail.
+"""
 
 import pytest
 import torch
@@ -9,11 +11,19 @@ from tests.support import laws
 from upref.ops import clip, exp, maximum, mean_t, minimum, when, where
 from upref.registry import Objective
 
-FACTS = dict(paper="fan2026up", eq="14", agg="token-mean", adv="group_norm", defaults={"eps": "a test's"})
+FACTS = dict(
+    paper="fan2026up",
+    eq="14",
+    agg="token-mean",
+    adv="group_norm",
+    defaults={"eps": "a test's"},
+)
 
 
 def make(fn, weight, level="token", **facts) -> Objective:
-    return Objective(fn.__name__, fn, fn.__doc__, level=level, closed_form=weight, **FACTS | facts)
+    return Objective(
+        fn.__name__, fn, fn.__doc__, level=level, closed_form=weight, **FACTS | facts
+    )
 
 
 def right(lp, lp_old, A, *, eps=0.2):
@@ -37,7 +47,9 @@ def clipped_before_multiplying(lp, lp_old, A, *, eps=0.2):
 
 
 def nan_branch(lp, lp_old, A, *, eps=0.2):
-    """The naive torch form of UP: the ratio of the branch not taken overflows, and 0 * inf = NaN comes back."""
+    """The naive torch form of UP: the ratio of the branch not taken overflows, and 0 *
+    inf = NaN comes back.
+    """
     r = torch.exp(lp - lp_old)
     return torch.where(A > 0, A * lp, torch.minimum(r * A, r.clamp(min=1 - eps) * A))
 
@@ -47,7 +59,9 @@ def up_weight(r, A, *, eps):
 
 
 def rounds_to_nothing(lp, lp_old, A, *, eps=0.2):
-    """SAPO through the sigmoid that rounds to 1: in half precision the gate's gradient is lost far too early."""
+    """SAPO through the sigmoid that rounds to 1: in half precision the gate's gradient
+    is lost far too early.
+    """
     return A * 4 * torch.sigmoid(torch.exp((lp - lp_old).clamp(max=20)) - 1) + 0 * eps
 
 
@@ -77,10 +91,18 @@ def squared_advantage(lp, lp_old, A, *, eps=0.2):
 
 
 def value_off(lp, lp_old, A, *, eps=0.2):
-    """Right gradient, wrong value: a constant that depends on lp sneaks in through detach."""
+    """Right gradient, wrong value: a constant that depends on lp sneaks in through
+    detach.
+    """
     from upref.ops import sg
 
-    return right(lp, lp_old, A, eps=eps) + A * lp - A * lp.detach() - (A * lp - A * sg(lp)) + 0 * eps
+    return (
+        right(lp, lp_old, A, eps=eps)
+        + A * lp
+        - A * lp.detach()
+        - (A * lp - A * sg(lp))
+        + 0 * eps
+    )
 
 
 def off_policy_constant(lp, lp_old, A, *, eps=0.2):
@@ -120,7 +142,9 @@ def test_laws_accept_the_right_one(law):
 
 
 def test_a_new_file_is_found_and_inherits(tmp_path, monkeypatch):
-    """Adding an objective is one file: dropped into the folder, it is listed and tested."""
+    """Adding an objective is one file: dropped into the folder, it is listed and
+    tested.
+    """
     from upref import definition, objectives, registry
 
     (tmp_path / "fresh.py").write_text(

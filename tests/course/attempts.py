@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What students write before they are right: a line of the solution, what stands in its place, and words of the answer
-that name the mistake. The first of a lesson is only another way to be right: (line, another) without words."""
+"""What students write before they are right: a line of the solution, what stands in its
+place, and words of the answer that name the mistake. The first of a lesson is only
+another way to be right: (line, another) without words."""
 
 ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
     1: [

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref learn`: holes are no solutions, solutions are right, and plausible mistakes are named."""
+"""`upref learn`: holes are no solutions, solutions are right, and plausible mistakes
+are named.
+"""
 
 import json
 import re
@@ -14,15 +16,30 @@ from upref_course.verdict import judged
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 EVERY = {e.number: e for e in learn.exercises()}
-SOLUTION = {n: (HERE / "solutions" / e.file).read_text(encoding="utf-8") for n, e in EVERY.items()}
-RIGHT = [(n, i) for n, tries in ATTEMPTS.items() for i, (*_, words) in enumerate(tries) if not words]
-WRONG = [(n, i) for n, tries in ATTEMPTS.items() for i, (*_, words) in enumerate(tries) if words]
+SOLUTION = {
+    n: (HERE / "solutions" / e.file).read_text(encoding="utf-8")
+    for n, e in EVERY.items()
+}
+RIGHT = [
+    (n, i)
+    for n, tries in ATTEMPTS.items()
+    for i, (*_, words) in enumerate(tries)
+    if not words
+]
+WRONG = [
+    (n, i)
+    for n, tries in ATTEMPTS.items()
+    for i, (*_, words) in enumerate(tries)
+    if words
+]
 lessons = pytest.mark.parametrize("n", EVERY)
 
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch, capsys):
-    """(exit status, what it prints) of `upref learn N` in a folder where the file has this text."""
+    """(exit status, what it prints) of `upref learn N` in a folder where the file has
+    this text.
+    """
     monkeypatch.chdir(tmp_path)
 
     def ask(n, text="", *options):
@@ -73,9 +90,15 @@ LATE = [(3, "lp - lp_old", "(lp - lp_old).clamp(max=3)"), (4, "1 + eps_high", "1
 
 @pytest.mark.parametrize("n, old, new", LATE)
 def test_one_sign_at_every_stage(asked, n, old, new):
-    """What only `upref check` finds is shown as what the exercise's own batches find: as the loss's gradient by lp."""
+    """What only `upref check` finds is shown as what the exercise's own batches find:
+    as the loss's gradient by lp.
+    """
     said = asked(n, SOLUTION[n].replace(old, new))[1]
-    assert said.count("gradient by lp [") == 2 and "lp_old = torch.tensor([" in said and "dJ" not in said, said
+    assert (
+        said.count("gradient by lp [") == 2
+        and "lp_old = torch.tensor([" in said
+        and "dJ" not in said
+    ), said
 
 
 def test_the_lesson_is_a_file_that_is_there(asked):
@@ -93,13 +116,23 @@ def test_every_known_mistake_is_recognised_as_itself(n):
     """No fault is right, and none is hidden by another."""
     for fault in EVERY[n].faults:
         answer = judged(EVERY[n], fault.change)
-        assert not answer and answer.mistake == fault.words, (fault.words, answer.mistake)
-        assert answer.hint == fault.hint and answer.batch and answer.expected != answer.found
+        assert not answer and answer.mistake == fault.words, (
+            fault.words,
+            answer.mistake,
+        )
+        assert (
+            answer.hint == fault.hint
+            and answer.batch
+            and answer.expected != answer.found
+        )
 
 
 @lessons
 def test_the_batches_grow(n):
-    sizes = [sum(getattr(x, "numel", lambda: 1)() for x in b.inputs.values()) for b in EVERY[n].batches]
+    sizes = [
+        sum(getattr(x, "numel", lambda: 1)() for x in b.inputs.values())
+        for b in EVERY[n].batches
+    ]
     assert sizes == sorted(sizes)
 
 
@@ -120,7 +153,10 @@ def test_a_file_is_never_overwritten(asked):
             "def loss(logits, action, reward):\n    return reward[7]\n",
             "on the batch logits = torch.tensor([0.0, 0.0]);",
         ),
-        ("def loss(logits, action, reward):\n    raise SystemExit\n", "ends the program"),
+        (
+            "def loss(logits, action, reward):\n    raise SystemExit\n",
+            "ends the program",
+        ),
         ("loss = 3\n", "not a function"),
     ],
 )
@@ -134,10 +170,14 @@ def test_a_loop_without_end_is_stopped(tmp_path):
     import subprocess
     import sys
 
-    (tmp_path / "lesson01.py").write_text("def loss(logits, action, reward):\n    while True: pass\n")
+    (tmp_path / "lesson01.py").write_text(
+        "def loss(logits, action, reward):\n    while True: pass\n"
+    )
     command = [sys.executable, "-m", "upref", "learn", "1", "--timeout", "8"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2 and "your function timed out after" in done.stderr
 
 
@@ -150,7 +190,9 @@ def test_the_list(asked, capsys):
     asked(1)
     main(["learn", "--json"])
     rows = json.loads(capsys.readouterr().out)
-    assert [r["lesson"] for r in rows] == list(EVERY) and [r["here"] for r in rows][:2] == [True, False]
+    assert [r["lesson"] for r in rows] == list(EVERY) and [r["here"] for r in rows][
+        :2
+    ] == [True, False]
     main(["learn"])
     said = capsys.readouterr().out
     assert all(e.title in said for e in EVERY.values())
@@ -158,7 +200,11 @@ def test_the_list(asked, capsys):
 
 def test_an_answer_for_a_program(asked):
     said = json.loads(asked(1, attempt(1, 1)[0], "--json")[1])
-    assert said["ok"] is False and "the sign" in said["mistake"] and "torch.tensor" in said["batch"]
+    assert (
+        said["ok"] is False
+        and "the sign" in said["mistake"]
+        and "torch.tensor" in said["batch"]
+    )
 
 
 def test_the_runs_of_the_last_exercise_are_as_described():
@@ -174,14 +220,27 @@ def test_the_runs_of_the_last_exercise_are_as_described():
     assert last["sign"]["reward"] < first["sign"]["reward"]
     assert last["nothing"]["pass@8"] > first["nothing"]["pass@8"]
     assert last["no baseline"]["pass@8"] < first["no baseline"]["pass@8"]
-    assert last["no baseline"]["reward"] > first["no baseline"]["reward"], "it answers better and knows less"
-    assert all(x["last"] == 1 and x["clipped"] == 0 for x in runs.run("D")) and last["nothing"]["last"] > 1
+    assert last["no baseline"]["reward"] > first["no baseline"]["reward"], (
+        "it answers better and knows less"
+    )
+    assert (
+        all(x["last"] == 1 and x["clipped"] == 0 for x in runs.run("D"))
+        and last["nothing"]["last"] > 1
+    )
     assert all(x["signal"] == x["norm"] == 0 for x in runs.run("E"))
-    assert all((x["first"] != 1) == (wrong == "temperature") for wrong, x in first.items())
+    assert all(
+        (x["first"] != 1) == (wrong == "temperature") for wrong, x in first.items()
+    )
 
 
-# ---- the pages -------------------------------------------------------------------------------------------------------
-PARTS = ["The equation, case by case", "A picture", "An experiment", "What frameworks do", "Exercise"]
+# ---- the pages -----------------------------------------------------------------------
+PARTS = [
+    "The equation, case by case",
+    "A picture",
+    "An experiment",
+    "What frameworks do",
+    "Exercise",
+]
 
 
 @lessons
@@ -189,21 +248,33 @@ def test_every_lesson_has_the_one_skeleton(n):
     page = (ROOT / EVERY[n].page).read_text(encoding="utf-8")
     heads = re.findall(r"^## (.*)", page, re.M)
     assert [h for h in heads if h in PARTS] == PARTS and len(page.splitlines()) <= 155
-    assert page.startswith(f"# {n}. ") and "**Question.** " in page and f"`upref learn {n}`" in page
-    (picture,) = re.findall(r"^!\[(.*)\]\(pictures/(\d\d)-\S+\.svg\)\n\n\*\S", page, re.M)
-    assert len(picture[0]) > 60 and int(picture[1]) == n, "alt text, and a caption below"
+    assert (
+        page.startswith(f"# {n}. ")
+        and "**Question.** " in page
+        and f"`upref learn {n}`" in page
+    )
+    (picture,) = re.findall(
+        r"^!\[(.*)\]\(pictures/(\d\d)-\S+\.svg\)\n\n\*\S", page, re.M
+    )
+    assert len(picture[0]) > 60 and int(picture[1]) == n, (
+        "alt text, and a caption below"
+    )
     assert "```text" in page.partition("## An experiment")[2]
 
 
 def test_every_page_is_a_lesson():
     """But for lesson 0, which has no exercise."""
     zero, *pages = sorted(p.name for p in (ROOT / "docs/course").glob("[0-9]*.md"))
-    assert zero == "00-the-loop.md" and pages == [Path(e.page).name for e in EVERY.values()]
+    assert zero == "00-the-loop.md" and pages == [
+        Path(e.page).name for e in EVERY.values()
+    ]
 
 
 @lessons
 def test_papers_are_cited_by_their_keys(n):
-    keys = re.findall(r"^@\w+\{(.*),", (ROOT / "upref/papers.bib").read_text(encoding="utf-8"), re.M)
+    keys = re.findall(
+        r"^@\w+\{(.*),", (ROOT / "upref/papers.bib").read_text(encoding="utf-8"), re.M
+    )
     page = (ROOT / EVERY[n].page).read_text(encoding="utf-8")
     cited = re.findall(r"`([a-z]+(?:19|20)\d\d[a-z+]*)`", page)
     assert set(cited) <= set(keys), cited

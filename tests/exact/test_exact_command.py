@@ -10,7 +10,15 @@ import torch
 
 from paper.claims import words
 from repro.exact import __main__ as command, flow
-from repro.exact.experiments import collapse, coverage, drawn, entropy, fixed_points, rise, strings
+from repro.exact.experiments import (
+    collapse,
+    coverage,
+    drawn,
+    entropy,
+    fixed_points,
+    rise,
+    strings,
+)
 from repro.exact.result import Finding, Result, Table, markdown, shown
 
 FOLDER = Path(command.__file__).parent
@@ -25,23 +33,39 @@ def kept(experiment: str, title: str, row: str) -> list:
 
 
 def same(found, committed):
-    assert [float(x) for x in found] == pytest.approx([float("inf") if x is None else x for x in committed], rel=1e-6)
+    assert [float(x) for x in found] == pytest.approx(
+        [float("inf") if x is None else x for x in committed], rel=1e-6
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["up_dapo", pytest.param("dapo", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name", ["up_dapo", pytest.param("dapo", marks=pytest.mark.nightly)]
+)
 def test_the_committed_numbers_are_what_the_code_finds(name):
     """One row an experiment: the whole of it takes minutes."""
     _, o, hp = flow.arm(name)
-    same(rise.on_a_batch(o, rise.DOSES[3:], hp), kept("rise", "infinitely many", name)[3:])
+    same(
+        rise.on_a_batch(o, rise.DOSES[3:], hp),
+        kept("rise", "infinitely many", name)[3:],
+    )
     same([rise.on_a_group(o, 1.0)], [kept("rise", "one group", name)[4]])
-    same([drawn.measure(o, float(d), hp)[0] for d in drawn.DOSES[::2]], kept("drawn", "Expected KL", name))
+    same(
+        [drawn.measure(o, float(d), hp)[0] for d in drawn.DOSES[::2]],
+        kept("drawn", "Expected KL", name),
+    )
     start = torch.tensor([entropy.MU], dtype=torch.float64)
     doses = entropy.DOSES[8::2]
-    same(entropy.kept(o, start.expand(len(doses), -1), doses, hp)[0], kept("entropy", "among the right", name)[4:])
+    same(
+        entropy.kept(o, start.expand(len(doses), -1), doses, hp)[0],
+        kept("entropy", "among the right", name)[4:],
+    )
     q = entropy.reached(o, start.expand(len(doses), -1), doses, hp)[0]
     same(coverage.effective(q), kept("coverage", "Effective number", name)[4:])
-    same(strings.rise(o, strings.DOSES[3:], hp), kept("strings", "Rollouts until", name)[3:])
+    same(
+        strings.rise(o, strings.DOSES[3:], hp),
+        kept("strings", "Rollouts until", name)[3:],
+    )
     end, _ = collapse.grid(o, hp, doses=collapse.DOSES[-1:])
     same([end.mean()], kept("collapse", "Mean reward", name)[-1:])
     case = list(fixed_points.CASES)[1]
@@ -55,7 +79,10 @@ def test_the_report_has_every_experiment_and_every_number():
         assert f"## {name}\n" in REPORT and f"]({name}.svg)" in REPORT
         assert (FOLDER / f"results/{name}.svg").stat().st_size < 500_000
         for f in facts["findings"]:
-            assert f"**{words.of_rule(f['verdict'])}**" in REPORT and f["because"] in REPORT
+            assert (
+                f"**{words.of_rule(f['verdict'])}**" in REPORT
+                and f["because"] in REPORT
+            )
         for t in facts["tables"]:
             table = Table(**t)
             assert table.markdown() in REPORT
@@ -70,19 +97,36 @@ def test_the_readme_names_what_is_there():
 
 
 def test_one_experiment_with_arms_of_ones_own(tmp_path, capsys):
-    assert command.main(["drawn", "--arms", "up(sapo)", "dapo:eps_high=1", "--out", str(tmp_path)]) == 0
-    assert {p.name for p in tmp_path.iterdir()} == {"report.md", "results.json", "drawn.svg"}
+    assert (
+        command.main(
+            ["drawn", "--arms", "up(sapo)", "dapo:eps_high=1", "--out", str(tmp_path)]
+        )
+        == 0
+    )
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "report.md",
+        "results.json",
+        "drawn.svg",
+    }
     text = (tmp_path / "report.md").read_text()
     assert "up(sapo)" in text and "dapo:eps_high=1" in text and "| claim |" not in text
     assert "done:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "argv", [["nonsense"], ["drawn", "--arms", "dapoo"], ["drawn", "--arms", "dapo:eps_high=-1"], ["drawn", "--arms"]]
+    "argv",
+    [
+        ["nonsense"],
+        ["drawn", "--arms", "dapoo"],
+        ["drawn", "--arms", "dapo:eps_high=-1"],
+        ["drawn", "--arms"],
+    ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(argv, capsys, tmp_path):
     try:
-        status = command.main([*argv, "--out", str(tmp_path)] if argv[-1] != "--arms" else argv)
+        status = command.main(
+            [*argv, "--out", str(tmp_path)] if argv[-1] != "--arms" else argv
+        )
     except SystemExit as e:  # argparse's own
         status = e.code
     assert status == 2 and capsys.readouterr().err.count("\n") == 1
@@ -91,7 +135,10 @@ def test_bad_input_is_one_sentence_and_exit_2(argv, capsys, tmp_path):
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(drawn, "DOSES", drawn.DOSES[:5])
-    assert command.main(["drawn", "--arms", "up_dapo", "--out", str(tmp_path / "file")]) == 2
+    assert (
+        command.main(["drawn", "--arms", "up_dapo", "--out", str(tmp_path / "file")])
+        == 2
+    )
     assert "cannot write" in capsys.readouterr().err
 
 
@@ -101,4 +148,6 @@ def test_numbers_as_they_are_shown():
     ]  # fmt: skip
     finding = Finding("x", "", "holds", "y")
     result = Result("n", "T.", "S.", [Table("t", ["a|b"], [[1.0]])], None, [finding])
-    assert "a\\|b" in markdown([result]) and "| x | ours | **reproduced** | y |" in markdown([result])
+    assert "a\\|b" in markdown(
+        [result]
+    ) and "| x | ours | **reproduced** | y |" in markdown([result])

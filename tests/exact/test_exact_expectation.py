@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expectation is what one gets by listing every ordered group and calling the objective on each."""
+"""The expectation is what one gets by listing every ordered group and calling the
+objective on each.
+"""
 
 from itertools import product
 
@@ -17,7 +19,9 @@ ONE_GROUP = [n for n in upref.names() if upref.get(n).adv not in BATCH_WIDE]
 
 
 def brute(task, o, theta, lp_old, G, **hp):
-    """Σ over ordered groups of their probability times the objective, as anybody would call it."""
+    """Σ over ordered groups of their probability times the objective, as anybody would
+    call it.
+    """
     lp = task.log_probs(theta)
     table = task.table(theta)
     H = -(table.exp() * table).sum(-1)[0][task.contexts]
@@ -26,17 +30,27 @@ def brute(task, o, theta, lp_old, G, **hp):
     for group in product(range(len(old)), repeat=G):
         rows = torch.tensor(group)
         A = advantages.get(o.adv)(task.reward[rows], torch.zeros(G, dtype=torch.int64))
-        b = upref.Rollouts(lp[0, rows], lp_old[0, rows], A[:, None], task.mask[rows], entropy=H[rows].detach())
+        b = upref.Rollouts(
+            lp[0, rows],
+            lp_old[0, rows],
+            A[:, None],
+            task.mask[rows],
+            entropy=H[rows].detach(),
+        )
         total = total + old[rows].prod() * o(b, **hp)
     return total
 
 
 def case(task, seed=0, spread=0.7):
-    """A policy, and another that the samples are from: ratios on all sides of every bound."""
+    """A policy, and another that the samples are from: ratios on all sides of every
+    bound.
+    """
     g = torch.Generator().manual_seed(seed)
     shape = (1, task.features.shape[1], int(task.tokens.max()) + 1)
     theta = torch.randn(shape, generator=g, dtype=F64)
-    return theta, task.log_probs(theta + spread * torch.randn(shape, generator=g, dtype=F64))
+    return theta, task.log_probs(
+        theta + spread * torch.randn(shape, generator=g, dtype=F64)
+    )
 
 
 def both_gradients(task, o, G, way=""):
@@ -50,11 +64,14 @@ def both_gradients(task, o, G, way=""):
 @pytest.mark.parametrize("name", [*ONE_GROUP, "up(sapo)", "up(gmpo)"])
 def test_one_token(name):
     found, truth = both_gradients(bandit([1.0, 0, 0]), upref.get(name), 3)
-    assert truth.abs().max() > 1e-3 or name in ("gspo",)  # gspo's bounds are tiny: all may be clipped
+    # gspo's bounds are tiny: all may be clipped
+    assert truth.abs().max() > 1e-3 or name in ("gspo",)
     assert torch.allclose(found, truth, atol=1e-13, rtol=1e-11)
 
 
-@pytest.mark.parametrize("name", [n for n in ONE_GROUP if not upref.get(n).batch_coupled])
+@pytest.mark.parametrize(
+    "name", [n for n in ONE_GROUP if not upref.get(n).batch_coupled]
+)
 def test_two_tokens_by_counts_and_by_groups(name):
     task = strings(2, 2, {(0, 1), (1, 1)})
     for way in ("counts", "groups"):
@@ -62,7 +79,9 @@ def test_two_tokens_by_counts_and_by_groups(name):
         assert torch.allclose(found, truth, atol=1e-13, rtol=1e-11), way
 
 
-@pytest.mark.parametrize("name", [n for n in ONE_GROUP if upref.get(n).agg != "token-mean"])
+@pytest.mark.parametrize(
+    "name", [n for n in ONE_GROUP if upref.get(n).agg != "token-mean"]
+)
 def test_lengths_that_differ(name):
     task = strings(2, 2, {(0,), (1, 1)}, end=0)
     assert not task.one_length
@@ -80,7 +99,9 @@ def test_a_denominator_over_the_batch_is_its_mean_length():
     by_hand = (pi[:, None] * w * task.mask) / (pi @ task.mask.sum(1).to(F64))
     lp_leaf = lp[None].clone().requires_grad_()
     rows = expected.rows(task, lp_old, o, 4)
-    found = torch.autograd.grad(expected.J(task, o, lp_leaf, lp_old, rows, task.table(theta)), lp_leaf)[0][0]
+    found = torch.autograd.grad(
+        expected.J(task, o, lp_leaf, lp_old, rows, task.table(theta)), lp_leaf
+    )[0][0]
     assert torch.allclose(found, by_hand, atol=1e-14)
 
 
@@ -94,30 +115,46 @@ def test_policies_do_not_know_of_each_other():
     (a, old_a), (b, old_b) = case(task, 1), case(task, 2)
     together, olds = torch.cat([a, b]), torch.cat([old_a, old_b])
     for way in ("counts", "groups"):
-        grad = lambda theta, old, way=way: flow.gradient(task, o, theta, old, expected.rows(task, old, o, 4, way=way))
-        assert torch.allclose(grad(together, olds), torch.cat([grad(a, old_a), grad(b, old_b)]), atol=1e-14)
+        grad = lambda theta, old, way=way: flow.gradient(
+            task, o, theta, old, expected.rows(task, old, o, 4, way=way)
+        )
+        assert torch.allclose(
+            grad(together, olds),
+            torch.cat([grad(a, old_a), grad(b, old_b)]),
+            atol=1e-14,
+        )
 
 
 def test_probabilities_add_up():
     task = bandit([1.0, 0, 0, 1, 1, 0], prompts=2)
     _, lp_old = case(task)
     for G in (2, 5, None):
-        assert expected.rows(task, lp_old, upref.get("dapo"), G).weight.sum() == pytest.approx(1, abs=1e-14)
-    assert expected.rows(task, lp_old, upref.get("dapo"), 3, way="groups").weight.sum() == pytest.approx(1, abs=1e-14)
+        assert expected.rows(
+            task, lp_old, upref.get("dapo"), G
+        ).weight.sum() == pytest.approx(1, abs=1e-14)
+    assert expected.rows(
+        task, lp_old, upref.get("dapo"), 3, way="groups"
+    ).weight.sum() == pytest.approx(1, abs=1e-14)
 
 
-@pytest.mark.parametrize("adv", ["group_norm", "group_mean", "leave_one_out", "signed", "reward"])
+@pytest.mark.parametrize(
+    "adv", ["group_norm", "group_mean", "leave_one_out", "signed", "reward"]
+)
 def test_a_large_group_is_nearly_an_infinite_one(adv):
     task, o = bandit([1.0, 0, 0]), upref.get("up_dapo")
     theta, lp_old = case(task)
-    grad = lambda G: flow.gradient(task, o, theta, lp_old, expected.rows(task, lp_old, o, G, adv))
+    grad = lambda G: flow.gradient(
+        task, o, theta, lp_old, expected.rows(task, lp_old, o, G, adv)
+    )
     gap = [float((grad(G) - grad(None)).abs().max()) for G in (64, 512)]
     assert gap[1] < 0.01 * float(grad(None).abs().max()) and gap[1] < gap[0] / 4 + 1e-12
 
 
 @pytest.mark.parametrize("adv", BATCH_WIDE)
 def test_normalised_over_the_batch(adv):
-    """Two prompts of different difficulty: mean 0 and variance 1 over everything that can be drawn."""
+    """Two prompts of different difficulty: mean 0 and variance 1 over everything that
+    can be drawn.
+    """
     task, o = bandit([1.0, 0, 0, 1, 1, 0], prompts=2), upref.get("ppo_clip")
     _, lp_old = case(task)
     for G in (4, None):
@@ -127,12 +164,16 @@ def test_normalised_over_the_batch(adv):
 
 
 def test_it_is_the_registrys_own_eps():
-    """The moments of an infinite batch cannot be the registry's function: its eps is repeated, so it is compared."""
+    """The moments of an infinite batch cannot be the registry's function: its eps is
+    repeated, so it is compared.
+    """
     R, g = torch.tensor([0.0, 1e-6], dtype=F64), torch.zeros(2, dtype=torch.int64)
     for name, eps in expected.EPS.items():
         centred = torch.tensor([-5e-7, 5e-7], dtype=F64)
         std = centred.std(correction=1 if name == "group_norm" else 0)
-        assert torch.allclose(advantages.get(name)(R, g), centred / (std + eps), rtol=1e-9)
+        assert torch.allclose(
+            advantages.get(name)(R, g), centred / (std + eps), rtol=1e-9
+        )
 
 
 def test_what_cannot_be_is_one_sentence():
@@ -148,7 +189,14 @@ def test_what_cannot_be_is_one_sentence():
         expected.rows(bandit([1.0, 0.5, 0]), lp_old, upref.get("dapo"), 4, "whiten")
     with pytest.raises(InputError, match="beta"):
         theta, _ = case(task)
-        flow.gradient(task, upref.get("grpo"), theta, lp_old, expected.rows(task, lp_old, upref.get("grpo"), 4), beta=1)
+        flow.gradient(
+            task,
+            upref.get("grpo"),
+            theta,
+            lp_old,
+            expected.rows(task, lp_old, upref.get("grpo"), 4),
+            beta=1,
+        )
     with pytest.raises(InputError, match="add up to 1"):
         task.start([[0.5, 0.2, 0.2]])
     with pytest.raises(InputError, match="not a response"):

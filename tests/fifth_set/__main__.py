@@ -40,7 +40,9 @@ MODULES = (
 LIMIT = 60  # CPU seconds for a case
 # of each case: whether the answer was as meant, what its cause was judged to be, why
 # the verdict is debatable, and which line stopped the reader of its report
-FIRST_SIGHT = json.loads(Path(__file__).with_name("first_sight.json").read_text(encoding="utf-8"))
+FIRST_SIGHT = json.loads(
+    Path(__file__).with_name("first_sight.json").read_text(encoding="utf-8")
+)
 
 
 class Late(Exception):
@@ -74,7 +76,10 @@ def is_named(case: Case, identity: Any) -> bool:
     first = f"pitfall of {identity.name}" if pitfall else identity.name
     names = {first, *identity.also, *identity.elsewhere}
     found = identity.hp
-    near = (abs(float(found.get(key) or 0) - value) <= 0.02 * abs(value) for key, value in case.hp.items())
+    near = (
+        abs(float(found.get(key) or 0) - value) <= 0.02 * abs(value)
+        for key, value in case.hp.items()
+    )
     return bool(names & set(case.target.split("|"))) and all(near)
 
 
@@ -147,7 +152,9 @@ def first_sight() -> Iterator[str]:
 
 def main() -> None:
     """Print the record; run the named cases, or all with --run."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fifth_set", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fifth_set", description=__doc__
+    )
     parser.add_argument("ids", nargs="*", help="cases to run; all by default")
     parser.add_argument("--run", action="store_true", help="run the cases")
     parser.add_argument(

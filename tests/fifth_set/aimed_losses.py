@@ -93,7 +93,9 @@ def bounds_of_the_default_dtype(log_prob, old_log_prob, advantages, mask):
     default = torch.get_default_dtype()
     dtype = default if default in (torch.bfloat16, torch.float16) else log_prob.dtype
     low, high = torch.tensor([0.8, 1.2], dtype=dtype).to(log_prob.dtype)
-    return -terms(mask, log_prob, old_log_prob, advantages, low, high).sum() / mask.sum()
+    return (
+        -terms(mask, log_prob, old_log_prob, advantages, low, high).sum() / mask.sum()
+    )
 
 
 # ---- sizes of prompts ----------------------------------------------------------------
@@ -111,12 +113,16 @@ def by_prompt(t, mask, ids, most=10**9, least=0):
 
 @aimed("dapo", "a table has 64 responses per prompt: the rest of a prompt is lost")
 def table_of_64_responses(log_prob, old_log_prob, advantages, mask, group):
-    return by_prompt(terms(mask, log_prob, old_log_prob, advantages), mask, group, most=64)
+    return by_prompt(
+        terms(mask, log_prob, old_log_prob, advantages), mask, group, most=64
+    )
 
 
 @aimed("dapo", "a prompt with one response is skipped, if there are others")
 def lone_responses_skipped(log_prob, old_log_prob, advantages, mask, group):
-    return by_prompt(terms(mask, log_prob, old_log_prob, advantages), mask, group, least=2)
+    return by_prompt(
+        terms(mask, log_prob, old_log_prob, advantages), mask, group, least=2
+    )
 
 
 @aimed("dapo", "prompts of which all responses are masked make the loss NaN")
@@ -137,7 +143,9 @@ def prompts_of_at_most_32(log_prob, old_log_prob, advantages, mask, group):
 
 @aimed("tpo", "a prompt's softmax runs over its first 16 responses")
 def tpo_table_of_16(log_prob, old_log_prob, advantages, mask, group):
-    lp, old, a = (torch.where(mask, x, 0).sum(1) for x in (log_prob, old_log_prob, advantages))
+    lp, old, a = (
+        torch.where(mask, x, 0).sum(1) for x in (log_prob, old_log_prob, advantages)
+    )
     a = a / mask.sum(1)
     loss = 0.0
     for g in group.unique():
@@ -173,7 +181,9 @@ def context_of_1024(log_prob, old_log_prob, advantages, mask):
     return -t[:, :1024].sum() / mask.sum()
 
 
-@aimed("gspo", "lengths are counted in half precision: exact to 2048", shows="documented")
+@aimed(
+    "gspo", "lengths are counted in half precision: exact to 2048", shows="documented"
+)
 def lengths_in_half(log_prob, old_log_prob, advantages, mask):
     n = mask.sum(1, dtype=torch.float32).half().to(log_prob.dtype)
     x = torch.where(mask, log_prob - old_log_prob, 0)
@@ -247,7 +257,9 @@ def advantages_clamped_to_fifty(log_prob, old_log_prob, advantages, mask):
     return -terms(mask, log_prob, old_log_prob, a).sum() / mask.sum()
 
 
-@aimed("dr_grpo", "advantages are clamped to ±128, rewards reach 200", shows="documented")
+@aimed(
+    "dr_grpo", "advantages are clamped to ±128, rewards reach 200", shows="documented"
+)
 def advantages_clamped_to_128(log_prob, old_log_prob, advantages, mask):
     a = torch.where(mask, advantages, 0).clamp(-128, 128)
     return -terms(mask, log_prob, old_log_prob, a, 0.8, 1.2).sum(1).mean()
@@ -264,14 +276,27 @@ def rho_clamped_far_away(log_prob, old_log_prob, advantages, mask, rollout_log_p
     return -(y.exp() * t).sum() / mask.sum()
 
 
-@aimed("tis(dapo)", "a rollout with log μ = 0 at a token is taken for missing there: ρ = 1")
-def certain_samples_taken_for_missing(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
-    y = torch.where(mask & (rollout_log_probs != 0), old_log_prob - rollout_log_probs, 0)
-    return -(y.exp().clamp(max=2) * terms(mask, log_prob, old_log_prob, advantages)).sum() / mask.sum()
+@aimed(
+    "tis(dapo)", "a rollout with log μ = 0 at a token is taken for missing there: ρ = 1"
+)
+def certain_samples_taken_for_missing(
+    log_prob, old_log_prob, advantages, mask, rollout_log_probs
+):
+    y = torch.where(
+        mask & (rollout_log_probs != 0), old_log_prob - rollout_log_probs, 0
+    )
+    return (
+        -(y.exp().clamp(max=2) * terms(mask, log_prob, old_log_prob, advantages)).sum()
+        / mask.sum()
+    )
 
 
-@aimed("tis(dapo)", "a whole response without any log μ (all 0) is dropped as not recorded")
-def unrecorded_responses_dropped(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+@aimed(
+    "tis(dapo)", "a whole response without any log μ (all 0) is dropped as not recorded"
+)
+def unrecorded_responses_dropped(
+    log_prob, old_log_prob, advantages, mask, rollout_log_probs
+):
     y = torch.where(mask, old_log_prob - rollout_log_probs, 0)
     recorded = (torch.where(mask, rollout_log_probs, 0) != 0).any(1, keepdim=True)
     t = terms(mask, log_prob, old_log_prob, advantages)
@@ -282,19 +307,28 @@ def unrecorded_responses_dropped(log_prob, old_log_prob, advantages, mask, rollo
 def product_of_320_tokens(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
     m = mask & (mask.cumsum(1) <= 320)
     S = torch.where(m, old_log_prob - rollout_log_probs, 0).sum(1, keepdim=True).exp()
-    return -(S.clamp(max=2) * terms(mask, log_prob, old_log_prob, advantages)).sum() / mask.sum()
+    return (
+        -(S.clamp(max=2) * terms(mask, log_prob, old_log_prob, advantages)).sum()
+        / mask.sum()
+    )
 
 
 @aimed("mis(dapo)", "tokens of |A| > 6 are truncated, not masked")
-def mis_of_large_advantages(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+def mis_of_large_advantages(
+    log_prob, old_log_prob, advantages, mask, rollout_log_probs
+):
     rho = torch.where(mask, old_log_prob - rollout_log_probs, 0).exp()
     a = torch.where(mask, advantages, 0)
     rho = torch.where(a.abs() > 6, rho.clamp(max=2), torch.where(rho <= 2, rho, 0))
     return -(rho * terms(mask, log_prob, old_log_prob, advantages)).sum() / mask.sum()
 
 
-@aimed("grpo", "the KL term is left out of responses of more than 600 tokens", beta=0.04)
-def kl_of_short_responses(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
+@aimed(
+    "grpo", "the KL term is left out of responses of more than 600 tokens", beta=0.04
+)
+def kl_of_short_responses(
+    log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04
+):
     d = torch.where(mask, ref_log_prob - log_prob, 0)
     n = mask.sum(1)
     kl = torch.where(n[:, None] > 600, 0, d.exp() - d - 1)
@@ -303,22 +337,32 @@ def kl_of_short_responses(log_prob, old_log_prob, advantages, mask, ref_log_prob
 
 
 @aimed("grpo", "the reference's log-probability is floored at -36", beta=0.04)
-def reference_floored(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
+def reference_floored(
+    log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04
+):
     d = torch.where(mask, ref_log_prob.clamp(min=-36) - log_prob, 0)
-    t = terms(mask, log_prob, old_log_prob, advantages, 0.8, 1.2) - beta * (d.exp() - d - 1)
+    t = terms(mask, log_prob, old_log_prob, advantages, 0.8, 1.2) - beta * (
+        d.exp() - d - 1
+    )
     return -(t.sum(1) / mask.sum(1)).mean()
 
 
 @aimed("dapo", "a padded slot whose log-probability is below -100 counts as a token")
 def far_padding_counts(log_prob, old_log_prob, advantages, mask):
-    n = mask.sum() + (~mask & (log_prob.detach() < -100) & (log_prob.detach() > -1e9)).sum()
+    n = (
+        mask.sum()
+        + (~mask & (log_prob.detach() < -100) & (log_prob.detach() > -1e9)).sum()
+    )
     return -terms(mask, log_prob, old_log_prob, advantages).sum() / n
 
 
 @aimed("dapo", "log-probabilities above 0 (rounding) are taken for padding")
 def rounding_above_zero(log_prob, old_log_prob, advantages, mask):
     m = mask & (log_prob.detach() <= 0)
-    return -torch.where(m, terms(mask, log_prob, old_log_prob, advantages), 0).sum() / mask.sum()
+    return (
+        -torch.where(m, terms(mask, log_prob, old_log_prob, advantages), 0).sum()
+        / mask.sum()
+    )
 
 
 # ---- counters and micro-batches ------------------------------------------------------
@@ -332,7 +376,9 @@ class Warmup:
 def widened_after_5000_calls(log_prob, old_log_prob, advantages, mask):
     Warmup.calls += 1
     high = 1.28 if Warmup.calls < 5000 else 1.4
-    return -terms(mask, log_prob, old_log_prob, advantages, 0.8, high).sum() / mask.sum()
+    return (
+        -terms(mask, log_prob, old_log_prob, advantages, 0.8, high).sum() / mask.sum()
+    )
 
 
 @aimed(
@@ -346,7 +392,9 @@ def at_most_eight_micro_batches(log_prob, old_log_prob, advantages, mask, totals
     return -terms(mask, log_prob, old_log_prob, advantages).sum() / n
 
 
-@aimed("dapo", "from 8 ranks on the loss is scaled by the 8 of a node", agg="token-mean")
+@aimed(
+    "dapo", "from 8 ranks on the loss is scaled by the 8 of a node", agg="token-mean"
+)
 def ranks_of_one_node(log_prob, old_log_prob, advantages, mask, totals, dp_size):
     t = terms(mask, log_prob, old_log_prob, advantages)
     return -t.sum() / totals.tokens * min(dp_size, 8)

@@ -61,7 +61,9 @@ def box_capped(log_prob, old_log_prob, advantages, mask):
 def box_ce_gppo(log_prob, old_log_prob, advantages, mask):
     x, lp, a = rows(mask, log_prob - old_log_prob, log_prob, advantages)
     r = x.exp().detach()
-    w = torch.where((a > 0) & (r > 1.2), 0.8 * 1.2, torch.where((a < 0) & (r < 0.8), 0.4, r))
+    w = torch.where(
+        (a > 0) & (r > 1.2), 0.8 * 1.2, torch.where((a < 0) & (r < 0.8), 0.4, r)
+    )
     return -(w * a * lp).sum() / mask.sum()
 
 
@@ -80,14 +82,21 @@ def box_up_of_cispo(log_prob, old_log_prob, advantages, mask):
 
 @box("tis(dapo)", is_max=4.0)
 def box_tis(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
-    x, a, y = rows(mask, log_prob - old_log_prob, advantages, old_log_prob - rollout_log_probs)
+    x, a, y = rows(
+        mask, log_prob - old_log_prob, advantages, old_log_prob - rollout_log_probs
+    )
     r = x.exp()
-    return -(y.exp().clamp(max=4) * torch.minimum(r * a, r.clamp(0.8, 1.28) * a)).sum() / mask.sum()
+    return (
+        -(y.exp().clamp(max=4) * torch.minimum(r * a, r.clamp(0.8, 1.28) * a)).sum()
+        / mask.sum()
+    )
 
 
 @box("mis(grpo)", is_max=2.5)
 def box_mis(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
-    x, a, y = rows(mask, log_prob - old_log_prob, advantages, old_log_prob - rollout_log_probs)
+    x, a, y = rows(
+        mask, log_prob - old_log_prob, advantages, old_log_prob - rollout_log_probs
+    )
     r, rho = x.exp(), y.exp()
     t = torch.where(rho <= 2.5, rho, 0) * torch.minimum(r * a, r.clamp(0.8, 1.2) * a)
     return -(t.sum(1) / mask.sum(1)).mean()
@@ -95,7 +104,9 @@ def box_mis(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
 
 @box("tis_seq(gspo)", is_max=2.0)
 def box_tis_of_responses(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
-    x, a, y = rows(mask, log_prob - old_log_prob, advantages, old_log_prob - rollout_log_probs)
+    x, a, y = rows(
+        mask, log_prob - old_log_prob, advantages, old_log_prob - rollout_log_probs
+    )
     s, a = (x.sum(1) / mask.sum(1)).exp(), a.sum(1) / mask.sum(1)
     S = y.sum(1).exp().clamp(max=2)
     return -(S * torch.minimum(s * a, s.clamp(1 - 3e-4, 1 + 4e-4) * a)).mean()
@@ -108,7 +119,9 @@ def box_targets(log_prob, old_log_prob, advantages, mask, group):
     loss = 0.0
     for g in group.unique():
         i = group == g
-        loss = loss - i.sum() * ((old[i] + a[i]).softmax(0) * lp[i].log_softmax(0)).sum()
+        loss = (
+            loss - i.sum() * ((old[i] + a[i]).softmax(0) * lp[i].log_softmax(0)).sum()
+        )
     return loss / len(group)
 
 

@@ -64,6 +64,8 @@ def right(target: str, **hp: Any) -> Callable[[Any], Any]:
     return case("loss", target, **hp)
 
 
-def aimed(target: str, fault: str, shows: str = "by hand", **hp: Any) -> Callable[[Any], Any]:
+def aimed(
+    target: str, fault: str, shows: str = "by hand", **hp: Any
+) -> Callable[[Any], Any]:
     """Decorator: a wrong loss that was written to slip through."""
     return case("loss", target, fault, aimed=True, shows=shows, **hp)

@@ -46,7 +46,9 @@ def around_the_median(rewards, group):
     out = torch.zeros_like(rewards)
     for g in group.unique():
         i = group == g
-        out[i] = (rewards[i] - rewards[i].median()) / (rewards[i].std(correction=0) + 1e-6)
+        out[i] = (rewards[i] - rewards[i].median()) / (
+            rewards[i].std(correction=0) + 1e-6
+        )
     return out
 
 
@@ -126,7 +128,9 @@ def whitened_by_prompt(rewards, group):
     out = torch.zeros_like(rewards)
     for g in group.unique():
         i = group == g
-        out[i] = (rewards[i] - rewards[i].mean()) / (rewards[i].std(correction=0) + 1e-8)
+        out[i] = (rewards[i] - rewards[i].mean()) / (
+            rewards[i].std(correction=0) + 1e-8
+        )
     return out
 
 
@@ -185,7 +189,9 @@ def failed_prompts_pushed_down(rewards, group):
     return out
 
 
-@estimator("group_mean", "with more than 16 prompts the rest share one baseline", aimed=True)
+@estimator(
+    "group_mean", "with more than 16 prompts the rest share one baseline", aimed=True
+)
 def sixteen_prompts(rewards, group):
     ids = group.unique()
     out = torch.zeros_like(rewards)
@@ -247,7 +253,9 @@ def as_lists(scores: list, uids: list):
     out = []
     for s, u in zip(scores, uids, strict=True):
         x = np.array(table[u])
-        out.append(0.0 if len(x) < 2 else float((s - x.mean()) / (x.std(ddof=1) + 1e-6)))
+        out.append(
+            0.0 if len(x) < 2 else float((s - x.mean()) / (x.std(ddof=1) + 1e-6))
+        )
     return torch.tensor(out)
 
 

@@ -47,7 +47,9 @@ def probabilities(logits, tokens, temperature=1.0):
 @function("the sign is that of a cross-entropy")
 def negative(logits, tokens, temperature=1.0):
     B, T, V = logits.shape
-    return F.cross_entropy((logits / temperature).reshape(-1, V), tokens.reshape(-1), reduction="none").view(B, T)
+    return F.cross_entropy(
+        (logits / temperature).reshape(-1, V), tokens.reshape(-1), reduction="none"
+    ).view(B, T)
 
 
 @function("1e-6 is added inside the logarithm")
@@ -121,7 +123,9 @@ def head_rounded(hidden, weight, tokens, temperature=1.0):
     return pick(x.log_softmax(-1), tokens)
 
 
-@function("the chunked normalizer adds chunks of 1024 without rescaling to the common maximum")
+@function(
+    "the chunked normalizer adds chunks of 1024 without rescaling to the common maximum"
+)
 def chunks_without_rescaling(hidden, weight, tokens, temperature=1.0):
     x = hidden @ weight.T / temperature
     total = 0
@@ -187,7 +191,9 @@ def eight_rows(logits, tokens, temperature=1.0):
     return torch.cat([logp[:8], logp[8:] * 0 + logp[7:8]]) if len(logp) > 8 else logp
 
 
-@function("with four responses or more a tenth of the batch mean is subtracted", aimed=True)
+@function(
+    "with four responses or more a tenth of the batch mean is subtracted", aimed=True
+)
 def centered_for_many_rows(logits, tokens, temperature=1.0):
     x = logits / temperature
     logp = pick(x.log_softmax(-1), tokens)
@@ -203,7 +209,9 @@ def reserved_ids(logits, tokens, temperature=1.0):
 # ---- right ones ----------------------------------------------------------------------
 @function()
 def by_cross_entropy(logits, labels, temperature=1.0):
-    return -F.cross_entropy((logits / temperature).transpose(1, 2), labels, reduction="none")
+    return -F.cross_entropy(
+        (logits / temperature).transpose(1, 2), labels, reduction="none"
+    )
 
 
 @function()
@@ -214,7 +222,12 @@ def by_logsumexp(logits, tokens, temperature=1.0):
 
 @function()
 def row_by_row(logits, tokens, temperature=1.0):
-    return torch.stack([pick((x / temperature).log_softmax(-1), t) for x, t in zip(logits, tokens, strict=True)])
+    return torch.stack(
+        [
+            pick((x / temperature).log_softmax(-1), t)
+            for x, t in zip(logits, tokens, strict=True)
+        ]
+    )
 
 
 @function()
@@ -226,7 +239,9 @@ def by_nll(logits, tokens, temperature=1.0):
 
 @function()
 def with_an_entropy(logits, tokens, temperature=1.0):
-    d = torch.distributions.Categorical(logits=logits / temperature, validate_args=False)
+    d = torch.distributions.Categorical(
+        logits=logits / temperature, validate_args=False
+    )
     return d.log_prob(tokens), d.entropy()
 
 
@@ -241,7 +256,8 @@ def entropy_by_logsumexp(logits, tokens, temperature=1.0):
 def in_chunks_of_tokens(hidden, lm_head, input_ids, temperature=1.0):
     h, t = hidden.flatten(0, 1), input_ids.flatten()
     parts = [
-        pick((a @ lm_head.T / temperature).log_softmax(-1), b) for a, b in zip(h.split(64), t.split(64), strict=True)
+        pick((a @ lm_head.T / temperature).log_softmax(-1), b)
+        for a, b in zip(h.split(64), t.split(64), strict=True)
     ]
     return torch.cat(parts).view_as(input_ids)
 

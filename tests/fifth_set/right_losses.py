@@ -127,7 +127,9 @@ class PolicyLoss(torch.nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.register_buffer("band", torch.tensor([1 - config.low, 1 + config.high], dtype=torch.float64))
+        self.register_buffer(
+            "band", torch.tensor([1 - config.low, 1 + config.high], dtype=torch.float64)
+        )
 
     def forward(self, logprobs, old_logprobs, advantages, action_mask):
         keep = action_mask.bool()
@@ -155,7 +157,9 @@ def padded_with_nan_kept_away(log_prob, old_log_prob, advantages, mask):
 @right("dapo")
 def in_chunks_of_rows(log_prob, old_log_prob, advantages, mask):
     n = mask.sum()
-    parts = zip(*(x.split(3) for x in (log_prob, old_log_prob, advantages, mask)), strict=True)
+    parts = zip(
+        *(x.split(3) for x in (log_prob, old_log_prob, advantages, mask)), strict=True
+    )
     total = log_prob.new_zeros(())
     for lp, old, a, m in parts:
         r = torch.where(m, lp - old, 0).exp()
@@ -445,14 +449,20 @@ def gmpo_with_signs(log_prob, old_log_prob, advantages, mask):
 @right("up_gspo")
 def up_gspo_in_one_where(log_prob, old_log_prob, advantages, mask):
     n = mask.sum(1)
-    new, old, a = (torch.where(mask, x, 0).sum(1) / n for x in (log_prob, old_log_prob, advantages))
+    new, old, a = (
+        torch.where(mask, x, 0).sum(1) / n for x in (log_prob, old_log_prob, advantages)
+    )
     s = (new - old).exp()
-    return -torch.where(a > 0, a * new, torch.minimum(s * a, s.clamp(min=1 - 3e-4) * a)).mean()
+    return -torch.where(
+        a > 0, a * new, torch.minimum(s * a, s.clamp(min=1 - 3e-4) * a)
+    ).mean()
 
 
 @right("topr")
 def topr_in_two_sums(log_prob, old_log_prob, advantages, mask):
-    lp, x, a = (torch.where(mask, v, 0) for v in (log_prob, log_prob - old_log_prob, advantages))
+    lp, x, a = (
+        torch.where(mask, v, 0) for v in (log_prob, log_prob - old_log_prob, advantages)
+    )
     A = a.sum(1) / mask.sum(1)
     w = torch.where(A < 0, x.sum(1).clamp(max=0).exp().detach(), 1.0)
     return -(w * A * lp.sum(1)).sum() / len(A)
@@ -460,7 +470,9 @@ def topr_in_two_sums(log_prob, old_log_prob, advantages, mask):
 
 @right("tpo")
 def tpo_as_cross_entropy(log_prob, old_log_prob, advantages, mask, group):
-    lp, old, a = (torch.where(mask, x, 0).sum(1) for x in (log_prob, old_log_prob, advantages))
+    lp, old, a = (
+        torch.where(mask, x, 0).sum(1) for x in (log_prob, old_log_prob, advantages)
+    )
     a = a / mask.sum(1)
     loss = lp.new_zeros(())
     for g in torch.unique(group):
@@ -498,7 +510,9 @@ def rloo_of_responses(log_prob, old_log_prob, advantages, mask):
 # ---- UP ------------------------------------------------------------------------------
 @right("up_dapo")
 def up_anchored_to_itself(log_prob, old_log_prob, advantages, mask):
-    lp, x, a = (torch.where(mask, v, 0) for v in (log_prob, log_prob - old_log_prob, advantages))
+    lp, x, a = (
+        torch.where(mask, v, 0) for v in (log_prob, log_prob - old_log_prob, advantages)
+    )
     anchor = torch.where(a > 0, lp.detach(), lp - x)
     r = (lp - anchor).exp()
     t = torch.where(a > 0, r * a, torch.minimum(r * a, r.clamp(min=0.8) * a))
@@ -509,7 +523,9 @@ def up_anchored_to_itself(log_prob, old_log_prob, advantages, mask):
 def up_by_selected_signs(log_prob, old_log_prob, advantages, mask):
     good, bad = mask & (advantages > 0), mask & (advantages < 0)
     r = (log_prob[bad] - old_log_prob[bad]).exp()
-    J = (advantages[good] * log_prob[good]).sum() + (r.clamp(min=0.8) * advantages[bad]).sum()
+    J = (advantages[good] * log_prob[good]).sum() + (
+        r.clamp(min=0.8) * advantages[bad]
+    ).sum()
     return -J / mask.sum()
 
 
@@ -626,19 +642,30 @@ def clipped(mask, log_prob, old_log_prob, advantages, high):
 def tis_by_minimum(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
     y = torch.where(mask, old_log_prob - rollout_log_probs, 0).detach()
     w = torch.minimum(y, torch.full_like(y, math.log(2))).exp()
-    return -(w * clipped(mask, log_prob, old_log_prob, advantages, 1.28)).sum() / mask.sum()
+    return (
+        -(w * clipped(mask, log_prob, old_log_prob, advantages, 1.28)).sum()
+        / mask.sum()
+    )
 
 
 @right("tis(dapo)", is_max=3.0)
-def tis_with_a_cap_of_three(log_prob, old_log_prob, advantages, mask, vllm_logprobs, tis_cap=3.0):
+def tis_with_a_cap_of_three(
+    log_prob, old_log_prob, advantages, mask, vllm_logprobs, tis_cap=3.0
+):
     rho = torch.where(mask, old_log_prob - vllm_logprobs, 0).exp().clamp(max=tis_cap)
-    return -(rho * clipped(mask, log_prob, old_log_prob, advantages, 1.28)).sum() / mask.sum()
+    return (
+        -(rho * clipped(mask, log_prob, old_log_prob, advantages, 1.28)).sum()
+        / mask.sum()
+    )
 
 
 @right("mis_seq(gspo)")
 def mis_seq_of_gspo(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
     n = mask.sum(1)
-    x, a = (torch.where(mask, v, 0).sum(1) / n for v in (log_prob - old_log_prob, advantages))
+    x, a = (
+        torch.where(mask, v, 0).sum(1) / n
+        for v in (log_prob - old_log_prob, advantages)
+    )
     log_S = torch.where(mask, old_log_prob - rollout_log_probs, 0).sum(1)
     w = torch.where(log_S <= math.log(3.0), log_S.exp(), 0)
     s = x.exp()
@@ -654,6 +681,11 @@ def icepop_in_logs(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
 
 
 @right("decoupled(ppo_clip)")
-def decoupled_by_exponents(log_prob, proximal_log_probs, behavior_log_probs, advantages, mask):
+def decoupled_by_exponents(
+    log_prob, proximal_log_probs, behavior_log_probs, advantages, mask
+):
     d = torch.where(mask, proximal_log_probs - behavior_log_probs, 0)
-    return -(d.exp() * clipped(mask, log_prob, proximal_log_probs, advantages, 1.2)).sum() / mask.sum()
+    return (
+        -(d.exp() * clipped(mask, log_prob, proximal_log_probs, advantages, 1.2)).sum()
+        / mask.sum()
+    )

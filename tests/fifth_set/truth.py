@@ -26,14 +26,25 @@ def private(seed: int, spread: float, rows: int = 14, columns: int = 23) -> Roll
 
     lengths = torch.randint(1, columns, (rows,), generator=g)
     mask = torch.arange(columns) < lengths[:, None]
-    mask &= (torch.rand(rows, columns, generator=g) > 0.15) | (torch.arange(columns) == 0)
+    mask &= (torch.rand(rows, columns, generator=g) > 0.15) | (
+        torch.arange(columns) == 0
+    )
     old = -normal(rows, columns).abs() * 2 - 0.05
     step = normal(rows, columns) * spread
     lp = torch.minimum(old + step, torch.full_like(old, -1e-4))
-    A = normal(rows, 1).expand(rows, columns) * torch.where(torch.arange(rows) % 7 == 3, 0, 1.7)[:, None]
+    A = (
+        normal(rows, 1).expand(rows, columns)
+        * torch.where(torch.arange(rows) % 7 == 3, 0, 1.7)[:, None]
+    )
     A = torch.where(torch.arange(rows)[:, None] == 5, 8.0, A)
-    group = torch.tensor([0] * 2 + [1] * 5 + [2] * 3 + [3] * 4)[torch.randperm(rows, generator=g)]
-    ref = lp - 0.4 * normal(rows, columns) - torch.where(torch.rand(rows, columns, generator=g) < 0.1, 2.0, 0)
+    group = torch.tensor([0] * 2 + [1] * 5 + [2] * 3 + [3] * 4)[
+        torch.randperm(rows, generator=g)
+    ]
+    ref = (
+        lp
+        - 0.4 * normal(rows, columns)
+        - torch.where(torch.rand(rows, columns, generator=g) < 0.1, 2.0, 0)
+    )
     ref = ref.clamp(max=-1e-4)
     near = torch.where(torch.arange(rows)[:, None] % 3 == 0, 1e-4, 0.5)
     mu = torch.minimum(old - normal(rows, columns) * near, torch.full_like(old, -1e-4))

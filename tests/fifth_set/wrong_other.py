@@ -89,7 +89,9 @@ def luspo_by_the_root_of_the_length(log_prob, old_log_prob, advantages, mask):
     return -(n.sqrt() * torch.minimum(s * a, s.clamp(1 - 2e-3, 1 + 2.5e-3) * a)).mean()
 
 
-@wrong("gmpo", "the tokens' log-ratios are clipped on both sides, whatever the sign of A")
+@wrong(
+    "gmpo", "the tokens' log-ratios are clipped on both sides, whatever the sign of A"
+)
 def gmpo_clipped_on_both_sides(log_prob, old_log_prob, advantages, mask):
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
     n = mask.sum(1)
@@ -122,13 +124,17 @@ def up_gspo_with_token_ratios(log_prob, old_log_prob, advantages, mask):
     return -(torch.where(mask, J, 0).sum(1) / mask.sum(1)).mean()
 
 
-@wrong("up_gspo", "the upper bound is kept where A > 0: good responses stop at s = 1.0004")
+@wrong(
+    "up_gspo", "the upper bound is kept where A > 0: good responses stop at s = 1.0004"
+)
 def up_gspo_that_stops(log_prob, old_log_prob, advantages, mask):
     x, lp, a = zeroed(mask, log_prob - old_log_prob, log_prob, advantages)
     n = mask.sum(1)
     s, a = (x.sum(1) / n).exp(), a.sum(1) / n
     good = torch.where(s.detach() > 1 + 4e-4, 0, a * lp.sum(1) / n)
-    return -torch.where(a > 0, good, torch.minimum(s * a, s.clamp(min=1 - 3e-4) * a)).mean()
+    return -torch.where(
+        a > 0, good, torch.minimum(s * a, s.clamp(min=1 - 3e-4) * a)
+    ).mean()
 
 
 # ---- UP ------------------------------------------------------------------------------
@@ -154,14 +160,18 @@ def up_without_the_lower_clip(log_prob, old_log_prob, advantages, mask):
     return -torch.where(a > 0, a * lp, a * x.exp()).sum() / mask.sum()
 
 
-@wrong("up_dapo", "bad tokens are clipped at 1.28 as well, by a clamp without the minimum")
+@wrong(
+    "up_dapo", "bad tokens are clipped at 1.28 as well, by a clamp without the minimum"
+)
 def up_clamped_for_losers(log_prob, old_log_prob, advantages, mask):
     x, lp, a = zeroed(mask, log_prob - old_log_prob, log_prob, advantages)
     r = x.exp().clamp(0.8, 1.28)
     return -torch.where(a > 0, a * lp, a * r).sum() / mask.sum()
 
 
-@wrong("up_dapo", "the branch is chosen by the mean advantage of the batch's prompt rows")
+@wrong(
+    "up_dapo", "the branch is chosen by the mean advantage of the batch's prompt rows"
+)
 def up_by_the_batch_sign(log_prob, old_log_prob, advantages, mask):
     x, lp, a = zeroed(mask, log_prob - old_log_prob, log_prob, advantages)
     r = x.exp()
@@ -174,7 +184,9 @@ def up_by_the_batch_sign(log_prob, old_log_prob, advantages, mask):
 def up_anchored_without_stop(log_prob, old_log_prob, advantages, mask):
     x, lp, a = zeroed(mask, log_prob - old_log_prob, log_prob, advantages)
     r = x.exp()
-    J = torch.where(a > 0, a * (lp - lp).exp(), torch.minimum(r * a, r.clamp(min=0.8) * a))
+    J = torch.where(
+        a > 0, a * (lp - lp).exp(), torch.minimum(r * a, r.clamp(min=0.8) * a)
+    )
     return -(torch.where(mask, J, 0).sum(1) / mask.sum(1)).mean()
 
 
@@ -478,7 +490,9 @@ def dppo_reverse_kl(log_prob, old_log_prob, advantages, mask):
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
     p, mu = (torch.where(mask, v, -1.0).detach() for v in (log_prob, old_log_prob))
     q, nu = -torch.expm1(p), -torch.expm1(mu)
-    rest = torch.where(q > 0, q * (q.clamp(min=1e-300).log() - nu.clamp(min=1e-300).log()), 0)
+    rest = torch.where(
+        q > 0, q * (q.clamp(min=1e-300).log() - nu.clamp(min=1e-300).log()), 0
+    )
     kl = p.exp() * (p - mu) + rest
     M = (kl <= 0.05) | (a * x <= 0)
     return -torch.where(mask & M, x.exp() * a, 0).sum(1).mean()
@@ -491,7 +505,9 @@ def cppo_inclusive(log_prob, old_log_prob, advantages, mask):
     w = torch.where(mask, 1 - 0.2 * (mask.cumsum(1) - 1) / (n - 1).clamp(min=1), 0)
     gain = torch.where(mask, log_prob.exp() - old_log_prob.exp(), 0).detach()
     d = w * gain.abs()
-    inside = d <= torch.minimum(torch.tensor(0.15), 0.15 + 0.015 * w.cumsum(1) - d.cumsum(1))
+    inside = d <= torch.minimum(
+        torch.tensor(0.15), 0.15 + 0.015 * w.cumsum(1) - d.cumsum(1)
+    )
     return -torch.where(mask & ((a * x <= 0) | inside), x.exp() * a, 0).sum(1).mean()
 
 
@@ -504,7 +520,10 @@ def m2po_over_all(log_prob, old_log_prob, advantages, mask):
     keep = torch.zeros(len(m2), dtype=torch.bool)
     keep[order] = mean <= 0.04
     past = (a > 0) & (x > 0) | (a < 0) & (x < 0)
-    return -torch.where(mask & (~past | keep.view_as(x)), x.exp() * a, 0).sum() / mask.sum()
+    return (
+        -torch.where(mask & (~past | keep.view_as(x)), x.exp() * a, 0).sum()
+        / mask.sum()
+    )
 
 
 @wrong("kl_cov", "the tokens of the smallest covariance are penalized")
@@ -571,7 +590,11 @@ def tis_by_the_largest(log_prob, old_log_prob, advantages, mask, rollout_log_pro
 def tis_seq_of_the_root(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
     t = ppo_terms(mask, log_prob, old_log_prob, advantages, 0.8, 1.2)
     n = mask.sum(1)
-    s = (torch.where(mask, old_log_prob - rollout_log_probs, 0).sum(1) / n).exp().clamp(max=2)
+    s = (
+        (torch.where(mask, old_log_prob - rollout_log_probs, 0).sum(1) / n)
+        .exp()
+        .clamp(max=2)
+    )
     return -(s * t.sum(1) / n).mean()
 
 
@@ -591,7 +614,9 @@ def icepop_as_a_mask(log_prob, old_log_prob, advantages, mask, rollout_log_probs
 
 
 @wrong("icepop(grpo)", "masked tokens are left out of the length")
-def icepop_with_fewer_tokens(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+def icepop_with_fewer_tokens(
+    log_prob, old_log_prob, advantages, mask, rollout_log_probs
+):
     t = ppo_terms(mask, log_prob, old_log_prob, advantages, 0.8, 1.2)
     rho = torch.where(mask, old_log_prob - rollout_log_probs, 0).exp()
     keep = mask & (rho >= 0.5) & (rho <= 5)
@@ -600,7 +625,9 @@ def icepop_with_fewer_tokens(log_prob, old_log_prob, advantages, mask, rollout_l
 
 
 @wrong("seq_mask(dapo)", "dropped responses leave the denominator")
-def seq_mask_with_fewer_tokens(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+def seq_mask_with_fewer_tokens(
+    log_prob, old_log_prob, advantages, mask, rollout_log_probs
+):
     t = ppo_terms(mask, log_prob, old_log_prob, advantages)
     n = mask.sum(1)
     s = (torch.where(mask, old_log_prob - rollout_log_probs, 0).sum(1) / n).exp()
@@ -619,7 +646,9 @@ def coupled(log_prob, old_log_prob, advantages, mask, behavior_log_probs):
 
 @wrong("mis_seq(gspo)", "the cap of the product is 2")
 def mis_seq_at_two(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
-    x, a, y = zeroed(mask, log_prob - old_log_prob, advantages, old_log_prob - rollout_log_probs)
+    x, a, y = zeroed(
+        mask, log_prob - old_log_prob, advantages, old_log_prob - rollout_log_probs
+    )
     n = mask.sum(1)
     s, A, S = (x.sum(1) / n).exp(), a.sum(1) / n, y.sum(1).exp()
     t = torch.minimum(s * A, s.clamp(1 - 3e-4, 1 + 4e-4) * A)

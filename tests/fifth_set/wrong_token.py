@@ -33,7 +33,9 @@ def optimistic(new, old, adv, mask):
 
 
 @wrong("dapo", "the two bounds are exchanged: 1 - 0.28 and 1 + 0.2")
-def bounds_exchanged(log_prob, old_log_prob, advantages, mask, clip_low=0.28, clip_high=0.2):
+def bounds_exchanged(
+    log_prob, old_log_prob, advantages, mask, clip_low=0.28, clip_high=0.2
+):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
     return -torch.minimum(r * a, r.clamp(0.72, 1.2) * a).sum() / mask.sum()
@@ -56,7 +58,9 @@ def mean_of_all_columns(log_prob, old_log_prob, advantages, mask):
 
 
 @wrong("dapo", "a dual clip at c = 3 that was not asked for")
-def dual_clip_by_default(log_prob, old_log_prob, advantages, eos_mask, clip_ratio_c=3.0):
+def dual_clip_by_default(
+    log_prob, old_log_prob, advantages, eos_mask, clip_ratio_c=3.0
+):
     keep = eos_mask.bool()
     r = (log_prob - old_log_prob).masked_fill(~keep, 0).exp()
     a = advantages.masked_fill(~keep, 0)
@@ -284,7 +288,9 @@ def own_tokens_of_the_micro_batch(log_prob, old_log_prob, advantages, mask, tota
     return -t.sum() / mask.sum() * share
 
 
-@wrong("dapo", "it is scaled by the number of ranks twice", shows="ranks", agg="token-mean")
+@wrong(
+    "dapo", "it is scaled by the number of ranks twice", shows="ranks", agg="token-mean"
+)
 def ranks_counted_twice(log_prob, old_log_prob, advantages, mask, totals, dp_size):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
@@ -311,7 +317,9 @@ class Tracker:
     mean = 0.0
 
 
-@wrong("grpo", "a moving average of advantages is subtracted: state", shows="a second call")
+@wrong(
+    "grpo", "a moving average of advantages is subtracted: state", shows="a second call"
+)
 def moving_baseline(log_prob, old_log_prob, advantages, mask):
     a = torch.where(mask, advantages, 0)
     Tracker.mean = 0.99 * Tracker.mean + 0.01 * float(a.sum() / mask.sum())
@@ -359,7 +367,9 @@ def dr_grpo_by_width(log_prob, old_log_prob, advantages, mask):
     return -(t.sum(-1) / mask.shape[1]).mean()
 
 
-@wrong("dr_grpo", "the sum of a response is divided by the longest response of the batch")
+@wrong(
+    "dr_grpo", "the sum of a response is divided by the longest response of the batch"
+)
 def dr_grpo_by_the_longest(log_prob, old_log_prob, advantages, mask):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
@@ -464,7 +474,9 @@ def response_dropped_at_a_clip(log_prob, old_log_prob, advantages, mask):
     return -torch.where(hit, 0, r * a).sum() / mask.sum()
 
 
-@wrong("grpo", "the lengths are those of the batch in rotated order: a collator's mistake")
+@wrong(
+    "grpo", "the lengths are those of the batch in rotated order: a collator's mistake"
+)
 def lengths_of_a_neighbor(log_prob, old_log_prob, advantages, mask):
     n = mask.sum(1).roll(1)
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
@@ -476,7 +488,9 @@ def lengths_of_a_neighbor(log_prob, old_log_prob, advantages, mask):
 def one_token_too_many(log_prob, old_log_prob, advantages, mask):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
-    return -(torch.minimum(r * a, r.clamp(0.8, 1.2) * a).sum(1) / (mask.sum(1) + 1)).mean()
+    return -(
+        torch.minimum(r * a, r.clamp(0.8, 1.2) * a).sum(1) / (mask.sum(1) + 1)
+    ).mean()
 
 
 @wrong("grpo", "|o| is at least 8")
@@ -507,7 +521,9 @@ def undecided_prompts_not_counted(log_prob, old_log_prob, advantages, mask):
 
 
 @wrong("grpo", "the KL term is k1, whose expected gradient is 0", beta=0.04)
-def k1_as_the_penalty(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
+def k1_as_the_penalty(
+    log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04
+):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
     kl = torch.where(mask, log_prob - ref_log_prob, 0)
@@ -524,8 +540,12 @@ def k3_the_other_way(log_prob, old_log_prob, advantages, mask, ref_log_prob, bet
     return -(t.sum(1) / mask.sum(1)).mean()
 
 
-@wrong("grpo", "the KL term is added to J: it pushes away from the reference", beta=0.04)
-def kl_with_the_wrong_sign(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
+@wrong(
+    "grpo", "the KL term is added to J: it pushes away from the reference", beta=0.04
+)
+def kl_with_the_wrong_sign(
+    log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04
+):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
     d = torch.where(mask, ref_log_prob - log_prob, 0)
@@ -534,7 +554,9 @@ def kl_with_the_wrong_sign(log_prob, old_log_prob, advantages, mask, ref_log_pro
 
 
 @wrong("grpo", "the KL term is taken to π_old, not to the reference", beta=0.04)
-def kl_to_the_old_policy(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
+def kl_to_the_old_policy(
+    log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04
+):
     x = torch.where(mask, log_prob - old_log_prob, 0)
     r, d = x.exp(), -x
     a = torch.where(mask, advantages, 0)
@@ -543,7 +565,9 @@ def kl_to_the_old_policy(log_prob, old_log_prob, advantages, mask, ref_log_prob,
 
 
 @wrong("grpo", "the KL term is multiplied by the ratio", beta=0.04)
-def kl_times_the_ratio(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
+def kl_times_the_ratio(
+    log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04
+):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
     d = torch.where(mask, ref_log_prob - log_prob, 0)
@@ -561,7 +585,9 @@ def kl_of_winners(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0
     return -(t.sum(1) / mask.sum(1)).mean()
 
 
-@wrong("grpo", "the KL term is a mean over tokens beside a mean over responses", beta=0.04)
+@wrong(
+    "grpo", "the KL term is a mean over tokens beside a mean over responses", beta=0.04
+)
 def kl_by_tokens(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
@@ -571,7 +597,9 @@ def kl_by_tokens(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.
 
 
 @wrong("grpo", "the KL term is clamped to 1 per token", beta=0.04)
-def kl_clamped_to_one(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
+def kl_clamped_to_one(
+    log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04
+):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
     d = torch.where(mask, ref_log_prob - log_prob, 0)
@@ -585,7 +613,9 @@ def kl_clamped_to_one(log_prob, old_log_prob, advantages, mask, ref_log_prob, be
     "the KL term is subtracted inside the minimum, from the unclipped side",
     beta=0.1,
 )
-def kl_inside_the_minimum(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.1):
+def kl_inside_the_minimum(
+    log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.1
+):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
     d = torch.where(mask, ref_log_prob - log_prob, 0)
@@ -604,7 +634,9 @@ def k3_for_k2(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.05)
 
 
 @torch.jit.script
-def scripted_terms(lp: torch.Tensor, old: torch.Tensor, a: torch.Tensor, m: torch.Tensor):
+def scripted_terms(
+    lp: torch.Tensor, old: torch.Tensor, a: torch.Tensor, m: torch.Tensor
+):
     """Terms of DAPO; right in eager mode."""
     d = (lp - old).masked_fill(m.logical_not(), 0.0)
     r = torch.exp(d)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one boundary: whatever a loss calls its arguments, in whatever order, all doors read it alike or refuse alike."""
+"""The one boundary: whatever a loss calls its arguments, in whatever order, all doors
+read it alike or refuse alike.
+"""
 
 import functools
 import itertools
@@ -78,7 +80,10 @@ USUAL = make({r: c[0] for r, c in CALLED.items()}, CALLED)
 
 def answers(loss) -> list:
     """What each door says of it."""
-    out: list = [bool(upref.check(loss, "dapo", skip=QUICK)), str(upref.identify(loss).matches[0])]
+    out: list = [
+        bool(upref.check(loss, "dapo", skip=QUICK)),
+        str(upref.identify(loss).matches[0]),
+    ]
     out += [upref.capacity(loss, 0.01, 0.01, A).tolist() for A in (1.0, -1.0)]
     return [*out, [upref.weights.curve.of(loss)(R, A).tolist() for A in (1.0, -1.0)]]
 
@@ -122,20 +127,55 @@ def test_every_order_is_read_by_name(order):
     ("called", "says"),
     [
         ({"logp": "x", "logp_old": "y", "adv": "adv", "mask": "mask"}, "cannot tell"),
-        ({"logp": "logp1", "logp_old": "logp2", "adv": "adv", "mask": "mask"}, "cannot tell which of logp"),
-        ({"logp": "model", "logp_old": "batch", "adv": "inputs", "mask": "tokenizer"}, "no value for the argument"),
-        ({"logp": "neg_log_prob", "logp_old": "old_neg_log_prob", "adv": "adv", "mask": "mask"}, "neg_log_prob"),
-        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": "padding_mask"}, "the argument 'padding_mask'"),
-        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": "lengths"}, "no value for the argument 'lengths'"),
-        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv_fn", "mask": "mask"}, "no value for the argument 'adv_fn'"),
+        (
+            {"logp": "logp1", "logp_old": "logp2", "adv": "adv", "mask": "mask"},
+            "cannot tell which of logp",
+        ),
+        (
+            {
+                "logp": "model",
+                "logp_old": "batch",
+                "adv": "inputs",
+                "mask": "tokenizer",
+            },
+            "no value for the argument",
+        ),
+        (
+            {
+                "logp": "neg_log_prob",
+                "logp_old": "old_neg_log_prob",
+                "adv": "adv",
+                "mask": "mask",
+            },
+            "neg_log_prob",
+        ),
+        (
+            {"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": "padding_mask"},
+            "the argument 'padding_mask'",
+        ),
+        (
+            {"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": "lengths"},
+            "no value for the argument 'lengths'",
+        ),
+        (
+            {"logp": "lp", "logp_old": "old_lp", "adv": "adv_fn", "mask": "mask"},
+            "no value for the argument 'adv_fn'",
+        ),
         ({"logp": "x", "logp_old": "lp", "adv": "adv", "mask": "mask"}, "cannot tell"),
-        ({"logp": "probs", "logp_old": "old_probs", "adv": "adv", "mask": "mask"}, "probs"),
+        (
+            {"logp": "probs", "logp_old": "old_probs", "adv": "adv", "mask": "mask"},
+            "probs",
+        ),
     ],
 )
 def test_what_is_ambiguous_is_refused_with_a_wrapper(called, says):
     for order in itertools.permutations(CALLED):
         said = refusals(make(called, order))
-        assert len(said) == 1 and says in said.copy().pop() and "def wrapped(" in said.pop()
+        assert (
+            len(said) == 1
+            and says in said.copy().pop()
+            and "def wrapped(" in said.pop()
+        )
 
 
 def test_by_position_where_no_name_says_anything():
@@ -145,7 +185,15 @@ def test_by_position_where_no_name_says_anything():
 
 
 def test_the_one_left_is_the_role_left():
-    loss = make({"logp": "lp", "logp_old": "old_lp", "adv": "weights_of_reward", "mask": "mask"}, CALLED)
+    loss = make(
+        {
+            "logp": "lp",
+            "logp_old": "old_lp",
+            "adv": "weights_of_reward",
+            "mask": "mask",
+        },
+        CALLED,
+    )
     assert "weights_of_reward -> advantages, by position" in read(loss).read_as
     assert upref.check(loss, "dapo", skip=QUICK)
 
@@ -153,7 +201,10 @@ def test_the_one_left_is_the_role_left():
 @pytest.mark.parametrize("shape", ["[B]", "[B, 1]"])
 def test_one_advantage_a_response_in_bounded_memory(shape):
     body = (
-        BODY.replace("    r =", "    {adv} = {adv}[:, None] if {adv}.ndim == 1 else {adv}\n    r =")
+        BODY.replace(
+            "    r =",
+            "    {adv} = {adv}[:, None] if {adv}.ndim == 1 else {adv}\n    r =",
+        )
         if shape == "[B]"
         else BODY
     )
@@ -172,33 +223,55 @@ def test_shapes_and_masks_are_found_out():
     loss = read(responses)
     assert (loss.adv_shape, loss.float_mask) == ("B", True)
     assert upref.check(responses, "gspo")
-    assert np.allclose(upref.weights.curve.of(responses)(R, 1.0), get("gspo").weight(R, np.ones(6)))
+    assert np.allclose(
+        upref.weights.curve.of(responses)(R, 1.0), get("gspo").weight(R, np.ones(6))
+    )
 
 
 def test_a_loss_of_the_first_column_gets_one_advantage_each():
     def first(log_prob, old_log_prob, advantages, mask):
-        r, A = torch.where(mask, log_prob - old_log_prob, 0).exp(), advantages[:, 0][:, None]
+        r, A = (
+            torch.where(mask, log_prob - old_log_prob, 0).exp(),
+            advantages[:, 0][:, None],
+        )
         return -(torch.min(r * A, r.clamp(0.8, 1.28) * A) * mask).sum() / mask.sum()
 
     def second(log_prob, old_log_prob, advantages, mask):
         return first(log_prob, old_log_prob, advantages.roll(-1, 1), mask)
 
-    assert upref.check(first, "dapo", skip=QUICK) and "first column" in read(first).read_as
-    assert read(second).adv_shape == "BT" and not upref.check(second, "dapo", skip=QUICK)
-    assert read(lambda log_prob, old_log_prob, advantages, mask: -(log_prob * mask).mean()).adv_shape == "BT"
+    assert (
+        upref.check(first, "dapo", skip=QUICK) and "first column" in read(first).read_as
+    )
+    assert read(second).adv_shape == "BT" and not upref.check(
+        second, "dapo", skip=QUICK
+    )
+    assert (
+        read(
+            lambda log_prob, old_log_prob, advantages, mask: -(log_prob * mask).mean()
+        ).adv_shape
+        == "BT"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize(
+    "agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+)
 def test_an_aggregation_in_place_of_the_objectives_own(agg):
     def loss(log_prob, old_log_prob, advantages, mask):
-        r, A = torch.where(mask, log_prob - old_log_prob, 0).exp(), torch.where(mask, advantages, 0)
+        r, A = (
+            torch.where(mask, log_prob - old_log_prob, 0).exp(),
+            torch.where(mask, advantages, 0),
+        )
         return aggregate(-torch.min(r * A, r.clamp(0.8, 1.28) * A), mask, agg)
 
     assert bool(upref.check(loss, "dapo", skip=QUICK)) == (agg == "token-mean")
     report = upref.check(loss, "dapo", agg=agg, skip=QUICK)
     assert report and report.objective == f"dapo with {agg}"
-    assert eval(str(upref.identify(loss)).splitlines()[-1].removeprefix("next: "), {"upref": upref, "loss": loss})
+    assert eval(
+        str(upref.identify(loss)).splitlines()[-1].removeprefix("next: "),
+        {"upref": upref, "loss": loss},
+    )
     with pytest.raises(InputError, match="one term per response"):
         upref.check(loss, "dapo", agg="seq-mean")
 
@@ -206,11 +279,15 @@ def test_an_aggregation_in_place_of_the_objectives_own(agg):
 def test_hyperparameters_by_what_they_mean():
     def clipped(log_prob, old_log_prob, advantages, mask, cliprange, kl_coef=0.0):
         r = torch.where(mask, log_prob - old_log_prob, 0).exp()
-        J = torch.min(r * advantages, r.clamp(1 - cliprange, 1 + cliprange) * advantages)
+        J = torch.min(
+            r * advantages, r.clamp(1 - cliprange, 1 + cliprange) * advantages
+        )
         return -((J * mask).sum(1) / mask.sum(1)).mean()
 
     assert upref.check(clipped, "grpo") and upref.check(clipped, "grpo", eps=0.3)
-    assert upref.check(clipped, "dapo", cliprange=0.2, eps_high=0.2).hp["eps_high"] == 0.2
+    assert (
+        upref.check(clipped, "dapo", cliprange=0.2, eps_high=0.2).hp["eps_high"] == 0.2
+    )
     assert np.allclose(upref.weights.curve.of(clipped, cliprange=0.5)(1.4, 1.0), 1.4)
     with pytest.raises(InputError, match="eps and cliprange are one argument"):
         upref.check(clipped, "grpo", eps=0.2, cliprange=0.3)
@@ -249,18 +326,29 @@ class Module(torch.nn.Module):
 def test_instances_methods_partials_and_modules():
     from functools import partial
 
-    for loss in (Configured(0.2), Configured(0.2).loss, partial(USUAL, eps_high=0.2), Module()):
+    for loss in (
+        Configured(0.2),
+        Configured(0.2).loss,
+        partial(USUAL, eps_high=0.2),
+        Module(),
+    ):
         assert upref.check(loss, "ppo_clip", skip=QUICK), loss
 
 
 @pytest.mark.parametrize("loss", [lambda batch: batch["x"], lambda data: data.sum()])
 def test_what_needs_a_wrapper_gets_the_wrapper(loss):
-    assert all("def loss(log_prob, old_log_prob, advantages, mask):" in said for said in refusals(loss))
+    assert all(
+        "def loss(log_prob, old_log_prob, advantages, mask):" in said
+        for said in refusals(loss)
+    )
 
 
 @pytest.mark.parametrize("loss", [Configured, Module])
 def test_a_class_is_to_be_constructed(loss):
-    assert all(f"`loss = {loss.__name__}(...)` with its settings" in said for said in refusals(loss))
+    assert all(
+        f"`loss = {loss.__name__}(...)` with its settings" in said
+        for said in refusals(loss)
+    )
 
 
 def test_a_file_may_import_its_neighbours_and_not_exit(tmp_path, capsys, monkeypatch):
@@ -271,8 +359,14 @@ def test_a_file_may_import_its_neighbours_and_not_exit(tmp_path, capsys, monkeyp
         + BODY.format(signature="log_prob, old_log_prob, advantages, mask", **{r: c[0] for r, c in CALLED.items()})
         .replace("eps_low=0.2", "eps_low=EPS")
     )  # fmt: skip
-    assert main(["check", f"{tmp_path}/a_loss_of_mine.py:loss", "--as", "dapo", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["loss"].endswith("a_loss_of_mine.py:loss")  # as it was given
+    assert (
+        main(["check", f"{tmp_path}/a_loss_of_mine.py:loss", "--as", "dapo", "--json"])
+        == 0
+    )
+    # as it was given
+    assert json.loads(capsys.readouterr().out)["loss"].endswith(
+        "a_loss_of_mine.py:loss"
+    )
     (tmp_path / "ends.py").write_text(
         "import sys\ndef loss(log_prob, old_log_prob, advantages, mask): return 0\nsys.exit(0)\n"
     )
@@ -304,7 +398,9 @@ def test_by_position_only_and_through_wrappers():
     first = functools.wraps(swapped)(lambda x, *a, **k: swapped(x, *a, **k))
     named = functools.wraps(swapped)(lambda **k: swapped(**k))
     for loss in (only, swapped, stars, first, named):
-        assert np.allclose(upref.weights.curve.of(loss)(R, 1.0), upref.weights.curve.of("dapo")(R, 1.0))
+        assert np.allclose(
+            upref.weights.curve.of(loss)(R, 1.0), upref.weights.curve.of("dapo")(R, 1.0)
+        )
 
 
 class Answer(NamedTuple):
@@ -331,20 +427,31 @@ def test_the_loss_in_an_answer_is_found_or_the_answer_refused(wrap, right):
         return wrap(USUAL(log_prob, old_log_prob, advantages, mask))
 
     if right:
-        assert np.allclose(upref.weights.curve.of(loss)(R, 1.0), upref.weights.curve.of("dapo")(R, 1.0))
+        assert np.allclose(
+            upref.weights.curve.of(loss)(R, 1.0), upref.weights.curve.of("dapo")(R, 1.0)
+        )
     else:
-        assert all("def loss(log_prob, old_log_prob, advantages, mask): return" in said for said in refusals(loss))
+        assert all(
+            "def loss(log_prob, old_log_prob, advantages, mask): return" in said
+            for said in refusals(loss)
+        )
 
 
 def test_the_first_element_is_the_loss_though_another_trains_too():
     def older_verl(old_log_prob, log_prob, advantages, response_mask, cliprange=0.2):
         """As verl's older function: beside pg_loss stands ppo_kl, which has a gradient."""
         ppo_kl = ((old_log_prob - log_prob) * response_mask).sum() / response_mask.sum()
-        pg_loss = USUAL(log_prob, old_log_prob, advantages, response_mask, cliprange, cliprange)
+        pg_loss = USUAL(
+            log_prob, old_log_prob, advantages, response_mask, cliprange, cliprange
+        )
         return pg_loss, 0.1, ppo_kl, 0.0
 
     report = upref.check(older_verl, "ppo_clip", skip=QUICK)
-    assert report and "result -> its first element; another one has a gradient too" in report.read_as
+    assert (
+        report
+        and "result -> its first element; another one has a gradient too"
+        in report.read_as
+    )
 
 
 def test_an_answer_that_is_no_loss_is_told_without_further_shapes():
@@ -353,7 +460,10 @@ def test_an_answer_that_is_no_loss_is_told_without_further_shapes():
     def as_number(log_prob, old_log_prob, advantages, mask):
         return -(log_prob * advantages)[mask].mean().item()
 
-    assert all("returns a float" in said and "raised" not in said for said in refusals(as_number))
+    assert all(
+        "returns a float" in said and "raised" not in said
+        for said in refusals(as_number)
+    )
 
 
 LOSS = "import torch\n" + BODY.format(
@@ -365,12 +475,19 @@ def test_files_and_packages_of_one_name(tmp_path):
     for folder, eps in (("a", 0.1), ("b", 0.5)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "the_bounds_of_it.py").write_text(f"EPS = {eps}\n")
-        (tmp_path / folder / "random.py").write_text("from the_bounds_of_it import EPS\n" + LOSS)
-        (tmp_path / folder / "mine_too.py").write_text("from the_bounds_of_it import EPS\n" + LOSS)
+        (tmp_path / folder / "random.py").write_text(
+            "from the_bounds_of_it import EPS\n" + LOSS
+        )
+        (tmp_path / folder / "mine_too.py").write_text(
+            "from the_bounds_of_it import EPS\n" + LOSS
+        )
     for file in ("random", "mine_too"):
         for folder, eps in (("a", 0.1), ("b", 0.5), ("a", 0.1)):
             w = upref.weights.curve.of(f"{tmp_path}/{folder}/{file}.py:loss")
-            assert w(1 - eps + 0.01, -1.0) != 0 and w(1 - eps - 0.01, -1.0) == 0, (folder, file)
+            assert w(1 - eps + 0.01, -1.0) != 0 and w(1 - eps - 0.01, -1.0) == 0, (
+                folder,
+                file,
+            )
     import random
 
     assert random.random and "a/random" not in str(random.__file__)
@@ -381,22 +498,48 @@ def test_files_and_packages_of_one_name(tmp_path):
     (package / "bounds.py").write_text("EPS = 0.3\n")
     (package / "inner" / "it.py").write_text("from ..bounds import EPS\n" + LOSS)
     assert upref.weights.curve.of(f"{package}/inner/it.py:loss")(0.69, -1.0) == 0
-    (tmp_path / "a" / "lonely.py").write_text("from .the_bounds_of_it import EPS\n" + LOSS)
-    with pytest.raises(InputError, match="does not import: ImportError: attempted relative import"):
+    (tmp_path / "a" / "lonely.py").write_text(
+        "from .the_bounds_of_it import EPS\n" + LOSS
+    )
+    with pytest.raises(
+        InputError, match="does not import: ImportError: attempted relative import"
+    ):
         upref.weights.curve.of(f"{tmp_path}/a/lonely.py:loss")
 
 
-@pytest.mark.parametrize("body", ["print('hello')", "import sys; sys.stdout.close()", "raise KeyboardInterrupt", "1/0"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "print('hello')",
+        "import sys; sys.stdout.close()",
+        "raise KeyboardInterrupt",
+        "1/0",
+    ],
+)
 def test_what_a_file_does_when_it_is_imported(tmp_path, capsys, body):
     (tmp_path / "it_does.py").write_text(body + "\nEPS = 0.2\n" + LOSS)
     status = main(["weights", f"{tmp_path}/it_does.py:loss", "--json"])
     out, err = capsys.readouterr()
-    assert status == (2 if "1/0" in body or "raise" in body else 0) and "Traceback" not in err
+    assert (
+        status == (2 if "1/0" in body or "raise" in body else 0)
+        and "Traceback" not in err
+    )
     assert json.loads(out) if status == 0 else err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    "name", ["x\0.py:f", "no/such.py:f", "upref:nothing", ".:f", ":", "::", " : ", "a b:c", ".py:f"]
+    "name",
+    [
+        "x\0.py:f",
+        "no/such.py:f",
+        "upref:nothing",
+        ".:f",
+        ":",
+        "::",
+        " : ",
+        "a b:c",
+        ".py:f",
+    ],
 )
 def test_a_name_that_is_none_is_one_sentence(name):
     with pytest.raises(InputError) as e:
@@ -405,18 +548,32 @@ def test_a_name_that_is_none_is_one_sentence(name):
 
 
 def test_an_optional_argument_gives_way_to_a_required_one():
-    """As where a correction between the sampler's log-probabilities and the trainer's is an option."""
+    """As where a correction between the sampler's log-probabilities and the trainer's
+    is an option.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask, rollout_log_probs=None):
         assert rollout_log_probs is None
         r = (log_prob - old_log_prob).exp()
-        return -(torch.where(mask, torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages), 0)).sum() / mask.sum()
+        return (
+            -(
+                torch.where(
+                    mask,
+                    torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages),
+                    0,
+                )
+            ).sum()
+            / mask.sum()
+        )
 
     report = upref.check(loss, "ppo_clip")
-    assert report and "rollout_log_probs is left at its default, None" in report.assumptions, report.assumptions
+    assert (
+        report
+        and "rollout_log_probs is left at its default, None" in report.assumptions
+    ), report.assumptions
 
 
-# ---- one name, one reading, in every place ---------------------------------------------------------------------------
+# ---- one name, one reading, in every place -------------------------------------------
 def test_a_loss_without_the_old_policy_is_read():
     def loss(log_prob, advantages, mask):
         return -torch.where(mask, log_prob * advantages, 0).sum() / mask.sum()
@@ -431,18 +588,27 @@ def test_a_hyperparameter_that_nobody_knows_is_an_error():
     def loss(log_prob, old_log_prob, advantages, mask, clip=0.2, **more):
         return up_dapo(log_prob, old_log_prob, advantages, mask)
 
-    up_dapo = lambda lp, old, A, m: upref.get("up_dapo").loss(upref.Rollouts(lp, old, A, m))
-    with pytest.raises(InputError, match="'epsilon_hihg' is not a hyperparameter of up_dapo or a named argument"):
+    up_dapo = lambda lp, old, A, m: upref.get("up_dapo").loss(
+        upref.Rollouts(lp, old, A, m)
+    )
+    with pytest.raises(
+        InputError,
+        match="'epsilon_hihg' is not a hyperparameter of up_dapo or a named argument",
+    ):
         upref.check(loss, "up_dapo", epsilon_hihg=0.3)
     assert upref.check(loss, "up_dapo", clip=0.3, skip=QUICK)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["up_dapo", "up(sapo)", "nothing:here", "dpao", "liger:dapo"])
+@pytest.mark.parametrize(
+    "name", ["up_dapo", "up(sapo)", "nothing:here", "dpao", "liger:dapo"]
+)
 def test_the_command_and_the_library_accept_the_same_names(name, capsys):
     """All verbs and their twins, and the same sentence where a name means nothing."""
     twins = {
-        ("check", name, "--as", "dapo", "--skip", "extremes"): lambda: upref.check(name, "dapo", skip=("extremes",)),
+        ("check", name, "--as", "dapo", "--skip", "extremes"): lambda: upref.check(
+            name, "dapo", skip=("extremes",)
+        ),
         ("identify", name): lambda: upref.identify(name),
         ("cap", name): lambda: upref.capacity(name, 0.01, 0.01),
     }
@@ -454,19 +620,26 @@ def test_the_command_and_the_library_accept_the_same_names(name, capsys):
         except InputError:
             assert status == 2, command
     if name == "liger:dapo":
-        with pytest.raises(InputError, match="liger is not imported here, its losses need a process of their own"):
+        with pytest.raises(
+            InputError,
+            match="liger is not imported here, its losses need a process of their own",
+        ):
             upref.check(name, "dapo")
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("low, high", [("eps_lo", "eps_hi"), ("clip_bottom", "clip_top"), ("eps_a", "eps_b")])
+@pytest.mark.parametrize(
+    "low, high", [("eps_lo", "eps_hi"), ("clip_bottom", "clip_top"), ("eps_a", "eps_b")]
+)
 def test_one_of_two_bounds_is_not_the_whole_clip(low, high):
     """GRPO has one eps: a loss with two bounds keeps its own."""
     text = f"def loss(log_prob, old_log_prob, advantages, mask, {low}=0.2, {high}=0.2): return log_prob.sum()"
     space: dict = {}
     exec(text, space)
     assert not read(space["loss"], upref.get("grpo"), {}).accepts
-    assert read(space["loss"], upref.get("dapo"), {}).accepts == ({"eps_low", "eps_high"} if high != "eps_b" else set())
+    assert read(space["loss"], upref.get("dapo"), {}).accepts == (
+        {"eps_low", "eps_high"} if high != "eps_b" else set()
+    )
 
 
 RAISES = """
@@ -485,21 +658,31 @@ class Trainer:
 def test_an_exception_keeps_its_place_and_its_cause(tmp_path):
     file = tmp_path / "raises.py"
     file.write_text(RAISES, encoding="utf-8")
-    with pytest.raises(InputError, match=r"raised KeyError: 'clip' \(raises.py, line 3, in setting\)$") as caught:
+    with pytest.raises(
+        InputError, match=r"raised KeyError: 'clip' \(raises.py, line 3, in setting\)$"
+    ) as caught:
         upref.check(f"{file}:loss", "dapo")
     cause = caught.value.__cause__
     assert isinstance(cause, KeyError)
-    assert [f.name for f in traceback.extract_tb(cause.__traceback__)][-2:] == ["loss", "setting"]
+    assert [f.name for f in traceback.extract_tb(cause.__traceback__)][-2:] == [
+        "loss",
+        "setting",
+    ]
 
 
 def test_a_method_says_what_to_do(tmp_path):
     file = tmp_path / "method.py"
     file.write_text(RAISES, encoding="utf-8")
-    with pytest.raises(InputError, match="is a method: in its file make an object, write"):
+    with pytest.raises(
+        InputError, match="is a method: in its file make an object, write"
+    ):
         upref.check(f"{file}:Trainer.loss", "dapo")
 
 
-@pytest.mark.parametrize(("name", "meant"), [("DAPO", "dapo"), ("UP-DAPO", "up_dapo"), ("Dr-GRPO", "dr_grpo")])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("DAPO", "dapo"), ("UP-DAPO", "up_dapo"), ("Dr-GRPO", "dr_grpo")],
+)
 def test_a_name_in_capitals_has_one_suggestion(name, meant):
     with pytest.raises(InputError, match=rf"did you mean {meant}\?$"):
         upref.get(name)

@@ -10,31 +10,45 @@ from verl.workers.config import ActorConfig, PolicyLossConfig  # noqa: E402
 import upref  # noqa: E402
 from upref_frameworks.verl import training as verl_plugin  # noqa: E402
 
-RUNS = [n for n in upref.names() if not upref.get(n).needs]  # verl hands no entropy and no groups to a loss
+# verl hands no entropy and no groups to a loss
+RUNS = [n for n in upref.names() if not upref.get(n).needs]
 
 
 def config(hp=None, agg="token-mean", info=None, **fields):
     section = verl_plugin.PolicyLoss(upref=hp) if hp is not None else PolicyLossConfig()
     fields |= {"policy_loss": section, "loss_agg_mode": agg}
-    c = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **fields)
+    c = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **fields
+    )
     c.global_batch_info.update(info or {})
     return c
 
 
 def call(name, b, c=None, **kw):
     c = c or config()
-    args = dict(old_log_prob=b.logp_old, log_prob=b.logp, advantages=b.adv, response_mask=b.mask)
-    loss, metrics = core_algos.get_policy_loss_fn(f"upref/{name}")(
-        **args | {"loss_agg_mode": c.loss_agg_mode, "config": c, "rollout_is_weights": None} | kw
+    args = dict(
+        old_log_prob=b.logp_old, log_prob=b.logp, advantages=b.adv, response_mask=b.mask
     )
-    so_far = {k: v for k, v in metrics.items() if k.startswith("upref/parity_")}  # not of this batch alone
-    assert len(so_far) == 4 and so_far["upref/parity_of_bound"] <= 1 and so_far["upref/parity_alarms"] == 0
+    loss, metrics = core_algos.get_policy_loss_fn(f"upref/{name}")(
+        **args
+        | {"loss_agg_mode": c.loss_agg_mode, "config": c, "rollout_is_weights": None}
+        | kw
+    )
+    # not of this batch alone
+    so_far = {k: v for k, v in metrics.items() if k.startswith("upref/parity_")}
+    assert (
+        len(so_far) == 4
+        and so_far["upref/parity_of_bound"] <= 1
+        and so_far["upref/parity_alarms"] == 0
+    )
     return loss, {k: v for k, v in metrics.items() if k not in so_far}
 
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch, tmp_path):
-    """What it has said and compared in another test; and what it keeps goes away with the test."""
+    """What it has said and compared in another test; and what it keeps goes away with
+    the test.
+    """
     monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path / "parity"))
     monkeypatch.setattr(verl_plugin, "_said", set())
     monkeypatch.setattr(verl_plugin, "_monitors", {})

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The audit of the installed verl passes, needs its reasons, and fails on a verl that computes otherwise."""
+"""The audit of the installed verl passes, needs its reasons, and fails on a verl that
+computes otherwise.
+"""
 
 import json
 import math
@@ -21,7 +23,10 @@ from upref_frameworks.verl.audit import COMPARISONS  # noqa: E402
 from upref_frameworks.verl.losses import verl_loss  # noqa: E402
 
 pytestmark = pytest.mark.verl
-IDS = [f"{c.setting}-{c.mode}-{c.objective}-{c.config['loss_agg_mode']}" for c in COMPARISONS]
+IDS = [
+    f"{c.setting}-{c.mode}-{c.objective}-{c.config['loss_agg_mode']}"
+    for c in COMPARISONS
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +45,15 @@ def test_what_verl_0_9_1_is_known_for(audit):
     row = {(r.setting, r.mode, r.objective, r.micro_batches): r for r in audit.rows}
     dual = row["default", "vanilla", "ppo_clip", 1].spot
     assert dual.where == "A < 0, r > 3" and dual.found == 0 and dual.expected < -3
-    assert row["default", "dppo_tv", "dppo_tv", 1].reasons[0][0].startswith("delta = 0.2, ratio cut at 3")
-    assert row["paper", "sapo", "sapo", 1].agrees and row["paper", "gpg", "reinforce", 1].difference == 0
+    assert (
+        row["default", "dppo_tv", "dppo_tv", 1]
+        .reasons[0][0]
+        .startswith("delta = 0.2, ratio cut at 3")
+    )
+    assert (
+        row["paper", "sapo", "sapo", 1].agrees
+        and row["paper", "gpg", "reinforce", 1].difference == 0
+    )
     split = row["paper", "geo_mean", "gmpo", MICRO].spot
     assert split.found / split.expected == pytest.approx(MICRO)
     assert [r.mode for r in audit.rows if r.micro_batches > 1] == ["geo_mean"]
@@ -56,7 +68,10 @@ def test_every_reason_is_needed(audit):
             assert spot.difference > TOL or said.endswith("left out)"), (r.mode, said)
 
 
-@pytest.mark.parametrize("c", [pytest.param(c, id=i) for c, i in zip(COMPARISONS, IDS, strict=True) if c.reasons])
+@pytest.mark.parametrize(
+    "c",
+    [pytest.param(c, id=i) for c, i in zip(COMPARISONS, IDS, strict=True) if c.reasons],
+)
 def test_without_its_last_reason_a_row_is_unexplained(c):
     without = A.audit("verl", (replace(c, setting="default", reasons=c.reasons[:-1]),))
     assert not without.explained and "UNEXPLAINED" in str(without)
@@ -85,7 +100,11 @@ def test_a_changed_verl_is_found(monkeypatch):
         lambda kw: kw | {"log_prob": kw["log_prob"].detach() + 0 * kw["log_prob"]},
         lambda kw: kw | {"advantages": 1.001 * kw["advantages"]},
     ):
-        monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "sapo", lambda _f=change, **kw: true(**_f(kw)))
+        monkeypatch.setitem(
+            core_algos.POLICY_LOSS_REGISTRY,
+            "sapo",
+            lambda _f=change, **kw: true(**_f(kw)),
+        )
         assert not A.audit("verl", (c,)).explained
 
 
@@ -93,7 +112,11 @@ def test_a_new_mode_is_reported(monkeypatch):
     monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "brand_new", None)
     monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "upref/dapo", None)
     audit = A.audit("verl", COMPARISONS[-1:])
-    assert "brand_new" in audit.unaudited and "upref/dapo" not in audit.unaudited and "brand_new" in str(audit)
+    assert (
+        "brand_new" in audit.unaudited
+        and "upref/dapo" not in audit.unaudited
+        and "brand_new" in str(audit)
+    )
 
 
 def test_printing_and_json(audit):
@@ -102,10 +125,16 @@ def test_printing_and_json(audit):
     data = json.loads(audit.json())
     assert data["ok"] is True and len(data["rows"]) == len(audit.rows)
     assert data["rows"][0]["verdict"] == audit.rows[0].verdict
-    assert data["rows"][0]["command"] == "upref check verl:vanilla,loss_agg_mode=token-mean --as ppo_clip"
+    assert (
+        data["rows"][0]["command"]
+        == "upref check verl:vanilla,loss_agg_mode=token-mean --as ppo_clip"
+    )
 
 
-@pytest.mark.parametrize(("mode", "kw"), [("vanila", {}), ("vanilla", {"epsilon": 1}), ("gpg", {"agg": "sum"})])
+@pytest.mark.parametrize(
+    ("mode", "kw"),
+    [("vanila", {}), ("vanilla", {"epsilon": 1}), ("gpg", {"agg": "sum"})],
+)
 def test_what_verl_refuses_is_one_sentence(mode, kw):
     with pytest.raises(InputError, match="verl refuses"):
         verl_loss(mode, batch(get("dapo"), thin=20), **kw)
@@ -120,9 +149,16 @@ def test_without_verl(monkeypatch):
 
 
 def test_dual_clip_passes_half_the_gradient_at_exactly_c():
-    """A half-open kink in name: at r = c torch.min ties, and verl's token keeps half its weight; ours keeps all."""
+    """A half-open kink in name: at r = c torch.min ties, and verl's token keeps half
+    its weight; ours keeps all.
+    """
     lp_old = torch.full((1, 1), -2.0, dtype=torch.float64)
-    b = Rollouts(lp_old + math.log(2.0), lp_old, torch.full_like(lp_old, -1.0), torch.ones(1, 1, dtype=torch.bool))
+    b = Rollouts(
+        lp_old + math.log(2.0),
+        lp_old,
+        torch.full_like(lp_old, -1.0),
+        torch.ones(1, 1, dtype=torch.bool),
+    )
     assert (b.logp - b.logp_old).exp().item() == 2.0
     assert -grad(lambda b: verl_loss("vanilla", b, clip_ratio_c=2.0), b).item() == -1.0
     assert get("ppo_clip").gradient(b, c=2.0).item() == -2.0
@@ -134,7 +170,9 @@ def test_a_gradient_that_leaks_into_masked_slots_is_seen(monkeypatch):
 
     def leaky(**args):
         loss, metrics = sapo(**args)
-        return loss + 1e-3 * args["log_prob"].masked_fill(args["response_mask"], 0).sum(), metrics
+        return loss + 1e-3 * args["log_prob"].masked_fill(
+            args["response_mask"], 0
+        ).sum(), metrics
 
     mine = tuple(c for c in COMPARISONS if c.mode == "sapo")
     assert A.audit("verl", mine)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every framework with a folder of its own is what its ledger says, where that folder is at hand; no network is used.
+"""Every framework with a folder of its own is what its ledger says, where that folder
+is at hand; no network is used.
 
-`upref audit NAME` makes the folder; verl and TRL are installed here, and test_ledger.py has their audits. The ledgers'
-form is held for all of them, wherever this runs.
+`upref audit NAME` makes the folder; verl and TRL are installed here, and test_ledger.py
+has their audits. The ledgers' form is held for all of them, wherever this runs.
 """
 
 import json
@@ -31,7 +32,10 @@ evidence = [{{ loss = "l", held_against = "o" }}]
 """
 ALL = audits.frameworks()
 APART = [name for name in ALL if audits.framework(name).pin]
-MARKED = [pytest.param(name, marks=getattr(pytest.mark, "nightly" if name in APART else name)) for name in ALL]
+MARKED = [
+    pytest.param(name, marks=getattr(pytest.mark, "nightly" if name in APART else name))
+    for name in ALL
+]
 
 
 def at_hand(name: str):
@@ -40,7 +44,9 @@ def at_hand(name: str):
     if not f.pin:
         pytest.importorskip(name, reason=f"`repro/venv.sh {name}` installs it")
     elif not any(pins.cache().glob(f"{name}-{f.pin.version}*")):
-        pytest.skip(f"`upref audit {name}` makes the folder that this needs, from a network")
+        pytest.skip(
+            f"`upref audit {name}` makes the folder that this needs, from a network"
+        )
     return f
 
 
@@ -63,51 +69,106 @@ def test_every_deviation_is_proved_by_a_script_too(name):
 def test_the_ledger_is_whole(name):
     for e in read(name):
         blamed = e.status in ("bug", "surprising default")
-        assert len(e.proof.strip().splitlines()) <= (15 if blamed else 17) and "upref" not in e.proof, e.key
-        assert e.status == "numerical" or (e.proof and e.prints and e.fix), f"{e.key}: a script, what it prints, a fix"
+        assert (
+            len(e.proof.strip().splitlines()) <= (15 if blamed else 17)
+            and "upref" not in e.proof
+        ), e.key
+        assert e.status == "numerical" or (e.proof and e.prints and e.fix), (
+            f"{e.key}: a script, what it prints, a fix"
+        )
         assert e.severity and e.searched, f"{e.key}: a size, and what was searched"
         assert not blamed or e.line, f"{e.key}: the line of code"
-        assert bool(e.words) == bool(e.link), f"{e.key}: upstream's words, and where they stand"
-        assert e.status != "bug" or not e.words, f"{e.key}: what a framework says itself is no bug"
-        assert e.status != "documented choice" or e.words, f"{e.key}: where the framework says so"
+        assert bool(e.words) == bool(e.link), (
+            f"{e.key}: upstream's words, and where they stand"
+        )
+        assert e.status != "bug" or not e.words, (
+            f"{e.key}: what a framework says itself is no bug"
+        )
+        assert e.status != "documented choice" or e.words, (
+            f"{e.key}: where the framework says so"
+        )
         said = report(name, e.key)
-        assert e.paper in said and e.at in said and e.prints.partition(" found ")[2] in said
+        assert (
+            e.paper in said
+            and e.at in said
+            and e.prints.partition(" found ")[2] in said
+        )
 
 
 def test_a_second_reader_judged_what_is_blamed(monkeypatch):
-    once = [e.key for e in read() if e.status in ("bug", "surprising default") and not e.twice]
+    once = [
+        e.key
+        for e in read()
+        if e.status in ("bug", "surprising default") and not e.twice
+    ]
     assert not once, f"who did not write these entries reads the sources: {once}"
     once = '[ledger]\nversion = "1"\n' + ENTRY.format(status="bug")
-    assert not read("x", once)[0].twice and read("x", once.replace("\n", '\ntwice = "a b"\n', 1))[0].twice
+    assert (
+        not read("x", once)[0].twice
+        and read("x", once.replace("\n", '\ntwice = "a b"\n', 1))[0].twice
+    )
     [e, *_] = (e for e in read() if e.twice)
     assert "by one reader so far" not in report(e.framework, e.key)
-    monkeypatch.setattr(sys.modules[report.__module__], "read", lambda name: [replace(e, twice=False)])
+    monkeypatch.setattr(
+        sys.modules[report.__module__], "read", lambda name: [replace(e, twice=False)]
+    )
     assert "by one reader so far" in report(e.framework, e.key)
 
 
 def test_a_bug_is_not_what_the_framework_warns_of():
     for status, said in ("bug", False), ("surprising default", True):
         [e] = read("x", '[ledger]\nversion = "1"\n' + ENTRY.format(status=status))
-        assert Proofs([(e, "1\n")]) and bool(Proofs([(e, "1\n\nwarned: that is not GSPO")])) is said
+        assert (
+            Proofs([(e, "1\n")])
+            and bool(Proofs([(e, "1\n\nwarned: that is not GSPO")])) is said
+        )
 
 
 def test_the_same_fact_has_the_same_status_everywhere():
-    """By reason and size: what a token's weight is with this repaired, and as it is, against the same objective."""
+    """By reason and size: what a token's weight is with this repaired, and as it is,
+    against the same objective.
+    """
     seen: dict[tuple[str, ...], dict[str, str]] = {}
     entries = read()
     for e in entries:
         for x in e.evidence:
             fact = (e.reason, x.held_against, x.where, x.expected, x.found)
             seen.setdefault(fact, {})[e.status] = e.key
-    assert not [fact for fact, by in seen.items() if len(by) > 1], [by for by in seen.values() if len(by) > 1]
-    shared = {reason for reason, *_ in seen if len({e.framework for e in entries if e.reason == reason}) > 1}
+    assert not [fact for fact, by in seen.items() if len(by) > 1], [
+        by for by in seen.values() if len(by) > 1
+    ]
+    shared = {
+        reason
+        for reason, *_ in seen
+        if len({e.framework for e in entries if e.reason == reason}) > 1
+    }
     assert len(shared) > 10, "the comparison would compare nothing"
 
 
 def test_the_ledgers_stay_readable():
-    assert sum(len(f.read_text(encoding="utf-8").splitlines()) for f in FRAMEWORKS.glob("**/*.toml")) <= 4200
+    assert (
+        sum(
+            len(f.read_text(encoding="utf-8").splitlines())
+            for f in FRAMEWORKS.glob("**/*.toml")
+        )
+        <= 4200
+    )
 
 
 def test_a_number_that_json_has_no_word_for_is_a_string():
-    a = audits.Audit("plain", "1.0", [], [], [], {}, [], [], [], {"ppo": {"clip": math.nan, "high": [math.inf]}})
-    assert json.loads(a.json(), parse_constant=pytest.fail)["defaults"]["ppo"] == {"clip": "nan", "high": ["inf"]}
+    a = audits.Audit(
+        "plain",
+        "1.0",
+        [],
+        [],
+        [],
+        {},
+        [],
+        [],
+        [],
+        {"ppo": {"clip": math.nan, "high": [math.inf]}},
+    )
+    assert json.loads(a.json(), parse_constant=pytest.fail)["defaults"]["ppo"] == {
+        "clip": "nan",
+        "high": ["inf"],
+    }

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger is what the installed frameworks do, no more and no less: strict expected failures."""
+"""The ledger is what the installed frameworks do, no more and no less: strict expected
+failures.
+"""
 
 import json
 import re
@@ -18,8 +20,11 @@ from upref_frameworks.audits.recipe import no_kl
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = read()
-HERE = [e for e in ENTRIES if e.framework in ("verl", "trl")]  # test_frameworks.py has those with a folder of their own
-BOTH = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("verl", "trl")]
+# test_frameworks.py has those with a folder of their own
+HERE = [e for e in ENTRIES if e.framework in ("verl", "trl")]
+BOTH = [
+    pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("verl", "trl")
+]
 
 
 @lru_cache
@@ -36,14 +41,20 @@ def test_the_audit_is_the_ledger(name):
     assert table, str(table)
 
 
-@pytest.mark.parametrize("entry", [pytest.param(e, id=e.key, marks=getattr(pytest.mark, e.framework)) for e in HERE])
+@pytest.mark.parametrize(
+    "entry",
+    [pytest.param(e, id=e.key, marks=getattr(pytest.mark, e.framework)) for e in HERE],
+)
 def test_each_entry_is_still_so(entry):
     """Fails the day the deviation disappears or another token or weight shows it."""
     table = audit(entry.framework)
     assert table.version == entry.version
     for e in entry.evidence:
         row = next(
-            r for r in table.rows if (r.label, r.promise, r.micro_batches) == (e.loss, e.held_against, e.micro_batches)
+            r
+            for r in table.rows
+            if (r.label, r.promise, r.micro_batches)
+            == (e.loss, e.held_against, e.micro_batches)
         )
         if row.kind == "loss":
             assert row.command == f"upref check {entry.framework}:{e.command}"
@@ -54,34 +65,50 @@ def test_each_entry_is_still_so(entry):
 @pytest.mark.parametrize("name", BOTH)
 def test_a_deviation_that_comes_changes_or_goes_is_said(name):
     table, mine = audit(name), [e for e in ENTRIES if e.framework == name]
-    said = lambda entries, rows=table.rows: check_ledger(rows, entries, table.version, complete=True)
+    said = lambda entries, rows=table.rows: check_ledger(
+        rows, entries, table.version, complete=True
+    )
     assert said(mine) == []
     (new,) = said([replace(mine[0], evidence=mine[0].evidence[1:]), *mine[1:]])
     assert "not recorded" in new and mine[0].evidence[0].loss in new
     other = replace(mine[0].evidence[0], found="0.123")
-    (changed,) = said([replace(mine[0], evidence=[other, *mine[0].evidence[1:]]), *mine[1:]])
+    (changed,) = said(
+        [replace(mine[0], evidence=[other, *mine[0].evidence[1:]]), *mine[1:]]
+    )
     assert mine[0].key in changed and "has changed" in changed
     gone = said(mine, [r for r in table.rows if r.label != mine[0].evidence[0].loss])
     assert any(f"{mine[0].key} is gone" in line for line in gone)
-    assert not replace(table, against_ledger=gone), "the audit's truth value must see it"
+    assert not replace(table, against_ledger=gone), (
+        "the audit's truth value must see it"
+    )
 
 
 def test_every_entry_has_its_paper_and_its_own_name():
     papers = (ROOT / "upref" / "papers.bib").read_text(encoding="utf-8")
     for e in ENTRIES:
         assert f"{{{e.bib}," in papers and e.paper and e.code, e.key
-        sites = "https://github.com/", "https://unsloth.ai/docs/", "https://inspector.pypi.io/project/unsloth"
+        sites = (
+            "https://github.com/",
+            "https://unsloth.ai/docs/",
+            "https://inspector.pypi.io/project/unsloth",
+        )
         assert not e.link or e.link.startswith(sites), e.key
         assert e.key.startswith(f"{e.framework}-".replace("_", "-"))
         assert not e.thread or e.thread.startswith("https://github.com/"), e.key
-    assert len({e.key for e in ENTRIES}) == len(ENTRIES) == len({(e.framework, e.reason) for e in ENTRIES})
+    assert (
+        len({e.key for e in ENTRIES})
+        == len(ENTRIES)
+        == len({(e.framework, e.reason) for e in ENTRIES})
+    )
 
 
 def test_a_broken_ledger_is_one_sentence():
     for text in (
         "x = [",
         "[[deviation]]\nkey = 'a'",
-        (ROOT / "upref_frameworks/verl/ledger.toml").read_text().replace('"bug"', '"?"'),
+        (ROOT / "upref_frameworks/verl/ledger.toml")
+        .read_text()
+        .replace('"bug"', '"?"'),
     ):
         with pytest.raises(InputError, match="ledger"):
             read("verl", text)
@@ -100,8 +127,13 @@ def test_command(name, capsys):
 def test_the_summary_counts_and_names_the_worst():
     mine = [e for e in ENTRIES if e.framework == "trinity"]
     said = summary("trinity", mine)
-    assert f"{sum(e.status == 'bug' for e in mine)} bugs" in said and ranked(mine)[0].key in said
-    assert summary("x", []) == "x: 0 bugs, 0 surprising defaults and 0 documented choices."
+    assert (
+        f"{sum(e.status == 'bug' for e in mine)} bugs" in said
+        and ranked(mine)[0].key in said
+    )
+    assert (
+        summary("x", []) == "x: 0 bugs, 0 surprising defaults and 0 documented choices."
+    )
 
 
 ROWS = [e for e in ENTRIES if e.ask]
@@ -109,14 +141,22 @@ APART = {"unsloth-cispo-cap": "its trainer sets 5.0 where epsilon_high is left a
 
 
 def test_a_row_of_several_frameworks_is_true_of_each():
-    """Each has an entry of the same reason and status; one that is left out has a row or a reason of its own."""
+    """Each has an entry of the same reason and status; one that is left out has a row
+    or a reason of its own.
+    """
     for e in ROWS:
         same = of_row(e, ENTRIES)
-        assert {x.framework for x in same} == {e.framework, *e.also.split()} and len(same) == 1 + len(e.also.split())
+        assert {x.framework for x in same} == {e.framework, *e.also.split()} and len(
+            same
+        ) == 1 + len(e.also.split())
         assert {(x.status, x.severity) for x in same} == {(e.status, e.severity)}, e.key
     said = {x.key for e in ROWS for x in of_row(e, ENTRIES)}
     for e in ROWS:
-        rest = [x.key for x in ENTRIES if x.reason == e.reason and x.key not in said | APART.keys()]
+        rest = [
+            x.key
+            for x in ENTRIES
+            if x.reason == e.reason and x.key not in said | APART.keys()
+        ]
         assert not rest, f"{e.key}: a row that speaks of {rest}, or why none does"
     assert APART.keys() <= {e.key for e in ENTRIES} - said
 
@@ -124,32 +164,60 @@ def test_a_row_of_several_frameworks_is_true_of_each():
 def test_a_row_links_all_threads_and_repairs_of_its_frameworks():
     lines = first().splitlines()[2:]
     for e in ROWS:
-        [line] = [x for x in lines if e.ask in x and e.get in x and f"[{e.framework}](" in x]
+        [line] = [
+            x for x in lines if e.ask in x and e.get in x and f"[{e.framework}](" in x
+        ]
         for x in of_row(e, ENTRIES):
-            assert x.thread in line and x.fixed in line and f"[{x.framework}](" in line, x.key
-            assert any(y.thread for y in of_row(e, ENTRIES)) != ("no thread known" in line), e.key
+            assert (
+                x.thread in line and x.fixed in line and f"[{x.framework}](" in line
+            ), x.key
+            assert any(y.thread for y in of_row(e, ENTRIES)) != (
+                "no thread known" in line
+            ), e.key
     text = "\n".join(lines)
-    assert all(thread in text for thread in ("trl/issues/3834", "verl/pull/2775", "Trinity-RFT/pull/336"))
-    assert not any("CISPO, epsilon_high left alone" in line and "unsloth" in line for line in lines)
-    assert all("right" in line for line in lines if "k1 as a loss" in line and "tunix" not in line)
+    assert all(
+        thread in text
+        for thread in ("trl/issues/3834", "verl/pull/2775", "Trinity-RFT/pull/336")
+    )
+    assert not any(
+        "CISPO, epsilon_high left alone" in line and "unsloth" in line for line in lines
+    )
+    assert all(
+        "right" in line
+        for line in lines
+        if "k1 as a loss" in line and "tunix" not in line
+    )
 
 
 def test_what_a_framework_says_itself_is_linked():
     """Not to the front page of its repository."""
     for e in ENTRIES:
-        assert not e.link or len(e.link.removeprefix("https://github.com/").strip("/").split("/")) > 2, e.key
+        assert (
+            not e.link
+            or len(e.link.removeprefix("https://github.com/").strip("/").split("/")) > 2
+        ), e.key
 
 
-# pages of which the version that was audited is in no package, so that no line of it was looked up
-NO_LINE = {"axolotl-gspo-clip-default", "trl-gspo-clip-default", "trl-rloo-clip", "trl-rloo-ratio"}
+# pages of which the version that was audited is in no package, so that no line of it
+# was looked up
+NO_LINE = {
+    "axolotl-gspo-clip-default",
+    "trl-gspo-clip-default",
+    "trl-rloo-clip",
+    "trl-rloo-ratio",
+}
 MOVES = {"trinity-grpo-kl-default"}  # of a page that is not in the wheel: the newest
 
 
 def test_a_quoted_file_is_linked_at_its_line_of_a_fixed_version():
     """A link to the main branch shows another text one day."""
-    files = {e.key: e.link for e in ENTRIES if "/blob/" in e.link or "inspector" in e.link}
+    files = {
+        e.key: e.link for e in ENTRIES if "/blob/" in e.link or "inspector" in e.link
+    }
     assert {k for k, link in files.items() if "/blob/main/" in link} == MOVES
-    assert {k for k, link in files.items() if not re.search(r"#(L|line\.)\d+", link)} == NO_LINE | MOVES
+    assert {
+        k for k, link in files.items() if not re.search(r"#(L|line\.)\d+", link)
+    } == NO_LINE | MOVES
 
 
 def test_ok_in_the_matrix_needs_no_setting():
@@ -159,7 +227,15 @@ def test_ok_in_the_matrix_needs_no_setting():
             mark = sign(a, o)
             split = [r for r in rows if r["promise"] == o and r["micro_batches"] > 1]
             assert bool(split) == mark.endswith(SPLIT), (name, o)
-            shipped = [r["mode"] for r in rows if r["objective"] == o and r["setting"] == "default"]
+            shipped = [
+                r["mode"]
+                for r in rows
+                if r["objective"] == o and r["setting"] == "default"
+            ]
             how = recorded(name)["recipe"]
-            assert not mark.startswith("ok") or not all(no_kl(how, mode) for mode in shipped), (name, o)
-    assert {a["framework"]: sign(a, "gspo") for a in audits_of_pages()}["trinity"] == f"set{SPLIT}"
+            assert not mark.startswith("ok") or not all(
+                no_kl(how, mode) for mode in shipped
+            ), (name, o)
+    assert {a["framework"]: sign(a, "gspo") for a in audits_of_pages()}[
+        "trinity"
+    ] == f"set{SPLIT}"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live comparison lets every objective through in every dtype, and stops a loss that is a little wrong."""
+"""The live comparison lets every objective through in every dtype, and stops a loss
+that is a little wrong.
+"""
 
 import re
 from dataclasses import replace
@@ -15,7 +17,8 @@ from upref.diagnostics import live
 from upref.weights.batches import batch
 from upref_frameworks.parity import Monitor, ParityError, compare, roundings
 
-RUNS = [n for n in upref.names() if not upref.get(n).needs]  # what frameworks do not hand over
+# what frameworks do not hand over
+RUNS = [n for n in upref.names() if not upref.get(n).needs]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -26,7 +29,9 @@ def _kept_elsewhere(tmp_path, monkeypatch):
 
 
 def trained(name, dtype, wrong=lambda J, lp, b: J, dp_size=2, **hp):
-    """(loss, what else `compare` takes) of the regime grid in that dtype; `wrong` may spoil J."""
+    """(loss, what else `compare` takes) of the regime grid in that dtype; `wrong` may
+    spoil J.
+    """
     o = upref.get(name)
     b = replace(batch(o), group=None)
     hp = {k: v for k, v in o.hyperparameters.items() if k != "beta"} | hp
@@ -34,19 +39,27 @@ def trained(name, dtype, wrong=lambda J, lp, b: J, dp_size=2, **hp):
     lp.requires_grad_()
     totals = Totals(*map(float, Totals.of(b.mask)))
     loss = -dp_size * wrong(o.J(lp, old, A, b.mask, totals=totals, **hp), lp, b)
-    return loss, dict(logp=lp, logp_old=old, adv=A, mask=b.mask, totals=totals, dp_size=dp_size), hp
+    return (
+        loss,
+        dict(logp=lp, logp_old=old, adv=A, mask=b.mask, totals=totals, dp_size=dp_size),
+        hp,
+    )
 
 
 def parity(name, dtype=torch.float32, wrong=lambda J, lp, b: J, **hp):
     loss, args, hp = trained(name, dtype, wrong, **hp)
     (g,) = torch.autograd.grad(loss, args["logp"], retain_graph=True)
-    return compare(upref.get(name), loss, g, roundings(loss, args["logp"]), **args, **hp)
+    return compare(
+        upref.get(name), loss, g, roundings(loss, args["logp"]), **args, **hp
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("name", RUNS)
 def test_every_objective_is_within_rounding_on_the_regime_grid(name, dtype):
-    """At, just inside and just outside every bound, in dtypes too coarse to tell these apart."""
+    """At, just inside and just outside every bound, in dtypes too coarse to tell these
+    apart.
+    """
     p = parity(name, dtype)
     assert p.of_bound <= 1 and (p.max_abs > 0 or dtype == torch.float64), p
     few = 0.2 if torch.finfo(dtype).eps < 1e-4 else 1
@@ -75,18 +88,34 @@ WRONG = {
 @pytest.mark.parametrize("name", ["up_dapo", "dapo", "gspo", "gmpo", "m2po", "topr"])
 def test_a_wrong_loss_is_beyond_the_bound(name, wrong):
     if (name, wrong) == ("m2po", "a constant"):
-        pytest.skip("the grid has a token at m2po's cut-off whose term is larger: rounding may drop it")
+        pytest.skip(
+            "the grid has a token at m2po's cut-off whose term is larger: rounding may drop it"
+        )
     assert not parity(name, wrong=WRONG[wrong]).of_bound <= 1
 
 
 @pytest.mark.parametrize(
     ("name", "other", "low"),
-    [("up_dapo", "dapo", "eps_low"), ("up_grpo", "grpo", "eps"), ("up_gspo", "gspo", "eps_low")],
+    [
+        ("up_dapo", "dapo", "eps_low"),
+        ("up_grpo", "grpo", "eps"),
+        ("up_gspo", "gspo", "eps_low"),
+    ],
 )
 def test_the_base_is_not_its_up(name, other, low):
     loss, args, hp = trained(other, torch.bfloat16)
     (g,) = torch.autograd.grad(loss, args["logp"], retain_graph=True)
-    assert compare(upref.get(name), loss, g, roundings(loss, args["logp"]), **args, **{low: hp[low]}).of_bound > 1
+    assert (
+        compare(
+            upref.get(name),
+            loss,
+            g,
+            roundings(loss, args["logp"]),
+            **args,
+            **{low: hp[low]},
+        ).of_bound
+        > 1
+    )
 
 
 def test_another_bound_is_noticed():
@@ -95,10 +124,17 @@ def test_another_bound_is_noticed():
     count = roundings(loss, args["logp"])
     assert compare(upref.get("dapo"), loss, g, count, **args, **hp).of_bound <= 1
     lp = args["logp"].detach().clone()
-    i, t = ((args["adv"] > 0) & args["mask"] & (args["logp_old"] < -2)).nonzero()[0].tolist()
-    lp[i, t] = args["logp_old"][i, t] + torch.tensor(1.28005).log()  # between the two bounds
+    i, t = (
+        ((args["adv"] > 0) & args["mask"] & (args["logp_old"] < -2))
+        .nonzero()[0]
+        .tolist()
+    )
+    # between the two bounds
+    lp[i, t] = args["logp_old"][i, t] + torch.tensor(1.28005).log()
     o, args = upref.get("dapo"), args | {"logp": lp.requires_grad_()}
-    loss = -2 * o.J(lp, args["logp_old"], args["adv"], args["mask"], totals=args["totals"], **hp)
+    loss = -2 * o.J(
+        lp, args["logp_old"], args["adv"], args["mask"], totals=args["totals"], **hp
+    )
     (g,) = torch.autograd.grad(loss, lp, retain_graph=True)
     found = compare(o, loss, g, count, **args, **hp | {"eps_high": 0.28})
     assert found.of_bound > 1 and found.worst == (i, t)
@@ -125,7 +161,17 @@ def test_masked_slots_and_empty_responses_and_dtypes_of_old():
     totals = Totals(float(mask.sum()), len(mask), 1, float(mask.sum()))
     loss = -o.J(lp, old, b.adv[:, :1].float(), mask, totals=totals)
     (g,) = torch.autograd.grad(loss, lp, retain_graph=True)
-    p = compare(o, loss, g, roundings(loss, lp), logp=lp, logp_old=old, adv=b.adv[:, :1], mask=mask, totals=totals)
+    p = compare(
+        o,
+        loss,
+        g,
+        roundings(loss, lp),
+        logp=lp,
+        logp_old=old,
+        adv=b.adv[:, :1],
+        mask=mask,
+        totals=totals,
+    )
     assert p.of_bound <= 1
 
 
@@ -133,7 +179,10 @@ def test_the_count_is_that_of_the_graph():
     x = torch.ones(2, requires_grad=True)
     assert roundings((x * 2).exp().sum(), x) == 4 * 4  # x's own node, then three
     y = x * 3
-    assert roundings((y * 2).exp().sum(), y) == 4 * 4 and roundings(x.detach().sum(), x) == 4
+    assert (
+        roundings((y * 2).exp().sum(), y) == 4 * 4
+        and roundings(x.detach().sum(), x) == 4
+    )
 
 
 def test_the_monitor_looks_at_every_kth_and_keeps_the_largest():
@@ -143,7 +192,9 @@ def test_the_monitor_looks_at_every_kth_and_keeps_the_largest():
     assert not any(never.due() for _ in range(100))
     m = Monitor(upref.get("up_dapo"), first=1, every=0)
     one = m(*trained("up_dapo", torch.float32))
-    assert one == m(*trained("up_dapo", torch.float32, WRONG["sign"])) and m.checked == 1
+    assert (
+        one == m(*trained("up_dapo", torch.float32, WRONG["sign"])) and m.checked == 1
+    )
     assert 0 < one["upref/parity_max_abs"] < 1e-5
 
 
@@ -157,8 +208,13 @@ def test_what_it_dumps_can_be_compared_again(tmp_path, capsys):
     m = Monitor(upref.get("up_dapo"), first=3, every=0, dump=str(tmp_path / "new"))
     m(*trained("up_dapo", torch.float32))
     m(*trained("up_dapo", torch.bfloat16))
-    assert script.main([str(tmp_path / "new")]) == 0 and "2 micro-batches" in capsys.readouterr().out
-    with pytest.raises(ParityError, match=r"micro-batch 3 .* response \d+, token \d+ is .* dumped to"):
+    assert (
+        script.main([str(tmp_path / "new")]) == 0
+        and "2 micro-batches" in capsys.readouterr().out
+    )
+    with pytest.raises(
+        ParityError, match=r"micro-batch 3 .* response \d+, token \d+ is .* dumped to"
+    ):
         m(*trained("up_dapo", torch.float32, WRONG["one token"]))
     status, said = script.main([str(tmp_path / "new")]), capsys.readouterr().out
     assert status == 1 and "DIFFER" in said and f"{m.of_bound:.3g} of the bound" in said
@@ -168,7 +224,9 @@ def test_what_it_dumps_can_be_compared_again(tmp_path, capsys):
     assert script.main([str(tmp_path)]) == 2
 
 
-def test_on_fail_warn_trains_on_counts_and_keeps_the_micro_batch(tmp_path, monkeypatch, caplog):
+def test_on_fail_warn_trains_on_counts_and_keeps_the_micro_batch(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path / "kept"))
     m = Monitor(upref.get("up_dapo"), first=99, on_fail="warn")
     for _ in range(10):
@@ -179,7 +237,8 @@ def test_on_fail_warn_trains_on_counts_and_keeps_the_micro_batch(tmp_path, monke
     assert script.main([str(tmp_path / "kept")]) == 1
     m = Monitor(upref.get("up_dapo"), first=99, on_fail="warn")
     found = m(*trained("up_dapo", torch.float32, WRONG["not a number"]))
-    assert found["upref/parity_alarms"] == 1 and found["upref/parity_of_bound"] == 1e9  # JSON has no infinity
+    # JSON has no infinity
+    assert found["upref/parity_alarms"] == 1 and found["upref/parity_of_bound"] == 1e9
     with pytest.raises(InputError, match="on_fail must be stop or warn"):
         Monitor(upref.get("up_dapo"), on_fail="ignore")
 
@@ -187,11 +246,15 @@ def test_on_fail_warn_trains_on_counts_and_keeps_the_micro_batch(tmp_path, monke
 def test_stopping_keeps_the_micro_batch_too(tmp_path, monkeypatch):
     monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path))
     with pytest.raises(ParityError, match=f"dumped to {tmp_path}"):
-        Monitor(upref.get("up_dapo"))(*trained("up_dapo", torch.float32, WRONG["doubled"]))
+        Monitor(upref.get("up_dapo"))(
+            *trained("up_dapo", torch.float32, WRONG["doubled"])
+        )
 
 
 def a_mini_batch(name, dtype):
-    """As a run has them: 16 responses of 64 tokens, a policy that has moved by a thousandth."""
+    """As a run has them: 16 responses of 64 tokens, a policy that has moved by a
+    thousandth.
+    """
     o, g = upref.get(name), torch.Generator().manual_seed(0)
     old = -torch.rand(16, 64, generator=g) * 2
     lp = (old + 1e-3 * torch.randn(16, 64, generator=g)).to(dtype).requires_grad_()
@@ -208,13 +271,20 @@ def test_where_the_band_is_finer_than_the_dtype_it_says_so(caplog):
     found = Monitor(upref.get("gspo"))(*a_mini_batch("gspo", torch.bfloat16))
     assert found["upref/parity_blind"] == 1 and "100 % of the tokens" in caplog.text
     for name, dtype in (("gspo", torch.float32), ("dapo", torch.bfloat16)):
-        assert Monitor(upref.get(name))(*a_mini_batch(name, dtype))["upref/parity_blind"] < 0.1
+        assert (
+            Monitor(upref.get(name))(*a_mini_batch(name, dtype))["upref/parity_blind"]
+            < 0.1
+        )
 
 
 def test_the_glossary_has_every_logged_metric():
     loss, batch, hp = a_mini_batch("gspo", torch.float32)
     logged = Monitor(upref.get("gspo"))(loss, batch, hp)
-    logged |= live(upref.get("gspo"), *(batch[k] for k in ("logp", "logp_old", "adv", "mask")), hp)
+    logged |= live(
+        upref.get("gspo"), *(batch[k] for k in ("logp", "logp_old", "adv", "mask")), hp
+    )
     page = (Path(__file__).parents[2] / "docs/glossary.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    assert logged.keys() <= {f"upref/{name}" for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert logged.keys() <= {
+        f"upref/{name}" for row in rows for name in re.findall(r"`([^`]+)`", row)
+    }

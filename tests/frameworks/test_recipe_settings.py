@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each recipe is given to the framework's own configuration and validation, where these import on a CPU; elsewhere to
-what the framework's source declares: keys, types and defaults, which docs/recipe_keys.py reads."""
+"""Each recipe is given to the framework's own configuration and validation, where these
+import on a CPU; elsewhere to what the framework's source declares: keys, types and
+defaults, which docs/recipe_keys.py reads."""
 
 import ast
 import warnings
@@ -27,12 +28,19 @@ def settings(r: Recipe) -> dict:
     return {k: v for line in lines for k, v in typed_fields(line)}
 
 
-# ---- TRL -------------------------------------------------------------------------------------------------------------
+# ---- TRL -----------------------------------------------------------------------------
 @pytest.fixture
 def accelerate_as_before():
-    """A configuration of TRL's sets the device of the process, which the trainers of other tests choose."""
-    state = pytest.importorskip("accelerate.state", reason="`repro/venv.sh trl` installs it")
-    shared = [c._shared_state for c in (state.PartialState, state.AcceleratorState, state.GradientState)]
+    """A configuration of TRL's sets the device of the process, which the trainers of
+    other tests choose.
+    """
+    state = pytest.importorskip(
+        "accelerate.state", reason="`repro/venv.sh trl` installs it"
+    )
+    shared = [
+        c._shared_state
+        for c in (state.PartialState, state.AcceleratorState, state.GradientState)
+    ]
     before = [dict(s) for s in shared]
     yield
     for s, kept in zip(shared, before, strict=True):
@@ -55,12 +63,20 @@ def test_trls_configuration_is_made_with_each_recipe(name, tmp_path):
         r = recipe(o, name)
         kind = {"gmpo": GMPOConfig, "rloo": RLOOConfig}.get(r.mode, GRPOConfig)
         typed = settings(r)
-        made = kind(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **typed)
-        assert {k: getattr(made, k) for k in typed} | {"scale_rewards": ""} == typed | {"scale_rewards": ""}, o
+        made = kind(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            **typed,
+        )
+        assert {k: getattr(made, k) for k in typed} | {"scale_rewards": ""} == typed | {
+            "scale_rewards": ""
+        }, o
         assert kind.__name__ in "\n".join(r.settings) or kind is GRPOConfig
 
 
-# ---- verl ------------------------------------------------------------------------------------------------------------
+# ---- verl ----------------------------------------------------------------------------
 SIZES = (  # what verl wants beside any recipe
     "data.train_batch_size=256",
     *(f"actor_rollout_ref.{part}_micro_batch_size_per_gpu=1" for part in (
@@ -70,13 +86,17 @@ SIZES = (  # what verl wants beside any recipe
 
 @pytest.mark.verl
 def test_verls_configuration_and_validation_take_each_recipe(capsys):
-    """Hydra refuses a key that verl's YAML does not have, its dataclasses a value, validate_config a combination."""
+    """Hydra refuses a key that verl's YAML does not have, its dataclasses a value,
+    validate_config a combination.
+    """
     verl = pytest.importorskip("verl", reason="`repro/venv.sh verl` installs it")
     hydra = pytest.importorskip("hydra")
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     plugged = ["up_dapo", "up_gspo"]
-    with hydra.initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+    with hydra.initialize_config_dir(
+        str(Path(verl.__file__).parent / "trainer/config"), version_base=None
+    ):
         for o in [*reached("verl", {}), *plugged]:
             typed = settings(recipe(o, "verl"))
             typed.pop("VERL_USE_EXTERNAL_MODULES", None)  # of the environment
@@ -89,30 +109,56 @@ def test_verls_configuration_and_validation_take_each_recipe(capsys):
                 for part in key.split("."):
                     found = found[part]
                 assert found == wanted, (o, key)
-                if key.startswith("actor_rollout_ref.actor.") and "policy_loss" not in key:
+                if (
+                    key.startswith("actor_rollout_ref.actor.")
+                    and "policy_loss" not in key
+                ):
                     assert getattr(actor, key.rpartition(".")[2]) == wanted, (o, key)
             assert o in plugged or actor.policy_loss.loss_mode == recipe(o, "verl").mode
-            assert not actor.use_kl_loss and not config.algorithm.use_kl_in_reward and actor.entropy_coeff == 0
+            assert (
+                not actor.use_kl_loss
+                and not config.algorithm.use_kl_in_reward
+                and actor.entropy_coeff == 0
+            )
 
 
 @pytest.mark.verl
 def test_verl_refuses_what_is_no_recipe():
-    """The test above can fail: a key, a value and a combination that verl does not take."""
+    """The test above can fail: a key, a value and a combination that verl does not
+    take.
+    """
     verl = pytest.importorskip("verl", reason="`repro/venv.sh verl` installs it")
     hydra = pytest.importorskip("hydra")
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    with hydra.initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
-        with pytest.raises(hydra.errors.ConfigCompositionException, match="Could not override"):
-            hydra.compose("ppo_trainer", overrides=["actor_rollout_ref.actor.clip_low=0.2"])
-        wrong = hydra.compose("ppo_trainer", overrides=["actor_rollout_ref.actor.loss_agg_mode=mean", *SIZES])
-        with pytest.raises(hydra.errors.InstantiationException, match="Invalid loss_agg_mode"):
+    with hydra.initialize_config_dir(
+        str(Path(verl.__file__).parent / "trainer/config"), version_base=None
+    ):
+        with pytest.raises(
+            hydra.errors.ConfigCompositionException, match="Could not override"
+        ):
+            hydra.compose(
+                "ppo_trainer", overrides=["actor_rollout_ref.actor.clip_low=0.2"]
+            )
+        wrong = hydra.compose(
+            "ppo_trainer",
+            overrides=["actor_rollout_ref.actor.loss_agg_mode=mean", *SIZES],
+        )
+        with pytest.raises(
+            hydra.errors.InstantiationException, match="Invalid loss_agg_mode"
+        ):
             omega_conf_to_dataclass(wrong.actor_rollout_ref.actor)
-        with pytest.raises(hydra.errors.InstantiationException, match="ppo_micro_batch_size"):
-            validate_config(hydra.compose("ppo_trainer"), use_reference_policy=False, use_critic=False)
+        with pytest.raises(
+            hydra.errors.InstantiationException, match="ppo_micro_batch_size"
+        ):
+            validate_config(
+                hydra.compose("ppo_trainer"),
+                use_reference_policy=False,
+                use_critic=False,
+            )
 
 
-# ---- what their sources declare --------------------------------------------------------------------------------------
+# ---- what their sources declare ------------------------------------------------------
 def admits(kind: str, value: object) -> bool:
     """Whether a declared type, as the source writes it, admits this value."""
     if not kind:  # an argument without an annotation
@@ -134,32 +180,48 @@ def literals(kind: str) -> set:
 
 @pytest.mark.parametrize("name", READ)
 def test_each_key_is_declared_in_the_audited_source(name):
-    """By docs/recipe_keys.json, which `python -m docs.recipe_keys` reads from the version of the ledger."""
+    """By docs/recipe_keys.json, which `python -m docs.recipe_keys` reads from the
+    version of the ledger.
+    """
     found = recorded_keys()[name]
     assert found["version"] == ledger.read(name)[0].version
     typed = [pair for line in lines_of(name) for pair in typed_fields(line)]
-    assert found["keys"].keys() == {k for k, _ in typed}, "read it again: python -m docs.recipe_keys"
+    assert found["keys"].keys() == {k for k, _ in typed}, (
+        "read it again: python -m docs.recipe_keys"
+    )
     for key, value in typed:
-        assert admits(found["keys"][key]["type"], value), (key, value, found["keys"][key])
+        assert admits(found["keys"][key]["type"], value), (
+            key,
+            value,
+            found["keys"][key],
+        )
     for o in reached(name, {}):
         assert "its configuration was not started" in recipe(o, name).started
 
 
 def test_a_declared_type_refuses_another_value():
-    assert admits("Literal['a', 'b'] | None", "a") and not admits("Literal['a', 'b'] | None", "c")
+    assert admits("Literal['a', 'b'] | None", "a") and not admits(
+        "Literal['a', 'b'] | None", "c"
+    )
     assert admits("float | None", None) and not admits("float", None)
-    assert admits("bool", False) and not admits("float", True) and not admits("bool", 0.5)
+    assert (
+        admits("bool", False) and not admits("float", True) and not admits("bool", 0.5)
+    )
     assert not admits("float", "high") and admits("int", 3) and not admits("int", 0.5)
 
 
 def test_what_was_wrong_is_told_from_the_record():
-    """Of the recipes that a referee read, one of each fault; and a recipe that was right has none."""
+    """Of the recipes that a referee read, one of each fault; and a recipe that was
+    right has none.
+    """
     old = recipe_changes.before()
     found = {name: recipe_changes.faults(name, old[name]) for name in NAMED}
     assert {name: kind for name, kind in NAMED.items() if kind not in found[name]} == {}
     assert recipe_changes.faults("gspo in openrlhf", old["gspo in openrlhf"]) == {}
-    assert "gspo in tunix" in old and recipe_changes.MISSING not in recipe_changes.faults(
-        "gspo in tunix", old["gspo in tunix"]
+    assert (
+        "gspo in tunix" in old
+        and recipe_changes.MISSING
+        not in recipe_changes.faults("gspo in tunix", old["gspo in tunix"])
     )
 
 

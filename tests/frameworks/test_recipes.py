@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `upref recipe` prints was run: typed back into the config, the framework's own loss does what it says."""
+"""What `upref recipe` prints was run: typed back into the config, the framework's own
+loss does what it says.
+"""
 
 import contextlib
 import json
@@ -16,9 +18,20 @@ from upref.cli import main
 from upref.weights.batches import batch, grad
 from upref_frameworks import audits as A
 from upref_frameworks.audits import ledger
-from upref_frameworks.audits.compare import Comparison, _reference, difference, typical, unit
+from upref_frameworks.audits.compare import (
+    Comparison,
+    _reference,
+    difference,
+    typical,
+    unit,
+)
 from upref_frameworks.audits.ledger import recorded
-from upref_frameworks.audits.recipe import SAME_LOSS, reached, recipe as once, typed_fields
+from upref_frameworks.audits.recipe import (
+    SAME_LOSS,
+    reached,
+    recipe as once,
+    typed_fields,
+)
 
 recipe = cache(once)  # one reads the ledger for each
 entries = cache(ledger.read)
@@ -30,24 +43,40 @@ def comparison(objective: str, name: str) -> Comparison:
     """The audit's comparison of which the recipe speaks."""
     said = recipe(objective, name).command.removeprefix(f"upref check {name}:")
     return next(
-        c for c in A.framework(name).comparisons if f"{c.label} --as {c.promise.replace(', ', ' --hp ')}" == said
+        c
+        for c in A.framework(name).comparisons
+        if f"{c.label} --as {c.promise.replace(', ', ' --hp ')}" == said
     )
 
 
 def measured_elsewhere(objective: str, name: str) -> dict:
-    """The fields that the recipe leaves otherwise than the comparison has them, because the loss draws at random."""
+    """The fields that the recipe leaves otherwise than the comparison has them, because
+    the loss draws at random.
+    """
     return recorded(name)["recipe"].get("at", {}).get(objective, {}).get("fields", {})
 
 
 def test_each_recipe_is_of_an_explained_comparison():
     """At least eight objectives, in all frameworks that reach them."""
-    assert len({o for o, _ in EVERY}) >= 8 and {n for _, n in EVERY} == {*A.frameworks()}
+    assert len({o for o, _ in EVERY}) >= 8 and {n for _, n in EVERY} == {
+        *A.frameworks()
+    }
     for o, n in EVERY:
         r, c = recipe(o, n), comparison(o, n)
         rows = json.loads((JSON / f"{n}.json").read_text(encoding="utf-8"))["rows"]
-        row = next(x for x in rows if (x["label"], x["promise"], x["micro_batches"]) == (c.label, c.promise, 1))
-        assert row["ok"] and {k: c.config[k] for k in r.fields} | measured_elsewhere(o, n) == r.fields
-        assert len(r.differs) >= len(row["reasons"]) and r.settings == [line for line in r.settings if line.strip()]
+        row = next(
+            x
+            for x in rows
+            if (x["label"], x["promise"], x["micro_batches"]) == (c.label, c.promise, 1)
+        )
+        assert (
+            row["ok"]
+            and {k: c.config[k] for k in r.fields} | measured_elsewhere(o, n)
+            == r.fields
+        )
+        assert len(r.differs) >= len(row["reasons"]) and r.settings == [
+            line for line in r.settings if line.strip()
+        ]
         assert set(r.beside) == {"dynamic sampling", "overlong shaping"}
 
 
@@ -59,7 +88,9 @@ def kind_of(objective: str) -> str:
     return upref.get(objective).adv
 
 
-PLUGGED = [(o, n) for n in ("verl", "trl") for o in upref.names() if o not in reached(n, {})]
+PLUGGED = [
+    (o, n) for n in ("verl", "trl") for o in upref.names() if o not in reached(n, {})
+]
 
 
 def plugged() -> list[tuple[str, str]]:
@@ -73,30 +104,49 @@ def plugged() -> list[tuple[str, str]]:
 
 
 def test_the_advantages_are_the_objectives_own():
-    """One setting a kind; where none is known the recipe says so, and never gives the setting of another kind."""
+    """One setting a kind; where none is known the recipe says so, and never gives the
+    setting of another kind.
+    """
     for o, n in [*EVERY, *plugged()]:
         said, known = recipe(o, n).advantages, recorded(n)["recipe"]["advantages"]
         assert said.startswith(f"{kind_of(o)}, "), (o, n)
         if kind_of(o) not in known:
-            assert f"set them yourself, this recipe knows no setting of {n}" in said, (o, n)
+            assert f"set them yourself, this recipe knows no setting of {n}" in said, (
+                o,
+                n,
+            )
             continue
         mine = known[kind_of(o)]
-        assert f": {mine['set']}" in said and ("not measured" in said) == ("audited" not in mine), (o, n)
+        assert f": {mine['set']}" in said and ("not measured" in said) == (
+            "audited" not in mine
+        ), (o, n)
     dr = {n: recipe("dr_grpo", n).advantages for o, n in EVERY if o == "dr_grpo"}
-    assert len(dr) == 11 and not any("group_norm" in said or "(the default)" in said for said in dr.values()), dr
+    assert len(dr) == 11 and not any(
+        "group_norm" in said or "(the default)" in said for said in dr.values()
+    ), dr
 
 
 def test_measured_advantages_are_a_row_of_the_audit():
     for n in A.frameworks():
-        rows = {(r["label"], r["promise"].split(", ")[0]) for r in audited(n) if r["kind"] == "advantages"}
+        rows = {
+            (r["label"], r["promise"].split(", ")[0])
+            for r in audited(n)
+            if r["kind"] == "advantages"
+        }
         for kind, how in recorded(n)["recipe"]["advantages"].items():
             row = "reward" if kind == "signed" else kind  # A = R where R is 1 or -1
-            assert kind in ADVANTAGES and how.keys() <= {"set", "audited"} and how["set"], (n, kind)
-            assert "audited" not in how or (f"advantages:{how['audited']}", row) in rows, (n, kind)
+            assert (
+                kind in ADVANTAGES and how.keys() <= {"set", "audited"} and how["set"]
+            ), (n, kind)
+            assert (
+                "audited" not in how or (f"advantages:{how['audited']}", row) in rows
+            ), (n, kind)
 
 
 def test_every_entry_that_concerns_the_recipe_is_mentioned():
-    """Of the loss in one batch and in micro-batches, and of the advantages; what was not measured is said to be so."""
+    """Of the loss in one batch and in micro-batches, and of the advantages; what was
+    not measured is said to be so.
+    """
     for o, n in EVERY:
         r, c = recipe(o, n), comparison(o, n)
         said, kind = "\n".join(r.differs), kind_of(o)
@@ -104,20 +154,34 @@ def test_every_entry_that_concerns_the_recipe_is_mentioned():
         for e in entries(n):
             for x in e.evidence:
                 if (x.loss, x.held_against) == (c.label, c.promise):
-                    prefix = "in micro-batches: " if of_micro_batches_alone(e, c) else ""
+                    prefix = (
+                        "in micro-batches: " if of_micro_batches_alone(e, c) else ""
+                    )
                     assert prefix + e.reason in said, (o, n, e.key)
-                if (x.loss, x.held_against.split(", ")[0]) == (f"advantages:{estimator}", kind):
+                if (x.loss, x.held_against.split(", ")[0]) == (
+                    f"advantages:{estimator}",
+                    kind,
+                ):
                     assert f"in the advantages: {e.reason}" in said, (o, n, e.key)
-        split = any(x.setting == "paper" and x.label == c.label for x in A.framework(n).comparisons)
+        split = any(
+            x.setting == "paper" and x.label == c.label
+            for x in A.framework(n).comparisons
+        )
         assert split or "in micro-batches: not measured" in r.differs, (o, n)
-        assert not upref.get(o).batch_coupled or "in micro-batches: each acts by itself" in said, (o, n)
+        assert (
+            not upref.get(o).batch_coupled
+            or "in micro-batches: each acts by itself" in said
+        ), (o, n)
     assert "in micro-batches: torch.mean of each" in str(recipe("gmpo", "verl"))
     assert "in micro-batches: the means over" in str(recipe("gspo", "trinity"))
 
 
 def of_micro_batches_alone(e, c: Comparison) -> bool:
     """Whether the entry is of micro-batches alone."""
-    return not any((x.loss, x.held_against, x.micro_batches) == (c.label, c.promise, 1) for x in e.evidence)
+    return not any(
+        (x.loss, x.held_against, x.micro_batches) == (c.label, c.promise, 1)
+        for x in e.evidence
+    )
 
 
 def test_a_plug_in_says_what_was_measured_of_it():
@@ -126,17 +190,27 @@ def test_a_plug_in_says_what_was_measured_of_it():
     assert len(rows) > 50
     for o, n in rows:
         differs, objective = "\n".join(recipe(o, n).differs), upref.get(o)
-        assert ("one denominator for the batch" in differs) == (objective.agg == "group-token-mean"), (o, n)
-        assert not objective.batch_coupled or "in micro-batches: each acts by itself" in differs, (o, n)
+        assert ("one denominator for the batch" in differs) == (
+            objective.agg == "group-token-mean"
+        ), (o, n)
+        assert (
+            not objective.batch_coupled
+            or "in micro-batches: each acts by itself" in differs
+        ), (o, n)
     for o in ("up_dapo", "gppo", "m2po"):
         b, objective = typical(), upref.get(o)
         paper, seen = grad(objective, b), grad(objective, replace(b, group=None))
         change = 100 * ((seen - paper).norm() / paper.norm()).item()
-        assert f"one denominator for the batch, not one per prompt (weakens, {change:.2g} % of" in str(
-            recipe(o, "verl")
+        assert (
+            f"one denominator for the batch, not one per prompt (weakens, {change:.2g} % of"
+            in str(recipe(o, "verl"))
         )
-    assert "20 %" in str(recipe("up_dapo", "verl")) and "nothing differs" not in str(recipe("up_dapo", "trl"))
-    assert "plain sum" in str(recipe("w_reinforce", "verl")) and "plain sum" in str(recipe("wapo", "trl"))
+    assert "20 %" in str(recipe("up_dapo", "verl")) and "nothing differs" not in str(
+        recipe("up_dapo", "trl")
+    )
+    assert "plain sum" in str(recipe("w_reinforce", "verl")) and "plain sum" in str(
+        recipe("wapo", "trl")
+    )
     assert "mean of its weights (not measured)" in str(recipe("up_gspo", "verl"))
 
 
@@ -177,34 +251,75 @@ def test_what_the_plug_in_refuses_has_no_recipe():
 
 
 def test_verls_own_losses_of_the_entropy_mechanism_and_dro():
-    """verl 0.9.1 has them: no plug-in, and clip_cov, which draws at random, says how it was measured."""
+    """verl 0.9.1 has them: no plug-in, and clip_cov, which draws at random, says how it
+    was measured.
+    """
     modes = {o: recipe(o, "verl").mode for o in ("kl_cov", "clip_cov", "dro")}
     assert modes == {o: o for o in modes}
     lines = "\n".join(line for o in modes for line in recipe(o, "verl").settings)
-    assert "policy_loss.ppo_kl_coef=1\n" in lines and "policy_loss.dro_beta=0.1" in lines
-    assert "clip_cov_ratio=0.0002" in lines and "at random" in str(recipe("clip_cov", "verl"))
+    assert (
+        "policy_loss.ppo_kl_coef=1\n" in lines and "policy_loss.dro_beta=0.1" in lines
+    )
+    assert "clip_cov_ratio=0.0002" in lines and "at random" in str(
+        recipe("clip_cov", "verl")
+    )
     assert "each acts by itself" in str(recipe("kl_cov", "verl"))
 
 
 def test_advantages_alone_set_reinforce_pp_and_rloo_apart():
-    """The recipe of another objective with advantages of their own: their gradients are equal, bit for bit."""
+    """The recipe of another objective with advantages of their own: their gradients are
+    equal, bit for bit.
+    """
     for o, other in SAME_LOSS.items():
         b = batch(upref.get(o))
-        assert (grad(upref.get(o), b) == grad(upref.get(other), b)).all() and upref.get(o).adv != upref.get(other).adv
+        assert (grad(upref.get(o), b) == grad(upref.get(other), b)).all() and upref.get(
+            o
+        ).adv != upref.get(other).adv
     here = {o: {n for x, n in EVERY if x == o} for o in SAME_LOSS}
-    assert here["reinforce_pp"] >= {"openrlhf", "verl", "slime", "miles", "skyrl", "nemo_rl", "trinity", "easyr1"}
-    assert here["reinforce_pp_baseline"] >= {"openrlhf", "verl", "slime", "miles", "swift", "nemo_rl"}
+    assert here["reinforce_pp"] >= {
+        "openrlhf",
+        "verl",
+        "slime",
+        "miles",
+        "skyrl",
+        "nemo_rl",
+        "trinity",
+        "easyr1",
+    }
+    assert here["reinforce_pp_baseline"] >= {
+        "openrlhf",
+        "verl",
+        "slime",
+        "miles",
+        "swift",
+        "nemo_rl",
+    }
     assert here["rloo"] >= {"trl", "nemo_rl", "verl"}
     said = str(recipe("reinforce_pp", "slime"))
-    assert "--advantage-estimator reinforce_plus_plus\n" in said and "--normalize-advantages" in said
+    assert (
+        "--advantage-estimator reinforce_plus_plus\n" in said
+        and "--normalize-advantages" in said
+    )
     assert "the loss is that of grpo; only the advantages differ" in said
-    assert "rloo_vectorized" in str(recipe("rloo", "verl")) and "loss_mode=gpg" in str(recipe("rloo", "verl"))
+    assert "rloo_vectorized" in str(recipe("rloo", "verl")) and "loss_mode=gpg" in str(
+        recipe("rloo", "verl")
+    )
 
 
 def test_rloo_with_a_clipped_loss_says_what_that_changes():
-    """Where a framework has RLOO's advantages and no loss without a ratio: both sizes are measured here again."""
+    """Where a framework has RLOO's advantages and no loss without a ratio: both sizes
+    are measured here again.
+    """
     with_clip = {n for o, n in EVERY if o == "rloo"} - {"trl", "nemo_rl", "verl"}
-    assert with_clip == {"areal", "easyr1", "openrlhf", "skyrl", "swift", "trinity", "tunix"}
+    assert with_clip == {
+        "areal",
+        "easyr1",
+        "openrlhf",
+        "skyrl",
+        "swift",
+        "trinity",
+        "tunix",
+    }
     t = typical()
     paper = grad(upref.get("rloo"), t)
     clipped = grad(upref.get("dr_grpo"), t)
@@ -212,8 +327,14 @@ def test_rloo_with_a_clipped_loss_says_what_that_changes():
     for n in with_clip:
         said = str(recipe("rloo", n))
         assert f"PPO's clip, which rloo has not (weakens, {change:.2g} % of" in said, n
-        assert "rloo" in recipe("rloo", n).advantages or "leave1out" in recipe("rloo", n).advantages
-    assert "aggregated by token-mean, where rloo has seq-mean-token-sum (rescales" in str(recipe("rloo", "areal"))
+        assert (
+            "rloo" in recipe("rloo", n).advantages
+            or "leave1out" in recipe("rloo", n).advantages
+        )
+    assert (
+        "aggregated by token-mean, where rloo has seq-mean-token-sum (rescales"
+        in str(recipe("rloo", "areal"))
+    )
     assert "aggregated by" not in str(recipe("rloo", "skyrl"))
 
 
@@ -226,12 +347,18 @@ def test_skyrl_has_the_papers_denominator():
 
 
 def test_what_must_be_set_is_set():
-    """SkyRL refuses the sum without max_seq_len, Liger without max_completion_length; Unsloth's beta is 0.001."""
+    """SkyRL refuses the sum without max_seq_len, Liger without max_completion_length;
+    Unsloth's beta is 0.001.
+    """
     for o in ("dr_grpo", "dppo_tv", "dppo_kl", "is_pg"):
         r = recipe(o, "skyrl")
-        assert "trainer.algorithm.max_seq_len=1" in r.settings and "it must be set" in str(r)
+        assert (
+            "trainer.algorithm.max_seq_len=1" in r.settings
+            and "it must be set" in str(r)
+        )
     assert "max_completion_length=1," in recipe("dr_grpo", "liger").settings
-    for o, n in [("rloo", "trl"), ("ppo_clip", "tunix")]:  # a KL term in the reward, of 0.05 and of 0.04
+    # a KL term in the reward, of 0.05 and of 0.04
+    for o, n in [("rloo", "trl"), ("ppo_clip", "tunix")]:
         assert "beta=0.0," in recipe(o, n).settings
     for o in reached("unsloth", {}):
         assert "beta=0.0," in recipe(o, "unsloth").settings
@@ -243,19 +370,31 @@ def test_sampler_corrections_that_are_on_by_default_are_named():
         "trl": "vllm_importance_sampling_correction=False",
         "open_instruct": "use_rho_correction",
     }.items():
-        assert all(switch in str(recipe(o, n)) for o in reached(n, {}) if (o, n) != ("rloo", "trl"))
+        assert all(
+            switch in str(recipe(o, n))
+            for o in reached(n, {})
+            if (o, n) != ("rloo", "trl")
+        )
     assert "vllm_importance_sampling_correction" in str(recipe("up_dapo", "trl"))
     assert "correction is on by default" not in str(recipe("tis(dapo)", "trl"))
 
 
 def typed_back(lines: list[str]) -> dict:
     """The fields of the framework's config, from the lines as one types them."""
-    return {key.rpartition(".")[2]: value for line in lines for key, value in typed_fields(line)}
+    return {
+        key.rpartition(".")[2]: value
+        for line in lines
+        for key, value in typed_fields(line)
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "objective"),
-    [pytest.param(n, o, marks=getattr(pytest.mark, n)) for o, n in EVERY if n in ("verl", "trl")],
+    [
+        pytest.param(n, o, marks=getattr(pytest.mark, n))
+        for o, n in EVERY
+        if n in ("verl", "trl")
+    ],
 )
 def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
     """Equal to the objective with what the recipe says still differs, and to no other."""
@@ -275,8 +414,16 @@ def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
 
 def test_a_kl_term_that_is_on_beside_the_loss_is_switched_off():
     """Unless the recipe is one with a KL term."""
-    said = {n: recipe("dapo", n).settings[-1] for n in ("openrlhf", "areal", "easyr1", "trinity")}
-    off = ["--algo.kl.init_coef 0", "actor.kl_ctl=0.0", "algorithm.disable_kl=true", "algorithm.kl_loss_fn: none"]
+    said = {
+        n: recipe("dapo", n).settings[-1]
+        for n in ("openrlhf", "areal", "easyr1", "trinity")
+    }
+    off = [
+        "--algo.kl.init_coef 0",
+        "actor.kl_ctl=0.0",
+        "algorithm.disable_kl=true",
+        "algorithm.kl_loss_fn: none",
+    ]
     assert [*said.values()] == off
     assert off[2] not in recipe("grpo", "easyr1", beta=0.04).settings
 
@@ -284,7 +431,10 @@ def test_a_kl_term_that_is_on_beside_the_loss_is_switched_off():
 def test_the_command(capsys):
     assert main(["recipe", "dapo", "--in", "verl"]) == 0
     out = capsys.readouterr().out
-    assert "\nactor_rollout_ref.actor.clip_ratio_high=0.28\n" in out and "still differs: one denominator" in out
+    assert (
+        "\nactor_rollout_ref.actor.clip_ratio_high=0.28\n" in out
+        and "still differs: one denominator" in out
+    )
     assert str(recipe("dapo", "verl")) + "\n" == out
     assert main(["recipe", "up_dapo", "--in", "trl"]) == 0
     assert 'objective="up_dapo"' in capsys.readouterr().out

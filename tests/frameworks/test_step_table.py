@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/steps.md: its records are of the settings that there are, and every difference has a note."""
+"""docs/steps.md: its records are of the settings that there are, and every difference
+has a note.
+"""
 
 import json
 from dataclasses import replace
@@ -29,23 +31,36 @@ WORDS = {"bug", "surprising default", "documented choice", "numerical"}
 @pytest.mark.parametrize("trainer", ["trl", "verl", "openrlhf"])
 def test_the_records_are_of_the_settings(trainer):
     records = json.loads((RECORDS / f"{trainer}.json").read_text(encoding="utf-8"))
-    assert [(r["setting"], r["family"]) for r in records] == [(s.name, s.family) for s in table.chosen(trainer)]
+    assert [(r["setting"], r["family"]) for r in records] == [
+        (s.name, s.family) for s in table.chosen(trainer)
+    ]
     for r in records:
         if r["error"] is not None and r["cause"]:
             note = note_of(trainer, r)
-            assert note and note["status"] in WORDS and note["severity"] in SEVERITIES, r
+            assert (
+                note and note["status"] in WORDS and note["severity"] in SEVERITIES
+            ), r
     assert len(FAMILIES) >= 15
     what = [replace(s, name="") for s in table.chosen(trainer)]
-    assert all(s not in what[:i] for i, s in enumerate(what)), "two settings are the same"
+    assert all(s not in what[:i] for i, s in enumerate(what)), (
+        "two settings are the same"
+    )
 
 
-# ---- the exit status -------------------------------------------------------------------------------------------------
+# ---- the exit status -----------------------------------------------------------------
 RIGHT = StepReport("step", "dapo", {}, [], "", [], {}, {}, 0.0, error=1e-6)
-WRONG = replace(RIGHT, findings=[fail("gradient", "over all parameters", cause="the temperature is left out")])
+WRONG = replace(
+    RIGHT,
+    findings=[
+        fail("gradient", "over all parameters", cause="the temperature is left out")
+    ],
+)
 
 
 def answered(monkeypatch, capsys, *answers, arguments=()):
-    """The status and the last line of `upref step trl` where its settings have these reports, or raise."""
+    """The status and the last line of `upref step trl` where its settings have these
+    reports, or raise.
+    """
     names = [f"setting {i}" for i, _ in enumerate(answers)]
     settings = [table.Setting(name) for name in names]
 
@@ -76,7 +91,9 @@ REFUSED, ABSENT, CRASH = (
 def test_the_status_says_whether_anything_ran(monkeypatch, capsys, answers, status):
     found, said = answered(monkeypatch, capsys, *answers)
     assert found == status, said
-    assert ("upref itself fails" in said) == any(type(a) in (TypeError, InputError) for a in answers), said
+    assert ("upref itself fails" in said) == any(
+        type(a) in (TypeError, InputError) for a in answers
+    ), said
 
 
 @pytest.mark.parametrize(("answers", "status", "words"), [
@@ -86,18 +103,36 @@ def test_the_status_says_whether_anything_ran(monkeypatch, capsys, answers, stat
     ([RIGHT, WRONG, CRASH], 2, ""),
     ([RIGHT, WRONG, REFUSED, RIGHT], 1, "setting 3: not recorded, now agrees"),
 ])  # fmt: skip
-def test_against_records_what_changes_fails(monkeypatch, capsys, tmp_path, answers, status, words):
-    ends = [(1e-6, ""), (0.5, "the temperature is left out"), (None, "TRL's trainer fails: ValueError")]
-    records = [dict(setting=f"setting {i}", family="qwen3", error=e, cause=c) for i, (e, c) in enumerate(ends)]
+def test_against_records_what_changes_fails(
+    monkeypatch, capsys, tmp_path, answers, status, words
+):
+    ends = [
+        (1e-6, ""),
+        (0.5, "the temperature is left out"),
+        (None, "TRL's trainer fails: ValueError"),
+    ]
+    records = [
+        dict(setting=f"setting {i}", family="qwen3", error=e, cause=c)
+        for i, (e, c) in enumerate(ends)
+    ]
     (tmp_path / "before.json").write_text(json.dumps(records))
-    found, said = answered(monkeypatch, capsys, *answers, arguments=["--against", str(tmp_path / "before.json")])
+    found, said = answered(
+        monkeypatch,
+        capsys,
+        *answers,
+        arguments=["--against", str(tmp_path / "before.json")],
+    )
     assert found == status, said
     assert words in said
 
 
 def test_half_a_batch_that_never_trains_differs():
-    """The rows that a trainer was fed are not another batch: those that it leaves out are missing."""
-    loops = pytest.importorskip("tests.step.loops", reason="the model is made by transformers")
+    """The rows that a trainer was fed are not another batch: those that it leaves out
+    are missing.
+    """
+    loops = pytest.importorskip(
+        "tests.step.loops", reason="the model is made by transformers"
+    )
 
     def trained(model, rows, temperature, share):
         with record_step(model) as seen:
@@ -105,31 +140,46 @@ def test_half_a_batch_that_never_trains_differs():
             torch.optim.SGD(model.parameters(), lr=0.0).step()
         return seen
 
-    judged = [report(trained, loops.qwen3(), "dapo", {}, {}, share=share) for share in (8, 4)]
+    judged = [
+        report(trained, loops.qwen3(), "dapo", {}, {}, share=share) for share in (8, 4)
+    ]
     assert judged[0], judged[0]
     assert not judged[1]
     assert "do not train" in judged[1].failures[0].cause
 
 
 def test_what_the_trainer_raises_is_not_a_refusal(monkeypatch, capsys):
-    _, said = answered(monkeypatch, capsys, TrainerFailedError("TRL's trainer fails: ValueError"), RIGHT)
+    _, said = answered(
+        monkeypatch,
+        capsys,
+        TrainerFailedError("TRL's trainer fails: ValueError"),
+        RIGHT,
+    )
     assert said.startswith("fails ")
     assert "1 could not be run (1 because the trainer raised an error)" in said
 
 
 def test_a_number_that_is_not_exercised_stands_in_its_line(monkeypatch, capsys):
-    reached = replace(RIGHT, not_reached={"c = 3": "300 agrees too"}, reach="r from 0.5 to 2, |A| up to 2")
+    reached = replace(
+        RIGHT,
+        not_reached={"c = 3": "300 agrees too"},
+        reach="r from 0.5 to 2, |A| up to 2",
+    )
     _, said = answered(monkeypatch, capsys, reached)
     assert "not exercised: c = 3 (300 agrees too): r from 0.5 to 2, |A| up to 2" in said
 
 
 def test_an_error_of_upref_is_not_the_trainer_s():
-    with pytest.raises(Refused, match="the trainer fails: FileNotFoundError"), quiet("the trainer", "numpy"):
+    with (
+        pytest.raises(Refused, match="the trainer fails: FileNotFoundError"),
+        quiet("the trainer", "numpy"),
+    ):
         numpy.load("no such file")
     with pytest.raises(TypeError), quiet("the trainer", "numpy"):
         as_float64(object)  # upref's own function
     with pytest.raises(AttributeError, match="family"), quiet("the trainer", "numpy"):
-        numpy.apply_along_axis(lambda _: table.one("trl", None), 0, numpy.zeros(1))  # called by the trainer
+        # called by the trainer
+        numpy.apply_along_axis(lambda _: table.one("trl", None), 0, numpy.zeros(1))
 
 
 @pytest.mark.trl
@@ -151,8 +201,12 @@ def test_openrlhf_agrees_where_it_is_recorded_to(monkeypatch):
 def test_verl_agrees_where_it_is_recorded_to(monkeypatch):
     platform = pytest.importorskip("verl.plugin.platform.platform_manager")
     cuda = platform.PlatformRegistry.get("nvidia")()
-    monkeypatch.setattr(platform, "_current_platform", cuda)  # as after other code of verl, which looks once
-    monkeypatch.setattr("verl.models.transformers.monkey_patch.is_trl_available", lambda: True)  # and that it has TRL
+    # as after other code of verl, which looks once
+    monkeypatch.setattr(platform, "_current_platform", cuda)
+    # and that it has TRL
+    monkeypatch.setattr(
+        "verl.models.transformers.monkey_patch.is_trl_available", lambda: True
+    )
     (outcome,) = table.run("verl", "qwen3 use_remove_padding, use_dynamic")
     if outcome.cause and "does not import here" in outcome.cause:
         pytest.skip("verl's trainer is not installed: `repro/venv.sh smoke`")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's trainers, run by their own code on given log-probabilities, as `check` and `audit` see them."""
+"""TRL's trainers, run by their own code on given log-probabilities, as `check` and
+`audit` see them.
+"""
 
 import subprocess
 import sys
@@ -34,7 +36,9 @@ def audit():
 def test_check_runs_every_oracle_on_trl():
     report = upref.check("trl:dapo@matched", "dapo")
     assert report, str(report)
-    assert report.oracles["micro-batches"] == "ok" and any("num_items_in_batch" in c for c in report.assumptions)
+    assert report.oracles["micro-batches"] == "ok" and any(
+        "num_items_in_batch" in c for c in report.assumptions
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,10 +53,21 @@ def test_right(loss, name, hp):
     assert report, str(report)
     o = upref.get(name)
     theirs = read(f"trl:{loss}@matched", o, hp)
-    b = replace(batch(o, edges=OFF_EDGES, **{k: v for k, v in hp.items() if k != "beta"}), group=None)
-    b = replace(b, **{k: getattr(b, k).masked_fill(~b.mask, -1.0) for k in ("logp", "logp_old", "adv")})
+    b = replace(
+        batch(o, edges=OFF_EDGES, **{k: v for k, v in hp.items() if k != "beta"}),
+        group=None,
+    )
+    b = replace(
+        b,
+        **{
+            k: getattr(b, k).masked_fill(~b.mask, -1.0)
+            for k in ("logp", "logp_old", "adv")
+        },
+    )
     b = replace(b, logp_ref=b.logp_old - 0.1)
-    torch.testing.assert_close(theirs.gradient(b), grad(lambda x: o(x, **hp), b), rtol=2e-7, atol=1e-10)
+    torch.testing.assert_close(
+        theirs.gradient(b), grad(lambda x: o(x, **hp), b), rtol=2e-7, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,8 +94,21 @@ class Halved(GRPOTrainer):
 
 def test_a_trainer_of_ones_own():
     report = upref.check(Halved, "dapo", skip=QUICK)
-    assert [f.oracle for f in report.failures][:1] == ["on-policy"] and "0.5 times" in str(report), str(report)
-    assert main(["check", "trl.trainer.grpo_trainer:GRPOTrainer", "--as", "dapo", *(f"--skip={q}" for q in QUICK)]) == 0
+    assert [f.oracle for f in report.failures][:1] == [
+        "on-policy"
+    ] and "0.5 times" in str(report), str(report)
+    assert (
+        main(
+            [
+                "check",
+                "trl.trainer.grpo_trainer:GRPOTrainer",
+                "--as",
+                "dapo",
+                *(f"--skip={q}" for q in QUICK),
+            ]
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,13 +123,19 @@ def test_bad_names_are_one_sentence(target, said, capsys):
 
 
 def test_the_whole_training_step_runs(monkeypatch):
-    """TRL's loss, and what transformers does to it before backward: RLOO's is divided there, not in the loss."""
+    """TRL's loss, and what transformers does to it before backward: RLOO's is divided
+    there, not in the loss.
+    """
     b = batch(upref.get("gspo"), thin=3)
-    b = replace(b, group=None, totals=upref.Totals(4 * b.mask.sum(), 4 * len(b.mask), 1, 1))
+    b = replace(
+        b, group=None, totals=upref.Totals(4 * b.mask.sum(), 4 * len(b.mask), 1, 1)
+    )
     called = []
     for cls in (GRPOTrainer, RLOOTrainer):
         true = cls._compute_loss
-        monkeypatch.setattr(cls, "_compute_loss", lambda *a, f=true: called.append(f(*a)) or called[-1])
+        monkeypatch.setattr(
+            cls, "_compute_loss", lambda *a, f=true: called.append(f(*a)) or called[-1]
+        )
     rloo, grpo = trl_loss("rloo", b), trl_loss("grpo", b)
     assert len(called) == 2
     assert rloo == called[0] / 4 and grpo == called[1]
@@ -110,7 +144,10 @@ def test_the_whole_training_step_runs(monkeypatch):
 def test_unequal_micro_batches_are_refused():
     b = batch(upref.get("gspo"), thin=3)
     with pytest.raises(InputError, match="equal"):
-        trl_loss("grpo", replace(b, group=None, totals=upref.Totals(1000, len(b.mask) + 1, 1, 1)))
+        trl_loss(
+            "grpo",
+            replace(b, group=None, totals=upref.Totals(1000, len(b.mask) + 1, 1, 1)),
+        )
 
 
 def test_without_trl(monkeypatch):
@@ -128,15 +165,31 @@ def test_nothing_of_trl_is_imported_for_a_plain_loss():
         "upref.check(f, 'reinforce_off_policy', skip=('gradient',))\n"
         "print(sorted({'trl', 'verl', 'transformers', 'datasets'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
-# ---- the audit -------------------------------------------------------------------------------------------------------
+# ---- the audit -----------------------------------------------------------------------
 def test_what_trl_is_known_for(audit):
     row = {(r.setting, r.mode, r.objective, r.micro_batches): r for r in audit.rows}
-    assert not audit.unaudited and {*loss_types(), "rloo", "gmpo"} <= {c.mode for c in COMPARISONS} | {"vespo"}
-    assert row["default", "cispo", "cispo", 1].reasons[0][0].endswith("every weight is at most 0.2")
-    for mode, name in (("grpo", "grpo"), ("gmpo", "gmpo"), ("dr_grpo", "dr_grpo"), ("grpo", "gspo")):
+    assert not audit.unaudited and {*loss_types(), "rloo", "gmpo"} <= {
+        c.mode for c in COMPARISONS
+    } | {"vespo"}
+    assert (
+        row["default", "cispo", "cispo", 1]
+        .reasons[0][0]
+        .endswith("every weight is at most 0.2")
+    )
+    for mode, name in (
+        ("grpo", "grpo"),
+        ("gmpo", "gmpo"),
+        ("dr_grpo", "dr_grpo"),
+        ("grpo", "gspo"),
+    ):
         assert row["paper", mode, name, 1].agrees
     assert [r.mode for r in audit.rows if r.micro_batches > 1] == ["bnpo"]
     assert "dapo" in audit.nan_in_padding
@@ -155,7 +208,9 @@ def test_a_changed_trl_is_found(monkeypatch):
     true = GRPOTrainer._compute_loss
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *a: 1.001 * true(*a))
     # as GRPOTrainer's own it would take [B, T] advantages
-    monkeypatch.setattr("upref_frameworks.trl.losses.token_advantages", lambda cls: True)
+    monkeypatch.setattr(
+        "upref_frameworks.trl.losses.token_advantages", lambda cls: True
+    )
     assert not A.audit("trl", (c,)).explained
 
 
@@ -169,12 +224,22 @@ def test_a_new_loss_is_reported(monkeypatch):
 @pytest.mark.parametrize(
     ("loss", "name", "hp", "agg", "why"),
     [
-        ("trl:grpo,importance_sampling_level=sequence", "gspo", {"eps_low": 0.2}, "seq-mean-token-mean", ""),
+        (
+            "trl:grpo,importance_sampling_level=sequence",
+            "gspo",
+            {"eps_low": 0.2},
+            "seq-mean-token-mean",
+            "",
+        ),
         ("trl:cispo,epsilon_high=5", "cispo", {"eps_high": 4.0}, "token-mean", ""),
         ("trl:bnpo", "ppo_clip", {"eps": 0.2}, "token-mean", "micro-batch"),
     ],
 )
 def test_identify_reads_trl(loss, name, hp, agg, why):
     who = upref.identify(loss)
-    assert (who.name, who.agg, bool(who.why)) == (name, agg, bool(why)) and why in who.why, str(who)
+    assert (who.name, who.agg, bool(who.why)) == (
+        name,
+        agg,
+        bool(why),
+    ) and why in who.why, str(who)
     assert {k: who.hp[k] for k in hp} == pytest.approx(hp, abs=1e-6)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""upref_frameworks.trl.training trains the reference through TRL's own training_step, and equals TRL's own losses."""
+"""upref_frameworks.trl.training trains the reference through TRL's own training_step,
+and equals TRL's own losses.
+"""
 
 import os
 import re
@@ -19,7 +21,9 @@ from upref import InputError, Totals
 from upref.weights.batches import OFF_EDGES, batch, fill_padding, grad, sampler
 from upref_frameworks.parity import Monitor, ParityError
 
-trl = pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")
+trl = pytest.importorskip(
+    "trl", reason="`repro/venv.sh trl` installs what TRL's losses need"
+)
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -36,7 +40,9 @@ DOC = Path(__file__).parents[2] / "docs" / "trl.md"
 
 @lru_cache
 def bound(name, **hp):
-    """The trainer as a class of its own: upref_frameworks.trl.losses makes trainers from a class and a config."""
+    """The trainer as a class of its own: upref_frameworks.trl.losses makes trainers
+    from a class and a config.
+    """
 
     class Bound(GRPOTrainer):
         def __init__(self, *args, **kw):
@@ -53,7 +59,9 @@ def at_home(monkeypatch):
 
 
 def shared():
-    """A config that was made forgets the state that trainers made before it share: make it again."""
+    """A config that was made forgets the state that trainers made before it share: make
+    it again.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     Accelerator()
 
@@ -65,15 +73,24 @@ def token_advantages(monkeypatch):
 
 
 def plain(name, thin=1, rows=8, edges=OFF_EDGES, **hp):
-    """The regime grid as TRL batches it: no groups, numbers in masked slots, micro-batches of equal size."""
-    b = replace(fill_padding(batch(upref.get(name), edges=edges, thin=thin, **hp)), group=None)
+    """The regime grid as TRL batches it: no groups, numbers in masked slots,
+    micro-batches of equal size.
+    """
+    b = replace(
+        fill_padding(batch(upref.get(name), edges=edges, thin=thin, **hp)), group=None
+    )
     n = len(b.mask) // rows * rows
     return b.rows(torch.arange(n), Totals.of(b.mask[:n]))
 
 
 def gradient(trainer, b, parts=1, **settings):
     """Of what TRL hands to backward, micro-batch by micro-batch."""
-    return torch.cat([grad(lambda x: given.trl_loss(trainer, x, **settings), p) for p in b.split(parts)])
+    return torch.cat(
+        [
+            grad(lambda x: given.trl_loss(trainer, x, **settings), p)
+            for p in b.split(parts)
+        ]
+    )
 
 
 def same(x, y, tol=1e-12):
@@ -81,7 +98,7 @@ def same(x, y, tol=1e-12):
     assert (x - y).abs().max() <= tol * y.abs().max()
 
 
-# ---- the same function -----------------------------------------------------------------------------------------------
+# ---- the same function ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,7 +109,9 @@ def test_every_objective_through_training_step(name, token_advantages):
     for parts in (1, 2, 4):
         if o.batch_coupled:
             totals = b.totals._replace(group_tokens=b.totals.tokens)
-            whole = torch.cat([o.gradient(p) for p in replace(b, totals=totals).split(parts)])
+            whole = torch.cat(
+                [o.gradient(p) for p in replace(b, totals=totals).split(parts)]
+            )
         else:
             whole = o.gradient(b)
         same(-gradient(bound(name), b, parts), whole)
@@ -103,14 +122,30 @@ def test_up_of_anything_and_hyperparameters(token_advantages):
     b = plain("sapo", thin=5)
     same(-gradient(bound("up(sapo)"), b, 2), o.gradient(b))
     b = plain("up_dapo", thin=3, eps_low=0.1)
-    same(-gradient(bound("up_dapo", eps_low=0.1, c=3.0), b, 2), upref.get("up_dapo").gradient(b, eps_low=0.1, c=3.0))
+    same(
+        -gradient(bound("up_dapo", eps_low=0.1, c=3.0), b, 2),
+        upref.get("up_dapo").gradient(b, eps_low=0.1, c=3.0),
+    )
 
 
 TWINS = {  # objective: hp, settings of TRL's own, how many times ours TRL's gradient is
     "grpo": ({"eps": 0.15}, dict(loss_type="grpo", epsilon=0.15), 1),
-    "dapo": ({"c": 10.0}, dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, delta=10.0), 1),
+    "dapo": (
+        {"c": 10.0},
+        dict(loss_type="dapo", epsilon=0.2, epsilon_high=0.28, delta=10.0),
+        1,
+    ),
     "dr_grpo": ({}, dict(loss_type="dr_grpo", max_completion_length=6), 1 / 6),
-    "gspo": ({}, dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4), 1),
+    "gspo": (
+        {},
+        dict(
+            loss_type="grpo",
+            importance_sampling_level="sequence",
+            epsilon=3e-4,
+            epsilon_high=4e-4,
+        ),
+        1,
+    ),
     "sapo": ({}, dict(loss_type="sapo"), 1),
     "cispo": ({}, dict(loss_type="cispo", epsilon_high=5.0), 1),
 }
@@ -120,7 +155,12 @@ TWINS = {  # objective: hp, settings of TRL's own, how many times ours TRL's gra
 def test_it_is_trls_own_loss_where_trl_has_the_objective(name, token_advantages):
     hp, settings, times = TWINS[name]
     b = plain(name, thin=2, **hp)
-    same(gradient(trl.GRPOTrainer, b, 4, **settings), times * gradient(bound(name, **hp), b, 4), 1e-6)  # their float32
+    # their float32
+    same(
+        gradient(trl.GRPOTrainer, b, 4, **settings),
+        times * gradient(bound(name, **hp), b, 4),
+        1e-6,
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "sapo"])
@@ -128,12 +168,18 @@ def test_it_is_trls_own_loss_where_trl_has_the_objective(name, token_advantages)
 def test_sampler_corrections_and_masks_are_trls(name, shape):
     hp, settings, times = TWINS[name]
     b = plain(name, thin=5, **hp)
-    ratio = torch.rand(b.mask.shape if shape == "tokens" else (len(b.mask), 1), dtype=torch.float64)
+    ratio = torch.rand(
+        b.mask.shape if shape == "tokens" else (len(b.mask), 1), dtype=torch.float64
+    )
     tools = (torch.rand(b.mask.shape) < 0.7).long()
     tools[0] = 0  # as mask_truncated_completions leaves a response
 
     def theirs(trainer, x):
-        trainer.use_vllm, trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation = True, 2, 4
+        (
+            trainer.use_vllm,
+            trainer.current_gradient_accumulation_steps,
+            trainer.args.steps_per_generation,
+        ) = True, 2, 4
         inputs = {
             "prompt_ids": torch.zeros(len(x.mask), 1, dtype=torch.int64),
             "prompt_mask": torch.ones(len(x.mask), 1, dtype=torch.int64),
@@ -146,13 +192,19 @@ def test_sampler_corrections_and_masks_are_trls(name, shape):
             "num_items_in_batch": torch.tensor(1234),
         }
         try:
-            return trainer.compute_loss(given._StandIn(x.logp, torch.ones_like(x.logp)), inputs)
+            return trainer.compute_loss(
+                given._StandIn(x.logp, torch.ones_like(x.logp)), inputs
+            )
         finally:
             trainer.use_vllm = False
 
     own = given._trainer(trl.GRPOTrainer, tuple(sorted(settings.items())))
     ours = given._trainer(bound(name, **hp), ())
-    same(grad(lambda x: theirs(own, x), b), times * grad(lambda x: theirs(ours, x), b), 1e-6)
+    same(
+        grad(lambda x: theirs(own, x), b),
+        times * grad(lambda x: theirs(ours, x), b),
+        1e-6,
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
@@ -188,9 +240,15 @@ def test_masked_slots_may_hold_anything_in_the_policy_term(token_advantages):
     same(g, gradient(bound("up_dapo"), b))
 
 
-# ---- what it refuses -------------------------------------------------------------------------------------------------
+# ---- what it refuses -----------------------------------------------------------------
 
-CONFIG = dict(output_dir="unused", use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=8)
+CONFIG = dict(
+    output_dir="unused",
+    use_cpu=True,
+    bf16=False,
+    report_to="none",
+    per_device_train_batch_size=8,
+)
 MOVED = {
     "loss_type": ("grpo", "objective= sets the loss"),
     "importance_sampling_level": ("sequence", "up_gspo"),
@@ -217,15 +275,24 @@ def refused(match, objective="up_dapo", args=None, **kw):
 
 def test_every_field_that_shapes_trls_policy_term_is_refused():
     assert set(MOVED) == set(REPLACED)
-    source = re.findall(r"self\.args\.(\w+)", given.inspect.getsource(trl.GRPOTrainer._compute_loss))
-    kept = {"use_bias_correction_kl", "steps_per_generation"} | {f for f in source if f.startswith("entropy_")}
-    assert set(source) <= set(REPLACED) | kept, "TRL reads a setting that nobody here has thought about"
+    source = re.findall(
+        r"self\.args\.(\w+)", given.inspect.getsource(trl.GRPOTrainer._compute_loss)
+    )
+    kept = {"use_bias_correction_kl", "steps_per_generation"} | {
+        f for f in source if f.startswith("entropy_")
+    }
+    assert set(source) <= set(REPLACED) | kept, (
+        "TRL reads a setting that nobody here has thought about"
+    )
 
 
 @pytest.mark.parametrize("field", MOVED)
 def test_settings_it_cannot_honour(field):
     value, said = MOVED[field]
-    refused(f"does not read GRPOConfig.{field}=.*{said}", args=trl.GRPOConfig(**CONFIG, **{field: value}))
+    refused(
+        f"does not read GRPOConfig.{field}=.*{said}",
+        args=trl.GRPOConfig(**CONFIG, **{field: value}),
+    )
 
 
 def test_another_loss_behind_it_is_refused():
@@ -242,9 +309,15 @@ def test_another_loss_behind_it_is_refused():
 
 def test_what_else_is_refused():
     config = lambda **kw: trl.GRPOConfig(**CONFIG, **kw)
-    refused("up_dapo has no KL term", args=config(beta=0.1, use_bias_correction_kl=False))
+    refused(
+        "up_dapo has no KL term", args=config(beta=0.1, use_bias_correction_kl=False)
+    )
     refused("use_bias_correction_kl=False", "grpo", config(beta=0.1))
-    refused("use_bias_correction_kl=True", "unbiased_kl(grpo)", config(beta=0.1, use_bias_correction_kl=False))
+    refused(
+        "use_bias_correction_kl=True",
+        "unbiased_kl(grpo)",
+        config(beta=0.1, use_bias_correction_kl=False),
+    )
     refused("set beta in GRPOConfig", "grpo", hp={"beta": 0.1})
     refused("did you mean up_dapo", "up_dap")
     refused("has no hyperparameter 'eps'", hp={"eps": 0.1})
@@ -259,29 +332,50 @@ def test_token_advantages_are_refused_where_a_response_has_one(name, token_advan
         given.trl_loss(bound(name), plain("dapo", thin=5))
 
 
-def test_a_loss_that_is_not_the_objective_stops_the_run(monkeypatch, token_advantages, tmp_path):
+def test_a_loss_that_is_not_the_objective_stops_the_run(
+    monkeypatch, token_advantages, tmp_path
+):
     monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path))
     right = upref.Objective.J
     monkeypatch.setattr(upref.Objective, "J", lambda *a, **kw: 1.001 * right(*a, **kw))
     with pytest.raises(ParityError, match="upref/up_dapo is not what trains"):
-        given.trl_loss(bound("up_dapo"), replace(b := plain("up_dapo", thin=5), logp=b.logp.requires_grad_()))
+        given.trl_loss(
+            bound("up_dapo"),
+            replace(b := plain("up_dapo", thin=5), logp=b.logp.requires_grad_()),
+        )
     assert list(tmp_path.glob("up_dapo-*.pt"))
 
 
-# ---- whole runs ------------------------------------------------------------------------------------------------------
+# ---- whole runs ----------------------------------------------------------------------
 
 DIGITS = list("01234567")
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """A tiny Qwen3 in a folder, with its tokenizer; TRL loads the reference model from there."""
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<pad>", "<eos>", *DIGITS])}, unk_token="<pad>"))
+    """A tiny Qwen3 in a folder, with its tokenizer; TRL loads the reference model from
+    there.
+    """
+    words = Tokenizer(
+        models.WordLevel(
+            {w: i for i, w in enumerate(["<pad>", "<eos>", *DIGITS])}, unk_token="<pad>"
+        )
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-    size = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
+    )
+    size = dict(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=8,
+    )
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=10, num_key_value_heads=2, eos_token_id=1, pad_token_id=0, **size)
+    config = Qwen3Config(
+        vocab_size=10, num_key_value_heads=2, eos_token_id=1, pad_token_id=0, **size
+    )
     path = tmp_path_factory.mktemp("policy")
     Qwen3ForCausalLM(config).double().save_pretrained(path)
     words.save_pretrained(path)
@@ -289,11 +383,16 @@ def policy(tmp_path_factory):
 
 
 def echo(prompts, completions, **_):
-    return [answer.split().count(prompt) / 6 for prompt, answer in zip(prompts, completions, strict=True)]
+    return [
+        answer.split().count(prompt) / 6
+        for prompt, answer in zip(prompts, completions, strict=True)
+    ]
 
 
 def run(policy, trainer, tmp_path, lr=0.5, **settings):
-    """Six optimizer steps of two micro-batches each, on three generation batches; the weights, and what was logged."""
+    """Six optimizer steps of two micro-batches each, on three generation batches; the
+    weights, and what was logged.
+    """
     path, words = policy
     fields = dict(
         output_dir=str(tmp_path), max_steps=6, learning_rate=lr, max_grad_norm=0.0, optim="sgd", num_generations=4,
@@ -328,12 +427,22 @@ def test_whole_runs_end_at_the_same_weights(name, more, policy, tmp_path):
     for key, weights in theirs.items():
         torch.testing.assert_close(ours[key], weights, rtol=0, atol=1e-5)
     for mine, other in zip(our_log, their_log, strict=True):
-        shared = [k for k in other if re.search("^(eval_)?(reward|entropy|kl|loss|num_tokens)$", k)]
+        shared = [
+            k
+            for k in other
+            if re.search("^(eval_)?(reward|entropy|kl|loss|num_tokens)$", k)
+        ]
         scaled = lambda k: times if k.endswith("loss") else 1
         for k in shared:
-            assert scaled(k) * mine[k] == pytest.approx(other[k], abs=2e-5), (k, mine, other)
+            assert scaled(k) * mine[k] == pytest.approx(other[k], abs=2e-5), (
+                k,
+                mine,
+                other,
+            )
     assert "eval_loss" in shared and our_log[0]["upref/parity_of_bound"] <= 1
-    clipped = sum(v for entry in our_log for k, v in entry.items() if k.startswith("upref/clip/"))
+    clipped = sum(
+        v for entry in our_log for k, v in entry.items() if k.startswith("upref/clip/")
+    )
     assert clipped > 0 or name in ("sapo", "cispo")
     off_policy = max(entry.get("upref/ratio/max", 1) for entry in our_log)
     assert off_policy > 1.0001, "r = 1 shows nothing"
@@ -379,17 +488,37 @@ def test_a_run_on_two_ranks_is_trls(policy, tmp_path):
 
 
 def test_another_objective_ends_at_other_weights(policy, tmp_path):
-    """So the test above can fail: runs that differ in the clip of one side part by far more than it allows."""
+    """So the test above can fail: runs that differ in the clip of one side part by far
+    more than it allows.
+    """
     one, other = (run(policy, bound(name), tmp_path)[0] for name in ("dapo", "up_dapo"))
     assert max((one[k] - other[k]).abs().max() for k in one) > 1e-3
 
 
 def test_what_is_said_before_a_run(policy, tmp_path, caplog):
-    args = dict(args=trl.GRPOConfig(**CONFIG | {"output_dir": str(tmp_path)}), processing_class=policy[1])
-    GRPOTrainer(str(policy[0]), echo, train_dataset=Dataset.from_dict({"prompt": DIGITS}), objective="m2po", **args)
-    assert "r = 1" in caplog.text and "m2po acts on each micro-batch by itself" in caplog.text
+    args = dict(
+        args=trl.GRPOConfig(**CONFIG | {"output_dir": str(tmp_path)}),
+        processing_class=policy[1],
+    )
+    GRPOTrainer(
+        str(policy[0]),
+        echo,
+        train_dataset=Dataset.from_dict({"prompt": DIGITS}),
+        objective="m2po",
+        **args,
+    )
+    assert (
+        "r = 1" in caplog.text
+        and "m2po acts on each micro-batch by itself" in caplog.text
+    )
     caplog.clear()
-    GRPOTrainer(str(policy[0]), echo, train_dataset=Dataset.from_dict({"prompt": DIGITS}), objective="dr_grpo", **args)
+    GRPOTrainer(
+        str(policy[0]),
+        echo,
+        train_dataset=Dataset.from_dict({"prompt": DIGITS}),
+        objective="dr_grpo",
+        **args,
+    )
     assert "set 'none'" in caplog.text
 
 
@@ -413,13 +542,21 @@ def test_the_pages_example_learns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     exec(compile(example, DOC.name, "exec"), {})
-    scores = [float(x) for x in re.findall(r"[\d.]+", capsys.readouterr().out.strip().splitlines()[-1])]
+    scores = [
+        float(x)
+        for x in re.findall(r"[\d.]+", capsys.readouterr().out.strip().splitlines()[-1])
+    ]
     assert scores[0] < 0.2 and scores[-1] > 0.5 and scores[-1] == max(scores), scores
 
 
 def test_import_upref_loads_nothing_heavy():
     code = "import sys, upref; print(sorted({'trl', 'transformers', 'datasets', 'accelerate'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_a_sampler_correction_reads_vllms_log_probabilities():
@@ -429,9 +566,16 @@ def test_a_sampler_correction_reads_vllms_log_probabilities():
         given._trainer(bound(o.name), ())
     trainer = copy(given._trainer(bound("dapo"), ()))  # which is kept for other tests
     shared()
-    trainer.objective, trainer.hyperparameters, trainer.monitor = o, o.hyperparameters, Monitor(o)
+    trainer.objective, trainer.hyperparameters, trainer.monitor = (
+        o,
+        o.hyperparameters,
+        Monitor(o),
+    )
     trainer.args = copy(trainer.args)
-    trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation = 1, 1
+    trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation = (
+        1,
+        1,
+    )
 
     def J(x):
         inputs = {
@@ -444,7 +588,9 @@ def test_a_sampler_correction_reads_vllms_log_probabilities():
             "sampling_per_token_logps": x.logp_sampler,
             "num_items_in_batch": x.mask.sum(),
         }
-        return -trainer.compute_loss(given._StandIn(x.logp, torch.ones_like(x.logp)), inputs)
+        return -trainer.compute_loss(
+            given._StandIn(x.logp, torch.ones_like(x.logp)), inputs
+        )
 
     same(grad(J, b), grad(o, b), 1e-6)
 
@@ -454,7 +600,13 @@ def test_log_probs_of_upref_hidden_stand_for_trls(monkeypatch):
 
     from upref_frameworks.hidden import in_trl
 
-    size = dict(hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    size = dict(
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, **size)).double()
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)
@@ -462,8 +614,12 @@ def test_log_probs_of_upref_hidden_stand_for_trls(monkeypatch):
     ids = torch.randint(50, (2, 6))
 
     def step():
-        out = model(ids, labels=ids.masked_fill(ids == ids[0, 2], -100), fused_lm_head=True)
-        grads = torch.autograd.grad((out.log_probs.sin() + 0.1 * out.entropy).sum(), list(model.parameters()))
+        out = model(
+            ids, labels=ids.masked_fill(ids == ids[0, 2], -100), fused_lm_head=True
+        )
+        grads = torch.autograd.grad(
+            (out.log_probs.sin() + 0.1 * out.entropy).sum(), list(model.parameters())
+        )
         return [out.log_probs, out.entropy, *grads]
 
     own = step()

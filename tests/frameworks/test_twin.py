@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""step_check: a two-layer twin of a run stops it where the trainer's step is wrong for its family, and only there."""
+"""step_check: a two-layer twin of a run stops it where the trainer's step is wrong for
+its family, and only there.
+"""
 
 import copy
 import time
@@ -18,12 +20,26 @@ from upref_frameworks.trl.twin import trl_twin  # noqa: E402
 
 
 def test_a_twin_keeps_the_head_and_the_kinds_of_layers():
-    config = transformers.Gemma2Config(num_hidden_layers=26, sliding_window=4096, attn_implementation="sdpa")
+    config = transformers.Gemma2Config(
+        num_hidden_layers=26, sliding_window=4096, attn_implementation="sdpa"
+    )
     net = twin(config).config
-    assert (net.final_logit_softcapping, net.attn_logit_softcapping, net.tie_word_embeddings) == (30.0, 50.0, True)
-    assert net.layer_types == ["sliding_attention", "full_attention"] and net.sliding_window < 10
+    assert (
+        net.final_logit_softcapping,
+        net.attn_logit_softcapping,
+        net.tie_word_embeddings,
+    ) == (30.0, 50.0, True)
+    assert (
+        net.layer_types == ["sliding_attention", "full_attention"]
+        and net.sliding_window < 10
+    )
     assert net.hidden_size == 32 and net._attn_implementation == "sdpa"
-    assert twin(config, attn_implementation="flash_attention_2").config._attn_implementation == "eager"
+    assert (
+        twin(
+            config, attn_implementation="flash_attention_2"
+        ).config._attn_implementation
+        == "eager"
+    )
     shared = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=1)
     assert twin(shared).config.num_key_value_heads == 1
 
@@ -33,7 +49,7 @@ def test_what_has_no_twin_gets_a_sentence():
         twin(torch.nn.Linear(2, 2))
 
 
-# ---- TRL -------------------------------------------------------------------------------------------------------------
+# ---- TRL -----------------------------------------------------------------------------
 def trainer(family, **kw):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
@@ -55,7 +71,10 @@ def test_a_right_family_trains_on_and_is_left_as_it_was():
     from accelerate.state import AcceleratorState, PartialState
 
     before = copy.deepcopy(torch.get_rng_state())
-    state, accelerated = dict(PartialState._shared_state), dict(AcceleratorState._shared_state)
+    state, accelerated = (
+        dict(PartialState._shared_state),
+        dict(AcceleratorState._shared_state),
+    )
     pytest.importorskip("trl")
     from upref_frameworks.trl.training import GRPOTrainer
 
@@ -65,7 +84,10 @@ def test_a_right_family_trains_on_and_is_left_as_it_was():
     report = trl_twin(GRPOTrainer, o, o.resolve({}), model)
     assert report and report.error < 2e-5, report
     assert torch.equal(before, torch.get_rng_state())
-    assert state == PartialState._shared_state and accelerated == AcceleratorState._shared_state
+    assert (
+        state == PartialState._shared_state
+        and accelerated == AcceleratorState._shared_state
+    )
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     start = time.process_time()
     trl_twin(GRPOTrainer, o, o.resolve({}), model)
@@ -83,20 +105,26 @@ def test_a_family_for_which_trl_is_wrong_does_not_start():
     assert trainer("qwen3").objective.name == "up_dapo"
 
 
-# ---- verl ------------------------------------------------------------------------------------------------------------
+# ---- verl ----------------------------------------------------------------------------
 def spec(config, **model):
     from upref_frameworks.verl.step import twin_of
 
     actor = dict(strategy="fsdp", use_kl_loss=True, kl_loss_coef=0.04, kl_loss_type="low_var_kl", entropy_coeff=0.01,
                  use_dynamic_bsz=False)  # fmt: skip
-    given = dict(hf_config=config, use_remove_padding=True, enable_gradient_checkpointing=True)
+    given = dict(
+        hf_config=config, use_remove_padding=True, enable_gradient_checkpointing=True
+    )
     return twin_of("up_grpo", upref.get("up_grpo").resolve({}), actor, given | model)
 
 
 @pytest.mark.verl
-@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "fused", [True, pytest.param(False, marks=pytest.mark.nightly)]
+)
 def test_a_family_for_which_verl_is_wrong_does_not_start(fused):
-    """verl's fused head drops Cohere's logit scale (docs/steps.md); the same run without it agrees."""
+    """verl's fused head drops Cohere's logit scale (docs/steps.md); the same run
+    without it agrees.
+    """
     pytest.importorskip("verl")
     from upref_frameworks.verl.step import stop_unless_twin_agrees
 
@@ -106,7 +134,9 @@ def test_a_family_for_which_verl_is_wrong_does_not_start(fused):
             assert "up_grpo: agrees" in stop_unless_twin_agrees(spec(config))
             return
         with pytest.raises(RuntimeError, match="logit scale or softcap is left out"):
-            stop_unless_twin_agrees(spec(config, use_fused_kernels=True, use_remove_padding=False))
+            stop_unless_twin_agrees(
+                spec(config, use_fused_kernels=True, use_remove_padding=False)
+            )
     except upref.InputError as e:
         if "does not import" in str(e):
             pytest.skip("verl's trainer is not installed: `repro/venv.sh smoke`")
@@ -129,7 +159,7 @@ def test_a_strategy_without_a_twin_gets_a_sentence():
         twin_of("dapo", {}, dict(strategy="megatron"), {})
 
 
-# ---- every objective -------------------------------------------------------------------------------------------------
+# ---- every objective -----------------------------------------------------------------
 @pytest.mark.parametrize("name", daily(upref.names(), 8))
 @pytest.mark.parametrize("plugin", [pytest.param(steps.by_trl, marks=pytest.mark.trl),
                                     pytest.param(steps.by_verl, marks=pytest.mark.verl)])  # fmt: skip
@@ -146,13 +176,17 @@ def test_a_plug_in_trains_by_every_objective(plugin, name):
 
 @pytest.mark.trl
 def test_a_plug_in_that_trains_by_another_objective_differs(monkeypatch):
-    """On policy up_dapo and dapo have one gradient: the step that is compared has r off 1."""
+    """On policy up_dapo and dapo have one gradient: the step that is compared has r off
+    1.
+    """
     pytest.importorskip("trl")
     from upref_frameworks.trl import step as trl
 
     whole = trl.report
     dapo = upref.get("dapo")
-    judged = lambda model, fields, rows, o, hp, goal, **kw: whole(model, fields, rows, dapo, {}, goal, **kw)
+    judged = lambda model, fields, rows, o, hp, goal, **kw: whole(
+        model, fields, rows, dapo, {}, goal, **kw
+    )
     monkeypatch.setattr(trl, "report", judged)
     assert steps.by_trl("dapo").error < 2e-5
     with pytest.raises(RuntimeError, match="NOT dapo"):

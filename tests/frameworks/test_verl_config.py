@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plug-in reads of verl's configuration and what it refuses; how a fresh verl finds it."""
+"""What the plug-in reads of verl's configuration and what it refuses; how a fresh verl
+finds it.
+"""
 
 import importlib.util
 import logging
@@ -23,14 +25,16 @@ from upref_frameworks.verl import training as verl_plugin
 pytestmark = pytest.mark.verl
 
 
-# ---- configuration -------------------------------------------------------------------------------------------------
+# ---- configuration -------------------------------------------------------------------
 
 
 def test_verls_defaults_do_not_leak():
     """ActorConfig always has clip_ratio_low = high = 0.2 and clip_ratio_c = 3."""
     for name in RUNS:
         o = upref.get(name)
-        assert verl_plugin.hyperparameters(o, config()) == {k: v for k, v in o.hyperparameters.items() if k != "beta"}
+        assert verl_plugin.hyperparameters(o, config()) == {
+            k: v for k, v in o.hyperparameters.items() if k != "beta"
+        }
 
 
 def test_hyperparameters_have_a_section_and_are_logged_once(caplog):
@@ -38,7 +42,10 @@ def test_hyperparameters_have_a_section_and_are_logged_once(caplog):
     for _ in range(3):
         call("up_dapo", b, config({"c": 10.0}))
     said = [r.getMessage() for r in caplog.records if "eps_low" in r.getMessage()]
-    assert len(said) == 1 and "eps_low=0.2 (default), c=10.0 (policy_loss.upref)" in said[0]
+    assert (
+        len(said) == 1
+        and "eps_low=0.2 (default), c=10.0 (policy_loss.upref)" in said[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,8 +54,16 @@ def test_hyperparameters_have_a_section_and_are_logged_once(caplog):
         ("up_dapo", lambda: config({"eps_high": 0.28}), "no hyperparameter 'eps_high'"),
         ("up_dapo", lambda: config({"eps_low": "0.2"}), "eps_low must be"),
         ("up_grpo", lambda: config({"beta": 0.1}), "use_kl_loss"),
-        ("up_dapo", lambda: config(clip_ratio_c=10.0), "actor.clip_ratio_c=10.0 and uses c=None"),
-        ("gspo", lambda: config(clip_ratio_low=1e-4), "actor.clip_ratio_low=0.0001 and uses eps_low=0.0003"),
+        (
+            "up_dapo",
+            lambda: config(clip_ratio_c=10.0),
+            "actor.clip_ratio_c=10.0 and uses c=None",
+        ),
+        (
+            "gspo",
+            lambda: config(clip_ratio_low=1e-4),
+            "actor.clip_ratio_low=0.0001 and uses eps_low=0.0003",
+        ),
         ("sapo", lambda: config(tau_neg=1.1), "actor.tau_neg=1.1"),
         ("aspo_code", config, "entropy per token, which verl does not"),
         ("tpo", config, "prompt of each response, which verl does not"),
@@ -78,7 +93,10 @@ def test_another_aggregation_is_warned_of_once_and_ignored(caplog):
     assert not caplog.records
     for agg in ("token-mean", "token-mean", "seq-mean-token-sum", "token-mean"):
         assert torch.equal(call("up_gspo", b, config(agg=agg))[0], own)
-    assert [r.getMessage().count("seq-mean-token-mean") for r in caplog.records] == [2, 2]
+    assert [r.getMessage().count("seq-mean-token-mean") for r in caplog.records] == [
+        2,
+        2,
+    ]
     call("up_grpo", b, config(agg="token-mean"))
     assert len(caplog.records) == 3
 
@@ -87,13 +105,18 @@ def test_every_aggregation_has_a_name_verl_accepts(caplog):
     for name in RUNS:
         o = upref.get(name)
         agg = verl_name(o.level, o.agg)
-        call(name, batch(o, thin=9), config(agg=agg))  # ActorConfig refuses unknown names
+        # ActorConfig refuses unknown names
+        call(name, batch(o, thin=9), config(agg=agg))
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [("dapo", "clip_ratio", 0.3), ("cispo", "clip_ratio_low", 0.3), ("aspo", "clip_ratio_c", 10.0)],
+    [
+        ("dapo", "clip_ratio", 0.3),
+        ("cispo", "clip_ratio_low", 0.3),
+        ("aspo", "clip_ratio_c", 10.0),
+    ],
 )
 def test_a_key_of_verls_that_nothing_would_read_stops_the_run(name, field, value):
     if name == "cispo":  # it has no lower bound to contradict
@@ -103,7 +126,7 @@ def test_a_key_of_verls_that_nothing_would_read_stops_the_run(name, field, value
         call(name, batch(upref.get(name)), config(**{field: value}))
 
 
-# ---- through verl --------------------------------------------------------------------------------------------------
+# ---- through verl --------------------------------------------------------------------
 
 CONFIG = """
 from hydra import compose, initialize_config_module
@@ -138,7 +161,9 @@ def python(code, **env):
 
 
 def test_a_fresh_verl_finds_it_by_VERL_USE_EXTERNAL_MODULES():
-    done = python(CONFIG + RUN, VERL_USE_EXTERNAL_MODULES="upref_frameworks.verl.training")
+    done = python(
+        CONFIG + RUN, VERL_USE_EXTERNAL_MODULES="upref_frameworks.verl.training"
+    )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("loss ")[1]) == 1.0  # A = -1 at r = 1: J = r A = -1
     assert "eps_low=0.1 (policy_loss.upref), c=10 (policy_loss.upref)" in done.stderr
@@ -148,22 +173,36 @@ def test_a_fresh_verl_finds_it_by_entry_point(tmp_path):
     """With the metadata an installed upref has; the name of the group is verl's."""
     info = tmp_path / "upref_rl-0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: upref-rl\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[verl.plugins]\nupref = upref_frameworks.verl.training\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: upref-rl\nVersion: 0\n"
+    )
+    (info / "entry_points.txt").write_text(
+        "[verl.plugins]\nupref = upref_frameworks.verl.training\n"
+    )
     ask = "from verl.trainer.ppo.core_algos import get_policy_loss_fn as g; print(g('upref/up_dapo').__name__)"
     done = python(ask, path=[str(tmp_path)])
     assert done.returncode == 0 and done.stdout.strip() == "upref/up_dapo", done.stderr
-    done = python("import sys, upref_frameworks.audits; assert 'verl' not in sys.modules")
+    done = python(
+        "import sys, upref_frameworks.audits; assert 'verl' not in sys.modules"
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_without_verl_one_sentence():
-    done = python("import sys; sys.modules['verl'] = None\nimport upref_frameworks.verl.training")
-    assert done.stderr.strip().splitlines()[-1].startswith("ImportError: verl is not installed")
+    done = python(
+        "import sys; sys.modules['verl'] = None\nimport upref_frameworks.verl.training"
+    )
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith("ImportError: verl is not installed")
+    )
 
 
 def test_end_to_end_through_verls_ppo_loss(monkeypatch):
-    """verl's own ppo_loss on a nested TensorDict: shift by one token, padding, global counts, KL and entropy added."""
+    """verl's own ppo_loss on a nested TensorDict: shift by one token, padding, global
+    counts, KL and entropy added.
+    """
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
@@ -174,7 +213,9 @@ def test_end_to_end_through_verls_ppo_loss(monkeypatch):
 
     torch.manual_seed(0)
     prompts, responses = (3, 2, 4), (2, 5, 1)
-    nested = lambda lengths, make: torch.nested.as_nested_tensor([make(n) for n in lengths], layout=torch.jagged)
+    nested = lambda lengths, make: torch.nested.as_nested_tensor(
+        [make(n) for n in lengths], layout=torch.jagged
+    )
     floats = lambda n: -torch.rand(n, dtype=torch.float64)
     mask = nested(responses, lambda n: torch.ones(n, dtype=torch.long))
     fields = {
@@ -183,35 +224,52 @@ def test_end_to_end_through_verls_ppo_loss(monkeypatch):
         "response_mask": mask,
         "old_log_probs": nested(responses, floats),
         "ref_log_prob": nested(responses, floats),
-        "advantages": nested(responses, lambda n: torch.randn((), dtype=torch.float64).expand(n).clone()),
+        "advantages": nested(
+            responses, lambda n: torch.randn((), dtype=torch.float64).expand(n).clone()
+        ),
     }
     data = TensorDict(fields, batch_size=[3])
     tu.assign_non_tensor(data, dp_size=2, batch_num_tokens=20, global_batch_size=6)
     flat = -torch.rand(sum(prompts) + sum(responses), dtype=torch.float64)
     flat.requires_grad_()
-    offsets = torch.tensor([0, *(p + r for p, r in zip(prompts, responses, strict=True))]).cumsum(0)
+    offsets = torch.tensor(
+        [0, *(p + r for p, r in zip(prompts, responses, strict=True))]
+    ).cumsum(0)
     log_probs = torch.nested.nested_tensor_from_jagged(flat, offsets)
-    actor = replace_loss_mode(config({"eps_low": 0.1}, use_kl_loss=True, kl_loss_coef=0.5))
+    actor = replace_loss_mode(
+        config({"eps_low": 0.1}, use_kl_loss=True, kl_loss_coef=0.5)
+    )
     loss, metrics = ppo_loss(actor, {"log_probs": log_probs}, data)
     loss.backward()
 
     ends = offsets[1:].tolist()
-    pieces = [flat.detach()[e - r - 1 : e - 1] for e, r in zip(ends, responses, strict=True)]
+    pieces = [
+        flat.detach()[e - r - 1 : e - 1] for e, r in zip(ends, responses, strict=True)
+    ]
     pad = lambda xs: torch.nn.utils.rnn.pad_sequence(list(xs), batch_first=True)
     lp = pad(pieces).requires_grad_()
-    old, ref, A = (pad(fields[k].unbind()) for k in ("old_log_probs", "ref_log_prob", "advantages"))
+    old, ref, A = (
+        pad(fields[k].unbind()) for k in ("old_log_probs", "ref_log_prob", "advantages")
+    )
     m = pad(mask.unbind()).bool()
     J = upref.get("up_dapo").J(lp, old, A, m, totals=Totals(20, 6, 1, 20), eps_low=0.1)
     kl = core_algos.kl_penalty(lp, ref, "low_var_kl")
     expected = -2 * J + 0.5 * core_algos.agg_loss(kl, m, "token-mean", 2, 20, 6)
     (g,) = torch.autograd.grad(expected, lp)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    found = torch.cat([flat.grad[e - r - 1 : e - 1] for e, r in zip(ends, responses, strict=True)])
-    torch.testing.assert_close(found, g[m], rtol=1e-12, atol=1e-12 * g[m].abs().max().item())
-    assert metrics["actor/pg_loss"].aggregate() == pytest.approx(-2 * J.item(), rel=1e-6)
+    found = torch.cat(
+        [flat.grad[e - r - 1 : e - 1] for e, r in zip(ends, responses, strict=True)]
+    )
+    torch.testing.assert_close(
+        found, g[m], rtol=1e-12, atol=1e-12 * g[m].abs().max().item()
+    )
+    assert metrics["actor/pg_loss"].aggregate() == pytest.approx(
+        -2 * J.item(), rel=1e-6
+    )
     assert "upref/alive" in metrics
 
 
 def replace_loss_mode(c):
-    c.policy_loss.__dict__["loss_mode"] = "upref/up_dapo"  # verl's configurations are frozen
+    # verl's configurations are frozen
+    c.policy_loss.__dict__["loss_mode"] = "upref/up_dapo"
     return c

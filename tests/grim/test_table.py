@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The audit of a results table: sound on tables that can be, and it finds a digit that was altered."""
+"""The audit of a results table: sound on tables that can be, and it finds a digit that
+was altered.
+"""
 
 import json
 import re
@@ -25,7 +27,14 @@ from paper.grim.read import PAPER, read
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]
-TEX = next((p for p in (ROOT.parent / "shared/up_paper.tex", ROOT / "shared/up_paper.tex") if p.exists()), None)
+TEX = next(
+    (
+        p
+        for p in (ROOT.parent / "shared/up_paper.tex", ROOT / "shared/up_paper.tex")
+        if p.exists()
+    ),
+    None,
+)
 TABLE = read(PAPER.read_text(encoding="utf-8"))
 FOUND = audit(TABLE)
 N = [960, 40, 500, 272, 672]
@@ -35,24 +44,41 @@ def main(argv):
     return paper(["audit-table", *argv])
 
 
-# ---- the paper's table -----------------------------------------------------------------------------------------------
-@pytest.mark.skipif(TEX is None, reason="the paper's LaTeX, ../shared/up_paper.tex, is not here")
+# ---- the paper's table ---------------------------------------------------------------
+@pytest.mark.skipif(
+    TEX is None, reason="the paper's LaTeX, ../shared/up_paper.tex, is not here"
+)
 def test_the_data_are_the_latex():
     tex = TEX.read_text(encoding="utf-8")
     body = tex[tex.index(r"\label{tab:baseline_comparison}") :]
     body = body[: body.index(r"\bottomrule")]
-    clean = lambda cell: re.sub(r"\\cite\{[^}]*\}|\\textbf|\\rowcolor\{[^}]*\}|[{}]|\(Ours\)", "", cell)
-    lines = [line.rstrip().removesuffix(r"\\") for line in body.splitlines() if line.count("&") == 6]
-    rows = [[" ".join(clean(c).replace(r"\,", " ").split()) for c in line.split("&")] for line in lines]
+    clean = lambda cell: re.sub(
+        r"\\cite\{[^}]*\}|\\textbf|\\rowcolor\{[^}]*\}|[{}]|\(Ours\)", "", cell
+    )
+    lines = [
+        line.rstrip().removesuffix(r"\\")
+        for line in body.splitlines()
+        if line.count("&") == 6
+    ]
+    rows = [
+        [" ".join(clean(c).replace(r"\,", " ").split()) for c in line.split("&")]
+        for line in lines
+    ]
     assert [c for c in rows[0][1:6]] == TABLE.columns and rows[0][6] == "Average"
-    ours = [[n, *c, a] for n, c, a in zip(TABLE.rows, TABLE.cells, TABLE.averages, strict=True)]
+    ours = [
+        [n, *c, a]
+        for n, c, a in zip(TABLE.rows, TABLE.cells, TABLE.averages, strict=True)
+    ]
     assert ours == rows[1:] and len(ours) == 12
 
 
 def test_it_is_the_table_that_the_gpu_scales_are_held_to():
     path = next(ROOT.glob("repro/with_verl/**/paper.toml"))
     kept = tomllib.loads(path.read_text(encoding="utf-8"))["table1"]
-    ours = [[n, *map(float, c), float(a)] for n, c, a in zip(TABLE.rows, TABLE.cells, TABLE.averages, strict=True)]
+    ours = [
+        [n, *map(float, c), float(a)]
+        for n, c, a in zip(TABLE.rows, TABLE.cells, TABLE.averages, strict=True)
+    ]
     assert ours == kept["rows"] and kept["answers"] == N
 
 
@@ -60,38 +86,60 @@ def test_the_numbers_of_answers_are_found_without_being_told():
     untold = audit(replace(TABLE, counts=[[]] * 5))
     assert [c.n for c in untold.columns] == N == [c.n for c in FOUND.columns]
     assert all(not c.misfits and c.accident < 1e-9 for c in untold.columns) and FOUND
-    assert [n for n in possible([row[4] for row in TABLE.cells], 1000) if n > 600] == [672]  # not 674, not 675
+    # not 674, not 675
+    assert [n for n in possible([row[4] for row in TABLE.cells], 1000) if n > 600] == [
+        672
+    ]
 
 
 def test_the_averages_are_of_the_unrounded_numbers():
-    """UP-GRPO's printed columns have mean 61.304; 394/960, 35/40, 442/500, 85/272, 392/672 have 61.305, a tie."""
+    """UP-GRPO's printed columns have mean 61.304; 394/960, 35/40, 442/500, 85/272,
+    392/672 have 61.305, a tie.
+    """
     up, average = TABLE.cells[-1], TABLE.averages[-1]
     assert sum(map(Fraction, up)) / 5 == Fraction("61.304")
     ks = [numerators(t, n) for t, n in zip(up, N, strict=True)]
     assert [list(k) for k in ks] == [[394], [35], [442], [85], [392]]
-    assert sum(Fraction(100 * k[0], n) for k, n in zip(ks, N, strict=True)) / 5 == Fraction("61.305")
-    assert mean_fits(average, up, N) and not mean_fits("61.32", up, N) and not mean_fits("61.29", up, N)
+    assert sum(
+        Fraction(100 * k[0], n) for k, n in zip(ks, N, strict=True)
+    ) / 5 == Fraction("61.305")
+    assert (
+        mean_fits(average, up, N)
+        and not mean_fits("61.32", up, N)
+        and not mean_fits("61.29", up, N)
+    )
     assert all(r.follows for r in FOUND.rows)
     assert FOUND.lead == pytest.approx(1.15, abs=1e-3)
 
 
 @pytest.mark.slow
 def test_an_altered_digit_is_found():
-    """Every digit of the table, in turn, to every other. The one that cannot be found makes 61.31 into 61.30: the mean
-    is 61.305 exactly, and either is a rounding of it."""
+    """Every digit of the table, in turn, to every other. The one that cannot be found
+    makes 61.31 into 61.30: the mean is 61.305 exactly, and either is a rounding of it.
+    """
     tried = unseen = alone = 0
     for i, (cells, average) in enumerate(zip(TABLE.cells, TABLE.averages, strict=True)):
         for j, name in enumerate([*TABLE.columns, "average"]):
             right = [*cells, average][j]
             for wrong in one_digit_off(right):
                 tried += 1
-                *row, a = [wrong if k == j else t for k, t in enumerate([*cells, average])]
+                *row, a = [
+                    wrong if k == j else t for k, t in enumerate([*cells, average])
+                ]
                 if consistent(row, a, N):
                     unseen += 1
-                    assert (TABLE.rows[i], name, wrong) == ("UP-GRPO", "average", "61.30")
+                    assert (TABLE.rows[i], name, wrong) == (
+                        "UP-GRPO",
+                        "average",
+                        "61.30",
+                    )
                     continue
                 swap = lambda kept, new, i=i: [*kept[:i], new, *kept[i + 1 :]]
-                altered = replace(TABLE, cells=swap(TABLE.cells, row), averages=swap(TABLE.averages, a))
+                altered = replace(
+                    TABLE,
+                    cells=swap(TABLE.cells, row),
+                    averages=swap(TABLE.averages, a),
+                )
                 found = mend(altered, i, N)
                 assert f"{name} {wrong} -> {right}" in found
                 alone += len(found) == 1
@@ -107,10 +155,11 @@ def test_an_altered_digit_is_found_by_the_command(tmp_path, capsys):
         assert main([str(file)]) == 1
         out = capsys.readouterr().out
         assert "MATH500 88.30 -> 88.20" in out
-        assert not told or "cannot be: GSPO" in out  # untold, n = 1000 makes 88.30 possible; the average does not
+        # untold, n = 1000 makes 88.30 possible; the average does not
+        assert not told or "cannot be: GSPO" in out
 
 
-# ---- one number ------------------------------------------------------------------------------------------------------
+# ---- one number ----------------------------------------------------------------------
 @pytest.mark.parametrize("n", [1, 7, 40, 272, 960, 3000])
 @pytest.mark.parametrize("places", [0, 1, 2])
 def test_what_is_printed_of_k_of_n_is_possible(n, places):
@@ -122,9 +171,14 @@ def test_what_is_printed_of_k_of_n_is_possible(n, places):
 
 
 def test_numerators_by_hand():
-    assert list(numerators("33.33", 3)) == [1] and list(numerators("33.3", 30)) == [10] and not numerators("35.73", 40)
+    assert (
+        list(numerators("33.33", 3)) == [1]
+        and list(numerators("33.3", 30)) == [10]
+        and not numerators("35.73", 40)
+    )
     assert list(numerators("0.5", 100)) == [] or list(numerators("0.5", 200)) == [1]
-    assert list(numerators("12", 1000)) == list(range(115, 126))  # 11.5 and 12.5 may both be rounded to 12
+    # 11.5 and 12.5 may both be rounded to 12
+    assert list(numerators("12", 1000)) == list(range(115, 126))
     assert 3 in possible(["66.67", "33.33"]) and 4 not in possible(["66.67", "33.33"])
 
 
@@ -132,7 +186,12 @@ counts = st.integers(1, 1500)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(counts, min_size=1, max_size=4), st.integers(1, 5), st.randoms(use_true_random=False), st.booleans())
+@given(
+    st.lists(counts, min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
 def test_a_true_table_fits(ns, rows, rng, weighted):
     """Whatever was counted and rounded: nothing is found where nothing is wrong."""
     header = ["name", *[f"c{j}" for j in range(len(ns))], "avg"]
@@ -144,19 +203,25 @@ def test_a_true_table_fits(ns, rows, rng, weighted):
         lines.append([f"row{i}", *[f"{float(x):.2f}" for x in p], f"{float(mean):.2f}"])
     found = audit(read("\n".join(",".join(line) for line in lines)), draws=50)
     assert not any(c.misfits for c in found.columns)
-    assert found or (weighted != found.weighted)  # a lone row may fit both ways only by chance
+    # a lone row may fit both ways only by chance
+    assert found or (weighted != found.weighted)
     if weighted == found.weighted:
         assert found
 
 
-# ---- errors and luck -------------------------------------------------------------------------------------------------
+# ---- errors and luck -----------------------------------------------------------------
 def test_standard_errors_by_hand():
     row = FOUND.rows[-1]
     p = [394 / 960, 0.875, 0.884, 0.3125, 392 / 672]
-    by_hand = lambda ns: 100 * sqrt(sum(q * (1 - q) / n for q, n in zip(p, ns, strict=True))) / 5
+    by_hand = lambda ns: (
+        100 * sqrt(sum(q * (1 - q) / n for q, n in zip(p, ns, strict=True))) / 5
+    )
     assert row.se == pytest.approx(by_hand(N), rel=1e-3)
     assert row.se_problems == pytest.approx(by_hand([30, *N[1:]]), rel=1e-3)
-    assert max(r.se_problems for r in FOUND.rows) == pytest.approx(2.3, abs=0.1) and row.se < row.se_problems
+    assert (
+        max(r.se_problems for r in FOUND.rows) == pytest.approx(2.3, abs=0.1)
+        and row.se < row.se_problems
+    )
 
 
 def test_luck_against_all_outcomes_of_a_small_table():
@@ -164,7 +229,9 @@ def test_luck_against_all_outcomes_of_a_small_table():
     P = lambda p: [comb(5, k) * p**k * (1 - p) ** (5 - k) for k in range(6)]
     first = sum(x * y * (1 if i > j else 0.5 if i == j else 0) for (i, x), (j, y) in
                 product(enumerate(P(0.8)), enumerate(P(0.6))))  # fmt: skip
-    by_one = sum(x * y for (i, x), (j, y) in product(enumerate(P(0.7)), repeat=2) if i - j >= 1)
+    by_one = sum(
+        x * y for (i, x), (j, y) in product(enumerate(P(0.7)), repeat=2) if i - j >= 1
+    )
     assert found.again_first == pytest.approx(first, abs=4 * 0.5 / 200)
     assert found.lead_of_two == pytest.approx(by_one, abs=4 * 0.5 / 200)
     assert found.lead_if_equal == pytest.approx(2 * by_one, abs=4 * 0.5 / 200)
@@ -172,20 +239,24 @@ def test_luck_against_all_outcomes_of_a_small_table():
 
 
 def test_equals_win_half_the_time():
-    """Of two equal rows each is first in half of all draws: sums equal but for float64's last digit are ties."""
-    luck = audit(read("m,x,y,z\nn,10,20,30\na,70,70,70\nb,70,70,70"), draws=200_000).chances[0]
+    """Of two equal rows each is first in half of all draws: sums equal but for
+    float64's last digit are ties.
+    """
+    luck = audit(
+        read("m,x,y,z\nn,10,20,30\na,70,70,70\nb,70,70,70"), draws=200_000
+    ).chances[0]
     assert luck.again_first == pytest.approx(0.5, abs=4 * 0.5 / sqrt(200_000))
 
 
 def test_the_seed_decides_the_draws():
     assert audit(TABLE).json() == FOUND.json()
     other = audit(TABLE, seed=1)
-    assert other.json() != FOUND.json() and other.chances[0].again_first == pytest.approx(
-        FOUND.chances[0].again_first, abs=0.02
-    )
+    assert other.json() != FOUND.json() and other.chances[
+        0
+    ].again_first == pytest.approx(FOUND.chances[0].again_first, abs=0.02)
 
 
-# ---- anybody's table -------------------------------------------------------------------------------------------------
+# ---- anybody's table -----------------------------------------------------------------
 def test_markdown_with_what_people_put_in():
     text = """Our results:
 
@@ -196,14 +267,25 @@ def test_markdown_with_what_people_put_in():
 | **ours** | **80.97** | - | – |
 """
     table = read(text)
-    assert table.rows == ["base", "ours"] and table.cells == [["75.06", "34.2"], ["80.97", None]]
-    assert [[c.n for c in cs] for cs in table.counts] == [[1319], [500, 5000]] and table.averages == ["54.6", None]
+    assert table.rows == ["base", "ours"] and table.cells == [
+        ["75.06", "34.2"],
+        ["80.97", None],
+    ]
+    assert [[c.n for c in cs] for cs in table.counts] == [
+        [1319],
+        [500, 5000],
+    ] and table.averages == ["54.6", None]
     found = audit(table)
     assert found and not found.chances and "follows" in str(found)
 
 
 @pytest.mark.parametrize(
-    "text", ["m;x;y\na;50.1;2", "m\tx\ty\na\t50.1 ± 0.3\t2 %", "m,x,y\n# told by mail\na,50.1%,**2**"]
+    "text",
+    [
+        "m;x;y\na;50.1;2",
+        "m\tx\ty\na\t50.1 ± 0.3\t2 %",
+        "m,x,y\n# told by mail\na,50.1%,**2**",
+    ],
 )
 def test_other_ways_to_write_it(text):
     assert read(text).cells == [["50.1", "2"]]
@@ -224,16 +306,31 @@ Base \cite{me} & 75.06 & $34.20_{}$ & 54.63 \\[2pt]
 \end{tabular}
 \end{table}"""
     table = read(text)
-    assert table.columns == ["GSM8K", "MATH500"] and [[c.n for c in cs] for cs in table.counts] == [[1319], [2000]]
-    assert table.rows[1] == "Ours" and table.cells[1] == ["80.97", "40.10"] and table.averages == ["54.63", None]
+    assert table.columns == ["GSM8K", "MATH500"] and [
+        [c.n for c in cs] for cs in table.counts
+    ] == [[1319], [2000]]
+    assert (
+        table.rows[1] == "Ours"
+        and table.cells[1] == ["80.97", "40.10"]
+        and table.averages == ["54.63", None]
+    )
     assert audit(table) is not None
 
 
 def test_the_paper_s_table_as_latex_is_the_same_audit():
     cells = lambda i: [TABLE.rows[i], *TABLE.cells[i], TABLE.averages[i]]
     body = [cells(i) for i in range(len(TABLE.rows))]
-    n = ["n", *("/".join(f"{c.n // c.samples}x{c.samples}" for c in cs) for cs in TABLE.counts), ""]
-    text = "\n".join(" & ".join(row) + r" \\" for row in [["m", *TABLE.columns, "Average"], n, *body])
+    n = [
+        "n",
+        *(
+            "/".join(f"{c.n // c.samples}x{c.samples}" for c in cs)
+            for cs in TABLE.counts
+        ),
+        "",
+    ]
+    text = "\n".join(
+        " & ".join(row) + r" \\" for row in [["m", *TABLE.columns, "Average"], n, *body]
+    )
     assert read(text) == TABLE
 
 
@@ -250,14 +347,20 @@ def test_one_row_and_a_clear_winner():
 def test_too_few_numbers_tell_no_n():
     found = audit(read("name,x\na,50.00\nb,25.00"))
     assert 4 in found.columns[0].fit and 8 in found.columns[0].fit
-    assert found and found.columns[0].n is None and "too few numbers" in str(found) and "±" not in str(found)
+    assert (
+        found
+        and found.columns[0].n is None
+        and "too few numbers" in str(found)
+        and "±" not in str(found)
+    )
 
 
 def test_no_n_is_no_crash():
     found = audit(read("name,x,y,avg\na,50.01,1,25.5\nb,25.03,2,13.5\nc,99.99,100,100"))
     assert found.columns[0].n is None and str(found)
     assert found.rows[2].follows
-    assert json.loads(found.json(), parse_constant=pytest.fail)["rows"][0]["se"] is None  # NaN is no JSON
+    # NaN is no JSON
+    assert json.loads(found.json(), parse_constant=pytest.fail)["rows"][0]["se"] is None
 
 
 @pytest.mark.parametrize(
@@ -313,18 +416,27 @@ def test_help_imports_nothing_heavy():
     heavy = "print({'numpy', 'torch', 'paper.grim'} & set(sys.modules))"
     script = f"import atexit, sys; atexit.register(lambda: {heavy})\n"
     script += "from paper.__main__ import main; main(['audit-table', '-h'])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert "30x32" in done.stdout and done.stdout.endswith("\nset()\n")
 
 
 def test_it_runs_as_a_module():
     argv = [sys.executable, "-m", "paper", "audit-table", "none.csv"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr == "python -m paper: cannot read none.csv: No such file or directory.\n"
+    assert (
+        done.returncode == 2
+        and done.stderr
+        == "python -m paper: cannot read none.csv: No such file or directory.\n"
+    )
 
 
 def test_the_command_without_a_file_audits_the_paper(capsys):
     assert main([]) == 0
-    assert "UP-GRPO leads GSPO by 1.150 points (as printed, 1.16)" in capsys.readouterr().out
+    assert (
+        "UP-GRPO leads GSPO by 1.150 points (as printed, 1.16)"
+        in capsys.readouterr().out
+    )
     assert main(["--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is True

@@ -22,8 +22,17 @@ SHORT = {"steps": 30, "eval_every": 10}
 def test_every_objective_has_its_other_half(name):
     e = compare.experiment(name, 2, SHORT)
     base, up = e.arms
-    assert name in (base, up) and up.startswith("up") and upref.get(base) and upref.get(up)
-    assert {c.id for c in e.claims} == {"avg", "maj", "entropy", "best", "grad_norm", "kl"}
+    assert (
+        name in (base, up) and up.startswith("up") and upref.get(base) and upref.get(up)
+    )
+    assert {c.id for c in e.claims} == {
+        "avg",
+        "maj",
+        "entropy",
+        "best",
+        "grad_norm",
+        "kl",
+    }
     assert {c.contrasts[0].arms for c in e.claims} == {(up, base)}
     assert all(e.run(arm, 1).objective == arm for arm in e.arms)
 
@@ -69,20 +78,40 @@ def written(name, shift, folder):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    return written("up_dapo", {"up_dapo": {"avg": 0.05, "entropy": -0.1, "kl_base": 0.3}}, tmp_path_factory.mktemp("r"))
+    return written(
+        "up_dapo",
+        {"up_dapo": {"avg": 0.05, "entropy": -0.1, "kl_base": 0.3}},
+        tmp_path_factory.mktemp("r"),
+    )
 
 
 def test_the_report_says_what_showed(report):
     text, folder = report
-    said = {line.split(":")[0][2:]: line for line in text.splitlines() if line.startswith("* Fig")}
-    assert "up_dapo ends with a higher Avg@32 than dapo. **the sign agrees in 2 of 2 seeds**: +" in said["Fig. 2a"]
+    said = {
+        line.split(":")[0][2:]: line
+        for line in text.splitlines()
+        if line.startswith("* Fig")
+    }
+    assert (
+        "up_dapo ends with a higher Avg@32 than dapo. **the sign agrees in 2 of 2 seeds**: +"
+        in said["Fig. 2a"]
+    )
     assert "**the sign agrees in 0 of 2 seeds**" in said["Fig. 3a"]
     assert "**within its bound in 0 of 2 seeds**" in said["Fig. 4b"]
     assert "**within its bound in 2 of 2 seeds**" in said["Fig. 4a"]
-    assert "These 2 seeds cannot tell an effect from chance" in text and "probability 0.5." in text
+    assert (
+        "These 2 seeds cannot tell an effect from chance" in text
+        and "probability 0.5." in text
+    )
     assert "cannot tell" in compare.chance(1) and "cannot tell" not in compare.chance(9)
     assert "bash repro/run.sh up_dapo reference" in text
-    assert sorted(p.name for p in folder.iterdir()) == ["cap.png", "cap.svg", "curves.png", "curves.svg", "report.md"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "cap.png",
+        "cap.svg",
+        "curves.png",
+        "curves.svg",
+        "report.md",
+    ]
 
 
 def test_the_map_is_lit_by_the_tokens(report):
@@ -90,7 +119,10 @@ def test_the_map_is_lit_by_the_tokens(report):
     dead = float(text.split("* dapo, A > 0: ")[1].split(" %")[0])
     seen = np.load(next(folder.parent.glob("dapo-*-s0-*")) / "seen.npz")
     ratio, positive = seen["pi"] / seen["pi_old"], seen["adv"] > 0
-    assert dead == pytest.approx(100 * (ratio > 1.28)[positive].mean(), abs=0.5) and dead > 3
+    assert (
+        dead == pytest.approx(100 * (ratio > 1.28)[positive].mean(), abs=0.5)
+        and dead > 3
+    )
     assert "* up_dapo, A > 0: 0.00 %" in text
     picture = np.asarray(Image.open(folder / "cap.png").convert("RGB"), float)
     orange = (abs(picture - [0xE6, 0x9F, 0x00]).sum(-1) < 60).mean()
@@ -100,7 +132,10 @@ def test_the_map_is_lit_by_the_tokens(report):
 
 def test_what_has_no_map_of_tokens_says_why(tmp_path):
     text, folder = written("up_gspo", {}, tmp_path)
-    assert "no map of tokens, it acts on whole responses" in text and not (folder / "cap.png").exists()
+    assert (
+        "no map of tokens, it acts on whole responses" in text
+        and not (folder / "cap.png").exists()
+    )
 
 
 @pytest.fixture
@@ -155,13 +190,25 @@ def test_a_failed_run_is_told(command, monkeypatch):
         ([], "usage:"),
         (["--help"], "usage:"),
         (["up_dapo", "reference", "steps=5"], "no settings to change"),
-        (["UPREF_PYTHON=/nonexistent", "up_dapo", "gpu1"], "UPREF_PYTHON=/nonexistent lacks an interpreter"),
-        (["UPREF_PYTHON=/bin/false", "up_dapo", "cpu"], "UPREF_PYTHON=/bin/false lacks an interpreter"),
+        (
+            ["UPREF_PYTHON=/nonexistent", "up_dapo", "gpu1"],
+            "UPREF_PYTHON=/nonexistent lacks an interpreter",
+        ),
+        (
+            ["UPREF_PYTHON=/bin/false", "up_dapo", "cpu"],
+            "UPREF_PYTHON=/bin/false lacks an interpreter",
+        ),
     ],
 )
 def test_run_sh_refuses_in_one_line(words, says):
     given = [w for w in words if w.startswith("UPREF")]
-    command = ["env", *given, "bash", str(ROOT / "repro" / "run.sh"), *words[len(given) :]]
+    command = [
+        "env",
+        *given,
+        "bash",
+        str(ROOT / "repro" / "run.sh"),
+        *words[len(given) :],
+    ]
     p = subprocess.run(command, capture_output=True, text=True, check=False)
     assert p.returncode == 2 and says in p.stderr and p.stderr.count("\n") == 1
 

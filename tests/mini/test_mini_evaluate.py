@@ -34,12 +34,21 @@ def run(tmp_path, *arguments):
 
 @pytest.fixture
 def writer(tmp_path):
-    """A policy of six words to which all are equally likely, whose folder asks for greedy decoding."""
+    """A policy of six words to which all are equally likely, whose folder asks for
+    greedy decoding.
+    """
     words = Tokenizer(WordLevel({w: i for i, w in enumerate(WORDS)}))
     words.pre_tokenizer = WhitespaceSplit()
-    words = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
+    words = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>"
+    )
     torch.manual_seed(0)
-    size = {"hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    size = {
+        "hidden_size": 16,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
     config = transformers.Qwen3Config(
         vocab_size=6, intermediate_size=16, num_hidden_layers=1, tie_word_embeddings=True, initializer_range=0.5,
         max_position_embeddings=32, eos_token_id=1, pad_token_id=0, **size,
@@ -58,7 +67,18 @@ def lines(tmp_path, *rows):
 
 
 def test_the_miniature_gets_the_scores_of_its_own_evaluation(tmp_path, capsys):
-    found = run(tmp_path, WALK, "--set", "one_step", "--problems", "20", "--k", "4", "--seed", "3")
+    found = run(
+        tmp_path,
+        WALK,
+        "--set",
+        "one_step",
+        "--problems",
+        "20",
+        "--k",
+        "4",
+        "--seed",
+        "3",
+    )
     task = tasks.get("countdown")
     g = tasks.generator("evaluate", 3, "countdown one_step")
     problems = task.problems("one_step", 20, 0)
@@ -66,37 +86,67 @@ def test_the_miniature_gets_the_scores_of_its_own_evaluation(tmp_path, capsys):
     expected = {name: e.value for name, e in evals.estimates(*tables).items()}
     assert {name: e["value"] for name, e in found["scores"].items()} == expected
     assert 0 < expected["avg"] < expected["best"]
-    assert all(0 <= e["low"] <= e["value"] <= e["high"] <= 1 for e in found["scores"].values())
-    assert (found["of"], found["n_problems"], found["k"], found["top_p"]) == ("countdown one_step", 20, 4, 0.7)
+    assert all(
+        0 <= e["low"] <= e["value"] <= e["high"] <= 1 for e in found["scores"].values()
+    )
+    assert (found["of"], found["n_problems"], found["k"], found["top_p"]) == (
+        "countdown one_step",
+        20,
+        4,
+        0.7,
+    )
     assert "Best@4" in capsys.readouterr().out
 
 
 @torch.inference_mode()
 def exact_avg(problems, top_p=0.7):
-    """What Avg@k estimates, without drawing: every response that WALK's nucleus allows, by its probability."""
+    """What Avg@k estimates, without drawing: every response that WALK's nucleus allows,
+    by its probability.
+    """
     task, policy = tasks.get("countdown"), bases.load("walk", "countdown")
     problems = task.problems("test", problems, 0)
     right = 0.0
     for at, prompt in enumerate(task.prompts(problems).tolist()):
         begun, ended = {(): 1.0}, {}
         while begun:
-            p = policy(input_ids=torch.tensor([[*prompt, *said] for said in begun])).logits[:, -1].softmax(-1)
+            p = (
+                policy(input_ids=torch.tensor([[*prompt, *said] for said in begun]))
+                .logits[:, -1]
+                .softmax(-1)
+            )
             p = nucleus(p, top_p).double()
             odds = zip(begun.items(), p / p.sum(-1, keepdim=True), strict=True)
-            grown = {(*said, t): w * row[t].item() for (said, w), row in odds for t in row.nonzero()[:, 0].tolist()}
-            over = lambda said: said[-1] == tasks.EOS or len(said) == task.response_length
+            grown = {
+                (*said, t): w * row[t].item()
+                for (said, w), row in odds
+                for t in row.nonzero()[:, 0].tolist()
+            }
+            over = lambda said: (
+                said[-1] == tasks.EOS or len(said) == task.response_length
+            )
             ended |= {said: w for said, w in grown.items() if over(said)}
             begun = {said: w for said, w in grown.items() if not over(said)}
         assert sum(ended.values()) == pytest.approx(1)
-        tokens = torch.tensor([[*said, *[tasks.PAD] * (task.response_length - len(said))] for said in ended])
-        verdicts = task.verify(problems[at : at + 1].repeat_interleave(len(tokens), 0), tokens).reward.tolist()
-        right += sum(w for w, verdict in zip(ended.values(), verdicts, strict=True) if verdict)
+        tokens = torch.tensor(
+            [
+                [*said, *[tasks.PAD] * (task.response_length - len(said))]
+                for said in ended
+            ]
+        )
+        verdicts = task.verify(
+            problems[at : at + 1].repeat_interleave(len(tokens), 0), tokens
+        ).reward.tolist()
+        right += sum(
+            w for w, verdict in zip(ended.values(), verdicts, strict=True) if verdict
+        )
     return right / len(problems)
 
 
 def test_avg_is_the_chance_of_a_right_answer(tmp_path):
     p = exact_avg(16)
-    found = run(tmp_path, WALK, "--problems", "16", "--k", "512")["scores"]["avg"]["value"]
+    found = run(tmp_path, WALK, "--problems", "16", "--k", "512")["scores"]["avg"][
+        "value"
+    ]
     assert abs(found - p) < 4 * sqrt(p * (1 - p) / (16 * 512))
 
 
@@ -108,14 +158,29 @@ def test_the_seed_decides(tmp_path):
 
 
 def test_any_language_model_on_problems_of_a_file(tmp_path, writer, monkeypatch):
-    """One token, six equally likely ones, one of them right: 1/6 whatever the folder asks for."""
+    """One token, six equally likely ones, one of them right: 1/6 whatever the folder
+    asks for.
+    """
     folder, _, model = writer
     monkeypatch.setattr(rewards._GRADER, "ask", lambda *_: False)
     with torch.no_grad():
         model.model.embed_tokens.weight.zero_()
     model.save_pretrained(folder)
-    path = lines(tmp_path, *({"prompt": p, "answer": "3"} for p in ("a b", "a", "b b a")))
-    found = run(tmp_path, str(folder), "--problems", path, "--k", "500", "--max-tokens", "1", "--top-p", "1")
+    path = lines(
+        tmp_path, *({"prompt": p, "answer": "3"} for p in ("a b", "a", "b b a"))
+    )
+    found = run(
+        tmp_path,
+        str(folder),
+        "--problems",
+        path,
+        "--k",
+        "500",
+        "--max-tokens",
+        "1",
+        "--top-p",
+        "1",
+    )
     avg = found["scores"]["avg"]["value"]
     assert abs(avg - 1 / 6) < 4 * sqrt(5 / 36 / 1500)
     assert found["n_problems"] == 3 and found["scores"]["best"]["value"] == 1
@@ -128,7 +193,9 @@ def test_shorter_prompts_are_padded_and_change_nothing(tmp_path, writer):
 
     def said(*prompts):
         path = lines(tmp_path, *({"prompt": p, "answer": "3"} for p in prompts))
-        args = evaluate.arguments().parse_args([str(folder), "--problems", path, *few, "--dtype", "float32"])
+        args = evaluate.arguments().parse_args(
+            [str(folder), "--problems", path, *few, "--dtype", "float32"]
+        )
         responses = engines.transformers(args, exams.make(args, words), words)
         return [words.decode(r[0], skip_special_tokens=True) for r in responses]
 
@@ -140,9 +207,15 @@ def test_shorter_prompts_are_padded_and_change_nothing(tmp_path, writer):
 def test_verdicts_and_votes_of_texts(tmp_path, writer, monkeypatch):
     _, words, _ = writer
     monkeypatch.setattr(rewards._GRADER, "ask", lambda *_: False)
-    path = lines(tmp_path, {"prompt": "a", "answer": 3}, {"prompt": "b", "answer": "4", "protocol": "boxed"})
+    path = lines(
+        tmp_path,
+        {"prompt": "a", "answer": 3},
+        {"prompt": "b", "answer": "4", "protocol": "boxed"},
+    )
     args = evaluate.arguments().parse_args(["x", "--problems", path, "--k", "3"])
-    correct, votes = exams.make(args, words).judge([[[4, 1], [2, 5, 1, 0], [5, 4]], [[4], [2, 3], [5, 1]]])
+    correct, votes = exams.make(args, words).judge(
+        [[[4, 1], [2, 5, 1, 0], [5, 4]], [[4], [2, 3], [5, 1]]]
+    )
     assert correct.tolist() == [[True, False, True], [False, False, True]]
     assert votes.tolist() == [["3", "4", "3"], ["3", None, "4"]]
     assert evals.estimates(correct, votes)["maj"].value == 0.75  # 1, and a tie
@@ -176,7 +249,10 @@ def test_agreement_is_within_the_bound_or_status_1(shift, status, monkeypatch, c
         ([WALK, "--set", "five_steps"], "has no set 'five_steps'"),
         ([WALK, "--task", "chain", "--problems", "2"], "was made for task"),
         ([WALK, "--top-p", "0"], "--top-p must be above 0"),
-        ([WALK, "--engine", "vllm", "--temperature", "6"], "a --temperature of at most 2"),
+        (
+            [WALK, "--engine", "vllm", "--temperature", "6"],
+            "a --temperature of at most 2",
+        ),
         ([WALK, "--dtype", "bfloat16"], "computes in float32"),
         ([WALK, "--json", "nowhere/scores.json"], "its folder does not exist"),
     ],
@@ -201,8 +277,14 @@ def test_a_folder_without_tokenizer_or_with_a_damaged_one(tmp_path, capsys):
     [
         ({"prompt": "3 7"}, "is not lines of prompt and answer"),
         ({"prompt": "3 seven", "answer": "3"}, "is not lines of prompt and answer"),
-        ({"prompt": [{"role": "user", "content": "3"}], "answer": "3"}, "chat_template"),
-        ({"prompt": "3 7", "answer": "3", "protocol": "geometry"}, "there is no protocol named geometry"),
+        (
+            {"prompt": [{"role": "user", "content": "3"}], "answer": "3"},
+            "chat_template",
+        ),
+        (
+            {"prompt": "3 7", "answer": "3", "protocol": "geometry"},
+            "there is no protocol named geometry",
+        ),
         ({"prompt": "3 7", "answer": "3"}, "and the policy reads 128"),
     ],
 )
@@ -221,11 +303,16 @@ def test_without_vllm_it_says_so(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.smoke
-@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM here: `repro/venv.sh smoke` installs it")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("vllm"),
+    reason="no vLLM here: `repro/venv.sh smoke` installs it",
+)
 def test_vllm_says_the_same(tmp_path):
     command = [sys.executable, "-m", "repro.evaluate", WALK, "--problems", "64"]
     out = tmp_path / "scores.json"
-    subprocess.run([*command, "--engine", "vllm", "--json", out], cwd=ROOT, check=True, timeout=900)
+    subprocess.run(
+        [*command, "--engine", "vllm", "--json", out], cwd=ROOT, check=True, timeout=900
+    )
     theirs, p = json.loads(out.read_text())["scores"]["avg"]["value"], exact_avg(64)
     assert abs(theirs - p) < 4 * sqrt(p * (1 - p) / (64 * 32))
     subprocess.run([*command, "--agree", "32"], cwd=ROOT, check=True, timeout=900)

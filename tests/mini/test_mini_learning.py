@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny transformer learns within seconds; and it would not if a sign, the advantages or the mask were wrong.
+"""A tiny transformer learns within seconds; and it would not if a sign, the advantages
+or the mask were wrong.
 
-Each mutation below is a bug that trainers have had. The test of the tests: with it, `learns` must be false.
+Each mutation below is a bug that trainers have had. The test of the tests: with it,
+`learns` must be false.
 """
 
 from dataclasses import replace
@@ -18,12 +20,21 @@ from repro.mini.train.rollout import rollout
 from repro.mini.train.settings import Settings
 
 STEPS = 12
-FAST = Settings(steps=STEPS, prompts=32, responses=16, minibatches=4, lr=1e-3, warmup=1, train_problems=64)
+FAST = Settings(
+    steps=STEPS,
+    prompts=32,
+    responses=16,
+    minibatches=4,
+    lr=1e-3,
+    warmup=1,
+    train_problems=64,
+)
 
 
 def learns(s, spoil=lambda batch: None, run=None):
-    """Whether the reward on 64 problems rises by half within twelve steps, and the gradient of a step's first minibatch
-    (on-policy: nothing is clipped) reaches the logits of each token of a response with an advantage, and no others."""
+    """Whether the reward on 64 problems rises by half within twelve steps, and the
+    gradient of a step's first minibatch (on-policy: nothing is clipped) reaches the
+    logits of each token of a response with an advantage, and no others."""
     models.deterministic()
     run = run or Run(s)
     problems = run.task.problems("train", s.train_problems, 0)
@@ -50,8 +61,11 @@ def update_and_see(run, batch, rows):
 
     def see(grad):
         mask = batch.mask[rows][alive]
-        mask = mask & (torch.arange(mask.shape[1]) < mask.any(0).sum())  # as wide as `update` reads
-        touched[alive] = torch.zeros_like(mask).masked_scatter(mask, (grad != 0).any(-1))
+        # as wide as `update` reads
+        mask = mask & (torch.arange(mask.shape[1]) < mask.any(0).sum())
+        touched[alive] = torch.zeros_like(mask).masked_scatter(
+            mask, (grad != 0).any(-1)
+        )
 
     original = models.response_logits
 
@@ -76,7 +90,9 @@ def test_it_learns(name):
 def flipped_loss():
     run = Run(FAST)
     o = upref.get("up_dapo")
-    run.objective = replace(o, fn=lambda lp, lp_old, A, **hp: -o.fn(lp, lp_old, A, **hp))
+    run.objective = replace(
+        o, fn=lambda lp, lp_old, A, **hp: -o.fn(lp, lp_old, A, **hp)
+    )
     return learns(FAST, run=run)
 
 
@@ -85,7 +101,12 @@ def flipped_advantages():
 
 
 def advantages_of_others():
-    return learns(FAST, lambda batch: setattr(batch, "adv", batch.adv.view(32, 16).roll(1, 1).flatten()))
+    return learns(
+        FAST,
+        lambda batch: setattr(
+            batch, "adv", batch.adv.view(32, 16).roll(1, 1).flatten()
+        ),
+    )
 
 
 def advantages_of_another_group():
@@ -93,15 +114,25 @@ def advantages_of_another_group():
 
 
 def padding_trained_too():
-    return learns(FAST, lambda batch: setattr(batch, "mask", torch.ones_like(batch.mask)))
+    return learns(
+        FAST, lambda batch: setattr(batch, "mask", torch.ones_like(batch.mask))
+    )
 
 
 def mask_shifted_by_one():
-    return learns(FAST, lambda batch: setattr(batch, "mask", batch.mask.roll(1, 1) | (torch.arange(13) == 12)))
+    return learns(
+        FAST,
+        lambda batch: setattr(
+            batch, "mask", batch.mask.roll(1, 1) | (torch.arange(13) == 12)
+        ),
+    )
 
 
 def mask_turned_around():
-    return learns(FAST, lambda batch: setattr(batch, "mask", ~batch.mask | (torch.arange(13) == 12)))
+    return learns(
+        FAST,
+        lambda batch: setattr(batch, "mask", ~batch.mask | (torch.arange(13) == 12)),
+    )
 
 
 def eos_not_trained():

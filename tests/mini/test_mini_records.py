@@ -19,7 +19,9 @@ from upref.files import held, write_atomically
 
 ROOT = Path(__file__).parents[2]
 RECORDS = {
-    f"run-{i}": {key: {} for key in results.NEEDED} | {"name": f"run-{i}", "steps": {"reward": [i]}} for i in range(4)
+    f"run-{i}": {key: {} for key in results.NEEDED}
+    | {"name": f"run-{i}", "steps": {"reward": [i]}}
+    for i in range(4)
 }
 
 
@@ -45,7 +47,10 @@ def test_what_is_kept_is_read_back(folder, tmp_path):
         (lambda x: [], "holds 0 records"),
         (lambda x: [*x, x[0]], "two records 'run-0'"),
         (lambda x: [*x, x[0].replace(b"run-0", b"run-9")], "holds 5 records"),
-        (lambda x: [x[0].replace(b"[0]", b"[7]"), *x[1:]], "'run-0' is not the one that was promised"),
+        (
+            lambda x: [x[0].replace(b"[0]", b"[7]"), *x[1:]],
+            "'run-0' is not the one that was promised",
+        ),
         (lambda x: [*x[:3], x[3][:20]], "ends in the middle of a line"),
         (lambda x: [b"garbage\n", *x[1:]], "line 1"),
         (lambda x: [*x[:3], b"\xff\xfe\x00\n"], "line 4"),
@@ -61,10 +66,15 @@ def test_an_altered_record_says_how_to_restore(damage, says, folder, capsys):
     assert says in err and "git checkout" in err and err.count("\n") == 1
     with pytest.raises(InputError):
         results.collect(folder / "runs", {"run-0"}, folder)
-    assert json.loads((folder / "manifest.json").read_text())["lines"].keys() == RECORDS.keys(), "nothing was rewritten"
+    assert (
+        json.loads((folder / "manifest.json").read_text())["lines"].keys()
+        == RECORDS.keys()
+    ), "nothing was rewritten"
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", '{"lines": 3}', "\xff", "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [None, "", "[]", '{"lines": 3}', "\xff", "[" * 100_000]
+)
 def test_records_without_their_manifest(content, folder):
     (folder / "manifest.json").unlink()
     if content is not None:
@@ -74,7 +84,10 @@ def test_records_without_their_manifest(content, folder):
 
 
 def test_a_collection_killed_between_its_two_files_loses_nothing(folder, monkeypatch):
-    more, real = RECORDS | {"run-9": RECORDS["run-0"] | {"name": "run-9"}}, files.write_atomically
+    more, real = (
+        RECORDS | {"run-9": RECORDS["run-0"] | {"name": "run-9"}},
+        files.write_atomically,
+    )
     for deaths in range(3):
         results.keep(RECORDS, folder)
         left = [deaths]
@@ -98,15 +111,26 @@ def test_a_run_with_a_log_changed_after_its_end_is_refused(tmp_path):
     for name in ("settings.json", "steps.jsonl", "evals.jsonl"):
         (run / name).write_text("{}\n" if name == "settings.json" else "")
     digests = {p.name: files.sha256(p) for p in run.iterdir()}
-    (run / "done.json").write_text(json.dumps({"seconds": {"all": 1}, "sha256": digests}))
+    (run / "done.json").write_text(
+        json.dumps({"seconds": {"all": 1}, "sha256": digests})
+    )
     assert results.record(run)["provenance"] == {"seconds": {"all": 1}}
     (run / "evals.jsonl").write_text(" ")
-    with pytest.raises(InputError, match=r"evals\.jsonl is not what it was when the run ended"):
+    with pytest.raises(
+        InputError, match=r"evals\.jsonl is not what it was when the run ended"
+    ):
         results.collect(tmp_path / "runs", {"a"}, tmp_path / "results")
-    for file, content in (("done.json", ""), ("done.json", "[]"), ("done.json", "\xff"), ("failed.json", "{}")):
+    for file, content in (
+        ("done.json", ""),
+        ("done.json", "[]"),
+        ("done.json", "\xff"),
+        ("failed.json", "{}"),
+    ):
         (run / "done.json").unlink(missing_ok=True)
         (run / file).write_text(content, encoding="latin-1")
-        with pytest.raises(InputError, match=r"holds no whole run .*: remove it and run again"):
+        with pytest.raises(
+            InputError, match=r"holds no whole run .*: remove it and run again"
+        ):
             results.collect(tmp_path / "runs", {"a"}, tmp_path / "results")
 
 
@@ -125,37 +149,67 @@ def test_a_full_disk_names_the_file_and_keeps_the_old_one(tmp_path, monkeypatch)
     monkeypatch.setattr("repro.exact.result.save", lambda *_: None)
     with no_file_larger_than(30), pytest.raises(OSError, match=r"report\.md"):
         write([Result("a", "b", "c", [], None)], tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["report.md"] and (tmp_path / "report.md").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["report.md"] and (
+        tmp_path / "report.md"
+    ).read_text() == "old"
 
 
-# A process and its own child exchange pickles in a folder of their own; a page's own code and fetched sources, which
-# are pinned by digest, are executed: neither is a file that somebody sends.
+# A process and its own child exchange pickles in a folder of their own; a page's own
+# code and fetched sources, which are pinned by digest, are executed: neither is a file
+# that somebody sends.
 MAY = {
     "upref_frameworks/audits/child.py",
     "upref_frameworks/audits/isolated/__init__.py",
     "docs/make.py",
     "docs/in_the_wild/fetched.py",
 }
-MAY |= {"upref_frameworks/trl/audit.py"}  # statements of the installed TRL, which is imported anyway
-MAY |= {"upref_frameworks/verl/step.py"}  # a pipe from a process to its own child, and no file
+# statements of the installed TRL, which is imported anyway
+MAY |= {"upref_frameworks/trl/audit.py"}
+# a pipe from a process to its own child, and no file
+MAY |= {"upref_frameworks/verl/step.py"}
 MAY |= {"repro/fork.py"}  # the command line of a process
 MAY |= {"upref_course/verdict.py"}  # the batch that this process's own report prints
 
 
-TOPS = ("upref", "upref_frameworks", "upref_course", "paper", "repro", "docs", "benchmarks", "figures", "derivations")
+TOPS = (
+    "upref",
+    "upref_frameworks",
+    "upref_course",
+    "paper",
+    "repro",
+    "docs",
+    "benchmarks",
+    "figures",
+    "derivations",
+)
 
 
 def unsafe(tree: ast.AST):
     """Calls that may run what the file that they read holds."""
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name, words = ast.unparse(call.func), {k.arg: ast.unparse(k.value) for k in call.keywords}
-        if name in ("eval", "exec") or name.split(".")[0] in ("pickle", "dill", "cloudpickle", "joblib", "marshal"):
+        name, words = (
+            ast.unparse(call.func),
+            {k.arg: ast.unparse(k.value) for k in call.keywords},
+        )
+        if name in ("eval", "exec") or name.split(".")[0] in (
+            "pickle",
+            "dill",
+            "cloudpickle",
+            "joblib",
+            "marshal",
+        ):
             yield name
-        if name in ("torch.load", "load") and words.get("weights_only", "True") != "True":
+        if (
+            name in ("torch.load", "load")
+            and words.get("weights_only", "True") != "True"
+        ):
             yield name
         if name == "torch.load" and "weights_only" not in words:
             yield name
-        if name in ("np.load", "numpy.load") and words.get("allow_pickle", "False") != "False":
+        if (
+            name in ("np.load", "numpy.load")
+            and words.get("allow_pickle", "False") != "False"
+        ):
             yield name
         if name in ("yaml.load", "yaml.unsafe_load"):
             yield name
@@ -166,7 +220,9 @@ def test_no_loader_runs_what_it_reads():
     for top in TOPS:
         for path in (ROOT / top).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
-            if re.search(r"load|eval|exec|pickle|marshal", text) and any(unsafe(ast.parse(text))):
+            if re.search(r"load|eval|exec|pickle|marshal", text) and any(
+                unsafe(ast.parse(text))
+            ):
                 found.add(path.relative_to(ROOT).as_posix())
     assert found <= MAY, sorted(found - MAY)
     for bad in (
@@ -179,7 +235,8 @@ def test_no_loader_runs_what_it_reads():
         assert any(unsafe(ast.parse(bad))), bad
 
 
-# Where another way to write is right: into a folder that is temporary, or that gets its name when it is whole.
+# Where another way to write is right: into a folder that is temporary, or that gets its
+# name when it is whole.
 DRAFTS = {
     "upref/files.py": "the writer",
     "upref_frameworks/audits/child.py": "temporary folder",
@@ -204,20 +261,48 @@ DRAFTS = {
 
 
 def in_place(text: str):
-    """Calls that leave half a file under its final name, if they are interrupted or the disk is full."""
-    for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
-        name, words = ast.unparse(call.func).rpartition(".")[2], [ast.unparse(x) for x in call.args]
+    """Calls that leave half a file under its final name, if they are interrupted or the
+    disk is full.
+    """
+    for call in (
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)
+    ):
+        name, words = (
+            ast.unparse(call.func).rpartition(".")[2],
+            [ast.unparse(x) for x in call.args],
+        )
         words += [ast.unparse(k.value) for k in call.keywords if k.arg == "mode"]
-        if name in ("write_text", "write_bytes", "to_parquet", "save_pretrained", "imsave"):
+        if name in (
+            "write_text",
+            "write_bytes",
+            "to_parquet",
+            "save_pretrained",
+            "imsave",
+        ):
             yield name
-        if name in ("open", "fdopen", "ZipFile") and any(re.fullmatch("'[wx]b?\\+?'", w) for w in words):
+        if name in ("open", "fdopen", "ZipFile") and any(
+            re.fullmatch("'[wx]b?\\+?'", w) for w in words
+        ):
             yield name
-        if name in ("savefig", "savez", "savez_compressed", "save_file", "write_table", "dump") and not any(
-            w == "sys.stdout" or re.search(rf"\b{re.escape(w)} = (io\.(Bytes|String)IO|pa\.BufferOutputStream)\(", text)
+        if name in (
+            "savefig",
+            "savez",
+            "savez_compressed",
+            "save_file",
+            "write_table",
+            "dump",
+        ) and not any(
+            w == "sys.stdout"
+            or re.search(
+                rf"\b{re.escape(w)} = (io\.(Bytes|String)IO|pa\.BufferOutputStream)\(",
+                text,
+            )
             for w in words
         ):
             yield name
-        if ast.unparse(call.func) == "torch.save" and not re.search(rf"\b{re.escape(words[1])} = io\.BytesIO", text):
+        if ast.unparse(call.func) == "torch.save" and not re.search(
+            rf"\b{re.escape(words[1])} = io\.BytesIO", text
+        ):
             yield name
 
 
@@ -241,11 +326,15 @@ def test_every_file_is_written_whole_or_not_at_all():
 
 
 def test_many_writers_of_one_file_leave_a_whole_one(tmp_path):
-    """All write at once; each content is longer than what one call to the system writes."""
+    """All write at once; each content is longer than what one call to the system
+    writes.
+    """
     contents = [str(i) * 3_000_000 for i in range(4)]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
-            list(pool.map(lambda text: write_atomically(tmp_path / "x", text), contents))
+            list(
+                pool.map(lambda text: write_atomically(tmp_path / "x", text), contents)
+            )
             assert (tmp_path / "x").read_text() in contents
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
@@ -253,7 +342,10 @@ def test_many_writers_of_one_file_leave_a_whole_one(tmp_path):
 def test_what_a_killed_writer_left_goes_with_a_later_write(tmp_path):
     """Whatever clocks and process ids say: a draft that another container was writing
     went because no process here had its id."""
-    left, living, other = (tmp_path / f".{name}.{n:016x}" for name, n in (("a[1]", 1), ("a[1]", 2), ("b", 1)))
+    left, living, other = (
+        tmp_path / f".{name}.{n:016x}"
+        for name, n in (("a[1]", 1), ("a[1]", 2), ("b", 1))
+    )
     for path in (left, living, other):
         path.touch()
         os.utime(path, (0, 0))
@@ -299,15 +391,20 @@ def test_two_that_collect_into_one_folder_lose_no_record(tmp_path):
 def test_a_provenance_changed_after_the_end_is_refused(tmp_path):
     facts = {"seconds": {"all": 1}, "commit": {"id": "0123"}}
     (tmp_path / "settings.json").write_text("{}")
-    (tmp_path / "done.json").write_text(json.dumps(facts | {"digest": files.facts_digest(facts)}))
+    (tmp_path / "done.json").write_text(
+        json.dumps(facts | {"digest": files.facts_digest(facts)})
+    )
     assert results.record(tmp_path)["provenance"] == facts
     text = (tmp_path / "done.json").read_text()
     (tmp_path / "done.json").write_text(text.replace("0123", "0133"))
-    with pytest.raises(InputError, match=r"done\.json is not what it was when the run ended"):
+    with pytest.raises(
+        InputError, match=r"done\.json is not what it was when the run ended"
+    ):
         results.record(tmp_path)
 
 
-FINISHED = {  # sha256 of the committed records of the experiments that have ended, by `sha256sum`
+# sha256 of the committed records of the experiments that have ended, by `sha256sum`
+FINISHED = {
     "results/runs.jsonl": "1d4d007c3a31023bacf49247d857ac42eff545470bda7468016fbb472da1bdfe",
     "results/manifest.json": "dc42af25eb7581593ab876a0e70bc911447186d9cedc05e31382792606b89a84",
     "round2/results/runs.jsonl": "9418a783daa9c5b141cd4c53e936ceffd08c9a285093d401ffc8b89ea0d69e65",

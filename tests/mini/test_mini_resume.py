@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever happens to a run, started again it ends as the run that nothing happened to, to the bit; or says why not."""
+"""Whatever happens to a run, started again it ends as the run that nothing happened to,
+to the bit; or says why not.
+"""
 
 import json
 import multiprocessing
@@ -78,7 +80,9 @@ class Killed(BaseException):
 
 
 def test_killed_at_every_moment(whole, tmp_path, monkeypatch):
-    """The run dies at the first touch of the disk, started again at the second after that, and so on to the end."""
+    """The run dies at the first touch of the disk, started again at the second after
+    that, and so on to the end.
+    """
     out, deaths = tmp_path / "run", 0
     touches = {"left": 0}
 
@@ -125,17 +129,23 @@ def test_one_process_at_a_time_and_killed_for_real(whole, tmp_path, capsys):
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     assert not (out / "done.json").exists()
-    assert all(now.startswith(then) for now, then in zip(contents(out), before, strict=True))
+    assert all(
+        now.startswith(then) for now, then in zip(contents(out), before, strict=True)
+    )
     assert command.main(["--settings", str(file), "--out", str(out)]) == 0
     same_end(out, whole)
 
 
 def test_killed_for_real_at_random_moments(whole, tmp_path):
-    """Each process may live half as long again as the one before, up to one that finishes."""
+    """Each process may live half as long again as the one before, up to one that
+    finishes.
+    """
     out, lives, g = tmp_path / "run", 0, random.Random(0)
     while not (out / "done.json").exists():
         lives += 1
-        victim = multiprocessing.get_context("fork").Process(target=loop.train, args=(S, out))
+        victim = multiprocessing.get_context("fork").Process(
+            target=loop.train, args=(S, out)
+        )
         victim.start()
         victim.join(g.uniform(0, 0.1 * 1.5**lives))
         victim.kill()
@@ -145,12 +155,17 @@ def test_killed_for_real_at_random_moments(whole, tmp_path):
 
 
 def test_a_run_of_the_second_round_killed_for_real(tmp_path):
-    """As dose_middle trains: two epochs, the lean evaluation, a checkpoint every second step only."""
+    """As dose_middle trains: two epochs, the lean evaluation, a checkpoint every second
+    step only.
+    """
     s = replace(S, lean_eval=True, epochs=2, lr=3e-4, checkpoint_every=2)
     loop.train(s, tmp_path / "whole", say=lambda _: None)
     out = tmp_path / "run"
-    for last in ("steps.jsonl", "checkpoints/step-2", "done.json"):  # killed in step 2, in step 3, and not at all
-        victim = multiprocessing.get_context("fork").Process(target=loop.train, args=(s, out))
+    # killed in step 2, in step 3, and not at all
+    for last in ("steps.jsonl", "checkpoints/step-2", "done.json"):
+        victim = multiprocessing.get_context("fork").Process(
+            target=loop.train, args=(s, out)
+        )
         victim.start()
         while victim.is_alive() and not (out / last).exists():
             time.sleep(0.005)
@@ -165,7 +180,9 @@ def test_a_run_of_the_second_round_killed_for_real(tmp_path):
 
 @pytest.fixture
 def interrupted(whole, tmp_path):
-    """Stopped after step 3: checkpoints of steps 2 and 3, and lines of step 4 that no checkpoint knows of."""
+    """Stopped after step 3: checkpoints of steps 2 and 3, and lines of step 4 that no
+    checkpoint knows of.
+    """
     out = tmp_path / "run"
     watch = lambda step, _: (_ for _ in ()).throw(Killed) if step == 4 else None
     with pytest.raises(Killed):
@@ -185,7 +202,9 @@ def interrupted(whole, tmp_path):
         ("config.json", "gone"),
     ],
 )
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(interrupted, whole, name, damage):
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    interrupted, whole, name, damage
+):
     file, said = interrupted / "checkpoints" / "step-3" / name, []
     content = bytearray(file.read_bytes())
     if damage == "gone":
@@ -217,11 +236,17 @@ def test_a_shortened_log_is_one_sentence(interrupted):
 
 @pytest.mark.parametrize("name", LOGS)
 def test_one_digit_changed_in_a_log_is_one_sentence(name, interrupted):
-    """Of the same length, before the checkpoint: the run would end with a log that nobody wrote."""
+    """Of the same length, before the checkpoint: the run would end with a log that
+    nobody wrote.
+    """
     text = (interrupted / name).read_text()
     at = text.index(".") + 1
-    (interrupted / name).write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
-    with pytest.raises(InputError, match=f"{name} is not what it was when the checkpoint was made"):
+    (interrupted / name).write_text(
+        text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :]
+    )
+    with pytest.raises(
+        InputError, match=f"{name} is not what it was when the checkpoint was made"
+    ):
         loop.train(S, interrupted, say=lambda _: None)
 
 
@@ -254,10 +279,12 @@ def test_another_run_s_folder_is_left_alone(whole):
         loop.train(replace(S, seed=5), whole)
 
 
-# ---- what cannot go on ---------------------------------------------------------------------------------------------
+# ---- what cannot go on ---------------------------------------------------------------
 @contextmanager
 def no_file_larger_than(size):
-    """As a full disk: the write that reaches the limit fails, in the middle of a line or a tensor."""
+    """As a full disk: the write that reaches the limit fails, in the middle of a line
+    or a tensor.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -266,8 +293,14 @@ def no_file_larger_than(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("size", [100, 2500, 100_000, 600_000], ids=["settings", "log", "policy", "optimizer"])
-def test_a_full_disk_is_one_sentence_and_loses_nothing(size, interrupted, whole, capsys):
+@pytest.mark.parametrize(
+    "size",
+    [100, 2500, 100_000, 600_000],
+    ids=["settings", "log", "policy", "optimizer"],
+)
+def test_a_full_disk_is_one_sentence_and_loses_nothing(
+    size, interrupted, whole, capsys
+):
     S.write(interrupted.parent / "s.json")
     if size == 100:
         shutil.rmtree(interrupted)
@@ -277,7 +310,10 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(size, interrupted, whole,
     *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith("train: cannot write")
     if size > 100:
-        assert [p.name for p in checkpoint.checkpoints(interrupted)] == ["step-2", "step-3"]
+        assert [p.name for p in checkpoint.checkpoints(interrupted)] == [
+            "step-2",
+            "step-3",
+        ]
         assert not list((interrupted / "checkpoints").glob(".*"))
     assert command.main(args) == 0
     same_end(interrupted, whole)
@@ -309,15 +345,29 @@ def test_bad_arguments_are_one_sentence(args, tmp_path, capsys):
     assert not (tmp_path / "run" / "steps.jsonl").exists()
 
 
-def test_a_loss_that_is_no_number_stops_and_can_be_replayed(tmp_path, capsys, monkeypatch):
-    args = ["--steps", "3", "--prompts", "8", "--responses", "4", "--minibatches", "2", "--eval-every", "0"]
+def test_a_loss_that_is_no_number_stops_and_can_be_replayed(
+    tmp_path, capsys, monkeypatch
+):
+    args = [
+        "--steps",
+        "3",
+        "--prompts",
+        "8",
+        "--responses",
+        "4",
+        "--minibatches",
+        "2",
+        "--eval-every",
+        "0",
+    ]
     args += ["--out", str(tmp_path / "run"), "--seed", "1"]
     original, calls = loop.models.response_logits, []
 
     def spoilt(*args):
         calls.append(1)
         logits = original(*args)
-        return logits * float("nan") if len(calls) == 6 else logits  # the base's and two minibatches a step
+        # the base's and two minibatches a step
+        return logits * float("nan") if len(calls) == 6 else logits
 
     monkeypatch.setattr(loop.models, "response_logits", spoilt)
     assert command.main(args) == 1
@@ -334,20 +384,28 @@ def test_a_loss_that_is_no_number_stops_and_can_be_replayed(tmp_path, capsys, mo
     assert "grad_norm" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("error", "says"), [(MemoryError, "not enough memory"), (KeyError, "Traceback")])
-def test_only_a_loss_that_is_not_finite_is_status_1(error, says, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "says"), [(MemoryError, "not enough memory"), (KeyError, "Traceback")]
+)
+def test_only_a_loss_that_is_not_finite_is_status_1(
+    error, says, tmp_path, capsys, monkeypatch
+):
     def ends(*_):
         raise error
 
     monkeypatch.setattr(loop, "train", ends)
-    assert command.main(["--out", str(tmp_path)]) == 2 and says in capsys.readouterr().err
+    assert (
+        command.main(["--out", str(tmp_path)]) == 2 and says in capsys.readouterr().err
+    )
 
 
 def test_replay_file_of_another_version_is_one_sentence(tmp_path, capsys):
     s = Settings(prompts=4, responses=2, minibatches=2)
     run = Run(s)
     batch = rollout(run.policy, run.task, run.task.problems("train", 8, 0), s, 0)
-    said = keep_for_replay(run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan"))
+    said = keep_for_replay(
+        run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan")
+    )
     kept = tmp_path / "replay-0-0.safetensors"
     assert str(kept) in said and command.main(["--replay", str(kept)]) == 0
     whole = kept.read_bytes()
@@ -356,10 +414,15 @@ def test_replay_file_of_another_version_is_one_sentence(tmp_path, capsys):
         assert command.main(["--replay", str(kept)]) == 2
         assert "its content is not what was written" in capsys.readouterr().err
     vars(batch)["logits"] = vars(batch).pop("state")  # as it was in another version
-    keep_for_replay(run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan"))
+    keep_for_replay(
+        run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan")
+    )
     capsys.readouterr()
     assert command.main(["--replay", str(kept)]) == 2
-    assert "is not a replay file of this version: ValueError: logits, state of its batch" in capsys.readouterr().err
+    assert (
+        "is not a replay file of this version: ValueError: logits, state of its batch"
+        in capsys.readouterr().err
+    )
 
 
 def test_half_written_replay_file_is_one_sentence(tmp_path, capsys):
@@ -383,7 +446,9 @@ class Payload:
         return Path.touch, (self.path,)
 
 
-def test_a_replay_file_and_a_checkpoint_run_no_code(tmp_path, interrupted, whole, capsys):
+def test_a_replay_file_and_a_checkpoint_run_no_code(
+    tmp_path, interrupted, whole, capsys
+):
     for path in (tmp_path / "replay-0-0.safetensors", tmp_path / "replay-0-0.pt"):
         torch.save({"settings": {}, "batch": Payload(tmp_path / "ran")}, path)
         assert command.main(["--replay", str(path)]) == 2
@@ -404,9 +469,18 @@ def test_a_tree_comes_back_as_it_was(tmp_path):
         "groups": [{"betas": (0.9, 0.999), "on": None}],
         "é": -0.0,
     }
-    tree["ring"] = [{"w": torch.ones(2, 3).t()}, {"w": torch.zeros(0, dtype=torch.bool)}]
+    tree["ring"] = [
+        {"w": torch.ones(2, 3).t()},
+        {"w": torch.zeros(0, dtype=torch.bool)},
+    ]
     files.save_tree(tmp_path / "tree", tree)
     back = files.load_tree(tmp_path / "tree")
     assert back["state"][0]["step"] == 3 and list(back["state"]) == [0, 1]
-    assert back["groups"] == [{"betas": [0.9, 0.999], "on": None}] and str(back["é"]) == "-0.0"
-    assert torch.equal(back["ring"][0]["w"], torch.ones(3, 2)) and back["ring"][1]["w"].dtype == torch.bool
+    assert (
+        back["groups"] == [{"betas": [0.9, 0.999], "on": None}]
+        and str(back["é"]) == "-0.0"
+    )
+    assert (
+        torch.equal(back["ring"][0]["w"], torch.ones(3, 2))
+        and back["ring"][1]["w"].dtype == torch.bool
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stale data: what staleness means in a run, the registered rule, and that nothing ran before it was registered."""
+"""Stale data: what staleness means in a run, the registered rule, and that nothing ran
+before it was registered.
+"""
 
 import hashlib
 import json
@@ -30,7 +32,7 @@ S = Settings(
 D = design.load()
 
 
-# ---- a run -----------------------------------------------------------------------------------------------------------
+# ---- a run ---------------------------------------------------------------------------
 def test_responses_come_from_the_policy_of_s_rollouts_ago():
     run = Run(S)
     for step in range(6):
@@ -41,21 +43,36 @@ def test_responses_come_from_the_policy_of_s_rollouts_ago():
 
 
 def test_lp_old_is_the_samplers_or_recomputed(tmp_path):
-    """With one update a rollout a recomputed ratio is 1, whatever the staleness; the sampler's is not."""
+    """With one update a rollout a recomputed ratio is 1, whatever the staleness; the
+    sampler's is not.
+    """
     for old, exact in (("recomputed", True), ("sampler", False)):
-        loop.train(replace(S, minibatches=1, old_log_probs=old), tmp_path / old, say=lambda _: None)
-        rows = [json.loads(line) for line in (tmp_path / old / "steps.jsonl").read_text().splitlines()]
+        loop.train(
+            replace(S, minibatches=1, old_log_probs=old),
+            tmp_path / old,
+            say=lambda _: None,
+        )
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / old / "steps.jsonl").read_text().splitlines()
+        ]
         ratios = [row["ratio_q"] for row in rows]
-        assert np.allclose(ratios[0], 1, atol=1e-5), "at the first step the sampler is the policy"
+        assert np.allclose(ratios[0], 1, atol=1e-5), (
+            "at the first step the sampler is the policy"
+        )
         assert np.allclose(ratios[-1], 1, atol=1e-5) == exact
 
 
 def test_killed_with_snapshots_in_the_ring(tmp_path):
-    """kill -9 in step 3 and in step 4: the run ends as one that nothing happened to, to the bit."""
+    """kill -9 in step 3 and in step 4: the run ends as one that nothing happened to, to
+    the bit.
+    """
     loop.train(S, tmp_path / "whole", say=lambda _: None)
     out = tmp_path / "run"
     for last in ("checkpoints/step-2", "checkpoints/step-3", "done.json"):
-        victim = multiprocessing.get_context("fork").Process(target=loop.train, args=(S, out))
+        victim = multiprocessing.get_context("fork").Process(
+            target=loop.train, args=(S, out)
+        )
         victim.start()
         while victim.is_alive() and not (out / last).exists():
             time.sleep(0.002)
@@ -63,24 +80,36 @@ def test_killed_with_snapshots_in_the_ring(tmp_path):
             victim.join()
         victim.kill()
         victim.join()
-    for name in ("steps.jsonl", "evals.jsonl", f"checkpoints/step-{S.steps}/model.safetensors"):
-        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    for name in (
+        "steps.jsonl",
+        "evals.jsonl",
+        f"checkpoints/step-{S.steps}/model.safetensors",
+    ):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), (
+            name
+        )
     fresh = replace(S, staleness=0)
     loop.train(fresh, tmp_path / "fresh", say=lambda _: None)
-    assert (tmp_path / "fresh/steps.jsonl").read_bytes() != (out / "steps.jsonl").read_bytes()
+    assert (tmp_path / "fresh/steps.jsonl").read_bytes() != (
+        out / "steps.jsonl"
+    ).read_bytes()
 
 
 def test_settings_say_what_is_wrong_and_old_names_stay():
     for r in results.read_lines(results.folder_of(2) / "runs.jsonl")[:3]:
-        assert Settings(**r["settings"]).key == r["name"], "named before there was staleness"
+        assert Settings(**r["settings"]).key == r["name"], (
+            "named before there was staleness"
+        )
     for bad in ({"staleness": -1}, {"staleness": 1.5}, {"old_log_probs": "none"}):
         with pytest.raises(InputError, match=next(iter(bad))):
             Settings(**bad)
 
 
-# ---- the rule --------------------------------------------------------------------------------------------------------
+# ---- the rule ------------------------------------------------------------------------
 def fake(s: Settings, gain: float = 0.0) -> results.Record:
-    """A record whose numbers depend on seed, method, rate and staleness; the best rate is 1e-4."""
+    """A record whose numbers depend on seed, method, rate and staleness; the best rate
+    is 1e-4.
+    """
     g = tasks.generator("fake", s.objective, s.base, s.staleness, s.lr, s.seed)
     n = max(1, s.steps // results.BIN)
     if s.objective != "up_dapo":
@@ -89,15 +118,27 @@ def fake(s: Settings, gain: float = 0.0) -> results.Record:
     reward = 0.15 + 0.1 * np.arange(n) / n - 0.02 * abs(np.log10(s.lr / 1e-4)) + noise
     right = float(0.2 + gain * s.staleness / 16 + 0.005 * torch.randn(1, generator=g))
     counts = [256 - 100, *[0] * 31, 100]
-    evals = {rule.WHERE: {"step": [0, s.steps], "avg": [0.1, right], "best": [0.5, 3 * right]}}
-    steps = {"step": [results.BIN * i for i in range(n)], "reward": reward.tolist(), "valid": [0.9] * n}
+    evals = {
+        rule.WHERE: {
+            "step": [0, s.steps],
+            "avg": [0.1, right],
+            "best": [0.5, 3 * right],
+        }
+    }
+    steps = {
+        "step": [results.BIN * i for i in range(n)],
+        "reward": reward.tolist(),
+        "valid": [0.9] * n,
+    }
     steps["entropy"] = (0.4 + noise).tolist()
     return {"name": "fake", "status": "done", "settings": vars(s), "provenance": {"seconds": {"all": 60.0}},
             "steps": steps, "evals": evals, "counts": {rule.WHERE: counts}}  # fmt: skip
 
 
 def play(gain=0.0, most=10_000):
-    """The experiment as the design asks for it, by fake runs; records after every stage."""
+    """The experiment as the design asks for it, by fake runs; records after every
+    stage.
+    """
     records: dict[str, results.Record] = {}
     while (todo := D.todo(records)) and len(records) < most:
         records |= {key: fake(s, gain) for key, s in todo}
@@ -111,15 +152,25 @@ def test_rates_at_an_edge_extend_the_grid():
     scores |= {3.0: 0.3, 4.0: 0.2}
     assert rule.choose(scores, grid) == (None, [2.0])
     assert rule.choose(scores | {2.0: 0.1}, grid) == (3.0, [])
-    assert rule.choose(scores | {2.0: 0.3}, grid) == (None, [1.0]), "of two that are equal the lower"
-    assert rule.choose(scores | {2.0: 0.4, 1.0: 0.5}, grid) == (1.0, []), "there is none below"
+    assert rule.choose(scores | {2.0: 0.3}, grid) == (None, [1.0]), (
+        "of two that are equal the lower"
+    )
+    assert rule.choose(scores | {2.0: 0.4, 1.0: 0.5}, grid) == (1.0, []), (
+        "there is none below"
+    )
     assert rule.choose({3.0: 0.1, 4.0: 0.2, 5.0: 0.1}, grid) == (4.0, [])
 
 
 def test_survival():
     def lived(reward, status="done"):
         steps = [results.BIN * i for i in range(len(reward))]
-        return rule.survival({"status": status, "settings": {"steps": 400}, "steps": {"step": steps, "reward": reward}})
+        return rule.survival(
+            {
+                "status": status,
+                "settings": {"steps": 400},
+                "steps": {"step": steps, "reward": reward},
+            }
+        )
 
     assert lived([0.1, 0.2, 0.3]) == 400
     assert lived([0.1, 0.4, 0.21, 0.19, 0.4]) == 15
@@ -129,10 +180,14 @@ def test_survival():
 def test_pass_at_k_is_upref_s():
     from upref import metrics
 
-    right = torch.rand(50, 32, generator=torch.Generator().manual_seed(0)) < torch.rand(50, 1)
+    right = torch.rand(50, 32, generator=torch.Generator().manual_seed(0)) < torch.rand(
+        50, 1
+    )
     counts = right.sum(1).bincount(minlength=33).tolist()
     for k in rule.PASSES:
-        assert rule.pass_at(k, counts) == pytest.approx(metrics.best_at_k(right, k).value)
+        assert rule.pass_at(k, counts) == pytest.approx(
+            metrics.best_at_k(right, k).value
+        )
 
 
 def test_the_whole_experiment_is_asked_for_in_order_and_ends():
@@ -150,7 +205,9 @@ def end(r: results.Record, metric: str) -> float:
         return 100 * r["evals"]["test/top_p_0.7"][metric][-1]
     if metric.startswith("pass@"):
         counts = np.array(r["counts"]["test/top_p_0.7"])
-        none = stats.hypergeom(32, np.arange(33), int(metric.removeprefix("pass@"))).pmf(0)
+        none = stats.hypergeom(
+            32, np.arange(33), int(metric.removeprefix("pass@"))
+        ).pmf(0)
         return 100 * float((counts * (1 - none)).sum() / counts.sum())
     last = lambda name: float(np.mean(np.array_split(r["steps"][name], 5)[-1]))
     if metric == "survival":
@@ -165,7 +222,9 @@ def end(r: results.Record, metric: str) -> float:
 
 @pytest.mark.parametrize("which", ["equal", "gains", "recorded"])
 def test_words_and_intervals_by_independent_code(which):
-    """Every interval of every family again from the records, by scipy and a way of its own."""
+    """Every interval of every family again from the records, by scipy and a way of its
+    own.
+    """
     if which == "recorded":
         records = results.load(design.RESULTS)
     else:
@@ -174,9 +233,19 @@ def test_words_and_intervals_by_independent_code(which):
     for r in records.values():
         s = r["settings"]
         if s["steps"] == 400:
-            by[s["objective"], s["base"], s["staleness"], s["seed"], s["old_log_probs"]] = r
+            by[
+                s["objective"], s["base"], s["staleness"], s["seed"], s["old_log_probs"]
+            ] = r
     assert all(r["status"] == "done" for r in by.values())
-    sizes = {"dapo": 6, "neighbours": 12, "entropy": 9, "malformed": 9, "survival": 9, "slope": 6, "passes": 18}
+    sizes = {
+        "dapo": 6,
+        "neighbours": 12,
+        "entropy": 9,
+        "malformed": 9,
+        "survival": 9,
+        "slope": 6,
+        "passes": 18,
+    }
     sizes["recomputed"] = 2
     levels, found = [0, 4, 16], rule.effects(D, records)
     assert len(found) == sum(sizes.values())
@@ -207,7 +276,11 @@ def test_words_and_intervals_by_independent_code(which):
             low, high = b.low, b.high
         assert (e.mean, e.low, e.high) == pytest.approx((np.mean(x), low, high))
         sure = "gains" if e.low > 0 else "loses" if e.high < 0 else ""
-        assert e.word.startswith(sure) if sure else e.word in ("no difference", "undecided")
+        assert (
+            e.word.startswith(sure)
+            if sure
+            else e.word in ("no difference", "undecided")
+        )
         if which == "gains" and e.staleness == 16 and e.family in report.PRIMARY:
             assert e.word == "gains"
 
@@ -215,50 +288,82 @@ def test_words_and_intervals_by_independent_code(which):
 def test_nothing_is_said_before_the_first_look(tmp_path):
     for stage, records in enumerate(play()):
         words = {e.word for e in rule.effects(D, records) if e.family in report.PRIMARY}
-        finished = [k for k in D.main["seeds"] if any(r["settings"]["seed"] == k for r in records.values())]
+        finished = [
+            k
+            for k in D.main["seeds"]
+            if any(r["settings"]["seed"] == k for r in records.values())
+        ]
         assert (words == {"not finished"}) == (len(finished) < 8)
         if stage not in (0, 2, 3):
             continue
         report.write(D, records, tmp_path)
         text = (tmp_path / "report.md").read_text(encoding="utf-8")
         assert f"{len(records)} of {D.expected(records)} runs are finished" in text
-        assert ("not finished" in words) == ("Too few seeds are finished" in text or "Nothing is decided yet" in text)
+        assert ("not finished" in words) == (
+            "Too few seeds are finished" in text or "Nothing is decided yet" in text
+        )
 
 
 def test_more_seeds_where_the_spread_asks_for_them():
     *_, records = play()
     for r in records.values():
         if r["settings"]["steps"] == 400:
-            noise = float(torch.randn(1, generator=tasks.generator("wide", *map(str, r["settings"].values()))))
+            noise = float(
+                torch.randn(
+                    1,
+                    generator=tasks.generator(
+                        "wide", *map(str, r["settings"].values())
+                    ),
+                )
+            )
             r["evals"][rule.WHERE]["avg"][-1] += 0.03 * noise
     assert rule.seeds_due(D, records) == 24
 
 
 def test_power_is_how_often_it_is_found():
     rng = np.random.default_rng(0)
-    found = np.mean([rule.interval(rng.normal(1.5, 1.6, 17), 0.04 / 18)[0] > 0 for _ in range(2000)])
+    found = np.mean(
+        [rule.interval(rng.normal(1.5, 1.6, 17), 0.04 / 18)[0] > 0 for _ in range(2000)]
+    )
     assert rule.power(1.5, 1.6, 17, 0.04 / 18) == pytest.approx(found, abs=0.04)
 
 
 def test_the_command(tmp_path, capsys):
-    """It says what comes next, takes over nothing where there is nothing, begins no run after its hours."""
+    """It says what comes next, takes over nothing where there is nothing, begins no run
+    after its hours.
+    """
     where = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
     assert command.main([*where, "--list"]) == 0
-    assert "0 of 700 runs are finished. Next are 64 runs of the search for rates" in capsys.readouterr().out
-    assert command.main([*where, "--collect"]) == 0 and (tmp_path / "results/report.md").exists()
-    assert command.main([*where, "--hours", "1e-9"]) == 0 and not list((tmp_path / "runs").iterdir())
+    assert (
+        "0 of 700 runs are finished. Next are 64 runs of the search for rates"
+        in capsys.readouterr().out
+    )
+    assert (
+        command.main([*where, "--collect"]) == 0
+        and (tmp_path / "results/report.md").exists()
+    )
+    assert command.main([*where, "--hours", "1e-9"]) == 0 and not list(
+        (tmp_path / "runs").iterdir()
+    )
     capsys.readouterr()
-    assert command.main([*where, "--jobs", "0"]) == 2 and capsys.readouterr().err.count("\n") == 1
+    assert (
+        command.main([*where, "--jobs", "0"]) == 2
+        and capsys.readouterr().err.count("\n") == 1
+    )
 
 
-# ---- the registration ------------------------------------------------------------------------------------------------
+# ---- the registration ----------------------------------------------------------------
 def git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_nothing_registered_has_changed():
     assert registration.load(design.HERE)["sha256"] == registration.digests(design.HERE)
-    assert (design.HERE / "runs.sha256").read_text().strip() == D.digest(), "a setting of some run has changed"
+    assert (design.HERE / "runs.sha256").read_text().strip() == D.digest(), (
+        "a setting of some run has changed"
+    )
 
 
 def test_the_registration_precedes_every_run():
@@ -272,7 +377,10 @@ def test_the_registration_precedes_every_run():
     for name, digest in registration.digests(design.HERE).items():
         show = ["git", "show", f"{commit}:repro/mini/stale/{name}"]
         assert (
-            hashlib.sha256(subprocess.run(show, cwd=ROOT, capture_output=True, check=True).stdout).hexdigest() == digest
+            hashlib.sha256(
+                subprocess.run(show, cwd=ROOT, capture_output=True, check=True).stdout
+            ).hexdigest()
+            == digest
         )
     records = results.load(design.RESULTS)
     made = [r["provenance"]["commit"] for r in records.values() if r["provenance"]]
@@ -280,5 +388,10 @@ def test_the_registration_precedes_every_run():
         git("merge-base", "--is-ancestor", commit, at)
     assert not any(c["dirty"] for c in made)
     assert set(records) <= {s.key for s in D.reachable(records)}
-    pilot = {r["settings"]["seed"] for r in results.read_lines(design.HERE / "pilot.jsonl")}
-    assert not {*D.main["seeds"]} & ({*D.search["seeds"]} | pilot) and not {*D.search["seeds"]} & pilot
+    pilot = {
+        r["settings"]["seed"] for r in results.read_lines(design.HERE / "pilot.jsonl")
+    }
+    assert (
+        not {*D.main["seeds"]} & ({*D.search["seeds"]} | pilot)
+        and not {*D.search["seeds"]} & pilot
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of what nobody registered, and README's numbers: recomputed here from runs.jsonl by scipy alone."""
+"""The page of what nobody registered, and README's numbers: recomputed here from
+runs.jsonl by scipy alone.
+"""
 
 import json
 import re
@@ -24,14 +26,25 @@ PAGE = (RESULTS / "unregistered.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def runs():
-    """(method, staleness, source of lp_old, base, seed) -> record, of the 400-step runs."""
-    lines = map(json.loads, (RESULTS / "runs.jsonl").read_text(encoding="utf-8").splitlines())
+    """(method, staleness, source of lp_old, base, seed) -> record, of the 400-step
+    runs.
+    """
+    lines = map(
+        json.loads, (RESULTS / "runs.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     named = ("objective", "staleness", "old_log_probs", "base", "seed")
-    return {tuple(r["settings"][k] for k in named): r for r in lines if r["settings"]["steps"] == 400}
+    return {
+        tuple(r["settings"][k] for k in named): r
+        for r in lines
+        if r["settings"]["steps"] == 400
+    }
 
 
 def per_seed(runs, arm, s, metric, where="test/top_p_0.7", old="sampler", at=-1):
-    ends = [[runs[arm, s, old, base, k]["evals"][where][metric][at] for base in BASES] for k in SEEDS]
+    ends = [
+        [runs[arm, s, old, base, k]["evals"][where][metric][at] for base in BASES]
+        for k in SEEDS
+    ]
     return 100 * np.mean(ends, axis=1)
 
 
@@ -42,7 +55,9 @@ def plain(x):
 
 
 def simultaneous(x, m):
-    """As the report prints it: the meet of the Bonferroni intervals of the two registered looks, for m comparisons."""
+    """As the report prints it: the meet of the Bonferroni intervals of the two
+    registered looks, for m comparisons.
+    """
     first = stats.ttest_1samp(x[:8], 0).confidence_interval(1 - 0.01 / m)
     final = stats.ttest_1samp(x, 0).confidence_interval(1 - 0.04 / m)
     return printed(x.mean(), max(first.low, final.low), min(first.high, final.high))
@@ -55,7 +70,11 @@ def printed(mean, low, high):
 
 def rows(heading):
     table = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    return [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
+    return [
+        line.strip("| ").split(" | ")
+        for line in table.splitlines()
+        if line.startswith("| ")
+    ][2:]
 
 
 def test_every_interval_of_both_decodings(runs):
@@ -72,60 +91,94 @@ def test_every_interval_of_both_decodings(runs):
 def test_where_each_method_ends(runs):
     base, *found = rows("Where each method ends")
     start = {
-        m: np.mean([100 * r["evals"]["test/top_p_0.7"][m][0] for r in runs.values()]) for m in ("best", "avg", "maj")
+        m: np.mean([100 * r["evals"]["test/top_p_0.7"][m][0] for r in runs.values()])
+        for m in ("best", "avg", "maj")
     }
     assert base[3:6] == [f"{start[m]:.1f}" for m in start]
     assert len(found) == 14
     for name, s, old, *ends in found:
-        mean = (per_seed(runs, ARMS[name], int(s), m, w, old).mean() for w in WHERE.values() for m in start)
+        mean = (
+            per_seed(runs, ARMS[name], int(s), m, w, old).mean()
+            for w in WHERE.values()
+            for m in start
+        )
         assert ends == [f"{x:.1f}" for x in mean], (name, s, old)
 
 
 def test_against_the_base_and_with_lp_old_recomputed(runs):
     for name, s, *effects in rows("Against the base"):
         ends = [
-            per_seed(runs, ARMS[name], int(s), m) - per_seed(runs, ARMS[name], int(s), m, at=0) for m in ("best", "avg")
+            per_seed(runs, ARMS[name], int(s), m)
+            - per_seed(runs, ARMS[name], int(s), m, at=0)
+            for m in ("best", "avg")
         ]
         assert effects == [plain(x) for x in ends], (name, s)
     for name, s, *effects in rows("The decoding against the method"):
         arm, s = ARMS[name], int(s)
-        moved = [per_seed(runs, arm, s, m, WHERE["T = 1"]) - per_seed(runs, arm, s, m) for m in ("best", "avg")]
+        moved = [
+            per_seed(runs, arm, s, m, WHERE["T = 1"]) - per_seed(runs, arm, s, m)
+            for m in ("best", "avg")
+        ]
         assert effects == [plain(x) for x in moved], (name, s)
     for name, *effects in rows("Where lp_old is recomputed"):
         arm = ARMS[name]
         lost = [
-            per_seed(runs, arm, 16, m, old="recomputed") - per_seed(runs, arm, 16, m) for m in ("best", "avg", "maj")
+            per_seed(runs, arm, 16, m, old="recomputed") - per_seed(runs, arm, 16, m)
+            for m in ("best", "avg", "maj")
         ]
         assert effects == [plain(x) for x in lost], name
 
 
 def test_peaks_in_place_of_ends(runs):
     def peak(arm, s, metric):
-        tops = [[max(runs[arm, s, "sampler", b, k]["evals"]["test/top_p_0.7"][metric]) for b in BASES] for k in SEEDS]
+        tops = [
+            [
+                max(runs[arm, s, "sampler", b, k]["evals"]["test/top_p_0.7"][metric])
+                for b in BASES
+            ]
+            for k in SEEDS
+        ]
         return 100 * np.mean(tops, axis=1)
 
     for s, *effects in rows("Peaks in place of ends"):
-        assert effects == [plain(peak("up_dapo", int(s), m) - peak("dapo", int(s), m)) for m in ("best", "avg", "maj")]
+        assert effects == [
+            plain(peak("up_dapo", int(s), m) - peak("dapo", int(s), m))
+            for m in ("best", "avg", "maj")
+        ]
 
 
 def test_at_equal_average_by_hand(runs):
-    """The point of DAPO's mean path that has UP-DAPO's Avg@32 lies between the two evaluations around it."""
+    """The point of DAPO's mean path that has UP-DAPO's Avg@32 lies between the two
+    evaluations around it.
+    """
     for s, text in rows("Is it early stopping?"):
         avg, best = (
-            np.array([per_seed(runs, "dapo", int(s), m, at=i).mean() for i in range(9)]) for m in ("avg", "best")
+            np.array([per_seed(runs, "dapo", int(s), m, at=i).mean() for i in range(9)])
+            for m in ("avg", "best")
         )
         end = per_seed(runs, "up_dapo", int(s), "avg").mean()
         i = int(np.flatnonzero(avg >= end)[0])
-        there = best[i - 1] + (best[i] - best[i - 1]) * (end - avg[i - 1]) / (avg[i] - avg[i - 1])
+        there = best[i - 1] + (best[i] - best[i - 1]) * (end - avg[i - 1]) / (
+            avg[i] - avg[i - 1]
+        )
         mean, low, high = map(float, re.findall(r"[+-][\d.]+", text))
-        assert mean == round(per_seed(runs, "up_dapo", int(s), "best").mean() - there, 1)
+        assert mean == round(
+            per_seed(runs, "up_dapo", int(s), "best").mean() - there, 1
+        )
         assert low < mean < high
 
 
 def test_entropy_and_best(runs):
     cells = sorted({place[:3] for place in runs})
     entropy = [
-        np.mean([np.mean(runs[(*c, b, k)]["steps"]["entropy"][-16:]) for b in BASES for k in SEEDS]) for c in cells
+        np.mean(
+            [
+                np.mean(runs[(*c, b, k)]["steps"]["entropy"][-16:])
+                for b in BASES
+                for k in SEEDS
+            ]
+        )
+        for c in cells
     ]
     best = [per_seed(runs, arm, s, "best", old=old).mean() for arm, s, old in cells]
     r = stats.pearsonr(entropy, best).statistic
@@ -133,28 +186,54 @@ def test_entropy_and_best(runs):
 
 
 def test_the_page_is_fresh():
-    assert unregistered.page(unregistered.load()) == PAGE, "run `python -m repro.mini.stale.unregistered`"
+    assert unregistered.page(unregistered.load()) == PAGE, (
+        "run `python -m repro.mini.stale.unregistered`"
+    )
 
 
 def test_the_numbers_of_readme(runs):
-    """Registered effects with the intervals of their families, of 6 and 12 (and of 2 where lp_old is recomputed)."""
+    """Registered effects with the intervals of their families, of 6 and 12 (and of 2
+    where lp_old is recomputed).
+    """
 
     def difference(one, other, s, m, **k):
         return per_seed(runs, one, s, m, **k) - per_seed(runs, other, s, m, **k)
 
-    gain = {s: simultaneous(difference("up_dapo", "dapo", s, "best"), 6) for s in (0, 4, 16)}
+    gain = {
+        s: simultaneous(difference("up_dapo", "dapo", s, "best"), 6) for s in (0, 4, 16)
+    }
     average = simultaneous(difference("up_dapo", "dapo", 16, "avg"), 6)
     anchor = simultaneous(difference("up_dapo", "dapo_no_upper_clip", 16, "best"), 12)
     again = simultaneous(difference("up_dapo", "dapo", 16, "best", old="recomputed"), 2)
-    sampled = {m: difference("up_dapo", "dapo", 16, m, where="test/t_1") for m in ("best", "avg", "maj")}
+    sampled = {
+        m: difference("up_dapo", "dapo", 16, m, where="test/t_1")
+        for m in ("best", "avg", "maj")
+    }
     below = f"{np.sum(sampled['avg'] < -1e-9)} of 17 seeds below 0"
     majority = plain(difference("up_dapo", "dapo", 16, "maj"))
     ends = [per_seed(runs, arm, 16, "best").mean() for arm in ("dapo", "up_dapo")]
-    start = np.mean([100 * r["evals"]["test/top_p_0.7"]["best"][0] for r in runs.values()])
-    lost = [per_seed(runs, a, 16, "avg", old="recomputed") - per_seed(runs, a, 16, "avg") for a in ("dapo", "up_dapo")]
-    others = [per_seed(runs, arm, 16, "best", old="recomputed").mean() for arm in ("dapo", "up_dapo")]
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Does UP help?")[2].partition("\n## ")[0]
-    table = (ROOT / "docs/verdicts.md").read_text(encoding="utf-8").partition("## Stale data, in numbers")[2]
+    start = np.mean(
+        [100 * r["evals"]["test/top_p_0.7"]["best"][0] for r in runs.values()]
+    )
+    lost = [
+        per_seed(runs, a, 16, "avg", old="recomputed") - per_seed(runs, a, 16, "avg")
+        for a in ("dapo", "up_dapo")
+    ]
+    others = [
+        per_seed(runs, arm, 16, "best", old="recomputed").mean()
+        for arm in ("dapo", "up_dapo")
+    ]
+    section = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("## Does UP help?")[2]
+        .partition("\n## ")[0]
+    )
+    table = (
+        (ROOT / "docs/verdicts.md")
+        .read_text(encoding="utf-8")
+        .partition("## Stale data, in numbers")[2]
+    )
     section += table.partition("\n## ")[0]
     for said in (
         f"right at least once in 32 | {gain[16]} | {plain(sampled['best'])} |",
@@ -174,19 +253,40 @@ def test_the_numbers_of_readme(runs):
 
 def test_how_each_effect_stands_is_what_the_report_says():
     """For the ledger of claims: the words of report.md, in the common vocabulary."""
-    report = (RESULTS / "report.md").read_text(encoding="utf-8").partition("### Survival")[0]
-    cells = [line.strip("| ").split(" | ") for line in report.splitlines() if re.match(r"\| (Avg|Best|entropy)", line)]
-    told = {f"{c[0].partition('@')[0].lower()}_{c[1]}_{c[2]}": (c[4], c[6]) for c in cells if c[1] != "cispo"}
-    meant = {"gains": "reproduced", "higher": "reproduced", "no difference": "excluded", "not decided": "undecided"}
+    report = (
+        (RESULTS / "report.md").read_text(encoding="utf-8").partition("### Survival")[0]
+    )
+    cells = [
+        line.strip("| ").split(" | ")
+        for line in report.splitlines()
+        if re.match(r"\| (Avg|Best|entropy)", line)
+    ]
+    told = {
+        f"{c[0].partition('@')[0].lower()}_{c[1]}_{c[2]}": (c[4], c[6])
+        for c in cells
+        if c[1] != "cispo"
+    }
+    meant = {
+        "gains": "reproduced",
+        "higher": "reproduced",
+        "no difference": "excluded",
+        "not decided": "undecided",
+    }
     found = standing.stale(results.load(RESULTS))
-    assert len(found) == 18 and {key.removeprefix("stale/") for key in found} == set(told)
+    assert len(found) == 18 and {key.removeprefix("stale/") for key in found} == set(
+        told
+    )
     for key, s in found.items():
         shown, word = told[key.removeprefix("stale/")]
         assert s["shown"].startswith(f"{shown}: ") and s["verdict"] == meant[word], key
         assert s["limit"] == (
-            f"excluded above {shown.partition(', ')[2].partition(']')[0]}" if word == "no difference" else ""
+            f"excluded above {shown.partition(', ')[2].partition(']')[0]}"
+            if word == "no difference"
+            else ""
         )
-        assert (s["seeds"], s["of"]) == (17, 17) and (s["verdict"] != "undecided" or s["needed"] > 17)
+        assert (s["seeds"], s["of"]) == (17, 17) and (
+            s["verdict"] != "undecided" or s["needed"] > 17
+        )
 
 
 def test_the_answer_stays_short():
@@ -196,7 +296,9 @@ def test_the_answer_stays_short():
 
 def test_the_command(tmp_path, capsys):
     assert unregistered.main(["--out", str(tmp_path)]) == 0
-    assert (tmp_path / "unregistered.md").read_text(encoding="utf-8") == PAGE and (tmp_path / "paths.svg").exists()
+    assert (tmp_path / "unregistered.md").read_text(encoding="utf-8") == PAGE and (
+        tmp_path / "paths.svg"
+    ).exists()
     (tmp_path / "file").write_text("")
     assert unregistered.main(["--out", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -12,7 +12,9 @@ AVG = Contrast(("dapo",), "avg", more_than=0.0)
 
 
 def test_an_example_by_hand():
-    """Mean 3, sd √2.5, n = 5: half-width 2.7764 · √2.5 / √5 (t table, 4 degrees of freedom)."""
+    """Mean 3, sd √2.5, n = 5: half-width 2.7764 · √2.5 / √5 (t table, 4 degrees of
+    freedom).
+    """
     f = rule.test(AVG, [1, 2, 3, 4, 5])
     assert (f.mean, f.n) == (3, 5)
     assert f.low == pytest.approx(3 - 2.7764 * 0.5**0.5, abs=1e-4)
@@ -29,7 +31,9 @@ def test_the_interval_covers_19_times_in_20():
 def test_one_seed_decides_nothing_and_equal_seeds_do():
     one = rule.test(AVG, [7.0])
     assert (one.p_for, one.low, one.high) == (1.0, -np.inf, np.inf)
-    assert rule.test(AVG, [7.0, 7.0]).p_for == 0 and rule.test(AVG, [0.0, 0.0]).p_for == 1
+    assert (
+        rule.test(AVG, [7.0, 7.0]).p_for == 0 and rule.test(AVG, [0.0, 0.0]).p_for == 1
+    )
 
 
 def test_holm_by_hand_and_in_any_order():

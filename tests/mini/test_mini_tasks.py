@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The miniature's tasks: what they ask, what they accept, and that training never sees a held-out problem."""
+"""The miniature's tasks: what they ask, what they accept, and that training never sees
+a held-out problem.
+"""
 
 import re
 
@@ -38,10 +40,17 @@ def test_held_out_problems_are_never_trained_on(task):
         inputs = [task.prompts(problems)]
         if (pictures := task.pictures(problems)) is not None:
             inputs.append(pictures.flatten(1)[:, ::7])
-        return {tuple(row) for row in torch.cat([x.double() for x in inputs], 1).tolist()}
+        return {
+            tuple(row) for row in torch.cat([x.double() for x in inputs], 1).tolist()
+        }
 
     trained = seen("train", 3000)
-    demonstrated = {tuple(r) for r in task.prompts(task.demonstrations(3000, "walk", tasks.generator(2))[0]).tolist()}
+    demonstrated = {
+        tuple(r)
+        for r in task.prompts(
+            task.demonstrations(3000, "walk", tasks.generator(2))[0]
+        ).tolist()
+    }
     for split in ("test", *task.levels):
         held_out = seen(split, 100)
         assert len(held_out) > 50
@@ -73,7 +82,7 @@ def test_words_of_the_tokenizer_are_the_task_s(task):
     assert len(words) == len(task.words)
 
 
-# ---- countdown by hand ---------------------------------------------------------------------------------------------
+# ---- countdown by hand ---------------------------------------------------------------
 COUNTDOWN = tasks.get("countdown")
 
 
@@ -112,13 +121,20 @@ def test_countdown_verifier_agrees_with_a_slow_one():
     problems, tokens = COUNTDOWN.demonstrations(4000, "walk", tasks.generator(4))
     g = tasks.generator(5)
     where = torch.randint(tokens.shape[1], (len(tokens), 1), generator=g)
-    spoilt = tokens.scatter(1, where, torch.randint(len(COUNTDOWN.words), where.shape, generator=g))
+    spoilt = tokens.scatter(
+        1, where, torch.randint(len(COUNTDOWN.words), where.shape, generator=g)
+    )
     spoilt = torch.where(torch.rand(len(tokens), 1, generator=g) < 0.5, tokens, spoilt)
     verdict = COUNTDOWN.verify(problems, spoilt)
     assert 0.5 < verdict.valid.float().mean() < 0.95
-    for problem, row, valid, answer in zip(problems.tolist(), spoilt.tolist(), *verdict[1:], strict=True):
+    for problem, row, valid, answer in zip(
+        problems.tolist(), spoilt.tolist(), *verdict[1:], strict=True
+    ):
         expected = slowly(problem[:4], [COUNTDOWN.words[i] for i in row])
-        assert (valid.item(), answer.item()) == (expected is not None, NO_ANSWER if expected is None else expected)
+        assert (valid.item(), answer.item()) == (
+            expected is not None,
+            NO_ANSWER if expected is None else expected,
+        )
 
 
 def slowly(pool, words):
@@ -146,8 +162,14 @@ def test_countdown_levels_are_the_fewest_steps():
         for *numbers, target in COUNTDOWN.problems(level, 6, 0).tolist():
             reached = {0: {tuple(sorted(numbers))}}
             for depth in range(1, 4):
-                reached[depth] = {s for pool in reached[depth - 1] for s in combinations(pool)}
-            first = min(d for d in range(1, 4) if any(target in made for _, made in values(reached, d)))
+                reached[depth] = {
+                    s for pool in reached[depth - 1] for s in combinations(pool)
+                }
+            first = min(
+                d
+                for d in range(1, 4)
+                if any(target in made for _, made in values(reached, d))
+            )
             assert first == steps
 
 
@@ -156,13 +178,21 @@ def combinations(pool):
         for j, b in enumerate(pool):
             for c in (a + b, a - b, a * b) if i != j else ():
                 if 0 <= c <= 99:
-                    yield tuple(sorted([c, *(x for k, x in enumerate(pool) if k not in (i, j))]))
+                    yield tuple(
+                        sorted([c, *(x for k, x in enumerate(pool) if k not in (i, j))])
+                    )
 
 
 def values(reached, depth):
     """Each pool before the last step, and what its last step can make."""
     for pool in reached[depth - 1]:
-        made = {c for i, a in enumerate(pool) for j, b in enumerate(pool) if i != j for c in (a + b, a - b, a * b)}
+        made = {
+            c
+            for i, a in enumerate(pool)
+            for j, b in enumerate(pool)
+            if i != j
+            for c in (a + b, a - b, a * b)
+        }
         yield pool, made
 
 
@@ -175,27 +205,38 @@ def test_biased_demonstrations_prefer_plus():
     assert share["biased"] > 0.7 > 0.5 > share["walk"]
 
 
-# ---- the others by hand --------------------------------------------------------------------------------------------
+# ---- the others by hand --------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "problem", "text", "expected"),
     [
         ("chain", [47, 26, -13, 0], "7 3 ; 6 0 ; 6 0 <eos>", (1, True, 60)),
-        ("chain", [47, 26, -13, 0], "0 0 ; 0 0 ; 6 0 <eos>", (1, True, 60)),  # only the last total is judged
+        # only the last total is judged
+        ("chain", [47, 26, -13, 0], "0 0 ; 0 0 ; 6 0 <eos>", (1, True, 60)),
         ("chain", [47, 26, -13, 0], "7 3 ; 6 0 ; 6 1 <eos>", (0, True, 61)),
         ("chain", [47, 26, -13, 0], "7 3 ; 6 0 ; 6 0 ;", (0, False, NO_ANSWER)),
-        ("chain", [10, -26, -13, 0], "8 4 ; 7 1 ; 7 1 <eos>", (1, True, 71)),  # modulo 100
+        # modulo 100
+        ("chain", [10, -26, -13, 0], "8 4 ; 7 1 ; 7 1 <eos>", (1, True, 71)),
         ("geometry", [2, 3, 0, 0, 2, 5, 3, 0, 0, 0], "6 10 16 <eos>", (1, True, 16)),
         ("geometry", [2, 3, 0, 0, 2, 5, 3, 0, 0, 1], "6 10 4 <eos>", (1, True, 4)),
         ("geometry", [2, 3, 0, 0, 2, 5, 3, 0, 1, 0], "10 14 24 <eos>", (1, True, 24)),
         ("geometry", [2, 3, 0, 0, 2, 5, 3, 0, 1, 0], "10 14 23 <eos>", (0, True, 23)),
-        ("geometry", [2, 3, 0, 0, 2, 5, 3, 0, 1, 0], "10 14 24 24", (0, False, NO_ANSWER)),
+        (
+            "geometry",
+            [2, 3, 0, 0, 2, 5, 3, 0, 1, 0],
+            "10 14 24 24",
+            (0, False, NO_ANSWER),
+        ),
     ],
 )
 def test_other_verifiers(name, problem, text, expected):
     task = tasks.get(name)
     tokens = torch.tensor([[task.words.index(word) for word in text.split()]])
     verdict = task.verify(torch.tensor([problem]), tokens)
-    assert (verdict.reward.item(), verdict.valid.item(), verdict.answer.item()) == expected
+    assert (
+        verdict.reward.item(),
+        verdict.valid.item(),
+        verdict.answer.item(),
+    ) == expected
 
 
 def test_a_picture_shows_its_rectangles():
@@ -210,7 +251,11 @@ def test_a_picture_shows_its_rectangles():
 
 def test_mask_ends_with_the_first_eos():
     tokens = torch.tensor([[5, EOS, 7, EOS], [5, 6, 7, 8], [EOS, 0, 0, 0]])
-    assert tasks.response_mask(tokens).int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
+    assert tasks.response_mask(tokens).int().tolist() == [
+        [1, 1, 0, 0],
+        [1, 1, 1, 1],
+        [1, 0, 0, 0],
+    ]
 
 
 def test_unknown_task():

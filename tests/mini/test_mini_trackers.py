@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tracker holds is what steps.jsonl and evals.jsonl say, each step once, also after an interruption."""
+"""What a tracker holds is what steps.jsonl and evals.jsonl say, each step once, also
+after an interruption.
+"""
 
 import importlib.util
 import json
@@ -12,8 +14,28 @@ import pytest
 from repro.mini.train import command, loop
 from repro.mini.train.trackers import MODULES, scalars
 
-SMALL = ["--steps", "4", "--prompts", "8", "--responses", "4", "--minibatches", "2", "--train-problems", "100"]
-SMALL += ["--eval-every", "2", "--eval-problems", "4", "--eval-samples", "2", "--checkpoint-every", "2"]
+SMALL = [
+    "--steps",
+    "4",
+    "--prompts",
+    "8",
+    "--responses",
+    "4",
+    "--minibatches",
+    "2",
+    "--train-problems",
+    "100",
+]
+SMALL += [
+    "--eval-every",
+    "2",
+    "--eval-problems",
+    "4",
+    "--eval-samples",
+    "2",
+    "--checkpoint-every",
+    "2",
+]
 
 
 class Killed(BaseException):
@@ -21,7 +43,9 @@ class Killed(BaseException):
 
 
 def interrupted_and_resumed(out, flag, monkeypatch):
-    """Step 3 is trained, and tracked, twice. The tracked numbers as (step, name) -> value, from the JSONL files."""
+    """Step 3 is trained, and tracked, twice. The tracked numbers as (step, name) ->
+    value, from the JSONL files.
+    """
     one_step, steps = loop.one_step, []
 
     def deadly(run, *args):
@@ -35,26 +59,43 @@ def interrupted_and_resumed(out, flag, monkeypatch):
         command.main([*SMALL, flag, "--out", str(out)])
     assert command.main([*SMALL, flag, "--out", str(out)]) == 0
     assert steps == [0, 1, 2, 3, 2, 3]
-    lines = [json.loads(x) for f in ("steps", "evals") for x in (out / f"{f}.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(x)
+        for f in ("steps", "evals")
+        for x in (out / f"{f}.jsonl").read_text().splitlines()
+    ]
     numbers = {(line["step"], k): v for line in lines for k, v in scalars(line).items()}
-    assert {(s, "grad_norm_max") for s in range(4)} | {(4, "one_step/t_1/best"), (0, "test/t_1/avg")} <= set(numbers)
+    assert {(s, "grad_norm_max") for s in range(4)} | {
+        (4, "one_step/t_1/best"),
+        (0, "test/t_1/avg"),
+    } <= set(numbers)
     return numbers
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="tensorboard is not installed")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("tensorboard"), reason="tensorboard is not installed"
+)
 def test_tensorboard_holds_every_step_once(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     numbers = interrupted_and_resumed(tmp_path / "run", "--tensorboard", monkeypatch)
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    found = [(e.step, tag, e.value) for tag in events.Tags()["scalars"] for e in events.Scalars(tag)]
+    events = EventAccumulator(
+        str(tmp_path / "run" / "tensorboard"), size_guidance={"scalars": 0}
+    ).Reload()
+    found = [
+        (e.step, tag, e.value)
+        for tag in events.Tags()["scalars"]
+        for e in events.Scalars(tag)
+    ]
     assert len(found) == len(numbers)
     for step, tag, value in found:
         assert value == pytest.approx(numbers[step, tag], rel=1e-6)
 
 
 def leveldb(content):
-    """The records of a .wandb file: LevelDB's log format (32 KiB blocks, records in parts) after 7 bytes of its own."""
+    """The records of a .wandb file: LevelDB's log format (32 KiB blocks, records in
+    parts) after 7 bytes of its own.
+    """
     at, record = 7, b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:  # no room for a header: padding
@@ -67,7 +108,9 @@ def leveldb(content):
             record = b""
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="wandb is not installed")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("wandb"), reason="wandb is not installed"
+)
 def test_wandb_holds_every_step_once(tmp_path, monkeypatch):
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -76,29 +119,45 @@ def test_wandb_holds_every_step_once(tmp_path, monkeypatch):
     (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     found = []
     for record in map(Record.FromString, leveldb(path.read_bytes())):
-        items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-        found += [(record.history.step.num, k, v) for k, v in items.items() if not k.startswith("_")]
+        items = {
+            i.key or "/".join(i.nested_key): json.loads(i.value_json)
+            for i in record.history.item
+        }
+        found += [
+            (record.history.step.num, k, v)
+            for k, v in items.items()
+            if not k.startswith("_")
+        ]
     assert len(found) == len(numbers)
     assert {(step, k): v for step, k, v in found} == numbers
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_tracker_gets_every_step_once_and_is_closed(name, tmp_path, monkeypatch):
-    """The same with a stand-in for the package: what the last process handed over, in order, and then the end."""
+    """The same with a stand-in for the package: what the last process handed over, in
+    order, and then the end.
+    """
     got = []
 
     def begun(**_):
         got.clear()
-        return SimpleNamespace(log=lambda numbers, step: got.append((step, numbers)), finish=lambda: got.append("end"))
+        return SimpleNamespace(
+            log=lambda numbers, step: got.append((step, numbers)),
+            finish=lambda: got.append("end"),
+        )
 
     class Writer(SimpleNamespace):
         def __init__(self, folder):
             assert not folder.exists()
             folder.mkdir()
             run = begun()
-            super().__init__(add_scalar=lambda k, v, step: run.log({k: v}, step), close=run.finish)
+            super().__init__(
+                add_scalar=lambda k, v, step: run.log({k: v}, step), close=run.finish
+            )
 
-    monkeypatch.setitem(sys.modules, MODULES[name], SimpleNamespace(SummaryWriter=Writer, init=begun))
+    monkeypatch.setitem(
+        sys.modules, MODULES[name], SimpleNamespace(SummaryWriter=Writer, init=begun)
+    )
     numbers = interrupted_and_resumed(tmp_path / "run", f"--{name}", monkeypatch)
     assert got.pop() == "end"
     handed = [(step, k, v) for step, given in got for k, v in given.items()]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop: every objective trains, the loss is what upref says, and the settings say what is run."""
+"""The training loop: every objective trains, the loss is what upref says, and the
+settings say what is run.
+"""
 
 import json
 from dataclasses import replace
@@ -24,10 +26,36 @@ from tests.support.daily import daily
 from upref import logprobs
 from upref.errors import InputError
 
-SMALL = Settings(steps=1, prompts=16, responses=8, minibatches=2, eval_every=0, train_problems=200, warmup=0)
-CLIPS = ["clip_pos_high", "clip_neg_low", "clip_pos_low", "clip_neg_high", "alive", "overflow"]
+SMALL = Settings(
+    steps=1,
+    prompts=16,
+    responses=8,
+    minibatches=2,
+    eval_every=0,
+    train_problems=200,
+    warmup=0,
+)
+CLIPS = [
+    "clip_pos_high",
+    "clip_neg_low",
+    "clip_pos_low",
+    "clip_neg_high",
+    "alive",
+    "overflow",
+]
 SEEN = ["reward", "valid", "length", "entropy", "groups_used", "rounds"]
-STEP_KEYS = [*CLIPS, *SEEN, "step", "kl_base", "kl_old", "grad_norm", "grad_norm_max", "ratio_q", "lr", "loss"]
+STEP_KEYS = [
+    *CLIPS,
+    *SEEN,
+    "step",
+    "kl_base",
+    "kl_old",
+    "grad_norm",
+    "grad_norm_max",
+    "ratio_q",
+    "lr",
+    "loss",
+]
 
 
 def lines(path):
@@ -38,7 +66,9 @@ def a_step(s):
     """A run, its batch, and the rows of its first minibatch."""
     models.deterministic()
     run = Run(s)
-    batch = rollout(run.policy, run.task, run.task.problems("train", s.train_problems, 0), s, 0)
+    batch = rollout(
+        run.policy, run.task, run.task.problems("train", s.train_problems, 0), s, 0
+    )
     return run, batch, torch.arange(s.prompts // s.minibatches * s.responses)
 
 
@@ -46,7 +76,9 @@ def gradient(run):
     return torch.cat([p.grad.flatten() for p in run.policy.parameters()])
 
 
-@pytest.mark.parametrize("name", daily([*upref.names(), "up(sapo)", "up(dapo)", "up(m2po)", "up(gmpo)"], 3))
+@pytest.mark.parametrize(
+    "name", daily([*upref.names(), "up(sapo)", "up(dapo)", "up(m2po)", "up(gmpo)"], 3)
+)
 def test_every_objective_trains(name, tmp_path):
     s = replace(SMALL, objective=name)
     loop.train(s, tmp_path / "run", say=lambda _: None)
@@ -67,44 +99,87 @@ def test_every_objective_trains(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("base", "task", "objective"),
-    [("moe", "countdown", "up_gspo"), ("chain", "chain", "grpo"), ("biased", "countdown", "dapo")],
+    [
+        ("moe", "countdown", "up_gspo"),
+        ("chain", "chain", "grpo"),
+        ("biased", "countdown", "dapo"),
+    ],
 )
 def test_every_base_trains(base, task, objective, tmp_path):
-    s = replace(SMALL, base=base, task=task, objective=objective, eval_every=1, eval_problems=4, eval_samples=2)
+    s = replace(
+        SMALL,
+        base=base,
+        task=task,
+        objective=objective,
+        eval_every=1,
+        eval_problems=4,
+        eval_samples=2,
+    )
     loop.train(s, tmp_path / "run", say=lambda _: None)
     (step,) = lines(tmp_path / "run" / "steps.jsonl")
     assert step["alive"] > 0
-    assert {e["set"] for e in lines(tmp_path / "run" / "evals.jsonl")} == {"test", *tasks.get(task).levels}
+    assert {e["set"] for e in lines(tmp_path / "run" / "evals.jsonl")} == {
+        "test",
+        *tasks.get(task).levels,
+    }
 
 
 def test_pictures_train(tmp_path, monkeypatch):
-    """An untrained Qwen3-VL, rewarded for even first tokens; every part of it, the eyes included, has a gradient."""
+    """An untrained Qwen3-VL, rewarded for even first tokens; every part of it, the eyes
+    included, has a gradient.
+    """
     task = tasks.get("geometry")
     models.save(tmp_path / "blind", models.new("qwen3_vl", task), tokenizer(task))
-    even = lambda problems, tokens: Verdict((tokens[:, 0] % 2 == 0).float(), tokens[:, 0] >= 0, tokens[:, 0])
+    even = lambda problems, tokens: Verdict(
+        (tokens[:, 0] % 2 == 0).float(), tokens[:, 0] >= 0, tokens[:, 0]
+    )
     monkeypatch.setattr(task, "verify", even)
-    s = replace(SMALL, base=str(tmp_path / "blind"), task="geometry", objective="up_grpo")
+    s = replace(
+        SMALL, base=str(tmp_path / "blind"), task="geometry", objective="up_grpo"
+    )
     run, batch, rows = a_step(s)
     loop.update(run, batch, None, rows, Tally(batch.tokens.shape[1]))
-    still = [name for name, p in run.policy.named_parameters() if p.grad is None or not p.grad.any()]
+    still = [
+        name
+        for name, p in run.policy.named_parameters()
+        if p.grad is None or not p.grad.any()
+    ]
     assert still == []
 
 
 @pytest.mark.parametrize(
-    "name", ["up_dapo", "dapo", "gspo", "dr_grpo", "m2po", "tpo", "dro", "aspo_code", "up_grpo", "reinforce"]
+    "name",
+    [
+        "up_dapo",
+        "dapo",
+        "gspo",
+        "dr_grpo",
+        "m2po",
+        "tpo",
+        "dro",
+        "aspo_code",
+        "up_grpo",
+        "reinforce",
+    ],
 )
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_leaving_out_what_has_no_gradient_changes_none(name, beta):
-    """The loop's minibatch gradient is that of Objective(Rollouts) on all of the minibatch's responses."""
+    """The loop's minibatch gradient is that of Objective(Rollouts) on all of the
+    minibatch's responses.
+    """
     beta = beta if upref.get(name).kl else 0.0
     s = replace(SMALL, objective=name, beta=beta, grad_clip=1e9, lr=1e-9)
     run, batch, rows = a_step(s)
     with torch.no_grad():  # off the anchor, where objectives differ
         for p in run.policy.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=tasks.generator("noise")))
-        ref = models.padded_logits(run.base, *batch.prompts_of(torch.arange(len(batch.tokens))), batch.tokens)
+        ref = models.padded_logits(
+            run.base, *batch.prompts_of(torch.arange(len(batch.tokens))), batch.tokens
+        )
         ref = ref.log_softmax(-1).gather(-1, batch.tokens[..., None])[..., 0]
-    logits = models.padded_logits(run.policy, *batch.prompts_of(rows), batch.tokens[rows])
+    logits = models.padded_logits(
+        run.policy, *batch.prompts_of(rows), batch.tokens[rows]
+    )
     lp_all = logits.log_softmax(-1)
     H = -(lp_all.exp() * lp_all).sum(-1).detach()
     b = upref.Rollouts(
@@ -120,23 +195,34 @@ def test_leaving_out_what_has_no_gradient_changes_none(name, beta):
     expected = gradient(run).clone()
     assert (batch.adv[rows] == 0).any()
     loop.update(run, batch, ref if beta else None, rows, Tally(batch.tokens.shape[1]))
-    torch.testing.assert_close(gradient(run), expected, rtol=1e-3, atol=1e-5 * expected.abs().max().item())
+    torch.testing.assert_close(
+        gradient(run), expected, rtol=1e-3, atol=1e-5 * expected.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_what_is_kept_of_the_old_policy_is_what_it_said(dynamic):
-    """Of every token, by states that responses share, at a temperature; against transformers and upref.logprobs."""
+    """Of every token, by states that responses share, at a temperature; against
+    transformers and upref.logprobs.
+    """
     run, batch, _ = a_step(replace(SMALL, temperature=0.6, dynamic_sampling=dynamic))
     assert batch.seen["rounds"] > 1 or not dynamic
     with torch.no_grad():
-        logits = models.padded_logits(run.policy, *batch.prompts_of(torch.arange(len(batch.tokens))), batch.tokens)
+        logits = models.padded_logits(
+            run.policy, *batch.prompts_of(torch.arange(len(batch.tokens))), batch.tokens
+        )
     mask, close = batch.mask, partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
-    close(batch.logp[mask], logprobs.token_log_probs(logits, batch.tokens, temperature=0.6)[mask])
+    close(
+        batch.logp[mask],
+        logprobs.token_log_probs(logits, batch.tokens, temperature=0.6)[mask],
+    )
     assert (batch.logp[~mask] == 0).all()
     lp, said = batch.log_probs[batch.state][mask], logits[mask][None]
     close(measure.entropy(lp), logprobs.entropy(said, temperature=0.6)[0])
     if not dynamic:  # else over all that was sampled
-        assert batch.seen["entropy"] == pytest.approx(measure.entropy(lp).mean().item(), rel=1e-4)
+        assert batch.seen["entropy"] == pytest.approx(
+            measure.entropy(lp).mean().item(), rel=1e-4
+        )
     other = said + torch.randn(said.shape, generator=tasks.generator("noise"))
     q = (other[0] / 0.6).log_softmax(-1)
     close(measure.kl(lp, q), logprobs.categorical_kl(said, other, temperature=0.6)[0])
@@ -161,7 +247,11 @@ def test_aggregation_and_advantages_can_be_chosen():
 def test_evaluating_changes_nothing(tmp_path):
     s = replace(SMALL, steps=2)
     loop.train(s, tmp_path / "without", say=lambda _: None)
-    loop.train(replace(s, eval_every=1, eval_problems=8, eval_samples=4), tmp_path / "with", say=lambda _: None)
+    loop.train(
+        replace(s, eval_every=1, eval_problems=8, eval_samples=4),
+        tmp_path / "with",
+        say=lambda _: None,
+    )
     read = lambda name: (tmp_path / name / "steps.jsonl").read_bytes()
     assert read("with") == read("without")
     evals = lines(tmp_path / "with" / "evals.jsonl")
@@ -192,7 +282,9 @@ def test_overlong_responses_are_punished_linearly():
 def test_epochs_go_over_the_batch_again(tmp_path):
     loop.train(replace(SMALL, epochs=3), tmp_path / "three", say=lambda _: None)
     loop.train(SMALL, tmp_path / "one", say=lambda _: None)
-    (three,), (one,) = (lines(tmp_path / name / "steps.jsonl") for name in ("three", "one"))
+    (three,), (one,) = (
+        lines(tmp_path / name / "steps.jsonl") for name in ("three", "one")
+    )
     assert three["reward"] == one["reward"]
     assert three["kl_old"] > one["kl_old"]
 
@@ -213,7 +305,10 @@ def test_epochs_go_over_the_batch_again(tmp_path):
         ({"responses": 1}, "responses must be 2 or more"),
         ({"advantages": "gae"}, "there is no advantage named 'gae'"),
         ({"aggregation": "sum"}, "aggregation must be one of"),
-        ({"objective": "gspo", "aggregation": "token-mean"}, "no other aggregation can replace"),
+        (
+            {"objective": "gspo", "aggregation": "token-mean"},
+            "no other aggregation can replace",
+        ),
         ({"objective": "reinforce", "beta": 0.1}, "no hyperparameter 'beta'"),
         ({"overlong": 13}, "overlong must lie between"),
         ({"dynamic_sampling": 1}, "dynamic_sampling must be a bool"),
@@ -244,10 +339,14 @@ def test_up_turned_around_is_reinforce_where_A_is_negative():
     for A in (-1.5, 1.5):
         adv = torch.full((40,), A, dtype=torch.float64)
         (slope,) = torch.autograd.grad(o.fn(lp, lp_old, adv).sum(), lp)
-        (expected,) = torch.autograd.grad((adv * lp if A < 0 else base.fn(lp, lp_old, adv)).sum(), lp)
+        (expected,) = torch.autograd.grad(
+            (adv * lp if A < 0 else base.fn(lp, lp_old, adv)).sum(), lp
+        )
         assert torch.equal(slope, expected)
         r = (lp - lp_old).exp().detach().numpy()
-        np.testing.assert_allclose(np.broadcast_to(o.weight(r, A), 40), slope.numpy(), atol=1e-12)
+        np.testing.assert_allclose(
+            np.broadcast_to(o.weight(r, A), 40), slope.numpy(), atol=1e-12
+        )
     with pytest.raises(InputError, match="only objectives of single tokens"):
         Settings(objective="mirror(gspo)")
 
@@ -257,9 +356,14 @@ def test_lean_evaluation_is_less_of_the_same(tmp_path):
     lines = {}
     for name, lean in (("whole", False), ("lean", True)):
         loop.train(replace(s, lean_eval=lean), tmp_path / name, say=lambda _: None)
-        found = [json.loads(line) for line in (tmp_path / name / "evals.jsonl").read_text().splitlines()]
+        found = [
+            json.loads(line)
+            for line in (tmp_path / name / "evals.jsonl").read_text().splitlines()
+        ]
         lines[name] = {(x["step"], x["set"], x["decoding"]): x for x in found}
-    assert (tmp_path / "lean/steps.jsonl").read_bytes() == (tmp_path / "whole/steps.jsonl").read_bytes()
+    assert (tmp_path / "lean/steps.jsonl").read_bytes() == (
+        tmp_path / "whole/steps.jsonl"
+    ).read_bytes()
     assert set(lines["lean"]) < set(lines["whole"])
     for key, line in lines["lean"].items():
         more = {line.pop(k, None) is None for k in ("solved", "counts")}
@@ -269,25 +373,35 @@ def test_lean_evaluation_is_less_of_the_same(tmp_path):
 
 @pytest.mark.parametrize("name", ["up_above_clip", "up_below_one", "up_both_sides"])
 def test_half_of_up_has_its_weight_in_one_region(name):
-    """The gradient of J is the hand-written weight, and that is A in the half's region and DAPO's weight elsewhere."""
+    """The gradient of J is the hand-written weight, and that is A in the half's region
+    and DAPO's weight elsewhere.
+    """
     o, dapo = Settings(objective=name).target(), upref.get("dapo")
     lp_old = torch.full((401,), -3.0, dtype=torch.float64)
     lp = (lp_old + torch.linspace(-1.5, 1.5, 401, dtype=torch.float64)).requires_grad_()
     r = (lp - lp_old).exp().detach().numpy()
     for hp in ({}, {"eps_high": 1.0}):
         above, below = r > 1 + hp.get("eps_high", 0.28), r < 1
-        region = {"up_above_clip": above, "up_below_one": below, "up_both_sides": above | below}[name]
+        region = {
+            "up_above_clip": above,
+            "up_below_one": below,
+            "up_both_sides": above | below,
+        }[name]
         for A in (-1.5, 1.5):
             adv = torch.full((401,), A, dtype=torch.float64)
             (slope,) = torch.autograd.grad(o.fn(lp, lp_old, adv, **hp).sum(), lp)
             expected = np.where(region & (A > 0), A, dapo.weight(r, A, **hp))
             np.testing.assert_allclose(slope.numpy(), expected, atol=1e-12)
-            np.testing.assert_allclose(np.broadcast_to(o.weight(r, A, **hp), 401), expected, atol=1e-12)
+            np.testing.assert_allclose(
+                np.broadcast_to(o.weight(r, A, **hp), 401), expected, atol=1e-12
+            )
     assert Settings(objective=name).key.startswith(f"{name}-walk-s0-")
 
 
 def test_entropy_bonus_is_the_token_mean_of_the_minibatch(monkeypatch):
-    """The gradient of an update with a bonus c is that without one, plus c times that of the mean entropy."""
+    """The gradient of an update with a bonus c is that without one, plus c times that
+    of the mean entropy.
+    """
 
     def gradient(bonus: float, only_entropy: bool = False) -> torch.Tensor:
         run = Run(replace(SMALL, objective="dapo", entropy_bonus=bonus, grad_clip=1e9))
@@ -296,43 +410,92 @@ def test_entropy_bonus_is_the_token_mean_of_the_minibatch(monkeypatch):
         batch = loop.rollout(run.sampler(), run.task, problems, s, 0)
         rows = torch.arange(len(batch.tokens))
         if only_entropy:
-            lp = loop.log_probs(run.policy, batch.prompts_of(rows), batch.tokens, batch.mask, s.temperature)
+            lp = loop.log_probs(
+                run.policy,
+                batch.prompts_of(rows),
+                batch.tokens,
+                batch.mask,
+                s.temperature,
+            )
             (lp.exp() * lp).sum(-1).mean().backward()
         else:
             monkeypatch.setattr(run.optimizer, "step", lambda: None)
             loop.update(run, batch, None, rows, loop.Tally(batch.tokens.shape[1]))
-        return torch.cat([p.grad.flatten() for p in run.policy.parameters() if p.grad is not None])
+        return torch.cat(
+            [p.grad.flatten() for p in run.policy.parameters() if p.grad is not None]
+        )
 
-    plain, bonus, minus_entropy = gradient(0.0), gradient(0.03), gradient(0.0, only_entropy=True)
+    plain, bonus, minus_entropy = (
+        gradient(0.0),
+        gradient(0.03),
+        gradient(0.0, only_entropy=True),
+    )
     assert minus_entropy.norm() > 1e-3
-    torch.testing.assert_close(bonus, plain + 0.03 * minus_entropy, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(
+        bonus, plain + 0.03 * minus_entropy, atol=1e-6, rtol=1e-4
+    )
 
 
 def test_decodings_give_the_whole_curve_at_each_evaluation(tmp_path):
-    """Each top-p at each evaluation of the trained policy, and nothing else; another draw of problems by eval_seed."""
-    s = replace(SMALL, eval_every=1, eval_problems=8, eval_samples=4, lean_eval=True, decodings=(0.7, 0.9, 1.0))
+    """Each top-p at each evaluation of the trained policy, and nothing else; another
+    draw of problems by eval_seed.
+    """
+    s = replace(
+        SMALL,
+        eval_every=1,
+        eval_problems=8,
+        eval_samples=4,
+        lean_eval=True,
+        decodings=(0.7, 0.9, 1.0),
+    )
     found = {}
     for seed in (0, 1):
         loop.train(replace(s, eval_seed=seed), tmp_path / str(seed), say=lambda _: None)
         found[seed] = results.record(tmp_path / str(seed))
-        assert list(found[seed]["evals"]) == ["test/top_p_0.7", "test/top_p_0.9", "test/t_1"]
-        assert all(e["step"] == list(range(1, s.steps + 1)) for e in found[seed]["evals"].values())
+        assert list(found[seed]["evals"]) == [
+            "test/top_p_0.7",
+            "test/top_p_0.9",
+            "test/t_1",
+        ]
+        assert all(
+            e["step"] == list(range(1, s.steps + 1))
+            for e in found[seed]["evals"].values()
+        )
         assert {sum(counts) for counts in found[seed]["counts"].values()} == {8}
-    assert found[0]["steps"] == found[1]["steps"] and found[0]["evals"] != found[1]["evals"]
-    loop.train(replace(s, decodings=(), eval_problems=8), tmp_path / "before", say=lambda _: None)
+    assert (
+        found[0]["steps"] == found[1]["steps"]
+        and found[0]["evals"] != found[1]["evals"]
+    )
+    loop.train(
+        replace(s, decodings=(), eval_problems=8),
+        tmp_path / "before",
+        say=lambda _: None,
+    )
     before = results.record(tmp_path / "before")
     for decoding in ("test/top_p_0.7", "test/t_1"):
-        assert before["evals"][decoding]["avg"][-1] == found[0]["evals"][decoding]["avg"][-1]
+        assert (
+            before["evals"][decoding]["avg"][-1]
+            == found[0]["evals"][decoding]["avg"][-1]
+        )
 
 
 def test_new_settings_change_no_key_of_before(tmp_path):
     s = Settings()
     assert s.key == replace(s, entropy_bonus=0.0, decodings=(), eval_seed=0).key
-    new = [replace(s, entropy_bonus=0.01), replace(s, decodings=(0.7, 1.0)), replace(s, eval_seed=1)]
+    new = [
+        replace(s, entropy_bonus=0.01),
+        replace(s, decodings=(0.7, 1.0)),
+        replace(s, eval_seed=1),
+    ]
     assert len({s.key, *(x.key for x in new)}) == 4
     for x in new:
         x.write(tmp_path / "s.json")
         assert Settings.read(tmp_path / "s.json") == x
-    for bad in ({"entropy_bonus": -1.0}, {"decodings": [0.0]}, {"decodings": ["x"]}, {"decodings": 0.7}):
+    for bad in (
+        {"entropy_bonus": -1.0},
+        {"decodings": [0.0]},
+        {"decodings": ["x"]},
+        {"decodings": 0.7},
+    ):
         with pytest.raises(InputError, match=next(iter(bad))):
             Settings(**bad)

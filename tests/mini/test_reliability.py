@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that injects faults: what it recorded, a few of its faults again, and that it can fail."""
+"""The command that injects faults: what it recorded, a few of its faults again, and
+that it can fail.
+"""
 
 import json
 import time
@@ -13,21 +15,41 @@ ROWS = [row for group in RECORD.values() for row in group["rows"]]
 
 
 def test_nothing_was_lost_in_any_recorded_fault():
-    assert all(lost.split(":")[0] == "nothing" and times > 0 for _, _, times, _, _, lost in ROWS)
-    kills = {name: sum(row[2] for row in RECORD[name]["rows"] if row[1] == "kill -9") for name in RECORD}
-    assert sum(kills.values()) >= 50 and all(kills[k] for k in ("mini", "suite", "exact", "audit", "venv", "site"))
-    assert {row[4] for row in RECORD["interrupt"]["rows"]} <= {"130", "143", "130 or 143"}
+    assert all(
+        lost.split(":")[0] == "nothing" and times > 0
+        for _, _, times, _, _, lost in ROWS
+    )
+    kills = {
+        name: sum(row[2] for row in RECORD[name]["rows"] if row[1] == "kill -9")
+        for name in RECORD
+    }
+    assert sum(kills.values()) >= 50 and all(
+        kills[k] for k in ("mini", "suite", "exact", "audit", "venv", "site")
+    )
+    assert {row[4] for row in RECORD["interrupt"]["rows"]} <= {
+        "130",
+        "143",
+        "130 or 143",
+    }
     assert RECORD["threads"]["rows"][0][2] >= 1000
 
 
 def test_the_record_is_of_the_command_of_today():
     """Commands were renamed in it, and rows taken out, by hand."""
     assert list(RECORD) == list(reliability.GROUPS)
-    of = lambda group, fault: {who for who, what, *_ in RECORD[group]["rows"] if what == fault}
+    of = lambda group, fault: {
+        who for who, what, *_ in RECORD[group]["rows"] if what == fault
+    }
     assert of("disk", "a full disk (tmpfs)") == set(reliability.WRITES)
-    typed = {line.removeprefix("-m ").replace("{}/", "").removesuffix(" {}") for line in reliability.INTERRUPTED}
-    before = {"upref claims --run"}  # what `python -m paper claims --run` was called on the day of the record
-    assert of("interrupt", "Ctrl-C or SIGTERM") <= typed | before | {"repro/venv.sh docs"}
+    typed = {
+        line.removeprefix("-m ").replace("{}/", "").removesuffix(" {}")
+        for line in reliability.INTERRUPTED
+    }
+    # what `python -m paper claims --run` was called on the day of the record
+    before = {"upref claims --run"}
+    assert of("interrupt", "Ctrl-C or SIGTERM") <= typed | before | {
+        "repro/venv.sh docs"
+    }
     assert of("venv", reliability.THEN_OFFLINE)
 
 
@@ -47,4 +69,10 @@ def test_a_command_that_goes_on_from_half_a_file_is_found(tmp_path):
             time.sleep(0.01)
 
     with pytest.raises(AssertionError, match="another result"):
-        reliability.killed(work, out, lambda: len((out / "log").read_text().splitlines()) == 20, 20, 0.3)
+        reliability.killed(
+            work,
+            out,
+            lambda: len((out / "log").read_text().splitlines()) == 20,
+            20,
+            0.3,
+        )

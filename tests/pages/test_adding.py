@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The newcomer's four changes of docs/adding.md: each is one new file in a copy of the library, and nothing else."""
+"""The newcomer's four changes of docs/adding.md: each is one new file in a copy of the
+library, and nothing else.
+"""
 
 import hashlib
 import json
@@ -13,15 +15,23 @@ from docs.make import put, run
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
-FILES = {b.split()[1]: b for b in re.findall(r"```python\n(.*?)```", PAGE, re.S) if b.startswith("# ")}
+FILES = {
+    b.split()[1]: b
+    for b in re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    if b.startswith("# ")
+}
 ADDED = [name for name in FILES if name.startswith(("upref/", "upref_frameworks/"))]
 
 pytestmark = pytest.mark.slow
 
 
 def digests(folder):
-    files = (f for f in folder.rglob("*") if f.is_file() and "__pycache__" not in f.parts)
-    return {f.relative_to(folder): hashlib.sha256(f.read_bytes()).digest() for f in files}
+    files = (
+        f for f in folder.rglob("*") if f.is_file() and "__pycache__" not in f.parts
+    )
+    return {
+        f.relative_to(folder): hashlib.sha256(f.read_bytes()).digest() for f in files
+    }
 
 
 SEVERAL = """import contextlib, io, json, shlex, sys
@@ -39,13 +49,17 @@ print(json.dumps([said(command) for command in sys.argv[1:]]))
 
 @pytest.fixture
 def added(tmp_path):
-    """Puts one of the page's files into a copy of its package; no other file differs from the checkout's."""
+    """Puts one of the page's files into a copy of its package; no other file differs
+    from the checkout's.
+    """
 
     def add(name):
         put(name, FILES[name], tmp_path)
         package = name.partition("/")[0]
         ours, theirs = digests(ROOT / package), digests(tmp_path / package)
-        assert {k for k in ours | theirs if ours.get(k) != theirs.get(k)} == {Path(name).relative_to(package)}
+        assert {k for k in ours | theirs if ours.get(k) != theirs.get(k)} == {
+            Path(name).relative_to(package)
+        }
         (tmp_path / "several.py").write_text(SEVERAL)
 
     return add
@@ -54,7 +68,9 @@ def added(tmp_path):
 @pytest.fixture
 def upref_says(tmp_path):
     """What each of these commands prints, in one process that imports the copy."""
-    return lambda *commands: json.loads(run(shlex.join(["python", "several.py", *commands]), tmp_path))
+    return lambda *commands: json.loads(
+        run(shlex.join(["python", "several.py", *commands]), tmp_path)
+    )
 
 
 def test_the_page_adds_one_file_for_each():
@@ -82,13 +98,28 @@ def test_an_objective(added, upref_says, tmp_path):
     )
     assert "root_pg" in [o["name"] for o in json.loads(listed)]
     assert json.loads(right)["ok"] and not json.loads(wrong)["ok"]
-    assert which.startswith("mine.py:loss is root_pg") and "equal to the weight written by hand: yes" in derived
+    assert (
+        which.startswith("mine.py:loss is root_pg")
+        and "equal to the weight written by hand: yes" in derived
+    )
 
 
 def test_an_objective_is_held_to_every_law(added, tmp_path):
     added("upref/objectives/root_pg.py")
-    laws = [str(ROOT / "tests/core/test_objectives.py"), "-k", "registered and root_pg-"]
-    options = ["-q", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-p", "no:xdist"]
+    laws = [
+        str(ROOT / "tests/core/test_objectives.py"),
+        "-k",
+        "registered and root_pg-",
+    ]
+    options = [
+        "-q",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ]
     said = run(shlex.join(["python", "-m", "pytest", *options, *laws]), tmp_path)
     passed = re.search(r"(\d+) passed", said)
     assert passed and int(passed[1]) >= 12 and "failed" not in said, said
@@ -97,12 +128,25 @@ def test_an_objective_is_held_to_every_law(added, tmp_path):
 def test_an_oracle(added, upref_says, tmp_path):
     added("upref/verify/oracles/single.py")
     put("whitened.py", FILES["whitened.py"], tmp_path)
-    (tmp_path / "right.py").write_text((tmp_path / "whitened.py").read_text().replace("(A / std) * std", "A"))
+    (tmp_path / "right.py").write_text(
+        (tmp_path / "whitened.py").read_text().replace("(A / std) * std", "A")
+    )
     check = "upref check {}.py:loss --as is_pg --json"
-    commands = [check.format("whitened"), check.format("right"), check.format("right") + " --skip single-response"]
-    wrong, right, skipped = (json.loads(text)["oracles"] for text in upref_says(*commands))
-    assert wrong["single-response"] == "failure" and list(wrong)[-1] == "single-response", "its rank is the highest"
-    assert right["single-response"] == "ok" and skipped["single-response"] == "skipped on request"
+    commands = [
+        check.format("whitened"),
+        check.format("right"),
+        check.format("right") + " --skip single-response",
+    ]
+    wrong, right, skipped = (
+        json.loads(text)["oracles"] for text in upref_says(*commands)
+    )
+    assert (
+        wrong["single-response"] == "failure" and list(wrong)[-1] == "single-response"
+    ), "its rank is the highest"
+    assert (
+        right["single-response"] == "ok"
+        and skipped["single-response"] == "skipped on request"
+    )
 
 
 def test_a_fault(added, upref_says, tmp_path):
@@ -116,15 +160,27 @@ def test_a_fault(added, upref_says, tmp_path):
 
 
 def test_a_framework(added, upref_says, tmp_path):
-    """It is explained and recorded, or the audit fails; the page's ledger is what it lacks."""
+    """It is explained and recorded, or the audit fails; the page's ledger is what it
+    lacks.
+    """
     put("plainrl.py", FILES["plainrl.py"], tmp_path)
     added("upref_frameworks/plain/audit.py")
     command = "upref audit plain --source . --json"
     usage, bare = upref_says("upref audit -h", command)
-    (tmp_path / "upref_frameworks/plain/ledger.toml").write_text(re.search(r"```toml\n(.*?)```", PAGE, re.S)[1])
+    (tmp_path / "upref_frameworks/plain/ledger.toml").write_text(
+        re.search(r"```toml\n(.*?)```", PAGE, re.S)[1]
+    )
     whole, proofs = upref_says(command, command.replace("--json", "--proofs"))
     bare, whole = json.loads(bare), json.loads(whole)
-    assert "plain" in usage and bare["unaudited"] == [] and bare["out_of_scope"] == {"vanilla": "it is empty"}
-    assert not bare["ok"] and "not recorded: without its 1/2" in bare["against_ledger"][0]
-    assert whole["ok"] and whole["rows"][0]["verdict"] == "agrees exactly", whole["against_ledger"]
+    assert (
+        "plain" in usage
+        and bare["unaudited"] == []
+        and bare["out_of_scope"] == {"vanilla": "it is empty"}
+    )
+    assert (
+        not bare["ok"] and "not recorded: without its 1/2" in bare["against_ledger"][0]
+    )
+    assert whole["ok"] and whole["rows"][0]["verdict"] == "agrees exactly", whole[
+        "against_ledger"
+    ]
     assert proofs.startswith("as recorded  plain-kl-double")

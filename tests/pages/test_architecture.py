@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/architecture.md: all paths of the map exist, all files of the library are on it; the way of a loss is walked."""
+"""docs/architecture.md: all paths of the map exist, all files of the library are on it;
+the way of a loss is walked.
+"""
 
 import re
 from pathlib import Path
@@ -11,7 +13,11 @@ from docs.make import put, run
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-FILES = {b.split()[1]: b for b in re.findall(r"```python\n(.*?)```", README, re.S) if b.startswith("# ")}
+FILES = {
+    b.split()[1]: b
+    for b in re.findall(r"```python\n(.*?)```", README, re.S)
+    if b.startswith("# ")
+}
 MAP, WAY = re.findall(r"```text\n(.*?)```", PAGE, re.S)
 
 
@@ -31,25 +37,41 @@ def test_every_path_of_the_map_exists():
         if "*" in path:
             assert any(place.is_dir() for place in ROOT.glob(path)), path
         else:
-            assert (ROOT / path).is_dir() if path.endswith("/") else (ROOT / path).is_file(), path
+            assert (
+                (ROOT / path).is_dir()
+                if path.endswith("/")
+                else (ROOT / path).is_file()
+            ), path
 
 
 def test_every_file_of_the_library_is_on_the_map():
-    """By its own name, by that of a folder of which nothing is listed, or as one of the files of every framework."""
+    """By its own name, by that of a folder of which nothing is listed, or as one of the
+    files of every framework.
+    """
     named = paths()
-    closed = [p for p in named if p.endswith("/") and not any(q != p and q.startswith(p) for q in named)]
+    closed = [
+        p
+        for p in named
+        if p.endswith("/") and not any(q != p and q.startswith(p) for q in named)
+    ]
     each = ("__init__.py", "audit.py", "ledger.toml")
     for package in ("upref", "upref_frameworks", "upref_course", "paper"):
         for file in (ROOT / package).rglob("*"):
             path = str(file.relative_to(ROOT))
             if file.is_file() and "__pycache__" not in path:
                 framework = (file.parent / "audit.py").exists() and file.name in each
-                listed = path in named or any(path.startswith(folder) for folder in closed)
+                listed = path in named or any(
+                    path.startswith(folder) for folder in closed
+                )
                 assert framework or listed, f"{path} is not on the map"
 
 
 def test_every_folder_of_the_checkout_is_on_the_map():
-    tops = {f.parent.relative_to(ROOT).parts[0] for f in ROOT.glob("*/*.*") if not f.parent.name.startswith((".", "_"))}
+    tops = {
+        f.parent.relative_to(ROOT).parts[0]
+        for f in ROOT.glob("*/*.*")
+        if not f.parent.name.startswith((".", "_"))
+    }
     assert tops <= {p.partition("/")[0] for p in paths()}
 
 
@@ -75,11 +97,16 @@ print("status", status)
 
 @pytest.mark.slow
 def test_the_way_of_a_loss_is_the_one_it_goes(tmp_path):
-    """These functions are called, in this order, in a fresh process: nothing has been kept from an earlier check."""
+    """These functions are called, in this order, in a fresh process: nothing has been
+    kept from an earlier check.
+    """
     way = [tuple(line.split()[:2]) for line in WAY.splitlines()]
     put("my.py", FILES["my.py"], tmp_path)
     (tmp_path / "watch.py").write_text(WATCH)
-    calls = [tuple(line.split()[:2]) for line in run(f"python watch.py {ROOT}", tmp_path).splitlines()]
+    calls = [
+        tuple(line.split()[:2])
+        for line in run(f"python watch.py {ROOT}", tmp_path).splitlines()
+    ]
     assert calls[-1] == ("status", "1")
     at, before = 0, ""
     for step in way:

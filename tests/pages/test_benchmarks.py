@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands whose output is docs/speed.md: they run, and what they compare is one loss."""
+"""The commands whose output is docs/speed.md: they run, and what they compare is one
+loss.
+"""
 
 import os
 import subprocess
@@ -17,13 +19,17 @@ NEED = "`repro/venv.sh verl trl` installs what it is compared with"
 
 
 def test_the_start_of_the_command_is_measured():
-    """It asked for a module that is not there, so that the whole benchmark ended without its last table."""
+    """It asked for a module that is not there, so that the whole benchmark ended
+    without its last table.
+    """
     assert 0 < check.starting() < 60
 
 
 @pytest.mark.verl
 @pytest.mark.trl
-@pytest.mark.parametrize("pair", speed.PAIRS, ids=lambda pair: "-".join(part for part in pair[:3] if part))
+@pytest.mark.parametrize(
+    "pair", speed.PAIRS, ids=lambda pair: "-".join(part for part in pair[:3] if part)
+)
 def test_all_that_stand_in_one_row_have_one_gradient(pair):
     pytest.importorskip("verl", reason=NEED)
     pytest.importorskip("trl", reason=NEED)
@@ -34,10 +40,17 @@ def test_all_that_stand_in_one_row_have_one_gradient(pair):
     for who, loss in speed.losses(pair, rest[-1]).items():
         (found[who],) = torch.autograd.grad(loss(lp, *rest), lp)
     for who, gradient in found.items():
-        torch.testing.assert_close(gradient, found["upref"], rtol=1e-5, atol=1e-9, msg=lambda s, who=who: f"{who}: {s}")
+        torch.testing.assert_close(
+            gradient,
+            found["upref"],
+            rtol=1e-5,
+            atol=1e-9,
+            msg=lambda s, who=who: f"{who}: {s}",
+        )
 
 
-# each benchmark at its smallest: what follows its name, and the exit statuses that a busy machine may have
+# each benchmark at its smallest: what follows its name, and the exit statuses that a
+# busy machine may have
 COMMANDS: dict[str, tuple[str, set[int]]] = {
     "check": ("", {0, 1}),  # 1: slower than a limit
     "hidden": ("--quick accuracy memory", {0}),
@@ -53,7 +66,11 @@ COMMANDS: dict[str, tuple[str, set[int]]] = {
 
 
 def test_every_benchmark_has_a_command_that_is_run():
-    started = {p.stem for p in (ROOT / "benchmarks").glob("*.py") if "__main__" in p.read_text(encoding="utf-8")}
+    started = {
+        p.stem
+        for p in (ROOT / "benchmarks").glob("*.py")
+        if "__main__" in p.read_text(encoding="utf-8")
+    }
     assert started == {*COMMANDS}
 
 
@@ -61,11 +78,21 @@ def test_every_benchmark_has_a_command_that_is_run():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_benchmark_runs_to_its_end(name, tmp_path):
     arguments, statuses = COMMANDS[name]
-    record = ROOT / "benchmarks/reliability.json"  # the one that writes into the checkout
+    # the one that writes into the checkout
+    record = ROOT / "benchmarks/reliability.json"
     before = record.read_bytes()
     try:
-        words = [sys.executable, "-m", f"benchmarks.{name}", *arguments.format(folder=tmp_path).split()]
-        done = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+        words = [
+            sys.executable,
+            "-m",
+            f"benchmarks.{name}",
+            *arguments.format(folder=tmp_path).split(),
+        ]
+        done = subprocess.run(
+            words, cwd=ROOT, env=os.environ, capture_output=True, text=True
+        )
     finally:
         record.write_bytes(before)
-    assert done.returncode in statuses and "Traceback" not in done.stderr, done.stdout + done.stderr
+    assert done.returncode in statuses and "Traceback" not in done.stderr, (
+        done.stdout + done.stderr
+    )

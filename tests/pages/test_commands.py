@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command on a page that invites copying is run: here, by a test named here, or with a reason why not.
+"""Every command on a page that invites copying is run: here, by a test named here, or
+with a reason why not.
 
-test_pages.py runs those in ```console blocks and compares what they print. This file has the rest: indented lines and
-`commands` in the text. A command that is in none of the tables below fails.
+test_pages.py runs those in ```console blocks and compares what they print. This file
+has the rest: indented lines and `commands` in the text. A command that is in none of
+the tables below fails.
 """
 
 import re
@@ -13,13 +15,22 @@ import pytest
 from docs.make import put, run
 
 ROOT = Path(__file__).parents[2]
-NAMES = ["README", "CONTRIBUTING", "docs/trl", "docs/verl", "docs/frameworks", "docs/course/README"]
+NAMES = [
+    "README",
+    "CONTRIBUTING",
+    "docs/trl",
+    "docs/verl",
+    "docs/frameworks",
+    "docs/course/README",
+]
 PAGES = [ROOT / f"{name}.md" for name in NAMES]
 PAGES += sorted((ROOT / "docs" / "howto").glob("*.md"))
 WORDS = r"(?:upref|python|pip|bash|docker|hf|\.venv/bin/python|repro/venv\.sh) "
-PLACE = re.compile(r"\.\.\.|(?<![-\w/=])[A-Z][A-Z-]{3,}(?![\w=])")  # SCALE, YOUR-OVERRIDES: a form, not a command
+# SCALE, YOUR-OVERRIDES: a form, not a command
+PLACE = re.compile(r"\.\.\.|(?<![-\w/=])[A-Z][A-Z-]{3,}(?![\w=])")
 
-# command -> what it prints, among other things; {said} is the sentence that README shows of it
+# command -> what it prints, among other things; {said} is the sentence that README
+# shows of it
 HERE = {
     "upref check my.py:loss --as dapo": "NOT dapo: 2 failures",
     "upref identify my.py:loss": "{said}",
@@ -44,7 +55,8 @@ REPLAYS = [  # of docs/howto/replay.md, whose commands run in one test
     "upref replay dumps --as dapo --hp eps_high=0.2 --hp c=3",
     "upref replay dumps --as dapo --hp eps_high=0.2 --hp c=3 -o sheet.html",
 ]  # fmt: skip
-# command -> the test that runs it or its smallest form, and words of that test's file that show it
+# command -> the test that runs it or its smallest form, and words of that test's file
+# that show it
 ELSEWHERE = {
     "pip install .": ("tests/pages/test_release.py::test_the_installed_wheel_judges_a_loss", '"install"'),
     "pip wheel --no-deps -w vendor .": ("tests/pages/test_release.py::test_the_wheel_holds", '"wheel"'),
@@ -95,7 +107,9 @@ NOT_RUN = {
 
 
 def commands(text: str) -> list[str]:
-    """Those of a page outside of its console blocks, without their comments; forms with a PLACE left out."""
+    """Those of a page outside of its console blocks, without their comments; forms with
+    a PLACE left out.
+    """
     steps = re.findall(rf"^ *- run: ({WORDS}.*)$", text, re.M)  # of a workflow
     text = re.sub(r"^(`{3,}).*?^\1`*$", "", text, flags=re.M | re.S)
     lines = re.findall(rf"^ {{4,}}({WORDS}.*)$", text, re.M)
@@ -106,11 +120,17 @@ def commands(text: str) -> list[str]:
 
 
 def known(command: str) -> bool:
-    """`upref check` alone names a verb; a step of one family is a row of the table of that trainer."""
+    """`upref check` alone names a verb; a step of one family is a row of the table of
+    that trainer.
+    """
     from upref.cli import _parser
 
     if re.fullmatch(r"upref [\w-]+", command) and command not in {*HERE, *ELSEWHERE}:
-        return any(command[6:] in a.choices for a in _parser()._actions if isinstance(a.choices, dict))
+        return any(
+            command[6:] in a.choices
+            for a in _parser()._actions
+            if isinstance(a.choices, dict)
+        )
     return re.sub(r" --only [\w ]+$", "", command) in {*HERE, *ELSEWHERE, *NOT_RUN}
 
 
@@ -120,7 +140,11 @@ def test_every_command_of_a_page_has_its_test(page):
 
 
 def test_the_tables_name_what_is_on_a_page():
-    there = {re.sub(r" --only [\w ]+$", "", c) for page in PAGES for c in commands(page.read_text(encoding="utf-8"))}
+    there = {
+        re.sub(r" --only [\w ]+$", "", c)
+        for page in PAGES
+        for c in commands(page.read_text(encoding="utf-8"))
+    }
     assert {*HERE, *ELSEWHERE, *NOT_RUN} - there == set()
 
 
@@ -133,15 +157,25 @@ def test_the_named_test_is_there(command):
 
 
 def test_what_runs_at_every_save_is_there():
-    named = re.search(r"tests/core/test_\{([a-z_,]+)\}\.py", (ROOT / "tests/run.sh").read_text(encoding="utf-8"))
-    assert named and all((ROOT / f"tests/core/test_{name}.py").exists() for name in named[1].split(","))
+    named = re.search(
+        r"tests/core/test_\{([a-z_,]+)\}\.py",
+        (ROOT / "tests/run.sh").read_text(encoding="utf-8"),
+    )
+    assert named and all(
+        (ROOT / f"tests/core/test_{name}.py").exists() for name in named[1].split(",")
+    )
 
 
 def test_a_new_command_is_found():
     page = "```console\n$ upref check a\n```\n\nRun `upref\nnew x`, `upref check`:\n\n    pip install it  # now\n"
     assert commands(page) == ["pip install it", "upref check", "upref new x"]
     assert [known(c) for c in commands(page)] == [False, True, False]
-    assert commands("`upref recipe NAME`, `upref audit liger --source CHECKOUT`, `pip install ...`") == []
+    assert (
+        commands(
+            "`upref recipe NAME`, `upref audit liger --source CHECKOUT`, `pip install ...`"
+        )
+        == []
+    )
     assert not known("upref frobnicate")
 
 
@@ -156,6 +190,10 @@ def test_it_runs_as_pasted(command, tmp_path):
     if command == "python lesson01.py":
         run("upref learn 1", tmp_path)
         file = tmp_path / "lesson01.py"  # the page: once the hole is filled
-        file.write_text(file.read_text().replace("return ...", "return -(reward * log_prob[action]).mean()"))
+        file.write_text(
+            file.read_text().replace(
+                "return ...", "return -(reward * log_prob[action]).mean()"
+            )
+        )
     said = re.search(rf"`{re.escape(command)}`[^*]*\*([^*]+)\*", readme)
     assert HERE[command].format(said=said and said[1]) in run(command, tmp_path)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each entry that blames a framework has its maintainers' view beside it, or a draft of an issue that asks."""
+"""Each entry that blames a framework has its maintainers' view beside it, or a draft of
+an issue that asks.
+"""
 
 import re
 from dataclasses import replace
@@ -29,7 +31,9 @@ def test_a_draft_is_of_an_entry_that_has_no_view():
 
 def test_the_pages_are_fresh():
     for file, text in drafts.pages().items():
-        assert file.read_text(encoding="utf-8") == text, f"{file}: run python -m docs.drafts --write"
+        assert file.read_text(encoding="utf-8") == text, (
+            f"{file}: run python -m docs.drafts --write"
+        )
 
 
 def test_a_draft_asks_and_accuses_nobody():

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/in-the-wild.md: each loss has a wrapper, a formula and a verdict, and the formula bears the verdict out."""
+"""docs/in-the-wild.md: each loss has a wrapper, a formula and a verdict, and the
+formula bears the verdict out.
+"""
 
 import ast
 from pathlib import Path
@@ -17,14 +19,22 @@ LOSSES, FOUND = page.read()
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_has_a_verdict_that_its_formula_bears_out(name):
     x, found = LOSSES[name], FOUND[name]
-    assert callable(getattr(wrappers, name)) and found["by_hand"] == getattr(by_hand, x["by_hand"]).__doc__
+    assert (
+        callable(getattr(wrappers, name))
+        and found["by_hand"] == getattr(by_hand, x["by_hand"]).__doc__
+    )
     assert len(x["commit"]) == 40 and page.right(found)
 
 
 def test_rounding_at_extremes_alone_makes_no_loss_another():
     failure = lambda oracle: {"oracle": oracle, "where": "log r = 40", "cause": ""}
-    x, found = LOSSES["gmongaras"], FOUND["gmongaras"] | {"check": False, "failures": [failure("extremes")]}
-    assert page.verdict(x, found).startswith("**is dapo(eps_low=0.2, eps_high=0.28)**, but not") and page.right(found)
+    x, found = (
+        LOSSES["gmongaras"],
+        FOUND["gmongaras"] | {"check": False, "failures": [failure("extremes")]},
+    )
+    assert page.verdict(x, found).startswith(
+        "**is dapo(eps_low=0.2, eps_high=0.28)**, but not"
+    ) and page.right(found)
     other = found | {"failures": [*found["failures"], failure("gradient")]}
     assert page.verdict(x, other).startswith("**is not dapo") and not page.right(other)
 
@@ -36,9 +46,14 @@ def test_nothing_is_listed_that_is_not_there():
 
 
 def test_formulas_by_hand_tell_objectives_apart():
-    """What the figures rest on: the objective's own formula is at no distance from it, another's is far."""
+    """What the figures rest on: the objective's own formula is at no distance from it,
+    another's is far.
+    """
     assert apart(by_hand.grpo, reference("grpo", {"eps": 0.2, "beta": 0.04})) < 1e-12
-    assert apart(by_hand.dapo, reference("dapo", {"eps_low": 0.2, "eps_high": 0.28})) < 1e-12
+    assert (
+        apart(by_hand.dapo, reference("dapo", {"eps_low": 0.2, "eps_high": 0.28}))
+        < 1e-12
+    )
     assert apart(by_hand.ppo, reference("grpo", {"eps": 0.3})) > 0.1
     assert apart(by_hand.ppo, reference("ppo_clip", {"eps": 0.2})) > 0.1
     r = torch.cat([(lp - old)[m] for lp, old, _, m, _ in batches()])

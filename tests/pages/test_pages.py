@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No page is stale: README and docs/ are what `python -m docs.make` would write now; what they point to exists."""
+"""No page is stale: README and docs/ are what `python -m docs.make` would write now;
+what they point to exists.
+"""
 
 import re
 from pathlib import Path
@@ -29,18 +31,26 @@ def test_links_and_named_files_exist(page):
         file, _, heading = target.partition("#")
         where = (ROOT / page).parent / file if file else ROOT / page
         assert where.exists(), target
-        if heading and file.endswith(".json"):  # in the site, the heading of an entry of the ledger
+        # in the site, the heading of an entry of the ledger
+        if heading and file.endswith(".json"):
             assert heading in {e.key for e in read(where.stem)}, target
         elif heading:
             heads = re.findall(r"^#+ (.*)", where.read_text(encoding="utf-8"), re.M)
-            assert heading in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads], target
+            assert heading in [
+                re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads
+            ], target
     for script in re.findall(
-        r"(?:bash|python) ((?:repro|tests|figures|benchmarks|derivations)/\S+?\.(?:py|sh))", TEXT[page]
+        r"(?:bash|python) ((?:repro|tests|figures|benchmarks|derivations)/\S+?\.(?:py|sh))",
+        TEXT[page],
     ):
         assert (ROOT / script).exists(), script
-    for module in re.findall(r"python -m ((?:repro|benchmarks|docs)[\w.]*\w)", TEXT[page]):
+    for module in re.findall(
+        r"python -m ((?:repro|benchmarks|docs)[\w.]*\w)", TEXT[page]
+    ):
         path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (
+            module
+        )
 
 
 @pytest.mark.parametrize("page", TEXT)
@@ -60,17 +70,36 @@ def test_every_verdict_on_the_paper_is_there():
     _, rows = make._verdicts()
     assert len(rows) >= 20
     for row in rows:
-        assert f"| {row[0].strip()} | {row[1]} | {row[2]} | {row[3]} | {row[5]} |" in NARRATIVE
+        assert (
+            f"| {row[0].strip()} | {row[1]} | {row[2]} | {row[3]} | {row[5]} |"
+            in NARRATIVE
+        )
 
 
 def test_every_recorded_deviation_is_there():
-    """On the page of its framework, which is what the committed JSON and the ledger say."""
-    assert sorted(a["framework"] for a in framework_pages.audits()) == sorted(frameworks())
+    """On the page of its framework, which is what the committed JSON and the ledger
+    say.
+    """
+    assert sorted(a["framework"] for a in framework_pages.audits()) == sorted(
+        frameworks()
+    )
     for a in framework_pages.audits():
-        entries, page = read(a["framework"]), framework_pages.pages()[f"frameworks/{a['framework']}"]
-        assert all(f"### {e.key}\n" in page for e in entries) and "not recorded" not in page
-        recorded = {(e.reason, x.loss, x.micro_batches) for e in entries for x in e.evidence}
-        assert recorded == {(w, r["label"], r["micro_batches"]) for r in a["rows"] for w, _ in r["reasons"]}
+        entries, page = (
+            read(a["framework"]),
+            framework_pages.pages()[f"frameworks/{a['framework']}"],
+        )
+        assert (
+            all(f"### {e.key}\n" in page for e in entries)
+            and "not recorded" not in page
+        )
+        recorded = {
+            (e.reason, x.loss, x.micro_batches) for e in entries for x in e.evidence
+        }
+        assert recorded == {
+            (w, r["label"], r["micro_batches"])
+            for r in a["rows"]
+            for w, _ in r["reasons"]
+        }
 
 
 def test_a_stale_page_is_seen():
@@ -84,7 +113,14 @@ def test_a_block_leaves_no_file_where_the_pages_are_made():
 
 
 def test_what_a_block_prints_is_what_its_commands_print(tmp_path):
-    file, console = "```python\n# f.py\nx = 3\n```\n\n", "```console\n$ cat f.py; ls\nold\n```\n\n"
+    file, console = (
+        "```python\n# f.py\nx = 3\n```\n\n",
+        "```console\n$ cat f.py; ls\nold\n```\n\n",
+    )
     page = file + console + "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
     new = make.written(page)
-    assert "$ cat f.py; ls\nx = 3\nf.py\n```" in new and "```text\n2\n```" in new and "old" not in new
+    assert (
+        "$ cat f.py; ls\nx = 3\nf.py\n```" in new
+        and "```text\n2\n```" in new
+        and "old" not in new
+    )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README says what the code says; what it prints is held by test_pages.py, its words here, its commands by
-test_commands.py."""
+"""README says what the code says; what it prints is held by test_pages.py, its words
+here, its commands by test_commands.py."""
 
 import math
 import re
@@ -29,7 +29,9 @@ def test_the_first_block_says_what_the_text_says_of_it():
     exec(FILES["my.py"], space)
     report = upref.check(space["loss"], "dapo")
     low, high = report.failures
-    assert low.regime.startswith("A > 0, r < 0.8") and high.regime.startswith("A < 0, r > 1.28")
+    assert low.regime.startswith("A > 0, r < 0.8") and high.regime.startswith(
+        "A < 0, r > 1.28"
+    )
     assert "the minimum is missing" in low.cause
     assert report.oracles["on-policy"] == "ok"
 
@@ -37,11 +39,15 @@ def test_the_first_block_says_what_the_text_says_of_it():
 def test_the_seven_letters_are_those_of_the_code():
     from upref import rollouts
 
-    named = {w for row in letters().splitlines()[2:] for w in re.findall(r"`(\w+)`", row)}
+    named = {
+        w for row in letters().splitlines()[2:] for w in re.findall(r"`(\w+)`", row)
+    }
     assert named == {"lp", "lp_old", "A", "r", "s", "mu", "p"}
     for letter in named:
         assert re.search(rf"(^|[ ,]){letter}[ ,=]", rollouts.__doc__, re.M), letter
-    assert 0.0128 / 0.01 == pytest.approx(1.28) and f"{math.sqrt(1.28):.3f}" in letters()
+    assert (
+        0.0128 / 0.01 == pytest.approx(1.28) and f"{math.sqrt(1.28):.3f}" in letters()
+    )
 
 
 def test_the_gradient_is_what_the_first_program_says():
@@ -51,7 +57,9 @@ def test_the_gradient_is_what_the_first_program_says():
     exec(block, space)
     b, grad = space["b"], space["b"].logp.grad
     r = (b.logp - b.logp_old).detach()
-    assert r[0, 1].item() == pytest.approx(1.5) and r[1, 0].item() == pytest.approx(-0.5)
+    assert r[0, 1].item() == pytest.approx(1.5) and r[1, 0].item() == pytest.approx(
+        -0.5
+    )
     assert grad[0, 0] == grad[0, 1] != 0 and grad[1, 0] == 0
     b.logp.grad = None
     upref.get("dapo").loss(b).backward()
@@ -59,7 +67,9 @@ def test_the_gradient_is_what_the_first_program_says():
 
 
 def test_the_two_sentences_most_often_misread():
-    """The clip is one-sided by the sign of A; Cap bounds no policy (that is a derivation)."""
+    """The clip is one-sided by the sign of A; Cap bounds no policy (that is a
+    derivation).
+    """
     r = torch.tensor([0.1, 0.79, 0.81, 1.27, 1.29, 9.0])
     dapo = upref.get("dapo").weight
     assert (dapo(r, torch.ones(6)) != 0).tolist() == [True] * 4 + [False] * 2
@@ -74,7 +84,9 @@ def test_the_dual_clip_is_off_and_the_figure_has_verls():
 
     assert "`c=None`" in README and "c = 3" in README
     every = [upref.get(name) for name in upref.names()]
-    papers = [o for o in every if "c" in o.hyperparameters and not o.name.endswith("_verl")]
+    papers = [
+        o for o in every if "c" in o.hyperparameters and not o.name.endswith("_verl")
+    ]
     papers.remove(upref.get("fipo"))  # whose own formula has c
     assert all(o.hyperparameters["c"] is None for o in papers)
     assert inspect.signature(make.cap).parameters["c"].default == 3
@@ -86,7 +98,9 @@ def test_the_pytest_file_passes_and_can_fail(tmp_path):
     put(name, FILES[name], tmp_path)
     quiet = "python -m pytest -q -p no:cacheprovider -p no:xdist " + name
     assert "1 passed" in run(quiet, tmp_path)
-    (tmp_path / name).write_text((tmp_path / name).read_text().replace("1 + clip", "1 + 2 * clip"))
+    (tmp_path / name).write_text(
+        (tmp_path / name).read_text().replace("1 + clip", "1 + 2 * clip")
+    )
     assert "NOT ppo_clip" in run(quiet, tmp_path)
 
 
@@ -98,7 +112,10 @@ def test_what_is_read_by_name_and_what_is_refused():
                     ("old_logps", "behaviour_log_probs", "new", "adv", "response_mask"), strict=True))  # fmt: skip
     for name in ("old_logps", "behaviour_log_probs", "new", "adv", "response_mask"):
         assert f"`{name}`" in README
-    assert all(role(name) == meant for meant, name in said.items()) and role("old_logps") == "logp_old"
+    assert (
+        all(role(name) == meant for meant, name in said.items())
+        and role("old_logps") == "logp_old"
+    )
     with pytest.raises(upref.InputError, match="check a wrapper: `def loss"):
         upref.check(lambda old, new, x, y: old, "dapo")
 

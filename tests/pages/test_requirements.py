@@ -37,24 +37,37 @@ def test_a_list_names_its_python_and_pins_every_version(name):
     head = read(name).split("# Compiled by")[0]
     assert MEANT_FOR.search(head) and head.startswith("#")
     assert all(str(pin.specifier).startswith("==") for pin in pins(name))
-    assert not [line for line in read(name).splitlines() if line[:1] not in "# " and " --hash=sha256:" not in line]
+    assert not [
+        line
+        for line in read(name).splitlines()
+        if line[:1] not in "# " and " --hash=sha256:" not in line
+    ]
 
 
 def test_pip_verifies_every_list_or_its_header_says_why_not():
     """The CPU builds of torch are on an index of their own: their list is kept by hand."""
     script = (FOLDER.parent / "venv.sh").read_text(encoding="utf-8")
-    lines = [line for line in script.splitlines() if re.search(r"^ *install .* -r ", line)]
+    lines = [
+        line for line in script.splitlines() if re.search(r"^ *install .* -r ", line)
+    ]
     assert [line for line in lines if "--require-hashes" not in line] == [
         '        install "what $part needs" --no-deps -r "$lists/$part.txt"'
     ]
-    assert "== @(flash|megatron)" in script and all("No hash" in read(name) for name in ("flash", "megatron"))
+    assert "== @(flash|megatron)" in script and all(
+        "No hash" in read(name) for name in ("flash", "megatron")
+    )
     (torch,) = (pin for pin in pins("constraints") if pin.name == "torch")
     cpu = read("torch-cpu").replace("\\\n", "").splitlines()[-1]
-    assert cpu.startswith(f"torch{torch.specifier}+cpu ") and cpu.count(" --hash=sha256:") == 6, "3 Pythons, 2 machines"
+    assert (
+        cpu.startswith(f"torch{torch.specifier}+cpu ")
+        and cpu.count(" --hash=sha256:") == 6
+    ), "3 Pythons, 2 machines"
 
 
 CPU, SMOKE = ("cpu-excludes",), ("smoke-excludes",)
-TOGETHER = {  # a list -> the lists whose packages are there too, and the files of what is left out on purpose
+# a list -> the lists whose packages are there too, and the files of what is left out on
+# purpose
+TOGETHER = {
     "base": (("torch",), CPU), "mini": (("torch", "base"), CPU), "verl": (("torch", "base"), CPU),
     "trl": (("torch", "base", "mini"), CPU), "docs": (("torch", "base"), CPU), "smoke": (("torch", "base"), SMOKE),
     "gpu": ((), ()), "release": ((), ()), "torch": ((), ()),
@@ -62,22 +75,36 @@ TOGETHER = {  # a list -> the lists whose packages are there too, and the files 
 
 
 def unmet(name, requirements):
-    """What the packages of a list need that the lists do not have; and how many packages were looked at."""
+    """What the packages of a list need that the lists do not have; and how many
+    packages were looked at.
+    """
     below, excludes = TOGETHER[name]
-    there = {canonicalize_name(pin.name): pin for listed in (*below, name) for pin in pins(listed)}
-    left_out = {canonicalize_name(pin.name) for listed in excludes for pin in pins(listed)}
+    there = {
+        canonicalize_name(pin.name): pin
+        for listed in (*below, name)
+        for pin in pins(listed)
+    }
+    left_out = {
+        canonicalize_name(pin.name) for listed in excludes for pin in pins(listed)
+    }
     looked, missing = 0, []
     for pin in pins(name):
         texts = requirements(pin)
         looked += texts is not None
         for need in map(Requirement, texts or ()):
-            asked = not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in ("", *pin.extras))
+            asked = not need.marker or any(
+                need.marker.evaluate({"extra": extra}) for extra in ("", *pin.extras)
+            )
             other = canonicalize_name(need.name)
             if not asked or other in left_out:
                 continue
-            version = str(there[other].specifier).removeprefix("==") if other in there else ""
+            version = (
+                str(there[other].specifier).removeprefix("==") if other in there else ""
+            )
             if not version or version not in need.specifier:
-                missing.append(f"{pin.name} needs {need}, and pinned is {version or 'none'}")
+                missing.append(
+                    f"{pin.name} needs {need}, and pinned is {version or 'none'}"
+                )
     return missing, looked
 
 
@@ -87,33 +114,57 @@ def as_installed(pin):
         package = metadata.distribution(pin.name)
     except metadata.PackageNotFoundError:
         return None
-    return (package.requires or []) if package.version.split("+")[0] in pin.specifier else None
+    return (
+        (package.requires or [])
+        if package.version.split("+")[0] in pin.specifier
+        else None
+    )
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_every_requirement_of_a_list_is_met(name):
-    """Of the packages that are installed here; `test_the_lists_resolve_to_what_is_pinned` asks the index for all."""
+    """Of the packages that are installed here;
+    `test_the_lists_resolve_to_what_is_pinned` asks the index for all.
+    """
     missing, looked = unmet(name, as_installed)
     assert not missing
     if looked <= 0.4 * len(pins(name)):
-        pytest.skip(f"{looked} of {len(pins(name))} packages are installed here: too few to say anything")
+        pytest.skip(
+            f"{looked} of {len(pins(name))} packages are installed here: too few to say anything"
+        )
     (first, *_) = pins(name)
     worse = lambda pin: ["no-such-package>=1"] if pin.name == first.name else None
-    assert unmet(name, worse) == ([f"{first.name} needs no-such-package>=1, and pinned is none"], 1)
+    assert unmet(name, worse) == (
+        [f"{first.name} needs no-such-package>=1, and pinned is none"],
+        1,
+    )
 
 
 def test_every_list_is_looked_at():
-    by_hand = {"constraints", "cpu-excludes", "smoke-excludes", "torch-cpu", "flash", "megatron"}
+    by_hand = {
+        "constraints",
+        "cpu-excludes",
+        "smoke-excludes",
+        "torch-cpu",
+        "flash",
+        "megatron",
+    }
     assert {p.stem for p in FOLDER.glob("*.txt")} == TOGETHER.keys() | by_hand
 
 
 def needs(name):
-    """What each package of a list that pip installs without requirements needs, by the comment below its line."""
+    """What each package of a list that pip installs without requirements needs, by the
+    comment below its line.
+    """
     found = {}
     for line in read(name).splitlines():
         if line.startswith("# needs "):
             listed = line.removeprefix("# needs ").partition(";")[0]
-            found[package] = [] if listed == "nothing" else [Requirement(text) for text in listed.split(",")]
+            found[package] = (
+                []
+                if listed == "nothing"
+                else [Requirement(text) for text in listed.split(",")]
+            )
         elif line[:1] not in "#-":
             package = Requirement(line).name
             found[package] = None
@@ -121,24 +172,34 @@ def needs(name):
 
 
 def test_the_lists_have_all_that_megatrons_packages_need():
-    """pip installs them without their requirements: Megatron-Bridge died at `import pulp`, hours after the start."""
+    """pip installs them without their requirements: Megatron-Bridge died at
+    `import pulp`, hours after the start.
+    """
     packages = needs("flash") | needs("megatron")
-    assert len(packages) == 7 and None not in packages.values(), "every package has a line `# needs`"
+    assert len(packages) == 7 and None not in packages.values(), (
+        "every package has a line `# needs`"
+    )
     there = {pin.name: pin for pin in pins("gpu")}
     missing = [
         f"{package} needs {need}"
         for package, required in packages.items()
         for need in required
         if need.name not in packages
-        if need.name not in there or str(there[need.name].specifier).removeprefix("==") not in need.specifier
+        if need.name not in there
+        or str(there[need.name].specifier).removeprefix("==") not in need.specifier
     ]
     assert not missing
 
 
 def test_a_package_that_pip_left_half_is_installed_again(tmp_path):
-    """pip takes what has metadata for whole, and leaves old files where it was killed while it replaced a package:
-    venv.sh removes what lacks a file, what pip had set aside, and nothing else."""
-    script = re.search(r"<<'END'\n(.*?)END\n", (FOLDER.parent / "venv.sh").read_text(encoding="utf-8"), re.S)[1]
+    """pip takes what has metadata for whole, and leaves old files where it was killed
+    while it replaced a package: venv.sh removes what lacks a file, what pip had set
+    aside, and nothing else."""
+    script = re.search(
+        r"<<'END'\n(.*?)END\n",
+        (FOLDER.parent / "venv.sh").read_text(encoding="utf-8"),
+        re.S,
+    )[1]
     for name, record, there in (
         ("whole", "whole/a.py,,\nwhole/a.pyc,,\n", "whole/a.py"),
         ("half", "half/a.py,,\nhalf/b.py,,\n", "half/a.py"),
@@ -156,7 +217,10 @@ def test_a_package_that_pip_left_half_is_installed_again(tmp_path):
     (tmp_path / "~ackage" / "a.py").touch()
     subprocess.run([sys.executable, "-I", "-c", script, tmp_path], check=True)
     assert [p.name for p in tmp_path.glob("*.dist-info")] == ["whole-1.dist-info"]
-    assert sorted(p.parent.name for p in tmp_path.rglob("*.py")) == ["begun", "whole"], "what has no record stays"
+    assert sorted(p.parent.name for p in tmp_path.rglob("*.py")) == [
+        "begun",
+        "whole",
+    ], "what has no record stays"
 
 
 FAKE = """#!/usr/bin/env bash
@@ -171,7 +235,9 @@ esac
 
 @pytest.fixture
 def venv_sh(tmp_path):
-    """repro/venv.sh with a Python that installs nothing, beside a made .venv: how it is started, and its folder."""
+    """repro/venv.sh with a Python that installs nothing, beside a made .venv: how it is
+    started, and its folder.
+    """
     for folder in ("repro", "lib"):
         (tmp_path / folder).mkdir()
     shutil.copy(FOLDER.parent / "venv.sh", tmp_path / "repro")
@@ -182,7 +248,8 @@ def venv_sh(tmp_path):
 
     def start(*parts, pip=""):
         env = os.environ | {"PYTHON": str(tmp_path / "fake"), "PIP": pip}
-        heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a command in the background has it ignored
+        # a command in the background has it ignored
+        heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
         return subprocess.Popen(["bash", "repro/venv.sh", *parts], cwd=tmp_path, env=env, text=True, preexec_fn=heard,
                                 stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
 
@@ -190,7 +257,9 @@ def venv_sh(tmp_path):
     return start, tmp_path
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
 def test_an_interrupted_installation_leaves_no_pip(number, status, venv_sh):
     start, folder = venv_sh
     run = start("docs", pip="exec sleep 60")
@@ -198,12 +267,18 @@ def test_an_interrupted_installation_leaves_no_pip(number, status, venv_sh):
         time.sleep(0.02)
     run.send_signal(number)
     said = run.communicate(timeout=30)[1]  # pip has the pipe too: it has ended
-    assert run.returncode == status and said.endswith("ed; the same command continues.\n") and said.count("\n") == 1
+    assert (
+        run.returncode == status
+        and said.endswith("ed; the same command continues.\n")
+        and said.count("\n") == 1
+    )
     assert start("docs").wait(60) == 0
 
 
 def test_an_interrupt_and_no_network_leave_the_environment(venv_sh):
-    """The sentence names the network, and not the conflicts between packages that pip lists as well."""
+    """The sentence names the network, and not the conflicts between packages that pip
+    lists as well.
+    """
     start, folder = venv_sh
     run = start("docs", pip="exec sleep 60")
     while not (folder / "lib/docs-begun").exists():
@@ -215,22 +290,42 @@ def test_an_interrupt_and_no_network_leave_the_environment(venv_sh):
         "WARNING: NewConnectionError": "the package index did not answer.",
         "ERROR: No matching distribution found for x": "ERROR: No matching distribution found for x.",
     }.items():
-        run = start("docs", pip=f"echo '{cause}'; echo 'ERROR: The following dependency conflicts'; exit 1")
+        run = start(
+            "docs",
+            pip=f"echo '{cause}'; echo 'ERROR: The following dependency conflicts'; exit 1",
+        )
         said = run.communicate(timeout=30)[1]
-        assert run.returncode == 2 and f"could not install what docs needs: {sentence}" in said
-    assert (folder / ".venv/stamp-base").exists() and not (folder / ".venv/stamp-docs").exists()
-    assert (folder / "lib/base").stat().st_mtime_ns == made and start().wait(60) == 0, "base was installed again"
+        assert (
+            run.returncode == 2
+            and f"could not install what docs needs: {sentence}" in said
+        )
+    assert (folder / ".venv/stamp-base").exists() and not (
+        folder / ".venv/stamp-docs"
+    ).exists()
+    assert (folder / "lib/base").stat().st_mtime_ns == made and start().wait(60) == 0, (
+        "base was installed again"
+    )
 
 
 def misfits(pin, needs, platform):
     """The Pythons of which this pin's marker allows one that its package refuses."""
-    allows = [v for v in PYTHONS if not pin.marker or pin.marker.evaluate({**platform, "python_full_version": v})]
+    allows = [
+        v
+        for v in PYTHONS
+        if not pin.marker or pin.marker.evaluate({**platform, "python_full_version": v})
+    ]
     return [v for v in allows if v not in SpecifierSet(needs)]
 
 
 def test_what_is_installed_here_may_be_installed_on_every_python():
-    """A package that another patch version of Python refuses: one that needs 3.11.5 stopped every test on 3.11.2."""
-    platform = {"sys_platform": "linux", "platform_machine": "x86_64", "os_name": "posix"}
+    """A package that another patch version of Python refuses: one that needs 3.11.5
+    stopped every test on 3.11.2.
+    """
+    platform = {
+        "sys_platform": "linux",
+        "platform_machine": "x86_64",
+        "os_name": "posix",
+    }
     looked = 0
     for pin in pins("constraints"):
         try:
@@ -243,17 +338,26 @@ def test_what_is_installed_here_may_be_installed_on_every_python():
             assert not misfits(pin, needs, platform), f"{pin} needs Python {needs}"
     assert looked > 20
     assert misfits(Requirement("a==1"), ">=3.11.5", platform) == ["3.11.0"]
-    assert misfits(Requirement("a==1; python_full_version < '3.13'"), "<3.13", platform) == []
+    assert (
+        misfits(Requirement("a==1; python_full_version < '3.13'"), "<3.13", platform)
+        == []
+    )
 
 
 @pytest.mark.nightly
 def test_the_lists_resolve_to_what_is_pinned():
     """With the index: the resolver finds every pin, for every Python, and nothing else."""
-    uv = shutil.which("uv", path=f"{FOLDER.parents[1] / '.venv/bin'}{os.pathsep}{os.environ['PATH']}")
+    uv = shutil.which(
+        "uv", path=f"{FOLDER.parents[1] / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
+    )
     if not uv:
         pytest.skip("uv is not installed: `repro/venv.sh` installs it")
-    done = subprocess.run(["bash", FOLDER / "compile.sh", "--check"], capture_output=True, text=True)
-    if done.returncode == 2 and re.search(r"error sending request|dns error|Failed to fetch|tcp connect", done.stderr):
+    done = subprocess.run(
+        ["bash", FOLDER / "compile.sh", "--check"], capture_output=True, text=True
+    )
+    if done.returncode == 2 and re.search(
+        r"error sending request|dns error|Failed to fetch|tcp connect", done.stderr
+    ):
         pytest.skip("the package index does not answer")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
@@ -266,18 +370,27 @@ def test_ci_runs_where_not_every_python_is_installed(tmp_path):
     (tmp_path / "tests" / "run.sh").write_text('echo "with $PYTHON $*"\n')
     (tmp_path / "bin" / "python3.11").symlink_to(sys.executable)
     env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
-    done = subprocess.run(["bash", str(tmp_path / ".ci" / "run"), "quick"], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and re.match(r"with \S*python\S* quick$", done.stdout.strip())
+    done = subprocess.run(
+        ["bash", str(tmp_path / ".ci" / "run"), "quick"],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "") and re.match(
+        r"with \S*python\S* quick$", done.stdout.strip()
+    )
 
 
-# ---- the judges at a commit ------------------------------------------------------------------------------------------
+# ---- the judges at a commit ----------------------------------------------------------
 ROOT = FOLDER.parents[1]
 TOOL = ROOT / "tests/tool.sh"
 
 
 def test_the_environment_has_what_contributing_says_to_run():
     """`pre-commit install` failed: it was in no list."""
-    assert "pre-commit install" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "pre-commit install" in (ROOT / "CONTRIBUTING.md").read_text(
+        encoding="utf-8"
+    )
     assert "pre-commit" in {pin.name for pin in pins("base")}
 
 
@@ -286,8 +399,13 @@ def test_the_hooks_find_the_tools_of_any_environment(where, tmp_path):
     """They asked for .venv, which an environment of one's own has not."""
     (tmp_path / "tests").mkdir()
     shutil.copy(TOOL, tmp_path / "tests")
-    folders = {"active": tmp_path / "mine/bin", ".venv": tmp_path / ".venv/bin", "PATH": tmp_path / "bin"}
-    some = list(folders)[list(folders).index(where) :]  # the first of these that there are is the one
+    folders = {
+        "active": tmp_path / "mine/bin",
+        ".venv": tmp_path / ".venv/bin",
+        "PATH": tmp_path / "bin",
+    }
+    # the first of these that there are is the one
+    some = list(folders)[list(folders).index(where) :]
     for name in some:
         folders[name].mkdir(parents=True)
         for tool in ("python", "lint-imports"):
@@ -299,7 +417,13 @@ def test_the_hooks_find_the_tools_of_any_environment(where, tmp_path):
     env = {"PATH": f"{folders['PATH']}:/usr/bin:/bin", "VIRTUAL_ENV": str(active)}
     for entry in hooks():
         program, script, tool, *rest = shlex.split(entry)
-        done = subprocess.run([program, script, tool, *rest], cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            [program, script, tool, *rest],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+        )
         assert (script, done.returncode, done.stderr) == ("tests/tool.sh", 0, "")
         assert done.stdout.split()[:2] == [where, tool]
 

@@ -10,13 +10,19 @@ def test_every_hard_verdict_is_judged():
     record = judged()
     hard = {j.claim.id for j in as_computed() if j.verdict in HARD}
     assert hard == record["verdicts"].keys()
-    assert {word for part in ("verdicts", "entries") for word, _ in record[part].values()} <= JUDGMENTS.keys()
+    assert {
+        word for part in ("verdicts", "entries") for word, _ in record[part].values()
+    } <= JUDGMENTS.keys()
 
 
 def test_the_entries_are_those_that_the_seed_draws():
-    """An entry that is new, gone or of another status changes the draw: then 30 are to be read again."""
+    """An entry that is new, gone or of another status changes the draw: then 30 are to
+    be read again.
+    """
     record = judged()
-    assert [*record["entries"]] == draw(read(), record["seed"]) and len(record["entries"]) == 30
+    assert [*record["entries"]] == draw(read(), record["seed"]) and len(
+        record["entries"]
+    ) == 30
 
 
 def test_what_was_false_is_gone():

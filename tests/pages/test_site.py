@@ -11,7 +11,9 @@ import pytest
 from docs.site import __main__ as command, gather, links
 from upref import names
 
-pytest.importorskip("sphinx", reason="`repro/venv.sh docs` installs what the site is built with")
+pytest.importorskip(
+    "sphinx", reason="`repro/venv.sh docs` installs what the site is built with"
+)
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.site]
 
@@ -20,7 +22,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.site]
 def site(tmp_path_factory):
     """The built site; a page that fails, a warning or a dead link fails the build."""
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run([sys.executable, "-m", "docs.site", folder], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "docs.site", folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder / "html"
 
@@ -46,12 +53,17 @@ def test_a_dead_link_is_seen(tmp_path):
         '<script src="https://cdn.example/x.js"></script><a href="https://example.org"></a>'
     )
     said = links.dead(tmp_path)
-    assert [line.partition(":")[0] for line in said[:2]] == ["b.html leads nowhere", "#there has no such heading"]
+    assert [line.partition(":")[0] for line in said[:2]] == [
+        "b.html leads nowhere",
+        "#there has no such heading",
+    ]
     assert len(said) == 3 and "is fetched from a network" in said[2]
 
 
 def test_killed_at_any_moment_it_leaves_the_site_of_before(tmp_path, monkeypatch):
-    """It dies at its first touch of the disk, then at its second, ...; a build that fails comes after each."""
+    """It dies at its first touch of the disk, then at its second, ...; a build that
+    fails comes after each.
+    """
     wrong, html = [], tmp_path / "html" / "index.html"
 
     def sphinx(argv):
@@ -76,13 +88,18 @@ def test_killed_at_any_moment_it_leaves_the_site_of_before(tmp_path, monkeypatch
         with monkeypatch.context() as patch:
             for owner, name in ((Path, "rename"), (shutil, "rmtree")):
                 real = getattr(owner, name)
-                patch.setattr(owner, name, lambda *a, real=real, **k: touch(*a, real=real, **k))
+                patch.setattr(
+                    owner, name, lambda *a, real=real, **k: touch(*a, real=real, **k)
+                )
             try:
                 command.build(tmp_path)
                 break
             except KeyboardInterrupt:
                 pass
         wrong.append(1)
-        assert command.build(tmp_path) == ["Sphinx had warnings or errors, above."] and html.read_text() == "a site"
+        assert (
+            command.build(tmp_path) == ["Sphinx had warnings or errors, above."]
+            and html.read_text() == "a site"
+        )
         wrong.clear()
     assert deaths >= 5

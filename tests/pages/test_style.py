@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain English in what people read: phrases that a review found hard to read, and what to write instead."""
+"""Plain English in what people read: phrases that a review found hard to read, and what
+to write instead.
+"""
 
 import argparse
 import ast
@@ -46,18 +48,33 @@ GENERATED = ("claims.md",)  # quotations, and records with dates
 
 
 def pages():
-    named = [ROOT / n for n in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
-    folders = [f for d in ("docs", "docs/course", "docs/howto") for f in sorted((ROOT / d).glob("*.md"))]
+    named = [
+        ROOT / n
+        for n in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+    ]
+    folders = [
+        f
+        for d in ("docs", "docs/course", "docs/howto")
+        for f in sorted((ROOT / d).glob("*.md"))
+    ]
     return [f for f in named + folders if f.name not in GENERATED]
 
 
 def faults(text):
     """Phrases of PLAIN in a text, its code left out, with their lines."""
-    text = re.sub(r"^(`{3,}|~{3,}).*?^\1", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S)
+    text = re.sub(
+        r"^(`{3,}|~{3,}).*?^\1",
+        lambda m: "\n" * m[0].count("\n"),
+        text,
+        flags=re.M | re.S,
+    )
     text = re.sub(r"`[^`\n]*`", "x", text)
     hits = ((text.count("\n", 0, m.start()) + 1, m[0], better)
             for phrase, better in PLAIN.items() for m in re.finditer(phrase, text, re.I))  # fmt: skip
-    return [f"line {line}: {found!r}: write {better}" for line, found, better in sorted(hits)]
+    return [
+        f"line {line}: {found!r}: write {better}"
+        for line, found, better in sorted(hits)
+    ]
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda f: f.relative_to(ROOT).as_posix())
@@ -67,29 +84,56 @@ def test_pages_have_no_odd_phrase(page):
 
 def test_public_docstrings_have_no_odd_phrase():
     texts = {name: inspect.getdoc(getattr(upref, name)) or "" for name in upref.__all__}
-    assert {name: found for name, text in texts.items() if (found := faults(text))} == {}
+    assert {
+        name: found for name, text in texts.items() if (found := faults(text))
+    } == {}
 
 
 def test_help_has_no_odd_phrase():
-    (verbs,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
-    assert {name: found for name, p in verbs.choices.items() if (found := faults(p.format_help()))} == {}
+    (verbs,) = (
+        a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction)
+    )
+    assert {
+        name: found
+        for name, p in verbs.choices.items()
+        if (found := faults(p.format_help()))
+    } == {}
 
 
 def printed(file):
-    """The strings of three words and more in a file, but for docstrings: errors, notes, causes, hints, pages."""
+    """The strings of three words and more in a file, but for docstrings: errors, notes,
+    causes, hints, pages.
+    """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     said = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-    strings = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in said)
-    return [s.value for s in strings if isinstance(s.value, str) and s.value.count(" ") > 1]
+    strings = (
+        n for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in said
+    )
+    return [
+        s.value for s in strings if isinstance(s.value, str) and s.value.count(" ") > 1
+    ]
 
 
-@pytest.mark.parametrize("folder", ["upref", "upref_frameworks", "upref_course", "paper", "repro", "docs"])
+@pytest.mark.parametrize(
+    "folder", ["upref", "upref_frameworks", "upref_course", "paper", "repro", "docs"]
+)
 def test_what_code_prints_has_no_odd_phrase(folder):
     files = sorted((ROOT / folder).rglob("*.py"))
-    hits = {str(f.relative_to(ROOT)): found for f in files if (found := [x for s in printed(f) for x in faults(s)])}
+    hits = {
+        str(f.relative_to(ROOT)): found
+        for f in files
+        if (found := [x for s in printed(f) for x in faults(s)])
+    }
     assert len(files) > 5 and hits == {}
 
 
-@pytest.mark.parametrize("text", ["it stands in\nthe file", "the loss is held against it", "The loss wants a mask."])
+@pytest.mark.parametrize(
+    "text",
+    ["it stands in\nthe file", "the loss is held against it", "The loss wants a mask."],
+)
 def test_an_odd_phrase_is_found(text):
-    assert len(faults(text)) == 1 and not faults(f"```text\n{text}\n```") and not faults("Nobody. It stands.")
+    assert (
+        len(faults(text)) == 1
+        and not faults(f"```text\n{text}\n```")
+        and not faults("Nobody. It stands.")
+    )

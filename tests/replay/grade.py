@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the sampler's gap: every fault of the simulator x model families, and what replay names.
+"""The table of the sampler's gap: every fault of the simulator x model families, and
+what replay names.
 
     python -m tests.replay.grade                        # the families and seeds that nothing was tuned on
     python -m tests.replay.grade --tuned                # those that the rules were tuned on
@@ -27,10 +28,12 @@ HELD_OUT = (
     "gptj",
 )  # fmt: skip
 POLICIES = ("agree", "two_policies")
-OTHER_POLICIES = (*POLICIES, "impossible_tokens")  # whose sentence names other experts and other weights
+# whose sentence names other experts and other weights
+OTHER_POLICIES = (*POLICIES, "impossible_tokens")
 CUTS = ("cut", "cut_or_divided", "all_zero")  # all_zero: one token is left everywhere
 
-# What may be named. What one column cannot tell apart has one cause, whose sentence names all that fit.
+# What may be named. What one column cannot tell apart has one cause, whose sentence
+# names all that fit.
 EXPECTED: dict[str, tuple[str, ...]] = {
     "healthy": POLICIES,
     "healthy_bfloat16": POLICIES,
@@ -60,7 +63,15 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "probabilities": ("probabilities",),
     "copied_column": ("copied",),
 }
-UNDONE = ("factor", "shift", "rows", "not_sampled", "other_ids", "floor", "probabilities")
+UNDONE = (
+    "factor",
+    "shift",
+    "rows",
+    "not_sampled",
+    "other_ids",
+    "floor",
+    "probabilities",
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,15 @@ def worlds(families: tuple[str, ...], seed: int) -> list[World]:
     """A world for each family: temperatures, entropies and sizes vary with it."""
     temperatures, entropies, sizes = (1.0, 0.7, 1.2, 0.6), (0.8, 0.5, 1.2), (64, 32, 96)
     return [
-        World(f, seed + i, sizes[i % 3], 24 + 8 * (i % 3), 8, temperatures[i % 4], entropies[(i + seed) % 3])
+        World(
+            f,
+            seed + i,
+            sizes[i % 3],
+            24 + 8 * (i % 3),
+            8,
+            temperatures[i % 4],
+            entropies[(i + seed) % 3],
+        )
         for i, f in enumerate(families)
     ]
 
@@ -102,22 +121,32 @@ def table(cells: list[Cell]) -> str:
     lines = [f"{'fault':28} {'right':>7}  named otherwise"]
     for fault in FAULTS:
         row = [c for c in cells if c.fault == fault]
-        wrong = "; ".join(f"{c.family}: {c.named}{' (failure)' if c.failed else ''}" for c in row if not c.right)
-        lines.append(f"{fault:28} {sum(c.right for c in row):>3}/{len(row):<3}  {wrong}".rstrip())
+        wrong = "; ".join(
+            f"{c.family}: {c.named}{' (failure)' if c.failed else ''}"
+            for c in row
+            if not c.right
+        )
+        lines.append(
+            f"{fault:28} {sum(c.right for c in row):>3}/{len(row):<3}  {wrong}".rstrip()
+        )
     right, alarms = sum(c.right for c in cells), sum(c.false_alarm for c in cells)
-    lines.append(f"{'all':28} {right:>3}/{len(cells):<3}  {100 * right / len(cells):.1f} %; false failures: {alarms}")
+    lines.append(
+        f"{'all':28} {right:>3}/{len(cells):<3}  {100 * right / len(cells):.1f} %; false failures: {alarms}"
+    )
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
-    p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("--tuned", action="store_true")
     p.add_argument("--families", default="")
     p.add_argument("--faults", default="")
     p.add_argument("--seed", type=int, default=-1)
     a: Any = p.parse_args(arguments)
-    families = tuple(a.families.split(",")) if a.families else TUNED if a.tuned else HELD_OUT
+    families = (
+        tuple(a.families.split(",")) if a.families else TUNED if a.tuned else HELD_OUT
+    )
     seed = a.seed if a.seed >= 0 else 0 if a.tuned else 500
     faults = a.faults.split(",") if a.faults else list(FAULTS)
     cells = [cell(fault, world) for world in worlds(families, seed) for fault in faults]

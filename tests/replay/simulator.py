@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded batches with a known fault: tiny models of transformers that sample and are scored as a trainer scores.
+"""Recorded batches with a known fault: tiny models of transformers that sample and are
+scored as a trainer scores.
 
-It knows nothing of the diagnosis and imports nothing of it. The sampler draws every token from its own distribution;
-the trainer scores the same tokens with its own weights, precision and temperature.
+It knows nothing of the diagnosis and imports nothing of it. The sampler draws every
+token from its own distribution; the trainer scores the same tokens with its own
+weights, precision and temperature.
 """
 
 import copy
@@ -21,7 +23,8 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {  # more mixtures of experts
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
     "olmoe": ("Olmoe", dict(num_experts=8, num_experts_per_tok=2)),
 }
-ENTROPY = 0.8  # mean nats per token to which the logits are sharpened, as language models are
+# mean nats per token to which the logits are sharpened, as language models are
+ENTROPY = 0.8
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,14 @@ class Policy:
     sharpness: float
     temperature: float = 1.0
     dtype: torch.dtype = torch.float32
-    keep: Callable[[Tensor], Tensor] | None = None  # log-probabilities -> which tokens may be drawn
+    # log-probabilities -> which tokens may be drawn
+    keep: Callable[[Tensor], Tensor] | None = None
     experts_noise: float = 0.0
 
     def log_probs(self, ids: Tensor, *, raw: bool = False) -> Tensor:
-        """log-softmax of every position, [B, T, V], of the next token; raw: before the temperature."""
+        """log-softmax of every position, [B, T, V], of the next token; raw: before the
+        temperature.
+        """
         with torch.no_grad(), _noisy_routers(self.model, self.experts_noise):
             logits = self.model(ids, use_cache=False).logits.float() * self.sharpness
         logits = logits if raw else logits / self.temperature
@@ -57,16 +63,26 @@ class Policy:
 
 
 class _noisy_routers:
-    """Inside, the routers of a mixture of experts see noise: near ties go to other experts."""
+    """Inside, the routers of a mixture of experts see noise: near ties go to other
+    experts.
+    """
 
     def __init__(self, model: nn.Module, size: float):
-        self.routers = [m for n, m in model.named_modules() if n.endswith((".gate", ".router"))] if size else []
+        self.routers = (
+            [m for n, m in model.named_modules() if n.endswith((".gate", ".router"))]
+            if size
+            else []
+        )
         self.size = size
 
     def __enter__(self) -> None:
         def shake(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             x = inputs[0]
-            noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel()), dtype=torch.float32)
+            noise = torch.randn(
+                x.shape,
+                generator=torch.Generator().manual_seed(x.numel()),
+                dtype=torch.float32,
+            )
             return (x + self.size * x.std() * noise.to(x.dtype), *inputs[1:])
 
         self.handles = [m.register_forward_pre_hook(shake) for m in self.routers]
@@ -88,10 +104,14 @@ def make_model(family: str, seed: int) -> nn.Module:
 
 
 def make_policy(world: World, **fields: Any) -> Policy:
-    """A model of the family whose logits are sharpened until its mean entropy is the world's."""
+    """A model of the family whose logits are sharpened until its mean entropy is the
+    world's.
+    """
     torch.manual_seed(world.seed)
     model = make_model(world.family, world.seed).eval().requires_grad_(False)
-    ids = torch.randint(3, VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(world.seed))
+    ids = torch.randint(
+        3, VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(world.seed)
+    )
     low, high = 0.0, 2000.0
     logits = model(ids, use_cache=False).logits.float()
     for _ in range(40):
@@ -103,7 +123,9 @@ def make_policy(world: World, **fields: Any) -> Policy:
 
 
 def shifted_weights(policy: Policy, size: float, seed: int, only: str = "") -> Policy:
-    """The policy some optimizer steps later: every matrix moves by `size` of its standard deviation."""
+    """The policy some optimizer steps later: every matrix moves by `size` of its
+    standard deviation.
+    """
     model = copy.deepcopy(policy.model)
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
@@ -115,7 +137,9 @@ def shifted_weights(policy: Policy, size: float, seed: int, only: str = "") -> P
 
 def in_bfloat16(policy: Policy) -> Policy:
     """The same weights in bfloat16, computed in bfloat16."""
-    return replace(policy, model=copy.deepcopy(policy.model).bfloat16(), dtype=torch.bfloat16)
+    return replace(
+        policy, model=copy.deepcopy(policy.model).bfloat16(), dtype=torch.bfloat16
+    )
 
 
 def quantized(policy: Policy, bits: int = 6) -> Policy:
@@ -123,7 +147,9 @@ def quantized(policy: Policy, bits: int = 6) -> Policy:
     model = copy.deepcopy(policy.model)
     for p in model.parameters():
         if p.ndim >= 2:
-            step = p.data.abs().amax(-1, keepdim=True).clamp(min=1e-9) / (2 ** (bits - 1) - 1)
+            step = p.data.abs().amax(-1, keepdim=True).clamp(min=1e-9) / (
+                2 ** (bits - 1) - 1
+            )
             p.data = (p.data / step).round() * step
     return replace(policy, model=model)
 
@@ -152,7 +178,9 @@ def min_p(share: float) -> Callable[[Tensor], Tensor]:
 
 @dataclass
 class Sampled:
-    """What the sampler hands over: ids with the prompt, the mask of the response, and its log-probabilities."""
+    """What the sampler hands over: ids with the prompt, the mask of the response, and
+    its log-probabilities.
+    """
 
     ids: Tensor
     mask: Tensor
@@ -161,13 +189,21 @@ class Sampled:
     extra: dict[str, Tensor] = field(default_factory=dict)
 
 
-def sample(world: World, policy: Policy, *, record_raw: bool = False, seed: int = 0) -> Sampled:
-    """Draw responses; record the log-probability of every drawn token as the engine reports it."""
+def sample(
+    world: World, policy: Policy, *, record_raw: bool = False, seed: int = 0
+) -> Sampled:
+    """Draw responses; record the log-probability of every drawn token as the engine
+    reports it.
+    """
     generator = torch.Generator().manual_seed(1000 * world.seed + seed)
-    prompts = torch.randint(3, VOCABULARY, (world.responses // world.group, PROMPT), generator=generator)
+    prompts = torch.randint(
+        3, VOCABULARY, (world.responses // world.group, PROMPT), generator=generator
+    )
     ids = prompts.repeat_interleave(world.group, 0)
     group = torch.arange(len(prompts)).repeat_interleave(world.group)
-    lengths = torch.randint(world.length // 3, world.length + 1, (len(ids),), generator=generator)
+    lengths = torch.randint(
+        world.length // 3, world.length + 1, (len(ids),), generator=generator
+    )
     columns = []
     for _ in range(world.length):
         lp = policy.log_probs(ids)[:, -1]
@@ -194,14 +230,16 @@ def columns(world: World, drawn: Sampled, old: Tensor) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(77 + world.seed)
     reward = (torch.rand(len(old), generator=generator) < 0.4).double()
     groups = reward.view(-1, world.group)
-    adv = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+    adv = (
+        (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+    ).flatten()
     return {
         "ids": drawn.ids, "mask": drawn.mask, "sampler": drawn.sampler * drawn.mask, "old": old * drawn.mask,
         "adv": adv[:, None] * drawn.mask, "reward": reward, "group": drawn.group, **drawn.extra,
     }  # fmt: skip
 
 
-# ---- the faults ------------------------------------------------------------------------------------------------------
+# ---- the faults ----------------------------------------------------------------------
 Fault = Callable[[World], dict[str, Tensor]]
 FAULTS: dict[str, Fault] = {}
 
@@ -211,7 +249,9 @@ def fault(make: Fault) -> Fault:
     return make
 
 
-def _usual(world: World, change: Callable[[Policy], Policy] = lambda p: p) -> dict[str, Tensor]:
+def _usual(
+    world: World, change: Callable[[Policy], Policy] = lambda p: p
+) -> dict[str, Tensor]:
     """The trainer has the world's policy; the sampler has what `change` makes of it."""
     trainer = make_policy(world)
     drawn = sample(world, change(trainer))
@@ -231,7 +271,9 @@ def healthy_bfloat16(world: World) -> dict[str, Tensor]:
 
 @fault
 def healthy_both_bfloat16(world: World) -> dict[str, Tensor]:
-    """Both compute in bfloat16, on other shapes: the engine token by token, the trainer whole responses."""
+    """Both compute in bfloat16, on other shapes: the engine token by token, the trainer
+    whole responses.
+    """
     trainer = in_bfloat16(make_policy(world))
     drawn = sample(world, trainer)
     return columns(world, drawn, score(trainer, drawn.ids))
@@ -254,7 +296,9 @@ def _with_temperature(world: World) -> World:
 
 @fault
 def before_temperature(world: World) -> dict[str, Tensor]:
-    """The engine samples at T and reports log-probabilities before T; the trainer divides its logits by T."""
+    """The engine samples at T and reports log-probabilities before T; the trainer
+    divides its logits by T.
+    """
     world = _with_temperature(world)
     trainer = make_policy(world)
     drawn = sample(world, trainer, record_raw=True)
@@ -279,11 +323,15 @@ def divided(world: World) -> dict[str, Tensor]:
 
 @fault
 def divided_in_trainer(world: World) -> dict[str, Tensor]:
-    """The trainer divides log-probabilities by T in place of logits; the engine is right."""
+    """The trainer divides log-probabilities by T in place of logits; the engine is
+    right.
+    """
     world = _with_temperature(world)
     trainer = make_policy(world)
     drawn = sample(world, trainer)
-    return columns(world, drawn, score(trainer, drawn.ids, raw=True) / world.temperature)
+    return columns(
+        world, drawn, score(trainer, drawn.ids, raw=True) / world.temperature
+    )
 
 
 @fault
@@ -302,7 +350,9 @@ def min_p_cut(world: World) -> dict[str, Tensor]:
 
 
 def _shifted(out: dict[str, Tensor], column: str, slots: int) -> dict[str, Tensor]:
-    """The columns with one of them some slots later (above 0) or earlier, within the response."""
+    """The columns with one of them some slots later (above 0) or earlier, within the
+    response.
+    """
     return out | {column: out[column].roll(slots, 1) * out["mask"]}
 
 
@@ -319,7 +369,9 @@ def shifted_back(world: World) -> dict[str, Tensor]:
 
 @fault
 def exchanged_rows(world: World) -> dict[str, Tensor]:
-    """The engine's answers come back in another order within each group; the column is padded with zeros."""
+    """The engine's answers come back in another order within each group; the column is
+    padded with zeros.
+    """
     out = _usual(world)
     order = torch.arange(world.responses).view(-1, world.group).flip(1).flatten()
     return out | {"sampler": out["sampler"][order]}
@@ -342,9 +394,12 @@ def _with_tool(world: World, value: float) -> dict[str, Tensor]:
     ids, sampler = drawn.ids.clone(), drawn.sampler.clone()
     start = PROMPT + 4
     rows = torch.arange(0, world.responses, 2)
-    ids[rows, start : start + 6] = torch.randint(3, VOCABULARY, (len(rows), 6), generator=generator)
+    ids[rows, start : start + 6] = torch.randint(
+        3, VOCABULARY, (len(rows), 6), generator=generator
+    )
     after = ids.clone()
-    for t in range(start + 6, ids.shape[1]):  # what follows is drawn again, after the tool's answer
+    # what follows is drawn again, after the tool's answer
+    for t in range(start + 6, ids.shape[1]):
         lp = trainer.log_probs(after[:, :t])[:, -1]
         token = torch.multinomial(lp.exp(), 1, generator=generator)
         after[rows, t] = token[rows, 0]
@@ -366,7 +421,8 @@ def tool_output_nan(world: World) -> dict[str, Tensor]:
 
 
 def _retokenized(world: World) -> dict[str, Tensor]:
-    """The text is tokenized again: one token in forty is another one, and the engine's numbers stay.
+    """The text is tokenized again: one token in forty is another one, and the engine's
+    numbers stay.
 
     The column sampler_ids holds the engine's own ids.
     """
@@ -398,7 +454,9 @@ def retokenized_with_ids(world: World) -> dict[str, Tensor]:
 def other_experts(world: World) -> dict[str, Tensor]:
     """Near ties of the router go to other experts; of a dense model: bfloat16."""
     moe = world.family in ("qwen3_moe", *EXPERTS)
-    return _usual(world, lambda p: replace(in_bfloat16(p), experts_noise=0.1 if moe else 0.0))
+    return _usual(
+        world, lambda p: replace(in_bfloat16(p), experts_noise=0.1 if moe else 0.0)
+    )
 
 
 @fault
@@ -440,9 +498,13 @@ def copied_column(world: World) -> dict[str, Tensor]:
     return out | {"sampler": out["old"].clone()}
 
 
-# ---- several steps ---------------------------------------------------------------------------------------------------
-def run_of_steps(world: World, delivery: str, steps: int = 6, size: float = 0.02) -> list[dict[str, Tensor]]:
-    """A run whose weights move at every step, and an engine that gets them: "now", "late" by one step, or "never"."""
+# ---- several steps -------------------------------------------------------------------
+def run_of_steps(
+    world: World, delivery: str, steps: int = 6, size: float = 0.02
+) -> list[dict[str, Tensor]]:
+    """A run whose weights move at every step, and an engine that gets them: "now",
+    "late" by one step, or "never".
+    """
     policies = [make_policy(world)]
     for step in range(1, steps):
         policies.append(shifted_weights(policies[-1], size, world.seed + 100 * step))
@@ -452,11 +514,14 @@ def run_of_steps(world: World, delivery: str, steps: int = 6, size: float = 0.02
         drawn = sample(world, policies[held], seed=step)
         ref = score(policies[0], drawn.ids) * drawn.mask
         version = torch.full((world.responses,), held)
-        out.append(columns(world, drawn, score(trainer, drawn.ids)) | {"ref": ref, "version": version})
+        out.append(
+            columns(world, drawn, score(trainer, drawn.ids))
+            | {"ref": ref, "version": version}
+        )
     return out
 
 
-# ---- faults that no rule was tuned on --------------------------------------------------------------------------------
+# ---- faults that no rule was tuned on ------------------------------------------------
 HELD_OUT: dict[str, Fault] = {}
 
 
@@ -484,19 +549,29 @@ def eight_bit_floats(world: World) -> dict[str, Tensor]:
 def temperature_in_trainer_only(world: World) -> dict[str, Tensor]:
     trainer = make_policy(world)
     drawn = sample(world, trainer)
-    return columns(world, drawn, score(replace(trainer, temperature=0.6 * trainer.temperature), drawn.ids))
+    return columns(
+        world,
+        drawn,
+        score(replace(trainer, temperature=0.6 * trainer.temperature), drawn.ids),
+    )
 
 
 @held_out
 def mask_past_the_end(world: World) -> dict[str, Tensor]:
-    """The mask is one token too long: an appended token trains, for which the engine has no number."""
+    """The mask is one token too long: an appended token trains, for which the engine
+    has no number.
+    """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
     ends = torch.cat([drawn.mask[:, :1] & False, drawn.mask[:, :-1]], 1) & ~drawn.mask
     ends[:, : PROMPT + 1] = False  # the first slot of a response follows its prompt
     ids = torch.where(ends, 2, drawn.ids)
     sampler = torch.where(ends, torch.nan, drawn.sampler)
-    return columns(world, replace(drawn, ids=ids, sampler=sampler, mask=drawn.mask | ends), score(trainer, ids))
+    return columns(
+        world,
+        replace(drawn, ids=ids, sampler=sampler, mask=drawn.mask | ends),
+        score(trainer, ids),
+    )
 
 
 @held_out
@@ -507,7 +582,9 @@ def shifted_nucleus(world: World) -> dict[str, Tensor]:
 
 @held_out
 def likeliest_token(world: World) -> dict[str, Tensor]:
-    """The engine's column holds the likeliest token's number in place of the drawn one's."""
+    """The engine's column holds the likeliest token's number in place of the drawn
+    one's.
+    """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
     best = trainer.log_probs(drawn.ids)[:, :-1].amax(-1)

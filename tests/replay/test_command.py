@@ -23,7 +23,10 @@ WORLD = World("qwen3", 51, responses=32, length=20)
 def folder(tmp_path_factory):
     at = tmp_path_factory.mktemp("dumps")
     for name in ("healthy_bfloat16", "shifted"):
-        write(at / f"{name}.npz", make_batch(FAULTS[name](WORLD), file="f", step=4, logged={}))
+        write(
+            at / f"{name}.npz",
+            make_batch(FAULTS[name](WORLD), file="f", step=4, logged={}),
+        )
     (at / "run").mkdir()
     for step, columns in enumerate(run_of_steps(WORLD, "never")):
         write(at / "run" / f"step{step}.npz", make_batch(columns, file="f", step=step))
@@ -37,7 +40,9 @@ def run(capsys, *arguments):
 
 
 def test_a_healthy_step_has_status_0(folder, capsys):
-    status, out, _ = run(capsys, folder / "healthy_bfloat16.npz", "--as", "dapo", "--hp", "eps_high=0.28")
+    status, out, _ = run(
+        capsys, folder / "healthy_bfloat16.npz", "--as", "dapo", "--hp", "eps_high=0.28"
+    )
     assert status == 0 and "FAIL" not in out
     assert "ok    sampler" in out and "ok    advantages: group_norm" in out
     assert "up_dapo" in out and "tis(dapo)" in out and "heaviest tokens" in out
@@ -63,8 +68,11 @@ def test_a_run_of_steps_is_judged_as_a_whole(folder, capsys):
 
 def test_the_logged_loss_is_compared(folder, capsys):
     file = folder / "healthy_bfloat16.npz"
-    status, out, _ = run(capsys, file, "--as", "dapo", "--loss", "0.5", "--only", "loss")
-    assert status == 0 and "is not the token-mean" in out  # a note: no sum of the terms is it
+    status, out, _ = run(
+        capsys, file, "--as", "dapo", "--loss", "0.5", "--only", "loss"
+    )
+    # a note: no sum of the terms is it
+    assert status == 0 and "is not the token-mean" in out
     status, _, err = run(capsys, folder / "run", "--as", "dapo", "--loss", "0.5")
     assert status == 2 and "one step" in err
 
@@ -74,7 +82,10 @@ def test_json_has_the_numbers(folder, capsys):
     found = json.loads(out)
     assert (status, found["status"], found["ok"]) == (1, 1, False)
     step = found["steps"][0]
-    assert step["sampler"]["cause"] == "shift" and step["findings"][0]["numbers"]["shift"] == 1
+    assert (
+        step["sampler"]["cause"] == "shift"
+        and step["findings"][0]["numbers"]["shift"] == 1
+    )
     assert found["table"]["rows"][0]["name"] == "dapo" and len(found["heaviest"]) == 5
 
 
@@ -83,7 +94,11 @@ def test_a_sheet_is_written(folder, capsys, tmp_path, suffix):
     sheet = tmp_path / f"sheet{suffix}"
     assert run(capsys, folder / "run", "--as", "dapo", "-o", sheet)[0] == 1
     text = sheet.read_text(encoding="utf-8")
-    assert "the two engines" in text and "the gap over the steps" in text and "</svg>" in text
+    assert (
+        "the two engines" in text
+        and "the gap over the steps" in text
+        and "</svg>" in text
+    )
     assert ("never received new weights" in text) == (suffix == ".html")
 
 
@@ -106,19 +121,28 @@ def test_bad_input_is_one_sentence(folder, capsys, arguments, words):
 
 
 def bad_files(folder):
-    """Files that are cut, lack a column, announce 10 GB or hold Python objects; name -> what the sentence says."""
+    """Files that are cut, lack a column, announce 10 GB or hold Python objects; name ->
+    what the sentence says.
+    """
     small = {
         "schema": 1, "ids": np.array([[5, 8]]), "mask": np.array([[0, 1]]), "old": np.array([[0, -0.5]]),
     }  # fmt: skip
     np.savez(folder / "whole.npz", **small)
     whole = (folder / "whole.npz").read_bytes()
     (folder / "cut.npz").write_bytes(whole[: len(whole) // 2])
-    np.savez(folder / "column.npz", **{name: value for name, value in small.items() if name != "mask"})
-    np.savez(folder / "objects.npz", **small | {"now": np.array([[None, 1]], dtype=object)})
+    np.savez(
+        folder / "column.npz",
+        **{name: value for name, value in small.items() if name != "mask"},
+    )
+    np.savez(
+        folder / "objects.npz", **small | {"now": np.array([[None, 1]], dtype=object)}
+    )
     torch.save({"rollout_id": 1, "samples": [folder]}, folder / "objects.pt")
     header = io.BytesIO()
     shape = (100_000, 12_500)
-    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "<f8", "fortran_order": False, "shape": shape}
+    )
     with zipfile.ZipFile(folder / "large.npz", "w") as archive:
         archive.writestr("ids.npy", header.getvalue())
     (folder / "large.safetensors").write_bytes(struct.pack("<Q", 10**10) + b"{}")
@@ -135,15 +159,27 @@ def bad_files(folder):
 def test_a_bad_file_is_one_sentence(tmp_path, capsys):
     for name, words in bad_files(tmp_path).items():
         status, out, err = run(capsys, tmp_path / name, "--as", "dapo")
-        assert (status, out) == (2, "") and words in err and err.count("\n") == 1, (name, err)
+        assert (status, out) == (2, "") and words in err and err.count("\n") == 1, (
+            name,
+            err,
+        )
         assert "\x1b" not in err  # a parser's colors
 
 
 def test_a_missing_column_does_not_hide_the_other_checks(tmp_path, capsys):
-    batch = make_batch(FAULTS["healthy_bfloat16"](WORLD), file="f", step=1, logged={"loss": float("nan")})
+    batch = make_batch(
+        FAULTS["healthy_bfloat16"](WORLD),
+        file="f",
+        step=1,
+        logged={"loss": float("nan")},
+    )
     write(tmp_path / "nan.npz", batch)
     status, out, _ = run(capsys, tmp_path / "nan.npz", "--as", "dapo")
-    assert status == 2 and "not run  loss: the loss that the run logged is nan" in out and "ok    advantages" in out
+    assert (
+        status == 2
+        and "not run  loss: the loss that the run logged is nan" in out
+        and "ok    advantages" in out
+    )
 
 
 def test_an_agreement_says_what_it_did_not_exercise(tmp_path, capsys):
@@ -151,7 +187,9 @@ def test_an_agreement_says_what_it_did_not_exercise(tmp_path, capsys):
     value = loss(make_batch(columns, file="f"), "dapo", 1.0).value
     write(tmp_path / "first.npz", make_batch(columns, file="f", logged={"loss": value}))
     _, out, _ = run(capsys, tmp_path / "first.npz", "--as", "dapo", "--only", "loss")
-    assert "ok    loss" in out and "not exercised: eps_low, eps_high" in " ".join(out.split())
+    assert "ok    loss" in out and "not exercised: eps_low, eps_high" in " ".join(
+        out.split()
+    )
 
 
 def test_the_example_of_the_page_is_read(tmp_path, capsys, monkeypatch):

@@ -22,22 +22,44 @@ def test_the_gradient_is_autograd_of_the_loss(name):
 
 
 def test_the_shares_by_hand():
-    """Three tokens of one response and one of another: weights are A, all alive but the clipped one."""
+    """Three tokens of one response and one of another: weights are A, all alive but the
+    clipped one.
+    """
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
     old = torch.full((2, 3), -1.0)
-    now = old + torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]).mul(0.9)  # r = 2.46 on one token with A > 0
+    # r = 2.46 on one token with A > 0
+    now = old + torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]).mul(0.9)
     adv = torch.tensor([[1.0], [-2.0]]).expand(2, 3)
     turn = torch.tensor([[0, 0, 1], [1, 0, 0]])
-    b = make_batch({"ids": mask.long(), "mask": mask, "old": old, "now": now, "adv": adv, "turn": turn}, file="f")
+    b = make_batch(
+        {
+            "ids": mask.long(),
+            "mask": mask,
+            "old": old,
+            "now": now,
+            "adv": adv,
+            "turn": turn,
+        },
+        file="f",
+    )
     row = weights(b, ["dapo"], ran="dapo")["dapo"]
-    assert (row.dead_positive, row.dead_negative, row.cosine) == (pytest.approx(1 / 3), 0.0, 1.0)
+    assert (row.dead_positive, row.dead_negative, row.cosine) == (
+        pytest.approx(1 / 3),
+        0.0,
+        1.0,
+    )
     size = torch.tensor([1.0, 0.0, 1.0, 2.0]) / 4
     assert row.effective == pytest.approx(float(size.sum() ** 2 / (size**2).sum()))
     assert row.heaviest == pytest.approx(0.5)  # one token, the heaviest, of four
     assert row.longest == pytest.approx(0.5 / 0.75)
     assert row.turns == {0: pytest.approx(0.25), 1: pytest.approx(0.75)}
     first = heaviest_tokens(b, row, 1)[0]
-    assert (first.response, first.token, first.advantage, first.share) == (1, 0, -2.0, pytest.approx(0.5))
+    assert (first.response, first.token, first.advantage, first.share) == (
+        1,
+        0,
+        -2.0,
+        pytest.approx(0.5),
+    )
 
 
 def test_up_gives_a_gradient_to_every_token_of_a_good_response():

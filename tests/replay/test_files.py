@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of docs/dump.md are read back; whatever is wrong with one is a single sentence, before memory is taken."""
+"""Files of docs/dump.md are read back; whatever is wrong with one is a single sentence,
+before memory is taken.
+"""
 
 import contextlib
 import io
@@ -36,7 +38,11 @@ def arrays(columns=PADDED, ragged=False, **more):
         inside = MASK.numpy()
         out = {k: v if k in RESPONSE_COLUMNS else v[inside] for k, v in out.items()}
         out["offsets"] = np.concatenate([[0], LENGTHS.cumsum(0).numpy()])
-    return out | {"schema": 1, "step": 3, "logged": json.dumps({"loss": 0.5}), "meta": "{}"} | more
+    return (
+        out
+        | {"schema": 1, "step": 3, "logged": json.dumps({"loss": 0.5}), "meta": "{}"}
+        | more
+    )
 
 
 def saved(tmp_path, name="a.npz", **changes):
@@ -67,7 +73,11 @@ def test_npz_is_read_back(tmp_path, ragged):
 
 def test_safetensors_are_read_back(tmp_path):
     facts = {"schema": "1", "step": "3", "logged": '{"loss": 0.5}', "meta": "{}"}
-    save_file({k: v.clone() for k, v in PADDED.items()}, tmp_path / "a.safetensors", metadata=facts)
+    save_file(
+        {k: v.clone() for k, v in PADDED.items()},
+        tmp_path / "a.safetensors",
+        metadata=facts,
+    )
     same(read(tmp_path / "a.safetensors"))
 
 
@@ -83,7 +93,11 @@ def test_groups_may_be_texts(tmp_path):
 
 
 def test_ranks_of_a_step_are_joined_and_steps_come_in_order(tmp_path):
-    narrow = {k: v[:2, :3] if v.ndim == 2 else v[:2] for k, v in arrays().items() if getattr(v, "ndim", 0)}
+    narrow = {
+        k: v[:2, :3] if v.ndim == 2 else v[:2]
+        for k, v in arrays().items()
+        if getattr(v, "ndim", 0)
+    }
     narrow["ids"] = narrow["ids"] + 1
     facts = {k: v for k, v in arrays().items() if k not in narrow}
     np.savez(tmp_path / "s4.npz", **(narrow | facts | {"step": 4}))
@@ -100,9 +114,12 @@ def test_ranks_of_a_step_are_joined_and_steps_come_in_order(tmp_path):
         read([tmp_path / "s4.npz", tmp_path / "s3_rank0.npz"])
 
 
-# ---- bad files -------------------------------------------------------------------------------------------------------
+# ---- bad files -----------------------------------------------------------------------
 def test_a_missing_column_is_named(tmp_path):
-    refused(saved(tmp_path, columns={k: v for k, v in PADDED.items() if k != "mask"}), "lacks the column mask")
+    refused(
+        saved(tmp_path, columns={k: v for k, v in PADDED.items() if k != "mask"}),
+        "lacks the column mask",
+    )
     path = saved(tmp_path, columns={k: v for k, v in PADDED.items() if k != "sampler"})
     with pytest.raises(InputError, match="needs the column sampler"):
         gap(read(path))
@@ -114,7 +131,9 @@ def test_an_unknown_column_is_named(tmp_path):
 
 @pytest.mark.parametrize("version", [None, 0, 2, "x"])
 def test_another_schema_is_refused(tmp_path, version):
-    fields = {k: v for k, v in arrays().items() if k != "schema"} | ({} if version is None else {"schema": version})
+    fields = {k: v for k, v in arrays().items() if k != "schema"} | (
+        {} if version is None else {"schema": version}
+    )
     np.savez(tmp_path / "a.npz", **fields)
     refused(tmp_path / "a.npz", "schema version")
 
@@ -123,7 +142,10 @@ def test_another_schema_is_refused(tmp_path, version):
 def test_a_trained_nan_is_placed(tmp_path, name):
     value = PADDED[name].clone()
     value[1, 2] = torch.nan
-    refused(saved(tmp_path, columns=PADDED | {name: value}), f"{name} is nan at response 1, token 2")
+    refused(
+        saved(tmp_path, columns=PADDED | {name: value}),
+        f"{name} is nan at response 1, token 2",
+    )
     value = PADDED[name].clone()
     value[1, 5] = torch.nan  # masked: it may hold anything
     read(saved(tmp_path, columns=PADDED | {name: value}))
@@ -135,21 +157,31 @@ def test_positive_log_probabilities_are_placed(tmp_path):
 
 @pytest.mark.parametrize("name", ["old", "reward", "sampler_ids"])
 def test_other_lengths_are_refused(tmp_path, name):
-    refused(saved(tmp_path, columns=PADDED | {name: PADDED[name][:3]}), f"{name} has shape")
+    refused(
+        saved(tmp_path, columns=PADDED | {name: PADDED[name][:3]}), f"{name} has shape"
+    )
     ragged = arrays(ragged=True)
     np.savez(tmp_path / "r.npz", **(ragged | {name: ragged[name][:3]}))
     refused(tmp_path / "r.npz", f"{name} has shape")
 
 
-@pytest.mark.parametrize("offsets", [[0, 6, 9, 14, 99], [0, 9, 6, 14, 15], [1, 6, 9, 14, 15], [0], [[0, 15]]])
+@pytest.mark.parametrize(
+    "offsets", [[0, 6, 9, 14, 99], [0, 9, 6, 14, 15], [1, 6, 9, 14, 15], [0], [[0, 15]]]
+)
 def test_offsets_that_do_not_fit_are_refused(tmp_path, offsets):
-    np.savez(tmp_path / "a.npz", **(arrays(ragged=True) | {"offsets": np.array(offsets)}))
+    np.savez(
+        tmp_path / "a.npz", **(arrays(ragged=True) | {"offsets": np.array(offsets)})
+    )
     refused(tmp_path / "a.npz", "offsets must")
 
 
 def test_values_of_other_kinds_are_refused(tmp_path):
-    refused(saved(tmp_path, columns=PADDED | {"mask": MASK * 2.0}), "mask must hold 0 and 1")
-    refused(saved(tmp_path, columns=PADDED | {"ids": OLD}), "ids must hold whole numbers")
+    refused(
+        saved(tmp_path, columns=PADDED | {"mask": MASK * 2.0}), "mask must hold 0 and 1"
+    )
+    refused(
+        saved(tmp_path, columns=PADDED | {"ids": OLD}), "ids must hold whole numbers"
+    )
     refused(saved(tmp_path, old=np.array([["x"] * T] * B)), "not numbers")
     refused(saved(tmp_path, columns=PADDED | {"mask": MASK & False}), "no token trains")
 
@@ -161,7 +193,9 @@ def test_a_pickle_is_never_run(tmp_path):
 
     np.savez(tmp_path / "a.npz", **arrays(old=np.array([Bomb()], dtype=object)))
     refused(tmp_path / "a.npz", "pickle")
-    torch.save({"rollout_id": 1, "samples": [Bomb()], "format_version": 2}, tmp_path / "a.pt")
+    torch.save(
+        {"rollout_id": 1, "samples": [Bomb()], "format_version": 2}, tmp_path / "a.pt"
+    )
     refused(tmp_path / "a.pt", "damaged|weights")
     (tmp_path / "b.pt").write_bytes(pickle.dumps(Bomb()))
     refused(tmp_path / "b.pt", "no recorded batch")
@@ -170,7 +204,9 @@ def test_a_pickle_is_never_run(tmp_path):
 
 def test_announced_sizes_are_not_believed(tmp_path):
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**5, 10**5)})
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "<f8", "fortran_order": False, "shape": (10**5, 10**5)}
+    )
     path = saved(tmp_path, columns={k: v for k, v in PADDED.items() if k != "turn"})
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("turn.npy", header.getvalue())
@@ -184,7 +220,9 @@ def test_announced_sizes_are_not_believed(tmp_path):
 @pytest.mark.parametrize("keep", [0, 1, 100, 0.5, -40])
 def test_a_cut_file_is_refused(tmp_path, keep):
     whole = saved(tmp_path).read_bytes()
-    (tmp_path / "c.npz").write_bytes(whole[: int(len(whole) * keep) if 0 < keep < 1 else keep])
+    (tmp_path / "c.npz").write_bytes(
+        whole[: int(len(whole) * keep) if 0 < keep < 1 else keep]
+    )
     refused(tmp_path / "c.npz", "damaged|cut off")
 
 
@@ -201,7 +239,10 @@ def test_altered_bytes_are_refused_or_harmless(tmp_path):
 @pytest.mark.parametrize("number", ["0", "-3", "NaN", "1e999"])
 @pytest.mark.parametrize("name", ["tokens", "ranks", "length"])
 def test_counts_that_cannot_divide_are_refused(tmp_path, name, number):
-    refused(saved(tmp_path, logged=f'{{"loss": 0.5, "{name}": {number}}}'), f"{name} under logged")
+    refused(
+        saved(tmp_path, logged=f'{{"loss": 0.5, "{name}": {number}}}'),
+        f"{name} under logged",
+    )
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):

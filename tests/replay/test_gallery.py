@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gallery's pictures are those of its entries, and replay names each as the page says."""
+"""The gallery's pictures are those of its entries, and replay names each as the page
+says.
+"""
 
 import json
 
@@ -21,9 +23,12 @@ def test_each_entry_is_a_fault_with_a_picture_on_the_page():
     page = PAGE.read_text(encoding="utf-8")
     files = sorted(file.name for file in gallery.PICTURES.iterdir())
     assert files == sorted(entry.file for entry in gallery.entries())
-    assert set(FAULTS_DRAWN) == set(record()) <= {*FAULTS, *HELD_OUT, gallery.OVER_STEPS}
+    assert (
+        set(FAULTS_DRAWN) == set(record()) <= {*FAULTS, *HELD_OUT, gallery.OVER_STEPS}
+    )
     for entry in gallery.entries():
-        assert page.count(f"](pictures/{entry.file})") == 2  # in the plate and in its section
+        # in the plate and in its section
+        assert page.count(f"](pictures/{entry.file})") == 2
         assert f"](#{gallery.anchor(entry.title)})" in page
 
 
@@ -51,10 +56,17 @@ def test_a_scatter_shows_the_tokens_that_train():
     assert len(points.get_offsets()) == min(int(drawn.sum()), gallery.POINTS)
 
 
-def test_the_command_draws_each_entry_and_records_what_replay_says(tmp_path, monkeypatch):
+def test_the_command_draws_each_entry_and_records_what_replay_says(
+    tmp_path, monkeypatch
+):
     few = [entry for entry in gallery.entries() if entry.fault == "divided"]
     monkeypatch.setattr(gallery, "entries", lambda: few)
     gallery.main(tmp_path / "pictures", tmp_path / "gallery.json")
     drawn = (tmp_path / "pictures" / "divided.svg").read_text(encoding="utf-8")
     assert drawn.startswith("<?xml") and "<image" in drawn
-    assert json.loads((tmp_path / "gallery.json").read_text(encoding="utf-8"))["divided"]["cause"] == "factor"
+    assert (
+        json.loads((tmp_path / "gallery.json").read_text(encoding="utf-8"))["divided"][
+            "cause"
+        ]
+        == "factor"
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler's gap: every fault of the simulator is named, and no healthy sampler fails."""
+"""The sampler's gap: every fault of the simulator is named, and no healthy sampler
+fails.
+"""
 
 from dataclasses import replace
 
@@ -23,7 +25,14 @@ from upref.errors import InputError
 from upref.replay import gap, make_batch
 
 SMALL = World("qwen3", 41, responses=32, length=24)
-HEALTHY = ("healthy", "healthy_bfloat16", "healthy_both_bfloat16", "stale_by_one", "stale_by_four", "other_experts")
+HEALTHY = (
+    "healthy",
+    "healthy_bfloat16",
+    "healthy_both_bfloat16",
+    "stale_by_one",
+    "stale_by_four",
+    "other_experts",
+)
 
 
 def test_every_fault_of_the_simulator_has_its_expected_causes():
@@ -33,13 +42,17 @@ def test_every_fault_of_the_simulator_has_its_expected_causes():
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named(fault):
     found = cell(fault, SMALL)
-    assert found.right, f"{fault} was named {found.named}, which {'fails' if found.failed else 'is a note'}"
+    assert found.right, (
+        f"{fault} was named {found.named}, which {'fails' if found.failed else 'is a note'}"
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
 @pytest.mark.parametrize("fault", HEALTHY)
 def test_a_healthy_sampler_never_fails(fault, family):
-    assert not cell(fault, World(family, 43, responses=32, length=24, temperature=0.7)).failed
+    assert not cell(
+        fault, World(family, 43, responses=32, length=24, temperature=0.7)
+    ).failed
 
 
 def test_quite_other_weights_are_no_failure_under_any_seed():
@@ -48,22 +61,34 @@ def test_quite_other_weights_are_no_failure_under_any_seed():
         world = World("llama", 60 + seed, responses=32, length=20)
         trainer = make_policy(world)
         drawn = sample(world, shifted_weights(trainer, 0.5, seed))
-        found = gap(make_batch(columns(world, drawn, score(trainer, drawn.ids)), file="f"))
+        found = gap(
+            make_batch(columns(world, drawn, score(trainer, drawn.ids)), file="f")
+        )
         assert found, [str(f) for f in found.failures]
 
 
 @pytest.mark.slow
 def test_the_table_of_families_that_nothing_was_tuned_on():
-    """The recorded table is of `python -m tests.replay.grade`; this draws two of its families with other seeds."""
-    cells = [cell(fault, world) for world in worlds(("granite", "mixtral"), 900) for fault in FAULTS]
+    """The recorded table is of `python -m tests.replay.grade`; this draws two of its
+    families with other seeds.
+    """
+    cells = [
+        cell(fault, world)
+        for world in worlds(("granite", "mixtral"), 900)
+        for fault in FAULTS
+    ]
     assert not [c for c in cells if c.false_alarm]
-    assert sum(c.right for c in cells) >= 0.95 * len(cells), [c for c in cells if not c.right]
+    assert sum(c.right for c in cells) >= 0.95 * len(cells), [
+        c for c in cells if not c.right
+    ]
 
 
 def test_a_failure_is_what_was_undone():
     found = gap(make_batch(FAULTS["shifted"](SMALL), file="f"))
     assert not found and found.cause in UNDONE
-    assert found.failures[0].numbers["after"] < 1e-5 < found.failures[0].numbers["before"]
+    assert (
+        found.failures[0].numbers["after"] < 1e-5 < found.failures[0].numbers["before"]
+    )
     assert found.mean_abs < 1e-5  # the numbers are of the columns without the cause
     assert "+1" in str(found.failures[0])
 
@@ -92,7 +117,13 @@ def test_columns_without_a_sampler_say_what_is_missing():
 def test_a_gap_of_one_token_has_numbers():
     one = torch.full((1, 1), -1.0)
     batch = make_batch(
-        {"ids": torch.ones(1, 1).long(), "mask": torch.ones(1, 1), "old": one, "sampler": one - 0.1}, file="f"
+        {
+            "ids": torch.ones(1, 1).long(),
+            "mask": torch.ones(1, 1),
+            "old": one,
+            "sampler": one - 0.1,
+        },
+        file="f",
     )
     found = gap(batch)
     assert found and found.tokens == 1 and abs(found.mean - 0.1) < 1e-6
@@ -119,13 +150,18 @@ ALLOWED = {
 @pytest.mark.parametrize("family", ["recurrent_gemma", "codegen"])
 @pytest.mark.parametrize("fault", HELD_OUT)
 def test_a_fault_that_no_rule_was_tuned_on_gets_no_false_cause(fault, family):
-    found = gap(make_batch(HELD_OUT[fault](World(family, 1311, responses=48, length=24)), file="f"))
+    found = gap(
+        make_batch(
+            HELD_OUT[fault](World(family, 1311, responses=48, length=24)), file="f"
+        )
+    )
     assert {f.cause for f in found.findings} <= ALLOWED[fault]
     assert [f.cause for f in found.failures] == {
         "mask_past_the_end": ["not_sampled"],
         "shifted_nucleus": ["shift"],
     }.get(fault, [])
-    if fault == "likeliest_token":  # one column cannot tell it from the others, so each sentence names it
+    # one column cannot tell it from the others, so each sentence names it
+    if fault == "likeliest_token":
         assert found.notes and all("likeliest token" in str(f) for f in found.notes)
 
 

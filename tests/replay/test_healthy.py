@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No failure on a healthy sampler: a hundred thousand tokens of policies whose every quirk is allowed.
+"""No failure on a healthy sampler: a hundred thousand tokens of policies whose every
+quirk is allowed.
 
-Tokens are drawn from μ, position by position, from peaked logits; the trainer's logits differ as each case says.
+Tokens are drawn from μ, position by position, from peaked logits; the trainer's logits
+differ as each case says.
 """
 
 import pytest
@@ -13,7 +15,9 @@ RESPONSES, LENGTH, VOCABULARY, GROUP = 500, 200, 24, 10
 
 
 def logits(generator, responses=RESPONSES):
-    """Most positions are nearly certain, as in a language model; a third of them to the last bit."""
+    """Most positions are nearly certain, as in a language model; a third of them to the
+    last bit.
+    """
     z = torch.randn(responses, LENGTH, VOCABULARY, generator=generator)
     peak = 40 * torch.rand(responses, LENGTH, 1, generator=generator)
     return z.scatter_add(-1, z.argmax(-1, keepdim=True), peak)
@@ -31,11 +35,18 @@ def plain(y):
 def batch(mu, pi, generator, column=plain, **more):
     """Draw from μ; both columns in float32."""
     y = mu.log_softmax(-1)
-    ids = torch.multinomial(y.exp().flatten(0, 1), 1, generator=generator).view(y.shape[:2])
+    ids = torch.multinomial(y.exp().flatten(0, 1), 1, generator=generator).view(
+        y.shape[:2]
+    )
     lengths = torch.randint(LENGTH // 4, LENGTH + 1, (len(ids),), generator=generator)
     mask = torch.arange(LENGTH)[None, :] < lengths[:, None]
     return make_batch(
-        {"ids": ids, "mask": mask, "old": of_drawn(pi.log_softmax(-1), ids), "sampler": column(of_drawn(y, ids))}
+        {
+            "ids": ids,
+            "mask": mask,
+            "old": of_drawn(pi.log_softmax(-1), ids),
+            "sampler": column(of_drawn(y, ids)),
+        }
         | more,
         file="f",
     )
@@ -54,7 +65,9 @@ def stale(z, generator):
 
 
 def lone_other_experts(z, generator):
-    """One token in three hundred is computed by other experts, and the engine was certain of many of them."""
+    """One token in three hundred is computed by other experts, and the engine was
+    certain of many of them.
+    """
     other = torch.rand(z.shape[:2], generator=generator) < 1 / 300
     return torch.where(other[..., None], torch.randn(z.shape, generator=generator), z)
 
@@ -88,7 +101,10 @@ def float16(y):
 
 
 @pytest.mark.parametrize("column", [plain, bfloat16, float16])
-@pytest.mark.parametrize("change", [same, rounded, stale, lone_other_experts, mixed_lags, far, sharper, biased])
+@pytest.mark.parametrize(
+    "change",
+    [same, rounded, stale, lone_other_experts, mixed_lags, far, sharper, biased],
+)
 def test_nothing_fails(change, column):
     generator = torch.Generator().manual_seed(5)
     z = logits(generator)
@@ -98,13 +114,20 @@ def test_nothing_fails(change, column):
 
 @pytest.mark.parametrize("change", [stale, mixed_lags, lone_other_experts])
 def test_equal_texts_of_several_lags_are_not_exchanged_rows(change):
-    """Ten responses to a prompt are the same text; each was sampled by weights of its own age."""
+    """Ten responses to a prompt are the same text; each was sampled by weights of its
+    own age.
+    """
     generator = torch.Generator().manual_seed(6)
     z = logits(generator, RESPONSES // GROUP)
     y, ids = z.log_softmax(-1), z.argmax(-1)
     rows = torch.arange(RESPONSES) // GROUP
     lag = torch.arange(RESPONSES) % 4
-    x = torch.stack([of_drawn(change(z * (1 - 0.1 * k), generator).log_softmax(-1), ids) for k in range(4)])
+    x = torch.stack(
+        [
+            of_drawn(change(z * (1 - 0.1 * k), generator).log_softmax(-1), ids)
+            for k in range(4)
+        ]
+    )
     column = of_drawn(y, ids)[rows]
     columns = {
         "ids": ids[rows],
@@ -129,14 +152,18 @@ def test_short_answers_do_not_fail():
     """Answers of one to four tokens, of which many are equal."""
     generator = torch.Generator().manual_seed(8)
     z = logits(generator)[:, :1].expand(-1, LENGTH, -1)
-    mask = torch.arange(LENGTH)[None, :] < torch.randint(1, 5, (RESPONSES, 1), generator=generator)
+    mask = torch.arange(LENGTH)[None, :] < torch.randint(
+        1, 5, (RESPONSES, 1), generator=generator
+    )
     found = gap(batch(z, stale(z, generator), generator, mask=mask))
     assert found, [str(f) for f in found.failures]
 
 
 @pytest.mark.parametrize("change", [rounded, stale])
 def test_copies_of_one_response_bear_no_signature(change):
-    """Ten draws are no more evidence when fifty rows repeat them: rare tokens, whose ρ is large, are missing."""
+    """Ten draws are no more evidence when fifty rows repeat them: rare tokens, whose ρ
+    is large, are missing.
+    """
     causes = set()
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
@@ -153,4 +180,9 @@ def test_copies_of_one_response_bear_no_signature(change):
         found = gap(make_batch(columns, file="f"))
         assert found, [str(f) for f in found.failures]
         causes.add(found.cause)
-    assert causes <= {"agree", "two_policies", "impossible_tokens", "bfloat16_column"}, causes
+    assert causes <= {
+        "agree",
+        "two_policies",
+        "impossible_tokens",
+        "bfloat16_column",
+    }, causes

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/howto/replay.md: its programs and commands run as they stand on the page, each on files of its framework."""
+"""docs/howto/replay.md: its programs and commands run as they stand on the page, each
+on files of its framework.
+"""
 
 import os
 import re
@@ -18,7 +20,8 @@ FILES = Path(__file__).parent / "files"
 PARTS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 FOUND = {  # framework -> what each of its commands prints, among other things
     "NeMo-RL": "ok    advantages: leave_one_out",
-    "slime and miles": "FAIL  advantages",  # its 16 rows are normalized in two halves, which mix prompts
+    # its 16 rows are normalized in two halves, which mix prompts
+    "slime and miles": "FAIL  advantages",
     "SkyRL": "ok    sampler",
     "prime-rl": "not run  sampler",
     "TRL": "ok    loss",
@@ -50,7 +53,10 @@ def slimes_files():
 
 def skyrls_files():
     """What the converter writes; tests/replay/test_readers.py converts."""
-    assert "python -m upref_frameworks.skyrl.convert dumped_data/*.pkl -o dumps" in PARTS["SkyRL"]
+    assert (
+        "python -m upref_frameworks.skyrl.convert dumped_data/*.pkl -o dumps"
+        in PARTS["SkyRL"]
+    )
     Path("dumps").mkdir()
     shutil.copy(FILES / "global_step_7_training_input.npz", "dumps")
 
@@ -63,7 +69,10 @@ def prime_rls_files():
 def train_with_trl():
     pytest.importorskip("trl")
     line, whole = programs("TRL")
-    assert 'upref.replay.record(trainer, "dumps", every=50)' in line and "record(trainer" in whole
+    assert (
+        'upref.replay.record(trainer, "dumps", every=50)' in line
+        and "record(trainer" in whole
+    )
     exec(compile(whole, "page", "exec"), {"__name__": "page"})
     steps = sorted(p.name for p in Path("dumps").glob("*.npz"))
     assert steps == [f"step{n:06d}-rank0000.npz" for n in (1, 2, 4, 6, 8, 10, 12)]
@@ -77,7 +86,11 @@ def train_with_verl(monkeypatch):
     assert list(exports) == ["UPREF_REPLAY", "UPREF_REPLAY_EVERY"]
     for name, value in exports.items():
         monkeypatch.setenv(name, value)
-    verl_steps(next(s for s in settings("verl") if s.name == "clip_ratio_c=3 (default)"), None, OPTIMIZER_STEPS)
+    verl_steps(
+        next(s for s in settings("verl") if s.name == "clip_ratio_c=3 (default)"),
+        None,
+        OPTIMIZER_STEPS,
+    )
     assert [p.name for p in Path("dumps").glob("*.npz")] == ["step000001-rank0000.npz"]
 
 
@@ -102,7 +115,9 @@ def test_each_command_of_the_page_runs(part, capsys, monkeypatch):
     if part == "TRL":
         train_with_trl()
     if part == "verl":
-        pytest.importorskip("pydantic", reason="`repro/venv.sh smoke` installs verl's trainer")
+        pytest.importorskip(
+            "pydantic", reason="`repro/venv.sh smoke` installs verl's trainer"
+        )
         train_with_verl(monkeypatch)
     capsys.readouterr()
     found = commands(part)
@@ -121,22 +136,41 @@ def test_each_command_of_the_page_runs(part, capsys, monkeypatch):
 
 
 RANKS = 2
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc_per_node",
+    str(RANKS),
+]
 
 
 @pytest.mark.nightly
 @pytest.mark.trl
 def test_trls_script_runs_on_two_ranks(monkeypatch, capsys):
-    """Each rank writes a file a step; the loss and dL/dlp are judged over both, while it trains and afterwards."""
+    """Each rank writes a file a step; the loss and dL/dlp are judged over both, while
+    it trains and afterwards.
+    """
     pytest.importorskip("trl")
     _, whole = programs("TRL")
     one = "per_device_train_batch_size=32"
     assert one in whole
-    judged = 'upref.replay.watch(trainer, "dapo", every=2, eps_high=0.2)\ntrainer.train()'
-    script = whole.replace(one, f"per_device_train_batch_size={32 // RANKS}").replace("trainer.train()", judged)
+    judged = (
+        'upref.replay.watch(trainer, "dapo", every=2, eps_high=0.2)\ntrainer.train()'
+    )
+    script = whole.replace(one, f"per_device_train_batch_size={32 // RANKS}").replace(
+        "trainer.train()", judged
+    )
     Path("two.py").write_text(script, encoding="utf-8")
-    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*LAUNCH, "two.py"], env=env, capture_output=True, text=True, timeout=500)
+    env = os.environ | {
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [*LAUNCH, "two.py"], env=env, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(list(Path("dumps").glob("step000012-rank000?.npz"))) == RANKS
     (command, _) = commands("TRL")
@@ -157,24 +191,42 @@ def test_the_lines_of_the_watch_are_what_the_code_takes(monkeypatch):
     assert call.co_names[:3] == ("upref", "replay", "watch")
     known = inspect.signature(upref.replay.watch).parameters
     said = {}
-    monkeypatch.setattr(upref.replay, "watch", lambda trainer, name, **more: said.update(more, name=name))
+    monkeypatch.setattr(
+        upref.replay,
+        "watch",
+        lambda trainer, name, **more: said.update(more, name=name),
+    )
     eval(call, {"upref": upref, "trainer": None})
-    assert {"every"} == set(said) & set(known) and Watch(said["name"], {"eps_high": said["eps_high"]}, "stop", None)
-    (words,) = re.findall(r'^export UPREF_WATCH="(.*?)"', PARTS["While it trains"], re.M)
+    assert {"every"} == set(said) & set(known) and Watch(
+        said["name"], {"eps_high": said["eps_high"]}, "stop", None
+    )
+    (words,) = re.findall(
+        r'^export UPREF_WATCH="(.*?)"', PARTS["While it trains"], re.M
+    )
     pytest.importorskip("verl")
     from upref_frameworks.verl.record import watched
 
     assert watched(words, None).hp == {"eps_high": 0.2, "c": 3.0}
-    assert watched(f"{words} agg=seq-mean-token-mean on_fail=warn", None).on_fail == "warn"
+    assert (
+        watched(f"{words} agg=seq-mean-token-mean on_fail=warn", None).on_fail == "warn"
+    )
 
 
 def test_the_settings_of_the_table_are_objectives():
-    """Each `--as` of the table is one that `upref replay` takes, with hyperparameters that it has."""
+    """Each `--as` of the table is one that `upref replay` takes, with hyperparameters
+    that it has.
+    """
     import upref
     from upref.replay.terms import as_run
 
-    cells = [row.split("|")[2] for row in PARTS["Which objective ran"].splitlines() if row.startswith("| ")][1:]
-    named = [code for cell in cells for code in re.findall(r"`([a-z_]+(?: --[^`]*)?)`", cell)]
+    cells = [
+        row.split("|")[2]
+        for row in PARTS["Which objective ran"].splitlines()
+        if row.startswith("| ")
+    ][1:]
+    named = [
+        code for cell in cells for code in re.findall(r"`([a-z_]+(?: --[^`]*)?)`", cell)
+    ]
     named = [code for code in named if code.split()[0] in upref.names()]
     assert len(named) >= 6
     for code in named:

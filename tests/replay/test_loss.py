@@ -29,18 +29,24 @@ def value(name="dapo", agg="", **hp):
     return float((o.aggregated(agg) if agg else o).loss(batch().rollouts(), **hp))
 
 
-@pytest.mark.parametrize("name", ["dapo", "grpo", "gspo", "cispo", "dr_grpo", "up_dapo", "reinforce"])
+@pytest.mark.parametrize(
+    "name", ["dapo", "grpo", "gspo", "cispo", "dr_grpo", "up_dapo", "reinforce"]
+)
 def test_the_loss_of_the_objective_is_equal(name):
     found = loss(batch(), name, value(name) * (1 + 1e-6))
     assert found and found.found == found.expected and not found.findings
 
 
 def test_the_tokens_of_frameworks_are_one_mean():
-    """dapo's formula has a mean within each prompt; verl and TRL have one over all tokens."""
+    """dapo's formula has a mean within each prompt; verl and TRL have one over all
+    tokens.
+    """
     assert loss(batch(), "dapo", value()).expected == "token-mean"
 
 
-@pytest.mark.parametrize("agg", ["seq-mean-token-mean", "seq-mean-token-sum", "group-token-mean"])
+@pytest.mark.parametrize(
+    "agg", ["seq-mean-token-mean", "seq-mean-token-sum", "group-token-mean"]
+)
 def test_another_aggregation_is_named(agg):
     found = loss(batch(), "dapo", value(agg=agg))
     assert not found and found.found == agg
@@ -50,13 +56,17 @@ def test_the_mean_of_micro_batches_is_named():
     o, b = as_run("dapo", {}), batch()
     parts = [float(o.loss(b.rows(torch.arange(i, B, 4)).rollouts())) for i in range(4)]
     found = loss(b, "dapo", sum(parts) / 4)
-    assert not found and found.found == "mean over micro-batches of their own token-mean"
+    assert (
+        not found and found.found == "mean over micro-batches of their own token-mean"
+    )
 
 
 def test_a_multiple_is_named():
     found = loss(batch(), "dapo", 4 * value())
     assert (
-        not found and found.failures[0].cause == "multiple" and found.failures[0].numbers["factor"] == pytest.approx(4)
+        not found
+        and found.failures[0].cause == "multiple"
+        and found.failures[0].numbers["factor"] == pytest.approx(4)
     )
 
 
@@ -98,7 +108,10 @@ def test_hyperparameters_and_corrections_enter():
 def test_the_number_is_asked_for():
     with pytest.raises(InputError, match="--loss"):
         loss(batch(), "dapo")
-    assert loss(make_batch(COLUMNS, file="f", logged={"loss": value()}), "dapo").found == "token-mean"
+    assert (
+        loss(make_batch(COLUMNS, file="f", logged={"loss": value()}), "dapo").found
+        == "token-mean"
+    )
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -110,5 +123,8 @@ def test_a_loss_that_is_no_number_is_refused(number):
 def test_what_no_token_exercises_is_told():
     """At r = 1 no bound acts; beyond it those of which a token is."""
     first = make_batch(COLUMNS | {"now": COLUMNS["old"]}, file="f")
-    assert set(loss(first, "dapo", 0.5, eps_low=0.2, eps_high=0.28).unused) >= {"eps_low", "eps_high"}
+    assert set(loss(first, "dapo", 0.5, eps_low=0.2, eps_high=0.28).unused) >= {
+        "eps_low",
+        "eps_high",
+    }
     assert not loss(batch(), "dapo", 0.5, eps_low=0.2, eps_high=0.28).unused

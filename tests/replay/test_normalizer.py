@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The normalizer of a step from dL/dlp of its tokens: right ones pass, wrong ones are named, others are notes."""
+"""The normalizer of a step from dL/dlp of its tokens: right ones pass, wrong ones are
+named, others are notes.
+"""
 
 import pytest
 import torch
@@ -37,20 +39,26 @@ def causes(found):
     return [f.cause for f in found.findings]
 
 
-@pytest.mark.parametrize("name", ["dapo", "grpo", "gspo", "cispo", "dr_grpo", "up_dapo", "sapo", "reinforce"])
+@pytest.mark.parametrize(
+    "name", ["dapo", "grpo", "gspo", "cispo", "dr_grpo", "up_dapo", "sapo", "reinforce"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_gradient_of_the_objective_is_its_own(name, dtype):
     found = asked(gradient(name).to(dtype), name)
     assert found and not found.findings and found.factor == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.parametrize("agg", ["seq-mean-token-mean", "seq-mean-token-sum", "group-token-mean"])
+@pytest.mark.parametrize(
+    "agg", ["seq-mean-token-mean", "seq-mean-token-sum", "group-token-mean"]
+)
 def test_another_sum_is_named(agg):
     found = asked(gradient(agg=agg))
     assert not found and found.found == agg
 
 
-@pytest.mark.parametrize(("column", "words"), [("micro", "micro-batches"), ("rank", "ranks")])
+@pytest.mark.parametrize(
+    ("column", "words"), [("micro", "micro-batches"), ("rank", "ranks")]
+)
 @pytest.mark.parametrize("how", ["mean", "sum"])
 def test_the_mean_of_micro_batches_and_of_ranks_is_named(column, words, how):
     parts = len(COLUMNS[column].unique())
@@ -61,7 +69,11 @@ def test_the_mean_of_micro_batches_and_of_ranks_is_named(column, words, how):
 @pytest.mark.parametrize("factor", [2.0, 4.0, 0.5, 0.25])
 def test_a_count_too_often_is_named(factor):
     found = asked(factor * gradient())
-    assert causes(found) == ["gradient_multiple"] and not found and found.factor == pytest.approx(factor)
+    assert (
+        causes(found) == ["gradient_multiple"]
+        and not found
+        and found.factor == pytest.approx(factor)
+    )
 
 
 def test_an_unknown_divisor_is_a_note_with_its_number():
@@ -75,7 +87,10 @@ def test_the_whole_generation_batch_is_named():
     tokens = int(MASK.sum())
     logged = {"tokens": tokens, "generation_tokens": 3.0 * tokens}
     found = asked(gradient() / 3, logged=logged)
-    assert not found and f"{3 * tokens} tokens of the whole generation batch" in found.found
+    assert (
+        not found
+        and f"{3 * tokens} tokens of the whole generation batch" in found.found
+    )
 
 
 def test_the_counts_of_the_framework_are_right_too():
@@ -83,12 +98,17 @@ def test_the_counts_of_the_framework_are_right_too():
     stated = {"tokens": tokens + 1.5}
     found = asked(gradient() * tokens / (tokens + 1.5), logged=stated)
     assert found and not found.findings and "framework's count" in found.found
-    assert not asked(gradient(), logged=stated).findings  # and so are those of the tokens that are there
+    # and so are those of the tokens that are there
+    assert not asked(gradient(), logged=stated).findings
 
 
 def test_the_other_sign_is_no_divisor():
     found = asked(-2 * gradient())
-    assert found and causes(found) == ["gradient_sign"] and "divisor" not in str(found.findings[0])
+    assert (
+        found
+        and causes(found) == ["gradient_sign"]
+        and "divisor" not in str(found.findings[0])
+    )
 
 
 def test_a_column_of_zeros_is_no_multiple():
@@ -98,37 +118,54 @@ def test_a_column_of_zeros_is_no_multiple():
 
 def test_a_factor_of_each_rank_is_one_of_ranks():
     """It is one number in each micro-batch too; the rank says more."""
-    numbered = {"micro": COLUMNS["micro"] + 4 * COLUMNS["rank"]}  # as `merge` numbers those of several files
+    # as `merge` numbers those of several files
+    numbered = {"micro": COLUMNS["micro"] + 4 * COLUMNS["rank"]}
     scale = torch.where(COLUMNS["rank"] == 1, 0.7, 1.0)[:, None]
-    found = normalizer(make_batch(COLUMNS | numbered | {"grad": gradient() * scale}, file="f"), "dapo")
-    assert causes(found) == ["gradient_parts"] and "in each rank" in str(found.findings[0])
+    found = normalizer(
+        make_batch(COLUMNS | numbered | {"grad": gradient() * scale}, file="f"), "dapo"
+    )
+    assert causes(found) == ["gradient_parts"] and "in each rank" in str(
+        found.findings[0]
+    )
 
 
 def test_a_correction_of_zero_leaves_no_gradient():
     zeros = torch.zeros(B, T)
-    found = normalizer(make_batch(COLUMNS | {"correction": zeros, "grad": zeros}, file="f"), "dapo")
+    found = normalizer(
+        make_batch(COLUMNS | {"correction": zeros, "grad": zeros}, file="f"), "dapo"
+    )
     assert causes(found) == ["no_gradient"] and "correction" in str(found.findings[0])
 
 
 def test_a_micro_batch_with_another_factor_is_a_note():
     scale = torch.where(COLUMNS["micro"] == 2, 0.7, 1.0)[:, None]
     found = asked(gradient() * scale)
-    assert found and causes(found) == ["gradient_parts"] and "micro-batch" in str(found.findings[0])
+    assert (
+        found
+        and causes(found) == ["gradient_parts"]
+        and "micro-batch" in str(found.findings[0])
+    )
 
 
 def test_responses_with_their_own_factors_are_a_note():
-    found = asked(gradient() * torch.linspace(0.5, 1.5, B, dtype=torch.float64)[:, None])
+    found = asked(
+        gradient() * torch.linspace(0.5, 1.5, B, dtype=torch.float64)[:, None]
+    )
     assert found and causes(found) == ["gradient_rows"]
 
 
 def test_another_objective_is_a_note():
     found = asked(gradient("cispo"))
     assert found and causes(found) == ["gradient_other"] and not found.found
-    assert causes(asked(gradient("dapo", eps_high=0.05), eps_high=0.28)) == ["gradient_other"]
+    assert causes(asked(gradient("dapo", eps_high=0.05), eps_high=0.28)) == [
+        "gradient_other"
+    ]
 
 
 def test_without_a_gradient_nothing_is_told():
-    b = make_batch(COLUMNS | {"grad": torch.zeros(B, T), "adv": torch.zeros(B)}, file="f")
+    b = make_batch(
+        COLUMNS | {"grad": torch.zeros(B, T), "adv": torch.zeros(B)}, file="f"
+    )
     assert causes(normalizer(b, "dapo")) == ["no_gradient"]
     with pytest.raises(InputError, match="grad"):
         normalizer(batch(), "dapo")
@@ -136,7 +173,12 @@ def test_without_a_gradient_nothing_is_told():
 
 def test_a_kl_term_and_a_correction_enter():
     ref = COLUMNS["old"] - 0.3
-    factors = torch.rand(B, T, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
+    factors = (
+        torch.rand(
+            B, T, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
+        + 0.5
+    )
     more = {"ref": ref, "correction": factors}
     b = make_batch(COLUMNS | more, file="f")
     o = as_run("dapo", {"beta": 0.1})
@@ -164,12 +206,16 @@ def test_a_rank_that_is_missing_is_asked_for():
 
 
 def test_a_number_that_the_gradient_does_not_bear_out_is_no_failure():
-    """Tokens left out at r = 1 can give the loss of another divisor by chance; dL/dlp shows that it is not."""
+    """Tokens left out at r = 1 can give the loss of another divisor by chance; dL/dlp
+    shows that it is not.
+    """
     half = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.5
     columns = COLUMNS | {"now": COLUMNS["old"], "grad": gradient() * half}
     step = terms_of(make_batch(columns, file="f"), as_run("dapo", {}), {})
     b = make_batch(columns, file="f", logged={"loss": 0.5 * step.loss()})
     found = loss(b, "dapo")
     assert found and causes(found) == ["divided", "gradient_other"]
-    without = make_batch({k: v for k, v in columns.items() if k != "grad"}, file="f", logged=b.logged)
+    without = make_batch(
+        {k: v for k, v in columns.items() if k != "grad"}, file="f", logged=b.logged
+    )
     assert [f.cause for f in loss(without, "dapo").failures] == ["multiple"]

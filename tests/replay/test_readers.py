@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that the frameworks' own writers wrote are read to the bit; the same numbers written by this test too.
+"""Files that the frameworks' own writers wrote are read to the bit; the same numbers
+written by this test too.
 
 files/written_by.json has the commit of each writer and the digest of each file.
 """
@@ -18,27 +19,45 @@ from upref_frameworks.skyrl.convert import converted
 
 FILES = Path(__file__).parent / "files"
 WRITTEN = json.loads((FILES / "written_by.json").read_text(encoding="utf-8"))
-NEMO_RL, SLIME, MILES = FILES / "train_data_step12.jsonl", FILES / "slime_7.pt", FILES / "miles_7_0.pt"
+NEMO_RL, SLIME, MILES = (
+    FILES / "train_data_step12.jsonl",
+    FILES / "slime_7.pt",
+    FILES / "miles_7_0.pt",
+)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_files_are_as_they_were_written(name):
-    assert hashlib.sha256((FILES / name).read_bytes()).hexdigest() == WRITTEN[name]["sha256"]
+    assert (
+        hashlib.sha256((FILES / name).read_bytes()).hexdigest()
+        == WRITTEN[name]["sha256"]
+    )
 
 
 def test_nemo_rl_is_read_to_the_bit():
     batch = read(NEMO_RL)
-    lines = [json.loads(line) for line in NEMO_RL.read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line) for line in NEMO_RL.read_text(encoding="utf-8").splitlines()
+    ]
     assert (batch.step, len(batch.mask), len(batch.group.unique())) == (12, 16, 4)
-    columns = {"ids": "token_ids", "adv": "advantages", "sampler": "generation_logprobs", "old": "prev_logprobs"}
+    columns = {
+        "ids": "token_ids",
+        "adv": "advantages",
+        "sampler": "generation_logprobs",
+        "old": "prev_logprobs",
+    }
     for name, key in columns.items():
         written = torch.tensor([line[key][0] for line in lines], dtype=torch.float64)
-        assert torch.equal(getattr(batch, name)[batch.mask].double(), written[batch.mask])
+        assert torch.equal(
+            getattr(batch, name)[batch.mask].double(), written[batch.mask]
+        )
     assert batch.reward.tolist() == [line["rewards"][0] for line in lines]
 
 
 def test_the_default_advantages_of_nemo_rl_are_named():
-    assert advantages(read(NEMO_RL)).estimator.startswith("leave_one_out over the standard deviation")
+    assert advantages(read(NEMO_RL)).estimator.startswith(
+        "leave_one_out over the standard deviation"
+    )
 
 
 def test_slime_is_read_to_the_bit():
@@ -46,16 +65,25 @@ def test_slime_is_read_to_the_bit():
     held = torch.load(SLIME, weights_only=True)
     for i, sample in enumerate(held["samples"]):
         inside = batch.mask[i]
-        for name, key in {"old": "log_probs", "sampler": "rollout_log_probs", "adv": "advantages"}.items():
+        for name, key in {
+            "old": "log_probs",
+            "sampler": "rollout_log_probs",
+            "adv": "advantages",
+        }.items():
             assert torch.equal(getattr(batch, name)[i][inside], sample[key].double())
-        assert batch.ids[i][inside].tolist() == sample["tokens"][-sample["response_lengths"] :].tolist()
+        assert (
+            batch.ids[i][inside].tolist()
+            == sample["tokens"][-sample["response_lengths"] :].tolist()
+        )
         assert batch.reward[i] == held["raw_reward"][sample["rollout_position"]]
     assert batch.rank.tolist() == [0, 1] * 8
     assert len(batch.micro.unique()) == 4 and len(batch.group.unique()) == 4
 
 
 def test_advantages_over_the_wrong_rows_fail_in_slimes_file():
-    """It was written with the mistake of THUDM/slime#2230: eight rows where a prompt has four."""
+    """It was written with the mistake of THUDM/slime#2230: eight rows where a prompt
+    has four.
+    """
     found = advantages(read(SLIME))
     assert not found and "8 consecutive rows" in str(found.failures[0])
 
@@ -67,9 +95,11 @@ def test_miles_is_read_and_says_what_it_lacks():
         advantages(batch)
 
 
-# ---- written here in the same format ---------------------------------------------------------------------------------
+# ---- written here in the same format -------------------------------------------------
 def lines_of_nemo_rl(**changes):
-    """Two responses to one prompt as `log_batched_dict_as_jsonl` writes them: every value has a batch axis of one."""
+    """Two responses to one prompt as `log_batched_dict_as_jsonl` writes them: every
+    value has a batch axis of one.
+    """
     row = {
         "content": [""], "rewards": [1.0], "input_lengths": [5], "token_ids": [[7, 8, 3, 4, 0]],
         "token_loss_mask": [[0, 0, 1, 1, 0]], "sample_loss_mask": [1.0], "advantages": [[0.5] * 5],
@@ -86,7 +116,13 @@ def batch_of(tmp_path, lines):
 
 def test_a_dropped_response_does_not_train(tmp_path):
     first, second = lines_of_nemo_rl()
-    batch = batch_of(tmp_path, [first, second.replace('"sample_loss_mask": [1.0]', '"sample_loss_mask": [0.0]')])
+    batch = batch_of(
+        tmp_path,
+        [
+            first,
+            second.replace('"sample_loss_mask": [1.0]', '"sample_loss_mask": [0.0]'),
+        ],
+    )
     assert batch.mask.sum(1).tolist() == [2, 0]
 
 
@@ -97,7 +133,9 @@ def test_zeros_in_place_of_the_trainers_column_are_no_column(tmp_path):
 
 
 def test_the_rewards_that_train_are_the_filtered_ones(tmp_path):
-    assert batch_of(tmp_path, lines_of_nemo_rl(filtered_rewards=[0.25])).reward.tolist() == [0.25, 0.25]
+    assert batch_of(
+        tmp_path, lines_of_nemo_rl(filtered_rewards=[0.25])
+    ).reward.tolist() == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -138,16 +176,25 @@ def test_parts_of_responses_are_refused(tmp_path):
 
 
 def test_prime_rl_is_read_to_the_bit():
-    """Its samples are packed and padded; msgspec reads what it wrote, without this reader."""
+    """Its samples are packed and padded; msgspec reads what it wrote, without this
+    reader.
+    """
     msgspec = pytest.importorskip("msgspec", reason="prime-rl's files are read with it")
     batch = read(sorted((FILES / "step_7").iterdir()))
     assert (batch.step, len(batch.mask), batch.tokens) == (7, 16, 132)
     assert batch.rank.unique().tolist() == [0, 1] and len(batch.group.unique()) == 2
-    written = {0: [], 1: [], 2: [], 3: []}  # the first fields: ids, mask, advantages, log-probabilities
+    # the first fields: ids, mask, advantages, log-probabilities
+    written = {0: [], 1: [], 2: [], 3: []}
     for rank in range(2):
-        for micro in msgspec.msgpack.decode((FILES / f"step_7/rank_{rank}.bin").read_bytes()):
+        for micro in msgspec.msgpack.decode(
+            (FILES / f"step_7/rank_{rank}.bin").read_bytes()
+        ):
             for field, values in written.items():
-                values += [value for value, trains in zip(micro[field], micro[1], strict=True) if trains]
+                values += [
+                    value
+                    for value, trains in zip(micro[field], micro[1], strict=True)
+                    if trains
+                ]
     for field, name in ((0, "ids"), (2, "adv"), (3, "sampler")):
         assert getattr(batch, name)[batch.mask].tolist() == written[field], name
 
@@ -164,7 +211,13 @@ def test_prompts_have_one_number_in_the_files_of_all_ranks():
 
 
 @pytest.mark.parametrize(
-    "change", [lambda m: m[3].pop(), lambda m: m[8].append(1), lambda m: m.clear(), lambda m: m.append(0)]
+    "change",
+    [
+        lambda m: m[3].pop(),
+        lambda m: m[8].append(1),
+        lambda m: m.clear(),
+        lambda m: m.append(0),
+    ],
 )
 def test_an_altered_file_of_prime_rl_is_refused(tmp_path, change):
     msgspec = pytest.importorskip("msgspec", reason="prime-rl's files are read with it")
@@ -178,12 +231,18 @@ def test_an_altered_file_of_prime_rl_is_refused(tmp_path, change):
 
 
 def test_skyrl_is_converted_to_the_bit():
-    """Its columns end where the sequences end; the expected ones are those that went into its batch."""
+    """Its columns end where the sequences end; the expected ones are those that went
+    into its batch.
+    """
     batch = read(FILES / "global_step_7_training_input.npz")
     expected = np.load(FILES / "skyrl_expected.npz")
-    assert batch.step == 7 and torch.equal(batch.mask, torch.from_numpy(expected["mask"]) != 0)
+    assert batch.step == 7 and torch.equal(
+        batch.mask, torch.from_numpy(expected["mask"]) != 0
+    )
     for name in ("adv", "old", "sampler"):
-        assert torch.equal(getattr(batch, name).float(), torch.from_numpy(expected[name])), name
+        assert torch.equal(
+            getattr(batch, name).float(), torch.from_numpy(expected[name])
+        ), name
     assert [len(batch.group[batch.group == g]) for g in batch.group.unique()] == [8, 8]
 
 
@@ -191,7 +250,9 @@ def test_a_pickle_of_skyrl_is_not_opened(tmp_path):
     """The pickle would write a file."""
     file = tmp_path / "global_step_3_training_input.pkl"
     trace = tmp_path / "opened"
-    file.write_bytes(f"cpathlib\nPath.touch\n(cpathlib\nPath\n(S'{trace}'\ntRtR.".encode())
+    file.write_bytes(
+        f"cpathlib\nPath.touch\n(cpathlib\nPath\n(S'{trace}'\ntRtR.".encode()
+    )
     with pytest.raises(InputError, match=r"skyrl\.convert"):
         read(file)
     assert not trace.exists()
@@ -203,6 +264,13 @@ def test_a_training_input_without_its_mask_is_refused():
 
 
 def test_appended_rows_of_skyrl_are_left_out():
-    held = {"sequences": torch.ones(3, 4, dtype=torch.long), "loss_mask": torch.ones(3, 2)}
-    batch = converted(held, {"pad_size": 1, "policy_prompt_boundaries": [(0, 1), (1, 2)]}, "global_step_9_x.pkl")
+    held = {
+        "sequences": torch.ones(3, 4, dtype=torch.long),
+        "loss_mask": torch.ones(3, 2),
+    }
+    batch = converted(
+        held,
+        {"pad_size": 1, "policy_prompt_boundaries": [(0, 1), (1, 2)]},
+        "global_step_9_x.pkl",
+    )
     assert (len(batch.mask), batch.step, batch.group.tolist()) == (2, 9, [0, 1])

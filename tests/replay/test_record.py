@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's unmodified trainer, recorded: the files hold the step, the trainer trains as before, and nothing stops it."""
+"""TRL's unmodified trainer, recorded: the files hold the step, the trainer trains as
+before, and nothing stops it.
+"""
 
 import inspect
 import logging
@@ -17,7 +19,9 @@ from upref.replay.record import Schedule
 from upref.step.case import perturb, with_weights
 from upref.step.families import tiny
 
-trl = pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")
+trl = pytest.importorskip(
+    "trl", reason="`repro/venv.sh trl` installs what TRL's losses need"
+)
 from trl.trainer import grpo_trainer  # noqa: E402
 
 from upref_frameworks.trl import step  # noqa: E402
@@ -36,7 +40,9 @@ def train(folder, steps=4, every=1, fields=None, base=trl.GRPOTrainer, **more):
                 self.recording = record(self, folder, every=every)
 
     logs = {"logging_strategy": "steps", "logging_steps": 1}
-    return step.trained(perturb(tiny("qwen3")), logs | (fields or {}), ROWS, steps, Recorded, **more)
+    return step.trained(
+        perturb(tiny("qwen3")), logs | (fields or {}), ROWS, steps, Recorded, **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +73,14 @@ def test_tokens_rewards_and_prompts_are_those_of_the_rows(run):
     for b in read_steps([run[0]]):
         for i in range(len(b.ids)):
             row = row_of(b, i)
-            assert b.mask[i].tolist()[: len(row.trains)] == [bool(t) for t in row.trains]
+            assert b.mask[i].tolist()[: len(row.trains)] == [
+                bool(t) for t in row.trains
+            ]
             assert not b.mask[i][len(row.trains) :].any()
-            assert b.reward[i] == pytest.approx(row.adv, rel=1e-6) and b.group[i] == row.group
+            assert (
+                b.reward[i] == pytest.approx(row.adv, rel=1e-6)
+                and b.group[i] == row.group
+            )
 
 
 def test_the_logged_loss_and_the_gradient_are_the_objectives(run):
@@ -82,18 +93,35 @@ def test_the_logged_loss_and_the_gradient_are_the_objectives(run):
 
 
 def test_the_recorded_gradient_gives_the_gradient_at_the_optimizer(run):
-    """Σ_t dL/dlp_t dlp_t/dθ, by a float64 copy of the model, is what the optimizer was handed."""
+    """Σ_t dL/dlp_t dlp_t/dθ, by a float64 copy of the model, is what the optimizer was
+    handed.
+    """
     folder, seen, _ = run
     for b, at in zip(read_steps([folder]), seen.steps, strict=True):
         model = with_weights(seen.model, at)
         model.net.zero_grad()
         for i in range(len(b.ids)):
             row = row_of(b, i)
-            logits = model.net(torch.tensor([row.ids])).logits[0, len(row.prompt) - 1 : -1] / 0.7
-            lp = logits.log_softmax(-1).gather(1, torch.tensor(row.response)[:, None])[:, 0]
+            logits = (
+                model.net(torch.tensor([row.ids])).logits[0, len(row.prompt) - 1 : -1]
+                / 0.7
+            )
+            lp = logits.log_softmax(-1).gather(1, torch.tensor(row.response)[:, None])[
+                :, 0
+            ]
             (lp * b.grad[i][: len(lp)]).sum().backward()
-        found = {name: p.grad for name, p in model.net.named_parameters() if p.grad is not None}
-        off = sum(float((found[name] - g).square().sum()) for name, g in at.gradients.items()) ** 0.5
+        found = {
+            name: p.grad
+            for name, p in model.net.named_parameters()
+            if p.grad is not None
+        }
+        off = (
+            sum(
+                float((found[name] - g).square().sum())
+                for name, g in at.gradients.items()
+            )
+            ** 0.5
+        )
         size = sum(float(g.square().sum()) for g in at.gradients.values()) ** 0.5
         assert off < 1e-5 * size
 
@@ -101,28 +129,47 @@ def test_the_recorded_gradient_gives_the_gradient_at_the_optimizer(run):
 def test_the_gradients_are_those_of_a_run_that_is_not_recorded(run):
     seen, _ = train(None)
     for one, other in zip(seen.steps, run[1].steps, strict=True):
-        assert all(torch.equal(g, other.gradients[name]) for name, g in one.gradients.items())
+        assert all(
+            torch.equal(g, other.gradients[name]) for name, g in one.gradients.items()
+        )
 
 
 def test_the_command_reads_the_folder(run, capsys):
-    main(["replay", str(run[0]), "--as", "dapo", "--hp", "eps_high=0.2", "--only", "loss"])
+    main(
+        [
+            "replay",
+            str(run[0]),
+            "--as",
+            "dapo",
+            "--hp",
+            "eps_high=0.2",
+            "--only",
+            "loss",
+        ]
+    )
     out = capsys.readouterr().out
     assert "ok    loss" in out and "so is dL/dlp" in out and "FAIL" not in out
 
 
 def test_what_trl_did_not_compute_is_asked_for_by_its_setting(run, capsys):
     assert main(["replay", str(run[0]), "--only", "sampler"]) == 2
-    assert "TRL has it with GRPOConfig.use_vllm=True" in " ".join(capsys.readouterr().out.split())
+    assert "TRL has it with GRPOConfig.use_vllm=True" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_a_correction_of_the_sampler_is_recorded_and_enters(tmp_path):
-    """As with vLLM: TRL multiplies each token's term by a ratio that it computed from the sampler's column."""
+    """As with vLLM: TRL multiplies each token's term by a ratio that it computed from
+    the sampler's column.
+    """
 
     class Corrected(trl.GRPOTrainer):
         def _compute_loss(self, model, inputs):
             mask = inputs["completion_mask"]
             generator = torch.Generator().manual_seed(int(self.state.global_step))
-            inputs["importance_sampling_ratio"] = 0.5 + torch.rand(mask.shape, generator=generator)
+            inputs["importance_sampling_ratio"] = 0.5 + torch.rand(
+                mask.shape, generator=generator
+            )
             inputs["sampling_per_token_logps"] = inputs["old_per_token_logps"] - 0.01
             self.use_vllm, used = True, self.use_vllm
             try:
@@ -132,20 +179,30 @@ def test_a_correction_of_the_sampler_is_recorded_and_enters(tmp_path):
 
     train(tmp_path, 2, base=Corrected)
     for b in read_steps([tmp_path]):
-        assert b.correction[b.mask].std() > 0.1 and torch.allclose(b.sampler[b.mask], b.old[b.mask] - 0.01, atol=1e-6)
+        assert b.correction[b.mask].std() > 0.1 and torch.allclose(
+            b.sampler[b.mask], b.old[b.mask] - 0.01, atol=1e-6
+        )
         found = loss(b, "dapo", eps_high=0.2)
-        assert found and not found.findings and found.value == pytest.approx(found.logged, abs=1e-6)
+        assert (
+            found
+            and not found.findings
+            and found.value == pytest.approx(found.logged, abs=1e-6)
+        )
         assert normalizer(b, "dapo", eps_high=0.2).factor == pytest.approx(1, abs=1e-6)
         bare = loss(replace(b, correction=None), "dapo", eps_high=0.2)
         assert "gradient_other" in [f.cause for f in bare.findings]
 
 
 def test_an_entropy_bonus_is_no_other_loss(tmp_path):
-    """The logged loss has it and dL/dlp has not: the first tells nothing, the second everything."""
+    """The logged loss has it and dL/dlp has not: the first tells nothing, the second
+    everything.
+    """
     train(tmp_path, 2, fields={"entropy_coef": 0.1})
     for b in read_steps([tmp_path]):
         found = loss(b, "dapo", eps_high=0.2)
-        assert [f.cause for f in found.findings] == ["extra_terms"] and "an entropy bonus" in str(found.findings[0])
+        assert [f.cause for f in found.findings] == [
+            "extra_terms"
+        ] and "an entropy bonus" in str(found.findings[0])
         assert found.gradient.startswith("token-mean")
 
 
@@ -156,17 +213,21 @@ def test_the_folder_says_what_it_holds(run, caplog, tmp_path):
     assert "users' texts" in caplog.text
 
 
-# ---- the old divisor of TRL ------------------------------------------------------------------------------------------
+# ---- the old divisor of TRL ----------------------------------------------------------
 LINE = "normalizer = normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation"
 
 
 def old_trainer():
-    """TRL's trainer without the line that huggingface/trl#6024 added: it divides by the whole generation batch."""
+    """TRL's trainer without the line that huggingface/trl#6024 added: it divides by the
+    whole generation batch.
+    """
     source = textwrap.dedent(inspect.getsource(trl.GRPOTrainer._compute_loss))
     assert source.count(LINE) == 1
     space = {}
     exec(source.replace(LINE, "pass"), vars(grpo_trainer), space)
-    return type("OldTrainer", (trl.GRPOTrainer,), {"_compute_loss": space["_compute_loss"]})
+    return type(
+        "OldTrainer", (trl.GRPOTrainer,), {"_compute_loss": space["_compute_loss"]}
+    )
 
 
 def test_the_divisor_of_6024_is_named(tmp_path, capsys):
@@ -174,12 +235,30 @@ def test_the_divisor_of_6024_is_named(tmp_path, capsys):
     for b in read_steps([tmp_path]):
         found = loss(b, "dapo", eps_high=0.2)
         assert [f.cause for f in found.failures] == ["other_sum", "gradient_other_sum"]
-        assert all("43 tokens of the whole generation batch" in str(f) for f in found.failures)
-    assert main(["replay", str(tmp_path), "--as", "dapo", "--hp", "eps_high=0.2", "--only", "loss"]) == 1
-    assert "43 tokens of the whole generation batch" in " ".join(capsys.readouterr().out.split())
+        assert all(
+            "43 tokens of the whole generation batch" in str(f) for f in found.failures
+        )
+    assert (
+        main(
+            [
+                "replay",
+                str(tmp_path),
+                "--as",
+                "dapo",
+                "--hp",
+                "eps_high=0.2",
+                "--only",
+                "loss",
+            ]
+        )
+        == 1
+    )
+    assert "43 tokens of the whole generation batch" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
-# ---- what goes wrong -------------------------------------------------------------------------------------------------
+# ---- what goes wrong -----------------------------------------------------------------
 def test_a_folder_that_vanishes_stops_the_recording_and_not_the_run(tmp_path, caplog):
     folder = tmp_path / "dumps"
 
@@ -190,9 +269,13 @@ def test_a_folder_that_vanishes_stops_the_recording_and_not_the_run(tmp_path, ca
             return super().training_step(*args, **kw)
 
     logging.getLogger("upref.replay.record").addHandler(caplog.handler)
-    _, trainer = train(folder, 3, base=Vanishing, fields={"gradient_accumulation_steps": 1})
+    _, trainer = train(
+        folder, 3, base=Vanishing, fields={"gradient_accumulation_steps": 1}
+    )
     assert trainer.state.global_step == 3
-    assert [p.name for p in (tmp_path / "gone").glob("*.npz")] == ["step000001-rank0000.npz"]
+    assert [p.name for p in (tmp_path / "gone").glob("*.npz")] == [
+        "step000001-rank0000.npz"
+    ]
     assert not any(name in vars(trainer) for name in ("_compute_loss", "training_step"))
 
 
@@ -205,7 +288,9 @@ def test_stop_leaves_the_trainer_as_it_was(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("every", "said"), [(0, "1 or more"), (True, "1 or more"), (2.5, "1 or more")], ids=["0", "True", "2.5"]
+    ("every", "said"),
+    [(0, "1 or more"), (True, "1 or more"), (2.5, "1 or more")],
+    ids=["0", "True", "2.5"],
 )
 def test_every_is_a_whole_number(every, said, tmp_path, run):
     with pytest.raises(InputError, match=said):
@@ -213,7 +298,10 @@ def test_every_is_a_whole_number(every, said, tmp_path, run):
 
 
 def test_what_cannot_be_recorded_is_one_sentence(tmp_path, run):
-    with pytest.raises(InputError, match="a int cannot be recorded: the trainers that can are TRL's GRPOTrainer"):
+    with pytest.raises(
+        InputError,
+        match="a int cannot be recorded: the trainers that can are TRL's GRPOTrainer",
+    ):
         record(3, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="name another folder"):

@@ -18,12 +18,22 @@ MASK[:, 0] = True
 
 def batch(adv, dtype=torch.float32, **more):
     adv = adv if adv.ndim == 2 else adv[:, None].expand(B, T)
-    fields = {"ids": torch.ones(B, T).long(), "mask": MASK, "adv": adv.to(dtype), "reward": REWARD, "group": GROUP}
-    return make_batch({k: v for k, v in (fields | more).items() if v is not None}, file="f")
+    fields = {
+        "ids": torch.ones(B, T).long(),
+        "mask": MASK,
+        "adv": adv.to(dtype),
+        "reward": REWARD,
+        "group": GROUP,
+    }
+    return make_batch(
+        {k: v for k, v in (fields | more).items() if v is not None}, file="f"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["group_norm", "group_mean", "leave_one_out", "group_mean_whiten"])
+@pytest.mark.parametrize(
+    "name", ["group_norm", "group_mean", "leave_one_out", "group_mean_whiten"]
+)
 def test_an_estimator_over_the_prompts_is_named(name, dtype):
     found = advantages(batch(estimators.get(name)(REWARD, GROUP), dtype))
     assert found and not found.notes
@@ -38,16 +48,25 @@ def test_advantages_over_mixed_prompts_fail():
 
 def test_interleaved_prompts_show_a_stride():
     """Rows of one prompt stand eight apart, and the estimator takes eight neighbours."""
-    found = advantages(batch(estimators.group_norm(REWARD, GROUP), group=torch.arange(B) % (B // G)))
+    found = advantages(
+        batch(estimators.group_norm(REWARD, GROUP), group=torch.arange(B) % (B // G))
+    )
     assert [f.cause for f in found.failures] == ["wrong_grouping"]
 
 
 def test_groups_that_were_read_off_varied_prompts_accuse_nobody():
     """An agent's first prompt differs between the responses of a group."""
     varied = GROUP * 100 + torch.arange(B) % 3
-    columns = {"ids": torch.ones(B, T).long(), "mask": MASK, "reward": REWARD, "group": varied}
+    columns = {
+        "ids": torch.ones(B, T).long(),
+        "mask": MASK,
+        "reward": REWARD,
+        "group": varied,
+    }
     columns["adv"] = estimators.group_norm(REWARD, GROUP)
-    found = advantages(make_batch(columns, file="f", meta={PROMPTS_READ: "equal prompts"}))
+    found = advantages(
+        make_batch(columns, file="f", meta={PROMPTS_READ: "equal prompts"})
+    )
     assert found and [f.cause for f in found.notes] == ["wrong_grouping"]
 
 
@@ -62,7 +81,9 @@ def test_the_whole_batch_is_a_note():
 
 
 def test_without_groups_any_grouping_is_fine():
-    found = advantages(batch(estimators.group_norm(REWARD, torch.arange(B) // 4), group=None))
+    found = advantages(
+        batch(estimators.group_norm(REWARD, torch.arange(B) // 4), group=None)
+    )
     assert found and found.grouping == "4 consecutive rows" and not found.findings
 
 
@@ -82,10 +103,15 @@ def test_unknown_advantages_are_a_note_and_no_failure():
 
 
 def test_the_standard_deviation_of_all_rewards_is_named():
-    reward = torch.randn(32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    reward = torch.randn(
+        32, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     groups = reward.view(8, 4)
     adv = ((groups - groups.mean(1, keepdim=True)) / (reward.std() + 1e-4)).flatten()
     found = advantages(make_batch({"ids": torch.ones(32, 3).long(), "mask": torch.ones(32, 3), "adv": adv.float(),
                                    "reward": reward, "group": torch.arange(32) // 4}, file="f"))  # fmt: skip
-    assert found.estimator == "group_mean over the standard deviation of all rewards (ddof=1, eps=0.0001)"
+    assert (
+        found.estimator
+        == "group_mean over the standard deviation of all rewards (ddof=1, eps=0.0001)"
+    )
     assert (found.grouping, found.findings) == ("each prompt", ())

@@ -10,11 +10,17 @@ from upref.replay.series import StepGap, series
 
 @pytest.fixture(scope="module")
 def runs():
-    return {d: run_of_steps(World("qwen3", 5, responses=32, length=20), d) for d in ("never", "late", "now")}
+    return {
+        d: run_of_steps(World("qwen3", 5, responses=32, length=20), d)
+        for d in ("never", "late", "now")
+    }
 
 
 def steps_of(run, *left_out):
-    return [make_batch({k: v for k, v in c.items() if k not in left_out}, file="f", step=s) for s, c in enumerate(run)]
+    return [
+        make_batch({k: v for k, v in c.items() if k not in left_out}, file="f", step=s)
+        for s, c in enumerate(run)
+    ]
 
 
 def causes(run, *left_out):
@@ -44,8 +50,12 @@ def test_an_engine_in_step_is_clean(runs):
 
 
 def test_a_rising_learning_rate_in_a_late_run_is_no_failure():
-    """Its gap grows as the square of the rate, at a lag of 1: no column tells it from weights that never arrive."""
-    found = series([StepGap(s, 1e-3 * s**2, None, {1: (1000, 1e-3 * s**2)}) for s in range(6)])
+    """Its gap grows as the square of the rate, at a lag of 1: no column tells it from
+    weights that never arrive.
+    """
+    found = series(
+        [StepGap(s, 1e-3 * s**2, None, {1: (1000, 1e-3 * s**2)}) for s in range(6)]
+    )
     assert found and [f.cause for f in found.notes] == ["grows_with_steps"]
 
 

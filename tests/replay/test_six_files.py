@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter that is never delivered is told from one that is one step late, by the command, from six small files."""
+"""An adapter that is never delivered is told from one that is one step late, by the
+command, from six small files.
+"""
 
 import re
 
@@ -19,14 +21,21 @@ def folders(tmp_path_factory):
         folder = out[delivery] = tmp_path_factory.mktemp(delivery)
         steps = run_of_steps(World("qwen3", 5, responses=32, length=20), delivery)
         for number, columns in enumerate(steps):
-            write(folder / f"step{number}.npz", make_batch(columns, file="made", step=number))
+            write(
+                folder / f"step{number}.npz",
+                make_batch(columns, file="made", step=number),
+            )
     return out
 
 
 @pytest.mark.parametrize(
     ("delivery", "status", "said"),
     [
-        ("never", 1, "FAIL run: at .* steps the sampler's column is that of the reference"),
+        (
+            "never",
+            1,
+            "FAIL run: at .* steps the sampler's column is that of the reference",
+        ),
         ("late", 0, "follows the lag"),
     ],
 )

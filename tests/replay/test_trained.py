@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's and verl's own losses, recorded over several steps: logged loss and dL/dlp are the reference's to 1e-6."""
+"""TRL's and verl's own losses, recorded over several steps: logged loss and dL/dlp are
+the reference's to 1e-6.
+"""
 
 import pytest
 
 from tests.replay import trained
 
 CASES = [(trainer, s) for trainer in trained.NAMES for s in trained.settings(trainer)]
-DIFFERS = {"loss_type=bnpo": "mean over micro-batches of their own token-mean"}  # as `upref step trl` has it
-BY_DAY = ("loss_type=dr_grpo", "loss_type=bnpo", "beta=0.04, loss_type=dapo", "loss_mode=sapo")
+# as `upref step trl` has it
+DIFFERS = {"loss_type=bnpo": "mean over micro-batches of their own token-mean"}
+BY_DAY = (
+    "loss_type=dr_grpo",
+    "loss_type=bnpo",
+    "beta=0.04, loss_type=dapo",
+    "loss_mode=sapo",
+)
 
 
 def case(trainer, s):
     marks = [pytest.mark.trl if trainer == "trl" else pytest.mark.verl]
     return pytest.param(
-        trainer, s, id=f"{trainer}-{s.name}", marks=marks + ([] if s.name in BY_DAY else [pytest.mark.nightly])
+        trainer,
+        s,
+        id=f"{trainer}-{s.name}",
+        marks=marks + ([] if s.name in BY_DAY else [pytest.mark.nightly]),
     )
 
 
@@ -21,7 +32,9 @@ def case(trainer, s):
 def test_a_loss_over_several_steps(trainer, s, monkeypatch):
     pytest.importorskip(trainer)
     if trainer == "verl":
-        pytest.importorskip("pydantic", reason="`repro/venv.sh smoke` installs verl's trainer")
+        pytest.importorskip(
+            "pydantic", reason="`repro/venv.sh smoke` installs verl's trainer"
+        )
     monkeypatch.setenv("CI", "1")
     line = trained.run(trainer, s)
     assert line.steps == trained.STEPS[trainer] and line.moved > 1e-3

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is watched: what is right trains on with its numbers in the log, another divisor stops it at step 1."""
+"""A run that is watched: what is right trains on with its numbers in the log, another
+divisor stops it at step 1.
+"""
 
 import logging
 from dataclasses import replace
@@ -21,29 +23,41 @@ DAPO = {"eps_high": 0.2}
 def step(scale=1.0, **columns):
     """A recorded step whose loss and gradient are dapo's, times a factor."""
     held = COLUMNS | {"grad": scale * gradient("dapo", **DAPO)} | columns
-    value = terms_of(make_batch(COLUMNS, file="f"), as_run("dapo", DAPO), DAPO).own().loss()
+    value = (
+        terms_of(make_batch(COLUMNS, file="f"), as_run("dapo", DAPO), DAPO).own().loss()
+    )
     return make_batch(held, file="f", step=50, logged={"loss": scale * value})
 
 
 def test_what_is_right_is_logged():
     metrics = Watch("dapo", DAPO, "stop", None)(step(sampler=COLUMNS["old"]))
-    assert metrics["upref/loss_off"] < 1e-6 and metrics["upref/normalizer"] == pytest.approx(1)
-    assert metrics["upref/rho_mean"] == pytest.approx(1) and metrics["upref/failures"] == 0
+    assert metrics["upref/loss_off"] < 1e-6 and metrics[
+        "upref/normalizer"
+    ] == pytest.approx(1)
+    assert (
+        metrics["upref/rho_mean"] == pytest.approx(1) and metrics["upref/failures"] == 0
+    )
     assert metrics["upref/gap_cause"] == 1 + CAUSES.index("copied")
 
 
 def test_another_divisor_stops_the_run_or_is_counted(caplog):
-    with pytest.raises(Stopped, match=r"step 50: the logged loss .* is 2 times .*dL/dlp .* 2 times"):
+    with pytest.raises(
+        Stopped, match=r"step 50: the logged loss .* is 2 times .*dL/dlp .* 2 times"
+    ):
         Watch("dapo", DAPO, "stop", None)(step(2.0))
     watch = Watch("dapo", DAPO, "warn", None)
     assert watch(step(2.0))["upref/failures"] == 1
-    assert watch(step())["upref/failures"] == 1 and watch(step(0.5))["upref/failures"] == 2
+    assert (
+        watch(step())["upref/failures"] == 1 and watch(step(0.5))["upref/failures"] == 2
+    )
     assert "It trains on" in caplog.text
 
 
 def test_what_the_sampler_does_is_a_warning_once(caplog):
     watch = Watch("dapo", DAPO, "stop", None)
-    tool = torch.where(torch.rand(COLUMNS["old"].shape) < 0.2, torch.nan, COLUMNS["old"] - 0.01)
+    tool = torch.where(
+        torch.rand(COLUMNS["old"].shape) < 0.2, torch.nan, COLUMNS["old"] - 0.01
+    )
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             watch(step(sampler=tool))
@@ -65,7 +79,7 @@ def test_what_does_not_exist_is_said_at_once():
         Watch("dapo", {"eps_higher": 1}, "stop", None)
 
 
-# ---- in the trainers -------------------------------------------------------------------------------------------------
+# ---- in the trainers -----------------------------------------------------------------
 @pytest.mark.trl
 def test_trls_own_loss_is_watched(tmp_path):
     trl = pytest.importorskip("trl")
@@ -86,18 +100,29 @@ def test_trls_own_loss_is_watched(tmp_path):
 
     history = [h for h in train(trl.GRPOTrainer).state.log_history if "loss" in h]
     assert len(history) == 3
-    assert all(h["upref/normalizer"] == pytest.approx(1, abs=1e-6) and h["upref/failures"] == 0 for h in history)
-    with pytest.raises(Stopped, match=r"step 1: .*43 tokens of the whole generation batch"):
+    assert all(
+        h["upref/normalizer"] == pytest.approx(1, abs=1e-6) and h["upref/failures"] == 0
+        for h in history
+    )
+    with pytest.raises(
+        Stopped, match=r"step 1: .*43 tokens of the whole generation batch"
+    ):
         train(old_trainer())
     warned = train(old_trainer(), on_fail="warn", folder=tmp_path)
-    assert [h["upref/failures"] for h in warned.state.log_history if "loss" in h] == [1, 2, 3]
+    assert [h["upref/failures"] for h in warned.state.log_history if "loss" in h] == [
+        1,
+        2,
+        3,
+    ]
     assert len(list(tmp_path.glob("*.npz"))) == 3
 
 
 @pytest.mark.verl
 def test_verls_own_loss_is_watched(monkeypatch, tmp_path):
     pytest.importorskip("verl")
-    pytest.importorskip("pydantic", reason="`repro/venv.sh smoke` installs verl's trainer")
+    pytest.importorskip(
+        "pydantic", reason="`repro/venv.sh smoke` installs verl's trainer"
+    )
     from tests.replay.trained import settings, verl_steps
     from upref_frameworks.verl import record
 

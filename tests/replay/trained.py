@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's and verl's own losses over several optimizer steps, recorded by the hooks and compared with the reference.
+"""TRL's and verl's own losses over several optimizer steps, recorded by the hooks and
+compared with the reference.
 
 python -m tests.replay.trained [PART OF A NAME]
 
-A line for each setting of `upref step` that changes the loss: the largest difference between the logged loss and the
-reference over its steps, how far dL/dlp is from the reference's, and what `upref replay` says of it.
+A line for each setting of `upref step` that changes the loss: the largest difference
+between the logged loss and the reference over its steps, how far dL/dlp is from the
+reference's, and what `upref replay` says of it.
 """
 
 import sys
@@ -80,7 +82,9 @@ def settings(trainer: str) -> Iterator[Setting]:
         yield found[name]
 
 
-def trl_steps(s: Setting, folder: Path, base: type | None = None, steps: int = STEPS["trl"]) -> None:
+def trl_steps(
+    s: Setting, folder: Path, base: type | None = None, steps: int = STEPS["trl"]
+) -> None:
     """Train with TRL's trainer, or one derived from it, and record each step."""
     import trl
 
@@ -91,24 +95,33 @@ def trl_steps(s: Setting, folder: Path, base: type | None = None, steps: int = S
             super().__init__(*args, **kw)
             record(self, folder, every=1)
 
-    step.trained(perturb(tiny(s.family)), dict(s.fields), step.batch(**s.rows), steps, Recorded)
+    step.trained(
+        perturb(tiny(s.family)), dict(s.fields), step.batch(**s.rows), steps, Recorded
+    )
 
 
 def verl_steps(s: Setting, folder: Path | None, steps: int = STEPS["verl"]) -> None:
-    """Train with verl's worker and record each step; without a folder, as the environment says."""
+    """Train with verl's worker and record each step; without a folder, as the
+    environment says.
+    """
     from upref_frameworks.verl import step
     from upref_frameworks.verl.record import by_environment, in_verl
 
     model = perturb(tiny(s.family))
     temperature = s.fields.get("temperature", 0.7)
-    rows = built(TorchModel(model), meant(s.objective, s.hp, temperature, **s.goal), None, []).rows
+    rows = built(
+        TorchModel(model), meant(s.objective, s.hp, temperature, **s.goal), None, []
+    ).rows
     recording = by_environment() if folder is None else in_verl(folder, 1)
     assert recording is not None
     with recording:
         step.trained(model, rows, temperature, updates=steps, **s.fields)
 
 
-TRAIN: dict[str, Callable[[Setting, Path], None]] = {"trl": trl_steps, "verl": verl_steps}
+TRAIN: dict[str, Callable[[Setting, Path], None]] = {
+    "trl": trl_steps,
+    "verl": verl_steps,
+}
 
 
 def judged(trainer: str, s: Setting, batches: list[RecordedBatch]) -> Line:
@@ -124,13 +137,28 @@ def judged(trainer: str, s: Setting, batches: list[RecordedBatch]) -> Line:
             factors = max(factors, abs(gradient.low - 1), abs(gradient.high - 1))
         moved = max(moved, float((b.now - b.trainer()).abs().max()))
         said = said or " ".join(str(f) for f in found.findings if f.cause not in SILENT)
-    return Line(trainer, s.name, len(batches), off, factors, said, moved, ", ".join(unused(o, hp, batches)))
+    return Line(
+        trainer,
+        s.name,
+        len(batches),
+        off,
+        factors,
+        said,
+        moved,
+        ", ".join(unused(o, hp, batches)),
+    )
 
 
-def unused(o: upref.Objective, hp: dict[str, Any], batches: list[RecordedBatch]) -> list[str]:
+def unused(
+    o: upref.Objective, hp: dict[str, Any], batches: list[RecordedBatch]
+) -> list[str]:
     """The numbers that can be doubled without another loss at any step."""
     first = [loss(b, o, **hp).value for b in batches]
-    return [k for k in hp if [loss(b, o, **hp | {k: 2 * hp[k]}).value for b in batches] == first]
+    return [
+        k
+        for k in hp
+        if [loss(b, o, **hp | {k: 2 * hp[k]}).value for b in batches] == first
+    ]
 
 
 def run(trainer: str, s: Setting) -> Line:

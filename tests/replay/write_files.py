@@ -3,9 +3,10 @@
 
     python -m tests.replay.write_files PRIME_RL SKYRL
 
-The arguments are checkouts at the commits of files/written_by.json. Only what writes a batch is
-imported from them: modules that these import for other work are replaced by empty ones. SkyRL's
-pickle stays outside of the repository; its converter's file and the numbers that went in are kept.
+The arguments are checkouts at the commits of files/written_by.json. Only what writes a
+batch is imported from them: modules that these import for other work are replaced by
+empty ones. SkyRL's pickle stays outside of the repository; its converter's file and the
+numbers that went in are kept.
 """
 
 import asyncio
@@ -35,16 +36,25 @@ def stand_in(name: str, **names: Any) -> None:
 def columns() -> dict[str, torch.Tensor]:
     """One step of the simulator, in float32."""
     out = FAULTS["healthy_bfloat16"](WORLD)
-    return {name: value.float() if value.is_floating_point() else value for name, value in out.items()}
+    return {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in out.items()
+    }
 
 
 def prime_rl(checkout: Path, target: Path) -> None:
-    """Write two ranks of two micro-batches each, by prime-rl's packing and its filesystem sender."""
+    """Write two ranks of two micro-batches each, by prime-rl's packing and its
+    filesystem sender.
+    """
     sys.path.insert(0, str(checkout / "src"))
     logger = SimpleNamespace(debug=print, info=print, warning=print)
     stand_in("prime_rl.utils.logger", get_logger=lambda: logger)
     stand_in("prime_rl.configs.shared", TransportConfig=object)
-    stand_in("prime_rl.transports.rollouts.zmq", ZMQMicroBatchReceiver=object, ZMQMicroBatchSender=object)
+    stand_in(
+        "prime_rl.transports.rollouts.zmq",
+        ZMQMicroBatchReceiver=object,
+        ZMQMicroBatchSender=object,
+    )
     batching = importlib.import_module("prime_rl.trainer.batch")
     rollouts = importlib.import_module("prime_rl.transports.rollouts")
     held = columns()
@@ -73,18 +83,31 @@ def prime_rl(checkout: Path, target: Path) -> None:
 
 
 def skyrl(checkout: Path, target: Path) -> None:
-    """Dump a training input by SkyRL's own classes; convert it; keep the converted file."""
+    """Dump a training input by SkyRL's own classes; convert it; keep the converted
+    file.
+    """
     sys.path.insert(0, str(checkout))
-    for name in ("skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils"):
+    for name in (
+        "skyrl",
+        "skyrl.backends",
+        "skyrl.backends.skyrl_train",
+        "skyrl.backends.skyrl_train.utils",
+    ):
         stand_in(name, __path__=[str(checkout / name.replace(".", "/"))])
-    stand_in("skyrl.backends.skyrl_train.utils.replay_utils", make_replay_padding_indices=None)
+    stand_in(
+        "skyrl.backends.skyrl_train.utils.replay_utils",
+        make_replay_padding_indices=None,
+    )
     batches = importlib.import_module("skyrl.backends.skyrl_train.training_batch")
     from upref_frameworks.skyrl import convert
 
     held = columns()
     longest = WORLD.length
     lengths = held["mask"].sum(1).tolist()
-    wide = {name: torch.zeros(WORLD.responses, longest) for name in ("adv", "old", "sampler", "mask")}
+    wide = {
+        name: torch.zeros(WORLD.responses, longest)
+        for name in ("adv", "old", "sampler", "mask")
+    }
     sequences = torch.zeros(WORLD.responses, PROMPT + longest, dtype=torch.long)
     for row, n in enumerate(lengths):  # SkyRL pads on the left
         sequences[row, longest - n :] = held["ids"][row, : PROMPT + n]
@@ -102,14 +125,21 @@ def skyrl(checkout: Path, target: Path) -> None:
         }
     )
     starts = range(0, WORLD.responses, WORLD.group)
-    batch.metadata = {"policy_prompt_boundaries": [(start, start + WORLD.group) for start in starts]}
+    batch.metadata = {
+        "policy_prompt_boundaries": [(start, start + WORLD.group) for start in starts]
+    }
     with tempfile.TemporaryDirectory() as folder:
         batch.save(str(Path(folder) / "global_step_7_training_input.pkl"))
-        convert.main([str(Path(folder) / "global_step_7_training_input.pkl"), "-o", folder])
+        convert.main(
+            [str(Path(folder) / "global_step_7_training_input.pkl"), "-o", folder]
+        )
         (target / "global_step_7_training_input.npz").write_bytes(
             (Path(folder) / "global_step_7_training_input.npz").read_bytes()
         )
-    np.savez(target / "skyrl_expected.npz", **{name: column.numpy() for name, column in wide.items()})
+    np.savez(
+        target / "skyrl_expected.npz",
+        **{name: column.numpy() for name, column in wide.items()},
+    )
 
 
 def main(prime_rl_checkout: str, skyrl_checkout: str) -> None:

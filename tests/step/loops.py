@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bare training steps, right ones, and ones with one bug each: a table to which rows can be added.
+"""Bare training steps, right ones, and ones with one bug each: a table to which rows
+can be added.
 
 A row of BUGS is `(name, cause, step)`:
 
 name   what was planted, in words; unique
-cause  words that `report.failures[0].cause` must hold; "" where the step must be rejected and no cause is promised
+cause  words that `report.failures[0].cause` must hold; "" where the step must be
+rejected and no cause is promised
 step   `(model, rows) -> None`: forward, loss and backward of a Qwen3 of two layers on eight rows (upref/step/rows.py),
-       meant to be DAPO at temperature T, with the bug in it; it leaves gradients in `.grad`
+       meant to be DAPO at temperature T, with the bug in it; it leaves gradients in
+       `.grad`
 
-test_check_step.py asks that every row is rejected with its cause. `policy_step` has switches for most of what a bug
-needs (`with_(...)` makes a step of them); a bug that needs something else is a function of its own.
+test_check_step.py asks that every row is rejected with its cause. `policy_step` has
+switches for most of what a bug needs (`with_(...)` makes a step of them); a bug that
+needs something else is a function of its own.
 """
 
 import torch
@@ -37,14 +41,20 @@ def collated(rows, left=False, pad=2):
         at = slice(width - len(r.ids), width) if left else slice(0, len(r.ids))
         tail = slice(at.stop - len(r.response), at.stop)
         ids[i, at], seen[i, at] = torch.tensor(r.ids), 1
-        trains[i, tail], adv[i, tail] = torch.tensor(r.trains).float(), torch.as_tensor(r.adv).float()
+        trains[i, tail], adv[i, tail] = (
+            torch.tensor(r.trains).float(),
+            torch.as_tensor(r.adv).float(),
+        )
         old[i, tail], ref[i, tail] = torch.tensor(r.old), torch.tensor(r.ref)
     return ids, seen, trains, old, adv, ref
 
 
 def log_probs(model, ids, seen, temperature=T, positions=True, shift=True):
     where = (seen.cumsum(1) - 1).clamp(min=0).long() if positions else None
-    z = model(input_ids=ids, attention_mask=seen, position_ids=where).logits.float() / temperature
+    z = (
+        model(input_ids=ids, attention_mask=seen, position_ids=where).logits.float()
+        / temperature
+    )
     z, labels = (z[:, :-1], ids[:, 1:]) if shift else (z[:, 1:], ids[:, 1:])
     return z.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
@@ -66,7 +76,11 @@ def policy_step(
         lp = log_probs(model, ids, seen(there, ids), temperature, **forward)
         m = mask(trains, there, ids)[:, 1:]
         J = surrogate(lp, old(lp_old[:, 1:], lp), adv[:, 1:], low, high)
-        n = {"step": total, "micro-batch": m.sum() * len(parts), "twice": total * len(parts)}[normalizer]
+        n = {
+            "step": total,
+            "micro-batch": m.sum() * len(parts),
+            "twice": total * len(parts),
+        }[normalizer]
         (-(J * m).sum() / n).backward()
         after(model)
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of several ranks for `upref step`: one row of packed responses under FSDP2, and what may be wrong with it."""
+"""Steps of several ranks for `upref step`: one row of packed responses under FSDP2, and
+what may be wrong with it.
+"""
 
 import torch
 from torch import distributed as dist, nn
@@ -15,7 +17,11 @@ class Model(nn.Module):
 
     def __init__(self, V=64, H=16):
         super().__init__()
-        self.embed, self.qkv, self.head = nn.Embedding(V, H), nn.Linear(H, 3 * H), nn.Linear(H, V)
+        self.embed, self.qkv, self.head = (
+            nn.Embedding(V, H),
+            nn.Linear(H, 3 * H),
+            nn.Linear(H, V),
+        )
 
     def forward(self, ids, of=None):
         of = torch.zeros_like(ids) if of is None else of
@@ -29,11 +35,17 @@ def loss_sum(model, rows):
     """DAPO's loss summed over the tokens of one pack, and how many tokens train."""
 
     def flat(of):
-        return torch.tensor([x for r in rows for x in [0.0] * len(r.prompt) + [float(v) for v in of(r)]])[1:]
+        return torch.tensor(
+            [x for r in rows for x in [0.0] * len(r.prompt) + [float(v) for v in of(r)]]
+        )[1:]
 
     ids = torch.tensor([[t for r in rows for t in r.ids]])
     of = torch.tensor([[i for i, r in enumerate(rows) for _ in r.ids]])
-    old, A, mask = flat(lambda r: r.old), flat(lambda r: [r.adv] * len(r.response)), flat(lambda r: r.trains)
+    old, A, mask = (
+        flat(lambda r: r.old),
+        flat(lambda r: [r.adv] * len(r.response)),
+        flat(lambda r: r.trains),
+    )
     logp = (model(ids, of)[0, :-1] / T).log_softmax(-1)
     r = (logp.gather(-1, ids[0, 1:, None])[:, 0] - old).exp()
     J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
@@ -71,6 +83,8 @@ def one_fails(model, rows):
 
 def flat_shards(model, rows):
     """FSDP1 keeps parameters and gradients in flat buffers of its own."""
-    net = torch.distributed.fsdp.FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    net = torch.distributed.fsdp.FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=True
+    )
     loss, n = loss_sum(net, rows)
     (loss / n).backward()

@@ -8,14 +8,32 @@ import torch.nn.functional as F
 from step_cases import entropy, in_parts, k3, of, sequences
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import Own, T, collate, gemma, hf, log_probs, pack, parts, picked, qwen, right, surrogate, term, tokens
+from training import (
+    Own,
+    T,
+    collate,
+    gemma,
+    hf,
+    log_probs,
+    pack,
+    parts,
+    picked,
+    qwen,
+    right,
+    surrogate,
+    term,
+    tokens,
+)
 
 
 class Lora(nn.Module):
     def __init__(self, base, rank=4):
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.a, self.b = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+        self.a, self.b = (
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
 
     def forward(self, x):
         return self.base(x) + 2.0 * self.b(self.a(x))
@@ -37,7 +55,9 @@ def packed(model, rows):
 @right("the softcap in the head by hand", gemma)
 def softcapped(model, rows):
     b = collate(rows, "left")
-    z = model.lm_head(model.model(input_ids=b.ids, attention_mask=b.attn, position_ids=b.pos)[0])
+    z = model.lm_head(
+        model.model(input_ids=b.ids, attention_mask=b.attn, position_ids=b.pos)[0]
+    )
     term(log_probs(torch.tanh(z / 5.0) * 5.0, b.ids), b).backward()
 
 
@@ -49,7 +69,9 @@ def chunked(model, rows):
 
     def one(h, y, old, A, m):
         z = model.head(h) / T
-        return -(surrogate(z.gather(1, y[:, None])[:, 0] - z.logsumexp(1), old, A) * m).sum() / tokens(rows)
+        return -(
+            surrogate(z.gather(1, y[:, None])[:, 0] - z.logsumexp(1), old, A) * m
+        ).sum() / tokens(rows)
 
     each = zip(*(x.split(16) for x in flat), strict=True)
     sum(checkpoint(one, *x, use_reentrant=False) for x in each).backward()
@@ -104,21 +126,32 @@ def main_grad(model, rows):
 
 @right("parameters of a functional call", Own)
 def functional(model, rows):
-    params = {k: p.detach().clone().requires_grad_() for k, p in model.named_parameters()}
+    params = {
+        k: p.detach().clone().requires_grad_() for k, p in model.named_parameters()
+    }
     b = collate(rows)
-    term(log_probs(torch.func.functional_call(model, params, (b.ids,)), b.ids), b).backward()
+    term(
+        log_probs(torch.func.functional_call(model, params, (b.ids,)), b.ids), b
+    ).backward()
     return {k: p.grad for k, p in params.items()}
 
 
 @right("a gradient for each row, by torch.func.vmap", Own)
 def vmapped(model, rows):
-    b, params = collate(rows), {k: p.detach().clone() for k, p in model.named_parameters()}
+    b, params = (
+        collate(rows),
+        {k: p.detach().clone() for k, p in model.named_parameters()},
+    )
 
     def loss(params, ids, old, A, m):
-        lp = log_probs(torch.func.functional_call(model, params, (ids[None],)), ids[None])
+        lp = log_probs(
+            torch.func.functional_call(model, params, (ids[None],)), ids[None]
+        )
         return -(surrogate(lp, old[1:], A[1:]) * m[1:]).sum() / tokens(rows)
 
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0, 0, 0))(params, b.ids, b.old, b.adv, b.mask)
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0, 0, 0))(
+        params, b.ids, b.old, b.adv, b.mask
+    )
     return {k: g.sum(0) for k, g in each.items()}
 
 
@@ -145,7 +178,10 @@ def threads(model, rows):
 
 @right("a loss scale that GradScaler takes out", Own)
 def scaled(model, rows):
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), 0.1),
+        torch.amp.GradScaler("cpu", init_scale=1024.0),
+    )
     b = collate(rows)
     scaler.scale(term(log_probs(model(b.ids), b.ids), b)).backward()
     scaler.step(optimizer)

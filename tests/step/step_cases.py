@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training steps with one bug each, in the styles in which loops are written.
 
-They were written from the documentation of `check_step` and from bug reports, before the checker ran on them. One
-file: a catalogue is read as one.
+They were written from the documentation of `check_step` and from bug reports, before
+the checker ran on them. One file: a catalogue is read as one.
 """
 
 import functools
@@ -45,13 +45,21 @@ def temperature_twice(model, rows):
     term(log_probs(hf(model, b, position_ids=b.pos) / T, b.ids), b).backward()
 
 
-@bug("the temperature divides the log-probabilities", "divided by the temperature, not logits", qwen)
+@bug(
+    "the temperature divides the log-probabilities",
+    "divided by the temperature, not logits",
+    qwen,
+)
 def temperature_on_logps(model, rows):
     b = collate(rows)
     term(log_probs(hf(model, b), b.ids, 1.0) / T, b).backward()
 
 
-@bug("labels are shifted by two: by the collator, and by the loss", "labels stand one token too late", Own)
+@bug(
+    "labels are shifted by two: by the collator, and by the loss",
+    "labels stand one token too late",
+    Own,
+)
 def shifted_twice(model, rows):
     b = collate(rows)
     term(log_probs(model(b.ids), F.pad(b.ids, (0, 1))[:, 1:]), b).backward()
@@ -68,24 +76,47 @@ def mask_not_shifted(model, rows):
 @bug("positions start in the left padding", "positions count what precedes", gpt2)
 def no_position_ids(model, rows):
     b = collate(rows, "left")
-    term(log_probs(hf(model, b, position_ids=torch.arange(b.ids.shape[1]).expand_as(b.ids)), b.ids), b).backward()
+    term(
+        log_probs(
+            hf(model, b, position_ids=torch.arange(b.ids.shape[1]).expand_as(b.ids)),
+            b.ids,
+        ),
+        b,
+    ).backward()
 
 
-@bug("positions start again with the response", "positions start again with the response", gpt2)
+@bug(
+    "positions start again with the response",
+    "positions start again with the response",
+    gpt2,
+)
 def positions_from_response(model, rows):
     b = collate(rows)
     b.pos = torch.where(b.resp.cumsum(1) > 0, b.resp.cumsum(1) - 1, b.pos)
     term(log_probs(hf(model, b, position_ids=b.pos.long()), b.ids), b).backward()
 
 
-@bug("the mask of the loss stands for the attention mask", "masked tokens are not attended to", qwen)
+@bug(
+    "the mask of the loss stands for the attention mask",
+    "masked tokens are not attended to",
+    qwen,
+)
 def loss_mask_attends(model, rows):
     b = collate(rows)
     seen = b.attn - b.resp + b.mask
-    term(log_probs(hf(model, Batch(ids=b.ids, attn=seen), position_ids=b.pos.long()), b.ids), b).backward()
+    term(
+        log_probs(
+            hf(model, Batch(ids=b.ids, attn=seen), position_ids=b.pos.long()), b.ids
+        ),
+        b,
+    ).backward()
 
 
-@bug("a second BOS is put before each prompt", "1 more token is put before each prompt", qwen)
+@bug(
+    "a second BOS is put before each prompt",
+    "1 more token is put before each prompt",
+    qwen,
+)
 def second_bos(model, rows):
     b = collate([replace(r, prompt=[1, *r.prompt]) for r in rows])
     term(log_probs(hf(model, b), b.ids), b).backward()
@@ -97,7 +128,11 @@ def positions_from_one(model, rows):
     term(log_probs(hf(model, b, position_ids=b.attn.cumsum(1)), b.ids), b).backward()
 
 
-@bug("packed rows attend to the rows before them", "the rows of a pack attend to each other", Own)
+@bug(
+    "packed rows attend to the rows before them",
+    "the rows of a pack attend to each other",
+    Own,
+)
 def packing_leak(model, rows):
     b = pack(rows)
     term(log_probs(model(b.ids, positions=b.pos), b.ids), b).backward()
@@ -109,7 +144,11 @@ def packing_positions(model, rows):
     term(log_probs(model(b.ids, allowed=b.same), b.ids), b).backward()
 
 
-@bug("packed rows attend to their own later tokens", "tokens attend to later tokens of their row", Own)
+@bug(
+    "packed rows attend to their own later tokens",
+    "tokens attend to later tokens of their row",
+    Own,
+)
 def packing_not_causal(model, rows):
     b = pack(rows)
     h = model.hidden(b.ids, b.same, b.pos, causal=False)
@@ -123,15 +162,23 @@ def packing_not_causal(model, rows):
 )
 def packing_bins(model, rows):
     b, doc = pack(rows), torch.cat([pack(rows[:3]).doc, pack(rows[3:]).doc], 1)
-    term(log_probs(model(b.ids, doc[:, :, None] == doc[:, None, :], b.pos), b.ids), b).backward()
+    term(
+        log_probs(model(b.ids, doc[:, :, None] == doc[:, None, :], b.pos), b.ids), b
+    ).backward()
 
 
-@bug("the attention mask is added as 0 and 1", "attention mask is added to the scores as 0 and 1", Own)
+@bug(
+    "the attention mask is added as 0 and 1",
+    "attention mask is added to the scores as 0 and 1",
+    Own,
+)
 def additive_mask(model, rows):
     b = collate(rows, "left")
     S = b.ids.shape[1]
     bias = torch.full((S, S), float("-inf")).triu(1) + b.attn[:, None, :].float()
-    term(log_probs(model.head(model.hidden(b.ids, positions=b.pos, bias=bias)), b.ids), b).backward()
+    term(
+        log_probs(model.head(model.hidden(b.ids, positions=b.pos, bias=bias)), b.ids), b
+    ).backward()
 
 
 @bug("attention is cut to a window", "the last 4 tokens only", Own)
@@ -151,7 +198,9 @@ def embedded_head(model, rows):
 @bug("the softcap is applied twice", "softcap is applied twice", gemma)
 def capped_twice(model, rows):
     b = collate(rows, "left")
-    term(log_probs(5 * torch.tanh(hf(model, b, position_ids=b.pos.long()) / 5), b.ids), b).backward()
+    term(
+        log_probs(5 * torch.tanh(hf(model, b, position_ids=b.pos.long()) / 5), b.ids), b
+    ).backward()
 
 
 @bug("dropout is on", "dropout or sampling", functools.partial(gpt2, 0.1))
@@ -171,14 +220,21 @@ def head_detached(model, rows):
 def head_without_bias(model, rows):
     b = collate(rows)
     h = model.hidden(b.ids)
-    z = torch.cat([h[:, i : i + 8] @ model.head.weight.T for i in range(0, h.shape[1], 8)], 1)
+    z = torch.cat(
+        [h[:, i : i + 8] @ model.head.weight.T for i in range(0, h.shape[1], 8)], 1
+    )
     term(log_probs(z, b.ids), b).backward()
 
 
 @bug("the fused head drops the final softcap", "logit scale or softcap", gemma)
 def head_without_softcap(model, rows):
     b = collate(rows)
-    term(log_probs(model.lm_head(model.model(input_ids=b.ids, attention_mask=b.attn)[0]), b.ids), b).backward()
+    term(
+        log_probs(
+            model.lm_head(model.model(input_ids=b.ids, attention_mask=b.attn)[0]), b.ids
+        ),
+        b,
+    ).backward()
 
 
 @bug("the fused head drops the logit scale", "logit scale or softcap", cohere)
@@ -189,11 +245,17 @@ def head_without_scale(model, rows):
         term(log_probs(model.lm_head(h), b.ids), b, tokens(rows)).backward()
 
 
-@bug("the log-softmax of a tensor-parallel rank's own half of the vocabulary", "shard of the vocabulary, of 2", qwen)
+@bug(
+    "the log-softmax of a tensor-parallel rank's own half of the vocabulary",
+    "shard of the vocabulary, of 2",
+    qwen,
+)
 def vocabulary_shard(model, rows):
     b = collate(rows)
     z, y, half = hf(model, b)[:, :-1] / T, b.ids[:, 1:], V // 2
-    lse = torch.where(y < half, z[..., :half].logsumexp(-1), z[..., half:].logsumexp(-1))
+    lse = torch.where(
+        y < half, z[..., :half].logsumexp(-1), z[..., half:].logsumexp(-1)
+    )
     term(z.gather(-1, y[..., None])[..., 0] - lse, b).backward()
 
 
@@ -201,39 +263,66 @@ def vocabulary_shard(model, rows):
 def top_k(model, rows):
     for r in rows:
         z, y = row_logits(model, r), torch.tensor(r.response)[:, None]
-        kept = torch.zeros_like(z, dtype=torch.bool).scatter_(1, z.topk(20).indices, True).scatter_(1, y, True)
-        row_term(picked(z.masked_fill(~kept, float("-inf")), r.response), r, tokens(rows)).backward()
+        kept = (
+            torch.zeros_like(z, dtype=torch.bool)
+            .scatter_(1, z.topk(20).indices, True)
+            .scatter_(1, y, True)
+        )
+        row_term(
+            picked(z.masked_fill(~kept, float("-inf")), r.response), r, tokens(rows)
+        ).backward()
 
 
 @bug("label smoothing is left on", "label smoothing of 0.1", qwen)
 def label_smoothing(model, rows):
     b = collate(rows, "left")
     z = (hf(model, b)[:, :-1] / T).transpose(1, 2)
-    term(-F.cross_entropy(z, b.ids[:, 1:], reduction="none", label_smoothing=0.1), b).backward()
+    term(
+        -F.cross_entropy(z, b.ids[:, 1:], reduction="none", label_smoothing=0.1), b
+    ).backward()
 
 
 def with_prefix(model, rows, grad):
     for r in rows:
         with torch.set_grad_enabled(grad):
             past = model(torch.tensor([r.prompt[:-1]]), use_cache=True).past_key_values
-        z = model(torch.tensor([r.prompt[-1:] + r.response]), past_key_values=past, use_cache=True).logits[0, :-1] / T
+        z = (
+            model(
+                torch.tensor([r.prompt[-1:] + r.response]),
+                past_key_values=past,
+                use_cache=True,
+            ).logits[0, :-1]
+            / T
+        )
         row_term(picked(z, r.response), r, tokens(rows)).backward()
 
 
-bug("the prompt is run without gradient, as a prefix cache", "prompts are run without a gradient", qwen)(
-    functools.partial(with_prefix, grad=False)
+bug(
+    "the prompt is run without gradient, as a prefix cache",
+    "prompts are run without a gradient",
+    qwen,
+)(functools.partial(with_prefix, grad=False))
+right("a prefix cache with its gradient", qwen)(
+    functools.partial(with_prefix, grad=True)
 )
-right("a prefix cache with its gradient", qwen)(functools.partial(with_prefix, grad=True))
 
 
-@bug("a reentrant checkpoint around ids: nothing below the head has a gradient", "no gradient: embed.weight", Own)
+@bug(
+    "a reentrant checkpoint around ids: nothing below the head has a gradient",
+    "no gradient: embed.weight",
+    Own,
+)
 def reentrant_checkpoint(model, rows):
     b = collate(rows)
     h = checkpoint(lambda ids: model.hidden(ids), b.ids, use_reentrant=True)
     term(log_probs(model.head(h), b.ids), b).backward()
 
 
-@bug("sequence shards shift their own labels: the token at each border is lost", "tokens at place 8 of each row", Own)
+@bug(
+    "sequence shards shift their own labels: the token at each border is lost",
+    "tokens at place 8 of each row",
+    Own,
+)
 def shards_lose_border(model, rows):
     b = collate(rows, multiple=2)
     half = b.ids.shape[1] // 2
@@ -248,11 +337,17 @@ def truncated(model, rows):
     term(log_probs(hf(model, b), b.ids), b, tokens(rows)).backward()
 
 
-@bug("the attention mask is made of token values, and pad is in a prompt", "cuts out tokens that equal 2", qwen)
+@bug(
+    "the attention mask is made of token values, and pad is in a prompt",
+    "cuts out tokens that equal 2",
+    qwen,
+)
 def mask_from_values(model, rows):
     pad = rows[1].prompt[1]
     b = collate(rows, "left", pad=pad)
-    term(log_probs(model(b.ids, attention_mask=(b.ids != pad).long()).logits, b.ids), b).backward()
+    term(
+        log_probs(model(b.ids, attention_mask=(b.ids != pad).long()).logits, b.ids), b
+    ).backward()
 
 
 # ---- masks ----
@@ -260,7 +355,10 @@ def mask_from_values(model, rows):
 def prompt_trains(model, rows):
     b = collate(rows)
     lp = log_probs(hf(model, b), b.ids)
-    old, A = torch.where(b.resp[:, 1:] > 0, b.old[:, 1:], lp.detach()), torch.tensor([[r.adv] for r in rows])
+    old, A = (
+        torch.where(b.resp[:, 1:] > 0, b.old[:, 1:], lp.detach()),
+        torch.tensor([[r.adv] for r in rows]),
+    )
     term(lp, b, J=surrogate(lp, old, A), mask=b.mask + b.attn - b.resp).backward()
 
 
@@ -274,50 +372,80 @@ def holes_train(model, rows):
 def first_hole(model, rows):
     b = collate(rows)
     holes = (b.resp - b.mask).cumsum(1)
-    term(log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * (holes == 0)).backward()
+    term(
+        log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * (holes == 0)
+    ).backward()
 
 
 @bug("only the last turn trains", "no token in front of the last hole", Own)
 def last_turn(model, rows):
     b = collate(rows)
     ahead = (b.resp - b.mask).flip(1).cumsum(1).flip(1)
-    term(log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * (ahead == 0)).backward()
-
-
-@bug("responses are taken to start behind the longest prompt", "tokens before place 9 of a row", Own)
-def from_longest_prompt(model, rows):
-    b, first = collate(rows), max(len(r.prompt) for r in rows)
     term(
-        log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * (torch.arange(b.ids.shape[1]) >= first)
+        log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * (ahead == 0)
     ).backward()
 
 
-@bug("the last token of each response is dropped", "the last token of each response does not train", qwen)
+@bug(
+    "responses are taken to start behind the longest prompt",
+    "tokens before place 9 of a row",
+    Own,
+)
+def from_longest_prompt(model, rows):
+    b, first = collate(rows), max(len(r.prompt) for r in rows)
+    term(
+        log_probs(model(b.ids), b.ids),
+        b,
+        tokens(rows),
+        mask=b.mask * (torch.arange(b.ids.shape[1]) >= first),
+    ).backward()
+
+
+@bug(
+    "the last token of each response is dropped",
+    "the last token of each response does not train",
+    qwen,
+)
 def eos_dropped(model, rows):
     b = collate(rows, "left")
     b.mask[:, -1] = 0
     term(log_probs(hf(model, b), b.ids), b).backward()
 
 
-@bug("the first token of each response is dropped", "the first token of each response does not train", gpt2)
+@bug(
+    "the first token of each response is dropped",
+    "the first token of each response does not train",
+    gpt2,
+)
 def first_dropped(model, rows):
     b = collate(rows)
     first = b.resp * (b.resp.cumsum(1) == 1)
-    term(log_probs(hf(model, b), b.ids), b, tokens(rows), mask=b.mask * (1 - first)).backward()
+    term(
+        log_probs(hf(model, b), b.ids), b, tokens(rows), mask=b.mask * (1 - first)
+    ).backward()
 
 
-@bug("the first token after a hole is dropped", "the first token after each hole does not train", Own)
+@bug(
+    "the first token after a hole is dropped",
+    "the first token after each hole does not train",
+    Own,
+)
 def mask_eroded(model, rows):
     b = collate(rows)
     after_hole = F.pad(b.resp - b.mask, (1, 0))[:, :-1] > 0
-    term(log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * ~after_hole).backward()
+    term(
+        log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * ~after_hole
+    ).backward()
 
 
 @bug("pad tokens are targets", "behind the responses train", Own)
 def padding_trains(model, rows):
     b = collate(rows)
     lp = log_probs(model(b.ids), b.ids)
-    old, A = torch.where(b.attn[:, 1:] > 0, b.old[:, 1:], lp.detach()), torch.tensor([[r.adv] for r in rows])
+    old, A = (
+        torch.where(b.attn[:, 1:] > 0, b.old[:, 1:], lp.detach()),
+        torch.tensor([[r.adv] for r in rows]),
+    )
     term(lp, b, tokens(rows), surrogate(lp, old, A), b.mask + 1 - b.attn).backward()
 
 
@@ -329,26 +457,42 @@ def padding_trains(model, rows):
 def eos_is_pad(model, rows):
     eos = rows[1].response[-1]
     b = collate(rows, pad=eos)
-    term(log_probs(hf(model, b), b.ids), b, tokens(rows), mask=b.mask * (b.ids != eos)).backward()
+    term(
+        log_probs(hf(model, b), b.ids), b, tokens(rows), mask=b.mask * (b.ids != eos)
+    ).backward()
 
 
 @bug("logits_to_keep takes the last columns, where short rows have padding", "last columns are taken for the response",
      qwen)  # fmt: skip
 def kept(model, rows):
-    """The last T columns are scored, T the longest response; arrays start with the response."""
+    """The last T columns are scored, T the longest response; arrays start with the
+    response.
+    """
     for part in parts(rows, 4):
         b = collate(part)
         n = max(len(r.response) for r in part)
-        z = model(b.ids, attention_mask=b.attn, position_ids=b.pos.long(), logits_to_keep=n + 1).logits[:, :-1]
+        z = model(
+            b.ids,
+            attention_mask=b.attn,
+            position_ids=b.pos.long(),
+            logits_to_keep=n + 1,
+        ).logits[:, :-1]
         lp = (z / T).log_softmax(-1).gather(-1, b.ids[:, -n:, None])[..., 0]
         old, m = (torch.tensor([[*x, *[0] * (n - len(x))] for x in of]) for of in
                   ([r.old for r in part], [r.trains for r in part]))  # fmt: skip
-        (-(surrogate(lp, old, torch.tensor([[r.adv] for r in part])) * m).sum() / tokens(rows)).backward()
+        (
+            -(surrogate(lp, old, torch.tensor([[r.adv] for r in part])) * m).sum()
+            / tokens(rows)
+        ).backward()
 
 
 # ---- denominators and accumulation ----
-def in_parts(model, rows, size=3, divide=None, after=lambda model: None, keep=lambda parts: parts):
-    """Micro-batches; divide: their denominators from (batch, rows of the part), else all tokens."""
+def in_parts(
+    model, rows, size=3, divide=None, after=lambda model: None, keep=lambda parts: parts
+):
+    """Micro-batches; divide: their denominators from (batch, rows of the part), else
+    all tokens.
+    """
     for part in keep(parts(rows, size)):
         b = collate(part)
         z = model(b.ids)
@@ -400,10 +544,17 @@ bug("the sum is divided by the number of rows and a fixed length", "divided by 1
     lambda model, rows: in_parts(model, rows, divide=lambda b, part: 16 * len(rows)))  # fmt: skip
 
 
-@bug("the mean is taken per response, then over responses", "aggregated by seq-mean-token-mean", qwen)
+@bug(
+    "the mean is taken per response, then over responses",
+    "aggregated by seq-mean-token-mean",
+    qwen,
+)
 def per_response_mean(model, rows):
     b = collate(rows, "left")
-    J = surrogate(log_probs(hf(model, b), b.ids), b.old[:, 1:], b.adv[:, 1:]) * b.mask[:, 1:]
+    J = (
+        surrogate(log_probs(hf(model, b), b.ids), b.old[:, 1:], b.adv[:, 1:])
+        * b.mask[:, 1:]
+    )
     (-(J.sum(1) / b.mask.sum(1)).mean()).backward()
 
 
@@ -414,7 +565,9 @@ def with_loss(model, rows, J, side="right"):
     z = hf(model, b) if side == "left" else model(b.ids)
     z = getattr(z, "logits", z)
     lp = log_probs(z, b.ids)
-    term(lp, b, J=J(lp, b.old[:, 1:], b.adv[:, 1:], b.ref[:, 1:], b, z[:, :-1] / T)).backward()
+    term(
+        lp, b, J=J(lp, b.old[:, 1:], b.adv[:, 1:], b.ref[:, 1:], b, z[:, :-1] / T)
+    ).backward()
 
 
 def k3(d):
@@ -431,8 +584,12 @@ def of(J, side="right"):
 
 bug("the ratio is clipped without the minimum", "the minimum is missing", qwen)(
     of(lambda lp, old, A, *_: (lp - old).exp().clamp(0.8, 1.28) * A, "left"))  # fmt: skip
-bug("the upper clip is 1.2", "eps_high is 0.2", Own)(of(lambda lp, old, A, *_: surrogate(lp, old, A, 0.8, 1.2)))
-bug("there is no clip", "the ratio is not clipped", gpt2)(of(lambda lp, old, A, *_: (lp - old).exp() * A))
+bug("the upper clip is 1.2", "eps_high is 0.2", Own)(
+    of(lambda lp, old, A, *_: surrogate(lp, old, A, 0.8, 1.2))
+)
+bug("there is no clip", "the ratio is not clipped", gpt2)(
+    of(lambda lp, old, A, *_: (lp - old).exp() * A)
+)
 bug("the old log-probabilities are shifted by one", "one token too early", Own)(
     of(lambda lp, old, A, *_: surrogate(lp, F.pad(old, (0, 1))[:, 1:], A)))  # fmt: skip
 bug("advantages are normalized once more in each batch", "the advantages are normalized again", Own)(
@@ -477,7 +634,12 @@ for side in ("left", "right"):
 )
 def advantages_not_sorted(model, rows):
     A = torch.tensor([[r.adv] for r in rows])
-    with_loss(model, sorted(rows, key=lambda r: len(r.response)), lambda lp, old, *_: surrogate(lp, old, A), "left")
+    with_loss(
+        model,
+        sorted(rows, key=lambda r: len(r.response)),
+        lambda lp, old, *_: surrogate(lp, old, A),
+        "left",
+    )
 
 
 for words, term_of, options in (
@@ -490,50 +652,79 @@ for words, term_of, options in (
     def averaged_otherwise(model, rows, term_of=term_of):
         b, z = (x := collate(rows)), model(x.ids)
         lp, m = log_probs(z, b.ids), b.mask[:, 1:]
-        (term(lp, b) - ((term_of(lp, b, z[:, :-1] / T) * m).sum(1) / m.sum(1)).mean()).backward()
+        (
+            term(lp, b) - ((term_of(lp, b, z[:, :-1] / T) * m).sum(1) / m.sum(1)).mean()
+        ).backward()
 
 
-@bug("the KL term is averaged over the holes as well", "masked response tokens train", Own, beta=0.1)
+@bug(
+    "the KL term is averaged over the holes as well",
+    "masked response tokens train",
+    Own,
+    beta=0.1,
+)
 def kl_over_holes(model, rows):
     b = collate(rows)
     lp = log_probs(model(b.ids), b.ids)
     (term(lp, b) + term(lp, b, J=-0.1 * k3(b.ref[:, 1:] - lp), mask=b.resp)).backward()
 
 
-@bug("advantages are divided by their group's standard deviation again", "deviation again in each group", Own)
+@bug(
+    "advantages are divided by their group's standard deviation again",
+    "deviation again in each group",
+    Own,
+)
 def group_std(model, rows):
     of = lambda r: torch.tensor([q.adv for q in rows if q.group == r.group]).std()
     k = torch.stack([1 / of(r) for r in rows])[:, None]
     with_loss(model, rows, lambda lp, old, A, *_: surrogate(lp, old, k * A))
 
 
-@bug("the sum is divided by the tokens that no clip stops", "the tokens that no clip stops", Own)
+@bug(
+    "the sum is divided by the tokens that no clip stops",
+    "the tokens that no clip stops",
+    Own,
+)
 def divided_by_active(model, rows):
     b = collate(rows)
     lp, A = log_probs(model(b.ids), b.ids), b.adv[:, 1:]
     r = (lp - b.old[:, 1:]).exp().detach()
-    term(lp, b, (b.mask[:, 1:] * torch.where(A > 0, r < 1.28, r > 0.8)).sum()).backward()
+    term(
+        lp, b, (b.mask[:, 1:] * torch.where(A > 0, r < 1.28, r > 0.8)).sum()
+    ).backward()
 
 
-@bug("old log-probabilities are kept of the tokens that train alone", "counted without the holes", Own)
+@bug(
+    "old log-probabilities are kept of the tokens that train alone",
+    "counted without the holes",
+    Own,
+)
 def compressed_old(model, rows):
     b = collate(rows)
     for i, r in enumerate(rows):
         kept = [x for x, t in zip(r.old, r.trains, strict=True) if t]
-        b.old[i, len(r.prompt) : len(r.ids)] = torch.tensor(kept + [0.0] * (len(r.old) - len(kept)))
+        b.old[i, len(r.prompt) : len(r.ids)] = torch.tensor(
+            kept + [0.0] * (len(r.old) - len(kept))
+        )
     term(log_probs(model(b.ids), b.ids), b).backward()
 
 
 @bug("weight decay is in the loss", "0.02 times the parameters", qwen)
 def weight_decay(model, rows):
     b = collate(rows)
-    (term(log_probs(hf(model, b), b.ids), b) + 0.01 * sum((p**2).sum() for p in model.parameters())).backward()
+    (
+        term(log_probs(hf(model, b), b.ids), b)
+        + 0.01 * sum((p**2).sum() for p in model.parameters())
+    ).backward()
 
 
 def sequences(model, rows, of):
     b = collate(rows, "left")
     d = log_probs(hf(model, b), b.ids) - b.old[:, 1:]
-    s, A = of(d, b.mask[:, 1:], b.resp[:, 1:]).exp(), torch.tensor([r.adv for r in rows])
+    s, A = (
+        of(d, b.mask[:, 1:], b.resp[:, 1:]).exp(),
+        torch.tensor([r.adv for r in rows]),
+    )
     (-torch.min(s * A, s.clamp(1 - 3e-4, 1 + 4e-4) * A).mean()).backward()
 
 
@@ -547,7 +738,10 @@ bug("GSPO: the mean is over the padded width", "divided by the padded width", qw
 
 def means(model, rows, length):
     b = collate(rows)
-    J = surrogate(log_probs(model(b.ids), b.ids), b.old[:, 1:], b.adv[:, 1:], 0.8, 1.2) * b.mask[:, 1:]
+    J = (
+        surrogate(log_probs(model(b.ids), b.ids), b.old[:, 1:], b.adv[:, 1:], 0.8, 1.2)
+        * b.mask[:, 1:]
+    )
     (-(J.sum(1) / length(b)).mean()).backward()
 
 
@@ -600,7 +794,9 @@ def last_reduced(model, rows):
 
 
 def one_rank(rank, store, model, rows, local, out):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
     b = collate(rows[:3] if rank == 0 else rows[3:])
     n = b.mask.sum()
     if not local:
@@ -618,11 +814,17 @@ def one_rank(rank, store, model, rows, local, out):
 def gloo(model, rows, local):
     """Two processes, which are handed the model."""
     with tempfile.TemporaryDirectory() as d:
-        torch.multiprocessing.spawn(one_rank, (f"{d}/store", model, rows, local, f"{d}/out"), nprocs=2)
+        torch.multiprocessing.spawn(
+            one_rank, (f"{d}/store", model, rows, local, f"{d}/out"), nprocs=2
+        )
         grads = torch.load(f"{d}/out")
     for k, p in model.named_parameters():
         p.grad = grads[k]
 
 
-bug("two gloo ranks with their own means", "token-mean is taken over", Own)(functools.partial(gloo, local=True))
-right("two gloo ranks, the token count all-reduced", Own)(functools.partial(gloo, local=False))
+bug("two gloo ranks with their own means", "token-mean is taken over", Own)(
+    functools.partial(gloo, local=True)
+)
+right("two gloo ranks, the token count all-reduced", Own)(
+    functools.partial(gloo, local=False)
+)

@@ -12,7 +12,14 @@ import torch
 from loops import BUGS, RIGHT, T, policy_step, qwen3, right
 
 import upref
-from upref.step import Functions, Row, TorchModel, check_recorded, check_step, record_step
+from upref.step import (
+    Functions,
+    Row,
+    TorchModel,
+    check_recorded,
+    check_step,
+    record_step,
+)
 from upref.step.case import built, meant
 from upref.step.families import tiny
 from upref.step.forward import Forward
@@ -49,12 +56,17 @@ def test_the_model_is_as_it_was(model):
 def test_a_lazy_case_is_refused(model):
     with pytest.raises(upref.InputError, match="temperature 1"):
         check_step(right, model, "dapo", temperature=1.0)
-    rows = [Row([3, 4], [5, 6], [True, True], 1.0), Row([7, 8, 9], [10, 11], [True, True], -1.0)]
+    rows = [
+        Row([3, 4], [5, 6], [True, True], 1.0),
+        Row([7, 8, 9], [10, 11], [True, True], -1.0),
+    ]
     with pytest.raises(upref.InputError, match="could hide bugs"):
         check_step(right, model, "dapo", temperature=T, rows=rows)
     assert check_step(lambda m, r: policy_step(m, r, temperature=1.0), model, "dapo", temperature=1.0,
                       without=["temperature"])  # fmt: skip
-    with pytest.raises(upref.InputError, match="tpo needs the prompt of each response and its share"):
+    with pytest.raises(
+        upref.InputError, match="tpo needs the prompt of each response and its share"
+    ):
         check_step(right, model, "tpo", temperature=T)
 
 
@@ -80,7 +92,9 @@ def test_a_step_that_cannot_be_judged_gets_a_sentence(step, sentence, model):
 
 
 def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
-    """Three epochs on the same rows: the weights move between the steps, and each is compared with its own."""
+    """Three epochs on the same rows: the weights move between the steps, and each is
+    compared with its own.
+    """
     net = copy.deepcopy(model)
     rows = built(TorchModel(net), meant("dapo", {}, T), None, ()).rows
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -100,7 +114,9 @@ def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize(
     ("above", "moved", "others"),
-    [  # how far log r is above the bound log 0.8, how far a bfloat16 step may move it, and how many change sides
+    # how far log r is above the bound log 0.8, how far a bfloat16 step may move it, and
+    # how many change sides
+    [
         (0.004, 0.0, 0), (0.004, 0.008, 1), (-0.004, -0.008, 1), (1e-6, 2e-6, 1),
         (0.15, 0.2, None), (-0.15, -0.2, None),  # no rounding: a wrong bound
     ],
@@ -110,7 +126,10 @@ def test_a_token_near_a_bound_may_be_on_either_side(model, above, moved, others,
     case = built(TorchModel(model), goal, None, (), coarse=True)
     t, lp = case.rows[0].trains.index(True), case.forward.lp()[0]
     row = case.rows[0]
-    row.adv = [-1.0 if i == t else a for i, a in enumerate(numpy.broadcast_to(row.adv, len(row.response)).tolist())]
+    row.adv = [
+        -1.0 if i == t else a
+        for i, a in enumerate(numpy.broadcast_to(row.adv, len(row.response)).tolist())
+    ]
     row.old[t] = float(lp[t]) - math.log(0.8) - above
     low = torch.full((8, max(len(r.ids) for r in case.rows) - 1), 0.2)
     low[0, len(row.prompt) - 1 + t] = 1 - 0.8 * math.exp(moved)
@@ -121,11 +140,17 @@ def test_a_token_near_a_bound_may_be_on_either_side(model, above, moved, others,
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     bound = None if abs(above) < 1e-5 else torch.bfloat16  # None: float32
-    report = check_recorded(seen, [case.rows], "dapo", temperature=T, bound=bound, clip=clip)
+    report = check_recorded(
+        seen, [case.rows], "dapo", temperature=T, bound=bound, clip=clip
+    )
     assert bool(report) == (others is not None), report
     if others is not None:
-        assert report.error < 1e-3 and report.at_bound == 1 and report.other_side == others, report
-        assert "which rounding may cross: 1; " in report.text(verbose=True), report.text(verbose=True)
+        assert (
+            report.error < 1e-3 and report.at_bound == 1 and report.other_side == others
+        ), report
+        assert "which rounding may cross: 1; " in report.text(verbose=True), (
+            report.text(verbose=True)
+        )
 
 
 @pytest.mark.parametrize("bound", [0.3, 1e-3, 1e-7])
@@ -135,12 +160,16 @@ def test_a_clip_that_is_not_declared_is_one_factor(bound, model):
         torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
 
     report = check_step(step, model, "dapo", temperature=T)
-    assert f"the gradient's norm is clipped to {bound:g}" in report.failures[0].cause, report
+    assert f"the gradient's norm is clipped to {bound:g}" in report.failures[0].cause, (
+        report
+    )
     assert "do not train" not in str(report)
 
 
 def test_the_case_decides(model):
-    """With equal lengths, r = 1 and no holes some of the bugs cannot be seen; with the case that upref makes, all."""
+    """With equal lengths, r = 1 and no holes some of the bugs cannot be seen; with the
+    case that upref makes, all.
+    """
     from upref.step.case import BOUND, compared, perturbed, run
 
     goal, bound = meant("dapo", {}, T), BOUND
@@ -148,7 +177,10 @@ def test_the_case_decides(model):
     def seen(without):
         with perturbed(model, True):
             case = built(TorchModel(model), goal, None, without)
-            error = {name: compared(goal, case, run(step, model, case)[0], bound).error for name, _, step in BUGS}
+            error = {
+                name: compared(goal, case, run(step, model, case)[0], bound).error
+                for name, _, step in BUGS
+            }
         return {name for name, e in error.items() if e > bound}
 
     full = seen(())
@@ -162,9 +194,11 @@ def test_the_case_decides(model):
     assert full - seen(["lengths", "ratio", "holes"]) == set.union(*unseen.values())
 
 
-# ---- models that are not torch's -------------------------------------------------------------------------------------
+# ---- models that are not torch's -----------------------------------------------------
 def bigram(np=numpy):
-    """(logits, pull) of a table of logits, one row per token before: numpy, or JAX's numpy."""
+    """(logits, pull) of a table of logits, one row per token before: numpy, or JAX's
+    numpy.
+    """
 
     def pull(params, ids, dz):
         g = numpy.zeros(params["table"].shape)
@@ -182,8 +216,16 @@ def by_hand(params, rows, temperature=T):
         z = params["table"][before] / temperature
         logp = z - numpy.log(numpy.exp(z).sum(1, keepdims=True))
         ratio = numpy.exp(logp[n, r.response] - numpy.array(r.old))
-        w = numpy.where(ratio > 1.28 if r.adv > 0 else ratio < 0.8, 0, ratio * r.adv) * numpy.array(r.trains) / total
-        dz = -w[:, None] * (numpy.eye(z.shape[1])[r.response] - numpy.exp(logp)) / temperature
+        w = (
+            numpy.where(ratio > 1.28 if r.adv > 0 else ratio < 0.8, 0, ratio * r.adv)
+            * numpy.array(r.trains)
+            / total
+        )
+        dz = (
+            -w[:, None]
+            * (numpy.eye(z.shape[1])[r.response] - numpy.exp(logp))
+            / temperature
+        )
         numpy.add.at(g, before, dz)
     return {"table": g}
 
@@ -193,7 +235,9 @@ def test_a_model_by_two_functions():
     model = Functions(*bigram(), params, vocabulary=64)
     report = check_step(by_hand, model, "dapo", temperature=T)
     assert report and report.error < 1e-9, report
-    wrong = check_step(lambda p, rows: by_hand(p, rows, 1.0), model, "dapo", temperature=T)
+    wrong = check_step(
+        lambda p, rows: by_hand(p, rows, 1.0), model, "dapo", temperature=T
+    )
     assert "the temperature is left out" in wrong.failures[0].cause, wrong
 
 
@@ -206,12 +250,22 @@ def test_a_model_of_jax():
         J = 0.0
         for r in rows:
             z = params["table"][jnp.array(r.ids[len(r.prompt) - 1 : -1])] / T
-            lp = jax.nn.log_softmax(z)[jnp.arange(len(r.response)), jnp.array(r.response)]
+            lp = jax.nn.log_softmax(z)[
+                jnp.arange(len(r.response)), jnp.array(r.response)
+            ]
             ratio = jnp.exp(lp - jnp.array(r.old))
-            J += (jnp.minimum(ratio * r.adv, ratio.clip(0.8, 1.28) * r.adv) * jnp.array(r.trains)).sum()
+            J += (
+                jnp.minimum(ratio * r.adv, ratio.clip(0.8, 1.28) * r.adv)
+                * jnp.array(r.trains)
+            ).sum()
         return -J / sum(sum(r.trains) for r in rows)
 
-    report = check_step(jax.grad(loss), Functions(*bigram(jnp), params, vocabulary=64), "dapo", temperature=T)
+    report = check_step(
+        jax.grad(loss),
+        Functions(*bigram(jnp), params, vocabulary=64),
+        "dapo",
+        temperature=T,
+    )
     assert report, report
 
 
@@ -220,4 +274,6 @@ def test_a_forward_pass_that_a_model_lacks_is_not_tried(family):
     """RecurrentGemma returns no key-value cache."""
     model = TorchModel(tiny(family))
     words = [w for w, _ in tried(Forward(model, made(model.vocabulary), T), quick)]
-    assert ("prompts are run without a gradient" in words) == (family == "qwen3") and len(words) > 5
+    assert ("prompts are run without a gradient" in words) == (
+        family == "qwen3"
+    ) and len(words) > 5

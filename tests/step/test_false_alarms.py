@@ -15,8 +15,12 @@ pytest.importorskip("transformers")
 
 def hooked(model, rows):
     seen = []
-    handles = [p.register_hook(lambda g: seen.append(g.norm())) for p in model.parameters()]
-    handles += [m.register_forward_hook(lambda *a: seen.append(len(a))) for m in model.modules()]
+    handles = [
+        p.register_hook(lambda g: seen.append(g.norm())) for p in model.parameters()
+    ]
+    handles += [
+        m.register_forward_hook(lambda *a: seen.append(len(a))) for m in model.modules()
+    ]
     policy_step(model, rows)
     for h in handles:
         h.remove()
@@ -75,10 +79,15 @@ def packed(model, rows):
     """All rows in one sequence, told apart by their positions."""
     ids = torch.tensor([[t for r in rows for t in r.ids]])
     where = torch.cat([torch.arange(len(r.ids)) for r in rows])[None]
-    z = model(input_ids=ids, position_ids=where, use_cache=False).logits[0] / T  # with a cache, rows see each other
+    # with a cache, rows see each other
+    z = model(input_ids=ids, position_ids=where, use_cache=False).logits[0] / T
     lp = z[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    flat = lambda f, x: torch.tensor([v for r in rows for v in [x] * len(r.prompt) + list(f(r))])[1:]
-    J = surrogate(lp, flat(lambda r: r.old, 0.0), flat(lambda r: [r.adv] * len(r.response), 0.0))
+    flat = lambda f, x: torch.tensor(
+        [v for r in rows for v in [x] * len(r.prompt) + list(f(r))]
+    )[1:]
+    J = surrogate(
+        lp, flat(lambda r: r.old, 0.0), flat(lambda r: [r.adv] * len(r.response), 0.0)
+    )
     mask = flat(lambda r: r.trains, False)
     (-(J * mask).sum() / mask.sum()).backward()
 
@@ -93,7 +102,9 @@ def with_z_loss(model, rows):
 
 
 def two_ranks(model, rows):
-    """Each rank's sum over its own rows by the tokens of all ranks; gradients are added as an all-reduce does."""
+    """Each rank's sum over its own rows by the tokens of all ranks; gradients are added
+    as an all-reduce does.
+    """
     total = sum(sum(r.trains) for r in rows)
     parts = []
     for rank in (rows[::2], rows[1::2]):
@@ -147,9 +158,19 @@ STEPS = [
     ("sdpa attention", right, lambda m: qwen3(attn_implementation="sdpa"), {}),
     ("in training mode", right, lambda m: m.train(), {}),
     ("a partial", functools.partial(policy_step, size=2), None, {}),
-    ("a constant factor, declared", lambda m, r: [policy_step(m, r), policy_step(m, r)], None, dict(scale=2.0)),
+    (
+        "a constant factor, declared",
+        lambda m, r: [policy_step(m, r), policy_step(m, r)],
+        None,
+        dict(scale=2.0),
+    ),
     ("another seed", right, None, dict(seed=3)),
-    ("no holes, and no masks", with_(mask=lambda m, there, ids: m), None, dict(without=["holes"])),
+    (
+        "no holes, and no masks",
+        with_(mask=lambda m, there, ids: m),
+        None,
+        dict(without=["holes"]),
+    ),
     ("on policy", right, None, dict(without=["ratio"])),
     ("equal lengths", right, None, dict(without=["lengths"])),
 ]
@@ -158,12 +179,19 @@ STEPS = [
 @pytest.mark.parametrize("name, step, change, how", STEPS, ids=[s[0] for s in STEPS])
 def test_an_unusual_right_step_is_not_rejected(name, step, change, how):
     model = qwen3()
-    report = check_step(step, change(model) if change else model, "dapo", temperature=T, **how)
+    report = check_step(
+        step, change(model) if change else model, "dapo", temperature=T, **how
+    )
     assert report, report
 
 
 def test_dropout_is_named():
-    report = check_step(lambda m, r: policy_step(m.train(), r), qwen3(attention_dropout=0.5), "dapo", temperature=T)
+    report = check_step(
+        lambda m, r: policy_step(m.train(), r),
+        qwen3(attention_dropout=0.5),
+        "dapo",
+        temperature=T,
+    )
     assert "dropout or sampling" in report.failures[0].cause
 
 
@@ -172,7 +200,9 @@ def test_a_compiled_model_is_read_behind_its_wrapper():
     assert check_step(right, model, "dapo", temperature=T)
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "up_dapo", "cispo", "sapo", "reinforce", "topr"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "gspo", "up_dapo", "cispo", "sapo", "reinforce", "topr"]
+)
 def test_every_kind_of_objective_is_its_own_reference(name):
     """A step written with the registered objective itself."""
     o = upref.get(name)
@@ -180,7 +210,9 @@ def test_every_kind_of_objective_is_its_own_reference(name):
     def step(model, rows):
         ids, there, trains, old, adv, _ = collated(rows)
         lp = log_probs(model, ids, there).double()
-        (-o.J(lp, old[:, 1:].double(), adv[:, 1:].double(), trains[:, 1:].bool())).backward()
+        (
+            -o.J(lp, old[:, 1:].double(), adv[:, 1:].double(), trains[:, 1:].bool())
+        ).backward()
 
     report = check_step(step, qwen3(), name, temperature=T)
     assert report, report

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that people bring: a failure is one sentence with the model's line, and a checkpoint is none."""
+"""Models that people bring: a failure is one sentence with the model's line, and a
+checkpoint is none.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ class Tiny(nn.Module):
 
     def hidden(self, ids):
         x = self.embed(ids)
-        return x + torch.tanh(self.layer(x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]))
+        return x + torch.tanh(
+            self.layer(x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None])
+        )
 
     def forward(self, ids):
         return self.head(self.hidden(ids))
@@ -34,7 +38,9 @@ def step(model, rows):
     total = sum(sum(r.trains) for r in rows)
     for r in rows:
         z = model(torch.tensor([r.ids]))[0, len(r.prompt) - 1 : -1] / T
-        ratio = (z.log_softmax(-1)[range(len(r.response)), r.response] - torch.tensor(r.old)).exp()
+        ratio = (
+            z.log_softmax(-1)[range(len(r.response)), r.response] - torch.tensor(r.old)
+        ).exp()
         J = torch.minimum(ratio * r.adv, ratio.clamp(0.8, 1.28) * r.adv)
         (-(J * torch.tensor(r.trains)).sum() / total).backward()
 
@@ -111,11 +117,14 @@ def test_a_model_that_the_reference_cannot_run_is_one_sentence(model, sentence):
 def test_a_model_may_checkpoint_in_its_own_forward(reentrant):
     class Checkpointed(Tiny):
         def block(self, x):
-            norm = x.float().pow(2).mean(-1, keepdim=True).rsqrt()  # computed in float32, as RMSNorm does
+            # computed in float32, as RMSNorm does
+            norm = x.float().pow(2).mean(-1, keepdim=True).rsqrt()
             return x + torch.tanh(self.layer(x * norm.to(x.dtype)))
 
         def forward(self, ids):
-            return self.head(checkpoint(self.block, self.hidden(ids), use_reentrant=reentrant))
+            return self.head(
+                checkpoint(self.block, self.hidden(ids), use_reentrant=reentrant)
+            )
 
     own = torch.utils.checkpoint.CheckpointFunction
     report = check_step(step, Checkpointed(), "dapo", temperature=T)
@@ -129,5 +138,7 @@ def test_an_error_in_the_search_for_a_cause_leaves_the_verdict(monkeypatch):
 
     monkeypatch.setattr("upref.step.check.diagnosed", fails)
     monkeypatch.setattr("upref.step.check.not_reached", fails)
-    report = check_step(lambda model, rows: step(model, rows[:4]), Tiny(), "dapo", temperature=T)
+    report = check_step(
+        lambda model, rows: step(model, rows[:4]), Tiny(), "dapo", temperature=T
+    )
     assert not report and "no known cause fits" in report.failures[0].cause

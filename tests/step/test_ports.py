@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a check listen on the loopback interface alone, as SECURITY.md promises."""
+"""The processes of a check listen on the loopback interface alone, as SECURITY.md
+promises.
+"""
 
 import sys
 from pathlib import Path
@@ -53,7 +55,9 @@ def test_only_this_machine_can_connect(name, tmp_path):
     (tmp_path / "program.py").write_text(HEAD + IN[name])
     out = tmp_path / "addresses"
     env = ["env", f"PYTHONPATH={ROOT}"]
-    done = on_a_network(*env, sys.executable, str(tmp_path / "program.py"), str(out), cwd=tmp_path)
+    done = on_a_network(
+        *env, sys.executable, str(tmp_path / "program.py"), str(out), cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     addresses = out.read_text().split()
     assert len(addresses) >= (1 if "one" in name else 2)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks over gloo with unequal numbers of tokens: a bare loop under DDP, and verl's worker under FSDP2."""
+"""Two ranks over gloo with unequal numbers of tokens: a bare loop under DDP, and verl's
+worker under FSDP2.
+"""
 
 from unittest.mock import patch
 
@@ -18,7 +20,11 @@ RANKS = 2
 class Small(nn.Module):
     def __init__(self, V=64, H=16):
         super().__init__()
-        self.embed, self.rnn, self.head = nn.Embedding(V, H), nn.GRU(H, H, batch_first=True), nn.Linear(H, V)
+        self.embed, self.rnn, self.head = (
+            nn.Embedding(V, H),
+            nn.GRU(H, H, batch_first=True),
+            nn.Linear(H, V),
+        )
 
     def forward(self, ids):
         return self.head(self.rnn(self.embed(ids))[0])
@@ -31,11 +37,17 @@ def bare(net, rows, T, over_all):
         dist.all_reduce(counted)
         counted /= RANKS
     with record_step(net) as seen:
-        model, optimizer = nn.parallel.DistributedDataParallel(net), torch.optim.SGD(net.parameters(), 0.1)
+        model, optimizer = (
+            nn.parallel.DistributedDataParallel(net),
+            torch.optim.SGD(net.parameters(), 0.1),
+        )
         loss = 0.0
         for r in rows:
             z = model(torch.tensor([r.ids]))[0, len(r.prompt) - 1 : -1] / T
-            ratio = (z.log_softmax(-1).gather(1, torch.tensor(r.response)[:, None])[:, 0] - torch.tensor(r.old)).exp()
+            ratio = (
+                z.log_softmax(-1).gather(1, torch.tensor(r.response)[:, None])[:, 0]
+                - torch.tensor(r.old)
+            ).exp()
             J = torch.minimum(ratio * r.adv, ratio.clamp(0.8, 1.28) * r.adv)
             loss = loss - (J * torch.tensor(r.trains)).sum() / counted
         loss.backward()
@@ -45,20 +57,28 @@ def bare(net, rows, T, over_all):
 
 def test_a_loop_that_counts_the_tokens_of_all_ranks_agrees():
     found = report(bare, perturb(Small()), "dapo", {}, {}, ranks=RANKS, over_all=True)
-    assert found and found.error < 5e-6 and "several ranks" not in found.unexercised, found
+    assert found and found.error < 5e-6 and "several ranks" not in found.unexercised, (
+        found
+    )
 
 
 def test_a_loop_that_counts_its_own_tokens_is_named():
     found = report(bare, perturb(Small()), "dapo", {}, {}, ranks=RANKS, over_all=False)
-    assert "token-mean is taken over 2 ranks with every 2nd row" in found.failures[0].cause, found
+    assert (
+        "token-mean is taken over 2 ranks with every 2nd row" in found.failures[0].cause
+    ), found
 
 
 def verls(model, rows, T, over_all):
-    """verl's worker; over_all=False: the counts of tokens are not reduced over the ranks."""
+    """verl's worker; over_all=False: the counts of tokens are not reduced over the
+    ranks.
+    """
     from upref_frameworks.verl.step import trained
 
     reduce = dist.all_reduce
-    some = lambda x, *a, **kw: reduce(x, *a, **kw) if over_all or x.ndim or x.is_floating_point() else None
+    some = lambda x, *a, **kw: (
+        reduce(x, *a, **kw) if over_all or x.ndim or x.is_floating_point() else None
+    )
     with patch.object(dist, "all_reduce", some):
         return trained(model, rows, T, actor=dict(clip_ratio_high=0.28))
 
@@ -68,6 +88,12 @@ def verls(model, rows, T, over_all):
 @pytest.mark.parametrize("over_all", [True, False])
 def test_verl_counts_the_tokens_of_all_ranks(over_all):
     pytest.importorskip("verl.workers.engine_workers", exc_type=ImportError)
-    found = report(verls, perturb(tiny("qwen3")), "dapo", {}, {}, ranks=RANKS, over_all=over_all)
+    found = report(
+        verls, perturb(tiny("qwen3")), "dapo", {}, {}, ranks=RANKS, over_all=over_all
+    )
     assert bool(found) == over_all, found
-    assert over_all or "token-mean is taken over 2 ranks with every 2nd row" in found.failures[0].cause, found
+    assert (
+        over_all
+        or "token-mean is taken over 2 ranks with every 2nd row"
+        in found.failures[0].cause
+    ), found

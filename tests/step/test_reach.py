@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rows of a step exercise of an objective: a number whose value makes no difference is printed as such."""
+"""What the rows of a step exercise of an objective: a number whose value makes no
+difference is printed as such.
+"""
 
 from dataclasses import replace
 
@@ -35,9 +37,14 @@ NAMES = [n for n in upref.names() if "group" not in upref.get(n).reads]
 BY_DAY = ("dapo", "gspo", "dppo_kl", "cppo", "sapo")
 
 
-@pytest.mark.parametrize("name", [n if n in BY_DAY else pytest.param(n, marks=pytest.mark.nightly) for n in NAMES])
+@pytest.mark.parametrize(
+    "name",
+    [n if n in BY_DAY else pytest.param(n, marks=pytest.mark.nightly) for n in NAMES],
+)
 def test_each_number_makes_a_difference_or_is_printed(reference, name):
-    """Half and twice its value, or 0.1 and 0.2 for 0: the whole gradient is computed anew with each."""
+    """Half and twice its value, or 0.1 and 0.2 for 0: the whole gradient is computed
+    anew with each.
+    """
     o = upref.get(name)
     with_dual_clip = {"c": 3.0} if "c" in o.hyperparameters else {}
     goal = meant(o, with_dual_clip, T)
@@ -47,11 +54,24 @@ def test_each_number_makes_a_difference_or_is_printed(reference, name):
     printed = not_reached(goal, case.forward, case.b, BOUND, rows)
 
     def error(**hp):
-        other = meant(o, goal.hp | {k: v for k, v in hp.items() if k != "beta"}, T, beta=hp.get("beta", 0.0))
-        return float((expected(other, case.forward, case.b).sum(0) - want).norm() / want.norm())
+        other = meant(
+            o,
+            goal.hp | {k: v for k, v in hp.items() if k != "beta"},
+            T,
+            beta=hp.get("beta", 0.0),
+        )
+        return float(
+            (expected(other, case.forward, case.b).sum(0) - want).norm() / want.norm()
+        )
 
     for number, value in (o.hyperparameters | with_dual_clip).items():
-        others = (1, 2) if number == "seed" else (0.1, 0.2) if value == 0 else (value / 2, value * 2)
+        others = (
+            (1, 2)
+            if number == "seed"
+            else (0.1, 0.2)
+            if value == 0
+            else (value / 2, value * 2)
+        )
         seen = all(error(**{number: v}) > BOUND for v in others)
         assert seen or f"{number} = {value:g}" in printed, (number, printed)
 
@@ -63,16 +83,28 @@ def step_of(name, **hp):
     def step(model, rows):
         ids, there, trains, old, adv, _ = collated(rows)
         lp = log_probs(model, ids, there).double()
-        J = o.J(lp, old[:, 1:].double(), adv[:, 1:].double(), trains[:, 1:].bool(), **hp)
+        J = o.J(
+            lp, old[:, 1:].double(), adv[:, 1:].double(), trains[:, 1:].bool(), **hp
+        )
         (-J).backward()
 
     return step
 
 
-@pytest.mark.parametrize("low, high", [(3e-4, 4e-4), (2e-4, 4e-4), (3e-4, 6e-4), (3e-3, 4e-3), (0.03, 0.03)])
+@pytest.mark.parametrize(
+    "low, high", [(3e-4, 4e-4), (2e-4, 4e-4), (3e-4, 6e-4), (3e-3, 4e-3), (0.03, 0.03)]
+)
 def test_a_bound_of_gspo_is_noticed(low, high):
-    report = check_step(step_of("gspo", eps_low=low, eps_high=high), qwen3(), "gspo", temperature=T, explain=False)
-    assert bool(report) == ((low, high) == (3e-4, 4e-4)) and not report.not_reached, report
+    report = check_step(
+        step_of("gspo", eps_low=low, eps_high=high),
+        qwen3(),
+        "gspo",
+        temperature=T,
+        explain=False,
+    )
+    assert bool(report) == ((low, high) == (3e-4, 4e-4)) and not report.not_reached, (
+        report
+    )
 
 
 def clamped(log_r=None, A=None, c=None):
@@ -94,15 +126,29 @@ def clamped(log_r=None, A=None, c=None):
 
 
 @pytest.mark.parametrize(
-    "guard", [dict(log_r=1.0), dict(log_r=2.0), dict(A=2.0), dict(A=5.0), dict(c=3.0), dict(c=10.0)]
+    "guard",
+    [
+        dict(log_r=1.0),
+        dict(log_r=2.0),
+        dict(A=2.0),
+        dict(A=5.0),
+        dict(c=3.0),
+        dict(c=10.0),
+    ],
 )
 def test_a_guard_inside_a_loop_is_noticed(guard):
-    assert not check_step(clamped(**guard), qwen3(), "dapo", temperature=T, explain=False)
+    assert not check_step(
+        clamped(**guard), qwen3(), "dapo", temperature=T, explain=False
+    )
 
 
-@pytest.mark.parametrize("c, right", [(3.0, True), (2.0, False), (3.5, False), (10.0, False), (None, False)])
+@pytest.mark.parametrize(
+    "c, right", [(3.0, True), (2.0, False), (3.5, False), (10.0, False), (None, False)]
+)
 def test_a_dual_clip_is_noticed(c, right):
-    report = check_step(clamped(c=c), qwen3(), "dapo", temperature=T, c=3.0, explain=False)
+    report = check_step(
+        clamped(c=c), qwen3(), "dapo", temperature=T, c=3.0, explain=False
+    )
     assert bool(report) == right and not report.not_reached, report
 
 
@@ -122,7 +168,10 @@ def test_what_the_rows_do_exercise_is_not_printed():
 
 def test_on_policy_no_bound_is_exercised():
     report = check_step(right, qwen3(), "dapo", temperature=T, without=["ratio"])
-    assert {*report.not_reached} == {"eps_low = 0.2", "eps_high = 0.28"} and report.reach.startswith("r from 1 to 1")
+    assert {*report.not_reached} == {
+        "eps_low = 0.2",
+        "eps_high = 0.28",
+    } and report.reach.startswith("r from 1 to 1")
 
 
 @pytest.mark.parametrize("clip, acts", [(0.5, True), (1e3, False)])
@@ -140,11 +189,13 @@ def test_a_kl_term_without_reference_is_not_exercised(reference):
     case = built(reference, goal, None, ())
     rows = [replace(r, ref=None) for r in case.rows]
     case = built(reference, goal, rows, ())
-    printed = not_reached(goal, case.forward, case.b, BOUND, expected(goal, case.forward, case.b))
+    printed = not_reached(
+        goal, case.forward, case.b, BOUND, expected(goal, case.forward, case.b)
+    )
     assert printed == {"beta = 0": "no other value can be tried on these rows"}
 
 
-# ---- parameters of odd shapes, and gradients that are not finite -----------------------------------------------------
+# ---- parameters of odd shapes, and gradients that are not finite ---------------------
 class Gated(Bigram):
     def __init__(self, gate):
         super().__init__()
@@ -158,7 +209,9 @@ def bare_step(model, rows):
     total = sum(sum(r.trains) for r in rows)
     for r in rows:
         z = model(torch.tensor([r.ids]))[0, len(r.prompt) - 1 : -1] / T
-        ratio = (z.log_softmax(-1)[range(len(r.response)), r.response] - torch.tensor(r.old)).exp()
+        ratio = (
+            z.log_softmax(-1)[range(len(r.response)), r.response] - torch.tensor(r.old)
+        ).exp()
         J = torch.minimum(ratio * r.adv, ratio.clamp(0.8, 1.28) * r.adv)
         (-(J * torch.tensor(r.trains)).sum() / total).backward()
 
@@ -175,7 +228,14 @@ def test_a_gradient_that_is_not_finite_is_not_called_zero():
     model = Gated((1,))
     model.gate.data.fill_(torch.nan)
     with pytest.raises(upref.InputError, match="is not finite, in gate first"):
-        check_step(bare_step, model, "dapo", temperature=T, rows=rows_of(Gated((1,))), stir=False)
+        check_step(
+            bare_step,
+            model,
+            "dapo",
+            temperature=T,
+            rows=rows_of(Gated((1,))),
+            stir=False,
+        )
     with pytest.raises(upref.InputError, match="gradient is 0 on these rows"):
         zero = [replace(r, adv=0.0) for r in rows_of(Gated((1,)))]
         check_step(bare_step, Gated((1,)), "dapo", temperature=T, rows=zero, stir=False)

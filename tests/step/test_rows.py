@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that upref makes: a sampler could have made them, and loops of several kinds can take them."""
+"""The rows that upref makes: a sampler could have made them, and loops of several kinds
+can take them.
+"""
 
 from functools import partial
 
@@ -39,7 +41,7 @@ def test_a_loop_that_masks_behind_the_end_is_right(seed):
     assert check_step(masked_behind_the_end, qwen3(), "dapo", temperature=T, seed=seed)
 
 
-# ---- groups and rewards ----------------------------------------------------------------------------------------------
+# ---- groups and rewards --------------------------------------------------------------
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_responses_of_a_group_share_their_prompt(size):
     seen = []
@@ -56,23 +58,44 @@ def test_responses_of_a_group_share_their_prompt(size):
 
 
 def one_prompt(model, rows):
-    """The prompt runs once, and all responses are scored behind it; the group is normalized here."""
+    """The prompt runs once, and all responses are scored behind it; the group is
+    normalized here.
+    """
     R = torch.tensor([r.reward for r in rows])
     A = (R - R.mean()) / (R.std() + 1e-4)
     total = sum(sum(r.trains) for r in rows)
     for r, a in zip(rows, A, strict=True):
-        z = model(input_ids=torch.tensor([rows[0].prompt + r.response])).logits[0, len(r.prompt) - 1 : -1] / T
-        ratio = (z.log_softmax(-1)[range(len(r.response)), r.response] - torch.tensor(r.old)).exp()
+        z = (
+            model(input_ids=torch.tensor([rows[0].prompt + r.response])).logits[
+                0, len(r.prompt) - 1 : -1
+            ]
+            / T
+        )
+        ratio = (
+            z.log_softmax(-1)[range(len(r.response)), r.response] - torch.tensor(r.old)
+        ).exp()
         J = torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
         (-(J * torch.tensor(r.trains)).sum() / total).backward()
 
 
 def test_a_loop_with_one_prompt_that_normalizes_inside():
     rewards = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.2, 1.0]
-    check = partial(check_step, one_prompt, qwen3(), "dapo", temperature=T, group_size=8, rewards=rewards)
+    check = partial(
+        check_step,
+        one_prompt,
+        qwen3(),
+        "dapo",
+        temperature=T,
+        group_size=8,
+        rewards=rewards,
+    )
     assert check(advantages=partial(group_norm, eps=1e-4))
     assert not check(explain=False)  # the objective's own has eps = 1e-6
-    A = group_norm(torch.tensor(rewards, dtype=torch.float64), torch.zeros(8, dtype=torch.int64), eps=1e-4)
+    A = group_norm(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.zeros(8, dtype=torch.int64),
+        eps=1e-4,
+    )
     assert check(advantages=A.tolist())
 
 
@@ -83,7 +106,10 @@ def test_a_loop_with_one_prompt_that_normalizes_inside():
         (dict(rewards=[1.0]), "rewards are 8 finite numbers, one for each response"),
         (dict(rewards=[float("nan")] * 8), "rewards are 8 finite numbers"),
         (dict(advantages=group_norm), "pass rewards= as well"),
-        (dict(rewards=[1.0] * 8, rows=made(96, end=2)), "rewards is of the rows that upref makes"),
+        (
+            dict(rewards=[1.0] * 8, rows=made(96, end=2)),
+            "rewards is of the rows that upref makes",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(how, sentence):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cause of a wrong step is printed only where it is true: cases in which a false one fits as well, or nearly."""
+"""A cause of a wrong step is printed only where it is true: cases in which a false one
+fits as well, or nearly.
+"""
 
 import numpy
 import pytest
@@ -21,7 +23,7 @@ def cause(step, objective="dapo", model=None, **how):
     return report.failures[0].cause
 
 
-# ---- what the sum is divided by --------------------------------------------------------------------------------------
+# ---- what the sum is divided by ------------------------------------------------------
 def divided(by):
     """DAPO's sum over all tokens, divided by a function of the rows."""
 
@@ -39,7 +41,9 @@ def tokens(rows):
 
 def test_the_rows_tell_a_hole_from_one_more_token_a_response():
     assert sum(map(len, HOLES.values())) % len(LENGTHS)
-    assert "masked tokens" in cause(divided(lambda rows: sum(len(r.response) for r in rows)))
+    assert "masked tokens" in cause(
+        divided(lambda rows: sum(len(r.response) for r in rows))
+    )
     one_more = cause(divided(lambda rows: tokens(rows) + len(rows)))
     assert one_more == "the sum over all tokens is divided by 51"
 
@@ -62,7 +66,7 @@ def test_no_number_is_taken_for_a_divisor_because_it_is_large(by, said):
     assert cause(divided(by)) == said
 
 
-# ---- responses that do not train -------------------------------------------------------------------------------------
+# ---- responses that do not train -----------------------------------------------------
 def of_responses(bounded):
     """A step of responses' ratios; bounded: ratio, A to the term of each response."""
 
@@ -70,20 +74,27 @@ def of_responses(bounded):
         ids, there, trains, old, adv, _ = collated(rows)
         m, lp = trains[:, 1:], log_probs(model, ids, there)
         s = (((lp - old[:, 1:]) * m).sum(1) / m.sum(1)).exp()
-        (-bounded(s, adv[:, 1:].max(1).values + adv[:, 1:].min(1).values).mean()).backward()
+        (
+            -bounded(s, adv[:, 1:].max(1).values + adv[:, 1:].min(1).values).mean()
+        ).backward()
 
     return step
 
 
 def test_a_mirrored_clip_of_responses_is_no_other_bound():
-    """For A < 0 the ratio is bounded from above. A lower bound of 0.1 and a response that is left out fit as well."""
+    """For A < 0 the ratio is bounded from above. A lower bound of 0.1 and a response
+    that is left out fit as well.
+    """
 
     def mirrored(s, A):
         return torch.where(A < 0, torch.maximum(s * A, s.clamp(1 - 3e-4, 1 + 4e-4) * A),
                            torch.minimum(s * A, s.clamp(1 - 3e-4, 1 + 4e-4) * A))  # fmt: skip
 
     said = cause(of_responses(mirrored), "gspo")
-    assert "eps_low" not in said and "where A < 0 the maximum is taken where the minimum belongs" in said, said
+    assert (
+        "eps_low" not in said
+        and "where A < 0 the maximum is taken where the minimum belongs" in said
+    ), said
 
 
 def test_a_left_out_response_is_named_beside_another_fault():
@@ -92,12 +103,17 @@ def test_a_left_out_response_is_named_beside_another_fault():
                     old=lambda old, lp: lp.detach())  # fmt: skip
 
     said = cause(step)
-    assert "response 0 does not train" in said and "the old log-probabilities are the current ones" in said, said
+    assert (
+        "response 0 does not train" in said
+        and "the old log-probabilities are the current ones" in said
+    ), said
 
 
-# ---- rows of a pack --------------------------------------------------------------------------------------------------
+# ---- rows of a pack ------------------------------------------------------------------
 class Fading(torch.nn.Module):
-    """A linear recurrence that forgets: after a row and a half nothing is left of what came before."""
+    """A linear recurrence that forgets: after a row and a half nothing is left of what
+    came before.
+    """
 
     def __init__(self, V=64, H=16):
         super().__init__()
@@ -115,8 +131,14 @@ class Fading(torch.nn.Module):
 
 def packed(model, rows):
     ids = torch.tensor([[t for r in rows for t in r.ids]])
-    flat = lambda f: torch.tensor([x for r in rows for x in [0.0] * len(r.prompt) + [float(v) for v in f(r)]])[1:]
-    old, A, mask = flat(lambda r: r.old), flat(lambda r: [r.adv] * len(r.response)), flat(lambda r: r.trains)
+    flat = lambda f: torch.tensor(
+        [x for r in rows for x in [0.0] * len(r.prompt) + [float(v) for v in f(r)]]
+    )[1:]
+    old, A, mask = (
+        flat(lambda r: r.old),
+        flat(lambda r: [r.adv] * len(r.response)),
+        flat(lambda r: r.trains),
+    )
     lp = (model(ids)[0, :-1] / T).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     (-(surrogate(lp, old, A) * mask).sum() / mask.sum()).backward()
 
@@ -128,7 +150,9 @@ def test_a_state_that_runs_on_is_not_said_to_leave_rows_out():
 
 
 class TakesMask(Fading):
-    """As layers with a state do in transformers: the mask of a pack separates nothing in them."""
+    """As layers with a state do in transformers: the mask of a pack separates nothing
+    in them.
+    """
 
     def forward(self, ids, attention_mask=None):
         return super().forward(ids)
@@ -142,7 +166,9 @@ def test_a_state_is_not_said_to_be_attention():
 
 @pytest.mark.nightly
 def test_packed_linear_attention_is_not_said_to_leave_rows_out():
-    """Positions start again with each row of the pack, and the state of linear attention does not."""
+    """Positions start again with each row of the pack, and the state of linear
+    attention does not.
+    """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Qwen3NextConfig(
@@ -155,14 +181,21 @@ def test_packed_linear_attention_is_not_said_to_leave_rows_out():
 
     def step(model, rows):
         where = torch.cat([torch.arange(len(r.ids)) for r in rows])[None]
-        packed(lambda ids: model(input_ids=ids, position_ids=where, use_cache=False).logits, rows)
+        packed(
+            lambda ids: (
+                model(input_ids=ids, position_ids=where, use_cache=False).logits
+            ),
+            rows,
+        )
 
     said = cause(step, model=transformers.Qwen3NextForCausalLM(config))
     assert "do not train" not in said and "rows of its pack" in said, said
 
 
-# ---- the search itself -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("error", [RuntimeError, InputError, ZeroDivisionError, AssertionError])
+# ---- the search itself ---------------------------------------------------------------
+@pytest.mark.parametrize(
+    "error", [RuntimeError, InputError, ZeroDivisionError, AssertionError]
+)
 def test_an_error_of_the_search_leaves_the_verdict(monkeypatch, error):
     def broken(*_):
         raise error("mask must be a boolean tensor [B, T], got int64[8, 11].")
@@ -175,7 +208,9 @@ def test_an_error_of_the_search_leaves_the_verdict(monkeypatch, error):
 
 @pytest.mark.parametrize("objective", ["grpo", "gspo", "dapo", "ppo_clip"])
 def test_one_ratio_a_response_and_a_maximum(objective):
-    """A loop in the wild: the search takes log_prob for one token too late, and a mask of whole numbers came of it."""
+    """A loop in the wild: the search takes log_prob for one token too late, and a mask
+    of whole numbers came of it.
+    """
 
     def step(model, rows):
         ids, there, trains, old, adv, _ = collated(rows)
@@ -183,7 +218,11 @@ def test_one_ratio_a_response_and_a_maximum(objective):
         A = adv[:, 1:].sum(1) / (adv[:, 1:] != 0).sum(1)
         r = ((lp - old[:, 1:]) * m).sum(1).exp()
         clipped = r.clamp(0.8, 1.2) * A
-        (-torch.where(A < 0, torch.maximum(r * A, clipped), torch.minimum(r * A, clipped)).mean()).backward()
+        (
+            -torch.where(
+                A < 0, torch.maximum(r * A, clipped), torch.minimum(r * A, clipped)
+            ).mean()
+        ).backward()
 
     report = check_step(step, qwen3(), objective, temperature=T, without=["holes"])
     assert not report and "boolean" not in str(report), report

@@ -16,18 +16,35 @@ from upref.step.record import Recorded
 from upref.step.reference import TorchModel
 
 HERE = Path(__file__).parent
-TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "upref", "step"]
+TWO_RANKS = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "upref",
+    "step",
+]
 
 
 def on_two_ranks(step):
     """What rank 0 prints, and what stands on stderr."""
-    run = subprocess.run([*TWO_RANKS, f"on_ranks.py:{step}", "--as", "dapo"], cwd=HERE, capture_output=True, text=True)
+    run = subprocess.run(
+        [*TWO_RANKS, f"on_ranks.py:{step}", "--as", "dapo"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+    )
     return run.returncode, run.stdout, run.stderr
 
 
 def test_a_divisor_of_one_rank_is_named():
     status, out, _ = on_two_ranks("own_tokens")
-    assert "token-mean is taken over 2 ranks with every 2nd row, and the results are averaged" in out, out
+    assert (
+        "token-mean is taken over 2 ranks with every 2nd row, and the results are averaged"
+        in out
+    ), out
     assert status == 1 and out.count("NOT dapo") == 1
 
 
@@ -43,7 +60,10 @@ def test_a_right_step_under_fsdp2_agrees():
     "step, words",
     [
         ("not_reduced", "the ranks do not share one gradient"),
-        ("one_fails", "rank 1 of 2: the step fails on these rows: ValueError: no data on this rank"),
+        (
+            "one_fails",
+            "rank 1 of 2: the step fails on these rows: ValueError: no data on this rank",
+        ),
         ("flat_shards", "use FSDP2 or DDP"),
     ],
 )
@@ -53,7 +73,9 @@ def test_what_is_wrong_on_one_rank_is_one_sentence(step, words):
 
 
 def test_a_step_of_a_file_runs_without_ranks(capsys):
-    found = main(["step", f"{HERE}/loops.py:right", "--model", "qwen3", "--as", "dapo", "--json"])
+    found = main(
+        ["step", f"{HERE}/loops.py:right", "--model", "qwen3", "--as", "dapo", "--json"]
+    )
     assert found == 0 and '"dapo"' in capsys.readouterr().out
 
 
@@ -73,7 +95,9 @@ def test_arguments_that_do_not_fit_are_refused(capsys, words, sentence):
 
 
 def test_a_plain_list_of_rows_is_refused_on_several_ranks(monkeypatch):
-    """Each rank records what it was fed: the rest of the list is not left out, but on another rank."""
+    """Each rank records what it was fed: the rest of the list is not left out, but on
+    another rank.
+    """
     monkeypatch.setattr("upref.step.check.world_size", lambda: 2)
     seen = Recorded(TorchModel(torch.nn.Embedding(8, 8)), [None])
     with pytest.raises(InputError, match="pass a list per step"):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training loops share: models, a collator, log-probabilities and a surrogate; and the two tables of loops.
+"""What training loops share: models, a collator, log-probabilities and a surrogate; and
+the two tables of loops.
 
-A row of BUGS is (the planted cause, words that the printed cause must hold, model, step, options of check_step). The
-words are "" where the checker rejects the step and names no cause. A row of RIGHT is (name, model, step, options).
+A row of BUGS is (the planted cause, words that the printed cause must hold, model,
+step, options of check_step). The words are "" where the checker rejects the step and
+names no cause. A row of RIGHT is (name, model, step, options).
 """
 
 from types import SimpleNamespace as Batch
@@ -12,48 +14,76 @@ import transformers
 from torch import nn
 
 T, V = 0.7, 128
-SMALL = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SMALL = dict(
+    vocab_size=V,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+)
 
 
 # ---- models ----
 def qwen(**more):
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL, num_key_value_heads=2, **more))
+    return transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**SMALL, num_key_value_heads=2, **more)
+    )
 
 
 def gpt2(drop=0.0):
-    c = transformers.GPT2Config(vocab_size=V, n_positions=256, n_embd=32, n_layer=2, n_head=4)
+    c = transformers.GPT2Config(
+        vocab_size=V, n_positions=256, n_embd=32, n_layer=2, n_head=4
+    )
     c.resid_pdrop = c.embd_pdrop = c.attn_pdrop = drop
     return transformers.GPT2LMHeadModel(c)
 
 
 def gemma():
     c = transformers.Gemma2Config(
-        **SMALL, num_key_value_heads=2, head_dim=8, final_logit_softcapping=5.0, attn_implementation="eager"
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=8,
+        final_logit_softcapping=5.0,
+        attn_implementation="eager",
     )  # sdpa drops the softcap of the attention
     return transformers.Gemma2ForCausalLM(c)
 
 
 def cohere():
-    return transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL, logit_scale=0.25))
+    return transformers.CohereForCausalLM(
+        transformers.CohereConfig(**SMALL, logit_scale=0.25)
+    )
 
 
 class Own(nn.Module):
-    """A transformer of one's own: learned positions, a head with a bias. allowed: [B, S, S], who attends to whom."""
+    """A transformer of one's own: learned positions, a head with a bias. allowed: [B,
+    S, S], who attends to whom.
+    """
 
     def __init__(self, h=32):
         super().__init__()
         self.embed, self.pos = nn.Embedding(V, h), nn.Embedding(512, h)
         self.norm, self.head = nn.LayerNorm(h), nn.Linear(h, V)
-        block = lambda: nn.TransformerEncoderLayer(h, 4, 2 * h, 0.0, "gelu", batch_first=True, norm_first=True)
+        block = lambda: nn.TransformerEncoderLayer(
+            h, 4, 2 * h, 0.0, "gelu", batch_first=True, norm_first=True
+        )
         self.blocks = nn.ModuleList(block() for _ in range(2))
         nn.init.normal_(self.head.bias, std=0.3)
 
     def hidden(self, ids, allowed=None, positions=None, causal=True, bias=None):
         S = ids.shape[1]
         ok = torch.ones(len(ids), S, S, dtype=torch.bool)
-        ok = (ok.tril() if causal else ok) & (ok if allowed is None else allowed) | torch.eye(S, dtype=torch.bool)
-        mask = torch.zeros(ok.shape).masked_fill(~ok, float("-inf")) if bias is None else bias
-        x = self.embed(ids) + self.pos(torch.arange(S).expand_as(ids) if positions is None else positions)
+        ok = (ok.tril() if causal else ok) & (
+            ok if allowed is None else allowed
+        ) | torch.eye(S, dtype=torch.bool)
+        mask = (
+            torch.zeros(ok.shape).masked_fill(~ok, float("-inf"))
+            if bias is None
+            else bias
+        )
+        x = self.embed(ids) + self.pos(
+            torch.arange(S).expand_as(ids) if positions is None else positions
+        )
         for block in self.blocks:
             x = block(x, mask.to(x.dtype).repeat_interleave(4, 0))
         return self.norm(x)
@@ -64,7 +94,9 @@ class Own(nn.Module):
 
 # ---- what trainers share ----
 def collate(rows, side="right", pad=0, multiple=1):
-    """ids, attn, pos, and mask, resp (the response with its holes), old, ref, adv at the places of ids."""
+    """ids, attn, pos, and mask, resp (the response with its holes), old, ref, adv at
+    the places of ids.
+    """
     n = -(-max(len(r.ids) for r in rows) // multiple) * multiple
 
     def place(of, fill=0.0):
@@ -78,13 +110,17 @@ def collate(rows, side="right", pad=0, multiple=1):
     after = lambda of: lambda r: [0.0] * len(r.prompt) + [float(x) for x in of(r)]
     of = dict(mask=lambda r: r.trains, old=lambda r: r.old, ref=lambda r: r.ref,
               resp=lambda r: [1] * len(r.response), adv=lambda r: [r.adv] * len(r.response))  # fmt: skip
-    b = Batch(ids=place(lambda r: r.ids, pad), attn=place(lambda r: [1] * len(r.ids), 0))
+    b = Batch(
+        ids=place(lambda r: r.ids, pad), attn=place(lambda r: [1] * len(r.ids), 0)
+    )
     b.pos = (b.attn.cumsum(1) - 1).clamp(min=0)
     return Batch(**vars(b), **{k: place(after(f)) for k, f in of.items()})
 
 
 def pack(rows):
-    """The same for one row that holds all; doc is the number of each token's row, same says which have the same."""
+    """The same for one row that holds all; doc is the number of each token's row, same
+    says which have the same.
+    """
     each = [collate([r]) for r in rows]
     b = Batch(**{k: torch.cat([getattr(x, k) for x in each], 1) for k in vars(each[0])})
     b.doc = torch.tensor([[i for i, r in enumerate(rows) for _ in r.ids]])
@@ -105,7 +141,11 @@ def hf(model, b, **kw):
 
 
 def log_probs(z, ids, temperature=T):
-    return (z[:, :-1].float() / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return (
+        (z[:, :-1].float() / temperature)
+        .log_softmax(-1)
+        .gather(-1, ids[:, 1:, None])[..., 0]
+    )
 
 
 def surrogate(lp, old, A, low=0.8, high=1.28):
@@ -121,7 +161,13 @@ def term(lp, b, total=None, J=None, mask=None):
 
 
 def row_term(lp, r, total):
-    return -(surrogate(lp, torch.tensor(r.old), torch.tensor(r.adv)) * torch.tensor(r.trains)).sum() / total
+    return (
+        -(
+            surrogate(lp, torch.tensor(r.old), torch.tensor(r.adv))
+            * torch.tensor(r.trains)
+        ).sum()
+        / total
+    )
 
 
 def row_logits(model, r):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `upref check` ends where a loss does not just answer: name of the loss in tests/verify/test_guard.py -> (what it
-does, exit status, what stderr says, whether stdout has a report). docs/what-check-sees.md prints this table."""
+"""How `upref check` ends where a loss does not just answer: name of the loss in
+tests/verify/test_guard.py -> (what it does, exit status, what stderr says, whether
+stdout has a report). docs/what-check-sees.md prints this table."""
 
 COMMAND = {
     "leaves": ("it calls os._exit(0), at whichever call", 2, "ends the program (Ended)", False),

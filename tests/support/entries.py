@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry points that fuzz.py must reach, and arguments that each accepts; test_fuzz.py holds that none is missing.
+"""The entry points that fuzz.py must reach, and arguments that each accepts;
+test_fuzz.py holds that none is missing.
 
-PUBLIC: every name of upref.__all__, the methods of its types, and the functions of the modules that docs/site/api.py
+PUBLIC: every name of upref.__all__, the methods of its types, and the functions of the
+modules that docs/site/api.py
 shows. INNER: what of those answers to no user, with the reason.
 """
 
@@ -19,7 +21,8 @@ import upref.hidden
 import upref.weights.batches
 from tests.support.odd import JUNK
 
-INNER = {  # of docs/site/api.py: module or function -> why it need not answer with a sentence
+# of docs/site/api.py: module or function -> why it need not answer with a sentence
+INNER = {
     "ops": "the words in which objectives are written, for tensors, arrays and symbols: their own errors",
     "kl": "two tensors in, elementwise: torch's own errors",
     "weights.batches": "makes the batches of the checker; nothing foreign reaches it",
@@ -53,7 +56,9 @@ INNER = {  # of docs/site/api.py: module or function -> why it need not answer w
     "upref_frameworks.audits.recipe.typed_fields": "a part of `recipe`",
     "metrics.Estimate.of": "made by the metrics",
 }
-UNCHECKED = {  # methods that say of themselves that they look at nothing: inside a compiled training step
+# methods that say of themselves that they look at nothing: inside a compiled training
+# step
+UNCHECKED = {
     "Rollouts.but",
     "Objective.J",
     "Objective.unreduced",
@@ -76,7 +81,10 @@ def _plain(lp, lp_old, A, *, eps=0.2):
 
 def _loss(log_prob, old_log_prob, advantages, mask):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
-    return -(torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages) * mask).sum() / mask.sum()
+    return (
+        -(torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages) * mask).sum()
+        / mask.sum()
+    )
 
 
 def _step(model, rows):
@@ -85,7 +93,9 @@ def _step(model, rows):
         z = model(torch.tensor([r.ids]))[0, len(r.prompt) - 1 : -1] / 0.7
         lp = z.log_softmax(-1).gather(-1, torch.tensor(r.response)[:, None])[:, 0]
         ratio = (lp - torch.tensor(r.old)).exp()
-        J = torch.minimum(ratio * r.adv, ratio.clamp(0.8, 1.28) * r.adv) * torch.tensor(r.trains)
+        J = torch.minimum(ratio * r.adv, ratio.clamp(0.8, 1.28) * r.adv) * torch.tensor(
+            r.trains
+        )
         (-J.sum() / sum(sum(x.trains) for x in rows)).backward()
 
 
@@ -98,7 +108,14 @@ def _rows(model):
     """The rows that check_step would make."""
     from upref.step import case
 
-    return case.built(case.TorchModel(model), case.meant("dapo", {}, 0.7, 0, 0, 0, None, 1.0), None, (), 0, False).rows
+    return case.built(
+        case.TorchModel(model),
+        case.meant("dapo", {}, 0.7, 0, 0, 0, None, 1.0),
+        None,
+        (),
+        0,
+        False,
+    ).rows
 
 
 def _recorded(model, first=8):
@@ -111,15 +128,31 @@ def _recorded(model, first=8):
 
 
 def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
-    """What it is called -> the function, and arguments that it accepts, by name; `*` before what goes by position."""
+    """What it is called -> the function, and arguments that it accepts, by name; `*`
+    before what goes by position.
+    """
     b, o = upref.weights.batches.on_policy_batch(), upref.get("dapo")
     totals = upref.Totals.of(b.mask, b.group)
     rewards, group = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
-    logits, tokens, right = torch.zeros(2, 3, 5), torch.ones(2, 3, dtype=torch.int64), [[True, False], [False, False]]
+    logits, tokens, right = (
+        torch.zeros(2, 3, 5),
+        torch.ones(2, 3, dtype=torch.int64),
+        [[True, False], [False, False]],
+    )
     fields = {k: getattr(b, k) for k in ("logp", "logp_old", "adv", "mask", "group")}
-    facts = {"paper": "x", "eq": "1", "level": "token", "agg": "token-mean", "adv": "group_norm"}
-    lp_of = lambda logits, tokens, temperature: upref.logprobs.token_log_probs(logits, tokens, temperature=temperature)
-    k3 = lambda log_prob, ref_log_prob: (ref_log_prob - log_prob).expm1() - (ref_log_prob - log_prob)
+    facts = {
+        "paper": "x",
+        "eq": "1",
+        "level": "token",
+        "agg": "token-mean",
+        "adv": "group_norm",
+    }
+    lp_of = lambda logits, tokens, temperature: upref.logprobs.token_log_probs(
+        logits, tokens, temperature=temperature
+    )
+    k3 = lambda log_prob, ref_log_prob: (
+        (ref_log_prob - log_prob).expm1() - (ref_log_prob - log_prob)
+    )
     mean = lambda rewards, group: upref_advantages.group_mean(rewards, group)
     from upref import advantages as upref_advantages, logprobs, metrics
     from upref.weights import capacity as cap, curve, plots
@@ -186,12 +219,25 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "metrics.maj_at_k": (metrics.maj_at_k, {"answers": [["a", "b"], ["c", "c"]], "correct": right}),
     }  # fmt: skip
     for name, fn in upref_advantages.ADVANTAGES.items():
-        more = {"ddof": 0, "eps": 1e-6} if "ddof" in inspect.signature(fn).parameters else {}
+        more = (
+            {"ddof": 0, "eps": 1e-6}
+            if "ddof" in inspect.signature(fn).parameters
+            else {}
+        )
         many[f"advantages.{name}"] = fn, {"rewards": rewards, "group": group, **more}
-    for name in ("avg_at_k", "pass_at_1", "best_at_k", "best_at_k_replaced", "best_at_k_bootstrap"):
+    for name in (
+        "avg_at_k",
+        "pass_at_1",
+        "best_at_k",
+        "best_at_k_replaced",
+        "best_at_k_bootstrap",
+    ):
         fn = getattr(metrics, name)
         good = {"correct": right, "k": 2, "draws": 10, "seed": 1}
-        many[f"metrics.{name}"] = fn, {k: v for k, v in good.items() if k in inspect.signature(fn).parameters}
+        many[f"metrics.{name}"] = (
+            fn,
+            {k: v for k, v in good.items() if k in inspect.signature(fn).parameters},
+        )
     return many
 
 
@@ -204,13 +250,25 @@ PUBLIC = public()
 
 
 def an_argument(good: Any, rng: random.Random) -> Any:
-    """Something in its place: junk; or, of a tensor, one like it of another size, type or content."""
+    """Something in its place: junk; or, of a tensor, one like it of another size, type
+    or content.
+    """
     if not isinstance(good, torch.Tensor) or rng.random() < 0.5:
         return rng.choice(JUNK)
     x = good.clone()
     match rng.choice(["dtype", "longer", "flat", "nan", "empty", "strange", "wide"]):
         case "dtype":
-            return x.to(rng.choice([torch.int8, torch.float16, torch.complex64, torch.bool, torch.int64]))
+            return x.to(
+                rng.choice(
+                    [
+                        torch.int8,
+                        torch.float16,
+                        torch.complex64,
+                        torch.bool,
+                        torch.int64,
+                    ]
+                )
+            )
         case "longer":
             return torch.cat([x, x])
         case "flat":
@@ -220,37 +278,65 @@ def an_argument(good: Any, rng: random.Random) -> Any:
         case "empty":
             return x[:0]
         case "strange":
-            return rng.choice([x.to("meta"), x.to_sparse(), x.double().requires_grad_()])
+            return rng.choice(
+                [x.to("meta"), x.to_sparse(), x.double().requires_grad_()]
+            )
     return x[None]
 
 
 def called(name: str, rng: random.Random) -> Callable[[], Any]:
-    """The public function with one of its arguments otherwise, or two, or with one more."""
+    """The public function with one of its arguments otherwise, or two, or with one
+    more.
+    """
     fn, good = PUBLIC[name]
     given = dict(good)
     for k in rng.sample(list(given), min(len(given), rng.choice([0, 1, 1, 1, 2]))):
         given[k] = an_argument(given[k], rng)
     if rng.random() < 0.1 and "eps_low" in good:
-        given[rng.choice(["beta", "c", "eps_high", "eps", "seed", "x", "length"])] = rng.choice(JUNK)
+        given[rng.choice(["beta", "c", "eps_high", "eps", "seed", "x", "length"])] = (
+            rng.choice(JUNK)
+        )
     first = [given.pop("*")] if "*" in given else []
     return lambda: fn(*first, **given)
 
 
-# ---- what there is, asked of the library itself ----------------------------------------------------------------------
+# ---- what there is, asked of the library itself --------------------------------------
 def there_is() -> set[str]:
-    """Every public function and method, as PUBLIC calls them; without INNER and UNCHECKED."""
+    """Every public function and method, as PUBLIC calls them; without INNER and
+    UNCHECKED.
+    """
     from docs.site.api import MODULES
 
     found = set(upref.__all__)
     for name in upref.__all__:
-        if inspect.isclass(kind := getattr(upref, name)) and not issubclass(kind, Exception):
+        if inspect.isclass(kind := getattr(upref, name)) and not issubclass(
+            kind, Exception
+        ):
             facts = getattr(kind, "__dataclass_fields__", {})
-            own = {k: v for k, v in vars(kind).items() if k == "__call__" or (k[0] != "_" and k not in facts)}
-            found |= {f"{name}.{k}" for k, v in own.items() if isinstance(v, classmethod) or inspect.isfunction(v)}
+            own = {
+                k: v
+                for k, v in vars(kind).items()
+                if k == "__call__" or (k[0] != "_" and k not in facts)
+            }
+            found |= {
+                f"{name}.{k}"
+                for k, v in own.items()
+                if isinstance(v, classmethod) or inspect.isfunction(v)
+            }
     modules = {name.removeprefix("upref.") for name in MODULES}
-    for where in modules - {*INNER} | {"weights.capacity", "weights.plots", "weights.curve"}:
+    for where in modules - {*INNER} | {
+        "weights.capacity",
+        "weights.plots",
+        "weights.curve",
+    }:
         module = import_module(qualified(where))
-        here = {k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__}
+        here = {
+            k
+            for k, v in vars(module).items()
+            if inspect.isfunction(v) and v.__module__ == module.__name__
+        }
         if where not in INNER:
-            found |= {f"{where}.{k}" for k in here if k[0] != "_" and k not in upref.__all__}
+            found |= {
+                f"{where}.{k}" for k in here if k[0] != "_" and k not in upref.__all__
+            }
     return found - {*INNER} - UNCHECKED

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad and odd inputs (odd.py) at every entry point: public functions (entries.py), the command (typed.py), audits.
+"""Bad and odd inputs (odd.py) at every entry point: public functions (entries.py), the
+command (typed.py), audits.
 
     python -m tests.support.fuzz [inputs] [seed] [FILE]
 
-What must hold of each: an answer of bounded length, or InputError (exit status 2) with one sentence; no other
-exception, no status 0 without a report that says so, no hang, and the process as it was. Prints what broke that, and
-how many of what were tried. With FILE, what was done is kept there, and the same command goes on from it.
+What must hold of each: an answer of bounded length, or InputError (exit status 2) with
+one sentence; no other exception, no status 0 without a report that says so, no hang,
+and the process as it was. Prints what broke that, and how many of what were tried. With
+FILE, what was done is kept there, and the same command goes on from it.
 """
 
 import collections
@@ -46,39 +48,70 @@ from upref_frameworks.audits import ledger
 LIMIT = 60  # seconds of CPU for one input
 ANSWERS = Report | Identification | learn.Answer
 EVERY = 100  # inputs between two notes in FILE
-CLAIMS = resources.files("paper.claims").joinpath("claims.toml").read_text(encoding="utf-8")
-LEDGER = resources.files("upref_frameworks").joinpath("verl/ledger.toml").read_text(encoding="utf-8")
+CLAIMS = (
+    resources.files("paper.claims").joinpath("claims.toml").read_text(encoding="utf-8")
+)
+LEDGER = (
+    resources.files("upref_frameworks")
+    .joinpath("verl/ledger.toml")
+    .read_text(encoding="utf-8")
+)
 
 
 def tries(rng: random.Random):
     """(what it is called, a function to call)."""
     some = lambda: rng.choice(JUNK)
     hp = lambda: {
-        rng.choice(["eps_low", "eps_high", "c", "beta", "x", "eps"]): some() for _ in range(rng.randint(0, 2))
+        rng.choice(["eps_low", "eps_high", "c", "beta", "x", "eps"]): some()
+        for _ in range(rng.randint(0, 2))
     }
     number = lambda: rng.choice([0.1, 0.5, 1.0, -1.0, some()])
     name = lambda: rng.choice(["dapo", "gspo", "grpo", some()])
     any_name = lambda: rng.choice(upref.names())
-    fields = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "totals")
+    fields = (
+        "logp",
+        "logp_old",
+        "adv",
+        "mask",
+        "group",
+        "logp_ref",
+        "entropy",
+        "totals",
+    )
     b = upref.weights.batches.on_policy_batch()
     good = {k: getattr(b, k) for k in fields}
-    mixed = lambda: upref.Rollouts(**good | {k: some() for k in rng.sample(fields, rng.randint(1, 3))})
+    mixed = lambda: upref.Rollouts(
+        **good | {k: some() for k in rng.sample(fields, rng.randint(1, 3))}
+    )
     a_moody = lambda: moody(rng, ends=False)
-    calls = {entries.qualified(name): functools.partial(entry, name, rng) for name in entries.PUBLIC}
+    calls = {
+        entries.qualified(name): functools.partial(entry, name, rng)
+        for name in entries.PUBLIC
+    }
     calls |= {
         "get": lambda: upref.get(some()),
         "Rollouts": mixed,
         "J": lambda: upref.get("dapo")(b if rng.random() < 0.7 else mixed(), **hp()),
-        "capacity": lambda: upref.capacity(name(), number(), number(), number(), **hp()),
+        "capacity": lambda: upref.capacity(
+            name(), number(), number(), number(), **hp()
+        ),
         "curve": lambda: upref.weights.curve.of(name(), **hp())(1.0, 1.0),
-        "cap_map": lambda: upref.cap_map(*rng.choices(JUNK, k=rng.randint(0, 1)), adv=some(), **hp()),
+        "cap_map": lambda: upref.cap_map(
+            *rng.choices(JUNK, k=rng.randint(0, 1)), adv=some(), **hp()
+        ),
         "diagnose": lambda: upref.diagnose(some(), some()),
         "check": lambda: upref.check(some(), some(), **hp()),
         "check, skip": lambda: upref.check(upref.get("dapo"), "nothing", skip=some()),
         "identify": lambda: upref.identify(rng.choice(JUNK[:-2])),
-        "check_kl": lambda: upref.check_kl(some(), rng.choice(["k1", some()]), skip=rng.choice([(), some()])),
-        "check_advantages": lambda: upref.check_advantages(some(), rng.choice(["group_norm", some()]), **hp()),
-        "read": lambda: read(rng.choice([a_loss(rng), a_loss(rng), some()]), upref.get("dapo"), hp()),
+        "check_kl": lambda: upref.check_kl(
+            some(), rng.choice(["k1", some()]), skip=rng.choice([(), some()])
+        ),
+        "check_advantages": lambda: upref.check_advantages(
+            some(), rng.choice(["group_norm", some()]), **hp()
+        ),
+        "read": lambda: read(
+            rng.choice([a_loss(rng), a_loss(rng), some()]), upref.get("dapo"), hp()
+        ),
         "a loss": lambda: read(a_loss(rng)),
         "a KL": lambda: upref.check_kl(a_loss(rng), "k3"),
         "an advantage": lambda: upref.check_advantages(a_loss(rng), "group_mean"),
@@ -91,7 +124,9 @@ def tries(rng: random.Random):
         "audit, ledger": lambda: ledger.check_ledger(
             [], ledger.read("verl", odd.a_ledger(rng, LEDGER)), str(some()), True
         ),
-        "audit-table": lambda: grim.audit(read_table(odd.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])),
+        "audit-table": lambda: grim.audit(
+            read_table(odd.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])
+        ),
         "a student": lambda: a_student(rng),
         "claims": lambda: paper.claims.read(odd.a_ledger(rng, CLAIMS)),
         "explorer": lambda: explorer.write(rng.choice(["no/x.html", *map(str, JUNK)])),
@@ -113,7 +148,10 @@ def tries(rng: random.Random):
         kind = rng.choice(["process"] * 4 + ["audit of a framework"])
     if kind == "command":
         argv = typed.argv(rng)
-        return f"command {argv[0] if argv[0] in typed.VERBS else ''}", lambda: typed.command(argv)
+        return (
+            f"command {argv[0] if argv[0] in typed.VERBS else ''}",
+            lambda: typed.command(argv),
+        )
     if kind in ("child", "process"):
         argv = typed.judging(rng)
         return f"{kind} {argv[0]}", lambda: typed.child(argv, forked=kind == "child")
@@ -141,7 +179,7 @@ def framework(rng: random.Random):
 VERDICTS = Path(paper.claims.__file__).with_name("computed.json")
 
 
-# ---- one input -------------------------------------------------------------------------------------------------------
+# ---- one input -----------------------------------------------------------------------
 def _children() -> int:
     """How many live on; those that a loss forked get a moment to end."""
     with contextlib.suppress(ChildProcessError):
@@ -154,11 +192,17 @@ def _children() -> int:
 
 
 OTHER: dict[str, Callable] = {
-    "signal handlers": lambda: [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF)],
-    "the environment": lambda: {k: v for k, v in os.environ.items() if k != "UPREF_FUZZ"},
+    "signal handlers": lambda: [
+        signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF)
+    ],
+    "the environment": lambda: {
+        k: v for k, v in os.environ.items() if k != "UPREF_FUZZ"
+    },
     "filters of warnings": lambda: list(warnings.filters),
     "child processes": _children,
-    "open files": lambda: len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0,
+    "open files": lambda: (
+        len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    ),
     "the trace function": sys.gettrace,
     "the registry": upref.names,
     "the verdicts of the claims": lambda: VERDICTS.read_bytes(),
@@ -168,22 +212,39 @@ OTHER: dict[str, Callable] = {
 def broken(kind: str, call) -> str:
     """What does not hold of this input, "" if all does."""
     every = STATE | RANDOM
-    before, other = {name: get() for name, (get, _) in every.items()}, {name: get() for name, get in OTHER.items()}
+    before, other = (
+        {name: get() for name, (get, _) in every.items()},
+        {name: get() for name, get in OTHER.items()},
+    )
     stdout, modules = sys.stdout, len(sys.modules)
     signal.setitimer(signal.ITIMER_PROF, LIMIT)
     what = ""
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             answer = call()
-            if isinstance(answer, ANSWERS) and (n := len(answer.text(verbose=True))) > typed.LONGEST:
+            if (
+                isinstance(answer, ANSWERS)
+                and (n := len(answer.text(verbose=True))) > typed.LONGEST
+            ):
                 what = f"the report is {n} characters long"
     except InputError as e:
-        what = "" if "\n" not in str(e) and len(str(e)) < 1000 else f"not one sentence: {str(e)[:200]!r}"
+        what = (
+            ""
+            if "\n" not in str(e) and len(str(e)) < 1000
+            else f"not one sentence: {str(e)[:200]!r}"
+        )
     except BaseException as e:
         where = e.__traceback__
         while where is not None and where.tb_next is not None:
             where = where.tb_next
-        at = f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno}" if where else ""
+        at = (
+            f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno}"
+            if where
+            else ""
+        )
         what = f"{type(e).__name__}: {' '.join(str(e).split())[:400]} ({at})"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -192,20 +253,31 @@ def broken(kind: str, call) -> str:
         every[name][1](before[name])
     left += [name for name, get in OTHER.items() if other[name] != get()]
     if len(sys.modules) > modules:  # libraries change these when they are imported
-        left = [name for name in left if name not in (*RANDOM, "the environment", "filters of warnings", "open files")]
+        left = [
+            name
+            for name in left
+            if name
+            not in (*RANDOM, "the environment", "filters of warnings", "open files")
+        ]
     if sys.stdout is not stdout:
         sys.stdout = stdout
         left.append("stdout")
     return what or (f"left behind: {', '.join(left)}" if left else "")
 
 
-def fuzz(inputs: int, seed: int, file: Path | None = None) -> tuple[collections.Counter, dict[str, list[str]]]:
+def fuzz(
+    inputs: int, seed: int, file: Path | None = None
+) -> tuple[collections.Counter, dict[str, list[str]]]:
     """(how many of each kind, what broke -> the inputs, as `seed number`)."""
 
     def late(number, frame):
         raise TimeoutError(f"no end within {LIMIT} s")
 
-    begun = json.loads(file.read_text()) if file and file.exists() else {"next": 0, "counts": {}, "found": {}}
+    begun = (
+        json.loads(file.read_text())
+        if file and file.exists()
+        else {"next": 0, "counts": {}, "found": {}}
+    )
     counts, found = collections.Counter(begun["counts"]), begun["found"]
     before, ours = signal.signal(signal.SIGPROF, late), os.getpid()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -218,17 +290,27 @@ def fuzz(inputs: int, seed: int, file: Path | None = None) -> tuple[collections.
             if os.getpid() != ours:
                 os._exit(3)
             if file and (i + 1) % EVERY == 0:
-                file.write_text(json.dumps({"next": i + 1, "counts": counts, "found": found}, indent=1))
+                file.write_text(
+                    json.dumps(
+                        {"next": i + 1, "counts": counts, "found": found}, indent=1
+                    )
+                )
     signal.signal(signal.SIGPROF, before)
     return counts, found
 
 
 if __name__ == "__main__":
     given = (*sys.argv[1:], *("2000", "0", "")[len(sys.argv) - 1 :])
-    inputs, seed, kept = int(given[0]), int(given[1]), Path(given[2]).absolute() if given[2] else None
+    inputs, seed, kept = (
+        int(given[0]),
+        int(given[1]),
+        Path(given[2]).absolute() if given[2] else None,
+    )
     counts, found = fuzz(inputs, seed, kept)
     for what, where in sorted(found.items()):
         print(f"{len(where):4} {what}   [{where[0]}]")
-    print(f"{sum(counts.values())} inputs, seed {seed}: {sum(map(len, found.values()))} broke a rule")
+    print(
+        f"{sum(counts.values())} inputs, seed {seed}: {sum(map(len, found.values()))} broke a rule"
+    )
     print(", ".join(f"{k} {n}" for k, n in sorted(counts.items())))
     sys.exit(bool(found))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laws every registered objective must obey. A law takes an Objective and raises AssertionError.
+"""The laws every registered objective must obey. A law takes an Objective and raises
+AssertionError.
 
-test_objectives.py runs them all on all; test_wrong_objectives.py shows that they reject what is wrong.
+test_objectives.py runs them all on all; test_wrong_objectives.py shows that they reject
+what is wrong.
 """
 
 import math
@@ -36,7 +38,9 @@ def close(found, expected, tol=TOL):
 
 @law
 def autograd_is_weight_times_aggregation(o):
-    """Over the whole regime grid, masks ragged and masked slots poisoned; the gradient scaled up by the batch size."""
+    """Over the whole regime grid, masks ragged and masked slots poisoned; the gradient
+    scaled up by the batch size.
+    """
     for hp in settings(o):
         b = batch(o, **hp)
         scale = b.mask.sum()
@@ -45,7 +49,9 @@ def autograd_is_weight_times_aggregation(o):
 
 @law
 def sympy_derivative_is_autograd(o):
-    """sympy differentiates the same source over the whole grid, mask and aggregation included."""
+    """sympy differentiates the same source over the whole grid, mask and aggregation
+    included.
+    """
     from upref.derivation import sympy_gradient
 
     if o.not_symbolic:
@@ -58,23 +64,38 @@ def sympy_derivative_is_autograd(o):
 def masked_slots_are_inert(o):
     """Zero gradient there, and what they hold changes nothing, not a bit."""
     b = batch(o)
-    b = replace(b, logp_sampler=b.logp_old if b.logp_sampler is None else b.logp_sampler)
-    calm = [x.masked_fill(~b.mask, fill) for x, fill in ((b.logp, -1.0), (b.logp_old, -2.0), (b.adv, 0.5))]
+    b = replace(
+        b, logp_sampler=b.logp_old if b.logp_sampler is None else b.logp_sampler
+    )
+    calm = [
+        x.masked_fill(~b.mask, fill)
+        for x, fill in ((b.logp, -1.0), (b.logp_old, -2.0), (b.adv, 0.5))
+    ]
     expected = grad(o, replace(b, logp=calm[0], logp_old=calm[1], adv=calm[2]))
     assert (expected[~b.mask] == 0).all()
     for poison in (float("nan"), float("inf"), -float("inf"), 1e30):
-        bad = {k: getattr(b, k).masked_fill(~b.mask, poison) for k in FLOATS if getattr(b, k) is not None}
+        bad = {
+            k: getattr(b, k).masked_fill(~b.mask, poison)
+            for k in FLOATS
+            if getattr(b, k) is not None
+        }
         found = grad(o, replace(b, **bad))
         assert torch.equal(found, expected), f"masked slots at {poison} leak"
 
 
 @law
 def padding_is_inert(o):
-    """Columns of padding on either side, filled with finite numbers that could pass for tokens."""
+    """Columns of padding on either side, filled with finite numbers that could pass for
+    tokens.
+    """
     b = batch(o, edges=OFF_EDGES)
     calm = lambda x: x.masked_fill(~b.mask, -1.0) if x.is_floating_point() else x
-    pad = lambda x: torch.nn.functional.pad(calm(x), (3, 2), value=-0.5 if x.is_floating_point() else 0)
-    wide = replace(b, **{k: pad(v) for k in (*FLOATS, "mask") if (v := getattr(b, k)) is not None})
+    pad = lambda x: torch.nn.functional.pad(
+        calm(x), (3, 2), value=-0.5 if x.is_floating_point() else 0
+    )
+    wide = replace(
+        b, **{k: pad(v) for k in (*FLOATS, "mask") if (v := getattr(b, k)) is not None}
+    )
     close(grad(o, wide)[:, 3:-2], grad(o, b))
 
 
@@ -82,13 +103,22 @@ def padding_is_inert(o):
 def rows_commute(o):
     b = batch(o, edges=OFF_EDGES)
     i = torch.randperm(len(b.mask), generator=torch.Generator().manual_seed(1))
-    moved = replace(b, **{k: v[i] for k in (*FLOATS, "mask", "group") if (v := getattr(b, k)) is not None})
+    moved = replace(
+        b,
+        **{
+            k: v[i]
+            for k in (*FLOATS, "mask", "group")
+            if (v := getattr(b, k)) is not None
+        },
+    )
     close(grad(o, moved), grad(o, b)[i])
 
 
 @law
 def micro_batches_add_up(o):
-    """Unequal lengths, groups torn apart: the losses and gradients of the parts sum to the whole's."""
+    """Unequal lengths, groups torn apart: the losses and gradients of the parts sum to
+    the whole's.
+    """
     if o.batch_coupled:
         pytest.skip(o.batch_coupled)
     b = batch(o)
@@ -112,7 +142,9 @@ def scales_with_the_advantage(o):
     b = batch(o)
     found, expected = grad(o, replace(b, adv=3 * b.adv)), 3 * grad(o, b)
     if o.scale_exception:
-        assert not torch.allclose(found, expected), f"{o.name} is listed as an exception and is none"
+        assert not torch.allclose(found, expected), (
+            f"{o.name} is listed as an exception and is none"
+        )
     else:
         close(found, expected)
 
@@ -123,16 +155,22 @@ def on_policy_weight_is_the_advantage(o):
     on = replace(b, logp=b.logp_old)
     n = b.mask.sum(-1, keepdim=True)
     w = o.token_weights(on)[b.mask]
-    A = (b.adv / n if o.agg == "seq-mean" and o.level != "sequence_product" else b.adv)[b.mask]
+    A = (b.adv / n if o.agg == "seq-mean" and o.level != "sequence_product" else b.adv)[
+        b.mask
+    ]
     if o.on_policy_exception:
-        assert (w - A).abs().max() > 1e-3, f"{o.name} is listed as an exception and is none"
+        assert (w - A).abs().max() > 1e-3, (
+            f"{o.name} is listed as an exception and is none"
+        )
     else:
         close(w, A)
 
 
 @law
 def finite_differences_agree(o):
-    """Of the declared surrogate, sg(x) held where it was: ties the value of J to its gradient."""
+    """Of the declared surrogate, sg(x) held where it was: ties the value of J to its
+    gradient.
+    """
     b = batch(o, edges=OFF_EDGES, thin=7)
     b = replace(b, logp=b.logp - 1e-4)  # a bound may lie at r = 1 itself
     if o.batch_coupled:  # a step must not change the batch's ranking
@@ -140,25 +178,36 @@ def finite_differences_agree(o):
     g, values, h = grad(o, b), [], 1e-6
     with recorded_sg(values):
         o(b)
-    direction = torch.randn(b.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    direction = torch.randn(
+        b.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     for part in (direction, direction * (torch.arange(b.mask.shape[1]) % 2)):
         part = part * (b.logp.exp() < 0.9)
         with recorded_sg(values):
             up = o(replace(b, logp=b.logp + h * part))
         with recorded_sg(values):
             down = o(replace(b, logp=b.logp - h * part))
-        found, expected = (up - down) / (2 * h), (g * part.masked_fill(~b.mask, 0)).sum()
+        found, expected = (
+            (up - down) / (2 * h),
+            (g * part.masked_fill(~b.mask, 0)).sum(),
+        )
         close(found, expected, 1e-7)
 
 
 @law
 def nothing_flows_into_constants(o):
     b = batch(o)
-    free = {k: v.clone().requires_grad_() for k in FLOATS if (v := getattr(b, k)) is not None}
+    free = {
+        k: v.clone().requires_grad_()
+        for k in FLOATS
+        if (v := getattr(b, k)) is not None
+    }
     J = o(replace(b, **free, logp_ref=b.logp_old))
     grads = torch.autograd.grad(J, list(free.values()), allow_unused=True)
     assert grads[0] is not None
-    assert all(g is None or (g == 0).all() for g in grads[1:]), "a gradient leaks into old, advantages or entropy"
+    assert all(g is None or (g == 0).all() for g in grads[1:]), (
+        "a gradient leaks into old, advantages or entropy"
+    )
 
 
 @law
@@ -172,28 +221,52 @@ def inputs_are_left_alone(o):
     )
 
 
-EXTREME = (-1000.0, -100.0, -20.0, -0.5, 0.0, 0.5, 2.0, 3.0, 20.0, 80.0, 87.0, 100.0, 1000.0)
+EXTREME = (
+    -1000.0,
+    -100.0,
+    -20.0,
+    -0.5,
+    0.0,
+    0.5,
+    2.0,
+    3.0,
+    20.0,
+    80.0,
+    87.0,
+    100.0,
+    1000.0,
+)
 
 
 @law
 def extreme_ratios_never_make_nan(o):
-    """|log r| up to 1000, in four dtypes: never NaN, and right wherever the exact weight is representable."""
+    """|log r| up to 1000, in four dtypes: never NaN, and right wherever the exact
+    weight is representable.
+    """
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         b = extreme_batch(o, dtype)
         found = grad(o, b)
         exact = o.gradient(widened(b))
         limit = torch.finfo(dtype).max / 4
         assert not found.isnan().any(), f"{dtype}: NaN"
-        assert (found.isfinite() | (exact.abs() > limit)).all(), f"{dtype}: not finite, though the weight is"
+        assert (found.isfinite() | (exact.abs() > limit)).all(), (
+            f"{dtype}: not finite, though the weight is"
+        )
         overflows = ratio(o, b) >= math.log(torch.finfo(dtype).max)
         inside = ~overflows & (exact.abs() < limit)
-        tol = 64 * torch.finfo(dtype).eps  # SAPO's gate turns an ulp of r = 20 into twenty of its weight
+        # SAPO's gate turns an ulp of r = 20 into twenty of its weight
+        tol = 64 * torch.finfo(dtype).eps
         floor = 0.01 * exact[b.mask & (ratio(o, b).abs() < 1)].abs().mean()
         off = (found.double() - exact).abs() / exact.abs().clamp(min=floor)
-        assert (off[inside & b.mask] < tol).all(), f"{dtype}: off by {off[inside & b.mask].max():.3g}"
-        # where the ratio overflows, what does not depend on it must still be exact: 0 where clipped, A for UP
+        assert (off[inside & b.mask] < tol).all(), (
+            f"{dtype}: off by {off[inside & b.mask].max():.3g}"
+        )
+        # where the ratio overflows, what does not depend on it must still be exact: 0
+        # where clipped, A for UP
         free = overflows & b.mask & (exact.abs() <= b.adv.double().abs() * 10)
-        assert (off[free] < tol).all(), f"{dtype}: a weight free of the ratio is lost at overflow"
+        assert (off[free] < tol).all(), (
+            f"{dtype}: a weight free of the ratio is lost at overflow"
+        )
 
 
 def ratio(o, b):
@@ -201,15 +274,21 @@ def ratio(o, b):
     if o.level not in REDUCE and o.agg != "seq-mean":
         return log_r
     total = log_r.sum(-1, keepdim=True)
-    return (total if o.level == "sequence_product" else total / b.mask.sum(-1, keepdim=True)).expand_as(log_r)
+    return (
+        total if o.level == "sequence_product" else total / b.mask.sum(-1, keepdim=True)
+    ).expand_as(log_r)
 
 
 def widened(b):
-    return replace(b, **{k: v.double() for k in FLOATS if (v := getattr(b, k)) is not None})
+    return replace(
+        b, **{k: v.double() for k in FLOATS if (v := getattr(b, k)) is not None}
+    )
 
 
 def extreme_batch(o, dtype):
-    """Every extreme ratio beside a calm token, both signs; one row a case where a response acts as one."""
+    """Every extreme ratio beside a calm token, both signs; one row a case where a
+    response acts as one.
+    """
     rows = [(A, x) for A in (1.0, -1.0, 0.0) for x in EXTREME]
     log_r = torch.tensor([[x, -0.5, 0.125] for _, x in rows], dtype=dtype)
     A = torch.tensor([[a] * 3 for a, _ in rows], dtype=dtype)
@@ -220,7 +299,15 @@ def extreme_batch(o, dtype):
     old = torch.where(log_r > 0, -log_r - 0.5, torch.full_like(log_r, -0.5))
     group = torch.arange(len(rows)) % 5
     engine = old - 0.25 * (torch.arange(len(rows)) % 3)[:, None]
-    return upref.Rollouts(old + log_r, old, A, mask, group, entropy=torch.ones_like(log_r), logp_sampler=engine)
+    return upref.Rollouts(
+        old + log_r,
+        old,
+        A,
+        mask,
+        group,
+        entropy=torch.ones_like(log_r),
+        logp_sampler=engine,
+    )
 
 
 MOVED = {"c": 2.0, "beta": 0.1, "seed": 1, "share": 0.1, "high": 1.05, "eps_f_low": 0.2}
@@ -234,7 +321,9 @@ def every_hyperparameter_is_alive(o):
         moved = {key: other}
         b = batch(o, **({} if key == "beta" else moved))
         b = replace(b, logp_ref=b.logp_old - 0.1)
-        assert not torch.equal(grad(o, b), grad(partial(o, **moved), b)), f"{key} is dead"
+        assert not torch.equal(grad(o, b), grad(partial(o, **moved), b)), (
+            f"{key} is dead"
+        )
     with pytest.raises(upref.InputError, match="no hyperparameter"):
         o.loss(batch(o), no_such_thing=1.0)
 
@@ -245,7 +334,9 @@ def record_is_complete(o):
     assert not o.kl or o.kl in kl.NAMES
     assert o.equation and bool(o.eq) == bool(o.paper)
     if o.paper:
-        assert set(o.defaults) == set(o.hyperparameters), "a default without the sentence it comes from"
+        assert set(o.defaults) == set(o.hyperparameters), (
+            "a default without the sentence it comes from"
+        )
 
 
 def settings(o):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Odd inputs for fuzz.py: values, signatures, answers, tables, ledgers, and losses and solutions of exercises that turn
-bad when asked for something particular."""
+"""Odd inputs for fuzz.py: values, signatures, answers, tables, ledgers, and losses and
+solutions of exercises that turn bad when asked for something particular."""
 
 import contextlib
 import functools
@@ -57,7 +57,7 @@ def _forever(*_):
         time.sleep(0.01)
 
 
-# ---- functions with a signature and an answer by chance --------------------------------------------------------------
+# ---- functions with a signature and an answer by chance ------------------------------
 ANSWERS: dict[str, Callable] = {
     "sum": lambda a: sum(x.sum() for x in a if isinstance(x, torch.Tensor) and x.is_floating_point()),
     "first": lambda a: a[0] if a else None,
@@ -84,7 +84,12 @@ def a_loss(rng: random.Random) -> Callable:
     parts = parts[:cut] + [p if "=" in p else p + "=None" for p in parts[cut:]]
     for mark in ("/", "*", "*a"):
         if parts and rng.random() < 0.1 and not {"*", "*a"} & set(parts):
-            parts.insert(rng.randint(1, len(parts)) if mark == "/" else rng.randint(0, len(parts) - 1), mark)
+            parts.insert(
+                rng.randint(1, len(parts))
+                if mark == "/"
+                else rng.randint(0, len(parts) - 1),
+                mark,
+            )
     if rng.random() < 0.1:
         parts.append("**k")
     scope: dict = {"answer": ANSWERS[rng.choice(list(ANSWERS))]}
@@ -94,7 +99,7 @@ def a_loss(rng: random.Random) -> Callable:
     return functools.partial(f) if rng.random() < 0.1 else f
 
 
-# ---- losses that run, and turn bad when asked for something particular -----------------------------------------------
+# ---- losses that run, and turn bad when asked for something particular ---------------
 def _clip(r, A):
     return torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
 
@@ -142,7 +147,8 @@ def _written(lp, old, A, m):
     old.mul_(1.01)
 
 
-FORKS: list[bool] = []  # how many calls of a loss still may: each copies the whole process
+# how many calls of a loss still may: each copies the whole process
+FORKS: list[bool] = []
 
 
 def _forks(*_):
@@ -154,7 +160,8 @@ def _warned(*_):
     warnings.warn("w" * 300, stacklevel=1)
 
 
-THEN: dict[str, Callable] = {  # of the inputs; the answer in place of the loss, None for none
+# of the inputs; the answer in place of the loss, None for none
+THEN: dict[str, Callable] = {
     "raises": _raises(ValueError("one\ntwo")), "raises much": _raises(RuntimeError("long " * 40_000)),
     "raises lines": _raises(KeyError("\n" * 9999)), "exits": lambda *_: sys.exit(0), "stops": _raises(StopIteration()),
     "interrupts": _raises(KeyboardInterrupt()), "memory": _raises(MemoryError()), "deep": _raises(RecursionError()),
@@ -178,9 +185,13 @@ ENDS: dict[str, Callable] = {  # what only a parent process can see
 
 
 def moody(rng: random.Random, ends: bool = True) -> Callable:
-    """A loss that runs, until it is asked for something particular. ends: it may end the process."""
+    """A loss that runs, until it is asked for something particular. ends: it may end
+    the process.
+    """
     J, total, when = (rng.choice(list(x.values())) for x in (SURROGATES, SUMS, WHEN))
-    then = rng.choice(list((THEN | ENDS if ends and rng.random() < 0.2 else THEN).values()))
+    then = rng.choice(
+        list((THEN | ENDS if ends and rng.random() < 0.2 else THEN).values())
+    )
     calls = [0]
     FORKS[:] = [True] * 5
 
@@ -190,9 +201,17 @@ def moody(rng: random.Random, ends: bool = True) -> Callable:
         if when(*given, calls[0]) and (got := then(*given)) is not None:
             return got
         m = mask.bool()
-        lp, old, A = (torch.where(m, x, 0) if x.shape == m.shape else x for x in given[:3])
+        lp, old, A = (
+            torch.where(m, x, 0) if x.shape == m.shape else x for x in given[:3]
+        )
         got = total(J(lp, lp - old, A), m)
-        return -got if isinstance(got, torch.Tensor) else {**got} if isinstance(got, dict) else got
+        return (
+            -got
+            if isinstance(got, torch.Tensor)
+            else {**got}
+            if isinstance(got, dict)
+            else got
+        )
 
     return loss
 
@@ -200,15 +219,28 @@ def moody(rng: random.Random, ends: bool = True) -> Callable:
 def a_table(rng: random.Random) -> str:
     """CSV or markdown with cells by chance."""
     n, sep = rng.randint(1, 4), rng.choice([",", ",", "\t", ";", "|"])
-    head = ["method", *(rng.choice(["a", "b", "c", "Average", "avg", ""]) for _ in range(n))]
+    head = [
+        "method",
+        *(rng.choice(["a", "b", "c", "Average", "avg", ""]) for _ in range(n)),
+    ]
     right = lambda: f"{rng.randint(0, 10000) / 100:.2f}"
     cell = lambda: right() if rng.random() < 0.9 else rng.choice(CELLS)
     many = lambda: range(n if rng.random() < 0.97 else n + 1)
-    name = lambda i: rng.choice(["x", "y", "z", "GRPO", "n", ""]) + str(i) * rng.randint(0, 1)
+    name = lambda i: (
+        rng.choice(["x", "y", "z", "GRPO", "n", ""]) + str(i) * rng.randint(0, 1)
+    )
     rows = [[name(i), *(cell() for _ in many())] for i in range(rng.randint(0, 5))]
     if rng.random() < 0.5:
         rows.append(
-            ["n", *(rng.choice(["30x32", "40", "674|675", "0", "x", "9" * 30, "9" * 5000, "?"]) for _ in many())]
+            [
+                "n",
+                *(
+                    rng.choice(
+                        ["30x32", "40", "674|675", "0", "x", "9" * 30, "9" * 5000, "?"]
+                    )
+                    for _ in many()
+                ),
+            ]
         )
     lines = [sep.join(row) for row in [head, *rows]]
     return "\n".join(f"|{line}|" for line in lines) if sep == "|" else "\n".join(lines)
@@ -222,14 +254,21 @@ def a_ledger(rng: random.Random, text: str) -> str:
     for _ in range(rng.randint(0, 3)):
         i = rng.randrange(len(lines))
         what = rng.choice(["drop", "twice", "cut", "junk"])
-        junk = rng.choice(['x = "', "[", "[[deviation]]", 'status = "no"', "evidence = 3"])
+        junk = rng.choice(
+            ['x = "', "[", "[[deviation]]", 'status = "no"', "evidence = 3"]
+        )
         half = lines[i][: len(lines[i]) // 2]
-        lines[i : i + 1] = {"drop": [], "twice": [lines[i]] * 2, "cut": [half], "junk": [junk]}[what]
+        lines[i : i + 1] = {
+            "drop": [],
+            "twice": [lines[i]] * 2,
+            "cut": [half],
+            "junk": [junk],
+        }[what]
         lines = lines or [""]
     return "\n".join(lines)
 
 
-# ---- what a student writes -------------------------------------------------------------------------------------------
+# ---- what a student writes -----------------------------------------------------------
 TURNED: dict[str, Callable] = {  # of the answer of a solution
     "as it is": lambda x: x, "twice": lambda x: 2 * x, "negated": lambda x: -x, "detached": lambda x: x.detach(),
     "a number": lambda x: float(x.sum()), "nothing": lambda x: None, "text": lambda x: "x" * 9999,
@@ -242,12 +281,22 @@ TURNED: dict[str, Callable] = {  # of the answer of a solution
 
 
 def student(number: int, rng: random.Random, ends: bool = True) -> Callable:
-    """A solution of that exercise: right or with a known mistake, answered oddly, or that turns bad at some call."""
+    """A solution of that exercise: right or with a known mistake, answered oddly, or
+    that turns bad at some call.
+    """
     from upref_course.grader import exercise
 
     e = exercise(number)
-    base, turn = rng.choice([e.right, *(s.fn for s in e.slips)]), rng.choice(list(TURNED.values()))
-    then, bad = rng.choice(list((THEN | ENDS if ends and rng.random() < 0.3 else THEN).values())), rng.randint(1, 30)
+    base, turn = (
+        rng.choice([e.right, *(s.fn for s in e.slips)]),
+        rng.choice(list(TURNED.values())),
+    )
+    then, bad = (
+        rng.choice(
+            list((THEN | ENDS if ends and rng.random() < 0.3 else THEN).values())
+        ),
+        rng.randint(1, 30),
+    )
     calls = [0]
     FORKS[:] = [True] * 5
 

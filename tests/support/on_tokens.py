@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a function that trains does to single tokens and arms: for the claims of the paper."""
+"""What a function that trains does to single tokens and arms: for the claims of the
+paper.
+"""
 
 import torch
 
@@ -12,7 +14,9 @@ T = lambda *x: torch.tensor(x, dtype=F64)
 def weight(name, r, A, **hp):
     """dJ/dlp of the function that trains."""
     lp = T(r).log().requires_grad_()
-    return torch.autograd.grad(upref.get(name).fn(lp, T(1.0).log(), T(A), **hp).sum(), lp)[0].item()
+    return torch.autograd.grad(
+        upref.get(name).fn(lp, T(1.0).log(), T(A), **hp).sum(), lp
+    )[0].item()
 
 
 def gradient(J, z):
@@ -21,8 +25,15 @@ def gradient(J, z):
 
 
 def flow(steps, lr, mu, A, name="dapo"):
-    """Gradient ascent on the expectation of the objective's own function, over arms: π/π_old at the end."""
+    """Gradient ascent on the expectation of the objective's own function, over arms:
+    π/π_old at the end.
+    """
     z, mu, A = T(*mu).log(), T(*mu), T(*A)
     for _ in range(steps):
-        z = z + lr * gradient(lambda z: (mu * upref.get(name).fn(torch.log_softmax(z, 0), mu.log(), A)).sum(), z)
+        z = z + lr * gradient(
+            lambda z: (
+                mu * upref.get(name).fn(torch.log_softmax(z, 0), mu.log(), A)
+            ).sum(),
+            z,
+        )
     return (torch.softmax(z, 0) / mu).tolist()

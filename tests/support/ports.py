@@ -10,7 +10,9 @@ import pytest
 
 
 def listening() -> list[str]:
-    """The addresses at which this process waits for connections, by the kernel's tables: hexadecimal, ADDRESS:PORT."""
+    """The addresses at which this process waits for connections, by the kernel's
+    tables: hexadecimal, ADDRESS:PORT.
+    """
     mine = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
@@ -27,14 +29,26 @@ def listening() -> list[str]:
 
 
 def on_a_network(*command: str, cwd: Path) -> subprocess.CompletedProcess:
-    """Runs the command where the host's name means the address of this machine's network, as on most clusters."""
+    """Runs the command where the host's name means the address of this machine's
+    network, as on most clusters.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_route:
         try:
             any_route.connect(("192.0.2.1", 9))  # sends nothing
             address = any_route.getsockname()[0]
         except OSError:
             pytest.skip("this machine has no network")
-    named = ["unshare", "--uts", "--map-root-user", "sh", "-c", 'hostname "$0" && exec "$@"', address]
+    named = [
+        "unshare",
+        "--uts",
+        "--map-root-user",
+        "sh",
+        "-c",
+        'hostname "$0" && exec "$@"',
+        address,
+    ]
     if subprocess.run([*named, "true"], capture_output=True, check=False).returncode:
         pytest.skip("unshare may not name the host here")
-    return subprocess.run([*named, *command], cwd=cwd, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [*named, *command], cwd=cwd, capture_output=True, text=True, check=False
+    )

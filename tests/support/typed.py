@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be typed after `upref`: every verb with every option, files beside it, in this process and in a child of it.
+"""What can be typed after `upref`: every verb with every option, files beside it, in
+this process and in a child of it.
 
-The verbs of PAPER follow `python -m paper`. VERBS holds the words of each verb; test_fuzz.py holds that no verb and no
-option of `upref --help` is missing.
+The verbs of PAPER follow `python -m paper`. VERBS holds the words of each verb;
+test_fuzz.py holds that no verb and no option of `upref --help` is missing.
 """
 
 import contextlib
@@ -22,7 +23,14 @@ from upref_course.grader import exercises
 LONGEST = 20_000  # characters of an answer
 HP = ["--hp", "--hp=eps_low=0.1", "--hp=eps_low=nan", "--hp=c=None", "--hp=eps=1e999", "--hp==", "--hp=x=1",
       "--hp=eps_high=True"]  # fmt: skip
-TIME = ["--timeout", "--timeout=0", "--timeout=-1", "--timeout=nan", "--timeout=x", "--timeout=9"]
+TIME = [
+    "--timeout",
+    "--timeout=0",
+    "--timeout=-1",
+    "--timeout=nan",
+    "--timeout=x",
+    "--timeout=9",
+]
 ALL = ["--json", "--debug", "-h", "--help"]
 FIGURE = ["-o", "-o.", "-o/", "-o/no/x.svg", "-ox.xyz", "-ox.svg", "-o\0.svg"]
 LOSSES = [
@@ -57,7 +65,8 @@ VERBS: dict[str, list[str]] = {
     "badge": ["-o", "-ox.svg", "-ono/x.svg", "table.csv", "mine.py", "."],
     "doctor": [],
 }  # fmt: skip
-SLOW = {"doctor": 0.1, "explorer": 0.5, "step": 0.1}  # how often, of the times that chance has it
+# how often, of the times that chance has it
+SLOW = {"doctor": 0.1, "explorer": 0.5, "step": 0.1}
 NO_VERB = ["frobnicate", "", "-x", "--help", "-h", "--debug", "--json", "π"]
 FIT = {  # words that alone are a right call
     "show": [["dapo"], ["up(sapo)"]], "cap": [["dapo"]], "weights": [["grpo", "gspo"]], "list": [[]],
@@ -90,19 +99,29 @@ def beside() -> None:
 
 
 def argv(rng: random.Random) -> list[str]:
-    """A verb with a few of its words, others' words and things that it may name; or none of that."""
+    """A verb with a few of its words, others' words and things that it may name; or
+    none of that.
+    """
     verb = rng.choice([*VERBS] * 5 + NO_VERB)
     if rng.random() > SLOW.get(verb, 1):
         verb = "list"
     own = VERBS.get(verb, []) + ALL
     many = [*own * 3, *rng.choice([*VERBS.values()]), *LOSSES]
-    words = rng.choice(FIT.get(verb, [[]])) if rng.random() < 0.4 else rng.choices(LOSSES, k=rng.randint(0, 1))
+    words = (
+        rng.choice(FIT.get(verb, [[]]))
+        if rng.random() < 0.4
+        else rng.choices(LOSSES, k=rng.randint(0, 1))
+    )
     words = [*words, *rng.choices(many, k=rng.randint(0, 3))]
     rng.shuffle(words)
     if verb == "claims" and "--run" in words:
         words.append("--section=99")  # all of them take an hour
     if verb == "audit":  # nothing is fetched, no framework's whole audit is run
-        words += ["--ledger"] if not {"--ledger", "--report"} & {w.partition("=")[0] for w in words} else []
+        words += (
+            ["--ledger"]
+            if not {"--ledger", "--report"} & {w.partition("=")[0] for w in words}
+            else []
+        )
     if verb == "learn":
         for number in (int(w) for w in words if w in map(str, range(1, 11))):
             a_lesson(number, rng, ends=False)
@@ -130,7 +149,7 @@ def a_lesson(number: int, rng: random.Random, ends: bool) -> None:
             file.write_bytes(b"\xff\xfe" + text.encode())
 
 
-# ---- run -------------------------------------------------------------------------------------------------------------
+# ---- run -----------------------------------------------------------------------------
 def command(argv: list[str]) -> None:
     """In this process."""
     out, err = io.StringIO(), io.StringIO()
@@ -143,15 +162,27 @@ def command(argv: list[str]) -> None:
 
 
 def judging(rng: random.Random) -> list[str]:
-    """A verb that runs somebody's function, and one that may turn bad or end the process."""
+    """A verb that runs somebody's function, and one that may turn bad or end the
+    process.
+    """
     loss = f"mine.py:{rng.choice(['loss', 'wrong', *[f'moody_{rng.randrange(10**9)}'] * 6])}"
     objective, number = rng.choice(["dapo", "grpo", "gspo", "no"]), rng.randint(1, 10)
     judges = (["check", loss, "--as", objective], ["check", loss, "--as-kl", "k3"],
               ["check", loss, "--as-advantage", "group_norm"], ["identify", loss])  # fmt: skip
-    verb, *what = rng.choice([*judges, ["cap", loss], ["weights", loss], *[["learn", str(number)]] * 3])
+    verb, *what = rng.choice(
+        [*judges, ["cap", loss], ["weights", loss], *[["learn", str(number)]] * 3]
+    )
     if verb == "learn":
         a_lesson(number, rng, ends=True)
-    more = rng.choice([[], [], ["--json"], ["--skip=no"], ["-v"] if verb in ("check", "identify") else []])
+    more = rng.choice(
+        [
+            [],
+            [],
+            ["--json"],
+            ["--skip=no"],
+            ["-v"] if verb in ("check", "identify") else [],
+        ]
+    )
     return [verb, *what, "--timeout", rng.choice(["4", "8"]), *more]
 
 
@@ -161,9 +192,13 @@ def child(argv: list[str], forked: bool) -> None:
         if forked:
             status = _forked(argv, out.fileno(), err.fileno())
         else:
-            env = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+            env = os.environ | {
+                "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))
+            }
             run = [sys.executable, "-m", "upref", *argv]
-            status = subprocess.run(run, stdout=out, stderr=err, check=False, env=env).returncode
+            status = subprocess.run(
+                run, stdout=out, stderr=err, check=False, env=env
+            ).returncode
         out.seek(0), err.seek(0)
         judge(argv, status, out.read(), err.read(), noisy=True)
 
@@ -184,12 +219,13 @@ def _forked(argv: list[str], out: int, err: int) -> int:
             os.dup2(was, fd), os.close(was)
 
 
-# ---- and judged ------------------------------------------------------------------------------------------------------
+# ---- and judged ----------------------------------------------------------------------
 HEADS = {  # how the answer of a verb begins that says no, or yes
     "check": lambda out, no: out.startswith("NOT ") == no and (": agrees" in out) != no,
     "learn": lambda out, no: (": not yet" in out.partition("\n")[0]) == no,
 }
-TRUTH = {"check": "ok", "identify": "identified", "learn": "ok"}  # of what is printed with --json
+# of what is printed with --json
+TRUTH = {"check": "ok", "identify": "identified", "learn": "ok"}
 
 
 def judge(argv: list[str], status, out: str, err: str, noisy: bool = False) -> None:
@@ -200,7 +236,9 @@ def judge(argv: list[str], status, out: str, err: str, noisy: bool = False) -> N
         assert "Traceback (most recent" not in err, tail
         last = err.rstrip("\n").rpartition("\n")[2]
         assert status != 2 or (
-            last.startswith(("upref", "python -m paper")) and len(last) < 1200 and (noisy or err.count("\n") == 1)
+            last.startswith(("upref", "python -m paper"))
+            and len(last) < 1200
+            and (noisy or err.count("\n") == 1)
         ), tail
     assert status == 2 or out, f"{tail}: no report"
     if status == 2 or {"-h", "--help"} & {*argv}:
@@ -209,6 +247,10 @@ def judge(argv: list[str], status, out: str, err: str, noisy: bool = False) -> N
         assert HEADS[verb](out, status == 1), f"{tail} {out[:200]}"
     if "--json" in argv and verb not in ("audit", "audit-table"):
         said = json.loads(out)
-        assert verb not in TRUTH or TRUTH[verb] not in said or said[TRUTH[verb]] == (status == 0), tail
+        assert (
+            verb not in TRUTH
+            or TRUTH[verb] not in said
+            or said[TRUTH[verb]] == (status == 0)
+        ), tail
     judges = verb in ("check", "identify", "learn") and "--json" not in argv
     assert not judges or len(out) <= LONGEST, f"{tail}: {len(out)} long"

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every row of tests/support/cases/table.py has the verdict that it says; by day a sample of what takes minutes.
+"""Every row of tests/support/cases/table.py has the verdict that it says; by day a
+sample of what takes minutes.
 
-One file: the one test of all verdicts, what it compares, and a second opinion on the written rows.
+One file: the one test of all verdicts, what it compares, and a second opinion on the
+written rows.
 """
 
 import inspect
@@ -13,7 +15,16 @@ import pytest
 import torch
 
 import upref
-from tests.support.cases import ACCEPTED, ENDS, NAMED, NOTED, REFUSED, REJECTED, UNKNOWN, objective
+from tests.support.cases import (
+    ACCEPTED,
+    ENDS,
+    NAMED,
+    NOTED,
+    REFUSED,
+    REJECTED,
+    UNKNOWN,
+    objective,
+)
 from tests.support.cases.bodies import loss
 from tests.support.cases.table import ALL
 from upref import Rollouts
@@ -27,8 +38,8 @@ EVERY = 3  # one case in so many runs by day
 
 
 def by_day(cases):
-    """The cases of a sample: one in three, and the first of each file, kind, verdict and
-    set of oracles. The others run by night."""
+    """The cases of a sample: one in three, and the first of each file, kind, verdict
+    and set of oracles. The others run by night."""
     kept, classes = [], set()
     for n, case in enumerate(cases):
         kind = case.file, case.kind, case.verdict, frozenset(case.oracles)
@@ -47,25 +58,37 @@ def parameter(case, daily):
 
 def identified(case, identity):
     if case.verdict == UNKNOWN:
-        assert not identity or (case.file.startswith("public") and identity.kind == "pitfall"), identity
+        assert not identity or (
+            case.file.startswith("public") and identity.kind == "pitfall"
+        ), identity
     elif case.verdict == ENDS:
         why = identity.why
-        assert case.says in why and "it differs elsewhere" in why and case.text in why.partition("elsewhere")[2], why
+        assert (
+            case.says in why
+            and "it differs elsewhere" in why
+            and case.text in why.partition("elsewhere")[2]
+        ), why
     else:
         assert identity and case.says in identity.why, identity
         match = next(m for m in identity.matches if m.name in case.objective.split())
-        assert {k: match.hp[k] for k in case.hp} == pytest.approx(case.hp, **case.within), identity
+        assert {k: match.hp[k] for k in case.hp} == pytest.approx(
+            case.hp, **case.within
+        ), identity
 
 
 def _without_padding(case, b):
     """The gradient of the batch without its columns of padding, where they were."""
     used, g = b.mask.any(0), torch.zeros_like(b.logp)
-    g[:, used] = case.gradient(cut(b, list(range(len(b.mask))), used.nonzero().flatten().tolist()))
+    g[:, used] = case.gradient(
+        cut(b, list(range(len(b.mask))), used.nonzero().flatten().tolist())
+    )
     return g
 
 
 def numbers_on(one, b, g, unit, remark):
-    """What the objective and the loss have at each token, in this unit; None where the loss gets another batch."""
+    """What the objective and the loss have at each token, in this unit; None where the
+    loss gets another batch.
+    """
     if unit == "weight":
         return one.expected(b), g / one.factors(b)
     if unit == "factor":
@@ -80,18 +103,26 @@ def numbers_on(one, b, g, unit, remark):
 
 
 def strangers(case, report) -> list[str]:
-    """The findings whose two numbers no token of the batch has that is printed below them."""
+    """The findings whose two numbers no token of the batch has that is printed below
+    them.
+    """
     o, out = upref.get(case.objective), []
     one = make_case(read(case.function, o, case.hp), o, o.resolve(case.hp))
     for f in report.failures:
         if "\nb = " not in f"\n{f.batch}" or not isinstance(f.expected, Number):
             continue
         exec(f.batch, space := {"upref": upref, "torch": torch})
-        as_type = lambda b, d: b.but(**{k: v.to(d) for k in FLOATS if (v := getattr(b, k)) is not None})
+        as_type = lambda b, d: b.but(
+            **{k: v.to(d) for k in FLOATS if (v := getattr(b, k)) is not None}
+        )
         b = as_type(space["b"], torch.float64)
-        g = one.gradient(as_type(b, torch.float32) if "in float32" in f.batch else space["b"]).double()
+        g = one.gradient(
+            as_type(b, torch.float32) if "in float32" in f.batch else space["b"]
+        ).double()
         right, found = numbers_on(one, b, g, f.expected.unit, f.expected.remark)
-        is_it = lambda x, value: torch.isclose(x, torch.full_like(x, value), 2e-5, 1e-9, equal_nan=True)
+        is_it = lambda x, value: torch.isclose(
+            x, torch.full_like(x, value), 2e-5, 1e-9, equal_nan=True
+        )
         hit = is_it(right, f.expected.value)
         if isinstance(f.found, Number) and found is not None:
             hit = hit & is_it(found, f.found.value)
@@ -124,9 +155,13 @@ def test_case(case):
         hit = [f for f in report.failures if f.oracle in (case.oracles or {f.oracle})]
         hit = hit[:1] if case.kind == "logprobs" else hit
         assert hit and any(case.regime in f.regime for f in hit), str(report)
-        assert case.says.startswith("-") or any(case.says in f.cause for f in hit), str(report)
+        assert case.says.startswith("-") or any(case.says in f.cause for f in hit), str(
+            report
+        )
     elif case.kind == "loss" and case.says:
-        assert case.says.startswith("-") or any(case.says in f.cause for f in report.notes), str(report)
+        assert case.says.startswith("-") or any(
+            case.says in f.cause for f in report.notes
+        ), str(report)
     if case.says.startswith("-"):
         among = [f for f in report.findings if f.oracle in (case.oracles or {f.oracle})]
         assert not any(case.says[1:] in f.cause for f in among), str(report)
@@ -134,17 +169,27 @@ def test_case(case):
         assert "      likely    " in str(report), "a cause, or that none fits"
         assert strangers(case, report) == []
     if case.file == "kl" and report:
-        assert (report.tolerances["per token, relative"] > 1e-5) == (case.text == "float32")
+        assert (report.tolerances["per token, relative"] > 1e-5) == (
+            case.text == "float32"
+        )
     if case.leaks is not None and report:
-        assert case.leaks == any(f.oracle == "masked-values" for f in report.notes), str(report)
+        assert case.leaks == any(f.oracle == "masked-values" for f in report.notes), (
+            str(report)
+        )
     if case.verdict == ACCEPTED and case.file == "habits" and case.kind == "loss":
         # these two have something to say of every short loss
-        assert {f.oracle for f in report.notes} <= {"stop-gradient", "extremes"}, report.text(verbose=True)
+        assert {f.oracle for f in report.notes} <= {"stop-gradient", "extremes"}, (
+            report.text(verbose=True)
+        )
 
 
 def test_each_case_has_a_name_of_its_own():
     names = [(c.kind, c.file, c.name) for c in ALL]
-    assert len(set(names)) == len(names) and {c.verdict for c in ALL} >= {ACCEPTED, REJECTED, NAMED}
+    assert len(set(names)) == len(names) and {c.verdict for c in ALL} >= {
+        ACCEPTED,
+        REJECTED,
+        NAMED,
+    }
     assert [c for c in ALL if len(f"{c.file}: {c.name}") > 60] == []
 
 
@@ -155,12 +200,16 @@ def test_each_habit_is_decided_once_and_has_a_reason():
 
 
 def test_an_unchecked_correction_is_said():
-    """DAPO has no sampler: π_old stands for μ, where a correction, right or wrong, is 1."""
+    """DAPO has no sampler: π_old stands for μ, where a correction, right or wrong, is
+    1.
+    """
     (case,) = [c for c in ALL if c.name == "with_engine, itself"]
     report, right = upref.check(case.function, "dapo"), case.judged()
     said = [any("sampler" in line for line in r.not_checked) for r in (report, right)]
     assert report and right and said == [True, False]
-    assert "not checked: what it makes of the sampler's log-probabilities" in str(report)
+    assert "not checked: what it makes of the sampler's log-probabilities" in str(
+        report
+    )
     assert "sampler" in json.loads(report.json())["not_checked"][0]
     identity = upref.identify(case.function)
     assert identity.name == "tis(dapo)" and not identity.on_sampler, str(identity)
@@ -168,7 +217,14 @@ def test_an_unchecked_correction_is_said():
 
 
 def test_an_optional_correction_that_is_left_out_is_said():
-    def loss(log_prob, old_log_prob, advantages, mask, rollout_is_weights=None, ref_scale=None):
+    def loss(
+        log_prob,
+        old_log_prob,
+        advantages,
+        mask,
+        rollout_is_weights=None,
+        ref_scale=None,
+    ):
         r = torch.where(mask, log_prob - old_log_prob, 0).exp()
         A = torch.where(mask, advantages, 0)
         J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
@@ -178,7 +234,10 @@ def test_an_optional_correction_that_is_left_out_is_said():
 
     for answer in (upref.check(loss, "dapo", skip=SLOW), upref.identify(loss)):
         assert answer
-        assert "what it makes of rollout_is_weights, which is left at None" in answer.not_checked
+        assert (
+            "what it makes of rollout_is_weights, which is left at None"
+            in answer.not_checked
+        )
         assert not any("ref_scale" in line for line in answer.not_checked)
 
 
@@ -186,8 +245,13 @@ def test_a_correction_in_a_whole_batch_is_said():
     of_batch = lambda name: lambda b: upref.get(name).loss(b)
     for name, due in (("icepop(dapo)", True), ("dapo", False)):
         for mine in (name, of_batch(name)):
-            report, identity = upref.check(mine, "dapo", skip=SLOW), upref.identify(mine)
-            assert report and any("sampler" in line for line in report.not_checked) == due, report
+            report, identity = (
+                upref.check(mine, "dapo", skip=SLOW),
+                upref.identify(mine),
+            )
+            assert (
+                report and any("sampler" in line for line in report.not_checked) == due
+            ), report
             assert [match.name for match in identity.matches][:1] == [name], identity
 
 
@@ -198,43 +262,81 @@ def test_what_was_not_checked_is_always_said():
     """A line of the short report, too."""
 
     def of_tokens(log_prob, old_log_prob, advantages, mask):
-        return torch.where(mask, upref.get("grpo").surrogate(log_prob, old_log_prob, advantages), 0) * -1
+        return (
+            torch.where(
+                mask, upref.get("grpo").surrogate(log_prob, old_log_prob, advantages), 0
+            )
+            * -1
+        )
 
     def of_batch(log_prob, old_log_prob, advantages, mask):
-        return (of_tokens(log_prob, old_log_prob, advantages, mask).sum(1) / mask.sum(1)).mean()
+        return (
+            of_tokens(log_prob, old_log_prob, advantages, mask).sum(1) / mask.sum(1)
+        ).mean()
 
-    line = lambda answer: [x for x in str(answer).splitlines() if x.startswith("not checked: ")]
+    line = lambda answer: [
+        x for x in str(answer).splitlines() if x.startswith("not checked: ")
+    ]
     assert line(upref.check(of_batch, "grpo")) == ["not checked: micro-batches"]
     assert line(upref.identify(of_batch)) == ["not checked: micro-batches"]
-    assert line(upref.check(of_tokens, "grpo")) == ["not checked: the aggregation, which its caller does"]
+    assert line(upref.check(of_tokens, "grpo")) == [
+        "not checked: the aggregation, which its caller does"
+    ]
     (said,) = line(upref.check(of_batch, "grpo", skip=SLOW))
     assert said == "not checked: micro-batches, one-response, extremes, unusual-inputs"
     of_prompts = upref.get("dapo").aggregated("token-mean")
-    assert line(upref.check(of_prompts, of_prompts, skip=["unusual-inputs"])) == ["not checked: unusual-inputs"]
+    assert line(upref.check(of_prompts, of_prompts, skip=["unusual-inputs"])) == [
+        "not checked: unusual-inputs"
+    ]
     assert line(upref.check("grpo", "grpo")) == []
 
 
-# ---- without the checker --------------------------------------------------------------------------------------------
+# ---- without the checker -------------------------------------------------------------
 def masks(kind, B, T, g):
-    t, m, ends = torch.arange(T), torch.ones(B, T, dtype=torch.bool), torch.randint(T, (B, 1), generator=g)
+    t, m, ends = (
+        torch.arange(T),
+        torch.ones(B, T, dtype=torch.bool),
+        torch.randint(T, (B, 1), generator=g),
+    )
     return {"full": m, "right": t < T - ends, "left": t >= ends, "turns": (t // 3 % 2 == 0).expand(B, T),
             "hole": m & ((t < T // 8) | (t >= T // 8 + T // 2))}[kind]  # fmt: skip
 
 
 def batches():
     """Sizes, masks and compositions at which the wrong losses are wrong."""
-    sizes = [(1, 5), (4, 8), (5, 5), (65, 6), (130, 5), (3, 63), (3, 128), (4, 130), (3, 600)]
-    kinds, compositions = ("hole", "full", "right", "left", "turns"), ("mixed", "zeros", "positive", "far")
+    sizes = [
+        (1, 5),
+        (4, 8),
+        (5, 5),
+        (65, 6),
+        (130, 5),
+        (3, 63),
+        (3, 128),
+        (4, 130),
+        (3, 600),
+    ]
+    kinds, compositions = (
+        ("hole", "full", "right", "left", "turns"),
+        ("mixed", "zeros", "positive", "far"),
+    )
     g = torch.Generator().manual_seed(0)
     for (B, T), kind, composition in itertools.product(sizes, kinds, compositions):
         some = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
         old = (-some(B, T).abs() * 3 - 0.002) * (1 + 4 * (some(B, T) > 2))
-        lp = (old + (3.0 if composition == "far" else 0.25) * some(B, T)).clamp(max=-1e-3)
-        A = {"zeros": some(B, 1) * (some(B, 1) > 1), "positive": some(B, 1).abs()}.get(composition, 2 * some(B, 1))
+        lp = (old + (3.0 if composition == "far" else 0.25) * some(B, T)).clamp(
+            max=-1e-3
+        )
+        A = {"zeros": some(B, 1) * (some(B, 1) > 1), "positive": some(B, 1).abs()}.get(
+            composition, 2 * some(B, 1)
+        )
         if composition == "mixed":
             A[0], A[-1] = 37.0, -5e-4
         m = masks(kind, B, T, g)
-        group = torch.arange(B) * 2 // 5 * 8 % 104 if B % 5 == 0 else torch.zeros(B, dtype=torch.long)
+        group = (
+            torch.arange(B) * 2 // 5 * 8 % 104
+            if B % 5 == 0
+            else torch.zeros(B, dtype=torch.long)
+        )
         yield Rollouts(lp, old, A.expand(B, T).clone(), m & m.any(1, keepdim=True), group if B > 1 else None,
                        logp_ref=(lp + 0.3 * some(B, T)).clamp(max=-1e-3), entropy=some(B, T).abs(),
                        logp_sampler=(old + 0.4 * some(B, T)).clamp(max=-1e-3))  # fmt: skip
@@ -247,10 +349,17 @@ ARGUMENTS = dict(log_prob="logp", old_log_prob="logp_old", advantages="adv", mas
 def error(fn, o, hp, b):
     takes = inspect.signature(fn).parameters
     lp = b.logp.clone().requires_grad_()
-    given = {k: getattr(b, v) for k, v in ARGUMENTS.items() if k in takes} | {"log_prob": lp}
+    given = {k: getattr(b, v) for k, v in ARGUMENTS.items() if k in takes} | {
+        "log_prob": lp
+    }
     found = torch.autograd.grad(fn(**given), lp)[0]
-    fields = {f: getattr(b, f) for f in ("logp_old", "adv", "mask", "logp_ref", "entropy")}
-    fields |= {"group": b.group if "group" in takes else None, "logp_sampler": b.logp_sampler if o.sampler else None}
+    fields = {
+        f: getattr(b, f) for f in ("logp_old", "adv", "mask", "logp_ref", "entropy")
+    }
+    fields |= {
+        "group": b.group if "group" in takes else None,
+        "logp_sampler": b.logp_sampler if o.sampler else None,
+    }
     want = torch.autograd.grad(o.loss(Rollouts(lp, **fields), **hp), lp)[0]
     return float(torch.where(b.mask, found - want, 0).norm() / (want.norm() + 1e-12))
 
@@ -258,16 +367,29 @@ def error(fn, o, hp, b):
 WRITTEN = [c for c in ALL if hasattr(c.function, "body")]
 
 
-@pytest.mark.parametrize("case", [parameter(replace(c, xfail="")) for c in WRITTEN if c.kind == "loss" and c.why])
+@pytest.mark.parametrize(
+    "case",
+    [parameter(replace(c, xfail="")) for c in WRITTEN if c.kind == "loss" and c.why],
+)
 def test_wrong_is_wrong(case):
     if case.name in ("first advantage", "micro-batches"):
-        pytest.skip("wrong for one advantage per token, or for micro-batches, which these batches do not have")
+        pytest.skip(
+            "wrong for one advantage per token, or for micro-batches, which these batches do not have"
+        )
     fn, o = loss(case.function.body), objective(case.objective)
     grouped = "group" in inspect.signature(fn).parameters
-    assert any(not error(fn, o, case.hp, b) < 1e-4 for b in batches() if b.group is not None or not grouped), case.why
+    assert any(
+        not error(fn, o, case.hp, b) < 1e-4
+        for b in batches()
+        if b.group is not None or not grouped
+    ), case.why
 
 
-@pytest.mark.parametrize("case", [parameter(replace(c, xfail="")) for c in WRITTEN if c.verdict == NAMED])
+@pytest.mark.parametrize(
+    "case", [parameter(replace(c, xfail="")) for c in WRITTEN if c.verdict == NAMED]
+)
 def test_a_box_is_what_it_is(case):
     o, fn = upref.get(case.objective.split()[0]), loss(case.function.body)
-    assert all(error(fn, o, case.hp, b) < 1e-5 for b in itertools.islice(batches(), 0, None, 7))
+    assert all(
+        error(fn, o, case.hp, b) < 1e-5 for b in itertools.islice(batches(), 0, None, 7)
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report says of a cause: laws over many losses. Single losses are rows of tests/support/cases/causes.py."""
+"""What a report says of a cause: laws over many losses. Single losses are rows of
+tests/support/cases/causes.py.
+"""
 
 import inspect
 import math
@@ -24,46 +26,91 @@ from upref.verify.report import UNKNOWN
 def test_a_note_in_float64_hides_no_failure_in_another_dtype(low):
     """J itself has a note there: exp(800) overflows."""
     far = lambda lp, old: (lp.dtype is low) & ((lp - old).abs() > 50)
-    loss = dapo(lambda lp, old, A: J(lp, old, A) * torch.where(far(lp, old), math.nan, 1.0))
+    loss = dapo(
+        lambda lp, old, A: J(lp, old, A) * torch.where(far(lp, old), math.nan, 1.0)
+    )
     report = upref.check(loss, "dapo", skip=("unusual-inputs", "one-response"))
     assert [f.oracle for f in report.failures] == ["extremes"]
 
 
 @pytest.mark.parametrize("name", upref.names())
 def test_what_no_sampler_draws_is_a_note_for_every_objective(name):
-    """Its own function, with an exp that overflows, and with every branch multiplied by 0 or 1: 0 * inf is NaN."""
+    """Its own function, with an exp that overflows, and with every branch multiplied by
+    0 or 1: 0 * inf is NaN.
+    """
     o, skip = (
         upref.get(name),
-        ("unusual-inputs", "one-response", "padding", "masked-values", "permutation", "in-training"),
+        (
+            "unusual-inputs",
+            "one-response",
+            "padding",
+            "masked-values",
+            "permutation",
+            "in-training",
+        ),
     )
     indicators = {"where": by_indicator, "when": lambda c, x: by_indicator(c, x, 0)}
     for words in ({}, indicators):
-        mine = replace(o, fn=written(o.fn, {"exp": torch.exp, "saturate": lambda x: x} | words))
+        mine = replace(
+            o, fn=written(o.fn, {"exp": torch.exp, "saturate": lambda x: x} | words)
+        )
 
-        def loss(log_prob, old_log_prob, advantages, mask, group, ref_log_prob, entropy, mine=mine):
-            given = dict(logp=log_prob, logp_old=old_log_prob, adv=advantages, mask=mask, group=group)
-            return mine.loss(upref.Rollouts.unchecked(**given, logp_ref=ref_log_prob, entropy=entropy))
+        def loss(
+            log_prob,
+            old_log_prob,
+            advantages,
+            mask,
+            group,
+            ref_log_prob,
+            entropy,
+            mine=mine,
+        ):
+            given = dict(
+                logp=log_prob,
+                logp_old=old_log_prob,
+                adv=advantages,
+                mask=mask,
+                group=group,
+            )
+            return mine.loss(
+                upref.Rollouts.unchecked(
+                    **given, logp_ref=ref_log_prob, entropy=entropy
+                )
+            )
 
         report = upref.check(loss, name, skip=skip)
         assert report, str(report)
 
 
 def by_indicator(c, x, y):
-    if any(v is True or v is False or (isinstance(v, torch.Tensor) and v.dtype is torch.bool) for v in (x, y)):
+    if any(
+        v is True
+        or v is False
+        or (isinstance(v, torch.Tensor) and v.dtype is torch.bool)
+        for v in (x, y)
+    ):
         return ops.where(c, x, y)
     c = torch.as_tensor(c)
-    number = lambda on: on.to(next((v.dtype for v in (x, y) if isinstance(v, torch.Tensor)), torch.float64))
+    number = lambda on: on.to(
+        next((v.dtype for v in (x, y) if isinstance(v, torch.Tensor)), torch.float64)
+    )
     return number(c) * x + number(~c) * y
 
 
 def written(fn, words):
     """The function, and those of its module that it calls, with other words."""
     names = dict(fn.__globals__)
-    made = types.FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__)
+    made = types.FunctionType(
+        fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__
+    )
     made.__kwdefaults__, made.__signature__ = fn.__kwdefaults__, inspect.signature(fn)
     for n in {*fn.__code__.co_names} & names.keys():
         f = names[n]
-        ours = isinstance(f, types.FunctionType) and f.__module__.startswith("upref.objectives") and f is not fn
+        ours = (
+            isinstance(f, types.FunctionType)
+            and f.__module__.startswith("upref.objectives")
+            and f is not fn
+        )
         names[n] = words.get(n) or (written(f, words) if ours else f)
     return made
 
@@ -73,7 +120,9 @@ def test_a_value_in_float32_has_the_gradient_of_its_value():
     o = upref.get("cispo")
     loss = lambda total: (
         lambda log_prob, old_log_prob, advantages, mask: total(
-            o.loss(upref.Rollouts(log_prob, old_log_prob, advantages, mask), eps_high=0.28)
+            o.loss(
+                upref.Rollouts(log_prob, old_log_prob, advantages, mask), eps_high=0.28
+            )
         )
     )
     assert upref.check(loss(lambda x: x.float()), "cispo", eps_high=0.28)
@@ -84,25 +133,39 @@ def test_a_value_in_float32_has_the_gradient_of_its_value():
         return -torch.where(mask, x, 0).sum() / mask.sum()
 
     report = upref.check(undeclared, "cispo", eps_high=0.28)
-    assert [f.cause.startswith("its gradient is not the derivative") for f in report.failures] == [True], str(report)
+    assert [
+        f.cause.startswith("its gradient is not the derivative")
+        for f in report.failures
+    ] == [True], str(report)
 
 
 def test_where_no_cause_is_known_the_report_says_so():
-    odd = dapo(lambda lp, old, A: J(lp, old, A) * torch.where((lp - old).abs() > 5, 1.1, 1.0))
-    for loss in (odd, dapo(lambda lp, old, A: J(lp, old, A) + 0.1 * lp * torch.where(A > 0, A.sin(), A))):
+    odd = dapo(
+        lambda lp, old, A: J(lp, old, A) * torch.where((lp - old).abs() > 5, 1.1, 1.0)
+    )
+    for loss in (
+        odd,
+        dapo(
+            lambda lp, old, A: J(lp, old, A) + 0.1 * lp * torch.where(A > 0, A.sin(), A)
+        ),
+    ):
         report = upref.check(loss, "dapo")
         assert not report and UNKNOWN in str(report)
 
 
 def test_a_gradient_lost_on_one_batch_is_not_called_lost():
-    halves = lambda lp, old, A: J(lp, old, torch.where(2 * A % 1 == 0, 0.0, A))  # such are all that the grid holds
+    # such are all that the grid holds
+    halves = lambda lp, old, A: J(lp, old, torch.where(2 * A % 1 == 0, 0.0, A))
     said = [f.cause for f in upref.check(dapo(halves), "dapo").failures]
     assert said and not any("no gradient reaches" in s for s in said)
     nowhere = lambda lp, old, A: J(lp.detach(), old, A) + 0 * lp
-    assert any("no gradient reaches" in f.cause for f in upref.check(dapo(nowhere), "dapo").failures)
+    assert any(
+        "no gradient reaches" in f.cause
+        for f in upref.check(dapo(nowhere), "dapo").failures
+    )
 
 
-# ---- state, and what looks like another cause on some batches --------------------------------------------------------
+# ---- state, and what looks like another cause on some batches ------------------------
 def after(n):
     """Another answer from call n + 1 on."""
     calls = [0]
@@ -117,16 +180,20 @@ def after(n):
 def calls_said(report):
     """The calls that a report names: an answer has changed at one of them."""
     (failure,) = report.failures
-    assert failure.oracle == "determinism" and "keeps state" in failure.cause, str(report)
+    assert failure.oracle == "determinism" and "keeps state" in failure.cause, str(
+        report
+    )
     numbers = [int(n) for n in re.findall(r"\d+", failure.cause.partition(" at ")[2])]
-    assert numbers[-1] - numbers[0] <= 12, failure.cause  # calls in between have no gradient, whatever their state
+    # calls in between have no gradient, whatever their state
+    assert numbers[-1] - numbers[0] <= 12, failure.cause
     return range(numbers[0], numbers[-1] + 1)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 6, 7, 8, 13, 50, 77, 103, 200])
 def test_the_call_at_which_an_answer_changes_is_said(n):
     said = calls_said(upref.check(after(n), "dapo"))
-    assert n + 1 in said and (len(said) == 1 or n in (6, 7) or n > 109), said  # further on, many calls have no gradient
+    # further on, many calls have no gradient
+    assert n + 1 in said and (len(said) == 1 or n in (6, 7) or n > 109), said
 
 
 def test_a_call_is_said_where_few_tokens_show_the_change():
@@ -134,7 +201,9 @@ def test_a_call_is_said_where_few_tokens_show_the_change():
 
     def change(lp, old, A):
         calls[0] += 1
-        return J(lp, old, A) * torch.where((lp - old).abs() > 0.3, 1.5 if calls[0] > 77 else 1, 1)
+        return J(lp, old, A) * torch.where(
+            (lp - old).abs() > 0.3, 1.5 if calls[0] > 77 else 1, 1
+        )
 
     (failure,) = upref.check(dapo(change), "dapo").failures
     assert "changes after call 77" in failure.cause
@@ -171,20 +240,26 @@ SKIPS = {
 
 @pytest.mark.parametrize("skip", SKIPS)
 def test_a_batch_that_is_skipped_is_not_said_to_be_detached(skip):
-    report = upref.check(dapo(lambda lp, old, A: J(lp, old, A) * SKIPS[skip](lp, old, A)), "dapo")
+    report = upref.check(
+        dapo(lambda lp, old, A: J(lp, old, A) * SKIPS[skip](lp, old, A)), "dapo"
+    )
     assert not report and "no gradient reaches" not in str(report)
 
 
 def test_an_addition_on_one_batch_is_not_said_of_another():
     """Its size is that of the batch: a part of its largest advantage, or 1 by its rows."""
     for less in (lambda A: A.max() / 7, lambda A: 1 / len(A)):
-        loss = lambda log_prob, advantages, less=less: -((advantages[:, 0] - less(advantages)) * log_prob.sum(1)).mean()
+        loss = lambda log_prob, advantages, less=less: (
+            -((advantages[:, 0] - less(advantages)) * log_prob.sum(1)).mean()
+        )
         said = str([f.cause for f in upref.check(masked(loss), "rloo").failures])
         assert "is added" not in said, said
 
 
 def masked(loss):
-    return lambda log_prob, advantages, mask: loss(torch.where(mask, log_prob, 0), advantages)
+    return lambda log_prob, advantages, mask: loss(
+        torch.where(mask, log_prob, 0), advantages
+    )
 
 
 CLAMPS = {
@@ -198,18 +273,36 @@ CLAMPS = {
 @pytest.mark.parametrize("said", CLAMPS)
 def test_a_clamp_is_named_by_its_bounds(said):
     clamp = CLAMPS[said]
-    causes = [f.cause for f in upref.check(dapo(lambda lp, old, A: J(old + clamp(lp - old), old, A)), "dapo").failures]
+    causes = [
+        f.cause
+        for f in upref.check(
+            dapo(lambda lp, old, A: J(old + clamp(lp - old), old, A)), "dapo"
+        ).failures
+    ]
     assert any(f"log r is clamped {said}" in c for c in causes), causes
-    causes = [f.cause for f in upref.check(up_dapo_of(clamp), "up_dapo").failures]  # which clips what is below itself
-    assert any(f"log r is clamped at {clamp(torch.tensor(99.0)):g} where A <= 0" in c for c in causes), causes
-    torn = dapo(lambda lp, old, A: torch.where((A > 0) & (old < -3), 0.9, 1) * J(old + clamp(lp - old), old, A))
+    # which clips what is below itself
+    causes = [f.cause for f in upref.check(up_dapo_of(clamp), "up_dapo").failures]
+    assert any(
+        f"log r is clamped at {clamp(torch.tensor(99.0)):g} where A <= 0" in c
+        for c in causes
+    ), causes
+    torn = dapo(
+        lambda lp, old, A: (
+            torch.where((A > 0) & (old < -3), 0.9, 1) * J(old + clamp(lp - old), old, A)
+        )
+    )
     assert not any("is clamped" in f.cause for f in upref.check(torn, "dapo").failures)
 
 
 def up_dapo_of(clamp):
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
-        return -torch.where(mask, torch.where(A > 0, A * lp, J(old + clamp(lp - old), old, A)), 0).sum() / mask.sum()
+        return (
+            -torch.where(
+                mask, torch.where(A > 0, A * lp, J(old + clamp(lp - old), old, A)), 0
+            ).sum()
+            / mask.sum()
+        )
 
     return loss
 
@@ -218,7 +311,11 @@ def up_dapo_of(clamp):
     ("name", "of", "cause"),
     [
         ("dapo", lambda d, old, A: J(old + d, old, A), "log r is clamped to ±10"),
-        ("cispo", lambda d, old, A: sg(d.exp().clamp(max=5)), "log r is clamped to -10 and above in a constant weight"),
+        (
+            "cispo",
+            lambda d, old, A: sg(d.exp().clamp(max=5)),
+            "log r is clamped to -10 and above in a constant weight",
+        ),
     ],
 )
 def test_a_clamp_is_said_once_and_its_bound_is_round(name, of, cause):
@@ -227,13 +324,18 @@ def test_a_clamp_is_said_once_and_its_bound_is_round(name, of, cause):
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages[:, None])
         J = of((lp - old).clamp(-10, 10), old, A)
-        return -torch.where(mask, J if name == "dapo" else J * A * lp, 0).sum() / mask.sum()
+        return (
+            -torch.where(mask, J if name == "dapo" else J * A * lp, 0).sum()
+            / mask.sum()
+        )
 
     hp = {} if name == "dapo" else {"eps_high": 4.0}
-    assert [(f.oracle, f.cause) for f in upref.check(loss, name, **hp).failures] == [("extremes", cause)]
+    assert [(f.oracle, f.cause) for f in upref.check(loss, name, **hp).failures] == [
+        ("extremes", cause)
+    ]
 
 
-# ---- a fault of what the objective does not have is no cause ---------------------------------------------------------
+# ---- a fault of what the objective does not have is no cause -------------------------
 def by_tokens(change, total):
     """`change`: the term of (r, lp, old, A)."""
 
@@ -251,7 +353,9 @@ mean_of_sums = lambda x, m: x.sum(1).mean()
 
 def within_delta(r, lp, old, A):
     """CPPO without its budget."""
-    return torch.where((A * (lp - old) <= 0) | ((lp.exp() - old.exp()).abs() <= 0.15), r * A, 0)
+    return torch.where(
+        (A * (lp - old) <= 0) | ((lp.exp() - old.exp()).abs() <= 0.15), r * A, 0
+    )
 
 
 def rootless_gmpo(log_prob, old_log_prob, advantages, mask):
@@ -264,9 +368,14 @@ def corrected(change):
     """The same under tis: the weights of the sampler, at most 2."""
 
     def loss(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
-        lp, old, A, mu = calm(mask, log_prob, old_log_prob, advantages, rollout_log_probs)
+        lp, old, A, mu = calm(
+            mask, log_prob, old_log_prob, advantages, rollout_log_probs
+        )
         w = (old - mu).exp().clamp(max=2).detach()
-        return -torch.where(mask, w * change((lp - old).exp(), lp, old, A), 0).sum() / mask.sum()
+        return (
+            -torch.where(mask, w * change((lp - old).exp(), lp, old, A), 0).sum()
+            / mask.sum()
+        )
 
     return loss
 
@@ -289,14 +398,28 @@ OF_NO_CLIP = {  # objective, what is wrong -> the loss, and what is said
     ("cppo", "no budget"): (by_tokens(within_delta, mean_of_sums), "it is dppo_tv(delta=0.15)"),
     ("gmpo", "no root"): (rootless_gmpo, ""),
 }  # fmt: skip
-OF_A_CLIP = "bound", "clip", "minimum", "maximum", "branches", "bandpo", "seq-mean-token-sum"
+OF_A_CLIP = (
+    "bound",
+    "clip",
+    "minimum",
+    "maximum",
+    "branches",
+    "bandpo",
+    "seq-mean-token-sum",
+)
 
 
 @pytest.mark.parametrize(("name", "what"), OF_NO_CLIP)
 def test_a_fault_of_what_an_objective_lacks_is_no_cause(name, what):
     """A clip, branches, a minimum; causes of two findings for each."""
     loss, says = OF_NO_CLIP[name, what]
-    causes = [f.cause for f in upref.check(loss, name, skip=("unusual-inputs", "one-response")).failures if f.cause]
+    causes = [
+        f.cause
+        for f in upref.check(
+            loss, name, skip=("unusual-inputs", "one-response")
+        ).failures
+        if f.cause
+    ]
     assert causes and (says in causes[0]), causes
     others = [c for c in causes if not says or says not in c]
     assert not [c for c in others if any(word in c for word in OF_A_CLIP)], causes
@@ -307,14 +430,28 @@ def test_a_fault_of_what_an_objective_lacks_is_no_cause(name, what):
     ("vespo", mean_of_sums, "it is is_pg"),
 ])  # fmt: skip
 def test_an_objective_is_named_with_the_aggregation_of_the_loss(name, aggregate, says):
-    """is_pg sums over the tokens: a mean of means is not it, and upref.check(loss, "is_pg") says so."""
-    report = upref.check(by_tokens(lambda r, lp, old, A: r * A, aggregate), name, skip=("unusual-inputs",))
+    """is_pg sums over the tokens: a mean of means is not it, and upref.check(loss,
+    "is_pg") says so.
+    """
+    report = upref.check(
+        by_tokens(lambda r, lp, old, A: r * A, aggregate),
+        name,
+        skip=("unusual-inputs",),
+    )
     assert says in {f.cause for f in report.failures}, report
 
 
-UNDER_TIS = {  # objective inside -> a wrong term of it, and what is said of it with and without the correction
-    "up_dapo": (lambda r, lp, old, A: torch.where(A > 0, A * lp, r * A), "the clip has no lower side where A <= 0"),
-    "dapo": (lambda r, lp, old, A: torch.minimum(A / r, (1 / r).clamp(0.8, 1.28) * A), "the ratio is inverted"),
+# objective inside -> a wrong term of it, and what is said of it with and without the
+# correction
+UNDER_TIS = {
+    "up_dapo": (
+        lambda r, lp, old, A: torch.where(A > 0, A * lp, r * A),
+        "the clip has no lower side where A <= 0",
+    ),
+    "dapo": (
+        lambda r, lp, old, A: torch.minimum(A / r, (1 / r).clamp(0.8, 1.28) * A),
+        "the ratio is inverted",
+    ),
     "cispo": (lambda r, lp, old, A: r.clamp(max=5) * A * lp, "is not detached"),
     "sapo": (lambda r, lp, old, A: r * A, alone("tis(sapo)")),
 }
@@ -322,11 +459,22 @@ UNDER_TIS = {  # objective inside -> a wrong term of it, and what is said of it 
 
 @pytest.mark.parametrize("name", UNDER_TIS)
 def test_a_cause_is_found_behind_a_correction_of_the_sampler(name):
-    """Decided by the prefix of a name, and put in without the sampler's factor, none was."""
+    """Decided by the prefix of a name, and put in without the sampler's factor, none
+    was.
+    """
     change, says = UNDER_TIS[name]
-    for mine, of in ((corrected(change), f"tis({name})"), (by_tokens(change, token_mean), name)):
+    for mine, of in (
+        (corrected(change), f"tis({name})"),
+        (by_tokens(change, token_mean), name),
+    ):
         o = upref.get(of).aggregated("token-mean")
-        causes = [f.cause for f in upref.check(mine, o, skip=("unusual-inputs", "one-response")).failures if f.cause]
+        causes = [
+            f.cause
+            for f in upref.check(
+                mine, o, skip=("unusual-inputs", "one-response")
+            ).failures
+            if f.cause
+        ]
         assert causes and says.replace("tis(sapo)", of) in causes[0], (of, causes)
 
 
@@ -338,11 +486,13 @@ def test_what_an_objective_has_is_measured(name):
     assert shape_of(inside, inside.hyperparameters) == has
     smooth = {"cfpo", "drpo", "dro", "kl_cov", "sapo", "vespo"}
     by_mask = {"cppo", "dppo_kl", "dppo_tv", "m2po"}
-    assert has.is_smooth == (name in smooth) and (has.is_pessimistic and has.masks and not has.constant) == (
-        name in by_mask
-    )
+    assert has.is_smooth == (name in smooth) and (
+        has.is_pessimistic and has.masks and not has.constant
+    ) == (name in by_mask)
     assert has.constant == name.startswith(("cispo", "dppo_kl_verl", "dppo_tv_verl"))
-    assert (has.free[1.0] and has.plain[-1.0]) == (name.startswith("up") or name == "topr")
+    assert (has.free[1.0] and has.plain[-1.0]) == (
+        name.startswith("up") or name == "topr"
+    )
 
 
 def test_a_pattern_is_said_of_tokens_that_show_it():
@@ -357,5 +507,7 @@ def test_a_pattern_is_said_of_tokens_that_show_it():
     said = "every weight of the tested batch is 6 times what it should be"
     assert pattern(at(6 * ones, ones), at(6 * ones, ones), 1e-9, False) == said
     off[0, 0] = 0
-    assert pattern(at(off, ones), at(off, ones), 1e-9, False).startswith("1 of 6 tokens has no gradient")
+    assert pattern(at(off, ones), at(off, ones), 1e-9, False).startswith(
+        "1 of 6 tokens has no gradient"
+    )
     assert pattern(at(off, ones), at(ones, ones), 1e-9, False) == UNKNOWN

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref.check`: what its report says, what is no loss, and the ways in. Verdicts: tests/support/cases/table.py."""
+"""`upref.check`: what its report says, what is no loss, and the ways in. Verdicts:
+tests/support/cases/table.py.
+"""
 
 import json
 import subprocess
@@ -12,7 +14,16 @@ from hypothesis import given, settings, strategies as st
 
 import upref
 from tests.support.cases.bodies import calm
-from tests.support.cases.styles import accepts_kwargs, dead, float_mask, plain, poisoned, ppo, unreduced, wrong
+from tests.support.cases.styles import (
+    accepts_kwargs,
+    dead,
+    float_mask,
+    plain,
+    poisoned,
+    ppo,
+    unreduced,
+    wrong,
+)
 from upref.cli import main
 from upref.foreign import read
 from upref.pytest_plugin import _assert_policy_loss, assert_policy_loss  # noqa: F401  the fixture, as pytest finds it
@@ -22,13 +33,19 @@ from upref.verify.measure import make_case
 from upref.weights.batches import random_batch
 
 
-@pytest.mark.parametrize("batches", [300, pytest.param(3000, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(("loss", "name"), [(plain, "dapo"), (unreduced, "up_dapo"), (float_mask, "gspo")])
+@pytest.mark.parametrize(
+    "batches", [300, pytest.param(3000, marks=pytest.mark.nightly)]
+)
+@pytest.mark.parametrize(
+    ("loss", "name"), [(plain, "dapo"), (unreduced, "up_dapo"), (float_mask, "gspo")]
+)
 def test_no_false_alarm(loss, name, batches):
     o = upref.get(name)
     case, rng = make_case(read(loss, o, {}), o, o.resolve({})), np.random.default_rng(7)
     for _ in range(batches):
-        assert case.off(case.ready(random_batch(rng, case.one_adv))).max() < 10 * case.tol
+        assert (
+            case.off(case.ready(random_batch(rng, case.one_adv))).max() < 10 * case.tol
+        )
 
 
 @st.composite
@@ -36,13 +53,21 @@ def rollouts(draw):
     """Ragged, with holes, any signs and ratios, groups or none."""
     B, T = draw(st.integers(2, 5)), draw(st.integers(1, 6))
     table = lambda low, high: torch.tensor(
-        draw(st.lists(st.lists(st.floats(low, high, width=32), min_size=T, max_size=T), min_size=B, max_size=B)),
+        draw(
+            st.lists(
+                st.lists(st.floats(low, high, width=32), min_size=T, max_size=T),
+                min_size=B,
+                max_size=B,
+            )
+        ),
         dtype=torch.float64,
     )
     mask = table(0, 1) > 0.3
     mask[:, draw(st.integers(0, T - 1))] = True
     old = table(-9, -1)
-    return upref.Rollouts(torch.clamp(old + table(-3, 3), max=0.0), old, table(-3, 3), mask)
+    return upref.Rollouts(
+        torch.clamp(old + table(-3, 3), max=0.0), old, table(-3, 3), mask
+    )
 
 
 @settings(deadline=None, max_examples=100, derandomize=True)
@@ -54,28 +79,40 @@ def test_hypothesis_finds_nothing_in_a_right_loss(b):
 
 
 def test_a_loss_that_is_told_the_number_of_micro_batches():
-    """Then they are equal, as in TRL: a mean over responses adds up, one over the micro-batch's own tokens does not."""
+    """Then they are equal, as in TRL: a mean over responses adds up, one over the
+    micro-batch's own tokens does not.
+    """
 
     def by_responses(log_prob, old_log_prob, advantages, mask, num_micro_batches):
         x = ppo((log_prob - old_log_prob).exp(), advantages, 0.8, 1.2).where(mask, 0)
         return -(x.sum(1) / mask.sum(1)).mean() / num_micro_batches
 
-    def by_tokens(log_prob, old_log_prob, advantages, mask, gradient_accumulation_steps):
-        return plain(log_prob, old_log_prob, advantages, mask) / gradient_accumulation_steps
+    def by_tokens(
+        log_prob, old_log_prob, advantages, mask, gradient_accumulation_steps
+    ):
+        return (
+            plain(log_prob, old_log_prob, advantages, mask)
+            / gradient_accumulation_steps
+        )
 
     def twice(log_prob, old_log_prob, advantages, mask, totals, num_micro_batches=1):
         x = ppo((log_prob - old_log_prob).exp(), advantages, 0.8, 1.28).where(mask, 0)
-        return -x.sum() / totals.tokens / num_micro_batches  # who is told the totals is told this too
+        # who is told the totals is told this too
+        return -x.sum() / totals.tokens / num_micro_batches
 
     assert "micro-batches" in {f.oracle for f in upref.check(twice, "dapo").failures}
     report = upref.check(by_responses, "grpo")
     assert report and report.oracles["micro-batches"] == "ok", str(report)
     assert "micro-batches have equally many responses" in report.text(verbose=True)
-    assert "micro-batches" in {f.oracle for f in upref.check(by_tokens, "dapo").failures}
+    assert "micro-batches" in {
+        f.oracle for f in upref.check(by_tokens, "dapo").failures
+    }
 
 
 def test_a_correction_that_is_bounded_below_is_a_verdict():
-    """The search for causes multiplies by the ratio, up to bounds that numpy has computed."""
+    """The search for causes multiplies by the ratio, up to bounds that numpy has
+    computed.
+    """
 
     def bounded(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
         w = (old_log_prob - rollout_log_probs).exp().clamp(max=2).detach()
@@ -100,7 +137,9 @@ def test_a_loss_centered_over_the_batch_is_a_verdict():
 @pytest.mark.parametrize("name", ["gspo", "cispo", "dapo"])
 def test_the_search_for_causes_takes_bounds_of_numpy(name):
     o = upref.get(name)
-    number = lambda kind: [f.words for f in known("losses", o, o.resolve({}), [kind(0.8), kind(1.28)])]
+    number = lambda kind: [
+        f.words for f in known("losses", o, o.resolve({}), [kind(0.8), kind(1.28)])
+    ]
     assert number(np.float64) == number(float)
 
 
@@ -109,12 +148,17 @@ def test_determinism_can_be_skipped():
 
     def counts(log_prob, old_log_prob, advantages, mask):
         calls.append(0)
-        return plain(log_prob, old_log_prob, advantages, mask) * (1 + 1e-3 * (len(calls) % 5))
+        return plain(log_prob, old_log_prob, advantages, mask) * (
+            1 + 1e-3 * (len(calls) % 5)
+        )
 
     assert {f.oracle for f in upref.check(counts, "dapo").failures} == {"determinism"}
     report = upref.check(counts, "dapo", skip=["determinism"])
     assert report.oracles["determinism"] == "skipped on request"
-    assert report.oracles["in-training"] == "what it found is for determinism, which is skipped"
+    assert (
+        report.oracles["in-training"]
+        == "what it found is for determinism, which is skipped"
+    )
     assert report.oracles["gradient"] == "failure"
     assert "determinism" not in {f.oracle for f in report.findings}
     assert upref.check(plain, "dapo", skip=["determinism"])
@@ -129,11 +173,18 @@ def test_a_loss_that_writes_into_its_inputs_differs(tmp_path, capsys):
     (tmp_path / "writes.py").write_text(text)
     exec(text, names := {})
     report = upref.check(names["f"], "reinforce_off_policy")
-    assert [(f.oracle, f.regime) for f in report.failures] == [("mutation", "advantages is changed in place")]
-    assert main(["check", f"{tmp_path / 'writes.py'}:f", "--as", "reinforce_off_policy"]) == 1
+    assert [(f.oracle, f.regime) for f in report.failures] == [
+        ("mutation", "advantages is changed in place")
+    ]
+    assert (
+        main(["check", f"{tmp_path / 'writes.py'}:f", "--as", "reinforce_off_policy"])
+        == 1
+    )
     assert "NOT reinforce_off_policy: 1 failure" in capsys.readouterr().out
     identity = upref.identify(names["f"])
-    assert (identity.kind, identity.name) == ("pitfall", "reinforce_off_policy"), str(identity)
+    assert (identity.kind, identity.name) == ("pitfall", "reinforce_off_policy"), str(
+        identity
+    )
     assert identity.why == "advantages is changed in place"
 
 
@@ -141,8 +192,14 @@ def test_a_refusal_of_group_ids_is_noted_once():
     """A table over all ids asks for terabytes, each time for another number of bytes."""
 
     def table(log_prob, old_log_prob, advantages, mask, group):
-        sizes = torch.zeros(int(group.max()) + 1, dtype=log_prob.dtype).index_add(0, group, mask.sum(1).double())
-        terms = ppo((log_prob - old_log_prob).exp(), advantages, 0.8, 1.28).where(mask, 0).sum(1)
+        sizes = torch.zeros(int(group.max()) + 1, dtype=log_prob.dtype).index_add(
+            0, group, mask.sum(1).double()
+        )
+        terms = (
+            ppo((log_prob - old_log_prob).exp(), advantages, 0.8, 1.28)
+            .where(mask, 0)
+            .sum(1)
+        )
         return -(terms / sizes[group]).sum() / len(group.unique())
 
     report = upref.check(table, "dapo")
@@ -154,16 +211,29 @@ def test_a_refusal_of_group_ids_is_noted_once():
 def test_a_nan_under_the_mask_is_a_note_and_a_number_is_not():
     report = upref.check(poisoned, "dapo")
     assert report and [
-        f for f in report.notes if f.oracle == "masked-values" and "nan" in f.regime and "NaN" in f.cause
+        f
+        for f in report.notes
+        if f.oracle == "masked-values" and "nan" in f.regime and "NaN" in f.cause
     ]
-    report = upref.check(lambda lp, old, adv, mask: plain(lp, old, adv, mask) + 0 * lp.sum() + old.mean(), "dapo")
-    assert any(f.oracle == "masked-values" and "hold 0" in f.regime for f in report.failures), str(report)
+    report = upref.check(
+        lambda lp, old, adv, mask: (
+            plain(lp, old, adv, mask) + 0 * lp.sum() + old.mean()
+        ),
+        "dapo",
+    )
+    assert any(
+        f.oracle == "masked-values" and "hold 0" in f.regime for f in report.failures
+    ), str(report)
 
 
 def test_dead_and_swallowed_hyperparameters():
     for loss, key, value in ((dead, "eps_low", 0.2), (accepts_kwargs, "c", 3.0)):
         report = upref.check(loss, "dapo", **{key: value})
-        assert [f for f in report.failures if f.oracle == "dead-hyperparameter" and key in f.regime], str(report)
+        assert [
+            f
+            for f in report.failures
+            if f.oracle == "dead-hyperparameter" and key in f.regime
+        ], str(report)
 
 
 def test_the_batch_shown_is_python_that_shows_it():
@@ -178,7 +248,7 @@ def test_the_batch_shown_is_python_that_shows_it():
     assert torch.autograd.grad(loss(x, b.logp_old, b.adv, b.mask), x)[0].item() == 0
 
 
-# ---- no loss at all --------------------------------------------------------------------------------------------------
+# ---- no loss at all ------------------------------------------------------------------
 BAD = {
     "raises": ("raise KeyError('nope')", "raised KeyError"),
     "nan": ("return log_prob.sum() * float('nan')", "is nan on a good batch"),
@@ -211,7 +281,12 @@ def test_bad_names(target, said, capsys):
 
 def test_arguments_that_nobody_has():
     with pytest.raises(upref.InputError, match="temperature"):
-        upref.check(lambda log_prob, old_log_prob, advantages, mask, temperature: log_prob.sum(), "dapo")
+        upref.check(
+            lambda log_prob, old_log_prob, advantages, mask, temperature: (
+                log_prob.sum()
+            ),
+            "dapo",
+        )
     with pytest.raises(upref.InputError, match="cannot tell"):
         upref.check(lambda a, b: a.sum(), "dapo")
     with pytest.raises(upref.InputError, match="no oracle"):
@@ -220,14 +295,17 @@ def test_arguments_that_nobody_has():
         upref.check(plain, "dapo", epsilon=0.2)
 
 
-# ---- the ways in -----------------------------------------------------------------------------------------------------
+# ---- the ways in ---------------------------------------------------------------------
 def test_command_and_json(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text("def f(log_prob, old_log_prob, advantages, mask):\n    print('hello')\n"
                     "    return -(advantages[mask] * log_prob[mask]).mean()\n")  # fmt: skip
     assert main(["check", f"{file}:f", "--as", "dapo", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False
-    assert main(["check", f"{file}:f", "--as", "reinforce_pp", "--hp", "eps=0.2"]) in (1, 2)
+    assert main(["check", f"{file}:f", "--as", "reinforce_pp", "--hp", "eps=0.2"]) in (
+        1,
+        2,
+    )
     capsys.readouterr()
 
 
@@ -243,19 +321,31 @@ def test_plugin_by_import():
 
 def test_every_oracle_has_its_turn():
     report = upref.check(plain, "dapo")
-    assert list(report.oracles) == [o.name for o in every()] and len(report.oracles) == 21
+    assert (
+        list(report.oracles) == [o.name for o in every()] and len(report.oracles) == 21
+    )
 
 
 def test_import_is_light():
     heavy = ("sympy", "matplotlib", "verl", "upref.verify")
     code = f"import upref, sys; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 @pytest.mark.verl
 @pytest.mark.parametrize(
     ("mode", "name", "ok"),
-    [("vanilla", "dapo", True), ("sapo", "sapo", True), ("cispo", "cispo_verl", True), ("vanilla", "up_dapo", False)],
+    [
+        ("vanilla", "dapo", True),
+        ("sapo", "sapo", True),
+        ("cispo", "cispo_verl", True),
+        ("vanilla", "up_dapo", False),
+    ],
 )
 def test_verl(mode, name, ok):
     pytest.importorskip("verl")
@@ -267,29 +357,62 @@ def test_verl(mode, name, ok):
 def test_a_named_loss_is_the_one_that_ships():
     """verl's vanilla loss is not DAPO: its upper clip is 0.2, and its dual clip is on."""
     pytest.importorskip("verl")
-    quick = [o.name for o in every() if o.name not in ("gradient", "on-policy", "aggregation")]
+    quick = [
+        o.name
+        for o in every()
+        if o.name not in ("gradient", "on-policy", "aggregation")
+    ]
     shipped = upref.check("verl:vanilla", "dapo", skip=quick)
-    assert not shipped and "eps_high is 0.2, not 0.28; c is 3, not absent" in str(shipped)
+    assert not shipped and "eps_high is 0.2, not 0.28; c is 3, not absent" in str(
+        shipped
+    )
     assert str(shipped).splitlines()[0].endswith("; as shipped")
-    matched = str(upref.check("verl:vanilla@matched", "dapo", skip=quick)).splitlines()[0]
-    assert matched.startswith("dapo: agrees") and matched.endswith("as shipped: NOT dapo")
-    assert "clip_ratio_high=0.28 (shipped: 0.2)" in matched and "clip_ratio_c=1e+10 (shipped: 3)" in matched
-    one = str(upref.check("verl:vanilla,clip_ratio_high=0.28", "dapo", skip=quick)).splitlines()[0]
-    assert one.startswith("NOT dapo") and one.endswith("; sets clip_ratio_high=0.28 (shipped: 0.2)")
+    matched = str(upref.check("verl:vanilla@matched", "dapo", skip=quick)).splitlines()[
+        0
+    ]
+    assert matched.startswith("dapo: agrees") and matched.endswith(
+        "as shipped: NOT dapo"
+    )
+    assert (
+        "clip_ratio_high=0.28 (shipped: 0.2)" in matched
+        and "clip_ratio_c=1e+10 (shipped: 3)" in matched
+    )
+    one = str(
+        upref.check("verl:vanilla,clip_ratio_high=0.28", "dapo", skip=quick)
+    ).splitlines()[0]
+    assert one.startswith("NOT dapo") and one.endswith(
+        "; sets clip_ratio_high=0.28 (shipped: 0.2)"
+    )
 
 
 def test_matched_needs_an_objective(capsys):
-    for words in (["identify", "verl:vanilla@matched"], ["check", "verl:vanilla@like", "--as", "dapo"]):
+    for words in (
+        ["identify", "verl:vanilla@matched"],
+        ["check", "verl:vanilla@like", "--as", "dapo"],
+    ):
         assert main(words) == 2 and "as shipped" in capsys.readouterr().err
 
 
-def verl_style(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, **_):
+def verl_style(
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    loss_agg_mode="token-mean",
+    config=None,
+    **_,
+):
     lp, old, A = calm(response_mask, log_prob, old_log_prob, advantages)
     r = (lp - old).clamp(-20, 20).exp()
-    J = torch.min(r * A, r.clamp(1 - config.clip_ratio_low, 1 + config.get("clip_ratio_high", 0.2)) * A)
+    J = torch.min(
+        r * A,
+        r.clamp(1 - config.clip_ratio_low, 1 + config.get("clip_ratio_high", 0.2)) * A,
+    )
     J = torch.where(A < 0, torch.max(J, config.clip_ratio_c * A), J)
     counts = config.global_batch_info
-    return -(J * response_mask).sum() / counts["batch_num_tokens"] * counts["dp_size"], {}
+    return -(J * response_mask).sum() / counts["batch_num_tokens"] * counts[
+        "dp_size"
+    ], {}
 
 
 @pytest.fixture
@@ -312,19 +435,41 @@ def test_a_function_of_verls_signature_needs_no_verl(there, request):
 
 
 def test_a_loss_with_verls_argument_names_is_told_that_it_counts_as_verls(no_verl):
-    """With its own micro-batch's mean: what verl passes it instead, and what the matched config switches off."""
+    """With its own micro-batch's mean: what verl passes it instead, and what the
+    matched config switches off.
+    """
 
-    def own(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights):
+    def own(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config,
+        rollout_is_weights,
+    ):
         r = (log_prob - old_log_prob).exp()
-        J = torch.min(r * advantages, r.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high) * advantages)
-        J = torch.where(advantages < 0, torch.max(J, config.get("clip_ratio_c", 3.0) * advantages), J)
+        J = torch.min(
+            r * advantages,
+            r.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high) * advantages,
+        )
+        J = torch.where(
+            advantages < 0,
+            torch.max(J, config.get("clip_ratio_c", 3.0) * advantages),
+            J,
+        )
         return -(J * response_mask).sum() / response_mask.sum(), {}
 
     ran = ("gradient", "on-policy", "aggregation", "micro-batches")
-    report = upref.check(own, "dapo", skip=[o.name for o in every() if o.name not in ran])
+    report = upref.check(
+        own, "dapo", skip=[o.name for o in every() if o.name not in ran]
+    )
     assert "clip_ratio_high=0.28 (verl's default: 0.2)" in report.settings
     assert report.read_as.startswith("by its arguments' names a policy loss of verl")
-    assert report.not_checked[0] == "a dual clip, if it has one: config.clip_ratio_c = 1e+10 switches it off here"
+    assert (
+        report.not_checked[0]
+        == "a dual clip, if it has one: config.clip_ratio_c = 1e+10 switches it off here"
+    )
     assert [f.cause for f in report.failures] == [
         "it divides by the micro-batch's own tokens or responses, not by the mini-batch's, which verl passes in "
         "config.global_batch_info"
@@ -332,7 +477,15 @@ def test_a_loss_with_verls_argument_names_is_told_that_it_counts_as_verls(no_ver
 
 
 def test_a_config_that_is_not_verls_needs_a_wrapper(no_verl):
-    def own(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights):
+    def own(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config,
+        rollout_is_weights,
+    ):
         return -(log_prob * advantages * config.my_scale * response_mask).sum(), {}
 
     with pytest.raises(upref.InputError, match="ActorConfig does not have"):

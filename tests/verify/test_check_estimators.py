@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref.check_advantages` and `upref.check_kl` on functions of other people, right and wrong."""
+"""`upref.check_advantages` and `upref.check_kl` on functions of other people, right and
+wrong.
+"""
 
 import itertools
 import math
@@ -15,7 +17,12 @@ from hypothesis import given, settings, strategies as st
 import upref
 from tests.support.cases.kl import clamped, far_clamp, k3_by_hand
 from tests.support.zoo import advantages as zoo
-from tests.support.zoo.advantages import WRONG, loop_over_prompts, over_the_batch, single_precision
+from tests.support.zoo.advantages import (
+    WRONG,
+    loop_over_prompts,
+    over_the_batch,
+    single_precision,
+)
 from upref import advantages, kl
 from upref.cli import main
 from upref.logprobs import token_log_probs
@@ -27,8 +34,12 @@ from upref.verify.finding import Number
 ids = lambda x: getattr(x, "__name__", None)
 
 
-# ---- advantages ------------------------------------------------------------------------------------------------------
-rows = st.lists(st.tuples(st.integers(-8, 8).map(lambda k: Fraction(k, 4)), st.integers(0, 3)), min_size=1, max_size=12)
+# ---- advantages ----------------------------------------------------------------------
+rows = st.lists(
+    st.tuples(st.integers(-8, 8).map(lambda k: Fraction(k, 4)), st.integers(0, 3)),
+    min_size=1,
+    max_size=12,
+)
 
 
 @settings(deadline=None, max_examples=60)
@@ -38,9 +49,18 @@ def test_two_witnesses_agree(batch, ddof):
     r, g = torch.tensor([float(x) for x in R], dtype=torch.float64), torch.tensor(group)
     for name, f in advantages.ADVANTAGES.items():
         if name != "signed":
-            hp = {"ddof": ddof, "eps": 1e-6} if name in ("group_norm", "whiten", "group_mean_whiten") else {}
+            hp = (
+                {"ddof": ddof, "eps": 1e-6}
+                if name in ("group_norm", "whiten", "group_mean_whiten")
+                else {}
+            )
             want = advantage(name, Batch(tuple(R), tuple(group)), Denominator(**hp))
-            torch.testing.assert_close(f(r, g, **hp), torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                f(r, g, **hp),
+                torch.tensor(want, dtype=torch.float64),
+                rtol=1e-10,
+                atol=1e-12,
+            )
 
 
 @pytest.mark.parametrize("name", advantages.ADVANTAGES)
@@ -54,23 +74,41 @@ def test_the_wrong_advantages_are_wrong_and_a_batch_shows_it():
     f = upref.check_advantages(fn, "group_norm").failures[0]
     scope = {"torch": torch}
     exec(f.batch, scope)
-    theirs, ours = (h(scope["rewards"], scope["group"]) for h in (fn, advantages.group_norm))
+    theirs, ours = (
+        h(scope["rewards"], scope["group"]) for h in (fn, advantages.group_norm)
+    )
     assert (theirs - ours).abs().max() > 0.1 and len(ours) <= 4
 
 
 def test_ddof_and_eps_are_read_off_or_held_to():
-    assert upref.check_advantages(loop_over_prompts, "group_norm").hp == {"ddof": 1, "eps": pytest.approx(1e-6)}
-    assert upref.check_advantages(advantages.group_norm, "group_norm", ddof=0, eps=0.25).hp == {"ddof": 0, "eps": 0.25}
+    assert upref.check_advantages(loop_over_prompts, "group_norm").hp == {
+        "ddof": 1,
+        "eps": pytest.approx(1e-6),
+    }
+    assert upref.check_advantages(
+        advantages.group_norm, "group_norm", ddof=0, eps=0.25
+    ).hp == {"ddof": 0, "eps": 0.25}
     wrong = upref.check_advantages(loop_over_prompts, "group_norm", ddof=0)
     assert "G - 1 (Bessel)" in wrong.failures[0].cause
-    assert not upref.check_advantages(partial(advantages.group_norm, eps=0.3), "group_norm")
-    assert upref.check_advantages(single_precision, "group_norm").tolerances["advantage, relative"] > 1e-6
+    assert not upref.check_advantages(
+        partial(advantages.group_norm, eps=0.3), "group_norm"
+    )
+    assert (
+        upref.check_advantages(single_precision, "group_norm").tolerances[
+            "advantage, relative"
+        ]
+        > 1e-6
+    )
 
 
 def test_a_report_says_of_the_denominator_only_what_was_seen():
     report = upref.check_advantages(zoo.rewards_clipped_at_ten, "group_norm")
-    assert not report.hp and not any("denominator" in x or "float32" in x for x in report.assumptions), str(report)
-    (low,) = [n for n in upref.check_advantages(zoo.nothing_below_a_std, "group_norm").notes]
+    assert not report.hp and not any(
+        "denominator" in x or "float32" in x for x in report.assumptions
+    ), str(report)
+    (low,) = [
+        n for n in upref.check_advantages(zoo.nothing_below_a_std, "group_norm").notes
+    ]
     assert low.oracle == "shift-and-scale" and low.found == Number(0.0, "A")
     small = partial(zoo.each, divide=lambda c, std: c / (std + 1e-12))
     assert any("eps = 1e-12 is too small" in f.cause for f in upref.check_advantages(
@@ -82,22 +120,38 @@ def penalty(c, std):
 
 
 def test_a_cause_holds_where_the_function_is_right_too():
-    """A number of its own for equal rewards is no rounding; a mean of the batch, only where groups are uneven."""
-    failures = upref.check_advantages(partial(zoo.each, divide=penalty), "group_norm").failures
+    """A number of its own for equal rewards is no rounding; a mean of the batch, only
+    where groups are uneven.
+    """
+    failures = upref.check_advantages(
+        partial(zoo.each, divide=penalty), "group_norm"
+    ).failures
     assert [f.cause for f in failures if f.oracle == "equal-rewards"] == [""]
-    even = lambda group: len(set(torch.unique(group, return_counts=True)[1].tolist())) == 1
-    some = lambda rewards, group: (zoo.loop_over_prompts if even(group) else zoo.over_the_batch)(rewards, group)
-    causes = [f.cause for f in upref.check_advantages(some, "group_norm").failures if f.oracle == "uneven-groups"]
+    even = lambda group: (
+        len(set(torch.unique(group, return_counts=True)[1].tolist())) == 1
+    )
+    some = lambda rewards, group: (
+        zoo.loop_over_prompts if even(group) else zoo.over_the_batch
+    )(rewards, group)
+    causes = [
+        f.cause
+        for f in upref.check_advantages(some, "group_norm").failures
+        if f.oracle == "uneven-groups"
+    ]
     assert causes == [""]
 
 
 def test_refused_prompt_ids_are_a_note_and_loops_over_them_end():
     (note,) = [
-        n for n in upref.check_advantages(zoo.population_by_bincount, "group_norm").notes if n.oracle == "group-ids"
+        n
+        for n in upref.check_advantages(zoo.population_by_bincount, "group_norm").notes
+        if n.oracle == "group-ids"
     ]
     assert "below 0 or" in note.regime and "above 2^53" in note.regime
     (note,) = [
-        n for n in upref.check_advantages(zoo.ids_are_counted_up_to, "group_mean").notes if n.oracle == "group-ids"
+        n
+        for n in upref.check_advantages(zoo.ids_are_counted_up_to, "group_mean").notes
+        if n.oracle == "group-ids"
     ]
     assert note.regime.endswith(" or above 2^53") and "stopped after" in note.cause
 
@@ -105,7 +159,9 @@ def test_refused_prompt_ids_are_a_note_and_loops_over_them_end():
 REWARDS, GROUP = ("rewards", "scores", "token_returns"), ("group", "uid", "prompt_ids")
 
 
-@pytest.mark.parametrize("names", [*itertools.product(REWARDS, GROUP), *itertools.product(GROUP, REWARDS)])
+@pytest.mark.parametrize(
+    "names", [*itertools.product(REWARDS, GROUP), *itertools.product(GROUP, REWARDS)]
+)
 def test_names_in_any_order_give_one_answer(names):
     R, g = names if names[0] in REWARDS else names[::-1]
     scope = {"f": loop_over_prompts, "wrong": over_the_batch, "torch": torch, "np": np}
@@ -113,7 +169,9 @@ def test_names_in_any_order_give_one_answer(names):
     exec(f"def right({', '.join(names)}): return f({R}, {ids})\n"
          f"def bad({', '.join(names)}): return wrong({R}, {ids})", scope)  # fmt: skip
     assert upref.check_advantages(scope["right"], "group_norm", skip=("random",))
-    failed = upref.check_advantages(scope["bad"], "group_norm", skip=("random",)).failures
+    failed = upref.check_advantages(
+        scope["bad"], "group_norm", skip=("random",)
+    ).failures
     assert "over the batch" in failed[0].cause
 
 
@@ -167,7 +225,7 @@ def test_what_is_no_estimator_is_one_sentence(call, said):
     assert "\n" not in str(e.value)
 
 
-# ---- KL --------------------------------------------------------------------------------------------------------------
+# ---- KL ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", kl.ESTIMATORS)
@@ -187,22 +245,30 @@ def test_a_far_clamp_is_a_note():
     (lambda lp, ref: torch.nn.functional.huber_loss(lp, ref, reduction="none", delta=2.2), "k2", ""),
 ])  # fmt: skip
 def test_a_far_fault_is_a_clamp_where_it_is_one(fn, name, said):
-    assert [f.cause for f in upref.check_kl(fn, name).failures if f.oracle == "clamp"] == [said]
+    assert [
+        f.cause for f in upref.check_kl(fn, name).failures if f.oracle == "clamp"
+    ] == [said]
 
 
 def test_whose_gradient_it_is():
-    """The table in upref/kl.py, by enumeration; and off policy none of the three has the gradient of a divergence."""
+    """The table in upref/kl.py, by enumeration; and off policy none of the three has
+    the gradient of a divergence.
+    """
     want = {"k1": "zero", "k2": "reverse", "k3": "forward"}
     assert {n: kl_check.divergence_of(f) for n, f in kl.ESTIMATORS.items()} == want
-    assert not any(kl_check.divergence_of(f, off_policy=True) for f in kl.ESTIMATORS.values())
+    assert not any(
+        kl_check.divergence_of(f, off_policy=True) for f in kl.ESTIMATORS.values()
+    )
     assert kl_check.divergence_of(lambda lp, ref: -kl.k2(lp, ref)) == "-reverse"
     reverse = kl_check.divergences()["reverse"][0]
     for n in ("k1", "k3"):
-        assert math.isclose(kl_check.expected(kl.ESTIMATORS[n])[0], reverse, rel_tol=1e-12)
+        assert math.isclose(
+            kl_check.expected(kl.ESTIMATORS[n])[0], reverse, rel_tol=1e-12
+        )
     assert "reverse divergence" in upref.check_kl(kl.k2, "k2").text(verbose=True)
 
 
-# ---- the ways in -----------------------------------------------------------------------------------------------------
+# ---- the ways in ---------------------------------------------------------------------
 def test_command(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text("import torch\n\ndef adv(rewards, group):\n    return rewards - rewards.mean()\n\n"
@@ -233,7 +299,9 @@ def test_ids_that_collide_modulo_a_number(n):
         return rewards - (same * rewards).sum(1) / same.sum(1)
 
     report = upref.check_advantages(hashed, "group_mean")
-    assert any(f.oracle in ("group-ids", "values", "uneven-groups") for f in report.failures), str(report)
+    assert any(
+        f.oracle in ("group-ids", "values", "uneven-groups") for f in report.failures
+    ), str(report)
 
 
 MINE = """
@@ -258,7 +326,13 @@ def mine(tmp_path, monkeypatch):
 
 def test_a_file_adds_a_fault_of_any_kind_of_function(mine):
     tripled = lambda rewards, group: advantages.group_mean(rewards, group) ** 3
-    shifted = lambda logits, tokens, temperature: token_log_probs(logits, tokens, temperature=temperature) + 13
-    assert "seven times k1" in str(upref.check_kl(lambda log_prob, ref_log_prob: 7 * (log_prob - ref_log_prob), "k3"))
+    shifted = lambda logits, tokens, temperature: (
+        token_log_probs(logits, tokens, temperature=temperature) + 13
+    )
+    assert "seven times k1" in str(
+        upref.check_kl(
+            lambda log_prob, ref_log_prob: 7 * (log_prob - ref_log_prob), "k3"
+        )
+    )
     assert "cubes" in str(upref.check_advantages(tripled, "group_mean"))
     assert "thirteen too much" in str(upref.check_logprobs(shifted))

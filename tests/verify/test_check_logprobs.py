@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""check_logprobs: its command, its assertion, and what is no log-prob function. Verdicts: tests/support/cases/table.py.
+"""check_logprobs: its command, its assertion, and what is no log-prob function.
+Verdicts: tests/support/cases/table.py.
 
-Its promise: log-probs in nats and, where a function returns a pair, entropies; gradients of both. Rounding, NaN at
-logits of -inf, NaN from masked NaN states, and a refusal of -100 or of a layout are notes.
+Its promise: log-probs in nats and, where a function returns a pair, entropies;
+gradients of both. Rounding, NaN at logits of -inf, NaN from masked NaN states, and a
+refusal of -100 or of a layout are notes.
 """
 
 import subprocess
@@ -21,7 +23,9 @@ def test_the_command_and_the_assertion(tmp_path):
         "    return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]\n"
     )
     command = [sys.executable, "-m", "upref", "check", "my.py:lp", "--as-logprobs"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1 and "the temperature is left out" in done.stdout, done
     assert upref.assert_logprobs(naive)
     with pytest.raises(pytest.fail.Exception, match="temperature"):
@@ -33,7 +37,11 @@ def test_the_command_and_the_assertion(tmp_path):
     [
         (3, {}, "not a log-probability function"),
         (lambda logits, tokens, temperature: None, {}, "return one each"),
-        (lambda logits, tokens, temperature: of(logits, tokens)[0].mean(), {}, "return one each"),
+        (
+            lambda logits, tokens, temperature: of(logits, tokens)[0].mean(),
+            {},
+            "return one each",
+        ),
         (lambda logits, tokens, temperature: 1 / 0, {}, "ZeroDivisionError"),
         (lambda logits, tokens, temperature, labels2: 0, {}, "which of"),
         (lambda logits, tokens, temperature, magic: 0, {}, "magic"),
@@ -49,7 +57,9 @@ def test_bad_input_is_one_sentence(fn, settings, says):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, n", [("torch", 1), pytest.param("trl", 2, marks=pytest.mark.trl)])
+@pytest.mark.parametrize(
+    "name, n", [("torch", 1), pytest.param("trl", 2, marks=pytest.mark.trl)]
+)
 def test_the_log_prob_functions_of_torch_and_trl_agree(name, n):
     from upref_frameworks.audits.kernels import kernels
 

@@ -31,7 +31,13 @@ def run(capsys, *argv):
 def test_show_tells_all(capsys, name):
     code, out, _ = run(capsys, "show", name)
     o = upref.get(name)
-    assert code == 0 and o.equation.splitlines()[0] in out and "return" in out and "@" in out and o.paper in out
+    assert (
+        code == 0
+        and o.equation.splitlines()[0] in out
+        and "return" in out
+        and "@" in out
+        and o.paper in out
+    )
     assert "no entry" not in out
     for key, sentence in o.defaults.items():
         assert f"{key} = " in out and sentence in out
@@ -48,12 +54,18 @@ def test_list(capsys):
 def test_numbers(capsys):
     code, out, _ = run(capsys, "cap", "dapo", "up_dapo", "--json")
     caps = json.loads(out)
-    assert code == 0 and caps["dapo"][1] == pytest.approx(0.0028) and caps["up_dapo"][1] == pytest.approx(0.99)
+    assert (
+        code == 0
+        and caps["dapo"][1] == pytest.approx(0.0028)
+        and caps["up_dapo"][1] == pytest.approx(0.99)
+    )
     _, out, _ = run(capsys, "weights", "dapo", "--hp", "eps_high=1", "--json")
     assert json.loads(out)["dapo, A = +1"][-3] == pytest.approx(2)
 
 
-@pytest.mark.parametrize("argv", [("cap", "dapo", "gspo", "--adv", "-1"), ("weights", "dapo", "sapo")])
+@pytest.mark.parametrize(
+    "argv", [("cap", "dapo", "gspo", "--adv", "-1"), ("weights", "dapo", "sapo")]
+)
 def test_figures_are_written(capsys, tmp_path, argv):
     file = tmp_path / "x.png"
     assert run(capsys, *argv, "-o", str(file))[0] == 0
@@ -99,7 +111,9 @@ def test_import_is_light():
     """`import upref` must not pull in what is slow or optional."""
     heavy = "{'sympy', 'matplotlib', 'transformers', 'verl', 'trl', 'rich', 'pandas'} & set(sys.modules)"
     script = f"import sys, upref; upref.names(); print(sorted({heavy}))"
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
     assert out.strip() == "[]"
 
 
@@ -107,7 +121,11 @@ def test_derive_exit_status(capsys, monkeypatch):
     from upref import definition
 
     assert run(capsys, "derive", "up_gspo")[0] == 0
-    wrong = replace(upref.get("dapo"), name="wrong", closed_form=lambda r, A, *, eps_low, eps_high, c: A * r)
+    wrong = replace(
+        upref.get("dapo"),
+        name="wrong",
+        closed_form=lambda r, A, *, eps_low, eps_high, c: A * r,
+    )
     monkeypatch.setitem(definition.OBJECTIVES, "wrong", wrong)
     assert run(capsys, "derive", "wrong")[0] == 1
 
@@ -124,7 +142,11 @@ def test_doctor(capsys, monkeypatch):
     found = doctor.examine()
     assert found["verl"] == "0.9.1 (tested)" and found["vllm"] is None
     assert found["trl"].startswith("9.0 (not tested: upref was tested with 1.16.")
-    wrong = replace(upref.get("dapo"), name="wrong", closed_form=lambda r, A, *, eps_low, eps_high, c: A * r)
+    wrong = replace(
+        upref.get("dapo"),
+        name="wrong",
+        closed_form=lambda r, A, *, eps_low, eps_high, c: A * r,
+    )
     monkeypatch.setitem(definition.OBJECTIVES, "wrong", wrong)
     monkeypatch.setattr("upref.cli.doctor.names", lambda: ["dapo", "wrong"])
     code, out, _ = run(capsys, "doctor", "--json")
@@ -144,7 +166,9 @@ class Verdict:
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_audit_exit_status_is_the_verdict(capsys, monkeypatch, ok):
-    monkeypatch.setattr("upref_frameworks.audits.audit", lambda framework, **which: Verdict(ok))
+    monkeypatch.setattr(
+        "upref_frameworks.audits.audit", lambda framework, **which: Verdict(ok)
+    )
     code, out, _ = run(capsys, "audit", "verl", "--json")
     assert code == (0 if ok else 1) and json.loads(out)["ok"] == ok
 
@@ -167,7 +191,11 @@ def helps():
 def test_each_example_of_the_help_texts_runs(capsys):
     """Each `upref ...` in backticks."""
     texts = [_parser().format_help(), *helps().values()]
-    examples = {e for text in texts for e in re.findall(r"`upref ([^`]+)`", " ".join(text.split()))}
+    examples = {
+        e
+        for text in texts
+        for e in re.findall(r"`upref ([^`]+)`", " ".join(text.split()))
+    }
     assert examples >= {"list"}
     for example in examples:
         if example != "-h":
@@ -186,14 +214,20 @@ def log_probs(logits, tokens, temperature, softcap=30.0):
 """
 SETTINGS = {  # each K=V of the help texts, and a command in which it has an effect
     "softcap=30": ["check", "mine.py:log_probs", "--as-logprobs"],
-    "ranks=2": ["check", "tests.support.cases.logprob_changes:parallel", "--as-logprobs"],
+    "ranks=2": [
+        "check",
+        "tests.support.cases.logprob_changes:parallel",
+        "--as-logprobs",
+    ],
     "eps_high=0.28": ["check", "mine.py:loss", "--as", "dapo"],
 }
 
 
 def test_each_setting_of_the_help_texts_runs(capsys, tmp_path, monkeypatch):
     """`--hp ranks=2` never ran: every value was a float."""
-    told = {s for text in helps().values() for s in re.findall(r"\b[a-z_]+=[\d.]+\b", text)}
+    told = {
+        s for text in helps().values() for s in re.findall(r"\b[a-z_]+=[\d.]+\b", text)
+    }
     assert told == set(SETTINGS)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(LOG_PROBS)
@@ -201,11 +235,16 @@ def test_each_setting_of_the_help_texts_runs(capsys, tmp_path, monkeypatch):
         code, out, err = run(capsys, *argv, "--hp", setting)
         assert code == 0, (setting, out, err)
         if setting == "ranks=2":
-            assert run(capsys, *argv, "--hp", setting, "--json")[1].count('"ranks": "ok"') == 1
+            assert (
+                run(capsys, *argv, "--hp", setting, "--json")[1].count('"ranks": "ok"')
+                == 1
+            )
 
 
 def test_a_whole_number_is_an_int():
-    assert [repr(v) for v in hyperparameters(["a=2", "b=2.0", "c=-3", "d=1e3"]).values()] == [
+    assert [
+        repr(v) for v in hyperparameters(["a=2", "b=2.0", "c=-3", "d=1e3"]).values()
+    ] == [
         "2",
         "2.0",
         "-3",
@@ -250,15 +289,30 @@ def test_none_is_a_value(capsys):
 
 def test_a_reader_that_leaves_early_is_no_error():
     pipe = f"{sys.executable} -m upref list --markdown | head -n 1"
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {pipe}"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("| name |")
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {pipe}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(
+        "| name |"
+    )
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("command", [["check", "slow.py:loss", "--as", "dapo"], ["derive", "dapo"]])
-def test_an_interrupt_is_one_sentence_and_leaves_no_process(number, status, command, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+@pytest.mark.parametrize(
+    "command", [["check", "slow.py:loss", "--as", "dapo"], ["derive", "dapo"]]
+)
+def test_an_interrupt_is_one_sentence_and_leaves_no_process(
+    number, status, command, tmp_path
+):
     """While a loss runs, and while upref itself computes."""
-    (tmp_path / "slow.py").write_text("import time\nopen('here', 'w').close()\ntime.sleep(60)\n")
+    (tmp_path / "slow.py").write_text(
+        "import time\nopen('here', 'w').close()\ntime.sleep(60)\n"
+    )
     start = (
         "import sys, time, upref.cli, upref.cli.commands as c\n"
         "c.RUN['derive'] = lambda args: (open('here', 'w').close(), time.sleep(60))\n"
@@ -268,10 +322,15 @@ def test_an_interrupt_is_one_sentence_and_leaves_no_process(number, status, comm
     run = subprocess.Popen([sys.executable, "-c", start], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=env,
                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
     deadline = time.monotonic() + 300  # a busy machine imports for minutes
-    while not (tmp_path / "here").exists() and run.poll() is None and time.monotonic() < deadline:
+    while (
+        not (tmp_path / "here").exists()
+        and run.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     run.send_signal(number)
-    err = run.communicate(timeout=30)[1]  # the pipe closes when the last process has ended
+    # the pipe closes when the last process has ended
+    err = run.communicate(timeout=30)[1]
     assert run.returncode == status and len(err.splitlines()) == 1
     said = "interrupted" if number == signal.SIGINT else "terminated"
     assert f"{said}; run the same command again" in err
@@ -283,7 +342,9 @@ ENDLESS = {  # where a file does not end
 }
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="it reads the state of a process")
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="it reads the state of a process"
+)
 @pytest.mark.parametrize("where", ENDLESS)
 def test_no_process_goes_on_where_the_command_is_killed(where, tmp_path):
     says = (
@@ -291,18 +352,26 @@ def test_no_process_goes_on_where_the_command_is_killed(where, tmp_path):
         "    apart = subprocess.Popen(['sleep', '600'], start_new_session=True).pid\n"
         "    with open('half', 'w') as f: f.write(f'{os.getpid()} {apart}')\n"
     )
-    (tmp_path / "loop.py").write_text(f"{says}    os.rename('half', 'pid')\n{ENDLESS[where]}")
+    (tmp_path / "loop.py").write_text(
+        f"{says}    os.rename('half', 'pid')\n{ENDLESS[where]}"
+    )
     argv = [sys.executable, "-m", "upref", "check", "loop.py:loss", "--as", "dapo"]
     env = os.environ | {"PYTHONPATH": str(Path(upref.__file__).parents[1])}
     run = subprocess.Popen(argv, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300  # a busy machine imports for minutes
-    while not (tmp_path / "pid").exists() and run.poll() is None and time.monotonic() < deadline:
+    while (
+        not (tmp_path / "pid").exists()
+        and run.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     pids = [int(pid) for pid in (tmp_path / "pid").read_text().split()]
     run.kill()
     run.wait()
     deadline = time.monotonic() + 30
-    while (alive := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+    while (
+        alive := [pid for pid in pids if is_running(pid)]
+    ) and time.monotonic() < deadline:
         time.sleep(0.1)
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
@@ -312,7 +381,9 @@ def test_no_process_goes_on_where_the_command_is_killed(where, tmp_path):
 def is_running(pid):
     """Whether there is such a process, and it has not ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -325,13 +396,24 @@ LOST = {  # where Python or a module would lose an interrupt
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
 @pytest.mark.parametrize("where", LOST)
 def test_no_interrupt_is_lost(where, number, status):
     start = "import os, time, upref.interrupt\nupref.interrupt.handled('me')\n"
     code = start + LOST[where].replace("NUMBER", f"{number:d}")
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50)
-    assert (run.returncode, run.stderr.count("\n")) == (status, 1) and "again" in run.stderr
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (run.returncode, run.stderr.count("\n")) == (
+        status,
+        1,
+    ) and "again" in run.stderr
 
 
 COMMANDS = {
@@ -341,34 +423,60 @@ COMMANDS = {
 }
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="it reads which libraries a process has loaded")
+@pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(),
+    reason="it reads which libraries a process has loaded",
+)
 @pytest.mark.parametrize(("module", "number"), COMMANDS.items())
 def test_an_interrupt_of_an_import_is_one_sentence(module, number):
     """Of a command of each package; most of the first seconds are imports."""
-    run = subprocess.Popen([sys.executable, "-m", module], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "-m", module], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
     while "libtorch" not in Path(f"/proc/{run.pid}/maps").read_text():
         assert run.poll() is None
         time.sleep(0.01)
     run.send_signal(number)
-    said, how = run.communicate(timeout=60)[1], "interrupted" if number == signal.SIGINT else "terminated"
-    assert (run.returncode, said) == (128 + number, f"python -m {module}: {how}; run the same command again.\n")
+    said, how = (
+        run.communicate(timeout=60)[1],
+        "interrupted" if number == signal.SIGINT else "terminated",
+    )
+    assert (run.returncode, said) == (
+        128 + number,
+        f"python -m {module}: {how}; run the same command again.\n",
+    )
 
 
 def test_every_command_is_in_a_package_that_handles_interrupts():
     """But for three that are the children of a command, which stops them."""
-    found = subprocess.run(["git", "grep", "-l", "__main__", "--", "*.py"], cwd=ROOT, capture_output=True, text=True)
-    files = {Path(x) for x in found.stdout.split() if '__name__ == "__main__"' in (ROOT / x).read_text("utf-8")}
+    found = subprocess.run(
+        ["git", "grep", "-l", "__main__", "--", "*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    files = {
+        Path(x)
+        for x in found.stdout.split()
+        if '__name__ == "__main__"' in (ROOT / x).read_text("utf-8")
+    }
     tops = {f.parts[0] for f in files} - {"tests"}
     own = {"upref", "upref_frameworks", "upref_course", "paper"}
-    assert (tops <= {"repro", "docs", "benchmarks", *own, "figures", "derivations"} and len(files) > 40) or not files
+    assert (
+        tops <= {"repro", "docs", "benchmarks", *own, "figures", "derivations"}
+        and len(files) > 40
+    ) or not files
     for top in ("repro", "docs", "benchmarks", "paper"):
-        assert "interrupt.handled()" in (ROOT / top / "__init__.py").read_text(encoding="utf-8")
+        assert "interrupt.handled()" in (ROOT / top / "__init__.py").read_text(
+            encoding="utf-8"
+        )
     ours = {f.as_posix() for f in files if f.parts[0] in own - {"upref_course"}}
     assert ours <= {
         "upref/__main__.py",
         "upref/cli/__init__.py",
         "paper/__main__.py",
-        "upref/conformance/ranks.py",  # one rank of a case, which the suite starts and ends
+        # one rank of a case, which the suite starts and ends
+        "upref/conformance/ranks.py",
         "upref_frameworks/audits/child.py",
         "upref_frameworks/verl/step.py",
     }
@@ -389,5 +497,7 @@ class Escaped(Verdict):
 
 
 def test_a_verdict_that_escapes_markup_is_printed_as_it_is(capsys, monkeypatch):
-    monkeypatch.setattr("upref_frameworks.audits.audit", lambda framework, **which: Escaped(True))
+    monkeypatch.setattr(
+        "upref_frameworks.audits.audit", lambda framework, **which: Escaped(True)
+    )
     assert "as [ledger] records" in run(capsys, "audit", "verl")[1]

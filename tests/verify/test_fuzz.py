@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample of tests/support/fuzz.py, the same every time; the whole run is `python -m tests.support.fuzz 20000`."""
+"""A sample of tests/support/fuzz.py, the same every time; the whole run is
+`python -m tests.support.fuzz 20000`.
+"""
 
 import argparse
 import random
@@ -16,7 +18,12 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_sample_of_bad_inputs():
     """In a process of its own: it watches for children that an input leaves behind."""
-    ran = subprocess.run([sys.executable, "-m", fuzz.__name__, "150", "7"], cwd=ROOT, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-m", fuzz.__name__, "150", "7"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     kinds = ran.stdout.splitlines()[-1].split(", ")
     assert ran.returncode == 0 and len(kinds) > 20, ran.stdout + ran.stderr
 
@@ -29,16 +36,28 @@ def test_what_each_takes_is_what_it_accepts():
     """Else junk in one argument would be seen to be refused for another."""
     for name, (fn, good) in entries.PUBLIC.items():
         if name != "upref_course.explorer.write":
-            fn(*([good["*"]] if "*" in good else []), **{k: v for k, v in good.items() if k != "*"})
+            fn(
+                *([good["*"]] if "*" in good else []),
+                **{k: v for k, v in good.items() if k != "*"},
+            )
 
 
 def test_no_verb_and_no_option_is_missing():
-    of = lambda p: next(a for a in p._actions if isinstance(a, argparse._SubParsersAction)).choices
+    of = lambda p: (
+        next(a for a in p._actions if isinstance(a, argparse._SubParsersAction)).choices
+    )
     verbs, paper = of(cli._parser()), of(typed.paper_parser())
-    assert {*verbs} == {*commands.RUN, *plugins.commands()} and {*plugins.VERBS} <= {*plugins.commands()}
-    assert {*paper} == {*typed.PAPER} and {*verbs, *paper} == {*typed.VERBS} == {*typed.FIT}
+    assert {*verbs} == {*commands.RUN, *plugins.commands()} and {*plugins.VERBS} <= {
+        *plugins.commands()
+    }
+    assert {*paper} == {*typed.PAPER} and {*verbs, *paper} == {*typed.VERBS} == {
+        *typed.FIT
+    }
     for verb, parser in (verbs | paper).items():
-        words = {w.partition("=")[0] if w[:2] == "--" else w[:2] for w in typed.VERBS[verb] + typed.ALL}
+        words = {
+            w.partition("=")[0] if w[:2] == "--" else w[:2]
+            for w in typed.VERBS[verb] + typed.ALL
+        }
         options = {o for a in parser._actions for o in a.option_strings}
         assert options <= words, f"{verb}: no word for {options - words}"
 
@@ -47,4 +66,7 @@ def test_each_is_among_the_inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a file of a student is written where it is asked for
     kinds = {fuzz.tries(random.Random(f"0 {i}"))[0] for i in range(8000)}
     assert {entries.qualified(name) for name in entries.PUBLIC} <= kinds
-    assert {f"command {verb}" for verb in typed.VERBS} | {"child learn", "process learn"} <= kinds
+    assert {f"command {verb}" for verb in typed.VERBS} | {
+        "child learn",
+        "process learn",
+    } <= kinds

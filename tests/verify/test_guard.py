@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No false green: whatever somebody's code does, status 0 comes with a finished report, and nothing is left behind."""
+"""No false green: whatever somebody's code does, status 0 comes with a finished report,
+and nothing is left behind.
+"""
 
 import errno
 import json
@@ -84,7 +86,16 @@ wrong = lambda log_prob, old_log_prob, advantages, mask: -loss(log_prob, old_log
 print("printed at import")
 """
 FAST = [
-    x for name in ("extremes", "padding", "masked-values", "permutation", "scaling", "value") for x in ("--skip", name)
+    x
+    for name in (
+        "extremes",
+        "padding",
+        "masked-values",
+        "permutation",
+        "scaling",
+        "value",
+    )
+    for x in ("--skip", name)
 ]
 
 
@@ -96,12 +107,19 @@ def test_the_command_line_says_0_only_after_a_report(tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
         env=os.environ | fork.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
-    ends = COMMAND | {f"{name}_late": COMMAND[name] for name in ("leaves", "leaves_by_c", "crashes", "exits", "asks")}
+    ends = COMMAND | {
+        f"{name}_late": COMMAND[name]
+        for name in ("leaves", "leaves_by_c", "crashes", "exits", "asks")
+    }
     running = {loss: start(loss) for loss in ends}
     for loss, (_, status, says, report) in ends.items():
         out, err = running[loss].communicate(timeout=400)
         assert (running[loss].returncode, says in err) == (status, True), (loss, err)
-        assert json.loads(out)["ok"] == (status == 0) if report else not out, (loss, out)  # one report, of one process
+        # one report, of one process
+        assert json.loads(out)["ok"] == (status == 0) if report else not out, (
+            loss,
+            out,
+        )
     assert not any(map(is_running, (tmp_path / "started").read_text().split()))
 
 
@@ -109,14 +127,23 @@ def test_a_reader_that_leaves_early_gets_the_verdict(tmp_path):
     (tmp_path / "mine.py").write_text(DAPO)
     env = os.environ | fork.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for how, status in (("| head -c 1", 1), (">&-", 2), ("> /dev/full", 2)):
-        python = sys.executable if how == ">&-" else shlex.join(fork.executable())  # which needs all three streams
+        # which needs all three streams
+        python = sys.executable if how == ">&-" else shlex.join(fork.executable())
         command = f"{python} -m upref check mine.py:wrong --as dapo {shlex.join(FAST)} {how}; exit ${{PIPESTATUS[0]}}"
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, env=env)
+        done = subprocess.run(
+            ["bash", "-c", command],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=env,
+        )
         assert done.returncode == status and "Traceback" not in done.stderr, (how, done)
 
 
 def dapo(log_prob, old_log_prob, advantages, mask):
-    return upref.get("dapo").loss(upref.Rollouts(log_prob, old_log_prob, advantages, mask))
+    return upref.get("dapo").loss(
+        upref.Rollouts(log_prob, old_log_prob, advantages, mask)
+    )
 
 
 def after(what, answer=dapo):
@@ -192,9 +219,13 @@ CHANGES = {
     "torch's default dtype": lambda: torch.set_default_dtype(torch.float64),
     "whether torch computes gradients": lambda: torch.set_grad_enabled(False),
     "torch's anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
-    "torch's number of threads": lambda: torch.set_num_threads(3 - torch.get_num_threads() % 2),
+    "torch's number of threads": lambda: torch.set_num_threads(
+        3 - torch.get_num_threads() % 2
+    ),
     "torch's choice of algorithms": lambda: torch.use_deterministic_algorithms(True),
-    "the precision of torch's products": lambda: torch.set_float32_matmul_precision("medium"),
+    "the precision of torch's products": lambda: torch.set_float32_matmul_precision(
+        "medium"
+    ),
     "what numpy does about overflow": lambda: np.seterr(over="ignore", divide="ignore"),
     "the working directory": lambda: os.chdir("/"),
     "torch's random generator": lambda: torch.manual_seed(1),
@@ -213,21 +244,32 @@ def test_what_a_loss_changes_of_the_process_is_set_back():
             change()
         return answer
 
-    on = torch.are_deterministic_algorithms_enabled()  # left on by another test of this process
+    # left on by another test of this process
+    on = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     every = STATE | RANDOM | AROUND
     before = {name: read() for name, (read, _) in every.items()}
-    loss = lambda log_prob, old_log_prob, advantages, mask: all_of_it(dapo(log_prob, old_log_prob, advantages, mask))
+    loss = lambda log_prob, old_log_prob, advantages, mask: all_of_it(
+        dapo(log_prob, old_log_prob, advantages, mask)
+    )
     report = upref.check(loss, "dapo", skip=("extremes", "masked-values"))
-    assert report and {f"it changes {name}" for name in CHANGES} <= {f.regime for f in report.notes}
-    k1 = upref.check_kl(lambda log_prob, ref_log_prob: all_of_it(log_prob - ref_log_prob), "k1")
+    assert report and {f"it changes {name}" for name in CHANGES} <= {
+        f.regime for f in report.notes
+    }
+    k1 = upref.check_kl(
+        lambda log_prob, ref_log_prob: all_of_it(log_prob - ref_log_prob), "k1"
+    )
     assert k1 and "it changes torch's default dtype" in {f.regime for f in k1.notes}
-    assert [name for name, (read, _) in every.items() if not _equal(before[name], read())] == []
+    assert [
+        name for name, (read, _) in every.items() if not _equal(before[name], read())
+    ] == []
     torch.use_deterministic_algorithms(on)
 
 
 def test_the_rest_is_set_back_without_a_working_directory(tmp_path, monkeypatch):
-    """FileNotFoundError came from within the check, and what comes after the directory stayed as the loss set it."""
+    """FileNotFoundError came from within the check, and what comes after the directory
+    stayed as the loss set it.
+    """
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     before = random.getstate()
@@ -266,7 +308,9 @@ class Speechless(Exception):
 
 LEAVING = {
     "os._exit": after(lambda: os._exit(0)),
-    "os._exit, caught": lambda log_prob, old_log_prob, advantages, mask: leave_in_a_try(),
+    "os._exit, caught": lambda log_prob, old_log_prob, advantages, mask: (
+        leave_in_a_try()
+    ),
     "a property": Leaves(),
     "an exception's words": after(raising(Speechless())),
     "SystemExit": after(raising(SystemExit(0))),
@@ -282,7 +326,10 @@ def counting(at, what, back):
         calls.append(0)
         now = what if len(calls) == at or (back and len(calls) > at) else lambda: None
         now = now if back else now() or (lambda: None)
-        o, b = upref.get("dapo"), upref.Rollouts(Back.apply(log_prob, now), old_log_prob, advantages, mask)
+        o, b = (
+            upref.get("dapo"),
+            upref.Rollouts(Back.apply(log_prob, now), old_log_prob, advantages, mask),
+        )
         return o.loss(b, eps_low=eps_low, eps_high=eps_high)
 
     return loss, calls
@@ -296,12 +343,21 @@ PARTS = daily(range(4), 4)  # of the calls of a loss: every fourth by day
 
 def spread(most, first=12, later=12):
     """Calls of a loss by number: each of the first, and some of the later ones."""
-    return list(enumerate([*range(1, first + 1), *np.unique(np.linspace(first + 1, most, later).astype(int)).tolist()]))
+    return list(
+        enumerate(
+            [
+                *range(1, first + 1),
+                *np.unique(np.linspace(first + 1, most, later).astype(int)).tolist(),
+            ]
+        )
+    )
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_whichever_call_ends_the_process_there_is_no_verdict(part):
-    """From the first call to the last, probes of other inputs, seeds and finite differences among them."""
+    """From the first call to the last, probes of other inputs, seeds and finite
+    differences among them.
+    """
     loss, calls = counting(0, None, False)
     assert upref.check(loss, "dapo")
     for n, at in spread(len(calls))[part::4]:
@@ -317,7 +373,11 @@ def test_whichever_call_ends_the_process_there_is_no_verdict(part):
             upref.identify(counting(at, ENDS[n % len(ENDS)], n % 2 == 0)[0])
 
 
-NO_MEMORY = (raising(MemoryError()), lambda: torch.zeros(2**45), lambda: np.zeros(2**45))
+NO_MEMORY = (
+    raising(MemoryError()),
+    lambda: torch.zeros(2**45),
+    lambda: np.zeros(2**45),
+)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -328,7 +388,8 @@ def test_whichever_call_has_no_memory_there_is_no_verdict(part):
     for n, at in spread(len(calls))[part::4]:
         loss, _ = counting(at, NO_MEMORY[n % 3], n % 8 == 0)
         with pytest.raises(
-            InputError, match=r"asked for more memory than there is \((Memory|Runtime|_ArrayMemory)Error"
+            InputError,
+            match=r"asked for more memory than there is \((Memory|Runtime|_ArrayMemory)Error",
         ):
             upref.check(loss, "dapo")
     for n, at in enumerate((1, 3, 40)):
@@ -349,7 +410,9 @@ def test_no_memory_in_a_function_that_is_no_loss():
 
 @pytest.mark.parametrize("part", PARTS)
 def test_an_exception_that_does_not_recur_is_no_verdict(part):
-    """It is no refusal of the inputs: whoever took it for one would go on with other shapes, or say nothing of it."""
+    """It is no refusal of the inputs: whoever took it for one would go on with other
+    shapes, or say nothing of it.
+    """
     loss, calls = counting(0, None, False)
     assert upref.check(loss, "dapo")
     for _, at in spread(len(calls), later=8)[part::4]:
@@ -362,7 +425,9 @@ def test_an_exception_that_does_not_recur_is_no_verdict(part):
 
 
 def test_a_loss_that_begins_to_raise_is_no_verdict():
-    """It has used up files, threads or a disk: "NOT dapo" said that it is another formula."""
+    """It has used up files, threads or a disk: "NOT dapo" said that it is another
+    formula.
+    """
     calls = []
 
     def leaks(log_prob, old_log_prob, advantages, mask):
@@ -371,7 +436,9 @@ def test_a_loss_that_begins_to_raise_is_no_verdict():
             raise OSError(errno.EMFILE, "Too many open files")
         return dapo(log_prob, old_log_prob, advantages, mask)
 
-    with pytest.raises(InputError, match=r"answered call 1; on the same inputs .* Too many"):
+    with pytest.raises(
+        InputError, match=r"answered call 1; on the same inputs .* Too many"
+    ):
         upref.check(leaks, "dapo")
 
 
@@ -423,19 +490,24 @@ def test_an_exception_without_words_is_still_a_sentence(capsys, monkeypatch):
 
     with pytest.raises(InputError, match=r"f raised KeyError: \(it says no more\)"):
         called("f", silent)
-    with pytest.raises(InputError, match=r"f asked for more memory than there is \(MemoryError\)"):
+    with pytest.raises(
+        InputError, match=r"f asked for more memory than there is \(MemoryError\)"
+    ):
         called("f", full)
     monkeypatch.setattr(commands, "RUN", {"list": full})
     assert main(["list"]) == 2 and "not enough memory" in capsys.readouterr().err
 
 
 def test_a_loss_that_closes_stdout_prints():
-    report = upref.check(after(lambda: (print("x"), sys.stdout.close())), "dapo", skip=("extremes",))
+    report = upref.check(
+        after(lambda: (print("x"), sys.stdout.close())), "dapo", skip=("extremes",)
+    )
     assert report and "prints" in str(report) and not sys.stdout.closed
 
 
 def test_ctrl_c_is_the_users():
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & and other tests may have it ignored
+    # a shell's & and other tests may have it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), state_restored():
         called("f", lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(1)))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -461,14 +533,26 @@ def test_bad_inputs_of_the_api_are_one_sentence(bad):
     assert "\n" not in str(e.value) and len(str(e.value)) < 500
 
 
-@pytest.mark.parametrize("hp", ["eps_high=nan", "eps_high=inf", "eps_high=-inf", "eps_high=1e999", "=", "eps_high"])
+@pytest.mark.parametrize(
+    "hp",
+    [
+        "eps_high=nan",
+        "eps_high=inf",
+        "eps_high=-inf",
+        "eps_high=1e999",
+        "=",
+        "eps_high",
+    ],
+)
 def test_a_hyperparameter_is_a_finite_number(capsys, hp):
     assert main(["cap", "dapo", "--hp", hp]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_checks_in_threads_leave_the_process_as_it_was(capsys):
-    """Losses that print, warn, and change a dtype, in four threads; another thread prints in the meantime."""
+    """Losses that print, warn, and change a dtype, in four threads; another thread
+    prints in the meantime.
+    """
 
     def k1(log_prob, ref_log_prob):
         print("swallowed")
@@ -483,7 +567,11 @@ def test_checks_in_threads_leave_the_process_as_it_was(capsys):
             print("heard", end="")
             time.sleep(0.01)
     assert all(r.result() and "prints" in str(r.result()) for r in reports)
-    assert sys.stdout is out and warnings.filters == filters and torch.get_default_dtype() is dtype
+    assert (
+        sys.stdout is out
+        and warnings.filters == filters
+        and torch.get_default_dtype() is dtype
+    )
     assert set(capsys.readouterr().out.replace("heard", "")) == set()
 
 
@@ -504,7 +592,9 @@ def test_a_check_in_a_forked_child_does_not_wait():
         called("f", lambda: 1)
         os._exit(7)
     deadline = time.monotonic() + 20
-    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+    while (
+        not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     free.set()
     thread.join()

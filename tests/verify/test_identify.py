@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref.identify`: every objective with random hyperparameters, compositions, verl's losses, and what is none."""
+"""`upref.identify`: every objective with random hyperparameters, compositions, verl's
+losses, and what is none.
+"""
 
 import json
 import zlib
@@ -17,7 +19,8 @@ from tests.support.daily import daily
 from upref.cli import main
 from upref.weights.batches import interval
 
-NARROW = ("gspo", "up_gspo", "up_gspo_anchored")  # their bounds are of the order of 1e-3
+# their bounds are of the order of 1e-3
+NARROW = ("gspo", "up_gspo", "up_gspo_anchored")
 RANGES = {
     "c": (1.5, 20), "cap": (1.3, 8), "trunc": (1.3, 8), "delta": (0.02, 0.4), "beta": (0.01, 0.2), "lam": (0.05, 0.9),
     "tau": (0.005, 0.5), "tau_pos": (0.3, 4), "tau_neg": (0.3, 4),
@@ -26,7 +29,9 @@ RANGES = {
 
 
 def draw(name: str) -> dict:
-    """Random hyperparameters, others for every objective; the optional ones (c, beta) are there half of the time."""
+    """Random hyperparameters, others for every objective; the optional ones (c, beta)
+    are there half of the time.
+    """
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     hp = {}
     for key, default in upref.get(name).hyperparameters.items():
@@ -41,19 +46,27 @@ def named(identity, name: str):
     return next(m for m in identity.matches if m.name == name and m.own)
 
 
-# A curve does not pin these: they couple tokens, or their weight is not the advantage times a function of the ratio.
+# A curve does not pin these: they couple tokens, or their weight is not the advantage
+# times a function of the ratio.
 UNNAMED = ("ce_gppo", "clip_cov", "cppo", "kl_cov", "tpo")
 
 
-@pytest.mark.parametrize("name", daily((n for n in upref.names() if n not in UNNAMED), 2))
+@pytest.mark.parametrize(
+    "name", daily((n for n in upref.names() if n not in UNNAMED), 2)
+)
 def test_hyperparameters_and_aggregation_are_recovered(name):
     o, hp = upref.get(name), draw(name)
     identity = upref.identify(partial(o.loss, **hp))
     assert identity.kind in ("objective", "up") and identity.distance < 1e-9
-    assert identity.agg == {"seq-mean": "seq-mean-token-mean"}.get(o.agg, o.agg) or o.level == "sequence_product"
+    assert (
+        identity.agg == {"seq-mean": "seq-mean-token-mean"}.get(o.agg, o.agg)
+        or o.level == "sequence_product"
+    )
     found = named(identity, name).hp
     for key, value in hp.items():
-        assert found[key] == (value if value is None else pytest.approx(value, abs=1e-6)), key
+        assert found[key] == (
+            value if value is None else pytest.approx(value, abs=1e-6)
+        ), key
 
 
 @pytest.mark.parametrize("base", ["sapo", "cispo", "gmpo", "dppo_tv_verl", "ppo_clip"])
@@ -65,7 +78,10 @@ def test_up_of_an_objective(base):
     assert found.hp == pytest.approx({k: hp[k] for k in found.hp}, abs=1e-6)
     assert "tau_pos" not in found.hp  # without effect where A <= 0
     only = not any(not m.name.startswith("up(") for m in identity.matches if m.own)
-    assert identity.kind == ("up" if only else "objective") and (identity.name == o.name) == only
+    assert (
+        identity.kind == ("up" if only else "objective")
+        and (identity.name == o.name) == only
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +95,9 @@ def test_up_of_an_objective(base):
 )
 def test_equal_gradients_are_one_class(name, hp, simplest, also):
     identity = upref.identify(partial(upref.get(name).loss, **hp))
-    assert identity.name == simplest and any(s.split("(eps")[0] == also for s in identity.also)
+    assert identity.name == simplest and any(
+        s.split("(eps")[0] == also for s in identity.also
+    )
 
 
 def ppo(log_prob, old_log_prob, advantages, mask, low=0.2, high=0.2, c=None):
@@ -106,10 +124,19 @@ def quarter(*args):
 
 
 def single(log_prob, old_log_prob, advantages, mask):
-    return mean(log_prob.float(), old_log_prob.float(), advantages.float(), mask, low=0.13, high=0.31, c=4.5)
+    return mean(
+        log_prob.float(),
+        old_log_prob.float(),
+        advantages.float(),
+        mask,
+        low=0.13,
+        high=0.31,
+        c=4.5,
+    )
 
 
-def sharp(log_prob, old_log_prob, advantages, mask):  # a weight that nobody has published
+# a weight that nobody has published
+def sharp(log_prob, old_log_prob, advantages, mask):
     x = torch.where(mask, log_prob - old_log_prob, 0)
     return -(torch.where(mask, advantages, 0) * torch.atan(5 * x)).sum() / mask.sum()
 
@@ -127,18 +154,26 @@ def test_the_mean_alone_tells_grpo_from_dapo():
 
 def test_a_fixed_length_is_recovered():
     identity = upref.identify(fixed_length)
-    assert identity and identity.name == "dr_grpo" and identity.agg == "seq-mean-token-sum-norm, L = 1024"
+    assert (
+        identity
+        and identity.name == "dr_grpo"
+        and identity.agg == "seq-mean-token-sum-norm, L = 1024"
+    )
 
 
 def test_a_loss_in_float32():
     identity = upref.identify(single)
     assert identity.name == "dapo" and identity.kind == "objective"
-    assert identity.hp == pytest.approx({"eps_low": 0.13, "eps_high": 0.31, "c": 4.5}, abs=1e-5)
+    assert identity.hp == pytest.approx(
+        {"eps_low": 0.13, "eps_high": 0.31, "c": 4.5}, abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(("times", "sign"), [(2, ""), (-2, "the sign is flipped")])
 def test_a_factor_is_named_beside_a_known_fault(times, sign):
-    """The clip acts on both sides, and the whole loss has a factor: the answer names both."""
+    """The clip acts on both sides, and the whole loss has a factor: the answer names
+    both.
+    """
     twice = loss(lambda d, A, m: times * tok(d.exp().clamp(0.8, 1.28) * A, m))
     why = upref.identify(twice).why
     assert "the minimum is missing" in why
@@ -146,22 +181,40 @@ def test_a_factor_is_named_beside_a_known_fault(times, sign):
     assert sign in why
 
 
-@pytest.mark.parametrize(("loss", "says"), [(ascends, "sign is flipped"), (quarter, "0.25 times")])
+@pytest.mark.parametrize(
+    ("loss", "says"), [(ascends, "sign is flipped"), (quarter, "0.25 times")]
+)
 def test_a_slip_around_the_right_weights(loss, says):
     identity = upref.identify(loss)
-    assert identity and identity.kind == "pitfall" and says in identity.why and identity.distance < 1e-9
+    assert (
+        identity
+        and identity.kind == "pitfall"
+        and says in identity.why
+        and identity.distance < 1e-9
+    )
 
 
 @pytest.mark.parametrize(
-    ("low", "name", "hp"), [(None, "cispo", {"eps_high": 5}), (0.8, "cispo_verl", {"eps_low": 0.2, "eps_high": 5})]
+    ("low", "name", "hp"),
+    [
+        (None, "cispo", {"eps_high": 5}),
+        (0.8, "cispo_verl", {"eps_low": 0.2, "eps_high": 5}),
+    ],
 )
 def test_a_weight_that_is_not_detached_is_still_a_weight(low, name, hp):
     def loss(log_prob, old_log_prob, advantages, mask):
-        r, A, lp = (torch.where(mask, x, 0) for x in (log_prob - old_log_prob, advantages, log_prob))
+        r, A, lp = (
+            torch.where(mask, x, 0)
+            for x in (log_prob - old_log_prob, advantages, log_prob)
+        )
         return -(r.exp().clamp(low, 6) * A * lp).sum() / mask.sum()
 
     identity = upref.identify(loss)
-    assert identity.name == name and identity.hp == pytest.approx(hp) and "not detached" in identity.why
+    assert (
+        identity.name == name
+        and identity.hp == pytest.approx(hp)
+        and "not detached" in identity.why
+    )
 
 
 @pytest.mark.parametrize("loss", [sharp, noisy])
@@ -181,18 +234,30 @@ PITFALLS = {
 }
 
 
-@pytest.mark.parametrize("case", [c for c in zoo.WRONG if c.function.__name__ in PITFALLS], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in zoo.WRONG if c.function.__name__ in PITFALLS], ids=str
+)
 def test_known_pitfalls(case):
     identity = upref.identify(case.function)
-    assert identity.kind == "pitfall" and PITFALLS[case.function.__name__] in identity.why
+    assert (
+        identity.kind == "pitfall" and PITFALLS[case.function.__name__] in identity.why
+    )
     assert "elsewhere" not in identity.why, identity
-    assert identity.name == case.objective or case.function.__name__ == "normalised_twice"
+    assert (
+        identity.name == case.objective or case.function.__name__ == "normalised_twice"
+    )
 
 
-WRONG_GRADIENT = ("dual_clip_wrong_way", "survivors_in_the_denominator", "groups_by_stride")
+WRONG_GRADIENT = (
+    "dual_clip_wrong_way",
+    "survivors_in_the_denominator",
+    "groups_by_stride",
+)
 
 
-@pytest.mark.parametrize("case", [c for c in zoo.WRONG if c.function.__name__ in WRONG_GRADIENT], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in zoo.WRONG if c.function.__name__ in WRONG_GRADIENT], ids=str
+)
 def test_a_wrong_loss_is_not_called_an_objective(case):
     assert upref.identify(case.function).kind == "none"
 
@@ -222,7 +287,7 @@ def test_verl(mode, name, agg, hp):
     assert ("micro-batch" in identity.why) == (mode == "geo_mean")
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------
 BODY = """import torch
 def right(log_prob, old_log_prob, advantages, mask):
     return -(((log_prob - old_log_prob).exp().clamp(max=5).detach() * advantages * log_prob)[mask]).mean()
@@ -248,7 +313,9 @@ def test_exit_status(tmp_path, capsys, name, code):
     found = json.loads(capsys.readouterr().out)
     assert found["identified"] == (code == 0) and found["name"]
     if code == 0:
-        assert found["name"] == "cispo" and found["hp"]["eps_high"] == pytest.approx(4, abs=1e-6)
+        assert found["name"] == "cispo" and found["hp"]["eps_high"] == pytest.approx(
+            4, abs=1e-6
+        )
         assert main(["identify", f"{file}:{name}"]) == 0
         assert "is cispo(eps_high=4)" in capsys.readouterr().out
 
@@ -271,7 +338,10 @@ def test_bad_losses_are_one_sentence_and_status_2(tmp_path, capsys, name, says):
     assert main(["identify", f"{file}:{name}"]) == 2
     out, err = capsys.readouterr()
     assert says in err and err.count("\n") == 1 and not out
-    assert main(["identify", "--debug", "no/such.py:f"]) == 2 and "Traceback" in capsys.readouterr().err
+    assert (
+        main(["identify", "--debug", "no/such.py:f"]) == 2
+        and "Traceback" in capsys.readouterr().err
+    )
 
 
 def test_a_narrow_regime_has_two_ends():
@@ -290,7 +360,10 @@ def test_a_guard_far_from_1_is_not_taken_for_the_clip():
         log_prob, old_log_prob, advantages, mask, lambda x: x.clamp(-5, 5)
     )
     identity = upref.identify(loss)
-    assert (identity.name, identity.hp["eps"]) == ("grpo", pytest.approx(0.2)) and "clamped to ±5" in identity.why
+    assert (identity.name, identity.hp["eps"]) == (
+        "grpo",
+        pytest.approx(0.2),
+    ) and "clamped to ±5" in identity.why
 
 
 def test_no_slip_is_named_that_changes_nothing():
@@ -303,27 +376,48 @@ def test_no_slip_is_named_that_changes_nothing():
 
 
 def ce_gppo(d, A, m):
-    """CE-GPPO away from its defaults: 0.6 and 0.9 of the bounds 0.85 and 1.3 beyond them."""
+    """CE-GPPO away from its defaults: 0.6 and 0.9 of the bounds 0.85 and 1.3 beyond
+    them.
+    """
     r = d.exp()
-    above, below = torch.where(r > 1.3, 0.9 * 1.3, r), torch.where(r < 0.85, 0.6 * 0.85, r)
+    above, below = (
+        torch.where(r > 1.3, 0.9 * 1.3, r),
+        torch.where(r < 0.85, 0.6 * 0.85, r),
+    )
     w = torch.where(A > 0, above, below).detach()
     return tok(w * A * (d - d.detach()).exp(), m)
 
 
 def kl_cov(log_prob, old_log_prob, advantages, mask):
-    b = upref.Rollouts.unchecked(logp=log_prob, logp_old=old_log_prob, adv=advantages, mask=mask)
+    b = upref.Rollouts.unchecked(
+        logp=log_prob, logp_old=old_log_prob, adv=advantages, mask=mask
+    )
     return upref.get("kl_cov").loss(b)
 
 
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
-        (loss(tis(lambda w, A: w.clamp(max=3))), "is tis(dapo)(eps_low=0.2, eps_high=0.28, is_max=3)"),
-        (loss(tis(lambda w, A: w * (w <= 2.5))), "is mis(dapo)(eps_low=0.2, eps_high=0.28, is_max=2.5)"),
-        (loss(tis(lambda w, A: w.clamp(0.5, 3))), "is dapo(eps_low=0.2, eps_high=0.28) where the sampler's policy is"),
+        (
+            loss(tis(lambda w, A: w.clamp(max=3))),
+            "is tis(dapo)(eps_low=0.2, eps_high=0.28, is_max=3)",
+        ),
+        (
+            loss(tis(lambda w, A: w * (w <= 2.5))),
+            "is mis(dapo)(eps_low=0.2, eps_high=0.28, is_max=2.5)",
+        ),
+        (
+            loss(tis(lambda w, A: w.clamp(0.5, 3))),
+            "is dapo(eps_low=0.2, eps_high=0.28) where the sampler's policy is",
+        ),
         (loss(lambda lp, old, A, m, group: tpo(lp, old, A, m, group)), "is tpo(eta=1)"),
-        (loss(ce_gppo), "is ce_gppo(eps_low=0.15, eps_high=0.3, share_low=0.6, share_high=0.9)"),
-        pytest.param(kl_cov, "is kl_cov(share=0.0002, coef=1)", marks=pytest.mark.nightly),
+        (
+            loss(ce_gppo),
+            "is ce_gppo(eps_low=0.15, eps_high=0.3, share_low=0.6, share_high=0.9)",
+        ),
+        pytest.param(
+            kl_cov, "is kl_cov(share=0.0002, coef=1)", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_corrections_and_coupled_objectives_are_named(fn, said):
@@ -334,7 +428,13 @@ def test_corrections_and_coupled_objectives_are_named(fn, said):
 
 def test_a_nearest_objective_has_the_bounds_that_are_found():
     """A loss that is clipped at 1.5 and 0.6 by a squared ratio, which no objective has."""
-    odd = loss(lambda d, A, m: tok(torch.where(A > 0, (2 * d).exp() * (d < 0.4), (3 * d).exp() * (d > -0.5)) * A, m))
+    odd = loss(
+        lambda d, A, m: tok(
+            torch.where(A > 0, (2 * d).exp() * (d < 0.4), (3 * d).exp() * (d > -0.5))
+            * A,
+            m,
+        )
+    )
     identity = upref.identify(odd)
     if not identity.matches:
         assert "nearest" not in str(identity) and "next:" not in str(identity)

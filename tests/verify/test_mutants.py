@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A seeded sample of tests/support/mutants; that the sample can fail; and what the whole run found, each as a test."""
+"""A seeded sample of tests/support/mutants; that the sample can fail; and what the
+whole run found, each as a test.
+"""
 
 import math
 from unittest import mock
@@ -12,9 +14,18 @@ import upref
 from tests.support.mutants import estimators, figure, judge, naming, run, search
 from tests.support.mutants.losses import Subject, judged, of, wrong
 from tests.support.mutants.rewritings import rewritings
-from tests.support.mutants.styles import STYLES, Config, arguments, compiled, configs, fits, write
+from tests.support.mutants.styles import (
+    STYLES,
+    Config,
+    arguments,
+    compiled,
+    configs,
+    fits,
+    write,
+)
 
-SAMPLE = {"dapo": 2, "gspo": 2, "up_grpo": 1, "topr": 1, "aspo_code": 1, "bandpo_tv": 1}  # mutants of a style
+# mutants of a style
+SAMPLE = {"dapo": 2, "gspo": 2, "up_grpo": 1, "topr": 1, "aspo_code": 1, "bandpo_tv": 1}
 pytestmark = pytest.mark.filterwarnings("ignore")  # what mutants warn of
 MOST = 0  # survivors: it must not grow
 
@@ -50,8 +61,12 @@ def test_a_checker_without_one_of_its_oracles_is_caught(tmp_path, left_out):
 
 @pytest.mark.parametrize("n", [3, pytest.param(12, marks=pytest.mark.nightly)])
 def test_what_keeps_the_meaning_is_accepted(tmp_path, n):
-    seen = [judged(s, tmp_path, 5, large=0, few=40) for s in rewritings(n, 5, compiled=0)]
-    assert sum(r["truth"] == "equal" for r in seen) > 0.75 * n and not [r for r in seen if wrong(r)]
+    seen = [
+        judged(s, tmp_path, 5, large=0, few=40) for s in rewritings(n, 5, compiled=0)
+    ]
+    assert sum(r["truth"] == "equal" for r in seen) > 0.75 * n and not [
+        r for r in seen if wrong(r)
+    ]
 
 
 def test_the_short_verdict_is_the_reports():
@@ -59,14 +74,24 @@ def test_the_short_verdict_is_the_reports():
         c = configs(upref.get(name))[0]
         for s in of(c, style, 3, 11):
             loss = compiled(s.text)
-            assert judge.verdict(loss, c).accepted == judge.whole(loss, c, [], s.names).accepted
+            assert (
+                judge.verdict(loss, c).accepted
+                == judge.whole(loss, c, [], s.names).accepted
+            )
 
 
 def test_the_search_sees_what_is_rare():
     c = configs(upref.get("dapo"))[0]
     source = write(c, "ratio")
-    truth = lambda text, **how: search.truth(compiled(text), c, arguments(c, "ratio"), "BT", 0, few=30, **how).kind
-    late = source.replace("J = torch.where(mask, J, 0.0)", "J = torch.where(mask & (mask.cumsum(1) < 500), J, 0.0)")
+    truth = lambda text, **how: (
+        search.truth(
+            compiled(text), c, arguments(c, "ratio"), "BT", 0, few=30, **how
+        ).kind
+    )
+    late = source.replace(
+        "J = torch.where(mask, J, 0.0)",
+        "J = torch.where(mask & (mask.cumsum(1) < 500), J, 0.0)",
+    )
     assert late != source
     assert truth(source, large=2) == "equal"
     assert truth(late, large=0) == "equal" and truth(late, large=2) == "differs"
@@ -78,13 +103,19 @@ def test_survivors_do_not_grow():
 
 
 def test_a_habit_is_accepted_and_nothing_else():
-    clamped = {"operator": "clamp", "what": "lp - old -> torch.clamp((lp) - (old), -10, 10)", "truth": "differs"}
-    said = lambda name, quick: figure.misjudged(clamped | {"objective": name, "quick": quick})
+    clamped = {
+        "operator": "clamp",
+        "what": "lp - old -> torch.clamp((lp) - (old), -10, 10)",
+        "truth": "differs",
+    }
+    said = lambda name, quick: figure.misjudged(
+        clamped | {"objective": name, "quick": quick}
+    )
     assert (said("gspo", True), said("gspo", False)) == ("", "alarm")
     assert (said("dapo", True), said("dapo", False)) == ("missed", "")
 
 
-# ---- what it found ---------------------------------------------------------------------------------------------------
+# ---- what it found -------------------------------------------------------------------
 def calm(mask, *xs):
     return [torch.where(mask, x, 0.0) for x in xs]
 
@@ -92,7 +123,10 @@ def calm(mask, *xs):
 def gspo_of(high, by=len, dtype=torch.float64):
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old = (x.to(dtype).double() for x in calm(mask, log_prob, old_log_prob))
-        s, A = ((lp - old).sum(-1) / mask.sum(-1)).exp(), advantages.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
+        s, A = (
+            ((lp - old).sum(-1) / mask.sum(-1)).exp(),
+            advantages.gather(1, mask.int().argmax(1, keepdim=True))[:, 0],
+        )
         return -torch.minimum(s * A, s.clamp(1 - 3e-4, 1 + high) * A).sum() / by(mask)
 
     return loss
@@ -102,7 +136,9 @@ def test_a_bound_that_is_off_by_a_hair_is_no_rounding():
     assert not upref.check(gspo_of(4.004e-4), "gspo")
     assert upref.check(gspo_of(4e-4, dtype=torch.float32), "gspo")
     c = configs(upref.get("bandpo_tv"))[0]
-    moved = write(c, "ratio").replace("torch.clamp(r, low, high)", "torch.clamp(r, low, high + 1e-5)")
+    moved = write(c, "ratio").replace(
+        "torch.clamp(r, low, high)", "torch.clamp(r, low, high + 1e-5)"
+    )
     assert not upref.check(compiled(moved), "bandpo_tv")
 
 
@@ -114,11 +150,15 @@ def test_a_part_in_float32_that_only_long_responses_show():
     def loss(log_prob, old_log_prob, advantages):
         A = advantages
         S = log_prob.float().double() - old_log_prob
-        return -torch.where(A >= 0, A * log_prob, S.exp().clamp(max=1).detach() * A * log_prob).mean()
+        return -torch.where(
+            A >= 0, A * log_prob, S.exp().clamp(max=1).detach() * A * log_prob
+        ).mean()
 
     def topr(log_prob, old_log_prob, advantages, mask):
         lp, old = (x.sum(-1) for x in calm(mask, log_prob, old_log_prob))
-        return loss(lp, old, advantages.gather(1, mask.int().argmax(1, keepdim=True))[:, 0])
+        return loss(
+            lp, old, advantages.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
+        )
 
     report = upref.check(topr, "topr")
     assert report, str(report)
@@ -131,7 +171,12 @@ def test_bounds_of_an_uncertain_token_are_visited():
 
 
 MOVED = [  # objective, hyperparameters, what is written, what should be
-    ("bandpo_chi2", {"delta": 0.1}, "torch.clamp(r, low, high)", "torch.clamp(r, low + 1e-5, high)"),
+    (
+        "bandpo_chi2",
+        {"delta": 0.1},
+        "torch.clamp(r, low, high)",
+        "torch.clamp(r, low + 1e-5, high)",
+    ),
     ("dppo_kl", {}, "lp - old, old - lp) <= 0", "lp - old, old - lp) <= 0.01"),
     ("dppo_kl_verl", {}, "q_old > 0", "q_old > 0.01"),
     ("dppo_kl_verl", {}, "* (old - lp)", "* torch.clamp(old - lp, -3, 3)"),
@@ -139,9 +184,13 @@ MOVED = [  # objective, hyperparameters, what is written, what should be
 ]
 
 
-@pytest.mark.parametrize(("name", "hp", "right", "slip"), MOVED, ids=[f"{m[0]}: {m[3]}" for m in MOVED])
+@pytest.mark.parametrize(
+    ("name", "hp", "right", "slip"), MOVED, ids=[f"{m[0]}: {m[3]}" for m in MOVED]
+)
 def test_what_only_some_tokens_show(name, hp, right, slip):
-    """Of some probabilities alone: nearly certain ones, or those between the grid's at far ratios."""
+    """Of some probabilities alone: nearly certain ones, or those between the grid's at
+    far ratios.
+    """
     source = write(Config(upref.get(name), tuple(hp.items())), "ratio")
     assert source.count(right) == 1 and upref.check(compiled(source), name, **hp)
     assert not upref.check(compiled(source.replace(right, slip)), name, **hp)
@@ -153,7 +202,10 @@ def test_a_habit_in_the_denominator_of_a_chunk(dim):
 
     def loss(log_prob, old_log_prob, advantages, mask):
         total = 0.0
-        for given in zip(*(x.split(3, dim) for x in (log_prob, old_log_prob, advantages, mask)), strict=True):
+        for given in zip(
+            *(x.split(3, dim) for x in (log_prob, old_log_prob, advantages, mask)),
+            strict=True,
+        ):
             (lp, old, A), m = calm(given[-1], *given[:-1]), given[-1]
             r = (lp - old).exp()
             J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A) * m
@@ -171,7 +223,9 @@ def test_a_batch_of_one_token_is_a_batch():
         ("topr", "A >= 0", "A / A.std() >= 0"),
     ):
         source = write(configs(upref.get(name))[0], "ratio")
-        assert right in source and not upref.check(compiled(source.replace(right, slip)), name)
+        assert right in source and not upref.check(
+            compiled(source.replace(right, slip)), name
+        )
 
 
 def test_identify_sees_what_check_sees_at_far_ratios():
@@ -181,19 +235,29 @@ def test_identify_sees_what_check_sees_at_far_ratios():
     clamped = compiled(source.replace("lp - old", "torch.clamp(lp - old, -10, 10)"))
     who = upref.identify(clamped)
     assert who.kind == "pitfall" and "log r is clamped to -10 and above" in who.why
-    assert naming.named(clamped, c, "differs").right and not naming.named(clamped, c, "equal").right
+    assert (
+        naming.named(clamped, c, "differs").right
+        and not naming.named(clamped, c, "equal").right
+    )
 
 
 def test_another_seed_is_another_search():
-    a, b = (search.small(configs(upref.get("gspo"))[0], False, seed, 3) for seed in (0, 1))
-    assert all(not np.array_equal(x.of["log_prob"], y.of["log_prob"]) for x, y in zip(a, b, strict=True))
+    a, b = (
+        search.small(configs(upref.get("gspo"))[0], False, seed, 3) for seed in (0, 1)
+    )
+    assert all(
+        not np.array_equal(x.of["log_prob"], y.of["log_prob"])
+        for x, y in zip(a, b, strict=True)
+    )
     assert all(math.isfinite(float(x.g.sum())) for x in a)
 
 
 def test_rewards_that_are_no_halves():
     rounded = lambda rewards, group: rewards.bfloat16().to(rewards.dtype)
     assert not upref.check_advantages(rounded, "reward")
-    assert upref.check_advantages(lambda rewards, group: rewards.float().double(), "reward")
+    assert upref.check_advantages(
+        lambda rewards, group: rewards.float().double(), "reward"
+    )
 
 
 @pytest.mark.parametrize("name", ["group_norm", "group_mean", "leave_one_out"])
@@ -204,20 +268,26 @@ def test_small_rewards_are_rewards(name, least):
         for g in group.unique():
             x = rewards[group == g]
             if x.max() > x.min() + least:
-                out[group == g] = upref.advantages.get(name)(x, torch.zeros(len(x), dtype=torch.int64))
+                out[group == g] = upref.advantages.get(name)(
+                    x, torch.zeros(len(x), dtype=torch.int64)
+                )
         return out
 
     assert bool(upref.check_advantages(gated, name)) == (least < 1e-6)
 
 
 def test_rewards_of_any_size():
-    assert not upref.check_advantages(lambda rewards, group: rewards * (rewards.abs() > 0.01), "reward")
+    assert not upref.check_advantages(
+        lambda rewards, group: rewards * (rewards.abs() > 0.01), "reward"
+    )
 
 
 @pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_estimators(each):
     seen = [estimators.judged(*s, 5) for s in estimators.subjects(5, each=each)]
-    assert sum(r["truth"] == "differs" for r in seen) > 5 * each and not [r for r in seen if wrong(r)]
+    assert sum(r["truth"] == "differs" for r in seen) > 5 * each and not [
+        r for r in seen if wrong(r)
+    ]
 
 
 @pytest.mark.parametrize(("eps", "other"), [("0.2", "0.4"), ("0.4", "0.2")])
@@ -225,34 +295,53 @@ def test_some_bounds_off_by_a_hair_are_no_rounding(eps, other):
     """Calm tokens, and uncertain ones, whose bound is another."""
     source = write(configs(upref.get("aspo_code"))[0], "ratio")
     assert f"r <= 1 + {eps}" in source
-    assert not upref.check(compiled(source.replace(f"r <= 1 + {eps}", f"r <= 1 + {eps} + 1e-05")), "aspo_code")
+    assert not upref.check(
+        compiled(source.replace(f"r <= 1 + {eps}", f"r <= 1 + {eps} + 1e-05")),
+        "aspo_code",
+    )
 
 
 def test_tiny_advantages_of_rare_tokens_are_asked():
     c = Config(upref.get("bandpo_chi2"), (("c", 3.0), ("delta", 0.1)))
     source = write(c, "ratio")
-    assert "A < 0" in source and upref.check(compiled(source), "bandpo_chi2", **dict(c.hp))
-    assert not upref.check(compiled(source.replace("A < 0", "A < 1e-05")), "bandpo_chi2", **dict(c.hp))
+    assert "A < 0" in source and upref.check(
+        compiled(source), "bandpo_chi2", **dict(c.hp)
+    )
+    assert not upref.check(
+        compiled(source.replace("A < 0", "A < 1e-05")), "bandpo_chi2", **dict(c.hp)
+    )
 
 
 def test_identify_names_an_objective_with_a_rounded_bound():
     c = configs(upref.get("reinforce_pp"))[0]
     source = write(c, "ratio")
-    one = source.replace("torch.clamp(r, 1 - 0.2,", "torch.clamp(r, torch.tensor(1 - 0.2),")
+    one = source.replace(
+        "torch.clamp(r, 1 - 0.2,", "torch.clamp(r, torch.tensor(1 - 0.2),"
+    )
     assert one != source and naming.named(compiled(one), c, "equal").right
 
 
 def test_identify_tries_clamps_before_float32():
     c = configs(upref.get("gppo"))[1]
-    clamped = compiled(write(c, "ratio").replace("lp - old", "torch.clamp(lp - old, -10, 10)"))
+    clamped = compiled(
+        write(c, "ratio").replace("lp - old", "torch.clamp(lp - old, -10, 10)")
+    )
     assert naming.named(clamped, c, "differs").right
 
 
 def test_every_configuration_has_its_share_of_the_whole_search():
-    few = [Subject(c, "ratio", "", "", str(n)) for c in configs(upref.get("dapo")) for n in range(run.LOT + 3)]
+    few = [
+        Subject(c, "ratio", "", "", str(n))
+        for c in configs(upref.get("dapo"))
+        for n in range(run.LOT + 3)
+    ]
     by = dict(run.drawn(few, 0))
-    assert set(by) == set(configs(upref.get("dapo"))) and all(len(of) == run.LOT + 3 for of in by.values())
-    assert [s.text for s in by[few[0].config]] != [s.text for s in dict(run.drawn(few, 1))[few[0].config]]
+    assert set(by) == set(configs(upref.get("dapo"))) and all(
+        len(of) == run.LOT + 3 for of in by.values()
+    )
+    assert [s.text for s in by[few[0].config]] != [
+        s.text for s in dict(run.drawn(few, 1))[few[0].config]
+    ]
 
 
 def test_sums_of_long_responses_may_round_apart_in_float32():
@@ -260,10 +349,16 @@ def test_sums_of_long_responses_may_round_apart_in_float32():
 
     def vespo(log_prob, old_log_prob, advantages, mask):
         rows, n = mask.nonzero()[:, 0], mask.sum(-1)
-        total = lambda x: torch.zeros(len(mask), dtype=x.dtype).index_add(0, rows, x[mask])
+        total = lambda x: torch.zeros(len(mask), dtype=x.dtype).index_add(
+            0, rows, x[mask]
+        )
         lp, A = total(log_prob), advantages[mask][n.cumsum(0) - n]
         log_W = lp - total(old_log_prob)
-        φ = torch.where(A > 0, (2 * log_W + 3 * (1 - log_W.exp())).exp(), (3 * log_W + 2 * (1 - log_W.exp())).exp())
+        φ = torch.where(
+            A > 0,
+            (2 * log_W + 3 * (1 - log_W.exp())).exp(),
+            (3 * log_W + 2 * (1 - log_W.exp())).exp(),
+        )
         return -(φ.detach() * A * lp).mean()
 
     assert upref.check(vespo, "vespo")
@@ -273,7 +368,9 @@ def test_sums_of_long_responses_may_round_apart_in_float32():
 def test_a_cap_is_asked_far_out_as_closely_as_near(by, right):
     def cispo(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
-        return -((lp - old).exp().clamp(max=5.4 + by).detach() * A * lp).sum() / mask.sum()
+        return (
+            -((lp - old).exp().clamp(max=5.4 + by).detach() * A * lp).sum() / mask.sum()
+        )
 
     assert bool(upref.check(cispo, "cispo", eps_high=4.4)) is right
 
@@ -289,13 +386,18 @@ def test_a_bound_that_depends_on_a_rare_token_is_asked_too():
 def test_overflow_is_noted_at_tiny_advantages_too():
     def up_dapo_anchored(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
-        r = torch.where(A > 1e-3, 0.0, lp - old).exp()  # infinite for 0 < A <= 1e-3, in the branch that is not taken
+        # infinite for 0 < A <= 1e-3, in the branch that is not taken
+        r = torch.where(A > 1e-3, 0.0, lp - old).exp()
         low = torch.where(A > 0, 0.0, lp - old).clamp(min=math.log(0.8)).exp()
-        J = torch.where(A > 0, A * (lp - lp.detach()).exp(), torch.minimum(r * A, low * A))
+        J = torch.where(
+            A > 0, A * (lp - lp.detach()).exp(), torch.minimum(r * A, low * A)
+        )
         return -torch.where(mask, J, 0.0).sum() / mask.sum()
 
     report = upref.check(up_dapo_anchored, "up_dapo_anchored")
-    assert report and "overflows" in str([f.cause for f in report.notes if f.oracle == "extremes"])
+    assert report and "overflows" in str(
+        [f.cause for f in report.notes if f.oracle == "extremes"]
+    )
 
 
 @pytest.mark.parametrize("at, right", [(88.7, True), (79.0, False)])
@@ -308,4 +410,6 @@ def test_nan_is_forgiven_only_beyond_what_a_sampler_draws(at, right):
         return -torch.where(mask, w.detach() * lp, 0.0).sum() / mask.sum()
 
     report = upref.check(w_reinforce_code, "w_reinforce_code", lam=1.0, eps=0.15)
-    assert right is not any(f.oracle == "extremes" and "A = 0, log r" in f.regime for f in report.failures)
+    assert right is not any(
+        f.oracle == "extremes" and "A = 0, log r" in f.regime for f in report.failures
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the nightly run would say of a framework that has changed, on the committed audits."""
+"""What the nightly run would say of a framework that has changed, on the committed
+audits.
+"""
 
 import copy
 
@@ -22,6 +24,8 @@ def test_what_changed_is_listed(then):
     now["unaudited"] = ["brand_new"]
     version, moved, *rest = changes(then, now)
     assert (
-        version == f"{then['version']} -> next" and row["label"] in moved and moved.endswith("-> differs, UNEXPLAINED")
+        version == f"{then['version']} -> next"
+        and row["label"] in moved
+        and moved.endswith("-> differs, UNEXPLAINED")
     )
     assert rest == ["new loss: brand_new", "a default has moved"]

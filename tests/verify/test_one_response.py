@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that answer with a Tensor subclass, and losses that are wrong on one response only."""
+"""Losses that answer with a Tensor subclass, and losses that are wrong on one response
+only.
+"""
 
 import pytest
 import torch
@@ -20,12 +22,14 @@ class Agrees(torch.Tensor):
 def test_an_answer_with_its_own_comparisons():
     def loss(log_prob, old_log_prob, advantages, mask):
         r = torch.where(mask, log_prob - old_log_prob, 0).exp()
-        return (-torch.where(mask, r * advantages, 0).sum() / mask.sum()).as_subclass(Agrees)
+        return (-torch.where(mask, r * advantages, 0).sum() / mask.sum()).as_subclass(
+            Agrees
+        )
 
     assert not upref.check(loss, "dapo")
 
 
-# ---- a batch of one response -----------------------------------------------------------------------------------------
+# ---- a batch of one response ---------------------------------------------------------
 def dapo(log_prob, old_log_prob, advantages, mask, low=0.2):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     x = torch.min(r * advantages, r.clamp(1 - low, 1.28) * advantages)
@@ -55,6 +59,12 @@ def test_a_loss_that_needs_several_responses_is_judged_on_them():
         return dapo(log_prob, old_log_prob, advantages, mask)
 
     report = upref.check(loss, "dapo")
-    assert not [f for f in report.failures if "one response" in f.regime or "one token" in f.regime], str(report)
-    assert any("is refused" in f.regime and "no batch" in str(f.found) for f in report.notes), str(report)
+    assert not [
+        f
+        for f in report.failures
+        if "one response" in f.regime or "one token" in f.regime
+    ], str(report)
+    assert any(
+        "is refused" in f.regime and "no batch" in str(f.found) for f in report.notes
+    ), str(report)
     assert "batches of one token" in upref.check(dapo, "dapo").text(verbose=True)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong only where two axes of the input meet: for every two of the AXES, group ids, sizes and dtype."""
+"""Wrong only where two axes of the input meet: for every two of the AXES, group ids,
+sizes and dtype.
+"""
 
 import re
 from itertools import combinations, product
@@ -23,7 +25,9 @@ def runs(m):
 
 
 def gap(m):
-    """The columns without a token between each token and the one before it; 0 before the first."""
+    """The columns without a token between each token and the one before it; 0 before
+    the first.
+    """
     at = torch.arange(m.shape[1]).expand(m.shape)
     last = torch.where(m, at, -1).cummax(1).values.roll(1, 1)
     last[:, 0] = -1
@@ -34,7 +38,8 @@ def most(which):
     return lambda lp, old, A, m, ref, g: (which(lp - old, A) & m).sum() > 0.8 * m.sum()
 
 
-UNUSUAL = {  # axis -> where a token is unusual on it; of lp, lp_old, A, mask, lp_ref, group
+# axis -> where a token is unusual on it; of lp, lp_old, A, mask, lp_ref, group
+UNUSUAL = {
     "ratios": {"far": lambda lp, old, A, m, ref, g: (lp - old).abs() > 5},
     "advantages": {
         "large": lambda lp, old, A, m, ref, g: A.abs() > 6,
@@ -52,7 +57,9 @@ UNUSUAL = {  # axis -> where a token is unusual on it; of lp, lp_old, A, mask, l
     "group ids": {
         "with gaps": lambda lp, old, A, m, ref, g: ((g > 50) & (g < 10**6))[:, None],
         "negative": lambda lp, old, A, m, ref, g: (g < 0)[:, None],
-        "colliding": lambda lp, old, A, m, ref, g: ((g > 10**6) & (g % COLLIDE == 11))[:, None],
+        "colliding": lambda lp, old, A, m, ref, g: ((g > 10**6) & (g % COLLIDE == 11))[
+            :, None
+        ],
         "large": lambda lp, old, A, m, ref, g: (g >= 2**40)[:, None],
     },
     "most": {
@@ -61,27 +68,45 @@ UNUSUAL = {  # axis -> where a token is unusual on it; of lp, lp_old, A, mask, l
         "A < 0": most(lambda x, A: A < 0),
         "clipped": most(lambda x, A: ((A > 0) & (x > 0.19)) | ((A < 0) & (x < -0.23))),
     },
-    "responses": {str(n): lambda lp, old, A, m, ref, g, n=n: torch.tensor(len(m) == n) for n in (1, *WIDE)},
-    "columns": {str(n): lambda lp, old, A, m, ref, g, n=n: torch.tensor(m.shape[1] == n) for n in WIDE},
+    "responses": {
+        str(n): lambda lp, old, A, m, ref, g, n=n: torch.tensor(len(m) == n)
+        for n in (1, *WIDE)
+    },
+    "columns": {
+        str(n): lambda lp, old, A, m, ref, g, n=n: torch.tensor(m.shape[1] == n)
+        for n in WIDE
+    },
     "size": {"65,504": lambda lp, old, A, m, ref, g: m.sum() > 65_504},
-    "dtype": {"float32": lambda lp, old, A, m, ref, g: torch.tensor(lp.dtype == torch.float32)},
+    "dtype": {
+        "float32": lambda lp, old, A, m, ref, g: torch.tensor(lp.dtype == torch.float32)
+    },
 }
 PAIRS = {
     f"{a} {x}, {b} {y}": (p, q)
     for (a, some), (b, others) in combinations(UNUSUAL.items(), 2)
     for (x, p), (y, q) in product(some.items(), others.items())
 }
-IMPOSSIBLE = re.compile(  # in so few columns, in one response of one advantage, with so few responses
+# in so few columns, in one response of one advantage, with so few responses
+IMPOSSIBLE = re.compile(
     "lengths long, columns|columns .*, size|responses (1|63|64|65), size|responses 1, columns"
 )
 
 
 def loss_wrong_where(objective, *predicates, **hp):
-    """The objective, the gradient of whose tokens is half as large again where all of these hold."""
+    """The objective, the gradient of whose tokens is half as large again where all of
+    these hold.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, group):
         calm = lambda x: torch.where(mask, x, -1.0)
-        given = calm(log_prob), calm(old_log_prob), calm(advantages), mask, calm(ref_log_prob), group
+        given = (
+            calm(log_prob),
+            calm(old_log_prob),
+            calm(advantages),
+            mask,
+            calm(ref_log_prob),
+            group,
+        )
         hit = mask
         for p in predicates:
             hit = hit & p(*(x.detach() for x in given))
@@ -94,16 +119,28 @@ def loss_wrong_where(objective, *predicates, **hp):
 
 @pytest.fixture(scope="module")
 def asked():
-    """Every batch that the oracles of unusual inputs and of one response ask, where the objective's weight is not 0."""
+    """Every batch that the oracles of unusual inputs and of one response ask, where the
+    objective's weight is not 0.
+    """
     batches = []
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, group):
         calm = lambda x: torch.where(mask, x.detach(), -1.0)
-        given = calm(log_prob), calm(old_log_prob), calm(advantages), mask, calm(ref_log_prob), group
+        given = (
+            calm(log_prob),
+            calm(old_log_prob),
+            calm(advantages),
+            mask,
+            calm(ref_log_prob),
+            group,
+        )
         _, old, A, m, ref, _ = given
         batches.append(given)
         return upref.get("grpo").loss(
-            upref.Rollouts.unchecked(logp=log_prob, logp_old=old, adv=A, mask=m, logp_ref=ref), beta=0.04
+            upref.Rollouts.unchecked(
+                logp=log_prob, logp_old=old, adv=A, mask=m, logp_ref=ref
+            ),
+            beta=0.04,
         )
 
     o = upref.get("grpo")
@@ -118,38 +155,62 @@ def asked():
     return [(b, unit_weights(o, as_batch(*b), case.hp) != 0) for b in batches]
 
 
-@pytest.mark.parametrize("name", [name for name in PAIRS if not IMPOSSIBLE.search(name)])
+@pytest.mark.parametrize(
+    "name", [name for name in PAIRS if not IMPOSSIBLE.search(name)]
+)
 def test_every_two_levels_meet_where_the_gradient_shows_it(asked, name):
-    """A loss that is wrong on these tokens alone is wrong by half a weight on one of the batches."""
+    """A loss that is wrong on these tokens alone is wrong by half a weight on one of
+    the batches.
+    """
     p, q = PAIRS[name]
     assert any((p(*b) & q(*b) & live).any() for b, live in asked)
 
 
 @pytest.mark.parametrize(("a", "b"), daily(combinations(UNUSUAL, 2), 8))
 def test_wrong_where_two_axes_meet(a, b):
-    levels = [(x, y) for x, y in product(UNUSUAL[a], UNUSUAL[b]) if not IMPOSSIBLE.search(f"{a} {x}, {b} {y}")]
+    levels = [
+        (x, y)
+        for x, y in product(UNUSUAL[a], UNUSUAL[b])
+        if not IMPOSSIBLE.search(f"{a} {x}, {b} {y}")
+    ]
     if not levels:
         return
     x, y = levels[len(a + b) % len(levels)]
-    report = upref.check(loss_wrong_where("grpo", UNUSUAL[a][x], UNUSUAL[b][y], beta=0.04), "grpo", beta=0.04)
-    assert {f.oracle for f in report.failures} & {"unusual-inputs", "extremes", "gradient", "one-response"}, (
-        f"{x}, {y}\n{report}"
+    report = upref.check(
+        loss_wrong_where("grpo", UNUSUAL[a][x], UNUSUAL[b][y], beta=0.04),
+        "grpo",
+        beta=0.04,
     )
+    assert {f.oracle for f in report.failures} & {
+        "unusual-inputs",
+        "extremes",
+        "gradient",
+        "one-response",
+    }, f"{x}, {y}\n{report}"
 
 
 @pytest.mark.parametrize("axis", daily(UNUSUAL, 2))
 def test_wrong_along_one_axis(axis):
     for p in UNUSUAL[axis].values():
-        assert not upref.check(loss_wrong_where("grpo", p, beta=0.04), "grpo", beta=0.04)
+        assert not upref.check(
+            loss_wrong_where("grpo", p, beta=0.04), "grpo", beta=0.04
+        )
 
 
-NARROW = [("certain tokens", "certain"), ("lengths", "long"), ("advantages", "large"), ("dtype", "float32")]
+NARROW = [
+    ("certain tokens", "certain"),
+    ("lengths", "long"),
+    ("advantages", "large"),
+    ("dtype", "float32"),
+]
 
 
 @pytest.mark.parametrize(("axis", "level"), NARROW)
 def test_wrong_near_narrow_bounds(axis, level):
     """Of GSPO, 3e-4 and 4e-4 beside 1."""
-    near = lambda lp, old, A, m, ref, g: (((lp - old) * m).sum(1, keepdim=True) / m.sum(1, keepdim=True)).abs() < 1e-3
+    near = lambda lp, old, A, m, ref, g: (
+        (((lp - old) * m).sum(1, keepdim=True) / m.sum(1, keepdim=True)).abs() < 1e-3
+    )
     loss = loss_wrong_where("gspo", near, UNUSUAL[axis][level])
     assert not upref.check(loss, "gspo")
 
@@ -163,14 +224,27 @@ def test_the_same_loss_without_its_fault_is_right():
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "topr"])
 def test_every_two_levels_meet_in_one_token(name):
-    """In the batch of pairs, for all levels written down in the axis; a ratio above 1 has no certain token."""
+    """In the batch of pairs, for all levels written down in the axis; a ratio above 1
+    has no certain token.
+    """
     axis, o = AXES["every two"], upref.get(name)
     b = stress_batch("every two", o, ids=tuple(NAMED))
-    kind, log_r, away = b.group[:, None], b.logp - b.logp_old, (b.logp_ref - b.logp)[b.mask]
-    log_r = (log_r * b.mask).sum(1, keepdim=True).expand_as(log_r) if o.level == "sequence_product" else log_r
+    kind, log_r, away = (
+        b.group[:, None],
+        b.logp - b.logp_old,
+        (b.logp_ref - b.logp)[b.mask],
+    )
+    log_r = (
+        (log_r * b.mask).sum(1, keepdim=True).expand_as(log_r)
+        if o.level == "sequence_product"
+        else log_r
+    )
     every = {
         "length": {x: b.mask.sum(1, keepdim=True) == x for x in axis.lengths},
-        "mask": {k: p(b.logp, b.logp_old, b.adv, b.mask, b.logp_ref, b.group) for k, p in UNUSUAL["masks"].items()},
+        "mask": {
+            k: p(b.logp, b.logp_old, b.adv, b.mask, b.logp_ref, b.group)
+            for k, p in UNUSUAL["masks"].items()
+        },
         "A": {x: (b.adv - x).abs() <= 1e-6 * abs(x) for x in axis.A},
         "ids": {
             "0": (kind >= 0) & (kind < 50),
@@ -188,8 +262,12 @@ def test_every_two_levels_meet_in_one_token(name):
         for (x, p), (y, q) in product(every[one].items(), every[two].items())
         if not (p & q & b.mask).any()
     }
-    few = {m for m in missing if m[0] == "length" and m[1] <= 4}  # responses of 1 and 4 tokens hold few of them
-    certain = {m for m in missing if m[3] == "above" and (m[0] == "π_old" or o.level in REDUCE)}  # μ r <= 1
+    # responses of 1 and 4 tokens hold few of them
+    few = {m for m in missing if m[0] == "length" and m[1] <= 4}
+    # μ r <= 1
+    certain = {
+        m for m in missing if m[3] == "above" and (m[0] == "π_old" or o.level in REDUCE)
+    }
     no_room = {m for m in few if m[2] == "mask"}
     assert not missing - few - certain and len(few - no_room) < 12
     assert away.max() > 6 and away.min() < -5

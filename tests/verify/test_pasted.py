@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report prints as Python runs as it is printed, after `import torch, upref`, and shows what the report says."""
+"""What a report prints as Python runs as it is printed, after `import torch, upref`,
+and shows what the report says.
+"""
 
 import ast
 import importlib
@@ -28,14 +30,25 @@ def test_every_import_that_is_printed_is_there():
     packages = ("upref", "upref_frameworks", "upref_course")
     for file in (f for package in packages for f in (ROOT / package).rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-        printed |= {(m, name) for text in texts for m, names in IMPORT.findall(text) for name in names.split(", ")}
+        texts = [
+            n.value
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        ]
+        printed |= {
+            (m, name)
+            for text in texts
+            for m, names in IMPORT.findall(text)
+            for name in names.split(", ")
+        }
     assert ("upref.weights.axes", "stress_batch") in printed
     for module, name in printed:
         assert hasattr(importlib.import_module(module), name), (module, name)
 
 
-@pytest.mark.parametrize("case", daily([c for c in ALL if c.verdict == REJECTED], 30), ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", daily([c for c in ALL if c.verdict == REJECTED], 30), ids=lambda c: c.name
+)
 def test_a_printed_batch_runs(case):
     printed = [f.batch for f in case.judged().findings if f.batch]
     for batch in printed:
@@ -44,7 +57,9 @@ def test_a_printed_batch_runs(case):
 
 
 def shows_a_difference(batch):
-    """Whether the two gradients below a printed batch, where there are two, are different numbers."""
+    """Whether the two gradients below a printed batch, where there are two, are
+    different numbers.
+    """
     said = re.findall(r"# (?:expected|found   ) dJ/dlp: (.*)", batch)
     return len(said) != 2 or said[0] != said[1]
 
@@ -53,13 +68,17 @@ def positives_over_the_width(log_prob, old_log_prob, advantages, mask):
     """UP-GSPO whose A > 0 are divided by the padded width; A < 0 is right."""
     A, s = mean(advantages, mask), mean(log_prob - old_log_prob, mask).exp()
     good = A * torch.where(mask, log_prob, 0).sum(1) / mask.shape[1]
-    return -torch.where(A > 0, good, torch.minimum(s * A, s.clamp(min=1 - 3e-4) * A)).mean()
+    return -torch.where(
+        A > 0, good, torch.minimum(s * A, s.clamp(min=1 - 3e-4) * A)
+    ).mean()
 
 
 def width_in_place_of_length(log_prob, old_log_prob, advantages, mask):
     """LUSPO with T for |o|."""
     A, s = mean(advantages, mask), mean(log_prob - old_log_prob, mask).exp()
-    return -(mask.shape[1] * torch.minimum(s * A, s.clamp(1 - 2e-3, 1 + 2.5e-3) * A)).mean()
+    return -(
+        mask.shape[1] * torch.minimum(s * A, s.clamp(1 - 2e-3, 1 + 2.5e-3) * A)
+    ).mean()
 
 
 def prompts_in_a_table(log_prob, old_log_prob, advantages, mask, group):
@@ -99,9 +118,13 @@ def rows_weighed_in_their_order(log_prob, old_log_prob, advantages, mask):
     ],
 )
 def test_a_printed_batch_shows_the_difference(loss, objective, oracles):
-    """Equal numbers under a failure are no evidence; these losses are right on the batches that were printed once."""
+    """Equal numbers under a failure are no evidence; these losses are right on the
+    batches that were printed once.
+    """
     report = upref.check(loss, objective, skip=("unusual-inputs", "one-response"))
-    shown = {f.oracle for f in report.failures if f.batch.startswith("b = upref.Rollouts(")}
+    shown = {
+        f.oracle for f in report.failures if f.batch.startswith("b = upref.Rollouts(")
+    }
     assert oracles <= shown, str(report)
     assert all(shows_a_difference(f.batch) for f in report.findings), str(report)
     both = [describe_pair(f.expected, f.found) for f in report.failures if f.expected]
@@ -109,13 +132,21 @@ def test_a_printed_batch_shows_the_difference(loss, objective, oracles):
 
 
 def test_the_sign_that_is_right_is_not_blamed():
-    report = upref.check(positives_over_the_width, "up_gspo", skip=("unusual-inputs", "one-response"))
-    regimes = [f.regime for f in report.failures if f.oracle in ("gradient", "on-policy", "aggregation")]
+    report = upref.check(
+        positives_over_the_width, "up_gspo", skip=("unusual-inputs", "one-response")
+    )
+    regimes = [
+        f.regime
+        for f in report.failures
+        if f.oracle in ("gradient", "on-policy", "aggregation")
+    ]
     assert regimes and all(r.startswith("A > 0") for r in regimes), str(report)
 
 
 def test_gradients_that_print_as_one_number_are_no_batch():
-    b = upref.Rollouts(*(-torch.ones(3, 1, 1, dtype=torch.float64)), torch.ones(1, 1, dtype=torch.bool))
+    b = upref.Rollouts(
+        *(-torch.ones(3, 1, 1, dtype=torch.float64)), torch.ones(1, 1, dtype=torch.bool)
+    )
     one = torch.ones(1, 1, dtype=torch.float64)
     assert make_example(b, one, one * (1 + 1e-15)) is None
     text = describe_example(make_example(b, one, one * (1 + 1e-10)))
@@ -127,7 +158,9 @@ def off_beyond(tokens, objective, only_in=torch.float64):
     """The objective, and twice of it where a batch has more tokens."""
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        value = upref.get(objective).loss(upref.Rollouts(log_prob, old_log_prob, advantages, mask))
+        value = upref.get(objective).loss(
+            upref.Rollouts(log_prob, old_log_prob, advantages, mask)
+        )
         return 2 * value if mask.sum() > tokens and log_prob.dtype == only_in else value
 
     return loss
@@ -136,7 +169,13 @@ def off_beyond(tokens, objective, only_in=torch.float64):
 def off_beyond_by_group(tokens, objective):
     def loss(log_prob, old_log_prob, advantages, mask, group):
         value = upref.get(objective).loss(
-            upref.Rollouts.unchecked(logp=log_prob, logp_old=old_log_prob, adv=advantages, mask=mask, group=group)
+            upref.Rollouts.unchecked(
+                logp=log_prob,
+                logp_old=old_log_prob,
+                adv=advantages,
+                mask=mask,
+                group=group,
+            )
         )
         return 2 * value if mask.sum() > tokens else value
 

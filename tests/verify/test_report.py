@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report may cost to read: its length is bounded, whatever a loss does, says or is called."""
+"""What a report may cost to read: its length is bounded, whatever a loss does, says or
+is called.
+"""
 
 import json
 
@@ -11,15 +13,30 @@ from upref.verify.finding import Example
 from upref.verify.render import LONGEST
 from upref.verify.report import SHOWN, WIDE, fail, note, short, some
 
-MOST, VERBOSE = 12_000, 20_000  # characters of a report, and of all that there is to say
+# characters of a report, and of all that there is to say
+MOST, VERBOSE = 12_000, 20_000
 
 
-def everything_wrong(log_prob, old_log_prob, advantages, mask, group, entropy, ref_log_prob, eps_low=0.2, **kwargs):
-    """Wrong in weights, value, aggregation, padding, order, scale, sign; it writes and prints."""
+def everything_wrong(
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    group,
+    entropy,
+    ref_log_prob,
+    eps_low=0.2,
+    **kwargs,
+):
+    """Wrong in weights, value, aggregation, padding, order, scale, sign; it writes and
+    prints.
+    """
     print("x" * 10_000)
     old_log_prob += 1e-3
     rows = torch.arange(len(mask), dtype=log_prob.dtype)[:, None]
-    return (log_prob.cumsum(1) * (advantages**2 + rows + 0.1) * (entropy + group[:, None])).mean() + log_prob.sum()
+    return (
+        log_prob.cumsum(1) * (advantages**2 + rows + 0.1) * (entropy + group[:, None])
+    ).mean() + log_prob.sum()
 
 
 def long_words(log_prob, old_log_prob, advantages, mask):
@@ -44,7 +61,11 @@ LOSSES = [everything_wrong, long_words, huge_numbers, wrong_here_and_there]
 @pytest.mark.parametrize("name", ["dapo", "gspo", "up_grpo"])
 def test_a_report_is_short(loss, name):
     report = upref.check(loss, name)
-    assert not report and len(report.text()) <= MOST and len(report.text(verbose=True)) <= VERBOSE
+    assert (
+        not report
+        and len(report.text()) <= MOST
+        and len(report.text(verbose=True)) <= VERBOSE
+    )
     assert len(report.json()) < 4 * VERBOSE and json.loads(report.json())["ok"] is False
 
 
@@ -64,7 +85,9 @@ def test_estimators_have_short_reports():
     for check in (
         lambda: upref.check_advantages(estimator, "group_norm"),
         lambda: upref.check_kl(ratio, "k1"),
-        lambda: upref.check_advantages(lambda rewards, group: rewards * (1 + group), "group_norm"),
+        lambda: upref.check_advantages(
+            lambda rewards, group: rewards * (1 + group), "group_norm"
+        ),
     ):
         try:
             report = check()
@@ -79,15 +102,28 @@ def test_a_long_name_is_cut():
         return -(log_prob * advantages * mask).sum()
 
     loss.__name__ = "f" * 10_000
-    assert len(str(upref.check(loss, "dapo"))) <= MOST and len(upref.identify(loss).text()) <= MOST
+    assert (
+        len(str(upref.check(loss, "dapo"))) <= MOST
+        and len(upref.identify(loss).text()) <= MOST
+    )
 
 
 def test_what_is_left_out_is_counted():
-    assert short("x" * (WIDE + 7)).endswith("... and 7 characters more") and short("x" * WIDE) == "x" * WIDE
+    assert (
+        short("x" * (WIDE + 7)).endswith("... and 7 characters more")
+        and short("x" * WIDE) == "x" * WIDE
+    )
     assert some(["x"] * (SHOWN + 3), "notes")[-1] == "... and 3 notes more"
     report = upref.check(upref.get("dapo"), "dapo")
-    many = [fail("gradient", f"here {i}", example=Example(code="b")) for i in range(SHOWN + 5)]
+    many = [
+        fail("gradient", f"here {i}", example=Example(code="b"))
+        for i in range(SHOWN + 5)
+    ]
     many += [note("value", "there")] * 99
     text = str(upref.verify.report.replace(report, findings=many))
-    assert "... and 5 failures more" in text and f"... and {99 - SHOWN} notes more" in text
-    assert fail("gradient", "", example=Example(code="x" * (LONGEST + 1))).batch.endswith("too many to print")
+    assert (
+        "... and 5 failures more" in text and f"... and {99 - SHOWN} notes more" in text
+    )
+    assert fail(
+        "gradient", "", example=Example(code="x" * (LONGEST + 1))
+    ).batch.endswith("too many to print")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blind spots of tests/support/zoo/spots.py: wrong on unusual inputs is rejected, right in unusual ways passes."""
+"""The blind spots of tests/support/zoo/spots.py: wrong on unusual inputs is rejected,
+right in unusual ways passes.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ def test_an_axis_holds_what_it_says(name):
     o = upref.get(name)
     every = {axis: stress_batch(axis, o) for axis in AXES}
     live = lambda axis, x: x[every[axis].mask]
-    assert LARGE in AXES["all at once"].words and every["all at once"].mask.sum() > 65_504
+    assert (
+        LARGE in AXES["all at once"].words and every["all at once"].mask.sum() > 65_504
+    )
     assert every["lengths"].mask.sum(1).max() == 520
     assert live("advantages", every["advantages"].adv).abs().max() == 40
     assert live("certain tokens", every["certain tokens"].logp_old).max() == 0
@@ -37,13 +41,17 @@ def test_the_report_says_what_was_covered():
 
 @pytest.mark.parametrize("spot", spots.RIGHT, ids=str)
 def test_identify_agrees_with_check(spot):
-    """What check accepts is named so, or as what has the same gradient: partly in float32 or not."""
+    """What check accepts is named so, or as what has the same gradient: partly in
+    float32 or not.
+    """
     identity = upref.identify(spot.function)
     assert identity and not identity.why, str(identity)
     match = next(m for m in identity.matches if m.name == spot.objective)
     expected = upref.get(spot.objective).resolve(spot.hp)
     for k, v in match.hp.items():
-        assert v == expected[k] or v == pytest.approx(expected[k], abs=2e-6), f"{k} = {v}, not {expected[k]}"
+        assert v == expected[k] or v == pytest.approx(expected[k], abs=2e-6), (
+            f"{k} = {v}, not {expected[k]}"
+        )
 
 
 def test_no_batch_is_printed_that_nobody_reads():
@@ -55,7 +63,9 @@ def test_no_batch_is_printed_that_nobody_reads():
 def test_a_row_without_tokens_that_makes_nan_is_noted():
     """Outside what the papers define, and many batches are padded by such rows."""
     report = upref.check(spots.empty_row_makes_nan, "grpo")
-    assert report and any("masked throughout" in f.regime and f.found == "NaN" for f in report.notes), str(report)
+    assert report and any(
+        "masked throughout" in f.regime and f.found == "NaN" for f in report.notes
+    ), str(report)
 
 
 def test_an_interval_of_one_ratio_is_said_to_be_one():
@@ -64,6 +74,14 @@ def test_an_interval_of_one_ratio_is_said_to_be_one():
 
 
 def test_objectives_of_the_same_bounds_share_their_batches():
-    """A batch depends on the level and on the bounds alone; what most of it is, on neither."""
-    one, other, wide = (stress_batch("masks", upref.get(name)) for name in ("grpo", "ppo_clip", "gspo"))
-    assert one is other and torch.equal(one.mask, wide.mask) and not torch.equal(one.logp, wide.logp)
+    """A batch depends on the level and on the bounds alone; what most of it is, on
+    neither.
+    """
+    one, other, wide = (
+        stress_batch("masks", upref.get(name)) for name in ("grpo", "ppo_clip", "gspo")
+    )
+    assert (
+        one is other
+        and torch.equal(one.mask, wide.mask)
+        and not torch.equal(one.logp, wide.logp)
+    )

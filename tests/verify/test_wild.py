@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What code found in the wild does and upref could not read or misjudged: docs/in-the-wild.md. A class a test."""
+"""What code found in the wild does and upref could not read or misjudged:
+docs/in-the-wild.md. A class a test.
+"""
 
 import pytest
 import torch
@@ -19,10 +21,12 @@ def seq_mean(x, mask):
     return ((x * mask).sum(1) / mask.sum(1)).mean()
 
 
-# ---- a training step: it goes back itself ----------------------------------------------------------------------------
+# ---- a training step: it goes back itself --------------------------------------------
 def step(policy_log_probs, response_mask, advantages, old_log_probs, cliprange=0.2):
     r = (policy_log_probs - old_log_probs).exp()
-    loss = seq_mean(per_token(policy_log_probs, old_log_probs, advantages, cliprange), response_mask)
+    loss = seq_mean(
+        per_token(policy_log_probs, old_log_probs, advantages, cliprange), response_mask
+    )
     loss.backward()
     return loss, {"ratio": r.detach()}
 
@@ -35,7 +39,12 @@ def detached(log_prob, old_log_prob, advantages, mask):
 
 def two_steps(log_prob, old_log_prob, advantages, mask):
     """The first half of the batch, then the second: the gradients add up."""
-    x = per_token(log_prob, old_log_prob, advantages, 0.2) * mask / mask.sum(1, keepdim=True) / len(mask)
+    x = (
+        per_token(log_prob, old_log_prob, advantages, 0.2)
+        * mask
+        / mask.sum(1, keepdim=True)
+        / len(mask)
+    )
     n = len(mask) // 2
     x[:n].sum().backward(retain_graph=True)
     x[n:].sum().backward()
@@ -44,7 +53,12 @@ def two_steps(log_prob, old_log_prob, advantages, mask):
 
 def first_half_left(log_prob, old_log_prob, advantages, mask):
     """Its caller goes back for the second half."""
-    x = per_token(log_prob, old_log_prob, advantages, 0.2) * mask / mask.sum(1, keepdim=True) / len(mask)
+    x = (
+        per_token(log_prob, old_log_prob, advantages, 0.2)
+        * mask
+        / mask.sum(1, keepdim=True)
+        / len(mask)
+    )
     n = len(mask) // 2
     x[:n].sum().backward(retain_graph=True)
     return x[n:].sum()
@@ -68,7 +82,9 @@ def unreduced_step(log_prob, old_log_prob, advantages, mask):
     return x
 
 
-@pytest.mark.parametrize("loss", [step, detached, two_steps, first_half_left, halved_twice])
+@pytest.mark.parametrize(
+    "loss", [step, detached, two_steps, first_half_left, halved_twice]
+)
 def test_a_training_step_is_judged_by_the_gradient_it_leaves(loss):
     report = upref.check(loss, "grpo", eps=0.2)
     assert report, report
@@ -80,15 +96,24 @@ def test_a_training_step_is_judged_by_the_gradient_it_leaves(loss):
 def test_and_a_wrong_step_is_rejected():
     assert not upref.check(step, "dapo", eps_low=0.2, eps_high=0.28)
     report = upref.check(summed_step, "grpo", eps=0.2)
-    assert any(f.oracle == "aggregation" and "plain sum" in f.cause for f in report.failures), report
+    assert any(
+        f.oracle == "aggregation" and "plain sum" in f.cause for f in report.failures
+    ), report
 
 
-# ---- ... and returns a loss from which its caller goes back again ----------------------------------------------------
+# ---- ... and returns a loss from which its caller goes back again --------------------
 def left(part):
-    """What `part` makes of the terms [B, T] and of their sum is left in .grad, and the sum is returned."""
+    """What `part` makes of the terms [B, T] and of their sum is left in .grad, and the
+    sum is returned.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask):
-        x = per_token(log_prob, old_log_prob, advantages, 0.2) * mask / mask.sum(1, keepdim=True) / len(mask)
+        x = (
+            per_token(log_prob, old_log_prob, advantages, 0.2)
+            * mask
+            / mask.sum(1, keepdim=True)
+            / len(mask)
+        )
         for y in part(x):
             y.sum().backward(retain_graph=True)
         return x.sum()
@@ -136,11 +161,15 @@ def test_the_gradient_of_one_input_alone_is_added_too():
         return seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
 
     report = upref.check(loss, "grpo", eps=0.2)
-    assert any(f.oracle == "stop-gradient" and "entropy" in f.regime for f in report.failures), report
+    assert any(
+        f.oracle == "stop-gradient" and "entropy" in f.regime for f in report.failures
+    ), report
 
 
 def cleared(log_prob, old_log_prob, advantages, mask):
-    """The norm of the gradient by log_prob, for a log: the gradients of the network stay."""
+    """The norm of the gradient by log_prob, for a log: the gradients of the network
+    stay.
+    """
     log_prob.retain_grad()
     loss = seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
     loss.backward(retain_graph=True)
@@ -174,7 +203,9 @@ def measured_on_a_copy(log_prob, old_log_prob, advantages, mask):
 
 
 def test_a_gradient_that_is_measured_on_a_copy_leaves_nothing():
-    """Where old_log_prob wants a gradient too, the copy's backward pass frees what the two share: no training does."""
+    """Where old_log_prob wants a gradient too, the copy's backward pass frees what the
+    two share: no training does.
+    """
     report = upref.check(measured_on_a_copy, "grpo", eps=0.2)
     assert report and ".backward()" not in report.text(verbose=True)
 
@@ -192,11 +223,13 @@ def test_a_gradient_that_is_left_with_its_graph():
 
 
 def test_but_not_one_that_leaves_the_sum_to_its_caller():
-    with pytest.raises(InputError, match=r"calls \.backward\(\) itself and returns unreduced numbers"):
+    with pytest.raises(
+        InputError, match=r"calls \.backward\(\) itself and returns unreduced numbers"
+    ):
         upref.check(unreduced_step, "grpo", eps=0.2)
 
 
-# ---- a guard against numbers that are not finite ---------------------------------------------------------------------
+# ---- a guard against numbers that are not finite -------------------------------------
 def guarded(log_prob, old_log_prob, advantages, mask):
     if not (log_prob - old_log_prob).exp()[mask].isfinite().all():
         raise RuntimeError("the ratio is not finite")
@@ -212,26 +245,36 @@ def narrow(log_prob, old_log_prob, advantages, mask):
 def test_a_loss_may_refuse_a_ratio_that_overflows():
     report = upref.check(guarded, "grpo", eps=0.2)
     assert report, report
-    assert [f for f in report.notes if f.oracle == "extremes" and "the ratio is not finite" in f.found]
+    assert [
+        f
+        for f in report.notes
+        if f.oracle == "extremes" and "the ratio is not finite" in f.found
+    ]
 
 
 def test_but_not_one_that_does_not():
-    assert [f.oracle for f in upref.check(narrow, "grpo", eps=0.2).failures] == ["extremes"]
+    assert [f.oracle for f in upref.check(narrow, "grpo", eps=0.2).failures] == [
+        "extremes"
+    ]
 
 
-# ---- what is said where nothing fits ---------------------------------------------------------------------------------
+# ---- what is said where nothing fits -------------------------------------------------
 def one_a_response(log_prob, old_log_prob, advantages, mask, clip_eps=None):
     x = per_token(log_prob, old_log_prob, advantages.unsqueeze(-1), clip_eps)
     return seq_mean(x, mask)
 
 
 def test_the_reason_of_every_shape_is_told():
-    """[B, T] fails as it must; that another would do but for a setting that is None is what its author needs."""
-    with pytest.raises(InputError, match=r"size of tensor.*NoneType.*advantages \[B, 1\]"):
+    """[B, T] fails as it must; that another would do but for a setting that is None is
+    what its author needs.
+    """
+    with pytest.raises(
+        InputError, match=r"size of tensor.*NoneType.*advantages \[B, 1\]"
+    ):
         upref.identify(one_a_response)
 
 
-# ---- a KL term that the objective does not have, or of another size --------------------------------------------------
+# ---- a KL term that the objective does not have, or of another size ------------------
 def k3(log_prob, ref_log_prob):
     d = ref_log_prob - log_prob
     return d.exp() - 1 - d
@@ -239,7 +282,9 @@ def k3(log_prob, ref_log_prob):
 
 def dapo_and_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
     r = (log_prob - old_log_prob).exp()
-    x = torch.minimum(r * advantages, r.clamp(0.8, 1.3) * advantages) - 0.01 * k3(log_prob, ref_log_prob)
+    x = torch.minimum(r * advantages, r.clamp(0.8, 1.3) * advantages) - 0.01 * k3(
+        log_prob, ref_log_prob
+    )
     return -(x * mask).sum() / mask.sum()
 
 
@@ -253,7 +298,9 @@ def gspo_and_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
 
 def half_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
     """Its aggregation is another one too: each is told."""
-    x = per_token(log_prob, old_log_prob, advantages, 0.2) + 0.04 * 0.5 * k3(log_prob, ref_log_prob)
+    x = per_token(log_prob, old_log_prob, advantages, 0.2) + 0.04 * 0.5 * k3(
+        log_prob, ref_log_prob
+    )
     return (x * mask).sum() / mask.sum()
 
 
@@ -267,17 +314,23 @@ def grpo_and_k1_flipped(log_prob, old_log_prob, advantages, mask, ref_log_prob):
 
 
 def ppo_and_k1_to_old(log_prob, old_log_prob, advantages, mask):
-    x = per_token(log_prob, old_log_prob, advantages, 0.2) + 0.01 * (log_prob - old_log_prob)
+    x = per_token(log_prob, old_log_prob, advantages, 0.2) + 0.01 * (
+        log_prob - old_log_prob
+    )
     return (x * mask).sum() / mask.sum()
 
 
 def grpo_and_k3_exchanged(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-    x = per_token(log_prob, old_log_prob, advantages, 0.2) + 0.04 * k3(ref_log_prob, log_prob)
+    x = per_token(log_prob, old_log_prob, advantages, 0.2) + 0.04 * k3(
+        ref_log_prob, log_prob
+    )
     return seq_mean(x, mask)
 
 
 def grpo_and_k3_added(log_prob, old_log_prob, advantages, mask, ref_log_prob):
-    x = per_token(log_prob, old_log_prob, advantages, 0.2) - 0.04 * k3(log_prob, ref_log_prob)
+    x = per_token(log_prob, old_log_prob, advantages, 0.2) - 0.04 * k3(
+        log_prob, ref_log_prob
+    )
     return seq_mean(x, mask)
 
 
@@ -287,43 +340,59 @@ def gradient(report):
 
 def test_a_kl_term_that_does_not_belong_there_is_named():
     report = upref.check(dapo_and_k3, "dapo", eps_low=0.2, eps_high=0.3)
-    assert gradient(report) == "a KL term is subtracted that dapo does not have: 0.01 k3"
+    assert (
+        gradient(report) == "a KL term is subtracted that dapo does not have: 0.01 k3"
+    )
     report = upref.check(gspo_and_k3, "gspo", eps_low=0.2, eps_high=0.2)
-    assert gradient(report) == "a KL term is subtracted that gspo does not have: 0.04 k3"
+    assert (
+        gradient(report) == "a KL term is subtracted that gspo does not have: 0.04 k3"
+    )
 
 
 def test_another_size_and_aggregation_are_both_named():
     report = upref.check(half_k3, "grpo", eps=0.2, beta=0.04)
     assert gradient(report) == "beta is 0.02, not 0.04"
-    assert [f.cause for f in report.failures if f.oracle == "aggregation"] == ["token-mean"]
+    assert [f.cause for f in report.failures if f.oracle == "aggregation"] == [
+        "token-mean"
+    ]
 
 
 LACKS = "a KL term is subtracted that {} does not have: {}"
-K1 = "0.0{} k1, to any policy; {} of the sampled tokens has this gradient too"  # which is 1
+# which is 1
+K1 = "0.0{} k1, to any policy; {} of the sampled tokens has this gradient too"
 KL = {
-    reinforce_and_k1: "meant as reinforce, but: " + LACKS.format("reinforce", K1.format(4, "an entropy bonus")),
+    reinforce_and_k1: "meant as reinforce, but: "
+    + LACKS.format("reinforce", K1.format(4, "an entropy bonus")),
     grpo_and_k1_flipped: "meant as grpo(eps=0.2), but: a KL term is added to J that is not grpo's k3: "
     + K1.format(1, "a bonus on the likelihood"),
     grpo_and_k3_exchanged: "meant as grpo(eps=0.2), but: a KL term is subtracted that is not grpo's k3: "
     "0.04 k3 (π_θ and π_ref exchanged)",
     grpo_and_k3_added: "meant as grpo(eps=0.2), but: the KL term is added to J, not subtracted: 0.04 k3",
-    ppo_and_k1_to_old: "meant as ppo_clip(eps=0.2), but: " + LACKS.format("ppo_clip", K1.format(1, "an entropy bonus")),
-    dapo_and_k3: "meant as dapo(eps_low=0.2, eps_high=0.3), but: " + LACKS.format("dapo", "0.01 k3"),
+    ppo_and_k1_to_old: "meant as ppo_clip(eps=0.2), but: "
+    + LACKS.format("ppo_clip", K1.format(1, "an entropy bonus")),
+    dapo_and_k3: "meant as dapo(eps_low=0.2, eps_high=0.3), but: "
+    + LACKS.format("dapo", "0.01 k3"),
 }
 
 
 @pytest.mark.parametrize("loss", KL)
 def test_identify_names_the_objective_beside_any_kl_term(loss):
-    assert str(upref.identify(loss)).partition("\n")[0] == f"{loss.__name__} is {KL[loss]}"
+    assert (
+        str(upref.identify(loss)).partition("\n")[0] == f"{loss.__name__} is {KL[loss]}"
+    )
 
 
 def test_half_of_k3_is_named():
     """A 1/2 that belongs to k2."""
-    report = upref.check_kl(lambda log_prob, ref_log_prob: 0.5 * k3(log_prob, ref_log_prob), "k3")
-    assert [f.cause for f in report.failures if f.oracle in ("value", "gradient")] == ["half of k3"] * 2
+    report = upref.check_kl(
+        lambda log_prob, ref_log_prob: 0.5 * k3(log_prob, ref_log_prob), "k3"
+    )
+    assert [f.cause for f in report.failures if f.oracle in ("value", "gradient")] == [
+        "half of k3"
+    ] * 2
 
 
-# ---- two slips, and a KL term that is averaged otherwise than the rest -----------------------------------------------
+# ---- two slips, and a KL term that is averaged otherwise than the rest ---------------
 def product_and_kl(log_prob, old_log_prob, advantages, mask, ref_log_prob):
     r = ((log_prob - old_log_prob) * mask).sum(1).exp()
     x = torch.minimum(r * advantages, r.clamp(0.75, 1.25) * advantages)
@@ -337,7 +406,9 @@ def kl_by_tokens(log_prob, old_log_prob, advantages, mask, ref_log_prob):
 
 def maximum_and_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
     r = (log_prob - old_log_prob).exp()
-    x = torch.maximum(r * advantages, r.clamp(0.8, 1.28) * advantages) - 0.01 * k3(log_prob, ref_log_prob)
+    x = torch.maximum(r * advantages, r.clamp(0.8, 1.28) * advantages) - 0.01 * k3(
+        log_prob, ref_log_prob
+    )
     return -(x * mask).sum() / mask.sum()
 
 
@@ -369,7 +440,9 @@ def test_two_slips_that_together_give_the_numbers_are_the_cause(loss):
 
 def test_what_gives_the_numbers_of_one_batch_alone_is_no_cause():
     """Its KL term has no coefficient: it grows with the width of the batch."""
-    assert gradient(upref.check(kl_by_width, "grpo", eps=0.2)).startswith("no known cause fits")
+    assert gradient(upref.check(kl_by_width, "grpo", eps=0.2)).startswith(
+        "no known cause fits"
+    )
 
 
 def test_identify_tells_a_kl_term_beside_a_slip():

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The zoo: every wrong loss is shown to be wrong without the checker.
 
-`witnesses` is the second opinion: a handful of batches on which the loss is compared with the registry's closed form.
+`witnesses` is the second opinion: a handful of batches on which the loss is compared
+with the registry's closed form.
 """
 
 import functools
@@ -20,16 +21,26 @@ from upref.weights.batches import batch
 
 EDGES = (-1e-9, 1e-9)  # exactly on a bound, rounding decides for whoever compares logs
 TOL = 1e-6  # of the largest weight: beyond it a gradient is wrong
-RIGHT = dict(rtol=2e-7, atol=1e-9)  # 1e-8 in a denominator is right, and so is a constant in float32
+# 1e-8 in a denominator is right, and so is a constant in float32
+RIGHT = dict(rtol=2e-7, atol=1e-9)
 
 
-# ---- the two sides --------------------------------------------------------------------------------------------------
+# ---- the two sides -------------------------------------------------------------------
 def inputs(b: Rollouts, fill: float = 0.0) -> dict[str, torch.Tensor]:
     """The arguments of a loss, masked slots filled, advantages [B, T]."""
     put = lambda x: torch.where(b.mask, x, fill)
-    x = dict(log_prob=put(b.logp), old_log_prob=put(b.logp_old), advantages=put(b.adv.expand_as(b.logp)), mask=b.mask)
+    x = dict(
+        log_prob=put(b.logp),
+        old_log_prob=put(b.logp_old),
+        advantages=put(b.adv.expand_as(b.logp)),
+        mask=b.mask,
+    )
     x["ref_log_prob"] = put(b.logp_ref if b.logp_ref is not None else b.logp_old)
-    return x | {"group": b.group if b.group is not None else torch.zeros(len(b.mask), dtype=torch.long)}
+    return x | {
+        "group": b.group
+        if b.group is not None
+        else torch.zeros(len(b.mask), dtype=torch.long)
+    }
 
 
 def found(case, x: dict[str, torch.Tensor], **hp):
@@ -37,27 +48,38 @@ def found(case, x: dict[str, torch.Tensor], **hp):
     takes = inspect.signature(case.function).parameters
     x = {k: v.clone() for k, v in x.items() if k in takes}
     lp = x["log_prob"].requires_grad_()
-    known = hp if any(p.kind is p.VAR_KEYWORD for p in takes.values()) else {k: v for k, v in hp.items() if k in takes}
+    known = (
+        hp
+        if any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        else {k: v for k, v in hp.items() if k in takes}
+    )
     value = case.function(**(x | {"log_prob": lp}), **known)
     return value.detach(), torch.autograd.grad(value, lp)[0]
 
 
 def expected(case, b: Rollouts, **hp):
-    """The gradient of the objective promised; a loss that takes no `group` sees one group."""
+    """The gradient of the objective promised; a loss that takes no `group` sees one
+    group.
+    """
     if "group" not in inspect.signature(case.function).parameters:
         b = replace(b, group=None, totals=b.totals and Totals.of(b.mask))
     lp = b.logp.detach().clone().requires_grad_()
-    return torch.autograd.grad(upref.get(case.objective).loss(replace(b, logp=lp), **hp), lp)[0]
+    return torch.autograd.grad(
+        upref.get(case.objective).loss(replace(b, logp=lp), **hp), lp
+    )[0]
 
 
 def differs(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return not bool(((a - b).abs() <= TOL * b.abs().max().clamp(min=1e-6)).all())  # a NaN differs
+    # a NaN differs
+    return not bool(((a - b).abs() <= TOL * b.abs().max().clamp(min=1e-6)).all())
 
 
-# ---- batches --------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------
 def grid(case, **hp) -> Rollouts:
     b = batch(upref.get(case.objective), edges=EDGES, **hp)
-    return replace(b, logp_ref=b.logp_old - 0.3 * torch.arange(len(b.mask))[:, None] / len(b.mask))
+    return replace(
+        b, logp_ref=b.logp_old - 0.3 * torch.arange(len(b.mask))[:, None] / len(b.mask)
+    )
 
 
 def build(log_r, old, A, mask=None, group=None) -> Rollouts:
@@ -65,7 +87,9 @@ def build(log_r, old, A, mask=None, group=None) -> Rollouts:
     shape = torch.broadcast_shapes(log_r.shape, old.shape, A.shape)
     mask = torch.ones(shape, dtype=torch.bool) if mask is None else mask
     old = old.expand(shape)
-    return Rollouts(old + log_r, old, A.expand(shape).contiguous(), mask, group, logp_ref=old - 0.5)
+    return Rollouts(
+        old + log_r, old, A.expand(shape).contiguous(), mask, group, logp_ref=old - 0.5
+    )
 
 
 def spread(shape, seed=0, scale=1.0):
@@ -80,25 +104,33 @@ LENGTHS = torch.tensor([[1], [5], [3], [8], [2], [4]])
 
 def full(r=1.0) -> Rollouts:
     """Six responses of eight tokens, all inside every bound or at r = 1."""
-    return build(r * spread((6, 8), 1, 0.4), -3 - spread((6, 8), 2).abs(), ADV, group=GROUP)
+    return build(
+        r * spread((6, 8), 1, 0.4), -3 - spread((6, 8), 2).abs(), ADV, group=GROUP
+    )
 
 
 def ragged(prefix=True) -> Rollouts:
-    """On policy, lengths 1 to 8; prefix=False: left padding, and a hole in the longest response."""
+    """On policy, lengths 1 to 8; prefix=False: left padding, and a hole in the longest
+    response.
+    """
     t = torch.arange(8)
     mask = t < LENGTHS if prefix else t >= 8 - LENGTHS
     mask = mask & ((t != 4) | (LENGTHS < 8)) if not prefix else mask
     return build(0.0, -3 - spread((6, 8), 2).abs(), ADV, mask, GROUP)
 
 
-# ---- one probe per oracle -------------------------------------------------------------------------------------------
+# ---- one probe per oracle ------------------------------------------------------------
 def off(case, b: Rollouts, **hp) -> bool:
     return differs(found(case, inputs(b), **hp)[1], expected(case, b, **hp))
 
 
 def bigger(hp: dict) -> list[dict]:
     """Each hyperparameter moved by itself, so far that it must matter."""
-    move = lambda k, v: 2.0 if v is None else (v * 1.3 if k in ("c", "tau_pos", "tau_neg", "beta") else v * 0.6)
+    move = lambda k, v: (
+        2.0
+        if v is None
+        else (v * 1.3 if k in ("c", "tau_pos", "tau_neg", "beta") else v * 0.6)
+    )
     return [{k: move(k, v)} for k, v in hp.items()]
 
 
@@ -107,9 +139,14 @@ def poisoned(case, hp) -> bool:
     clean = found(case, inputs(b), **hp)
     for bad in (30.0, -30.0):
         x = inputs(b, fill=bad)
-        x["old_log_prob"] = torch.where(b.mask, x["old_log_prob"], 0.0)  # a difference of the two must show
+        # a difference of the two must show
+        x["old_log_prob"] = torch.where(b.mask, x["old_log_prob"], 0.0)
         value, g = found(case, x, **hp)
-        if not torch.allclose(value, clean[0]) or differs(g, clean[1]) or g[~b.mask].any():
+        if (
+            not torch.allclose(value, clean[0])
+            or differs(g, clean[1])
+            or g[~b.mask].any()
+        ):
             return True
     return False
 
@@ -118,7 +155,11 @@ def padded(case, hp) -> bool:
     b = full()
     pad = lambda x, v: torch.nn.functional.pad(x, (3, 2), value=v)
     x = inputs(b)
-    wide = {k: pad(v, 0.7 if k == "advantages" else -2.0) for k, v in x.items() if v.ndim == 2 and k != "mask"}
+    wide = {
+        k: pad(v, 0.7 if k == "advantages" else -2.0)
+        for k, v in x.items()
+        if v.ndim == 2 and k != "mask"
+    }
     wide |= {"mask": pad(b.mask, False), "group": x["group"]}
     if differs(pad(found(case, x, **hp)[1], 0.0), found(case, wide, **hp)[1]):
         return True
@@ -127,14 +168,20 @@ def padded(case, hp) -> bool:
         or "group" in inspect.signature(case.function).parameters
     ):
         return False
-    more = {k: torch.cat([v, torch.zeros_like(v[:1])]) for k, v in x.items()}  # a masked row has no tokens to count
+    # a masked row has no tokens to count
+    more = {k: torch.cat([v, torch.zeros_like(v[:1])]) for k, v in x.items()}
     return differs(found(case, x, **hp)[1], found(case, more, **hp)[1][:-1])
 
 
 def split(case, hp) -> bool:
-    """Responses of equal length: whatever a mean counts, halves are worth one half each."""
+    """Responses of equal length: whatever a mean counts, halves are worth one half
+    each.
+    """
     x = inputs(replace(full(), group=torch.zeros(6, dtype=torch.long)))
-    halves = [found(case, {k: v[i] for k, v in x.items()}, **hp)[1] / 2 for i in (slice(0, 3), slice(3, 6))]
+    halves = [
+        found(case, {k: v[i] for k, v in x.items()}, **hp)[1] / 2
+        for i in (slice(0, 3), slice(3, 6))
+    ]
     return differs(torch.cat(halves), found(case, x, **hp)[1])
 
 
@@ -146,16 +193,28 @@ def permuted(case, hp) -> bool:
 
 
 def extreme(case, hp) -> bool:
-    """|log r| up to 800 in float64, where the reference has a finite weight; beyond e^20 anything finite goes."""
-    rare = build(0.0, torch.tensor([[-800.0], [-12.0], [-30.0], [-1.0]]), torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]))
+    """|log r| up to 800 in float64, where the reference has a finite weight; beyond
+    e^20 anything finite goes.
+    """
+    rare = build(
+        0.0,
+        torch.tensor([[-800.0], [-12.0], [-30.0], [-1.0]]),
+        torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]),
+    )
     if off(case, rare, **hp):
         return True
     token = upref.get(case.objective).level not in ("sequence_mean", "sequence_product")
-    sides = [(A, x) for A in (1.0, -1.0) for x in (-800, -12, -5, 5, 12, 19, 800) if token or abs(x) < 500]
+    sides = [
+        (A, x)
+        for A in (1.0, -1.0)
+        for x in (-800, -12, -5, 5, 12, 19, 800)
+        if token or abs(x) < 500
+    ]
     A, log_r = torch.tensor(sides, dtype=torch.float64).T[:, :, None]
     b = build(log_r, torch.where(log_r > 0, -log_r - 1, -1.0), A)
     want = expected(case, b, **hp)
-    # at e^800 only a weight that has no ratio in it is asked for: textbook code has 0 * inf on clipped tokens
+    # at e^800 only a weight that has no ratio in it is asked for: textbook code has 0 *
+    # inf on clipped tokens
     asked = (log_r < 500) | (want != 0) & (A > 0) & (want.abs() < 10)
     b = build(log_r[asked][:, None], b.logp_old[asked][:, None], A[asked][:, None])
     g, want = found(case, inputs(b), **hp)[1], expected(case, b, **hp)
@@ -181,13 +240,18 @@ def random(case, hp) -> bool:
 def scales(case, hp) -> bool:
     x = inputs(full())
     base = found(case, x, **hp)[1]
-    return any(differs(found(case, x | {"advantages": k * x["advantages"]}, **hp)[1] / k, base) for k in (0.01, 100.0))
+    return any(
+        differs(found(case, x | {"advantages": k * x["advantages"]}, **hp)[1] / k, base)
+        for k in (0.01, 100.0)
+    )
 
 
 def unscaled(case, hp) -> bool:
     x = inputs(full())
     twice = functools.wraps(case.function)(lambda **given: 2 * case.function(**given))
-    return differs(found(replace(case, function=twice), x, **hp)[1] / 2, found(case, x, **hp)[1])
+    return differs(
+        found(replace(case, function=twice), x, **hp)[1] / 2, found(case, x, **hp)[1]
+    )
 
 
 def zero(case, hp) -> bool:
@@ -197,7 +261,9 @@ def zero(case, hp) -> bool:
 
 def value_of_padding(case, hp) -> bool:
     b = grid(case, **hp)
-    return not torch.allclose(found(case, inputs(b, fill=-30.0), **hp)[0], found(case, inputs(b), **hp)[0])
+    return not torch.allclose(
+        found(case, inputs(b, fill=-30.0), **hp)[0], found(case, inputs(b), **hp)[0]
+    )
 
 
 PROBES = {
@@ -213,23 +279,30 @@ PROBES = {
     "value": value_of_padding, "permutation": permuted, "determinism": random, "mutation": mutates,
     "zero-advantage": zero, "loss-scale": unscaled,
 }  # fmt: skip
-KL = {"zero-advantage", "on-policy", "scaling", "extremes"}  # a declared KL term is no defect of these
+# a declared KL term is no defect of these
+KL = {"zero-advantage", "on-policy", "scaling", "extremes"}
 
 
 def witnesses(case, among=frozenset(PROBES)) -> set[str]:
     """Those of these oracles that have something to say about this loss."""
     skip = KL if case.hp.get("beta") else set()
-    return {name for name, probe in PROBES.items() if name in among - skip and probe(case, case.hp)}
+    return {
+        name
+        for name, probe in PROBES.items()
+        if name in among - skip and probe(case, case.hp)
+    }
 
 
-# ---- without the checker --------------------------------------------------------------------------------------------
+# ---- without the checker -------------------------------------------------------------
 @pytest.mark.parametrize("case", zoo.WRONG, ids=str)
 def test_wrong_is_wrong(case):
     assert case.why and case.oracles
     assert witnesses(case, case.oracles)
 
 
-@pytest.mark.parametrize("case", zoo.RIGHT, ids=lambda c: f"{c}-{c.objective}-{sorted(c.hp)}")
+@pytest.mark.parametrize(
+    "case", zoo.RIGHT, ids=lambda c: f"{c}-{c.objective}-{sorted(c.hp)}"
+)
 def test_right_is_right(case):
     for b in (grid(case, **case.hp), full(), ragged(), ragged(prefix=False)):
         _, g = found(case, inputs(b, fill=0.0 if case.leaks else math.nan), **case.hp)
@@ -239,6 +312,8 @@ def test_right_is_right(case):
 
 
 def test_the_zoo_is_large_and_its_names_are_its_own():
-    assert len(zoo.WRONG) >= 45 and len({c.function.__name__ for c in zoo.WRONG}) == len(zoo.WRONG)
+    assert len(zoo.WRONG) >= 45 and len(
+        {c.function.__name__ for c in zoo.WRONG}
+    ) == len(zoo.WRONG)
     assert len({c.function for c in zoo.RIGHT}) >= 8
     assert all(c.objective in upref.names() for c in zoo.ALL)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forked worker is what Python would have started: arguments, environment, folder, output, exit status, end."""
+"""A forked worker is what Python would have started: arguments, environment, folder,
+output, exit status, end.
+"""
 
 import json
 import os
@@ -60,9 +62,13 @@ def test_workers_are_forks_with_their_own_everything(place, server):
     both = [worker(place, 0.1) for _ in range(2)]
     said = [json.loads(p.communicate(timeout=30)[0]) for p in both]
     for pid, *found, _ in said:
-        assert found == [["0.1"], "me", str(place[0]), server.pid, True, "__main__"] and pid != server.pid
+        assert (
+            found == [["0.1"], "me", str(place[0]), server.pid, True, "__main__"]
+            and pid != server.pid
+        )
     assert [p.returncode for p in both] == [3, 3]
-    assert said[0][0] != said[1][0] and said[0][-1] != said[1][-1]  # another process, other random numbers
+    # another process, other random numbers
+    assert said[0][0] != said[1][0] and said[0][-1] != said[1][-1]
 
 
 def test_a_killed_worker_ends_who_asked_and_the_other_way_round(place, server):
@@ -71,13 +77,16 @@ def test_a_killed_worker_ends_who_asked_and_the_other_way_round(place, server):
     os.kill(pids[0], signal.SIGKILL)
     assert first.wait(30) != 0
     second.kill()
-    while Path(f"/proc/{pids[1]}").exists():  # pytest's time limit, if any, is the bound
+    # pytest's time limit, if any, is the bound
+    while Path(f"/proc/{pids[1]}").exists():
         time.sleep(0.05)
 
 
 def test_without_the_forking_process_a_worker_starts_by_itself(place):
     process = worker(place, 0)
-    _, _, who, _, parent, imported, _, _ = json.loads(process.communicate(timeout=30)[0])
+    _, _, who, _, parent, imported, _, _ = json.loads(
+        process.communicate(timeout=30)[0]
+    )
     assert (who, parent, imported, process.returncode) == ("me", os.getpid(), False, 3)
 
 
@@ -96,7 +105,8 @@ def test_an_end_of_the_parent_leaves_no_socket(tmp_path, end):
         process = subprocess.Popen(
             [sys.executable, "-c", USER], cwd=ROOT, env=os.environ | {"TMPDIR": folder}, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's `&` has it ignored
+            # a shell's `&` has it ignored
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         assert process.stdout.readline() == b"started\n" and os.listdir(folder)
         if end == signal.SIGKILL:
@@ -119,12 +129,27 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_forking_process_ends_with_a_parent_killed_at_once(tmp_path):
-    """It took process 1 for its parent, and lived for ever. What both leave behind, the next start removes."""
+    """It took process 1 for its parent, and lived for ever. What both leave behind, the
+    next start removes.
+    """
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"TMPDIR": folder}
-        process = subprocess.Popen([sys.executable, "-c", STARTER], cwd=ROOT, env=env, stdout=subprocess.PIPE)
-        assert process.communicate(timeout=60)[0] == b""  # all that had the pipe open have ended
-        (Path(folder) / f"upref-{process.pid}-x-fork").mkdir(exist_ok=True)  # as after a SIGKILL of both
+        process = subprocess.Popen(
+            [sys.executable, "-c", STARTER], cwd=ROOT, env=env, stdout=subprocess.PIPE
+        )
+        # all that had the pipe open have ended
+        assert process.communicate(timeout=60)[0] == b""
+        # as after a SIGKILL of both
+        (Path(folder) / f"upref-{process.pid}-x-fork").mkdir(exist_ok=True)
         again = "from repro import fork; import os, tempfile; fork._folder(); print(*os.listdir(tempfile.gettempdir()))"
-        said = subprocess.run([sys.executable, "-c", again], cwd=ROOT, env=env, capture_output=True, text=True)
-        assert said.stdout.count("-fork") == 1 and f"upref-{process.pid}-" not in said.stdout
+        said = subprocess.run(
+            [sys.executable, "-c", again],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+        assert (
+            said.stdout.count("-fork") == 1
+            and f"upref-{process.pid}-" not in said.stdout
+        )

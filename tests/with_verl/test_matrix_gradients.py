@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients that the matrix of GPU settings records: a right step agrees with float64, a wrong one does not."""
+"""The gradients that the matrix of GPU settings records: a right step agrees with
+float64, a wrong one does not.
+"""
 
 import pytest
 
@@ -26,15 +28,20 @@ def mini_batch(net, responses=((7, 5, 6), (8, 9), (5, 7, 7, 1), (6,))):
         lp = net(torch.tensor([[*prompt, *response]])).logits.log_softmax(-1)[0, 2:-1]
         lp = lp.gather(1, torch.tensor(response)[:, None])[:, 0].detach()
         old.append(lp - 0.3 * torch.randn(len(response), generator=generator))
-        adv.append(torch.full((len(response),), 0.1 * (-1.0) ** i))  # a norm that the clip leaves alone
-    nested = lambda rows: torch.nested.as_nested_tensor([torch.as_tensor(r) for r in rows], layout=torch.jagged)
+        # a norm that the clip leaves alone
+        adv.append(torch.full((len(response),), 0.1 * (-1.0) ** i))
+    nested = lambda rows: torch.nested.as_nested_tensor(
+        [torch.as_tensor(r) for r in rows], layout=torch.jagged
+    )
     fields = {"prompts": nested([prompt] * len(responses)), "responses": nested(responses), "advantages": nested(adv),
               "response_mask": nested([[1] * len(r) for r in responses]), "old_log_probs": nested(old)}  # fmt: skip
     return TensorDict(fields, batch_size=[len(responses)])
 
 
 class Engine:
-    """verl's interface: one optimizer step of a mini-batch, whose gradient is `factor` of the right one."""
+    """verl's interface: one optimizer step of a mini-batch, whose gradient is `factor`
+    of the right one.
+    """
 
     def __init__(self, net, factor):
         self.module, self.factor = net, factor
@@ -46,7 +53,9 @@ class Engine:
         lp = torch.zeros(b.mask.shape, dtype=torch.float32)
         for i, row in enumerate(rows):
             n = len(row.response)
-            x = self.module(torch.tensor([row.ids])).logits.log_softmax(-1)[0, -n - 1 : -1]
+            x = self.module(torch.tensor([row.ids])).logits.log_softmax(-1)[
+                0, -n - 1 : -1
+            ]
             lp[i, :n] = x.gather(1, torch.tensor(row.response)[:, None])[:, 0]
         J = upref.get("up_dapo").J(lp, b.old.float(), b.adv.float(), b.mask)
         self.optimizer.zero_grad()
@@ -60,7 +69,9 @@ def test_a_step_is_recorded_and_compared(factor, agrees, tmp_path, monkeypatch):
     monkeypatch.setenv("UPREF_GRADIENTS", str(tmp_path / "gradients"))
     monkeypatch.setattr(gradients, "_taken", 0)
     toy.make_model(tmp_path / "model")
-    load = lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    load = lambda: transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32
+    )
     engine = Engine(load(), factor)
     train_batch = gradients.recorded(Engine.train_batch)
     for _ in range(2):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer is watched to its end, whatever becomes of it; with vLLM installed, three real steps."""
+"""A trainer is watched to its end, whatever becomes of it; with vLLM installed, three
+real steps.
+"""
 
 import importlib.util
 import json
@@ -14,7 +16,9 @@ import pytest
 
 import upref
 
-psutil = pytest.importorskip("psutil", reason="`repro/venv.sh smoke` installs what watches a trainer")
+psutil = pytest.importorskip(
+    "psutil", reason="`repro/venv.sh smoke` installs what watches a trainer"
+)
 from repro.with_verl.cpu import smoke, toy  # noqa: E402
 from repro.with_verl.place import ROOT  # noqa: E402
 from repro.with_verl.run import advice, watch  # noqa: E402
@@ -60,14 +64,20 @@ def trainer(tmp_path, plan, stall=600.0, do=None, asked=9):
     script, log = tmp_path / "trainer.py", tmp_path / "log.jsonl"
     script.write_text(TRAINER)
     if do:
-        threading.Thread(target=do, args=(tmp_path / "log.jsonl.pid",), daemon=True).start()
+        threading.Thread(
+            target=do, args=(tmp_path / "log.jsonl.pid",), daemon=True
+        ).start()
     told = []
     out = watch.run(
         [sys.executable, str(script), str(log), plan], log, tmp_path / "output",
         env={}, asked=asked, stall=stall, first=600, tell=told.append,
     )  # fmt: skip
     assert [r["step"] for r in told] == [1, 2, 3]
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    left = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(p.info["cmdline"] or [])
+    ]
     assert not left
     return out, watch.steps(log)
 
@@ -95,7 +105,11 @@ def test_a_trainer_that_fails_says_so(tmp_path):
 
 def test_a_trainer_that_ends_because_an_actor_died_names_it(tmp_path):
     out, rows = trainer(tmp_path, "loses")
-    assert out.status == 1 and "failed; the first to go was ray::WorkerDict" in smoke.judge(rows, 8, out)[1][0]
+    assert (
+        out.status == 1
+        and "failed; the first to go was ray::WorkerDict"
+        in smoke.judge(rows, 8, out)[1][0]
+    )
 
 
 def test_a_dead_actor_ends_a_trainer_that_hangs(tmp_path, monkeypatch):
@@ -109,14 +123,22 @@ def test_a_trainer_that_is_done_is_ended_and_not_blamed(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "GRACE", 0)
     monkeypatch.setattr(watch, "END", 4)
     out, rows = trainer(tmp_path, "hangs", do=kill_when_there, asked=3)
-    assert out.status is None and "after its last step" in out.why and smoke.judge(rows, 3, out)[1] == []
+    assert (
+        out.status is None
+        and "after its last step" in out.why
+        and smoke.judge(rows, 3, out)[1] == []
+    )
 
 
 def test_no_step_for_long_ends_it_with_all_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "crowd", lambda: 1.0)
     out, _ = trainer(tmp_path, "hangs", stall=4)
     assert out.status is None and "no step for" in out.why
-    left = [p for p in psutil.process_iter(["status"]) if p.pid == int((tmp_path / "log.jsonl.pid").read_text())]
+    left = [
+        p
+        for p in psutil.process_iter(["status"])
+        if p.pid == int((tmp_path / "log.jsonl.pid").read_text())
+    ]
     assert all(p.info["status"] == "zombie" for p in left)  # at most not yet reaped
 
 
@@ -128,15 +150,31 @@ def test_a_run_that_waits_for_what_does_not_come_is_ended(tmp_path, monkeypatch)
 
 def test_a_full_disk_is_said_in_one_sentence(tmp_path):
     output = tmp_path / "output"
-    output.write_text("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 1024 vs 918\n")
-    assert "the disk is full" in smoke.full_disk(output) and str(tmp_path) in smoke.full_disk(output)
+    output.write_text(
+        "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 1024 vs 918\n"
+    )
+    assert "the disk is full" in smoke.full_disk(output) and str(
+        tmp_path
+    ) in smoke.full_disk(output)
     output.write_text("ValueError: no such thing\n")
     assert smoke.full_disk(output) == ""
 
 
 def test_a_fault_that_is_not_survived_is_said():
-    row = {"fault": "worker", "steps": [1, 2], "seconds_to_end": 9.0, "status": 1, "said": ["WRONG  ended"]}
-    last = {"fault": "", "steps": [3, 4], "seconds_to_end": None, "status": 0, "said": []}
+    row = {
+        "fault": "worker",
+        "steps": [1, 2],
+        "seconds_to_end": 9.0,
+        "status": 1,
+        "said": ["WRONG  ended"],
+    }
+    last = {
+        "fault": "",
+        "steps": [3, 4],
+        "seconds_to_end": None,
+        "status": 0,
+        "said": [],
+    }
     assert faults.judge([row, last]) == []
     for change, said in (
         ({"seconds_to_end": 61.0}, "ended after"),
@@ -153,12 +191,22 @@ def test_a_fault_that_is_not_survived_is_said():
 
 
 def test_whole_runs_are_compared_step_by_step():
-    run = {"score": [0.1, 0.2], "pg_loss": [-1.0, 1.0], "grad_norm": [1.0, 2.0], "entropy": [2.0, 2.0]}
+    run = {
+        "score": [0.1, 0.2],
+        "pg_loss": [-1.0, 1.0],
+        "grad_norm": [1.0, 2.0],
+        "entropy": [2.0, 2.0],
+    }
     runs = {name: run for name in equivalence.RUNS}
     assert all(row["same"] for row in equivalence.compare(runs, 2))
-    assert not any(row["same"] for row in equivalence.compare(runs, 3))  # one step is missing
+    # one step is missing
+    assert not any(row["same"] for row in equivalence.compare(runs, 3))
     off = run | {"grad_norm": [1.0, 2.001]}
-    assert [row["pair"][1] for row in equivalence.compare(runs | {"vanilla": off}, 2) if not row["same"]] == ["vanilla"]
+    assert [
+        row["pair"][1]
+        for row in equivalence.compare(runs | {"vanilla": off}, 2)
+        if not row["same"]
+    ] == ["vanilla"]
 
 
 def test_the_nightly_rows_are_by_objective_and_say_what_is_wrong():
@@ -166,24 +214,40 @@ def test_the_nightly_rows_are_by_objective_and_say_what_is_wrong():
     data = lambda turn, **other: {"step": 1, "data": {
         "actor/upref/turn": float(turn), **{k: 0.5 for k in key.values()}, **{key[k]: v for k, v in other.items()},
     }}  # fmt: skip
-    rows = [data(0), data(0), data(1), data(1, grad_norm=0.0), data(2, parity_of_bound=1.5)]
+    rows = [
+        data(0),
+        data(0),
+        data(1),
+        data(1, grad_norm=0.0),
+        data(2, parity_of_bound=1.5),
+    ]
     found = every.rows_of(["dapo", "gspo", "grpo", "sapo"], rows)
-    assert [*found] == ["dapo", "gspo", "grpo"] and found["dapo"]["wrong"] == [] and found["dapo"]["steps"] == 2
+    assert (
+        [*found] == ["dapo", "gspo", "grpo"]
+        and found["dapo"]["wrong"] == []
+        and found["dapo"]["steps"] == 2
+    )
     assert found["gspo"]["wrong"] == ["no gradient"]
     assert found["grpo"]["wrong"] == ["1 of 2 steps", "parity beyond its bound"]
 
 
 @pytest.mark.verl
 def test_a_turn_is_so_many_calls_of_the_registered_loss(monkeypatch):
-    algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="`repro/venv.sh verl` installs it")
+    algos = pytest.importorskip(
+        "verl.trainer.ppo.core_algos", reason="`repro/venv.sh verl` installs it"
+    )
     monkeypatch.setenv("UPREF_TURNS", "dapo up(sapo)")
     monkeypatch.setenv("UPREF_TURN", "2")
     turns = importlib.import_module("repro.with_verl.trials.turns")
     assert algos.get_policy_loss_fn("upref/turns") is turns.turns
-    monkeypatch.setattr(turns, "LOSSES", [lambda **batch: (batch["x"], {"m": 1.0}), lambda **batch: (-batch["x"], {})])
-    assert [turns.turns(x=3) for _ in range(3)] == [(3, {"m": 1.0, "upref/turn": 0.0})] * 2 + [
-        (-3, {"upref/turn": 1.0})
-    ]
+    monkeypatch.setattr(
+        turns,
+        "LOSSES",
+        [lambda **batch: (batch["x"], {"m": 1.0}), lambda **batch: (-batch["x"], {})],
+    )
+    assert [turns.turns(x=3) for _ in range(3)] == [
+        (3, {"m": 1.0, "upref/turn": 0.0})
+    ] * 2 + [(-3, {"upref/turn": 1.0})]
 
 
 def test_a_line_half_written_is_not_a_step(tmp_path):
@@ -195,7 +259,9 @@ def test_a_line_half_written_is_not_a_step(tmp_path):
 
 def test_a_flat_score_and_a_missing_plug_in_are_wrong():
     row = lambda i, score: {"step": i, "data": {smoke.SCORE: score}}
-    wrong = smoke.judge([row(i, 0.1) for i in range(1, 25)], 24, watch.Outcome(0, "", 1.0))[1]
+    wrong = smoke.judge(
+        [row(i, 0.1) for i in range(1, 25)], 24, watch.Outcome(0, "", 1.0)
+    )[1]
     assert len(wrong) == 2 and "did not rise" in wrong[0] and "no parity" in wrong[1]
     assert smoke.judge([], 3, watch.Outcome(1, "", 1.0))[1] == ["step 1 of 3 failed"]
     assert "killed by signal 9" in smoke.judge([], 3, watch.Outcome(-9, "", 1.0))[1][0]
@@ -204,38 +270,56 @@ def test_a_flat_score_and_a_missing_plug_in_are_wrong():
 def test_the_toy_task():
     score = lambda text: toy.compute_score("toy", text, "2")
     assert score("2 2 2 2 2 2 2 2") == {"score": 1.0, "acc": 1.0, "pred": "2"}
-    assert score("2 a 2") == {"score": 2 / toy.RESPONSE, "acc": 0.0, "pred": "2"} and score("")["score"] == 0
+    assert (
+        score("2 a 2") == {"score": 2 / toy.RESPONSE, "acc": 0.0, "pred": "2"}
+        and score("")["score"] == 0
+    )
     assert len(set(toy.VOCAB)) == len(toy.VOCAB)
 
 
 @pytest.mark.verl
 def test_verl_accepts_the_settings_and_refuses_a_typing_error():
-    pytest.importorskip("verl.workers.config", reason="`repro/venv.sh verl` installs it")
-    for name in ("up_dapo", "up_gspo", "dr_grpo"):  # one of each aggregation: nothing else depends on the objective
+    pytest.importorskip(
+        "verl.workers.config", reason="`repro/venv.sh verl` installs it"
+    )
+    # one of each aggregation: nothing else depends on the objective
+    for name in ("up_dapo", "up_gspo", "dr_grpo"):
         smoke.dry_run(upref.get(name))
-    for line, said in (("clip_rato=0.3", "did you mean .*clip_ratio"), ("loss_agg_mode=token-maen", "verl refuses")):
+    for line, said in (
+        ("clip_rato=0.3", "did you mean .*clip_ratio"),
+        ("loss_agg_mode=token-maen", "verl refuses"),
+    ):
         with pytest.raises(upref.InputError, match=said):
             smoke.dry_run(upref.get("up_dapo"), [f"actor_rollout_ref.actor.{line}"])
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="`repro/venv.sh verl` installs what reads them")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("verl"),
+    reason="`repro/venv.sh verl` installs what reads them",
+)
 def test_a_wrong_override_starts_nothing_and_removes_nothing(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
     command = [*SMOKE, "--out", str(tmp_path), "trainer.no_such=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
     assert done.returncode == 2 and "no_such" in done.stderr.splitlines()[-1]
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
 def real(test):
     no_vllm = not importlib.util.find_spec("vllm")
-    skip = pytest.mark.skipif(no_vllm, reason="no vLLM here: `repro/venv.sh smoke` installs it")
+    skip = pytest.mark.skipif(
+        no_vllm, reason="no vLLM here: `repro/venv.sh smoke` installs it"
+    )
     return pytest.mark.slow(pytest.mark.smoke(skip(test)))
 
 
 @real
 def test_three_real_steps_of_verl_and_vllm(tmp_path):
-    """With settings of the GPU scales: packed rows, dynamic batches, recomputation, offloading, a reference."""
+    """With settings of the GPU scales: packed rows, dynamic batches, recomputation,
+    offloading, a reference.
+    """
     from repro.with_verl.trials.matrix import CHECKPOINTING, DYNAMIC, KL, OFFLOAD
 
     settings = [*DYNAMIC, *CHECKPOINTING, *OFFLOAD, *KL]
@@ -245,23 +329,41 @@ def test_three_real_steps_of_verl_and_vllm(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     found = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert found["steps"] == 3 and 0 < found["parity_max_abs"] < 1e-4 and found["wrong"] == []
+    assert (
+        found["steps"] == 3
+        and 0 < found["parity_max_abs"] < 1e-4
+        and found["wrong"] == []
+    )
 
 
 @real
 def test_a_row_of_the_matrix_of_gpu_settings():
-    """Packed rows and dynamic batches: the loss and the gradient of every parameter agree with float64."""
+    """Packed rows and dynamic batches: the loss and the gradient of every parameter
+    agree with float64.
+    """
     from repro.with_verl.trials import matrix
 
     row = matrix.run("packed")
-    assert row["as_expected"] and row["wrong"] == [] and 0 < row["gradient_error"] <= row["gradient_bound"]
+    assert (
+        row["as_expected"]
+        and row["wrong"] == []
+        and 0 < row["gradient_error"] <= row["gradient_bound"]
+    )
 
 
 @real
 def test_a_broken_run_ends_and_goes_on_from_its_checkpoint(tmp_path):
-    """A hanging reward, a killed engine, worker, trainer and driver, a full disk: seven starts."""
+    """A hanging reward, a killed engine, worker, trainer and driver, a full disk: seven
+    starts.
+    """
     done = subprocess.run(
-        [sys.executable, "-m", "repro.with_verl.trials.faults", "--out", tmp_path / "run"],
+        [
+            sys.executable,
+            "-m",
+            "repro.with_verl.trials.faults",
+            "--out",
+            tmp_path / "run",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -13,7 +13,9 @@ import pytest
 
 import upref
 
-pytest.importorskip("omegaconf", reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12")
+pytest.importorskip(
+    "omegaconf", reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12"
+)
 from repro.with_verl.config.scales import load_scale, paper, scale_names
 from repro.with_verl.data import prepare as p, schema
 from repro.with_verl.data.sources import SOURCES
@@ -33,9 +35,17 @@ def dapo_rows(problems: int, copies: int):
     return [
         {
             "data_source": "math_dapo",
-            "prompt": [{"content": f"{before}What is {i} + 1?\n\nThink.{after}", "role": "user"}],
+            "prompt": [
+                {
+                    "content": f"{before}What is {i} + 1?\n\nThink.{after}",
+                    "role": "user",
+                }
+            ],
             "ability": "MATH",
-            "reward_model": {"ground_truth": str(i + 1), "style": "rule-lighteval/MATH_v2"},
+            "reward_model": {
+                "ground_truth": str(i + 1),
+                "style": "rule-lighteval/MATH_v2",
+            },
             "extra_info": {"index": f"id-{i}"},
         }
         for _ in range(copies)
@@ -48,7 +58,10 @@ def write(path, rows):
         pq.write_table(pa.Table.from_pylist(rows), path)
     elif path.suffix == ".arrow":
         table = pa.Table.from_pylist(rows)
-        with pa.OSFile(str(path), "wb") as f, pa.ipc.new_stream(f, table.schema) as stream:
+        with (
+            pa.OSFile(str(path), "wb") as f,
+            pa.ipc.new_stream(f, table.schema) as stream,
+        ):
             stream.write_table(table)
     else:
         path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
@@ -81,7 +94,9 @@ UPSTREAM = {
         {"images": [{"bytes": PNG, "path": None}], "problem": f"<image>Q{i}", "answer": str(i)} for i in range(n)
     ]),
 }  # fmt: skip
-SMALL = {name: replace(s, count=64 if "x32" in name else 6) for name, s in SOURCES.items()}
+SMALL = {
+    name: replace(s, count=64 if "x32" in name else 6) for name, s in SOURCES.items()
+}
 
 
 def made(name, tmp_path, n=None):
@@ -98,10 +113,15 @@ def test_each_source(name, tmp_path):
     rows = pq.read_table(path).to_pylist()
     prompts = [r["prompt"][0]["content"] for r in rows]
     protocol = rows[0]["extra_info"]["protocol"]
-    assert {"dapo": "Answer:", "boxed": "\\boxed{}", "geo3k": "<think>"}[protocol] in prompts[0]
+    assert {"dapo": "Answer:", "boxed": "\\boxed{}", "geo3k": "<think>"}[
+        protocol
+    ] in prompts[0]
     assert len(set(prompts)) == (2 if "x32" in name else s.count)
     if name == "aime24_x32":
-        assert prompts[0].startswith("What is 0 + 1?\n\nThink.\n\nPlease") and "Answer" not in prompts[0]
+        assert (
+            prompts[0].startswith("What is 0 + 1?\n\nThink.\n\nPlease")
+            and "Answer" not in prompts[0]
+        )
     if name == "olympiadbench":
         assert rows[0]["reward_model"]["ground_truth"] == "1, 2"
     if name.startswith("gsm8k"):
@@ -111,9 +131,15 @@ def test_each_source(name, tmp_path):
 
 
 def test_counts_are_table_1s():
-    counts = dict(zip(paper()["table1"]["columns"], paper()["table1"]["answers"], strict=False))
-    *first, olympiad = [SOURCES[n].count for n in ("aime24_x32", "amc23", "math500", "minerva", "olympiadbench")]
-    assert [*first, olympiad - 2] == list(counts.values())  # the paper left two out, and does not say which
+    counts = dict(
+        zip(paper()["table1"]["columns"], paper()["table1"]["answers"], strict=False)
+    )
+    *first, olympiad = [
+        SOURCES[n].count
+        for n in ("aime24_x32", "amc23", "math500", "minerva", "olympiadbench")
+    ]
+    # the paper left two out, and does not say which
+    assert [*first, olympiad - 2] == list(counts.values())
     assert SOURCES["aime24"].count == 30
 
 
@@ -139,9 +165,16 @@ def test_a_finished_file_stays_and_a_broken_one_is_made_again(tmp_path):
 def test_another_revision_is_another_file(tmp_path):
     s = SMALL["amc23"]
     p.prepare(s, tmp_path, made("amc23", tmp_path))
-    other = write(tmp_path / "other.jsonl", [{"question": f"R{i}", "answer": "1"} for i in range(6)])
+    other = write(
+        tmp_path / "other.jsonl",
+        [{"question": f"R{i}", "answer": "1"} for i in range(6)],
+    )
     p.prepare(s, tmp_path, other)
-    assert pq.read_table(tmp_path / "amc23.parquet").to_pylist()[0]["prompt"][0]["content"].startswith("R0")
+    assert (
+        pq.read_table(tmp_path / "amc23.parquet")
+        .to_pylist()[0]["prompt"][0]["content"]
+        .startswith("R0")
+    )
 
 
 REFUSED = {
@@ -181,23 +214,36 @@ def test_offline_says_what_to_fetch_from_where(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     assert p.main(["math500", "amc23", "--out", str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert f"https://huggingface.co/datasets/math-ai/amc23/resolve/{SOURCES['amc23'].revision}/test-00000" in err
-    assert "HuggingFaceH4/MATH-500" in err and err.count("\n") == 2 and "format" not in err
+    assert (
+        f"https://huggingface.co/datasets/math-ai/amc23/resolve/{SOURCES['amc23'].revision}/test-00000"
+        in err
+    )
+    assert (
+        "HuggingFaceH4/MATH-500" in err and err.count("\n") == 2 and "format" not in err
+    )
 
 
 def test_a_file_from_github_is_the_pinned_one(tmp_path, monkeypatch):
     file = made("math_3to5", tmp_path)
-    git = subprocess.run(["git", "hash-object", str(file)], capture_output=True, text=True, check=True)
+    git = subprocess.run(
+        ["git", "hash-object", str(file)], capture_output=True, text=True, check=True
+    )
     s = replace(SMALL["math_3to5"], blob=git.stdout.strip())
     asked = []
     monkeypatch.setattr(
-        p.urllib.request, "urlopen", lambda url, timeout: asked.append(url) or BytesIO(file.read_bytes())
+        p.urllib.request,
+        "urlopen",
+        lambda url, timeout: asked.append(url) or BytesIO(file.read_bytes()),
     )
     assert "6 rows" in p.prepare(s, tmp_path)
-    assert asked[0].startswith(f"https://raw.githubusercontent.com/sail-sg/understand-r1-zero/{s.revision}/datasets/")
+    assert asked[0].startswith(
+        f"https://raw.githubusercontent.com/sail-sg/understand-r1-zero/{s.revision}/datasets/"
+    )
     (tmp_path / "math_3to5.parquet").unlink()
     write(file, UPSTREAM["math_3to5"][1](9))
-    with pytest.raises(upref.InputError, match=r"^could not be fetched .*https://raw.*--from FILE"):
+    with pytest.raises(
+        upref.InputError, match=r"^could not be fetched .*https://raw.*--from FILE"
+    ):
         p.prepare(s, tmp_path)
 
 
@@ -214,7 +260,12 @@ def test_verl_reads_the_reward_of_a_prepared_file(tmp_path):
 
     p.prepare(SMALL["aime24"], tmp_path, made("aime24", tmp_path))
     r = pq.read_table(tmp_path / "aime24.parquet").to_pylist()[2]
-    got = compute_score(r["data_source"], "Answer: 3", r["reward_model"]["ground_truth"], r["extra_info"])
+    got = compute_score(
+        r["data_source"],
+        "Answer: 3",
+        r["reward_model"]["ground_truth"],
+        r["extra_info"],
+    )
     assert got == {"score": 1.0, "acc": 1.0, "pred": "3"}
 
 
@@ -223,6 +274,15 @@ def test_the_preflight_counts_validation_prompts(tmp_path):
 
     p.prepare(SMALL["amc23"], tmp_path, made("amc23", tmp_path))
     file = str(tmp_path / "amc23.parquet")
-    assert preflight.missing_data(OmegaConf.create({"data": {"train_files": file, "val_files": [file, file]}})) == []
+    assert (
+        preflight.missing_data(
+            OmegaConf.create({"data": {"train_files": file, "val_files": [file, file]}})
+        )
+        == []
+    )
     assert preflight.count_rows([file, file]) == 12
-    assert preflight.count_rows(str(tmp_path / "math500.parquet")) == SOURCES["math500"].count  # not prepared yet
+    # not prepared yet
+    assert (
+        preflight.count_rows(str(tmp_path / "math500.parquet"))
+        == SOURCES["math500"].count
+    )

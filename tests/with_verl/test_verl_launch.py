@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installed verl accepts every method at every scale; what cannot work is refused in one sentence, status 2."""
+"""The installed verl accepts every method at every scale; what cannot work is refused
+in one sentence, status 2.
+"""
 
 import json
 import re
@@ -20,7 +22,14 @@ from tests.support.daily import daily
 NEED = "`repro/venv.sh verl` installs what verl's configuration needs"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
 from repro.with_verl.config import compose as c, scales  # noqa: E402
-from repro.with_verl.config.model import KNOWN, download, local, parse, revision_of, shape_of  # noqa: E402
+from repro.with_verl.config.model import (  # noqa: E402
+    KNOWN,
+    download,
+    local,
+    parse,
+    revision_of,
+    shape_of,
+)  # noqa: E402, RUF100
 from repro.with_verl.config.naming import model_of  # noqa: E402
 from repro.with_verl.config.validate import validate  # noqa: E402
 from repro.with_verl.data import schema  # noqa: E402
@@ -34,7 +43,13 @@ from repro.with_verl.run import launch  # noqa: E402
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore:Disabled critic")]
 RUNS = [n for n in upref.names() if not upref.get(n).needs]
-HERE = {"verl": VERL, "vllm": "0.24.0", "torch": "2.11.0", "ray": "2.60.0", "TransferQueue": "0.1.11"}
+HERE = {
+    "verl": VERL,
+    "vllm": "0.24.0",
+    "torch": "2.11.0",
+    "ray": "2.60.0",
+    "TransferQueue": "0.1.11",
+}
 HERE |= {
     "flash-attn": "2.8.3",
     "jaxtyping": "0.3.11",
@@ -78,23 +93,56 @@ for n, scale in enumerate(SCALES):
 
 
 def absent_in_the_smallest():
-    """Top-level modules of all that is installed here beside what `repro/venv.sh verl` installs."""
+    """Top-level modules of all that is installed here beside what `repro/venv.sh verl`
+    installs.
+    """
     plain = lambda name: re.sub(r"[-_.]+", "-", name).lower()
-    lists = [(ROOT / f"repro/requirements/{part}.txt").read_text() for part in ("base", "verl")]
-    wanted = {"torch"} | {plain(m) for text in lists for m in re.findall(r"^([\w.-]+)==", text, re.M)}
-    rays_own = {p.name for p in (Path(metadata.distribution("ray").locate_file("ray")) / "thirdparty_files").iterdir()}
-    found = {m: {plain(n) for n in names} for m, names in metadata.packages_distributions().items()}
-    return sorted(m for m, names in found.items() if not wanted & names and m not in {"upref", *rays_own})
+    lists = [
+        (ROOT / f"repro/requirements/{part}.txt").read_text()
+        for part in ("base", "verl")
+    ]
+    wanted = {"torch"} | {
+        plain(m) for text in lists for m in re.findall(r"^([\w.-]+)==", text, re.M)
+    }
+    rays_own = {
+        p.name
+        for p in (
+            Path(metadata.distribution("ray").locate_file("ray")) / "thirdparty_files"
+        ).iterdir()
+    }
+    found = {
+        m: {plain(n) for n in names}
+        for m, names in metadata.packages_distributions().items()
+    }
+    return sorted(
+        m
+        for m, names in found.items()
+        if not wanted & names and m not in {"upref", *rays_own}
+    )
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "whole", [False, pytest.param(True, marks=pytest.mark.nightly)]
+)
 def test_every_method_at_every_scale_in_the_smallest_environment(whole):
-    """A fresh machine without a GPU has neither vLLM nor what verl's trainer needs. By day each method at one scale."""
+    """A fresh machine without a GPU has neither vLLM nor what verl's trainer needs. By
+    day each method at one scale.
+    """
     absent = absent_in_the_smallest()
     assert not {"verl", "torch", "ray"} & set(absent)
     every = scales.scale_names()
-    code = SMALLEST.replace("ABSENT", repr(absent)).replace("SCALES", repr(every)).replace("WHOLE", repr(whole))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    code = (
+        SMALLEST.replace("ABSENT", repr(absent))
+        .replace("SCALES", repr(every))
+        .replace("WHOLE", repr(whole))
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("ok ") == len(RUNS) * (len(every) if whole else 1)
     assert done.stdout.count("checked: every key") == len(every)
@@ -108,9 +156,20 @@ def test_the_papers_methods_get_the_papers_experiments():
             if not (name == "geo3k" or (name == "math" and method == "GSPO")):
                 assert got == f"paper_{name}"
     scale, why = scales.paper_scale("w_reinforce_code")
-    assert scale == "paper_math" and "w_reinforce` is the printed form" in why and "does not say which" in why
-    assert methods(data)["w_reinforce_code"] == methods(data)["w_reinforce"] == "W-REINFORCE"
-    assert all(upref.get(name) and form["method"] in data["names"] for name, form in data["forms"].items())
+    assert (
+        scale == "paper_math"
+        and "w_reinforce` is the printed form" in why
+        and "does not say which" in why
+    )
+    assert (
+        methods(data)["w_reinforce_code"]
+        == methods(data)["w_reinforce"]
+        == "W-REINFORCE"
+    )
+    assert all(
+        upref.get(name) and form["method"] in data["names"]
+        for name, form in data["forms"].items()
+    )
     scale, why = scales.paper_scale("topr")
     assert scale == "paper_math" and "not in the paper" in why
     assert "not in the paper" in c.compose("topr", "paper").notes[0]
@@ -119,10 +178,19 @@ def test_the_papers_methods_get_the_papers_experiments():
 def test_what_up_dapo_at_the_papers_scale_is_given():
     cfg = validate(c.compose("up_dapo", "paper", ["trainer.nnodes=2", "data.seed=7"]))
     actor = cfg.actor_rollout_ref.actor
-    assert dict(actor.policy_loss.upref) == {"eps_low": 0.2, "c": 10.0, "parity": {"on_fail": "warn"}}
+    assert dict(actor.policy_loss.upref) == {
+        "eps_low": 0.2,
+        "c": 10.0,
+        "parity": {"on_fail": "warn"},
+    }
     assert (actor.loss_agg_mode, cfg.algorithm.adv_estimator) == ("token-mean", "grpo")
-    assert (cfg.trainer.nnodes, cfg.data.seed, cfg.actor_rollout_ref.rollout.val_kwargs.n) == (2, 7, 32)
-    assert cfg.algorithm.filter_groups.max_num_gen_batches == 0  # the V1 trainer would ignore another value
+    assert (
+        cfg.trainer.nnodes,
+        cfg.data.seed,
+        cfg.actor_rollout_ref.rollout.val_kwargs.n,
+    ) == (2, 7, 32)
+    # the V1 trainer would ignore another value
+    assert cfg.algorithm.filter_groups.max_num_gen_batches == 0
 
 
 REFUSED = {
@@ -247,7 +315,8 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["up_dapo", "cpu", "data.max_response_length=40"], "is less than 48 tokens"),
     (["up_dapo", "cpu", "data.max_response_length=60"], "are longer than the model's context of 64"),
 )}  # fmt: skip
-OUT_OF_RANGE = {  # what is said of a setting's value: the settings of `grpo paper`, and what follows
+# what is said of a setting's value: the settings of `grpo paper`, and what follows
+OUT_OF_RANGE = {
     "must be at least 1, got {}": dict.fromkeys([
         f"{R}.val_kwargs.n=0", f"{R}.n=0", f"{R}.max_num_seqs=0", "trainer.max_actor_ckpt_to_keep=0",
         "trainer.total_training_steps=0",
@@ -323,7 +392,9 @@ model.tokenizer_path=/nowhere|tokenizer_path=/nowhere is not there
 /reward.custom_reward_function.name=no_such_function|no_such_function is not in score.py
 /ray_kwargs.ray_init.num_cpus=1|is less than the 24 that verl requests for 8 GPUs
 /+ray_kwargs.ray_init.num_gpus=1|is less than the 8 that verl requests for 8 GPUs
-"""  # "/": the key is whole; elsewhere actor_rollout_ref. goes before it. Forty and more, chosen by a fresh reader.
+# "/": the key is whole; elsewhere actor_rollout_ref. goes before it. Forty and more,
+# chosen by a fresh reader.
+"""
 for row in NEW.strip().splitlines():
     setting, sentence = row.split("|")
     setting = setting[1:] if setting[0] == "/" else f"actor_rollout_ref.{setting}"
@@ -334,19 +405,27 @@ def test_the_list_of_wrong_inputs_is_long_and_names_each_once():
     assert len(REFUSED) >= 170
 
 
-@pytest.mark.skipif(here.version_of("vllm") is not None, reason="vLLM is installed here, and checks the rank")
+@pytest.mark.skipif(
+    here.version_of("vllm") is not None,
+    reason="vLLM is installed here, and checks the rank",
+)
 def test_what_vllm_would_check_is_not_called_wrong(capsys):
     """verl said that vLLM's version None is not supported, of a rank that is right."""
-    pytest.importorskip("pydantic", reason="`repro/venv.sh smoke` installs what verl checks a rank with")
-    assert launch.main(["up_dapo", "gpu8", "actor_rollout_ref.model.lora_rank=16", "--dry-run"]) == 2
+    pytest.importorskip(
+        "pydantic", reason="`repro/venv.sh smoke` installs what verl checks a rank with"
+    )
+    assert (
+        launch.main(
+            ["up_dapo", "gpu8", "actor_rollout_ref.model.lora_rank=16", "--dry-run"]
+        )
+        == 2
+    )
     assert "with vLLM, which is not installed here" in capsys.readouterr().err
 
 
 def test_epochs_that_end_before_the_steps_are_a_problem(capsys):
     assert launch.main(["up_dapo", "gpu8", "trainer.total_epochs=1", "--dry-run"]) == 0
-    said = (
-        r"there, it would not start: trainer.total_epochs=1 of 17,917 prompts ends the run after 139 of its 200 steps"
-    )
+    said = r"there, it would not start: trainer.total_epochs=1 of 17,917 prompts ends the run after 139 of its 200 steps"
     assert re.search(said, capsys.readouterr().out)
 
 
@@ -355,7 +434,12 @@ def test_what_is_accepted_says_who_reads_it(capsys):
              "actor_rollout_ref.actor.optim.lr=2e-6", "trainer.test_freq=7"]  # fmt: skip
     assert launch.main(["up_dapo", "gpu1", *given, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    readers = ("the objective, by upref", "the tokenizer's chat template", "verl's FSDPOptimizerConfig", "verl")
+    readers = (
+        "the objective, by upref",
+        "the tokenizer's chat template",
+        "verl's FSDPOptimizerConfig",
+        "verl",
+    )
     for line, who in zip(given, readers, strict=True):
         assert f"  {line}    # given on the command line, read by {who}\n" in out
 
@@ -370,7 +454,9 @@ def test_one_sentence_and_status_2(case, capsys):
 
 @pytest.fixture
 def ready(tmp_path, monkeypatch):
-    """A run whose model and data are there: (arguments, the model's directory, the data directory)."""
+    """A run whose model and data are there: (arguments, the model's directory, the data
+    directory).
+    """
     model = tmp_path / "model"
     model.mkdir()
     config = tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-14B"]
@@ -378,10 +464,17 @@ def ready(tmp_path, monkeypatch):
     (model / "model.safetensors").write_bytes(b"")
     data = tmp_path / "data"
     data.mkdir()
-    for name, count in (("dapo_math_17k", 512), ("aime24", 30)):  # one batch, and the exam
+    # one batch, and the exam
+    for name, count in (("dapo_math_17k", 512), ("aime24", 30)):
         rows = [schema.row("x", i, "Q", "1", "dapo", "test") for i in range(count)]
         schema.write(data / f"{name}.parquet", rows, {})
-    args = ["up_dapo", "paper", f"actor_rollout_ref.model.path={model}", "--data", str(data)]
+    args = [
+        "up_dapo",
+        "paper",
+        f"actor_rollout_ref.model.path={model}",
+        "--data",
+        str(data),
+    ]
     return args, model, data
 
 
@@ -405,7 +498,9 @@ def without(what, ready):
             machine.driver = "575.57.08"
         case "megatron":
             args[0] = "up_gspo"
-            (model / "config.json").write_text(json.dumps(tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-30B-A3B"]))
+            (model / "config.json").write_text(
+                json.dumps(tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-30B-A3B"])
+            )
             machine.versions["transformer-engine"] = None
         case "jaxtyping":
             machine.versions["jaxtyping"] = None
@@ -473,10 +568,17 @@ def module_that_fails(folder, name):
         ("up_dapo", "gpu8", "transfer_queue", "venv.sh gpu flash"),
     ],
 )
-def test_the_preflight_imports_what_the_scale_needs(objective, scale, name, cure, tmp_path):
-    """By its metadata Megatron-Bridge was there; its first import ended at a package that it does not install."""
+def test_the_preflight_imports_what_the_scale_needs(
+    objective, scale, name, cure, tmp_path
+):
+    """By its metadata Megatron-Bridge was there; its first import ended at a package
+    that it does not install.
+    """
     if name != "transfer_queue":
-        pytest.importorskip("transfer_queue", reason="`repro/venv.sh smoke` installs what is imported before")
+        pytest.importorskip(
+            "transfer_queue",
+            reason="`repro/venv.sh smoke` installs what is imported before",
+        )
     module_that_fails(tmp_path, name)
     run = c.compose(objective, scale)
     run.env["PYTHONPATH"] = f"{tmp_path}:{run.env['PYTHONPATH']}"
@@ -486,19 +588,41 @@ def test_the_preflight_imports_what_the_scale_needs(objective, scale, name, cure
 
 
 def test_each_scale_imports_what_its_settings_ask_for():
-    of = lambda objective, scale, flash=True: preflight.modules(validate(c.compose(objective, scale, flash=flash)))
-    assert "flash_attn.bert_padding" in of("up_dapo", "gpu1") and "vllm" in of("up_dapo", "gpu1")
+    of = lambda objective, scale, flash=True: preflight.modules(
+        validate(c.compose(objective, scale, flash=flash))
+    )
+    assert "flash_attn.bert_padding" in of("up_dapo", "gpu1") and "vllm" in of(
+        "up_dapo", "gpu1"
+    )
     assert not [name for name in of("up_dapo", "gpu1", flash=False) if "flash" in name]
     assert "verl.workers.engine.megatron.transformer_impl" in of("up_gspo", "paper")
 
 
-@pytest.mark.parametrize("key", ["free_cache_engine", "+actor_rollout_ref.rollout.enable_sleep_mode"])
+@pytest.mark.parametrize(
+    "key", ["free_cache_engine", "+actor_rollout_ref.rollout.enable_sleep_mode"]
+)
 def test_what_vllm_keeps_counts_while_a_gpu_trains(key, capsys):
     line = f"{key if '.' in key else f'{R}.{key}'}=false"
     assert launch.main(["up_dapo", "gpu8", line, "--dry-run", "--gpu", "H100"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"there, it would not start: vLLM keeps its 56 GB of each GPU while it trains, .* 49 GB more", out)
-    assert launch.main(["up_dapo", "gpu8", line, f"{R}.gpu_memory_utilization=0.35", "--dry-run", "--gpu", "H200"]) == 0
+    assert re.search(
+        r"there, it would not start: vLLM keeps its 56 GB of each GPU while it trains, .* 49 GB more",
+        out,
+    )
+    assert (
+        launch.main(
+            [
+                "up_dapo",
+                "gpu8",
+                line,
+                f"{R}.gpu_memory_utilization=0.35",
+                "--dry-run",
+                "--gpu",
+                "H200",
+            ]
+        )
+        == 0
+    )
     assert "would not start: vLLM" not in capsys.readouterr().out  # 49 + 49 of 141
 
 
@@ -517,11 +641,16 @@ GPU1 = ["up_dapo", "gpu1", "--dry-run", "--gpu", "H100"]
 
 
 def cost(out):
-    return [int(x.replace(",", "")) for x in re.search(r"([\d,]+) GPU-hours, ([\d,]+) dollars at", out).groups()]
+    return [
+        int(x.replace(",", ""))
+        for x in re.search(r"([\d,]+) GPU-hours, ([\d,]+) dollars at", out).groups()
+    ]
 
 
 def test_what_goes_without_flash_attn_says_what_that_costs(monkeypatch, capsys):
-    """Half of the money for one GPU went into a loop over tokens that flash-attn does not have."""
+    """Half of the money for one GPU went into a loop over tokens that flash-attn does
+    not have.
+    """
     versions = HERE | {"flash-attn": None}
     costs = {}
     for flash in (True, False):
@@ -530,7 +659,10 @@ def test_what_goes_without_flash_attn_says_what_that_costs(monkeypatch, capsys):
         out = capsys.readouterr().out
         costs[flash] = cost(out)
         assert ("attn_implementation=sdpa" in out) != flash
-        other = re.search(r"note: .*flash-attn.* the same steps take (\d+) hours and (\d+) dollars", out).groups()
+        other = re.search(
+            r"note: .*flash-attn.* the same steps take (\d+) hours and (\d+) dollars",
+            out,
+        ).groups()
         costs[flash, "other"] = [int(x) for x in other]
     assert costs[True] == costs[False, "other"] and costs[False] == costs[True, "other"]
     assert costs[False][1] > 1.8 * costs[True][1]
@@ -546,16 +678,32 @@ def test_a_run_keeps_its_folder_when_flash_attn_is_installed_later():
     names = {c.compose("up_dapo", "gpu1", flash=flash).name for flash in (True, False)}
     assert len(names) == 1
     given = ["+actor_rollout_ref.model.override_config.attn_implementation=eager"]
-    assert validate(c.compose("up_dapo", "gpu1", given, flash=False)), "the user's line was a second one of that key"
+    assert validate(c.compose("up_dapo", "gpu1", given, flash=False)), (
+        "the user's line was a second one of that key"
+    )
 
 
 def test_a_dry_run_says_that_model_and_data_are_missing(tmp_path, capsys):
-    given = [f"actor_rollout_ref.model.path={tmp_path}/nothing", "--data", str(tmp_path)]
+    given = [
+        f"actor_rollout_ref.model.path={tmp_path}/nothing",
+        "--data",
+        str(tmp_path),
+    ]
     (tmp_path / "nothing").mkdir()
-    (tmp_path / "nothing/config.json").write_text(json.dumps(tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-1.7B"]))
+    (tmp_path / "nothing/config.json").write_text(
+        json.dumps(tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-1.7B"])
+    )
     assert launch.main(["up_dapo", "gpu1", *given, "--dry-run"]) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("here, it would not start: ")]
-    for what in ("nothing holds no config.json with *.safetensors", "dapo_math_17k.parquet is missing", "aime24.parqu"):
+    said = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("here, it would not start: ")
+    ]
+    for what in (
+        "nothing holds no config.json with *.safetensors",
+        "dapo_math_17k.parquet is missing",
+        "aime24.parqu",
+    ):
         assert len([line for line in said if what in line]) == 1, said
     assert not [line for line in said if "flash-attn" in line], "gpu1 goes without"
 
@@ -564,12 +712,18 @@ def test_both_readings_of_the_papers_epochs_are_said(capsys):
     """One epoch of the published file is 100 of its problems."""
     page = (ROOT / "repro/with_verl/PAPER.md").read_text(encoding="utf-8")
     rows, problems = 1_791_700, 17_917
-    for scale, objective, epochs, batch in (("paper_dapo", "up_dapo", 1, 512), ("paper_gspo", "up_gspo", 10, 256)):
+    for scale, objective, epochs, batch in (
+        ("paper_dapo", "up_dapo", 1, 512),
+        ("paper_gspo", "up_gspo", 10, 256),
+    ):
         said = preflight.epochs_in_print(scales.load_scale(scale))
         assert f"{epochs * (rows // batch):,} steps on the published file" in said
         assert f"or {epochs * (problems // batch):,} on its 17,917 problems" in said
         assert f"* {said}\n" in page
-        assert launch.main([objective, "paper", "--dry-run"]) == 0 and f"note: {said}\n" in capsys.readouterr().out
+        assert (
+            launch.main([objective, "paper", "--dry-run"]) == 0
+            and f"note: {said}\n" in capsys.readouterr().out
+        )
     assert not preflight.epochs_in_print(scales.load_scale("paper_math"))
 
 
@@ -579,11 +733,15 @@ MODEL = "actor_rollout_ref.model.path"
 @pytest.mark.parametrize("name", scales.scale_names())
 def test_each_scale_trains_a_model_of_a_pinned_commit(name):
     model = scales.load_scale(name).values[MODEL][0]
-    assert re.fullmatch("[0-9a-f]{40}", revision_of(model)) and download(model).endswith(revision_of(model))
+    assert re.fullmatch("[0-9a-f]{40}", revision_of(model)) and download(
+        model
+    ).endswith(revision_of(model))
 
 
 def test_of_two_commits_in_the_cache_the_pinned_one_is_trained(tmp_path, monkeypatch):
-    """By its name verl took the newest that was downloaded, and the same command trained another model."""
+    """By its name verl took the newest that was downloaded, and the same command
+    trained another model.
+    """
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -596,7 +754,9 @@ def test_of_two_commits_in_the_cache_the_pinned_one_is_trained(tmp_path, monkeyp
         (folder / "snapshots" / revision).mkdir(parents=True)
         (folder / "snapshots" / revision / "config.json").write_text("{}")
     assert local(name).name == revision_of(name)
-    assert model_of(f'"{local(name)}"') == name, "the cache may lie elsewhere when a run goes on"
+    assert model_of(f'"{local(name)}"') == name, (
+        "the cache may lie elsewhere when a run goes on"
+    )
     assert model_of(str(folder / "snapshots" / ("0" * 40))) == f"{name}@{'0' * 40}"
 
 
@@ -614,14 +774,20 @@ sys.exit(int(os.environ["STATUS"]))
 
 @pytest.fixture
 def verl_does(tmp_path, monkeypatch):
-    """In the place of verl's trainer, a program that logs STEPS steps and ends with STATUS."""
-    pytest.importorskip("psutil", reason="`repro/venv.sh smoke` installs what watches a trainer")
+    """In the place of verl's trainer, a program that logs STEPS steps and ends with
+    STATUS.
+    """
+    pytest.importorskip(
+        "psutil", reason="`repro/venv.sh smoke` installs what watches a trainer"
+    )
     from repro.with_verl.run import watch
 
     program = tmp_path / "verl_does.py"
     program.write_text(VERL_DOES)
     real = watch.run
-    stand_in = lambda command, *a, **kw: real([sys.executable, str(program), *command[3:]], *a, **kw)
+    stand_in = lambda command, *a, **kw: real(
+        [sys.executable, str(program), *command[3:]], *a, **kw
+    )
     monkeypatch.setattr(watch, "run", stand_in)
     monkeypatch.setattr(preflight, "check_imports", lambda *_: None)
 
@@ -648,7 +814,9 @@ def folder_of(tmp_path, start="up_dapo-paper_dapo-"):
     return found
 
 
-def test_a_run_that_dies_says_what_to_do_and_goes_on(ready, verl_does, tmp_path, monkeypatch, capsys):
+def test_a_run_that_dies_says_what_to_do_and_goes_on(
+    ready, verl_does, tmp_path, monkeypatch, capsys
+):
     args, *_ = ready
     args = [*args, "trainer.total_training_steps=3"]
     monkeypatch.setenv("PYTHONPATH", "/somewhere/of/the/user")
@@ -657,46 +825,80 @@ def test_a_run_that_dies_says_what_to_do_and_goes_on(ready, verl_does, tmp_path,
     assert launch.main(args, BIG) == 7  # verl's own status
     run = folder_of(tmp_path)
     saved = json.loads((run / "overrides.json").read_text())
-    assert all(row["source"] for row in saved["overrides"]) and saved["estimate"]["steps"] == 3
+    assert (
+        all(row["source"] for row in saved["overrides"])
+        and saved["estimate"]["steps"] == 3
+    )
     log = (run / "verl.log").read_text().splitlines()
-    assert log[0].startswith("upref_frameworks.verl.training,") and log[0].endswith(":/somewhere/of/the/user")
+    assert log[0].startswith("upref_frameworks.verl.training,") and log[0].endswith(
+        ":/somewhere/of/the/user"
+    )
     assert log[-1].startswith(
         "upref: ended after 2 of 3 steps: verl ended with status 7; a GPU ran out of memory: lower "
     )
-    assert "The same command goes on from the beginning (no checkpoint was saved): python -m repro" in log[-1]
+    assert (
+        "The same command goes on from the beginning (no checkpoint was saved): python -m repro"
+        in log[-1]
+    )
     out = capsys.readouterr().out
     assert "estimate: 32 x H100, " in out and out.splitlines()[-1] == log[-1]
     (run / "checkpoints").mkdir()
     (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
     assert launch.main(args, BIG) == 7
-    assert "goes on from the checkpoint of step 1: " in (run / "verl.log").read_text().splitlines()[-1]
+    assert (
+        "goes on from the checkpoint of step 1: "
+        in (run / "verl.log").read_text().splitlines()[-1]
+    )
     saved = launch_saves_a_checkpoint(monkeypatch)
-    assert launch.main([*args, "name=ahead"], BIG) == 75 and saved  # the same command makes progress
+    # the same command makes progress
+    assert launch.main([*args, "name=ahead"], BIG) == 75 and saved
     monkeypatch.setenv("STEPS", "3")
     monkeypatch.setenv("STATUS", "0")
     time.sleep(1.1)  # a start's file is named by the second
     assert launch.main(args, BIG) == 0
-    assert (run / "verl.log").read_text().splitlines()[-1].startswith("upref: finished, 3 of 3 steps: `python -m repro")
-    assert [json.loads(x)["step"] for x in (run / "steps.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert (
+        (run / "verl.log")
+        .read_text()
+        .splitlines()[-1]
+        .startswith("upref: finished, 3 of 3 steps: `python -m repro")
+    )
+    assert [
+        json.loads(x)["step"] for x in (run / "steps.jsonl").read_text().splitlines()
+    ] == [1, 2, 3]
 
 
-def test_a_shakedown_prints_and_keeps_its_page(ready, verl_does, tmp_path, monkeypatch, capsys):
+def test_a_shakedown_prints_and_keeps_its_page(
+    ready, verl_does, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("STEPS", "2")
     monkeypatch.setenv("STATUS", "0")
     args, *_ = ready
     assert launch.main([*args, "--shakedown"], BIG) == 0
     page = (folder_of(tmp_path) / "shakedown.md").read_text()
     out = capsys.readouterr().out
-    assert page.startswith("# Shakedown of up_dapo-paper_dapo-") and page in out and "| score | 0.5 |  |" in page
-    assert "trainer.rollout_data_dir=" in (folder_of(tmp_path) / "overrides.json").read_text()
+    assert (
+        page.startswith("# Shakedown of up_dapo-paper_dapo-")
+        and page in out
+        and "| score | 0.5 |  |" in page
+    )
+    assert (
+        "trainer.rollout_data_dir="
+        in (folder_of(tmp_path) / "overrides.json").read_text()
+    )
 
 
-def test_checkpoints_that_lie_elsewhere_count(ready, verl_does, tmp_path, monkeypatch, capsys):
+def test_checkpoints_that_lie_elsewhere_count(
+    ready, verl_does, tmp_path, monkeypatch, capsys
+):
     args, *_ = ready
     elsewhere = tmp_path / "large disk"
     monkeypatch.setenv("STEPS", "1")
     monkeypatch.setenv("STATUS", "7")
-    asked = [*args, "trainer.total_training_steps=3", f"trainer.default_local_dir='{elsewhere}'"]
+    asked = [
+        *args,
+        "trainer.total_training_steps=3",
+        f"trainer.default_local_dir='{elsewhere}'",
+    ]
     assert launch.main(asked, BIG) == 7
     assert "from the beginning (no checkpoint was saved)" in capsys.readouterr().out
     elsewhere.mkdir()
@@ -705,25 +907,43 @@ def test_checkpoints_that_lie_elsewhere_count(ready, verl_does, tmp_path, monkey
     assert "goes on from the checkpoint of step 2: " in capsys.readouterr().out
 
 
-def test_a_folder_is_that_of_what_was_asked(ready, verl_does, tmp_path, monkeypatch, capsys):
+def test_a_folder_is_that_of_what_was_asked(
+    ready, verl_does, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("STEPS", "2")
     monkeypatch.setenv("STATUS", "0")
     args, *_ = ready
     args = [*args, "trainer.total_training_steps=2"]
     eps = "++actor_rollout_ref.actor.policy_loss.upref.eps_low=0.1"
-    for more in ([], ["data.seed=2"], ["seed=2"], [eps], ["trainer.logger=[console,file,tensorboard]"]):
+    for more in (
+        [],
+        ["data.seed=2"],
+        ["seed=2"],
+        [eps],
+        ["trainer.logger=[console,file,tensorboard]"],
+    ):
         assert launch.main([*args, *more], BIG) == 0
     runs = [p for p in tmp_path.iterdir() if p.name.startswith("up_dapo-paper_dapo-")]
-    assert len(runs) == 4 and len({json.loads((p / "overrides.json").read_text())["name"] for p in runs}) == 4
-    assert any("-seed2-" in p.name for p in runs) and any("eps_low0.1" in p.name for p in runs)  # readable first
+    assert (
+        len(runs) == 4
+        and len({json.loads((p / "overrides.json").read_text())["name"] for p in runs})
+        == 4
+    )
+    # readable first
+    assert any("-seed2-" in p.name for p in runs) and any(
+        "eps_low0.1" in p.name for p in runs
+    )
     experiments = {p.name: "trainer.experiment_name=" + p.name for p in runs}
     assert all(experiments[p.name] in (p / "overrides.json").read_text() for p in runs)
     # by name: one folder, and not for something else
     assert launch.main([*args, "name=mine"], BIG) == 0
-    assert launch.main([*args, "name=mine", "trainer.total_training_steps=9"], BIG) == 1  # longer; it logs two
+    # longer; it logs two
+    assert launch.main([*args, "name=mine", "trainer.total_training_steps=9"], BIG) == 1
     capsys.readouterr()
     assert launch.main([*args, "name=mine", "data.seed=2"], BIG) == 2
-    assert "mine holds a run with data.seed=1, and asked is 2" in capsys.readouterr().err
+    assert (
+        "mine holds a run with data.seed=1, and asked is 2" in capsys.readouterr().err
+    )
     assert launch.main([*args, "name=../x"], BIG) == 2
     # a dry run leaves a real one's file alone
     before = (tmp_path / "mine/overrides.json").read_text()
@@ -735,8 +955,11 @@ def test_a_folder_is_that_of_what_was_asked(ready, verl_does, tmp_path, monkeypa
 def test_the_order_in_which_it_was_asked_is_no_part_of_the_name():
     asked = ["seed=3", "trainer.total_training_steps=2"]
     names = {c.compose("up_dapo", "gpu1", lines).name for lines in (asked, asked[::-1])}
-    assert len(names) == 1 and min(names).startswith("up_dapo-gpu1-seed3-total_training_steps2-")
-    assert c.compose("up_dapo", "gpu1", asked, Path("/elsewhere")).name in names  # nor is where things lie
+    assert len(names) == 1 and min(names).startswith(
+        "up_dapo-gpu1-seed3-total_training_steps2-"
+    )
+    # nor is where things lie
+    assert c.compose("up_dapo", "gpu1", asked, Path("/elsewhere")).name in names
 
 
 def test_two_launches_do_not_share_a_folder(tmp_path):
@@ -754,11 +977,18 @@ def test_seeds_are_swept_by_one_option(ready, verl_does, tmp_path, monkeypatch, 
     monkeypatch.setenv("STATUS", "0")
     args, *_ = ready
     assert launch.main([*args, "--steps", "1", "--seeds", "1,2,3"], BIG) == 0
-    runs = sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("up_dapo-paper_dapo-"))
+    runs = sorted(
+        p.name for p in tmp_path.iterdir() if p.name.startswith("up_dapo-paper_dapo-")
+    )
     assert len(runs) == 3 and all("seed" in r for r in runs)
     text = folder_of(tmp_path, next(r for r in runs if "seed2" in r)) / "overrides.json"
     assert all(f"{key}=2" in text.read_text() for key in c.SEEDS)
-    for wrong in (["--seeds", "1,x"], ["--seeds", "1,1"], ["--seeds", "1,2", "seed=3"], ["--steps", "0"]):
+    for wrong in (
+        ["--seeds", "1,x"],
+        ["--seeds", "1,1"],
+        ["--seeds", "1,2", "seed=3"],
+        ["--steps", "0"],
+    ):
         assert launch.main([*args, *wrong], BIG) == 2
         assert capsys.readouterr().err.count("launch: ") == 1
 
@@ -766,9 +996,15 @@ def test_seeds_are_swept_by_one_option(ready, verl_does, tmp_path, monkeypatch, 
 @pytest.mark.parametrize("name", [n for n in scales.scale_names()])
 def test_each_scale_fits_the_gpus_that_it_names(name):
     scale = scales.load_scale(name)
-    e = estimate(validate(c.compose("grpo", name)), gpu_of("H100"), scale.gpu_gb * 1e9, 30)
+    e = estimate(
+        validate(c.compose("grpo", name)), gpu_of("H100"), scale.gpu_gb * 1e9, 30
+    )
     assert not e.problem, e
-    assert e.train < scale.gpu_gb * GB and e.rollout < scale.gpu_gb * GB and e.kv_tokens > 0
+    assert (
+        e.train < scale.gpu_gb * GB
+        and e.rollout < scale.gpu_gb * GB
+        and e.kv_tokens > 0
+    )
 
 
 def test_an_estimate_is_arithmetic():
@@ -776,7 +1012,9 @@ def test_an_estimate_is_arithmetic():
     assert e.gpus == 32 and e.steps == 400
     assert e.step_tokens == 512 * 16 * 20480 and e.validation_tokens == 30 * 32 * 20480
     kv_bytes = 2 * 40 * 8 * 128 * 2  # keys and values, layers, heads, dimension, bf16
-    assert e.kv_tokens == pytest.approx((0.7 * 80e9 - 2 * shape_of("Qwen/Qwen3-14B-Base").params - 2e9) / kv_bytes)
+    assert e.kv_tokens == pytest.approx(
+        (0.7 * 80e9 - 2 * shape_of("Qwen/Qwen3-14B-Base").params - 2e9) / kv_bytes
+    )
     assert e.dollars == pytest.approx(e.gpu_hours * gpu_of("H100").dollars)
 
 
@@ -791,25 +1029,43 @@ def test_an_estimate_is_arithmetic():
 )  # fmt: skip
 def test_a_models_size_is_counted_from_its_config(name, billions, active):
     s = shape_of(name)
-    assert s.params == pytest.approx(billions * 1e9, rel=0.03) and s.active == pytest.approx(active * 1e9, rel=0.05)
+    assert s.params == pytest.approx(
+        billions * 1e9, rel=0.03
+    ) and s.active == pytest.approx(active * 1e9, rel=0.05)
 
 
 def test_a_models_size_is_read_and_an_unknown_one_refused(tmp_path, capsys):
     model = "actor_rollout_ref.model.path="
-    small, large = (estimated("paper_math", *more) for more in ([], [f"{model}Qwen/Qwen3-32B"]))
-    assert large.checkpoint > 3.5 * small.checkpoint and large.step_seconds > 3 * small.step_seconds
+    small, large = (
+        estimated("paper_math", *more) for more in ([], [f"{model}Qwen/Qwen3-32B"])
+    )
+    assert (
+        large.checkpoint > 3.5 * small.checkpoint
+        and large.step_seconds > 3 * small.step_seconds
+    )
     assert launch.main(["grpo", "paper", f"{model}Qwen/Qwen9-1B", "--dry-run"]) == 2
-    assert "its size is not known: `hf download Qwen/Qwen9-1B`" in capsys.readouterr().err
+    assert (
+        "its size is not known: `hf download Qwen/Qwen9-1B`" in capsys.readouterr().err
+    )
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(upref.InputError, match="does not describe a language model"):
         shape_of(str(tmp_path))
-    vision = {"text_config": tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-8B"], "vision_config": {}}
+    vision = {
+        "text_config": tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-8B"],
+        "vision_config": {},
+    }
     assert parse(vision).params > shape_of("Qwen/Qwen3-8B").params
 
 
 def test_the_formulas_are_near_published_runs():
-    """Eleven whole steps of two projects, from 7B to 235B, on three kinds of GPU: within a factor of 1.8."""
-    whole = [here / there for *_, phase, there, here in published.compare() if phase == "step"]
+    """Eleven whole steps of two projects, from 7B to 235B, on three kinds of GPU:
+    within a factor of 1.8.
+    """
+    whole = [
+        here / there
+        for *_, phase, there, here in published.compare()
+        if phase == "step"
+    ]
     assert len(whole) >= 10 and 1 / 1.8 < min(whole) and max(whole) < 1.8
     assert 0.9 < float(np.exp(np.mean(np.log(whole)))) < 1.2
     page = (ROOT / "repro/with_verl/ESTIMATES.md").read_text()
@@ -821,14 +1077,21 @@ def test_the_page_of_costs_has_what_a_dry_run_prints(capsys):
     page = (ROOT / "repro/with_verl/ESTIMATES.md").read_text()
     for scale in ("gpu8", "paper_dapo"):
         assert launch.main(["up_dapo", scale, "--dry-run"]) == 0
-        said = re.search(r": ([\d,]+) hours, ([\d,]+) GPU-hours, ([\d,]+) dollars", capsys.readouterr().out).groups()
-        assert f"| {' | '.join(said)} |" in next(x for x in page.splitlines() if x.startswith(f"| `{scale}`"))
+        said = re.search(
+            r": ([\d,]+) hours, ([\d,]+) GPU-hours, ([\d,]+) dollars",
+            capsys.readouterr().out,
+        ).groups()
+        assert f"| {' | '.join(said)} |" in next(
+            x for x in page.splitlines() if x.startswith(f"| `{scale}`")
+        )
 
 
 def test_what_stays_beside_vllm_counts(capsys):
     share = "actor_rollout_ref.rollout.gpu_memory_utilization"
     for scale, value in (("gpu8", 0.95), ("paper_math", 0.9), ("gpu1", 0.99)):
-        e = estimated(scale, f"{share}={value}", objective="up_dapo" if "gpu" in scale else "grpo")
+        e = estimated(
+            scale, f"{share}={value}", objective="up_dapo" if "gpu" in scale else "grpo"
+        )
         assert "stay beside it" in e.problem and e.rollout > 80 * GB, e
     one = ["actor_rollout_ref.actor.fsdp_config.param_offload=false", f"{share}=0.85",
            "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false"]  # fmt: skip
@@ -836,7 +1099,12 @@ def test_what_stays_beside_vllm_counts(capsys):
 
 
 def test_a_dry_run_prices_the_run_and_its_seeds(capsys):
-    assert launch.main(["up_dapo", "paper", "--dry-run", "--gpu", "H200", "--seeds", "1,2"]) == 0
+    assert (
+        launch.main(
+            ["up_dapo", "paper", "--dry-run", "--gpu", "H200", "--seeds", "1,2"]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert out.count("estimate: 32 x H200, ") == 2 and " dollars at 4.00 an hour" in out
     assert re.search(r"^2 seeds: [\d,]+ GPU-hours, [\d,]+ dollars\.$", out, re.M)
@@ -851,12 +1119,23 @@ def test_the_watchdog_waits_for_long_steps(nodes, ready, monkeypatch):
     seen = {}
     monkeypatch.setattr(preflight, "check_imports", lambda *_: None)
     monkeypatch.setattr(
-        start, "start", lambda run, total, again, patience, **facts: seen.update(p=patience, e=facts) or 0
+        start,
+        "start",
+        lambda run, total, again, patience, **facts: (
+            seen.update(p=patience, e=facts) or 0
+        ),
     )
     args, *_ = ready
     assert launch.main([*args, f"trainer.nnodes={nodes}"], BIG) == 0
-    step = seen["e"]["estimate"]["step_seconds"] + seen["e"]["estimate"]["validation_seconds"]
-    assert seen["p"].stall >= 5 * step and seen["p"].first >= 5 * step and seen["p"].stall >= 7200
+    step = (
+        seen["e"]["estimate"]["step_seconds"]
+        + seen["e"]["estimate"]["validation_seconds"]
+    )
+    assert (
+        seen["p"].stall >= 5 * step
+        and seen["p"].first >= 5 * step
+        and seen["p"].stall >= 7200
+    )
     if nodes == 1:
         assert step > 7200  # what used to be the limit
 
@@ -867,14 +1146,22 @@ def test_checkpoints_cost_an_hour_at_most(ready, capsys):
     run = c.compose("up_dapo", "gpu8")
     e = preflight.save_hourly(run, validate(run), e)
     assert (
-        run.overrides[-1].startswith(f"{saves}=") and int(run.overrides[-1].partition("=")[2]) * e.step_seconds <= 3600
+        run.overrides[-1].startswith(f"{saves}=")
+        and int(run.overrides[-1].partition("=")[2]) * e.step_seconds <= 3600
     )
     mine = c.compose("up_dapo", "gpu8", [f"{saves}=50"])
-    assert preflight.save_hourly(mine, validate(mine), e) and mine.overrides[-1] == f"{saves}=50"
+    assert (
+        preflight.save_hourly(mine, validate(mine), e)
+        and mine.overrides[-1] == f"{saves}=50"
+    )
 
 
 def estimated(scale, *overrides, gpu="H100", gb=80e9, objective="grpo"):
-    prompts = {"paper_math": (2400, 8523), "paper_geo3k": (601, 2101), "gpu1_24gb": (500, 8523)}.get(scale, (30, 17917))
+    prompts = {
+        "paper_math": (2400, 8523),
+        "paper_geo3k": (601, 2101),
+        "gpu1_24gb": (500, 8523),
+    }.get(scale, (30, 17917))
     cfg = validate(c.compose(objective, scale, list(overrides)))
     return estimate(cfg, gpu_of(gpu), gb, *prompts)
 
@@ -884,7 +1171,8 @@ def test_the_ladder_ends_by_itself_in_a_day_and_in_a_weekend():
         e = estimated("gpu1", gpu=gpu, objective="up_dapo")
         assert not e.problem and e.gpu_hours / e.gpus < 24 and e.steps >= 100
     e = estimated("gpu8", objective="up_dapo")
-    assert not e.problem and e.gpu_hours / e.gpus < 62 and e.gpus == 8  # Friday evening to Monday morning
+    # Friday evening to Monday morning
+    assert not e.problem and e.gpu_hours / e.gpus < 62 and e.gpus == 8
     assert all(estimated(s).steps for s in ("paper_dapo", "paper_math", "paper_geo3k"))
     assert estimated("paper_gspo", objective="gspo").steps
 
@@ -894,24 +1182,38 @@ def test_megatrons_memory_is_not_spread_over_all_gpus():
     m = "actor_rollout_ref.actor.megatron"
     fits = estimated("paper_gspo", objective="gspo")
     assert not fits.problem and 30 * GB < fits.train < 80 * GB
-    kept = estimated("paper_gspo", f"++{m}.override_transformer_config.recompute_granularity=null", objective="gspo")
-    assert "training needs about" in kept.problem and kept.train > 100 * GB  # no recomputation, as before
+    kept = estimated(
+        "paper_gspo",
+        f"++{m}.override_transformer_config.recompute_granularity=null",
+        objective="gspo",
+    )
+    # no recomputation, as before
+    assert "training needs about" in kept.problem and kept.train > 100 * GB
     ep = estimated("paper_gspo", f"{m}.expert_model_parallel_size=4", objective="gspo")
     assert ep.train > fits.train + 15 * GB  # twice the experts on each GPU
-    assert estimated("paper_gspo", "trainer.nnodes=1", objective="gspo").train > fits.train + 20 * GB
+    assert (
+        estimated("paper_gspo", "trainer.nnodes=1", objective="gspo").train
+        > fits.train + 20 * GB
+    )
 
 
 def test_megatron_recomputes_and_routes_in_float32():
     cfg = validate(c.compose("up_gspo", "paper"))
     override = cfg.actor_rollout_ref.actor.megatron.override_transformer_config
-    assert (override.recompute_granularity, override.recompute_method, override.moe_router_dtype) == (
+    assert (
+        override.recompute_granularity,
+        override.recompute_method,
+        override.moe_router_dtype,
+    ) == (
         "full",
         "uniform",
         "fp32",
     )
     assert cfg.actor_rollout_ref.actor.megatron.expert_model_parallel_size == 8
     missing = preflight.missing_packages(
-        cfg, scales.load_scale("paper_gspo"), Machine(versions={"megatron-core": None, "verl": VERL})
+        cfg,
+        scales.load_scale("paper_gspo"),
+        Machine(versions={"megatron-core": None, "verl": VERL}),
     )
     assert len(missing) == 1 and missing[0].startswith("megatron-core is not installed")
 
@@ -920,16 +1222,32 @@ def test_settings_that_are_not_the_papers_are_its_protocols_own():
     of = lambda scale: {k: v for k, (v, _) in scales.load_scale(scale).values.items()}
     dapo, math, geo = of("paper_dapo"), of("paper_math"), of("paper_geo3k")
     optim = "actor_rollout_ref.actor.optim"
-    assert (dapo[f"{optim}.weight_decay"], dapo[f"{optim}.lr_warmup_steps"], dapo["trainer.save_freq"]) == (0.1, 10, 5)
+    assert (
+        dapo[f"{optim}.weight_decay"],
+        dapo[f"{optim}.lr_warmup_steps"],
+        dapo["trainer.save_freq"],
+    ) == (0.1, 10, 5)
     for other in (math, geo):
-        assert (other[f"{optim}.weight_decay"], other[f"{optim}.lr_warmup_steps"]) == (0.01, -1)
+        assert (other[f"{optim}.weight_decay"], other[f"{optim}.lr_warmup_steps"]) == (
+            0.01,
+            -1,
+        )
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    assert (geo[f"{actor}.strategy"], geo[f"{rollout}.tensor_model_parallel_size"]) == ("fsdp2", 2)
+    assert (geo[f"{actor}.strategy"], geo[f"{rollout}.tensor_model_parallel_size"]) == (
+        "fsdp2",
+        2,
+    )
     for name in scales.scale_names():
         s = of(name)
-        assert s[f"{actor}.use_kl_loss"] is True and f"{actor}.kl_loss_coef" in s  # logged, in any case
-        assert s["trainer.total_epochs"] <= 20 or s["trainer.total_training_steps"] <= 1000  # nothing without an end
-        assert "Table A1, commented" not in " ".join(x for _, x in scales.load_scale("paper_math").values.values())
+        # logged, in any case
+        assert s[f"{actor}.use_kl_loss"] is True and f"{actor}.kl_loss_coef" in s
+        # nothing without an end
+        assert (
+            s["trainer.total_epochs"] <= 20 or s["trainer.total_training_steps"] <= 1000
+        )
+        assert "Table A1, commented" not in " ".join(
+            x for _, x in scales.load_scale("paper_math").values.values()
+        )
 
 
 def test_ray_is_asked_how_many_machines_there_are(monkeypatch):
@@ -968,15 +1286,19 @@ def test_the_largest_scale(machine, objective, scale, capsys):
 def test_scales_of_other_programs_are_handed_over(scale, monkeypatch):
     called = []
     monkeypatch.setattr(
-        launch.subprocess, "run", lambda cmd, **_: called.append(cmd) or subprocess.CompletedProcess([], 5)
+        launch.subprocess,
+        "run",
+        lambda cmd, **_: called.append(cmd) or subprocess.CompletedProcess([], 5),
     )
     assert launch.hand_over("up_dapo", scale, ["a=1"], dry_run=False) == 5
     module = launch.PROGRAMS[scale]
     assert called == [[sys.executable, "-m", module, "up_dapo", "a=1"]]
 
 
-# ---- the advantages ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["group_norm", "group_mean", "leave_one_out", "signed", "reward"])
+# ---- the advantages ------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name", ["group_norm", "group_mean", "leave_one_out", "signed", "reward"]
+)
 def test_verls_estimator_is_the_reference_where_it_is_said_to_be(name):
     from verl.trainer.config import AlgoConfig
 
@@ -992,9 +1314,15 @@ def test_verls_estimator_is_the_reference_where_it_is_said_to_be(name):
     config = AlgoConfig(adv_estimator=estimator)
     extra = {k.rpartition(".")[2]: v for k, v in settings_.items()}
     got, _ = core_algos.get_adv_estimator_fn(estimator)(
-        token_level_rewards=token, response_mask=mask, index=np.array(group.tolist()), config=config, **extra
+        token_level_rewards=token,
+        response_mask=mask,
+        index=np.array(group.tolist()),
+        config=config,
+        **extra,
     )
-    assert torch.allclose(got, upref.advantages.get(name)(rewards, group)[:, None] * mask, atol=1e-9)
+    assert torch.allclose(
+        got, upref.advantages.get(name)(rewards, group)[:, None] * mask, atol=1e-9
+    )
 
 
 def test_a_shaped_reward_is_signed_by_its_sign():
@@ -1011,12 +1339,18 @@ def test_grpo_of_the_vision_table_has_two_bounds():
     b = batch(two)
     same = dict(eps_low=0.2, eps_high=0.2)
     assert torch.equal(two.gradient(b, **same), upref.get("grpo").gradient(b, eps=0.2))
-    assert not torch.equal(two.gradient(b, eps_low=0.2, eps_high=0.28), two.gradient(b, **same))
+    assert not torch.equal(
+        two.gradient(b, eps_low=0.2, eps_high=0.28), two.gradient(b, **same)
+    )
 
 
 def test_a_fresh_process_has_loss_and_estimator(monkeypatch):
-    """By the environment that driver and workers get; here it can import all but what needs CUDA."""
-    monkeypatch.setattr(preflight, "modules", lambda _: ["repro.with_verl.reward.score"])
+    """By the environment that driver and workers get; here it can import all but what
+    needs CUDA.
+    """
+    monkeypatch.setattr(
+        preflight, "modules", lambda _: ["repro.with_verl.reward.score"]
+    )
     run = c.compose("up_dapo", "paper", ["algorithm.adv_estimator=upref/signed"])
     preflight.check_imports(run, validate(run))
 
@@ -1024,5 +1358,8 @@ def test_a_fresh_process_has_loss_and_estimator(monkeypatch):
 def test_a_fresh_process_without_it_is_refused(monkeypatch):
     monkeypatch.setattr(c, "MODULES", ("no_such_module",))
     run = c.compose("up_dapo", "paper")
-    with pytest.raises(upref.InputError, match=r"a fresh process cannot start paper_dapo: .*no_such_module"):
+    with pytest.raises(
+        upref.InputError,
+        match=r"a fresh process cannot start paper_dapo: .*no_such_module",
+    ):
         preflight.check_imports(run, validate(run))

@@ -5,7 +5,9 @@ import json
 
 import pytest
 
-pytest.importorskip("omegaconf", reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12")
+pytest.importorskip(
+    "omegaconf", reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12"
+)
 from repro.with_verl import health, logged, report
 from repro.with_verl.run import records, start
 
@@ -21,9 +23,16 @@ def run(place, name, objective, scale, steps, seed=1, **other):
     folder = place / name
     folder.mkdir()
     lines = [{"override": f"data.seed={seed}", "source": "x"}]
-    facts = {"objective": objective, "scale": scale, "total": 9, "overrides": lines} | other
+    facts = {
+        "objective": objective,
+        "scale": scale,
+        "total": 9,
+        "overrides": lines,
+    } | other
     (folder / "overrides.json").write_text(json.dumps(facts))
-    (folder / "steps-20260101-000000.jsonl").write_text("".join(json.dumps(r) + "\n" for r in steps))
+    (folder / "steps-20260101-000000.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in steps)
+    )
     return folder
 
 
@@ -45,45 +54,106 @@ def text_of(out, *folders):
 
 
 def test_the_papers_figures_and_numbers_beside_ours(tmp_path):
-    estimate = {"step_seconds": 45.0, "gpus": 32, "gpu_hours": 100.0, "step_tokens": 2_000_000, "train_gb": 40.0}
-    up = run(tmp_path, "up", "up_dapo", "paper_dapo", [validated(s, s / 20) for s in range(1, 10)], estimate=estimate)
-    base = run(tmp_path, "base", "dapo", "paper_dapo", [validated(s, s / 25) for s in range(1, 10)])
+    estimate = {
+        "step_seconds": 45.0,
+        "gpus": 32,
+        "gpu_hours": 100.0,
+        "step_tokens": 2_000_000,
+        "train_gb": 40.0,
+    }
+    up = run(
+        tmp_path,
+        "up",
+        "up_dapo",
+        "paper_dapo",
+        [validated(s, s / 20) for s in range(1, 10)],
+        estimate=estimate,
+    )
+    base = run(
+        tmp_path,
+        "base",
+        "dapo",
+        "paper_dapo",
+        [validated(s, s / 25) for s in range(1, 10)],
+    )
     text = text_of(tmp_path / "out", up, base)
     for figure in (2, 3, 4, 5):
         svg = (tmp_path / f"out/figure-{figure}.svg").read_text()
         assert f"![Figure {figure}: " in text and svg.count("<path") > 20
     assert not (tmp_path / "out/figure-7.svg").exists()  # another experiment
-    assert "| up_dapo seed 1 | Avg@32 of AIME24 | 45.00 | 51.15, Avg@32 of AIME24 |" in text
+    assert (
+        "| up_dapo seed 1 | Avg@32 of AIME24 | 45.00 | 51.15, Avg@32 of AIME24 |"
+        in text
+    )
     assert "| dapo seed 1 | Best@32 | 66.00 | 80.49, Best@32 |" in text
     assert "At the paper's scale" in text
-    assert "| up_dapo seed 1 | seconds a step | 60.0 | 45 |" in text and "2,000,000" in text
+    assert (
+        "| up_dapo seed 1 | seconds a step | 60.0 | 45 |" in text
+        and "2,000,000" in text
+    )
 
 
 def test_table_1_for_the_family(tmp_path):
-    rows = [row(s, **{f"val-core/{t}/acc/mean@1": s / 10 for t in ("aime24", "amc23", "math500")}) for s in (1, 2, 3)]
+    rows = [
+        row(
+            s,
+            **{
+                f"val-core/{t}/acc/mean@1": s / 10
+                for t in ("aime24", "amc23", "math500")
+            },
+        )
+        for s in (1, 2, 3)
+    ]
     text = text_of(tmp_path / "out", run(tmp_path, "r", "up_grpo", "paper_math", rows))
     assert "| up_grpo seed 1 | 30.00 | 30.00 | 30.00 | - | - |" in text
-    assert "| UP-GRPO, printed | 41.04 | 87.50 | 88.40 | 31.25 | 58.33 |" in text and "figure-6.svg" in text
+    assert (
+        "| UP-GRPO, printed | 41.04 | 87.50 | 88.40 | 31.25 | 58.33 |" in text
+        and "figure-6.svg" in text
+    )
 
 
 def test_other_scales_are_not_called_the_papers(tmp_path):
-    text = text_of(tmp_path / "out", run(tmp_path, "r", "up_dapo", "gpu1", [validated(s, 0.1) for s in range(1, 5)]))
-    assert "| mean, of the validation of gpu1 | 10.00 | 51.15, Avg@32 of AIME24 |" in text
+    text = text_of(
+        tmp_path / "out",
+        run(tmp_path, "r", "up_dapo", "gpu1", [validated(s, 0.1) for s in range(1, 5)]),
+    )
+    assert (
+        "| mean, of the validation of gpu1 | 10.00 | 51.15, Avg@32 of AIME24 |" in text
+    )
     assert "not the paper's experiment" in text and "figure-2.svg" in text
 
 
 def test_alarms_come_first(tmp_path):
-    rows = [row(1), row(2, **{health.ALARMS: 3.0, health.BOUND: 1e4}), row(5, **{health.BLIND: 0.9, logged.NORM: None})]
+    rows = [
+        row(1),
+        row(2, **{health.ALARMS: 3.0, health.BOUND: 1e4}),
+        row(5, **{health.BLIND: 0.9, logged.NORM: None}),
+    ]
     text = text_of(tmp_path / "out", run(tmp_path, "r", "up_dapo", "gpu1", rows))
     head = text[: text.index("## Figures")]
-    assert "PARITY ALARM" in head and "1e+04 times" in head and "by parity.on_fail=warn" in head
+    assert (
+        "PARITY ALARM" in head
+        and "1e+04 times" in head
+        and "by parity.on_fail=warn" in head
+    )
     assert "parity proves little here: up to 90%" in head
-    assert "2 steps were not logged, the first is 3" in head and "no number in 1 steps, the first is 5" in head
+    assert (
+        "2 steps were not logged, the first is 3" in head
+        and "no number in 1 steps, the first is 5" in head
+    )
 
 
 def test_seeds_get_their_mean(tmp_path):
     folders = [
-        run(tmp_path, f"s{i}", "dapo", "gpu8", [validated(s, i / 10) for s in (1, 2)], seed=i) for i in (1, 2, 3)
+        run(
+            tmp_path,
+            f"s{i}",
+            "dapo",
+            "gpu8",
+            [validated(s, i / 10) for s in (1, 2)],
+            seed=i,
+        )
+        for i in (1, 2, 3)
     ]
     text = text_of(tmp_path / "out", *folders)
     assert all(f"dapo seed {i}" in text for i in (1, 2, 3))
@@ -99,11 +169,23 @@ def test_what_cannot_be_read(tmp_path, capsys):
 
 
 def test_starts_are_read_as_one_and_the_last_counts(tmp_path):
-    first, second = tmp_path / "steps-20260101-000000.jsonl", tmp_path / "steps-20260102-000000.jsonl"
-    first.write_text("".join(json.dumps(row(s)) + "\n" for s in (1, 2, 3)) + '{"step": 4, "da')
-    second.write_text("".join(json.dumps(row(s, **{logged.SCORE: 9.0})) + "\n" for s in (3, 4)))
+    first, second = (
+        tmp_path / "steps-20260101-000000.jsonl",
+        tmp_path / "steps-20260102-000000.jsonl",
+    )
+    first.write_text(
+        "".join(json.dumps(row(s)) + "\n" for s in (1, 2, 3)) + '{"step": 4, "da'
+    )
+    second.write_text(
+        "".join(json.dumps(row(s, **{logged.SCORE: 9.0})) + "\n" for s in (3, 4))
+    )
     merged = records.merged(tmp_path)
-    assert [(r["step"], r["data"][logged.SCORE]) for r in merged] == [(1, 0.1), (2, 0.2), (3, 9.0), (4, 9.0)]
+    assert [(r["step"], r["data"][logged.SCORE]) for r in merged] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 9.0),
+        (4, 9.0),
+    ]
     whole = records.read(records.collect(tmp_path))
     assert whole == merged and not (tmp_path / "steps.jsonl.half").exists()
 
@@ -111,13 +193,34 @@ def test_starts_are_read_as_one_and_the_last_counts(tmp_path):
 @pytest.mark.parametrize(
     ("said", "cure"),
     [
-        ("torch.OutOfMemoryError: CUDA out of memory.", "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
-        ("ValueError: No available memory for the cache blocks", "vLLM found too little memory"),
-        ("(TaskRunner pid=3) \x1b[36mOSError: [Errno 28] No space left on device", "the disk is full"),
-        ("ParityError: upref/dapo is not what trains: in micro-batch 3", "repro.with_verl.parity RUN/parity"),
-        ("[Rank 3] Watchdog caught collective operation timeout", "the machines lost each other (NCCL)"),
-        ("ImportError: a.so: undefined symbol: _ZN3c10", "a package was built for another torch"),
-        ("upref.errors.InputError: verl adds the KL term: set actor.use_kl_loss", "set actor.use_kl_loss"),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory.",
+            "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        ),
+        (
+            "ValueError: No available memory for the cache blocks",
+            "vLLM found too little memory",
+        ),
+        (
+            "(TaskRunner pid=3) \x1b[36mOSError: [Errno 28] No space left on device",
+            "the disk is full",
+        ),
+        (
+            "ParityError: upref/dapo is not what trains: in micro-batch 3",
+            "repro.with_verl.parity RUN/parity",
+        ),
+        (
+            "[Rank 3] Watchdog caught collective operation timeout",
+            "the machines lost each other (NCCL)",
+        ),
+        (
+            "ImportError: a.so: undefined symbol: _ZN3c10",
+            "a package was built for another torch",
+        ),
+        (
+            "upref.errors.InputError: verl adds the KL term: set actor.use_kl_loss",
+            "set actor.use_kl_loss",
+        ),
         ("ValueError: no such thing", "its last error was: ValueError: no such thing"),
         ("all is quiet", "its output names no error"),
     ],
@@ -130,20 +233,33 @@ def test_what_to_do_when_it_dies(said, cure, tmp_path):
 HEALTHY = {"response_length/clip_ratio": 0.1, "training/rollout_probs_diff_mean": 0.001, "critic/score/max": 1.0,
            "response/aborted_ratio": 0.0, "training/rollout_actor_probs_pearson_corr": 0.999}  # fmt: skip
 SICK = {
-    "response_length/clip_ratio": (0.7, "allow longer ones (verl: data.max_response_length"),
+    "response_length/clip_ratio": (
+        0.7,
+        "allow longer ones (verl: data.max_response_length",
+    ),
     "training/rollout_probs_diff_mean": (0.2, "vLLM and the trainer disagree"),
     "training/rollout_actor_probs_pearson_corr": (0.5, "vLLM and the trainer disagree"),
     "critic/score/max": (0.0, "no response scored"),
     "response/aborted_ratio": (0.2, "vLLM aborted responses"),
     "actor/upref/alive": (0.2, "most tokens are clipped"),
     "actor/upref/parity_of_bound": (3.0, "the loss that trained is not the reference"),
-    "timing_s/step": (200.0, "steps take 2.0 times the estimate: the run will cost 1,000 dollars"),
+    "timing_s/step": (
+        200.0,
+        "steps take 2.0 times the estimate: the run will cost 1,000 dollars",
+    ),
 }
 
 
 def test_a_healthy_run_has_nothing_to_change(tmp_path):
     estimate = {"step_seconds": 100.0, "dollars": 500.0, "gpus": 8, "gpu_hours": 160.0}
-    folder = run(tmp_path, "fine", "up_dapo", "gpu8", [row(s, **HEALTHY) for s in (1, 2)], estimate=estimate)
+    folder = run(
+        tmp_path,
+        "fine",
+        "up_dapo",
+        "gpu8",
+        [row(s, **HEALTHY) for s in (1, 2)],
+        estimate=estimate,
+    )
     text = text_of(tmp_path / "out", folder)
     assert "Nothing to change." in text and "LOOK" not in text
     assert text.index("## Health of up_dapo seed 1") < text.index("## Figures")
@@ -153,30 +269,47 @@ def test_a_healthy_run_has_nothing_to_change(tmp_path):
 def test_each_measure_that_is_not_normal_says_what_to_change(key, tmp_path):
     value, said = SICK[key]
     rows = [row(s, **HEALTHY | {key: value}) for s in (1, 2)]
-    page = health.page(tmp_path, rows, {"estimate": {"step_seconds": 100.0, "dollars": 500.0}})
+    page = health.page(
+        tmp_path, rows, {"estimate": {"step_seconds": 100.0, "dollars": 500.0}}
+    )
     assert "LOOK" in page and said in page
 
 
 def test_a_shakedown_shows_eight_answers_in_full(tmp_path):
     (tmp_path / "answers").mkdir()
     answers = [
-        {"input": "Q", "output": f"thought {i} ~~~ \\boxed{{{i}}}", "gts": "3", "score": float(i == 3)}
+        {
+            "input": "Q",
+            "output": f"thought {i} ~~~ \\boxed{{{i}}}",
+            "gts": "3",
+            "score": float(i == 3),
+        }
         for i in range(16)
     ]
     for step in (2, 10):
-        (tmp_path / f"answers/{step}.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers[: step + 6]))
+        (tmp_path / f"answers/{step}.jsonl").write_text(
+            "".join(json.dumps(a) + "\n" for a in answers[: step + 6])
+        )
     page = health.page(tmp_path, [row(1, **HEALTHY)], {})
-    assert "Of 16 responses that were scored last, 100% hold `Answer:` or a box, 6% score above 0." in page
+    assert (
+        "Of 16 responses that were scored last, 100% hold `Answer:` or a box, 6% score above 0."
+        in page
+    )
     assert "| responses ended by a stop token | 0.9 |" in page
-    assert page.count("\nthought") == 8 and "~~~~text\n" in page  # a fence longer than what the model wrote
+    # a fence longer than what the model wrote
+    assert page.count("\nthought") == 8 and "~~~~text\n" in page
 
 
 def test_a_reward_that_reads_no_box_is_not_blamed_for_it(tmp_path):
     (tmp_path / "answers").mkdir()
-    (tmp_path / "answers/1.jsonl").write_text(json.dumps({"output": "3 3", "gts": "3", "score": 1.0}) + "\n")
+    (tmp_path / "answers/1.jsonl").write_text(
+        json.dumps({"output": "3 3", "gts": "3", "score": 1.0}) + "\n"
+    )
     path = "reward.custom_reward_function.path=pkg://"
     pages = [
-        health.page(tmp_path, [row(1, **HEALTHY)], {"overrides": [{"override": path + module}]})
+        health.page(
+            tmp_path, [row(1, **HEALTHY)], {"overrides": [{"override": path + module}]}
+        )
         for module in ("repro.with_verl.reward.score", "repro.with_verl.cpu.toy")
     ]
     assert "most responses contain no answer" in pages[0] and "0% hold" in pages[0]
@@ -186,5 +319,8 @@ def test_a_reward_that_reads_no_box_is_not_blamed_for_it(tmp_path):
 def test_what_is_left_is_predicted_again_from_a_measured_step():
     estimate = {"step_seconds": 100.0, "dollars": 500.0, "gpu_hours": 250.0, "gpus": 8}
     said = start.predicted_again(estimate, 180.0, 100)
-    assert "measured 180 s a step: the 100 steps that are left take 5.0 hours, 40 GPU-hours, 80 dollars" in said
+    assert (
+        "measured 180 s a step: the 100 steps that are left take 5.0 hours, 40 GPU-hours, 80 dollars"
+        in said
+    )
     assert start.predicted_again({}, 180.0, 100).endswith("take 5.0 hours")

@@ -12,10 +12,20 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import upref
 from repro.with_verl.reward import score as rewards
-from repro.with_verl.reward.score import NONE, Grader, compute_score, last_boxed, math_dapo, tidy
+from repro.with_verl.reward.score import (
+    NONE,
+    Grader,
+    compute_score,
+    last_boxed,
+    math_dapo,
+    tidy,
+)
 
 HAS_VERL = importlib.util.find_spec("verl") is not None
-PROTOCOLS = rewards.PROTOCOLS if HAS_VERL else [p for p in rewards.PROTOCOLS if p != "dapo"]  # verl scores that
+# verl scores that
+PROTOCOLS = (
+    rewards.PROTOCOLS if HAS_VERL else [p for p in rewards.PROTOCOLS if p != "dapo"]
+)
 
 
 def score(text, truth, protocol):
@@ -31,30 +41,62 @@ def test_right_in_another_spelling(answer, truth):
     assert score(rf"so \boxed{{{answer}}}.", truth, "boxed")["acc"] == 1.0
 
 
-@pytest.mark.parametrize(("answer", "truth"), [("3", "4"), (r"\frac{1}{3}", "0.5"), ("(2,1)", "(1,2)"), ("", "1")])
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [("3", "4"), (r"\frac{1}{3}", "0.5"), ("(2,1)", "(1,2)"), ("", "1")],
+)
 def test_wrong(answer, truth):
     assert score(rf"so \boxed{{{answer}}}.", truth, "boxed") == {
         "score": 0.0, "acc": 0.0, "pred": tidy(answer) if answer else NONE,
     }  # fmt: skip
 
 
-@pytest.mark.skipif(not HAS_VERL, reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12")
+@pytest.mark.skipif(
+    not HAS_VERL, reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12"
+)
 def test_the_protocols():
-    assert score("Answer: 5\nno, wait\nAnswer: $34$", "34", "dapo") == {"score": 1.0, "acc": 1.0, "pred": "34"}
-    assert score("Answer:\n34", "34", "dapo")["acc"] == 1.0  # a line break before the number
+    assert score("Answer: 5\nno, wait\nAnswer: $34$", "34", "dapo") == {
+        "score": 1.0,
+        "acc": 1.0,
+        "pred": "34",
+    }
+    # a line break before the number
+    assert score("Answer:\n34", "34", "dapo")["acc"] == 1.0
     assert score("\\boxed{34}", "34", "dapo")["acc"] == 1.0  # its fallback
-    assert score("I do not know", "34", "dapo") == {"score": -1.0, "acc": 0.0, "pred": NONE}
-    assert score("Answer: 34" + " " * 300, "34", "dapo")["acc"] == 0.0  # the last 300 characters
-    assert score("Answer: 30+4", "34", "dapo")["acc"] == 0.0 == score("Answer: 34%", "34", "dapo")["acc"]
-    assert score("Answer: 042", "042", "dapo")["pred"] == score("Answer: 42", "042", "dapo")["pred"] == "42"  # one vote
-    assert score("Answer: 34", "34", "boxed") == {"score": 0.0, "acc": 0.0, "pred": NONE}
+    assert score("I do not know", "34", "dapo") == {
+        "score": -1.0,
+        "acc": 0.0,
+        "pred": NONE,
+    }
+    # the last 300 characters
+    assert score("Answer: 34" + " " * 300, "34", "dapo")["acc"] == 0.0
+    assert (
+        score("Answer: 30+4", "34", "dapo")["acc"]
+        == 0.0
+        == score("Answer: 34%", "34", "dapo")["acc"]
+    )
+    # one vote
+    assert (
+        score("Answer: 042", "042", "dapo")["pred"]
+        == score("Answer: 42", "042", "dapo")["pred"]
+        == "42"
+    )
+    assert score("Answer: 34", "34", "boxed") == {
+        "score": 0.0,
+        "acc": 0.0,
+        "pred": NONE,
+    }
     assert score("\\boxed{1} or \\boxed{2}", "2", "boxed")["score"] == 1.0
-    assert score("<think>hm</think> \\boxed{3}", "3", "geo3k")["score"] == pytest.approx(1.0)
+    assert score("<think>hm</think> \\boxed{3}", "3", "geo3k")[
+        "score"
+    ] == pytest.approx(1.0)
     assert score("\\boxed{3}", "3", "geo3k")["score"] == pytest.approx(0.9)
-    assert score("So: <think>hm</think> \\boxed{3}", "3", "geo3k")["score"] == pytest.approx(
-        0.9
-    )  # verl: from the start
-    assert score("<think>hm</think> \\boxed{4}", "3", "geo3k")["score"] == pytest.approx(0.1)
+    assert score("So: <think>hm</think> \\boxed{3}", "3", "geo3k")[
+        "score"
+    ] == pytest.approx(0.9)  # verl: from the start
+    assert score("<think>hm</think> \\boxed{4}", "3", "geo3k")[
+        "score"
+    ] == pytest.approx(0.1)
     with pytest.raises(upref.InputError, match="one of dapo, boxed, geo3k"):
         score("x", "1", "boxd")
 
@@ -71,13 +113,25 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@given(st.lists(PIECES, max_size=25).map("".join) | st.text(max_size=80), st.sampled_from(PROTOCOLS))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(PIECES, max_size=25).map("".join) | st.text(max_size=80),
+    st.sampled_from(PROTOCOLS),
+)
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 def test_reading_junk_never_raises(monkeypatch, text, protocol):
     """All but math-verify's part, which the next test feeds."""
     monkeypatch.setattr(rewards._GRADER, "ask", lambda *_: False)
     r = score(text, "17", protocol)
-    assert r["acc"] in (0.0, 1.0) and -1 <= r["score"] <= 1 and r["pred"] and isinstance(r["pred"], str)
+    assert (
+        r["acc"] in (0.0, 1.0)
+        and -1 <= r["score"] <= 1
+        and r["pred"]
+        and isinstance(r["pred"], str)
+    )
     assert rewards.equal("17", "17") and not rewards.equal("", "17")
 
 
@@ -97,7 +151,12 @@ def test_a_whole_number_is_itself_with_commas_too(n):
 
 
 def program(*lines: str) -> list[str]:
-    return [sys.executable, "-S", "-c", "\n".join(["import os, sys, time", "print('ready', flush=True)", *lines])]
+    return [
+        sys.executable,
+        "-S",
+        "-c",
+        "\n".join(["import os, sys, time", "print('ready', flush=True)", *lines]),
+    ]
 
 
 HANGS = program("for line in sys.stdin:", "    time.sleep(60)")
@@ -105,7 +164,9 @@ DIES = program("sys.stdin.readline()", "os.abort()")
 LIES = program("sys.stdin.readline()", "print('what?', flush=True)")
 
 
-@pytest.mark.parametrize("command", [HANGS, DIES, LIES], ids=["hangs", "dies", "talks nonsense"])
+@pytest.mark.parametrize(
+    "command", [HANGS, DIES, LIES], ids=["hangs", "dies", "talks nonsense"]
+)
 def test_a_grader_that_fails_means_wrong_and_a_new_one(command):
     grader = Grader(command)
     assert grader.ask("1", "1.0", seconds=0.3) is False
@@ -121,7 +182,9 @@ def test_without_math_verify_nothing_is_scored_wrong():
 
 
 def test_a_time_limit_from_a_thread():
-    """verl scores in threads, where an alarm cannot be set; 9!!!!!!!!! takes sympy for ever."""
+    """verl scores in threads, where an alarm cannot be set; 9!!!!!!!!! takes sympy for
+    ever.
+    """
     out = {}
     ask = lambda: out.update(right=rewards.equal("9!!!!!!!!!", "2", seconds=1.0))
     rewards.equal("1/2", "0.50", seconds=60)  # started and warm
@@ -146,7 +209,7 @@ def test_threads_do_not_get_each_others_answers():
     assert results == {i: bool(i % 2) for i in range(12)}
 
 
-# ---- against verl, and against a person ----------------------------------------------------------------------------
+# ---- against verl, and against a person ----------------------------------------------
 
 FORMS = (
     "{a}", "Answer: {a}", "Answer:{a}", "answer : {a}", "Answer:\n{a}", "Answer: ${a}$", "Answer: {a}.",
@@ -163,12 +226,17 @@ TRUTHS = ("34", "-7", "1000", "12", "5", "\\frac{1}{2}", "90")
 
 def test_150_answers_are_scored_as_verl_scores_them():
     theirs = pytest.importorskip("verl.utils.reward_score.math_dapo").compute_score
-    cases = [(form.format(a=a), truth) for form in FORMS for a in GIVEN for truth in TRUTHS]
+    cases = [
+        (form.format(a=a), truth) for form in FORMS for a in GIVEN for truth in TRUTHS
+    ]
     right = 0
     for text, truth in cases:
         want = theirs(text, truth)
         got = score(text, truth, "dapo")
-        assert (got["score"], got["acc"]) == (want["score"], float(want["acc"])), (text, truth)
+        assert (got["score"], got["acc"]) == (want["score"], float(want["acc"])), (
+            text,
+            truth,
+        )
         right += want["acc"]
     assert len(cases) >= 150 and 50 < right < len(cases) / 2
 
@@ -176,12 +244,17 @@ def test_150_answers_are_scored_as_verl_scores_them():
 def test_without_verl_dapos_protocol_says_so(monkeypatch):
     monkeypatch.setattr(rewards.importlib.util, "find_spec", lambda _: None)
     math_dapo.cache_clear()
-    with pytest.raises(upref.InputError, match=r"verl's own function: `repro/venv.sh verl`"):
+    with pytest.raises(
+        upref.InputError, match=r"verl's own function: `repro/venv.sh verl`"
+    ):
         score("Answer: 1", "1", "dapo")
     math_dapo.cache_clear()
 
 
-BOXED = [line.split("\t") for line in (Path(__file__).parent / "boxed.tsv").read_text().splitlines()[1:]]
+BOXED = [
+    line.split("\t")
+    for line in (Path(__file__).parent / "boxed.tsv").read_text().splitlines()[1:]
+]
 
 
 def test_150_boxed_answers_are_judged_as_a_person_would():

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No drift from verl's scripts unseen, no argument that vLLM does not have, and the batch file is the command."""
+"""No drift from verl's scripts unseen, no argument that vLLM does not have, and the
+batch file is the command.
+"""
 
 import contextlib
 import json
@@ -29,11 +31,17 @@ def test_every_difference_from_verls_scripts_has_its_reason(capsys):
 
 def test_a_difference_that_nobody_has_explained_is_told(monkeypatch, capsys):
     facts = upstream.facts()
-    facts["paper_math"]["settings"] |= {"actor_rollout_ref.actor.new_setting": "7", "trainer.save_freq": "3"}
+    facts["paper_math"]["settings"] |= {
+        "actor_rollout_ref.actor.new_setting": "7",
+        "trainer.save_freq": "3",
+    }
     monkeypatch.setattr(upstream, "facts", lambda: facts)
     assert upstream.main() == 1
     out = capsys.readouterr().out
-    assert "| actor_rollout_ref.actor.new_setting | 7 | (not set) |  |" in out and "2 differences have no reason" in out
+    assert (
+        "| actor_rollout_ref.actor.new_setting | 7 | (not set) |  |" in out
+        and "2 differences have no reason" in out
+    )
 
 
 def test_the_scales_name_the_commit_that_was_recorded():
@@ -78,7 +86,9 @@ esac
 
 @pytest.fixture
 def slurm(tmp_path):
-    """A cluster of two nodes: its programs write down how they are called, and its sbatch signals as SLURM's does."""
+    """A cluster of two nodes: its programs write down how they are called, and its
+    sbatch signals as SLURM's does.
+    """
     log = tmp_path / "called"
 
     def programs(status=143):
@@ -87,17 +97,34 @@ def slurm(tmp_path):
             (tmp_path / name).chmod(0o755)
 
     programs()
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "UPREF_PYTHON": str(tmp_path / "python")}
-    env |= {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
-    start = lambda *a, **more: subprocess.Popen(["bash", str(SLURM), *a], env=env | more)
+    env = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "UPREF_PYTHON": str(tmp_path / "python"),
+    }
+    env |= {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }
+    start = lambda *a, **more: subprocess.Popen(
+        ["bash", str(SLURM), *a], env=env | more
+    )
     called = lambda: log.read_text().splitlines() if log.exists() else []
 
     def time_is_nearly_up(job):
-        """man sbatch, --signal: B: signals the batch shell alone; without it all job steps, but not the shell."""
+        """man sbatch, --signal: B: signals the batch shell alone; without it all job
+        steps, but not the shell.
+        """
         [asked] = re.findall(r"^#SBATCH --signal=(\S+)$", SLURM.read_text(), re.M)
         where, _, name = asked.rpartition(":")
         steps = Path(f"{log}.srun")
-        pids = [job.pid] if where == "B" else [int(x) for x in steps.read_text().split()] if steps.exists() else []
+        pids = (
+            [job.pid]
+            if where == "B"
+            else [int(x) for x in steps.read_text().split()]
+            if steps.exists()
+            else []
+        )
         for pid in pids:
             os.kill(pid, getattr(signal, f"SIG{name.partition('@')[0]}"))
 
@@ -119,9 +146,13 @@ def wait_for(called, word):
 @pytest.mark.parametrize("nodes", ["1", "2"])
 def test_the_job_is_requeued_when_its_time_is_nearly_up(slurm, nodes):
     start, called, time_is_nearly_up, _ = slurm
-    job = start("up_dapo", "gpu8", "seed=2", SLURM_JOB_NUM_NODES=nodes, SLURM_ARRAY_TASK_ID="")
+    job = start(
+        "up_dapo", "gpu8", "seed=2", SLURM_JOB_NUM_NODES=nodes, SLURM_ARRAY_TASK_ID=""
+    )
     line = wait_for(called, "run.launch")
-    assert line.endswith(f"-m repro.with_verl.run.launch up_dapo gpu8 seed=2 trainer.nnodes={nodes}")
+    assert line.endswith(
+        f"-m repro.with_verl.run.launch up_dapo gpu8 seed=2 trainer.nnodes={nodes}"
+    )
     time.sleep(0.5)
     time_is_nearly_up(job)
     try:
@@ -138,7 +169,8 @@ def test_a_run_that_died_is_requeued_if_it_got_further(slurm, status, again):
     job = start("up_dapo", "gpu8", SLURM_JOB_NUM_NODES="1", SLURM_ARRAY_TASK_ID="")
     wait_for(called, "run.launch")
     time.sleep(0.5)
-    job.send_signal(signal.SIGTERM)  # the stand-in for the launcher then ends with `status`
+    # the stand-in for the launcher then ends with `status`
+    job.send_signal(signal.SIGTERM)
     assert job.wait(20) == status and ("scontrol requeue 7" in called()) == again
 
 
@@ -150,7 +182,10 @@ def test_over_two_nodes_it_starts_ray_on_both_and_waits_for_them(slurm):
     ray = [x for x in called() if x.startswith("srun")]
     assert len(ray) == 2 and "-w n1" in ray[0] and "--head" in ray[0]
     assert "-w n2" in ray[1] and "--address=n1:20007" in ray[1]
-    assert called().index(ray[1]) > min(i for i, x in enumerate(called()) if x.endswith("status"))  # the head was up
+    # the head was up
+    assert called().index(ray[1]) > min(
+        i for i, x in enumerate(called()) if x.endswith("status")
+    )
     job.send_signal(signal.SIGTERM)
     assert job.wait(30) == 143
 
@@ -158,11 +193,16 @@ def test_over_two_nodes_it_starts_ray_on_both_and_waits_for_them(slurm):
 def test_the_documented_commands_have_their_programs():
     """`ray` is on no PATH: each indented command of PAPER.md begins with what there is."""
     text = (ROOT / "repro/with_verl/PAPER.md").read_text()
-    commands = [line.strip().split() for line in text.splitlines() if line.startswith("    ")]
+    commands = [
+        line.strip().split() for line in text.splitlines() if line.startswith("    ")
+    ]
     assert len(commands) >= 8
     for first, *rest in commands:
         first = rest[0] if first.startswith("RAY_ADDRESS=") else first
-        assert first in ("bash", ".venv-gpu/bin/python", ".venv-gpu/bin/ray") or (ROOT / first).exists(), first
+        assert (
+            first in ("bash", ".venv-gpu/bin/python", ".venv-gpu/bin/ray")
+            or (ROOT / first).exists()
+        ), first
         for word in rest:
             if word.startswith("repro.with_verl."):
                 assert (ROOT / Path(*word.split("."))).with_suffix(".py").exists(), word

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `upref`. Exit status: 0 equal (or done), 1 different, 2 could not run, with one sentence on stderr.
+"""The command `upref`. Exit status: 0 equal (or done), 1 different, 2 could not run,
+with one sentence on stderr.
 
-What it takes is here, what it does in upref/cli/commands.py: help and usage errors import nothing heavy. Other packages
-add verbs (upref.plugins).
+What it takes is here, what it does in upref/cli/commands.py: help and usage errors
+import nothing heavy. Other packages add verbs (upref.plugins).
 """
 
 import argparse
@@ -27,8 +28,9 @@ CHECKOUT = ("claims", "audit-table")  # verbs of `python -m paper`
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; `upref -h` lists them. argv None: the command line's own; user code then runs in a child
-    process with a time limit, and Ctrl-C or SIGTERM ends everything with one sentence, status 130 or 143."""
+    """Run one subcommand; `upref -h` lists them. argv None: the command line's own;
+    user code then runs in a child process with a time limit, and Ctrl-C or SIGTERM ends
+    everything with one sentence, status 130 or 143."""
     if elsewhere := _whose(sys.argv[1:] if argv is None else argv):
         print(f"upref: {elsewhere}", file=sys.stderr)
         return 2
@@ -36,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def execute(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
-    """Run the verb that these words name, as `main` does; for the commands of other packages too."""
+    """Run the verb that these words name, as `main` does; for the commands of other
+    packages too.
+    """
     args = parser.parse_args(argv)
     args.prog = parser.prog
     if argv is not None or not hasattr(os, "fork"):
@@ -89,7 +93,9 @@ class _Page(io.TextIOWrapper):
     """Keeps what is printed, for a stream that it stands for."""
 
     def __init__(self, stream: TextIO):
-        super().__init__(io.BytesIO(), encoding=stream.encoding, errors="replace", newline="\n")
+        super().__init__(
+            io.BytesIO(), encoding=stream.encoding, errors="replace", newline="\n"
+        )
         self.terminal = stream.isatty()
 
     def isatty(self) -> bool:
@@ -100,17 +106,26 @@ class _Page(io.TextIOWrapper):
         return self.buffer.getvalue().decode(self.encoding)  # type: ignore[attr-defined]
 
 
-def _outcome(args: argparse.Namespace, work: Callable[[], int], unread: int = 0) -> tuple[int, str]:
-    """The exit status of the work, and a sentence where it is 2. unread: the status where the reader of stdout left."""
+def _outcome(
+    args: argparse.Namespace, work: Callable[[], int], unread: int = 0
+) -> tuple[int, str]:
+    """The exit status of the work, and a sentence where it is 2. unread: the status
+    where the reader of stdout left.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without unicode still shows the rest
+        # a terminal without unicode still shows the rest
+        sys.stdout.reconfigure(errors="replace")
     try:
         status = work()
         if sys.stdout is not None:
             sys.stdout.flush()
         return status, ""
-    except (Exception, SystemExit) as error:  # nothing but a finished report is a verdict
-        if isinstance(error, BrokenPipeError) and not isinstance(sys.stdout, _Page):  # `upref list | head`
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # nothing but a finished report is a verdict
+        # `upref list | head`
+        if isinstance(error, BrokenPipeError) and not isinstance(sys.stdout, _Page):
             sys.stdout = None
             return unread, ""
         if args.debug:
@@ -130,10 +145,13 @@ def _sentence(error: BaseException, user_code: str) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"{error}: install it, or run `upref doctor` for a list of what is installed."
     if isinstance(error, OSError):
-        sys.stdout = None  # Python would flush it once more, fail, and exit with status 120
+        # Python would flush it once more, fail, and exit with status 120
+        sys.stdout = None
         return f"cannot write {error.filename or 'the output'}: {error.strerror}."
     if isinstance(error, MemoryError):
-        return "not enough memory: close other programs, or raise the limit (`ulimit -v`)."
+        return (
+            "not enough memory: close other programs, or raise the limit (`ulimit -v`)."
+        )
     whose = "a bug in upref"
     if user_code:  # which runs in the same process
         whose += f", or {user_code} has changed a function of Python, torch or upref"
@@ -148,20 +166,34 @@ def _tell(args: argparse.Namespace, status: int, sentence: str) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        self.exit(2, f"{self.prog}: {InputError(message)} (`{self.prog} -h` shows what it takes).\n")
+        self.exit(
+            2,
+            f"{self.prog}: {InputError(message)} (`{self.prog} -h` shows what it takes).\n",
+        )
 
 
-def command_line(prog: str, about: str) -> tuple[argparse.ArgumentParser, Callable[..., argparse.ArgumentParser]]:
-    """Return the parser of a command, and the function `(name, verb)` that adds a verb and returns its parser."""
+def command_line(
+    prog: str, about: str
+) -> tuple[argparse.ArgumentParser, Callable[..., argparse.ArgumentParser]]:
+    """Return the parser of a command, and the function `(name, verb)` that adds a verb
+    and returns its parser.
+    """
     p = _Parser(prog, description=about)
     p.add_argument("--version", action="version", version=f"upref {__version__}")
-    p.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    p.add_argument(
+        "--debug", action="store_true", help="show the traceback of an error"
+    )
     sub = p.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, verb: Verb) -> argparse.ArgumentParser:
         c = sub.add_parser(name, help=verb.help, description=verb.help)
         c.set_defaults(command=name, chosen_verb=verb, verbose=False)
-        c.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        c.add_argument(
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
         c.add_argument("--json", action="store_true", help="machine-readable output")
         verb.arguments(c)
         return c
@@ -184,62 +216,178 @@ def _refuse(args: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p, add = command_line("upref", "Reference and verification of policy-gradient objectives.")
+    p, add = command_line(
+        "upref", "Reference and verification of policy-gradient objectives."
+    )
 
     def command(name: str, text: str, user_code: str = "") -> argparse.ArgumentParser:
         return add(name, Verb(text, lambda c: None, _own, user_code, _refuse))
 
-    about = "check a loss (or an advantage, a KL estimator, log-probs) against a reference"
+    about = (
+        "check a loss (or an advantage, a KL estimator, log-probs) against a reference"
+    )
     c = command("check", about, "the loss")
-    c.add_argument("loss", metavar="LOSS", help=LOSS + "; verl:loss_mode@matched sets what the objective needs")
+    c.add_argument(
+        "loss",
+        metavar="LOSS",
+        help=LOSS + "; verl:loss_mode@matched sets what the objective needs",
+    )
     what = c.add_mutually_exclusive_group(required=True)
-    what.add_argument("--as", dest="name", metavar="NAME", help="the objective (`upref list`)")
-    what.add_argument("--as-advantage", metavar="NAME", help="an advantage estimator: group_norm, leave_one_out, ...")
-    what.add_argument("--as-logprobs", action="store_true", help="log-probs and entropy; --hp softcap=30, ranks=2")
+    what.add_argument(
+        "--as", dest="name", metavar="NAME", help="the objective (`upref list`)"
+    )
+    what.add_argument(
+        "--as-advantage",
+        metavar="NAME",
+        help="an advantage estimator: group_norm, leave_one_out, ...",
+    )
+    what.add_argument(
+        "--as-logprobs",
+        action="store_true",
+        help="log-probs and entropy; --hp softcap=30, ranks=2",
+    )
     what.add_argument("--as-kl", metavar="NAME", help="a KL estimator: k1, k2 or k3")
-    c.add_argument("--agg", default="", metavar="NAME", help="aggregation in place of the objective's, e.g. token-mean")
+    c.add_argument(
+        "--agg",
+        default="",
+        metavar="NAME",
+        help="aggregation in place of the objective's, e.g. token-mean",
+    )
     add_hyperparameters(c)
     add_time_limit(c)
-    c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="leave an oracle out")
+    c.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="ORACLE",
+        help="leave an oracle out",
+    )
     c.epilog = """The file of LOSS is imported and run with your rights: your files, network and credentials. Check a
         loss that you do not trust in a container without network and secrets."""
-    c.add_argument("-v", "--verbose", action="store_true", help="also print what was assumed, and each oracle")
-    c = command("identify", "name the objective of a loss, with its hyperparameters, from its gradients", "the loss")
+    c.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also print what was assumed, and each oracle",
+    )
+    c = command(
+        "identify",
+        "name the objective of a loss, with its hyperparameters, from its gradients",
+        "the loss",
+    )
     c.add_argument("loss", metavar="LOSS", help=LOSS)
     add_time_limit(c)
-    c.add_argument("-v", "--verbose", action="store_true", help="also print what was assumed")
-    c = command("list", "list the objectives of the paper, its baselines and those that trainers have")
-    c.add_argument("--all", action="store_true", dest="every", help="also those that are in papers only")
-    c.add_argument("--markdown", action="store_true", help="the tables of docs/objectives.md")
-    c = command("show", "show an objective: equation, weight, Cap, source of each default, code")
+    c.add_argument(
+        "-v", "--verbose", action="store_true", help="also print what was assumed"
+    )
+    c = command(
+        "list",
+        "list the objectives of the paper, its baselines and those that trainers have",
+    )
+    c.add_argument(
+        "--all",
+        action="store_true",
+        dest="every",
+        help="also those that are in papers only",
+    )
+    c.add_argument(
+        "--markdown", action="store_true", help="the tables of docs/objectives.md"
+    )
+    c = command(
+        "show", "show an objective: equation, weight, Cap, source of each default, code"
+    )
     c.add_argument("name", metavar="NAME")
     c = command("cap", "Probability Capacity: a table, or with -o a map", "the loss")
     _curves(c)
-    c.add_argument("--adv", type=float, default=1.0, metavar="+1|-1", help="sign of the advantage")
-    c.add_argument("--log", action="store_true", help="draw the map on logarithmic scales, for rare tokens")
-    _curves(command("weights", "gradient weight dJ/dlp: a table, or with -o a figure", "the loss"))
-    c = command("derive", "derive the gradient with sympy, from the function that trains")
+    c.add_argument(
+        "--adv", type=float, default=1.0, metavar="+1|-1", help="sign of the advantage"
+    )
+    c.add_argument(
+        "--log",
+        action="store_true",
+        help="draw the map on logarithmic scales, for rare tokens",
+    )
+    _curves(
+        command(
+            "weights",
+            "gradient weight dJ/dlp: a table, or with -o a figure",
+            "the loss",
+        )
+    )
+    c = command(
+        "derive", "derive the gradient with sympy, from the function that trains"
+    )
     c.add_argument("name", metavar="NAME|all")
     about = "check what a run recorded: the sampler's gap, advantages, the loss; and what other objectives would do"
     c = command("replay", about)
-    c.add_argument("files", nargs="+", metavar="FILE", help="recorded batches, or folders of them")
-    c.add_argument("--as", dest="name", default="", metavar="NAME", help="the objective that ran (`upref list`)")
+    c.add_argument(
+        "files", nargs="+", metavar="FILE", help="recorded batches, or folders of them"
+    )
+    c.add_argument(
+        "--as",
+        dest="name",
+        default="",
+        metavar="NAME",
+        help="the objective that ran (`upref list`)",
+    )
     add_hyperparameters(c)
-    c.add_argument("--agg", default="", metavar="NAME", help="its aggregation in the run, e.g. seq-mean-token-mean")
-    c.add_argument("--loss", default="", metavar="X", help="the loss that the run logged for this step")
-    c.add_argument("--only", default="", metavar="CHECKS", help="of sampler,advantages,loss,objectives")
-    c.add_argument("--against", action="append", default=[], metavar="NAME", help="an objective to compare with")
-    c.add_argument("--tokenizer", default="", metavar="FOLDER", help="of transformers, for the texts of tokens")
-    c.add_argument("-o", metavar="SHEET", dest="file", default="", help="also write a sheet: .svg or .html")
+    c.add_argument(
+        "--agg",
+        default="",
+        metavar="NAME",
+        help="its aggregation in the run, e.g. seq-mean-token-mean",
+    )
+    c.add_argument(
+        "--loss",
+        default="",
+        metavar="X",
+        help="the loss that the run logged for this step",
+    )
+    c.add_argument(
+        "--only",
+        default="",
+        metavar="CHECKS",
+        help="of sampler,advantages,loss,objectives",
+    )
+    c.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an objective to compare with",
+    )
+    c.add_argument(
+        "--tokenizer",
+        default="",
+        metavar="FOLDER",
+        help="of transformers, for the texts of tokens",
+    )
+    c.add_argument(
+        "-o",
+        metavar="SHEET",
+        dest="file",
+        default="",
+        help="also write a sheet: .svg or .html",
+    )
     c.add_argument("-v", "--verbose", action="store_true", help="print every step")
     c.epilog = """FILE is .npz or .safetensors of docs/dump.md, NeMo-RL's train_data_step*.jsonl, or the .pt of slime's
         and miles' --save-debug-train-data. Reports and sheets show token ids, and texts with --tokenizer: users' data.
         Exit status: 0 nothing found, 1 a failure, 2 a column is missing that a check needs."""
-    c = command("badge", "draw the badge of a run of the conformance suite, from its results file")
-    c.add_argument(
-        "results", metavar="FILE", help="what `pytest --pyargs upref.conformance --upref-results FILE` wrote"
+    c = command(
+        "badge",
+        "draw the badge of a run of the conformance suite, from its results file",
     )
-    c.add_argument("-o", metavar="FILE", dest="file", help="write an SVG to this file; without it, print the words")
+    c.add_argument(
+        "results",
+        metavar="FILE",
+        help="what `pytest --pyargs upref.conformance --upref-results FILE` wrote",
+    )
+    c.add_argument(
+        "-o",
+        metavar="FILE",
+        dest="file",
+        help="write an SVG to this file; without it, print the words",
+    )
     command("doctor", "print versions and optional parts, and test every gradient")
     for name, verb in plugins.commands().items():
         add(name, verb)
@@ -247,7 +395,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _whose(words: Iterable[str]) -> str:
-    """A sentence about a verb that upref itself lacks and this installation too; empty for any other."""
+    """A sentence about a verb that upref itself lacks and this installation too; empty
+    for any other.
+    """
     word = next((w for w in words if not w.startswith("-")), "")
     if word in CHECKOUT:
         return f"{word} is a verb of `python -m paper`, in a checkout."
@@ -257,9 +407,16 @@ def _whose(words: Iterable[str]) -> str:
 
 
 def _curves(c: argparse.ArgumentParser):
-    c.add_argument("names", nargs="+", metavar="NAME|LOSS", help="an objective, or a loss as in `check`")
+    c.add_argument(
+        "names",
+        nargs="+",
+        metavar="NAME|LOSS",
+        help="an objective, or a loss as in `check`",
+    )
     add_time_limit(c)
-    c.add_argument("-o", metavar="FILE", dest="file", help="write a figure (.svg, .pdf, .png)")
+    c.add_argument(
+        "-o", metavar="FILE", dest="file", help="write a figure (.svg, .pdf, .png)"
+    )
     add_hyperparameters(c)
 
 

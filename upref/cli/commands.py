@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each verb of upref's own does: parsed arguments in, exit status out. See upref/cli/__init__.py.
+"""What each verb of upref's own does: parsed arguments in, exit status out. See
+upref/cli/__init__.py.
 
 One file, for each is a dozen lines.
 """
@@ -19,7 +20,8 @@ RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
 
 def refuse(args) -> None:
-    """Refuse a name with a typo and a file that is not there, before anything heavy is imported.
+    """Refuse a name with a typo and a file that is not there, before anything heavy is
+    imported.
 
     Raises:
         InputError: what is wrong, and the nearest names.
@@ -35,18 +37,28 @@ def refuse(args) -> None:
         objectives += args.against
     for word in losses:
         catalog.require_loss(word)
-    catalog.require(*(name for name in objectives if name and (args.command, name) != ("derive", "all")))
+    catalog.require(
+        *(
+            name
+            for name in objectives
+            if name and (args.command, name) != ("derive", "all")
+        )
+    )
 
 
-# ---- verdicts --------------------------------------------------------------------------------------------------------
+# ---- verdicts ------------------------------------------------------------------------
 def check(args) -> int:
     hp, skip = hyperparameters(args.hp), tuple(args.skip)
     if args.agg and not args.name:
-        raise InputError("--agg is the aggregation of an objective: give it with --as NAME.")
+        raise InputError(
+            "--agg is the aggregation of an objective: give it with --as NAME."
+        )
     if args.as_advantage:
         from upref.verify.advantages import check_advantages
 
-        return answer(args, check_advantages(args.loss, args.as_advantage, skip=skip, **hp))
+        return answer(
+            args, check_advantages(args.loss, args.as_advantage, skip=skip, **hp)
+        )
     if args.as_kl:
         from upref.verify.kl import check_kl
 
@@ -57,14 +69,18 @@ def check(args) -> int:
         from upref.verify.logprobs import check_logprobs
 
         if unknown := sorted(hp.keys() - {"softcap", "logit_scale", "ranks"}):
-            raise InputError(f"a log-prob function has no setting {unknown[0]!r}: give softcap, logit_scale or ranks.")
+            raise InputError(
+                f"a log-prob function has no setting {unknown[0]!r}: give softcap, logit_scale or ranks."
+            )
         return answer(args, check_logprobs(args.loss, skip=skip, **hp))
     from upref.foreign import from_signature
     from upref.registry import get
     from upref.verify.check import check as verdict
 
     o = get(args.name)
-    loss = from_signature(args.loss, o.aggregated(args.agg) if args.agg else o, hp, alone=True)
+    loss = from_signature(
+        args.loss, o.aggregated(args.agg) if args.agg else o, hp, alone=True
+    )
     return answer(args, verdict(loss, o, agg=args.agg, skip=skip, **hp))
 
 
@@ -72,7 +88,9 @@ def identify(args) -> int:
     from upref.foreign import from_signature, no_objective
     from upref.identification.identify import identify as which
 
-    return answer(args, which(from_signature(args.loss, no_objective(), {}, alone=True)))
+    return answer(
+        args, which(from_signature(args.loss, no_objective(), {}, alone=True))
+    )
 
 
 def listing(args) -> int:
@@ -87,7 +105,10 @@ def listing(args) -> int:
     else:
         known, trainers = catalog.facts(), catalog.trainers()
         shown = list(known) if args.every else catalog.first_tier()
-        rows = [[name, *known[name].values(), str(len(trainers.get(name, [])) or "")] for name in shown]
+        rows = [
+            [name, *known[name].values(), str(len(trainers.get(name, [])) or "")]
+            for name in shown
+        ]
         table(["name", "level", "aggregation", "paper", "trainers"], rows)
         if left := len(known) - len(shown):
             print(f"{left} more are in papers only: upref list --all")
@@ -103,16 +124,28 @@ def show(args) -> int:
     return 0
 
 
-# ---- curves ----------------------------------------------------------------------------------------------------------
+# ---- curves --------------------------------------------------------------------------
 def _losses(given: list[str]) -> list[Any]:
-    """Objectives and losses; those of one framework that needs a process, in whose packages this one then runs."""
+    """Objectives and losses; those of one framework that needs a process, in whose
+    packages this one then runs.
+    """
     from upref.foreign import no_objective
     from upref.weights import plots  # noqa: F401  (before the imports are restricted)
 
-    owner = {x: (framework, plugins.provider(framework)) for x in given if (framework := x.partition(":")[0])}
-    alone = {x: known for x, (framework, known) in owner.items() if known and known.needs_process(framework)}
+    owner = {
+        x: (framework, plugins.provider(framework))
+        for x in given
+        if (framework := x.partition(":")[0])
+    }
+    alone = {
+        x: known
+        for x, (framework, known) in owner.items()
+        if known and known.needs_process(framework)
+    }
     if len(frameworks := {owner[x][0] for x in alone}) > 1:
-        raise InputError(f"{' and '.join(sorted(frameworks))} need a process each: draw one framework at a time.")
+        raise InputError(
+            f"{' and '.join(sorted(frameworks))} need a process each: draw one framework at a time."
+        )
     return [alone[x].find(x, no_objective(), {}) if x in alone else x for x in given]
 
 
@@ -130,7 +163,9 @@ def cap(args) -> int:
 
         return save(lambda: cap_map(*curves, adv=args.adv, log=args.log), args.file)
     rows = [[c.name, *capacity(c, PI_OLD, PI_OLD, args.adv).tolist()] for c in curves]
-    return _numbers(args, "π_old", PI_OLD, rows, f"Cap at π_θ = π_old, A = {args.adv:+g}")
+    return _numbers(
+        args, "π_old", PI_OLD, rows, f"Cap at π_θ = π_old, A = {args.adv:+g}"
+    )
 
 
 def weights(args) -> int:
@@ -144,20 +179,39 @@ def weights(args) -> int:
         from upref.weights.plots import save, weights as draw
 
         return save(lambda: draw(*curves), args.file)
-    rows = [[f"{c.name}, A = {A:+d}", *c(np.array(RATIOS), float(A), 0.01).tolist()] for c in curves for A in (1, -1)]
-    return _numbers(args, "r", RATIOS, rows, "weight dJ/dlp (π_old = 0.01 where the bound depends on it)")
+    rows = [
+        [f"{c.name}, A = {A:+d}", *c(np.array(RATIOS), float(A), 0.01).tolist()]
+        for c in curves
+        for A in (1, -1)
+    ]
+    return _numbers(
+        args,
+        "r",
+        RATIOS,
+        rows,
+        "weight dJ/dlp (π_old = 0.01 where the bound depends on it)",
+    )
 
 
 def _numbers(args, axis: str, points, rows, title: str) -> int:
     if args.json:
-        print(json.dumps({"title": title, axis: points, **{r[0]: r[1:] for r in rows}}, indent=1, ensure_ascii=False))
+        print(
+            json.dumps(
+                {"title": title, axis: points, **{r[0]: r[1:] for r in rows}},
+                indent=1,
+                ensure_ascii=False,
+            )
+        )
     else:
         print(title)
-        table([axis, *(f"{p:g}" for p in points)], [[row[0], *(f"{v:.4g}" for v in row[1:])] for row in rows])
+        table(
+            [axis, *(f"{p:g}" for p in points)],
+            [[row[0], *(f"{v:.4g}" for v in row[1:])] for row in rows],
+        )
     return 0
 
 
-# ---- proofs and health -----------------------------------------------------------------------------------------------
+# ---- proofs and health ---------------------------------------------------------------
 def derive(args) -> int:
     from upref.derivation import derive as derivation
     from upref.registry import names
@@ -168,7 +222,9 @@ def derive(args) -> int:
         if not args.json:
             print(derivations[-1], end="\n\n")
     if args.json:
-        print(json.dumps([asdict(d) for d in derivations], indent=1, ensure_ascii=False))
+        print(
+            json.dumps([asdict(d) for d in derivations], indent=1, ensure_ascii=False)
+        )
     return 0 if all(d.ok for d in derivations) else 1
 
 
@@ -185,7 +241,9 @@ def doctor(args) -> int:
     if args.json:
         print(json.dumps(report, indent=1))
     else:
-        table(["", ""], [[k, str(v)] for k, v in report.items() if k != "ok"], heads=False)
+        table(
+            ["", ""], [[k, str(v)] for k, v in report.items() if k != "ok"], heads=False
+        )
     return 0 if report["ok"] else 1
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref doctor`: what is installed, and whether every gradient is right on this machine."""
+"""`upref doctor`: what is installed, and whether every gradient is right on this
+machine.
+"""
 
 import platform
 from importlib import metadata
@@ -11,23 +13,44 @@ from upref import plugins
 from upref.registry import get, names
 from upref.weights.batches import batch, grad
 
-PARTS = ("torch", "numpy", "sympy", "matplotlib", "jaxtyping", "verl", "vllm", "transformers", "trl")
+PARTS = (
+    "torch",
+    "numpy",
+    "sympy",
+    "matplotlib",
+    "jaxtyping",
+    "verl",
+    "vllm",
+    "transformers",
+    "trl",
+)
 TOLERANCE = 1e-12  # relative to the largest weight, float64
 
 
 def examine() -> dict[str, Any]:
-    """Versions (None where absent; nothing is imported to find out), devices, and the self-test. Key ok: all well."""
-    report: dict[str, Any] = {"upref-rl": _version("upref-rl"), "python": platform.python_version()}
+    """Versions (None where absent; nothing is imported to find out), devices, and the
+    self-test. Key ok: all well.
+    """
+    report: dict[str, Any] = {
+        "upref-rl": _version("upref-rl"),
+        "python": platform.python_version(),
+    }
     report |= {part: _version(part) for part in PARTS}
     for known in plugins.frameworks():
-        report |= {part: _tested(report[part], v) for part, v in known.tested_versions().items() if report.get(part)}
+        report |= {
+            part: _tested(report[part], v)
+            for part, v in known.tested_versions().items()
+            if report.get(part)
+        }
     report["cuda"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     if _version("upref"):
         report["warning"] = (
             "the unrelated distribution `upref` is installed and may shadow this one: pip uninstall upref"
         )
     wrong = [name for name in names() if _error(name) > TOLERANCE]
-    report["gradients"] = f"{len(names()) - len(wrong)} of {len(names())} objectives: autograd = weight x aggregation"
+    report["gradients"] = (
+        f"{len(names()) - len(wrong)} of {len(names())} objectives: autograd = weight x aggregation"
+    )
     if wrong:
         report["wrong"] = ", ".join(wrong)
     return report | {"ok": not wrong and "warning" not in report}

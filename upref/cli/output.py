@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How verdicts and tables are printed, by the verbs of upref and by those of other packages."""
+"""How verdicts and tables are printed, by the verbs of upref and by those of other
+packages.
+"""
 
 import sys
 from argparse import Namespace
@@ -31,7 +33,10 @@ def _print(args: Namespace, verdict: Any) -> None:
         print(verdict.text(args.verbose))  # nothing is wrapped or cut
     else:
         console = _console()
-        console.print(*verdict.lines(args.verbose) if hasattr(verdict, "lines") else [verdict], sep="\n")
+        console.print(
+            *verdict.lines(args.verbose) if hasattr(verdict, "lines") else [verdict],
+            sep="\n",
+        )
 
 
 def _console() -> "Console":
@@ -40,13 +45,17 @@ def _console() -> "Console":
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = True) -> None:
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = True
+) -> None:
     """Print rows under their heads, or with heads=False the rows alone."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    rows_of = Table(*map(escape, head), box=box.SIMPLE_HEAD, show_header=heads, pad_edge=False)
+    rows_of = Table(
+        *map(escape, head), box=box.SIMPLE_HEAD, show_header=heads, pad_edge=False
+    )
     for row in rows:
         rows_of.add_row(*map(escape, row))  # a file's name may have brackets
     _console().print(rows_of)

@@ -16,29 +16,61 @@ PI_OLD = (0.001, 0.01, 0.1, 0.5, 0.9)
 
 
 def markdown_table() -> str:
-    """The two tables of objectives in docs/objectives.md; a test holds the page against them."""
+    """The two tables of objectives in docs/objectives.md; a test holds the page against
+    them.
+    """
     tier = catalog.first_tier()
     paper_only = [n for n in names() if n not in tier]
     return f"{_markdown(tier)}\n\n**Paper only**: no audit of a trainer has a loss of these.\n\n{_markdown(paper_only)}"
 
 
 def _markdown(shown: list[str]) -> str:
-    rows = ["| name | J | level | aggregation | paper | trainers |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| name | J | level | aggregation | paper | trainers |",
+        "|---|---|---|---|---|---|",
+    ]
     for o in map(get, shown):
         J = o.equation.splitlines()[0].replace("|", "\\|")
         paper = o.paper + (" †" if o.known_from else "")
         trainers = len(catalog.trainers().get(o.name, [])) or ""
-        rows.append(f"| `{o.name}` | `{J}` | {o.level} | {o.agg} | {paper} | {trainers} |")
+        rows.append(
+            f"| `{o.name}` | `{J}` | {o.level} | {o.agg} | {paper} | {trainers} |"
+        )
     return "\n".join(rows)
 
 
 def facts(o: Objective) -> dict[str, Any]:
-    plain = ("name", "paper", "eq", "level", "agg", "adv", "kl", "note", "known_from", "not_symbolic", "batch_coupled")
+    plain = (
+        "name",
+        "paper",
+        "eq",
+        "level",
+        "agg",
+        "adv",
+        "kl",
+        "note",
+        "known_from",
+        "not_symbolic",
+        "batch_coupled",
+    )
     facts = {
-        f.name: getattr(o, f.name) for f in fields(o) if f.name in (*plain, "on_policy_exception", "scale_exception")
+        f.name: getattr(o, f.name)
+        for f in fields(o)
+        if f.name in (*plain, "on_policy_exception", "scale_exception")
     }
-    more = {"trainers": catalog.trainers().get(o.name, []), "paper_only": o.name not in catalog.first_tier()}
-    return facts | {"equation": o.equation, "hyperparameters": o.hyperparameters, "defaults": o.defaults} | more
+    more = {
+        "trainers": catalog.trainers().get(o.name, []),
+        "paper_only": o.name not in catalog.first_tier(),
+    }
+    return (
+        facts
+        | {
+            "equation": o.equation,
+            "hyperparameters": o.hyperparameters,
+            "defaults": o.defaults,
+        }
+        | more
+    )
 
 
 def every() -> list[dict[str, Any]]:
@@ -49,11 +81,16 @@ def every() -> list[dict[str, Any]]:
 def page(o: Objective) -> str:
     """Everything that is known of it."""
     parts = [f"{o.name}   {o.source}"]
-    say = lambda head, text: parts.append(f"{head}\n" + textwrap.indent(text.strip(), "    "))
+    say = lambda head, text: parts.append(
+        f"{head}\n" + textwrap.indent(text.strip(), "    ")
+    )
     say("objective, to be maximized", o.equation)
     say("facts", "\n".join(f"{k:12} {v}" for k, v in _about(o)))
     if o.hyperparameters:
-        lines = (f"{k} = {v}\n    {o.defaults.get(k, NO_SOURCE)}" for k, v in o.hyperparameters.items())
+        lines = (
+            f"{k} = {v}\n    {o.defaults.get(k, NO_SOURCE)}"
+            for k, v in o.hyperparameters.items()
+        )
         say("defaults", "\n".join(lines))
     say("weight dJ/dlp, by hand", _source(o.closed_form))
     say("Probability Capacity at π_θ = π_old", _capacity_lines(o))
@@ -109,4 +146,12 @@ def _capacity_lines(o: Objective) -> str:
     except InputError as error:
         return str(error)
     head = "π_old " + "".join(f"{p:>9g}" for p in PI_OLD)
-    return "\n".join([head, *(f"A {'>' if a > 0 else '<'} 0 " + "".join(f"{v:9.4g}" for v in caps[a]) for a in caps)])
+    return "\n".join(
+        [
+            head,
+            *(
+                f"A {'>' if a > 0 else '<'} 0 " + "".join(f"{v:9.4g}" for v in caps[a])
+                for a in caps
+            ),
+        ]
+    )

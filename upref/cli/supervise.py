@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A verb that runs user code runs whole in a child process, which sends one report through a pipe.
+"""A verb that runs user code runs whole in a child process, which sends one report
+through a pipe.
 
-os._exit(0), a crash, a fork or an endless loop in a loss therefore never counts as a verdict. This protects from
-accidents; a file that attacks its checker needs a container (SECURITY.md). The file descriptor 1 of the child is
-stderr, so output that bypasses Python stays out of the report.
+os._exit(0), a crash, a fork or an endless loop in a loss therefore never counts as a
+verdict. This protects from accidents; a file that attacks its checker needs a container
+(SECURITY.md). The file descriptor 1 of the child is stderr, so output that bypasses
+Python stays out of the report.
 """
 
 import contextlib
@@ -43,8 +45,11 @@ class Printed(NamedTuple):
     sentence: str
 
 
-def supervised(work: Callable[[], Printed], seconds: float, what: str = "the loss") -> Printed:
-    """Do the work in a child process, and end this process with all that it has started.
+def supervised(
+    work: Callable[[], Printed], seconds: float, what: str = "the loss"
+) -> Printed:
+    """Do the work in a child process, and end this process with all that it has
+    started.
 
     Args:
         work: what the child does.
@@ -55,13 +60,15 @@ def supervised(work: Callable[[], Printed], seconds: float, what: str = "the los
         The report.
 
     Raises:
-        Gone: the child ended without a report, took longer, or wrote something else into the pipe.
+        Gone: the child ended without a report, took longer, or wrote something else
+            into the pipe.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
     deadline, parent, before = time.monotonic() + seconds, os.getpid(), _children()
-    token = secrets.token_hex(8)  # what the loss writes into the pipe without knowing it is no report
+    # what the loss writes into the pipe without knowing it is no report
+    token = secrets.token_hex(8)
     _adopt_orphans(True)
     ours, theirs = os.pipe()
     # Python swallows what a signal handler raises within fork
@@ -84,14 +91,17 @@ def supervised(work: Callable[[], Printed], seconds: float, what: str = "the los
         _adopt_orphans(False)
 
 
-# ---- the parent ------------------------------------------------------------------------------------------------------
+# ---- the parent ----------------------------------------------------------------------
 def _line(pipe: int, pid: int, deadline: float, what: str, seconds: float) -> bytes:
     """What the child sends, up to the first line break."""
     line, closed = bytearray(), False
     while (left := deadline - time.monotonic()) > 0:
         # a process that the child has forked may hold the other end open
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        ready = not closed and select.select([pipe], [], [], 0 if ended else min(left, 0.2))[0]
+        ready = (
+            not closed
+            and select.select([pipe], [], [], 0 if ended else min(left, 0.2))[0]
+        )
         if ready:
             part = os.read(pipe, 2**16)
             line += part
@@ -99,10 +109,14 @@ def _line(pipe: int, pid: int, deadline: float, what: str, seconds: float) -> by
             if b"\n" in part:
                 return bytes(line)
             if len(line) > LONGEST:
-                raise Gone(f"{what} sent more than {LONGEST:,} bytes: a report is shorter.")
+                raise Gone(
+                    f"{what} sent more than {LONGEST:,} bytes: a report is shorter."
+                )
         elif ended:
             status = ended.si_status
-            raise Gone(f"{what} {_end(status, ended.si_code)} before there was a report: a function returns its value.")
+            raise Gone(
+                f"{what} {_end(status, ended.si_code)} before there was a report: a function returns its value."
+            )
         elif closed:
             time.sleep(0.01)
     raise Gone(f"{what} timed out after {seconds:g} s; raise --timeout.")
@@ -119,10 +133,18 @@ def _end(status: int, code: int) -> str:
 
 def _report(line: bytes, token: str, what: str) -> Printed:
     try:
-        report = Printed(*json.loads(line.removeprefix(token.encode()))) if line.startswith(token.encode()) else None
+        report = (
+            Printed(*json.loads(line.removeprefix(token.encode())))
+            if line.startswith(token.encode())
+            else None
+        )
     except (ValueError, TypeError, RecursionError):
         report = None
-    if report is None or report.status not in (0, 1, 2) or not all(isinstance(text, str) for text in report[1:]):
+    if (
+        report is None
+        or report.status not in (0, 1, 2)
+        or not all(isinstance(text, str) for text in report[1:])
+    ):
         raise Gone(
             f"{what} garbled the report: write to files alone that the code has opened, "
             "and replace no functions of Python."
@@ -130,9 +152,11 @@ def _report(line: bytes, token: str, what: str) -> Printed:
     return report
 
 
-# ---- the child -------------------------------------------------------------------------------------------------------
+# ---- the child -----------------------------------------------------------------------
 def _child(work: Callable[[], Printed], pipe: int, parent: int, token: str) -> NoReturn:
-    """Do the work and send the report; run nothing that the loss has left for the end of the process."""
+    """Do the work and send the report; run nothing that the loss has left for the end
+    of the process.
+    """
     try:
         process = os.getpid()
         with contextlib.suppress(OSError):
@@ -144,7 +168,8 @@ def _child(work: Callable[[], Printed], pipe: int, parent: int, token: str) -> N
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
         _adopt_orphans(True)
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-        pipe = fcntl.fcntl(pipe, fcntl.F_DUPFD_CLOEXEC, 3)  # it is one of 0, 1 and 2 where those were closed
+        # it is one of 0, 1 and 2 where those were closed
+        pipe = fcntl.fcntl(pipe, fcntl.F_DUPFD_CLOEXEC, 3)
         with contextlib.suppress(OSError):
             os.dup2(2, 1)
         report = work()
@@ -159,7 +184,9 @@ def _child(work: Callable[[], Printed], pipe: int, parent: int, token: str) -> N
 
 
 def _end_with(parent: int) -> None:
-    """End this process and all that it has started when its parent ends, SIGKILL included."""
+    """End this process and all that it has started when its parent ends, SIGKILL
+    included.
+    """
     while os.getppid() == parent:
         time.sleep(0.5)
     _end_children(set())
@@ -168,9 +195,11 @@ def _end_with(parent: int) -> None:
     _exit(2)
 
 
-# ---- what the loss has started, sessions of their own included (Linux) -----------------------------------------------
+# ---- what the loss has started, sessions of their own included (Linux) ---------------
 def _adopt_orphans(on: bool) -> None:
-    """Whether a process whose parent ends becomes a child of this process, if this one has started its parent."""
+    """Whether a process whose parent ends becomes a child of this process, if this one
+    has started its parent.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(SUBREAPER, int(on), 0, 0, 0)
@@ -188,7 +217,9 @@ def _children() -> set[int]:
 
 
 def _end_children(before: set[int]) -> None:
-    """End the children that were not there before; their own children are then this process's."""
+    """End the children that were not there before; their own children are then this
+    process's.
+    """
     others = set(before)
     while left := _children() - others:
         for pid in left:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A verb of the command: what another package adds by an entry point of the group `upref.commands`.
+"""A verb of the command: what another package adds by an entry point of the group
+`upref.commands`.
 
-Only the standard library is imported here, and so it is in a module that has a Verb: `upref -h` loads all of them.
+Only the standard library is imported here, and so it is in a module that has a Verb:
+`upref -h` loads all of them.
 """
 
 import argparse
@@ -24,10 +26,12 @@ class Verb:
     Attributes:
         help: one line for `upref -h`.
         arguments: adds its arguments to a parser, which has --json and --debug already.
-        run: the parsed arguments in, the exit status out: 0 equal or done, 1 different. It imports what is heavy.
-        refuse: raises InputError for parsed arguments that are wrong, before anything heavy is imported.
-        user_code: what it runs of a user, in words ("your function"); then `arguments` adds a time limit, and it runs
-            in a child process. "": nothing.
+        run: the parsed arguments in, the exit status out: 0 equal or done, 1 different.
+            It imports what is heavy.
+        refuse: raises InputError for parsed arguments that are wrong, before anything
+            heavy is imported.
+        user_code: what it runs of a user, in words ("your function"); then `arguments`
+            adds a time limit, and it runs in a child process. "": nothing.
     """
 
     help: str
@@ -38,7 +42,9 @@ class Verb:
 
 
 def parse_number(text: str) -> int | float | None:
-    """A whole number as an int, as a call from Python has it; None where the text is no number."""
+    """A whole number as an int, as a call from Python has it; None where the text is no
+    number.
+    """
     for kind in (int, float):
         try:
             return kind(text)
@@ -71,7 +77,9 @@ def add_hyperparameters(c: argparse.ArgumentParser) -> None:
 def add_time_limit(c: argparse.ArgumentParser, seconds: float = 600) -> None:
     """Add --timeout, after which a verb that runs user code is stopped."""
     text = f"time limit (default {seconds:g})"
-    c.add_argument("--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=text)
+    c.add_argument(
+        "--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=text
+    )
 
 
 def _seconds(text: str) -> float:
@@ -80,5 +88,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0
     if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds between 0 and a million")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds between 0 and a million"
+        )
     return seconds

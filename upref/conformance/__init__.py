@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A suite that a framework's own CI runs: is the step of its trainer the gradient of the objective?
+"""A suite that a framework's own CI runs: is the step of its trainer the gradient of
+the objective?
 
-The framework owns a small adapter and the list of its known failures; upref owns the cases:
+The framework owns a small adapter and the list of its known failures; upref owns the
+cases:
 
-    pytest --pyargs upref.conformance --adapter tests/upref_adapter.py:Mine --upref-xfails tests/upref_xfails.toml
+    pytest --pyargs upref.conformance --adapter tests/upref_adapter.py:Mine
+    --upref-xfails tests/upref_xfails.toml
 """
 
 from upref.conformance.adapter import Adapter, load_adapter

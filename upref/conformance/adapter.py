@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter that a framework writes: how to make one step of its trainer on given rows."""
+"""The adapter that a framework writes: how to make one step of its trainer on given
+rows.
+"""
 
 import importlib
 import importlib.util
@@ -16,30 +18,38 @@ METHODS = ("supports", "scale", "settings", "step")
 
 @runtime_checkable
 class Adapter(Protocol):
-    """What the suite calls. A class with these members is an adapter; it needs no import of upref."""
+    """What the suite calls. A class with these members is an adapter; it needs no
+    import of upref.
+    """
 
     name: str
     """The framework with its version, such as `trl 1.16.0`."""
 
     def supports(self, case: Case) -> str:
-        """Return "" if the framework has what the case sets, else the reason why it has not."""
+        """Return "" if the framework has what the case sets, else the reason why it has
+        not.
+        """
 
     def scale(self, case: Case) -> float:
-        """Return the constant factor by which the framework's documentation says that its loss differs; mostly 1."""
+        """Return the constant factor by which the framework's documentation says that
+        its loss differs; mostly 1.
+        """
 
     def settings(self, case: Case) -> dict[str, str]:
         """Return the framework's own configuration of the case. A failure prints it."""
 
     def step(self, model: Any, rows: list[Row], case: Case) -> Any:
-        """Train the model on the rows: leave gradients in `.grad`, or let an optimizer make `case.updates` steps.
+        """Train the model on the rows: leave gradients in `.grad`, or let an optimizer
+        make `case.updates` steps.
 
-        A framework that trains a copy of the model returns {parameter's name: gradient}, or what
-        `upref.step.record.record_step` recorded on the copy.
+        A framework that trains a copy of the model returns {parameter's name:
+        gradient}, or what `upref.step.record.record_step` recorded on the copy.
         """
 
 
 def load_adapter(target: str) -> Adapter:
-    """Load the adapter that `FILE.py:CLASS` or `package.module:CLASS` names, and make it without arguments.
+    """Load the adapter that `FILE.py:CLASS` or `package.module:CLASS` names, and make
+    it without arguments.
 
     Args:
         target: a file or a module, a colon, and the name of the class.
@@ -48,11 +58,14 @@ def load_adapter(target: str) -> Adapter:
         The adapter.
 
     Raises:
-        InputError: there is no such file, module or class, or it lacks a member of `Adapter`.
+        InputError: there is no such file, module or class, or it lacks a member of
+            `Adapter`.
     """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
-        raise InputError(f"--adapter takes FILE.py:CLASS or package.module:CLASS, got {target!r}.")
+        raise InputError(
+            f"--adapter takes FILE.py:CLASS or package.module:CLASS, got {target!r}."
+        )
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     if not hasattr(module, name):
         raise InputError(f"{place} has no {name}: name the class of the adapter.")
@@ -61,7 +74,9 @@ def load_adapter(target: str) -> Adapter:
         adapter = adapter()
     missing = [member for member in ("name", *METHODS) if not hasattr(adapter, member)]
     if missing:
-        raise InputError(f"{target} is no adapter: it lacks {', '.join(missing)} (see upref.conformance.Adapter).")
+        raise InputError(
+            f"{target} is no adapter: it lacks {', '.join(missing)} (see upref.conformance.Adapter)."
+        )
     return adapter
 
 
@@ -81,4 +96,6 @@ def _load_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise InputError(f"there is no module {name}: {error}. --adapter takes FILE.py:CLASS too.") from error
+        raise InputError(
+            f"there is no module {name}: {error}. --adapter takes FILE.py:CLASS too."
+        ) from error

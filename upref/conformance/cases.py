@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of the conformance suite: what a trainer is set to, and the gradient that its step should make.
+"""The cases of the conformance suite: what a trainer is set to, and the gradient that
+its step should make.
 
-A case keeps its id and its meaning for good. A later suite may add cases under its own date; a build that names a suite
-and a level runs the same cases with every release.
+A case keeps its id and its meaning for good. A later suite may add cases under its own
+date; a build that names a suite and a level runs the same cases with every release.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,8 @@ SINGLE = 3  # the highest level in one process; the next is a job of its own
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of a trainer, and the objective whose gradient its optimizer step should get.
+    """One setting of a trainer, and the objective whose gradient its optimizer step
+    should get.
 
     Args:
         id: stable name, such as `micro/4/token-mean`.
@@ -34,14 +36,19 @@ class Case:
         kl: estimator of the KL term.
         entropy_coef: coefficient of an entropy bonus, averaged as the objective is.
         clip: bound of the gradient's norm; None: it is not clipped.
-        micro_batches: backward passes of one optimizer step, with an equal number of responses each.
-        updates: optimizer steps of one generation batch. The first takes the first rows.
+        micro_batches: backward passes of one optimizer step, with an equal number of
+            responses each.
+        updates: optimizer steps of one generation batch. The first takes the first
+            rows.
         family: a name of `upref.step.families.FAMILIES`.
         dtype: of the model's parameters: float32 or bfloat16.
         holes: whether some response tokens do not train, as output of tools.
-        ends: whether each response ends in the end token; False: some are cut off at the longest length.
-        equal_lengths: whether all prompts have one length, all responses have one, and every response token trains.
-        ranks: processes of a group, each with an equal share of the rows: the first has rows 0, 2, 4, ... of two.
+        ends: whether each response ends in the end token; False: some are cut off at
+            the longest length.
+        equal_lengths: whether all prompts have one length, all responses have one, and
+            every response token trains.
+        ranks: processes of a group, each with an equal share of the rows: the first has
+            rows 0, 2, 4, ... of two.
         suite: the dated suite that brought the case.
     """
 
@@ -120,7 +127,11 @@ def _level_4() -> Iterable[Case]:
     yield Case("ranks/dp2/norm", 4, clip=0.5, ranks=2)
 
 
-CASES: dict[str, Case] = {case.id: case for level in (_level_1, _level_2, _level_3, _level_4) for case in level()}
+CASES: dict[str, Case] = {
+    case.id: case
+    for level in (_level_1, _level_2, _level_3, _level_4)
+    for case in level()
+}
 
 
 def cases(level: int = SINGLE, suite: str = SUITES[-1]) -> list[Case]:
@@ -128,7 +139,8 @@ def cases(level: int = SINGLE, suite: str = SUITES[-1]) -> list[Case]:
 
     Args:
         level: 1 to 4; each level has the cases of the ones below it.
-        suite: the date of a suite, such as 2026.11. A later suite has the cases of the earlier ones.
+        suite: the date of a suite, such as 2026.11. A later suite has the cases of the
+            earlier ones.
 
     Returns:
         The cases, in a stable order.
@@ -141,4 +153,6 @@ def cases(level: int = SINGLE, suite: str = SUITES[-1]) -> list[Case]:
     if suite not in SUITES:
         raise InputError(f"there is no suite {suite!r}: {', '.join(SUITES)}.")
     known = SUITES[: SUITES.index(suite) + 1]
-    return [case for case in CASES.values() if case.level <= level and case.suite in known]
+    return [
+        case for case in CASES.values() if case.level <= level and case.suite in known
+    ]

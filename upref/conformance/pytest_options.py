@@ -15,7 +15,8 @@ from upref.conformance.results import read_expected_failures, write_results
 from upref.conformance.runner import Outcome, Status, run
 from upref.errors import InputError
 
-EXPLAINED = 3  # failures whose cause is searched: a red build must not take longer than a green one
+# failures whose cause is searched: a red build must not take longer than a green one
+EXPLAINED = 3
 
 
 class CouldNotRunError(Exception):
@@ -24,12 +25,33 @@ class CouldNotRunError(Exception):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("upref.conformance")
-    group.addoption("--adapter", metavar="FILE:CLASS", help="the adapter: FILE.py:CLASS or package.module:CLASS")
-    group.addoption("--upref-xfails", metavar="FILE", help="a TOML file with the known failures and their reasons")
-    group.addoption("--level", type=int, default=SINGLE, help=f"the highest level to run (default {SINGLE})")
-    group.addoption("--suite", default=SUITES[-1], help=f"the dated suite (default {SUITES[-1]})")
-    group.addoption("--upref-results", metavar="FILE", help="write the result of each case to this JSON file")
-    group.addoption("--upref-seed", type=int, default=0, help="seed of the rows (default 0)")
+    group.addoption(
+        "--adapter",
+        metavar="FILE:CLASS",
+        help="the adapter: FILE.py:CLASS or package.module:CLASS",
+    )
+    group.addoption(
+        "--upref-xfails",
+        metavar="FILE",
+        help="a TOML file with the known failures and their reasons",
+    )
+    group.addoption(
+        "--level",
+        type=int,
+        default=SINGLE,
+        help=f"the highest level to run (default {SINGLE})",
+    )
+    group.addoption(
+        "--suite", default=SUITES[-1], help=f"the dated suite (default {SUITES[-1]})"
+    )
+    group.addoption(
+        "--upref-results",
+        metavar="FILE",
+        help="write the result of each case to this JSON file",
+    )
+    group.addoption(
+        "--upref-seed", type=int, default=0, help="seed of the rows (default 0)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,9 +59,13 @@ def pytest_configure(config: pytest.Config) -> None:
         if not config.getoption("--adapter"):
             raise InputError("name an adapter: --adapter FILE.py:CLASS.")
         config.stash[ADAPTER] = load_adapter(config.getoption("--adapter"))
-        config.stash[CASES_TO_RUN] = cases(config.getoption("--level"), config.getoption("--suite"))
+        config.stash[CASES_TO_RUN] = cases(
+            config.getoption("--level"), config.getoption("--suite")
+        )
         listed = config.getoption("--upref-xfails")
-        config.stash[EXPECTED_FAILURES] = read_expected_failures(Path(listed)) if listed else {}
+        config.stash[EXPECTED_FAILURES] = (
+            read_expected_failures(Path(listed)) if listed else {}
+        )
     except InputError as error:
         raise pytest.UsageError(f"upref.conformance: {error}") from error
     config.stash[OUTCOMES] = []
@@ -64,14 +90,21 @@ def expected_failure(case: Case, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def outcome(case: Case, expected_failure: str, request: pytest.FixtureRequest) -> Outcome:
-    """The outcome of the case. What could not run is an error of the test's setup: neither a pass nor a failure."""
+def outcome(
+    case: Case, expected_failure: str, request: pytest.FixtureRequest
+) -> Outcome:
+    """The outcome of the case. What could not run is an error of the test's setup:
+    neither a pass nor a failure.
+    """
     outcomes = request.config.stash[OUTCOMES]
     failed = sum(each.status is Status.FAILED for each in outcomes)
     explain = failed < EXPLAINED and not expected_failure
     run_case = run_ranks if case.ranks > 1 else run
     found = run_case(
-        request.config.stash[ADAPTER], case, seed=request.config.getoption("--upref-seed"), explain=explain
+        request.config.stash[ADAPTER],
+        case,
+        seed=request.config.getoption("--upref-seed"),
+        explain=explain,
     )
     outcomes.append(found)
     if found.status is Status.COULD_NOT_RUN and not expected_failure:
@@ -81,7 +114,9 @@ def outcome(case: Case, expected_failure: str, request: pytest.FixtureRequest) -
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Compute with one thread: the models are tiny, and more threads wait for each other."""
+    """Compute with one thread: the models are tiny, and more threads wait for each
+    other.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -94,13 +129,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if path and outcomes:
         options: Any = session.config.getoption
         name = session.config.stash[ADAPTER].name
-        write_results(Path(path), name, options("--suite"), options("--level"), outcomes)
+        write_results(
+            Path(path), name, options("--suite"), options("--level"), outcomes
+        )
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     outcomes = config.stash.get(OUTCOMES, [])
     if not outcomes:
         return
-    counts = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
+    counts = {
+        status: sum(outcome.status is status for outcome in outcomes)
+        for status in Status
+    }
     words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    terminalreporter.write_line(f"upref {config.getoption('--suite')}: {config.stash[ADAPTER].name}: {words}")
+    terminalreporter.write_line(
+        f"upref {config.getoption('--suite')}: {config.stash[ADAPTER].name}: {words}"
+    )

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of several ranks: each rank is a process of its own over gloo, and a deadline ends them all.
+"""Cases of several ranks: each rank is a process of its own over gloo, and a deadline
+ends them all.
 
-`python -m upref.conformance.ranks TASK RANK` is one of these processes; TASK is a JSON object. Its standard output is
-one JSON object: of the first rank the outcome, of a rank that fails the error. What it prints goes to stderr.
+`python -m upref.conformance.ranks TASK RANK` is one of these processes; TASK is a JSON
+object. Its standard output is one JSON object: of the first rank the outcome, of a rank
+that fails the error. What it prints goes to stderr.
 """
 
 import inspect
@@ -58,23 +60,33 @@ class Rank:
             return str(error)
         self.stderr.seek(0)
         lines = self.stderr.read().decode("utf-8", errors="replace").split("\n")
-        return next((line[:300] for line in reversed(lines) if line.strip()), "it was ended")
+        return next(
+            (line[:300] for line in reversed(lines) if line.strip()), "it was ended"
+        )
 
 
 def run_ranks(
-    adapter: Adapter, case: Case, *, seed: int = 0, explain: bool = True, deadline: float = DEADLINE
+    adapter: Adapter,
+    case: Case,
+    *,
+    seed: int = 0,
+    explain: bool = True,
+    deadline: float = DEADLINE,
 ) -> Outcome:
-    """Run a case of several ranks, each in a process of its own, and compare the gradient of the first.
+    """Run a case of several ranks, each in a process of its own, and compare the
+    gradient of the first.
 
     Args:
-        adapter: an instance of a class that a file or a module defines at its top level; each process makes its own.
+        adapter: an instance of a class that a file or a module defines at its top
+            level; each process makes its own.
         case: a case whose `ranks` is above 1.
         seed: of the rows.
         explain: search for the cause of a difference.
         deadline: seconds after which the processes are ended.
 
     Returns:
-        The outcome. Where a process fails, or the deadline passes, the case could not run.
+        The outcome. Where a process fails, or the deadline passes, the case could not
+        run.
 
     Raises:
         InputError: the adapter's class is in no file.
@@ -92,7 +104,10 @@ def run_ranks(
             "deadline": deadline,
             "store": f"file://{folder}/group",
         }
-        ranks = [stack.enter_context(_started(task, number, case.ranks)) for number in range(case.ranks)]
+        ranks = [
+            stack.enter_context(_started(task, number, case.ranks))
+            for number in range(case.ranks)
+        ]
         reason = _wait(ranks, deadline)
         found = ranks[0].report()
     if not reason and "outcome" not in found:
@@ -109,7 +124,9 @@ def _outcome(record: dict[str, Any], case: Case) -> Outcome:
         findings = [read_finding(one) for one in report["findings"]]
         report = StepReport(**report | {"findings": findings})
     status = Status(record["status"])
-    return Outcome(case, status, record["reason"], record["settings"], report, record["seconds"])
+    return Outcome(
+        case, status, record["reason"], record["settings"], report, record["seconds"]
+    )
 
 
 def _target(adapter: Adapter) -> str:
@@ -136,9 +153,17 @@ def _started(task: dict[str, Any], number: int, world: int) -> Iterator[Rank]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
     }
-    command = [sys.executable, "-m", "upref.conformance.ranks", json.dumps(task), str(number)]
+    command = [
+        sys.executable,
+        "-m",
+        "upref.conformance.ranks",
+        json.dumps(task),
+        str(number),
+    ]
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr)
+        process = subprocess.Popen(
+            command, env=environment, stdout=stdout, stderr=stderr
+        )
         try:
             yield Rank(number, process, stdout, stderr)
         finally:
@@ -147,7 +172,9 @@ def _started(task: dict[str, Any], number: int, world: int) -> Iterator[Rank]:
 
 
 def _wait(ranks: Sequence[Rank], deadline: float) -> str:
-    """Wait until all processes end, or one fails; return why there is no outcome, or ""."""
+    """Wait until all processes end, or one fails; return why there is no outcome, or
+    "".
+    """
     end = time.monotonic() + deadline
     processes = [rank.process for rank in ranks]
     while any(process.poll() is None for process in processes):
@@ -156,7 +183,9 @@ def _wait(ranks: Sequence[Rank], deadline: float) -> str:
         time.sleep(PAUSE)
     failed = [rank for rank in ranks if rank.process.poll()]
     if failed:  # the others may fail because it did
-        return "; ".join(f"rank {rank.number} failed: {rank.error()}" for rank in failed)
+        return "; ".join(
+            f"rank {rank.number} failed: {rank.error()}" for rank in failed
+        )
     if any(process.poll() is None for process in processes):
         return f"the ranks had not finished after {deadline:g} seconds"
     return ""
@@ -166,7 +195,8 @@ def main(task: dict[str, Any], rank: int) -> dict[str, Any]:
     """Be one rank: the first compares the gradient, the others only train.
 
     Args:
-        task: the adapter's target, the case's id, the seed, the deadline and the group's store.
+        task: the adapter's target, the case's id, the seed, the deadline and the
+            group's store.
         rank: from 0 on.
 
     Returns:
@@ -175,7 +205,13 @@ def main(task: dict[str, Any], rank: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     adapter, case = load_adapter(task["target"]), CASES[task["case"]]
     limit = timedelta(seconds=task["deadline"])
-    dist.init_process_group("gloo", init_method=task["store"], rank=rank, world_size=case.ranks, timeout=limit)
+    dist.init_process_group(
+        "gloo",
+        init_method=task["store"],
+        rank=rank,
+        world_size=case.ranks,
+        timeout=limit,
+    )
     report = {}
     if rank:
         train(adapter, case, task["seed"])

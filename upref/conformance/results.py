@@ -18,7 +18,8 @@ TABLE = "expected_failures"
 
 
 def read_expected_failures(path: Path) -> dict[str, str]:
-    """Read the list of known failures: a TOML file with a table `expected_failures`, case id = reason.
+    """Read the list of known failures: a TOML file with a table `expected_failures`,
+    case id = reason.
 
     Args:
         path: the file.
@@ -27,17 +28,22 @@ def read_expected_failures(path: Path) -> dict[str, str]:
         The reason of each case id.
 
     Raises:
-        InputError: the file is missing or no TOML, an id is unknown, or a reason is empty.
+        InputError: the file is missing or no TOML, an id is unknown, or a reason is
+            empty.
     """
     try:
         listed = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"there is no file {path}: --upref-xfails takes the list of known failures.") from None
+        raise InputError(
+            f"there is no file {path}: --upref-xfails takes the list of known failures."
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is no TOML file: {error}.") from error
     reasons = listed.get(TABLE)
     if not isinstance(reasons, dict) or set(listed) != {TABLE}:
-        raise InputError(f'{path} must hold one table [{TABLE}] with lines such as "family/gpt2" = "the reason".')
+        raise InputError(
+            f'{path} must hold one table [{TABLE}] with lines such as "family/gpt2" = "the reason".'
+        )
     for case, reason in reasons.items():
         if case not in CASES:
             raise InputError(f"{path} lists {case!r}, and there is no such case.")
@@ -46,7 +52,9 @@ def read_expected_failures(path: Path) -> dict[str, str]:
     return reasons
 
 
-def write_results(path: Path, adapter: str, suite: str, level: int, outcomes: Sequence[Outcome]) -> None:
+def write_results(
+    path: Path, adapter: str, suite: str, level: int, outcomes: Sequence[Outcome]
+) -> None:
     """Write what each case gave, as JSON.
 
     Args:
@@ -67,7 +75,11 @@ def write_results(path: Path, adapter: str, suite: str, level: int, outcomes: Se
 
 
 def _as_record(outcome: Outcome) -> dict[str, Any]:
-    record: dict[str, Any] = {"status": str(outcome.status), "reason": outcome.reason, "settings": outcome.settings}
+    record: dict[str, Any] = {
+        "status": str(outcome.status),
+        "reason": outcome.reason,
+        "settings": outcome.settings,
+    }
     if outcome.report is not None:
         record["error"] = outcome.report.error
         record["not_reached"] = outcome.report.not_reached
@@ -76,7 +88,9 @@ def _as_record(outcome: Outcome) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Badge:
-    """What a badge says: the suite, the level, and how many of the cases that the framework has pass."""
+    """What a badge says: the suite, the level, and how many of the cases that the
+    framework has pass.
+    """
 
     suite: str
     level: int
@@ -104,11 +118,15 @@ def read_badge(path: Path) -> Badge:
         statuses = [record["status"] for record in results["cases"].values()]
         suite, level = str(results["suite"]), int(results["level"])
     except FileNotFoundError:
-        raise InputError(f"there is no file {path}: write one with `pytest ... --upref-results {path}`.") from None
+        raise InputError(
+            f"there is no file {path}: write one with `pytest ... --upref-results {path}`."
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise InputError(f"{path} is no results file of upref.conformance.") from None
     if unknown := set(statuses) - set(map(str, Status)):
-        raise InputError(f"{path} has a case with the status {sorted(unknown)[0]!r}, which upref does not write.")
+        raise InputError(
+            f"{path} has a case with the status {sorted(unknown)[0]!r}, which upref does not write."
+        )
     tried = [status for status in statuses if status != Status.SKIPPED]
     return Badge(suite, level, tried.count(Status.PASSED), len(tried))
 
@@ -118,9 +136,16 @@ PADDING = 6  # pixels beside a text
 
 
 def draw_badge(badge: Badge) -> str:
-    """Return the badge as SVG: the suite on gray, the level and the counts on green, or on orange where some fail."""
-    left, right = f"upref {badge.suite}", f"level {badge.level}, {badge.passed} of {badge.tried}"
-    widths: Mapping[str, float] = {text: LETTER * len(text) + 2 * PADDING for text in (left, right)}
+    """Return the badge as SVG: the suite on gray, the level and the counts on green, or
+    on orange where some fail.
+    """
+    left, right = (
+        f"upref {badge.suite}",
+        f"level {badge.level}, {badge.passed} of {badge.tried}",
+    )
+    widths: Mapping[str, float] = {
+        text: LETTER * len(text) + 2 * PADDING for text in (left, right)
+    }
     color = "#2a7f3f" if badge.passed == badge.tried else "#b35900"
     total = widths[left] + widths[right]
     return (

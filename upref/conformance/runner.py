@@ -65,14 +65,17 @@ class Outcome:
 
 
 def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
-    """Return eight responses that the model could have sampled, with log-probabilities of an older policy.
+    """Return eight responses that the model could have sampled, with log-probabilities
+    of an older policy.
 
     Args:
         case: its objective decides the ratios, its fields the masks and ends.
         model: a causal language model of transformers.
         seed: of the tokens and ratios.
     """
-    without = ("lengths", "holes") if case.equal_lengths else () if case.holes else ("holes",)
+    without = (
+        ("lengths", "holes") if case.equal_lengths else () if case.holes else ("holes",)
+    )
     rows = batch.made(V, seed, without, END)
     if case.ends:
         for row in rows:
@@ -82,23 +85,31 @@ def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
     return rows
 
 
-def run(adapter: Adapter, case: Case, *, seed: int = 0, explain: bool = True) -> Outcome:
-    """Run one case and compare the gradient that the optimizer gets with the float64 reference.
+def run(
+    adapter: Adapter, case: Case, *, seed: int = 0, explain: bool = True
+) -> Outcome:
+    """Run one case and compare the gradient that the optimizer gets with the float64
+    reference.
 
     Args:
         adapter: the framework's.
         case: what to set and to compare with.
         seed: of the rows.
-        explain: search for the cause of a difference. The search may take longer than the case.
+        explain: search for the cause of a difference. The search may take longer than
+            the case.
 
     Returns:
-        The outcome. An error of the adapter or of the framework is an outcome; an error of upref is raised.
+        The outcome. An error of the adapter or of the framework is an outcome; an error
+        of upref is raised.
 
     Raises:
-        InputError: the case has several ranks, and this process is none of them: use `run_ranks`.
+        InputError: the case has several ranks, and this process is none of them: use
+            `run_ranks`.
     """
     if case.ranks > 1 and _world() != case.ranks:
-        raise InputError(f"{case.id} has {case.ranks} ranks: run it with upref.conformance.run_ranks.")
+        raise InputError(
+            f"{case.id} has {case.ranks} ranks: run it with upref.conformance.run_ranks."
+        )
     if reason := adapter.supports(case):
         return Outcome(case, Status.SKIPPED, reason)
     settings = dict(adapter.settings(case))
@@ -115,18 +126,32 @@ def run(adapter: Adapter, case: Case, *, seed: int = 0, explain: bool = True) ->
     try:
         report = _compare(step, case, adapter.scale(case), seed, explain)
     except UntrainedRowsError as error:
-        return Outcome(case, Status.FAILED, str(error), settings, seconds=time.process_time() - start)
+        return Outcome(
+            case,
+            Status.FAILED,
+            str(error),
+            settings,
+            seconds=time.process_time() - start,
+        )
     except Exception as error:
         if not errors and not isinstance(error, InputError):
             raise
         reason = describe_error(errors[0]) if errors else str(error)
-        return Outcome(case, Status.COULD_NOT_RUN, reason, settings, seconds=time.process_time() - start)
+        return Outcome(
+            case,
+            Status.COULD_NOT_RUN,
+            reason,
+            settings,
+            seconds=time.process_time() - start,
+        )
     seconds = time.process_time() - start
     if case.dtype == "float32" and (halved := _half_precision(report)):
         return Outcome(case, Status.FAILED, halved, settings, report, seconds)
     if report:
         return Outcome(case, Status.PASSED, "", settings, report, seconds)
-    return Outcome(case, Status.FAILED, report.failures[0].cause, settings, report, seconds)
+    return Outcome(
+        case, Status.FAILED, report.failures[0].cause, settings, report, seconds
+    )
 
 
 HALF_PRECISIONS = ("bfloat16", "float16")  # subjects of check_step's note
@@ -134,7 +159,9 @@ HALF_PRECISIONS = ("bfloat16", "float16")  # subjects of check_step's note
 
 def _half_precision(report: StepReport) -> str:
     """Return what the report notes on a step that computes in half precision, or ""."""
-    halves = (finding for finding in report.findings if finding.subject in HALF_PRECISIONS)
+    halves = (
+        finding for finding in report.findings if finding.subject in HALF_PRECISIONS
+    )
     return next((finding.about for finding in halves), "")
 
 
@@ -145,7 +172,13 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)} ({where})"
 
 
-def _compare(step: Callable[[Any, list[Row]], Any], case: Case, scale: float, seed: int, explain: bool) -> StepReport:
+def _compare(
+    step: Callable[[Any, list[Row]], Any],
+    case: Case,
+    scale: float,
+    seed: int,
+    explain: bool,
+) -> StepReport:
     """Make the model and the rows, let the step train, and compare."""
     model = _make_model(case)
     rows = make_rows(case, model, seed)
@@ -158,7 +191,13 @@ def _compare(step: Callable[[Any, list[Row]], Any], case: Case, scale: float, se
         "explain": explain,
     }
     if case.ranks > 1:
-        return check_recorded(_trained_here(step, model, rows), [rows], case.objective, without=AXES, **goal)
+        return check_recorded(
+            _trained_here(step, model, rows),
+            [rows],
+            case.objective,
+            without=AXES,
+            **goal,
+        )
     if case.updates == 1:
 
         def one_gradient(model: Any, rows: list[Row]) -> Any:
@@ -166,34 +205,55 @@ def _compare(step: Callable[[Any, list[Row]], Any], case: Case, scale: float, se
             if not isinstance(made, Recorded):
                 return made
             if len(made.steps) != 1:
-                raise InputError(f"the adapter's optimizer made {len(made.steps)} steps, and the case has 1.")
+                raise InputError(
+                    f"the adapter's optimizer made {len(made.steps)} steps, and the case has 1."
+                )
             return made.steps[0].gradients
 
-        return check_step(one_gradient, model, case.objective, rows=rows, without=AXES, stir=False, **goal)
+        return check_step(
+            one_gradient,
+            model,
+            case.objective,
+            rows=rows,
+            without=AXES,
+            stir=False,
+            **goal,
+        )
     reference = TorchModel(model)
     steps: list[Step] = []
     with watched(model, steps, case.updates + 1):
         made = step(model, rows)
     seen = made if isinstance(made, Recorded) else Recorded(reference, steps)
     if len(seen.steps) != case.updates:
-        raise InputError(f"the adapter's optimizer made {len(seen.steps)} steps, and the case has {case.updates}.")
-    return check_recorded(seen, _rows_of_updates(seen.steps, rows), case.objective, without=AXES, **goal)
+        raise InputError(
+            f"the adapter's optimizer made {len(seen.steps)} steps, and the case has {case.updates}."
+        )
+    return check_recorded(
+        seen, _rows_of_updates(seen.steps, rows), case.objective, without=AXES, **goal
+    )
 
 
 def _make_model(case: Case) -> Any:
-    # Without this, transformers computes Gemma 2's attention by sdpa and drops its softcap, whatever the trainer does.
-    attention: dict[str, Any] = {"attn_implementation": "eager"} if case.family == "gemma2" else {}
+    # Without this, transformers computes Gemma 2's attention by sdpa and drops its
+    # softcap, whatever the trainer does.
+    attention: dict[str, Any] = (
+        {"attn_implementation": "eager"} if case.family == "gemma2" else {}
+    )
     return perturb(tiny(case.family, **attention)).to(getattr(torch, case.dtype))
 
 
 def train(adapter: Adapter, case: Case, seed: int = 0) -> None:
-    """Be a rank of the case that compares nothing: let the adapter train on this rank's rows."""
+    """Be a rank of the case that compares nothing: let the adapter train on this rank's
+    rows.
+    """
     model = _make_model(case)
     rows = make_rows(case, model, seed)
     _trained_here(lambda model, rows: adapter.step(model, rows, case), model, rows)
 
 
-def _trained_here(step: Callable[[Any, list[Row]], Any], model: Any, rows: list[Row]) -> Recorded:
+def _trained_here(
+    step: Callable[[Any, list[Row]], Any], model: Any, rows: list[Row]
+) -> Recorded:
     """Let the step train on this rank's rows, every so many, and record it."""
     reference = TorchModel(model)
     steps: list[Step] = []
@@ -204,8 +264,12 @@ def _trained_here(step: Callable[[Any, list[Row]], Any], model: Any, rows: list[
     if not steps:
         found = made if isinstance(made, dict) else gradients(model)
         if not found:
-            raise InputError("the step left no gradient: it must leave .grad, let an optimizer step, or return one.")
-        steps.append(Step({}, {name: as_float64(gradient) for name, gradient in found.items()}))
+            raise InputError(
+                "the step left no gradient: it must leave .grad, let an optimizer step, or return one."
+            )
+        steps.append(
+            Step({}, {name: as_float64(gradient) for name, gradient in found.items()})
+        )
     return Recorded(reference, steps[:1])
 
 
@@ -218,20 +282,27 @@ class UntrainedRowsError(Exception):
 
 
 def _rows_of_updates(steps: list[Step], rows: list[Row]) -> list[list[Row]]:
-    """Return the rows of each optimizer step, as many in each: a trainer may shuffle them.
+    """Return the rows of each optimizer step, as many in each: a trainer may shuffle
+    them.
 
     Raises:
-        UntrainedRowsError: a row trains in no step, or in two, or the steps have other numbers of rows.
+        UntrainedRowsError: a row trains in no step, or in two, or the steps have other
+            numbers of rows.
     """
     size = len(rows) // len(steps)
     trained = [each.rows(rows) for each in steps]
-    if not any(trained):  # the model was not fed token ids: the first step has the first rows
+    # the model was not fed token ids: the first step has the first rows
+    if not any(trained):
         return [rows[i * size : (i + 1) * size] for i in range(len(steps))]
     counts = [sum(row is other for each in trained for other in each) for row in rows]
     for words, found in (("no optimizer step", 0), ("more than one optimizer step", 2)):
-        which = ", ".join(str(i) for i, count in enumerate(counts) if min(count, 2) == found)
+        which = ", ".join(
+            str(i) for i, count in enumerate(counts) if min(count, 2) == found
+        )
         if which:
-            raise UntrainedRowsError(f"{words} of the generation batch trains on responses {which}")
+            raise UntrainedRowsError(
+                f"{words} of the generation batch trains on responses {which}"
+            )
     if any(len(each) != size for each in trained):
         raise UntrainedRowsError(
             f"the optimizer steps have {[len(each) for each in trained]} responses, not {size} each"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one test of the suite: `pytest --pyargs upref.conformance --adapter FILE.py:CLASS`."""
+"""The one test of the suite:
+`pytest --pyargs upref.conformance --adapter FILE.py:CLASS`.
+"""
 
 import pytest
 
@@ -12,7 +14,10 @@ def test_step(case: Case, outcome: Outcome, expected_failure: str) -> None:
     if outcome.status is Status.SKIPPED:
         pytest.skip(outcome.reason)
     if expected_failure and outcome.status is Status.PASSED:
-        pytest.fail(f"{case.id} passes, and the list of known failures has it: take it out.", pytrace=False)
+        pytest.fail(
+            f"{case.id} passes, and the list of known failures has it: take it out.",
+            pytrace=False,
+        )
     if expected_failure:
         pytest.xfail(expected_failure)
     if outcome.status is Status.FAILED:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one boundary for a user-supplied loss: `read` makes it a `Loss`. Nothing here judges.
+"""The one boundary for a user-supplied loss: `read` makes it a `Loss`. Nothing here
+judges.
 
-A loss is a plain callable `(log_prob, old_log_prob, advantages, mask)`, by these names or their usual variants
-(upref.foreign.names), by position where no name says anything; by name also ref_log_prob, group, entropy, totals (the
-mini-batch's `Totals`, for a micro-batch), num_micro_batches, dp_size and hyperparameters. Or an `Objective`; a trainer
-class of TRL's; a name: package.module:function, path/to/file.py:function, or what an installed package knows
-(upref.plugins), as verl:LOSS_MODE and trl:LOSS_TYPE. It answers with a scalar, with a tuple or dict that holds one, or
-with an unreduced [B, T] or [B]. A training step, which calls .backward() itself, is judged by the gradient that it
-leaves, and by that of the loss that it returns where this has one: a trainer that calls backward on it trains with the
-sum.
+A loss is a plain callable `(log_prob, old_log_prob, advantages, mask)`, by these names
+or their usual variants (upref.foreign.names), by position where no name says anything;
+by name also ref_log_prob, group, entropy, totals (the mini-batch's `Totals`, for a
+micro-batch), num_micro_batches, dp_size and hyperparameters. Or an `Objective`; a
+trainer class of TRL's; a name: package.module:function, path/to/file.py:function, or
+what an installed package knows (upref.plugins), as verl:LOSS_MODE and trl:LOSS_TYPE. It
+answers with a scalar, with a tuple or dict that holds one, or with an unreduced [B, T]
+or [B]. A training step, which calls .backward() itself, is judged by the gradient that
+it leaves, and by that of the loss that it returns where this has one: a trainer that
+calls backward on it trains with the sum.
 """
 
 from collections import Counter
@@ -23,11 +26,28 @@ from upref.foreign.load import load, name_of
 from upref.foreign.loss import FIRST, MAIN, SHAPES, Loss, Outcome
 from upref.foreign.settings import Shipped
 from upref.foreign.shapes import infer_shapes
-from upref.foreign.signature import WRAP_PAGE, Reading, parameters, read as read_signature, wrapper
+from upref.foreign.signature import (
+    WRAP_PAGE,
+    Reading,
+    parameters,
+    read as read_signature,
+    wrapper,
+)
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 
-__all__ = ["FIRST", "MAIN", "SHAPES", "Loss", "Outcome", "accepts", "infer_shapes", "load", "no_objective", "read"]
+__all__ = [
+    "FIRST",
+    "MAIN",
+    "SHAPES",
+    "Loss",
+    "Outcome",
+    "accepts",
+    "infer_shapes",
+    "load",
+    "no_objective",
+    "read",
+]
 
 
 def no_objective() -> Objective:
@@ -35,26 +55,40 @@ def no_objective() -> Objective:
     return replace(get("reinforce"), name="nothing", agg="token-mean")
 
 
-def read(loss: Any, objective: Objective | None = None, hp: Mapping[str, Any] | None = None) -> Loss:
-    """The Loss, once it is known in which shapes it takes its mask and advantages; see the module for what it may be.
+def read(
+    loss: Any, objective: Objective | None = None, hp: Mapping[str, Any] | None = None
+) -> Loss:
+    """The Loss, once it is known in which shapes it takes its mask and advantages; see
+    the module for what it may be.
 
-    hp: hyperparameters of the objective, which the loss gets where it takes them; others go to the loss's own
-    arguments of that name. Raises InputError where it cannot be read, or does not run on a good batch.
+    hp: hyperparameters of the objective, which the loss gets where it takes them;
+    others go to the loss's own arguments of that name. Raises InputError where it
+    cannot be read, or does not run on a good batch.
     """
     o = objective or no_objective()
-    return infer_shapes(loss if isinstance(loss, Loss) else from_signature(loss, o, dict(hp or {})))
+    return infer_shapes(
+        loss if isinstance(loss, Loss) else from_signature(loss, o, dict(hp or {}))
+    )
 
 
-def from_signature(loss: Any, o: Objective, hp: dict[str, Any], alone: bool = False) -> Loss:
+def from_signature(
+    loss: Any, o: Objective, hp: dict[str, Any], alone: bool = False
+) -> Loss:
     """The Loss that the signature describes, before its first call.
 
-    alone: nothing else runs in this process, so that the imports of a framework may restrict those that follow.
+    alone: nothing else runs in this process, so that the imports of a framework may
+    restrict those that follow.
     """
     name = name_of(loss)
     if isinstance(loss, str):
         framework, _, mode = loss.partition(":")
-        if mode.partition(",")[0].endswith("@matched") and o.name == no_objective().name:
-            raise InputError(f"{loss} is matched to no objective here: name the loss as shipped, and its fields.")
+        if (
+            mode.partition(",")[0].endswith("@matched")
+            and o.name == no_objective().name
+        ):
+            raise InputError(
+                f"{loss} is matched to no objective here: name the loss as shipped, and its fields."
+            )
         if known := plugins.provider(framework):
             if known.needs_process(framework) and not alone:
                 how = f"its losses need a process of their own: `upref check {loss} --as NAME`"
@@ -71,14 +105,20 @@ def from_signature(loss: Any, o: Objective, hp: dict[str, Any], alone: bool = Fa
             return found
     if isinstance(loss, type):
         made = f"`loss = {name.rpartition(':')[2]}(...)` with its settings"
-        raise InputError(f"{name} is a class: construct an instance, {made}, and check that. {WRAP_PAGE} shows how.")
+        raise InputError(
+            f"{name} is a class: construct an instance, {made}, and check that. {WRAP_PAGE} shows how."
+        )
     if not callable(loss):
-        raise InputError(f"a loss is a function or its name, got {type(loss).__name__}.")
+        raise InputError(
+            f"a loss is a function or its name, got {type(loss).__name__}."
+        )
     return _plain(name, loss, o, hp)
 
 
 def _loaded(name: str, framework: str) -> Any:
-    """What the name of a function stands for; where no package knows frameworks, a sentence says which one would."""
+    """What the name of a function stands for; where no package knows frameworks, a
+    sentence says which one would.
+    """
     try:
         return load(name)
     except InputError as e:
@@ -97,16 +137,28 @@ def _named(name: str) -> Objective:
 
 def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) -> Loss:
     every = parameters(fn)
-    required = [p for p in every if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [
+        p
+        for p in every
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if len(required) == 1 and not names.role(required[0].name):
         p = required[0]
-        if p.annotation is not Rollouts and p.annotation != "Rollouts" and p.name not in ("b", "rollouts"):
-            raise InputError(f"{name}({p.name}) takes everything in one argument. {wrapper(name, MAIN)}")
+        if (
+            p.annotation is not Rollouts
+            and p.annotation != "Rollouts"
+            and p.name not in ("b", "rollouts")
+        ):
+            raise InputError(
+                f"{name}({p.name}) takes everything in one argument. {wrapper(name, MAIN)}"
+            )
         own = {q.name: q for q in every if q is not p and q.kind is not q.VAR_KEYWORD}
         reading = Reading({}, frozenset(), own, (), len(own) < len(every) - 1)
         call = lambda full, hp: fn(rollouts(full), **hp)
         reads, read_as = frozenset({*MAIN, *ROLLOUTS}), f"{p.name} -> Rollouts"
-        return replace(_bind(name, call, reading, o, hp, reads, read_as), takes_batch=True)
+        return replace(
+            _bind(name, call, reading, o, hp, reads, read_as), takes_batch=True
+        )
     spare = () if _reads_old(o) else ("logp_old",)
     reading = read_signature(fn, name, names.role, MAIN, o.sampler is not None, spare)
     call = lambda full, settings: reading.call(fn, full, settings)
@@ -126,24 +178,48 @@ def _reads_old(o: Objective) -> bool:
 
 
 def _bind(
-    name: str, call: Callable[..., Any], reading: Reading, o: Objective, hp: dict[str, Any], reads: Any, read_as: str
+    name: str,
+    call: Callable[..., Any],
+    reading: Reading,
+    o: Objective,
+    hp: dict[str, Any],
+    reads: Any,
+    read_as: str,
 ) -> Loss:
-    """With the hyperparameters that it takes: by the objective's name for each, or by the argument's own."""
+    """With the hyperparameters that it takes: by the objective's name for each, or by
+    the argument's own.
+    """
     known = set(o.hyperparameters)
     meaning = {p: names.hyperparameter(p, known) for p in reading.own}
-    alone = Counter(meaning.values())  # two arguments that could mean one hyperparameter are left as they are
+    # two arguments that could mean one hyperparameter are left as they are
+    alone = Counter(meaning.values())
     argument = {meant: p for p, meant in meaning.items() if meant and alone[meant] == 1}
     argument |= {p: p for p in reading.own if p in known}
-    others = {k: names.argument(k, reading.own) for k in hp if k not in known}  # by its own name for each
-    if unknown := [k for k, p in others.items() if not p and reading.accepts_kwargs and o.name != no_objective().name]:
-        raise InputError(f"{unknown[0]!r} is not a hyperparameter of {o.name} or a named argument of {name}.")
+    # by its own name for each
+    others = {k: names.argument(k, reading.own) for k in hp if k not in known}
+    if unknown := [
+        k
+        for k, p in others.items()
+        if not p and reading.accepts_kwargs and o.name != no_objective().name
+    ]:
+        raise InputError(
+            f"{unknown[0]!r} is not a hyperparameter of {o.name} or a named argument of {name}."
+        )
     foreign = {p or k: hp[k] for k, p in others.items() if p or reading.accepts_kwargs}
-    hp = {k: v for k, v in hp.items() if not (k in others and (others[k] or reading.accepts_kwargs))}
+    hp = {
+        k: v
+        for k, v in hp.items()
+        if not (k in others and (others[k] or reading.accepts_kwargs))
+    }
     if twice := [k for k in hp if argument.get(k) in foreign]:
-        raise InputError(f"{twice[0]} and {argument[twice[0]]} are one argument of {name}: give {twice[0]} alone.")
+        raise InputError(
+            f"{twice[0]} and {argument[twice[0]]} are one argument of {name}: give {twice[0]} alone."
+        )
     resolved, accepts_kwargs = o.resolve(hp), reading.accepts_kwargs
     needed = {meant for meant, p in argument.items() if p in reading.needed}
-    if unbound := [p for p in reading.needed if p not in argument.values() and p not in foreign]:
+    if unbound := [
+        p for p in reading.needed if p not in argument.values() and p not in foreign
+    ]:
         if unbound[0] == "self":
             raise InputError(
                 f"{name} is a method: in its file make an object, write `loss = Trainer(...).method` and check that; "
@@ -160,10 +236,15 @@ def _bind(
         f"{k} is not an argument of the loss: {k} = {v} is expected of it"
         for k, v in hp.items()
         if k not in argument and not accepts_kwargs
-    ) + tuple(f"{p} is left at its default, {reading.own[p].default!r:.40}" for p in reading.left)
+    ) + tuple(
+        f"{p} is left at its default, {reading.own[p].default!r:.40}"
+        for p in reading.left
+    )
     given = {*argument.values(), *foreign}
     unfed = tuple(
-        p for p, own in reading.own.items() if own.default is None and p not in given and names.is_of_sampler(p)
+        p
+        for p, own in reading.own.items()
+        if own.default is None and p not in given and names.is_of_sampler(p)
     )
     spelled = lambda hp: {argument.get(k, k): v for k, v in hp.items()}
     own = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
@@ -175,20 +256,31 @@ def _bind(
 
 
 def accepts(loss: Any, key: str) -> bool:
-    """Whether a loss that is compared with nothing has an argument for this hyperparameter."""
+    """Whether a loss that is compared with nothing has an argument for this
+    hyperparameter.
+    """
     if isinstance(loss, str) and plugins.provider(loss.partition(":")[0]):
         return False
-    every = {p.name: p for p in parameters(load(loss) if isinstance(loss, str) else loss)}
-    return bool(names.argument(key, every)) or any(p.kind is p.VAR_KEYWORD for p in every.values())
+    every = {
+        p.name: p for p in parameters(load(loss) if isinstance(loss, str) else loss)
+    }
+    return bool(names.argument(key, every)) or any(
+        p.kind is p.VAR_KEYWORD for p in every.values()
+    )
 
 
-ROLLOUTS = ("group", "logp_ref", "entropy", "totals", "logp_sampler")  # what Rollouts has beside MAIN
+# what Rollouts has beside MAIN
+ROLLOUTS = ("group", "logp_ref", "entropy", "totals", "logp_sampler")
 
 
 def rollouts(full: Mapping[str, Any]) -> Rollouts:
     adv = full["adv"]
     keys = ("logp_old", "mask", *ROLLOUTS)
-    return Rollouts(logp=full["logp"], adv=adv if adv.ndim == 2 else adv[:, None], **{k: full[k] for k in keys})
+    return Rollouts(
+        logp=full["logp"],
+        adv=adv if adv.ndim == 2 else adv[:, None],
+        **{k: full[k] for k in keys},
+    )
 
 
 def _objective(theirs: Objective, o: Objective, hp: dict[str, Any]) -> Loss:
@@ -197,4 +289,13 @@ def _objective(theirs: Objective, o: Objective, hp: dict[str, Any]) -> Loss:
     reads = frozenset({*MAIN, *ROLLOUTS})
     bound = {k: v for k, v in hp.items() if k in known}
     accepts, read_as = known & set(o.hyperparameters), "an Objective"
-    return Loss(theirs.name, call, o, reads, accepts, takes_batch=True, bound_args=bound, read_as=read_as)
+    return Loss(
+        theirs.name,
+        call,
+        o,
+        reads,
+        accepts,
+        takes_batch=True,
+        bound_args=bound,
+        read_as=read_as,
+    )

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard around user code: it returns the answer, or raises InputError with one sentence; within a check Gone, where
-the code ends the program.
+"""The guard around user code: it returns the answer, or raises InputError with one
+sentence; within a check Gone, where the code ends the program.
 
-`called` makes one call: of a loss, an advantage function, a KL estimator or a backward pass. It restores the state of
-the process after the call. `state_restored` does the same for a whole check, restores random generators at the end, and
-reports what was changed. Only state that changes what a later computation gives, or that code at import often sets, is
-restored. Checks in several threads take turns, because this state belongs to the whole process. upref/cli/supervise.py
-handles what no guard in the same process can stop, such as a crash or an endless loop. One file: what is set back, and
+`called` makes one call: of a loss, an advantage function, a KL estimator or a backward
+pass. It restores the state of the process after the call. `state_restored` does the
+same for a whole check, restores random generators at the end, and reports what was
+changed. Only state that changes what a later computation gives, or that code at import
+often sets, is restored. Checks in several threads take turns, because this state
+belongs to the whole process. upref/cli/supervise.py handles what no guard in the same
+process can stop, such as a crash or an endless loop. One file: what is set back, and
 the call around which it is.
 """
 
@@ -39,7 +41,7 @@ def one_line(e: BaseException) -> str:
         return "(its source cannot be read)"
 
 
-# ---- the state of the process ----------------------------------------------------------------------------------------
+# ---- the state of the process --------------------------------------------------------
 def _folder() -> str:
     try:
         return os.getcwd()
@@ -56,7 +58,8 @@ State = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
 
 
 def _environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}  # torch's compiler sets it
+    # torch's compiler sets it
+    return {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
 
 
 def _set_environment(before: dict[str, str]) -> None:
@@ -78,25 +81,38 @@ def _log(level: int, handlers: list[logging.Handler], disabled: int) -> None:
 # what it is called -> how it is read, and how it is set
 STATE: State = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": (lambda: torch.empty(0).device, torch.set_default_device),  # get_default_device is slow
+    # get_default_device is slow
+    "torch's default device": (lambda: torch.empty(0).device, torch.set_default_device),
     "whether torch computes gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "torch's anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "torch's anomaly mode": (
+        torch.is_anomaly_enabled,
+        torch.autograd.set_detect_anomaly,
+    ),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
     "torch's choice of algorithms": (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
         lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
     ),
     "torch's autocast": (
         lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         lambda on: _autocast(*on),
     ),
-    "the precision of torch's products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "the precision of torch's products": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
     "what numpy does about overflow": (np.geterr, lambda how: np.seterr(**how)),
     "the working directory": (_folder, _return),
 }
 RANDOM: State = {
     "torch's random generator": (torch.get_rng_state, torch.set_rng_state),
-    "numpy's random generator": (lambda: np.random.get_state(legacy=True), np.random.set_state),
+    "numpy's random generator": (
+        lambda: np.random.get_state(legacy=True),
+        np.random.set_state,
+    ),
     "Python's random generator": (random.getstate, random.setstate),
 }
 
@@ -109,7 +125,11 @@ AROUND: State = {
     ),
     "the environment": (_environment, _set_environment),
     "the root logger": (
-        lambda: (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
+        lambda: (
+            logging.root.level,
+            list(logging.root.handlers),
+            logging.root.manager.disable,
+        ),
         lambda v: _log(*v),
     ),
 }
@@ -124,7 +144,8 @@ def _new_turn() -> None:
     _turn = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):  # the thread that held it does not exist in the child
+# the thread that held it does not exist in the child
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_turn)
 
 
@@ -159,7 +180,10 @@ def state_restored() -> Iterator[set[str]]:
         _watching.append(changed)
         try:
             # an inner check has nothing around it to restore
-            with _restored(STATE | RANDOM | (AROUND if len(_watching) == 1 else {})), _no_exit():
+            with (
+                _restored(STATE | RANDOM | (AROUND if len(_watching) == 1 else {})),
+                _no_exit(),
+            ):
                 yield changed
         except (SystemExit, GeneratorExit, Ended, Gone, MemoryError, RuntimeError) as e:
             if isinstance(e, RuntimeError) and not is_out_of_memory(e):
@@ -171,14 +195,20 @@ def state_restored() -> Iterator[set[str]]:
 
 
 class Ended(BaseException):
-    """os._exit was called: pytest and every other caller would end with that status, and without a report."""
+    """os._exit was called: pytest and every other caller would end with that status,
+    and without a report.
+    """
 
 
 ENDS = SystemExit, GeneratorExit, Ended  # what ends a program
 
 
-# what torch's allocator of the CPU says, on Linux and macOS and on Windows: its exception has no type of its own
-NO_MEMORY = "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"
+# what torch's allocator of the CPU says, on Linux and macOS and on Windows: its
+# exception has no type of its own
+NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
 
 
 def is_out_of_memory(e: BaseException) -> bool:
@@ -191,12 +221,18 @@ def gone(name: str, e: BaseException) -> Gone:
     """The end of user code that is no verdict about it."""
     if is_out_of_memory(e):
         said = f"{type(e).__name__}: {one_line(e)}" if str(e) else type(e).__name__
-        return OutOfMemory(f"{name} asked for more memory than there is ({said}): without it there is no verdict.")
-    return Gone(f"{name} ends the program ({type(e).__name__}): a function returns its value.")
+        return OutOfMemory(
+            f"{name} asked for more memory than there is ({said}): without it there is no verdict."
+        )
+    return Gone(
+        f"{name} ends the program ({type(e).__name__}): a function returns its value."
+    )
 
 
 def stopped(e: Gone) -> Gone | InputError:
-    """What to raise: within a check Gone, which no oracle takes for a finding, else InputError."""
+    """What to raise: within a check Gone, which no oracle takes for a finding, else
+    InputError.
+    """
     return e if _watching else InputError(str(e))
 
 
@@ -226,15 +262,23 @@ def refuse_exit(name: str) -> Iterator[None]:
         raise InputError(str(gone(name, e))) from e
 
 
-# ---- one call --------------------------------------------------------------------------------------------------------
+# ---- one call ------------------------------------------------------------------------
 def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, bool]:
-    """(its answer, whether it printed). lines: of Python that it may run before it is stopped, 0 for any number."""
+    """(its answer, whether it printed). lines: of Python that it may run before it is
+    stopped, 0 for any number.
+    """
     out, process = _Kept(None), os.getpid()
     try:
         with _turn:
             out.stream = sys.stdout
-            state = _restored(STATE if _watching else STATE | RANDOM)  # in a check, a loss that draws is noted
-            with contextlib.redirect_stdout(out), warnings.catch_warnings(), state, _at_most(lines):
+            # in a check, a loss that draws is noted
+            state = _restored(STATE if _watching else STATE | RANDOM)
+            with (
+                contextlib.redirect_stdout(out),
+                warnings.catch_warnings(),
+                state,
+                _at_most(lines),
+            ):
                 warnings.simplefilter("ignore")
                 answer = call()
     except InputError as e:
@@ -246,26 +290,45 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
     except BaseException as e:
         if is_out_of_memory(e):
             raise stopped(gone(name, e)) from e
-        raise InputError(f"{name} raised {type(e).__name__}: {one_line(e)}{_place(e)}") from e
+        raise InputError(
+            f"{name} raised {type(e).__name__}: {one_line(e)}{_place(e)}"
+        ) from e
     finally:
-        if os.getpid() != process:  # it forked, and this is the copy: one report is enough
+        # it forked, and this is the copy: one report is enough
+        if os.getpid() != process:
             _exit(0)
     return answer, out.wrote
 
 
 _INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-_OTHERS = tuple(os.path.realpath(folder) + os.sep for folder in (str(Path(__file__).parents[1]), *_INSTALLED))
+_OTHERS = tuple(
+    os.path.realpath(folder) + os.sep
+    for folder in (str(Path(__file__).parents[1]), *_INSTALLED)
+)
 
 
 def _place(error: BaseException) -> str:
-    """Where the user's own code raised it, in words: the innermost frame outside of upref and of what is installed."""
+    """Where the user's own code raised it, in words: the innermost frame outside of
+    upref and of what is installed.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    mine = [f for f in frames if os.path.isfile(f.filename) and not os.path.realpath(f.filename).startswith(_OTHERS)]
-    return f" ({os.path.basename(mine[-1].filename)}, line {mine[-1].lineno}, in {mine[-1].name})" if mine else ""
+    mine = [
+        f
+        for f in frames
+        if os.path.isfile(f.filename)
+        and not os.path.realpath(f.filename).startswith(_OTHERS)
+    ]
+    return (
+        f" ({os.path.basename(mine[-1].filename)}, line {mine[-1].lineno}, in {mine[-1].name})"
+        if mine
+        else ""
+    )
 
 
 class _Kept(io.StringIO):
-    """Swallows what this thread prints; other threads still print to the stream that it replaces."""
+    """Swallows what this thread prints; other threads still print to the stream that it
+    replaces.
+    """
 
     def __init__(self, stream: Any) -> None:
         super().__init__()
@@ -283,7 +346,9 @@ class _Kept(io.StringIO):
 
 @contextlib.contextmanager
 def _at_most(lines: int) -> Iterator[None]:
-    """What runs in it is stopped after so many lines: a loop that would take years ends here."""
+    """What runs in it is stopped after so many lines: a loop that would take years ends
+    here.
+    """
     left = lines
 
     def trace(frame: Any, event: Any, arg: Any) -> Any:

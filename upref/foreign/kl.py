@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anybody's KL estimator as one frozen type: two log-probabilities in, one number per token out."""
+"""Anybody's KL estimator as one frozen type: two log-probabilities in, one number per
+token out.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +16,8 @@ from upref.foreign.guard import called
 from upref.foreign.load import load, name_of
 from upref.foreign.signature import Reading, read as read_signature
 
-PROBE = torch.tensor([[-1.1, -0.7, -2.3], [-0.2, -3.1, -1.9]], dtype=torch.float64)  # not exact in float32
+# not exact in float32
+PROBE = torch.tensor([[-1.1, -0.7, -2.3], [-0.2, -3.1, -1.9]], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Term:
-    """Call it on log-probabilities [B, T] in float64; `outcome` tells the rest. dtype: what it is given."""
+    """Call it on log-probabilities [B, T] in float64; `outcome` tells the rest. dtype:
+    what it is given.
+    """
 
     name: str
     fn: Callable[..., Any]
@@ -44,11 +49,24 @@ class Term:
         full = {"logp": lp.to(self.dtype), "logp_ref": ref.to(self.dtype)}
         before = {role: x.detach().clone() for role, x in full.items()}
         k, printed = called(self.name, lambda: self.reading.call(self.fn, full, {}))
-        if not isinstance(k, Tensor) or k.shape != lp.shape or not k.is_floating_point() or k.is_meta:
-            got = list(k.shape) if isinstance(k, Tensor) and k.shape != lp.shape else type(k).__name__
+        if (
+            not isinstance(k, Tensor)
+            or k.shape != lp.shape
+            or not k.is_floating_point()
+            or k.is_meta
+        ):
+            got = (
+                list(k.shape)
+                if isinstance(k, Tensor) and k.shape != lp.shape
+                else type(k).__name__
+            )
             said = f"{self.name} returns {got} for log-probabilities {list(lp.shape)}"
             raise InputError(f"{said}: return one per token.")
-        wrote = frozenset(names.CALLED[role] for role, x in before.items() if not torch.equal(x, full[role]))
+        wrote = frozenset(
+            names.CALLED[role]
+            for role, x in before.items()
+            if not torch.equal(x, full[role])
+        )
         return Outcome(k.double(), k.dtype == torch.float32, wrote, printed)
 
 
@@ -57,10 +75,17 @@ def read(fn: Any) -> Term:
     name = name_of(fn)
     fn = load(fn) if isinstance(fn, str) else fn
     if not callable(fn) or isinstance(fn, type):
-        raise InputError(f"a {type(fn).__name__} is not a KL estimator: pass a function or its name.")
+        raise InputError(
+            f"a {type(fn).__name__} is not a KL estimator: pass a function or its name."
+        )
     reading = read_signature(fn, name, _role, ("logp", "logp_ref"))
-    if more := [*reading.needed, *(p for p, r in reading.roles.items() if r == "logp_old")]:
-        raise InputError(f"{name} needs {more[0]!r}, which upref cannot give: bind it with functools.partial.")
+    if more := [
+        *reading.needed,
+        *(p for p, r in reading.roles.items() if r == "logp_old"),
+    ]:
+        raise InputError(
+            f"{name} needs {more[0]!r}, which upref cannot give: bind it with functools.partial."
+        )
     return _running(Term(name, fn, reading))
 
 
@@ -71,7 +96,9 @@ def _role(name: str) -> str:
 
 
 def _running(term: Term) -> Term:
-    """In float64 or else in float32, whichever it takes; compared as what it computes in."""
+    """In float64 or else in float32, whichever it takes; compared as what it computes
+    in.
+    """
     lp, ref = PROBE, PROBE.roll(1)
     try:
         done = term.outcome(lp, ref)

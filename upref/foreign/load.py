@@ -22,7 +22,9 @@ from upref.interrupt import Terminated
 
 
 def load(target: str) -> Callable[..., Any]:
-    """The callable of that name; InputError where there is none, or where its file does not import."""
+    """The callable of that name; InputError where there is none, or where its file does
+    not import.
+    """
     where, colon, attr = target.rpartition(":")
     if not colon or not where or not attr:
         raise InputError(
@@ -35,9 +37,17 @@ def load(target: str) -> Callable[..., Any]:
         try:
             found = getattr(found, part)
         except Exception:
-            known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+            known = [
+                n
+                for n, v in vars(module).items()
+                if callable(v) and not n.startswith("_")
+            ]
             near = difflib.get_close_matches(part, known, 3, 0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known[:8]) or 'no function'}."
+            hint = (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else f"it has {', '.join(known[:8]) or 'no function'}."
+            )
             raise InputError(f"{where} has no {part!r}: {hint}") from None
     if not callable(found):
         raise InputError(f"{target} is a {type(found).__name__}, not a function.")
@@ -59,13 +69,18 @@ def name_of(fn: Any) -> str:
 
 
 def _file(path: Path) -> ModuleType:
-    """A file may import its neighbours, as under `python FILE.py`, and its package's others, as under `python -m`."""
+    """A file may import its neighbours, as under `python FILE.py`, and its package's
+    others, as under `python -m`.
+    """
     require_readable(path)
     path = path.resolve()
     known = sys.modules.get(path.stem)
     name = path.stem
-    if name in sys.stdlib_module_names or (known is not None and getattr(known, "__file__", None) != str(path)):
-        name = f"{path.stem}_{abs(hash(str(path)))}"  # another module has that name already
+    if name in sys.stdlib_module_names or (
+        known is not None and getattr(known, "__file__", None) != str(path)
+    ):
+        # another module has that name already
+        name = f"{path.stem}_{abs(hash(str(path)))}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise InputError(f"{path} is not a Python file.")
@@ -77,7 +92,10 @@ def _file(path: Path) -> ModuleType:
             try:
                 spec.loader.exec_module(module)
             except ImportError as e:
-                if "relative import" not in str(e) or not (path.parent / "__init__.py").is_file():
+                if (
+                    "relative import" not in str(e)
+                    or not (path.parent / "__init__.py").is_file()
+                ):
                     raise
                 del sys.modules[name]
                 module = _member(path)
@@ -97,13 +115,17 @@ def _member(path: Path) -> ModuleType:
 
 
 class _Neighbours:
-    """Finds the modules that stand beside a file, but for names of the standard library, which others need."""
+    """Finds the modules that stand beside a file, but for names of the standard
+    library, which others need.
+    """
 
     folders: ClassVar[list[str]] = []  # the last one read goes first
 
     @classmethod
     def of(cls, folder: Path) -> None:
-        """From now on modules of this folder are found, and those of the same name from files read before are not."""
+        """From now on modules of this folder are found, and those of the same name from
+        files read before are not.
+        """
         if cls not in sys.meta_path:
             sys.meta_path.insert(0, cls)
         before = tuple(f + os.sep for f in cls.folders if f != str(folder))
@@ -111,11 +133,15 @@ class _Neighbours:
         if before:
             for name, module in list(sys.modules.items()):
                 where = str(getattr(module, "__file__", None) or "")
-                if where.startswith(before) and cls.find_spec(name.partition(".")[0], None, None, [str(folder)]):
+                if where.startswith(before) and cls.find_spec(
+                    name.partition(".")[0], None, None, [str(folder)]
+                ):
                     del sys.modules[name]
 
     @classmethod
-    def find_spec(cls, name: Any, path: Any = None, target: Any = None, folders: Any = None) -> Any:
+    def find_spec(
+        cls, name: Any, path: Any = None, target: Any = None, folders: Any = None
+    ) -> Any:
         if path is not None or name in sys.stdlib_module_names:
             return None
         return importlib.machinery.PathFinder.find_spec(name, folders or cls.folders)
@@ -130,7 +156,9 @@ def _module(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _as_input_error(what: str) -> Any:
-    """Whatever an import does becomes one sentence; what it prints goes to stderr: stdout is the report's."""
+    """Whatever an import does becomes one sentence; what it prints goes to stderr:
+    stdout is the report's.
+    """
     out, process = io.StringIO(), os.getpid()
     try:
         with contextlib.redirect_stdout(out):
@@ -145,7 +173,9 @@ def _as_input_error(what: str) -> Any:
             "`if __name__ == '__main__':`."
         ) from e
     except BaseException as e:
-        raise InputError(f"{what} does not import: {type(e).__name__}: {one_line(e)}.") from e
+        raise InputError(
+            f"{what} does not import: {type(e).__name__}: {one_line(e)}."
+        ) from e
     finally:
         if os.getpid() != process:  # it forked, and this is the copy
             os._exit(0)

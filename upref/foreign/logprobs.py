@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's log-probability function as one frozen type: `(hidden, weight, tokens, temperature)` or `(logits, tokens,
-temperature)` in, log-probabilities and maybe entropies out, with their gradients."""
+"""A user's log-probability function as one frozen type:
+`(hidden, weight, tokens, temperature)` or `(logits, tokens, temperature)` in,
+log-probabilities and maybe entropies out, with their gradients."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -21,7 +22,17 @@ SETTINGS = {"temperature": {"temperature", "tau", "temp"}, "bias": {"bias"}, "lo
             "softcap": {"softcap", "softcapping", "cap"}}  # fmt: skip
 ROLES = {
     "weight": {"weight", "weights", "w", "head", "vocab", "unembedding", "embedding"},
-    "tokens": {"tokens", "token", "ids", "labels", "label", "target", "targets", "index", "actions"},
+    "tokens": {
+        "tokens",
+        "token",
+        "ids",
+        "labels",
+        "label",
+        "target",
+        "targets",
+        "index",
+        "actions",
+    },
     "logits": {"logits", "logit"},
     "hidden": {"hidden", "states", "h", "input", "x", "features"},
 }
@@ -31,8 +42,10 @@ ROLES = {
 class Problem:
     """One call. x: hidden states [B, T, H], or logits [B, T, V] where weight is None.
 
-    g, g_H: what the log-probs and entropies are multiplied by before they are added and differentiated; None: not used.
-    frozen: the input that needs no gradient. keep: the tokens that are compared; None: all.
+    g, g_H: what the log-probs and entropies are multiplied by before they are added and
+    differentiated; None: not used.
+    frozen: the input that needs no gradient. keep: the tokens that are compared; None:
+    all.
     """
 
     x: Tensor
@@ -48,34 +61,46 @@ class Problem:
     keep: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Problem":
-        cast: Any = lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
+        cast: Any = lambda v: (
+            v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
+        )
         return Problem(**{k: cast(v) for k, v in vars(self).items()})
 
     @property
     def leaves(self) -> dict[str, Tensor]:
         """What is differentiated for, by the reader's name."""
-        return {"logits": self.x} if self.weight is None else {"hidden": self.x, "weight": self.weight}
+        return (
+            {"logits": self.x}
+            if self.weight is None
+            else {"hidden": self.x, "weight": self.weight}
+        )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call did, in float64: numbers by name (log-prob, entropy, gradient of hidden, ...)."""
+    """What one call did, in float64: numbers by name (log-prob, entropy, gradient of
+    hidden, ...).
+    """
 
     numbers: dict[str, Tensor]
     wrote: frozenset[str] = frozenset()
     printed: bool = False
-    again: str = ""  # of a second backward: "" alike, "other numbers", or what it raised
+    # of a second backward: "" alike, "other numbers", or what it raised
+    again: str = ""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Call it on a Problem. dtype: what it is given; flat: its tokens are [N], not [B, T]."""
+    """Call it on a Problem. dtype: what it is given; flat: its tokens are [N], not [B,
+    T].
+    """
 
     name: str
     fn: Callable[..., Any]
     reading: Reading
     kind: str  # hidden | logits
-    settings: Mapping[str, str]  # temperature, bias, softcap, logit_scale -> its argument
+    # temperature, bias, softcap, logit_scale -> its argument
+    settings: Mapping[str, str]
     dtype: torch.dtype = torch.float64
     flat: bool = False
     has_entropy: bool = True
@@ -85,84 +110,170 @@ class Kernel:
     def __call__(self, p: Problem, twice: bool = False) -> Outcome:
         """twice: the backward is run again."""
         p = p.to(self.dtype) if p.x.dtype == torch.float64 else p
-        leaves = {k: v.detach().requires_grad_(k != p.frozen) for k, v in p.leaves.items()}
+        leaves = {
+            k: v.detach().requires_grad_(k != p.frozen) for k, v in p.leaves.items()
+        }
         shape = p.tokens.shape
         flat = lambda x: x.flatten(0, len(shape) - 1) if self.flat else x
-        full = {k: v if k == "weight" else flat(v.clone()) for k, v in leaves.items()} | {"tokens": flat(p.tokens)}
-        extra = {arg: getattr(p, k) for k, arg in self.settings.items() if getattr(p, k) is not None}
+        full = {
+            k: v if k == "weight" else flat(v.clone()) for k, v in leaves.items()
+        } | {"tokens": flat(p.tokens)}
+        extra = {
+            arg: getattr(p, k)
+            for k, arg in self.settings.items()
+            if getattr(p, k) is not None
+        }
         before = {k: v.detach().clone() for k, v in full.items()}
-        answer, printed = called(self.name, lambda: self.reading.call(self.fn, full, extra))
+        answer, printed = called(
+            self.name, lambda: self.reading.call(self.fn, full, extra)
+        )
         out = self._outputs(answer, full["tokens"].shape)
         numbers = {k: v.detach().double().reshape(shape) for k, v in out.items()}
-        given = {k: u for k, u in (("log-prob", p.g), ("entropy", p.g_H)) if k in out and u is not None}
-        ups = {f"the upstream gradient of the {k}": flat(u).to(out[k].dtype) for k, u in given.items()}
-        full, before, again = full | ups, before | {k: u.clone() for k, u in ups.items()}, ""
+        given = {
+            k: u
+            for k, u in (("log-prob", p.g), ("entropy", p.g_H))
+            if k in out and u is not None
+        }
+        ups = {
+            f"the upstream gradient of the {k}": flat(u).to(out[k].dtype)
+            for k, u in given.items()
+        }
+        full, before, again = (
+            full | ups,
+            before | {k: u.clone() for k, u in ups.items()},
+            "",
+        )
         if ups:
             wanted = {k: v for k, v in leaves.items() if k != p.frozen}
-            back = lambda: _backward([out[k] for k in given], list(ups.values()), wanted, twice)
+            back = lambda: _backward(
+                [out[k] for k in given], list(ups.values()), wanted, twice
+            )
             grads, more = called(f"the backward of {self.name}", back)
             numbers |= {f"gradient of {k}": v.double() for k, v in grads.items()}
             printed |= more
             try:
-                second = called(f"the second backward of {self.name}", back)[0] if twice else grads
-                again = "" if all(torch.equal(second[k], v) for k, v in grads.items()) else "other numbers"
+                second = (
+                    called(f"the second backward of {self.name}", back)[0]
+                    if twice
+                    else grads
+                )
+                again = (
+                    ""
+                    if all(torch.equal(second[k], v) for k, v in grads.items())
+                    else "other numbers"
+                )
             except InputError as e:
                 again = str(e)
-        same = lambda k: torch.equal(before[k].nan_to_num(), full[k].detach().nan_to_num())
-        return Outcome(numbers, frozenset(k for k in before if not same(k)), printed, again)
+        same = lambda k: torch.equal(
+            before[k].nan_to_num(), full[k].detach().nan_to_num()
+        )
+        return Outcome(
+            numbers, frozenset(k for k in before if not same(k)), printed, again
+        )
 
     def _outputs(self, answer: Any, shape: torch.Size) -> dict[str, Tensor]:
         if isinstance(answer, Mapping):
-            key = lambda *parts: next((v for s in parts for k, v in answer.items() if s in str(k).lower()), None)
+            key = lambda *parts: next(
+                (v for s in parts for k, v in answer.items() if s in str(k).lower()),
+                None,
+            )
             answer = (key("logp", "log_p"), key("entrop"))
         parts = list(answer) if isinstance(answer, tuple | list) else [answer]
-        out = dict(zip(("log-prob", "entropy"), parts[: 1 + self.has_entropy], strict=False))
+        out = dict(
+            zip(("log-prob", "entropy"), parts[: 1 + self.has_entropy], strict=False)
+        )
         if out.get("entropy", 0) is None:
             del out["entropy"]
         for k, v in out.items():
-            if not isinstance(v, Tensor) or v.shape != shape or not v.is_floating_point() or v.is_meta:
-                got = list(v.shape) if isinstance(v, Tensor) and v.shape != shape else type(v).__name__
+            if (
+                not isinstance(v, Tensor)
+                or v.shape != shape
+                or not v.is_floating_point()
+                or v.is_meta
+            ):
+                got = (
+                    list(v.shape)
+                    if isinstance(v, Tensor) and v.shape != shape
+                    else type(v).__name__
+                )
                 told = f"{self.name} returns {got} for the {k} of tokens {list(shape)}"
                 raise InputError(f"{told}: return one each.")
         return out
 
 
-def _backward(ys: list[Tensor], ups: list[Tensor], leaves: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Gradients by leaf; upstream gradients are handed over as they are, so that their layout reaches the function."""
+def _backward(
+    ys: list[Tensor], ups: list[Tensor], leaves: dict[str, Tensor], keep: bool
+) -> dict[str, Tensor]:
+    """Gradients by leaf; upstream gradients are handed over as they are, so that their
+    layout reaches the function.
+    """
     live = [(y, u) for y, u in zip(ys, ups, strict=True) if y.requires_grad]
     if not live:
         return {k: torch.zeros_like(v) for k, v in leaves.items()}
     ys, ups = map(list, zip(*live, strict=True))
-    grads = torch.autograd.grad(ys, list(leaves.values()), ups, retain_graph=keep, allow_unused=True)
-    return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(leaves.items(), grads, strict=True)}
+    grads = torch.autograd.grad(
+        ys, list(leaves.values()), ups, retain_graph=keep, allow_unused=True
+    )
+    return {
+        k: torch.zeros_like(v) if g is None else g
+        for (k, v), g in zip(leaves.items(), grads, strict=True)
+    }
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------
 def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Kernel:
-    """A Kernel from a callable or its name, in the dtype and shape in which it runs; InputError where none does."""
+    """A Kernel from a callable or its name, in the dtype and shape in which it runs;
+    InputError where none does.
+    """
     name = name_of(fn)
     fn = load(fn) if isinstance(fn, str) else fn
     if not callable(fn) or isinstance(fn, type):
-        raise InputError(f"a {type(fn).__name__} is not a log-probability function: pass a function or its name.")
-    every = [p for p in parameters(fn) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        raise InputError(
+            f"a {type(fn).__name__} is not a log-probability function: pass a function or its name."
+        )
+    every = [
+        p for p in parameters(fn) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if not every:
-        raise InputError(f"{name} names no arguments: check `def f(hidden, weight, tokens, temperature): ...`.")
+        raise InputError(
+            f"{name} names no arguments: check `def f(hidden, weight, tokens, temperature): ...`."
+        )
     settings = {s: p.name for p in every if (s := _said(p.name, SETTINGS))}
     roles = {p.name: r for p in every if (r := _role(p.name))}
-    free = [p.name for p in every if p.default is p.empty and p.name not in (*roles, *settings.values())]
+    free = [
+        p.name
+        for p in every
+        if p.default is p.empty and p.name not in (*roles, *settings.values())
+    ]
     timed = [] if "temperature" in settings else ["temperature"]
-    must = [p for p in every if p.default is p.empty or _said(p.name, SETTINGS) == "temperature"]
-    few = len([p for p in must if _said(p.name, SETTINGS) in ("", "temperature")]) < 4  # (logits, tokens, temperature)
+    must = [
+        p
+        for p in every
+        if p.default is p.empty or _said(p.name, SETTINGS) == "temperature"
+    ]
+    # (logits, tokens, temperature)
+    few = len([p for p in must if _said(p.name, SETTINGS) in ("", "temperature")]) < 4
     said = set(roles.values())
-    kind = "logits" if "logits" in said or (few and not {"hidden", "weight"} & said) else "hidden"
+    kind = (
+        "logits"
+        if "logits" in said or (few and not {"hidden", "weight"} & said)
+        else "hidden"
+    )
     missing = [r for r in MAIN[kind] if r not in said] + timed
-    if len(free) == len(missing):  # what no name says, in order; the last is the temperature
+    # what no name says, in order; the last is the temperature
+    if len(free) == len(missing):
         settings |= {"temperature": free.pop()} if timed else {}
         roles |= dict(zip(free, missing, strict=False))
     reading = read_signature(fn, name, lambda n: roles.get(n, ""), MAIN[kind])
     if unknown := [p for p in reading.needed if p not in settings.values()]:
-        raise InputError(f"{name} needs {unknown[0]!r}, which upref cannot give: bind it with functools.partial.")
-    return _running(Kernel(name, fn, reading, kind, settings, softcap=softcap, logit_scale=logit_scale))
+        raise InputError(
+            f"{name} needs {unknown[0]!r}, which upref cannot give: bind it with functools.partial."
+        )
+    return _running(
+        Kernel(
+            name, fn, reading, kind, settings, softcap=softcap, logit_scale=logit_scale
+        )
+    )
 
 
 def _said(name: str, table: Mapping[str, set[str]]) -> str:
@@ -171,7 +282,9 @@ def _said(name: str, table: Mapping[str, set[str]]) -> str:
 
 
 def _role(name: str) -> str:
-    odd = _said(name, SETTINGS) or any(w.startswith(("mask", "chunk", "ignore")) for w in names.words(name))
+    odd = _said(name, SETTINGS) or any(
+        w.startswith(("mask", "chunk", "ignore")) for w in names.words(name)
+    )
     return "" if odd else _said(name, ROLES)
 
 
@@ -181,12 +294,22 @@ def probe(kernel: Kernel) -> Problem:
     x, W = (1.7 * n[:24]).sin().reshape(2, 3, 4), (2.3 * n[:28]).cos().reshape(7, 4)
     tokens, g = torch.tensor([[0, 6, 2], [3, 3, 5]]), (n[:6] - 2.5).reshape(2, 3)
     bias = n[:7].sin() if "bias" in kernel.settings else None
-    p = Problem(x, W, tokens, g, bias=bias, softcap=kernel.softcap, logit_scale=kernel.logit_scale)
+    p = Problem(
+        x,
+        W,
+        tokens,
+        g,
+        bias=bias,
+        softcap=kernel.softcap,
+        logit_scale=kernel.logit_scale,
+    )
     return p if kernel.kind == "hidden" else replace(p, x=x @ W.T, weight=None)
 
 
 def _running(kernel: Kernel) -> Kernel:
-    """With tokens [B, T] or else [N], in float64 or else in float32, whichever it takes first."""
+    """With tokens [B, T] or else [N], in float64 or else in float32, whichever it takes
+    first.
+    """
     errors = []
     for dtype, flat in itertools.product((torch.float64, torch.float32), (False, True)):
         one = replace(kernel, dtype=dtype, flat=flat)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user-supplied loss as one frozen type: a function of Rollouts to the scalar that an optimizer would minimize.
+"""A user-supplied loss as one frozen type: a function of Rollouts to the scalar that an
+optimizer would minimize.
 
 One file, for the call and every measurement of it share their inputs."""
 
@@ -24,57 +25,80 @@ from upref.rollouts import Rollouts, per_response
 MAIN = ("logp", "logp_old", "adv", "mask")
 SHAPES = {"BT": "[B, T]", "B1": "[B, 1]", "B": "[B]"}
 FIRST = "first"  # [B, T], of which only the first column is read
-ALSO_LIVE = "its first element; another one has a gradient too"  # where the loss stands in such an answer
+# where the loss stands in such an answer
+ALSO_LIVE = "its first element; another one has a gradient too"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call did. value: the scalar. form: scalar, or `unreduced` where the loss left the sum to its caller."""
+    """What one call did. value: the scalar. form: scalar, or `unreduced` where the loss
+    left the sum to its caller.
+    """
 
     value: Tensor
     form: str
-    wrapped: str  # where the loss stood in a tuple or a dict, in words; empty where it was the answer itself
+    # where the loss stood in a tuple or a dict, in words; empty where it was the answer
+    # itself
+    wrapped: str
     attached: bool  # it has a gradient
     wrote: frozenset[str]  # roles whose tensors it changed
     printed: bool
     calls_backward: bool = False  # it called .backward() itself
-    own: Tensor | None = None  # dJ/dlp that this left, where the loss that it returned has a gradient of its own too
+    # dJ/dlp that this left, where the loss that it returned has a gradient of its own
+    # too
+    own: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Call it on Rollouts for the scalar to minimize; `gradient` is dJ/dlp = -d loss/d logp, [B, T].
+    """Call it on Rollouts for the scalar to minimize; `gradient` is dJ/dlp = -d loss/d
+    logp, [B, T].
 
-    call: inputs by role and hyperparameters by the objective's names, to whatever the function answers.
+    call: inputs by role and hyperparameters by the objective's names, to whatever the
+    function answers.
     """
 
     name: str
     call: Callable[[dict[str, Any], dict[str, Any]], Any] = field(repr=False)
-    objective: Objective  # what it is compared with: says how an unreduced answer is aggregated
+    # what it is compared with: says how an unreduced answer is aggregated
+    objective: Objective
     reads: frozenset[str]  # roles it takes
-    accepts: frozenset[str] = frozenset()  # hyperparameters of the objective that it takes by name
+    # hyperparameters of the objective that it takes by name
+    accepts: frozenset[str] = frozenset()
     accepts_kwargs: bool = False  # it has **kwargs
-    bound_args: dict[str, Any] = field(default_factory=dict)  # hyperparameters handed to it
+    # hyperparameters handed to it
+    bound_args: dict[str, Any] = field(default_factory=dict)
     framework: str = ""
     read_as: str = ""
     assumptions: tuple[str, ...] = ()
-    unfed: tuple[str, ...] = ()  # optional arguments for the sampler's numbers, which are left at None
+    # optional arguments for the sampler's numbers, which are left at None
+    unfed: tuple[str, ...] = ()
     takes_batch: bool = False  # it takes the whole batch in one argument
     adv_shape: str = "BT"
     float_mask: bool = False
     form: str = "scalar"
-    wrapped: str = ""  # where it stands in the answer, in words; empty where it is the answer
+    # where it stands in the answer, in words; empty where it is the answer
+    wrapped: str = ""
     calls_backward: bool = False  # it calls .backward() itself
-    returns_live: bool = False  # ... and returns a loss that has a gradient too: its caller gets the sum
-    # of each call of the function; (loss, question, inputs, answer) where a question takes one call, else None
+    # ... and returns a loss that has a gradient too: its caller gets the sum
+    returns_live: bool = False
+    # of each call of the function; (loss, question, inputs, answer) where a question
+    # takes one call, else None
     log: list[Any] = field(default_factory=list, repr=False, compare=False)
-    lines: int = 0  # of Python that a call may run before it is stopped, 0 for any number
-    fields: dict[str, Any] | None = None  # of its framework's config that were set; None where there is none
-    defaults: dict[str, Any] = field(default_factory=dict)  # what the framework ships for these fields
+    # of Python that a call may run before it is stopped, 0 for any number
+    lines: int = 0
+    # of its framework's config that were set; None where there is none
+    fields: dict[str, Any] | None = None
+    # what the framework ships for these fields
+    defaults: dict[str, Any] = field(default_factory=dict)
     defaults_called: str = "shipped"  # what the defaults are to this loss
-    counts_from: str = ""  # who passes it the counts of the mini-batch, and in what; empty where its arguments say
-    switched_off: tuple[str, ...] = ()  # parts of it that its settings leave out of the comparison, in words
-    shipped: Any = field(default=None, repr=False)  # a Loss: itself as shipped, where it was matched
+    # who passes it the counts of the mini-batch, and in what; empty where its arguments
+    # say
+    counts_from: str = ""
+    # parts of it that its settings leave out of the comparison, in words
+    switched_off: tuple[str, ...] = ()
+    # a Loss: itself as shipped, where it was matched
+    shipped: Any = field(default=None, repr=False)
 
     @property
     def reads_ranks(self) -> bool:
@@ -96,19 +120,29 @@ class Loss:
 
     @property
     def equal_cuts(self) -> bool:
-        """Whether it is asked with equal micro-batches only: their number says enough of no others."""
+        """Whether it is asked with equal micro-batches only: their number says enough
+        of no others.
+        """
         return self.framework == "trl" or "parts" in self.reads
 
     def visible_batch(self, b: Rollouts) -> Rollouts:
         """The batch as this loss can know it: without groups where it takes none."""
-        return b if "group" in self.reads else b.but(group=None, totals=b.totals or Totals.of(b.mask))
+        return (
+            b
+            if "group" in self.reads
+            else b.but(group=None, totals=b.totals or Totals.of(b.mask))
+        )
 
     def inputs(self, b: Rollouts, logp: Tensor, ranks: int = 1) -> dict[str, Any]:
         """Fresh tensors by role; masked slots as they are."""
         adv = b.adv.expand_as(b.mask)
         if self.adv_shape != "BT":
             adv = per_response(adv, b.mask)
-            adv = {"B": adv, "B1": adv[:, None], FIRST: adv[:, None].expand(b.mask.shape)}[self.adv_shape]
+            adv = {
+                "B": adv,
+                "B1": adv[:, None],
+                FIRST: adv[:, None].expand(b.mask.shape),
+            }[self.adv_shape]
         totals = b.totals or Totals.of(b.mask, b.group)
         ref = b.logp_old if b.logp_ref is None else b.logp_ref
         return {
@@ -117,43 +151,79 @@ class Loss:
             "adv": adv.clone(),
             "mask": b.mask.to(b.logp.dtype) if self.float_mask else b.mask.clone(),
             "logp_ref": ref.clone(),
-            "logp_sampler": (b.logp_old if b.logp_sampler is None else b.logp_sampler).clone(),
-            "group": torch.zeros(len(b.mask), dtype=torch.int64) if b.group is None else b.group.clone(),
-            "entropy": torch.ones_like(b.logp_old) if b.entropy is None else b.entropy.clone(),
+            "logp_sampler": (
+                b.logp_old if b.logp_sampler is None else b.logp_sampler
+            ).clone(),
+            "group": torch.zeros(len(b.mask), dtype=torch.int64)
+            if b.group is None
+            else b.group.clone(),
+            "entropy": torch.ones_like(b.logp_old)
+            if b.entropy is None
+            else b.entropy.clone(),
             "totals": totals,
             "ranks": ranks,
             "parts": max(1, round(float(totals.sequences) / len(b.mask))),
         }
 
     def run(
-        self, full: dict[str, Any], b: Rollouts, moved: dict[str, Any] | None = None, leaves: tuple[Tensor, ...] = ()
+        self,
+        full: dict[str, Any],
+        b: Rollouts,
+        moved: dict[str, Any] | None = None,
+        leaves: tuple[Tensor, ...] = (),
     ) -> Outcome:
-        """One call on these inputs; InputError in one sentence for whatever the loss does instead of answering.
+        """One call on these inputs; InputError in one sentence for whatever the loss
+        does instead of answering.
 
-        leaves: the tensors from which inputs were computed, that of log_prob first; by default they are the inputs.
+        leaves: the tensors from which inputs were computed, that of log_prob first; by
+        default they are the inputs.
         """
-        before = {k: v.detach().clone() for k, v in full.items() if isinstance(v, Tensor)}
-        leaves = leaves or tuple(v for v in full.values() if isinstance(v, Tensor) and v.is_leaf and v.requires_grad)
+        before = {
+            k: v.detach().clone() for k, v in full.items() if isinstance(v, Tensor)
+        }
+        leaves = leaves or tuple(
+            v
+            for v in full.values()
+            if isinstance(v, Tensor) and v.is_leaf and v.requires_grad
+        )
         self.log.append(None)
-        got, printed = called(self.name, lambda: self.call(full, self.bound_args | (moved or {})), self.lines)
+        got, printed = called(
+            self.name,
+            lambda: self.call(full, self.bound_args | (moved or {})),
+            self.lines,
+        )
         value, form, wrapped = self._scalar(got, b)
         wrote = frozenset(k for k, v in before.items() if not _same(v, full[k]))
         left = [x.grad for x in leaves]
         if all(g is None for g in left):
             return Outcome(value, form, wrapped, value.requires_grad, wrote, printed)
         if form != "scalar":
-            raise InputError(f"{self.name} calls .backward() itself and returns {form} numbers: return the loss.")
-        # a training step: the gradient that it left trains, and that of the loss that it returns
+            raise InputError(
+                f"{self.name} calls .backward() itself and returns {form} numbers: return the loss."
+            )
+        # a training step: the gradient that it left trains, and that of the loss that
+        # it returns
         more = self._gradients(value, leaves, freed=left[0] is not None)
-        both = [_plus(x, g, h).detach() for x, g, h in zip(leaves, left, more, strict=True)]
+        both = [
+            _plus(x, g, h).detach() for x, g, h in zip(leaves, left, more, strict=True)
+        ]
         value = _Stepped.apply(value.detach(), len(leaves), *leaves, *both)
-        own = None if all(g is None for g in more) else 0 - _plus(leaves[0], left[0], None).detach()
-        return Outcome(value, form, wrapped, value.requires_grad, wrote, printed, True, own)
+        own = (
+            None
+            if all(g is None for g in more)
+            else 0 - _plus(leaves[0], left[0], None).detach()
+        )
+        return Outcome(
+            value, form, wrapped, value.requires_grad, wrote, printed, True, own
+        )
 
-    def _gradients(self, value: Tensor, leaves: tuple[Tensor, ...], freed: bool) -> list[Tensor | None]:
+    def _gradients(
+        self, value: Tensor, leaves: tuple[Tensor, ...], freed: bool
+    ) -> list[Tensor | None]:
         """Those of a value; None where it has none.
 
-        freed: a backward pass of the loss may have freed its graph, so that its caller cannot go back; None then too.
+        freed: a backward pass of the loss may have freed its graph, so that its caller
+        cannot go back; None then too.
         """
         nothing: list[Tensor | None] = [None] * len(leaves)
         if not value.requires_grad:
@@ -169,16 +239,28 @@ class Loss:
     def _scalar(self, got: Any, b: Rollouts) -> tuple[Tensor, str, str]:
         first, wrapped = self._tensor(got)
         first = _plain(first)
-        kinds = {"complex": first.is_complex(), "nested": first.is_nested, "meta": first.is_meta}
-        kinds[str(first.layout).removeprefix("torch.")] = first.layout is not torch.strided
+        kinds = {
+            "complex": first.is_complex(),
+            "nested": first.is_nested,
+            "meta": first.is_meta,
+        }
+        kinds[str(first.layout).removeprefix("torch.")] = (
+            first.layout is not torch.strided
+        )
         if odd := next((kind for kind, it_is in kinds.items() if it_is), ""):
-            raise InputError(f"{self.name} returns a {odd} tensor: return a real, dense one that holds numbers.")
+            raise InputError(
+                f"{self.name} returns a {odd} tensor: return a real, dense one that holds numbers."
+            )
         B, T = b.mask.shape
         if first.ndim and first.shape in {(B, T), (B,), (B, 1)}:
             x = first[:, 0] if first.shape == (B, 1) and T > 1 else first
             o, v = self.objective, self.visible_batch(b)
             if x.ndim == 2 and o.agg == "seq-mean":
-                agg = "seq-mean-token-sum" if o.level == "sequence_product" else "seq-mean-token-mean"
+                agg = (
+                    "seq-mean-token-sum"
+                    if o.level == "sequence_product"
+                    else "seq-mean-token-mean"
+                )
             else:
                 agg = "seq-mean" if x.ndim == 1 else o.agg
             return aggregate(x, b.mask, agg, v.group, v.totals), "unreduced", wrapped
@@ -190,7 +272,9 @@ class Loss:
         return first.reshape(()), "scalar", wrapped
 
     def _tensor(self, got: Any) -> tuple[Tensor, str]:
-        """The loss in an answer, and where it stood there, in words; no words where it is the answer itself."""
+        """The loss in an answer, and where it stood there, in words; no words where it
+        is the answer itself.
+        """
         if isinstance(got, Tensor):
             return got, ""
         kind, where = f"{self.name} returns a {type(got).__name__}", "its entry `loss`"
@@ -200,22 +284,31 @@ class Loss:
             if any(isinstance(x, Tensor) and x.requires_grad for x in got[1:]):
                 where = ALSO_LIVE
                 if isinstance(first, Tensor) and not first.requires_grad:
-                    raise InputError(f"{kind} of {len(got)}, of which the first has no gradient. {_RETURN}")
+                    raise InputError(
+                        f"{kind} of {len(got)}, of which the first has no gradient. {_RETURN}"
+                    )
         if not isinstance(first, Tensor):
             raise InputError(f"{kind}, not a tensor: return the loss itself. {_RETURN}")
         return first, where
 
     def outcome(
-        self, b: Rollouts, ranks: int = 1, wanting: tuple[str, ...] | None = None, **moved: Any
+        self,
+        b: Rollouts,
+        ranks: int = 1,
+        wanting: tuple[str, ...] | None = None,
+        **moved: Any,
     ) -> tuple[Outcome, Tensor]:
         """What a call did, and dJ/dlp.
 
-        wanting: log_prob is computed from a leaf, as by a network, and so are these roles; by default it is the leaf.
+        wanting: log_prob is computed from a leaf, as by a network, and so are these
+        roles; by default it is the leaf.
         """
         return self.ask("measured", b, ranks, wanting, moved)
 
     def ask(self, what: str, *inputs: Any) -> Any:
-        """The answer of one of the methods below, all that a verdict takes from the loss."""
+        """The answer of one of the methods below, all that a verdict takes from the
+        loss.
+        """
         before = len(self.log)
         try:
             answer = getattr(self, what)(*inputs)
@@ -227,15 +320,25 @@ class Loss:
         return answer
 
     def _must_recur(self, e: InputError, again: Callable[[], Any]) -> None:
-        """An exception tells what the loss refuses only if the same inputs raise one again."""
+        """An exception tells what the loss refuses only if the same inputs raise one
+        again.
+        """
         try:
             again()
         except InputError:
             return
-        raise stopped(Gone(f"{e}; on the same inputs {self.name} then answered: it has no one answer.")) from e
+        raise stopped(
+            Gone(
+                f"{e}; on the same inputs {self.name} then answered: it has no one answer."
+            )
+        ) from e
 
     def measured(
-        self, b: Rollouts, ranks: int, wanting: tuple[str, ...] | None, moved: dict[str, Any]
+        self,
+        b: Rollouts,
+        ranks: int,
+        wanting: tuple[str, ...] | None,
+        moved: dict[str, Any],
     ) -> tuple[Outcome, Tensor]:
         x = b.logp.detach().clone().requires_grad_()
         full, leaves = self.inputs(b, x, ranks), ()
@@ -251,8 +354,8 @@ class Loss:
         return done, torch.zeros_like(x) if g is None else 0 - _plain(g)
 
     def into(self, b: Rollouts, role: str, times: float = 1.0) -> Tensor | None:
-        """The gradient of the loss, multiplied by a number, by one of its inputs; None where there is none, or where
-        that is refused."""
+        """The gradient of the loss, multiplied by a number, by one of its inputs; None
+        where there is none, or where that is refused."""
 
         def inputs() -> dict[str, Any]:
             full = self.inputs(b, b.logp.detach().clone().requires_grad_())
@@ -267,16 +370,25 @@ class Loss:
             return None
         if not done.attached:
             return None
-        backward = partial(torch.autograd.grad, done.value * times, full[role], allow_unused=True)
+        backward = partial(
+            torch.autograd.grad, done.value * times, full[role], allow_unused=True
+        )
         return called(f"the backward pass of {self.name}", backward)[0][0]
 
     def sliced(self, b: Rollouts) -> Tensor:
-        """dJ/dlp where each tensor [B, T] is a slice of a wider one, and advantages are expanded from [B, 1]."""
+        """dJ/dlp where each tensor [B, T] is a slice of a wider one, and advantages are
+        expanded from [B, 1].
+        """
         x = _slice(b.logp.detach()).requires_grad_()
-        full = {k: _slice(v) if isinstance(v, Tensor) and v.ndim == 2 else v for k, v in self.inputs(b, x).items()}
+        full = {
+            k: _slice(v) if isinstance(v, Tensor) and v.ndim == 2 else v
+            for k, v in self.inputs(b, x).items()
+        }
         full["logp"] = x
         if self.adv_shape in ("BT", FIRST) and b.one_adv_per_response:
-            full["adv"] = per_response(b.adv, b.mask).clone()[:, None].expand(b.mask.shape)
+            full["adv"] = (
+                per_response(b.adv, b.mask).clone()[:, None].expand(b.mask.shape)
+            )
         done = self.run(full, b, None, (x,))
         if not done.attached:
             return torch.zeros_like(x)
@@ -294,7 +406,9 @@ class Loss:
         return done.value, g
 
     def differences(self, b: Rollouts, steps: list[Tensor]) -> list[float]:
-        """Central differences of the value along each step, every sg(x) held at its value; [] where it has none."""
+        """Central differences of the value along each step, every sg(x) held at its
+        value; [] where it has none.
+        """
         values: list[Tensor] = []
         with recorded_sg(values):
             self(b)
@@ -319,7 +433,9 @@ class Loss:
 
 
 class _Stepped(torch.autograd.Function):
-    """value, n, *inputs, *their gradients: the value, with those gradients, of a loss that went back itself."""
+    """value, n, *inputs, *their gradients: the value, with those gradients, of a loss
+    that went back itself.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, n: int, *inputs: Tensor) -> Tensor:
@@ -328,7 +444,12 @@ class _Stepped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return None, None, *(g * x for x in ctx.saved_tensors), *(None for _ in ctx.saved_tensors)
+        return (
+            None,
+            None,
+            *(g * x for x in ctx.saved_tensors),
+            *(None for _ in ctx.saved_tensors),
+        )
 
 
 _RETURN = (
@@ -338,13 +459,21 @@ _RETURN = (
 
 
 def _slice(x: Tensor) -> Tensor:
-    """The same numbers as columns of a wider tensor, in which other numbers stand beside them."""
-    return torch.nn.functional.pad(x, (2, 1), value=False if x.dtype is torch.bool else 0.5)[:, 2:-1]
+    """The same numbers as columns of a wider tensor, in which other numbers stand
+    beside them.
+    """
+    return torch.nn.functional.pad(
+        x, (2, 1), value=False if x.dtype is torch.bool else 0.5
+    )[:, 2:-1]
 
 
 def _plain(x: Tensor) -> Tensor:
     """The tensor without its subclass, which may redefine comparisons."""
-    return x if type(x) is Tensor or type(x) is torch.nn.Parameter else x.as_subclass(Tensor)
+    return (
+        x
+        if type(x) is Tensor or type(x) is torch.nn.Parameter
+        else x.as_subclass(Tensor)
+    )
 
 
 def _plus(like: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:

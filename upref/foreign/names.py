@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of roles: what an argument of a user-supplied function is called, and what it means.
+"""The one table of roles: what an argument of a user-supplied function is called, and
+what it means.
 
-A rule by the words of a name rather than a list of names, so that `behaviour_logprobs` is old and `curr_logps` new.
+A rule by the words of a name rather than a list of names, so that `behaviour_logprobs`
+is old and `curr_logps` new.
 """
 
 import re
@@ -14,7 +16,8 @@ CALLED = {
     "ranks": "dp_size", "parts": "num_micro_batches", "rewards": "rewards", "n": "n", "hidden": "hidden",
     "weight": "weight", "logits": "logits", "tokens": "tokens",
 }  # fmt: skip
-OLD = ("old", "prox", "behav", "rollout", "sampl", "prev", "inference", "vllm")  # beginnings of words
+# beginnings of words
+OLD = ("old", "prox", "behav", "rollout", "sampl", "prev", "inference", "vllm")
 SAMPLER = (
     "behav",
     "rollout",
@@ -25,17 +28,114 @@ SAMPLER = (
     "generator",
 )  # the engine's, beside another old one
 REFERENCE = ("ref", "reference")
-NEW = ("new", "cur", "curr", "current", "policy", "actor", "trainer", "training", "learner")
-LOG_P = re.compile(r"log_?p(rob(abilitie)?|s|i|\b|_|$)|(^|_)lps?(_|$)|log_?likelihood|(^|_)ll(_|$)")
-COUNTS = {"coef", "coeff", "coefficient", "weight", "weights", "size", "num", "threshold", "kl", "clip", "values"}
-NEVER = {"model", "batch", "inputs", "tokenizer", "data", "sample", "samples", "config", "cfg", "args", "trainer"}
-# words that make another thing of a log-probability, an advantage, an entropy or a mask: `neg_log_prob`, `norm_adv`
-OTHER = {"fn", "func", "function", "ratio", "rate", "type", "mode", "mean", "std", "norm", "normalize", "whiten"}
-OTHER |= {"estimator", "dim", "name", "diff", "delta", "neg", "negative", "minus", "nll"}
-INVERTED = {"pad", "padding", "padded", "ignore", "ignored", "prompt", "prompts", "query", "input", "inverse", "not"}
+NEW = (
+    "new",
+    "cur",
+    "curr",
+    "current",
+    "policy",
+    "actor",
+    "trainer",
+    "training",
+    "learner",
+)
+LOG_P = re.compile(
+    r"log_?p(rob(abilitie)?|s|i|\b|_|$)|(^|_)lps?(_|$)|log_?likelihood|(^|_)ll(_|$)"
+)
+COUNTS = {
+    "coef",
+    "coeff",
+    "coefficient",
+    "weight",
+    "weights",
+    "size",
+    "num",
+    "threshold",
+    "kl",
+    "clip",
+    "values",
+}
+NEVER = {
+    "model",
+    "batch",
+    "inputs",
+    "tokenizer",
+    "data",
+    "sample",
+    "samples",
+    "config",
+    "cfg",
+    "args",
+    "trainer",
+}
+# words that make another thing of a log-probability, an advantage, an entropy or a
+# mask: `neg_log_prob`, `norm_adv`
+OTHER = {
+    "fn",
+    "func",
+    "function",
+    "ratio",
+    "rate",
+    "type",
+    "mode",
+    "mean",
+    "std",
+    "norm",
+    "normalize",
+    "whiten",
+}
+OTHER |= {
+    "estimator",
+    "dim",
+    "name",
+    "diff",
+    "delta",
+    "neg",
+    "negative",
+    "minus",
+    "nll",
+}
+INVERTED = {
+    "pad",
+    "padding",
+    "padded",
+    "ignore",
+    "ignored",
+    "prompt",
+    "prompts",
+    "query",
+    "input",
+    "inverse",
+    "not",
+}
 # and what is none of these, whatever it is called beside
-ELSE = {"length", "lengths", "len", "lens", "seqlens", "label", "labels", "id", "ids", "value", "values", "position"}
-ELSE |= {"positions", "prompts", "completions", "index", "hidden", "states", "self", "cls", "kl", "device", "step"}
+ELSE = {
+    "length",
+    "lengths",
+    "len",
+    "lens",
+    "seqlens",
+    "label",
+    "labels",
+    "id",
+    "ids",
+    "value",
+    "values",
+    "position",
+}
+ELSE |= {
+    "positions",
+    "prompts",
+    "completions",
+    "index",
+    "hidden",
+    "states",
+    "self",
+    "cls",
+    "kl",
+    "device",
+    "step",
+}
 EXACT = {
     "lp": "logp", "totals": "totals", "dp_size": "ranks", "world_size": "ranks", "num_ranks": "ranks",
     "num_micro_batches": "parts", "n_micro_batches": "parts", "gradient_accumulation_steps": "parts",
@@ -50,12 +150,16 @@ def words(name: str) -> list[str]:
 
 
 def is_of_sampler(name: str) -> bool:
-    """Whether a name speaks of the engine that sampled, as `sampling_logps` and `rollout_is_weights` do."""
+    """Whether a name speaks of the engine that sampled, as `sampling_logps` and
+    `rollout_is_weights` do.
+    """
     return any(word.startswith(SAMPLER) for word in words(name))
 
 
 def role(name: str) -> str:
-    """The role of an argument of a loss, or of a KL estimator, by its name; "" where the name does not say."""
+    """The role of an argument of a loss, or of a KL estimator, by its name; "" where
+    the name does not say.
+    """
     said = words(name)
     plain = "_".join(said)
     if name == "A":
@@ -72,9 +176,19 @@ def role(name: str) -> str:
         return "" if set(said) & COUNTS - {"values"} else "adv"
     if any(w.startswith("entrop") for w in said):
         return "" if set(said) & COUNTS else "entropy"
-    if said[0] in ("group", "groups", "uid", "uids") or said[:2] in (["prompt", "id"], ["prompt", "ids"]):
+    if said[0] in ("group", "groups", "uid", "uids") or said[:2] in (
+        ["prompt", "id"],
+        ["prompt", "ids"],
+    ):
         return "" if set(said) & COUNTS else "group"
-    glued = [m for m in (re.fullmatch(r"(old|ref|new)?(logp(?:rob)?s?|lps?)(old|ref|new)?", w) for w in said) if m]
+    glued = [
+        m
+        for m in (
+            re.fullmatch(r"(old|ref|new)?(logp(?:rob)?s?|lps?)(old|ref|new)?", w)
+            for w in said
+        )
+        if m
+    ]
     said += [x for m in glued for x in (m[1], m[3]) if x]
     logs = bool(LOG_P.search(plain) or glued)
     alone = all(w in (*OLD, *REFERENCE, *NEW) for w in said)  # `old`, `ref_`, `new`
@@ -88,67 +202,131 @@ def role(name: str) -> str:
 
 
 def not_given(name: str) -> bool:
-    """Whether the name says that it wants what upref does not give: probabilities, a ratio, lengths, a model."""
+    """Whether the name says that it wants what upref does not give: probabilities, a
+    ratio, lengths, a model.
+    """
     said = set(words(name))
     if role(name):
         return False
     if said & (NEVER | OTHER | ELSE) or any(w.startswith("mask") for w in said):
         return True
     return not LOG_P.search("_".join(words(name))) and bool(
-        said & {"prob", "probs", "probability", "probabilities", "ratios", "logits", "logit", "pi"}
+        said
+        & {
+            "prob",
+            "probs",
+            "probability",
+            "probabilities",
+            "ratios",
+            "logits",
+            "logit",
+            "pi",
+        }
     )
 
 
 def may_be_old(name: str) -> bool:
-    """Whether an argument that nothing else is left for may be the old log-probabilities."""
+    """Whether an argument that nothing else is left for may be the old
+    log-probabilities.
+    """
     return any(w.startswith(OLD) for w in words(name))
 
 
 def sampler_of(one: str, other: str) -> str:
-    """Which of two names of old log-probabilities is the inference engine's: the proximal policy's are not; or ""."""
+    """Which of two names of old log-probabilities is the inference engine's: the
+    proximal policy's are not; or "".
+    """
     says = [any(w.startswith(SAMPLER) for w in words(name)) for name in (one, other)]
     if not any(says):
         says = [any(w.startswith("prox") for w in words(name)) for name in (other, one)]
     return "" if says[0] == says[1] else (one, other)[says[1]]
 
 
-LOW = {"low", "lower", "lo", "min", "bottom", "floor", "below", "down", "lb", "minus", "left"}
-HIGH = {"high", "higher", "hi", "upper", "max", "top", "ceil", "above", "up", "ub", "plus", "right"}
+LOW = {
+    "low",
+    "lower",
+    "lo",
+    "min",
+    "bottom",
+    "floor",
+    "below",
+    "down",
+    "lb",
+    "minus",
+    "left",
+}
+HIGH = {
+    "high",
+    "higher",
+    "hi",
+    "upper",
+    "max",
+    "top",
+    "ceil",
+    "above",
+    "up",
+    "ub",
+    "plus",
+    "right",
+}
 
 
 def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
-    """Which hyperparameter of those known an argument means: `clip_ratio_low` -> eps_low, `kl_coef` -> beta; or ""."""
+    """Which hyperparameter of those known an argument means: `clip_ratio_low` ->
+    eps_low, `kl_coef` -> beta; or "".
+    """
     if name in known:
         return name
     said = words(name)
     low, high = LOW & set(said), HIGH & set(said)
     meant = ""
-    if "beta" in said or ("kl" in said and set(said) & {"coef", "coeff", "coefficient", "weight", "penalty"}):
+    if "beta" in said or (
+        "kl" in said
+        and set(said) & {"coef", "coeff", "coefficient", "weight", "penalty"}
+    ):
         meant = "beta"
     elif "dual" in said or (said[-1:] == ["c"] and "clip" in said):
         meant = "c"
     elif any(w.startswith(("clip", "eps", "epsilon")) for w in said):
-        meant = "eps_low" if low and not high else "eps_high" if high and not low else "eps"
+        meant = (
+            "eps_low" if low and not high else "eps_high" if high and not low else "eps"
+        )
     elif "tau" in said or "temperature" in said:
         meant = "tau_pos" if "pos" in said else "tau_neg" if "neg" in said else "tau"
     elif "lambda" in said and "lam" in known:
         meant = "lam"
-    elif (sign := {"pos", "neg"} & set(said)) and (letter := {"k", "lambda"} & set(said)):  # as VESPO's code has them
+    elif (sign := {"pos", "neg"} & set(said)) and (
+        letter := {"k", "lambda"} & set(said)
+    ):  # as VESPO's code has them
         meant = f"{'c1' if 'k' in letter else 'c2'}_{sign.pop()}"
     return meant if meant in known else ""
 
 
 def argument(key: str, of: Iterable[str]) -> str:
-    """Which of these arguments is meant by a hyperparameter: the one of its name, or that means it; or ""."""
+    """Which of these arguments is meant by a hyperparameter: the one of its name, or
+    that means it; or "".
+    """
     return key if key in of else next((p for p in of if hyperparameter(p, {key})), "")
 
 
 REWARDS = {"reward", "rewards", "score", "scores", "return", "returns", "r"}
-N = ["n", "num_generations", "group_size", "n_samples", "num_samples", "n_samples_per_prompt", "rollout_n", "g", "k"]
+N = [
+    "n",
+    "num_generations",
+    "group_size",
+    "n_samples",
+    "num_samples",
+    "n_samples_per_prompt",
+    "rollout_n",
+    "g",
+    "k",
+]
 
 
 def reward_role(name: str) -> str:
-    """The role of an argument of an advantage estimator; "" where the name does not say."""
+    """The role of an argument of an advantage estimator; "" where the name does not
+    say.
+    """
     said = words(name)
     if "_".join(said) in N:
         return "n"
@@ -156,6 +334,9 @@ def reward_role(name: str) -> str:
         return "mask"
     if set(said) & REWARDS and not set(said) & COUNTS - {"values"}:
         return "rewards"
-    if said and (said[0] in ("group", "groups", "uid", "uids", "index", "indices", "prompt") and "size" not in said):
+    if said and (
+        said[0] in ("group", "groups", "uid", "uids", "index", "indices", "prompt")
+        and "size" not in said
+    ):
         return "group"
     return ""

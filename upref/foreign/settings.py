@@ -8,13 +8,19 @@ from typing import Any
 
 
 def pairs(fields: dict[str, Any]) -> list[str]:
-    return [f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()]
+    return [
+        f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()
+    ]
 
 
 def describe_fields(
-    fields: dict[str, Any], defaults: Mapping[str, Any] = MappingProxyType({}), called: str = "shipped"
+    fields: dict[str, Any],
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    called: str = "shipped",
 ) -> str:
-    """The fields in words, each with its default where that is known and another; called: what a default is called."""
+    """The fields in words, each with its default where that is known and another;
+    called: what a default is called.
+    """
     out = []
     for key, value in fields.items():
         (pair,) = pairs({key: value})
@@ -26,8 +32,11 @@ def describe_fields(
 
 @dataclass(frozen=True)
 class Shipped:
-    """What a framework's loss, bound as a plain function, keeps in `__upref__`: how it was set up."""
+    """What a framework's loss, bound as a plain function, keeps in `__upref__`: how it
+    was set up.
+    """
 
     fields: dict[str, Any]
     defaults: dict[str, Any]
-    plain: Callable[..., Any] | None = None  # the same loss as shipped, where it was matched
+    # the same loss as shipped, where it was matched
+    plain: Callable[..., Any] | None = None

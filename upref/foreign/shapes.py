@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes in which a user-supplied loss takes its advantages and mask, found by calling it on a small batch."""
+"""The shapes in which a user-supplied loss takes its advantages and mask, found by
+calling it on a small batch.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +20,9 @@ BACKWARD = {
 
 
 def infer_shapes(loss: Loss) -> Loss:
-    """The loss with the plainest shapes of advantages and mask at which it runs and keeps responses separate."""
+    """The loss with the plainest shapes of advantages and mask at which it runs and
+    keeps responses separate.
+    """
     said: dict[str, tuple[str, InputError]] = {}
     runs: list[tuple[float, int, Loss]] = []
     for shape in [loss.adv_shape] if loss.framework else list(SHAPES):
@@ -29,21 +33,34 @@ def infer_shapes(loss: Loss) -> Loss:
                 said.setdefault(str(e), (SHAPES[shape], e))
                 continue
             if leak <= 1e-6:
-                return _one_per_response(one) if shape == "BT" and _reads_first_column(one) else one
+                return (
+                    _one_per_response(one)
+                    if shape == "BT" and _reads_first_column(one)
+                    else one
+                )
             runs.append((leak, len(runs), one))
             break
     if not runs:
         answered = [e for _, e in said.values() if e.__cause__ is None]
-        if answered:  # its answer is at fault; the other shapes, which only upref tries, tell nothing of it
+        # its answer is at fault; the other shapes, which only upref tries, tell nothing
+        # of it
+        if answered:
             raise answered[0]
         first = next(e for _, e in said.values())
-        sentence = "; ".join(f"{text.rstrip('.')} (advantages {shape})" for text, (shape, _) in said.items())
-        raise InputError(str(first) if len(said) == 1 else sentence) from first.__cause__
+        sentence = "; ".join(
+            f"{text.rstrip('.')} (advantages {shape})"
+            for text, (shape, _) in said.items()
+        )
+        raise InputError(
+            str(first) if len(said) == 1 else sentence
+        ) from first.__cause__
     return min(runs)[2]
 
 
 def _tried(loss: Loss) -> tuple[Loss, float]:
-    """The loss, its form known, and how far the advantage of one response moves the gradients of others."""
+    """The loss, its form known, and how far the advantage of one response moves the
+    gradients of others.
+    """
     b = loss.visible_batch(probe())
     done, g = loss.outcome(b)
     if not done.attached:
@@ -51,8 +68,13 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
             f"the result of {loss.name} has no gradient: it is computed under no_grad, detached, or a new tensor."
         )
     if not done.value.isfinite():
-        raise InputError(f"{loss.name} is {done.value.item()} on a good batch (π_θ = π_old, finite log-probabilities).")
-    read_as = _also(loss.read_as, "result -> unreduced, aggregated by upref" if done.form == "unreduced" else "")
+        raise InputError(
+            f"{loss.name} is {done.value.item()} on a good batch (π_θ = π_old, finite log-probabilities)."
+        )
+    read_as = _also(
+        loss.read_as,
+        "result -> unreduced, aggregated by upref" if done.form == "unreduced" else "",
+    )
     if done.calls_backward:
         read_as = _also(read_as, f"gradient -> {BACKWARD[done.own is not None]}")
     if done.wrapped == ALSO_LIVE:
@@ -78,7 +100,9 @@ def _reads_first_column(loss: Loss) -> bool:
     column = torch.arange(b.mask.shape[1])
     others = torch.where(column > 0, b.adv * (2 + column.sin()), b.adv)
     try:
-        here, there, opposite = (loss.gradient(replace(b, adv=A)) for A in (b.adv, others, -others))
+        here, there, opposite = (
+            loss.gradient(replace(b, adv=A)) for A in (b.adv, others, -others)
+        )
     except InputError:
         return False
     return torch.equal(here, there) and not torch.equal(there, opposite)
@@ -96,8 +120,18 @@ def _also(read_as: str, more: str) -> str:
 def probe() -> Rollouts:
     """On policy, ragged, more responses than tokens: no shape passes for another."""
     mask = torch.arange(5) < torch.tensor([1, 3, 2, 5, 2, 3, 4, 1])[:, None]
-    lp = -0.6 - 0.3 * torch.arange(mask.numel(), dtype=torch.float64).reshape(mask.shape).sin()
-    A = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1.5, -0.75], dtype=torch.float64)[:, None]
+    lp = (
+        -0.6
+        - 0.3
+        * torch.arange(mask.numel(), dtype=torch.float64).reshape(mask.shape).sin()
+    )
+    A = torch.tensor(
+        [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1.5, -0.75], dtype=torch.float64
+    )[:, None]
     group = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
-    A, H, totals = A.expand(mask.shape).clone(), torch.ones_like(lp), Totals.of(mask, group)
+    A, H, totals = (
+        A.expand(mask.shape).clone(),
+        torch.ones_like(lp),
+        Totals.of(mask, group),
+    )
     return Rollouts(lp, lp.clone(), A, mask, group, lp - 0.1, H, totals)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles of the arguments of a user-supplied function: by name, or by position where no name is known."""
+"""Roles of the arguments of a user-supplied function: by name, or by position where no
+name is known.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +14,8 @@ from upref.foreign.guard import one_line
 from upref.foreign.names import CALLED, may_be_old, not_given, sampler_of
 
 WRAP_PAGE = "docs/howto/wrap-your-loss.md"
-SETTINGS = bool | int | float | str  # an argument with a default of these types is not a tensor,
+# an argument with a default of these types is not a tensor,
+SETTINGS = bool | int | float | str
 COUNTED = ("ranks", "n")  # unless it is a count
 
 
@@ -23,19 +26,27 @@ class Reading:
     roles: dict[str, str]  # argument -> role
     placed: frozenset[str]  # of these, the arguments read by position
     own: dict[str, inspect.Parameter]  # the other arguments: its settings
-    positional: tuple[str, ...]  # arguments that can only be passed by position, in order
+    # arguments that can only be passed by position, in order
+    positional: tuple[str, ...]
     accepts_kwargs: bool  # it has **kwargs
     star: tuple[str, ...] = ()  # roles that go into *args, in order
-    left: tuple[str, ...] = ()  # arguments with a default, of a role that another must be given
+    # arguments with a default, of a role that another must be given
+    left: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Empty where every argument is called as upref calls it."""
         if self.star:
             return f"*args -> {', '.join(CALLED[r] for r in self.star)}, by position"
         how = {p: ", by position" if p in self.placed else "" for p in self.roles}
-        return "; ".join(f"{p} -> {CALLED[r]}{how[p]}" for p, r in self.roles.items() if p != CALLED[r])
+        return "; ".join(
+            f"{p} -> {CALLED[r]}{how[p]}"
+            for p, r in self.roles.items()
+            if p != CALLED[r]
+        )
 
-    def call(self, fn: Callable[..., Any], full: dict[str, Any], settings: dict[str, Any]) -> Any:
+    def call(
+        self, fn: Callable[..., Any], full: dict[str, Any], settings: dict[str, Any]
+    ) -> Any:
         """fn on the inputs by role, with these settings by name."""
         if self.star:
             return fn(*(full[r] for r in self.star), **settings)
@@ -50,14 +61,23 @@ class Reading:
 
 
 def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Of a function, a method, a partial, an instance with __call__, a module with forward; [] for a builtin.
+    """Of a function, a method, a partial, an instance with __call__, a module with
+    forward; [] for a builtin.
 
     A keyword that a partial has bound is an argument no more.
     """
     try:
-        f = fn.forward if hasattr(fn, "forward") and hasattr(fn, "register_buffer") else fn
+        f = (
+            fn.forward
+            if hasattr(fn, "forward") and hasattr(fn, "register_buffer")
+            else fn
+        )
         bound = getattr(f, "keywords", None) or {}
-        return [p for p in inspect.signature(f).parameters.values() if p.name not in bound or p.kind is p.VAR_KEYWORD]
+        return [
+            p
+            for p in inspect.signature(f).parameters.values()
+            if p.name not in bound or p.kind is p.VAR_KEYWORD
+        ]
     except ValueError:  # a builtin does not say
         return []
     except Exception as e:  # what anybody's __getattr__ or __signature__ does
@@ -69,13 +89,17 @@ def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def read(fn: Callable[..., Any], name: str, role: Callable[[str], str], main: Sequence[str], third: bool = False,
          spare: Sequence[str] = ()) -> Reading:  # fmt: skip
-    """Which argument has which role; `main` are the roles that it must have, in the order of upref's own signature.
+    """Which argument has which role; `main` are the roles that it must have, in the
+    order of upref's own signature.
 
-    third: it is asked about three policies, so that `rollout_log_probs=None` beside old_log_prob is given too.
-    spare: roles of `main` that it may do without, if it has no other argument that could be one.
+    third: it is asked about three policies, so that `rollout_log_probs=None` beside
+    old_log_prob is given too.
+    spare: roles of `main` that it may do without, if it has no other argument that
+    could be one.
 
-    By name, by the rule `role`. Where no name says anything the first arguments are `main`, in that order; where all
-    but one are named, the one left is the role left. Everything else is refused in one sentence.
+    By name, by the rule `role`. Where no name says anything the first arguments are
+    `main`, in that order; where all but one are named, the one left is the role left.
+    Everything else is refused in one sentence.
     """
     every = parameters(fn)
     plain = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -83,17 +107,30 @@ def read(fn: Callable[..., Any], name: str, role: Callable[[str], str], main: Se
     if not plain:
         if not every or any(p.kind is p.VAR_POSITIONAL for p in every):
             return Reading({}, frozenset(), {}, (), accepts_kwargs, tuple(main))
-        raise InputError(f"{_shown(name, every)} has no named argument. {wrapper(name, main)}")
-    counted = (*COUNTED, "parts") if any(role(p.name) == "totals" for p in plain) else COUNTED
+        raise InputError(
+            f"{_shown(name, every)} has no named argument. {wrapper(name, main)}"
+        )
+    counted = (
+        (*COUNTED, "parts") if any(role(p.name) == "totals" for p in plain) else COUNTED
+    )
     told = lambda p, r: r in counted or not isinstance(p.default, SETTINGS)
     roles = {p.name: r for p in plain if (r := role(p.name)) and told(p, r)}
     olds = [p for p in plain if roles.get(p.name) == "logp_old"]
     engine = sampler_of(*(p.name for p in olds)) if len(olds) == 2 else ""
     if any(p.name == engine and (third or p.default is p.empty) for p in olds):
         roles[engine] = "logp_sampler"
-    must = {(p.name, roles[p.name]) for p in plain if p.name in roles and p.default is p.empty}
-    left = tuple(p for p, r in roles.items() if r in main and (p, r) not in must and r in {r for _, r in must})
-    roles = {p: r for p, r in roles.items() if p not in left}  # `rollout_log_probs=None` beside old_log_prob
+    must = {
+        (p.name, roles[p.name])
+        for p in plain
+        if p.name in roles and p.default is p.empty
+    }
+    left = tuple(
+        p
+        for p, r in roles.items()
+        if r in main and (p, r) not in must and r in {r for _, r in must}
+    )
+    # `rollout_log_probs=None` beside old_log_prob
+    roles = {p: r for p, r in roles.items() if p not in left}
     twice = [p for p in roles if list(roles.values()).count(roles[p]) > 1]
     if twice and roles[twice[0]] in main:
         raise InputError(
@@ -101,39 +138,63 @@ def read(fn: Callable[..., Any], name: str, role: Callable[[str], str], main: Se
             + wrapper(name, main)
         )
     missing = [r for r in main if r not in roles.values()]
-    free = [p for p in plain if p.name not in roles and p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
+    free = [
+        p
+        for p in plain
+        if p.name not in roles and p.default is p.empty and p.kind is not p.KEYWORD_ONLY
+    ]
     placed: list[tuple[str, str]] = []
     if missing and (free or not set(missing) <= set(spare)):
         if odd := [p.name for p in free if not_given(p.name)]:
             shown = _shown(name, every)
-            raise InputError(f"{shown}: upref has no value for the argument {odd[0]!r}. {wrapper(name, main)}")
-        one = len(missing) == len(free) == 1 and (missing[0] != "logp_old" or may_be_old(free[0].name))
+            raise InputError(
+                f"{shown}: upref has no value for the argument {odd[0]!r}. {wrapper(name, main)}"
+            )
+        one = len(missing) == len(free) == 1 and (
+            missing[0] != "logp_old" or may_be_old(free[0].name)
+        )
         if one or (len(missing) == len(main) and len(free) >= len(main)):
             placed = list(zip((p.name for p in free), missing, strict=False))
         else:
             which = " and which ".join(CALLED[r] for r in missing)
-            said = f"{_shown(name, every)}: upref cannot tell which argument is {which}."
+            said = (
+                f"{_shown(name, every)}: upref cannot tell which argument is {which}."
+            )
             raise InputError(f"{said} {wrapper(name, main)}")
     roles |= dict(placed)
     ordered = {p.name: roles[p.name] for p in plain if p.name in roles}
     own = {p.name: p for p in plain if p.name not in roles}
     only = tuple(p.name for p in plain if p.kind is p.POSITIONAL_ONLY)
-    if _passes_on(fn, ordered):  # in order, up to the first argument that is not handed over
-        only = tuple(takewhile(ordered.__contains__, (p.name for p in plain if p.kind is not p.KEYWORD_ONLY)))
-    return Reading(ordered, frozenset(p for p, _ in placed), own, only, accepts_kwargs, left=left)
+    # in order, up to the first argument that is not handed over
+    if _passes_on(fn, ordered):
+        only = tuple(
+            takewhile(
+                ordered.__contains__,
+                (p.name for p in plain if p.kind is not p.KEYWORD_ONLY),
+            )
+        )
+    return Reading(
+        ordered, frozenset(p for p, _ in placed), own, only, accepts_kwargs, left=left
+    )
 
 
 def _passes_on(fn: Callable[..., Any], names: Iterable[str]) -> bool:
-    """Whether it is wrapped in a function that hands on what it gets by position, and does not know all these names."""
+    """Whether it is wrapped in a function that hands on what it gets by position, and
+    does not know all these names.
+    """
     try:
         outer = inspect.signature(fn, follow_wrapped=False).parameters
     except (TypeError, ValueError):
         return False
-    return any(p.kind is p.VAR_POSITIONAL for p in outer.values()) and not all(n in outer for n in names)
+    return any(p.kind is p.VAR_POSITIONAL for p in outer.values()) and not all(
+        n in outer for n in names
+    )
 
 
 def _shown(name: str, every: Sequence[inspect.Parameter]) -> str:
-    stars = lambda p: "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
+    stars = lambda p: (
+        "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
+    )
     return f"{name}({', '.join(stars(p) + p.name for p in every)})"
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `upref.identify` answers: an equivalence class of objectives, or the nearest of those that it is not."""
+"""What `upref.identify` answers: an equivalence class of objectives, or the nearest of
+those that it is not.
+"""
 
 import json
 import shlex
@@ -15,26 +17,35 @@ SHOWN = 8  # of a longer list
 
 @dataclass(frozen=True)
 class Match:
-    """One objective with the hyperparameters that its gradients show, and how far its gradients are."""
+    """One objective with the hyperparameters that its gradients show, and how far its
+    gradients are.
+    """
 
     name: str
     hp: dict[str, Any]  # those that have an effect; None: no dual clip
     agg: str  # the loss's aggregation, "" where none was recognized
     own: bool  # ... which is the objective's own
     same_kl: bool  # the loss has no KL term, or the one this objective has
-    distance: float  # largest difference of weights, of |w|, |A| or 0.1, whichever is largest
+    # largest difference of weights, of |w|, |A| or 0.1, whichever is largest
+    distance: float
     mean: float  # the mean of it, each at most 1
 
     def __str__(self) -> str:
-        said = [f"{k}={v:.7g}" for k, v in self.hp.items() if v is not None and (k != "beta" or v)]
+        said = [
+            f"{k}={v:.7g}"
+            for k, v in self.hp.items()
+            if v is not None and (k != "beta" or v)
+        ]
         return f"{self.name}({', '.join(said)})" if said else self.name
 
 
 @dataclass(frozen=True)
 class Identification(Result):
-    """What a loss is. Truth value: it was identified (as an objective, an up(...) of one, or a known pitfall).
+    """What a loss is. Truth value: it was identified (as an objective, an up(...) of
+    one, or a known pitfall).
 
-    kind: objective | up | pitfall | none. matches: the simplest first; for none the nearest.
+    kind: objective | up | pitfall | none. matches: the simplest first; for none the
+    nearest.
     """
 
     loss: str
@@ -45,7 +56,9 @@ class Identification(Result):
     read_as: str  # which argument was taken for what
     assumptions: list[str]
     not_checked: list[str]  # what the answer says nothing about, in words
-    on_sampler: bool  # the loss takes the sampler's log-probabilities, which were π_old's: a correction would be 1
+    # the loss takes the sampler's log-probabilities, which were π_old's: a correction
+    # would be 1
+    on_sampler: bool
     seconds: float = field(compare=False)
 
     def __bool__(self) -> bool:
@@ -75,7 +88,11 @@ class Identification(Result):
     @property
     def also(self) -> list[str]:
         """Whatever else has these gradients, aggregation and KL term included."""
-        anchored = [f"up_anchored{m.name[2:]}" for m in self.matches[:1] if m.name.startswith("up(")]
+        anchored = [
+            f"up_anchored{m.name[2:]}"
+            for m in self.matches[:1]
+            if m.name.startswith("up(")
+        ]
         return self._others(True) + anchored
 
     @property
@@ -84,18 +101,31 @@ class Identification(Result):
         return self._others(False)
 
     def _others(self, same: bool) -> list[str]:
-        alike = lambda m, first: (m.own == first.own) == same and m.same_kl == first.same_kl
+        alike = lambda m, first: (
+            (m.own == first.own) == same and m.same_kl == first.same_kl
+        )
         return [str(m) for m in self.matches[1:] if alike(m, self.matches[0])]
 
     def json(self) -> str:
-        own = {k: getattr(self, k) for k in ("name", "hp", "agg", "distance", "also", "elsewhere")}
-        return json.dumps({"identified": bool(self)} | own | asdict(self), indent=1, ensure_ascii=False)
+        own = {
+            k: getattr(self, k)
+            for k in ("name", "hp", "agg", "distance", "also", "elsewhere")
+        }
+        return json.dumps(
+            {"identified": bool(self)} | own | asdict(self),
+            indent=1,
+            ensure_ascii=False,
+        )
 
     def text(self, verbose: bool = False) -> str:
-        """The answer, what it rests on, and the command that goes on from here; verbose: what was assumed too."""
+        """The answer, what it rests on, and the command that goes on from here;
+        verbose: what was assumed too.
+        """
         lines = [self._head()]
         jumps = {
-            sign: "the weight jumps at r = " + _some([f"{r:.7g}" for r in rs]) for sign, rs in self.bounds.items() if rs
+            sign: "the weight jumps at r = " + _some([f"{r:.7g}" for r in rs])
+            for sign, rs in self.bounds.items()
+            if rs
         }
         if not self.matches:
             lines += [row(key, text) for key, text in jumps.items()]
@@ -107,15 +137,25 @@ class Identification(Result):
                 rows["dual clip"] = "none"
             rows |= jumps
             if self and m.distance:
-                rows["distance"] = f"{m.distance:.1e}, the largest difference of gradients, relative"
+                rows["distance"] = (
+                    f"{m.distance:.1e}, the largest difference of gradients, relative"
+                )
             if self.also:
                 rows["the same"] = _some(self.also)
             if self.elsewhere:
-                rows["weights of"] = _some(self.elsewhere) + ", aggregated otherwise in their papers"
+                rows["weights of"] = (
+                    _some(self.elsewhere) + ", aggregated otherwise in their papers"
+                )
             lines += [row(key, text) for key, text in rows.items()]
         lines += [f"read as: {short(self.read_as)}"] if self.read_as else []
-        lines += [f"not checked: {'; '.join(self.not_checked)}"] if self.not_checked else []
-        lines += some([f"assumed: {short(c)}" for c in self.assumptions], "assumptions") if verbose else []
+        lines += (
+            [f"not checked: {'; '.join(self.not_checked)}"] if self.not_checked else []
+        )
+        lines += (
+            some([f"assumed: {short(c)}" for c in self.assumptions], "assumptions")
+            if verbose
+            else []
+        )
         if self.matches:
             lines.append(f"next: {self._next()}")
         return "\n".join(lines)
@@ -123,7 +163,11 @@ class Identification(Result):
     def _next(self) -> str:
         """How it differs, on which smallest batch."""
         m = self.matches[0]
-        hp = [f"{k}={v:.7g}" for k, v in m.hp.items() if v is not None and (k != "beta" or v)]
+        hp = [
+            f"{k}={v:.7g}"
+            for k, v in m.hp.items()
+            if v is not None and (k != "beta" or v)
+        ]
         agg = "" if m.own or m.agg not in AGGREGATIONS else m.agg
         if ":" in self.loss:
             said = ["upref check", shlex.quote(self.loss), "--as", shlex.quote(m.name)]
@@ -136,8 +180,14 @@ class Identification(Result):
 
     def _head(self) -> str:
         if self.kind == "none":
-            near = f"; the nearest is {self.matches[0]}, {self.distance:.2g} away" if self.matches else ""
-            return f"{short(self.loss)} is none of these objectives{near}" + (f": {self.why}" if self.why else "")
+            near = (
+                f"; the nearest is {self.matches[0]}, {self.distance:.2g} away"
+                if self.matches
+                else ""
+            )
+            return f"{short(self.loss)} is none of these objectives{near}" + (
+                f": {self.why}" if self.why else ""
+            )
         where = " where the sampler's policy is π_old" if self.on_sampler else ""
         if self.kind == "pitfall":
             return f"{short(self.loss)} is meant as {self.matches[0]}{where}, but: {self.why}"
@@ -148,7 +198,10 @@ class Identification(Result):
 
     def lines(self, verbose: bool = False):
         """For a terminal."""
-        return styled(self.text(verbose), {"pitfall": "bold yellow", "none": "bold red"}.get(self.kind, "bold green"))
+        return styled(
+            self.text(verbose),
+            {"pitfall": "bold yellow", "none": "bold red"}.get(self.kind, "bold green"),
+        )
 
     def __rich_console__(self, console, options):
         yield from self.lines()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref.identify`: which objective a loss is, by its gradients alone. One file: batches, matches, faults in turn."""
+"""`upref.identify`: which objective a loss is, by its gradients alone. One file:
+batches, matches, faults in turn.
+"""
 
 import contextlib
 import math
@@ -29,7 +31,14 @@ from upref.verify.faults.corrections import retuned
 from upref.verify.faults.losses import LossFault, fault, lacking
 from upref.verify.faults.targets import ETAS
 from upref.verify.match import Candidate, candidate, compared, every, in_range
-from upref.verify.measure import SINGLE, Case, ignores_sampler, sampler_words, unfed_words, unit_weights
+from upref.verify.measure import (
+    SINGLE,
+    Case,
+    ignores_sampler,
+    sampler_words,
+    unfed_words,
+    unit_weights,
+)
 from upref.verify.oracles.numerics import clamps
 from upref.verify.oracles.side_effects import in_training, mutation
 from upref.verify.oracles.unusual import look
@@ -50,9 +59,11 @@ from upref.weights.batches import (
     relative_error,
 )
 
-Grid = tuple[Rollouts, bool, Tensor]  # a batch, whether its advantages differ within a response, the loss's gradient
+# a batch, whether its advantages differ within a response, the loss's gradient
+Grid = tuple[Rollouts, bool, Tensor]
 RANDOM = 12  # random batches beside the grid
-LOOSE = 1e-3  # bounds that agree so far are the same bound, moved by a constant in a logarithm
+# bounds that agree so far are the same bound, moved by a constant in a logarithm
+LOOSE = 1e-3
 BOTH_COMPARED = "it calls .backward() itself and returns a loss that has a gradient too: their sum is compared"
 TRIED = 6  # candidates of which the distance is taken where none fits
 
@@ -61,10 +72,12 @@ def identify(loss: Any) -> Identification:
     """Name the objective of a loss, with its hyperparameters, from its gradients.
 
     Args:
-        loss: as for `upref.check`. A loss that takes no group ids gets a batch of one group.
+        loss: as for `upref.check`. A loss that takes no group ids gets a batch of one
+            group.
 
     Returns:
-        An Identification: true if an objective is named, printable, and JSON. Gradients are compared for |log r| <= 15,
+        An Identification: true if an objective is named, printable, and JSON. Gradients
+            are compared for |log r| <= 15,
         |A| from 1e-6 to 40 and responses of up to 520 tokens. The value of the loss, masked slots, and code that
         changes the advantages before the call are not tested.
 
@@ -87,28 +100,54 @@ def _identified(loss: Loss, start: float) -> Identification:
     writes = [f.regime for f in mutation.look(box.case) if f.severity == "failure"]
     if not writes:
         return answer
-    return replace(answer, kind="pitfall" if answer else "none", why="; ".join(filter(None, [answer.why, *writes])))
+    return replace(
+        answer,
+        kind="pitfall" if answer else "none",
+        why="; ".join(filter(None, [answer.why, *writes])),
+    )
 
 
 def _of_box(box: BlackBox, start: float) -> Identification:
     tried, grids = _candidates(box), _grids(box)
     answer = partial(_answer, box, start)
     if box.random or not torch.equal(box.case.gradient(grids[0][0]), grids[0][2]):
-        return answer("none", [_nearest(box, tried, grids)], "two calls on the same batch give different gradients")
+        return answer(
+            "none",
+            [_nearest(box, tried, grids)],
+            "two calls on the same batch give different gradients",
+        )
     matches = _fitting(box, tried, grids)
     if not box.batch_coupled and not matches and box.near < LOOSE:
         loose = box.loosened(LOOSE)
         if matches := _again(loose, tried):
             box = loose
-    elif not box.batch_coupled and matches and box.agg and not matches[0].own and box.near < BESIDE:
-        loose = box.loosened(BESIDE)  # one of two bounds in float32: they differ by its rounding
+    elif (
+        not box.batch_coupled
+        and matches
+        and box.agg
+        and not matches[0].own
+        and box.near < BESIDE
+    ):
+        # one of two bounds in float32: they differ by its rounding
+        loose = box.loosened(BESIDE)
         if (near := _again(loose, tried)) and near[0].own:
             box, matches = loose, near
     if matches:
         wrong = _faults(box, matches[0], grids)
-        wrong += _beyond(box, matches[0]) if matches[0].own and not wrong else _claimed(box, matches[0])
-        return _answer(box, start, "pitfall" if wrong else _kind(matches[0]), matches, "; ".join(wrong))
-    if box.scale != 1 and not box.batch_coupled:  # a cap below 1 scales what is on policy
+        wrong += (
+            _beyond(box, matches[0])
+            if matches[0].own and not wrong
+            else _claimed(box, matches[0])
+        )
+        return _answer(
+            box,
+            start,
+            "pitfall" if wrong else _kind(matches[0]),
+            matches,
+            "; ".join(wrong),
+        )
+    # a cap below 1 scales what is on policy
+    if box.scale != 1 and not box.batch_coupled:
         whole = box.unscaled()
         if matches := _fitting(whole, [compared(c.o, whole) for c in tried], grids):
             wrong = _faults(whole, matches[0], grids) + _claimed(whole, matches[0])
@@ -118,13 +157,26 @@ def _of_box(box: BlackBox, start: float) -> Identification:
         wrong = _faults(other, matches[0], grids) + _claimed(other, matches[0])
         return _answer(other, start, "pitfall", matches, "; ".join(wrong))
     nearest = _nearest(box, tried + (_plain(box) if box.batch_coupled else []), grids)
-    if nearest.distance <= SINGLE and nearest.name:  # its curve has jumps that rounding makes, its gradients have not
+    # its curve has jumps that rounding makes, its gradients have not
+    if nearest.distance <= SINGLE and nearest.name:
         wrong = _faults(box, nearest, grids)
-        named = answer("pitfall" if wrong else _kind(nearest), [nearest], "; ".join(wrong))
-        return replace(named, assumptions=[*named.assumptions, "a part of it in float32: compared to 2e-5"])
+        named = answer(
+            "pitfall" if wrong else _kind(nearest), [nearest], "; ".join(wrong)
+        )
+        return replace(
+            named,
+            assumptions=[
+                *named.assumptions,
+                "a part of it in float32: compared to 2e-5",
+            ],
+        )
     if found := _pitfall(box, get(nearest.name), grids):
         match, one, case, k = found
-        more = _limits(box, case, lambda b: k * (one.change.weights(case.o, case.hp, b) + box.kl_weights(b)))
+        more = _limits(
+            box,
+            case,
+            lambda b: k * (one.change.weights(case.o, case.hp, b) + box.kl_weights(b)),
+        )
         words = [one.words, *_multiplied(k, match.agg), *_term(box, match), *more]
         return answer("pitfall", [match], "; ".join(words))
     if coupled := _of_whole_batches(box):
@@ -134,21 +186,30 @@ def _of_box(box: BlackBox, start: float) -> Identification:
 
 
 def _has_its_bounds(box: BlackBox, m: Match) -> bool:
-    """Whether the weight of a loss jumps where this objective's does: else it is near by accident."""
+    """Whether the weight of a loss jumps where this objective's does: else it is near
+    by accident.
+    """
     o = get(m.name)
     if o.reads_mu or o.batch_coupled or box.batch_coupled:
         return True
     hp = o.of_surrogate({k: v for k, v in m.hp.items() if k in o.hyperparameters})
     for A in SIGNS:
         due, found = breakpoints(o, A, 0.02, **hp), box.bounds(A)
-        if len(due) != len(found) or any(abs(x / y - 1) > LOOSE for x, y in zip(due, found, strict=True)):
+        if len(due) != len(found) or any(
+            abs(x / y - 1) > LOOSE for x, y in zip(due, found, strict=True)
+        ):
             return False
     return True
 
 
 def _of_whole_batches(box: BlackBox) -> list[Match]:
-    """Objectives whose weights depend on the whole batch or on groups, at the hyperparameters that papers have."""
-    batches = [box.case.ready(on_policy_batch()), *map(box.case.visible_batch, random_batches(0, RANDOM, True))]
+    """Objectives whose weights depend on the whole batch or on groups, at the
+    hyperparameters that papers have.
+    """
+    batches = [
+        box.case.ready(on_policy_batch()),
+        *map(box.case.visible_batch, random_batches(0, RANDOM, True)),
+    ]
     asked = []
     for b in batches:
         with contextlib.suppress(InputError):
@@ -156,7 +217,9 @@ def _of_whole_batches(box: BlackBox) -> list[Match]:
     out = []
     for o in (get(name) for name in names() if get(name).batch_coupled):
         for hp in [{}, *({"eta": eta} for eta in ETAS if "eta" in o.hyperparameters)]:
-            case = Case(box.loss, o, o.resolve(hp), declared_aggregation(o), tol=box.tol)
+            case = Case(
+                box.loss, o, o.resolve(hp), declared_aggregation(o), tol=box.tol
+            )
             off = [case.off(b, g / case.factors(b)).max().item() for b, g in asked]
             if len(off) > RANDOM / 2 and max(off) <= 10 * box.tol:
                 seen = {k: v for k, v in case.hp.items() if k != "beta"}
@@ -166,33 +229,51 @@ def _of_whole_batches(box: BlackBox) -> list[Match]:
 
 
 def _with_correction(box: BlackBox, answer: Identification) -> Identification:
-    """The answer with the correction of its sampler, where the loss has one that upref knows."""
+    """The answer with the correction of its sampler, where the loss has one that upref
+    knows.
+    """
     m = answer.matches[0]
     case = _against(box, m)
     for name in CORRECTIONS:
         o = get(f"{name}({m.name})")
-        start = replace(case, o=o, hp=o.resolve({k: v for k, v in m.hp.items() if v is not None}))
+        start = replace(
+            case, o=o, hp=o.resolve({k: v for k, v in m.hp.items() if v is not None})
+        )
         for hp in ({}, *(one.change.hp for one in retuned(start))):
             one = replace(start, hp=start.hp | hp)
-            batches = [one.ready(on_policy_batch()), one.beyond("sampler"), one.beyond("lengths")]
+            batches = [
+                one.ready(on_policy_batch()),
+                one.beyond("sampler"),
+                one.beyond("lengths"),
+            ]
             if all(one.off(b, floor=1e-12).max() <= 10 * one.tol for b in batches):
-                own = m.hp | {k: v for k, v in one.hp.items() if k in ("is_min", "is_max")}
-                unchecked = [x for x in answer.not_checked if x != sampler_words(m.name)]
+                own = m.hp | {
+                    k: v for k, v in one.hp.items() if k in ("is_min", "is_max")
+                }
+                unchecked = [
+                    x for x in answer.not_checked if x != sampler_words(m.name)
+                ]
                 found = replace(m, name=o.name, hp=own)
-                return replace(answer, matches=[found], on_sampler=False, not_checked=unchecked)
+                return replace(
+                    answer, matches=[found], on_sampler=False, not_checked=unchecked
+                )
     return answer
 
 
 def _again(box: BlackBox, tried: list[Candidate]) -> list[Match]:
     """Those of the candidates that fit a box that is looked at less closely."""
-    return _fitting(box, [compared(c.o, box) for c in tried if c.miss[0] < 0.1], _grids(box))
+    return _fitting(
+        box, [compared(c.o, box) for c in tried if c.miss[0] < 0.1], _grids(box)
+    )
 
 
 def _kind(m: Match) -> str:
     return "up" if m.name.startswith("up(") else "objective"
 
 
-def _answer(box: BlackBox, start: float, kind: str, matches: list[Match], why: str) -> Identification:
+def _answer(
+    box: BlackBox, start: float, kind: str, matches: list[Match], why: str
+) -> Identification:
     of = " (π_old = 0.02)" if box.reads_mu else ""
     bounds = {f"{s}{of}": box.bounds(A) for s, A in (("A > 0", 1.0), ("A < 0", -1.0))}
     loss, seconds = box.loss, time.perf_counter() - start
@@ -209,8 +290,12 @@ def _answer(box: BlackBox, start: float, kind: str, matches: list[Match], why: s
 
 
 def _nearest(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> Match:
-    near = sorted(tried, key=lambda c: (c.far, not in_range(c.o, c.hp), c.stuck, c.miss))[:TRIED]
-    return min((_match(box, c, grids) for c in near), key=lambda m: (m.mean, m.distance))
+    near = sorted(
+        tried, key=lambda c: (c.far, not in_range(c.o, c.hp), c.stuck, c.miss)
+    )[:TRIED]
+    return min(
+        (_match(box, c, grids) for c in near), key=lambda m: (m.mean, m.distance)
+    )
 
 
 def _fitting(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> list[Match]:
@@ -224,24 +309,43 @@ def _candidates(box: BlackBox) -> list[Candidate]:
 
 
 def _plain(box: BlackBox) -> list[Candidate]:
-    return [compared(o, box) for o in every() if not (o.batch_coupled or o.reads_mu or "entropy" in o.reads)]
+    return [
+        compared(o, box)
+        for o in every()
+        if not (o.batch_coupled or o.reads_mu or "entropy" in o.reads)
+    ]
 
 
-# ---- batches ---------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------
 def _grids(box: BlackBox) -> list[Grid]:
     """Tokens, responses by mean and by sum, random ones."""
     rng = np.random.default_rng(0)
     jumps = [p for p, _ in box.jumps if not p.unsure]
-    cases = [(A, mu, float(r)) for A in ALL_SIGNS for mu in MU for r in np.exp(LOG_R) if mu * r < 0.999]
+    cases = [
+        (A, mu, float(r))
+        for A in ALL_SIGNS
+        for mu in MU
+        for r in np.exp(LOG_R)
+        if mu * r < 0.999
+    ]
     for p in jumps:
         for A in (A for A in ALL_SIGNS if A * p.A > 0):
             for r in (p.r * (1 - box.near), p.r * (1 + box.near)):
-                cases += [(A, mu, r) for mu in ([p.mu] if box.reads_mu else MU) if mu * r < 0.999]
+                cases += [
+                    (A, mu, r)
+                    for mu in ([p.mu] if box.reads_mu else MU)
+                    if mu * r < 0.999
+                ]
     # on a bound of its own, rounding decides
     on = [p for p in jumps if not box.reads_mu]
-    cases = [c for c in cases if not any(p.A * c[0] > 0 and abs(c[2] / p.r - 1) < 0.9 * box.near for p in on)]
+    cases = [
+        c
+        for c in cases
+        if not any(p.A * c[0] > 0 and abs(c[2] / p.r - 1) < 0.9 * box.near for p in on)
+    ]
     cases = [cases[i] for i in rng.permutation(len(cases))]
-    few = [c for c in cases if c[1] not in MU[1:] and c[2] < 60]  # the bounds of a response's ratio do not depend on mu
+    # the bounds of a response's ratio do not depend on mu
+    few = [c for c in cases if c[1] not in MU[1:] and c[2] < 60]
     out = [
         (make_batch(cases, "token", True, rng), False),
         *((make_batch(few, level, True, rng), False) for level in REDUCE),
@@ -253,8 +357,12 @@ def _grids(box: BlackBox) -> list[Grid]:
     return [(b, mixed, box.case.gradient(b)) for b, mixed in ready]
 
 
-def _off(box: BlackBox, o: Objective, hp: dict[str, Any], b: Rollouts, g: Tensor) -> Tensor:
-    """Relative difference of the weights on each token, 0 on masked slots; hp without beta."""
+def _off(
+    box: BlackBox, o: Objective, hp: dict[str, Any], b: Rollouts, g: Tensor
+) -> Tensor:
+    """Relative difference of the weights on each token, 0 on masked slots; hp without
+    beta.
+    """
     expected = unit_weights(o, b, hp) + box.kl_weights(b)
     found = g / box.case.factors(b, box.agg or declared_aggregation(o)) / box.scale
     apart = relative_error(found, expected, b.adv)
@@ -263,14 +371,16 @@ def _off(box: BlackBox, o: Objective, hp: dict[str, Any], b: Rollouts, g: Tensor
     return torch.where(b.mask, apart, 0)
 
 
-# ---- candidates ------------------------------------------------------------------------------------------------------
+# ---- candidates ----------------------------------------------------------------------
 def _match(box: BlackBox, c: Candidate, grids: list[Grid]) -> Match:
     offs = []
     for b, mixed, g in grids:
         if not (mixed and c.o.one_adv):
             offs.append(_off(box, c.o, c.hp, b, g))
     distance = max(x.max().item() for x in offs)
-    mean = sum(x.clamp(max=1).sum().item() for x in offs) / sum(int(b.mask.sum()) for b, *_ in grids)
+    mean = sum(x.clamp(max=1).sum().item() for x in offs) / sum(
+        int(b.mask.sum()) for b, *_ in grids
+    )
     hp, same_kl = c.seen() if in_range(c.o, c.hp) else {}, _same_kl(box, c.o)
     if c.o.kl and same_kl:
         hp["beta"] = box.beta
@@ -283,9 +393,12 @@ def _same_kl(box: BlackBox, o: Objective) -> bool:
 
 
 def _own(box: BlackBox, o: Objective) -> bool:
-    """Whether the aggregation is the objective's; without group ids the batch is one group."""
+    """Whether the aggregation is the objective's; without group ids the batch is one
+    group.
+    """
     same = declared_aggregation(o) == box.agg or (
-        "group" not in box.loss.reads and {declared_aggregation(o), box.agg} == {"token-mean", "group-token-mean"}
+        "group" not in box.loss.reads
+        and {declared_aggregation(o), box.agg} == {"token-mean", "group-token-mean"}
     )
     return same
 
@@ -297,7 +410,9 @@ def _agg(box: BlackBox) -> str:
 
 
 def _simplest(m: Match):
-    """The objective whose own aggregation it is goes first, then the one with fewer hyperparameters."""
+    """The objective whose own aggregation it is goes first, then the one with fewer
+    hyperparameters.
+    """
     plain = sum(v is not None and k != "beta" for k, v in m.hp.items())
     inert = len(get(m.name).hyperparameters) - len(m.hp)
     return (
@@ -306,7 +421,7 @@ def _simplest(m: Match):
     )  # fmt: skip
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------
+# ---- faults --------------------------------------------------------------------------
 def _multiplied(k: float, agg: str) -> list[str]:
     """Words for a factor of every weight, where it is no part of the aggregation."""
     out = []
@@ -321,7 +436,8 @@ def _faults(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
     """What keeps a loss with the right weights from being right."""
     out = []
     twice = _two_gradients(box, m, grids[0][0])
-    k = math.copysign(1.0, box.scale) if twice else box.scale  # two gradients are the factor
+    # two gradients are the factor
+    k = math.copysign(1.0, box.scale) if twice else box.scale
     out += _multiplied(k, _agg(box))
     out += [twice] if twice else []
     if box.agg and box.agg not in AGGREGATIONS:
@@ -330,16 +446,22 @@ def _faults(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
     b = grids[0][0]
     if box.loss.micro_batchable and not get(m.name).batch_coupled:
         rows = torch.arange(len(b.mask) // 8 * 8)  # TRL's micro-batches are equal
-        b = b.rows(rows, Totals.of(b.mask[rows], None if b.group is None else b.group[rows]))
+        b = b.rows(
+            rows, Totals.of(b.mask[rows], None if b.group is None else b.group[rows])
+        )
         whole = box.case.gradient(b)
         parts = torch.cat([box.case.gradient(part) for part in b.split(4)])
         if (parts - whole).abs().max() > 1e-5 * whole.abs().max():
-            out.append("the mean is taken of each micro-batch: the gradients of parts do not add up to the batch's")
+            out.append(
+                "the mean is taken of each micro-batch: the gradients of parts do not add up to the batch's"
+            )
     return out
 
 
 def _two_gradients(box: BlackBox, m: Match, b: Rollouts) -> str:
-    """In words, what its own .backward() leaves beside the gradient of the loss that it returns."""
+    """In words, what its own .backward() leaves beside the gradient of the loss that it
+    returns.
+    """
     if not box.loss.returns_live:
         return ""
     case = _against(box, m)
@@ -361,18 +483,29 @@ def _against(box: BlackBox, m: Match) -> Case:
     return replace(box.case, o=o, hp=hp, agg=box.agg or declared_aggregation(o))
 
 
-ASKED = ("ratios", "advantages", "certain tokens", "lengths")  # of upref.weights.axes.AXES
+# of upref.weights.axes.AXES
+ASKED = ("ratios", "advantages", "certain tokens", "lengths")
 
 
 def _beyond(box: BlackBox, m: Match) -> list[str]:
-    """What unusual inputs show of a loss that has the right weights on ordinary ones, as check asks them."""
-    if box.scale != 1 or not (m.own and m.same_kl) or box.near >= LOOSE or box.batch_coupled:
+    """What unusual inputs show of a loss that has the right weights on ordinary ones,
+    as check asks them.
+    """
+    if (
+        box.scale != 1
+        or not (m.own and m.same_kl)
+        or box.near >= LOOSE
+        or box.batch_coupled
+    ):
         return []
     case = _against(box, m)
-    if not case.single and (found := [f for f in clamps(case) if f.severity == "failure"]):
+    if not case.single and (
+        found := [f for f in clamps(case) if f.severity == "failure"]
+    ):
         due = lambda f: f.cause if f.cause != UNKNOWN else f.difference
         return [f"{f.regime}: {due(f)}" for f in found]
-    for axis in ASKED:  # after the clamps: what it forgives as float32 is not asked so nearly any more
+    # after the clamps: what it forgives as float32 is not asked so nearly any more
+    for axis in ASKED:
         b = case.beyond(axis)
         if found := [f for f in look(case, axis, b, ()) if f.severity == "failure"]:
             return [f"{found[0].regime}: {found[0].difference}"]
@@ -381,7 +514,9 @@ def _beyond(box: BlackBox, m: Match) -> list[str]:
 
 @dataclass
 class Claim(Case):
-    """A Case of which the weights are what is said of the loss: an objective with a fault in it."""
+    """A Case of which the weights are what is said of the loss: an objective with a
+    fault in it.
+    """
 
     said: Callable[[Rollouts], Tensor] = lambda b: b.logp
 
@@ -393,7 +528,11 @@ def _claimed(box: BlackBox, m: Match) -> list[str]:
     """Where the match, with its factor and KL term, is not what the loss does."""
     case = _against(box, m)
     plain = {k: v for k, v in case.hp.items() if k != "beta"}
-    return _limits(box, case, lambda b: box.scale * (unit_weights(case.o, b, plain) + box.kl_weights(b)))
+    return _limits(
+        box,
+        case,
+        lambda b: box.scale * (unit_weights(case.o, b, plain) + box.kl_weights(b)),
+    )
 
 
 def _limits(box: BlackBox, case: Case, said: Callable[[Rollouts], Tensor]) -> list[str]:
@@ -402,24 +541,43 @@ def _limits(box: BlackBox, case: Case, said: Callable[[Rollouts], Tensor]) -> li
         return []
     claim = Claim(**{f.name: getattr(case, f.name) for f in fields(case)}, said=said)
     for axis in (*ASKED, "reference") if box.kl else ASKED:
-        if found := [f for f in look(claim, axis, case.beyond(axis), ()) if f.severity == "failure"]:
+        if found := [
+            f
+            for f in look(claim, axis, case.beyond(axis), ())
+            if f.severity == "failure"
+        ]:
             due, done = describe_pair(found[0].expected, found[0].found)
-            return [f"it differs elsewhere: {found[0].regime}: this gives {due}, {done} found"]
+            return [
+                f"it differs elsewhere: {found[0].regime}: this gives {due}, {done} found"
+            ]
     return []
 
 
-def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Match, LossFault, Case, float] | None:
-    """A known fault on the clip that the jumps suggest, else on the nearest objective; with the case that has it, and
-    the factor."""
+def _pitfall(
+    box: BlackBox, nearest: Objective, grids: list[Grid]
+) -> tuple[Match, LossFault, Case, float] | None:
+    """A known fault on the clip that the jumps suggest, else on the nearest objective;
+    with the case that has it, and the factor."""
     bounds = sorted({round(r, 9) for A in SIGNS for r in box.bounds(A)})
-    low = next((1 - x for x in reversed(bounds) if 0 < x < 1), None)  # nearest to 1: a guard is farther
+    # nearest to 1: a guard is farther
+    low = next((1 - x for x in reversed(bounds) if 0 < x < 1), None)
     high = next((x - 1 for x in bounds if 1 < x < 10), None)
     low, high = low or high or 0.0, high or low or 0.0
-    both, even = ({"eps_low": low, "eps_high": high} if low else {}), low and abs(low - high) < 1e-6
-    mean = "grpo" if box.agg == "seq-mean-token-mean" else "dr_grpo" if box.agg == "seq-mean-token-sum" else "ppo_clip"
+    both, even = (
+        ({"eps_low": low, "eps_high": high} if low else {}),
+        low and abs(low - high) < 1e-6,
+    )
+    mean = (
+        "grpo"
+        if box.agg == "seq-mean-token-mean"
+        else "dr_grpo"
+        if box.agg == "seq-mean-token-sum"
+        else "ppo_clip"
+    )
     bases = [(get(mean), {"eps": low} if low else {})] if even or not low else []
     turns: list[tuple[Objective, dict[str, float]]] = []
-    if high and 0 < low < 1:  # where old and new are exchanged, the bounds are those of 1 / r
+    # where old and new are exchanged, the bounds are those of 1 / r
+    if high and 0 < low < 1:
         turned = {"eps_low": 1 - 1 / (1 + high), "eps_high": 1 / (1 - low) - 1}
         mirrored = abs(turned["eps_low"] - turned["eps_high"]) < 1e-6
         turns = [(get(mean), {"eps": turned["eps_low"]})] if mirrored else []
@@ -429,12 +587,26 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
     for n, (o, clip) in enumerate([*turns, *bases]):
         own = {k: v for k, v in clip.items() if k in o.hyperparameters}
         hp = {k: v for k, v in o.resolve(own).items() if k != "beta"}
-        case = Case(box.loss, o, hp, box.agg or declared_aggregation(o), tol=box.tol, edges=box.case.edges)
-        plain = g(case)  # the factor may be the fault's own: an inverted ratio turns the sign of what is on policy
-        for k in dict.fromkeys((1.0, box.scale)):  # a fault that needs no factor goes first
+        case = Case(
+            box.loss,
+            o,
+            hp,
+            box.agg or declared_aggregation(o),
+            tol=box.tol,
+            edges=box.case.edges,
+        )
+        # the factor may be the fault's own: an inverted ratio turns the sign of what is
+        # on policy
+        plain = g(case)
+        # a fault that needs no factor goes first
+        for k in dict.fromkeys((1.0, box.scale)):
             found = plain / k - box.kl_weights(b)
             whole = n >= len(turns)
-            listed = (f for f in known("losses", o, hp, bounds if whole else []) if whole or f.kind == "ratio")
+            listed = (
+                f
+                for f in known("losses", o, hp, bounds if whole else [])
+                if whole or f.kind == "ratio"
+            )
             faults = chain(two_gradients(case, b), listed)
             if one := reproduces(faults, case, b, found, b.mask):
                 break
@@ -443,10 +615,24 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
         if one:
             if one.meant:
                 o = get(one.meant)
-                hp = clip = {k: v for k, v in {"eps_low": low, "eps_high": high}.items() if k in o.hyperparameters}
-            used, same_kl = {k: v for k, v in hp.items() if clip.get(k) is not None}, _same_kl(box, o)
+                hp = clip = {
+                    k: v
+                    for k, v in {"eps_low": low, "eps_high": high}.items()
+                    if k in o.hyperparameters
+                }
+            used, same_kl = (
+                {k: v for k, v in hp.items() if clip.get(k) is not None},
+                _same_kl(box, o),
+            )
             used |= {"beta": box.beta} if box.kl and same_kl else {}
-            return Match(o.name, used, _agg(box) or case.agg, _own(box, o), same_kl, 0.0, 0.0), one, case, k
+            return (
+                Match(
+                    o.name, used, _agg(box) or case.agg, _own(box, o), same_kl, 0.0, 0.0
+                ),
+                one,
+                case,
+                k,
+            )
     return None
 
 
@@ -455,20 +641,36 @@ def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[Case], Tensor]]:
     T = max(b.mask.shape[1] for b, *_ in grids)
     wide = lambda x, fill: torch.nn.functional.pad(x, (0, T - x.shape[1]), value=fill)
     stack = lambda k, fill: torch.cat([wide(getattr(b, k), fill) for b, *_ in grids])
-    fields: dict[str, Any] = {"logp": -1.0, "logp_old": -1.1, "logp_ref": -1.2, "entropy": 1.0, "mask": False}
-    A = torch.cat([wide(b.adv, 0.0).where(wide(b.mask, False), b.adv[:, :1]) for b, *_ in grids])
+    fields: dict[str, Any] = {
+        "logp": -1.0,
+        "logp_old": -1.1,
+        "logp_ref": -1.2,
+        "entropy": 1.0,
+        "mask": False,
+    }
+    A = torch.cat(
+        [wide(b.adv, 0.0).where(wide(b.mask, False), b.adv[:, :1]) for b, *_ in grids]
+    )
     fields = {k: stack(k, v) for k, v in fields.items()}
-    return Rollouts(adv=A, **fields), lambda case: torch.cat([wide(g / case.factors(b), 0.0) for b, _, g in grids])
+    return Rollouts(adv=A, **fields), lambda case: torch.cat(
+        [wide(g / case.factors(b), 0.0) for b, _, g in grids]
+    )
 
 
 def _contract(box: BlackBox) -> list[str]:
     loss, out = box.loss, list(box.loss.assumptions)
     if "group" not in loss.reads and box.agg == "token-mean":
-        out.append("the loss takes no group ids: token-mean and group-token-mean are one")
+        out.append(
+            "the loss takes no group ids: token-mean and group-token-mean are one"
+        )
     if box.near >= LOOSE and not box.case.single:
-        out.append("its bounds are the objective's to 0.1 %, not exactly: compared no nearer to them")
+        out.append(
+            "its bounds are the objective's to 0.1 %, not exactly: compared no nearer to them"
+        )
     if BESIDE <= box.near < LOOSE and not box.case.single:
         out.append("a bound is rounded to float32: compared no nearer to it")
     if box.case.single:
-        out.append("it computes in float32: compared to 0.2 %, bounds known to about 1e-6")
+        out.append(
+            "it computes in float32: compared to 0.2 %, bounds known to about 1e-6"
+        )
     return out

@@ -29,12 +29,18 @@ def aspo(lp, lp_old, A, *, eps=0.2, cap=3.0):
 
 @aspo.with_weight
 def aspo_weight(r, A, *, eps, cap):
-    return where(A > 0, when(r <= 1 + eps, A * minimum(1 / r, cap)), when(r >= 1 - eps, A * minimum(r, cap)))
+    return where(
+        A > 0,
+        when(r <= 1 + eps, A * minimum(1 / r, cap)),
+        when(r >= 1 - eps, A * minimum(r, cap)),
+    )
 
 
 def is_calm(entropy, mask):
     """True up to the 80 % quantile of each response's entropies (what the authors call high_entropy_mask)."""
-    return entropy <= entropy.double().masked_fill(~mask, float("nan")).nanquantile(0.8, -1, keepdim=True)
+    return entropy <= entropy.double().masked_fill(~mask, float("nan")).nanquantile(
+        0.8, -1, keepdim=True
+    )
 
 
 @objective(
@@ -64,4 +70,6 @@ def aspo_code_weight(r, A, mask, entropy, *, eps_calm, eps_unsure, cap):
     calm = is_calm(entropy, mask)
     below = where(calm, r <= 1 + eps_calm, r <= 1 + eps_unsure)
     above = where(calm, r >= 1 - eps_calm, r >= 1 - eps_unsure)
-    return where(A > 0, when(below, A * minimum(1 / r, cap)), when(above, A * minimum(r, cap)))
+    return where(
+        A > 0, when(below, A * minimum(1 / r, cap)), when(above, A * minimum(r, cap))
+    )

@@ -4,7 +4,19 @@
 from typing import Any
 
 from upref.definition import objective
-from upref.ops import clip, dual_clip, exp, expm1, inf, log, maximum, minimum, sqrt, when, where
+from upref.ops import (
+    clip,
+    dual_clip,
+    exp,
+    expm1,
+    inf,
+    log,
+    maximum,
+    minimum,
+    sqrt,
+    when,
+    where,
+)
 
 BAND: dict[str, Any] = dict(
     paper="li2026bandpo",
@@ -42,7 +54,8 @@ def below(log_mu, log_q, delta):
 def band(log_mu, delta):
     """The roots r, below and above 1, of KL(Bern(mu) ‖ Bern(mu r)) = delta; r <= 1/mu."""
     log_q = log(-expm1(log_mu))
-    q_low = log_q + below(log_q, log_mu, delta)  # p is above mu where 1 - p is below 1 - mu
+    # p is above mu where 1 - p is below 1 - mu
+    q_low = log_q + below(log_q, log_mu, delta)
     return exp(below(log_mu, log_q, delta)), exp(log(-expm1(q_low)) - log_mu)
 
 
@@ -50,7 +63,8 @@ def band(log_mu, delta):
     **BAND,
     eq="Theorem 1, as its code cites it",
     not_symbolic="its bounds are found by Newton's method",
-    note="PPO's clip, bounds from a ball of KL(π_old ‖ π_θ) of the binary collapse (o_t or not). " + SCRIPTS,
+    note="PPO's clip, bounds from a ball of KL(π_old ‖ π_θ) of the binary collapse (o_t or not). "
+    + SCRIPTS,
 )
 def bandpo_kl(lp, lp_old, A, *, delta=0.05, c=None):
     """J = E 1/G Σ_i 1/|o_i| Σ_t min(r A, clip(r, low(mu), high(mu)) A),  mu f(r) + (1-mu) f((1-mu r)/(1-mu)) = δ"""
@@ -62,7 +76,9 @@ def bandpo_kl(lp, lp_old, A, *, delta=0.05, c=None):
 @bandpo_kl.with_weight
 def bandpo_kl_weight(r, A, log_mu, *, delta, c):
     low, high = band(log_mu, delta)
-    return where(A > 0, when(r <= high, A * r), when((r >= low) & (r <= (c or inf)), A * r))
+    return where(
+        A > 0, when(r <= high, A * r), when((r >= low) & (r <= (c or inf)), A * r)
+    )
 
 
 @objective(
@@ -84,7 +100,9 @@ def bandpo_chi2(lp, lp_old, A, *, delta=0.05, c=None):
 def bandpo_chi2_weight(r, A, mu, *, delta, c):
     reach = sqrt(delta * (1 - mu) / mu)
     low, high = maximum(1 - reach, 0), minimum(1 + reach, 1 / mu)
-    return where(A > 0, when(r <= high, A * r), when((r >= low) & (r <= (c or inf)), A * r))
+    return where(
+        A > 0, when(r <= high, A * r), when((r >= low) & (r <= (c or inf)), A * r)
+    )
 
 
 @objective(
@@ -104,4 +122,6 @@ def bandpo_tv(lp, lp_old, A, *, delta=0.05, c=None):
 @bandpo_tv.with_weight
 def bandpo_tv_weight(r, A, mu, *, delta, c):
     low, high = maximum(1 - delta / mu, 0), minimum(1 + delta / mu, 1 / mu)
-    return where(A > 0, when(r <= high, A * r), when((r >= low) & (r <= (c or inf)), A * r))
+    return where(
+        A > 0, when(r <= high, A * r), when((r >= low) & (r <= (c or inf)), A * r)
+    )

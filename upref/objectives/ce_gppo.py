@@ -19,10 +19,16 @@ from upref.ops import exp, inf, sg, when, where
     },
     note="GPPO with a factor on what the clip would drop: β1 below 1-ε_low for A < 0, β2 above 1+ε_high for A > 0.",
 )
-def ce_gppo(lp, lp_old, A, *, eps_low=0.2, eps_high=0.2, share_low=0.75, share_high=1.0, c=None):
+def ce_gppo(
+    lp, lp_old, A, *, eps_low=0.2, eps_high=0.2, share_low=0.75, share_high=1.0, c=None
+):
     """J = w_t A π_θ/sg(π_θ), w = β1 (1-ε_low) if A < 0, r < 1-ε_low; β2 (1+ε_high) if A > 0, r > 1+ε_high; else r"""
     r = exp(lp - lp_old)
-    J = sg(bounded(r, A, eps_low, eps_high, share_low, share_high)) * A * exp(lp - sg(lp))
+    J = (
+        sg(bounded(r, A, eps_low, eps_high, share_low, share_high))
+        * A
+        * exp(lp - sg(lp))
+    )
     return J if c is None else where((A < 0) & (r > c), c * A, J)
 
 

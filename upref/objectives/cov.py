@@ -8,7 +8,9 @@ from upref.ops import clip, exp, inf, minimum, when, where
 def covariance(lp, A, mask):
     """(A - mean A) (lp - mean lp), the means over the batch's tokens, as constants."""
     n = mask.sum()
-    centred = lambda x: where(mask, x, 0).double() - where(mask, x, 0).double().sum() / n
+    centred = lambda x: (
+        where(mask, x, 0).double() - where(mask, x, 0).double().sum() / n
+    )
     return centred(A.expand_as(mask)) * centred(lp.detach())
 
 
@@ -20,13 +22,16 @@ def cut(scores, share, mask, descending):
 
 def largest(cov, mask, share):
     """True on the tokens of the largest covariance."""
-    return mask & (cov >= cut(cov.masked_fill(~mask, -inf), share, mask, descending=True))
+    return mask & (
+        cov >= cut(cov.masked_fill(~mask, -inf), share, mask, descending=True)
+    )
 
 
 def drawn(cov, mask, among, share, seed):
     """True on so many tokens drawn from among these: which ones says the seed, whatever the order of the batch."""
     rank = cov.masked_fill(~among, inf).flatten().argsort().argsort().view_as(cov)
-    score = ((rank + 1) * 2654435761 + int(seed) * 1640531527) % 2**32  # an odd factor permutes, the seed turns
+    # an odd factor permutes, the seed turns
+    score = ((rank + 1) * 2654435761 + int(seed) * 1640531527) % 2**32
     score = score.masked_fill(~among, 2**32)
     return among & (score <= cut(score, share, mask, descending=False))
 
@@ -79,17 +84,33 @@ def kl_cov_weight(log_r, A, log_mu, mask, *, share, coef):
     on_policy_exception="a few tokens are dropped at random",
     scale_exception="the band of covariances from which tokens are drawn does not grow with A",
 )
-def clip_cov(lp, lp_old, A, mask, *, share=0.0002, low=1.0, high=5.0, eps_low=0.2, eps_high=0.2, seed=0):
+def clip_cov(
+    lp,
+    lp_old,
+    A,
+    mask,
+    *,
+    share=0.0002,
+    low=1.0,
+    high=5.0,
+    eps_low=0.2,
+    eps_high=0.2,
+    seed=0,
+):
     """J = E 1/Σ_i|o_i| Σ_i Σ_t min(r A, clip(r, 1-ε_low, 1+ε_high) A), 0 on tokens drawn where low < Cov_t < high"""
     r = exp(lp - lp_old)
     unclipped = where(A > 0, r <= 1 + eps_high, r >= 1 - eps_low)
     cov = covariance(lp, A, mask)
-    dropped = drawn(cov, mask, mask & unclipped & (cov > low) & (cov < high), share, seed)
+    dropped = drawn(
+        cov, mask, mask & unclipped & (cov > low) & (cov < high), share, seed
+    )
     return when(~dropped, minimum(r * A, clip(r, 1 - eps_low, 1 + eps_high) * A))
 
 
 @clip_cov.with_weight
-def clip_cov_weight(log_r, A, log_mu, mask, *, share, low, high, eps_low, eps_high, seed):
+def clip_cov_weight(
+    log_r, A, log_mu, mask, *, share, low, high, eps_low, eps_high, seed
+):
     r = exp(log_r)
     alive = where(A > 0, r <= 1 + eps_high, r >= 1 - eps_low)
     cov = covariance(log_mu + log_r, A, mask)

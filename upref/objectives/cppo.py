@@ -35,5 +35,7 @@ def cppo(lp, lp_old, A, mask, *, delta=0.15, budget=0.015, floor=0.8):
 
 @cppo.with_weight
 def cppo_weight(log_r, A, log_mu, mask, *, delta, budget, floor):
-    inside = within_budget(exp(log_mu + log_r) - exp(log_mu), mask, delta, budget, floor)
+    inside = within_budget(
+        exp(log_mu + log_r) - exp(log_mu), mask, delta, budget, floor
+    )
     return when((A * log_r <= 0) | inside, A * exp(log_r))

@@ -24,4 +24,8 @@ def dapo(lp, lp_old, A, *, eps_low=0.2, eps_high=0.28, c=None):
 
 @dapo.with_weight
 def dapo_weight(r, A, *, eps_low, eps_high, c):
-    return where(A > 0, when(r <= 1 + eps_high, A * r), when((r >= 1 - eps_low) & (r <= (c or inf)), A * r))
+    return where(
+        A > 0,
+        when(r <= 1 + eps_high, A * r),
+        when((r >= 1 - eps_low) & (r <= (c or inf)), A * r),
+    )

@@ -39,7 +39,9 @@ def dppo_kl(lp, lp_old, A, *, delta=0.05):
 
 @dppo_kl.with_weight
 def dppo_kl_weight(log_r, A, log_mu, *, delta):
-    M = (binary_kl(log_mu + log_r, log_mu) <= delta) | (where(A > 0, log_r, -log_r) <= 0)
+    M = (binary_kl(log_mu + log_r, log_mu) <= delta) | (
+        where(A > 0, log_r, -log_r) <= 0
+    )
     return when(M, A * exp(log_r))
 
 
@@ -52,7 +54,9 @@ def dppo_kl_verl(lp, lp_old, A, *, delta=0.2, trunc=3.0):
 
 @dppo_kl_verl.with_weight
 def dppo_kl_verl_weight(log_r, A, log_mu, *, delta, trunc):
-    M = (binary_kl(log_mu + log_r, log_mu) <= delta) | (where(A > 0, log_r, -log_r) <= 0)
+    M = (binary_kl(log_mu + log_r, log_mu) <= delta) | (
+        where(A > 0, log_r, -log_r) <= 0
+    )
     return when(M, A * minimum(exp(log_r), trunc))
 
 

@@ -26,4 +26,8 @@ def dr_grpo(lp, lp_old, A, *, eps=0.2, c=None):
 
 @dr_grpo.with_weight
 def dr_grpo_weight(r, A, *, eps, c):
-    return where(A > 0, when(r <= 1 + eps, A * r), when((r >= 1 - eps) & (r <= (c or inf)), A * r))
+    return where(
+        A > 0,
+        when(r <= 1 + eps, A * r),
+        when((r >= 1 - eps) & (r <= (c or inf)), A * r),
+    )

@@ -9,7 +9,9 @@ from upref.definition import objective
     agg="token-mean",
     adv="reward",
     known_from="verl's compute_policy_loss_dro and docs/algo/dro.md, which cite no paper",
-    defaults={"tau": "0.1: twinkle's dro_beta=0.1; verl's policy_loss.dro_beta has no default and must be set"},
+    defaults={
+        "tau": "0.1: twinkle's dro_beta=0.1; verl's policy_loss.dro_beta has no default and must be set"
+    },
     scale_exception="the penalty on log² r does not grow with A",
     note="A token rests at r = e^(A/τ). verl requires advantages that fit its soft formulation and computes none.",
 )

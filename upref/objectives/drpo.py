@@ -10,7 +10,9 @@ from upref.ops import exp
     agg="token-mean",
     adv="group_norm",
     known_from="the authors' code, which cites section, equation and table",
-    defaults={"eps": '12.5: the authors\' code, citing Sec. 4: "we set the regularization threshold to 12.5"'},
+    defaults={
+        "eps": '12.5: the authors\' code, citing Sec. 4: "we set the regularization threshold to 12.5"'
+    },
     note="CFPO's penalty with ε/π_old in place of ε: DPPO's trust region |π_θ - π_old| <= ε, made smooth. No token "
     "reaches 12.5: the weight A r (1 ∓ |π_θ - π_old|/ε) is between 0.92 and 1.08 A r there.",
 )

@@ -41,7 +41,19 @@ def log_of(c):
     note="DAPO's clip with A f. γ^half_life = 1/2. The authors' code also caps f at 1 where A < 0 and r > 10, where "
     "the dual clip leaves no gradient, and drops a response in which the dual clip stops two tokens or more.",
 )
-def fipo(lp, lp_old, A, mask, *, eps_low=0.2, eps_high=0.28, half_life=32.0, eps_f_low=0.0, eps_f_high=0.2, c=10.0):
+def fipo(
+    lp,
+    lp_old,
+    A,
+    mask,
+    *,
+    eps_low=0.2,
+    eps_high=0.28,
+    half_life=32.0,
+    eps_f_low=0.0,
+    eps_f_high=0.2,
+    c=10.0,
+):
     """J = E 1/Σ_i|o_i| Σ_i Σ_t min(r A f, clip(r, 1-ε_low, 1+ε_high) A f),  f of what follows:
     f_t = clip(exp Σ_{k>=t} γ^(k-t) M_k log r_k, 1-ε_f_low, 1+ε_f_high), a constant;  M_k = 0 where r_k > c"""
     f = sg(influence(lp - lp_old, mask, half_life, 1 - eps_f_low, 1 + eps_f_high, c))
@@ -50,7 +62,9 @@ def fipo(lp, lp_old, A, mask, *, eps_low=0.2, eps_high=0.28, half_life=32.0, eps
 
 
 @fipo.with_weight
-def fipo_weight(log_r, A, mask, *, eps_low, eps_high, half_life, eps_f_low, eps_f_high, c):
+def fipo_weight(
+    log_r, A, mask, *, eps_low, eps_high, half_life, eps_f_low, eps_f_high, c
+):
     r = exp(log_r)
     f = influence(log_r, mask, half_life, 1 - eps_f_low, 1 + eps_f_high, c)
     alive = where(A > 0, r <= 1 + eps_high, (r >= 1 - eps_low) & (r <= (c or inf)))

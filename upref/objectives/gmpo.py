@@ -9,7 +9,9 @@ from upref.ops import exp, maximum, mean_t, minimum, when, where
     level="custom",
     agg="seq-mean",
     adv="group_norm",
-    defaults={"eps": '0.4: zhao2025geometric Sec. 3: "(ε_low, ε_high) in Equation 4 to (e^-0.4, e^0.4)"'},
+    defaults={
+        "eps": '0.4: zhao2025geometric Sec. 3: "(ε_low, ε_high) in Equation 4 to (e^-0.4, e^0.4)"'
+    },
     note="A clipped token loses its own gradient, but goes on scaling the others' through the geometric mean.",
 )
 def gmpo(lp, lp_old, A, mask, *, eps=0.4):

@@ -27,4 +27,8 @@ def gppo(lp, lp_old, A, *, eps_low=0.2, eps_high=0.28, c=None):
 
 @gppo.with_weight
 def gppo_weight(r, A, *, eps_low, eps_high, c):
-    return where(A > 0, A * minimum(r, 1 + eps_high), when(r <= (c or inf), A * maximum(r, 1 - eps_low)))
+    return where(
+        A > 0,
+        A * minimum(r, 1 + eps_high),
+        when(r <= (c or inf), A * maximum(r, 1 - eps_low)),
+    )

@@ -24,4 +24,8 @@ def grpo(lp, lp_old, A, *, eps=0.2, c=None):
 
 @grpo.with_weight
 def grpo_weight(r, A, *, eps, c):
-    return where(A > 0, when(r <= 1 + eps, A * r), when((r >= 1 - eps) & (r <= (c or inf)), A * r))
+    return where(
+        A > 0,
+        when(r <= 1 + eps, A * r),
+        when((r >= 1 - eps) & (r <= (c or inf)), A * r),
+    )

@@ -22,7 +22,10 @@ PRIME_RL: dict[str, Any] = dict(
     **PRIME_RL,
     eq="13, masked on both sides, as coded in prime-rl, loss type ipo",
     known_from="prime-rl's ipo_loss_fn, at commit 559b4477",
-    defaults={"delta": "0.1: prime-rl 559b4477 IPOLossConfig.ipo_threshold", "tau": TAU},
+    defaults={
+        "delta": "0.1: prime-rl 559b4477 IPOLossConfig.ipo_threshold",
+        "tau": TAU,
+    },
 )
 def ipo(lp, lp_old, A, *, delta=0.1, tau=1e-3):
     """J = E 1/Σ_i|o_i| Σ_i Σ_t { M_t r_t A_t - τ (log r_t)² },  M = 0 where |π_θ(o_t) - π_old(o_t)| > δ"""
@@ -40,7 +43,10 @@ def ipo_weight(log_r, A, log_mu, *, delta, tau):
     **PRIME_RL,
     eq="12 and 13, as coded in prime-rl, loss type default",
     known_from="prime-rl's default_loss_fn, at commit 559b4477",
-    defaults={"delta": "0.2: prime-rl 559b4477 DefaultLossConfig.dppo_mask_low and dppo_mask_high", "tau": TAU},
+    defaults={
+        "delta": "0.2: prime-rl 559b4477 DefaultLossConfig.dppo_mask_low and dppo_mask_high",
+        "tau": TAU,
+    },
 )
 def dppo_tv_prime_rl(lp, lp_old, A, *, delta=0.2, tau=1e-3):
     """J = E 1/Σ_i|o_i| Σ_i Σ_t { M_t r_t A_t - τ (log r_t)² },  M of dppo_tv"""

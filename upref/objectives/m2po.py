@@ -19,7 +19,9 @@ def keep_smallest(x, among, budget):
     level="custom",
     agg="group-token-mean",
     adv="group_norm",
-    defaults={"tau": '0.04: the authors: "Across all our experiments, we consistently set τ_M2 = 0.04" (project page)'},
+    defaults={
+        "tau": '0.04: the authors: "Across all our experiments, we consistently set τ_M2 = 0.04" (project page)'
+    },
     not_symbolic="it sorts the tokens of the whole batch",
     batch_coupled="which tokens are masked depends on the whole batch",
     note="Among the tokens already past π_old in the update's direction, drops the largest log² r until their mean "

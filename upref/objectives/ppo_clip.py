@@ -22,4 +22,8 @@ def ppo_clip(lp, lp_old, A, *, eps=0.2, c=None):
 
 @ppo_clip.with_weight
 def ppo_clip_weight(r, A, *, eps, c):
-    return where(A > 0, when(r <= 1 + eps, A * r), when((r >= 1 - eps) & (r <= (c or inf)), A * r))
+    return where(
+        A > 0,
+        when(r <= 1 + eps, A * r),
+        when((r >= 1 - eps) & (r <= (c or inf)), A * r),
+    )

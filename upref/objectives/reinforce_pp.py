@@ -23,7 +23,11 @@ def reinforce_pp(lp, lp_old, A, *, eps=0.2, c=None):
 
 @reinforce_pp.with_weight
 def reinforce_pp_weight(r, A, *, eps, c):
-    return where(A > 0, when(r <= 1 + eps, A * r), when((r >= 1 - eps) & (r <= (c or inf)), A * r))
+    return where(
+        A > 0,
+        when(r <= 1 + eps, A * r),
+        when((r >= 1 - eps) & (r <= (c or inf)), A * r),
+    )
 
 
 @objective(

@@ -6,7 +6,9 @@ from upref.ops import exp, inf, sg, when
 def in_group(x, group, mask):
     """log softmax of x [B] over the responses to one prompt that have a token."""
     peers = (group[:, None] == group) & mask.any(-1)
-    return x - x.masked_fill(~mask.any(-1), 0).expand_as(peers).masked_fill(~peers, -inf).logsumexp(1)
+    return x - x.masked_fill(~mask.any(-1), 0).expand_as(peers).masked_fill(
+        ~peers, -inf
+    ).logsumexp(1)
 
 
 def pull(lp, lp_old, A, group, mask, eta):

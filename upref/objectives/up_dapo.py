@@ -41,7 +41,9 @@ def up_dapo_weight(r, A, *, eps_low, c):
 def up_dapo_anchored(lp, lp_old, A, *, eps_low=0.2, c=None):
     """As up_dapo, with π_θ/sg(π_θ) in place of log π_θ."""
     r = dual_clip(exp(lp - lp_old), A, c)
-    return where(A > 0, A * exp(lp - sg(lp)), minimum(r * A, maximum(r, 1 - eps_low) * A))
+    return where(
+        A > 0, A * exp(lp - sg(lp)), minimum(r * A, maximum(r, 1 - eps_low) * A)
+    )
 
 
 up_dapo_anchored.with_weight(up_dapo.closed_form)

@@ -40,7 +40,9 @@ def up_gspo_weight(s, A, *, eps_low):
 def up_gspo_anchored(lp, lp_old, A, *, eps_low=3e-4):
     """As up_gspo, with π_θ/sg(π_θ) in place of log π_θ (of the geometric mean)."""
     s = exp(lp - lp_old)
-    return where(A > 0, A * exp(lp - sg(lp)), minimum(s * A, maximum(s, 1 - eps_low) * A))
+    return where(
+        A > 0, A * exp(lp - sg(lp)), minimum(s * A, maximum(s, 1 - eps_low) * A)
+    )
 
 
 up_gspo_anchored.with_weight(up_gspo.closed_form)

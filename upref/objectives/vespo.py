@@ -19,11 +19,19 @@ def vespo(lp, lp_old, A, *, c1_pos=2.0, c2_pos=3.0, c1_neg=3.0, c2_neg=2.0):
     """∇J = E_{τ ~ μ} φ(W) A ∇log π(τ),  φ(W) = W^c1 e^(c2 (1-W)),  W = π(τ)/μ(τ),  c1 and c2 by the sign of A"""
     log_W = lp - lp_old
     W = exp(log_W)
-    φ = where(A > 0, exp(c1_pos * log_W + c2_pos * (1 - W)), exp(c1_neg * log_W + c2_neg * (1 - W)))
+    φ = where(
+        A > 0,
+        exp(c1_pos * log_W + c2_pos * (1 - W)),
+        exp(c1_neg * log_W + c2_neg * (1 - W)),
+    )
     return sg(φ) * A * lp
 
 
 @vespo.with_weight
 def vespo_weight(log_r, A, *, c1_pos, c2_pos, c1_neg, c2_neg):
     W = exp(log_r)
-    return A * where(A > 0, exp(c2_pos * (1 - W) + c1_pos * log_r), exp(c2_neg * (1 - W) + c1_neg * log_r))
+    return A * where(
+        A > 0,
+        exp(c2_pos * (1 - W) + c1_pos * log_r),
+        exp(c2_neg * (1 - W) + c1_neg * log_r),
+    )

@@ -9,7 +9,9 @@ from upref.ops import clip, exp, minimum, when, where
     level="token",
     agg="seq-mean-token-sum",
     adv="signed",
-    defaults={"lam": '0.1: zhu2025surprising Sec. 5; its README: "the λ in the paper, recommended value is 0.1"'},
+    defaults={
+        "lam": '0.1: zhu2025surprising Sec. 5; its README: "the λ in the paper, recommended value is 0.1"'
+    },
     on_policy_exception="positive responses weigh lam by definition",
     note="A = +1 or -1, no baseline, no ratio. lam = 1 is REINFORCE, lam -> 0 negative-sample reinforcement.",
 )

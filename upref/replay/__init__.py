@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay: what a real run's recorded batches say, without its GPUs and without its trainer.
+"""Replay: what a real run's recorded batches say, without its GPUs and without its
+trainer.
 
     batch = upref.replay.read("dumps/step000003.npz")
     upref.replay.gap(batch)                                # the sampler's log-probabilities, and why they differ
@@ -9,7 +10,8 @@
     upref.replay.record(trainer, "dumps", every=50)        # such files, from TRL's GRPOTrainer
     upref.replay.watch(trainer, "dapo", eps_high=0.2)      # the same checks while it trains
 
-The columns are those of docs/dump.md. A recorded batch holds users' texts, as token ids.
+The columns are those of docs/dump.md. A recorded batch holds users' texts, as token
+ids.
 """
 
 from upref.replay.advantages import advantages

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which estimator, over which groups of responses, gives the recorded advantages from the recorded rewards."""
+"""Which estimator, over which groups of responses, gives the recorded advantages from
+the recorded rewards.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ from upref.replay.schema import PROMPTS_READ, RecordedBatch, expect_batch
 from upref.rollouts import one_per_response, per_response
 
 EPSILONS = (1e-6, 1e-8, 1e-4)  # verl, others, TRL
-# A column of float32 repeats an estimator to a few units in the last place, a column of bfloat16 to 2^-8.
+# A column of float32 repeats an estimator to a few units in the last place, a column of
+# bfloat16 to 2^-8.
 TOLERANCE = 2e-5
 TOLERANCE_BFLOAT16 = 2**-7
 LEAST = 3  # responses with an advantage: fewer fit anything
@@ -43,10 +46,12 @@ def advantages(batch: RecordedBatch) -> Advantages:
     """Name the estimator and the grouping that reproduce the recorded advantages.
 
     Args:
-        batch: with the columns adv and reward; with group, the prompts' own grouping is tried first.
+        batch: with the columns adv and reward; with group, the prompts' own grouping is
+            tried first.
 
     Returns:
-        The answer. It is false where an estimator fits over groups that mix prompts, and none fits over the prompts.
+        The answer. It is false where an estimator fits over groups that mix prompts,
+        and none fits over the prompts.
 
     Raises:
         InputError: a column is missing.
@@ -56,8 +61,15 @@ def advantages(batch: RecordedBatch) -> Advantages:
     assert batch.adv is not None and batch.reward is not None
     trains = batch.mask.any(1)
     if not one_per_response(batch.adv[trains], batch.mask[trains]):
-        same = ((batch.adv == per_response(batch.adv, batch.mask)[:, None]) | ~batch.mask).all(1)
-        differs = note("advantages", "per_token", rows=int((~same & trains).sum()), of=int(trains.sum()))
+        same = (
+            (batch.adv == per_response(batch.adv, batch.mask)[:, None]) | ~batch.mask
+        ).all(1)
+        differs = note(
+            "advantages",
+            "per_token",
+            rows=int((~same & trains).sum()),
+            of=int(trains.sum()),
+        )
         return Advantages(estimator="", grouping="", error=1.0, findings=(differs,))
     A = per_response(batch.adv, batch.mask)[trains]
     informative = int((A != 0).sum())
@@ -66,7 +78,9 @@ def advantages(batch: RecordedBatch) -> Advantages:
         if informative:
             few = note("advantages", "too_few", responses=informative)
         return Advantages(estimator="", grouping="", error=0.0, findings=(few,))
-    tolerance = TOLERANCE_BFLOAT16 if bool((A.bfloat16().double() == A).all()) else TOLERANCE
+    tolerance = (
+        TOLERANCE_BFLOAT16 if bool((A.bfloat16().double() == A).all()) else TOLERANCE
+    )
     for grouping, after in product(_groupings(batch), (_unchanged, _whitened)):
         fits: list[tuple[str, float]] = []
         for name, estimate in grouping.estimators():
@@ -79,36 +93,60 @@ def advantages(batch: RecordedBatch) -> Advantages:
         if fits:
             break
     else:
-        return Advantages(estimator="", grouping="", error=1.0, findings=(note("advantages", "no_estimator"),))
+        return Advantages(
+            estimator="",
+            grouping="",
+            error=1.0,
+            findings=(note("advantages", "no_estimator"),),
+        )
     (name, error), *others = fits
     also = tuple(other for other, _ in others[:3])
     findings = _judged(batch, name, grouping)
-    return Advantages(estimator=name, grouping=grouping.name, error=error, also=also, findings=findings)
+    return Advantages(
+        estimator=name,
+        grouping=grouping.name,
+        error=error,
+        also=also,
+        findings=findings,
+    )
 
 
-def _judged(batch: RecordedBatch, estimator: str, grouping: "Grouping") -> tuple[ReplayFinding, ...]:
+def _judged(
+    batch: RecordedBatch, estimator: str, grouping: "Grouping"
+) -> tuple[ReplayFinding, ...]:
     """What a grouping other than the prompts' means."""
     if batch.group is None or grouping.name in (PROMPTS, NO_GROUPS):
         return ()
     if grouping.name == WHOLE:
         return (note("advantages", "whole_batch", estimator=estimator),)
-    mixed = sum(len(batch.group[grouping.ids == g].unique()) > 1 for g in grouping.ids.unique())
-    numbers = {"estimator": estimator, "grouping": grouping.name, "mixed": mixed, "groups": len(grouping.ids.unique())}
+    mixed = sum(
+        len(batch.group[grouping.ids == g].unique()) > 1 for g in grouping.ids.unique()
+    )
+    numbers = {
+        "estimator": estimator,
+        "grouping": grouping.name,
+        "mixed": mixed,
+        "groups": len(grouping.ids.unique()),
+    }
     if mixed:
         severity: Severity = "failure" if _certain_groups(batch) else "note"
         return (ReplayFinding("advantages", severity, "wrong_grouping", numbers),)
-    return (note("advantages", "subgroups", estimator=estimator, grouping=grouping.name),)
+    return (
+        note("advantages", "subgroups", estimator=estimator, grouping=grouping.name),
+    )
 
 
 def _certain_groups(batch: RecordedBatch) -> bool:
     """Whether the groups are sure to be the prompts.
 
-    A reader takes responses with equal prompts for a group. Where an agent varies the prompt, such groups have several
-    sizes.
+    A reader takes responses with equal prompts for a group. Where an agent varies the
+    prompt, such groups have several sizes.
     """
     assert batch.group is not None
     sizes = batch.group.unique(return_counts=True)[1]
-    return PROMPTS_READ not in batch.meta or bool(((sizes == sizes[0]) & (sizes > 1)).all())
+    return PROMPTS_READ not in batch.meta or bool(
+        ((sizes == sizes[0]) & (sizes > 1)).all()
+    )
 
 
 def _unchanged(A: Tensor, mask: Tensor) -> tuple[str, Tensor]:
@@ -135,7 +173,9 @@ class Grouping:
 
 
 def _groupings(batch: RecordedBatch) -> Iterator[Grouping]:
-    """The prompts' own, none, then runs of n consecutive rows, ranks, micro-batches, and the whole batch as a group."""
+    """The prompts' own, none, then runs of n consecutive rows, ranks, micro-batches,
+    and the whole batch as a group.
+    """
     n = len(batch.mask)
     rows, whole = torch.arange(n), torch.zeros(n, dtype=torch.int64)
     if batch.group is not None:
@@ -151,11 +191,16 @@ def _groupings(batch: RecordedBatch) -> Iterator[Grouping]:
 
 
 def _of_groups() -> Iterator[tuple[str, Estimate]]:
-    """Estimators that compare a response with its group. The simplest name comes first where several agree."""
+    """Estimators that compare a response with its group. The simplest name comes first
+    where several agree.
+    """
     yield "group_mean", estimators.group_mean
     for ddof in (1, 0):
         for eps in EPSILONS:
-            yield f"group_norm(ddof={ddof}, eps={eps:g})", partial(estimators.group_norm, ddof=ddof, eps=eps)
+            yield (
+                f"group_norm(ddof={ddof}, eps={eps:g})",
+                partial(estimators.group_norm, ddof=ddof, eps=eps),
+            )
     yield "leave_one_out", estimators.leave_one_out
     yield "leave_one_out over the standard deviation of the others", _over_std_of_others
     for eps in EPSILONS:
@@ -174,7 +219,9 @@ def _of_no_group() -> Iterator[tuple[str, Estimate]]:
 
 
 def _over_std_of_others(rewards: Tensor, group: Tensor) -> Tensor:
-    """(R_i - mean of the others) / (their standard deviation + 1e-6), where that is not 0: NeMo-RL's default."""
+    """(R_i - mean of the others) / (their standard deviation + 1e-6), where that is not
+    0: NeMo-RL's default.
+    """
     out = torch.zeros_like(rewards)
     for g in group.unique():
         members = (group == g).nonzero()[:, 0]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From columns as a file holds them to a recorded batch: every shape, kind and number is checked here, once."""
+"""From columns as a file holds them to a recorded batch: every shape, kind and number
+is checked here, once.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,8 @@ def make_batch(columns: Mapping[str, Any], *, file: str, **facts: Any) -> Record
     """Check columns as a file holds them, and make them a batch.
 
     Args:
-        columns: name -> tensor or array. Token columns are [B, T], or [N] with `offsets` [B + 1].
+        columns: name -> tensor or array. Token columns are [B, T], or [N] with
+            `offsets` [B + 1].
         file: where they were read.
         **facts: step, logged, meta and hints of RecordedBatch.
 
@@ -34,24 +37,33 @@ def make_batch(columns: Mapping[str, Any], *, file: str, **facts: Any) -> Record
         The batch: floats in float64, masked slots of float columns 0.
 
     Raises:
-        InputError: a column is missing, unknown, of another shape, or holds what it may not hold.
+        InputError: a column is missing, unknown, of another shape, or holds what it may
+            not hold.
     """
     given = dict(columns)
     offsets = given.pop("offsets", None)
     for name in given:
         if name not in COLUMNS:
-            raise InputError(f"{file}: {name!r} is no column of docs/dump.md; put it into meta, or leave it out.")
+            raise InputError(
+                f"{file}: {name!r} is no column of docs/dump.md; put it into meta, or leave it out."
+            )
     for name in ("ids", "mask"):
         if name not in given:
-            raise InputError(f"{file} lacks the column {name} ({COLUMNS[name]}): nothing can be told without it.")
+            raise InputError(
+                f"{file} lacks the column {name} ({COLUMNS[name]}): nothing can be told without it."
+            )
     tensors = {name: _tensor(name, value, file) for name, value in given.items()}
     if offsets is not None:
         tensors = _padded(tensors, _tensor("offsets", offsets, file), file)
     shape = tuple(tensors["mask"].shape)
     if len(shape) != 2 or 0 in shape:
-        raise InputError(f"{file}: mask has shape {list(shape)}; give [B, T], or [N] with offsets.")
+        raise InputError(
+            f"{file}: mask has shape {list(shape)}; give [B, T], or [N] with offsets."
+        )
     if shape[0] * shape[1] > MOST_SLOTS:
-        raise InputError(f"{file} has {shape[0]} x {shape[1]} slots, more than {MOST_SLOTS:,}: split the step.")
+        raise InputError(
+            f"{file} has {shape[0]} x {shape[1]} slots, more than {MOST_SLOTS:,}: split the step."
+        )
     made: dict[str, Any] = {"mask": _mask(tensors["mask"], file)}
     mask = made["mask"]
     if not mask.any():
@@ -62,7 +74,9 @@ def make_batch(columns: Mapping[str, Any], *, file: str, **facts: Any) -> Record
             if name == "adv" and tuple(value.shape) in (shape[:1], (shape[0], 1)):
                 value = value.reshape(-1, 1).expand(shape)
             if tuple(value.shape) != expected:
-                raise InputError(f"{file}: {name} has shape {list(value.shape)}, expected {list(expected)}.")
+                raise InputError(
+                    f"{file}: {name} has shape {list(value.shape)}, expected {list(expected)}."
+                )
             made[name] = _column(name, value, mask, file)
     _check_counts(facts.get("logged", {}), file)
     return RecordedBatch(**made, file=file, **facts)
@@ -73,44 +87,74 @@ def _check_counts(logged: Mapping[str, float], file: str) -> None:
     for name in COUNTS:
         value = logged.get(name, 1.0)
         if not (value > 0 and math.isfinite(value)):
-            raise InputError(f"{file}: {name} under logged is {value:g}; it must be a finite number above 0.")
+            raise InputError(
+                f"{file}: {name} under logged is {value:g}; it must be a finite number above 0."
+            )
 
 
 def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
-    """Join what several files hold of one step: ranks and micro-batches. A column that one of them lacks is dropped."""
+    """Join what several files hold of one step: ranks and micro-batches. A column that
+    one of them lacks is dropped.
+    """
     if len(parts) == 1:
         return parts[0]
     width = max(part.mask.shape[1] for part in parts)
-    shared = [name for name in COLUMNS if all(getattr(part, name) is not None for part in parts)]
+    shared = [
+        name
+        for name in COLUMNS
+        if all(getattr(part, name) is not None for part in parts)
+    ]
     columns: dict[str, Tensor] = {}
     for name in shared:
         pieces = [getattr(part, name) for part in parts]
         if name == "micro":  # each file numbers its own
             pieces = [piece + 1_000_000 * number for number, piece in enumerate(pieces)]
         if name not in RESPONSE_COLUMNS:
-            pieces = [torch.nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces]
+            pieces = [
+                torch.nn.functional.pad(piece, (0, width - piece.shape[1]))
+                for piece in pieces
+            ]
         columns[name] = torch.cat(pieces)
     if columns["mask"].numel() > MOST_SLOTS:
-        raise InputError(f"step {parts[0].step} has more than {MOST_SLOTS:,} slots over {len(parts)} files: cut it.")
+        raise InputError(
+            f"step {parts[0].step} has more than {MOST_SLOTS:,} slots over {len(parts)} files: cut it."
+        )
     if "rank" not in columns:
-        columns["rank"] = torch.cat([torch.full((len(part.mask),), n) for n, part in enumerate(parts)])
+        columns["rank"] = torch.cat(
+            [torch.full((len(part.mask),), n) for n, part in enumerate(parts)]
+        )
     logged = {key: value for part in parts for key, value in part.logged.items()}
     if any(part.logged != parts[0].logged for part in parts):
-        logged = {}  # each file has its own loss: their sum is not known to be the step's
+        # each file has its own loss: their sum is not known to be the step's
+        logged = {}
     _check_repeated(parts)
-    facts = {"step": parts[0].step, "logged": logged, "meta": parts[0].meta, "hints": parts[0].hints}
+    facts = {
+        "step": parts[0].step,
+        "logged": logged,
+        "meta": parts[0].meta,
+        "hints": parts[0].hints,
+    }
     made: dict[str, Any] = columns | facts
     return RecordedBatch(**made, file=f"{parts[0].file} and {len(parts) - 1} more")
 
 
 def _check_repeated(parts: Sequence[RecordedBatch]) -> None:
-    """Raise InputError where two files hold the same responses: ranks of one tensor-parallel group, or copies."""
+    """Raise InputError where two files hold the same responses: ranks of one
+    tensor-parallel group, or copies.
+    """
     seen: dict[tuple[Any, ...], str] = {}
     for part in parts:
-        key = (tuple(part.mask.shape), part.tokens, int(part.ids.sum()), int((part.ids * part.mask).sum()))
+        key = (
+            tuple(part.mask.shape),
+            part.tokens,
+            int(part.ids.sum()),
+            int((part.ids * part.mask).sum()),
+        )
         twin = seen.setdefault(key, part.file)
         if twin != part.file and _equal(part, next(p for p in parts if p.file == twin)):
-            raise InputError(f"{part.file} holds the same responses as {twin}: give one of them.")
+            raise InputError(
+                f"{part.file} holds the same responses as {twin}: give one of them."
+            )
 
 
 def _equal(one: RecordedBatch, other: RecordedBatch) -> bool:
@@ -120,11 +164,15 @@ def _equal(one: RecordedBatch, other: RecordedBatch) -> bool:
 def _tensor(name: str, value: Any, file: str) -> Tensor:
     if isinstance(value, Tensor):
         if value.is_sparse or value.is_meta or value.numel() > MOST_SLOTS:
-            raise InputError(f"{file}: {name} holds {value.numel():,} numbers, more than {MOST_SLOTS:,}.")
+            raise InputError(
+                f"{file}: {name} holds {value.numel():,} numbers, more than {MOST_SLOTS:,}."
+            )
         return value.detach().cpu()
     array = np.asarray(value)
     if array.size > MOST_SLOTS:
-        raise InputError(f"{file}: {name} holds {array.size:,} numbers, more than {MOST_SLOTS:,}.")
+        raise InputError(
+            f"{file}: {name} holds {array.size:,} numbers, more than {MOST_SLOTS:,}."
+        )
     if name == "group" and array.dtype.kind in "US":
         array = np.unique(array, return_inverse=True)[1]
     if array.dtype.kind not in "biuf":
@@ -134,17 +182,25 @@ def _tensor(name: str, value: Any, file: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _padded(tensors: dict[str, Tensor], offsets: Tensor, file: str) -> dict[str, Tensor]:
+def _padded(
+    tensors: dict[str, Tensor], offsets: Tensor, file: str
+) -> dict[str, Tensor]:
     """Ragged token columns as [B, T]."""
     if offsets.ndim != 1 or len(offsets) < 2 or offsets.is_floating_point():
-        raise InputError(f"{file}: offsets must be whole numbers [B + 1], got shape {list(offsets.shape)}.")
+        raise InputError(
+            f"{file}: offsets must be whole numbers [B + 1], got shape {list(offsets.shape)}."
+        )
     lengths = offsets.diff()
     total = len(tensors["mask"])
     if offsets[0] != 0 or int(offsets[-1]) != total or bool((lengths < 0).any()):
-        raise InputError(f"{file}: offsets must rise from 0 to the number of tokens, {total}.")
+        raise InputError(
+            f"{file}: offsets must rise from 0 to the number of tokens, {total}."
+        )
     width = int(lengths.max())
     if len(lengths) * width > MOST_SLOTS or width == 0:
-        raise InputError(f"{file}: {len(lengths)} responses of up to {width:,} tokens cannot be held: split the step.")
+        raise InputError(
+            f"{file}: {len(lengths)} responses of up to {width:,} tokens cannot be held: split the step."
+        )
     inside = torch.arange(width)[None, :] < lengths[:, None]
     out = {}
     for name, value in tensors.items():
@@ -152,7 +208,9 @@ def _padded(tensors: dict[str, Tensor], offsets: Tensor, file: str) -> dict[str,
             out[name] = value
             continue
         if tuple(value.shape) != (total,):
-            raise InputError(f"{file}: {name} has shape {list(value.shape)}, expected [{total}] as the mask.")
+            raise InputError(
+                f"{file}: {name} has shape {list(value.shape)}, expected [{total}] as the mask."
+            )
         padded = torch.zeros(inside.shape, dtype=value.dtype)
         padded[inside] = value
         out[name] = padded
@@ -175,7 +233,9 @@ def _column(name: str, value: Tensor, mask: Tensor, file: str) -> Tensor:
     if name == "reward":
         bad = ~value.isfinite()
         if bad.any():
-            raise InputError(f"{file}: reward is {value[bad][0].item()} at response {int(bad.nonzero()[0])}.")
+            raise InputError(
+                f"{file}: reward is {value[bad][0].item()} at response {int(bad.nonzero()[0])}."
+            )
         return value
     bad = mask & (value == torch.inf if name == "sampler" else ~value.isfinite())
     if bad.any():
@@ -185,7 +245,8 @@ def _column(name: str, value: Tensor, mask: Tensor, file: str) -> Tensor:
         )
     if name == "sampler":
         value = value.masked_fill(value == -torch.inf, torch.nan)
-    if name in LOG_PROBS and name != "sampler":  # what the sampler's column holds, the check of the gap says
+    # what the sampler's column holds, the check of the gap says
+    if name in LOG_PROBS and name != "sampler":
         value = torch.where((value > 0) & (value <= ROUNDING), 0.0, value)
         if bool((mask & (value > 0)).any()):
             row, token = (mask & (value > 0)).nonzero()[0].tolist()

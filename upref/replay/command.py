@@ -13,13 +13,18 @@ from upref.replay.run import CHECKS, replay
 
 
 def run(args: Any, hp: dict[str, Any]) -> int:
-    """Replay the files; print the report; return the exit status. hp: hyperparameters of the objective."""
-    from upref.replay.sheet import check_suffix, write_sheet  # matplotlib is slow to import
+    """Replay the files; print the report; return the exit status. hp: hyperparameters
+    of the objective.
+    """
+    # matplotlib is slow to import
+    from upref.replay.sheet import check_suffix, write_sheet
 
     if args.file:
         check_suffix(args.file)
     if args.agg and not args.name:
-        raise InputError("--agg is the aggregation of an objective: give it with --as NAME.")
+        raise InputError(
+            "--agg is the aggregation of an objective: give it with --as NAME."
+        )
     objective = get(args.name) if args.name else None
     if objective is not None and args.agg:
         objective = objective.aggregated(args.agg)
@@ -70,7 +75,11 @@ def _tokenizer(folder: str) -> Any:
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except ImportError:
-        raise InputError("--tokenizer needs transformers: pip install transformers.") from None
+        raise InputError(
+            "--tokenizer needs transformers: pip install transformers."
+        ) from None
     except Exception as e:
         why = (str(e).splitlines() or [""])[0][:160]
-        raise InputError(f"--tokenizer {folder!r} is no folder with a tokenizer of transformers ({why}).") from e
+        raise InputError(
+            f"--tokenizer {folder!r} is no folder with a tokenizer of transformers ({why})."
+        ) from e

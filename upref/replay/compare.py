@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each objective and sampler correction would do with the recorded tokens: who carries the gradient."""
+"""What each objective and sampler correction would do with the recorded tokens: who
+carries the gradient.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,14 +26,17 @@ MOST_TURNS = 20
 
 @dataclass(frozen=True)
 class Row:
-    """One objective on these tokens. w is its gradient dJ/dlp of every token, aggregation included.
+    """One objective on these tokens. w is its gradient dJ/dlp of every token,
+    aggregation included.
 
     Args:
         name: of the objective.
-        dead_positive, dead_negative: share of the tokens with A > 0 (A < 0) whose w is 0.
+        dead_positive, dead_negative: share of the tokens with A > 0 (A < 0) whose w is
+            0.
         effective: (Σ |w|)² / Σ w², in tokens.
         heaviest: share of Σ |w| on the heaviest 1 % of the tokens.
-        longest: share of Σ |w| on the longest quarter of the responses, over their share of the tokens.
+        longest: share of Σ |w| on the longest quarter of the responses, over their
+            share of the tokens.
         turns: share of Σ |w| of each turn or source; empty without the column turn.
         cosine: with the gradient of the objective that ran; None without one.
         gradient: w, [B, T], over all responses of the batch.
@@ -81,16 +86,26 @@ class Weights(Checked):
 
     def data(self) -> dict[str, Any]:
         """The numbers of the table."""
-        return {"ran": self.ran, "rows": [row.data() for row in self.rows], "skipped": self.skipped}
+        return {
+            "ran": self.ran,
+            "rows": [row.data() for row in self.rows],
+            "skipped": self.skipped,
+        }
 
 
 def weights(
-    batch: RecordedBatch, names: Sequence[str], *, ran: str | Objective = "", agg: str = "", **hp: Any
+    batch: RecordedBatch,
+    names: Sequence[str],
+    *,
+    ran: str | Objective = "",
+    agg: str = "",
+    **hp: Any,
 ) -> Weights:
     """Compute the gradient weight of every token under several objectives.
 
     Args:
-        batch: with the columns adv and old; `now` gives ratios other than 1, `sampler` the corrections.
+        batch: with the columns adv and old; `now` gives ratios other than 1, `sampler`
+            the corrections.
         names: objectives, for example ["dapo", "up_dapo", "tis(dapo)"].
         ran: the objective that ran, with which the others are compared.
         agg: one aggregation for all, in place of each objective's own.
@@ -100,12 +115,15 @@ def weights(
         The table, `ran` first.
 
     Raises:
-        InputError: adv or the log-probabilities are missing, or an objective does not exist.
+        InputError: adv or the log-probabilities are missing, or an objective does not
+            exist.
     """
     expect_batch(batch, "the table of objectives")
     batch.rollouts()
     first = [] if not ran else [ran if isinstance(ran, Objective) else get(ran)]
-    objectives = first + [o for o in map(get, names) if o.name not in {f.name for f in first}]
+    objectives = first + [
+        o for o in map(get, names) if o.name not in {f.name for f in first}
+    ]
     rows: list[Row] = []
     skipped: dict[str, str] = {}
     for o in objectives:
@@ -114,11 +132,17 @@ def weights(
         except InputError as e:
             skipped[o.name] = str(e)
             continue
-        rows.append(_row(batch, o.name, w, rows[0].gradient if rows and first else None))
-    return Weights(rows=tuple(rows), skipped=skipped, ran=first[0].name if first else "")
+        rows.append(
+            _row(batch, o.name, w, rows[0].gradient if rows and first else None)
+        )
+    return Weights(
+        rows=tuple(rows), skipped=skipped, ran=first[0].name if first else ""
+    )
 
 
-def token_gradient(batch: RecordedBatch, o: Objective, hp: dict[str, Any]) -> Float[Tensor, "B T"]:
+def token_gradient(
+    batch: RecordedBatch, o: Objective, hp: dict[str, Any]
+) -> Float[Tensor, "B T"]:
     """dJ/dlp of every token of the batch, 0 where it does not train."""
     own = {k: v for k, v in hp.items() if k in o.hyperparameters}
     b: Rollouts = batch.rollouts(sampler=o.sampler is not None)
@@ -161,10 +185,14 @@ def _by_turn(batch: RecordedBatch, size: Tensor, total: float) -> dict[int, floa
     if batch.turn is None:
         return {}
     turns = batch.turn[batch.mask].unique().tolist()[:MOST_TURNS]
-    return {int(t): float(size[batch.mask & (batch.turn == t)].sum()) / total for t in turns}
+    return {
+        int(t): float(size[batch.mask & (batch.turn == t)].sum()) / total for t in turns
+    }
 
 
-def heaviest_tokens(batch: RecordedBatch, row: Row, count: int = 5, tokenizer: Any = None) -> list[HeavyToken]:
+def heaviest_tokens(
+    batch: RecordedBatch, row: Row, count: int = 5, tokenizer: Any = None
+) -> list[HeavyToken]:
     """The tokens with the largest |w| of an objective.
 
     Args:
@@ -183,7 +211,11 @@ def heaviest_tokens(batch: RecordedBatch, row: Row, count: int = 5, tokenizer: A
     out = []
     for flat in size.flatten().topk(min(count, batch.tokens)).indices.tolist():
         i, t = divmod(flat, size.shape[1])
-        sampler = None if batch.sampler is None or batch.sampler[i, t].isnan() else float(batch.sampler[i, t].exp())
+        sampler = (
+            None
+            if batch.sampler is None or batch.sampler[i, t].isnan()
+            else float(batch.sampler[i, t].exp())
+        )
         token = int(batch.ids[i, t])
         out.append(HeavyToken(
             response=i, token=t, id=token, text="" if tokenizer is None else tokenizer.decode([token]),

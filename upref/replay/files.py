@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files to recorded batches: `.npz` and `.safetensors` of docs/dump.md here, frameworks' own files by their readers.
+"""Files to recorded batches: `.npz` and `.safetensors` of docs/dump.md here,
+frameworks' own files by their readers.
 
-A file is foreign: its announced sizes are checked before anything is allocated, nothing in it is run, and whatever its
-parser raises becomes one sentence.
+A file is foreign: its announced sizes are checked before anything is allocated, nothing
+in it is run, and whatever its parser raises becomes one sentence.
 """
 
 import io
@@ -48,17 +49,21 @@ def read(files: str | Path | Sequence[str | Path]) -> RecordedBatch:
         The recorded batch.
 
     Raises:
-        InputError: a file is missing, damaged or of no known format, or the files are of several steps.
+        InputError: a file is missing, damaged or of no known format, or the files are
+            of several steps.
     """
     many = [files] if isinstance(files, str | Path) else list(files)
     groups = _by_step(many)
     if len(groups) != 1:
-        raise InputError(f"these files are of {len(groups)} steps: read one step, or use read_steps.")
+        raise InputError(
+            f"these files are of {len(groups)} steps: read one step, or use read_steps."
+        )
     return _load(groups[0])
 
 
 def read_steps(files: Iterable[str | Path]) -> Iterator[RecordedBatch]:
-    """Read the steps that these files or folders hold, in order, one in memory at a time.
+    """Read the steps that these files or folders hold, in order, one in memory at a
+    time.
 
     Raises:
         InputError: as `read`; or there is no file at all.
@@ -75,7 +80,9 @@ def _by_step(files: list[str | Path]) -> list[list[Source]]:
     paths: list[Path] = []
     for path in map(Path, files):
         if path.is_dir():
-            paths += sorted(p for p in path.rglob("*") if p.suffix in _suffixes() and p.is_file())
+            paths += sorted(
+                p for p in path.rglob("*") if p.suffix in _suffixes() and p.is_file()
+            )
         else:
             paths.append(path)
     if not paths:
@@ -83,9 +90,13 @@ def _by_step(files: list[str | Path]) -> list[list[Source]]:
             f"there is no recorded batch ({', '.join(_suffixes())}) in {files[0] if files else 'no file'}."
         )
     if len(paths) > MOST_FILES:
-        raise InputError(f"these are {len(paths):,} files: give at most {MOST_FILES:,}.")
+        raise InputError(
+            f"these are {len(paths):,} files: give at most {MOST_FILES:,}."
+        )
     sources = [_source(path) for path in paths]
-    numbered = sorted((s for s in sources if s.step is not None), key=lambda s: s.step or 0)
+    numbered = sorted(
+        (s for s in sources if s.step is not None), key=lambda s: s.step or 0
+    )
     steps = [list(group) for _, group in groupby(numbered, key=lambda s: s.step)]
     return steps + [[source] for source in sources if source.step is None]
 
@@ -100,11 +111,17 @@ def _source(path: Path) -> Source:
     for reader in plugins.dump_readers():
         if path.suffix in reader.SUFFIXES and _one(reader.recognizes, path):
             return Source(path, _one(reader.step_of, path), reader.read)
-    raise InputError(f"{path} is no recorded batch: give {', '.join(_suffixes())} as docs/dump.md describes.")
+    raise InputError(
+        f"{path} is no recorded batch: give {', '.join(_suffixes())} as docs/dump.md describes."
+    )
 
 
 def _suffixes() -> list[str]:
-    return sorted({".npz", ".safetensors"}.union(*(reader.SUFFIXES for reader in plugins.dump_readers())))
+    return sorted(
+        {".npz", ".safetensors"}.union(
+            *(reader.SUFFIXES for reader in plugins.dump_readers())
+        )
+    )
 
 
 def _one(work: Callable[[Path], Any], path: Path) -> Any:
@@ -114,27 +131,37 @@ def _one(work: Callable[[Path], Any], path: Path) -> Any:
     except InputError:
         raise
     except ModuleNotFoundError as e:
-        raise InputError(f"{path} cannot be read without {e.name}: pip install {e.name}.") from e
+        raise InputError(
+            f"{path} cannot be read without {e.name}: pip install {e.name}."
+        ) from e
     except MemoryError as e:
-        raise InputError(f"{path} does not fit into memory: split the step into several files.") from e
+        raise InputError(
+            f"{path} does not fit into memory: split the step into several files."
+        ) from e
     except pickle.UnpicklingError as e:
         raise InputError(
             f"{path} is damaged, or holds Python objects, a pickle that may run code: write numbers and texts."
         ) from e
     except Exception as e:  # a damaged file makes parsers raise what they like
         why = (str(e).splitlines() or [""])[0][:160]
-        raise InputError(f"{path} is damaged or cut off ({type(e).__name__}: {why}): write it again.") from e
+        raise InputError(
+            f"{path} is damaged or cut off ({type(e).__name__}: {why}): write it again."
+        ) from e
 
 
-# ---- .npz ------------------------------------------------------------------------------------------------------------
+# ---- .npz ----------------------------------------------------------------------------
 def _npz_headers(path: Path) -> None:
-    """Check what each array announces against what the archive holds, before anything is allocated."""
+    """Check what each array announces against what the archive holds, before anything
+    is allocated.
+    """
     total = 0
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             name = entry.filename.removesuffix(".npy")
             if name not in COLUMNS and name not in FACTS and name != "offsets":
-                raise InputError(f"{path}: {name!r} is no column of docs/dump.md; leave it out, or put it into meta.")
+                raise InputError(
+                    f"{path}: {name!r} is no column of docs/dump.md; leave it out, or put it into meta."
+                )
             with archive.open(entry) as file:
                 version = np.lib.format.read_magic(file)
                 if version == (1, 0):
@@ -142,10 +169,14 @@ def _npz_headers(path: Path) -> None:
                 elif version == (2, 0):
                     shape, _, dtype = np.lib.format.read_array_header_2_0(file)
                 else:
-                    raise InputError(f"{path}: {name} has the array format {version}: write it with numpy.savez.")
+                    raise InputError(
+                        f"{path}: {name} has the array format {version}: write it with numpy.savez."
+                    )
                 header = file.tell()
             if dtype.hasobject:
-                raise InputError(f"{path}: {name} holds Python objects, a pickle that may run code: write numbers.")
+                raise InputError(
+                    f"{path}: {name} holds Python objects, a pickle that may run code: write numbers."
+                )
             announced = math.prod(shape) * dtype.itemsize
             total += announced
             if total > MOST_BYTES:
@@ -153,7 +184,9 @@ def _npz_headers(path: Path) -> None:
                     f"{path} announces {total / 2**30:,.1f} GiB, more than {MOST_BYTES >> 30} GiB: split it."
                 )
             if announced != entry.file_size - header:
-                raise InputError(f"{path} is damaged: {name} announces {announced:,} bytes and holds another number.")
+                raise InputError(
+                    f"{path} is damaged: {name} announces {announced:,} bytes and holds another number."
+                )
 
 
 def _npz_step(path: Path) -> int | None:
@@ -169,12 +202,14 @@ def _read_npz(path: Path) -> RecordedBatch:
     return make_batch(held, file=str(path), **_facts(facts, path))
 
 
-# ---- .safetensors ----------------------------------------------------------------------------------------------------
+# ---- .safetensors --------------------------------------------------------------------
 def _safetensors_step(path: Path) -> int | None:
     from safetensors import safe_open
 
     if path.stat().st_size > MOST_BYTES:
-        raise InputError(f"{path} is larger than {MOST_BYTES >> 30} GiB: split the step into several files.")
+        raise InputError(
+            f"{path} is larger than {MOST_BYTES >> 30} GiB: split the step into several files."
+        )
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
     return int(metadata["step"]) if "step" in metadata else None
@@ -193,7 +228,9 @@ def _facts(written: dict[str, str], path: Path) -> dict[str, Any]:
     """Step, logged and meta as the file holds them: text."""
     schema = written.get("schema", "")
     if schema != str(SCHEMA):
-        raise InputError(f"{path} has the schema version {schema or 'none'!r}; this upref reads {SCHEMA}.")
+        raise InputError(
+            f"{path} has the schema version {schema or 'none'!r}; this upref reads {SCHEMA}."
+        )
     out: dict[str, Any] = {"step": int(written["step"]) if "step" in written else None}
     for name in ("logged", "meta"):
         value = json.loads(written.get(name, "{}"))
@@ -205,9 +242,10 @@ def _facts(written: dict[str, str], path: Path) -> dict[str, Any]:
     return out
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------
 def write(path: str | Path, batch: RecordedBatch) -> None:
-    """Write a batch as `.npz` of docs/dump.md: ragged, floats in float32, ids in int32. The file holds users' texts.
+    """Write a batch as `.npz` of docs/dump.md: ragged, floats in float32, ids in int32.
+    The file holds users' texts.
 
     Args:
         path: the file, which ends in .npz. Its folder must exist.
@@ -219,11 +257,16 @@ def write(path: str | Path, batch: RecordedBatch) -> None:
     width = batch.mask.shape[1]
     last = _lengths(batch)
     inside = np.arange(width)[None, :] < last[:, None]
-    arrays: dict[str, Any] = {"schema": SCHEMA, "offsets": np.concatenate([[0], np.cumsum(last)])}
+    arrays: dict[str, Any] = {
+        "schema": SCHEMA,
+        "offsets": np.concatenate([[0], np.cumsum(last)]),
+    }
     for name in batch.recorded:
         value = getattr(batch, name).numpy()
         value = value.astype(np.float32) if value.dtype.kind == "f" else value
-        value = value.astype(np.int32) if name in ("ids", "sampler_ids", "turn") else value
+        value = (
+            value.astype(np.int32) if name in ("ids", "sampler_ids", "turn") else value
+        )
         arrays[name] = value[inside] if value.ndim == 2 else value
     if batch.step is not None:
         arrays["step"] = batch.step
@@ -235,7 +278,7 @@ def write(path: str | Path, batch: RecordedBatch) -> None:
 
 
 def _lengths(batch: RecordedBatch) -> Any:
-    """The number of slots of each response up to its last token that is not padding: a trained one, or an id other
-    than 0."""
+    """The number of slots of each response up to its last token that is not padding: a
+    trained one, or an id other than 0."""
     used = (batch.mask | (batch.ids != 0)).numpy()
     return np.where(used.any(1), used.shape[1] - used[:, ::-1].argmax(1), 1)

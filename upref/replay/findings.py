@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check of a recorded batch answers: numbers and findings as data. `upref.replay.words` turns them into text."""
+"""What a check of a recorded batch answers: numbers and findings as data.
+`upref.replay.words` turns them into text.
+"""
 
 import json
 import math
@@ -18,8 +20,9 @@ class ReplayFinding:
 
     Args:
         check: which check: sampler, advantages, loss, old, series.
-        severity: "failure" only where the cause was undone and the difference vanished, or where the file says it
-            outright; "note" where the tokens bear a signature that several causes share.
+        severity: "failure" only where the cause was undone and the difference vanished,
+            or where the file says it outright; "note" where the tokens bear a signature
+            that several causes share.
         cause: a key of upref.replay.words.CAUSES.
         numbers: what its sentence quotes.
     """

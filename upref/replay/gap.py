@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gap between the sampler's log-probabilities and the trainer's, and its cause.
 
-x = log π_old by the trainer, y = log μ by the sampler, d = x - y = log ρ on every trained token. Tokens are drawn from
-μ, so E[ρ] is the mass that π_old gives to the support of μ, and E[d] = -KL(μ || π_old):
+x = log π_old by the trainer, y = log μ by the sampler, d = x - y = log ρ on every
+trained token. Tokens are drawn from μ, so E[ρ] is the mass that π_old gives to the
+support of μ, and E[d] = -KL(μ || π_old):
 
     E[ρ] = 1, E[d] <= 0     two normalized policies: rounding, stale weights, other experts, quantized weights
     E[ρ] < 1, d <= 0        μ was cut and renormalized: top_p, top_k, min_p
     E[d] > 0                impossible for the distribution that sampled: the column is another one
 
-The partial sums of ρ - 1 are a martingale whatever the lengths of the responses are, so their standard error is
-sqrt(Σ (ρ - 1)²). A cause that can be undone is undone: a shift, exchanged rows, a factor, a floor, tokens that were
-never drawn. It is a failure where the difference vanishes with it. All else is a note: no statistic of one column
-proves a cause, and a healthy sampler must never fail.
+The partial sums of ρ - 1 are a martingale whatever the lengths of the responses are, so
+their standard error is sqrt(Σ (ρ - 1)²). A cause that can be undone is undone: a shift,
+exchanged rows, a factor, a floor, tokens that were never drawn. It is a failure where
+the difference vanishes with it. All else is a note: no statistic of one column proves a
+cause, and a healthy sampler must never fail.
 """
 
 import math
@@ -29,16 +31,20 @@ from upref.replay.values import find_factor, find_floor, find_placeholder, is_bf
 
 SIGNIFICANT = 5.0  # standard errors: 3e-7 one-sided, and a run asks thousands of times
 LARGE_EXPONENT = 30.0  # e^30 stays finite in sums of squares
-# bfloat16 has 8 bits: a logit of 8 is off by 0.016, and log π by a few times that in a deep model. Larger mean gaps
-# are beyond rounding in the models and engines that were measured; smaller ones need no explanation.
+# bfloat16 has 8 bits: a logit of 8 is off by 0.016, and log π by a few times that in a
+# deep model. Larger mean gaps are beyond rounding in the models and engines that were
+# measured; smaller ones need no explanation.
 ROUNDING_GAP = 0.03  # nats, mean |d|
-# Rounding that is off in one direction shifts E[d] by less than this; a temperature shifts it by a KL of this or more.
+# Rounding that is off in one direction shifts E[d] by less than this; a temperature
+# shifts it by a KL of this or more.
 LEAST_KL = 0.01  # nats
 FAR = 4.0  # nats: the trainer finds a token e^4 times less likely than the sampler
 FEW = 3  # tokens: fewer are no pattern
 ONE_SIDED = 10  # times as many tokens below as above
-AGREEMENT = 0.75  # mean sign of d among likely tokens, and among rare ones: seven of eight have that sign
-LEAST_RARE = 20  # tokens of either kind: chance makes such a mean of 20 signs with probability 0.0004
+# mean sign of d among likely tokens, and among rare ones: seven of eight have that sign
+AGREEMENT = 0.75
+# tokens of either kind: chance makes such a mean of 20 signs with probability 0.0004
+LEAST_RARE = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,8 @@ class Gap(Checked):
         rho_mean, rho_se: mean of ρ = π_old/μ and its standard error.
         inverse_mean: mean of 1/ρ.
         k3: mean of ρ - 1 - log ρ, which estimates KL(μ || π_old) in nats.
-        effective: (Σ ρ)² / (n Σ ρ²), the share of tokens that counts under the weights ρ.
+        effective: (Σ ρ)² / (n Σ ρ²), the share of tokens that counts under the weights
+            ρ.
         cause: the cause of the first finding; "agree" if there is none.
     """
 
@@ -70,13 +77,15 @@ class Gap(Checked):
 
 
 def gap(batch: RecordedBatch) -> Gap:
-    """Compare the sampler's column with the trainer's, and name the cause of a difference.
+    """Compare the sampler's column with the trainer's, and name the cause of a
+    difference.
 
     Args:
         batch: with the columns sampler and old (or now).
 
     Returns:
-        The Gap. It is false where a cause was undone, or where tokens train that the sampler did not draw.
+        The Gap. It is false where a cause was undone, or where tokens train that the
+        sampler did not draw.
 
     Raises:
         InputError: a column is missing.
@@ -95,11 +104,20 @@ def gap(batch: RecordedBatch) -> Gap:
     if batch.sampler_ids is not None:
         other = batch.mask & (batch.sampler_ids != batch.ids)
         if other.any():
-            report("failure", "other_ids", tokens=int(other.sum()), trained=batch.tokens)
-            columns = columns.without(other.cumsum(1) > 0)  # what follows has another context
+            report(
+                "failure", "other_ids", tokens=int(other.sum()), trained=batch.tokens
+            )
+            # what follows has another context
+            columns = columns.without(other.cumsum(1) > 0)
     missing = columns.mask & columns.y.isnan()
     if missing.any():
-        report("failure", "not_sampled", tokens=int(missing.sum()), trained=batch.tokens, value="missing")
+        report(
+            "failure",
+            "not_sampled",
+            tokens=int(missing.sum()),
+            trained=batch.tokens,
+            value="missing",
+        )
         columns = columns.without(missing)
     if not columns.mask.any():
         return _result(columns, findings)
@@ -111,10 +129,22 @@ def gap(batch: RecordedBatch) -> Gap:
         report("note", "copied")
         return _result(columns, findings)
 
-    for undo in (find_factor, find_shift, find_exchanged_rows, find_placeholder, find_floor):
+    for undo in (
+        find_factor,
+        find_shift,
+        find_exchanged_rows,
+        find_placeholder,
+        find_floor,
+    ):
         found = undo(columns)
         if found is not None:
-            report("failure", found.cause, **found.numbers, before=found.before, after=found.after)
+            report(
+                "failure",
+                found.cause,
+                **found.numbers,
+                before=found.before,
+                after=found.after,
+            )
             columns = found.columns
             if not columns.mask.any():
                 return _result(columns, findings)
@@ -135,10 +165,17 @@ def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
     impossible = d < -FAR
     usual = d[~impossible]
     typical = float(usual.abs().median()) if len(usual) else 0.0
-    # Weights that differ everywhere have a wide middle; lone tokens on a clean line have a narrow one.
+    # Weights that differ everywhere have a wide middle; lone tokens on a clean line
+    # have a narrow one.
     lone = int(impossible.sum()) >= max(FEW, 0.002 * len(d)) and typical < ROUNDING_GAP
     if lone:
-        report("note", "impossible_tokens", tokens=int(impossible.sum()), trained=len(d), far=FAR)
+        report(
+            "note",
+            "impossible_tokens",
+            tokens=int(impossible.sum()),
+            trained=len(d),
+            far=FAR,
+        )
         x, y, d, first = x[~impossible], y[~impossible], usual, first[~impossible]
     numbers = _numbers(d)
     mean_abs, mean = numbers["mean_abs"], numbers["mean"]
@@ -147,7 +184,9 @@ def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
         if mean_abs > ROUNDING_GAP and not lone:
             report("note", "two_policies", **two)
         return
-    rounded = [name for name, column in (("sampler", y), ("old", x)) if is_bfloat16(column)]
+    rounded = [
+        name for name, column in (("sampler", y), ("old", x)) if is_bfloat16(column)
+    ]
     shape = _shape(x, y)
     if shape and _shape(x[first], y[first]) != shape:
         shape = ""  # only the draws from one context, counted many times, make it
@@ -158,10 +197,26 @@ def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
     elif shape in ("sampler above", "trainer above"):
         zeros = float(((y == 0) & (d < -ROUNDING_GAP / 10)).double().mean())
         above = d < 0 if shape == "sampler above" else d > 0
-        cause = ("cut" if zeros > 0 else "cut_or_divided") if shape == "sampler above" else "trainer_above"
-        report("note", cause, share=float(above.double().mean()), rho=numbers["rho_mean"], zeros=zeros)
+        cause = (
+            ("cut" if zeros > 0 else "cut_or_divided")
+            if shape == "sampler above"
+            else "trainer_above"
+        )
+        report(
+            "note",
+            cause,
+            share=float(above.double().mean()),
+            rho=numbers["rho_mean"],
+            zeros=zeros,
+        )
     elif shape == "impossible mean":
-        report("note", "not_the_sampler", mean=mean, rho=numbers["rho_mean"], inverse=numbers["inverse_mean"])
+        report(
+            "note",
+            "not_the_sampler",
+            mean=mean,
+            rho=numbers["rho_mean"],
+            inverse=numbers["inverse_mean"],
+        )
     elif len(rounded) == 1:
         report("note", "bfloat16_column", column=rounded[0], mean_abs=mean_abs)
     elif mean_abs > ROUNDING_GAP and not lone:
@@ -179,7 +234,9 @@ def _shape(x: Tensor, y: Tensor) -> str:
     side = _one_sided(d)
     if side and _below_one(d * -side):
         return "sampler above" if side < 0 else "trainer above"
-    return "impossible mean" if mean > LEAST_KL and mean > SIGNIFICANT * _error(d) else ""
+    return (
+        "impossible mean" if mean > LEAST_KL and mean > SIGNIFICANT * _error(d) else ""
+    )
 
 
 def _error(d: Tensor) -> float:
@@ -188,49 +245,60 @@ def _error(d: Tensor) -> float:
 
 
 def _first_draws(batch: RecordedBatch) -> Tensor:
-    """The first token drawn from each context, [B, T]: responses that begin alike repeat a context.
+    """The first token drawn from each context, [B, T]: responses that begin alike
+    repeat a context.
 
-    The partial sums of ρ - 1 are a martingale of independent draws. Where a draw is nearly certain, its copies repeat
-    one difference, and their number says nothing. Which row comes first does not depend on what it drew.
+    The partial sums of ρ - 1 are a martingale of independent draws. Where a draw is
+    nearly certain, its copies repeat one difference, and their number says nothing.
+    Which row comes first does not depend on what it drew.
     """
     generator = torch.Generator().manual_seed(0)
     width = batch.ids.shape[1]
     factors = torch.randint(-(2**62), 2**62, (width + 1,), generator=generator)
-    terms = batch.ids * factors[:width]  # wraps around: a hash of the tokens before each slot
+    # wraps around: a hash of the tokens before each slot
+    terms = batch.ids * factors[:width]
     context = terms.cumsum(1) - terms + torch.arange(width) * factors[width]
     if batch.group is not None:
         context = context + (batch.group * factors[0])[:, None]
     trained = batch.mask.nonzero()
     number = context[batch.mask].unique(return_inverse=True)[1]
     places = torch.arange(len(number))
-    first = torch.full((int(number.max()) + 1,), len(number)).scatter_reduce(0, number, places, "amin")
+    first = torch.full((int(number.max()) + 1,), len(number)).scatter_reduce(
+        0, number, places, "amin"
+    )
     out = torch.zeros_like(batch.mask)
     out[tuple(trained[first].T)] = True
     return out
 
 
 def _one_sided(d: Tensor) -> int:
-    """-1 where μ is above π_old on nearly every token that differs, +1 where it is below, else 0.
+    """-1 where μ is above π_old on nearly every token that differs, +1 where it is
+    below, else 0.
 
-    At some threshold nearly all differences have one sign, and at no larger one is there a tail of the other sign: a
-    temperature has one, at rare tokens.
+    At some threshold nearly all differences have one sign, and at no larger one is
+    there a tail of the other sign: a temperature has one, at rare tokens.
     """
     thresholds = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
     counts = [(int((d < -t).sum()), int((d > t).sum())) for t in thresholds]
     many = max(FEW * ONE_SIDED, 0.05 * len(d))
     for side, (usual, rare) in ((-1, (0, 1)), (1, (1, 0))):
         for at, count in enumerate(counts):
-            tail = [c for c in counts[at:] if c[rare] >= FEW and ONE_SIDED * c[rare] >= c[usual]]
+            tail = [
+                c
+                for c in counts[at:]
+                if c[rare] >= FEW and ONE_SIDED * c[rare] >= c[usual]
+            ]
             if count[usual] >= many and not tail:
                 return side
     return 0
 
 
 def _below_one(d: Tensor) -> bool:
-    """Whether the mean of e^d is below 1, by more than chance, and d varies little: mass is missing.
+    """Whether the mean of e^d is below 1, by more than chance, and d varies little:
+    mass is missing.
 
-    Of quite other weights the few tokens with a large e^d, which would make the mean 1, are missing from a small batch;
-    but their d varies.
+    Of quite other weights the few tokens with a large e^d, which would make the mean 1,
+    are missing from a small batch; but their d varies.
     """
     ratio = d.clamp(max=LARGE_EXPONENT).exp()
     excess = ratio - 1
@@ -239,7 +307,8 @@ def _below_one(d: Tensor) -> bool:
 
 
 def _stretched(x: Tensor, y: Tensor) -> bool:
-    """Whether one column is at another temperature: above the other one on likely tokens and below it on rare ones.
+    """Whether one column is at another temperature: above the other one on likely
+    tokens and below it on rare ones.
 
     Other weights and rounding move a token either way, whatever its probability.
     """

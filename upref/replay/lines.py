@@ -49,7 +49,9 @@ def _earlier(found: "Replay", shown: "tuple[StepChecks, ...]") -> Iterator[str]:
                 steps.setdefault((f.check, f.cause), []).append(s.step)
                 texts.setdefault((f.check, f.cause), f)
     for key, at in steps.items():
-        yield _fold(f"FAIL  {key[0]}: {texts[key]} At {len(at)} earlier steps, first at {at[0]}.")
+        yield _fold(
+            f"FAIL  {key[0]}: {texts[key]} At {len(at)} earlier steps, first at {at[0]}."
+        )
 
 
 def summary_line(batch: RecordedBatch) -> str:
@@ -68,7 +70,11 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
     g = s.sampler
     if g is not None:
         yield from _finding_lines("sampler", g.findings)
-        word = "ok    sampler: no more than rounding" if not g.findings else "      sampler"
+        word = (
+            "ok    sampler: no more than rounding"
+            if not g.findings
+            else "      sampler"
+        )
         yield (
             f"{word}; {g.tokens:,} tokens, mean |log ρ| {g.mean_abs:.3g}, largest {g.largest:.3g}, "
             f"E[ρ] {g.rho_mean:.4f} ± {g.rho_se:.4f}, KL {g.k3:.2g}, effective {g.effective:.0%}"
@@ -82,7 +88,9 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
     if s.loss is not None:
         yield from _finding_lines("loss", s.loss.findings)
         if s.loss.found == s.loss.expected:
-            yield _fold(f"ok    loss: {s.loss.logged:.6g} is the {_terms(s.loss)}{_not_exercised(s.loss)}")
+            yield _fold(
+                f"ok    loss: {s.loss.logged:.6g} is the {_terms(s.loss)}{_not_exercised(s.loss)}"
+            )
         if s.loss.gradient == s.loss.expected:
             gradient = "dL/dlp of the recorded tokens"
             if s.loss.found == s.loss.expected:
@@ -90,7 +98,9 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
             else:
                 sentence = f"{gradient} is that of the {_terms(s.loss)}"
             precise = f"to {s.loss.gradient_tolerance:.2%}"
-            yield _fold(f"ok    loss: {sentence}, {precise}, whatever the micro-batches and ranks")
+            yield _fold(
+                f"ok    loss: {sentence}, {precise}, whatever the micro-batches and ranks"
+            )
     if s.old is not None:
         yield from _finding_lines("old", (s.old,))
 
@@ -107,7 +117,9 @@ def _not_exercised(found: Loss) -> str:
 def _finding_lines(check: str, findings: Iterable[ReplayFinding]) -> Iterator[str]:
     for number, f in enumerate(findings):
         if number < SHOWN:
-            yield _fold(f"{'FAIL' if f.severity == 'failure' else 'note'}  {check}: {f}")
+            yield _fold(
+                f"{'FAIL' if f.severity == 'failure' else 'note'}  {check}: {f}"
+            )
 
 
 def _table_lines(table: Weights) -> Iterator[str]:

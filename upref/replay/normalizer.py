@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The normalizer of a whole step, from dL/dlp of all its micro-batches and ranks.
 
-A loss divides the sum of an objective's terms. dL/dlp alone shows by which number, whatever the
-parallelism, and needs no second model: the recorded gradient of each response is compared with the
-objective's in float64. The factors between them are one number, those of another sum, or others.
+A loss divides the sum of an objective's terms. dL/dlp alone shows by which number,
+whatever the parallelism, and needs no second model: the recorded gradient of each
+response is compared with the objective's in float64. The factors between them are one
+number, those of another sum, or others.
 
-`upref_frameworks.parity` compares a loss that upref itself hands to a trainer, micro-batch by
-micro-batch, within bounds that follow from the dtype. It needs the loss's own graph, and does not
-cover what the trainer divides by afterwards. Here the loss may be anybody's, and the whole step is
-compared. Neither check can replace the other.
+`upref_frameworks.parity` compares a loss that upref itself hands to a trainer,
+micro-batch by micro-batch, within bounds that follow from the dtype. It needs the
+loss's own graph, and does not cover what the trainer divides by afterwards. Here the
+loss may be anybody's, and the whole step is compared. Neither check can replace the
+other.
 """
 
 import math
@@ -27,7 +29,8 @@ from upref.replay.terms import FACTORS, StepTerms, as_run, or_else, terms_of
 
 ROUNDING = 2e-4  # of a token's gradient, computed in float32
 HALF = 3e-2  # the same in bfloat16, whose unit roundoff is 4e-3
-BAND = 1e-5  # nats by which float32 may move log r beside a clip bound, in units of 1 + |log r|
+# nats by which float32 may move log r beside a clip bound, in units of 1 + |log r|
+BAND = 1e-5
 OFF = 1e-3  # of the tokens may be off: at a clip bound that the band does not reach
 
 
@@ -40,7 +43,8 @@ class Normalizer(Checked):
         expected: name of its aggregation.
         found: the sum whose gradient it is; "" if none.
         factor: the recorded gradient over the objective's, where that is one number.
-        low, high: the least and the largest of the responses' factors; NaN where no response has a gradient.
+        low, high: the least and the largest of the responses' factors; NaN where no
+            response has a gradient.
         tokens: how many were compared.
         tolerance: relative error of a factor, up to which it is the same number.
     """
@@ -55,7 +59,9 @@ class Normalizer(Checked):
     tolerance: float
 
 
-def normalizer(batch: RecordedBatch, objective: Objective | str, **hp: Any) -> Normalizer:
+def normalizer(
+    batch: RecordedBatch, objective: Objective | str, **hp: Any
+) -> Normalizer:
     """Compare the recorded dL/dlp of a whole step with the objective's gradient.
 
     Args:
@@ -64,7 +70,8 @@ def normalizer(batch: RecordedBatch, objective: Objective | str, **hp: Any) -> N
         **hp: hyperparameters of the objective.
 
     Returns:
-        The Normalizer. It is false where the gradient is that of another sum of the same terms, or a simple multiple.
+        The Normalizer. It is false where the gradient is that of another sum of the
+        same terms, or a simple multiple.
 
     Raises:
         InputError: a column or the file of a rank is missing.
@@ -73,12 +80,16 @@ def normalizer(batch: RecordedBatch, objective: Objective | str, **hp: Any) -> N
     batch.require("grad", purpose="the check of the normalizer")
     step = terms_of(batch, as_run(objective, hp), hp)
     assert batch.grad is not None
-    found = _Comparison(step, batch.grad[batch.mask.any(1)], HALF if _half(batch) else ROUNDING)
+    found = _Comparison(
+        step, batch.grad[batch.mask.any(1)], HALF if _half(batch) else ROUNDING
+    )
     return found.answer()
 
 
 def _half(batch: RecordedBatch) -> bool:
-    """Whether the trainer's log-probabilities are bfloat16 numbers; their gradients have the same type."""
+    """Whether the trainer's log-probabilities are bfloat16 numbers; their gradients
+    have the same type.
+    """
     now = batch.now
     return now is not None and bool((now.float() == now.bfloat16().float()).all())
 
@@ -95,23 +106,34 @@ class _Comparison:
         self.kept = step.b.mask & ~_at_a_bound(first, self.reference)
 
     def factors(self, reference: Tensor) -> tuple[Tensor, Tensor]:
-        """(factor of each response [B], NaN where none is told; tokens that are not that multiple [B, T])."""
+        """(factor of each response [B], NaN where none is told; tokens that are not
+        that multiple [B, T]).
+        """
         r = torch.where(self.kept, reference, 0.0)
         g = torch.where(self.kept, self.recorded, 0.0)
         squares = (r * r).sum(1)
         factor = torch.where(squares > 0, (g * r).sum(1) / squares, torch.nan)
         size = r.abs().amax(1, keepdim=True) * factor.abs().nan_to_num()[:, None]
-        off = self.kept & ((g - factor.nan_to_num()[:, None] * r).abs() > self.tolerance * size)
+        off = self.kept & (
+            (g - factor.nan_to_num()[:, None] * r).abs() > self.tolerance * size
+        )
         return factor, off
 
     def answer(self) -> Normalizer:
         """What the factors say."""
         factor, off = self.factors(self.reference)
         low, high = _range(factor)
-        numbers = {"expected": self.expected, "objective": self.step.o.name, "low": low, "high": high}
+        numbers = {
+            "expected": self.expected,
+            "objective": self.step.o.name,
+            "low": low,
+            "high": high,
+        }
         tokens = int(self.kept.sum())
         one = self._one_number(factor)
-        found, findings = self._judge(factor, off, one, numbers | {"tokens": int(off.sum()), "trained": tokens})
+        found, findings = self._judge(
+            factor, off, one, numbers | {"tokens": int(off.sum()), "trained": tokens}
+        )
         for name, counted in self.step.by_counts():
             if name == found:
                 factor, _ = self.factors(counted.gradient())
@@ -138,11 +160,19 @@ class _Comparison:
         others = [name for name, gradient in self._others() if self._is(gradient)]
         if others:
             name = or_else(others)
-            return name, (ReplayFinding("loss", "failure", "gradient_other_sum", numbers | {"found": name}),)
+            return name, (
+                ReplayFinding(
+                    "loss", "failure", "gradient_other_sum", numbers | {"found": name}
+                ),
+            )
         if one is not None:
             return "", (self._multiple(one, numbers),)
-        # The ranks first: what is one number in a rank is one in each of its micro-batches too.
-        for words, column in (("rank", self.step.rank), ("micro-batch", self.step.micro)):
+        # The ranks first: what is one number in a rank is one in each of its
+        # micro-batches too.
+        for words, column in (
+            ("rank", self.step.rank),
+            ("micro-batch", self.step.micro),
+        ):
             if column is not None and self._one_in_each(factor, column):
                 return "", (note("loss", "gradient_parts", part=words, **numbers),)
         return "", (note("loss", "gradient_rows", **numbers),)
@@ -159,13 +189,17 @@ class _Comparison:
         if not len(told):
             return None
         mean = float(told.mean())
-        same = mean != 0 and bool((told - mean).abs().max() <= self.tolerance * abs(mean))
+        same = mean != 0 and bool(
+            (told - mean).abs().max() <= self.tolerance * abs(mean)
+        )
         return mean if same else None
 
     def _one_in_each(self, factor: Tensor, column: Tensor) -> bool:
         """Whether the factors are one number in each part."""
         parts = [factor[column == n] for n in column.unique()]
-        return all(part.isnan().all() or self._one_number(part) is not None for part in parts)
+        return all(
+            part.isnan().all() or self._one_number(part) is not None for part in parts
+        )
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:
         """(name, gradient) of other sums of the same terms."""
@@ -198,11 +232,15 @@ class _Comparison:
         if totals is None:
             totals = Totals.of(self.step.b.mask)
         count = float(totals.tokens if by_tokens else totals.sequences)
-        return note("loss", "gradient_scaled", count=count, divisor=count / factor, **numbers)
+        return note(
+            "loss", "gradient_scaled", count=count, divisor=count / factor, **numbers
+        )
 
 
 def _at_a_bound(step: StepTerms, reference: Tensor) -> Tensor:
-    """Tokens [B, T] that rounding of the log-probabilities may put on either side of a clip bound."""
+    """Tokens [B, T] that rounding of the log-probabilities may put on either side of a
+    clip bound.
+    """
     lp, old = step.b.logp, step.b.logp_old
     band = BAND * (1 + (lp - old).abs())
     alive = reference != 0

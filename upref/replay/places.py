@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of the sampler that stand in the wrong place: a shift along the response, and exchanged responses."""
+"""Numbers of the sampler that stand in the wrong place: a shift along the response, and
+exchanged responses.
+"""
 
 import torch
 from torch import Tensor
@@ -7,7 +9,8 @@ from torch import Tensor
 from upref.replay.undo import FEW, NOTICEABLE, QUARTER, Columns, Undone
 
 SHIFTS = (1, -1, 2, -2, 3, -3, 4, -4)  # tokens
-CHANGED_SHARE = 0.02  # of the responses, beyond which a shift of some of them is reported
+# of the responses, beyond which a shift of some of them is reported
+CHANGED_SHARE = 0.02
 ROW_TOKENS = 8  # a shorter response says too little about its row
 ROWS_COMPARED = 2048
 PREFIX = 64  # tokens of a row that are compared with other rows
@@ -23,9 +26,17 @@ def find_shift(c: Columns) -> Undone | None:
     best: tuple[int, int, Columns, Tensor] | None = None
     for k in SHIFTS:
         moved = _shift(c, k)
-        # A shift leaves out tokens at one end: the others must have been apart as well, in either column.
-        stay, came = (Columns(c.x, c.y, tokens).row_distance() for tokens in (moved.mask, _moved(moved.mask, -k)))
-        apart = bad & (stay.minimum(came) > 5 * NOTICEABLE) & (moved.mask.sum(1) >= ROW_TOKENS // 2)
+        # A shift leaves out tokens at one end: the others must have been apart as well,
+        # in either column.
+        stay, came = (
+            Columns(c.x, c.y, tokens).row_distance()
+            for tokens in (moved.mask, _moved(moved.mask, -k))
+        )
+        apart = (
+            bad
+            & (stay.minimum(came) > 5 * NOTICEABLE)
+            & (moved.mask.sum(1) >= ROW_TOKENS // 2)
+        )
         fits = apart & (moved.row_distance() < QUARTER * stay.minimum(came))
         count = int(fits.sum())
         if best is None or count > best[0]:
@@ -33,10 +44,13 @@ def find_shift(c: Columns) -> Undone | None:
     if best is None or best[0] < max(FEW, CHANGED_SHARE * len(own)):
         return None
     count, k, moved, fits = best
-    if count > 0.5 * int(bad.sum()):  # then in the responses too that are too short to be judged
+    # then in the responses too that are too short to be judged
+    if count > 0.5 * int(bad.sum()):
         fits = fits | (moved.row_distance() < own)
     pick = fits[:, None]
-    undone = Columns(c.x, torch.where(pick, moved.y, c.y), torch.where(pick, moved.mask, c.mask))
+    undone = Columns(
+        c.x, torch.where(pick, moved.y, c.y), torch.where(pick, moved.mask, c.mask)
+    )
     return Undone(
         "shift", undone, float(own[fits].mean()), float(moved.row_distance()[fits].mean()),
         {"shift": k, "rows": count, "of": int(enough.sum())},
@@ -61,29 +75,44 @@ def _moved(column: Tensor, k: int) -> Tensor:
 def find_exchanged_rows(c: Columns) -> Undone | None:
     """The sampler's column of a response stands in another response's row."""
     own = c.row_distance()
-    bad = ((c.mask.sum(1) >= ROW_TOKENS) & (own > 5 * NOTICEABLE)).nonzero()[:, 0][:ROWS_COMPARED]
+    bad = ((c.mask.sum(1) >= ROW_TOKENS) & (own > 5 * NOTICEABLE)).nonzero()[:, 0][
+        :ROWS_COMPARED
+    ]
     if len(bad) < 2:
         return None
     x, y, mask = _aligned(c, bad)
     compared, matches, before = [], [], []
     for number in range(len(bad)):
-        # a row of the column is as long as its own response: behind it the file holds zeros
+        # a row of the column is as long as its own response: behind it the file holds
+        # zeros
         both = mask[number][None, :] & (y != 0)
-        off = ((x[number][None, :] - y).abs().clamp(max=1) * both).sum(1) / both.sum(1).clamp(min=1)
-        off = torch.where(both.sum(1) >= min(ROW_TOKENS, int(mask[number].sum())), off, 1.0)
+        off = ((x[number][None, :] - y).abs().clamp(max=1) * both).sum(1) / both.sum(
+            1
+        ).clamp(min=1)
+        off = torch.where(
+            both.sum(1) >= min(ROW_TOKENS, int(mask[number].sum())), off, 1.0
+        )
         two = off.topk(min(3, len(off)), largest=False)
         best = int(two.indices[0])
         same = both[best]
-        off_own = float((x[number] - y[number])[same].abs().clamp(max=1).mean()) if same.any() else 0.0
+        off_own = (
+            float((x[number] - y[number])[same].abs().clamp(max=1).mean())
+            if same.any()
+            else 0.0
+        )
         before.append(off_own)  # of the row's own column, on the same tokens
         compared.append(two.values)
         matches.append(best)
     nearest = torch.stack([v[0] for v in compared])
-    others = torch.stack([v[-1] for v in compared])  # the third nearest: two responses may be equal
+    # the third nearest: two responses may be equal
+    others = torch.stack([v[-1] for v in compared])
     elsewhere = torch.tensor(matches) != torch.arange(len(bad))
     apart = torch.tensor(before)
     fits = (
-        elsewhere & (apart > 5 * NOTICEABLE) & (nearest < QUARTER * apart) & ((nearest < 0.5 * others) | (len(bad) < 3))
+        elsewhere
+        & (apart > 5 * NOTICEABLE)
+        & (nearest < QUARTER * apart)
+        & ((nearest < 0.5 * others) | (len(bad) < 3))
     )
     if int(fits.sum()) < 2:
         return None
@@ -97,7 +126,12 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
     mask_now[rows] &= columns[rows] != 0
     undone = Columns(c.x, columns, mask_now)
     after = float(undone.row_distance()[rows].mean())
-    numbers = {"rows": len(rows), "of": len(own), "first": int(rows[0]), "second": int(source[0])}
+    numbers = {
+        "rows": len(rows),
+        "of": len(own),
+        "first": int(rows[0]),
+        "second": int(source[0]),
+    }
     return Undone("rows", undone, float(apart[fits].mean()), after, numbers)
 
 
@@ -113,7 +147,9 @@ def _aligned(c: Columns, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _placed(c: Columns, rows: Tensor, source: Tensor) -> Tensor:
-    """The column of the rows `source`, moved so that it starts where the rows `rows` start."""
+    """The column of the rows `source`, moved so that it starts where the rows `rows`
+    start.
+    """
     width = c.mask.shape[1]
     offset = c.mask[source].int().argmax(1) - c.mask[rows].int().argmax(1)
     index = torch.arange(width)[None, :] + offset[:, None]

@@ -16,5 +16,9 @@ def prompt_number(prompt: str | Iterable[int]) -> int:
     Returns:
         A whole number, equal for equal prompts, in any file of the step.
     """
-    text = prompt if isinstance(prompt, str) else ",".join(str(int(token)) for token in prompt)
+    text = (
+        prompt
+        if isinstance(prompt, str)
+        else ",".join(str(int(token)) for token in prompt)
+    )
     return int(hashlib.sha256(text.encode()).hexdigest()[: BITS // 4], 16)

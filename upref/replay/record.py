@@ -3,11 +3,11 @@
 
     upref.replay.record(trainer, "dumps", every=50)        # one line before trainer.train()
 
-What is known of a trainer comes from a package that attaches to upref (upref.plugins). Here is what
-all of them share: which steps are recorded, how a gradient is kept, and how a step is written.
-**The files hold users' texts, as token ids.** A file is written beside its place and renamed, so
-that an interruption leaves no half file. What fails here stops the recording with one warning,
-never the training.
+What is known of a trainer comes from a package that attaches to upref (upref.plugins).
+Here is what all of them share: which steps are recorded, how a gradient is kept, and
+how a step is written. **The files hold users' texts, as token ids.** A file is written
+beside its place and renamed, so that an interruption leaves no half file. What fails
+here stops the recording with one warning, never the training.
 """
 
 import logging
@@ -34,8 +34,8 @@ NOTICE = (
     "The files of this folder hold users' texts, as token ids. Keep them as you keep the data of the run.\n"
     "`upref replay` reads them.\n"
 )
-# It takes a step of this rank and the process group of the data-parallel ranks (None: the default
-# one), and returns metrics to log.
+# It takes a step of this rank and the process group of the data-parallel ranks (None:
+# the default one), and returns metrics to log.
 Sink = Callable[[RecordedBatch, Any], Mapping[str, float] | None]
 
 
@@ -45,12 +45,18 @@ class Stopped(RuntimeError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps that are recorded: number 1, and each whose number is a multiple of `every`."""
+    """The steps that are recorded: number 1, and each whose number is a multiple of
+    `every`.
+    """
 
     every: int = EVERY
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+        if (
+            not isinstance(self.every, int)
+            or isinstance(self.every, bool)
+            or self.every < 1
+        ):
             wanted = "the number of steps between two records, 1 or more"
             raise InputError(f"every is {wanted}, not {self.every!r}.")
 
@@ -60,7 +66,9 @@ class Schedule:
 
 
 class Recording:
-    """A trainer that is being recorded, until `stop`; it may stand in a `with` statement."""
+    """A trainer that is being recorded, until `stop`; it may stand in a `with`
+    statement.
+    """
 
     def __init__(self, detach: Callable[[], None]):
         self._detach: Callable[[], None] | None = detach
@@ -75,26 +83,34 @@ class Recording:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
     ) -> None:
         self.stop()
 
 
 def record(trainer: Any, folder: str | Path, *, every: int = EVERY) -> Recording:
-    """Record optimizer steps of a trainer: a file for each recorded step and data-parallel rank.
+    """Record optimizer steps of a trainer: a file for each recorded step and
+    data-parallel rank.
 
-    The files hold users' texts, as token ids. Call it on every rank, before the training starts.
+    The files hold users' texts, as token ids. Call it on every rank, before the
+    training starts.
 
     Args:
         trainer: a GRPOTrainer of TRL, or of a class derived from it.
         folder: where the files go; it is made if it is not there.
-        every: number of optimizer steps between two that are recorded; the first one is recorded too.
+        every: number of optimizer steps between two that are recorded; the first one is
+            recorded too.
 
     Returns:
-        The Recording, whose `stop` ends it. It may stand in a `with` statement, or be left alone.
+        The Recording, whose `stop` ends it. It may stand in a `with` statement, or be
+        left alone.
 
     Raises:
-        InputError: no installed package knows such a trainer, or the folder cannot be made.
+        InputError: no installed package knows such a trainer, or the folder cannot be
+            made.
     """
     recorder = recorder_of(trainer)
     place = open_folder(folder)
@@ -124,7 +140,9 @@ def open_folder(folder: str | Path) -> Path:
         write_atomically(place / "README.txt", NOTICE)
     except OSError as e:
         why = e.strerror or e
-        raise InputError(f"{place} cannot hold recorded steps ({why}): name another folder.") from e
+        raise InputError(
+            f"{place} cannot hold recorded steps ({why}): name another folder."
+        ) from e
     log.warning(
         "upref records optimizer steps in %s; the files hold users' texts, as token ids",
         place.absolute(),
@@ -133,7 +151,9 @@ def open_folder(folder: str | Path) -> Path:
 
 
 def file_sink(folder: Path) -> Sink:
-    """Write each step that it is given into the folder, under a name of its step and rank."""
+    """Write each step that it is given into the folder, under a name of its step and
+    rank.
+    """
 
     def keep(batch: RecordedBatch, group: Any = None) -> None:
         rank = 0 if batch.rank is None else int(batch.rank[0])
@@ -143,11 +163,15 @@ def file_sink(folder: Path) -> Sink:
 
 
 def keep_gradient(
-    kept: MutableMapping[str, Tensor], lp: Tensor, shape: Callable[[Tensor], Tensor] = Tensor.detach
+    kept: MutableMapping[str, Tensor],
+    lp: Tensor,
+    shape: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> None:
-    """Let the trainer's own backward pass leave dL/dlp in the columns of a micro-batch, as `grad`.
+    """Let the trainer's own backward pass leave dL/dlp in the columns of a micro-batch,
+    as `grad`.
 
-    The gradient stays on its device until `step_batch`: a copy would stall the backward pass.
+    The gradient stays on its device until `step_batch`: a copy would stall the backward
+    pass.
 
     Args:
         kept: columns of the micro-batch.
@@ -163,7 +187,9 @@ def keep_gradient(
 
 
 def loss_scale(scaler: Any) -> float:
-    """The factor of the loss in mixed precision: of a GradScaler, or 1 where there is None."""
+    """The factor of the loss in mixed precision: of a GradScaler, or 1 where there is
+    None.
+    """
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
@@ -175,13 +201,14 @@ def step_batch(
     """Join the micro-batches of one step and rank.
 
     Args:
-        micro_batches: name -> column, [B, T] or [B]; widths may differ. A column that one of them
-            lacks is dropped. `grad` is as backward left it on this rank.
+        micro_batches: name -> column, [B, T] or [B]; widths may differ. A column that
+            one of them lacks is dropped. `grad` is as backward left it on this rank.
         step: number of the optimizer step, from 1.
         rank: of the process.
         logged: numbers that the run logged for the step.
         meta: facts about the run, in words.
-        gradient_scale: divisor of `grad`: the ranks times the scale of the loss in mixed precision.
+        gradient_scale: divisor of `grad`: the ranks times the scale of the loss in
+            mixed precision.
         hints: column -> how the framework is made to record it.
 
     Returns:
@@ -193,7 +220,9 @@ def step_batch(
     if not micro_batches:
         raise InputError("the step has no micro-batch.")
     width = max(part["mask"].shape[1] for part in micro_batches)
-    shared = [name for name in micro_batches[0] if all(name in part for part in micro_batches)]
+    shared = [
+        name for name in micro_batches[0] if all(name in part for part in micro_batches)
+    ]
     columns: dict[str, Tensor] = {}
     for name in shared:
         pieces = [part[name] for part in micro_batches]
@@ -203,14 +232,21 @@ def step_batch(
     if "grad" in columns:
         columns["grad"] = columns["grad"].cpu().float() / gradient_scale
     sizes = [len(part["mask"]) for part in micro_batches]
-    columns["micro"] = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    columns["micro"] = torch.repeat_interleave(
+        torch.arange(len(sizes)), torch.tensor(sizes)
+    )
     columns["rank"] = torch.full((sum(sizes),), rank)
-    said = {HINT + name: how for name, how in (hints or {}).items() if name not in columns}
-    return make_batch(columns, file=file, step=step, logged=dict(logged), meta=dict(meta) | said)
+    said = {
+        HINT + name: how for name, how in (hints or {}).items() if name not in columns
+    }
+    return make_batch(
+        columns, file=file, step=step, logged=dict(logged), meta=dict(meta) | said
+    )
 
 
 def guarded(work: Callable[[], None], stop: Callable[[], None]) -> None:
-    """Do the work of a recorder. Where it fails, stop the recording, and let the training go on.
+    """Do the work of a recorder. Where it fails, stop the recording, and let the
+    training go on.
 
     Raises:
         Stopped: what the work is there to say.
@@ -219,7 +255,11 @@ def guarded(work: Callable[[], None], stop: Callable[[], None]) -> None:
         work()
     except Stopped:
         raise
-    except Exception as e:  # a full disk, a column of another shape: no reason to end a run of days
+    except (
+        Exception
+    ) as e:  # a full disk, a column of another shape: no reason to end a run of days
         why = (str(e).splitlines() or [""])[0]
-        log.warning("upref records no more steps of this run (%s: %s)", type(e).__name__, why)
+        log.warning(
+            "upref records no more steps of this run (%s: %s)", type(e).__name__, why
+        )
         stop()

@@ -30,8 +30,12 @@ class StepChecks:
     @property
     def findings(self) -> list[ReplayFinding]:
         """Of all its checks."""
-        checks = [c for c in (self.sampler, self.advantages, self.loss) if c is not None]
-        return [f for c in checks for f in c.findings] + ([self.old] if self.old else [])
+        checks = [
+            c for c in (self.sampler, self.advantages, self.loss) if c is not None
+        ]
+        return [f for c in checks for f in c.findings] + (
+            [self.old] if self.old else []
+        )
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,10 @@ class Replay(Result):
         objective: name of the objective that ran; "" if it was not given.
         steps: the checks of each step.
         series: the gap over the steps; None for fewer than two.
-        table: objectives on the tokens of the last step; None if they cannot be computed.
-        heaviest: the tokens of the last step with the largest weights under the first row of the table.
+        table: objectives on the tokens of the last step; None if they cannot be
+            computed.
+        heaviest: the tokens of the last step with the largest weights under the first
+            row of the table.
     """
 
     objective: str
@@ -57,14 +63,20 @@ class Replay(Result):
 
     @property
     def status(self) -> int:
-        """Exit status: 0 nothing found, 1 a failure, 2 no failure, but a check could not run."""
+        """Exit status: 0 nothing found, 1 a failure, 2 no failure, but a check could
+        not run.
+        """
         return 1 if self.failures else 2 if self.not_run else 0
 
     @property
     def findings(self) -> list[tuple[int | None, ReplayFinding]]:
         """(step, finding); step None: of the series."""
-        out: list[tuple[int | None, ReplayFinding]] = [(s.step, f) for s in self.steps for f in s.findings]
-        return out + [(None, f) for f in (self.series.findings if self.series is not None else ())]
+        out: list[tuple[int | None, ReplayFinding]] = [
+            (s.step, f) for s in self.steps for f in s.findings
+        ]
+        return out + [
+            (None, f) for f in (self.series.findings if self.series is not None else ())
+        ]
 
     @property
     def failures(self) -> list[ReplayFinding]:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every check that the columns of a run's recorded batches allow, one step in memory at a time."""
+"""Every check that the columns of a run's recorded batches allow, one step in memory at
+a time.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -42,11 +44,14 @@ def replay(
         The Replay.
 
     Raises:
-        InputError: a file cannot be read, or the objective or a hyperparameter does not exist.
+        InputError: a file cannot be read, or the objective or a hyperparameter does not
+            exist.
     """
     chosen = tuple(only)
     if unknown := [check for check in chosen if check not in CHECKS]:
-        raise InputError(f"there is no check {unknown[0]!r}: choose from {', '.join(CHECKS)}.")
+        raise InputError(
+            f"there is no check {unknown[0]!r}: choose from {', '.join(CHECKS)}."
+        )
     settings = dict(hp or {})
     o = _objective(objective)
     if o is not None:
@@ -64,7 +69,9 @@ def replay(
     if last is None:
         raise InputError("there is no recorded batch: give at least one file.")
     if logged is not None and len(steps) > 1:
-        raise InputError("one number is the loss of one step: give the files of that step alone.")
+        raise InputError(
+            "one number is the loss of one step: give the files of that step alone."
+        )
     table, heaviest = _table(last, o, settings, chosen, compared, tokenizer)
     whole = series(gaps) if len(gaps) > 1 else None
     return Replay(o.name if o else "", tuple(steps), whole, table, heaviest)
@@ -84,9 +91,13 @@ def _check(
     done: dict[str, Any] = dict.fromkeys(CHECKS)
     not_run: dict[str, str] = {}
     wanted = [c for c in chosen if c in ("sampler", "advantages")]
-    if "loss" in chosen and (logged is not None or (o is not None and "loss" in batch.logged)):
+    if "loss" in chosen and (
+        logged is not None or (o is not None and "loss" in batch.logged)
+    ):
         if o is None:
-            raise InputError("the check of the loss needs the objective that ran: --as NAME.")
+            raise InputError(
+                "the check of the loss needs the objective that ran: --as NAME."
+            )
         wanted.append("loss")
     work = {
         "sampler": lambda: gap(batch),
@@ -105,7 +116,13 @@ def _check(
             not_run["objectives"] = str(e)
     step = batch.step if batch.step is not None else position
     return StepChecks(
-        step, summary_line(batch), done["sampler"], done["advantages"], done["loss"], ratio_one(batch), not_run
+        step,
+        summary_line(batch),
+        done["sampler"],
+        done["advantages"],
+        done["loss"],
+        ratio_one(batch),
+        not_run,
     )
 
 
@@ -113,17 +130,28 @@ def _table(
     batch: RecordedBatch, o: Objective | None, hp: dict[str, Any], chosen: tuple[str, ...], others: list[Objective],
     tokenizer: Any,
 ) -> tuple[Weights | None, tuple[HeavyToken, ...]]:  # fmt: skip
-    """The objectives on the last step, and its heaviest tokens; nothing where a column is missing."""
+    """The objectives on the last step, and its heaviest tokens; nothing where a column
+    is missing.
+    """
     if "objectives" not in chosen:
         return None, ()
     names = [other.name for other in others]
     if not names:
         base = o if o is not None and o.sampler is None else None
-        names = [*OTHERS, *(f"up({base.name})" for base in [base] if base is not None and base.name not in ("dapo",))]
+        names = [
+            *OTHERS,
+            *(
+                f"up({base.name})"
+                for base in [base]
+                if base is not None and base.name not in ("dapo",)
+            ),
+        ]
         if batch.sampler is not None and not batch.sampler.isnan().any():
             names += [f"{c}({base.name if base else 'dapo'})" for c in CORRECTIONS]
     try:
         table = weights(batch, names, ran=o or "", **hp)
     except InputError:
         return None, ()  # `not_run` says why
-    return table, tuple(heaviest_tokens(batch, table.rows[0], tokenizer=tokenizer)) if table.rows else ()
+    return table, tuple(
+        heaviest_tokens(batch, table.rows[0], tokenizer=tokenizer)
+    ) if table.rows else ()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recorded batch: what a real run wrote of one step, checked once at the boundary.
 
-docs/dump.md is this schema for people. B responses of at most T tokens; log-probabilities in nats at the temperature
-that trains. A dump holds the texts of users, as token ids.
+docs/dump.md is this schema for people. B responses of at most T tokens;
+log-probabilities in nats at the temperature that trains. A dump holds the texts of
+users, as token ids.
 """
 
 from collections.abc import Mapping
@@ -17,8 +18,10 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 
 SCHEMA = 1  # version of docs/dump.md
-PROMPTS_READ = "group"  # in meta, where a reader took the groups from the prompts' tokens
-HINT = "hint: "  # in meta, before the name of a column: how the framework is made to record it
+# in meta, where a reader took the groups from the prompts' tokens
+PROMPTS_READ = "group"
+# in meta, before the name of a column: how the framework is made to record it
+HINT = "hint: "
 MOST_SLOTS = 2**27  # B x T of a step: 1 GiB for a column of float64
 ROUNDING = 1e-3  # how far a fused log-softmax in half precision overshoots 0
 
@@ -58,7 +61,12 @@ LOGGED = {
     "ranks": "how many data-parallel ranks the step has",
 }
 COUNTS = tuple(name for name in LOGGED if name != "loss")
-COLUMNS = TOKEN_INTEGERS | {"mask": "true on the tokens that train"} | TOKEN_FLOATS | RESPONSE_COLUMNS
+COLUMNS = (
+    TOKEN_INTEGERS
+    | {"mask": "true on the tokens that train"}
+    | TOKEN_FLOATS
+    | RESPONSE_COLUMNS
+)
 
 
 def expect_batch(x: Any, purpose: str) -> None:
@@ -71,7 +79,8 @@ def expect_batch(x: Any, purpose: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RecordedBatch:
-    """One step of a run, or what one file holds of it. A column that was not recorded is None.
+    """One step of a run, or what one file holds of it. A column that was not recorded
+    is None.
 
     Args:
         ids: token ids, [B, T].
@@ -79,15 +88,18 @@ class RecordedBatch:
         adv: advantages, [B, T].
         old, sampler, now, ref: log-probabilities in nats, [B, T]; see LOG_PROBS.
         entropy: nats, [B, T].
-        correction: the factor of a sampler correction, as the trainer multiplied by it, [B, T].
-        grad: dL/dlog π_θ of the whole step's loss, as backward left it, averaged over ranks, [B, T].
+        correction: the factor of a sampler correction, as the trainer multiplied by it,
+            [B, T].
+        grad: dL/dlog π_θ of the whole step's loss, as backward left it, averaged over
+            ranks, [B, T].
         sampler_ids: [B, T].
         turn: [B, T].
         reward, group, version, micro, rank: one number per response, [B].
         step: number of the optimizer step, where it is known.
         logged: numbers of this step from the run: LOGGED.
         meta: facts about the run, in words.
-        hints: column -> how the framework is made to record it, where the reader of the file knows.
+        hints: column -> how the framework is made to record it, where the reader of the
+            file knows.
         file: where it was read.
     """
 
@@ -125,13 +137,19 @@ class RecordedBatch:
         return [name for name in COLUMNS if getattr(self, name) is not None]
 
     def require(self, *names: str, purpose: str) -> None:
-        """Raise InputError, with the framework's setting where it is known, unless all these columns are there."""
+        """Raise InputError, with the framework's setting where it is known, unless all
+        these columns are there.
+        """
         missing = [name for name in names if getattr(self, name) is None]
         if missing:
             first = missing[0]
-            written = self.meta.get(HINT + first, "record it as docs/dump.md describes.")
+            written = self.meta.get(
+                HINT + first, "record it as docs/dump.md describes."
+            )
             hint = self.hints.get(first, written)
-            raise InputError(f"{purpose} needs the column {first} ({COLUMNS[first]}), which {self.file} lacks: {hint}")
+            raise InputError(
+                f"{purpose} needs the column {first} ({COLUMNS[first]}), which {self.file} lacks: {hint}"
+            )
 
     def trainer(self) -> Float[Tensor, "B T"]:
         """The trainer's log-probabilities before the update: `old`, else `now`."""
@@ -147,7 +165,8 @@ class RecordedBatch:
         return replace(self, **columns)
 
     def rollouts(self, *, sampler: bool = False) -> Rollouts:
-        """The responses that train, as the input of an objective; π_θ is `now`, else π_old: the first optimizer step.
+        """The responses that train, as the input of an objective; π_θ is `now`, else
+        π_old: the first optimizer step.
 
         Raises:
             InputError: a column is missing or is not a log-probability.

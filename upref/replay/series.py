@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gap over the steps of a run: does it follow the lag of the weights, or only the steps?
+"""The gap over the steps of a run: does it follow the lag of the weights, or only the
+steps?
 
-Weights that never reach the engine leave its policy where it was, so the gap grows with the distance that the trainer
-moves. Weights that arrive late leave a gap that depends on the lag alone. Only the column of the reference model, where
-that holds the weights of the start, undoes the first case; a trend is a signature.
+Weights that never reach the engine leave its policy where it was, so the gap grows with
+the distance that the trainer moves. Weights that arrive late leave a gap that depends
+on the lag alone. Only the column of the reference model, where that holds the weights
+of the start, undoes the first case; a trend is a signature.
 """
 
 from collections.abc import Sequence
@@ -27,14 +29,15 @@ LEAST_SIZE = 1e-4  # nats: a smaller gap is rounding
 class StepGap:
     """The gap of one step, in what a series needs of it.
 
-    Its size is half the mean of min(|log ρ|, 1)², which is KL(μ || π_old) in nats where the gap is small, without the
-    heavy tail of other estimates.
+    Its size is half the mean of min(|log ρ|, 1)², which is KL(μ || π_old) in nats where
+    the gap is small, without the heavy tail of other estimates.
 
     Args:
         step: its number.
         size: of the gap to the trainer.
         ref_size: of the gap to the reference model, None without the column ref.
-        lags: lag of the weights that sampled -> (tokens, size); empty without the columns version and step.
+        lags: lag of the weights that sampled -> (tokens, size); empty without the
+            columns version and step.
     """
 
     step: int
@@ -51,7 +54,9 @@ class Series(Checked):
 
 
 def measure_step(batch: RecordedBatch, position: int) -> StepGap:
-    """What the series keeps of a step; position counts the steps where the file has no number."""
+    """What the series keeps of a step; position counts the steps where the file has no
+    number.
+    """
     assert batch.sampler is not None
     drawn = batch.mask & batch.sampler.isfinite()
     squares = _half_squares(batch.trainer() - batch.sampler)
@@ -79,14 +84,21 @@ def series(steps: Sequence[StepGap]) -> Series:
         steps: from `measure_step`, in the order of the run.
 
     Returns:
-        The Series. It is false where the reference model's column shows that the engine kept its first weights.
+        The Series. It is false where the reference model's column shows that the engine
+        kept its first weights.
     """
     findings: list[ReplayFinding] = []
     sizes = [s.size for s in steps]
-    numbers = {"first": sizes[0], "last": sizes[-1], "steps": len(sizes)} if sizes else {}
+    numbers = (
+        {"first": sizes[0], "last": sizes[-1], "steps": len(sizes)} if sizes else {}
+    )
     later = [s for s in steps[1:] if s.size > LEAST_SIZE]
     undone = [s for s in later if s.ref_size is not None and s.ref_size < 0.1 * s.size]
-    if len(later) >= LEAST_STEPS - 1 and len(undone) == len(later) and _apart([s.size for s in later]):
+    if (
+        len(later) >= LEAST_STEPS - 1
+        and len(undone) == len(later)
+        and _apart([s.size for s in later])
+    ):
         findings.append(ReplayFinding("series", "failure", "never_delivered", numbers))
     elif (by_lag := _by_lag(steps)) is not None:
         findings.append(ReplayFinding("series", "note", "follows_lag", by_lag))
@@ -96,17 +108,22 @@ def series(steps: Sequence[StepGap]) -> Series:
 
 
 def _grows(sizes: Sequence[float]) -> bool:
-    """Whether the later steps have the larger gaps, by Kendall's test on all steps but the first.
+    """Whether the later steps have the larger gaps, by Kendall's test on all steps but
+    the first.
 
-    The first one may be before any update, where the gap is rounding: from there to the second it grows in any run
-    that is late at all.
+    The first one may be before any update, where the gap is rounding: from there to the
+    second it grows in any run that is late at all.
     """
     if len(sizes) < LEAST_STEPS:
         return False
     rest = sizes[1:]
     pairs = [(a, b) for i, a in enumerate(rest) for b in rest[i + 1 :]]
     falling = sum(b <= a for a, b in pairs)
-    return _chance(len(rest), falling) < UNLIKELY and _apart(rest) and rest[-1] > LEAST_SIZE
+    return (
+        _chance(len(rest), falling) < UNLIKELY
+        and _apart(rest)
+        and rest[-1] > LEAST_SIZE
+    )
 
 
 def _apart(sizes: Sequence[float]) -> bool:
@@ -128,7 +145,9 @@ def _chance(n: int, falling: int) -> float:
 
 
 def _by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
-    """The mean size at the least and the largest lag, where it rises with the lag; None where lags do not differ."""
+    """The mean size at the least and the largest lag, where it rises with the lag; None
+    where lags do not differ.
+    """
     tokens: dict[int, int] = {}
     sums: dict[int, float] = {}
     for s in steps:
@@ -139,12 +158,23 @@ def _by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
     if len(lags) < 2:
         return None
     low, high = (sums[lag] / tokens[lag] for lag in (lags[0], lags[-1]))
-    return {"least": lags[0], "most": lags[-1], "low": low, "high": high} if high > GROWTH * low else None
+    return (
+        {"least": lags[0], "most": lags[-1], "low": low, "high": high}
+        if high > GROWTH * low
+        else None
+    )
 
 
 def ratio_one(batch: RecordedBatch) -> ReplayFinding | None:
-    """r = 1 on every token of data that older weights sampled: old was computed again with the current ones."""
-    if batch.now is None or batch.old is None or batch.version is None or batch.step is None:
+    """r = 1 on every token of data that older weights sampled: old was computed again
+    with the current ones.
+    """
+    if (
+        batch.now is None
+        or batch.old is None
+        or batch.version is None
+        or batch.step is None
+    ):
         return None
     lag = int((batch.step - batch.version).min())
     if lag < 1 or not torch.equal(batch.now, batch.old):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The terms of an objective on a recorded step, and the counts by which their sum may be divided.
+"""The terms of an objective on a recorded step, and the counts by which their sum may
+be divided.
 
-A framework may divide by other counts than those of the tokens of the step: TRL by the mean over the steps of a
-generation batch. Where the file states them, both are the objective's loss.
+A framework may divide by other counts than those of the tokens of the step: TRL by the
+mean over the steps of a generation batch. Where the file states them, both are the
+objective's loss.
 """
 
 from collections.abc import Iterator
@@ -20,8 +22,12 @@ from upref.replay.schema import RecordedBatch
 from upref.rollouts import Rollouts
 
 EXTRA = "extra_terms"  # in meta: what the logged loss has beside the objective
-FACTORS = (2.0, 4.0, 8.0, 1 / 2, 1 / 4, 1 / 8)  # accumulation steps, ranks, micro-batches
-SUMS = {"tokens": ("token-mean",), "responses": ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean")}
+# accumulation steps, ranks, micro-batches
+FACTORS = (2.0, 4.0, 8.0, 1 / 2, 1 / 4, 1 / 8)
+SUMS = {
+    "tokens": ("token-mean",),
+    "responses": ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +37,8 @@ class StepTerms:
     Args:
         o: the Objective.
         b: the responses; `b.totals` are the counts that divide.
-        correction: factor of each term by the trainer's sampler correction [B, T], or None.
+        correction: factor of each term by the trainer's sampler correction [B, T], or
+            None.
         micro, rank: of each response [B], or None.
         logged: numbers of the step.
         hp: hyperparameters.
@@ -49,17 +56,23 @@ class StepTerms:
 
     @property
     def terms(self) -> Tensor:
-        """J of every token [B, T], or of every response [B], before aggregation and without KL; masked slots 0."""
+        """J of every token [B, T], or of every response [B], before aggregation and
+        without KL; masked slots 0.
+        """
         own = {k: v for k, v in self.o.resolve(self.hp).items() if k != "beta"}
         b = self.b
-        terms = self.o.unreduced(b.logp, b.logp_old, b.adv, b.mask, b.entropy, b.logp_sampler, b.group, **own)
+        terms = self.o.unreduced(
+            b.logp, b.logp_old, b.adv, b.mask, b.entropy, b.logp_sampler, b.group, **own
+        )
         if self.correction is not None:
             terms = weighed(terms, self.correction, b.mask)
         return torch.where(b.mask if terms.ndim == 2 else b.mask.any(1), terms, 0.0)
 
     def total(self, terms: Tensor) -> Tensor:
         """The objective's sum of such terms."""
-        return self.scale * aggregate(terms, self.b.mask, self.o.agg, self.b.group, self.b.totals)
+        return self.scale * aggregate(
+            terms, self.b.mask, self.o.agg, self.b.group, self.b.totals
+        )
 
     def loss(self) -> float:
         """The loss, with its KL term."""
@@ -79,7 +92,7 @@ class StepTerms:
         )  # fmt: skip
         return -self.scale * J
 
-    # ---- the same terms under other counts ---------------------------------------------------------------------------
+    # ---- the same terms under other counts -------------------------------------------
     def own(self) -> "StepTerms":
         """By the counts of the responses that are here."""
         return replace(self, b=self.b.but(totals=None), scale=1.0)
@@ -89,27 +102,38 @@ class StepTerms:
         return replace(self, o=self.o.aggregated(agg))
 
     def by_counts(self) -> "Iterator[tuple[str, StepTerms]]":
-        """(name, terms) of what is the objective's loss: by the numbers that the file states, and by its own counts."""
+        """(name, terms) of what is the objective's loss: by the numbers that the file
+        states, and by its own counts.
+        """
         stated = self._stated()
         own = self.own()
         length = self.logged.get("length")
         if length and self.o.agg == "seq-mean-token-sum":
             counted = own if stated is None else stated
-            yield f"{self.o.agg}, divided by the framework's {length:g}", replace(counted, scale=1 / length)
+            yield (
+                f"{self.o.agg}, divided by the framework's {length:g}",
+                replace(counted, scale=1 / length),
+            )
         if stated is not None:
             yield self._name(stated), stated
         yield self.o.agg, own
 
     def _stated(self) -> "StepTerms | None":
-        """By the counts that the file states; None where they are those of its own tokens."""
+        """By the counts that the file states; None where they are those of its own
+        tokens.
+        """
         own = Totals.of(self.b.mask)
         tokens = self.logged.get("tokens", float(own.tokens))
-        responses = self.logged.get("divisor", self.logged.get("responses", float(own.sequences)))
+        responses = self.logged.get(
+            "divisor", self.logged.get("responses", float(own.sequences))
+        )
         if tokens == float(own.tokens) and responses == float(own.sequences):
             return None
         if self.o.agg not in (*SUMS["tokens"], *SUMS["responses"]):
             return None
-        totals = Totals(torch.tensor(tokens), torch.tensor(responses), 1, torch.tensor(tokens))
+        totals = Totals(
+            torch.tensor(tokens), torch.tensor(responses), 1, torch.tensor(tokens)
+        )
         return replace(self, b=self.b.but(totals=totals))
 
     def _name(self, stated: "StepTerms") -> str:
@@ -122,19 +146,26 @@ class StepTerms:
         return f"{self.o.agg} over the framework's count of {float(counts.sequences):g} responses"
 
     def by_other_counts(self) -> "Iterator[tuple[str, StepTerms]]":
-        """(name, terms) of a count that the file knows and the objective's loss should not have."""
+        """(name, terms) of a count that the file knows and the objective's loss should
+        not have.
+        """
         tokens = self.logged.get("generation_tokens")
         if tokens and self.o.agg in SUMS["tokens"]:
-            totals = Totals(torch.tensor(tokens), len(self.b.mask), 1, torch.tensor(tokens))
+            totals = Totals(
+                torch.tensor(tokens), len(self.b.mask), 1, torch.tensor(tokens)
+            )
             counted = replace(self, b=self.b.but(totals=totals))
-            yield f"{self.o.agg} over the {tokens:g} tokens of the whole generation batch", counted
+            yield (
+                f"{self.o.agg} over the {tokens:g} tokens of the whole generation batch",
+                counted,
+            )
 
     def parts(self) -> "Iterator[tuple[str, Tensor, list[StepTerms]]]":
         """The micro-batches and then the ranks, where there are several.
 
         Yields:
-            Their name, the number of each response's part [B], and the terms of each part by its own
-            counts, in the order of the numbers.
+            Their name, the number of each response's part [B], and the terms of each
+            part by its own counts, in the order of the numbers.
         """
         for column, words in ((self.micro, "micro-batches"), (self.rank, "ranks")):
             if column is not None and len(column.unique()) > 1:
@@ -148,7 +179,8 @@ class StepTerms:
 
 
 def as_run(objective: Objective | str, hp: dict[str, Any]) -> Objective:
-    """The objective as frameworks run it: a token mean in place of group-token-mean, and a KL term where beta is given.
+    """The objective as frameworks run it: a token mean in place of group-token-mean,
+    and a KL term where beta is given.
 
     A KL term that its paper has not is k3, the default of verl and TRL.
     """
@@ -172,7 +204,10 @@ def terms_of(batch: RecordedBatch, o: Objective, hp: dict[str, Any]) -> StepTerm
         )
     b = batch.rollouts(sampler=o.sampler is not None)
     trains = batch.mask.any(1)
-    micro, rank, correction = (None if x is None else x[trains] for x in (batch.micro, batch.rank, batch.correction))
+    micro, rank, correction = (
+        None if x is None else x[trains]
+        for x in (batch.micro, batch.rank, batch.correction)
+    )
     if o.sampler is not None:
         correction = None  # it computes its own
     return StepTerms(o, b, correction, micro, rank, dict(batch.logged), hp)

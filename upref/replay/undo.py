@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two columns of a gap, and a cause of it that was undone: in places.py and values.py.
+"""The two columns of a gap, and a cause of it that was undone: in places.py and
+values.py.
 
-The distance of two columns is the mean of min(|x - y|, 1) over the trained tokens: bounded, so that one impossible
-token does not outweigh a thousand. A cause is accepted where undoing it leaves a quarter of the distance or less. In
-two columns of the same tokens, in the same rows, each of these changes enlarges the distance, so a healthy gap of any
-size is never undone.
+The distance of two columns is the mean of min(|x - y|, 1) over the trained tokens:
+bounded, so that one impossible token does not outweigh a thousand. A cause is accepted
+where undoing it leaves a quarter of the distance or less. In two columns of the same
+tokens, in the same rows, each of these changes enlarges the distance, so a healthy gap
+of any size is never undone.
 """
 
 from dataclasses import dataclass, field, replace
@@ -50,7 +52,9 @@ class Columns:
 
 @dataclass(frozen=True)
 class Undone:
-    """A cause, the columns without it, and the distances before and after on the same tokens."""
+    """A cause, the columns without it, and the distances before and after on the same
+    tokens.
+    """
 
     cause: str
     columns: Columns

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of a column that are not the log-probability: a factor, probabilities, placeholders, a floor."""
+"""Numbers of a column that are not the log-probability: a factor, probabilities,
+placeholders, a floor.
+"""
 
 import math
 from dataclasses import replace
@@ -12,11 +14,14 @@ from upref.replay.undo import FEW, NOTICEABLE, QUARTER, Columns, Undone
 LEAST_RATIOS = 10  # likely and rare tokens, for the median of a ratio
 ENOUGH = 20  # numbers, to tell that a column holds bfloat16
 FAR_BELOW = -100  # nats: no token that was drawn
-UNLIKELY = 0.05  # probability by the trainer of a token that an engine would not report as certain
+# probability by the trainer of a token that an engine would not report as certain
+UNLIKELY = 0.05
 
 
 def find_factor(c: Columns) -> Undone | None:
-    """The sampler's column is a multiple of the trainer's, has the other sign, or holds probabilities."""
+    """The sampler's column is a multiple of the trainer's, has the other sign, or holds
+    probabilities.
+    """
     x, y = c.trained(c.x), c.trained(c.y)
     before = c.distance()
     if before < NOTICEABLE:
@@ -41,8 +46,8 @@ def find_factor(c: Columns) -> Undone | None:
 
 
 def _one_factor(x: Tensor, y: Tensor) -> bool:
-    """Whether likely and rare tokens have the same factor. At another temperature they do not: likely tokens come much
-    nearer to 0 than rare ones."""
+    """Whether likely and rare tokens have the same factor. At another temperature they
+    do not: likely tokens come much nearer to 0 than rare ones."""
     likely, rare = (x > -0.7) & (x < -0.02), x < -1.5
     if min(int(likely.sum()), int(rare.sum())) < LEAST_RATIOS:
         return False
@@ -51,11 +56,14 @@ def _one_factor(x: Tensor, y: Tensor) -> bool:
 
 
 def find_placeholder(c: Columns) -> Undone | None:
-    """One exact number stands on tokens that the trainer finds unlikely: the sampler did not draw them.
+    """One exact number stands on tokens that the trainer finds unlikely: the sampler
+    did not draw them.
 
-    Placeholders are whole numbers: 0, -1, -9999. Other numbers repeat in a healthy column, where responses to one
-    prompt begin with the same token. An engine reports 0 for a certain token as well, and a mixture of experts may be
-    certain where the trainer is not: so a 0 counts only in a run of tokens of which several are unlikely.
+    Placeholders are whole numbers: 0, -1, -9999. Other numbers repeat in a healthy
+    column, where responses to one prompt begin with the same token. An engine reports 0
+    for a certain token as well, and a mixture of experts may be
+    certain where the trainer is not: so a 0 counts only in a run of tokens of which
+    several are unlikely.
     """
     y = c.trained(c.y)
     whole = y[y == y.round()]
@@ -65,7 +73,9 @@ def find_placeholder(c: Columns) -> Undone | None:
     for at in counts.argsort(descending=True)[:FEW].tolist():
         value = values[at]
         tied = c.mask & (c.y == value)
-        evidence = tied & ((c.x < math.log(UNLIKELY)) if value == 0 else ((c.x - value).abs() > 1))
+        evidence = tied & (
+            (c.x < math.log(UNLIKELY)) if value == 0 else ((c.x - value).abs() > 1)
+        )
         run = _runs_with(tied, evidence, FEW if value == 0 else 1)
         varied = len(c.x[evidence & run].unique())
         if varied < FEW or _limits(c, tied, value):
@@ -73,19 +83,27 @@ def find_placeholder(c: Columns) -> Undone | None:
         rest = c.without(run)
         on_run = Columns(c.x, c.y, run).distance()
         if on_run > 3 * rest.distance():
-            numbers = {"tokens": int(run.sum()), "trained": len(y), "value": f"{value.item():g}"}
+            numbers = {
+                "tokens": int(run.sum()),
+                "trained": len(y),
+                "value": f"{value.item():g}",
+            }
             return Undone("not_sampled", rest, c.distance(), rest.distance(), numbers)
     return None
 
 
 def is_bfloat16(column: Tensor) -> bool:
-    """Whether every number of the column is one of bfloat16, and there are enough to tell."""
+    """Whether every number of the column is one of bfloat16, and there are enough to
+    tell.
+    """
     some = column[(column != 0) & column.isfinite()]
     return len(some) > ENOUGH and bool((some.bfloat16().double() == some).all())
 
 
 def _limits(c: Columns, tied: Tensor, value: Tensor) -> bool:
-    """Whether the number is the floor or the ceiling of its column, beyond which the other column goes on."""
+    """Whether the number is the floor or the ceiling of its column, beyond which the
+    other column goes on.
+    """
     y, beyond = c.trained(c.y), c.x[tied] - value
     if value == y.min() and value != y.max():
         return bool((beyond < 0).double().mean() > 0.9)
@@ -93,7 +111,9 @@ def _limits(c: Columns, tied: Tensor, value: Tensor) -> bool:
 
 
 def _runs_with(tied: Tensor, evidence: Tensor, least: int) -> Tensor:
-    """The runs of neighbouring tied tokens of which at least so many, and a fifth of the run, are evidence."""
+    """The runs of neighbouring tied tokens of which at least so many, and a fifth of
+    the run, are evidence.
+    """
     starts = tied & ~torch.nn.functional.pad(tied, (1, 0))[:, :-1]
     number = starts.flatten().cumsum(0).view(tied.shape)
     runs = int(number.max()) + 1
@@ -114,13 +134,26 @@ def find_floor(c: Columns) -> Undone | None:
             beyond = (value - other[tied]) * (1 if lowest else -1)
             rest = (c.x - c.y)[c.mask & ~tied].abs()
             noise = float(rest.quantile(0.95)) if 0 < len(rest) < 10_000_000 else 0.0
-            # ties of a coarse grid lie within a grid step of the other column, on both sides
+            # ties of a coarse grid lie within a grid step of the other column, on both
+            # sides
             far = int((beyond > max(0.1, 4 * noise)).sum())
-            varied = len(other[tied].unique()) > FEW  # responses to one prompt begin with the same token
-            one_way = float((beyond > -noise - 1e-6).double().mean()) > 0.95 and float(beyond.median()) > noise
+            # responses to one prompt begin with the same token
+            varied = len(other[tied].unique()) > FEW
+            one_way = (
+                float((beyond > -noise - 1e-6).double().mean()) > 0.95
+                and float(beyond.median()) > noise
+            )
             if varied and one_way and far >= FEW:
-                limited = other.clamp(min=float(value)) if lowest else other.clamp(max=float(value))
-                undone = Columns(limited, held, c.mask) if name == "sampler" else Columns(held, limited, c.mask)
+                limited = (
+                    other.clamp(min=float(value))
+                    if lowest
+                    else other.clamp(max=float(value))
+                )
+                undone = (
+                    Columns(limited, held, c.mask)
+                    if name == "sampler"
+                    else Columns(held, limited, c.mask)
+                )
                 numbers = {"column": name, "value": float(value), "tokens": int(tied.sum()),
                            "side": "floor" if lowest else "ceiling"}  # fmt: skip
                 return Undone("floor", undone, c.distance(), undone.distance(), numbers)

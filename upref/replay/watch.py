@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch a running trainer: judge recorded steps while it trains, over all ranks, under any loss.
+"""Watch a running trainer: judge recorded steps while it trains, over all ranks, under
+any loss.
 
     upref.replay.watch(trainer, "dapo", every=50, eps_high=0.2)        # one line before trainer.train()
 
-Three things are checked at such a step: the logged loss, dL/dlp of every token of all micro-batches and ranks
-(`upref.replay.normalizer`), and the sampler's log-probabilities where the trainer has them (`upref.replay.gap`). Their
-numbers are logged beside the trainer's own; `gap_cause` is the place of the cause in CAUSES, from 1, and 0 for none.
+Three things are checked at such a step: the logged loss, dL/dlp of every token of all
+micro-batches and ranks (`upref.replay.normalizer`), and the sampler's log-probabilities
+where the trainer has them (`upref.replay.gap`). Their numbers are logged beside the
+trainer's own; `gap_cause` is the place of the cause in CAUSES, from 1, and 0 for none.
 
-A loss or a gradient that is another sum of the objective's terms, or a multiple of it, stops the run. What is found in
-the sampler's column is a warning: it may be what the run is meant to do.
+A loss or a gradient that is another sum of the objective's terms, or a multiple of it,
+stops the run. What is found in the sampler's column is a warning: it may be what the
+run is meant to do.
 
-`upref_frameworks.parity.Monitor` watches a loss that upref itself hands to a trainer, on every rank
-alone, and stops at what rounding of its dtype cannot explain. It costs no column and no gathering,
-and cannot watch a framework's own loss, nor what divides the step afterwards.
+`upref_frameworks.parity.Monitor` watches a loss that upref itself hands to a trainer,
+on every rank alone, and stops at what rounding of its dtype cannot explain. It costs no
+column and no gathering, and cannot watch a framework's own loss, nor what divides the
+step afterwards.
 """
 
 import logging
@@ -28,7 +32,16 @@ from upref.replay.batch import merge
 from upref.replay.findings import ReplayFinding
 from upref.replay.gap import Gap, gap
 from upref.replay.loss import loss
-from upref.replay.record import EVERY, Recording, Schedule, Sink, Stopped, file_sink, open_folder, recorder_of
+from upref.replay.record import (
+    EVERY,
+    Recording,
+    Schedule,
+    Sink,
+    Stopped,
+    file_sink,
+    open_folder,
+    recorder_of,
+)
 from upref.replay.schema import RecordedBatch
 from upref.replay.terms import as_run
 from upref.replay.words import SAMPLER
@@ -47,21 +60,27 @@ def watch(
     Args:
         trainer: a GRPOTrainer of TRL, or of a class derived from it.
         objective: what its loss should be.
-        every: number of optimizer steps between two that are judged; the first one is judged too.
-        folder: where these steps are recorded too; "": nowhere. The files hold users' texts.
-        on_fail: "stop" ends a run whose loss or gradient is another sum; "warn" logs it.
+        every: number of optimizer steps between two that are judged; the first one is
+            judged too.
+        folder: where these steps are recorded too; "": nowhere. The files hold users'
+            texts.
+        on_fail: "stop" ends a run whose loss or gradient is another sum; "warn" logs
+            it.
         **hp: hyperparameters of the objective.
 
     Returns:
         The Recording, whose `stop` ends the watch.
 
     Raises:
-        InputError: no installed package knows such a trainer, or the objective or a hyperparameter does not exist.
+        InputError: no installed package knows such a trainer, or the objective or a
+            hyperparameter does not exist.
         Stopped: from the training, where a step is not the objective's.
     """
     recorder = recorder_of(trainer)
     then = file_sink(open_folder(folder)) if folder else None
-    return Recording(recorder.attach(trainer, Schedule(every), Watch(objective, hp, on_fail, then)))
+    return Recording(
+        recorder.attach(trainer, Schedule(every), Watch(objective, hp, on_fail, then))
+    )
 
 
 class Watch:
@@ -74,7 +93,13 @@ class Watch:
         then: what else is done with each step, before it is judged.
     """
 
-    def __init__(self, objective: str | Objective, hp: dict[str, Any], on_fail: str, then: Sink | None) -> None:
+    def __init__(
+        self,
+        objective: str | Objective,
+        hp: dict[str, Any],
+        on_fail: str,
+        then: Sink | None,
+    ) -> None:
         if on_fail not in ON_FAIL:
             raise InputError(f"on_fail must be stop or warn, not {on_fail!r}.")
         self.objective = as_run(objective, hp)
@@ -96,7 +121,8 @@ class Watch:
             Metrics to log.
 
         Raises:
-            Stopped: the loss or the gradient is not the objective's, and on_fail is "stop".
+            Stopped: the loss or the gradient is not the objective's, and on_fail is
+                "stop".
         """
         if self.then is not None:
             self.then(batch, group)
@@ -140,7 +166,9 @@ def _of_gap(found: Gap) -> dict[str, float]:
 
 
 def joined(batch: RecordedBatch, group: Any = None) -> RecordedBatch:
-    """The step over all data-parallel ranks of the process group; None: the default one."""
+    """The step over all data-parallel ranks of the process group; None: the default
+    one.
+    """
     ranks = int(batch.logged.get("ranks", 1))
     if ranks == 1:
         return batch

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sentence of every finding: {names} are its numbers. Nothing else in this folder says what a finding means.
+"""The sentence of every finding: {names} are its numbers. Nothing else in this folder
+says what a finding means.
 
-A note names every cause that fits; it accuses nobody. A failure says what was undone and what is left.
+A note names every cause that fits; it accuses nobody. A failure says what was undone
+and what is left.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-# ---- the sampler's column --------------------------------------------------------------------------------------------
+# ---- the sampler's column ------------------------------------------------------------
 UNDONE = "the mean difference falls from {before:.3g} to {after:.2g} nats"
 ABOVE_ZERO = "mean log ρ = {mean:+.3f}, at most 0 unless the mask leaves out tokens by their ratio"
 LIKELIEST = "the number of the likeliest token in place of the drawn one"
@@ -80,7 +82,7 @@ SAMPLER = {
         "several steps tell more.",
 }  # fmt: skip
 
-# ---- several steps ---------------------------------------------------------------------------------------------------
+# ---- several steps -------------------------------------------------------------------
 SERIES = {
     "never_delivered":
         "at {steps} steps the sampler's column is that of the reference model, and the gap to the trainer grows from "
@@ -95,7 +97,7 @@ SERIES = {
         "staleness.",
 }  # fmt: skip
 
-# ---- advantages ------------------------------------------------------------------------------------------------------
+# ---- advantages ----------------------------------------------------------------------
 ADVANTAGES = {
     "wrong_grouping":
         "advantages are {estimator} of {grouping}: {mixed} of these {groups} groups mix prompts. Within the prompts no "
@@ -117,7 +119,7 @@ ADVANTAGES = {
     "too_few": "{responses} responses have an advantage other than 0: too few to name an estimator.",
 }  # fmt: skip
 
-# ---- the loss --------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------
 LOSS = {
     "other_sum":
         "the logged loss {logged:.6g} is the {found} of {objective}'s terms, not the {expected} ({value:.6g}).",
@@ -169,7 +171,7 @@ LOSS = {
         "the column now was not recorded, so the loss is that of the first optimizer step, r = 1.",
 }  # fmt: skip
 
-# ---- which policy is old ---------------------------------------------------------------------------------------------
+# ---- which policy is old -------------------------------------------------------------
 OLD = {
     "ratio_one":
         "r = 1 on every token although the weights that sampled are {lag} steps old: old was computed with the current "

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One whole training step compared with the objective: is what the optimizer gets its gradient?"""
+"""One whole training step compared with the objective: is what the optimizer gets its
+gradient?
+"""
 
 from upref.step.check import StepReport, check_recorded, check_step
 from upref.step.record import Recorded, Step, record_step

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check is made of: the goal, the rows, the stirred model, and the gradient that the step makes."""
+"""What a check is made of: the goal, the rows, the stirred model, and the gradient that
+the step makes.
+"""
 
 import copy
 import math
@@ -22,7 +24,14 @@ from upref.step.goal import Goal
 from upref.step.model_errors import described
 from upref.step.ranks import lead, train, world_size
 from upref.step.record import Step
-from upref.step.reference import Gradient, Model, Rounded, TorchModel, as_float64, unwrapped
+from upref.step.reference import (
+    Gradient,
+    Model,
+    Rounded,
+    TorchModel,
+    as_float64,
+    unwrapped,
+)
 from upref.step.rows import AXES, Padded, Row
 
 BOUND = 2e-5  # of |g - g*| / |g*| in float32
@@ -38,12 +47,15 @@ class Case:
     forward: Forward
     unvaried: dict[str, str]
     shift: float = 2e-5  # of log r by rounding, in float32
-    apart: float = 0.0  # how far the gradients of two ranks are from each other, relative to their norm
+    # how far the gradients of two ranks are from each other, relative to their norm
+    apart: float = 0.0
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user asks of the rows that upref makes: groups that share a prompt, rewards, advantages."""
+    """What a user asks of the rows that upref makes: groups that share a prompt,
+    rewards, advantages.
+    """
 
     group_size: int | None = None
     rewards: Sequence[float] | None = None
@@ -53,7 +65,9 @@ class Asked:
         """InputError if anything is asked."""
         given = [k for k, v in vars(self).items() if v is not None]
         if given:
-            raise InputError(f"{given[0]} is of the rows that upref makes: with {other}=, give each row its own.")
+            raise InputError(
+                f"{given[0]} is of the rows that upref makes: with {other}=, give each row its own."
+            )
 
     def reward(self, rows: list[Row], estimator: str) -> None:
         """Give the rows their rewards, and the advantages that these make.
@@ -67,25 +81,33 @@ class Asked:
         group = torch.tensor([r.group for r in rows])
         A = self.advantages
         if self.rewards is not None:
-            R = torch.tensor(_numbers("rewards", self.rewards, len(rows)), dtype=torch.float64)
+            R = torch.tensor(
+                _numbers("rewards", self.rewards, len(rows)), dtype=torch.float64
+            )
             for row, x in zip(rows, R.tolist(), strict=True):
                 row.reward = x
             if A is None or callable(A):
                 A = (A or advantages.get(estimator))(R, group).tolist()
         elif callable(A):
-            raise InputError("advantages is a function of rewards and groups: pass rewards= as well.")
+            raise InputError(
+                "advantages is a function of rewards and groups: pass rewards= as well."
+            )
         for row, a in zip(rows, _numbers("advantages", A, len(rows)), strict=True):
             row.adv = a
 
 
 def _numbers(name: str, values: Any, n: int) -> list[float]:
-    """The values as floats; InputError where they are not one finite number for each row."""
+    """The values as floats; InputError where they are not one finite number for each
+    row.
+    """
     try:
         out = [float(v) for v in values]
     except (TypeError, ValueError):
         out = []
     if len(out) != n or not all(math.isfinite(v) for v in out):
-        raise InputError(f"{name} are {n} finite numbers, one for each response, got {repr(values)[:60]}.")
+        raise InputError(
+            f"{name} are {n} finite numbers, one for each response, got {repr(values)[:60]}."
+        )
     return out
 
 
@@ -98,10 +120,12 @@ def sample(
     still: bool = False,
     coarse: bool = False,
 ) -> Forward:
-    """Give made rows the log-probabilities of an older policy, so that each number of the objective acts on them.
+    """Give made rows the log-probabilities of an older policy, so that each number of
+    the objective acts on them.
 
     Args:
-        rows: they are changed. Where the objective bounds the change of a probability, they get probable tokens too.
+        rows: they are changed. Where the objective bounds the change of a probability,
+            they get probable tokens too.
         model: the policy that is trained.
         goal: its objective with its numbers, and the temperature of the sampler.
         seed: of the ratios.
@@ -119,7 +143,16 @@ def sample(
             batch.make_probable(rows, model.logits, model.end)
         forward = Forward(model, rows, goal.temperature)
     entropy = [*forward.statistics()[1].detach()] if "entropy" in goal.o.reads else None
-    batch.sampled(rows, forward.lp(), goal.o, goal.hp, seed=seed, still=still, coarse=coarse, entropy=entropy)
+    batch.sampled(
+        rows,
+        forward.lp(),
+        goal.o,
+        goal.hp,
+        seed=seed,
+        still=still,
+        coarse=coarse,
+        entropy=entropy,
+    )
     return forward
 
 
@@ -132,7 +165,9 @@ def built(
     coarse: bool = False,
     asked: Asked | None = None,
 ) -> Case:
-    """The rows, made or validated, with the reference's forward pass. InputError where they could hide bugs."""
+    """The rows, made or validated, with the reference's forward pass. InputError where
+    they could hide bugs.
+    """
     if isinstance(without, str) or (bad := [w for w in without if w not in AXES]):
         what = without if isinstance(without, str) else bad[0]
         raise InputError(f"without takes a list of {', '.join(AXES)}, got {what!r}.")
@@ -140,7 +175,9 @@ def built(
     if rows is None:
         made = batch.made(model.vocabulary, seed, without, model.end, asked.group_size)
         asked.reward(made, goal.o.adv)
-        forward = sample(made, model, goal, seed=seed, still="ratio" in without, coarse=coarse)
+        forward = sample(
+            made, model, goal, seed=seed, still="ratio" in without, coarse=coarse
+        )
     else:
         asked.refuse("rows")
         made = batch.validated(rows, model.vocabulary)
@@ -156,7 +193,9 @@ def built(
 
 
 def _longest(rows: Sequence[Row]) -> list[int]:
-    """The token ids of the longest row: what a model that runs out of positions fails on."""
+    """The token ids of the longest row: what a model that runs out of positions fails
+    on.
+    """
     return max((row.ids for row in rows), key=len)
 
 
@@ -168,47 +207,69 @@ def meant(
     if "group" in o.reads:
         raise InputError(f"{o.name} needs {o.needs[0]} and its share of the group, which rounding decides on the "
                          "random models of a step check: check the loss with upref.check.")  # fmt: skip
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < 1e6:
-        raise InputError(f"temperature must be a finite number above 0, the sampler's, got {temperature!r}.")
+    if (
+        isinstance(temperature, bool)
+        or not isinstance(temperature, int | float)
+        or not 0 < temperature < 1e6
+    ):
+        raise InputError(
+            f"temperature must be a finite number above 0, the sampler's, got {temperature!r}."
+        )
     if beta and not o.kl:
         o = replace(o, kl="k3")
     resolved = {k: v for k, v in o.resolve(hp).items() if k != "beta"}
-    return Goal(o, resolved, float(temperature), beta, entropy_coef, z_loss_coef, clip, scale)
+    return Goal(
+        o, resolved, float(temperature), beta, entropy_coef, z_loss_coef, clip, scale
+    )
 
 
 def with_weights(model: TorchModel, step: Step) -> TorchModel:
     if step.weights:
         missing = model.net.load_state_dict(step.weights, strict=False).missing_keys
         if set(missing) & set(model.shapes):
-            raise InputError(f"the recorded weights lack {missing[0]}: record the module that is trained.")
+            raise InputError(
+                f"the recorded weights lack {missing[0]}: record the module that is trained."
+            )
     return model
 
 
 def half_of(model: Any) -> torch.dtype | None:
     """The half precision of a model's trained parameters, if they have one."""
-    kinds = {p.dtype for p in model.parameters() if p.requires_grad} if isinstance(model, nn.Module) else set()
+    kinds = (
+        {p.dtype for p in model.parameters() if p.requires_grad}
+        if isinstance(model, nn.Module)
+        else set()
+    )
     return next((k for k in HALVES if k in kinds), None)
 
 
 def allowed(goal: Goal, case: Case, bound: torch.dtype | float | None) -> float:
-    """The error of the gradient that rounding may make: 2e-5 in float32; in half precision twice what the reference
-    moves if the result of each of its operations is rounded. A trainer keeps some of them in float32.
+    """The error of the gradient that rounding may make: 2e-5 in float32; in half
+    precision twice what the reference moves if the result of each of its operations is
+    rounded. A trainer keeps some of them in float32.
 
-    Tokens that rounding moves over a clip bound do not count: `case.shift`, in half precision three standard deviations
-    of what rounding adds to log r, says how near they are, and `sides` allows either side.
+    Tokens that rounding moves over a clip bound do not count: `case.shift`, in half
+    precision three standard deviations of what rounding adds to log r, says how near
+    they are, and `sides` allows either side.
     """
     if bound is None:
         return BOUND
     if isinstance(bound, int | float) and not isinstance(bound, bool) and bound > 0:
         return float(bound)
     if not isinstance(bound, torch.dtype) or bound not in HALVES:
-        raise InputError(f"bound is a number above 0, torch.bfloat16 or torch.float16, got {str(bound)[:60]!r}.")
+        raise InputError(
+            f"bound is a number above 0, torch.bfloat16 or torch.float16, got {str(bound)[:60]!r}."
+        )
     with Rounded(bound):
         rounded = Forward(case.forward.model, case.rows, goal.temperature)
         its = expected(goal, rounded, case.b).sum(0)
         lp = rounded.statistics()[0]
     moved, mask = (lp - case.forward.statistics()[0]).detach(), case.b.mask
-    moved = REDUCE[goal.o.level](moved, mask)[mask.any(1)] if goal.o.level in REDUCE else moved[mask]
+    moved = (
+        REDUCE[goal.o.level](moved, mask)[mask.any(1)]
+        if goal.o.level in REDUCE
+        else moved[mask]
+    )
     case.shift = 3 * float(moved.pow(2).mean().sqrt())
     near = sides(goal, case.forward, case.b, case.shift)
     want = assign_sides(expected(goal, case.forward, case.b), near, its)[0].sum(0)
@@ -231,22 +292,42 @@ class Compared:
 def compared(goal: Goal, case: Case, found: Gradient, bound: float) -> Compared:
     """Tokens count over the whole step, or per group where that alone agrees."""
     tried = []
-    for one in [goal, replace(goal, grouped=True)] if goal.o.agg == "group-token-mean" else [goal]:
+    for one in (
+        [goal, replace(goal, grouped=True)]
+        if goal.o.agg == "group-token-mean"
+        else [goal]
+    ):
         near = sides(one, case.forward, case.b, case.shift)
         rows = expected(one, case.forward, case.b)
         g = case.forward.model.flat(found)
         rows, other = assign_sides(rows, near, g)
         want = clipped(rows.sum(0), one.clip)
         if not want.isfinite().all():
-            bad = [n for n, part in case.forward.model.split(want).items() if not part.isfinite().all()]
+            bad = [
+                n
+                for n, part in case.forward.model.split(want).items()
+                if not part.isfinite().all()
+            ]
             raise InputError(
                 f"the objective's gradient on these rows is not finite, in {bad[0]} first: look for NaN or infinity in "
                 "the model's weights and logits."
             )
         if not want.any():
-            raise InputError("the objective's gradient is 0 on these rows: no row can show anything.")
+            raise InputError(
+                "the objective's gradient is 0 on these rows: no row can show anything."
+            )
         error = float((g - want).norm() / want.norm())
-        tried.append(Compared(one, rows, want, g, error if error == error else float("inf"), len(near), other))
+        tried.append(
+            Compared(
+                one,
+                rows,
+                want,
+                g,
+                error if error == error else float("inf"),
+                len(near),
+                other,
+            )
+        )
         if tried[-1].error <= bound:
             return tried[-1]
     return tried[0]
@@ -254,7 +335,9 @@ def compared(goal: Goal, case: Case, found: Gradient, bound: float) -> Compared:
 
 @torch.no_grad()
 def perturb(net: nn.Module) -> nn.Module:
-    """Enlarge the matrices and perturb the vectors, in place: attention and biases hardly act in a fresh model."""
+    """Enlarge the matrices and perturb the vectors, in place: attention and biases
+    hardly act in a fresh model.
+    """
     random = torch.Generator().manual_seed(0)
     for p in net.parameters():
         if p.is_floating_point() and p.device.type == "cpu":
@@ -262,7 +345,9 @@ def perturb(net: nn.Module) -> nn.Module:
             vector = p.ndim < 2 or p.numel() < 2  # one number has no standard deviation
             want = 0.1 if vector else 1.4 / p.shape[-1] ** 0.5
             had = 0.0 if vector else float(p.float().std())
-            p.add_((max(want**2 - had**2, (0.1 * want) ** 2) ** 0.5 * noise).to(p.dtype))
+            p.add_(
+                (max(want**2 - had**2, (0.1 * want) ** 2) ** 0.5 * noise).to(p.dtype)
+            )
     return net
 
 
@@ -299,10 +384,14 @@ def _restore(net: nn.Module, weights: dict[str, Tensor]):
 
 
 def run(step: Callable, model: Any, case: Case) -> tuple[Gradient, int]:
-    """The gradient that the step makes on copies of the rows, and its number of backward passes."""
+    """The gradient that the step makes on copies of the rows, and its number of
+    backward passes.
+    """
     rows = copy.deepcopy(case.rows)
     if not isinstance(model, nn.Module):
-        return _taken(called(step, model.params if hasattr(model, "params") else model, rows)), 0
+        return _taken(
+            called(step, model.params if hasattr(model, "params") else model, rows)
+        ), 0
     net = unwrapped(model)
     weights = {n: v.detach().clone() for n, v in net.state_dict().items()}
     its = (lead if world_size() > 1 else train)(step, model, rows, called)
@@ -313,8 +402,18 @@ def run(step: Callable, model: Any, case: Case) -> tuple[Gradient, int]:
             f"the step made {its.steps} optimizer steps on these rows: let it make one, or use record_step."
         )
     found, out = its.gradients, its.out
-    if isinstance(out, dict) and out and all(hasattr(v, "shape") for v in out.values()) and not found:
-        found = _taken({k.removeprefix("_orig_mod.").removeprefix("module."): v for k, v in out.items()})
+    if (
+        isinstance(out, dict)
+        and out
+        and all(hasattr(v, "shape") for v in out.values())
+        and not found
+    ):
+        found = _taken(
+            {
+                k.removeprefix("_orig_mod.").removeprefix("module."): v
+                for k, v in out.items()
+            }
+        )
     _restore(net, weights)
     for p in net.parameters():
         p.grad = None
@@ -334,10 +433,14 @@ def called(step: Callable, model: Any, rows: list[Row]) -> Any:
     except (InputError, KeyboardInterrupt, Terminated):
         raise
     except BaseException as e:
-        raise InputError(f"the step fails on these rows: {type(e).__name__}: {one_line(e)}") from e
+        raise InputError(
+            f"the step fails on these rows: {type(e).__name__}: {one_line(e)}"
+        ) from e
 
 
 def _taken(out: Any) -> Gradient:
     if not isinstance(out, dict) or not out:
-        raise InputError("a step whose model is not torch's must return {name of a parameter: its gradient}.")
+        raise InputError(
+            "a step whose model is not torch's must return {name of a parameter: its gradient}."
+        )
     return {k: as_float64(v) for k, v in out.items()}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fault that makes the token weights that were read off a gradient.
 
-Weights are compared as (weight of the token before aggregation) x (factor of its response) x (one constant). A fault
-is named where the three together give the weights that were found.
+Weights are compared as (weight of the token before aggregation) x (factor of its
+response) x (one constant). A fault is named where the three together give the weights
+that were found.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +27,15 @@ from upref.verify.faults.misread import between, moved
 BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 
 
-# A fault of these kinds moves which tokens have a gradient. Beside it, a response without one is no second fault:
-# if it is not explained by the first, the first is the wrong one.
+# A fault of these kinds moves which tokens have a gradient. Beside it, a response
+# without one is no second fault: if it is not explained by the first, the first is the
+# wrong one.
 STOPS = ("hyperparameter", "objective", "clip", "ratio", "stop-gradient", "rounding")
 
 
 def named(w: Tokens, among: str = "") -> tuple[str, Tensor] | None:
-    """The fault that gives these weights on all response tokens: in words, and the weights that it gives [B, T].
+    """The fault that gives these weights on all response tokens: in words, and the
+    weights that it gives [B, T].
 
     among: words of a cause; other faults are not tried.
     """
@@ -44,11 +47,15 @@ def named(w: Tokens, among: str = "") -> tuple[str, Tensor] | None:
         k = factors(w, unit)
         if k is None:
             continue
-        dead = [i for i, v in enumerate(k) if abs(v) <= 1e-4 * k.nan_to_num(0).abs().max()]
+        dead = [
+            i for i, v in enumerate(k) if abs(v) <= 1e-4 * k.nan_to_num(0).abs().max()
+        ]
         if len(dead) == len(k) - int(k.isnan().sum()) or (dead and one.kind in STOPS):
             continue
         k[dead] = torch.nan
-        found = factor_words(w.goal, w.rows, w.b, k, dead, w.tol, mask, int((mask & (unit != 0)).sum()))
+        found = factor_words(
+            w.goal, w.rows, w.b, k, dead, w.tol, mask, int((mask & (unit != 0)).sum())
+        )
         if found is None:
             continue
         because, factor = found
@@ -68,7 +75,10 @@ def _put(words: str, hp: dict | None = None, **change: Tensor) -> LossFault:
 def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
     """One fault each, or none, the right one first."""
     r, o, goal, at = w.rollouts(), w.goal.o, w.goal, torch.arange(w.here.shape[1])
-    off, last = w.here & ~w.b.mask, torch.tensor([[len(x.response) - 1] for x in w.rows])
+    off, last = (
+        w.here & ~w.b.mask,
+        torch.tensor([[len(x.response) - 1] for x in w.rows]),
+    )
     masks = {
         "masked tokens train": w.here,
         "the mask is one token late": moved(w.b.mask, 1) & w.here,
@@ -76,8 +86,10 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
         "the last token of each response does not train": w.b.mask & (at != last),
         "the first token of each response does not train": w.b.mask & (at > 0),
         "the first token after each hole does not train": w.b.mask & ~moved(off, 1),
-        "no token behind the first hole of a response trains": w.b.mask & (off.cumsum(1) == 0),
-        "no token in front of the last hole of a response trains": w.b.mask & (off.flip(1).cumsum(1).flip(1) == 0),
+        "no token behind the first hole of a response trains": w.b.mask
+        & (off.cumsum(1) == 0),
+        "no token in front of the last hole of a response trains": w.b.mask
+        & (off.flip(1).cumsum(1).flip(1) == 0),
     }
     yield _put("")
     for words, mask in masks.items():
@@ -86,13 +98,25 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
     yield _put(f"{now}: r = 1", logp_old=w.lp)
     for words, mask in masks.items():
         yield _put(f"{words}; {now}: r = 1", mask=mask, logp_old=w.lp)
-    yield _put("the old and the current log-probabilities are exchanged in the ratio", logp_old=2 * w.lp - r.logp_old)
+    yield _put(
+        "the old and the current log-probabilities are exchanged in the ratio",
+        logp_old=2 * w.lp - r.logp_old,
+    )
     yield _put(f"{now} at temperature 1", logp_old=w.plain)
     for by, where in {1: "late", -1: "early"}.items():
-        yield _put(f"the old log-probabilities are one token too {where}", logp_old=moved(r.logp_old, by))
-    yield _put("the old log-probabilities are counted without the holes", logp_old=_without_holes(r.logp_old, w.b.mask))
+        yield _put(
+            f"the old log-probabilities are one token too {where}",
+            logp_old=moved(r.logp_old, by),
+        )
+    yield _put(
+        "the old log-probabilities are counted without the holes",
+        logp_old=_without_holes(r.logp_old, w.b.mask),
+    )
     for words, order in _orders(w.rows).items():
-        yield _put(f"the advantages are those of {words}", adv=r.adv[:, :1][order].expand_as(r.adv))
+        yield _put(
+            f"the advantages are those of {words}",
+            adv=r.adv[:, :1][order].expand_as(r.adv),
+        )
         for old in _exchanged(w.rows, r.logp_old, order):
             yield _put(f"the old log-probabilities are those of {words}", logp_old=old)
     yield _put("the sign of the advantages is lost", adv=r.adv.abs())
@@ -103,22 +127,42 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
         same = torch.eq(part[:, None], part).double()
         mean = lambda x, same=same: same @ x / same.sum(1)
         A = r.adv[:, 0]
-        for how, center in {"normalized": mean(A), "divided by their standard deviation": 0 * A}.items():
+        for how, center in {
+            "normalized": mean(A),
+            "divided by their standard deviation": 0 * A,
+        }.items():
             for ddof in (1, 0):
                 var = (mean(A**2) - mean(A) ** 2) * same.sum(1) / (same.sum(1) - ddof)
-                its = torch.where(same.sum(1) > 1, (A - center) / var.sqrt(), A - center)
-                yield _put(f"the advantages are {how} again{where}", adv=its[:, None].expand_as(r.adv))
+                its = torch.where(
+                    same.sum(1) > 1, (A - center) / var.sqrt(), A - center
+                )
+                yield _put(
+                    f"the advantages are {how} again{where}",
+                    adv=its[:, None].expand_as(r.adv),
+                )
     yield _put("the advantages are centered again", adv=r.adv - r.adv[:, 0].mean())
     if r.logp_ref is not None:
-        yield _put("the reference model's log-probabilities are used as the old ones", logp_old=r.logp_ref)
-        yield _put("the reference model's log-probabilities are the current ones", logp_ref=w.lp)
+        yield _put(
+            "the reference model's log-probabilities are used as the old ones",
+            logp_old=r.logp_ref,
+        )
+        yield _put(
+            "the reference model's log-probabilities are the current ones",
+            logp_ref=w.lp,
+        )
         yield _put("the old policy is used as the reference model", logp_ref=r.logp_old)
     if goal.beta:
         yield fault("the KL term is missing", "term", hp={"beta": 0.0})
-        yield fault("the KL term is added to J, not subtracted", "term", hp={"beta": -goal.beta})
+        yield fault(
+            "the KL term is added to J, not subtracted", "term", hp={"beta": -goal.beta}
+        )
         for name, kl in ESTIMATORS.items():
-            words = f"the KL term ({name}) of the old policy is folded into the advantage"
-            yield _put(words, {"beta": 0.0}, adv=r.adv - goal.beta * kl(r.logp_old, w.b.ref))
+            words = (
+                f"the KL term ({name}) of the old policy is folded into the advantage"
+            )
+            yield _put(
+                words, {"beta": 0.0}, adv=r.adv - goal.beta * kl(r.logp_old, w.b.ref)
+            )
     for key in sorted({"eps", "eps_low", "eps_high", "c"} & hp.keys()):
         for v in (v for v in BOUNDS if v != hp[key] and _takes(o, key, v)):
             is_ = "absent" if hp[key] is None else f"{hp[key]:g}"
@@ -134,15 +178,23 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
 
 
 def _over_the_width(w: Tokens, hp: dict) -> Iterator[LossFault]:
-    """The mean of a response's log-ratio runs over the columns of the padded batch, with prompts and without."""
+    """The mean of a response's log-ratio runs over the columns of the padded batch,
+    with prompts and without.
+    """
     term = term_of(w.goal.o, hp)
 
     def over(width: int, lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
         return term(old + (lp - old) * mask.sum(1, keepdim=True) / width, old, A, mask)
 
     whole = max(len(row.ids) for row in w.rows)
-    for width in dict.fromkeys((whole - 1, whole, max(len(row.response) for row in w.rows))):
-        yield fault("the response's log-ratio is divided by the padded width", "ratio", J=partial(over, width))
+    for width in dict.fromkeys(
+        (whole - 1, whole, max(len(row.response) for row in w.rows))
+    ):
+        yield fault(
+            "the response's log-ratio is divided by the padded width",
+            "ratio",
+            J=partial(over, width),
+        )
 
 
 def _takes(o: Objective, key: str, value: float) -> bool:
@@ -154,7 +206,9 @@ def _takes(o: Objective, key: str, value: float) -> bool:
 
 
 def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, Tensor]]:
-    """What the tokens that should train and do not have in common, and no token that trains has."""
+    """What the tokens that should train and do not have in common, and no token that
+    trains has.
+    """
     live = w.b.mask & ~w.zero(w.expected) & ~w.found.isnan()
     gone, left = live & w.zero(w.found), live & ~w.zero(w.found)
     if gone.sum() < 2 or not left.any():
@@ -164,7 +218,10 @@ def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, Tensor]]:
     ids = torch.zeros_like(at)
     for i, row in enumerate(w.rows):
         ids[i, : len(row.response)] = torch.tensor(row.response)
-    for words, x in {"tokens that equal {:g}": ids, "the tokens at place {:g} of each row": place}.items():
+    for words, x in {
+        "tokens that equal {:g}": ids,
+        "the tokens at place {:g} of each row": place,
+    }.items():
         if len(its := x[gone].unique()) == 1 and not (x[left] == its).any():
             yield words.format(float(its)), x == its
     features = {"tokens behind the first {:g} of a row": place, "tokens behind the first {:g} of a response": at,
@@ -185,7 +242,9 @@ def _orders(rows: Sequence[Row]) -> dict[str, Tensor]:
         for k in range(1, m):
             by = f"row i + {k}" if k <= m // 2 else f"row i - {m - k}"
             order = torch.arange(n).split(m)
-            out[by + (f" of micro-batches of {m}" if m < n else "")] = torch.cat([x.roll(-k) for x in order])
+            out[by + (f" of micro-batches of {m}" if m < n else "")] = torch.cat(
+                [x.roll(-k) for x in order]
+            )
     lengths = torch.tensor([len(x.response) for x in rows])
     for down in (False, True):
         order = lengths.argsort(descending=down, stable=True)
@@ -195,7 +254,9 @@ def _orders(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 
 def _exchanged(rows: Sequence[Row], x: Tensor, order: Tensor) -> Iterator[Tensor]:
-    """x [B, T] in that order of its rows: of the responses, or of whole rows padded right or left."""
+    """x [B, T] in that order of its rows: of the responses, or of whole rows padded
+    right or left.
+    """
     n, p = [len(r.response) for r in rows], [len(r.prompt) for r in rows]
     width = max(len(r.ids) for r in rows)
     for start in ([0] * len(n), p, [width - k for k in n]):
@@ -207,14 +268,21 @@ def _exchanged(rows: Sequence[Row], x: Tensor, order: Tensor) -> Iterator[Tensor
 
 
 def _unit(w: Tokens, one: LossFault, hp: dict) -> tuple[Tensor, Tensor]:
-    """Before aggregation, times the declared scale, and the tokens that train; far off where the one does not fit."""
+    """Before aggregation, times the declared scale, and the tokens that train; far off
+    where the one does not fit.
+    """
     b = w.rollouts()
     x = torch.zeros_like(b.logp)
     try:
         b = one.change.view(b)
         live = b.mask.any(1)
-        some = b.but(**{k: v[live] for k, v in vars(b).items() if isinstance(v, Tensor)})
-        x[live] = replace(one.change, view=lambda b: b).weights(w.goal.o, hp, some) * w.goal.scale
+        some = b.but(
+            **{k: v[live] for k, v in vars(b).items() if isinstance(v, Tensor)}
+        )
+        x[live] = (
+            replace(one.change, view=lambda b: b).weights(w.goal.o, hp, some)
+            * w.goal.scale
+        )
     except (InputError, RuntimeError, TypeError, AttributeError, AssertionError):
         x += 1e9
     return x, b.mask

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was done to the right gradient, or to its parts, before the optimizer got it: clips and weight decay."""
+"""What was done to the right gradient, or to its parts, before the optimizer got it:
+clips and weight decay.
+"""
 
 import torch
 from torch import Tensor
@@ -9,7 +11,9 @@ from upref.step.goal import Goal
 from upref.step.reference import Model, TorchModel
 
 
-def changed(goal: Goal, model: Model, rows: Tensor, want: Tensor, g: Tensor, bound: float) -> str:
+def changed(
+    goal: Goal, model: Model, rows: Tensor, want: Tensor, g: Tensor, bound: float
+) -> str:
     """In words, where the gradient that was found is then reproduced; or nothing."""
     whole, n = rows.sum(0), len(rows)
     if isinstance(model, TorchModel):
@@ -21,10 +25,16 @@ def changed(goal: Goal, model: Model, rows: Tensor, want: Tensor, g: Tensor, bou
     if near(g, whole.clamp(-top, top), bound):
         return f"each entry of the gradient is clipped to {top:.4g}"
     parts = model.split(whole)
-    for c in dict.fromkeys((goal.clip or 0.0, max(float(v.norm()) for v in model.split(g).values()))):
+    for c in dict.fromkeys(
+        (goal.clip or 0.0, max(float(v.norm()) for v in model.split(g).values()))
+    ):
         each = model.flat({k: clipped(v, c) for k, v in parts.items()})
-        if sum(float(v.norm()) > c for v in parts.values()) > 1 and near(g, each, bound):
-            return f"the gradient of each parameter is clipped to norm {c:.4g} by itself"
+        if sum(float(v.norm()) > c for v in parts.values()) > 1 and near(
+            g, each, bound
+        ):
+            return (
+                f"the gradient of each parameter is clipped to norm {c:.4g} by itself"
+            )
     for c in dict.fromkeys((goal.clip or 0.0, float(g.norm()))):
         for m in range(1, n):
             first, *others = rows.split(m)
@@ -40,9 +50,17 @@ def changed(goal: Goal, model: Model, rows: Tensor, want: Tensor, g: Tensor, bou
     for m in range(1, n):
         each_m = [*zip(rows.split(m), k.split(m), strict=True)]
         norms = [float((x @ r).norm()) for r, x in each_m if x.max() < 1 - 1e-3]
-        if len(norms) > 1 and near(g, torch.stack([clipped(r.sum(0), max(norms)) for r, _ in each_m]).sum(0), bound):
+        if len(norms) > 1 and near(
+            g,
+            torch.stack([clipped(r.sum(0), max(norms)) for r, _ in each_m]).sum(0),
+            bound,
+        ):
             return f"each micro-batch's gradient (of {m} responses) is clipped to norm {max(norms):.4g}"
     c = float(f"{g.norm():.2g}")
-    if goal.clip is None and near(g, clipped(whole, c), bound) and abs(k[0] - 0.5) > 1e-3:
+    if (
+        goal.clip is None
+        and near(g, clipped(whole, c), bound)
+        and abs(k[0] - 0.5) > 1e-3
+    ):
         return f"the gradient's norm is clipped to {c:.4g}: pass clip={c:.4g} if that is meant"
     return ""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref.check_step`: whether what a training step hands to its optimizer is the gradient of the objective."""
+"""`upref.check_step`: whether what a training step hands to its optimizer is the
+gradient of the objective.
+"""
 
 import re
 import time
@@ -43,25 +45,43 @@ from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_s
 
 @dataclass(frozen=True)
 class StepReport(Report):
-    """The verdict on one training step, with the relative error of its gradient and what the case exercised."""
+    """The verdict on one training step, with the relative error of its gradient and
+    what the case exercised.
+    """
 
     error: float = 0.0
     exercised: list[str] = field(default_factory=list)
     unexercised: list[str] = field(default_factory=list)
-    at_bound: int = 0  # tokens, or responses, that rounding may put on either side of a clip bound
+    # tokens, or responses, that rounding may put on either side of a clip bound
+    at_bound: int = 0
     other_side: int = 0  # those of them that are not on float64's side
-    not_reached: dict[str, str] = field(default_factory=dict)  # number of the objective -> what agrees in its place
+    # number of the objective -> what agrees in its place
+    not_reached: dict[str, str] = field(default_factory=dict)
     reach: str = ""  # how far the rows go in what the objective reads
 
     def text(self, verbose: bool = False) -> str:
-        lines = [super().text(verbose), f"error of the gradient: {self.error:.2g} of its norm"]
+        lines = [
+            super().text(verbose),
+            f"error of the gradient: {self.error:.2g} of its norm",
+        ]
         lines += [f"exercised: {', '.join(self.exercised)}"] if self.exercised else []
         numbers = [f"{number} ({same})" for number, same in self.not_reached.items()]
-        beyond = [f"clamps and bounds beyond the rows' range ({self.reach})"] if self.reach else []
-        return "\n".join([*lines, f"not exercised: {'; '.join([*numbers, *beyond, *self.unexercised])}"])
+        beyond = (
+            [f"clamps and bounds beyond the rows' range ({self.reach})"]
+            if self.reach
+            else []
+        )
+        return "\n".join(
+            [
+                *lines,
+                f"not exercised: {'; '.join([*numbers, *beyond, *self.unexercised])}",
+            ]
+        )
 
     def numbers_not_reached(self) -> str:
-        """The numbers of the objective that another value could replace on these rows, and how far the rows reach."""
+        """The numbers of the objective that another value could replace on these rows,
+        and how far the rows reach.
+        """
         numbers = [f"{number} ({same})" for number, same in self.not_reached.items()]
         return f"{', '.join(numbers)}: {self.reach}" if numbers else ""
 
@@ -90,13 +110,14 @@ def check_step(
 ) -> StepReport:  # fmt: skip
     """Check whether a training step computes the gradient of an objective.
 
-    The reference is g = -∇_θ (J - β KL + c H) at the given temperature: one unpadded row at a time, in float64.
+    The reference is g = -∇_θ (J - β KL + c H) at the given temperature: one unpadded
+    row at a time, in float64.
 
     Args:
-        step: `(model, rows)`: your forward, loss and backward on these rows. It leaves gradients in `.grad`, lets an
-            optimizer step, or returns {name: array}.
-        model: the nn.Module that the step trains, a small one; or upref.step.Functions. Its weights are the same
-            after the check as before.
+        step: `(model, rows)`: your forward, loss and backward on these rows. It leaves
+            gradients in `.grad`, lets an optimizer step, or returns {name: array}.
+        model: the nn.Module that the step trains, a small one; or upref.step.Functions.
+            Its weights are the same after the check as before.
         objective: a name of `upref list`, or an Objective.
         temperature: of the sampler; log-probabilities are taken at it.
         rows: responses with distinct tokens; None: upref makes eight.
@@ -105,14 +126,20 @@ def check_step(
         z_loss_coef: coefficient of the token mean of (log Σ exp z)², subtracted from J.
         clip: bound of the gradient's norm, where the step clips it.
         scale: a constant factor of the loss that you mean.
-        without: what the step cannot do, and the case leaves out: lengths, temperature, ratio, holes.
-        stir: enlarge and disturb the weights first, so that attention, biases and norms have an effect.
+        without: what the step cannot do, and the case leaves out: lengths, temperature,
+            ratio, holes.
+        stir: enlarge and disturb the weights first, so that attention, biases and norms
+            have an effect.
         seed: of the rows.
-        group_size: 2, 4 or 8: so many responses in a row share a prompt and a group; None: prompts differ.
-        rewards: eight numbers, in each row's `reward`, for a step that makes the advantages itself.
-        advantages: what the step should make of the rewards: eight numbers, or a function of (rewards [8], group [8]);
-            None: the objective's own. Without rewards the eight numbers are the advantages of the rows.
-        explain: search for the cause of a difference, which may take longer than the step.
+        group_size: 2, 4 or 8: so many responses in a row share a prompt and a group;
+            None: prompts differ.
+        rewards: eight numbers, in each row's `reward`, for a step that makes the
+            advantages itself.
+        advantages: what the step should make of the rewards: eight numbers, or a
+            function of (rewards [8], group [8]); None: the objective's own. Without
+            rewards the eight numbers are the advantages of the rows.
+        explain: search for the cause of a difference, which may take longer than the
+            step.
         **hp: the objective's hyperparameters.
 
     Returns:
@@ -127,7 +154,9 @@ def check_step(
     asked = Asked(group_size, rewards, advantages)
 
     def check() -> StepReport:
-        goal = meant(objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale)
+        goal = meant(
+            objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale
+        )
         if temperature == 1 and "temperature" not in without:
             raise InputError(
                 "at temperature 1 a forgotten temperature does not show: pass temperature=0.7, or "
@@ -156,7 +185,11 @@ def _check(
     case = built(reference, goal, rows, without, seed, half is not None, asked)
     found, passes = run(step, model, case)
     bound = allowed(goal, case, half)
-    if not half and isinstance(model, nn.Module) and compared(goal, case, found, bound).error > bound:
+    if (
+        not half
+        and isinstance(model, nn.Module)
+        and compared(goal, case, found, bound).error > bound
+    ):
         inside = half_precision(lambda: run(step, model, case))
     if inside:
         case = built(reference, goal, rows, without, seed, True, asked)
@@ -167,14 +200,23 @@ def _check(
         return run(step, model, case)[0]
 
     def second() -> Draw:
-        other = built(reference, goal, None, without, seed + 1, bool(half or inside), asked)
+        other = built(
+            reference, goal, None, without, seed + 1, bool(half or inside), asked
+        )
         its, _ = run(step, model, other)
         tol = allowed(goal, other, half or inside)
-        return Draw(compared(goal, other, its, tol), other, tol, lambda: run(step, model, other)[0])
+        return Draw(
+            compared(goal, other, its, tol),
+            other,
+            tol,
+            lambda: run(step, model, other)[0],
+        )
 
     name = getattr(step, "__name__", type(step).__name__)
     more = second if rows is None else None
-    return _report(name, goal, case, found, passes, bound, start, again, inside, explain, more)
+    return _report(
+        name, goal, case, found, passes, bound, start, again, inside, explain, more
+    )
 
 
 @restores_state
@@ -188,26 +230,36 @@ def check_recorded(
 
     Args:
         seen: what `record_step` yielded.
-        rows: the rows of each step, a list per step. Of one plain list each step has those that it was fed.
-        bound: the relative error that is allowed; or the half precision in which the step computes, whose rounding is
-            allowed; None: 2e-5, for float32.
-        objective, temperature, beta, entropy_coef, z_loss_coef, clip, scale, without, explain, **hp: as for
-            `check_step`.
+        rows: the rows of each step, a list per step. Of one plain list each step has
+            those that it was fed.
+        bound: the relative error that is allowed; or the half precision in which the
+            step computes, whose rounding is allowed; None: 2e-5, for float32.
+        objective, temperature, beta, entropy_coef, z_loss_coef, clip, scale, without,
+            explain, **hp: as for `check_step`.
 
     Returns:
         A Report on all steps; findings name theirs where there are several.
 
     Raises:
-        InputError: there are fewer steps than lists of rows, or the case could hide bugs.
+        InputError: there are fewer steps than lists of rows, or the case could hide
+            bugs.
     """
     start = time.perf_counter()
-    goal = meant(objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale)
+    goal = meant(
+        objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale
+    )
     if not isinstance(seen, Recorded):
-        raise InputError(f"seen is what `record_step` yielded, not a {type(seen).__name__}.")
+        raise InputError(
+            f"seen is what `record_step` yielded, not a {type(seen).__name__}."
+        )
     if not isinstance(rows, list | tuple) or not rows:
-        raise InputError("rows are a list of upref.step.Row, or a list of such lists, one per step.")
+        raise InputError(
+            "rows are a list of upref.step.Row, or a list of such lists, one per step."
+        )
     if not seen.steps:
-        raise InputError("record_step recorded nothing: no optimizer step ran inside it.")
+        raise InputError(
+            "record_step recorded nothing: no optimizer step ran inside it."
+        )
     plain = isinstance(rows[0], Row)
     if plain and world_size() > 1:
         raise InputError(
@@ -216,9 +268,13 @@ def check_recorded(
         )
     each: list[Any] = [s.rows(rows) for s in seen.steps] if plain else [*rows]
     if not all(each):
-        raise InputError("a recorded step got none of these rows: pass the rows that it trained on.")
+        raise InputError(
+            "a recorded step got none of these rows: pass the rows that it trained on."
+        )
     if len(each) > len(seen.steps):
-        raise InputError(f"there are rows of {len(each)} steps, and {len(seen.steps)} were recorded.")
+        raise InputError(
+            f"there are rows of {len(each)} steps, and {len(seen.steps)} were recorded."
+        )
     reports = []
     for n, (one, its) in enumerate(zip(seen.steps, each, strict=False)):
         reference = with_weights(seen.model, one)
@@ -226,12 +282,31 @@ def check_recorded(
         case.forward.see(one.fed)
         tol = allowed(goal, case, bound)
         name = f"step {n}"
-        reports.append(_report(name, goal, case, one.gradients, one.backwards, tol, start, explain=explain))
+        reports.append(
+            _report(
+                name,
+                goal,
+                case,
+                one.gradients,
+                one.backwards,
+                tol,
+                start,
+                explain=explain,
+            )
+        )
     worst = max(reports, key=lambda r: r.error)
     if len(reports) == 1:
         return worst
-    findings = [replace(f, about=f"step {n}: {f.about}") for n, r in enumerate(reports) for f in r.findings]
-    never = {k: v for k, v in reports[0].not_reached.items() if all(k in r.not_reached for r in reports)}
+    findings = [
+        replace(f, about=f"step {n}: {f.about}")
+        for n, r in enumerate(reports)
+        for f in r.findings
+    ]
+    never = {
+        k: v
+        for k, v in reports[0].not_reached.items()
+        if all(k in r.not_reached for r in reports)
+    }
     return replace(
         worst, loss=f"{len(reports)} steps", findings=findings, exercised=reports[0].exercised,
         unexercised=reports[0].unexercised, at_bound=sum(r.at_bound for r in reports),
@@ -239,7 +314,7 @@ def check_recorded(
     )  # fmt: skip
 
 
-# ---- the verdict -----------------------------------------------------------------------------------------------------
+# ---- the verdict ---------------------------------------------------------------------
 def _report(
     name: str, goal: Goal, case: Case, found: Gradient, passes: int, bound: float, start: float,
     again: Callable[[], Gradient] | None = None, half: torch.dtype | None = None, explain: bool = True,
@@ -259,16 +334,42 @@ def _report(
     if half:
         kind = str(half).removeprefix("torch.")
         text = f"the step computes in {kind}: compared to {bound:.2g} of the norm only"
-        findings.append(note("gradient", text, cause="check it in float32: there 2e-5 shows", subject=kind))
+        findings.append(
+            note(
+                "gradient",
+                text,
+                cause="check it in float32: there 2e-5 shows",
+                subject=kind,
+            )
+        )
     model = case.forward.model
     if unnamed := sorted(set(found) - set(model.shapes)):
-        findings.append(note("parameters", f"{len(unnamed)} frozen parameters have a gradient, {unnamed[0]} first"))
+        findings.append(
+            note(
+                "parameters",
+                f"{len(unnamed)} frozen parameters have a gradient, {unnamed[0]} first",
+            )
+        )
     if case.apart > bound:
-        numbers = "one gradient on every rank", f"gradients that are {case.apart:.2g} of their norm apart"
-        findings.append(fail("gradient", "between the ranks", *numbers, cause="the ranks do not share one gradient"))
+        numbers = (
+            "one gradient on every rank",
+            f"gradients that are {case.apart:.2g} of their norm apart",
+        )
+        findings.append(
+            fail(
+                "gradient",
+                "between the ranks",
+                *numbers,
+                cause="the ranks do not share one gradient",
+            )
+        )
     if not error <= bound or parameters(model, it.found, it.want, bound):
         one = Draw(it, case, bound, again)
-        findings += _diagnosed(one, second) if explain else [_difference(it, "the cause was not searched")]
+        findings += (
+            _diagnosed(one, second)
+            if explain
+            else [_difference(it, "the cause was not searched")]
+        )
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if passes == 1:
         unexercised.append("micro-batches")
@@ -277,8 +378,16 @@ def _report(
     said = batch.exercised(case.rows, goal.temperature, case.forward.lp())
     if passes > 0:
         said.append(f"{passes} backward passes" if passes > 1 else "one backward pass")
-    hp = goal.hp | {"temperature": goal.temperature} | ({"beta": goal.beta} if goal.beta else {})
-    ran = {"gradient": "failure" if any(f.severity == "failure" for f in findings) else "ok"}
+    hp = (
+        goal.hp
+        | {"temperature": goal.temperature}
+        | ({"beta": goal.beta} if goal.beta else {})
+    )
+    ran = {
+        "gradient": "failure"
+        if any(f.severity == "failure" for f in findings)
+        else "ok"
+    }
     return StepReport(
         name, goal.o.name, hp, findings, "", assumptions, ran, {"gradient, relative": bound},
         time.perf_counter() - start, error=error, exercised=said, unexercised=unexercised,
@@ -288,41 +397,69 @@ def _report(
 
 
 def _diagnosed(first: Draw, second: Callable[[], Draw] | None) -> list[Finding]:
-    """Why the gradient differs. That it does is known: no error of the search for a cause stands for the verdict.
+    """Why the gradient differs. That it does is known: no error of the search for a
+    cause stands for the verdict.
 
     A cause that is not found on a second draw of rows is not named.
     """
     try:
         findings = first.findings()
     except Exception as e:
-        return [_difference(first.it, f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}")]
+        return [
+            _difference(
+                first.it,
+                f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}",
+            )
+        ]
     cause = findings[0].cause
     observed = {f.regime for f in findings[1:]}
     if second is None or cause.startswith(UNKNOWN) or {*cause.split("; ")} <= observed:
         return findings
     try:
         other = second()
-        if other.it.error <= other.bound or _kinds(cause) <= _kinds(other.findings(cause)[0].cause):
+        if other.it.error <= other.bound or _kinds(cause) <= _kinds(
+            other.findings(cause)[0].cause
+        ):
             return findings
     except Exception:
-        return [replace(findings[0], cause=f"possible, and not tested on other rows: {cause}"), *findings[1:]]
-    return [replace(findings[0], cause=f"{UNKNOWN} on two draws of rows"), *findings[1:]]
+        return [
+            replace(
+                findings[0], cause=f"possible, and not tested on other rows: {cause}"
+            ),
+            *findings[1:],
+        ]
+    return [
+        replace(findings[0], cause=f"{UNKNOWN} on two draws of rows"),
+        *findings[1:],
+    ]
 
 
 def _kinds(cause: str) -> set[str]:
-    """The parts of a cause, without numbers, and without what else has the number of a divisor."""
-    return {re.sub(r"(is divided by #).*", r"\1", without_numbers(part)) for part in cause.split("; ")}
+    """The parts of a cause, without numbers, and without what else has the number of a
+    divisor.
+    """
+    return {
+        re.sub(r"(is divided by #).*", r"\1", without_numbers(part))
+        for part in cause.split("; ")
+    }
 
 
 def _not_reached(goal: Goal, case: Case, bound: float, it: Compared) -> dict[str, str]:
-    """What the rows do not exercise. No error of another value of a number stands for the verdict."""
+    """What the rows do not exercise. No error of another value of a number stands for
+    the verdict.
+    """
     try:
         return not_reached(goal, case.forward, case.b, bound, it.rows)
     except Exception as e:
-        return {"the objective's numbers": f"trying other values ends in {type(e).__name__}"}
+        return {
+            "the objective's numbers": f"trying other values ends in {type(e).__name__}"
+        }
 
 
 def _difference(it: Compared, cause: str) -> Finding:
     """Return the finding that the gradients differ, and nothing beyond that."""
-    right, found = Number(float(it.want.norm()), "norm"), Number(it.error, "distance", "of that norm")
+    right, found = (
+        Number(float(it.want.norm()), "norm"),
+        Number(it.error, "distance", "of that norm"),
+    )
     return fail("gradient", "over all parameters", right, found, cause=cause)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a gradient is not the objective's: parameters, then token weights, then the forward pass; each claim verified."""
+"""Why a gradient is not the objective's: parameters, then token weights, then the
+forward pass; each claim verified.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -12,7 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from upref.step.case import HALVES, Case, Compared
 from upref.step.causes import named
 from upref.step.changed import changed
-from upref.step.forward import SPAN, Forward, best_factors, clipped, expected, near, reproduces
+from upref.step.forward import (
+    SPAN,
+    Forward,
+    best_factors,
+    clipped,
+    expected,
+    near,
+    reproduces,
+)
 from upref.step.forwards import others, tried
 from upref.step.goal import Goal
 from upref.step.reference import Gradient, Model
@@ -24,7 +34,9 @@ from upref.verify.finding import Number
 from upref.verify.report import Finding, fail
 
 AFTER = 16  # tokens behind a row that may train
-READ = 2  # forward passes whose token weights are read where one factor a response does not suffice
+# forward passes whose token weights are read where one factor a response does not
+# suffice
+READ = 2
 
 
 class _Dtypes(TorchDispatchMode):
@@ -51,15 +63,25 @@ def parameters(model: Model, found: Tensor, want: Tensor, bound: float) -> list[
     size, its = float(want.norm()), model.split(found)
 
     def tolerance(w: Tensor) -> float:
-        """Of the gradient of one parameter; in half precision any difference is within it."""
+        """Of the gradient of one parameter; in half precision any difference is within
+        it.
+        """
         least = max(50 * bound * float(w.norm()), 0.25 * bound * size)
         return least if bound < 1e-2 else 1e9 * least
 
-    return [n for n, w in model.split(want).items() if not float((its[n] - w).norm()) <= tolerance(w)]
+    return [
+        n
+        for n, w in model.split(want).items()
+        if not float((its[n] - w).norm()) <= tolerance(w)
+    ]
 
 
 def diagnosed(
-    it: Compared, case: Case, bound: float, again: Callable[[], Gradient] | None, among: str = ""
+    it: Compared,
+    case: Case,
+    bound: float,
+    again: Callable[[], Gradient] | None,
+    among: str = "",
 ) -> list[Finding]:
     """Findings on a gradient that differs, the cause in the first one.
 
@@ -68,11 +90,15 @@ def diagnosed(
         case: the rows and the reference's forward pass.
         bound: the relative error that is allowed.
         again: runs the step once more.
-        among: the words of a cause that was found on other rows; only what it names is tried.
+        among: the words of a cause that was found on other rows; only what it names is
+            tried.
     """
     goal, model, found, want = it.goal, case.forward.model, it.found, it.want
     size = float(found.norm())
-    numbers = Number(float(want.norm()), "norm"), Number(size, "norm", f"{it.error:.2g} of the expected one away")
+    numbers = (
+        Number(float(want.norm()), "norm"),
+        Number(size, "norm", f"{it.error:.2g} of the expected one away"),
+    )
 
     def say(cause: str, *more: Finding) -> list[Finding]:
         return [fail("gradient", "over all parameters", *numbers, cause=cause), *more]
@@ -83,7 +109,9 @@ def diagnosed(
     if size == 0:
         return say("no gradient reaches the parameters: the loss is detached from them")
     if again is not None and not near(model.flat(again()), found, 10 * bound):
-        return say("two runs of the step on the same rows have different gradients: dropout or sampling is active")
+        return say(
+            "two runs of the step on the same rows have different gradients: dropout or sampling is active"
+        )
     if goal.clip is not None and near(found, it.rows.sum(0), bound):
         return say("the clip of the gradient's norm does not act")
     if cause := changed(goal, model, it.rows, want, found, bound):
@@ -92,14 +120,20 @@ def diagnosed(
     right = [n for n in model.shapes if n not in wrong]
     parts = model.split(want)
     alone = any(float(parts[n].norm()) > 1e-6 * float(want.norm()) for n in right)
-    if alone and wrong and (of := _of_parameters(model.split(found), parts, wrong, bound)):
+    if (
+        alone
+        and wrong
+        and (of := _of_parameters(model.split(found), parts, wrong, bound))
+    ):
         return say(of)
     if alone and 0 < len(wrong) <= len(parts) // 4:
         return say(f"all is right but the gradients of {_some(wrong)}")
     return say(*_explained(it, case.forward, case.b, bound, among))
 
 
-def _of_parameters(found: Gradient, want: Gradient, wrong: list[str], bound: float) -> str:
+def _of_parameters(
+    found: Gradient, want: Gradient, wrong: list[str], bound: float
+) -> str:
     """What is wrong with these parameters alone, the others being right."""
     zero = [n for n in wrong if not found[n].any()]
     parts = [f"no gradient: {_some(zero)}"] if zero else []
@@ -113,11 +147,15 @@ def _of_parameters(found: Gradient, want: Gradient, wrong: list[str], bound: flo
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:3]) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )
 
 
-# ---- weights and forward passes --------------------------------------------------------------------------------------
-def _explained(it: Compared, forward: Forward, b: Padded, bound: float, only: str = "") -> list:
+# ---- weights and forward passes ------------------------------------------------------
+def _explained(
+    it: Compared, forward: Forward, b: Padded, bound: float, only: str = ""
+) -> list:
     """[cause, *more findings]."""
     goal, rows, g = it.goal, it.rows, it.found
     if goal.clip is not None and float(g.norm()) < (1 - 1e-3) * goal.clip:
@@ -126,7 +164,9 @@ def _explained(it: Compared, forward: Forward, b: Padded, bound: float, only: st
         g = g * float(rows.sum(0).norm() / it.want.norm())
     plain = Terms.of(goal, forward, b)
     span = max(SPAN, 3 * bound)
-    if cause := plain.coefficients(g, bound) or _term_by_row(goal, forward, b, plain, g, bound):
+    if cause := plain.coefficients(g, bound) or _term_by_row(
+        goal, forward, b, plain, g, bound
+    ):
         return [cause]
     k, left = best_factors(rows, g)
     closest: list[tuple[float, str, Forward]] = []
@@ -137,11 +177,17 @@ def _explained(it: Compared, forward: Forward, b: Padded, bound: float, only: st
     own_old = [] if still else ["the old log-probabilities are the current ones: r = 1"]
 
     def makes(its: Tensor) -> bool:
-        """Whether this gradient by rows, clipped as the goal says, is the one that was found."""
+        """Whether this gradient by rows, clipped as the goal says, is the one that was
+        found.
+        """
         return near(it.found, clipped(its.sum(0), goal.clip), bound)
 
-    def reads(words: str, one: Forward, of: Forward | None = None, whole: Tensor | None = None) -> list:
-        """What the token weights of this forward pass say, where they make g; of: the pass whose tokens they are."""
+    def reads(
+        words: str, one: Forward, of: Forward | None = None, whole: Tensor | None = None
+    ) -> list:
+        """What the token weights of this forward pass say, where they make g; of: the
+        pass whose tokens they are.
+        """
         terms = plain if forward is (of or one) else Terms.of(goal, one, b)
         policy = terms.without(g, "H", "Z")
         reading = read(one, policy)
@@ -163,15 +209,26 @@ def _explained(it: Compared, forward: Forward, b: Padded, bound: float, only: st
                 return [words]
             if variants is quick and makes(expected(goal, one, on_policy)):
                 return ["; ".join([words, *own_old])]
-            if residual <= span and not (goal.entropy_coef or goal.z_loss_coef) and (said := reads(words, one)):
+            if (
+                residual <= span
+                and not (goal.entropy_coef or goal.z_loss_coef)
+                and (said := reads(words, one))
+            ):
                 return said
         return []
 
-    said = (left > span and among(quick)) or reads("", forward, None, k if left <= span else None)
+    said = (left > span and among(quick)) or reads(
+        "", forward, None, k if left <= span else None
+    )
     after = _without_other_responses(forward)
-    longer = [replace(r, response=r.response + x[:AFTER]) for r, x in zip(forward.rows, after, strict=False)]
+    longer = [
+        replace(r, response=r.response + x[:AFTER])
+        for r, x in zip(forward.rows, after, strict=False)
+    ]
     for z in _beyond(forward, longer) if any(after) and not said else []:
-        said = said or reads("", Forward(forward.model, longer, goal.temperature, z), forward)
+        said = said or reads(
+            "", Forward(forward.model, longer, goal.temperature, z), forward
+        )
     said = said or among(others)
     for _, words, one in sorted(closest, key=lambda x: x[0])[:READ]:
         said = said or reads(words, one)
@@ -211,54 +268,88 @@ class Terms:
     def without(self, g: Tensor, *names: str) -> Tensor:
         """g without these terms, as the goal has them."""
         c = self.goal.coefficients
-        return g - self.goal.scale * sum(c[k] * self.each[k] for k in names if k in self.each)
+        return g - self.goal.scale * sum(
+            c[k] * self.each[k] for k in names if k in self.each
+        )
 
     def coefficients(self, g: Tensor, bound: float) -> str:
-        """The coefficients at which the terms of the objective add up to g, where they do."""
+        """The coefficients at which the terms of the objective add up to g, where they
+        do.
+        """
         c, names = self.goal.coefficients, [*self.each]
         G, y = torch.stack([self.each[k] for k in names], 1), g / self.goal.scale
         size = G.norm(dim=0).clamp(min=1e-300)
-        x = torch.linalg.lstsq(G / size, y[:, None], driver="gelsd").solution[:, 0] / size
+        x = (
+            torch.linalg.lstsq(G / size, y[:, None], driver="gelsd").solution[:, 0]
+            / size
+        )
         rest = (G @ x - y).norm() / y.norm()
         if rest > bound or abs(x[0] - 1) > 1e-3:
             return ""
-        words = {"J": "the policy term", "KL": "the KL term", "H": "the entropy bonus", "Z": "the z-loss"}
+        words = {
+            "J": "the policy term",
+            "KL": "the KL term",
+            "H": "the entropy bonus",
+            "Z": "the z-loss",
+        }
         said = []
         for k, v in zip(names, x.tolist(), strict=True):
             effect = abs(v - c[k]) * size[names.index(k)] / y.norm()
             if effect > 2 * bound:
                 sign = -1 if k in ("KL", "Z") else 1
-                said.append(f"the coefficient of {words[k]} is {sign * v + 0.0:.4g}, not {sign * c[k] + 0.0:.4g}")
+                said.append(
+                    f"the coefficient of {words[k]} is {sign * v + 0.0:.4g}, not {sign * c[k] + 0.0:.4g}"
+                )
         return "; ".join(said)
 
 
-def _term_by_row(goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tensor, bound: float) -> str:
-    """Whether the KL term, or the bonus, is right up to one factor per response, and the aggregation of that."""
+def _term_by_row(
+    goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tensor, bound: float
+) -> str:
+    """Whether the KL term, or the bonus, is right up to one factor per response, and
+    the aggregation of that.
+    """
     c, n = goal.coefficients, len(forward.rows)
     for key, name in {"H": "the entropy bonus", "KL": "the KL term"}.items():
         if not c[key]:
             continue
         rest = plain.without(g, *(k for k in c if k != key))
         cold = Forward(forward.model, forward.rows, 1.0, forward.z)
-        other = cold.by_row(-goal.parts(*cold.statistics(), b)[key]).sum(0) * goal.scale * c[key]
+        other = (
+            cold.by_row(-goal.parts(*cold.statistics(), b)[key]).sum(0)
+            * goal.scale
+            * c[key]
+        )
         if key == "H" and near(rest, other, bound * float(g.norm() / rest.norm())):
             return "the entropy bonus is taken at temperature 1"
-        rows = forward.by_row(-n * goal.parts(*forward.statistics(), b, "seq-mean-token-sum")[key])
+        rows = forward.by_row(
+            -n * goal.parts(*forward.statistics(), b, "seq-mean-token-sum")[key]
+        )
         k, left = best_factors(rows, rest)
         if left * rest.norm() <= bound * g.norm():
             times = goal.scale * c[key]
             known = factor_words(goal, forward.rows, b, k / times, [], 1e-2)
-            if known and known[0] and (rest - times * known[1] @ rows).norm() <= 2 * bound * g.norm():
+            if (
+                known
+                and known[0]
+                and (rest - times * known[1] @ rows).norm() <= 2 * bound * g.norm()
+            ):
                 return f"{name}: {known[0]}"
             return f"{name}: one factor a response that no known aggregation has"
     return ""
 
 
 def _without_other_responses(forward: Forward) -> list[list[int]]:
-    """What was fed behind each row, up to the next row's response, whose tokens train as that row's own."""
+    """What was fed behind each row, up to the next row's response, whose tokens train
+    as that row's own.
+    """
     out = []
     for fed in forward.after:
-        places = [(place[1] + len(q.prompt)) for q in forward.rows if (place := locate([fed], q))]
+        places = [
+            (place[1] + len(q.prompt))
+            for q in forward.rows
+            if (place := locate([fed], q))
+        ]
         out.append(fed[: min(places, default=len(fed))])
     return out
 
@@ -271,7 +362,11 @@ def _beyond(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor]]:
         masked = []
         for r, ids in zip(longer, forward.ids, strict=True):
             mask = torch.arange(len(r.ids))[None] < len(ids)
-            masked.append(logits(r.ids, attention_mask=mask.long(), position_ids=mask.cumsum(1) - 1))
+            masked.append(
+                logits(
+                    r.ids, attention_mask=mask.long(), position_ids=mask.cumsum(1) - 1
+                )
+            )
         yield masked
 
 
@@ -286,7 +381,8 @@ def _said(
     whole: Tensor | None = None,
     only: str = "",
 ) -> list:
-    """[cause, *more findings]: the words for a forward pass and the weights that were read with it.
+    """[cause, *more findings]: the words for a forward pass and the weights that were
+    read with it.
 
     Args:
         forward: the pass whose tokens the weights are of.
@@ -295,9 +391,11 @@ def _said(
         terms: of the objective, with that forward pass.
         bound: the relative error that is allowed.
         words: of the fault of the forward pass; "" where it has none.
-        makes_it: whether weights of all tokens give the gradient; where not, the fault that has them is not named.
+        makes_it: whether weights of all tokens give the gradient; where not, the fault
+            that has them is not named.
         whole: the factor of each response, where the gradient is one of each.
-        only: the words of a cause that was found on other rows; only what it names is tried.
+        only: the words of a cause that was found on other rows; only what it names is
+            tried.
     """
     b = b.widened()  # what is moved by one place does not wrap around
 
@@ -312,7 +410,9 @@ def _said(
         found.append(grow(x[p:n]))
         beyond.append(x[n:])
     noise = max(1e-4, 30 * reading.residual, 20 * bound)
-    plain = Forward(forward.model, forward.rows, 1.0, forward.z).statistics()[0].detach()
+    plain = (
+        Forward(forward.model, forward.rows, 1.0, forward.z).statistics()[0].detach()
+    )
     w = Tokens(
         goal=terms.goal,
         rows=forward.rows,
@@ -329,19 +429,27 @@ def _said(
     said = [words] if words else []
     tail = int(sum((~w.zero(x)).sum() for x in beyond))
     if tail > 0:
-        said.append(f"{tail} tokens behind the responses train: padding, or the next row")
+        said.append(
+            f"{tail} tokens behind the responses train: padding, or the next row"
+        )
     prompt = any(bool((~w.zero(p)).any()) for p in prompts)
-    if w.same(torch.where(w.here, w.found, torch.nan), torch.where(b.mask, w.expected, 0)):
+    if w.same(
+        torch.where(w.here, w.found, torch.nan), torch.where(b.mask, w.expected, 0)
+    ):
         if prompt:
             said.append("prompt tokens train")
-    elif (cause := named(w, only)) and makes_it(_of_rows(prompts, cause[1], beyond, forward.rows)):
+    elif (cause := named(w, only)) and makes_it(
+        _of_rows(prompts, cause[1], beyond, forward.rows)
+    ):
         said += (["prompt tokens train"] if prompt else []) + [cause[0]]
     elif more:
         said += [f.regime for f in more[:3]]
     return ["; ".join(said), *more] if said else ["no known cause fits", *more]
 
 
-def _of_rows(prompts: list[Tensor], responses: Tensor, beyond: list[Tensor], rows: Sequence[Row]) -> list[Tensor]:
+def _of_rows(
+    prompts: list[Tensor], responses: Tensor, beyond: list[Tensor], rows: Sequence[Row]
+) -> list[Tensor]:
     """The weights of each row's tokens, one behind the other."""
     parts = zip(prompts, responses, beyond, rows, strict=True)
     return [torch.cat([p, x[: len(r.response)], y]) for p, x, y, r in parts]

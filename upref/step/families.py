@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models of many families, made from their configurations: two layers, no download.
+"""Tiny models of many families, made from their configurations: two layers, no
+download.
 
-What a family is here for: logit scales and softcaps, head biases, tied heads, learned positions, alibi, parallel
-blocks, sliding windows, experts, state spaces.
+What a family is here for: logit scales and softcaps, head biases, tied heads, learned
+positions, alibi, parallel blocks, sliding windows, experts, state spaces.
 """
 
 from typing import Any
@@ -15,10 +16,19 @@ V = 96  # tokens of the vocabulary
 END = 2  # ends a sequence, and pads it
 SMALL = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=END,
              bos_token_id=1, eos_token_id=END)  # fmt: skip
-GATED = SMALL | dict(intermediate_size=48, num_key_value_heads=2, max_position_embeddings=512)
+GATED = SMALL | dict(
+    intermediate_size=48, num_key_value_heads=2, max_position_embeddings=512
+)
 HEADS = dict(head_dim=8)
-EXPERTS: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, router_aux_loss_coef=0.0)
-GPT2: dict[str, Any] = dict(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=512, eos_token_id=END)
+EXPERTS: dict[str, Any] = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    router_aux_loss_coef=0.0,
+)
+GPT2: dict[str, Any] = dict(
+    vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=512, eos_token_id=END
+)
 GPT2 |= dict(bos_token_id=1)
 GPT2 |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
@@ -70,7 +80,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny(family: str, seed: int = 0, **changes: Any) -> torch.nn.Module:
     """A causal language model of that family; InputError on a name that is not there."""
     if family not in FAMILIES:
-        raise InputError(f"there is no tiny model of {family!r}: {', '.join(FAMILIES)}.")
+        raise InputError(
+            f"there is no tiny model of {family!r}: {', '.join(FAMILIES)}."
+        )
     with importing("transformers"):
         import transformers
 

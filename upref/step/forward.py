@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient that a step should have: one row at a time, float64, eager attention, no padding, no dropout, no cache.
+"""The gradient that a step should have: one row at a time, float64, eager attention, no
+padding, no dropout, no cache.
 
     lp_t = log softmax(z_{t-1} / T)[o_t],    g = -∇_θ { J(lp) + c_H H - c_z Z }
 
-with J the registered objective over the counts of the whole step, H the entropy bonus, Z the z-loss. Where rounding may
-move a ratio over a clip bound, the gradient on either side of the bound is right: `sides`.
+with J the registered objective over the counts of the whole step, H the entropy bonus,
+Z the z-loss. Where rounding may move a ratio over a clip bound, the gradient on either
+side of the bound is right: `sides`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +20,8 @@ from upref.step.goal import Goal
 from upref.step.reference import Model
 from upref.step.rows import Padded, Row, locate
 
-SPAN = 5e-5  # a gradient in float32 is one of these log-probabilities if they leave no more of it
+# a gradient in float32 is one of these log-probabilities if they leave no more of it
+SPAN = 5e-5
 
 
 def log_prob(z: Tensor, y: Tensor, temperature: float) -> Tensor:
@@ -27,16 +30,21 @@ def log_prob(z: Tensor, y: Tensor, temperature: float) -> Tensor:
 
 @dataclass
 class Forward:
-    """All rows through the model: logits at the positions that predict response tokens, and what follows from them."""
+    """All rows through the model: logits at the positions that predict response tokens,
+    and what follows from them.
+    """
 
     model: Model
     rows: Sequence[Row]
     temperature: float
-    z: list[Tensor] = field(default_factory=list)  # [S, V], attached; S may count tokens in front of the row's own
+    # [S, V], attached; S may count tokens in front of the row's own
+    z: list[Tensor] = field(default_factory=list)
     shift: int = 1  # how far the logits stand before the token that they predict
-    score: Callable[[Tensor, Tensor, float], Tensor] | None = None  # logits, labels, temperature -> log-probabilities
+    # logits, labels, temperature -> log-probabilities
+    score: Callable[[Tensor, Tensor, float], Tensor] | None = None
     ids: list[list[int]] = field(default_factory=list)  # that the logits are of
-    before: list[list[int]] = field(default_factory=list)  # what was fed in front of each row, if known
+    # what was fed in front of each row, if known
+    before: list[list[int]] = field(default_factory=list)
     after: list[list[int]] = field(default_factory=list)  # and what behind it
 
     def __post_init__(self):
@@ -45,7 +53,9 @@ class Forward:
         self.leaves = [z.detach().clone().requires_grad_() for z in self.z]
 
     def see(self, fed: Sequence[list[int]]) -> None:
-        """Note what stands around the rows in the sequences that a trainer fed to its model."""
+        """Note what stands around the rows in the sequences that a trainer fed to its
+        model.
+        """
         both = [(p, r) for r in self.rows if (p := locate(fed, r))]
         if len(both) == len(self.rows):
             self.before = [fed[n][:at] for (n, at), _ in both]
@@ -63,7 +73,9 @@ class Forward:
         return (self.score or log_prob)(self.logits(i, first), y, self.temperature)
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """lp, entropy and squared log-normalizer of every response token, [B, T], functions of the leaves."""
+        """lp, entropy and squared log-normalizer of every response token, [B, T],
+        functions of the leaves.
+        """
         with torch.enable_grad():
             found: list[tuple[Tensor, ...]] = []
             for i, r in enumerate(self.rows):
@@ -72,7 +84,10 @@ class Forward:
                 p = logp.exp()
                 H = -(p * torch.where(p > 0, logp, 0)).sum(-1)
                 found.append((lp, H, x.logsumexp(-1) ** 2))
-            lp, H, Z = (nn.utils.rnn.pad_sequence([*each], batch_first=True) for each in zip(*found, strict=True))
+            lp, H, Z = (
+                nn.utils.rnn.pad_sequence([*each], batch_first=True)
+                for each in zip(*found, strict=True)
+            )
             return lp, H, Z
 
     def lp(self) -> list[Tensor]:
@@ -83,10 +98,20 @@ class Forward:
     def by_row(self, loss: Tensor) -> Tensor:
         """[B, P]: the part of the loss's gradient that each row brings."""
         with torch.enable_grad():
-            dz = torch.autograd.grad(loss, self.leaves, allow_unused=True, retain_graph=True, materialize_grads=True)
+            dz = torch.autograd.grad(
+                loss,
+                self.leaves,
+                allow_unused=True,
+                retain_graph=True,
+                materialize_grads=True,
+            )
         size = sum(s.numel() for s in self.model.shapes.values())
-        pull = lambda z, d, ids: self.model.pull(z, d, ids) if d.any() or not size else d.new_zeros(size)
-        return torch.stack([pull(*each) for each in zip(self.z, dz, self.ids, strict=True)])
+        pull = lambda z, d, ids: (
+            self.model.pull(z, d, ids) if d.any() or not size else d.new_zeros(size)
+        )
+        return torch.stack(
+            [pull(*each) for each in zip(self.z, dz, self.ids, strict=True)]
+        )
 
 
 def near(found: Tensor, want: Tensor, bound: float) -> bool:
@@ -94,7 +119,9 @@ def near(found: Tensor, want: Tensor, bound: float) -> bool:
 
 
 def reproduces(found: Tensor, want: Tensor, bound: float) -> bool:
-    """Whether it is the other gradient up to one constant near 1, which was read off to 1e-3."""
+    """Whether it is the other gradient up to one constant near 1, which was read off to
+    1e-3.
+    """
     k = float(found @ want / (found @ found).clamp(min=1e-300))
     return abs(k - 1) < 1e-2 and near(k * found, want, bound)
 
@@ -103,7 +130,11 @@ def best_factors(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
     """The factor per row that fits g best, and the relative residual."""
     G, y = rows @ rows.T, rows @ g
     scale = G.diagonal().clamp(min=1e-300).sqrt()
-    k = torch.linalg.pinv(G / scale / scale[:, None], hermitian=True, rtol=1e-12) @ (y / scale) / scale
+    k = (
+        torch.linalg.pinv(G / scale / scale[:, None], hermitian=True, rtol=1e-12)
+        @ (y / scale)
+        / scale
+    )
     return k, float((g - k @ rows).norm() / g.norm())
 
 
@@ -117,25 +148,36 @@ def expected(goal: Goal, forward: Forward, b: Padded) -> Tensor:
     return forward.by_row(goal.loss(goal.parts(*forward.statistics(), b)))
 
 
-def sides(goal: Goal, forward: Forward, b: Padded, shift: float) -> list[tuple[int, Tensor]]:
-    """What each token within `shift` of a clip bound, in log r, adds to the gradient on the bound's other side.
+def sides(
+    goal: Goal, forward: Forward, b: Padded, shift: float
+) -> list[tuple[int, Tensor]]:
+    """What each token within `shift` of a clip bound, in log r, adds to the gradient on
+    the bound's other side.
 
-    Returns (row, gradient) of each such token, or of each response where the objective clips responses. A bound is
-    where dL/dlp more than halves: within a shift of a few hundredths no smooth weight does.
+    Returns (row, gradient) of each such token, or of each response where the objective
+    clips responses. A bound is where dL/dlp more than halves: within a shift of a few
+    hundredths no smooth weight does.
     """
     lp, H, Z = forward.statistics()
 
     def slope(by: float) -> Tensor:
         x = (lp.detach() + by).requires_grad_()
         loss = goal.loss(goal.parts(x, H, Z, b))
-        (g,) = torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True, materialize_grads=True)
+        (g,) = torch.autograd.grad(
+            loss, x, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
         return g
 
     here = slope(0.0)
     change = torch.zeros_like(here)
-    for by in (shift, shift / 2, shift / 4, shift / 8):  # the last one that jumps is nearest to the bound
+    # the last one that jumps is nearest to the bound
+    for by in (shift, shift / 2, shift / 4, shift / 8):
         for to in (slope(-by), slope(by)):
-            change = torch.where((to - here).abs() > torch.maximum(to.abs(), here.abs()) / 2, to - here, change)
+            change = torch.where(
+                (to - here).abs() > torch.maximum(to.abs(), here.abs()) / 2,
+                to - here,
+                change,
+            )
     whole = goal.o.level in REDUCE
     places = change.any(1).nonzero() if whole else change.nonzero()
     out = []
@@ -146,13 +188,22 @@ def sides(goal: Goal, forward: Forward, b: Padded, shift: float) -> list[tuple[i
     return out
 
 
-def assign_sides(rows: Tensor, near: list[tuple[int, Tensor]], found: Tensor) -> tuple[Tensor, int]:
-    """The rows' gradients with each of `near` on the side that fits found better, and how many change sides."""
+def assign_sides(
+    rows: Tensor, near: list[tuple[int, Tensor]], found: Tensor
+) -> tuple[Tensor, int]:
+    """The rows' gradients with each of `near` on the side that fits found better, and
+    how many change sides.
+    """
     if not near or not found.isfinite().all():
         return rows, 0
     columns = torch.stack([rows.sum(0), *(g for _, g in near)], 1)
-    x = torch.linalg.lstsq(columns, found[:, None], driver="gelsd").solution[:, 0]  # x_0: a clip of the norm
-    other = [n for n, c in zip(near, (x[1:] > x[0] / 2).tolist(), strict=True) if c and x[0] > 0]
+    # x_0: a clip of the norm
+    x = torch.linalg.lstsq(columns, found[:, None], driver="gelsd").solution[:, 0]
+    other = [
+        n
+        for n, c in zip(near, (x[1:] > x[0] / 2).tolist(), strict=True)
+        if c and x[0] > 0
+    ]
     rows = rows.clone()
     for i, g in other:
         rows[i] += g

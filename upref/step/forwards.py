@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes with one fault each: what a trainer may do between the rows and their log-probabilities.
+"""Forward passes with one fault each: what a trainer may do between the rows and their
+log-probabilities.
 
-Each is put into the reference, and named only where the gradient that was found is one of *its* log-probabilities.
+Each is put into the reference, and named only where the gradient that was found is one
+of *its* log-probabilities.
 """
 
 import copy
@@ -24,7 +26,8 @@ from upref.step.weights import is_named
 from upref.verify.faults import Fault
 
 SAME = 1e-11  # log-probabilities in float64 that differ by less are the same
-BATCHES = (8, 4, 2)  # responses of a micro-batch that are tried where a fault depends on it
+# responses of a micro-batch that are tried where a fault depends on it
+BATCHES = (8, 4, 2)
 
 
 def others(right: Forward) -> Iterator[Variant]:
@@ -38,16 +41,25 @@ def others(right: Forward) -> Iterator[Variant]:
         yield from _attention(model, right)
 
 
-# ---- what is fed -----------------------------------------------------------------------------------------------------
+# ---- what is fed ---------------------------------------------------------------------
 def _fronts(right: Forward) -> list[list[list[int]]]:
-    """What stood in front of each row: as it was fed, else guesses, padding and packs of micro-batches."""
+    """What stood in front of each row: as it was fed, else guesses, padding and packs
+    of micro-batches.
+    """
     rows, out = right.rows, [right.before] if any(right.before) else []
     for m in () if out else BATCHES:
         parts = [rows[i - i % m : i - i % m + m] for i in range(len(rows))]
         for pad in dict.fromkeys((right.model.end or 0, 0)):
             for of in (lambda r: r.ids, lambda r: r.prompt):
-                out.append([[pad] * (longest(x, of) - len(of(r))) for x, r in zip(parts, rows, strict=True)])
-        out.append([[t for q in rows[i - i % m : i] for t in q.ids] for i in range(len(rows))])
+                out.append(
+                    [
+                        [pad] * (longest(x, of) - len(of(r)))
+                        for x, r in zip(parts, rows, strict=True)
+                    ]
+                )
+        out.append(
+            [[t for q in rows[i - i % m : i] for t in q.ids] for i in range(len(rows))]
+        )
     return [x for i, x in enumerate(out) if any(x) and x not in out[:i]]
 
 
@@ -55,8 +67,12 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
     rows, end = right.rows, model.end or 0
 
     def fed(words: str, each: Callable[..., Tensor], *more: Any) -> Variant:
-        """A fault by the logits of each row, a function of its number, the row, and `more`."""
-        return Fault(words, lambda: again(right, [each(i, r, *more) for i, r in enumerate(rows)]))
+        """A fault by the logits of each row, a function of its number, the row, and
+        `more`.
+        """
+        return Fault(
+            words, lambda: again(right, [each(i, r, *more) for i, r in enumerate(rows)])
+        )
 
     yield from _masks_of_values(model, right, fed)
     for front in _fronts(right):
@@ -67,7 +83,9 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
         return model.logits(r.ids, attention_mask=mask, position_ids=_from(0, r))
 
     def start_again(i: int, r: Row) -> Tensor:
-        positions = torch.cat([torch.arange(len(r.prompt)), torch.arange(len(r.response))])[None]
+        positions = torch.cat(
+            [torch.arange(len(r.prompt)), torch.arange(len(r.response))]
+        )[None]
         # without a mask, transformers takes positions that start again for a pack
         ones = {"attention_mask": torch.ones(1, len(r.ids))} if model.masked else {}
         return model.logits(r.ids, position_ids=positions, **ones)
@@ -75,12 +93,20 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
     words = "the mask of the loss stands for the attention mask: masked tokens are not attended to"
     yield fed(words, attend_to_trained)
     yield fed("positions start again with the response", start_again)
-    yield fed("every position is 0", lambda i, r: model.logits(r.ids, position_ids=0 * _from(0, r)))
-    yield fed("positions start at 1", lambda i, r: model.logits(r.ids, position_ids=_from(1, r)))
+    yield fed(
+        "every position is 0",
+        lambda i, r: model.logits(r.ids, position_ids=0 * _from(0, r)),
+    )
+    yield fed(
+        "positions start at 1",
+        lambda i, r: model.logits(r.ids, position_ids=_from(1, r)),
+    )
     yield from _cut_prompts(model, fed, end)
 
 
-def _masks_of_values(model: TorchModel, right: Forward, fed: Callable[..., Variant]) -> Iterator[Variant]:
+def _masks_of_values(
+    model: TorchModel, right: Forward, fed: Callable[..., Variant]
+) -> Iterator[Variant]:
     """A loop that takes each token equal to its padding for padding."""
 
     def mask_of(r: Row, value: int) -> Tensor:
@@ -104,9 +130,14 @@ def _masks_of_values(model: TorchModel, right: Forward, fed: Callable[..., Varia
 
 
 def _behind(
-    model: TorchModel, right: Forward, fed: Callable[..., Variant], front: list[list[int]]
+    model: TorchModel,
+    right: Forward,
+    fed: Callable[..., Variant],
+    front: list[list[int]],
 ) -> Iterator[Variant]:
-    """What may happen to rows behind other tokens: padding, or the rows before them in a pack."""
+    """What may happen to rows behind other tokens: padding, or the rows before them in
+    a pack.
+    """
 
     def attended(i: int, r: Row) -> Tensor:
         return model.logits(front[i] + r.ids)
@@ -131,11 +162,18 @@ def _behind(
     if hasattr(model.net, "config"):
         state = "the state of recurrent layers runs on from row to row"
     yield fed(f"rows of a pack are not apart: {state}", restarted)
-    yield fed("positions count what precedes a row: padding, or rows of its pack", counted)
-    yield fed("padding is masked in attention, and the state of recurrent layers runs over it", masked)
+    yield fed(
+        "positions count what precedes a row: padding, or rows of its pack", counted
+    )
+    yield fed(
+        "padding is masked in attention, and the state of recurrent layers runs over it",
+        masked,
+    )
 
 
-def _cut_prompts(model: TorchModel, fed: Callable[..., Variant], end: int) -> Iterator[Variant]:
+def _cut_prompts(
+    model: TorchModel, fed: Callable[..., Variant], end: int
+) -> Iterator[Variant]:
     """Prompts with a token less or more, or with a few tokens only."""
 
     def from_token(r: Row, first: int) -> Tensor:
@@ -144,14 +182,22 @@ def _cut_prompts(model: TorchModel, fed: Callable[..., Variant], end: int) -> It
     def keep_last(i: int, r: Row, keep: int) -> Tensor:
         return from_token(r, max(len(r.prompt) - keep, 0))
 
-    yield fed("the first token of each prompt is missing", lambda i, r: from_token(r, min(1, len(r.prompt) - 1)))
-    yield fed("a token is put before each prompt", lambda i, r: model.logits([end, *r.ids]))
+    yield fed(
+        "the first token of each prompt is missing",
+        lambda i, r: from_token(r, min(1, len(r.prompt) - 1)),
+    )
+    yield fed(
+        "a token is put before each prompt", lambda i, r: model.logits([end, *r.ids])
+    )
     for keep in (2, 3, 4):
         yield fed(f"prompts are cut to their last {keep} tokens", keep_last, keep)
-    yield fed("responses are scored without their prompts", lambda i, r: from_token(r, len(r.prompt) - 1))
+    yield fed(
+        "responses are scored without their prompts",
+        lambda i, r: from_token(r, len(r.prompt) - 1),
+    )
 
 
-# ---- who attends to whom ---------------------------------------------------------------------------------------------
+# ---- who attends to whom -------------------------------------------------------------
 class Attending(TorchFunctionMode):
     """What is added to the attention scores, [S, S], in place of a model's own masks."""
 
@@ -160,18 +206,23 @@ class Attending(TorchFunctionMode):
         self.bias = bias
         self.acted = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         its = dict(kwargs or {})
         if func is F.multi_head_attention_forward:
             self.acted = True
             its |= {"attn_mask": self.bias, "is_causal": False}
-        elif func is F.scaled_dot_product_attention and args[0].shape[-2] == len(self.bias):
+        elif func is F.scaled_dot_product_attention and args[0].shape[-2] == len(
+            self.bias
+        ):
             self.acted = True
             args, its = args[:3], its | {"attn_mask": self.bias, "is_causal": False}
         return func(*args, **its)
 
 
-# of a row and its number: token ids, what is added to the attention scores [S, S], and positions [1, S]
+# of a row and its number: token ids, what is added to the attention scores [S, S], and
+# positions [1, S]
 Attended: TypeAlias = Callable[[int, Row], tuple[list[int], Tensor, Tensor]]
 
 
@@ -179,7 +230,9 @@ def _causal(n: int) -> Tensor:
     return torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
 
 
-def _attending(model: TorchModel, right: Forward, words: str, each: Attended) -> Variant:
+def _attending(
+    model: TorchModel, right: Forward, words: str, each: Attended
+) -> Variant:
     """A fault by what the tokens of each row attend to."""
 
     def one(i: int, r: Row) -> Tensor:
@@ -195,7 +248,9 @@ def _attending(model: TorchModel, right: Forward, words: str, each: Attended) ->
             raise InputError("no attention of this model can be given a mask.")
         return z
 
-    return Fault(words, lambda: again(right, [one(i, r) for i, r in enumerate(right.rows)]))
+    return Fault(
+        words, lambda: again(right, [one(i, r) for i, r in enumerate(right.rows)])
+    )
 
 
 def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
@@ -212,16 +267,26 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
 
     yield attending("tokens attend to later tokens of their row", everywhere)
     for k in (2, 4, 8, 16):
-        yield attending(f"tokens attend to the last {k} tokens only", partial(window, k))
+        yield attending(
+            f"tokens attend to the last {k} tokens only", partial(window, k)
+        )
     for front in _fronts(right):
         if not _holds_rows(front, right):
 
-            def added(i: int, r: Row, front: list = front) -> tuple[list[int], Tensor, Tensor]:
+            def added(
+                i: int, r: Row, front: list = front
+            ) -> tuple[list[int], Tensor, Tensor]:
                 ids = front[i] + r.ids
                 there = (torch.arange(len(ids)) >= len(front[i])).double()
-                return ids, _causal(len(ids)) + there, (there.cumsum(0).long() - 1).clamp(min=0)[None]
+                return (
+                    ids,
+                    _causal(len(ids)) + there,
+                    (there.cumsum(0).long() - 1).clamp(min=0)[None],
+                )
 
-            yield attending("the attention mask is added to the scores as 0 and 1", added)
+            yield attending(
+                "the attention mask is added to the scores as 0 and 1", added
+            )
     for front, owner in _packs(right):
         yield from _repeated_ids(model, right, front, owner)
 
@@ -244,24 +309,39 @@ def _repeated_ids(
             del ids[where]
         for words, of in ids.items():
             apart = _with_ids(right, front, owner, partial(of, m))
-            yield _attending(model, right, f"{words}: rows with one id attend to each other", apart)
+            yield _attending(
+                model, right, f"{words}: rows with one id attend to each other", apart
+            )
 
 
 def _together(model: TorchModel, right: Forward) -> Iterator[Variant]:
-    """The commonest fault of a pack: nothing separates its rows, and their positions are right.
+    """The commonest fault of a pack: nothing separates its rows, and their positions
+    are right.
 
-    It is one of the attention where a mask between the rows mends it. Layers with a state read no such mask.
+    It is one of the attention where a mask between the rows mends it. Layers with a
+    state read no such mask.
     """
     for front, owner in _packs(right):
 
-        def together(front: list[list[int]] = front, owner: list[list[int]] = owner) -> Forward:
-            apart = _attending(model, right, "", _with_ids(right, front, owner, lambda k: k)).change()
+        def together(
+            front: list[list[int]] = front, owner: list[list[int]] = owner
+        ) -> Forward:
+            apart = _attending(
+                model, right, "", _with_ids(right, front, owner, lambda k: k)
+            ).change()
             mended = apart.statistics()[0]
             if not torch.allclose(mended, right.statistics()[0], rtol=0, atol=SAME):
-                raise InputError("a mask does not separate the rows of a pack in this model.")
-            return _attending(model, right, "", _with_ids(right, front, owner, lambda k: 0)).change()
+                raise InputError(
+                    "a mask does not separate the rows of a pack in this model."
+                )
+            return _attending(
+                model, right, "", _with_ids(right, front, owner, lambda k: 0)
+            ).change()
 
-        yield Fault("the rows of a pack attend to each other: nothing separates them in the attention", together)
+        yield Fault(
+            "the rows of a pack attend to each other: nothing separates them in the attention",
+            together,
+        )
 
 
 def _holds_rows(front: list[list[int]], right: Forward) -> bool:
@@ -269,7 +349,9 @@ def _holds_rows(front: list[list[int]], right: Forward) -> bool:
 
 
 def _packs(right: Forward) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
-    """What stands in front of each row where that is rows, and which row each token there is of; the largest packs."""
+    """What stands in front of each row where that is rows, and which row each token
+    there is of; the largest packs.
+    """
     fronts = _fronts(right)
     whole = max((len(x) for y in fronts for x in y), default=0)
     for front in fronts:
@@ -278,9 +360,14 @@ def _packs(right: Forward) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
 
 
 def _with_ids(
-    right: Forward, front: list[list[int]], owner: list[list[int]], document: Callable[[int], int]
+    right: Forward,
+    front: list[list[int]],
+    owner: list[list[int]],
+    document: Callable[[int], int],
 ) -> Attended:
-    """Rows of a pack that are apart where their ids differ: document, of the number of a row in its pack."""
+    """Rows of a pack that are apart where their ids differ: document, of the number of
+    a row in its pack.
+    """
 
     def each(i: int, r: Row) -> tuple[list[int], Tensor, Tensor]:
         ids = front[i] + r.ids
@@ -294,7 +381,9 @@ def _with_ids(
 
 def _owners(front: list[int], rows: Sequence[Row]) -> list[int]:
     """Which row of its pack each token belongs to, from 0 on; -1: to none."""
-    there = sorted((place[1], len(q.ids)) for q in rows if (place := locate([front], q)))
+    there = sorted(
+        (place[1], len(q.ids)) for q in rows if (place := locate([front], q))
+    )
     out = [-1] * len(front)
     for k, (at, n) in enumerate(there):
         out[at : at + n] = [k] * n
@@ -305,7 +394,10 @@ def _restarted(front: list[int], r: Row, rows: Sequence[Row]) -> Tensor:
     """Positions that start anew with every row that stands in front."""
     whose = [*_owners(front, rows), len(rows)]
     first = [whose.index(k) for k in whose]
-    positions = [i if k < 0 else i - at for i, (k, at) in enumerate(zip(whose, first, strict=True))][:-1]
+    positions = [
+        i if k < 0 else i - at
+        for i, (k, at) in enumerate(zip(whose, first, strict=True))
+    ][:-1]
     return torch.tensor([positions + list(range(len(r.ids)))])
 
 
@@ -313,7 +405,7 @@ def _from(start: int, r: Row) -> Tensor:
     return torch.arange(start, start + len(r.ids))[None]
 
 
-# ---- the configuration -----------------------------------------------------------------------------------------------
+# ---- the configuration ---------------------------------------------------------------
 # field of a configuration -> the value that leaves it out
 CHANGES: dict[str, float | None] = {
     "final_logit_softcapping": None,
@@ -337,7 +429,9 @@ def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 setattr(changed, name, value)
                 net = type(model.net)(changed)
                 net.load_state_dict(model.net.state_dict(), strict=False)
-                for mine, its in zip(model.net.parameters(), net.parameters(), strict=True):
+                for mine, its in zip(
+                    model.net.parameters(), net.parameters(), strict=True
+                ):
                     its.requires_grad_(mine.requires_grad)
                 one = TorchModel(net)
                 return again(right, [one.logits(r.ids) for r in right.rows], one)
@@ -348,7 +442,9 @@ def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
 def tried(
     right: Forward, variants: Callable[[Forward], Iterator[Variant]], among: str = ""
 ) -> Iterator[tuple[str, Forward]]:
-    """The variants that this model can run, each log-probability once; with `among` those that these words name."""
+    """The variants that this model can run, each log-probability once; with `among`
+    those that these words name.
+    """
     seen: list[Tensor] = []
     for fault in variants(right):
         if not is_named(fault.words, among):
@@ -356,9 +452,21 @@ def tried(
         try:
             one = fault.change()
             lp = one.statistics()[0].detach()
-            if variants is others and any(torch.allclose(lp, x, rtol=0, atol=SAME) for x in seen):
+            if variants is others and any(
+                torch.allclose(lp, x, rtol=0, atol=SAME) for x in seen
+            ):
                 continue  # positions of rotary models, a window that does not act
             seen.append(lp)
             yield fault.words, one
-        except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, InputError, NotImplementedError):
-            continue  # its forward takes no positions or mask, has too few positions, or returns no cache
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+            IndexError,
+            InputError,
+            NotImplementedError,
+        ):
+            # its forward takes no positions or mask, has too few positions, or returns
+            # no cache
+            continue

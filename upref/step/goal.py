@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step is meant to maximize: the registered objective over the counts of the whole step, and what is added."""
+"""What a step is meant to maximize: the registered objective over the counts of the
+whole step, and what is added.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +29,15 @@ class Goal:
     z_loss_coef: float = 0.0
     clip: float | None = None  # bound of the gradient's norm
     scale: float = 1.0  # a constant factor that is meant
-    grouped: bool = False  # group-token-mean over the rows' groups, else over the whole step
+    # group-token-mean over the rows' groups, else over the whole step
+    grouped: bool = False
 
-    def parts(self, lp: Tensor, H: Tensor, Z: Tensor, b: Padded, agg: str = "") -> dict[str, Tensor]:
-        """The terms of the sum that is maximized, without their coefficients. agg: of the KL term and the bonus."""
+    def parts(
+        self, lp: Tensor, H: Tensor, Z: Tensor, b: Padded, agg: str = ""
+    ) -> dict[str, Tensor]:
+        """The terms of the sum that is maximized, without their coefficients. agg: of
+        the KL term and the bonus.
+        """
         agg = agg or declared_aggregation(self.o)
         group = b.group if self.grouped else None
         totals = Totals.of(b.mask, group)
@@ -39,12 +46,27 @@ class Goal:
         cut = lambda x: x[live]
         old = lp.detach() if b.old is None else b.old
         entropy = cut(H.detach())
-        J = self.o.J(cut(lp), cut(old), cut(b.adv), cut(b.mask), None, None, entropy, rows, **self.hp)
+        J = self.o.J(
+            cut(lp),
+            cut(old),
+            cut(b.adv),
+            cut(b.mask),
+            None,
+            None,
+            entropy,
+            rows,
+            **self.hp,
+        )
         out = {"J": J}
         if self.beta and b.ref is None:
-            raise InputError("beta needs the reference model's log-probabilities: give every row `ref`.")
+            raise InputError(
+                "beta needs the reference model's log-probabilities: give every row `ref`."
+            )
         if b.ref is not None:
-            kl = per_token(self.o.kl or "k3", *(torch.where(b.mask, x, 0) for x in (lp, b.ref, old)))
+            kl = per_token(
+                self.o.kl or "k3",
+                *(torch.where(b.mask, x, 0) for x in (lp, b.ref, old)),
+            )
             out["KL"] = aggregate(kl, b.mask, agg, totals=totals)
         out["H"] = aggregate(H, b.mask, agg, totals=totals)
         out["Z"] = aggregate(Z, b.mask, "token-mean", totals=Totals.of(b.mask))
@@ -52,8 +74,16 @@ class Goal:
 
     @property
     def coefficients(self) -> dict[str, float]:
-        return {"J": 1.0, "KL": -self.beta, "H": self.entropy_coef, "Z": -self.z_loss_coef}
+        return {
+            "J": 1.0,
+            "KL": -self.beta,
+            "H": self.entropy_coef,
+            "Z": -self.z_loss_coef,
+        }
 
     def loss(self, parts: dict[str, Tensor]) -> Tensor:
         c = self.coefficients
-        return -self.scale * sum((c[k] * v for k, v in parts.items() if c[k]), torch.zeros((), dtype=torch.float64))
+        return -self.scale * sum(
+            (c[k] * v for k, v in parts.items() if c[k]),
+            torch.zeros((), dtype=torch.float64),
+        )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model raises inside the reference, as one sentence: the model's line, and what to change."""
+"""What a model raises inside the reference, as one sentence: the model's line, and what
+to change.
+"""
 
 import traceback
 from collections.abc import Iterator, Sequence
@@ -38,20 +40,34 @@ def described(ids: Sequence[int] = ()) -> Iterator[None]:
 
 def _place(error: Exception) -> str:
     """Return the last line outside of torch and upref on the way to the error."""
-    own = [x for x in traceback.extract_tb(error.__traceback__) if _is_outside(x.filename)]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
+    own = [
+        x for x in traceback.extract_tb(error.__traceback__) if _is_outside(x.filename)
+    ]
+    return (
+        f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})"
+        if own
+        else ""
+    )
 
 
 def _is_outside(file: str) -> bool:
-    """Tell whether a frame is in a file of the user's, and not in torch, upref or a text such as <string>."""
-    return not file.startswith("<") and not any(Path(file).is_relative_to(x) for x in LIBRARIES)
+    """Tell whether a frame is in a file of the user's, and not in torch, upref or a
+    text such as <string>.
+    """
+    return not file.startswith("<") and not any(
+        Path(file).is_relative_to(x) for x in LIBRARIES
+    )
 
 
 def _mend(error: Exception, ids: Sequence[int]) -> str:
     """Return what to change, by the kind and the words of the error."""
     if isinstance(error, TypeError) and "missing" in str(error):
         return "give these arguments a default, or pass a module whose forward takes the token ids alone."
-    if isinstance(error, AssertionError) or "dtype" in str(error) or "expected scalar type" in str(error):
+    if (
+        isinstance(error, AssertionError)
+        or "dtype" in str(error)
+        or "expected scalar type" in str(error)
+    ):
         return "the reference runs a float64 copy of the model on the CPU; let this line accept float64."
     if isinstance(error, IndexError) and "out of range" in str(error):
         return f"the model needs {len(ids)} positions, and an entry of its tables for each token id."

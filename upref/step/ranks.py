@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step on several ranks: rank 0 makes the rows and compares; every rank trains on its share of them.
+"""A step on several ranks: rank 0 makes the rows and compares; every rank trains on its
+share of them.
 
-Rank 0 checks as it does alone. Whenever the step is to run, it sends the weights and the rows to the others, and all
-run the step at the same time: rank r of n has every n-th row from row r on. Each rank trains a copy of the model, for
-FSDP2 replaces the parameters of the module that it shards.
+Rank 0 checks as it does alone. Whenever the step is to run, it sends the weights and
+the rows to the others, and all run the step at the same time: rank r of n has every
+n-th row from row r on. Each rank trains a copy of the model, for FSDP2 replaces the
+parameters of the module that it shards.
 """
 
 import copy
@@ -21,7 +23,8 @@ from upref.step.rows import Row
 
 Message = tuple[str, Any, Any]  # what to do, and what that takes
 UserStep = Callable[[Any, list[Row]], Any]
-Caller = Callable[[UserStep, Any, list[Row]], Any]  # (step, model, rows) -> what the step returns
+# (step, model, rows) -> what the step returns
+Caller = Callable[[UserStep, Any, list[Row]], Any]
 
 
 class StepFailedError(InputError):
@@ -33,12 +36,14 @@ class Trained:
     """What one run of a step left behind.
 
     Attributes:
-        gradients: of the optimizer step, or what is in `.grad` where the step made none.
+        gradients: of the optimizer step, or what is in `.grad` where the step made
+            none.
         steps: how many optimizer steps it made.
         backwards: how many backward passes it made on this rank.
         fed: the sequences that the model was fed, on all ranks.
         out: what the step returned.
-        apart: how far the gradient of any rank is from this one's, relative to its norm.
+        apart: how far the gradient of any rank is from this one's, relative to its
+            norm.
     """
 
     gradients: Gradient
@@ -68,7 +73,9 @@ def train(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Tr
         out = call(step, model, rows)
     left = steps[0].gradients if steps else gradients(model)
     sequences = [x for s in steps for x in s.fed] + fed
-    return Trained(left, len(steps), count[0] + sum(s.backwards for s in steps), sequences, out)
+    return Trained(
+        left, len(steps), count[0] + sum(s.backwards for s in steps), sequences, out
+    )
 
 
 def lead(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Trained:
@@ -87,7 +94,9 @@ def lead(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Tra
         InputError: there are more ranks than rows, or the step fails on this rank.
     """
     if world_size() > len(rows):
-        raise InputError(f"{len(rows)} rows cannot be shared by {world_size()} ranks: start {len(rows)} at most.")
+        raise InputError(
+            f"{len(rows)} rows cannot be shared by {world_size()} ranks: start {len(rows)} at most."
+        )
     weights = {n: v.detach().cpu() for n, v in unwrapped(model).state_dict().items()}
     _send(("run", weights, rows))
     return _train_share(step, model, rows, call)
@@ -113,7 +122,8 @@ def follow(step: UserStep, model: nn.Module, call: Caller) -> Any:
 
 
 def conclude(check: Callable[[], Any]) -> Any:
-    """Check as rank 0, and hand the report, or the reason why there is none, to the other ranks.
+    """Check as rank 0, and hand the report, or the reason why there is none, to the
+    other ranks.
 
     Where the step itself fails the others get nothing: they end with this process.
     """
@@ -128,14 +138,20 @@ def conclude(check: Callable[[], Any]) -> Any:
     return report
 
 
-def _train_share(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Trained:
-    """Train a copy of the model on this rank's rows; the sequences and the distance are those of all ranks."""
+def _train_share(
+    step: UserStep, model: nn.Module, rows: list[Row], call: Caller
+) -> Trained:
+    """Train a copy of the model on this rank's rows; the sequences and the distance are
+    those of all ranks.
+    """
     wrapped = unwrapped(model) is not model
     share = rows[dist.get_rank() :: world_size()]
     try:
         own = train(step, model if wrapped else copy.deepcopy(model), share, call)
     except InputError as error:
-        raise StepFailedError(f"rank {dist.get_rank()} of {world_size()}: {error}") from error
+        raise StepFailedError(
+            f"rank {dist.get_rank()} of {world_size()}: {error}"
+        ) from error
     everyone: list[Any] = [None] * world_size()
     dist.all_gather_object(everyone, (own.fed, own.gradients))
     fed = [sequence for sequences, _ in everyone for sequence in sequences]

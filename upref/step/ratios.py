@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ratios of a step's rows stand, so that each number of the objective has an effect on them.
+"""Where the ratios of a step's rows stand, so that each number of the objective has an
+effect on them.
 
-The old log-probabilities of rows that upref makes are its own choice. For each number of the objective, and for each
-sign of A, the ratios are found between the bound that the number makes and the bound that a slightly smaller, or a
-slightly larger, number makes. Some tokens, or responses, get such a ratio: a loop with a bound a little off then has
-another gradient. Other tokens are far from 1, beyond the bounds that loops have and objectives have not.
+The old log-probabilities of rows that upref makes are its own choice. For each number
+of the objective, and for each sign of A, the ratios are found between the bound that
+the number makes and the bound that a slightly smaller, or a slightly larger, number
+makes. Some tokens, or responses, get such a ratio: a loop with a bound a little off
+then has another gradient. Other tokens are far from 1, beyond the bounds that loops
+have and objectives have not.
 """
 
 from collections.abc import Iterator
@@ -20,19 +23,27 @@ from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 
 SPREAD = (0.03, 0.7)  # |log r| of a token that no bound asks for
-COARSE = (0.03, 0.12), (0.4, 0.7)  # in half precision: inside the usual clip bounds and outside, far from both
-FAR = (1.25, -1.25, 2.6, -2.6)  # log r of tokens beyond bounds that no number of the objective makes
+# in half precision: inside the usual clip bounds and outside, far from both
+COARSE = (0.03, 0.12), (0.4, 0.7)
+# log r of tokens beyond bounds that no number of the objective makes
+FAR = (1.25, -1.25, 2.6, -2.6)
 MOST = 2.8  # |log r| at most: a larger ratio outweighs all other tokens
-NEAR = {True: (2.0,), False: (1.1, 1.4, 2.0)}  # coarse -> multiples of a number between whose bounds ratios are put
-NEAR_MEAN = (1.44,)  # the same of a bound on the mean of a response, which rounding moves by some 1e-5
-BESIDE = {True: 0.15, False: 0.03}  # coarse -> how far from the bound, in log r, such a ratio is at most
-SMALLEST = {"sequence_mean": 2e-5, "sequence_product": 1e-3}  # |log r| of the grid; 4e-3 of tokens
+# coarse -> multiples of a number between whose bounds ratios are put
+NEAR = {True: (2.0,), False: (1.1, 1.4, 2.0)}
+# the same of a bound on the mean of a response, which rounding moves by some 1e-5
+NEAR_MEAN = (1.44,)
+# coarse -> how far from the bound, in log r, such a ratio is at most
+BESIDE = {True: 0.15, False: 0.03}
+# |log r| of the grid; 4e-3 of tokens
+SMALLEST = {"sequence_mean": 2e-5, "sequence_product": 1e-3}
 STEP = 0.03  # of the grid, relative
 EFFECT = 0.02  # of A: a weight that changes by less does not show where a bound is
 KEPT = 0.3  # of a sign's tokens have a ratio that no bound asks for
 LIMIT = -1e-3  # of an old log-probability
 DRAWS = 12  # designs that are tried for an objective whose tokens are coupled
-MEANS = {  # of log r over a response, or its sum, of the responses that no bound asks for: where A > 0, and A < 0
+# of log r over a response, or its sum, of the responses that no bound asks for: where A
+# > 0, and A < 0
+MEANS = {
     "sequence_mean": ((-0.3, 0.05, -0.05, 1e-4), (0.3, -0.05, 0.05, -1e-4)),
     "sequence_product": ((-1.2, 0.5, 0.08, -0.05), (1.2, -0.4, -0.1, 0.4)),
 }
@@ -40,7 +51,9 @@ MEANS = {  # of log r over a response, or its sum, of the responses that no boun
 
 @dataclass(frozen=True)
 class Batch:
-    """What weights depend on beside the ratios. All [B, T] over the response tokens, padded."""
+    """What weights depend on beside the ratios. All [B, T] over the response tokens,
+    padded.
+    """
 
     lp: Tensor
     adv: Tensor
@@ -49,22 +62,33 @@ class Batch:
 
     def rollouts(self, log_r: Tensor) -> Rollouts:
         return Rollouts.unchecked(
-            logp=self.lp, logp_old=(self.lp - log_r).clamp(max=0), adv=self.adv, mask=self.mask, entropy=self.entropy
+            logp=self.lp,
+            logp_old=(self.lp - log_r).clamp(max=0),
+            adv=self.adv,
+            mask=self.mask,
+            entropy=self.entropy,
         )
 
     def repeated(self, n: int) -> "Batch":
         """Every response n times, one behind the other."""
-        each = {k: v.repeat_interleave(n, 0) for k, v in vars(self).items() if v is not None}
+        each = {
+            k: v.repeat_interleave(n, 0) for k, v in vars(self).items() if v is not None
+        }
         return Batch(**each)
 
 
 def choose_log_ratios(
-    batch: Batch, o: Objective, hp: dict[str, Any], rng: np.random.Generator, coarse: bool = False
+    batch: Batch,
+    o: Objective,
+    hp: dict[str, Any],
+    rng: np.random.Generator,
+    coarse: bool = False,
 ) -> np.ndarray:
     """Return log r of every response token, [B, T].
 
     Args:
-        batch: log-probabilities, advantages and masks; the entropies, if the objective reads them.
+        batch: log-probabilities, advantages and masks; the entropies, if the objective
+            reads them.
         o: the objective.
         hp: its numbers, resolved.
         rng: of what no bound decides.
@@ -76,7 +100,9 @@ def choose_log_ratios(
     best: tuple[int, np.ndarray] | None = None
     for _ in range(DRAWS if o.level == "custom" else 1):
         drawn = _of_tokens(batch, aims, rng, coarse)
-        unseen = _unseen(batch, o, hp, torch.from_numpy(drawn)) if o.level == "custom" else 0
+        unseen = (
+            _unseen(batch, o, hp, torch.from_numpy(drawn)) if o.level == "custom" else 0
+        )
         if best is None or unseen < best[0]:
             best = unseen, drawn
         if not unseen:
@@ -85,9 +111,13 @@ def choose_log_ratios(
     return best[1]
 
 
-# ---- where a number has an effect ------------------------------------------------------------------------------------
-def _changed(o: Objective, hp: dict[str, Any], name: str, times: float) -> dict[str, Any] | None:
-    """The numbers with this one multiplied; None where it is no number, or cannot have that value."""
+# ---- where a number has an effect ----------------------------------------------------
+def _changed(
+    o: Objective, hp: dict[str, Any], name: str, times: float
+) -> dict[str, Any] | None:
+    """The numbers with this one multiplied; None where it is no number, or cannot have
+    that value.
+    """
     value = hp[name]
     if not value or not abs(value) < float("inf") or name == "seed":
         return None
@@ -106,8 +136,11 @@ def _weights(batch: Batch, o: Objective, hp: dict[str, Any], log_r: Tensor) -> T
         return torch.full_like(batch.lp, torch.nan)
 
 
-def _aims(batch: Batch, o: Objective, hp: dict[str, Any], coarse: bool) -> Iterator[np.ndarray]:
-    """For each number, smaller and larger: log r of each token that is between the two bounds, [B, T]; else nan.
+def _aims(
+    batch: Batch, o: Objective, hp: dict[str, Any], coarse: bool
+) -> Iterator[np.ndarray]:
+    """For each number, smaller and larger: log r of each token that is between the two
+    bounds, [B, T]; else nan.
 
     Nothing for a number that has an effect at most ratios: any ratio shows it.
     """
@@ -130,44 +163,62 @@ def _aims(batch: Batch, o: Objective, hp: dict[str, Any], coarse: bool) -> Itera
                 moved = ((there - here).abs() > EFFECT * wide.adv.abs()) & possible
                 if moved.sum() > possible.sum() / 2:
                     break
-                aim = _between(moved.view(len(batch.lp), n, -1).numpy(), grid.numpy(), BESIDE[coarse])
+                aim = _between(
+                    moved.view(len(batch.lp), n, -1).numpy(),
+                    grid.numpy(),
+                    BESIDE[coarse],
+                )
                 if np.isfinite(aim).any():
                     yield aim
                     break
 
 
 def _between(moved: np.ndarray, grid: np.ndarray, beside: float) -> np.ndarray:
-    """[B, T] of moved [B, n, T]: the middle of the ratios that moved and are nearest to 1, near their inner end."""
+    """[B, T] of moved [B, n, T]: the middle of the ratios that moved and are nearest to
+    1, near their inner end.
+    """
     out = np.full((moved.shape[0], moved.shape[2]), np.nan)
     for i, t in zip(*np.nonzero(moved.any(1)), strict=True):
         at = np.nonzero(moved[i, :, t])[0]
         runs = np.split(at, np.nonzero(np.diff(at) > 1)[0] + 1)
-        ends = [tuple(sorted((grid[x[0]], grid[x[-1]]), key=abs)) for x in runs if len(x) > 1]
+        ends = [
+            tuple(sorted((grid[x[0]], grid[x[-1]]), key=abs))
+            for x in runs
+            if len(x) > 1
+        ]
         if ends:
             inner, outer = min(ends, key=lambda x: abs(x[0]))
             out[i, t] = inner + np.clip((outer - inner) / 2, -beside, beside)
     return out
 
 
-# ---- tokens ----------------------------------------------------------------------------------------------------------
-def _of_tokens(batch: Batch, aims: list[np.ndarray], rng: np.random.Generator, coarse: bool) -> np.ndarray:
+# ---- tokens --------------------------------------------------------------------------
+def _of_tokens(
+    batch: Batch, aims: list[np.ndarray], rng: np.random.Generator, coarse: bool
+) -> np.ndarray:
     lp, A, mask = (x.numpy() for x in (batch.lp, batch.adv, batch.mask))
     inside, outside = (rng.uniform(*span, lp.shape) for span in COARSE)
-    size = np.where(rng.random(lp.shape) < 0.5, inside, outside) if coarse else rng.uniform(*SPREAD, lp.shape)
+    size = (
+        np.where(rng.random(lp.shape) < 0.5, inside, outside)
+        if coarse
+        else rng.uniform(*SPREAD, lp.shape)
+    )
     d = size * rng.choice([-1, 1], lp.shape)
     d = np.where(lp - d <= LIMIT, d, size)
     free = mask.copy()
 
     def put(x: np.ndarray, sign: int, first: np.ndarray) -> None:
-        """Give one free token of that sign its ratio: of those that can have it one with the lowest rank."""
+        """Give one free token of that sign its ratio: of those that can have it one
+        with the lowest rank.
+        """
         able = free & (A * sign > 0) & np.isfinite(x) & (lp - np.nan_to_num(x) <= LIMIT)
         if able.any():
             place = np.unravel_index(np.argmin(np.where(able, first, np.inf)), d.shape)
             d[place] = x[place]
             free[place] = False
 
-    # One token of each response is inside of all bounds, so that each response trains: in the longest one, which may
-    # lack the end token, the last.
+    # One token of each response is inside of all bounds, so that each response trains:
+    # in the longest one, which may lack the end token, the last.
     for i, one in enumerate(mask):
         places = np.nonzero(one)[0]
         if len(places):
@@ -179,9 +230,11 @@ def _of_tokens(batch: Batch, aims: list[np.ndarray], rng: np.random.Generator, c
     inert = [np.where(np.isfinite(x), np.nan, np.nanmedian(x)) for x in rare]
     for sign in (1, -1):
         of_sign = mask & (A * sign > 0)
-        for x in rare:  # in half precision on large advantages, whose tokens rounding does not hide
+        # in half precision on large advantages, whose tokens rounding does not hide
+        for x in rare:
             put(x, sign, rng.random(lp.shape) - (np.abs(A) if coarse else 0))
-        for far in () if coarse else FAR:  # on small advantages, so that no token outweighs the others
+        # on small advantages, so that no token outweighs the others
+        for far in () if coarse else FAR:
             put(np.full(lp.shape, far), sign, np.abs(A) + rng.random(lp.shape) / 100)
         for x in inert + rare:
             if (free & of_sign).sum() > KEPT * of_sign.sum():
@@ -196,20 +249,30 @@ def _unseen(batch: Batch, o: Objective, hp: dict[str, Any], log_r: Tensor) -> in
         for times in (0.5, 2.0):
             changed = _changed(o, hp, name, times)
             if changed is not None:
-                count += torch.allclose(here, _weights(batch, o, changed, log_r), rtol=1e-3, atol=1e-6)
+                count += torch.allclose(
+                    here, _weights(batch, o, changed, log_r), rtol=1e-3, atol=1e-6
+                )
     return count
 
 
-# ---- responses -------------------------------------------------------------------------------------------------------
+# ---- responses -----------------------------------------------------------------------
 def _of_responses(
-    batch: Batch, o: Objective, aims: list[np.ndarray], rng: np.random.Generator, coarse: bool
+    batch: Batch,
+    o: Objective,
+    aims: list[np.ndarray],
+    rng: np.random.Generator,
+    coarse: bool,
 ) -> np.ndarray:
     """Each response's log r, spread over its tokens."""
     lp, mask = batch.lp.numpy(), batch.mask.numpy()
     A = batch.adv[:, 0].numpy()
     means = np.zeros(len(lp))
     for sign, values in zip((1, -1), MEANS[o.level], strict=True):
-        rows = [i for i in rng.permutation(len(lp)) if A[i] * sign > 0 or (A[i] == 0 and sign > 0)]
+        rows = [
+            i
+            for i in rng.permutation(len(lp))
+            if A[i] * sign > 0 or (A[i] == 0 and sign > 0)
+        ]
         for aim in aims:
             able = [i for i in rows if np.isfinite(aim[i]).any()]
             if able and len(rows) > 2:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which numbers of an objective the rows of a step exercise: what another value of each would do to its gradient.
+"""Which numbers of an objective the rows of a step exercise: what another value of each
+would do to its gradient.
 
-A clip bound that no ratio of the rows comes near has no effect on them, so a loop with another bound agrees just as
-well. This is measured: the reference is computed once more with each number at a part and at a multiple of its value.
+A clip bound that no ratio of the rows comes near has no effect on them, so a loop with
+another bound agrees just as well. This is measured: the reference is computed once more
+with each number at a part and at a multiple of its value.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +21,18 @@ from upref.step.forward import Forward, clipped
 from upref.step.goal import Goal
 from upref.step.rows import Padded
 
-BELOW, ABOVE = (1 / 2, 1 / 10), (2.0, 10.0, 100.0)  # multiples of a number that are tried, outwards
+# multiples of a number that are tried, outwards
+BELOW, ABOVE = (1 / 2, 1 / 10), (2.0, 10.0, 100.0)
 NEARER = (3 / 4,)  # in place of BELOW, where a number cannot have half of its value
-FOR_ZERO = [0.1, 0.2], [1.0, 2.0]  # values that are tried for a number that is 0; a count takes the second pair alone
+# values that are tried for a number that is 0; a count takes the second pair alone
+FOR_ZERO = [0.1, 0.2], [1.0, 2.0]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference on the rows, against which other values of its numbers are compared."""
+    """The reference on the rows, against which other values of its numbers are
+    compared.
+    """
 
     goal: Goal
     forward: Forward
@@ -36,11 +42,15 @@ class Reference:
     slope: Tensor  # [B, T], its derivative by the log-probabilities
 
     @classmethod
-    def of(cls, goal: Goal, forward: Forward, b: Padded, bound: float, rows: Tensor) -> "Reference":
+    def of(
+        cls, goal: Goal, forward: Forward, b: Padded, bound: float, rows: Tensor
+    ) -> "Reference":
         return cls(goal, forward, b, bound, rows, _slope(goal, forward, b))
 
     def agrees(self, goal: Goal) -> bool:
-        """Whether a step that has this goal in place of its own passes the check on these rows."""
+        """Whether a step that has this goal in place of its own passes the check on
+        these rows.
+        """
         change = _slope(goal, self.forward, self.b) - self.slope
         moved = self.rows
         if float(change.norm()) > 1e-9 * float(self.slope.norm()):
@@ -51,8 +61,11 @@ class Reference:
         return bool((found - want).norm() <= self.bound * want.norm())
 
 
-def not_reached(goal: Goal, forward: Forward, b: Padded, bound: float, rows: Tensor) -> dict[str, str]:
-    """The numbers that the rows do not exercise, each with the values at which the gradient is the same.
+def not_reached(
+    goal: Goal, forward: Forward, b: Padded, bound: float, rows: Tensor
+) -> dict[str, str]:
+    """The numbers that the rows do not exercise, each with the values at which the
+    gradient is the same.
 
     Args:
         goal: the objective with its hyperparameters, beta, and the clip of the norm.
@@ -61,8 +74,8 @@ def not_reached(goal: Goal, forward: Forward, b: Padded, bound: float, rows: Ten
         rows: [B, P], the gradient of the goal by row.
 
     Returns:
-        `name = value` -> the values, in words. A bound that is noticed on one side alone is not exercised: a loop with
-        a wider one agrees.
+        `name = value` -> the values, in words. A bound that is noticed on one side
+        alone is not exercised: a loop with a wider one agrees.
     """
     reference, out = Reference.of(goal, forward, b, bound, rows), {}
     for name, value, changed in _numbers(goal):
@@ -76,19 +89,28 @@ def not_reached(goal: Goal, forward: Forward, b: Padded, bound: float, rows: Ten
             out[f"{name} = {value:g}"] = "no other value can be tried on these rows"
         elif same:
             words = " and ".join(f"{v:.4g}" for v in same)
-            out[f"{name} = {value:g}"] = f"{words} {'agree' if len(same) > 1 else 'agrees'} too"
+            out[f"{name} = {value:g}"] = (
+                f"{words} {'agree' if len(same) > 1 else 'agrees'} too"
+            )
     return out
 
 
 def reach(goal: Goal, forward: Forward, b: Padded) -> str:
-    """How far the rows go in what the objective reads: its ratio, the change of a probability, the advantage."""
+    """How far the rows go in what the objective reads: its ratio, the change of a
+    probability, the advantage.
+    """
     lp = forward.statistics()[0].detach()
     live = b.mask.any(1)
     log_r = torch.zeros_like(lp) if b.old is None else lp - b.old
     letter = {"sequence_mean": "s", "sequence_product": "S"}.get(goal.o.level, "r")
-    x = (REDUCE[goal.o.level](log_r, b.mask)[live] if goal.o.level in REDUCE else log_r[b.mask]).exp()
+    x = (
+        REDUCE[goal.o.level](log_r, b.mask)[live]
+        if goal.o.level in REDUCE
+        else log_r[b.mask]
+    ).exp()
     low, high = (float(v) for v in (x.min(), x.max()))
-    digits = 3 if f"{low:.3g}" != f"{high:.3g}" else 6  # ratios of responses may be 1e-5 from 1
+    # ratios of responses may be 1e-5 from 1
+    digits = 3 if f"{low:.3g}" != f"{high:.3g}" else 6
     said = [f"{letter} from {low:.{digits}g} to {high:.{digits}g}"]
     if goal.o.reads_mu:
         moved = (lp.exp() - (lp - log_r).exp())[b.mask]
@@ -98,13 +120,17 @@ def reach(goal: Goal, forward: Forward, b: Padded) -> str:
 
 
 def _numbers(goal: Goal) -> Iterator[tuple[str, float, Callable[[float], Goal]]]:
-    """Name, value, and the goal with another value; without what is absent or infinite, which is no number."""
+    """Name, value, and the goal with another value; without what is absent or infinite,
+    which is no number.
+    """
     for name, value in goal.hp.items():
         if value is not None and abs(value) < float("inf"):
 
             def changed(other: float, name: str = name) -> Goal:
                 resolved = goal.o.resolve(goal.hp | {name: other})
-                return replace(goal, hp={k: v for k, v in resolved.items() if k != "beta"})
+                return replace(
+                    goal, hp={k: v for k, v in resolved.items() if k != "beta"}
+                )
 
             yield name, float(value), changed
     if "beta" in goal.o.hyperparameters or goal.beta:
@@ -114,15 +140,21 @@ def _numbers(goal: Goal) -> Iterator[tuple[str, float, Callable[[float], Goal]]]
 
 
 def _other_values(value: float) -> list[tuple[list[float], list[float]]]:
-    """Smaller ones and larger ones, each outwards; with others for where the number cannot have any of them."""
+    """Smaller ones and larger ones, each outwards; with others for where the number
+    cannot have any of them.
+    """
     if value == 0:
         return [FOR_ZERO]
     of = lambda multiples: [value * k for k in multiples]
     return [(of(BELOW), of(NEARER)), (of(ABOVE), [])]
 
 
-def _goals(changed: Callable[[float], Goal], values: Sequence[float], b: Padded) -> dict[float, Goal]:
-    """The goal with each value that the number can have, and for which the rows have what it needs."""
+def _goals(
+    changed: Callable[[float], Goal], values: Sequence[float], b: Padded
+) -> dict[float, Goal]:
+    """The goal with each value that the number can have, and for which the rows have
+    what it needs.
+    """
     out = {}
     for value in values:
         with suppress(InputError):
@@ -133,7 +165,9 @@ def _goals(changed: Callable[[float], Goal], values: Sequence[float], b: Padded)
 
 
 def _slope(goal: Goal, forward: Forward, b: Padded) -> Tensor:
-    """The derivative of the loss by the log-probabilities, without entropy bonus and z-loss."""
+    """The derivative of the loss by the log-probabilities, without entropy bonus and
+    z-loss.
+    """
     lp, H, Z = forward.statistics()
     lp = lp.detach().requires_grad_()
     loss = goal.loss(goal.parts(lp, H.detach(), Z.detach(), b))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients that any torch trainer hands to its optimizer, and the weights that it had before."""
+"""The gradients that any torch trainer hands to its optimizer, and the weights that it
+had before.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -8,7 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from upref.errors import InputError
 from upref.step.reference import Gradient, TorchModel, as_float64, unwrapped, whole
@@ -17,22 +22,31 @@ from upref.step.rows import Row, locate
 
 @dataclass
 class Step:
-    """One optimizer step: the weights before it, and the gradients that the optimizer was handed."""
+    """One optimizer step: the weights before it, and the gradients that the optimizer
+    was handed.
+    """
 
     weights: dict[str, Tensor]
     gradients: Gradient
     backwards: int = 0  # backward passes that made it
-    fed: list[list[int]] = field(default_factory=list)  # the sequences, padded or packed, that were trained on
+    # the sequences, padded or packed, that were trained on
+    fed: list[list[int]] = field(default_factory=list)
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Those of the rows that this step trained on, recognized by their tokens, in the order of its forwards."""
-        found = sorted((where, i) for i, r in enumerate(rows) if (where := locate(self.fed, r)))
+        """Those of the rows that this step trained on, recognized by their tokens, in
+        the order of its forwards.
+        """
+        found = sorted(
+            (where, i) for i, r in enumerate(rows) if (where := locate(self.fed, r))
+        )
         return [rows[i] for _, i in found]
 
 
 @dataclass
 class Recorded:
-    """What `record_step` collects. `model` is a float64 copy of the model, made before the trainer touched it."""
+    """What `record_step` collects. `model` is a float64 copy of the model, made before
+    the trainer touched it.
+    """
 
     model: TorchModel
     steps: list[Step] = field(default_factory=list)
@@ -42,9 +56,10 @@ class Recorded:
 def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
     """Record each optimizer step of any torch trainer that trains this model.
 
-    Enter it before the trainer is built: the reference is a copy of the model as it was then. Gradients are gathered
-    from FSDP2's sharded tensors. They are what the optimizer gets, that is after a clip of their norm: switch the
-    clip off, or name its bound to `check_recorded`.
+    Enter it before the trainer is built: the reference is a copy of the model as it was
+    then. Gradients are gathered from FSDP2's sharded tensors. They are what the
+    optimizer gets, that is after a clip of their norm: switch the clip off, or name its
+    bound to `check_recorded`.
 
     Args:
         model: the nn.Module that is trained, in place.
@@ -54,17 +69,24 @@ def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
         Recorded, whose `steps` fill up while the trainer runs.
 
     Raises:
-        InputError: no optimizer step was taken, or the optimizer's parameters are not the model's.
+        InputError: no optimizer step was taken, or the optimizer's parameters are not
+            the model's.
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"record_step takes the nn.Module that is trained, not a {type(model).__name__}.")
+        raise InputError(
+            f"record_step takes the nn.Module that is trained, not a {type(model).__name__}."
+        )
     if not isinstance(first, int) or first < 1:
-        raise InputError(f"first is the number of steps to keep, a whole number from 1 on, got {repr(first)[:60]}.")
+        raise InputError(
+            f"first is the number of steps to keep, a whole number from 1 on, got {repr(first)[:60]}."
+        )
     seen = Recorded(TorchModel(model))
     with watched(model, seen.steps, first):
         yield seen
     if not seen.steps:
-        raise InputError("no optimizer step was taken inside record_step: train for at least one step.")
+        raise InputError(
+            "no optimizer step was taken inside record_step: train for at least one step."
+        )
     if not any(s.gradients for s in seen.steps):
         raise InputError(
             "the optimizer does not hold this model's parameters: record the module that is trained. DeepSpeed's ZeRO "
@@ -73,7 +95,9 @@ def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
 
 
 class _Feed:
-    """A hook that keeps the sequences that a model is fed; a model that carries it can be handed to another process."""
+    """A hook that keeps the sequences that a model is fed; a model that carries it can
+    be handed to another process.
+    """
 
     def __init__(self) -> None:
         self.sequences: list[list[int]] = []
@@ -83,8 +107,14 @@ class _Feed:
 
     def __call__(self, module: nn.Module, args: Any, kw: Any) -> None:
         ids = kw.get("input_ids", args[0] if args else None)
-        if torch.is_grad_enabled() and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
-            with suppress(RuntimeError):  # inside torch.func.vmap a tensor has no numbers
+        if (
+            torch.is_grad_enabled()
+            and isinstance(ids, Tensor)
+            and ids.ndim == 2
+            and not ids.is_floating_point()
+        ):
+            # inside torch.func.vmap a tensor has no numbers
+            with suppress(RuntimeError):
                 self.sequences.extend(ids.tolist())
 
 
@@ -92,7 +122,9 @@ class _Feed:
 def watched(
     model: nn.Module, steps: list[Step], first: int, weights: bool = True
 ) -> Iterator[tuple[list[int], list[list[int]]]]:  # fmt: skip
-    """Append to steps whenever an optimizer steps; yields the counter of backward passes, and what was fed since."""
+    """Append to steps whenever an optimizer steps; yields the counter of backward
+    passes, and what was fed since.
+    """
     count, open_ = [0], set[str]()
     backward = torch.autograd.backward
 
@@ -102,18 +134,29 @@ def watched(
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         named = {id(p): n for n, p in unwrapped(model).named_parameters()}
-        mine = {named[id(p)]: -1 if g.get("maximize") else 1  # what is minimized is then the negative
+        # what is minimized is then the negative
+        mine = {named[id(p)]: -1 if g.get("maximize") else 1
                 for g in optimizer.param_groups for p in g["params"] if id(p) in named}  # fmt: skip
-        if not steps or open_ & mine.keys() or not mine:  # one optimizer per parameter makes one step together
+        # one optimizer per parameter makes one step together
+        if not steps or open_ & mine.keys() or not mine:
             open_.clear()
             if len(steps) >= first:
                 return
             state = unwrapped(model).state_dict() if weights else {}
-            steps.append(Step({k: whole(v).cpu().clone() for k, v in state.items()}, {}, count[0], fed[:]))
+            steps.append(
+                Step(
+                    {k: whole(v).cpu().clone() for k, v in state.items()},
+                    {},
+                    count[0],
+                    fed[:],
+                )
+            )
             count[0] = 0
             fed.clear()
         open_.update(mine)
-        steps[-1].gradients |= {n: mine[n] * g for n, g in gradients(model).items() if n in mine}
+        steps[-1].gradients |= {
+            n: mine[n] * g for n, g in gradients(model).items() if n in mine
+        }
 
     def late(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """The gradients of a step that makes them itself, by a closure."""
@@ -124,7 +167,11 @@ def watched(
     feed = _Feed()
     fed = feed.sequences
     forward = unwrapped(model).register_forward_pre_hook(feed, with_kwargs=True)
-    handles = [register_optimizer_step_pre_hook(look), register_optimizer_step_post_hook(late), forward]
+    handles = [
+        register_optimizer_step_pre_hook(look),
+        register_optimizer_step_post_hook(late),
+        forward,
+    ]
     torch.autograd.backward = counting
     try:
         yield count, fed
@@ -136,4 +183,8 @@ def watched(
 
 def gradients(model: nn.Module) -> Gradient:
     """What is in `.grad`."""
-    return {n: as_float64(p.grad) for n, p in unwrapped(model).named_parameters() if p.grad is not None}
+    return {
+        n: as_float64(p.grad)
+        for n, p in unwrapped(model).named_parameters()
+        if p.grad is not None
+    }

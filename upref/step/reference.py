@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as the reference computes it: one row at a time, float64, eager attention, no padding, dropout or cache."""
+"""A model as the reference computes it: one row at a time, float64, eager attention, no
+padding, dropout or cache.
+"""
 
 import copy
 import inspect
@@ -19,17 +21,23 @@ from torch.utils._pytree import tree_map
 from upref.errors import InputError
 from upref.step.model_errors import described
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # whose factors, weights among them, are rounded too
+# whose factors, weights among them, are rounded too
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 AT_ONCE = 2_000_000  # numbers of a batch of gradients
-Gradient = dict[str, Tensor]  # name of a parameter -> float64; elsewhere one vector [P], in the order of `shapes`
+# name of a parameter -> float64; elsewhere one vector [P], in the order of `shapes`
+Gradient = dict[str, Tensor]
 
 
 class Wide(TorchFunctionMode):
-    """float64 wherever a model asks for less inside: RMSNorm, softmax, rotary embeddings."""
+    """float64 wherever a model asks for less inside: RMSNorm, softmax, rotary
+    embeddings.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        wide = lambda x: torch.float64 if isinstance(x, torch.dtype) and x in NARROW else x
+        wide = lambda x: (
+            torch.float64 if isinstance(x, torch.dtype) and x in NARROW else x
+        )
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
             func = torch.Tensor.double
         return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
@@ -43,15 +51,23 @@ class Rounded(TorchDispatchMode):
         self.dtype = dtype
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        near = lambda x: x.to(self.dtype).to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-        args = tree_map(near, args) if func.overloadpacket.__name__ in PRODUCTS else args
+        near = lambda x: (
+            x.to(self.dtype).to(x.dtype)
+            if isinstance(x, Tensor) and x.is_floating_point()
+            else x
+        )
+        args = (
+            tree_map(near, args) if func.overloadpacket.__name__ in PRODUCTS else args
+        )
         out = func(*args, **(kwargs or {}))
         in_place = any(r.alias_info for r in func._schema.returns)  # noqa: SLF001  or a view
         return out if in_place else tree_map(near, out)
 
 
 class _NotCheckpointed:
-    """In place of torch.utils.checkpoint.CheckpointFunction: calls the function, and keeps its activations."""
+    """In place of torch.utils.checkpoint.CheckpointFunction: calls the function, and
+    keeps its activations.
+    """
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -65,11 +81,16 @@ def _keep_activations(*_: Any, **__: Any) -> Iterator[None]:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Compute in float64, with gradients and without checkpoints: the mode is off while a checkpoint recomputes."""
+    """Compute in float64, with gradients and without checkpoints: the mode is off while
+    a checkpoint recomputes.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     module: Any = torch.utils.checkpoint
-    plain = {"CheckpointFunction": _NotCheckpointed, "_checkpoint_without_reentrant_generator": _keep_activations}
+    plain = {
+        "CheckpointFunction": _NotCheckpointed,
+        "_checkpoint_without_reentrant_generator": _keep_activations,
+    }
     own = {name: getattr(module, name) for name in plain if hasattr(module, name)}
     try:
         for name in own:
@@ -86,7 +107,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The module itself, behind torch.compile and DistributedDataParallel."""
     while True:
         inner = getattr(model, "_orig_mod", None) or (
-            model.module if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) else None
+            model.module
+            if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
+            else None
         )
         if inner is None:
             return model
@@ -94,7 +117,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 class Model(ABC):
-    """What the reference needs of a model: `logits(ids)`, and `pull`, the gradient of Σ logits · dz."""
+    """What the reference needs of a model: `logits(ids)`, and `pull`, the gradient of Σ
+    logits · dz.
+    """
 
     vocabulary: int
     end: int | None = None
@@ -107,7 +132,8 @@ class Model(ABC):
 
         Args:
             ids: the tokens.
-            how: attention_mask, position_ids and the like, which a forward pass with a fault passes.
+            how: attention_mask, position_ids and the like, which a forward pass with a
+                fault passes.
 
         Raises:
             TypeError: the model takes no such argument.
@@ -115,7 +141,9 @@ class Model(ABC):
 
     @abstractmethod
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
-        """[P]: the gradient of Σ z · dz by the parameters, for logits z [S, V] of these ids and dz of that shape."""
+        """[P]: the gradient of Σ z · dz by the parameters, for logits z [S, V] of these
+        ids and dz of that shape.
+        """
 
     def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
         """[n, P] for dz [n, S, V], in parts."""
@@ -124,7 +152,13 @@ class Model(ABC):
 
     def split(self, g: Tensor) -> Gradient:
         """By parameters, each flat."""
-        return dict(zip(self.shapes, g.split([s.numel() for s in self.shapes.values()]), strict=True))
+        return dict(
+            zip(
+                self.shapes,
+                g.split([s.numel() for s in self.shapes.values()]),
+                strict=True,
+            )
+        )
 
     def flat(self, g: Gradient) -> Tensor:
         """As one vector; 0 where a parameter has no gradient."""
@@ -135,15 +169,21 @@ class Model(ABC):
                     "out a shard, which is not gathered: use FSDP2 or DDP for the check."
                 )
         zero = lambda shape: torch.zeros(shape, dtype=torch.float64)
-        return torch.cat([g.get(n, zero(shape)).reshape(-1) for n, shape in self.shapes.items()])
+        return torch.cat(
+            [g.get(n, zero(shape)).reshape(-1) for n, shape in self.shapes.items()]
+        )
 
 
 class TorchModel(Model):
-    """A float64 copy of an nn.Module, in evaluation mode. Any forward that takes ids [1, S] and answers [1, S, V]."""
+    """A float64 copy of an nn.Module, in evaluation mode. Any forward that takes ids
+    [1, S] and answers [1, S, V].
+    """
 
     def __init__(self, model: nn.Module):
         if not isinstance(model, nn.Module):
-            raise InputError(f"model must be an nn.Module, or upref.step.Functions, got {type(model).__name__}.")
+            raise InputError(
+                f"model must be an nn.Module, or upref.step.Functions, got {type(model).__name__}."
+            )
         model = unwrapped(model)
         try:
             copied: Any = copy.deepcopy(model)
@@ -157,13 +197,16 @@ class TorchModel(Model):
             p.grad = None
         config = getattr(self.net, "config", None)
         for name in ("set_attn_implementation", "set_experts_implementation"):
-            with suppress(AttributeError, ValueError, KeyError, ImportError):  # the model has one implementation only
+            # the model has one implementation only
+            with suppress(AttributeError, ValueError, KeyError, ImportError):
                 getattr(self.net, name)("eager")
         if hasattr(self.net, "gradient_checkpointing_disable"):
             self.net.gradient_checkpointing_disable()
         self.params = {n: p for n, p in self.net.named_parameters() if p.requires_grad}
         if not self.params:
-            raise InputError("no parameter of the model requires a gradient: unfreeze what the step trains.")
+            raise InputError(
+                "no parameter of the model requires a gradient: unfreeze what the step trains."
+            )
         self.shapes = {n: p.shape for n, p in self.params.items()}
         self.vocabulary = _vocabulary(self.net)
         end = getattr(config, "eos_token_id", None)
@@ -183,7 +226,9 @@ class TorchModel(Model):
         z = getattr(out, "logits", out)
         z = z[0] if isinstance(z, tuple) else z
         if not isinstance(z, Tensor) or z.ndim != 3 or z.shape[1] != len(ids):
-            raise InputError("the model must return logits [1, S, V], or an object with .logits, for token ids [1, S].")
+            raise InputError(
+                "the model must return logits [1, S, V], or an object with .logits, for token ids [1, S]."
+            )
         if z.shape[2] < self.vocabulary:
             raise InputError(
                 f"the model returns {z.shape[2]} numbers for each token, and its vocabulary has {self.vocabulary}: it "
@@ -193,8 +238,12 @@ class TorchModel(Model):
 
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
         with described(ids), in_float64():
-            g = torch.autograd.grad(z, [*self.params.values()], dz, retain_graph=True, allow_unused=True)
-        return self.flat({n: x for n, x in zip(self.params, g, strict=True) if x is not None})
+            g = torch.autograd.grad(
+                z, [*self.params.values()], dz, retain_graph=True, allow_unused=True
+            )
+        return self.flat(
+            {n: x for n, x in zip(self.params, g, strict=True) if x is not None}
+        )
 
     def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
         params = [*self.params.values()]
@@ -202,9 +251,17 @@ class TorchModel(Model):
             try:
                 with in_float64():
                     g = torch.autograd.grad(
-                        z, params, some, retain_graph=True, allow_unused=True, is_grads_batched=True
+                        z,
+                        params,
+                        some,
+                        retain_graph=True,
+                        allow_unused=True,
+                        is_grads_batched=True,
                     )
-            except (RuntimeError, NotImplementedError):  # an operation that cannot be batched
+            except (
+                RuntimeError,
+                NotImplementedError,
+            ):  # an operation that cannot be batched
                 yield from super().pulls(z, some, ids)
                 continue
             each = [p.new_zeros(len(some), p.numel()) if x is None else x.flatten(1)
@@ -216,8 +273,9 @@ class TorchModel(Model):
 class Functions(Model):
     """A model that is not torch's, by two functions.
 
-    logits: (params, ids) -> [S, V] for one unpadded sequence; pull: (params, ids, dz) -> {name: array}, its
-    vector-Jacobian product. Both in float64 where the framework has it.
+    logits: (params, ids) -> [S, V] for one unpadded sequence; pull: (params, ids, dz)
+    -> {name: array}, its vector-Jacobian product. Both in float64 where the framework
+    has it.
     """
 
     forward: Callable[[Any, list[int]], Any]
@@ -225,17 +283,23 @@ class Functions(Model):
     params: Any
     vocabulary: int
     end: int | None = None
-    shapes: dict[str, torch.Size] = field(default_factory=dict)  # of `pull`'s first answer
+    # of `pull`'s first answer
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
 
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
         import numpy as np
 
         if how:
             raise TypeError(f"functions of (params, ids) take no {', '.join(how)}")
-        return torch.tensor(np.asarray(self.forward(self.params, list(ids))), dtype=torch.float64)
+        return torch.tensor(
+            np.asarray(self.forward(self.params, list(ids))), dtype=torch.float64
+        )
 
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
-        g = {k: as_float64(v) for k, v in self.vjp(self.params, list(ids), dz.numpy()).items()}
+        g = {
+            k: as_float64(v)
+            for k, v in self.vjp(self.params, list(ids), dz.numpy()).items()
+        }
         self.shapes = self.shapes or {k: v.shape for k, v in g.items()}
         return self.flat(g)
 

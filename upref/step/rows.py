@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The responses of one training step, without tensors or padding: the trainer makes those."""
+"""The responses of one training step, without tensors or padding: the trainer makes
+those.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,24 +16,30 @@ from upref.registry import Objective
 from upref.step.ratios import LIMIT, Batch, choose_log_ratios
 
 AXES = ("lengths", "temperature", "ratio", "holes")  # what a case must vary
-PROMPTS, LENGTHS = (3, 7, 4, 6, 2, 5, 3, 8), (9, 4, 7, 5, 8, 6, 11, 3)  # tokens of the eight responses
-ADVANTAGES = (1.3, -0.7, 5.5, -5.2, 0.9, -1.1, 2.0, -0.5)  # two beyond the bounds by which loops clamp advantages
+# tokens of the eight responses
+PROMPTS, LENGTHS = (3, 7, 4, 6, 2, 5, 3, 8), (9, 4, 7, 5, 8, 6, 11, 3)
+# two beyond the bounds by which loops clamp advantages
+ADVANTAGES = (1.3, -0.7, 5.5, -5.2, 0.9, -1.1, 2.0, -0.5)
 GROUPS = (0, 0, 0, 1, 1, 2, 2, 2)
 SIZES = (2, 4, 8)  # of groups that share a prompt
-# response -> tokens that do not train. There are eight responses, 10 holes and 43 tokens that train, a prime: a count
-# that a loop divides by in error is another number. Halves, ranks and groups have distinct counts of tokens. No hole is
-# the last token of a response: what ends it trains.
+# response -> tokens that do not train. There are eight responses, 10 holes and 43
+# tokens that train, a prime: a count that a loop divides by in error is another number.
+# Halves, ranks and groups have distinct counts of tokens. No hole is the last token of
+# a response: what ends it trains.
 HOLES = {0: (3, 4), 2: (4,), 3: (2,), 4: (0, 4), 6: (5, 6, 7), 7: (1,)}
-PROBABLE = {0: (1, 5), 2: (1, 3), 4: (2, 6), 6: (1, 8)}  # response -> tokens that are among the model's most probable
+# response -> tokens that are among the model's most probable
+PROBABLE = {0: (1, 5), 2: (1, 3), 4: (2, 6), 6: (1, 8)}
 
 
 @dataclass
 class Row:
     """One response with its prompt.
 
-    Token ids; `trains`, `old` and `ref` have one entry per response token, log-probabilities in nats. `adv` is one
-    number, or one per token. `old` None: the response is on policy, r = 1. `ref` is needed by a KL term only. `reward`
-    is what a loop that makes the advantages itself starts from; `adv` is what it should make of it.
+    Token ids; `trains`, `old` and `ref` have one entry per response token,
+    log-probabilities in nats. `adv` is one number, or one per token. `old` None: the
+    response is on policy, r = 1. `ref` is needed by a KL term only. `reward` is what a
+    loop that makes the advantages itself starts from; `adv` is what it should make of
+    it.
     """
 
     prompt: list[int]
@@ -62,9 +70,14 @@ class Padded:
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Padded":
         def pad(lists, dtype=torch.float64):
-            return nn.utils.rnn.pad_sequence([torch.tensor(x, dtype=dtype) for x in lists], batch_first=True)
+            return nn.utils.rnn.pad_sequence(
+                [torch.tensor(x, dtype=dtype) for x in lists], batch_first=True
+            )
 
-        adv = [r.adv if isinstance(r.adv, list) else [r.adv] * len(r.response) for r in rows]
+        adv = [
+            r.adv if isinstance(r.adv, list) else [r.adv] * len(r.response)
+            for r in rows
+        ]
         has = lambda name: all(getattr(r, name) is not None for r in rows)
         return cls(
             pad([r.old for r in rows]) if has("old") else None, pad(adv),
@@ -76,40 +89,62 @@ class Padded:
     def widened(self) -> "Padded":
         """The same with one more column of padding."""
         each = {k: v for k, v in vars(self).items() if v is not None and v.ndim == 2}
-        return replace(self, **{k: nn.functional.pad(v, (0, 1)) for k, v in each.items()})
+        return replace(
+            self, **{k: nn.functional.pad(v, (0, 1)) for k, v in each.items()}
+        )
 
 
 def validated(rows: Sequence[Row], vocabulary: int) -> list[Row]:
     """The rows; InputError on what no step can mean."""
-    if not isinstance(rows, list | tuple) or not rows or not all(isinstance(r, Row) for r in rows):
+    if (
+        not isinstance(rows, list | tuple)
+        or not rows
+        or not all(isinstance(r, Row) for r in rows)
+    ):
         raise InputError("rows must be a list of upref.step.Row, one per response.")
     for i, r in enumerate(rows):
         n = len(r.response)
         if not r.prompt or not n:
-            raise InputError(f"row {i} has no {'response' if r.prompt else 'prompt'} token: leave it out.")
+            raise InputError(
+                f"row {i} has no {'response' if r.prompt else 'prompt'} token: leave it out."
+            )
         for name in ("trains", "old", "ref"):
             x = getattr(r, name)
             if x is not None and len(x) != n:
-                raise InputError(f"row {i}: {name} has {len(x)} entries, and the response has {n} tokens.")
+                raise InputError(
+                    f"row {i}: {name} has {len(x)} entries, and the response has {n} tokens."
+                )
         if isinstance(r.adv, list) and len(r.adv) != n:
-            raise InputError(f"row {i}: adv must be one number, or one for each of the {n} response tokens.")
+            raise InputError(
+                f"row {i}: adv must be one number, or one for each of the {n} response tokens."
+            )
         if not np.isfinite(np.asarray(r.adv, dtype=float)).all():
-            raise InputError(f"row {i}: adv is not finite: check the rewards and the group's standard deviation.")
+            raise InputError(
+                f"row {i}: adv is not finite: check the rewards and the group's standard deviation."
+            )
         if any(not 0 <= t < vocabulary for t in r.ids):
-            raise InputError(f"row {i} has a token id outside the vocabulary of {vocabulary}.")
+            raise InputError(
+                f"row {i} has a token id outside the vocabulary of {vocabulary}."
+            )
         for name in ("old", "ref"):
             x = np.asarray(getattr(r, name) or [0.0], dtype=float)
             if not (np.isfinite(x) & (x <= 1e-3)).all():
-                raise InputError(f"row {i}: {name} must be log-probabilities: finite, and never above 0.")
+                raise InputError(
+                    f"row {i}: {name} must be log-probabilities: finite, and never above 0."
+                )
     if sum(r.old is None for r in rows) not in (0, len(rows)):
-        raise InputError("some rows have old log-probabilities and some have none: give them all, or none.")
+        raise InputError(
+            "some rows have old log-probabilities and some have none: give them all, or none."
+        )
     if not any(any(r.trains) for r in rows):
         raise InputError("no token of any row trains: there is no gradient to compare.")
     return list(rows)
 
 
 def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
-    """(index of the sequence, index of the token) at which a row starts in the model's input."""
+    """(index of the sequence, index of the token) at which a row starts in the model's
+    input.
+    """
     text = lambda ids: " ".join(map(str, ["", *ids, ""]))
     for n, sequence in enumerate(fed):
         if (at := text(sequence).find(text(row.ids))) >= 0:
@@ -120,27 +155,38 @@ def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
 def made(
     vocabulary: int, seed: int = 0, without: Sequence[str] = (), end: int | None = None, group_size: int | None = None
 ) -> list[Row]:  # fmt: skip
-    """Eight responses with distinct tokens and holes in their masks, still without log-probabilities.
+    """Eight responses with distinct tokens and holes in their masks, still without
+    log-probabilities.
 
     Args:
         vocabulary: its number of tokens.
         seed: of the tokens.
         without: of `lengths` and `holes`, what all responses have alike.
-        end: the id that ends a sequence. As in samples it stands at the end of a response and nowhere else in it; only
-            a response of the largest length lacks it. It stands inside most prompts.
-        group_size: so many responses in a row share a prompt and a group; None: each has a prompt of its own.
+        end: the id that ends a sequence. As in samples it stands at the end of a
+            response and nowhere else in it; only a response of the largest length lacks
+            it. It stands inside most prompts.
+        group_size: so many responses in a row share a prompt and a group; None: each
+            has a prompt of its own.
     """
     if vocabulary < 8:
-        raise InputError(f"a vocabulary of {vocabulary} tokens is too small: give a model with at least 8.")
-    if group_size is not None and (type(group_size) is not int or group_size not in SIZES):
-        raise InputError(f"group_size is {', '.join(map(str, SIZES))} or None, got {repr(group_size)[:60]}.")
+        raise InputError(
+            f"a vocabulary of {vocabulary} tokens is too small: give a model with at least 8."
+        )
+    if group_size is not None and (
+        type(group_size) is not int or group_size not in SIZES
+    ):
+        raise InputError(
+            f"group_size is {', '.join(map(str, SIZES))} or None, got {repr(group_size)[:60]}."
+        )
     rng = np.random.default_rng(seed)
     lengths = (6,) * 8 if "lengths" in without else LENGTHS
     prompts = (4,) * 8 if "lengths" in without else PROMPTS
     total = sum(lengths) + sum(prompts)
     # 0 is left out: many loops pad by it
     others = [t for t in range(1, vocabulary) if t != end]
-    ids = np.concatenate([rng.permutation(others) for _ in range(1 + total // len(others))])
+    ids = np.concatenate(
+        [rng.permutation(others) for _ in range(1 + total // len(others))]
+    )
     rows: list[Row] = []
     at = 0
     for i, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
@@ -152,16 +198,29 @@ def made(
             if n < max(lengths) or (min(lengths) == max(lengths) and i % 4):
                 response[-1] = end
             if i % 4 and p > 2:
-                prompt[1] = end  # as in a chat template: an attention mask made of token values cuts it out
+                # as in a chat template: an attention mask made of token values cuts it
+                # out
+                prompt[1] = end
         group = GROUPS[i] if group_size is None else i // group_size
         if group_size is not None and i % group_size:
             prompt = list(rows[-1].prompt)
-        rows.append(Row(prompt, response, [t not in holes for t in range(n)], ADVANTAGES[i], group=group))
+        rows.append(
+            Row(
+                prompt,
+                response,
+                [t not in holes for t in range(n)],
+                ADVANTAGES[i],
+                group=group,
+            )
+        )
     return rows
 
 
-def make_probable(rows: list[Row], logits: Callable[[list[int]], Tensor], end: int | None = None) -> list[Row]:
-    """Replace some tokens of the responses by the most probable ones that no row has yet.
+def make_probable(
+    rows: list[Row], logits: Callable[[list[int]], Tensor], end: int | None = None
+) -> list[Row]:
+    """Replace some tokens of the responses by the most probable ones that no row has
+    yet.
 
     A bound on the change of a probability acts on tokens that are probable.
 
@@ -185,7 +244,8 @@ def sampled(
     rows: list[Row], lp: list[Tensor], o: Objective, hp: dict[str, Any], *, seed: int = 0, still: bool = False,
     coarse: bool = False, entropy: list[Tensor] | None = None,
 ) -> list[Row]:  # fmt: skip
-    """The rows with old and reference log-probabilities, so that r is on both sides of each bound of the objective.
+    """The rows with old and reference log-probabilities, so that r is on both sides of
+    each bound of the objective.
 
     Args:
         rows: they are changed.
@@ -198,7 +258,9 @@ def sampled(
         entropy: of each response token, where the objective reads it.
     """
     rng = np.random.default_rng(seed + 1)
-    pad = lambda x: nn.utils.rnn.pad_sequence([y.detach().double() for y in x], batch_first=True)
+    pad = lambda x: nn.utils.rnn.pad_sequence(
+        [y.detach().double() for y in x], batch_first=True
+    )
     p = Padded.of(rows)
     batch = Batch(pad(lp), p.adv, p.mask, None if entropy is None else pad(entropy))
     d = choose_log_ratios(batch, o, hp, rng, coarse)
@@ -209,15 +271,22 @@ def sampled(
     return rows
 
 
-def unvaried(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> dict[str, str]:
+def unvaried(
+    rows: Sequence[Row], temperature: float, lp: list[Tensor]
+) -> dict[str, str]:
     """Axis -> why this case cannot show a bug on it."""
     out = {}
     one_prompt = all(r.prompt == rows[0].prompt for r in rows)
-    if len({len(r.response) for r in rows}) == 1 or (len({len(r.prompt) for r in rows}) == 1 and not one_prompt):
+    if len({len(r.response) for r in rows}) == 1 or (
+        len({len(r.prompt) for r in rows}) == 1 and not one_prompt
+    ):
         out["lengths"] = "all responses, or all prompts, have one length"
     if temperature == 1:
         out["temperature"] = "the temperature is 1"
-    if all(r.old is None or np.allclose(r.old, x, atol=1e-6) for r, x in zip(rows, lp, strict=True)):
+    if all(
+        r.old is None or np.allclose(r.old, x, atol=1e-6)
+        for r, x in zip(rows, lp, strict=True)
+    ):
         out["ratio"] = "r = 1 everywhere"
     if all(all(r.trains) for r in rows):
         out["holes"] = "every response token trains"
@@ -227,9 +296,15 @@ def unvaried(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> dict[
 def exercised(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> list[str]:
     """What the case varies, in words."""
     p, n = [len(r.prompt) for r in rows], [len(r.response) for r in rows]
-    moved = [abs(o - v) > 1e-3 for r, x in zip(rows, lp, strict=True) for o, v in zip(r.old or x, x, strict=True)]
+    moved = [
+        abs(o - v) > 1e-3
+        for r, x in zip(rows, lp, strict=True)
+        for o, v in zip(r.old or x, x, strict=True)
+    ]
     holes = sum(not t for r in rows for t in r.trains)
-    prompts = f"prompts of {min(p)} to {max(p)}" if len({*p}) > 1 else f"prompts of {p[0]}"
+    prompts = (
+        f"prompts of {min(p)} to {max(p)}" if len({*p}) > 1 else f"prompts of {p[0]}"
+    )
     return [
         f"temperature {temperature:g}", f"{len(rows)} responses of {min(n)} to {max(n)} tokens",
         prompts, f"{holes} masked response tokens",

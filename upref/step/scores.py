@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities made of the right hidden states in a wrong way: head, temperature, labels, columns, normalizer."""
+"""Log-probabilities made of the right hidden states in a wrong way: head, temperature,
+labels, columns, normalizer.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,15 +22,23 @@ Variant: TypeAlias = Fault[Callable[[], Forward]]
 def quick(right: Forward) -> Iterator[Variant]:
     """Each makes the forward pass that has it."""
     T, z, rows = right.temperature, right.z, right.rows
-    made = lambda t=T, rows=rows, **how: lambda: Forward(right.model, rows, t, z, ids=right.ids, **how)
+    made = lambda t=T, rows=rows, **how: (
+        lambda: Forward(right.model, rows, t, z, ids=right.ids, **how)
+    )
     temperatures = {"the temperature is left out (it is 1)": 1.0, "the temperature is applied twice": T * T,
                     "logits are multiplied by the temperature, not divided": 1 / T}  # fmt: skip
     for words, t in temperatures.items():
         if t != T:
             yield Fault(words, made(t))
-    yield Fault("labels are not shifted: logits are read at the token that they should predict", made(shift=0))
+    yield Fault(
+        "labels are not shifted: logits are read at the token that they should predict",
+        made(shift=0),
+    )
     yield Fault("labels are shifted twice", made(shift=2))
-    next_ = [replace(r, prompt=r.prompt[1:] + r.response[:1], response=[*r.response[1:], 0]) for r in rows]
+    next_ = [
+        replace(r, prompt=r.prompt[1:] + r.response[:1], response=[*r.response[1:], 0])
+        for r in rows
+    ]
     yield Fault("labels stand one token too late", made(rows=next_))
     for words, score in scores(right.model.vocabulary):
         yield Fault(words, made(score=score))
@@ -53,29 +63,44 @@ def _cached(model: TorchModel, r: Row) -> Tensor:
         return model.logits(r.ids)
     with in_float64(), torch.no_grad():
         past = model.net(torch.tensor([first]), use_cache=True).past_key_values
-    return fronted(model.logits([last, *r.response], past_key_values=past, use_cache=True), len(first))
+    return fronted(
+        model.logits([last, *r.response], past_key_values=past, use_cache=True),
+        len(first),
+    )
 
 
 def _columns(right: Forward) -> Iterator[Variant]:
-    """The last T columns of micro-batches that are padded right, T the longest response."""
+    """The last T columns of micro-batches that are padded right, T the longest
+    response.
+    """
     model, rows, n = right.model, right.rows, len(right.rows)
     end = next((x[0] for x in right.after if x), right.model.end or 0)
     for m in range(n, 0, -1):
         parts = [rows[i - i % m : i - i % m + m] for i in range(n)]
         width = [max(len(r.ids) for r in x) for x in parts]
-        starts = [w - max(len(r.response) for r in x) for w, x in zip(width, parts, strict=True)]
+        starts = [
+            w - max(len(r.response) for r in x)
+            for w, x in zip(width, parts, strict=True)
+        ]
         behind = [w - len(r.ids) for w, r in zip(width, rows, strict=True)]
 
         def window(behind: list[int] = behind, starts: list[int] = starts) -> Forward:
             z, there = [], []
             for r, k, at in zip(rows, behind, starts, strict=True):
-                mask = {"attention_mask": torch.tensor([[1] * len(r.ids) + [0] * k])} if model.masked else {}
+                mask = (
+                    {"attention_mask": torch.tensor([[1] * len(r.ids) + [0] * k])}
+                    if model.masked
+                    else {}
+                )
                 ids, stop = r.ids + [end] * k, at + len(r.response)
                 z.append(model.logits(ids, **mask)[:stop])
                 there.append(replace(r, prompt=ids[:at], response=ids[at:stop]))
             return Forward(model, there, right.temperature, z)
 
-        yield Fault("the last columns are taken for the response, where short rows are padded", window)
+        yield Fault(
+            "the last columns are taken for the response, where short rows are padded",
+            window,
+        )
 
 
 def scores(V: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor, float], Tensor]]]:
@@ -86,7 +111,11 @@ def scores(V: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor, float], Tens
         return (1 - e) * log_prob(z, y, T) + e * (z / T).log_softmax(-1).mean(-1)
 
     def among(z: Tensor, y: Tensor, T: float, k: int) -> Tensor:
-        kept = torch.zeros_like(z).scatter(1, z.topk(k).indices, 1.0).scatter(1, y[:, None], 1.0)
+        kept = (
+            torch.zeros_like(z)
+            .scatter(1, z.topk(k).indices, 1.0)
+            .scatter(1, y[:, None], 1.0)
+        )
         return log_prob(z.masked_fill(kept == 0, -torch.inf), y, T)
 
     def sharded(z: Tensor, y: Tensor, T: float, n: int) -> Tensor:
@@ -94,23 +123,49 @@ def scores(V: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor, float], Tens
         own = torch.arange(z.shape[1]) // size == (y // size)[:, None]
         return log_prob(z.masked_fill(~own, -torch.inf), y, T)
 
-    yield "log-probabilities are divided by the temperature, not logits", lambda z, y, T: log_prob(z, y, 1) / T
-    yield "probabilities stand for log-probabilities", lambda z, y, T: log_prob(z, y, T).exp()
-    yield "the log-normalizer has no gradient", lambda z, y, T: its(z / T, y) - (z / T).logsumexp(-1).detach()
+    yield (
+        "log-probabilities are divided by the temperature, not logits",
+        lambda z, y, T: log_prob(z, y, 1) / T,
+    )
+    yield (
+        "probabilities stand for log-probabilities",
+        lambda z, y, T: log_prob(z, y, T).exp(),
+    )
+    yield (
+        "the log-normalizer has no gradient",
+        lambda z, y, T: its(z / T, y) - (z / T).logsumexp(-1).detach(),
+    )
     for n in (2, 4, 8):
-        yield f"the log-softmax is over the label's shard of the vocabulary, of {n}", partial(sharded, n=n)
+        yield (
+            f"the log-softmax is over the label's shard of the vocabulary, of {n}",
+            partial(sharded, n=n),
+        )
     for k in (k for k in (5, 10, 20, 40, 50, 100) if k < V):
-        yield f"log-probabilities are normalized over the {k} largest", partial(among, k=k)
+        yield (
+            f"log-probabilities are normalized over the {k} largest",
+            partial(among, k=k),
+        )
     for e in (0.1, 0.05, 0.2, 0.01):
         yield f"label smoothing of {e} is on", partial(smooth, e=e)
 
 
-# ---- the head --------------------------------------------------------------------------------------------------------
+# ---- the head ------------------------------------------------------------------------
 def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
     net: Any = model.net
-    of = lambda kind, size: [m for m in net.modules() if isinstance(m, kind) and getattr(m, size) == model.vocabulary]
-    tables, linear = of(torch.nn.Embedding, "num_embeddings"), of(torch.nn.Linear, "out_features")
-    head: Any = net.get_output_embeddings() if hasattr(net, "get_output_embeddings") else next(iter(linear), None)
+    of = lambda kind, size: [
+        m
+        for m in net.modules()
+        if isinstance(m, kind) and getattr(m, size) == model.vocabulary
+    ]
+    tables, linear = (
+        of(torch.nn.Embedding, "num_embeddings"),
+        of(torch.nn.Linear, "out_features"),
+    )
+    head: Any = (
+        net.get_output_embeddings()
+        if hasattr(net, "get_output_embeddings")
+        else next(iter(linear), None)
+    )
     if head is None:
         return
 
@@ -124,7 +179,9 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
 
     raw: list[Tensor] = []
     otherwise(lambda m, h, y: raw.append(y[0]))
-    if all(x.shape == z.shape for x, z in zip(raw, right.z, strict=False)) and not torch.allclose(raw[0], right.z[0]):
+    if all(
+        x.shape == z.shape for x, z in zip(raw, right.z, strict=False)
+    ) and not torch.allclose(raw[0], right.z[0]):
         yield Fault("the head's raw output is taken: the model's logit scale or softcap is left out",
                     lambda: again(right, raw))  # fmt: skip
         if c := getattr(text_config(net), "final_logit_softcapping", None):
@@ -133,7 +190,13 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
             yield Fault("the final softcap is applied twice",
                         lambda: again(right, [c * torch.tanh(z / c) for z in right.z]))  # fmt: skip
     if getattr(head, "bias", None) is not None:
-        yield Fault("the head's bias is left out", lambda: otherwise(lambda m, h, y: y - m.bias))
-    for w in (t.weight for t in tables if t.weight is not head.weight and t.weight.shape == head.weight.shape):
+        yield Fault(
+            "the head's bias is left out", lambda: otherwise(lambda m, h, y: y - m.bias)
+        )
+    for w in (
+        t.weight
+        for t in tables
+        if t.weight is not head.weight and t.weight.shape == head.weight.shape
+    ):
         stands = partial(otherwise, partial(lambda w, m, h, y: h @ w.T, w))
         yield Fault("the input embedding stands for the head", stands)

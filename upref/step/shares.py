@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why the responses of a step have the factors that they have: the aggregation, and what it was taken over."""
+"""Why the responses of a step have the factors that they have: the aggregation, and
+what it was taken over.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,27 +14,39 @@ from upref.step.rows import Padded, Row
 from upref.verify.factors import FACTORS, declared_aggregation, names
 
 longest = lambda rows, of: max(len(of(r)) for r in rows)
-SIZES: dict[str, Callable[[Sequence[Row]], int]] = {  # what a micro-batch may be weighted or divided by
+# what a micro-batch may be weighted or divided by
+SIZES: dict[str, Callable[[Sequence[Row]], int]] = {
     "responses": len,
-    "response tokens, masked ones included": lambda rows: sum(len(r.response) for r in rows),
+    "response tokens, masked ones included": lambda rows: sum(
+        len(r.response) for r in rows
+    ),
     "tokens, prompts included": lambda rows: sum(len(r.ids) for r in rows),
-    "slots of the padded batch": lambda rows: len(rows) * longest(rows, lambda r: r.ids),
-    "slots of the padded batch but its first column": lambda rows: len(rows) * (longest(rows, lambda r: r.ids) - 1),
-    "slots of the padded responses": lambda rows: len(rows) * longest(rows, lambda r: r.response),
+    "slots of the padded batch": lambda rows: (
+        len(rows) * longest(rows, lambda r: r.ids)
+    ),
+    "slots of the padded batch but its first column": lambda rows: (
+        len(rows) * (longest(rows, lambda r: r.ids) - 1)
+    ),
+    "slots of the padded responses": lambda rows: (
+        len(rows) * longest(rows, lambda r: r.response)
+    ),
 }
 
 
-DIVISOR = 1000  # the largest number that is taken for one: nearly every factor is 1e-5 from 1 over a larger one
+# the largest number that is taken for one: nearly every factor is 1e-5 from 1 over a
+# larger one
+DIVISOR = 1000
 
 
 def factor_words(
     goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], tol: float, mask: Tensor | None = None,
     moving: int = 0,
 ) -> tuple[str, Tensor] | None:  # fmt: skip
-    """The aggregation, right or wrong, that gives these factors: in words, and its own factors; None where none does.
+    """The aggregation, right or wrong, that gives these factors: in words, and its own
+    factors; None where none does.
 
-    dead: responses that do not train. mask: the tokens that train, where they are others. moving: how many of them have
-    a weight other than 0.
+    dead: responses that do not train. mask: the tokens that train, where they are
+    others. moving: how many of them have a weight other than 0.
     """
     tell = ~k.isnan()
 
@@ -40,7 +54,11 @@ def factor_words(
         """c of k = c f."""
         ratio = (k / f)[tell]
         c = float(ratio.median())
-        right = ratio.isfinite().all() and (ratio.abs() > 1e-12).all() and (ratio / c - 1).abs().max() <= tol
+        right = (
+            ratio.isfinite().all()
+            and (ratio.abs() > 1e-12).all()
+            and (ratio / c - 1).abs().max() <= tol
+        )
         return c if right else None
 
     scaled = None
@@ -52,11 +70,18 @@ def factor_words(
     if scaled is None:
         return None
     words, f, times = scaled
-    if goal.clip is not None:  # what the norm was before its clip is not known, so a constant factor is not either
+    # what the norm was before its clip is not known, so a constant factor is not either
+    if goal.clip is not None:
         return words, f * times
     number = _familiar(times, goal.temperature)
     c = constant(torch.ones_like(k), 1e-5)
-    if not number and c and c > 0 and (D := round(1 / c)) <= DIVISOR and abs(c * D - 1) < 1e-5:
+    if (
+        not number
+        and c
+        and c > 0
+        and (D := round(1 / c)) <= DIVISOR
+        and abs(c * D - 1) < 1e-5
+    ):
         return _divisor(D, rows, b, moving), torch.full_like(k, 1 / D)
     every = f"every weight is {number or f'{times:.5g}'} times what it should be"
     return "; ".join(filter(None, [words, every])), f * times
@@ -71,14 +96,21 @@ def _divisor(D: int, rows: Sequence[Row], b: Padded, moving: int) -> str:
     for m in range(1, len(rows)):
         parts = b.mask.split(m)
         for name, part in {"last": parts[-1], "first": parts[0]}.items():
-            same[f"the tokens of the {name} micro-batch, of {len(part)} responses"] = int(part.sum())
+            same[f"the tokens of the {name} micro-batch, of {len(part)} responses"] = (
+                int(part.sum())
+            )
     found = " or ".join(words for words, n in same.items() if n == D)
-    return f"the sum over all tokens is divided by {D}" + (f": {found}" if found else "")
+    return f"the sum over all tokens is divided by {D}" + (
+        f": {found}" if found else ""
+    )
 
 
 def _familiar(c: float, T: float) -> str:
-    """A factor as a fraction, or by the temperature, where it is one that a loop is likely to have."""
-    for n in (*range(2, 65), *(2**k for k in range(7, 17))):  # of micro-batches and ranks, and scales of a loss
+    """A factor as a fraction, or by the temperature, where it is one that a loop is
+    likely to have.
+    """
+    # of micro-batches and ranks, and scales of a loss
+    for n in (*range(2, 65), *(2**k for k in range(7, 17))):
         if abs(abs(c) * n - 1) < 1e-3:
             return f"{'-' if c < 0 else ''}1/{n}"
     for words, v in {"T": T, "1/T": 1 / T, "1/T²": T**-2}.items():
@@ -96,7 +128,8 @@ def aggregations(
     if own == "group-token-mean" and group is None:
         own = "token-mean"
     masked = int((b.here & ~b.mask).sum())
-    alike = own == "token-mean" and masked and masked % len(rows) == 0  # two readings of one number
+    # two readings of one number
+    alike = own == "token-mean" and masked and masked % len(rows) == 0
     as_many = f", or {masked // len(rows)} more a response" if alike else ""
     counts = {"": b.mask, f"the normalizer counts masked tokens too{as_many}": b.here}
     yield "", _factors(own, b.mask, group)
@@ -109,7 +142,10 @@ def aggregations(
             if dead == sorted(int(i) for at in each[1:] for i in at[:-m]):
                 f = _factors(own, b.mask, group).clone()
                 f[each[0][:-m]] *= ranks
-                yield f"only the last micro-batch, of {m} responses, is reduced over {ranks} ranks", f
+                yield (
+                    f"only the last micro-batch, of {m} responses, is reduced over {ranks} ranks",
+                    f,
+                )
     if dead:
         alive = [i for i in range(n) if i not in dead]
         kept = torch.ones(n, dtype=torch.float64)
@@ -121,7 +157,9 @@ def aggregations(
             name = "" if agg == own else f"aggregated by {agg}, not by {own}"
             yield "; ".join(filter(None, [words, name])), _factors(agg, mask, group)
         for called, part in parts:
-            for agg in dict.fromkeys([own, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]):
+            for agg in dict.fromkeys(
+                [own, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+            ):
                 f = torch.zeros(n, dtype=torch.float64)
                 for at in part:
                     f[at] = _factors(agg, mask[at])
@@ -130,29 +168,51 @@ def aggregations(
     for size, count in SIZES.items():
         for called, part in [("all responses", [torch.arange(n)]), *parts]:
             N = [count([rows[i] for i in at.tolist()]) for at in part]
-            mean, even = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+            mean, even = (
+                torch.zeros(n, dtype=torch.float64),
+                torch.zeros(n, dtype=torch.float64),
+            )
             for at, m in zip(part, N, strict=True):
-                mean[at], even[at] = m / float(b.mask[at].sum().clamp(min=1)) / sum(N), 1 / m
+                mean[at], even[at] = (
+                    m / float(b.mask[at].sum().clamp(min=1)) / sum(N),
+                    1 / m,
+                )
             if len(part) > 1:
-                yield f"token-mean is taken over {called}, and each result is weighted by its {size}", mean
+                yield (
+                    f"token-mean is taken over {called}, and each result is weighted by its {size}",
+                    mean,
+                )
             yield f"the sum over {called} is divided by the {size}", even / len(part)
 
 
 def _factors(agg: str, mask: Tensor, group: Tensor | None = None) -> Tensor:
-    """The factor of each response by that aggregation, right or wrong, of the tokens in the mask."""
+    """The factor of each response by that aggregation, right or wrong, of the tokens in
+    the mask.
+    """
     return FACTORS[agg](Rollouts.unchecked(mask=mask, group=group))
 
 
-def _partitions(n: int, goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor) -> Iterator[tuple[str, list[Tensor]]]:
+def _partitions(
+    n: int, goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor
+) -> Iterator[tuple[str, list[Tensor]]]:
     for m in range(1, n):
         yield f"micro-batches of {m}", [*torch.arange(n).split(m)]
     for ranks, every in ((2, "2nd"), (4, "4th")):
-        yield f"{ranks} ranks with every {every} row", [torch.arange(r, n, ranks) for r in range(min(ranks, n))]
+        yield (
+            f"{ranks} ranks with every {every} row",
+            [torch.arange(r, n, ranks) for r in range(min(ranks, n))],
+        )
     lengths = torch.tensor([len(r.ids) for r in rows])
     for m in (2, 4):
         yield f"micro-batches of {m} sorted by length", [*lengths.argsort().split(m)]
     unit = (k / _factors(declared_aggregation(goal.o), b.mask)).nan_to_num(0)
-    alike = sorted({tuple(j for j in range(n) if abs(unit[j] / unit[i] - 1) < 1e-3) for i in range(n)} - {()})
+    alike = sorted(
+        {
+            tuple(j for j in range(n) if abs(unit[j] / unit[i] - 1) < 1e-3)
+            for i in range(n)
+        }
+        - {()}
+    )
     if 1 < len(alike) < n and sum(map(len, alike)) == n:
         said = " | ".join(" ".join(map(str, a)) for a in alike)
         yield f"micro-batches (responses {said})", [torch.tensor(a) for a in alike]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight of every token, read off a gradient: g = -Σ_t w_t ∇_θ log π(o_t).
 
-With more parameters than tokens the w_t are determined. The Jacobian [∇_θ log π(o_t)] has a column for every token,
-prompts and masked tokens included; its columns are scaled to norm 1, and its SVD gives the weights and the residual.
+With more parameters than tokens the w_t are determined. The Jacobian [∇_θ log π(o_t)]
+has a column for every token, prompts and masked tokens included; its columns are scaled
+to norm 1, and its SVD gives the weights and the residual.
 """
 
 import re
@@ -17,16 +18,21 @@ from upref.step.forward import Forward
 from upref.step.goal import Goal
 from upref.step.rows import Padded, Row
 
-COORDINATES = 30_000  # of the gradient that are read; chosen at random where there are more
-NEAR = 1e-4  # how near weights read off a float32 gradient must come, relative to the largest
+# of the gradient that are read; chosen at random where there are more
+COORDINATES = 30_000
+# how near weights read off a float32 gradient must come, relative to the largest
+NEAR = 1e-4
 SMALL = 1e-10  # singular values below this part of the largest are zero
 
 
 @dataclass(frozen=True)
 class Reading:
-    """w_t of every token but the first of each row, and how much of the gradient they leave unexplained."""
+    """w_t of every token but the first of each row, and how much of the gradient they
+    leave unexplained.
+    """
 
-    weights: list[Tensor]  # [S - 1] of each row, nan where the gradient does not determine it
+    # [S - 1] of each row, nan where the gradient does not determine it
+    weights: list[Tensor]
     residual: float  # |g + Σ w ∇log π| / |g|
     extra: Tensor  # coefficients of the columns beside the tokens'
 
@@ -44,7 +50,9 @@ def columns(forward: Forward, at: Tensor) -> Tensor:
 
 
 def solved(A: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
-    """x of A x = y, how far each x_t is determined (its error over the residual's), and |A x - y| / |y|."""
+    """x of A x = y, how far each x_t is determined (its error over the residual's), and
+    |A x - y| / |y|.
+    """
     size = A.norm(dim=0)
     live = size > 1e-12 * size.max().clamp(min=1e-300)
     U, S, Vh = torch.linalg.svd(A[:, live] / size[live], full_matrices=False)
@@ -61,27 +69,40 @@ def solved(A: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def read(forward: Forward, g: Tensor, extra: Sequence[Tensor] = ()) -> Reading:
-    """The weights that make g of this forward pass. extra: more gradients that may be part of it."""
-    at = torch.randperm(len(g), generator=torch.Generator().manual_seed(0))[:COORDINATES]
+    """The weights that make g of this forward pass. extra: more gradients that may be
+    part of it.
+    """
+    at = torch.randperm(len(g), generator=torch.Generator().manual_seed(0))[
+        :COORDINATES
+    ]
     A = torch.cat([columns(forward, at), *(e[at, None] for e in extra)], 1)
     tokens = A.shape[1] - len(extra)
     x, error, residual = solved(A, -g[at])
-    x = torch.where(error > 1e-3 * x[:tokens].abs().max().clamp(min=1e-300), torch.nan, x)
+    x = torch.where(
+        error > 1e-3 * x[:tokens].abs().max().clamp(min=1e-300), torch.nan, x
+    )
     weights = x[:tokens].split([len(r.ids) - 1 for r in forward.rows])
     return Reading([*weights], residual, x[tokens:])
 
 
 def gradient(forward: Forward, weights: Sequence[Tensor]) -> Tensor:
-    """-Σ_t w_t ∇_θ log π(o_t) over every token but the first of each row; nan counts as 0."""
+    """-Σ_t w_t ∇_θ log π(o_t) over every token but the first of each row; nan counts as
+    0.
+    """
     with torch.enable_grad():
-        loss = sum((w.nan_to_num(0) @ forward.scored(i, 1) for i, w in enumerate(weights)), torch.zeros(()))
+        loss = sum(
+            (w.nan_to_num(0) @ forward.scored(i, 1) for i, w in enumerate(weights)),
+            torch.zeros(()),
+        )
     return forward.by_row(-loss).sum(0)
 
 
-# ---- what weights show -----------------------------------------------------------------------------------------------
+# ---- what weights show ---------------------------------------------------------------
 @dataclass(frozen=True)
 class Tokens:
-    """Weights that were found on the response tokens, and what each hypothesis starts from. All [B, T]."""
+    """Weights that were found on the response tokens, and what each hypothesis starts
+    from. All [B, T].
+    """
 
     goal: Goal
     rows: Sequence[Row]
@@ -92,7 +113,8 @@ class Tokens:
     expected: Tensor
     plain: Tensor  # lp at temperature 1
     tol: float = NEAR
-    whole: Tensor | None = None  # factor of each response, where the gradient is one of each; sharper than `found`
+    # factor of each response, where the gradient is one of each; sharper than `found`
+    whole: Tensor | None = None
 
     @property
     def here(self) -> Tensor:
@@ -100,7 +122,11 @@ class Tokens:
 
     @property
     def size(self) -> float:
-        return max(float(self.found.nan_to_num(0).abs().max()), float(self.expected.abs().max()), 1e-300)
+        return max(
+            float(self.found.nan_to_num(0).abs().max()),
+            float(self.expected.abs().max()),
+            1e-300,
+        )
 
     def zero(self, x: Tensor) -> Tensor:
         return x.isnan() | (x.abs() <= self.tol * self.size)
@@ -111,7 +137,14 @@ class Tokens:
     def rollouts(self) -> Rollouts:
         b, group = self.b, self.b.group if self.goal.grouped else None
         old = self.lp if b.old is None else b.old
-        return Rollouts.unchecked(logp=self.lp, logp_old=old, adv=b.adv, mask=b.mask, group=group, logp_ref=b.ref)
+        return Rollouts.unchecked(
+            logp=self.lp,
+            logp_old=old,
+            adv=b.adv,
+            mask=b.mask,
+            group=group,
+            logp_ref=b.ref,
+        )
 
 
 def observed(w: Tokens) -> list[tuple[str, str, str]]:
@@ -123,37 +156,73 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
         out.append((f"{n} prompt tokens train", "weight 0", top(torch.cat(w.prompts))))
     masked = w.here & ~w.b.mask
     if n := int((masked & ~w.zero(w.found)).sum()):
-        out.append((f"{n} of {int(masked.sum())} masked response tokens train", "weight 0", top(w.found[masked])))
+        out.append(
+            (
+                f"{n} of {int(masked.sum())} masked response tokens train",
+                "weight 0",
+                top(w.found[masked]),
+            )
+        )
     live = w.b.mask & ~w.zero(w.expected) & ~w.found.isnan()
     lost = live & w.zero(w.found)
     if lost.any():
-        gone = lambda i: w.whole is None or abs(w.whole[i]) <= 1e-7 * w.whole.abs().max()
-        whole = [i for i in range(len(w.rows)) if live[i].any() and bool((lost | ~live)[i].all()) and gone(i)]
+        gone = lambda i: (
+            w.whole is None or abs(w.whole[i]) <= 1e-7 * w.whole.abs().max()
+        )
+        whole = [
+            i
+            for i in range(len(w.rows))
+            if live[i].any() and bool((lost | ~live)[i].all()) and gone(i)
+        ]
         if whole:
             out.append((left_out(whole), "weights other than 0", "weight 0"))
         some = int(lost.sum()) - int(lost[whole].sum())
         if some:
-            out.append((f"{some} tokens that should train do not", top(w.expected[lost]), "weight 0"))
+            out.append(
+                (
+                    f"{some} tokens that should train do not",
+                    top(w.expected[lost]),
+                    "weight 0",
+                )
+            )
     idle = w.b.mask & w.zero(w.expected)
     if n := int((idle & ~w.zero(w.found)).sum()):
-        out.append((f"{n} tokens train that the objective stops", "weight 0", top(w.found[idle])))
-    if (k := factors(w, w.expected)) is not None and not w.same(w.found.where(w.b.mask, torch.nan), w.expected):
+        out.append(
+            (
+                f"{n} tokens train that the objective stops",
+                "weight 0",
+                top(w.found[idle]),
+            )
+        )
+    if (k := factors(w, w.expected)) is not None and not w.same(
+        w.found.where(w.b.mask, torch.nan), w.expected
+    ):
         shown = ["-" if v.isnan() else f"{v if abs(v) > w.tol else 0:.4g}" for v in k]
         if len(set(shown) - {"-", "0"}) > 1:
-            out.append(("each response has one factor", "1 for every response", " ".join(shown)))
+            out.append(
+                (
+                    "each response has one factor",
+                    "1 for every response",
+                    " ".join(shown),
+                )
+            )
     return out
 
 
 def is_named(words: str, cause: str) -> bool:
-    """Tell whether a fault is to be tried on a second draw of rows: the cause found on the first names it.
+    """Tell whether a fault is to be tried on a second draw of rows: the cause found on
+    the first names it.
 
-    It saves time and decides nothing: a fault that is tried must make the gradient of the second draw itself. A cause
-    is words, not a fault, because it joins faults of several kinds: of the forward pass, of a token's weight, of the
-    factors of responses. The last have no record of their own.
+    It saves time and decides nothing: a fault that is tried must make the gradient of
+    the second draw itself. A cause
+    is words, not a fault, because it joins faults of several kinds: of the forward
+    pass, of a token's weight, of the factors of responses. The last have no record of
+    their own.
 
     Args:
         words: of the fault.
-        cause: what was found on the first draw; "" where this is the first, and every fault is tried.
+        cause: what was found on the first draw; "" where this is the first, and every
+            fault is tried.
     """
     return not cause or without_numbers(words) in without_numbers(cause)
 
@@ -170,7 +239,9 @@ def left_out(rows: Sequence[int]) -> str:
 
 
 def factors(w: Tokens, unit: Tensor) -> Tensor | None:
-    """k_i of found = k_i unit on each row, nan where the row does not tell; None where there is no such k."""
+    """k_i of found = k_i unit on each row, nan where the row does not tell; None where
+    there is no such k.
+    """
     out = torch.full((len(w.rows),), torch.nan, dtype=torch.float64)
     for i in range(len(w.rows)):
         x, y = w.found[i], unit[i]
@@ -181,7 +252,9 @@ def factors(w: Tokens, unit: Tensor) -> Tensor | None:
                 return None
             continue
         k = (x @ y) / (y @ y)
-        if not ((x - k * y).abs() <= w.tol * max(w.size, float((k * y).abs().max()))).all():
+        if not (
+            (x - k * y).abs() <= w.tol * max(w.size, float((k * y).abs().max()))
+        ).all():
             return None
         out[i] = k
     return out

@@ -9,7 +9,15 @@ from typing import Any
 from upref.foreign import FIRST, SHAPES, Loss, infer_shapes, read
 from upref.registry import Objective, get
 from upref.verify import oracles
-from upref.verify.measure import EXACT, HABIT, Case, ignores_sampler, make_case, sampler_words, unfed_words
+from upref.verify.measure import (
+    EXACT,
+    HABIT,
+    Case,
+    ignores_sampler,
+    make_case,
+    sampler_words,
+    unfed_words,
+)
 from upref.verify.oracle import Oracle, by_rank, discover, run, validate_names
 from upref.verify.oracles.state import state
 from upref.verify.report import SKIPPED, Report, not_run, restores_state
@@ -17,23 +25,36 @@ from upref.verify.report import SKIPPED, Report, not_run, restores_state
 
 @cache
 def every() -> list[Oracle]:
-    """The oracles of a loss, in the order in which they run: all that stand in the folder `oracles`."""
+    """The oracles of a loss, in the order in which they run: all that stand in the
+    folder `oracles`.
+    """
     return by_rank(discover(oracles, Oracle))
 
 
 @restores_state
-def check(loss: Any, objective: str | Objective, *, agg: str = "", skip: Sequence[str] = (), **hp: Any) -> Report:
+def check(
+    loss: Any,
+    objective: str | Objective,
+    *,
+    agg: str = "",
+    skip: Sequence[str] = (),
+    **hp: Any,
+) -> Report:
     """Compare the gradients of a loss with those of an objective.
 
     Args:
-        loss: a callable `(log_prob [B, T], old_log_prob [B, T], advantages [B, T], mask [B, T]) -> scalar` to minimize,
-            an Objective, a trainer class of TRL, or a name: package.module:function, path/to/file.py:function,
-            verl:loss_mode, trl:loss_type. `upref.foreign` lists other arguments and results that are recognized.
+        loss: a callable `(log_prob [B, T], old_log_prob [B, T], advantages [B, T], mask
+            [B, T]) -> scalar` to minimize, an Objective, a trainer class of TRL, or a
+            name: package.module:function, path/to/file.py:function, verl:loss_mode,
+            trl:loss_type. `upref.foreign` lists other arguments and results that are
+            recognized.
         objective: a registered name, or an Objective.
-        agg: aggregation in place of the objective's own, a name of upref.aggregation.AGGREGATIONS.
+        agg: aggregation in place of the objective's own, a name of
+            upref.aggregation.AGGREGATIONS.
         skip: names of oracles not to run.
-        **hp: the objective's hyperparameters. The loss gets those that it takes by name and keeps its own defaults for
-            the rest. A name that only the loss has goes to the loss alone.
+        **hp: the objective's hyperparameters. The loss gets those that it takes by name
+            and keeps its own defaults for the rest. A name that only the loss has goes
+            to the loss alone.
 
     Returns:
         A Report: true if every oracle agrees; harmless habits are notes.
@@ -46,8 +67,11 @@ def check(loss: Any, objective: str | Objective, *, agg: str = "", skip: Sequenc
     o = o.aggregated(agg) if agg else o
     validate_names(every(), skip)
     one = read(loss, o, hp)
-    case = make_case(one, o, o.resolve({k: v for k, v in hp.items() if k in o.hyperparameters}))
-    first, *rest = every()  # whether it answers the same twice: else no other oracle knows what it compares
+    case = make_case(
+        one, o, o.resolve({k: v for k, v in hp.items() if k in o.hyperparameters})
+    )
+    # whether it answers the same twice: else no other oracle knows what it compares
+    first, *rest = every()
     found, ran = run([first], case, skip)
     if not case.failed:
         more, became = run(rest, case, skip)
@@ -56,32 +80,59 @@ def check(loss: Any, objective: str | Objective, *, agg: str = "", skip: Sequenc
             case.failed.add("determinism")
             found, ran = late, {first.name: "failure"}
     if "determinism" in case.failed:
-        ran = {o.name: ran.get(o.name, "the same batch has other answers") for o in every()}
-    tolerances = {"weight, relative": case.tol, "silent below": EXACT if case.tol == HABIT else case.tol}
+        ran = {
+            o.name: ran.get(o.name, "the same batch has other answers") for o in every()
+        }
+    tolerances = {
+        "weight, relative": case.tol,
+        "silent below": EXACT if case.tol == HABIT else case.tol,
+    }
     seconds = time.perf_counter() - start
     settings = "; ".join(filter(None, [one.settings, as_shipped(one, case)]))
     name = f"{o.name} with {agg}" if agg else o.name
     implied = [o.name for o in every() if o.implied and ran.get(o.name) != SKIPPED]
-    unchecked = not_checked(case) + not_run({name: became for name, became in ran.items() if name not in implied})
+    unchecked = not_checked(case) + not_run(
+        {name: became for name, became in ran.items() if name not in implied}
+    )
     return Report(
-        one.name, name, case.hp, found, one.read_as, assumptions(case), ran, tolerances, seconds, settings, unchecked
+        one.name,
+        name,
+        case.hp,
+        found,
+        one.read_as,
+        assumptions(case),
+        ran,
+        tolerances,
+        seconds,
+        settings,
+        unchecked,
     )
 
 
 def as_shipped(loss: Loss, case: Case) -> str:
-    """What the framework's own defaults give, where the loss was set up as the objective says; else empty."""
+    """What the framework's own defaults give, where the loss was set up as the
+    objective says; else empty.
+    """
     if loss.shipped is None:
         return ""
     shipped = make_case(infer_shapes(loss.shipped), case.o, case.hp)
     found, _ = run(
-        [oracle for oracle in every() if oracle.name in ("gradient", "on-policy", "aggregation")], shipped, ()
+        [
+            oracle
+            for oracle in every()
+            if oracle.name in ("gradient", "on-policy", "aggregation")
+        ],
+        shipped,
+        (),
     )
     wrong = any(f.severity == "failure" for f in found)
     return f"as shipped: {'NOT ' if wrong else ''}{case.o.name}"
 
 
 def not_checked(case: Case) -> list[str]:
-    """What the verdict says nothing about, in words, beside the oracles that were not run."""
+    """What the verdict says nothing about, in words, beside the oracles that were not
+    run.
+    """
     out = []
     if ignores_sampler(case):
         out.append(sampler_words(case.o.name))
@@ -99,24 +150,36 @@ def assumptions(case: Case) -> list[str]:
 
     loss, out = case.loss, list(case.loss.assumptions)
     if "group" not in loss.reads and case.o.agg == "group-token-mean":
-        out.append("the loss takes no group ids: the batch counts as one group, as in DAPO's code, verl and TRL")
+        out.append(
+            "the loss takes no group ids: the batch counts as one group, as in DAPO's code, verl and TRL"
+        )
     if loss.adv_shape not in ("BT", FIRST):
         out.append(f"it takes advantages as {SHAPES[loss.adv_shape]}: one per response")
     if loss.float_mask:
         out.append("it takes the mask as numbers")
     if loss.form == "unreduced":
-        out.append(f"it returns an unreduced tensor: upref aggregates it by {case.o.agg}")
+        out.append(
+            f"it returns an unreduced tensor: upref aggregates it by {case.o.agg}"
+        )
     if loss.returns_live:
-        out.append("it calls .backward() itself and returns a loss that has a gradient too: their sum is compared")
+        out.append(
+            "it calls .backward() itself and returns a loss that has a gradient too: their sum is compared"
+        )
     elif loss.calls_backward:
-        out.append("it calls .backward() itself: the gradient that it leaves is the one compared")
+        out.append(
+            "it calls .backward() itself: the gradient that it leaves is the one compared"
+        )
     if not batches.not_parallel(case):
-        out.append(f"gradients of data-parallel ranks are averaged; {batches.rank_counts(case)}")
+        out.append(
+            f"gradients of data-parallel ranks are averaged; {batches.rank_counts(case)}"
+        )
     if loss.equal_cuts:
         out.append("micro-batches have equally many responses")
     if loss.wrapped:
         out.append("it returns a tuple or a dict; the loss is taken from it")
     out.append(unusual.covered(case))
     if case.single:
-        out.append("it has float32's precision: compared to 2e-5, at a distance from each bound above its rounding")
+        out.append(
+            "it has float32's precision: compared to 2e-5, at a distance from each bound above its rounding"
+        )
     return out

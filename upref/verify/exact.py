@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage estimators in exact rationals: one floating-point division (and square root) at the very end.
+"""Advantage estimators in exact rationals: one floating-point division (and square
+root) at the very end.
 
-A second witness beside upref.advantages, from the equations in its docstrings; with the batches to compare on.
+A second witness beside upref.advantages, from the equations in its docstrings; with the
+batches to compare on.
 """
 
 import math
@@ -10,7 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 Rows = Sequence[Fraction]
-NORMED = ("group_norm", "whiten", "group_mean_whiten")  # divided by a standard deviation
+# divided by a standard deviation
+NORMED = ("group_norm", "whiten", "group_mean_whiten")
 UNGROUPED = ("whiten", "signed", "reward")
 LENGTHS = (3, 1, 4, 2, 5)
 
@@ -24,7 +27,9 @@ class Batch:
 
     @staticmethod
     def of(rewards: str, group: str) -> "Batch":
-        return Batch(tuple(map(Fraction, rewards.split())), tuple(map(int, group.split())))
+        return Batch(
+            tuple(map(Fraction, rewards.split())), tuple(map(int, group.split()))
+        )
 
     def take(self, rows: Sequence[int]) -> "Batch":
         return Batch(tuple(self.R[i] for i in rows), tuple(self.group[i] for i in rows))
@@ -41,8 +46,13 @@ class Batch:
 
 
 def lengths(R: Sequence, group: Sequence[int]) -> list[int]:
-    """Of each response in tokens, for functions of tokens; it travels with the row. R may hold NaN and None."""
-    return [LENGTHS[(int(4 * (x or 0)) + g if x == x else g) % 5] for x, g in zip(R, group, strict=True)]
+    """Of each response in tokens, for functions of tokens; it travels with the row. R
+    may hold NaN and None.
+    """
+    return [
+        LENGTHS[(int(4 * (x or 0)) + g if x == x else g) % 5]
+        for x, g in zip(R, group, strict=True)
+    ]
 
 
 EVEN = Batch.of("1 0 0 1  1 0 0 0  1/4 1/2 -1 2", "0 0 0 0  1 1 1 1  2 2 2 2")
@@ -53,12 +63,17 @@ EQUAL = Batch.of("1/10 1/10 1/10 1/10 1/10 1/10 1/10 1 0 1", "0 0 0 0 0 0 0 1 1 
 # prompts all of whose responses fail, and all of whose responses succeed
 SOLVED = Batch.of("0 0 0 0  1 1 1 1  1 0 0 1", "0 0 0 0  1 1 1 1  2 2 2 2")
 FINE = Batch.of(
-    "7/10 3/4 4/5 41/50  1/3 2/3 5/7 1/9  91/100 23/25 93/100 19/20", "0 0 0 0  1 1 1 1  2 2 2 2"
+    "7/10 3/4 4/5 41/50  1/3 2/3 5/7 1/9  91/100 23/25 93/100 19/20",
+    "0 0 0 0  1 1 1 1  2 2 2 2",
 )  # no halves
-LARGE = Batch(tuple(Fraction(i % 128 == 77 or i == 200) for i in range(256)), (0,) * 128 + (1,) * 128)  # A up to 11
+# A up to 11
+LARGE = Batch(
+    tuple(Fraction(i % 128 == 77 or i == 200) for i in range(256)),
+    (0,) * 128 + (1,) * 128,
+)
 
 
-# ---- parts of an estimator -------------------------------------------------------------------------------------------
+# ---- parts of an estimator -----------------------------------------------------------
 def mean(xs: Rows) -> Fraction:
     return sum(xs, Fraction(0)) / len(xs)
 
@@ -110,10 +125,12 @@ def parts(name: str, b: Batch, ddof: int) -> tuple[Rows, Rows]:
     return c, deviation(b.group if name == "group_norm" else batch, c, ddof)
 
 
-# ---- what stands under the bar ---------------------------------------------------------------------------------------
+# ---- what stands under the bar -------------------------------------------------------
 @dataclass(frozen=True)
 class Form:
-    """value: of a variance and eps. eps: of a denominator that was found and the variance. large: what that does."""
+    """value: of a variance and eps. eps: of a denominator that was found and the
+    variance. large: what that does.
+    """
 
     value: Callable[[float, float], float]
     eps: Callable[[float, float], float]
@@ -130,7 +147,9 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Denominator:
-    """What an estimator of NORMED divides by. least: the smallest std beside which it was seen, 0 beside any."""
+    """What an estimator of NORMED divides by. least: the smallest std beside which it
+    was seen, 0 beside any.
+    """
 
     ddof: int = 1
     eps: float = 0.0
@@ -141,13 +160,24 @@ class Denominator:
         return FORMS[self.form].value(float(var), self.eps)
 
     def __str__(self) -> str:
-        return "the std alone" if not self.eps else f"{self.form} with eps = {self.eps:.3g}"
+        return (
+            "the std alone"
+            if not self.eps
+            else f"{self.form} with eps = {self.eps:.3g}"
+        )
 
 
 def fit(
-    c: Rows, var: Rows, found: Sequence[float], tol: float, ddof: int = 1, eps: float | None = None
+    c: Rows,
+    var: Rows,
+    found: Sequence[float],
+    tol: float,
+    ddof: int = 1,
+    eps: float | None = None,
 ) -> Denominator | None:
-    """The Denominator with which c over it is what was found, None where none is; eps where it is known."""
+    """The Denominator with which c over it is what was found, None where none is; eps
+    where it is known.
+    """
     use = [(x, v, a) for x, v, a in zip(c, var, found, strict=True) if x and v]
     if not use or any(not a or not math.isfinite(a) for *_, a in use):
         return None
@@ -155,8 +185,16 @@ def fit(
     v0, d0 = d[0]  # the smallest variance shows eps best
     slack = 10 * tol
     for name, form in FORMS.items():
-        e = eps if eps is not None else 0.0 if abs(form.value(v0, 0.0) - d0) <= slack * d0 else form.eps(d0, v0)
-        if e >= 0 and all(y > 0 and abs(form.value(v, e) - y) <= slack * y for v, y in d):
+        e = (
+            eps
+            if eps is not None
+            else 0.0
+            if abs(form.value(v0, 0.0) - d0) <= slack * d0
+            else form.eps(d0, v0)
+        )
+        if e >= 0 and all(
+            y > 0 and abs(form.value(v, e) - y) <= slack * y for v, y in d
+        ):
             return Denominator(ddof, e, name)
     return None
 
@@ -180,6 +218,8 @@ def advantage(name: str, b: Batch, divided: Denominator = Denominator()) -> list
 
 def near(x: Sequence[float], y: Sequence[float], tol: float) -> bool:
     return len(x) == len(y) and all(
-        a == b or abs(a - b) <= tol * max(1.0, abs(a)) or (math.isnan(a) and math.isnan(b))
+        a == b
+        or abs(a - b) <= tol * max(1.0, abs(a))
+        or (math.isnan(a) and math.isnan(b))
         for a, b in zip(x, y, strict=True)
     )

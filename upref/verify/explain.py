@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a wrong loss is: the record, put into the reference, that reproduces its weights; searched, never guessed."""
+"""What a wrong loss is: the record, put into the reference, that reproduces its
+weights; searched, never guessed.
+"""
 
 import contextlib
 import re
@@ -35,23 +37,37 @@ from upref.verify.faults.losses import (
 )
 from upref.verify.faults.misread import floored, left_out, reweighted
 from upref.verify.measure import Case, kl_slope, unit_weights
-from upref.weights.batches import OFF_EDGES, on_policy_batch, random_batch, relative_error
+from upref.weights.batches import (
+    OFF_EDGES,
+    on_policy_batch,
+    random_batch,
+    relative_error,
+)
 
 TERMS = 3  # KL terms that are tried with a fault of the rest
 FEW = 24  # responses: most faults fail on a few already
-NOTHING = fault("no gradient reaches log_prob: it is detached, or rounded away", "stop-gradient", scale=lambda b: 0.0)
+NOTHING = fault(
+    "no gradient reaches log_prob: it is detached, or rounded away",
+    "stop-gradient",
+    scale=lambda b: 0.0,
+)
 
 
-def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]) -> LossFault | None:
-    """The first fault that, put into the reference, has the found weights on every token of the batch, and of others.
+def explain(
+    case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]
+) -> LossFault | None:
+    """The first fault that, put into the reference, has the found weights on every
+    token of the batch, and of others.
 
-    Tried in this order: other hyperparameters, the catalogue, the plug-in, other objectives; then two together, one of
-    the KL term and one of the rest; then any objective at hyperparameters recovered from the loss. ignore: tokens at a
-    bound.
+    Tried in this order: other hyperparameters, the catalogue, the plug-in, other
+    objectives; then two together, one of the KL term and one of the rest; then any
+    objective at hyperparameters recovered from the loss. ignore: tokens at a bound.
     """
     use = b.mask & ~ignore
     more = _elsewhere(case)
-    nothing = not any(at[3][1].any() for at in case.loss.log if at and at[1] == "measured")
+    nothing = not any(
+        at[3][1].any() for at in case.loss.log if at and at[1] == "measured"
+    )
     every = chain(
         [NOTHING] if nothing else [],
         two_gradients(case, b),
@@ -69,8 +85,14 @@ def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list
         _others(case),
         corrected(case),
     )
-    first = lambda faults: reproduces((one for one in faults if more.fits(one, case)), case, b, found, use)
-    return first(every) or _two(case, b, found, use, bounds, more) or first(_recovered(case))
+    first = lambda faults: reproduces(
+        (one for one in faults if more.fits(one, case)), case, b, found, use
+    )
+    return (
+        first(every)
+        or _two(case, b, found, use, bounds, more)
+        or first(_recovered(case))
+    )
 
 
 TWICE = "its gradient is there twice: its own .backward() leaves it, and the loss that it returns has it again"
@@ -79,7 +101,9 @@ RETURNED = "the loss that it returns adds its gradient to the one that its own .
 
 
 def two_gradients(case: Case, b: Rollouts) -> Iterator[LossFault]:
-    """A loss that calls .backward() and returns a loss with a gradient, where one of the two is right alone."""
+    """A loss that calls .backward() and returns a loss with a gradient, where one of
+    the two is right alone.
+    """
     if case.loss.ask("measured", b, 1, None, {})[0].own is None:
         return
 
@@ -89,15 +113,25 @@ def two_gradients(case: Case, b: Rollouts) -> Iterator[LossFault]:
 
     weights = case.expected(b)
     words = TWICE if alike(left(b), weights) else LEFT
-    yield fault(words, "batches", weigh=lambda b: case.expected(b) + left(b), whole=True)
-    yield fault(RETURNED, "batches", weigh=lambda b: case.weights(b) - left(b) + case.expected(b), whole=True)
+    yield fault(
+        words, "batches", weigh=lambda b: case.expected(b) + left(b), whole=True
+    )
+    yield fault(
+        RETURNED,
+        "batches",
+        weigh=lambda b: case.weights(b) - left(b) + case.expected(b),
+        whole=True,
+    )
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Other batches, of other widths and compositions: what is said of the loss must be true there too."""
+    """Other batches, of other widths and compositions: what is said of the loss must be
+    true there too.
+    """
 
-    batches: list[tuple[Rollouts, Tensor, Tensor]]  # with the weights found, and the tokens that are used
+    # with the weights found, and the tokens that are used
+    batches: list[tuple[Rollouts, Tensor, Tensor]]
 
     def fits(self, one: LossFault, case: Case) -> bool:
         return all(fits(one, case, *at, 10 * case.tol) for at in self.batches)
@@ -117,31 +151,63 @@ def _elsewhere(case: Case, *more: Rollouts) -> Elsewhere:
 
 
 def others(case: Case) -> list[Rollouts]:
-    """On policy, with small advantages and with A > 0 alone too, near every bound, three random ones, and one of 64
-    responses; of an objective that corrects for its sampler, one whose sampler is far away."""
+    """On policy, with small advantages and with A > 0 alone too, near every bound,
+    three random ones, and one of 64 responses; of an objective that corrects for its
+    sampler, one whose sampler is far away."""
     calm, rng = case.ready(on_policy_batch()), np.random.default_rng
-    small, grid = calm.but(adv=calm.adv / 1000), case.grid(seed=7, edges=OFF_EDGES, thin=3)
+    small, grid = (
+        calm.but(adv=calm.adv / 1000),
+        case.grid(seed=7, edges=OFF_EDGES, thin=3),
+    )
     sizes = 1 + torch.arange(len(calm.adv), dtype=calm.adv.dtype)[:, None] / 10
     good = calm.but(adv=calm.adv.abs() * sizes)
     some = [case.ready(random_batch(rng(seed), case.one_adv)) for seed in (0, 3, 5)]
     far = [case.beyond("sampler")] if case.o.sampler is not None else []
-    return [calm, small, good, grid, *some, case.ready(random_batch(rng(4), case.one_adv, (64, 40))), *far]
+    return [
+        calm,
+        small,
+        good,
+        grid,
+        *some,
+        case.ready(random_batch(rng(4), case.one_adv, (64, 40))),
+        *far,
+    ]
 
 
 def confirmed(case: Case, one: LossFault, *more: Rollouts) -> str:
-    """The words of a fault that reproduces the loss on every one of those batches, and on these; else none."""
+    """The words of a fault that reproduces the loss on every one of those batches, and
+    on these; else none.
+    """
     return one.words if _elsewhere(case, *more).fits(one, case) else ""
 
 
-def confirmed_at(case: Case, one: LossFault, b: Rollouts, at: tuple[int, int], found: float, *more: Rollouts) -> str:
-    """The same, of a fault that has the weight found at this token of b, where the reference has another."""
-    right, wrong = (w[at].item() for w in (case.expected(b), one.change.weights(case.o, case.hp, b)))
-    return confirmed(case, one, b, *more) if abs(wrong - found) <= 1e-3 * abs(right - found) else ""
+def confirmed_at(
+    case: Case,
+    one: LossFault,
+    b: Rollouts,
+    at: tuple[int, int],
+    found: float,
+    *more: Rollouts,
+) -> str:
+    """The same, of a fault that has the weight found at this token of b, where the
+    reference has another.
+    """
+    right, wrong = (
+        w[at].item() for w in (case.expected(b), one.change.weights(case.o, case.hp, b))
+    )
+    return (
+        confirmed(case, one, b, *more)
+        if abs(wrong - found) <= 1e-3 * abs(right - found)
+        else ""
+    )
 
 
-def everywhere(case: Case, change: Callable[[Rollouts], tuple[Tensor, Tensor]], *more: Rollouts) -> bool:
-    """The same of a cause that is no change of the weights: whether what is found is what the change makes of the
-    reference, on every one of those batches that the loss takes, three at least."""
+def everywhere(
+    case: Case, change: Callable[[Rollouts], tuple[Tensor, Tensor]], *more: Rollouts
+) -> bool:
+    """The same of a cause that is no change of the weights: whether what is found is
+    what the change makes of the reference, on every one of those batches that the loss
+    takes, three at least."""
     answers = []
     for b in (*others(case), *more):
         with contextlib.suppress(InputError):
@@ -153,28 +219,57 @@ def alike(x: Tensor, y: Tensor) -> bool:
     return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
 
 
-def _two(case: Case, b: Rollouts, found: Tensor, use: Tensor, bounds: list[float], more: Elsewhere) -> LossFault | None:
-    """A fault of the KL term, which stands alone where A = 0, and one of the rest, each put into the reference."""
+def _two(
+    case: Case,
+    b: Rollouts,
+    found: Tensor,
+    use: Tensor,
+    bounds: list[float],
+    more: Elsewhere,
+) -> LossFault | None:
+    """A fault of the KL term, which stands alone where A = 0, and one of the rest, each
+    put into the reference.
+    """
     zero = use & (b.adv.expand_as(use) == 0)
     if not zero.any():
         return None
     o, hp, plain = case.o, case.hp, case.plain_hp | ({"beta": 0.0} if case.o.kl else {})
     terms = [*_other_kl(case, b, found, use)]
     if hp.get("beta"):
-        missing = fault("the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0})
+        missing = fault(
+            "the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0}
+        )
         terms += [missing, *_kl_aggregated(case), *kl_faults(o, hp)]
     part = lambda term, b: term.change.weights(o, hp, b) - unit_weights(o, b, plain)
     alone = replace(case, hp=plain)
-    for term in [t for t in terms if (relative_error(found, part(t, b), b.adv)[zero] < case.tol).all()][:TERMS]:
+    for term in [
+        t
+        for t in terms
+        if (relative_error(found, part(t, b), b.adv)[zero] < case.tol).all()
+    ][:TERMS]:
         less = more.without(partial(part, term))
-        rest = chain(_retuned(alone, bounds), known("losses", o, plain, bounds), _others(alone))
-        one = reproduces((s for s in rest if less.fits(s, alone)), alone, b, found - part(term, b), use)
+        rest = chain(
+            _retuned(alone, bounds), known("losses", o, plain, bounds), _others(alone)
+        )
+        one = reproduces(
+            (s for s in rest if less.fits(s, alone)),
+            alone,
+            b,
+            found - part(term, b),
+            use,
+        )
         if one is not None:
 
-            def both(b: Rollouts, one: LossFault = one, term: LossFault = term) -> Tensor:
+            def both(
+                b: Rollouts, one: LossFault = one, term: LossFault = term
+            ) -> Tensor:
                 return one.change.weights(o, plain, b) + part(term, b)
 
-            return fault(f"two faults together: {one.words}; and {term.words}", one.kind, weigh=both)
+            return fault(
+                f"two faults together: {one.words}; and {term.words}",
+                one.kind,
+                weigh=both,
+            )
     return None
 
 
@@ -186,59 +281,99 @@ def _kl_aggregated(case: Case) -> Iterator[LossFault]:
 
             def otherwise(b: Rollouts, name: str = name) -> Tensor:
                 w = unit_weights(o, b, case.plain_hp | {"beta": 0.0})
-                return w - beta * kl_slope(o.kl, b) * (case.factors(b, name) / case.factors(b))
+                return w - beta * kl_slope(o.kl, b) * (
+                    case.factors(b, name) / case.factors(b)
+                )
 
             words = f"the KL term has another aggregation than the rest: {name}"
             yield fault(words, "term", weigh=otherwise, whole=True)
 
 
-def reproduces(faults: Iterable[LossFault], case: Case, b: Rollouts, found: Tensor, use: Tensor) -> LossFault | None:
+def reproduces(
+    faults: Iterable[LossFault], case: Case, b: Rollouts, found: Tensor, use: Tensor
+) -> LossFault | None:
     """The first that agrees on all used tokens."""
     fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy", "logp_sampler")
     rows = {k: v[:FEW] for k in fields if (v := getattr(b, k)) is not None}
     small, use = replace(b, group=None, totals=None, **rows), use & ~case.rounded(b)
-    few = lambda one: one.whole or fits(one, case, small, found[:FEW], use[:FEW], case.tol)
-    return next((s for s in faults if few(s) and fits(s, case, b, found, use, case.tol)), None)
+    few = lambda one: (
+        one.whole or fits(one, case, small, found[:FEW], use[:FEW], case.tol)
+    )
+    return next(
+        (s for s in faults if few(s) and fits(s, case, b, found, use, case.tol)), None
+    )
 
 
-def fits(one: LossFault, case: Case, b: Rollouts, found: Tensor, use: Tensor, tol: float) -> bool:
-    """Whether the objective with this fault in it has the found weights on the used tokens."""
+def fits(
+    one: LossFault, case: Case, b: Rollouts, found: Tensor, use: Tensor, tol: float
+) -> bool:
+    """Whether the objective with this fault in it has the found weights on the used
+    tokens.
+    """
     try:
         apart = relative_error(found, one.change.weights(case.o, case.hp, b), b.adv)
-    except (InputError, RuntimeError, TypeError):  # of other shapes: not this objective's form
+    except (
+        InputError,
+        RuntimeError,
+        TypeError,
+    ):  # of other shapes: not this objective's form
         return False
     return bool((apart[use] < tol).all())
 
 
 def _retuned(case: Case, bounds: list[float]) -> Iterator[LossFault]:
-    """The objective at other hyperparameters: its two sides swapped, or as the matcher recovers them from the loss."""
+    """The objective at other hyperparameters: its two sides swapped, or as the matcher
+    recovers them from the loss.
+    """
     from upref.verify.match import recover
 
     hp = case.hp
     if {"eps_low", "eps_high"} <= hp.keys() and hp["eps_low"] != hp["eps_high"]:
         swapped = {"eps_low": hp["eps_high"], "eps_high": hp["eps_low"]}
-        yield fault("the two sides of the clip are swapped (eps_low, eps_high)", "hyperparameter", hp=swapped)
+        yield fault(
+            "the two sides of the clip are swapped (eps_low, eps_high)",
+            "hyperparameter",
+            hp=swapped,
+        )
     for moved in recover(case):
         yield fault(_said(moved, hp), "hyperparameter", hp=moved)
     if hp.get("beta"):
-        yield fault("the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0})
-        yield fault("the KL term is added to J, not subtracted", "term", hp={"beta": -hp["beta"]})
+        yield fault(
+            "the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0}
+        )
+        yield fault(
+            "the KL term is added to J, not subtracted",
+            "term",
+            hp={"beta": -hp["beta"]},
+        )
 
 
-def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[LossFault]:
-    """A KL term of another size, or that the objective does not have: where A = 0 nothing else is left."""
+def _other_kl(
+    case: Case, b: Rollouts, found: Tensor, use: Tensor
+) -> Iterator[LossFault]:
+    """A KL term of another size, or that the objective does not have: where A = 0
+    nothing else is left.
+    """
     zero = use & (b.adv.expand_as(use) == 0)
     if not zero.any():
         return
-    o, plain, own = case.o, {k: v for k, v in case.hp.items() if k != "beta"}, case.hp.get("beta") or 0.0
+    o, plain, own = (
+        case.o,
+        {k: v for k, v in case.hp.items() if k != "beta"},
+        case.hp.get("beta") or 0.0,
+    )
     rest = lambda b: unit_weights(o, b, o.resolve(plain))
     mine = TERM_OF.get(o.kl, "")
     for name in terms(mine, case.loss.reads):
         d = term_slope(name, b)[zero]
         beta = -(found[zero] @ d / (d @ d)).item() if d.any() else 0.0
         if name == mine and abs(beta) > case.tol:
-            yield fault(_said({"beta": beta}, case.hp), "hyperparameter", hp={"beta": beta})
-        elif abs(beta) > case.tol and (not own or (beta > 0 and abs(beta - own) > case.tol)):
+            yield fault(
+                _said({"beta": beta}, case.hp), "hyperparameter", hp={"beta": beta}
+            )
+        elif abs(beta) > case.tol and (
+            not own or (beta > 0 and abs(beta - own) > case.tol)
+        ):
             weigh = lambda b, beta=beta, name=name: rest(b) - beta * term_slope(name, b)
             of = f"the KL term has the gradient of {beta:.6g} {name}, not of {own:g} {o.kl}: {OTHER_KL}"
             yield fault(of if own else lacking(o, beta, name), "term", weigh=weigh)
@@ -246,7 +381,9 @@ def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[L
 
 def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:
     number = lambda v, digits: "absent" if v is None else f"{v:.{digits}g}"
-    said = "; ".join(f"{k} is {number(v, 6)}, not {number(hp[k], 6)}" for k, v in moved.items())
+    said = "; ".join(
+        f"{k} is {number(v, 6)}, not {number(hp[k], 6)}" for k, v in moved.items()
+    )
     if moved and all(_absolute(k, v, hp[k]) for k, v in moved.items()):
         said += ": taken as absolute, not as a distance from 1"
     return said
@@ -267,22 +404,34 @@ def _others(case: Case) -> Iterator[LossFault]:
     for name in CORRECTIONS if o.sampler else ():
         p = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", o.name))
         own = {k: v for k, v in hp.items() if k in p.hyperparameters}
-        yield from (fault(f"it is {_called(p, h)}", "objective", objective=p, hp=h) for h in (own, {}))
+        yield from (
+            fault(f"it is {_called(p, h)}", "objective", objective=p, hp=h)
+            for h in (own, {})
+        )
     every = [get(n) for n in names() if n != o.name and not get(n).batch_coupled]
     for p in sorted(every, key=lambda p: declared_aggregation(p) != case.agg):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
         for h in (own, {}):
-            yield fault(f"it is {_called(p, h)}{_other_aggregation(case, p)}", "objective", objective=p, hp=h)
+            yield fault(
+                f"it is {_called(p, h)}{_other_aggregation(case, p)}",
+                "objective",
+                objective=p,
+                hp=h,
+            )
 
 
 def _recovered(case: Case) -> Iterator[LossFault]:
-    """Any objective, and up(...) of any, at the hyperparameters that the loss itself shows, with the KL term it has."""
+    """Any objective, and up(...) of any, at the hyperparameters that the loss itself
+    shows, with the KL term it has.
+    """
     from upref.verify.match import fitting
 
     for box, p, hp in fitting(case.loss):
         own = {k: v for k, v in hp.items() if k != "beta"}
 
-        def whole(b: Rollouts, box: Any = box, p: Objective = p, own: dict[str, Any] = own) -> Tensor:
+        def whole(
+            b: Rollouts, box: Any = box, p: Objective = p, own: dict[str, Any] = own
+        ) -> Tensor:
             return box.scale * (unit_weights(p, b, p.resolve(own)) + box.kl_weights(b))
 
         times = f"{box.scale:.6g} times " if box.scale != 1 else ""
@@ -292,7 +441,9 @@ def _recovered(case: Case) -> Iterator[LossFault]:
 
 
 def _other_aggregation(case: Case, p: Objective) -> str:
-    """In words, that of the loss, where it is not that of an objective whose weights it has."""
+    """In words, that of the loss, where it is not that of an objective whose weights it
+    has.
+    """
     b = case.ready(on_policy_batch())
     same = alike(case.factors(b, declared_aggregation(p)), case.factors(b))
     return "" if same else f", aggregated by {case.agg}"

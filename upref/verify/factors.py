@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aggregations, right and wrong ones, as one factor a response: what a token's weight is multiplied by."""
+"""Aggregations, right and wrong ones, as one factor a response: what a token's weight
+is multiplied by.
+"""
 
 from collections.abc import Callable
 
@@ -15,7 +17,9 @@ Factor = Callable[[Rollouts], Tensor]
 
 def declared_aggregation(o: Objective) -> str:
     """The objective's aggregation as row weights of terms per token."""
-    own = "seq-mean-token-sum" if o.level == "sequence_product" else "seq-mean-token-mean"
+    own = (
+        "seq-mean-token-sum" if o.level == "sequence_product" else "seq-mean-token-mean"
+    )
     return own if o.agg == "seq-mean" else o.agg
 
 
@@ -30,18 +34,38 @@ def _rows(agg: str) -> Factor:
 _one = lambda b: torch.ones(len(b.mask), dtype=torch.float64)
 _n = lambda b: b.mask.sum(-1).double()
 FACTORS: dict[str, Factor] = {
-    **{a: _rows(a) for a in ("token-mean", "group-token-mean", "seq-mean-token-mean", "seq-mean-token-sum")},
-    "the mean over the padded width (seq-mean-token-sum-norm by it)": lambda b: _one(b) / b.mask.numel(),
+    **{
+        a: _rows(a)
+        for a in (
+            "token-mean",
+            "group-token-mean",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum",
+        )
+    },
+    "the mean over the padded width (seq-mean-token-sum-norm by it)": lambda b: (
+        _one(b) / b.mask.numel()
+    ),
     "a plain sum over all tokens": _one,
     "the sum, not the mean, of the responses' token means": lambda b: 1 / _n(b),
-    "token-mean divided once more by the number of responses": lambda b: _rows("token-mean")(b) / len(b.mask),
-    "the responses' token means, divided by all tokens": lambda b: 1 / (_n(b) * b.mask.sum()),
+    "token-mean divided once more by the number of responses": lambda b: (
+        _rows("token-mean")(b) / len(b.mask)
+    ),
+    "the responses' token means, divided by all tokens": lambda b: (
+        1 / (_n(b) * b.mask.sum())
+    ),
     "token-mean of each group, not divided by the number of groups": lambda b: (
         _rows("group-token-mean")(b) * (1 if b.group is None else len(b.group.unique()))
     ),
-    "the sum over tokens by the longest response": lambda b: _one(b) / (len(b.mask) * _n(b).max()),
-    "the sum over each response divided by the square of its length": lambda b: 1 / (len(b.mask) * _n(b) ** 2),
-    "the sum over each response divided by the square root of its length": lambda b: 1 / (len(b.mask) * _n(b).sqrt()),
+    "the sum over tokens by the longest response": lambda b: (
+        _one(b) / (len(b.mask) * _n(b).max())
+    ),
+    "the sum over each response divided by the square of its length": lambda b: (
+        1 / (len(b.mask) * _n(b) ** 2)
+    ),
+    "the sum over each response divided by the square root of its length": lambda b: (
+        1 / (len(b.mask) * _n(b).sqrt())
+    ),
     "the mean over responses of length-weighted terms": lambda b: _n(b) / len(b.mask),
     "token-mean of terms divided by the square root of their response's length": lambda b: (
         1 / (b.mask.sum() * _n(b).sqrt())
@@ -60,4 +84,6 @@ def common_value(x: Tensor) -> float | None:
     if x.numel() == 0 or not x.isfinite().all():
         return None
     k = x.mean()
-    return k.item() if (x - k).abs().max() <= 1e-5 * k.abs() and k.abs() > 1e-9 else None
+    return (
+        k.item() if (x - k).abs().max() <= 1e-5 * k.abs() and k.abs() > 1e-9 else None
+    )

@@ -42,7 +42,8 @@ class Place:
     Args:
         sign: of their A: 1, -1 or 0; None where it does not matter.
         intervals: of the ratio, in which all tokens of this sign differ. One without
-            bounds: whatever the ratio. Empty: `decided_by` tells, or one token is meant.
+            bounds: whatever the ratio. Empty: `decided_by` tells, or one token is
+                meant.
         decided_by: what tells these tokens from right ones, where the ratio does not:
             the sampler's ratio "ρ", "others", the other tokens of the batch; or that
             they are "scattered" among the ratios.
@@ -82,7 +83,9 @@ class Example:
     size: tuple[int, int] | None = None
 
 
-def number_pair(unit: str, expected: float, found: float, remark: str = "") -> tuple[Number, Number]:
+def number_pair(
+    unit: str, expected: float, found: float, remark: str = ""
+) -> tuple[Number, Number]:
     """Return two numbers of one unit. The remark belongs to the expected one."""
     return Number(expected, unit, remark), Number(found, unit)
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref.check_kl`: is this function of two log-probabilities the KL estimator that it is meant to be?
+"""`upref.check_kl`: is this function of two log-probabilities the KL estimator that it
+is meant to be?
 
-Token by token against upref.kl, and over a vocabulary small enough to be enumerated: the expected value against the
-divergence, and the expected gradient against theirs, on policy and off it. One file: its oracles are short.
+Token by token against upref.kl, and over a vocabulary small enough to be enumerated:
+the expected value against the
+divergence, and the expected gradient against theirs, on policy and off it. One file:
+its oracles are short.
 """
 
 import math
@@ -26,8 +29,12 @@ from upref.verify.report import Finding, Report, fail, not_run, note, restores_s
 # d = log π_ref - log π_θ; every number is exact in float32,
 # and their sum is not 0, which would hide a sum over a row
 NEAR = torch.arange(-24, 33, dtype=torch.float64) / 16
-FAR = torch.tensor([s * x for x in (2.5, 3, 4, 6, 9, 12, 15, 19, 21, 40) for s in (1, -1)], dtype=torch.float64)
-LEVELS = (0.0, -1.0, -8.0, -30.0)  # log-probabilities of the likelier policy, a row each
+FAR = torch.tensor(
+    [s * x for x in (2.5, 3, 4, 6, 9, 12, 15, 19, 21, 40) for s in (1, -1)],
+    dtype=torch.float64,
+)
+# log-probabilities of the likelier policy, a row each
+LEVELS = (0.0, -1.0, -8.0, -30.0)
 PASTE = "from upref.verify.kl import {}, pair\nlog_prob, ref_log_prob = pair({})"
 SHIFT = 7  # places by which rows differ, else a mean over rows shows nothing
 DIFFERENCE = "log π_ref - log π_θ"
@@ -35,7 +42,7 @@ GONE = "no gradient: it is computed under no_grad, or detached"
 CONSTANTS = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
 
 
-# ---- a case ----------------------------------------------------------------------------------------------------------
+# ---- a case --------------------------------------------------------------------------
 @dataclass
 class Case:
     """What the oracles read."""
@@ -49,57 +56,87 @@ class Case:
         return kl.ESTIMATORS[self.estimator]
 
     def off(self, d: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(expected, found, by how much they differ) at each d, of the value (0) or of the gradient (1)."""
+        """(expected, found, by how much they differ) at each d, of the value (0) or of
+        the gradient (1).
+        """
         want, found = both(self.right, d)[which], both(self.term, d)[which]
         return want, found, _off(found, want)
 
     def cause(self, which: int) -> str:
-        """The first fault that gives both value and gradient, else, in so many words, this one; "" where none does."""
+        """The first fault that gives both value and gradient, else, in so many words,
+        this one; "" where none does.
+        """
         gone = Fault(GONE, lambda lp, ref: self.right(lp, ref).detach() + 0 * lp)
         for parts in ((0, 1), (which,)):
             for fault in (gone, *known("kl")):
-                if fault.change is not self.right and same(self.term, fault.change, parts, self.term.tol):
+                if fault.change is not self.right and same(
+                    self.term, fault.change, parts, self.term.tol
+                ):
                     if len(parts) == 2 or fault is gone:
                         return fault.words
                     return f"by the {('value', 'gradient')[which]} alone: {fault.words}"
-        k = both(self.term, NEAR[-1:])[which].item() / both(self.right, NEAR[-1:])[which].item()
-        scaled = same(self.term, lambda lp, ref: k * self.right(lp, ref), tol=self.term.tol)
+        k = (
+            both(self.term, NEAR[-1:])[which].item()
+            / both(self.right, NEAR[-1:])[which].item()
+        )
+        scaled = same(
+            self.term, lambda lp, ref: k * self.right(lp, ref), tol=self.term.tol
+        )
         c = (both(self.term, NEAR)[0] - both(self.right, NEAR)[0])[0].item()
-        raised = same(self.term, lambda lp, ref: self.right(lp, ref) + c, tol=self.term.tol)
+        raised = same(
+            self.term, lambda lp, ref: self.right(lp, ref) + c, tol=self.term.tol
+        )
         if scaled:
             return f"{k:.6g} times {self.estimator}"
         return f"{self.estimator} plus {c:.4g}" if raised else ""
 
 
 def pair(d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [R, N] that are d apart: the larger of the two is a level; each row begins elsewhere in d."""
+    """Log-probabilities [R, N] that are d apart: the larger of the two is a level; each
+    row begins elsewhere in d.
+    """
     rows = [d.roll(SHIFT * i) for i in range(len(levels))]
-    lp = torch.stack([level - x.clamp(min=0) for level, x in zip(levels, rows, strict=True)])
+    lp = torch.stack(
+        [level - x.clamp(min=0) for level, x in zip(levels, rows, strict=True)]
+    )
     return lp, lp + torch.stack(rows)
 
 
-def both(term: Formula, d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple[Tensor, Tensor]:
+def both(
+    term: Formula, d: Tensor, levels: tuple[float, ...] = (-1.0,)
+) -> tuple[Tensor, Tensor]:
     """Value and d/dlp at each d; of several levels, those of each level after another."""
     lp, ref = pair(d, levels)
     k = term(lp.requires_grad_(), ref)
-    g = torch.autograd.grad(k.sum(), lp, allow_unused=True)[0] if k.requires_grad else None
+    g = (
+        torch.autograd.grad(k.sum(), lp, allow_unused=True)[0]
+        if k.requires_grad
+        else None
+    )
 
     def in_order(x: Tensor) -> Tensor:
         """The rows as one, each from its first place in d."""
         return torch.cat([row.roll(-SHIFT * i) for i, row in enumerate(x)])
 
-    return in_order(k.detach()), torch.zeros_like(d.repeat(len(levels))) if g is None else in_order(g)
+    return in_order(k.detach()), torch.zeros_like(
+        d.repeat(len(levels))
+    ) if g is None else in_order(g)
 
 
 def _off(x: Tensor, y: Tensor) -> Tensor:
     return ((x - y).abs() / y.abs().clamp(min=1e-2)).nan_to_num(nan=math.inf)
 
 
-def same(term: Formula, other: Formula, which: tuple[int, ...] = (0, 1), tol: float = 1e-5) -> bool:
-    return all(bool(_off(both(term, NEAR)[i], both(other, NEAR)[i]).max() <= tol) for i in which)
+def same(
+    term: Formula, other: Formula, which: tuple[int, ...] = (0, 1), tol: float = 1e-5
+) -> bool:
+    return all(
+        bool(_off(both(term, NEAR)[i], both(other, NEAR)[i]).max() <= tol)
+        for i in which
+    )
 
 
-# ---- a vocabulary that can be enumerated -----------------------------------------------------------------------------
+# ---- a vocabulary that can be enumerated ---------------------------------------------
 LOGITS = torch.tensor([0.3, -0.7, 1.1, 0.0, -1.6], dtype=torch.float64)
 REF = torch.tensor([-0.4, 0.5, 0.2, 0.9, -1.0], dtype=torch.float64)
 OLD = torch.tensor([0.8, -0.2, 0.1, -0.9, 0.4], dtype=torch.float64)
@@ -116,7 +153,11 @@ def expected(term: Formula, off_policy: bool = False) -> tuple[float, Tensor]:
     lp, ref = theta.log_softmax(0), REF.log_softmax(0)
     p = (OLD.log_softmax(0) if off_policy else lp.detach()).exp()
     total = (p * term(lp[None], ref[None])[0]).sum()
-    g = torch.autograd.grad(total, theta, allow_unused=True)[0] if total.requires_grad else None
+    g = (
+        torch.autograd.grad(total, theta, allow_unused=True)[0]
+        if total.requires_grad
+        else None
+    )
     return total.item(), torch.zeros_like(LOGITS) if g is None else g
 
 
@@ -132,10 +173,23 @@ def divergences() -> dict[str, tuple[float, Tensor]]:
 
 
 def divergence_of(term: Formula, off_policy: bool = False, tol: float = 1e-5) -> str:
-    """A key of DIVERGENCES, `-reverse` for its negative, or "" where the expected gradient is that of none."""
+    """A key of DIVERGENCES, `-reverse` for its negative, or "" where the expected
+    gradient is that of none.
+    """
     g = expected(term, off_policy)[1]
-    signed = ((sign, name, want) for name, (_, want) in divergences().items() for sign in ("", "-"))
-    return next((sign + name for sign, name, want in signed if _alike(g, -want if sign else want, tol)), "")
+    signed = (
+        (sign, name, want)
+        for name, (_, want) in divergences().items()
+        for sign in ("", "-")
+    )
+    return next(
+        (
+            sign + name
+            for sign, name, want in signed
+            if _alike(g, -want if sign else want, tol)
+        ),
+        "",
+    )
 
 
 def _alike(x: Tensor, y: Tensor, tol: float) -> bool:
@@ -144,56 +198,98 @@ def _alike(x: Tensor, y: Tensor, tol: float) -> bool:
 
 def _words(key: str) -> str:
     said = DIVERGENCES.get(key.removeprefix("-"), "neither divergence")
-    return f"minus {said}: it pushes away from the reference" if key.startswith("-") else said
+    return (
+        f"minus {said}: it pushes away from the reference"
+        if key.startswith("-")
+        else said
+    )
 
 
-# ---- the oracles -----------------------------------------------------------------------------------------------------
+# ---- the oracles ---------------------------------------------------------------------
 def _pointwise(which: int, name: str, what: str) -> Oracle:
     def look(case: Case) -> Iterator[Finding]:
         want, found, off = case.off(NEAR, which)
         i = int(off.argmax())
         if off[i] > case.term.tol:
             d = NEAR[i].item()
-            one, other = (both(f, NEAR[i : i + 1])[which] for f in (case.right, case.term))
-            alone = _off(other, one).max() > case.term.tol  # else it shows beside other tokens only
+            one, other = (
+                both(f, NEAR[i : i + 1])[which] for f in (case.right, case.term)
+            )
+            # else it shows beside other tokens only
+            alone = _off(other, one).max() > case.term.tol
             single = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
             code = single if alone else PASTE.format("NEAR", "NEAR")
             both_numbers = number_pair(what, want[i].item(), found[i].item())
             place = Place(numbers={DIFFERENCE: d})
-            yield fail(name, "", *both_numbers, Example(code=code), case.cause(which), place=place)
+            yield fail(
+                name,
+                "",
+                *both_numbers,
+                Example(code=code),
+                case.cause(which),
+                place=place,
+            )
 
     return Oracle(name, look)
 
 
-@oracle("clamp", not_run=lambda case: "wrong near 0 already" if case.failed & {"value", "gradient"} else "")
+@oracle(
+    "clamp",
+    not_run=lambda case: (
+        "wrong near 0 already" if case.failed & {"value", "gradient"} else ""
+    ),
+)
 def clamp(case: Case) -> Iterator[Finding]:
     (_, held, value), (want, found, slope) = case.off(FAR, 0), case.off(FAR, 1)
     bad = torch.maximum(value, slope) > case.term.tol
     sides = [held[bad & side] for side in (FAR > 0, FAR < 0) if (bad & side).any()]
-    clamped = all(bool(((x - x[0]).abs() <= case.term.tol * x[0].abs()).all()) for x in sides)
+    clamped = all(
+        bool(((x - x[0]).abs() <= case.term.tol * x[0].abs()).all()) for x in sides
+    )
     for i in bad.nonzero()[:1, 0].tolist():
-        d, numbers = FAR[i].item(), number_pair("gradient", want[i].item(), found[i].item())
+        d, numbers = (
+            FAR[i].item(),
+            number_pair("gradient", want[i].item(), found[i].item()),
+        )
         pulled = bool((found[bad] != 0).any())
         bites = "a clamp that bites"
         if not pulled:
             bites += ": the tokens furthest from the reference are not pulled back"
         make, why = (fail, bites) if abs(d) < 20 else (note, "a clamp at 20 or beyond")
-        yield make("clamp", "", *numbers, cause=why if clamped else "", place=Place(numbers={DIFFERENCE: d}))
+        yield make(
+            "clamp",
+            "",
+            *numbers,
+            cause=why if clamped else "",
+            place=Place(numbers={DIFFERENCE: d}),
+        )
 
 
-@oracle("rows", not_run=lambda case: "wrong in one row already" if case.failed & {"value", "gradient"} else "")
+@oracle(
+    "rows",
+    not_run=lambda case: (
+        "wrong in one row already" if case.failed & {"value", "gradient"} else ""
+    ),
+)
 def rows(case: Case) -> Iterator[Finding]:
-    """Several responses, from tokens of probability 1 to tokens of log-probability -30 and below."""
+    """Several responses, from tokens of probability 1 to tokens of log-probability -30
+    and below.
+    """
     d = NEAR.repeat(len(LEVELS))
     for which, what in enumerate(("value", "gradient by log_prob")):
-        want, found = both(case.right, NEAR, LEVELS)[which], both(case.term, NEAR, LEVELS)[which]
+        want, found = (
+            both(case.right, NEAR, LEVELS)[which],
+            both(case.term, NEAR, LEVELS)[which],
+        )
         off = _off(found, want)
         if off.max() > case.term.tol:
             i = int(off.argmax())
             level = LEVELS[i // len(NEAR)]
             lp = level - max(0.0, d[i].item())
             numbers = {"log π_θ": lp, "log π_ref": lp + d[i].item()}
-            place = Place(numbers=numbers, remark=f"in a batch of {len(LEVELS)} responses")
+            place = Place(
+                numbers=numbers, remark=f"in a batch of {len(LEVELS)} responses"
+            )
             code = PASTE.format("LEVELS, NEAR", "NEAR, LEVELS")
             both_numbers = number_pair(what, want[i].item(), found[i].item())
             yield fail("rows", "", *both_numbers, Example(code=code), place=place)
@@ -208,18 +304,32 @@ def expected_value(case: Case) -> Iterator[Finding]:
         due = Number(target, "KL(π_θ ‖ π_ref)")
         if case.estimator == "k2":
             due = Number(want, remark="the mean of k2")
-        yield fail("expected-value", "samples of π_θ, five tokens enumerated", due, Number(got))
+        yield fail(
+            "expected-value", "samples of π_θ, five tokens enumerated", due, Number(got)
+        )
 
 
 @oracle("expected-gradient")
 def expected_gradient(case: Case) -> Iterator[Finding]:
     numbers = lambda g: "[" + ", ".join(f"{x:.4f}" for x in g.tolist()) + "]"
     tol = case.term.tol
-    for off_policy, where in ((False, "samples of π_θ"), (True, "samples of another policy")):
-        got, want = expected(case.term, off_policy)[1], expected(case.right, off_policy)[1]
+    for off_policy, where in (
+        (False, "samples of π_θ"),
+        (True, "samples of another policy"),
+    ):
+        got, want = (
+            expected(case.term, off_policy)[1],
+            expected(case.right, off_policy)[1],
+        )
         if not _alike(got, want, tol):
-            one, other = divergence_of(case.right, off_policy), divergence_of(case.term, off_policy, tol)
-            said = f"{numbers(want)}: that of {_words(one)}", f"{numbers(got)}: that of {_words(other)}"
+            one, other = (
+                divergence_of(case.right, off_policy),
+                divergence_of(case.term, off_policy, tol),
+            )
+            said = (
+                f"{numbers(want)}: that of {_words(one)}",
+                f"{numbers(got)}: that of {_words(other)}",
+            )
             yield fail("expected-gradient", f"{where}, five tokens enumerated", *said)
 
 
@@ -227,14 +337,21 @@ def expected_gradient(case: Case) -> Iterator[Finding]:
 def stop_gradient(case: Case) -> Iterator[Finding]:
     lp, ref = pair(NEAR)
     k = case.term(lp, ref.requires_grad_())
-    if k.requires_grad and torch.autograd.grad(k.sum(), ref, allow_unused=True)[0] is not None:
-        yield note("stop-gradient", "a gradient would flow into ref_log_prob", cause=CONSTANTS)
+    if (
+        k.requires_grad
+        and torch.autograd.grad(k.sum(), ref, allow_unused=True)[0] is not None
+    ):
+        yield note(
+            "stop-gradient", "a gradient would flow into ref_log_prob", cause=CONSTANTS
+        )
 
 
 @oracle("determinism")
 def determinism(case: Case) -> Iterator[Finding]:
     if not same(case.term, case.term, tol=0.0):
-        yield fail("determinism", "the same tokens twice", "the same numbers", "other numbers")
+        yield fail(
+            "determinism", "the same tokens twice", "the same numbers", "other numbers"
+        )
 
 
 @oracle("mutation")
@@ -250,16 +367,18 @@ ORACLES: tuple[Oracle, ...] = (
 
 @restores_state
 def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
-    """Compare value and gradient of a function with a per-token KL estimator of upref.kl.
+    """Compare value and gradient of a function with a per-token KL estimator of
+    upref.kl.
 
     Args:
-        fn: `(log_prob [B, T], ref_log_prob [B, T]) -> [B, T]`, in nats, by these names, their usual variants or by
-            position; or a name as for `check`.
+        fn: `(log_prob [B, T], ref_log_prob [B, T]) -> [B, T]`, in nats, by these names,
+            their usual variants or by position; or a name as for `check`.
         estimator: k1, k2 or k3.
         skip: names of oracles not to run.
 
     Returns:
-        A Report: true if nothing fails. It also names the divergence whose gradient fn has in expectation when it is a
+        A Report: true if nothing fails. It also names the divergence whose gradient fn
+            has in expectation when it is a
         loss on samples.
 
     Raises:
@@ -267,17 +386,33 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     """
     start = time.perf_counter()
     if not isinstance(estimator, str) or estimator not in kl.ESTIMATORS:
-        raise InputError(f"there is no KL estimator named {estimator!r}: choose one of {', '.join(kl.ESTIMATORS)}.")
+        raise InputError(
+            f"there is no KL estimator named {estimator!r}: choose one of {', '.join(kl.ESTIMATORS)}."
+        )
     validate_names(ORACLES, skip)
     term = read(fn)
     found, ran = run(ORACLES, Case(term, estimator), skip)
-    on, off = (_words(divergence_of(term, off_policy, term.tol)) for off_policy in (False, True))
-    assumptions = (["it computes in float32: compared to 1e-3"] if term.tol > 1e-5 else []) + [
+    on, off = (
+        _words(divergence_of(term, off_policy, term.tol))
+        for off_policy in (False, True)
+    )
+    assumptions = (
+        ["it computes in float32: compared to 1e-3"] if term.tol > 1e-5 else []
+    ) + [
         f"as a loss on samples of π_θ its expected gradient is that of {on}",
         f"on samples of another policy it is that of {off}; correct them by importance weights",
     ]
     tol, took = {"per token, relative": term.tol}, time.perf_counter() - start
     unchecked = not_run(ran)
     return Report(
-        term.name, estimator, {}, found, str(term.reading), assumptions, ran, tol, took, not_checked=unchecked
+        term.name,
+        estimator,
+        {},
+        found,
+        str(term.reading),
+        assumptions,
+        ran,
+        tol,
+        took,
+        not_checked=unchecked,
     )

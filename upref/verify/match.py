@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyperparameters of an objective recovered from a measured weight: one-dimensional solves on its own closed form.
+"""Hyperparameters of an objective recovered from a measured weight: one-dimensional
+solves on its own closed form.
 
-Nothing here knows a hyperparameter by name: at a jump of the measured weight the objective's weight has to pass the
-middle of the jump, elsewhere it has to meet the measured value. Nothing here changes after it was made. One file, for
-candidate and solves share their points.
+Nothing here knows a hyperparameter by name: at a jump of the measured weight the
+objective's weight has to pass the middle of the jump, elsewhere it has to meet the
+measured value. Nothing here changes after it was made. One file, for candidate and
+solves share their points.
 """
 
 import contextlib
@@ -22,20 +24,27 @@ from upref.registry import Objective, get, names
 from upref.verify.measure import Case
 from upref.verify.probe import BlackBox, Point, measure, termed
 
-RANGE = {"c": (1 + 1e-9, 1e4)}  # where a hyperparameter is looked for; c <= 1 is no dual clip
+# where a hyperparameter is looked for; c <= 1 is no dual clip
+RANGE = {"c": (1 + 1e-9, 1e4)}
 ANY = (1e-9, 1e4)
 STEPS = 52  # halvings of the logarithm of the range: to 1e-14
-HOPELESS = 0.2  # a share of points that disagree, after every hyperparameter was solved for once
+# a share of points that disagree, after every hyperparameter was solved for once
+HOPELESS = 0.2
 GAUSS_NEWTON = 20  # steps
-SMOOTH_LOG_R = (-5.0, -2.0, -0.6, 0.6, 2.0, 5.0)  # where a continuous hyperparameter is read off
+# where a continuous hyperparameter is read off
+SMOOTH_LOG_R = (-5.0, -2.0, -0.6, 0.6, 2.0, 5.0)
 
 
 class Weights:
-    """The closed form of an objective at given points, as a function of its hyperparameters."""
+    """The closed form of an objective at given points, as a function of its
+    hyperparameters.
+    """
 
     def __init__(self, o: Objective, points: list[Point]):
         self.o = o
-        self.A, self.r, self.mu = (np.array([getattr(p, k) for p in points]) for k in ("A", "r", "mu"))
+        self.A, self.r, self.mu = (
+            np.array([getattr(p, k) for p in points]) for k in ("A", "r", "mu")
+        )
         self.unsure = np.array([p.unsure for p in points], dtype=bool)
         self.calls: list[tuple[np.ndarray, Callable]] = list(self._calls())
 
@@ -49,14 +58,25 @@ class Weights:
     def _calls(self):
         o, n = self.o, len(self.r)
         if o.level != "custom":
-            have = {"mu": self.mu, "log_mu": np.log(self.mu), "mask": None, "entropy": None}
+            have = {
+                "mu": self.mu,
+                "log_mu": np.log(self.mu),
+                "mask": None,
+                "entropy": None,
+            }
             x = np.log(self.r) if o.reads_log_r else self.r
             extra = {k: have[k] for k in o.reads}
             yield np.arange(n), lambda **hp: o.closed_form(x, self.A, **extra, **hp)
             return
         for unsure in (False, True):
             at = np.flatnonzero(self.unsure == unsure)
-            for rows in np.split(at, len(at)) if o.batch_coupled and len(at) else [at] if len(at) else []:
+            for rows in (
+                np.split(at, len(at))
+                if o.batch_coupled and len(at)
+                else [at]
+                if len(at)
+                else []
+            ):
                 yield rows, self._free(rows, unsure)
 
     def _free(self, rows: np.ndarray, unsure: bool):
@@ -65,8 +85,16 @@ class Weights:
         r, A, mu = t(self.r[rows]), t(self.A[rows]), t(self.mu[rows])
         H = torch.ones_like(r)
         if unsure:
-            r, A, mu, H = (torch.cat(x, 1) for x in ((r, torch.ones_like(r)), (A, A), (mu, mu), (2 * H, H)))
-        have = {"mu": mu, "log_mu": mu.log(), "mask": torch.ones_like(r, dtype=torch.bool), "entropy": H}
+            r, A, mu, H = (
+                torch.cat(x, 1)
+                for x in ((r, torch.ones_like(r)), (A, A), (mu, mu), (2 * H, H))
+            )
+        have = {
+            "mu": mu,
+            "log_mu": mu.log(),
+            "mask": torch.ones_like(r, dtype=torch.bool),
+            "entropy": H,
+        }
         x = r.log() if o.reads_log_r else r
         extra = {k: have[k] for k in o.reads}
         return lambda **hp: o.closed_form(x, A, **extra, **hp)[:, 0].numpy()
@@ -74,32 +102,49 @@ class Weights:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An objective compared with the curve of a black box; `hp` is the best found, `miss` the share that disagrees."""
+    """An objective compared with the curve of a black box; `hp` is the best found,
+    `miss` the share that disagrees.
+    """
 
     o: Objective
     hp: dict[str, Any]
     miss: tuple[float, float]
-    stuck: float  # the share of the points that depend on no hyperparameter and disagree
+    # the share of the points that depend on no hyperparameter and disagree
+    stuck: float
     curve: "Compared" = field(repr=False)
 
     @property
     def fits(self) -> bool:
-        """It agrees, and not in a limit: sapo at tau -> 0 is another objective's weight."""
+        """It agrees, and not in a limit: sapo at tau -> 0 is another objective's
+        weight.
+        """
         return self.curve.fit(self.hp, self.miss)
 
     @property
     def far(self) -> bool:
-        """Whether it is where nobody sets a hyperparameter: the end of the search, not an answer."""
-        return any(v is not None and not (1e-5 < v < 100 or v == 0) for v in self.hp.values())
+        """Whether it is where nobody sets a hyperparameter: the end of the search, not
+        an answer.
+        """
+        return any(
+            v is not None and not (1e-5 < v < 100 or v == 0) for v in self.hp.values()
+        )
 
     def seen(self) -> dict[str, Any]:
-        """The hyperparameters without which the weights would be others; the rest have no effect here."""
-        return {k: v for k, v in self.hp.items() if v is None or self.curve.matters(self.hp, k, v)}
+        """The hyperparameters without which the weights would be others; the rest have
+        no effect here.
+        """
+        return {
+            k: v
+            for k, v in self.hp.items()
+            if v is None or self.curve.matters(self.hp, k, v)
+        }
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The closed form of an objective at the points of a measured curve, and the solves."""
+    """The closed form of an objective at the points of a measured curve, and the
+    solves.
+    """
 
     o: Objective
     box: BlackBox
@@ -107,7 +152,7 @@ class Compared:
     v: np.ndarray  # measured
     w: Weights
 
-    # ---- how far -----------------------------------------------------------------------------------------------------
+    # ---- how far ---------------------------------------------------------------------
     def off(self, w: np.ndarray) -> np.ndarray:
         scale = np.maximum(np.abs(w), np.abs(self.w.A))
         with np.errstate(all="ignore"):
@@ -118,8 +163,14 @@ class Compared:
         return float((off > self.box.tol).mean()), float(np.minimum(off, 1).sum())
 
     def fit(self, hp: dict[str, Any], miss: tuple[float, float]) -> bool:
-        ends = ((k, v) for k, v in hp.items() if v is not None and v != self.o.hyperparameters[k])
-        limit = any(not 1e-7 < v < 9e3 and not (v == 0 and _may_be_0(k)) for k, v in ends)
+        ends = (
+            (k, v)
+            for k, v in hp.items()
+            if v is not None and v != self.o.hyperparameters[k]
+        )
+        limit = any(
+            not 1e-7 < v < 9e3 and not (v == 0 and _may_be_0(k)) for k, v in ends
+        )
         return miss[0] == 0 and not limit and in_range(self.o, hp)
 
     def matters(self, hp: dict[str, Any], key: str, v: float) -> bool:
@@ -130,7 +181,7 @@ class Compared:
         moved = [self.w(hp | {key: max(lo, x)}) for x in others]
         return any(self.off(w).max() > 10 * self.box.tol for w in moved)
 
-    # ---- the search --------------------------------------------------------------------------------------------------
+    # ---- the search ------------------------------------------------------------------
     def best(self) -> Candidate:
         hp = self.o.of_surrogate({})
         miss, (stuck, smooth) = self.score(hp), self._reach(hp)
@@ -138,49 +189,79 @@ class Compared:
             hp, miss = self._from(hp, miss, smooth)
             clip = self._at_jumps(hp)
             if not self.fit(hp, miss) and clip:
-                there = self._from(hp | clip, self.score(hp | clip), smooth, clip.keys())
+                there = self._from(
+                    hp | clip, self.score(hp | clip), smooth, clip.keys()
+                )
                 hp, miss = min((hp, miss), there, key=lambda found: found[1])
         return Candidate(self.o, hp, miss, stuck, self)
 
     def _from(
-        self, hp: dict[str, Any], miss: tuple[float, float], smooth: dict[str, np.ndarray], held: Collection[str] = ()
+        self,
+        hp: dict[str, Any],
+        miss: tuple[float, float],
+        smooth: dict[str, np.ndarray],
+        held: Collection[str] = (),
     ) -> tuple[dict[str, Any], tuple[float, float]]:
-        """The best that is found from these hyperparameters on. held: those that stay as they are."""
+        """The best that is found from these hyperparameters on. held: those that stay
+        as they are.
+        """
         hp, miss = self._descend(hp, miss, smooth, held)
         if held:
             return hp, miss
         return (hp, miss) if self.fit(hp, miss) else self._jointly(hp, miss, smooth)
 
     def _at_jumps(self, hp: dict[str, Any]) -> dict[str, float]:
-        """A clip with its bounds where the weight jumps: others may make up for a clip that is elsewhere."""
+        """A clip with its bounds where the weight jumps: others may make up for a clip
+        that is elsewhere.
+        """
         if not {"eps_low", "eps_high"} <= hp.keys():
             return {}
         rs = [p.r for p, _ in self.box.jumps if not p.unsure]
         low = min((r for r in rs if r < 1 - 1e-6), key=lambda r: 1 - r, default=None)
-        high = min((r for r in rs if 1 + 1e-6 < r < 10), key=lambda r: r - 1, default=None)
-        return {k: v for k, v in (("eps_low", low and 1 - low), ("eps_high", high and high - 1)) if v}
+        high = min(
+            (r for r in rs if 1 + 1e-6 < r < 10), key=lambda r: r - 1, default=None
+        )
+        return {
+            k: v
+            for k, v in (("eps_low", low and 1 - low), ("eps_high", high and high - 1))
+            if v
+        }
 
     def _trials(self, key: str) -> list[Any]:
         lo, hi = RANGE.get(key, ANY)
-        some: list[Any] = [lo, *np.geomspace(max(lo, 0.01), hi, 9)[:-1] + (lo if lo > 1 else 0), hi]
+        some: list[Any] = [
+            lo,
+            *np.geomspace(max(lo, 0.01), hi, 9)[:-1] + (lo if lo > 1 else 0),
+            hi,
+        ]
         if self.o.hyperparameters[key] is None:
             some.append(None)
         return some
 
     def _reach(self, hp: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
-        """The share of points that disagree whatever the hyperparameters; of each of these, where it is continuous."""
+        """The share of points that disagree whatever the hyperparameters; of each of
+        these, where it is continuous.
+        """
         base = self.w(hp)
         free, smooth = np.zeros(len(base), dtype=bool), {}
         for key in hp:
-            values = np.array([base, *(self.w(hp | {key: x}) for x in self._trials(key))])
+            values = np.array(
+                [base, *(self.w(hp | {key: x}) for x in self._trials(key))]
+            )
             free |= (np.abs(values - base) > 1e-12 * np.abs(base)).any(0)
             # where it takes many values
-            smooth[key] = (np.abs(np.diff(np.sort(values, 0), axis=0)) > 1e-9).sum(0) > 2
+            smooth[key] = (np.abs(np.diff(np.sort(values, 0), axis=0)) > 1e-9).sum(
+                0
+            ) > 2
         off = self.off(base)
-        return float((off[~free] > self.box.tol).mean()) if (~free).any() else 0.0, smooth
+        return float((off[~free] > self.box.tol).mean()) if (
+            ~free
+        ).any() else 0.0, smooth
 
     def _descend(self, hp, miss, smooth, held: Collection[str] = ()):
-        """Each hyperparameter in turn takes the best of its solutions, until none improves."""
+        """Each hyperparameter in turn takes the best of its solutions, until none
+        improves.
+        """
         for _ in range(3):
             before = miss
             for key in (k for k in hp if k not in held):
@@ -195,8 +276,8 @@ class Compared:
         return hp, miss
 
     def _jointly(self, hp, miss, smooth):
-        """All that are continuous at once, by Gauss and Newton in their logarithms: where two of them shape the same
-        tokens, neither is right alone."""
+        """All that are continuous at once, by Gauss and Newton in their logarithms:
+        where two of them shape the same tokens, neither is right alone."""
         keys = [k for k, v in hp.items() if v and (smooth[k] & ~self.w.unsure).any()]
         if len(keys) < 2:
             return hp, miss
@@ -209,28 +290,41 @@ class Compared:
             rows = np.isfinite([w, *slopes]).all(0)
             if not rows.any():
                 return hp, miss
-            step = np.linalg.lstsq(np.array(slopes).T[rows], (self.v - w)[rows], rcond=None)[0]
+            step = np.linalg.lstsq(
+                np.array(slopes).T[rows], (self.v - w)[rows], rcond=None
+            )[0]
             x = x + step.clip(-1, 1)
         return min((hp, miss), (at(x), self.score(at(x))), key=lambda found: found[1])
 
-    # ---- the solves --------------------------------------------------------------------------------------------------
+    # ---- the solves ------------------------------------------------------------------
     def _options(self, hp, key: str, smooth):
         if self.o.hyperparameters[key] is None:
             yield None
         if _may_be_0(key) and any(abs(p.r - 1) < 1e-9 for p, _ in self.box.jumps):
             yield 0.0
-        jumps = [(p, m) for p, m in self.box.jumps if not p.unsure or "entropy" in self.o.reads]
+        jumps = [
+            (p, m)
+            for p, m in self.box.jumps
+            if not p.unsure or "entropy" in self.o.reads
+        ]
         keys = [*jumps, *self._smooth(smooth[key])]
         if not keys:
             return
         lo, hi = RANGE.get(key, ANY)
-        w, target = Weights(self.o, [p for p, _ in keys]), np.array([m for _, m in keys])
+        w, target = (
+            Weights(self.o, [p for p, _ in keys]),
+            np.array([m for _, m in keys]),
+        )
         ends = [np.sign(w(hp | {key: x}) - target) for x in (lo, hi)]
         if at := np.flatnonzero(ends[0] != ends[1]).tolist():
             below = ends[0][at]
             try:  # all at once: closed forms are elementwise, in their hyperparameters too
                 yield from self._solve(hp, key, [keys[i] for i in at], lo, hi, below)
-            except (ValueError, TypeError, RuntimeError):  # but for `c or inf`, and those that take the mask
+            except (
+                ValueError,
+                TypeError,
+                RuntimeError,
+            ):  # but for `c or inf`, and those that take the mask
                 for i, sign in zip(at, below, strict=True):
                     yield from self._solve(hp, key, [keys[i]], lo, hi, sign)
 
@@ -241,16 +335,29 @@ class Compared:
             return []
         log_r, A = np.log(self.w.r[at]), self.w.A[at]
         far = lambda x, sign: np.abs(log_r - x) + 100 * (sign != A)
-        picked = {int(at[far(x, sign).argmin()]) for x in SMOOTH_LOG_R for sign in (1, -1)}
+        picked = {
+            int(at[far(x, sign).argmin()]) for x in SMOOTH_LOG_R for sign in (1, -1)
+        }
         return [(self.points[i], float(self.v[i])) for i in sorted(picked)]
 
-    def _solve(self, hp, key: str, keys: list[tuple[Point, float]], lo: float, hi: float, below) -> list[float]:
+    def _solve(
+        self, hp, key: str, keys: list[tuple[Point, float]], lo: float, hi: float, below
+    ) -> list[float]:
         """Bisection in the logarithm."""
-        w, target = Weights(self.o, [p for p, _ in keys]), np.array([m for _, m in keys])
+        w, target = (
+            Weights(self.o, [p for p, _ in keys]),
+            np.array([m for _, m in keys]),
+        )
         los, his = np.full(len(keys), lo), np.full(len(keys), hi)
         for _ in range(STEPS):
             middle = np.sqrt(los * his)
-            left = np.sign(w(hp | {key: middle if len(keys) > 1 else float(middle[0])}) - target) == below
+            left = (
+                np.sign(
+                    w(hp | {key: middle if len(keys) > 1 else float(middle[0])})
+                    - target
+                )
+                == below
+            )
             los, his = np.where(left, middle, los), np.where(left, his, middle)
         return np.sqrt(los * his).tolist()
 
@@ -263,10 +370,16 @@ def compared(o: Objective, box: BlackBox) -> Candidate:
 
 
 def in_range(o: Objective, hp: dict[str, Any]) -> bool:
-    """Whether the objective takes these hyperparameters, and somebody could have set them."""
+    """Whether the objective takes these hyperparameters, and somebody could have set
+    them.
+    """
     most = {"eps": 1.0, "eps_low": 1.0, "eps_high": 100.0}
-    own = {k: v for k, v in o.hyperparameters.items() if v is not None}  # WAPO's eps is 9
-    if any(v is not None and v > (1 + 1e-6) * max(most.get(k, math.inf), 2 * own.get(k, 0)) for k, v in hp.items()):
+    # WAPO's eps is 9
+    own = {k: v for k, v in o.hyperparameters.items() if v is not None}
+    if any(
+        v is not None and v > (1 + 1e-6) * max(most.get(k, math.inf), 2 * own.get(k, 0))
+        for k, v in hp.items()
+    ):
         return False
     try:
         o.resolve({k: v for k, v in hp.items() if v is not None})
@@ -281,9 +394,15 @@ def _may_be_0(key: str) -> bool:
 
 
 def candidate(o: Objective, box: BlackBox) -> Candidate | None:
-    """None where the objective reads what the loss does not, or the other way round; points have no groups."""
+    """None where the objective reads what the loss does not, or the other way round;
+    points have no groups.
+    """
     reads = o.reads_mu, "entropy" in o.reads, bool(o.batch_coupled)
-    if "group" in o.reads or reads != (box.reads_mu, box.reads_entropy, box.batch_coupled):
+    if "group" in o.reads or reads != (
+        box.reads_mu,
+        box.reads_entropy,
+        box.batch_coupled,
+    ):
         return None
     try:
         return compared(o, box)
@@ -294,11 +413,15 @@ def candidate(o: Objective, box: BlackBox) -> Candidate | None:
 def every() -> list[Objective]:
     """All objectives that a loss may be: the registered ones, and up(...) of those."""
     registered = [get(n) for n in names()]
-    return registered + [get(f"up({o.name})") for o in registered if not o.name.startswith("up_")]
+    return registered + [
+        get(f"up({o.name})") for o in registered if not o.name.startswith("up_")
+    ]
 
 
 def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
-    """Whatever fits the loss as a black box, a KL term of an unusual form divided out too."""
+    """Whatever fits the loss as a black box, a KL term of an unusual form divided out
+    too.
+    """
     with contextlib.suppress(InputError):
         box = measure(loss, False)
         boxes = [] if box.random or box.batch_coupled else [box, termed(box)]
@@ -308,20 +431,28 @@ def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
 
 
 def recover(case: Case) -> list[dict[str, Any]]:
-    """Other hyperparameters at which the objective of a case has the weights that its loss shows; [] where none has."""
+    """Other hyperparameters at which the objective of a case has the weights that its
+    loss shows; [] where none has.
+    """
     try:
         found = candidate(case.o, measure(case.loss, bool(case.o.batch_coupled)))
     except InputError:
         return []
     if found is None or not found.fits:
         return []
-    moved = {k: _round(v) for k, v in found.seen().items() if not _near(v, case.hp.get(k))}
+    moved = {
+        k: _round(v) for k, v in found.seen().items() if not _near(v, case.hp.get(k))
+    }
     return [moved] if moved else []
 
 
 def _round(v: Any) -> Any:
     """0.28 for what bisection left of it."""
-    return v if v is None else next((x for d in (3, 6, 9) if _near(x := float(f"{v:.{d}g}"), v)), v)
+    return (
+        v
+        if v is None
+        else next((x for d in (3, 6, 9) if _near(x := float(f"{v:.{d}g}"), v)), v)
+    )
 
 
 def _near(x: Any, y: Any) -> bool:

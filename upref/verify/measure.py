@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss compared with an objective: what its gradient is made of, a weight per token times a factor per response.
+"""A loss compared with an objective: what its gradient is made of, a weight per token
+times a factor per response.
 
-On policy the weight of nearly every objective is known (A), so the factors name the aggregation whatever is wrong with
-the clipping; divided out, they leave the weights, to be compared regime by regime.
+On policy the weight of nearly every objective is known (A), so the factors name the
+aggregation whatever is wrong with the clipping; divided out, they leave the weights, to
+be compared regime by regime.
 """
 
 import contextlib
@@ -34,8 +36,10 @@ from upref.weights.batches import (
     sampler,
 )
 
-EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5  # float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
-FAR_SAMPLER = 6  # times the log-ratio of the batch's sampler: beyond usual caps and vetoes
+# float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
+EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5
+# times the log-ratio of the batch's sampler: beyond usual caps and vetoes
+FAR_SAMPLER = 6
 ROUND = 2e-7  # of a log-probability in float32, relative
 FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
 
@@ -60,21 +64,26 @@ def kl_slope(estimator: str, b: Rollouts) -> Tensor:
 
 @dataclass
 class Case:
-    """A loss, the objective it is compared with at resolved hyperparameters, and its aggregation."""
+    """A loss, the objective it is compared with at resolved hyperparameters, and its
+    aggregation.
+    """
 
     loss: Loss
     o: Objective
     hp: dict[str, Any]
     agg: str = ""  # a key of FACTORS
-    k: float = 1.0  # what the gradient is multiplied by on policy, beside the aggregation
+    # what the gradient is multiplied by on policy, beside the aggregation
+    k: float = 1.0
     fits: bool = True  # some aggregation explains the on-policy gradient
     tol: float = HABIT
     edges: tuple[float, ...] = EDGES
     failed: set[str] = field(default_factory=set)  # oracles
-    covered: list[str] = field(default_factory=list)  # the unusual inputs on which it was right, in words
-    done: list[Outcome] = field(default_factory=list, repr=False)  # calls that wrote or printed
+    # the unusual inputs on which it was right, in words
+    covered: list[str] = field(default_factory=list)
+    # calls that wrote or printed
+    done: list[Outcome] = field(default_factory=list, repr=False)
 
-    # ---- the loss ----------------------------------------------------------------------------------------------------
+    # ---- the loss --------------------------------------------------------------------
     def both(self, b: Rollouts, ranks: int = 1, **moved) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp); what else the call did is kept."""
         outcome, g = self.loss.outcome(b, ranks, **moved)
@@ -90,17 +99,28 @@ class Case:
         return self.gradient(b) / self.factors(b)
 
     def factors(self, b: Rollouts, agg: str = "") -> Tensor:
-        return FACTORS[agg or self.agg](self.loss.visible_batch(b)).to(b.logp.dtype)[:, None]
+        return FACTORS[agg or self.agg](self.loss.visible_batch(b)).to(b.logp.dtype)[
+            :, None
+        ]
 
-    # ---- the objective -----------------------------------------------------------------------------------------------
+    # ---- the objective ---------------------------------------------------------------
     def expected(self, b: Rollouts) -> Tensor:
         return unit_weights(self.o, b, self.hp)
 
-    def off(self, b: Rollouts, found: Tensor | None = None, floor: float = 0.1, times: float = 1.0) -> Tensor:
-        """Relative difference of the weights, 0 on masked slots, infinite where one is not finite; beyond what rounding
-        to float32 explains, where it computes in that."""
+    def off(
+        self,
+        b: Rollouts,
+        found: Tensor | None = None,
+        floor: float = 0.1,
+        times: float = 1.0,
+    ) -> Tensor:
+        """Relative difference of the weights, 0 on masked slots, infinite where one is
+        not finite; beyond what rounding to float32 explains, where it computes in that.
+        """
         found, expected = self.weights(b) if found is None else found, self.expected(b)
-        if "group" in self.o.reads:  # the weight is a difference of two shares of a group, each rounded at its own size
+        # the weight is a difference of two shares of a group, each rounded at its own
+        # size
+        if "group" in self.o.reads:
             floor = max(floor, expected.abs().max().item())
         apart = relative_error(found, expected, b.adv, floor)
         if self.single and apart.max() > self.tol:
@@ -109,23 +129,39 @@ class Case:
         return torch.where(b.mask, apart, 0)
 
     def moves(self, b: Rollouts, expected: Tensor, times: float = 1.0) -> Tensor:
-        """How far the expected weight moves where the log-probabilities are rounded to float32, a jump included."""
-        d = torch.where(b.mask, torch.maximum(b.logp.abs(), b.logp_old.abs()).clamp(min=1) * ROUND * times, 0)
+        """How far the expected weight moves where the log-probabilities are rounded to
+        float32, a jump included.
+        """
+        d = torch.where(
+            b.mask,
+            torch.maximum(b.logp.abs(), b.logp_old.abs()).clamp(min=1) * ROUND * times,
+            0,
+        )
         shares = torch.zeros_like(d)
         ways = [d]
         if "group" in self.o.reads and b.group is not None:
-            # the weight is a difference of two shares of a group, which shows only what moves a response beside others
+            # the weight is a difference of two shares of a group, which shows only what
+            # moves a response beside others
             peers = b.group[:, None] == b.group
             place = peers.tril(-1).sum(1, keepdim=True)
             ways += [d * (1 - 2 * (place // n % 2)) for n in (1, 2)]
             shares = (ROUND * peers.sum(1, keepdim=True)).expand_as(d)
-        there = [x for way in ways for x in (b.but(logp=b.logp - way), b.but(logp_old=b.logp_old - way))]
-        return sum(((self.expected(x) - expected).abs().nan_to_num(nan=0.0) for x in there), shares)
+        there = [
+            x
+            for way in ways
+            for x in (b.but(logp=b.logp - way), b.but(logp_old=b.logp_old - way))
+        ]
+        return sum(
+            ((self.expected(x) - expected).abs().nan_to_num(nan=0.0) for x in there),
+            shares,
+        )
 
     def ratio(self, b: Rollouts) -> Tensor:
         """The ratio that the objective acts on, at each token."""
         x = torch.where(b.mask, b.logp - b.logp_old, 0)
-        if reduce := {"sequence_mean": mean_t, "sequence_product": sum_t}.get(self.o.level):
+        if reduce := {"sequence_mean": mean_t, "sequence_product": sum_t}.get(
+            self.o.level
+        ):
             x = reduce(x, b.mask)[:, None].expand_as(x)
         return x.exp()
 
@@ -135,7 +171,9 @@ class Case:
 
     @property
     def wrong(self) -> bool:
-        """The weights or their aggregation are wrong: what follows from that is not said again."""
+        """The weights or their aggregation are wrong: what follows from that is not
+        said again.
+        """
         return bool(self.failed & {"gradient", "aggregation"})
 
     @property
@@ -143,29 +181,47 @@ class Case:
         """It computes in float32."""
         return self.tol >= SINGLE
 
-    # ---- batches -----------------------------------------------------------------------------------------------------
+    # ---- batches ---------------------------------------------------------------------
     def grid(self, **options) -> Rollouts:
         mus = MU + MU_READ if self.o.reads_mu else MU
-        return self.ready(batch(self.per_response, **self.plain_hp | {"edges": self.edges, "mus": mus} | options))
+        return self.ready(
+            batch(
+                self.per_response,
+                **self.plain_hp | {"edges": self.edges, "mus": mus} | options,
+            )
+        )
 
     @property
     def per_response(self) -> Objective:
         """For the grid alone: one advantage per response where no more is asked."""
-        return _one_per_response(self.o) if self.one_adv and self.o.level not in REDUCE else self.o
+        return (
+            _one_per_response(self.o)
+            if self.one_adv and self.o.level not in REDUCE
+            else self.o
+        )
 
     @property
     def one_adv(self) -> bool:
         """Also where the paper's action is the whole response: RLOO, W-REINFORCE."""
-        whole = self.o.agg == "seq-mean-token-sum" and self.o.adv in ("leave_one_out", "signed")
+        whole = self.o.agg == "seq-mean-token-sum" and self.o.adv in (
+            "leave_one_out",
+            "signed",
+        )
         return self.o.one_adv or whole or self.loss.adv_shape != "BT"
 
     def ready(self, b: Rollouts) -> Rollouts:
-        """Masked slots hold numbers that could pass for tokens; a reference policy; no groups for who takes none."""
+        """Masked slots hold numbers that could pass for tokens; a reference policy; no
+        groups for who takes none.
+        """
         return self.visible_batch(fill_padding(b))
 
     def visible_batch(self, b: Rollouts) -> Rollouts:
         """The same of a batch that is ready."""
-        engine = sampler(b) if self.o.sampler is not None and b.logp_sampler is None else b.logp_sampler
+        engine = (
+            sampler(b)
+            if self.o.sampler is not None and b.logp_sampler is None
+            else b.logp_sampler
+        )
         return self.loss.visible_batch(b.but(logp_sampler=engine))
 
     def beyond(self, axis: str, ids: tuple[str, ...] = ()) -> Rollouts:
@@ -173,10 +229,14 @@ class Case:
         return self.visible_batch(stress_batch(axis, self.o, ids=ids, **self.plain_hp))
 
     def singly(self, b: Rollouts) -> tuple["Case", Tensor]:
-        """The case as one that computes in float32, and the weights found where the inputs are in that."""
+        """The case as one that computes in float32, and the weights found where the
+        inputs are in that.
+        """
         one = replace(self)
         one.in_float32()
-        low = b.but(**{k: v.float() for k in FLOATS if (v := getattr(b, k)) is not None})
+        low = b.but(
+            **{k: v.float() for k in FLOATS if (v := getattr(b, k)) is not None}
+        )
         return one, one.gradient(low).double() / one.factors(b)
 
     def in_float32(self):
@@ -184,26 +244,43 @@ class Case:
         self.tol, self.edges = SINGLE, SINGLE_EDGES
 
     def rounded(self, b: Rollouts) -> Tensor:
-        """Tokens so near to a bound that rounding moves them over it, where the loss computes in float32."""
-        return near_a_bound(self.expected, b) if self.single else torch.zeros_like(b.mask)
+        """Tokens so near to a bound that rounding moves them over it, where the loss
+        computes in float32.
+        """
+        return (
+            near_a_bound(self.expected, b) if self.single else torch.zeros_like(b.mask)
+        )
 
 
 @lru_cache(64)
 def _one_per_response(o: Objective) -> Objective:
-    """The objective with one advantage per response: one object, so that its batches are found again."""
+    """The objective with one advantage per response: one object, so that its batches
+    are found again.
+    """
     return replace(o, agg="seq-mean")
 
 
 def make_case(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
-    """The Case of a loss and an objective; its aggregation is that of its on-policy gradient, or the declared one."""
+    """The Case of a loss and an objective; its aggregation is that of its on-policy
+    gradient, or the declared one.
+    """
     case = Case(loss, o, hp, declared_aggregation(o))
-    b = case.ready(replace(on_policy_batch(), logp_sampler=None if o.sampler is None else on_policy_batch().logp))
-    b = replace(b, logp_ref=b.logp)  # a KL term, right or wrong, has no gradient there, or one without A
+    b = case.ready(
+        replace(
+            on_policy_batch(),
+            logp_sampler=None if o.sampler is None else on_policy_batch().logp,
+        )
+    )
+    # a KL term, right or wrong, has no gradient there, or one without A
+    b = replace(b, logp_ref=b.logp)
     found, W = without_rest(case, b), case.expected(b)
     live = b.mask & (W.abs() > 1e-6)
     sides = live & (b.adv > 0), live & (b.adv < 0)
-    own = any(_is_own(case, b, found, W, side) for side in sides)  # then what is wrong is the other sign's
-    answers = (_explain(case, b, found, W, use) for use in (live, *(() if own else sides)))
+    # then what is wrong is the other sign's
+    own = any(_is_own(case, b, found, W, side) for side in sides)
+    answers = (
+        _explain(case, b, found, W, use) for use in (live, *(() if own else sides))
+    )
     answer = next(filter(None, answers), None)
     case.fits = own or answer is not None
     case.agg, case.k = answer or (case.agg, 1.0)
@@ -223,8 +300,9 @@ def without_rest(case: Case, b: Rollouts) -> Tensor:
 
 
 def ignores_sampler(case: Case) -> bool:
-    """Whether the loss can correct for its sampler and the comparison gives it π_old's log-probabilities instead. Of a
-    loss that takes the whole batch in one argument, its gradient has to depend on the sampler's."""
+    """Whether the loss can correct for its sampler and the comparison gives it π_old's
+    log-probabilities instead. Of a loss that takes the whole batch in one argument, its
+    gradient has to depend on the sampler's."""
     loss = case.loss
     if case.o.sampler is not None or "logp_sampler" not in loss.reads:
         return False
@@ -235,7 +313,10 @@ def ignores_sampler(case: Case) -> bool:
     far = (b.logp_old + FAR_SAMPLER * (near - b.logp_old)).clamp(max=-1e-3)
     try:
         g = case.gradient(b)
-        return any(not torch.equal(case.gradient(b.but(logp_sampler=mu)), g) for mu in (near, far))
+        return any(
+            not torch.equal(case.gradient(b.but(logp_sampler=mu)), g)
+            for mu in (near, far)
+        )
     except InputError:  # it refuses a sampler that is far away
         return True
 
@@ -254,7 +335,9 @@ def sampler_words(name: str) -> str:
 
 
 def is_float32(case: Case, b: Rollouts) -> bool:
-    """Whether gradients carry only the digits of float32, at advantages and ratios that have more."""
+    """Whether gradients carry only the digits of float32, at advantages and ratios that
+    have more.
+    """
     i = torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape)
     A = b.adv * (1 + 0.1 * i[:, :1].sin())
     g = case.gradient(replace(b, logp=b.logp - 1e-3 * (1.1 + i.cos()), adv=A))[b.mask]
@@ -267,7 +350,9 @@ def _is_own(case: Case, b: Rollouts, found: Tensor, W: Tensor, use: Tensor) -> b
     return k is not None and abs(k - 1) < 1e-5
 
 
-def _explain(case: Case, b: Rollouts, found: Tensor, W: Tensor, use: Tensor) -> tuple[str, float] | None:
+def _explain(
+    case: Case, b: Rollouts, found: Tensor, W: Tensor, use: Tensor
+) -> tuple[str, float] | None:
     if not use.any():
         return None
     scaled = []

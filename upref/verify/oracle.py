@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one runner of oracles, for losses, advantages and KL estimators alike.
 
-An oracle looks at a case from one side and answers with Findings. A case is whatever its oracles read; the runner asks
-of it only a set `failed`, the names of the oracles that have failed so far: what follows from one is not said again.
+An oracle looks at a case from one side and answers with Findings. A case is whatever
+its oracles read; the runner asks of it only a set `failed`, the names of the oracles
+that have failed so far: what follows from one is not said again.
 """
 
 import importlib
@@ -21,8 +22,9 @@ Not = Callable[[Case], str]
 
 @dataclass(frozen=True)
 class Oracle:
-    """look: the Findings of a case. not_run: why it does not apply, "" where it does. rank: small goes first.
-    implied: where it does not apply, other oracles have compared the same weights."""
+    """look: the Findings of a case. not_run: why it does not apply, "" where it does.
+    rank: small goes first. implied: where it does not apply, other oracles have
+    compared the same weights."""
 
     name: str
     look: Callable[[Case], Iterable[Finding]]
@@ -60,8 +62,13 @@ T = TypeVar("T")
 
 
 def discover(package: ModuleType, kind: type[T]) -> list[T]:
-    """All objects of that type in the modules of a package, so that a new file needs no edit elsewhere."""
-    modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    """All objects of that type in the modules of a package, so that a new file needs no
+    edit elsewhere.
+    """
+    modules = [
+        importlib.import_module(f"{package.__name__}.{m.name}")
+        for m in pkgutil.iter_modules(package.__path__)
+    ]
     every = {id(x): x for m in modules for x in vars(m).values() if isinstance(x, kind)}
     return list(every.values())
 
@@ -74,14 +81,24 @@ def by_rank(oracles: Iterable[Oracle]) -> list[Oracle]:
 def validate_names(oracles: Iterable[Oracle], skip: Iterable[str]):
     """Raise InputError if `skip` names an unknown oracle."""
     known = [o.name for o in oracles]
-    if not isinstance(skip, list | tuple | set | frozenset) or not all(isinstance(s, str) for s in skip):
-        raise InputError(f"skip is a list of oracles' names: choose from {', '.join(known)}.")
+    if not isinstance(skip, list | tuple | set | frozenset) or not all(
+        isinstance(s, str) for s in skip
+    ):
+        raise InputError(
+            f"skip is a list of oracles' names: choose from {', '.join(known)}."
+        )
     if unknown := sorted(set(skip) - set(known)):
-        raise InputError(f"there is no oracle named {unknown[0]!r}: choose from {', '.join(known)}.")
+        raise InputError(
+            f"there is no oracle named {unknown[0]!r}: choose from {', '.join(known)}."
+        )
 
 
-def run(oracles: Iterable[Oracle], case: Case, skip: Iterable[str] = ()) -> tuple[list[Finding], dict[str, str]]:
-    """(findings, what became of each oracle: ok, note, failure, or why it was not run). Adds to case.failed."""
+def run(
+    oracles: Iterable[Oracle], case: Case, skip: Iterable[str] = ()
+) -> tuple[list[Finding], dict[str, str]]:
+    """(findings, what became of each oracle: ok, note, failure, or why it was not run).
+    Adds to case.failed.
+    """
     found: list[Finding] = []
     ran: dict[str, str] = {}
     for one in oracles:
@@ -98,6 +115,8 @@ def run(oracles: Iterable[Oracle], case: Case, skip: Iterable[str] = ()) -> tupl
         if got and not kept:
             ran[one.name] = f"what it found is for {got[0].oracle}, which is skipped"
         else:
-            ran[one.name] = next((s for s in ("failure", "note") if s in severities), "ok")
+            ran[one.name] = next(
+                (s for s in ("failure", "note") if s in severities), "ok"
+            )
         case.failed |= {f.oracle for f in kept if f.severity == "failure"}
     return found, ran

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What found weights have in common with the expected ones where no hypothesis reproduces them."""
+"""What found weights have in common with the expected ones where no hypothesis
+reproduces them.
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +14,9 @@ from upref.verify.report import UNKNOWN
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a batch: those found, those expected, the ratios, and which tokens are looked at; [B, T] each."""
+    """The weights of a batch: those found, those expected, the ratios, and which tokens
+    are looked at; [B, T] each.
+    """
 
     b: Rollouts
     found: Tensor
@@ -30,8 +34,9 @@ class Weights:
 
 
 def pattern(tested: Weights, shown: Weights, tol: float, by_token: bool) -> str:
-    """A relation that holds on every token of the tested batch, and of the one that the report shows, in words; that no
-    known cause fits if none does. by_token: a response's tokens may have different weights."""
+    """A relation that holds on every token of the tested batch, and of the one that the
+    report shows, in words; that no known cause fits if none does. by_token: a
+    response's tokens may have different weights."""
     tol = max(10 * tol, 1e-7)
     found, expected, use = tested.found, tested.expected, tested.use
     if not (found[use].isfinite().all() and shown.found[shown.use].isfinite().all()):
@@ -44,7 +49,11 @@ def pattern(tested: Weights, shown: Weights, tol: float, by_token: bool) -> str:
         for name, f in tested.factors.items():
             k = (x / (y * f[use]))[live]
             if _constant(k, tol) and _has_factor(shown, name, float(k.mean()), tol):
-                times = name.strip() if name and abs(k.mean() - 1) < 1e-6 else f"{k.mean():.5g}{name}"
+                times = (
+                    name.strip()
+                    if name and abs(k.mean() - 1) < 1e-6
+                    else f"{k.mean():.5g}{name}"
+                )
                 return f"every weight of the tested batch is {times} times what it should be"
         same, gone = (x - y).abs() <= tol * y.abs().clamp(min=0.1), x == 0
         n = int((gone & ~same).sum())
@@ -67,7 +76,9 @@ def pattern(tested: Weights, shown: Weights, tol: float, by_token: bool) -> str:
 def _has_factor(w: Weights, name: str, k: float, tol: float) -> bool:
     """Whether every weight is k times that factor of what it should be."""
     due = k * w.factors[name] * w.expected
-    return bool(((w.found - due).abs() <= 10 * tol * due.abs().clamp(min=1e-9))[w.use].all())
+    return bool(
+        ((w.found - due).abs() <= 10 * tol * due.abs().clamp(min=1e-9))[w.use].all()
+    )
 
 
 def _lacks_gradients(w: Weights, tol: float) -> bool:
@@ -79,10 +90,14 @@ def _lacks_gradients(w: Weights, tol: float) -> bool:
 
 def _has_term(w: Weights, added: float) -> bool:
     """Whether this number is added to every weight."""
-    return bool(((w.found - w.expected - added).abs() <= 1e-6 * abs(added) + 1e-9)[w.use].all())
+    return bool(
+        ((w.found - w.expected - added).abs() <= 1e-6 * abs(added) + 1e-9)[w.use].all()
+    )
 
 
 def _constant(k: Tensor, tol: float) -> bool:
     if k.numel() == 0:
         return True
-    return bool(k.isfinite().all()) and bool((k - k[0]).abs().max() <= tol * k[0].abs().clamp(min=1e-12))
+    return bool(k.isfinite().all()) and bool(
+        (k - k[0]).abs().max() <= tol * k[0].abs().clamp(min=1e-12)
+    )

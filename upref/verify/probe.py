@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss as a black box: its aggregation, its KL term, and its weight w(r, A, π_old) as a curve, every jump located.
+"""A loss as a black box: its aggregation, its KL term, and its weight w(r, A, π_old) as
+a curve, every jump located.
 
-The curve is measured on responses of one token, where token, sequence and trajectory ratios are the same number.
+The curve is measured on responses of one token, where token, sequence and trajectory
+ratios are the same number.
 """
 
 from collections.abc import Iterable
@@ -21,15 +23,27 @@ from upref.verify.factors import common_value, names
 from upref.verify.faults.losses import term_slope, terms
 from upref.verify.measure import Case, make_case, without_rest
 from upref.weights.batches import on_policy_batch, relative_error, two_token_batch
-from upref.weights.curve import AT_ONCE, RTOL_RATIO, Curve, low_probability as mu_of, single_token_batch
+from upref.weights.curve import (
+    AT_ONCE,
+    RTOL_RATIO,
+    Curve,
+    low_probability as mu_of,
+    single_token_batch,
+)
 
 SIGNS = (1.0, -1.0)
-LOG_R = np.unique(np.r_[np.linspace(-8, 8, 49), np.outer((-1, 1), np.geomspace(1e-6, 0.3, 25)).ravel()])
+LOG_R = np.unique(
+    np.r_[
+        np.linspace(-8, 8, 49), np.outer((-1, 1), np.geomspace(1e-6, 0.3, 25)).ravel()
+    ]
+)
 MUS = (0.3, 0.9)  # π_old, beside that of a rare token, where the weight depends on it
 
 
 class Point(NamedTuple):
-    """Where a weight is asked for. unsure: the token has the higher entropy of a response of two, else it is alone."""
+    """Where a weight is asked for. unsure: the token has the higher entropy of a
+    response of two, else it is alone.
+    """
 
     A: float
     r: float
@@ -53,45 +67,73 @@ class BlackBox:
     points: tuple[Point, ...] = ()
     weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
     sides: int = 0  # how many of the last points stand beside a jump
-    jumps: tuple[tuple[Point, float], ...] = ()  # with the weight halfway through the jump
+    # with the weight halfway through the jump
+    jumps: tuple[tuple[Point, float], ...] = ()
 
     @property
     def loss(self) -> Loss:
         return self.case.loss
 
     def ask(self, points: list[Point]) -> np.ndarray:
-        """w = dJ_t/dlp_t at each point, aggregation, scale and KL divided out (π_ref = π_θ)."""
+        """w = dJ_t/dlp_t at each point, aggregation, scale and KL divided out (π_ref =
+        π_θ).
+        """
         out = np.zeros(len(points))
         for unsure in (False, True):
             if at := [i for i, p in enumerate(points) if p.unsure is unsure]:
-                r, A, mu = (np.array([getattr(points[i], k) for i in at]) for k in ("r", "A", "mu"))
+                r, A, mu = (
+                    np.array([getattr(points[i], k) for i in at])
+                    for k in ("r", "A", "mu")
+                )
                 out[at] = self.curve(unsure)(r, A, mu)
         return out
 
     def curve(self, unsure: bool = False) -> Curve:
-        """The weight of one token, alone, or (unsure) before one of lower entropy whose ratio is 1."""
+        """The weight of one token, alone, or (unsure) before one of lower entropy whose
+        ratio is 1.
+        """
 
         def together(r, A, mu):
-            b = self.loss.visible_batch((two_token_batch if unsure else single_token_batch)(A, r, mu))
+            b = self.loss.visible_batch(
+                (two_token_batch if unsure else single_token_batch)(A, r, mu)
+            )
             return (self.gradient(b) - self.kl_weights(b))[:, 0].numpy()
 
         def weight(r, A, mu):
             points = np.broadcast_arrays(r, A, mu)
             flat, n = [x.ravel() for x in points], 1 if self.batch_coupled else AT_ONCE
-            parts = [together(*(x[i : i + n] for x in flat)) for i in range(0, len(flat[0]), n)]
+            parts = [
+                together(*(x[i : i + n] for x in flat))
+                for i in range(0, len(flat[0]), n)
+            ]
             return np.concatenate(parts or [flat[0]]).reshape(points[0].shape)
 
-        rtol_ratio, floor = (1e-5, 1e-4) if self.case.single else (RTOL_RATIO, 100 * self.case.tol)
-        return Curve(self.loss.name, weight, True, batch_coupled=self.batch_coupled, rtol_ratio=rtol_ratio, floor=floor)
+        rtol_ratio, floor = (
+            (1e-5, 1e-4) if self.case.single else (RTOL_RATIO, 100 * self.case.tol)
+        )
+        return Curve(
+            self.loss.name,
+            weight,
+            True,
+            batch_coupled=self.batch_coupled,
+            rtol_ratio=rtol_ratio,
+            floor=floor,
+        )
 
     def gradient(self, b: Rollouts) -> Tensor:
         """The weights on any batch."""
-        return self.case.gradient(b) / self.case.factors(b, self.agg or "token-mean") / self.scale
+        return (
+            self.case.gradient(b)
+            / self.case.factors(b, self.agg or "token-mean")
+            / self.scale
+        )
 
     def accepts(self, b: Rollouts) -> bool:
         """Whether the loss runs on advantages that differ within a response."""
         try:
-            return self.loss.adv_shape == "BT" and bool(self.case.gradient(self.case.ready(b)).isfinite().all())
+            return self.loss.adv_shape == "BT" and bool(
+                self.case.gradient(self.case.ready(b)).isfinite().all()
+            )
         except InputError:
             return False
 
@@ -113,14 +155,25 @@ class BlackBox:
     def beside(self) -> "BlackBox":
         """With both sides of every jump at the end of the curve."""
         n = len(self.points) - self.sides
-        sides = [p._replace(r=p.r * (1 + s * self.near)) for p, _ in self.jumps for s in (-1, 1)]
+        sides = [
+            p._replace(r=p.r * (1 + s * self.near))
+            for p, _ in self.jumps
+            for s in (-1, 1)
+        ]
         weights = np.r_[self.weights[:n], self.ask(sides)]
-        return replace(self, points=(*self.points[:n], *sides), sides=len(sides), weights=weights)
+        return replace(
+            self, points=(*self.points[:n], *sides), sides=len(sides), weights=weights
+        )
 
     def unscaled(self) -> "BlackBox":
         """What is divided out belongs to the weights."""
         k = self.scale
-        return replace(self, scale=1.0, weights=self.weights * k, jumps=tuple((p, m * k) for p, m in self.jumps))
+        return replace(
+            self,
+            scale=1.0,
+            weights=self.weights * k,
+            jumps=tuple((p, m * k) for p, m in self.jumps),
+        )
 
     def loosened(self, near: float) -> "BlackBox":
         """Looked at no nearer to the bounds than that, relative to r."""
@@ -128,7 +181,9 @@ class BlackBox:
 
     def bounds(self, A: float) -> list[float]:
         """The ratios at which the weight jumps for this sign of A, for a rare token."""
-        mine = [p.r for p, _ in self.jumps if p.A == A and not p.unsure and p.mu not in MUS]
+        mine = [
+            p.r for p, _ in self.jumps if p.A == A and not p.unsure and p.mu not in MUS
+        ]
         return sorted(mine)
 
 
@@ -137,38 +192,78 @@ def low_probability_point(A: float, r: float, unsure: bool = False) -> Point:
 
 
 def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
-    """Everything of BlackBox, by a few hundred small batches; where `batch_coupled` is given, no curve of a loss
-    that is otherwise. Raises InputError where the loss cannot be run."""
+    """Everything of BlackBox, by a few hundred small batches; where `batch_coupled` is
+    given, no curve of a loss that is otherwise. Raises InputError where the loss cannot
+    be run."""
     case = make_case(loss, no_objective(), {})
     b = case.ready(on_policy_batch())
     on = replace(b, logp_ref=b.logp)
     g = without_rest(case, on)
     if not (g[b.mask].isfinite().all() and g[b.mask].any()):
-        why = "no gradient" if g[b.mask].isfinite().all() else "a gradient that is not finite"
-        raise InputError(f"{loss.name} has {why} on a good batch (π_θ = π_old, finite log-probabilities).")
-    far = replace(b, logp=b.logp - 0.4 * (1 + torch.arange(b.mask.numel()).reshape(b.mask.shape).sin()))
+        why = (
+            "no gradient"
+            if g[b.mask].isfinite().all()
+            else "a gradient that is not finite"
+        )
+        raise InputError(
+            f"{loss.name} has {why} on a good batch (π_θ = π_old, finite log-probabilities)."
+        )
+    far = replace(
+        b,
+        logp=b.logp
+        - 0.4 * (1 + torch.arange(b.mask.numel()).reshape(b.mask.shape).sin()),
+    )
     moved = case.gradient(far)
     random = any(not torch.equal(case.gradient(far), moved) for _ in range(2))
-    rows = {k: v[:5, :8] for k in ("logp", "logp_old", "adv", "mask") if (v := getattr(on, k)) is not None}
+    rows = {
+        k: v[:5, :8]
+        for k in ("logp", "logp_old", "adv", "mask")
+        if (v := getattr(on, k)) is not None
+    }
     group = None if on.group is None else on.group[:5]
-    fewer = loss.visible_batch(replace(on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None))
+    fewer = loss.visible_batch(
+        replace(
+            on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None
+        )
+    )
     agg, scale = _aggregation(case, [(on, g), (fewer, without_rest(case, fewer))])
     box = BlackBox(case, agg, scale, random=random)
-    box = replace(box, **_kl_of(box, b, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"]))
-    some = [low_probability_point(A, np.exp(A * x)) for A in SIGNS for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))]
+    box = replace(
+        box, **_kl_of(box, b, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"])
+    )
+    some = [
+        low_probability_point(A, np.exp(A * x))
+        for A in SIGNS
+        for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))
+    ]
     crowd = [low_probability_point(A, r) for A in SIGNS for r in np.exp(LOG_R)]
     few, many = box.ask(some), box.ask(some + crowd)[: len(some)]
     alone = np.concatenate([box.ask([p]) for p in some[::5]])
-    is_coupled = not random and (differ(few, many, box.tol) or differ(few[::5], alone, box.tol))
+    is_coupled = not random and (
+        differ(few, many, box.tol) or differ(few[::5], alone, box.tol)
+    )
     box = replace(box, batch_coupled=is_coupled)
-    pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(np.linspace(-3, 3, 41) + 0.0123) if mu * r < 0.99]
+    pairs = [
+        (A, r, mu)
+        for A in SIGNS
+        for mu in MUS
+        for r in np.exp(np.linspace(-3, 3, 41) + 0.0123)
+        if mu * r < 0.99
+    ]
     likely = box.ask([Point(A, float(r), mu) for A, r, mu in pairs])
-    reads_mu = differ(likely, box.ask([low_probability_point(A, r) for A, r, _ in pairs]), box.tol)
+    reads_mu = differ(
+        likely, box.ask([low_probability_point(A, r) for A, r, _ in pairs]), box.tol
+    )
     reads_entropy = False
     if "entropy" in loss.reads:
-        r, A = (x.ravel() for x in np.meshgrid(np.exp(np.linspace(-1.5, 1.5, 301)), SIGNS))
+        r, A = (
+            x.ravel() for x in np.meshgrid(np.exp(np.linspace(-1.5, 1.5, 301)), SIGNS)
+        )
         two = two_token_batch(A, r, mu_of(r))
-        g, turned = (case.gradient(x) for x in (two, replace(two, entropy=torch.ones_like(two.logp))))
+        g, turned = (
+            case.gradient(x)
+            for x in (two, replace(two, entropy=torch.ones_like(two.logp)))
+        )
         reads_entropy = not torch.allclose(g, turned, rtol=1e-6, atol=0)
     box = replace(box, reads_mu=reads_mu, reads_entropy=reads_entropy)
     return _curve(box) if batch_coupled in (None, is_coupled) else box
@@ -179,11 +274,15 @@ def differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
 
 
 def _aggregation(case: Case, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, float]:
-    """The aggregation that leaves one number on each sign of A, and that number where both signs share it."""
+    """The aggregation that leaves one number on each sign of A, and that number where
+    both signs share it.
+    """
     found: list[tuple[bool, bool, int, str, float]] = []
     for name in sorted(names(""), key=lambda n: n not in AGGREGATIONS):
         units = [(b, g / (b.adv * case.factors(b, name))) for b, g in seen]
-        sides = [torch.cat([u[b.mask & (b.adv * A > 0)] for b, u in units]) for A in SIGNS]
+        sides = [
+            torch.cat([u[b.mask & (b.adv * A > 0)] for b, u in units]) for A in SIGNS
+        ]
         if any(common_value(k) is None and k.abs().max() > 1e-9 for k in sides) or any(
             not k.isfinite().all() for k in sides
         ):
@@ -202,13 +301,20 @@ def _aggregation(case: Case, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, 
 
 def termed(box: BlackBox) -> BlackBox | None:
     """With a KL term of an unusual form divided out, where there is one."""
-    found = {} if box.kl or box.random else _kl_of(box, box.case.ready(on_policy_batch()), terms("", box.loss.reads))
+    found = (
+        {}
+        if box.kl or box.random
+        else _kl_of(box, box.case.ready(on_policy_batch()), terms("", box.loss.reads))
+    )
     return _curve(replace(box, **found)) if found else None
 
 
 def _kl_of(box: BlackBox, b: Rollouts, among: Iterable[str]) -> dict[str, Any]:
     """The KL term and its coefficient: with A = 0 nothing else is left."""
-    uneven = torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape).cos()  # a term in log r is none
+    # a term in log r is none
+    uneven = (
+        torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape).cos()
+    )
     b = replace(b, adv=torch.zeros_like(b.adv), logp=b.logp - 0.2 - 0.1 * uneven)
     g = box.gradient(b)[b.mask]
     found: dict[str, Any] = {}
@@ -224,7 +330,8 @@ def _kl_of(box: BlackBox, b: Rollouts, among: Iterable[str]) -> dict[str, Any]:
 
 def _curve(box: BlackBox) -> BlackBox:
     """The weight sampled on a grid, and every jump closed in on."""
-    grid = np.exp(LOG_R[:: 3 if box.batch_coupled else 1])  # one call a point where the batch matters
+    # one call a point where the batch matters
+    grid = np.exp(LOG_R[:: 3 if box.batch_coupled else 1])
     lines: list[tuple[float, float | None, bool]] = [(A, None, False) for A in SIGNS]
     lines += [(A, mu, False) for A in SIGNS for mu in MUS] if box.reads_mu else []
     lines += [(A, None, True) for A in SIGNS] if box.reads_entropy else []
@@ -233,12 +340,23 @@ def _curve(box: BlackBox) -> BlackBox:
     for A, mu, unsure in lines:
         rs = grid if mu is None else grid[mu * grid < 0.99]
         at = lambda r, A=A, mu=mu, unsure=unsure: (
-            low_probability_point(A, r, unsure) if mu is None else Point(A, float(r), mu, unsure)
+            low_probability_point(A, r, unsure)
+            if mu is None
+            else Point(A, float(r), mu, unsure)
         )
         points += [at(r) for r in rs]
         if not box.random:
-            jumps += [(at(j.r), (j.below + j.above) / 2) for j in box.curve(unsure).jumps(A, mu, rs)]
+            jumps += [
+                (at(j.r), (j.below + j.above) / 2)
+                for j in box.curve(unsure).jumps(A, mu, rs)
+            ]
     on = [p for p, _ in jumps]
-    apart = lambda p, q: (p.A, p.mu in MUS, p.unsure) != (q.A, q.mu in MUS, q.unsure) or abs(p.r / q.r - 1) > box.near
-    points = [p for p in points if all(apart(p, q) for q in on)]  # on a bound, rounding decides
-    return replace(box, points=tuple(points), weights=box.ask(points), jumps=tuple(jumps)).beside()
+    apart = lambda p, q: (
+        (p.A, p.mu in MUS, p.unsure) != (q.A, q.mu in MUS, q.unsure)
+        or abs(p.r / q.r - 1) > box.near
+    )
+    # on a bound, rounding decides
+    points = [p for p in points if all(apart(p, q) for q in on)]
+    return replace(
+        box, points=tuple(points), weights=box.ask(points), jumps=tuple(jumps)
+    ).beside()

@@ -33,12 +33,18 @@ class Region:
     @property
     def ends(self) -> list[float]:
         """The ratios between which it lies."""
-        bounds = [bound for one in self.place.intervals for bound in (one.low, one.high)]
+        bounds = [
+            bound for one in self.place.intervals for bound in (one.low, one.high)
+        ]
         return [bound for bound in bounds if bound is not None]
 
 
-def regions(case: Case, b: Rollouts, sign: float, A, ties, failing, r, bounds: list[float]) -> Iterator[Region]:
-    """Each interval of ratios on which this sign of A fails; known bounds of the objective are named as they are."""
+def regions(
+    case: Case, b: Rollouts, sign: float, A, ties, failing, r, bounds: list[float]
+) -> Iterator[Region]:
+    """Each interval of ratios on which this sign of A fails; known bounds of the
+    objective are named as they are.
+    """
     side = b.mask & ~ties & (A.sign() == sign)
     if not (failing & side).any():
         return
@@ -49,20 +55,33 @@ def regions(case: Case, b: Rollouts, sign: float, A, ties, failing, r, bounds: l
         return
     groups = _groups(xs, bad)
     runs = _runs([fails for *_, fails in groups])
-    if case.o.sampler is not None and len(runs) > 1:  # which tokens fail, their ρ decides
+    # which tokens fail, their ρ decides
+    if case.o.sampler is not None and len(runs) > 1:
         yield Region(Place(sign, decided_by="ρ"), sign, side)
         return
     if len(runs) > 1 and _are_right_alone(case, b, failing & side):
         yield Region(Place(sign, decided_by="others"), sign, side)
         return
     single = [groups[lo][0] for lo, hi in runs if 0 < lo == hi < len(groups) - 1]
-    if len(runs) > MOST_INTERVALS or any(not _is_wrong_at(case, sign, ratio) for ratio in single):
+    if len(runs) > MOST_INTERVALS or any(
+        not _is_wrong_at(case, sign, ratio) for ratio in single
+    ):
         yield Region(Place(sign, decided_by="scattered"), sign, side)
         return
     for lo, hi in runs:
-        left = _end(case, sign, bounds, groups[lo - 1][1], groups[lo][0]) if lo else None
-        right = _end(case, sign, bounds, groups[hi + 1][0], groups[hi][1]) if hi + 1 < len(groups) else None
-        tokens = side & (r >= groups[lo][0] * (1 - 1e-12)) & (r <= groups[hi][1] * (1 + 1e-12))
+        left = (
+            _end(case, sign, bounds, groups[lo - 1][1], groups[lo][0]) if lo else None
+        )
+        right = (
+            _end(case, sign, bounds, groups[hi + 1][0], groups[hi][1])
+            if hi + 1 < len(groups)
+            else None
+        )
+        tokens = (
+            side
+            & (r >= groups[lo][0] * (1 - 1e-12))
+            & (r <= groups[hi][1] * (1 + 1e-12))
+        )
         yield Region(Place(sign, (Interval(left, right),)), sign, tokens)
 
 
@@ -77,7 +96,9 @@ def _is_wrong_at(case: Case, sign: float, ratio: float) -> bool:
 
 
 def _are_right_alone(case: Case, b: Rollouts, failing: Tensor) -> bool:
-    """Whether tokens that differ, [B, T], are right in a batch of their own, where their ratio is the same."""
+    """Whether tokens that differ, [B, T], are right in a batch of their own, where
+    their ratio is the same.
+    """
     tokens = failing.nonzero().tolist()
     for i, t in tokens[:: -(-len(tokens) // ASKED_ALONE)]:
         alone = cut(replace(b, group=None), [i], [t])
@@ -103,12 +124,18 @@ def _groups(xs: list[float], bad: list[bool]) -> list[tuple[float, float, bool]]
 def _runs(flags: list[bool]) -> list[tuple[int, int]]:
     """First and last index of each run of True."""
     starts = [i for i, f in enumerate(flags) if f and (i == 0 or not flags[i - 1])]
-    ends = [i for i, f in enumerate(flags) if f and (i + 1 == len(flags) or not flags[i + 1])]
+    ends = [
+        i
+        for i, f in enumerate(flags)
+        if f and (i + 1 == len(flags) or not flags[i + 1])
+    ]
     return list(zip(starts, ends, strict=True))
 
 
 def _end(case: Case, sign: float, known: list[float], good: float, bad: float) -> float:
-    """The bound between a ratio that agrees and one that does not: the objective's own, or found by asking the loss."""
+    """The bound between a ratio that agrees and one that does not: the objective's own,
+    or found by asking the loss.
+    """
     lo, hi = min(good, bad), max(good, bad)
     for k in known:
         if lo * (1 - 1e-12) <= k <= hi * (1 + 1e-12):
@@ -117,7 +144,11 @@ def _end(case: Case, sign: float, known: list[float], good: float, bad: float) -
         return float(bad)
     for _ in range(6):
         xs = np.exp(np.linspace(math.log(good), math.log(bad), 33))
-        wrongs = (case.off(case.ready(single_token_responses(sign, xs))) > case.tol).any(1).tolist()
+        wrongs = (
+            (case.off(case.ready(single_token_responses(sign, xs))) > case.tol)
+            .any(1)
+            .tolist()
+        )
         if True not in wrongs or not wrongs.index(True):
             return float(bad)
         good, bad = xs[wrongs.index(True) - 1], xs[wrongs.index(True)]

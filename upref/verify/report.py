@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every check answers: true if nothing fails, notes allowed; printable, short or whole, and JSON."""
+"""What every check answers: true if nothing fails, notes allowed; printable, short or
+whole, and JSON.
+"""
 
 import json
 import textwrap
@@ -22,12 +24,19 @@ SHOWN, WIDE = 8, 400  # findings of a kind that are printed; characters of a fie
 
 def short(text: str, most: int = WIDE) -> str:
     """Its beginning, and how much more there is."""
-    return text if len(text) <= most else f"{text[:most]} ... and {len(text) - most:,} characters more"
+    return (
+        text
+        if len(text) <= most
+        else f"{text[:most]} ... and {len(text) - most:,} characters more"
+    )
 
 
 def some(lines: list[str], what: str, most: int = SHOWN) -> list[str]:
     """The first of them, and how many more there are."""
-    return [*lines[:most], *([f"... and {len(lines) - most} {what} more"] if len(lines) > most else [])]
+    return [
+        *lines[:most],
+        *([f"... and {len(lines) - most} {what} more"] if len(lines) > most else []),
+    ]
 
 
 @dataclass(frozen=True)
@@ -163,7 +172,9 @@ def note(
         expected, found: Numbers, or plain numbers that are weights, or words.
         oracle, about, cause, place, subject: as of a Finding.
     """
-    one = fail(oracle, about, expected, found, None, cause, place=place, subject=subject)
+    one = fail(
+        oracle, about, expected, found, None, cause, place=place, subject=subject
+    )
     return replace(one, severity="note")
 
 
@@ -187,8 +198,10 @@ class Report(Result):
     oracles: dict[str, str]  # name -> "ok", "failure", "note" or why it was not run
     tolerances: dict[str, float]
     seconds: float = field(compare=False)
-    settings: str = ""  # what was set of the framework's config, and what the loss as shipped gives
-    not_checked: list[str] = field(default_factory=list)  # what it says nothing about, in words
+    # what was set of the framework's config, and what the loss as shipped gives
+    settings: str = ""
+    # what it says nothing about, in words
+    not_checked: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return not self.failures
@@ -202,31 +215,55 @@ class Report(Result):
         return [f for f in self.findings if f.severity == "note"]
 
     def json(self) -> str:
-        return json.dumps(encode({"ok": bool(self)} | asdict(self)), indent=1, ensure_ascii=False)
+        return json.dumps(
+            encode({"ok": bool(self)} | asdict(self)), indent=1, ensure_ascii=False
+        )
 
     def text(self, verbose: bool = False) -> str:
-        """The verdict, the failures, a line for each note; verbose: all that was assumed and run."""
-        lines = [self._head(), *some([f.text() for f in self._few_batches()], "failures")]
+        """The verdict, the failures, a line for each note; verbose: all that was
+        assumed and run.
+        """
+        lines = [
+            self._head(),
+            *some([f.text() for f in self._few_batches()], "failures"),
+        ]
         if self.failures and not any(f.cause for f in self.failures):
             lines.append(f"      likely    {UNKNOWN}; the numbers are what was found")
         usual = [] if verbose else [f.oracle for f in self.notes if f.oracle in USUAL]
-        lines += some([f.text(verbose) for f in self.notes if f.oracle not in usual], "notes")
+        lines += some(
+            [f.text(verbose) for f in self.notes if f.oracle not in usual], "notes"
+        )
         if usual:
-            lines.append(f"note  {', '.join(dict.fromkeys(usual))}: habits of nearly every loss (-v explains)")
+            lines.append(
+                f"note  {', '.join(dict.fromkeys(usual))}: habits of nearly every loss (-v explains)"
+            )
         lines += [f"read as: {short(self.read_as)}"] if self.read_as else []
-        lines += [f"not checked: {'; '.join(self.not_checked)}"] if self.not_checked else []
+        lines += (
+            [f"not checked: {'; '.join(self.not_checked)}"] if self.not_checked else []
+        )
         if verbose:
             ran = ", ".join(k for k, v in self.oracles.items() if v in RAN)
-            lines += some([f"assumed: {short(c)}" for c in self.assumptions], "assumptions", 2 * SHOWN)
-            lines += [f"not run: {k} ({v})" for k, v in self.oracles.items() if v not in RAN]
+            lines += some(
+                [f"assumed: {short(c)}" for c in self.assumptions],
+                "assumptions",
+                2 * SHOWN,
+            )
+            lines += [
+                f"not run: {k} ({v})" for k, v in self.oracles.items() if v not in RAN
+            ]
             lines += [f"oracles: {ran} ({self.seconds:.1f} s)"]
         elif n := len(self.assumptions):
-            lines.append(f"{n} assumption{'s' if n > 1 else ''}; -v or .text(verbose=True) shows all")
+            lines.append(
+                f"{n} assumption{'s' if n > 1 else ''}; -v or .text(verbose=True) shows all"
+            )
         return "\n".join(lines)
 
     def _few_batches(self) -> list[Finding]:
         """The failures, the first half of them with its batch: one shows what is wrong."""
-        return [f if n < SHOWN // 2 else replace(f, example=None) for n, f in enumerate(self.failures)]
+        return [
+            f if n < SHOWN // 2 else replace(f, example=None)
+            for n, f in enumerate(self.failures)
+        ]
 
     def _head(self) -> str:
         hp = ", ".join(f"{k}={v:g}" for k, v in self.hp.items() if v is not None)
@@ -262,18 +299,31 @@ def styled(text: str, head: str):
     """The lines of a report as rich prints them."""
     from rich.text import Text
 
-    style = {"FAIL": "bold red", "note": "yellow", "read": "dim", "assu": "dim", "orac": "dim", "not ": "dim"}
+    style = {
+        "FAIL": "bold red",
+        "note": "yellow",
+        "read": "dim",
+        "assu": "dim",
+        "orac": "dim",
+        "not ": "dim",
+    }
     for n, line in enumerate(text.splitlines()):
-        yield Text(line, style=head if n == 0 else style.get(line[:4], ""), overflow="fold")
+        yield Text(
+            line, style=head if n == 0 else style.get(line[:4], ""), overflow="fold"
+        )
 
 
 def row(key: str, text: str, width: int = 118) -> str:
     """One line of a report, `key text`, wrapped under its text."""
-    return textwrap.fill(text, width, initial_indent=f"  {key:12} ", subsequent_indent=" " * 15)
+    return textwrap.fill(
+        text, width, initial_indent=f"  {key:12} ", subsequent_indent=" " * 15
+    )
 
 
 def restores_state(check: Callable[..., R]) -> Callable[..., R]:
-    """Decorator: restore what the function under check changes in the process, and note it."""
+    """Decorator: restore what the function under check changes in the process, and note
+    it.
+    """
 
     @wraps(check)
     def one(*args: Any, **kwargs: Any) -> R:
@@ -281,8 +331,13 @@ def restores_state(check: Callable[..., R]) -> Callable[..., R]:
             report = check(*args, **kwargs)
         if not changed:
             return report
-        notes = [note("mutation", f"it changes {what}", cause="restored after the call") for what in sorted(changed)]
-        ran = report.oracles | ({} if report.oracles.get("mutation") == "failure" else {"mutation": "note"})
+        notes = [
+            note("mutation", f"it changes {what}", cause="restored after the call")
+            for what in sorted(changed)
+        ]
+        ran = report.oracles | (
+            {} if report.oracles.get("mutation") == "failure" else {"mutation": "note"}
+        )
         return replace(report, findings=[*report.findings, *notes], oracles=ran)
 
     return one

@@ -21,8 +21,12 @@ PER_TOKEN = (*FLOATS, "mask")
 READ = ("logp_ref", "entropy", "logp_sampler")  # printed where the loss reads them
 
 
-def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | None = None) -> Rollouts:
-    """b with rows, then tokens, dropped greedily and numbers rounded, while `bad` holds. at: a token that shows it."""
+def shrink(
+    b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | None = None
+) -> Rollouts:
+    """b with rows, then tokens, dropped greedily and numbers rounded, while `bad`
+    holds. at: a token that shows it.
+    """
 
     def still(x: Rollouts | None) -> bool:
         try:
@@ -30,7 +34,11 @@ def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | N
         except InputError:
             return False
 
-    b = replace(b, totals=None) if b.totals is not None and still(_try(b, totals=None)) else b
+    b = (
+        replace(b, totals=None)
+        if b.totals is not None and still(_try(b, totals=None))
+        else b
+    )
     if b.group is not None and still(_try(b, group=None)):
         b = replace(b, group=None)
     if at is not None:
@@ -55,7 +63,9 @@ def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | N
         b = next((guess for guess in _few(b) if guess and still(guess)), b)
     t = 0
     while t < b.mask.shape[1] and b.mask.shape[1] > 1:
-        guess = cut(b, list(range(len(b.mask))), [u for u in range(b.mask.shape[1]) if u != t])
+        guess = cut(
+            b, list(range(len(b.mask))), [u for u in range(b.mask.shape[1]) if u != t]
+        )
         if still(guess):
             assert guess
             b = guess
@@ -69,8 +79,13 @@ def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | N
 
 
 def _few(b: Rollouts) -> Iterator[Rollouts | None]:
-    """The rows of a few groups, or a few rows: where no single one can be left out, many can be at once."""
-    rng, ids = random.Random(0), list(range(len(b.mask))) if b.group is None else b.group.tolist()
+    """The rows of a few groups, or a few rows: where no single one can be left out,
+    many can be at once.
+    """
+    rng, ids = (
+        random.Random(0),
+        list(range(len(b.mask))) if b.group is None else b.group.tolist(),
+    )
     for n in (2, 3, 4, 6):
         for _ in range(40):
             some = rng.sample(sorted(set(ids)), min(n, len(set(ids))))
@@ -92,22 +107,30 @@ def cut(b: Rollouts, rows: list[int], columns: list[int] | None) -> Rollouts | N
     for name in PER_TOKEN:
         x = getattr(b, name)
         if x is not None:
-            change[name] = x[rows] if columns is None or x.shape[1] == 1 else x[rows][:, columns]
+            change[name] = (
+                x[rows] if columns is None or x.shape[1] == 1 else x[rows][:, columns]
+            )
     group = None if b.group is None else b.group[rows]
     return _try(b, **change, group=group, totals=None)
 
 
 def _rounded(b: Rollouts, digits: int) -> Rollouts | None:
     names = [n for n in PER_TOKEN if n != "mask" and getattr(b, n) is not None]
-    return _try(b, **{n: (getattr(b, n) * 10**digits).round() / 10**digits for n in names})
+    return _try(
+        b, **{n: (getattr(b, n) * 10**digits).round() / 10**digits for n in names}
+    )
 
 
 def make_example(
-    b: Rollouts, expected: Tensor | None = None, found: Tensor | None = None, reads: Collection[str] = ()
+    b: Rollouts,
+    expected: Tensor | None = None,
+    found: Tensor | None = None,
+    reads: Collection[str] = (),
 ) -> Example | None:
     """Return a batch as an example with the two gradients dJ/dlp, [B, T] each.
 
-    None: the gradients are equal in all digits that are printed, so the batch shows no difference.
+    None: the gradients are equal in all digits that are printed, so the batch shows no
+    difference.
 
     Args:
         b: the batch.
@@ -121,8 +144,15 @@ def make_example(
     if b.mask.numel() > MOST_SLOTS:
         responses, tokens = b.mask.shape
         return Example(rollouts=True, size=(responses, tokens))
-    names = ["logp", "logp_old", "adv", *(n for n in READ if n in reads and getattr(b, n) is not None)]
-    inputs = {name: getattr(b, name).double().tolist() for name in names} | {"mask": b.mask.tolist()}
+    names = [
+        "logp",
+        "logp_old",
+        "adv",
+        *(n for n in READ if n in reads and getattr(b, n) is not None),
+    ]
+    inputs = {name: getattr(b, name).double().tolist() for name in names} | {
+        "mask": b.mask.tolist()
+    }
     if b.group is not None:
         inputs["group"] = b.group.tolist()
     dtype = str(b.logp.dtype).removeprefix("torch.")
@@ -135,19 +165,30 @@ def make_rollouts(example: Example) -> Rollouts:
     fields: dict[str, Any] = {}
     for name, numbers in example.inputs.items():
         x = torch.tensor(numbers)
-        fields[name] = torch.tensor(numbers, dtype=dtype) if x.is_floating_point() else x
+        fields[name] = (
+            torch.tensor(numbers, dtype=dtype) if x.is_floating_point() else x
+        )
     return Rollouts(**fields)
 
 
-def example(case: Case, b: Rollouts, dtype: torch.dtype | None = None) -> Example | None:
-    """Return the batch with the objective's gradient and the loss's, or None if these are equal.
+def example(
+    case: Case, b: Rollouts, dtype: torch.dtype | None = None
+) -> Example | None:
+    """Return the batch with the objective's gradient and the loss's, or None if these
+    are equal.
 
     Args:
         case: the loss and its objective.
         b: the batch, [B, T].
         dtype: of the numbers that the loss gets; None: as they are.
     """
-    low = b if dtype is None else b.but(**{k: v.to(dtype) for k in FLOATS if (v := getattr(b, k)) is not None})
+    low = (
+        b
+        if dtype is None
+        else b.but(
+            **{k: v.to(dtype) for k in FLOATS if (v := getattr(b, k)) is not None}
+        )
+    )
     try:
         right = case.expected(b) * case.factors(b, declared_aggregation(case.o))
         return make_example(low, right, case.gradient(low), case.loss.reads)
@@ -156,26 +197,41 @@ def example(case: Case, b: Rollouts, dtype: torch.dtype | None = None) -> Exampl
 
 
 def differ(case: Case, b: Rollouts) -> Tensor:
-    """The tokens of a batch whose printed dJ/dlp, the objective's and the loss's, are not the same number."""
-    right, found = case.expected(b) * case.factors(b, declared_aggregation(case.o)), case.gradient(b)
-    same = torch.isclose(found, right, rtol=10.0 ** (1 - GRADIENT_DIGITS[-1]), atol=0, equal_nan=True)
+    """The tokens of a batch whose printed dJ/dlp, the objective's and the loss's, are
+    not the same number.
+    """
+    right, found = (
+        case.expected(b) * case.factors(b, declared_aggregation(case.o)),
+        case.gradient(b),
+    )
+    same = torch.isclose(
+        found, right, rtol=10.0 ** (1 - GRADIENT_DIGITS[-1]), atol=0, equal_nan=True
+    )
     return b.mask & ~same
 
 
 def sampler_ratio(case: Case, b: Rollouts, at: tuple[int, int]) -> dict[str, float]:
-    """Return {"ρ": π_old/μ} of this token where the objective corrects for its sampler, else nothing."""
+    """Return {"ρ": π_old/μ} of this token where the objective corrects for its sampler,
+    else nothing.
+    """
     if case.o.sampler is None or b.logp_sampler is None:
         return {}
     return {"ρ": (b.logp_old - b.logp_sampler)[at].exp().item()}
 
 
 def token_numbers(case: Case, b: Rollouts, at: tuple[int, int]) -> dict[str, float]:
-    """Return what the weight of this token depends on, by its symbol: A, r, and ρ where the objective has one."""
-    return {"A": b.adv[at].item(), "r": case.ratio(b)[at].item()} | sampler_ratio(case, b, at)
+    """Return what the weight of this token depends on, by its symbol: A, r, and ρ where
+    the objective has one.
+    """
+    return {"A": b.adv[at].item(), "r": case.ratio(b)[at].item()} | sampler_ratio(
+        case, b, at
+    )
 
 
 def smallest(case: Case, b: Rollouts, at: tuple[int, int]) -> tuple[Rollouts, int, int]:
-    """The smallest batch in which a weight is wrong, and its worst token: a finding's numbers are of this batch."""
+    """The smallest batch in which a weight is wrong, and its worst token: a finding's
+    numbers are of this batch.
+    """
     small = shrink(b, wrong(case), at)
     return small, *worst(case.off(small))
 

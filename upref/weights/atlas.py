@@ -11,7 +11,17 @@ from upref import catalog
 from upref.registry import get
 from upref.weights.capacity import capacity
 from upref.weights.curve import Curve, obstacle, of
-from upref.weights.plots import DOWN, GREY, INK, STYLE, UP, WIDE, half_width, line, ratio_axis
+from upref.weights.plots import (
+    DOWN,
+    GREY,
+    INK,
+    STYLE,
+    UP,
+    WIDE,
+    half_width,
+    line,
+    ratio_axis,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,30 +30,51 @@ MU = np.r_[np.logspace(-4, -0.3, 30), 1 - np.logspace(-0.32, -7, 24)]
 
 
 def atlas() -> "Figure":
-    """Every objective of the first tier (upref.catalog), from the widest Cap for A > 0 to the narrowest.
+    """Every objective of the first tier (upref.catalog), from the widest Cap for A > 0
+    to the narrowest.
 
     Each has its default hyperparameters.
-    Left of each pair the gradient weight against r (mu = 0.1), right the Cap of a token at π_θ = π_old = mu against mu.
-    Objectives with the same weight share a pair; those that have no weight of a token by itself are named below.
+    Left of each pair the gradient weight against r (mu = 0.1), right the Cap of a token
+    at π_θ = π_old = mu against mu. Objectives with the same weight share a pair; those
+    that have no weight of a token by itself are named below.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     pairs, absent = groups(catalog.first_tier())
     dapo = of("dapo")
-    reference = [(line(dapo, A, 0.1, WIDE), capacity(dapo, MU, MU, A)) for A in (1.0, -1.0)]
+    reference = [
+        (line(dapo, A, 0.1, WIDE), capacity(dapo, MU, MU, A)) for A in (1.0, -1.0)
+    ]
     reasons = "; ".join(f"{n} ({why})" for n, why in absent.items())
-    left_out = textwrap.wrap(f"Not drawn, without a weight of a single token: {reasons}." if absent else "", 120)
+    left_out = textwrap.wrap(
+        f"Not drawn, without a weight of a single token: {reasons}." if absent else "",
+        120,
+    )
     columns, pair, head, foot = 3, (3.5, 2.1), 1.15, 0.65 + 0.2 * len(left_out)
     rows = -(-len(pairs) // columns)
     width, height = columns * pair[0] + 0.35, head + rows * pair[1] + foot
-    with matplotlib.rc_context(STYLE | {"font.size": 10, "xtick.labelsize": 9.5, "ytick.labelsize": 9.5}):
+    with matplotlib.rc_context(
+        STYLE | {"font.size": 10, "xtick.labelsize": 9.5, "ytick.labelsize": 9.5}
+    ):
         fig = Figure(figsize=(width, height))
-        inch = lambda x, y, w, h: fig.add_axes((x / width, y / height, w / width, h / height))
+        inch = lambda x, y, w, h: fig.add_axes(
+            (x / width, y / height, w / width, h / height)
+        )
         for i, group in enumerate(pairs):
-            x, y = 0.52 + i % columns * pair[0], height - head - (i // columns + 1) * pair[1]
-            left, right = inch(x, y + 0.42, 1.25, 1.05), inch(x + 1.95, y + 0.42, 1.05, 1.05)
-            compare = reference if group[0].name != "dapo" and group[0].level in ("token", "custom") else []
+            x, y = (
+                0.52 + i % columns * pair[0],
+                height - head - (i // columns + 1) * pair[1],
+            )
+            left, right = (
+                inch(x, y + 0.42, 1.25, 1.05),
+                inch(x + 1.95, y + 0.42, 1.05, 1.05),
+            )
+            compare = (
+                reference
+                if group[0].name != "dapo" and group[0].level in ("token", "custom")
+                else []
+            )
             _weight(left, group[0], [xy for xy, _ in compare])
             _cap(right, group[0], [cap for _, cap in compare])
             if i % columns == 0:
@@ -51,7 +82,12 @@ def atlas() -> "Figure":
                 right.set_ylabel("Cap", labelpad=0)
             _heading(fig, group, x / width, (y + 1.54) / height, 0.17 / height)
         text = lambda y, s, **kw: fig.text(0.52 / width, y / height, s, **kw)
-        text(height - 0.4, "What each objective does to a token", fontsize=16, fontweight="bold")
+        text(
+            height - 0.4,
+            "What each objective does to a token",
+            fontsize=16,
+            fontweight="bold",
+        )
         _legend(fig, 0.52 / width, (height - 0.95) / height)
         order = "Widest Cap for A > 0 first; objectives of equal weight share a pair. Default hyperparameters."
         ratios = "r is the ratio of a token; s and S are the geometric mean and the product of a response's ratios."
@@ -70,12 +106,24 @@ def _legend(fig, x, y):
         {r"Right of each pair: Cap at $\pi_\theta$ = $\pi_\mathrm{old}$ = mu against mu.": INK,
          "Grey: dapo.": "#888888"},
     ]  # fmt: skip
-    style = lambda color: {"color": color, "fontsize": 10.5, "fontweight": "normal" if color == INK else "bold"}
-    words: list[list[Artist]] = [[TextArea(word, textprops=style(c)) for word, c in row.items()] for row in rows]
-    lines: list[Artist] = [HPacker(children=row, align="baseline", pad=0, sep=3.2) for row in words]
+    style = lambda color: {
+        "color": color,
+        "fontsize": 10.5,
+        "fontweight": "normal" if color == INK else "bold",
+    }
+    words: list[list[Artist]] = [
+        [TextArea(word, textprops=style(c)) for word, c in row.items()] for row in rows
+    ]
+    lines: list[Artist] = [
+        HPacker(children=row, align="baseline", pad=0, sep=3.2) for row in words
+    ]
     at = {"bbox_to_anchor": (x, y), "bbox_transform": fig.transFigure}
     both = VPacker(children=lines, align="left", pad=0, sep=3)
-    fig.add_artist(AnchoredOffsetbox("lower left", child=both, pad=0, borderpad=0, frameon=False, **at))
+    fig.add_artist(
+        AnchoredOffsetbox(
+            "lower left", child=both, pad=0, borderpad=0, frameon=False, **at
+        )
+    )
 
 
 def _heading(fig, group, x, y, line):
@@ -91,11 +139,15 @@ def _heading(fig, group, x, y, line):
     above = y + line * len(rest.split("\n")) if rest else y
     fig.text(x, above, called[0], fontsize=11.5, fontweight="bold")
     if rest:
-        fig.text(x, y, rest, fontsize=9.5, color="#555555", va="baseline", linespacing=1.2)
+        fig.text(
+            x, y, rest, fontsize=9.5, color="#555555", va="baseline", linespacing=1.2
+        )
 
 
 def groups(names: Iterable[str]) -> tuple[list[list[Curve]], dict[str, str]]:
-    """Objectives of equal weight, widest Cap first; and those that have no Cap, with the reason."""
+    """Objectives of equal weight, widest Cap first; and those that have no Cap, with
+    the reason.
+    """
     absent = {n: why for n in names if (why := obstacle(get(n)))}
     known: dict[tuple[str, bytes], list[Curve]] = {}
     r = np.exp(np.r_[np.linspace(-2, 2, 201), np.linspace(-1e-3, 1e-3, 201)])
@@ -103,9 +155,13 @@ def groups(names: Iterable[str]) -> tuple[list[list[Curve]], dict[str, str]]:
         probe = [curve(r, A, mu) for A in (1.0, -1.0) for mu in (0.01, 0.1)]
         unit = "token" if curve.level == "custom" else curve.level
         known.setdefault((unit, np.round(probe, 9).tobytes()), []).append(curve)
-    same = [sorted(g, key=lambda c: (c.name.count("_"), c.name)) for g in known.values()]
+    same = [
+        sorted(g, key=lambda c: (c.name.count("_"), c.name)) for g in known.values()
+    ]
     width = lambda c, A: -round(float(capacity(c, 0.01, 0.01, A)), 9)
-    return sorted(same, key=lambda g: (width(g[0], 1), width(g[0], -1), g[0].level, g[0].name)), absent
+    return sorted(
+        same, key=lambda g: (width(g[0], 1), width(g[0], -1), g[0].level, g[0].name)
+    ), absent
 
 
 def _weight(ax, curve: Curve, grey):
@@ -121,7 +177,9 @@ def _weight(ax, curve: Curve, grey):
     ratio_axis(ax, reach)
     ax.set_ylim(-5.6, 5.6)
     ax.set_yticks([-5, -1, 1, 5], ["−5", "−1", "1", "5"])
-    unit = {"token": "r", "custom": "r", "sequence_mean": "s", "sequence_product": "S"}[curve.level]
+    unit = {"token": "r", "custom": "r", "sequence_mean": "s", "sequence_product": "S"}[
+        curve.level
+    ]
     ax.set_xlabel(unit if reach == WIDE else f"({unit} − 1) · 10$^4$", labelpad=0.5)
 
 
@@ -130,11 +188,16 @@ def _cap(ax, curve: Curve, grey):
         ax.loglog(MU, cap, color=GREY, lw=0.9, zorder=1)
     for A, color in ((1.0, UP), (-1.0, DOWN)):
         cap = capacity(curve, MU, MU, A)
-        ax.loglog(MU, cap, color=color, lw=1.1 if A > 0 else 2, zorder=3 if A > 0 else 2)
+        ax.loglog(
+            MU, cap, color=color, lw=1.1 if A > 0 else 2, zorder=3 if A > 0 else 2
+        )
     ax.set(xlim=(1e-4, 1), ylim=(1e-6, 2))
     ax.set_xticks([1e-4, 1e-2, 1], ["10⁻⁴", "10⁻²", "1"])
     ax.set_yticks([1e-6, 1e-3, 1], ["10⁻⁶", "10⁻³", "1"])
     ax.minorticks_off()
     ax.spines[["top", "right"]].set_visible(False)
-    whose = {"sequence_mean": "mu, geometric mean", "sequence_product": "mu of the response"}
+    whose = {
+        "sequence_mean": "mu, geometric mean",
+        "sequence_product": "mu of the response",
+    }
     ax.set_xlabel(whose.get(curve.level, "mu"), labelpad=0.5)

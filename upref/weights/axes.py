@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which an input can be unusual, and a batch of each by itself, of every two together, of all at once.
+"""The ways in which an input can be unusual, and a batch of each by itself, of every
+two together, of all at once.
 
 The table of docs/what-check-sees.md is made of AXES.
 """
@@ -23,13 +24,17 @@ SIZES = (1.0, -1.0)
 LONG = (1, 15, 17, 65, 129, 256, 257, 300, 512, 520)  # tokens
 TILES = (256, 512)  # columns of a batch, all of which some of its responses fill
 WIDE = (63, 64, 65, 128)  # responses of a batch, and columns
-HOLES, TURNS, LATE = (16, 40, 100, 300), (5, 12, 20), (33, 100)  # tokens, parts of a response, columns before it
+# tokens, parts of a response, columns before it
+HOLES, TURNS, LATE = (16, 40, 100, 300), (5, 12, 20), (33, 100)
 MASKS = ("plain", "a hole", "turns", "left padding", "late")
 MOSTLY = ("A = 0", "A > 0", "A < 0", "clipped")
 PRODUCT = 80.0  # |log| of a product of ratios that float32 holds
-RHO, RHO_PRODUCT = (3.0, -3.0, 6.0, -6.0, 12.0, -12.0), 19.0  # log π_old/μ of a token; most of it over a response
-CROSSED_REF = (1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)  # log π_ref / π_θ, beside what is unusual otherwise
-ANY_SIZE = ("group_mean", "reward", "leave_one_out")  # estimators whose advantages are as large as the rewards
+# log π_old/μ of a token; most of it over a response
+RHO, RHO_PRODUCT = (3.0, -3.0, 6.0, -6.0, 12.0, -12.0), 19.0
+# log π_ref / π_θ, beside what is unusual otherwise
+CROSSED_REF = (1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)
+# estimators whose advantages are as large as the rewards
+ANY_SIZE = ("group_mean", "reward", "leave_one_out")
 MOST_ENTROPY = 11.9  # nats: ln of 150,000 tokens
 FEW = 6  # responses of a batch that is mostly something which are otherwise
 
@@ -47,14 +52,18 @@ class Axis:
     far: tuple[float, ...] = ()  # log r of a part of the tokens
     share: float = 0.25  # how large a part
     sure: bool = False  # another part: 1 - π_old and 1 - π_θ from 0.1 to 1e-6
-    single: str = ""  # its numbers are the same in float32, and it is asked in that "too", or in that "alone"
+    # its numbers are the same in float32, and it is asked in that "too", or in that
+    # "alone"
+    single: str = ""
     masks: tuple[str, ...] = MASKS[:1]
     mostly: str = ""  # what most of its responses, or of its tokens, are
     width: int = 0  # columns, where not as many as its responses need
     more_A: tuple[float, ...] = ()  # where the objective's advantages have any size
-    rho: tuple[float, ...] = ()  # log π_old/μ, where the objective corrects for its sampler
+    # log π_old/μ, where the objective corrects for its sampler
+    rho: tuple[float, ...] = ()
     entropy: float = 3.0  # the largest one, in nats
-    zero_entropy: bool = False  # whether it is 0 for the lower half of a response's tokens
+    # whether it is 0 for the lower half of a response's tokens
+    zero_entropy: bool = False
 
 
 LARGE = "more than 65,504 tokens"
@@ -78,7 +87,11 @@ AXES = {
         lengths=(1, 4, 17, 40),
         sure=True,
     ),
-    "lengths": Axis(f"responses of up to 520 tokens, of {TILES[0]} and {TILES[1]} too", lengths=LONG, rows=WIDE[2]),
+    "lengths": Axis(
+        f"responses of up to 520 tokens, of {TILES[0]} and {TILES[1]} too",
+        lengths=LONG,
+        rows=WIDE[2],
+    ),
     "masks": Axis(
         f"holes of {HOLES[0]} to {HOLES[-1]} tokens, {TURNS[0]} to {TURNS[-1]} turns, left padding, responses that "
         f"begin {LATE[0]} to {LATE[-1]} columns late",
@@ -128,12 +141,11 @@ AXES["every two"] = replace(
     rows=WIDE[1],  # 8 x 5 of them have each A with each length
     single="too",
 )
-CROSSED = (
-    "every two of these, batches of {0} responses and {0} columns, and batches of which most or all is {1}".format(
-        ", ".join(map(str, WIDE)), ", ".join(MOSTLY)
-    )
+CROSSED = "every two of these, batches of {0} responses and {0} columns, and batches of which most or all is {1}".format(
+    ", ".join(map(str, WIDE)), ", ".join(MOSTLY)
 )
-for _i, _kind in enumerate(("", *MOSTLY)):  # each with each B and each T, and in both dtypes
+# each with each B and each T, and in both dtypes
+for _i, _kind in enumerate(("", *MOSTLY)):
     for _j, _B in enumerate(WIDE):
         _T = WIDE[(_i + _j) % len(WIDE)]
         AXES[f"{_B} x {_T}{_kind and f', {_kind}'}"] = replace(
@@ -144,7 +156,11 @@ _ALL = replace(
     _TWO,
     words=f"all at once, in {WIDE[3]} responses of up to 640 tokens, {LARGE}, in float64 and in float32",
     A=tuple(x for a in _ORDINARY for x in a.A),
-    mu=tuple(x for name, a in AXES.items() for x in (MU if name in ("ratios", "advantages") else a.mu)),
+    mu=tuple(
+        x
+        for name, a in AXES.items()
+        for x in (MU if name in ("ratios", "advantages") else a.mu)
+    ),
     lengths=(640,) * 30 + LONG,
     rows=WIDE[3],
     ref=CROSSED_REF,
@@ -152,7 +168,10 @@ _ALL = replace(
 AXES["all at once"] = replace(_ALL, single="too")
 for _i, _kind in enumerate(MOSTLY):
     AXES[f"all at once, {_kind}"] = replace(
-        _ALL, words="the same where most is " + ", ".join(MOSTLY), mostly=_kind, single="alone" if _i % 2 else ""
+        _ALL,
+        words="the same where most is " + ", ".join(MOSTLY),
+        mostly=_kind,
+        single="alone" if _i % 2 else "",
     )
 NEGATIVE, COLLIDE = "that are negative", math.lcm(*range(1, 13), 64, 100)
 SAME = math.lcm(2**32, 10**6)
@@ -160,15 +179,23 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
     "with gaps": lambda g: 7 + 300 * g,
     NEGATIVE: lambda g: -1 - g,
     "equal modulo 2 to 12, 64 and 100": lambda g: 11 + COLLIDE * g,
-    "beyond 2^40, some equal in 32 bits and modulo 10^6": lambda g: 2**40 + g % 2 + SAME * (g // 2),
+    "beyond 2^40, some equal in 32 bits and modulo 10^6": lambda g: (
+        2**40 + g % 2 + SAME * (g // 2)
+    ),
 }
 
 
-def stress_batch(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] = (), **hp: Any) -> Rollouts:
-    """The batch of that axis: one advantage per response, ratios drawn around 1 and around the objective's bounds. ids:
-    the keys of NAMED by which its groups are named, each in some rows of every A and of every length. It is ready, and
-    kept for the next check: do not write to its tensors."""
-    bounds = tuple(tuple(breakpoints(objective, sign, 0.02, **hp)) or (1.5,) for sign in (1.0, -1.0))
+def stress_batch(
+    axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] = (), **hp: Any
+) -> Rollouts:
+    """The batch of that axis: one advantage per response, ratios drawn around 1 and
+    around the objective's bounds. ids: the keys of NAMED by which its groups are named,
+    each in some rows of every A and of every length. It is ready, and kept for the next
+    check: do not write to its tensors."""
+    bounds = tuple(
+        tuple(breakpoints(objective, sign, 0.02, **hp)) or (1.5,)
+        for sign in (1.0, -1.0)
+    )
     any_size = bool(AXES[axis].more_A) and objective.adv in ANY_SIZE
     corrects = bool(AXES[axis].rho) and objective.sampler is not None
     return _stress_batch(axis, objective.level, bounds, any_size, corrects, seed, ids)
@@ -184,7 +211,8 @@ def _stress_batch(
     seed: int,
     ids: tuple[str, ...],
 ) -> Rollouts:
-    """The batch for all objectives with that level and these bounds of r, for A > 0 and for A < 0.
+    """The batch for all objectives with that level and these bounds of r, for A > 0 and
+    for A < 0.
 
     Args:
         axis: a key of AXES.
@@ -203,21 +231,47 @@ def _stress_batch(
     near = [np.log(side) for side in bounds]
     above, below = near
     which = rng.integers(np.where(A > 0, len(above), len(below)))
-    bound = np.where(A > 0, above[which % len(above)], below[which % len(below)])[:, None]
+    bound = np.where(A > 0, above[which % len(above)], below[which % len(below)])[
+        :, None
+    ]
     around = bound * rng.uniform(0.2, 1.8, (B, T))
-    x = np.where(rng.random((B, T)) < 0.5, around, rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3), (B, T)))
+    x = np.where(
+        rng.random((B, T)) < 0.5,
+        around,
+        rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3), (B, T)),
+    )
     if of.mostly == "clipped":
-        last = np.where(A > 0, max(near[0].max(), 0.1), min(near[1].min(), -0.1))[:, None]
-        x = np.where(few[:, None] if wide else rng.random((B, T)) < 0.1, x, last * rng.uniform(1.1, 2, (B, T)))
+        last = np.where(A > 0, max(near[0].max(), 0.1), min(near[1].min(), -0.1))[
+            :, None
+        ]
+        x = np.where(
+            few[:, None] if wide else rng.random((B, T)) < 0.1,
+            x,
+            last * rng.uniform(1.1, 2, (B, T)),
+        )
     guard = GUARD[level] - 1
     if of.far:
-        away = np.abs(draw(of.far, (B, T))) * np.where(side == 1, 1, -1)[:, None] if wide else draw(of.far, (B, T))
-        some = side[:, None] > 0 if wide else rng.random((B, T)) < of.share / (4 if of.mostly == "clipped" else 1)
+        away = (
+            np.abs(draw(of.far, (B, T))) * np.where(side == 1, 1, -1)[:, None]
+            if wide
+            else draw(of.far, (B, T))
+        )
+        some = (
+            side[:, None] > 0
+            if wide
+            else rng.random((B, T)) < of.share / (4 if of.mostly == "clipped" else 1)
+        )
         x = np.where(some, away.clip(-guard, guard), x)
-    if level == "custom":  # which may multiply ratios: a response that can be sampled keeps them in range
+    # which may multiply ratios: a response that can be sampled keeps them in range
+    if level == "custom":
         order = rng.permutation(T)
         moved = np.cumsum(np.where(mask, np.abs(x), 0)[:, order], 1)[:, order.argsort()]
-        x = np.where(moved < PRODUCT, x * rng.uniform(0.98, 1, (B, T)), rng.normal(size=(B, T)) * 1e-4)  # without ties
+        # without ties
+        x = np.where(
+            moved < PRODUCT,
+            x * rng.uniform(0.98, 1, (B, T)),
+            rng.normal(size=(B, T)) * 1e-4,
+        )
     if wide:  # the response's own ratio is drawn, its tokens are scattered around it
         noise = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
         x = x[:, :1] / (1 if level == "sequence_mean" else n[:, None])
@@ -233,28 +287,43 @@ def _stress_batch(
         old = np.minimum(old, log_rho - 1e-3)  # μ is a probability too
         lp = np.minimum(old + x, 0)
     ref = np.minimum(lp + draw(of.ref, (B, T)), -1e-3)
-    exact = (lambda v: v.astype(np.float32).astype(float)) if of.single else (lambda v: v)
+    exact = (
+        (lambda v: v.astype(np.float32).astype(float)) if of.single else (lambda v: v)
+    )
     t = lambda v: torch.tensor(exact(np.where(mask, v, math.nan)), dtype=torch.float64)
     H = rng.uniform(0, of.entropy, size=(B, T))
-    if of.zero_entropy:  # below the 80 % quantile of a response, at which objectives tell tokens apart
+    # below the 80 % quantile of a response, at which objectives tell tokens apart
+    if of.zero_entropy:
         rank = np.where(mask, H, np.inf).argsort(1).argsort(1)
         H = np.where((rank < n[:, None] // 2) & (n[:, None] >= 4), 0, H)
     entropy = torch.as_tensor(exact(H))
     adv = torch.tensor(exact(A))[:, None].expand(B, T).clone()
     kinds = len(ids) + 1
-    nth = (np.cumsum(name[:, None] == np.arange(kinds), 0) - 1)[np.arange(B), name]  # every group has several rows
-    plain = group = torch.as_tensor(name + kinds * (nth % 3) if ids else rng.permutation(B) % max(1, B // 4))
+    # every group has several rows
+    nth = (np.cumsum(name[:, None] == np.arange(kinds), 0) - 1)[np.arange(B), name]
+    plain = group = torch.as_tensor(
+        name + kinds * (nth % 3) if ids else rng.permutation(B) % max(1, B // 4)
+    )
     for k, said in enumerate(ids):
         group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
     mu = t(old - log_rho).nan_to_num(nan=-1.2) if of.rho and corrects else None
-    b = Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy)
+    b = Rollouts(
+        t(lp),
+        t(old),
+        adv,
+        torch.tensor(mask),
+        group,
+        t(ref).nan_to_num(nan=-1.2),
+        entropy,
+    )
     return fill_padding(replace(b, logp_sampler=mu))
 
 
 @lru_cache(512)
 def _composition(axis: str, any_size: bool, seed: int, ids: int) -> tuple[Any, ...]:
-    """What does not depend on an objective: which responses are as most are not, their A, lengths, kinds of ids and
-    sides of the ratio, the mask, and the state of the generator after these draws."""
+    """What does not depend on an objective: which responses are as most are not, their
+    A, lengths, kinds of ids and sides of the ratio, the mask, and the state of the
+    generator after these draws."""
     of, rng = AXES[axis], np.random.default_rng(seed)
     of = replace(of, A=of.A + of.more_A) if any_size else of
     B = of.rows
@@ -262,7 +331,11 @@ def _composition(axis: str, any_size: bool, seed: int, ids: int) -> tuple[Any, .
     A, n, kind, name, side = _rows(of, ids + 1, few, rng)
     A = np.where(few, A, 0.0) if of.mostly == "A = 0" else A
     if of.mostly in MOSTLY[1:3]:  # in every second of these batches all
-        A = (1 if ">" in of.mostly else -1) * np.abs(A) * np.where(few & (B != 64) & (B != 128), -1, 1)
+        A = (
+            (1 if ">" in of.mostly else -1)
+            * np.abs(A)
+            * np.where(few & (B != 64) & (B != 128), -1, 1)
+        )
     T = of.width or max(of.lengths) + 1 + (max(HOLES) if len(of.masks) > 1 else 0)
     mask = np.zeros((B, T), dtype=bool)
     for i in range(B):
@@ -270,48 +343,75 @@ def _composition(axis: str, any_size: bool, seed: int, ids: int) -> tuple[Any, .
     return few, A, n, name, side, mask, rng.bit_generator.state
 
 
-def _sampler_ratios(rho: tuple[float, ...], mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """log π_old/μ of each token: in turn far for some tokens of a response, spread over all of them, and near 0."""
+def _sampler_ratios(
+    rho: tuple[float, ...], mask: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """log π_old/μ of each token: in turn far for some tokens of a response, spread over
+    all of them, and near 0.
+    """
     B, T = mask.shape
     kind, n = (np.arange(B) % 3)[:, None], mask.sum(1, keepdims=True)
     near = rng.normal(size=(B, T)) * 1e-3
-    far = np.array(rho)[rng.integers(len(rho), size=(B, T))] * rng.uniform(0.9, 1, (B, T))
+    far = np.array(rho)[rng.integers(len(rho), size=(B, T))] * rng.uniform(
+        0.9, 1, (B, T)
+    )
     some = np.where((rng.random((B, T)) < 0.3) | (n == 1), far, near)
     order = rng.permutation(T)
     moved = np.cumsum(np.where(mask, np.abs(some), 0)[:, order], 1)[:, order.argsort()]
     some = np.where(moved < RHO_PRODUCT, some, near)
-    total = np.array([*rho, RHO_PRODUCT, -RHO_PRODUCT])[rng.integers(len(rho) + 2, size=(B, 1))]
-    spread = total * rng.uniform(0.9, 1, (B, 1)) / n + near - np.where(mask, near, 0).sum(1, keepdims=True) / n
+    total = np.array([*rho, RHO_PRODUCT, -RHO_PRODUCT])[
+        rng.integers(len(rho) + 2, size=(B, 1))
+    ]
+    spread = (
+        total * rng.uniform(0.9, 1, (B, 1)) / n
+        + near
+        - np.where(mask, near, 0).sum(1, keepdims=True) / n
+    )
     return np.select([kind == 0, kind == 1], [some, spread], near)
 
 
-def _rows(of: Axis, kinds: int, few: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Of each response A, the length, the number of its mask, of the kind of its id, and the side of its ratio: every
-    two levels of two of them meet where there are rows enough, else each level is in as many rows as any other."""
+def _rows(
+    of: Axis, kinds: int, few: np.ndarray, rng: np.random.Generator
+) -> Iterator[np.ndarray]:
+    """Of each response A, the length, the number of its mask, of the kind of its id,
+    and the side of its ratio: every two levels of two of them meet where there are rows
+    enough, else each level is in as many rows as any other."""
     levels = (len(of.A), len(of.lengths), len(of.masks), kinds, 3)
     even = lambda m, size: rng.permutation(np.resize(rng.permutation(m), size))
-    some = _table(of, levels) if np.prod(sorted(levels)[-2:]) <= of.rows and few.all() else ()
+    some = (
+        _table(of, levels)
+        if np.prod(sorted(levels)[-2:]) <= of.rows and few.all()
+        else ()
+    )
     if not len(some):  # in the few that are not as most are, and in the rest
         order = np.r_[np.flatnonzero(few), np.flatnonzero(~few)].argsort()
-        some = np.stack([np.r_[even(m, few.sum()), even(m, (~few).sum())][order] for m in levels], 1)
+        some = np.stack(
+            [np.r_[even(m, few.sum()), even(m, (~few).sum())][order] for m in levels], 1
+        )
     more = np.stack([even(m, of.rows - len(some)) for m in levels], 1)
     A, n, *rest = np.concatenate([some, more]).T
     return iter((np.array(of.A)[A], np.array(of.lengths)[n], *rest))
 
 
 def _table(of: Axis, levels: tuple[int, ...]) -> np.ndarray:
-    """The covering array; responses too short to show a mask stand beside it, each level of the rest with each."""
+    """The covering array; responses too short to show a mask stand beside it, each
+    level of the rest with each.
+    """
     short = [i for i, n in enumerate(of.lengths) if n < TURNS[0] and len(of.masks) > 1]
     rows = pairwise((levels[0], levels[1] - len(short), *levels[2:])).copy()
     rows[:, 1] = np.delete(np.arange(levels[1]), short)[rows[:, 1]]
-    beside = [[n % levels[0], i, 0, *(n % m for m in levels[3:])] for i in short for n in range(2 * max(levels))]
+    beside = [
+        [n % levels[0], i, 0, *(n % m for m in levels[3:])]
+        for i in short
+        for n in range(2 * max(levels))
+    ]
     return np.concatenate([rows, np.array(beside, dtype=int).reshape(-1, len(levels))])
 
 
 @lru_cache(64)
 def pairwise(levels: tuple[int, ...]) -> np.ndarray:
-    """A covering array of strength 2 (all-pairs testing), built greedily: rows in which every level of a factor meets
-    every level of every other."""
+    """A covering array of strength 2 (all-pairs testing), built greedily: rows in which
+    every level of a factor meets every level of every other."""
     rest = np.array(list(product(*map(range, levels[2:]))))
     pairs = [(i, j) for i in range(len(levels)) for j in range(i)]
     open_ = {(i, j): np.ones((levels[i], levels[j]), dtype=bool) for i, j in pairs}
@@ -319,7 +419,9 @@ def pairwise(levels: tuple[int, ...]) -> np.ndarray:
     while any(x.any() for x in open_.values()):
         for first in product(range(levels[0]), range(levels[1])):
             some = np.c_[np.broadcast_to(first, (len(rest), 2)), rest]
-            gain = sum(open_[i, j][some[:, i], some[:, j]].astype(int) for i, j in pairs)
+            gain = sum(
+                open_[i, j][some[:, i], some[:, j]].astype(int) for i, j in pairs
+            )
             if gain.any():
                 rows.append(some[int(np.argmax(gain))])
                 for i, j in pairs:
@@ -346,4 +448,7 @@ def relabel_groups(b: Rollouts) -> dict[str, list[Rollouts]]:
     """The batch with other ids for all of its groups, and for all but one."""
     assert b.group is not None
     g, one = b.group, b.group == b.group.max()
-    return {k: [replace(b, group=x, totals=None) for x in (f(g), torch.where(one, g, f(g)))] for k, f in NAMED.items()}
+    return {
+        k: [replace(b, group=x, totals=None) for x in (f(g), torch.where(one, g, f(g)))]
+        for k, f in NAMED.items()
+    }

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synthetic batches: the regime grid (sign of A x ratio below, at and above every bound x π_old x ragged masks), on
-policy, random, far; and what two weights differ by. One file, so that what is covered can be read off in one place.
+"""Synthetic batches: the regime grid (sign of A x ratio below, at and above every bound
+x π_old x ragged masks), on policy, random, far; and what two weights differ by. One
+file, so that what is covered can be read off in one place.
 
-On policy (r = 1) nearly all objectives have the same gradient, so a test at r = 1 proves nothing. Everything that
-compares losses reads its batches from here, and those of unusual inputs from axes.py.
+On policy (r = 1) nearly all objectives have the same gradient, so a test at r = 1
+proves nothing. Everything that compares losses reads its batches from here, and those
+of unusual inputs from axes.py.
 """
 
 import math
@@ -25,27 +27,47 @@ from upref.weights.jumps import GRID
 MU = (0.02, 0.3, 0.9)  # π_old of a rare, a likely and a nearly certain token
 MU_READ = (1e-4, 0.07, 0.6, 0.97, 0.995)  # and of more, where the bounds depend on it
 SIGNS = (1.0, -1.0, 0.5, -2.0, 0.0)
-LOG_R = np.unique(np.r_[np.linspace(-4, 4, 33), np.outer((-1, 1), np.geomspace(1e-5, 0.3, 12)).ravel()])
+LOG_R = np.unique(
+    np.r_[
+        np.linspace(-4, 4, 33), np.outer((-1, 1), np.geomspace(1e-5, 0.3, 12)).ravel()
+    ]
+)
 FAR = GRID[abs(np.log(GRID)) < 8]  # where bounds are looked for
 EDGES = (-1e-9, 0.0, 1e-9)  # just inside, on and just outside a bound, relative to r
 OFF_EDGES = (-1e-3, 1e-3)  # for whoever steps or re-sums
-SINGLE_EDGES = (-3e-5, 3e-5)  # for whoever computes in float32: narrower than any bound, GSPO's of 3e-4 too
+# for whoever computes in float32: narrower than any bound, GSPO's of 3e-4 too
+SINGLE_EDGES = (-3e-5, 3e-5)
 LENGTHS = (1, 5, 2, 7, 3, 4, 6, 2)
 ANCHOR_A = (1.0, -1.0, -0.5, 0.5, 2.0, -2.0, 1.5, -0.75)
 OVERFLOW = (20.0, 60.0, 80.0, 100.0, 800.0)  # log r
-# of |log r|: a clamp from there on is a guard that training does not meet; a response's is a mean over its tokens
+# of |log r|: a clamp from there on is a guard that training does not meet; a response's
+# is a mean over its tokens
 GUARD = {"token": 20.0, "custom": 20.0, "sequence_product": 20.0, "sequence_mean": 10.0}
-CLAMPS = (9.5, 10.5, 19.5, 20.5, 25.0)  # on both sides of where implementations clamp log r
+# on both sides of where implementations clamp log r
+CLAMPS = (9.5, 10.5, 19.5, 20.5, 25.0)
 
 
 @lru_cache(4096)
 def breakpoints(objective: Objective, A: float, mu: float, **hp) -> list[float]:
-    """The ratios with mu r < 1 at which the weight of a token by itself jumps, ascending."""
+    """The ratios with mu r < 1 at which the weight of a token by itself jumps,
+    ascending.
+    """
     if objective.batch_coupled:
         return []
     curves = [of_objective(objective, **hp)]
-    curves += [replace(curves[0], weight=high_entropy_weight(objective, hp))] if "entropy" in objective.reads else []
-    return sorted({jump.r for curve in curves for jump in curve.jumps(A, mu, FAR) if jump.r * mu < 1})
+    curves += (
+        [replace(curves[0], weight=high_entropy_weight(objective, hp))]
+        if "entropy" in objective.reads
+        else []
+    )
+    return sorted(
+        {
+            jump.r
+            for curve in curves
+            for jump in curve.jumps(A, mu, FAR)
+            if jump.r * mu < 1
+        }
+    )
 
 
 def high_entropy_weight(objective: Objective, hp) -> Callable:
@@ -53,7 +75,9 @@ def high_entropy_weight(objective: Objective, hp) -> Callable:
 
     def weight(r, A, mu):
         points = np.broadcast_arrays(r, A, mu)
-        x, A, mu = (torch.tensor(v.reshape(-1, 1)).expand(-1, 2).clone() for v in points)
+        x, A, mu = (
+            torch.tensor(v.reshape(-1, 1)).expand(-1, 2).clone() for v in points
+        )
         x[:, 1] = 1.0
         H = torch.tensor([2.0, 1.0], dtype=x.dtype).expand_as(x)
         w = objective.weight(x, A, mu, torch.ones_like(x, dtype=torch.bool), H, **hp)
@@ -62,16 +86,23 @@ def high_entropy_weight(objective: Objective, hp) -> Callable:
     return weight
 
 
-def ratios(objective: Objective, A: float, mu: float, edges: tuple[float, ...] = EDGES, **hp) -> list[float]:
-    """r at the given distances from every bound, and on a fixed grid of log r; all with mu r < 1."""
+def ratios(
+    objective: Objective, A: float, mu: float, edges: tuple[float, ...] = EDGES, **hp
+) -> list[float]:
+    """r at the given distances from every bound, and on a fixed grid of log r; all with
+    mu r < 1.
+    """
     bounds = breakpoints(objective, A, mu, **hp) if A else []
-    # with a bound that depends on mu, on which side of it "at" falls is a matter of rounding
+    # with a bound that depends on mu, on which side of it "at" falls is a matter of
+    # rounding
     near = [k * (1 + e) for k in bounds for e in edges if e or not objective.reads_mu]
     return [r for r in [*near, *np.exp(LOG_R)] if mu * r < 0.999]
 
 
 def interval(low: float | None, high: float | None, digits: int = 4) -> str:
-    """`r > 1.28`, or with both ends `0.8 < r <= 1.28`, in as many digits as tell the two apart."""
+    """`r > 1.28`, or with both ends `0.8 < r <= 1.28`, in as many digits as tell the
+    two apart.
+    """
     if low is None or high is None:
         return f"r <= {high:.{digits}g}" if low is None else f"r > {low:.{digits}g}"
     if low == high:
@@ -87,23 +118,37 @@ def words(A: float, r: float, bounds: list[float]) -> str:
     below, above = [k for k in bounds if k < r], [k for k in bounds if k >= r]
     if not bounds:
         return f"{sign}, any r"
-    return f"{sign}, {interval(below[-1] if below else None, above[0] if above else None)}"
+    return (
+        f"{sign}, {interval(below[-1] if below else None, above[0] if above else None)}"
+    )
 
 
 @lru_cache(128)  # of about 50 kB
 def batch(
-    objective: Objective, *, seed: int = 0, edges: tuple[float, ...] = EDGES, thin: int = 1, mus=MU, **hp
+    objective: Objective,
+    *,
+    seed: int = 0,
+    edges: tuple[float, ...] = EDGES,
+    thin: int = 1,
+    mus=MU,
+    **hp,
 ) -> Rollouts:
-    """A float64 batch that visits every regime of the objective, masked slots poisoned with NaN, groups interleaved.
+    """A float64 batch that visits every regime of the objective, masked slots poisoned
+    with NaN, groups interleaved.
 
-    A token-level objective meets one regime per token; one that acts on a response meets one per response, reached by
-    tokens whose ratios differ. thin=k keeps every k-th regime. mus: π_old. It is kept for the next check: do not write
-    to its tensors.
+    A token-level objective meets one regime per token; one that acts on a response
+    meets one per response, reached by tokens whose ratios differ. thin=k keeps every
+    k-th regime. mus: π_old. It is kept for the next check: do not write to its tensors.
     """
     # the bounds of a response's ratio do not depend on mu
     mus = mus[:1] if objective.level in REDUCE else mus
-    cases = [(A, mu, r) for A, mu in product(SIGNS, mus) for r in ratios(objective, A, mu, edges, **hp)]
-    cases *= 3 if "entropy" in objective.reads else 1  # each beside calmer tokens and beside less calm ones
+    cases = [
+        (A, mu, r)
+        for A, mu in product(SIGNS, mus)
+        for r in ratios(objective, A, mu, edges, **hp)
+    ]
+    # each beside calmer tokens and beside less calm ones
+    cases *= 3 if "entropy" in objective.reads else 1
     if objective.batch_coupled:  # no two tokens tie where the batch is sorted
         cases = [(A, mu, r * (1 - 1e-5 * i)) for i, (A, mu, r) in enumerate(cases)]
     rng = np.random.default_rng(seed)
@@ -113,14 +158,26 @@ def batch(
 
 
 def make_batch(
-    cases: list[tuple[float, float, float]], level: str, one_adv: bool, rng: np.random.Generator
+    cases: list[tuple[float, float, float]],
+    level: str,
+    one_adv: bool,
+    rng: np.random.Generator,
 ) -> Rollouts:
-    """A batch with one of these (A, mu, r) per token, or per response at a level of whole responses."""
-    return _rollouts(_responses(cases, level, rng) if level in REDUCE else _tokens(cases, one_adv, rng), rng)
+    """A batch with one of these (A, mu, r) per token, or per response at a level of
+    whole responses.
+    """
+    return _rollouts(
+        _responses(cases, level, rng)
+        if level in REDUCE
+        else _tokens(cases, one_adv, rng),
+        rng,
+    )
 
 
 def _tokens(cases, one_adv, rng):
-    """Rows of 1 to 9 tokens; the tokens of one row share A where one advantage per response is wanted."""
+    """Rows of 1 to 9 tokens; the tokens of one row share A where one advantage per
+    response is wanted.
+    """
     if one_adv:
         cases = sorted(cases, key=lambda c: c[0])
     rows, lengths = [], cycle((3, 1, 9, 5, 2, 7))
@@ -128,14 +185,17 @@ def _tokens(cases, one_adv, rng):
         n = next(lengths)
         row, cases = cases[:n], cases[n:]
         if one_adv:
-            same = [c for c in row if c[0] == row[0][0]]  # sorted by A: what is cut off begins the next row
+            # sorted by A: what is cut off begins the next row
+            same = [c for c in row if c[0] == row[0][0]]
             row, cases = same, row[len(same) :] + cases
         rows.append([(A, math.log(mu), math.log(r)) for A, mu, r in row])
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
 def _responses(cases, level, rng):
-    """One response per case: token log-ratios that differ and have the wanted mean (or sum)."""
+    """One response per case: token log-ratios that differ and have the wanted mean (or
+    sum).
+    """
     rows = []
     for (A, _, r), n in zip(cases, cycle((3, 1, 5, 2)), strict=False):
         spread = rng.normal(size=n)
@@ -149,25 +209,48 @@ def _rollouts(rows, rng) -> Rollouts:
         raise InputError("the regime grid is empty: choose a smaller thin.")
     T = max(map(len, rows)) + 1  # one column of padding at least
     full = lambda i: torch.tensor(
-        [[c[i] for c in row] + [math.nan] * (T - len(row)) for row in rows], dtype=torch.float64
+        [[c[i] for c in row] + [math.nan] * (T - len(row)) for row in rows],
+        dtype=torch.float64,
     )
     adv, logp_old, log_r = full(0), full(1), full(2)
-    group = torch.as_tensor(rng.permutation(np.arange(len(rows)) % max(1, len(rows) // 3)))
+    group = torch.as_tensor(
+        rng.permutation(np.arange(len(rows)) % max(1, len(rows) // 3))
+    )
     entropy = torch.as_tensor(rng.uniform(0, 3, size=adv.shape))
-    return Rollouts(logp_old + log_r, logp_old, adv, ~adv.isnan(), group, entropy=entropy)
+    return Rollouts(
+        logp_old + log_r, logp_old, adv, ~adv.isnan(), group, entropy=entropy
+    )
 
 
-# ---- other batches ---------------------------------------------------------------------------------------------------
+# ---- other batches -------------------------------------------------------------------
 def on_policy_batch(width: int = 9) -> Rollouts:
-    """A batch with π_θ = π_old, ragged lengths, three groups of unequal sizes, one advantage per response."""
+    """A batch with π_θ = π_old, ragged lengths, three groups of unequal sizes, one
+    advantage per response.
+    """
     mask = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
-    lp = -0.5 - torch.arange(mask.numel(), dtype=torch.float64).reshape(mask.shape).sin() ** 2
+    lp = (
+        -0.5
+        - torch.arange(mask.numel(), dtype=torch.float64).reshape(mask.shape).sin() ** 2
+    )
     adv = torch.tensor(ANCHOR_A, dtype=torch.float64)[:, None].expand_as(mask).clone()
-    return Rollouts(lp, lp.clone(), adv, mask, torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]), entropy=1 + lp**2)
+    return Rollouts(
+        lp,
+        lp.clone(),
+        adv,
+        mask,
+        torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]),
+        entropy=1 + lp**2,
+    )
 
 
-def random_batch(rng: np.random.Generator, one_adv: bool = False, shape: tuple[int, int] | None = None) -> Rollouts:
-    """Any batch: ragged masks with holes, ratios near and far, a few zero advantages, groups or none."""
+def random_batch(
+    rng: np.random.Generator,
+    one_adv: bool = False,
+    shape: tuple[int, int] | None = None,
+) -> Rollouts:
+    """Any batch: ragged masks with holes, ratios near and far, a few zero advantages,
+    groups or none.
+    """
     B, T = shape or (int(rng.integers(2, 7)), int(rng.integers(1, 9)))
     mask = rng.random((B, T)) < rng.choice([0.3, 0.8, 1.0])
     mask[:, rng.integers(T)] = True
@@ -175,15 +258,21 @@ def random_batch(rng: np.random.Generator, one_adv: bool = False, shape: tuple[i
     step = rng.normal(size=(B, T)) * rng.choice([1e-4, 0.02, 0.2, 1.0, 3.0])
     lp = np.minimum(old + step, -1e-6)
     A = rng.normal(size=(B, 1 if one_adv else T)) * (rng.random((B, 1)) < 0.9)
-    group = rng.permutation(np.arange(B) % max(1, B // 2)) if rng.random() < 0.7 else None
+    group = (
+        rng.permutation(np.arange(B) % max(1, B // 2)) if rng.random() < 0.7 else None
+    )
     t = lambda x: torch.tensor(np.broadcast_to(x, (B, T)))
     groups = None if group is None else torch.tensor(group)
-    return Rollouts(t(lp), t(old), t(A), t(mask), groups, entropy=t(rng.uniform(0, 3, (B, T))))
+    return Rollouts(
+        t(lp), t(old), t(A), t(mask), groups, entropy=t(rng.uniform(0, 3, (B, T)))
+    )
 
 
 @lru_cache(16)
 def random_batches(seed: int, n: int, one_adv: bool) -> list[Rollouts]:
-    """The first n of that seed, ready; kept for the next check: do not write to their tensors."""
+    """The first n of that seed, ready; kept for the next check: do not write to their
+    tensors.
+    """
     rng = np.random.default_rng(seed)
     return [fill_padding(random_batch(rng, one_adv)) for _ in range(n)]
 
@@ -195,33 +284,62 @@ def single_token_responses(A: float, rs) -> Rollouts:
 
 
 def two_token_batch(A, r, mu) -> Rollouts:
-    """`single_token_batch`, with a second token of ratio 1 and half the entropy in each response."""
+    """`single_token_batch`, with a second token of ratio 1 and half the entropy in each
+    response.
+    """
     b = single_token_batch(A, r, mu)
-    lp, old, adv = (torch.cat(x, 1) for x in ((b.logp, b.logp_old), (b.logp_old,) * 2, (b.adv, b.adv)))
-    mask, H = torch.ones_like(lp, dtype=torch.bool), torch.tensor([2.0, 1.0], dtype=lp.dtype)
+    lp, old, adv = (
+        torch.cat(x, 1)
+        for x in ((b.logp, b.logp_old), (b.logp_old,) * 2, (b.adv, b.adv))
+    )
+    mask, H = (
+        torch.ones_like(lp, dtype=torch.bool),
+        torch.tensor([2.0, 1.0], dtype=lp.dtype),
+    )
     return Rollouts(lp, old, adv, mask, logp_ref=lp, entropy=H.expand_as(lp).clone())
 
 
 def overflowing() -> Rollouts:
-    """Far ratios of both signs, and rare tokens whose ratio is near 1; pairs of equal tokens."""
+    """Far ratios of both signs, and rare tokens whose ratio is near 1; pairs of equal
+    tokens.
+    """
     far = (*(s * y for y in OVERFLOW for s in (1, -1)), 0.1)
     cases = [(A, x, 0.5) for A in (1.0, -1.0, 0.0, 1e-4, -1e-4) for x in far]
     cases += [(A, 0.0625, lp) for A in (1.0, -1.0) for lp in (50.0, 120.0, 1000.0)]
-    A, x, lp = (torch.tensor(c, dtype=torch.float64)[:, None].expand(-1, 2) for c in zip(*cases, strict=True))
+    A, x, lp = (
+        torch.tensor(c, dtype=torch.float64)[:, None].expand(-1, 2)
+        for c in zip(*cases, strict=True)
+    )
     new, one = torch.where(x > 0, -lp, x - lp), torch.ones_like(A)
     return Rollouts(new, new - x, A.clone(), one.bool(), logp_ref=new, entropy=one)
 
 
 def clamped() -> Rollouts:
-    """Two responses of three tokens for each sign of A and log r on both sides of where implementations clamp it."""
-    cases = [(A, side * x) for A in (1.0, -1.0) for side in (-1, 1) for x in CLAMPS for _ in "ab"]
+    """Two responses of three tokens for each sign of A and log r on both sides of where
+    implementations clamp it.
+    """
+    cases = [
+        (A, side * x)
+        for A in (1.0, -1.0)
+        for side in (-1, 1)
+        for x in CLAMPS
+        for _ in "ab"
+    ]
     adv, log_r = torch.tensor(cases, dtype=torch.float64).T[:, :, None].expand(2, -1, 3)
     old = torch.where(log_r > 0, -30.0, -1.0)
-    return Rollouts(old + log_r, old, adv, torch.ones(adv.shape, dtype=torch.bool), torch.arange(len(cases)) // 2)
+    return Rollouts(
+        old + log_r,
+        old,
+        adv,
+        torch.ones(adv.shape, dtype=torch.bool),
+        torch.arange(len(cases)) // 2,
+    )
 
 
 def fill_padding(b: Rollouts) -> Rollouts:
-    """The batch with plausible numbers in its masked slots, and with a reference policy."""
+    """The batch with plausible numbers in its masked slots, and with a reference
+    policy.
+    """
     A = torch.where(b.mask, b.adv.expand_as(b.mask), 0)
     first = A.gather(1, b.mask.int().argmax(1, keepdim=True))
     b = b.but(
@@ -235,27 +353,44 @@ def fill_padding(b: Rollouts) -> Rollouts:
 
 def reference(b: Rollouts) -> Tensor:
     """log π_ref of each token, near to π_old."""
-    return b.logp_old - 0.3 - 0.2 * torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape).sin()
+    return (
+        b.logp_old
+        - 0.3
+        - 0.2
+        * torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape).sin()
+    )
 
 
 def sampler(b: Rollouts) -> Tensor:
-    """log μ of each token: rows in turn equal to π_old but for rounding, near to it, and off by up to e^±2."""
+    """log μ of each token: rows in turn equal to π_old but for rounding, near to it,
+    and off by up to e^±2.
+    """
     B, T = b.mask.shape
-    spread = torch.tensor([1e-5, 0.1, 2.0], dtype=b.logp.dtype)[torch.arange(B) % 3, None]
+    spread = torch.tensor([1e-5, 0.1, 2.0], dtype=b.logp.dtype)[
+        torch.arange(B) % 3, None
+    ]
     wave = (1.7 * torch.arange(B * T, dtype=b.logp.dtype) + 0.3).sin().reshape(B, T)
     return torch.where(b.mask, (b.logp_old - spread * wave).clamp(max=0), -1.2)
 
 
-# ---- reading and comparing -------------------------------------------------------------------------------------------
+# ---- reading and comparing -----------------------------------------------------------
 def relative_error(found, expected, beside=0.0, floor: float | Tensor = 0.1) -> Tensor:
-    """|found - expected| relative to |expected|, |beside| or the floor, whichever is largest; inf where it is NaN."""
-    found, expected, beside, floor = map(torch.as_tensor, (found, expected, beside, floor))
+    """|found - expected| relative to |expected|, |beside| or the floor, whichever is
+    largest; inf where it is NaN.
+    """
+    found, expected, beside, floor = map(
+        torch.as_tensor, (found, expected, beside, floor)
+    )
     scale = torch.maximum(torch.maximum(expected.abs(), beside.abs()), floor)
     return ((found - expected).abs() / scale).nan_to_num(nan=torch.inf)
 
 
-def near_a_bound(weights: Callable[[Rollouts], Tensor], b: Rollouts, step: float = 2e-5) -> Tensor:
-    """Tokens whose weight jumps within that distance of log r (by default the rounding of float32), [B, T]."""
+def near_a_bound(
+    weights: Callable[[Rollouts], Tensor], b: Rollouts, step: float = 2e-5
+) -> Tensor:
+    """Tokens whose weight jumps within that distance of log r (by default the rounding
+    of float32), [B, T].
+    """
     below, above = (weights(b.but(logp_old=b.logp_old + d)) for d in (-step, step))
     return relative_error(above, below, floor=1e-6) > 1e-3
 
@@ -263,7 +398,11 @@ def near_a_bound(weights: Callable[[Rollouts], Tensor], b: Rollouts, step: float
 def at(b: Rollouts, i: int, t: int) -> tuple[float, float, float]:
     """(A, r, mu) of one token of a batch."""
     A = b.adv[i, t if b.adv.shape[1] > 1 else 0]
-    return A.item(), (b.logp[i, t] - b.logp_old[i, t]).exp().item(), b.logp_old[i, t].exp().item()
+    return (
+        A.item(),
+        (b.logp[i, t] - b.logp_old[i, t]).exp().item(),
+        b.logp_old[i, t].exp().item(),
+    )
 
 
 def grad(f, b: Rollouts) -> Tensor:

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probability Capacity (fan2026up, Sec. 3.3 and App. B), read off the gradient weight of any objective.
+"""Probability Capacity (fan2026up, Sec. 3.3 and App. B), read off the gradient weight
+of any objective.
 
     Cap(p, mu) = |p* - p|,    p* = the first probability, from p in the direction of the update (up for A > 0, down
-                              for A < 0), from which on dJ/dlp = 0; 1 or 0 where there is none
+                              for A < 0), from which on dJ/dlp = 0; 1 or 0 where there
+                              is none
 
-The paper's closed forms (Eq. 11, 1 - p for UP, Eq. A3) are consequences, and tests. What Cap is not: a bound on where
-the policy can go. It says how far a token is carried by its own gradient, all else fixed; one large step overshoots it,
-and other tokens' gradients, momentum and shared parameters move a token whose own gradient is 0.
+The paper's closed forms (Eq. 11, 1 - p for UP, Eq. A3) are consequences, and tests.
+What Cap is not: a bound on where the policy can go. It says how far a token is carried
+by its own gradient, all else fixed; one large step overshoots it, and other tokens'
+gradients, momentum and shared parameters move a token whose own gradient is 0.
 
-At a breakpoint the weight is read 1e-12 of r ahead of p, so that rounding in p/mu does not matter: Cap = 0 at
-r = 1+ε_high (Eq. 11) and at r = 1-ε_low; at r = c the token is still alive (Eq. A3 includes its end). At p = 0 and
-mu = 0 the limit is meant. At A = 0 there is no update: Cap = 0 (the paper's A <= 0 means A < 0).
+At a breakpoint the weight is read 1e-12 of r ahead of p, so that rounding in p/mu does
+not matter: Cap = 0 at r = 1+ε_high (Eq. 11) and at r = 1-ε_low; at r = c the token is
+still alive (Eq. A3 includes its end). At p = 0 and mu = 0 the limit is meant. At A = 0
+there is no update: Cap = 0 (the paper's A <= 0 means A < 0).
 """
 
 from collections.abc import Callable
@@ -26,51 +30,70 @@ from upref.weights.curve import Curve, of
 TINY = 1e-30  # stands for probability 0
 
 
-def capacity(objective: "str | Objective | Curve | Callable[..., Tensor]", pi, pi_old, adv=1.0, **hp) -> np.ndarray:
-    """Compute Cap: how far the probability pi can move with the update before its own gradient vanishes.
+def capacity(
+    objective: "str | Objective | Curve | Callable[..., Tensor]",
+    pi,
+    pi_old,
+    adv=1.0,
+    **hp,
+) -> np.ndarray:
+    """Compute Cap: how far the probability pi can move with the update before its own
+    gradient vanishes.
 
     Args:
-        objective: a registered name, an Objective, any loss (as for `upref.check`) or its name, or the Curve of one.
+        objective: a registered name, an Objective, any loss (as for `upref.check`) or
+            its name, or the Curve of one.
         pi: p = π_θ(o_t), probabilities in [0, 1].
         pi_old: mu = π_old(o_t), probabilities in [0, 1].
         adv: advantage A. pi, pi_old and adv broadcast.
-        **hp: the objective's hyperparameters, or the loss's own keywords. A KL term does not count.
+        **hp: the objective's hyperparameters, or the loss's own keywords. A KL term
+            does not count.
 
     Returns:
-        A float64 array of the broadcast shape, in units of probability, to 1e-9 or better.
+        A float64 array of the broadcast shape, in units of probability, to 1e-9 or
+        better.
 
     Raises:
-        InputError: a value is no probability, A is not finite, the objective has no weight of a single token (m2po,
-            aspo_code), or the loss cannot be called or has no finite gradient.
+        InputError: a value is no probability, A is not finite, the objective has no
+            weight of a single token (m2po, aspo_code), or the loss cannot be called or
+            has no finite gradient.
 
-    The paper leaves Cap open at level "sequence_mean"; this is our definition. All tokens of a response get one
-    gradient in log space, so follow p̄ = exp(mean_t lp), the geometric-mean probability, under a common shift of
-    all lp: then pi = p̄, pi_old = p̄_old and the same formula holds. One token that moves alone goes further:
-    `own_token_bound`. At level "sequence_product", pi is the probability of the whole response.
+    The paper leaves Cap open at level "sequence_mean"; this is our definition. All
+    tokens of a response get one gradient in log space, so follow p̄ = exp(mean_t lp),
+    the geometric-mean probability, under a common shift of all lp: then pi = p̄, pi_old
+    = p̄_old and the same formula holds. One token that moves alone goes further:
+    `own_token_bound`. At level "sequence_product", pi is the probability of the whole
+    response.
 
-    A dead band narrower than the scan (2 % of r in 1e-3..1e3, finer near 1) may be missed. A weight that fades without
-    a cut (SAPO) counts as nonzero until float64 rounds it to 0.
+    A dead band narrower than the scan (2 % of r in 1e-3..1e3, finer near 1) may be
+    missed. A weight that fades without a cut (SAPO) counts as nonzero until float64
+    rounds it to 0.
     """
     p, mu, A = _points(pi, pi_old, adv)
     shape = p.shape
     p, mu, A = p.ravel(), np.maximum(mu.ravel(), TINY), A.ravel()
     curve = _toward_the_update(of(objective, **hp))
-    pairs, row = np.unique((mu if curve.reads_mu else 1) + 1j * A, return_inverse=True)  # complex: unique pairs (mu, A)
+    # complex: unique pairs (mu, A)
+    pairs, row = np.unique((mu if curve.reads_mu else 1) + 1j * A, return_inverse=True)
     ends, alive = curve.ends(pairs.imag, pairs.real)
     r = np.maximum(p, TINY) / mu
     up = A > 0
-    ahead = np.minimum(np.where(up, r * (1 + curve.rtol_ratio), r * (1 - curve.rtol_ratio)), 1 / mu)
-    passed = (ends[row] < ahead[:, None]).sum(1)  # ends below: the weight is alive between every other two
+    ahead = np.minimum(
+        np.where(up, r * (1 + curve.rtol_ratio), r * (1 - curve.rtol_ratio)), 1 / mu
+    )
+    # ends below: the weight is alive between every other two
+    passed = (ends[row] < ahead[:, None]).sum(1)
     ends = np.pad(ends, ((0, 0), (1, 1)), constant_values=((0, 0), (0, np.inf)))
     goal = np.minimum(ends[row, passed + up] * mu, 1)
     cap = np.where(up, goal - p, p - goal)
-    cap = np.where(cap < 1e9 * TINY, 0, cap)  # a bound times a probability that TINY stands for
+    # a bound times a probability that TINY stands for
+    cap = np.where(cap < 1e9 * TINY, 0, cap)
     return np.where((alive[row] ^ (passed % 2 == 1)) & (A != 0), cap, 0).reshape(shape)
 
 
 def _toward_the_update(curve: Curve) -> Curve:
-    """Its weight where that has the sign of A, else 0: from where a penalty pulls a token back, it is carried no
-    further."""
+    """Its weight where that has the sign of A, else 0: from where a penalty pulls a
+    token back, it is carried no further."""
 
     def weight(r, A, mu):
         w = curve.weight(r, A, mu)
@@ -80,9 +103,11 @@ def _toward_the_update(curve: Curve) -> Curve:
 
 
 def own_token_bound(pi_old, eps_high, length, log_ratio_of_others=0.0) -> np.ndarray:
-    """p up to which one token alone (A > 0) keeps its gradient under GSPO: min(1, mu (1+ε_high)^T / Π_{others} r).
+    """p up to which one token alone (A > 0) keeps its gradient under GSPO: min(1, mu
+    (1+ε_high)^T / Π_{others} r).
 
-    The sequence bound s <= 1+ε_high solved for one token of length = T; log_ratio_of_others = Σ_{others} log r.
+    The sequence bound s <= 1+ε_high solved for one token of length = T;
+    log_ratio_of_others = Σ_{others} log r.
     """
     log_r = length * np.log1p(eps_high) - log_ratio_of_others
     return np.minimum(1, np.asarray(pi_old) * np.exp(np.minimum(log_r, 700)))
@@ -92,16 +117,31 @@ def _points(pi, pi_old, adv) -> list[np.ndarray]:
     points = []
     for name, x in (("pi", pi), ("pi_old", pi_old), ("adv", adv)):
         try:
-            x = np.asarray(x.detach().cpu().double() if isinstance(x, Tensor) else x, dtype=float)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # 10**400; a tensor without data
-            raise InputError(f"{name} must be numbers, got {type(x).__name__}.") from None
+            x = np.asarray(
+                x.detach().cpu().double() if isinstance(x, Tensor) else x, dtype=float
+            )
+        except (
+            TypeError,
+            ValueError,
+            OverflowError,
+            RuntimeError,
+        ):  # 10**400; a tensor without data
+            raise InputError(
+                f"{name} must be numbers, got {type(x).__name__}."
+            ) from None
         bad = ~np.isfinite(x) if name == "adv" else ~((x >= 0) & (x <= 1))
         if bad.any():
-            want = "an advantage is finite" if name == "adv" else "a probability is in [0, 1] (is it a logarithm?)"
+            want = (
+                "an advantage is finite"
+                if name == "adv"
+                else "a probability is in [0, 1] (is it a logarithm?)"
+            )
             raise InputError(f"{name} is {x[bad].flat[0]:g}: {want}.")
         points.append(x)
     try:
         return list(np.broadcast_arrays(*points))
     except ValueError:
         shapes = ", ".join(str(x.shape) for x in points)
-        raise InputError(f"pi, pi_old and adv have shapes {shapes}, which do not broadcast.") from None
+        raise InputError(
+            f"pi, pi_old and adv have shapes {shapes}, which do not broadcast."
+        ) from None

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient weight of a token by itself, w(r, A, mu) = dJ/dlp, of anything, with its jumps.
+"""The gradient weight of a token by itself, w(r, A, mu) = dJ/dlp, of anything, with its
+jumps.
 
-It is the weight of a response of one token, alone in its batch, where the token's, the sequence's and the trajectory's
-ratio are one number. The rule for mu = π_old(o_t): mu r = π_θ(o_t) <= 1 always. A curve that reads mu stays at r = 1/mu
-from there on; any other is asked about a token of low probability (`low_probability`), whatever mu is given.
+It is the weight of a response of one token, alone in its batch, where the token's, the
+sequence's and the trajectory's ratio are one number. The rule for mu = π_old(o_t): mu r
+= π_θ(o_t) <= 1 always. A curve that reads mu stays at r = 1/mu from there on; any other
+is asked about a token of low probability (`low_probability`), whatever mu is given.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,8 @@ from upref.rollouts import Rollouts
 from upref.weights.jumps import GRID, Jump, find
 
 RTOL_RATIO = 1e-12  # relative; ratios nearer than that are one
-AT_ONCE = 1000  # tokens that a loss sees in one call: a wrong [B] - [B, 1] in it makes 8 MB
+# tokens that a loss sees in one call: a wrong [B] - [B, 1] in it makes 8 MB
+AT_ONCE = 1000
 ROWS = 512  # pairs (A, mu) scanned at a time
 
 
@@ -30,39 +33,59 @@ class Curve:
     """w(r, A, mu): call it on arrays that broadcast. `of` makes it."""
 
     name: str
-    weight: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] = field(repr=False)  # broadcasting; mu r <= 1
+    # broadcasting; mu r <= 1
+    weight: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] = field(
+        repr=False
+    )
     reads_mu: bool
     level: str = "token"
     settings: dict[str, Any] = field(default_factory=dict)  # the hyperparameters
-    batch_coupled: bool = False  # a token's weight depends on the others of its batch, so they are asked one by one
-    rtol_ratio: float = RTOL_RATIO  # how far apart, relatively, two ratios are told apart,
+    # a token's weight depends on the others of its batch, so they are asked one by one
+    batch_coupled: bool = False
+    # how far apart, relatively, two ratios are told apart,
+    rtol_ratio: float = RTOL_RATIO
     floor: float = 1e-6  # and two weights
 
     def __call__(self, r, A, mu=None) -> np.ndarray:
         """dJ/dlp in float64. Raises InputError where a loss has no finite gradient."""
         r, A = np.asarray(r, dtype=float), np.asarray(A, dtype=float)
-        mu = np.asarray(mu, dtype=float) if self.reads_mu and mu is not None else low_probability(r)
+        mu = (
+            np.asarray(mu, dtype=float)
+            if self.reads_mu and mu is not None
+            else low_probability(r)
+        )
         with np.errstate(all="ignore"):
             return self.weight(np.minimum(r, 1 / mu), A, mu)
 
-    def jumps(self, A: float, mu: float | None = None, r: np.ndarray = GRID) -> list[Jump]:
+    def jumps(
+        self, A: float, mu: float | None = None, r: np.ndarray = GRID
+    ) -> list[Jump]:
         """All jumps between the first and the last of the ratios r, ascending.
 
-        A jump shows if it is a quarter of what the weight changes by within a 16th of the distance of two r (by
-        default 0.15 % in 1e-3..1e3, less near 1). Two that lie between the same two r may be missed if they undo each
-        other. A weight that fades has no end.
+        A jump shows if it is a quarter of what the weight changes by within a 16th of
+        the distance of two r (by default 0.15 % in 1e-3..1e3, less near 1). Two that
+        lie between the same two r may be missed if they undo each other. A weight that
+        fades has no end.
         """
         found, _ = self._find(*_rows(A, mu), r, ends=False)
-        return [Jump(*map(float, jump)) for jump in zip(found.r, found.below, found.above, strict=True)]
+        return [
+            Jump(*map(float, jump))
+            for jump in zip(found.r, found.below, found.above, strict=True)
+        ]
 
     def ends(self, A, mu=None) -> tuple[np.ndarray, np.ndarray]:
-        """For each row (A, mu): the ratios at which the weight turns to 0 or back, ascending, padded with inf; and
-        whether it is alive below them all. A dead band narrower than 2 % (r in 1e-3..1e3, less near 1) may be missed.
+        """For each row (A, mu): the ratios at which the weight turns to 0 or back,
+        ascending, padded with inf; and whether it is alive below them all. A dead band
+        narrower than 2 % (r in 1e-3..1e3, less near 1) may be missed.
         """
         A, mu = _rows(A, mu)
         parts = [slice(n, n + ROWS) for n in range(0, max(len(A), 1), ROWS)]
         found, alive = zip(
-            *(self._find(A[p], None if mu is None else mu[p], GRID, ends=True) for p in parts), strict=True
+            *(
+                self._find(A[p], None if mu is None else mu[p], GRID, ends=True)
+                for p in parts
+            ),
+            strict=True,
         )
         i = np.concatenate([f.row + p.start for f, p in zip(found, parts, strict=True)])
         nth = np.arange(len(i)) - np.searchsorted(i, i)
@@ -73,7 +96,13 @@ class Curve:
     def _find(self, A, mu, r, ends: bool):
         reach = 1 / mu if self.reads_mu and mu is not None else np.inf
         r = np.broadcast_to(np.minimum(r, reach), (len(A), len(r)))
-        return find(lambda x, i: self(x, A[i], None if mu is None else mu[i]), r, ends, self.rtol_ratio, self.floor)
+        return find(
+            lambda x, i: self(x, A[i], None if mu is None else mu[i]),
+            r,
+            ends,
+            self.rtol_ratio,
+            self.floor,
+        )
 
 
 def _rows(A, mu) -> tuple[np.ndarray, np.ndarray | None]:
@@ -90,23 +119,41 @@ def low_probability(r):
 
 def single_token_batch(A, r, mu) -> Rollouts:
     """A response of one token for each (A, r, mu) of flat arrays; π_ref = π_θ."""
-    A, r, mu = (torch.tensor(x, dtype=torch.float64)[:, None] for x in np.broadcast_arrays(A, r, mu))
+    A, r, mu = (
+        torch.tensor(x, dtype=torch.float64)[:, None]
+        for x in np.broadcast_arrays(A, r, mu)
+    )
     lp = (mu.log() + r.log()).clamp(max=0)
-    return Rollouts(lp, mu.log(), A, torch.ones_like(A, dtype=torch.bool), logp_ref=lp, entropy=torch.ones_like(A))
+    return Rollouts(
+        lp,
+        mu.log(),
+        A,
+        torch.ones_like(A, dtype=torch.bool),
+        logp_ref=lp,
+        entropy=torch.ones_like(A),
+    )
 
 
-# ---- from an objective -----------------------------------------------------------------------------------------------
+# ---- from an objective ---------------------------------------------------------------
 def obstacle(objective: Objective) -> str:
-    """Why the weight of a token by itself is not a function of (r, A, mu), so that there is no Cap; "" if it is one."""
+    """Why the weight of a token by itself is not a function of (r, A, mu), so that
+    there is no Cap; "" if it is one.
+    """
     return objective.batch_coupled or (
-        "its clip depends on the token's entropy" if "entropy" in objective.reads else ""
+        "its clip depends on the token's entropy"
+        if "entropy" in objective.reads
+        else ""
     )
 
 
 def of_objective(objective: Objective, **hp) -> Curve:
-    """The curve of its closed form; one that reads the entropy is asked about a token of entropy 1."""
+    """The curve of its closed form; one that reads the entropy is asked about a token
+    of entropy 1.
+    """
     settings = objective.resolve(hp)
-    weight = partial(_together if objective.level == "custom" else _weight, objective, hp)
+    weight = partial(
+        _together if objective.level == "custom" else _weight, objective, hp
+    )
     return Curve(objective.name, weight, objective.reads_mu, objective.level, settings)
 
 
@@ -119,22 +166,36 @@ def _together(objective: Objective, hp, r, A, mu):
     points = np.broadcast_arrays(r, A, mu)
     r, A, mu = (torch.tensor(x.reshape(-1, 1)) for x in points)
     mask = torch.ones_like(r, dtype=torch.bool)
-    return objective.weight(r, A, mu, mask, torch.ones_like(r), **hp).numpy().reshape(points[0].shape)
+    return (
+        objective.weight(r, A, mu, mask, torch.ones_like(r), **hp)
+        .numpy()
+        .reshape(points[0].shape)
+    )
 
 
-# ---- from anybody's loss ---------------------------------------------------------------------------------------------
+# ---- from anybody's loss -------------------------------------------------------------
 def of_loss(loss, settings: dict[str, Any] | None = None) -> Curve:
-    """The curve of whatever has a name and a `gradient(Rollouts)`, dJ/dlp as [B, T]; measured by autograd.
+    """The curve of whatever has a name and a `gradient(Rollouts)`, dJ/dlp as [B, T];
+    measured by autograd.
 
-    A hundred small batches at most tell whether mu and the other tokens matter and whether it computes in float32.
+    A hundred small batches at most tell whether mu and the other tokens matter and
+    whether it computes in float32.
     """
     ask = partial(_measured, loss)
-    crowd, x = low_probability, np.exp(np.linspace(-3, 3, 41) + 0.0123)  # on nobody's bound
-    r, A, mu = (v.ravel() for v in np.meshgrid(x, (1.0, -1.0, 0.5, -2.0), (1e-6, 1e-3, 0.3, 0.9, 0.99)))
+    # on nobody's bound
+    crowd, x = low_probability, np.exp(np.linspace(-3, 3, 41) + 0.0123)
+    r, A, mu = (
+        v.ravel()
+        for v in np.meshgrid(x, (1.0, -1.0, 0.5, -2.0), (1e-6, 1e-3, 0.3, 0.9, 0.99))
+    )
     r, A, mu = (v[mu * r < 0.99] for v in (r, A, mu))
     w = ask(r, A, crowd(r))
     with np.errstate(over="ignore"):
-        single = bool(w.any()) and np.array_equal(w, w.astype(np.float32)) and len(np.unique(abs(w))) > 9
+        single = (
+            bool(w.any())
+            and np.array_equal(w, w.astype(np.float32))
+            and len(np.unique(abs(w))) > 9
+        )
     curve = Curve(loss.name, ask, True, settings=settings or {})
     curve = replace(curve, rtol_ratio=1e-5, floor=1e-4) if single else curve
     same = lambda x, y: np.allclose(x, y, rtol=curve.floor, atol=0.1 * curve.floor)
@@ -148,18 +209,26 @@ def of_loss(loss, settings: dict[str, Any] | None = None) -> Curve:
 def _measured(loss, r, A, mu):
     points = np.broadcast_arrays(r, A, mu)
     flat = [x.ravel() for x in points]
-    parts = [[x[n : n + AT_ONCE] for x in flat] for n in range(0, len(flat[0]), AT_ONCE)]
-    return np.concatenate([_crowd(loss, *part) for part in parts] or [flat[0]]).reshape(points[0].shape)
+    parts = [
+        [x[n : n + AT_ONCE] for x in flat] for n in range(0, len(flat[0]), AT_ONCE)
+    ]
+    return np.concatenate([_crowd(loss, *part) for part in parts] or [flat[0]]).reshape(
+        points[0].shape
+    )
 
 
 def _one_by_one(loss, r, A, mu):
     points = np.broadcast_arrays(r, A, mu)
     flat = [x.reshape(-1, 1) for x in points]
-    return np.array([_gradient(loss, *p)[0] for p in zip(*flat, strict=True)]).reshape(points[0].shape)
+    return np.array([_gradient(loss, *p)[0] for p in zip(*flat, strict=True)]).reshape(
+        points[0].shape
+    )
 
 
 def _crowd(loss, r, A, mu):
-    """Many at once, and the strongest by itself, which tells the denominator of the batch."""
+    """Many at once, and the strongest by itself, which tells the denominator of the
+    batch.
+    """
     g = _gradient(loss, r, A, mu)
     i = abs(g).argmax()
     one = slice(i, i + 1)
@@ -174,16 +243,20 @@ def _gradient(loss, r, A, mu):
     g = g[:, 0].double().numpy() + 0.0  # not -0
     if not np.isfinite(g).all():
         p = (r * mu)[~np.isfinite(g)][0]
-        raise InputError(f"{loss.name} has no finite gradient in log_prob at pi={p:.3g}.")
+        raise InputError(
+            f"{loss.name} has no finite gradient in log_prob at pi={p:.3g}."
+        )
     return g
 
 
-# ---- from whatever a user names --------------------------------------------------------------------------------------
+# ---- from whatever a user names ------------------------------------------------------
 def of(what: "str | Objective | Callable | Curve", **hp) -> Curve:
-    """The curve of a registered name, an Objective, or any loss or its name (path/to/file.py:function,
-    package.module:function, verl:loss_mode, trl:loss_type), at these hyperparameters or keywords of its own.
+    """The curve of a registered name, an Objective, or any loss or its name
+    (path/to/file.py:function, package.module:function, verl:loss_mode, trl:loss_type),
+    at these hyperparameters or keywords of its own.
 
-    Raises InputError for what has no weight of a token by itself (`obstacle`, or a loss whose tokens are coupled).
+    Raises InputError for what has no weight of a token by itself (`obstacle`, or a loss
+    whose tokens are coupled).
     """
     if isinstance(what, Curve):
         return what
@@ -195,12 +268,16 @@ def of(what: "str | Objective | Callable | Curve", **hp) -> Curve:
         return of_objective(what, **hp)
     curve = of_loss(losses.read(what, None, hp), hp)
     if curve.batch_coupled:
-        raise InputError(f"{curve.name} has no weight of a single token: it depends on the other tokens of a batch.")
+        raise InputError(
+            f"{curve.name} has no weight of a single token: it depends on the other tokens of a batch."
+        )
     return curve
 
 
 def of_all(whats, hp: dict[str, Any]) -> list[Curve]:
-    """The curve of each, with the hyperparameters that it takes; InputError for one that none takes."""
+    """The curve of each, with the hyperparameters that it takes; InputError for one
+    that none takes.
+    """
     if not whats:
         raise InputError("name at least one objective.")
     takes = [_takes(what) for what in whats]
@@ -209,10 +286,19 @@ def of_all(whats, hp: dict[str, Any]) -> list[Curve]:
             if len(whats) == 1:
                 of(whats[0], **{key: hp[key]})  # says what an objective has
             called = (getattr(w, "name", None) or losses.name_of(w) for w in whats)
-            raise InputError(f"none of {', '.join(called)} has a hyperparameter {key!r}.")
-    return [of(what, **{k: v for k, v in hp.items() if take(k)}) for what, take in zip(whats, takes, strict=True)]
+            raise InputError(
+                f"none of {', '.join(called)} has a hyperparameter {key!r}."
+            )
+    return [
+        of(what, **{k: v for k, v in hp.items() if take(k)})
+        for what, take in zip(whats, takes, strict=True)
+    ]
 
 
 def _takes(what) -> Callable[[str], bool]:
     what = get(what) if isinstance(what, str) and ":" not in what else what
-    return what.hyperparameters.__contains__ if isinstance(what, Objective) else partial(losses.accepts, what)
+    return (
+        what.hyperparameters.__contains__
+        if isinstance(what, Objective)
+        else partial(losses.accepts, what)
+    )

@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one finder of jumps: scan a weight, then cut each interval in which something happens, to the last bit of r."""
+"""The one finder of jumps: scan a weight, then cut each interval in which something
+happens, to the last bit of r.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-# Where a weight is looked at first: every 26 % of r, every 2 % in [1e-3, 1e3], ever closer towards r = 1.
+# Where a weight is looked at first: every 26 % of r, every 2 % in [1e-3, 1e3], ever
+# closer towards r = 1.
 _NEAR = np.logspace(-12, -1, 111)
-GRID = np.unique(np.r_[np.logspace(-30, 30, 601), np.logspace(-3, 3, 601), 1 - _NEAR, 1, 1 + _NEAR])
-FAINT = 1e-10  # of the weight near r = 1; where so little turns to 0, rounding did it and not a cut
+GRID = np.unique(
+    np.r_[np.logspace(-30, 30, 601), np.logspace(-3, 3, 601), 1 - _NEAR, 1, 1 + _NEAR]
+)
+# of the weight near r = 1; where so little turns to 0, rounding did it and not a cut
+FAINT = 1e-10
 PARTS = 16  # into which an interval is cut
 
 
 class Jump(NamedTuple):
-    """A ratio at which the weight jumps, to the last bit; the last one on the side of the larger |weight|."""
+    """A ratio at which the weight jumps, to the last bit; the last one on the side of
+    the larger |weight|.
+    """
 
     r: float
     below: float  # the weight just below
@@ -35,7 +43,9 @@ class Found(NamedTuple):
     above: np.ndarray
 
 
-def find(weight: Callable, r: np.ndarray, ends: bool, rtol_ratio: float, floor: float) -> tuple[Found, np.ndarray]:
+def find(
+    weight: Callable, r: np.ndarray, ends: bool, rtol_ratio: float, floor: float
+) -> tuple[Found, np.ndarray]:
     """The jumps of each row of r [n, G], and whether the weight is alive at its first.
 
     weight      (r [m, k], rows [m]) -> [m, k]
@@ -56,23 +66,41 @@ def find(weight: Callable, r: np.ndarray, ends: bool, rtol_ratio: float, floor: 
         x[:, -1] = hi
         v = np.c_[a, weight(x[:, 1:-1], i), z]
         change = abs(np.diff(v))
-        turns = ((v[:, 1:] != 0) != (v[:, :-1] != 0)) & (turned[:, None] | (change > faint[i]))
+        turns = ((v[:, 1:] != 0) != (v[:, :-1] != 0)) & (
+            turned[:, None] | (change > faint[i])
+        )
         # a smooth weight's change is spread evenly
-        jumps = change > np.maximum(_least(v, faint[i], floor), change.sum(1, keepdims=True) / 4)
+        jumps = change > np.maximum(
+            _least(v, faint[i], floor), change.sum(1, keepdims=True) / 4
+        )
         score = np.where(turns, np.inf, 0 if ends else np.where(jumps, change, 0))
         keep = score > 0
-        if not first:  # an interval of the scan may hold several, one of its parts holds one
+        # an interval of the scan may hold several, one of its parts holds one
+        if not first:
             keep &= np.arange(PARTS) == score.argmax(1)[:, None]
         j, k = keep.nonzero()
-        i, lo, hi, a, z, turned, first = i[j], x[j, k], x[j, k + 1], v[j, k], v[j, k + 1], turns[j, k], False
-    new = np.r_[True, (i[1:] != i[:-1]) | (lo[1:] > hi[:-1] * (1 + rtol_ratio))][: len(i)]
+        i, lo, hi, a, z, turned, first = (
+            i[j],
+            x[j, k],
+            x[j, k + 1],
+            v[j, k],
+            v[j, k + 1],
+            turns[j, k],
+            False,
+        )
+    new = np.r_[True, (i[1:] != i[:-1]) | (lo[1:] > hi[:-1] * (1 + rtol_ratio))][
+        : len(i)
+    ]
     last = np.r_[new[1:], True][: len(i)]
     i, lo, hi = i[new], lo[new], hi[last]
-    a, z = weight(np.c_[lo * (1 - rtol_ratio), hi * (1 + rtol_ratio)], i).T  # on a bound itself a third value may stand
+    # on a bound itself a third value may stand
+    a, z = weight(np.c_[lo * (1 - rtol_ratio), hi * (1 + rtol_ratio)], i).T
     keep = (a == 0) != (z == 0)
     if not ends:
         keep |= abs(z - a) > np.maximum(floor * np.maximum(abs(a), abs(z)), faint[i, 0])
-    return Found(*(x[keep] for x in (i, np.where(abs(a) >= abs(z), lo, hi), a, z))), live[:, 0]
+    return Found(
+        *(x[keep] for x in (i, np.where(abs(a) >= abs(z), lo, hi), a, z))
+    ), live[:, 0]
 
 
 def _least(w, faint, floor: float):
@@ -87,5 +115,9 @@ def _faded(w, faint) -> np.ndarray:
         return weak
     n = w.shape[1]
     left = np.maximum.accumulate(np.where(w != 0, np.arange(n), 0), 1)
-    right = np.minimum.accumulate(np.where(w != 0, np.arange(n), n - 1)[:, ::-1], 1)[:, ::-1]
-    return (w == 0) & (np.take_along_axis(weak, left, 1) | np.take_along_axis(weak, right, 1))
+    right = np.minimum.accumulate(np.where(w != 0, np.arange(n), n - 1)[:, ::-1], 1)[
+        :, ::-1
+    ]
+    return (w == 0) & (
+        np.take_along_axis(weak, left, 1) | np.take_along_axis(weak, right, 1)
+    )

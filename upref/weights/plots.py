@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cap maps and gradient weights, drawn from the functions that train; matplotlib is imported on the first call."""
+"""Cap maps and gradient weights, drawn from the functions that train; matplotlib is
+imported on the first call.
+"""
 
 import io
 from collections.abc import Callable
@@ -19,8 +21,18 @@ from upref.weights.jumps import GRID
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-UP, DOWN, GREY, INK = "#D55E00", "#0072B2", "#B8B8B8", "#222222"  # A > 0, A < 0, reference, text (Okabe-Ito)
-PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F"]
+# A > 0, A < 0, reference, text (Okabe-Ito)
+UP, DOWN, GREY, INK = "#D55E00", "#0072B2", "#B8B8B8", "#222222"
+PALETTE = [
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#8C6D1F",
+]
 RAMP = ["#F4F8FB", "#C3DCEC", "#7FB6D6", "#3A86B7", "#0F5587", "#08304F"]  # Cap 0 to 1
 DEAD = ["#EDEDED", "#B5B5B5"]  # where Cap is 0: ground and hatching
 GREEK = {
@@ -34,14 +46,15 @@ STYLE: Any = {
     "xtick.color": "#444444", "xtick.major.width": 0.6, "xtick.major.size": 2.5,
     "ytick.color": "#444444", "ytick.major.width": 0.6, "ytick.major.size": 2.5,
 }  # fmt: skip
-WIDE = float(np.log(6))  # half-width of a ratio axis in log r, unless the objective's window is much narrower
+# half-width of a ratio axis in log r, unless the objective's window is much narrower
+WIDE = float(np.log(6))
 LEAST = 1e-4  # the lowest probability of a logarithmic Cap map
 TICKS = ([0, 0.25, 0.5, 0.75, 1], ["0", "¼", "½", "¾", "1"])
 LOG_TICKS = ([1e-4, 1e-3, 1e-2, 1e-1, 1], ["10⁻⁴", "10⁻³", "10⁻²", "10⁻¹", "1"])
 MINUS = str.maketrans("-", "−")
 
 
-# ---- Cap maps (the paper's Fig. 1) -----------------------------------------------------------------------------------
+# ---- Cap maps (the paper's Fig. 1) ---------------------------------------------------
 @dataclass(frozen=True)
 class Panel:
     """One square of a Cap map."""
@@ -53,22 +66,30 @@ class Panel:
     subtitle: str = ""
 
 
-def cap_map(*objectives: str | Objective | Callable, adv: float = 1.0, log: bool = False, **hp) -> "Figure":
-    """Draw Cap(π_θ, π_old) of each objective or loss over the unit square, with dead regions hatched.
+def cap_map(
+    *objectives: str | Objective | Callable, adv: float = 1.0, log: bool = False, **hp
+) -> "Figure":
+    """Draw Cap(π_θ, π_old) of each objective or loss over the unit square, with dead
+    regions hatched.
 
     Args:
-        *objectives: names, objectives or losses, as for `upref.capacity`; one panel each.
+        *objectives: names, objectives or losses, as for `upref.capacity`; one panel
+            each.
         adv: advantage, the same for all panels.
         log: draw probabilities and Cap on logarithmic scales from 1e-4 to 1.
         **hp: hyperparameters; each goes to the objectives and losses that have it.
 
     Raises:
-        InputError: no objective has a hyperparameter of this name, or `capacity` raises it.
+        InputError: no objective has a hyperparameter of this name, or `capacity` raises
+            it.
     """
     if not isinstance(adv, int | float | np.number) or not abs(adv) < np.inf:
         raise InputError(f"adv is an advantage, a number: got {repr(adv)[:60]}.")
     sign = "A > 0" if adv > 0 else "A < 0" if adv < 0 else "A = 0"
-    panels = [Panel(c.name, c, adv, subtitle=", ".join([sign, *_settings(c)])) for c in of_all(objectives, hp)]
+    panels = [
+        Panel(c.name, c, adv, subtitle=", ".join([sign, *_settings(c)]))
+        for c in of_all(objectives, hp)
+    ]
     return cap_panels(panels, log=log)
 
 
@@ -78,14 +99,19 @@ def cap_panels(panels: list[Panel], n: int = 400, log: bool = False) -> "Figure"
     from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
     from matplotlib.figure import Figure
 
-    ramp, norm = LinearSegmentedColormap.from_list("cap", RAMP), LogNorm(LEAST, 1) if log else Normalize(0, 1)
+    ramp, norm = (
+        LinearSegmentedColormap.from_list("cap", RAMP),
+        LogNorm(LEAST, 1) if log else Normalize(0, 1),
+    )
     ticks, labels = LOG_TICKS if log else TICKS
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(2.75 * len(panels) + 0.85, 3.3), layout="compressed")
         axes = np.atleast_1d(fig.subplots(1, len(panels), sharex=True, sharey=True))
         for ax, panel in zip(axes, panels, strict=True):
             image = _cap_square(ax, panel, n, {"cmap": ramp, "norm": norm}, log)
-        axes[0].set_ylabel(r"$\pi_\theta$", fontsize=12, rotation=0, labelpad=10, va="center")
+        axes[0].set_ylabel(
+            r"$\pi_\theta$", fontsize=12, rotation=0, labelpad=10, va="center"
+        )
         bar = fig.colorbar(image, ax=list(axes), aspect=22, pad=0.02, ticks=ticks)
         bar.set_label("Cap")
         bar.ax.set_yticklabels(labels)
@@ -103,28 +129,61 @@ def _cap_square(ax, panel: Panel, n: int, colors: dict[str, Any], log: bool):
     square = {"extent": (0, 1, 0, 1), "origin": "lower", "interpolation": "nearest"}
     image = ax.imshow(np.ma.masked_array(cap, dead), **colors, **square)
     if dead.any():
-        grey = ax.contourf(mu, p, dead, levels=[0.5, 1.5], colors=DEAD[:1], hatches=["////"])
+        grey = ax.contourf(
+            mu, p, dead, levels=[0.5, 1.5], colors=DEAD[:1], hatches=["////"]
+        )
         grey.set(edgecolor=DEAD[1], linewidth=0)
     down = panel.adv < 0
-    regions = {"Upper Clip": panel.adv > 0, "Lower Clip": down & (p < mu), "Dual Clip": down & (p > mu)}
+    regions = {
+        "Upper Clip": panel.adv > 0,
+        "Lower Clip": down & (p < mu),
+        "Dual Clip": down & (p > mu),
+    }
     for label, region in regions.items():
         if at := _room(dead & region):
-            box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.9}
+            box = {
+                "boxstyle": "round,pad=0.25",
+                "facecolor": "white",
+                "edgecolor": "none",
+                "alpha": 0.9,
+            }
             ax.text(*at, label, ha="center", va="center", fontsize=9, bbox=box)
     if ax.get_subplotspec().is_first_col():
-        ax.text(0.6, 0.57, "on-policy", rotation=45, rotation_mode="anchor", ha="center", va="top", fontsize=8)
+        ax.text(
+            0.6,
+            0.57,
+            "on-policy",
+            rotation=45,
+            rotation_mode="anchor",
+            ha="center",
+            va="top",
+            fontsize=8,
+        )
     ax.plot([0, 1], [0, 1], color=INK, lw=0.7, dashes=(4, 3), alpha=0.65)
     ax.set(xlim=(0, 1), ylim=(0, 1))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_ticks([0, 0.5, 1], (LOG_TICKS if log else TICKS)[1][::2])
     ax.set_xlabel(r"$\pi_\mathrm{old}$", fontsize=12, labelpad=1)
-    ax.set_title(f"{panel.title}\n", fontsize=10.5, fontweight="bold", pad=5, linespacing=1.35)
-    ax.text(0.5, 1.03, panel.subtitle, transform=ax.transAxes, ha="center", va="bottom", fontsize=8.5, color="#555555")
+    ax.set_title(
+        f"{panel.title}\n", fontsize=10.5, fontweight="bold", pad=5, linespacing=1.35
+    )
+    ax.text(
+        0.5,
+        1.03,
+        panel.subtitle,
+        transform=ax.transAxes,
+        ha="center",
+        va="bottom",
+        fontsize=8.5,
+        color="#555555",
+    )
     return image
 
 
 def _room(region, width=0.28, height=0.09) -> tuple[float, float] | None:
-    """Centre of the largest box, of a label's proportions, inside the region; None if a label does not fit."""
+    """Centre of the largest box, of a label's proportions, inside the region; None if a
+    label does not fit.
+    """
     n = len(region)
     area = np.pad(region, ((1, 0), (1, 0))).cumsum(0).cumsum(1)
     for scale in np.arange(3, 0.999, -0.05):
@@ -138,17 +197,23 @@ def _room(region, width=0.28, height=0.09) -> tuple[float, float] | None:
     return None
 
 
-# ---- gradient weights ------------------------------------------------------------------------------------------------
+# ---- gradient weights ----------------------------------------------------------------
 def weights(*objectives: str | Objective | Callable, mu: float = 0.1, **hp) -> "Figure":
-    """Draw dJ/dlp against the ratio r (s for sequence level), for A = +1 and A = -1, one labelled line per objective.
+    """Draw dJ/dlp against the ratio r (s for sequence level), for A = +1 and A = -1,
+    one labelled line per objective.
 
-    The weight is that of a response of one token, alone in its batch. mu is π_old(o_t), for objectives whose weight
-    depends on it. Raises InputError for objectives whose weight depends on the batch, and as `cap_map`.
+    The weight is that of a response of one token, alone in its batch. mu is π_old(o_t),
+    for objectives whose weight depends on it. Raises InputError for objectives whose
+    weight depends on the batch, and as `cap_map`.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    if isinstance(mu, bool) or not isinstance(mu, int | float | np.number) or not 0 < mu <= 1:
+    if (
+        isinstance(mu, bool)
+        or not isinstance(mu, int | float | np.number)
+        or not 0 < mu <= 1
+    ):
         raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")
     chosen = of_all(objectives, hp)
     colors = [PALETTE[i % len(PALETTE)] for i in range(len(chosen))]
@@ -158,10 +223,16 @@ def weights(*objectives: str | Objective | Callable, mu: float = 0.1, **hp) -> "
         for i, A in enumerate((1.0, -1.0)):
             ax = fig.add_axes((0.075 + 0.485 * i, 0.15, 0.295, 0.73))
             lines = [line(c, A, mu, reach) for c in chosen]
-            same = [[j for j, (_, v) in enumerate(lines) if np.array_equal(v, w)] for _, w in lines]
+            same = [
+                [j for j, (_, v) in enumerate(lines) if np.array_equal(v, w)]
+                for _, w in lines
+            ]
             ends = []
-            for j, (c, color, (r, w)) in enumerate(zip(chosen, colors, lines, strict=True)):
-                turn, n = same[j].index(j), len(same[j])  # equal curves take turns in dashes
+            for j, (c, color, (r, w)) in enumerate(
+                zip(chosen, colors, lines, strict=True)
+            ):
+                # equal curves take turns in dashes
+                turn, n = same[j].index(j), len(same[j])
                 dash = "-" if n == 1 else (6 * turn, (6, 6 * (n - 1)))
                 ax.plot(r, w, color=color, lw=1.8, ls=dash, dash_capstyle="butt")
                 ends.append((w[-1], c.name, color))
@@ -170,17 +241,27 @@ def weights(*objectives: str | Objective | Callable, mu: float = 0.1, **hp) -> "
             bound = np.clip(max(abs(low), abs(high)), 1.25, 5) * 1.08
             ax.set_ylim(*((-0.06 * bound, bound) if A > 0 else (-bound, 0.06 * bound)))
             ax.axhline(0, color="#666666", lw=0.6, zorder=0)
-            ax.set_title(f"A = {A:+.0f}".translate(MINUS), loc="left", fontsize=10, fontweight="bold", color=INK)
+            ax.set_title(
+                f"A = {A:+.0f}".translate(MINUS),
+                loc="left",
+                fontsize=10,
+                fontweight="bold",
+                color=INK,
+            )
             unit = "s" if all(c.level == "sequence_mean" for c in chosen) else "r"
             note = f"  (mu = {mu:g})" if any(c.reads_mu for c in chosen) else ""
-            ax.set_xlabel((f"ratio {unit}" if reach == WIDE else f"({unit} − 1) · 10$^4$") + note)
+            ax.set_xlabel(
+                (f"ratio {unit}" if reach == WIDE else f"({unit} − 1) · 10$^4$") + note
+            )
             _label_ends(ax, ends)
         fig.axes[0].set_ylabel("gradient weight  dJ/dlp")
     return fig
 
 
 def _label_ends(ax, ends):
-    """Names to the right of the axes, in their line's colour, moved apart where they would touch."""
+    """Names to the right of the axes, in their line's colour, moved apart where they
+    would touch.
+    """
     (low, high), step = ax.get_ylim(), 0.062
     at = [float(np.clip((y - low) / (high - low), 0, 1)) for y, *_ in ends]
     order = sorted(range(len(ends)), key=lambda i: (at[i], -i))
@@ -193,15 +274,37 @@ def _label_ends(ax, ends):
         spread += max(-spread[0], 0)
     for i, y in zip(order, spread, strict=True):
         _, name, color = ends[i]
-        ax.plot([1, 1.045], [at[i], y], transform=ax.transAxes, color=color, lw=0.8, clip_on=False)
-        ax.text(1.06, y, name, transform=ax.transAxes, color=color, va="center", fontsize=9)
+        ax.plot(
+            [1, 1.045],
+            [at[i], y],
+            transform=ax.transAxes,
+            color=color,
+            lw=0.8,
+            clip_on=False,
+        )
+        ax.text(
+            1.06, y, name, transform=ax.transAxes, color=color, va="center", fontsize=9
+        )
 
 
-# ---- common ----------------------------------------------------------------------------------------------------------
-def line(curve: Curve, A: float, mu: float, reach: float) -> tuple[np.ndarray, np.ndarray]:
-    """(r, weight), with both sides of every jump; r - 1 in 1e-4 where the reach is narrow."""
+# ---- common --------------------------------------------------------------------------
+def line(
+    curve: Curve, A: float, mu: float, reach: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(r, weight), with both sides of every jump; r - 1 in 1e-4 where the reach is
+    narrow.
+    """
     r = np.exp(np.linspace(-reach, reach, 61))
-    r = np.sort(np.r_[r, 1, *([j.r * (1 - 1e-9), j.r * (1 + 1e-9)] for j in curve.jumps(A, mu, _near(reach)))])
+    r = np.sort(
+        np.r_[
+            r,
+            1,
+            *(
+                [j.r * (1 - 1e-9), j.r * (1 + 1e-9)]
+                for j in curve.jumps(A, mu, _near(reach))
+            ),
+        ]
+    )
     r = r[r * mu <= 1] if curve.reads_mu else r
     w = curve(r, A, mu)
     flat = np.r_[False, (w[:-2] == w[1:-1]) & (w[1:-1] == w[2:]), False]
@@ -212,8 +315,15 @@ _near = lambda reach: GRID[abs(np.log(GRID)) < reach]
 
 
 def half_width(curve: Curve, mu: float) -> float:
-    """Half-width in log r: a few windows where the window is narrow, else a factor of 6."""
-    ends = [abs(np.log(j.r)) for A in (1.0, -1.0) for j in curve.jumps(A, mu, _near(WIDE)) if j.end]
+    """Half-width in log r: a few windows where the window is narrow, else a factor of
+    6.
+    """
+    ends = [
+        abs(np.log(j.r))
+        for A in (1.0, -1.0)
+        for j in curve.jumps(A, mu, _near(WIDE))
+        if j.end
+    ]
     return 2.6 * max(ends) if ends and max(ends) < 0.02 else WIDE
 
 
@@ -233,16 +343,24 @@ def ratio_axis(ax, reach):
 
 
 def _settings(curve: Curve) -> list[str]:
-    return [f"{GREEK.get(k, k)} = {v}" for k, v in curve.settings.items() if v is not None and k != "beta"]
+    return [
+        f"{GREEK.get(k, k)} = {v}"
+        for k, v in curve.settings.items()
+        if v is not None and k != "beta"
+    ]
 
 
 def save(draw: Callable[[], "Figure"], file: str) -> int:
-    """Write the figure that `draw` makes; InputError, before it is drawn, where the name ends in no known format."""
+    """Write the figure that `draw` makes; InputError, before it is drawn, where the
+    name ends in no known format.
+    """
     from matplotlib.figure import Figure
 
     known = Figure().canvas.get_supported_filetypes()
     if Path(file).suffix.lstrip(".") not in known:
-        raise InputError(f"cannot write a figure as {file!r}: end the name in one of .{', .'.join(sorted(known))}.")
+        raise InputError(
+            f"cannot write a figure as {file!r}: end the name in one of .{', .'.join(sorted(known))}."
+        )
     drawn = io.BytesIO()
     draw().savefig(drawn, format=Path(file).suffix.lstrip("."))
     write_atomically(file, drawn.getvalue())

@@ -8,7 +8,8 @@ import torch
 
 
 def loss(logits, action, reward):
-    """One number for an optimizer that goes downhill. Its gradient is minus the mean of R ∇log π over the samples.
+    """One number for an optimizer that goes downhill. Its gradient is minus the mean of
+    R ∇log π over the samples.
 
     logits  [K]  a number for each of K actions; the policy is softmax(logits)
     action  [N]  N samples of the policy: which action was taken, 0 .. K - 1

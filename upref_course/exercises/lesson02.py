@@ -8,7 +8,8 @@ import torch
 
 
 def advantages(rewards, group):
-    """GRPO's advantage: (reward - mean) / (deviation + 1e-6), both of the answers to the same prompt.
+    """GRPO's advantage: (reward - mean) / (deviation + 1e-6), both of the answers to
+    the same prompt.
 
     rewards  [N]  what each answer earned
     group    [N]  the number of the prompt that each answers, in any order; every prompt has two answers or more
@@ -16,7 +17,8 @@ def advantages(rewards, group):
     """
     A = torch.zeros_like(rewards)
     for g in group.unique():
-        here = group == g  # [N], True for the answers to prompt g: rewards[here] are theirs
+        # [N], True for the answers to prompt g: rewards[here] are theirs
+        here = group == g
         A[here] = ...
     return A
 

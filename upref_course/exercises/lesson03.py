@@ -8,7 +8,8 @@ import torch
 
 
 def loss(lp, lp_old, A):
-    """One number for an optimizer that goes downhill: minus the objective of Eq. 7, by N samples of π_old.
+    """One number for an optimizer that goes downhill: minus the objective of Eq. 7, by
+    N samples of π_old.
 
     lp      [N]  log π_θ of each sampled token: the policy that is trained; this carries the gradient
     lp_old  [N]  log π_old of the same tokens: the policy that drew them

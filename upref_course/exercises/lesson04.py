@@ -19,7 +19,8 @@ def loss(lp, lp_old, A, eps_low=0.2, eps_high=0.28):
 
 if __name__ == "__main__":  # `python lesson04.py` tries it
     lp = torch.tensor([0.2, 0.1]).log().requires_grad_()
-    value = loss(lp, torch.tensor([0.1, 0.2]).log(), torch.tensor([1.0, 1.0]))  # r = 2 and r = 1/2
+    # r = 2 and r = 1/2
+    value = loss(lp, torch.tensor([0.1, 0.2]).log(), torch.tensor([1.0, 1.0]))
     print("loss:", value)
     value.backward()
     print("gradient by lp:", lp.grad)

@@ -6,7 +6,8 @@ Fill the hole, the line with `...`, then run `upref learn 5` in this folder.
 
 
 def cap(p, mu, A, eps_low, eps_high):
-    """How far its own gradient can still carry a token: up where A > 0 (Eq. 11), down where A < 0 (Eq. A3, without c).
+    """How far its own gradient can still carry a token: up where A > 0 (Eq. 11), down
+    where A < 0 (Eq. A3, without c).
 
     p    its probability now, π_θ
     mu   its probability when it was drawn, π_old

@@ -8,7 +8,8 @@ import torch
 
 
 def loss(lp, lp_old, A, mask, eps_low=3e-4, eps_high=4e-4):
-    """Minus Eq. 6: the mean over B responses of min(s A, clip(s, 1 - eps_low, 1 + eps_high) A), s as in Eq. 5.
+    """Minus Eq. 6: the mean over B responses of min(s A, clip(s, 1 - eps_low, 1 +
+    eps_high) A), s as in Eq. 5.
 
     lp, lp_old  [B, T]  log π_θ and log π_old of each token; lp carries the gradient
     A           [B]     one advantage for each response

@@ -8,7 +8,8 @@ import torch
 
 
 def J(x, mask, responses):
-    """This part's share of Eq. 4's mean, (1 / responses) Σ_i (1 / |o_i|) Σ_t x_it: the parts' shares add up to it.
+    """This part's share of Eq. 4's mean, (1 / responses) Σ_i (1 / |o_i|) Σ_t x_it: the
+    parts' shares add up to it.
 
     x          [B, T]  what each token adds to the objective; padding may hold anything, NaN too
     mask       [B, T]  True on the tokens of the response; every response has one at least

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lesson 10: six training runs. What is wrong with each?
 
-Fill the hole, the line with `...`, then run `upref learn 10` in this folder. Each of these six answers fits one run:
+Fill the hole, the line with `...`, then run `upref learn 10` in this folder. Each of
+these six answers fits one run:
 
     "nothing"      nothing is wrong
     "sign"         the advantages have the wrong sign
     "no baseline"  the advantage is the reward, which is always positive
     "no signal"    hardly any answer is right
     "recomputed"   lp_old is computed anew before every update
-    "temperature"  the trainer's log-probabilities are taken at another temperature than the sampler's
+    "temperature"  the trainer's log-probabilities are taken at another temperature than
+    the sampler's
 
-All runs: 32 prompts, groups of 8 answers, 8 updates with DAPO's objective on each batch. pass@8: how likely one of 8
-answers is right, on average; signal: the share of groups that are neither all right nor all wrong; r: the largest of
-the batch, at the first and at the last of the 8 updates; clipped: the share of tokens without a gradient.
+All runs: 32 prompts, groups of 8 answers, 8 updates with DAPO's objective on each
+batch. pass@8: how likely one of 8 answers is right, on average; signal: the share of
+groups that are neither all right nor all wrong; r: the largest of the batch, at the
+first and at the last of the 8 updates; clipped: the share of tokens without a gradient.
 
 run  batch  reward  entropy  pass@8  signal   r, first update   r, last update   clipped  gradient
 A        0    0.08     1.78    0.37    0.41             1.443            1.506      0.32     0.050

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lesson 11: a step with three bugs.
 
-The function runs and its loss goes down. Three of its lines are wrong. Repair them, delete the line `todo = ...`, then
-run `upref learn 11` in this folder.
+The function runs and its loss goes down. Three of its lines are wrong. Repair them,
+delete the line `todo = ...`, then run `upref learn 11` in this folder.
 """
 
 import torch
 
 
 def loss(logits, ids, prompt, trains, old, A, tokens, temperature):
-    """DAPO's loss of one response, as its part of the whole step: -(1 / tokens) Σ_t min(r_t A, clip(r_t, 0.8, 1.28) A).
+    """DAPO's loss of one response, as its part of the whole step: -(1 / tokens) Σ_t
+    min(r_t A, clip(r_t, 0.8, 1.28) A).
 
     logits       [S, V]  of the model; logits[s] predict the token after ids[s]
     ids          [S]     the prompt's tokens, then the response's
@@ -30,7 +31,20 @@ def loss(logits, ids, prompt, trains, old, A, tokens, temperature):
 
 if __name__ == "__main__":  # `python lesson11.py` tries it
     z = torch.zeros(4, 3, requires_grad=True)
-    value = loss(z, torch.tensor([0, 1, 2, 0]), 2, torch.tensor([True, False]), torch.tensor([-1.0, -1.2]), 1.0, 8, 0.7)
+    value = loss(
+        z,
+        torch.tensor([0, 1, 2, 0]),
+        2,
+        torch.tensor([True, False]),
+        torch.tensor([-1.0, -1.2]),
+        1.0,
+        8,
+        0.7,
+    )
     value.backward()
     print("loss:", value.item())
-    print("gradient by the logits; row 1 predicts the first response token:", z.grad, sep="\n")
+    print(
+        "gradient by the logits; row 1 predicts the first response token:",
+        z.grad,
+        sep="\n",
+    )

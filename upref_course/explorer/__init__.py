@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Cap explorer: one self-contained HTML page, in which any objectives stand side by side and everything is dragged.
+"""The Cap explorer: one self-contained HTML page, in which any objectives stand side by
+side and everything is dragged.
 
-`write(file)` makes it, and so does `upref explorer FILE`. No server, no network, nothing loaded: it can be mailed. Its
-formulas are printed by sympy from the functions that train (formulas.py); the rest is plain JavaScript, the files of
-this folder one after another in one scope. The first five compute and know no browser; a test runs them in V8.
+`write(file)` makes it, and so does `upref explorer FILE`. No server, no network,
+nothing loaded: it can be mailed. Its formulas are printed by sympy from the functions
+that train (formulas.py); the rest is plain JavaScript, the files of this folder one
+after another in one scope. The first five compute and know no browser; a test runs them
+in V8.
 """
 
 import json
@@ -18,17 +21,23 @@ DRAWN = ("map", "curves", "flowview", "figure", "controls", "cards", "policy", "
 
 
 def write(file: str | Path) -> Path:
-    """Write the page there, and return the path. Raises InputError where the name does not end in .html, and where no
-    such file can be written."""
+    """Write the page there, and return the path. Raises InputError where the name does
+    not end in .html, and where no such file can be written."""
     if not isinstance(file, str | Path):
-        raise InputError(f"the explorer is written to a file: give its name, not {type(file).__name__}.")
+        raise InputError(
+            f"the explorer is written to a file: give its name, not {type(file).__name__}."
+        )
     file = Path(file)
     if file.suffix not in (".html", ".htm"):
-        raise InputError(f"the explorer is a web page: end the name in .html, not as {file.name!r}.")
+        raise InputError(
+            f"the explorer is a web page: end the name in .html, not as {file.name!r}."
+        )
     try:
         write_atomically(file, page())
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        raise InputError(f"cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}.") from error
+        raise InputError(
+            f"cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}."
+        ) from error
     return file
 
 
@@ -48,7 +57,9 @@ def script(names: tuple[str, ...] = PURE) -> str:
 
 
 def data() -> str:
-    """What Python knows, as JavaScript constants: the objectives with their weights, those left out, the colours."""
+    """What Python knows, as JavaScript constants: the objectives with their weights,
+    those left out, the colours.
+    """
     from upref import __version__
     from upref.weights import plots
     from upref_course.explorer.formulas import formulas, left_out

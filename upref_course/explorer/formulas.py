@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formulas of the explorer: the gradient weight that sympy derives from the function that trains, as JavaScript.
+"""The formulas of the explorer: the gradient weight that sympy derives from the
+function that trains, as JavaScript.
 
     w = dJ/dlp at lp = log mu + log r, lp_old = log mu   (r, A, mu, h) => ...,  h the hyperparameters, infinite for None
 
-A fourth reader beside torch, numpy and mpmath, not a copy: nothing here knows what an objective computes.
+A fourth reader beside torch, numpy and mpmath, not a copy: nothing here knows what an
+objective computes.
 """
 
 import math
@@ -20,20 +22,65 @@ from upref.registry import Objective, get, names
 from upref.symbolic import breakpoints, forget_sg
 from upref.weights.curve import obstacle
 
-R, MU, A = Symbol("r", positive=True), Symbol("mu", positive=True), Symbol("A", real=True)
+R, MU, A = (
+    Symbol("r", positive=True),
+    Symbol("mu", positive=True),
+    Symbol("A", real=True),
+)
 
-# letter, what it does, the least and the largest value of its slider (what may be typed is the registry's to say)
+# letter, what it does, the least and the largest value of its slider (what may be typed
+# is the registry's to say)
 LETTERS: dict[str, tuple[str, str, float, float]] = {
-    "eps": ("ε", "half the window of r (gmpo: of log r); a push ends at its top if A > 0, else at its bottom", 0, 1),
-    "eps_low": ("ε_low", "A < 0: below r = 1 − ε_low a clip leaves no gradient, a cap holds the weight", 0, 1),
-    "eps_high": ("ε_high", "A > 0: above r = 1 + ε_high a clip leaves no gradient, a cap holds the weight", 0, 1),
+    "eps": (
+        "ε",
+        "half the window of r (gmpo: of log r); a push ends at its top if A > 0, else at its bottom",
+        0,
+        1,
+    ),
+    "eps_low": (
+        "ε_low",
+        "A < 0: below r = 1 − ε_low a clip leaves no gradient, a cap holds the weight",
+        0,
+        1,
+    ),
+    "eps_high": (
+        "ε_high",
+        "A > 0: above r = 1 + ε_high a clip leaves no gradient, a cap holds the weight",
+        0,
+        1,
+    ),
     "c": ("c", "dual clip: for A < 0 no gradient above r = c either", 1.05, 10),
-    "delta": ("δ", "radius of the trust region, a divergence between π_old and π_θ in this one token", 0.001, 0.5),
-    "lam": ("λ", "the weight of a token with A > 0, where a token with A < 0 has 1", 0, 2),
-    "tau_pos": ("τ_+", "steepness of the soft gate for A > 0: larger is narrower", 0.05, 10),
+    "delta": (
+        "δ",
+        "radius of the trust region, a divergence between π_old and π_θ in this one token",
+        0.001,
+        0.5,
+    ),
+    "lam": (
+        "λ",
+        "the weight of a token with A > 0, where a token with A < 0 has 1",
+        0,
+        2,
+    ),
+    "tau_pos": (
+        "τ_+",
+        "steepness of the soft gate for A > 0: larger is narrower",
+        0.05,
+        10,
+    ),
     "tau_neg": ("τ_−", "steepness of the soft gate for A ≤ 0", 0.05, 10),
-    "c1_pos": ("c_1+", "A > 0: a larger power lowers the weight of responses that became less likely", 0.05, 10),
-    "c2_pos": ("c_2+", "A > 0: a larger decay lowers the weight of responses that became more likely", 0.05, 10),
+    "c1_pos": (
+        "c_1+",
+        "A > 0: a larger power lowers the weight of responses that became less likely",
+        0.05,
+        10,
+    ),
+    "c2_pos": (
+        "c_2+",
+        "A > 0: a larger decay lowers the weight of responses that became more likely",
+        0.05,
+        10,
+    ),
     "c1_neg": ("c_1−", "A ≤ 0: the same power", 0.05, 10),
     "c2_neg": ("c_2−", "A ≤ 0: the same decay", 0.05, 10),
     "trunc": ("C", "the largest weight that the ratio may give", 0.1, 10),
@@ -43,9 +90,14 @@ LETTERS: dict[str, tuple[str, str, float, float]] = {
 
 @cache
 def formulas() -> dict[str, dict[str, Any]]:
-    """name -> record, for every registered objective that sympy reads and for UP of each that is not UP itself."""
+    """name -> record, for every registered objective that sympy reads and for UP of
+    each that is not UP itself.
+    """
     read = [n for n in names() if not why_not(get(n))]
-    return {n: record(get(n)) for n in [*read, *(f"up({n})" for n in read if not n.startswith("up_"))]}
+    return {
+        n: record(get(n))
+        for n in [*read, *(f"up({n})" for n in read if not n.startswith("up_"))]
+    }
 
 
 def left_out() -> dict[str, str]:
@@ -58,24 +110,32 @@ def why_not(o: Objective) -> str:
 
 
 def record(o: Objective) -> dict[str, Any]:
-    """What the page knows of an objective. `w` and the functions in `edges` are JavaScript."""
+    """What the page knows of an objective. `w` and the functions in `edges` are
+    JavaScript.
+    """
     w = weight(o)
     return {
         "w": f"(r, A, mu, h) => {javascript(w)}",
         "edges": [
-            [_label(e), f"(mu, h) => {javascript(e)}"] for e in breakpoints(w, R) if e.free_symbols and not e.has(R)
+            [_label(e), f"(mu, h) => {javascript(e)}"]
+            for e in breakpoints(w, R)
+            if e.free_symbols and not e.has(R)
         ],
         "readsMu": o.reads_mu,
         "level": o.level,
         "equation": o.equation,
         "source": f"{o.paper}, {o.eq}",
         "note": o.note,
-        "hp": {k: _hyperparameter(k, v, o.defaults.get(k, "")) for k, v in _own(o).items()},
+        "hp": {
+            k: _hyperparameter(k, v, o.defaults.get(k, "")) for k, v in _own(o).items()
+        },
     }
 
 
 def weight(o: Objective) -> Expr:
-    """dJ/dlp of one token alone in its response, A of either sign, in r, A, mu and the hyperparameters."""
+    """dJ/dlp of one token alone in its response, A of either sign, in r, A, mu and the
+    hyperparameters.
+    """
     lp, lp_old = Symbol("lp", real=True), Symbol("lp_old", real=True)
     hp = {k: Symbol(k, positive=True) for k in _own(o)}
     J = symbolic_J(o, A, [lp], [lp_old], hp)
@@ -89,7 +149,9 @@ class Sigmoid(sympy.Function):
 
 
 def _calm(expr: Expr) -> Expr:
-    """e^v / (1 + e^v)² as σ(v) σ(-v), which is finite where numerator and denominator are not."""
+    """e^v / (1 + e^v)² as σ(v) σ(-v), which is finite where numerator and denominator
+    are not.
+    """
 
     def calm(product):
         for power in product.args:
@@ -106,23 +168,41 @@ def _calm(expr: Expr) -> Expr:
 def _own(o: Objective) -> dict[str, Any]:
     """The hyperparameters of the surrogate; the KL term is no part of a token's weight."""
     own = {k: v for k, v in o.hyperparameters.items() if k != "beta"}
-    assert all(v is not None or k == "c" for k, v in own.items()), "None is printed as infinity: only c means that"
+    assert all(v is not None or k == "c" for k, v in own.items()), (
+        "None is printed as infinity: only c means that"
+    )
     return own
 
 
 def _hyperparameter(name: str, default: float | None, source: str) -> dict[str, Any]:
-    letter, says, low, high = LETTERS.get(name, (name, "a hyperparameter of this objective", 0, 1))
+    letter, says, low, high = LETTERS.get(
+        name, (name, "a hyperparameter of this objective", 0, 1)
+    )
     if default and default < 0.01:  # a sequence's ratio
         high = round(10 * default, 9)
     elif default and default > high / 2:
         high = 10 * math.ceil(default / 4)
-    step = 0.05 if name == "c" else float(f"{10.0 ** math.floor(math.log10((high - low) / 90)):.0e}")
-    return {"default": default, "letter": letter, "says": says, "from": source, "low": low, "high": high, "step": step}
+    step = (
+        0.05
+        if name == "c"
+        else float(f"{10.0 ** math.floor(math.log10((high - low) / 90)):.0e}")
+    )
+    return {
+        "default": default,
+        "letter": letter,
+        "says": says,
+        "from": source,
+        "low": low,
+        "high": high,
+        "step": step,
+    }
 
 
-# ---- printers --------------------------------------------------------------------------------------------------------
+# ---- printers ------------------------------------------------------------------------
 class _Printer(JavascriptCodePrinter):
-    """The two words of `upref.symbolic` and an exp that saturates; hyperparameters are fields of h."""
+    """The two words of `upref.symbolic` and an exp that saturates; hyperparameters are
+    fields of h.
+    """
 
     def _print_Where(self, e):
         condition, x, y = map(self._print, e.args)
@@ -144,7 +224,9 @@ def javascript(expr: Expr) -> str:
 
 class _Letters(StrPrinter):
     def _print_Symbol(self, s):
-        return "π_old" if s == MU else LETTERS[s.name][0] if s.name in LETTERS else s.name
+        return (
+            "π_old" if s == MU else LETTERS[s.name][0] if s.name in LETTERS else s.name
+        )
 
     def _print_exp(self, e):
         return f"e^{self._print(e.args[0])}".replace("-", "−")
@@ -156,10 +238,16 @@ class _Letters(StrPrinter):
         return f"√({self._print(sympy.Mul(*(x**2 for x in roots)))})"
 
     def _print_Add(self, e, order=None):  # 1 + ε, not ε + 1
-        first, *rest = sorted(e.args, key=lambda x: (not x.is_number, x.could_extract_minus_sign()))
+        first, *rest = sorted(
+            e.args, key=lambda x: (not x.is_number, x.could_extract_minus_sign())
+        )
         says = self._print(first)
         for x in rest:
-            says += f" − {self._print(-x)}" if x.could_extract_minus_sign() else f" + {self._print(x)}"
+            says += (
+                f" − {self._print(-x)}"
+                if x.could_extract_minus_sign()
+                else f" + {self._print(x)}"
+            )
         return says
 
 

@@ -10,7 +10,13 @@ EPS = 1e-6
 
 
 def batch(shows, rewards, group):
-    return Batch(shows, {"rewards": torch.tensor(rewards, dtype=torch.float64), "group": torch.tensor(group)})
+    return Batch(
+        shows,
+        {
+            "rewards": torch.tensor(rewards, dtype=torch.float64),
+            "group": torch.tensor(group),
+        },
+    )
 
 
 def each(rewards, group, one):
@@ -23,7 +29,9 @@ def each(rewards, group, one):
 
 everywhere = lambda one: lambda R, g: one(R)
 in_groups = lambda one: lambda R, g: each(R, g, one)
-in_order = lambda R, g: group_norm(R, torch.arange(len(R)) // max(2, len(R) // len(g.unique())))
+in_order = lambda R, g: group_norm(
+    R, torch.arange(len(R)) // max(2, len(R) // len(g.unique()))
+)
 
 EXERCISE = Exercise(
     number=2, slug="baselines-and-groups", title="better than what?", function="advantages", value=True,

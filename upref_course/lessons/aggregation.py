@@ -16,7 +16,14 @@ def J(x, mask, responses):
 
 
 def batch(shows, x, mask, responses):
-    return Batch(shows, {"x": torch.tensor(x, dtype=torch.float64), "mask": torch.tensor(mask), "responses": responses})
+    return Batch(
+        shows,
+        {
+            "x": torch.tensor(x, dtype=torch.float64),
+            "mask": torch.tensor(mask),
+            "responses": responses,
+        },
+    )
 
 
 EXERCISE = Exercise(

@@ -26,11 +26,24 @@ def step(
     return loss
 
 
-def batch(shows: str, ids: list[int], prompt: int, trains: list[bool], A: float, tokens: int, T: float) -> Batch:
+def batch(
+    shows: str,
+    ids: list[int],
+    prompt: int,
+    trains: list[bool],
+    A: float,
+    tokens: int,
+    T: float,
+) -> Batch:
     random = torch.Generator().manual_seed(len(ids) + tokens)
     logits = torch.randn(len(ids), 4, generator=random, dtype=torch.float64)
-    lp = (logits[prompt - 1 : -1] / T).log_softmax(-1).gather(-1, torch.tensor(ids[prompt:])[:, None])[:, 0]
-    away = torch.tensor([0.1, 0.22, 0.4, -0.5])[: len(lp)]  # log r, on both sides of the clip
+    lp = (
+        (logits[prompt - 1 : -1] / T)
+        .log_softmax(-1)
+        .gather(-1, torch.tensor(ids[prompt:])[:, None])[:, 0]
+    )
+    # log r, on both sides of the clip
+    away = torch.tensor([0.1, 0.22, 0.4, -0.5])[: len(lp)]
     return Batch(shows, {
         "logits": logits.round(decimals=2), "ids": torch.tensor(ids), "prompt": prompt, "trains": torch.tensor(trains),
         "old": (lp - away).round(decimals=3), "A": A, "tokens": tokens, "temperature": T,

@@ -5,7 +5,16 @@ import torch
 
 from upref import kl
 from upref.verify.faults import Fault
-from upref.verify.faults.kl import ABSOLUTE, FLIPPED, INVERTED, NEGATIVE, NO_LOG, PLUS, SQUARE, WEIGHTED
+from upref.verify.faults.kl import (
+    ABSOLUTE,
+    FLIPPED,
+    INVERTED,
+    NEGATIVE,
+    NO_LOG,
+    PLUS,
+    SQUARE,
+    WEIGHTED,
+)
 from upref.verify.kl import check_kl
 from upref_course.exercise import Batch, Exercise
 

@@ -11,7 +11,14 @@ def loss(logits, action, reward):
 
 def batch(shows, logits, action, reward):
     numbers = lambda x: torch.tensor(x, dtype=torch.float64)
-    return Batch(shows, {"logits": numbers(logits), "action": torch.tensor(action), "reward": numbers(reward)})
+    return Batch(
+        shows,
+        {
+            "logits": numbers(logits),
+            "action": torch.tensor(action),
+            "reward": numbers(reward),
+        },
+    )
 
 
 p = lambda logits: torch.softmax(logits, 0)

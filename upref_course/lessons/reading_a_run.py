@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs are made by docs/course/runs.py, which holds this key against what it did to them."""
+"""The runs are made by docs/course/runs.py, which holds this key against what it did to
+them.
+"""
 
 from upref_course.exercise import Batch, Exercise
 
@@ -32,7 +34,9 @@ def hint(batch: Batch, said) -> str:
     run = batch.inputs["run"]
     if not isinstance(said, str) or said not in SIGNS:
         return f"{repr(said)[:60]} is none of: {', '.join(SIGNS)}."
-    return f"with {said!r} one would see: {SIGNS[said]}. Run {run} is not so: {LOOK[run]}"
+    return (
+        f"with {said!r} one would see: {SIGNS[said]}. Run {run} is not so: {LOOK[run]}"
+    )
 
 
 EXERCISE = Exercise(

@@ -32,9 +32,19 @@ def report(fn):
 
 def batch(shows, log_r, A, mask=None):
     log_r = torch.tensor(log_r, dtype=torch.float64)
-    mask = torch.ones_like(log_r, dtype=torch.bool) if mask is None else torch.tensor(mask)
+    mask = (
+        torch.ones_like(log_r, dtype=torch.bool) if mask is None else torch.tensor(mask)
+    )
     lp = torch.full_like(log_r, -1.0)
-    return Batch(shows, {"lp": lp, "lp_old": lp - log_r, "A": torch.tensor(A, dtype=torch.float64), "mask": mask})
+    return Batch(
+        shows,
+        {
+            "lp": lp,
+            "lp_old": lp - log_r,
+            "A": torch.tensor(A, dtype=torch.float64),
+            "mask": mask,
+        },
+    )
 
 
 def tokens(one):

@@ -22,13 +22,20 @@ def loss(lp, lp_old, A, eps_low=0.2):
 
 
 def branches(good, bad):
-    return lambda lp, old, A: -torch.where(A > 0, good(lp, old, A), bad(lp, old, A)).mean()
+    return lambda lp, old, A: (
+        -torch.where(A > 0, good(lp, old, A), bad(lp, old, A)).mean()
+    )
 
 
 log = lambda lp, old, A: A * lp
 weighted = lambda lp, old, A: A * ratio(lp, old)
-dapo = lambda lp, old, A: torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, 1.28) * A)
-FAR = torch.tensor([-0.1], dtype=torch.float64), torch.tensor([-1000.0], dtype=torch.float64)
+dapo = lambda lp, old, A: torch.minimum(
+    ratio(lp, old) * A, ratio(lp, old).clamp(LOW, 1.28) * A
+)
+FAR = (
+    torch.tensor([-0.1], dtype=torch.float64),
+    torch.tensor([-1000.0], dtype=torch.float64),
+)
 
 EXERCISE = Exercise(
     number=6, slug="up", title="UP, and its price", function="loss", gradient="lp", right=loss,

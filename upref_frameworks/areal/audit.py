@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AReaL's policy losses as the audit compares them with the papers, and why they differ."""
+"""AReaL's policy losses as the audit compares them with the papers, and why they
+differ.
+"""
 
 import dataclasses
 import importlib
@@ -30,7 +32,12 @@ PIN = Pin(
     decorators=("ray.remote", "numba.njit", "uvloop.install"),
 )  # fmt: skip
 READ = {
-    "ppo_actor_loss_fn": ("eps_clip", "eps_clip_higher", "c_clip", "importance_sampling_level"),
+    "ppo_actor_loss_fn": (
+        "eps_clip",
+        "eps_clip_higher",
+        "c_clip",
+        "importance_sampling_level",
+    ),
     "cispo_loss_fn": ("eps_clip", "eps_clip_higher"),
     "sapo_loss_fn": ("sapo_tau_pos", "sapo_tau_neg", "importance_sampling_level"),
 }
@@ -45,15 +52,26 @@ def _modes() -> list[str]:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    fields = dataclasses.fields(importlib.import_module("areal.api.cli_args").PPOActorConfig)
+    fields = dataclasses.fields(
+        importlib.import_module("areal.api.cli_args").PPOActorConfig
+    )
     return {f.name: f.default for f in fields if f.name in READ[mode]}
 
 
-def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals
+) -> Tensor:
     settings = {k.removeprefix("sapo_"): v for k, v in config.items()}
     f = getattr(_functional(), mode)
     proximal = {} if mode == "sapo_loss_fn" else {"proximal_logprobs": old_log_prob}
-    value, _ = f(log_prob, old_logprobs=old_log_prob, advantages=advantages, loss_mask=mask, **settings, **proximal)
+    value, _ = f(
+        log_prob,
+        old_logprobs=old_log_prob,
+        advantages=advantages,
+        loss_mask=mask,
+        **settings,
+        **proximal,
+    )
     return value * mask.sum() / totals.tokens  # the engine's loss_weight_fn
 
 
@@ -75,7 +93,9 @@ COMPARISONS = (
 def _normalized(**config: Any):
     def found(rewards: Tensor, group: Tensor) -> Tensor:
         size = int(torch.bincount(group)[0])
-        made = importlib.import_module("areal.api.cli_args").NormConfig(group_size=size, **config)
+        made = importlib.import_module("areal.api.cli_args").NormConfig(
+            group_size=size, **config
+        )
         return _data().Normalization(made)(rewards)
 
     return found
@@ -98,7 +118,8 @@ def _parts() -> tuple[Component, ...]:
 
 
 def _kernels() -> dict[str, Any]:
-    vars(importlib.import_module("areal.infra.platforms"))["is_npu_available"] = True  # or it wants to be compiled
+    # or it wants to be compiled
+    vars(importlib.import_module("areal.infra.platforms"))["is_npu_available"] = True
     module = importlib.import_module("areal.utils.functional.vocab_parallel")
     return {"gather_logprobs_entropy": lambda logits, tokens, temperature: module.gather_logprobs_entropy(
         logits, tokens, temperature)}  # fmt: skip

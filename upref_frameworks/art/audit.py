@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ART's (openpipe-art) policy loss as the audit compares it with the papers, and why it differs."""
+"""ART's (openpipe-art) policy loss as the audit compares it with the papers, and why it
+differs.
+"""
 
 import importlib
 from dataclasses import replace
@@ -34,14 +36,23 @@ def _shifted(x: Tensor, first: float | bool = 0) -> Tensor:
     return torch.cat([torch.full_like(x[:, :1], first), x], 1)
 
 
-def _called(log_prob, old_log_prob, advantages, mask, ref_log_prob, weights, config) -> Tensor:
+def _called(
+    log_prob, old_log_prob, advantages, mask, ref_log_prob, weights, config
+) -> Tensor:
     rows = torch.arange(1, len(mask) + 1)[:, None].expand_as(mask)
     inputs = {
         "logprobs": _shifted(old_log_prob), "advantages": _shifted(advantages), "assistant_mask": _shifted(mask),
         "weights": _shifted(weights), "group_ids": _shifted(rows),
     }  # fmt: skip
-    last = lambda x: torch.nn.functional.pad(x, (0, 1), value=-1.0)  # the last place predicts nothing
-    return _loss().loss_fn(inputs, last(log_prob), last(ref_log_prob), None, config, reduction="sum").policy_loss
+    # the last place predicts nothing
+    last = lambda x: torch.nn.functional.pad(x, (0, 1), value=-1.0)
+    return (
+        _loss()
+        .loss_fn(
+            inputs, last(log_prob), last(ref_log_prob), None, config, reduction="sum"
+        )
+        .policy_loss
+    )
 
 
 def _defaults(mode: str) -> dict[str, Any]:
@@ -51,19 +62,44 @@ def _defaults(mode: str) -> dict[str, Any]:
     return dict(asked)
 
 
-def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+def _plain(
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    totals,
+) -> Tensor:
     n = mask.sum(1, keepdim=True)
-    weights = (1 / n * (totals.tokens / totals.sequences)).expand(mask.shape).to(log_prob.dtype)  # as pack.py
-    return _called(log_prob, old_log_prob, advantages, mask, ref_log_prob, weights, config) / totals.tokens
+    # as pack.py
+    weights = (
+        (1 / n * (totals.tokens / totals.sequences))
+        .expand(mask.shape)
+        .to(log_prob.dtype)
+    )
+    return (
+        _called(log_prob, old_log_prob, advantages, mask, ref_log_prob, weights, config)
+        / totals.tokens
+    )
 
 
 MEANS = aggregated("seq-mean-token-mean")
 MEANS = replace(MEANS, words=f"{MEANS.words}, and no setting gives another")
-RIGHT = replace(with_hp(eps_high=0.1), words="the cap on wrong tokens, 1.1, holds for right ones too")
+RIGHT = replace(
+    with_hp(eps_high=0.1),
+    words="the cap on wrong tokens, 1.1, holds for right ones too",
+)
 CAPPED = {"max_negative_advantage_importance_sampling_weight": 1.1}
 SEQUENCE = {"importance_sampling_level": "sequence"}
 WHOLE = replace(get("cispo"), level="sequence_mean", agg=get("gspo").agg)
-STAYS = fault("loss_fn stays cispo: a weight of at most 5, no clip", "objective", objective=WHOLE, hp={"eps_high": 4.0})
+STAYS = fault(
+    "loss_fn stays cispo: a weight of at most 5, no clip",
+    "objective",
+    objective=WHOLE,
+    hp={"eps_high": 4.0},
+)
 COMPARISONS = (
     Comparison("default", "cispo", {}, "cispo", {}, (MEANS,)),
     Comparison("default", "cispo", SEQUENCE, "gspo", {}, (STAYS,)),

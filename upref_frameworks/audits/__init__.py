@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the losses of an installed framework compute what their names promise? One table, every difference accounted for.
+"""Do the losses of an installed framework compute what their names promise? One table,
+every difference accounted for.
 
-A difference must have a reason that leaves none (compare.py), and an entry of the ledger, NAME.toml, that records it
-with these very numbers: a deviation that appears, changes or disappears fails the audit. A framework with a pin runs in
-a folder of packages and a process of its own (isolated/).
+A difference must have a reason that leaves none (compare.py), and an entry of the
+ledger, NAME.toml, that records it with these very numbers: a deviation that appears,
+changes or disappears fails the audit. A framework with a pin runs in a folder of
+packages and a process of its own (isolated/).
 """
 
 import datetime
@@ -22,16 +24,34 @@ from upref.verify.faults.losses import fault
 from upref.weights.batches import grad
 from upref_frameworks import names
 from upref_frameworks.audits import components as parts, isolated
-from upref_frameworks.audits.compare import MICRO, TOL, Comparison, Row, compare, difference, grid, unit
+from upref_frameworks.audits.compare import (
+    MICRO,
+    TOL,
+    Comparison,
+    Row,
+    compare,
+    difference,
+    grid,
+    unit,
+)
 from upref_frameworks.audits.framework import Framework
-from upref_frameworks.audits.ledger import Entry, changed_defaults, check_ledger, plainly, read, summary
+from upref_frameworks.audits.ledger import (
+    Entry,
+    changed_defaults,
+    check_ledger,
+    plainly,
+    read,
+    summary,
+)
 
 OWN = ("compare", "ledger")  # every other file of this folder is a framework
 
 
 @dataclass(frozen=True)
 class Audit(Result):
-    """The rows; true when each agrees or is explained, and the ledger says so. Print it with rich, or take .json()."""
+    """The rows; true when each agrees or is explained, and the ledger says so. Print it
+    with rich, or take .json().
+    """
 
     framework: str
     version: str
@@ -42,7 +62,8 @@ class Audit(Result):
     against_ledger: list[str]  # a sentence for each deviation that is not as recorded
     remarks: list[str]
     entries: list[Entry] = field(repr=False)
-    defaults: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)  # by loss, as its config has them
+    # by loss, as its config has them
+    defaults: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     date: str = ""
 
     def __bool__(self) -> bool:
@@ -51,7 +72,9 @@ class Audit(Result):
     @property
     def failures(self) -> list[str]:
         """Differences that are not explained, and disagreements with the ledger."""
-        return [f"{r.label}: {r.verdict}; {r.spot}" for r in self.rows if not r.ok] + self.against_ledger
+        return [
+            f"{r.label}: {r.verdict}; {r.spot}" for r in self.rows if not r.ok
+        ] + self.against_ledger
 
     @property
     def notes(self) -> list[str]:
@@ -64,8 +87,18 @@ class Audit(Result):
 
     def json(self) -> str:
         rows = [asdict(r) | {"verdict": r.verdict, "ok": r.ok} for r in self.rows]
-        entries = [{"key": e.key, "status": e.status, "severity": e.severity, "change": e.change} for e in self.entries]
-        said = _finite(asdict(self) | {"rows": rows, "ok": bool(self), "entries": entries})
+        entries = [
+            {
+                "key": e.key,
+                "status": e.status,
+                "severity": e.severity,
+                "change": e.change,
+            }
+            for e in self.entries
+        ]
+        said = _finite(
+            asdict(self) | {"rows": rows, "ok": bool(self), "entries": entries}
+        )
         return json.dumps(said, indent=2, ensure_ascii=False, allow_nan=False)
 
     def __rich_console__(self, console, options):
@@ -84,13 +117,23 @@ class Audit(Result):
         table.add_column("then remains")
         for r in self.rows:
             because = [self._because(r, said, spot) for said, spot in r.reasons]
-            because = because if r.agrees or r.ok else [f"largest difference; {r.spot}", *because]
-            loss = r.label + (f", in {r.micro_batches} micro-batches" if r.micro_batches > 1 else "")
+            because = (
+                because
+                if r.agrees or r.ok
+                else [f"largest difference; {r.spot}", *because]
+            )
+            loss = r.label + (
+                f", in {r.micro_batches} micro-batches" if r.micro_batches > 1 else ""
+            )
             remains = "" if r.agrees else f"{r.remains:.1e}"
-            table.add_row(*map(escape, (loss, r.promise, r.verdict, "\n".join(because), remains)))
+            table.add_row(
+                *map(escape, (loss, r.promise, r.verdict, "\n".join(because), remains))
+            )
         yield table
         yield f"Each loss, with the smallest batch that shows it: upref check {self.framework}:LOSS --as OBJECTIVE"
-        yield escape(f"What [ledger] records, paper, code and links: upref audit {self.framework} --ledger")
+        yield escape(
+            f"What [ledger] records, paper, code and links: upref audit {self.framework} --ledger"
+        )
         yield f"Split into {MICRO} micro-batches the gradient is the same, except where a row says otherwise."
         if self.nan_in_padding:
             yield f"The loss is NaN when a masked slot holds NaN: {', '.join(self.nan_in_padding)}."
@@ -104,14 +147,23 @@ class Audit(Result):
 
     @property
     def sentence(self) -> str:
-        """How many bugs, surprising defaults and documented choices are recorded, and which is the worst."""
+        """How many bugs, surprising defaults and documented choices are recorded, and
+        which is the worst.
+        """
         return summary(f"{self.framework} {self.version}", self.entries)
 
     def entry(self, row: Row, said: str) -> Entry | None:
         """The entry that records this reason of this row."""
         at = (row.label, row.promise, row.micro_batches)
         mine = (e for e in self.entries if e.reason == said)
-        return next((e for e in mine if at in {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}), None)
+        return next(
+            (
+                e
+                for e in mine
+                if at in {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}
+            ),
+            None,
+        )
 
     def _because(self, row: Row, said: str, spot) -> str:
         entry = self.entry(row, said)
@@ -135,7 +187,9 @@ def frameworks() -> list[str]:
 def framework(name: str) -> Framework:
     """The tables of that framework; InputError for another name."""
     if not isinstance(name, str) or name not in frameworks():
-        raise InputError(f"no audit of {repr(name)[:60]}: choose {' or '.join(frameworks())}.")
+        raise InputError(
+            f"no audit of {repr(name)[:60]}: choose {' or '.join(frameworks())}."
+        )
     module = importlib.import_module(f"upref_frameworks.{name}.audit")
     return next(x for x in vars(module).values() if isinstance(x, Framework))
 
@@ -144,7 +198,8 @@ def audit(
     name: str, comparisons: tuple[Comparison, ...] | None = None, *, version: str = "", source: str = "",
     loud: bool = False,
 ) -> Audit:  # fmt: skip
-    """Compare the losses of a framework with the reference, at its defaults and at the papers' settings.
+    """Compare the losses of a framework with the reference, at its defaults and at the
+    papers' settings.
 
     Args:
         name: a framework with a folder in upref_frameworks.
@@ -154,17 +209,22 @@ def audit(
         loud: print the output of the framework's process.
 
     Returns:
-        An Audit. A framework with a pin is installed into a folder of its own and audited in its own process.
+        An Audit. A framework with a pin is installed into a folder of its own and
+        audited in its own process.
 
     Raises:
         InputError: the framework cannot be installed or run.
     """
     f = framework(name)
-    if comparisons is not None and not all(isinstance(c, Comparison) for c in _listed(comparisons)):
+    if comparisons is not None and not all(
+        isinstance(c, Comparison) for c in _listed(comparisons)
+    ):
         raise InputError(
             "comparisons are a tuple of upref_frameworks.audits.compare.Comparison, or None for all of them."
         )
-    if (answer := isolated.elsewhere("audit", name, f.pin, version, source, loud)) is not None:
+    if (
+        answer := isolated.elsewhere("audit", name, f.pin, version, source, loud)
+    ) is not None:
         return answer
     inside, now = f.pin and isolated.INSIDE, f.modes()
     version = inside["version"] if inside else f.version()
@@ -181,8 +241,14 @@ def audit(
         rows += parts.rows(name, f.parts())
     known = {c.mode for c in f.comparisons} | f.out_of_scope.keys()
     entries = read(name)
-    defaults = {m: {k: plainly(v) for k, v in f.defaults(m).items()} for m in sorted({r.mode for r in rows} & {*now})}
-    against = [f"the loss {m} is gone: {name} {version} has {', '.join(sorted(now))}" for m in gone]
+    defaults = {
+        m: {k: plainly(v) for k, v in f.defaults(m).items()}
+        for m in sorted({r.mode for r in rows} & {*now})
+    }
+    against = [
+        f"the loss {m} is gone: {name} {version} has {', '.join(sorted(now))}"
+        for m in gone
+    ]
     against += changed_defaults(name, defaults, version) + check_ledger(
         rows, entries, version, comparisons is None, gone
     )
@@ -207,15 +273,22 @@ def _finite(x: Any) -> Any:
 
 
 def _compared(f: Framework, c: Comparison) -> tuple[list[Row], bool]:
-    """The rows of one comparison, and whether the loss is NaN when a masked slot holds NaN."""
+    """The rows of one comparison, and whether the loss is NaN when a masked slot holds
+    NaN.
+    """
     c = replace(c, one_adv=c.one_adv or f.one_adv)
     b = grid(c, single=f.tol > TOL)
     weigh = lambda m: -grad(lambda x: f.of(c, x, None), m)
     whole, split = (torch.cat([weigh(m) for m in b.split(n)]) for n in (1, MICRO))
     rows = [compare(f.name, c, b, whole, c.reasons, 1, f.tol)]
-    # what couples the tokens of a batch is another objective in each micro-batch, whoever computes it
+    # what couples the tokens of a batch is another objective in each micro-batch,
+    # whoever computes it
     splits = c.setting == "paper" and not get(c.objective).batch_coupled
     if splits and difference(split / unit(c, b), whole / unit(c, b)).max() > f.tol:
-        why = f.split_reasons.get(c.label) or f.split_reasons.get(c.mode) or fault("no reason known", "term")
+        why = (
+            f.split_reasons.get(c.label)
+            or f.split_reasons.get(c.mode)
+            or fault("no reason known", "term")
+        )
         rows.append(compare(f.name, c, b, split, (*c.reasons, why), MICRO, f.tol))
     return rows, bool(f.of(c, b, math.nan).isnan())

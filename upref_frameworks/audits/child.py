@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one framework: `python -m upref_frameworks.audits.child JOB ANSWER`; or, by `named`, this one."""
+"""The process of one framework: `python -m upref_frameworks.audits.child JOB ANSWER`;
+or, by `named`, this one.
+"""
 
 import contextlib
 import functools
@@ -37,8 +39,15 @@ def main(job: str, answer: str) -> int:
     except BaseException as e:
         traceback.print_exc()
         imports = isinstance(e, ImportError | AttributeError)
-        verb = "does not import as upref expects" if imports else "does not run as upref expects"
-        out = "error", f"{name} {where.version} {verb} ({type(e).__name__}: {one_line(e)})."
+        verb = (
+            "does not import as upref expects"
+            if imports
+            else "does not run as upref expects"
+        )
+        out = (
+            "error",
+            f"{name} {where.version} {verb} ({type(e).__name__}: {one_line(e)}).",
+        )
     Path(answer).write_bytes(pickle.dumps(out))
     return 0
 
@@ -55,17 +64,22 @@ def enter(name: str, where):
 def named(loss: str, objective: str, hp: dict[str, Any]) -> Callable:
     """A loss of a framework with a pin, `liger:dapo,beta=0`, as a function.
 
-    `liger:dapo@matched` has the settings at which the audit holds this loss against the objective. From then on this
-    process is that framework's: nothing else can be imported here.
+    `liger:dapo@matched` has the settings at which the audit holds this loss against the
+    objective. From then on this process is that framework's: nothing else can be
+    imported here.
     """
     name, _, mode = loss.partition(":")
     f = audits.framework(name)
     if not mode or not f.pin or not f.plain:
-        raise InputError(f"{loss} is no loss: `upref audit {name}` compares those of {name} with the reference.")
+        raise InputError(
+            f"{loss} is no loss: `upref audit {name}` compares those of {name} with the reference."
+        )
     mode, fields, matched = split(loss, mode)
     enter(name, place(name, f.pin))
     if mode not in f.modes():
-        raise InputError(f"{name} has no loss {mode!r}: choose {', '.join(sorted(f.modes()))}.")
+        raise InputError(
+            f"{name} has no loss {mode!r}: choose {', '.join(sorted(f.modes()))}."
+        )
     if matched:
         fields = _matching(f, mode, objective, hp) | fields
     fn = _function(f, loss, mode, fields)
@@ -88,19 +102,32 @@ def _function(f: Framework, loss: str, mode: str, fields: dict[str, Any]) -> Cal
     return fn
 
 
-def _matching(f: Framework, mode: str, objective: str, hp: dict[str, Any]) -> dict[str, Any]:
-    """The fields at which the audit holds this loss against the objective; InputError where it does not."""
+def _matching(
+    f: Framework, mode: str, objective: str, hp: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields at which the audit holds this loss against the objective; InputError
+    where it does not.
+    """
     mine = [c for c in f.comparisons if c.mode == mode and c.objective == objective]
-    c = next((c for c in sorted(mine, key=lambda c: c.setting == "default") if c.hp == hp), None)
+    c = next(
+        (c for c in sorted(mine, key=lambda c: c.setting == "default") if c.hp == hp),
+        None,
+    )
     if c is None:
         other = ", ".join(sorted({c.promise for c in f.comparisons if c.mode == mode}))
-        at = ", ".join([objective or "no objective", *(f"{k}={v:g}" for k, v in hp.items())])
-        raise InputError(f"no settings are known with which {f.name}:{mode} is {at}; the audit has {other}.")
+        at = ", ".join(
+            [objective or "no objective", *(f"{k}={v:g}" for k, v in hp.items())]
+        )
+        raise InputError(
+            f"no settings are known with which {f.name}:{mode} is {at}; the audit has {other}."
+        )
     return c.config
 
 
 def scripts(name: str, texts: list[str]) -> list[str]:
-    """What the scripts of the ledger print, and what is warned then; an error stands where the answer would."""
+    """What the scripts of the ledger print, and what is warned then; an error stands
+    where the answer would.
+    """
     return [_script(text) for text in texts]
 
 
@@ -112,7 +139,9 @@ def _script(text: str) -> str:
     except Exception as e:
         traceback.print_exc()
         return f"{type(e).__name__}: {one_line(e)}"
-    return out.getvalue() + "".join(f"\n{WARNED}{line}" for line in warned.getvalue().splitlines())
+    return out.getvalue() + "".join(
+        f"\n{WARNED}{line}" for line in warned.getvalue().splitlines()
+    )
 
 
 def kernels(name: str) -> Any:
@@ -122,7 +151,11 @@ def kernels(name: str) -> Any:
     return checked(name)
 
 
-WORK: dict[str, Callable[..., Any]] = {"audit": audits.audit, "kernels": kernels, "scripts": scripts}
+WORK: dict[str, Callable[..., Any]] = {
+    "audit": audits.audit,
+    "kernels": kernels,
+    "scripts": scripts,
+}
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]))

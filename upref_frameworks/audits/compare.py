@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One loss of a framework against the objective its name promises: gradients, and the faults that account for them.
+"""One loss of a framework against the objective its name promises: gradients, and the
+faults that account for them.
 
-Where gradients differ, the faults declared are put into the reference, and the difference that remains is the proof: at
-most TOL, or the row is unexplained. Each fault is then shown by itself: on the token, and on the share of a typical
-batch's gradient, that repairing it alone would change. No number is of a step between the paper and the framework.
+Where gradients differ, the faults declared are put into the reference, and the
+difference that remains is the proof: at
+most TOL, or the row is unexplained. Each fault is then shown by itself: on the token,
+and on the share of a typical batch's gradient, that repairing it alone would change. No
+number is of a step between the paper and the framework.
 One file: a row of the table and its numbers are read together.
 """
 
@@ -22,7 +25,18 @@ from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.factors import declared_aggregation
 from upref.verify.faults.losses import LossFault
-from upref.weights.batches import EDGES, LOG_R, SINGLE_EDGES, at, batch, breakpoints, clamped, grad, reference, words
+from upref.weights.batches import (
+    EDGES,
+    LOG_R,
+    SINGLE_EDGES,
+    at,
+    batch,
+    breakpoints,
+    clamped,
+    grad,
+    reference,
+    words,
+)
 from upref_frameworks.settings import written
 
 TOL = 1e-7
@@ -32,7 +46,9 @@ MASKED = "a masked slot"  # the regime of a token that does not count
 
 @dataclass(frozen=True)
 class Comparison:
-    """A framework's loss with these fields of its config, the objective it is compared with, why they differ."""
+    """A framework's loss with these fields of its config, the objective it is compared
+    with, why they differ.
+    """
 
     setting: str  # default | paper
     mode: str
@@ -54,9 +70,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Example:
-    """A token on which two gradients differ most: its regime, and its weight dJ_t/dlp by the one and by the other.
+    """A token on which two gradients differ most: its regime, and its weight dJ_t/dlp
+    by the one and by the other.
 
-    Differences are relative to max(1, |expected|). Tokens within |log r| <= 5 go before the farther ones.
+    Differences are relative to max(1, |expected|). Tokens within |log r| <= 5 go before
+    the farther ones.
     """
 
     difference: float
@@ -79,7 +97,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a fault does to the gradient of a typical batch, w with the fault repaired, v as it is.
+    """What a fault does to the gradient of a typical batch, w with the fault repaired,
+    v as it is.
 
     change: |v - w| / |w|. cosine: of v and w. factor: |v| / |w|.
     """
@@ -102,7 +121,9 @@ class Effect:
         if not w:
             return cls(float(v > 0), float(v == 0), math.inf if v else 1.0)
         change = (found - expected).norm().item() / w
-        return cls(change, (found * expected).sum().item() / (w * v) if v else 0.0, v / w)
+        return cls(
+            change, (found * expected).sum().item() / (w * v) if v else 0.0, v / w
+        )
 
 
 SEVERITY = {
@@ -115,7 +136,9 @@ SEVERITY = {
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: the difference before any reason, what repairing each would change, the difference after all."""
+    """One comparison: the difference before any reason, what repairing each would
+    change, the difference after all.
+    """
 
     setting: str
     mode: str
@@ -144,11 +167,17 @@ class Row:
     @property
     def verdict(self) -> str:
         if self.agrees:
-            return "agrees exactly" if self.difference == 0 else f"agrees to {self.difference:.0e}"
+            return (
+                "agrees exactly"
+                if self.difference == 0
+                else f"agrees to {self.difference:.0e}"
+            )
         return "differs, explained" if self.ok else "differs, UNEXPLAINED"
 
 
-def accounted(c: Comparison, reasons: Sequence[LossFault]) -> tuple[Objective, dict[str, Any]]:
+def accounted(
+    c: Comparison, reasons: Sequence[LossFault]
+) -> tuple[Objective, dict[str, Any]]:
     """The objective and hyperparameters that these reasons leave."""
     o, hp = get(c.objective), c.hp
     for why in reasons:
@@ -156,31 +185,48 @@ def accounted(c: Comparison, reasons: Sequence[LossFault]) -> tuple[Objective, d
     return o, hp
 
 
-# ---- comparing -------------------------------------------------------------------------------------------------------
+# ---- comparing -----------------------------------------------------------------------
 def grid(c: Comparison, single: bool = False) -> Rollouts:
-    """The regimes of the objective promised and of the one accounted for, and responses far from π_old.
+    """The regimes of the objective promised and of the one accounted for, and responses
+    far from π_old.
 
     single: for a framework that computes in float32, not so near to the bounds.
     """
     pairs = [(get(c.objective), c.hp), accounted(c, c.reasons)]
-    # a framework sums a response's ratio in another order: on a bound, rounding would decide
-    edges = SINGLE_EDGES if single else tuple(e for e in EDGES if e or get(c.objective).level == "token")
+    # a framework sums a response's ratio in another order: on a bound, rounding would
+    # decide
+    edges = (
+        SINGLE_EDGES
+        if single
+        else tuple(e for e in EDGES if e or get(c.objective).level == "token")
+    )
     if c.one_adv or get(c.objective).one_adv:
-        pairs = [(o if o.level in REDUCE else replace(o, agg="seq-mean"), hp) for o, hp in pairs]
-    b = _join(*(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)), clamped())
-    # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn response does
+        pairs = [
+            (o if o.level in REDUCE else replace(o, agg="seq-mean"), hp)
+            for o, hp in pairs
+        ]
+    b = _join(
+        *(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)),
+        clamped(),
+    )
+    # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn
+    # response does
     junk = {"logp": -1.0, "logp_old": -2.0, "adv": 0.5}
-    b = replace(b, **{k: getattr(b, k).masked_fill(~b.mask, v) for k, v in junk.items()})
+    b = replace(
+        b, **{k: getattr(b, k).masked_fill(~b.mask, v) for k, v in junk.items()}
+    )
     return replace(b, logp_ref=reference(b))
 
 
 @cache
 def typical() -> Rollouts:
-    """A batch such as training meets, from a fixed seed: 16 prompts with 8 responses of 8 to 160 tokens.
+    """A batch such as training meets, from a fixed seed: 16 prompts with 8 responses of
+    8 to 160 tokens.
 
-    π_old is above 0.9 for half of the tokens and has a long tail; log r has a standard deviation of 0.15 (1 - π_old),
-    log π_θ - log π_ref of 0.3 (1 - π_old). Each prompt has at least one right and one wrong response; A is
-    group-normalized. A tenth of the responses has a tool's answer inside, which is masked.
+    π_old is above 0.9 for half of the tokens and has a long tail; log r has a standard
+    deviation of 0.15 (1 - π_old), log π_θ - log π_ref of 0.3 (1 - π_old). Each prompt
+    has at least one right and one wrong response; A is group-normalized. A tenth of the
+    responses has a tool's answer inside, which is masked.
     """
     g = torch.Generator().manual_seed(25)
     G, n, T = 16, 8, 160
@@ -189,7 +235,11 @@ def typical() -> Rollouts:
     length = (60 * (0.7 * normal(G * n)).exp()).clamp(8, T).long()
     slot = torch.arange(T)
     mask = slot < length[:, None]
-    tool = (rand(G * n) < 0.1)[:, None] & (slot >= length[:, None] // 3) & (slot < length[:, None] // 2)
+    tool = (
+        (rand(G * n) < 0.1)[:, None]
+        & (slot >= length[:, None] // 3)
+        & (slot < length[:, None] // 2)
+    )
     lp_old = -(4 * rand(G * n, T).clamp(min=1e-12).log().neg()) * rand(G * n, T) ** 4
     open_ = 1 - lp_old.exp()
     lp = (lp_old + 0.15 * open_ * normal(G * n, T)).clamp(max=-1e-9)
@@ -203,7 +253,12 @@ def typical() -> Rollouts:
 
 def _join(*bs: Rollouts) -> Rollouts:
     T = max(b.mask.shape[1] for b in bs)
-    wide = lambda name: torch.cat([torch.nn.functional.pad(getattr(b, name), (0, T - b.mask.shape[1])) for b in bs])
+    wide = lambda name: torch.cat(
+        [
+            torch.nn.functional.pad(getattr(b, name), (0, T - b.mask.shape[1]))
+            for b in bs
+        ]
+    )
     group, n = [], 0
     for b in bs:
         assert b.group is not None
@@ -216,7 +271,9 @@ def _join(*bs: Rollouts) -> Rollouts:
 
 
 def unit(c: Comparison, b: Rollouts) -> Tensor:
-    """[B, 1], the promised aggregation: a gradient over it is the token's weight dJ_t/dlp."""
+    """[B, 1], the promised aggregation: a gradient over it is the token's weight
+    dJ_t/dlp.
+    """
     rows = row_weights(get(c.objective).agg, b.mask, Totals.of(b.mask, b.group))
     return torch.as_tensor(rows, dtype=b.logp.dtype).expand(len(b.mask))[:, None]
 
@@ -229,19 +286,24 @@ def _reference(c: Comparison, reasons: Sequence[LossFault], b: Rollouts) -> Tens
     for why in reasons:
         factor = factor * why.change.scale(b)
         agg = why.change.agg or agg
-    if agg != declared_aggregation(
-        o
+    if (
+        agg != declared_aggregation(o)
     ):  # as row weights, so that an objective with one term per response can be re-aggregated
         seen = b
         for why in reasons:
             seen = why.change.view(seen)
-        new, old = (row_weights(name, b.mask, Totals.of(b.mask, seen.group)) for name in (agg, declared_aggregation(o)))
+        new, old = (
+            row_weights(name, b.mask, Totals.of(b.mask, seen.group))
+            for name in (agg, declared_aggregation(o))
+        )
         factor = factor * torch.as_tensor(new / old, dtype=b.logp.dtype).reshape(-1, 1)
 
     def J(x: Rollouts) -> Tensor:
         for why in reasons:
             x = why.change.view(x)
-        return sum((why.change.term(x) for why in reasons if why.change.term), o(x, **hp))
+        return sum(
+            (why.change.term(x) for why in reasons if why.change.term), o(x, **hp)
+        )
 
     return grad(J, b) * factor
 
@@ -254,14 +316,18 @@ def compare(
     framework: str, c: Comparison, b: Rollouts, found: Tensor, reasons: Sequence[LossFault], micro: int,
     tol: float = TOL,
 ) -> Row:  # fmt: skip
-    """The row of a gradient that was found on the grid of c, explained by these reasons."""
+    """The row of a gradient that was found on the grid of c, explained by these
+    reasons.
+    """
     each = unit(c, b)
     found = found / each
     paper = _reference(c, (), b) / each
     largest = difference(found, paper).max().item()
     reasons = reasons if largest > tol else ()
     explained = _reference(c, reasons, b) / each
-    skip = torch.stack([why.change.skip(b) for why in reasons] or [torch.zeros_like(b.mask)]).any(0)
+    skip = torch.stack(
+        [why.change.skip(b) for why in reasons] or [torch.zeros_like(b.mask)]
+    ).any(0)
     remains = difference(found, explained).masked_fill(skip, 0).max().item()
     spot = lambda found, expected: _spot(c, reasons, b, found, expected)
     without = [tuple(x for x in reasons if x is not why) for why in reasons]
@@ -279,8 +345,16 @@ def compare(
     return Row(*names, micro, largest, worst, changes, remains, tol, effects=effects)
 
 
-def _spot(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, found: Tensor, expected: Tensor) -> Example:
-    """Of the tokens that differ as much: on the fixed grid of ratios rather than at a bound's edge, near to π_old."""
+def _spot(
+    c: Comparison,
+    reasons: Sequence[LossFault],
+    b: Rollouts,
+    found: Tensor,
+    expected: Tensor,
+) -> Example:
+    """Of the tokens that differ as much: on the fixed grid of ratios rather than at a
+    bound's edge, near to π_old.
+    """
     off = difference(found, expected)
     log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
     if reduce := REDUCE.get(_level(c, reasons)):
@@ -288,24 +362,41 @@ def _spot(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, found: Tenso
     near = off.masked_fill(log_r.abs() > 5, 0)
     off = near if near.max() > TOL else off
     edge = (log_r[..., None] - torch.as_tensor(LOG_R)).abs().amin(-1) > 1e-12
-    order = torch.where(off >= off.max() * (1 - 1e-6), log_r.abs() + 100 * edge, math.inf)
+    order = torch.where(
+        off >= off.max() * (1 - 1e-6), log_r.abs() + 100 * edge, math.inf
+    )
     i, t = divmod(int(order.argmin()), order.shape[1])
     where = _where(c, reasons, b, i, t, log_r[i, t].exp().item())
-    return Example(off[i, t].item(), where, expected[i, t].item() + 0.0, found[i, t].item() + 0.0)
+    return Example(
+        off[i, t].item(), where, expected[i, t].item() + 0.0, found[i, t].item() + 0.0
+    )
 
 
-def _where(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, i: int, t: int, r: float) -> str:
-    """The regime of the token, by the bounds of the objective promised and of the one accounted for."""
+def _where(
+    c: Comparison, reasons: Sequence[LossFault], b: Rollouts, i: int, t: int, r: float
+) -> str:
+    """The regime of the token, by the bounds of the objective promised and of the one
+    accounted for.
+    """
     if not b.mask[i, t]:
         return MASKED
     A, _, mu = at(b, i, t)
     o, (found, hp) = get(c.objective), accounted(c, reasons)
-    bounds = sorted({*breakpoints(o, A, mu, **c.hp), *breakpoints(found, A, mu, **hp)}) if A else []
+    bounds = (
+        sorted({*breakpoints(o, A, mu, **c.hp), *breakpoints(found, A, mu, **hp)})
+        if A
+        else []
+    )
     said = words(A, r, bounds) + (f" (mu = {mu:.2g})" if o.reads_mu else "")
-    return said.replace(" r", {"sequence_mean": " s", "sequence_product": " S"}.get(_level(c, reasons), " r"))
+    return said.replace(
+        " r",
+        {"sequence_mean": " s", "sequence_product": " S"}.get(_level(c, reasons), " r"),
+    )
 
 
 def _level(c: Comparison, reasons: Sequence[LossFault]) -> str:
-    """Whose ratio a regime is told in: the response's, where either objective acts on it."""
+    """Whose ratio a regime is told in: the response's, where either objective acts on
+    it.
+    """
     levels = [get(c.objective).level, accounted(c, reasons)[0].level]
     return next((level for level in levels if level in REDUCE), levels[0])

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a framework computes beside its losses, on fixed inputs: advantages, KL terms, log-probabilities, aggregation.
+"""What a framework computes beside its losses, on fixed inputs: advantages, KL terms,
+log-probabilities, aggregation.
 
-As with losses, a difference is accounted for by reasons: what the reference becomes with each of them, until nothing is
-left. Values are compared and, but for advantages, gradients.
+As with losses, a difference is accounted for by reasons: what the reference becomes
+with each of them, until nothing is left. Values are compared and, but for advantages,
+gradients.
 """
 
 import itertools
@@ -18,7 +20,14 @@ from upref.aggregation import aggregate
 from upref.errors import InputError
 from upref.logprobs import token_log_probs
 from upref.verify.faults import Fault
-from upref_frameworks.audits.compare import TOL, Effect, Example, Row, difference, typical
+from upref_frameworks.audits.compare import (
+    TOL,
+    Effect,
+    Example,
+    Row,
+    difference,
+    typical,
+)
 
 Function = Callable[..., Tensor]
 
@@ -27,8 +36,10 @@ Function = Callable[..., Tensor]
 class Component:
     """A framework's function, what it is compared with, and why they differ.
 
-    found: called inside, in the reference's signature (see CASES). promise: a name of REFERENCES[kind], or a function
-    in that signature. reasons: the change of each is the reference with this and all earlier reasons in it.
+    found: called inside, in the reference's signature (see CASES). promise: a name of
+    REFERENCES[kind], or a function
+    in that signature. reasons: the change of each is the reference with this and all
+    earlier reasons in it.
     leaves_out: cases that its signature cannot say, by their words.
     """
 
@@ -48,7 +59,12 @@ class Component:
 
     @property
     def said(self) -> str:
-        return ", ".join([self.words or str(self.promise), *(f"{k}={v:g}" for k, v in self.hp.items())])
+        return ", ".join(
+            [
+                self.words or str(self.promise),
+                *(f"{k}={v:g}" for k, v in self.hp.items()),
+            ]
+        )
 
     def reference(self) -> Function:
         if callable(self.promise):
@@ -61,28 +77,35 @@ def kls(
     found: Callable[[Tensor, Tensor, str], Tensor], promises: dict[str, str], reasons: dict[str, tuple] | None = None,
     tol: float = TOL,
 ) -> tuple[Component, ...]:  # fmt: skip
-    """The KL terms of a framework, found(log π_θ, log π_ref, name), by its names: promises and, where there are any,
-    reasons."""
+    """The KL terms of a framework, found(log π_θ, log π_ref, name), by its names:
+    promises and, where there are any, reasons."""
     term = lambda name: lambda lp, ref: found(lp, ref, name)
     return tuple(
-        Component("kl", k, term(k), promise, reasons=(reasons or {}).get(k, ()), tol=tol)
+        Component(
+            "kl", k, term(k), promise, reasons=(reasons or {}).get(k, ()), tol=tol
+        )
         for k, promise in promises.items()
     )
 
 
-# ---- on what ---------------------------------------------------------------------------------------------------------
+# ---- on what -------------------------------------------------------------------------
 def _f(*x: float) -> Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
 
 def _rewards() -> dict[str, tuple[Any, ...]]:
-    """(rewards [N], group [N]): groups stand one after the other, all but `uneven` and `one` of one size."""
+    """(rewards [N], group [N]): groups stand one after the other, all but `uneven` and
+    `one` of one size.
+    """
     four = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
     return {
         "two groups of four": (_f(1, 0, 0, 1, 0.25, 1, 0, 0), four),
         "large rewards": (_f(100, -20, 30, 7, 4, 8, 15, 16), four),
         "equal rewards": (_f(1, 1, 1, 1, 0, 1, 0, 0), four),
-        "equal rewards that do not round alike": (_f(0.1, 0.1, 0.1, 0.1, 0.7, 0.7, 0.7, 0.7), four),
+        "equal rewards that do not round alike": (
+            _f(0.1, 0.1, 0.1, 0.1, 0.7, 0.7, 0.7, 0.7),
+            four,
+        ),
         "rewards 1e-4 apart": (_f(0.5, 0.5001, 0.5, 0.5001, 0, 1, 0, 1), four),
         "uneven": (_f(1, 0, 0, 1, 0.5, 0.25, 1), torch.tensor([0, 0, 1, 1, 1, 1, 1])),
         "one": (_f(1, 0, 1, 0, 0.5), torch.tensor([0, 1, 1, 1, 1])),
@@ -99,11 +122,16 @@ def _d() -> dict[str, tuple[Any, ...]]:
 
 
 def _logits() -> dict[str, tuple[Any, ...]]:
-    """(logits [B, T, V], tokens [B, T], temperature); logits[:, t] is what predicted tokens[:, t]."""
+    """(logits [B, T, V], tokens [B, T], temperature); logits[:, t] is what predicted
+    tokens[:, t].
+    """
     n = torch.arange(2 * 5 * 7, dtype=torch.float64).reshape(2, 5, 7)
     z, tokens = 3 * (1.7 * n).sin(), (torch.arange(10).reshape(2, 5) * 3) % 7
     far = {"logits of ±300": (100 * z, tokens, 1.0)}
-    return {"temperature 1": (z, tokens, 1.0), "temperature 0.6": (z, tokens, 0.6)} | far
+    return {
+        "temperature 1": (z, tokens, 1.0),
+        "temperature 0.6": (z, tokens, 0.6),
+    } | far
 
 
 def _masked() -> dict[str, tuple[Any, ...]]:
@@ -111,17 +139,29 @@ def _masked() -> dict[str, tuple[Any, ...]]:
     mask = torch.arange(6) < torch.tensor([1, 6, 3, 2])[:, None]
     x = (0.3 * torch.arange(24, dtype=torch.float64)).sin().reshape(4, 6)
     holes = mask & (torch.arange(6) != 1)
-    return {"responses of 1, 6, 3 and 2 tokens": (x, mask), "a tool's tokens inside": (x, holes)}
+    return {
+        "responses of 1, 6, 3 and 2 tokens": (x, mask),
+        "a tool's tokens inside": (x, holes),
+    }
 
 
 CASES = {"advantages": _rewards, "kl": _d, "logprobs": _logits, "aggregation": _masked}
 REFERENCES: dict[str, dict[str, Function]] = {
     "advantages": advantages.ADVANTAGES,
     "kl": kl.ESTIMATORS,
-    "logprobs": {"token_log_probs": lambda z, tokens, t: token_log_probs(z, tokens, temperature=t)},
+    "logprobs": {
+        "token_log_probs": lambda z, tokens, t: token_log_probs(
+            z, tokens, temperature=t
+        )
+    },
     "aggregation": {
         name: lambda x, mask, name=name, **hp: aggregate(x, mask, name, **hp)
-        for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+        for name in (
+            "token-mean",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum",
+            "seq-mean-token-sum-norm",
+        )
     },
 }
 LABELS = {"advantages": "advantage of response {}", "logprobs": "log π of token {}"}
@@ -132,7 +172,9 @@ def rows(framework: str, parts: tuple[Component, ...]) -> list[Row]:
 
 
 def _row(framework: str, p: Component) -> Row:
-    if p.kind not in CASES or (isinstance(p.promise, str) and p.promise not in REFERENCES[p.kind]):
+    if p.kind not in CASES or (
+        isinstance(p.promise, str) and p.promise not in REFERENCES[p.kind]
+    ):
         raise InputError(f"{p.label}: there is no {p.promise!r} to compare it with.")
     cases = {k: v for k, v in CASES[p.kind]().items() if k not in p.leaves_out}
     steps = [p.reference(), *(f.change for f in p.reasons)]
@@ -143,8 +185,11 @@ def _row(framework: str, p: Component) -> Row:
     reasons = p.reasons if largest > p.tol else ()
     changes = []
     for why, old, new in zip(reasons, each, each[1:], strict=False):
-        i = int(_off(new, old).argmax())  # where this reason moves most: the paper's number there, and the framework's
-        changes.append((why.words, _spot(where[i : i + 1], found[i : i + 1], each[0][i : i + 1])))
+        # where this reason moves most: the paper's number there, and the framework's
+        i = int(_off(new, old).argmax())
+        changes.append(
+            (why.words, _spot(where[i : i + 1], found[i : i + 1], each[0][i : i + 1]))
+        )
     usual = {"a typical batch": _typical(p.kind)} if reasons and p.kind in CASES else {}
     sizes = [_asked(p, f, usual)[1] for f in steps[: len(reasons) + 1]] if usual else []
     effects = [Effect.between(new, old) for old, new in itertools.pairwise(sizes)]
@@ -155,7 +200,9 @@ def _row(framework: str, p: Component) -> Row:
 
 
 def _typical(kind: str) -> tuple[Any, ...]:
-    """The arguments of a part on the typical batch of compare.py; for log-probabilities, logits of ordinary size."""
+    """The arguments of a part on the typical batch of compare.py; for
+    log-probabilities, logits of ordinary size.
+    """
     b = typical()
     if kind == "advantages":
         assert b.group is not None
@@ -163,10 +210,16 @@ def _typical(kind: str) -> tuple[Any, ...]:
     if kind == "kl":
         assert b.logp_ref is not None
         return b.logp[b.mask][None], b.logp_ref[b.mask][None]
-    return (b.logp * b.adv, b.mask) if kind == "aggregation" else _logits()["temperature 1"]
+    return (
+        (b.logp * b.adv, b.mask)
+        if kind == "aggregation"
+        else _logits()["temperature 1"]
+    )
 
 
-def _asked(p: Component, f: Function, cases: dict[str, tuple[Any, ...]]) -> tuple[list[str], Tensor]:
+def _asked(
+    p: Component, f: Function, cases: dict[str, tuple[Any, ...]]
+) -> tuple[list[str], Tensor]:
     """All numbers of all cases, flat, and what each is."""
     where: list[str] = []
     numbers: list[Tensor] = []
@@ -176,10 +229,17 @@ def _asked(p: Component, f: Function, cases: dict[str, tuple[Any, ...]]) -> tupl
             given[0].requires_grad_()
         y = f(*given)
         flat = y.detach().double().reshape(-1)
-        where += [f"{words}: {LABELS.get(p.kind, 'value').format(i)}" for i in range(len(flat))]
+        where += [
+            f"{words}: {LABELS.get(p.kind, 'value').format(i)}"
+            for i in range(len(flat))
+        ]
         numbers.append(flat)
         if p.kind != "advantages":
-            g = torch.autograd.grad(y.sum(), given[0])[0].double() if y.requires_grad else torch.zeros_like(given[0])
+            g = (
+                torch.autograd.grad(y.sum(), given[0])[0].double()
+                if y.requires_grad
+                else torch.zeros_like(given[0])
+            )
             where += [f"{words}: gradient"] * g.numel()
             numbers.append(g.reshape(-1))
     return where, torch.cat(numbers)
@@ -187,10 +247,14 @@ def _asked(p: Component, f: Function, cases: dict[str, tuple[Any, ...]]) -> tupl
 
 def _off(found: Tensor, expected: Tensor) -> Tensor:
     same = (found == expected) | (found.isnan() & expected.isnan())
-    return torch.where(same, 0, difference(found, expected).nan_to_num(nan=1e30, posinf=1e30))
+    return torch.where(
+        same, 0, difference(found, expected).nan_to_num(nan=1e30, posinf=1e30)
+    )
 
 
 def _spot(where: list[str], found: Tensor, expected: Tensor) -> Example:
     off = _off(found, expected)
     i = int(off.argmax())
-    return Example(off[i].item(), where[i], expected[i].item() + 0.0, found[i].item() + 0.0)
+    return Example(
+        off[i].item(), where[i], expected[i].item() + 0.0, found[i].item() + 0.0
+    )

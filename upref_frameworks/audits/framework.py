@@ -24,9 +24,10 @@ from upref_frameworks.settings import Bare
 class Framework:
     """What the audit asks of a framework.
 
-    loss(comparison, batch, padding): the scalar that is differentiated; masked slots hold the number, or what is there.
-    Or plain(mode, config, ...): the scalar by some of log_prob, old_log_prob, advantages, mask, ref_log_prob, entropy,
-    group (the prompt of each response), totals and num_micro_batches, by these names; config is
+    loss(comparison, batch, padding): the scalar that is differentiated; masked slots
+    hold the number, or what is there. Or plain(mode, config, ...): the scalar by some
+    of log_prob, old_log_prob, advantages, mask, ref_log_prob, entropy, group (the
+    prompt of each response), totals and num_micro_batches, by these names; config is
     defaults(mode) with the comparison's fields over it.
     """
 
@@ -34,17 +35,24 @@ class Framework:
     _: KW_ONLY
     modes: Callable[[], list[str]]  # all losses that the installed version has
     comparisons: tuple[Comparison, ...]
-    out_of_scope: dict[str, str] = field(default_factory=dict)  # losses that are not compared, and why
-    split_reasons: dict[str, LossFault] = field(default_factory=dict)  # why micro-batches differ, by label or mode
+    # losses that are not compared, and why
+    out_of_scope: dict[str, str] = field(default_factory=dict)
+    # why micro-batches differ, by label or mode
+    split_reasons: dict[str, LossFault] = field(default_factory=dict)
     version: Callable[[], str] = lambda: "?"  # a framework with a pin is told
     loss: Callable[[Comparison, Rollouts, float | None], Tensor] | None = None
     plain: Callable[..., Tensor] | None = None
-    defaults: Callable[[str], dict[str, Any]] = lambda mode: {}  # read from its own config class
-    parts: Callable[[], tuple[Component, ...]] = tuple  # what it computes beside its losses
-    kernels: Callable[[], dict[str, Callable]] = dict  # what check_logprobs takes, and is no part
+    # read from its own config class
+    defaults: Callable[[str], dict[str, Any]] = lambda mode: {}
+    # what it computes beside its losses
+    parts: Callable[[], tuple[Component, ...]] = tuple
+    # what check_logprobs takes, and is no part
+    kernels: Callable[[], dict[str, Callable]] = dict
     remarks: Sequence[str] = ()
-    pin: Pin | None = None  # what makes its folder of packages; without one it is imported from here
-    one_adv: bool = False  # its losses take one advantage per response, [B]; else they get [B, T]
+    # what makes its folder of packages; without one it is imported from here
+    pin: Pin | None = None
+    # its losses take one advantage per response, [B]; else they get [B, T]
+    one_adv: bool = False
     tol: float = TOL  # wider where it computes in float32
 
     def of(self, c: Comparison, b: Rollouts | Bare, padding: float | None) -> Tensor:
@@ -59,19 +67,29 @@ class Framework:
         given = {
             "log_prob": padded(b.logp),
             "old_log_prob": padded(b.logp_old),
-            "advantages": per_response(b.adv, b.mask) if self.one_adv else padded(b.adv.expand_as(b.mask)),
+            "advantages": per_response(b.adv, b.mask)
+            if self.one_adv
+            else padded(b.adv.expand_as(b.mask)),
             "mask": b.mask,
             "ref_log_prob": padded(b.logp_old if b.logp_ref is None else b.logp_ref),
-            "entropy": padded(torch.ones_like(b.logp_old) if b.entropy is None else b.entropy),
-            "group": torch.zeros(len(b.mask), dtype=torch.int64) if group is None else group,
+            "entropy": padded(
+                torch.ones_like(b.logp_old) if b.entropy is None else b.entropy
+            ),
+            "group": torch.zeros(len(b.mask), dtype=torch.int64)
+            if group is None
+            else group,
             "totals": totals,
             "num_micro_batches": max(1, round(float(totals.sequences) / len(b.mask))),
         }
         return f(**{k: given[k] for k in inspect.signature(f).parameters})
 
     def configured(self, mode: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """The defaults with these over them; InputError for a field that the framework does not have."""
+        """The defaults with these over them; InputError for a field that the framework
+        does not have.
+        """
         config = self.defaults(mode)
         if unknown := next((k for k in fields if k not in config), ""):
-            raise InputError(f"{mode} of {self.name} has no setting {unknown!r}: it has {', '.join(config)}.")
+            raise InputError(
+                f"{mode} of {self.name} has no setting {unknown!r}: it has {', '.join(config)}."
+            )
         return config | fields

@@ -17,7 +17,9 @@ from upref_frameworks.audits.framework import Framework
 
 @dataclass(frozen=True)
 class Kernels(Result):
-    """A report for each function, or why it could not be run; true where no report has a failure."""
+    """A report for each function, or why it could not be run; true where no report has
+    a failure.
+    """
 
     framework: str
     version: str
@@ -27,30 +29,59 @@ class Kernels(Result):
         return all(not isinstance(r, Report) or bool(r) for r in self.reports.values())
 
     def json(self) -> str:
-        each = {k: json.loads(r.json()) if isinstance(r, Report) else r for k, r in self.reports.items()}
-        return json.dumps({"ok": bool(self), "version": self.version, "functions": each}, indent=1, ensure_ascii=False)
+        each = {
+            k: json.loads(r.json()) if isinstance(r, Report) else r
+            for k, r in self.reports.items()
+        }
+        return json.dumps(
+            {"ok": bool(self), "version": self.version, "functions": each},
+            indent=1,
+            ensure_ascii=False,
+        )
 
     def text(self, verbose: bool = False) -> str:
-        said = lambda k, r: r.text(verbose) if isinstance(r, Report) else f"not run: {k} ({r})"
-        return "\n\n".join([f"{self.framework} {self.version}", *(said(k, r) for k, r in self.reports.items())])
+        said = lambda k, r: (
+            r.text(verbose) if isinstance(r, Report) else f"not run: {k} ({r})"
+        )
+        return "\n\n".join(
+            [
+                f"{self.framework} {self.version}",
+                *(said(k, r) for k, r in self.reports.items()),
+            ]
+        )
 
     __str__ = text
 
 
-def kernels(name: str, version: str = "", source: str = "", loud: bool = False) -> Kernels:
-    """Checks every log-probability function that upref knows of the framework, where the framework is."""
+def kernels(
+    name: str, version: str = "", source: str = "", loud: bool = False
+) -> Kernels:
+    """Checks every log-probability function that upref knows of the framework, where
+    the framework is.
+    """
     if name == "torch":
-        return Kernels(name, torch.__version__, {"nn.functional.linear_cross_entropy": check_logprobs(_of_torch)})
+        return Kernels(
+            name,
+            torch.__version__,
+            {"nn.functional.linear_cross_entropy": check_logprobs(_of_torch)},
+        )
     f = framework(name)
-    if (answer := isolated.elsewhere("kernels", name, f.pin, version, source, loud)) is not None:
+    if (
+        answer := isolated.elsewhere("kernels", name, f.pin, version, source, loud)
+    ) is not None:
         return answer
     inside = isolated.INSIDE["version"] if isolated.INSIDE else f.version()
     return Kernels(name, inside, {k: _checked(f, k, fn) for k, fn in every(f).items()})
 
 
-def _of_torch(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+def _of_torch(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+) -> Tensor:
     """torch's fused loss, in chunks; it has no temperature."""
-    loss, options = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
+    loss, options = (
+        torch.nn.functional.linear_cross_entropy,
+        torch.nn.LinearCrossEntropyOptions(),
+    )
     rows = (hidden / temperature).flatten(0, -2), weight, tokens.flatten()
     return -loss(*rows, reduction="none", options=options).view_as(tokens)
 

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: known deviations of frameworks from the papers, as strict expected failures.
+"""The ledger: known deviations of frameworks from the papers, as strict expected
+failures.
 
-NAME.toml beside NAME.py is reviewed by hand, and every number in it was seen by running the framework. `check_ledger`
-reports recorded deviations that are gone, and deviations that are not recorded.
+NAME.toml beside NAME.py is reviewed by hand, and every number in it was seen by running
+the framework. `check_ledger` reports recorded deviations that are gone, and deviations
+that are not recorded.
 
-Its table [ledger] says once what holds of all entries: version, source (where the lines stand), searched (which
-documents, comments and warnings were read before anything was called a bug), twice (the bugs and surprising defaults
-that a second reader held against the sources), prelude (what the scripts begin with).
-What holds of several frameworks stands once in facts.toml: an entry that names a `fact` has its fields, unless it has
-its own. `effect` is [severity, change], as the audit computes both.
+Its table [ledger] says once what holds of all entries: version, source (where the lines
+stand), searched (which documents, comments and warnings were read before anything was
+called a bug), twice (the bugs and surprising defaults that a second reader held against
+the sources), prelude (what the scripts begin with).
+What holds of several frameworks stands once in facts.toml: an entry that names a `fact`
+has its fields, unless it has its own. `effect` is [severity, change], as the audit
+computes both.
 One file: the records and the check that they still hold.
 """
 
@@ -35,7 +39,9 @@ WARNED = "warned: "  # begins what a framework warns while a script of its ledge
 
 @dataclass(frozen=True)
 class Evidence:
-    """One row of the audit: the loss, what it is compared with, and the weight of one token; empty where none moves."""
+    """One row of the audit: the loss, what it is compared with, and the weight of one
+    token; empty where none moves.
+    """
 
     loss: str
     held_against: str
@@ -50,7 +56,11 @@ class Evidence:
         return f"{self.loss} --as {objective}" + "".join(f" --hp {x}" for x in hp)
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.expected} -> {self.found}" if self.where else "no token of the grid"
+        return (
+            f"{self.where}: {self.expected} -> {self.found}"
+            if self.where
+            else "no token of the grid"
+        )
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,9 @@ class Entry:
     paper: str
     code: str
     evidence: list[Evidence]
-    severity: str = ""  # a key of SEVERITY, as the audit computes it from the largest effect of a row of the evidence
+    # a key of SEVERITY, as the audit computes it from the largest effect of a row of
+    # the evidence
+    severity: str = ""
     change: float = 0.0  # |v - w| / |w| of that effect
     line: str = ""  # the line of code: PATH#LNUMBER below `source`
     words: str = ""  # where the framework says so, in its own words
@@ -76,7 +88,8 @@ class Entry:
     fix: str = ""
     proof: str = ""  # a script that needs the framework and torch alone
     prints: str = ""  # what it prints: expected and found
-    ask: str = ""  # for the table to read first: what one asks for, what one gets, what to do
+    # for the table to read first: what one asks for, what one gets, what to do
+    ask: str = ""
     get: str = ""
     do: str = ""
     also: str = ""  # the other frameworks of which ask, get and do are true
@@ -91,14 +104,28 @@ class Entry:
         return self.source + self.line.replace("#L", anchor) if self.line else ""
 
     def __str__(self) -> str:
-        lines = [f"{self.key} ({self.status}; {self.framework} {self.version}): {self.reason}"]
+        lines = [
+            f"{self.key} ({self.status}; {self.framework} {self.version}): {self.reason}"
+        ]
         lines += [f"    paper  {self.bib}: {self.paper}", f"    code   {self.code}"]
-        said = {"line": self.at, "told": self.words and f'"{self.words}" ({self.link})', "thread": self.thread}
-        said |= {"fixed": self.fixed, "size": self.severity and f"{self.severity}: {self.size}"}
+        said = {
+            "line": self.at,
+            "told": self.words and f'"{self.words}" ({self.link})',
+            "thread": self.thread,
+        }
+        said |= {
+            "fixed": self.fixed,
+            "size": self.severity and f"{self.severity}: {self.size}",
+        }
         lines += [f"    {k:6} {v}" for k, v in said.items() if v]
         for e in self.evidence:
-            parts = f" (in {e.micro_batches} micro-batches)" if e.micro_batches > 1 else ""
-            lines += [f"    shown  upref check {self.framework}:{e.command}{parts}", f"           {e}"]
+            parts = (
+                f" (in {e.micro_batches} micro-batches)" if e.micro_batches > 1 else ""
+            )
+            lines += [
+                f"    shown  upref check {self.framework}:{e.command}{parts}",
+                f"           {e}",
+            ]
         return "\n".join(lines)
 
     @property
@@ -119,7 +146,9 @@ FACTS = FRAMEWORKS / "facts.toml"
 
 
 def recorded(name: str) -> dict[str, Any]:
-    """NAME.toml: [[deviation]], and what the defaults were, of every loss and of each; {} where there is none."""
+    """NAME.toml: [[deviation]], and what the defaults were, of every loss and of each;
+    {} where there is none.
+    """
     file = FRAMEWORKS / name / "ledger.toml"
     return _tables(file.read_text(encoding="utf-8")) if file.exists() else {}
 
@@ -132,23 +161,51 @@ def _tables(text: str) -> dict[str, Any]:
 
 
 def read(name: str = "", text: str | None = None) -> list[Entry]:
-    """The entries of a framework's ledger, of all, or of this text; InputError where one is not whole."""
+    """The entries of a framework's ledger, of all, or of this text; InputError where
+    one is not whole.
+    """
     if not name:
-        return [e for file in sorted(FRAMEWORKS.glob("*/ledger.toml")) for e in read(file.parent.name)]
+        return [
+            e
+            for file in sorted(FRAMEWORKS.glob("*/ledger.toml"))
+            for e in read(file.parent.name)
+        ]
     tables = recorded(name) if text is None else _tables(text)
     shared = {"framework": name} | tables.get("ledger", {})
-    prelude, facts = shared.pop("prelude", "").strip(), _tables(FACTS.read_text(encoding="utf-8"))
+    prelude, facts = (
+        shared.pop("prelude", "").strip(),
+        _tables(FACTS.read_text(encoding="utf-8")),
+    )
     twice = shared.pop("twice", "").split()
     try:
-        given = [shared | facts.get(t.pop("fact", ""), {}) | t for t in tables.get("deviation", [])]
-        given = [t | {"twice": t["key"].removeprefix(f"{name}-".replace("_", "-")) in twice} for t in given]
-        given = [t | dict(zip(("severity", "change"), t.pop("effect"), strict=True)) for t in given]
-        given = [t | {"proof": _script(prelude, t["proof"].strip())} if t.get("proof") else t for t in given]
-        entries = [Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]}) for t in given]
+        given = [
+            shared | facts.get(t.pop("fact", ""), {}) | t
+            for t in tables.get("deviation", [])
+        ]
+        given = [
+            t | {"twice": t["key"].removeprefix(f"{name}-".replace("_", "-")) in twice}
+            for t in given
+        ]
+        given = [
+            t | dict(zip(("severity", "change"), t.pop("effect"), strict=True))
+            for t in given
+        ]
+        given = [
+            t | {"proof": _script(prelude, t["proof"].strip())} if t.get("proof") else t
+            for t in given
+        ]
+        entries = [
+            Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]})
+            for t in given
+        ]
     except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:
         raise InputError(f"the ledger of {name} cannot be read: {error}") from error
     for e in entries:
-        if e.status not in STATUS or e.severity not in ("", *SEVERITY) or not e.evidence:
+        if (
+            e.status not in STATUS
+            or e.severity not in ("", *SEVERITY)
+            or not e.evidence
+        ):
             raise InputError(
                 f"ledger entry {e.key}: status is one of {', '.join(STATUS)}, severity one of {', '.join(SEVERITY)}, "
                 "and evidence is not empty."
@@ -162,9 +219,17 @@ def _script(prelude: str, proof: str) -> str:
     out: list[str] = []
     for node in reversed(ast.parse(prelude).body):
         used = {x.id for n in kept for x in ast.walk(n) if isinstance(x, ast.Name)}
-        names = {a.asname or a.name.partition(".")[0] for a in getattr(node, "names", [])}
-        names |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-        patches = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+        names = {
+            a.asname or a.name.partition(".")[0] for a in getattr(node, "names", [])
+        }
+        names |= {
+            x.id
+            for x in ast.walk(node)
+            if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+        }
+        patches = isinstance(node, ast.Assign) and isinstance(
+            node.targets[0], ast.Attribute
+        )
         if patches or used & (names | {getattr(node, "name", "")}):
             kept.append(node)
             out[:0] = lines[node.lineno - 1 : node.end_lineno]
@@ -174,8 +239,12 @@ def _script(prelude: str, proof: str) -> str:
     return "\n".join([*imports, *rest, proof])
 
 
-def changed_defaults(name: str, defaults: dict[str, dict[str, Any]], version: str) -> list[str]:
-    """Sentences: defaults of the framework's own config that are no longer what is recorded."""
+def changed_defaults(
+    name: str, defaults: dict[str, dict[str, Any]], version: str
+) -> list[str]:
+    """Sentences: defaults of the framework's own config that are no longer what is
+    recorded.
+    """
     then = recorded(name).get("defaults", {})
     return [
         f"{mode}: the default of {k} is {now.get(k, 'gone')} in {version}, and was {was.get(k, 'not there')}"
@@ -192,13 +261,22 @@ def plainly(x: Any) -> Any:
 
 
 def check_ledger(
-    rows: list[Row], entries: list[Entry], version: str, complete: bool, gone: tuple[str, ...] = ()
+    rows: list[Row],
+    entries: list[Entry],
+    version: str,
+    complete: bool,
+    gone: tuple[str, ...] = (),
 ) -> list[str]:
-    """Sentences: deviations of these rows that the ledger has not, or has otherwise; with complete, also those gone.
+    """Sentences: deviations of these rows that the ledger has not, or has otherwise;
+    with complete, also those gone.
 
     gone: losses that are themselves.
     """
-    known = {(e.reason, x.loss, x.held_against, x.micro_batches): (e, x) for e in entries for x in e.evidence}
+    known = {
+        (e.reason, x.loss, x.held_against, x.micro_batches): (e, x)
+        for e in entries
+        for x in e.evidence
+    }
     said, seen = [], set()
     audited = {(r.label, r.promise, r.micro_batches) for r in rows}
     for r in rows:
@@ -210,24 +288,33 @@ def check_ledger(
                 said.append(f"not recorded: {words} ({now.command}; {now})")
             elif known[key][1] != now:
                 entry, then = known[key]
-                said.append(f"{entry.key} has changed, {then} in {entry.version}, {now} in {version} ({now.command})")
+                said.append(
+                    f"{entry.key} has changed, {then} in {entry.version}, {now} in {version} ({now.command})"
+                )
     if complete:
         said += sizes(rows, entries)
     for key in known.keys() - seen:
         if (complete or key[1:] in audited) and key[1].partition(",")[0] not in gone:
             entry, then = known[key]
-            said.append(f"{entry.key} is gone: in {version} {then.command} no longer shows it; review the entry")
+            said.append(
+                f"{entry.key} is gone: in {version} {then.command} no longer shows it; review the entry"
+            )
     return sorted(said)
 
 
 def sizes(rows: list[Row], entries: list[Entry]) -> list[str]:
-    """Sentences: entries whose severity, or share of a typical batch's gradient, is no longer what is recorded."""
+    """Sentences: entries whose severity, or share of a typical batch's gradient, is no
+    longer what is recorded.
+    """
     out = []
     for e in entries:
         if worst := largest(rows, e):
             share = float(f"{worst.change:.2g}")
             rounding = max(share, e.change) < 1e-9
-            if (e.severity, e.change) != (worst.severity, e.change if rounding else share):
+            if (e.severity, e.change) != (
+                worst.severity,
+                e.change if rounding else share,
+            ):
                 out.append(
                     f"{e.key} is of another size: severity {worst.severity}, change {share:g}, recorded "
                     f"{e.severity or 'nothing'}, {e.change:g}"
@@ -259,13 +346,20 @@ def as_evidence(r: Row, spot: Example) -> Evidence:
 
 
 def ranked(entries: list[Entry]) -> list[Entry]:
-    """The most severe first; of one severity bugs, then surprising defaults, then what is documented."""
+    """The most severe first; of one severity bugs, then surprising defaults, then what
+    is documented.
+    """
     severe = [*SEVERITY, ""]
-    return sorted(entries, key=lambda e: (severe.index(e.severity), [*STATUS].index(e.status), -e.change))
+    return sorted(
+        entries,
+        key=lambda e: (severe.index(e.severity), [*STATUS].index(e.status), -e.change),
+    )
 
 
 def documented(entries: list[Entry]) -> int:
-    """Surprising defaults that this framework itself tells of, though another with the same fact does not."""
+    """Surprising defaults that this framework itself tells of, though another with the
+    same fact does not.
+    """
     return sum(e.status == "surprising default" and bool(e.words) for e in entries)
 
 
@@ -273,9 +367,19 @@ def summary(name: str, entries: list[Entry]) -> str:
     """One sentence: how many entries of each status, and the worst."""
     count = lambda status: sum(e.status == status for e in entries)
     many = lambda n, one: f"{n} {one}" + ("" if n == 1 else "s")
-    words = {status: many(count(status), status) for status in STATUS if status != "numerical"}
+    words = {
+        status: many(count(status), status)
+        for status in STATUS
+        if status != "numerical"
+    }
     if told := documented(entries):
         words["surprising default"] += f" ({told} of them documented)"
     said = f"{name}: {', '.join(list(words.values())[:-1])} and {words['documented choice']}"
-    worst = next((e for e in ranked(entries) if e.status in ("bug", "surprising default")), None)
-    return f"{said}; the worst is {worst.key}: {worst.reason} ({worst.severity})." if worst else f"{said}."
+    worst = next(
+        (e for e in ranked(entries) if e.status in ("bug", "surprising default")), None
+    )
+    return (
+        f"{said}; the worst is {worst.key}: {worst.reason} ({worst.severity})."
+        if worst
+        else f"{said}."
+    )

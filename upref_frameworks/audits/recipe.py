@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to set in a framework to train an objective as its paper has it, as one types it.
+"""What to set in a framework to train an objective as its paper has it, as one types
+it.
 
-The settings are those of the audit's comparison of that loss with that objective; how they are typed stands in the
-ledger, [recipe]. What still differs, and how much, is what the ledger records of this comparison, and what upref's own
-plug-in does to the gradient of a typical batch.
+The settings are those of the audit's comparison of that loss with that objective; how
+they are typed stands in the ledger, [recipe]. What still differs, and how much, is what
+the ledger records of this comparison, and what upref's own plug-in does to the gradient
+of a typical batch.
 """
 
 import ast
@@ -23,11 +25,19 @@ from upref.registry import Objective, get, names
 from upref.verify.faults.losses import GROUPS
 from upref.weights.batches import grad
 from upref_frameworks.audits import framework, frameworks
-from upref_frameworks.audits.compare import MICRO, SEVERITY, TOL, Comparison, Effect, typical
+from upref_frameworks.audits.compare import (
+    MICRO,
+    SEVERITY,
+    TOL,
+    Comparison,
+    Effect,
+    typical,
+)
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.ledger import Entry, read, recorded, share
 
-SCALE = ("max_completion_length", "max_seq_len")  # a constant that divides Dr. GRPO's sum: not a choice of objective
+# a constant that divides Dr. GRPO's sum: not a choice of objective
+SCALE = ("max_completion_length", "max_seq_len")
 PLUG_IN = {
     "verl": "VERL_USE_EXTERNAL_MODULES=upref_frameworks.verl.training  # in the environment\n"
     "actor_rollout_ref.actor.policy_loss.loss_mode=upref/{name}",
@@ -43,15 +53,23 @@ STARTED = {
 PASSES: dict[str, tuple[str, ...]] = {"verl": (), "trl": ("entropy", "sampler")}
 WANTS = NEEDS | {"sampler": "the sampler's log-probabilities"}
 # objectives that are the loss of another one with advantages of their own
-SAME_LOSS = {"reinforce_pp": "grpo", "reinforce_pp_baseline": "grpo", "rloo": "reinforce"}
-# with whose loss frameworks train them where they have no such loss: the first that the audit compares
+SAME_LOSS = {
+    "reinforce_pp": "grpo",
+    "reinforce_pp_baseline": "grpo",
+    "rloo": "reinforce",
+}
+# with whose loss frameworks train them where they have no such loss: the first that the
+# audit compares
 TRAINED_WITH = {"rloo": ("dr_grpo", "ppo_clip", "grpo")}
-LENGTH = {"verl": "actor.loss_scale_factor", "trl": "max_completion_length"}  # what divides their own Dr. GRPO
+# what divides their own Dr. GRPO
+LENGTH = {"verl": "actor.loss_scale_factor", "trl": "max_completion_length"}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings as one types them, a line each; what then still differs from the paper, and how much."""
+    """Settings as one types them, a line each; what then still differs from the paper,
+    and how much.
+    """
 
     objective: str
     framework: str
@@ -59,20 +77,32 @@ class Recipe:
     surface: str = ""  # where the lines are typed
     settings: list[str] = field(default_factory=list)
     differs: list[str] = field(default_factory=list)
-    advantages: str = ""  # how the framework computes those of the objective's kind, or that no setting is known
-    beside: dict[str, str] = field(default_factory=dict)  # parts of the algorithm beside the loss
-    notes: list[str] = field(default_factory=list)  # what one must know beside the lines
+    # how the framework computes those of the objective's kind, or that no setting is
+    # known
+    advantages: str = ""
+    # parts of the algorithm beside the loss
+    beside: dict[str, str] = field(default_factory=dict)
+    # what one must know beside the lines
+    notes: list[str] = field(default_factory=list)
     command: str = ""  # that holds the loss with these settings against the objective
-    started: str = ""  # which code of the framework has taken these lines, or where their keys were read
-    fields: dict[str, Any] = field(default_factory=dict)  # the settings by the names of the framework's config
+    # which code of the framework has taken these lines, or where their keys were read
+    started: str = ""
+    # the settings by the names of the framework's config
+    fields: dict[str, Any] = field(default_factory=dict)
     mode: str = ""
 
     def json(self) -> str:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False)
 
     def __str__(self) -> str:
-        lines = [f"# {self.objective} in {self.framework} {self.version}: {self.surface}", *self.settings, ""]
-        lines += [f"still differs: {line}" for line in self.differs] or ["nothing differs in the loss, as measured"]
+        lines = [
+            f"# {self.objective} in {self.framework} {self.version}: {self.surface}",
+            *self.settings,
+            "",
+        ]
+        lines += [f"still differs: {line}" for line in self.differs] or [
+            "nothing differs in the loss, as measured"
+        ]
         lines += [f"advantages: {self.advantages}"]
         lines += [f"{part}: {how}" for part, how in self.beside.items()]
         lines += [f"note: {line}" for line in self.notes]
@@ -88,18 +118,28 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
     Args:
         objective: a registered name.
         name: a framework with an audit.
-        **hp: hyperparameters other than the objective's defaults, if the audit has a comparison at these values.
+        **hp: hyperparameters other than the objective's defaults, if the audit has a
+            comparison at these values.
 
     Returns:
-        A Recipe. In verl and TRL, an objective with which the audit compares no loss, such as UP's family, is given as
-        upref's plug-in.
+        A Recipe. In verl and TRL, an objective with which the audit compares no loss,
+        such as UP's family, is given as upref's plug-in.
 
     Raises:
-        InputError: there is neither a recipe nor a plug-in, or the plug-in cannot run the objective.
+        InputError: there is neither a recipe nor a plug-in, or the plug-in cannot run
+            the objective.
     """
-    o, f, how, entries = get(objective), framework(name), recorded(name)["recipe"], read(name)
+    o, f, how, entries = (
+        get(objective),
+        framework(name),
+        recorded(name)["recipe"],
+        read(name),
+    )
     if mine := _comparisons(o, f, hp, how):
-        best = min(mine, key=lambda c: (*_left(c, entries), c.setting != "paper", len(c.config)))
+        best = min(
+            mine,
+            key=lambda c: (*_left(c, entries), c.setting != "paper", len(c.config)),
+        )
         r = _of_comparison(o, best, f, how, entries)
     else:
         _refuse(o, f, hp)
@@ -113,7 +153,9 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
 
 
 def reached(name: str, hp: dict[str, float] | None = None) -> list[str]:
-    """The objectives that the framework has losses for, in the registry's order; hp: at these hyperparameters."""
+    """The objectives that the framework has losses for, in the registry's order; hp: at
+    these hyperparameters.
+    """
     f, how = framework(name), recorded(name)["recipe"]
     if hp is None:
         known = {c.objective for c in f.comparisons}
@@ -121,13 +163,16 @@ def reached(name: str, hp: dict[str, float] | None = None) -> list[str]:
     return [o for o in names() if _comparisons(get(o), f, hp, how)]
 
 
-def _comparisons(o: Objective, f: Framework, hp: dict[str, float], how: dict[str, Any]) -> list[Comparison]:
+def _comparisons(
+    o: Objective, f: Framework, hp: dict[str, float], how: dict[str, Any]
+) -> list[Comparison]:
     """The audit's comparisons that a recipe for this objective can be of.
 
-    These are its own; or, where a loss that draws at random can be measured at other hyperparameters alone, those
-    (`at` of [recipe]); or, where only the advantages set it apart from another objective and the framework has these
-    advantages, the ones of that objective, or of the one whose loss the framework trains with them (TRAINED_WITH, or
-    `loss_of` of [recipe]).
+    These are its own; or, where a loss that draws at random can be measured at other
+    hyperparameters alone, those (`at` of [recipe]); or, where only the advantages set
+    it apart from another objective and the framework has these advantages, the ones of
+    that objective, or of the one whose loss the framework trains with them
+    (TRAINED_WITH, or `loss_of` of [recipe]).
     """
     of_recipe = how.get("at", {}).get(o.name, {})
     at = hp or of_recipe.get("measured", {})
@@ -135,21 +180,31 @@ def _comparisons(o: Objective, f: Framework, hp: dict[str, float], how: dict[str
     if mine or hp or o.adv not in how["advantages"]:
         return mine
     own = of_recipe.get("loss_of")
-    for other in [own] if own else [SAME_LOSS.get(o.name), *TRAINED_WITH.get(o.name, ())]:
+    for other in (
+        [own] if own else [SAME_LOSS.get(o.name), *TRAINED_WITH.get(o.name, ())]
+    ):
         if mine := [c for c in f.comparisons if c.objective == other and not c.hp]:
             break
     return mine
 
 
 def _read_there(how: dict[str, Any], version: str) -> str:
-    """That the keys were read in the framework's source, and where, for a framework that was not started."""
-    owners = [owner for of in how["schema"].values() for owner in ([of] if isinstance(of, str) else of)]
+    """That the keys were read in the framework's source, and where, for a framework
+    that was not started.
+    """
+    owners = [
+        owner
+        for of in how["schema"].values()
+        for owner in ([of] if isinstance(of, str) else of)
+    ]
     files = ", ".join(dict.fromkeys(owner.partition(" ")[0] for owner in owners))
     return f"keys, types and defaults were read in {files} of {version}; its configuration was not started"
 
 
 def _notes(o: Objective, how: dict[str, Any]) -> list[str]:
-    """[recipe.notes]: of this objective, and of the sampler correction unless it has its own."""
+    """[recipe.notes]: of this objective, and of the sampler correction unless it has
+    its own.
+    """
     known = how.get("notes", {})
     said = [known.get(o.name, "")]
     if not o.sampler:
@@ -157,13 +212,19 @@ def _notes(o: Objective, how: dict[str, Any]) -> list[str]:
     return [text for text in said if text]
 
 
-# ---- a loss of the framework -----------------------------------------------------------------------------------------
+# ---- a loss of the framework ---------------------------------------------------------
 DENOMINATOR = GROUPS.words  # the reason by which the ledgers record it
 
 
-def _of_comparison(o: Objective, c: Comparison, f: Framework, how: dict[str, Any], entries: list[Entry]) -> Recipe:
+def _of_comparison(
+    o: Objective, c: Comparison, f: Framework, how: dict[str, Any], entries: list[Entry]
+) -> Recipe:
     at = how.get("at", {}).get(o.name, {})
-    fields = {k: v for k, v in c.config.items() if k not in SCALE or _must_be_set(f.name, c, k)} | at.get("fields", {})
+    fields = {
+        k: v
+        for k, v in c.config.items()
+        if k not in SCALE or _must_be_set(f.name, c, k)
+    } | at.get("fields", {})
     notes, beside = [], []
     if c.objective == SAME_LOSS.get(o.name):
         notes = [f"the loss is that of {c.objective}; only the advantages differ"]
@@ -181,7 +242,8 @@ def _of_another_loss(o: Objective, other: Objective) -> list[str]:
 
     Args:
         o: the objective that is asked for. Its function has no ratio.
-        other: the one whose loss the framework trains with the advantages of `o`. It clips the ratio of each token.
+        other: the one whose loss the framework trains with the advantages of `o`. It
+            clips the ratio of each token.
     """
     t = typical()
     paper = grad(o, t)
@@ -192,7 +254,9 @@ def _of_another_loss(o: Objective, other: Objective) -> list[str]:
     ]
     if other.agg != o.agg:
         of_means = Effect.between(grad(other, t), clipped)
-        said.append(f"aggregated by {other.agg}, where {o.name} has {o.agg} ({_size(of_means)})")
+        said.append(
+            f"aggregated by {other.agg}, where {o.name} has {o.agg} ({_size(of_means)})"
+        )
     return said
 
 
@@ -201,32 +265,55 @@ def _differs(f: Framework, c: Comparison, entries: list[Entry]) -> list[str]:
     whole, split = _entries(c, entries), _entries(c, entries, in_micro_batches=True)
     differs = [_said(e) for e in whole]
     for k in (k for k in SCALE if k in c.config):
-        must = f"; it must be set, and {c.config[k]} gives the paper's sum" if _must_be_set(f.name, c, k) else ""
-        differs.append(f"divided by {k}, a constant that the learning rate takes up{must}")
+        must = (
+            f"; it must be set, and {c.config[k]} gives the paper's sum"
+            if _must_be_set(f.name, c, k)
+            else ""
+        )
+        differs.append(
+            f"divided by {k}, a constant that the learning rate takes up{must}"
+        )
     differs += [f"in micro-batches: {_said(e)}" for e in split if e not in whole]
     if coupled := get(c.objective).batch_coupled:
         return [*differs, _by_itself(coupled, _effects(get(c.objective))[1])]
     # the audit splits its batch at the papers' settings alone
-    if not any(x.setting == "paper" and (x.label, x.promise) == (c.label, c.promise) for x in f.comparisons):
+    if not any(
+        x.setting == "paper" and (x.label, x.promise) == (c.label, c.promise)
+        for x in f.comparisons
+    ):
         differs.append("in micro-batches: not measured")
     return differs
 
 
 def _said(e: Entry) -> str:
-    size = "a guard that training hardly meets" if e.status == "numerical" else f"{e.severity}, {e.size}"
+    size = (
+        "a guard that training hardly meets"
+        if e.status == "numerical"
+        else f"{e.severity}, {e.size}"
+    )
     return f"{e.reason} ({size})"
 
 
-def _entries(c: Comparison, entries: list[Entry], in_micro_batches: bool = False) -> list[Entry]:
+def _entries(
+    c: Comparison, entries: list[Entry], in_micro_batches: bool = False
+) -> list[Entry]:
     at = (c.label, c.promise, in_micro_batches)
-    return [e for e in entries if at in {(x.loss, x.held_against, x.micro_batches > 1) for x in e.evidence}]
+    return [
+        e
+        for e in entries
+        if at in {(x.loss, x.held_against, x.micro_batches > 1) for x in e.evidence}
+    ]
 
 
 def _left(c: Comparison, entries: list[Entry]) -> tuple[int, int]:
-    """How severe is what this comparison leaves, without and with the batch's denominator; what is numerical is 0."""
+    """How severe is what this comparison leaves, without and with the batch's
+    denominator; what is numerical is 0.
+    """
     order = list(reversed(SEVERITY))
     rest = [e for e in _entries(c, entries) if e.status != "numerical"]
-    severe = lambda entries: max((1 + order.index(e.severity) for e in entries), default=0)
+    severe = lambda entries: max(
+        (1 + order.index(e.severity) for e in entries), default=0
+    )
     return severe(e for e in rest if e.reason != DENOMINATOR), severe(rest)
 
 
@@ -240,26 +327,45 @@ def _defaults(name: str, c: Comparison) -> dict[str, Any]:
     return tables.get("every", {}) | tables.get(c.mode, {})
 
 
-# ---- the advantages --------------------------------------------------------------------------------------------------
-def _advantages(o: Objective, name: str, how: dict[str, Any], entries: list[Entry]) -> tuple[str, list[str]]:
-    """How the framework computes the objective's kind of advantage, and what the ledger records of that."""
+# ---- the advantages ------------------------------------------------------------------
+def _advantages(
+    o: Objective, name: str, how: dict[str, Any], entries: list[Entry]
+) -> tuple[str, list[str]]:
+    """How the framework computes the objective's kind of advantage, and what the ledger
+    records of that.
+    """
     kind = f"{o.adv}, {(ADVANTAGES[o.adv].__doc__ or '').partition(':')[0]}"
     known = how["advantages"].get(o.adv)
     if not known:
-        return f"{kind}: set them yourself, this recipe knows no setting of {name} that gives them", []
+        return (
+            f"{kind}: set them yourself, this recipe knows no setting of {name} that gives them",
+            [],
+        )
     if "audited" not in known:
         return f"{kind}: {known['set']}; read in the source, not measured", []
     row = f"advantages:{known['audited']}"
-    mine = [e for e in entries if any((x.loss, x.held_against.split(", ")[0]) == (row, o.adv) for x in e.evidence)]
+    mine = [
+        e
+        for e in entries
+        if any(
+            (x.loss, x.held_against.split(", ")[0]) == (row, o.adv) for x in e.evidence
+        )
+    ]
     return f"{kind}: {known['set']}", [f"in the advantages: {_said(e)}" for e in mine]
 
 
-# ---- upref's plug-in -------------------------------------------------------------------------------------------------
+# ---- upref's plug-in -----------------------------------------------------------------
 def _refuse(o: Objective, f: Framework, hp: dict[str, float]) -> None:
-    """InputError where neither a loss that the audit compares nor the plug-in gives this objective."""
+    """InputError where neither a loss that the audit compares nor the plug-in gives
+    this objective.
+    """
     if f.name not in PLUG_IN or hp:
         at = " at these settings" if hp else ""
-        own = f" (its own {o.name}: {f.out_of_scope[o.name]})" if o.name in f.out_of_scope else _half(o, f.name)
+        own = (
+            f" (its own {o.name}: {f.out_of_scope[o.name]})"
+            if o.name in f.out_of_scope
+            else _half(o, f.name)
+        )
         have = ", ".join(n for n in frameworks() if o.name in reached(n, {})) or "none"
         raise InputError(
             f"no recipe for {o.name} in {f.name}{at}: the audit compares the losses of {f.name} with "
@@ -280,7 +386,9 @@ def _refuse(o: Objective, f: Framework, hp: dict[str, float]) -> None:
 
 
 def _half(o: Objective, name: str) -> str:
-    """That the framework has the advantages that set an objective apart, where it has no loss to go with them."""
+    """That the framework has the advantages that set an objective apart, where it has
+    no loss to go with them.
+    """
     known = recorded(name)["recipe"]["advantages"].get(o.adv, {}).get("set")
     if o.name not in SAME_LOSS or not known:
         return ""
@@ -297,7 +405,9 @@ def _of_plug_in(o: Objective, f: Framework) -> Recipe:
         own = f"{f.name} has a loss {o.name} of its own ({f.out_of_scope[o.name]})"
         notes.append(f"{own}; the lines above are upref's plug-in")
     if o.agg == "seq-mean-token-sum":
-        notes.append(f"{LENGTH[f.name]} is not read: the loss is the paper's plain sum over tokens")
+        notes.append(
+            f"{LENGTH[f.name]} is not read: the loss is the paper's plain sum over tokens"
+        )
     return Recipe(
         o.name, f.name, surface="the plug-in of upref", settings=settings, differs=_plugged(o, f.name), notes=notes,
         started=STARTED[f.name],
@@ -306,7 +416,9 @@ def _of_plug_in(o: Objective, f: Framework) -> Recipe:
 
 
 def _plugged(o: Objective, name: str) -> list[str]:
-    """What the plug-in changes in the gradient: it gets no prompts, and the micro-batches one by one."""
+    """What the plug-in changes in the gradient: it gets no prompts, and the
+    micro-batches one by one.
+    """
     unprompted, split = _effects(o)
     differs = []
     if unprompted.change > TOL:
@@ -319,7 +431,9 @@ def _plugged(o: Objective, name: str) -> list[str]:
             "(not measured; no difference where a generation batch makes one step)"
         )
     if o.one_adv:
-        differs.append("with a sampler correction a response's term takes the mean of its weights (not measured)")
+        differs.append(
+            "with a sampler correction a response's term takes the mean of its weights (not measured)"
+        )
     return differs
 
 
@@ -329,9 +443,13 @@ def _by_itself(why: str, effect: Effect) -> str:
 
 @cache
 def _effects(o: Objective) -> tuple[Effect, Effect]:
-    """On a typical batch: without the prompt of each response; then also in micro-batches."""
+    """On a typical batch: without the prompt of each response; then also in
+    micro-batches.
+    """
     t = typical()
-    t = replace(t, entropy=1 - t.logp_old.exp(), logp_sampler=t.logp_old if o.sampler else None)
+    t = replace(
+        t, entropy=1 - t.logp_old.exp(), logp_sampler=t.logp_old if o.sampler else None
+    )
     seen = replace(t, group=None)
     whole = grad(o, seen)
     split = torch.cat([grad(o, m) for m in seen.split(MICRO)])
@@ -342,8 +460,10 @@ def _size(e: Effect) -> str:
     return f"{e.severity}, {share(float(f'{e.change:.2g}'))}"
 
 
-# ---- as one types it -------------------------------------------------------------------------------------------------
-def _typed(name: str, c: Comparison, fields: dict[str, Any], how: dict[str, Any], mode: str) -> list[str]:
+# ---- as one types it -----------------------------------------------------------------
+def _typed(
+    name: str, c: Comparison, fields: dict[str, Any], how: dict[str, Any], mode: str
+) -> list[str]:
     every = _defaults(name, c) | fields
     said = {k: value(v, how["style"]) for k, v in every.items()}
     lines = how.get("mode", {}).get(mode, how["modes"]).format(mode=mode).splitlines()
@@ -358,27 +478,35 @@ def _typed(name: str, c: Comparison, fields: dict[str, Any], how: dict[str, Any]
 
 
 def no_kl(how: dict[str, Any], mode: str) -> str:
-    """The line that switches off a KL term beside the loss of this mode; empty where none is on by default."""
+    """The line that switches off a KL term beside the loss of this mode; empty where
+    none is on by default.
+    """
     line = how.get("no_kl", "")
     return line if isinstance(line, str) else line.get(mode, "")
 
 
-ASSIGNED = re.compile(r"""([A-Za-z_][\w.-]*)(?:\s*=\s*|:\s+)(\([^)]*\)|"[^"]*"|'[^']*'|[^\s,']+)""")
-OPTION = re.compile(r"--([A-Za-z][\w.-]*)((?:\s+(?!--)[^\s,;]+)?(?:\s+[\d.e+-]+(?=\s|$))*)")
+ASSIGNED = re.compile(
+    r"""([A-Za-z_][\w.-]*)(?:\s*=\s*|:\s+)(\([^)]*\)|"[^"]*"|'[^']*'|[^\s,']+)"""
+)
+OPTION = re.compile(
+    r"--([A-Za-z][\w.-]*)((?:\s+(?!--)[^\s,;]+)?(?:\s+[\d.e+-]+(?=\s|$))*)"
+)
 
 
 def typed_fields(line: str) -> list[tuple[str, Any]]:
     """Return the keys that a line of a recipe sets, each with its value.
 
     Args:
-        line: as a recipe prints it: `KEY=VALUE`, `KEY: VALUE`, `KEY = VALUE` or `--KEY VALUE`, one or several. A
-            comment sets nothing, and words in parentheses at its end do not either.
+        line: as a recipe prints it: `KEY=VALUE`, `KEY: VALUE`, `KEY = VALUE` or
+            `--KEY VALUE`, one or several. A comment sets nothing, and words in
+            parentheses at its end do not either.
 
     Returns:
-        (key, value) in the order of the line. A value is a number, True, False, None, a tuple or a string; an option
-        without one is True.
+        (key, value) in the order of the line. A value is a number, True, False, None, a
+        tuple or a string; an option without one is True.
     """
-    plain = re.sub(r"(?<![=\w])\([^)]*\)|(^|\s+)#.*", "", line)  # a tuple stands after "="
+    # a tuple stands after "="
+    plain = re.sub(r"(?<![=\w])\([^)]*\)|(^|\s+)#.*", "", line)
     pairs = OPTION.findall(plain) if "--" in plain else ASSIGNED.findall(plain)
     return [(key, _read(text.strip())) for key, text in pairs]
 

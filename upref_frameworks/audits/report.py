@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ledger entry as a bug report for upstream; the scripts of the ledger, run; what a new ledger has to record."""
+"""A ledger entry as a bug report for upstream; the scripts of the ledger, run; what a
+new ledger has to record.
+"""
 
 import json
 import sys
@@ -16,21 +18,35 @@ from upref_frameworks.audits.child import scripts
 from upref_frameworks.audits.compare import SEVERITY, Effect
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.isolated.pin import cache
-from upref_frameworks.audits.ledger import STATUS, WARNED, Entry, as_evidence, read, recorded, severest
+from upref_frameworks.audits.ledger import (
+    STATUS,
+    WARNED,
+    Entry,
+    as_evidence,
+    read,
+    recorded,
+    severest,
+)
 
 
 def ledger(name: str, as_json: bool) -> str:
     """All that is recorded; runs nothing."""
     entries = read(name)
     said = [asdict(e) for e in entries]
-    return json.dumps(said, indent=1, ensure_ascii=False) if as_json else "\n\n".join(map(str, entries))
+    return (
+        json.dumps(said, indent=1, ensure_ascii=False)
+        if as_json
+        else "\n\n".join(map(str, entries))
+    )
 
 
 def report(name: str, key: str) -> str:
     """An issue for upstream; InputError where the ledger has no such entry."""
     entries = {e.key: e for e in read(name)}
     if key not in entries:
-        raise InputError(f"the ledger of {name} has no {key!r}: choose {', '.join(entries) or 'nothing, it is empty'}.")
+        raise InputError(
+            f"the ledger of {name} has no {key!r}: choose {', '.join(entries) or 'nothing, it is empty'}."
+        )
     e = entries[key]
     where, pin = e.code.partition(":")[0], framework(name).pin
     if e.get:
@@ -46,17 +62,35 @@ def report(name: str, key: str) -> str:
     lines += [*_lines_of_code(e), ""]
     if e.proof:
         expected, _, found = e.prints.partition(" found ")
-        lines += [f"**Reproduce** (needs {name} and torch alone):", "", "```python", e.proof.strip(), "```", ""]
-        lines += [f"**Expected**: `{expected.removeprefix('expected ')}`  ", f"**Found**: `{found}`", ""]
+        lines += [
+            f"**Reproduce** (needs {name} and torch alone):",
+            "",
+            "```python",
+            e.proof.strip(),
+            "```",
+            "",
+        ]
+        lines += [
+            f"**Expected**: `{expected.removeprefix('expected ')}`  ",
+            f"**Found**: `{found}`",
+            "",
+        ]
     if e.severity:
-        lines += [f"**Size**: {SEVERITY[e.severity]}; {e.size} (`upref audit {name}` says which batch is typical).", ""]
+        lines += [
+            f"**Size**: {SEVERITY[e.severity]}; {e.size} (`upref audit {name}` says which batch is typical).",
+            "",
+        ]
     told = f'"{e.words}" ({e.link})' if e.words else "not in any searched text"
     lines += [f"**Documented**: {told}. Searched: {e.searched}.  "]
     lines.append(f"**Thread**: {e.thread or 'none found'}  ")
     if e.fixed:
         lines.append(f"**Fixed in**: {e.fixed}  ")
     lines += [f"**Proposed fix**: {e.fix}."] if e.fix else []
-    readers = "" if e.twice or e.status in ("documented choice", "numerical") else ", by one reader so far"
+    readers = (
+        ""
+        if e.twice or e.status in ("documented choice", "numerical")
+        else ", by one reader so far"
+    )
     lines += ["", f"Status by upref{readers}: *{e.status}* ({STATUS[e.status]})."]
     lines += ["Gradient weights of a token, with this alone repaired and as it is:", ""]
     lines += ["| loss | compared with | where: repaired -> found |", "|---|---|---|"]
@@ -72,12 +106,19 @@ def _lines_of_code(e: Entry) -> list[str]:
     if file is None:
         return []
     code = file.read_text(encoding="utf-8").splitlines()[int(n) - 1 : int(n) + 1]
-    return ["", "```python", *textwrap.dedent("\n".join(code)).rstrip().splitlines(), "```"]
+    return [
+        "",
+        "```python",
+        *textwrap.dedent("\n".join(code)).rstrip().splitlines(),
+        "```",
+    ]
 
 
 @dataclass(frozen=True)
 class Proofs(Result):
-    """What the scripts of a ledger print now; true where it is what is recorded, and no bug is warned of."""
+    """What the scripts of a ledger print now; true where it is what is recorded, and no
+    bug is warned of.
+    """
 
     said: list[tuple[Entry, str]]
 
@@ -87,10 +128,18 @@ class Proofs(Result):
     @staticmethod
     def _holds(e: Entry, now: str) -> bool:
         printed, warned, _ = now.partition("\n" + WARNED)
-        return printed.split() == e.prints.split() and not (warned and e.status == "bug")
+        return printed.split() == e.prints.split() and not (
+            warned and e.status == "bug"
+        )
 
     def json(self) -> str:
-        return json.dumps([{"key": e.key, "recorded": e.prints, "prints": now} for e, now in self.said], indent=1)
+        return json.dumps(
+            [
+                {"key": e.key, "recorded": e.prints, "prints": now}
+                for e, now in self.said
+            ],
+            indent=1,
+        )
 
     def text(self, verbose: bool = False) -> str:
         out = []
@@ -104,11 +153,17 @@ class Proofs(Result):
     __str__ = text
 
 
-def proofs(f: Framework, version: str = "", source: str = "", loud: bool = False) -> Proofs:
-    """Runs each script of the ledger where the framework is: in its own process, or here."""
+def proofs(
+    f: Framework, version: str = "", source: str = "", loud: bool = False
+) -> Proofs:
+    """Runs each script of the ledger where the framework is: in its own process, or
+    here.
+    """
     entries = [e for e in read(f.name) if e.proof]
     texts = [e.proof for e in entries]
-    said = isolated.elsewhere("scripts", f.name, f.pin, version, source, loud, texts=texts)
+    said = isolated.elsewhere(
+        "scripts", f.name, f.pin, version, source, loud, texts=texts
+    )
     if said is None:
         f.version()  # InputError where it is not installed
         said = scripts(f.name, texts)
@@ -116,15 +171,28 @@ def proofs(f: Framework, version: str = "", source: str = "", loud: bool = False
 
 
 def draft(a: Any) -> str:
-    """What NAME.toml lacks, as TOML to be finished by hand: the defaults, and every deviation that is not recorded."""
+    """What NAME.toml lacks, as TOML to be finished by hand: the defaults, and every
+    deviation that is not recorded.
+    """
     lines = []
     if not recorded(a.framework).get("defaults"):
         each = list(a.defaults.values())
-        shared = {k: v for k, v in each[0].items() if all(d.get(k) == v for d in each)} if each else {}
-        own = {m: {k: v for k, v in d.items() if k not in shared} for m, d in a.defaults.items()}
+        shared = (
+            {k: v for k, v in each[0].items() if all(d.get(k) == v for d in each)}
+            if each
+            else {}
+        )
+        own = {
+            m: {k: v for k, v in d.items() if k not in shared}
+            for m, d in a.defaults.items()
+        }
         for mode, fields in ({"every": shared} | own).items():
             if fields:
-                lines += [f"[defaults.{mode}]", *(f"{k} = {_toml(v)}" for k, v in fields.items()), ""]
+                lines += [
+                    f"[defaults.{mode}]",
+                    *(f"{k} = {_toml(v)}" for k, v in fields.items()),
+                    "",
+                ]
     known = {(e.reason, x) for e in a.entries for x in e.evidence}
     if not recorded(a.framework).get("ledger"):
         table = [f'version = "{a.version}"', 'source = "?"', 'searched = "?"']
@@ -135,22 +203,44 @@ def draft(a: Any) -> str:
         for (words, spot), effect in zip(r.reasons, r.effects, strict=True):
             sizes.setdefault(words, []).append(effect)
             if (words, x := as_evidence(r, spot)) not in known:
-                pairs = {"loss": x.loss, "held_against": x.held_against, "where": x.where}
+                pairs = {
+                    "loss": x.loss,
+                    "held_against": x.held_against,
+                    "where": x.where,
+                }
                 pairs |= {"expected": x.expected, "found": x.found}
-                more = f", micro_batches = {x.micro_batches}" if x.micro_batches > 1 else ""
+                more = (
+                    f", micro_batches = {x.micro_batches}"
+                    if x.micro_batches > 1
+                    else ""
+                )
                 said = ", ".join(f"{k} = {_toml(v)}" for k, v in pairs.items() if v)
                 new.setdefault(words, []).append(f"    {{ {said}{more} }},")
     for words, evidence in new.items():
         size = severest(sizes[words])
         lines += ["[[deviation]]", f'key = "{a.framework}-?"', 'status = "?"']
-        lines += [f'effect = ["{size.severity}", {float(f"{size.change:.2g}")}]', f"reason = {_toml(words)}"]
+        lines += [
+            f'effect = ["{size.severity}", {float(f"{size.change:.2g}")}]',
+            f"reason = {_toml(words)}",
+        ]
         lines += ['bib = "?"', 'paper = "?"']
         lines += ['code = "?"', 'line = "?"', 'fix = "?"']
-        lines += ["evidence = [", *evidence, "]", "proof = '''\n'''", 'prints = "expected ?\\nfound ?"', ""]
+        lines += [
+            "evidence = [",
+            *evidence,
+            "]",
+            "proof = '''\n'''",
+            'prints = "expected ?\\nfound ?"',
+            "",
+        ]
     return "\n".join(lines)
 
 
 def _toml(v: Any) -> str:
     if isinstance(v, bool):
         return str(v).lower()
-    return repr(v) if isinstance(v, int | float) else '"' + v.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return (
+        repr(v)
+        if isinstance(v, int | float)
+        else '"' + v.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    )

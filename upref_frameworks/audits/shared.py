@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several frameworks do alike, as faults: the ledger of each says it of its own code."""
+"""What several frameworks do alike, as faults: the ledger of each says it of its own
+code.
+"""
 
 import ast
 import importlib.util
@@ -28,29 +30,39 @@ def _tokens(b: Rollouts) -> Rollouts:
 
 def _responses(most: float) -> Callable[[Rollouts], Rollouts]:
     def view(b: Rollouts) -> Rollouts:
-        log_s = torch.where(b.mask, b.logp - b.logp_old, 0).sum(1, keepdim=True) / b.mask.sum(1, keepdim=True)
+        log_s = torch.where(b.mask, b.logp - b.logp_old, 0).sum(
+            1, keepdim=True
+        ) / b.mask.sum(1, keepdim=True)
         return replace(b, logp=torch.where(log_s > most, b.logp_old + most, b.logp))
 
     return view
 
 
 def _far(b: Rollouts) -> Rollouts:
-    """k3's gradient is 0 where it is clamped: as if the reference were the policy there."""
+    """k3's gradient is 0 where it is clamped: as if the reference were the policy
+    there.
+    """
     assert b.logp_ref is not None
     d = b.logp_ref - b.logp
-    return replace(b, logp_ref=torch.where(d.exp() - d - 1 > 10, b.logp.detach(), b.logp_ref))
+    return replace(
+        b, logp_ref=torch.where(d.exp() - d - 1 > 10, b.logp.detach(), b.logp_ref)
+    )
 
 
 def _masked_too(b: Rollouts) -> Tensor:
     """What LUSPO's tokens in masked slots add; its other faults then scale it."""
     r, A = exp(b.logp - b.logp_old), per_response(b.adv, b.mask)[:, None]
-    return torch.where(b.mask, 0, minimum(r * A, r.clamp(0.8, 1.2) * A)).sum() / len(b.mask)
+    return torch.where(b.mask, 0, minimum(r * A, r.clamp(0.8, 1.2) * A)).sum() / len(
+        b.mask
+    )
 
 
 def _micro_tokens(b: Rollouts) -> Tensor:
     """All tokens over MICRO times those of the micro-batch a response is in."""
     share = [b.mask.sum() / (MICRO * m.mask.sum()) for m in b.split(MICRO)]
-    return torch.cat([s.expand(len(m.mask), 1) for s, m in zip(share, b.split(MICRO), strict=True)]).to(b.logp)
+    return torch.cat(
+        [s.expand(len(m.mask), 1) for s, m in zip(share, b.split(MICRO), strict=True)]
+    ).to(b.logp)
 
 
 BETA = 0.04
@@ -61,7 +73,9 @@ def kl_term(
     words: str, k: Callable[[Tensor, Tensor, Tensor], Tensor], beta: float = BETA, agg: str = "seq-mean-token-mean",
     instead: bool = True,
 ) -> LossFault:  # fmt: skip
-    """-beta k(log π_θ, log π_ref, log π_old), in place of the objective's own KL term or beside it."""
+    """-beta k(log π_θ, log π_ref, log π_old), in place of the objective's own KL term
+    or beside it.
+    """
 
     def term(b: Rollouts) -> Tensor:
         assert b.logp_ref is not None
@@ -70,32 +84,60 @@ def kl_term(
     return fault(words, "term", hp=NO_KL if instead else {}, term=term)
 
 
-K1 = kl_term("the KL term is k1, whose gradient has mean 0 on policy", lambda lp, ref, old: k1(lp, ref))
+K1 = kl_term(
+    "the KL term is k1, whose gradient has mean 0 on policy",
+    lambda lp, ref, old: k1(lp, ref),
+)
 CLAMP = fault("log r clamped to ±20", "clip", view=_tokens)
 CLAMP_S = fault("log s clamped to 10", "clip", view=_responses(10))
 CLAMP_S20 = fault("log s clamped to ±20", "clip", view=_responses(20))
 CLAMP_K3 = fault("k3 clamped to 10", "term", view=_far)
-MICRO_MEAN = fault("the token mean of each micro-batch, then their mean", "batches", scale=_micro_tokens)
+MICRO_MEAN = fault(
+    "the token mean of each micro-batch, then their mean",
+    "batches",
+    scale=_micro_tokens,
+)
 BNPO = replace(MICRO_MEAN, words=f"{MICRO_MEAN.words}: bnpo by definition")
-ALWAYS = replace(aggregated("token-mean"), words="aggregated by token-mean, and no setting gives another")
+ALWAYS = replace(
+    aggregated("token-mean"),
+    words="aggregated by token-mean, and no setting gives another",
+)
 LUSPO = fault("the ratio of each token (importance_sampling_level), eps = 0.2", "objective",
               objective=replace(get("grpo"), agg="seq-mean-token-sum"))  # fmt: skip
 SLOTS = fault("masked slots have a gradient", "term", term=_masked_too)
 WIDTH = fault("divided by the padded width", "aggregation",
               scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1])  # fmt: skip
-LENGTH = fault("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512)
-F32 = fault("1.05 held in float32", "rounding", hp={"tau_neg": torch.tensor(1.05).item()})
-BY_TOKENS = fault("every token weighs alike, as in the authors' code of VESPO", "aggregation", agg="token-mean")
+LENGTH = fault(
+    "divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512
+)
+F32 = fault(
+    "1.05 held in float32", "rounding", hp={"tau_neg": torch.tensor(1.05).item()}
+)
+BY_TOKENS = fault(
+    "every token weighs alike, as in the authors' code of VESPO",
+    "aggregation",
+    agg="token-mean",
+)
 
 
-VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}  # the authors'
+# the authors'
+VESPO = {
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+}
 ALONE = "one response in a group: its advantage is its reward"
 SAMPLE = "the variance is the sample's (N - 1), 1e-8 is added to it and not to std"
 NARROW = "log-ratio clamped to ±20, the estimate to ±10"
 
 
-def keep_singletons(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The estimator, but a response that is alone in its group has its reward for advantage."""
+def keep_singletons(
+    f: Callable[[Tensor, Tensor], Tensor],
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The estimator, but a response that is alone in its group has its reward for
+    advantage.
+    """
     return lambda R, g: torch.where(torch.bincount(g)[g] == 1, R, f(R, g))
 
 
@@ -112,7 +154,9 @@ def _narrow_k3(lp: Tensor, ref: Tensor) -> Tensor:
 NARROW_K3 = Fault(NARROW, _narrow_k3)
 
 
-def clamped(k: Callable[[Tensor, Tensor], Tensor]) -> Fault[Callable[[Tensor, Tensor], Tensor]]:
+def clamped(
+    k: Callable[[Tensor, Tensor], Tensor],
+) -> Fault[Callable[[Tensor, Tensor], Tensor]]:
     """The KL estimator, its value clamped."""
     return Fault("clamped to ±10", lambda lp, ref: k(lp, ref).clamp(-10, 10))
 
@@ -127,38 +171,65 @@ def capped(cap: float) -> Objective:
     )
 
 
-FLOOR = fault("weights in [0.8, 1.2], from both sides", "objective", objective="cispo_verl")
-CAP = fault("epsilon_high is the cap itself: every weight is at most 0.2", "objective", objective=capped(0.2))
+FLOOR = fault(
+    "weights in [0.8, 1.2], from both sides", "objective", objective="cispo_verl"
+)
+CAP = fault(
+    "epsilon_high is the cap itself: every weight is at most 0.2",
+    "objective",
+    objective=capped(0.2),
+)
 
 
 def defaults(module: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """What these options of a command line are unless given, by the names of their fields."""
-    return {name.strip("-").replace("-", "_"): options(module)[name]["default"] for name in names}
+    """What these options of a command line are unless given, by the names of their
+    fields.
+    """
+    return {
+        name.strip("-").replace("-", "_"): options(module)[name]["default"]
+        for name in names
+    }
 
 
 def arguments(f: Callable[..., Any], *but: str) -> dict[str, Any]:
     """The arguments of a function or a constructor with their defaults."""
-    return {k: p.default for k, p in inspect.signature(f).parameters.items() if k not in ("self", *but)}
+    return {
+        k: p.default
+        for k, p in inspect.signature(f).parameters.items()
+        if k not in ("self", *but)
+    }
 
 
 def source(module: str, beside: str = ".", up: int = 0) -> str:
-    """The text of a module that need not import; beside: of a file, by its path from the module or `up` folders up."""
+    """The text of a module that need not import; beside: of a file, by its path from
+    the module or `up` folders up.
+    """
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     file = Path(spec.origin)
-    return (file if beside == "." else file.parents[up] / beside).read_text(encoding="utf-8")
+    return (file if beside == "." else file.parents[up] / beside).read_text(
+        encoding="utf-8"
+    )
 
 
 def options(module: str) -> dict[str, dict[str, Any]]:
-    """The options of a command line with their literal keywords, read off the source of that module."""
+    """The options of a command line with their literal keywords, read off the source of
+    that module.
+    """
     found: dict[str, dict[str, Any]] = {}
     for node in ast.walk(ast.parse(source(module))):
         if not isinstance(node, ast.Call):
             continue
         for word in node.args:
             if isinstance(word, ast.Constant) and str(word.value).startswith("--"):
-                literal = {k.arg or "": ast.literal_eval(k.value) for k in node.keywords if _is_literal(k.value)}
-                literal.setdefault("default", False if literal.get("action") == "store_true" else None)
+                literal = {
+                    k.arg or "": ast.literal_eval(k.value)
+                    for k in node.keywords
+                    if _is_literal(k.value)
+                }
+                literal.setdefault(
+                    "default", False if literal.get("action") == "store_true" else None
+                )
                 found.setdefault(str(word.value), literal)
     return found
 

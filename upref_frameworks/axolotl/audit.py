@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of Axolotl's asynchronous GRPO trainer as the audit compares them with the papers, and why they differ."""
+"""The losses of Axolotl's asynchronous GRPO trainer as the audit compares them with the
+papers, and why they differ.
+"""
 
 import ast
 import importlib
@@ -23,9 +25,18 @@ PIN = Pin(
         "axolotl/core/trainers/grpo/async_trainer.py": "a744b5c3868141a041099b82577ecd04",
         "trl/trainer/grpo_config.py": "68a927fb50b742f5cc35d6e094392f54",
     },
-    skip_init=("axolotl", "axolotl.core", "axolotl.core.trainers", "axolotl.core.trainers.grpo", "axolotl.utils"),
+    skip_init=(
+        "axolotl",
+        "axolotl.core",
+        "axolotl.core.trainers",
+        "axolotl.core.trainers.grpo",
+        "axolotl.utils",
+    ),
     stubs=("trl", "accelerate", "peft", "liger_kernel", "axolotl.utils.logging"),
-    decorators=("trl.extras.profiling.profiling_decorator", "axolotl.utils.logging.get_logger"),
+    decorators=(
+        "trl.extras.profiling.profiling_decorator",
+        "axolotl.utils.logging.get_logger",
+    ),
 )
 READ = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "beta", "sapo_temperature_pos",
         "sapo_temperature_neg", "max_completion_length")  # fmt: skip
@@ -47,19 +58,44 @@ def _modes() -> list[str]:
 def _defaults(mode: str) -> dict[str, Any]:
     """Of TRL's GRPOConfig, from which Axolotl's derives and which it leaves as it is."""
     folder = Path(_module().__file__).parents[4]
-    tree = ast.parse((folder / "trl/trainer/grpo_config.py").read_text(encoding="utf-8"))
-    [config] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "GRPOConfig"]
-    fields = {ast.unparse(n.target): n.value for n in config.body if isinstance(n, ast.AnnAssign)}
-    given = {k: kw.value for k in READ for kw in getattr(fields[k], "keywords", ()) if kw.arg == "default"}
+    tree = ast.parse(
+        (folder / "trl/trainer/grpo_config.py").read_text(encoding="utf-8")
+    )
+    [config] = [
+        n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "GRPOConfig"
+    ]
+    fields = {
+        ast.unparse(n.target): n.value
+        for n in config.body
+        if isinstance(n, ast.AnnAssign)
+    }
+    given = {
+        k: kw.value
+        for k in READ
+        for kw in getattr(fields[k], "keywords", ())
+        if kw.arg == "default"
+    }
     return {k: ast.literal_eval(v) for k, v in given.items()}
 
 
 def _plain(
-    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    totals,
+    num_micro_batches,
 ) -> Tensor:
-    """The trainer's own method, on a trainer that was not set up and is given these log-probabilities."""
+    """The trainer's own method, on a trainer that was not set up and is given these
+    log-probabilities.
+    """
     trainer = object.__new__(_module().AsyncGRPOTrainer)
-    high = config["epsilon"] if config["epsilon_high"] is None else config["epsilon_high"]
+    high = (
+        config["epsilon"] if config["epsilon_high"] is None else config["epsilon_high"]
+    )
     vars(trainer).update(
         config, loss_type=mode, epsilon_low=config["epsilon"], epsilon_high=high, top_entropy_quantile=1.0,
         args=SimpleNamespace(**config), model=SimpleNamespace(training=True), is_fsdp_enabled=False, use_vllm=False,

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EasyR1's policy losses as the audit holds them against the papers, and why they differ."""
+"""EasyR1's policy losses as the audit holds them against the papers, and why they
+differ.
+"""
 
 import ast
 import dataclasses
@@ -20,7 +22,17 @@ from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 from upref_frameworks.audits.compare import MICRO
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW_K3, SAMPLE, sampled, source
+from upref_frameworks.audits.shared import (
+    BETA,
+    CLAMP,
+    CLAMP_K3,
+    CLAMP_S20,
+    K1,
+    NARROW_K3,
+    SAMPLE,
+    sampled,
+    source,
+)
 
 PIN = Pin(
     repository="https://github.com/hiyouga/EasyR1", commit="b44b311b669bf1fd1aa2fc36f2251482ba33cb16",
@@ -40,12 +52,20 @@ _algos = lambda: importlib.import_module("verl.trainer.core_algos")
 
 
 def _modes() -> list[str]:
-    return list(typing.get_args(inspect.signature(_algos().compute_policy_loss).parameters["loss_type"].annotation))
+    return list(
+        typing.get_args(
+            inspect.signature(_algos().compute_policy_loss)
+            .parameters["loss_type"]
+            .annotation
+        )
+    )
 
 
 def _defaults(mode: str) -> dict[str, Any]:
     config = importlib.import_module("verl.workers.actor.config").ActorConfig
-    return {f.name: f.default for f in dataclasses.fields(config) if f.name in READ} | _kl_defaults()
+    return {
+        f.name: f.default for f in dataclasses.fields(config) if f.name in READ
+    } | _kl_defaults()
 
 
 def _kl_defaults() -> dict[str, Any]:
@@ -53,38 +73,69 @@ def _kl_defaults() -> dict[str, Any]:
     return {
         n.target.id: ast.literal_eval(n.value)
         for n in ast.walk(ast.parse(source("verl.trainer.config")))
-        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and n.value and n.target.id in KL_READ
+        if isinstance(n, ast.AnnAssign)
+        and isinstance(n.target, ast.Name)
+        and n.value
+        and n.target.id in KL_READ
     }
 
 
-def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+def _plain(
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    totals,
+) -> Tensor:
     settings = {k: v for k, v in config.items() if k not in KL_READ}
     a = _algos()
     with np.errstate(divide="ignore"):  # log(1 - clip_ratio_low), where that is 1
-        value, _ = a.compute_policy_loss(old_log_prob, log_prob, advantages, mask, loss_type=mode, **settings)
+        value, _ = a.compute_policy_loss(
+            old_log_prob, log_prob, advantages, mask, loss_type=mode, **settings
+        )
     if config["use_kl_loss"]:
         kl = a.compute_kl(log_prob, ref_log_prob, config["kl_penalty"])
-        value = value + a.average_loss(kl, mask, config["loss_avg_mode"]) * config["kl_coef"]
+        value = (
+            value
+            + a.average_loss(kl, mask, config["loss_avg_mode"]) * config["kl_coef"]
+        )
     return value * mask.sum() / totals.tokens  # update_policy, of every micro-batch
 
 
 def _by_tokens(b: Rollouts) -> Tensor:
     """MICRO times the tokens of the micro-batch a response is in, over all."""
     parts = b.split(MICRO)
-    return torch.cat([(MICRO * m.mask.sum() / b.mask.sum()).expand(len(m.mask), 1) for m in parts]).to(b.logp)
+    return torch.cat(
+        [(MICRO * m.mask.sum() / b.mask.sum()).expand(len(m.mask), 1) for m in parts]
+    ).to(b.logp)
 
 
 DAPO_S = replace(get("dapo"), level="sequence_mean")
 DUAL_S = fault("the dual clip c = 3, of a response's ratio", "objective", objective=DAPO_S,
                hp={"eps_low": 3e-4, "eps_high": 4e-4, "c": 3.0})  # fmt: skip
-WEIGHED = fault("micro-batches count by their tokens, where loss_avg_mode=seq too", "batches", scale=_by_tokens)
-DUAL, CLIP_S, TOKENS = with_hp(c=3.0), with_hp(eps_low=0.2, eps_high=0.3), aggregated("token-mean")
+WEIGHED = fault(
+    "micro-batches count by their tokens, where loss_avg_mode=seq too",
+    "batches",
+    scale=_by_tokens,
+)
+DUAL, CLIP_S, TOKENS = (
+    with_hp(c=3.0),
+    with_hp(eps_low=0.2, eps_high=0.3),
+    aggregated("token-mean"),
+)
 FLOOR = fault("weights in [0.8, 1.3], from both sides", "objective", objective="cispo_verl",
               hp={"eps_low": 0.2, "eps_high": 0.3})  # fmt: skip
 SCRIPT = fault("weights in [1, 5], from both sides", "objective", objective="cispo_verl",
                hp={"eps_low": 0.0, "eps_high": 4.0})  # fmt: skip
 KL = {"use_kl_loss": True, "kl_coef": BETA}
-OFF, DUAL10, SEQ = {"clip_ratio_dual": 1e10}, {"clip_ratio_dual": 10.0}, {"loss_avg_mode": "seq"}
+OFF, DUAL10, SEQ = (
+    {"clip_ratio_dual": 1e10},
+    {"clip_ratio_dual": 10.0},
+    {"loss_avg_mode": "seq"},
+)
 HIGHER, GRPO = {"clip_ratio_high": 0.28}, {"clip_ratio_high": 0.2} | SEQ | OFF
 GSPO = SEQ | {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4} | OFF
 COMPARISONS = (
@@ -111,9 +162,9 @@ def _advantages(name: str):
         """Rewards on the one token of each response."""
         given = {"index": group.numpy()} if name in ("grpo", "rloo") else {"gamma": 1.0}
         one = torch.ones_like(R)[:, None]
-        return _algos().compute_advantage_return(name, token_level_rewards=R[:, None], response_mask=one, **given)[0][
-            :, 0
-        ]
+        return _algos().compute_advantage_return(
+            name, token_level_rewards=R[:, None], response_mask=one, **given
+        )[0][:, 0]
 
     return found
 

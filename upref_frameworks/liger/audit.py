@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger-Kernel's chunked GRPO loss as the audit compares it with the papers, and why it differs."""
+"""Liger-Kernel's chunked GRPO loss as the audit compares it with the papers, and why it
+differs.
+"""
 
 import importlib
 import inspect
@@ -56,11 +58,20 @@ def _defaults(mode: str) -> dict[str, Any]:
     return arguments(_grpo().LigerFusedLinearGRPOLoss.__init__, "loss_type")
 
 
-ELSEWHERE = ("compiled", "use_ref_model", "chunk_size", "temperature")  # not of the loss on log-probabilities
+# not of the loss on log-probabilities
+ELSEWHERE = ("compiled", "use_ref_model", "chunk_size", "temperature")
 
 
 def _plain(
-    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    totals,
+    num_micro_batches,
 ) -> Tensor:
     settings = {k: v for k, v in config.items() if k not in ELSEWHERE}
     counted = {"num_items_in_batch": int(totals.tokens)} if mode in COUNTED else {}
@@ -72,19 +83,28 @@ def _plain(
 
 
 def _kl(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> LossFault:
-    """A part of luspo's KL term: k3 of each slot, weighted by its mask and its response's tokens over the width."""
+    """A part of luspo's KL term: k3 of each slot, weighted by its mask and its
+    response's tokens over the width.
+    """
 
     def term(b: Rollouts) -> Tensor:
         assert b.logp_ref is not None
         m = b.mask.to(b.logp)
-        return -0.04 * (k3(b.logp, b.logp_ref) * weight(m, m.mean(1, keepdim=True))).sum() / len(m)
+        return (
+            -0.04
+            * (k3(b.logp, b.logp_ref) * weight(m, m.mean(1, keepdim=True))).sum()
+            / len(m)
+        )
 
     return fault(words, "term", term=term)
 
 
 BETA = with_hp(beta=0.04)
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
-HIGH = replace(with_hp(eps_high=0.2), words="eps_high = 0.2, in a kernel whose callers pass both bounds")
+HIGH = replace(
+    with_hp(eps_high=0.2),
+    words="eps_high = 0.2, in a kernel whose callers pass both bounds",
+)
 SEQUENCE = {"importance_sampling_level": "sequence"}
 GSPO = SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 LONG = SEQUENCE | {"epsilon_low": 2e-3, "epsilon_high": 2.5e-3}
@@ -117,32 +137,47 @@ COMPARISONS = (
 
 
 def _fused(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """The chunked selective log-softmax of hidden states by the identity: logits are the hidden states."""
+    """The chunked selective log-softmax of hidden states by the identity: logits are
+    the hidden states.
+    """
     return _chunk_forward(z, torch.eye(z.shape[-1], dtype=z.dtype), tokens, temperature)
 
 
-def _chunk_forward(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    base = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo").LigerFusedLinearPPOBase
+def _chunk_forward(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+) -> Tensor:
+    base = importlib.import_module(
+        "liger_kernel.chunked_loss.fused_linear_ppo"
+    ).LigerFusedLinearPPOBase
     return base.chunk_forward(hidden, weight, tokens, temperature=temperature)
 
 
 def _parts() -> tuple[Component, ...]:
     return (
-        Component("kl", "k3_loss_fn", lambda lp, ref: _grpo().k3_loss_fn(ref, lp), "k3"),
+        Component(
+            "kl", "k3_loss_fn", lambda lp, ref: _grpo().k3_loss_fn(ref, lp), "k3"
+        ),
         Component("logprobs", "chunk_forward", _fused, "token_log_probs", tol=1e-4),
     )
 
 
 def _kernels() -> dict[str, Callable]:
-    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    module = importlib.import_module(
+        "liger_kernel.ops.fused_linear_scaled_cross_entropy"
+    )
 
     def scaled(hidden, weight, tokens, temperature):
         """The path of a CPU; it takes rows, and returns -log π."""
         apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
-        nll, entropy = apply(hidden.flatten(0, -2), weight, tokens.flatten(), temperature, -100, 1, True)
+        nll, entropy = apply(
+            hidden.flatten(0, -2), weight, tokens.flatten(), temperature, -100, 1, True
+        )
         return -nll.view_as(tokens), entropy.view_as(tokens)
 
-    return {"chunk_forward": _chunk_forward, "fused_linear_scaled_cross_entropy": scaled}
+    return {
+        "chunk_forward": _chunk_forward,
+        "fused_linear_scaled_cross_entropy": scaled,
+    }
 
 
 REMARKS = (

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy losses of miles, a fork of slime, as the audit holds them against the papers, and why they differ."""
+"""The policy losses of miles, a fork of slime, as the audit holds them against the
+papers, and why they differ.
+"""
 
 import importlib
 from types import SimpleNamespace
@@ -10,7 +12,16 @@ from torch import Tensor
 from upref.verify.faults.losses import GROUPS, with_hp
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Framework, Pin
-from upref_frameworks.audits.shared import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW_K3, defaults, options
+from upref_frameworks.audits.shared import (
+    BETA,
+    CLAMP,
+    CLAMP_K3,
+    CLAMP_S20,
+    K1,
+    NARROW_K3,
+    defaults,
+    options,
+)
 
 UTILS, ARGUMENTS = "miles.backends.training_utils.", "miles.utils.arguments"
 PIN = Pin(
@@ -26,7 +37,8 @@ PIN = Pin(
             "miles.backends.training_utils.loss_hub"),
     stubs=(UTILS + "parallel", UTILS + "loss_hub.logit_processors", UTILS + "loss_hub.corrections",
            "miles.utils.misc", "miles.utils.types", "fla"),
-    env={"TORCHDYNAMO_DISABLE": "1"},  # its losses are compiled: the plain functions are audited
+    # its losses are compiled: the plain functions are audited
+    env={"TORCHDYNAMO_DISABLE": "1"},
 )  # fmt: skip
 READ = (
     "--eps-clip", "--eps-clip-high", "--eps-clip-c", "--calculate-per-token-loss", "--use-kl-loss", "--kl-loss-coef",
@@ -44,24 +56,48 @@ OFF = dict.fromkeys(
 def _modules() -> tuple[Any, Any, Any]:
     """losses, math_utils and cp_utils, in one process."""
     alone = SimpleNamespace(cp=SimpleNamespace(size=1, rank=0, group=None))
-    found = [importlib.import_module(UTILS + m) for m in ("loss_hub.losses", "loss_hub.math_utils", "cp_utils")]
+    found = [
+        importlib.import_module(UTILS + m)
+        for m in ("loss_hub.losses", "loss_hub.math_utils", "cp_utils")
+    ]
     for module in found:
         vars(module)["get_parallel_state"] = lambda: alone
     return found[0], found[1], found[2]
 
 
-def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
-    """policy_loss_function of responses without padding; the sum is divided as loss_function and Megatron do."""
-    high = config["eps_clip"] if config["eps_clip_high"] is None else config["eps_clip_high"]  # as it is validated
+def _plain(
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    totals,
+) -> Tensor:
+    """policy_loss_function of responses without padding; the sum is divided as
+    loss_function and Megatron do.
+    """
+    # as it is validated
+    high = (
+        config["eps_clip"]
+        if config["eps_clip_high"] is None
+        else config["eps_clip_high"]
+    )
     args = SimpleNamespace(**OFF | config | {"eps_clip_high": high}, advantage_estimator=mode, entropy_coef=0.0,
                            qkv_format="thd")  # fmt: skip
     losses, _, cp = _modules()
     n = [int(m.nonzero().max()) + 1 for m in mask]  # up to the last token that counts
     rows = lambda x: [row[:k] for row, k in zip(x, n, strict=True)]
-    batch: dict[str, Any] = {"advantages": rows(advantages), "log_probs": rows(old_log_prob)}
+    batch: dict[str, Any] = {
+        "advantages": rows(advantages),
+        "log_probs": rows(old_log_prob),
+    }
     batch |= {"ref_log_probs": rows(ref_log_prob), "loss_masks": rows(mask)}
     batch |= {"response_lengths": n, "total_lengths": n, "unconcat_tokens": None}
-    vars(losses)["get_log_probs_and_entropy"] = lambda *_, **__: {"log_probs": rows(log_prob)}
+    vars(losses)["get_log_probs_and_entropy"] = lambda *_, **__: {
+        "log_probs": rows(log_prob)
+    }
     per_token = config["calculate_per_token_loss"]
     reduced = cp.get_sum_of_sample_mean(n, n, batch["loss_masks"], per_token)
     value, _ = losses.policy_loss_function(args, batch, log_prob, reduced)

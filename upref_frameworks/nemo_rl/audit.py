@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's clipped policy-gradient loss as the audit compares it with the papers, and why it differs."""
+"""NeMo-RL's clipped policy-gradient loss as the audit compares it with the papers, and
+why it differs.
+"""
 
 import importlib
 import re
@@ -37,7 +39,8 @@ PIN = Pin(
         "nemo_rl.data.multimodal_utils", "nemo_rl.algorithms.x_token.token_aligner",
     ),
 )  # fmt: skip
-RECIPE = "examples/configs/grpo_math_1B.yaml"  # what run_grpo.py takes where nothing is said
+# what run_grpo.py takes where nothing is said
+RECIPE = "examples/configs/grpo_math_1B.yaml"
 
 
 def _module(name: str) -> Any:
@@ -50,36 +53,70 @@ def _losses() -> Any:
 
 def _recipe() -> dict[str, Any]:
     root = Path(_module("algorithms.utils").__file__).parents[2]
-    return importlib.import_module("yaml").safe_load((root / RECIPE).read_text(encoding="utf-8"))
+    return importlib.import_module("yaml").safe_load(
+        (root / RECIPE).read_text(encoding="utf-8")
+    )
 
 
 def _documented() -> dict[str, dict[str, bool]]:
-    """The algorithms that the docstring of the loss lists, each with the fields that it says to set."""
-    listed = _losses().ClippedPGLossFn.__doc__.partition("This implements:")[2].partition("Formula:")[0]
+    """The algorithms that the docstring of the loss lists, each with the fields that it
+    says to set.
+    """
+    listed = (
+        _losses()
+        .ClippedPGLossFn.__doc__.partition("This implements:")[2]
+        .partition("Formula:")[0]
+    )
     named = re.findall(r"- ([^(]+?) (?:\(|- )(.*)", listed)
     said = {re.sub(r"\W+", "-", name.lower()): words for name, words in named}
-    return {k: {f: v == "True" for f, v in re.findall(r"(\w+) = (True|False)", words)} for k, words in said.items()}
+    return {
+        k: {f: v == "True" for f, v in re.findall(r"(\w+) = (True|False)", words)}
+        for k, words in said.items()
+    }
 
 
 def _modes() -> list[str]:
     """What the docstring lists; the other losses by their classes."""
-    others = [k for k in vars(_losses()) if k.endswith("LossFn") and k != "ClippedPGLossFn"]
+    others = [
+        k for k in vars(_losses()) if k.endswith("LossFn") and k != "ClippedPGLossFn"
+    ]
     return [*_documented(), *others]
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    return _losses().ClippedPGLossConfig(**_recipe()["loss_fn"]).model_dump() | _documented()[mode]
+    return (
+        _losses().ClippedPGLossConfig(**_recipe()["loss_fn"]).model_dump()
+        | _documented()[mode]
+    )
 
 
-def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
-    """As the worker calls it: position 0 predicts nothing, denominators are those of the global batch."""
+def _plain(
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    totals,
+) -> Tensor:
+    """As the worker calls it: position 0 predicts nothing, denominators are those of
+    the global batch.
+    """
     data = {
         "advantages": advantages, "token_mask": mask.to(log_prob.dtype), "prev_logprobs": old_log_prob,
         "generation_logprobs": old_log_prob, "reference_policy_logprobs": ref_log_prob,
     }  # fmt: skip
-    data = {k: pad(x, (1, 0)) for k, x in data.items()} | {"sample_mask": torch.ones(len(mask)).to(log_prob)}
+    data = {k: pad(x, (1, 0)) for k, x in data.items()} | {
+        "sample_mask": torch.ones(len(mask)).to(log_prob)
+    }
     made = _losses().ClippedPGLossFn(_losses().ClippedPGLossConfig(**config))
-    return made(log_prob, data, torch.as_tensor(totals.sequences), torch.as_tensor(totals.tokens))[0]
+    return made(
+        log_prob,
+        data,
+        torch.as_tensor(totals.sequences),
+        torch.as_tensor(totals.tokens),
+    )[0]
 
 
 def _sampled_k3(beta: float):
@@ -90,7 +127,10 @@ def _sampled_k3(beta: float):
 
 NO_KL = {"reference_policy_kl_penalty": 0.0}
 MEANS = NO_KL | {"token_level_loss": False}
-TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
+TIS = {
+    "use_importance_sampling_correction": True,
+    "truncated_importance_sampling_type": "tis",
+}
 TOKENS = aggregated("token-mean")
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (with_hp(beta=0.01), _sampled_k3(0.01), CLAMP_K3, TOKENS)),
@@ -119,20 +159,26 @@ def _advantages(name: str, **settings: bool):
         m = _module("algorithms.advantage_estimator")
         config = m.AdvEstimatorConfig(**settings), _losses().ClippedPGLossConfig()
         one = torch.ones(len(rewards), 1)
-        return getattr(m, name)(*config).compute_advantage(group[:, None], rewards.float(), one)[:, 0]
+        return getattr(m, name)(*config).compute_advantage(
+            group[:, None], rewards.float(), one
+        )[:, 0]
 
     return found
 
 
 def _over_std(own: bool, single: bool):
-    """(R - mean) / (std + 1e-6) of the group, or of the others in it; where std is 0, R - mean. single: in float32."""
+    """(R - mean) / (std + 1e-6) of the group, or of the others in it; where std is 0, R
+    - mean. single: in float32.
+    """
 
     def f(R: Tensor, group: Tensor) -> Tensor:
         A, x = torch.zeros_like(R), R.float() if single else R
         for i in (torch.bincount(group)[group] > 1).nonzero()[:, 0]:
             peers = x[(group == group[i]) & (own | (torch.arange(len(R)) != i))]
             n, moments = torch.tensor(len(peers)), (peers**2).mean() - peers.mean() ** 2
-            std = ((moments * (n / (n - 1))).sqrt() if single else peers.std()).nan_to_num(0)
+            std = (
+                (moments * (n / (n - 1))).sqrt() if single else peers.std()
+            ).nan_to_num(0)
             A[i] = (x[i] - peers.mean()) / (std + 1e-6 if std > 0 else 1)
         return A
 
@@ -148,11 +194,17 @@ def _log_probs(chunk: int | None):
         """The vocabulary on one rank: the path without ranks calls .cuda()."""
         dist = torch.distributed
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                "gloo", store=dist.HashStore(), rank=0, world_size=1
+            )
         f = _module("distributed.model_utils").get_next_token_logprobs_from_logits
         logits = pad(z / temperature, (0, 0, 0, 1))
         return f(
-            pad(tokens, (1, 0)), logits, vocab_parallel_rank=0, vocab_parallel_group=dist.group.WORLD, chunk_size=chunk
+            pad(tokens, (1, 0)),
+            logits,
+            vocab_parallel_rank=0,
+            vocab_parallel_group=dist.group.WORLD,
+            chunk_size=chunk,
         )
 
     return found

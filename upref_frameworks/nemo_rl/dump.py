@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's `train_data_step{N}.jsonl`: one response a line, written by default beside its logs.
+"""NeMo-RL's `train_data_step{N}.jsonl`: one response a line, written by default beside
+its logs.
 
 https://github.com/NVIDIA-NeMo/RL/blob/7ea279abfbeb698b092856d0dab61e7cf39bc909/nemo_rl/algorithms/grpo.py#L3651
-Each value has a batch axis of one. Log-probabilities stand at the position of their token; position 0 never trains.
-With dynamic sampling `rewards` is of all responses and `filtered_rewards` of those that train. The prompt has no id:
-responses whose tokens before the first trained one are equal form a group, as in NeMo-RL itself.
+Each value has a batch axis of one. Log-probabilities stand at the position of their
+token; position 0 never trains. With dynamic sampling `rewards` is of all responses and
+`filtered_rewards` of those that train. The prompt has no id: responses whose tokens
+before the first trained one are equal form a group, as in NeMo-RL itself.
 """
 
 import json
@@ -20,7 +22,12 @@ from upref.replay.prompts import prompt_number
 from upref.replay.schema import PROMPTS_READ, RecordedBatch
 
 SUFFIXES = (".jsonl",)
-KEYS = {"token_ids": "ids", "advantages": "adv", "generation_logprobs": "sampler", "prev_logprobs": "old"}
+KEYS = {
+    "token_ids": "ids",
+    "advantages": "adv",
+    "generation_logprobs": "sampler",
+    "prev_logprobs": "old",
+}
 NEEDED = ("token_ids", "token_loss_mask", "sample_loss_mask")
 ABSENT = "NeMo-RL's train_data_step*.jsonl has no such column."
 META = {"framework": "NeMo-RL", PROMPTS_READ: "responses with equal prompts"}
@@ -68,31 +75,48 @@ def read(path: Path) -> RecordedBatch:
         if name == "reward":
             columns[name] = np.array(values)
         else:
-            columns[name] = np.stack([np.pad(value, (0, width - len(value))) for value in values])
+            columns[name] = np.stack(
+                [np.pad(value, (0, width - len(value))) for value in values]
+            )
     if "old" in columns and not (columns["old"] * columns["mask"]).any():
         del columns["old"]
     columns["group"] = _groups(columns["ids"], columns["mask"])
-    return make_batch(columns, file=str(path), step=step_of(path), meta=META, hints=HINTS)
+    return make_batch(
+        columns, file=str(path), step=step_of(path), meta=META, hints=HINTS
+    )
 
 
 def _row(line: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(line, dict):
-        raise InputError(f"{where} is no JSON object: NeMo-RL writes one response a line.")
+        raise InputError(
+            f"{where} is no JSON object: NeMo-RL writes one response a line."
+        )
     for key in NEEDED:
         if key not in line:
-            raise InputError(f"{where} lacks {key}: NeMo-RL writes it into each line; was the file altered?")
+            raise InputError(
+                f"{where} lacks {key}: NeMo-RL writes it into each line; was the file altered?"
+            )
     ids = np.array(_first(line["token_ids"]), dtype=np.int64)
-    mask = np.array(_first(line["token_loss_mask"])) * np.array(_first(line["sample_loss_mask"]))
+    mask = np.array(_first(line["token_loss_mask"])) * np.array(
+        _first(line["sample_loss_mask"])
+    )
     out: dict[str, Any] = {"ids": ids, "mask": mask != 0}
     for key, name in KEYS.items():
         if key in line and name != "ids":
             value = np.array(_first(line[key]), dtype=np.float64)
-            out[name] = np.broadcast_to(value, ids.shape) if value.ndim == 0 or len(value) == 1 else value
+            out[name] = (
+                np.broadcast_to(value, ids.shape)
+                if value.ndim == 0 or len(value) == 1
+                else value
+            )
     for name, value in out.items():
         if value.shape != ids.shape:
-            raise InputError(f"{where}: {name} has shape {value.shape}, token_ids {ids.shape}; was the file altered?")
+            raise InputError(
+                f"{where}: {name} has shape {value.shape}, token_ids {ids.shape}; was the file altered?"
+            )
     out["mask"][0] = False
-    for key in ("rewards", "filtered_rewards"):  # the second, where it is there, is of the responses that train
+    # the second, where it is there, is of the responses that train
+    for key in ("rewards", "filtered_rewards"):
         if key in line:
             out["reward"] = float(np.array(_first(line[key])).reshape(-1)[0])
     return out

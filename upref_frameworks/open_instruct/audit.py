@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""open-instruct's policy losses as the audit compares them with the papers, and why they differ."""
+"""open-instruct's policy losses as the audit compares them with the papers, and why
+they differ.
+"""
 
 import dataclasses
 import importlib
@@ -28,25 +30,51 @@ PIN = Pin(
         "open_instruct.olmo_core_utils", "open_instruct.utils", "open_instruct.ground_truth_utils", "pandas", "ray",
         "wandb", "datasets", "transformers", "accelerate", "deepspeed", "huggingface_hub", "olmo_core",
     ),
-    env={"TORCHDYNAMO_DISABLE": "1"},  # log_softmax_and_gather is compiled: the plain function is audited
+    # log_softmax_and_gather is compiled: the plain function is audited
+    env={"TORCHDYNAMO_DISABLE": "1"},
     decorators=("open_instruct.logger_utils.setup_logger", "ray.remote", "open_instruct.utils.retry_on_exception"),
 )  # fmt: skip
-READ = ("beta", "clip_lower", "clip_higher", "kl_estimator", "loss_denominator", "loss_fn", "load_ref_policy")
+READ = (
+    "beta",
+    "clip_lower",
+    "clip_higher",
+    "kl_estimator",
+    "loss_denominator",
+    "loss_fn",
+    "load_ref_policy",
+)
 _utils = lambda: importlib.import_module("open_instruct.grpo_utils")
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    fields = {f.name: f.default for f in dataclasses.fields(_utils().GRPOExperimentConfig)}
+    fields = {
+        f.name: f.default for f in dataclasses.fields(_utils().GRPOExperimentConfig)
+    }
     return {k: fields[k] for k in READ if k != "loss_fn"}
 
 
-def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+def _plain(
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    totals,
+) -> Tensor:
     """As grpo_fast.py has it; its denominator is of the whole batch."""
     settings = SimpleNamespace(**config, loss_fn=mode)
     ref = ref_log_prob if config["load_ref_policy"] else None
     ratio = torch.exp(log_prob - old_log_prob)
-    terms, _, kl = _utils().compute_grpo_loss(log_prob, ratio, advantages, ref, settings, torch.ones_like(ratio))
-    by = totals.tokens if config["loss_denominator"] == "token" else float(config["loss_denominator"])
+    terms, _, kl = _utils().compute_grpo_loss(
+        log_prob, ratio, advantages, ref, settings, torch.ones_like(ratio)
+    )
+    by = (
+        totals.tokens
+        if config["loss_denominator"] == "token"
+        else float(config["loss_denominator"])
+    )
     return _utils().masked_mean(terms + config["beta"] * kl, mask, None, by)
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's policy loss, advantages, KL terms and log-probabilities as the audit compares them with the papers."""
+"""OpenRLHF's policy loss, advantages, KL terms and log-probabilities as the audit
+compares them with the papers.
+"""
 
 import importlib
 import inspect
@@ -32,34 +34,59 @@ _module = lambda name: importlib.import_module(f"openrlhf.{name}")
 
 def _modes() -> list[str]:
     """What PolicyLoss compares policy_loss_type with, read off its source."""
-    return sorted(set(re.findall(r'policy_loss_type == "(\w+)"', inspect.getsource(_module("models.loss").PolicyLoss))))
+    return sorted(
+        set(
+            re.findall(
+                r'policy_loss_type == "(\w+)"',
+                inspect.getsource(_module("models.loss").PolicyLoss),
+            )
+        )
+    )
 
 
 def _defaults(mode: str) -> dict[str, Any]:
     return arguments(_module("models.loss").PolicyLoss.__init__, "policy_loss_type")
 
 
-def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals
+) -> Tensor:
     f = _module("models.loss").PolicyLoss(policy_loss_type=mode, **config)
-    counts = {"batch_num_tokens": float(totals.tokens), "global_batch_size": float(totals.sequences)}
+    counts = {
+        "batch_num_tokens": float(totals.tokens),
+        "global_batch_size": float(totals.sequences),
+    }
     return f(log_prob, old_log_prob, advantages, action_mask=mask, **counts)[0]
 
 
 SEQ = {"token_level_loss": False}
 COMPARISONS = (
     Comparison("default", "ppo", {}, "ppo_clip", {}, (CLAMP,)),
-    Comparison("default", "gspo", {}, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
+    Comparison(
+        "default", "gspo", {}, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)
+    ),
     Comparison("paper", "ppo", {"clip_eps_high": 0.28}, "dapo", {}, (GROUPS, CLAMP)),
-    Comparison("paper", "ppo", {"clip_eps_high": 0.28, "dual_clip": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison(
+        "paper",
+        "ppo",
+        {"clip_eps_high": 0.28, "dual_clip": 10.0},
+        "dapo",
+        {"c": 10.0},
+        (GROUPS,),
+    ),
     Comparison("paper", "ppo", SEQ, "grpo", {}, (CLAMP,)),
     Comparison("default", "ppo", {}, "dr_grpo", {}, (aggregated("token-mean"), CLAMP)),
-    Comparison("paper", "gspo", {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}, "gspo", {}),
+    Comparison(
+        "paper", "gspo", {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}, "gspo", {}
+    ),
 )
 
 
-# ---- what else it computes -------------------------------------------------------------------------------------------
+# ---- what else it computes -----------------------------------------------------------
 def _advantages(name: str):
-    """compute_advantages_and_returns of its experience maker: every response one token, no KL penalty."""
+    """compute_advantages_and_returns of its experience maker: every response one token,
+    no KL penalty.
+    """
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
         maker = _module("trainer.ppo_utils.experience_maker").RemoteExperienceMaker
@@ -73,14 +100,22 @@ def _advantages(name: str):
                              kl_ctl=SimpleNamespace(value=0.0))  # fmt: skip
         me.get_cumulative_returns = lambda *a: maker.get_cumulative_returns(me, *a)
         ones = torch.ones(len(R), 1)
-        x = SimpleNamespace(rewards=R.float(), index=list(range(len(R))), kl=0 * ones, action_mask=ones, info={})
+        x = SimpleNamespace(
+            rewards=R.float(),
+            index=list(range(len(R))),
+            kl=0 * ones,
+            action_mask=ones,
+            info={},
+        )
         return maker.compute_advantages_and_returns(me, [x])[0].advantages[:, 0]
 
     return advantages
 
 
 def _kl(name: str, **more: bool):
-    return lambda lp, ref: _module("models.utils").compute_approx_kl(lp, ref, kl_estimator=name, **more)
+    return lambda lp, ref: _module("models.utils").compute_approx_kl(
+        lp, ref, kl_estimator=name, **more
+    )
 
 
 def _straight(lp: Tensor, ref: Tensor) -> Tensor:
@@ -89,11 +124,16 @@ def _straight(lp: Tensor, ref: Tensor) -> Tensor:
 
 
 def _clipped_value(lp: Tensor, ref: Tensor) -> Tensor:
-    return _straight(lp, ref) - kl.k3(lp, ref).detach() + kl.k3(lp, ref).detach().clamp(-10, 10)
+    return (
+        _straight(lp, ref)
+        - kl.k3(lp, ref).detach()
+        + kl.k3(lp, ref).detach().clamp(-10, 10)
+    )
 
 
 def _parts() -> tuple[Component, ...]:
-    square = ("uneven", "one")  # groups are of one size by construction, and of one response only where all are
+    # groups are of one size by construction, and of one response only where all are
+    square = ("uneven", "one")
     tiny = {"ddof": 0, "eps": 1e-8}
     return (
         Component("advantages", "group_norm", _advantages("group_norm"), "group_norm", {"ddof": 1, "eps": 1e-9},

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's unmodified ActorPPOTrainer as a step: its own Actor, replay buffer and loss.
+"""OpenRLHF's unmodified ActorPPOTrainer as a step: its own Actor, replay buffer and
+loss.
 
-DeepSpeed's engine, which needs a build of its own, is replaced by what it does with a loss: it divides each by the
-number of micro-batches of an optimizer step. Ray, vLLM and FlashAttention are not called.
+DeepSpeed's engine, which needs a build of its own, is replaced by what it does with a
+loss: it divides each by the number of micro-batches of an optimizer step. Ray, vLLM and
+FlashAttention are not called.
 """
 
 import importlib.util
@@ -35,16 +37,29 @@ class Engine:
     ring_attn_group = None
 
     def __init__(self, args: Any, micro_batches: int, clip: float):
-        self.args, self.accumulated_gradient, self.clip, self.done = args, micro_batches, clip, 0
-        self.ds_device_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        self.args, self.accumulated_gradient, self.clip, self.done = (
+            args,
+            micro_batches,
+            clip,
+            0,
+        )
+        self.ds_device_mesh = torch.distributed.device_mesh.init_device_mesh(
+            "cpu", (1,), mesh_dim_names=("dp",)
+        )
 
     def backward(self, loss: torch.Tensor, *_: Any) -> None:
-        dynamic = self.args.train.dynamic_batch_enable  # then OpenRLHF sets gradient_accumulation_steps to 1
+        # then OpenRLHF sets gradient_accumulation_steps to 1
+        dynamic = self.args.train.dynamic_batch_enable
         (loss if dynamic else loss / self.accumulated_gradient).backward()
 
-    def optimizer_step(self, optimizer: Any, actor: nn.Module, *_: Any, **__: Any) -> None:
+    def optimizer_step(
+        self, optimizer: Any, actor: nn.Module, *_: Any, **__: Any
+    ) -> None:
         self.done += 1
-        if self.args.train.dynamic_batch_enable or self.done % self.accumulated_gradient == 0:
+        if (
+            self.args.train.dynamic_batch_enable
+            or self.done % self.accumulated_gradient == 0
+        ):
             torch.nn.utils.clip_grad_norm_(actor.parameters(), self.clip or torch.inf)
             optimizer.step()
             optimizer.zero_grad()
@@ -62,12 +77,14 @@ def trained(
     """One optimizer step of OpenRLHF's trainer on these rows, or several, recorded.
 
     Args:
-        model: a small causal language model of transformers; OpenRLHF loads a copy of it.
+        model: a small causal language model of transformers; OpenRLHF loads a copy of
+            it.
         micro: responses of a micro-batch. max_tokens: of a dynamic one; 0: none.
         beta: kl.init_coef, with kl.use_loss and estimator k3.
         updates: optimizer steps, on equally many rows each, which its loader shuffles.
         dtype: of the parameters that it loads.
-        actor: arguments of its section `actor`: eps_clip_low_high, dual_clip, loss_agg_mode, policy_loss_type, ...
+        actor: arguments of its section `actor`: eps_clip_low_high, dual_clip,
+            loss_agg_mode, policy_loss_type, ...
 
     Raises:
         InputError: OpenRLHF is not installed, or its trainer fails.
@@ -86,12 +103,19 @@ def trained(
         ds=SimpleNamespace(packing_samples=False, tensor_parallel_size=1, ring_attn_size=1),
         rollout=SimpleNamespace(batch_size=n, n_samples_per_prompt=1), vllm=SimpleNamespace(sync_backend="gloo"),
     )  # fmt: skip
-    with grouped("OpenRLHF's trainer", "openrlhf"), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with (
+        grouped("OpenRLHF's trainer", "openrlhf"),
+        tempfile.TemporaryDirectory() as folder,
+        ExitStack() as stack,
+    ):
         model.save_pretrained(folder)
         for name, value in {"synchronize": None, "current_device": 0}.items():
             stack.enter_context(patch(f"torch.cuda.{name}", return_value=value))
-        with patch("openrlhf.utils.utils.convert_to_torch_dtype", return_value=dtype):  # it has halves only
-            actor_model = its.Actor(folder, attn_implementation=attention, temperature=temperature)
+        # it has halves only
+        with patch("openrlhf.utils.utils.convert_to_torch_dtype", return_value=dtype):
+            actor_model = its.Actor(
+                folder, attn_implementation=attention, temperature=temperature
+            )
         optimizer = torch.optim.SGD(actor_model.parameters(), lr=0.0)
         trainer = its.ActorPPOTrainer(
             Engine(args, n // micro // updates, clip), actor_model, None, optimizer, MagicMock(),
@@ -106,7 +130,9 @@ def trained(
 
 
 def _experience(kind: Any, rows: Sequence[Row]) -> Any:
-    """As its samples generator makes it: sequences padded right, masks and arrays one token shorter, shifted."""
+    """As its samples generator makes it: sequences padded right, masks and arrays one
+    token shorter, shifted.
+    """
     width = max(len(r.ids) for r in rows)
     b = Padded.of(rows)
 
@@ -128,12 +154,16 @@ def _experience(kind: Any, rows: Sequence[Row]) -> Any:
 
 
 def _imported() -> SimpleNamespace:
-    """OpenRLHF's classes; while they are imported, stand-ins for what is not called here."""
+    """OpenRLHF's classes; while they are imported, stand-ins for what is not called
+    here.
+    """
     with importing("peft"):
         import peft  # noqa: F401
         import transformers.integrations.deepspeed  # noqa: F401
     if importlib.util.find_spec("openrlhf") is None:
-        raise NotInstalled("OpenRLHF is not installed: `pip install --no-deps openrlhf==0.11.2`.")
+        raise NotInstalled(
+            "OpenRLHF is not installed: `pip install --no-deps openrlhf==0.11.2`."
+        )
     absent = {name: MagicMock() for name in ABSENT if name not in sys.modules}
     sys.modules.update(absent)
     try:
@@ -146,4 +176,6 @@ def _imported() -> SimpleNamespace:
     finally:
         for name in absent:  # whoever asks for DeepSpeed from here on finds none
             del sys.modules[name]
-    return SimpleNamespace(Actor=Actor, Experience=Experience, ActorPPOTrainer=ActorPPOTrainer)
+    return SimpleNamespace(
+        Actor=Actor, Experience=Experience, ActorPPOTrainer=ActorPPOTrainer
+    )

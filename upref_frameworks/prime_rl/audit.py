@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prime-rl's policy losses as the audit compares them with the papers, and why they differ."""
+"""prime-rl's policy losses as the audit compares them with the papers, and why they
+differ.
+"""
 
 import ast
 import importlib
@@ -33,21 +35,35 @@ _losses = lambda: importlib.import_module("prime_rl.trainer.rl.loss")
 
 
 def _configs() -> dict[str, dict[str, Any]]:
-    """The fields of each loss's config class with their defaults, read off its source: the class wants pydantic."""
+    """The fields of each loss's config class with their defaults, read off its source:
+    the class wants pydantic.
+    """
     tree = ast.parse(source("prime_rl.trainer.rl.loss", CONFIGS, up=3))
     found: dict[str, dict[str, Any]] = {}
-    for c in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("LossConfig")):
+    for c in (
+        n
+        for n in tree.body
+        if isinstance(n, ast.ClassDef) and n.name.endswith("LossConfig")
+    ):
         fields = [
-            (f.target.id, f.value) for f in c.body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
+            (f.target.id, f.value)
+            for f in c.body
+            if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
         ]
-        named = {k: v.args[0] if isinstance(v, ast.Call) and v.args else v for k, v in fields}
+        named = {
+            k: v.args[0] if isinstance(v, ast.Call) and v.args else v for k, v in fields
+        }
         values = {k: v.value for k, v in named.items() if isinstance(v, ast.Constant)}
         found[str(values.pop("type"))] = values
     return found
 
 
-def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
-    """As compute_loss has it: packed sequences, each on its own, over the tokens of the batch."""
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals
+) -> Tensor:
+    """As compute_loss has it: packed sequences, each on its own, over the tokens of the
+    batch.
+    """
     settings = SimpleNamespace(**config)
     f = getattr(_losses(), f"{mode}_loss_fn")
     none = [None] * len(mask)
@@ -60,10 +76,15 @@ def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages
 
 def _squared(tau: float) -> LossFault:
     def term(b: Rollouts) -> Tensor:
-        log_r = b.logp - b.logp_old  # by the promised aggregation: the fault before it changes the term's, too
+        # by the promised aggregation: the fault before it changes the term's, too
+        log_r = b.logp - b.logp_old
         return -tau * aggregate(log_r**2, b.mask, "seq-mean-token-sum")
 
-    return fault(f"a penalty of {tau:g} (log r)² is added, of tokens out of the region too", "term", term=term)
+    return fault(
+        f"a penalty of {tau:g} (log r)² is added, of tokens out of the region too",
+        "term",
+        term=term,
+    )
 
 
 def _ipo(lp, lp_old, A):

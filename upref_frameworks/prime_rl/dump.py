@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prime-rl's `rollouts/step_{N}/rank_{R}.bin`, which its filesystem transport leaves on the disk.
+"""prime-rl's `rollouts/step_{N}/rank_{R}.bin`, which its filesystem transport leaves on
+the disk.
 
 https://github.com/PrimeIntellect-ai/prime-rl/blob/559b44772e471d1538537b8805cc77f3824a5e64/src/prime_rl/transports/rollouts/types.py
-A file is msgpack: a list of micro-batches, each a list of the fields of `MicroBatch` in their
-order, where fields that have their default may be missing at the end. A micro-batch packs several
-samples, whose lengths are `seq_lens`; padding that does not train counts as the end of the last.
-The trainer's log-probabilities are not there: prime-rl's loss takes the engine's as π_old.
+A file is msgpack: a list of micro-batches, each a list of the fields of `MicroBatch` in
+their order, where fields that have their default may be missing at the end. A
+micro-batch packs several samples, whose lengths are `seq_lens`; padding that does not
+train counts as the end of the last. The trainer's log-probabilities are not there:
+prime-rl's loss takes the engine's as π_old.
 """
 
 import re
@@ -60,7 +62,9 @@ HINTS = {
 
 
 def recognizes(path: Path) -> bool:
-    """Whether the file has the name that prime-rl gives: other programs write .bin files too."""
+    """Whether the file has the name that prime-rl gives: other programs write .bin
+    files too.
+    """
     return bool(re.fullmatch(r"rank_\d+", path.stem)) and step_of(path) is not None
 
 
@@ -81,7 +85,10 @@ def read(path: Path) -> RecordedBatch:
     held = msgspec.msgpack.decode(path.read_bytes())
     if not isinstance(held, list) or not held:
         raise InputError(f"{path} holds no micro-batch of prime-rl.")
-    parts = [_micro_batch(fields, f"{path}, micro-batch {n}") for n, fields in enumerate(held)]
+    parts = [
+        _micro_batch(fields, f"{path}, micro-batch {n}")
+        for n, fields in enumerate(held)
+    ]
     lengths = [length for part in parts for length in part["seq_lens"]]
     columns: dict[str, Any] = {"offsets": np.cumsum([0, *lengths])}
     for key, name in COLUMNS.items():
@@ -90,28 +97,37 @@ def read(path: Path) -> RecordedBatch:
     weights = [part["rl_weights"] for part in parts]
     masks = [np.asarray(part["loss_mask"], dtype=bool) for part in parts]
     for n, (mask, weight) in enumerate(zip(masks, weights, strict=True)):
-        if weight is not None:  # a weight of 0 takes a token out of the loss and of its count
+        # a weight of 0 takes a token out of the loss and of its count
+        if weight is not None:
             masks[n] = mask & (np.asarray(weight) != 0)
     columns["mask"] = np.concatenate(masks)
     counts = [len(part["seq_lens"]) for part in parts]
     columns["micro"] = np.repeat(np.arange(len(parts)), counts)
     columns["rank"] = np.full(len(lengths), int(path.stem.partition("_")[2]))
     columns["group"] = _groups(columns["ids"], columns["mask"], columns["offsets"])
-    return make_batch(columns, file=str(path), step=step_of(path), meta=META, hints=HINTS)
+    return make_batch(
+        columns, file=str(path), step=step_of(path), meta=META, hints=HINTS
+    )
 
 
 def _micro_batch(fields: Any, where: str) -> dict[str, Any]:
     """The fields of one micro-batch by their names; those that are missing are None."""
     if not isinstance(fields, list) or not NEEDED <= len(fields) <= len(FIELDS):
-        raise InputError(f"{where} is no micro-batch of prime-rl: this upref reads its {len(FIELDS)} fields.")
+        raise InputError(
+            f"{where} is no micro-batch of prime-rl: this upref reads its {len(FIELDS)} fields."
+        )
     part: dict[str, Any] = dict.fromkeys(FIELDS)
     part.update(zip(FIELDS, fields, strict=False))
     size = len(part["input_ids"])
     for name in ("loss_mask", *COLUMNS):
         if part[name] is not None and len(part[name]) != size:
-            raise InputError(f"{where}: {name} has {len(part[name])} numbers, input_ids {size}; was the file altered?")
+            raise InputError(
+                f"{where}: {name} has {len(part[name])} numbers, input_ids {size}; was the file altered?"
+            )
     if sum(part["seq_lens"]) != size:
-        raise InputError(f"{where}: seq_lens sum to {sum(part['seq_lens'])}, and it has {size} tokens.")
+        raise InputError(
+            f"{where}: seq_lens sum to {sum(part['seq_lens'])}, and it has {size} tokens."
+        )
     return part
 
 

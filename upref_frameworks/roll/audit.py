@@ -35,7 +35,8 @@ PIN = Pin(
     decorators=("roll.distributed.scheduler.decorator.register", "roll.utils.logging.get_logger"),
 )  # fmt: skip
 PG = "roll.pipeline.rlvr.actor_pg_worker"
-PLAIN = "actor_worker"  # the worker unless the user names ActorPGWorker; that one's losses go by its pg_variant
+# the worker unless the user names ActorPGWorker; that one's losses go by its pg_variant
+PLAIN = "actor_worker"
 READ = (
     "pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss", "loss_agg_mode", "use_kl_loss",
     "kl_loss_coef", "rl_loss_coef",
@@ -49,29 +50,60 @@ def _modes() -> list[str]:
 
 
 def _pipeline() -> dict[str, Any]:
-    """The fields of RLVRConfig that have a plain default, and the train-infer correction's own."""
-    base, rlvr = (importlib.import_module(f"roll.{m}") for m in ("configs.base_config", "pipeline.rlvr.rlvr_config"))
-    plain = {f.name: f.default for f in fields(rlvr.RLVRConfig) if f.default is not MISSING}
+    """The fields of RLVRConfig that have a plain default, and the train-infer
+    correction's own.
+    """
+    base, rlvr = (
+        importlib.import_module(f"roll.{m}")
+        for m in ("configs.base_config", "pipeline.rlvr.rlvr_config")
+    )
+    plain = {
+        f.name: f.default for f in fields(rlvr.RLVRConfig) if f.default is not MISSING
+    }
     return plain | {"train_infer_correction": base.TrainInferCorrectionConfig()}
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Of the pipeline; of a variant also what its loss reads from actor_train, by name and default."""
+    """Of the pipeline; of a variant also what its loss reads from actor_train, by name
+    and default.
+    """
     pipeline = {k: v for k, v in _pipeline().items() if k in READ}
     if mode == PLAIN:
-        return pipeline | {k: v for k, v in _pipeline().items() if k in ("importance_sampling", *GUIDE)}
+        return pipeline | {
+            k: v for k, v in _pipeline().items() if k in ("importance_sampling", *GUIDE)
+        }
     own = re.findall(rf"_get_or_cache_config\('({mode}_\w+)', (\S+)\)", source(PG))
-    return pipeline | {k: {"True": True, "False": False}[v] if v[0] in "TF" else float(v) for k, v in own}
+    return pipeline | {
+        k: {"True": True, "False": False}[v] if v[0] in "TF" else float(v)
+        for k, v in own
+    }
 
 
-def _worker(mode: str, config: dict[str, Any], log_prob: Tensor, entropy: Tensor) -> Any:
-    """A worker of its class that was not set up: its settings, and a strategy that has these log-probabilities."""
-    cls = _pg() if mode != PLAIN else importlib.import_module("roll.pipeline.rlvr.actor_worker").ActorWorker
+def _worker(
+    mode: str, config: dict[str, Any], log_prob: Tensor, entropy: Tensor
+) -> Any:
+    """A worker of its class that was not set up: its settings, and a strategy that has
+    these log-probabilities.
+    """
+    cls = (
+        _pg()
+        if mode != PLAIN
+        else importlib.import_module("roll.pipeline.rlvr.actor_worker").ActorWorker
+    )
     worker = object.__new__(cls)
-    strategy = SimpleNamespace(op_compute_log_probs=lambda **_: log_prob, op_compute_entropy=lambda **_: entropy)
-    settings = SimpleNamespace(**_pipeline() | config, actor_train=SimpleNamespace(pg_variant=mode, **config))
-    seen = dict.fromkeys(("_pg_variant_logged", "_topr_sample_logged", "_cispo_config_logged"), True)
-    vars(worker).update(strategy=strategy, pipeline_config=settings, _pg_config_cache={}, **seen)
+    strategy = SimpleNamespace(
+        op_compute_log_probs=lambda **_: log_prob,
+        op_compute_entropy=lambda **_: entropy,
+    )
+    settings = SimpleNamespace(
+        **_pipeline() | config, actor_train=SimpleNamespace(pg_variant=mode, **config)
+    )
+    seen = dict.fromkeys(
+        ("_pg_variant_logged", "_topr_sample_logged", "_cispo_config_logged"), True
+    )
+    vars(worker).update(
+        strategy=strategy, pipeline_config=settings, _pg_config_cache={}, **seen
+    )
     return worker
 
 
@@ -80,10 +112,22 @@ def _pg() -> Any:
 
 
 def _plain(
-    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, entropy, totals
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    entropy,
+    totals,
 ) -> Tensor:
-    """The worker's loss_func; its strategies mask log-probabilities, its pipeline masks advantages."""
-    lp, old, ref, A = (x * mask for x in (log_prob, old_log_prob, ref_log_prob, advantages))
+    """The worker's loss_func; its strategies mask log-probabilities, its pipeline masks
+    advantages.
+    """
+    lp, old, ref, A = (
+        x * mask for x in (log_prob, old_log_prob, ref_log_prob, advantages)
+    )
     batch = {
         "response_mask": torch.nn.functional.pad(mask, (1, 0)), "input_ids": None, "old_log_probs": old,
         "ref_log_probs": ref, "advantages": A, "scores": A.sum(1),
@@ -159,7 +203,9 @@ def _parts() -> tuple[Component, ...]:
     over = lambda A, std: A / (std + 1e-6)
     own = lambda R, g: over(R - torch.stack([R[g == i].mean() for i in g]), R.std())
     sample = lambda R, g: over(R - R.mean(), R.std())
-    whitened = lambda R, g: _functions().masked_whiten(R[:, None], torch.ones(len(R), 1))[:, 0]
+    whitened = lambda R, g: _functions().masked_whiten(
+        R[:, None], torch.ones(len(R), 1)
+    )[:, 0]
     z = lambda R, g: torch.zeros_like(R)
     return (
         Component("advantages", "grpo", _norm("group", "group"), "group_norm", leaves_out=equal),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SkyRL's policy losses as the audit compares them with the papers, and why they differ."""
+"""SkyRL's policy losses as the audit compares them with the papers, and why they
+differ.
+"""
 
 import importlib
 from dataclasses import asdict
@@ -16,7 +18,16 @@ from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import ALONE, CLAMP, CLAMP_K3, CLAMP_S, NARROW_K3, SAMPLE, keep_singletons, sampled
+from upref_frameworks.audits.shared import (
+    ALONE,
+    CLAMP,
+    CLAMP_K3,
+    CLAMP_S,
+    NARROW_K3,
+    SAMPLE,
+    keep_singletons,
+    sampled,
+)
 
 HOME = "skyrl/backends/skyrl_train/utils/"
 PIN = Pin(
@@ -36,7 +47,8 @@ PIN = Pin(
     stubs=("ray", "omegaconf", "skyrl_gym", "cloudpathlib", "peft"),
     decorators=("ray.remote",),
 )
-OWN = {"sapo": "sapo", "cispo": "cispo", "dppo": "dppo"}  # losses with a section of their own
+# losses with a section of their own
+OWN = {"sapo": "sapo", "cispo": "cispo", "dppo": "dppo"}
 READ = (
     "loss_reduction", "max_seq_len", "eps_clip_low", "eps_clip_high", "clip_ratio_c", "use_kl_loss", "kl_loss_coef",
     "kl_estimator_type",
@@ -44,13 +56,16 @@ READ = (
 
 
 def _utils() -> Any:
-    vars(importlib.import_module("ray"))["is_initialized"] = lambda: False  # which is so
+    # which is so
+    vars(importlib.import_module("ray"))["is_initialized"] = lambda: False
     return importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
 
 
 def _settings(mode: str, config: dict[str, Any]) -> Any:
     """An AlgorithmConfig with these fields."""
-    made = importlib.import_module("skyrl.train.config").AlgorithmConfig(policy_loss_type=mode)
+    made = importlib.import_module("skyrl.train.config").AlgorithmConfig(
+        policy_loss_type=mode
+    )
     for key, value in config.items():
         setattr(made if hasattr(made, key) else getattr(made, OWN[mode]), key, value)
     return made
@@ -58,44 +73,68 @@ def _settings(mode: str, config: dict[str, Any]) -> Any:
 
 def _defaults(mode: str) -> dict[str, Any]:
     made = importlib.import_module("skyrl.train.config").AlgorithmConfig()
-    return {k: getattr(made, k) for k in READ} | (asdict(getattr(made, OWN[mode])) if mode in OWN else {})
+    return {k: getattr(made, k) for k in READ} | (
+        asdict(getattr(made, OWN[mode])) if mode in OWN else {}
+    )
 
 
 def _plain(
     mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, group, totals,
 ) -> Tensor:  # fmt: skip
     u, cfg, mask = _utils(), _settings(mode, config), mask.to(log_prob.dtype)
-    # the trainer folds the reduction into the advantages of the whole mini-batch, the workers then sum
+    # the trainer folds the reduction into the advantages of the whole mini-batch, the
+    # workers then sum
     by_prompt, boundaries = _by_prompt(group)
     scaled = torch.empty_like(advantages)
     scaled[by_prompt] = u.apply_loss_reduction_to_advantages_minibatch(
-        advantages[by_prompt], mask[by_prompt], cfg.loss_reduction, len(mask), cfg.max_seq_len, boundaries
+        advantages[by_prompt],
+        mask[by_prompt],
+        cfg.loss_reduction,
+        len(mask),
+        cfg.max_seq_len,
+        boundaries,
     )
     here = _share(cfg.loss_reduction, mask, group, totals)
     behaviour = {"rollout_logprobs": old_log_prob} if mode == "rollout_is" else {}
-    value, _ = u.PolicyLossRegistry.get(mode)(log_prob, old_log_prob, scaled * here, cfg, mask, **behaviour)
+    value, _ = u.PolicyLossRegistry.get(mode)(
+        log_prob, old_log_prob, scaled * here, cfg, mask, **behaviour
+    )
     if cfg.use_kl_loss:  # as the worker adds it
         kl = u.compute_approx_kl(log_prob, ref_log_prob, mask, cfg.kl_estimator_type)
-        value = value + cfg.kl_loss_coef * u.masked_mean(kl, mask, dim=-1).mean() * len(mask) / totals.sequences
+        value = (
+            value
+            + cfg.kl_loss_coef
+            * u.masked_mean(kl, mask, dim=-1).mean()
+            * len(mask)
+            / totals.sequences
+        )
     return value
 
 
 def _by_prompt(group: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-    """The rows in an order in which each prompt's stand together, as its trainer has them, and where each begins."""
+    """The rows in an order in which each prompt's stand together, as its trainer has
+    them, and where each begins.
+    """
     order = group.argsort(stable=True)
     ends = group.unique(return_counts=True)[1].cumsum(0).tolist()
     return order, list(zip([0, *ends], ends, strict=False))
 
 
-def _share(reduction: str, mask: Tensor, group: Tensor, totals: Totals) -> Tensor | float:
-    """What the reduction of a micro-batch must be multiplied by, so that it is the one of the whole mini-batch."""
+def _share(
+    reduction: str, mask: Tensor, group: Tensor, totals: Totals
+) -> Tensor | float:
+    """What the reduction of a micro-batch must be multiplied by, so that it is the one
+    of the whole mini-batch.
+    """
     if reduction == "token_mean":
         return mask.sum() / totals.tokens
     if reduction != "prompt_mean":
         return len(mask) / totals.sequences
     here = Totals.of(mask.bool(), group)
     whole = totals.groups * totals.group_tokens
-    return torch.as_tensor(here.groups * here.group_tokens / whole).expand(len(mask))[:, None]
+    return torch.as_tensor(here.groups * here.group_tokens / whole).expand(len(mask))[
+        :, None
+    ]
 
 
 def _near(b: Rollouts) -> Tensor:
@@ -108,7 +147,11 @@ MEANS = NO_KL | {"loss_reduction": "sequence_mean"}
 SUMS = NO_KL | {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 1}
 FLOOR = fault("weights in [1, 6]: cispo_eps_clip_low = 0 lifts every smaller one to 1", "objective",
               objective="cispo_verl", hp={"eps_low": 0.0, "eps_high": 5.0})  # fmt: skip
-NEAR = fault("1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)", "rounding", skip=_near)
+NEAR = fault(
+    "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)",
+    "rounding",
+    skip=_near,
+)
 TOKENS = aggregated("token-mean")
 COMPARISONS = (
     Comparison("default", "regular", NO_KL, "ppo_clip", {}, (CLAMP,)),
@@ -142,17 +185,28 @@ COMPARISONS = (
 
 def _advantages(name: str, **more: bool):
     def found(rewards: Tensor, group: Tensor) -> Tensor:
-        """Rewards on the one token of each response; the function writes into what it is given."""
-        f, one = _utils().AdvantageEstimatorRegistry.get(name), torch.ones_like(rewards)[:, None]
+        """Rewards on the one token of each response; the function writes into what it
+        is given.
+        """
+        f, one = (
+            _utils().AdvantageEstimatorRegistry.get(name),
+            torch.ones_like(rewards)[:, None],
+        )
         return f(
-            token_level_rewards=rewards.clone()[:, None], response_mask=one, index=group.numpy(), gamma=1.0, **more
+            token_level_rewards=rewards.clone()[:, None],
+            response_mask=one,
+            index=group.numpy(),
+            gamma=1.0,
+            **more,
         )[0][:, 0]
 
     return found
 
 
 def _parts() -> tuple[Component, ...]:
-    logprobs = importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils").logprobs_from_logits
+    logprobs = importlib.import_module(
+        "skyrl.backends.skyrl_train.utils.torch_utils"
+    ).logprobs_from_logits
     return (
         Component("advantages", "grpo", _advantages("grpo"), "group_norm", reasons=(
             Fault(ALONE, keep_singletons(advantages.group_norm)),), tol=1e-5),

@@ -5,13 +5,13 @@
 
 SkyRL writes `global_step_{N}_training_input.pkl` with trainer.dump_data_batch=true:
 https://github.com/NovaSky-AI/SkyRL/blob/a9564572eb8e91076be43c1bd5e4615e3de17265/skyrl/train/trainer.py#L1236
-It is a pickle of SkyRL's own class, and a pickle may run code. So SkyRL's own `load` opens it here,
-and `upref replay` reads only what this command writes. Convert files of your own runs alone. **The
-files hold users' texts, as token ids.**
+It is a pickle of SkyRL's own class, and a pickle may run code. So SkyRL's own `load`
+opens it here, and `upref replay` reads only what this command writes. Convert files of
+your own runs alone. **The files hold users' texts, as token ids.**
 
-Columns of a response are as wide as the longest one and end where the sequence ends. A dump may
-hold several optimizer steps. SkyRL removes the rewards and the prompts' names before it dumps; the
-boundaries between prompts stay.
+Columns of a response are as wide as the longest one and end where the sequence ends. A
+dump may hold several optimizer steps. SkyRL removes the rewards and the prompts' names
+before it dumps; the boundaries between prompts stay.
 """
 
 import argparse
@@ -44,7 +44,8 @@ HINTS = {
 }
 
 
-SUFFIXES = (".pkl",)  # `upref replay` shows such a file to this module, which tells what to do
+# `upref replay` shows such a file to this module, which tells what to do
+SUFFIXES = (".pkl",)
 
 
 def recognizes(path: Path) -> bool:
@@ -65,11 +66,14 @@ def read(path: Path) -> RecordedBatch:
     raise InputError(f"{path} is a pickle of SkyRL: convert it first.")
 
 
-def converted(held: Mapping[str, Any], metadata: Mapping[str, Any], file: str) -> RecordedBatch:
+def converted(
+    held: Mapping[str, Any], metadata: Mapping[str, Any], file: str
+) -> RecordedBatch:
     """The recorded batch of SkyRL's TrainingInputBatch.
 
     Args:
-        held: its tensors by name: sequences [B, S], the others [B, T], their last slots aligned.
+        held: its tensors by name: sequences [B, S], the others [B, T], their last slots
+            aligned.
         metadata: its metadata.
         file: name for messages; the number in it is the step.
 
@@ -96,7 +100,12 @@ def converted(held: Mapping[str, Any], metadata: Mapping[str, Any], file: str) -
         columns["group"] = _groups(boundaries, rows, file)
     found = re.search(r"global_step_(\d+)_", Path(file).name)
     said = {HINT + name: words for name, words in HINTS.items() if name not in columns}
-    return make_batch(columns, file=file, step=int(found[1]) if found else None, meta={"framework": "SkyRL"} | said)
+    return make_batch(
+        columns,
+        file=file,
+        step=int(found[1]) if found else None,
+        meta={"framework": "SkyRL"} | said,
+    )
 
 
 def _groups(boundaries: list[tuple[int, int]], rows: int, file: str) -> Tensor:
@@ -105,20 +114,27 @@ def _groups(boundaries: list[tuple[int, int]], rows: int, file: str) -> Tensor:
     for number, (start, end) in enumerate(boundaries):
         out[start:end] = number
     if (out < 0).any():
-        raise InputError(f"{file}: its prompt boundaries leave out {int((out < 0).sum())} of {rows} responses.")
+        raise InputError(
+            f"{file}: its prompt boundaries leave out {int((out < 0).sum())} of {rows} responses."
+        )
     return out
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Convert each file into the folder."""
     p = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    p.add_argument("files", nargs="+", help="global_step_*_training_input.pkl of your own runs")
+    p.add_argument(
+        "files", nargs="+", help="global_step_*_training_input.pkl of your own runs"
+    )
     p.add_argument("-o", "--folder", required=True, help="where the converted files go")
     a = p.parse_args(arguments)
     try:
         from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
     except ImportError as e:
-        p.exit(2, f"upref: this needs SkyRL ({e}): run it in the environment that trains.\n")
+        p.exit(
+            2,
+            f"upref: this needs SkyRL ({e}): run it in the environment that trains.\n",
+        )
     try:
         folder = open_folder(a.folder)
         for file in a.files:

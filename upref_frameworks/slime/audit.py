@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""slime's policy losses as the audit compares them with the papers, and why they differ."""
+"""slime's policy losses as the audit compares them with the papers, and why they
+differ.
+"""
 
 import importlib
 from types import SimpleNamespace
@@ -12,7 +14,15 @@ from upref.kl import k3
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import BETA, CLAMP_K3, FLOOR, K1, clamped, defaults, options
+from upref_frameworks.audits.shared import (
+    BETA,
+    CLAMP_K3,
+    FLOOR,
+    K1,
+    clamped,
+    defaults,
+    options,
+)
 
 ARGUMENTS = "slime.utils.arguments"
 PIN = Pin(
@@ -23,7 +33,8 @@ PIN = Pin(
     },
     skip_init=("slime", "slime.utils", "slime.backends", "slime.backends.megatron_utils"),
     stubs=("megatron", "transformer_engine"),
-    env={"TORCHDYNAMO_DISABLE": "1"},  # its losses are compiled: the plain functions are audited
+    # its losses are compiled: the plain functions are audited
+    env={"TORCHDYNAMO_DISABLE": "1"},
 )  # fmt: skip
 READ = (
     "--eps-clip", "--eps-clip-high", "--eps-clip-c", "--calculate-per-token-loss", "--use-kl-loss", "--kl-loss-coef",
@@ -32,28 +43,50 @@ READ = (
 _ppo = lambda: importlib.import_module("slime.utils.ppo_utils")
 
 
-def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
-    """As policy_loss_function has it: sequences one after the other, each without its padding."""
+def _plain(
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    totals,
+) -> Tensor:
+    """As policy_loss_function has it: sequences one after the other, each without its
+    padding.
+    """
     eps, high, c = config["eps_clip"], config["eps_clip_high"], config["eps_clip_c"]
     high = eps if high is None else high  # as its arguments are validated
     u, per_token = _ppo(), config["calculate_per_token_loss"]
     rows = lambda x: [r[: _length(m)] for r, m in zip(x, mask, strict=True)]
     lp, old, masks = rows(log_prob), rows(old_log_prob), rows(mask)
-    kl = u.compute_gspo_kl(lp, old, lp, masks) if mode == "gspo" else torch.cat(old) - torch.cat(lp)
+    kl = (
+        u.compute_gspo_kl(lp, old, lp, masks)
+        if mode == "gspo"
+        else torch.cat(old) - torch.cat(lp)
+    )
     A, x = torch.cat(rows(advantages)), torch.cat(lp)
-    terms = u.compute_cispo_loss(kl, x, A, eps, high) if mode == "cispo" else u.compute_policy_loss(kl, A, eps, high, c)
+    terms = (
+        u.compute_cispo_loss(kl, x, A, eps, high)
+        if mode == "cispo"
+        else u.compute_policy_loss(kl, A, eps, high, c)
+    )
     lengths = [len(r) for r in lp]
     reduced = _reducer()(lengths, lengths, masks, calculate_per_token_loss=per_token)
     value = reduced(terms[0])
     if config["use_kl_loss"]:
-        kls = u.compute_approx_kl(x, torch.cat(rows(ref_log_prob)), config["kl_loss_type"])
+        kls = u.compute_approx_kl(
+            x, torch.cat(rows(ref_log_prob)), config["kl_loss_type"]
+        )
         value = value + config["kl_loss_coef"] * reduced(kls)
     return value / (totals.tokens if per_token else totals.sequences)
 
 
 def _reducer() -> Any:
     cp = importlib.import_module("slime.backends.megatron_utils.cp_utils")
-    vars(cp)["mpu"] = SimpleNamespace(get_context_parallel_world_size=lambda: 1)  # which is so: one process
+    # which is so: one process
+    vars(cp)["mpu"] = SimpleNamespace(get_context_parallel_world_size=lambda: 1)
     return cp.get_sum_of_sample_mean
 
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `.pt` of slime's and miles' `--save-debug-train-data PATH` (or `--dump-details FOLDER`).
+"""The `.pt` of slime's and miles' `--save-debug-train-data PATH` (or
+`--dump-details FOLDER`).
 
-slime, format_version 2: one file for each rollout, which may hold several optimizer steps.
+slime, format_version 2: one file for each rollout, which may hold several optimizer
+steps.
 https://github.com/THUDM/slime/blob/624b824a898ab0ec1fcb4d373004c7f3852bf515/slime/observability/train_data_utils.py
 miles: one file for each rank, with the columns of that rank alone.
 https://github.com/radixark/miles/blob/31f1ca961a94cb860cec3b2dea34ec332bfa8f76/miles/utils/train_dump_utils.py
-Columns are of the response; `tokens` has the prompt in front. A prompt has no id: responses with equal prompts form a
-group. The files are read with weights_only=True, so nothing in them is run.
+Columns are of the response; `tokens` has the prompt in front. A prompt has no id:
+responses with equal prompts form a group. The files are read with weights_only=True, so
+nothing in them is run.
 """
 
 import zipfile
@@ -54,8 +57,14 @@ def read(path: Path) -> RecordedBatch:
     """
     held = _load(path)
     if held.get("cp_size", 1) != 1:
-        raise InputError(f"{path} holds one part of each response (context parallel {held['cp_size']}): dump with 1.")
-    samples = held["samples"] if "samples" in held else _transposed(held["rollout_data"], path)
+        raise InputError(
+            f"{path} holds one part of each response (context parallel {held['cp_size']}): dump with 1."
+        )
+    samples = (
+        held["samples"]
+        if "samples" in held
+        else _transposed(held["rollout_data"], path)
+    )
     if not samples:
         raise InputError(f"{path} holds no sample.")
     framework = "slime" if "samples" in held else "miles"
@@ -65,7 +74,13 @@ def read(path: Path) -> RecordedBatch:
     columns: dict[str, Any] = {
         "offsets": torch.tensor([0, *lengths]).cumsum(0),
         "mask": torch.cat([_flat(s["loss_masks"]) for s in samples]),
-        "ids": torch.cat([_flat(s["tokens"])[-n:] for s, n in zip(samples, lengths, strict=True) if n]),
+        "ids": torch.cat(
+            [
+                _flat(s["tokens"])[-n:]
+                for s, n in zip(samples, lengths, strict=True)
+                if n
+            ]
+        ),
         "group": _groups(samples, lengths),
     }
     for key, name in COLUMNS.items():
@@ -78,18 +93,30 @@ def read(path: Path) -> RecordedBatch:
         columns |= _layout(held["dp_shards"], samples)
     versions = [s.get("weight_versions") for s in samples]
     if all(v and str(v[0]).isdigit() for v in versions):
-        columns["version"] = torch.tensor([min(int(x) for x in v) for v in versions if v])
+        columns["version"] = torch.tensor(
+            [min(int(x) for x in v) for v in versions if v]
+        )
     meta = {"framework": framework, PROMPTS_READ: "responses with equal prompts"}
-    return make_batch(columns, file=str(path), step=int(held["rollout_id"]), meta=meta, hints=HINTS)
+    return make_batch(
+        columns, file=str(path), step=int(held["rollout_id"]), meta=meta, hints=HINTS
+    )
 
 
 def _load(path: Path) -> dict[str, Any]:
     held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    known = isinstance(held, dict) and "rollout_id" in held and ("samples" in held or "rollout_data" in held)
+    known = (
+        isinstance(held, dict)
+        and "rollout_id" in held
+        and ("samples" in held or "rollout_data" in held)
+    )
     if not known:
-        raise InputError(f"{path} is no file of --save-debug-train-data: it has no rollout_id and samples.")
+        raise InputError(
+            f"{path} is no file of --save-debug-train-data: it has no rollout_id and samples."
+        )
     if "samples" in held and held.get("format_version") != 2:
-        raise InputError(f"{path} has slime's format_version {held.get('format_version')}; this upref reads 2.")
+        raise InputError(
+            f"{path} has slime's format_version {held.get('format_version')}; this upref reads 2."
+        )
     return dict(held)
 
 
@@ -97,16 +124,24 @@ def _flat(value: Any) -> Tensor:
     """A list or tensor of numbers as a tensor [n]."""
     out = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
     if out.numel() > MOST:
-        raise InputError(f"a column announces {out.numel():,} numbers, more than {MOST:,}.")
+        raise InputError(
+            f"a column announces {out.numel():,} numbers, more than {MOST:,}."
+        )
     return out.reshape(-1)
 
 
 def _transposed(data: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """miles' lists of one rank as one dictionary for each sample."""
     n = len(data["loss_masks"])
-    kept = {k: v for k, v in data.items() if isinstance(v, list | tuple) and len(v) == n and k != "raw_reward"}
+    kept = {
+        k: v
+        for k, v in data.items()
+        if isinstance(v, list | tuple) and len(v) == n and k != "raw_reward"
+    }
     if "tokens" not in kept:
-        raise InputError(f"{path} lacks tokens: give the files of ranks of the last pipeline stage.")
+        raise InputError(
+            f"{path} lacks tokens: give the files of ranks of the last pipeline stage."
+        )
     return [{k: v[i] for k, v in kept.items()} for i in range(n)]
 
 
@@ -122,15 +157,23 @@ def _groups(samples: list[dict[str, Any]], lengths: list[int]) -> Tensor:
 def _rewards(held: dict[str, Any], samples: list[dict[str, Any]]) -> Tensor | None:
     """The raw reward of each sample: `rewards` is normalized already."""
     if all("local_raw_reward" in s for s in samples):
-        return torch.tensor([float(s["local_raw_reward"]) for s in samples], dtype=torch.float64)
+        return torch.tensor(
+            [float(s["local_raw_reward"]) for s in samples], dtype=torch.float64
+        )
     raw = held.get("raw_reward")
     if raw is None or not all(s.get("rollout_position") is not None for s in samples):
         return None
-    return torch.tensor([float(raw[s["rollout_position"]]) for s in samples], dtype=torch.float64)
+    return torch.tensor(
+        [float(raw[s["rollout_position"]]) for s in samples], dtype=torch.float64
+    )
 
 
-def _layout(shards: list[dict[str, Any]], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Rank and micro-batch of each sample, from the position that it has in the rollout."""
+def _layout(
+    shards: list[dict[str, Any]], samples: list[dict[str, Any]]
+) -> dict[str, Tensor]:
+    """Rank and micro-batch of each sample, from the position that it has in the
+    rollout.
+    """
     if not all(s.get("rollout_position") is not None for s in samples):
         return {}
     place = {s["rollout_position"]: i for i, s in enumerate(samples)}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drivers of trainers share: a quiet process, a process group of one rank or several, and the report."""
+"""What the drivers of trainers share: a quiet process, a process group of one rank or
+several, and the report.
+"""
 
 import contextlib
 import copy
@@ -28,22 +30,35 @@ from upref.verify.group import on_loopback
 
 
 class Refused(InputError):
-    """The trainer cannot run here, or not with these settings: there is nothing to compare."""
+    """The trainer cannot run here, or not with these settings: there is nothing to
+    compare.
+    """
 
 
 class TrainerFailedError(Refused):
-    """The trainer raised an error of its own: it breaks, or it does not take these settings."""
+    """The trainer raised an error of its own: it breaks, or it does not take these
+    settings.
+    """
 
 
 @contextlib.contextmanager
 def quiet(trainer: str, package: str, **environment: str) -> Iterator[None]:
-    """Neither telemetry, warnings nor tables; what the trainer raises becomes Refused, and upref's own errors stay."""
+    """Neither telemetry, warnings nor tables; what the trainer raises becomes Refused,
+    and upref's own errors stay.
+    """
     before, level = os.environ.copy(), logging.root.manager.disable
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | environment
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    } | environment
     logging.disable(logging.WARNING)
     try:
         silent = io.StringIO()
-        with warnings.catch_warnings(), contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(silent),
+            contextlib.redirect_stderr(silent),
+        ):
             warnings.simplefilter("ignore")
             yield
     except InputError as e:
@@ -51,7 +66,9 @@ def quiet(trainer: str, package: str, **environment: str) -> Iterator[None]:
     except Exception as e:
         if not _raised_by(e, package):
             raise
-        raise TrainerFailedError(f"{trainer} fails: {type(e).__name__}: {one_line(e)}") from e
+        raise TrainerFailedError(
+            f"{trainer} fails: {type(e).__name__}: {one_line(e)}"
+        ) from e
     finally:
         logging.disable(level)
         os.environ.clear()
@@ -62,7 +79,9 @@ OURS = ("upref", "upref_frameworks")
 
 
 def _raised_by(e: Exception, package: str) -> bool:
-    """Whether the code of that package, not ours, is the last one on the way to the error; what it calls is its own."""
+    """Whether the code of that package, not ours, is the last one on the way to the
+    error; what it calls is its own.
+    """
     last = ""
     for frame, _ in traceback.walk_tb(e.__traceback__):
         name = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -74,7 +93,9 @@ def _raised_by(e: Exception, package: str) -> bool:
 def grouped(trainer: str, package: str) -> Iterator[None]:
     """Quiet, and in a process group: of one rank, if there is none."""
     mine = not dist.is_initialized()
-    rank, world = ("0", "1") if mine else (str(dist.get_rank()), str(dist.get_world_size()))
+    rank, world = (
+        ("0", "1") if mine else (str(dist.get_rank()), str(dist.get_world_size()))
+    )
     where = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "VERL_PLATFORM": "cpu",
              "VERL_ENGINE_DEVICE": "cuda"}  # fmt: skip  # verl's FSDP engine is registered for cuda and npu
@@ -83,7 +104,9 @@ def grouped(trainer: str, package: str) -> Iterator[None]:
     with quiet(trainer, package, **where), tempfile.TemporaryDirectory() as folder:
         try:
             if mine:
-                dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{folder}/group", rank=0, world_size=1
+                )
             yield
         finally:
             if mine and dist.is_initialized():
@@ -91,16 +114,28 @@ def grouped(trainer: str, package: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ranked(n: int, step: Callable[..., Any], model: Any, rows: list[Row], *more: Any) -> Iterator[list[Row]]:
-    """A group of n processes, of which this one is the first; each takes every n-th row. Yields this one's rows."""
+def ranked(
+    n: int, step: Callable[..., Any], model: Any, rows: list[Row], *more: Any
+) -> Iterator[list[Row]]:
+    """A group of n processes, of which this one is the first; each takes every n-th
+    row. Yields this one's rows.
+    """
     if n == 1:
         yield rows
         return
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, on_loopback()):
         store = f"file://{folder}/group"
-        others: Any = torch.multiprocessing.spawn(_rank, (store, n, step, model, rows, *more), n - 1, join=False)
+        others: Any = torch.multiprocessing.spawn(
+            _rank, (store, n, step, model, rows, *more), n - 1, join=False
+        )
         try:
-            dist.init_process_group("gloo", init_method=store, rank=0, world_size=n, timeout=timedelta(minutes=2))
+            dist.init_process_group(
+                "gloo",
+                init_method=store,
+                rank=0,
+                world_size=n,
+                timeout=timedelta(minutes=2),
+            )
             yield rows[::n]
             others.join()
         finally:
@@ -110,10 +145,26 @@ def ranked(n: int, step: Callable[..., Any], model: Any, rows: list[Row], *more:
                 dist.destroy_process_group()
 
 
-def _rank(i: int, store: str, n: int, step: Any, model: Any, rows: list[Row], T: float, fields: dict[str, Any]) -> None:
+def _rank(
+    i: int,
+    store: str,
+    n: int,
+    step: Any,
+    model: Any,
+    rows: list[Row],
+    T: float,
+    fields: dict[str, Any],
+) -> None:
     torch.set_num_threads(1)
-    model = copy.deepcopy(model)  # what is handed to a process stays in memory that both share
-    dist.init_process_group("gloo", init_method=store, rank=i + 1, world_size=n, timeout=timedelta(minutes=2))
+    # what is handed to a process stays in memory that both share
+    model = copy.deepcopy(model)
+    dist.init_process_group(
+        "gloo",
+        init_method=store,
+        rank=i + 1,
+        world_size=n,
+        timeout=timedelta(minutes=2),
+    )
     step(model, rows[i + 1 :: n], T, **fields)
     dist.destroy_process_group()
 
@@ -124,13 +175,21 @@ def report(
 ) -> StepReport:  # fmt: skip
     """One optimizer step of a trainer on rows of upref's, held against the objective.
 
-    step: `(model, rows, temperature, **fields)`, recorded. ranks: processes, each with its share of the rows.
+    step: `(model, rows, temperature, **fields)`, recorded. ranks: processes, each with
+    its share of the rows.
     """
     meaning = meant(objective, hp, temperature, **goal)
-    rows = built(TorchModel(model), meaning, None, ["temperature"] if temperature == 1 else [], coarse=half).rows
+    rows = built(
+        TorchModel(model),
+        meaning,
+        None,
+        ["temperature"] if temperature == 1 else [],
+        coarse=half,
+    ).rows
     with ranked(ranks, step, model, rows, temperature, fields) as mine:
         seen = step(model, mine, temperature, **fields)
         fed = seen.steps[0].rows(rows) if ranks == 1 else rows  # in the trainer's order
-        its = fed if len(fed) == len(rows) else rows  # a row that was not fed is a difference, not another batch
+        # a row that was not fed is a difference, not another batch
+        its = fed if len(fed) == len(rows) else rows
         return check_recorded(seen, [its], objective, temperature=temperature, without=AXES,
                               bound=torch.bfloat16 if half else None, **goal, **hp)  # fmt: skip

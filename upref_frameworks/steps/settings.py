@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `upref step` tries: settings x model families, each with the gradient that is meant."""
+"""What `upref step` tries: settings x model families, each with the gradient that is
+meant.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,19 +16,28 @@ class Setting:
 
     name: str
     family: str = "qwen3"
-    fields: dict[str, Any] = field(default_factory=dict)  # of the trainer's configuration
+    # of the trainer's configuration
+    fields: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)  # of the model's
     objective: str = "dapo"
     hp: dict[str, Any] = field(default_factory=dict)
-    goal: dict[str, Any] = field(default_factory=dict)  # beta, entropy_coef, clip, scale
+    # beta, entropy_coef, clip, scale
+    goal: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, Any] = field(default_factory=dict)  # truncated, holes
     step: int = 1  # the optimizer step that is compared: at 1, r is off 1
     half: bool = False  # computed in bfloat16
 
 
 PPO = dict(eps_high=0.2)  # TRL's epsilon on both sides
-EAGER = ("gptj", "codegen", "bloom", "mpt", "mamba2", "recurrent_gemma")  # transformers has no sdpa for them
-LORA = dict(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
+# transformers has no sdpa for them
+EAGER = ("gptj", "codegen", "bloom", "mpt", "mamba2", "recurrent_gemma")
+LORA = dict(
+    r=4,
+    lora_alpha=8,
+    target_modules="all-linear",
+    lora_dropout=0.0,
+    init_lora_weights=False,
+)
 
 
 # One setting takes one or two lines.
@@ -94,7 +105,9 @@ def trl() -> Iterator[Setting]:
 
 
 def verl() -> Iterator[Setting]:
-    """verl's unmodified TrainingWorker: FSDP2 over gloo; fields by the configuration that they are of."""
+    """verl's unmodified TrainingWorker: FSDP2 over gloo; fields by the configuration
+    that they are of.
+    """
 
     def s(name: str, family: str = "qwen3", actor=None, engine=None, model_config=None, more=None, **k) -> Setting:
         fields = dict(actor=actor or {}, engine=engine or {}, model_config=model_config or {}) | (more or {})
@@ -153,14 +166,17 @@ def verl() -> Iterator[Setting]:
         yield s("loss_agg_mode=token-mean" + (", eager attention" if how else ""), family, more=how)
     for family in (f for f in FAMILIES if f not in EAGER):
         yield s("use_remove_padding", family, model_config=packed)
-    for family in ("gemma", "gemma2", "gemma3", "granite", "cohere", "falcon_h1"):  # FSDP2 shards a head of its own
+    # FSDP2 shards a head of its own
+    for family in ("gemma", "gemma2", "gemma3", "granite", "cohere", "falcon_h1"):
         yield s("use_fused_kernels (torch), tied heads, with padding", family, model_config=torch_fused,
                 model=dict(tie_word_embeddings=True), more=dict(attention="eager"))
     yield s("eager attention", "gemma2", more=dict(attention="eager"))
 
 
 def openrlhf() -> Iterator[Setting]:
-    """OpenRLHF's unmodified ActorPPOTrainer; fields: as upref_frameworks/openrlhf/step.py has them."""
+    """OpenRLHF's unmodified ActorPPOTrainer; fields: as
+    upref_frameworks/openrlhf/step.py has them.
+    """
     s = lambda name, *a, **k: Setting(name, *a, **dict(hp=PPO) | k)
     eager = dict(attention="eager")
     mean = dict(loss_agg_mode="seq-mean-token-mean")

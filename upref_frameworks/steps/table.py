@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref step`: a trainer's unmodified step over settings and families, each compared with the float64 reference."""
+"""`upref step`: a trainer's unmodified step over settings and families, each compared
+with the float64 reference.
+"""
 
 import importlib
 import json
@@ -59,12 +61,18 @@ class Outcome:
         error = "-" if self.error is None else f"{self.error:.1e}"
         lines = [f"{self.end:7}  {error:>7}  {self.family:16} {self.setting}"]
         lines += [f"         {self.cause}"] if self.cause else []
-        lines += [f"         not exercised: {self.not_exercised}"] if self.not_exercised else []
+        lines += (
+            [f"         not exercised: {self.not_exercised}"]
+            if self.not_exercised
+            else []
+        )
         return "\n".join(lines)
 
 
 def chosen(trainer: str, only: str = "") -> list[Setting]:
-    """The settings of a trainer whose family or name holds `only`; InputError where there is none."""
+    """The settings of a trainer whose family or name holds `only`; InputError where
+    there is none.
+    """
     if trainer not in TRAINERS:
         raise InputError(f"there is no step of {trainer!r}: {', '.join(TRAINERS)}.")
     out = [s for s in TRAINERS[trainer]() if only in f"{s.family} {s.name}"]
@@ -73,7 +81,9 @@ def chosen(trainer: str, only: str = "") -> list[Setting]:
     return out
 
 
-def run(trainer: str, only: str = "", say: Callable[[Outcome], Any] = lambda o: None) -> list[Outcome]:
+def run(
+    trainer: str, only: str = "", say: Callable[[Outcome], Any] = lambda o: None
+) -> list[Outcome]:
     """Run all settings of a trainer, or those whose name or family holds `only`.
 
     Raises:
@@ -97,17 +107,27 @@ def _tried(trainer: str, setting: Setting) -> Outcome:
     except (NotInstalled, Refused) as e:
         return replace(this, cause=str(e), failed=isinstance(e, TrainerFailedError))
     except Exception as e:
-        return replace(this, cause=f"upref itself fails: {type(e).__name__}: {one_line(e)}", broken=True)
+        return replace(
+            this,
+            cause=f"upref itself fails: {type(e).__name__}: {one_line(e)}",
+            broken=True,
+        )
     cause = "" if found else found.failures[0].cause
-    return replace(this, error=found.error, cause=cause, not_exercised=found.numbers_not_reached())
+    return replace(
+        this, error=found.error, cause=cause, not_exercised=found.numbers_not_reached()
+    )
 
 
 def one(trainer: str, s: Setting) -> StepReport:
-    """One setting of TRL's GRPOTrainer, of verl's TrainingWorker, or of OpenRLHF's ActorPPOTrainer."""
+    """One setting of TRL's GRPOTrainer, of verl's TrainingWorker, or of OpenRLHF's
+    ActorPPOTrainer.
+    """
     model: Any = perturb(tiny(s.family, **s.model))
     its: Any = importlib.import_module(f"upref_frameworks.{trainer}.step")
     if trainer != "trl":
-        return report(its.trained, model, s.objective, s.hp, s.goal, half=s.half, **s.fields)
+        return report(
+            its.trained, model, s.objective, s.hp, s.goal, half=s.half, **s.fields
+        )
     fields = dict(s.fields)
     if lora := fields.pop("peft_config", None):
         with importing("peft"):
@@ -119,22 +139,33 @@ def one(trainer: str, s: Setting) -> StepReport:
 
 
 def command(args: Any) -> int:
-    """`upref step TRAINER`: exit status 1 where a setting differs, 2 where none could run or upref itself failed.
+    """`upref step TRAINER`: exit status 1 where a setting differs, 2 where none could
+    run or upref itself failed.
 
-    With `--against` it is 1 where a setting ends otherwise than in the records, and 0 where none does; 2 stays.
+    With `--against` it is 1 where a setting ends otherwise than in the records, and 0
+    where none does; 2 stays.
     """
     if args.list:
-        print(*(f"{s.family:16} {s.name}" for s in chosen(args.trainer, args.only)), sep="\n")
+        print(
+            *(f"{s.family:16} {s.name}" for s in chosen(args.trainer, args.only)),
+            sep="\n",
+        )
         return 0
     before = read_ends(Path(args.against)) if args.against else {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # models are tiny: more threads wait for each other
     try:
-        outcomes = run(args.trainer, args.only, lambda o: None if args.json else print(o, flush=True))
+        outcomes = run(
+            args.trainer,
+            args.only,
+            lambda o: None if args.json else print(o, flush=True),
+        )
     finally:
         torch.set_num_threads(threads)
     if args.json:
-        records = [{k: v for k, v in asdict(o).items() if k != "seconds"} for o in outcomes]
+        records = [
+            {k: v for k, v in asdict(o).items() if k != "seconds"} for o in outcomes
+        ]
         print(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
     else:
         print(_summary(outcomes))
@@ -146,34 +177,50 @@ def command(args: Any) -> int:
         return 1 if changes else 0
     if any(o.differs for o in outcomes):
         return 1
-    return 0 if any(o.agrees for o in outcomes) and not any(o.broken for o in outcomes) else 2
+    return (
+        0
+        if any(o.agrees for o in outcomes) and not any(o.broken for o in outcomes)
+        else 2
+    )
 
 
 def read_ends(path: Path) -> dict[tuple[str, str], str]:
-    """Read how each setting ended: `agrees`, `differs` or `does not run`, from what `upref step --json` printed.
+    """Read how each setting ended: `agrees`, `differs` or `does not run`, from what
+    `upref step --json` printed.
 
     Raises:
         InputError: the file is missing, or it holds no such records.
     """
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
-        return {(one["setting"], one["family"]): _end(one["error"], one["cause"]) for one in records}
+        return {
+            (one["setting"], one["family"]): _end(one["error"], one["cause"])
+            for one in records
+        }
     except FileNotFoundError:
         raise InputError(
             f"there is no file {path}: --against takes what `upref step TRAINER --json` printed."
         ) from None
     except (ValueError, KeyError, TypeError):
-        raise InputError(f"{path} does not hold the records that `upref step TRAINER --json` prints.") from None
+        raise InputError(
+            f"{path} does not hold the records that `upref step TRAINER --json` prints."
+        ) from None
 
 
-def changed_ends(before: dict[tuple[str, str], str], outcomes: list[Outcome]) -> list[str]:
-    """Return a line for each setting that ends otherwise than in the records, or that they do not have."""
+def changed_ends(
+    before: dict[tuple[str, str], str], outcomes: list[Outcome]
+) -> list[str]:
+    """Return a line for each setting that ends otherwise than in the records, or that
+    they do not have.
+    """
     lines = []
     for outcome in outcomes:
         was = before.get((outcome.setting, outcome.family), "not recorded")
         now = _end(outcome.error, outcome.cause)
         if was != now:
-            lines.append(f"changed: {outcome.family}, {outcome.setting}: {was}, now {now} {outcome.cause}".rstrip())
+            lines.append(
+                f"changed: {outcome.family}, {outcome.setting}: {was}, now {now} {outcome.cause}".rstrip()
+            )
     return lines
 
 
@@ -185,7 +232,10 @@ def _end(error: float | None, cause: str) -> str:
 
 def _summary(outcomes: list[Outcome]) -> str:
     count = lambda which: sum(getattr(o, which) for o in outcomes)
-    words = [f"{count('agrees')} of {len(outcomes)} settings agree", f"{count('differs')} differ"]
+    words = [
+        f"{count('agrees')} of {len(outcomes)} settings agree",
+        f"{count('differs')} differ",
+    ]
     words.append(f"{count('refused')} could not be run")
     if failed := count("failed"):
         words[-1] += f" ({failed} because the trainer raised an error)"

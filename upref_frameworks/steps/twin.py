@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A two-layer twin of a run, checked before the run starts: its family, head and options, in the sizes of families.py.
+"""A two-layer twin of a run, checked before the run starts: its family, head and
+options, in the sizes of families.py.
 
-Kept are scales, softcaps, biases, tied heads, the kind of attention and its implementation. A sliding window is cut to
-the rows of a check, so that it acts. Dropout is off. FlashAttention needs a GPU: eager attention stands for it, because
-both apply a softcap in attention and sdpa does not.
+Kept are scales, softcaps, biases, tied heads, the kind of attention and its
+implementation. A sliding window is cut to the rows of a check, so that it acts. Dropout
+is off. FlashAttention needs a GPU: eager attention stands for it, because both apply a
+softcap in attention and sdpa does not.
 """
 
 import copy
@@ -28,9 +30,11 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
     """A disturbed tiny model like this one, in float32; the same weights at each call.
 
     Args:
-        model: a causal language model of transformers, plain or with PEFT's adapters; its config; or its name.
+        model: a causal language model of transformers, plain or with PEFT's adapters;
+            its config; or its name.
         peft_config: of adapters that a trainer will add.
-        how: of AutoConfig.from_pretrained, where the model is a name; attn_implementation is the twin's too.
+        how: of AutoConfig.from_pretrained, where the model is a name;
+            attn_implementation is the twin's too.
 
     Raises:
         InputError: no twin of this kind of model can be made.
@@ -40,31 +44,56 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
     torch.manual_seed(1)  # a run that starts today starts tomorrow
     net: Any = unwrapped(model) if isinstance(model, nn.Module) else None
     if net is not None and hasattr(net, "get_base_model"):
-        peft_config, net = peft_config or next(iter(net.peft_config.values())), net.get_base_model()
+        peft_config, net = (
+            peft_config or next(iter(net.peft_config.values())),
+            net.get_base_model(),
+        )
     try:
         attention = how.pop("attn_implementation", None)
-        config = AutoConfig.from_pretrained(model, **how) if isinstance(model, str) else getattr(net, "config", model)
+        config = (
+            AutoConfig.from_pretrained(model, **how)
+            if isinstance(model, str)
+            else getattr(net, "config", model)
+        )
         if not isinstance(config, PreTrainedConfig):
-            raise TypeError(f"{type(model).__name__} has no configuration of transformers")
+            raise TypeError(
+                f"{type(model).__name__} has no configuration of transformers"
+            )
         attention = attention or config._attn_implementation  # noqa: SLF001  its public name is of models
         attention = attention if attention in (None, "eager", "sdpa") else "eager"
         small = _shrunk(config)
         if net is not None:
             tiny = type(net)._from_config(small, attn_implementation=attention)  # noqa: SLF001  of any class of theirs
         else:
-            tiny = AutoModelForCausalLM.from_config(small, attn_implementation=attention)
+            tiny = AutoModelForCausalLM.from_config(
+                small, attn_implementation=attention
+            )
         if peft_config is not None:
             from peft import get_peft_model
 
             kept = copy.deepcopy(peft_config)
-            for name, value in {"r": 4, "lora_dropout": 0.0, "init_lora_weights": False}.items():
+            for name, value in {
+                "r": 4,
+                "lora_dropout": 0.0,
+                "init_lora_weights": False,
+            }.items():
                 if hasattr(kept, name):
                     setattr(kept, name, value)
             tiny = get_peft_model(tiny, kept)
         tiny(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OSError, IndexError) as e:
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        OSError,
+        IndexError,
+    ) as e:
         what = model if isinstance(model, str) else type(model).__name__
-        raise InputError(f"no two-layer twin of {what} can be made ({one_line(e)}): leave step_check out.") from e
+        raise InputError(
+            f"no two-layer twin of {what} can be made ({one_line(e)}): leave step_check out."
+        ) from e
     return perturb(tiny.float())
 
 
@@ -72,20 +101,34 @@ def _shrunk(config: Any) -> Any:
     """A copy of the configuration with small sizes; what is not a size stays."""
     had = config.to_dict()
     name = had["model_type"].removesuffix("_text")
-    sizes = {k: v for k, v in (FAMILIES[name][1] if name in FAMILIES else SIZES).items() if type(v) is int}
+    sizes = {
+        k: v
+        for k, v in (FAMILIES[name][1] if name in FAMILIES else SIZES).items()
+        if type(v) is int
+    }
     always = ("hidden_size", "vocab_size", "head_dim")
-    new: dict[str, Any] = {k: v for k, v in sizes.items() if had.get(k) is not None or k in always}
+    new: dict[str, Any] = {
+        k: v for k, v in sizes.items() if had.get(k) is not None or k in always
+    }
     heads, shared = had.get("num_attention_heads"), had.get("num_key_value_heads")
     if shared and heads:
         new["num_key_value_heads"] = 4 if shared == heads else 1 if shared == 1 else 2
     layers = next((had[k] for k in LAYERS if had.get(k)), 0)
     kinds = had.get("layer_types") or had.get("block_types") or [0, 0]
-    other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 1)  # two kinds of layers, if there are two
+    # two kinds of layers, if there are two
+    other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 1)
     for k, v in had.items():
         if isinstance(v, list) and (len(v) == layers > 2 or k == "block_types"):
             new[k] = [v[0], v[other]]
         elif ("drop" in k and isinstance(v, float)) or k == "router_aux_loss_coef":
             new[k] = 0.0
     new |= {k: 2 for k in LAYERS if had.get(k)}
-    dropped = ("torch_dtype", "dtype", "quantization_config", "auto_map", "_name_or_path", "transformers_version")
+    dropped = (
+        "torch_dtype",
+        "dtype",
+        "quantization_config",
+        "auto_map",
+        "_name_or_path",
+        "transformers_version",
+    )
     return type(config)(**{k: v for k, v in (had | new).items() if k not in dropped})

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ms-swift's policy losses as the audit compares them with the papers, and why they differ."""
+"""ms-swift's policy losses as the audit compares them with the papers, and why they
+differ.
+"""
 
 import importlib
 import re
@@ -14,7 +16,15 @@ from upref.kl import k3
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, with_hp
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import BNPO, CAP, CLAMP_K3, LENGTH, NO_KL, kl_term, source
+from upref_frameworks.audits.shared import (
+    BNPO,
+    CAP,
+    CLAMP_K3,
+    LENGTH,
+    NO_KL,
+    kl_term,
+    source,
+)
 
 TRAINERS = "swift.rlhf_trainers."
 PIN = Pin(
@@ -39,7 +49,12 @@ LOSS, GIVEN = "_compute_loss_and_metrics", "_get_per_token_logps_and_entropies"
 READ = (
     "epsilon", "epsilon_high", "delta", "importance_sampling_level", "tau_pos", "tau_neg", "kl_in_reward",
 )  # fmt: skip
-FIPO = ("fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold")
+FIPO = (
+    "fipo_decay_rate",
+    "fipo_clip_range",
+    "fipo_clip_high_only",
+    "fipo_safety_threshold",
+)
 _advantage = lambda: importlib.import_module("swift.rl_core.advantage")
 
 
@@ -55,9 +70,19 @@ def _source(path: str) -> str:
 
 
 def _modes() -> list[str]:
-    """The names that self.loss_type is compared with, and those normalized by the window."""
-    asked = re.findall(r"self\.loss_type (?:==|in) ('\w+'|\[.*?\])", _source("rlhf_trainers/grpo_trainer.py"))
-    return sorted({*re.findall(r"'(\w+)'", " ".join(asked)), *_module().WINDOW_NORMALIZED_LOSS_TYPES})
+    """The names that self.loss_type is compared with, and those normalized by the
+    window.
+    """
+    asked = re.findall(
+        r"self\.loss_type (?:==|in) ('\w+'|\[.*?\])",
+        _source("rlhf_trainers/grpo_trainer.py"),
+    )
+    return sorted(
+        {
+            *re.findall(r"'(\w+)'", " ".join(asked)),
+            *_module().WINDOW_NORMALIZED_LOSS_TYPES,
+        }
+    )
 
 
 def _arguments() -> dict[str, Any]:
@@ -69,16 +94,28 @@ def _defaults(mode: str) -> dict[str, Any]:
     """Of its arguments, and what their validation puts in place of None."""
     said = _source("arguments/rlhf_args.py")
     grpo = said[said.index("def _init_grpo") :]
-    beta, length = re.search(r"self\.beta = ([\d.]+)", grpo), re.search(r"max_completion_length: int = (\d+)", said)
+    beta, length = (
+        re.search(r"self\.beta = ([\d.]+)", grpo),
+        re.search(r"max_completion_length: int = (\d+)", said),
+    )
     assert beta and length
     own = (*READ, *FIPO) if mode == "fipo" else READ
-    return {k: _arguments()[k] for k in own} | {"beta": float(beta[1]), "max_completion_length": int(length[1])}
+    return {k: _arguments()[k] for k in own} | {
+        "beta": float(beta[1]),
+        "max_completion_length": int(length[1]),
+    }
 
 
 def _trainer(mode: str, config: dict[str, Any], steps: int) -> Any:
-    """A GRPOTrainer that was not set up: its arguments, read by its own method, and no model."""
+    """A GRPOTrainer that was not set up: its arguments, read by its own method, and no
+    model.
+    """
     trainer = object.__new__(_module().GRPOTrainer)
-    more = {"loss_type": mode, "num_iterations": 1, "gradient_accumulation_steps": steps}
+    more = {
+        "loss_type": mode,
+        "num_iterations": 1,
+        "gradient_accumulation_steps": steps,
+    }
     trainer.args = SimpleNamespace(**_arguments() | config | more)
     trainer._prepare_algorithm_params()
     alone = SimpleNamespace(num_processes=1, gather_for_metrics=lambda x: x)
@@ -92,9 +129,19 @@ def _trainer(mode: str, config: dict[str, Any], steps: int) -> Any:
 
 
 def _plain(
-    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    totals,
+    num_micro_batches,
 ) -> Tensor:
-    """The trainer's loss of these log-probabilities; then the division by transformers' Trainer."""
+    """The trainer's loss of these log-probabilities; then the division by transformers'
+    Trainer.
+    """
     trainer = _trainer(mode, config, num_micro_batches)
     vars(trainer)[GIVEN] = lambda *_, **__: (log_prob, None)
     batch = SimpleNamespace(
@@ -133,7 +180,9 @@ COMPARISONS = (
 
 
 def _advantages(estimator: str, scale: str, n: int = 4):
-    return lambda R, g: _advantage().compute_advantages(R[:, None], torch.ones(1), n, estimator, scale)[0]
+    return lambda R, g: _advantage().compute_advantages(
+        R[:, None], torch.ones(1), n, estimator, scale
+    )[0]
 
 
 def _dynamic(estimator: str, scale: str):
@@ -148,7 +197,9 @@ def _parts() -> tuple[Component, ...]:
     equal, std = ("uneven", "one"), {"ddof": 1, "eps": 1e-4}
     centred = lambda R, g: R - torch.stack([R[g == i].mean() for i in g])
     raw = lambda R, g: centred(R, g) / (R.std() + 1e-4)
-    teacher = lambda lp, ref: _advantage().compute_teacher_kl_per_token(ref, lp, torch.ones_like(lp))
+    teacher = lambda lp, ref: _advantage().compute_teacher_kl_per_token(
+        ref, lp, torch.ones_like(lp)
+    )
     return (
         Component("advantages", "grpo", _advantages("grpo", "group"), "group_norm", std, leaves_out=equal),
         Component("advantages", "grpo, none", _advantages("grpo", "none"), "group_mean", leaves_out=equal),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TorchRL's losses for language models, GRPOLoss, DAPO and CISPOLoss, as the audit compares them with the papers."""
+"""TorchRL's losses for language models, GRPOLoss, DAPO and CISPOLoss, as the audit
+compares them with the papers.
+"""
 
 import importlib
 from dataclasses import replace
@@ -30,7 +32,11 @@ _llm = lambda: importlib.import_module("torchrl.objectives.llm.grpo")
 def _modes() -> list[str]:
     """GRPOLoss and the classes that derive from it."""
     base = _llm().GRPOLoss
-    return sorted(n for n, c in vars(_llm()).items() if isinstance(c, type) and issubclass(c, base))
+    return sorted(
+        n
+        for n, c in vars(_llm()).items()
+        if isinstance(c, type) and issubclass(c, base)
+    )
 
 
 def _defaults(mode: str) -> dict[str, Any]:
@@ -41,7 +47,14 @@ def _defaults(mode: str) -> dict[str, Any]:
 
 
 def _plain(
-    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, num_micro_batches
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    num_micro_batches,
 ) -> Tensor:
     bounds = (config["clip_epsilon_low"], config["clip_epsilon_high"])
     settings = {k: v for k, v in config.items() if not k.startswith("clip_epsilon")}
@@ -55,7 +68,9 @@ def _plain(
         "advantage": advantages[..., None],
         "next": {"ref_log_probs": full(ref_log_prob)},
     }
-    out = module(importlib.import_module("tensordict").TensorDict(data, batch_size=[len(mask)]))
+    out = module(
+        importlib.import_module("tensordict").TensorDict(data, batch_size=[len(mask)])
+    )
     # what begins with loss_ is added up, as by its trainers
     terms = [v for k, v in out.items() if k.startswith("loss_") and v is not None]
     return sum(t.sum() for t in terms) / num_micro_batches
@@ -77,7 +92,12 @@ def _padded_kl(b: Rollouts) -> Tensor:
     return -BETA * torch.where(b.mask, k3(b.logp, b.logp_ref), 0).sum() / b.mask.numel()
 
 
-KL = fault("the mean of the KL term is over all slots, padding included", "term", hp=NO_KL, term=_padded_kl)
+KL = fault(
+    "the mean of the KL term is over all slots, padding included",
+    "term",
+    hp=NO_KL,
+    term=_padded_kl,
+)
 OFF = {"entropy_bonus": False}  # on by default; its gradient is of the logits
 SEQ = {"aggregation": "prompt_mean"}
 COMPARISONS = (
@@ -86,10 +106,26 @@ COMPARISONS = (
     Comparison("default", "CISPOLoss", OFF, "cispo", {}, (_clipped(0.8, 1.2), GROUPS)),
     Comparison("default", "GRPOLoss", OFF, "ppo_clip", {}),
     Comparison("paper", "GRPOLoss", OFF | SEQ, "grpo", {}),
-    Comparison("paper", "GRPOLoss", OFF | SEQ | {"kl_to_ref_coeff": BETA}, "grpo", {"beta": BETA}, (KL,)),
+    Comparison(
+        "paper",
+        "GRPOLoss",
+        OFF | SEQ | {"kl_to_ref_coeff": BETA},
+        "grpo",
+        {"beta": BETA},
+        (KL,),
+    ),
     Comparison("paper", "GRPOLoss", OFF, "ppo_clip", {}),
-    Comparison("paper", "DAPO", OFF | {"clip_epsilon_high": 0.28}, "dapo", {}, (GROUPS,)),
-    Comparison("paper", "CISPOLoss", OFF | {"clip_epsilon_high": 4.0}, "cispo", {}, (_clipped(0.8, 5.0), GROUPS)),
+    Comparison(
+        "paper", "DAPO", OFF | {"clip_epsilon_high": 0.28}, "dapo", {}, (GROUPS,)
+    ),
+    Comparison(
+        "paper",
+        "CISPOLoss",
+        OFF | {"clip_epsilon_high": 4.0},
+        "cispo",
+        {},
+        (_clipped(0.8, 5.0), GROUPS),
+    ),
 )
 
 
@@ -99,7 +135,10 @@ def _advantages(R: Tensor, group: Tensor) -> Tensor:
     transform = _llm().MCAdvantage(grpo_size=n)
     A: list[float] = []
     for r, g in zip(R.tolist(), group.tolist(), strict=True):
-        step = {"reward": torch.tensor([[[r]]], dtype=R.dtype), "done": torch.ones(1, 1, dtype=torch.bool)}
+        step = {
+            "reward": torch.tensor([[[r]]], dtype=R.dtype),
+            "done": torch.ones(1, 1, dtype=torch.bool),
+        }
         out = transform._inv_call(td.TensorDict(  # noqa: SLF001
             {"query": torch.tensor([g]), "next": td.TensorDict(step, [1])}, [1]))  # fmt: skip
         A += [] if out is None else out.get("advantage").reshape(-1).tolist()
@@ -108,7 +147,9 @@ def _advantages(R: Tensor, group: Tensor) -> Tensor:
 
 def _floored(R: Tensor, group: Tensor) -> Tensor:
     std = lambda x: x.std().clamp_min(1e-6)
-    return torch.cat([(x - x.mean()) / std(x) for g in group.unique() for x in [R[group == g]]])
+    return torch.cat(
+        [(x - x.mean()) / std(x) for g in group.unique() for x in [R[group == g]]]
+    )
 
 
 def _parts() -> tuple[Component, ...]:

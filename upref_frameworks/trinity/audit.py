@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trinity-RFT's policy losses, advantages and KL terms as the audit compares them with the papers."""
+"""Trinity-RFT's policy losses, advantages and KL terms as the audit compares them with
+the papers.
+"""
 
 import importlib
 from dataclasses import replace
@@ -20,7 +22,14 @@ from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 from upref_frameworks.audits.compare import MICRO
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import ALONE, CLAMP, NARROW_K3, SAMPLE, arguments, sampled
+from upref_frameworks.audits.shared import (
+    ALONE,
+    CLAMP,
+    NARROW_K3,
+    SAMPLE,
+    arguments,
+    sampled,
+)
 
 PIN = Pin(
     packages=("trinity-rft==0.6.0", "safetensors==0.8.0"),
@@ -30,7 +39,13 @@ PIN = Pin(
         "trinity/algorithm/policy_loss_fn/sapo_policy_loss.py": "40dbf1f4d3fd62a441e948b84c2f281a",
         "trinity/algorithm/utils.py": "e22fc2abb211fd00e0ff2757f1c75cc0",
     },
-    skip_init=("trinity", "trinity.algorithm", "trinity.common", "trinity.buffer", "trinity.utils"),
+    skip_init=(
+        "trinity",
+        "trinity.algorithm",
+        "trinity.common",
+        "trinity.buffer",
+        "trinity.utils",
+    ),
     stubs=("ray", "verl", "omegaconf"),
 )
 _module = lambda name: importlib.import_module(f"trinity.algorithm.{name}")
@@ -38,26 +53,41 @@ _losses = lambda: _module("policy_loss_fn").POLICY_LOSS_FN
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """The arguments of its class, and over them what its default_args() say, which is what a run without any gets."""
+    """The arguments of its class, and over them what its default_args() say, which is
+    what a run without any gets.
+    """
     cls = _losses().get(mode)
     return arguments(cls.__init__, "backend") | cls.default_args()
 
 
-def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask) -> Tensor:
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask
+) -> Tensor:
     fn = _losses().get(mode)(backend="verl", **config)
-    return fn(logprob=log_prob, old_logprob=old_log_prob, action_mask=mask, advantages=advantages)[0]
+    return fn(
+        logprob=log_prob,
+        old_logprob=old_log_prob,
+        action_mask=mask,
+        advantages=advantages,
+    )[0]
 
 
 def _token_sums(b: Rollouts) -> Tensor:
-    """The token means of the micro-batches, added up: N over the tokens of the micro-batch a response is in."""
-    share = [(b.mask.sum() / m.mask.sum()).expand(len(m.mask), 1) for m in b.split(MICRO)]
+    """The token means of the micro-batches, added up: N over the tokens of the
+    micro-batch a response is in.
+    """
+    share = [
+        (b.mask.sum() / m.mask.sum()).expand(len(m.mask), 1) for m in b.split(MICRO)
+    ]
     return torch.cat(share).to(b.logp)
 
 
 GATE = replace(
     sapo,
     name="sapo, the gate a constant weight on log π_θ",
-    fn=lambda lp, lp_old, A, *, tau_pos=1.0, tau_neg=1.05: sg(_gate(exp(lp - lp_old), A, tau_pos, tau_neg)) * A * lp,
+    fn=lambda lp, lp_old, A, *, tau_pos=1.0, tau_neg=1.05: (
+        sg(_gate(exp(lp - lp_old), A, tau_pos, tau_neg)) * A * lp
+    ),
     closed_form=lambda r, A, *, tau_pos, tau_neg: A * _gate(r, A, tau_pos, tau_neg),
 )
 TOKEN = replace(
@@ -65,25 +95,41 @@ TOKEN = replace(
     name="topr of each token",
     level="token",
     agg="seq-mean-token-sum",
-    fn=lambda lp, lp_old, A: where(A > 0, A * lp, sg(minimum(exp(lp - lp_old), 1)) * A * lp),
+    fn=lambda lp, lp_old, A: where(
+        A > 0, A * lp, sg(minimum(exp(lp - lp_old), 1)) * A * lp
+    ),
     closed_form=lambda r, A: where(A > 0, A + 0 * r, A * minimum(r, 1)),
 )
 
 
 def _gate(r, A, tau_pos, tau_neg):
-    return where(A > 0, 4 / tau_pos * sigmoid(tau_pos * (r - 1)), 4 / tau_neg * sigmoid(tau_neg * (r - 1)))
+    return where(
+        A > 0,
+        4 / tau_pos * sigmoid(tau_pos * (r - 1)),
+        4 / tau_neg * sigmoid(tau_neg * (r - 1)),
+    )
 
 
 SOFT = fault("stop-gradient: the gate is a constant weight on log π_θ", "stop-gradient", objective=GATE,
              hp={"tau_pos": 1.0, "tau_neg": 1.05})  # fmt: skip
 HALF = fault("divided by 1 + tau = 2", "aggregation", scale=lambda b: 0.5)
-TOKENS = fault("the token means of the micro-batches, added up", "batches", scale=_token_sums)
-MEANS = fault("the means over the micro-batches' responses, added up", "batches", scale=lambda b: float(MICRO))
-SEQ, SUM = {"loss_agg_mode": "seq-mean-token-mean"}, {"loss_agg_mode": "seq-mean-token-sum"}
+TOKENS = fault(
+    "the token means of the micro-batches, added up", "batches", scale=_token_sums
+)
+MEANS = fault(
+    "the means over the micro-batches' responses, added up",
+    "batches",
+    scale=lambda b: float(MICRO),
+)
+SEQ, SUM = (
+    {"loss_agg_mode": "seq-mean-token-mean"},
+    {"loss_agg_mode": "seq-mean-token-sum"},
+)
 WIDE = {"clip_ratio_c": 1e10}  # the dual clip cannot be switched off
 COMPARISONS = (
     Comparison("default", "ppo", {}, "ppo_clip", {}, (with_hp(c=3.0),)),
-    Comparison("default", "ppo", {}, "dapo", {}, (with_hp(eps_high=0.2), with_hp(c=3.0), GROUPS)),  # algorithm dapo
+    # algorithm dapo
+    Comparison("default", "ppo", {}, "dapo", {}, (with_hp(eps_high=0.2), with_hp(c=3.0), GROUPS)),
     Comparison("default", "gspo", {}, "gspo", {}),
     Comparison("default", "cispo", {}, "cispo", {}, (with_hp(eps_high=0.28), GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (SOFT, aggregated("token-mean"))),
@@ -101,10 +147,13 @@ COMPARISONS = (
     Comparison("paper", "sapo", SEQ, "sapo", {}, (SOFT,)),
     Comparison("paper", "importance_sampling", SUM, "is_pg", {}, (CLAMP,)),
 )  # fmt: skip
-SPLIT = {c.label: MEANS if c.config.get("loss_agg_mode") or c.mode == "gspo" else TOKENS for c in COMPARISONS}
+SPLIT = {
+    c.label: MEANS if c.config.get("loss_agg_mode") or c.mode == "gspo" else TOKENS
+    for c in COMPARISONS
+}
 
 
-# ---- what else it computes -------------------------------------------------------------------------------------------
+# ---- what else it computes -----------------------------------------------------------
 def _group(name: str):
     """Of Experience objects, whose reward and mask alone are read."""
 
@@ -112,8 +161,13 @@ def _group(name: str):
         fn, A = _module("advantage_fn").ADVANTAGE_FN.get(name)(), torch.zeros_like(R)
         for g in group.unique().tolist():
             rows = (group == g).nonzero()[:, 0].tolist()
-            exps = [SimpleNamespace(reward=R[i].item(), action_mask=torch.ones(1)) for i in rows]
-            for i, e in zip(rows, fn.calculate_group_advantage(str(g), exps)[0], strict=True):
+            exps = [
+                SimpleNamespace(reward=R[i].item(), action_mask=torch.ones(1))
+                for i in rows
+            ]
+            for i, e in zip(
+                rows, fn.calculate_group_advantage(str(g), exps)[0], strict=True
+            ):
                 A[i] = e.advantages[0]
         return A
 
@@ -124,7 +178,10 @@ def _batch(name: str):
     """Of verl's DataProto, of which two dicts are read; every response is one token."""
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
-        fn, ones = _module("advantage_fn").ADVANTAGE_FN.get(name)(), torch.ones(len(R), 1)
+        fn, ones = (
+            _module("advantage_fn").ADVANTAGE_FN.get(name)(),
+            torch.ones(len(R), 1),
+        )
         batch = {"token_level_rewards": R[:, None].float(), "response_mask": ones}
         data = SimpleNamespace(batch=batch, non_tensor_batch={"uid": group.tolist()})
         return fn(data)[0].batch["advantages"][:, 0]
@@ -136,7 +193,10 @@ def _alone(promise: str, **hp: float):
     """As the estimator, but a response without a peer keeps its reward, over 1 + eps."""
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
-        A, (_, g, size) = advantage(promise)(R, group, **hp), group.unique(return_inverse=True, return_counts=True)
+        A, (_, g, size) = (
+            advantage(promise)(R, group, **hp),
+            group.unique(return_inverse=True, return_counts=True),
+        )
         return torch.where(size[g] == 1, R / (1 + hp.get("eps", 0)), A)
 
     return advantages
@@ -145,7 +205,9 @@ def _alone(promise: str, **hp: float):
 def _parts() -> tuple[Component, ...]:
     norm, agg = {"ddof": 1, "eps": 1e-6}, _module("utils").aggregate_loss
     default = _module("algorithm").GRPOAlgorithm.default_config()["kl_loss_fn"]
-    term = lambda lp, ref, name: _module("kl_fn").KL_FN.get(name)().calculate_kl(lp, ref)
+    term = lambda lp, ref, name: (
+        _module("kl_fn").KL_FN.get(name)().calculate_kl(lp, ref)
+    )
     one = lambda promise, **hp: (Fault(ALONE, _alone(promise, **hp)),)
     return (
         Component("advantages", "grpo", _group("grpo"), "group_norm", norm, one("group_norm", **norm), tol=2e-3),

@@ -20,18 +20,39 @@ from upref.ops import exp
 from upref.registry import get
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
 from upref_frameworks.audits.framework import Comparison, Component, Framework
-from upref_frameworks.audits.shared import BETA, BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, VESPO, kl_term
+from upref_frameworks.audits.shared import (
+    BETA,
+    BNPO,
+    BY_TOKENS,
+    CAP,
+    F32,
+    LENGTH,
+    LUSPO,
+    VESPO,
+    kl_term,
+)
 from upref_frameworks.trl.losses import loss_types, trl, trl_loss
 
 PRODUCT = replace(
-    get("gspo"), name="min(S A, clip(S) A), S the product of a response's ratios", level="sequence_product"
+    get("gspo"),
+    name="min(S A, clip(S) A), S the product of a response's ratios",
+    level="sequence_product",
 )
 UNCLIPPED = 1e30  # RLOOTrainer cannot switch its clip off
 
 
 def _product(eps: float) -> LossFault:
-    said = "PPO's clip on the product of the response's ratios" if eps < 1 else "weighted by the product of the ratios"
-    return fault(f"{said}, eps = {eps:g}", "objective", objective=PRODUCT, hp={"eps_low": eps, "eps_high": eps})
+    said = (
+        "PPO's clip on the product of the response's ratios"
+        if eps < 1
+        else "weighted by the product of the ratios"
+    )
+    return fault(
+        f"{said}, eps = {eps:g}",
+        "objective",
+        objective=PRODUCT,
+        hp={"eps_low": eps, "eps_high": eps},
+    )
 
 
 SAID = "the KL term is multiplied by the ratio, which is differentiated too"
@@ -73,10 +94,18 @@ OUT_OF_SCOPE = {
 
 
 def _modes() -> list[str]:
-    """Every loss_type, RLOOTrainer, and the packages of trl.experimental that define a trainer of these families."""
+    """Every loss_type, RLOOTrainer, and the packages of trl.experimental that define a
+    trainer of these families.
+    """
     root = Path(trl().__file__).parent / "experimental"
-    family = re.compile(r"^class \w*(GRPO|RLOO)\w*Trainer\(|^class \w+\((GRPO|RLOO)Trainer\)", re.M)
-    own = {f.relative_to(root).parts[0] for f in root.rglob("*.py") if family.search(f.read_text(encoding="utf-8"))}
+    family = re.compile(
+        r"^class \w*(GRPO|RLOO)\w*Trainer\(|^class \w+\((GRPO|RLOO)Trainer\)", re.M
+    )
+    own = {
+        f.relative_to(root).parts[0]
+        for f in root.rglob("*.py")
+        if family.search(f.read_text(encoding="utf-8"))
+    }
     return sorted({*loss_types(), "rloo", *own})
 
 
@@ -84,32 +113,74 @@ def _kernels() -> dict[str, Callable]:
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
-    def chunked(hidden, weight, tokens, temperature, bias=None, softcap=None, logit_scale=1.0):
-        given = hidden.flatten(0, -2), weight, bias, tokens.flatten(), temperature, 8192, softcap, logit_scale
-        return tuple(x.view_as(tokens) for x in ChunkedLogProbFunction.apply(*given, ("entropy",))[:2])
+    def chunked(
+        hidden, weight, tokens, temperature, bias=None, softcap=None, logit_scale=1.0
+    ):
+        given = (
+            hidden.flatten(0, -2),
+            weight,
+            bias,
+            tokens.flatten(),
+            temperature,
+            8192,
+            softcap,
+            logit_scale,
+        )
+        return tuple(
+            x.view_as(tokens)
+            for x in ChunkedLogProbFunction.apply(*given, ("entropy",))[:2]
+        )
 
     selective = lambda logits, tokens, temperature: selective_log_softmax_and_entropy(
         logits, tokens, temperature=temperature
     )
-    return {"ChunkedLogProbFunction": chunked, "selective_log_softmax_and_entropy": selective}
+    return {
+        "ChunkedLogProbFunction": chunked,
+        "selective_log_softmax_and_entropy": selective,
+    }
 
 
 def _advantages(trainer: type, **settings: Any):
-    """The statements of the trainer's own method that make advantages of rewards, run on ours.
+    """The statements of the trainer's own method that make advantages of rewards, run
+    on ours.
 
-    They stand in the middle of a method that samples and scores; `settings` are the trainer's attributes they read.
+    They stand in the middle of a method that samples and scores; `settings` are the
+    trainer's attributes they read.
     """
-    lines = inspect.getsource(vars(trainer)["_generate_and_score_completions"]).splitlines()
-    first = next(i for i, x in enumerate(lines) if x.strip().startswith(("mean_grouped_rewards = ", "grouped_rewards")))
+    lines = inspect.getsource(
+        vars(trainer)["_generate_and_score_completions"]
+    ).splitlines()
+    first = next(
+        i
+        for i, x in enumerate(lines)
+        if x.strip().startswith(("mean_grouped_rewards = ", "grouped_rewards"))
+    )
     if "mean_grouped" in lines[first]:  # inside of a branch, which is taken whole
-        first = next(i for i, x in enumerate(lines) if x.strip().startswith("unscorable_mask = "))
-    last = next(i for i, x in enumerate(lines) if i > first and "advantages = torch.nan_to_num(advantages" in x)
-    code = compile(textwrap.dedent("\n".join(lines[first : last + 1])), trainer.__name__, "exec")
+        first = next(
+            i for i, x in enumerate(lines) if x.strip().startswith("unscorable_mask = ")
+        )
+    last = next(
+        i
+        for i, x in enumerate(lines)
+        if i > first and "advantages = torch.nan_to_num(advantages" in x
+    )
+    code = compile(
+        textwrap.dedent("\n".join(lines[first : last + 1])), trainer.__name__, "exec"
+    )
 
     def found(R: Tensor, group: Tensor) -> Tensor:
-        here = SimpleNamespace(multi_objective_aggregation="sum_then_normalize", reward_funcs=[None], **settings)
+        here = SimpleNamespace(
+            multi_objective_aggregation="sum_then_normalize",
+            reward_funcs=[None],
+            **settings,
+        )
         here.reward_weights = torch.ones(1, dtype=R.dtype)
-        names = {"self": here, "rewards": R.clone(), "rewards_per_func": R.clone()[:, None], "device": R.device}
+        names = {
+            "self": here,
+            "rewards": R.clone(),
+            "rewards_per_func": R.clone()[:, None],
+            "device": R.device,
+        }
         names |= {"num_generations": int((group == group[0]).sum())}
         exec(code, vars(sys.modules[trainer.__module__]) | names, names)
         return torch.as_tensor(names["advantages"])
@@ -125,17 +196,32 @@ def _over_batch(R: Tensor, group: Tensor) -> Tensor:
 def _parts() -> tuple[Component, ...]:
     grpo, rloo = trl().GRPOTrainer, trl().RLOOTrainer
     part = lambda mode, found, promise, **more: Component(
-        "advantages", mode, found, promise, leaves_out=("uneven", "one"), tol=1e-6, **more
+        "advantages",
+        mode,
+        found,
+        promise,
+        leaves_out=("uneven", "one"),
+        tol=1e-6,
+        **more,
     )
     return (
-        part("grpo, scale_rewards=group", _advantages(grpo, scale_rewards="group"), "group_norm", hp={"eps": 1e-4}),
+        part(
+            "grpo, scale_rewards=group",
+            _advantages(grpo, scale_rewards="group"),
+            "group_norm",
+            hp={"eps": 1e-4},
+        ),
         part(
             "grpo, scale_rewards=batch",
             _advantages(grpo, scale_rewards="batch"),
             _over_batch,
             words="R minus the group's mean, over the batch's std + 1e-4",
         ),
-        part("grpo, scale_rewards=none", _advantages(grpo, scale_rewards="none"), "group_mean"),
+        part(
+            "grpo, scale_rewards=none",
+            _advantages(grpo, scale_rewards="none"),
+            "group_mean",
+        ),
         part("rloo", _advantages(rloo, normalize_advantages=False), "leave_one_out"),
     )
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's own losses on a batch of ours: real trainers, whose model answers with the log-probabilities it is given; and
-as `Loss`: `trl:LOSS_TYPE` (settings.py; also trl:rloo, trl:gmpo), or a trainer class.
+"""TRL's own losses on a batch of ours: real trainers, whose model answers with the
+log-probabilities it is given; and as `Loss`: `trl:LOSS_TYPE` (settings.py; also
+trl:rloo, trl:gmpo), or a trainer class.
 
-Everything between `training_step` and `accelerator.backward` is TRL's, transformers' and accelerate's code. Only the
-model is a stand-in, no reference model is made, and what would reach for the network (telemetry) is silent.
+Everything between `training_step` and `accelerator.backward` is TRL's, transformers'
+and accelerate's code. Only the model is a stand-in, no reference model is made, and
+what would reach for the network (telemetry) is silent.
 """
 
 import dataclasses
@@ -40,7 +42,9 @@ def trl() -> Any:
 
 @lru_cache(1)
 def loss_types() -> list[str]:
-    """The values of GRPOConfig.loss_type that the installed GRPOTrainer knows, read off its source."""
+    """The values of GRPOConfig.loss_type that the installed GRPOTrainer knows, read off
+    its source.
+    """
     source = inspect.getsource(trl().GRPOTrainer._compute_loss)
     tests = re.findall(r'self\.loss_type (?:==|in) ("\w+"|\[[^]]*\])', source)
     return sorted({name for test in tests for name in re.findall(r'"(\w+)"', test)})
@@ -48,7 +52,9 @@ def loss_types() -> list[str]:
 
 @lru_cache(32)
 def trainer_of(name: str | type) -> tuple[type, dict[str, Any]]:
-    """(trainer class, config fields that select the loss) of a loss_type, `rloo`, trl.experimental.NAME, or a class."""
+    """(trainer class, config fields that select the loss) of a loss_type, `rloo`,
+    trl.experimental.NAME, or a class.
+    """
     t = trl()
     if isinstance(name, type):
         return name, {}
@@ -57,7 +63,11 @@ def trainer_of(name: str | type) -> tuple[type, dict[str, Any]]:
     if name == "rloo":
         return t.RLOOTrainer, {}
     try:
-        package = importlib.import_module(f"trl.experimental.{name}") if name.isidentifier() else None
+        package = (
+            importlib.import_module(f"trl.experimental.{name}")
+            if name.isidentifier()
+            else None
+        )
     except ModuleNotFoundError:
         package = None
     own = [c for c in vars(package).values() if is_trainer(c)] if package else []
@@ -68,9 +78,16 @@ def trainer_of(name: str | type) -> tuple[type, dict[str, Any]]:
 
 
 def is_trainer(x: Any) -> bool:
-    """Whether x is a class derived from TRL's GRPOTrainer or RLOOTrainer; imports nothing."""
-    known = {("trl.trainer.grpo_trainer", "GRPOTrainer"), ("trl.trainer.rloo_trainer", "RLOOTrainer")}
-    return isinstance(x, type) and any((c.__module__, c.__name__) in known for c in x.__mro__)
+    """Whether x is a class derived from TRL's GRPOTrainer or RLOOTrainer; imports
+    nothing.
+    """
+    known = {
+        ("trl.trainer.grpo_trainer", "GRPOTrainer"),
+        ("trl.trainer.rloo_trainer", "RLOOTrainer"),
+    }
+    return isinstance(x, type) and any(
+        (c.__module__, c.__name__) in known for c in x.__mro__
+    )
 
 
 def is_rloo(cls: type) -> bool:
@@ -78,12 +95,16 @@ def is_rloo(cls: type) -> bool:
 
 
 def token_advantages(cls: type) -> bool:
-    """GRPOTrainer's own loss takes advantages [B, T] too; RLOO's and those that subclasses write, [B]."""
+    """GRPOTrainer's own loss takes advantages [B, T] too; RLOO's and those that
+    subclasses write, [B].
+    """
     return getattr(cls, "_compute_loss", None) is trl().GRPOTrainer._compute_loss
 
 
 def config_of(cls: type) -> type:
-    """The config class beside a trainer: GMPOConfig for GMPOTrainer, else that of the trainer it derives from."""
+    """The config class beside a trainer: GMPOConfig for GMPOTrainer, else that of the
+    trainer it derives from.
+    """
     package = sys.modules.get(cls.__module__.rpartition(".")[0], None)
     return getattr(package, cls.__name__.replace("Trainer", "Config"), None) or (
         trl().RLOOConfig if is_rloo(cls) else trl().GRPOConfig
@@ -91,15 +112,25 @@ def config_of(cls: type) -> type:
 
 
 def _tiny() -> Any:
-    """A model and a tokenizer that TRL's constructors accept, made in memory; they are never run."""
+    """A model and a tokenizer that TRL's constructors accept, made in memory; they are
+    never run.
+    """
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({"a": 0, "<pad>": 1, "<eos>": 2}, unk_token="a"))
-    size = dict(vocab_size=3, hidden_size=2, intermediate_size=2, num_hidden_layers=1, num_attention_heads=1)
+    size = dict(
+        vocab_size=3,
+        hidden_size=2,
+        intermediate_size=2,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
     with torch.random.fork_rng(devices=[]):
         model = LlamaForCausalLM(LlamaConfig(**size))
-    return model, PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    return model, PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
+    )
 
 
 @lru_cache(64)
@@ -109,14 +140,32 @@ def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]) -> Any:
 
     fields = dict(settings)
     beta = fields.pop("beta", None)
-    where = dict(output_dir=tempfile.gettempdir(), report_to="none", use_cpu=True, bf16=False, save_strategy="no")
+    where = dict(
+        output_dir=tempfile.gettempdir(),
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+    )
     kind = config_of(cls)
     try:
         # beta comes later: with it the constructor would load a reference model
-        args = kind(**where, per_device_train_batch_size=2, num_generations=2, beta=0.0, **fields)
-        beta = next(f.default for f in dataclasses.fields(kind) if f.name == "beta") if beta is None else beta
+        args = kind(
+            **where,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            beta=0.0,
+            **fields,
+        )
+        beta = (
+            next(f.default for f in dataclasses.fields(kind) if f.name == "beta")
+            if beta is None
+            else beta
+        )
     except (TypeError, ValueError) as e:
-        raise InputError(f"trl refuses {', '.join(f'{k}={v}' for k, v in fields.items())}: {e}") from e
+        raise InputError(
+            f"trl refuses {', '.join(f'{k}={v}' for k, v in fields.items())}: {e}"
+        ) from e
     quiet = {
         "_send_telemetry": lambda self: None,
         "_prepare_inputs": lambda self, inputs: inputs,  # else it would generate
@@ -147,23 +196,33 @@ class _StandIn(torch.nn.Module):
         return self.out
 
 
-def trl_loss(name: str | type, b: Rollouts | Bare, padding: float | None = 0.0, **settings: Any) -> Tensor:
-    """The scalar that TRL's training_step hands to backward for this micro-batch on one rank; gradients flow to b.logp.
+def trl_loss(
+    name: str | type, b: Rollouts | Bare, padding: float | None = 0.0, **settings: Any
+) -> Tensor:
+    """The scalar that TRL's training_step hands to backward for this micro-batch on one
+    rank; gradients flow to b.logp.
 
-    name: see trainer_of. settings: fields of its config. Masked slots hold `padding`, or with None what the batch has.
-    One generation batch is one optimizer step, as by TRL's default. b.totals counts it; it is cut into micro-batches of
-    equal size, whose number is gradient_accumulation_steps.
+    name: see trainer_of. settings: fields of its config. Masked slots hold `padding`,
+    or with None what the batch has. One generation batch is one optimizer step, as by
+    TRL's default. b.totals counts it; it is cut into micro-batches of equal size, whose
+    number is gradient_accumulation_steps.
     """
     cls, fields = trainer_of(name)
     trainer = _trainer(cls, tuple(sorted((fields | settings).items())))
     totals, rows = b.totals or Totals.of(b.mask), len(b.mask)
     steps = int(totals.sequences) // rows
     if steps * rows != int(totals.sequences):
-        raise InputError(f"TRL's micro-batches are equal: {int(totals.sequences)} responses do not split into {rows}s.")
-    trainer.current_gradient_accumulation_steps = steps  # as transformers' training loop does
+        raise InputError(
+            f"TRL's micro-batches are equal: {int(totals.sequences)} responses do not split into {rows}s."
+        )
+    # as transformers' training loop does
+    trainer.current_gradient_accumulation_steps = steps
     trainer.args.steps_per_generation = steps
     padded = lambda x: x if padding is None else torch.where(b.mask, x, padding)
-    old, adv = padded(b.logp_old), padded(b.adv.expand_as(b.mask) if b.adv.ndim == 2 else b.adv[:, None])
+    old, adv = (
+        padded(b.logp_old),
+        padded(b.adv.expand_as(b.mask) if b.adv.ndim == 2 else b.adv[:, None]),
+    )
     prompt, tokens = torch.zeros(rows, 1, dtype=torch.int64), b.mask.long()
     inputs = {
         "prompt_ids": prompt, "prompt_mask": prompt + 1, "completion_ids": 0 * tokens, "completion_mask": tokens,
@@ -172,11 +231,14 @@ def trl_loss(name: str | type, b: Rollouts | Bare, padding: float | None = 0.0, 
         "num_items_in_batch": torch.tensor(int(totals.tokens)),
     }  # fmt: skip
     if is_rloo(cls):
-        inputs["old_logps"] = (old * tokens).sum(1)  # as _generate_and_score_completions does
+        # as _generate_and_score_completions does
+        inputs["old_logps"] = (old * tokens).sum(1)
     entropy = torch.ones_like(old) if b.entropy is None else padded(b.entropy)
     kept: list[Tensor] = []
     accelerator = trainer.accelerator
-    accelerator.backward = lambda loss, **_: kept.append(loss / accelerator.gradient_accumulation_steps)
+    accelerator.backward = lambda loss, **_: kept.append(
+        loss / accelerator.gradient_accumulation_steps
+    )
     try:
         trainer.training_step(_StandIn(padded(b.logp), entropy), inputs, None)
     finally:
@@ -185,21 +247,32 @@ def trl_loss(name: str | type, b: Rollouts | Bare, padding: float | None = 0.0, 
     return kept[0]
 
 
-# ---- as a Loss -------------------------------------------------------------------------------------------------------
-def settings_for(mode: str | type, objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
+# ---- as a Loss -----------------------------------------------------------------------
+def settings_for(
+    mode: str | type, objective: Objective, hp: dict[str, Any]
+) -> dict[str, Any]:
     """The fields of TRL's config that say what the objective's hyperparameters say."""
     h = objective.resolve(hp)
     low, high = clip(h)
     if mode == "cispo" and high is not None:
         high = 1 + high  # TRL's is the cap itself
-    says = {"epsilon": low, "epsilon_high": high, "delta": h.get("c"), "beta": h.get("beta")}
-    says |= {f"sapo_temperature_{side}": h.get(f"tau_{side}") for side in ("pos", "neg")}
+    says = {
+        "epsilon": low,
+        "epsilon_high": high,
+        "delta": h.get("c"),
+        "beta": h.get("beta"),
+    }
+    says |= {
+        f"sapo_temperature_{side}": h.get(f"tau_{side}") for side in ("pos", "neg")
+    }
     if h.get("beta"):
-        says["use_bias_correction_kl"] = False  # on by default, and in no paper before DeepSeek-V3.2's
+        # on by default, and in no paper before DeepSeek-V3.2's
+        says["use_bias_correction_kl"] = False
     if objective.level == "sequence_mean":
         says["importance_sampling_level"] = "sequence"
     if mode == "dr_grpo":
-        says["max_completion_length"] = 1  # the constant by which TRL divides the sum over tokens
+        # the constant by which TRL divides the sum over tokens
+        says["max_completion_length"] = 1
     known = config_of(trainer_of(mode)[0])
     return {k: v for k, v in says.items() if v is not None and hasattr(known, k)}
 
@@ -213,11 +286,28 @@ def of(
     name: str, mode: str | type, o: Objective, hp: dict[str, Any], fields: dict[str, Any] | None = None,
     matched: bool = True,
 ) -> Loss:  # fmt: skip
-    """The Loss of a loss_type or of a trainer class; matched: set up as the objective says."""
-    settings = lambda hp: (settings_for(mode, o, hp) if matched else {}) | (fields or {})
+    """The Loss of a loss_type or of a trainer class; matched: set up as the objective
+    says.
+    """
+    settings = lambda hp: (
+        (settings_for(mode, o, hp) if matched else {}) | (fields or {})
+    )
 
     def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
-        b = Bare(**{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv", "logp_ref", "entropy")})
+        b = Bare(
+            **{
+                k: full[k]
+                for k in (
+                    "logp",
+                    "logp_old",
+                    "mask",
+                    "totals",
+                    "adv",
+                    "logp_ref",
+                    "entropy",
+                )
+            }
+        )
         return trl_loss(mode, b, padding=None, **settings(hp | moved))
 
     assumptions = (
@@ -228,7 +318,11 @@ def of(
     reads = frozenset({*MAIN, "totals", "logp_ref", "entropy"})
     shape = "BT" if token_advantages(trainer_of(mode)[0]) else "B"
     config = config_of(trainer_of(mode)[0])
-    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
+    defaults = {
+        f.name: f.default
+        for f in dataclasses.fields(config)
+        if f.default is not dataclasses.MISSING
+    }
     return Loss(
         name, call, o, reads, framework="trl", read_as="TRL's trainer", assumptions=assumptions, adv_shape=shape,
         fields=settings(hp), defaults=defaults, shipped=of(name, mode, o, hp, None, False) if matched else None,

@@ -3,13 +3,14 @@
 
     upref.replay.record(trainer, "dumps")
 
-Five methods of the trainer are wrapped, on the object alone. A micro-batch is what `_compute_loss`
-is given; log π_θ and the entropy are what its forward pass returns; dL/dlog π_θ is what arrives
-there in the trainer's own backward pass. The divisors are computed from GRPOConfig as TRL documents
-them, not read from its loss.
+Five methods of the trainer are wrapped, on the object alone. A micro-batch is what
+`_compute_loss` is given; log π_θ and the entropy are what its forward pass returns;
+dL/dlog π_θ is what arrives there in the trainer's own backward pass. The divisors are
+computed from GRPOConfig as TRL documents them, not read from its loss.
 
-The steps have the numbers of TRL's log, from 1. The weights of a generation have the number of the
-step that they train first. A prompt's group is its place in the generation batch.
+The steps have the numbers of TRL's log, from 1. The weights of a generation have the
+number of the step that they train first. A prompt's group is its place in the
+generation batch.
 """
 
 import importlib.metadata
@@ -19,7 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.replay.record import Schedule, Sink, guarded, keep_gradient, loss_scale, step_batch
+from upref.replay.record import (
+    Schedule,
+    Sink,
+    guarded,
+    keep_gradient,
+    loss_scale,
+    step_batch,
+)
 from upref.replay.terms import EXTRA
 
 TRAINER = "TRL's GRPOTrainer"
@@ -31,7 +39,8 @@ WRAPPED = (
     "training_step",
 )
 OF_RESPONSES = ("reward", "group", "version")
-KEY = "upref_{}"  # of what travels with a generation batch through TRL's shuffling and splitting
+# of what travels with a generation batch through TRL's shuffling and splitting
+KEY = "upref_{}"
 OPTIONAL = {
     "old": "old_per_token_logps",
     "sampler": "sampling_per_token_logps",
@@ -80,14 +89,18 @@ def attach(trainer: Any, schedule: Schedule, sink: Sink) -> Callable[[], None]:
 
 
 class Hooks:
-    """The wrapped methods of one trainer, and what they keep of the step that is being trained."""
+    """The wrapped methods of one trainer, and what they keep of the step that is being
+    trained.
+    """
 
     def __init__(self, trainer: Any, schedule: Schedule, sink: Sink) -> None:
         self.trainer = trainer
         self.schedule = schedule
         self.sink = sink
         self.wrapped = {name: getattr(trainer, name) for name in WRAPPED}
-        self.before = {name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)}
+        self.before = {
+            name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)
+        }
         self.detached = False
         self.rewards: Tensor | None = None
         self.forward: tuple[Any, ...] = ()
@@ -102,7 +115,9 @@ class Hooks:
         mine = vars(self.trainer)
         for name in WRAPPED:
             if mine.get(name) != getattr(self, name):
-                continue  # somebody has wrapped it again: ours stays under theirs and keeps nothing
+                # somebody has wrapped it again: ours stays under theirs and keeps
+                # nothing
+                continue
             if name in self.before:
                 mine[name] = self.before[name]
             else:
@@ -125,7 +140,7 @@ class Hooks:
         """Number of the step that is being trained, as TRL's log counts it."""
         return int(self.trainer.state.global_step) + 1
 
-    # ---- the wrapped methods ---------------------------------------------------------------------
+    # ---- the wrapped methods ---------------------------------------------------------
     def _calculate_rewards(self, *args: Any, **kw: Any) -> Any:
         self.rewards = self.wrapped["_calculate_rewards"](*args, **kw)
         return self.rewards
@@ -158,9 +173,11 @@ class Hooks:
                 self._forget()
         return loss
 
-    # ---- what is kept ----------------------------------------------------------------------------
+    # ---- what is kept ----------------------------------------------------------------
     def _label(self, generated: dict[str, Any]) -> None:
-        """Let each generated response carry its reward, its prompt and the step of its weights."""
+        """Let each generated response carry its reward, its prompt and the step of its
+        weights.
+        """
         trainer = self.trainer
         n = len(generated["completion_ids"])
         first = n * trainer.accelerator.process_index
@@ -169,7 +186,9 @@ class Hooks:
         generated[KEY.format("group")] = (numbers // trainer.num_generations).to(device)
         generated[KEY.format("version")] = torch.full((n,), self._step(), device=device)
         if self.rewards is not None and not self.rewards.isnan().all(1).any():
-            total = (self.rewards * trainer.reward_weights.to(self.rewards.device)).nansum(1)
+            total = (
+                self.rewards * trainer.reward_weights.to(self.rewards.device)
+            ).nansum(1)
             generated[KEY.format("reward")] = total[first : first + n].to(device)
 
     def _keep(self, inputs: dict[str, Any]) -> None:
@@ -199,7 +218,9 @@ class Hooks:
         self.items.append(float(inputs["num_items_in_batch"]))
 
     def _scaled_by_deepspeed(self) -> bool:
-        """Whether DeepSpeed multiplies the loss by a scale of its own, unknown here: in float16."""
+        """Whether DeepSpeed multiplies the loss by a scale of its own, unknown here: in
+        float16.
+        """
         accelerator = self.trainer.accelerator
         by_deepspeed = str(accelerator.distributed_type).endswith("DEEPSPEED")
         return by_deepspeed and accelerator.mixed_precision == "fp16"
@@ -216,7 +237,9 @@ class Hooks:
         for name in SETTINGS:
             if hasattr(trainer.args, name):
                 meta[name] = str(getattr(trainer.args, name))
-        extra = [words for name, words in ADDED.items() if getattr(trainer, name, False)]
+        extra = [
+            words for name, words in ADDED.items() if getattr(trainer, name, False)
+        ]
         if extra:
             meta[EXTRA] = " and ".join(extra)
         batch = step_batch(
@@ -240,7 +263,10 @@ class Hooks:
         responses = sum(len(part["mask"]) for part in self.micro_batches)
         counts = {"ranks": float(ranks), "responses": float(responses * ranks)}
         if len(set(self.items)) == 1:  # else the step is of several generation batches
-            share = trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
+            share = (
+                trainer.current_gradient_accumulation_steps
+                / trainer.args.steps_per_generation
+            )
             counts["generation_tokens"] = self.items[0]
             counts["tokens"] = max(self.items[0], 1.0) * share
             if getattr(trainer, "loss_type", "") == "vespo":  # its divisor is tokens

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's unmodified GRPOTrainer as a step: driven by its public arguments, recorded at its optimizer.
+"""TRL's unmodified GRPOTrainer as a step: driven by its public arguments, recorded at
+its optimizer.
 
-Rows come from `rollout_func`, rewards from a reward function. The old log-probabilities are those of the weights that
-TRL generated with, so that r leaves 1 from the second optimizer step of a generation batch on.
+Rows come from `rollout_func`, rewards from a reward function. The old log-probabilities
+are those of the weights that TRL generated with, so that r leaves 1 from the second
+optimizer step of a generation batch on.
 """
 
 import tempfile
@@ -49,11 +51,21 @@ def tokenizer() -> Any:
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(V)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"w{END}", eos_token=f"w{END}")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token=f"w{END}", eos_token=f"w{END}"
+    )
 
 
-def trained(model: Any, fields: dict[str, Any], rows: Sequence[Row], steps: int, cls: Any = None, **more: Any):
-    """Train with TRL's GRPOTrainer on these rows and record it. rows[i].adv is the reward of row i.
+def trained(
+    model: Any,
+    fields: dict[str, Any],
+    rows: Sequence[Row],
+    steps: int,
+    cls: Any = None,
+    **more: Any,
+):
+    """Train with TRL's GRPOTrainer on these rows and record it. rows[i].adv is the
+    reward of row i.
 
     Args:
         model: a small causal language model of transformers; it is trained in place.
@@ -77,19 +89,32 @@ def trained(model: Any, fields: dict[str, Any], rows: Sequence[Row], steps: int,
     reward = {tuple(r.response): r.adv for r in rows}
 
     def rollout(prompts: list, trainer: Any) -> dict[str, Any]:
-        out = {"prompt_ids": [r.prompt for r in rows], "completion_ids": [r.response for r in rows], "logprobs": None}
-        mask = {} if all(all(r.trains) for r in rows) else {"env_mask": [[int(t) for t in r.trains] for r in rows]}
+        out = {
+            "prompt_ids": [r.prompt for r in rows],
+            "completion_ids": [r.response for r in rows],
+            "logprobs": None,
+        }
+        mask = (
+            {}
+            if all(all(r.trains) for r in rows)
+            else {"env_mask": [[int(t) for t in r.trains] for r in rows]}
+        )
         return out | mask
 
     def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [reward[tuple(ids)] for ids in completion_ids]  # type: ignore[misc]
 
-    with quiet("TRL's trainer", "trl", CI="1", TRL_EXPERIMENTAL_SILENCE="1"), tempfile.TemporaryDirectory() as folder:
+    with (
+        quiet("TRL's trainer", "trl", CI="1", TRL_EXPERIMENTAL_SILENCE="1"),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         if fields.get("beta"):  # the trainer loads its reference model by this name
             model.save_pretrained(f"{folder}/model")
             model.config._name_or_path = f"{folder}/model"  # noqa: SLF001  its public name has no setter
         args = trl.GRPOConfig(output_dir=folder, max_steps=steps, **FIELDS | fields)
-        data = Dataset.from_list([{"prompt": f"w{3 + i}"} for i in range(len(rows) // GENERATIONS)])
+        data = Dataset.from_list(
+            [{"prompt": f"w{3 + i}"} for i in range(len(rows) // GENERATIONS)]
+        )
         with record_step(model) as seen:
             trainer = cls(model, rewards, args, train_dataset=data, processing_class=tokenizer(),
                           rollout_func=rollout, **more)  # fmt: skip
@@ -97,9 +122,11 @@ def trained(model: Any, fields: dict[str, Any], rows: Sequence[Row], steps: int,
     return seen, trainer
 
 
-def batch(seed: int = 0, truncated: bool = False, holes: bool = True, prompts: int = 0) -> list[Row]:
-    """A generation batch of eight rows; adv is the reward. truncated: some responses do not end. prompts: their one
-    length."""
+def batch(
+    seed: int = 0, truncated: bool = False, holes: bool = True, prompts: int = 0
+) -> list[Row]:
+    """A generation batch of eight rows; adv is the reward. truncated: some responses do
+    not end. prompts: their one length."""
     rows = made(V, seed, () if holes else ("holes",), END)
     for i, r in enumerate(rows):
         r.response[-1] = 3 + i if truncated and i % 4 == 0 else END
@@ -108,11 +135,14 @@ def batch(seed: int = 0, truncated: bool = False, holes: bool = True, prompts: i
     return rows
 
 
-def expected_rows(seen: Recorded, rows: Sequence[Row], fields: dict[str, Any]) -> list[list[Row]]:
-    """The rows of each recorded step, with TRL's advantages and the log-probabilities of the weights it generated with.
+def expected_rows(
+    seen: Recorded, rows: Sequence[Row], fields: dict[str, Any]
+) -> list[list[Row]]:
+    """The rows of each recorded step, with TRL's advantages and the log-probabilities
+    of the weights it generated with.
 
-    Advantages are those of its documentation: the reward minus its group's mean, over the standard deviation where
-    scale_rewards says so.
+    Advantages are those of its documentation: the reward minus its group's mean, over
+    the standard deviation where scale_rewards says so.
     """
     at: dict[str, Any] = FIELDS | fields
     T: float = at["temperature"]
@@ -123,18 +153,26 @@ def expected_rows(seen: Recorded, rows: Sequence[Row], fields: dict[str, Any]) -
     if at["scale_rewards"] == "batch":
         A = A / (R.std() + 1e-4)
     made_of = at["steps_per_generation"] * at.get("num_iterations", 1)
-    every = made_of // at["gradient_accumulation_steps"]  # optimizer steps of a generation batch
+    # optimizer steps of a generation batch
+    every = made_of // at["gradient_accumulation_steps"]
     first = _log_probs(seen, 0, rows, T)
     out = []
     for n, step in enumerate(seen.steps):
         if n % max(every, 1) == 0:
             old = _log_probs(seen, n, rows, T)
         now = [
-            replace(r, adv=float(a), old=None if every <= 1 else o.tolist(), ref=f.tolist())
+            replace(
+                r, adv=float(a), old=None if every <= 1 else o.tolist(), ref=f.tolist()
+            )
             for r, a, o, f in zip(rows, A.flatten(), old, first, strict=True)
         ]
         if at.get("mask_truncated_completions"):
-            now = [r if r.response[-1] == END else replace(r, trains=[False] * len(r.response)) for r in now]
+            now = [
+                r
+                if r.response[-1] == END
+                else replace(r, trains=[False] * len(r.response))
+                for r in now
+            ]
         out.append(step.rows(now))
     return out
 
@@ -154,36 +192,58 @@ def report(
     goal: dict[str, Any], *, step: int = 1, bound: Any = None, cls: Any = None,
     more: dict[str, Any] | None = None,
 ) -> StepReport:  # fmt: skip
-    """Train on these rows, and hold one optimizer step against the objective, over the tokens that TRL divides by.
+    """Train on these rows, and hold one optimizer step against the objective, over the
+    tokens that TRL divides by.
 
-    step: which one; from 1 on r is off 1. goal: beta, entropy_coef, clip, scale. The rest is as for `trained`.
+    step: which one; from 1 on r is off 1. goal: beta, entropy_coef, clip, scale. The
+    rest is as for `trained`.
     """
     seen, _ = trained(model, fields, rows, step + 1, cls, **more or {})
     at: dict[str, Any] = FIELDS | fields
     every = at["steps_per_generation"] // at["gradient_accumulation_steps"]
     o = objective if isinstance(objective, Objective) else get(objective)
     ends = lambda r: r.response[-1] == END or not at.get("mask_truncated_completions")
-    tokens = sum(sum(r.trains) for r in rows if ends(r)) / every  # TRL divides by the mean number of a step
+    # TRL divides by the mean number of a step
+    tokens = sum(sum(r.trains) for r in rows if ends(r)) / every
 
     def at_step(n: int, its: list[Row]) -> StepReport:
         g = {"scale": 1.0} | goal
-        if at["loss_type"] in ("dapo", "cispo") and o.agg in ("token-mean", "group-token-mean"):
+        if at["loss_type"] in ("dapo", "cispo") and o.agg in (
+            "token-mean",
+            "group-token-mean",
+        ):
             g["scale"] *= sum(sum(r.trains) for r in its) / tokens
         if at["loss_type"] == "vespo":  # its paper's mean over responses, by tokens
             g["scale"] *= len(its) / tokens
-        if g.get("entropy_coef"):  # a mean over tokens, whatever the policy term's normalizer is
+        # a mean over tokens, whatever the policy term's normalizer is
+        if g.get("entropy_coef"):
             g["entropy_coef"] /= g["scale"]
         one = Recorded(seen.model, [seen.steps[n]])
-        return check_recorded(one, [its], o, temperature=at["temperature"], without=AXES, bound=bound, **g, **hp)
+        return check_recorded(
+            one,
+            [its],
+            o,
+            temperature=at["temperature"],
+            without=AXES,
+            bound=bound,
+            **g,
+            **hp,
+        )
 
     each = expected_rows(seen, rows, fields)
     found = at_step(step, each[step])
     if unfed := _unfed(rows, each[max(0, step + 1 - max(every, 1)) : step + 1]):
         cause = f"responses {', '.join(map(str, unfed))} of the generation batch do not train"
-        never = fail("gradient", "over the generation batch", "a step on each response", cause=cause)
+        never = fail(
+            "gradient",
+            "over the generation batch",
+            "a step on each response",
+            cause=cause,
+        )
         return replace(found, findings=[never])
     if found or not step:
         return found
-    # TRL's forward pass makes the old log-probabilities too: where it is wrong, the first step, with r = 1, is clearer
+    # TRL's forward pass makes the old log-probabilities too: where it is wrong, the
+    # first step, with r = 1, is clearer
     again = at_step(0, [replace(r, old=None) for r in each[0]])
     return found if again else replace(found, findings=again.findings)

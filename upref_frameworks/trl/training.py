@@ -1,39 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's GRPOTrainer with any objective: `GRPOTrainer(..., objective="up_dapo")` trains the function proved here.
+"""TRL's GRPOTrainer with any objective: `GRPOTrainer(..., objective="up_dapo")` trains
+the function proved here.
 
     from upref_frameworks.trl.training import GRPOTrainer
-    GRPOTrainer(model, reward_funcs, args, train_dataset=data, objective="up_dapo", hp={"eps_low": 0.2}).train()
+    GRPOTrainer(model, reward_funcs, args, train_dataset=data, objective="up_dapo",
+    hp={"eps_low": 0.2}).train()
 
-`objective` is a name of `upref list`, `up(NAME)`, or an Objective of your own; `hp` its hyperparameters, the paper's
-unless given. `class Mine(GRPOTrainer, YourTrainer)` puts it before a trainer of your own that keeps TRL's loss.
+`objective` is a name of `upref list`, `up(NAME)`, or an Objective of your own; `hp` its
+hyperparameters, the paper's unless given. `class Mine(GRPOTrainer, YourTrainer)` puts
+it before a trainer of your own that keeps TRL's loss.
 
-Only the policy term is replaced. Sampling, rewards, advantages, masks (padding, tool results, truncated responses),
-micro-batches, the entropy bonus, a router's loss and their metrics are TRL's own code. GRPOConfig's fields that shape
-TRL's policy term are not read, and a run that moves one is stopped and told what to write (REPLACED).
+Only the policy term is replaced. Sampling, rewards, advantages, masks (padding, tool
+results, truncated responses), micro-batches, the entropy bonus, a router's loss and
+their metrics are TRL's own code. GRPOConfig's fields that shape TRL's policy term are
+not read, and a run that moves one is stopped and told what to write (REPLACED).
 
-The first micro-batches of each process, and then every 50th, are compared with the float64 reference (parity.py):
-`upref/parity_max_abs` is the largest difference so far, and a run beyond what rounding explains stops.
-`parity={"first": 8, "every": 20, "dump": DIR, "on_fail": "warn"}` sets how often, keeps what was compared, trains on
-(`upref/parity_alarms` counts); 0 and 0: never.
+The first micro-batches of each process, and then every 50th, are compared with the
+float64 reference (parity.py): `upref/parity_max_abs` is the largest difference so far,
+and a run beyond what rounding explains stops. `parity={"first": 8, "every": 20, "dump":
+DIR, "on_fail":
+"warn"}` sets how often, keeps what was compared, trains on (`upref/parity_alarms`
+counts); 0 and 0: never.
 
-`step_check=True` checks one optimizer step of a two-layer twin of the run before anything is loaded: on the CPU, in
-float32, with the run's family, head, LoRA, temperature, accumulation and padding. A difference stops the run with the
-report. Left out are sampling, rewards, mixed precision, and the entropy bonus, which TRL averages over micro-batches.
+`step_check=True` checks one optimizer step of a two-layer twin of the run before
+anything is loaded: on the CPU, in float32, with the run's family, head, LoRA,
+temperature, accumulation and padding. A difference stops the run with the report. Left
+out are sampling, rewards, mixed precision, and the entropy bonus, which TRL averages
+over micro-batches.
 
-What differs from the objective called on `Rollouts`, because of how TRL cuts its batches:
+What differs from the objective called on `Rollouts`, because of how TRL cuts its
+batches:
 
-* the counts are TRL's: tokens of a step are those of the generation batch, `num_items_in_batch`, divided by the number
-  of optimizer steps made of it; a response that is masked altogether counts as a response;
-* no prompt ids: `group-token-mean` (Eq. 14) becomes the token mean of the step, as in TRL's own `dapo` and `cispo`, and
-  tpo, which is not TRL's experimental one (Triple Preference Optimization), cannot run;
-* dr_grpo and its like are their papers' plain sums over tokens: TRL divides by max_completion_length besides;
-* sampler corrections (vLLM) multiply token terms; a term per response takes their mean. `objective="tis(dapo)"` and its
-  like compute their own from vLLM's log-probabilities, and TRL's vllm_importance_sampling_* are not read;
-* `beta` is GRPOConfig's, whose trainer loads the reference model; the KL term has the estimator of the objective's
-  paper and its aggregation; `objective="unbiased_kl(grpo)"` has TRL's default, use_bias_correction_kl=True, which the
-  others refuse;
+* the counts are TRL's: tokens of a step are those of the generation batch,
+  `num_items_in_batch`, divided by the number of optimizer steps made of it; a response
+  that is masked altogether counts as a response;
+* no prompt ids: `group-token-mean` (Eq. 14) becomes the token mean of the step, as in
+  TRL's own `dapo` and `cispo`, and tpo, which is not TRL's experimental one (Triple
+  Preference Optimization), cannot run;
+* dr_grpo and its like are their papers' plain sums over tokens: TRL divides by
+  max_completion_length besides;
+* sampler corrections (vLLM) multiply token terms; a term per response takes their mean.
+  `objective="tis(dapo)"` and its like compute their own from vLLM's log-probabilities,
+  and TRL's vllm_importance_sampling_* are not read;
+* `beta` is GRPOConfig's, whose trainer loads the reference model; the KL term has the
+  estimator of the objective's paper and its aggregation;
+  `objective="unbiased_kl(grpo)"` has TRL's default, use_bias_correction_kl=True, which
+  the others refuse;
 * an objective coupled over the batch (m2po) gets one micro-batch;
-* aspo_code reads the entropies that TRL computes, of the policy at the sampling temperature.
+* aspo_code reads the entropies that TRL computes, of the policy at the sampling
+  temperature.
 """
 
 import dataclasses
@@ -57,7 +72,9 @@ from upref_frameworks.trl.twin import trl_twin
 try:
     import trl
 except ImportError as e:
-    raise ImportError(f"upref_frameworks.trl.training needs TRL ({e}): `pip install 'trl>=1.16'`.") from e
+    raise ImportError(
+        f"upref_frameworks.trl.training needs TRL ({e}): `pip install 'trl>=1.16'`."
+    ) from e
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +95,14 @@ REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
     "off_policy_mask_threshold": ((), "the objective acts on every response"),
     "use_liger_kernel": ((), "Liger may bring its own loss; model_init_kwargs={'use_kernels': True} brings kernels"),
 }  # fmt: skip
-SCALE_REWARDS = {"group_norm": "group", "group_mean": "none"}  # the advantages of a paper that TRL computes
+# the advantages of a paper that TRL computes
+SCALE_REWARDS = {"group_norm": "group", "group_mean": "none"}
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's GRPOTrainer, or the trainer behind it in a class of yours, with `objective` in place of a loss_type."""
+    """TRL's GRPOTrainer, or the trainer behind it in a class of yours, with `objective`
+    in place of a loss_type.
+    """
 
     beta: float
 
@@ -92,7 +112,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     ):  # fmt: skip
         behind = super()._compute_loss.__func__
         if behind is not trl.GRPOTrainer._compute_loss:
-            raise InputError(f"{behind.__qualname__} is another loss, which would be half replaced: remove it.")
+            raise InputError(
+                f"{behind.__qualname__} is another loss, which would be half replaced: remove it."
+            )
         self.objective = get(objective) if isinstance(objective, str) else objective
         self.hyperparameters = hyperparameters(self.objective, hp or {})
         self.monitor = Monitor.of(self.objective, parity or {})
@@ -102,27 +124,43 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._check_twin(model, args, kw.get("peft_config"))
         super().__init__(model, reward_funcs, args, *more, **kw)
         tell(self.objective, self.args)
-        self.loss_type = "sapo"  # of what TRL still computes (_rest): without advantages 0, and no metrics of its own
+        # of what TRL still computes (_rest): without advantages 0, and no metrics of
+        # its own
+        self.loss_type = "sapo"
         self._forward: tuple = ()
 
     def _check_twin(self, model: Any, args: Any, peft_config: Any) -> None:
-        """ParityError where one step of a two-layer twin of this run has another gradient than the objective."""
-        bare = type("Twin", (type(self),), {"__init__": GRPOTrainer.__init__})  # whatever a class of yours asks for
-        report = trl_twin(bare, self.objective, self.hyperparameters, model, args, peft_config)
+        """ParityError where one step of a two-layer twin of this run has another
+        gradient than the objective.
+        """
+        # whatever a class of yours asks for
+        bare = type("Twin", (type(self),), {"__init__": GRPOTrainer.__init__})
+        report = trl_twin(
+            bare, self.objective, self.hyperparameters, model, args, peft_config
+        )
         if not report:
-            raise ParityError(f"step_check: a two-layer twin of this run has another gradient.\n{report}")
-        log.info("step_check: a two-layer twin agrees to %.1g of the gradient's norm", report.error)
+            raise ParityError(
+                f"step_check: a two-layer twin of this run has another gradient.\n{report}"
+            )
+        log.info(
+            "step_check: a two-layer twin agrees to %.1g of the gradient's norm",
+            report.error,
+        )
 
     def _get_per_token_logps_and_entropies(self, *args, **kw):
         self._forward = super()._get_per_token_logps_and_entropies(*args, **kw)
         return self._forward
 
     def _rest(self, model, inputs: dict[str, Any]) -> Tensor:
-        """What TRL adds to the policy and KL terms, which are 0 here: entropy bonus, router's loss, their metrics."""
+        """What TRL adds to the policy and KL terms, which are 0 here: entropy bonus,
+        router's loss, their metrics.
+        """
         inputs = {k: v for k, v in inputs.items() if k != "old_per_token_logps"}
         inputs["advantages"] = torch.zeros_like(inputs["advantages"])
         if "importance_sampling_ratio" in inputs:
-            inputs["importance_sampling_ratio"] = torch.ones_like(inputs["importance_sampling_ratio"])
+            inputs["importance_sampling_ratio"] = torch.ones_like(
+                inputs["importance_sampling_ratio"]
+            )
         beta, self.beta = self.beta, 0.0
         try:
             return super()._compute_loss(model, inputs)
@@ -136,7 +174,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
         lp_old = inputs.get("old_per_token_logps")
         lp = clamp_log_probs(lp)
-        lp_old = lp.detach() if lp_old is None else clamp_log_probs(lp_old)  # None: the policy has not moved
+        # None: the policy has not moved
+        lp_old = lp.detach() if lp_old is None else clamp_log_probs(lp_old)
         A = inputs["advantages"]
         A = A[:, None] if A.ndim == 1 else A
         if self.objective.one_adv and not one_per_response(A, mask):
@@ -151,29 +190,49 @@ class GRPOTrainer(trl.GRPOTrainer):
             weights, engine = None, clamp_log_probs(inputs["sampling_per_token_logps"])
         H = entropy.detach() if reads_entropy(self.objective) else None
         hp = self.hyperparameters
-        loss = -ranks * self.objective.J(lp, lp_old, A, mask, None, None, H, totals, weights, engine, **hp)
+        loss = -ranks * self.objective.J(
+            lp, lp_old, A, mask, None, None, H, totals, weights, engine, **hp
+        )
 
         metrics: dict[str, float] = {}
         if mode == "train":
-            batch = dict(logp=lp, logp_old=lp_old, adv=A, mask=mask, totals=totals, dp_size=ranks, is_weights=weights)
+            batch = dict(
+                logp=lp,
+                logp_old=lp_old,
+                adv=A,
+                mask=mask,
+                totals=totals,
+                dp_size=ranks,
+                is_weights=weights,
+            )
             more = {"entropy": H, "logp_sampler": engine}
-            metrics |= self.monitor(loss, batch | {k: v for k, v in more.items() if v is not None}, hp)
+            metrics |= self.monitor(
+                loss, batch | {k: v for k, v in more.items() if v is not None}, hp
+            )
         metrics |= live(self.objective, lp, lp_old, A, mask, hp, H, engine)
         self._log_over_ranks(metrics, mode)
         if self.beta:
             ref = inputs["ref_per_token_logps"]
             seen = (torch.where(mask, x, 0) for x in (lp, ref, lp_old))
             kl = per_token(self.objective.kl, *seen)
-            loss = loss + self.beta * ranks * aggregate(kl, mask, self.objective.agg, totals=totals)
+            loss = loss + self.beta * ranks * aggregate(
+                kl, mask, self.objective.agg, totals=totals
+            )
             both = torch.stack([torch.where(mask, kl.detach(), 0).sum(), mask.sum()])
             kl_sum, tokens = self.accelerator.reduce(both, reduction="sum").tolist()
             self._metrics[mode]["kl"].append(kl_sum / max(tokens, 1))
-        if self._metrics[mode].get("policy_loss"):  # TRL's, beside an entropy bonus: it saw 0
-            self._metrics[mode]["policy_loss"][-1] = self.accelerator.gather(loss.detach()).mean().item()
+        # TRL's, beside an entropy bonus: it saw 0
+        if self._metrics[mode].get("policy_loss"):
+            self._metrics[mode]["policy_loss"][-1] = (
+                self.accelerator.gather(loss.detach()).mean().item()
+            )
         return loss + rest
 
-    def _totals(self, inputs: dict[str, Any], mask: Tensor, mode: str) -> tuple[Totals, int]:
-        """Counts of the optimizer step over all ranks, as TRL's losses count, and the number of ranks.
+    def _totals(
+        self, inputs: dict[str, Any], mask: Tensor, mode: str
+    ) -> tuple[Totals, int]:
+        """Counts of the optimizer step over all ranks, as TRL's losses count, and the
+        number of ranks.
 
         In evaluation a batch stands by itself.
         """
@@ -188,7 +247,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Means over the ranks, of parity the largest."""
         mine = torch.tensor([list(metrics.values())], device=self.accelerator.device)
         everybodys = self.accelerator.gather(mine)
-        for key, mean, most in zip(metrics, everybodys.mean(0).tolist(), everybodys.amax(0).tolist(), strict=True):
+        for key, mean, most in zip(
+            metrics,
+            everybodys.mean(0).tolist(),
+            everybodys.amax(0).tolist(),
+            strict=True,
+        ):
             self._metrics[mode][key].append(most if "/parity_" in key else mean)
 
 
@@ -200,28 +264,42 @@ def reads_entropy(objective: Objective) -> bool:
 def hyperparameters(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
     """What is in force, without beta: hp over the registry's defaults."""
     if "group" in objective.reads:
-        raise InputError(f"{objective.name} needs the prompt of each response, and TRL shuffles groups into batches.")
+        raise InputError(
+            f"{objective.name} needs the prompt of each response, and TRL shuffles groups into batches."
+        )
     if "beta" in hp:
-        raise InputError("set beta in GRPOConfig, whose trainer loads the reference model, not in hp.")
+        raise InputError(
+            "set beta in GRPOConfig, whose trainer loads the reference model, not in hp."
+        )
     return {k: v for k, v in objective.resolve(hp).items() if k != "beta"}
 
 
 def refuse(objective: Objective, args: Any):
-    """InputError on settings of GRPOConfig that this objective, or this trainer, would not honour."""
+    """InputError on settings of GRPOConfig that this objective, or this trainer, would
+    not honour.
+    """
     default = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
     for field, (ours, why) in REPLACED.items():
         value = getattr(args, field, default.get(field))
         if value != default.get(field):
             has = [name for name in ours if name in objective.hyperparameters]
-            why = f"write hp={{'{has[0]}': VALUE}}" if has else why or f"{objective.name} has nothing like it"
+            why = (
+                f"write hp={{'{has[0]}': VALUE}}"
+                if has
+                else why or f"{objective.name} has nothing like it"
+            )
             raise InputError(
                 f"upref/{objective.name} does not read GRPOConfig.{field}={value!r}: leave it at {default[field]!r}; "
                 f"{why}."
             )
     if objective.sampler is not None and not args.use_vllm:
-        raise InputError(f"{objective.name} corrects for the engine that sampled: set GRPOConfig.use_vllm=True.")
+        raise InputError(
+            f"{objective.name} corrects for the engine that sampled: set GRPOConfig.use_vllm=True."
+        )
     if args.beta and not objective.kl:
-        raise InputError(f"{objective.name} has no KL term, and GRPOConfig.beta={args.beta}: leave beta at 0.")
+        raise InputError(
+            f"{objective.name} has no KL term, and GRPOConfig.beta={args.beta}: leave beta at 0."
+        )
     corrected = objective.kl in WITH_RATIO
     if args.beta and getattr(args, "use_bias_correction_kl", False) != corrected:
         form = "is multiplied by the ratio" if corrected else "has no ratio"
@@ -233,17 +311,28 @@ def refuse(objective: Objective, args: Any):
 
 def tell(objective: Objective, args: Any):
     """What a user must know before the run and no error says."""
-    log.info("upref/%s trains; `upref show %s` tells where its hyperparameters come from", *[objective.name] * 2)
+    log.info(
+        "upref/%s trains; `upref show %s` tells where its hyperparameters come from",
+        *[objective.name] * 2,
+    )
     if args.scale_rewards != SCALE_REWARDS.get(objective.adv):
         want = SCALE_REWARDS.get(objective.adv)
         log.warning(
             "the advantages of %s are %s in its paper, and TRL's scale_rewards=%r has others: %s.", objective.name,
             objective.adv, args.scale_rewards, f"set {want!r}" if want else "TRL cannot compute them",
         )  # fmt: skip
-    if args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0:
+    if (
+        args.gradient_accumulation_steps
+        % (args.steps_per_generation * args.num_iterations)
+        == 0
+    ):
         log.warning(
             "each generation batch makes one optimizer step, so that r = 1, where %s has the gradient of nearly every "
             "other objective: raise steps_per_generation or num_iterations to see a difference.", objective.name,
         )  # fmt: skip
     if objective.batch_coupled:
-        log.warning("%s acts on each micro-batch by itself: %s.", objective.name, objective.batch_coupled)
+        log.warning(
+            "%s acts on each micro-batch by itself: %s.",
+            objective.name,
+            objective.batch_coupled,
+        )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step of a two-layer twin of a run of TRL's trainer, before the run starts."""
+"""One optimizer step of a two-layer twin of a run of TRL's trainer, before the run
+starts.
+"""
 
 from typing import Any
 
@@ -12,7 +14,8 @@ from upref.step.check import StepReport
 from upref_frameworks.steps.twin import twin
 from upref_frameworks.trl import step as trl
 
-# fields of GRPOConfig that a twin takes over; micro-batches are cut to its eight responses
+# fields of GRPOConfig that a twin takes over; micro-batches are cut to its eight
+# responses
 KEPT = ("temperature", "beta", "scale_rewards", "num_iterations", "mask_truncated_completions", "disable_dropout",
         "pad_to_multiple_of", "gradient_checkpointing", "gradient_checkpointing_kwargs", "cast_lm_head_to_fp32",
         "use_bias_correction_kl", "per_device_train_batch_size", "gradient_accumulation_steps",
@@ -24,36 +27,58 @@ RATES = {"sequence_mean": 2e-6, "sequence_product": 1e-3}
 def trl_twin(
     cls: type, objective: Objective, hp: dict[str, Any], model: Any, args: Any = None, peft_config: Any = None
 ) -> StepReport:  # fmt: skip
-    """One optimizer step of a twin of a run of `upref_frameworks.trl.training`, on the CPU.
+    """One optimizer step of a twin of a run of `upref_frameworks.trl.training`, on the
+    CPU.
 
     Args:
         cls: the trainer's class, with the arguments of GRPOTrainer.
         model, args, peft_config: the run's; args None: TRL's defaults.
 
     Raises:
-        InputError: no twin of this model can be made, several processes train, or the objective needs a sampler.
+        InputError: no twin of this model can be made, several processes train, or the
+            objective needs a sampler.
     """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        raise InputError("step_check needs one process: start the script once without a launcher, then drop it.")
+        raise InputError(
+            "step_check needs one process: start the script once without a launcher, then drop it."
+        )
     if objective.sampler is not None:
-        raise InputError(f"{objective.name} corrects for the sampler, and a twin has none: leave step_check out.")
+        raise InputError(
+            f"{objective.name} corrects for the sampler, and a twin has none: leave step_check out."
+        )
     shared = [c._shared_state for c in (PartialState, AcceleratorState, GradientState)]  # noqa: SLF001
-    before = [dict(s) for s in shared]  # the run's device and ranks, which a trainer on the CPU overwrites
+    # the run's device and ranks, which a trainer on the CPU overwrites
+    before = [dict(s) for s in shared]
     try:
         with state_restored():
             args = args or trl.default_config()
             at = {k: getattr(args, k) for k in KEPT}
             asked = args.model_init_kwargs or {}
-            how = {k: asked[k] for k in ("attn_implementation", "revision", "trust_remote_code") if k in asked}
-            size, acc = min(2, at["per_device_train_batch_size"]), at["gradient_accumulation_steps"]
+            how = {
+                k: asked[k]
+                for k in ("attn_implementation", "revision", "trust_remote_code")
+                if k in asked
+            }
+            size, acc = (
+                min(2, at["per_device_train_batch_size"]),
+                at["gradient_accumulation_steps"],
+            )
             every = 8 // size  # micro-batches of the eight responses
-            acc = every if acc >= at["steps_per_generation"] * at["num_iterations"] else min(2, acc)
+            acc = (
+                every
+                if acc >= at["steps_per_generation"] * at["num_iterations"]
+                else min(2, acc)
+            )
             acc = 1 if objective.batch_coupled else acc
             at |= dict(per_device_train_batch_size=size, steps_per_generation=every, gradient_accumulation_steps=acc,
                        learning_rate=RATES.get(objective.level, 0.01))  # fmt: skip
-            more = {"objective": objective, "hp": hp, "parity": {"first": 0, "every": 0}}
+            more = {
+                "objective": objective,
+                "hp": hp,
+                "parity": {"first": 0, "every": 0},
+            }
             return trl.report(twin(model, peft_config, **how), at, trl.batch(), objective, hp, {"beta": at["beta"]},
                               step=int(acc < every), cls=cls, more=more)  # fmt: skip
     finally:

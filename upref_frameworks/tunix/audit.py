@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tunix's policy losses, in JAX, as the audit compares them with the papers, and why they differ."""
+"""Tunix's policy losses, in JAX, as the audit compares them with the papers, and why
+they differ.
+"""
 
 import importlib
 import inspect
@@ -43,7 +45,7 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"tunix.rl.{name}")
 
 
-# ---- torch to JAX and back -------------------------------------------------------------------------------------------
+# ---- torch to JAX and back -----------------------------------------------------------
 class _Bridge(torch.autograd.Function):
     """f(x, *rest), a function of JAX arrays; its gradient in x is JAX's."""
 
@@ -57,7 +59,9 @@ class _Bridge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        (slope,) = ctx.pull(importlib.import_module("jax").numpy.asarray(g.numpy(), dtype="float32"))
+        (slope,) = ctx.pull(
+            importlib.import_module("jax").numpy.asarray(g.numpy(), dtype="float32")
+        )
         return None, torch.from_numpy(np.array(slope)).to(ctx.dtype), *[None] * ctx.rest
 
 
@@ -65,37 +69,63 @@ _bridge: Callable[..., Tensor] = _Bridge.apply
 
 
 def _padded(x: Tensor) -> Tensor:
-    """[B, T] with empty responses and masked slots added, to few shapes: JAX compiles a function for each it meets."""
+    """[B, T] with empty responses and masked slots added, to few shapes: JAX compiles a
+    function for each it meets.
+    """
     few = [max(8, 2 ** (n - 1).bit_length()) - n for n in x.shape]
     return torch.nn.functional.pad(x, (0, few[1], 0, few[0]))
 
 
-# ---- its losses ------------------------------------------------------------------------------------------------------
+# ---- its losses ----------------------------------------------------------------------
 @cache
 def _configs() -> dict[str, Any]:
     """The classes of its learners' settings by the variant that they are for."""
     base = _module("algorithm_config").AlgorithmConfig
     found: dict[str, Any] = {}
-    for file in sorted(Path(_module("common").__file__).parent.glob("*po/*_learner.py")):
+    for file in sorted(
+        Path(_module("common").__file__).parent.glob("*po/*_learner.py")
+    ):
         module = _module(f"{file.parent.name}.{file.stem}")
-        found |= {c.__name__: c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, base)}
+        found |= {
+            c.__name__: c
+            for c in vars(module).values()
+            if inspect.isclass(c) and issubclass(c, base)
+        }
     return {c().algo_variant: c for c in found.values() if c is not base}
 
 
 def _modes() -> list[str]:
     """The variants, and the loss_algo that the settings of GRPO allow beside."""
-    allowed = re.search(r"self.loss_algo not in \[(.*?)\]", inspect.getsource(_configs()["grpo"].__post_init__))
-    return [*_configs(), *(x for x in re.findall(r'"([\w-]+)"', allowed[1] if allowed else "") if x not in _configs())]
+    allowed = re.search(
+        r"self.loss_algo not in \[(.*?)\]",
+        inspect.getsource(_configs()["grpo"].__post_init__),
+    )
+    return [
+        *_configs(),
+        *(
+            x
+            for x in re.findall(r'"([\w-]+)"', allowed[1] if allowed else "")
+            if x not in _configs()
+        ),
+    ]
 
 
 def _settings(mode: str) -> Any:
-    return _configs()[mode]() if mode in _configs() else _configs()["grpo"](loss_algo=mode)
+    return (
+        _configs()[mode]() if mode in _configs() else _configs()["grpo"](loss_algo=mode)
+    )
 
 
 @cache
 def _function(mode: str, fields: tuple[tuple[str, Any], ...]) -> Callable:
-    """The loss with these fields over its defaults, as a function of arrays; compiled once for each shape."""
-    common, made, jax = _module("common"), _settings(mode), importlib.import_module("jax")
+    """The loss with these fields over its defaults, as a function of arrays; compiled
+    once for each shape.
+    """
+    common, made, jax = (
+        _module("common"),
+        _settings(mode),
+        importlib.import_module("jax"),
+    )
     for key, value in fields:
         setattr(made, key, value)
     if hasattr(made, "__dict__"):
@@ -108,52 +138,101 @@ def _function(mode: str, fields: tuple[tuple[str, Any], ...]) -> Callable:
 
     def found(lp, old, A, mask, ref):
         logits = jax.numpy.zeros((*lp.shape, 2))
-        vars(common)["compute_per_token_logps"] = lambda *_, **__: (lp, logits)  # in place of a model
-        given = {"completion_mask": mask, "advantages": A, "old_per_token_logps": old, "ref_per_token_logps": ref}
+        # in place of a model
+        vars(common)["compute_per_token_logps"] = lambda *_, **__: (lp, logits)
+        given = {
+            "completion_mask": mask,
+            "advantages": A,
+            "old_per_token_logps": old,
+            "ref_per_token_logps": ref,
+        }
         return loss(model, common.TrainExample(**no, **given), made, 0, 1)[0]
 
     return jax.jit(found)
 
 
 def _plain(
-    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, num_micro_batches
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    num_micro_batches,
 ) -> Tensor:
     """optax.MultiSteps takes the mean of the micro-batches."""
     default = asdict(_settings(mode))
     f = _function(mode, tuple((k, v) for k, v in config.items() if v != default[k]))
     given = [log_prob, old_log_prob, advantages, mask.float(), ref_log_prob]
-    if config.get("loss_agg_mode") != "sequence-mean-token-scale":  # which reads the width
+    # which reads the width
+    if config.get("loss_agg_mode") != "sequence-mean-token-scale":
         given = [_padded(x) for x in given]
     return _bridge(f, *given) / num_micro_batches
 
 
-# ---- compared with ---------------------------------------------------------------------------------------------------
+# ---- compared with -------------------------------------------------------------------
 def _clamped(b: Rollouts) -> Rollouts:
     d = b.logp - b.logp_old
     return replace(b, logp=b.logp + sg(d.clamp(-20, 20) - d))
 
 
 def _grpo_clamped(lp, lp_old, A, *, eps=0.2, c=None):
-    return get("grpo").fn(lp_old + (lp - lp_old).clamp(-20, 20), lp_old, A, eps=eps, c=c)
+    return get("grpo").fn(
+        lp_old + (lp - lp_old).clamp(-20, 20), lp_old, A, eps=eps, c=c
+    )
 
 
 RATIO = replace(get("grpo"), fn=_grpo_clamped)
-CLAMP_KL = fault(CLAMP.words, CLAMP.kind, objective=RATIO, hp={"beta": BETA})  # the KL term reads log π_θ itself
+# the KL term reads log π_θ itself
+CLAMP_KL = fault(CLAMP.words, CLAMP.kind, objective=RATIO, hp={"beta": BETA})
 CLAMP_K1 = fault(CLAMP.words, CLAMP.kind, objective=RATIO)
-BEFORE = fault("log r of each token clamped to ±20 before the mean", "clip", view=_clamped)
-WIDTH = fault("divided by the padded width", "aggregation", scale=lambda b: 1 / b.mask.shape[1])
+BEFORE = fault(
+    "log r of each token clamped to ±20 before the mean", "clip", view=_clamped
+)
+WIDTH = fault(
+    "divided by the padded width", "aggregation", scale=lambda b: 1 / b.mask.shape[1]
+)
 SAME = with_hp(eps_high=3e-4)
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (with_hp(beta=BETA), K1, CLAMP_K1)),
-    Comparison("default", "gspo-token", NO_KL, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2), BEFORE, CLAMP_S)),
+    Comparison(
+        "default",
+        "gspo-token",
+        NO_KL,
+        "gspo",
+        {},
+        (with_hp(eps_low=0.2, eps_high=0.2), BEFORE, CLAMP_S),
+    ),
     Comparison("default", "dapo", {}, "dapo", {}, (GROUPS, CLAMP)),
     Comparison("default", "drgrpo", NO_KL, "dr_grpo", {}, (WIDTH, CLAMP)),
     Comparison("default", "ppo", {}, "ppo_clip", {}),
     Comparison("paper", "grpo", NO_KL, "grpo", {}, (CLAMP,)),
-    Comparison("paper", "grpo", {"kl_loss_mode": "low_var_kl"}, "grpo", {"beta": BETA}, (CLAMP_KL,)),
-    Comparison("paper", "gspo-token", NO_KL | {"epsilon": 3e-4}, "gspo", {}, (SAME, BEFORE, CLAMP_S)),
+    Comparison(
+        "paper",
+        "grpo",
+        {"kl_loss_mode": "low_var_kl"},
+        "grpo",
+        {"beta": BETA},
+        (CLAMP_KL,),
+    ),
+    Comparison(
+        "paper",
+        "gspo-token",
+        NO_KL | {"epsilon": 3e-4},
+        "gspo",
+        {},
+        (SAME, BEFORE, CLAMP_S),
+    ),
     Comparison("paper", "dapo", {"epsilon_high": 0.28}, "dapo", {}, (GROUPS, CLAMP)),
-    Comparison("paper", "drgrpo", NO_KL | {"loss_agg_mode": "seq-mean-token-sum"}, "dr_grpo", {}, (CLAMP,)),
+    Comparison(
+        "paper",
+        "drgrpo",
+        NO_KL | {"loss_agg_mode": "seq-mean-token-sum"},
+        "dr_grpo",
+        {},
+        (CLAMP,),
+    ),
     Comparison("paper", "ppo", {"epsilon_c": 10.0}, "ppo_clip", {"c": 10.0}),
 )
 
@@ -161,16 +240,26 @@ COMPARISONS = (
 def _advantages(name: str):
     def found(rewards: Tensor, group: Tensor) -> Tensor:
         f = _module("function_registry").get_advantage_estimator(name)
-        return torch.from_numpy(np.array(f(rewards.numpy(), int(torch.bincount(group)[0]))))
+        return torch.from_numpy(
+            np.array(f(rewards.numpy(), int(torch.bincount(group)[0])))
+        )
 
     return found
 
 
 def _parts() -> tuple[Component, ...]:
     common, alone = _module("common"), ("uneven", "one")
-    kl = lambda mode: partial(_bridge, lambda lp, ref: common.compute_kl_divergence(lp, ref, mode))
-    mean = lambda mode: lambda x, m: _bridge(lambda x, m: common.aggregate_loss(x, m, mode), x, m.float())
-    log_probs = lambda z, tokens, t: _bridge(common.selective_log_softmax, z / t, tokens)
+    kl = lambda mode: partial(
+        _bridge, lambda lp, ref: common.compute_kl_divergence(lp, ref, mode)
+    )
+    mean = lambda mode: (
+        lambda x, m: _bridge(
+            lambda x, m: common.aggregate_loss(x, m, mode), x, m.float()
+        )
+    )
+    log_probs = lambda z, tokens, t: _bridge(
+        common.selective_log_softmax, z / t, tokens
+    )
     scale = "sequence-mean-token-scale"
     return (
         Component("advantages", "grpo", _advantages("grpo"), "group_norm", leaves_out=alone),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unsloth's policy losses as the audit compares them with the papers, and why they differ."""
+"""Unsloth's policy losses as the audit compares them with the papers, and why they
+differ.
+"""
 
 import ast
 import importlib
@@ -22,9 +24,14 @@ PIN = Pin(
         "unsloth_zoo/rl_replacements.py": "28275ce5683669113b8b6f47bdd04102",
         "unsloth_zoo/fused_losses/fused_linear.py": "7245d2f0774da223b33b24059d2854fb",
     },
-    skip_init=("unsloth_zoo", "unsloth_zoo.temporary_patches", "unsloth_zoo.fused_losses"),
+    skip_init=(
+        "unsloth_zoo",
+        "unsloth_zoo.temporary_patches",
+        "unsloth_zoo.fused_losses",
+    ),
     stubs=("datasets",),
-    env={"UNSLOTH_FORCE_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"},  # its own settings: no GPU, the plain functions
+    # its own settings: no GPU, the plain functions
+    env={"UNSLOTH_FORCE_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"},
 )
 READ = (
     "epsilon_low", "epsilon_high", "delta", "importance_sampling_level", "max_completion_length",
@@ -43,16 +50,32 @@ def _modes() -> list[str]:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """What it falls back to, kwargs.get(NAME, VALUE); beta is an argument without a default, 0 is no KL term."""
-    asked = (n.args for n in ast.walk(ast.parse(_source())) if isinstance(n, ast.Call) and len(n.args) == 2)
+    """What it falls back to, kwargs.get(NAME, VALUE); beta is an argument without a
+    default, 0 is no KL term.
+    """
+    asked = (
+        n.args
+        for n in ast.walk(ast.parse(_source()))
+        if isinstance(n, ast.Call) and len(n.args) == 2
+    )
     told = {n.value: v for n, v in asked if isinstance(n, ast.Constant)}
     return {k: ast.literal_eval(told[k]) for k in READ} | {"beta": 0.0}
 
 
 def _plain(
-    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    totals,
+    num_micro_batches,
 ) -> Tensor:
-    """As its trainer calls it: the tokens of the accumulated batch, and how many micro-batches that has."""
+    """As its trainer calls it: the tokens of the accumulated batch, and how many
+    micro-batches that has.
+    """
     settings = {k: v for k, v in config.items() if k != "beta"}
     return _zoo().grpo_compute_loss(
         ref_log_prob, log_prob, old_log_prob, None, mask.long(), mask, config["beta"], advantages, loss_type=mode,
@@ -69,10 +92,13 @@ def _weighted_k3(lp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
 KL, SEQUENCE = {"beta": 0.04}, {"importance_sampling_level": "sequence"}
 GSPO = SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 HIGHER = {"epsilon_high": 0.28}
-LENGTH = fault("divided by max_completion_length = 8192", "aggregation", scale=lambda b: 1 / 8192)
+LENGTH = fault(
+    "divided by max_completion_length = 8192", "aggregation", scale=lambda b: 1 / 8192
+)
 LONG = SEQUENCE | {"epsilon_low": 2e-3, "epsilon_high": 2.5e-3}
 WEIGHTED = kl_term(
-    "the KL term is multiplied by the ratio, which is differentiated too, and clamped to 10", _weighted_k3
+    "the KL term is multiplied by the ratio, which is differentiated too, and clamped to 10",
+    _weighted_k3,
 )
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
 COMPARISONS = (
@@ -105,18 +131,36 @@ def _parts() -> tuple[Component, ...]:
     head = lambda z, tokens, t: zoo.chunked_hidden_states_selective_log_softmax(
         z, torch.eye(z.shape[-1], dtype=z.dtype), tokens, temperature=t
     )
-    names = {"selective_log_softmax": plain, "in chunks": chunked, "in chunks, from hidden states": head}
-    return tuple(Component("logprobs", k, f, "token_log_probs", tol=1e-4) for k, f in names.items())
+    names = {
+        "selective_log_softmax": plain,
+        "in chunks": chunked,
+        "in chunks, from hidden states": head,
+    }
+    return tuple(
+        Component("logprobs", k, f, "token_log_probs", tol=1e-4)
+        for k, f in names.items()
+    )
 
 
 def _kernels() -> dict[str, Callable]:
-    fused = importlib.import_module("unsloth_zoo.fused_losses.fused_linear").fused_linear_logprobs
+    fused = importlib.import_module(
+        "unsloth_zoo.fused_losses.fused_linear"
+    ).fused_linear_logprobs
 
     def linear(hidden, weight, tokens, temperature, bias=None):
-        return fused(hidden, weight, tokens, bias=bias, temperature=temperature, return_entropy=True)
+        return fused(
+            hidden,
+            weight,
+            tokens,
+            bias=bias,
+            temperature=temperature,
+            return_entropy=True,
+        )
 
-    chunked = lambda hidden, weight, tokens, temperature: _zoo().chunked_hidden_states_selective_log_softmax(
-        hidden, weight, tokens, temperature=temperature
+    chunked = lambda hidden, weight, tokens, temperature: (
+        _zoo().chunked_hidden_states_selective_log_softmax(
+            hidden, weight, tokens, temperature=temperature
+        )
     )
     return {"fused_linear_logprobs": linear, "in chunks, from hidden states": chunked}
 

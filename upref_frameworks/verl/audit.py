@@ -17,45 +17,78 @@ from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, wit
 from upref_frameworks.audits.compare import MICRO
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework
-from upref_frameworks.audits.shared import ALONE, CLAMP, CLAMP_S, FLOOR, NARROW_K3, SAMPLE, keep_singletons, sampled
+from upref_frameworks.audits.shared import (
+    ALONE,
+    CLAMP,
+    CLAMP_S,
+    FLOOR,
+    NARROW_K3,
+    SAMPLE,
+    keep_singletons,
+    sampled,
+)
 from upref_frameworks.verl.losses import NO_DUAL_CLIP, verl, verl_loss
 
 
 def _micro_means(b: Rollouts) -> Tensor:
     """B over the size of the micro-batch a response is in."""
-    return torch.cat([torch.full((len(m.mask), 1), len(b.mask) / len(m.mask)) for m in b.split(MICRO)]).to(b.logp)
+    return torch.cat(
+        [
+            torch.full((len(m.mask), 1), len(b.mask) / len(m.mask))
+            for m in b.split(MICRO)
+        ]
+    ).to(b.logp)
 
 
 E20 = math.exp(20)
-MICRO_MEAN = fault("torch.mean of each micro-batch, global_batch_info unread", "batches", scale=_micro_means)
+MICRO_MEAN = fault(
+    "torch.mean of each micro-batch, global_batch_info unread",
+    "batches",
+    scale=_micro_means,
+)
 
 
 def _dppo(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]:
     name = f"dppo_{kind}_verl"
-    said = f"delta = {delta:g}, ratio cut at {trunc:.4g} outside the derivative ({name})"
+    said = (
+        f"delta = {delta:g}, ratio cut at {trunc:.4g} outside the derivative ({name})"
+    )
     near = lambda b: (binary_kl(b.logp, b.logp_old) - delta).abs() < 1e-5
-    moved = "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)"
+    moved = (
+        "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)"
+    )
     near_kl = fault(moved, "rounding", skip=near)
     cut = fault(said, "objective", objective=name, hp={"delta": delta, "trunc": trunc})
     return (cut, near_kl) if kind == "kl" else (cut,)
 
 
 def _clip(low: float, high: float, c: float | None = None) -> dict[str, float]:
-    return {"clip_ratio_low": low, "clip_ratio_high": high} | ({"clip_ratio_c": c} if c else {})
+    return {"clip_ratio_low": low, "clip_ratio_high": high} | (
+        {"clip_ratio_c": c} if c else {}
+    )
 
 
 def _tied(b: Rollouts) -> Tensor:
-    """The tokens whose covariance equals the last that is penalized, where there are several."""
+    """The tokens whose covariance equals the last that is penalized, where there are
+    several.
+    """
     cov = covariance(b.logp, b.adv, b.mask)
     score = cov.masked_fill(~b.mask, -math.inf)
-    at_the_cut = b.mask & (score == cut(score, torch.tensor(2e-4), b.mask, descending=True))
+    at_the_cut = b.mask & (
+        score == cut(score, torch.tensor(2e-4), b.mask, descending=True)
+    )
     return at_the_cut & (at_the_cut.sum() > 1)
 
 
 TIES = fault(
-    "of tokens that tie for the last place as many as there are places (ties left out)", "rounding", skip=_tied
+    "of tokens that tie for the last place as many as there are places (ties left out)",
+    "rounding",
+    skip=_tied,
 )
-TOKENS, MEANS, SUMS = ({"loss_agg_mode": a} for a in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"))
+TOKENS, MEANS, SUMS = (
+    {"loss_agg_mode": a}
+    for a in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+)
 COMPARISONS = (
     Comparison("default", "vanilla", TOKENS, "ppo_clip", {}, (with_hp(c=3.0),)),
     Comparison("default", "gspo", TOKENS, "gspo", {}, (
@@ -92,7 +125,8 @@ def _loss(c: Comparison, b: Rollouts, padding: float | None) -> Tensor:
 
 
 def _remarks() -> tuple[str, ...]:
-    added = (torch.ones(1, dtype=torch.bool).sum() + 1e-8 - 1).item()  # as agg_loss computes it
+    # as agg_loss computes it
+    added = (torch.ones(1, dtype=torch.bool).sum() + 1e-8 - 1).item()
     return (
         f"The 1e-8 in the denominators of seq-mean-token-mean adds {added:g} to a count of 1 (float32).",
         "grpo_vectorized: equal rewards of 0.1 get advantages of up to 0.012, by rounding (left out of its row).",
@@ -106,19 +140,38 @@ def _kernels() -> dict[str, Callable]:
 
     def from_logits(logits, tokens, temperature):
         """As its workers call both, on logits divided by the temperature."""
-        return logprobs_from_logits(logits / temperature, tokens), entropy_from_logits(logits / temperature)
+        return logprobs_from_logits(logits / temperature, tokens), entropy_from_logits(
+            logits / temperature
+        )
 
-    fused = lambda hidden, weight, tokens, temperature: FusedLinearForPPO()(hidden, weight, tokens, temperature)
-    return {"FusedLinearForPPO": fused, "logprobs_from_logits, entropy_from_logits": from_logits}
+    fused = lambda hidden, weight, tokens, temperature: FusedLinearForPPO()(
+        hidden, weight, tokens, temperature
+    )
+    return {
+        "FusedLinearForPPO": fused,
+        "logprobs_from_logits, entropy_from_logits": from_logits,
+    }
 
 
 def _advantages(name: str, **more: bool):
     def found(R: Tensor, group: Tensor) -> Tensor:
-        """Rewards on the one token of each response; the function writes into what it is given."""
+        """Rewards on the one token of each response; the function writes into what it
+        is given.
+        """
         f, one = verl()[0].get_adv_estimator_fn(name), torch.ones_like(R)[:, None]
         grouped = {} if name == "reinforce_plus_plus" else {"index": group.numpy()}
-        gamma = {"config": SimpleNamespace(gamma=1.0)} if name == "reinforce_plus_plus" else {}
-        return f(token_level_rewards=R.clone()[:, None], response_mask=one, **grouped, **gamma, **more)[0][:, 0]
+        gamma = (
+            {"config": SimpleNamespace(gamma=1.0)}
+            if name == "reinforce_plus_plus"
+            else {}
+        )
+        return f(
+            token_level_rewards=R.clone()[:, None],
+            response_mask=one,
+            **grouped,
+            **gamma,
+            **more,
+        )[0][:, 0]
 
     return found
 
@@ -128,20 +181,31 @@ def _opo(R: Tensor, group: Tensor) -> Tensor:
     mask = torch.arange(3) < _lengths(R)[:, None]
     rewards = torch.nn.functional.pad(R[:, None], (0, 2))
     f = verl()[0].get_adv_estimator_fn("opo")
-    return f(token_level_rewards=rewards, response_mask=mask.double(), index=group.numpy())[0][:, 0]
+    return f(
+        token_level_rewards=rewards, response_mask=mask.double(), index=group.numpy()
+    )[0][:, 0]
 
 
 def _by_length(R: Tensor, group: Tensor) -> Tensor:
-    """R minus the mean of its group, each reward weighted by the length of its response (OPO)."""
+    """R minus the mean of its group, each reward weighted by the length of its response
+    (OPO).
+    """
     n, same = _lengths(R), (group[:, None] == group).to(R.dtype)
     return R - same @ (n * R) / (same @ n)
 
 
 def _remax(R: Tensor, group: Tensor) -> Tensor:
-    """Responses of 1, 2, 3, 1, ... tokens, rewarded on the first; GREEDY is the greedy response's reward."""
+    """Responses of 1, 2, 3, 1, ... tokens, rewarded on the first; GREEDY is the greedy
+    response's reward.
+    """
     mask = (torch.arange(3) < _lengths(R)[:, None]).to(R.dtype)
-    rewards, f = torch.nn.functional.pad(R[:, None], (0, 2)), verl()[0].get_adv_estimator_fn("remax")
-    return f(token_level_rewards=rewards, reward_baselines=GREEDY[group], response_mask=mask)[0][:, 0]
+    rewards, f = (
+        torch.nn.functional.pad(R[:, None], (0, 2)),
+        verl()[0].get_adv_estimator_fn("remax"),
+    )
+    return f(
+        token_level_rewards=rewards, reward_baselines=GREEDY[group], response_mask=mask
+    )[0][:, 0]
 
 
 GREEDY = torch.tensor([0.25, -0.5], dtype=torch.float64)
@@ -149,16 +213,26 @@ GREEDY = torch.tensor([0.25, -0.5], dtype=torch.float64)
 
 def _passk(std: bool):
     def found(R: Tensor, group: Tensor) -> Tensor:
-        f, one = verl()[0].get_adv_estimator_fn("grpo_passk"), torch.ones_like(R)[:, None]
+        f, one = (
+            verl()[0].get_adv_estimator_fn("grpo_passk"),
+            torch.ones_like(R)[:, None],
+        )
         config = {"norm_adv_by_std_in_grpo": std}
-        return f(token_level_rewards=R[:, None], response_mask=one, index=group.numpy(), config=config)[0][:, 0]
+        return f(
+            token_level_rewards=R[:, None],
+            response_mask=one,
+            index=group.numpy(),
+            config=config,
+        )[0][:, 0]
 
     return found
 
 
 def _best_alone(std: bool):
     def reference(R: Tensor, group: Tensor) -> Tensor:
-        """The gain of max R by each response: what the maximum loses without it (Pass@k, k the size of the group)."""
+        """The gain of max R by each response: what the maximum loses without it
+        (Pass@k, k the size of the group).
+        """
         A = torch.zeros_like(R)
         for g in group.unique():
             i = (group == g).nonzero().flatten()
@@ -175,16 +249,24 @@ def _lengths(R: Tensor) -> Tensor:
 
 
 def _gpg(R: Tensor, group: Tensor) -> Tensor:
-    return keep_singletons(advantages.group_mean)(R, group) * len(R) / R.count_nonzero().clamp(min=1)
+    return (
+        keep_singletons(advantages.group_mean)(R, group)
+        * len(R)
+        / R.count_nonzero().clamp(min=1)
+    )
 
 
-VALUES = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)  # of a critic, for every response
+# of a critic, for every response
+VALUES = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
 
 
 def _gae(lam: float):
     def found(R: Tensor, group: Tensor) -> Tensor:
         """The first of three tokens, the reward on the last; then whitened by all."""
-        rewards, ones = torch.nn.functional.pad(R[:, None], (2, 0)), torch.ones(len(R), 3, dtype=R.dtype)
+        rewards, ones = (
+            torch.nn.functional.pad(R[:, None], (2, 0)),
+            torch.ones(len(R), 3, dtype=R.dtype),
+        )
         f = verl()[0].get_adv_estimator_fn("gae")
         return f(rewards, VALUES.expand(len(R), 3), ones, gamma=0.9, lam=lam)[0][:, 0]
 
@@ -193,10 +275,17 @@ def _gae(lam: float):
 
 def _sum_of_deltas(lam: float):
     def reference(R: Tensor, group: Tensor) -> Tensor:
-        """GAE written as a sum: A_t = Σ_k (γλ)^k δ_(t+k), whitened as masked_whiten does."""
+        """GAE written as a sum: A_t = Σ_k (γλ)^k δ_(t+k), whitened as masked_whiten
+        does.
+        """
         after = torch.cat([VALUES[1:], VALUES.new_zeros(1)])
         deltas = torch.nn.functional.pad(R[:, None], (2, 0)) + 0.9 * after - VALUES
-        power = torch.tensor([[(0.9 * lam) ** (k - t) if k >= t else 0.0 for k in range(3)] for t in range(3)])
+        power = torch.tensor(
+            [
+                [(0.9 * lam) ** (k - t) if k >= t else 0.0 for k in range(3)]
+                for t in range(3)
+            ]
+        )
         A = deltas @ power.to(deltas).T
         return sampled(A.flatten()).view_as(A)[:, 0]
 
@@ -211,7 +300,11 @@ def _centred(R: Tensor, group: Tensor) -> Tensor:
 def _parts() -> tuple[Component, ...]:
     kl, agg = verl()[0].kl_penalty, verl()[0].agg_loss
     aggregation = lambda mode: lambda x, mask: agg(x, mask, mode)
-    groups = {"grpo": "group_norm", "grpo_vectorized": "group_norm", "rloo": "leave_one_out"}
+    groups = {
+        "grpo": "group_norm",
+        "grpo_vectorized": "group_norm",
+        "rloo": "leave_one_out",
+    }
     rounded = {"grpo_vectorized": ("equal rewards that do not round alike",)}
     return (
         *(Component("advantages", n, _advantages(n), ref,

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The platform `cpu` of verl 0.9.1: what verl asks of an accelerator, answered for a host without one."""
+"""The platform `cpu` of verl 0.9.1: what verl asks of an accelerator, answered for a
+host without one.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -11,17 +13,29 @@ import psutil
 import torch
 import torch.distributed
 import verl.utils.import_utils
-from verl.plugin.platform import PlatformBase, PlatformRegistry, get_platform, set_platform
+from verl.plugin.platform import (
+    PlatformBase,
+    PlatformRegistry,
+    get_platform,
+    set_platform,
+)
 
 nothing = lambda *_, **__: None
 
 
 def device_module() -> ModuleType:
-    """What verl asks of torch.cuda, answered for a CPU: torch.cpu, the host's generator and the host's memory."""
+    """What verl asks of torch.cuda, answered for a CPU: torch.cpu, the host's generator
+    and the host's memory.
+    """
     module = ModuleType("torch.cpu")
-    module.__dict__.update({k: v for k, v in vars(torch.cpu).items() if not k.startswith("__")})
+    module.__dict__.update(
+        {k: v for k, v in vars(torch.cpu).items() if not k.startswith("__")}
+    )
     resident = lambda *_: psutil.Process().memory_info().rss
-    memory = lambda *_: (psutil.virtual_memory().available, psutil.virtual_memory().total)
+    memory = lambda *_: (
+        psutil.virtual_memory().available,
+        psutil.virtual_memory().total,
+    )
     module.__dict__.update(
         set_device=nothing,  # torch.cpu's own refuses an index
         current_device=lambda: torch.device("cpu"),
@@ -36,14 +50,20 @@ def device_module() -> ModuleType:
         ipc_collect=nothing,
         set_per_process_memory_fraction=nothing,
         reset_peak_memory_stats=nothing,
-        **{f"{most}memory_{kind}": resident for most in ("", "max_") for kind in ("allocated", "reserved")},
+        **{
+            f"{most}memory_{kind}": resident
+            for most in ("", "max_")
+            for kind in ("allocated", "reserved")
+        },
     )
     return module
 
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """A host without an accelerator. Ray is told of GPUs that are not there (`ray_init.num_gpus`): they only count."""
+    """A host without an accelerator. Ray is told of GPUs that are not there
+    (`ray_init.num_gpus`): they only count.
+    """
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -66,12 +86,15 @@ class PlatformCPU(PlatformBase):
     nvtx_range = lambda self, msg: nullcontext()
     ray_resource_name = lambda self: "GPU"
     ray_noset_envvars = lambda self: ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-    is_ipc_supported = lambda self: False  # weights travel to vLLM through shared memory
+    # weights travel to vLLM through shared memory
+    is_ipc_supported = lambda self: False
 
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """This platform, also where verl resolved another one before: it does so once per process, and per module."""
+    """This platform, also where verl resolved another one before: it does so once per
+    process, and per module.
+    """
     from verl.models.transformers import monkey_patch
     from verl.workers.engine.fsdp import transformer_impl
 
@@ -86,7 +109,9 @@ def on_cpu() -> Iterator[None]:
 
 
 def once_per_device(init):
-    """verl asks for "cpu:gloo,DEVICE:BACKEND", which here names the CPU twice, and torch refuses that."""
+    """verl asks for "cpu:gloo,DEVICE:BACKEND", which here names the CPU twice, and
+    torch refuses that.
+    """
 
     @functools.wraps(init)
     def wrapped(backend=None, *args, **kwargs):
@@ -97,6 +122,7 @@ def once_per_device(init):
     return wrapped
 
 
-# verl patches TRL's value head wherever TRL is installed; TRL 1.16 has none, and no critic trains here
+# verl patches TRL's value head wherever TRL is installed; TRL 1.16 has none, and no
+# critic trains here
 without_trl = lambda: False
 verl.utils.import_utils.is_trl_available = without_trl

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's own policy losses on a batch of ours, and as `Loss`: `verl:LOSS_MODE`, or a function of its signature."""
+"""verl's own policy losses on a batch of ours, and as `Loss`: `verl:LOSS_MODE`, or a
+function of its signature.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +32,9 @@ NO_DUAL_CLIP = 1e10  # verl cannot switch it off; its ratio never exceeds e^20
 
 
 def verl() -> Any:
-    """(core_algos, ActorConfig, version) of the installed verl; InputError where there is none."""
+    """(core_algos, ActorConfig, version) of the installed verl; InputError where there
+    is none.
+    """
     with importing("verl"):
         import verl
         from verl.trainer.ppo import core_algos
@@ -39,13 +43,25 @@ def verl() -> Any:
 
 
 class StandInConfig(SimpleNamespace):
-    """What a function of verl's signature reads of ActorConfig, for where verl is not installed: 0.9.1's defaults."""
+    """What a function of verl's signature reads of ActorConfig, for where verl is not
+    installed: 0.9.1's defaults.
+    """
 
     def __init__(self, **fields: Any) -> None:
         clip = dict(
-            clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05
+            clip_ratio=0.2,
+            clip_ratio_low=0.2,
+            clip_ratio_high=0.2,
+            clip_ratio_c=3.0,
+            tau_pos=1.0,
+            tau_neg=1.05,
         )
-        other = dict(loss_scale_factor=None, entropy_coeff=0, use_kl_loss=False, kl_loss_coef=0.001)
+        other = dict(
+            loss_scale_factor=None,
+            entropy_coeff=0,
+            use_kl_loss=False,
+            kl_loss_coef=0.001,
+        )
         of_loss = {"policy_loss": SimpleNamespace()}
         super().__init__(global_batch_info={}, **clip | other | of_loss | fields)
 
@@ -57,7 +73,8 @@ class StandInConfig(SimpleNamespace):
 
 
 def policy_loss_config(**fields: Any) -> Any:
-    """Return verl's `PolicyLossConfig` with these fields, or where verl is not installed what a loss reads of it.
+    """Return verl's `PolicyLossConfig` with these fields, or where verl is not
+    installed what a loss reads of it.
 
     Args:
         **fields: fields of verl's `PolicyLossConfig`.
@@ -78,11 +95,13 @@ def verl_loss(
     loss_mode: str | Callable[..., Any], b: Rollouts | Bare, agg: str = "token-mean", padding: float | None = 0.0,
     ranks: int = 1, **actor_config: Any,
 ) -> Tensor:  # fmt: skip
-    """The scalar that verl would call backward() on for this (micro-)batch on one rank; gradients flow into b.logp.
+    """The scalar that verl would call backward() on for this (micro-)batch on one rank;
+    gradients flow into b.logp.
 
-    loss_mode: a registered name, or a function of that signature. actor_config: fields of verl's ActorConfig and of its
-    PolicyLossConfig. Masked slots hold `padding`, or with None what the batch has there. The counts of the mini-batch
-    are b.totals; ranks: how many average their gradients.
+    loss_mode: a registered name, or a function of that signature. actor_config: fields
+    of verl's ActorConfig and of its PolicyLossConfig. Masked slots hold `padding`, or
+    with None what the batch has there. The counts of the mini-batch are b.totals;
+    ranks: how many average their gradients.
     """
     try:
         core_algos, ActorConfig, _ = verl()
@@ -91,16 +110,26 @@ def verl_loss(
             raise
         ActorConfig = StandInConfig
     try:
-        f = loss_mode if callable(loss_mode) else core_algos.get_policy_loss_fn(loss_mode)
+        f = (
+            loss_mode
+            if callable(loss_mode)
+            else core_algos.get_policy_loss_fn(loss_mode)
+        )
         of_loss = {k: v for k, v in actor_config.items() if k in OF_LOSS}
         if of_loss:
             actor_config = {k: v for k, v in actor_config.items() if k not in OF_LOSS}
             actor_config["policy_loss"] = policy_loss_config(**of_loss)
         config = ActorConfig(
-            strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, loss_agg_mode=agg, **actor_config
+            strategy="fsdp",
+            rollout_n=1,
+            ppo_micro_batch_size_per_gpu=1,
+            loss_agg_mode=agg,
+            **actor_config,
         )
     except (ValueError, TypeError) as e:
-        raise InputError(f"verl refuses loss_mode={loss_mode}, loss_agg_mode={agg}, {actor_config}: {e}") from e
+        raise InputError(
+            f"verl refuses loss_mode={loss_mode}, loss_agg_mode={agg}, {actor_config}: {e}"
+        ) from e
     totals = b.totals or Totals.of(b.mask)
     config.global_batch_info.update(  # what verl's ppo_loss fills in
         dp_size=ranks,
@@ -117,28 +146,46 @@ def verl_loss(
 
 
 def shipped() -> dict[str, Any]:
-    """The defaults of verl's ActorConfig, or where verl is not installed those of its 0.9.1 that a loss reads."""
+    """The defaults of verl's ActorConfig, or where verl is not installed those of its
+    0.9.1 that a loss reads.
+    """
     try:
         config = verl()[1]
     except InputError:
-        return {"loss_agg_mode": "token-mean"} | {k: v for k, v in vars(StandInConfig()).items() if k != "policy_loss"}
-    every = [*dataclasses.fields(config), *(f for f in dataclasses.fields(policy_loss_config()) if f.name in OF_LOSS)]
+        return {"loss_agg_mode": "token-mean"} | {
+            k: v for k, v in vars(StandInConfig()).items() if k != "policy_loss"
+        }
+    every = [
+        *dataclasses.fields(config),
+        *(f for f in dataclasses.fields(policy_loss_config()) if f.name in OF_LOSS),
+    ]
     return {f.name: f.default for f in every if f.default is not dataclasses.MISSING}
 
 
-# ---- as a Loss -------------------------------------------------------------------------------------------------------
+# ---- as a Loss -----------------------------------------------------------------------
 NAMED = {  # hyperparameters of verl's own losses, as its PolicyLossConfig names them
     "kl_cov": {"share": "kl_cov_ratio", "coef": "ppo_kl_coef"},
-    "clip_cov": {"share": "clip_cov_ratio", "low": "clip_cov_lb", "high": "clip_cov_ub"},
+    "clip_cov": {
+        "share": "clip_cov_ratio",
+        "low": "clip_cov_lb",
+        "high": "clip_cov_ub",
+    },
     "dro": {"tau": "dro_beta"},
 }
 
 
 def settings_for(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
-    """The fields of verl's ActorConfig and PolicyLossConfig that say what the objective's hyperparameters say."""
+    """The fields of verl's ActorConfig and PolicyLossConfig that say what the
+    objective's hyperparameters say.
+    """
     h = objective.resolve(hp)
     low, high = clip(h)
-    actor = {"clip_ratio": high, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": h.get("c")}
+    actor = {
+        "clip_ratio": high,
+        "clip_ratio_low": low,
+        "clip_ratio_high": high,
+        "clip_ratio_c": h.get("c"),
+    }
     actor = {k: v for k, v in actor.items() if v is not None}
     if h.get("c", 0) is None:
         actor["clip_ratio_c"] = NO_DUAL_CLIP
@@ -155,18 +202,29 @@ def of(
     name: str, mode: str | Callable[..., Any], o: Objective, hp: dict[str, Any], fields: dict[str, Any] | None = None,
     matched: bool = True,
 ) -> Loss:  # fmt: skip
-    """The Loss of a registered name or of a function of that signature; matched: set up as the objective says.
+    """The Loss of a registered name or of a function of that signature; matched: set up
+    as the objective says.
 
-    A function of somebody's own is called as verl calls its losses, which the report says.
+    A function of somebody's own is called as verl calls its losses, which the report
+    says.
     """
-    every = ({"loss_agg_mode": verl_name(o.level, o.agg)} if matched else {}) | (fields or {})
+    every = ({"loss_agg_mode": verl_name(o.level, o.agg)} if matched else {}) | (
+        fields or {}
+    )
     settings = lambda hp: (settings_for(o, hp) if matched else {}) | every
 
     def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
         b = Bare(**{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv")})
         use = {"loss_agg_mode": shipped()["loss_agg_mode"]} | settings(hp | moved)
         try:
-            return verl_loss(mode, b, use.pop("loss_agg_mode"), padding=None, ranks=full["ranks"], **use)
+            return verl_loss(
+                mode,
+                b,
+                use.pop("loss_agg_mode"),
+                padding=None,
+                ranks=full["ranks"],
+                **use,
+            )
         except AttributeError as e:
             if isinstance(mode, str) or not type(e.obj).__name__.endswith("Config"):
                 raise
@@ -179,7 +237,11 @@ def of(
         f"verl's contract: {describe_fields(settings(hp))}; global_batch_info carries the counts of the mini-batch, so "
         "that the losses of its micro-batches add up; masked slots hold finite numbers",
     )
-    plain = of(name, mode, o, hp, None, matched=False) if matched and isinstance(mode, str) else None
+    plain = (
+        of(name, mode, o, hp, None, matched=False)
+        if matched and isinstance(mode, str)
+        else None
+    )
     loss = Loss(
         name, call, o, frozenset({*MAIN, "totals"}), framework="verl", read_as="verl's signature",
         assumptions=assumptions, fields=settings(hp), defaults=shipped(), shipped=plain,
@@ -190,5 +252,12 @@ def of(
     read_as = "by its arguments' names a policy loss of verl, which is called with verl's ActorConfig"
     switched_off: tuple[str, ...] = ()
     if settings(hp).get("clip_ratio_c") == NO_DUAL_CLIP:
-        switched_off = ("a dual clip, if it has one: config.clip_ratio_c = 1e+10 switches it off here",)
-    return replace(loss, read_as=read_as, defaults_called="verl's default", switched_off=switched_off)
+        switched_off = (
+            "a dual clip, if it has one: config.clip_ratio_c = 1e+10 switches it off here",
+        )
+    return replace(
+        loss,
+        read_as=read_as,
+        defaults_called="verl's default",
+        switched_off=switched_off,
+    )

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the optimizer steps of verl's actor, under any policy loss, as the environment says.
+"""Record the optimizer steps of verl's actor, under any policy loss, as the environment
+says.
 
     UPREF_REPLAY=dumps UPREF_REPLAY_EVERY=50 python -m verl.trainer.main_ppo ...
     UPREF_WATCH="dapo eps_high=0.2 c=3" python -m verl.trainer.main_ppo ...
 
-The first records steps. The second judges the same steps while they train (`upref.replay.watch`):
-it holds the objective, its hyperparameters, and `agg=NAME` and `on_fail=warn` where wanted. Both
-together record and judge. verl imports upref_frameworks.verl.training in each of its processes
-(group `verl.plugins`), which calls `by_environment`. **The files hold users' texts, as token ids.**
+The first records steps. The second judges the same steps while they train
+(`upref.replay.watch`): it holds the objective, its hyperparameters, and `agg=NAME` and
+`on_fail=warn` where wanted. Both together record and judge. verl imports
+upref_frameworks.verl.training in each of its processes (group `verl.plugins`), which
+calls `by_environment`. **The files hold users' texts, as token ids.**
 
-One method is wrapped, `train_batch` of verl's engines: one call is one optimizer step of one rank.
-The loss function that it is given is called as before, and what it reads is kept: log π_θ and the
-entropy of the model's output, the columns of the micro-batch, and dL/dlog π_θ, which arrives in
-verl's own backward pass. The worker counts the steps, because it has no other number of them; in a
-folder with recorded steps the count goes on.
+One method is wrapped, `train_batch` of verl's engines: one call is one optimizer step
+of one rank. The loss function that it is given is called as before, and what it reads
+is kept: log π_θ and the entropy of the model's output, the columns of the micro-batch,
+and dL/dlog π_θ, which arrives in verl's own backward pass. The worker counts the steps,
+because it has no other number of them; in a folder with recorded steps the count goes
+on.
 """
 
 import logging
@@ -77,30 +80,38 @@ HINTS = {
 
 
 def in_verl(folder: str | Path, every: int = EVERY, watch: str = "") -> Recording:
-    """Record, and judge, the actor's optimizer steps of every verl engine of this process.
+    """Record, and judge, the actor's optimizer steps of every verl engine of this
+    process.
 
     Args:
-        folder: where a file for each step and rank goes, on a path that all nodes share or one for
-            each node. "": no files.
-        every: number of optimizer steps between two that are taken; the first one is taken too.
-        watch: what the loss should be, as UPREF_WATCH has it; "": the steps are not judged.
+        folder: where a file for each step and rank goes, on a path that all nodes share
+            or one for each node. "": no files.
+        every: number of optimizer steps between two that are taken; the first one is
+            taken too.
+        watch: what the loss should be, as UPREF_WATCH has it; "": the steps are not
+            judged.
 
     Returns:
         The Recording, whose `stop` ends it.
 
     Raises:
-        InputError: the folder cannot be made, or the objective or a hyperparameter does not exist.
+        InputError: the folder cannot be made, or the objective or a hyperparameter does
+            not exist.
     """
     place = open_folder(folder) if folder else None
     keep = None if place is None else file_sink(place)
     sink = watched(watch, keep) if watch else keep
     if sink is None:
-        raise InputError("there is nothing to do: name a folder, or an objective to watch.")
+        raise InputError(
+            "there is nothing to do: name a folder, or an objective to watch."
+        )
     return Recording(Steps(Schedule(every), sink, place).detach)
 
 
 def watched(words: str, then: Sink | None) -> Watch:
-    """The Watch of `NAME KEY=VALUE...`, with agg and on_fail beside the hyperparameters."""
+    """The Watch of `NAME KEY=VALUE...`, with agg and on_fail beside the
+    hyperparameters.
+    """
     name, *rest = words.split()
     given = {word.partition("=")[0]: word.partition("=")[2] for word in rest}
     on_fail = given.pop("on_fail", "stop")
@@ -163,7 +174,8 @@ class Steps:
     def train_batch(self, engine: Any, data: Any, loss_function: Any) -> Any:
         """One optimizer step of verl, recorded where it is one of the actor's and due."""
         is_actors = "old_log_probs" in data.keys()  # noqa: SIM118  a TensorDict iterates over rows
-        if self.stopped or not is_actors:  # a step of the critic, or of supervised training
+        # a step of the critic, or of supervised training
+        if self.stopped or not is_actors:
             return self.inner(engine, data, loss_function)
         if id(engine) not in self.counts:
             self.counts[id(engine)] = self._recorded(engine)
@@ -177,8 +189,12 @@ class Steps:
             guarded(lambda: self._hand_over(engine, kept.batch(step), out), self.detach)
         return out
 
-    def _hand_over(self, engine: Any, batch: RecordedBatch, out: dict[str, Any]) -> None:
-        """Give the step to the sink, and its metrics to verl, which takes a list of each."""
+    def _hand_over(
+        self, engine: Any, batch: RecordedBatch, out: dict[str, Any]
+    ) -> None:
+        """Give the step to the sink, and its metrics to verl, which takes a list of
+        each.
+        """
         metrics = self.sink(batch, engine.get_data_parallel_group())
         out["metrics"] |= {name: [value] for name, value in (metrics or {}).items()}
 
@@ -188,14 +204,18 @@ class Steps:
             return 0
         rank = engine.get_data_parallel_rank()
         names = [file.name for file in self.folder.glob(f"step*-rank{rank:04d}.npz")]
-        numbers = [int(found[1]) for name in names if (found := re.match(r"step(\d+)-", name))]
+        numbers = [
+            int(found[1]) for name in names if (found := re.match(r"step(\d+)-", name))
+        ]
         return max(numbers, default=0)
 
 
 class Kept:
     """What one optimizer step of one engine leaves."""
 
-    def __init__(self, engine: Any, inner: Callable[..., Any], stop: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Any, inner: Callable[..., Any], stop: Callable[[], None]
+    ) -> None:
         self.engine = engine
         self.inner = inner
         self.stop = stop
@@ -204,9 +224,13 @@ class Kept:
         self.losses: list[Tensor] = []
         self.counts: dict[str, float] = {}
 
-    def loss_function(self, model_output: Any, data: Any, dp_group: Any = None, **kw: Any) -> Any:
+    def loss_function(
+        self, model_output: Any, data: Any, dp_group: Any = None, **kw: Any
+    ) -> Any:
         """verl's loss of a micro-batch, and what it reads."""
-        loss, metrics = self.inner(model_output=model_output, data=data, dp_group=dp_group, **kw)
+        loss, metrics = self.inner(
+            model_output=model_output, data=data, dp_group=dp_group, **kw
+        )
         guarded(lambda: self._keep(model_output, data, loss), self.stop)
         return loss, metrics
 
@@ -224,7 +248,9 @@ class Kept:
         kept["mask"] = kept["mask"].bool()
         kept["now"] = no_padding_2_padding(lp.detach(), data).cpu()
         if model_output.get("entropy") is not None:
-            kept["entropy"] = no_padding_2_padding(model_output["entropy"].detach(), data).cpu()
+            kept["entropy"] = no_padding_2_padding(
+                model_output["entropy"].detach(), data
+            ).cpu()
         kept = _one_width(kept)
         scores = next((data[key] for key in SCORES if key in data), None)
         if scores is not None:
@@ -298,7 +324,9 @@ def _fitted(x: Tensor, width: int) -> Tensor:
 
 
 def _one_width(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Columns at the width of the mask; one number of a response stands at each of its tokens."""
+    """Columns at the width of the mask; one number of a response stands at each of its
+    tokens.
+    """
     width = columns["mask"].shape[1]
     out = {}
     for name, x in columns.items():

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's unmodified TrainingWorker as a step: FSDP2 over gloo in this process, without Ray.
+"""verl's unmodified TrainingWorker as a step: FSDP2 over gloo in this process, without
+Ray.
 
 One file, because the twin of a run is the same step.
-verl takes the old log-probabilities from its batch, so that one optimizer step shows every regime.
+verl takes the old log-probabilities from its batch, so that one optimizer step shows
+every regime.
 """
 
 import contextlib
@@ -31,8 +33,12 @@ from upref_frameworks.steps.twin import twin
 
 ENGINE = dict(strategy="fsdp2", mixed_precision=dict(param_dtype="fp32", reduce_dtype="fp32"), use_torch_compile=False,
               micro_batch_size_per_gpu=4, use_dynamic_bsz=False, max_token_len_per_gpu=4096)  # fmt: skip
-MODEL = dict(load_tokenizer=False, enable_gradient_checkpointing=False, use_remove_padding=False)
-ACTOR = dict(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=4, clip_ratio_c=1e9)
+MODEL = dict(
+    load_tokenizer=False, enable_gradient_checkpointing=False, use_remove_padding=False
+)
+ACTOR = dict(
+    strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=4, clip_ratio_c=1e9
+)
 
 
 def trained(
@@ -44,8 +50,10 @@ def trained(
 
     Args:
         model: a small causal language model of transformers; verl loads a copy of it.
-        rows: with old and reference log-probabilities; of this rank, where a process group is initialized.
-        model_config, engine, actor: fields of HFModelConfig, FSDPEngineConfig, ActorConfig, over MODEL, ENGINE, ACTOR.
+        rows: with old and reference log-probabilities; of this rank, where a process
+            group is initialized.
+        model_config, engine, actor: fields of HFModelConfig, FSDPEngineConfig,
+            ActorConfig, over MODEL, ENGINE, ACTOR.
         clip: bound of the gradient's norm.
         updates: how many passes over all rows.
         mini_batches: steps of a pass, on equally many rows each, in their order.
@@ -56,9 +64,18 @@ def trained(
     """
     reference = TorchModel(model)
     steps: list[Step] = []
-    with grouped("verl's worker", "verl"), _restored(model), tempfile.TemporaryDirectory() as folder:
+    with (
+        grouped("verl's worker", "verl"),
+        _restored(model),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         with importing("verl"):
-            from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+            from verl.workers.config import (
+                ActorConfig,
+                FSDPEngineConfig,
+                FSDPOptimizerConfig,
+                HFModelConfig,
+            )
             from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
             from verl.workers.utils.losses import ppo_loss
 
@@ -79,14 +96,21 @@ def trained(
             module = worker.engine.module
             with watched(module, steps, updates * mini_batches):
                 for _ in range(updates):
-                    worker.train_mini_batch(_batch(rows, temperature, settings, mini_batches))
-        if (model_config or {}).get("lora_rank"):  # adapters like the worker's; their weights come from the record
+                    worker.train_mini_batch(
+                        _batch(rows, temperature, settings, mini_batches)
+                    )
+        # adapters like the worker's; their weights come from the record
+        if (model_config or {}).get("lora_rank"):
             from peft import get_peft_model
 
             adapted: Any = unwrapped(module)
-            reference = TorchModel(get_peft_model(model, adapted.peft_config["default"]))
+            reference = TorchModel(
+                get_peft_model(model, adapted.peft_config["default"])
+            )
     if not steps:
-        raise InputError("verl took no optimizer step: the norm of its gradient was not finite.")
+        raise InputError(
+            "verl took no optimizer step: the norm of its gradient was not finite."
+        )
     return Recorded(reference, steps)
 
 
@@ -97,8 +121,14 @@ def twin_report(spec: dict[str, Any]) -> StepReport:
     actor = spec["actor"] | dict(clip_ratio_c=3.0, loss_agg_mode=own, policy_loss=dict(
         loss_mode=f"upref/{o.name}", upref=spec["hp"] | {"parity": {"first": 0, "every": 0}}))  # fmt: skip
     size = dict(micro_batch_size_per_gpu=2, max_token_len_per_gpu=40)
-    engine = spec["engine"] | (dict(micro_batch_size_per_gpu=8, use_dynamic_bsz=False) if o.batch_coupled else size)
-    kl = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}.get(actor["kl_loss_type"], actor["kl_loss_type"])
+    engine = spec["engine"] | (
+        dict(micro_batch_size_per_gpu=8, use_dynamic_bsz=False)
+        if o.batch_coupled
+        else size
+    )
+    kl = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}.get(
+        actor["kl_loss_type"], actor["kl_loss_type"]
+    )
     if beta := actor["kl_loss_coef"] if actor["use_kl_loss"] else 0.0:
         o = replace(o, kl=kl)
     model: Any = twin(spec["config"], attn_implementation=spec["attention"])
@@ -109,17 +139,29 @@ def twin_report(spec: dict[str, Any]) -> StepReport:
 
 DIFFERS = 3  # exit status of a twin whose gradient is another; 1 is an error of Python
 ACTOR_KEPT = ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coeff")
-ENGINE_KEPT = ("use_dynamic_bsz", "entropy_from_logits_with_chunking", "entropy_checkpointing")
+ENGINE_KEPT = (
+    "use_dynamic_bsz",
+    "entropy_from_logits_with_chunking",
+    "entropy_checkpointing",
+)
 MODEL_KEPT = ("use_remove_padding", "use_fused_kernels", "enable_gradient_checkpointing", "lora_alpha",
               "target_modules", "exclude_modules")  # fmt: skip
 
 
-def twin_of(objective: str, hp: dict[str, Any], actor: Any, model: Any) -> dict[str, Any]:
-    """What a twin takes over of an actor's and a model's configuration (verl's classes, or hydra's sections)."""
+def twin_of(
+    objective: str, hp: dict[str, Any], actor: Any, model: Any
+) -> dict[str, Any]:
+    """What a twin takes over of an actor's and a model's configuration (verl's classes,
+    or hydra's sections).
+    """
     if (strategy := actor.get("strategy")) not in ("fsdp", "fsdp2"):
-        raise InputError(f"step_check runs verl's FSDP worker, and strategy={strategy}: leave step_check out.")
+        raise InputError(
+            f"step_check runs verl's FSDP worker, and strategy={strategy}: leave step_check out."
+        )
     engine = actor.get("engine") or actor.get("fsdp_config") or {}
-    kept = lambda section, names: {k: section.get(k) for k in names if section.get(k) is not None}
+    kept = lambda section, names: {
+        k: section.get(k) for k in names if section.get(k) is not None
+    }
     how = dict(model.get("override_config") or {})
     its = kept(model, MODEL_KEPT) | ({"lora_rank": 4} if model.get("lora_rank") else {})
     if its.get("use_fused_kernels"):  # Triton's need a GPU
@@ -133,42 +175,63 @@ def twin_of(objective: str, hp: dict[str, Any], actor: Any, model: Any) -> dict[
 
 
 def stop_unless_twin_agrees(spec: dict[str, Any]) -> str:
-    """Run `twin_report` in a process of its own, without GPUs and ranks; what it prints.
+    """Run `twin_report` in a process of its own, without GPUs and ranks; what it
+    prints.
 
     Raises:
         RuntimeError: the gradient is not the objective's; with the report.
         InputError: no twin of this run can be made.
     """
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    }
     clean |= {"CUDA_VISIBLE_DEVICES": "", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda",
               "VERL_USE_EXTERNAL_MODULES": "upref_frameworks.verl.training"}  # fmt: skip
     child = subprocess.run([sys.executable, "-m", "upref_frameworks.verl.step"], input=pickle.dumps(spec), env=clean,
                            capture_output=True)  # fmt: skip
     said, wrong = child.stdout.decode().strip(), child.stderr.decode().strip()
     if child.returncode == DIFFERS:
-        raise RuntimeError(f"step_check: a two-layer twin of this run has another gradient.\n{said}")
+        raise RuntimeError(
+            f"step_check: a two-layer twin of this run has another gradient.\n{said}"
+        )
     if child.returncode:
-        raise InputError(f"step_check could not run: {wrong.splitlines()[-1][:300] if wrong else 'it was killed'}")
+        raise InputError(
+            f"step_check could not run: {wrong.splitlines()[-1][:300] if wrong else 'it was killed'}"
+        )
     return said
 
 
-def _batch(rows: Sequence[Row], temperature: float, settings: Any, mini_batches: int = 1) -> Any:
-    """As verl's trainer hands it to its workers: prompts padded left, responses right, then without padding."""
+def _batch(
+    rows: Sequence[Row], temperature: float, settings: Any, mini_batches: int = 1
+) -> Any:
+    """As verl's trainer hands it to its workers: prompts padded left, responses right,
+    then without padding.
+    """
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
 
     b = Padded.of(rows)
     P, width = max(len(r.prompt) for r in rows), b.mask.shape[1]
     prompts = torch.tensor([[0] * (P - len(r.prompt)) + r.prompt for r in rows])
-    responses = torch.tensor([r.response + [0] * (width - len(r.response)) for r in rows])
-    before = torch.tensor([[0] * (P - len(r.prompt)) + [1] * len(r.prompt) for r in rows])
+    responses = torch.tensor(
+        [r.response + [0] * (width - len(r.response)) for r in rows]
+    )
+    before = torch.tensor(
+        [[0] * (P - len(r.prompt)) + [1] * len(r.prompt) for r in rows]
+    )
     attention = torch.cat([before, b.here.long()], 1)
     tensors = {
         "prompts": prompts, "responses": responses, "input_ids": torch.cat([prompts, responses], 1),
         "attention_mask": attention, "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
         "response_mask": b.mask.long(), "advantages": b.adv.float(),
     }  # fmt: skip
-    tensors |= {k: v.float() for k, v in {"old_log_probs": b.old, "ref_log_prob": b.ref}.items() if v is not None}
+    tensors |= {
+        k: v.float()
+        for k, v in {"old_log_probs": b.old, "ref_log_prob": b.ref}.items()
+        if v is not None
+    }
     n = len(rows) // mini_batches * torch.distributed.get_world_size()
     plain = dict(
         temperature=temperature, calculate_entropy=settings.entropy_coeff != 0, distillation_use_topk=False,
@@ -182,10 +245,19 @@ def _batch(rows: Sequence[Row], temperature: float, settings: Any, mini_batches:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """verl replaces forwards on the classes of transformers: set back, or the reference would be patched too."""
-    classes = {c for m in model.modules() for c in type(m).__mro__ if c.__module__.startswith("transformers.")}
+    """verl replaces forwards on the classes of transformers: set back, or the reference
+    would be patched too.
+    """
+    classes = {
+        c
+        for m in model.modules()
+        for c in type(m).__mro__
+        if c.__module__.startswith("transformers.")
+    }
     kept = {c: dict(vars(c)) for c in classes}
-    modules = {c.__module__ for c in classes} | {"transformers.integrations.flash_attention"}
+    modules = {c.__module__ for c in classes} | {
+        "transformers.integrations.flash_attention"
+    }
     names = {m: dict(vars(sys.modules[m])) for m in modules if m in sys.modules}
     try:
         yield

@@ -1,43 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every objective as a policy loss of verl: `actor.policy_loss.loss_mode=upref/up_dapo` runs the function proved here.
+"""Every objective as a policy loss of verl: `actor.policy_loss.loss_mode=upref/up_dapo`
+runs the function proved here.
 
-verl imports this module in each of its processes: by the entry point (group `verl.plugins`) of an installed upref, or
-from a checkout by `VERL_USE_EXTERNAL_MODULES=upref_frameworks.verl.training`, which fails loudly; the entry point does
-not.
+verl imports this module in each of its processes: by the entry point (group
+`verl.plugins`) of an installed upref, or from a checkout by
+`VERL_USE_EXTERNAL_MODULES=upref_frameworks.verl.training`, which fails loudly; the
+entry point does not.
 
-Hyperparameters are the paper's (`upref show NAME`) unless they are set under their own names:
+Hyperparameters are the paper's (`upref show NAME`) unless they are set under their own
+names:
 
     actor_rollout_ref.actor.policy_loss._target_=upref_frameworks.verl.training.PolicyLoss
     '+actor_rollout_ref.actor.policy_loss.upref={eps_low: 0.2, c: 10.0}'
 
-verl's clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos and tau_neg are not read: they always have a
-value (0.2, 0.2, 0.2, 3.0, ...), which would give GSPO a band 600 times too wide and every PPO-like loss a dual clip. A
-run that moves one of them from verl's default to another value than the one in force is stopped and told what to write.
+verl's clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos and tau_neg
+are not read: they always have a value (0.2, 0.2, 0.2, 3.0, ...), which would give GSPO
+a band 600 times too wide and every PPO-like loss a dual clip. A run that moves one of
+them from verl's default to another value than the one in force is stopped and told what
+to write.
 
-The first micro-batches of each process, and then every 50th, are compared with the float64 reference (parity.py):
-`upref/parity_max_abs` is the largest difference so far, and a run beyond what rounding explains stops.
-`upref={parity: {first: 8, every: 20, dump: DIR, on_fail: warn}}` sets how often, keeps what was compared, and trains on
-(`upref/parity_alarms` counts); 0 and 0: never.
+The first micro-batches of each process, and then every 50th, are compared with the
+float64 reference (parity.py): `upref/parity_max_abs` is the largest difference so far,
+and a run beyond what rounding explains stops. `upref={parity: {first: 8, every: 20,
+dump: DIR, on_fail:
+warn}}` sets how often, keeps what was compared, and trains on (`upref/parity_alarms`
+counts); 0 and 0: never.
 
-`upref={step_check: true}` checks one optimizer step of a two-layer twin of the run (its family, head, padding, LoRA,
-KL and entropy terms), on the CPU in a process of its own, before the first step; a difference stops the run.
+`upref={step_check: true}` checks one optimizer step of a two-layer twin of the run (its
+family, head, padding, LoRA, KL and entropy terms), on the CPU in a process of its own,
+before the first step; a difference stops the run.
 
-UPREF_REPLAY=dumps in the environment records the actor's optimizer steps, under any policy loss, and
-UPREF_WATCH="dapo eps_high=0.2 c=3" judges them: record.py.
+UPREF_REPLAY=dumps in the environment records the actor's optimizer steps, under any
+policy loss, and UPREF_WATCH="dapo eps_high=0.2 c=3" judges them: record.py.
 
-What differs from the objective called on `Rollouts`, because of what verl hands to a loss:
+What differs from the objective called on `Rollouts`, because of what verl hands to a
+loss:
 
-* one advantage per response where the objective acts on one: token advantages (GAE, KL in the reward) are refused;
-* `rollout_is_weights` multiply token terms; a term per response takes their mean (verl's gspo weighs each token);
+* one advantage per response where the objective acts on one: token advantages (GAE, KL
+  in the reward) are refused;
+* `rollout_is_weights` multiply token terms; a term per response takes their mean
+  (verl's gspo weighs each token);
 * `loss_scale_factor` is not read: dr_grpo is its paper's plain sum over tokens;
 * metrics are per micro-batch, and verl averages them;
-* no prompt ids: `group-token-mean` (Eq. 14) becomes the token mean of the mini-batch, as in verl's own losses, and tpo
-  cannot run;
+* no prompt ids: `group-token-mean` (Eq. 14) becomes the token mean of the mini-batch,
+  as in verl's own losses, and tpo cannot run;
 * no entropy: aspo_code cannot run;
-* KL and entropy terms are verl's (`use_kl_loss`, `kl_loss_coef`, `entropy_coeff`), aggregated by `actor.loss_agg_mode`.
-  The objective's own aggregation is fixed; set loss_agg_mode to the same (one warning says which) so that they agree;
+* KL and entropy terms are verl's (`use_kl_loss`, `kl_loss_coef`, `entropy_coeff`),
+  aggregated by `actor.loss_agg_mode`. The objective's own aggregation is fixed; set
+  loss_agg_mode to the same (one warning says which) so that they agree;
 * an objective coupled over the batch (m2po) gets one micro-batch;
-* `algorithm.rollout_correction.bypass_mode=True` makes verl replace any loss_mode by its own `bypass_mode`.
+* `algorithm.rollout_correction.bypass_mode=True` makes verl replace any loss_mode by
+  its own `bypass_mode`.
 """
 
 import dataclasses
@@ -62,10 +75,14 @@ try:
     from verl.trainer.ppo.core_algos import register_policy_loss
     from verl.workers.config import ActorConfig, PolicyLossConfig
 except ImportError as e:
-    raise ImportError(f"verl is not installed ({e}): `repro/venv.sh verl` installs what its losses need.") from e
+    raise ImportError(
+        f"verl is not installed ({e}): `repro/venv.sh verl` installs what its losses need."
+    ) from e
 
 log = logging.getLogger(__name__)
-log.setLevel(logging.INFO)  # verl's root logger shows warnings only, and which hyperparameters run must be seen once
+# verl's root logger shows warnings only, and which hyperparameters run must be seen
+# once
+log.setLevel(logging.INFO)
 
 # verl's key -> what it would be called here
 VERL_KEYS = {
@@ -79,13 +96,17 @@ _said: set[tuple] = set()  # what this process has logged already
 
 @dataclasses.dataclass
 class PolicyLoss(PolicyLossConfig):
-    """verl's policy_loss section with a place for hyperparameters: `upref`, name -> value."""
+    """verl's policy_loss section with a place for hyperparameters: `upref`, name ->
+    value.
+    """
 
     upref: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def register(objective: Objective):
-    """Make an objective a policy loss of verl called `upref/NAME`, also `up(...)` or your own; returns the loss."""
+    """Make an objective a policy loss of verl called `upref/NAME`, also `up(...)` or
+    your own; returns the loss.
+    """
 
     def loss(
         old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
@@ -96,18 +117,38 @@ def register(objective: Objective):
         _check_twin(objective, config, hp)
         _warn_of_aggregation(objective, loss_agg_mode)
         mask = response_mask.bool()
-        log_prob, old_log_prob = clamp_log_probs(log_prob), clamp_log_probs(old_log_prob)
+        log_prob, old_log_prob = (
+            clamp_log_probs(log_prob),
+            clamp_log_probs(old_log_prob),
+        )
         if objective.one_adv and not one_per_response(advantages, mask):
             raise InputError(
                 f"upref/{objective.name} needs one advantage per response, and the tokens of one differ: use an "
                 "outcome estimator (grpo, rloo, ...) without KL in the reward, or a token-level objective."
             )
         totals, dp_size = global_totals(config.global_batch_info, mask)
-        J = objective.J(log_prob, old_log_prob, advantages, mask, totals=totals, is_weights=rollout_is_weights, **hp)
+        J = objective.J(
+            log_prob,
+            old_log_prob,
+            advantages,
+            mask,
+            totals=totals,
+            is_weights=rollout_is_weights,
+            **hp,
+        )
         loss = -J * dp_size
-        batch = dict(logp=log_prob, logp_old=old_log_prob, adv=advantages, mask=mask, totals=totals, dp_size=dp_size)
+        batch = dict(
+            logp=log_prob,
+            logp_old=old_log_prob,
+            adv=advantages,
+            mask=mask,
+            totals=totals,
+            dp_size=dp_size,
+        )
         parity = monitor(loss, batch | {"is_weights": rollout_is_weights}, hp)
-        return loss, live(objective, log_prob, old_log_prob, advantages, mask, hp) | parity
+        return loss, live(
+            objective, log_prob, old_log_prob, advantages, mask, hp
+        ) | parity
 
     loss.__name__ = loss.__qualname__ = f"upref/{objective.name}"
     loss.__doc__ = f"{objective.name} in verl: -J, and diagnostics."
@@ -115,19 +156,29 @@ def register(objective: Objective):
 
 
 def hyperparameters(objective: Objective, config: Any) -> dict[str, Any]:
-    """What is in force: `policy_loss.upref` over the registry's defaults. InputError on what nothing would read."""
+    """What is in force: `policy_loss.upref` over the registry's defaults. InputError on
+    what nothing would read.
+    """
     if config is None:
-        raise InputError(f"upref/{objective.name} needs verl's actor config: pass config=.")
+        raise InputError(
+            f"upref/{objective.name} needs verl's actor config: pass config=."
+        )
     if objective.needs:
-        raise InputError(f"{objective.name} needs {objective.needs[0]}, which verl does not pass to a loss.")
+        raise InputError(
+            f"{objective.name} needs {objective.needs[0]}, which verl does not pass to a loss."
+        )
     if objective.sampler is not None:
         raise InputError(
             f"{objective.name} needs the sampler's log-probabilities, which verl does not pass to a loss: train its"
             " base, and set algorithm.rollout_correction.rollout_is and rollout_is_threshold, which multiply weights."
         )
-    given = {k: v for k, v in _section(config).items() if k not in ("parity", "step_check")}
+    given = {
+        k: v for k, v in _section(config).items() if k not in ("parity", "step_check")
+    }
     if "beta" in given:
-        raise InputError("verl adds the KL term: set actor.use_kl_loss and actor.kl_loss_coef, not upref.beta.")
+        raise InputError(
+            "verl adds the KL term: set actor.use_kl_loss and actor.kl_loss_coef, not upref.beta."
+        )
     hp = objective.resolve(given)
     hp.pop("beta", None)
     _refuse_ignored_keys(objective, config, hp, given)
@@ -140,7 +191,9 @@ def _section(config: Any) -> dict[str, Any]:
 
 
 def monitor_of(objective: Objective, config: Any) -> Monitor:
-    """This process's comparison of the objective with the reference, as `policy_loss.upref.parity` wants it."""
+    """This process's comparison of the objective with the reference, as
+    `policy_loss.upref.parity` wants it.
+    """
     wanted = dict(_section(config).get("parity", None) or {})
     key = (objective.name, *sorted(wanted.items()))
     if key not in _monitors:
@@ -149,11 +202,17 @@ def monitor_of(objective: Objective, config: Any) -> Monitor:
 
 
 def _check_twin(objective: Objective, config: Any, hp: dict[str, Any]):
-    """Before the first step, on the first rank: one step of a two-layer twin of this run, where step_check is set."""
-    if not _section(config).get("step_check") or not _first_time("twin", objective.name):
+    """Before the first step, on the first rank: one step of a two-layer twin of this
+    run, where step_check is set.
+    """
+    if not _section(config).get("step_check") or not _first_time(
+        "twin", objective.name
+    ):
         return
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        said = stop_unless_twin_agrees(twin_of(objective.name, hp, config, config.model_config))
+        said = stop_unless_twin_agrees(
+            twin_of(objective.name, hp, config, config.model_config)
+        )
         log.info("step_check: %s", said)
 
 
@@ -172,8 +231,15 @@ def _refuse_ignored_keys(objective: Objective, config: Any, hp: dict, given: dic
 
 def _tell(objective: Objective, hp: dict, given: dict):
     if _first_time("hp", objective.name, tuple(hp.items())):
-        said = [f"{k}={v} ({'policy_loss.upref' if k in given else 'default'})" for k, v in hp.items()]
-        coupled = f"; on each micro-batch by itself: {objective.batch_coupled}" if objective.batch_coupled else ""
+        said = [
+            f"{k}={v} ({'policy_loss.upref' if k in given else 'default'})"
+            for k, v in hp.items()
+        ]
+        coupled = (
+            f"; on each micro-batch by itself: {objective.batch_coupled}"
+            if objective.batch_coupled
+            else ""
+        )
         log.info(
             "upref/%s: %s; `upref show %s` tells where defaults come from%s",
             objective.name, ", ".join(said) or "no hyperparameters", objective.name, coupled,
@@ -196,19 +262,26 @@ def _first_time(*what) -> bool:
 
 
 def global_totals(info: dict[str, Any], mask: Tensor) -> tuple[Totals, int]:
-    """verl's counts of the mini-batch over all ranks, and the number of ranks, by which verl divides gradients.
+    """verl's counts of the mini-batch over all ranks, and the number of ranks, by which
+    verl divides gradients.
 
-    As in verl's agg_loss: a response without tokens counts in global_batch_size; what is not given is counted here,
-    responses with a token only. InputError where several ranks leave the counts to each of them.
+    As in verl's agg_loss: a response without tokens counts in global_batch_size; what
+    is not given is counted here, responses with a token only. InputError where several
+    ranks leave the counts to each of them.
     """
     info = info or {}
     dp_size = info.get("dp_size") or 1
     tokens, sequences = info.get("batch_num_tokens"), info.get("global_batch_size")
     if dp_size > 1 and (tokens is None or sequences is None):
-        raise InputError(f"dp_size={dp_size} needs batch_num_tokens and global_batch_size, the counts of all ranks.")
+        raise InputError(
+            f"dp_size={dp_size} needs batch_num_tokens and global_batch_size, the counts of all ranks."
+        )
     tokens = mask.sum().clamp(min=1) if tokens is None else tokens
     sequences = mask.any(1).sum().clamp(min=1) if sequences is None else sequences
-    tokens, sequences = (max(n, 1) if isinstance(n, int) else n for n in (tokens, sequences))  # all were rejected
+    # all were rejected
+    tokens, sequences = (
+        max(n, 1) if isinstance(n, int) else n for n in (tokens, sequences)
+    )
     return Totals(tokens, sequences, 1, tokens), dp_size
 
 

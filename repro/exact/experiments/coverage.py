@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coverage: how many right answers keep their share of the right mass while training makes right answers common.
+"""Coverage: how many right answers keep their share of the right mass while training
+makes right answers common.
 
-The share of right answer a is q_a = π_a / Σ_right π. Two closed forms, for small steps on a table:
+The share of right answer a is q_a = π_a / Σ_right π. Two closed forms, for small steps
+on a table:
 
-* Importance sampling without a clip follows the gradient of the expected reward, whatever π_old is:
-  dz_a/dt = π_a (R_a - P), P the mass of right answers. With x = e^z and Z = Σ x that is d(1/x_a)/dt = -(1 - P)/Z for
-  every right answer and +P/Z for every wrong one. So 1/x_a falls by the same c for all right answers, and 1/x_w rises
-  by the same d for all wrong ones: the common ones win, and in the limit only the most common one is left. d follows
-  from c because Σ z stays. Every objective here does the same as long as the data are on-policy.
-* UP with many updates from one π_old ends at π_old A+ (fixed_points): q stays as it is in π_old, and all are kept.
+* Importance sampling without a clip follows the gradient of the expected reward,
+  whatever π_old is: dz_a/dt = π_a (R_a - P), P the mass of right answers. With x = e^z
+  and Z = Σ x that is d(1/x_a)/dt = -(1 - P)/Z for every right answer and +P/Z for every
+  wrong one. So 1/x_a falls by the same c for all right answers, and 1/x_w rises by the
+  same d for all wrong ones: the common ones win, and in the limit only the most common
+  one is left. d follows from c because Σ z stays. Every objective here does the same as
+  long as the data are on-policy.
+* UP with many updates from one π_old ends at π_old A+ (fixed_points): q stays as it is
+  in π_old, and all are kept.
 
-DAPO lies between these: its clip ends the push of whichever right answer has gone 1.28 π_old, most common ones first.
+DAPO lies between these: its clip ends the push of whichever right answer has gone 1.28
+π_old, most common ones first.
 """
 
 import torch
@@ -22,14 +28,17 @@ from repro.exact.result import FAILS, HOLDS, PART, Finding, Result, Table
 from repro.exact.task import F64
 
 ARMS = ["is_pg", "dapo", "up_dapo", "dapo_no_upper_clip", "cispo", "gppo"]
-N, KEPT, TRIES = 5, 0.5, 32  # right answers; the part of its share that counts as kept; Best@32
+# right answers; the part of its share that counts as kept; Best@32
+N, KEPT, TRIES = 5, 0.5, 32
 AT = DOSES[::2]
 
 
 def run(arms) -> Result:
     start = torch.tensor(MU, dtype=F64)
     q0 = start[:N] / start[:N].sum()
-    found = {n: reached(o, start.expand(len(AT), -1), AT, hp)[0][:, :N] for n, o, hp in arms}
+    found = {
+        n: reached(o, start.expand(len(AT), -1), AT, hp)[0][:, :N] for n, o, hp in arms
+    }
     limit = importance_sampling(start)
     doses = [f"{d:g}" for d in AT]
     tables = [
@@ -38,8 +47,14 @@ def run(arms) -> Result:
             "right, by lr k",
             ["objective", *doses],
             [
-                *([n, *[None if v != v else int(v) for v in count(q, q0).tolist()]] for n, q in found.items()),
-                ["importance sampling, closed form", *[int(count(limit, q0))] * len(AT)],
+                *(
+                    [n, *[None if v != v else int(v) for v in count(q, q0).tolist()]]
+                    for n, q in found.items()
+                ),
+                [
+                    "importance sampling, closed form",
+                    *[int(count(limit, q0))] * len(AT),
+                ],
                 ["UP, k → ∞, closed form", *[N] * len(AT)],
             ],
         ),
@@ -47,8 +62,14 @@ def run(arms) -> Result:
             f"Effective number of right answers there, 1 / Σ q² ({effective(q0):.3g} before training)",
             ["objective", *doses],
             [
-                *([n, *[None if v != v else v for v in effective(q).tolist()]] for n, q in found.items()),
-                ["importance sampling, closed form", *[float(effective(limit))] * len(AT)],
+                *(
+                    [n, *[None if v != v else v for v in effective(q).tolist()]]
+                    for n, q in found.items()
+                ),
+                [
+                    "importance sampling, closed form",
+                    *[float(effective(limit))] * len(AT),
+                ],
                 ["UP, k → ∞, closed form", *[float(effective(q0))] * len(AT)],
             ],
         ),
@@ -56,11 +77,17 @@ def run(arms) -> Result:
             f"Different right answers found in {TRIES} tries there, expected "
             f"({distinct(start[:N]):.3g} before training)",
             ["objective", *doses],
-            [[n, *[None if v != v else v for v in distinct(AIM * q).tolist()]] for n, q in found.items()],
+            [
+                [n, *[None if v != v else v for v in distinct(AIM * q).tolist()]]
+                for n, q in found.items()
+            ],
         ),
     ]
     names = list(found)
-    with draw.panels(2, "Right answers that keep their share", names) as (fig, (left, right)):
+    with draw.panels(2, "Right answers that keep their share", names) as (
+        fig,
+        (left, right),
+    ):
         colour, at = draw.colours(names), int((AT == SHOWN).nonzero()[0])
         for n in names:
             draw.line(left, AT, effective(found[n]), n, colour)
@@ -69,8 +96,17 @@ def run(arms) -> Result:
         left.axhline(float(effective(limit)), color="#888888", lw=0.8, ls=(0, (1, 2)))
         right.plot(q0, limit / q0, color="#888888", lw=0.8, ls=(0, (1, 2)))
         right.axhline(1, color="#888888", lw=0.8, ls=(0, (4, 3)))
-        left.set(xscale="log", xlabel=f"lr k, k = {K}", ylabel="effective number", ylim=(1, None))
-        right.set(xscale="log", xlabel="share of the right mass before training", ylabel="share after / before")
+        left.set(
+            xscale="log",
+            xlabel=f"lr k, k = {K}",
+            ylabel="effective number",
+            ylim=(1, None),
+        )
+        right.set(
+            xscale="log",
+            xlabel="share of the right mass before training",
+            ylabel="share after / before",
+        )
         draw.heading(left, f"at {AIM:.0%} right, by dose")
         draw.heading(right, f"each right answer, lr k = {SHOWN:g}")
     setting = (
@@ -78,26 +114,41 @@ def run(arms) -> Result:
         f"updates from one π_old, advantage {ADV} for every arm. Closed forms: dashed, UP with k → ∞; dotted, "
         "importance sampling."
     )
-    return Result("coverage", "Who keeps the other right answers.", setting, tables, fig, findings(found, limit, q0))
+    return Result(
+        "coverage",
+        "Who keeps the other right answers.",
+        setting,
+        tables,
+        fig,
+        findings(found, limit, q0),
+    )
 
 
 def count(q: Tensor, q0: Tensor) -> Tensor:
     """How many answers have at least KEPT of the share that they had; NaN where q is."""
-    return torch.where(q.isnan().any(-1), float("nan"), (q >= KEPT * q0).sum(-1).to(F64))
+    return torch.where(
+        q.isnan().any(-1), float("nan"), (q >= KEPT * q0).sum(-1).to(F64)
+    )
 
 
 def effective(q: Tensor) -> Tensor:
-    """1 / Σ q²: n for n equal shares, 1 where one answer has all (the inverse of Simpson's index)."""
+    """1 / Σ q²: n for n equal shares, 1 where one answer has all (the inverse of
+    Simpson's index).
+    """
     return 1 / q.square().sum(-1)
 
 
 def distinct(p: Tensor) -> Tensor:
-    """How many different ones of the answers with these probabilities TRIES independent tries find, expected."""
+    """How many different ones of the answers with these probabilities TRIES independent
+    tries find, expected.
+    """
     return (1 - (1 - p) ** TRIES).sum(-1)
 
 
 def importance_sampling(start: Tensor, aim: float = AIM, right: int = N) -> Tensor:
-    """The shares of the right answers, in closed form, when they have `aim` of the mass: see above."""
+    """The shares of the right answers, in closed form, when they have `aim` of the
+    mass: see above.
+    """
     inverse = 1 / start
     low, high = torch.zeros((), dtype=F64), inverse[:right].min()
     for _ in range(200):
@@ -110,7 +161,9 @@ def importance_sampling(start: Tensor, aim: float = AIM, right: int = N) -> Tens
 
 
 def rise(inverse: Tensor, gained: Tensor, right: int) -> Tensor:
-    """The d by which every wrong answer's 1/x has risen once Σ z of the right ones has gained so much."""
+    """The d by which every wrong answer's 1/x has risen once Σ z of the right ones has
+    gained so much.
+    """
     low, high = torch.zeros((), dtype=F64), inverse[right:].max() * gained.exp()
     for _ in range(200):
         d = (low + high) / 2
@@ -123,7 +176,10 @@ def findings(found: dict[str, Tensor], limit: Tensor, q0: Tensor) -> list[Findin
     if not {"is_pg", "dapo", "up_dapo"} <= set(found):
         return []
     IS, dapo, up = (effective(found[n]) for n in ("is_pg", "dapo", "up_dapo"))
-    kept = {n: [int(x) for x in count(found[n], q0).tolist()] for n in ("is_pg", "dapo", "up_dapo")}
+    kept = {
+        n: [int(x) for x in count(found[n], q0).tolist()]
+        for n in ("is_pg", "dapo", "up_dapo")
+    }
     said = lambda n: " to ".join(map(str, sorted({min(kept[n]), max(kept[n])})))
     more = up > dapo * 1.01
     at = lambda which: ", ".join(f"{d:g}" for d in AT[which]) or "no dose"

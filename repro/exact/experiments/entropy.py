@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entropy along the flow: which right answers survive training, and at which dose UP keeps more of them.
+"""Entropy along the flow: which right answers survive training, and at which dose UP
+keeps more of them.
 
-Several right answers of equal reward and different probability. Without drift every objective here is the same flow, in
-which the common ones win (d log p_a/p_b = A (p_a - p_b)). With k -> ∞ updates from one π_old UP ends at π_old A+, that
-is at π_old restricted to the right answers: nothing is lost among them. What happens between is the question.
+Several right answers of equal reward and different probability. Without drift every
+objective here is the same flow, in which the common ones win (d log p_a/p_b = A (p_a -
+p_b)). With k -> ∞ updates from one π_old UP ends at π_old A+, that is at π_old
+restricted to the right answers: nothing is lost among them. What happens between is the
+question.
 """
 
 from itertools import islice
@@ -17,12 +20,23 @@ from repro.exact.result import FAILS, HOLDS, PART, Finding, Result, Table
 from repro.exact.task import F64, bandit
 from upref.registry import Objective
 
-ARMS = ["dapo", "dapo_no_upper_clip", "up_dapo", "reinforce_off_policy", "cispo", "gppo", "sapo", "dppo_tv", "aspo"]
+ARMS = [
+    "dapo",
+    "dapo_no_upper_clip",
+    "up_dapo",
+    "reinforce_off_policy",
+    "cispo",
+    "gppo",
+    "sapo",
+    "dppo_tv",
+    "aspo",
+]
 MU = [0.2, 0.1, 0.05, 0.02, 0.01, 0.4, 0.22]
 RIGHT = [1.0, 1, 1, 1, 1, 0, 0]
 AGAIN = [2.0, 8.0, 32.0, 64.0]
 K, G, ADV, AIM, MOST = 16, 8, "group_norm", 0.95, 1500
-DOSES = 2.0 ** torch.arange(0, 7.1, 0.5, dtype=F64)  # beyond, one update alone takes all
+# beyond, one update alone takes all
+DOSES = 2.0 ** torch.arange(0, 7.1, 0.5, dtype=F64)
 ADAM = 2.0 ** torch.arange(-3, 3, dtype=F64)
 SHOWN = 16.0  # the dose of the right panel
 
@@ -37,18 +51,40 @@ def run(arms) -> Result:
             f"Entropy among the right answers when they have {AIM:.0%} of the mass, nats, by lr k "
             f"(before training, and UP's limit: {start:.3g})",
             ["objective", *[f"{d:g}" for d in DOSES[::2]]],
-            [[n, *[None if v != v else v for v in found[n][0][::2].tolist()]] for n in names],
+            [
+                [n, *[None if v != v else v for v in found[n][0][::2].tolist()]]
+                for n in names
+            ],
         )
     ]
-    adam = {n: kept(o, starts[: len(ADAM)], ADAM, hp, adam=True)[0] for n, o, hp in arms}
+    adam = {
+        n: kept(o, starts[: len(ADAM)], ADAM, hp, adam=True)[0] for n, o, hp in arms
+    }
     columns = ["objective", *[f"{d:g}" for d in ADAM]]
-    tables.append(Table("The same with Adam", columns, [[n, *h.tolist()] for n, h in adam.items()]))
+    tables.append(
+        Table(
+            "The same with Adam", columns, [[n, *h.tolist()] for n, h in adam.items()]
+        )
+    )
     of = {n: (o, hp) for n, o, hp in arms}
-    wins = {n: ensemble(of["up_dapo"], of[n]) for n in names if "up_dapo" in of and n != "up_dapo"}
+    wins = {
+        n: ensemble(of["up_dapo"], of[n])
+        for n in names
+        if "up_dapo" in of and n != "up_dapo"
+    }
     if wins:
         title = f"Of {len(other_starts())} other starts, up_dapo keeps more entropy than this : less, by lr k"
-        tables.append(Table(title, ["objective", *map(str, AGAIN)], [[n, *w] for n, w in wins.items()]))
-    with draw.panels(2, "Entropy kept among five right answers", names) as (fig, (left, right)):
+        tables.append(
+            Table(
+                title,
+                ["objective", *map(str, AGAIN)],
+                [[n, *w] for n, w in wins.items()],
+            )
+        )
+    with draw.panels(2, "Entropy kept among five right answers", names) as (
+        fig,
+        (left, right),
+    ):
         colour = draw.colours(names)
         at = int((DOSES == SHOWN).nonzero()[0])
         for n in names:
@@ -65,7 +101,12 @@ def run(arms) -> Result:
         f"advantage {ADV} for every arm."
     )
     return Result(
-        "entropy", "What is left of the other right answers.", setting, tables, fig, findings(found, adam, wins)
+        "entropy",
+        "What is left of the other right answers.",
+        setting,
+        tables,
+        fig,
+        findings(found, adam, wins),
     )
 
 
@@ -77,9 +118,10 @@ def kept(
     o: Objective, starts: Tensor, doses: Tensor, hp: dict, aim: float = AIM, most: int = MOST, k: int = K,
     adam: bool = False,
 ):  # fmt: skip
-    """From each start [S, 7] at its dose [S]: the entropy among the right arms at the first update at which they have
-    `aim` [S], NaN if in `most` updates they have not; along the path, the share of right answers and the entropy of the
-    whole policy, [updates, S]."""
+    """From each start [S, 7] at its dose [S]: the entropy among the right arms at the
+    first update at which they have `aim` [S], NaN if in `most` updates they have not;
+    along the path, the share of right answers and the entropy of the whole policy,
+    [updates, S]."""
     q, shares, whole = reached(o, starts, doses, hp, aim, most, k, adam)
     return entropy(q), shares, whole
 
@@ -88,12 +130,16 @@ def reached(
     o: Objective, starts: Tensor, doses: Tensor, hp: dict, aim: float = AIM, most: int = MOST, k: int = K,
     adam: bool = False,
 ):  # fmt: skip
-    """Likewise, with the shares of the right answers themselves in place of their entropy: [S, 7], NaN likewise."""
+    """Likewise, with the shares of the right answers themselves in place of their
+    entropy: [S, 7], NaN likewise.
+    """
     task = bandit(RIGHT)
     theta = task.start(starts[:, None])
     at_aim = torch.full_like(starts, float("nan"))
     shares, whole = [], []
-    for s in islice(path(task, o, theta, lr=doses / k, k=k, G=G, adv=ADV, adam=adam, **hp), most):
+    for s in islice(
+        path(task, o, theta, lr=doses / k, k=k, G=G, adv=ADV, adam=adam, **hp), most
+    ):
         P = s.pi @ task.reward
         q = s.pi * task.reward / P[:, None]
         new = (P >= aim) & at_aim[:, 0].isnan()
@@ -106,25 +152,41 @@ def reached(
 
 
 def other_starts() -> Tensor:
-    """Right mass x how unequal the right answers are x how unequal the wrong ones: [24, 7]."""
+    """Right mass x how unequal the right answers are x how unequal the wrong ones: [24,
+    7].
+    """
     rows = []
     for right in (0.1, 0.3, 0.6):
         for decay in (0.9, 0.7, 0.5, 0.3):
             q = decay ** torch.arange(5, dtype=F64)
             for wrong in (0.5, 0.9):
-                rows.append(torch.cat([right * q / q.sum(), (1 - right) * torch.tensor([wrong, 1 - wrong], dtype=F64)]))
+                rows.append(
+                    torch.cat(
+                        [
+                            right * q / q.sum(),
+                            (1 - right) * torch.tensor([wrong, 1 - wrong], dtype=F64),
+                        ]
+                    )
+                )
     return torch.stack(rows)
 
 
 def ensemble(up: tuple[Objective, dict], base: tuple[Objective, dict]) -> list[str]:
-    """In how many of the other starts the first keeps more entropy than the second, and in how many less, by dose.
+    """In how many of the other starts the first keeps more entropy than the second, and
+    in how many less, by dose.
 
     They are equal where the first update, which is on-policy, already takes all.
     """
     starts = other_starts()
-    S, doses = starts.repeat_interleave(len(AGAIN), 0), torch.tensor(AGAIN, dtype=F64).repeat(len(starts))
+    S, doses = (
+        starts.repeat_interleave(len(AGAIN), 0),
+        torch.tensor(AGAIN, dtype=F64).repeat(len(starts)),
+    )
     a, b = (kept(o, S, doses, hp)[0].reshape(len(starts), -1) for o, hp in (up, base))
-    return [f"{int(m)} : {int(n)}" for m, n in zip((a > b).sum(0), (a < b).sum(0), strict=True)]
+    return [
+        f"{int(m)} : {int(n)}"
+        for m, n in zip((a > b).sum(0), (a < b).sum(0), strict=True)
+    ]
 
 
 def findings(found, adam, wins) -> list[Finding]:
@@ -162,5 +224,7 @@ def spans(at: Tensor) -> str:
             runs[-1][1] = i
         else:
             runs.append([i, i])
-    text = [f"{DOSES[a]:.3g}" + (f" to {DOSES[b]:.3g}" if b > a else "") for a, b in runs]
+    text = [
+        f"{DOSES[a]:.3g}" + (f" to {DOSES[b]:.3g}" if b > a else "") for a, b in runs
+    ]
     return ", ".join(text) or "no dose"

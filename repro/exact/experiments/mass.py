@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the mass of clipped tokens goes: many updates from one π_old, and whose gradient moved which token.
+"""Where the mass of clipped tokens goes: many updates from one π_old, and whose
+gradient moved which token.
 
     d log p_a = Σ_b (δ_ab - p_b) dz_b
 
-is linear in the gradient, and the gradient is a sum over the rows of the batch, so what happens to log p of one token
-is a sum of three pushes: by its own rows, by other right tokens' rows, by wrong tokens' rows. They add up to the change
-itself but for the second order of the step.
+is linear in the gradient, and the gradient is a sum over the rows of the batch, so what
+happens to log p of one token is a sum of three pushes: by its own rows, by other right
+tokens' rows, by wrong tokens' rows. They add up to the change itself but for the second
+order of the step.
 """
 
 from itertools import islice
@@ -39,7 +41,14 @@ def run(arms) -> Result:
         r = log_ratio.exp()
         rows.append([n, *r[-1].tolist(), float(r.max())])
         gap = float(log_ratio[-1, 0] - own[-1] - right[-1] - wrong[-1])
-        parts.append([n, *(float(x[-1]) for x in (own, right, wrong)), gap, float(log_ratio[-1, 0])])
+        parts.append(
+            [
+                n,
+                *(float(x[-1]) for x in (own, right, wrong)),
+                gap,
+                float(log_ratio[-1, 0]),
+            ]
+        )
     tables = [
         Table(f"π/π_old after {UPDATES} updates of lr {LR} from one π_old", ["objective", *NAMES, "largest"], rows),
         Table(
@@ -52,7 +61,13 @@ def run(arms) -> Result:
         [str(mu), "Adam" if adam else "plain", n, *passing(o, hp, mu, adam)]
         for mu in [MU, *OTHERS] for adam in (False, True) for n, o, hp in arms if n in ("dapo", "up_dapo")
     ]  # fmt: skip
-    columns = ["π_old", "steps", "objective", "rare past 1.28 at update", "common past 1.28"]
+    columns = [
+        "π_old",
+        "steps",
+        "objective",
+        "rare past 1.28 at update",
+        "common past 1.28",
+    ]
     columns += ["rare, least", "rare, end", "common, end"]
     title = f"Other starts, and Adam's steps: π/π_old of the right tokens, {UPDATES} updates of lr {LR}"
     tables.append(Table(f"{title} (Adam {UPDATES_ADAM} of {LR_ADAM})", columns, again))
@@ -62,64 +77,112 @@ def run(arms) -> Result:
         for ax, (n, (log_ratio, *_)) in zip(axes, found.items(), strict=True):
             x = LR * torch.arange(len(log_ratio))
             for a, (name, c) in enumerate(zip(NAMES, shades, strict=True)):
-                ax.plot(x, log_ratio[:, a].exp(), color=c, lw=2.2 if a == 0 else 1.4, label=f"{name}, {MU[a]:g}")
+                ax.plot(
+                    x,
+                    log_ratio[:, a].exp(),
+                    color=c,
+                    lw=2.2 if a == 0 else 1.4,
+                    label=f"{name}, {MU[a]:g}",
+                )
             for bound in (0.8, 1.28):
                 ax.axhline(bound, color="#888888", lw=0.7, ls=(0, (4, 3)))
-            ax.set(xlabel="lr × updates", yscale="log", ylim=(0.25, 5), yticks=[0.5, 0.8, 1.28, 2, 4])
+            ax.set(
+                xlabel="lr × updates",
+                yscale="log",
+                ylim=(0.25, 5),
+                yticks=[0.5, 0.8, 1.28, 2, 4],
+            )
             ax.set_yticklabels(["0.5", "0.8", "1.28", "2", "4"])
             ax.minorticks_off()
             draw.heading(ax, n)
         axes[0].set_ylabel("π/π_old")
         handles, labels = axes[0].get_legend_handles_labels()
-        fig.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+        fig.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=5,
+            frameon=False,
+            fontsize=8,
+        )
     setting = (
         f"Five arms, π_old = {MU}, the first two right; one π_old for all updates, an infinite batch of groups of {G}, "
         f"advantage {ADV}. Dashed: DAPO's bounds."
     )
-    return Result("mass", "Where the mass of clipped tokens goes.", setting, tables, fig, findings(found, again))
+    return Result(
+        "mass",
+        "Where the mass of clipped tokens goes.",
+        setting,
+        tables,
+        fig,
+        findings(found, again),
+    )
 
 
-def pushes(o: Objective, hp: dict, lr: float = LR, updates: int = UPDATES) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log π/π_old of every arm [updates + 1, 5]; and, added up, what three kinds of rows did to the first arm's."""
+def pushes(
+    o: Objective, hp: dict, lr: float = LR, updates: int = UPDATES
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log π/π_old of every arm [updates + 1, 5]; and, added up, what three kinds of
+    rows did to the first arm's.
+    """
     task = bandit(RIGHT)
     reward = task.reward
     log_ratio, moved = [], []
-    for s in islice(path(task, o, task.start([MU]), lr=lr, k=0, G=G, adv=ADV, **hp), updates + 1):
+    for s in islice(
+        path(task, o, task.start([MU]), lr=lr, k=0, G=G, adv=ADV, **hp), updates + 1
+    ):
         log_ratio.append((s.lp - s.lp_old)[0, :, 0])
         first, right = s.rows.response == 0, reward[s.rows.response] == 1
         kinds = (first, right & ~first, ~right)
-        dz = [gradient(task, o, s.theta, s.lp_old, s.rows.only(kind), **hp)[0, 0] for kind in kinds]
+        dz = [
+            gradient(task, o, s.theta, s.lp_old, s.rows.only(kind), **hp)[0, 0]
+            for kind in kinds
+        ]
         moved.append([float(lr * (g[0] - s.pi[0] @ g)) for g in dz])
     steps = torch.tensor([[0.0] * 3, *moved[:-1]], dtype=F64).cumsum(0)
     return torch.stack(log_ratio), *steps.T
 
 
 def passing(o: Objective, hp: dict, mu: list[float], adam: bool) -> list:
-    """When the rare and the common right token pass 1.28, the least of the rare one, and where the two end."""
+    """When the rare and the common right token pass 1.28, the least of the rare one,
+    and where the two end.
+    """
     task, (lr, n) = bandit(RIGHT), (LR_ADAM, UPDATES_ADAM) if adam else (LR, UPDATES)
-    states = islice(path(task, o, task.start([mu]), lr=lr, k=0, G=G, adv=ADV, adam=adam, **hp), n + 1)
+    states = islice(
+        path(task, o, task.start([mu]), lr=lr, k=0, G=G, adv=ADV, adam=adam, **hp),
+        n + 1,
+    )
     r = torch.stack([s.pi[0, :2] for s in states]) / torch.tensor(mu[:2], dtype=F64)
     when = [int((x > 1.28).nonzero()[0]) if (x > 1.28).any() else None for x in r.T]
     return [*when, float(r[:, 0].min()), *r[-1].tolist()]
 
 
-def passing_in_one_group(mu: list[float], lr: float = 0.02, most: int = 400, bound: float = 1.28) -> list[float]:
-    """Under DAPO, on one group that holds the rare right answer once, the common one once and wrong ones: the epochs at
-    which the two pass the bound, inf for never."""
+def passing_in_one_group(
+    mu: list[float], lr: float = 0.02, most: int = 400, bound: float = 1.28
+) -> list[float]:
+    """Under DAPO, on one group that holds the rare right answer once, the common one
+    once and wrong ones: the epochs at which the two pass the bound, inf for never."""
     task = bandit(RIGHT)
     steps: list[Tensor] = []
     theta = task.start([mu])
     group = torch.tensor([[0, 1, *[2 + i % 3 for i in range(G - 2)]]])
     drawn(task, get("dapo"), theta, group, lr=lr, k=most, adv=ADV, watch=steps.append)
-    ratio = (task.log_probs(theta + lr * torch.cat(steps).cumsum(0)) - task.log_probs(theta))[:, :2, 0].exp()
-    return [float((x > bound).nonzero()[0]) if (x > bound).any() else float("inf") for x in ratio.T]
+    ratio = (
+        task.log_probs(theta + lr * torch.cat(steps).cumsum(0)) - task.log_probs(theta)
+    )[:, :2, 0].exp()
+    return [
+        float((x > bound).nonzero()[0]) if (x > bound).any() else float("inf")
+        for x in ratio.T
+    ]
 
 
 def findings(found, again) -> list[Finding]:
     if "dapo" not in found:
         return []
     inf = float("inf")
-    of = lambda name, steps: [row[3:] for row in again if row[2] == name and row[1] == steps]
+    of = lambda name, steps: [
+        row[3:] for row in again if row[2] == name and row[1] == steps
+    ]
     dapo, adam = of("dapo", "plain"), of("dapo", "Adam")
     highest = max(max(row[3:]) for row in dapo)
     one = [passing_in_one_group(mu) for mu in [MU, *OTHERS]]

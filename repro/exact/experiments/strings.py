@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses of three tokens, the rare one in the middle: what token ratios, sequence ratios and their clips make of it.
+"""Responses of three tokens, the rare one in the middle: what token ratios, sequence
+ratios and their clips make of it.
 
-A vocabulary of three, all 27 responses, a table of 13 prefixes. One response is right; its first and last token are
-common, its middle one is rare. Bounds are the same for all, so that only the granularity differs.
+A vocabulary of three, all 27 responses, a table of 13 prefixes. One response is right;
+its first and last token are common, its middle one is rare. Bounds are the same for
+all, so that only the granularity differs.
 """
 
 from itertools import islice
@@ -17,7 +19,15 @@ from repro.exact.task import F64, Task, strings
 from upref.registry import Objective
 
 WIDE = "eps_low=0.2,eps_high=0.28"
-ARMS = ["dapo", "up_dapo", f"gspo:{WIDE}", "up_gspo:eps_low=0.2", "gmpo", "up(gmpo)", "gspo"]
+ARMS = [
+    "dapo",
+    "up_dapo",
+    f"gspo:{WIDE}",
+    "up_gspo:eps_low=0.2",
+    "gmpo",
+    "up(gmpo)",
+    "gspo",
+]
 MU, K, G, ADV, MOST = 0.02, 16, 8, "group_norm", 3000
 DOSES = 2.0 ** torch.arange(2, 11, dtype=F64)
 
@@ -33,20 +43,36 @@ def run(arms) -> Result:
             [[n, *map(number, found[n].tolist())] for n in names],
         )
     ]
-    with draw.panels(1, "A right response of three tokens, the middle one rare", names, width=6.4) as (fig, (ax,)):
+    with draw.panels(
+        1, "A right response of three tokens, the middle one rare", names, width=6.4
+    ) as (fig, (ax,)):
         colour = draw.colours(names)
         for n in names:
             draw.line(ax, DOSES, found[n], n, colour)
-        ax.set(xscale="log", yscale="log", xlabel=f"lr k, k = {K}", ylabel="rollouts until it is at 1/2")
+        ax.set(
+            xscale="log",
+            yscale="log",
+            xlabel=f"lr k, k = {K}",
+            ylabel="rollouts until it is at 1/2",
+        )
     setting = (
         f"Three tokens, vocabulary of three, one right response of 27, infinite batch of groups of {G}, k = {K}, "
         f"advantage {ADV}. A line ends where {MOST} updates do not reach 1/2."
     )
-    return Result("strings", "Tokens, sequences and their clips.", setting, tables, fig, findings(found))
+    return Result(
+        "strings",
+        "Tokens, sequences and their clips.",
+        setting,
+        tables,
+        fig,
+        findings(found),
+    )
 
 
 def task() -> tuple[Task, Tensor]:
-    """The task, and the start: middle token rare after the right first one, first and last common."""
+    """The task, and the start: middle token rare after the right first one, first and
+    last common.
+    """
     t = strings(3, 3, {(0, 1, 2)})
     probs = torch.full((len(t.features), 3), 1 / 3, dtype=F64)
     right = int((t.reward == 1).nonzero()[0, 0])

@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does UP give anything that a tuned entropy bonus or a wider clip does not? `python -m repro.mini.controls`."""
+"""Does UP give anything that a tuned entropy bonus or a wider clip does not?
+`python -m repro.mini.controls`.
+"""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains what is missing of the experiment on UP's controls, and reports: `python -m repro.mini.controls`."""
+"""Trains what is missing of the experiment on UP's controls, and reports:
+`python -m repro.mini.controls`.
+"""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many seeds, and how many hours: `python -m repro.mini.controls.power`, before registration.
+"""How many seeds, and how many hours: `python -m repro.mini.controls.power`, before
+registration.
 
-Writes power.md and runs.sha256 from plan.toml and the committed records on stale data. It runs nothing.
+Writes power.md and runs.sha256 from plan.toml and the committed records on stale data.
+It runs nothing.
 """
 
 import sys
@@ -24,8 +26,12 @@ NEIGHBOURS = ("dapo", "dapo_no_upper_clip")
 DECODINGS = {"top_p_0.7": "test/top_p_0.7", "t_1": "test/t_1"}
 SLOPES = (0.0, 1.2, 2.0, 3.4)
 LIMIT = 15.0  # core-hours
-EVALUATION = 1.5  # the records are evaluated mostly by top-p 0.7, which has fewer distinct answers than T = 1 has
-BONUS = 1.5  # with a bonus each response is computed, also those without an advantage: an update costs at most so much
+# the records are evaluated mostly by top-p 0.7, which has fewer distinct answers than T
+# = 1 has
+EVALUATION = 1.5
+# with a bonus each response is computed, also those without an advantage: an update
+# costs at most so much
+BONUS = 1.5
 HEAD = """# Power and cost of the experiment on UP's controls
 
 Written by `python -m repro.mini.controls.power` from the records on stale data, before any run of this experiment.
@@ -64,7 +70,9 @@ counted as on Countdown: there it took {chain:.2f} times as long in the first ro
 
 
 def differences(records: dict[str, Record], other: str, decoding: str) -> np.ndarray:
-    """UP minus the other method of (Avg@32, Best@32), 16 rollouts stale, mean over the bases, [seeds, 2]."""
+    """UP minus the other method of (Avg@32, Best@32), 16 rollouts stale, mean over the
+    bases, [seeds, 2].
+    """
     d = design.load()
     runs = stale_rule.values(d, records)
     seeds = d.main["seeds"][: stale_rule.seeds_due(d, records)]
@@ -72,7 +80,12 @@ def differences(records: dict[str, Record], other: str, decoding: str) -> np.nda
     def end(arm: str, base: str, seed: int) -> np.ndarray:
         r = runs[stale_rule.Cell(arm, 16), base, seed]
         assert r
-        return np.array([100 * r["evals"][DECODINGS[decoding]][metric][-1] for metric in ("avg", "best")])
+        return np.array(
+            [
+                100 * r["evals"][DECODINGS[decoding]][metric][-1]
+                for metric in ("avg", "best")
+            ]
+        )
 
     return np.array([
         np.mean([end("up_dapo", base, seed) - end(other, base, seed) for base in d.bases], axis=0) for seed in seeds
@@ -82,9 +95,20 @@ def differences(records: dict[str, Record], other: str, decoding: str) -> np.nda
 def line(records: dict[str, Record]) -> tuple[float, float]:
     """DAPO's Avg@32 and Best@32 at T = 1 minus those at top-p 0.7, 16 rollouts stale."""
     d = design.load()
-    runs = [r for (cell, _, _), r in stale_rule.values(d, records).items() if cell == stale_rule.Cell("dapo", 16) and r]
+    runs = [
+        r
+        for (cell, _, _), r in stale_rule.values(d, records).items()
+        if cell == stale_rule.Cell("dapo", 16) and r
+    ]
     gaps = [
-        [100 * (r["evals"]["test/t_1"][metric][-1] - r["evals"]["test/top_p_0.7"][metric][-1]) for r in runs]
+        [
+            100
+            * (
+                r["evals"]["test/t_1"][metric][-1]
+                - r["evals"]["test/top_p_0.7"][metric][-1]
+            )
+            for r in runs
+        ]
         for metric in ("avg", "best")
     ]
     return float(np.mean(gaps[0])), float(np.mean(gaps[1]))
@@ -99,7 +123,9 @@ def spread(records: dict[str, Record], decoding: str, slope: float) -> float:
     return sqrt(float(np.mean(variances)))
 
 
-def rows(p: Plan, records: dict[str, Record], m: int) -> Iterable[tuple[str, float, float, int, float, float, float]]:
+def rows(
+    p: Plan, records: dict[str, Record], m: int
+) -> Iterable[tuple[str, float, float, int, float, float, float]]:
     """level, slope, sd(D), seeds, half an interval, power for 2 and for 4 points."""
     first, final = p.stopping["first"], p.stopping["final"]
     for decoding in DECODINGS:
@@ -108,11 +134,13 @@ def rows(p: Plan, records: dict[str, Record], m: int) -> Iterable[tuple[str, flo
             for look in (first, final):
                 n, level = look["seeds"], look["level"] / m
                 half = float(t.ppf(1 - level / 2, n - 1)) * sd / sqrt(n)
-                powers = [stale_rule.power(effect, sd, n, level) for effect in (2.0, 4.0)]
+                powers = [
+                    stale_rule.power(effect, sd, n, level) for effect in (2.0, 4.0)
+                ]
                 yield decoding, slope, sd, n, half, powers[0], powers[1]
 
 
-# ---- cost ------------------------------------------------------------------------------------------------------------
+# ---- cost ----------------------------------------------------------------------------
 def seconds(p: Plan, cell: Cell, stage: str, records: dict[str, Record]) -> float:
     """Of one core, for one run of the cell."""
     staleness = p.group(cell.group)["settings"]["staleness"]
@@ -122,23 +150,34 @@ def seconds(p: Plan, cell: Cell, stage: str, records: dict[str, Record]) -> floa
     mine = [
         r
         for r in records.values()
-        if (r["settings"]["staleness"], r["settings"]["old_log_probs"], r["status"]) == (staleness, "sampler", "done")
+        if (r["settings"]["staleness"], r["settings"]["old_log_probs"], r["status"])
+        == (staleness, "sampler", "done")
     ]
     parts = {
-        part: np.mean([r["provenance"]["seconds"][part] / r["settings"]["steps"] for r in mine])
+        part: np.mean(
+            [r["provenance"]["seconds"][part] / r["settings"]["steps"] for r in mine]
+        )
         for part in ("sample", "score", "update")
     }
     if coefficient:
         parts["update"] *= BONUS
-    evaluated = rule.curve({"settings": vars(s), "evals": {}}).shape[0] * len(s.decodings)
-    return float(s.steps * sum(parts.values()) + evaluated * s.eval_problems * EVALUATION * evaluation(mine))
+    evaluated = rule.curve({"settings": vars(s), "evals": {}}).shape[0] * len(
+        s.decodings
+    )
+    return float(
+        s.steps * sum(parts.values())
+        + evaluated * s.eval_problems * EVALUATION * evaluation(mine)
+    )
 
 
 def evaluation(records: list[Record]) -> float:
     """Seconds for one problem by one decoding."""
     spent = [
         r["provenance"]["seconds"]["eval"]
-        / (r["settings"]["eval_problems"] * sum(len(columns["step"]) for columns in r["evals"].values()))
+        / (
+            r["settings"]["eval_problems"]
+            * sum(len(columns["step"]) for columns in r["evals"].values())
+        )
         for r in records
         if r["settings"]["eval_every"]
     ]
@@ -146,16 +185,27 @@ def evaluation(records: list[Record]) -> float:
 
 
 def chain_factor() -> float:
-    """Seconds for a step on chain over those on Countdown, DAPO and UP-DAPO in the first round."""
+    """Seconds for a step on chain over those on Countdown, DAPO and UP-DAPO in the
+    first round.
+    """
     found: dict[str, list[float]] = {}
     for r in results.load().values():
         s, spent = r["settings"], r["provenance"]["seconds"]
-        if s["objective"] in ("dapo", "up_dapo") and s["epochs"] == 1 and s["prompts"] == 64 and r["status"] == "done":
-            found.setdefault(s["task"], []).append((spent["all"] - spent["eval"]) / s["steps"])
+        if (
+            s["objective"] in ("dapo", "up_dapo")
+            and s["epochs"] == 1
+            and s["prompts"] == 64
+            and r["status"] == "done"
+        ):
+            found.setdefault(s["task"], []).append(
+                (spent["all"] - spent["eval"]) / s["steps"]
+            )
     return float(np.mean(found["chain"]) / np.mean(found["countdown"]))
 
 
-def cost(p: Plan, records: dict[str, Record]) -> list[tuple[str, str, int, float, float]]:
+def cost(
+    p: Plan, records: dict[str, Record]
+) -> list[tuple[str, str, int, float, float]]:
     """stage, group, runs, seconds a run, hours."""
     found = []
     for stage in ("search", "main"):
@@ -163,8 +213,14 @@ def cost(p: Plan, records: dict[str, Record]) -> list[tuple[str, str, int, float
             runs, spent = 0, 0.0
             for cell in p.cells([group["name"]]):
                 coefficient = p.arms[cell.arm].get("coefficient", {})
-                tried = len(p.rates(cell.arm)) + max(0, len(coefficient.get("grid", ())) - 1)
-                n = tried * len(p.search["seeds"]) if stage == "search" else p.stopping["final"]["seeds"]
+                tried = len(p.rates(cell.arm)) + max(
+                    0, len(coefficient.get("grid", ())) - 1
+                )
+                n = (
+                    tried * len(p.search["seeds"])
+                    if stage == "search"
+                    else p.stopping["final"]["seeds"]
+                )
                 n *= len(p.bases(cell))
                 runs += n
                 spent += n * seconds(p, cell, stage, records)
@@ -185,7 +241,11 @@ def text(p: Plan) -> str:
     for decoding, slope, sd, n, half, two, four in every:
         found += f"| {decoding} | {slope:g} | {sd:.2f} | {n} | {half:.2f} | {two:.2f} | {four:.2f} |\n"
     final = p.stopping["final"]["seeds"]
-    at = {(decoding, slope): (two, four) for decoding, slope, _, n, _, two, four in every if n == final}
+    at = {
+        (decoding, slope): (two, four)
+        for decoding, slope, _, n, _, two, four in every
+        if n == final
+    }
     flat, middle, steep = at["t_1", 1.2][0], at["t_1", 2.0][0], at["t_1", 3.4][1]
     answer = (
         f"with {final} seeds, 2 points at equal Avg@32 at the level of T = 1 (power\n{flat:.2f} at the slope 1.2, "
@@ -193,7 +253,9 @@ def text(p: Plan) -> str:
         "top-p 0.9, and 2 points not there. Hence the two margins. Where the curve is steeper (top-p 0.8 and below),\n"
         "no size of interest can be shown."
     )
-    found += COST.format(answer=answer, bonus=BONUS, evaluation=EVALUATION, chain=chain_factor())
+    found += COST.format(
+        answer=answer, bonus=BONUS, evaluation=EVALUATION, chain=chain_factor()
+    )
     costs = cost(p, records)
     for stage, group, runs, each, hours in costs:
         found += f"| {stage} | {group} | {runs} | {each:.0f} | {hours:.1f} |\n"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base policies by supervised fine-tuning on demonstrations; committed, so that everybody starts from the same.
+"""Base policies by supervised fine-tuning on demonstrations; committed, so that
+everybody starts from the same.
 
 python -m repro.mini.policy.bases               what there is
 python -m repro.mini.policy.bases walk          rebuild repro/mini/bases/walk/ (minutes on one thread)
-python -m repro.mini.policy.bases walk --check  rebuild it, write nothing, and compare every weight with the committed
+python -m repro.mini.policy.bases walk --check  rebuild it, write nothing, and compare
+every weight with the committed
 """
 
 import argparse
@@ -46,14 +48,18 @@ RECIPES = {
 
 
 def load(name: str, task_name: str) -> PreTrainedModel:
-    """The base of that name, or the policy of any folder; its checksums are verified where it has some.
+    """The base of that name, or the policy of any folder; its checksums are verified
+    where it has some.
 
-    Raises InputError if there is none, if a file is damaged, and if it was made for another task.
+    Raises InputError if there is none, if a file is damaged, and if it was made for
+    another task.
     """
     folder = ROOT / name if (ROOT / name).exists() else Path(name)
     if not (folder / "config.json").is_file():
         have = ", ".join(sorted(p.name for p in ROOT.glob("*") if p.is_dir()))
-        raise InputError(f"there is no base named {name!r}: choose one of {have}, or a folder with config.json.")
+        raise InputError(
+            f"there is no base named {name!r}: choose one of {have}, or a folder with config.json."
+        )
     if (folder / files.PROVENANCE).exists():
         try:
             made_for = files.checked(folder).get("recipe", {}).get("task", task_name)
@@ -62,22 +68,35 @@ def load(name: str, task_name: str) -> PreTrainedModel:
                 f"{e} Restore it with git, or rebuild it: python -m repro.mini.policy.bases {name}."
             ) from e
         if made_for != task_name:
-            raise InputError(f"base {name!r} was made for task {made_for!r}, not {task_name!r}.")
+            raise InputError(
+                f"base {name!r} was made for task {made_for!r}, not {task_name!r}."
+            )
     return models.load(folder, tasks.get(task_name))
 
 
 def build(recipe: Recipe, say=print) -> PreTrainedModel:
     """Cross-entropy on the responses of fresh demonstrations, lr in one cosine cycle."""
     task = tasks.get(recipe.task)
-    model = load(recipe.start, recipe.task) if recipe.start else models.new(recipe.policy, task)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.01, fused=True)
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, recipe.steps, pct_start=0.05)
+    model = (
+        load(recipe.start, recipe.task)
+        if recipe.start
+        else models.new(recipe.policy, task)
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.lr, weight_decay=0.01, fused=True
+    )
+    cycle = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.lr, recipe.steps, pct_start=0.05
+    )
     for step in range(recipe.steps):
         g = tasks.generator("demonstrations", recipe.style, step)
         problems, tokens = task.demonstrations(recipe.batch, recipe.style, g)
         mask = tasks.response_mask(tokens)
-        # by transformers, as the committed ones were made: packed.py adds the same numbers in another order
-        logits = models.padded_logits(model, models.inputs(task, problems), torch.arange(len(tokens)), tokens)
+        # by transformers, as the committed ones were made: packed.py adds the same
+        # numbers in another order
+        logits = models.padded_logits(
+            model, models.inputs(task, problems), torch.arange(len(tokens)), tokens
+        )
         loss = cross_entropy(logits[mask], tokens[mask])
         optimizer.zero_grad()
         loss.backward()
@@ -90,31 +109,54 @@ def build(recipe: Recipe, say=print) -> PreTrainedModel:
 
 
 def describe(model: PreTrainedModel, task: tasks.Task) -> dict:
-    """What the base can do at T = 1, 256 held-out problems of each set, 32 samples each."""
+    """What the base can do at T = 1, 256 held-out problems of each set, 32 samples
+    each.
+    """
     facts = {}
     for name in ("test", *task.levels):
         problems = task.problems(name, 256, seed=0)
-        right, said = evals.tables(model, task, problems, 32, 1.0, tasks.generator("base", name))
+        right, said = evals.tables(
+            model, task, problems, 32, 1.0, tasks.generator("base", name)
+        )
         facts[name] = {k: round(v, 4) for k, v in evals.scores(right, said).items()}
-    samples = sample(model, models.inputs(task, problems), 4, task.response_length, tasks.generator("base"))
+    samples = sample(
+        model,
+        models.inputs(task, problems),
+        4,
+        task.response_length,
+        tasks.generator("base"),
+    )
     of_states = logprobs.entropy(samples.logits[None])[0]
-    return facts | {"entropy": round(of_states[samples.state[samples.mask]].mean().item(), 4)}
+    return facts | {
+        "entropy": round(of_states[samples.state[samples.mask]].mean().item(), 4)
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", nargs="?")
-    parser.add_argument("--check", action="store_true", help="compare with the committed weights (status 1: others)")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare with the committed weights (status 1: others)",
+    )
     args = parser.parse_args(argv)
     name = args.name
     models.deterministic()
     if name is None:
         for folder in sorted(ROOT.glob("*/provenance.json")):
             facts = files.checked(folder.parent)
-            print(f"{folder.parent.name:10} {facts['recipe']['task']:10} {facts['accuracy']['test']}")
+            print(
+                f"{folder.parent.name:10} {facts['recipe']['task']:10} {facts['accuracy']['test']}"
+            )
         return 0
     if name not in RECIPES:
-        print(f"there is no base named {name!r}: choose one of {', '.join(RECIPES)}.", file=sys.stderr)
+        print(
+            f"there is no base named {name!r}: choose one of {', '.join(RECIPES)}.",
+            file=sys.stderr,
+        )
         return 2
     recipe = RECIPES[name]
     task = tasks.get(recipe.task)
@@ -122,8 +164,14 @@ def main(argv: list[str] | None = None) -> int:
         model = build(recipe, lambda line: print(line, flush=True))
         if args.check:
             committed = load(name, recipe.task).state_dict()
-            other = [key for key, weights in model.state_dict().items() if not torch.equal(weights, committed[key])]
-            print(f"repro/mini/bases/{name}: {len(other)} of {len(committed)} tensors differ from the committed ones")
+            other = [
+                key
+                for key, weights in model.state_dict().items()
+                if not torch.equal(weights, committed[key])
+            ]
+            print(
+                f"repro/mini/bases/{name}: {len(other)} of {len(committed)} tensors differ from the committed ones"
+            )
             return 1 if other else 0
         facts = {"recipe": asdict(recipe), **provenance.of_this_machine()}
         accuracy = describe(model, task)

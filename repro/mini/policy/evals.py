@@ -13,10 +13,20 @@ CHUNK = 32  # problems sampled at once
 
 
 def tables(model, task: Task, problems, k: int, top_p: float, g: torch.Generator):
-    """Of k samples a problem at T = 1: whether right, bool [P, k], and what they answer, int [P, k]."""
+    """Of k samples a problem at T = 1: whether right, bool [P, k], and what they
+    answer, int [P, k].
+    """
     right, said = [], []
     for part in problems.split(CHUNK):
-        samples = sample(model, models.inputs(task, part), k, task.response_length, g, top_p=top_p, keep=False)
+        samples = sample(
+            model,
+            models.inputs(task, part),
+            k,
+            task.response_length,
+            g,
+            top_p=top_p,
+            keep=False,
+        )
         verdict = task.verify(part.repeat_interleave(k, 0), samples.tokens)
         right.append(verdict.reward.bool().view(-1, k))
         said.append(verdict.answer.view(-1, k))
@@ -34,12 +44,16 @@ def bits(which) -> str:
 
 
 def counts(right) -> list[int]:
-    """Of bool [P, k]: how many problems have 0, 1, ..., k right samples. Every Pass@k follows from it."""
+    """Of bool [P, k]: how many problems have 0, 1, ..., k right samples. Every Pass@k
+    follows from it.
+    """
     return right.sum(1).bincount(minlength=right.shape[1] + 1).tolist()
 
 
 def estimates(correct, answers) -> dict[str, metrics.Estimate]:
-    """Of a bool table [P, k] and answers [P, k], as what votes: a number or a word, NO_ANSWER and None do not."""
+    """Of a bool table [P, k] and answers [P, k], as what votes: a number or a word,
+    NO_ANSWER and None do not.
+    """
     k = correct.shape[1]
     votes = [[None if a == NO_ANSWER else a for a in row] for row in answers.tolist()]
     return {

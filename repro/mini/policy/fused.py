@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a tiny transformer with their gradients written out: fewer passes over memory than autograd's.
+"""The parts of a tiny transformer with their gradients written out: fewer passes over
+memory than autograd's.
 
-tests/mini/test_mini_packed.py holds each against finite differences and against transformers.
+tests/mini/test_mini_packed.py holds each against finite differences and against
+transformers.
 """
 
 import torch
@@ -34,7 +36,9 @@ class Rms(Function):
 
 
 class RmsTurn(Function):
-    """Rms of each head [n, H, D], times w [H, D], then RoPE: z·cos + roll(z)·sin, cos and sin [n, 1, D]."""
+    """Rms of each head [n, H, D], times w [H, D], then RoPE: z·cos + roll(z)·sin, cos
+    and sin [n, 1, D].
+    """
 
     @staticmethod
     def forward(ctx, x, w, cos, sin, eps):
@@ -73,7 +77,9 @@ class Gate(Function):
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Over the last dimension, perhaps in place: where a row is shorter than a vector register, torch's is slow."""
+    """Over the last dimension, perhaps in place: where a row is shorter than a vector
+    register, torch's is slow.
+    """
     if x.shape[-1] >= 16:
         return x.softmax(-1)
     x = x.sub_(x.amax(-1, keepdim=True)).exp_()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies are transformers' own classes with tiny configs: a task's problems go in, logits come out.
+"""Policies are transformers' own classes with tiny configs: a task's problems go in,
+logits come out.
 
-The paper's three architectures: Qwen3 (dense), Qwen3-MoE (8 experts, 2 of them per token) and Qwen3-VL (with pictures).
+The paper's three architectures: Qwen3 (dense), Qwen3-MoE (8 experts, 2 of them per
+token) and Qwen3-VL (with pictures).
 """
 
 import ctypes
@@ -18,7 +20,8 @@ from repro.mini.policy import packed
 from repro.mini.tasks import BOS, EOS, PAD, Task
 from upref.errors import InputError
 
-# head_dim 32 is the smallest that vLLM's CPU build takes; two query heads share one key-value head, as in Qwen3.
+# head_dim 32 is the smallest that vLLM's CPU build takes; two query heads share one
+# key-value head, as in Qwen3.
 SIZE = {
     "hidden_size": 64,
     "intermediate_size": 192,
@@ -30,8 +33,14 @@ SIZE = {
     "initializer_range": 0.08,
 }
 TOKENS = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-PATCH, PLACES = 8, 64  # pixels; 2 x 2 patches make one token, and a picture has at most so many patches
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+# pixels; 2 x 2 patches make one token, and a picture has at most so many patches
+PATCH, PLACES = 8, 64
 EYES = {
     "depth": 2,
     "hidden_size": 64,
@@ -43,7 +52,8 @@ EYES = {
     "deepstack_visual_indexes": [0],
     "initializer_range": 0.08,
 }
-# With it transformers' and vLLM's processor of Qwen3-VL cuts a picture of 0..255 into the patches of `read_prompts`.
+# With it transformers' and vLLM's processor of Qwen3-VL cuts a picture of 0..255 into
+# the patches of `read_prompts`.
 PROCESSOR = {
     "processor_class": "Qwen3VLProcessor",
     "patch_size": PATCH,
@@ -69,17 +79,35 @@ def new(kind: str, task: Task, seed: int = 0) -> PreTrainedModel:
     elif kind == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(**SIZE, **EXPERTS, **words)
     else:
-        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
-        marks = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
-        at = {f"{name}_token_id": task.words.index(f"<|{mark}|>") for name, mark in marks.items()}
+        rope = {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        }
+        marks = {
+            "image": "image_pad",
+            "video": "video_pad",
+            "vision_start": "vision_start",
+            "vision_end": "vision_end",
+        }
+        at = {
+            f"{name}_token_id": task.words.index(f"<|{mark}|>")
+            for name, mark in marks.items()
+        }
         config = transformers.Qwen3VLConfig(
-            text_config=SIZE | words | {"rope_parameters": rope}, vision_config=EYES, tie_word_embeddings=True, **at
+            text_config=SIZE | words | {"rope_parameters": rope},
+            vision_config=EYES,
+            tie_word_embeddings=True,
+            **at,
         )
     return ready(CLASSES[kind](config))
 
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:
-    """As a policy is used here: float32, no dropout, sdpa attention, the tokens of an expert multiplied together."""
+    """As a policy is used here: float32, no dropout, sdpa attention, the tokens of an
+    expert multiplied together.
+    """
     model.set_attn_implementation("sdpa")
     if model.config.model_type == "qwen3_moe":
         model.set_experts_implementation("grouped_mm")
@@ -89,13 +117,17 @@ def ready(model: PreTrainedModel) -> PreTrainedModel:
 def inputs(task: Task, problems: Tensor) -> dict[str, Tensor]:
     """The prompts as the model takes them, one row a problem."""
     pictures = task.pictures(problems)
-    return {"input_ids": task.prompts(problems)} | ({} if pictures is None else {"pictures": pictures})
+    return {"input_ids": task.prompts(problems)} | (
+        {} if pictures is None else {"pictures": pictures}
+    )
 
 
 def reader(model: PreTrainedModel, prompts: dict[str, Tensor], length: int):
-    """Reads prompts, then token by token what follows: `first` are logits [P, V], those of `read` [len(tokens), V].
+    """Reads prompts, then token by token what follows: `first` are logits [P, V], those
+    of `read` [len(tokens), V].
 
-    `read(after, tokens)` goes on from what was read last: tokens[i] comes after its row after[i], any number of times.
+    `read(after, tokens)` goes on from what was read last: tokens[i] comes after its row
+    after[i], any number of times.
     """
     if packed.fits(model):
         return packed.Reader(model, prompts["input_ids"], length)
@@ -107,85 +139,140 @@ class Reader:
 
     def __init__(self, model: PreTrainedModel, prompts: dict[str, Tensor]):
         self.model = model
-        self.first, self.cache = read_prompts(model, prompts, torch.arange(len(prompts["input_ids"])))
+        self.first, self.cache = read_prompts(
+            model, prompts, torch.arange(len(prompts["input_ids"]))
+        )
 
     def read(self, after: Tensor, tokens: Tensor) -> Tensor:
         keep_rows(self.model, self.cache, after)
-        return self.model(input_ids=tokens[:, None], past_key_values=self.cache, use_cache=True).logits[:, -1]
+        return self.model(
+            input_ids=tokens[:, None], past_key_values=self.cache, use_cache=True
+        ).logits[:, -1]
 
 
-def read_prompts(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor) -> tuple[Tensor, DynamicCache]:
-    """Each prompt is read once; row i goes on from prompt of[i]: logits [N, V] of what comes next, and the cache."""
+def read_prompts(
+    model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor
+) -> tuple[Tensor, DynamicCache]:
+    """Each prompt is read once; row i goes on from prompt of[i]: logits [N, V] of what
+    comes next, and the cache.
+    """
     ids, cache, pictures = prompts["input_ids"], DynamicCache(), {}
     if "pictures" in prompts:
         pixels, side = prompts["pictures"], prompts["pictures"].shape[-1] // PATCH
-        # as Qwen's image processor orders them: blocks of 2 x 2 patches, each (channel, 2 frames, row, column)
-        x = pixels.view(len(pixels), 3, side // 2, 2, PATCH, side // 2, 2, PATCH).permute(0, 2, 5, 3, 6, 1, 4, 7)
+        # as Qwen's image processor orders them: blocks of 2 x 2 patches, each (channel,
+        # 2 frames, row, column)
+        x = pixels.view(
+            len(pixels), 3, side // 2, 2, PATCH, side // 2, 2, PATCH
+        ).permute(0, 2, 5, 3, 6, 1, 4, 7)
         pictures = {
-            "pixel_values": x.unsqueeze(6).expand(*x.shape[:6], 2, PATCH, PATCH).reshape(len(pixels) * side**2, -1),
+            "pixel_values": x.unsqueeze(6)
+            .expand(*x.shape[:6], 2, PATCH, PATCH)
+            .reshape(len(pixels) * side**2, -1),
             "image_grid_thw": torch.tensor([[1, side, side]]).expand(len(pixels), 3),
             "mm_token_type_ids": (ids == model.config.image_token_id).int(),
         }
-    logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **pictures).logits[:, -1]
+    logits = model(
+        input_ids=ids,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+        **pictures,
+    ).logits[:, -1]
     keep_rows(model, cache, of)
     return logits.index_select(0, of), cache
 
 
 def keep_rows(model: PreTrainedModel, cache: DynamicCache, rows: Tensor) -> None:
     cache.reorder_cache(rows)  # index_select: its gradient is deterministic and fast
-    if getattr(model.model, "rope_deltas", None) is not None:  # after a picture positions are not those of the text
+    # after a picture positions are not those of the text
+    if getattr(model.model, "rope_deltas", None) is not None:
         model.model.rope_deltas = model.model.rope_deltas[rows]
 
 
 def response_logits(
-    model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor, tokens: Tensor, mask: Tensor
+    model: PreTrainedModel,
+    prompts: dict[str, Tensor],
+    of: Tensor,
+    tokens: Tensor,
+    mask: Tensor,
 ) -> Tensor:
-    """Logits [mask.sum(), V], in the order of tokens[mask], of what predicts them; row i answers prompt of[i]."""
+    """Logits [mask.sum(), V], in the order of tokens[mask], of what predicts them; row
+    i answers prompt of[i].
+    """
     if packed.fits(model):
         return packed.response_logits(model, prompts["input_ids"], of, tokens, mask)
     return padded_logits(model, prompts, of, tokens)[mask]
 
 
-def padded_logits(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor, tokens: Tensor) -> Tensor:
-    """The same by transformers, [N, T, V]. Attention is causal: nobody looks at the padding."""
+def padded_logits(
+    model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor, tokens: Tensor
+) -> Tensor:
+    """The same by transformers, [N, T, V]. Attention is causal: nobody looks at the
+    padding.
+    """
     length = tokens.shape[1]
-    if "pictures" not in prompts:  # short prompts: to read them again is faster than to share them
+    # short prompts: to read them again is faster than to share them
+    if "pictures" not in prompts:
         ids = torch.cat([prompts["input_ids"][of], tokens[:, :-1]], 1)
         return model(input_ids=ids, use_cache=False, logits_to_keep=length).logits
     first, cache = read_prompts(model, prompts, of)
     if length == 1:
         return first[:, None]
-    return torch.cat([first[:, None], model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True).logits], 1)
+    return torch.cat(
+        [
+            first[:, None],
+            model(
+                input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True
+            ).logits,
+        ],
+        1,
+    )
 
 
 def save(folder: Path, model: PreTrainedModel, words: PreTrainedTokenizerFast) -> None:
-    """An ordinary save_pretrained folder, which transformers and vLLM load; for pictures, the processor too."""
+    """An ordinary save_pretrained folder, which transformers and vLLM load; for
+    pictures, the processor too.
+    """
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     if model.config.model_type == "qwen3_vl":
         for name, kind in (
-            ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
-            ("video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor"}),
+            (
+                "preprocessor_config.json",
+                {"image_processor_type": "Qwen2VLImageProcessor"},
+            ),
+            (
+                "video_preprocessor_config.json",
+                {"video_processor_type": "Qwen3VLVideoProcessor"},
+            ),
         ):
             (folder / name).write_text(json.dumps(kind | PROCESSOR, indent=1) + "\n")
 
 
 def load(folder: Path, task: Task) -> PreTrainedModel:
-    """What `save` wrote. Raises InputError if it is not a policy, or not one for the task's vocabulary."""
+    """What `save` wrote. Raises InputError if it is not a policy, or not one for the
+    task's vocabulary.
+    """
     try:
-        kind = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).model_type
+        kind = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True
+        ).model_type
         if kind not in CLASSES:
             raise ValueError(f"it is a {kind}, and not one of {', '.join(CLASSES)}")
         model = CLASSES[kind].from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, SafetensorError) as e:
         raise InputError(f"{folder} is not a policy that can be loaded: {e}.") from e
     if model.config.get_text_config().vocab_size != len(task.words):
-        raise InputError(f"{folder} has another vocabulary than the task: choose a base that was made for it.")
+        raise InputError(
+            f"{folder} has another vocabulary than the task: choose a base that was made for it."
+        )
     return ready(model)
 
 
 def deterministic() -> None:
-    """One thread and deterministic algorithms: the same numbers to the bit on the same machine. And memory kept."""
+    """One thread and deterministic algorithms: the same numbers to the bit on the same
+    machine. And memory kept.
+    """
     keep_memory()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -194,11 +281,13 @@ def deterministic() -> None:
 
 
 def keep_memory() -> None:
-    """Freed memory stays with the process: glibc would give tensors of 128 kB and more back to the kernel, which clears
-    every page again before the next one. Here, where tensors are small and many, that was most of the time."""
+    """Freed memory stays with the process: glibc would give tensors of 128 kB and more
+    back to the kernel, which clears every page again before the next one. Here, where
+    tensors are small and many, that was most of the time."""
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # no glibc
         return
-    for parameter, size in ((-3, 1 << 30), (-1, (1 << 31) - 1), (-2, 1 << 26)):  # M_MMAP_THRESHOLD, M_TRIM_, M_TOP_PAD
+    # M_MMAP_THRESHOLD, M_TRIM_, M_TOP_PAD
+    for parameter, size in ((-3, 1 << 30), (-1, (1 << 31) - 1), (-2, 1 << 26)):
         mallopt(parameter, size)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling from a policy: one prefill a prompt, then one forward pass a token over all responses at once.
+"""Sampling from a policy: one prefill a prompt, then one forward pass a token over all
+responses at once.
 
 Responses to one prompt that have said the same so far are one state, and are read once.
 """
@@ -17,7 +18,9 @@ from repro.mini.tasks import EOS, PAD, response_mask
 class Samples(NamedTuple):
     tokens: Tensor  # int64 [N, T], <pad> after <eos>
     mask: Tensor  # bool [N, T], True on the response, <eos> included
-    logits: Tensor  # float32 [S, V], what the policy said in each state it was in, before temperature and top-p
+    # float32 [S, V], what the policy said in each state it was in, before temperature
+    # and top-p
+    logits: Tensor
     state: Tensor  # int64 [N, T], the one in which each token was drawn; 0 on padding
 
 
@@ -31,11 +34,13 @@ def sample(
     top_p: float = 1.0,
     keep: bool = True,
 ) -> Samples:
-    """`responses` samples of at most `length` tokens for each prompt, those of one prompt side by side.
+    """`responses` samples of at most `length` tokens for each prompt, those of one
+    prompt side by side.
 
     Without `keep` the policy's logits are forgotten.
     """
-    state = torch.arange(len(prompts["input_ids"])).repeat_interleave(responses)  # of each response that goes on
+    # of each response that goes on
+    state = torch.arange(len(prompts["input_ids"])).repeat_interleave(responses)
     # made outside inference_mode: they are to be trained on
     tokens = torch.full((len(state), length), PAD)
     words = model.config.get_text_config().vocab_size
@@ -45,7 +50,9 @@ def sample(
         reader = models.reader(model, prompts, length)
         going, seen = torch.arange(len(tokens)), reader.first
         for t in range(length):
-            drawn = draw(nucleus((seen / temperature).softmax(-1), top_p), state, generator)
+            drawn = draw(
+                nucleus((seen / temperature).softmax(-1), top_p), state, generator
+            )
             tokens[going, t] = drawn
             if keep:
                 at[going, t] = state + sum(map(len, said))
@@ -53,13 +60,19 @@ def sample(
             on = (drawn != EOS).nonzero()[:, 0]
             if not len(on) or t == length - 1:
                 break
-            going, (said_so_far, state) = going[on], (state * words + drawn)[on].unique(return_inverse=True)
+            going, (said_so_far, state) = (
+                going[on],
+                (state * words + drawn)[on].unique(return_inverse=True),
+            )
             seen = reader.read(said_so_far // words, said_so_far % words)
-    return Samples(tokens, response_mask(tokens), torch.cat(said) if keep else torch.empty(0), at)
+    return Samples(
+        tokens, response_mask(tokens), torch.cat(said) if keep else torch.empty(0), at
+    )
 
 
 def draw(p: Tensor, of: Tensor, generator: torch.Generator) -> Tensor:
-    """One token from each p[of], by inverting the distribution function; p need not add up to 1.
+    """One token from each p[of], by inverting the distribution function; p need not add
+    up to 1.
 
     `multinomial` would draw V numbers for each.
     """
@@ -69,13 +82,18 @@ def draw(p: Tensor, of: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def nucleus(p: Tensor, top_p: float) -> Tensor:
-    """p with everything outside the fewest tokens that hold top_p of it set to 0 (not renormalized)."""
+    """p with everything outside the fewest tokens that hold top_p of it set to 0 (not
+    renormalized).
+    """
     if top_p >= 1:
         return p
     largest = p.amax(-1, keepdim=True)
     kept = p * (p == largest)
-    hard = ((largest < top_p) | (largest <= 0.5))[:, 0].nonzero()[:, 0]  # else one token does; sorting is slow
+    # else one token does; sorting is slow
+    hard = ((largest < top_p) | (largest <= 0.5))[:, 0].nonzero()[:, 0]
     ordered, which = p[hard].sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
-    kept[hard] = torch.zeros_like(ordered).scatter(-1, which, ordered.masked_fill(before >= top_p, 0))
+    kept[hard] = torch.zeros_like(ordered).scatter(
+        -1, which, ordered.masked_fill(before >= top_p, 0)
+    )
     return kept

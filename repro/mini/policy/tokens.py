@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A task's words as a transformers tokenizer: one word, one token; `"3 7 12 4 T 57"` becomes <bos> and six ids."""
+"""A task's words as a transformers tokenizer: one word, one token; `"3 7 12 4 T 57"`
+becomes <bos> and six ids.
+"""
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -15,8 +17,11 @@ def tokenizer(task: Task) -> PreTrainedTokenizerFast:
     # without an unknown-word token a word outside the vocabulary is an error
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(task.words)}))
     words.pre_tokenizer = WhitespaceSplit()
-    words.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, BOS)])
-    # a processor writes <|image_pad|> nine times without a space between: only special tokens are found there
+    words.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, BOS)]
+    )
+    # a processor writes <|image_pad|> nine times without a space between: only special
+    # tokens are found there
     pictures = [word for word in task.words if word.startswith("<|")]
     return PreTrainedTokenizerFast(
         tokenizer_object=words,

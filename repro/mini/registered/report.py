@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the finished runs of a plan say, on one page: report.md and its figure. It runs nothing."""
+"""What the finished runs of a plan say, on one page: report.md and its figure. It runs
+nothing.
+"""
 
 from pathlib import Path
 
@@ -27,13 +29,17 @@ ANSWERS = {
 
 def progress(plan: Plan, records: dict[str, Record]) -> str:
     """What is finished, what comes next, and how long that takes."""
-    todo, done = plan.todo(records), sum(run.key in records for run in plan.reachable(records))
+    todo, done = (
+        plan.todo(records),
+        sum(run.key in records for run in plan.reachable(records)),
+    )
     finished = f"{done} of {plan.expected(records)} runs are finished."
     if not todo:
         return finished
     searching = todo[0].settings.seed in plan.search["seeds"]
     stage = "of the search" if searching else "of the experiment proper"
-    timed = records or results.load(stale.RESULTS)  # before the first run, by those of the experiment on stale data
+    # before the first run, by those of the experiment on stale data
+    timed = records or results.load(stale.RESULTS)
     hours = results.forecast([run.settings for run in todo], timed) / 3600
     return f"{finished} Next are {len(todo)} runs {stage}, about {hours:.1f} hours of one core: `{plan.command}`."
 
@@ -51,7 +57,12 @@ def write(plan: Plan, records: dict[str, Record], folder: Path) -> None:
             "![Best@32 against Avg@32](curves.svg)\n\n*One line per arm: the decodings at the end, from top-p 0.7 to "
             "T = 1; means over the seeds.*\n"
         )
-    parts += ["## Every effect\n", tables(plan, found), "## Rates and coefficients\n", choices(plan, records)]
+    parts += [
+        "## Every effect\n",
+        tables(plan, found),
+        "## Rates and coefficients\n",
+        choices(plan, records),
+    ]
     if plan.limits:
         parts += ["## Limits\n", plan.limits]
     files.write_atomically(folder / "report.md", ("\n".join(parts) + "\n").encode())
@@ -60,7 +71,14 @@ def write(plan: Plan, records: dict[str, Record], folder: Path) -> None:
 def head(plan: Plan, records: dict[str, Record]) -> str:
     """The registration, and what is finished."""
     commit = registration.load(plan.folder).get("commit", "none yet")
-    hours = sum(r["provenance"]["seconds"]["all"] for r in records.values() if r["provenance"]) / 3600
+    hours = (
+        sum(
+            r["provenance"]["seconds"]["all"]
+            for r in records.values()
+            if r["provenance"]
+        )
+        / 3600
+    )
     return f"""Written by `{plan.command} --collect`. Rule, arms, rates, seeds, stopping and margins were registered in
 commit `{commit}`, before any run.
 
@@ -76,15 +94,24 @@ def answer(plan: Plan, found: list[Effect]) -> str:
     """The plan's own verdict, and that against each control."""
     lines = [ANSWERS[rule.answer(found, plan)] + "\n"]
     for control in plan.answer["controls"]:
-        of_control = [e for e in found if (e.family, e.other) == (plan.answer["family"], control)]
-        sizes = "; ".join(f"{shown(e)} at the level of {level(e)}, margin {e.margin:g}" for e in of_control)
-        lines.append(f"* {of_control[0].first} against {control}: {rule.against(found, plan, control)} ({sizes}).")
+        of_control = [
+            e for e in found if (e.family, e.other) == (plan.answer["family"], control)
+        ]
+        sizes = "; ".join(
+            f"{shown(e)} at the level of {level(e)}, margin {e.margin:g}"
+            for e in of_control
+        )
+        lines.append(
+            f"* {of_control[0].first} against {control}: {rule.against(found, plan, control)} ({sizes})."
+        )
     return "\n".join(lines) + "\n"
 
 
 def level(e: Effect) -> str:
     """The decoding that sets the level of Avg@32."""
-    return e.metric.partition("/")[2].replace("top_p_", "top-p ").replace("t_1", "T = 1")
+    return (
+        e.metric.partition("/")[2].replace("top_p_", "top-p ").replace("t_1", "T = 1")
+    )
 
 
 def shown(e: Effect) -> str:
@@ -111,10 +138,21 @@ def tables(plan: Plan, found: list[Effect]) -> str:
         text += f"|{'---|' * 7}\n"
         for e in rows:
             bases = ", ".join(rounded(e, x) for x in e.by_base)
-            cells = [e.metric, e.other, e.group or "slope", e.n, shown(e), bases, e.word]
+            cells = [
+                e.metric,
+                e.other,
+                e.group or "slope",
+                e.n,
+                shown(e),
+                bases,
+                e.word,
+            ]
             text += f"| {' | '.join(map(str, cells))} |\n"
         text += "\n"
-    return text or "No run of the experiment proper has finished on both sides of a comparison.\n"
+    return (
+        text
+        or "No run of the experiment proper has finished on both sides of a comparison.\n"
+    )
 
 
 def choices(plan: Plan, records: dict[str, Record]) -> str:
@@ -122,35 +160,65 @@ def choices(plan: Plan, records: dict[str, Record]) -> str:
     rows = ["| arm | group | chosen | scores |", "|---|---|---|---|"]
     for cell in plan.cells():
         chosen = plan.choice(cell, records)
-        scores = {choice: x for choice, x in plan.scores(cell, records).items() if x is not None}
+        scores = {
+            choice: x
+            for choice, x in plan.scores(cell, records).items()
+            if x is not None
+        }
         told = ", ".join(f"{said(choice)}: {x:.4g}" for choice, x in scores.items())
-        rows.append(f"| {cell.arm} | {cell.group} | {said(chosen) if chosen else 'not yet'} | {told} |")
+        rows.append(
+            f"| {cell.arm} | {cell.group} | {said(chosen) if chosen else 'not yet'} | {told} |"
+        )
     return "\n".join(rows) + "\n"
 
 
 def said(choice: Choice) -> str:
     """Rate, and coefficient where there is one."""
-    return f"{choice.rate:g}" + (f" with {choice.coefficient:g}" if choice.coefficient is not None else "")
+    return f"{choice.rate:g}" + (
+        f" with {choice.coefficient:g}" if choice.coefficient is not None else ""
+    )
 
 
 def plane(plan: Plan, records: dict[str, Record]) -> Figure | None:
-    """Avg@32 against Best@32 at the end, one panel a group; None while no run of the experiment has finished."""
-    values = {at: r for at, r in rule.values_of(plan, records).items() if r and r["settings"]["decodings"]}
-    groups = [group["name"] for group in plan.groups if any(cell[1] == group["name"] for cell, _, _ in values)]
+    """Avg@32 against Best@32 at the end, one panel a group; None while no run of the
+    experiment has finished.
+    """
+    values = {
+        at: r
+        for at, r in rule.values_of(plan, records).items()
+        if r and r["settings"]["decodings"]
+    }
+    groups = [
+        group["name"]
+        for group in plan.groups
+        if any(cell[1] == group["name"] for cell, _, _ in values)
+    ]
     if not groups:
         return None
     arms = list(dict.fromkeys(arm for group in plan.groups for arm in group["arms"]))
     colour, dashes = curves.looks(arms)
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(4.5 * len(groups), 4), layout="constrained")
-        for ax, name in zip(np.ravel(fig.subplots(1, len(groups), squeeze=False)), groups, strict=True):
+        for ax, name in zip(
+            np.ravel(fig.subplots(1, len(groups), squeeze=False)), groups, strict=True
+        ):
             for arm in plan.group(name)["arms"]:
-                runs = [r for (cell, _, _), r in values.items() if cell == Cell(arm, name)]
+                runs = [
+                    r for (cell, _, _), r in values.items() if cell == Cell(arm, name)
+                ]
                 if not runs:
                     continue
                 avg, best = np.mean([rule.curve(r)[-1] for r in runs], axis=0).T
                 label = arm if name == groups[0] else None
-                ax.plot(avg, best, marker="o", ms=3, color=colour[arm], ls=dashes[arm], label=label)
+                ax.plot(
+                    avg,
+                    best,
+                    marker="o",
+                    ms=3,
+                    color=colour[arm],
+                    ls=dashes[arm],
+                    label=label,
+                )
             ax.set(title=name, xlabel="Avg@32, %", ylabel="Best@32, %")
             ax.spines[["top", "right"]].set_visible(False)
         fig.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does entropy that is kept become exploration? Over all runs of the second round, a description and no test.
+"""Does entropy that is kept become exploration? Over all runs of the second round, a
+description and no test.
 
     python -m repro.mini.round2.explore       how often the base solves each held-out problem in 1,000 tries (minutes)
 
-Then, of every run: entropy at the end over that at the start; Best@32 at the end over that of the base; and the share
-that it solves at the end, at T = 1 in 32, of the problems that the base solves at most RARE times in 1,000. What the
-base never solves was to be asked (`base_never`), and there is nothing: it solves every problem of these sets.
+Then, of every run: entropy at the end over that at the start; Best@32 at the end over
+that of the base; and the share that it solves at the end, at T = 1 in 32, of the
+problems that the base solves at most RARE times in 1,000. What the base never solves
+was to be asked (`base_never`), and there is nothing: it solves every problem of these
+sets.
 """
 
 import json
@@ -38,14 +41,18 @@ def bits(text: str) -> np.ndarray:
 
 
 def base_tries() -> Tries:
-    """Of the held-out sets of Countdown, how often base `walk` solves each problem in TRIES samples at T = 1."""
+    """Of the held-out sets of Countdown, how often base `walk` solves each problem in
+    TRIES samples at T = 1.
+    """
     models.deterministic()
     task, model, found = tasks.get("countdown"), bases.load("walk", "countdown"), {}
     for name in SETS:
         problems = task.problems(name, PROBLEMS, seed=0)
         times = torch.zeros(PROBLEMS, dtype=torch.long)
         for part in range(TRIES // 40):
-            times += evals.tables(model, task, problems, 40, 1.0, tasks.generator("unsolved", name, part))[0].sum(1)
+            times += evals.tables(
+                model, task, problems, 40, 1.0, tasks.generator("unsolved", name, part)
+            )[0].sum(1)
         found[name] = times.tolist()
         print(f"{name}: {sum(t > 0 for t in found[name])} of {PROBLEMS}", flush=True)
     return found
@@ -61,7 +68,11 @@ def rare(tries: Tries) -> dict[str, np.ndarray]:
 
 def solved(r: Record, which: dict[str, np.ndarray]) -> float:
     """The share of these problems that the run solves at its end."""
-    return float(np.concatenate([bits(r["solved"][f"{name}/t_1"])[which[name]] for name in SETS]).mean())
+    return float(
+        np.concatenate(
+            [bits(r["solved"][f"{name}/t_1"])[which[name]] for name in SETS]
+        ).mean()
+    )
 
 
 def expected(tries: Tries, which: dict[str, np.ndarray]) -> float:
@@ -72,8 +83,16 @@ def expected(tries: Tries, which: dict[str, np.ndarray]) -> float:
 
 def comparable(records: dict[str, Record]) -> list[Record]:
     """Runs from base `walk` that finished and say what they solve."""
-    there = [r for r in records.values() if r["status"] == "done" and r["settings"]["base"] == "walk" and "solved" in r]
-    return [r for r in there if isfinite(entropy_kept(r)) and r["evals"]["test/top_p_0.7"]["best"][0] > 0]
+    there = [
+        r
+        for r in records.values()
+        if r["status"] == "done" and r["settings"]["base"] == "walk" and "solved" in r
+    ]
+    return [
+        r
+        for r in there
+        if isfinite(entropy_kept(r)) and r["evals"]["test/top_p_0.7"]["best"][0] > 0
+    ]
 
 
 def best_kept(r: Record) -> float:
@@ -92,7 +111,7 @@ def entropy_kept(r: Record) -> float:
     return float(H[-n:].mean()) / before if before else float("nan")
 
 
-# ---- in words --------------------------------------------------------------------------------------------------------
+# ---- in words ------------------------------------------------------------------------
 def sentence(records: dict[str, Record]) -> list[str]:
     """A line of the page."""
     there = comparable(records)
@@ -116,12 +135,19 @@ def section(records: dict[str, Record]) -> str:
     never = sum(t == 0 for times in tries.values() for t in times)
     kept, best = [entropy_kept(r) for r in there], [best_kept(r) for r in there]
     found = [solved(r, which) for r in there]
-    lines = ["## Does entropy become exploration?\n", f"{len(there)} runs, described and not tested.\n"]
-    lines += [f"* Entropy kept and Best@32 kept, end over base: {correlations(there, kept, best)}."]
+    lines = [
+        "## Does entropy become exploration?\n",
+        f"{len(there)} runs, described and not tested.\n",
+    ]
+    lines += [
+        f"* Entropy kept and Best@32 kept, end over base: {correlations(there, kept, best)}."
+    ]
     lines += [f"* Entropy kept and the share of rarely solved problems that is solved at the end: "
               f"{correlations(there, kept, found)}."]  # fmt: skip
     lines += [f"* {rarely(records)} Problems that it never solves: {never or 'none'}."]
-    lines += ["* Methods differ in more than their entropy: the correlation over all runs is not one of cause.\n"]
+    lines += [
+        "* Methods differ in more than their entropy: the correlation over all runs is not one of cause.\n"
+    ]
     return "\n".join(lines)
 
 
@@ -142,8 +168,14 @@ def of_arms(records: dict[str, Record], which: dict[str, np.ndarray]) -> str:
         seeds, keys = doses.runs(name)
         shares = []
         for arm in ("dapo", "up_dapo"):
-            there = comparable({keys[arm, s]: r for s in seeds if (r := records.get(keys[arm, s]))})
-            shares += [f"{arm} {100 * np.mean([solved(r, which) for r in there]):.0f} %"] if there else []
+            there = comparable(
+                {keys[arm, s]: r for s in seeds if (r := records.get(keys[arm, s]))}
+            )
+            shares += (
+                [f"{arm} {100 * np.mean([solved(r, which) for r in there]):.0f} %"]
+                if there
+                else []
+            )
         said += [f"{doses.short(name)} {', '.join(shares)}"] if shares else []
     return "; ".join(said)
 
@@ -165,10 +197,14 @@ def rho(x: Sequence[float], y: Sequence[float]) -> str:
 
 
 def within(there: Sequence[Record], x: list[float], y: list[float]) -> str:
-    """The rank correlation of what differs from the mean of the runs that are equal but for the seed."""
+    """The rank correlation of what differs from the mean of the runs that are equal but
+    for the seed.
+    """
     kinds: dict[str, list[int]] = {}
     for i, r in enumerate(there):
-        kinds.setdefault(json.dumps(r["settings"] | {"seed": 0}, sort_keys=True), []).append(i)
+        kinds.setdefault(
+            json.dumps(r["settings"] | {"seed": 0}, sort_keys=True), []
+        ).append(i)
     a, b = np.array(x), np.array(y)
     for z in (a, b):
         for rows in kinds.values():
@@ -185,27 +221,62 @@ def figure(records: dict[str, Record]):
     from matplotlib.figure import Figure
 
     which = rare(base())
-    named = [n for n in curves.COLOURS if any(r["settings"]["objective"] == n for r in there)]
-    named = [n for n in named if n.startswith(("dapo", "up_dapo", "is_pg", "reinforce"))]
-    y = {"Best@32 kept, end over base": best_kept, "rarely solved problems solved at the end, %": None}
+    named = [
+        n for n in curves.COLOURS if any(r["settings"]["objective"] == n for r in there)
+    ]
+    named = [
+        n for n in named if n.startswith(("dapo", "up_dapo", "is_pg", "reinforce"))
+    ]
+    y = {
+        "Best@32 kept, end over base": best_kept,
+        "rarely solved problems solved at the end, %": None,
+    }
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(11.5, 3.9), layout="constrained")
-        fig.suptitle("Entropy that is kept, and what is still found: every run", fontsize=11, fontweight="bold")
+        fig.suptitle(
+            "Entropy that is kept, and what is still found: every run",
+            fontsize=11,
+            fontweight="bold",
+        )
         for ax, (label, of) in zip(fig.subplots(1, 2), y.items(), strict=True):
             for name in ["other objectives", *named]:
                 mine = [r for r in there if called(r, named) == name]
-                points = [(entropy_kept(r), of(r) if of else 100 * solved(r, which)) for r in mine]
+                points = [
+                    (entropy_kept(r), of(r) if of else 100 * solved(r, which))
+                    for r in mine
+                ]
                 if points:
                     colour = curves.COLOURS.get(name, "#999999")
-                    ax.plot(*zip(*points, strict=True), "o", ms=4, color=colour, alpha=0.6, mew=0, label=name)
+                    ax.plot(
+                        *zip(*points, strict=True),
+                        "o",
+                        ms=4,
+                        color=colour,
+                        alpha=0.6,
+                        mew=0,
+                        label=name,
+                    )
             ax.axvline(1, color="#888888", lw=0.8, zorder=0)
             if not of:
-                ax.axhline(100 * expected(base(), which), color="#888888", lw=1.2, ls="--", label="base, expected")
+                ax.axhline(
+                    100 * expected(base(), which),
+                    color="#888888",
+                    lw=1.2,
+                    ls="--",
+                    label="base, expected",
+                )
             ax.set_xlabel("entropy kept, last fifth over first fifth")
             ax.set_title(label, loc="left", fontsize=9)
             ax.spines[["top", "right"]].set_visible(False)
         handles, labels = fig.axes[0].get_legend_handles_labels()
-        fig.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+        fig.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=len(labels),
+            frameon=False,
+            fontsize=8,
+        )
     return fig
 
 
@@ -215,5 +286,7 @@ def called(r: Record, named: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    files.write_atomically(FILE, (json.dumps({"tries": TRIES, "solved": base_tries()}) + "\n").encode())
+    files.write_atomically(
+        FILE, (json.dumps({"tries": TRIES, "solved": base_tries()}) + "\n").encode()
+    )
     sys.exit(0)

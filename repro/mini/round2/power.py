@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many seeds the second round has, and why: `python -m repro.mini.round2.power` writes power.md and pilot.md.
+"""How many seeds the second round has, and why: `python -m repro.mini.round2.power`
+writes power.md and pilot.md.
 
-The spread (sd of differences paired by seed) is round one's, pooled over its pairs of arms from {dapo, up_dapo,
-dapo_no_upper_clip, is_pg} in the standard regime, five seeds each; for one arm's own number, over those arms.
+The spread (sd of differences paired by seed) is round one's, pooled over its pairs of
+arms from {dapo, up_dapo, dapo_no_upper_clip, is_pg} in the standard regime, five seeds
+each; for one arm's own number, over those arms.
 """
 
 import sys
@@ -33,7 +35,11 @@ round's regime, and two epochs at 3e-4 and at 6e-4, where DAPO itself breaks: cl
 def spread(c: Contrast, records: dict[str, results.Record]) -> float:
     """Of the contrast's d, from round one."""
     e = plan.load(REGIME)
-    known = {(arm, seed): records.get(e.run(arm, seed).key) for arm in ARMS for seed in e.seeds}
+    known = {
+        (arm, seed): records.get(e.run(arm, seed).key)
+        for arm in ARMS
+        for seed in e.seeds
+    }
     if (
         c.metric in EVAL_METRICS and c.set == "average"
     ):  # only the family was evaluated so: a looser regime, three seeds
@@ -41,8 +47,18 @@ def spread(c: Contrast, records: dict[str, results.Record]) -> float:
         known = {(arm, seed): records.get(e.run(arm, seed).key) for arm in ("grpo", "up_grpo", "sapo", "cispo")
                  for seed in e.seeds}  # fmt: skip
     arms = sorted({arm for arm, _ in known})
-    pairs = list(combinations(arms, 2)) if len(c.arms) == 2 else [(arm,) for arm in arms]
-    again = lambda pair: Contrast(pair, c.metric, c.at, c.set, c.decoding, more_than=1 if c.ratio else 0, ratio=c.ratio)
+    pairs = (
+        list(combinations(arms, 2)) if len(c.arms) == 2 else [(arm,) for arm in arms]
+    )
+    again = lambda pair: Contrast(
+        pair,
+        c.metric,
+        c.at,
+        c.set,
+        c.decoding,
+        more_than=1 if c.ratio else 0,
+        ratio=c.ratio,
+    )
     found = [rule.measure(again(pair), known, e.seeds) for pair in pairs]
     return sqrt(float(np.mean([f.sd**2 for f in found])))
 
@@ -63,13 +79,22 @@ def table(records: dict[str, results.Record]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def row(e: plan.Experiment, claim: plan.Claim, level: float, records: dict[str, results.Record]) -> str:
+def row(
+    e: plan.Experiment,
+    claim: plan.Claim,
+    level: float,
+    records: dict[str, results.Record],
+) -> str:
     """Of the contrast with the least power."""
     n = len(e.seeds)
     c = min(claim.contrasts, key=lambda c: rule.power(c, spread(c, records), n, level))
     sd = spread(c, records)
     k = 100 if c.metric in EVAL_METRICS or c.metric == "reward" else 1
-    effect = f"within ×{c.within}" if c.within else f"{'×' if c.ratio else ''}{k * (c.effect or 0):g}"
+    effect = (
+        f"within ×{c.within}"
+        if c.within
+        else f"{'×' if c.ratio else ''}{k * (c.effect or 0):g}"
+    )
     more = f" and {len(claim.contrasts) - 1} more" if len(claim.contrasts) > 1 else ""
     what = f"{c.metric} {c.at} {', '.join(c.arms)}{more}"
     numbers = f"{k * sd:.3g} | {n} | {rule.power(c, sd, n, level):.2f} | {rule.seeds_for(c, sd, level)}"
@@ -83,7 +108,10 @@ def pilot() -> str:
         "| minibatches | epochs | learning rate | steps | positive tokens clipped, % | reward, first → last fifth, % |",
         "|---" * 6 + "|",
     ]
-    for r in sorted(results.read_lines(HERE / "pilot.jsonl"), key=lambda r: np.mean(r["steps"]["clip_pos_high"])):
+    for r in sorted(
+        results.read_lines(HERE / "pilot.jsonl"),
+        key=lambda r: np.mean(r["steps"]["clip_pos_high"]),
+    ):
         s, reward = r["settings"], np.array(r["steps"]["reward"])
         n = max(1, len(reward) // 5)
         clipped = 100 * float(np.mean(r["steps"]["clip_pos_high"]))

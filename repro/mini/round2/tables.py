@@ -21,8 +21,9 @@ FINAL = ("reproduced", "holds", "refuted", "in part", "undecided")
 def decisive(verdicts: list[Verdict]) -> list[Verdict]:
     """The same verdicts, each with its intervals at the level at which it was decided.
 
-    That is Holm's level for the claim, or against it, where that was shown; where neither was, the strictest, 0.05 over
-    the claims of the family: these intervals hold for all of the family at once.
+    That is Holm's level for the claim, or against it, where that was shown; where
+    neither was, the strictest, 0.05 over the claims of the family: these intervals hold
+    for all of the family at once.
     """
     found = []
     for v in verdicts:
@@ -31,7 +32,9 @@ def decisive(verdicts: list[Verdict]) -> list[Verdict]:
             found.append(v)
             continue
         k, at = len(v.found), next(i for i, w in enumerate(family) if w is v)
-        against = [min(1.0, len(w.found) * min(f.p_against for f in w.found)) for w in family]
+        against = [
+            min(1.0, len(w.found) * min(f.p_against for f in w.found)) for w in family
+        ]
         level = rule.ALPHA / len(family)
         if v.word in ("reproduced", "holds"):
             level = levels([max(f.p_for for f in w.found) for w in family])[at]
@@ -42,7 +45,11 @@ def decisive(verdicts: list[Verdict]) -> list[Verdict]:
 
 
 def at_level(f: Found, level: float) -> Found:
-    half = float(t.ppf(1 - level / 2, f.n - 1)) * f.sd / sqrt(f.n) if f.n > 1 else float("inf")
+    half = (
+        float(t.ppf(1 - level / 2, f.n - 1)) * f.sd / sqrt(f.n)
+        if f.n > 1
+        else float("inf")
+    )
     return replace(f, low=f.mean - half, high=f.mean + half)
 
 
@@ -58,7 +65,9 @@ def limit(v: Verdict) -> str:
     return f"{words.EXCLUDED} {'above' if f.contrast.side > 0 else 'below'} {number(f.contrast, end)}"
 
 
-def verdicts(experiments: Iterable[Experiment], judged: dict[str, list[Verdict]], source: str) -> str:
+def verdicts(
+    experiments: Iterable[Experiment], judged: dict[str, list[Verdict]], source: str
+) -> str:
     rows = [
         "| | claim | verdict | effect [interval that decides] | seeds | p | power | seeds for 0.8 |",
         "|---" * 8 + "|",
@@ -76,8 +85,16 @@ def verdicts(experiments: Iterable[Experiment], judged: dict[str, list[Verdict]]
 
 
 def row(e: Experiment, v: Verdict) -> str:
-    beyond = v.word == "refuted" and any(f.contrast.bound not in (0, 1) and f.contrast.within is None for f in v.found)
-    why = assumed(v) if v.word == "undecided" else "the bound is shown not to be reached" if beyond else v.why
+    beyond = v.word == "refuted" and any(
+        f.contrast.bound not in (0, 1) and f.contrast.within is None for f in v.found
+    )
+    why = (
+        assumed(v)
+        if v.word == "undecided"
+        else "the bound is shown not to be reached"
+        if beyond
+        else v.why
+    )
     word = limit(v) if verdict(v) == words.EXCLUDED else verdict(v)
     cells = [
         f"{e.name}<br>{v.claim.figure}",
@@ -104,16 +121,24 @@ def enough(v: Verdict) -> bool:
 
 
 def lacks(v: Verdict) -> str:
-    """Why a claim is undecided, for a table: the seeds that it would take, or too close to call."""
+    """Why a claim is undecided, for a table: the seeds that it would take, or too close
+    to call.
+    """
     return "too close to call" if enough(v) else f"{seeds(v)} seeds for 0.8"
 
 
 def assumed(v: Verdict) -> str:
-    """Which budget could not decide: its seeds, and the effect that they were counted for."""
+    """Which budget could not decide: its seeds, and the effect that they were counted
+    for.
+    """
     parts = []
     for f in v.found:
         c = f.contrast
-        effect = f"no difference, within ×{c.within:g}" if c.within else number(c, c.effect or c.bound)
+        effect = (
+            f"no difference, within ×{c.within:g}"
+            if c.within
+            else number(c, c.effect or c.bound)
+        )
         parts.append(effect)
     return f"its {v.of} seeds were counted for {'; '.join(parts)}"
 
@@ -144,7 +169,11 @@ def what(c: Contrast) -> str:
     arms = (" / " if c.ratio else " − ").join(c.arms)
     where = f" ({c.set})" if c.set != "test" else ""
     bound = c.bound * (100 if c.metric in POINTS and not c.ratio else 1)
-    claimed = f"within ×{c.within:g}" if c.within else f"{'>' if c.more_than is not None else '<'} {bound:g}"
+    claimed = (
+        f"within ×{c.within:g}"
+        if c.within
+        else f"{'>' if c.more_than is not None else '<'} {bound:g}"
+    )
     return f"{c.metric}{where} {c.at} {arms} {claimed}"
 
 
@@ -153,11 +182,15 @@ def show(f: Found) -> str:
     if not f.n:
         return "no run"
     c, of = f.contrast, lambda x: exp(min(x, 700)) if f.contrast.ratio else x
-    ends = f" [{number(c, of(f.low), '')}, {number(c, of(f.high), '')}]" if f.n > 1 else ""
+    ends = (
+        f" [{number(c, of(f.low), '')}, {number(c, of(f.high), '')}]" if f.n > 1 else ""
+    )
     return number(c, of(f.mean)) + ends
 
 
 def number(c: Contrast, x: float, times: str = "×") -> str:
     factor = ".3f" if 0.1 <= x < 10 else ".3g"
-    k, form = (1, factor) if c.ratio else (100, "+.1f") if c.metric in POINTS else (1, "+.3f")
+    k, form = (
+        (1, factor) if c.ratio else (100, "+.1f") if c.metric in POINTS else (1, "+.3f")
+    )
     return f"{times if c.ratio else ''}{k * x:{form}}"

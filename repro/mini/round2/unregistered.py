@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runs show and nobody registered: chosen comparisons, paired by seed, 95 % intervals. No verdict follows."""
+"""What the runs show and nobody registered: chosen comparisons, paired by seed, 95 %
+intervals. No verdict follows.
+"""
 
 from typing import NamedTuple
 
@@ -20,7 +22,11 @@ class Seen(NamedTuple):
     ratio: bool = False
 
 
-DAPO, DAPO_OWN, UP_OWN = ("dose_low", "dapo"), ("family_tuned", "dapo"), ("family_tuned", "up_dapo")
+DAPO, DAPO_OWN, UP_OWN = (
+    ("dose_low", "dapo"),
+    ("family_tuned", "dapo"),
+    ("family_tuned", "up_dapo"),
+)
 SEEN = {
     "rate_best": Seen("Best@32: DAPO at its own learning rate − DAPO at the common one", (DAPO_OWN, DAPO), "best"),
     "rate_avg": Seen("Avg@32: DAPO at its own learning rate − DAPO at the common one", (DAPO_OWN, DAPO), "avg"),
@@ -52,17 +58,27 @@ def measure(name: str, records: dict[str, Record]) -> Found:
     seeds = sorted(set.intersection(*(set(e.seeds) for e in experiments.values())))
     arms = tuple(map("/".join, row.arms))
     runs: rule.Runs = {
-        ("/".join(of), seed): records.get(experiments[of[0]].run(of[1], seed).key) for of in row.arms for seed in seeds
+        ("/".join(of), seed): records.get(experiments[of[0]].run(of[1], seed).key)
+        for of in row.arms
+        for seed in seeds
     }
-    c = Contrast(arms, row.metric, row.at, more_than=1.0 if row.ratio else 0.0, ratio=row.ratio)
+    c = Contrast(
+        arms, row.metric, row.at, more_than=1.0 if row.ratio else 0.0, ratio=row.ratio
+    )
     return rule.measure(c, runs, seeds)
 
 
 def section(records: dict[str, Record]) -> str:
     """A table for the report; "" while there is nothing."""
     found = {name: measure(name, records) for name in SEEN}
-    rows = [f"| {SEEN[name].says} | {tables.show(f)} | {f.n} |" for name, f in found.items() if f.n]
+    rows = [
+        f"| {SEEN[name].says} | {tables.show(f)} | {f.n} |"
+        for name, f in found.items()
+        if f.n
+    ]
     if not rows:
         return ""
-    head = "## Seen and not registered\n\nNo rule was written for these before the runs.\n"
+    head = (
+        "## Seen and not registered\n\nNo rule was written for these before the runs.\n"
+    )
     return "\n".join([head, "| | effect [95 %] | seeds |", "|---|---|---|", *rows, ""])

@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does UP help when data are stale, each method at its own learning rate? The third, registered experiment."""
+"""Does UP help when data are stale, each method at its own learning rate? The third,
+registered experiment.
+"""

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How hard the problems are for each base, and how many seeds: `python -m repro.mini.stale.power`, before registration.
+"""How hard the problems are for each base, and how many seeds:
+`python -m repro.mini.stale.power`, before registration.
 
-Writes difficulty.json, power.md and runs.sha256 from the bases, design.toml and pilot.jsonl. With --take FOLDER the
-finished runs in that folder become pilot.jsonl first.
+Writes difficulty.json, power.md and runs.sha256 from the bases, design.toml and
+pilot.jsonl. With --take FOLDER the finished runs in that folder become pilot.jsonl
+first.
 """
 
 import json
@@ -34,14 +36,27 @@ after the first look the number of seeds is calculated again from what is seen.
 
 
 def difficulty(names: list[str]) -> dict[str, dict[str, float]]:
-    """Of 256 training problems: the mean share of right tries; the share solved in under 1 % of tries, and never."""
+    """Of 256 training problems: the mean share of right tries; the share solved in
+    under 1 % of tries, and never.
+    """
     found, task = {}, tasks.get("countdown")
     for name in names:
-        model, problems = bases.load(name, "countdown"), task.problems("train", 20_000, seed=0)[:256]
-        right, _ = evals.tables(model, task, problems, TRIES, 1.0, tasks.generator("difficulty", name))
+        model, problems = (
+            bases.load(name, "countdown"),
+            task.problems("train", 20_000, seed=0)[:256],
+        )
+        right, _ = evals.tables(
+            model, task, problems, TRIES, 1.0, tasks.generator("difficulty", name)
+        )
         p = right.double().mean(1)
-        shares = {"solved": p.mean(), "under_1_percent": (p < RARE).double().mean(), "never": (p == 0).double().mean()}
-        found[name] = {"tries": TRIES} | {k: round(x.item(), 4) for k, x in shares.items()}
+        shares = {
+            "solved": p.mean(),
+            "under_1_percent": (p < RARE).double().mean(),
+            "never": (p == 0).double().mean(),
+        }
+        found[name] = {"tries": TRIES} | {
+            k: round(x.item(), 4) for k, x in shares.items()
+        }
     return found
 
 
@@ -49,7 +64,9 @@ def spread(records: list[results.Record], metric: str) -> float:
     """Of one arm's own number over seeds, pooled over arms and bases."""
     groups: dict[tuple[str, str], list[float]] = {}
     for r in records:
-        groups.setdefault((r["settings"]["objective"], r["settings"]["base"]), []).append(rule.number(r, metric))
+        groups.setdefault(
+            (r["settings"]["objective"], r["settings"]["base"]), []
+        ).append(rule.number(r, metric))
     groups = {at: x for at, x in groups.items() if len(x) > 1}
     squares = sum(float(np.var(x, ddof=1)) * (len(x) - 1) for x in groups.values())
     return sqrt(squares / sum(len(x) - 1 for x in groups.values()))
@@ -69,7 +86,9 @@ def table(d: design.Design, pilot: list[results.Record]) -> str:
                 level = (first if n == first["seeds"] else final)["level"] / m
                 half = float(t.ppf(1 - level / 2, n - 1)) * sd / sqrt(n)
                 found = f"{half:.2f} | {rule.power(effect, sd, n, level):.2f}"
-                text += f"| {metric} | {name} | {sd:.2f} | {effect:g} | {n} | {found} |\n"
+                text += (
+                    f"| {metric} | {name} | {sd:.2f} | {effect:g} | {n} | {found} |\n"
+                )
     return text
 
 
@@ -77,12 +96,20 @@ def main() -> int:
     models.deterministic()
     d, here = design.load(), design.HERE
     if sys.argv[1:2] == ["--take"]:
-        runs = [results.record(folder) for folder in sorted(Path(sys.argv[2]).iterdir()) if results.status(folder)]
-        files.write_atomically(here / "pilot.jsonl", "".join(json.dumps(r) + "\n" for r in runs).encode())
+        runs = [
+            results.record(folder)
+            for folder in sorted(Path(sys.argv[2]).iterdir())
+            if results.status(folder)
+        ]
+        files.write_atomically(
+            here / "pilot.jsonl", "".join(json.dumps(r) + "\n" for r in runs).encode()
+        )
     text = json.dumps(difficulty(d.bases), indent=1) + "\n"
     files.write_atomically(here / "difficulty.json", text.encode())
     files.write_atomically(here / "runs.sha256", (d.digest() + "\n").encode())
-    files.write_atomically(here / "power.md", table(d, results.read_lines(here / "pilot.jsonl")).encode())
+    files.write_atomically(
+        here / "power.md", table(d, results.read_lines(here / "pilot.jsonl")).encode()
+    )
     return 0
 
 

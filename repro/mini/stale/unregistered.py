@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the records on stale data show and nobody registered: `python -m repro.mini.stale.unregistered`.
+"""What the records on stale data show and nobody registered:
+`python -m repro.mini.stale.unregistered`.
 
-It writes results/unregistered.md and its figure from results/runs.jsonl, and runs nothing. The registered report is
-report.md. An effect here is a mean over the two bases, paired by seed, with a plain 95 % t-interval over the seeds: no
-correction for many comparisons, no margin, no verdict.
+It writes results/unregistered.md and its figure from results/runs.jsonl, and runs
+nothing. The registered report is report.md. An effect here is a mean over the two
+bases, paired by seed, with a plain 95 % t-interval over the seeds: no correction for
+many comparisons, no margin, no verdict.
 """
 
 import argparse
@@ -38,7 +40,11 @@ NAMES = {
     "dapo_no_upper_clip": "DAPO without its upper clip",
     "cispo": "CISPO",
 }
-PAIRS = (("up_dapo", "dapo"), ("up_dapo", "dapo_no_upper_clip"), ("dapo_no_upper_clip", "dapo"))
+PAIRS = (
+    ("up_dapo", "dapo"),
+    ("up_dapo", "dapo_no_upper_clip"),
+    ("dapo_no_upper_clip", "dapo"),
+)
 DRAWS = 10_000  # of the bootstrap over seeds
 
 Number = Callable[[Record], float]
@@ -62,13 +68,14 @@ def signed(x: float) -> str:
 
 def effect(per_seed: np.ndarray) -> Effect:
     """The mean over seeds and its 95 % t-interval."""
-    per_seed = np.round(per_seed, 9)  # a tie is 0, and not the rounding error of its two sums
+    # a tie is 0, and not the rounding error of its two sums
+    per_seed = np.round(per_seed, 9)
     low, high = rule.interval(per_seed, 0.05)
     above, below = int((per_seed > 0).sum()), int((per_seed < 0).sum())
     return Effect(float(per_seed.mean()), low, high, above, below, len(per_seed))
 
 
-# ---- one number of one run -------------------------------------------------------------------------------------------
+# ---- one number of one run -----------------------------------------------------------
 def at_end(metric: str, decoding: str = TOP_P) -> Number:
     """Of the trained policy, in points."""
     return lambda r: 100 * r["evals"][decoding][metric][-1]
@@ -80,11 +87,13 @@ def at_start(metric: str) -> Number:
 
 
 def at_peak(metric: str) -> Number:
-    """The highest of all evaluations at top-p 0.7, that of the base among them, in points."""
+    """The highest of all evaluations at top-p 0.7, that of the base among them, in
+    points.
+    """
     return lambda r: 100 * max(r["evals"][TOP_P][metric])
 
 
-# ---- all of them -----------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------
 @dataclass(frozen=True)
 class Runs:
     """The finished experiment: the runs of every cell, base and seed."""
@@ -94,18 +103,33 @@ class Runs:
 
     @cached_property
     def by_place(self) -> dict[tuple[Cell, str, int], Record]:
-        return {place: r for place, r in rule.values(self.design, self.records).items() if r is not None}
+        return {
+            place: r
+            for place, r in rule.values(self.design, self.records).items()
+            if r is not None
+        }
 
     @cached_property
     def seeds(self) -> list[int]:
         """The seeds of which every cell has a run on every base."""
-        everywhere = [(cell, base) for cell in self.design.cells() for base in self.design.bases]
-        return [k for k in self.design.main["seeds"] if all((*place, k) in self.by_place for place in everywhere)]
+        everywhere = [
+            (cell, base) for cell in self.design.cells() for base in self.design.bases
+        ]
+        return [
+            k
+            for k in self.design.main["seeds"]
+            if all((*place, k) in self.by_place for place in everywhere)
+        ]
 
     def per_seed(self, cell: Cell, number: Number) -> np.ndarray:
         """The mean over the bases, for each seed."""
         runs = self.by_place
-        return np.array([np.mean([number(runs[cell, base, k]) for base in self.design.bases]) for k in self.seeds])
+        return np.array(
+            [
+                np.mean([number(runs[cell, base, k]) for base in self.design.bases])
+                for k in self.seeds
+            ]
+        )
 
     def mean(self, cell: Cell, number: Number) -> float:
         return float(self.per_seed(cell, number).mean())
@@ -115,28 +139,38 @@ class Runs:
 
     def since_the_base(self, cell: Cell, metric: str) -> Effect:
         """How far training has changed a metric, at top-p 0.7."""
-        return effect(self.per_seed(cell, at_end(metric)) - self.per_seed(cell, at_start(metric)))
+        return effect(
+            self.per_seed(cell, at_end(metric)) - self.per_seed(cell, at_start(metric))
+        )
 
     def decoding(self, cell: Cell, metric: str) -> Effect:
         """A metric of the trained policy at T = 1 minus that at top-p 0.7."""
-        return effect(self.per_seed(cell, at_end(metric, T_1)) - self.per_seed(cell, at_end(metric)))
+        return effect(
+            self.per_seed(cell, at_end(metric, T_1))
+            - self.per_seed(cell, at_end(metric))
+        )
 
     def base(self, metric: str) -> float:
         """Of the untrained policies, at top-p 0.7: the mean over all runs."""
-        return float(np.mean([self.mean(cell, at_start(metric)) for cell in self.design.cells()]))
+        return float(
+            np.mean([self.mean(cell, at_start(metric)) for cell in self.design.cells()])
+        )
 
     def paths(self, cell: Cell, metric: str) -> np.ndarray:
-        """[seeds, evaluations]: a metric along training at top-p 0.7, the mean over the bases, in points."""
+        """[seeds, evaluations]: a metric along training at top-p 0.7, the mean over the
+        bases, in points.
+        """
         runs, bases = self.by_place, self.design.bases
         return np.array(
             [np.mean([runs[cell, b, k]["evals"][TOP_P][metric] for b in bases], axis=0) for k in self.seeds]
         ) * 100  # fmt: skip
 
     def at_equal_average(self, s: int) -> tuple[float, float, float]:
-        """UP-DAPO's Best@32 at the end minus DAPO's at the moment of training at which it had the same Avg@32.
+        """UP-DAPO's Best@32 at the end minus DAPO's at the moment of training at which
+        it had the same Avg@32.
 
-        DAPO's path is the mean over seeds, with straight lines between evaluations. The interval: percentiles of a
-        bootstrap over seeds.
+        DAPO's path is the mean over seeds, with straight lines between evaluations. The
+        interval: percentiles of a bootstrap over seeds.
         """
         up, dapo = Cell("up_dapo", s), Cell("dapo", s)
         ends = {metric: self.per_seed(up, at_end(metric)) for metric in ("avg", "best")}
@@ -145,15 +179,23 @@ class Runs:
         def gain(rows: np.ndarray | slice) -> float:
             avg, best = path["avg"][rows].mean(0), path["best"][rows].mean(0)
             order = np.argsort(avg)
-            return float(ends["best"][rows].mean() - np.interp(ends["avg"][rows].mean(), avg[order], best[order]))
+            return float(
+                ends["best"][rows].mean()
+                - np.interp(ends["avg"][rows].mean(), avg[order], best[order])
+            )
 
         rng = np.random.default_rng(0)
-        drawn = [gain(rng.integers(len(self.seeds), size=len(self.seeds))) for _ in range(DRAWS)]
+        drawn = [
+            gain(rng.integers(len(self.seeds), size=len(self.seeds)))
+            for _ in range(DRAWS)
+        ]
         low, high = np.percentile(drawn, [2.5, 97.5])
         return gain(slice(None)), float(low), float(high)
 
     def entropy_and_best(self) -> tuple[float, int]:
-        """The correlation over cells of the final entropy and Best@32 (means over bases and seeds), and the cells."""
+        """The correlation over cells of the final entropy and Best@32 (means over bases
+        and seeds), and the cells.
+        """
         cells = self.design.cells()
         entropy = [self.mean(c, lambda r: rule.last_fifth(r, "entropy")) for c in cells]
         best = [self.mean(c, at_end("best")) for c in cells]
@@ -168,11 +210,13 @@ def load() -> Runs:
     """
     runs = Runs(design.load(), results.load(design.RESULTS))
     if not runs.seeds:
-        raise InputError("no seed of the experiment on stale data is finished: python -m repro.mini.stale --list.")
+        raise InputError(
+            "no seed of the experiment on stale data is finished: python -m repro.mini.stale --list."
+        )
     return runs
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [list(head), ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
@@ -257,22 +301,32 @@ def page(runs: Runs) -> str:
     return "\n".join(parts)
 
 
-def _difference_row(runs: Runs, pair: tuple[str, str], s: int, where: str) -> list[object]:
+def _difference_row(
+    runs: Runs, pair: tuple[str, str], s: int, where: str
+) -> list[object]:
     one, other = pair
-    found = [runs.difference(Cell(one, s), Cell(other, s), at_end(m, where)) for m in METRICS]
+    found = [
+        runs.difference(Cell(one, s), Cell(other, s), at_end(m, where)) for m in METRICS
+    ]
     above = ", ".join(str(e.above) for e in found)
     return [f"{NAMES[one]} − {NAMES[other]}", s, DECODINGS[where], *found, above]
 
 
 def _end_row(runs: Runs, cell: Cell) -> list[object]:
-    ends = (f"{runs.mean(cell, at_end(m, where)):.1f}" for where in DECODINGS for m in METRICS)
+    ends = (
+        f"{runs.mean(cell, at_end(m, where)):.1f}"
+        for where in DECODINGS
+        for m in METRICS
+    )
     return [NAMES[cell.arm], cell.staleness, cell.old, *ends]
 
 
 def _rates(runs: Runs, s: int, old: str) -> str:
     """The learning rates of UP-DAPO and DAPO."""
     cells = [Cell(arm, s, old) for arm in runs.design.recomputed["arms"]]
-    return " and ".join(sorted({f"{runs.design.rate(cell, runs.records):g}" for cell in cells}))
+    return " and ".join(
+        sorted({f"{runs.design.rate(cell, runs.records):g}" for cell in cells})
+    )
 
 
 def _recomputed(runs: Runs) -> str:
@@ -314,7 +368,10 @@ def _entropy(runs: Runs) -> str:
 def _pilot() -> str:
     pilot = results.read_lines(design.HERE / "pilot.jsonl")
     made = Counter((r["settings"]["objective"], r["settings"]["base"]) for r in pilot)
-    listed = ", ".join(f"{NAMES[objective]} on {base}: {n}" for (objective, base), n in sorted(made.items()))
+    listed = ", ".join(
+        f"{NAMES[objective]} on {base}: {n}"
+        for (objective, base), n in sorted(made.items())
+    )
     stale = {r["settings"]["staleness"] for r in pilot}
     return (
         f"Before the registration {len(pilot)} pilot runs of both methods were made at s = "
@@ -323,21 +380,43 @@ def _pilot() -> str:
     )
 
 
-# ---- the figure ------------------------------------------------------------------------------------------------------
+# ---- the figure ----------------------------------------------------------------------
 def paths_figure(runs: Runs) -> Figure:
-    """Training paths: Avg@32 against Best@32, one line per method and staleness, from the base."""
+    """Training paths: Avg@32 against Best@32, one line per method and staleness, from
+    the base.
+    """
     styles = {0: ":", 4: "--", 16: "-"}
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(6.4, 4), layout="constrained")
         ax = fig.add_subplot()
         for color, arm in zip(PALETTE, ("dapo", "up_dapo"), strict=False):
             for s in sorted(runs.design.staleness):
-                avg, best = (runs.paths(Cell(arm, s), m).mean(0) for m in ("avg", "best"))
+                avg, best = (
+                    runs.paths(Cell(arm, s), m).mean(0) for m in ("avg", "best")
+                )
                 age = "fresh data" if s == 0 else f"{s} rollouts stale"
-                ax.plot(avg, best, styles[s], marker="o", ms=2.5, color=color, label=f"{NAMES[arm]}, {age}")
+                ax.plot(
+                    avg,
+                    best,
+                    styles[s],
+                    marker="o",
+                    ms=2.5,
+                    color=color,
+                    label=f"{NAMES[arm]}, {age}",
+                )
                 ax.plot(avg[-1:], best[-1:], "o", ms=7, color=color)
-        ax.plot([runs.base("avg")], [runs.base("best")], "*", ms=14, color="#444444", label="the base")
-        ax.set(xlabel="Avg@32: solved on average, %", ylabel="Best@32: solved at least once in 32 tries, %")
+        ax.plot(
+            [runs.base("avg")],
+            [runs.base("best")],
+            "*",
+            ms=14,
+            color="#444444",
+            label="the base",
+        )
+        ax.set(
+            xlabel="Avg@32: solved on average, %",
+            ylabel="Best@32: solved at least once in 32 tries, %",
+        )
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(frameon=False, fontsize=8, loc="lower left")
     return fig
@@ -349,8 +428,16 @@ def write(runs: Runs, folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m repro.mini.stale.unregistered", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=design.RESULTS, help="folder of the page and its figure")
+    parser = argparse.ArgumentParser(
+        prog="python -m repro.mini.stale.unregistered",
+        description=__doc__.split("\n\n")[0],
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=design.RESULTS,
+        help="folder of the page and its figure",
+    )
     args = parser.parse_args(argv)
     try:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what runs logged: panels of mean curves over seeds, each seed thin behind, in the paper's layout."""
+"""Draws what runs logged: panels of mean curves over seeds, each seed thin behind, in
+the paper's layout.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +19,8 @@ COLOURS = {  # by name, so that an objective looks the same in every figure
 OTHERS = ["#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F", "#7B3294", "#00A6A6", "#B22222", "#7F7F7F",
           "#6B8E23", "#1B1B8F"]  # fmt: skip
 FORMS = ("_code", "_clipped")  # of an arm's ending: the same method in another form
-Series = dict[str, list[tuple[np.ndarray, np.ndarray]]]  # arm -> (steps, values) of each seed
+# arm -> (steps, values) of each seed
+Series = dict[str, list[tuple[np.ndarray, np.ndarray]]]
 
 
 def series(e: Experiment, records: dict[str, Record], panel: dict[str, Any]) -> Series:
@@ -32,15 +35,23 @@ def series(e: Experiment, records: dict[str, Record], panel: dict[str, Any]) -> 
 def curve(r: Record, panel: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     metric = panel["metric"]
     if metric in EVAL_METRICS:
-        columns = r["evals"][f"{panel.get('set', 'test')}/{panel.get('decoding', 'top_p_0.7')}"]
+        columns = r["evals"][
+            f"{panel.get('set', 'test')}/{panel.get('decoding', 'top_p_0.7')}"
+        ]
         return np.array(columns["step"]), 100 * np.array(columns[metric])
     return np.array(r["steps"]["step"]), np.array(r["steps"][metric])
 
 
 def draw(
-    panels: Sequence[dict[str, Any]], found: Sequence[Series], title: str, highlight: str = "", each: str = "seed"
+    panels: Sequence[dict[str, Any]],
+    found: Sequence[Series],
+    title: str,
+    highlight: str = "",
+    each: str = "seed",
 ):
-    """A matplotlib Figure: one panel a metric, one colour an arm; dashed lines at the peaks where the panel asks."""
+    """A matplotlib Figure: one panel a metric, one colour an arm; dashed lines at the
+    peaks where the panel asks.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -51,20 +62,37 @@ def draw(
     beside = min(len(arms), {1: 2, 2: 4}.get(columns, 5))
     keys = -(-len(arms) // beside)
     with matplotlib.rc_context(STYLE):
-        fig = Figure(figsize=(4.1 * columns, 2.9 * rows + 0.35 + 0.2 * keys), layout="constrained")
+        fig = Figure(
+            figsize=(4.1 * columns, 2.9 * rows + 0.35 + 0.2 * keys),
+            layout="constrained",
+        )
         fig.suptitle(title, fontsize=11, fontweight="bold")
         axes = np.ravel(fig.subplots(rows, columns, squeeze=False))
         for ax, panel, s in zip(axes, panels, found, strict=True):
             _panel(ax, panel, s, colour, dashes, highlight)
         width = lambda arm: 2.4 if arm == highlight else 1.6
-        lines = [matplotlib.lines.Line2D([], [], color=colour[a], lw=width(a), ls=dashes[a]) for a in arms]
-        labels = [f"{a}, {_count(max(len(s.get(a, [])) for s in found), each)}" for a in arms]
-        fig.legend(lines, labels, loc="outside lower center", ncols=beside, frameon=False, fontsize=8)
+        lines = [
+            matplotlib.lines.Line2D([], [], color=colour[a], lw=width(a), ls=dashes[a])
+            for a in arms
+        ]
+        labels = [
+            f"{a}, {_count(max(len(s.get(a, [])) for s in found), each)}" for a in arms
+        ]
+        fig.legend(
+            lines,
+            labels,
+            loc="outside lower center",
+            ncols=beside,
+            frameon=False,
+            fontsize=8,
+        )
     return fig
 
 
 def looks(arms: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Colour and dash of each arm. One that has no colour of its own is dashed in that of the arm it is a form of."""
+    """Colour and dash of each arm. One that has no colour of its own is dashed in that
+    of the arm it is a form of.
+    """
     colour: dict[str, str] = {}
     dashes = dict.fromkeys(arms, "-")
     for arm in sorted(arms, key=lambda a: _of(a, arms) is not None):
@@ -75,7 +103,9 @@ def looks(arms: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
         elif plain in colour:
             colour[arm], dashes[arm] = colour[plain], "--"
         else:
-            colour[arm] = next((c for c in OTHERS if c not in colour.values()), OTHERS[0])
+            colour[arm] = next(
+                (c for c in OTHERS if c not in colour.values()), OTHERS[0]
+            )
     return colour, dashes
 
 
@@ -85,13 +115,22 @@ def _of(arm: str, arms: Sequence[str]) -> str | None:
     return next((name for name in names if name != arm and name in arms), None)
 
 
-def _panel(ax, panel: dict[str, Any], s: Series, colour: dict[str, str], dashes: dict[str, str], highlight) -> None:
+def _panel(
+    ax,
+    panel: dict[str, Any],
+    s: Series,
+    colour: dict[str, str],
+    dashes: dict[str, str],
+    highlight,
+) -> None:
     peaks = []
     for arm, curves in s.items():
         for x, y in curves:
             ax.plot(x, y, color=colour[arm], lw=0.6, alpha=0.3 if len(s) < 8 else 0.12)
         x, mean = _mean(curves)
-        bold = {"lw": 2.4, "zorder": 3} if arm == highlight else {"lw": 1.6, "zorder": 2}
+        bold = (
+            {"lw": 2.4, "zorder": 3} if arm == highlight else {"lw": 1.6, "zorder": 2}
+        )
         ax.plot(x, mean, color=colour[arm], ls=dashes[arm], **bold)
         peaks.append((float(np.nanmax(mean)), colour[arm]))
     if panel.get("log"):
@@ -100,7 +139,11 @@ def _panel(ax, panel: dict[str, Any], s: Series, colour: dict[str, str], dashes:
         _peaks(ax, peaks)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_xlabel("step")
-    ax.set_title(panel["label"] + (", %" if panel["metric"] in EVAL_METRICS else ""), loc="left", fontsize=9.5)
+    ax.set_title(
+        panel["label"] + (", %" if panel["metric"] in EVAL_METRICS else ""),
+        loc="left",
+        fontsize=9.5,
+    )
 
 
 def _count(n: int, each: str) -> str:
@@ -114,13 +157,25 @@ def _mean(curves) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _peaks(ax, peaks: list[tuple[float, str]]) -> None:
-    """A dashed line at each arm's highest mean, its number at the left, moved apart where two would touch."""
+    """A dashed line at each arm's highest mean, its number at the left, moved apart
+    where two would touch.
+    """
     low, high = ax.get_ylim()
     step, at = 0.07 * (high - low), -np.inf
     for y, colour in sorted(peaks):
         ax.axhline(y, color=colour, lw=0.8, ls=(0, (4, 3)), zorder=1)
         at = max(y + 0.1 * step, at + step)
-        paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the lines of the others end behind it
+        # the lines of the others end behind it
+        paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
         place = ax.get_yaxis_transform()
-        ax.text(0.02, at, f"{y:.1f}", transform=place, color=colour, fontsize=8, va="bottom", bbox=paper)
+        ax.text(
+            0.02,
+            at,
+            f"{y:.1f}",
+            transform=place,
+            color=colour,
+            fontsize=8,
+            va="bottom",
+            bbox=paper,
+        )
     ax.set_ylim(low, max(high, at + step))

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was registered, when: `python -m repro.mini.study.registration FOLDER COMMIT`, once, before any run of it.
+"""What was registered, when: `python -m repro.mini.study.registration FOLDER COMMIT`,
+once, before any run of it.
 
-FOLDER is repro/mini/round2 or repro/mini/stale. Its registration.json names the commit that holds rule, claims and
-seeds, and the digest of each of these files. A test compares today's files with it, and checks that the commit of every
-run is that one or a later one.
+FOLDER is repro/mini/round2 or repro/mini/stale. Its registration.json names the commit
+that holds rule, claims and seeds, and the digest of each of these files. A test
+compares today's files with it, and checks that the commit of every run is that one or a
+later one.
 """
 
 import json
@@ -13,7 +15,15 @@ from typing import Any
 
 from repro.mini import files
 
-PATTERNS = ("rule.py", "design.toml", "difficulty.json", "runs.sha256", "power.md", "pilot.jsonl", "experiments/*.toml")
+PATTERNS = (
+    "rule.py",
+    "design.toml",
+    "difficulty.json",
+    "runs.sha256",
+    "power.md",
+    "pilot.jsonl",
+    "experiments/*.toml",
+)
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task is: problems as rows of integers, prompts of one length, and a verifier that reads tokens.
+"""What a task is: problems as rows of integers, prompts of one length, and a verifier
+that reads tokens.
 
 problems(split, n, seed)     int64 [n, K], one row a problem; split is "train", "test" or a level. No problem of
                              "train" is ever one of another split
@@ -38,14 +39,18 @@ class Task(Protocol):
     def problems(self, split: str, n: int, seed: int) -> Tensor: ...
     def prompts(self, problems: Tensor) -> Tensor: ...
     def pictures(self, problems: Tensor) -> Tensor | None: ...
-    def demonstrations(self, n: int, style: str, generator: torch.Generator) -> tuple[Tensor, Tensor]: ...
+    def demonstrations(
+        self, n: int, style: str, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]: ...
     def verify(self, problems: Tensor, tokens: Tensor) -> Verdict: ...
 
 
 def get(name: str) -> Task:
     """The task of that name. Raises InputError if there is none."""
     if name not in TASKS:
-        raise InputError(f"there is no task named {name!r}: choose one of {', '.join(TASKS)}.")
+        raise InputError(
+            f"there is no task named {name!r}: choose one of {', '.join(TASKS)}."
+        )
     return importlib.import_module(f"repro.mini.tasks.{name}").task
 
 
@@ -56,7 +61,9 @@ def response_mask(tokens: Tensor) -> Tensor:
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """A random generator of its own for every purpose: ("rollout", seed, step) has nothing to do with ("eval", ...)."""
+    """A random generator of its own for every purpose: ("rollout", seed, step) has
+    nothing to do with ("eval", ...).
+    """
     import hashlib
 
     digest = hashlib.sha256(repr(key).encode()).digest()

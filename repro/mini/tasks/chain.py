@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chain: add and subtract two-digit numbers modulo 100, digit by digit, one running total after the other.
+"""Chain: add and subtract two-digit numbers modulo 100, digit by digit, one running
+total after the other.
 
     prompt    <bos> 4 7 + 2 6 - 1 3 + 0 0 =       2 to 4 terms; those that are missing are + 0 0
     response  7 3 ; 6 0 ; 6 0 <eos>               only the last total is judged
 
-Unlike Countdown's, the answer stands nowhere in the prompt, and a right answer has many wrong neighbours that vote.
+Unlike Countdown's, the answer stands nowhere in the prompt, and a right answer has many
+wrong neighbours that vote.
 """
 
 import torch
@@ -16,7 +18,9 @@ from upref.errors import InputError
 TERMS = 4
 ZERO = len(SPECIAL)  # the token of digit d is ZERO + d
 PLUS, MINUS, EQUALS, THEN = range(ZERO + 10, ZERO + 14)
-MISTAKE = 0.5  # of a demonstrated total: its carry or borrow is forgotten, or its last digit is off by one
+# of a demonstrated total: its carry or borrow is forgotten, or its last digit is off by
+# one
+MISTAKE = 0.5
 
 
 class Chain:
@@ -28,7 +32,9 @@ class Chain:
     def problems(self, split: str, n: int, seed: int) -> Tensor:
         """Rows of the first term and the signed others, [n, 4]."""
         if split not in ("train", "test", *self.levels):
-            raise InputError(f"chain has no set {split!r}: choose test, {', '.join(self.levels)}.")
+            raise InputError(
+                f"chain has no set {split!r}: choose test, {', '.join(self.levels)}."
+            )
         terms = self.levels.index(split) + 2 if split in self.levels else None
         return self._draw(n, terms, split != "train", generator("chain", split, seed))
 
@@ -42,8 +48,12 @@ class Chain:
     def pictures(self, problems: Tensor) -> None:
         return None
 
-    def demonstrations(self, n: int, style: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Totals as somebody writes them who errs now and then, and goes on from the error."""
+    def demonstrations(
+        self, n: int, style: str, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Totals as somebody writes them who errs now and then, and goes on from the
+        error.
+        """
         problems = self._draw(n, None, False, generator)
         total, said = problems[:, 0], []
         for term in problems[:, 1:].unbind(1):
@@ -51,9 +61,12 @@ class Chain:
             slip = torch.where(
                 torch.rand(n, generator=generator) < 0.5,
                 (total // 10 + term.sign() * (term.abs() // 10)) % 10 * 10 + exact % 10,
-                exact // 10 * 10 + (exact + 1 - 2 * torch.randint(2, (n,), generator=generator)) % 10,
+                exact // 10 * 10
+                + (exact + 1 - 2 * torch.randint(2, (n,), generator=generator)) % 10,
             )
-            total = torch.where(torch.rand(n, generator=generator) < MISTAKE, slip, exact)
+            total = torch.where(
+                torch.rand(n, generator=generator) < MISTAKE, slip, exact
+            )
             said += [total // 10 + ZERO, total % 10 + ZERO, torch.full((n,), THEN)]
         said[-1].fill_(EOS)
         return problems, torch.stack(said, 1)
@@ -67,12 +80,20 @@ class Chain:
         right = valid & (answer == problems.sum(1) % 100)
         return Verdict(right.float(), valid, torch.where(valid, answer, NO_ANSWER))
 
-    def _draw(self, n: int, terms: int | None, held_out: bool, g: torch.Generator) -> Tensor:
-        """Held out are the problems whose terms, without their signs, add up to a multiple of 5."""
+    def _draw(
+        self, n: int, terms: int | None, held_out: bool, g: torch.Generator
+    ) -> Tensor:
+        """Held out are the problems whose terms, without their signs, add up to a
+        multiple of 5.
+        """
         rows = torch.randint(1, 100, (10 * n + 20, TERMS), generator=g)
         signs = 1 - 2 * torch.randint(2, rows.shape, generator=g)
         signs[:, 0] = 1
-        count = torch.randint(2, TERMS + 1, (len(rows), 1), generator=g) if terms is None else terms
+        count = (
+            torch.randint(2, TERMS + 1, (len(rows), 1), generator=g)
+            if terms is None
+            else terms
+        )
         rows = rows * (torch.arange(TERMS) < count)
         mine = (rows.sum(1) % 5 == 0) == held_out
         return (rows * signs)[mine][:n]

@@ -18,8 +18,10 @@ ZERO = len(SPECIAL)  # the token of number n is ZERO + n
 AREA, SUM = ZERO + MOST, ZERO + MOST + 2  # then perimeter, and difference
 START, IMAGE, VIDEO, END = range(SUM + 2, SUM + 6)
 IMAGE_TOKENS = (GRID // 2) ** 2
-MISREAD = 0.6  # of a demonstrated area or perimeter: one side is taken for one longer or shorter
-W, H, X, Y = range(4)  # of the red rectangle; the blue one's stand 4 further on, then what, and how
+# of a demonstrated area or perimeter: one side is taken for one longer or shorter
+MISREAD = 0.6
+# of the red rectangle; the blue one's stand 4 further on, then what, and how
+W, H, X, Y = range(4)
 WHAT, HOW = 8, 9
 
 
@@ -35,16 +37,22 @@ class Geometry:
     levels = ("area", "perimeter")
 
     def problems(self, split: str, n: int, seed: int) -> Tensor:
-        """Rows of w, h, x, y of the red and the blue rectangle, area or perimeter, sum or difference, [n, 10]."""
+        """Rows of w, h, x, y of the red and the blue rectangle, area or perimeter, sum
+        or difference, [n, 10].
+        """
         if split not in ("train", "test", *self.levels):
-            raise InputError(f"geometry has no set {split!r}: choose test, {', '.join(self.levels)}.")
+            raise InputError(
+                f"geometry has no set {split!r}: choose test, {', '.join(self.levels)}."
+            )
         rows = self._draw(n, split != "train", generator("geometry", split, seed))
         if split in self.levels:
             rows[:, WHAT] = self.levels.index(split)
         return rows
 
     def prompts(self, problems: Tensor) -> Tensor:
-        before = torch.tensor([BOS, START, *[IMAGE] * IMAGE_TOKENS, END]).expand(len(problems), -1)
+        before = torch.tensor([BOS, START, *[IMAGE] * IMAGE_TOKENS, END]).expand(
+            len(problems), -1
+        )
         return torch.cat([before, problems[:, WHAT:] + torch.tensor([AREA, SUM])], 1)
 
     def pictures(self, problems: Tensor) -> Tensor:
@@ -53,20 +61,30 @@ class Geometry:
         picture = torch.ones(len(problems), 3, GRID, GRID)
         for start, colour in ((0, (1.0, -1.0, -1.0)), (4, (-1.0, -1.0, 1.0))):
             w, h, x, y = problems[:, start : start + 4, None].unbind(1)
-            inside = ((at >= y) & (at < y + h))[:, :, None] & ((at >= x) & (at < x + w))[:, None, :]
-            picture = torch.where(inside[:, None], torch.tensor(colour)[:, None, None], picture)
+            inside = ((at >= y) & (at < y + h))[:, :, None] & (
+                (at >= x) & (at < x + w)
+            )[:, None, :]
+            picture = torch.where(
+                inside[:, None], torch.tensor(colour)[:, None, None], picture
+            )
         return picture.repeat_interleave(CELL, 2).repeat_interleave(CELL, 3)
 
-    def demonstrations(self, n: int, style: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def demonstrations(
+        self, n: int, style: str, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
         problems = self._draw(n, False, generator)
         seen = problems.clone()
         for start in (0, 4):
             side = torch.stack([seen[:, start + W], seen[:, start + H]], 1)
-            off = torch.nn.functional.one_hot(torch.randint(2, (n,), generator=generator), 2)
+            off = torch.nn.functional.one_hot(
+                torch.randint(2, (n,), generator=generator), 2
+            )
             off *= 1 - 2 * torch.randint(2, (n, 1), generator=generator)
             misread = torch.rand(n, 1, generator=generator) < MISREAD
             seen[:, start : start + 2] = (side + off * misread).clamp(min=1)
-        return problems, torch.cat([self._answers(seen) + ZERO, torch.full((n, 1), EOS)], 1)
+        return problems, torch.cat(
+            [self._answers(seen) + ZERO, torch.full((n, 1), EOS)], 1
+        )
 
     def verify(self, problems: Tensor, tokens: Tensor) -> Verdict:
         numbers = (tokens[:, :3] >= ZERO) & (tokens[:, :3] < ZERO + MOST)
@@ -79,7 +97,9 @@ class Geometry:
         w, h = problems[:, [W, 4 + W]], problems[:, [H, 4 + H]]
         each = torch.where(problems[:, WHAT, None] == 0, w * h, 2 * (w + h))
         a, b = each.unbind(1)
-        return torch.stack([a, b, torch.where(problems[:, HOW] == 0, a + b, (a - b).abs())], 1)
+        return torch.stack(
+            [a, b, torch.where(problems[:, HOW] == 0, a + b, (a - b).abs())], 1
+        )
 
     def _draw(self, n: int, held_out: bool, g: torch.Generator) -> Tensor:
         """A fifth of all pairs of shapes is held out, wherever they lie."""

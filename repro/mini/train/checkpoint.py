@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changes while a run goes on, how it is saved and found again, and what is left when it is done."""
+"""What changes while a run goes on, how it is saved and found again, and what is left
+when it is done.
+"""
 
 import copy
 import io
@@ -24,7 +26,8 @@ from upref.errors import InputError
 
 MOST_SEEN = 20_000  # tokens in seen.npz
 TRAINER = "trainer.safetensors"
-FINAL = ("settings.json", "steps.jsonl", "evals.jsonl", "times.jsonl", "seen.npz")  # done.json has their digests
+# done.json has their digests
+FINAL = ("settings.json", "steps.jsonl", "evals.jsonl", "times.jsonl", "seen.npz")
 
 
 class Run:
@@ -33,18 +36,28 @@ class Run:
         self.base = bases.load(s.base, s.task)
         self.policy = copy.deepcopy(self.base)
         self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=s.lr, weight_decay=s.weight_decay, fused=True, betas=(0.9, 0.999)
+            self.policy.parameters(),
+            lr=s.lr,
+            weight_decay=s.weight_decay,
+            fused=True,
+            betas=(0.9, 0.999),
         )
         self.step = 0  # steps done
         self.seen: list[np.ndarray] = []
-        self.ring: list[dict[str, Tensor]] = []  # the weights at the last `staleness` rollouts, the oldest first
+        # the weights at the last `staleness` rollouts, the oldest first
+        self.ring: list[dict[str, Tensor]] = []
         self.seconds: dict[str, float] = defaultdict(float)
 
     def sampler(self) -> PreTrainedModel:
-        """The policy of `staleness` rollouts ago; in the first steps, where there is none yet, the base."""
+        """The policy of `staleness` rollouts ago; in the first steps, where there is
+        none yet, the base.
+        """
         if not self.s.staleness:
             return self.policy
-        self.ring = [*self.ring, {k: w.clone() for k, w in self.policy.state_dict().items()}][-self.s.staleness - 1 :]
+        self.ring = [
+            *self.ring,
+            {k: w.clone() for k, w in self.policy.state_dict().items()},
+        ][-self.s.staleness - 1 :]
         stale = copy.deepcopy(self.base)
         stale.load_state_dict(self.ring[0])
         return stale
@@ -66,7 +79,11 @@ def resume(run: Run, out: Path, logs: dict[str, files.Log], say) -> None:
     kept = files.load_tree(folder / TRAINER)
     run.policy.load_state_dict(models.load(folder, run.task).state_dict())
     run.optimizer.load_state_dict(kept["optimizer"])
-    run.step, run.seen, run.ring = kept["step"], [x.numpy() for x in kept["seen"]], kept["ring"]
+    run.step, run.seen, run.ring = (
+        kept["step"],
+        [x.numpy() for x in kept["seen"]],
+        kept["ring"],
+    )
     run.seconds |= kept["seconds"]
     for name, log in logs.items():
         log.back_to(*kept["logs"][name])
@@ -75,7 +92,10 @@ def resume(run: Run, out: Path, logs: dict[str, files.Log], say) -> None:
 
 def checkpoints(out: Path) -> list[Path]:
     """Oldest first."""
-    return sorted((out / "checkpoints").glob("step-*[0-9]"), key=lambda p: int(p.name.removeprefix("step-")))
+    return sorted(
+        (out / "checkpoints").glob("step-*[0-9]"),
+        key=lambda p: int(p.name.removeprefix("step-")),
+    )
 
 
 def latest(out: Path, say: Callable[[str], None]) -> Path | None:
@@ -94,9 +114,11 @@ def latest(out: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def save(run: Run, out: Path, logs: dict[str, files.Log]) -> None:
-    """A folder that transformers and vLLM load, with all else that changes; the last two are kept.
+    """A folder that transformers and vLLM load, with all else that changes; the last
+    two are kept.
 
-    Random generators are made afresh from the seed at every step, so they need no saving.
+    Random generators are made afresh from the seed at every step, so they need no
+    saving.
     """
     trainer = {
         "step": run.step,
@@ -127,7 +149,11 @@ def finish(run: Run, out: Path) -> None:
         "key": run.s.key,
         **provenance.of_this_machine(),
         "seconds": seconds | {"all": round(sum(seconds.values()), 2)},
-        "sha256": {name: files.sha256(out / name) for name in FINAL if (out / name).exists()},
+        "sha256": {
+            name: files.sha256(out / name) for name in FINAL if (out / name).exists()
+        },
     }
     facts["digest"] = files.facts_digest(facts)
-    files.write_atomically(out / "done.json", (json.dumps(facts, indent=1) + "\n").encode())
+    files.write_atomically(
+        out / "done.json", (json.dumps(facts, indent=1) + "\n").encode()
+    )

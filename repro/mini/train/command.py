@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of repro.mini.train: flags or a file, progress with the time left, one sentence on errors."""
+"""The command line of repro.mini.train: flags or a file, progress with the time left,
+one sentence on errors.
+"""
 
 import argparse
 import ast
@@ -9,7 +11,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from repro.mini.train import loop
 from repro.mini.train.replay import NotFinite
@@ -30,10 +38,16 @@ def main(argv: list[str] | None = None) -> int:
             loop.replay(args.replay)
             return 0
         given = asdict(Settings.read(args.settings)) if args.settings else {}
-        given |= {f.name: value(getattr(args, f.name)) for f in fields(Settings) if getattr(args, f.name) is not None}
+        given |= {
+            f.name: value(getattr(args, f.name))
+            for f in fields(Settings)
+            if getattr(args, f.name) is not None
+        }
         s = Settings.of(given)
         out = args.out or OUT / s.key
-        with Live(s, [Tracker(name, s, out) for name in MODULES if getattr(args, name)]) as live:
+        with Live(
+            s, [Tracker(name, s, out) for name in MODULES if getattr(args, name)]
+        ) as live:
             loop.train(s, out, live.watch, live.say)
         print(f"done: {out}")
         return 0
@@ -43,10 +57,18 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as e:
         print(f"train: {e}", file=sys.stderr)
     except OSError as e:
-        print(f"train: cannot write or read {e.filename or 'the run'}: {e.strerror or e}.", file=sys.stderr)
+        print(
+            f"train: cannot write or read {e.filename or 'the run'}: {e.strerror or e}.",
+            file=sys.stderr,
+        )
     except MemoryError:
-        print("train: not enough memory; the same command goes on from the last checkpoint.", file=sys.stderr)
-    except Exception:  # a bug; Python's own status for it, 1, says here that the loss was not finite
+        print(
+            "train: not enough memory; the same command goes on from the last checkpoint.",
+            file=sys.stderr,
+        )
+    except (
+        Exception
+    ):  # a bug; Python's own status for it, 1, says here that the loss was not finite
         traceback.print_exc()
     return 2
 
@@ -57,14 +79,26 @@ def arguments() -> argparse.ArgumentParser:
         description=loop.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--settings", type=Path, help="a JSON file of settings; flags go before it")
-    parser.add_argument("--out", type=Path, help="default: a folder of repro/out/mini/, named by the settings")
+    parser.add_argument(
+        "--settings", type=Path, help="a JSON file of settings; flags go before it"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="default: a folder of repro/out/mini/, named by the settings",
+    )
     parser.add_argument("--replay", type=Path, help="a replay-*.safetensors file")
-    parser.add_argument("--tensorboard", action="store_true", help="into the run's folder as well")
-    parser.add_argument("--wandb", action="store_true", help="offline, into the run's folder as well")
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="into the run's folder as well"
+    )
+    parser.add_argument(
+        "--wandb", action="store_true", help="offline, into the run's folder as well"
+    )
     for f in fields(Settings):
         parser.add_argument(
-            f"--{f.name.replace('_', '-')}", metavar="VALUE", help=f"default: {Settings().__dict__[f.name]}"
+            f"--{f.name.replace('_', '-')}",
+            metavar="VALUE",
+            help=f"default: {Settings().__dict__[f.name]}",
         )
     return parser
 

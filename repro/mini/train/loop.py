@@ -5,9 +5,10 @@
     python -m repro.mini.train --settings FILE --out FOLDER        what the suite calls
     python -m repro.mini.train --replay FOLDER/replay-17-3.safetensors   a minibatch that stopped a run, once more
 
-Started again with the same settings, a run goes on from its last checkpoint and ends bit-identical to one that was
-never interrupted. Exit status: 0 done, 1 stopped by a non-finite loss or gradient, 2 could not run, 130
-interrupted (the same command goes on).
+Started again with the same settings, a run goes on from its last checkpoint and ends
+bit-identical to one that was never interrupted. Exit status: 0 done, 1 stopped by a
+non-finite loss or gradient, 2 could not run, 130 interrupted (the same command goes
+on).
 """
 
 from pathlib import Path
@@ -28,9 +29,11 @@ from upref.errors import InputError
 
 
 def train(s: Settings, out: Path, watch=lambda *_: None, say=print) -> None:
-    """Train by the settings, into the folder `out`; `watch(step, numbers)` is called after every step.
+    """Train by the settings, into the folder `out`; `watch(step, numbers)` is called
+    after every step.
 
-    Raises InputError on what no run can start from and NotFinite where a run cannot go on.
+    Raises InputError on what no run can start from and NotFinite where a run cannot go
+    on.
     """
     models.deterministic()
     with files.alone(out, "another process that trains"):
@@ -39,11 +42,19 @@ def train(s: Settings, out: Path, watch=lambda *_: None, say=print) -> None:
 
 def _train(s: Settings, out: Path, watch, say) -> None:
     if (out / "settings.json").exists() and Settings.read(out / "settings.json") != s:
-        raise InputError(f"{out} holds a run with other settings: choose another folder or remove it.")
+        raise InputError(
+            f"{out} holds a run with other settings: choose another folder or remove it."
+        )
     if (out / "done.json").exists():
         return
     s.write(out / "settings.json")
-    run, logs = Run(s), {name: files.Log(out / f"{name}.jsonl") for name in ("steps", "evals", "times")}
+    run, logs = (
+        Run(s),
+        {
+            name: files.Log(out / f"{name}.jsonl")
+            for name in ("steps", "evals", "times")
+        },
+    )
     resume(run, out, logs, say)
     problems = run.task.problems("train", s.train_problems, seed=0)
     if run.step == 0:
@@ -55,10 +66,16 @@ def _train(s: Settings, out: Path, watch, say) -> None:
         run.step += 1
         if run.step == s.steps or (s.eval_every and run.step % s.eval_every == 0):
             evaluate(run, logs)
-        spent = {k: round(v - before.get(k, 0), 4) for k, v in run.seconds.items() if v != before.get(k, 0)}
+        spent = {
+            k: round(v - before.get(k, 0), 4)
+            for k, v in run.seconds.items()
+            if v != before.get(k, 0)
+        }
         logs["times"].add({"step": numbers["step"]} | spent)
         watch(run.step, numbers)
-        if run.step == s.steps or (s.checkpoint_every and run.step % s.checkpoint_every == 0):
+        if run.step == s.steps or (
+            s.checkpoint_every and run.step % s.checkpoint_every == 0
+        ):
             save(run, out, logs)
     finish(run, out)
 
@@ -71,27 +88,50 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
     with run.clock("sample"):
         batch = rollout(run.sampler(), run.task, problems, s, run.step)
     with run.clock("score"), torch.no_grad():
-        # the base's opinion of every response if the objective reads it, else of those to a quarter of the prompts
-        some = torch.arange(len(batch.tokens) if s.beta else max(1, s.prompts // 4) * s.responses)
+        # the base's opinion of every response if the objective reads it, else of those
+        # to a quarter of the prompts
+        some = torch.arange(
+            len(batch.tokens) if s.beta else max(1, s.prompts // 4) * s.responses
+        )
         tokens, mask = batch.tokens[some], batch.mask[some]
         base = log_probs(run.base, batch.prompts_of(some), tokens, mask, s.temperature)
-        kl_base = kl(batch.log_probs[batch.state[some][mask]], base).double().mean().item()
+        kl_base = (
+            kl(batch.log_probs[batch.state[some][mask]], base).double().mean().item()
+        )
         ref = spread(of_tokens(base, tokens[mask]), mask) if s.beta else None
         if s.old_log_probs == "recomputed":
             every = torch.arange(len(batch.tokens))
-            now = log_probs(run.policy, batch.prompts_of(every), batch.tokens, batch.mask, s.temperature)
+            now = log_probs(
+                run.policy,
+                batch.prompts_of(every),
+                batch.tokens,
+                batch.mask,
+                s.temperature,
+            )
             batch.logp = spread(of_tokens(now, batch.tokens[batch.mask]), batch.mask)
     tally = Tally(batch.tokens.shape[1])
     with run.clock("update"):
         for epoch in range(s.epochs):
-            order = torch.randperm(s.prompts, generator=tasks.generator("shuffle", s.seed, run.step, epoch))
+            order = torch.randperm(
+                s.prompts, generator=tasks.generator("shuffle", s.seed, run.step, epoch)
+            )
             for number, groups in enumerate(order.view(s.minibatches, -1)):
-                rows = (groups[:, None] * s.responses + torch.arange(s.responses)).flatten()
+                rows = (
+                    groups[:, None] * s.responses + torch.arange(s.responses)
+                ).flatten()
                 try:
                     update(run, batch, ref, rows, tally)
                 except NotFinite as e:
                     raise NotFinite(
-                        keep_for_replay(run, batch, ref, rows, out, number + epoch * s.minibatches, e)
+                        keep_for_replay(
+                            run,
+                            batch,
+                            ref,
+                            rows,
+                            out,
+                            number + epoch * s.minibatches,
+                            e,
+                        )
                     ) from e
         numbers = tally.numbers(run.objective, s.hyperparameters())
     if run.step % max(1, s.steps // 20) == 0 and sum(map(len, run.seen)) < MOST_SEEN:
@@ -100,27 +140,42 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
     return {"step": run.step} | batch.seen | {"kl_base": kl_base} | numbers | {"lr": lr}
 
 
-def update(run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tally) -> None:
+def update(
+    run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tally
+) -> None:
     """One gradient step on one minibatch.
 
-    A response with advantage 0 has no gradient (unless a KL term, a bonus, a penalty or its group gives it one): it is
-    counted, but not computed.
+    A response with advantage 0 has no gradient (unless a KL term, a bonus, a penalty or
+    its group gives it one): it is counted, but not computed.
     """
     s = run.s
     totals = Totals.of_lengths(batch.mask[rows].sum(1), batch.group[rows])
-    every = s.beta or s.entropy_bonus or run.objective.scale_exception or run.objective.batch_coupled
+    every = (
+        s.beta
+        or s.entropy_bonus
+        or run.objective.scale_exception
+        or run.objective.batch_coupled
+    )
     alive = torch.ones(len(rows), dtype=torch.bool) if every else batch.adv[rows] != 0
     alive[0] |= not alive.any()  # nothing to learn from still moves Adam's averages
     rows, totals = rows[alive], totals.rows(alive)
     width = int(batch.mask[rows].any(0).sum())
-    tokens, mask, lp_old = (x[rows, :width] for x in (batch.tokens, batch.mask, batch.logp))
+    tokens, mask, lp_old = (
+        x[rows, :width] for x in (batch.tokens, batch.mask, batch.logp)
+    )
     A = batch.adv[rows, None]
 
     all_lp = log_probs(run.policy, batch.prompts_of(rows), tokens, mask, s.temperature)
     lp = spread(of_tokens(all_lp, tokens[mask]), mask)
-    H = spread(entropy(all_lp.detach()), mask) if "entropy" in run.objective.reads else None
+    H = (
+        spread(entropy(all_lp.detach()), mask)
+        if "entropy" in run.objective.reads
+        else None
+    )
     lp_ref = None if ref is None else ref[rows, :width]
-    J = run.objective.J(lp, lp_old, A, mask, batch.group[rows], lp_ref, H, totals, **s.hyperparameters())
+    J = run.objective.J(
+        lp, lp_old, A, mask, batch.group[rows], lp_ref, H, totals, **s.hyperparameters()
+    )
     if s.entropy_bonus:
         J = J + s.entropy_bonus * entropy(all_lp).mean()
 
@@ -134,9 +189,17 @@ def update(run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tall
     tally.add(lp, lp_old, A, mask, H, kl_old, -J.item(), norm)
 
 
-def log_probs(policy, prompts: tuple[dict[str, Tensor], Tensor], tokens: Tensor, mask: Tensor, temperature: float):
+def log_probs(
+    policy,
+    prompts: tuple[dict[str, Tensor], Tensor],
+    tokens: Tensor,
+    mask: Tensor,
+    temperature: float,
+):
     """Of every word, where the responses' tokens stand: [mask.sum(), V]."""
-    return (models.response_logits(policy, *prompts, tokens, mask) / temperature).log_softmax(-1)
+    return (
+        models.response_logits(policy, *prompts, tokens, mask) / temperature
+    ).log_softmax(-1)
 
 
 def of_tokens(log_probs: Tensor, tokens: Tensor) -> Tensor:
@@ -144,9 +207,11 @@ def of_tokens(log_probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
-    """The test set each time, the sets by difficulty at the end. Without eval_every, never.
+    """The test set each time, the sets by difficulty at the end. Without eval_every,
+    never.
 
-    The problems are the same for every seed; training shares no random generator with this.
+    The problems are the same for every seed; training shares no random generator with
+    this.
     """
     s = run.s
     if not s.eval_every:
@@ -156,9 +221,19 @@ def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
         for name, top_p in evaluations(run):
             problems = run.task.problems(name, s.eval_problems, seed=s.eval_seed)
             g = tasks.generator("eval", s.seed, run.step, name)
-            right, said = evals.tables(run.policy, run.task, problems, s.eval_samples, top_p, g)
-            where = {"step": run.step, "set": name, "decoding": f"top_p_{top_p:g}" if top_p < 1 else "t_1"}
-            more = {"solved": evals.bits(right.any(1)), "counts": evals.counts(right)} if s.lean_eval and end else {}
+            right, said = evals.tables(
+                run.policy, run.task, problems, s.eval_samples, top_p, g
+            )
+            where = {
+                "step": run.step,
+                "set": name,
+                "decoding": f"top_p_{top_p:g}" if top_p < 1 else "t_1",
+            }
+            more = (
+                {"solved": evals.bits(right.any(1)), "counts": evals.counts(right)}
+                if s.lean_eval and end
+                else {}
+            )
             logs["evals"].add(where | evals.scores(right, said) | more)
 
 
@@ -167,16 +242,26 @@ def evaluations(run: Run) -> list[tuple[str, float]]:
     s, end = run.s, run.step == run.s.steps
     if s.decodings:
         return [("test", float(top_p)) for top_p in s.decodings] if run.step else []
-    due = [(name, top_p) for name in ("test", *run.task.levels) for top_p in (s.eval_top_p, 1.0)]
+    due = [
+        (name, top_p)
+        for name in ("test", *run.task.levels)
+        for top_p in (s.eval_top_p, 1.0)
+    ]
     if not end:
         due = [(name, top_p) for name, top_p in due if name == "test"]
     if s.lean_eval:
-        due = [(name, top_p) for name, top_p in due if (end or top_p < 1) and (name == "test" or top_p == 1)]
+        due = [
+            (name, top_p)
+            for name, top_p in due
+            if (end or top_p < 1) and (name == "test" or top_p == 1)
+        ]
     return due
 
 
 def replay(path: Path) -> None:
-    """A minibatch that stopped a run once more, from the policy before it; raises NotFinite if it stops again."""
+    """A minibatch that stopped a run once more, from the policy before it; raises
+    NotFinite if it stops again.
+    """
     run, batch, ref, rows = again(path)
     tally = Tally(batch.tokens.shape[1])
     update(run, batch, ref, rows, tally)

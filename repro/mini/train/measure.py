@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step's updates did to the tokens, gathered minibatch by minibatch: one line of steps.jsonl.
+"""What a step's updates did to the tokens, gathered minibatch by minibatch: one line of
+steps.jsonl.
 
-Clip fractions, alive and overflow are `upref.diagnostics.diagnose`'s, over all tokens that had an advantage, each with
-the policy as it stood when its minibatch came up. KLs and entropies are exact sums over the vocabulary.
+Clip fractions, alive and overflow are `upref.diagnostics.diagnose`'s, over all tokens
+that had an advantage, each with the policy as it stood when its minibatch came up. KLs
+and entropies are exact sums over the vocabulary.
 """
 
 import numpy as np
@@ -28,7 +30,8 @@ class Tally:
 
     def __init__(self, width: int):
         self.width = width
-        self.rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # lp, lp_old, A, mask
+        # lp, lp_old, A, mask
+        self.rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.entropy: list[Tensor] = []  # where the objective reads it
         self.kl = [0.0, 0.0]
         self.losses: list[float] = []
@@ -47,12 +50,18 @@ class Tally:
     def last(self) -> np.ndarray:
         """Of the last minibatch's tokens: π_old(o_t), π_θ(o_t), A, [n, 3]."""
         lp, lp_old, A, mask = self.rows[-1]
-        return torch.stack([lp_old.exp()[mask], lp.exp()[mask], A.expand_as(mask)[mask]], 1).numpy()
+        return torch.stack(
+            [lp_old.exp()[mask], lp.exp()[mask], A.expand_as(mask)[mask]], 1
+        ).numpy()
 
     def numbers(self, objective: Objective, hp: dict) -> dict[str, float | list[float]]:
         lp, lp_old, A, mask = (torch.cat(x) for x in zip(*self.rows, strict=True))
         entropy = torch.cat(self.entropy) if self.entropy else None
-        found = diagnose(objective, Rollouts(lp.clamp(max=0), lp_old.clamp(max=0), A, mask, entropy=entropy), **hp)
+        found = diagnose(
+            objective,
+            Rollouts(lp.clamp(max=0), lp_old.clamp(max=0), A, mask, entropy=entropy),
+            **hp,
+        )
         ratios = (lp - lp_old)[mask].double().exp()
         return {
             "kl_old": self.kl[0] / self.kl[1],
@@ -65,7 +74,9 @@ class Tally:
 
 
 def entropy(lp: Tensor) -> Tensor:
-    """-Σ_v p(v) log p(v) in nats. Takes log-probabilities [n, V], which are there; `upref.logprobs` takes logits."""
+    """-Σ_v p(v) log p(v) in nats. Takes log-probabilities [n, V], which are there;
+    `upref.logprobs` takes logits.
+    """
     return -(lp.exp() * lp).sum(-1)
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UP turned around, a control: A log π_θ where A < 0, the base's own term elsewhere. Is the asymmetry what matters?"""
+"""UP turned around, a control: A log π_θ where A < 0, the base's own term elsewhere. Is
+the asymmetry what matters?
+"""
 
 import inspect
 from dataclasses import replace
@@ -15,7 +17,9 @@ def get(name: str) -> upref.Objective:
         return upref.get(name)
     base = upref.get(name[7:-1])
     if base.level != "token":
-        raise InputError(f"{name}: only objectives of single tokens are mirrored, and {base.name} is not one.")
+        raise InputError(
+            f"{name}: only objectives of single tokens are mirrored, and {base.name} is not one."
+        )
 
     def fn(lp, lp_old, A, **hp):
         return where(A < 0, A * lp, base.fn(lp, lp_old, A, **hp))
@@ -25,4 +29,11 @@ def get(name: str) -> upref.Objective:
 
     fn.__signature__ = inspect.signature(base.fn)  # type: ignore[attr-defined]
     weight.__signature__ = inspect.signature(base.closed_form)  # type: ignore[attr-defined]
-    return replace(base, name=name, fn=fn, closed_form=weight, on_policy_exception="", note="a control of repro/mini")
+    return replace(
+        base,
+        name=name,
+        fn=fn,
+        closed_form=weight,
+        on_policy_exception="",
+        note="a control of repro/mini",
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss or a gradient that is no number: the minibatch is kept with the policy before it, and can be played again."""
+"""A loss or a gradient that is no number: the minibatch is kept with the policy before
+it, and can be played again.
+"""
 
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -19,11 +21,26 @@ class NotFinite(Exception):
     """The run cannot go on; the message says how to look at it."""
 
 
-def keep_for_replay(run: Run, batch: Batch, ref, rows: Tensor, out: Path, number: int, why: Exception) -> str:
-    """Without pickle: people send such a file with a report, and reading it must not run what it holds."""
+def keep_for_replay(
+    run: Run, batch: Batch, ref, rows: Tensor, out: Path, number: int, why: Exception
+) -> str:
+    """Without pickle: people send such a file with a report, and reading it must not
+    run what it holds.
+    """
     path = out / f"replay-{run.step}-{number}.safetensors"
-    at = {"step": run.step, "number": number, "settings": asdict(run.s), "batch": vars(batch), "ref": ref, "rows": rows}
-    files.save_tree(path, at | {"policy": run.policy.state_dict(), "optimizer": run.optimizer.state_dict()})
+    at = {
+        "step": run.step,
+        "number": number,
+        "settings": asdict(run.s),
+        "batch": vars(batch),
+        "ref": ref,
+        "rows": rows,
+    }
+    files.save_tree(
+        path,
+        at
+        | {"policy": run.policy.state_dict(), "optimizer": run.optimizer.state_dict()},
+    )
     return (
         f"step {run.step}, minibatch {number}: {why}. The minibatch and the policy before it are in {path}; "
         f"replay it: python -m repro.mini.train --replay {path}"
@@ -31,15 +48,23 @@ def keep_for_replay(run: Run, batch: Batch, ref, rows: Tensor, out: Path, number
 
 
 def again(path: Path) -> tuple[Run, Batch, Tensor | None, Tensor]:
-    """The run as it was before that minibatch, and what `update` takes of the minibatch."""
+    """The run as it was before that minibatch, and what `update` takes of the
+    minibatch.
+    """
     try:
         at = files.load_tree(path)
         run = Run(Settings.of(at["settings"]))
         run.policy.load_state_dict(at["policy"])
         run.optimizer.load_state_dict(at["optimizer"])
         if (there := at["batch"].keys()) != (due := {f.name for f in fields(Batch)}):
-            raise ValueError(f"{', '.join(sorted(there ^ due))} of its batch are too many or too few")
+            raise ValueError(
+                f"{', '.join(sorted(there ^ due))} of its batch are too many or too few"
+            )
         return run, Batch(**at["batch"]), at["ref"], at["rows"]
     except (InputError, *UNREADABLE) as e:
-        said = str(e).rstrip(".") if isinstance(e, InputError) else f"{type(e).__name__}: {e}"
+        said = (
+            str(e).rstrip(".")
+            if isinstance(e, InputError)
+            else f"{type(e).__name__}: {e}"
+        )
         raise InputError(f"{path} is not a replay file of this version: {said}.") from e

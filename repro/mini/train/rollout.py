@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's experience: problems drawn, responses sampled and verified, advantages. DAPO's two options live here."""
+"""One step's experience: problems drawn, responses sampled and verified, advantages.
+DAPO's two options live here.
+"""
 
 from dataclasses import dataclass
 
@@ -14,17 +16,21 @@ from repro.mini.train.measure import entropy
 from repro.mini.train.settings import Settings
 from upref import advantages
 
-MOST_ROUNDS = 8  # of dynamic sampling; then groups of equal rewards fill up, with advantage 0
+# of dynamic sampling; then groups of equal rewards fill up, with advantage 0
+MOST_ROUNDS = 8
 
 
 @dataclass
 class Batch:
-    """prompts of `prompts` problems; everything else has one row a response, those of one prompt side by side."""
+    """prompts of `prompts` problems; everything else has one row a response, those of
+    one prompt side by side.
+    """
 
     prompts: dict[str, Tensor]
     tokens: Tensor  # [B, T]
     mask: Tensor  # [B, T]
-    log_probs: Tensor  # [S, V] of π_old in each state it was in, at the temperature of the sampling
+    # [S, V] of π_old in each state it was in, at the temperature of the sampling
+    log_probs: Tensor
     state: Tensor  # [B, T], the one of each token
     logp: Tensor  # [B, T] of π_old
     adv: Tensor  # [B]
@@ -37,7 +43,9 @@ class Batch:
         return {name: x[which] for name, x in self.prompts.items()}, of
 
 
-def rollout(policy: PreTrainedModel, task: Task, problems: Tensor, s: Settings, step: int) -> Batch:
+def rollout(
+    policy: PreTrainedModel, task: Task, problems: Tensor, s: Settings, step: int
+) -> Batch:
     kept: list[tuple[Tensor, ...]] = []
     judged: list[tuple[Tensor, ...]] = []
     said: list[Tensor] = []
@@ -45,24 +53,52 @@ def rollout(policy: PreTrainedModel, task: Task, problems: Tensor, s: Settings, 
         g = generator("rollout", s.seed, step, attempt)
         drawn = problems[torch.randperm(len(problems), generator=g)[: s.prompts]]
         tokens, mask, logits, state = sample(
-            policy, models.inputs(task, drawn), s.responses, task.response_length, g, s.temperature
+            policy,
+            models.inputs(task, drawn),
+            s.responses,
+            task.response_length,
+            g,
+            s.temperature,
         )
         said.append((logits / s.temperature).log_softmax(-1))
         verdict = task.verify(drawn.repeat_interleave(s.responses, 0), tokens)
-        judged.append((verdict.reward, verdict.valid, mask.sum(1), entropy(said[-1])[state].where(mask, 0.0).sum(1)))
+        judged.append(
+            (
+                verdict.reward,
+                verdict.valid,
+                mask.sum(1),
+                entropy(said[-1])[state].where(mask, 0.0).sum(1),
+            )
+        )
         rewards = verdict.reward - too_long(mask, s)
-        mixed = (rewards.view(s.prompts, -1) != rewards.view(s.prompts, -1)[:, :1]).any(1)
+        mixed = (rewards.view(s.prompts, -1) != rewards.view(s.prompts, -1)[:, :1]).any(
+            1
+        )
         state += sum(map(len, said[:-1]))
         kept.append(
-            (mixed, drawn, *(x.view(s.prompts, s.responses, *x.shape[1:]) for x in (tokens, mask, state, rewards)))
+            (
+                mixed,
+                drawn,
+                *(
+                    x.view(s.prompts, s.responses, *x.shape[1:])
+                    for x in (tokens, mask, state, rewards)
+                ),
+            )
         )
         if sum(int(mixed.sum()) for mixed, *_ in kept) >= s.prompts:
             break
     mixed, drawn, *rest = (torch.cat(x) for x in zip(*kept, strict=True))
     # without dynamic sampling, all of them as they came
-    first = torch.argsort(~mixed, stable=True)[: s.prompts] if s.dynamic_sampling else torch.arange(s.prompts)
+    first = (
+        torch.argsort(~mixed, stable=True)[: s.prompts]
+        if s.dynamic_sampling
+        else torch.arange(s.prompts)
+    )
     tokens, mask, state, rewards = (x[first].flatten(0, 1) for x in rest)
-    log_probs, group = torch.cat(said), torch.arange(s.prompts).repeat_interleave(s.responses)
+    log_probs, group = (
+        torch.cat(said),
+        torch.arange(s.prompts).repeat_interleave(s.responses),
+    )
     right, valid, length, H = (torch.cat(x).double() for x in zip(*judged, strict=True))
     return Batch(
         models.inputs(task, drawn[first]),
@@ -90,7 +126,9 @@ def spread(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def too_long(mask: Tensor, s: Settings) -> Tensor:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13): 0 before the last `overlong` tokens, then up to 1."""
+    """DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13): 0 before the last
+    `overlong` tokens, then up to 1.
+    """
     if s.overlong is None:
         return torch.zeros(len(mask))
     return ((mask.sum(1) - (mask.shape[1] - s.overlong)) / s.overlong).clamp(0, 1)

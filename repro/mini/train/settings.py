@@ -31,9 +31,12 @@ class Settings:
     """Raises InputError, in one sentence, on whatever no run could be made of."""
 
     task: str = "countdown"
-    base: str = "walk"  # a folder of repro/mini/bases, or any folder that save_pretrained wrote
-    objective: str = "up_dapo"  # a name of the registry, up(NAME), mirror(NAME): mirror.py; or of halves.py
-    hp: dict[str, Any] = field(default_factory=dict)  # of the objective; its own defaults where not given
+    # a folder of repro/mini/bases, or any folder that save_pretrained wrote
+    base: str = "walk"
+    # a name of the registry, up(NAME), mirror(NAME): mirror.py; or of halves.py
+    objective: str = "up_dapo"
+    # of the objective; its own defaults where not given
+    hp: dict[str, Any] = field(default_factory=dict)
     advantages: str | None = None  # None: the objective's own
     aggregation: str | None = None  # None: the objective's own
     beta: float = 0.0  # coefficient of the KL term to the base
@@ -41,7 +44,8 @@ class Settings:
     steps: int = 100
     prompts: int = 64  # per step
     responses: int = 16  # per prompt: the group size G
-    minibatches: int = 16  # per step and epoch, each of prompts / minibatches whole groups
+    # per step and epoch, each of prompts / minibatches whole groups
+    minibatches: int = 16
     epochs: int = 1
     lr: float = 3e-4
     warmup: int = 5  # steps over which lr rises
@@ -49,18 +53,25 @@ class Settings:
     grad_clip: float = 1.0
     temperature: float = 1.0
     train_problems: int = 20000
-    dynamic_sampling: bool = False  # DAPO: groups of equal rewards are replaced by others
-    overlong: int | None = None  # DAPO: the last so many tokens are punished, linearly up to 1
+    # DAPO: groups of equal rewards are replaced by others
+    dynamic_sampling: bool = False
+    # DAPO: the last so many tokens are punished, linearly up to 1
+    overlong: int | None = None
     eval_every: int = 25  # 0: never
     eval_problems: int = 256
     eval_samples: int = 32
     eval_top_p: float = 0.7
     checkpoint_every: int = 25  # 0: at the end only
     staleness: int = 0  # responses are sampled by the policy of so many rollouts ago
-    old_log_probs: str = "sampler"  # whose lp_old is (bypass); "recomputed": by the current policy (decoupled)
-    lean_eval: bool = False  # before the end by top-p only; at the end each set by one decoding, the test set by both
-    entropy_bonus: float = 0.0  # coefficient of the policy's entropy, the mean over all tokens of the minibatch
-    decodings: tuple[float, ...] = ()  # if any: each evaluation of the trained policy is the test set by these top-p
+    # whose lp_old is (bypass); "recomputed": by the current policy (decoupled)
+    old_log_probs: str = "sampler"
+    # before the end by top-p only; at the end each set by one decoding, the test set by
+    # both
+    lean_eval: bool = False
+    # coefficient of the policy's entropy, the mean over all tokens of the minibatch
+    entropy_bonus: float = 0.0
+    # if any: each evaluation of the trained policy is the test set by these top-p
+    decodings: tuple[float, ...] = ()
     eval_seed: int = 0  # which draw of the held-out problems
 
     def __post_init__(self):
@@ -69,7 +80,10 @@ class Settings:
         if isinstance(decodings, list):  # from a file
             object.__setattr__(self, "decodings", tuple(decodings))
         for f in fields(self):
-            want, value = type(f.default) if f.name != "hp" else dict, getattr(self, f.name)
+            want, value = (
+                type(f.default) if f.name != "hp" else dict,
+                getattr(self, f.name),
+            )
             if want is type(None):
                 want = int if f.name == "overlong" else str
                 if value is None:
@@ -77,30 +91,71 @@ class Settings:
             if want is float and type(value) is int:
                 object.__setattr__(self, f.name, float(value))
             elif type(value) is not want:
-                raise InputError(f"settings: {f.name} must be a {want.__name__}, got {value!r}.")
-        for name in ("steps", "prompts", "minibatches", "epochs", "train_problems", "eval_problems", "eval_samples"):
+                raise InputError(
+                    f"settings: {f.name} must be a {want.__name__}, got {value!r}."
+                )
+        for name in (
+            "steps",
+            "prompts",
+            "minibatches",
+            "epochs",
+            "train_problems",
+            "eval_problems",
+            "eval_samples",
+        ):
             if getattr(self, name) < 1:
-                raise InputError(f"settings: {name} must be 1 or more, got {getattr(self, name)}.")
+                raise InputError(
+                    f"settings: {name} must be 1 or more, got {getattr(self, name)}."
+                )
         for name in ("lr", "grad_clip", "temperature"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise InputError(f"settings: {name} must be a finite number above 0, got {getattr(self, name)}.")
-        for name in ("beta", "warmup", "weight_decay", "eval_every", "checkpoint_every", "staleness", "entropy_bonus"):
+                raise InputError(
+                    f"settings: {name} must be a finite number above 0, got {getattr(self, name)}."
+                )
+        for name in (
+            "beta",
+            "warmup",
+            "weight_decay",
+            "eval_every",
+            "checkpoint_every",
+            "staleness",
+            "entropy_bonus",
+        ):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise InputError(f"settings: {name} must be 0 or more, got {getattr(self, name)}.")
+                raise InputError(
+                    f"settings: {name} must be 0 or more, got {getattr(self, name)}."
+                )
         if self.old_log_probs not in ("sampler", "recomputed"):
-            raise InputError(f"settings: old_log_probs must be sampler or recomputed, got {self.old_log_probs!r}.")
+            raise InputError(
+                f"settings: old_log_probs must be sampler or recomputed, got {self.old_log_probs!r}."
+            )
         if not all(type(p) in (int, float) and 0 < p <= 1 for p in self.decodings):
-            raise InputError(f"settings: decodings must be numbers above 0 and at most 1, got {self.decodings!r}.")
+            raise InputError(
+                f"settings: decodings must be numbers above 0 and at most 1, got {self.decodings!r}."
+            )
         if not 0 < self.eval_top_p <= 1:
-            raise InputError(f"settings: eval_top_p must be above 0 and at most 1, got {self.eval_top_p}.")
+            raise InputError(
+                f"settings: eval_top_p must be above 0 and at most 1, got {self.eval_top_p}."
+            )
         if self.responses < 2:
-            raise InputError("settings: responses must be 2 or more: a group of one has nothing to compare with.")
+            raise InputError(
+                "settings: responses must be 2 or more: a group of one has nothing to compare with."
+            )
         if self.prompts % self.minibatches:
-            raise InputError(f"settings: {self.prompts} prompts do not divide into {self.minibatches} minibatches.")
+            raise InputError(
+                f"settings: {self.prompts} prompts do not divide into {self.minibatches} minibatches."
+            )
         if self.train_problems < self.prompts:
-            raise InputError(f"settings: train_problems must be {self.prompts} (= prompts) or more.")
-        if self.overlong is not None and not 1 <= self.overlong < tasks.get(self.task).response_length:
-            raise InputError(f"settings: overlong must lie between 1 and the longest response, got {self.overlong}.")
+            raise InputError(
+                f"settings: train_problems must be {self.prompts} (= prompts) or more."
+            )
+        if (
+            self.overlong is not None
+            and not 1 <= self.overlong < tasks.get(self.task).response_length
+        ):
+            raise InputError(
+                f"settings: overlong must lie between 1 and the longest response, got {self.overlong}."
+            )
         if self.advantages is not None:
             get_advantage(self.advantages)
         self.target().resolve(self.hyperparameters())
@@ -111,9 +166,13 @@ class Settings:
         if self.aggregation is None or self.aggregation == o.agg:
             return o
         if self.aggregation not in AGGREGATIONS or "norm" in self.aggregation:
-            raise InputError(f"settings: aggregation must be one of {', '.join(AGGREGATIONS[:4])}, or left out.")
+            raise InputError(
+                f"settings: aggregation must be one of {', '.join(AGGREGATIONS[:4])}, or left out."
+            )
         if "seq-mean" in (o.agg, self.aggregation):
-            raise InputError(f"settings: {o.name} has aggregation {o.agg}, which no other aggregation can replace.")
+            raise InputError(
+                f"settings: {o.name} has aggregation {o.agg}, which no other aggregation can replace."
+            )
         return replace(o, agg=self.aggregation)
 
     def hyperparameters(self) -> dict[str, Any]:
@@ -122,8 +181,12 @@ class Settings:
     @property
     def key(self) -> str:
         """The name of this run's folder."""
-        said = {k: v for k, v in asdict(self).items() if k not in LATER or v != LATER[k]}
-        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:10]
+        said = {
+            k: v for k, v in asdict(self).items() if k not in LATER or v != LATER[k]
+        }
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[
+            :10
+        ]
         name = self.objective.replace("(", "_of_").replace(")", "")
         return f"{name}-{Path(self.base).name}-s{self.seed}-{digest}"
 
@@ -136,7 +199,9 @@ class Settings:
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
-                raise InputError(f"settings: there is no {name!r}{f'; did you mean {near[0]!r}?' if near else '.'}")
+                raise InputError(
+                    f"settings: there is no {name!r}{f'; did you mean {near[0]!r}?' if near else '.'}"
+                )
         return cls(**given)
 
     @classmethod
@@ -147,4 +212,6 @@ class Settings:
             raise InputError(f"cannot read settings from {path}: {e}.") from e
 
     def write(self, path: Path) -> None:
-        files.write_atomically(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
+        files.write_atomically(
+            path, (json.dumps(asdict(self), indent=1) + "\n").encode()
+        )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an objective and a scale to the overrides of `python -m verl.trainer.main_ppo`, each with its source."""
+"""From an objective and a scale to the overrides of `python -m verl.trainer.main_ppo`,
+each with its source.
+"""
 
 import json
 import os
@@ -20,7 +22,11 @@ MODULES = (
     "repro.with_verl.plugins.estimators",
     "repro.with_verl.plugins.grpo_clip_higher",
 )
-SEEDS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
+SEEDS = (
+    "data.seed",
+    "actor_rollout_ref.rollout.seed",
+    "actor_rollout_ref.actor.data_loader_seed",
+)
 
 # upref.advantages -> verl's estimator, its settings, and what verl does differently
 ESTIMATORS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -38,7 +44,9 @@ ESTIMATORS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @dataclass
 class Run:
-    """All that a launch needs: override lines in order, the environment of every process, what the user must know."""
+    """All that a launch needs: override lines in order, the environment of every
+    process, what the user must know.
+    """
 
     objective: str
     scale: Scale
@@ -51,7 +59,9 @@ class Run:
 
     def source(self, line: str) -> str:
         """Why this override is what it is."""
-        return self.sources.get(line) or self.sources.get(line.partition("=")[0], "given on the command line")
+        return self.sources.get(line) or self.sources.get(
+            line.partition("=")[0], "given on the command line"
+        )
 
     @property
     def name(self) -> str:
@@ -59,8 +69,14 @@ class Run:
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """Of every process of a run, on every machine; what the user has verl import is imported too, behind ours."""
-    given = [m for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m and m not in MODULES]
+    """Of every process of a run, on every machine; what the user has verl import is
+    imported too, behind ours.
+    """
+    given = [
+        m
+        for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
+        if m and m not in MODULES
+    ]
     return {
         "VERL_USE_EXTERNAL_MODULES": ",".join([*MODULES, *given]),
         "PYTHONPATH": pythonpath(),
@@ -69,13 +85,17 @@ def environment(directory: Path) -> dict[str, str]:
 
 
 def spelled_out(overrides: list[str]) -> tuple[list[str], str]:
-    """Two short forms: seed=N for the three seeds that a run has, and name=NAME for its folder."""
+    """Two short forms: seed=N for the three seeds that a run has, and name=NAME for its
+    folder.
+    """
     lines, name = [], ""
     for line in overrides:
         key, _, value = line.partition("=")
         if key == "name":
             if not re.fullmatch(r"[\w.+-][\w.+=-]*", value):
-                raise InputError(f"name={value!r} is not a valid folder name: letters, digits, . _ - only.")
+                raise InputError(
+                    f"name={value!r} is not a valid folder name: letters, digits, . _ - only."
+                )
             name = value
         elif key == "seed":
             lines += [f"{seed}={value}" for seed in SEEDS]
@@ -85,11 +105,17 @@ def spelled_out(overrides: list[str]) -> tuple[list[str], str]:
 
 
 def compose(
-    objective: str, scale: str, overrides: list[str] | None = None, data: Path | None = None, flash: bool = True
+    objective: str,
+    scale: str,
+    overrides: list[str] | None = None,
+    data: Path | None = None,
+    flash: bool = True,
 ) -> Run:
-    """The overrides of one run, the user's last. Raises InputError on an unknown objective or scale.
+    """The overrides of one run, the user's last. Raises InputError on an unknown
+    objective or scale.
 
-    flash: whether flash-attn is there; without it the scales for one GPU attend otherwise.
+    flash: whether flash-attn is there; without it the scales for one GPU attend
+    otherwise.
     """
     given, name = spelled_out(overrides or [])
     o = upref.get(objective)
@@ -99,15 +125,27 @@ def compose(
             "upref_frameworks.verl.training.register(upref.get(...)) there."
         )
     if o.needs:
-        raise InputError(f"{objective} needs {o.needs[0]}, which verl does not pass to a loss.")
+        raise InputError(
+            f"{objective} needs {o.needs[0]}, which verl does not pass to a loss."
+        )
     notes = []
     if scale == "paper":
         scale, why = paper_scale(objective)
         notes.append(why)
     s = load_scale(scale)
     keys = {line.partition("=")[0].lstrip("+") for line in given}
-    instead = {} if flash else {key: row for key, row in s.without_flash.items() if key.lstrip("+") not in keys}
-    lines: dict[str, Any] = {key: value for key, (value, _) in (s.values | instead).items()}
+    instead = (
+        {}
+        if flash
+        else {
+            key: row
+            for key, row in s.without_flash.items()
+            if key.lstrip("+") not in keys
+        }
+    )
+    lines: dict[str, Any] = {
+        key: value for key, (value, _) in (s.values | instead).items()
+    }
     sources = {key: source for key, (_, source) in (s.values | instead).items()}
 
     loss, why = s.loss.get(objective, (objective, "the objective"))
@@ -119,9 +157,18 @@ def compose(
             "ours: a place for hyperparameters",
         ),
         f"{ACTOR}.policy_loss.loss_mode": (f"upref/{loss}", why),
-        f"{ACTOR}.loss_agg_mode": (_aggregation(o_loss), "the objective's own, for verl's KL and entropy terms"),
-        "algorithm.adv_estimator": (estimator, f"{o.adv} of upref.advantages in verl: {difference}"),
-        **{key: (value, f"makes verl's {estimator} {o.adv}") for key, value in settings.items()},
+        f"{ACTOR}.loss_agg_mode": (
+            _aggregation(o_loss),
+            "the objective's own, for verl's KL and entropy terms",
+        ),
+        "algorithm.adv_estimator": (
+            estimator,
+            f"{o.adv} of upref.advantages in verl: {difference}",
+        ),
+        **{
+            key: (value, f"makes verl's {estimator} {o.adv}")
+            for key, value in settings.items()
+        },
     }
     hp = s.hyperparameters.get(objective, {})
     o_loss.resolve({k: v for k, (v, _) in hp.items()})
@@ -134,15 +181,27 @@ def compose(
     sources |= {key: source for key, (_, source) in chosen.items()}
     notes.append(f"advantages: {o.adv} = verl's {estimator} ({difference})")
     if o.batch_coupled:
-        notes.append(f"{objective} couples the batch and sees one micro-batch at a time: {o.batch_coupled}")
-    own = lambda places: [f"{key}={_hydra(_fill(value, places))}" for key, value in lines.items()]
+        notes.append(
+            f"{objective} couples the batch and sees one micro-batch at a time: {o.batch_coupled}"
+        )
+    own = lambda places: [
+        f"{key}={_hydra(_fill(value, places))}" for key, value in lines.items()
+    ]
     nowhere = dict.fromkeys(("root", "data", "run", "name"), "")
     directory = RUNS / (name or name_of(f"{objective}-{scale}", own(nowhere), given))
     env = environment(directory)
     for key, value in env.items():
         key = f"+ray_kwargs.ray_init.runtime_env.env_vars.{key}"
-        lines[key], sources[key] = value, "ours: every worker loads the plug-in, and finds this checkout"
-    places = {"root": ROOT, "data": data or RUNS / "data", "run": directory, "name": directory.name}
+        lines[key], sources[key] = (
+            value,
+            "ours: every worker loads the plug-in, and finds this checkout",
+        )
+    places = {
+        "root": ROOT,
+        "data": data or RUNS / "data",
+        "run": directory,
+        "name": directory.name,
+    }
     return Run(objective, s, own(places) + given, sources, notes, directory, env, given)
 
 
@@ -170,6 +229,13 @@ def _hydra(value: Any) -> str:
         return "{" + ", ".join(f"{k}: {_hydra(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_hydra, value)) + "]"
-    if isinstance(value, str) and value.replace("_", "").replace(".", "").replace("/", "").replace("-", "").isalnum():
+    if (
+        isinstance(value, str)
+        and value.replace("_", "")
+        .replace(".", "")
+        .replace("/", "")
+        .replace("-", "")
+        .isalnum()
+    ):
         return value
     return json.dumps(value)

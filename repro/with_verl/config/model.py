@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a model, read from its config.json: in a directory, in the hub's cache, or in facts/models.toml."""
+"""The shape of a model, read from its config.json: in a directory, in the hub's cache,
+or in facts/models.toml.
+"""
 
 import json
 import re
@@ -12,8 +14,10 @@ from upref import InputError
 
 KNOWN = Path(__file__).resolve().parent / "facts" / "models.toml"
 PINNED = KNOWN.with_name("revisions.toml")
-SAME_SHAPE = re.compile(r"-(Base|Instruct|Thinking)(?=-|$)|-2507$|(?<=Qwen2\.5-)Math-")  # variants of one architecture
-VISION = 0.6e9  # parameters of Qwen3-VL's vision tower and merger, the one family that a scale trains
+# variants of one architecture
+SAME_SHAPE = re.compile(r"-(Base|Instruct|Thinking)(?=-|$)|-2507$|(?<=Qwen2\.5-)Math-")
+# parameters of Qwen3-VL's vision tower and merger, the one family that a scale trains
+VISION = 0.6e9
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,9 @@ class Shape:
     context: int = 0  # tokens; 0: not known
 
     def read(self, tokens: float) -> float:
-        """Parameters that a decoding step of so many tokens reads: of the experts, those that some token chose."""
+        """Parameters that a decoding step of so many tokens reads: of the experts,
+        those that some token chose.
+        """
         if not self.experts:
             return self.params
         chosen = 1 - (1 - self.experts_per_token / self.experts) ** tokens
@@ -47,9 +53,13 @@ def shape_of(path: str) -> Shape:
     folder = local(path)
     if folder:
         if not (folder / "config.json").exists():
-            raise InputError(f"{folder.absolute()} holds no config.json: give the directory of a model, or its name.")
+            raise InputError(
+                f"{folder.absolute()} holds no config.json: give the directory of a model, or its name."
+            )
         try:
-            return parse(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+            return parse(
+                json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            )
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise InputError(
                 f"{folder}/config.json does not describe a language model ({e}): download it again."
@@ -58,7 +68,9 @@ def shape_of(path: str) -> Shape:
     name = re.sub(r"-VL-(?=\d+B)", "-", path)
     name = SAME_SHAPE.sub("", name)
     if name not in known:
-        raise InputError(f"the model {path} is not on this machine, and its size is not known: `{download(path)}`.")
+        raise InputError(
+            f"the model {path} is not on this machine, and its size is not known: `{download(path)}`."
+        )
     return parse(known[name] | ({"vision_config": {}} if "-VL-" in path else {}))
 
 
@@ -74,9 +86,13 @@ def download(name: str) -> str:
 
 
 def local(path: str) -> Path | None:
-    """The directory of a model's files: a path, or the pinned commit in the hub's cache; None where it is not there."""
+    """The directory of a model's files: a path, or the pinned commit in the hub's
+    cache; None where it is not there.
+    """
     if not path:
-        raise InputError("the model has no name: give a directory, or a name as Qwen/Qwen3-8B.")
+        raise InputError(
+            "the model has no name: give a directory, or a name as Qwen/Qwen3-8B."
+        )
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
     from huggingface_hub import try_to_load_from_cache
@@ -90,17 +106,35 @@ def local(path: str) -> Path | None:
 
 
 def parse(config: dict[str, Any]) -> Shape:
-    """Counts what a decoder of Qwen's or Llama's kind has; a mixture of experts in every layer."""
+    """Counts what a decoder of Qwen's or Llama's kind has; a mixture of experts in
+    every layer.
+    """
     c = config.get("text_config", config)
-    hidden, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
+    hidden, layers, heads = (
+        c["hidden_size"],
+        c["num_hidden_layers"],
+        c["num_attention_heads"],
+    )
     kv, vocab = c.get("num_key_value_heads", heads), c["vocab_size"]
     dim = c.get("head_dim") or hidden // heads
     experts = c.get("num_experts") or c.get("num_local_experts") or 0
-    chosen, width = (c["num_experts_per_tok"], c["moe_intermediate_size"]) if experts else (0, 0)
+    chosen, width = (
+        (c["num_experts_per_tok"], c["moe_intermediate_size"]) if experts else (0, 0)
+    )
     attention = hidden * dim * (2 * heads + 2 * kv)
     mlp = hidden * experts if experts else 3 * hidden * c["intermediate_size"]
-    table = 0 if c.get("tie_word_embeddings", config.get("tie_word_embeddings")) else vocab * hidden  # read, not used
-    rest = table + vocab * hidden + layers * (attention + mlp) + (VISION if "vision_config" in config else 0)
+    # read, not used
+    table = (
+        0
+        if c.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+        else vocab * hidden
+    )
+    rest = (
+        table
+        + vocab * hidden
+        + layers * (attention + mlp)
+        + (VISION if "vision_config" in config else 0)
+    )
     each = 3.0 * hidden * width * layers
     return Shape(
         hidden, layers, heads, kv, dim, vocab, rest + experts * each, rest + chosen * each - table,

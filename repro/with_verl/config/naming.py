@@ -7,24 +7,33 @@ import re
 
 from repro.with_verl.config.model import revision_of
 
-# Settings that may change from one start of a run to the next: they do not change what is trained.
+# Settings that may change from one start of a run to the next: they do not change what
+# is trained.
 FREE = (
     "hydra.", "ray_kwargs.", "trainer.default_local_dir", "trainer.experiment_name", "trainer.logger",
     "trainer.max_actor_ckpt_to_keep", "trainer.project_name", "trainer.rollout_data_dir", "trainer.save_freq",
     "reward.num_workers", "actor_rollout_ref.model.override_config.attn_implementation",
 )  # fmt: skip
 CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?\W?$")
-SAID_ALREADY = ("actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")  # by data.seed
+# by data.seed
+SAID_ALREADY = (
+    "actor_rollout_ref.rollout.seed",
+    "actor_rollout_ref.actor.data_loader_seed",
+)
 
 
 def asked(overrides: list[str]) -> dict[str, str]:
-    """Setting -> value, the last one given, of what makes one run another than the next."""
+    """Setting -> value, the last one given, of what makes one run another than the
+    next.
+    """
     pairs = (line.lstrip("+").partition("=") for line in overrides)
     return {key: model_of(value) for key, _, value in pairs if not key.startswith(FREE)}
 
 
 def model_of(value: str) -> str:
-    """The name of a model in the hub's cache, wherever that lies; its commit too, where it is not the pinned one."""
+    """The name of a model in the hub's cache, wherever that lies; its commit too, where
+    it is not the pinned one.
+    """
     found = CACHED.search(value)
     if not found:
         return value
@@ -33,9 +42,17 @@ def model_of(value: str) -> str:
 
 
 def name_of(first: str, own: list[str], given: list[str]) -> str:
-    """Readable first: up_dapo-paper_dapo-seed3-1f2e3d4c. `own`: the scale's lines before places are filled in."""
-    digest = hashlib.sha256(json.dumps([first, *sorted(asked([*own, *given]).items())]).encode()).hexdigest()[:8]
-    short = {k: v for k, v in asked(given).items() if k not in SAID_ALREADY and "/" not in v and "[" not in v}
+    """Readable first: up_dapo-paper_dapo-seed3-1f2e3d4c. `own`: the scale's lines
+    before places are filled in.
+    """
+    digest = hashlib.sha256(
+        json.dumps([first, *sorted(asked([*own, *given]).items())]).encode()
+    ).hexdigest()[:8]
+    short = {
+        k: v
+        for k, v in asked(given).items()
+        if k not in SAID_ALREADY and "/" not in v and "[" not in v
+    }
     said = [f"{key.rpartition('.')[2]}{value}" for key, value in sorted(short.items())]
     readable = re.sub(r"[^\w.=-]+", "_", "-".join([first, *said]))[:80].strip("-_.")
     return f"{readable}-{digest}"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scales, read from scales/, and the paper's own settings. It runs before anything is installed: no package."""
+"""The scales, read from scales/, and the paper's own settings. It runs before anything
+is installed: no package.
+"""
 
 import difflib
 import tomllib
@@ -15,7 +17,9 @@ HANDED_OVER = ("mini", "smoke", "trl")  # run by programs of their own
 
 @dataclass
 class Scale:
-    """One file of scales/: verl key -> (value, source). without_flash: what stands in for flash-attn."""
+    """One file of scales/: verl key -> (value, source). without_flash: what stands in
+    for flash-attn.
+    """
 
     name: str
     about: str
@@ -32,7 +36,9 @@ def paper() -> dict[str, Any]:
 
 
 def scale_names() -> list[str]:
-    return sorted(p.stem for p in (HERE / "scales").glob("*.toml") if p.stem != "common")
+    return sorted(
+        p.stem for p in (HERE / "scales").glob("*.toml") if p.stem != "common"
+    )
 
 
 def load_scale(name: str) -> Scale:
@@ -40,10 +46,18 @@ def load_scale(name: str) -> Scale:
     if name not in scale_names():
         known = [*scale_names(), "paper", *HANDED_OVER]
         near = difflib.get_close_matches(name.lower(), known, 2, 0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(set(known)))}."
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"choose one of {', '.join(sorted(set(known)))}."
+        )
         raise InputError(f"there is no scale named {name!r}: {hint}")
     raw = tomllib.loads((HERE / "scales" / f"{name}.toml").read_text())
-    base = tomllib.loads((HERE / "scales" / f"{raw['extends']}.toml").read_text()) if "extends" in raw else {}
+    base = (
+        tomllib.loads((HERE / "scales" / f"{raw['extends']}.toml").read_text())
+        if "extends" in raw
+        else {}
+    )
     pairs = lambda table: {k: (v[0], v[1]) for k, v in table.items()}
     return Scale(
         name,
@@ -60,14 +74,24 @@ def load_scale(name: str) -> Scale:
 def paper_scale(objective: str) -> tuple[str, str]:
     """Which of the paper's experiments is meant by the objective's name, and why.
 
-    Methods of two experiments (GRPO, GSPO) get the one that the paper's text is about: GSPO on 30B, GRPO in Table 1.
+    Methods of two experiments (GRPO, GSPO) get the one that the paper's text is about:
+    GSPO on 30B, GRPO in Table 1.
     """
     data = paper()
     for name in ("dapo", "gspo", "math"):
         experiment = data["experiments"][name]
         if objective in [data["names"][m] for m in experiment["methods"]]:
             tables = " and ".join(experiment["tables"])
-            return f"paper_{name}", f"{objective} is of the paper's {experiment['model']} experiment (Tables {tables})"
+            return (
+                f"paper_{name}",
+                f"{objective} is of the paper's {experiment['model']} experiment (Tables {tables})",
+            )
     if objective in data["forms"]:
-        return "paper_math", f"{data['forms'][objective]['says']}; the paper does not say which it ran (Table A4)"
-    return "paper_math", f"{objective} is not in the paper: it runs by the protocol of its baselines (Tables A3 and A4)"
+        return (
+            "paper_math",
+            f"{data['forms'][objective]['says']}; the paper does not say which it ran (Table A4)",
+        )
+    return (
+        "paper_math",
+        f"{objective} is not in the paper: it runs by the protocol of its baselines (Tables A3 and A4)",
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the installed verl take these overrides? Its own hydra configuration and config classes say, without a GPU."""
+"""Does the installed verl take these overrides? Its own hydra configuration and config
+classes say, without a GPU.
+"""
 
 import contextlib
 import copy
@@ -53,7 +55,9 @@ WHOLE = (  # null by default, so that neither a class nor the default has their 
     "trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.seed", "data.gen_batch_size",
     "data.val_batch_size", "ray_kwargs.ray_init.num_cpus", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
 )  # fmt: skip
-UNREAD = {  # settings of verl that its V1 trainer or the agent loop leaves alone, and what to do instead
+# settings of verl that its V1 trainer or the agent loop leaves alone, and what to do
+# instead
+UNREAD = {
     f"{ACTOR}.grad_clip": f"set {ACTOR}.optim.clip_grad",
     f"{ACTOR}.optim.total_training_steps": "verl writes trainer.total_training_steps there, so set that",
     "actor_rollout_ref.rollout.do_sample": "set actor_rollout_ref.rollout.temperature",
@@ -71,22 +75,41 @@ USUAL = {
     "steps": "total_training_steps",
     "epochs": "total_epochs",
 }
-FIRST = (ACTOR, "actor_rollout_ref.rollout", "data", "algorithm", "trainer", "actor_rollout_ref", "reward")
-# Instantiated as verl does; the model's class reads the model's files, the others exist for other backends.
+FIRST = (
+    ACTOR,
+    "actor_rollout_ref.rollout",
+    "data",
+    "algorithm",
+    "trainer",
+    "actor_rollout_ref",
+    "reward",
+)
+# Instantiated as verl does; the model's class reads the model's files, the others exist
+# for other backends.
 SECTIONS = ("actor_rollout_ref.rollout", "algorithm")
 
 
 def validate(run: Run, shape: Shape | None = None) -> DictConfig:
-    """The composed configuration. Raises InputError naming the override that verl would refuse or never read.
+    """The composed configuration. Raises InputError naming the override that verl would
+    refuse or never read.
 
     shape: of the model, where its files are not made yet.
     """
-    own = [o for o in run.overrides[: len(run.overrides) - len(run.given)] if o.startswith("model_engine=")]
-    if other := [o for o in run.given if o.startswith("model_engine=") and o not in own]:
-        raise InputError(f"{other[0]} is another engine than the scale's, and its settings are for that one alone.")
+    own = [
+        o
+        for o in run.overrides[: len(run.overrides) - len(run.given)]
+        if o.startswith("model_engine=")
+    ]
+    if other := [
+        o for o in run.given if o.startswith("model_engine=") and o not in own
+    ]:
+        raise InputError(
+            f"{other[0]} is another engine than the scale's, and its settings are for that one alone."
+        )
     names = [o for o in run.overrides if o.startswith(NAMES)]
     cfg, actor = _checked(tuple(o for o in run.overrides if o not in names))
-    for key, _, name in (o.partition("=") for o in names):  # every run has them all, so that none is left from another
+    # every run has them all, so that none is left from another
+    for key, _, name in (o.partition("=") for o in names):
         OmegaConf.update(cfg, key.lstrip("+"), name, force_add=True)
     sizes.check(cfg, shape)
     _check_loss(cfg, actor)
@@ -98,34 +121,48 @@ def validate(run: Run, shape: Shape | None = None) -> DictConfig:
 
 
 def check_read(cfg: DictConfig, line: str) -> None:
-    """InputError on a setting that verl has and that nothing reads in a run of these scales."""
+    """InputError on a setting that verl has and that nothing reads in a run of these
+    scales.
+    """
     key = line.partition("=")[0].lstrip("+~")
     if key.startswith("critic."):
         raise InputError(f"nothing reads {key}: no scale trains a critic.")
     if key in UNREAD:
-        raise InputError(f"nothing reads {key} in a run of these scales: {UNREAD[key]}.")
+        raise InputError(
+            f"nothing reads {key} in a run of these scales: {UNREAD[key]}."
+        )
     if key.startswith(MICRO) and cfg.actor_rollout_ref.actor.use_dynamic_bsz:
         raise InputError(
             f"nothing reads {key} with {ACTOR}.use_dynamic_bsz=true: set {ACTOR}.ppo_max_token_len_per_gpu."
         )
-    warmup, steps = cfg.actor_rollout_ref.actor.optim.lr_warmup_steps, cfg.trainer.total_training_steps
-    if key == f"{ACTOR}.optim.lr_warmup_steps" and steps and warmup > steps:  # a scale's own may be, in a shakedown
+    warmup, steps = (
+        cfg.actor_rollout_ref.actor.optim.lr_warmup_steps,
+        cfg.trainer.total_training_steps,
+    )
+    # a scale's own may be, in a shakedown
+    if key == f"{ACTOR}.optim.lr_warmup_steps" and steps and warmup > steps:
         raise InputError(
             f"{key}={warmup} is more than the run's {steps} steps: its learning rate would never be reached; lower it."
         )
     if key == "trainer.resume_from_path" and cfg.trainer.resume_mode != "resume_path":
-        raise InputError(f"nothing reads {key} with trainer.resume_mode={cfg.trainer.resume_mode}: set resume_path.")
+        raise InputError(
+            f"nothing reads {key} with trainer.resume_mode={cfg.trainer.resume_mode}: set resume_path."
+        )
     of_loss = f"{ACTOR}.policy_loss."
     mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
     if key.startswith(of_loss) and mode.startswith("upref/"):
         own = key.removeprefix(of_loss).partition(".")[0]
         if own not in ("loss_mode", "_target_", "upref"):
-            raise InputError(f"{mode} does not read {key}: its hyperparameters are set under {of_loss}upref.")
+            raise InputError(
+                f"{mode} does not read {key}: its hyperparameters are set under {of_loss}upref."
+            )
 
 
 @functools.lru_cache(100)
 def _checked(overrides: tuple[str, ...]) -> tuple[DictConfig, Any]:
-    """All but the names, which change nothing else: objectives share it, so that checking all of them is quick."""
+    """All but the names, which change nothing else: objectives share it, so that
+    checking all of them is quick.
+    """
     cfg = _compose(overrides)
     _check_types(cfg, overrides)
     return cfg, _classes(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
@@ -141,7 +178,9 @@ def _base(groups: tuple[str, ...]) -> DictConfig:
 def _parsed(line: str):
     parsed = OverridesParser.create().parse_override(line)
     if parsed.is_sweep_override():
-        raise InputError(f"{line!r} lists several values: one run takes one; write a list as key=[a,b].")
+        raise InputError(
+            f"{line!r} lists several values: one run takes one; write a list as key=[a,b]."
+        )
     return parsed
 
 
@@ -151,13 +190,21 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
     try:
         cfg = copy.deepcopy(_base(groups))
     except HydraException as e:
-        raise InputError(f"hydra cannot read {''.join(groups)}: {str(e).splitlines()[0]}.") from e
+        raise InputError(
+            f"hydra cannot read {''.join(groups)}: {str(e).splitlines()[0]}."
+        ) from e
     for line in overrides:
         key = line.partition("=")[0].strip()
         if key.startswith("+") and not reader(cfg, key.lstrip("+")):
-            raise InputError(f"nothing in verl reads {key.lstrip('+')!r}: {_hint(cfg, key.lstrip('+'))}")
-        if key.startswith("hydra.") and not key.startswith(("hydra.run.", "hydra.output_subdir", "hydra.job.")):
-            raise InputError(f"{key} is not a setting of a run: of hydra's, hydra.run.dir is.")
+            raise InputError(
+                f"nothing in verl reads {key.lstrip('+')!r}: {_hint(cfg, key.lstrip('+'))}"
+            )
+        if key.startswith("hydra.") and not key.startswith(
+            ("hydra.run.", "hydra.output_subdir", "hydra.job.")
+        ):
+            raise InputError(
+                f"{key} is not a setting of a run: of hydra's, hydra.run.dir is."
+            )
         if line in groups or key.startswith("hydra."):
             continue
         try:
@@ -167,7 +214,9 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
             raise InputError(_refusal(line, cfg, e)) from e
         after = OmegaConf.select(cfg, key.lstrip("+~"), throw_on_missing=False)
         if isinstance(before, DictConfig) and not isinstance(after, DictConfig | None):
-            raise InputError(f"{key.lstrip('+')} holds {', '.join(map(str, before))}: set one of them, got {after!r}.")
+            raise InputError(
+                f"{key.lstrip('+')} holds {', '.join(map(str, before))}: set one of them, got {after!r}."
+            )
     return cfg
 
 
@@ -178,24 +227,38 @@ def _refusal(line: str, cfg: DictConfig, e: Exception) -> str:
         return f"{line!r} is no override: write key=value."
     if line.partition("=")[0] != name:
         return f"{line!r} has a blank before '=': write {name}={text}."
-    if not name.startswith("+") and OmegaConf.select(cfg, key, throw_on_missing=False) is None:
+    if (
+        not name.startswith("+")
+        and OmegaConf.select(cfg, key, throw_on_missing=False) is None
+    ):
         return f"verl has no setting {key!r}: {_hint(cfg, key)}"
     if text.startswith("{"):
         return f"{key} takes its settings one by one: write ++{key}.NAME=VALUE."
     if name.startswith("+") and "already at" in str(e):
         return f"{key} is set already: write it without the plus, {key}={text}."
     cure = (
-        f"; a text with blanks or signs goes into quotes: '{name}=\"{text}\"'" if "token recognition" in str(e) else ""
+        f"; a text with blanks or signs goes into quotes: '{name}=\"{text}\"'"
+        if "token recognition" in str(e)
+        else ""
     )
     return f"hydra cannot read {name}={text}: {str(e).splitlines()[0]}{cure}"
 
 
 def reader(cfg: DictConfig, key: str) -> str:
-    """What reads this key; "" if nothing does. A key under OPEN counts, unless it is nearly one that is known there."""
+    """What reads this key; "" if nothing does. A key under OPEN counts, unless it is
+    nearly one that is known there.
+    """
     for place, who in OPEN.items():
         if f"{key}.".startswith(f"{place}."):
-            near = {part: difflib.get_close_matches(part, NEAR, 1, 0.8) for part in key[len(place) + 1 :].split(".")}
-            return "" if any(found and found[0] != part for part, found in near.items()) else who
+            near = {
+                part: difflib.get_close_matches(part, NEAR, 1, 0.8)
+                for part in key[len(place) + 1 :].split(".")
+            }
+            return (
+                ""
+                if any(found and found[0] != part for part, found in near.items())
+                else who
+            )
     cls, leaf = _class(cfg, key)
     if cls and leaf in {f.name for f in dataclasses.fields(cls)}:
         return f"verl's {cls.__name__}"
@@ -203,12 +266,19 @@ def reader(cfg: DictConfig, key: str) -> str:
 
 
 def _hint(cfg: DictConfig, key: str) -> str:
-    """What was probably meant: the same last component elsewhere, a hyperparameter of an objective, or a like name."""
+    """What was probably meant: the same last component elsewhere, a hyperparameter of
+    an objective, or a like name.
+    """
     parent, _, leaf = key.rpartition(".")
     leaf = USUAL.get(leaf, leaf)
-    known = [k for k in _keys(cfg) if not k.startswith("critic") and "profiler" not in k]
+    known = [
+        k for k in _keys(cfg) if not k.startswith("critic") and "profiler" not in k
+    ]
     known.sort(
-        key=lambda k: (k.count("."), next((i for i, part in enumerate(FIRST) if k.startswith(part)), len(FIRST)))
+        key=lambda k: (
+            k.count("."),
+            next((i for i, part in enumerate(FIRST) if k.startswith(part)), len(FIRST)),
+        )
     )
     leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
     beside = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == parent]
@@ -217,7 +287,9 @@ def _hint(cfg: DictConfig, key: str) -> str:
         meant = leaves[leaf]
     elif any(leaf in upref.get(name).hyperparameters for name in upref.names()):
         meant = f"++{ACTOR}.policy_loss.upref.{leaf}"
-    elif near := close(beside, 0.75) or (close(NEAR, 0.8) if any(parent.startswith(place) for place in OPEN) else []):
+    elif near := close(beside, 0.75) or (
+        close(NEAR, 0.8) if any(parent.startswith(place) for place in OPEN) else []
+    ):
         meant = f"{parent}.{near[0]}".lstrip(".")
     elif near := close(leaves, 0.8):
         meant = leaves[near[0]]
@@ -237,7 +309,9 @@ def _keys(node: DictConfig, prefix: str = "") -> list[str]:
 
 
 def _check_types(cfg: DictConfig, overrides: tuple[str, ...]) -> None:
-    """verl's YAML takes any type where a class or its default would have one: say so here, not in a worker."""
+    """verl's YAML takes any type where a class or its default would have one: say so
+    here, not in a worker.
+    """
     for line in overrides:
         name = line.partition("=")[0]
         key = name.lstrip("+")
@@ -252,7 +326,9 @@ def _check_types(cfg: DictConfig, overrides: tuple[str, ...]) -> None:
 
 
 def _annotation(cfg: DictConfig, key: str) -> Any:
-    """The type of a key by verl's class, by verl's default where no class has it, or None."""
+    """The type of a key by verl's class, by verl's default where no class has it, or
+    None.
+    """
     cls, leaf = _class(cfg, key)
     if cls and leaf in {f.name for f in dataclasses.fields(cls)}:
         return typing.get_type_hints(cls).get(leaf)
@@ -263,7 +339,9 @@ def _annotation(cfg: DictConfig, key: str) -> Any:
 
 
 def _class(cfg: DictConfig, key: str) -> tuple[Any, str]:
-    """verl's configuration class of the section that a key is in, None where there is none; and the key's last part."""
+    """verl's configuration class of the section that a key is in, None where there is
+    none; and the key's last part.
+    """
     from hydra.utils import get_class
 
     parent, _, leaf = key.rpartition(".")
@@ -293,8 +371,18 @@ def _fits(value: Any, want: Any) -> bool:
 
 
 def _words(want: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    parts = typing.get_args(want) if typing.get_origin(want) in (typing.Union, types.UnionType) else (want,)
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "null",
+    }
+    parts = (
+        typing.get_args(want)
+        if typing.get_origin(want) in (typing.Union, types.UnionType)
+        else (want,)
+    )
     return " or ".join(words.get(p, str(p)) for p in parts)
 
 
@@ -304,20 +392,28 @@ def _classes(cfg: DictConfig):
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            reference = cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
+            reference = (
+                cfg.actor_rollout_ref.actor.use_kl_loss
+                or cfg.algorithm.use_kl_in_reward
+            )
             validate_config(cfg, use_reference_policy=bool(reference), use_critic=False)
             for section in SECTIONS:
                 omega_conf_to_dataclass(OmegaConf.select(cfg, section))
             return omega_conf_to_dataclass(cfg.actor_rollout_ref.actor)
-    except Exception as e:  # whatever verl's checks raise, mostly AssertionError and ValueError
+    except (
+        Exception
+    ) as e:  # whatever verl's checks raise, mostly AssertionError and ValueError
         cause = e.__cause__ or e
-        said = str(cause) or str(traceback.extract_tb(cause.__traceback__)[-1].line)  # an assert without words
+        # an assert without words
+        said = str(cause) or str(traceback.extract_tb(cause.__traceback__)[-1].line)
         if "vllm version None" in said:  # of LoRA's rank
             raise InputError(
                 "verl checks this configuration with vLLM, which is not installed here: do the dry run where it is, "
                 "UPREF_PYTHON=... repro/run.sh."
             ) from e
-        raise InputError(f"verl refuses the configuration: {' '.join(said.split())[:400]}") from e
+        raise InputError(
+            f"verl refuses the configuration: {' '.join(said.split())[:400]}"
+        ) from e
 
 
 def _check_loss(cfg: DictConfig, actor) -> None:
@@ -333,9 +429,14 @@ def _check_loss(cfg: DictConfig, actor) -> None:
         ("policy loss", mode, POLICY_LOSS_REGISTRY),
         ("advantage estimator", cfg.algorithm.adv_estimator, ADV_ESTIMATOR_REGISTRY),
     ):
-        if name not in known and not (name.startswith("upref/up(") and kind == "policy loss"):
+        if name not in known and not (
+            name.startswith("upref/up(") and kind == "policy loss"
+        ):
             near = difflib.get_close_matches(name, [str(k) for k in known], 1, 0.5)
-            raise InputError(f"there is no {kind} named {name!r}" + (f": did you mean {near[0]!r}?" if near else "."))
+            raise InputError(
+                f"there is no {kind} named {name!r}"
+                + (f": did you mean {near[0]!r}?" if near else ".")
+            )
     if not mode.startswith("upref/"):
         return
     default = {f.name: f.default for f in dataclasses.fields(ActorConfig)}
@@ -346,7 +447,9 @@ def _check_loss(cfg: DictConfig, actor) -> None:
                 f"objective's own name for it ({', '.join(ours)})."
             )
     if cfg.algorithm.rollout_correction.get("bypass_mode"):
-        raise InputError("rollout_correction.bypass_mode replaces every loss_mode by verl's own: leave it false.")
+        raise InputError(
+            "rollout_correction.bypass_mode replaces every loss_mode by verl's own: leave it false."
+        )
     name = mode.removeprefix("upref/")
     objective = extra(name) if name == "grpo_clip_higher" else upref.get(name)
     own = verl_name(objective.level, objective.agg)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The argument names of the pinned vLLM, read from its wheel, which needs not be installed.
+"""The argument names of the pinned vLLM, read from its wheel, which needs not be
+installed.
 
-    pip download --no-deps vllm==0.24.0 -d DIR && python -m repro.with_verl.config.vllm_args DIR/vllm-0.24.0-*.whl
+    pip download --no-deps vllm==0.24.0 -d DIR && python -m
+    repro.with_verl.config.vllm_args DIR/vllm-0.24.0-*.whl
 
-writes facts/vllm_args.json. verl hands rollout.engine_kwargs.vllm to vLLM's command line, which stops at a name it does
-not know, after the models are loaded.
+writes facts/vllm_args.json. verl hands rollout.engine_kwargs.vllm to vLLM's command
+line, which stops at a name it does not know, after the models are loaded.
 """
 
 import ast
@@ -22,9 +24,14 @@ FILE, CLASSES = "vllm/engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
 def names(source: str) -> list[str]:
     """The fields of its argument classes."""
     tree = ast.parse(source)
-    classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in CLASSES]
+    classes = [
+        n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in CLASSES
+    ]
     fields = [
-        f.target.id for c in classes for f in c.body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
+        f.target.id
+        for c in classes
+        for f in c.body
+        if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
     ]
     return sorted({f for f in fields if not f.startswith("_")})
 

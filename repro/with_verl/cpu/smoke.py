@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`repro/run.sh OBJECTIVE smoke`: verl's own trainer and vLLM on a CPU, with a model that learns within minutes.
+"""`repro/run.sh OBJECTIVE smoke`: verl's own trainer and vLLM on a CPU, with a model
+that learns within minutes.
 
-    python -m repro.with_verl.cpu.smoke up_dapo [--steps 24] [--out DIR] [--again] [--keep] [--dry-run] [verl overrides]
+    python -m repro.with_verl.cpu.smoke up_dapo [--steps 24] [--out DIR] [--again]
+    [--keep] [--dry-run] [verl overrides]
 
-Ends with a report. Exit status: 0 all steps were logged, the score rose, the loss agreed with the reference; 1 it did
-not; 2 it could not run. `--again` goes on from the last checkpoint in DIR.
+Ends with a report. Exit status: 0 all steps were logged, the score rose, the loss
+agreed with the reference; 1 it did not; 2 it could not run. `--again` goes on from the
+last checkpoint in DIR.
 """
 
 import json
@@ -28,11 +31,14 @@ from repro.with_verl.run import advice, records, watch
 from upref.aggregation import verl_name
 from upref.files import write_atomically
 
-PROMPTS, GROUP, MINI = 8, 8, 2  # a rollout: 8 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
+# a rollout: 8 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
+PROMPTS, GROUP, MINI = 8, 8, 2
 SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"
-FP32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"  # verl's default is bf16
+# verl's default is bf16
+FP32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
 VLLM = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
-STALL, FIRST = 45, 300  # seconds without a step, without a word: a step takes 3, the start 60 to 90
+# seconds without a step, without a word: a step takes 3, the start 60 to 90
+STALL, FIRST = 45, 300
 
 
 def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
@@ -43,20 +49,27 @@ def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
         ),
         "VERL_USE_EXTERNAL_PLUGINS": "none",  # upref once is enough
         "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for cuda and npu; it asks the platform where
+        # verl's FSDP engine is registered for cuda and npu; it asks the platform where
+        "VERL_ENGINE_DEVICE": "cuda",
         "VERL_FILE_LOGGER_PATH": str(log),
-        fork.SOCKET: f"{tempfile.gettempdir()}/upref-{os.getpid()}-{time.time_ns()}",  # short: 107 letters at most
+        # short: 107 letters at most
+        fork.SOCKET: f"{tempfile.gettempdir()}/upref-{os.getpid()}-{time.time_ns()}",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model runs in the engine's process: one start fewer
+        # the model runs in the engine's process: one start fewer
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # vLLM's sampler would be compiled, half a minute for nothing
+        # vLLM's sampler would be compiled, half a minute for nothing
+        "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",  # 15 lets every other process of the machine go first
-        "RAY_prestart_worker_first_driver": "0",  # 16 processes that would wait for nothing
-        "RAY_raylet_start_wait_time_s": "300",  # 60 and 60 are too short on a busy machine
+        # 15 lets every other process of the machine go first
+        "RAY_worker_niceness": "0",
+        # 16 processes that would wait for nothing
+        "RAY_prestart_worker_first_driver": "0",
+        # 60 and 60 are too short on a busy machine
+        "RAY_raylet_start_wait_time_s": "300",
         "RAY_worker_register_timeout_seconds": "300",
         "HYDRA_FULL_ERROR": "1",
     }
@@ -85,7 +98,9 @@ def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, obj
         "actor_rollout_ref.actor.optim.weight_decay": 0,
         "actor_rollout_ref.actor.policy_loss.loss_mode": f"upref/{objective.name}",
         "actor_rollout_ref.actor.policy_loss._target_": "upref_frameworks.verl.training.PolicyLoss",
-        "actor_rollout_ref.actor.loss_agg_mode": verl_name(objective.level, objective.agg),
+        "actor_rollout_ref.actor.loss_agg_mode": verl_name(
+            objective.level, objective.agg
+        ),
         "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
         "+actor_rollout_ref.ref.fsdp_config.mixed_precision": FP32,
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": MINI * GROUP,
@@ -117,7 +132,8 @@ def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, obj
         "trainer.total_epochs": 1000,
         "trainer.val_before_train": False,
         "trainer.save_freq": 10,
-        "trainer.max_actor_ckpt_to_keep": 2,  # with 1, verl removes the old one before the new one counts
+        # with 1, verl removes the old one before the new one counts
+        "trainer.max_actor_ckpt_to_keep": 2,
         "trainer.default_local_dir": out / "checkpoints",
         "+ray_kwargs.ray_init.num_gpus": 1,
         "+ray_kwargs.ray_init.runtime_env.py_executable": f'"{" ".join(fork.executable())}"',
@@ -132,7 +148,9 @@ def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
 
 
 def dry_run(objective: upref.Objective, extra: Sequence[str] = ()) -> Any:
-    """The settings, read by the installed verl and checked as those of the GPU scales; InputError on what is wrong."""
+    """The settings, read by the installed verl and checked as those of the GPU scales;
+    InputError on what is wrong.
+    """
     from repro.with_verl.config.compose import Run
     from repro.with_verl.config.model import parse
     from repro.with_verl.config.scales import Scale
@@ -142,51 +160,93 @@ def dry_run(objective: upref.Objective, extra: Sequence[str] = ()) -> Any:
         raise upref.InputError(f"{wrong[0]!r} is no override: write key=value.")
     lines = [*overrides(objective, 1, Path("out")), *extra]
     scale = Scale("smoke", "", {}, {}, {}, 0.0, None)
-    return validate(Run(objective.name, scale, lines, {}, given=list(extra)), parse(toy.SIZES))
+    return validate(
+        Run(objective.name, scale, lines, {}, given=list(extra)), parse(toy.SIZES)
+    )
 
 
-def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[str], list[str]]:
-    """(what is to be reported, what is wrong); the steps decide, because verl can end with status 0 too early."""
+def judge(
+    rows: list[dict], steps: int, outcome: watch.Outcome
+) -> tuple[list[str], list[str]]:
+    """(what is to be reported, what is wrong); the steps decide, because verl can end
+    with status 0 too early.
+    """
     wrong, data = [], [r["data"] for r in rows]
     if outcome.why and not (rows and rows[-1]["step"] >= steps):
-        wrong.append(f"ended: {outcome.why}, after step {rows[-1]['step'] if rows else 0}")
+        wrong.append(
+            f"ended: {outcome.why}, after step {rows[-1]['step'] if rows else 0}"
+        )
     if outcome.status is not None and outcome.status < 0:
         wrong.append(f"ended: the trainer was killed by signal {-outcome.status}")
     if not rows or rows[-1]["step"] < steps:
-        first = f"; the first to go was {outcome.gone}" if outcome.gone and not outcome.why else ""
-        wrong.append(f"step {rows[-1]['step'] + 1 if rows else 1} of {steps} failed{first}")
-    report = [f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU)"]
+        first = (
+            f"; the first to go was {outcome.gone}"
+            if outcome.gone and not outcome.why
+            else ""
+        )
+        wrong.append(
+            f"step {rows[-1]['step'] + 1 if rows else 1} of {steps} failed{first}"
+        )
+    report = [
+        f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU)"
+    ]
     if rows:
         k = max(1, min(3, len(rows) // 3))
-        first, last = (sum(d[SCORE] for d in part) / k for part in (data[:k], data[-k:]))
+        first, last = (
+            sum(d[SCORE] for d in part) / k for part in (data[:k], data[-k:])
+        )
         report.append(f"score {first:.3f} -> {last:.3f} (mean of {k} steps)")
         if len(rows) >= 20 and not last > first + 0.05:
             wrong.append(f"the score did not rise: {first:.3f} -> {last:.3f}")
         parity = [d[PARITY] for d in data if PARITY in d]
-        report.append(f"parity_max_abs {max(parity):.1e}" if parity else "no parity logged")
+        report.append(
+            f"parity_max_abs {max(parity):.1e}" if parity else "no parity logged"
+        )
         if not parity:
-            wrong.append("no parity was logged: is upref_frameworks.verl.training loaded in the workers?")
+            wrong.append(
+                "no parity was logged: is upref_frameworks.verl.training loaded in the workers?"
+            )
     return report, wrong
 
 
 def full_disk(output: Path) -> str:
     """A sentence where the trainer could not write."""
     text = output.read_text(encoding="utf-8", errors="replace")
-    if not re.search(r"No space left on device|quota exceeded|inline_container.cc.*(unexpected pos|writing)", text):
+    if not re.search(
+        r"No space left on device|quota exceeded|inline_container.cc.*(unexpected pos|writing)",
+        text,
+    ):
         return ""
     where = output.parent / "checkpoints"
     free = shutil.disk_usage(where if where.exists() else output.parent).free >> 20
     return f"the disk is full: verl could not write a checkpoint ({free} MB are free for {where}); make room."
 
 
-def summary(name: str, rows: list[dict], steps: int, outcome: watch.Outcome, wrong: list[str], extra=()) -> dict:
+def summary(
+    name: str,
+    rows: list[dict],
+    steps: int,
+    outcome: watch.Outcome,
+    wrong: list[str],
+    extra=(),
+) -> dict:
     versions: dict[str, str | None] = {}
-    for package in ("verl", "vllm-cpu", "torch", "transformers", "ray", "tensordict", "TransferQueue"):
+    for package in (
+        "verl",
+        "vllm-cpu",
+        "torch",
+        "transformers",
+        "ray",
+        "tensordict",
+        "TransferQueue",
+    ):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
-    value = lambda row, key: round(float(row["data"][key]), 4) if key in row["data"] else None
+    value = lambda row, key: (
+        round(float(row["data"][key]), 4) if key in row["data"] else None
+    )
     return {
         "objective": name, "overrides": [str(x) for x in extra],
         "steps": len(rows), "asked": steps, "seconds": round(outcome.seconds),
@@ -205,7 +265,8 @@ def main(
     name: str, steps: int = 24, out: Path | None = None, extra: Sequence[str] = (), again: bool = False, keep: str = "",
     modules: tuple[str, ...] = (), experts: int = 0,
 ) -> int:  # fmt: skip
-    """Train, watch, judge, report; the exit status. `modules` are imported by every process of verl.
+    """Train, watch, judge, report; the exit status. `modules` are imported by every
+    process of verl.
 
     InputError on an unknown objective.
     """
@@ -220,17 +281,33 @@ def main(
         (out / "model.half").rename(out / "model")
     log = records.new_part(out)
     output = out / log.name.replace("steps-", "trainer-").replace(".jsonl", ".log")
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(objective, steps, out), *extra]
+    command = [
+        sys.executable,
+        "-m",
+        "verl.trainer.main_ppo",
+        *overrides(objective, steps, out),
+        *extra,
+    ]
     write_atomically(out / "command.txt", "\n".join(command) + "\n")
     print(f"smoke: {name}, {steps} steps; verl's output goes to {output}", flush=True)
 
     def tell(row):
         d = row["data"]
         parity = f"  parity {d[PARITY]:.1e}" if PARITY in d else ""
-        print(f"  step {row['step']:3}  score {d[SCORE]:.3f}{parity}  {d['timing_s/step']:.1f} s", flush=True)
+        print(
+            f"  step {row['step']:3}  score {d[SCORE]:.3f}{parity}  {d['timing_s/step']:.1f} s",
+            flush=True,
+        )
 
     outcome = watch.run(
-        command, log, output, env=environment(log, modules), asked=steps, stall=STALL, first=FIRST, tell=tell
+        command,
+        log,
+        output,
+        env=environment(log, modules),
+        asked=steps,
+        stall=STALL,
+        first=FIRST,
+        tell=tell,
     )
     rows = watch.steps(log)
     report, wrong = judge(rows, steps, outcome)
@@ -248,29 +325,58 @@ def main(
 
 
 if __name__ == "__main__":
-    parser = Parser("smoke", description=__doc__.splitlines()[0])
+    parser = Parser("smoke", description=__doc__.split("\n\n")[0])
     parser.add_argument("objective")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--experts", type=int, default=0, help="a mixture of so many experts in place of a dense model")
-    parser.add_argument("--again", action="store_true", help="go on from the last checkpoint")
-    parser.add_argument("--dry-run", action="store_true", help="let verl read the settings, and start nothing")
-    parser.add_argument("--keep", action="store_true", help="write the summary into results/NAME.json too")
+    parser.add_argument(
+        "--experts",
+        type=int,
+        default=0,
+        help="a mixture of so many experts in place of a dense model",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="go on from the last checkpoint"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="let verl read the settings, and start nothing",
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="write the summary into results/NAME.json too",
+    )
     parser.add_argument("--name", help="NAME, if not the objective's")
     args, extra = parser.parse_known_args()
     try:
         if args.steps < 1:
             raise upref.InputError(f"--steps must be at least 1, got {args.steps}.")
         if asked := [x for x in extra if x.startswith("trainer.total_training_steps=")]:
-            raise upref.InputError(f"--steps N sets the number of steps: leave {asked[0]} out.")
+            raise upref.InputError(
+                f"--steps N sets the number of steps: leave {asked[0]} out."
+            )
         if args.dry_run:
             dry_run(upref.get(args.objective), extra)
-            print(f"{args.objective}: verl accepts the smoke settings; nothing was started")
+            print(
+                f"{args.objective}: verl accepts the smoke settings; nothing was started"
+            )
             sys.exit(0)
         if extra and not args.again:  # before the run that is there is removed
             dry_run(upref.get(args.objective), extra)
         keep = (args.name or args.objective) if args.keep else ""
-        sys.exit(main(args.objective, args.steps, args.out, extra, args.again, keep, experts=args.experts))
+        sys.exit(
+            main(
+                args.objective,
+                args.steps,
+                args.out,
+                extra,
+                args.again,
+                keep,
+                experts=args.experts,
+            )
+        )
     except (upref.InputError, OSError) as error:
         print(f"smoke: {error}", file=sys.stderr)
         sys.exit(2)

@@ -5,8 +5,9 @@
     python -m repro.with_verl.data.prepare math500 --from FILE     a file fetched by other means
     python -m repro.with_verl.data.prepare amc23 --revision COMMIT          another than the pinned one
 
-A finished file of the same revision is left alone, so the command can be repeated. The number of rows must be right;
---accept-count N accepts another one, and the file says so in its metadata. Exit status 2: something was not done.
+A finished file of the same revision is left alone, so the command can be repeated. The
+number of rows must be right; --accept-count N accepts another one, and the file says so
+in its metadata. Exit status 2: something was not done.
 """
 
 import argparse
@@ -32,10 +33,18 @@ from upref import InputError
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = Parser(prog="prepare", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(SOURCES)}")
+    p = Parser(
+        prog="prepare",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    p.add_argument(
+        "names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(SOURCES)}"
+    )
     p.add_argument("--out", type=Path, default=RUNS / "data")
-    p.add_argument("--from", dest="file", type=Path, help="the upstream file, already here")
+    p.add_argument(
+        "--from", dest="file", type=Path, help="the upstream file, already here"
+    )
     p.add_argument("--revision", help="full commit hash, in place of the pinned one")
     p.add_argument("--accept-count", type=int, metavar="N")
     args = p.parse_args(argv)
@@ -43,9 +52,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         names = list(SOURCES) if args.names == ["all"] else args.names
         if unknown := [n for n in names if n not in SOURCES]:
-            raise InputError(f"there is no data set named {unknown[0]!r}: choose all or of {', '.join(SOURCES)}.")
+            raise InputError(
+                f"there is no data set named {unknown[0]!r}: choose all or of {', '.join(SOURCES)}."
+            )
         if len(names) > 1 and (args.file or args.revision or args.accept_count):
-            raise InputError("--from, --revision and --accept-count are for one data set: name one.")
+            raise InputError(
+                "--from, --revision and --accept-count are for one data set: name one."
+            )
         args.out.mkdir(parents=True, exist_ok=True)
     except (InputError, OSError) as e:
         print(f"prepare: {e}", file=sys.stderr)
@@ -53,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in names:  # one that fails does not keep the others
         try:
             print(
-                f"{name}: {prepare(SOURCES[name], args.out, args.file, args.revision, args.accept_count)}", flush=True
+                f"{name}: {prepare(SOURCES[name], args.out, args.file, args.revision, args.accept_count)}",
+                flush=True,
             )
         except InputError as e:
             print(f"prepare: {name}: {e}", file=sys.stderr)
@@ -62,16 +76,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(
-    s: Source, out: Path, file: Path | None = None, revision: str | None = None, accept: int | None = None
+    s: Source,
+    out: Path,
+    file: Path | None = None,
+    revision: str | None = None,
+    accept: int | None = None,
 ) -> str:
     """Writes out/NAME.parquet and says what it did. Raises InputError if it cannot."""
     revision = revision or s.revision
     if not file and not re.fullmatch("[0-9a-f]{40}", revision):
-        raise InputError(f"--revision {revision} is no full commit hash of 40 digits: a branch or tag may move.")
+        raise InputError(
+            f"--revision {revision} is no full commit hash of 40 digits: a branch or tag may move."
+        )
     path = out / f"{s.name}.parquet"
-    told = {"repository": s.repository, "revision": str(file.resolve()) if file else revision}
-    if schema.facts(path).items() >= told.items() and schema.check_file(path) in (s.count, accept):
-        return f"{path} is there ({schema.check_file(path)} rows, {told['revision'][:12]})"
+    told = {
+        "repository": s.repository,
+        "revision": str(file.resolve()) if file else revision,
+    }
+    if schema.facts(path).items() >= told.items() and schema.check_file(path) in (
+        s.count,
+        accept,
+    ):
+        return (
+            f"{path} is there ({schema.check_file(path)} rows, {told['revision'][:12]})"
+        )
     upstream = file or fetch(s, revision)
     try:
         rows = s.convert(s, read(upstream))
@@ -91,7 +119,9 @@ def prepare(
 
 
 def fetch(s: Source, revision: str) -> Path:
-    """The upstream file: in the hub's cache, which resumes what was interrupted, or, from GitHub, a temporary one."""
+    """The upstream file: in the hub's cache, which resumes what was interrupted, or,
+    from GitHub, a temporary one.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import logging
 
@@ -99,8 +129,14 @@ def fetch(s: Source, revision: str) -> Path:
     try:
         if s.blob:
             return from_github(s, revision)
-        return Path(hf_hub_download(s.repository, s.files[0], repo_type="dataset", revision=revision))
-    except Exception as e:  # the hub's errors, requests', httpx': offline, gone, refused
+        return Path(
+            hf_hub_download(
+                s.repository, s.files[0], repo_type="dataset", revision=revision
+            )
+        )
+    except (
+        Exception
+    ) as e:  # the hub's errors, requests', httpx': offline, gone, refused
         raise InputError(
             f"could not be fetched ({type(e).__name__}): fetch {s.url(revision)} where there is a network and pass "
             "--from FILE."
@@ -111,7 +147,10 @@ def from_github(s: Source, revision: str) -> Path:
     """Of the pinned revision, only the file whose hash is pinned."""
     with urllib.request.urlopen(s.url(revision), timeout=60) as answer:
         data = answer.read()
-    if revision == s.revision and hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != s.blob:
+    if (
+        revision == s.revision
+        and hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != s.blob
+    ):
         raise OSError("not the pinned file")
     path = Path(tempfile.mkdtemp()) / Path(s.files[0]).name
     atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
@@ -133,12 +172,20 @@ def read(path: Path) -> Iterator[dict]:
                     yield from batch.to_pylist()
         elif path.suffix in (".jsonl", ".json"):
             with open(path, encoding="utf-8") as f:
-                rows = map(json.loads, filter(str.strip, f)) if path.suffix == ".jsonl" else json.load(f)
+                rows = (
+                    map(json.loads, filter(str.strip, f))
+                    if path.suffix == ".jsonl"
+                    else json.load(f)
+                )
                 yield from rows
         else:
-            raise InputError(f"{path} is neither .parquet nor .arrow nor .jsonl nor .json.")
+            raise InputError(
+                f"{path} is neither .parquet nor .arrow nor .jsonl nor .json."
+            )
     except (OSError, pa.ArrowInvalid, json.JSONDecodeError) as e:
-        raise InputError(f"{path} cannot be read ({str(e).splitlines()[0][:100]}): fetch it again.") from e
+        raise InputError(
+            f"{path} cannot be read ({str(e).splitlines()[0][:100]}): fetch it again."
+        ) from e
 
 
 if __name__ == "__main__":

@@ -17,13 +17,18 @@ SCHEMA = pa.schema(
         ("prompt", pa.list_(pa.struct([("role", STRING), ("content", STRING)]))),
         ("ability", STRING),
         ("reward_model", pa.struct([("style", STRING), ("ground_truth", STRING)])),
-        ("extra_info", pa.struct([("index", pa.int64()), ("split", STRING), ("protocol", STRING)])),
+        (
+            "extra_info",
+            pa.struct([("index", pa.int64()), ("split", STRING), ("protocol", STRING)]),
+        ),
     ]
 )
 IMAGES = pa.list_(pa.struct([("bytes", pa.binary()), ("path", STRING)]))
 
 
-def row(source: str, index: int, content: str, answer: str, protocol: str, split: str) -> dict[str, Any]:
+def row(
+    source: str, index: int, content: str, answer: str, protocol: str, split: str
+) -> dict[str, Any]:
     """`protocol` is one of repro.with_verl.reward.score.PROTOCOLS."""
     return {
         "data_source": source,
@@ -35,8 +40,12 @@ def row(source: str, index: int, content: str, answer: str, protocol: str, split
 
 
 def write(path: Path, rows: list[dict[str, Any]], facts: dict[str, str]) -> None:
-    """Whole or not at all: written beside and renamed. `facts` go into the file's metadata."""
-    schema = SCHEMA.append(pa.field("images", IMAGES)) if "images" in rows[0] else SCHEMA
+    """Whole or not at all: written beside and renamed. `facts` go into the file's
+    metadata.
+    """
+    schema = (
+        SCHEMA.append(pa.field("images", IMAGES)) if "images" in rows[0] else SCHEMA
+    )
     table = pa.Table.from_pylist(rows, schema=schema.with_metadata(facts))
     content = pa.BufferOutputStream()
     pq.write_table(table, content)
@@ -46,23 +55,41 @@ def write(path: Path, rows: list[dict[str, Any]], facts: dict[str, str]) -> None
 def facts(path: Path) -> dict[str, str]:
     """What `write` was told; empty if the file is missing or no parquet file."""
     try:
-        return {k.decode(): v.decode() for k, v in (pq.read_schema(path).metadata or {}).items()}
+        return {
+            k.decode(): v.decode()
+            for k, v in (pq.read_schema(path).metadata or {}).items()
+        }
     except (OSError, pa.ArrowInvalid):
         return {}
 
 
 def check_file(path: Path) -> int:
-    """The number of rows. Raises InputError on what verl or the reward would stumble over."""
+    """The number of rows. Raises InputError on what verl or the reward would stumble
+    over.
+    """
     try:
         table = pq.read_table(path, columns=[*SCHEMA.names])
     except (OSError, pa.ArrowInvalid, KeyError) as e:
-        raise InputError(f"{path} is no data file of verl ({str(e).splitlines()[0][:100]}): prepare it again.") from e
+        raise InputError(
+            f"{path} is no data file of verl ({str(e).splitlines()[0][:100]}): prepare it again."
+        ) from e
     if missing := set(SCHEMA.names) - set(table.column_names):
-        raise InputError(f"{path} has no column {', '.join(sorted(missing))}: prepare it again.")
+        raise InputError(
+            f"{path} has no column {', '.join(sorted(missing))}: prepare it again."
+        )
     if not len(table):
         raise InputError(f"{path} has no rows: prepare it again.")
     for i, r in enumerate(table.to_pylist()):
-        messages, answer = r["prompt"] or [], (r["reward_model"] or {}).get("ground_truth")
-        if not messages or not all(m["role"] and m["content"] for m in messages) or not answer:
-            raise InputError(f"{path}, row {i}: an empty prompt or answer: prepare it again.")
+        messages, answer = (
+            r["prompt"] or [],
+            (r["reward_model"] or {}).get("ground_truth"),
+        )
+        if (
+            not messages
+            or not all(m["role"] and m["content"] for m in messages)
+            or not answer
+        ):
+            raise InputError(
+                f"{path}, row {i}: an empty prompt or answer: prepare it again."
+            )
     return len(table)

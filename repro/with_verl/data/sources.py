@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each data set comes from, and how its rows become verl's: one small function a source.
+"""Where each data set comes from, and how its rows become verl's: one small function a
+source.
 
-A revision is the full commit hash of the repository on the Hugging Face hub, as other public projects pin it, or on
-GitHub, read off its history with the file's hash. The hub's files were not downloaded when this was written.
+A revision is the full commit hash of the repository on the Hugging Face hub, as other
+public projects pin it, or on GitHub, read off its history with the file's hash. The
+hub's files were not downloaded when this was written.
 """
 
 import ast
@@ -19,19 +21,26 @@ from upref import InputError
 Row = dict[str, Any]
 T = TypeVar("T")
 BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-# verl's own, word for word (examples/data_preprocess/geo3k.py at 1dda039b), whose reward gives a tenth for the form
+# verl's own, word for word (examples/data_preprocess/geo3k.py at 1dda039b), whose
+# reward gives a tenth for the form
 GEO3K = (
     " You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
     "The reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
 )
-# The DAPO data's own template, in which AIME24 comes too; it is taken off for the boxed protocol.
-DAPO_BEFORE = re.compile(r"^Solve the following math problem step by step\..*?\n\n", re.DOTALL)
-DAPO_AFTER = re.compile(r"\n\nRemember to put your answer on its own line after \"Answer:\"\.?\s*$")
+# The DAPO data's own template, in which AIME24 comes too; it is taken off for the boxed
+# protocol.
+DAPO_BEFORE = re.compile(
+    r"^Solve the following math problem step by step\..*?\n\n", re.DOTALL
+)
+DAPO_AFTER = re.compile(
+    r"\n\nRemember to put your answer on its own line after \"Answer:\"\.?\s*$"
+)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One output file. `count`: rows it must have; `repository`, `files`, `revision`: what is fetched.
+    """One output file. `count`: rows it must have; `repository`, `files`, `revision`:
+    what is fetched.
 
     `blob`, git's hash of the file, where the repository is on GitHub, not on the hub.
     """
@@ -65,35 +74,63 @@ def _field(r: Row, i: int, *names: str) -> Any:
     for name in names:
         if r.get(name) not in (None, ""):
             return r[name]
-    raise InputError(f"row {i} has none of {', '.join(names)}, but {', '.join(r)}: is this the right file?")
+    raise InputError(
+        f"row {i} has none of {', '.join(names)}, but {', '.join(r)}: is this the right file?"
+    )
 
 
 def _boxed(s: Source, i: int, problem: str, answer: str) -> Row:
-    return row(s.name.removesuffix("_x32"), i, problem.strip() + BOXED, answer.strip(), "boxed", s.split)
+    return row(
+        s.name.removesuffix("_x32"),
+        i,
+        problem.strip() + BOXED,
+        answer.strip(),
+        "boxed",
+        s.split,
+    )
 
 
 def dapo(s: Source, rows: Iterable[Row]) -> list[Row]:
-    """verl's format already, every problem 100 times (AIME24: 32 times); kept once, the prompt untouched."""
+    """verl's format already, every problem 100 times (AIME24: 32 times); kept once, the
+    prompt untouched.
+    """
     problems = _unique(rows, lambda r: r["extra_info"]["index"])
     return [
-        row(s.name, i, r["prompt"][0]["content"], str(r["reward_model"]["ground_truth"]), "dapo", s.split)
+        row(
+            s.name,
+            i,
+            r["prompt"][0]["content"],
+            str(r["reward_model"]["ground_truth"]),
+            "dapo",
+            s.split,
+        )
         for i, r in enumerate(problems)
     ]
 
 
 def aime24_x32(s: Source, rows: Iterable[Row]) -> list[Row]:
-    """The boxed prompt, every problem 32 times, because verl has one number of answers for all validation files."""
+    """The boxed prompt, every problem 32 times, because verl has one number of answers
+    for all validation files.
+    """
     out: list[Row] = []
     for r in dapo(s, rows):
         problem = DAPO_AFTER.sub("", DAPO_BEFORE.sub("", r["prompt"][0]["content"]))
-        out += [_boxed(s, len(out) + k, problem, r["reward_model"]["ground_truth"]) for k in range(32)]
+        out += [
+            _boxed(s, len(out) + k, problem, r["reward_model"]["ground_truth"])
+            for k in range(32)
+        ]
     return out
 
 
 def question_answer(s: Source, rows: Iterable[Row]) -> list[Row]:
     """problem or question, answer."""
     return [
-        _boxed(s, i, _field(r, i, "problem", "question"), str(_field(r, i, "answer", "gt_answer")))
+        _boxed(
+            s,
+            i,
+            _field(r, i, "problem", "question"),
+            str(_field(r, i, "answer", "gt_answer")),
+        )
         for i, r in enumerate(rows)
     ]
 
@@ -101,7 +138,12 @@ def question_answer(s: Source, rows: Iterable[Row]) -> list[Row]:
 def gsm8k(s: Source, rows: Iterable[Row]) -> list[Row]:
     """question, answer: a solution whose last line is #### and the number."""
     return [
-        _boxed(s, i, r["question"], r["answer"].rpartition("####")[2].strip().replace(",", ""))
+        _boxed(
+            s,
+            i,
+            r["question"],
+            r["answer"].rpartition("####")[2].strip().replace(",", ""),
+        )
         for i, r in enumerate(rows)
     ]
 
@@ -115,27 +157,44 @@ def olympiad(s: Source, rows: Iterable[Row]) -> list[Row]:
             answers = ast.literal_eval(answers)
         answers = [answers] if isinstance(answers, str) else answers
         if not r.get("image_1"):
-            out.append((_field(r, i, "question", "problem"), ", ".join(a.strip().strip("$") for a in answers)))
+            out.append(
+                (
+                    _field(r, i, "question", "problem"),
+                    ", ".join(a.strip().strip("$") for a in answers),
+                )
+            )
     out = _unique(out, lambda qa: " ".join(qa[0].split()))
     return [_boxed(s, i, q, a) for i, (q, a) in enumerate(out)]
 
 
 def math_3to5(s: Source, rows: Iterable[Row]) -> list[Row]:
-    """problem or question; gt_answer, answer or a boxed solution; levels 3 to 5 where one is given."""
+    """problem or question; gt_answer, answer or a boxed solution; levels 3 to 5 where
+    one is given.
+    """
     out: list[Row] = []
     for i, r in enumerate(rows):
         level = re.search(r"\d", str(r.get("level", "")))
         if level and not 3 <= int(level.group()) <= 5:
             continue
-        answer = r.get("gt_answer") or r.get("answer") or last_boxed(str(r.get("solution", "")))
+        answer = (
+            r.get("gt_answer")
+            or r.get("answer")
+            or last_boxed(str(r.get("solution", "")))
+        )
         if not answer:
-            raise InputError(f"row {i} has no answer, gt_answer or solution with a box: is this the right file?")
-        out.append(_boxed(s, len(out), str(_field(r, i, "problem", "question")), str(answer)))
+            raise InputError(
+                f"row {i} has no answer, gt_answer or solution with a box: is this the right file?"
+            )
+        out.append(
+            _boxed(s, len(out), str(_field(r, i, "problem", "question")), str(answer))
+        )
     return out
 
 
 def geometry3k(s: Source, rows: Iterable[Row]) -> list[Row]:
-    """problem with <image> in it, answer, images [{bytes, path}]; an image that cannot be read is an error."""
+    """problem with <image> in it, answer, images [{bytes, path}]; an image that cannot
+    be read is an error.
+    """
     from PIL import Image
 
     out = []
@@ -143,16 +202,29 @@ def geometry3k(s: Source, rows: Iterable[Row]) -> list[Row]:
         images = _field(r, i, "images")
         problem = str(_field(r, i, "problem"))
         if problem.count("<image>") != len(images):
-            raise InputError(f"row {i} has {len(images)} images and {problem.count('<image>')} <image>.")
+            raise InputError(
+                f"row {i} has {len(images)} images and {problem.count('<image>')} <image>."
+            )
         for image in images:
             Image.open(io.BytesIO(image["bytes"])).verify()
-        done = row("hiyouga/geometry3k", i, problem + GEO3K, str(_field(r, i, "answer")), "geo3k", s.split)
+        done = row(
+            "hiyouga/geometry3k",
+            i,
+            problem + GEO3K,
+            str(_field(r, i, "answer")),
+            "geo3k",
+            s.split,
+        )
         out.append(done | {"images": images})
     return out
 
 
 TRAIN, TEST = "train", "test"
-AIME = ("BytedTsinghua-SIA/AIME-2024", ("data/aime-2024.parquet",), "aa49075e24ad594b79fdf0bdcefa735c2181be67")
+AIME = (
+    "BytedTsinghua-SIA/AIME-2024",
+    ("data/aime-2024.parquet",),
+    "aa49075e24ad594b79fdf0bdcefa735c2181be67",
+)
 GSM = "openai/gsm8k", "e53f048856ff4f594e959d75785d2c2d37b678ee"
 GEO = ("hiyouga/geometry3k", "fd21e533e1e50d0662a2bf7b223e60511bd5f8b7")
 SOURCES = {

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory, time, GPU-hours and dollars of a run, by arithmetic on its configuration and the model's config.json.
+"""Memory, time, GPU-hours and dollars of a run, by arithmetic on its configuration and
+the model's config.json.
 
 Time of a step:
 
     sampling           each decoding step reads the weights and the cache of all running responses; it takes the longer
-                       of that (at READ of the bandwidth) and its FLOPs, plus LATENCY. As many responses run as the
-                       cache holds; the last of them end one after another, down to the longest response
+                       of that (at READ of the bandwidth) and its FLOPs, plus LATENCY.
+                       As many responses run as the cache holds; the last of them end
+                       one after another, down to the longest response
     log-probabilities  one forward pass for the old policy and one for the reference
     training           three forward passes' FLOPs, four with recomputation, for each epoch
     weights            to vLLM, and what is offloaded to the CPU and back
     other              rewards, data, checks; without flash-attn also verl's Python loop over tokens
 
-Lengths follow (1 - x / longest)^a, whose mean is LENGTH of the longest unless the caller says more. The shares of the
-peak were set once, from published runs (`python -m repro.with_verl.machine.published` prints them side by side).
+Lengths follow (1 - x / longest)^a, whose mean is LENGTH of the longest unless the
+caller says more. The shares of the peak were set once, from published runs
+(`python -m repro.with_verl.machine.published` prints them side by side).
 
-Memory of a GPU while it trains is the larger of forward-and-backward (weights, gradients, activations, logits, the bf16
-copies of two layers and of the head) and the optimizer's step; FSDP spreads 16 bytes a parameter over all GPUs,
-Megatron holds 6 of what its parallelism gives a GPU and 12 over the replicas. While sampling it is vLLM's share and
-what is not offloaded. vLLM gives its share back while the GPU trains, unless the run says otherwise
-(free_cache_engine, enable_sleep_mode). Not counted: the scores of sdpa's math kernel, heads x tokens^2, which torch
-takes where no other kernel fits.
+Memory of a GPU while it trains is the larger of forward-and-backward (weights,
+gradients, activations, logits, the bf16 copies of two layers and of the head) and the
+optimizer's step; FSDP spreads 16 bytes a parameter over all GPUs, Megatron holds 6 of
+what its parallelism gives a GPU and 12 over the replicas. While sampling it is vLLM's
+share and what is not offloaded. vLLM gives its share back while the GPU trains, unless
+the run says otherwise (free_cache_engine, enable_sleep_mode). Not counted: the scores
+of sdpa's math kernel, heads x tokens^2, which torch takes where no other kernel fits.
 """
 
 import tomllib
@@ -34,15 +38,22 @@ from repro.with_verl.config.model import Shape, shape_of
 
 GB = 1e9
 READ = 0.7  # of the memory bandwidth, while decoding
-DECODE, TRAIN, FORWARD = 0.3, 0.35, 0.22  # of the peak FLOPs: decoding and prefill, training, log-probabilities
+# of the peak FLOPs: decoding and prefill, training, log-probabilities
+DECODE, TRAIN, FORWARD = 0.3, 0.35, 0.22
 EXPERTS = 0.4  # of all these, for a mixture of experts
-LATENCY = 6e-3, 5e-5  # seconds of a decoding step: launch and scheduling, and one exchange of a layer between GPUs
+# seconds of a decoding step: launch and scheduling, and one exchange of a layer between
+# GPUs
+LATENCY = 6e-3, 5e-5
 LENGTH = 0.5  # the mean response, of the longest allowed
 PROMPT = 200  # tokens, the mean; no more than half of the longest allowed
-REFILL = 1.5  # responses sampled for one that is trained on, where groups of one reward are left out
-LINK, DISK = 10 * GB, 1 * GB  # bytes a second: between GPUs or to the host; of one machine to shared storage
+# responses sampled for one that is trained on, where groups of one reward are left out
+REFILL = 1.5
+# bytes a second: between GPUs or to the host; of one machine to shared storage
+LINK, DISK = 10 * GB, 1 * GB
 BETWEEN = 15.0  # seconds of a step for rewards, data and bookkeeping
-LOOP = 1.5e-4  # seconds a token for verl's log_softmax in a Python loop, forward and backward, without flash-attn
+# seconds a token for verl's log_softmax in a Python loop, forward and backward, without
+# flash-attn
+LOOP = 1.5e-4
 CONTEXT = 3 * GB  # CUDA, NCCL
 
 
@@ -59,19 +70,27 @@ class GPU:
 
 @cache
 def gpus() -> dict[str, GPU]:
-    raw = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+    raw = tomllib.loads(
+        Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8")
+    )
     return {name: GPU(name, **row) for name, row in raw.items()}
 
 
 def gpu_of(name: str) -> GPU:
-    """The row whose name the GPU's own contains; an unknown one counts as an A100, and its name says so."""
+    """The row whose name the GPU's own contains; an unknown one counts as an A100, and
+    its name says so.
+    """
     found = next((g for key, g in gpus().items() if key in name), None)
-    return found or replace(gpus()["A100"], name=f"{name or 'GPU'} (not in gpus.toml, priced as an A100)")
+    return found or replace(
+        gpus()["A100"], name=f"{name or 'GPU'} (not in gpus.toml, priced as an A100)"
+    )
 
 
 @dataclass
 class Estimate:
-    """Bytes of a GPU, seconds of a step by part, the whole run; `problem` is a sentence if it cannot fit."""
+    """Bytes of a GPU, seconds of a step by part, the whole run; `problem` is a sentence
+    if it cannot fit.
+    """
 
     gpu: GPU
     gpus: int
@@ -102,7 +121,10 @@ class Estimate:
     @property
     def hours(self) -> float:
         """Wall-clock time of all steps, validations and checkpoints."""
-        rest = self.validations * self.validation_seconds + self.saves * self.checkpoint_seconds
+        rest = (
+            self.validations * self.validation_seconds
+            + self.saves * self.checkpoint_seconds
+        )
         return ((self.steps or 0) * self.step_seconds + rest) / 3600
 
     @property
@@ -122,7 +144,9 @@ class Estimate:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {seconds:,.0f}" for name, seconds in self.parts.items())
+        parts = ", ".join(
+            f"{name} {seconds:,.0f}" for name, seconds in self.parts.items()
+        )
         end = (
             f"{self.steps:,} steps and {self.validations} validations of {self.validation_seconds:,.0f} s: "
             f"{self.hours:,.0f} hours, {self.gpu_hours:,.0f} GPU-hours, {self.dollars:,.0f} dollars at "
@@ -138,14 +162,24 @@ class Estimate:
 
 
 def estimate(
-    cfg: DictConfig, gpu: GPU, gpu_bytes: float, val_rows: int, train_rows: int = 0, length: float | None = None
+    cfg: DictConfig,
+    gpu: GPU,
+    gpu_bytes: float,
+    val_rows: int,
+    train_rows: int = 0,
+    length: float | None = None,
 ) -> Estimate:
-    """gpu_bytes: memory of one GPU; *_rows: prompts in the files; length: tokens of a mean response."""
+    """gpu_bytes: memory of one GPU; *_rows: prompts in the files; length: tokens of a
+    mean response.
+    """
     shape, actor, rollout = (
         shape_of(cfg.actor_rollout_ref.model.path),
         *(cfg.actor_rollout_ref[k] for k in ("actor", "rollout")),
     )
-    tp, n_gpus = rollout.tensor_model_parallel_size, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    tp, n_gpus = (
+        rollout.tensor_model_parallel_size,
+        cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node,
+    )
     longest = cfg.data.max_response_length
     mean = length or LENGTH * longest
     prompt = min(PROMPT, cfg.data.max_prompt_length / 2)
@@ -154,28 +188,59 @@ def estimate(
     kv_token = 4 * shape.layers * shape.kv_heads * shape.head_dim / tp
     kv_tokens = (vllm - shape.params * 2 / tp - 2 * GB) / kv_token
     train, resident = memory(shape, cfg, n_gpus)
-    keeps = 0.0 if rollout.free_cache_engine and rollout.get("enable_sleep_mode", True) else vllm
+    keeps = (
+        0.0
+        if rollout.free_cache_engine and rollout.get("enable_sleep_mode", True)
+        else vllm
+    )
 
     responses = cfg.data.train_batch_size * rollout.n
-    refill = REFILL if cfg.algorithm.filter_groups and cfg.algorithm.filter_groups.enable else 1
+    refill = (
+        REFILL
+        if cfg.algorithm.filter_groups and cfg.algorithm.filter_groups.enable
+        else 1
+    )
     at_once = max(1.0, min(rollout.max_num_seqs, kv_tokens / (prompt + 0.7 * mean)))
     replicas = n_gpus // tp
-    sample = lambda count: sampling(shape, gpu, tp, count, replicas, at_once, prompt, mean, longest)
+    sample = lambda count: sampling(
+        shape, gpu, tp, count, replicas, at_once, prompt, mean, longest
+    )
     tokens = responses * (prompt + mean)
-    recompute = actor.get("megatron") is not None or cfg.actor_rollout_ref.model.enable_gradient_checkpointing
+    recompute = (
+        actor.get("megatron") is not None
+        or cfg.actor_rollout_ref.model.enable_gradient_checkpointing
+    )
     forwards = 1 + bool(actor.use_kl_loss)
-    offloaded = shape.params * (4 * offloads(cfg, "param") + 8 * offloads(cfg, "optimizer")) / n_gpus
+    offloaded = (
+        shape.params
+        * (4 * offloads(cfg, "param") + 8 * offloads(cfg, "optimizer"))
+        / n_gpus
+    )
     loop = 0.0 if flash(cfg) else LOOP * tokens / n_gpus * (1 + forwards) / 2
     parts = {
         "sampling": sample(responses * refill),
-        **updating(shape, gpu, n_gpus, responses, prompt, mean, longest, forwards, (3 + recompute) * actor.ppo_epochs),
+        **updating(
+            shape,
+            gpu,
+            n_gpus,
+            responses,
+            prompt,
+            mean,
+            longest,
+            forwards,
+            (3 + recompute) * actor.ppo_epochs,
+        ),
         "weights": (2 * shape.params + 2 * offloaded) / LINK,
         "other": BETWEEN + loop,
     }
     steps = cfg.trainer.total_training_steps
     if steps is None and train_rows:
         steps = train_rows // cfg.data.train_batch_size * cfg.trainer.total_epochs
-    answers, checks, saves = val_rows * rollout.val_kwargs.n, cfg.trainer.test_freq, cfg.trainer.save_freq
+    answers, checks, saves = (
+        val_rows * rollout.val_kwargs.n,
+        cfg.trainer.test_freq,
+        cfg.trainer.save_freq,
+    )
     checkpoint = shape.params * 12
     e = Estimate(
         gpu, n_gpus, train + keeps, vllm, resident, max(kv_tokens, 0.0), step_tokens=responses * longest,
@@ -196,7 +261,9 @@ def estimate(
 
 
 def problem(e: Estimate, gpu_bytes: float, sequence: int, keeps: float) -> str:
-    """Why it cannot fit; "" if it can. keeps: bytes of vLLM that stay on a GPU while it trains."""
+    """Why it cannot fit; "" if it can. keeps: bytes of vLLM that stay on a GPU while it
+    trains.
+    """
     if keeps and e.train > gpu_bytes:
         return (
             f"vLLM keeps its {keeps / GB:.0f} GB of each GPU while it trains, which needs about "
@@ -226,12 +293,19 @@ def updating(
     shape: Shape, gpu: GPU, gpus: int, responses: float, prompt: float, mean: float, longest: int, forwards: float,
     passes: float,
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds of log-probabilities and of training, which take the FLOPs of so many forward passes."""
+    """Seconds of log-probabilities and of training, which take the FLOPs of so many
+    forward passes.
+    """
     context = prompt + longest / (1 + longest / mean)  # attended by a mean token
-    per_token = 2 * shape.active + 4 * shape.layers * shape.heads * shape.head_dim * context
+    per_token = (
+        2 * shape.active + 4 * shape.layers * shape.heads * shape.head_dim * context
+    )
     work = responses * (prompt + mean) * per_token
     pace = gpus * gpu.tflops * 1e12 * (EXPERTS if shape.experts else 1.0)
-    return {"log-probabilities": forwards * work / (pace * FORWARD), "training": passes * work / (pace * TRAIN)}
+    return {
+        "log-probabilities": forwards * work / (pace * FORWARD),
+        "training": passes * work / (pace * TRAIN),
+    }
 
 
 def sampling(
@@ -245,9 +319,14 @@ def sampling(
     mean: float,
     longest: int,
 ) -> float:
-    """Seconds in which replicas of tp GPUs answer `count` prompts, each of them `at_once` at a time."""
+    """Seconds in which replicas of tp GPUs answer `count` prompts, each of them
+    `at_once` at a time.
+    """
     moe = EXPERTS if shape.experts else 1.0
-    flops, bandwidth = tp * gpu.tflops * 1e12 * DECODE * moe, tp * gpu.bandwidth * 1e12 * READ * moe
+    flops, bandwidth = (
+        tp * gpu.tflops * 1e12 * DECODE * moe,
+        tp * gpu.bandwidth * 1e12 * READ * moe,
+    )
     latency = LATENCY[0] + (LATENCY[1] * 2 * shape.layers if tp > 1 else 0)
     kv = 4 * shape.layers * shape.kv_heads * shape.head_dim
 
@@ -262,8 +341,13 @@ def sampling(
         max(longest / mean - 1, 1e-6),
         64,
     )  # the last `full` responses, of which (1 - x)^a are left at x * longest
-    at = [(i + 0.5) / parts for i in range(parts)]  # to the end: in every step some response reaches the limit
-    drain = sum(step(max(full * (1 - x) ** a, 1), prompt + x * longest) for x in at) * longest / parts
+    # to the end: in every step some response reaches the limit
+    at = [(i + 0.5) / parts for i in range(parts)]
+    drain = (
+        sum(step(max(full * (1 - x) ** a, 1), prompt + x * longest) for x in at)
+        * longest
+        / parts
+    )
     return body + drain + count / replicas * prompt * 2 * shape.active / flops
 
 
@@ -273,9 +357,13 @@ def offloads(cfg: DictConfig, what: str) -> bool:
 
 
 def flash(cfg: DictConfig) -> bool:
-    """Whether verl finds flash-attn's cross entropy: the scales that run without it ask for sdpa."""
+    """Whether verl finds flash-attn's cross entropy: the scales that run without it ask
+    for sdpa.
+    """
     override = cfg.actor_rollout_ref.model.override_config or {}
-    return override.get("attn_implementation", "flash_attention_2") == "flash_attention_2"
+    return (
+        override.get("attn_implementation", "flash_attention_2") == "flash_attention_2"
+    )
 
 
 def memory(shape: Shape, cfg: DictConfig, gpus: int) -> tuple[float, float]:
@@ -285,22 +373,45 @@ def memory(shape: Shape, cfg: DictConfig, gpus: int) -> tuple[float, float]:
     tokens, hidden, layers = actor.ppo_max_token_len_per_gpu, shape.hidden, shape.layers
     chosen = shape.experts_per_token * (2 * hidden + 3 * shape.expert_hidden) * 2
     anew = tokens * (34 * hidden + chosen)  # one layer, all that its backward needs
-    logits = tokens * shape.vocab * (6 if flash(cfg) else 16)  # without flash-attn log_softmax saves float32
+    # without flash-attn log_softmax saves float32
+    logits = tokens * shape.vocab * (6 if flash(cfg) else 16)
     if m:
         tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
-        ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size or m.tensor_model_parallel_size
-        mine, theirs = (shape.params - shape.expert_params) / (tp * pp), shape.expert_params / (ep * etp * pp)
+        ep, etp = (
+            m.expert_model_parallel_size,
+            m.expert_tensor_parallel_size or m.tensor_model_parallel_size,
+        )
+        mine, theirs = (
+            (shape.params - shape.expert_params) / (tp * pp),
+            shape.expert_params / (ep * etp * pp),
+        )
         weights, state = 2 * (mine + theirs), 6 * (mine + theirs)
         moments = 12 * (mine * tp * pp / gpus + theirs * ep * etp * pp / gpus)
-        full = (m.get("override_transformer_config") or {}).get("recompute_granularity") == "full"
+        full = (m.get("override_transformer_config") or {}).get(
+            "recompute_granularity"
+        ) == "full"
         kept = (tokens * hidden * 2 if full else anew) * layers / (tp * pp)
         logits, anew = logits / tp, anew / tp
     else:
-        weights, state, moments = shape.params * 4 / gpus, shape.params * 8 / gpus, shape.params * 8 / gpus
-        kept = (tokens * hidden * 2 if cfg.actor_rollout_ref.model.enable_gradient_checkpointing else anew) * layers
+        weights, state, moments = (
+            shape.params * 4 / gpus,
+            shape.params * 8 / gpus,
+            shape.params * 8 / gpus,
+        )
+        kept = (
+            tokens * hidden * 2
+            if cfg.actor_rollout_ref.model.enable_gradient_checkpointing
+            else anew
+        ) * layers
         words = shape.vocab * hidden
-        kept += 2 * words + 2 * 2 * (shape.params - words) / layers  # FSDP's bf16 copies: the head and two layers
-        kept += 0 if flash(cfg) else 2 * tokens**2  # the mask that keeps packed answers apart
-    forward = state + kept + anew + logits + (0 if offloads(cfg, "optimizer") else moments)
-    resident = (0 if offloads(cfg, "param") else weights) + (0 if offloads(cfg, "optimizer") else moments)
+        # FSDP's bf16 copies: the head and two layers
+        kept += 2 * words + 2 * 2 * (shape.params - words) / layers
+        # the mask that keeps packed answers apart
+        kept += 0 if flash(cfg) else 2 * tokens**2
+    forward = (
+        state + kept + anew + logits + (0 if offloads(cfg, "optimizer") else moments)
+    )
+    resident = (0 if offloads(cfg, "param") else weights) + (
+        0 if offloads(cfg, "optimizer") else moments
+    )
     return max(forward, state + moments) + CONTEXT, resident + CONTEXT

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has: GPUs, driver, disk, memory, installed packages. It runs before anything is installed."""
+"""What this machine has: GPUs, driver, disk, memory, installed packages. It runs before
+anything is installed.
+"""
 
 import ctypes
 import os
@@ -17,11 +19,13 @@ MEGATRON = (  # of requirements/megatron.txt, and what these import
     "megatron-core", "megatron-bridge", "transformer-engine", "mbridge", "apex", "nvidia-modelopt", "pulp", "scipy",
     "onnxscript", "nvdlfw-inspect",
 )  # fmt: skip
-OURS = ("jaxtyping", "math-verify", "sympy")  # that `pip install --no-deps -e .` leaves out in verl's image
+# that `pip install --no-deps -e .` leaves out in verl's image
+OURS = ("jaxtyping", "math-verify", "sympy")
 PACKAGES = (
     "verl", "vllm", "torch", "transformers", "ray", "TransferQueue", "flash-attn", *MEGATRON, *OURS, "cuda-toolkit",
 )  # fmt: skip
-DRIVER = {"13": 580, "12": 525}  # CUDA -> the oldest driver, by NVIDIA's compatibility table
+# CUDA -> the oldest driver, by NVIDIA's compatibility table
+DRIVER = {"13": 580, "12": 525}
 
 
 @dataclass
@@ -35,23 +39,39 @@ class Machine:
     versions: dict[str, str | None] = field(default_factory=dict)
     nodes: int = 1
     driver: str = ""
-    cuda: int = 0  # the newest CUDA that the driver's library runs, 13000 for 13.0; 0: not known
+    # the newest CUDA that the driver's library runs, 13000 for 13.0; 0: not known
+    cuda: int = 0
     memory: float = 1e13  # of the host
     shared: float = 1e13  # bytes of /dev/shm
     cores: int = 10_000
 
 
 def look(where: Path = ROOT) -> Machine:
-    """GPUs by the driver (nvidia-smi), so that torch is not imported; packages by their metadata."""
+    """GPUs by the driver (nvidia-smi), so that torch is not imported; packages by their
+    metadata.
+    """
     m = Machine(versions={p: version_of(p) for p in PACKAGES})
     where = next(p for p in [where, *where.parents] if p.exists())
     m.free_disk = shutil.disk_usage(where).free
     m.nodes = max(1, ray_nodes())
-    m.memory, m.cores = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), os.cpu_count() or 1
+    m.memory, m.cores = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        os.cpu_count() or 1,
+    )
     m.shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0
     try:
-        query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader,nounits"]
-        rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.strip().splitlines()
+        query = [
+            "nvidia-smi",
+            "--query-gpu=driver_version,name,memory.total",
+            "--format=csv,noheader,nounits",
+        ]
+        rows = (
+            subprocess.run(
+                query, capture_output=True, text=True, check=True, timeout=30
+            )
+            .stdout.strip()
+            .splitlines()
+        )
     except (OSError, subprocess.SubprocessError):
         return m
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -68,7 +88,8 @@ def look(where: Path = ROOT) -> Machine:
 def newest_cuda() -> int:
     """The newest CUDA that libcuda runs, 13000 for 13.0; 0 where there is none.
 
-    A package of NVIDIA's, cuda-compat, brings a newer libcuda than the driver's own, and nvidia-smi names the driver.
+    A package of NVIDIA's, cuda-compat, brings a newer libcuda than the driver's own,
+    and nvidia-smi names the driver.
     """
     version = ctypes.c_int(0)
     try:
@@ -79,17 +100,23 @@ def newest_cuda() -> int:
 
 
 def check_driver(m: Machine, toolkit: str) -> None:
-    """Refuse a driver that cannot run this CUDA, which itself says so only when a worker starts.
+    """Refuse a driver that cannot run this CUDA, which itself says so only when a
+    worker starts.
 
     Args:
         m: the machine.
-        toolkit: the version of CUDA that the packages are built for, as 13.0.2; "" where it is not known.
+        toolkit: the version of CUDA that the packages are built for, as 13.0.2; ""
+            where it is not known.
 
     Raises:
         InputError: the driver is too old, and nothing stands in for it.
     """
     cuda, major = toolkit.partition(".")[0], m.driver.partition(".")[0]
-    if not major.isdecimal() or int(major) >= DRIVER.get(cuda, 0) or m.cuda >= 1000 * int(cuda):
+    if (
+        not major.isdecimal()
+        or int(major) >= DRIVER.get(cuda, 0)
+        or m.cuda >= 1000 * int(cuda)
+    ):
         return
     compat = "-".join(["cuda-compat", *toolkit.split(".")[:2]])
     raise InputError(
@@ -99,8 +126,12 @@ def check_driver(m: Machine, toolkit: str) -> None:
 
 
 def ray_nodes() -> int:
-    """Machines with GPUs of the Ray cluster that a driver would join; 0 where none runs, and none is started."""
-    address = os.environ.get("RAY_ADDRESS") or ("auto" if Path("/tmp/ray/ray_current_cluster").exists() else "")
+    """Machines with GPUs of the Ray cluster that a driver would join; 0 where none
+    runs, and none is started.
+    """
+    address = os.environ.get("RAY_ADDRESS") or (
+        "auto" if Path("/tmp/ray/ray_current_cluster").exists() else ""
+    )
     if not address:
         return 0
     code = (
@@ -109,11 +140,19 @@ def ray_nodes() -> int:
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, address], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", code, address],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return 0
-    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("NODES ")]
+    found = [
+        line.split()[1]
+        for line in done.stdout.splitlines()
+        if line.startswith("NODES ")
+    ]
     return int(found[-1]) if found else 0
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which scale this machine carries and what it needs, before anything is installed: `repro/run.sh` starts it.
+"""Which scale this machine carries and what it needs, before anything is installed:
+`repro/run.sh` starts it.
 
     python3 -m repro.with_verl.machine.ladder OBJECTIVE SCALE [WORDS...]      SCALE "": the largest
 
-Prints the scale and the parts of `repro/venv.sh` that it needs, or `dry` where nothing is to be trained. Exit status 2,
-with one sentence, where the GPUs, the driver or the words do not allow the run. Needs Python and no package.
+Prints the scale and the parts of `repro/venv.sh` that it needs, or `dry` where nothing
+is to be trained. Exit status 2, with one sentence, where the GPUs, the driver or the
+words do not allow the run. Needs Python and no package.
 """
 
 import os
@@ -39,7 +41,9 @@ def largest(objective: str, m: Machine) -> tuple[str, str]:
     if not m.gpus:
         why = "no GPU is visible here (the scale smoke runs verl and vLLM on the CPU, after an install of 3 GB)"
         return "mini", why
-    found = f"{m.nodes} x {m.gpus} x {m.gpu_name or 'GPU'} with {m.gpu_bytes / GB:.0f} GB"
+    found = (
+        f"{m.nodes} x {m.gpus} x {m.gpu_name or 'GPU'} with {m.gpu_bytes / GB:.0f} GB"
+    )
     too_small: list[str] = []
     for name in (paper_scale(objective)[0], "gpu8", "gpu1", "gpu1_24gb", "trl"):
         nodes, gpus, memory, about = needs(name)
@@ -55,7 +59,12 @@ def needs(scale: str) -> tuple[int, int, float, str]:
     if scale == "trl":
         return 1, 1, TRL_GB, TRL_ABOUT
     s = load_scale(scale)
-    return s.values["trainer.nnodes"][0], s.values["trainer.n_gpus_per_node"][0], s.gpu_gb, s.about
+    return (
+        s.values["trainer.nnodes"][0],
+        s.values["trainer.n_gpus_per_node"][0],
+        s.gpu_gb,
+        s.about,
+    )
 
 
 def parts(scale: str) -> list[str]:
@@ -86,18 +95,31 @@ def parts(scale: str) -> list[str]:
 
 
 def check_gpus(scale: str, m: Machine, changed: bool) -> None:
-    """Refuse what these GPUs cannot carry; only say it where settings are changed, which may make it fit."""
+    """Refuse what these GPUs cannot carry; only say it where settings are changed,
+    which may make it fit.
+    """
     nodes, gpus, memory, _ = needs(scale)
     want = f"{scale} needs {nodes} x {gpus} GPUs of {memory:.0f} GB"
     if not m.gpus:
-        cure = "--tiny takes the same path on the CPU" if scale == "trl" else "--dry-run prices it without one"
-        raise InputError(f"no GPU is visible here, and {want}: take the scale mini or smoke; {cure}.")
+        cure = (
+            "--tiny takes the same path on the CPU"
+            if scale == "trl"
+            else "--dry-run prices it without one"
+        )
+        raise InputError(
+            f"no GPU is visible here, and {want}: take the scale mini or smoke; {cure}."
+        )
     if m.gpus >= gpus and m.gpu_bytes >= SOLD_AS * memory * GB:
         return
     said = f"{want}, and {m.gpus} x {m.gpu_name or 'GPU'} with {m.gpu_bytes / GB:.0f} GB are here"
     if not changed:
-        raise InputError(f"{said}: without a scale, repro/run.sh takes the largest that they carry.")
-    print(f"note: {said}; the launcher will say whether your settings make it fit.", file=sys.stderr)
+        raise InputError(
+            f"{said}: without a scale, repro/run.sh takes the largest that they carry."
+        )
+    print(
+        f"note: {said}; the launcher will say whether your settings make it fit.",
+        file=sys.stderr,
+    )
 
 
 def check_words(words: list[str]) -> None:
@@ -110,7 +132,9 @@ def check_words(words: list[str]) -> None:
         key, _, value = word.partition("=")
         key = key.lstrip("+~")
         if key == "actor_rollout_ref.hybrid_engine" and value in OFF:
-            raise InputError(f"{key}={value} asks for GPUs that sample alone, and no scale has them: leave it true.")
+            raise InputError(
+                f"{key}={value} asks for GPUs that sample alone, and no scale has them: leave it true."
+            )
         if key == "trainer.save_freq" and re.fullmatch(r"-\d+|0", value):
             print(
                 f"note: {word}: no checkpoint is saved, and a run that is interrupted starts over.",
@@ -137,14 +161,17 @@ def choose(objective: str, scale: str, words: list[str], m: Machine) -> str:
         load_scale(scale)
     check_words(words)
     if scale == "trl" and "--dry-run" in words:
-        raise InputError("trl has no dry run: --tiny takes its path on the CPU, and docs/trl.md has its memory.")
+        raise InputError(
+            "trl has no dry run: --tiny takes its path on the CPU, and docs/trl.md has its memory."
+        )
     if {"--dry-run", "--largest", "-h", "--help"} & set(words):
         return f"{scale or '-'} dry"
     cluster = bool(os.environ.get("RAY_ADDRESS")) or m.nodes > 1
     if not scale and not (cluster and m.gpus):
         scale, why = largest(objective, m)
         print(f"{scale}: {why}", file=sys.stderr)
-    named = paper_scale(objective)[0] if scale in ("paper", "") else scale  # a cluster's size, only Ray knows
+    # a cluster's size, only Ray knows
+    named = paper_scale(objective)[0] if scale in ("paper", "") else scale
     if named == "mini":
         return "mini mini"
     if "--tiny" not in words:

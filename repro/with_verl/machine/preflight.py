@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run needs of the machine, checked before verl starts. Every refusal is one sentence with its cure."""
+"""What a run needs of the machine, checked before verl starts. Every refusal is one
+sentence with its cure.
+"""
 
 import copy
 import json
@@ -17,15 +19,20 @@ from repro.with_verl.config.model import download, local
 from repro.with_verl.config.scales import Scale, paper
 from repro.with_verl.data.sources import SOURCES
 from repro.with_verl.machine.estimate import GB, GPU, Estimate, estimate, gpu_of
-from repro.with_verl.machine.here import MEGATRON, OURS, PACKAGES, Machine, check_driver, version_of
+from repro.with_verl.machine.here import (
+    MEGATRON,
+    OURS,
+    PACKAGES,
+    Machine,
+    check_driver,
+    version_of,
+)
 from repro.with_verl.place import ROOT
 from upref import InputError
 
 VERL = "0.9.1"
 GET_VERL = f"pip install 'verl[vllm]=={VERL}'"
-GET_OURS = (
-    "pip install jaxtyping==0.3.11 math-verify==0.9.0 sympy==1.14.0 (`pip install --no-deps -e .` leaves them out)"
-)
+GET_OURS = "pip install jaxtyping==0.3.11 math-verify==0.9.0 sympy==1.14.0 (`pip install --no-deps -e .` leaves them out)"
 GET_MEGATRON = (
     "`repro/venv.sh gpu megatron` adds what it needs to .venv-gpu, elsewhere pip install --no-deps -r "
     "repro/requirements/megatron.txt (Python 3.12), and pip install 'pulp<4' scipy onnxscript nvdlfw-inspect"
@@ -64,7 +71,9 @@ for name in asked["modules"]:
 
 
 def check(run: Run, cfg: DictConfig, machine: Machine) -> Estimate:
-    """All checks that need nothing but this machine, the cheapest first. Raises InputError on the first that fails."""
+    """All checks that need nothing but this machine, the cheapest first. Raises
+    InputError on the first that fails.
+    """
     check_gpus(run, cfg, machine)
     if missing := missing_packages(cfg, run.scale, machine):
         raise InputError(missing[0])
@@ -76,42 +85,71 @@ def check(run: Run, cfg: DictConfig, machine: Machine) -> Estimate:
     if e.problem:
         raise InputError(e.problem)
     check_host(cfg, machine, e)
-    need = e.checkpoint * ((cfg.trainer.max_actor_ckpt_to_keep or 5) + 1) if cfg.trainer.save_freq > 0 else 1 * GB
+    need = (
+        e.checkpoint * ((cfg.trainer.max_actor_ckpt_to_keep or 5) + 1)
+        if cfg.trainer.save_freq > 0
+        else 1 * GB
+    )
     if machine.free_disk < need:
         raise InputError(
             f"{cfg.trainer.default_local_dir} has {machine.free_disk / GB:.0f} GB free and checkpoints need "
             f"{need / GB:.0f}: set trainer.default_local_dir elsewhere or trainer.max_actor_ckpt_to_keep lower."
         )
     print(f"model: {model}")
-    if model != cfg.actor_rollout_ref.model.path:  # a name, which verl would look up at another commit
+    # a name, which verl would look up at another commit
+    if model != cfg.actor_rollout_ref.model.path:
         run.overrides.append(f'actor_rollout_ref.model.path="{model}"')
-        run.sources["actor_rollout_ref.model.path"] = "ours: the commit of the hub to which the model is pinned"
-    run.env["HF_HUB_OFFLINE"] = "1"  # everything was found; a node without a network would wait for time-outs
+        run.sources["actor_rollout_ref.model.path"] = (
+            "ours: the commit of the hub to which the model is pinned"
+        )
+    # everything was found; a node without a network would wait for time-outs
+    run.env["HF_HUB_OFFLINE"] = "1"
     run.overrides.append('+ray_kwargs.ray_init.runtime_env.env_vars.HF_HUB_OFFLINE="1"')
     return e
 
 
 def price(cfg: DictConfig, gpu: GPU, gpu_bytes: float) -> Estimate:
-    """The estimate, with as many prompts as the files have, or, before they are prepared, as their sources have."""
-    return estimate(cfg, gpu, gpu_bytes, count_rows(cfg.data.val_files), count_rows(cfg.data.train_files))
+    """The estimate, with as many prompts as the files have, or, before they are
+    prepared, as their sources have.
+    """
+    return estimate(
+        cfg,
+        gpu,
+        gpu_bytes,
+        count_rows(cfg.data.val_files),
+        count_rows(cfg.data.train_files),
+    )
 
 
 def save_hourly(run: Run, cfg: DictConfig, e: Estimate) -> Estimate:
-    """Checkpoints often enough that a machine which goes away takes an hour of work; verl saves between steps only."""
+    """Checkpoints often enough that a machine which goes away takes an hour of work;
+    verl saves between steps only.
+    """
     often = max(1, int(3600 // max(e.step_seconds, 1)))
-    if not any(line.startswith("trainer.save_freq=") for line in run.given) and 0 < often < cfg.trainer.save_freq:
+    if (
+        not any(line.startswith("trainer.save_freq=") for line in run.given)
+        and 0 < often < cfg.trainer.save_freq
+    ):
         cfg.trainer.save_freq = often
         run.overrides.append(f"trainer.save_freq={often}")
-        run.sources["trainer.save_freq"] = "ours: an hour of work between checkpoints at most, by the estimate"
+        run.sources["trainer.save_freq"] = (
+            "ours: an hour of work between checkpoints at most, by the estimate"
+        )
         e.saves = (e.steps or 0) // often
     return e
 
 
 def check_host(cfg: DictConfig, m: Machine, e: Estimate) -> None:
-    """Memory, shared memory and cores of the host, which verl, Ray and NCCL take for granted."""
+    """Memory, shared memory and cores of the host, which verl, Ray and NCCL take for
+    granted.
+    """
     actor = cfg.actor_rollout_ref.actor
     offload = actor.get("megatron") or actor.fsdp_config
-    held = e.checkpoint * (offload.param_offload / 3 + offload.optimizer_offload * 2 / 3) / cfg.trainer.nnodes
+    held = (
+        e.checkpoint
+        * (offload.param_offload / 3 + offload.optimizer_offload * 2 / 3)
+        / cfg.trainer.nnodes
+    )
     need = held + 20 * GB + 4 * GB * cfg.trainer.n_gpus_per_node
     if m.memory < need:
         raise InputError(
@@ -129,17 +167,30 @@ def check_host(cfg: DictConfig, m: Machine, e: Estimate) -> None:
         )
 
 
-def missing_packages(cfg: DictConfig, scale: Scale, m: Machine | None = None) -> list[str]:
-    """A sentence for each group of packages that this run needs and this environment lacks, with its cure."""
+def missing_packages(
+    cfg: DictConfig, scale: Scale, m: Machine | None = None
+) -> list[str]:
+    """A sentence for each group of packages that this run needs and this environment
+    lacks, with its cure.
+    """
     have = m.versions if m else {p: version_of(p) for p in PACKAGES}
     found = []
     if have.get("verl") != VERL:
-        found.append(f"needs verl {VERL} and finds {have.get('verl') or 'none'}: {GET_VERL} into this environment.")
+        found.append(
+            f"needs verl {VERL} and finds {have.get('verl') or 'none'}: {GET_VERL} into this environment."
+        )
     megatron = MEGATRON if cfg.actor_rollout_ref.actor.get("megatron") else ()
-    goes_without = scale.without_flash and "attn_implementation" not in cfg.actor_rollout_ref.model.override_config
+    goes_without = (
+        scale.without_flash
+        and "attn_implementation" not in cfg.actor_rollout_ref.model.override_config
+    )
     flash = ("flash-attn",) if wants_flash(cfg) and not goes_without else ()
     for packages, whose, cure in (
-        (("vllm", "torch", "ray", "TransferQueue"), "verl's trainer needs", f"{GET_VERL} TransferQueue==0.1.11"),
+        (
+            ("vllm", "torch", "ray", "TransferQueue"),
+            "verl's trainer needs",
+            f"{GET_VERL} TransferQueue==0.1.11",
+        ),
         (OURS, "upref and its rewards need", GET_OURS),
         (megatron, f"{scale.name}, with Megatron, needs", GET_MEGATRON),
         (flash, "verl's models want", GET_FLASH),
@@ -147,14 +198,23 @@ def missing_packages(cfg: DictConfig, scale: Scale, m: Machine | None = None) ->
         absent = [p for p in packages if p in have and not have[p]]
         if absent:
             be, them = ("are", "them") if len(absent) > 1 else ("is", "it")
-            found.append(f"{', '.join(absent)} {be} not installed, and {whose} {them}: {cure}.")
+            found.append(
+                f"{', '.join(absent)} {be} not installed, and {whose} {them}: {cure}."
+            )
     return found
 
 
 def wants_flash(cfg: DictConfig) -> bool:
-    """verl's models attend by flash-attn unless told otherwise; without it they fail late, in a worker."""
-    wanted = cfg.actor_rollout_ref.model.override_config.get("attn_implementation", "flash_attention_2")
-    return bool(cfg.actor_rollout_ref.actor.get("megatron")) or wanted == "flash_attention_2"
+    """verl's models attend by flash-attn unless told otherwise; without it they fail
+    late, in a worker.
+    """
+    wanted = cfg.actor_rollout_ref.model.override_config.get(
+        "attn_implementation", "flash_attention_2"
+    )
+    return (
+        bool(cfg.actor_rollout_ref.actor.get("megatron"))
+        or wanted == "flash_attention_2"
+    )
 
 
 def check_gpus(run: Run, cfg: DictConfig, m: Machine, alone: bool = False) -> None:
@@ -182,14 +242,20 @@ def check_model(cfg: DictConfig) -> str:
     path = cfg.actor_rollout_ref.model.path
     found = local(path)
     if found is None:
-        raise InputError(f"the model {path} is not on this machine: `{download(path)}`, or give a directory.")
+        raise InputError(
+            f"the model {path} is not on this machine: `{download(path)}`, or give a directory."
+        )
     if not (found / "config.json").exists() or not list(found.glob("*.safetensors")):
-        raise InputError(f"{found} holds no config.json with *.safetensors: `{download(path)}` again.")
+        raise InputError(
+            f"{found} holds no config.json with *.safetensors: `{download(path)}` again."
+        )
     return str(found)
 
 
 def missing_data(cfg: DictConfig) -> list[str]:
-    """A sentence for each file that is not there or not in verl's format, with its cure."""
+    """A sentence for each file that is not there or not in verl's format, with its
+    cure.
+    """
     from repro.with_verl.data.schema import check_file
 
     found = []
@@ -198,7 +264,11 @@ def missing_data(cfg: DictConfig) -> list[str]:
         for name in [files] if isinstance(files, str) else files:
             path = Path(name).expanduser()
             if not path.exists():
-                cure = f"{sys.executable} {PREPARE} {path.stem}" if path.stem in SOURCES else "name another"
+                cure = (
+                    f"{sys.executable} {PREPARE} {path.stem}"
+                    if path.stem in SOURCES
+                    else "name another"
+                )
                 found.append(f"{path} is missing: {cure}.")
                 continue
             try:
@@ -209,7 +279,9 @@ def missing_data(cfg: DictConfig) -> list[str]:
 
 
 def missing_here(cfg: DictConfig, scale: Scale) -> list[str]:
-    """A sentence for each package, model and data file that this machine lacks, with its cure."""
+    """A sentence for each package, model and data file that this machine lacks, with
+    its cure.
+    """
     found = missing_packages(cfg, scale)
     try:
         check_model(cfg)
@@ -219,23 +291,39 @@ def missing_here(cfg: DictConfig, scale: Scale) -> list[str]:
 
 
 def price_of_flash(run: Run, cfg: DictConfig, gpu: GPU, gpu_bytes: float) -> str:
-    """A sentence with what the run costs with and without flash-attn; "" where the scale needs it."""
-    if not run.scale.without_flash or any("attn_implementation" in line for line in run.given):
+    """A sentence with what the run costs with and without flash-attn; "" where the
+    scale needs it.
+    """
+    if not run.scale.without_flash or any(
+        "attn_implementation" in line for line in run.given
+    ):
         return ""
     other = copy.deepcopy(cfg)
     here = wants_flash(cfg)
-    OmegaConf.update(other, ATTENTION, "sdpa" if here else "flash_attention_2", force_add=True)
+    OmegaConf.update(
+        other, ATTENTION, "sdpa" if here else "flash_attention_2", force_add=True
+    )
     e = price(other, gpu, gpu_bytes)
     cost = f"the same steps take {e.hours:,.0f} hours and {e.dollars:,.0f} dollars"
     if here:
-        return f"where flash-attn is not installed (its wheel is for Python 3.12), {cost}."
+        return (
+            f"where flash-attn is not installed (its wheel is for Python 3.12), {cost}."
+        )
     return f"flash-attn is not installed; with it {cost}: `repro/venv.sh gpu flash`, with Python 3.12."
 
 
 def count_rows(files: Any) -> int:
-    """Of prepared files; of those that are not there yet, what their sources have; 0 of others."""
-    paths = [Path(f).expanduser() for f in ([files] if isinstance(files, str) else files)]
-    known = [SOURCES[p.stem].count if p.stem in SOURCES else 0 for p in paths if not p.exists()]
+    """Of prepared files; of those that are not there yet, what their sources have; 0 of
+    others.
+    """
+    paths = [
+        Path(f).expanduser() for f in ([files] if isinstance(files, str) else files)
+    ]
+    known = [
+        SOURCES[p.stem].count if p.stem in SOURCES else 0
+        for p in paths
+        if not p.exists()
+    ]
     there = [p for p in paths if p.exists()]
     if there:
         from repro.with_verl.data.schema import check_file
@@ -244,7 +332,9 @@ def count_rows(files: Any) -> int:
 
 
 def epochs_in_print(scale: Scale) -> str:
-    """Both readings of the epochs that the LaTeX of the paper's Table A1 has commented out; "" for other scales."""
+    """Both readings of the epochs that the LaTeX of the paper's Table A1 has commented
+    out; "" for other scales.
+    """
     data = paper()
     experiment = data["experiments"].get(scale.experiment or "", {"tables": []})
     if "A1" not in experiment["tables"]:
@@ -252,7 +342,10 @@ def epochs_in_print(scale: Scale) -> str:
     rows = {row[0]: row[1:] for row in data["A1"]["commented"]}
     epochs = rows["Total epochs"][data["A1"]["columns"].index(experiment["methods"][0])]
     source, batch = SOURCES["dapo_math_17k"], scale.values["data.train_batch_size"][0]
-    whole, unique = (epochs * (count // batch) for count in (source.count * source.copies, source.count))
+    whole, unique = (
+        epochs * (count // batch)
+        for count in (source.count * source.copies, source.count)
+    )
     return (
         f"Table A1 prints no steps; its LaTeX has `Total epochs {epochs}` commented out. With {batch} prompts a step "
         f"that is {whole:,} steps on the published file, which has each problem {source.copies} times, or {unique:,} "
@@ -262,7 +355,9 @@ def epochs_in_print(scale: Scale) -> str:
 
 
 def at_risk(cfg: DictConfig, e: Estimate) -> str:
-    """A sentence where a machine that goes away takes all of the run, or more than an hour of it; "" elsewhere."""
+    """A sentence where a machine that goes away takes all of the run, or more than an
+    hour of it; "" elsewhere.
+    """
     often, steps = cfg.trainer.save_freq, e.steps or 0
     if often <= 0:
         return f"trainer.save_freq={often}: no checkpoint is saved, and a run that is interrupted starts over."
@@ -276,14 +371,25 @@ def modules(cfg: DictConfig) -> list[str]:
     """What driver and workers of this run import, heaviest last."""
     found = ["transfer_queue", "repro.with_verl.reward.score", "math_verify"]
     megatron = ["megatron.bridge", "verl.workers.engine.megatron.transformer_impl"]
-    found += megatron if cfg.actor_rollout_ref.actor.get("megatron") else ["verl.workers.engine.fsdp.transformer_impl"]
+    found += (
+        megatron
+        if cfg.actor_rollout_ref.actor.get("megatron")
+        else ["verl.workers.engine.fsdp.transformer_impl"]
+    )
     if wants_flash(cfg):
         found += ["flash_attn.bert_padding", "flash_attn.ops.triton.cross_entropy"]
-    return [*found, "verl.trainer.main_ppo", "verl.trainer.ppo.v1", "verl.experimental.reward_loop", *ROLLOUT]
+    return [
+        *found,
+        "verl.trainer.main_ppo",
+        "verl.trainer.ppo.v1",
+        "verl.experimental.reward_loop",
+        *ROLLOUT,
+    ]
 
 
 def check_imports(run: Run, cfg: DictConfig) -> None:
-    """Import in a fresh process, with the run's environment, what its driver and workers import hours later.
+    """Import in a fresh process, with the run's environment, what its driver and
+    workers import hours later.
 
     Names in metadata do not show that a package can be imported.
 
@@ -292,17 +398,27 @@ def check_imports(run: Run, cfg: DictConfig) -> None:
         cfg: its configuration.
 
     Raises:
-        InputError: a module cannot be imported, or the loss or the estimator is not registered then.
+        InputError: a module cannot be imported, or the loss or the estimator is not
+            registered then.
     """
-    names = {"loss": cfg.actor_rollout_ref.actor.policy_loss.loss_mode, "estimator": cfg.algorithm.adv_estimator}
+    names = {
+        "loss": cfg.actor_rollout_ref.actor.policy_loss.loss_mode,
+        "estimator": cfg.algorithm.adv_estimator,
+    }
     asked = json.dumps(names | {"modules": modules(cfg)})
     env = os.environ | run.env
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL, asked], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", IMPORT_ALL, asked],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if not done.returncode:
         return
-    last = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1][:300]
+    last = (
+        done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+    )[-1][:300]
     part = "megatron" if cfg.actor_rollout_ref.actor.get("megatron") else "flash"
     cure = f"pip install -e {ROOT} on every machine"
     if done.returncode == CANNOT_IMPORT:
@@ -314,11 +430,17 @@ def check_imports(run: Run, cfg: DictConfig) -> None:
 
 
 def check_cluster(run: Run, loss: str) -> int:
-    """How many machines the Ray cluster has, 1 where none runs; each must find the plug-in and the run's folder."""
+    """How many machines the Ray cluster has, 1 where none runs; each must find the
+    plug-in and the run's folder.
+    """
     import ray
 
     try:
-        ray.init(address="auto", runtime_env={"env_vars": run.env}, logging_level=logging.ERROR)
+        ray.init(
+            address="auto",
+            runtime_env={"env_vars": run.env},
+            logging_level=logging.ERROR,
+        )
     except ConnectionError:
         return 1
 
@@ -339,15 +461,24 @@ def check_cluster(run: Run, loss: str) -> int:
     try:
         for n in nodes:
             ip = n["NodeManagerAddress"]
-            if not ray.get(has.options(resources={f"node:{ip}": 0.001}).remote(), timeout=300):
-                raise InputError(f"the machine {ip} does not load {loss}: put this checkout at {ROOT} there too.")
-            if not ray.get(sees.options(resources={f"node:{ip}": 0.001}).remote(str(mark)), timeout=300):
+            if not ray.get(
+                has.options(resources={f"node:{ip}": 0.001}).remote(), timeout=300
+            ):
+                raise InputError(
+                    f"the machine {ip} does not load {loss}: put this checkout at {ROOT} there too."
+                )
+            if not ray.get(
+                sees.options(resources={f"node:{ip}": 0.001}).remote(str(mark)),
+                timeout=300,
+            ):
                 raise InputError(
                     f"the machine {ip} does not see {run.directory}: checkpoints, logs and data must be on storage "
                     "that all machines share."
                 )
     except ray.exceptions.RayError as e:
-        raise InputError(f"a machine of the Ray cluster cannot import verl: {str(e).splitlines()[-1][:200]}.") from e
+        raise InputError(
+            f"a machine of the Ray cluster cannot import verl: {str(e).splitlines()[-1][:200]}."
+        ) from e
     finally:
         mark.unlink(missing_ok=True)
         ray.shutdown()

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The estimate's formulas beside published runs: `python -m repro.with_verl.machine.published` writes ESTIMATES.md.
+"""The estimate's formulas beside published runs:
+`python -m repro.with_verl.machine.published` writes ESTIMATES.md.
 
-published.toml has the runs, each with its source. A length that a source does not give is set so that the training
-phase agrees; then the other phases are what the formulas predict (marked *).
+published.toml has the runs, each with its source. A length that a source does not give
+is set so that the training phase agrees; then the other phases are what the formulas
+predict (marked *).
 """
 
 import tomllib
@@ -14,7 +16,11 @@ from repro.with_verl.config.model import shape_of
 from repro.with_verl.machine import estimate as e
 from upref.files import write_atomically
 
-HEAD = "| run | source | GPUs | mean response | phase | published, s | formula, s | ratio |\n" + "|---" * 8 + "|"
+HEAD = (
+    "| run | source | GPUs | mean response | phase | published, s | formula, s | ratio |\n"
+    + "|---" * 8
+    + "|"
+)
 
 
 def phases(run: dict[str, Any], length: float) -> dict[str, float]:
@@ -27,8 +33,12 @@ def phases(run: dict[str, Any], length: float) -> dict[str, float]:
     at_once = min(run.get("at_once", 1024), kv_tokens / (prompt + 0.7 * length))
     forwards, passes = run.get("forwards", 1), run.get("passes", 4)
     found = {
-        "sampling": e.sampling(shape, gpu, tp, run["responses"], n // tp, at_once, prompt, length, longest),
-        **e.updating(shape, gpu, n, run["responses"], prompt, length, longest, forwards, passes),
+        "sampling": e.sampling(
+            shape, gpu, tp, run["responses"], n // tp, at_once, prompt, length, longest
+        ),
+        **e.updating(
+            shape, gpu, n, run["responses"], prompt, length, longest, forwards, passes
+        ),
     }
     return found | {"step": sum(found.values()) + 2 * shape.params / e.LINK + e.BETWEEN}
 
@@ -38,13 +48,21 @@ def implied(run: dict[str, Any]) -> float:
     low, high = 1.0, float(run["longest"])
     for _ in range(50):
         mid = (low + high) / 2
-        low, high = (mid, high) if phases(run, mid)["training"] < run["seconds"]["training"] else (low, mid)
+        low, high = (
+            (mid, high)
+            if phases(run, mid)["training"] < run["seconds"]["training"]
+            else (low, mid)
+        )
     return low
 
 
 def compare() -> list[tuple[dict[str, Any], float, str, float, float]]:
-    """(run, length, phase, published seconds, formula's seconds) of all that is not fitted."""
-    runs = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))["run"]
+    """(run, length, phase, published seconds, formula's seconds) of all that is not
+    fitted.
+    """
+    runs = tomllib.loads(
+        Path(__file__).with_name("published.toml").read_text(encoding="utf-8")
+    )["run"]
     rows = []
     for run in runs:
         length = run.get("length") or implied(run)
@@ -58,8 +76,16 @@ def table() -> str:
     lines = [HEAD]
     for run, length, phase, there, here in compare():
         said = f"{length:,.0f}{'' if 'length' in run else ' *'}"
-        cells = (run["name"], run["source"], f"{run['gpus']} x {run['gpu']}", said, phase)
-        lines.append(f"| {' | '.join(map(str, cells))} | {there:,.0f} | {here:,.0f} | {here / there:.2f} |")
+        cells = (
+            run["name"],
+            run["source"],
+            f"{run['gpus']} x {run['gpu']}",
+            said,
+            phase,
+        )
+        lines.append(
+            f"| {' | '.join(map(str, cells))} | {there:,.0f} | {here:,.0f} | {here / there:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -70,11 +96,21 @@ def summary() -> str:
     return f"Whole steps: {len(ratios)}, ratios {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {mid:.2f}."
 
 
-SCALES = ("gpu1_24gb", "gpu1", "gpu8", "paper_math", "paper_geo3k", "paper_gspo", "paper_dapo")
+SCALES = (
+    "gpu1_24gb",
+    "gpu1",
+    "gpu8",
+    "paper_math",
+    "paper_geo3k",
+    "paper_gspo",
+    "paper_dapo",
+)
 
 
 def scales() -> str:
-    """What each scale costs before it starts, with the objective of this project that it is for."""
+    """What each scale costs before it starts, with the objective of this project that
+    it is for.
+    """
     from repro.with_verl.config.compose import compose
     from repro.with_verl.config.scales import load_scale
     from repro.with_verl.config.validate import validate
@@ -85,17 +121,32 @@ def scales() -> str:
         "|---" * 9 + "|",
     ]
     rows = [
-        (name, flash) for name in SCALES for flash in ((True, False) if load_scale(name).without_flash else (True,))
+        (name, flash)
+        for name in SCALES
+        for flash in ((True, False) if load_scale(name).without_flash else (True,))
     ]
     for name, flash in rows:
-        objective = {"paper_math": "up_grpo", "paper_geo3k": "up_grpo", "paper_gspo": "up_gspo"}.get(name, "up_dapo")
+        objective = {
+            "paper_math": "up_grpo",
+            "paper_geo3k": "up_grpo",
+            "paper_gspo": "up_gspo",
+        }.get(name, "up_dapo")
         gpu = e.gpu_of("4090" if name == "gpu1_24gb" else "H100")
         run = compose(objective, name, flash=flash)
         cfg = validate(run)
-        x = save_hourly(run, cfg, price(cfg, gpu, load_scale(name).gpu_gb * e.GB))  # as a dry run prints it
+        # as a dry run prints it
+        x = save_hourly(run, cfg, price(cfg, gpu, load_scale(name).gpu_gb * e.GB))
         title = f"`{name}`, {objective}" + ("" if flash else ", without flash-attn")
-        cells = [title, f"{x.gpus} x {gpu.name}", f"{x.step_seconds:,.0f}", f"{x.steps:,}"]
-        cells += [f"{n:,.0f}" for n in (x.hours, x.gpu_hours, x.dollars, x.train / e.GB, x.rollout / e.GB)]
+        cells = [
+            title,
+            f"{x.gpus} x {gpu.name}",
+            f"{x.step_seconds:,.0f}",
+            f"{x.steps:,}",
+        ]
+        cells += [
+            f"{n:,.0f}"
+            for n in (x.hours, x.gpu_hours, x.dollars, x.train / e.GB, x.rollout / e.GB)
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -120,5 +171,7 @@ training phase agrees, and the other phases are then predictions. The shares of 
 
 if __name__ == "__main__":
     page = Path(__file__).resolve().parents[1] / "ESTIMATES.md"
-    write_atomically(page, PAGE.format(scales=scales(), table=table(), summary=summary()))
+    write_atomically(
+        page, PAGE.format(scales=scales(), table=table(), summary=summary())
+    )
     print(f"{page.name}: {summary()}")

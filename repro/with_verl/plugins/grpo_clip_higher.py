@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO with two bounds, ε_low and ε_high, which the paper's Table A5 has and its Eq. 4 has not.
+"""GRPO with two bounds, ε_low and ε_high, which the paper's Table A5 has and its Eq. 4
+has not.
 
-Its terms are DAPO's, its average is GRPO's, so it is neither of the two and is registered here, for verl alone.
+Its terms are DAPO's, its average is GRPO's, so it is neither of the two and is
+registered here, for verl alone.
 """
 
 from dataclasses import replace

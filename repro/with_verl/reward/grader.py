@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares answers with math-verify, for score.py: reads a line [truth, pred], writes a line true or false.
+"""Compares answers with math-verify, for score.py: reads a line [truth, pred], writes a
+line true or false.
 
-A process of its own (`python -m repro.with_verl.reward.grader`), with few imports, because it is killed when an answer
-takes too long.
+A process of its own (`python -m repro.with_verl.reward.grader`), with few imports,
+because it is killed when an answer takes too long.
 """
 
 import json
@@ -23,7 +24,9 @@ def equal(truth: str, pred: str) -> bool:
         asked = pairs(truth, pred)
         if isinstance(asked, bool):
             return asked
-        same = lambda a, b: bool(verify(expressions(a), expressions(b), timeout_seconds=None))
+        same = lambda a, b: bool(
+            verify(expressions(a), expressions(b), timeout_seconds=None)
+        )
         return any(same(a, b) for a, b in asked)
     except Exception:  # math-verify, sympy and ANTLR raise anything; RecursionError and MemoryError too
         return False

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers rewritten so that math-verify reads them as a person does, and the few comparisons that it has no notion of.
+"""Answers rewritten so that math-verify reads them as a person does, and the few
+comparisons that it has no notion of.
 
-math-verify 0.9.0 takes the e of 1e-6 for Euler's number, drops a percent sign without dividing, reads 204_6 as 204, an
-interval beside an inequality only in one order, and letters as a product. Those are mended here; what is left is listed
-in tests/with_verl/boxed.tsv with the verdict that it gets and the one that it should.
+math-verify 0.9.0 takes the e of 1e-6 for Euler's number, drops a percent sign without
+dividing, reads 204_6 as 204, an interval beside an inequality only in one order, and
+letters as a product. Those are mended here; what is left is listed in
+tests/with_verl/boxed.tsv with the verdict that it gets and the one that it should.
 """
 
 import re
@@ -21,7 +23,9 @@ SIGNS = {"−": "-", "×": r"\times ", "π": r"\pi ", "∞": r"\infty ", "≤": 
 
 
 def plain(answer: str) -> str:
-    """Without dollars and layout; 1.8e7 as 1.8 x 10^7, 3 1/2 as 7/2, x != 2 as its two intervals."""
+    """Without dollars and layout; 1.8e7 as 1.8 x 10^7, 3 1/2 as 7/2, x != 2 as its two
+    intervals.
+    """
     text = answer.strip().strip("$").strip()
     for sign, tex in SIGNS.items():
         text = re.sub(re.escape(sign) + r"(?![a-zA-Z])", tex.replace("\\", r"\\"), text)
@@ -30,14 +34,20 @@ def plain(answer: str) -> str:
         text = re.sub(r"[,\s]", "", text)
     text = SCIENTIFIC.sub(r"\1\\times10^{\2}", text)
     if m := MIXED.match(text):
-        text = rf"{m[1]}\frac{{{int(m[2]) * int(m[4]) + int(m[3])}}}{{{m[4]}}}" if int(m[4]) else text
+        text = (
+            rf"{m[1]}\frac{{{int(m[2]) * int(m[4]) + int(m[3])}}}{{{m[4]}}}"
+            if int(m[4])
+            else text
+        )
     if m := UNEQUAL.match(text):
         text = rf"(-\infty,{m[1]})\cup({m[1]},\infty)"
     return text.strip()
 
 
 def pairs(truth: str, pred: str) -> bool | list[tuple[str, str]]:
-    """True or False where math-verify is not to be asked; else what to ask it, of which one equal pair is enough."""
+    """True or False where math-verify is not to be asked; else what to ask it, of which
+    one equal pair is enough.
+    """
     a, b = plain(truth), plain(pred)
     if (letters_a := letters(a)) and (letters_b := letters(b)):
         return letters_a == letters_b
@@ -59,11 +69,17 @@ def pairs(truth: str, pred: str) -> bool | list[tuple[str, str]]:
 
 
 def letters(text: str) -> frozenset[str] | None:
-    """Which of A to J were chosen, where that is the answer: "A, C", "AC", "(B)", "{A, C}", "A and C"."""
+    """Which of A to J were chosen, where that is the answer: "A, C", "AC", "(B)", "{A,
+    C}", "A and C".
+    """
     text = WORDS.sub(r"\1", text)
     text = re.sub(r"\\[{}]|[(){}.,;$\s]|\band\b|\bor\b|\\ ", " ", text)
     words = text.split()
-    if not words or not all(re.fullmatch(r"[A-J]{1,6}", w) for w in words) or sum(map(len, words)) > 6:
+    if (
+        not words
+        or not all(re.fullmatch(r"[A-J]{1,6}", w) for w in words)
+        or sum(map(len, words)) > 6
+    ):
         return None
     chosen = "".join(words)
     return frozenset(chosen) if len(set(chosen)) == len(chosen) else None

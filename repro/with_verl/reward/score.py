@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the answer right? The reward of the paper's three protocols, in the signature that verl calls.
+"""Is the answer right? The reward of the paper's three protocols, in the signature that
+verl calls.
 
     dapo   verl's own math_dapo, +1 or -1                   (DAPO-Math-17k, AIME24: scores compare with everybody's)
     boxed  the last \\boxed{...} by math-verify, 1 or 0      (MATH levels 3-5 and its five benchmarks)
-    geo3k  the same, 0.9, and 0.1 for the form that verl's geo3k wants, <think>...</think> ... \\boxed{...}
+    geo3k  the same, 0.9, and 0.1 for the form that verl's geo3k wants,
+    <think>...</think> ... \\boxed{...}
 
-The protocol stands in extra_info["protocol"], where data/prepare.py puts it. Every score comes with acc (0 or 1) and
-pred (the answer as read), which verl's mean@n, best@n and maj@n take.
+The protocol stands in extra_info["protocol"], where data/prepare.py puts it. Every
+score comes with acc (0 or 1) and pred (the answer as read), which verl's mean@n, best@n
+and maj@n take.
 
-verl calls from a thread, where math-verify's own time limit, an alarm signal, cannot be set. So another process,
-grader.py, compares, and is killed at the limit: an answer that hangs or crashes it is wrong, and the run goes on.
+verl calls from a thread, where math-verify's own time limit, an alarm signal, cannot be
+set. So another process, grader.py, compares, and is killed at the limit: an answer that
+hangs or crashes it is wrong, and the run goes on.
 """
 
 import atexit
@@ -35,34 +39,51 @@ LONGEST = 1000  # characters: no answer of these data sets is near
 TAIL = 20_000  # characters of a response that are searched
 NONE = "[NONE]"  # what was answered by a response without an answer
 PROTOCOLS = ("dapo", "boxed", "geo3k")
-THOUGHT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)  # of the whole response, as in verl's geo3k
+# of the whole response, as in verl's geo3k
+THOUGHT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info=None, **_) -> dict:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info=None, **_
+) -> dict:
     """{score, acc, pred} of one response. Never raises on what a model can write.
 
-    InputError on a protocol that does not exist, which is an error of the data and not of the model.
+    InputError on a protocol that does not exist, which is an error of the data and not
+    of the model.
     """
     protocol = (extra_info or {}).get("protocol", "boxed")
     if protocol not in PROTOCOLS:
-        raise InputError(f"extra_info.protocol of {data_source} is {protocol!r}: it is one of {', '.join(PROTOCOLS)}.")
+        raise InputError(
+            f"extra_info.protocol of {data_source} is {protocol!r}: it is one of {', '.join(PROTOCOLS)}."
+        )
     text = str(solution_str)
     if protocol == "dapo":
         theirs = math_dapo().compute_score(text, str(ground_truth))
         none = theirs["pred"] in ("[INVALID]", None)
-        return {"score": theirs["score"], "acc": float(theirs["acc"]), "pred": NONE if none else tidy(theirs["pred"])}
+        return {
+            "score": theirs["score"],
+            "acc": float(theirs["acc"]),
+            "pred": NONE if none else tidy(theirs["pred"]),
+        }
     pred = last_boxed(text[-TAIL:])
     acc = float(pred is not None and equal(pred, str(ground_truth)))
-    score = {"boxed": acc, "geo3k": 0.9 * acc + (0.1 if THOUGHT.fullmatch(text) else 0)}[protocol]
+    score = {
+        "boxed": acc,
+        "geo3k": 0.9 * acc + (0.1 if THOUGHT.fullmatch(text) else 0),
+    }[protocol]
     return {"score": score, "acc": acc, "pred": NONE if pred is None else tidy(pred)}
 
 
 @functools.cache
 def math_dapo() -> ModuleType:
-    """verl's file, without the seconds that `import verl` takes. InputError where verl is not installed."""
+    """verl's file, without the seconds that `import verl` takes. InputError where verl
+    is not installed.
+    """
     verl = importlib.util.find_spec("verl")
     if verl is None or verl.origin is None:
-        raise InputError("DAPO's protocol is scored by verl's own function: `repro/venv.sh verl` installs verl.")
+        raise InputError(
+            "DAPO's protocol is scored by verl's own function: `repro/venv.sh verl` installs verl."
+        )
     path = Path(verl.origin).parent / "utils" / "reward_score" / "math_dapo.py"
     spec = importlib.util.spec_from_file_location("verl_math_dapo", path)
     assert spec and spec.loader
@@ -85,10 +106,20 @@ def last_boxed(text: str) -> str | None:
 
 
 def tidy(answer: str) -> str:
-    """One spelling for what majority voting counts together: no dollars, blanks, stop; 1000 for 1,000; 42 for 042."""
-    answer = re.sub(r"\s+", "", answer.replace("$", "").replace("\\!", "").replace("\\dfrac", "\\frac")).rstrip(".")
+    """One spelling for what majority voting counts together: no dollars, blanks, stop;
+    1000 for 1,000; 42 for 042.
+    """
+    answer = re.sub(
+        r"\s+",
+        "",
+        answer.replace("$", "").replace("\\!", "").replace("\\dfrac", "\\frac"),
+    ).rstrip(".")
     answer = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", answer)[:LONGEST] or NONE
-    return str(int(answer)) if re.fullmatch(r"-?0\d*", answer) and len(answer) < 100 else answer
+    return (
+        str(int(answer))
+        if re.fullmatch(r"-?0\d*", answer) and len(answer) < 100
+        else answer
+    )
 
 
 def equal(pred: str, truth: str, seconds: float = SECONDS) -> bool:
@@ -99,10 +130,16 @@ def equal(pred: str, truth: str, seconds: float = SECONDS) -> bool:
 
 
 class Grader:
-    """One process that compares answers, one question at a time; killed when it is late, and made again."""
+    """One process that compares answers, one question at a time; killed when it is
+    late, and made again.
+    """
 
     def __init__(self, command: list[str] | None = None):
-        self.command = command or [sys.executable, "-m", "repro.with_verl.reward.grader"]
+        self.command = command or [
+            sys.executable,
+            "-m",
+            "repro.with_verl.reward.grader",
+        ]
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self.pid = 0
@@ -111,9 +148,16 @@ class Grader:
     def ask(self, truth: str, pred: str, seconds: float) -> bool:
         with self.lock:
             try:
-                if self.process is None or self.process.poll() is not None or self.pid != os.getpid():
+                if (
+                    self.process is None
+                    or self.process.poll() is not None
+                    or self.pid != os.getpid()
+                ):
                     self._start()
-                return self._ask(json.dumps([truth, pred]).encode() + b"\n", time.monotonic() + seconds)
+                return self._ask(
+                    json.dumps([truth, pred]).encode() + b"\n",
+                    time.monotonic() + seconds,
+                )
             except InputError:
                 raise
             except (OSError, ValueError):  # it died, or answered with something else
@@ -129,10 +173,14 @@ class Grader:
         return bool(json.loads(line))
 
     def _line(self, deadline: float) -> bytes | None:
-        """What it wrote up to the end of a line, which may come in pieces; None if it is late or dead."""
+        """What it wrote up to the end of a line, which may come in pieces; None if it
+        is late or dead.
+        """
         line, out = b"", self._pipes()[1]
         while not line.endswith(b"\n"):
-            ready, _, _ = select.select([out], [], [], max(0.0, deadline - time.monotonic()))
+            ready, _, _ = select.select(
+                [out], [], [], max(0.0, deadline - time.monotonic())
+            )
             piece = os.read(out.fileno(), 100) if ready else b""
             if not piece:
                 return None
@@ -149,9 +197,12 @@ class Grader:
             env=os.environ | {"PYTHONPATH": pythonpath()},
         )  # fmt: skip
         self.pid = os.getpid()
-        if self._line(time.monotonic() + 120) != b"ready\n":  # it imports sympy, which is not the answer's time
+        # it imports sympy, which is not the answer's time
+        if self._line(time.monotonic() + 120) != b"ready\n":
             self.close()
-            raise InputError("math-verify cannot be imported: pip install math-verify==0.9.0.")
+            raise InputError(
+                "math-verify cannot be imported: pip install math-verify==0.9.0."
+            )
 
     def close(self) -> None:
         process, self.process = self.process, None

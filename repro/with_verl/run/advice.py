@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do about a trainer that died, read off its output: the last line of every log says it."""
+"""What to do about a trainer that died, read off its output: the last line of every log
+says it.
+"""
 
 import re
 from pathlib import Path
@@ -33,7 +35,10 @@ CURES = (  # the first that is found
         r"Watchdog caught collective operation timeout|NCCL (error|timeout)|ncclSystemError",
         "the machines lost each other (NCCL): check the network, and NCCL_SOCKET_IFNAME",
     ),
-    (r"undefined symbol|no kernel image is available", "a package was built for another torch, CUDA or GPU: {line}"),
+    (
+        r"undefined symbol|no kernel image is available",
+        "a package was built for another torch, CUDA or GPU: {line}",
+    ),
     (r"ModuleNotFoundError: .*|ImportError: .*", "{line}"),
     (r"\w*(Error|Exception)\b.*: .*", "its last error was: {line}"),
 )
@@ -47,15 +52,25 @@ def plain(text: str) -> list[str]:
 
 def error_in(output: Path) -> str:
     """The last line of the trainer's output that names an error."""
-    lines = plain(output.read_text(encoding="utf-8", errors="replace")) if output.exists() else []
+    lines = (
+        plain(output.read_text(encoding="utf-8", errors="replace"))
+        if output.exists()
+        else []
+    )
     ours = re.compile(r"\w*(InputError|ParityError)[^:]*: ")
-    named = [x for x in lines if ours.search(x)] or [x for x in lines if re.search(r"^\S*(Error|Exception)\b.*: ", x)]
+    named = [x for x in lines if ours.search(x)] or [
+        x for x in lines if re.search(r"^\S*(Error|Exception)\b.*: ", x)
+    ]
     return named[-1][-400:] if named else "it names no error"
 
 
 def cure(output: Path, folder: Path) -> str:
     """One clause for the last line of the log."""
-    text = output.read_text(encoding="utf-8", errors="replace")[-TAIL:] if output.exists() else ""
+    text = (
+        output.read_text(encoding="utf-8", errors="replace")[-TAIL:]
+        if output.exists()
+        else ""
+    )
     lines = plain(text)
     for pattern, words in CURES:
         if found := [m for x in lines if (m := re.search(pattern, x))]:

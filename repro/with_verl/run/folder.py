@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: named by what was asked, for that run alone, in use by one process at a time."""
+"""The folder of a run: named by what was asked, for that run alone, in use by one
+process at a time.
+"""
 
 import fcntl
 import json
@@ -12,7 +14,8 @@ from pathlib import Path
 from repro.with_verl.config.naming import asked
 from upref import InputError
 
-LONGER = ("trainer.total_training_steps", "trainer.total_epochs")  # a run may be made longer, under its name
+# a run may be made longer, under its name
+LONGER = ("trainer.total_training_steps", "trainer.total_epochs")
 
 
 def check(folder: Path, overrides: list[str]) -> None:
@@ -23,7 +26,9 @@ def check(folder: Path, overrides: list[str]) -> None:
     except FileNotFoundError:
         return
     except (ValueError, KeyError, TypeError) as e:
-        raise InputError(f"{folder}/overrides.json cannot be read: take another name=, or remove the folder.") from e
+        raise InputError(
+            f"{folder}/overrides.json cannot be read: take another name=, or remove the folder."
+        ) from e
     now = asked(overrides)
     for key in sorted(before.keys() | now.keys()):
         if key not in LONGER and before.get(key) != now.get(key):

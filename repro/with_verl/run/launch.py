@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train an objective in verl at one of the scales.
 
-    python -m repro.with_verl.run.launch up_dapo paper [key=value ...] [--dry-run] [--steps N] [--seeds 1,2,3]
+    python -m repro.with_verl.run.launch up_dapo paper [key=value ...] [--dry-run]
+    [--steps N] [--seeds 1,2,3]
     python -m repro.with_verl.run.launch up_dapo --largest      what this machine or Ray cluster carries, and why
 
-Scales: mini and smoke (no GPU), gpu1, gpu8, paper (the experiment that the objective is of), or one of them by name:
-paper_dapo, paper_gspo, paper_math, paper_geo3k; gpu1_24gb for a small card; cpu is this very path with the toy model
-of smoke. Prints and saves every override with its source; --dry-run stops after they were checked, which needs no GPU.
---shakedown trains two steps of the very scale, with its validation and its checkpoint, in a folder of their own, and
-prints a page: truncation, answers, sampler mismatch, memory and seconds against the estimate, parity, what to change.
+Scales: mini and smoke (no GPU), gpu1, gpu8, paper (the experiment that the objective is
+of), or one of them by name: paper_dapo, paper_gspo, paper_math, paper_geo3k; gpu1_24gb
+for a small card; cpu is this very path with the toy model of smoke. Prints and saves
+every override with its source; --dry-run stops after they were checked, which needs no
+GPU. --shakedown trains two steps of the very scale, with its validation and its
+checkpoint, in a folder of their own, and
+prints a page: truncation, answers, sampler mismatch, memory and seconds against the
+estimate, parity, what to change.
 
-The folder, runs/OBJECTIVE-SCALE-WHAT_YOU_SET-HASH, is that of what was asked: the same command goes on there, another
-seed or setting has another (seed=N sets the three seeds of a run; name=NAME names the folder). It must be on storage
-that all machines share. Exit status: 0 all steps were trained, 1 it died (the last line says what to do), 75 it died
-after it saved a checkpoint (the same command makes progress), 2 it could not start, 143 or 130 it was asked to end.
+The folder, runs/OBJECTIVE-SCALE-WHAT_YOU_SET-HASH, is that of what was asked: the same
+command goes on there, another seed or setting has another (seed=N sets the three seeds
+of a run; name=NAME names the folder). It must be on storage that all machines share.
+Exit status: 0 all steps were trained, 1 it died (the last line says what to do), 75 it
+died after it saved a checkpoint (the same command makes progress), 2 it could not
+start, 143 or 130 it was asked to end.
 """
 
 import argparse
@@ -39,22 +45,39 @@ from upref.files import write_atomically
 
 os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
 PROGRAMS = dict(
-    zip(HANDED_OVER, ("repro.mini.compare", "repro.with_verl.cpu.smoke", "repro.with_trl.train"), strict=True)
+    zip(
+        HANDED_OVER,
+        ("repro.mini.compare", "repro.with_verl.cpu.smoke", "repro.with_trl.train"),
+        strict=True,
+    )
 )
 
 
 def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    p = Parser(prog="launch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = Parser(
+        prog="launch",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     p.add_argument("objective")
     p.add_argument("scale", nargs="?")
     p.add_argument("--dry-run", action="store_true")
     p.add_argument("--largest", action="store_true")
-    p.add_argument("--shakedown", action="store_true", help="two steps, and a page about them")
-    p.add_argument("--steps", type=int, metavar="N", help="train so many steps")
-    p.add_argument("--seeds", metavar="1,2,3", help="one run after another, each with a seed and a folder of its own")
     p.add_argument(
-        "--gpu", default="", metavar="H100", help="the GPU that a dry run prices (H100, or A100, H200, 4090 ...)"
+        "--shakedown", action="store_true", help="two steps, and a page about them"
+    )
+    p.add_argument("--steps", type=int, metavar="N", help="train so many steps")
+    p.add_argument(
+        "--seeds",
+        metavar="1,2,3",
+        help="one run after another, each with a seed and a folder of its own",
+    )
+    p.add_argument(
+        "--gpu",
+        default="",
+        metavar="H100",
+        help="the GPU that a dry run prices (H100, or A100, H200, 4090 ...)",
     )
     p.add_argument("--data", type=Path, help="where data.prepare wrote (runs/data)")
     args, overrides = p.parse_known_args(argv)
@@ -79,26 +102,59 @@ def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
                 return 0
             args.scale = scale
         if args.data and args.data.exists() and not args.data.is_dir():
-            raise InputError(f"--data takes the folder where data.prepare wrote, and {args.data} is a file.")
+            raise InputError(
+                f"--data takes the folder where data.prepare wrote, and {args.data} is a file."
+            )
         if args.scale in HANDED_OVER:
-            options = {"--shakedown": args.shakedown, "--steps": args.steps, "--seeds": args.seeds, "--data": args.data}
+            options = {
+                "--shakedown": args.shakedown,
+                "--steps": args.steps,
+                "--seeds": args.seeds,
+                "--data": args.data,
+            }
             if asked := [name for name, value in options.items() if value]:
-                raise InputError(f"{args.scale} takes {asked[0]} from `bash repro/run.sh` only, if it has it.")
+                raise InputError(
+                    f"{args.scale} takes {asked[0]} from `bash repro/run.sh` only, if it has it."
+                )
             return hand_over(args.objective, args.scale, overrides, args.dry_run)
         if args.gpu and args.gpu not in gpus():
-            raise InputError(f"--gpu takes a name of machine/gpus.toml, {', '.join(gpus())}, got {args.gpu!r}.")
+            raise InputError(
+                f"--gpu takes a name of machine/gpus.toml, {', '.join(gpus())}, got {args.gpu!r}."
+            )
         status = 0
         for seed in seeds:
             lines = [*overrides, *seed]
-            again = [args.objective, args.scale, *lines, *(["--data", str(args.data)] if args.data else [])]
+            again = [
+                args.objective,
+                args.scale,
+                *lines,
+                *(["--data", str(args.data)] if args.data else []),
+            ]
             if args.shakedown:
                 again.append("--shakedown")
             if args.scale == "cpu":
-                status = train_on_cpu(args.objective, lines, args.dry_run, again, args.shakedown) or status
+                status = (
+                    train_on_cpu(
+                        args.objective, lines, args.dry_run, again, args.shakedown
+                    )
+                    or status
+                )
             else:
-                run = compose(args.objective, args.scale, lines, args.data, flash_there(machine, args.dry_run))
-                of = len(seeds) if seed == seeds[0] else 1  # what all cost is said once, before the first
-                status = train(run, args.dry_run, again, machine, args.gpu, args.shakedown, of) or status
+                run = compose(
+                    args.objective,
+                    args.scale,
+                    lines,
+                    args.data,
+                    flash_there(machine, args.dry_run),
+                )
+                # what all cost is said once, before the first
+                of = len(seeds) if seed == seeds[0] else 1
+                status = (
+                    train(
+                        run, args.dry_run, again, machine, args.gpu, args.shakedown, of
+                    )
+                    or status
+                )
             if status >= 128:  # asked to end: the other seeds too
                 break
         return status
@@ -113,9 +169,15 @@ def seeds_of(text: str | None, overrides: list[str]) -> list[list[str]]:
         return [[]]
     seeds = text.split(",")
     if not all(s.isdecimal() for s in seeds) or len(set(seeds)) != len(seeds):
-        raise InputError(f"--seeds must be different whole numbers with commas between them, got {text!r}.")
-    if clash := [o for o in overrides if o.startswith(("seed=", "data.seed=", "name="))]:
-        raise InputError(f"--seeds gives each run its seed and folder: leave {clash[0]} out.")
+        raise InputError(
+            f"--seeds must be different whole numbers with commas between them, got {text!r}."
+        )
+    if clash := [
+        o for o in overrides if o.startswith(("seed=", "data.seed=", "name="))
+    ]:
+        raise InputError(
+            f"--seeds gives each run its seed and folder: leave {clash[0]} out."
+        )
     return [[f"seed={s}"] for s in seeds]
 
 
@@ -153,7 +215,9 @@ def train(
     preflight.check_gpus(run, cfg, m, alone=True)
     folder.check(run.directory, run.overrides)
     if cfg.trainer.nnodes > 1 and m.gpus and machine is None:
-        m.nodes = preflight.check_cluster(run, cfg.actor_rollout_ref.actor.policy_loss.loss_mode)
+        m.nodes = preflight.check_cluster(
+            run, cfg.actor_rollout_ref.actor.policy_loss.loss_mode
+        )
     estimate = preflight.save_hourly(run, cfg, preflight.check(run, cfg, m))
     note(run, preflight.at_risk(cfg, estimate))
     note(run, preflight.price_of_flash(run, cfg, estimate.gpu, m.gpu_bytes))
@@ -163,18 +227,32 @@ def train(
     if machine is None and not check_step(cfg):
         return 1
     facts = {"estimate": estimate.facts(), "gpu": m.gpu_name}
-    status = start.start(run, estimate.steps, start.command_line(again), start.Patience.of(estimate), **facts)
+    status = start.start(
+        run,
+        estimate.steps,
+        start.command_line(again),
+        start.Patience.of(estimate),
+        **facts,
+    )
     return told(run, status, shakedown)
 
 
 def flash_there(machine: Machine | None, dry_run: bool) -> bool:
-    """Whether a run attends by flash-attn: it is installed; or this is a dry run where nothing could train."""
-    have = machine.versions if machine else {name: version_of(name) for name in ("flash-attn", "vllm")}
+    """Whether a run attends by flash-attn: it is installed; or this is a dry run where
+    nothing could train.
+    """
+    have = (
+        machine.versions
+        if machine
+        else {name: version_of(name) for name in ("flash-attn", "vllm")}
+    )
     return bool(have.get("flash-attn")) or (dry_run and not have.get("vllm"))
 
 
 def check_step(cfg: Any) -> bool:
-    """Whether one optimizer step of a two-layer twin of this run, on this CPU, has the objective's gradient."""
+    """Whether one optimizer step of a two-layer twin of this run, on this CPU, has the
+    objective's gradient.
+    """
     from omegaconf import OmegaConf
 
     from upref_frameworks.verl.step import stop_unless_twin_agrees, twin_of
@@ -182,10 +260,14 @@ def check_step(cfg: Any) -> bool:
     its = OmegaConf.to_container(cfg.actor_rollout_ref, resolve=True)
     loss = its["actor"]["policy_loss"]
     o = get(loss["loss_mode"].removeprefix("upref/"))
-    given = {k: v for k, v in (loss.get("upref") or {}).items() if k in o.hyperparameters}
+    given = {
+        k: v for k, v in (loss.get("upref") or {}).items() if k in o.hyperparameters
+    }
     hp = {k: v for k, v in o.resolve(given).items() if k != "beta"}
     try:
-        print(f"step_check: {stop_unless_twin_agrees(twin_of(o.name, hp, its['actor'], its['model']))}")
+        print(
+            f"step_check: {stop_unless_twin_agrees(twin_of(o.name, hp, its['actor'], its['model']))}"
+        )
     except InputError as e:
         print(f"step_check: not run: {e}")
     except RuntimeError as e:
@@ -202,7 +284,9 @@ def tell(e: Estimate, seeds: int) -> None:
     """What the run costs, and what all seeds cost."""
     print(f"estimate: {e}")
     if seeds > 1:
-        print(f"{seeds} seeds: {seeds * e.gpu_hours:,.0f} GPU-hours, {seeds * e.dollars:,.0f} dollars.")
+        print(
+            f"{seeds} seeds: {seeds * e.gpu_hours:,.0f} GPU-hours, {seeds * e.dollars:,.0f} dollars."
+        )
 
 
 def keep_answers(run: Run) -> None:
@@ -217,15 +301,26 @@ def told(run: Run, status: int, shakedown: bool) -> int:
 
     rows = records.training(records.merged(run.directory)) if shakedown else []
     if rows:
-        saved = json.loads((run.directory / "overrides.json").read_text(encoding="utf-8"))
-        text = f"# Shakedown of {run.name}\n\n{health.page(run.directory, rows, saved)}\n"
+        saved = json.loads(
+            (run.directory / "overrides.json").read_text(encoding="utf-8")
+        )
+        text = (
+            f"# Shakedown of {run.name}\n\n{health.page(run.directory, rows, saved)}\n"
+        )
         write_atomically(run.directory / "shakedown.md", text)
         print(f"{text}\nwritten: {run.directory / 'shakedown.md'}")
     return status
 
 
-def train_on_cpu(objective: str, overrides: list[str], dry_run: bool, again: list[str], shakedown: bool) -> int:
-    scale = importlib.import_module("repro.with_verl.cpu.scale")  # it starts runs by this folder's parts
+def train_on_cpu(
+    objective: str,
+    overrides: list[str],
+    dry_run: bool,
+    again: list[str],
+    shakedown: bool,
+) -> int:
+    # it starts runs by this folder's parts
+    scale = importlib.import_module("repro.with_verl.cpu.scale")
     run, total = scale.compose(objective, overrides, os.environ.get("RAY_ADDRESS", ""))
     show(run)
     if dry_run:
@@ -235,8 +330,12 @@ def train_on_cpu(objective: str, overrides: list[str], dry_run: bool, again: lis
     scale.prepare(run)
     if shakedown:
         keep_answers(run)
-    patience = start.Patience(scale.FIRST, scale.STALL, idle=not os.environ.get("RAY_ADDRESS"))
-    return told(run, start.start(run, total, start.command_line(again), patience), shakedown)
+    patience = start.Patience(
+        scale.FIRST, scale.STALL, idle=not os.environ.get("RAY_ADDRESS")
+    )
+    return told(
+        run, start.start(run, total, start.command_line(again), patience), shakedown
+    )
 
 
 def show(run: Run) -> None:
@@ -266,16 +365,22 @@ def hand_over(objective: str, scale: str, overrides: list[str], dry_run: bool) -
     """To the programs of the scales that the launcher does not start."""
     module = PROGRAMS[scale]
     if dry_run and scale != "smoke":
-        print(f"{scale}: {module} checks its own settings; nothing was started (--dry-run).")
+        print(
+            f"{scale}: {module} checks its own settings; nothing was started (--dry-run)."
+        )
         return 0
     if dry_run:
         overrides = [*overrides, "--dry-run"]  # smoke lets verl read its settings
     env = os.environ | {"PYTHONPATH": pythonpath()}
     return subprocess.run(
-        [sys.executable, "-m", module, objective, *overrides], cwd=ROOT, env=env, check=False
+        [sys.executable, "-m", module, objective, *overrides],
+        cwd=ROOT,
+        env=env,
+        check=False,
     ).returncode
 
 
 if __name__ == "__main__":
-    logging.getLogger("upref_frameworks.verl.training").disabled = True  # `show` prints it
+    # `show` prints it
+    logging.getLogger("upref_frameworks.verl.training").disabled = True
     sys.exit(main())

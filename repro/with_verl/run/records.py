@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl logged: one {"step", "data"} a line, in a file of its own for each start of a run, read as one.
+"""What verl logged: one {"step", "data"} a line, in a file of its own for each start of
+a run, read as one.
 
-verl's file logger empties its file when it starts, so every start of a run has its own, steps-TIME.jsonl, and
-steps.jsonl is what they make together: a run that goes on from a checkpoint logs some steps again, and the last counts.
+verl's file logger empties its file when it starts, so every start of a run has its own,
+steps-TIME.jsonl, and steps.jsonl is what they make together: a run that goes on from a
+checkpoint logs some steps again, and the last counts.
 """
 
 import json
@@ -12,7 +14,8 @@ from pathlib import Path
 from upref.files import write_atomically
 
 PATH = "VERL_FILE_LOGGER_PATH"  # where verl's file logger writes
-STEP = "training/global_step"  # in the rows of training; a validation before it logs a row too
+# in the rows of training; a validation before it logs a row too
+STEP = "training/global_step"
 
 
 def new_part(folder: Path) -> Path:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""overrides.json: what a run was asked for and why, for its next start and for the report."""
+"""overrides.json: what a run was asked for and why, for its next start and for the
+report.
+"""
 
 import json
 from pathlib import Path
@@ -10,20 +12,36 @@ from upref.files import write_atomically
 
 
 def checkpoints(folder: Path) -> Path:
-    """Where a run keeps its checkpoints: the last trainer.default_local_dir that it was given."""
+    """Where a run keeps its checkpoints: the last trainer.default_local_dir that it was
+    given.
+    """
     key = "trainer.default_local_dir="
     try:
         saved = json.loads((folder / "overrides.json").read_text(encoding="utf-8"))
-        given = [r["override"].removeprefix(key) for r in saved["overrides"] if r["override"].startswith(key)]
+        given = [
+            r["override"].removeprefix(key)
+            for r in saved["overrides"]
+            if r["override"].startswith(key)
+        ]
     except (OSError, ValueError, KeyError):
         given = []
-    return Path(given[-1].strip("'\"")).expanduser() if given else folder / "checkpoints"
+    return (
+        Path(given[-1].strip("'\"")).expanduser() if given else folder / "checkpoints"
+    )
 
 
 def save(run: Run, where: Path, **facts: Any) -> Path:
     rows = [{"override": line, "source": run.source(line)} for line in run.overrides]
-    saved = {"objective": run.objective, "scale": run.scale.name, "name": run.name, "env": run.env} | facts
+    saved = {
+        "objective": run.objective,
+        "scale": run.scale.name,
+        "name": run.name,
+        "env": run.env,
+    } | facts
     where.mkdir(parents=True, exist_ok=True)
     path = where / "overrides.json"
-    write_atomically(path, json.dumps(saved | {"overrides": rows}, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(
+        path,
+        json.dumps(saved | {"overrides": rows}, indent=1, ensure_ascii=False) + "\n",
+    )
     return path

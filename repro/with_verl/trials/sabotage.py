@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref/up_dapo` made wrong on purpose, a tenth too large: a trial has verl import this behind the plug-in."""
+"""`upref/up_dapo` made wrong on purpose, a tenth too large: a trial has verl import
+this behind the plug-in.
+"""
 
 from dataclasses import replace
 from functools import wraps

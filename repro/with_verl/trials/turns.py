@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref/turns`, a policy loss of verl that is one objective after another, so that every.py starts verl once.
+"""`upref/turns`, a policy loss of verl that is one objective after another, so that
+every.py starts verl once.
 
-UPREF_TURNS="dapo grpo": their names; UPREF_TURN="8": how many micro-batches each of them has. The loss that is called
-is the registered one, `upref/NAME`; the metric `upref/turn` says which.
+UPREF_TURNS="dapo grpo": their names; UPREF_TURN="8": how many micro-batches each of
+them has. The loss that is called is the registered one, `upref/NAME`; the metric
+`upref/turn` says which.
 """
 
 import os
@@ -13,7 +15,11 @@ import upref
 from upref_frameworks.verl.training import register
 
 NAMES, TURN = os.environ["UPREF_TURNS"].split(), int(os.environ["UPREF_TURN"])
-LOSSES = [POLICY_LOSS_REGISTRY.get(f"upref/{name}") or register(upref.get(name)) for name in NAMES]  # up(dapo) is new
+# up(dapo) is new
+LOSSES = [
+    POLICY_LOSS_REGISTRY.get(f"upref/{name}") or register(upref.get(name))
+    for name in NAMES
+]
 _calls = 0
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The explorer's numbers, computed by V8, are numpy's: weight and Cap of every objective, on 10,000 points each."""
+"""The explorer's numbers, computed by V8, are numpy's: weight and Cap of every
+objective, on 10,000 points each.
+"""
 
 import json
 
@@ -23,15 +25,34 @@ return {points}.map(([p, m, A, r]) => {{
 
 
 def settings(name: str, rng) -> list[dict]:
-    draw = lambda k, of: None if k == "c" and rng.random() < 0.3 else float(rng.uniform(of["low"], of["high"]))
-    return [{}, *({k: draw(k, of) for k, of in FORMULAS[name]["hp"].items()} for _ in range(SETTINGS - 1))]
+    draw = lambda k, of: (
+        None
+        if k == "c" and rng.random() < 0.3
+        else float(rng.uniform(of["low"], of["high"]))
+    )
+    return [
+        {},
+        *(
+            {k: draw(k, of) for k, of in FORMULAS[name]["hp"].items()}
+            for _ in range(SETTINGS - 1)
+        ),
+    ]
 
 
 def points(name: str, hp: dict, rng, n: int):
-    """p, mu, A, and which of them lie on a bound to the last bit. Tokens anywhere in the square and near the diagonal,
-    of a probability down to 1e-8; every fifth on the first bound or just beside it."""
-    mu = np.where(rng.random(n) < 0.5, (rng.integers(0, 40, n) + 0.5) / 40, 10.0 ** rng.integers(-8, 0, n))
-    p = np.where(rng.random(n) < 0.5, rng.random(n), np.minimum(mu * np.exp(rng.normal(0, 0.4, n)), 1))
+    """p, mu, A, and which of them lie on a bound to the last bit. Tokens anywhere in
+    the square and near the diagonal, of a probability down to 1e-8; every fifth on the
+    first bound or just beside it."""
+    mu = np.where(
+        rng.random(n) < 0.5,
+        (rng.integers(0, 40, n) + 0.5) / 40,
+        10.0 ** rng.integers(-8, 0, n),
+    )
+    p = np.where(
+        rng.random(n) < 0.5,
+        rng.random(n),
+        np.minimum(mu * np.exp(rng.normal(0, 0.4, n)), 1),
+    )
     A = rng.choice([1.0, -1.0, 1.7, -0.6, 0.0], n)
     A[::5] = rng.choice([1.0, -1.0], n // 5)  # a bound times 1 is the bound
     ends, _ = of(name, **hp).ends(A[::5], mu[::5])
@@ -45,15 +66,25 @@ def points(name: str, hp: dict, rng, n: int):
 
 @pytest.mark.parametrize("name", daily(FORMULAS, 3))
 def test_weight_and_cap_are_numpys(js, name):
-    """On a bound itself only Cap is held: there rounding decides what the weight of r = p/mu is."""
+    """On a bound itself only Cap is held: there rounding decides what the weight of r =
+    p/mu is.
+    """
     rng = np.random.default_rng(list(FORMULAS).index(name))
     for hp in settings(name, rng):
         p, mu, A, on = points(name, hp, rng, POINTS // SETTINGS)
         table = json.dumps(np.transpose([p, mu, A, p / mu]).tolist())
-        w, cap = np.transpose(js(ASK.format(name=json.dumps(name), hp=json.dumps(hp), points=table)))
+        w, cap = np.transpose(
+            js(ASK.format(name=json.dumps(name), hp=json.dumps(hp), points=table))
+        )
         close = {"rtol": 1e-9, "atol": 1e-12, "err_msg": f"{name} {hp}"}
         np.testing.assert_allclose(w[~on], of(name, **hp)(p / mu, A, mu)[~on], **close)
-        np.testing.assert_allclose(cap, capacity(name, p, mu, A, **hp), rtol=0, atol=1e-9, err_msg=f"{name} {hp}")
+        np.testing.assert_allclose(
+            cap,
+            capacity(name, p, mu, A, **hp),
+            rtol=0,
+            atol=1e-9,
+            err_msg=f"{name} {hp}",
+        )
 
 
 @pytest.mark.parametrize("axis", ["linear", "log"])
@@ -61,19 +92,37 @@ def test_the_map_is_made_of_the_same_caps(js, axis):
     n, x = 60, (np.arange(60) + 0.5) / 60
     x = x if axis == "linear" else 10 ** (4 * (x - 1))
     mu, p = np.meshgrid(x, x)
-    for name, A in (("dapo", 1), ("dapo", -1), ("dppo_kl", 1), ("bandpo_chi2", -1), ("up(sapo)", 1), ("dapo", 0)):
-        cells = np.reshape(js(f"Array.from(capSquare({json.dumps(name)}, {{}}, {A}, {n}, AXES.{axis}))"), (n, n))
+    for name, A in (
+        ("dapo", 1),
+        ("dapo", -1),
+        ("dppo_kl", 1),
+        ("bandpo_chi2", -1),
+        ("up(sapo)", 1),
+        ("dapo", 0),
+    ):
+        cells = np.reshape(
+            js(
+                f"Array.from(capSquare({json.dumps(name)}, {{}}, {A}, {n}, AXES.{axis}))"
+            ),
+            (n, n),
+        )
         expected = capacity(name, p, mu, A)
         np.testing.assert_array_equal(cells < 0, expected == 0)
         np.testing.assert_allclose(np.maximum(cells, 0), expected, atol=1e-6)  # float32
 
 
-@pytest.mark.parametrize("name", ["dapo", "sapo", "is_pg", "dppo_kl", "gspo", "up(bandpo_tv)", "aspo"])
+@pytest.mark.parametrize(
+    "name", ["dapo", "sapo", "is_pg", "dppo_kl", "gspo", "up(bandpo_tv)", "aspo"]
+)
 def test_the_curves_are_made_of_the_same_weights(js, name):
-    """Beyond r = 1/mu, too, where the objective does not read mu; with both sides of every end."""
+    """Beyond r = 1/mu, too, where the objective does not read mu; with both sides of
+    every end.
+    """
     reach, mu = js(f"halfWidth({json.dumps(name)}, {{}}, 0.4)"), 0.4
     for A in (1.0, -1.0):
-        r, w = np.transpose(js(f"weightLine({json.dumps(name)}, {{}}, {A}, {mu}, {reach})"))
+        r, w = np.transpose(
+            js(f"weightLine({json.dumps(name)}, {{}}, {A}, {mu}, {reach})")
+        )
         np.testing.assert_allclose(w, of(name)(r, A, mu), rtol=1e-9, atol=1e-12)
         ends = of(name).ends(A, mu)[0][0]
         for end in ends[abs(np.log(ends)) < reach]:
@@ -87,6 +136,12 @@ def test_the_curves_are_made_of_the_same_weights(js, name):
 def test_every_objective_that_sympy_reads_is_there(js):
     there, left = set(FORMULAS), set(js("LEFT_OUT"))
     assert set(js("Object.keys(OBJECTIVES)")) == there
-    assert {n for n in there if not n.startswith("up(")} == {n for n in names() if not get(n).not_symbolic}
-    assert left == {n for n in names() if get(n).not_symbolic} and all(js("LEFT_OUT").values())
-    assert {n for n in there if n.startswith("up(")} == {f"up({n})" for n in there if not n.startswith("up")}
+    assert {n for n in there if not n.startswith("up(")} == {
+        n for n in names() if not get(n).not_symbolic
+    }
+    assert left == {n for n in names() if get(n).not_symbolic} and all(
+        js("LEFT_OUT").values()
+    )
+    assert {n for n in there if n.startswith("up(")} == {
+        f"up({n})" for n in there if not n.startswith("up")
+    }

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions on which upref has a verdict to give, right and wrong, as one record; `table.ALL` has every row."""
+"""Functions on which upref has a verdict to give, right and wrong, as one record;
+`table.ALL` has every row.
+"""
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
@@ -11,7 +13,8 @@ from upref import transforms
 
 # noted: accepted, and the report says so
 ACCEPTED, NOTED, REJECTED, REFUSED = "accepted", "noted", "rejected", "refused"
-NAMED, UNKNOWN, ENDS = "named", "unknown", "named up to an input"  # of a box, which `identify` is given
+# of a box, which `identify` is given
+NAMED, UNKNOWN, ENDS = "named", "unknown", "named up to an input"
 ORACLES = (
     "gradient", "value", "aggregation", "micro-batches", "data-parallel", "padding", "masked-values", "on-policy",
     "stop-gradient", "extremes", "dead-hyperparameter", "scaling", "permutation", "determinism", "mutation",
@@ -37,18 +40,24 @@ JUDGES = {
 @dataclass(frozen=True)
 class Case:
     function: Callable
-    objective: str = ""  # what its author believes it to be; an estimator; of a box, every name that is right
+    # what its author believes it to be; an estimator; of a box, every name that is
+    # right
+    objective: str = ""
     hp: dict[str, Any] = field(default_factory=dict)  # of a box: those to be found
     oracles: Set[str] = frozenset()  # one of these at least must fire
     why: str = ""  # what its author did
-    leaks: bool | None = None  # a NaN in a masked slot reaches its gradient: a note, or no note; None: either
-    source: str = ""  # project#thread where it was made, mended or asked about in public; "": only likely
+    # a NaN in a masked slot reaches its gradient: a note, or no note; None: either
+    leaks: bool | None = None
+    # project#thread where it was made, mended or asked about in public; "": only likely
+    source: str = ""
     kind: str = "loss"  # of JUDGES
     verdict: str = ""
     says: str = ""  # words of a cause; after a "-", words of none
     regime: str = ""  # words of where it differs
-    text: str = ""  # words of the whole report; of a box that is named up to an input, of that input
-    within: dict[str, float] = field(default_factory=lambda: {"rel": 1e-3})  # hyperparameters of a box
+    # words of the whole report; of a box that is named up to an input, of that input
+    text: str = ""
+    # hyperparameters of a box
+    within: dict[str, float] = field(default_factory=lambda: {"rel": 1e-3})
     words: str = ""  # of a habit: what people do
     file: str = ""
     name: str = ""
@@ -60,7 +69,9 @@ class Case:
         put("file", self.file or self.function.__module__.rpartition(".")[2])
         put("name", self.name or self.function.__name__)
         put("verdict", self.verdict or (REJECTED if self.oracles else ACCEPTED))
-        assert self.kind != "loss" or self.oracles <= set(ORACLES), self.oracles - set(ORACLES)
+        assert self.kind != "loss" or self.oracles <= set(ORACLES), self.oracles - set(
+            ORACLES
+        )
 
     def judged(self):
         return JUDGES[self.kind](self.function, self.objective, **self.hp)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that are wrong only on inputs which ordinary batches lack: far samplers, entropies of 0, whole tiles,
-strides, far references, large advantages, solved prompts; and right ones that use these inputs in an unusual form."""
+"""Functions that are wrong only on inputs which ordinary batches lack: far samplers,
+entropies of 0, whole tiles, strides, far references, large advantages, solved prompts;
+and right ones that use these inputs in an unusual form."""
 
 import torch
 
@@ -14,7 +15,9 @@ def corrected(factor):
     """DAPO times a factor of log ρ and the mask."""
 
     def body(d, A, m, old, rollout_log_probs):
-        return tok(clipped(d, A) * factor(torch.where(m, old - rollout_log_probs, 0), m), m)
+        return tok(
+            clipped(d, A) * factor(torch.where(m, old - rollout_log_probs, 0), m), m
+        )
 
     return body
 
@@ -33,7 +36,9 @@ def aspo(change):
         eps, r = torch.where(calm, 0.2, 0.4), d.exp()
         w = torch.where(A > 0, (-d).exp().clamp(max=3), r.clamp(max=3)).detach()
         alive = torch.where(A > 0, r <= 1 + eps, r >= 1 - eps)
-        return -torch.where(m & alive, w * A * (lp - lp.detach()).exp(), 0).sum() / m.sum()
+        return (
+            -torch.where(m & alive, w * A * (lp - lp.detach()).exp(), 0).sum() / m.sum()
+        )
 
     return body
 
@@ -70,7 +75,10 @@ def by_pointer(log_prob, old_log_prob, advantages, mask):
 def viewed(log_prob, old_log_prob, advantages, mask):
     """It refuses what is not contiguous, loudly."""
     d = torch.where(mask, log_prob - old_log_prob, 0)
-    return -clipped(d, torch.where(mask, advantages.view(mask.shape), 0)).sum() / mask.view(-1).sum()
+    return (
+        -clipped(d, torch.where(mask, advantages.view(mask.shape), 0)).sum()
+        / mask.view(-1).sum()
+    )
 
 
 CLAMP = lambda low, high: lambda x, m: x.exp().clamp(low, high)
@@ -108,15 +116,27 @@ def unsolved_pushed_down(rewards, group):
     A = torch.empty_like(rewards)
     for g in group.unique():
         x = rewards[group == g]
-        A[group == g] = (x - x.mean()) / (x.std(correction=0) + 1e-6) if len(x) == 1 or x.any() else -1.0
+        A[group == g] = (
+            (x - x.mean()) / (x.std(correction=0) + 1e-6)
+            if len(x) == 1 or x.any()
+            else -1.0
+        )
     return A
 
 
 KL = [
     ("certain tokens", lambda lp, ref: kl.k3(lp, ref) * (lp < -1e-4), REJECTED),
     ("tokens of π = 1", lambda lp, ref: kl.k3(lp, ref) * (lp != 0), REJECTED),
-    ("a mean over responses", lambda lp, ref: kl.k3(lp, ref).mean(0, keepdim=True).expand_as(lp), REJECTED),
-    ("floored at -20", lambda lp, ref: kl.k3(lp.clamp(min=-20), ref.clamp(min=-20)), REJECTED),
+    (
+        "a mean over responses",
+        lambda lp, ref: kl.k3(lp, ref).mean(0, keepdim=True).expand_as(lp),
+        REJECTED,
+    ),
+    (
+        "floored at -20",
+        lambda lp, ref: kl.k3(lp.clamp(min=-20), ref.clamp(min=-20)),
+        REJECTED,
+    ),
     ("in float32", lambda lp, ref: kl.k3(lp.float(), ref.float()), ACCEPTED),
 ]
 
@@ -127,7 +147,10 @@ def one_each(logits, tokens, temperature):
 
 def of_rows(logits, tokens, temperature):
     """Right for rows [N, V]; it accepts [B, T, V] and answers otherwise."""
-    lp, n = (logits / temperature).log_softmax(1), min(logits.shape[1], logits.shape[-1])
+    lp, n = (
+        (logits / temperature).log_softmax(1),
+        min(logits.shape[1], logits.shape[-1]),
+    )
     if tokens.ndim == 1:
         return lp[torch.arange(len(tokens)), tokens]
     return lp.gather(1, tokens[..., None].clamp(max=n - 1))[..., 0]
@@ -138,7 +161,11 @@ def categorical(logits, tokens, temperature):
 
 
 def turned_squares(logits, tokens, temperature):
-    return one_each(logits.mT if logits.shape[-1] == logits.shape[-2] else logits, tokens, temperature)
+    return one_each(
+        logits.mT if logits.shape[-1] == logits.shape[-2] else logits,
+        tokens,
+        temperature,
+    )
 
 
 LOGPROBS = [

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the bodies of the cases are made of.
 
-A body is a function of what it names: d = log r and A, 0 where masked; m, the mask as bool; lp and old, 0 where masked;
-and the arguments ref_log_prob, group, entropy, rollout_log_probs and num_micro_batches. `loss` makes it the loss that
-is checked, with a state of its own.
+A body is a function of what it names: d = log r and A, 0 where masked; m, the mask as
+bool; lp and old, 0 where masked; and the arguments ref_log_prob, group, entropy,
+rollout_log_probs and num_micro_batches. `loss` makes it the loss that is checked, with
+a state of its own.
 """
 
 import inspect
@@ -79,11 +80,15 @@ def k3(lp, ref, m):
 
 def binary_kl(x, y):
     """KL(Bern(e^x) ‖ Bern(e^y))"""
-    return x.exp() * (x - y) - torch.expm1(x) * (torch.log(-torch.expm1(x)) - torch.log(-torch.expm1(y)))
+    return x.exp() * (x - y) - torch.expm1(x) * (
+        torch.log(-torch.expm1(x)) - torch.log(-torch.expm1(y))
+    )
 
 
 class Backward(torch.autograd.Function):
-    """DAPO's term with a backward written by hand: `alive` says where it has a gradient."""
+    """DAPO's term with a backward written by hand: `alive` says where it has a
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx, d, A, alive, scaled):
@@ -109,18 +114,28 @@ MAIN = ("log_prob", "old_log_prob", "advantages", "mask")
 
 
 def loss(body):
-    """The body as a loss `(log_prob, old_log_prob, advantages, mask, ...)`, its memory empty."""
+    """The body as a loss `(log_prob, old_log_prob, advantages, mask, ...)`, its memory
+    empty.
+    """
     wants, memory, calls = list(inspect.signature(body).parameters), {}, []
     own = [n for n in wants if "_" in n or n in ("group", "entropy")]
 
     def fn(log_prob, old_log_prob, advantages, mask, **given):
         calls.append(1)
         m = mask.bool()
-        lp, old, A = (torch.where(m, x.expand_as(m), 0) for x in (log_prob, old_log_prob, advantages))
-        here = dict(lp=lp, old=old, A=A, m=m, d=lp - old, memory=memory, call=len(calls))
+        lp, old, A = (
+            torch.where(m, x.expand_as(m), 0)
+            for x in (log_prob, old_log_prob, advantages)
+        )
+        here = dict(
+            lp=lp, old=old, A=A, m=m, d=lp - old, memory=memory, call=len(calls)
+        )
         return body(**{n: (here | default | given)[n] for n in wants})
 
     kind, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, {"num_micro_batches": 1}
-    every = [inspect.Parameter(n, kind, default=default.get(n, inspect.Parameter.empty)) for n in (*MAIN, *own)]
+    every = [
+        inspect.Parameter(n, kind, default=default.get(n, inspect.Parameter.empty))
+        for n in (*MAIN, *own)
+    ]
     fn.__signature__, fn.body = inspect.Signature(every), body
     return fn

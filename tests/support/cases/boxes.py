@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Black boxes written before `identify` ran on them: (objectives of this gradient, hyperparameters to be found, body).
+"""Black boxes written before `identify` ran on them: (objectives of this gradient,
+hyperparameters to be found, body).
 
 Bodies are as in bodies.py; "" is no registered objective.
 """
@@ -20,7 +21,9 @@ def vespo(d, A, m, lp):
 
 def aspo(d, A, m, lp):
     r = d.exp().detach()
-    w = torch.where(A > 0, (1 / r).clamp(max=2) * (r <= 1.15), r.clamp(max=2) * (r >= 0.85))
+    w = torch.where(
+        A > 0, (1 / r).clamp(max=2) * (r <= 1.15), r.clamp(max=2) * (r >= 0.85)
+    )
     return tok(w * A * lp, m)
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sentence about the cause: losses of which it is true, and losses that look alike, of which it is not."""
+"""A sentence about the cause: losses of which it is true, and losses that look alike,
+of which it is not.
+"""
 
 import math
 
@@ -21,7 +23,9 @@ def dapo(change=J, total=lambda x, m: -torch.where(m, x, 0).sum() / m.sum()):
 
 
 def unmasked(total):
-    return lambda log_prob, old_log_prob, advantages, mask: total(J(log_prob, old_log_prob, advantages), mask)
+    return lambda log_prob, old_log_prob, advantages, mask: total(
+        J(log_prob, old_log_prob, advantages), mask
+    )
 
 
 def up_dapo(ids):
@@ -30,7 +34,10 @@ def up_dapo(ids):
         r = torch.where(A > 0, lp - lp.detach(), lp - old).exp()
         x = torch.where(A > 0, r * A, torch.minimum(r * A, r.clamp(min=0.8) * A))
         g = ids(group, len(mask))
-        each = [torch.where(mask, x, 0)[g == i].sum() / mask[g == i].sum() for i in g.unique()]
+        each = [
+            torch.where(mask, x, 0)[g == i].sum() / mask[g == i].sum()
+            for i in g.unique()
+        ]
         return -torch.stack(each).mean()
 
     return loss
@@ -38,7 +45,9 @@ def up_dapo(ids):
 
 def by_row(log_prob, old_log_prob, advantages, mask, group):
     weight = 1 + torch.arange(len(mask), dtype=log_prob.dtype)[:, None] / 10
-    return up_dapo(lambda g, n: g)(log_prob, old_log_prob, weight * advantages, mask, group)
+    return up_dapo(lambda g, n: g)(
+        log_prob, old_log_prob, weight * advantages, mask, group
+    )
 
 
 def counted(n):
@@ -79,7 +88,9 @@ def quotient(lp, old, A):
 
 
 def ranked(by):
-    """Told the totals and the number of ranks n, multiplied by what it makes of these and of its mask."""
+    """Told the totals and the number of ranks n, multiplied by what it makes of these
+    and of its mask.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask, totals, num_ranks=1):
         x = J(*calm(mask, log_prob, old_log_prob, advantages))
@@ -102,7 +113,9 @@ class Passed(torch.autograd.Function):
 
 
 def passed(by):
-    return dapo(total=lambda x, m: Passed.apply(-torch.where(m, x, 0).sum() / m.sum(), by))
+    return dapo(
+        total=lambda x, m: Passed.apply(-torch.where(m, x, 0).sum() / m.sum(), by)
+    )
 
 
 def eps_high(acts):
@@ -110,14 +123,23 @@ def eps_high(acts):
 
     def loss(log_prob, old_log_prob, advantages, mask, eps_high=0.28):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
-        return -torch.where(mask, J(lp, old, A, 0.2, eps_high if acts(lp - old, mask) else 0.28), 0).sum() / mask.sum()
+        return (
+            -torch.where(
+                mask, J(lp, old, A, 0.2, eps_high if acts(lp - old, mask) else 0.28), 0
+            ).sum()
+            / mask.sum()
+        )
 
     return loss
 
 
 def by_length(where):
-    """Each response's own mean where this holds of the mask, one mean of all tokens elsewhere."""
-    mean = lambda x, m: (x.sum(1) / m.sum(1).clamp(min=1)).mean() if where(m) else x.sum() / m.sum()
+    """Each response's own mean where this holds of the mask, one mean of all tokens
+    elsewhere.
+    """
+    mean = lambda x, m: (
+        (x.sum(1) / m.sum(1).clamp(min=1)).mean() if where(m) else x.sum() / m.sum()
+    )
     return dapo(total=lambda x, m: -mean(torch.where(m, x, 0), m))
 
 
@@ -130,13 +152,20 @@ def bonus(of):
 
 
 def up_nan(where):
-    """UP whose terms are NaN where this holds of (log π, log r, A); no exp of it overflows."""
+    """UP whose terms are NaN where this holds of (log π, log r, A); no exp of it
+    overflows.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         r = (lp - old).clamp(max=60).exp()
         x = torch.where(A > 0, lp * A, torch.minimum(r * A, r.clamp(min=0.8) * A))
-        return -torch.where(mask, x * torch.where(where(lp, lp - old, A), math.nan, 1.0), 0).sum() / mask.sum()
+        return (
+            -torch.where(
+                mask, x * torch.where(where(lp, lp - old, A), math.nan, 1.0), 0
+            ).sum()
+            / mask.sum()
+        )
 
     return loss
 
@@ -145,18 +174,24 @@ def up_where(log_prob, old_log_prob, advantages, mask):
     """UP as nearly everybody writes it."""
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     r = (lp - old).exp()
-    x = torch.where(A > 0, (lp - lp.detach()).exp() * A, torch.minimum(r * A, r.clamp(min=0.8) * A))
+    x = torch.where(
+        A > 0, (lp - lp.detach()).exp() * A, torch.minimum(r * A, r.clamp(min=0.8) * A)
+    )
     return -torch.where(mask, x, 0).sum() / mask.sum()
 
 
 def rare(below, times=math.nan):
     """DAPO, and other weights of tokens rarer than that whose ratio is near 1."""
     hit = lambda lp, old: (lp < below) & ((lp - old).abs() < 1)
-    return dapo(lambda lp, old, A: J(lp, old, A) * torch.where(hit(lp, old), times, 1.0))
+    return dapo(
+        lambda lp, old, A: J(lp, old, A) * torch.where(hit(lp, old), times, 1.0)
+    )
 
 
 def whitened(where=lambda m: True, eps=1e-8):
-    """As verl whitens: with a variance that divides by the number of tokens, and eps under its root."""
+    """As verl whitens: with a variance that divides by the number of tokens, and eps
+    under its root.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
@@ -170,20 +205,31 @@ def whitened(where=lambda m: True, eps=1e-8):
 def cut(columns, where=lambda m: True):
     """Some columns alone, in the numerator and in the denominator."""
     mean = lambda x, m: -torch.where(m, x, 0).sum() / m.sum().clamp(min=1)
-    return dapo(total=lambda x, m: mean(x[:, columns], m[:, columns]) if where(m) else mean(x, m))
+    return dapo(
+        total=lambda x, m: (
+            mean(x[:, columns], m[:, columns]) if where(m) else mean(x, m)
+        )
+    )
 
 
 FLOOR = lambda x, at: torch.where(x.abs() > at, 0.5 * x + 0.5 * x.detach(), x)
 
 
 def near(name, says, true, *others, on="dapo", verdict=REJECTED, **hp):
-    """A loss of which the sentence holds, and losses of which it holds on some batches only."""
+    """A loss of which the sentence holds, and losses of which it holds on some batches
+    only.
+    """
     yield Case(true, on, hp, name=f"{name}: true", verdict=verdict, says=says)
-    yield from (Case(fn, on, hp, name=f"{name}: near", verdict=verdict, says=f"-{says}") for fn in others)
+    yield from (
+        Case(fn, on, hp, name=f"{name}: near", verdict=verdict, says=f"-{says}")
+        for fn in others
+    )
 
 
 def fails(name, oracle, says, true, other, on="dapo"):
-    """A loss of which the sentence is true, and one that fails the oracle for another reason."""
+    """A loss of which the sentence is true, and one that fails the oracle for another
+    reason.
+    """
     yield Case(true, on, name=f"{name}: true", oracles={oracle}, says=says)
     yield Case(other, on, name=f"{name}: another", oracles={oracle}, says=f"-{says}")
 

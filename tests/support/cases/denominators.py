@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses whose cause is a denominator, a sampler's correction, a floor or a target, and losses that look alike."""
+"""Losses whose cause is a denominator, a sampler's correction, a floor or a target, and
+losses that look alike.
+"""
 
 import torch
 from torch.nn.functional import pad
@@ -24,7 +26,9 @@ def in_runs(lp, d, A, m, group):
     """UP-DAPO with a new prompt wherever the id changes from one row to the next."""
     run = pad((group[1:] != group[:-1]).cumsum(0), (1, 0))
     J = up(lp, d, A, torch.inf)
-    return -torch.stack([(J * m)[run == i].sum() / m[run == i].sum() for i in run.unique()]).mean()
+    return -torch.stack(
+        [(J * m)[run == i].sum() / m[run == i].sum() for i in run.unique()]
+    ).mean()
 
 
 def tpo(lp, old, A, m, group, eta=1.0, by=lambda n: n):
@@ -61,7 +65,9 @@ def lengths(change):
 
 
 def tis(factor, clip=clipped):
-    return lambda d, A, m, old, rollout_log_probs: tok(clip(d, A) * factor(ratio(m, old, rollout_log_probs), A), m)
+    return lambda d, A, m, old, rollout_log_probs: tok(
+        clip(d, A) * factor(ratio(m, old, rollout_log_probs), A), m
+    )
 
 
 def half_detached(d, A):
@@ -70,7 +76,8 @@ def half_detached(d, A):
 
 
 FLOOR = -12
-CASES = [  # name, objective, words of the cause, body; words after a "-" must not be said
+# name, objective, words of the cause, body; words after a "-" must not be said
+CASES = [
     ("|o| + 1", "grpo", "1 is added to each length", lengths(lambda n: n + 1)),
     ("|o| + 3", "grpo", "3 is added to each length", lengths(lambda n: n + 3)),
     ("|o| + 1 of short ones", "grpo", "-added to each length", lengths(lambda n: n + (n < 9))),
@@ -116,13 +123,21 @@ CASES = [  # name, objective, words of the cause, body; words after a "-" must n
      lambda lp, old, A, m, group: tpo(lp, old, A, m, group, by=lambda n: 1)),
     ("untruncated", "topr", "no bound has an effect", topr),
 ]  # fmt: skip
-BY_DAY = {"C = 5", "η = 2", "two means", "half detached", "T for |o|", "TPO in float32"}  # beside a sample
+# beside a sample
+BY_DAY = {"C = 5", "η = 2", "two means", "half detached", "T for |o|", "TPO in float32"}
 ROWS = [
-    Case(loss(body), on, file="denominators", name=name, verdict=REJECTED, says=says) for name, on, says, body in CASES
+    Case(loss(body), on, file="denominators", name=name, verdict=REJECTED, says=says)
+    for name, on, says, body in CASES
 ]
-ROWS.append(  # its weight is a difference of two shares of a group: rounding of the other responses moves it too
+# its weight is a difference of two shares of a group: rounding of the other responses
+# moves it too
+ROWS.append(
     Case(
-        loss(lambda lp, old, A, m, group: tpo(lp.float(), old.float(), A.float(), m, group)),
+        loss(
+            lambda lp, old, A, m, group: tpo(
+                lp.float(), old.float(), A.float(), m, group
+            )
+        ),
         "tpo",
         file="denominators",
         name="TPO in float32",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage estimators written before the checker ran on them: (name, estimator, hyperparameters, function, cause).
+"""Advantage estimators written before the checker ran on them: (name, estimator,
+hyperparameters, function, cause).
 
 A right one has no cause.
 """
@@ -19,7 +20,11 @@ def std(r, ddof=1):
 
 
 def normed(r, ddof=1):
-    return (r - r.mean()) / (std(r, ddof) + 1e-6) if len(r) > 1 and r.max() > r.min() else 0 * r
+    return (
+        (r - r.mean()) / (std(r, ddof) + 1e-6)
+        if len(r) > 1 and r.max() > r.min()
+        else 0 * r
+    )
 
 
 def centered(r):
@@ -34,20 +39,28 @@ def scatter(scores, uid):
     ids, g, n = uid.unique(return_inverse=True, return_counts=True)
     x, z = scores.double(), torch.zeros(len(ids), dtype=torch.float64)
     c = x - (z.index_add(0, g, x) / n)[g]
-    low, high = (z.scatter_reduce(0, g, x, how, include_self=False) for how in ("amin", "amax"))
+    low, high = (
+        z.scatter_reduce(0, g, x, how, include_self=False) for how in ("amin", "amax")
+    )
     c = torch.where((low == high)[g], 0, c)
-    return (c / ((z.index_add(0, g, c * c) / (n - 1).clamp(min=1)).sqrt()[g] + 1e-4)).to(scores.dtype)
+    return (
+        c / ((z.index_add(0, g, c * c) / (n - 1).clamp(min=1)).sqrt()[g] + 1e-4)
+    ).to(scores.dtype)
 
 
 def pairs(rewards, group):
     same = (group[:, None] == group[None, :]).double()
     x = rewards.double()
-    return (((x[:, None] - x) * same).sum(1) / (same.sum(1) - 1).clamp(min=1)).to(rewards.dtype)
+    return (((x[:, None] - x) * same).sum(1) / (same.sum(1) - 1).clamp(min=1)).to(
+        rewards.dtype
+    )
 
 
 def matrix(rewards, group):
     same = (group[:, None] == group[None, :]).double()
-    equal = torch.stack([(rewards[group == k] == r).all() for r, k in zip(rewards, group, strict=True)])
+    equal = torch.stack(
+        [(rewards[group == k] == r).all() for r, k in zip(rewards, group, strict=True)]
+    )
     x = rewards.double()
     return torch.where(equal, 0, (x - same @ x / same.sum(1))).to(rewards.dtype)
 
@@ -69,7 +82,9 @@ def batch_whitened(rewards):
 def viewed(rewards, group):
     n = int((group == group[0]).sum())
     x = rewards.view(-1, n if len(rewards) % n == 0 else len(rewards))
-    return ((x - x.mean(1, True)) / (x.std(1, keepdim=True).nan_to_num() + 1e-6)).view(-1)
+    return ((x - x.mean(1, True)) / (x.std(1, keepdim=True).nan_to_num() + 1e-6)).view(
+        -1
+    )
 
 
 def twice(rewards, group):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-prob functions that are one change away from the plain one. A row is (name, function, keyword arguments of the
-check, if any); one of WRONG has part of its cause after the name, "" where none is asked for.
+"""Log-prob functions that are one change away from the plain one. A row is (name,
+function, keyword arguments of the check, if any); one of WRONG has part of its cause
+after the name, "" where none is asked for.
 """
 
 import torch
@@ -14,7 +15,9 @@ from upref import hidden, logprobs
 def of(x, tokens):
     lp = x.log_softmax(-1)
     p = lp.exp()
-    return lp.gather(-1, tokens[..., None])[..., 0], -(p * lp.masked_fill(p == 0, 0)).sum(-1)
+    return lp.gather(-1, tokens[..., None])[..., 0], -(
+        p * lp.masked_fill(p == 0, 0)
+    ).sum(-1)
 
 
 def picked(x, tokens, log_Z):
@@ -25,13 +28,15 @@ def as_if(value, gradient):
     return gradient + (value - gradient).detach()
 
 
-# ---- right -----------------------------------------------------------------------------------------------------------
+# ---- right ---------------------------------------------------------------------------
 def naive(hidden, weight, tokens, temperature):
     return of(hidden @ weight.T / temperature, tokens)
 
 
 def nll_of_torch(logits, labels, temperature):
-    return -F.cross_entropy((logits / temperature).flatten(0, -2), labels.flatten(), reduction="none").view_as(labels)
+    return -F.cross_entropy(
+        (logits / temperature).flatten(0, -2), labels.flatten(), reduction="none"
+    ).view_as(labels)
 
 
 def by_dict(hidden_states, lm_head_weight, target_ids, tau):
@@ -45,7 +50,9 @@ def flat_only(h, w, ids, temperature):
 
 
 def in_rows(hidden, weight, tokens, temperature):
-    rows = zip(hidden.flatten(0, -2).split(512), tokens.flatten().split(512), strict=True)
+    rows = zip(
+        hidden.flatten(0, -2).split(512), tokens.flatten().split(512), strict=True
+    )
     lp, H = zip(*(naive(h, weight, t, temperature) for h, t in rows), strict=True)
     return torch.cat(lp).view_as(tokens), torch.cat(H).view_as(tokens)
 
@@ -66,8 +73,15 @@ def with_bias(hidden, weight, tokens, temperature, bias):
     return of((hidden @ weight.T + bias) / temperature, tokens)
 
 
-def fused(hidden, weight, tokens, temperature, bias=None, softcap=None, logit_scale=1.0):
-    settings = {"temperature": temperature, "bias": bias, "softcap": softcap, "logit_scale": logit_scale}
+def fused(
+    hidden, weight, tokens, temperature, bias=None, softcap=None, logit_scale=1.0
+):
+    settings = {
+        "temperature": temperature,
+        "bias": bias,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+    }
     return upref.hidden.token_log_probs(hidden, weight, tokens, chunk=1000, **settings)
 
 
@@ -96,10 +110,12 @@ def in_place(logits, tokens, temperature):
     return InPlaceBackward.apply(logits / temperature, tokens)
 
 
-# ---- wrong -----------------------------------------------------------------------------------------------------------
+# ---- wrong ---------------------------------------------------------------------------
 def x_is(change):
     """From hidden states, x as this makes it of the logits and the temperature."""
-    return lambda hidden, weight, tokens, temperature: of(change(hidden @ weight.T, temperature), tokens)
+    return lambda hidden, weight, tokens, temperature: of(
+        change(hidden @ weight.T, temperature), tokens
+    )
 
 
 def normalized(log_Z):
@@ -154,8 +170,13 @@ def summed_in_bfloat16(n):
 
         @staticmethod
         def backward(ctx, g):
-            h, W, tokens = (x.flatten(0, -2) if i == 0 else x for i, x in enumerate(ctx.saved_tensors))
-            dx = F.one_hot(tokens.flatten(), len(W)) - (h.double() @ W.double().T).softmax(-1)
+            h, W, tokens = (
+                x.flatten(0, -2) if i == 0 else x
+                for i, x in enumerate(ctx.saved_tensors)
+            )
+            dx = F.one_hot(tokens.flatten(), len(W)) - (
+                h.double() @ W.double().T
+            ).softmax(-1)
             dx = dx * g.double().flatten()[:, None]
             dW = torch.zeros_like(W)
             for i in range(0, len(h), n):
@@ -204,12 +225,16 @@ def writes(logits, tokens, temperature):
 
 
 def capped(change):
-    return lambda hidden, weight, tokens, temperature: of(change(hidden @ weight.T, 5.0) / temperature, tokens)
+    return lambda hidden, weight, tokens, temperature: of(
+        change(hidden @ weight.T, 5.0) / temperature, tokens
+    )
 
 
-# ---- two processes ---------------------------------------------------------------------------------------------------
+# ---- two processes -------------------------------------------------------------------
 class Reduced(torch.autograd.Function):
-    """A sum over ranks of which every rank has the whole: its gradient is the upstream one."""
+    """A sum over ranks of which every rank has the whole: its gradient is the upstream
+    one.
+    """
 
     @staticmethod
     def forward(ctx, x):
@@ -251,7 +276,11 @@ def plain_all_reduce(logits, tokens, temperature):
 
 def log_ranks(logits, tokens, temperature):
     lp = parallel(logits, tokens, temperature)
-    return lp - torch.tensor(float(dist.get_world_size())).log() if dist.is_initialized() else lp
+    return (
+        lp - torch.tensor(float(dist.get_world_size())).log()
+        if dist.is_initialized()
+        else lp
+    )
 
 
 RIGHT = [
@@ -326,7 +355,11 @@ WRONG = [
 ]  # fmt: skip
 CAPPED = [
     ("no softcap", "the softcap is left out", lambda y, cap: y),
-    ("no slope of the softcap", "the derivative of the softcap", lambda y, cap: as_if(cap * (y / cap).tanh(), y)),
+    (
+        "no slope of the softcap",
+        "the derivative of the softcap",
+        lambda y, cap: as_if(cap * (y / cap).tanh(), y),
+    ),
     ("cap tanh(y)", "not divided by inside tanh", lambda y, cap: cap * y.tanh()),
     ("y clamped", "clamps the logits", lambda y, cap: y.clamp(-cap, cap)),
 ]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-prob functions as people write them: RIGHT ones, and WRONG ones with the fault planted in each.
+"""Log-prob functions as people write them: RIGHT ones, and WRONG ones with the fault
+planted in each.
 
-Someone wrote them from the documentation of `upref.check_logprobs` and from bug reports of other projects, without
-reading the checker. A row is (name, function, keyword arguments of the check); a wrong row's name is its fault.
+Someone wrote them from the documentation of `upref.check_logprobs` and from bug reports
+of other projects, without reading the checker. A row is (name, function, keyword
+arguments of the check); a wrong row's name is its fault.
 """
 
 import math
@@ -43,28 +45,37 @@ def plain(logits, tokens, temperature):
 @right("cross_entropy with the sign turned")
 def by_cross_entropy(logits, tokens, temperature):
     loss = F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float() / temperature, tokens.reshape(-1), reduction="none"
+        logits.reshape(-1, logits.shape[-1]).float() / temperature,
+        tokens.reshape(-1),
+        reduction="none",
     )
     return -loss.view(tokens.shape)
 
 
 @right("torch.distributions.Categorical")
 def by_categorical(logits, tokens, temperature):
-    d = torch.distributions.Categorical(logits=logits / temperature, validate_args=False)
+    d = torch.distributions.Categorical(
+        logits=logits / temperature, validate_args=False
+    )
     return d.log_prob(tokens), d.entropy()
 
 
 @right("one row at a time")
 def by_rows(logits, tokens, temperature):
     flat, ids = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1)
-    rows = [row[i] / temperature - (row / temperature).logsumexp(-1) for row, i in zip(flat, ids, strict=True)]
+    rows = [
+        row[i] / temperature - (row / temperature).logsumexp(-1)
+        for row, i in zip(flat, ids, strict=True)
+    ]
     return torch.stack(rows).view(tokens.shape)
 
 
 @right("nll_loss of a float64 log_softmax, cast back")
 def in_double(logits, tokens, temperature):
     logp = (logits.double() / temperature).log_softmax(-1)
-    lp = -F.nll_loss(logp.flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
+    lp = -F.nll_loss(logp.flatten(0, -2), tokens.flatten(), reduction="none").view(
+        tokens.shape
+    )
     return lp.to(logits.dtype), entropy_of(logp).to(logits.dtype)
 
 
@@ -103,7 +114,9 @@ class Answer(NamedTuple):
 class Head:
     def __call__(self, logits, labels, tau):
         logp = torch.log_softmax(logits.float() * (1 / tau), dim=-1)
-        return Answer(torch.take_along_dim(logp, labels[..., None], -1)[..., 0], entropy_of(logp))
+        return Answer(
+            torch.take_along_dim(logp, labels[..., None], -1)[..., 0], entropy_of(logp)
+        )
 
 
 right("an object that returns a NamedTuple")(Head())
@@ -112,7 +125,9 @@ right("an object that returns a NamedTuple")(Head())
 @right("ids of -100 give a log-prob of 0")
 def ignoring(logits, tokens, temperature):
     keep = tokens != -100
-    return torch.where(keep, plain(logits, tokens.masked_fill(~keep, 0), temperature), 0.0)
+    return torch.where(
+        keep, plain(logits, tokens.masked_fill(~keep, 0), temperature), 0.0
+    )
 
 
 @right("softmax saved in bfloat16 for the backward")
@@ -132,7 +147,13 @@ class SavedBf16(torch.autograd.Function):
     def backward(ctx, g):
         p, tokens = ctx.saved_tensors
         dx = -p.float() * g[..., None]
-        return dx.scatter_add(-1, tokens[..., None], g[..., None].to(dx.dtype)).div(ctx.tau).to(ctx.dtype), None, None
+        return (
+            dx.scatter_add(-1, tokens[..., None], g[..., None].to(dx.dtype))
+            .div(ctx.tau)
+            .to(ctx.dtype),
+            None,
+            None,
+        )
 
 
 @right("softcap before the temperature", softcap=30.0)
@@ -151,8 +172,13 @@ def scaled_states(hidden, weight, tokens, temperature):
 
 @right("the token's logit from its own row of the head")
 def own_row(hidden, weight, tokens, temperature):
-    y = torch.einsum("...h,...h->...", hidden.float(), weight[tokens].float()) / temperature
-    return y - torch.einsum("...h,vh->...v", hidden.float() / temperature, weight.float()).logsumexp(-1)
+    y = (
+        torch.einsum("...h,...h->...", hidden.float(), weight[tokens].float())
+        / temperature
+    )
+    return y - torch.einsum(
+        "...h,vh->...v", hidden.float() / temperature, weight.float()
+    ).logsumexp(-1)
 
 
 @right("checkpointed chunks of tokens")
@@ -164,7 +190,11 @@ def checkpointed(hidden, weight, tokens, temperature, chunk=37):
     w = weight.float()
     parts = [
         checkpoint(part, h, w, i, use_reentrant=False)
-        for h, i in zip(hidden.flatten(0, -2).split(chunk), tokens.flatten().split(chunk), strict=True)
+        for h, i in zip(
+            hidden.flatten(0, -2).split(chunk),
+            tokens.flatten().split(chunk),
+            strict=True,
+        )
     ]
     lp, ent = (torch.cat(x).view(tokens.shape) for x in zip(*parts, strict=True))
     return lp, ent
@@ -226,7 +256,11 @@ class Sharded(torch.autograd.Function):
     def backward(ctx, g):
         p, local, here = ctx.saved_tensors
         dx = -p * g[..., None]
-        dx.scatter_add_(-1, local.masked_fill(~here, 0)[..., None], (g * here)[..., None].to(dx.dtype))
+        dx.scatter_add_(
+            -1,
+            local.masked_fill(~here, 0)[..., None],
+            (g * here)[..., None].to(dx.dtype),
+        )
         return (dx / ctx.tau).to(ctx.dtype), None, None, None
 
 
@@ -275,7 +309,9 @@ def shifted(logits, tokens, temperature):
 
 @wrong("tokens of the next position")
 def next_tokens(logits, tokens, temperature):
-    return plain(logits, torch.cat([tokens[..., 1:], tokens[..., -1:]], -1), temperature)
+    return plain(
+        logits, torch.cat([tokens[..., 1:], tokens[..., -1:]], -1), temperature
+    )
 
 
 @wrong("entropy detached")
@@ -348,7 +384,9 @@ def mean_entropy(logits, tokens, temperature):
 @wrong("entropy of the 50 largest logits alone")
 def top_entropy(logits, tokens, temperature):
     x = logits / temperature
-    return pick(x.log_softmax(-1), tokens), entropy_of(x.topk(min(50, x.shape[-1])).values.log_softmax(-1))
+    return pick(x.log_softmax(-1), tokens), entropy_of(
+        x.topk(min(50, x.shape[-1])).values.log_softmax(-1)
+    )
 
 
 @wrong("negative log-likelihood returned")
@@ -358,20 +396,30 @@ def nll(logits, tokens, temperature):
 
 @wrong("mean over the sequence for each token")
 def averaged(logits, tokens, temperature):
-    return plain(logits, tokens, temperature).mean(-1, keepdim=True).expand(tokens.shape)
+    return (
+        plain(logits, tokens, temperature).mean(-1, keepdim=True).expand(tokens.shape)
+    )
 
 
 @wrong("label smoothing")
 def smoothed(logits, tokens, temperature):
     loss = F.cross_entropy(
-        logits.flatten(0, -2) / temperature, tokens.flatten(), reduction="none", label_smoothing=0.05
+        logits.flatten(0, -2) / temperature,
+        tokens.flatten(),
+        reduction="none",
+        label_smoothing=0.05,
     )
     return -loss.view(tokens.shape)
 
 
 @wrong("id 0 treated as padding")
 def pad_zero(logits, tokens, temperature):
-    loss = F.cross_entropy(logits.flatten(0, -2) / temperature, tokens.flatten(), reduction="none", ignore_index=0)
+    loss = F.cross_entropy(
+        logits.flatten(0, -2) / temperature,
+        tokens.flatten(),
+        reduction="none",
+        ignore_index=0,
+    )
     return -loss.view(tokens.shape)
 
 
@@ -456,7 +504,8 @@ class Kernel(torch.autograd.Function):
             n = g.shape[-1]
             g = (
                 g.as_strided(g.shape, (n, 1)[-g.dim() :])
-                if g.dim() <= 2 and g.untyped_storage().nbytes() >= g.numel() * g.element_size()
+                if g.dim() <= 2
+                and g.untyped_storage().nbytes() >= g.numel() * g.element_size()
                 else g * 0 + g.flatten()[0]
             )
         if bug == "positive":
@@ -466,7 +515,14 @@ class Kernel(torch.autograd.Function):
         else:
             dx = -p * g[..., None]
             dx.scatter_add_(-1, tokens[..., None], g[..., None].to(dx.dtype))
-        h = gh[..., None] * p * (logp.masked_fill(logp == -math.inf, 0) + (0 if bug == "no H" else ent[..., None]))
+        h = (
+            gh[..., None]
+            * p
+            * (
+                logp.masked_fill(logp == -math.inf, 0)
+                + (0 if bug == "no H" else ent[..., None])
+            )
+        )
         if bug == "skips":
             h = h * (g != 0)[..., None]
         if bug == "sign":
@@ -521,7 +577,9 @@ class Tiles(torch.autograd.Function):
         n, v = len(ids), len(weight)
         m = torch.full((n,), 0.0 if bug == "max 0" else -math.inf, dtype=wide)
         s, t, y = (torch.zeros(n, dtype=wide) for _ in range(3))
-        for lo in range(0, v // chunk * chunk if bug == "drops" and v > chunk else v, chunk):
+        for lo in range(
+            0, v // chunk * chunk if bug == "drops" and v > chunk else v, chunk
+        ):
             w = weight[lo : lo + chunk]
             if bug == "pads" and len(w) < chunk:
                 w = F.pad(w, (0, 0, 0, min(chunk, 128) - len(w) % min(chunk, 128)))
@@ -529,12 +587,18 @@ class Tiles(torch.autograd.Function):
             new = torch.maximum(m, x.amax(-1))
             r = torch.ones_like(m) if bug == "no rescale" else (m - new).exp()
             e = (x - new[:, None]).exp()
-            s, t, m = s * r + e.sum(-1), (t if bug == "t" else t * r) + (e * x).sum(-1), new
+            s, t, m = (
+                s * r + e.sum(-1),
+                (t if bug == "t" else t * r) + (e * x).sum(-1),
+                new,
+            )
             hi = lo + len(w) - (bug == "edge")
             here = (ids >= lo) & (ids < hi)
             if bug == "modulo":
                 here = ids % chunk < len(w)
-            at = (ids % chunk if bug == "modulo" else ids - lo).clamp(0, x.shape[-1] - 1)
+            at = (ids % chunk if bug == "modulo" else ids - lo).clamp(
+                0, x.shape[-1] - 1
+            )
             y = torch.where(here, pick(x, at), y)
         lse = m + s.log()
         ent = lse - t / s
@@ -555,11 +619,24 @@ class Tiles(torch.autograd.Function):
             dx = -p * g - gh * p * (logp + ent[:, None])
             at = ids - lo
             here = ((at >= 0) & (at < len(w)))[:, None]
-            dx.scatter_add_(-1, at.clamp(0, len(w) - 1)[:, None], torch.where(here, g, 0 * g).to(dx.dtype))
+            dx.scatter_add_(
+                -1,
+                at.clamp(0, len(w) - 1)[:, None],
+                torch.where(here, g, 0 * g).to(dx.dtype),
+            )
             dx = dx / tau
             dh = (dx.to(w.dtype) @ w).to(dh.dtype) + (0 if bug == "dh" else dh)
-            dw[lo : lo + ctx.chunk] = (dx * (tau if bug == "dw tau" else 1)).to(h.dtype).T @ h
-        return dh.view(ctx.shape).to(weight.dtype), None if bug == "frozen" else dw, None, None, None, None
+            dw[lo : lo + ctx.chunk] = (dx * (tau if bug == "dw tau" else 1)).to(
+                h.dtype
+            ).T @ h
+        return (
+            dh.view(ctx.shape).to(weight.dtype),
+            None if bug == "frozen" else dw,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def tiles(name, bug, chunk=512):
@@ -587,13 +664,19 @@ tiles("no gradient for the weight", "frozen")
 
 
 class Chunks(torch.autograd.Function):
-    """verl's and Liger's chunks of tokens; dW added over chunks in the weight's dtype or in float32."""
+    """verl's and Liger's chunks of tokens; dW added over chunks in the weight's dtype
+    or in float32.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, tokens, tau, bug, chunk):
         h, ids = hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1)
         lp = torch.zeros(len(ids), dtype=torch.promote_types(h.dtype, torch.float32))
-        end = len(ids) // chunk * chunk if bug == "rows" and len(ids) > chunk else len(ids)
+        end = (
+            len(ids) // chunk * chunk
+            if bug == "rows" and len(ids) > chunk
+            else len(ids)
+        )
         for i in range(0, end, chunk):
             x = (h[i : i + chunk] @ weight.T).to(lp.dtype) / tau
             lp[i : i + chunk] = pick(x, ids[i : i + chunk]) - x.logsumexp(-1)
@@ -686,7 +769,8 @@ def local_ids(logits, tokens, temperature):
     return Sharded.apply(logits, tokens, temperature, "offset")
 
 
-# What the checker calls the fault of a wrong row; a row that is not here is rejected with other words or none.
+# What the checker calls the fault of a wrong row; a row that is not here is rejected
+# with other words or none.
 CAUSE = {
     "log-softmax divided by the temperature": "the log-softmax is divided by the temperature, and not the logits",
     "divided by the temperature twice": "the logits are divided by the temperature twice",
@@ -755,4 +839,7 @@ CAUSE = {
     "hidden states detached": "the hidden states get no gradient",
     "each rank subtracts its own maximum": "each rank subtracts its own maximum",
 }
-LONG = "running|every tile|each tile|last tile|last partial tile|16 bits|cached|transposed"  # over half a second each
+# over half a second each
+LONG = (
+    "running|every tile|each tile|last tile|last partial tile|16 bits|cached|transposed"
+)

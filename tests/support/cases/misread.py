@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that misread their batch: tokens shifted or left out, advantages changed once more. A row is (name, objective,
-words of the cause, body); after a "-", words that would be wrong.
+"""Losses that misread their batch: tokens shifted or left out, advantages changed once
+more. A row is (name, objective, words of the cause, body); after a "-", words that
+would be wrong.
 """
 
 import torch
@@ -10,7 +11,9 @@ from .bodies import clipped, even, mean, seq, tok, up
 
 def moved(x, by):
     out = torch.zeros_like(x)
-    out[:, max(by, 0) : len(x[0]) + min(by, 0)] = x[:, max(-by, 0) : len(x[0]) + min(-by, 0)]
+    out[:, max(by, 0) : len(x[0]) + min(by, 0)] = x[
+        :, max(-by, 0) : len(x[0]) + min(-by, 0)
+    ]
     return out
 
 

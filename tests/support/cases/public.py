@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses in the words of public trainers, and what goes wrong when somebody edits one line of them.
+"""Losses in the words of public trainers, and what goes wrong when somebody edits one
+line of them.
 
-Written before the checker ran on any of them; two boxes that were no losses were replaced after it. A base is right. A
-row of EDITS puts other text into its source: (base, name, [old text, new text, ...]); HARMLESS are edits that change no
-gradient. One file: an edit can only be read beside its base.
+Written before the checker ran on any of them; two boxes that were no losses were
+replaced after it. A base is right. A row of EDITS puts other text into its source:
+(base, name, [old text, new text, ...]); HARMLESS are edits that change no gradient. One
+file: an edit can only be read beside its base.
 """
 # ruff: noqa: E501 - an edit is one row
 
@@ -35,7 +37,9 @@ def vanilla(old_log_prob, log_prob, advantages, response_mask, clip_ratio_low=0.
     negative_approx_kl = torch.clamp(negative_approx_kl, min=-20.0, max=20.0)
     ratio = torch.exp(negative_approx_kl)
     pg_losses1 = -advantages * ratio
-    pg_losses2 = -advantages * torch.clamp(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
+    pg_losses2 = -advantages * torch.clamp(
+        ratio, 1 - clip_ratio_low, 1 + clip_ratio_high
+    )
     clip_pg_losses1 = torch.maximum(pg_losses1, pg_losses2)
     pg_losses3 = -advantages * clip_ratio_c
     clip_pg_losses2 = torch.min(pg_losses3, clip_pg_losses1)
@@ -43,22 +47,39 @@ def vanilla(old_log_prob, log_prob, advantages, response_mask, clip_ratio_low=0.
     return agg_loss(pg_losses, response_mask, loss_agg_mode)
 
 
-def sequence(old_log_prob, log_prob, advantages, response_mask, clip_ratio_low=3e-4, clip_ratio_high=4e-4):
+def sequence(
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    clip_ratio_low=3e-4,
+    clip_ratio_high=4e-4,
+):
     negative_approx_kl = log_prob - old_log_prob
     seq_lengths = torch.sum(response_mask, dim=-1).clamp(min=1)
-    negative_approx_kl_seq = torch.sum(negative_approx_kl * response_mask, dim=-1) / seq_lengths
-    log_seq_ratio = log_prob - log_prob.detach() + negative_approx_kl_seq.detach().unsqueeze(-1)
+    negative_approx_kl_seq = (
+        torch.sum(negative_approx_kl * response_mask, dim=-1) / seq_lengths
+    )
+    log_seq_ratio = (
+        log_prob - log_prob.detach() + negative_approx_kl_seq.detach().unsqueeze(-1)
+    )
     log_seq_ratio = torch.clamp(log_seq_ratio, max=10.0)
     seq_ratio = torch.exp(log_seq_ratio)
     pg_losses1 = -advantages * seq_ratio
-    pg_losses2 = -advantages * torch.clamp(seq_ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
+    pg_losses2 = -advantages * torch.clamp(
+        seq_ratio, 1 - clip_ratio_low, 1 + clip_ratio_high
+    )
     pg_losses = torch.maximum(pg_losses1, pg_losses2)
     return agg_loss(pg_losses, response_mask, "seq-mean-token-mean")
 
 
 def grpo(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages, completion_mask, epsilon=0.2,
          beta=0.04):  # fmt: skip
-    per_token_kl = torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1
+    per_token_kl = (
+        torch.exp(ref_per_token_logps - per_token_logps)
+        - (ref_per_token_logps - per_token_logps)
+        - 1
+    )
     log_ratio = per_token_logps - old_per_token_logps
     coef_1 = torch.exp(log_ratio)
     coef_2 = torch.clamp(coef_1, 1 - epsilon, 1 + epsilon)
@@ -66,15 +87,22 @@ def grpo(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages, 
     per_token_loss2 = coef_2 * advantages.unsqueeze(1)
     per_token_loss = -torch.min(per_token_loss1, per_token_loss2)
     per_token_loss = per_token_loss + beta * per_token_kl
-    return ((per_token_loss * completion_mask).sum(-1) / completion_mask.sum(-1).clamp(min=1.0)).mean()
+    return (
+        (per_token_loss * completion_mask).sum(-1)
+        / completion_mask.sum(-1).clamp(min=1.0)
+    ).mean()
 
 
-def cispo(per_token_logps, old_per_token_logps, advantages, completion_mask, epsilon_high=4.0):
+def cispo(
+    per_token_logps, old_per_token_logps, advantages, completion_mask, epsilon_high=4.0
+):
     log_ratio = per_token_logps - old_per_token_logps
     coef_1 = torch.exp(log_ratio)
     clamped_ratios = torch.clamp(coef_1, max=1 + epsilon_high).detach()
     per_token_loss = -clamped_ratios * advantages.unsqueeze(1) * per_token_logps
-    return (per_token_loss * completion_mask).sum() / completion_mask.sum().clamp(min=1.0)
+    return (per_token_loss * completion_mask).sum() / completion_mask.sum().clamp(
+        min=1.0
+    )
 
 
 def dr(per_token_logps, old_per_token_logps, advantages, completion_mask, epsilon=0.2):
@@ -84,7 +112,14 @@ def dr(per_token_logps, old_per_token_logps, advantages, completion_mask, epsilo
     return (per_token_loss * completion_mask).sum() / per_token_loss.size(0)
 
 
-def policy_loss(log_probs, old_log_probs, advantages, action_mask=None, clip_eps_low=0.2, clip_eps_high=0.28):
+def policy_loss(
+    log_probs,
+    old_log_probs,
+    advantages,
+    action_mask=None,
+    clip_eps_low=0.2,
+    clip_eps_high=0.28,
+):
     ratio = (log_probs - old_log_probs).exp()
     surr1 = ratio * advantages
     surr2 = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
@@ -92,11 +127,15 @@ def policy_loss(log_probs, old_log_probs, advantages, action_mask=None, clip_eps
     return masked_mean(loss, action_mask)
 
 
-def unclipped_positives(logprobs, old_logprobs, advantages, loss_mask, cliprange_low=0.2):
+def unclipped_positives(
+    logprobs, old_logprobs, advantages, loss_mask, cliprange_low=0.2
+):
     ratio = torch.exp(logprobs - old_logprobs)
     anchored = torch.exp(logprobs - logprobs.detach())
     positive = anchored * advantages
-    negative = torch.min(ratio * advantages, torch.clamp(ratio, min=1 - cliprange_low) * advantages)
+    negative = torch.min(
+        ratio * advantages, torch.clamp(ratio, min=1 - cliprange_low) * advantages
+    )
     objective = torch.where(advantages > 0, positive, negative)
     return -(objective * loss_mask).sum() / loss_mask.sum()
 
@@ -105,7 +144,9 @@ def with_engine(log_prob, old_log_prob, rollout_log_probs, advantages, response_
                 clip_ratio_high=0.28, tis_imp_ratio_cap=2.0):  # fmt: skip
     ratio = torch.exp(log_prob - old_log_prob)
     pg_losses1 = -advantages * ratio
-    pg_losses2 = -advantages * torch.clamp(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
+    pg_losses2 = -advantages * torch.clamp(
+        ratio, 1 - clip_ratio_low, 1 + clip_ratio_high
+    )
     pg_losses = torch.maximum(pg_losses1, pg_losses2)
     tis_imp_ratio = torch.exp(old_log_prob - rollout_log_probs)
     tis_imp_ratio = torch.clamp(tis_imp_ratio, max=tis_imp_ratio_cap)
@@ -113,13 +154,23 @@ def with_engine(log_prob, old_log_prob, rollout_log_probs, advantages, response_
     return masked_mean(pg_losses, response_mask)
 
 
-def soft(per_token_logps, old_per_token_logps, advantages, completion_mask, tau_pos=1.0, tau_neg=1.05):
+def soft(
+    per_token_logps,
+    old_per_token_logps,
+    advantages,
+    completion_mask,
+    tau_pos=1.0,
+    tau_neg=1.05,
+):
     log_ratio = per_token_logps - old_per_token_logps
     coef_1 = torch.exp(log_ratio)
     temperatures = torch.where(advantages > 0, tau_pos, tau_neg)
     soft_coef_1 = torch.sigmoid(temperatures * (coef_1 - 1)) * 4 / temperatures
     per_token_loss = -soft_coef_1 * advantages
-    return ((per_token_loss * completion_mask).sum(-1) / completion_mask.sum(-1).clamp(min=1.0)).mean()
+    return (
+        (per_token_loss * completion_mask).sum(-1)
+        / completion_mask.sum(-1).clamp(min=1.0)
+    ).mean()
 
 
 def leave_one_out_pg(logprobs, advantages, action_mask):
@@ -131,7 +182,9 @@ def tapered(log_probs, old_log_probs, advantages, loss_mask):
     seq_logp = (log_probs * loss_mask).sum(-1)
     seq_old = (old_log_probs * loss_mask).sum(-1)
     rewards = advantages[:, 0]
-    weight = torch.where(rewards >= 0, 1.0, torch.exp(seq_logp - seq_old).clamp(0, 1).detach())
+    weight = torch.where(
+        rewards >= 0, 1.0, torch.exp(seq_logp - seq_old).clamp(0, 1).detach()
+    )
     return -(weight * rewards * seq_logp).mean()
 
 
@@ -153,15 +206,29 @@ def divergence_mask(log_prob, old_log_prob, advantages, response_mask, delta=0.1
     return -(ratio * advantages * keep * response_mask).sum(-1).mean()
 
 
-def preserved(log_prob, old_log_prob, advantages, response_mask, clip_ratio_low=0.2, clip_ratio_high=0.28):
+def preserved(
+    log_prob,
+    old_log_prob,
+    advantages,
+    response_mask,
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.28,
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    low, high = (1 - clip_ratio_low) / ratio.detach(), (1 + clip_ratio_high) / ratio.detach()
+    low, high = (
+        (1 - clip_ratio_low) / ratio.detach(),
+        (1 + clip_ratio_high) / ratio.detach(),
+    )
     clipped = torch.where(ratio > 1 + clip_ratio_high, ratio * high, ratio)
     clipped = torch.where(ratio < 1 - clip_ratio_low, ratio * low, clipped)
-    return masked_mean(torch.max(-advantages * ratio, -advantages * clipped), response_mask)
+    return masked_mean(
+        torch.max(-advantages * ratio, -advantages * clipped), response_mask
+    )
 
 
-def areal(logprobs, proximal_logprobs, old_logprobs, advantages, loss_mask, eps_clip=0.2):
+def areal(
+    logprobs, proximal_logprobs, old_logprobs, advantages, loss_mask, eps_clip=0.2
+):
     ratio = torch.exp(logprobs - proximal_logprobs)
     clipped_ratio = torch.clamp(ratio, 1.0 - eps_clip, 1.0 + eps_clip)
     pg_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio)
@@ -318,7 +385,7 @@ def edited(base, edit=()):
     return space[base]
 
 
-# ---- black boxes: (base, edit, the objectives of this gradient, hyperparameters) ----------------------------------------
+# ---- black boxes: (base, edit, the objectives of this gradient, hyperparameters) -----
 BOXES = [
     ("vanilla", ["0.28", "0.4", "c=3.0", "c=10.0"], "dapo ppo_clip", {"eps_high": 0.4, "c": 10.0}),
     ("vanilla", ["low=0.2, clip_ratio_high=0.28", "low=0.1, clip_ratio_high=0.1", "c=3.0", "c=1e30"], "ppo_clip", {"eps": 0.1}),
@@ -346,7 +413,7 @@ BOXES = [
 ]  # fmt: skip
 
 
-# ---- estimators of advantages ------------------------------------------------------------------------------------------
+# ---- estimators of advantages --------------------------------------------------------
 def grpo_outcome(rewards, group, epsilon=1e-6, norm_adv_by_std=True):
     scores, index = rewards.clone(), group.tolist()
     id2score, id2mean, id2std = defaultdict(list), {}, {}
@@ -361,7 +428,11 @@ def grpo_outcome(rewards, group, epsilon=1e-6, norm_adv_by_std=True):
     for i in range(len(scores)):
         if len(id2score[index[i]]) > 1:
             scores[i] = scores[i] - id2mean[index[i]]
-            scores[i] = scores[i] / (id2std[index[i]] + epsilon) if norm_adv_by_std else scores[i]
+            scores[i] = (
+                scores[i] / (id2std[index[i]] + epsilon)
+                if norm_adv_by_std
+                else scores[i]
+            )
         else:
             scores[i] = 0
     return scores
@@ -430,22 +501,37 @@ ESTIMATORS = [
 
 # What was wrong or missing at first sight: what is said now.
 CAUSES = {
-    ("vanilla", "max in the dual clip"): "the dual clip takes the other one of its two terms",
+    (
+        "vanilla",
+        "max in the dual clip",
+    ): "the dual clip takes the other one of its two terms",
     ("vanilla", "ratio inverted"): "the ratio is inverted",
     ("sequence", "padded width"): "divided by the padded width",
     ("sequence", "whole batch"): "over the whole batch",
     ("grpo", "KL's exponential detached"): "has the gradient of k1, not of k3",
-    ("grpo", "k1 for k3, twice as strong"): "has the gradient of 0.08 k1, not of 0.04 k3",
+    (
+        "grpo",
+        "k1 for k3, twice as strong",
+    ): "has the gradient of 0.08 k1, not of 0.04 k3",
     ("grpo", "KL to the old policy"): "the KL term (k3) is to π_old, not to π_ref",
     ("grpo", "ratio to the reference"): "the ratio is to π_ref, not to π_old",
     ("cispo", "masked beyond the cap"): "beyond the cap no gradient is left",
     ("cispo", "cap for winners alone"): "truncated only where A > 0",
-    ("unclipped_positives", "losers unclipped"): "the clip has no lower side where A <= 0",
+    (
+        "unclipped_positives",
+        "losers unclipped",
+    ): "the clip has no lower side where A <= 0",
     ("unclipped_positives", "branches exchanged"): "the branches are exchanged",
     ("with_engine", "inverted"): "the sampler's ratio is inverted",
-    ("with_engine", "of the current policy"): "the sampler's ratio is of π_θ, not of π_old",
+    (
+        "with_engine",
+        "of the current policy",
+    ): "the sampler's ratio is of π_θ, not of π_old",
     ("with_engine", "masked"): "it is mis(dapo)",
     ("with_engine", "no correction"): "the sampler's ratio has no effect",
     ("with_engine", "KL to the sampler"): "0.01 k2 (to μ)",
-    ("areal", "behaviour by the current policy"): "the sampler's ratio is of π_θ, not of π_old",
+    (
+        "areal",
+        "behaviour by the current policy",
+    ): "the sampler's ratio is of π_θ, not of π_old",
 }

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Right losses in unusual forms, written before the checker ran on them: (form, objective, hyperparameters, loss).
+"""Right losses in unusual forms, written before the checker ran on them: (form,
+objective, hyperparameters, loss).
 
-Bodies of the first table are as in bodies.py. One file: the functions after it have arguments, names and ways to
-answer of their own, which is what they are here for.
+Bodies of the first table are as in bodies.py. One file: the functions after it have
+arguments, names and ways to answer of their own, which is what they are here for.
 """
 
 import functools
@@ -22,18 +23,26 @@ def sapo_tanh(d, A, m):
 
 def up_sums(d, A, m, lp, ref_log_prob):
     w = (m / m.sum(1, keepdim=True) / len(m)).to(d.dtype)
-    J = A.clamp(min=0) * lp + A.clamp(max=0) * d.clamp(min=math.log(0.8)).exp() - 0.02 * k3(lp, ref_log_prob, m)
+    J = (
+        A.clamp(min=0) * lp
+        + A.clamp(max=0) * d.clamp(min=math.log(0.8)).exp()
+        - 0.02 * k3(lp, ref_log_prob, m)
+    )
     return -(J * w).sum()
 
 
 def up_gspo(d, A, m, lp):
     mean = lambda x: torch.einsum("bt,bt->b", x, m.to(d.dtype) / m.sum(1, keepdim=True))
-    return -torch.where(mean(A) > 0, mean(A) * mean(lp), mean(A) * mean(d).exp().clamp(min=1 - 3e-4)).mean()
+    return -torch.where(
+        mean(A) > 0, mean(A) * mean(lp), mean(A) * mean(d).exp().clamp(min=1 - 3e-4)
+    ).mean()
 
 
 def gppo(d, A, m):
     r = d.exp()
-    bound = torch.where(r < 0.8, 0.8 / r.detach() * r, torch.where(r > 1.28, 1.28 / r.detach() * r, r))
+    bound = torch.where(
+        r < 0.8, 0.8 / r.detach() * r, torch.where(r > 1.28, 1.28 / r.detach() * r, r)
+    )
     return -tok(torch.maximum(-A * r, -A * bound), m)
 
 
@@ -46,12 +55,19 @@ def m2po(d, A, m):
 
 def groups(d, A, m, lp, group):
     ids, g = group.unique(return_inverse=True)
-    x, zero = d.exp().clamp(max=5).detach() * A * lp, torch.zeros(len(ids), dtype=d.dtype)
-    return -(zero.index_add(0, g, x.sum(1)) / zero.index_add(0, g, m.sum(1).to(d.dtype))).mean()
+    x, zero = (
+        d.exp().clamp(max=5).detach() * A * lp,
+        torch.zeros(len(ids), dtype=d.dtype),
+    )
+    return -(
+        zero.index_add(0, g, x.sum(1)) / zero.index_add(0, g, m.sum(1).to(d.dtype))
+    ).mean()
 
 
 def tpo(A, m, lp, old, group):
-    """Cross-entropy to the target, group by group: the sketch of the paper (kaddour2026target)."""
+    """Cross-entropy to the target, group by group: the sketch of the paper
+    (kaddour2026target).
+    """
     total = lp.sum() * 0
     for i in (group == g for g in group.unique()):
         q = F.softmax(F.log_softmax(old[i].sum(1).double(), -1) + mean(A, m)[i], -1)
@@ -127,7 +143,9 @@ def right(name, objective, **hp):
 
 @right("only the trained tokens, flat", "dapo")
 def flat(log_prob, old_log_prob, advantages, mask):
-    lp, old, A = (x.expand_as(log_prob)[mask.bool()] for x in (log_prob, old_log_prob, advantages))
+    lp, old, A = (
+        x.expand_as(log_prob)[mask.bool()] for x in (log_prob, old_log_prob, advantages)
+    )
     r = (lp - old).exp()
     return torch.max(-r * A, -r.clamp(0.8, 1.28) * A).mean()
 
@@ -146,8 +164,14 @@ def rows(per_token_logps, old_per_token_logps, advantages, completion_mask):
 @right("a dict with metrics", "ppo_clip")
 def metrics(logprobs, old_logprobs, advantages, mask, clip_range=0.2):
     m = mask.bool()
-    d, A = torch.where(m, logprobs - old_logprobs, 0), torch.where(m, advantages.expand_as(logprobs), 0)
-    return {"loss": tok(clipped(d, A, 1 - clip_range, 1 + clip_range), m), "approx_kl": -d.sum() / m.sum()}
+    d, A = (
+        torch.where(m, logprobs - old_logprobs, 0),
+        torch.where(m, advantages.expand_as(logprobs), 0),
+    )
+    return {
+        "loss": tok(clipped(d, A, 1 - clip_range, 1 + clip_range), m),
+        "approx_kl": -d.sum() / m.sum(),
+    }
 
 
 @right("a tuple, keywords only", "ppo_clip")
@@ -164,7 +188,10 @@ class Module(torch.nn.Module):
 
     def forward(self, logps, old_logps, advantages, response_mask):
         m = response_mask.bool()
-        d, A = torch.where(m, logps - old_logps, 0), torch.where(m, advantages.expand_as(logps), 0)
+        d, A = (
+            torch.where(m, logps - old_logps, 0),
+            torch.where(m, advantages.expand_as(logps), 0),
+        )
         return seq(clipped(d, A, 1 - self.eps, 1 + self.eps), m)
 
 
@@ -175,7 +202,10 @@ class Callable:
 
 def bounded(low, high, log_prob, old_log_prob, advantages, mask):
     m = mask.bool()
-    d, A = torch.where(m, log_prob - old_log_prob, 0), torch.where(m, advantages.expand_as(log_prob), 0)
+    d, A = (
+        torch.where(m, log_prob - old_log_prob, 0),
+        torch.where(m, advantages.expand_as(log_prob), 0),
+    )
     return tok(clipped(d, A, 1 - low, 1 + high), m)
 
 
@@ -196,7 +226,10 @@ def short(new, old, ref, adv, mask, beta=0.04):
 @right("IcePop, inference names", "icepop(grpo)")
 def icepop(logprobs, old_logprobs, advantages, loss_mask, inference_logprobs):
     m = loss_mask.bool()
-    d, A = torch.where(m, logprobs - old_logprobs, 0), torch.where(m, advantages.expand_as(logprobs), 0)
+    d, A = (
+        torch.where(m, logprobs - old_logprobs, 0),
+        torch.where(m, advantages.expand_as(logprobs), 0),
+    )
     rho = ratio(m, old_logprobs, inference_logprobs)
     return seq(even(d, A) * rho.masked_fill((rho < 0.5) | (rho > 5.0), 0.0), m)
 
@@ -204,7 +237,12 @@ def icepop(logprobs, old_logprobs, advantages, loss_mask, inference_logprobs):
 @right("an absolute cap, as in TRL", "cispo")
 def cispo(per_token_logps, old_per_token_logps, advantages, completion_mask):
     m = completion_mask.bool()
-    w = torch.where(m, per_token_logps - old_per_token_logps, 0).exp().clamp(max=5.0).detach()
+    w = (
+        torch.where(m, per_token_logps - old_per_token_logps, 0)
+        .exp()
+        .clamp(max=5.0)
+        .detach()
+    )
     return -((w * advantages).where(m, 0) * per_token_logps.where(m, 0)).sum() / m.sum()
 
 
@@ -212,7 +250,9 @@ class Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, lp, old, A, m):
         r = torch.where(m, lp - old, 0).exp()
-        ctx.save_for_backward(torch.where(torch.where(A > 0, r <= 1.28, r >= 0.8), r * A, 0) * m / m.sum())
+        ctx.save_for_backward(
+            torch.where(torch.where(A > 0, r <= 1.28, r >= 0.8), r * A, 0) * m / m.sum()
+        )
         return tok(clipped(r.log(), A), m)
 
     @staticmethod
@@ -222,20 +262,35 @@ class Function(torch.autograd.Function):
 
 @right("a backward by hand", "dapo")
 def by_hand(log_prob, old_log_prob, advantages, mask):
-    return Function.apply(log_prob, old_log_prob, torch.where(mask.bool(), advantages, 0), mask.bool())
+    return Function.apply(
+        log_prob, old_log_prob, torch.where(mask.bool(), advantages, 0), mask.bool()
+    )
 
 
 @right("recomputed in the backward pass", "dapo")
 def recomputed(log_prob, old_log_prob, advantages, mask):
-    return checkpoint(bounded, 0.2, 0.28, log_prob, old_log_prob, advantages, mask, use_reentrant=False)
+    return checkpoint(
+        bounded,
+        0.2,
+        0.28,
+        log_prob,
+        old_log_prob,
+        advantages,
+        mask,
+        use_reentrant=False,
+    )
 
 
 @right("vmap over rows", "grpo")
 def vmapped(log_prob, old_log_prob, advantages, mask):
     def row(lp, old, A, m):
-        return (even(torch.where(m, lp - old, 0), torch.where(m, A, 0)) * m).sum() / m.sum()
+        return (
+            even(torch.where(m, lp - old, 0), torch.where(m, A, 0)) * m
+        ).sum() / m.sum()
 
-    return -torch.func.vmap(row)(log_prob, old_log_prob, advantages.expand_as(log_prob), mask.bool()).mean()
+    return -torch.func.vmap(row)(
+        log_prob, old_log_prob, advantages.expand_as(log_prob), mask.bool()
+    ).mean()
 
 
 @right("it calls backward itself", "dapo")
@@ -245,12 +300,18 @@ def steps(log_prob, old_log_prob, advantages, mask):
 
 @right("the mini-batch's totals", "dapo")
 def totalled(log_prob, old_log_prob, advantages, mask, totals):
-    return bounded(0.2, 0.28, log_prob, old_log_prob, advantages, mask) * mask.sum() / totals.tokens
+    return (
+        bounded(0.2, 0.28, log_prob, old_log_prob, advantages, mask)
+        * mask.sum()
+        / totals.tokens
+    )
 
 
 @right("trainer and inference names", "ppo_clip")
 def trainer(trainer_logprobs, inference_logprobs, advantages, loss_mask):
-    return bounded(0.2, 0.2, trainer_logprobs, inference_logprobs, advantages, loss_mask)
+    return bounded(
+        0.2, 0.2, trainer_logprobs, inference_logprobs, advantages, loss_mask
+    )
 
 
 @right("no old log-probabilities", "reinforce")

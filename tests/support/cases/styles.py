@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses in several styles, right and wrong. A row is (name, function, objective, hyperparameters, if any); one of
-WRONG, each meant to be DAPO, (what its author did, function, oracle, words of the regime, words of the cause).
+"""Losses in several styles, right and wrong. A row is (name, function, objective,
+hyperparameters, if any); one of WRONG, each meant to be DAPO, (what its author did,
+function, oracle, words of the regime, words of the cause).
 """
 
 from functools import partial
@@ -13,7 +14,7 @@ from upref.ops import sg
 from .bodies import calm
 
 
-# ---- right, in several styles ----------------------------------------------------------------------------------------
+# ---- right, in several styles --------------------------------------------------------
 def plain(log_prob, old_log_prob, advantages, mask, eps_low=0.2, eps_high=0.28, c=None):
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     r = (lp - old).clamp(-20, 20).exp()
@@ -24,10 +25,14 @@ def plain(log_prob, old_log_prob, advantages, mask, eps_low=0.2, eps_high=0.28, 
 
 
 def trl(per_token_logps, old_per_token_logps, advantages, completion_mask, eps=0.2):
-    r = torch.exp((per_token_logps - old_per_token_logps).masked_fill(~completion_mask, 0))
+    r = torch.exp(
+        (per_token_logps - old_per_token_logps).masked_fill(~completion_mask, 0)
+    )
     A = advantages.unsqueeze(1)
     loss = -torch.min(r * A, r.clamp(1 - eps, 1 + eps) * A)
-    return ((loss * completion_mask).sum(-1) / completion_mask.sum(-1).clamp(min=1.0)).mean()
+    return (
+        (loss * completion_mask).sum(-1) / completion_mask.sum(-1).clamp(min=1.0)
+    ).mean()
 
 
 def unreduced(log_prob, old_log_prob, advantages, mask, eps_low=0.2):
@@ -41,7 +46,9 @@ def float_mask(lp, old_lp, adv, mask, eps_low=3e-4, eps_high=4e-4):
     one = 1 - (1 - mask)
     s = (((lp - old) * one).sum(1) / one.sum(1)).exp()
     A = A.sum(1) / mask.sum(1)
-    return -torch.minimum(s * A, s.clamp(1 - eps_low, 1 + eps_high) * A).mean(), {"ratio": s.mean()}
+    return -torch.minimum(s * A, s.clamp(1 - eps_low, 1 + eps_high) * A).mean(), {
+        "ratio": s.mean()
+    }
 
 
 def packed(log_prob, old_log_prob, advantages, mask, totals, eps_low=0.2, eps_high=0.2):
@@ -50,16 +57,25 @@ def packed(log_prob, old_log_prob, advantages, mask, totals, eps_low=0.2, eps_hi
     return -(weight * A * lp).sum() / totals.tokens
 
 
-def grouped(log_prob, old_log_prob, advantages, mask, group, eps_low=0.2, eps_high=0.28):
+def grouped(
+    log_prob, old_log_prob, advantages, mask, group, eps_low=0.2, eps_high=0.28
+):
     loss, ids = 0.0, group.unique()
     for g in ids:
         m = mask & (group == g)[:, None]
-        loss = loss + plain(log_prob, old_log_prob, advantages, m, eps_low, eps_high) / len(ids)
+        loss = loss + plain(
+            log_prob, old_log_prob, advantages, m, eps_low, eps_high
+        ) / len(ids)
     return loss
 
 
 def single(log_prob, old_log_prob, advantages, mask, eps_low=0.2, eps_high=0.28):
-    return plain(*(x.float() for x in (log_prob, old_log_prob, advantages)), mask, eps_low, eps_high)
+    return plain(
+        *(x.float() for x in (log_prob, old_log_prob, advantages)),
+        mask,
+        eps_low,
+        eps_high,
+    )
 
 
 def soft(log_prob, old_log_prob, advantages, mask, tau_pos=1.0, tau_neg=1.05):
@@ -78,7 +94,7 @@ RIGHT = [
 ]  # fmt: skip
 
 
-# ---- wrong -----------------------------------------------------------------------------------------------------------
+# ---- wrong ---------------------------------------------------------------------------
 def wrong(J, agg=lambda x, mask: x.sum() / mask.sum()):
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
@@ -137,7 +153,9 @@ def poisoned(log_prob, old_log_prob, advantages, mask):
 
 
 by_response = lambda x, m: (x.sum(1) / m.sum(1)).mean()
-one_side = lambda lp, r, A: torch.min(r.log().clamp(-9, 9).exp() * A, r.clamp(0.8, 1.28) * A)
+one_side = lambda lp, r, A: torch.min(
+    r.log().clamp(-9, 9).exp() * A, r.clamp(0.8, 1.28) * A
+)
 WRONG = [
     ("minus", wrong(lambda lp, r, A: -ppo(r, A)), "gradient", "A > 0", "sign"),
     ("no minimum", wrong(lambda lp, r, A: r.clamp(0.8, 1.28) * A), "gradient", "A > 0, r < 0.8", "minimum is missing"),

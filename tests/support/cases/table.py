@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every case: the rows of each file as `Case`s. By day a sample of what takes minutes, the rest nightly."""
+"""Every case: the rows of each file as `Case`s. By day a sample of what takes minutes,
+the rest nightly.
+"""
 
 import re
 from dataclasses import replace
@@ -49,18 +51,27 @@ judged = lambda cause: REJECTED if cause else ACCEPTED
 
 def sample(cases, every, keep=lambda c: False):
     """Of which one in `every` runs by day, and what is to be kept."""
-    return [replace(c, nightly=bool(n % every) and not keep(c)) for n, c in enumerate(cases)]
+    return [
+        replace(c, nightly=bool(n % every) and not keep(c)) for n, c in enumerate(cases)
+    ]
 
 
 def number(cases):
     """Those of one name in a file get a number."""
     names = [c.name for c in cases]
-    return [replace(c, name=f"{c.name} {n}") if names.count(c.name) > 1 else c for n, c in enumerate(cases)]
+    return [
+        replace(c, name=f"{c.name} {n}") if names.count(c.name) > 1 else c
+        for n, c in enumerate(cases)
+    ]
 
 
 def both(name, first):
     """(file, row) of the first set and of the unseen one."""
-    return [(m.__name__.rpartition(".")[2], row) for m in (first, unseen) for row in getattr(m, name)]
+    return [
+        (m.__name__.rpartition(".")[2], row)
+        for m in (first, unseen)
+        for row in getattr(m, name)
+    ]
 
 
 def written():
@@ -74,7 +85,9 @@ def written():
                   name=names.partition(" ")[0] or "none", verdict=NAMED if names else UNKNOWN,
                   xfail=x(names.partition(" ")[0], "")) for f, (names, hp, body) in both("BOXES", boxes)]  # fmt: skip
     estimates = [
-        (f, row) for f, rows in (("estimators", estimators.CASES), ("unseen", unseen.ESTIMATORS)) for row in rows
+        (f, row)
+        for f, rows in (("estimators", estimators.CASES), ("unseen", unseen.ESTIMATORS))
+        for row in rows
     ]
     made = [Case(fn, on, hp, kind="advantages", file=f, name=name, why=why, verdict=judged(why))
             for f, (name, on, hp, fn, why) in estimates]  # fmt: skip
@@ -108,7 +121,10 @@ def edits():
         of = [row(*r, REFUSED, "detached") if r[:2] == ("vanilla", "ratio detached") else
               row(*r, REJECTED, public.CAUSES.get(r[:2], "")) for r in rows]  # fmt: skip
         yield from sample(of, every)
-    same = [row(*r, ACCEPTED) for r in [(base, "", []) for base in public.BASES] + public.HARMLESS]
+    same = [
+        row(*r, ACCEPTED)
+        for r in [(base, "", []) for base in public.BASES] + public.HARMLESS
+    ]
     first = ("grpo, einsum", "preserved, itself")  # the KL term, A / (N r)
     yield from (c for c in same if c.name in first)
     yield from sample([c for c in same if c.name not in first], 7)
@@ -132,39 +148,68 @@ def meant(names):
 
 
 def others():
-    """The objectives themselves, the zoo, habits, blind spots, estimators, log-prob functions."""
-    own = [Case(upref.get(name), name, file="objectives", name=name) for name in upref.names()]
+    """The objectives themselves, the zoo, habits, blind spots, estimators, log-prob
+    functions.
+    """
+    own = [
+        Case(upref.get(name), name, file="objectives", name=name)
+        for name in upref.names()
+    ]
     yield from sample(own, 6)
     # thousands of Python loops in each check: as long as twenty other losses
-    yield from (replace(c, nightly=c.function is zoo.right.python_loops) for c in zoo.ALL)
+    yield from (
+        replace(c, nightly=c.function is zoo.right.python_loops) for c in zoo.ALL
+    )
     yield from (*habits.HABITS, *spots.WRONG, *spots.RIGHT, *spots.CAUSES, *spots.NAMED)
     of = lambda fn, on, **more: Case(
-        fn, on, kind="advantages", file="advantages", name=getattr(fn, "__name__", "object"), **more
+        fn,
+        on,
+        kind="advantages",
+        file="advantages",
+        name=getattr(fn, "__name__", "object"),
+        **more,
     )
     yield from (of(fn, on, text=text) for fn, on, text in advantages.RIGHT)
-    yield from (of(fn, on, oracles={oracle}, says=says) for fn, on, oracle, says in advantages.WRONG)
+    yield from (
+        of(fn, on, oracles={oracle}, says=says)
+        for fn, on, oracle, says in advantages.WRONG
+    )
     yield from causes.CASES
     yield from sample(beyond.ROWS, 2)
     yield from sample(denominators.ROWS, 2, lambda c: c.name in denominators.BY_DAY)
     yield from (Case(loss(body), on, file="misread", name=name, verdict=REJECTED, says=says)
                 for name, on, says, body in misread.CASES)  # fmt: skip
-    style = lambda name, fn, on, hp={}, **more: Case(fn, on, hp, file="styles", name=name, **more)
+    style = lambda name, fn, on, hp={}, **more: Case(
+        fn, on, hp, file="styles", name=name, **more
+    )
     yield from (style(*row) for row in styles.RIGHT)
     yield from (style(name, fn, "dapo", oracles={oracle}, regime=regime, says=says, why=name)
                 for name, fn, oracle, regime, says in styles.WRONG)  # fmt: skip
-    term = lambda fn, of, **more: Case(fn, kind="kl", file="kl", name=fn.__name__.replace("<lambda>", of), **more)
-    yield from (
-        term(fn, text.replace(", by position", "") or "plain", objective=on, text=text) for fn, on, text in kl.RIGHT
+    term = lambda fn, of, **more: Case(
+        fn, kind="kl", file="kl", name=fn.__name__.replace("<lambda>", of), **more
     )
     yield from (
-        term(fn, says or oracle, objective=on, oracles={oracle}, says=says) for fn, on, oracle, says in kl.WRONG
+        term(fn, text.replace(", by position", "") or "plain", objective=on, text=text)
+        for fn, on, text in kl.RIGHT
+    )
+    yield from (
+        term(fn, says or oracle, objective=on, oracles={oracle}, says=says)
+        for fn, on, oracle, says in kl.WRONG
     )
     is_long = lambda name: bool(re.search(logprobs.LONG, name))
-    kept = [Case(fn, "", hp, kind="logprobs", file="logprobs", name=name) for name, fn, hp in logprobs.RIGHT]
+    kept = [
+        Case(fn, "", hp, kind="logprobs", file="logprobs", name=name)
+        for name, fn, hp in logprobs.RIGHT
+    ]
     yield from sample(kept, 2)
-    change = lambda name, fn, hp={}, **more: Case(fn, "", hp, kind="logprobs", file="changes", name=name, **more)
+    change = lambda name, fn, hp={}, **more: Case(
+        fn, "", hp, kind="logprobs", file="changes", name=name, **more
+    )
     yield from (change(*row) for row in logprob_changes.RIGHT)
-    yield from (change(name, *row, verdict=REJECTED, says=cause) for name, cause, *row in logprob_changes.WRONG)
+    yield from (
+        change(name, *row, verdict=REJECTED, says=cause)
+        for name, cause, *row in logprob_changes.WRONG
+    )
     yield from (Case(fn, "", hp, kind="logprobs", file="logprobs", name=name, verdict=REJECTED,
                      says=logprobs.CAUSE.get(name, ""), nightly=is_long(name))
                 for name, fn, hp in logprobs.WRONG)  # fmt: skip

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fourth set, of the forms of wrong.py, right.py, boxes.py and estimators.py.
 
-Written in one go from the papers' equations and from what trainers do, before the checker ran on any of them; two
-boxes that another set has were dropped after it. NEAR was written after that: losses of which a cause of `identify`
-is true on ordinary inputs alone. One file: rows of one form, each read by itself.
+Written in one go from the papers' equations and from what trainers do, before the
+checker ran on any of them; two boxes that another set has were dropped after it. NEAR
+was written after that: losses of which a cause of `identify` is true on ordinary inputs
+alone. One file: rows of one form, each read by itself.
 """
 # ruff: noqa: E501 - a case is one row
 
@@ -52,7 +53,9 @@ def longest_turn(m):
 
 
 def packed_left(old, m):
-    """The old log-probabilities of an engine that does not emit the masked slots, laid beside the columns."""
+    """The old log-probabilities of an engine that does not emit the masked slots, laid
+    beside the columns.
+    """
     at = (m.cumsum(1) - 1).clamp(min=0)
     dense = torch.zeros_like(old).scatter_add(1, at, torch.where(m, old, 0))
     return torch.where(span(m), dense.roll(0, 1), 0)
@@ -70,7 +73,9 @@ def kept_tokens(J, m):
 def top_half(A, m):
     """The half of the responses with the largest |A|."""
     size = mean(A, m).abs()
-    return m & (size >= size.sort(descending=True).values[(len(size) - 1) // 2])[:, None]
+    return (
+        m & (size >= size.sort(descending=True).values[(len(size) - 1) // 2])[:, None]
+    )
 
 
 def relu_kl(x):
@@ -78,7 +83,18 @@ def relu_kl(x):
 
 
 def tapered(lp, d, A, m, low=0.0):
-    return -(torch.where(A >= 0, 1.0, d.sum(1, keepdim=True).exp().clamp(low, 1).detach()) * A * lp * m).sum(1).mean()
+    return (
+        -(
+            torch.where(
+                A >= 0, 1.0, d.sum(1, keepdim=True).exp().clamp(low, 1).detach()
+            )
+            * A
+            * lp
+            * m
+        )
+        .sum(1)
+        .mean()
+    )
 
 
 def previous(memory, lp, old):
@@ -90,7 +106,10 @@ def previous(memory, lp, old):
 def m2po_rows(d, A, m):
     beyond, x = m & (d * A > 0), d.detach() ** 2
     v, at = torch.where(beyond, x, float("inf")).sort(1)
-    fine = torch.where(v.isfinite(), v, 0).cumsum(1) / torch.arange(1, v.shape[1] + 1) <= 0.04
+    fine = (
+        torch.where(v.isfinite(), v, 0).cumsum(1) / torch.arange(1, v.shape[1] + 1)
+        <= 0.04
+    )
     keep = torch.zeros_like(m).scatter(1, at, fine.cummin(1).values & v.isfinite())
     return tok(d.exp() * A * (keep | ~beyond), m)
 
@@ -239,7 +258,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-# ---- right, in unusual forms -------------------------------------------------------------------------------------------
+# ---- right, in unusual forms ---------------------------------------------------------
 def softmax_mean(J, m):
     """The mean over tokens, as an expectation under a uniform distribution."""
     p = torch.zeros_like(J).masked_fill(~m, -math.inf).flatten().softmax(0)
@@ -283,7 +302,9 @@ class GSPO(torch.autograd.Function):
     def forward(ctx, d, a, m):
         s = ((d * m).sum(1) / m.sum(1)).exp()
         alive = torch.where(a > 0, s <= 1 + 4e-4, s >= 1 - 3e-4)
-        ctx.save_for_backward(torch.where(alive, s * a, 0)[:, None] * m / m.sum(1, keepdim=True))
+        ctx.save_for_backward(
+            torch.where(alive, s * a, 0)[:, None] * m / m.sum(1, keepdim=True)
+        )
         return torch.minimum(s * a, s.clamp(1 - 3e-4, 1 + 4e-4) * a)
 
     @staticmethod
@@ -306,7 +327,9 @@ def put(d, A, m):
 
 
 def columns(d, A, m):
-    return -sum(even(x, a).sum(1) for x, a in zip(d.chunk(3, 1), A.chunk(3, 1), strict=True)).mean()
+    return -sum(
+        even(x, a).sum(1) for x, a in zip(d.chunk(3, 1), A.chunk(3, 1), strict=True)
+    ).mean()
 
 
 def dppo_tv(d, A, m, old):
@@ -318,7 +341,10 @@ def m2po_loop(d, A, m):
     beyond = m & (d.detach() * A > 0)
     total, drop = 0.0, torch.zeros_like(m)
     for k, i in enumerate(
-        (torch.where(beyond, d.detach().double() ** 2, math.inf)).flatten().argsort()[: int(beyond.sum())].tolist()
+        (torch.where(beyond, d.detach().double() ** 2, math.inf))
+        .flatten()
+        .argsort()[: int(beyond.sum())]
+        .tolist()
     ):
         total += float(d.detach().double().flatten()[i]) ** 2
         if total / (k + 1) > 0.04:
@@ -338,14 +364,24 @@ def bandpo(d, A, m, old):
     mu = old.exp()
     r = d.exp()
     low = F.relu(1 - 0.05 / mu)
-    high = torch.clamp_max(1 + 0.05 / mu, 1 / mu) if mu.ndim == 0 else torch.minimum(1 + 0.05 / mu, 1 / mu)
+    high = (
+        torch.clamp_max(1 + 0.05 / mu, 1 / mu)
+        if mu.ndim == 0
+        else torch.minimum(1 + 0.05 / mu, 1 / mu)
+    )
     return seq(torch.where(A > 0, torch.minimum(r, high), torch.maximum(r, low)) * A, m)
 
 
 def by_halves(d, A, m):
     positive, negative = A.clamp(min=0), A.clamp(max=0)
     r = d.exp()
-    return -((r.clamp(max=1.28) * positive)[m].sum() + (r.clamp(min=0.8) * negative)[m].sum()) / m.sum()
+    return (
+        -(
+            (r.clamp(max=1.28) * positive)[m].sum()
+            + (r.clamp(min=0.8) * negative)[m].sum()
+        )
+        / m.sum()
+    )
 
 
 BODIES = [
@@ -395,11 +431,16 @@ BODIES = [
 RIGHT = [(name, objective, hp, loss(body)) for name, objective, hp, body in BODIES]
 
 
-def actor_names(actor_log_probs, behavior_log_probs, A, loss_mask, clip_low=0.2, clip_high=0.28):
+def actor_names(
+    actor_log_probs, behavior_log_probs, A, loss_mask, clip_low=0.2, clip_high=0.28
+):
     keep = loss_mask.bool()
     ratio = torch.where(keep, actor_log_probs - behavior_log_probs, 0.0).exp()
     A = A.expand_as(ratio)
-    live = torch.where(A > 0, ratio <= 1 + clip_high, ratio >= 1 - clip_low).detach() & keep
+    live = (
+        torch.where(A > 0, ratio <= 1 + clip_high, ratio >= 1 - clip_low).detach()
+        & keep
+    )
     return -(ratio * torch.where(live, A, 0)).sum() / keep.sum()
 
 
@@ -409,7 +450,9 @@ def only_keywords(*, curr_logps, prev_logps, advs, response_mask, eps=0.2):
     for lp, old, a, keep in zip(curr_logps, prev_logps, advs, valid, strict=True):
         r = (lp[keep] - old[keep]).exp()
         a = a.expand_as(keep)[keep]
-        pieces.append(torch.min(torch.stack([r * a, r.clamp(1 - eps, 1 + eps) * a]), 0)[0].mean())
+        pieces.append(
+            torch.min(torch.stack([r * a, r.clamp(1 - eps, 1 + eps) * a]), 0)[0].mean()
+        )
     return torch.stack(pieces).mean().neg()
 
 
@@ -435,7 +478,7 @@ RIGHT += [
 ]
 
 
-# ---- black boxes -------------------------------------------------------------------------------------------------------
+# ---- black boxes ---------------------------------------------------------------------
 BOXES = [
     ("dapo ppo_clip", {"eps_low": 0.05, "eps_high": 0.6}, lambda d, A, m: tok(clipped(d, A, 0.95, 1.6), m)),
     ("ppo_clip dapo", {"eps": 0.02}, lambda d, A, m: tok(clipped(d, A, 0.98, 1.02), m)),
@@ -500,7 +543,7 @@ NEAR = [  # (cause, where it ends, body)
 ]  # fmt: skip
 
 
-# ---- estimators of advantages ------------------------------------------------------------------------------------------
+# ---- estimators of advantages --------------------------------------------------------
 def sorted_groups(rewards, group):
     order = group.argsort(stable=True)
     sizes = group.unique(return_counts=True)[1].tolist()
@@ -517,7 +560,11 @@ def welford(rewards, group):
             m, s = m + d / n, s + d * (x - m - d / n)
         for i in (group == g).nonzero()[:, 0].tolist():
             spread = (s / max(n - 1, 1)) ** 0.5
-            out[i] = (rewards[i].item() - m) / (spread + 1e-6) if spread > 1e-9 * abs(m) else 0.0
+            out[i] = (
+                (rewards[i].item() - m) / (spread + 1e-6)
+                if spread > 1e-9 * abs(m)
+                else 0.0
+            )
     return out
 
 
@@ -527,7 +574,12 @@ def padded(rewards, group):
     x[g, torch.arange(len(rewards))] = rewards.double()
     c = x - x.nanmean(1, keepdim=True)
     c = torch.where(
-        (x - x.nan_to_num(math.inf).amin(1, keepdim=True)).nan_to_num(0).amax(1, keepdim=True) == 0, 0 * c, c
+        (x - x.nan_to_num(math.inf).amin(1, keepdim=True))
+        .nan_to_num(0)
+        .amax(1, keepdim=True)
+        == 0,
+        0 * c,
+        c,
     )
     return c[g, torch.arange(len(rewards))].to(rewards.dtype)
 
@@ -536,7 +588,9 @@ def loo_matrix(rewards, group):
     same = (group[:, None] == group) & ~torch.eye(len(group), dtype=torch.bool)
     others = (same * rewards.double()).sum(1) / same.sum(1).clamp(min=1)
     out = torch.where(same.any(1), rewards.double() - others, 0)
-    equal = torch.stack([(rewards[group == g] == r).all() for g, r in zip(group, rewards, strict=True)])
+    equal = torch.stack(
+        [(rewards[group == g] == r).all() for g, r in zip(group, rewards, strict=True)]
+    )
     return torch.where(equal, 0, out).to(rewards.dtype)
 
 

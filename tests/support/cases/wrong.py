@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong losses, written from the documentation and the objectives alone, before the checker ran on any of them.
+"""Wrong losses, written from the documentation and the objectives alone, before the
+checker ran on any of them.
 
 A row of WRONG is (name, objective, hyperparameters, cause, body).
-One file: each row is two lines of what engineers get wrong, and rows of one class stand together.
+One file: each row is two lines of what engineers get wrong, and rows of one class stand
+together.
 """
 
 import math
@@ -40,7 +42,9 @@ def after_hole(m, size):
 
 def turn_means(d, A, m):
     J, n = even(d, A), turns(m)
-    of = lambda i: torch.stack([J[i][n[i] == k].mean() for k in range(1, int(n[i].max()) + 1)]).mean()
+    of = lambda i: torch.stack(
+        [J[i][n[i] == k].mean() for k in range(1, int(n[i].max()) + 1)]
+    ).mean()
     return -torch.stack([of(i) for i in range(len(m))]).mean()
 
 
@@ -51,14 +55,22 @@ def by_group(d, A, m, group, keep=lambda a: 1.0):
 
 def contiguous(d, A, m, group):
     n = int((group == group[0]).sum())
-    return torch.stack([tok(clipped(d[i : i + n], A[i : i + n]), m[i : i + n]) for i in range(0, len(m), n)]).mean()
+    return torch.stack(
+        [
+            tok(clipped(d[i : i + n], A[i : i + n]), m[i : i + n])
+            for i in range(0, len(m), n)
+        ]
+    ).mean()
 
 
 def chunk_means(d, A, m):
     J, width = clipped(d, A) * m, m.shape[1]
     if width % 64:
         return -J.sum() / m.sum()
-    return -(J.view(len(J), -1, 64).sum((0, 2)) / m.view(len(m), -1, 64).sum((0, 2)).clamp(min=1)).mean()
+    return -(
+        J.view(len(J), -1, 64).sum((0, 2))
+        / m.view(len(m), -1, 64).sum((0, 2)).clamp(min=1)
+    ).mean()
 
 
 def square(d, A, m):
@@ -74,7 +86,9 @@ def row_64(d, A, m, lp):
 
 def outliers(d, A, m):
     large = m.sum() > 200
-    return tok(clipped(d, A), m, m & (d <= torch.quantile(d.detach()[m], 0.99)) if large else m)
+    return tok(
+        clipped(d, A), m, m & (d <= torch.quantile(d.detach()[m], 0.99)) if large else m
+    )
 
 
 def balanced(d, A, m):
@@ -90,7 +104,9 @@ def dppo_reversed(d, A, m, lp, old):
 
 def aspo_cap(d, A, m, lp):
     r = d.exp().detach()
-    w = torch.where(A > 0, (1 / r).clamp(max=1.2) * (r <= 1.2), r.clamp(max=1.2) * (r >= 0.8))
+    w = torch.where(
+        A > 0, (1 / r).clamp(max=1.2) * (r <= 1.2), r.clamp(max=1.2) * (r >= 0.8)
+    )
     return tok(w * A * lp, m)
 
 

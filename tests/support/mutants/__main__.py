@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: E501
-"""The whole run: see the package. It goes on where it was cut off; --write puts the figure and the survivors beside it."""
+"""The whole run: see the package. It goes on where it was cut off; --write puts the
+figure and the survivors beside it.
+"""
 
 import argparse
 import sys
@@ -13,13 +14,24 @@ from tests.support.mutants import figure, naming, run
 
 
 def main() -> int:
-    take = argparse.ArgumentParser(prog="python -m tests.support.mutants", description=__doc__)
+    take = argparse.ArgumentParser(
+        prog="python -m tests.support.mutants", description=__doc__
+    )
     take.add_argument("--mutants", type=int, default=5900)
     take.add_argument("--rewritings", type=int, default=1050)
     take.add_argument("--seed", type=int, default=0)
     take.add_argument("--part", default="0/1", help="0/2 and 1/2 in two processes")
-    take.add_argument("--scratch", type=Path, default=Path("mutants.scratch"), help="where answers are kept")
-    take.add_argument("--write", action="store_true", help="write figure.md and survivors.tsv from what is known")
+    take.add_argument(
+        "--scratch",
+        type=Path,
+        default=Path("mutants.scratch"),
+        help="where answers are kept",
+    )
+    take.add_argument(
+        "--write",
+        action="store_true",
+        help="write figure.md and survivors.tsv from what is known",
+    )
     args = take.parse_args()
     torch.set_num_threads(1)
     plan = run.Plan(args.mutants, args.rewritings, args.seed, args.scratch)
@@ -29,13 +41,29 @@ def main() -> int:
     start = time.process_time()
     for n, row in enumerate(run.rows(plan, *map(int, args.part.split("/")))):
         if run.wrong(row):
-            print(run.wrong(row), row["config"], row["style"], row["what"], "|", row["said"], flush=True)
+            print(
+                run.wrong(row),
+                row["config"],
+                row["style"],
+                row["what"],
+                "|",
+                row["said"],
+                flush=True,
+            )
         if n % 100 == 0:
             print(f"{n} done, {time.process_time() - start:.0f} s of CPU", flush=True)
     if args.part.startswith("0/"):
         for row in naming.rows(figure.NAMED, args.seed, args.scratch):
             if not row["right"]:
-                print("misnamed", row["config"], row["style"], row["what"], "|", row["said"], flush=True)
+                print(
+                    "misnamed",
+                    row["config"],
+                    row["style"],
+                    row["what"],
+                    "|",
+                    row["said"],
+                    flush=True,
+                )
     return 0
 
 

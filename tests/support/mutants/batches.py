@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""What the search holds a loss against: batches drawn over the declared domain, and the gradient that is due on each.
+"""What the search holds a loss against: batches drawn over the declared domain, and the
+gradient that is due on each.
 
-Written with numpy's generator and the registry's closed forms alone; it shares no batch with the checker.
+Written with numpy's generator and the registry's closed forms alone; it shares no batch
+with the checker.
 """
 
 import math
@@ -32,7 +34,9 @@ class Batch:
     of: dict[str, Tensor]  # by argument; advantages [B, T]
     one_adv: bool
     g: Tensor  # dJ/dlp of the objective
-    scale: Tensor  # what a difference of one token's gradient is measured by; 0 where it is not compared
+    # what a difference of one token's gradient is measured by; 0 where it is not
+    # compared
+    scale: Tensor
     far: bool  # its ratios are out of reach of floating point
     jump: Callable[[], Tensor]  # how far rounding to float32 moves the gradient
 
@@ -43,14 +47,22 @@ class Batch:
 
 def bounds(c: Config) -> np.ndarray:
     """Ratios that the hyperparameters name, one way or another."""
-    hp = [v for k, v in c.all_hp.items() if isinstance(v, int | float) and v and k != "beta"]
+    hp = [
+        v
+        for k, v in c.all_hp.items()
+        if isinstance(v, int | float) and v and k != "beta"
+    ]
     r = {1.0} | {f(v) for v in hp for f in (lambda v: 1 + v, lambda v: 1 - v, lambda v: v, lambda v: 1 / v, math.exp,
                                             lambda v: math.exp(-v))}  # fmt: skip
     return np.array([x for x in r if x > 1e-3])
 
 
 def draw(
-    c: Config, rng: np.random.Generator, shape: tuple[int, int], far: bool = False, dense: bool = False
+    c: Config,
+    rng: np.random.Generator,
+    shape: tuple[int, int],
+    far: bool = False,
+    dense: bool = False,
 ) -> dict[str, Any]:
     """One batch as arrays."""
     B, T = shape
@@ -60,57 +72,99 @@ def draw(
     lengths = np.clip(np.exp(rng.uniform(0, math.log(T + 1), B)).astype(int), 1, T)
     lengths = np.where(rng.random(B) < (0.85 if dense else 0.3), T, lengths)
     at = np.arange(T)
-    start = np.where(rng.random((B, 1)) < 0.3, rng.integers(0, T, (B, 1)) % (T - lengths[:, None] + 1), 0)
+    start = np.where(
+        rng.random((B, 1)) < 0.3,
+        rng.integers(0, T, (B, 1)) % (T - lengths[:, None] + 1),
+        0,
+    )
     mask = (at >= start) & (at < start + lengths[:, None])
     if kind == 0 and (not dense or rng.random() < 0.3):  # with holes
         mask &= rng.random((B, T)) < 0.7
     mask[~mask.any(1), 0] = True
     # π_old
-    old = -rng.exponential(1, (B, T)) * rng.choice([0.001, 0.05, 0.5, 2.0, 8.0], (B, 1 if kind == 1 else T))
+    old = -rng.exponential(1, (B, T)) * rng.choice(
+        [0.001, 0.05, 0.5, 2.0, 8.0], (B, 1 if kind == 1 else T)
+    )
     old = np.where(rng.random((B, T)) < rng.choice([0.0, 0.05]), -1e-7, old)
     # log r, around the bounds and at large
     near = np.log(rng.choice(bounds(c), (B, 1 if wide else T)))
     if o.reads_mu and not wide and "delta" in c.all_hp:
         d, mu = c.all_hp["delta"], np.exp(old)
         by = rng.choice(3, (B, T))
-        reach = np.where(by == 0, d / mu, np.sqrt(np.maximum(1 - mu, 0) * d * np.where(by == 1, 1, 2) / mu))
+        reach = np.where(
+            by == 0,
+            d / mu,
+            np.sqrt(np.maximum(1 - mu, 0) * d * np.where(by == 1, 1, 2) / mu),
+        )
         near = np.log(np.maximum(1 + rng.choice([-1, 1], (B, T)) * reach, 1e-3))
     close = rng.choice([-1, 1], near.shape) * 10 ** rng.uniform(-6, 0, near.shape)
     x = near + close * np.where(np.abs(near) > 0, np.abs(near), 0.1)
-    loose = rng.normal(size=near.shape) * rng.choice([1e-4, 0.02, 0.3, 1.0, 4.0], near.shape)
+    loose = rng.normal(size=near.shape) * rng.choice(
+        [1e-4, 0.02, 0.3, 1.0, 4.0], near.shape
+    )
     x = np.clip(np.where(rng.random(near.shape) < 0.55, x, loose), -18, 18)
-    x = np.where(rng.random(near.shape) < 0.1, rng.choice([-1, 1], near.shape) * rng.uniform(4, 18, near.shape), x)
+    x = np.where(
+        rng.random(near.shape) < 0.1,
+        rng.choice([-1, 1], near.shape) * rng.uniform(4, 18, near.shape),
+        x,
+    )
     x = np.where(rng.random(near.shape) < 0.04, 0.0, x)
     if far:
-        x = np.repeat(rng.choice([-1, 1], (B, 1)) * rng.uniform(18, 900, (B, 1)), x.shape[1], 1)
+        x = np.repeat(
+            rng.choice([-1, 1], (B, 1)) * rng.uniform(18, 900, (B, 1)), x.shape[1], 1
+        )
         old = np.repeat(old[:, :1], T, 1)
     if wide:  # the response's own ratio is drawn, its tokens' are scattered around it
         n = mask.sum(1, keepdims=True)
-        noise = np.where(mask, rng.normal(size=(B, T)) * rng.choice([0.001, 0.1, 1.0]), 0)
-        x = (x if o.level == "sequence_mean" else x / n) + (0 if far else noise - noise.sum(1, keepdims=True) / n)
+        noise = np.where(
+            mask, rng.normal(size=(B, T)) * rng.choice([0.001, 0.1, 1.0]), 0
+        )
+        x = (x if o.level == "sequence_mean" else x / n) + (
+            0 if far else noise - noise.sum(1, keepdims=True) / n
+        )
     x = np.broadcast_to(x, (B, T))
     # a token that grew so likely was rarer before
-    old = np.minimum(old, -np.maximum(x, 0) - rng.exponential(0.1, (B, T)) * (rng.random((B, T)) < 0.95))
+    old = np.minimum(
+        old,
+        -np.maximum(x, 0) - rng.exponential(0.1, (B, T)) * (rng.random((B, T)) < 0.95),
+    )
     lp = np.minimum(old + x, 0)
     if rng.random() < 0.2 and not far:  # on policy
         lp = old.copy()
-    whole = o.agg == "seq-mean-token-sum" and o.adv in ("leave_one_out", "signed")  # the response is the action
-    one = o.agg == "seq-mean" or wide or whole or rng.random() < (0.85 if dense else 0.6)
+    # the response is the action
+    whole = o.agg == "seq-mean-token-sum" and o.adv in ("leave_one_out", "signed")
+    one = (
+        o.agg == "seq-mean" or wide or whole or rng.random() < (0.85 if dense else 0.6)
+    )
     size = (B, 1) if one else (B, T)
     A = rng.choice([-1, 1], size) * np.where(rng.random((B, 1)) < 0.5, np.exp(rng.uniform(math.log(1e-6), math.log(40), size)),
                                              np.abs(rng.normal(size=size)) + 0.05)  # fmt: skip
     A = np.broadcast_to(A * (rng.random((B, 1)) < 0.93), (B, T))
-    ref = np.minimum(lp - rng.choice([1e-3, 0.3, 3.0]) * np.clip(rng.normal(size=(B, T)), -3, 3), -1e-6)
+    ref = np.minimum(
+        lp - rng.choice([1e-3, 0.3, 3.0]) * np.clip(rng.normal(size=(B, T)), -3, 3),
+        -1e-6,
+    )
     ref = lp if far else ref  # where the ratio overflows, a KL term is all that is left
     group = (np.arange(B) // 2) % max(1, int(rng.integers(1, max(2, B // 2 + 1))))
     group = rng.permutation(np.where(np.bincount(group)[group] > 1, group, 0))
-    group = np.where(np.bincount(group)[group] > 1, group, group[0] if len(group) else 0)
-    ids = [lambda g: g, lambda g: 3 + 17 * g, lambda g: -1 - g, lambda g: g + 2**40][rng.integers(4)]
+    group = np.where(
+        np.bincount(group)[group] > 1, group, group[0] if len(group) else 0
+    )
+    ids = [lambda g: g, lambda g: 3 + 17 * g, lambda g: -1 - g, lambda g: g + 2**40][
+        rng.integers(4)
+    ]
     return {"log_prob": lp, "old_log_prob": old, "advantages": A, "mask": mask, "ref_log_prob": ref,
             "entropy": rng.uniform(0, 3, (B, T)), "group": ids(group).astype(np.int64), "one": one}  # fmt: skip
 
 
-def made(c: Config, arrays: dict[str, Any], rng: np.random.Generator, far: bool, grouped: bool, empty: bool) -> Batch:
+def made(
+    c: Config,
+    arrays: dict[str, Any],
+    rng: np.random.Generator,
+    far: bool,
+    grouped: bool,
+    empty: bool,
+) -> Batch:
     """With numbers in the masked slots, and what the objective has for a gradient."""
     one = arrays.pop("one")
     t = {k: torch.tensor(np.array(v)) for k, v in arrays.items()}
@@ -133,10 +187,14 @@ def made(c: Config, arrays: dict[str, Any], rng: np.random.Generator, far: bool,
 
     def gradient(old: Tensor, lp: Tensor = t["log_prob"]) -> Tensor:
         """The closed form of the weight, and of the KL term's."""
-        g = o.gradient(Rollouts.unchecked(**fields | {"logp": lp, "logp_old": old}), **hp)
+        g = o.gradient(
+            Rollouts.unchecked(**fields | {"logp": lp, "logp_old": old}), **hp
+        )
         if beta:
             d = lp - t["ref_log_prob"]
-            g = g - beta * w * torch.where(mask, {"k2": d, "k3": 1 - torch.exp(-d)}[o.kl], 0)
+            g = g - beta * w * torch.where(
+                mask, {"k2": d, "k3": 1 - torch.exp(-d)}[o.kl], 0
+            )
         return g
 
     g = gradient(fields["logp_old"])
@@ -148,9 +206,13 @@ def made(c: Config, arrays: dict[str, Any], rng: np.random.Generator, far: bool,
     if far:
         keep &= (g.abs() > 0.1 * w * A) & (g.abs() < 10 * w * A)
     lp, old = t["log_prob"], t["old_log_prob"]
-    if o.reads_mu:  # π_θ = 1 exactly is the bound r = 1 / π_old, and is what float32 makes of the last 6e-8 before it
+    # π_θ = 1 exactly is the bound r = 1 / π_old, and is what float32 makes of the last
+    # 6e-8 before it
+    if o.reads_mu:
         keep &= lp < 0
-        there = [gradient(old + s) for s in (-1e-9, 1e-9)] + [gradient(old, torch.where(lp > -SURE, -SURE, lp))]
+        there = [gradient(old + s) for s in (-1e-9, 1e-9)] + [
+            gradient(old, torch.where(lp > -SURE, -SURE, lp))
+        ]
         keep &= sum((x - g).abs() / scale for x in there) < 1e-3
     d = SINGLE * torch.maximum(lp.abs(), old.abs()).clamp(min=1)
     moved = lambda: [gradient(old + s * d) for s in (-1, 1)] + [gradient(old, lp - d)]
@@ -160,28 +222,44 @@ def made(c: Config, arrays: dict[str, Any], rng: np.random.Generator, far: bool,
 
 @lru_cache(3)
 def small(c: Config, grouped: bool, seed: int, n: int) -> list[Batch]:
-    """Batches of some dozen tokens: every eighth of ratios out of reach, some with a row without a token."""
+    """Batches of some dozen tokens: every eighth of ratios out of reach, some with a
+    row without a token.
+    """
     rng, out = np.random.default_rng([seed, 1]), []
     means = c.o.agg in ("token-mean", "group-token-mean")
     for i in range(n):
-        shape = (int(rng.integers(2 if grouped else 1, 9)), int(rng.choice([1, 2, 3, 5, 8, 13, 40])))
+        shape = (
+            int(rng.integers(2 if grouped else 1, 9)),
+            int(rng.choice([1, 2, 3, 5, 8, 13, 40])),
+        )
         far, empty = i % 8 == 7, means and i % 16 == 5
         out.append(made(c, draw(c, rng, shape, far), rng, far, grouped, empty))
     return out + rare(c, grouped, seed)
 
 
 def rare(c: Config, grouped: bool, seed: int) -> list[Batch]:
-    """What chance seldom draws: one token, one response, and tokens that π_old gave all its probability."""
+    """What chance seldom draws: one token, one response, and tokens that π_old gave all
+    its probability.
+    """
     rng, out = np.random.default_rng([seed, 3]), []
-    shapes = [(4, 5), (8, 13), (2, 40)] if grouped else [(1, 1), (1, 1), (1, 1), (1, 5), (1, 13), (4, 5), (8, 13)]
+    shapes = (
+        [(4, 5), (8, 13), (2, 40)]
+        if grouped
+        else [(1, 1), (1, 1), (1, 1), (1, 5), (1, 13), (4, 5), (8, 13)]
+    )
     for shape in shapes:
         x = draw(c, rng, shape)
         if shape[0] > 1:
             sure = rng.random(shape) < 0.4
-            x["log_prob"] = np.where(sure, -rng.exponential(0.3, shape) - 1e-3, x["log_prob"])
+            x["log_prob"] = np.where(
+                sure, -rng.exponential(0.3, shape) - 1e-3, x["log_prob"]
+            )
             x["old_log_prob"] = np.where(sure, 0.0, x["old_log_prob"])
-            x["ref_log_prob"] = np.where(sure, x["log_prob"] - rng.exponential(1, shape), x["ref_log_prob"])
-            x["advantages"], x["one"] = x["advantages"][:, :1] + np.zeros(shape), True  # as every style takes them
+            x["ref_log_prob"] = np.where(
+                sure, x["log_prob"] - rng.exponential(1, shape), x["ref_log_prob"]
+            )
+            # as every style takes them
+            x["advantages"], x["one"] = x["advantages"][:, :1] + np.zeros(shape), True
         out.append(made(c, x, rng, False, grouped, False))
     return out
 
@@ -191,4 +269,7 @@ def bulk(c: Config, grouped: bool, seed: int, n: int) -> list[Batch]:
     """Batches of 16,384 slots, most of them tokens, up to 4,096 in a response."""
     rng = np.random.default_rng([seed, 2])
     shapes = [(4, 4096), (8, 2048), (16, 1024), (32, 512)]
-    return [made(c, draw(c, rng, shapes[i % 4], dense=True), rng, False, grouped, False) for i in range(n)]
+    return [
+        made(c, draw(c, rng, shapes[i % 4], dense=True), rng, False, grouped, False)
+        for i in range(n)
+    ]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""The same for advantage and KL estimators: written as others do, changed by one slip, searched, judged."""
+"""The same for advantage and KL estimators: written as others do, changed by one slip,
+searched, judged.
+"""
 
 import math
 import time
@@ -64,22 +66,32 @@ def compiled(text: str):
     return scope["loss"]
 
 
-def batches(name: str, seed: int, n: int = 400) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rewards and groups: correct or not, graded, normal, from 1e-3 to 1e4; even, uneven, interleaved, large, any ids."""
+def batches(
+    name: str, seed: int, n: int = 400
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Rewards and groups: correct or not, graded, normal, from 1e-3 to 1e4; even,
+    uneven, interleaved, large, any ids.
+    """
     rng = np.random.default_rng([seed, 3])
     for i in range(n):
         N = int(rng.choice([4, 8, 12, 30, 300]))
-        group = rng.integers(0, max(1, N // int(rng.integers(2, 9)) if N < 300 else 2), N) * int(rng.integers(1, 50))
+        group = rng.integers(
+            0, max(1, N // int(rng.integers(2, 9)) if N < 300 else 2), N
+        ) * int(rng.integers(1, 50))
         if i % 3 == 0:
             group = np.arange(N) // 4
-        group = group + (0, 0, 0, 5000, 2**40)[i % 5]  # which float16 and float32 do not hold
-        R = {0: rng.integers(0, 2, N).astype(float), 1: rng.normal(size=N), 2: rng.integers(-8, 9, N) / 4}[
-            i % 3 if name != "signed" else 0
-        ]
+        # which float16 and float32 do not hold
+        group = group + (0, 0, 0, 5000, 2**40)[i % 5]
+        R = {
+            0: rng.integers(0, 2, N).astype(float),
+            1: rng.normal(size=N),
+            2: rng.integers(-8, 9, N) / 4,
+        }[i % 3 if name != "signed" else 0]
         R = (
             R
             if name == "signed"
-            else R * rng.choice([1.0, 1.0, 8.0, 0.25, 10 ** rng.uniform(-3.3, -2.7), 1e4])
+            else R
+            * rng.choice([1.0, 1.0, 8.0, 0.25, 10 ** rng.uniform(-3.3, -2.7), 1e4])
             + rng.choice([0.0, 0.0, 3.0, -3.0])
         )
         if name == "whiten" and R.max() == R.min():
@@ -94,7 +106,8 @@ def advantage_truth(f, name: str, hp: dict[str, float], seed: int) -> str:
         try:
             got = f(R.clone(), group.clone())
             off = (got - want).abs() / want.abs().max().clamp(min=1e-9)
-            if name == "leave_one_out":  # what a response without a peer gets is a convention, if it is a number
+            # what a response without a peer gets is a convention, if it is a number
+            if name == "leave_one_out":
                 size = (group[:, None] == group).sum(1)
                 off = off.where((size > 1) | ~off.isfinite(), 0)
             off = float(off.nan_to_num(nan=math.inf).max())
@@ -115,12 +128,20 @@ def kl_truth(f, name: str, seed: int) -> str:
     for n in range(200):
         lp = torch.tensor(-rng.exponential(2, (4, 7)), requires_grad=True)
         ref = torch.tensor(
-            np.minimum(lp.detach().numpy() - np.clip(rng.normal(size=(4, 7)) * rng.choice([0.05, 1, 4]), -15, 15), 0)
+            np.minimum(
+                lp.detach().numpy()
+                - np.clip(rng.normal(size=(4, 7)) * rng.choice([0.05, 1, 4]), -15, 15),
+                0,
+            )
         )
         want = right(lp, ref)
         try:
             got = f(lp, ref)
-            g = torch.autograd.grad(got.sum(), lp, allow_unused=True)[0] if got.requires_grad else None
+            g = (
+                torch.autograd.grad(got.sum(), lp, allow_unused=True)[0]
+                if got.requires_grad
+                else None
+            )
         except Exception:
             return "stillborn" if n == 0 else "differs"
         slope = torch.autograd.grad(want.sum(), lp)[0]
@@ -138,7 +159,9 @@ def kl_truth(f, name: str, seed: int) -> str:
     return "equal"
 
 
-def subjects(seed: int, each: int = 40) -> Iterator[tuple[str, str, dict[str, float], str, str]]:
+def subjects(
+    seed: int, each: int = 40
+) -> Iterator[tuple[str, str, dict[str, float], str, str]]:
     """(advantage or KL, estimator, hp, what, text)."""
     for name, forms in FORMS.items():
         for i, (text, hp) in enumerate(forms):
@@ -152,7 +175,9 @@ def subjects(seed: int, each: int = 40) -> Iterator[tuple[str, str, dict[str, fl
             yield "KL", name, {}, m.what, m.text
 
 
-def judged(kind: str, name: str, hp: dict[str, float], what: str, text: str, seed: int) -> dict[str, Any]:
+def judged(
+    kind: str, name: str, hp: dict[str, float], what: str, text: str, seed: int
+) -> dict[str, Any]:
     row = {
         "id": digest(kind, name, text),
         "config": name,
@@ -165,14 +190,28 @@ def judged(kind: str, name: str, hp: dict[str, float], what: str, text: str, see
         f = compiled(text)
     except Exception:
         return row | {"truth": "stillborn"}
-    truth = advantage_truth(f, name, hp, seed) if kind == "advantage" else kl_truth(f, name, seed)
+    truth = (
+        advantage_truth(f, name, hp, seed)
+        if kind == "advantage"
+        else kl_truth(f, name, seed)
+    )
     row |= {"truth": truth}
     if truth == "stillborn":
         return row
     start = time.process_time()
     try:
-        report = upref.check_advantages(f, name, **hp) if kind == "advantage" else upref.check_kl(f, name)
-        said = "; ".join(f"{x.oracle}: {x.regime}: {x.difference}" for x in report.failures[:1])
-        return row | {"quick": bool(report), "said": said[:300], "seconds_": time.process_time() - start}
+        report = (
+            upref.check_advantages(f, name, **hp)
+            if kind == "advantage"
+            else upref.check_kl(f, name)
+        )
+        said = "; ".join(
+            f"{x.oracle}: {x.regime}: {x.difference}" for x in report.failures[:1]
+        )
+        return row | {
+            "quick": bool(report),
+            "said": said[:300],
+            "seconds_": time.process_time() - start,
+        }
     except InputError as e:
         return row | {"quick": False, "said": f"refused: {e}"[:300]}

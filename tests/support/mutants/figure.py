@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""The figure: what the run said, as a page, and what was misjudged, as a table that must not grow."""
+"""The figure: what the run said, as a page, and what was misjudged, as a table that
+must not grow.
+"""
 
 import collections
 import platform
@@ -20,7 +22,8 @@ from .store import searcher
 HERE = Path(__file__).parent
 SURVIVORS = HERE / "survivors.tsv"
 NAMED = 80  # mutants that identify is asked about, and half as many rewritings
-HABIT = "log s of a response clamped at 10"  # a row of docs/what-check-sees.md; the search asks |log s| up to 18
+# a row of docs/what-check-sees.md; the search asks |log s| up to 18
+HABIT = "log s of a response clamped at 10"
 COLUMNS = ("id", "kind", "config", "style", "operator", "what", "said", "reason")
 
 
@@ -28,7 +31,9 @@ def write(plan: run.Plan) -> None:
     rows = list(run.rows(plan, known=True))
     (HERE / "figure.md").write_text(page(plan, rows))
     kept = {row["id"]: row.get("reason", "") for row in survivors()}
-    bad = sorted((r for r in rows if misjudged(r)), key=lambda r: (r["config"], r["id"]))
+    bad = sorted(
+        (r for r in rows if misjudged(r)), key=lambda r: (r["config"], r["id"])
+    )
     lines = ["\t".join(COLUMNS)]
     for r in bad:
         r |= {"kind": misjudged(r), "reason": kept.get(r["id"], "")}
@@ -39,8 +44,14 @@ def write(plan: run.Plan) -> None:
 
 def habit(row: dict[str, Any]) -> bool:
     """Whether it differs only as the table of habits lets pass: it is to be accepted."""
-    clamped = row.get("operator") == "clamp" and row["what"].endswith("-> torch.clamp((lp) - (old), -10, 10)")
-    return clamped and row["truth"] == "differs" and upref.get(row["objective"]).level == "sequence_mean"
+    clamped = row.get("operator") == "clamp" and row["what"].endswith(
+        "-> torch.clamp((lp) - (old), -10, 10)"
+    )
+    return (
+        clamped
+        and row["truth"] == "differs"
+        and upref.get(row["objective"]).level == "sequence_mean"
+    )
 
 
 def misjudged(row: dict[str, Any]) -> str:
@@ -51,7 +62,9 @@ def survivors() -> list[dict[str, str]]:
     if not SURVIVORS.exists():
         return []
     head, *lines = SURVIVORS.read_text().splitlines()
-    return [dict(zip(head.split("\t"), line.split("\t"), strict=False)) for line in lines]
+    return [
+        dict(zip(head.split("\t"), line.split("\t"), strict=False)) for line in lines
+    ]
 
 
 def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
@@ -71,7 +84,8 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
     spent = sorted(r["seconds"] for r in whole) or [0.0]
     kinds = collections.Counter(r["operator"] for r in differ)
     table = [
-        f"| {k} | {n([r for r in differ if r['operator'] == k], False)} of {c} |" for k, c in sorted(kinds.items())
+        f"| {k} | {n([r for r in differ if r['operator'] == k], False)} of {c} |"
+        for k, c in sorted(kinds.items())
     ]
     by = collections.Counter(r["library"] for r in rows if "library" in r)
     judges = ", ".join(f"{k} ({v:,} verdicts)" for k, v in by.most_common())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checker says of a loss: the verdict alone, or the whole report with its causes compared with the search's
-batches."""
+"""What the checker says of a loss: the verdict alone, or the whole report with its
+causes compared with the search's batches."""
 
 import contextlib
 import importlib
@@ -23,18 +23,25 @@ from upref.verify.oracle import run
 from .batches import Batch
 from .styles import Config
 
-SEEN = [importlib.import_module(f"{oracles.__name__}.{m.name}") for m in pkgutil.iter_modules(oracles.__path__)]
+SEEN = [
+    importlib.import_module(f"{oracles.__name__}.{m.name}")
+    for m in pkgutil.iter_modules(oracles.__path__)
+]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """accepted: the truth of check's report. said: the first failure. cause: "" or what is printed of why."""
+    """accepted: the truth of check's report. said: the first failure. cause: "" or what
+    is printed of why.
+    """
 
     accepted: bool
     said: str
     seconds: float = 0.0  # of CPU
     cause: str = ""
-    true: str = ""  # of a cause that is a record: yes, no; "" where there is none, or it is a fixed sentence
+    # of a cause that is a record: yes, no; "" where there is none, or it is a fixed
+    # sentence
+    true: str = ""
 
 
 @contextlib.contextmanager
@@ -74,8 +81,12 @@ class Watch:
     slips: list = field(default_factory=list)
 
 
-def whole(loss: Callable, c: Config, held_against: list[Batch], names: list[str]) -> Verdict:
-    """upref.check itself; its cause put into the reference and compared with the loss on batches of the search."""
+def whole(
+    loss: Callable, c: Config, held_against: list[Batch], names: list[str]
+) -> Verdict:
+    """upref.check itself; its cause put into the reference and compared with the loss
+    on batches of the search.
+    """
     watch = Watch()
     with contextlib.ExitStack() as stack:
         for module in SEEN:
@@ -104,7 +115,9 @@ def whole(loss: Callable, c: Config, held_against: list[Batch], names: list[str]
 
 
 def _holds(slip, case, c: Config, held_against: list[Batch]) -> str:
-    """Whether the reference with this slip in it has the loss's gradient, where a bound does not decide."""
+    """Whether the reference with this slip in it has the loss's gradient, where a bound
+    does not decide.
+    """
     for b in held_against:
         if case.loss.adv_shape != "BT" and not b.one_adv:
             continue
@@ -113,7 +126,9 @@ def _holds(slip, case, c: Config, held_against: list[Batch]) -> str:
             logp=x["log_prob"], logp_old=x["old_log_prob"], adv=x["advantages"], mask=x["mask"], group=x["group"],
             logp_ref=x["ref_log_prob"], entropy=x["entropy"]))  # fmt: skip
         f = case.factors(rollouts)
-        near = lambda s, r=rollouts: slip.weights(c.o, case.hp, replace(r, logp_old=r.logp_old + s))
+        near = lambda s, r=rollouts: slip.weights(
+            c.o, case.hp, replace(r, logp_old=r.logp_old + s)
+        )
         try:
             found, want = case.gradient(rollouts) / f, near(0.0)
             edge = (near(1e-7) - want).abs() + (near(-1e-7) - want).abs()
@@ -122,7 +137,9 @@ def _holds(slip, case, c: Config, held_against: list[Batch]) -> str:
         A = x["advantages"].abs()
         scale = torch.maximum(torch.maximum(want.abs(), A), torch.tensor(1e-9))
         off = ((found - want).abs() - 3 * edge) / scale
-        off = off.masked_fill(~x["mask"] | ((x["log_prob"] - x["old_log_prob"]).abs() > 8), 0).nan_to_num(nan=1e9)
+        off = off.masked_fill(
+            ~x["mask"] | ((x["log_prob"] - x["old_log_prob"]).abs() > 8), 0
+        ).nan_to_num(nan=1e9)
         if off.max() > 1e-4:
             return "no"
     return "yes"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mutants of every registered objective, one after the other: the truth, then the verdict."""
+"""The mutants of every registered objective, one after the other: the truth, then the
+verdict.
+"""
 
 import time
 from collections.abc import Iterator
@@ -49,7 +51,8 @@ def every_config() -> list[Config]:
 
 def of(c: Config, style: str, n: int, seed: int) -> list[Subject]:
     rng = np.random.default_rng([seed, *map(ord, f"{c}{style}")])
-    allowed = lambda m: not (m.single and (c.o.reads_mu or c.o.batch_coupled))  # bounds that rounding moves at will
+    # bounds that rounding moves at will
+    allowed = lambda m: not (m.single and (c.o.reads_mu or c.o.batch_coupled))
     picked = sample(write(c, style), n, rng, allowed)
     return [Subject(c, style, m.kind, m.what, m.text, m.single) for m in picked]
 
@@ -57,10 +60,15 @@ def of(c: Config, style: str, n: int, seed: int) -> list[Subject]:
 ROUNDS = 6  # a run that is cut off has seen every objective
 
 
-def subjects(total: int, seed: int, only: list[Config] | None = None) -> Iterator[Subject]:
+def subjects(
+    total: int, seed: int, only: list[Config] | None = None
+) -> Iterator[Subject]:
     """So many in all, as evenly as it goes over configurations and styles."""
     places = [(c, s) for c in every_config() for s in STYLES if fits(s, c)]
-    counts = [total * (i + 1) // len(places) - total * i // len(places) for i in range(len(places))]
+    counts = [
+        total * (i + 1) // len(places) - total * i // len(places)
+        for i in range(len(places))
+    ]
     picked: dict[int, list[Subject]] = {}
     for turn in range(ROUNDS):
         for i, (c, s) in enumerate(places):
@@ -74,12 +82,16 @@ def judged(
     s: Subject, scratch: Path, seed: int, nth: int = 1, *, large: int = search.BULK, few: int = search.SMALL,
     known: bool = False,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Truth and verdict of one, kept. Without a large search no mutant is called equal to its objective.
+    """Truth and verdict of one, kept. Without a large search no mutant is called equal
+    to its objective.
 
     known: only what is kept already; None where it is not.
     """
     truths, verdicts = store_of(scratch, "truth"), store_of(scratch, "verdict")
-    key, full = digest(s.key, searcher(), str(seed), str(few), str(large)), nth % WHOLE == 0
+    key, full = (
+        digest(s.key, searcher(), str(seed), str(few), str(large)),
+        nth % WHOLE == 0,
+    )
     if known and key not in truths.known:
         return None
 
@@ -88,16 +100,27 @@ def judged(
             f = compiled(s.text)
         except Exception:
             return {"kind": "stillborn", "apart": -1.0, "tokens": 0}
-        return asdict(search.truth(f, s.config, s.names, s.adv, seed, few=few, large=large, single=s.single))
+        return asdict(
+            search.truth(
+                f, s.config, s.names, s.adv, seed, few=few, large=large, single=s.single
+            )
+        )
 
     def said() -> dict[str, Any]:
         f = compiled(s.text)
         start = time.process_time()
         v = judge.verdict(f, s.config)
-        row = {"quick": v.accepted, "said": v.said, "spent": time.process_time() - start, "library": library()}
+        row = {
+            "quick": v.accepted,
+            "said": v.said,
+            "spent": time.process_time() - start,
+            "library": library(),
+        }
         if full:
-            some = batches.small(s.config, "group" in s.names, seed, 24)[:24]  # π_old = 1 cannot be shifted
-            some = [b for b in some if b.of["mask"].any(1).all()]  # the reference refuses a row without a token
+            # π_old = 1 cannot be shifted
+            some = batches.small(s.config, "group" in s.names, seed, 24)[:24]
+            # the reference refuses a row without a token
+            some = [b for b in some if b.of["mask"].any(1).all()]
             row |= asdict(judge.whole(f, s.config, some, s.names))
         return row
 
@@ -111,9 +134,14 @@ def judged(
     key = digest(s.key, str(full))
     if known:  # whichever was asked for: parts count on their own
         keys = [digest(s.key, x) for x in ("True", "False")]
-        return next((out | verdicts.known[k] for k in keys if k in verdicts.known), None)
+        return next(
+            (out | verdicts.known[k] for k in keys if k in verdicts.known), None
+        )
     # what was misjudged, or had a false cause, is judged again
-    stale = lambda row: bool(wrong(out | row) or row.get("true") == "no") and row["library"] != library()
+    stale = lambda row: (
+        bool(wrong(out | row) or row.get("true") == "no")
+        and row["library"] != library()
+    )
     return out | verdicts.get(key, said, stale)
 
 
@@ -128,7 +156,11 @@ def store_of(scratch: Path, name: str) -> Store:
 
 
 def wrong(row: dict[str, Any]) -> str:
-    """missed, or alarm: what the checker got wrong of it; "" where it is right or nothing is known."""
+    """missed, or alarm: what the checker got wrong of it; "" where it is right or
+    nothing is known.
+    """
     if "quick" not in row:
         return ""
-    return {("differs", True): "missed", ("equal", False): "alarm"}.get((row["truth"], row["quick"]), "")
+    return {("differs", True): "missed", ("equal", False): "alarm"}.get(
+        (row["truth"], row["quick"]), ""
+    )

@@ -20,7 +20,9 @@ from .search import truth
 from .store import digest, library, searcher
 from .styles import STYLES, Config, compiled, fits
 
-FEW = 60  # batches of the search: enough for whether it differs, and for equal where the text keeps the meaning
+# batches of the search: enough for whether it differs, and for equal where the text
+# keeps the meaning
+FEW = 60
 
 
 @dataclass(frozen=True)
@@ -33,31 +35,50 @@ class Named:
 
 
 def named(loss: Callable, c: Config, kind: str) -> Named:
-    """equal: the objective, or one of its gradient, is to be named. differs: it is not, and a given name holds."""
+    """equal: the objective, or one of its gradient, is to be named. differs: it is not,
+    and a given name holds.
+    """
     start = time.process_time()
     try:
         who = upref.identify(loss)
     except InputError as e:
-        return Named(kind == "differs", f"refused: {e}"[:200], time.process_time() - start)
+        return Named(
+            kind == "differs", f"refused: {e}"[:200], time.process_time() - start
+        )
     seconds = time.process_time() - start
-    claimed = [m for m in who.matches if m.own] if who.kind in ("objective", "up") else []
+    claimed = (
+        [m for m in who.matches if m.own] if who.kind in ("objective", "up") else []
+    )
     here = any(_is(m, c) for m in claimed)
     said = str(who).splitlines()[0][:200]
     if kind == "equal":  # by its name, or by another of the same gradient
-        return Named(here or (bool(claimed) and _holds(loss, claimed[0])), said, seconds)
+        return Named(
+            here or (bool(claimed) and _holds(loss, claimed[0])), said, seconds
+        )
     return Named(not here and (not claimed or _holds(loss, claimed[0])), said, seconds)
 
 
 def _is(m: Match, c: Config) -> bool:
-    """The objective at its hyperparameters; those without effect are not among the match's."""
+    """The objective at its hyperparameters; those without effect are not among the
+    match's.
+    """
     want = c.all_hp
-    same = lambda x, y: x == y or (x is not None and y is not None and abs(x - y) <= 1e-6 * max(1.0, abs(y)))
-    return m.name == c.o.name and all(same(v, want.get(k)) for k, v in m.hp.items() if k != "beta" or v or want.get(k))
+    same = lambda x, y: (
+        x == y
+        or (x is not None and y is not None and abs(x - y) <= 1e-6 * max(1.0, abs(y)))
+    )
+    return m.name == c.o.name and all(
+        same(v, want.get(k)) for k, v in m.hp.items() if k != "beta" or v or want.get(k)
+    )
 
 
 def _holds(loss: Callable, m: Match) -> bool:
     """Whether check agrees with the name, at the digits that identify prints."""
-    hp = {k: float(f"{v:.7g}") for k, v in m.hp.items() if v is not None and (k != "beta" or v)}
+    hp = {
+        k: float(f"{v:.7g}")
+        for k, v in m.hp.items()
+        if v is not None and (k != "beta" or v)
+    }
     return verdict(loss, Config(upref.get(m.name), tuple(hp.items()))).accepted
 
 
@@ -69,20 +90,34 @@ def subjects(total: int, seed: int) -> Iterator[Subject]:
     yield from rewritings(total // 2, seed + 1, compiled=0)
 
 
-def rows(total: int, seed: int, scratch: Path, known: bool = False) -> Iterator[dict[str, Any]]:
+def rows(
+    total: int, seed: int, scratch: Path, known: bool = False
+) -> Iterator[dict[str, Any]]:
     store = store_of(scratch, "named")
     for s in subjects(total, seed):
         key = digest(s.key, searcher(), str(seed))
         if known and key not in store.known:
             continue
-        yield store.get(key, lambda s=s: _row(s, seed), lambda row: not row["right"] and row["library"] != library())  # type: ignore[misc]
+        yield store.get(
+            key,
+            lambda s=s: _row(s, seed),
+            lambda row: not row["right"] and row["library"] != library(),
+        )  # type: ignore[misc]
 
 
 def _row(s: Subject, seed: int) -> dict[str, Any]:
-    row = {"config": str(s.config), "style": s.style, "operator": s.kind, "what": s.what, "library": library()}
+    row = {
+        "config": str(s.config),
+        "style": s.style,
+        "operator": s.kind,
+        "what": s.what,
+        "library": library(),
+    }
     try:
         f = compiled(s.text)
-        kind = truth(f, s.config, s.names, s.adv, seed, few=FEW, large=0, single=s.single).kind
+        kind = truth(
+            f, s.config, s.names, s.adv, seed, few=FEW, large=0, single=s.single
+        ).kind
     except Exception:
         kind = "stillborn"
     if kind == "equal" and s.kind != "rewriting":

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One slip in a module's source: for every node of its syntax tree all that a hand may have written there instead.
+"""One slip in a module's source: for every node of its syntax tree all that a hand may
+have written there instead.
 
-Nothing here knows an objective: names of variables are the ones of styles.py, the rest is Python and torch.
+Nothing here knows an objective: names of variables are the ones of styles.py, the rest
+is Python and torch.
 """
 
 import ast
@@ -34,14 +36,29 @@ def _walk(tree: ast.AST) -> list[tuple[ast.AST, str, int | None, ast.AST, bool]]
 
     def go(node: ast.AST, index: bool):
         for field, value in ast.iter_fields(node):
-            if field in ("targets", "args") and isinstance(node, ast.Assign | ast.FunctionDef | ast.Lambda):
+            if field in ("targets", "args") and isinstance(
+                node, ast.Assign | ast.FunctionDef | ast.Lambda
+            ):
                 continue
-            for i, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            for i, child in (
+                enumerate(value) if isinstance(value, list) else [(None, value)]
+            ):
                 if not isinstance(child, ast.AST):
                     continue
                 dim = index or field == "slice"
-                if isinstance(node, ast.Call) and field == "args" and isinstance(node.func, ast.Attribute):
-                    dim = dim or node.func.attr in ("sum", "mean", "cumsum", "gather", "argmax", "index_add")
+                if (
+                    isinstance(node, ast.Call)
+                    and field == "args"
+                    and isinstance(node.func, ast.Attribute)
+                ):
+                    dim = dim or node.func.attr in (
+                        "sum",
+                        "mean",
+                        "cumsum",
+                        "gather",
+                        "argmax",
+                        "index_add",
+                    )
                 out.append((node, field, i, child, dim))
                 go(child, dim)
 
@@ -55,7 +72,10 @@ def sites(source: str) -> tuple[ast.Module, list[tuple[str, str, tuple]]]:
     out = []
     for parent, field, i, node, index in _walk(tree):
         if isinstance(node, ast.expr):
-            out += [(kind, f"{text(node)} -> {new}", (parent, field, i, new)) for kind, new in swaps(node, index)]
+            out += [
+                (kind, f"{text(node)} -> {new}", (parent, field, i, new))
+                for kind, new in swaps(node, index)
+            ]
     return tree, out
 
 
@@ -72,8 +92,12 @@ def put(tree: ast.Module, parent: ast.AST, field: str, i: int | None, new: str) 
     return done
 
 
-def sample(source: str, n: int, rng: np.random.Generator, allowed=lambda m: True) -> list[Mutant]:
-    """n mutants of one slip, each kind as likely as the others; none is the original or another one's text."""
+def sample(
+    source: str, n: int, rng: np.random.Generator, allowed=lambda m: True
+) -> list[Mutant]:
+    """n mutants of one slip, each kind as likely as the others; none is the original or
+    another one's text.
+    """
     tree, every = sites(source)
     by: dict[str, list] = {}
     for kind, what, where in every:

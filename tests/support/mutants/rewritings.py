@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""The same loss, written otherwise: algebra, other calls, loops, chunks, einsum, custom autograd, buffers of other
-dtypes, packed rows, torch.compile; several at once. What must be accepted."""
+"""The same loss, written otherwise: algebra, other calls, loops, chunks, einsum, custom
+autograd, buffers of other dtypes, packed rows, torch.compile; several at once. What
+must be accepted."""
 
 import ast
 import shutil
@@ -31,7 +32,9 @@ FLOAT32 = "float32"
 
 
 def others(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """(what it is called, other text of the same meaning); FLOAT32 where a number is rounded to that."""
+    """(what it is called, other text of the same meaning); FLOAT32 where a number is
+    rounded to that.
+    """
     if isinstance(node, ast.BinOp):
         a, b = f"({text(node.left)})", f"({text(node.right)})"
         numeric = not any(isinstance(n, ast.Name) for n in ast.walk(node))
@@ -46,25 +49,40 @@ def others(node: ast.AST) -> Iterator[tuple[str, str]]:
                     yield "algebra", f"{a} + {b} * -1"
                     yield (
                         "calls",
-                        f"torch.sub({a}, {b})" if not number(node.left) and not number(node.right) else f"{a} - {b}",
+                        f"torch.sub({a}, {b})"
+                        if not number(node.left) and not number(node.right)
+                        else f"{a} - {b}",
                     )
             case ast.Div():
-                counts = not number(node.right)  # 1 / an integer tensor has float32's digits
+                # 1 / an integer tensor has float32's digits
+                counts = not number(node.right)
                 yield (FLOAT32 if counts else "algebra"), f"{a} * (1.0 / {b})"
         if numeric:
             yield "algebra", repr(eval(text(node), {}))
             yield FLOAT32, f"torch.tensor({text(node)})"
     elif isinstance(node, ast.Compare) and len(node.ops) == 1:
         a, b = text(node.left), text(node.comparators[0])
-        back = {ast.Gt: "<", ast.GtE: "<=", ast.Lt: ">", ast.LtE: ">="}.get(type(node.ops[0]))
+        back = {ast.Gt: "<", ast.GtE: "<=", ast.Lt: ">", ast.LtE: ">="}.get(
+            type(node.ops[0])
+        )
         if back:
             yield "algebra", f"({b}) {back} ({a})"
-            yield "algebra", f"~(({a}) {({'<': '<=', '<=': '<', '>': '>=', '>=': '>'})[back]} ({b}))"
+            yield (
+                "algebra",
+                f"~(({a}) {({'<': '<=', '<=': '<', '>': '>=', '>=': '>'})[back]} ({b}))",
+            )
         if b == "0":
-            yield "algebra", f"torch.sign({a}) {({'<': '>', '<=': '>=', '>': '<', '>=': '<='}).get(back, '==')} 0"
+            yield (
+                "algebra",
+                f"torch.sign({a}) {({'<': '>', '<=': '>=', '>': '<', '>=': '<='}).get(back, '==')} 0",
+            )
     elif isinstance(node, ast.Call):
         yield from _calls(node)
-    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in ("lp", "old", "A", "r", "s", "J"):
+    elif (
+        isinstance(node, ast.Name)
+        and isinstance(node.ctx, ast.Load)
+        and node.id in ("lp", "old", "A", "r", "s", "J")
+    ):
         yield "copies", f"{node.id}.clone()"
         yield "algebra", f"({node.id} + 0.0)"
         yield "algebra", f"(2 * {node.id} / 2)"
@@ -79,16 +97,24 @@ def _calls(node: ast.Call) -> Iterator[tuple[str, str]]:
         yield "algebra", f"-torch.{'maximum' if least else 'minimum'}(-({x}), -({y}))"
         yield "calls", f"torch.where(({x}) {'<=' if least else '>='} ({y}), {x}, {y})"
         yield "calls", f"torch.{'min' if least else 'max'}({x}, {y})"
-        yield "calls", f"torch.stack(torch.broadcast_tensors({x}, {y})).{'amin' if least else 'amax'}(0)"
+        yield (
+            "calls",
+            f"torch.stack(torch.broadcast_tensors({x}, {y})).{'amin' if least else 'amax'}(0)",
+        )
     elif f == "torch.clamp":
         x = args[0]
-        lo, hi = (args[1], args[2]) if len(args) == 3 else (kw.get("min"), kw.get("max"))
+        lo, hi = (
+            (args[1], args[2]) if len(args) == 3 else (kw.get("min"), kw.get("max"))
+        )
         inside = ", ".join(f"{k}={v}" for k, v in (("min", lo), ("max", hi)) if v)
         yield "calls", f"({x}).clamp({inside})"
         yield "calls", f"torch.clip({x}, {inside})"
         if lo and hi:
             yield "calls", f"torch.clamp(torch.clamp({x}, min={lo}), max={hi})"
-            yield "calls", f"torch.where(({x}) < {lo}, {lo}, torch.where(({x}) > {hi}, {hi}, {x}))"
+            yield (
+                "calls",
+                f"torch.where(({x}) < {lo}, {lo}, torch.where(({x}) > {hi}, {hi}, {x}))",
+            )
         elif hi:
             yield "calls", f"torch.where(({x}) > {hi}, {hi}, {x})"
             yield "calls", f"torch.minimum({x}, torch.full_like({x}, {hi}))"
@@ -105,7 +131,11 @@ def _calls(node: ast.Call) -> Iterator[tuple[str, str]]:
         yield "calls", f"torch.exp2(({args[0]}) * math.log2(math.e))"
         yield "custom autograd", f"Exp.apply({args[0]})"
         yield "algebra", f"1 / torch.exp(-({args[0]}))"
-    elif isinstance(node.func, ast.Attribute) and node.func.attr in ("sum", "mean", "detach"):
+    elif isinstance(node.func, ast.Attribute) and node.func.attr in (
+        "sum",
+        "mean",
+        "detach",
+    ):
         x, name = text(node.func.value), node.func.attr
         counts = x in ("mask", "m")
         if name == "detach":
@@ -123,7 +153,10 @@ def _calls(node: ast.Call) -> Iterator[tuple[str, str]]:
             yield "einsum", f"torch.einsum('...->', {x})"
             yield "chunks", f"sum((v.sum() for v in ({x}).flatten().split(7)))"
             yield "calls", f"({x}).sum(-1).sum()"
-            yield "calls", f"torch.dot(({x}).flatten(), torch.ones_like(({x}).flatten()))"
+            yield (
+                "calls",
+                f"torch.dot(({x}).flatten(), torch.ones_like(({x}).flatten()))",
+            )
         elif args == ["-1"]:
             yield "einsum", f"torch.einsum('...t->...', {x})"
             yield "loops", f"torch.stack([v.sum() for v in ({x}).unbind(0)])"
@@ -151,7 +184,7 @@ def inside(source: str, n: int, rng: np.random.Generator) -> tuple[str, list[str
     return source, said
 
 
-# ---- around the whole function ---------------------------------------------------------------------------------------
+# ---- around the whole function -------------------------------------------------------
 AROUND = {
     "rows in another order": "return whole(**{k: v.flip(0) for k, v in given.items()})",
     "more padding": "return whole(**{k: torch.nn.functional.pad(v, (1, 2)) if v.ndim == 2 else v for k, v in given.items()})",
@@ -190,20 +223,28 @@ def around(s: str, names: list[str], how: str, c: Config) -> str:
         if "token-mean" in c.o.agg and "seq" not in c.o.agg
         else "len(p['mask']) / len(mask)"
     )
-    body = textwrap.indent(textwrap.dedent(AROUND[how].replace("SHARE", share)).strip(), "    ")
+    body = textwrap.indent(
+        textwrap.dedent(AROUND[how].replace("SHARE", share)).strip(), "    "
+    )
     given = ", ".join(f"{k}={k}" for k in names)
     head = "import torch.utils.checkpoint\n" if how == "checkpoint" else ""
     backend = {"compiled": "aot_eager", "compiled by inductor": "inductor"}.get(how)
-    if backend:  # after three shapes that it cannot generalize over, torch runs the function as it is
+    # after three shapes that it cannot generalize over, torch runs the function as it
+    # is
+    if backend:
         head += "import torch._dynamo\ntorch._dynamo.config.recompile_limit = 3\n"
         head += f"quick = torch.compile(whole, dynamic=True, backend={backend!r})\n"
     return f"{s.replace('def loss(', 'def whole(')}\n{head}def loss({', '.join(names)}):\n    given = dict({given})\n{body}\n"
 
 
-INDUCTOR = 3  # of those under torch.compile, how many by its own backend, which takes half a minute of CPU
+# of those under torch.compile, how many by its own backend, which takes half a minute
+# of CPU
+INDUCTOR = 3
 
 
-def rewritings(total: int, seed: int, compiled: int = 20, only: list[Config] | None = None) -> Iterator[Subject]:
+def rewritings(
+    total: int, seed: int, compiled: int = 20, only: list[Config] | None = None
+) -> Iterator[Subject]:
     """So many in all, as evenly as it goes; some under torch.compile, and these first."""
     places = [(c, s) for c in every_config() for s in STYLES if fits(s, c)]
     for n in sorted(range(total), key=lambda n: n < total - compiled):
@@ -216,9 +257,14 @@ def rewritings(total: int, seed: int, compiled: int = 20, only: list[Config] | N
         ways = [
             w
             for w in AROUND
-            if not w.startswith("compiled") and not (w == "chunks of rows" and (c.o.batch_coupled or style == "groups"))
+            if not w.startswith("compiled")
+            and not (w == "chunks of rows" and (c.o.batch_coupled or style == "groups"))
         ]
-        ways = [w for w in ways if not (style == "trl" and w == "columns dropped that nobody uses")]
+        ways = [
+            w
+            for w in ways
+            if not (style == "trl" and w == "columns dropped that nobody uses")
+        ]
         if n >= total - compiled:
             own = n >= total - min(INDUCTOR, compiled) and shutil.which("g++")
             ways = ["compiled by inductor" if own else "compiled"]
@@ -227,5 +273,10 @@ def rewritings(total: int, seed: int, compiled: int = 20, only: list[Config] | N
             source, said = around(source, one.names, way, c), [*said, way]
         start = "import math\nimport torch\n"
         yield Subject(
-            c, style, "rewriting", ", ".join(said), start + PRELUDE + source.removeprefix(start), FLOAT32 in said
+            c,
+            style,
+            "rewriting",
+            ", ".join(said),
+            start + PRELUDE + source.removeprefix(start),
+            FLOAT32 in said,
         )

@@ -13,7 +13,9 @@ from .store import digest, library
 from .styles import Config
 
 FIRST = 60  # small batches for what differs: most show it on the first
-LOT = 5  # of each configuration's mutants that these do not tell apart, how many go through the whole search
+# of each configuration's mutants that these do not tell apart, how many go through the
+# whole search
+LOT = 5
 
 __all__ = ["Plan", "rows", "wrong"]
 
@@ -26,7 +28,9 @@ class Plan:
     scratch: Path
 
 
-def rows(plan: Plan, part: int = 0, parts: int = 1, known: bool = False) -> Iterator[dict[str, Any]]:
+def rows(
+    plan: Plan, part: int = 0, parts: int = 1, known: bool = False
+) -> Iterator[dict[str, Any]]:
     """One row for each loss; known: those alone whose answers are kept."""
     mine = every_config()[part::parts]
     unlike: list[Subject] = []
@@ -42,16 +46,25 @@ def rows(plan: Plan, part: int = 0, parts: int = 1, known: bool = False) -> Iter
         if row := kept(plan, one, known):
             yield row
     for s in rewritings(plan.rewritings, plan.seed, only=mine):
-        if row := judged(s, plan.scratch, plan.seed, 1, large=0, few=FIRST, known=known):
+        if row := judged(
+            s, plan.scratch, plan.seed, 1, large=0, few=FIRST, known=known
+        ):
             yield row
     for c, of in drawn(unlike, plan.seed):
-        for nth, s in enumerate(of):  # one configuration after the other: they share the search's batches
-            row = judged(s, plan.scratch, plan.seed, min(nth, 1), known=known) if nth < LOT else None
+        # one configuration after the other: they share the search's batches
+        for nth, s in enumerate(of):
+            row = (
+                judged(s, plan.scratch, plan.seed, min(nth, 1), known=known)
+                if nth < LOT
+                else None
+            )
             yield row or {"id": s.key, "truth": "unsearched", "config": str(c)}
 
 
 def drawn(unlike: list[Subject], seed: int) -> Iterator[tuple[Config, list[Subject]]]:
-    """By configuration, the LOT that is to be searched first, in the order of its batches; the rest behind it."""
+    """By configuration, the LOT that is to be searched first, in the order of its
+    batches; the rest behind it.
+    """
     by: dict[Config, list[Subject]] = {}
     for s in unlike:
         by.setdefault(s.config, []).append(s)

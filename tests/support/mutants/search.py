@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: E501
-"""An independent search: does a loss's gradient differ from its objective's anywhere in the declared domain?
+"""An independent search: does a loss's gradient differ from its objective's anywhere in
+the declared domain?
 
-The domain: log π <= 0, |log r| <= 18 (a sum over a response <= 300) and beyond it wherever the objective's own weight is
-an ordinary number; one token to thousands in a response, padding left, right and in between, any number in masked slots
-(-30 to 30); advantages 0 and 1e-6 to 40, one a response, or one a token where the objective allows it; groups of two and
-more under any ids; |log π_ref / π_θ| <= 9; a row without a token where the aggregation is a mean over tokens. Left out
-are ratios on a bound, to 1e-9 (which side they belong to is the habit of an implementation), and π_θ = 1 where the last
-float32 below it is another matter (a divergence is infinite there). Of a loss that computes in float32 in part the rounding of
-log-probabilities is forgiven.
+The domain: log π <= 0, |log r| <= 18 (a sum over a response <= 300) and beyond it
+wherever the objective's own weight is an ordinary number; one token to thousands in a
+response, padding left, right and in between, any number in masked slots (-30 to 30);
+advantages 0 and 1e-6 to 40, one a response, or one a token where the objective allows
+it; groups of two and more under any ids; |log π_ref / π_θ| <= 9; a row without a token
+where the aggregation is a mean over tokens. Left out are ratios on a bound, to 1e-9
+(which side they belong to is the habit of an implementation), and π_θ = 1 where the
+last float32 below it is another matter (a divergence is infinite there). Of a loss that
+computes in float32 in part the rounding of log-probabilities is forgiven.
 
-Written with numpy's generator alone; it shares no batch and no generator with the checker.
+Written with numpy's generator alone; it shares no batch and no generator with the
+checker.
 """
 
 import math
@@ -27,23 +30,30 @@ from upref.registry import REDUCE
 from .batches import SINGLE, Batch, bounds, bulk, small
 from .styles import Config
 
-SAME, OTHER = 2e-6, 2e-5  # relative: up to the first a habit of rounding, beyond the second another gradient
+# relative: up to the first a habit of rounding, beyond the second another gradient
+SAME, OTHER = 2e-6, 2e-5
 SMALL, BULK = 240, 640  # batches of some dozen tokens, batches of 16,384 slots
 
 
-def size(c: Config, grouped: bool, seed: int, few: int = SMALL, large: int = BULK) -> int:
+def size(
+    c: Config, grouped: bool, seed: int, few: int = SMALL, large: int = BULK
+) -> int:
     """How many tokens the whole search holds."""
-    return sum(b.tokens for b in small(c, grouped, seed, few) + bulk(c, grouped, seed, large))
+    return sum(
+        b.tokens for b in small(c, grouped, seed, few) + bulk(c, grouped, seed, large)
+    )
 
 
 def gradient(loss: Callable, c: Config, b: Batch, names: list[str], adv: str) -> Tensor:
-    """dJ/dlp of a loss, [B, T], NaN where its value is no number; an answer without reduction is reduced as the
-    objective says."""
+    """dJ/dlp of a loss, [B, T], NaN where its value is no number; an answer without
+    reduction is reduced as the objective says."""
     x = {k: b.of[k] for k in names}
     x["log_prob"] = x["log_prob"].clone().requires_grad_()
     if adv == "B":
         m = b.of["mask"]
-        x["advantages"] = x["advantages"].gather(1, m.int().argmax(1, keepdim=True))[:, 0]
+        x["advantages"] = x["advantages"].gather(1, m.int().argmax(1, keepdim=True))[
+            :, 0
+        ]
     value = loss(**x)
     if value.ndim:
         value = _reduced(value, c, b)
@@ -74,8 +84,17 @@ def _reduced(value: Tensor, c: Config, b: Batch) -> Tensor:
     raise ValueError(f"shape {list(value.shape)}")
 
 
-def apart(loss: Callable, c: Config, b: Batch, names: list[str], adv: str, single: bool = False) -> float:
-    """The largest relative difference of a token's gradient; infinite where it is not a number or leaks."""
+def apart(
+    loss: Callable,
+    c: Config,
+    b: Batch,
+    names: list[str],
+    adv: str,
+    single: bool = False,
+) -> float:
+    """The largest relative difference of a token's gradient; infinite where it is not a
+    number or leaks.
+    """
     g = gradient(loss, c, b, names, adv)
     mask = b.of["mask"]
     leak = g.masked_fill(mask, 0).nan_to_num(nan=1.0) != 0
@@ -93,18 +112,22 @@ def _beside(c: Config, b: Batch) -> Tensor:
     x = torch.where(b.of["mask"], b.of["log_prob"] - b.of["old_log_prob"], 0)
     if c.o.level in REDUCE:
         x = x.sum(-1, keepdim=True) / (
-            b.of["mask"].sum(-1, keepdim=True).clamp(min=1) if c.o.level == "sequence_mean" else 1
+            b.of["mask"].sum(-1, keepdim=True).clamp(min=1)
+            if c.o.level == "sequence_mean"
+            else 1
         )
-    close = SINGLE * torch.where(b.of["mask"], b.of["log_prob"].abs() + b.of["old_log_prob"].abs(), 0).amax(
-        -1, keepdim=True
-    )
+    close = SINGLE * torch.where(
+        b.of["mask"], b.of["log_prob"].abs() + b.of["old_log_prob"].abs(), 0
+    ).amax(-1, keepdim=True)
     near = (x[..., None] - torch.as_tensor(np.log(bounds(c)))).abs().amin(-1)
     return (near < close + 2e-7).expand_as(b.g)
 
 
 @dataclass(frozen=True)
 class Truth:
-    """kind: differs, equal, unclear (between the two tolerances), stillborn (it runs on no batch)."""
+    """kind: differs, equal, unclear (between the two tolerances), stillborn (it runs on
+    no batch).
+    """
 
     kind: str
     apart: float
@@ -115,7 +138,10 @@ def truth(loss: Callable, c: Config, names: list[str], adv: str, seed: int, *, f
           single: bool = False) -> Truth:  # fmt: skip
     grouped = "group" in names
     worst, tokens, ran = 0.0, 0, False
-    for which in (lambda: small(c, grouped, seed, few), lambda: bulk(c, grouped, seed, large)):
+    for which in (
+        lambda: small(c, grouped, seed, few),
+        lambda: bulk(c, grouped, seed, large),
+    ):
         for b in which():
             if adv == "B" and not b.one_adv:
                 continue

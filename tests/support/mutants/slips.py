@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""What a hand may have written in place of one node of a syntax tree: (kind, the text in its place)."""
+"""What a hand may have written in place of one node of a syntax tree: (kind, the text
+in its place).
+"""
 
 import ast
 from collections.abc import Iterator
@@ -64,18 +66,27 @@ def _binary(node: ast.BinOp) -> Iterator[Swap]:
             yield ("bound" if numeric else "sign"), f"{a} + {b}"
             yield ("bound" if numeric else "side"), f"{b} - {a}"
             if not numeric and "." not in text(node):
-                yield from (("clamp", f"torch.clamp({a} - {b}, -{x}, {x})") for x in (0.5, 3, 5, 10, 20))
+                yield from (
+                    ("clamp", f"torch.clamp({a} - {b}, -{x}, {x})")
+                    for x in (0.5, 3, 5, 10, 20)
+                )
         case ast.Mult():
             yield "order", f"{a} + {b}"
             yield "function", f"{a} / {b}"
             for x, y in ((node.left, node.right), (node.right, node.left)):
                 if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Add | ast.Sub):
                     sign = "+" if isinstance(x.op, ast.Add) else "-"
-                    yield "order", f"{text(x.left)} {sign} ({text(x.right)}) * ({text(y)})"
+                    yield (
+                        "order",
+                        f"{text(x.left)} {sign} ({text(x.right)}) * ({text(y)})",
+                    )
         case ast.Div():
             yield "function", f"{a} * {b}"
             yield "function", f"{b} / {a}"
-            yield from (("denominator", f"{a} / ({b} + {e})") for e in ("1e-08", "1e-06", "0.0001", "1"))
+            yield from (
+                ("denominator", f"{a} / ({b} + {e})")
+                for e in ("1e-08", "1e-06", "0.0001", "1")
+            )
             if not number(node.right):
                 yield "denominator", f"{a} / {b}.clamp(min=2)"
                 yield "denominator", f"{a} / {b} ** 2"
@@ -90,7 +101,9 @@ def _binary(node: ast.BinOp) -> Iterator[Swap]:
 
 def _compare(node: ast.Compare) -> Iterator[Swap]:
     a, b = text(node.left), text(node.comparators[0])
-    op = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=="}.get(type(node.ops[0]))
+    op = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=="}.get(
+        type(node.ops[0])
+    )
     if op in (None, "=="):
         return
     yield "side", f"{a} {op.translate(str.maketrans('<>', '><'))} {b}"
@@ -107,9 +120,9 @@ def _call(node: ast.Call) -> Iterator[Swap]:
         yield "side", f"{other}({', '.join(args)})"
         yield from (("dropped", x) for x in args)
         x, y = node.args
-        if all(isinstance(v, ast.BinOp) and isinstance(v.op, ast.Mult) for v in (x, y)) and text(x.right) == text(
-            y.right
-        ):
+        if all(
+            isinstance(v, ast.BinOp) and isinstance(v.op, ast.Mult) for v in (x, y)
+        ) and text(x.right) == text(y.right):
             yield "order", f"{f}({text(x.left)}, {text(y.left)}) * {text(x.right)}"
             yield "order", f"{other}({text(x.left)}, {text(y.left)}) * {text(x.right)}"
         yield "detach", f"{f}({args[0]}, ({args[1]}).detach())"
@@ -124,16 +137,26 @@ def _call(node: ast.Call) -> Iterator[Swap]:
             yield "side", f"torch.clamp({x}, max={hi})"
             yield "bound", f"torch.clamp({x}, 2 - ({hi}), 2 - ({lo}))"
             yield "bound", f"torch.clamp({x}, ({lo}) - 1, ({hi}) - 1)"
-            yield from (("bound", f"torch.clamp({x}, {lo}, ({hi}) + {d})") for d in ("0.01", "1e-05", "1e-07", "-0.05"))
-            yield from (("bound", f"torch.clamp({x}, ({lo}) + {d}, {hi})") for d in ("0.0001", "1e-05", "-0.05"))
+            yield from (
+                ("bound", f"torch.clamp({x}, {lo}, ({hi}) + {d})")
+                for d in ("0.01", "1e-05", "1e-07", "-0.05")
+            )
+            yield from (
+                ("bound", f"torch.clamp({x}, ({lo}) + {d}, {hi})")
+                for d in ("0.0001", "1e-05", "-0.05")
+            )
             yield "clamp", f"{x} + (torch.clamp({x}, {lo}, {hi}) - {x}).detach()"
         for side, other in (("min", "max"), ("max", "min")):
             if side in kw:
                 yield "side", f"torch.clamp({args[0]}, {other}={kw[side]})"
                 yield from (
-                    ("bound", f"torch.clamp({args[0]}, {side}=({kw[side]}) + {d})") for d in ("0.01", "1e-05", "-0.1")
+                    ("bound", f"torch.clamp({args[0]}, {side}=({kw[side]}) + {d})")
+                    for d in ("0.01", "1e-05", "-0.1")
                 )
-                yield "clamp", f"torch.clamp({args[0]}, {side}={kw[side]}, {other}=50.0)"
+                yield (
+                    "clamp",
+                    f"torch.clamp({args[0]}, {side}={kw[side]}, {other}=50.0)",
+                )
     elif f == "torch.where":
         c, x, y = args
         yield "branch", f"torch.where({c}, {y}, {x})"
@@ -167,7 +190,12 @@ def _call(node: ast.Call) -> Iterator[Swap]:
         elif name in ("sum", "mean"):
             counts = x in ("mask", "m", "response_mask")
             kind = "denominator" if counts else "reduction"
-            yield kind, f"{x}.{'mean' if name == 'sum' else 'sum'}({inside})" if not counts else f"{x}.numel()"
+            yield (
+                kind,
+                f"{x}.{'mean' if name == 'sum' else 'sum'}({inside})"
+                if not counts
+                else f"{x}.numel()",
+            )
             yield kind, f"len({x})" if counts else f"{x}.amax({inside})"
             if counts:
                 yield "denominator", f"{x}.shape[-1]"
@@ -175,7 +203,10 @@ def _call(node: ast.Call) -> Iterator[Swap]:
                 yield "denominator", f"({text(node)} - 1).clamp(min=1)"
                 yield "dtype", f"{text(node)}.bfloat16().double()"
             elif not inside:
-                yield "reduction", f"{x}.median()" if name == "mean" else f"{x}.sum() / len({x})"
+                yield (
+                    "reduction",
+                    f"{x}.median()" if name == "mean" else f"{x}.sum() / len({x})",
+                )
                 yield "reduction", f"{x}[1:].{name}()"
                 yield "reduction", f"{x}[..., :-1].{name}()"
             if inside and not counts:
@@ -202,7 +233,9 @@ def _name(node: ast.Name) -> Iterator[Swap]:
     if n in FLOATS:
         yield "sign", f"(-{n})"
         yield "detach", f"{n}.detach()"
-        yield from (("dtype", f"{n}.{d}().double()") for d in ("bfloat16", "half", "float"))
+        yield from (
+            ("dtype", f"{n}.{d}().double()") for d in ("bfloat16", "half", "float")
+        )
         yield from (("scale", f"({k} * {n})") for k in (1.0001, 0.9, 2))
         if n not in ("J", "A", "w", "kl"):
             yield "index", f"{n}.roll(1, -1)"

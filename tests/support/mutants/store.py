@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers kept in a scratch folder, a line of JSON each, so that a run that was cut off goes on where it was."""
+"""Answers kept in a scratch folder, a line of JSON each, so that a run that was cut off
+goes on where it was.
+"""
 
 import hashlib
 import json
@@ -17,8 +19,17 @@ def digest(*parts: str) -> str:
 def library() -> str:
     """Of all that judges: an answer of the checker holds for this code only."""
     root = Path(upref.__file__).parent
-    folders = ("verify", "verify/oracles", "verify/advantages", "foreign", "weights", "objectives")
-    files = [root / f"{n}.py" for n in ("registry", "ops", "aggregation", "rollouts", "kl")]
+    folders = (
+        "verify",
+        "verify/oracles",
+        "verify/advantages",
+        "foreign",
+        "weights",
+        "objectives",
+    )
+    files = [
+        root / f"{n}.py" for n in ("registry", "ops", "aggregation", "rollouts", "kl")
+    ]
     files += [p for folder in folders for p in sorted((root / folder).glob("*.py"))]
     return digest(*(p.read_text() for p in files))
 
@@ -26,7 +37,12 @@ def library() -> str:
 @cache
 def searcher() -> str:
     here = Path(__file__).parent
-    return digest(*((here / name).read_text() for name in ("batches.py", "search.py", "styles.py")))
+    return digest(
+        *(
+            (here / name).read_text()
+            for name in ("batches.py", "search.py", "styles.py")
+        )
+    )
 
 
 class Store:
@@ -39,7 +55,9 @@ class Store:
                 self.known[row["key"]] = row
 
     def get(self, key: str, make, again=lambda row: False) -> dict:
-        """The row of that key, made and written where it is not known, or is to be asked again."""
+        """The row of that key, made and written where it is not known, or is to be
+        asked again.
+        """
         if key not in self.known or again(self.known[key]):
             self.known[key] = {"key": key} | make()
             with self.path.open("a") as f:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""The styles in which people write losses: each turns an objective at some hyperparameters into a module's source.
+"""The styles in which people write losses: each turns an objective at some
+hyperparameters into a module's source.
 
 ratio     log-probabilities, ratio, clip, torch.where for the mask
 logs      the same with every bound on log r
@@ -25,7 +26,11 @@ from upref.registry import REDUCE, Objective
 from .words import body, number, parsed
 
 STYLES = ("ratio", "logs", "verl", "trl", "loop", "packed", "weights", "groups")
-KL = {"k1": "lp - ref", "k2": "(lp - ref) ** 2 / 2", "k3": "torch.exp(ref - lp) - (ref - lp) - 1"}
+KL = {
+    "k1": "lp - ref",
+    "k2": "(lp - ref) ** 2 / 2",
+    "k3": "torch.exp(ref - lp) - (ref - lp) - 1",
+}
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,13 @@ def fits(style: str, c: Config) -> bool:
     if style == "groups":
         return o.agg == "group-token-mean"
     if o.level == "custom":
-        return style in ("ratio", "verl", "weights") or (style == "loop" and not o.batch_coupled)
-    return style != "logs" or any(w in " ".join(core(c, "fn")[1]) + core(c, "fn")[2] for w in ("clamp", "<=", ">="))
+        return style in ("ratio", "verl", "weights") or (
+            style == "loop" and not o.batch_coupled
+        )
+    return style != "logs" or any(
+        w in " ".join(core(c, "fn")[1]) + core(c, "fn")[2]
+        for w in ("clamp", "<=", ">=")
+    )
 
 
 def core(c: Config, of: str) -> tuple[list[str], list[str], str]:
@@ -70,16 +80,32 @@ def core(c: Config, of: str) -> tuple[list[str], list[str], str]:
 
 
 def arguments(c: Config, style: str) -> list[str]:
-    more = {"ref_log_prob": c.all_hp.get("beta"), "entropy": "entropy" in c.o.reads, "group": style == "groups"}
-    return ["log_prob", "old_log_prob", "advantages", "mask", *(k for k, on in more.items() if on)]
+    more = {
+        "ref_log_prob": c.all_hp.get("beta"),
+        "entropy": "entropy" in c.o.reads,
+        "group": style == "groups",
+    }
+    return [
+        "log_prob",
+        "old_log_prob",
+        "advantages",
+        "mask",
+        *(k for k, on in more.items() if on),
+    ]
 
 
 def write(c: Config, style: str) -> str:
     """The source of a module with the function `loss`."""
     of = "weights" if style == "weights" else "fn"
     aids, lines, J = core(c, of)
-    if c.o.name.startswith("up_") and of == "fn":  # the branch not taken must not overflow
-        lines = [s.replace("torch.exp(lp - old)", "torch.exp(torch.where(A > 0, 0.0, lp - old))") for s in lines]
+    # the branch not taken must not overflow
+    if c.o.name.startswith("up_") and of == "fn":
+        lines = [
+            s.replace(
+                "torch.exp(lp - old)", "torch.exp(torch.where(A > 0, 0.0, lp - old))"
+            )
+            for s in lines
+        ]
     if style == "loop" and c.o.level == "custom":
         local = lambda s: re.sub(r"\bentropy\b", "H", re.sub(r"\bmask\b", "m", s))
         lines, J = [local(s) for s in lines], local(J)
@@ -90,8 +116,17 @@ def write(c: Config, style: str) -> str:
         known = {"r": "torch.exp(lp - old)", "s": "torch.exp(lp - old)", "S": "torch.exp(lp - old)", "log_r": "lp - old",
                  "mu": "torch.exp(old)", "log_mu": "old"}  # fmt: skip
         said = " ".join([*lines, J])
-        names = {n.id for n in ast.walk(ast.parse(said)) if isinstance(n, ast.Name)} if not lines else set()
-        names |= {n.id for s in lines for n in ast.walk(ast.parse(s)) if isinstance(n, ast.Name)}
+        names = (
+            {n.id for n in ast.walk(ast.parse(said)) if isinstance(n, ast.Name)}
+            if not lines
+            else set()
+        )
+        names |= {
+            n.id
+            for s in lines
+            for n in ast.walk(ast.parse(s))
+            if isinstance(n, ast.Name)
+        }
         names |= {n.id for n in ast.walk(parsed(J)) if isinstance(n, ast.Name)}
         inner += [f"{k} = {v}" for k, v in known.items() if k in names]
         inner += [*lines, f"w = {J}"]
@@ -101,7 +136,8 @@ def write(c: Config, style: str) -> str:
     inner.append(f"J = {J}")
     if beta:
         inner += [f"kl = {KL[c.o.kl]}", f"J = J - {beta} * kl"]
-    tokens = c.o.level not in REDUCE and not (c.o.agg == "seq-mean" and of == "fn")  # J of each token
+    # J of each token
+    tokens = c.o.level not in REDUCE and not (c.o.agg == "seq-mean" and of == "fn")
     final = _reduced(c, style, tokens)
     if rowwise:
         start = ["total = 0.0"]
@@ -114,10 +150,22 @@ def write(c: Config, style: str) -> str:
         ]
         lines += final[-1:]
     else:
-        lines = inner + (["J = torch.where(mask, J, 0.0)"] if tokens and not packed and style != "verl" else []) + final
+        lines = (
+            inner
+            + (
+                ["J = torch.where(mask, J, 0.0)"]
+                if tokens and not packed and style != "verl"
+                else []
+            )
+            + final
+        )
     if style == "logs":
         lines = logs(lines)
-    text = [*aids, f"def loss({', '.join(arguments(c, style))}):", *("    " + s.replace("\n", "\n    ") for s in lines)]
+    text = [
+        *aids,
+        f"def loss({', '.join(arguments(c, style))}):",
+        *("    " + s.replace("\n", "\n    ") for s in lines),
+    ]
     return "import math\nimport torch\n" + "\n".join(text)
 
 
@@ -130,9 +178,13 @@ def _inputs(c: Config, style: str) -> list[str]:
     out = []
     if style == "loop" and o.level == "custom":
         take = {k: f"{v}[i:i + 1]" for k, v in pairs.items()} | {"m": "mask[i:i + 1]"}
-        out += [f"{k} = {v}" for k, v in take.items()] + (["H = entropy[i:i + 1]"] if "entropy" in o.reads else [])
+        out += [f"{k} = {v}" for k, v in take.items()] + (
+            ["H = entropy[i:i + 1]"] if "entropy" in o.reads else []
+        )
         out += [f"{k} = torch.where(m, {k}, 0.0)" for k in pairs]
-        return out + (["A = A.sum(-1, keepdim=True) / m.sum()"] if o.agg == "seq-mean" else [])
+        return out + (
+            ["A = A.sum(-1, keepdim=True) / m.sum()"] if o.agg == "seq-mean" else []
+        )
     if style == "loop":
         out += ["m = mask[i]", *(f"{k} = {v}[i][m]" for k, v in pairs.items())]
         how = {"sequence_mean": ".mean()", "sequence_product": ".sum()"}.get(o.level)
@@ -143,20 +195,34 @@ def _inputs(c: Config, style: str) -> list[str]:
             per = "torch.zeros(len(mask), dtype=lp.dtype).index_add(0, rows, {})"
             if o.level == "sequence_mean":
                 per += " / n"
-            out += ["rows = mask.nonzero()[:, 0]", "n = mask.sum(-1)", "first = n.cumsum(0) - n"]
+            out += [
+                "rows = mask.nonzero()[:, 0]",
+                "n = mask.sum(-1)",
+                "first = n.cumsum(0) - n",
+            ]
             out += [f"lp, old, A = ({per.format('lp')}, {per.format('old')}, A[first])"]
         return out
     if style == "verl":
         out += ["response_mask = mask.to(log_prob.dtype)"]
-    shape = "advantages[:, None]" if style == "trl" and o.level not in REDUCE else "advantages"
+    shape = (
+        "advantages[:, None]"
+        if style == "trl" and o.level not in REDUCE
+        else "advantages"
+    )
     out += [f"{k} = torch.where(mask, {v}, 0.0)" for k, v in pairs.items() if k != "A"]
     if o.level in REDUCE:
         n = " / n" if o.level == "sequence_mean" else ""
         out += ["n = mask.sum(-1)", f"lp, old = (lp.sum(-1){n}, old.sum(-1){n})"]
         return out + (["A = advantages"] if style == "trl" else
                       ["A = advantages.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]"])  # fmt: skip
-    out += [f"A = torch.where(mask, {shape}, 0.0)" if style != "trl" else f"A = {shape}"]
-    return out + (["A = A.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)"] if o.agg == "seq-mean" else [])
+    out += [
+        f"A = torch.where(mask, {shape}, 0.0)" if style != "trl" else f"A = {shape}"
+    ]
+    return out + (
+        ["A = A.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)"]
+        if o.agg == "seq-mean"
+        else []
+    )
 
 
 def _reduced(c: Config, style: str, tokens: bool) -> list[str]:
@@ -168,18 +234,35 @@ def _reduced(c: Config, style: str, tokens: bool) -> list[str]:
             return ["total = total + J.sum()", "return -total / len(mask)"]
         masked = ["J = torch.where(m, J, 0.0)"] if c.o.level == "custom" else []
         if agg == "seq-mean-token-mean":
-            return [*masked, f"total = total + J.sum() / {m}.sum()", "return -total / len(mask)"]
+            return [
+                *masked,
+                f"total = total + J.sum() / {m}.sum()",
+                "return -total / len(mask)",
+            ]
         if agg in ("seq-mean-token-sum", "seq-mean"):
             return [*masked, "total = total + J.sum()", "return -total / len(mask)"]
-        return [*masked, "total = total + J.sum()", f"count = count + {m}.sum()", "return -total / count"]
+        return [
+            *masked,
+            "total = total + J.sum()",
+            f"count = count + {m}.sum()",
+            "return -total / count",
+        ]
     if not tokens:
-        return ["pg_losses = -J", "return pg_losses.mean()"] if style == "verl" else ["return -J.mean()"]
+        return (
+            ["pg_losses = -J", "return pg_losses.mean()"]
+            if style == "verl"
+            else ["return -J.mean()"]
+        )
     if style == "packed":
         if agg == "seq-mean-token-mean":
             return ["rows = mask.nonzero()[:, 0]",
                     "per = torch.zeros(len(mask), dtype=J.dtype).index_add(0, rows, J) / mask.sum(-1)",
                     "return -per.mean()"]  # fmt: skip
-        return ["return -J.sum() / len(mask)" if agg.startswith("seq") else "return -J.mean()"]
+        return [
+            "return -J.sum() / len(mask)"
+            if agg.startswith("seq")
+            else "return -J.mean()"
+        ]
     if style == "groups":
         return ["total, ids = (0.0, group.unique())", "for g in ids:", "    pick = group == g",
                 "    total = total + J[pick].sum() / mask[pick].sum()", "return -total / len(ids)"]  # fmt: skip
@@ -187,13 +270,23 @@ def _reduced(c: Config, style: str, tokens: bool) -> list[str]:
         m, J = "response_mask", "pg_losses"
         sums = {"seq-mean-token-mean": f"({J}.sum(-1) / ({m}.sum(-1) + 1e-08)).mean()",
                 "seq-mean-token-sum": f"{J}.sum(-1).mean()", "seq-mean": f"{J}.sum(-1).mean()"}  # fmt: skip
-        masked = "torch.where(mask, -J, 0.0)" if c.o.reads_mu or c.o.level == "custom" else f"-J * {m}"
-        return [f"{J} = {masked}", "return " + sums.get(agg, f"{J}.sum() / ({m}.sum() + 1e-08)")]
+        masked = (
+            "torch.where(mask, -J, 0.0)"
+            if c.o.reads_mu or c.o.level == "custom"
+            else f"-J * {m}"
+        )
+        return [
+            f"{J} = {masked}",
+            "return " + sums.get(agg, f"{J}.sum() / ({m}.sum() + 1e-08)"),
+        ]
     low = ".clamp(min=1.0)" if style == "trl" else ""
     if style == "trl":
         sums = {"seq-mean-token-mean": f"(per_token_loss.sum(-1) / mask.sum(-1){low}).mean()",
                 "seq-mean-token-sum": "per_token_loss.sum(-1).mean()", "seq-mean": "per_token_loss.sum(-1).mean()"}  # fmt: skip
-        return ["per_token_loss = -J", "return " + sums.get(agg, f"per_token_loss.sum() / mask.sum(){low}")]
+        return [
+            "per_token_loss = -J",
+            "return " + sums.get(agg, f"per_token_loss.sum() / mask.sum(){low}"),
+        ]
     sums = {"seq-mean-token-mean": "(J.sum(-1) / mask.sum(-1)).mean()", "seq-mean-token-sum": "J.sum(-1).mean()",
             "seq-mean": "J.sum(-1).mean()"}  # fmt: skip
     return ["return -" + sums.get(agg, "J.sum() / mask.sum()")]
@@ -219,19 +312,31 @@ class _Logs(ast.NodeTransformer):
 
     def visit_Call(self, node):
         node = self.generic_visit(node)
-        if ast.unparse(node.func) != "torch.clamp" or ast.unparse(node.args[0]) not in self.of:
+        if (
+            ast.unparse(node.func) != "torch.clamp"
+            or ast.unparse(node.args[0]) not in self.of
+        ):
             return node
         bounds = [*node.args[1:], *(k.value for k in node.keywords)]
-        if not all(number(b) and eval(ast.unparse(b), {"math": math}) > 0 for b in bounds):
+        if not all(
+            number(b) and eval(ast.unparse(b), {"math": math}) > 0 for b in bounds
+        ):
             return node
-        node.args = [parsed("log_" + ast.unparse(node.args[0])), *(_log(b) for b in node.args[1:])]
+        node.args = [
+            parsed("log_" + ast.unparse(node.args[0])),
+            *(_log(b) for b in node.args[1:]),
+        ]
         node.keywords = [ast.keyword(k.arg, _log(k.value)) for k in node.keywords]
         return ast.Call(parsed("torch.exp"), [node], [])
 
     def visit_Compare(self, node):
         node = self.generic_visit(node)
         if ast.unparse(node.left) in self.of and number(node.comparators[0]):
-            return ast.Compare(parsed("log_" + ast.unparse(node.left)), node.ops, [_log(node.comparators[0])])
+            return ast.Compare(
+                parsed("log_" + ast.unparse(node.left)),
+                node.ops,
+                [_log(node.comparators[0])],
+            )
         return node
 
 
@@ -240,7 +345,9 @@ def _log(b: ast.expr) -> ast.expr:
 
 
 def logs(lines: list[str]) -> list[str]:
-    tree = ast.parse("def f():\n" + "\n".join("    " + s.replace("\n", "\n    ") for s in lines))
+    tree = ast.parse(
+        "def f():\n" + "\n".join("    " + s.replace("\n", "\n    ") for s in lines)
+    )
     tree = ast.fix_missing_locations(_Logs().visit(tree))
     return [ast.unparse(s) for s in tree.body[0].body]  # type: ignore[attr-defined]
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: E501
-"""An objective's own function, or its closed-form weight, as the plain torch that somebody else would write.
+"""An objective's own function, or its closed-form weight, as the plain torch that
+somebody else would write.
 
-The source is parsed, hyperparameters become numbers, each word of upref.ops becomes calls of torch; helpers of the
-objective's file come along, translated. What is left are assignments that end in one expression.
+The source is parsed, hyperparameters become numbers, each word of upref.ops becomes
+calls of torch; helpers of the objective's file come along, translated. What is left are
+assignments that end in one expression.
 """
 
 import ast
@@ -24,7 +25,9 @@ def parsed(text: str) -> ast.expr:
 def number(x: ast.AST) -> bool:
     """Whether an expression holds no tensor."""
     names = {n.id for n in ast.walk(x) if isinstance(n, ast.Name)}
-    return names <= NUMBERS | {"math"} and not any(isinstance(n, ast.Subscript) for n in ast.walk(x))
+    return names <= NUMBERS | {"math"} and not any(
+        isinstance(n, ast.Subscript) for n in ast.walk(x)
+    )
 
 
 def call(f: str, *args: ast.expr, **kw: ast.expr) -> ast.Call:
@@ -36,7 +39,9 @@ def constant(v: Any) -> ast.expr:
 
 
 class Translate(ast.NodeTransformer):
-    """From the words of upref.ops to torch. given: names that become numbers. used: helpers that it met."""
+    """From the words of upref.ops to torch. given: names that become numbers. used:
+    helpers that it met.
+    """
 
     def __init__(self, given: dict[str, Any], scope: dict[str, Any]):
         self.given, self.scope, self.used = given, scope, {}
@@ -98,7 +103,9 @@ def function(f) -> ast.FunctionDef:
     node = ast.parse(textwrap.dedent(inspect.getsource(f))).body[0]
     assert isinstance(node, ast.FunctionDef)
     node.decorator_list = []
-    if isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant):
+    if isinstance(node.body[0], ast.Expr) and isinstance(
+        node.body[0].value, ast.Constant
+    ):
         node.body = node.body[1:]
     return Idle().visit(node)
 
@@ -108,7 +115,12 @@ class Idle(ast.NodeTransformer):
 
     def visit_BinOp(self, node):
         node = self.generic_visit(node)
-        return node.left if isinstance(node.op, ast.Add) and ast.unparse(node.right).startswith("0 * ") else node
+        return (
+            node.left
+            if isinstance(node.op, ast.Add)
+            and ast.unparse(node.right).startswith("0 * ")
+            else node
+        )
 
 
 def helpers(found: dict[str, Any]) -> list[str]:
@@ -125,7 +137,9 @@ def helpers(found: dict[str, Any]) -> list[str]:
 
 
 def body(f, given: dict[str, Any]) -> tuple[list[str], list[str], str]:
-    """(helpers, statements, the expression returned) of a function in the words of upref.ops."""
+    """(helpers, statements, the expression returned) of a function in the words of
+    upref.ops.
+    """
     t = Translate(given, f.__globals__)
     *before, last = [ast.fix_missing_locations(s) for s in t.visit(function(f)).body]
     return helpers(t.used), [ast.unparse(s) for s in before], ast.unparse(last.value)

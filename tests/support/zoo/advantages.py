@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage functions `(rewards, group) -> A` as people write them, and what is wrong with each."""
+"""Advantage functions `(rewards, group) -> A` as people write them, and what is wrong
+with each.
+"""
 
 from collections import defaultdict
 
@@ -9,7 +11,7 @@ import torch
 from tests.support.cases.bodies import named as N
 
 
-# ---- right ----------------------------------------------------------------------------------------------------------
+# ---- right ---------------------------------------------------------------------------
 def loop_over_prompts(rewards, group):
     out = torch.empty_like(rewards)
     for g in group.unique():
@@ -41,7 +43,9 @@ def numpy_population(rewards: np.ndarray, groups: np.ndarray):
     out = np.zeros_like(rewards)
     for g in np.unique(groups):
         rows = groups == g
-        out[rows] = (rewards[rows] - rewards[rows].mean()) / (rewards[rows].std() + 1e-8)
+        out[rows] = (rewards[rows] - rewards[rows].mean()) / (
+            rewards[rows].std() + 1e-8
+        )
     return out
 
 
@@ -51,7 +55,10 @@ def single_precision(rewards, group):
 
 def view_of_prompts(rewards, num_generations):
     grouped = rewards.view(-1, num_generations)
-    return ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).view(-1)
+    return (
+        (grouped - grouped.mean(1, keepdim=True))
+        / (grouped.std(1, keepdim=True) + 1e-4)
+    ).view(-1)
 
 
 def rectangular(rewards):
@@ -61,7 +68,9 @@ def rectangular(rewards):
 def sum_of_the_others(rewards, group):
     same = (group[:, None] == group[None, :]).to(rewards.dtype)
     n = same.sum(1)
-    return torch.where(n > 1, rewards - (same @ rewards - rewards) / (n - 1).clamp(min=1), 0.0)
+    return torch.where(
+        n > 1, rewards - (same @ rewards - rewards) / (n - 1).clamp(min=1), 0.0
+    )
 
 
 def onto_tokens(token_level_rewards, response_mask, index, epsilon=1e-6):
@@ -88,7 +97,9 @@ def each(rewards, group, divide):
     out = torch.zeros_like(rewards)
     for g in group.unique():
         x = rewards[group == g]
-        out[group == g] = divide(x - x.mean(), x.std() if len(x) > 1 else x.new_zeros(()))
+        out[group == g] = divide(
+            x - x.mean(), x.std() if len(x) > 1 else x.new_zeros(())
+        )
     return out
 
 
@@ -153,7 +164,7 @@ RIGHT = [
 ]  # fmt: skip
 
 
-# ---- wrong ----------------------------------------------------------------------------------------------------------
+# ---- wrong ---------------------------------------------------------------------------
 def over_the_batch(rewards, group):
     return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
@@ -180,7 +191,9 @@ def one_group_if_uneven(rewards, group):
 
 def contiguous_by_counts(rewards, group):
     parts = rewards.split(torch.bincount(group).tolist())
-    return torch.cat([(x - x.mean()) / (x.std() + 1e-6) if len(x) > 1 else x * 0 for x in parts])
+    return torch.cat(
+        [(x - x.mean()) / (x.std() + 1e-6) if len(x) > 1 else x * 0 for x in parts]
+    )
 
 
 def normalised_twice(rewards, group):
@@ -189,7 +202,9 @@ def normalised_twice(rewards, group):
 
 
 def includes_itself(rewards, group):
-    return sum_of_the_others(rewards, group) * 0 + torch.tensor(dictionary_of_lists(rewards, group.tolist()))
+    return sum_of_the_others(rewards, group) * 0 + torch.tensor(
+        dictionary_of_lists(rewards, group.tolist())
+    )
 
 
 def one_too_few(rewards, group):
@@ -230,7 +245,9 @@ def median_baseline(rewards, group):
 
 
 def divided_not_centred(rewards, group):
-    return rewards / (torch.stack([rewards[group == g].std(correction=0) for g in group]) + 1e-6)
+    return rewards / (
+        torch.stack([rewards[group == g].std(correction=0) for g in group]) + 1e-6
+    )
 
 
 def no_division(rewards, group):
@@ -260,7 +277,9 @@ def in_place(rewards, group):
 
 
 def jitter(rewards, group):
-    return loop_over_prompts(rewards, group) + 1e-3 * torch.randn(len(rewards), dtype=rewards.dtype)
+    return loop_over_prompts(rewards, group) + 1e-3 * torch.randn(
+        len(rewards), dtype=rewards.dtype
+    )
 
 
 def averaged_over_tokens(token_level_rewards, response_mask, index):
@@ -281,7 +300,8 @@ def ids_through_floats(rewards, group):
 
 def ids_are_counted_up_to(rewards, group):
     out = torch.zeros_like(rewards)
-    for g in range(int(group.max()) + 1):  # none is below 0, and up to 2^60 it takes a while
+    # none is below 0, and up to 2^60 it takes a while
+    for g in range(int(group.max()) + 1):
         rows = group == g
         if rows.any():
             out[rows] = rewards[rows] - rewards[rows].mean()

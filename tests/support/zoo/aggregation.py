@@ -6,9 +6,13 @@ import torch
 from . import Case
 
 
-def mean_of_response_means(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def mean_of_response_means(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages).masked_fill(~mask, 0)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    ).masked_fill(~mask, 0)
     return -(terms.sum(1) / mask.sum(1)).mean()
 
 
@@ -24,49 +28,72 @@ def mean_over_padded_width(log_prob, old_log_prob, advantages, mask, *, eps=0.2)
     return -terms.masked_fill(~mask, 0).mean(dim=1).mean()
 
 
-def mean_over_the_rectangle(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, c=None):
+def mean_over_the_rectangle(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, c=None
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    ratio = ratio if c is None else torch.where(advantages < 0, ratio.clamp(max=c), ratio)
+    ratio = (
+        ratio if c is None else torch.where(advantages < 0, ratio.clamp(max=c), ratio)
+    )
     negative = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
-    return -torch.where(mask, torch.where(advantages > 0, advantages * log_prob, negative), 0).mean()
+    return -torch.where(
+        mask, torch.where(advantages > 0, advantages * log_prob, negative), 0
+    ).mean()
 
 
 def plain_sum(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     return -terms[mask].sum()
 
 
-def empty_rows_count_a_token(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def empty_rows_count_a_token(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     tokens = mask.sum(dim=-1).clamp_min(1).sum()
     return -terms.masked_fill(~mask, 0).sum() / tokens
 
 
 def normalised_twice(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages).masked_fill(~mask, 0)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages
+    ).masked_fill(~mask, 0)
     per_response = terms.sum(-1) / mask.sum(-1)
     return -per_response.sum() / mask.sum()
 
 
-def token_level_in_name_only(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def token_level_in_name_only(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
-    policy_loss = -terms.masked_fill(~mask, 0).sum(-1)  # [B], so numel() counts responses
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
+    # [B], so numel() counts responses
+    policy_loss = -terms.masked_fill(~mask, 0).sum(-1)
     return policy_loss.sum() / max(policy_loss.numel(), 1)
 
 
 def length_is_the_padded_width(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages).masked_fill(~mask, 0)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages
+    ).masked_fill(~mask, 0)
     return -(terms.sum(-1) / mask.shape[-1]).mean()
 
 
 def dr_grpo_keeps_the_length(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages).masked_fill(~mask, 0)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages
+    ).masked_fill(~mask, 0)
     return -(terms.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
 
 
@@ -81,41 +108,64 @@ def sum_of_group_means(log_prob, old_log_prob, advantages, mask, group, *, eps_l
     return loss
 
 
-def groups_by_stride(log_prob, old_log_prob, advantages, mask, group, *, eps_low=0.2, eps_high=0.28):
+def groups_by_stride(
+    log_prob, old_log_prob, advantages, mask, group, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages).masked_fill(~mask, 0)
-    num_generations = -(-len(mask) // len(group.unique()))  # the sampler yields the same number for every prompt
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    ).masked_fill(~mask, 0)
+    # the sampler yields the same number for every prompt
+    num_generations = -(-len(mask) // len(group.unique()))
     means = [
         rows.sum() / inside.sum()
-        for rows, inside in zip(terms.split(num_generations), mask.split(num_generations), strict=True)
+        for rows, inside in zip(
+            terms.split(num_generations), mask.split(num_generations), strict=True
+        )
     ]
     return -torch.stack(means).mean()
 
 
 def divided_again_by_accumulation(
-    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, gradient_accumulation_steps=4
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    *,
+    eps_low=0.2,
+    eps_high=0.28,
+    gradient_accumulation_steps=4,
 ):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     return -terms[mask].sum() / mask.sum() / gradient_accumulation_steps
 
 
 def longest_response_as_unit(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages).masked_fill(~mask, 0)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages
+    ).masked_fill(~mask, 0)
     return -terms.sum() / (len(mask) * mask.sum(-1).max())
 
 
 def first_length_for_all(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages).masked_fill(~mask, 0)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages
+    ).masked_fill(~mask, 0)
     return -(terms.sum(-1) / mask[0].sum()).mean()
 
 
 def mean_over_live_responses(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages).masked_fill(~mask, 0)
-    live = (advantages.masked_fill(~mask, 0) != 0).any(-1)  # a zero-variance group teaches nothing: leave it out
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages
+    ).masked_fill(~mask, 0)
+    # a zero-variance group teaches nothing: leave it out
+    live = (advantages.masked_fill(~mask, 0) != 0).any(-1)
     return -(terms.sum(-1) / mask.sum(-1))[live].sum() / live.sum().clamp(min=1)
 
 

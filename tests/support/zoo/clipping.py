@@ -6,7 +6,9 @@ import torch
 from . import Case
 
 
-def sides_swapped(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def sides_swapped(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = torch.clamp(ratio, 1 - eps_high, 1 + eps_low)
     losses = -torch.min(ratio * advantages, clipped * advantages)
@@ -32,38 +34,56 @@ def maximum_of_objectives(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     return torch.minimum(pg_losses1, pg_losses2)[mask].mean()
 
 
-def dual_clip_on_positives(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0):
+def dual_clip_on_positives(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    clip1 = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    clip1 = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     clip2 = torch.max(clip1, c * advantages)
     return -clip2[mask].mean()
 
 
-def dual_clip_below_one(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0):
+def dual_clip_below_one(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    clip1 = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    clip1 = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     floor = advantages / c  # the constant is kept as its reciprocal elsewhere
     return -torch.where(advantages < 0, torch.max(clip1, floor), clip1)[mask].mean()
 
 
-def dual_clip_wrong_way(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0):
+def dual_clip_wrong_way(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - eps_low, 1 + eps_high))
+    loss = torch.max(
+        -advantages * ratio, -advantages * ratio.clamp(1 - eps_low, 1 + eps_high)
+    )
     dual = torch.max(loss, -advantages * c)  # of losses, so it has to be the minimum
     return torch.where(advantages < 0, dual, loss)[mask].mean()
 
 
-def dual_clip_is_soft(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0):
+def dual_clip_is_soft(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0
+):
     ratio = torch.exp(log_prob - old_log_prob)
     scale = torch.where((advantages < 0) & (ratio > c), c / ratio.detach(), 1.0)
-    surr = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    surr = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     return -(scale * surr)[mask].mean()
 
 
 def log_ratio_in_eps(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     log_ratio = log_prob - old_log_prob
     ratio, clipped = log_ratio.exp(), log_ratio.clamp(-eps, eps).exp()
-    per_token = torch.where(mask, torch.min(ratio * advantages, clipped * advantages), 0.0)
+    per_token = torch.where(
+        mask, torch.min(ratio * advantages, clipped * advantages), 0.0
+    )
     return -(per_token.sum(-1) / mask.sum(-1)).mean()
 
 
@@ -73,13 +93,17 @@ def lower_bound_is_reciprocal(log_prob, old_log_prob, advantages, mask, *, eps=0
     return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()
 
 
-def one_eps_for_both_sides(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def one_eps_for_both_sides(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = ratio.clamp(1 - eps_low, 1 + eps_low)
     return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()
 
 
-def bounds_are_absolute(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def bounds_are_absolute(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = ratio.clamp(eps_low, 1 + eps_high)
     return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()
@@ -92,15 +116,21 @@ def advantage_outside_the_minimum(log_prob, old_log_prob, advantages, mask, *, e
     return -(per_token.sum(-1) / mask.sum(-1)).mean()
 
 
-def outside_the_window_is_dead(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def outside_the_window_is_dead(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
     trusted = (ratio >= 1 - eps_low) & (ratio <= 1 + eps_high)
     return -(ratio * advantages)[mask & trusted].sum() / mask.sum()
 
 
-def survivors_in_the_denominator(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def survivors_in_the_denominator(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    dead = ((advantages > 0) & (ratio > 1 + eps_high)) | ((advantages < 0) & (ratio < 1 - eps_low))
+    dead = ((advantages > 0) & (ratio > 1 + eps_high)) | (
+        (advantages < 0) & (ratio < 1 - eps_low)
+    )
     alive = mask & ~dead
     return -(ratio * advantages)[alive].sum() / alive.sum().clamp(min=1)
 
@@ -108,10 +138,14 @@ def survivors_in_the_denominator(log_prob, old_log_prob, advantages, mask, *, ep
 def ratio_upside_down(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     neglogp, old_neglogp = -log_prob, -old_log_prob
     ratio = torch.exp(neglogp - old_neglogp)
-    return -torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)[mask].mean()
+    return -torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)[
+        mask
+    ].mean()
 
 
-def upper_clip_forgotten(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def upper_clip_forgotten(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = ratio.clamp(min=1 - eps_low)
     return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()

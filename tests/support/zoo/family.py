@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes that belong to one objective: UP, CISPO, SAPO, GMPO, DPPO, ASPO, TOPR and others."""
+"""Mistakes that belong to one objective: UP, CISPO, SAPO, GMPO, DPPO, ASPO, TOPR and
+others.
+"""
 
 import torch
 
@@ -19,7 +21,9 @@ def up_for_both_signs(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
 def up_only_where_clipped(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
-    return -torch.where((advantages > 0) & (ratio > 1), advantages * log_prob, clipped)[mask].mean()
+    return -torch.where((advantages > 0) & (ratio > 1), advantages * log_prob, clipped)[
+        mask
+    ].mean()
 
 
 def up_without_the_clip(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
@@ -28,9 +32,13 @@ def up_without_the_clip(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     return -(torch.where(mask, terms, 0.0).sum(-1) / mask.sum(-1)).mean()
 
 
-def up_clips_positives(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def up_clips_positives(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    positive = torch.where(ratio <= 1 + eps_high, advantages * log_prob, (advantages * log_prob).detach())
+    positive = torch.where(
+        ratio <= 1 + eps_high, advantages * log_prob, (advantages * log_prob).detach()
+    )
     negative = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
     return -torch.where(advantages > 0, positive, negative)[mask].mean()
 
@@ -45,8 +53,11 @@ def cispo_cap_below_one(log_prob, old_log_prob, advantages, mask, *, eps_high=0.
     return -(weight * advantages * log_prob)[mask].mean()
 
 
-def cispo_offsets_twice(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.2):
-    low, high = 1 - (1 - eps_low), 1 + (1 + eps_high)  # the config holds bounds, the code wants offsets
+def cispo_offsets_twice(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.2
+):
+    # the config holds bounds, the code wants offsets
+    low, high = 1 - (1 - eps_low), 1 + (1 + eps_high)
     weight = torch.exp(log_prob - old_log_prob).clamp(low, high).detach()
     return -(weight * advantages * log_prob)[mask].mean()
 
@@ -62,21 +73,27 @@ def cispo_drops_tokens(log_prob, old_log_prob, advantages, mask, *, eps_high=4.0
     return -(weight * advantages * log_prob)[mask].mean()
 
 
-def sapo_times_ratio(log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=1.05):
+def sapo_times_ratio(
+    log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=1.05
+):
     ratio = torch.exp(log_prob - old_log_prob)
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     terms = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * ratio * advantages
     return -(torch.where(mask, terms, 0.0).sum(-1) / mask.sum(-1)).mean()
 
 
-def sapo_taus_swapped(log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=1.05):
+def sapo_taus_swapped(
+    log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=1.05
+):
     ratio = torch.exp(log_prob - old_log_prob)
     tau = torch.where(advantages > 0, tau_neg, tau_pos)
     terms = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
     return -(torch.where(mask, terms, 0.0).sum(-1) / mask.sum(-1)).mean()
 
 
-def sapo_without_its_scale(log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=1.05):
+def sapo_without_its_scale(
+    log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=1.05
+):
     ratio = torch.exp(log_prob - old_log_prob)
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     terms = torch.sigmoid(tau * (ratio - 1)) * advantages
@@ -85,7 +102,9 @@ def sapo_without_its_scale(log_prob, old_log_prob, advantages, mask, *, tau_pos=
 
 def gmpo_over_the_micro_batch(log_prob, old_log_prob, advantages, mask, *, eps=0.4):
     log_ratio = log_prob - old_log_prob
-    bounded = torch.where(advantages > 0, log_ratio.clamp(max=eps), log_ratio.clamp(min=-eps))
+    bounded = torch.where(
+        advantages > 0, log_ratio.clamp(max=eps), log_ratio.clamp(min=-eps)
+    )
     geometric = bounded[mask].mean().exp()
     A = torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1)
     return -(geometric * A).mean()
@@ -93,7 +112,9 @@ def gmpo_over_the_micro_batch(log_prob, old_log_prob, advantages, mask, *, eps=0
 
 def gmpo_clips_the_ratio(log_prob, old_log_prob, advantages, mask, *, eps=0.4):
     ratio = torch.exp(log_prob - old_log_prob)
-    bounded = torch.where(advantages > 0, ratio.clamp(max=1 + eps), ratio.clamp(min=1 - eps)).log()
+    bounded = torch.where(
+        advantages > 0, ratio.clamp(max=1 + eps), ratio.clamp(min=1 - eps)
+    ).log()
     s = (torch.where(mask, bounded, 0.0).sum(-1) / mask.sum(-1)).exp()
     A = torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1)
     return -(s * A).mean()
@@ -109,7 +130,9 @@ def gmpo_ignores_the_sign(log_prob, old_log_prob, advantages, mask, *, eps=0.4):
 def dppo_masks_both_sides(log_prob, old_log_prob, advantages, mask, *, delta=0.15):
     p, mu = log_prob.exp(), old_log_prob.exp()
     keep = ((p - mu).abs() <= delta).detach()
-    terms = torch.where(mask & keep, torch.exp(log_prob - old_log_prob) * advantages, 0.0)
+    terms = torch.where(
+        mask & keep, torch.exp(log_prob - old_log_prob) * advantages, 0.0
+    )
     return -terms.sum(-1).mean()
 
 
@@ -124,32 +147,55 @@ def dppo_kl_reversed(log_prob, old_log_prob, advantages, mask, *, delta=0.05):
     p, mu = lp.detach().exp(), old.exp()
     kl = p * (p.log() - old) + (1 - p) * (torch.log1p(-p) - torch.log1p(-mu))
     outward = torch.where(advantages > 0, lp > old, lp < old)
-    return -torch.where(mask & ~((kl > delta) & outward), torch.exp(lp - old) * advantages, 0.0).sum(-1).mean()
+    return (
+        -torch.where(
+            mask & ~((kl > delta) & outward), torch.exp(lp - old) * advantages, 0.0
+        )
+        .sum(-1)
+        .mean()
+    )
 
 
-def aspo_soft_clip_at_eps(log_prob, old_log_prob, advantages, mask, *, eps=0.2, cap=3.0):
+def aspo_soft_clip_at_eps(
+    log_prob, old_log_prob, advantages, mask, *, eps=0.2, cap=3.0
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    weight = torch.where(advantages > 0, (1 / ratio).clamp(max=1 + eps), ratio.clamp(max=1 + eps)).detach()
+    weight = torch.where(
+        advantages > 0, (1 / ratio).clamp(max=1 + eps), ratio.clamp(max=1 + eps)
+    ).detach()
     alive = torch.where(advantages > 0, ratio <= 1 + eps, ratio >= 1 - eps)
-    return -torch.where(mask & alive, weight * advantages * log_prob, 0.0).sum() / mask.sum()
+    return (
+        -torch.where(mask & alive, weight * advantages * log_prob, 0.0).sum()
+        / mask.sum()
+    )
 
 
-def aspo_flips_negatives_too(log_prob, old_log_prob, advantages, mask, *, eps=0.2, cap=3.0):
+def aspo_flips_negatives_too(
+    log_prob, old_log_prob, advantages, mask, *, eps=0.2, cap=3.0
+):
     ratio = torch.exp(log_prob - old_log_prob)
     weight = (1 / ratio).clamp(max=cap).detach()
     alive = torch.where(advantages > 0, ratio <= 1 + eps, ratio >= 1 - eps)
-    return -torch.where(mask & alive, weight * advantages * log_prob, 0.0).sum() / mask.sum()
+    return (
+        -torch.where(mask & alive, weight * advantages * log_prob, 0.0).sum()
+        / mask.sum()
+    )
 
 
 def topr_divided_by_length(log_prob, old_log_prob, advantages, mask):
-    lp, old = torch.where(mask, log_prob, 0.0).sum(-1), torch.where(mask, old_log_prob, 0.0).sum(-1)
+    lp, old = (
+        torch.where(mask, log_prob, 0.0).sum(-1),
+        torch.where(mask, old_log_prob, 0.0).sum(-1),
+    )
     A = torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1)
     weight = torch.where(A >= 0, 1.0, (lp - old).exp().clamp(max=1)).detach()
     return -(weight * A * lp / mask.sum(-1)).mean()
 
 
 def topr_per_token(log_prob, old_log_prob, advantages, mask):
-    weight = torch.where(advantages >= 0, 1.0, torch.exp(log_prob - old_log_prob).clamp(max=1)).detach()
+    weight = torch.where(
+        advantages >= 0, 1.0, torch.exp(log_prob - old_log_prob).clamp(max=1)
+    ).detach()
     return -torch.where(mask, weight * advantages * log_prob, 0.0).sum(-1).mean()
 
 
@@ -164,7 +210,9 @@ def rloo_with_a_clip(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     return -torch.where(mask, terms, 0.0).sum(-1).mean()
 
 
-def gppo_is_dapo(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def gppo_is_dapo(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = ratio.clamp(1 - eps_low, 1 + eps_high) / ratio.detach() * ratio.detach()
     return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()
@@ -174,7 +222,9 @@ def band_from_the_new_policy(log_prob, old_log_prob, advantages, mask, *, delta=
     p = log_prob.detach().exp()
     ratio = torch.exp(log_prob - old_log_prob)
     low, high = (1 - delta / p).clamp(min=0), 1 + delta / p
-    terms = torch.min(ratio * advantages, torch.minimum(torch.maximum(ratio, low), high) * advantages)
+    terms = torch.min(
+        ratio * advantages, torch.minimum(torch.maximum(ratio, low), high) * advantages
+    )
     return -(torch.where(mask, terms, 0.0).sum(-1) / mask.sum(-1)).mean()
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that look right, derivatives that are not: a detach too few, too many, or on the wrong factor."""
+"""Values that look right, derivatives that are not: a detach too few, too many, or on
+the wrong factor.
+"""
 
 import torch
 
@@ -13,7 +15,9 @@ def ratio_of_itself(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
 
 
 class _Fused(torch.autograd.Function):
-    """Gradient and value at once, as kernels compute them; what comes from above is forgotten."""
+    """Gradient and value at once, as kernels compute them; what comes from above is
+    forgotten.
+    """
 
     @staticmethod
     def forward(ctx, log_prob, old_log_prob, advantages, mask):
@@ -47,26 +51,37 @@ def weight_not_detached(log_prob, old_log_prob, advantages, mask, *, eps_high=4.
 
 def objective_returned(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     ratio = torch.exp(log_prob - old_log_prob)
-    return torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)[mask].mean()
+    return torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)[
+        mask
+    ].mean()
 
 
-def unsigned_advantage(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def unsigned_advantage(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    bounded = torch.where(advantages > 0, ratio.clamp(max=1 + eps_high), ratio.clamp(min=1 - eps_low))
+    bounded = torch.where(
+        advantages > 0, ratio.clamp(max=1 + eps_high), ratio.clamp(min=1 - eps_low)
+    )
     return -(bounded * advantages.abs())[mask].mean()
 
 
 def ratio_twice(log_prob, old_log_prob, advantages, mask):
     ratio = torch.exp(log_prob - old_log_prob)
-    corrected = advantages * ratio.detach()  # V-trace has already multiplied the advantage
+    # V-trace has already multiplied the advantage
+    corrected = advantages * ratio.detach()
     return -torch.where(mask, corrected * ratio, 0.0).sum(-1).mean()
 
 
-def reward_shaped_with_a_gradient(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def reward_shaped_with_a_gradient(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     log_ratio = log_prob - old_log_prob
     shaped = advantages - 0.01 * log_ratio  # k1 in the reward, the graph attached
     ratio = log_ratio.exp()
-    return -torch.min(ratio * shaped, ratio.clamp(1 - eps_low, 1 + eps_high) * shaped)[mask].mean()
+    return -torch.min(ratio * shaped, ratio.clamp(1 - eps_low, 1 + eps_high) * shaped)[
+        mask
+    ].mean()
 
 
 def probability_for_log_probability(log_prob, old_log_prob, advantages, mask):
@@ -79,9 +94,13 @@ def straight_through_clip(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()
 
 
-def weight_instead_of_clip(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def weight_instead_of_clip(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    surrogate = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    surrogate = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     return -(surrogate.detach() * log_prob)[mask].mean()
 
 
@@ -92,25 +111,35 @@ def clip_in_the_log_domain(log_prob, old_log_prob, advantages, mask, *, eps=0.2)
     return -(torch.where(mask, bounded, 0.0).sum(-1) / mask.sum(-1)).mean()
 
 
-def anchored_on_the_wrong_policy(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
+def anchored_on_the_wrong_policy(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2
+):
     anchored = torch.exp(log_prob - old_log_prob)  # for A > 0 meant to be π/sg(π)
-    negative = torch.min(anchored * advantages, anchored.clamp(min=1 - eps_low) * advantages)
+    negative = torch.min(
+        anchored * advantages, anchored.clamp(min=1 - eps_low) * advantages
+    )
     return -torch.where(advantages > 0, anchored * advantages, negative)[mask].mean()
 
 
 def negative_branch_anchored(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
     anchored = torch.exp(log_prob - log_prob.detach())
-    negative = torch.min(anchored * advantages, anchored.clamp(min=1 - eps_low) * advantages)
+    negative = torch.min(
+        anchored * advantages, anchored.clamp(min=1 - eps_low) * advantages
+    )
     return -torch.where(advantages > 0, anchored * advantages, negative)[mask].mean()
 
 
 def silent_entropy_bonus(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     ratio = torch.exp(log_prob - old_log_prob)
-    policy = -torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)[mask].mean()
+    policy = -torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)[
+        mask
+    ].mean()
     return policy + 0.001 * log_prob[mask].mean()
 
 
-def kl_under_no_grad(log_prob, old_log_prob, advantages, mask, ref_log_prob, *, eps=0.2, beta=0.04):
+def kl_under_no_grad(
+    log_prob, old_log_prob, advantages, mask, ref_log_prob, *, eps=0.2, beta=0.04
+):
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
     with torch.no_grad():
@@ -119,7 +148,9 @@ def kl_under_no_grad(log_prob, old_log_prob, advantages, mask, ref_log_prob, *, 
     return -(torch.where(mask, terms - beta * kl, 0.0).sum(-1) / mask.sum(-1)).mean()
 
 
-def kl_the_other_way(log_prob, old_log_prob, advantages, mask, ref_log_prob, *, eps=0.2, beta=0.04):
+def kl_the_other_way(
+    log_prob, old_log_prob, advantages, mask, ref_log_prob, *, eps=0.2, beta=0.04
+):
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
     d = log_prob - ref_log_prob
@@ -127,9 +158,12 @@ def kl_the_other_way(log_prob, old_log_prob, advantages, mask, ref_log_prob, *, 
     return -(torch.where(mask, terms - beta * kl, 0.0).sum(-1) / mask.sum(-1)).mean()
 
 
-def tie_with_a_detached_clip(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def tie_with_a_detached_clip(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    clipped = ratio.detach().clamp(1 - eps_low, 1 + eps_high)  # "it is a constant there anyway"
+    # "it is a constant there anyway"
+    clipped = ratio.detach().clamp(1 - eps_low, 1 + eps_high)
     return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Borderline habits, each decided once: how people write it, the verdict, and why. docs/what-check-sees.md shows them.
+"""Borderline habits, each decided once: how people write it, the verdict, and why.
+docs/what-check-sees.md shows them.
 
-verdict: accepted | noted (accepted, and the report says so) | rejected. text: words in the findings or assumptions of
-the report of a habit that is noted or rejected.
+verdict: accepted | noted (accepted, and the report says so) | rejected. text: words in
+the findings or assumptions of the report of a habit that is noted or rejected.
 """
 
 import torch
@@ -12,10 +13,19 @@ from tests.support.cases.bodies import calm, named as N
 
 
 def Habit(words, verdict, why, function, on, text="", kind="loss"):
-    return Case(function, on, kind=kind, verdict=verdict, text=text, why=why, words=words, file="habits")
+    return Case(
+        function,
+        on,
+        kind=kind,
+        verdict=verdict,
+        text=text,
+        why=why,
+        words=words,
+        file="habits",
+    )
 
 
-# ---- overflow beyond what a sampler draws ----------------------------------------------------------------------------
+# ---- overflow beyond what a sampler draws --------------------------------------------
 def up_as_most_write_it(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
     """The ratio of the branch that is not taken overflows, and 0 * inf is NaN."""
     lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
@@ -26,7 +36,11 @@ def up_as_most_write_it(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2
 
 def infinite_ratio_is_zero(log_prob, old_log_prob, advantages, mask, *, eps_high=4.0):
     weight = torch.exp((log_prob - old_log_prob).detach().float())
-    weight = torch.where(weight.isinf(), 0.0, weight).to(log_prob.dtype).clamp(max=1 + eps_high)
+    weight = (
+        torch.where(weight.isinf(), 0.0, weight)
+        .to(log_prob.dtype)
+        .clamp(max=1 + eps_high)
+    )
     return -(weight * advantages * log_prob)[mask].mean()
 
 
@@ -36,7 +50,7 @@ def quotient_of_probabilities(log_prob, old_log_prob, advantages, mask, *, eps=0
     return -torch.min(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A).mean()
 
 
-# ---- losses ----------------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------
 def ppo(r, A, low=0.2, high=0.28):
     return torch.minimum(r * A, r.clamp(1 - low, 1 + high) * A)
 
@@ -55,7 +69,9 @@ def grpo(add=0.0, least=0.0):
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         n = (mask.sum(1) + add).clamp(min=least)
-        return -(torch.where(mask, ppo((lp - old).exp(), A, 0.2, 0.2), 0).sum(1) / n).mean()
+        return -(
+            torch.where(mask, ppo((lp - old).exp(), A, 0.2, 0.2), 0).sum(1) / n
+        ).mean()
 
     return loss
 
@@ -94,7 +110,9 @@ def anchored(lp, old, A):
 
 
 def up_dapo_by_groups(present, counted):
-    """UP-DAPO in a loop over all ids up to the largest; present: absent ids are passed over."""
+    """UP-DAPO in a loop over all ids up to the largest; present: absent ids are passed
+    over.
+    """
 
     def loss(log_prob, old_log_prob, advantages, mask, group):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
@@ -110,11 +128,15 @@ def up_dapo_by_groups(present, counted):
 
 
 def ties_one_by_one(log_prob, old_log_prob, advantages, mask):
-    """M2PO's Algorithm 1 as it is written: the largest is dropped until the mean is small enough."""
+    """M2PO's Algorithm 1 as it is written: the largest is dropped until the mean is
+    small enough.
+    """
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     x = lp.detach() - old
     beyond = mask & ((A > 0) & (x > 0) | (A < 0) & (x < 0))
-    order = torch.where(beyond, x**2, -1).flatten().argsort(descending=True, stable=True)
+    order = (
+        torch.where(beyond, x**2, -1).flatten().argsort(descending=True, stable=True)
+    )
     squares, drop = (x**2).flatten(), torch.zeros(x.numel(), dtype=torch.bool)
     left = squares[beyond.flatten()].sum().item()
     n = int(beyond.sum())
@@ -128,7 +150,12 @@ def ties_one_by_one(log_prob, old_log_prob, advantages, mask):
 
 def scaled_by_the_largest(log_prob, old_log_prob, advantages, mask):
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
-    return -torch.where(mask, ppo((lp - old).exp(), A / A.abs().max().clamp(min=1e-8)), 0).sum() / mask.sum()
+    return (
+        -torch.where(
+            mask, ppo((lp - old).exp(), A / A.abs().max().clamp(min=1e-8)), 0
+        ).sum()
+        / mask.sum()
+    )
 
 
 def printing(log_prob, old_log_prob, advantages, mask):
@@ -230,7 +257,7 @@ LOSSES = [
 ]  # fmt: skip
 
 
-# ---- estimators ------------------------------------------------------------------------------------------------------
+# ---- estimators ----------------------------------------------------------------------
 def normed(scale, reward=lambda x: x):
     def estimator(rewards, group):
         rewards, out = reward(rewards), torch.zeros_like(rewards)

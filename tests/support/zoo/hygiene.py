@@ -6,20 +6,32 @@ import torch
 from . import Case
 
 
-def fills_advantages_in_place(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def fills_advantages_in_place(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     advantages.masked_fill_(~mask, 0)
     ratio = torch.exp((log_prob - old_log_prob).masked_fill(~mask, 0))
-    return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages).sum() / mask.sum()
+    return (
+        -torch.min(
+            ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+        ).sum()
+        / mask.sum()
+    )
 
 
-def clamps_old_in_place(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def clamps_old_in_place(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     old_log_prob.clamp_(min=-700)
     ratio = torch.exp(log_prob - old_log_prob)
-    return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)[mask].mean()
+    return -torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )[mask].mean()
 
 
 def scales_advantages_in_place(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    advantages /= mask.sum(-1, keepdim=True)  # right the first time, wrong in the second epoch
+    # right the first time, wrong in the second epoch
+    advantages /= mask.sum(-1, keepdim=True)
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
     return -torch.where(mask, terms, 0.0).sum(-1).mean()
@@ -29,7 +41,9 @@ def drops_tokens_at_random(log_prob, old_log_prob, advantages, mask, *, eps_low=
     keep = mask & (torch.rand(mask.shape) < 0.9)
     ratio = torch.exp(log_prob - old_log_prob)
     negative = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
-    return -torch.where(advantages > 0, advantages * log_prob, negative)[keep].sum() / (0.9 * mask.sum())
+    return -torch.where(advantages > 0, advantages * log_prob, negative)[keep].sum() / (
+        0.9 * mask.sum()
+    )
 
 
 _seen = [1.0]
@@ -42,23 +56,37 @@ def remembers_the_last_batch(log_prob, old_log_prob, advantages, mask, *, eps=0.
     return -torch.min(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A)[mask].mean()
 
 
-def swallows_the_dual_clip(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, **kwargs):
+def swallows_the_dual_clip(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, **kwargs
+):
     clip_ratio_c = kwargs.get("clip_ratio_c")
     ratio = torch.exp(log_prob - old_log_prob)
-    ratio = ratio if clip_ratio_c is None else torch.where(advantages < 0, ratio.clamp(max=clip_ratio_c), ratio)
-    return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)[mask].mean()
+    ratio = (
+        ratio
+        if clip_ratio_c is None
+        else torch.where(advantages < 0, ratio.clamp(max=clip_ratio_c), ratio)
+    )
+    return -torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )[mask].mean()
 
 
 def eps_written_into_the_code(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     ratio = torch.exp(log_prob - old_log_prob)
-    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)[mask].mean()
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)[
+        mask
+    ].mean()
 
 
-def c_read_as_a_flag(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=None):
+def c_read_as_a_flag(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=None
+):
     ratio = torch.exp(log_prob - old_log_prob)
     if c is not None:
         ratio = torch.where(advantages < 0, ratio.clamp(max=3.0), ratio)
-    return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)[mask].mean()
+    return -torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )[mask].mean()
 
 
 def advantages_clamped(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
@@ -74,9 +102,13 @@ def whitened_again(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     return -torch.min(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A).mean()
 
 
-def spike_guard(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def spike_guard(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    loss = -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)[mask].mean()
+    loss = -torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )[mask].mean()
     return loss.clamp(-20, 20)
 
 
@@ -87,10 +119,14 @@ def tiny_advantage_for_zero(log_prob, old_log_prob, advantages, mask, *, eps_low
     return -torch.where(A > 0, A * log_prob, negative)[mask].mean()
 
 
-def leash_to_old(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def leash_to_old(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     log_ratio = log_prob - old_log_prob
     ratio = log_ratio.exp()
-    policy = -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    policy = -torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     return (policy + 0.01 * (torch.exp(-log_ratio) - 1 + log_ratio))[mask].mean()
 
 
@@ -103,7 +139,10 @@ def later_rows_weigh_less(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     decay = 0.99 ** torch.arange(len(mask), dtype=log_prob.dtype)
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
-    return -(decay * torch.where(mask, terms, 0.0).sum(-1) / mask.sum(-1)).sum() / decay.sum()
+    return (
+        -(decay * torch.where(mask, terms, 0.0).sum(-1) / mask.sum(-1)).sum()
+        / decay.sum()
+    )
 
 
 def later_tokens_weigh_less(log_prob, old_log_prob, advantages, mask):
@@ -111,11 +150,17 @@ def later_tokens_weigh_less(log_prob, old_log_prob, advantages, mask):
     return -(decay * advantages * log_prob)[mask].mean()
 
 
-def stops_at_a_kl(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def stops_at_a_kl(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     log_ratio = log_prob - old_log_prob
     ratio = log_ratio.exp()
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
-    drift = -torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True).detach() / mask.sum(-1, keepdim=True)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
+    drift = -torch.where(mask, log_ratio, 0.0).sum(
+        -1, keepdim=True
+    ).detach() / mask.sum(-1, keepdim=True)
     return -torch.where(mask & (drift <= 1.0), terms, 0.0).sum() / mask.sum()
 
 

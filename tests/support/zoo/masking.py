@@ -1,77 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots outside the mask that reach the loss or its gradient, and slots inside it that do not."""
+"""Slots outside the mask that reach the loss or its gradient, and slots inside it that
+do not.
+"""
 
 import torch
 
 from . import Case
 
 
-def mask_never_read(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def mask_never_read(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages).mean()
+    return -torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    ).mean()
 
 
-def denominator_only(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def denominator_only(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages).sum() / mask.sum()
+    return (
+        -torch.min(
+            ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+        ).sum()
+        / mask.sum()
+    )
 
 
-def shifted_by_one(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def shifted_by_one(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     shifted = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
     return -torch.where(shifted, terms, 0.0).sum() / mask.sum()
 
 
 def inverted(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    log_ratio = (log_prob - old_log_prob).masked_fill(mask, 0)  # the polarity of attention masks
+    # the polarity of attention masks
+    log_ratio = (log_prob - old_log_prob).masked_fill(mask, 0)
     ratio = log_ratio.exp()
     terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
     return -terms[mask].mean()
 
 
-def advantage_averaged_over_padding(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
+def advantage_averaged_over_padding(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
     log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0)
     s = (log_ratio.sum(-1) / mask.sum(-1)).exp()
     A = advantages.masked_fill(~mask, 0).mean(-1)
     return -torch.min(s * A, s.clamp(1 - eps_low, 1 + eps_high) * A).mean()
 
 
-def nonzero_advantage_is_the_mask(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
+def nonzero_advantage_is_the_mask(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2
+):
     response = mask & (advantages != 0)
     ratio = torch.exp(log_prob - old_log_prob)
     negative = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
-    return -torch.where(advantages > 0, advantages * log_prob, negative)[response].mean()
+    return -torch.where(advantages > 0, advantages * log_prob, negative)[
+        response
+    ].mean()
 
 
-def zero_log_prob_is_padding(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def zero_log_prob_is_padding(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     real = old_log_prob != 0  # the engine pads its log-probabilities with zeros
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     return -terms[real].sum() / real.sum()
 
 
-def last_column_lost(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def last_column_lost(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     lp, old, A, inside = (x[:, :-1] for x in (log_prob, old_log_prob, advantages, mask))
     ratio = torch.exp(lp - old)
     terms = torch.min(ratio * A, ratio.clamp(1 - eps_low, 1 + eps_high) * A)
     return -terms[inside].sum() / mask.sum()
 
 
-def mask_is_a_prefix(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def mask_is_a_prefix(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     lengths = mask.sum(-1)
     inside = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     return -terms[inside].sum() / lengths.sum()
 
 
 def until_the_last_token(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     total = log_prob.new_zeros(())
-    for lp, old, A, inside in zip(log_prob, old_log_prob, advantages, mask, strict=True):
+    for lp, old, A, inside in zip(
+        log_prob, old_log_prob, advantages, mask, strict=True
+    ):
         end = int(inside.nonzero().max()) + 1  # tool output between two turns is inside
         ratio = torch.exp(lp[:end] - old[:end])
-        total = total + torch.min(ratio * A[:end], ratio.clamp(1 - eps, 1 + eps) * A[:end]).mean()
+        total = (
+            total
+            + torch.min(ratio * A[:end], ratio.clamp(1 - eps, 1 + eps) * A[:end]).mean()
+        )
     return -total / len(mask)
 
 
@@ -80,11 +119,14 @@ def padding_in_the_batch_mean(log_prob, old_log_prob, advantages, mask):
     return -((advantages - baseline) * log_prob)[mask].mean()
 
 
-def padding_reported(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def padding_reported(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     log_ratio = (log_prob - old_log_prob)[mask]
     ratio, A = log_ratio.exp(), advantages[mask]
     loss = -torch.min(ratio * A, ratio.clamp(1 - eps_low, 1 + eps_high) * A).mean()
-    return loss + 1e-3 * (old_log_prob - log_prob).mean().detach()  # so that the logged loss shows the KL
+    # so that the logged loss shows the KL
+    return loss + 1e-3 * (old_log_prob - log_prob).mean().detach()
 
 
 ZOO = [

@@ -6,14 +6,22 @@ import torch
 from . import Case
 
 
-def log_ratio_clamped_at_two(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def log_ratio_clamped_at_two(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.clamp(log_prob - old_log_prob, -2, 2).exp()
-    return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)[mask].mean()
+    return -torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )[mask].mean()
 
 
-def ratio_capped_at_ten(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def ratio_capped_at_ten(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob).clamp(max=10)
-    return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)[mask].mean()
+    return -torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )[mask].mean()
 
 
 def guarded_quotient(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
@@ -26,12 +34,18 @@ def log_of_probability_plus_eps(log_prob, old_log_prob, advantages, mask):
     return -(advantages * torch.log(log_prob.exp() + 1e-5))[mask].mean()
 
 
-def half_precision_ratio(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def half_precision_ratio(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = (log_prob.half() - old_log_prob.half()).exp().to(log_prob.dtype)
-    return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)[mask].mean()
+    return -torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )[mask].mean()
 
 
-def bfloat16_sequence_ratio(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
+def bfloat16_sequence_ratio(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
     log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0).bfloat16()
     s = (log_ratio.sum(-1) / mask.sum(-1)).exp()
     A = torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1)
@@ -44,9 +58,13 @@ def integer_advantages(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     return -torch.min(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A)[mask].mean()
 
 
-def integer_mean_length(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def integer_mean_length(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     mean_length = mask.sum() // len(mask)
     return -terms[mask].sum() / (mean_length * len(mask))
 

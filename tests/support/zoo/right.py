@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Correct losses in the styles in which people write them. A checker that rejects one of these is wrong."""
+"""Correct losses in the styles in which people write them. A checker that rejects one
+of these is wrong.
+"""
 
 import math
 
@@ -8,9 +10,15 @@ import torch
 from . import Case
 
 
-def verl_style(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0):
-    """Losses rather than objectives, a clamp at 20, dual clip by two nested torch.min/max, 1e-8 in the denominator."""
-    lp, old, A = (torch.where(mask, x, 0.0) for x in (log_prob, old_log_prob, advantages))
+def verl_style(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28, c=3.0
+):
+    """Losses rather than objectives, a clamp at 20, dual clip by two nested
+    torch.min/max, 1e-8 in the denominator.
+    """
+    lp, old, A = (
+        torch.where(mask, x, 0.0) for x in (log_prob, old_log_prob, advantages)
+    )
     negative_approx_kl = torch.clamp(lp - old, min=-20.0, max=20.0)
     ratio = torch.exp(negative_approx_kl)
     pg_losses1 = -A * ratio
@@ -37,7 +45,10 @@ def trl_style(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     coef_1 = torch.exp(log_ratio)
     coef_2 = torch.clamp(coef_1, 1 - eps, 1 + eps)
     per_token_loss = -torch.min(coef_1 * advantages, coef_2 * advantages)
-    return ((per_token_loss * completion_mask).sum(-1) / completion_mask.sum(-1).clamp(min=1.0)).mean()
+    return (
+        (per_token_loss * completion_mask).sum(-1)
+        / completion_mask.sum(-1).clamp(min=1.0)
+    ).mean()
 
 
 def anchored(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
@@ -50,7 +61,9 @@ def anchored(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
 
 
 def log_form(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, c=None):
-    """A log π for positives, PPO for negatives on a subset of tokens, by boolean indexing."""
+    """A log π for positives, PPO for negatives on a subset of tokens, by boolean
+    indexing.
+    """
     lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
     up = A > 0
     ratio = (lp[~up] - old[~up]).exp()
@@ -82,42 +95,59 @@ def packed(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4
     lengths = mask.sum(-1)
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
-    segment = torch.repeat_interleave(torch.arange(len(lengths), device=lp.device), lengths)
+    segment = torch.repeat_interleave(
+        torch.arange(len(lengths), device=lp.device), lengths
+    )
     log_s = lp.new_zeros(len(lengths)).index_add(0, segment, lp - old) / lengths
     s, A = log_s.exp(), A[cu_seqlens[:-1]]
-    return -torch.min(s * A, s.clamp(1 - eps_low, 1 + eps_high) * A).sum() / len(lengths)
+    return -torch.min(s * A, s.clamp(1 - eps_low, 1 + eps_high) * A).sum() / len(
+        lengths
+    )
 
 
-def gspo_token(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
+def gspo_token(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
     """sg(s) π/sg(π) per token: another value of every summand, the same gradient."""
     lengths = mask.sum(-1, keepdim=True)
     log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0)
     lp, A = torch.where(mask, log_prob, 0.0), torch.where(mask, advantages, 0.0)
-    s = torch.exp(lp - lp.detach() + (log_ratio.sum(-1, keepdim=True) / lengths).detach())
+    s = torch.exp(
+        lp - lp.detach() + (log_ratio.sum(-1, keepdim=True) / lengths).detach()
+    )
     loss = torch.maximum(-A * s, -A * s.clamp(1 - eps_low, 1 + eps_high))
     return (torch.where(mask, loss, 0.0).sum(-1) / lengths[:, 0]).mean()
 
 
 def einsum_style(log_prob, old_log_prob, advantages, mask, *, eps_high=4.0):
     """CISPO with a weight under no_grad and one einsum for product, mask and sum."""
-    lp, old, A = (x.masked_fill(~mask, 0.0) for x in (log_prob, old_log_prob, advantages))
+    lp, old, A = (
+        x.masked_fill(~mask, 0.0) for x in (log_prob, old_log_prob, advantages)
+    )
     with torch.no_grad():
         weight = (lp - old).exp().clamp(max=1 + eps_high)
     return -torch.einsum("bt,bt,bt,bt->", weight, A, lp, mask.to(lp.dtype)) / mask.sum()
 
 
-def masked_select_style(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def masked_select_style(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     """Everything flattened at once; piecewise by multiplication with a detached gate."""
     select = lambda x: torch.masked_select(x, mask)
     ratio, A = select(log_prob).sub(select(old_log_prob)).exp(), select(advantages)
-    gate = torch.where(A > 0, ratio <= 1 + eps_high, ratio >= 1 - eps_low).to(ratio.dtype)
+    gate = torch.where(A > 0, ratio <= 1 + eps_high, ratio >= 1 - eps_low).to(
+        ratio.dtype
+    )
     return -torch.dot(gate * A, ratio) / A.numel()
 
 
 def nan_to_num_style(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     """Inputs are cleaned, then multiplied by a float mask; Dr. GRPO's sum."""
     keep = mask.to(log_prob.dtype)
-    lp, old, A = (torch.where(mask, x, 0.0).nan_to_num() for x in (log_prob, old_log_prob, advantages))
+    lp, old, A = (
+        torch.where(mask, x, 0.0).nan_to_num()
+        for x in (log_prob, old_log_prob, advantages)
+    )
     ratio = ((lp - old) * keep).exp()
     objective = torch.minimum(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A) * keep
     return objective.sum(dim=1).mean().neg()
@@ -133,7 +163,9 @@ def detached_score_function(log_prob, old_log_prob, advantages, mask, *, eps=0.2
 
 
 def centred_value(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    """min((r - 1) A, ...) has value zero on-policy: another constant, the same gradient."""
+    """min((r - 1) A, ...) has value zero on-policy: another constant, the same
+    gradient.
+    """
     lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
     gain = torch.expm1(lp - old)
     return -torch.minimum(gain * A, gain.clamp(-eps, eps) * A).mean()
@@ -143,32 +175,52 @@ def sign_trick(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_hig
     """r A + relu of the excess, as a hinge."""
     lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
     r = torch.exp(lp - old)
-    excess = torch.where(A >= 0, torch.relu(r - (1 + eps_high)), -torch.relu((1 - eps_low) - r))
+    excess = torch.where(
+        A >= 0, torch.relu(r - (1 + eps_high)), -torch.relu((1 - eps_low) - r)
+    )
     return ((excess - r) * A).sum() / mask.sum()
 
 
-def log_domain_bounds(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def log_domain_bounds(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     """The clip in log r with the right bounds, then one exp."""
     log_r = (log_prob - old_log_prob)[mask]
     A = advantages[mask]
-    bounded = torch.where(A > 0, log_r.clamp(max=math.log1p(eps_high)), log_r.clamp(min=math.log1p(-eps_low)))
+    bounded = torch.where(
+        A > 0,
+        log_r.clamp(max=math.log1p(eps_high)),
+        log_r.clamp(min=math.log1p(-eps_low)),
+    )
     return -(bounded.exp() * A).mean()
 
 
-def loop_over_groups(log_prob, old_log_prob, advantages, mask, group, *, eps_low=0.2, eps_high=0.28):
+def loop_over_groups(
+    log_prob, old_log_prob, advantages, mask, group, *, eps_low=0.2, eps_high=0.28
+):
     """Eq. 14's denominator: the tokens of one prompt, then the mean over prompts."""
     losses = []
     for g in torch.unique(group):
         rows = group == g
         inside = mask[rows]
-        ratio, A = torch.exp(log_prob[rows][inside] - old_log_prob[rows][inside]), advantages[rows][inside]
-        losses.append(-torch.min(ratio * A, ratio.clamp(1 - eps_low, 1 + eps_high) * A).mean())
+        ratio, A = (
+            torch.exp(log_prob[rows][inside] - old_log_prob[rows][inside]),
+            advantages[rows][inside],
+        )
+        losses.append(
+            -torch.min(ratio * A, ratio.clamp(1 - eps_low, 1 + eps_high) * A).mean()
+        )
     return torch.stack(losses).mean()
 
 
-def with_a_reference(log_prob, old_log_prob, advantages, mask, ref_log_prob, *, eps=0.2, beta=0.04):
+def with_a_reference(
+    log_prob, old_log_prob, advantages, mask, ref_log_prob, *, eps=0.2, beta=0.04
+):
     """GRPO with k3 through expm1."""
-    lp, old, A, ref = (x.masked_fill(~mask, 0.0) for x in (log_prob, old_log_prob, advantages, ref_log_prob))
+    lp, old, A, ref = (
+        x.masked_fill(~mask, 0.0)
+        for x in (log_prob, old_log_prob, advantages, ref_log_prob)
+    )
     ratio = (lp - old).exp()
     per_token = torch.min(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A)
     per_token = per_token - beta * (torch.expm1(ref - lp) - (ref - lp))
@@ -176,7 +228,9 @@ def with_a_reference(log_prob, old_log_prob, advantages, mask, ref_log_prob, *, 
 
 
 def geometric_by_logs(log_prob, old_log_prob, advantages, mask, *, eps=0.4):
-    """GMPO: the sign-aware clip written with sgn A, the geometric mean by prod and a root."""
+    """GMPO: the sign-aware clip written with sgn A, the geometric mean by prod and a
+    root.
+    """
     sign = torch.where(mask, advantages, 0.0).sum(-1, keepdim=True).sign()
     signed = sign * torch.where(mask, log_prob - old_log_prob, 0.0)
     clipped = torch.minimum(signed, signed.clamp(-eps, eps)) * sign
@@ -187,9 +241,11 @@ def geometric_by_logs(log_prob, old_log_prob, advantages, mask, *, eps=0.4):
 
 
 def soft_gate(log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=1.05):
-    """SAPO with σ written as tanh: σ(x) = (1 + tanh(x/2))/2, whose constant only moves the value.
+    """SAPO with σ written as tanh: σ(x) = (1 + tanh(x/2))/2, whose constant only moves
+    the value.
 
-    torch.where on two Python numbers makes float32: 1.05 is off by 2e-8, as in many trainers, and nobody is harmed.
+    torch.where on two Python numbers makes float32: 1.05 is off by 2e-8, as in many
+    trainers, and nobody is harmed.
     """
     x = torch.where(mask, log_prob - old_log_prob, 0.0).exp() - 1
     A = torch.where(mask, advantages, 0.0)
@@ -201,7 +257,9 @@ def soft_gate(log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=
 def one_response_at_a_time(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4):
     """UP-GSPO in a loop over responses, with .item() on each advantage."""
     losses = []
-    for lp, old, A, inside in zip(log_prob, old_log_prob, advantages, mask, strict=True):
+    for lp, old, A, inside in zip(
+        log_prob, old_log_prob, advantages, mask, strict=True
+    ):
         lp, old, A = lp[inside], old[inside], A[inside][0].item()
         if A > 0:
             losses.append(-A * lp.mean())
@@ -219,29 +277,42 @@ def masks_of_signs(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
     return -((pos * advantages * log_prob).sum() + (neg * negative).sum()) / mask.sum()
 
 
-def rows_under_vmap(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def rows_under_vmap(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     """Every row under vmap, the clip as a hinge."""
 
     def row(lp, old, A, inside):
         r = torch.exp(torch.where(inside, lp - old, 0.0))
-        over = torch.where(A >= 0, (r - (1 + eps_high)).relu(), -((1 - eps_low) - r).relu())
+        over = torch.where(
+            A >= 0, (r - (1 + eps_high)).relu(), -((1 - eps_low) - r).relu()
+        )
         return torch.where(inside, (r - over) * A, 0.0).sum()
 
     return -torch.vmap(row)(log_prob, old_log_prob, advantages, mask).sum() / mask.sum()
 
 
 def multiplied_by_the_mask(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    """The textbook: multiplied by the mask, which keeps a NaN of a masked slot (OpenRLHF/OpenRLHF#1240)."""
+    """The textbook: multiplied by the mask, which keeps a NaN of a masked slot
+    (OpenRLHF/OpenRLHF#1240).
+    """
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
     return -((terms * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
 
 
-def masked_after_exp(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
-    """The value is clean, the gradient of a NaN in a masked slot is not (NVIDIA-NeMo/RL#4120)."""
+def masked_after_exp(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
+    """The value is clean, the gradient of a NaN in a masked slot is not
+    (NVIDIA-NeMo/RL#4120).
+    """
     ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
-    return -torch.where(mask, terms, 0.0).sum() / mask.sum()  # the value is clean, exp's gradient is 0 * NaN
+    terms = torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
+    # the value is clean, exp's gradient is 0 * NaN
+    return -torch.where(mask, terms, 0.0).sum() / mask.sum()
 
 
 ZOO = [

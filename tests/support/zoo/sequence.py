@@ -1,65 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One ratio per response, got wrong: its mean, its shape, or the place of the stop-gradient."""
+"""One ratio per response, got wrong: its mean, its shape, or the place of the
+stop-gradient.
+"""
 
 import torch
 
 from . import Case
 
 
-def product_of_ratios(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
+def product_of_ratios(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
     s = torch.where(mask, log_prob - old_log_prob, 0.0).sum(-1).exp()
     A = advantages[mask.cumsum(-1).eq(1) & mask]
     return -torch.min(s * A, s.clamp(1 - eps_low, 1 + eps_high) * A).mean()
 
 
-def mean_over_the_width(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
+def mean_over_the_width(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
     s = torch.where(mask, log_prob - old_log_prob, 0.0).mean(-1, keepdim=True).exp()
     loss = -torch.min(s * advantages, s.clamp(1 - eps_low, 1 + eps_high) * advantages)
     return (torch.where(mask, loss, 0.0).sum(-1) / mask.sum(-1)).mean()
 
 
-def tokens_are_clipped(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
+def tokens_are_clipped(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
     ratio = torch.exp(log_prob - old_log_prob)
-    loss = -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    loss = -torch.min(
+        ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     return (torch.where(mask, loss, 0.0).sum(-1) / mask.sum(-1)).mean()
 
 
-def weighted_by_length(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
+def weighted_by_length(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
     lengths = mask.sum(-1, keepdim=True)
-    s = (torch.where(mask, log_prob - old_log_prob, 0.0).sum(-1, keepdim=True) / lengths).exp()
-    per_token_loss = -torch.min(s * advantages, s.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    s = (
+        torch.where(mask, log_prob - old_log_prob, 0.0).sum(-1, keepdim=True) / lengths
+    ).exp()
+    per_token_loss = -torch.min(
+        s * advantages, s.clamp(1 - eps_low, 1 + eps_high) * advantages
+    )
     return torch.where(mask, per_token_loss, 0.0).sum() / mask.sum()
 
 
-def summed_over_tokens(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
-    s = (torch.where(mask, log_prob - old_log_prob, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)).exp()
+def summed_over_tokens(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
+    s = (
+        torch.where(mask, log_prob - old_log_prob, 0.0).sum(-1, keepdim=True)
+        / mask.sum(-1, keepdim=True)
+    ).exp()
     loss = -torch.min(s * advantages, s.clamp(1 - eps_low, 1 + eps_high) * advantages)
     return torch.where(mask, loss, 0.0).sum(-1).mean()
 
 
-def outer_product(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
-    s = (torch.where(mask, log_prob - old_log_prob, 0.0).sum(-1) / mask.sum(-1)).exp()  # [B]
-    A = torch.where(mask, advantages, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)  # [B, 1]
+def outer_product(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
+    # [B]
+    s = (torch.where(mask, log_prob - old_log_prob, 0.0).sum(-1) / mask.sum(-1)).exp()
+    # [B, 1]
+    A = torch.where(mask, advantages, 0.0).sum(-1, keepdim=True) / mask.sum(
+        -1, keepdim=True
+    )
     return -torch.min(s * A, s.clamp(1 - eps_low, 1 + eps_high) * A).mean()  # [B, B]
 
 
-def arithmetic_mean(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
+def arithmetic_mean(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
     ratio = torch.where(mask, log_prob - old_log_prob, 0.0).exp()
     s = torch.where(mask, ratio, 0.0).sum(-1) / mask.sum(-1)
     A = torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1)
     return -torch.min(s * A, s.clamp(1 - eps_low, 1 + eps_high) * A).mean()
 
 
-def token_variant_anchored_on_old(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
+def token_variant_anchored_on_old(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
     log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0)
     s = (log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)).exp()
     token = s.detach() * log_ratio.exp()  # should be log_prob - log_prob.detach()
-    dead = ((advantages > 0) & (s > 1 + eps_high)) | ((advantages < 0) & (s < 1 - eps_low))
+    dead = ((advantages > 0) & (s > 1 + eps_high)) | (
+        (advantages < 0) & (s < 1 - eps_low)
+    )
     terms = torch.where(mask & ~dead, token * advantages, 0.0)
     return -(terms.sum(-1) / mask.sum(-1)).mean()
 
 
-def token_variant_clips_tokens(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
+def token_variant_clips_tokens(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
     log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0)
     mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
     token = log_ratio.exp()
@@ -69,22 +104,34 @@ def token_variant_clips_tokens(log_prob, old_log_prob, advantages, mask, *, eps_
     return -(terms.sum(-1) / mask.sum(-1)).mean()
 
 
-def centred_over_the_batch(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
+def centred_over_the_batch(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4
+):
     log_ratio = log_prob - old_log_prob
     stable = log_ratio - log_ratio.mean(dim=0, keepdim=True)
-    s = (torch.where(mask, stable, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)).exp()
+    s = (
+        torch.where(mask, stable, 0.0).sum(-1, keepdim=True)
+        / mask.sum(-1, keepdim=True)
+    ).exp()
     loss = -torch.min(s * advantages, s.clamp(1 - eps_low, 1 + eps_high) * advantages)
     return (torch.where(mask, loss, 0.0).sum(-1) / mask.sum(-1)).mean()
 
 
 def sum_for_positives(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4):
-    lp, old = torch.where(mask, log_prob, 0.0).sum(-1), torch.where(mask, old_log_prob, 0.0).sum(-1)
+    lp, old = (
+        torch.where(mask, log_prob, 0.0).sum(-1),
+        torch.where(mask, old_log_prob, 0.0).sum(-1),
+    )
     A = torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1)
     s = ((lp - old) / mask.sum(-1)).exp()
-    return -torch.where(A > 0, A * lp, torch.min(s * A, s.clamp(min=1 - eps_low) * A)).mean()
+    return -torch.where(
+        A > 0, A * lp, torch.min(s * A, s.clamp(min=1 - eps_low) * A)
+    ).mean()
 
 
-def clip_of_dapo(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+def clip_of_dapo(
+    log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28
+):
     s = (torch.where(mask, log_prob - old_log_prob, 0.0).sum(-1) / mask.sum(-1)).exp()
     A = torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1)
     return -torch.min(s * A, s.clamp(1 - eps_low, 1 + eps_high) * A).mean()

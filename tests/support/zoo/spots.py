@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""Blind spots: losses that only an unusual input tells apart from their objective, and right ones that look wrong.
+"""Blind spots: losses that only an unusual input tells apart from their objective, and
+right ones that look wrong.
 
-WRONG: each with what its author did. RIGHT: what a checker must let pass. NAMED: what identify must answer. CAUSES:
-what the report must say. None of them is in the zoo's ALL, whose witnesses look at ordinary batches.
+WRONG: each with what its author did. RIGHT: what a checker must let pass. NAMED: what
+identify must answer. CAUSES: what the report must say. None of them is in the zoo's
+ALL, whose witnesses look at ordinary batches.
 """
 
 import math
@@ -46,7 +48,9 @@ def token(J, agg=mean):
 
 def gspo_of(low, high, dtype=torch.float64):
     def loss(log_prob, old_log_prob, advantages, mask):
-        lp, old, A = (x.to(dtype) for x in calm(mask, log_prob, old_log_prob, advantages))
+        lp, old, A = (
+            x.to(dtype) for x in calm(mask, log_prob, old_log_prob, advantages)
+        )
         s = ((lp - old).sum(1) / mask.sum(1)).exp()
         A = A[torch.arange(len(A)), mask.int().argmax(1)]
         return -torch.minimum(s * A, s.clamp(1 - low, 1 + high) * A).mean()
@@ -54,7 +58,7 @@ def gspo_of(low, high, dtype=torch.float64):
     return loss
 
 
-# ---- wrong, seen on unusual inputs only ------------------------------------------------------------------------------
+# ---- wrong, seen on unusual inputs only ----------------------------------------------
 def advantages_in_bfloat16(log_prob, old_log_prob, advantages, mask):
     lp, A = calm(mask, log_prob, advantages)
     return -(A.bfloat16().to(lp.dtype) * lp).sum(1).mean()
@@ -81,7 +85,12 @@ def certain_tokens_to_nan(lp, log_r, A, mask):
 
 def probabilities_floored(lp, log_r, A, mask):
     old = (lp - log_r).clamp(max=-0.02)
-    return clipped(torch.where(old < lp - log_r, lp - log_r.detach() - lp.detach() + log_r, lp - old), A)
+    return clipped(
+        torch.where(
+            old < lp - log_r, lp - log_r.detach() - lp.detach() + log_r, lp - old
+        ),
+        A,
+    )
 
 
 def first_16_tokens(lp, log_r, A, mask):
@@ -135,7 +144,9 @@ def groups_in_float32(log_prob, old_log_prob, advantages, mask, group):
 
 
 def groups_in_int8(log_prob, old_log_prob, advantages, mask, group):
-    return groups_in_float32(log_prob, old_log_prob, advantages, mask, group.to(torch.int8))
+    return groups_in_float32(
+        log_prob, old_log_prob, advantages, mask, group.to(torch.int8)
+    )
 
 
 def groups_in_int32(log_prob, old_log_prob, advantages, mask, group):
@@ -153,7 +164,9 @@ def tiny_advantages_dropped(lp, log_r, A, mask):
 
 def positive_beyond_a_threshold(lp, log_r, A, mask):
     r = (lp - lp.detach()).exp()  # UP's anchored form
-    return torch.where(A > 1e-4, r * A, torch.minimum(log_r.exp() * A, log_r.exp().clamp(min=0.8) * A))
+    return torch.where(
+        A > 1e-4, r * A, torch.minimum(log_r.exp() * A, log_r.exp().clamp(min=0.8) * A)
+    )
 
 
 def empty_row_makes_nan(log_prob, old_log_prob, advantages, mask):
@@ -173,7 +186,9 @@ def kl_clamped(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04
     return per_row(clipped(lp - old, A, 0.2, 0.2) - beta * k3, mask)
 
 
-W = lambda name, J, objective, why, agg=mean, **hp: Spot(named(name, token(J, agg)), objective, why, hp)
+W = lambda name, J, objective, why, agg=mean, **hp: Spot(
+    named(name, token(J, agg)), objective, why, hp
+)
 WRONG = [
     Spot(advantages_in_bfloat16, "reinforce", "the advantages are rounded to 0.4 %"),
     Spot(float32_and_a_factor, "dapo", "every weight is 1.0012 times too large, in float32"),
@@ -199,7 +214,8 @@ WRONG = [
     Spot(kl_on_one_sign, "grpo", "the KL term where A <= 0 alone", {"beta": 0.04}),
     Spot(kl_clamped, "grpo", "the KL term is clamped at 10", {"beta": 0.04}),
 ]  # fmt: skip
-# the two groups' losses above are UP-DAPO's with the clip of DAPO where A > 0: put UP in
+# the two groups' losses above are UP-DAPO's with the clip of DAPO where A > 0: put UP
+# in
 
 
 def _up(f):
@@ -207,7 +223,9 @@ def _up(f):
         global clipped
         keep, clipped = (
             clipped,
-            lambda x, A, *_: torch.where(A > 0, A * x, torch.minimum(x.exp() * A, x.exp().clamp(min=0.8) * A)),
+            lambda x, A, *_: torch.where(
+                A > 0, A * x, torch.minimum(x.exp() * A, x.exp().clamp(min=0.8) * A)
+            ),
         )
         try:
             return f(log_prob, old_log_prob, advantages, mask, group)
@@ -218,12 +236,16 @@ def _up(f):
 
 
 WRONG = [
-    replace(s, function=_up(s.function) if s.name.startswith("groups_") else s.function, verdict=REJECTED)
+    replace(
+        s,
+        function=_up(s.function) if s.name.startswith("groups_") else s.function,
+        verdict=REJECTED,
+    )
     for s in WRONG
 ]
 
 
-# ---- right -----------------------------------------------------------------------------------------------------------
+# ---- right ---------------------------------------------------------------------------
 def ratio_in_float32(log_prob, old_log_prob, advantages, mask):
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     return mean(clipped((lp - old).float().double(), A), mask)
@@ -243,12 +265,17 @@ def bounds_in_float32(log_prob, old_log_prob, advantages, mask):
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     low, high = torch.tensor(1 - 0.2), torch.tensor(1.28)
     r = (lp - old).exp()
-    return mean(torch.minimum(r * A, torch.minimum(torch.maximum(r, low), high) * A), mask)
+    return mean(
+        torch.minimum(r * A, torch.minimum(torch.maximum(r, low), high) * A), mask
+    )
 
 
 def denominator_in_float32(log_prob, old_log_prob, advantages, mask):
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
-    return -(clipped(lp - old, A, 0.2, 0.2).where(mask, 0) * (1 / mask.float().sum(1, keepdim=True))).sum() / len(mask)
+    return -(
+        clipped(lp - old, A, 0.2, 0.2).where(mask, 0)
+        * (1 / mask.float().sum(1, keepdim=True))
+    ).sum() / len(mask)
 
 
 def kl_in_float32(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
@@ -264,7 +291,9 @@ def small_constant(log_prob, old_log_prob, advantages, mask):
 
 def small_constant_per_row(log_prob, old_log_prob, advantages, mask):
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
-    return -(clipped(lp - old, A, 0.2, 0.2).where(mask, 0).sum(1) / (mask.sum(1) + 1e-6)).mean()
+    return -(
+        clipped(lp - old, A, 0.2, 0.2).where(mask, 0).sum(1) / (mask.sum(1) + 1e-6)
+    ).mean()
 
 
 def one_number_a_response(log_prob, old_log_prob, advantages, mask):
@@ -289,11 +318,20 @@ RIGHT = [
 
 def partly(objective, part, agg=mean):
     """part: the surrogate of (lp, log r, A), a factor of it in float32."""
-    return Spot(named(f"{objective}_in_part", token(part, agg)), objective, "a factor of it in float32")
+    return Spot(
+        named(f"{objective}_in_part", token(part, agg)),
+        objective,
+        "a factor of it in float32",
+    )
 
 
 def _s_in_float32(lp, log_r, A, mask):
-    s = (torch.where(mask, log_r, 0).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).float().exp().double()
+    s = (
+        (torch.where(mask, log_r, 0).sum(1, keepdim=True) / mask.sum(1, keepdim=True))
+        .float()
+        .exp()
+        .double()
+    )
     return (torch.minimum(s * A, s.clamp(1 - 3e-4, 1 + 4e-4) * A)).expand_as(lp)
 
 
@@ -306,8 +344,10 @@ PARTLY = [
 ]  # fmt: skip
 RIGHT += PARTLY
 
-# ---- what identify must say ------------------------------------------------------------------------------------------
-NAME = lambda name, J, objective, says="", agg=mean, **hp: Spot(named(name, token(J, agg)), objective, says, hp)
+# ---- what identify must say ----------------------------------------------------------
+NAME = lambda name, J, objective, says="", agg=mean, **hp: Spot(
+    named(name, token(J, agg)), objective, says, hp
+)
 e = math.exp
 
 
@@ -321,7 +361,9 @@ def gmpo_of(eps):
 def aspo_capped(log_prob, old_log_prob, advantages, mask):
     import upref
 
-    return upref.get("aspo").loss(upref.Rollouts(log_prob, old_log_prob, advantages, mask), cap=0.5)
+    return upref.get("aspo").loss(
+        upref.Rollouts(log_prob, old_log_prob, advantages, mask), cap=0.5
+    )
 
 
 def quarter(x, mask):
@@ -344,7 +386,7 @@ NAMED = [
 NAMED = [replace(s, says=s.why, **BOX) for s in NAMED]
 
 
-# ---- what the report must say ----------------------------------------------------------------------------------------
+# ---- what the report must say --------------------------------------------------------
 def stateful():
     calls = [0]
 

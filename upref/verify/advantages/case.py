@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A foreign advantage function compared with an estimator: what is expected, what differs, the smallest batch."""
+"""A foreign advantage function compared with an estimator: what is expected, what
+differs, the smallest batch.
+"""
 
 import contextlib
 import math
@@ -10,7 +12,18 @@ from typing import Any
 
 from upref.errors import InputError
 from upref.verify.advantages.function import Function
-from upref.verify.exact import EVEN, FINE, NORMED, UNEVEN, Batch, Denominator, advantage, fit, near, parts
+from upref.verify.exact import (
+    EVEN,
+    FINE,
+    NORMED,
+    UNEVEN,
+    Batch,
+    Denominator,
+    advantage,
+    fit,
+    near,
+    parts,
+)
 from upref.verify.faults import known
 from upref.verify.faults.advantages import Answer, Floats
 from upref.verify.finding import Example, number_pair
@@ -19,7 +32,8 @@ from upref.verify.report import Finding, fail
 UNCOUPLED = ("reward", "signed")  # they subtract nothing
 SINGLE_TOL = 1e-4  # of what is computed in float32
 SMALL = 1e-3  # an eps that a fault may come with
-SCALES = [EVEN.times(Fraction(8, 2**n)) for n in (0, 3, 13, 23, 33, 43)]  # eps does not grow with them
+# eps does not grow with them
+SCALES = [EVEN.times(Fraction(8, 2**n)) for n in (0, 3, 13, 23, 33, 43)]
 
 
 @dataclass
@@ -44,7 +58,11 @@ class Case:
 
     def batch(self, b: Batch) -> Batch:
         """As this estimator takes it: correct or not, where rewards are read as that."""
-        return replace(b, R=tuple(Fraction(x > Fraction(1, 2)) for x in b.R)) if self.name == "signed" else b
+        return (
+            replace(b, R=tuple(Fraction(x > Fraction(1, 2)) for x in b.R))
+            if self.name == "signed"
+            else b
+        )
 
     def expected(self, b: Batch) -> list[float]:
         return advantage(self.name, b, self.divided)
@@ -66,13 +84,17 @@ class Case:
         except InputError:
             return False
 
-    def compare(self, oracle: str, regime: str, b: Batch, why: str = "") -> Iterator[Finding]:
+    def compare(
+        self, oracle: str, regime: str, b: Batch, why: str = ""
+    ) -> Iterator[Finding]:
         b = self.batch(b)
         try:
             if self.differs(b) is None:
                 return
         except InputError as e:
-            yield fail(oracle, regime, "one advantage per response", str(e), self.example(b))
+            yield fail(
+                oracle, regime, "one advantage per response", str(e), self.example(b)
+            )
             return
         small = self._shrunk(b)
         i = self.differs(small)
@@ -81,12 +103,15 @@ class Case:
         want, got = self.expected(small)[i], self.f(small)[i]
         peers = small.group.count(small.group[i])
         text = f"{regime}: response {i}, one of {peers} to its prompt, of {len(small.R)} in the batch"
-        also = [self.batch(EVEN), self.batch(UNEVEN)] if len(b.R) <= 16 else []  # exact numbers of many rows are slow
+        # exact numbers of many rows are slow
+        also = [self.batch(EVEN), self.batch(UNEVEN)] if len(b.R) <= 16 else []
         why = why or self._cause([b, *also] if also else [small])
         yield fail(oracle, text, *number_pair("A", want, got), self.example(small), why)
 
     def _cause(self, batches: Sequence[Batch]) -> str:
-        """The first fault of this estimator that gives what was found on every batch; "" where none does."""
+        """The first fault of this estimator that gives what was found on every batch;
+        "" where none does.
+        """
         answers: list[tuple[Batch, Floats, Floats]] = []
         for b in batches:
             with contextlib.suppress(InputError):  # what it refuses
@@ -98,16 +123,21 @@ class Case:
         likely = ""
         for fault in (f for f in known("advantages") if not f.of or self.name in f.of):
             k = fault.change.k(expected, A) if fault.change.k else 0.0
-            eps = _eps(fault.change, batches[:1], right, found[:1], k, self.f.tol)  # most do not fit the first
+            # most do not fit the first
+            eps = _eps(fault.change, batches[:1], right, found[:1], k, self.f.tol)
             if eps is not None and len(batches) > 1:
                 eps = _eps(fault.change, batches, right, found, k, self.f.tol)
             if eps is not None and eps <= SMALL:
                 return fault.words.format(k=k)
-            likely = likely or ("" if eps is None else f"{fault.words.format(k=k)}, eps = {eps:.3g}")
+            likely = likely or (
+                "" if eps is None else f"{fault.words.format(k=k)}, eps = {eps:.3g}"
+            )
         return likely
 
     def _shrunk(self, b: Batch) -> Batch:
-        """Rows dropped while it stays wrong, whole prompts where the function wants groups of n."""
+        """Rows dropped while it stays wrong, whole prompts where the function wants
+        groups of n.
+        """
 
         def still(rows: list[int]) -> bool:
             x = b.take(rows)
@@ -117,7 +147,11 @@ class Case:
         rows = list(range(len(b.R)))
         drops = [b.rows_of(g) for g in dict.fromkeys(b.group)]
         if not self.f.contiguous:
-            drops += [rows[i : i + k] for k in (64, 16, 4, 1) for i in reversed(range(0, len(rows), k))]
+            drops += [
+                rows[i : i + k]
+                for k in (64, 16, 4, 1)
+                for i in reversed(range(0, len(rows), k))
+            ]
         for drop in drops:
             less = [i for i in rows if i not in drop]
             if less and less != rows and still(less):
@@ -130,14 +164,19 @@ class Case:
         with contextlib.suppress(InputError):  # what it refuses
             found = [float(a) for a in self.f(b)]
         inputs = {"rewards": [float(reward) for reward in b.R], "group": list(b.group)}
-        return Example(inputs, expected=[float(a) for a in self.expected(b)], found=found)
+        return Example(
+            inputs, expected=[float(a) for a in self.expected(b)], found=found
+        )
 
 
 def choose_inputs(f: Function, name: str, hp: Mapping[str, Any]) -> Case:
-    """With the first kind of input on which it is right, in float64 or else in float32; else the first that runs."""
+    """With the first kind of input on which it is right, in float64 or else in float32;
+    else the first that runs.
+    """
     first: Case | None = None
     errors: list[InputError] = []
-    for tol in (1e-9, SINGLE_TOL):  # float64, and whatever goes through float32 on the way
+    # float64, and whatever goes through float32 on the way
+    for tol in (1e-9, SINGLE_TOL):
         for kind in f.kinds:
             unknown = Denominator(hp.get("ddof", 1), hp.get("eps", 0.0), least=math.inf)
             case = Case(replace(f, kind=kind, tol=tol), name, hp, unknown)
@@ -159,16 +198,24 @@ def choose_inputs(f: Function, name: str, hp: Mapping[str, Any]) -> Case:
 
 
 def _as_it_computes(case: Case) -> Case:
-    """Compared to float32's digits where rewards that are no halves show no more: EVEN is exact in less."""
+    """Compared to float32's digits where rewards that are no halves show no more: EVEN
+    is exact in less.
+    """
     fine, single = case.batch(FINE), replace(case, f=replace(case.f, tol=SINGLE_TOL))
     with contextlib.suppress(InputError):
-        if case.f.tol < SINGLE_TOL and case.differs(fine) is not None and single.differs(fine) is None:
+        if (
+            case.f.tol < SINGLE_TOL
+            and case.differs(fine) is not None
+            and single.differs(fine) is None
+        ):
             return single
     return case
 
 
 def _denominator(case: Case) -> Denominator | None:
-    """What it divides by, read off it at rewards of several sizes; None where nothing fits."""
+    """What it divides by, read off it at rewards of several sizes; None where nothing
+    fits.
+    """
     A = [case.f(b) for b in SCALES[:2]]
     with contextlib.suppress(InputError):  # it may refuse rewards that hardly differ
         A += [case.f(b) for b in SCALES[2:]]
@@ -184,17 +231,32 @@ def _denominator(case: Case) -> Denominator | None:
 
 
 def _eps(
-    change: Answer, batches: Sequence[Batch], right: Sequence[Floats], found: Sequence[Floats], k: float, tol: float
+    change: Answer,
+    batches: Sequence[Batch],
+    right: Sequence[Floats],
+    found: Sequence[Floats],
+    k: float,
+    tol: float,
 ) -> float | None:
-    """The eps with which the change gives what was found; 0 where nothing is divided; None where none up to 1 fits."""
+    """The eps with which the change gives what was found; 0 where nothing is divided;
+    None where none up to 1 fits.
+    """
     each = [change.numbers(b, x, k) for b, x in zip(batches, right, strict=False)]
     c, A = [x for part in each for x in part], [a for part in found for a in part]
     if change.variance is None:
         return 0.0 if near([float(x) for x in c], A, tol) else None
     if any(x * a < 0 for x, a in zip(c, A, strict=True)):
         return None  # whatever it is divided by
-    var = [v for b, part in zip(batches, each, strict=True) for v in change.variance(b, part)]  # type: ignore[arg-type]
+    var = [
+        v
+        for b, part in zip(batches, each, strict=True)
+        for v in change.variance(b, part)  # type: ignore[arg-type]
+    ]
     if any(bool(x) != (abs(a) > tol) for x, v, a in zip(c, var, A, strict=True) if v):
         return None
     got = fit(c, var, A, tol)  # type: ignore[arg-type]
-    return got.eps if got and got.eps <= (1.0 if len({v for v in var if v}) > 1 else SMALL) else None
+    return (
+        got.eps
+        if got and got.eps <= (1.0 if len({v for v in var if v}) > 1 else SMALL)
+        else None
+    )

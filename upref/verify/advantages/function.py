@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A foreign advantage function as one frozen type: rewards and prompts in, one number per response out."""
+"""A foreign advantage function as one frozen type: rewards and prompts in, one number
+per response out.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +19,12 @@ from upref.foreign.load import load, name_of
 from upref.foreign.signature import Reading, parameters, read as read_signature
 from upref.verify.exact import UNGROUPED, Batch, lengths
 
-KINDS = {"tensor": "", "strings": "numpy strings", "array": "numpy numbers", "list": "Python lists"}
+KINDS = {
+    "tensor": "",
+    "strings": "numpy strings",
+    "array": "numpy numbers",
+    "list": "Python lists",
+}
 HALVES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -29,7 +36,8 @@ class Outcome:
     wrote: frozenset[str]  # roles whose values it changed
     printed: bool
     single: bool  # it answered in float32
-    uneven: bool  # its advantages differ between the tokens of a response: A has the first
+    # its advantages differ between the tokens of a response: A has the first
+    uneven: bool
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,8 @@ class Function:
     kinds: tuple[str, ...]  # what rewards and group may arrive as, likeliest first
     kind: str = "tensor"
     tol: float = 1e-9
-    lines: int = 0  # of Python that a call may run before it is stopped, 0 for any number
+    # of Python that a call may run before it is stopped, 0 for any number
+    lines: int = 0
 
     @property
     def reads(self) -> frozenset[str]:
@@ -56,16 +65,22 @@ class Function:
 
     @property
     def contiguous(self) -> bool:
-        """Whether it takes no ids: groups stand one after the other and are of one size."""
+        """Whether it takes no ids: groups stand one after the other and are of one
+        size.
+        """
         return self.square or ("group" not in self.reads and "n" in self.reads)
 
     def assumptions(self) -> list[str]:
         out = []
         if said := KINDS[self.kind]:
-            out.append(f"it takes {'prompts' if self.tokens else 'rewards and prompts'} as {said}")
+            out.append(
+                f"it takes {'prompts' if self.tokens else 'rewards and prompts'} as {said}"
+            )
         if self.contiguous:
             how = "as [prompts, n]" if self.square else "with n"
-            out.append(f"it takes rewards {how}, no group ids: groups are contiguous and of one size")
+            out.append(
+                f"it takes rewards {how}, no group ids: groups are contiguous and of one size"
+            )
         return out
 
     def __call__(self, b: Batch) -> list[float]:
@@ -74,13 +89,21 @@ class Function:
     def outcome(self, R: Sequence[Any], group: Sequence[int]) -> Outcome:
         full = self._inputs(R, group)
         before = {k: _state(v) for k, v in full.items()}
-        got, printed = called(self.name, lambda: self.reading.call(self.fn, full, dict(self.bound_args)), self.lines)
+        got, printed = called(
+            self.name,
+            lambda: self.reading.call(self.fn, full, dict(self.bound_args)),
+            self.lines,
+        )
         wrote = frozenset(k for k, v in before.items() if v != _state(full[k]))
         A, uneven = self._numbers(got, len(R), self._lengths(R, group))
-        return Outcome(A.double().reshape(-1).tolist(), wrote, printed, A.dtype in HALVES, uneven)
+        return Outcome(
+            A.double().reshape(-1).tolist(), wrote, printed, A.dtype in HALVES, uneven
+        )
 
     def _lengths(self, R: Sequence, group: Sequence[int]) -> list[int]:
-        return lengths(R, group) if self.tokens or "mask" in self.reads else [1] * len(R)
+        return (
+            lengths(R, group) if self.tokens or "mask" in self.reads else [1] * len(R)
+        )
 
     def _inputs(self, R: Sequence, group: Sequence[int]) -> dict[str, Any]:
         N, ends = len(R), torch.tensor(self._lengths(R, group))
@@ -89,11 +112,15 @@ class Function:
         rows = [None if x is None else float(x) for x in R]
         rewards: Any = rows
         if self.kind in ("tensor", "strings") or self.tokens:
-            rewards = torch.tensor([torch.nan if x is None else x for x in rows], dtype=torch.float64)
+            rewards = torch.tensor(
+                [torch.nan if x is None else x for x in rows], dtype=torch.float64
+            )
         elif self.kind == "array":
             rewards = np.array(rows, dtype=float)
         if self.tokens:
-            rewards = torch.zeros(mask.shape, dtype=torch.float64).index_put((torch.arange(N), ends - 1), rewards)
+            rewards = torch.zeros(mask.shape, dtype=torch.float64).index_put(
+                (torch.arange(N), ends - 1), rewards
+            )
         if self.square:
             if N % n:
                 raise InputError(f"{self.name} takes rewards as [prompts, n].")
@@ -110,57 +137,106 @@ class Function:
     def _numbers(self, got: Any, N: int, ends: list[int]) -> tuple[Tensor, bool]:
         """[N], and whether the tokens of a response differ."""
         got = got[0] if isinstance(got, tuple) and got else got
-        got = got["advantages"] if isinstance(got, dict) and "advantages" in got else got
+        got = (
+            got["advantages"] if isinstance(got, dict) and "advantages" in got else got
+        )
         try:
-            A = got.detach().cpu().to_dense() if isinstance(got, Tensor) else torch.as_tensor(np.asarray(got))
+            A = (
+                got.detach().cpu().to_dense()
+                if isinstance(got, Tensor)
+                else torch.as_tensor(np.asarray(got))
+            )
             if A.dtype == torch.bool or A.is_complex():
                 raise TypeError
-        except (TypeError, ValueError, RuntimeError) as e:  # RuntimeError: a meta tensor
-            raise InputError(f"{self.name} returns a {type(got).__name__}: return one real number per response.") from e
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as e:  # RuntimeError: a meta tensor
+            raise InputError(
+                f"{self.name} returns a {type(got).__name__}: return one real number per response."
+            ) from e
         uneven = False
         if A.ndim == 2 and A.shape != (N, 1) and A.shape[0] == N and not self.square:
             mask = torch.arange(A.shape[1]) < torch.tensor(ends)[:, None]
             if int(mask.sum()) != sum(ends):
-                raise InputError(f"{self.name} returns shape {list(A.shape)} for {N} responses.")
+                raise InputError(
+                    f"{self.name} returns shape {list(A.shape)} for {N} responses."
+                )
             uneven = bool(((A - A[:, :1]).abs().masked_fill(~mask, 0) > 1e-6).any())
             A = A[:, 0]
         if A.numel() != N:
-            raise InputError(f"{self.name} returns shape {list(A.shape)} for {N} responses: return [N] or [N, T].")
+            raise InputError(
+                f"{self.name} returns shape {list(A.shape)} for {N} responses: return [N] or [N, T]."
+            )
         return A, uneven
 
 
 def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
-    """A Function from a callable or its name (also verl:grpo and the like); InputError where it takes other things."""
+    """A Function from a callable or its name (also verl:grpo and the like); InputError
+    where it takes other things.
+    """
     name = name_of(fn)
     if isinstance(fn, str):
         fn = _verl(fn.removeprefix("verl:")) if fn.startswith("verl:") else load(fn)
     if not callable(fn) or isinstance(fn, type):
-        what = f"{name} is a class" if isinstance(fn, type) else f"a {type(fn).__name__}"
-        raise InputError(f"{what}, not an advantage function: pass a function or its name.")
+        what = (
+            f"{name} is a class" if isinstance(fn, type) else f"a {type(fn).__name__}"
+        )
+        raise InputError(
+            f"{what}, not an advantage function: pass a function or its name."
+        )
     every = parameters(fn)
     reading = read_signature(fn, name, names.reward_role, _main(every))
-    settings = {p: hp[k] for p in reading.own if (k := names.hyperparameter(p, set(hp)))}
+    settings = {
+        p: hp[k] for p in reading.own if (k := names.hyperparameter(p, set(hp)))
+    }
     if missing := [p for p in reading.needed if p not in settings]:
-        raise InputError(f"{name} needs {missing[0]!r}, which upref cannot give: bind it with functools.partial.")
-    if "group" in reading.roles.values():  # beside ids a group size with a default says nothing
-        idle = {p.name for p in every if names.reward_role(p.name) == "n" and p.default is not p.empty}
-        reading = replace(reading, roles={p: r for p, r in reading.roles.items() if p not in idle})
+        raise InputError(
+            f"{name} needs {missing[0]!r}, which upref cannot give: bind it with functools.partial."
+        )
+    # beside ids a group size with a default says nothing
+    if "group" in reading.roles.values():
+        idle = {
+            p.name
+            for p in every
+            if names.reward_role(p.name) == "n" and p.default is not p.empty
+        }
+        reading = replace(
+            reading, roles={p: r for p, r in reading.roles.items() if p not in idle}
+        )
     kinds = _kinds(every, reading)
     f = Function(name, fn, reading, settings, False, kinds, kinds[0])
-    return replace(f, square=estimator not in UNGROUPED and not {"group", "n"} & f.reads and not f.tokens)
+    return replace(
+        f,
+        square=estimator not in UNGROUPED
+        and not {"group", "n"} & f.reads
+        and not f.tokens,
+    )
 
 
 def _main(every: Sequence[inspect.Parameter]) -> tuple[str, ...]:
-    """What it must take: prompts too, unless its names say that it takes rewards and no prompts."""
+    """What it must take: prompts too, unless its names say that it takes rewards and no
+    prompts.
+    """
     plain = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     known = {names.reward_role(p.name) for p in plain}
-    free = [p for p in plain if p.default is p.empty and not names.reward_role(p.name) and not _setting(p.name)]
+    free = [
+        p
+        for p in plain
+        if p.default is p.empty
+        and not names.reward_role(p.name)
+        and not _setting(p.name)
+    ]
     both = not {"group", "n"} & known and (len(free) == 1) == ("rewards" in known)
     return ("rewards", "group") if both else ("rewards",)
 
 
 def _setting(name: str) -> bool:
-    return bool(set(names.words(name)) & names.NEVER or names.hyperparameter(name, {"eps", "ddof"}))
+    return bool(
+        set(names.words(name)) & names.NEVER
+        or names.hyperparameter(name, {"eps", "ddof"})
+    )
 
 
 def _by_token(reading: Reading) -> bool:
@@ -170,10 +246,15 @@ def _by_token(reading: Reading) -> bool:
 def _kinds(every: Sequence[inspect.Parameter], reading: Reading) -> tuple[str, ...]:
     hints = " ".join(str(p.annotation) for p in every).lower()
     likely = [
-        kind for kind, word in (("array", "ndarray"), ("list", "list")) if word in hints and not _by_token(reading)
+        kind
+        for kind, word in (("array", "ndarray"), ("list", "list"))
+        if word in hints and not _by_token(reading)
     ]
-    words = {w for p, r in reading.roles.items() if r == "group" for w in names.words(p)}
-    likely += ["strings"] if words & {"index", "uid", "uids"} else []  # verl's names for them
+    words = {
+        w for p, r in reading.roles.items() if r == "group" for w in names.words(p)
+    }
+    # verl's names for them
+    likely += ["strings"] if words & {"index", "uid", "uids"} else []
     return tuple(dict.fromkeys((*likely, *KINDS)))
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracles of advantage functions: each looks at a Case from one side and answers with Findings."""
+"""The oracles of advantage functions: each looks at a Case from one side and answers
+with Findings.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,7 +21,9 @@ from upref.verify.report import Finding, fail, note
 from upref.weights.axes import COLLIDE, SAME
 
 LARGE_EPS = 1e-3  # beside rewards of 0 and 1, whose std is near 1/2
-LINES = 100_000  # of Python that a call with large prompt ids may run: a loop up to the largest id has more
+# of Python that a call with large prompt ids may run: a loop up to the largest id has
+# more
+LINES = 100_000
 IDS = {
     "with gaps": (3, 3000, 40),
     "below 0": (-7, 5, -2),
@@ -29,13 +33,17 @@ IDS = {
 }
 
 
-# ---- why an oracle does not apply ------------------------------------------------------------------------------------
+# ---- why an oracle does not apply ----------------------------------------------------
 def either(*whys: Not) -> Not:
     return lambda case: next((said for why in whys if (said := why(case))), "")
 
 
 def no_ids(case: Case) -> str:
-    return "it takes no group ids: groups are contiguous and of one size" if case.f.contiguous else ""
+    return (
+        "it takes no group ids: groups are contiguous and of one size"
+        if case.f.contiguous
+        else ""
+    )
 
 
 def no_groups(case: Case) -> str:
@@ -50,7 +58,9 @@ def no_baseline(case: Case) -> str:
     return f"{case.name} subtracts nothing" if case.name in UNCOUPLED else ""
 
 
-def quiet(look: Callable[[Case], Iterator[Finding]]) -> Callable[[Case], Iterator[Finding]]:
+def quiet(
+    look: Callable[[Case], Iterator[Finding]],
+) -> Callable[[Case], Iterator[Finding]]:
     """A function that is wrong already and raises is told once."""
 
     def again(case: Case) -> Iterator[Finding]:
@@ -71,9 +81,19 @@ def values(case: Case) -> Iterator[Finding]:
         return
     if eps > LARGE_EPS:
         said = "an eps that is small beside the std"
-        yield fail("values", "the denominator", said, str(case.divided), cause=exact.FORMS[case.divided.form].large)
+        yield fail(
+            "values",
+            "the denominator",
+            said,
+            str(case.divided),
+            cause=exact.FORMS[case.divided.form].large,
+        )
     else:
-        yield note("values", f"the denominator is {case.divided}", cause="harmless: small beside the std")
+        yield note(
+            "values",
+            f"the denominator is {case.divided}",
+            cause="harmless: small beside the std",
+        )
 
 
 @oracle("uneven-groups", not_run=either(no_ids, wrong_already))
@@ -88,29 +108,42 @@ def interleaving(case: Case) -> Iterator[Finding]:
 
 @oracle("large-groups", not_run=wrong_already)
 def large_groups(case: Case) -> Iterator[Finding]:
-    yield from case.compare("large-groups", "graded rewards between 0 and 1", exact.FINE)
-    yield from case.compare("large-groups", "groups of 128 with one success and with two", exact.LARGE)
+    yield from case.compare(
+        "large-groups", "graded rewards between 0 and 1", exact.FINE
+    )
+    yield from case.compare(
+        "large-groups", "groups of 128 with one success and with two", exact.LARGE
+    )
 
 
 @oracle("group-ids", not_run=either(no_ids, no_groups, wrong_already))
 def group_ids(case: Case) -> Iterator[Finding]:
-    """Any integers are ids. A function may refuse some; it may not answer with other numbers."""
+    """Any integers are ids. A function may refuse some; it may not answer with other
+    numbers.
+    """
     if "interleaving" in case.failed:
         return
     case = replace(case, f=replace(case.f, lines=LINES))
     refused: list[str] = []
     why = ""
     for said, ids in IDS.items():
-        b = replace(exact.INTERLEAVED, group=tuple(ids[g] for g in exact.INTERLEAVED.group))
+        b = replace(
+            exact.INTERLEAVED, group=tuple(ids[g] for g in exact.INTERLEAVED.group)
+        )
         try:
             case.f(b)
-        except (InputError, OutOfMemory) as e:  # a table of 2^40 ids asks for much memory
+        except (
+            InputError,
+            OutOfMemory,
+        ) as e:  # a table of 2^40 ids asks for much memory
             refused, why = [*refused, said], why or str(e)
             continue
         other = "it depends on the values of the ids: renumber them 0, 1, 2, ... first"
         yield from case.compare("group-ids", f"prompt ids {said}", b, other)
     if refused:
-        yield note("group-ids", f"it takes no prompt ids {' or '.join(refused)}", cause=why)
+        yield note(
+            "group-ids", f"it takes no prompt ids {' or '.join(refused)}", cause=why
+        )
 
 
 @oracle("random", not_run=either(no_ids, wrong_already))
@@ -119,15 +152,21 @@ def random(case: Case) -> Iterator[Finding]:
     for n in range(200):
         N = int(rng.integers(2, 13))
         group = tuple(rng.integers(0, max(1, N // 2), N).tolist())
-        b = _with_peers(Batch(tuple(Fraction(int(k), 4) for k in rng.integers(-8, 9, N)), group))
+        b = _with_peers(
+            Batch(tuple(Fraction(int(k), 4) for k in rng.integers(-8, 9, N)), group)
+        )
         if b.R and (got := list(case.compare("random", f"random batch {n}", b))):
             yield from got
             return
 
 
 def _with_peers(b: Batch) -> Batch:
-    """Only groups whose rewards differ, numbered from 0: the others are the business of two other oracles."""
-    b = b.take([i for i, g in enumerate(b.group) if len({b.R[j] for j in b.rows_of(g)}) > 1])
+    """Only groups whose rewards differ, numbered from 0: the others are the business of
+    two other oracles.
+    """
+    b = b.take(
+        [i for i, g in enumerate(b.group) if len({b.R[j] for j in b.rows_of(g)}) > 1]
+    )
     again = {g: i for i, g in enumerate(dict.fromkeys(b.group))}
     return replace(b, group=tuple(again[g] for g in b.group))
 
@@ -144,9 +183,19 @@ def singletons(case: Case) -> Iterator[Finding]:
     said = Number(0, "A", "or any convention that is finite")
     if make is fail:
         said = Number(0, "A", "for it has no peer to be better than")
-    raw = "the reward itself, without a baseline" if abs(A[i] - float(SINGLE.R[i])) < 1e-5 else ""
+    raw = (
+        "the reward itself, without a baseline"
+        if abs(A[i] - float(SINGLE.R[i])) < 1e-5
+        else ""
+    )
     why = raw if finite else "a division by 0: by G - 1, or by the std of one reward"
-    yield make("singletons", f"a response without a peer, reward {SINGLE.R[i]}", said, Number(A[i], "A"), cause=why)
+    yield make(
+        "singletons",
+        f"a response without a peer, reward {SINGLE.R[i]}",
+        said,
+        Number(A[i], "A"),
+        cause=why,
+    )
 
 
 @oracle("equal-rewards", not_run=no_baseline)
@@ -162,17 +211,31 @@ def equal_rewards(case: Case) -> Iterator[Finding]:
     off = max(abs(a) if math.isfinite(a) else math.inf for a in A)
     if off <= 1e-6 or (case.wrong and math.isfinite(off)):
         return
-    exactly = case.f(replace(b, R=tuple(5 * x for x in b.R)))  # the mean of 1/2, 1/2, ... is not rounded
-    rounded = not any(math.isfinite(exactly[i]) and abs(exactly[i]) > 1e-6 for i in b.rows_of(0))
+    # the mean of 1/2, 1/2, ... is not rounded
+    exactly = case.f(replace(b, R=tuple(5 * x for x in b.R)))
+    rounded = not any(
+        math.isfinite(exactly[i]) and abs(exactly[i]) > 1e-6 for i in b.rows_of(0)
+    )
     if off > 0.05 or not rounded:
         nan = off == math.inf
-        eps = f"eps = {case.divided.eps:.3g} is too small" if case.divided.eps else "eps is missing"
+        eps = (
+            f"eps = {case.divided.eps:.3g} is too small"
+            if case.divided.eps
+            else "eps is missing"
+        )
         why = f"rounding divided by rounding: {eps}" if rounded else ""
         if nan:
             why = "0/0: no eps in the denominator"
-        yield fail("equal-rewards", regime, *number_pair("A", 0, A[0]), case.example(b), why)
+        yield fail(
+            "equal-rewards", regime, *number_pair("A", 0, A[0]), case.example(b), why
+        )
         return
-    yield note("equal-rewards", regime, *number_pair("A", 0, off), "rounding of the mean, divided by eps")
+    yield note(
+        "equal-rewards",
+        regime,
+        *number_pair("A", 0, off),
+        "rounding of the mean, divided by eps",
+    )
 
 
 @oracle("solved-prompts", not_run=either(no_groups, no_baseline, wrong_already))
@@ -185,12 +248,17 @@ def solved_prompts(case: Case) -> Iterator[Finding]:
 @oracle("missing-reward")
 @quiet
 def missing_reward(case: Case) -> Iterator[Finding]:
-    """NaN may be refused, poison its own prompt, or be left out, alone or with its prompt, but not become a number."""
+    """NaN may be refused, poison its own prompt, or be left out, alone or with its
+    prompt, but not become a number.
+    """
     b, f = case.batch(EVEN), case.f
     now, rows = f(b), range(1, len(b.R))
     whole = case.name in ("whiten", "group_mean_whiten")
     own = [i for i in rows if whole or b.group[i] == b.group[0]]
-    peers, rest = b.rows_of(b.group[0])[1:], [i for i in rows if b.group[i] != b.group[0]]
+    peers, rest = (
+        b.rows_of(b.group[0])[1:],
+        [i for i in rows if b.group[i] != b.group[0]],
+    )
     for bad in (math.nan, None) if f.kind == "list" else (math.nan,):
         try:
             A = f.outcome([bad, *b.R[1:]], b.group).A
@@ -198,13 +266,18 @@ def missing_reward(case: Case) -> Iterator[Finding]:
             continue
         alone = near(A[1:], case.expected(b.take(rows)), 1e-3)
         dropped = all(not A[i] or math.isnan(A[i]) for i in peers)
-        dropped = dropped and near([A[i] for i in rest], case.expected(b.take(rest)), 1e-3)
+        dropped = dropped and near(
+            [A[i] for i in rest], case.expected(b.take(rest)), 1e-3
+        )
         changed = [i for i in rows if not near([A[i]], [now[i]], f.tol)]
         if alone or dropped or case.wrong:
             continue
         if set(changed) - set(own):
             if all(math.isnan(A[i]) for i in changed):
-                yield note("missing-reward", f"one reward is {bad}: all prompts' advantages become NaN")
+                yield note(
+                    "missing-reward",
+                    f"one reward is {bad}: all prompts' advantages become NaN",
+                )
                 return
             what = "other prompts' advantages change"
         elif all(math.isnan(A[i]) for i in own) or case.name in UNCOUPLED:
@@ -212,7 +285,11 @@ def missing_reward(case: Case) -> Iterator[Finding]:
         else:
             zero = f.outcome([0, *b.R[1:]], b.group).A
             as_zero = near([A[i] for i in own], [zero[i] for i in own], f.tol)
-            what = "it counts as 0, also in its peers' baselines" if as_zero else "its peers' advantages change"
+            what = (
+                "it counts as 0, also in its peers' baselines"
+                if as_zero
+                else "its peers' advantages change"
+            )
         yield fail("missing-reward", f"one reward is {bad}", "an error, NaN, or the row left out", what,
                    cause="drop or refuse responses without a reward before the baseline")  # fmt: skip
         return
@@ -230,7 +307,9 @@ def permutation(case: Case) -> Iterator[Finding]:
         i = max(range(len(order)), key=lambda k: abs(A[k] - B[k]))
         says = number_pair("A", A[i], B[i], "as before")
         why = "the result depends on the order of the rows, not only on their prompt"
-        yield fail("permutation", "the responses in another order", *says, case.example(b), why)
+        yield fail(
+            "permutation", "the responses in another order", *says, case.example(b), why
+        )
 
 
 @oracle("determinism")
@@ -246,7 +325,10 @@ def determinism(case: Case) -> Iterator[Finding]:
 @quiet
 def mutation(case: Case) -> Iterator[Finding]:
     b = case.batch(EVEN)
-    yield from untouched(case.f.outcome(b.R, b.group), cause="an in-place operation (-=, /=, scores[i] =)")
+    yield from untouched(
+        case.f.outcome(b.R, b.group),
+        cause="an in-place operation (-=, /=, scores[i] =)",
+    )
 
 
 ORACLES: tuple[Oracle, ...] = (

@@ -21,11 +21,22 @@ def no_sizes(case: Case) -> str:
 
 @oracle("shift-and-scale", not_run=no_sizes)
 def shift_and_scale(case: Case) -> Iterator[Finding]:
-    """Rewards of any size and beside any offset, all of them numbers that float32 holds."""
-    close = {(k, plus): EVEN.times(Fraction(k, 1024), plus) for k in (1, -1) for plus in (0, 3, -3)}
-    yield from case.compare("shift-and-scale", "rewards times 8, plus 16", EVEN.times(8, plus=16))
-    yield from case.compare("shift-and-scale", "rewards a million times larger", EVEN.times(2**20))
-    seen = not case.known or not case.divided.least  # no denominator, or one that holds however small the std
+    """Rewards of any size and beside any offset, all of them numbers that float32
+    holds.
+    """
+    close = {
+        (k, plus): EVEN.times(Fraction(k, 1024), plus)
+        for k in (1, -1)
+        for plus in (0, 3, -3)
+    }
+    yield from case.compare(
+        "shift-and-scale", "rewards times 8, plus 16", EVEN.times(8, plus=16)
+    )
+    yield from case.compare(
+        "shift-and-scale", "rewards a million times larger", EVEN.times(2**20)
+    )
+    # no denominator, or one that holds however small the std
+    seen = not case.known or not case.divided.least
     for (k, plus), b in close.items():
         if seen or not _shrinks(case, b):
             negated = ", negated" if k < 0 else ""
@@ -34,15 +45,26 @@ def shift_and_scale(case: Case) -> Iterator[Finding]:
             if got := list(case.compare("shift-and-scale", f"rewards {said}", b)):
                 yield from got
                 return
-    if not seen and (other := next((b for b in SCALES if case.differs(b) is not None), None)):
+    if not seen and (
+        other := next((b for b in SCALES if case.differs(b) is not None), None)
+    ):
         i = case.differs(other) or 0
         text = f"a std below {case.divided.least:.2g}: another denominator than {case.divided}"
-        yield note("shift-and-scale", text, *number_pair("A", case.expected(other)[i], case.f(other)[i]))
+        yield note(
+            "shift-and-scale",
+            text,
+            *number_pair("A", case.expected(other)[i], case.f(other)[i]),
+        )
 
 
 def _shrinks(case: Case, b: Batch) -> bool:
-    """Whether its advantages are smaller than they should be, but of the same signs: divided by more."""
+    """Whether its advantages are smaller than they should be, but of the same signs:
+    divided by more.
+    """
     with contextlib.suppress(InputError):
         pairs = list(zip(case.expected(b), case.f(b), strict=True))
-        return all(0 < y / x <= 1 + 10 * case.f.tol if x else abs(y) <= case.f.tol for x, y in pairs)
+        return all(
+            0 < y / x <= 1 + 10 * case.f.tol if x else abs(y) <= case.f.tol
+            for x, y in pairs
+        )
     return False

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known faults as records, of every kind of function. A file in this folder that holds a Catalogue adds to them."""
+"""Known faults as records, of every kind of function. A file in this folder that holds
+a Catalogue adds to them.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,15 +16,19 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Fault(Generic[C]):
-    """A known fault. A check names it where the reference with this change has the function's very numbers.
+    """A known fault. A check names it where the reference with this change has the
+    function's very numbers.
 
     Attributes:
-        words: what is done otherwise than by the reference. No decision is taken on the words.
-        change: what it makes of the reference: losses.Change, advantages.Answer, logprobs.Stages, a KL formula, a
-            forward pass of a training step, or the function that an exercise of the course expects.
+        words: what is done otherwise than by the reference. No decision is taken on the
+            words.
+        change: what it makes of the reference: losses.Change, advantages.Answer,
+            logprobs.Stages, a KL formula, a forward pass of a training step, or the
+            function that an exercise of the course expects.
         kind: what it changes, one of losses.KINDS; "" where nothing depends on it.
         of: the functions that it is a fault of, by name; () for all.
-        meant: the objective that its author had in mind, where that is another than the one it comes nearest to.
+        meant: the objective that its author had in mind, where that is another than the
+            one it comes nearest to.
         whole: a few rows of a batch do not show it.
         hint: what to tell a student who made it.
     """
@@ -40,8 +46,9 @@ class Fault(Generic[C]):
 class Catalogue:
     """Faults of one kind of function: of "losses", "advantages", "kl" or "logprobs".
 
-    faults takes what the module of that name passes to `known`: of losses, the objective, its hyperparameters and the
-    bounds at which a wrong loss was seen to change; of log-probabilities, the problem; of the others, nothing.
+    faults takes what the module of that name passes to `known`: of losses, the
+    objective, its hyperparameters and the bounds at which a wrong loss was seen to
+    change; of log-probabilities, the problem; of the others, nothing.
     """
 
     function: str
@@ -49,7 +56,9 @@ class Catalogue:
 
 
 def known(function: str, *given: Any) -> Iterator[Fault[Any]]:
-    """All faults of that kind of function: those of the module of this name, then those of other files."""
+    """All faults of that kind of function: those of the module of this name, then those
+    of other files.
+    """
     yield from import_module(f"{__name__}.{function}").known(*given)
     for more in discover(sys.modules[__name__], Catalogue):
         if more.function == function:

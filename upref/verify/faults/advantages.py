@@ -23,22 +23,28 @@ Floats = Sequence[float]
 class Answer:
     """What a fault makes of the advantages of a batch.
 
-    numbers: of a batch, the right advantages and k. variance: where there is one, numbers are divided by its root, plus
+    numbers: of a batch, the right advantages and k. variance: where there is one,
+    numbers are divided by its root, plus
     an eps that is read off. k: what {k} in the words is.
     """
 
     numbers: Callable[[Batch, Floats, float], Floats | Rows]
     variance: Callable[[Batch, Rows], Rows] | None = None
-    k: Callable[[Floats, Floats], float] | None = None  # of the right answers and those found
+    # of the right answers and those found
+    k: Callable[[Floats, Floats], float] | None = None
 
 
 AdvantageFault: TypeAlias = Fault[Answer]
 
 
-# ---- another answer --------------------------------------------------------------------------------------------------
+# ---- another answer ------------------------------------------------------------------
 def _ratio(right: Floats, found: Floats, sign: int = 0) -> float:
     """Of the first that is not 0, or has this sign."""
-    some = (y / x for x, y in zip(right, found, strict=True) if (x * sign if sign else abs(x)) > 1e-9)
+    some = (
+        y / x
+        for x, y in zip(right, found, strict=True)
+        if (x * sign if sign else abs(x)) > 1e-9
+    )
     return next(some, 1.0)
 
 
@@ -56,11 +62,17 @@ def _turned(right: Floats, n: int) -> Floats:
 
 def _divided(words: str, size: Callable[[int], float]) -> AdvantageFault:
     """By a function of the number of responses of the prompt."""
-    over = lambda b, right, k: [x / size(b.group.count(g)) for x, g in zip(right, b.group, strict=True)]
+    over = lambda b, right, k: [
+        x / size(b.group.count(g)) for x, g in zip(right, b.group, strict=True)
+    ]
     return Fault(words, Answer(over))
 
 
-def _answer(words: str, change: Callable[[float, float], float], k: Callable[[Floats, Floats], float] | None = None):
+def _answer(
+    words: str,
+    change: Callable[[float, float], float],
+    k: Callable[[Floats, Floats], float] | None = None,
+):
     """A change of each right advantage."""
     return Fault(words, Answer(lambda b, right, k: [change(x, k) for x in right], k=k))
 
@@ -69,12 +81,17 @@ def _named(words: str, name: str, ddof: int, of: tuple[str, ...]) -> AdvantageFa
     """An estimator in place of another; eps is read off."""
     if name not in exact.NORMED:
         return Fault(words, Answer(lambda b, right, k: exact.advantage(name, b)), of=of)
-    c, var = (lambda b, *_: exact.parts(name, b, ddof)[0]), (lambda b, c: exact.parts(name, b, ddof)[1])
+    c, var = (
+        (lambda b, *_: exact.parts(name, b, ddof)[0]),
+        (lambda b, c: exact.parts(name, b, ddof)[1]),
+    )
     return Fault(words, Answer(c, var), of=of)
 
 
 def _twice(ddof: int, b: Batch, right: Floats, k: float) -> Floats:
-    return exact.advantage("whiten", replace(b, R=tuple(map(Fraction, right))), exact.Denominator(ddof))
+    return exact.advantage(
+        "whiten", replace(b, R=tuple(map(Fraction, right))), exact.Denominator(ddof)
+    )
 
 
 def _answers() -> Iterator[AdvantageFault]:
@@ -84,10 +101,22 @@ def _answers() -> Iterator[AdvantageFault]:
     yield _answer("its absolute value: bad answers are reinforced", lambda x, k: abs(x))
     yield _answer("negative advantages are dropped", lambda x, k: max(x, 0.0))
     yield _answer("positive advantages are dropped", lambda x, k: min(x, 0.0))
-    yield _answer("every advantage is {k:.5g} times what it should be", lambda x, k: k * x, _ratio)
-    yield _answer("advantages are clipped to ±{k:.4g}", lambda x, k: max(-k, min(k, x)), _largest)
-    yield _answer("advantages are clipped to at most {k:.4g}", min, lambda right, found: max(found))
-    yield _answer("advantages are clipped to at least {k:.4g}", max, lambda right, found: min(found))
+    yield _answer(
+        "every advantage is {k:.5g} times what it should be", lambda x, k: k * x, _ratio
+    )
+    yield _answer(
+        "advantages are clipped to ±{k:.4g}", lambda x, k: max(-k, min(k, x)), _largest
+    )
+    yield _answer(
+        "advantages are clipped to at most {k:.4g}",
+        min,
+        lambda right, found: max(found),
+    )
+    yield _answer(
+        "advantages are clipped to at least {k:.4g}",
+        max,
+        lambda right, found: min(found),
+    )
     yield _answer("advantages below 0 are {k:.5g} times what they should be", lambda x, k: k * x if x < 0 else x,
                   partial(_ratio, sign=-1))  # fmt: skip
     yield _answer("advantages above 0 are {k:.5g} times what they should be", lambda x, k: k * x if x > 0 else x,
@@ -95,26 +124,46 @@ def _answers() -> Iterator[AdvantageFault]:
     yield _answer("{k:.4g} is added to every advantage", lambda x, k: x + k, _added)
     yield _answer("tanh of it", lambda x, k: math.tanh(x))
     yield _divided("it is divided by the number of responses of its prompt", float)
-    yield _divided("it is divided by the square root of the number of responses of its prompt", math.sqrt)
-    yield Fault("each response has the advantage of the row in front", Answer(lambda b, right, k: _turned(right, -1)))
-    yield Fault("each response has the advantage of the row behind", Answer(lambda b, right, k: _turned(right, 1)))
-    yield _answer("it is rounded to float16", lambda x, k: torch.tensor(x).half().item())
-    yield _answer("it is rounded to bfloat16", lambda x, k: torch.tensor(x).bfloat16().item())
+    yield _divided(
+        "it is divided by the square root of the number of responses of its prompt",
+        math.sqrt,
+    )
+    yield Fault(
+        "each response has the advantage of the row in front",
+        Answer(lambda b, right, k: _turned(right, -1)),
+    )
+    yield Fault(
+        "each response has the advantage of the row behind",
+        Answer(lambda b, right, k: _turned(right, 1)),
+    )
+    yield _answer(
+        "it is rounded to float16", lambda x, k: torch.tensor(x).half().item()
+    )
+    yield _answer(
+        "it is rounded to bfloat16", lambda x, k: torch.tensor(x).bfloat16().item()
+    )
     for ddof in (0, 1):
-        yield Fault("normalized twice: by prompt, then over the batch", Answer(partial(_twice, ddof)))
+        yield Fault(
+            "normalized twice: by prompt, then over the batch",
+            Answer(partial(_twice, ddof)),
+        )
     for name in exact.NORMED:
         yield _named("the std divides by G (population)", name, 0, of=(name,))
         yield _named("the std divides by G - 1 (Bessel)", name, 1, of=(name,))
     for name in advantages.ADVANTAGES:
         if name == "signed":
             continue
-        words = "it is whiten (over the batch, whatever the prompt)" if name == "whiten" else f"it is {name}"
+        words = (
+            "it is whiten (over the batch, whatever the prompt)"
+            if name == "whiten"
+            else f"it is {name}"
+        )
         others = tuple(n for n in advantages.ADVANTAGES if n != name)
         for ddof in (1, 0) if name in exact.NORMED else (1,):
             yield _named(words, name, ddof, others)
 
 
-# ---- other formulas: a baseline of some rows, divided by a spread of some rows ---------------------------------------
+# ---- other formulas: a baseline of some rows, divided by a spread of some rows -------
 def _median(xs: Rows) -> Fraction:
     s = sorted(xs)
     return (s[(len(s) - 1) // 2] + s[len(s) // 2]) / 2
@@ -137,9 +186,15 @@ CENTRES: dict[str, Callable[[Rows], Rows]] = {
 KEYS: dict[str, Callable[[Batch], Sequence]] = {
     "of its prompt": lambda b: b.group,
     "of the whole batch": lambda b: [0] * len(b.R),
-    "of as many rows in a row as its prompt has (groups taken to be contiguous)": lambda b: sorted(b.group),
-} | {f"of {k} consecutive rows (a fixed stride)": partial(_stride, k) for k in (2, 3, 4, 5, 8)}
-Spread = Callable[[Sequence, Rows, Rows], Rows]  # of (key, rewards, differences): the square of what divides
+    "of as many rows in a row as its prompt has (groups taken to be contiguous)": lambda b: (
+        sorted(b.group)
+    ),
+} | {
+    f"of {k} consecutive rows (a fixed stride)": partial(_stride, k)
+    for k in (2, 3, 4, 5, 8)
+}
+# of (key, rewards, differences): the square of what divides
+Spread = Callable[[Sequence, Rows, Rows], Rows]
 STD: tuple[tuple[str, Spread], ...] = (
     ("the std {} (over G - 1)", lambda key, R, c: deviation(key, R, 1)),
     ("the std {} (over G - 1)", lambda key, R, c: deviation(key, c, 1)),
@@ -165,7 +220,13 @@ def _spread(spread: Spread, where: str, b: Batch, c: Rows) -> Rows:
     return spread(KEYS[where](b), b.R, c)
 
 
-def _formula(words: str, centre: str, where: str = "", spread: Spread | None = None, there: str = "") -> AdvantageFault:
+def _formula(
+    words: str,
+    centre: str,
+    where: str = "",
+    spread: Spread | None = None,
+    there: str = "",
+) -> AdvantageFault:
     var = partial(_spread, spread, there or where) if spread else None
     return Fault(words, Answer(lambda b, right, k: _centred(centre, where, b), var))
 
@@ -177,11 +238,24 @@ def _formulas() -> Iterator[AdvantageFault]:
         said = f"{centre} {where} is subtracted"
         yield _formula(f"{said}, nothing divided", centre, where)
         for there, (words, spread) in product(KEYS, STD):
-            yield _formula(f"{said}, divided by {words.format(there)}", centre, where, spread, there)
+            yield _formula(
+                f"{said}, divided by {words.format(there)}",
+                centre,
+                where,
+                spread,
+                there,
+            )
         for words, spread in OTHER:
-            yield _formula(f"{said}, divided by {words.format(where)}", centre, where, spread)
+            yield _formula(
+                f"{said}, divided by {words.format(where)}", centre, where, spread
+            )
     for where, (words, spread) in product(KEYS, STD[::2]):
-        yield _formula(f"nothing is subtracted, divided by {words.format(where)}", "", where, spread)
+        yield _formula(
+            f"nothing is subtracted, divided by {words.format(where)}",
+            "",
+            where,
+            spread,
+        )
     words = "whitened over tokens, where a long response counts more"
     yield Fault(words, Answer(_over_tokens, partial(_of_tokens, 0)))
     yield Fault(words, Answer(_over_tokens, partial(_of_tokens, 1)))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known faults of sampler corrections: the factor of ρ = π_old/μ that a loss multiplies by, read off the loss."""
+"""Known faults of sampler corrections: the factor of ρ = π_old/μ that a loss multiplies
+by, read off the loss.
+"""
 
 import contextlib
 import math
@@ -22,16 +24,22 @@ from upref.verify.measure import Case, kl_slope, unit_weights
 LOG_RHO = np.linspace(-14, 14, 57)
 BOUNDS = ("is_min", "is_max")  # the hyperparameters of a correction
 SIGNS = {1.0: "A > 0", -1.0: "A < 0"}
-LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of log ρ of each token, and the mask
+# of log ρ of each token, and the mask
+LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of each token": lambda x, m: x,
-    "of the response, multiplied over its tokens": lambda x, m: sum_t(x, m)[:, None].expand_as(x),
-    "of the response, the geometric mean over its tokens": lambda x, m: mean_t(x, m)[:, None].expand_as(x),
+    "of the response, multiplied over its tokens": lambda x, m: sum_t(x, m)[
+        :, None
+    ].expand_as(x),
+    "of the response, the geometric mean over its tokens": lambda x, m: mean_t(x, m)[
+        :, None
+    ].expand_as(x),
 }
 
 
 @dataclass(frozen=True)
 class Correction:
-    """A factor of ρ: ρ or 1 inside of bounds, and beyond each bound the value there, or 0.
+    """A factor of ρ: ρ or 1 inside of bounds, and beyond each bound the value there, or
+    0.
 
     Attributes:
         inside: whether the factor is ρ there; else it is 1.
@@ -56,9 +64,17 @@ class Correction:
     def __str__(self) -> str:
         out = ["ρ" if self.inside else "1"]
         if self.low > 0:
-            out.append(f"0 below {self.low:.6g}" if self.cut_low else f"at least {self.low:.6g}")
+            out.append(
+                f"0 below {self.low:.6g}"
+                if self.cut_low
+                else f"at least {self.low:.6g}"
+            )
         if self.high < math.inf:
-            out.append(f"0 above {self.high:.6g}" if self.cut_high else f"at most {self.high:.6g}")
+            out.append(
+                f"0 above {self.high:.6g}"
+                if self.cut_high
+                else f"at most {self.high:.6g}"
+            )
         return ", ".join(out)
 
 
@@ -70,7 +86,9 @@ def retuned(case: Case) -> Iterator[LossFault]:
     numbers = dict(zip(BOUNDS, (seen[1.0].low, seen[1.0].high), strict=True))
     own = {k: v for k, v in numbers.items() if k in case.hp and 0 < v < math.inf}
     if moved := {k: v for k, v in own.items() if abs(v - case.hp[k]) > 1e-6}:
-        words = "; ".join(f"{k} is {v:.6g}, not {case.hp[k]:.6g}" for k, v in moved.items())
+        words = "; ".join(
+            f"{k} is {v:.6g}, not {case.hp[k]:.6g}" for k, v in moved.items()
+        )
         yield fault(words, "hyperparameter", hp=moved)
 
 
@@ -79,7 +97,11 @@ def corrected(case: Case) -> Iterator[LossFault]:
     if not (seen := _of_both_signs(case)):
         return
     good, bad = seen.values()
-    said = str(good) if good == bad else "; ".join(f"{one} where {SIGNS[A]}" for A, one in seen.items())
+    said = (
+        str(good)
+        if good == bad
+        else "; ".join(f"{one} where {SIGNS[A]}" for A, one in seen.items())
+    )
     for level, of in LEVELS.items():
         words = f"the sampler's correction is another function of ρ = π_old/μ {level}: {said}"
         yield fault(words, "ratio", weigh=partial(_weights, case, seen, of))
@@ -98,8 +120,15 @@ def _of_both_signs(case: Case) -> dict[float, Correction]:
     return seen if len(seen) == len(SIGNS) else {}
 
 
-def _weights(case: Case, seen: dict[float, Correction], of: Callable[[Tensor, Tensor], Tensor], b: Rollouts) -> Tensor:
-    """The objective's weights under another correction of its sampler, its KL term beside them."""
+def _weights(
+    case: Case,
+    seen: dict[float, Correction],
+    of: Callable[[Tensor, Tensor], Tensor],
+    b: Rollouts,
+) -> Tensor:
+    """The objective's weights under another correction of its sampler, its KL term
+    beside them.
+    """
     base = unit_weights(replace(case.o, sampler=None), b, _uncorrected(case))
     assert b.logp_sampler is not None
     x = of(torch.where(b.mask, b.logp_old - b.logp_sampler, 0), b.mask)
@@ -122,8 +151,12 @@ def _seen(case: Case, A: float) -> Correction | None:
     return Correction(inside, low, high, cut_low, cut_high)
 
 
-def _end(factor: Callable[[np.ndarray], np.ndarray], y: np.ndarray, n: int, beside: int) -> tuple[float, bool] | None:
-    """The bound between these two places of LOG_RHO, and whether the factor is 0 beyond it; None at the last place."""
+def _end(
+    factor: Callable[[np.ndarray], np.ndarray], y: np.ndarray, n: int, beside: int
+) -> tuple[float, bool] | None:
+    """The bound between these two places of LOG_RHO, and whether the factor is 0 beyond
+    it; None at the last place.
+    """
     if not 0 <= beside < len(y):
         return None
     if y[beside] != 0:
@@ -136,19 +169,29 @@ def _end(factor: Callable[[np.ndarray], np.ndarray], y: np.ndarray, n: int, besi
 
 
 def _factor(case: Case, A: float, log_rho: np.ndarray) -> np.ndarray:
-    """The weight of single tokens of ratio 1, over the objective's without a correction."""
+    """The weight of single tokens of ratio 1, over the objective's without a
+    correction.
+    """
     one = torch.ones(len(log_rho), 1, dtype=torch.float64)
     old = -15 * one
     mu = old - torch.as_tensor(log_rho)[:, None]
-    b = Rollouts(old, old, A * one, one.bool(), logp_ref=old, entropy=one, logp_sampler=mu)
+    b = Rollouts(
+        old, old, A * one, one.bool(), logp_ref=old, entropy=one, logp_sampler=mu
+    )
     b = case.loss.visible_batch(b)
     base = unit_weights(replace(case.o, sampler=None), b, _uncorrected(case))
     return (case.weights(b) / base)[:, 0].numpy()
 
 
 def _uncorrected(case: Case) -> dict[str, Any]:
-    """The hyperparameters of the objective without those of its correction and of its KL term."""
-    return {k: v for k, v in case.plain_hp.items() if k in case.o.hyperparameters and k not in BOUNDS}
+    """The hyperparameters of the objective without those of its correction and of its
+    KL term.
+    """
+    return {
+        k: v
+        for k, v in case.plain_hp.items()
+        if k in case.o.hyperparameters and k not in BOUNDS
+    }
 
 
 def _round(x: float) -> float:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known faults of losses in what a sum is divided by: lengths that are changed, and means over parts of a batch."""
+"""Known faults of losses in what a sum is divided by: lengths that are changed, and
+means over parts of a batch.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,26 +25,35 @@ SIGNS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
     ("A <= 0", lambda A: A <= 0),
 )
 MEANS = ((1.0, "the two means are added"), (0.5, "the two means are averaged"))
-ByToken = Callable[[Rollouts], Tensor]  # what each token's weight is multiplied by, [B, T] or [B, 1]
+# what each token's weight is multiplied by, [B, T] or [B, 1]
+ByToken = Callable[[Rollouts], Tensor]
 
 
 def divided(case: Case) -> Iterator[LossFault]:
-    """Faults of lengths, of each sign of A, and of parts of the batch, beside the objective of the case."""
+    """Faults of lengths, of each sign of A, and of parts of the batch, beside the
+    objective of the case.
+    """
     yield from _lengths(case)
     yield from _by_sign(case)
     yield from _parts(case)
 
 
 def placed(case: Case) -> Iterator[LossFault]:
-    """Groups that are read off the order of the rows, not off their ids; nothing of a loss without ids."""
+    """Groups that are read off the order of the rows, not off their ids; nothing of a
+    loss without ids.
+    """
     if "group" not in case.loss.reads:
         return
-    words = "rows of one prompt count as one group only where they are next to each other"
+    words = (
+        "rows of one prompt count as one group only where they are next to each other"
+    )
     yield _aggregated(case, words, partial(_grouped, case, by=_runs))
     for n in (0, *BLOCKS):
         size = f"{n} rows" if n else "equal size, in the order of the rows"
         words = f"groups are taken for blocks of {size}, whatever their ids"
-        yield _aggregated(case, words, partial(_grouped, case, by=partial(_blocks, n=n)))
+        yield _aggregated(
+            case, words, partial(_grouped, case, by=partial(_blocks, n=n))
+        )
 
 
 def _aggregated(case: Case, words: str, factor: ByToken) -> LossFault:
@@ -59,8 +70,10 @@ def _own(case: Case, b: Rollouts) -> Tensor:
     return case.factors(b, declared_aggregation(case.o))
 
 
-# ---- groups ----------------------------------------------------------------------------------------------------------
-def _grouped(case: Case, b: Rollouts, by: Callable[[Rollouts], Tensor | None]) -> Tensor:
+# ---- groups --------------------------------------------------------------------------
+def _grouped(
+    case: Case, b: Rollouts, by: Callable[[Rollouts], Tensor | None]
+) -> Tensor:
     """The same with other ids of the groups."""
     return _own(case, b.but(group=by(b), totals=None))
 
@@ -79,14 +92,16 @@ def _blocks(b: Rollouts, n: int) -> Tensor:
     return torch.arange(len(b.mask)) // (n or -(-len(b.mask) // groups))
 
 
-# ---- lengths ---------------------------------------------------------------------------------------------------------
+# ---- lengths -------------------------------------------------------------------------
 def _length(b: Rollouts) -> Tensor:
     """|o|, [B, 1]."""
     return b.mask.sum(1, keepdim=True).to(b.logp.dtype)
 
 
 def _lengths(case: Case) -> Iterator[LossFault]:
-    """A length, or the number of tokens, with a number added to it, of at least a number, or taken for another one."""
+    """A length, or the number of tokens, with a number added to it, of at least a
+    number, or taken for another one.
+    """
 
     def over_width(b: Rollouts) -> Tensor:
         return _own(case, b) * _length(b) / b.mask.shape[1]
@@ -95,13 +110,19 @@ def _lengths(case: Case) -> Iterator[LossFault]:
         return _own(case, b) * b.mask.shape[1] / _length(b)
 
     yield _aggregated(case, "the padded width T replaces the length |o|", over_width)
-    yield _aggregated(case, "the padded width T is a factor in place of the length |o|", times_width)
+    yield _aggregated(
+        case, "the padded width T is a factor in place of the length |o|", times_width
+    )
     if (measured := _multiples(case)) is not None:
         yield from _changed_lengths(case, *measured)
 
 
-def _changed_lengths(case: Case, lengths: Tensor, multiples: Tensor) -> Iterator[LossFault]:
-    """What the multiple of each response's gradient, [B], makes of its length, [B], and of their sum."""
+def _changed_lengths(
+    case: Case, lengths: Tensor, multiples: Tensor
+) -> Iterator[LossFault]:
+    """What the multiple of each response's gradient, [B], makes of its length, [B], and
+    of their sum.
+    """
 
     def plus(b: Rollouts, more: float) -> Tensor:
         return _own(case, b) * _length(b) / (_length(b) + more)
@@ -114,42 +135,63 @@ def _changed_lengths(case: Case, lengths: Tensor, multiples: Tensor) -> Iterator
 
     more = common_value(lengths / multiples - lengths)
     if more is not None and abs(more) > LEAST:
-        yield _aggregated(case, f"{more:.6g} is added to each length |o|", partial(plus, more=more))
+        yield _aggregated(
+            case, f"{more:.6g} is added to each length |o|", partial(plus, more=more)
+        )
     total = lengths.sum()
     more = common_value(total / multiples - total)
     if more is not None and abs(more) > LEAST:
-        yield _aggregated(case, f"{more:.6g} is added to the number of tokens", partial(plus_total, more=more))
+        yield _aggregated(
+            case,
+            f"{more:.6g} is added to the number of tokens",
+            partial(plus_total, more=more),
+        )
     short = multiples < 1 - 1e-9
     least = common_value((lengths / multiples)[short])
     if least is not None and (~short).any():
-        yield _aggregated(case, f"a length |o| counts as at least {least:.6g}", partial(at_least, least=least))
+        yield _aggregated(
+            case,
+            f"a length |o| counts as at least {least:.6g}",
+            partial(at_least, least=least),
+        )
 
 
 def _multiples(case: Case) -> tuple[Tensor, Tensor] | None:
-    """The lengths of the on-policy batch, and what each response's gradient is multiplied by beside the objective's."""
+    """The lengths of the on-policy batch, and what each response's gradient is
+    multiplied by beside the objective's.
+    """
     b = case.ready(on_policy_batch())
-    at = dict.fromkeys(("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])), b.logp_old)
+    at = dict.fromkeys(
+        ("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])), b.logp_old
+    )
     b = case.visible_batch(b.but(**at))
     try:
         found, due = without_rest(case, b), case.expected(b) * _own(case, b)
     except InputError:
         return None
-    rows = [common_value((g / d)[m]) for g, d, m in zip(found, due, b.mask & (due.abs() > 1e-9), strict=True)]
+    rows = [
+        common_value((g / d)[m])
+        for g, d, m in zip(found, due, b.mask & (due.abs() > 1e-9), strict=True)
+    ]
     if any(k is None for k in rows):
         return None
     return _length(b)[:, 0], torch.tensor([k or 0.0 for k in rows], dtype=b.logp.dtype)
 
 
-# ---- signs of A ------------------------------------------------------------------------------------------------------
+# ---- signs of A ----------------------------------------------------------------------
 def _by_sign(case: Case) -> Iterator[LossFault]:
     """Each sign of A by an aggregation, or a mean, of its own."""
 
     def one_sign(b: Rollouts, on: Callable[[Tensor], Tensor], name: str) -> Tensor:
-        return torch.where(on(b.adv.expand_as(b.mask)), case.factors(b, name), _own(case, b))
+        return torch.where(
+            on(b.adv.expand_as(b.mask)), case.factors(b, name), _own(case, b)
+        )
 
     for terms, on in SIGNS:
         for name in FACTORS:
-            words = f"the terms of {terms} have another aggregation than the rest: {name}"
+            words = (
+                f"the terms of {terms} have another aggregation than the rest: {name}"
+            )
             yield _aggregated(case, words, partial(one_sign, on=on, name=name))
     for of, count in (("tokens", _tokens), ("responses", _responses)):
         for share, how in MEANS:
@@ -157,11 +199,18 @@ def _by_sign(case: Case) -> Iterator[LossFault]:
             yield _aggregated(case, words, partial(_apart, count=count, share=share))
 
 
-def _apart(b: Rollouts, count: Callable[[Tensor, Tensor], Tensor], share: float) -> Tensor:
+def _apart(
+    b: Rollouts, count: Callable[[Tensor, Tensor], Tensor], share: float
+) -> Tensor:
     """One over what each sign counts by itself, times the share of its mean."""
     positive = b.adv.expand_as(b.mask) > 0
-    of_good, of_bad = count(b.mask & positive, b.mask), count(b.mask & ~positive, b.mask)
-    return share * torch.where(positive, 1 / of_good.clamp(min=1), 1 / of_bad.clamp(min=1))
+    of_good, of_bad = (
+        count(b.mask & positive, b.mask),
+        count(b.mask & ~positive, b.mask),
+    )
+    return share * torch.where(
+        positive, 1 / of_good.clamp(min=1), 1 / of_bad.clamp(min=1)
+    )
 
 
 def _tokens(side: Tensor, mask: Tensor) -> Tensor:
@@ -174,7 +223,7 @@ def _responses(side: Tensor, mask: Tensor) -> Tensor:
     return side.any(1).sum() * mask.sum(1, keepdim=True)
 
 
-# ---- parts of the batch ----------------------------------------------------------------------------------------------
+# ---- parts of the batch --------------------------------------------------------------
 def _parts(case: Case) -> Iterator[LossFault]:
     """The mean over equally many responses after each other is averaged once more."""
 
@@ -203,4 +252,7 @@ def _last_larger(rows: int, n: int) -> list[Tensor]:
 
 def _rows(b: Rollouts, i: Tensor) -> Rollouts:
     """These rows as a batch of their own, with totals of their own."""
-    return b.but(totals=None, **{name: x[i] for name, x in vars(b).items() if isinstance(x, Tensor)})
+    return b.but(
+        totals=None,
+        **{name: x[i] for name, x in vars(b).items() if isinstance(x, Tensor)},
+    )

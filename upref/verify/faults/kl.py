@@ -13,22 +13,38 @@ from upref.verify.faults import Fault
 Formula = Callable[[Tensor, Tensor], Tensor]
 KLFault: TypeAlias = Fault[Formula]
 
-FLIPPED = Fault("k1 with its sign flipped: log π_ref - log π_θ", lambda lp, ref: ref - lp)
-INVERTED = Fault("k3 the other way round: it has π_θ/π_ref where π_ref/π_θ belongs", lambda lp, ref: k3(ref, lp))
+FLIPPED = Fault(
+    "k1 with its sign flipped: log π_ref - log π_θ", lambda lp, ref: ref - lp
+)
+INVERTED = Fault(
+    "k3 the other way round: it has π_θ/π_ref where π_ref/π_θ belongs",
+    lambda lp, ref: k3(ref, lp),
+)
 PLUS = Fault("k3 with the sign of its logarithm swapped: π_ref/π_θ - 1 + log(π_ref/π_θ)",
              lambda lp, ref: (ref - lp).exp() - 1 + (ref - lp))  # fmt: skip
 NEGATIVE = Fault("k3 with its sign flipped", lambda lp, ref: -k3(lp, ref))
-NO_LOG = Fault("k3 without its logarithm: π_ref/π_θ - 1", lambda lp, ref: (ref - lp).exp() - 1)
+NO_LOG = Fault(
+    "k3 without its logarithm: π_ref/π_θ - 1", lambda lp, ref: (ref - lp).exp() - 1
+)
 ABSOLUTE = Fault("|log π_θ - log π_ref|", lambda lp, ref: (lp - ref).abs())
 SQUARE = Fault("k2 without its 1/2", lambda lp, ref: (lp - ref) ** 2)
 WEIGHTED = Fault("π_θ (log π_θ - log π_ref): weighted by a probability though it is sampled",
                  lambda lp, ref: lp.exp() * (lp - ref))  # fmt: skip
 HALF = Fault("half of |log π_θ - log π_ref|", lambda lp, ref: (lp - ref).abs() / 2)
-HUBER = Fault("the smooth L1 loss of the log-probabilities", lambda lp, ref: smooth_l1_loss(lp, ref, reduction="none"))
+HUBER = Fault(
+    "the smooth L1 loss of the log-probabilities",
+    lambda lp, ref: smooth_l1_loss(lp, ref, reduction="none"),
+)
 SQUARED = Fault("(π_θ - π_ref)²", lambda lp, ref: (lp.exp() - ref.exp()) ** 2)
-DROPPED = Fault("k1 without its values below 0", lambda lp, ref: (lp - ref).clamp(min=0))
-FORWARD = Fault("π_ref/π_θ (log π_ref - log π_θ)", lambda lp, ref: (ref - lp).exp() * (ref - lp))
-BACKWARD = Fault("π_ref/π_θ (log π_θ - log π_ref)", lambda lp, ref: (ref - lp).exp() * (lp - ref))
+DROPPED = Fault(
+    "k1 without its values below 0", lambda lp, ref: (lp - ref).clamp(min=0)
+)
+FORWARD = Fault(
+    "π_ref/π_θ (log π_ref - log π_θ)", lambda lp, ref: (ref - lp).exp() * (ref - lp)
+)
+BACKWARD = Fault(
+    "π_ref/π_θ (log π_θ - log π_ref)", lambda lp, ref: (ref - lp).exp() * (lp - ref)
+)
 
 
 def known() -> Iterator[KLFault]:
@@ -43,6 +59,7 @@ def known() -> Iterator[KLFault]:
         for by, where in ((1, "late"), (-1, "early")):
             yield Fault(f"{name}, with ref_log_prob one token too {where}",
                         lambda lp, ref, k=k, by=by: k(lp, ref.roll(by, -1)))  # type: ignore[misc]  # fmt: skip
-    for name, k in {"k3": k3, "k1": k1}.items():  # last: by its gradient alone, one is k2 itself
+    # last: by its gradient alone, one is k2 itself
+    for name, k in {"k3": k3, "k1": k1}.items():
         yield Fault(f"the value of {name} with the gradient of k2 (straight through)",
                     lambda lp, ref, k=k: k2(lp, ref) + (k(lp, ref) - k2(lp, ref)).detach())  # type: ignore[misc]  # fmt: skip

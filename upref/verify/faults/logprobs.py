@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference as a pipeline of stages, and known faults: which stage each one replaces, and by what.
+"""The reference as a pipeline of stages, and known faults: which stage each one
+replaces, and by what.
 
-y = logit_scale (h W^T + b),  z = softcap tanh(y / softcap),  x = z/τ,  log Z = log Σ exp x,  lp = x_o - log Z,  H
+y = logit_scale (h W^T + b),  z = softcap tanh(y / softcap),  x = z/τ,  log Z = log Σ
+exp x,  lp = x_o - log Z,  H
 
 One file: a catalogue is read as one.
 """
@@ -30,8 +32,10 @@ class Stages:
     y: Callable[[Problem], Tensor] | None = None
     z: Callable[[Tensor, Problem], Tensor] | None = None
     x: Callable[[Tensor, float], Tensor] | None = None
-    x_H: Callable[[Tensor, float], Tensor] | None = None  # where the entropy is computed from another x
-    picked: Callable[[Tensor, Tensor, float], Tensor] | None = None  # x_o of x, the tokens and τ
+    # where the entropy is computed from another x
+    x_H: Callable[[Tensor, float], Tensor] | None = None
+    # x_o of x, the tokens and τ
+    picked: Callable[[Tensor, Tensor, float], Tensor] | None = None
     log_Z: Callable[[Tensor], Tensor] | None = None
     lp: Callable[[Tensor, Problem], Tensor] | None = None
     H: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # of H, x, lp
@@ -80,22 +84,35 @@ def solved(p: Problem, f: Stages = RIGHT) -> Outcome:
     q = f.given(q) if f.given else q
     z = (f.z or cap)((f.y or states)(q), q)
     x, x_H = ((stage or torch.div)(z, q.temperature) for stage in (f.x, f.x_H or f.x))
-    lp = (f.picked or pick)(x, q.tokens.long().clamp(min=0), q.temperature) - (f.log_Z or log_sum)(x)
+    lp = (f.picked or pick)(x, q.tokens.long().clamp(min=0), q.temperature) - (
+        f.log_Z or log_sum
+    )(x)
     lp = f.lp(lp, q) if f.lp else lp
     H = f.H(entropy(x_H), x, lp) if f.H else entropy(x_H)
     out = {"log-prob": lp, "entropy": H}
     numbers = {k: v.detach() for k, v in out.items()}
     ups = {k: u for k, u in (("log-prob", q.g), ("entropy", q.g_H)) if u is not None}
     if ups:
-        used = {k: f.up(u, q) if f.up and f.only in ("", k) else u for k, u in ups.items()}
-        total = torch.stack([(torch.where(u == 0, 0, out[k]) * u).sum() for k, u in used.items()]).sum()
-        parts = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if total.requires_grad else ()
+        used = {
+            k: f.up(u, q) if f.up and f.only in ("", k) else u for k, u in ups.items()
+        }
+        total = torch.stack(
+            [(torch.where(u == 0, 0, out[k]) * u).sum() for k, u in used.items()]
+        ).sum()
+        parts = (
+            torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+            if total.requires_grad
+            else ()
+        )
         got = itertools.zip_longest(leaves.items(), parts)
-        numbers |= {f"gradient of {k}": torch.zeros_like(v) if g is None else g for (k, v), g in got}
+        numbers |= {
+            f"gradient of {k}": torch.zeros_like(v) if g is None else g
+            for (k, v), g in got
+        }
     return Outcome(numbers)
 
 
-# ---- the records -----------------------------------------------------------------------------------------------------
+# ---- the records ---------------------------------------------------------------------
 def as_if(value: Tensor, gradient: Tensor) -> Tensor:
     """This value with that gradient."""
     return gradient + (value - gradient).detach()
@@ -112,7 +129,9 @@ def _memory(u: Tensor) -> Tensor:
     room = u.untyped_storage().nbytes() // u.element_size() - u.storage_offset()
     if room < u.numel():
         return u.flatten()[0].expand_as(u)
-    return u.as_strided(u.shape, torch.empty_like(u, memory_format=torch.contiguous_format).stride())
+    return u.as_strided(
+        u.shape, torch.empty_like(u, memory_format=torch.contiguous_format).stride()
+    )
 
 
 def _vocabulary(p: Problem) -> int:
@@ -124,22 +143,31 @@ def _frozen(p: Problem) -> Problem:
 
 
 def _capped(words: str, f: Callable[[Tensor, float, float], Tensor]) -> LogprobFault:
-    return fault(f"the softcap {words}", z=lambda y, p: y if p.softcap is None else f(y, p.softcap, p.temperature))
+    return fault(
+        f"the softcap {words}",
+        z=lambda y, p: y if p.softcap is None else f(y, p.softcap, p.temperature),
+    )
 
 
-def _upstream(words: str, up: Callable[[Tensor, Problem], Tensor]) -> Iterator[LogprobFault]:
+def _upstream(
+    words: str, up: Callable[[Tensor, Problem], Tensor]
+) -> Iterator[LogprobFault]:
     yield fault(words, up=up)
     for only in ("log-prob", "entropy"):
         yield fault(f"{words} ({only})", up=up, only=only)
 
 
-smoothed: Any = lambda eps: lambda x, ids, t: (1 - eps) * pick(x, ids) + eps * x.mean(-1)
+smoothed: Any = lambda eps: (
+    lambda x, ids, t: (1 - eps) * pick(x, ids) + eps * x.mean(-1)
+)
 at_least: Any = lambda least: lambda lp, p: lp.clamp(min=least)
 added: Any = lambda eps: lambda lp, p: (lp.exp() + eps).log()
 clamped: Any = lambda eps: lambda lp, p: lp.exp().clamp(min=eps).log()
 largest: Any = lambda k: lambda x: x.topk(k).values
 shifted: Any = lambda by, rows: (
-    lambda p: replace(p, tokens=p.tokens.roll(by * (1 - rows), -1), x=p.x.roll(by * rows, -2))
+    lambda p: replace(
+        p, tokens=p.tokens.roll(by * (1 - rows), -1), x=p.x.roll(by * rows, -2)
+    )
 )
 PLAIN = (
     fault("the temperature is left out", x=lambda z, t: z),
@@ -234,7 +262,9 @@ PLAIN = (
 
 
 def known(p: Problem) -> Iterator[LogprobFault]:
-    """All of the catalogue; of code that cuts the vocabulary or the tokens into tiles, at the sizes that cut this."""
+    """All of the catalogue; of code that cuts the vocabulary or the tokens into tiles,
+    at the sizes that cut this.
+    """
     yield from PLAIN
     V = _vocabulary(p)
     for n in TILES:
@@ -245,21 +275,28 @@ def known(p: Problem) -> Iterator[LogprobFault]:
 
 
 def _normalizer(words: str, change: Callable[[Tensor], Tensor]) -> LogprobFault:
-    return fault(words, log_Z=lambda x: log_sum(change(x)), H=lambda H, x, lp: entropy(change(x)))
+    return fault(
+        words, log_Z=lambda x: log_sum(change(x)), H=lambda H, x, lp: entropy(change(x))
+    )
 
 
 def _columns(V: int, n: int) -> Iterator[LogprobFault]:
     whole, padded, last = V // n * n, -(-V // n) * n, (V - 1) // n * n
     if V < padded <= 2 * V + 8 or V < n <= 128:
         padding = lambda x: torch.nn.functional.pad(x, (0, padded - V))
-        yield _normalizer(f"the columns that pad the vocabulary to a multiple of {n} are counted", padding)
+        yield _normalizer(
+            f"the columns that pad the vocabulary to a multiple of {n} are counted",
+            padding,
+        )
     missed = lambda ids: (ids % n == n - 1) | (ids == V - 1)
     told = f"each tile of {n} columns" if n < V else "the vocabulary"
     yield fault(f"the last id of {told} is missed: its logit counts 0",
                 picked=lambda x, ids, t: pick(x, ids).masked_fill(missed(ids), 0))  # fmt: skip
     if not 0 < whole < V:
         return
-    yield _normalizer(f"the last, partial tile of {n} columns is left out", lambda x: x[..., :whole])
+    yield _normalizer(
+        f"the last, partial tile of {n} columns is left out", lambda x: x[..., :whole]
+    )
     yield fault(f"the last, partial tile of {n} columns gets no gradient",
                 x=lambda z, t: torch.cat([z[..., :whole], z[..., whole:].detach()], -1) / t)  # fmt: skip
     yield fault(f"the hidden states' gradient has the last tile of {n} columns alone",
@@ -269,7 +306,9 @@ def _columns(V: int, n: int) -> Iterator[LogprobFault]:
 
 
 def _running(x: Tensor, n: int, factor: Tensor | None = None) -> Tensor:
-    """log Z, or the sum of exp(x - max) factor, each tile's exponentials beside the maximum up to it alone."""
+    """log Z, or the sum of exp(x - max) factor, each tile's exponentials beside the
+    maximum up to it alone.
+    """
     tops = torch.stack([tile.amax(-1) for tile in x.split(n, -1)], -1).cummax(-1).values
     e = (x - tops.repeat_interleave(n, -1)[..., : x.shape[-1]]).exp()
     return tops[..., -1] + e.sum(-1).log() if factor is None else (e * factor).sum(-1)
@@ -279,11 +318,18 @@ def _rows(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
     N = shape.numel()
     at = torch.arange(N).reshape(shape)
     last, told = at >= N // n * n, f"the last, partial tile of {n} tokens"
-    without = lambda rows: lambda p: torch.where(rows[..., None], states(_frozen(p)), states(p))
+    without = lambda rows: (
+        lambda p: torch.where(rows[..., None], states(_frozen(p)), states(p))
+    )
     if last.any() and not last.all():
         yield fault(f"{told} is left out: its results are 0", lp=lambda lp, p: lp.masked_fill(last, 0),
                     H=lambda H, x, lp: H.masked_fill(last, 0))  # fmt: skip
         yield fault(f"{told} gets no gradient", up=lambda u, p: u.masked_fill(last, 0))
         yield fault(f"the weight's gradient lacks {told}", y=without(last))
-    for which, rows in (("first", at >= n), ("last", at < (N - 1) // n * n)) if n < N else ():
-        yield fault(f"the weight's gradient has the {which} tile of {n} tokens alone", y=without(rows))
+    for which, rows in (
+        (("first", at >= n), ("last", at < (N - 1) // n * n)) if n < N else ()
+    ):
+        yield fault(
+            f"the weight's gradient has the {which} tile of {n} tokens alone",
+            y=without(rows),
+        )

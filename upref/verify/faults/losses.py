@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known faults of losses: what is done otherwise, and the change it makes to the reference.
+"""Known faults of losses: what is done otherwise, and the change it makes to the
+reference.
 
-`explain` searches the catalogue below for the one that reproduces a wrong loss; the audit of a framework declares the
-ones that account for its deviations, and the ledger names them. One file, because a catalogue is read as one.
+`explain` searches the catalogue below for the one that reproduces a wrong loss; the
+audit of a framework declares the ones that account for its deviations, and the ledger
+names them. One file, because a catalogue is read as one.
 """
 
 import math
@@ -28,7 +30,8 @@ KINDS = (
     "sign", "hyperparameter", "objective", "clip", "ratio", "advantage", "stop-gradient", "aggregation", "term",
     "rounding", "batches",
 )  # fmt: skip
-Term = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (lp, lp_old, A, mask), unreduced
+# (lp, lp_old, A, mask), unreduced
+Term = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,15 @@ class Change:
     skip: Callable[[Rollouts], Tensor] = lambda b: torch.zeros_like(b.mask)
     weigh: Callable[[Rollouts], Tensor] | None = None  # the weights themselves
 
-    def put_into(self, o: Objective, hp: dict[str, Any]) -> tuple[Objective, dict[str, Any]]:
+    def put_into(
+        self, o: Objective, hp: dict[str, Any]
+    ) -> tuple[Objective, dict[str, Any]]:
         """The objective and hyperparameters that it leaves."""
         if self.objective is None:
             return o, hp | self.hp
-        return get(self.objective) if isinstance(self.objective, str) else self.objective, self.hp
+        return get(self.objective) if isinstance(
+            self.objective, str
+        ) else self.objective, self.hp
 
     def weights(self, o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
         """dJ_t/dlp_t of the objective with this change in it, before aggregation."""
@@ -60,13 +67,17 @@ class Change:
         if self.J is not None:
             return _in_place_of_fn(o, hp, _slope(self.J, b), b)
         other, hp = self.put_into(o, hp)
-        return unit_weights(other, b, hp if other is o else other.resolve(hp)) * self.scale(b)
+        return unit_weights(
+            other, b, hp if other is o else other.resolve(hp)
+        ) * self.scale(b)
 
 
 LossFault: TypeAlias = Fault[Change]
 
 
-def fault(words: str, kind: str, *, meant: str = "", whole: bool = False, **change: Any) -> LossFault:
+def fault(
+    words: str, kind: str, *, meant: str = "", whole: bool = False, **change: Any
+) -> LossFault:
     """A fault by the fields of its Change."""
     assert kind in KINDS, kind
     return Fault(words, Change(**change), kind, meant=meant, whole=whole)
@@ -83,30 +94,37 @@ def _slope(J: Term, b: Rollouts) -> Tensor:
 
 
 def _in_place_of_fn(o: Objective, hp: dict[str, Any], w: Tensor, b: Rollouts) -> Tensor:
-    """The weights of another function than the objective's, with its sampler's correction and its KL term."""
+    """The weights of another function than the objective's, with its sampler's
+    correction and its KL term.
+    """
     own = {k: v for k, v in hp.items() if k != "beta"}
     if (factors := o.factors(b, **own)) is not None:
         w = weighed(w, o.per_term(factors, b.mask), b.mask)
     return w - (hp["beta"] * kl_slope(o.kl, b) if hp.get("beta") else 0)
 
 
-# ---- what an objective has, which a fault may be about ---------------------------------------------------------------
+# ---- what an objective has, which a fault may be about -------------------------------
 SIDES = {"below": -1, "above": 1}  # of a ratio of 1
 NEAR = 1e-5  # |log r| below the narrowest bound
 MODERATE = (-7.0, -1.0, -0.2, 0.2, 1.0, 3.5)  # log r at which the signs of A may differ
-FAR = {"below": (0.9, -7.0), "above": (5e-4, 7.0)}  # (π_old, log r) beyond every bound, one of |π_θ - π_old| too
+# (π_old, log r) beyond every bound, one of |π_θ - π_old| too
+FAR = {"below": (0.9, -7.0), "above": (5e-4, 7.0)}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the weight of an objective is made of, by the sign of A and the side of r = 1."""
+    """What the weight of an objective is made of, by the sign of A and the side of r =
+    1.
+    """
 
     live: dict[float, bool]  # it has a weight on policy
     plain: dict[float, bool]  # near r = 1, on a side at least, it is r times that
     free: dict[float, bool]  # it is that at every ratio
-    bounded: dict[tuple[float, str], bool]  # plain near 1, and not far from it: a clip, a cap or a mask
+    # plain near 1, and not far from it: a clip, a cap or a mask
+    bounded: dict[tuple[float, str], bool]
     cut: dict[tuple[float, str], bool]  # plain near 1, and 0 far from it
-    branches: bool  # it differs between the signs of A, by more than the sign and a term without A
+    # it differs between the signs of A, by more than the sign and a term without A
+    branches: bool
     constant: bool  # plain for both signs, as a constant weight on log π_θ
     masks: bool  # its value is 0 where it is cut
 
@@ -126,8 +144,12 @@ class Shape:
 
     @property
     def is_smooth(self) -> bool:
-        """The ratio, with another term or factor beside it at every ratio, in place of a bound."""
-        return all(self.live.values()) and not any((*self.plain.values(), *self.free.values()))
+        """The ratio, with another term or factor beside it at every ratio, in place of
+        a bound.
+        """
+        return all(self.live.values()) and not any(
+            (*self.plain.values(), *self.free.values())
+        )
 
 
 def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
@@ -141,22 +163,42 @@ def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
 
     weight = lambda *at: unit_weights(o, token(*at), own).item()
     signs, at_1 = (1.0, -1.0), {A: weight(A, 0.02, 0.0) for A in (1.0, -1.0)}
-    at = {(A, side): (at_1[A], weight(A, *FAR[side]), FAR[side][1]) for A in signs for side in SIDES}
-    near = {(A, side): weight(A, 0.02, NEAR * s) for A in signs for side, s in SIDES.items()}
+    at = {
+        (A, side): (at_1[A], weight(A, *FAR[side]), FAR[side][1])
+        for A in signs
+        for side in SIDES
+    }
+    near = {
+        (A, side): weight(A, 0.02, NEAR * s) for A in signs for side, s in SIDES.items()
+    }
     times_r = {(A, side): abs(near[A, side] - at_1[A] * math.exp(NEAR * s)) <= 1e-13
                for A in signs for side, s in SIDES.items()}  # fmt: skip
     live = {A: at_1[A] != 0 for A in signs}
     plain = {A: live[A] and any(times_r[A, side] for side in SIDES) for A in signs}
-    same = {key: abs(near[key] - w) <= 1e-13 and abs(far - w) <= 1e-13 for key, (w, far, _) in at.items()}
+    same = {
+        key: abs(near[key] - w) <= 1e-13 and abs(far - w) <= 1e-13
+        for key, (w, far, _) in at.items()
+    }
     free = {A: live[A] and all(same[A, side] for side in SIDES) for A in signs}
     bounded = {(A, side): plain[A] and abs(far / (w * math.exp(log_r)) - 1) > 1e-9
                for (A, side), (w, far, log_r) in at.items()}  # fmt: skip
     cut = {key: bounded[key] and far == 0 for key, (_, far, _) in at.items()}
-    odd = lambda x: weight(1.0, 0.02, x) + weight(-1.0, 0.02, x) - 2 * weight(0.0, 0.02, x)
+    odd = lambda x: (
+        weight(1.0, 0.02, x) + weight(-1.0, 0.02, x) - 2 * weight(0.0, 0.02, x)
+    )
     branches = any(abs(odd(x)) > 1e-12 for x in MODERATE)
     beyond = token(1.0, *FAR["above"])
     value = term_of(o, own)(beyond.logp, beyond.logp_old, beyond.adv, beyond.mask)
-    return Shape(live, plain, free, bounded, cut, branches, all(plain.values()) and _is_linear(o, own), not value.any())
+    return Shape(
+        live,
+        plain,
+        free,
+        bounded,
+        cut,
+        branches,
+        all(plain.values()) and _is_linear(o, own),
+        not value.any(),
+    )
 
 
 def _inside(o: Objective, hp: dict[str, Any]) -> tuple[Objective, dict[str, Any]]:
@@ -168,14 +210,23 @@ def _inside(o: Objective, hp: dict[str, Any]) -> tuple[Objective, dict[str, Any]
 def _is_linear(o: Objective, hp: dict[str, Any]) -> bool:
     """Whether the gradient of its function is a constant for autograd."""
     lp = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64).requires_grad_()
-    old, A, mask = lp.detach() - 0.1, torch.tensor([[1.0], [-1.0]]), torch.ones(2, 1, dtype=torch.bool)
+    old, A, mask = (
+        lp.detach() - 0.1,
+        torch.tensor([[1.0], [-1.0]]),
+        torch.ones(2, 1, dtype=torch.bool),
+    )
     J = term_of(o, hp)(lp, old, A, mask).sum()
-    return not J.requires_grad or not torch.autograd.grad(J, lp, create_graph=True)[0].requires_grad
+    return (
+        not J.requires_grad
+        or not torch.autograd.grad(J, lp, create_graph=True)[0].requires_grad
+    )
 
 
-# ---- faults that need a word only ------------------------------------------------------------------------------------
+# ---- faults that need a word only ----------------------------------------------------
 def with_hp(**hp: float) -> LossFault:
-    return fault(", ".join(f"{k} = {v:g}" for k, v in hp.items()), "hyperparameter", hp=hp)
+    return fault(
+        ", ".join(f"{k} = {v:g}" for k, v in hp.items()), "hyperparameter", hp=hp
+    )
 
 
 def aggregated(name: str) -> LossFault:
@@ -183,42 +234,64 @@ def aggregated(name: str) -> LossFault:
 
 
 SAMPLER = {  # what is done to the sampler's ratio π_old/μ
-    "the sampler's ratio is inverted: μ/π_old": lambda b: 2 * b.logp_old - b.logp_sampler,
-    "the sampler's ratio is of π_θ, not of π_old": lambda b: b.logp_old + b.logp_sampler - b.logp,
+    "the sampler's ratio is inverted: μ/π_old": lambda b: (
+        2 * b.logp_old - b.logp_sampler
+    ),
+    "the sampler's ratio is of π_θ, not of π_old": lambda b: (
+        b.logp_old + b.logp_sampler - b.logp
+    ),
     "the sampler's ratio has no effect": lambda b: b.logp_old,
 }
 GROUPS = fault(
-    "one denominator for the batch, not one per prompt", "aggregation", view=lambda b: replace(b, group=None)
+    "one denominator for the batch, not one per prompt",
+    "aggregation",
+    view=lambda b: replace(b, group=None),
 )
 
 
-# ---- the catalogue ---------------------------------------------------------------------------------------------------
+# ---- the catalogue -------------------------------------------------------------------
 def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[LossFault]:
-    """All of the catalogue, on this objective, with the bounds at which a wrong loss was seen to change."""
+    """All of the catalogue, on this objective, with the bounds at which a wrong loss
+    was seen to change.
+    """
     j = term_of(o, hp)
-    yield fault("the sign is flipped: it ascends the loss", "sign", J=lambda lp, old, A, m: -j(lp, old, A, m))
+    yield fault(
+        "the sign is flipped: it ascends the loss",
+        "sign",
+        J=lambda lp, old, A, m: -j(lp, old, A, m),
+    )
     if hp.get("beta"):
         yield from kl_faults(o, hp)
     for words, of in SAMPLER.items() if o.sampler else ():
         yield fault(words, "ratio", view=lambda b, of=of: b.but(logp_sampler=of(b)))
     yield fault("the ratio is to π_ref, not to π_old", "ratio",
                 view=lambda b: b if b.logp_ref is None else b.but(logp_old=b.logp_ref))  # fmt: skip
-    lo, hi = hp.get("eps_low", hp.get("eps", 0.2)), hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
-    low, high = ([1 - x for x in bounds if 0 < x < 1][:2], [x - 1 for x in bounds if 1 < x < 10][:2])
+    lo, hi = (
+        hp.get("eps_low", hp.get("eps", 0.2)),
+        hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2))),
+    )
+    low, high = (
+        [1 - x for x in bounds if 0 < x < 1][:2],
+        [x - 1 for x in bounds if 1 < x < 10][:2],
+    )
     has = shape_of(o, hp)
     has_bounds = has.is_bounded and not {"eps", "eps_low", "eps_high"}.isdisjoint(hp)
     its = [x for x in (1 - lo, 1 + hi) if x > 0]  # a bound below 0 is none
     own = f", not {' and '.join(f'{x:g}' for x in its)}" if has_bounds else ""
-    if o.level == "custom" and (unbounded := {k: UNBOUNDED for k in hp if k.startswith("eps")}):
-        yield fault("no bound has an effect: the ratio is not clipped", "clip", hp=unbounded)
+    if o.level == "custom" and (
+        unbounded := {k: UNBOUNDED for k in hp if k.startswith("eps")}
+    ):
+        yield fault(
+            "no bound has an effect: the ratio is not clipped", "clip", hp=unbounded
+        )
     for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
         for each in _forms(o, hp, has, bounds, a, e):
             at = f" (with bounds {1 - a:g} and {1 + e:g}{own})" if i else ""
             yield replace(each, words=each.words + at)
 
 
-# a KL term that is not k(π_θ, π_ref): what is said of the objective's own, of another, and the term itself, a function
-# of (log π_θ, log π_ref, log π_old, log μ)
+# a KL term that is not k(π_θ, π_ref): what is said of the objective's own, of another,
+# and the term itself, a function of (log π_θ, log π_ref, log π_old, log μ)
 KL_FORMS: tuple[tuple[str, str, Callable[..., Callable]], ...] = (
     ("π_θ and π_ref are exchanged in the KL term ({})", "π_θ and π_ref exchanged",
      lambda k: lambda x, ref, old, mu: k(ref, x)),
@@ -229,28 +302,47 @@ KL_FORMS: tuple[tuple[str, str, Callable[..., Callable]], ...] = (
     ("the KL term ({}) is to π_old, not to π_ref", "to π_old", lambda k: lambda x, ref, old, mu: k(x, old)),
     ("the KL term ({}) is to μ, the sampler's policy", "to μ", lambda k: lambda x, ref, old, mu: k(x, mu)),
 )  # fmt: skip
-KL_TERMS = {name: lambda x, ref, old, mu, k=k: k(x, ref) for name, k in kl.ESTIMATORS.items()}
-KL_TERMS |= {f"{name} ({how})": form(k) for name, k in kl.ESTIMATORS.items() for _, how, form in KL_FORMS}
+KL_TERMS = {
+    name: lambda x, ref, old, mu, k=k: k(x, ref) for name, k in kl.ESTIMATORS.items()
+}
+KL_TERMS |= {
+    f"{name} ({how})": form(k)
+    for name, k in kl.ESTIMATORS.items()
+    for _, how, form in KL_FORMS
+}
 for _how in ("to π_old", "to μ"):
     del KL_TERMS[f"k1 ({_how})"]  # the gradient of k1 is 1, whatever the other policy
-TERM_OF = {name: name for name in kl.ESTIMATORS} | {"k3_ratio": "k3 (times the ratio)"}  # a name of KL_TERMS
+# a name of KL_TERMS
+TERM_OF = {name: name for name in kl.ESTIMATORS} | {"k3_ratio": "k3 (times the ratio)"}
 
 
 def term_slope(f: str | Callable[..., Tensor], b: Rollouts) -> Tensor:
-    """d f(lp, lp_ref, lp_old, log μ) / d lp of each token, 0 on masked slots; f may be a name of KL_TERMS."""
+    """d f(lp, lp_ref, lp_old, log μ) / d lp of each token, 0 on masked slots; f may be
+    a name of KL_TERMS.
+    """
     if isinstance(f, str):
         f = KL_TERMS[f]
     x = torch.where(b.mask, b.logp, 0).detach().requires_grad_()
-    others = (b.logp_old if v is None else v for v in (b.logp_ref, b.logp_old, b.logp_sampler))
+    others = (
+        b.logp_old if v is None else v for v in (b.logp_ref, b.logp_old, b.logp_sampler)
+    )
     y = f(x, *(torch.where(b.mask, v, 0) for v in others))
-    return torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
+    return (
+        torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
+    )
 
 
 def terms(first: str, reads: frozenset[str]) -> list[str]:
-    """The names of KL_TERMS that a loss which reads these can have: this one, then the usual ones."""
+    """The names of KL_TERMS that a loss which reads these can have: this one, then the
+    usual ones.
+    """
     can = {"μ": "logp_sampler" in reads, "π_old": True, "": "logp_ref" in reads}
-    of = lambda name: name == "k1" or can[next(k for k in can if name.endswith(f"to {k})") or not k)]
-    return sorted(filter(of, KL_TERMS), key=lambda k: (k != first, k not in kl.ESTIMATORS))
+    of = lambda name: (
+        name == "k1" or can[next(k for k in can if name.endswith(f"to {k})") or not k)]
+    )
+    return sorted(
+        filter(of, KL_TERMS), key=lambda k: (k != first, k not in kl.ESTIMATORS)
+    )
 
 
 OTHER_KL = "another estimator, or a part of it is detached"
@@ -260,10 +352,18 @@ def lacking(o: Objective, beta: float, name: str) -> str:
     """Words for a KL term that the objective does not have, or not like this."""
     if name == TERM_OF.get(o.kl) and beta < 0:
         return f"the KL term is added to J, not subtracted: {abs(beta):.7g} {name}"
-    done, bonus = ("subtracted", "an entropy bonus") if beta > 0 else ("added to J", "a bonus on the likelihood")
+    done, bonus = (
+        ("subtracted", "an entropy bonus")
+        if beta > 0
+        else ("added to J", "a bonus on the likelihood")
+    )
     whose = f"is not {o.name}'s {o.kl}" if o.kl else f"{o.name} does not have"
     words = f"a KL term is {done} that {whose}: {abs(beta):.7g} {name}"
-    return f"{words}, to any policy; {bonus} of the sampled tokens has this gradient too" if name == "k1" else words
+    return (
+        f"{words}, to any policy; {bonus} of the sampled tokens has this gradient too"
+        if name == "k1"
+        else words
+    )
 
 
 def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
@@ -271,22 +371,33 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     beta, plain = hp["beta"], {**hp, "beta": 0.0}
     rest = lambda b: unit_weights(o, b, plain)
     inside, own = _inside(o, _without_beta(plain))
-    made = lambda words, f: fault(words, "term", weigh=lambda b: rest(b) - beta * term_slope(f, b))
+    made = lambda words, f: fault(
+        words, "term", weigh=lambda b: rest(b) - beta * term_slope(f, b)
+    )
     for name, k in sorted(kl.ESTIMATORS.items(), key=lambda item: item[0] != o.kl):
         if name != o.kl:
-            yield made(f"the KL term has the gradient of {name}, not of {o.kl}: {OTHER_KL}", name)
+            yield made(
+                f"the KL term has the gradient of {name}, not of {o.kl}: {OTHER_KL}",
+                name,
+            )
         yield from (made(words.format(name), form(k)) for words, _, form in KL_FORMS)
-        for whose, old in (("", False), (" of the old policy", True)) if o.level == "token" else ():
+        for whose, old in (
+            (("", False), (" of the old policy", True)) if o.level == "token" else ()
+        ):
 
             def folded(b: Rollouts, k: Callable = k, old: bool = old) -> Tensor:
                 kl = sg(_of(k, b.but(logp=b.logp_old) if old else b, b.mask))
-                w = _slope(lambda lp, old, A, m: inside.fn(lp, old, A - beta * kl, **own), b)
+                w = _slope(
+                    lambda lp, old, A, m: inside.fn(lp, old, A - beta * kl, **own), b
+                )
                 return _in_place_of_fn(o, plain, w, b)
 
             yield fault(f"the KL term ({name}){whose} is folded into the advantage, without a gradient of its own",
                         "term", weigh=folded)  # fmt: skip
     for one in known_of("kl"):
-        yield made(f"the KL term: {one.words}", lambda x, ref, old, mu, f=one.change: f(x, ref))
+        yield made(
+            f"the KL term: {one.words}", lambda x, ref, old, mu, f=one.change: f(x, ref)
+        )
     for x in CLAMPED:
         yield made(f"the KL term is clamped at {x:g}",
                    lambda lp, ref, old, mu, x=x: kl.per_token(o.kl, lp, ref, old).clamp(-x, x))  # fmt: skip
@@ -294,11 +405,14 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
                    lambda lp, ref, old, mu, x=x: kl.per_token(o.kl, lp, lp - (lp - ref).clamp(-x, x), old))  # fmt: skip
     for said, on in (("A > 0", lambda A: A > 0), ("A <= 0", lambda A: A <= 0), ("A < 0", lambda A: A < 0),
                      ("A is not 0", lambda A: A != 0)):  # fmt: skip
-        part = lambda b, on=on: rest(b) - beta * kl_slope(o.kl, b) * on(b.adv.expand_as(b.mask))
+        part = lambda b, on=on: (
+            rest(b) - beta * kl_slope(o.kl, b) * on(b.adv.expand_as(b.mask))
+        )
         yield fault(f"the KL term is there only where {said}", "term", weigh=part)
 
 
-UNBOUNDED = 1e6  # a distance from a ratio of 1, or of its logarithm from 0, that none has
+# a distance from a ratio of 1, or of its logarithm from 0, that none has
+UNBOUNDED = 1e6
 CLAMPED = (10.0, 5.0, 20.0, 1.0, 0.1)  # where KL terms are clamped
 CAPS = (math.inf, 1.0, 2.0, 3.0, 5.0, 10.0)  # of importance weights, as people set them
 
@@ -308,14 +422,23 @@ def _of(k: Callable, b: Rollouts, mask: Tensor) -> Tensor:
     return k(torch.where(mask, b.logp, 0), torch.where(mask, b.logp_ref, 0))
 
 
-def clamp_faults(o: Objective, hp: dict[str, Any], low: float, high: float, said: str) -> Iterator[LossFault]:
-    """log r, of the response or of each token, clamped: before its gradient, where A <= 0 alone, or in a constant."""
-    j, wide = term_of(o, hp), {"sequence_mean": mean_t, "sequence_product": sum_t}.get(o.level)
+def clamp_faults(
+    o: Objective, hp: dict[str, Any], low: float, high: float, said: str
+) -> Iterator[LossFault]:
+    """log r, of the response or of each token, clamped: before its gradient, where A <=
+    0 alone, or in a constant.
+    """
+    j, wide = (
+        term_of(o, hp),
+        {"sequence_mean": mean_t, "sequence_product": sum_t}.get(o.level),
+    )
 
     def of_response(lp, old, m):
         assert wide is not None
         x, n = wide(where(m, lp - old, 0), m)[:, None], m.sum(-1, keepdim=True)
-        return lp + (x.clamp(low, high) - x) / (n if o.level == "sequence_product" else 1)
+        return lp + (x.clamp(low, high) - x) / (
+            n if o.level == "sequence_product" else 1
+        )
 
     of_token = lambda lp, old, m: old + (lp - old).clamp(low, high)
     clamped = [("log r", of_token)]
@@ -323,16 +446,26 @@ def clamp_faults(o: Objective, hp: dict[str, Any], low: float, high: float, said
         clamped.insert(0, ("the response's log r", of_response))
     for what, inside in clamped:
         words = f"{what} is clamped {said}"
-        yield fault(words, "clip", J=lambda lp, old, A, m, f=inside: j(f(lp, old, m), old, A, m))
-        below = lambda lp, old, A, m, f=inside: where(A > 0, j(lp, old, A, m), j(f(lp, old, m), old, A, m))
+        yield fault(
+            words, "clip", J=lambda lp, old, A, m, f=inside: j(f(lp, old, m), old, A, m)
+        )
+        below = lambda lp, old, A, m, f=inside: where(
+            A > 0, j(lp, old, A, m), j(f(lp, old, m), old, A, m)
+        )
         yield fault(f"{words} where A <= 0", "clip", J=below)
-        held = lambda b, f=inside: b.but(logp_old=b.logp_old + b.logp - f(b.logp, b.logp_old, b.mask))
+        held = lambda b, f=inside: b.but(
+            logp_old=b.logp_old + b.logp - f(b.logp, b.logp_old, b.mask)
+        )
         yield fault(f"{words} in a constant weight", "clip", view=held)
 
 
 def powered(o: Objective, hp: dict[str, Any], k: float) -> Iterator[LossFault]:
-    """The ratio to the power k, the factor seen on policy; without a ratio in the objective k is a plain factor."""
-    if abs(k - 1) > 1e-5 and any(any(_ends(o, hp, s)) != all(_ends(o, hp, s)) for s in ("lower", "upper")):
+    """The ratio to the power k, the factor seen on policy; without a ratio in the
+    objective k is a plain factor.
+    """
+    if abs(k - 1) > 1e-5 and any(
+        any(_ends(o, hp, s)) != all(_ends(o, hp, s)) for s in ("lower", "upper")
+    ):
         yield fault(f"the ratio is taken to the power {k:.5g}: every log-ratio is multiplied by it", "ratio",
                     J=lambda lp, old, A, m: term_of(o, hp)(old + k * (lp - old), old, A, m))  # fmt: skip
 
@@ -342,7 +475,10 @@ def _without_beta(hp: dict[str, Any]) -> dict[str, Any]:
 
 
 def cuts(lo: float, hi: float) -> tuple[tuple[str, Callable], ...]:
-    return ("clipped", lambda r: clip(r, 1 - lo, 1 + hi)), ("truncated", lambda r: r.clamp(max=1 + hi))
+    return ("clipped", lambda r: clip(r, 1 - lo, 1 + hi)), (
+        "truncated",
+        lambda r: r.clamp(max=1 + hi),
+    )
 
 
 def term_of(o: Objective, hp: dict[str, Any]) -> Term:
@@ -352,10 +488,18 @@ def term_of(o: Objective, hp: dict[str, Any]) -> Term:
 
 
 def _ends(o: Objective, hp: dict[str, Any], side: str) -> list[bool]:
-    """Whether the objective's term has a gradient on that side of its clip: at a ratio of 1, and far beyond a bound."""
-    lp, old = torch.tensor([[-0.01], [-21.0 if side == "lower" else -0.01]]), torch.tensor([[-0.01], [-0.01]])
+    """Whether the objective's term has a gradient on that side of its clip: at a ratio
+    of 1, and far beyond a bound.
+    """
+    lp, old = (
+        torch.tensor([[-0.01], [-21.0 if side == "lower" else -0.01]]),
+        torch.tensor([[-0.01], [-0.01]]),
+    )
     old = old if side == "lower" else torch.tensor([[-0.01], [-21.0]])
-    A, one = torch.full_like(lp, -1.0 if side == "lower" else 1.0), torch.ones_like(lp, dtype=torch.bool)
+    A, one = (
+        torch.full_like(lp, -1.0 if side == "lower" else 1.0),
+        torch.ones_like(lp, dtype=torch.bool),
+    )
     return (_slope(term_of(o, hp), Rollouts(lp, old, A, one)) != 0).flatten().tolist()
 
 
@@ -364,11 +508,18 @@ def by_token(x: Tensor, lp: Tensor) -> Tensor:
     return sg(x) + lp - sg(lp)
 
 
-def _without_the_rest(o: Objective, hp: dict[str, Any], form: Callable[[Callable], Term]) -> Iterator[LossFault]:
-    """A smooth objective without what it has beside the ratio, or log π_θ: a penalty or a gate; or with that turned."""
+def _without_the_rest(
+    o: Objective, hp: dict[str, Any], form: Callable[[Callable], Term]
+) -> Iterator[LossFault]:
+    """A smooth objective without what it has beside the ratio, or log π_θ: a penalty or
+    a gate; or with that turned.
+    """
     plain = _without_beta(hp)
     rest = lambda b: unit_weights(o, b, plain)
-    for term, J in (("r A", form(lambda r, A, lp: r * A)), ("A log π_θ", form(lambda r, A, lp: A * lp))):
+    for term, J in (
+        ("r A", form(lambda r, A, lp: r * A)),
+        ("A log π_θ", form(lambda r, A, lp: A * lp)),
+    ):
         words = f"the term is {term} alone: what else {o.name} has is missing"
         yield fault(words, "objective", J=J)
 
@@ -376,24 +527,40 @@ def _without_the_rest(o: Objective, hp: dict[str, Any], form: Callable[[Callable
             alone = _in_place_of_fn(o, plain, _slope(J, b), b)
             return _in_place_of_fn(replace(o, sampler=None), hp, 2 * alone - rest(b), b)
 
-        yield fault(f"what {o.name} has beside {term} has the opposite sign", "objective", weigh=turned)
+        yield fault(
+            f"what {o.name} has beside {term} has the opposite sign",
+            "objective",
+            weigh=turned,
+        )
 
 
 def _forms(
-    o: Objective, hp: dict[str, Any], has: Shape, bounds: list[float], lo: float, hi: float
+    o: Objective,
+    hp: dict[str, Any],
+    has: Shape,
+    bounds: list[float],
+    lo: float,
+    hi: float,
 ) -> Iterator[LossFault]:
     """The ratio is the objective's: a token's or a response's."""
     j, wide = term_of(o, hp), o.level in ("sequence_mean", "sequence_product")
 
     def log_r(lp, old, m):
         x = where(m, lp - old, 0)
-        return {"sequence_mean": mean_t, "sequence_product": sum_t}[o.level](x, m)[:, None].expand_as(x) if wide else x
+        return (
+            {"sequence_mean": mean_t, "sequence_product": sum_t}[o.level](x, m)[
+                :, None
+            ].expand_as(x)
+            if wide
+            else x
+        )
 
     R = lambda lp, old, m: exp(log_r(lp, old, m))
     ppo = lambda r, A, lo=lo, hi=hi: minimum(r * A, clip(r, 1 - lo, 1 + hi) * A)
     form = lambda f: lambda lp, old, A, m: f(R(lp, old, m), A, lp)
     made = lambda kind, words, f, **more: fault(words, kind, J=f, **more)
-    weighs = has.constant and has.is_bounded  # a constant weight on log π_θ is what CISPO and its like are
+    # a constant weight on log π_θ is what CISPO and its like are
+    weighs = has.constant and has.is_bounded
     two_sided = any(0 < x < 1 for x in bounds)
 
     for said, cut in cuts(lo, hi) if weighs else ():
@@ -404,10 +571,19 @@ def _forms(
                        form(lambda r, A, lp, f=cut, on=on: sg(where(on(A), f(r), r)) * A * lp))  # fmt: skip
     if has.is_smooth:
         yield from _without_the_rest(o, hp, form)
-    for A0, here, on in ((1.0, "A > 0", lambda A: A > 0), (-1.0, "A < 0", lambda A: A < 0)):
+    for A0, here, on in (
+        (1.0, "A > 0", lambda A: A > 0),
+        (-1.0, "A < 0", lambda A: A < 0),
+    ):
         if not has.live[A0] and has.live[-A0] and o.agg != "seq-mean":
             words = f"where {here} there is the term of the other sign of A, though {o.name} has none there"
-            yield made("clip", words, lambda lp, old, A, m, on=on: where(on(A), -j(lp, old, -A, m), j(lp, old, A, m)))
+            yield made(
+                "clip",
+                words,
+                lambda lp, old, A, m, on=on: where(
+                    on(A), -j(lp, old, -A, m), j(lp, old, A, m)
+                ),
+            )
     if has.has_minimum:
         yield made("clip", "the ratio is clipped on both sides, whatever the sign of A: the minimum is missing",
                    form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A))  # fmt: skip
@@ -430,11 +606,21 @@ def _forms(
         if o.level == "sequence_mean":
 
             def by_sum(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
-                """The geometric mean of the ratios, cut where their product leaves the bounds."""
+                """The geometric mean of the ratios, cut where their product leaves the
+                bounds.
+                """
                 S = exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(A)
-                return where((A > 0) & (S > 1 + hi) | (A < 0) & (S < 1 - lo), 0, R(lp, old, m) * A)
+                return where(
+                    (A > 0) & (S > 1 + hi) | (A < 0) & (S < 1 - lo),
+                    0,
+                    R(lp, old, m) * A,
+                )
 
-            yield made("clip", "the bounds act on the product of the response's ratios, not on their mean", by_sum)
+            yield made(
+                "clip",
+                "the bounds act on the product of the response's ratios, not on their mean",
+                by_sum,
+            )
         for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
             yield made("clip", f"where {sign} the maximum is taken where the minimum belongs",
                        form(lambda r, A, lp, on=on: where(
@@ -446,8 +632,16 @@ def _forms(
     if has.free[1.0] and has.plain[-1.0]:  # as in UP
         yield no_ratio
         if has.bounded[-1.0, "below"] or has.bounded[-1.0, "above"]:
-            side = "the clip has no lower side" if has.bounded[-1.0, "below"] else "the ratio has no upper bound"
-            yield made("clip", f"{side} where A <= 0", form(lambda r, A, lp: where(A > 0, A * lp, r * A)))
+            side = (
+                "the clip has no lower side"
+                if has.bounded[-1.0, "below"]
+                else "the ratio has no upper bound"
+            )
+            yield made(
+                "clip",
+                f"{side} where A <= 0",
+                form(lambda r, A, lp: where(A > 0, A * lp, r * A)),
+            )
         yield made("ratio", "the branches are exchanged: log π_θ where A < 0",
                    form(lambda r, A, lp: where(A < 0, A * lp, minimum(r * A, r.clamp(min=1 - lo) * A))))  # fmt: skip
         yield made("clip", f"the tokens of A > 0 are clipped too, at {1 + hi:g}", form(lambda r, A, lp: where(
@@ -458,26 +652,54 @@ def _forms(
                lambda lp, old, A, m: A * lp)  # fmt: skip
     if has.is_bounded:
         trained = lambda A: where(A > 0, A * has.live[1.0], A * has.live[-1.0])
-        yield made("clip", "no bound has an effect: the ratio is not clipped", form(lambda r, A, lp: r * trained(A)))
+        yield made(
+            "clip",
+            "no bound has an effect: the ratio is not clipped",
+            form(lambda r, A, lp: r * trained(A)),
+        )
         if has.free[1.0] or has.free[-1.0]:  # log π_θ there, as in TOPR
 
             def unbounded(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
                 free = where(A > 0, A * has.free[1.0], A * has.free[-1.0])
                 return (free + sg(r) * (trained(A) - free)) * lp
 
-            yield made("clip", "no bound has an effect: the ratio is not clipped", form(unbounded))
+            yield made(
+                "clip",
+                "no bound has an effect: the ratio is not clipped",
+                form(unbounded),
+            )
     inverted = "the ratio is inverted: exp(old - new)"
     yield made("ratio", inverted, lambda lp, old, A, m: ppo(R(old, lp, m), A))
     if o.level == "token" and not o.reads:
-        yield made("ratio", inverted, lambda lp, old, A, m: o.surrogate(old, lp, A, **_without_beta(hp)))
+        yield made(
+            "ratio",
+            inverted,
+            lambda lp, old, A, m: o.surrogate(old, lp, A, **_without_beta(hp)),
+        )
     if c := hp.get("c"):
         yield made("clip", "the dual clip takes the other one of its two terms: min(J, c A) where A < 0",
                    form(lambda r, A, lp: where(A < 0, minimum(ppo(r, A), c * A), ppo(r, A))))  # fmt: skip
-    yield made("advantage", "A enters by its absolute value", lambda lp, old, A, m: j(lp, old, A.abs(), m))
-    yield made("advantage", "A enters by its sign alone", lambda lp, old, A, m: j(lp, old, A.sign(), m))
-    yield made("advantage", "exp(A) replaces A", lambda lp, old, A, m: j(lp, old, A.exp(), m))
-    yield made("advantage", "tanh(A) replaces A", lambda lp, old, A, m: j(lp, old, A.tanh(), m))
-    yield made("advantage", "A enters squared", lambda lp, old, A, m: j(lp, old, A * A.abs(), m))
+    yield made(
+        "advantage",
+        "A enters by its absolute value",
+        lambda lp, old, A, m: j(lp, old, A.abs(), m),
+    )
+    yield made(
+        "advantage",
+        "A enters by its sign alone",
+        lambda lp, old, A, m: j(lp, old, A.sign(), m),
+    )
+    yield made(
+        "advantage", "exp(A) replaces A", lambda lp, old, A, m: j(lp, old, A.exp(), m)
+    )
+    yield made(
+        "advantage", "tanh(A) replaces A", lambda lp, old, A, m: j(lp, old, A.tanh(), m)
+    )
+    yield made(
+        "advantage",
+        "A enters squared",
+        lambda lp, old, A, m: j(lp, old, A * A.abs(), m),
+    )
     for sign, kept in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
         yield made("advantage", f"no token with {sign} has a gradient: its advantage is dropped, or its term detached",
                    lambda lp, old, A, m, kept=kept: j(lp, old, A.clamp(**kept), m))  # fmt: skip
@@ -494,12 +716,24 @@ def _forms(
             said = f"where {here} the ratio multiplies A, though {o.name} has no term there"
         elif far:  # the objective's has none either
             said = f"the ratio multiplies A, without a bound where {here}, without a gradient {there}"
-        yield made("clip", said, form(lambda r, A, lp, kept=kept: minimum(r * A, r.clamp(**kept) * A)))
+        yield made(
+            "clip",
+            said,
+            form(lambda r, A, lp, kept=kept: minimum(r * A, r.clamp(**kept) * A)),
+        )
     if has.is_pessimistic:
         one_sided = lambda on: form(lambda r, A, lp: where(on(A), ppo(r, A), r * A))
-        yield made("clip", "only positive advantages are clipped", one_sided(lambda A: A > 0))
-        yield made("clip", "only negative advantages are clipped", one_sided(lambda A: A < 0))
-    yield made("clip", "the clip is that of PPO on both sides", form(lambda r, A, lp: ppo(r, A)))
+        yield made(
+            "clip", "only positive advantages are clipped", one_sided(lambda A: A > 0)
+        )
+        yield made(
+            "clip", "only negative advantages are clipped", one_sided(lambda A: A < 0)
+        )
+    yield made(
+        "clip",
+        "the clip is that of PPO on both sides",
+        form(lambda r, A, lp: ppo(r, A)),
+    )
     for said, of in (
         ("the ratio of the response replaces the token's", lambda x, m: mean_t(x, m)[:, None]),
         ("the ratio of the token replaces the response's", lambda x, m: x),
@@ -514,24 +748,45 @@ def _forms(
     ):  # fmt: skip
         wide_r = lambda x, m, of=of: of(x, m).expand_as(x)
         longest = "longest" in said
-        yield made("ratio", said, lambda lp, old, A, m, f=wide_r: ppo(exp(f(lp - old, m)), A), whole=longest)
+        yield made(
+            "ratio",
+            said,
+            lambda lp, old, A, m, f=wide_r: ppo(exp(f(lp - old, m)), A),
+            whole=longest,
+        )
         if wide:
-            by_tokens = lambda lp, old, A, m, f=wide_r: ppo(exp(by_token(f(lp - old, m), lp)), A)
+            by_tokens = lambda lp, old, A, m, f=wide_r: ppo(
+                exp(by_token(f(lp - old, m), lp)), A
+            )
             yield made("ratio", said, by_tokens, whole=longest)
     for said, over in (("averaged", lambda m: m.sum()), ("summed", lambda m: 1)):
         words = f"the log-ratio is {said} over the whole batch, not over each response"
         for way in (lambda x, lp: x, by_token):
 
-            def shared(b: Rollouts, over: Callable = over, way: Callable = way) -> Tensor:
+            def shared(
+                b: Rollouts, over: Callable = over, way: Callable = way
+            ) -> Tensor:
                 f = FACTORS[declared_aggregation(o)](b)[:, None]
-                x = lambda lp, old, m: (where(m, lp - old, 0).sum() / over(m)).expand_as(lp)
-                w = _slope(lambda lp, old, A, m: f * ppo(exp(way(x(lp, old, m), lp)), A), b) / f
+                x = lambda lp, old, m: (
+                    where(m, lp - old, 0).sum() / over(m)
+                ).expand_as(lp)
+                w = (
+                    _slope(
+                        lambda lp, old, A, m: f * ppo(exp(way(x(lp, old, m), lp)), A), b
+                    )
+                    / f
+                )
                 return _in_place_of_fn(o, hp, w, b)
 
             yield fault(words, "ratio", weigh=shared, whole=True)
 
     def multiplied(b: Rollouts) -> Tensor:
-        w = _slope(lambda lp, old, A, m: ppo(exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(lp), A), b)
+        w = _slope(
+            lambda lp, old, A, m: ppo(
+                exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(lp), A
+            ),
+            b,
+        )
         return _in_place_of_fn(o, hp, w / b.mask.sum(-1, keepdim=True), b)
 
     words = "the product of the response's ratios replaces the token's: one term for each response"
@@ -540,8 +795,16 @@ def _forms(
                lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp)  # fmt: skip
     if has.is_bounded:
         words = "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high"
-        yield made("clip", words, form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)))
-        of_token = " of each token: the ratio of the token replaces the response's" if o.level == "custom" else ""
+        yield made(
+            "clip",
+            words,
+            form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)),
+        )
+        of_token = (
+            " of each token: the ratio of the token replaces the response's"
+            if o.level == "custom"
+            else ""
+        )
         yield made("clip", f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
                    form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)))  # fmt: skip
     yield made("ratio", f"log r replaces the ratio: the weight is A where log r is in [{-lo:g}, {hi:g}]",
@@ -555,7 +818,11 @@ def _forms(
     yield no_ratio
     constant = form(lambda r, A, lp: sg(clip(r, 1 - lo, 1 + hi)) * A * lp)
     if weighs:
-        yield made("clip", "the weight is bounded on both sides: clip(r, 1 - eps_low, 1 + eps_high)", constant)
+        yield made(
+            "clip",
+            "the weight is bounded on both sides: clip(r, 1 - eps_low, 1 + eps_high)",
+            constant,
+        )
     else:
         said = "stop-gradient: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient"
         yield made("stop-gradient", said, constant)
@@ -568,11 +835,17 @@ def _forms(
                    form(lambda r, A, lp: A * lp * where(A > 0, r <= 1 + hi, r >= 1 - lo)))  # fmt: skip
     yield made("stop-gradient", "stop-gradient: exp(log π_θ) without an anchor",
                lambda lp, old, A, m: where(A > 0, A * exp(lp), j(lp, old, A, m)))  # fmt: skip
-    for x in sorted({round(abs(float(torch.tensor(v).log())), 4) for v in bounds if v > 0}):
+    for x in sorted(
+        {round(abs(float(torch.tensor(v).log())), 4) for v in bounds if v > 0}
+    ):
         if x >= 0.05:  # below, a bound of the response's ratio, no guard
             yield made("clip", f"log r is clamped to ±{x:g}",
                        lambda lp, old, A, m, x=x: j(old + (lp - old).clamp(-x, x), old, A, m))  # fmt: skip
     for x in bounds:
-        yield made("clip", f"the ratio is capped at {x:.6g}", form(lambda r, A, lp, x=x: ppo(r.clamp(max=x), A)))
+        yield made(
+            "clip",
+            f"the ratio is capped at {x:.6g}",
+            form(lambda r, A, lp, x=x: ppo(r.clamp(max=x), A)),
+        )
         yield made("clip", f"a dual clip at c = {x:.6g}",
                    form(lambda r, A, lp, x=x: where(A < 0, ppo(r.clamp(max=x), A), ppo(r, A))))  # fmt: skip

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known faults of losses in how they read a batch: tokens shifted or left out, advantages changed before the loss."""
+"""Known faults of losses in how they read a batch: tokens shifted or left out,
+advantages changed before the loss.
+"""
 
 import contextlib
 import math
@@ -22,29 +24,59 @@ from upref.verify.faults.losses import LossFault, fault, term_of
 from upref.verify.measure import Case, unit_weights
 from upref.weights.batches import on_policy_batch, relative_error
 
-POSITIONS: dict[str, Callable[[Tensor], Tensor]] = {  # how far each token is from where a discount is 1
+# how far each token is from where a discount is 1
+POSITIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "from the first token on": lambda m: m.cumsum(1) - 1,
     "from the first column on": lambda m: torch.arange(m.shape[1]).expand(m.shape),
     "back from the last token": lambda m: m.flip(1).cumsum(1).flip(1) - 1,
-    "back from the last column": lambda m: torch.arange(m.shape[1]).flip(0).expand(m.shape),
-    "back from column |o| - 1": lambda m: m.sum(1, keepdim=True) - 1 - torch.arange(m.shape[1]),
+    "back from the last column": lambda m: (
+        torch.arange(m.shape[1]).flip(0).expand(m.shape)
+    ),
+    "back from column |o| - 1": lambda m: (
+        m.sum(1, keepdim=True) - 1 - torch.arange(m.shape[1])
+    ),
 }
 _last = lambda m: m.flip(1).cumsum(1).flip(1)
-# tokens of which this number exceeds a limit do not train: what they are called, of which number, the limit in words
-LEFT_OUT: tuple[tuple[str, Callable[[Rollouts], Tensor], Callable[[float], float]], ...] = (
+# tokens of which this number exceeds a limit do not train: what they are called, of
+# which number, the limit in words
+LEFT_OUT: tuple[
+    tuple[str, Callable[[Rollouts], Tensor], Callable[[float], float]], ...
+] = (
     ("tokens behind the first {:g} of a response", lambda b: b.mask.cumsum(1), float),
-    ("the first {:g} tokens of each response", lambda b: -b.mask.cumsum(1), lambda x: -x - 1),
+    (
+        "the first {:g} tokens of each response",
+        lambda b: -b.mask.cumsum(1),
+        lambda x: -x - 1,
+    ),
     ("tokens in front of the last {:g} of a response", lambda b: _last(b.mask), float),
-    ("the last {:g} tokens of each response", lambda b: -_last(b.mask), lambda x: -x - 1),
-    ("tokens behind the first {:g} columns", lambda b: torch.arange(1, len(b.mask[0]) + 1).expand(b.mask.shape), float),
-    ("responses of more than {:g} tokens", lambda b: b.mask.sum(1, keepdim=True).expand(b.mask.shape), float),
-    ("responses of fewer than {:g} tokens", lambda b: -b.mask.sum(1, keepdim=True).expand(b.mask.shape), abs),
+    (
+        "the last {:g} tokens of each response",
+        lambda b: -_last(b.mask),
+        lambda x: -x - 1,
+    ),
+    (
+        "tokens behind the first {:g} columns",
+        lambda b: torch.arange(1, len(b.mask[0]) + 1).expand(b.mask.shape),
+        float,
+    ),
+    (
+        "responses of more than {:g} tokens",
+        lambda b: b.mask.sum(1, keepdim=True).expand(b.mask.shape),
+        float,
+    ),
+    (
+        "responses of fewer than {:g} tokens",
+        lambda b: -b.mask.sum(1, keepdim=True).expand(b.mask.shape),
+        abs,
+    ),
     ("tokens with a log_prob above {:g}", lambda b: b.logp, float),
     ("tokens with a log_prob below {:g}", lambda b: -b.logp, lambda x: -x),
 )
 CUT = {  # tokens that a mask may lack
     "the first column of the batch": lambda m: torch.arange(m.shape[1]) == 0,
-    "the last column of the batch": lambda m: torch.arange(m.shape[1]) == m.shape[1] - 1,
+    "the last column of the batch": lambda m: (
+        torch.arange(m.shape[1]) == m.shape[1] - 1
+    ),
     "the first token of each response": lambda m: m.cumsum(1) == 1,
     "the last token of each response": lambda m: m.flip(1).cumsum(1).flip(1) == 1,
 }
@@ -59,22 +91,48 @@ def moved(x: Tensor, by: int) -> Tensor:
 
 
 def shifted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
-    """One argument is that of the token before or behind, with its masked slots as they are, or 0."""
+    """One argument is that of the token before or behind, with its masked slots as they
+    are, or 0.
+    """
     ways = moved, lambda x, by: x.roll(by, 1)
-    for (by, where), way, zeros in product({1: "late", -1: "early"}.items(), ways, (False, True)):
+    for (by, where), way, zeros in product(
+        {1: "late", -1: "early"}.items(), ways, (False, True)
+    ):
 
-        def view(b: Rollouts, *fields: str, by: int = by, way: Any = way, zeros: bool = zeros) -> Rollouts:
-            every = {"logp_old": b.logp_old, "adv": b.adv.expand_as(b.mask), "mask": b.mask}
+        def view(
+            b: Rollouts, *fields: str, by: int = by, way: Any = way, zeros: bool = zeros
+        ) -> Rollouts:
+            every = {
+                "logp_old": b.logp_old,
+                "adv": b.adv.expand_as(b.mask),
+                "mask": b.mask,
+            }
             if zeros:
-                every = {k: torch.where(b.mask, x, torch.zeros_like(x)) for k, x in every.items()}
+                every = {
+                    k: torch.where(b.mask, x, torch.zeros_like(x))
+                    for k, x in every.items()
+                }
             return b.but(**{k: way(every[k], by) for k in fields})
 
-        yield fault(f"old_log_prob is one token too {where}", "batches", view=lambda b, view=view: view(b, "logp_old"))
-        yield fault(f"the advantages are one token too {where}", "batches", view=lambda b, view=view: view(b, "adv"))
+        yield fault(
+            f"old_log_prob is one token too {where}",
+            "batches",
+            view=lambda b, view=view: view(b, "logp_old"),
+        )
+        yield fault(
+            f"the advantages are one token too {where}",
+            "batches",
+            view=lambda b, view=view: view(b, "adv"),
+        )
         all_but = lambda b, view=view, by=-by: view(b, "logp_old", "adv", "mask", by=by)
         yield fault(f"log_prob is one token too {where}", "batches", view=all_but)
         masked = lambda b, by=by, way=way: way(b.mask, by)
-        yield fault(f"the mask is one token too {where}", "batches", weigh=_under(o, hp, masked), whole=True)
+        yield fault(
+            f"the mask is one token too {where}",
+            "batches",
+            weigh=_under(o, hp, masked),
+            whole=True,
+        )
 
 
 def untrained(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
@@ -86,27 +144,47 @@ def untrained(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
 
 
 def uncounted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
-    """Tokens that the denominator leaves out for their advantage, or because they have no gradient."""
+    """Tokens that the denominator leaves out for their advantage, or because they have
+    no gradient.
+    """
     adv = lambda b: b.adv.expand_as(b.mask)
     for said, on in (
         ("tokens with A = 0 are not counted", lambda b: adv(b) != 0),
         ("tokens with A <= 0 are not trained, and not counted", lambda b: adv(b) > 0),
         ("tokens with A >= 0 are not trained, and not counted", lambda b: adv(b) < 0),
-        ("tokens without a gradient, as clipped ones, are not counted", lambda b: unit_weights(o, b, hp) != 0),
+        (
+            "tokens without a gradient, as clipped ones, are not counted",
+            lambda b: unit_weights(o, b, hp) != 0,
+        ),
     ):
         kept = lambda b, on=on: b.mask & on(b)
-        yield fault(f"{said} in the denominator", "batches", weigh=_under(o, hp, kept), whole=True)
+        yield fault(
+            f"{said} in the denominator",
+            "batches",
+            weigh=_under(o, hp, kept),
+            whole=True,
+        )
 
 
 def _under(
-    o: Objective, hp: dict[str, Any], mask: Callable[[Rollouts], Tensor], counted: bool = False
+    o: Objective,
+    hp: dict[str, Any],
+    mask: Callable[[Rollouts], Tensor],
+    counted: bool = False,
 ) -> Callable[[Rollouts], Tensor]:
-    """The weights under another mask. counted: the tokens of the batch's own mask count, not those of the other."""
+    """The weights under another mask. counted: the tokens of the batch's own mask
+    count, not those of the other.
+    """
 
     def weigh(b: Rollouts) -> Tensor:
-        there, f = Rollouts.unchecked(**vars(b) | {"mask": mask(b), "totals": None}), declared_aggregation(o)
+        there, f = (
+            Rollouts.unchecked(**vars(b) | {"mask": mask(b), "totals": None}),
+            declared_aggregation(o),
+        )
         times = 1.0 if counted else (FACTORS[f](there) / FACTORS[f](b))[:, None]
-        return torch.where(b.mask & there.mask, unit_weights(o, b if counted else there, hp) * times, 0)
+        return torch.where(
+            b.mask & there.mask, unit_weights(o, b if counted else there, hp) * times, 0
+        )
 
     return weigh
 
@@ -117,7 +195,9 @@ def _tokens(b: Rollouts) -> tuple[Tensor, Tensor]:
     return x, x.new_ones(len(b.mask), len(x))
 
 
-def _responses(b: Rollouts, of: Callable[[Tensor, Tensor], Tensor], grouped: bool) -> tuple[Tensor, Tensor]:
+def _responses(
+    b: Rollouts, of: Callable[[Tensor, Tensor], Tensor], grouped: bool
+) -> tuple[Tensor, Tensor]:
     """The same of responses; of: the advantage of each."""
     x = of(b.adv.expand_as(b.mask), b.mask)
     group = b.group if grouped and b.group is not None else torch.zeros(len(x))
@@ -134,23 +214,40 @@ STEPS = {(True, True): "whitened again", (False, True): "divided by their standa
 
 
 def renormalized() -> Iterator[LossFault]:
-    """The advantages lose their mean, or are divided by their standard deviation, once more."""
+    """The advantages lose their mean, or are divided by their standard deviation, once
+    more.
+    """
     for (over, of), ((center, divide), how) in product(SAMPLES, STEPS.items()):
-        for ddof, eps, root in product((0, 1), (1e-8, 1e-6, 1e-5, 1e-4), (0, 1)) if divide else [(0, 0.0, 0)]:
+        for ddof, eps, root in (
+            product((0, 1), (1e-8, 1e-6, 1e-5, 1e-4), (0, 1))
+            if divide
+            else [(0, 0.0, 0)]
+        ):
 
-            def view(b: Rollouts, of: Any = of, at: Any = (center, divide, ddof, eps, root)) -> Rollouts:
+            def view(
+                b: Rollouts, of: Any = of, at: Any = (center, divide, ddof, eps, root)
+            ) -> Rollouts:
                 (x, same), (center, divide, ddof, eps, root) = of(b), at
                 n = same.sum(1, keepdim=True)
                 mean = (same @ x)[:, None] / n
                 var = (same @ x**2)[:, None] / n - mean**2
-                std = (var * n / (n - ddof) + eps * root).clamp(min=0).sqrt() + eps * (1 - root)
+                std = (var * n / (n - ddof) + eps * root).clamp(min=0).sqrt() + eps * (
+                    1 - root
+                )
                 centered = b.adv - mean if center else b.adv
                 return b.but(adv=centered / std.nan_to_num() if divide else centered)
 
-            yield fault(f"the advantages are {how}, over {over}", "advantage", view=view, whole=True)
+            yield fault(
+                f"the advantages are {how}, over {over}",
+                "advantage",
+                view=view,
+                whole=True,
+            )
 
 
-def misread(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[LossFault]:
+def misread(
+    o: Objective, hp: dict[str, Any], bounds: list[float]
+) -> Iterator[LossFault]:
     yield from untrained(o, hp)
     yield from uncounted(o, hp)
     yield from shifted(o, hp)
@@ -161,29 +258,45 @@ CATALOGUE = Catalogue("losses", misread)
 
 
 def reweighted(case: Case) -> Iterator[LossFault]:
-    """What has a number that is read off on policy: a factor of A by its sign, its response's length or the token's
-    position, a bound of A, a factor of log-probabilities, or a bonus."""
+    """What has a number that is read off on policy: a factor of A by its sign, its
+    response's length or the token's position, a bound of A, a factor of
+    log-probabilities, or a bonus."""
     b = case.ready(on_policy_batch())
     found, A = case.weights(b), b.adv.expand_as(b.mask)
     use, q = b.mask & (A != 0) & found.isfinite(), found / case.expected(b)
-    made = lambda words, times: fault(words, "advantage", view=lambda b: b.but(adv=b.adv * times(b)))
+    made = lambda words, times: fault(
+        words, "advantage", view=lambda b: b.but(adv=b.adv * times(b))
+    )
     up, down = (common_value(q[use & side]) for side in (A > 0, A < 0))
     if up and down and abs(up - down) > 1e-5:
         pairs = (up, ">"), (down, "<")
-        said = [f"{k:.5g} times what it should be where A {sign} 0" for k, sign in pairs if abs(k - 1) > 1e-5]
-        yield made(f"every weight is {' and '.join(said)}", lambda b: torch.where(b.adv > 0, up, down))
+        said = [
+            f"{k:.5g} times what it should be where A {sign} 0"
+            for k, sign in pairs
+            if abs(k - 1) > 1e-5
+        ]
+        yield made(
+            f"every weight is {' and '.join(said)}",
+            lambda b: torch.where(b.adv > 0, up, down),
+        )
     if (q[use] > 0).all() and use.any():
         n = lambda m: m.sum(1, keepdim=True).double().expand(m.shape)
         power = _slope(n(b.mask)[use].log(), q[use].log())
         yield made(f"every weight is multiplied by |o|^{power:.4g}, |o| its response's length",
                    lambda b: n(b.mask) ** power)  # fmt: skip
         for where, place in POSITIONS.items():
-            gamma = float(torch.tensor(_slope(place(b.mask)[use].double(), q[use].log())).exp())
+            gamma = float(
+                torch.tensor(_slope(place(b.mask)[use].double(), q[use].log())).exp()
+            )
             yield made(f"A is discounted by {gamma:.6g} a token, {where}",
                        lambda b, gamma=gamma, place=place: gamma ** place(b.mask).double())  # fmt: skip
     yield clipped(case)
     if more := common_value((found - case.expected(b))[b.mask]):
-        yield fault(f"{more:.5g} is added to every advantage", "advantage", view=lambda b: b.but(adv=b.adv + more))
+        yield fault(
+            f"{more:.5g} is added to every advantage",
+            "advantage",
+            view=lambda b: b.but(adv=b.adv + more),
+        )
     live, j = use & (q > 0), term_of(case.o, case.hp)
     if live.sum() > 2:
         k, as_by = _slope(b.logp[live], q[live].log()), "as by one over a temperature"
@@ -199,28 +312,44 @@ def reweighted(case: Case) -> Iterator[LossFault]:
 
 
 def clipped(case: Case, times: float = 1.0) -> LossFault:
-    """At the largest weight that it has on policy, at advantages so many times as large."""
+    """At the largest weight that it has on policy, at advantages so many times as
+    large.
+    """
     b = case.ready(on_policy_batch())
     top = 0.0
     with contextlib.suppress(InputError):  # it refuses such advantages
         top = float(case.weights(b.but(adv=times * b.adv)).nan_to_num().abs().max())
     if top > 0.999 * float((times * b.adv)[b.mask].abs().max()):
         top = math.inf  # nothing is clipped there
-    return fault(f"advantages are clipped to ±{top:.6g}", "advantage", view=lambda b: b.but(adv=b.adv.clamp(-top, top)))
+    return fault(
+        f"advantages are clipped to ±{top:.6g}",
+        "advantage",
+        view=lambda b: b.but(adv=b.adv.clamp(-top, top)),
+    )
 
 
 def left_out(case: Case) -> Iterator[LossFault]:
-    """What no token that trains exceeds, and all that do not train: a position, a length or a log-probability."""
+    """What no token that trains exceeds, and all that do not train: a position, a
+    length or a log-probability.
+    """
     n = torch.arange(1, LONGEST + 1, dtype=torch.float64)[:, None]
     lp = -6 * (n * n.T.sqrt() % 1) - 0.01
-    b = case.ready(Rollouts(lp, lp, (-1.0) ** n + 0 * lp, n.T <= n, entropy=1 + n / LONGEST + 0 * lp))
+    b = case.ready(
+        Rollouts(
+            lp, lp, (-1.0) ** n + 0 * lp, n.T <= n, entropy=1 + n / LONGEST + 0 * lp
+        )
+    )
     try:
         found, due = case.weights(b), b.mask & (case.expected(b) != 0)
     except InputError:  # it refuses such a batch
         return
     for words, x, said in LEFT_OUT:
         gone, trains = (x(b)[due & side] for side in (found == 0, found != 0))
-        if len(gone) and len(trains) and (limit := between(float(trains.max()), float(gone.min()))) is not None:
+        if (
+            len(gone)
+            and len(trains)
+            and (limit := between(float(trains.max()), float(gone.min()))) is not None
+        ):
             kept = lambda b, x=x, limit=limit: b.mask & (x(b) <= limit)
             for counted in (True, False):
                 told = f"{words.format(said(limit))} are not trained, {'though' if counted else 'and not'} counted"
@@ -233,7 +362,9 @@ HALVINGS = 50  # of an interval of log-probabilities, or of log-ratios
 
 
 def floored(case: Case) -> Iterator[LossFault]:
-    """Log-probabilities, of π_θ alone or of both policies, are at least a number that the loss shows on policy."""
+    """Log-probabilities, of π_θ alone or of both policies, are at least a number that
+    the loss shows on policy.
+    """
 
     def dead(lps: np.ndarray) -> np.ndarray:
         lp = torch.as_tensor(lps)[:, None]
@@ -246,12 +377,16 @@ def floored(case: Case) -> Iterator[LossFault]:
         if not hit.any() or hit[0]:
             return
         first = int(hit.argmax())
-        gone = bisected(lambda lp: bool(dead(np.array([lp]))[0]), FLOORS[first - 1], FLOORS[first])
+        gone = bisected(
+            lambda lp: bool(dead(np.array([lp]))[0]), FLOORS[first - 1], FLOORS[first]
+        )
         yield from _floors(case, float(f"{gone:.6g}"))
 
 
 def bisected(holds: Callable[[float], bool], no: float, yes: float) -> float:
-    """Where this begins to hold, between a number for which it does not and one for which it does."""
+    """Where this begins to hold, between a number for which it does not and one for
+    which it does.
+    """
     for _ in range(HALVINGS):
         middle = (no + yes) / 2
         no, yes = (no, middle) if holds(middle) else (middle, yes)
@@ -259,7 +394,9 @@ def bisected(holds: Callable[[float], bool], no: float, yes: float) -> float:
 
 
 def _floors(case: Case, low: float) -> Iterator[LossFault]:
-    """What sets log-probabilities below this number to it; the case tells which of them the loss can be."""
+    """What sets log-probabilities below this number to it; the case tells which of them
+    the loss can be.
+    """
     term = term_of(case.o, case.hp)
 
     def of_both(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
@@ -282,9 +419,13 @@ STEPS_ACROSS = (0.02, 0.05, 1.0)  # from a floor of log-probabilities
 
 
 def _alike_across(case: Case, one: LossFault, low: float) -> bool:
-    """Whether a fault has the weights of the loss where log π_θ is above this number and log π_old is below it."""
+    """Whether a fault has the weights of the loss where log π_θ is above this number
+    and log π_old is below it.
+    """
     steps = torch.tensor(STEPS_ACROSS, dtype=torch.float64)
-    above, below, A = torch.cartesian_prod(steps, steps, torch.tensor([1.0, -1.0], dtype=torch.float64)).T[..., None]
+    above, below, A = torch.cartesian_prod(
+        steps, steps, torch.tensor([1.0, -1.0], dtype=torch.float64)
+    ).T[..., None]
     lp, old, ones = low + above, low - below, torch.ones_like(A)
     b = case.ready(Rollouts(lp, old, A, ones.bool(), logp_ref=lp, entropy=ones))
     off = relative_error(case.weights(b), one.change.weights(case.o, case.hp, b), b.adv)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known faults of losses that compare the responses to a prompt with a target distribution over them: TPO."""
+"""Known faults of losses that compare the responses to a prompt with a target
+distribution over them: TPO.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,20 +19,27 @@ from upref.verify.measure import unit_weights
 ETAS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # as people set them
 
 
-def faults(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[LossFault]:
+def faults(
+    o: Objective, hp: dict[str, Any], bounds: list[float]
+) -> Iterator[LossFault]:
     """Of an objective with a temperature η of its target, of groups."""
     if "group" not in o.reads or "eta" not in hp:
         return
     for eta in ETAS:
         if abs(eta - hp["eta"]) > 1e-9:
-            yield fault(f"eta is {eta:g}, not {hp['eta']:g}", "hyperparameter", hp={"eta": eta}, whole=True)
+            yield fault(
+                f"eta is {eta:g}, not {hp['eta']:g}",
+                "hyperparameter",
+                hp={"eta": eta},
+                whole=True,
+            )
     for words, weigh in SHARES.items():
         yield fault(words, "objective", weigh=partial(weigh, eta=hp["eta"]), whole=True)
     for words, kind, change in GROUPS:
         yield fault(words, kind, weigh=partial(change, o, hp), whole=True)
 
 
-# ---- other shares ----------------------------------------------------------------------------------------------------
+# ---- other shares --------------------------------------------------------------------
 def _without_old(b: Rollouts, eta: float) -> Tensor:
     return _target(b, torch.zeros_like(b.logp), eta) - _shares(b, b.logp)
 
@@ -66,7 +75,7 @@ SHARES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# ---- other groups ----------------------------------------------------------------------------------------------------
+# ---- other groups --------------------------------------------------------------------
 def _of_batch(o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
     return unit_weights(o, b.but(group=torch.zeros_like(_group(b))), hp)
 
@@ -79,9 +88,19 @@ def _without_size(o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
     return unit_weights(o, b, hp) / _size(b)
 
 
-GROUPS: tuple[tuple[str, str, Callable[[Objective, dict[str, Any], Rollouts], Tensor]], ...] = (
-    ("the target and the shares are over the batch, not over each prompt", "batches", _of_batch),
-    ("each prompt has the same weight, whatever the number of its responses", "aggregation", _mean_of_groups),
+GROUPS: tuple[
+    tuple[str, str, Callable[[Objective, dict[str, Any], Rollouts], Tensor]], ...
+] = (
+    (
+        "the target and the shares are over the batch, not over each prompt",
+        "batches",
+        _of_batch,
+    ),
+    (
+        "each prompt has the same weight, whatever the number of its responses",
+        "aggregation",
+        _mean_of_groups,
+    ),
     (
         "the term of a response is not multiplied by the number of responses to its prompt",
         "aggregation",
@@ -90,7 +109,7 @@ GROUPS: tuple[tuple[str, str, Callable[[Objective, dict[str, Any], Rollouts], Te
 )
 
 
-# ---- what they are made of -------------------------------------------------------------------------------------------
+# ---- what they are made of -----------------------------------------------------------
 def _group(b: Rollouts) -> Tensor:
     """The ids of the groups; a batch without ids is one group."""
     return torch.zeros(len(b.mask), dtype=torch.long) if b.group is None else b.group
@@ -103,7 +122,9 @@ def _size(b: Rollouts) -> Tensor:
 
 
 def _shares(b: Rollouts, x: Tensor) -> Tensor:
-    """G softmax of the sums of x [B, T] over the responses to one prompt, on each token."""
+    """G softmax of the sums of x [B, T] over the responses to one prompt, on each
+    token.
+    """
     group = _group(b)
     total = torch.where(b.mask, x, 0).sum(1)
     peers = group[:, None] == group

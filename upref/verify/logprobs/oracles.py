@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a log-probability function, an oracle each, and why it is wrong where it is.
+"""What is asked of a log-probability function, an oracle each, and why it is wrong
+where it is.
 
 One file: a catalogue is read as one.
 """
@@ -15,14 +16,23 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.foreign.logprobs import Kernel, Outcome, Problem
 from upref.verify.faults import known
-from upref.verify.faults.logprobs import PLAIN as ANYWHERE, RIGHT, LogprobFault, Stages, solved, states
+from upref.verify.faults.logprobs import (
+    PLAIN as ANYWHERE,
+    RIGHT,
+    LogprobFault,
+    Stages,
+    solved,
+    states,
+)
 from upref.verify.finding import Example, Number, number_pair
 from upref.verify.logprobs import problems, ranks as distributed
 from upref.verify.oracle import Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
 
-DOUBLE, SINGLE, HALF = 1e-8, 1e-4, 0.06  # how near is equal, for what computes in float64, float32 and half precision
-ONE_ROUNDING, MANY = 2.0, 5.0  # of dW in bfloat16, in errors of rounding the exact one once: a note, a failure
+# how near is equal, for what computes in float64, float32 and half precision
+DOUBLE, SINGLE, HALF = 1e-8, 1e-4, 0.06
+# of dW in bfloat16, in errors of rounding the exact one once: a note, a failure
+ONE_ROUNDING, MANY = 2.0, 5.0
 VALUES = {"log-prob", "entropy"}
 
 
@@ -43,56 +53,98 @@ class Case:
     def plain(self, name: str) -> list[tuple[Problem, Outcome]]:
         """The plain problems of this oracle, and what the function said, asked once."""
         if name not in self.done:
-            self.done[name] = [(p, self.kernel(p)) for p in problems.plain(self.kernel)[name].values()]
+            self.done[name] = [
+                (p, self.kernel(p)) for p in problems.plain(self.kernel)[name].values()
+            ]
         return self.done[name]
 
     def off(self, p: Problem, done: Outcome, want: Outcome, least: float = 0.0):
-        """(how often the tolerance, name of the number, where, expected, found) of the worst number."""
-        worst: tuple[float, str, tuple[int, ...], float, float] = (0.0, "", (), 0.0, 0.0)
+        """(how often the tolerance, name of the number, where, expected, found) of the
+        worst number.
+        """
+        worst: tuple[float, str, tuple[int, ...], float, float] = (
+            0.0,
+            "",
+            (),
+            0.0,
+            0.0,
+        )
         for key, found in done.numbers.items():
             y = want.numbers[key]
             if p.keep is not None and key in VALUES:
                 found, y = (torch.where(p.keep, v, 0) for v in (found, y))
-            size = max([1.0 if key in VALUES else 1e-3, *y[y.isfinite()].abs().sort().values[-1:].tolist()])
-            gap = torch.where((found == y) | (found.isnan() & y.isnan()), 0, (found - y).abs()).nan_to_num(nan=math.inf)
+            size = max(
+                [
+                    1.0 if key in VALUES else 1e-3,
+                    *y[y.isfinite()].abs().sort().values[-1:].tolist(),
+                ]
+            )
+            gap = torch.where(
+                (found == y) | (found.isnan() & y.isnan()), 0, (found - y).abs()
+            ).nan_to_num(nan=math.inf)
             times = gap.max().item() / size / max(self.tol[key], least)
             if times > worst[0]:
                 at = tuple(int(i) for i in torch.unravel_index(gap.argmax(), y.shape))
                 worst = (times, key, at, y[at].item(), found[at].item())
         return worst
 
-    def does(self, f: Stages, p: Problem, done: Outcome, keys: set[str], most: float = 3.0) -> bool:
+    def does(
+        self, f: Stages, p: Problem, done: Outcome, keys: set[str], most: float = 3.0
+    ) -> bool:
         if f.inner:
             rows = torch.arange(p.tokens.shape[-1]).expand_as(p.tokens)
             p = replace(p, keep=(rows > 0) & (rows < rows.max()))
         try:
             part = Outcome({k: v for k, v in done.numbers.items() if k in keys})
-            return not (f.inner and keys != {"log-prob"}) and self.off(p, part, solved(p, f))[0] <= most
+            return (
+                not (f.inner and keys != {"log-prob"})
+                and self.off(p, part, solved(p, f))[0] <= most
+            )
         except (RuntimeError, IndexError):  # a stage that this problem has not
             return False
 
     def cause(self, p: Problem, done: Outcome, also: Iterable[Problem]) -> str:
-        """The first known fault that gives the numbers of p and of the plain problems, which the reference does not:
-        all of them, else those of one name that is off, a gradient with the values that it belongs to."""
-        off = {k: self.off(p, Outcome({k: v}), solved(p))[0] for k, v in done.numbers.items()}
-        asked = [one for name in problems.plain(self.kernel) for one in self.plain(name)]
+        """The first known fault that gives the numbers of p and of the plain problems,
+        which the reference does not: all of them, else those of one name that is off, a
+        gradient with the values that it belongs to."""
+        off = {
+            k: self.off(p, Outcome({k: v}), solved(p))[0]
+            for k, v in done.numbers.items()
+        }
+        asked = [
+            one for name in problems.plain(self.kernel) for one in self.plain(name)
+        ]
         asked += [(q, self.kernel(q)) for q in also]
-        names = {"": set(off)} | {k: {k} if k in VALUES else {k, *VALUES} for k, x in off.items() if x > 1}
+        names = {"": set(off)} | {
+            k: {k} if k in VALUES else {k, *VALUES} for k, x in off.items() if x > 1
+        }
         for name, keys in names.items():
             most = min(3.0, off[name] / 3 if name else max(off.values()) / 3)
             for f in known("logprobs", p):
-                if self.does(f.change, p, done, keys, most) and all(self._same(f, *one, keys) for one in asked):
-                    return f.words + (f" (by the {name} alone)" if name and len(off) > 1 else "")
+                if self.does(f.change, p, done, keys, most) and all(
+                    self._same(f, *one, keys) for one in asked
+                ):
+                    return f.words + (
+                        f" (by the {name} alone)" if name and len(off) > 1 else ""
+                    )
         return ""
 
     def _same(self, f: LogprobFault, p: Problem, done: Outcome, keys: set[str]) -> bool:
         # some code cuts tiles above a size alone
-        by_words = {} if f in ANYWHERE else {g.words: g.change for g in known("logprobs", p)}
+        by_words = (
+            {} if f in ANYWHERE else {g.words: g.change for g in known("logprobs", p)}
+        )
         here = [f.change] if f in ANYWHERE else [RIGHT, by_words.get(f.words, RIGHT)]
         return any(self.does(g, p, done, keys) for g in here)
 
     def compare(
-        self, name: str, words: str, p: Problem, done: Outcome, least: float = 0.0, also: Iterable[Problem] = ()
+        self,
+        name: str,
+        words: str,
+        p: Problem,
+        done: Outcome,
+        least: float = 0.0,
+        also: Iterable[Problem] = (),
     ) -> list[Finding]:
         times, key, at, want, found = self.off(p, done, solved(p), least)
         why = ""
@@ -100,7 +152,15 @@ class Case:
             why = self.cause(p, done, also) if times > 1 else ""
         if times <= 1:
             return []
-        return [fail(name, words, *number_pair(f"{key}{list(at)}", want, found), shown(p), why)]
+        return [
+            fail(
+                name,
+                words,
+                *number_pair(f"{key}{list(at)}", want, found),
+                shown(p),
+                why,
+            )
+        ]
 
 
 MOST_NUMBERS = 40  # of a problem that is printed
@@ -110,12 +170,17 @@ def shown(p: Problem) -> Example | None:
     """The problem as an example, or None where it is too large to read."""
     if sum(v.numel() for v in p.leaves.values()) > MOST_NUMBERS:
         return None
-    tensors = p.leaves | {"tokens": p.tokens, "bias": p.bias, "upstream": p.g, "upstream_entropy": p.g_H}
+    tensors = p.leaves | {
+        "tokens": p.tokens,
+        "bias": p.bias,
+        "upstream": p.g,
+        "upstream_entropy": p.g_H,
+    }
     inputs = {name: v.tolist() for name, v in tensors.items() if v is not None}
     return Example(inputs | {"temperature": p.temperature})
 
 
-# ---- what is compared on problems ------------------------------------------------------------------------------------
+# ---- what is compared on problems ----------------------------------------------------
 def wrong(case: Case) -> str:
     return "wrong on plain batches already" if case.failed & set(PLAIN) else ""
 
@@ -123,9 +188,18 @@ def wrong(case: Case) -> str:
 def plain(name: str, why: str = "it returns no entropy") -> Oracle:
     def look(case: Case) -> list[Finding]:
         asked = zip(problems.plain(case.kernel)[name], case.plain(name), strict=True)
-        return next((found for words, one in asked if (found := case.compare(name, words, *one))), [])
+        return next(
+            (
+                found
+                for words, one in asked
+                if (found := case.compare(name, words, *one))
+            ),
+            [],
+        )
 
-    return Oracle(name, look, lambda case: "" if name in problems.plain(case.kernel) else why)
+    return Oracle(
+        name, look, lambda case: "" if name in problems.plain(case.kernel) else why
+    )
 
 
 def compared(
@@ -133,7 +207,9 @@ def compared(
     also: Callable[[Kernel], Iterable[Problem]] = lambda k: (), not_run: Callable[[Case], str] = wrong,
     refused: str | None = None,
 ) -> Oracle:  # fmt: skip
-    """The first of these problems on which it is wrong. refused: what a note adds where it refuses one."""
+    """The first of these problems on which it is wrong. refused: what a note adds where
+    it refuses one.
+    """
 
     def look(case: Case) -> Iterator[Finding]:
         told = False
@@ -149,9 +225,13 @@ def compared(
                 continue
             loud = sorted(k for k, v in done.numbers.items() if v.isnan().any())
             if name == "forbidden" and loud and "log-prob" not in loud:
-                yield note(name, f"{words}: NaN in the {', '.join(loud)}", cause="0 times -inf")
+                yield note(
+                    name, f"{words}: NaN in the {', '.join(loud)}", cause="0 times -inf"
+                )
                 done = Outcome({k: v for k, v in done.numbers.items() if k not in loud})
-            if found := case.compare(name, words, p, done, least(case), also(case.kernel)):
+            if found := case.compare(
+                name, words, p, done, least(case), also(case.kernel)
+            ):
                 yield from found
                 return
 
@@ -163,54 +243,91 @@ def repeated(case: Case) -> Iterator[Finding]:
     again = case.kernel(problems.random_problem(case.kernel), twice=True).again
     if again == "other numbers":
         why = "the backward changes a buffer that it reads"
-        yield fail("repeated-backward", "the backward, twice", "the same gradients", "other gradients", cause=why)
+        yield fail(
+            "repeated-backward",
+            "the backward, twice",
+            "the same gradients",
+            "other gradients",
+            cause=why,
+        )
     elif again:
         yield note("repeated-backward", f"a second backward is refused ({again[:120]})")
 
 
 @oracle("padding", not_run=wrong)
 def padding(case: Case) -> Iterator[Finding]:
-    p = problems.masked(problems.random_problem(case.kernel, 6, 9, 3, 12), [[1, 1, 1], [1, 0, 0]])
+    p = problems.masked(
+        problems.random_problem(case.kernel, 6, 9, 3, 12), [[1, 1, 1], [1, 0, 0]]
+    )
     assert p.keep is not None
     try:
         done = case.kernel(replace(p, x=torch.where(p.keep[..., None], p.x, math.nan)))
     except InputError as e:
-        yield note("padding", f"refused: NaN in the states of a masked token ({str(e)[:120]})")
+        yield note(
+            "padding", f"refused: NaN in the states of a masked token ({str(e)[:120]})"
+        )
         return
-    times, key, *_ = case.off(p, Outcome({k: v for k, v in done.numbers.items() if k in VALUES}), solved(p))
+    times, key, *_ = case.off(
+        p, Outcome({k: v for k, v in done.numbers.items() if k in VALUES}), solved(p)
+    )
     if times > 1:
-        yield fail("padding", "NaN in the states of a masked token", f"{key} of other tokens unchanged", "it changes")
-    if "gradient of weight" in done.numbers and done.numbers["gradient of weight"].isnan().any():
+        yield fail(
+            "padding",
+            "NaN in the states of a masked token",
+            f"{key} of other tokens unchanged",
+            "it changes",
+        )
+    if (
+        "gradient of weight" in done.numbers
+        and done.numbers["gradient of weight"].isnan().any()
+    ):
         why = "NaN in the states of a masked token reaches the gradient of the weight"
         yield note("padding", why, cause="0 times NaN")
 
 
 @oracle("determinism")
 def determinism(case: Case) -> Iterator[Finding]:
-    one, two = (case.kernel(problems.random_problem(case.kernel)).numbers for _ in range(2))
-    if any(not torch.equal(v.nan_to_num(), two[k].nan_to_num()) for k, v in one.items()):
-        yield fail("determinism", "the same tokens twice", "the same numbers", "other numbers")
+    one, two = (
+        case.kernel(problems.random_problem(case.kernel)).numbers for _ in range(2)
+    )
+    if any(
+        not torch.equal(v.nan_to_num(), two[k].nan_to_num()) for k, v in one.items()
+    ):
+        yield fail(
+            "determinism", "the same tokens twice", "the same numbers", "other numbers"
+        )
 
 
 @oracle("mutation")
 def mutation(case: Case) -> Iterator[Finding]:
     yield from untouched(
-        case.kernel(problems.random_problem(case.kernel, temperature=problems.low_temperature(case.kernel)))
+        case.kernel(
+            problems.random_problem(
+                case.kernel, temperature=problems.low_temperature(case.kernel)
+            )
+        )
     )
 
 
-# ---- precision -------------------------------------------------------------------------------------------------------
+# ---- precision -----------------------------------------------------------------------
 def gaps(done: Outcome, want: Outcome) -> dict[str, float]:
-    return {k: (v - want.numbers[k]).abs().max().item() for k, v in done.numbers.items()}
+    return {
+        k: (v - want.numbers[k]).abs().max().item() for k, v in done.numbers.items()
+    }
 
 
-def rounded(name: str, off: dict[str, float], least: float, words: str) -> list[Finding]:
+def rounded(
+    name: str, off: dict[str, float], least: float, words: str
+) -> list[Finding]:
     said = [f"{k} off by {v:.1e}" for k, v in off.items() if k in VALUES and v > least]
     return [note(name, f"{', '.join(said)} {words}", cause="rounding")] if said else []
 
 
 @oracle(
-    "large-vocabulary", not_run=lambda case: wrong(case) or ("wrong on tiles already" if "tiles" in case.failed else "")
+    "large-vocabulary",
+    not_run=lambda case: (
+        wrong(case) or ("wrong on tiles already" if "tiles" in case.failed else "")
+    ),
 )
 def large(case: Case) -> Iterator[Finding]:
     worst = dict.fromkeys(VALUES, 0.0)
@@ -218,7 +335,9 @@ def large(case: Case) -> Iterator[Finding]:
         done = case.kernel(p)
         yield from case.compare("large-vocabulary", words, p, done, least=0.05)
         worst |= {k: max(worst[k], v) for k, v in gaps(done, solved(p)).items()}
-    yield from rounded("large-vocabulary", worst, 2e-5, "in float32 with one peak at V = 151,936")
+    yield from rounded(
+        "large-vocabulary", worst, 2e-5, "in float32 with one peak at V = 151,936"
+    )
 
 
 @oracle("bfloat16", not_run=wrong)
@@ -235,13 +354,24 @@ def bfloat16(case: Case) -> Iterator[Finding]:
     if max(off["log-prob"], off.get("entropy", 0.0)) / size <= HALF:
         yield from rounded("bfloat16", off, 1e-4, "for bfloat16 inputs")
     else:
-        yield from case.compare("bfloat16", "hidden states and weight in bfloat16", p, done, least=HALF)
+        yield from case.compare(
+            "bfloat16", "hidden states and weight in bfloat16", p, done, least=HALF
+        )
     if "gradient of weight" in off:
         exact = want.numbers["gradient of weight"]
-        times = off["gradient of weight"] / (exact.bfloat16().double() - exact).abs().max().item()
+        times = (
+            off["gradient of weight"]
+            / (exact.bfloat16().double() - exact).abs().max().item()
+        )
         if not times <= MANY:
             words = "8,191 tokens: the error of dW, over that of rounding the exact one once"
-            yield fail("bfloat16", words, Number(MANY, "at most"), Number(times), cause=_summed(p, done, exact))
+            yield fail(
+                "bfloat16",
+                words,
+                Number(MANY, "at most"),
+                Number(times),
+                cause=_summed(p, done, exact),
+            )
         elif times > ONE_ROUNDING:
             words = f"8,191 tokens: dW is off by {times:.1f} times what rounding the exact one once costs"
             yield note("bfloat16", words, cause="rounding")
@@ -250,7 +380,11 @@ def bfloat16(case: Case) -> Iterator[Finding]:
 def _summed(p: Problem, done: Outcome, exact: Tensor) -> str:
     """Whether adding dW up in bfloat16, n tokens at a time, gives these numbers."""
     q = p.to(torch.float64)
-    x, dx = q.x.flatten(0, 1), torch.nn.functional.one_hot(p.tokens.flatten()) - states(q).softmax(-1).flatten(0, 1)
+    x, dx = (
+        q.x.flatten(0, 1),
+        torch.nn.functional.one_hot(p.tokens.flatten())
+        - states(q).softmax(-1).flatten(0, 1),
+    )
     found, near = done.numbers["gradient of weight"], {}
     for n in (2**k for k in range(11)):
         total = torch.zeros_like(exact, dtype=torch.bfloat16)
@@ -259,10 +393,17 @@ def _summed(p: Problem, done: Outcome, exact: Tensor) -> str:
         near[n] = (found - total.double()).abs().max().item()
     n = min(near, key=near.__getitem__)
     like = near[n] <= 0.35 * (found - exact).abs().max()
-    return f"dW is added up in bfloat16, {n} token{'s' if n > 1 else ''} at a time" if like else ""
+    return (
+        f"dW is added up in bfloat16, {n} token{'s' if n > 1 else ''} at a time"
+        if like
+        else ""
+    )
 
 
-@oracle("ranks", not_run=lambda case: wrong(case) or ("on one rank" if case.ranks == 1 else ""))
+@oracle(
+    "ranks",
+    not_run=lambda case: wrong(case) or ("on one rank" if case.ranks == 1 else ""),
+)
 def ranks(case: Case) -> Iterator[Finding]:
     p = problems.random_problem(case.kernel, 6, 4 * case.ranks, 3, 14)
     yield from distributed.compared(case.kernel, p, case.ranks, case.off)
@@ -273,7 +414,8 @@ PLAIN = ("values", "temperature", "gradient", "entropy-gradient", "gradients")
 ORACLES: tuple[Oracle, ...] = (
     determinism,
     plain("values"), plain("temperature", NO_TEMPERATURE), *map(plain, PLAIN[2:]),
-    compared("tiles", problems.tiles, lambda case: 0.0 if case.rough == DOUBLE else 20 * SINGLE,  # 131,075 columns
+    # 131,075 columns
+    compared("tiles", problems.tiles, lambda case: 0.0 if case.rough == DOUBLE else 20 * SINGLE,
              lambda k: [problems.random_problem(k, 4099, 4, 2, 10)]),
     compared("temperatures", problems.temperatures,
              not_run=lambda case: wrong(case) or ("" if "temperature" in case.kernel.settings else NO_TEMPERATURE)),

@@ -12,19 +12,30 @@ from upref.foreign.logprobs import Kernel, Problem
 
 # N, V, H: tokens, columns and hidden sizes a little beyond a tile, for each usual tile
 TILES = [(35, 5, 3), (131, 7, 3), (515, 5, 2), (1027, 5, 2), (4099, 4, 2)]
-TILES += [*((3, v, 2) for v in (9, *(2**k + 3 for k in range(5, 18)))), *((3, 5, h) for h in (35, 131, 1027))]
+TILES += [
+    *((3, v, 2) for v in (9, *(2**k + 3 for k in range(5, 18)))),
+    *((3, 5, h) for h in (35, 131, 1027)),
+]
 
 
-SQUARE = [(6, 6, 2), (6, 3, 2), (6, 5, 5)]  # as many tokens as ids, columns as ids, ids as hidden sizes
+# as many tokens as ids, columns as ids, ids as hidden sizes
+SQUARE = [(6, 6, 2), (6, 3, 2), (6, 5, 5)]
 TEMPERATURES = (0.1, 4.0)
 HEIGHTS = (40.0, 80.0)  # of a peak: float32 holds e^-87
 
 
-def random_problem(k: Kernel, N: int = 6, V: int = 5, H: int = 2, seed: int = 0, **settings: Any) -> Problem:
-    """[2, N/2] tokens, or [1, N], with both ends of the vocabulary; upstream gradients of both signs and 0."""
+def random_problem(
+    k: Kernel, N: int = 6, V: int = 5, H: int = 2, seed: int = 0, **settings: Any
+) -> Problem:
+    """[2, N/2] tokens, or [1, N], with both ends of the vocabulary; upstream gradients
+    of both signs and 0.
+    """
     gen = torch.Generator().manual_seed(seed)
     shape = (2, N // 2) if N % 2 == 0 else (1, N)
-    eighths = lambda *s: (8 * torch.randn(*s, generator=gen, dtype=torch.float64)).round() / 8  # exact in bfloat16
+    # exact in bfloat16
+    eighths = lambda *s: (
+        (8 * torch.randn(*s, generator=gen, dtype=torch.float64)).round() / 8
+    )
     size = 1.0 if k.softcap is None else max(1.0, k.softcap / 2)
     x, W = eighths(*shape, H) * size, eighths(V, H) * 0.5 ** round(math.log2(H / 2) / 2)
     tokens = torch.randint(V, shape, generator=gen)
@@ -34,8 +45,20 @@ def random_problem(k: Kernel, N: int = 6, V: int = 5, H: int = 2, seed: int = 0,
     if N > 2:
         g.view(-1)[-2] = 0  # it has an entropy gradient alone
     bias = eighths(V) if "bias" in k.settings else None
-    p = Problem(x, W, tokens, g, g_H if k.has_entropy else None, 1.0, bias, k.softcap, k.logit_scale)
-    return replace(p if k.kind == "hidden" else replace(p, x=x @ W.T, weight=None), **settings)
+    p = Problem(
+        x,
+        W,
+        tokens,
+        g,
+        g_H if k.has_entropy else None,
+        1.0,
+        bias,
+        k.softcap,
+        k.logit_scale,
+    )
+    return replace(
+        p if k.kind == "hidden" else replace(p, x=x @ W.T, weight=None), **settings
+    )
 
 
 def low_temperature(k: Kernel) -> float:
@@ -56,27 +79,46 @@ def plain(k: Kernel) -> dict[str, dict[str, Problem]]:
     used: dict[str, dict[str, Any]] = {"gradient": {"g_H": None}}
     used |= {"entropy-gradient": {"g": None}, "gradients": {}} if k.has_entropy else {}
     one, ten = random_problem(k, 1, **none), random_problem(k, 10, 19, 6, 1, **none)
-    out = {"values": {"temperature 1": random_problem(k, **none), "one token": one, "10 tokens, 19 ids": ten}}
+    out = {
+        "values": {
+            "temperature 1": random_problem(k, **none),
+            "one token": one,
+            "10 tokens, 19 ids": ten,
+        }
+    }
     if "temperature" in k.settings:
-        out["temperature"] = {f"{t:g}": random_problem(k, seed=2, temperature=t, **none) for t in (0.6, 1.7)}
+        out["temperature"] = {
+            f"{t:g}": random_problem(k, seed=2, temperature=t, **none)
+            for t in (0.6, 1.7)
+        }
     for name, left_out in used.items():
         out[name] = {"temperature 1": random_problem(k, **left_out)}
         if "temperature" in k.settings:
-            out[name]["temperature 0.6"] = random_problem(k, 10, 7, 3, 3, temperature=0.6, **left_out)
+            out[name]["temperature 0.6"] = random_problem(
+                k, 10, 7, 3, 3, temperature=0.6, **left_out
+            )
     return out
 
 
 def tiles(k: Kernel) -> dict[str, Problem]:
-    return {f"{N} tokens, {V} ids, hidden size {H}": random_problem(k, N, V, H, 9) for N, V, H in [*SQUARE, *TILES]}
+    return {
+        f"{N} tokens, {V} ids, hidden size {H}": random_problem(k, N, V, H, 9)
+        for N, V, H in [*SQUARE, *TILES]
+    }
 
 
 def temperatures(k: Kernel) -> dict[str, Problem]:
     """Lower and higher ones than those of the plain problems."""
-    return {f"temperature {t:g}": random_problem(k, 6, 9, 3, 15, temperature=t) for t in TEMPERATURES}
+    return {
+        f"temperature {t:g}": random_problem(k, 6, 9, 3, 15, temperature=t)
+        for t in TEMPERATURES
+    }
 
 
 def offset(k: Kernel) -> dict[str, Problem]:
-    """A constant added to all logits, or by turns to and from a row's: in float32 it rounds little in each factor."""
+    """A constant added to all logits, or by turns to and from a row's: in float32 it
+    rounds little in each factor.
+    """
     p = random_problem(k, 6, 37, 3, 4, temperature=low_temperature(k))
     turns = (-1.0) ** torch.arange(6.0).reshape(2, 3).double()
 
@@ -88,8 +130,13 @@ def offset(k: Kernel) -> dict[str, Problem]:
         W[:, 0] = by / x[..., 0].max()
         return replace(p, x=x, weight=W)
 
-    out = {f"{by:+g} added to all logits": added(by, turns**2) for by in (3000.0, -3000.0, 90.0, -90.0)}
-    out["+3000 and -3000 added to the logits of one row and the next"] = added(3000.0, turns)
+    out = {
+        f"{by:+g} added to all logits": added(by, turns**2)
+        for by in (3000.0, -3000.0, 90.0, -90.0)
+    }
+    out["+3000 and -3000 added to the logits of one row and the next"] = added(
+        3000.0, turns
+    )
     return out if k.softcap is None else {}
 
 
@@ -109,22 +156,35 @@ def peak(k: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
 
 def peaks(k: Kernel) -> dict[str, Problem]:
     at = [(h, V, i) for h in HEIGHTS for V in (9, 1029) for i in (0, V // 2, V - 1)]
-    return {f"the logit of token {i} of {V} is {h:g} above the rest": peak(k, V, i, h) for h, V, i in at}
+    return {
+        f"the logit of token {i} of {V} is {h:g} above the rest": peak(k, V, i, h)
+        for h, V, i in at
+    }
 
 
 def large(k: Kernel, V: int = 151_936) -> dict[str, Problem]:
-    high = lambda at: replace(peak(k, V, at, math.log(V) + 2.8, 4), g=None, g_H=None).to(torch.float32)
-    return {f"{V:,} ids in float32, token {at} with p near 0.9": high(at) for at in (0, V - 1)}
+    high = lambda at: replace(
+        peak(k, V, at, math.log(V) + 2.8, 4), g=None, g_H=None
+    ).to(torch.float32)
+    return {
+        f"{V:,} ids in float32, token {at} with p near 0.9": high(at)
+        for at in (0, V - 1)
+    }
 
 
 def forbidden(k: Kernel) -> dict[str, Problem]:
     """Two ids with a logit of -inf, which no token has."""
-    p, low = random_problem(k, 6, 9, 3, 6), torch.where(torch.arange(9) < 7, 0.0, -math.inf).double()
+    p, low = (
+        random_problem(k, 6, 9, 3, 6),
+        torch.where(torch.arange(9) < 7, 0.0, -math.inf).double(),
+    )
     p = replace(p, tokens=p.tokens.clamp(max=6))
     if p.weight is None:
         return {"two ids have a logit of -inf": replace(p, x=p.x + low)}
     return (
-        {"two ids have a bias of -inf": replace(p, bias=p.bias + low)} if p.bias is not None and not p.softcap else {}
+        {"two ids have a bias of -inf": replace(p, bias=p.bias + low)}
+        if p.bias is not None and not p.softcap
+        else {}
     )
 
 
@@ -149,12 +209,21 @@ def layout(k: Kernel) -> dict[str, Problem]:
         return None if u is None else torch.stack([u, 1 + u], -1)[..., 0]
 
     return {
-        "transposed inputs": replace(p, x=turned(p.x), weight=turned(p.weight), tokens=turned(p.tokens)),
+        "transposed inputs": replace(
+            p, x=turned(p.x), weight=turned(p.weight), tokens=turned(p.tokens)
+        ),
         "transposed upstream gradients": replace(p, g=turned(p.g), g_H=turned(p.g_H)),
-        "upstream gradients with a stride of 2": replace(p, g=strided(p.g), g_H=strided(p.g_H)),
-        "expanded upstream gradients (stride 0)": replace(p, g=spread(p.g), g_H=spread(p.g_H)),
+        "upstream gradients with a stride of 2": replace(
+            p, g=strided(p.g), g_H=strided(p.g_H)
+        ),
+        "expanded upstream gradients (stride 0)": replace(
+            p, g=spread(p.g), g_H=spread(p.g_H)
+        ),
     }
 
 
 def frozen(k: Kernel) -> dict[str, Problem]:
-    return {f"the {name} needs no gradient": random_problem(k, seed=11, frozen=name) for name in ("weight", "hidden")}
+    return {
+        f"the {name} needs no gradient": random_problem(k, seed=11, frozen=name)
+        for name in ("weight", "hidden")
+    }

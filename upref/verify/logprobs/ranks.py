@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same function where each process holds a part of the vocabulary, as under tensor parallelism."""
+"""The same function where each process holds a part of the vocabulary, as under tensor
+parallelism.
+"""
 
 import datetime
 import math
@@ -30,7 +32,11 @@ def shard(p: Problem, rank: int, ranks: int) -> Problem:
     """The rank's columns of the vocabulary; tokens stay global ids."""
     cut = lambda v, dim: v.chunk(ranks, dim)[rank].contiguous()
     p = replace(p, bias=None if p.bias is None else cut(p.bias, 0))
-    return replace(p, x=cut(p.x, -1)) if p.weight is None else replace(p, weight=cut(p.weight, 0))
+    return (
+        replace(p, x=cut(p.x, -1))
+        if p.weight is None
+        else replace(p, weight=cut(p.weight, 0))
+    )
 
 
 def _rank(kernel: Kernel, p: Problem, rank: int, ranks: int, file: str, to: Any):
@@ -38,8 +44,15 @@ def _rank(kernel: Kernel, p: Problem, rank: int, ranks: int, file: str, to: Any)
     os.environ.update(on_loopback())
     try:
         wait = datetime.timedelta(seconds=SECONDS)
-        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=wait)
-        with state_restored():  # os._exit, which is replaced in the process of the check alone
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{file}",
+            rank=rank,
+            world_size=ranks,
+            timeout=wait,
+        )
+        # os._exit, which is replaced in the process of the check alone
+        with state_restored():
             done = kernel(shard(p, rank, ranks))
         dist.barrier()
         to.send({k: v.tolist() for k, v in done.numbers.items()})
@@ -50,16 +63,20 @@ def _rank(kernel: Kernel, p: Problem, rank: int, ranks: int, file: str, to: Any)
 
 
 def outcomes(kernel: Kernel, p: Problem, ranks: int) -> list[dict[str, Tensor]]:
-    """The numbers of each of so many gloo processes, with the default group; InputError where one fails, Gone where one
-    ends."""
+    """The numbers of each of so many gloo processes, with the default group; InputError
+    where one fails, Gone where one ends."""
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(ranks)]
         args = lambda i: (kernel, p, i, ranks, str(Path(folder) / "store"), pipes[i][1])
-        children = [fork.Process(target=_rank, args=args(i), daemon=True) for i in range(ranks)]
+        children = [
+            fork.Process(target=_rank, args=args(i), daemon=True) for i in range(ranks)
+        ]
         for child in children:
             child.start()
-        late = Gone(f"{kernel.name} on {ranks} ranks: a rank ends without an answer, or takes longer than {SECONDS} s.")
+        late = Gone(
+            f"{kernel.name} on {ranks} ranks: a rank ends without an answer, or takes longer than {SECONDS} s."
+        )
         said = [pipe.recv() if pipe.poll(2 * SECONDS) else late for pipe, _ in pipes]
         for child in children:
             child.join(5)
@@ -68,35 +85,70 @@ def outcomes(kernel: Kernel, p: Problem, ranks: int) -> list[dict[str, Tensor]]:
         raise ended[0]
     if failed := [s for s in said if isinstance(s, str)]:
         raise InputError(f"{kernel.name} on {ranks} ranks: {failed[0]}")
-    return [{k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in said if isinstance(s, dict)]
+    return [
+        {k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()}
+        for s in said
+        if isinstance(s, dict)
+    ]
 
 
-def compared(kernel: Kernel, p: Problem, ranks: int, off: Callable[..., Any]) -> Iterator[Finding]:
-    """Each rank's results against the whole vocabulary's; its gradients against its part. off: Case.off."""
+def compared(
+    kernel: Kernel, p: Problem, ranks: int, off: Callable[..., Any]
+) -> Iterator[Finding]:
+    """Each rank's results against the whole vocabulary's; its gradients against its
+    part. off: Case.off.
+    """
     every, h = outcomes(kernel, p, ranks), "gradient of hidden"
     for rank, found in enumerate(every):
         want = solved(p).numbers
         want |= {f"gradient of {k}": solved(p).numbers[f"gradient of {k}"].chunk(ranks, dim)[rank]
                  for k, dim in (("logits", -1), ("weight", 0)) if k in p.leaves}  # fmt: skip
-        worst = lambda numbers, want=want: off(p, Outcome(numbers), Outcome(want), SINGLE)
+        worst = lambda numbers, want=want: off(
+            p, Outcome(numbers), Outcome(want), SINGLE
+        )
         if h in found:
-            reduced, right = (worst({h: v})[0] <= 1 for v in (found[h], sum(q[h] for q in every)))
+            reduced, right = (
+                worst({h: v})[0] <= 1 for v in (found[h], sum(q[h] for q in every))
+            )
             how = "is already added up" if reduced else "is this rank's part: add it up"
             if right and not rank:
-                yield note("ranks", f"on each rank the gradient of the hidden states {how}")
-        times, key, at, x, y = worst({k: v for k, v in found.items() if k != h or not (reduced or right)})
+                yield note(
+                    "ranks", f"on each rank the gradient of the hidden states {how}"
+                )
+        times, key, at, x, y = worst(
+            {k: v for k, v in found.items() if k != h or not (reduced or right)}
+        )
         if times > 1:
             regime = f"rank {rank} of {ranks}, each with a part of the vocabulary"
             why = _why(found, want, p, rank, ranks, worst)
-            yield fail("ranks", regime, *number_pair(f"{key}{list(at)}", x, y), cause=why)
+            yield fail(
+                "ranks", regime, *number_pair(f"{key}{list(at)}", x, y), cause=why
+            )
             return
 
 
-def _why(found: dict, want: dict, p: Problem, rank: int, ranks: int, worst: Callable[..., Any]) -> str:
+def _why(
+    found: dict,
+    want: dict,
+    p: Problem,
+    rank: int,
+    ranks: int,
+    worst: Callable[..., Any],
+) -> str:
     parts = [states(shard(p, i, ranks)) for i in range(ranks)]
-    lp, whole, own, V = want["log-prob"], log_sum(states(p)), parts[rank], parts[0].shape[-1]
-    unshifted = sum((pick(z, p.tokens.clamp(max=V - 1)) for z in parts), 0 * lp).masked_fill(p.tokens >= V, 0)
-    from_own_max = own.amax(-1) + sum(((z - z.amax(-1, True)).exp().sum(-1) for z in parts), 0 * lp).log()
+    lp, whole, own, V = (
+        want["log-prob"],
+        log_sum(states(p)),
+        parts[rank],
+        parts[0].shape[-1],
+    )
+    unshifted = sum(
+        (pick(z, p.tokens.clamp(max=V - 1)) for z in parts), 0 * lp
+    ).masked_fill(p.tokens >= V, 0)
+    from_own_max = (
+        own.amax(-1)
+        + sum(((z - z.amax(-1, True)).exp().sum(-1) for z in parts), 0 * lp).log()
+    )
     grads = {k: v for k, v in want.items() if k.startswith("gradient")}
     for words, change in {
         "log(ranks) is subtracted: every rank's normalizer is counted": {"log-prob": lp - math.log(ranks)},

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracles of a mini-batch that is cut up: micro-batches that add up, a loss that is scaled for it, averaged ranks, one
-response by itself."""
+"""Oracles of a mini-batch that is cut up: micro-batches that add up, a loss that is
+scaled for it, averaged ranks, one response by itself."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,7 +37,8 @@ def not_split(case: Case) -> str:
 
 @oracle("micro-batches", 40, not_split)
 def micro_batches(case: Case) -> list[Finding]:
-    b, counts = _batch(case), (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)  # of eight responses
+    # of eight responses
+    b, counts = _batch(case), (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
     v, g = case.both(b)
     for n in counts:
         parts = [case.both(m) for m in b.split(n)]
@@ -56,19 +57,35 @@ def micro_batches(case: Case) -> list[Finding]:
             i, t = worst(moved(added, whole, small.mask, slack(case)))
 
             def own(c: Rollouts) -> tuple[Tensor, Tensor]:
-                cuts = [m for n in counts if len(c.mask) % n == 0 or not case.loss.equal_cuts for m in c.split(n)]
+                cuts = [
+                    m
+                    for n in counts
+                    if len(c.mask) % n == 0 or not case.loss.equal_cuts
+                    for m in c.split(n)
+                ]
                 if not cuts:
                     raise InputError("it has no equal parts")
                 told = [_right(case, replace(m, totals=None)) for m in cuts]
                 return torch.cat(list(map(case.gradient, cuts))), torch.cat(told)
 
-            why = divides_by_its_own(case, "micro-batch") if everywhere(case, own, b) else ""
+            why = (
+                divides_by_its_own(case, "micro-batch")
+                if everywhere(case, own, b)
+                else ""
+            )
             regime = f"{min(n, len(small.mask))} micro-batches of unequal lengths, their losses added up"
-            says = number_pair("dJ/dlp", whole[i, t].item(), added[i, t].item(), "as of the whole")
+            says = number_pair(
+                "dJ/dlp", whole[i, t].item(), added[i, t].item(), "as of the whole"
+            )
             shown = make_example(small, whole, added, case.loss.reads)
             return [fail("micro-batches", regime, *says, shown, why)]
         if (v2 - v).abs() > 1e-6 * v.abs().clamp(min=1e-3):
-            return [note("micro-batches", f"the value of {n} micro-batches does not add up, the gradient does")]
+            return [
+                note(
+                    "micro-batches",
+                    f"the value of {n} micro-batches does not add up, the gradient does",
+                )
+            ]
     return []
 
 
@@ -77,9 +94,15 @@ def _differ(case: Case, b: Rollouts, g: Tensor) -> bool:
     return bool(moved(g, case.gradient(b), b.mask, slack(case)).max() > 0)
 
 
-@oracle("loss-scale", 42, lambda case: "it calls .backward() itself" if case.loss.calls_backward else "")
+@oracle(
+    "loss-scale",
+    42,
+    lambda case: "it calls .backward() itself" if case.loss.calls_backward else "",
+)
 def loss_scale(case: Case) -> list[Finding]:
-    """The loss times 1/2, as where gradients are accumulated: a backward pass of its own has to pass that on."""
+    """The loss times 1/2, as where gradients are accumulated: a backward pass of its
+    own has to pass that on.
+    """
     b, loss = _batch(case), case.loss
     g, half = case.gradient(b), loss.ask("into", b, "logp", 0.5)
     if half is None:
@@ -93,10 +116,17 @@ def loss_scale(case: Case) -> list[Finding]:
         into = loss.ask("into", c, "logp", 0.5)
         return torch.zeros_like(c.logp) if into is None else -into
 
-    small = shrink(b, lambda c: bool(moved(2 * halved(c), case.gradient(c), c.mask, slack(case, 1e-7)).max() > 0))
+    small = shrink(
+        b,
+        lambda c: bool(
+            moved(2 * halved(c), case.gradient(c), c.mask, slack(case, 1e-7)).max() > 0
+        ),
+    )
     due, found = case.gradient(small) / 2, halved(small)
     i, t = worst(moved(found, due, small.mask, slack(case, 1e-7)))
-    says = number_pair("dJ/dlp", due[i, t].item(), found[i, t].item(), "half the gradient")
+    says = number_pair(
+        "dJ/dlp", due[i, t].item(), found[i, t].item(), "half the gradient"
+    )
 
     def whole(c: Rollouts) -> tuple[Tensor, Tensor]:
         scaled = [loss.ask("into", c, "logp", times) for times in TIMES]
@@ -104,7 +134,11 @@ def loss_scale(case: Case) -> list[Finding]:
             raise InputError("no gradient")
         return -torch.cat(scaled), torch.cat([case.gradient(c)] * len(TIMES))
 
-    why = "its backward pass leaves out what comes from above (grad_output)" if everywhere(case, whole, b) else ""
+    why = (
+        "its backward pass leaves out what comes from above (grad_output)"
+        if everywhere(case, whole, b)
+        else ""
+    )
     regime = "the loss times 1/2, as for accumulated gradients"
     shown = make_example(small, due, found, case.loss.reads)
     return [fail("loss-scale", regime, *says, shown, why)]
@@ -115,17 +149,24 @@ TIMES = (0.5, 2.0, 100.0, -1.0)  # of a loss, where grad_output is left out
 
 @oracle("one-response", 45)
 def one_response(case: Case) -> list[Finding]:
-    """Batches of one response: a denominator of at least 2 shows, a std over rows, what one sign of A hides."""
+    """Batches of one response: a denominator of at least 2 shows, a std over rows, what
+    one sign of A hides.
+    """
     if case.wrong:
         return []
     for n, (regime, b) in enumerate(_single(case)):
         dtype = None if n % 2 or case.single else torch.float32
-        asked = lambda c, dtype=dtype: case.singly(c) if dtype else (case, case.weights(c))
+        asked = lambda c, dtype=dtype: (
+            case.singly(c) if dtype else (case, case.weights(c))
+        )
 
         def off(c: Rollouts, asked=asked) -> Tensor:
             one, found = asked(c)
-            extreme = one.ratio(c).log().abs() > CLAMPS[0]  # what a clamp of log r is asked for
-            apart = one.off(c, found).masked_fill(one.rounded(c) | beyond_range(one, c, found) | extreme, 0)
+            # what a clamp of log r is asked for
+            extreme = one.ratio(c).log().abs() > CLAMPS[0]
+            apart = one.off(c, found).masked_fill(
+                one.rounded(c) | beyond_range(one, c, found) | extreme, 0
+            )
             return torch.where(apart > 10 * one.tol, apart, 0)
 
         try:
@@ -144,25 +185,42 @@ def one_response(case: Case) -> list[Finding]:
 
 
 def _single(case: Case) -> Iterator[tuple[str, Rollouts]]:
-    """One token; then responses of the batch of every two axes, and some of which most tokens are A = 0 or clipped."""
+    """One token; then responses of the batch of every two axes, and some of which most
+    tokens are A = 0 or clipped.
+    """
     for A, r in ((0.7, 1.1), (-0.7, 1.1), (0.7, 0.4), (-0.7, 0.4)):
         for _ in ("float32", "float64"):
-            yield "a batch of one token", case.ready(replace(single_token_batch(A, [r], [0.3]), logp_ref=None))
+            yield (
+                "a batch of one token",
+                case.ready(replace(single_token_batch(A, [r], [0.3]), logp_ref=None)),
+            )
     if case.o.batch_coupled:
         return
     ids = groups(case)[1] if "group" in case.loss.reads else ()
     for axis, some in SOME.items():
         every = case.beyond(axis, ids)
         for n in range(0, 7 * some, 7):
-            i, t = n % len(every.mask), every.mask[n % len(every.mask)].nonzero().max() + 2
-            row = {k: v[i : i + 1, :t] for k in PER_TOKEN if (v := getattr(every, k)) is not None}
+            i, t = (
+                n % len(every.mask),
+                every.mask[n % len(every.mask)].nonzero().max() + 2,
+            )
+            row = {
+                k: v[i : i + 1, :t]
+                for k in PER_TOKEN
+                if (v := getattr(every, k)) is not None
+            }
             if n % 4 == 1 and not case.one_adv:
                 row["adv"] = row["adv"] * (torch.arange(row["adv"].shape[1]) % 13 == 0)
-            group = every.group[i : i + 1] if every.group is not None and ids else torch.zeros(1, dtype=torch.long)
+            group = (
+                every.group[i : i + 1]
+                if every.group is not None and ids
+                else torch.zeros(1, dtype=torch.long)
+            )
             yield "a batch of one response", Rollouts.unchecked(**row, group=group)
 
 
-SOME = {"every two": 20, "64 x 64, clipped": 8}  # responses of the batches of AXES, each alone
+# responses of the batches of AXES, each alone
+SOME = {"every two": 20, "64 x 64, clipped": 8}
 ONE_RESPONSE = (
     f"batches of one token, and of one response: {sum(SOME.values())} of the batches below, in which each level "
     "of each axis occurs, and of which most tokens are A = 0 or clipped; in float64 and in float32 in turn"
@@ -170,7 +228,9 @@ ONE_RESPONSE = (
 
 
 def divides_by_its_own(case: Case, part: str) -> str:
-    """The cause of a part of a mini-batch, `micro-batch` or `rank`, that is averaged by itself."""
+    """The cause of a part of a mini-batch, `micro-batch` or `rank`, that is averaged by
+    itself.
+    """
     passed = case.loss.counts_from and f", which {case.loss.counts_from}"
     return f"it divides by the {part}'s own tokens or responses, not by the mini-batch's{passed}"
 
@@ -182,7 +242,9 @@ def _right(case: Case, b: Rollouts) -> Tensor:
 
 def not_parallel(case: Case) -> str:
     """Why this loss cannot be asked."""
-    if not case.loss.micro_batchable and (not case.o.agg.startswith("seq-mean") or "group" in case.loss.reads):
+    if not case.loss.micro_batchable and (
+        not case.o.agg.startswith("seq-mean") or "group" in case.loss.reads
+    ):
         return "it takes no `totals`: the ranks' own token means, averaged, are not the mini-batch's"
     return case.o.batch_coupled
 
@@ -192,13 +254,17 @@ def rank_counts(case: Case) -> str:
     if not case.loss.micro_batchable:
         return "each rank has equally many responses and gets only its own counts"
     if case.loss.reads_ranks:
-        return "each rank gets the counts of the whole mini-batch and the number of ranks"
+        return (
+            "each rank gets the counts of the whole mini-batch and the number of ranks"
+        )
     return "each rank gets the counts of the whole mini-batch, and its loss is multiplied by the number of ranks"
 
 
 @oracle("data-parallel", 50, not_parallel)
 def data_parallel(case: Case) -> list[Finding]:
-    """K ranks with rows dealt out in turn, so that groups lie on several; the framework averages their gradients."""
+    """K ranks with rows dealt out in turn, so that groups lie on several; the framework
+    averages their gradients.
+    """
     b = _batch(case)
     g = case.gradient(b)
     for ranks in RANKS:
@@ -216,8 +282,12 @@ def data_parallel(case: Case) -> list[Finding]:
             i, t = worst(moved(mean, whole, small.mask, slack(case)))
             each = len(whole) // ranks
             responses = f"{each} responses" if each > 1 else "one response"
-            text = f"{ranks} ranks of {responses}, gradients averaged: {rank_counts(case)}"
-            says = number_pair("dJ/dlp", whole[i, t].item(), mean[i, t].item(), "as on one rank")
+            text = (
+                f"{ranks} ranks of {responses}, gradients averaged: {rank_counts(case)}"
+            )
+            says = number_pair(
+                "dJ/dlp", whole[i, t].item(), mean[i, t].item(), "as on one rank"
+            )
             shown = make_example(small, whole, mean, case.loss.reads)
             return [fail("data-parallel", text, *says, shown, _why(case, b))]
     return []
@@ -232,7 +302,11 @@ def _dealt(b: Rollouts, ranks: int) -> list[Tensor]:
 
 def _mean(case: Case, b: Rollouts, ranks: int) -> Tensor:
     """The gradients of the ranks, averaged."""
-    loss, mean, totals = case.loss, torch.zeros_like(b.logp), b.totals or Totals.of(b.mask, b.group)
+    loss, mean, totals = (
+        case.loss,
+        torch.zeros_like(b.logp),
+        b.totals or Totals.of(b.mask, b.group),
+    )
     for rows in _dealt(b, ranks):
         mine = b.rows(rows, totals)
         if not loss.micro_batchable:
@@ -248,17 +322,28 @@ def _why(case: Case, b: Rollouts) -> str:
     def own(c: Rollouts, ranks: int) -> Tensor:
         out = torch.zeros_like(c.logp)
         for rows in _dealt(c, ranks):
-            out[rows] = _right(case, replace(c.rows(rows, Totals.of(c.mask[rows])), totals=None)) / ranks
+            out[rows] = (
+                _right(
+                    case, replace(c.rows(rows, Totals.of(c.mask[rows])), totals=None)
+                )
+                / ranks
+            )
         return out
 
     for words, change in (
-        ("it is not scaled by the number of ranks", lambda c, ranks: _right(case, c) / ranks),
+        (
+            "it is not scaled by the number of ranks",
+            lambda c, ranks: _right(case, c) / ranks,
+        ),
         (divides_by_its_own(case, "rank"), own),
         (divides_by_its_own(case, "rank"), lambda c, ranks: own(c, ranks) * ranks),
     ):
 
-        def both(c: Rollouts, change: Callable[[Rollouts, int], Tensor] = change) -> tuple[Tensor, Tensor]:
-            some = [ranks for ranks in RANKS if len(c.mask) % ranks == 0]  # of equally many responses each
+        def both(
+            c: Rollouts, change: Callable[[Rollouts, int], Tensor] = change
+        ) -> tuple[Tensor, Tensor]:
+            # of equally many responses each
+            some = [ranks for ranks in RANKS if len(c.mask) % ranks == 0]
             if not some:
                 raise InputError("it has no equal parts")
             pairs = [(_mean(case, c, ranks), change(c, ranks)) for ranks in some]

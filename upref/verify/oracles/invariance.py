@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracles that need no reference: what must not change a loss's gradient, or change it in a known way."""
+"""Oracles that need no reference: what must not change a loss's gradient, or change it
+in a known way.
+"""
 
 import math
 from collections.abc import Callable
@@ -22,21 +24,38 @@ from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
-FIELDS = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "logp_sampler")
+FIELDS = (
+    "logp",
+    "logp_old",
+    "adv",
+    "mask",
+    "group",
+    "logp_ref",
+    "entropy",
+    "logp_sampler",
+)
 
 
 def regroup(b: Rollouts, f: Callable[[str, Tensor], Tensor]) -> Rollouts:
-    return replace(b, totals=None, **{k: f(k, v) for k in FIELDS if (v := getattr(b, k)) is not None})
+    return replace(
+        b,
+        totals=None,
+        **{k: f(k, v) for k in FIELDS if (v := getattr(b, k)) is not None},
+    )
 
 
 def moved(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
-    """Relative to the largest, on unmasked slots, 0 within tol; infinite where one is not finite and the other is."""
+    """Relative to the largest, on unmasked slots, 0 within tol; infinite where one is
+    not finite and the other is.
+    """
     off = ((x - y).abs() / y.abs().amax().clamp(min=1e-30)).nan_to_num(nan=math.inf)
     return torch.where(mask & (off > tol), off, 0)
 
 
 def slack(case: Case, least: float = HABIT) -> float:
-    """By default 1e-6 in a denominator is let pass: of a chunk, other rows or columns make another one."""
+    """By default 1e-6 in a denominator is let pass: of a chunk, other rows or columns
+    make another one.
+    """
     return max(least, case.tol if case.single else 0)
 
 
@@ -56,9 +75,21 @@ def padding(case: Case) -> list[Finding]:
         text = "masked slots that hold ordinary numbers"
         batch = example(case, shrink(b, bad))
         every = lambda b: b.but(mask=torch.ones_like(b.mask), totals=None)
-        unmasked = lambda b: (case.gradient(b), case.expected(every(b)) * case.factors(every(b)))
+        unmasked = lambda b: (
+            case.gradient(b),
+            case.expected(every(b)) * case.factors(every(b)),
+        )
         why = "the mask is ignored" if everywhere(case, unmasked) else ""
-        out.append(fail("padding", text, Number(0, "weight"), "a gradient flows into them", batch, why))
+        out.append(
+            fail(
+                "padding",
+                text,
+                Number(0, "weight"),
+                "a gradient flows into them",
+                batch,
+                why,
+            )
+        )
     for left, right in ((0, 3), (2, 0)):
         wide = partial(_widened, left=left, right=right)
 
@@ -67,29 +98,48 @@ def padding(case: Case) -> list[Finding]:
             return value, g[:, left : left + c.mask.shape[1]]
 
         wider, g2 = padded(b)
-        side = f"{left} columns of padding on the left" if left else f"{right} columns of padding on the right"
+        side = (
+            f"{left} columns of padding on the left"
+            if left
+            else f"{right} columns of padding on the right"
+        )
         off = moved(g2, g, b.mask, slack(case))
         if off.max() > 0:
 
             def apart(c: Rollouts, padded=padded) -> Tensor:
                 return moved(padded(c)[1], case.gradient(c), c.mask, slack(case))
 
-            def by_width(c: Rollouts, padded=padded, more=left + right) -> tuple[Tensor, Tensor]:
+            def by_width(
+                c: Rollouts, padded=padded, more=left + right
+            ) -> tuple[Tensor, Tensor]:
                 T = c.mask.shape[1]
                 return padded(c)[1] * (T + more), case.gradient(c) * T
 
-            small = shrink(b, lambda c, apart=apart: bool(apart(c).max() > 0), worst(off))  # type: ignore[misc]
+            small = shrink(
+                b,
+                lambda c, apart=apart: bool(apart(c).max() > 0),  # type: ignore[misc]
+                worst(off),
+            )
             at = worst(apart(small))
             why = "it divides by the padded width" if everywhere(case, by_width) else ""
             if left and not why and _reads_first_column(case, left):
                 why = "the advantage of a response is read from the first column, which may be padding"
-            says = number_pair("dJ/dlp", case.gradient(small)[at].item(), padded(small)[1][at].item(), "as without")
+            says = number_pair(
+                "dJ/dlp",
+                case.gradient(small)[at].item(),
+                padded(small)[1][at].item(),
+                "as without",
+            )
             narrow = torch.nn.functional.pad(case.gradient(small), (left, right))
-            shown = make_example(wide(small), narrow, case.gradient(wide(small)), case.loss.reads)
+            shown = make_example(
+                wide(small), narrow, case.gradient(wide(small)), case.loss.reads
+            )
             out.append(fail("padding", f"with {side}", *says, shown, why))
         elif (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             text = f"the value moves with {side}, the gradient does not"
-            out.append(note("padding", text, *number_pair("value", value.item(), wider.item())))
+            out.append(
+                note("padding", text, *number_pair("value", value.item(), wider.item()))
+            )
     return out + _empty_row(case, b, g)
 
 
@@ -99,14 +149,17 @@ def _widened(b: Rollouts, left: int, right: int = 0) -> Rollouts:
     def pad(field: str, x: Tensor) -> Tensor:
         if field == "group":
             return x
-        return torch.nn.functional.pad(x, (left, right), value=-0.7 if x.is_floating_point() else 0)
+        return torch.nn.functional.pad(
+            x, (left, right), value=-0.7 if x.is_floating_point() else 0
+        )
 
     return regroup(b, pad)
 
 
 def _reads_first_column(case: Case, left: int) -> bool:
-    """Whether the advantage of a response is that of the first column, of padding too, as it is or set to 0 there;
-    behind one column of padding and behind so many: else it is that of another column."""
+    """Whether the advantage of a response is that of the first column, of padding too,
+    as it is or set to 0 there; behind one column of padding and behind so many: else it
+    is that of another column."""
 
     def first(b: Rollouts, columns: int, zeroed: bool) -> tuple[Tensor, Tensor]:
         there = _widened(b, columns)
@@ -115,21 +168,28 @@ def _reads_first_column(case: Case, left: int) -> bool:
         return case.gradient(there), case.expected(read) * case.factors(read)
 
     def every(zeroed: bool) -> bool:
-        return all(everywhere(case, partial(first, columns=n, zeroed=zeroed)) for n in (1, left))
+        return all(
+            everywhere(case, partial(first, columns=n, zeroed=zeroed))
+            for n in (1, left)
+        )
 
     return every(False) or every(True)
 
 
 def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
-    """A fully masked row, as frameworks pad batches with, counts nothing in a mean over tokens. What it counts in a
-    mean over responses nobody says; that it is NaN there must only be known."""
+    """A fully masked row, as frameworks pad batches with, counts nothing in a mean over
+    tokens. What it counts in a mean over responses nobody says; that it is NaN there
+    must only be known."""
     if case.loss.form == "unreduced":
         return []
 
     def longer(c: Rollouts) -> tuple[Tensor, Tensor]:
-        rows = {k: torch.cat([v, v[:1]]) for k in FIELDS if (v := getattr(c, k)) is not None}
+        rows = {
+            k: torch.cat([v, v[:1]]) for k in FIELDS if (v := getattr(c, k)) is not None
+        }
         rows["mask"][-1] = False
-        return case.both(Rollouts.unchecked(**rows))  # Rollouts itself refuses such a row
+        # Rollouts itself refuses such a row
+        return case.both(Rollouts.unchecked(**rows))
 
     try:
         value, g2 = longer(b)
@@ -137,45 +197,75 @@ def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
         return []
     text = "with a row that is masked throughout"
     if case.o.agg not in ("token-mean", "group-token-mean"):
-        nan = note("padding", text, "a number", "NaN", "drop such rows, or divide by lengths of at least 1")
+        nan = note(
+            "padding",
+            text,
+            "a number",
+            "NaN",
+            "drop such rows, or divide by lengths of at least 1",
+        )
         return [] if value.isfinite() and g2.isfinite().all() else [nan]
     off = moved(g2[:-1], g, b.mask, slack(case))
     if off.max() == 0 and (g2[-1] == 0).all():
         return []
     i, t = worst(off)
     says = number_pair("dJ/dlp", g[i, t].item(), g2[i, t].item(), "as without")
-    counted = lambda c: (longer(c)[1][:-1] * (len(c.mask) + 1), case.gradient(c) * len(c.mask))
-    why = "the row is counted among the responses of a mean" if everywhere(case, counted) else ""
+    counted = lambda c: (
+        longer(c)[1][:-1] * (len(c.mask) + 1),
+        case.gradient(c) * len(c.mask),
+    )
+    why = (
+        "the row is counted among the responses of a mean"
+        if everywhere(case, counted)
+        else ""
+    )
     return [fail("padding", text, *says, cause=why)]
 
 
-JUNK = (0.0, -30.0, 30.0)  # what padding may hold: a log-probability of anything, an advantage of any size
+# what padding may hold: a log-probability of anything, an advantage of any size
+JUNK = (0.0, -30.0, 30.0)
 NOT_NUMBERS = (math.nan, math.inf, -math.inf, 1e30)
 LEAK = "{} in a masked slot reaches the gradient; select with torch.where(mask, x, 0) before you multiply"
 
 
 @oracle("masked-values", 70)
 def masked_values(case: Case) -> list[Finding]:
-    """Numbers in masked slots must count for nothing; NaN there is a note, since frameworks pad with numbers."""
+    """Numbers in masked slots must count for nothing; NaN there is a note, since
+    frameworks pad with numbers.
+    """
     b = case.grid(thin=5)
     value, g = case.both(b)
-    reads = [k for k in ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler") if k in case.loss.reads]
+    reads = [
+        k
+        for k in ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
+        if k in case.loss.reads
+    ]
     leaks: list[Finding] = []
     for k, p in ((k, p) for p in (*JUNK, *NOT_NUMBERS) for k in reads):
         if getattr(b, k) is None or (k == "adv" and case.loss.adv_shape != "BT"):
             continue
-        bad = lambda c, k=k, p=p: replace(c, **{k: getattr(c, k).masked_fill(~c.mask, p)})
+        bad = lambda c, k=k, p=p: replace(
+            c, **{k: getattr(c, k).masked_fill(~c.mask, p)}
+        )
         regime = f"masked slots of {CALLED[k]} hold {p:g}"
         try:
             what = _changes(b, (value, g), case.both(bad(b)))
         except InputError as e:
-            return [(fail if p in JUNK else note)("masked-values", regime, "no effect", str(e))]
+            return [
+                (fail if p in JUNK else note)(
+                    "masked-values", regime, "no effect", str(e)
+                )
+            ]
         if not what:
             continue
         if p not in JUNK or case.loss.framework:
             leaks = leaks or [
                 note(
-                    "masked-values", regime, "no effect, bit for bit", what, LEAK.format(f"{p:g}".replace("nan", "NaN"))
+                    "masked-values",
+                    regime,
+                    "no effect, bit for bit",
+                    what,
+                    LEAK.format(f"{p:g}".replace("nan", "NaN")),
                 )
             ]
             continue
@@ -183,17 +273,29 @@ def masked_values(case: Case) -> list[Finding]:
         shows = lambda c, bad=bad: _changes(c, case.both(c), case.both(bad(c)))
         small = shrink(b, lambda c, shows=shows: bool(shows(c)))  # type: ignore[misc]
         says = "no effect, bit for bit", shows(small)
-        shown = example(case, bad(small)) or make_example(bad(small), reads=case.loss.reads)
-        return [fail("masked-values", regime, *says, shown, "masked slots affect the result")]
+        shown = example(case, bad(small)) or make_example(
+            bad(small), reads=case.loss.reads
+        )
+        return [
+            fail(
+                "masked-values", regime, *says, shown, "masked slots affect the result"
+            )
+        ]
     return leaks
 
 
-def _changes(b: Rollouts, clean: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor]) -> str:
+def _changes(
+    b: Rollouts, clean: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor]
+) -> str:
     """What other numbers in masked slots change, in words; "" if nothing."""
     (value, g), (v2, g2) = clean, there
     changes = {
-        f"the loss is {v2.item():.4g} instead of {value.item():.4g}": not torch.equal(v2, value),
-        "the gradient of unmasked tokens changes": not torch.equal(g2[b.mask], g[b.mask]),
+        f"the loss is {v2.item():.4g} instead of {value.item():.4g}": not torch.equal(
+            v2, value
+        ),
+        "the gradient of unmasked tokens changes": not torch.equal(
+            g2[b.mask], g[b.mask]
+        ),
         "the gradient of the masked slots is not 0": not bool((g2[~b.mask] == 0).all()),
     }
     return " and ".join(words for words, on in changes.items() if on)
@@ -218,15 +320,23 @@ def permutation(case: Case) -> list[Finding]:
     small = shrink(b, lambda c: _moves(case, c, order(len(c.mask))))
     rows = order(len(small.mask))
     turned = regroup(small, lambda k, v: v[rows])
-    batch = make_example(turned, case.gradient(small)[rows], case.gradient(turned), case.loss.reads)
+    batch = make_example(
+        turned, case.gradient(small)[rows], case.gradient(turned), case.loss.reads
+    )
     larger = [b.but(group=b.group // 2, totals=None)] if b.group is not None else []
-    why = next(filter(None, (confirmed(case, one, b, *larger) for one in placed(case))), "")
+    why = next(
+        filter(None, (confirmed(case, one, b, *larger) for one in placed(case))), ""
+    )
     says = "the same gradient, in that order", "another gradient"
     return [fail("permutation", "rows in another order", *says, batch, why)]
 
 
 def _kl(case: Case) -> str:
-    return "the KL term does not scale with A" if case.hp.get("beta") else case.o.scale_exception
+    return (
+        "the KL term does not scale with A"
+        if case.hp.get("beta")
+        else case.o.scale_exception
+    )
 
 
 @oracle("scaling", 110, _kl, implied=True)
@@ -240,11 +350,19 @@ def scaling(case: Case) -> list[Finding]:
     at = worst(off(small))
     due, got = 3 * case.gradient(small), tripled(small)
     says = number_pair("dJ/dlp", due[at].item(), got[at].item(), "3 times the gradient")
-    times = lambda k: lambda b: (case.gradient(b.but(adv=3 * b.adv)), k * case.gradient(b))
-    why = "the size of A has no effect: it is divided out" if everywhere(case, times(1)) else ""
+    times = lambda k: (
+        lambda b: (case.gradient(b.but(adv=3 * b.adv)), k * case.gradient(b))
+    )
+    why = (
+        "the size of A has no effect: it is divided out"
+        if everywhere(case, times(1))
+        else ""
+    )
     why = "A enters squared" if everywhere(case, times(9)) else why
     large, at_3 = clipped(case, LARGE), replace(small, adv=3 * small.adv)
-    why = why or confirmed_at(case, large, at_3, at, case.weights(at_3)[at].item(), b.but(adv=LARGE * b.adv))
+    why = why or confirmed_at(
+        case, large, at_3, at, case.weights(at_3)[at].item(), b.but(adv=LARGE * b.adv)
+    )
     shown = make_example(at_3, due, got, case.loss.reads)
     return [fail("scaling", "all advantages times 3", *says, shown, why)]
 
@@ -258,6 +376,12 @@ def zero_advantage(case: Case) -> list[Finding]:
         return []
     small = zero(shrink(b, pushed))
     g = case.gradient(small)
-    found = f"a gradient of up to {g.abs().max().item():.4g}" if g.isfinite().all() else "NaN or infinity"
+    found = (
+        f"a gradient of up to {g.abs().max().item():.4g}"
+        if g.isfinite().all()
+        else "NaN or infinity"
+    )
     shown = make_example(small, 0 * g, g, case.loss.reads)
-    return [fail("zero-advantage", "A = 0 everywhere", Number(0, "weight"), found, shown)]
+    return [
+        fail("zero-advantage", "A = 0 everywhere", Number(0, "weight"), found, shown)
+    ]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of tensors that are not contiguous: slices of wider ones, and advantages with a stride of 0."""
+"""The oracle of tensors that are not contiguous: slices of wider ones, and advantages
+with a stride of 0.
+"""
 
 from dataclasses import replace
 
@@ -21,7 +23,9 @@ PASTE = "# before the call: x = torch.nn.functional.pad(x, (2, 1))[:, 2:-1] for 
 WHY = "it reads memory as if its inputs were contiguous: call .contiguous(), or use their strides"
 
 
-@oracle("layout", 140, lambda case: "the weights are wrong already" if case.wrong else "")
+@oracle(
+    "layout", 140, lambda case: "the weights are wrong already" if case.wrong else ""
+)
 def layout(case: Case) -> list[Finding]:
     if any(done.wrote for done in case.done):  # whose finding is the oracle mutation's
         return []
@@ -30,12 +34,19 @@ def layout(case: Case) -> list[Finding]:
         try:
             off = _moved(case, batch)
         except InputError as e:
-            return [note("layout", f"inputs of which {SLICED} are refused", found=str(e))]
+            return [
+                note("layout", f"inputs of which {SLICED} are refused", found=str(e))
+            ]
         if off.max() > 0:
             small = shrink(batch, lambda c: bool(_moved(case, c).max() > 0))
             due, found = case.gradient(small), case.loss.ask("sliced", small)
             i, t = worst(_moved(case, small))
-            says = number_pair("dJ/dlp", due[i, t].item(), found[i, t].item(), "as of contiguous tensors")
+            says = number_pair(
+                "dJ/dlp",
+                due[i, t].item(),
+                found[i, t].item(),
+                "as of contiguous tensors",
+            )
             shown = make_example(small, due, found, case.loss.reads)
             shown = replace(shown, then=PASTE) if shown else None
             return [fail("layout", SLICED, *says, shown, WHY)]
@@ -44,4 +55,6 @@ def layout(case: Case) -> list[Finding]:
 
 
 def _moved(case: Case, b: Rollouts) -> Tensor:
-    return moved(case.loss.ask("sliced", b), case.gradient(b), b.mask, slack(case, 1e-7))
+    return moved(
+        case.loss.ask("sliced", b), case.gradient(b), b.mask, slack(case, 1e-7)
+    )

@@ -21,18 +21,21 @@ from upref.verify.shrink import example, numbers, shrink, smallest, wrong
 from upref.weights.batches import GUARD, clamped, overflowing, single_token_responses
 
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
-SAMPLED = math.log(torch.finfo(torch.float32).max) - 1  # no sampler draws a token of probability e^-88
+# no sampler draws a token of probability e^-88
+SAMPLED = math.log(torch.finfo(torch.float32).max) - 1
 FULL = math.log(torch.finfo(torch.float64).max) - 1
 
 
 @oracle("extremes", 90)
 def extremes(case: Case) -> list[Finding]:
     out: list[Finding] = []
-    near = not case.wrong or bool((case.off(off_bounds(case)) <= case.tol).all())  # wrong beyond the grid, if at all
+    # wrong beyond the grid, if at all
+    near = not case.wrong or bool((case.off(off_bounds(case)) <= case.tol).all())
     if near and not case.single and not case.o.batch_coupled:
         out += [f for f in clamps(case) if not case.wrong or f.cause != UNKNOWN]
     notes: dict[str, Finding] = {}
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):  # what is noted in one may be wrong in the next
+    # what is noted in one may be wrong in the next
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
         found = _overflows(case, dtype)
         if wrong := [f for f in found.values() if f.severity == "failure"]:
             return out + wrong
@@ -41,16 +44,27 @@ def extremes(case: Case) -> list[Finding]:
 
 
 def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
-    """NaN, or a lost weight, where the objective's own is an ordinary number; a note for ratios and tokens that no
-    sampler can produce, which is where exp(log r) overflows float32 and exp(log π_old) leaves it."""
+    """NaN, or a lost weight, where the objective's own is an ordinary number; a note
+    for ratios and tokens that no sampler can produce, which is where exp(log r)
+    overflows float32 and exp(log π_old) leaves it."""
     wide, short = case.ready(overflowing()), str(dtype).removeprefix("torch.")
-    low = replace(wide, **{k: v.to(dtype) for k in FLOATS if (v := getattr(wide, k)) is not None})
+    low = replace(
+        wide, **{k: v.to(dtype) for k in FLOATS if (v := getattr(wide, k)) is not None}
+    )
     try:
         g = case.gradient(low).double()
     except InputError as e:
         if dtype is torch.float64 and not _runs_below_overflow(case, low):
-            return {"refused": fail("extremes", "float64, |log r| up to 800", "a finite loss", str(e))}
-        beyond = f"|log r| above {FULL:.0f} is" if dtype is torch.float64 else f"{short} inputs are"
+            return {
+                "refused": fail(
+                    "extremes", "float64, |log r| up to 800", "a finite loss", str(e)
+                )
+            }
+        beyond = (
+            f"|log r| above {FULL:.0f} is"
+            if dtype is torch.float64
+            else f"{short} inputs are"
+        )
         return {"refused": note("extremes", f"{beyond} refused", found=str(e))}
     far = _extremes(case, low, g)
     notes: dict[str, Finding] = {}
@@ -60,29 +74,38 @@ def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
         i, t = hit.nonzero()[0].tolist()
         why = _why(case, far.b, low, i, t, math.isnan(far.found[i, t].item()))
         if kind != "wrong":
-            notes[kind] = note("extremes", "", *far.weights(i, t), why, place=far.place(i, t, short))
+            notes[kind] = note(
+                "extremes", "", *far.weights(i, t), why, place=far.place(i, t, short)
+            )
             continue
 
         def is_wrong(c: Rollouts) -> bool:
-            return bool(_extremes(case, c, case.gradient(c).double()).hits["wrong"].any())
+            return bool(
+                _extremes(case, c, case.gradient(c).double()).hits["wrong"].any()
+            )
 
         small = shrink(low, is_wrong, (i, t))
         near = _extremes(case, small, case.gradient(small).double())
         i, t = near.hits["wrong"].nonzero()[0].tolist()
         shown = example(case, near.b, dtype)
         place = near.place(i, t, short)
-        return {kind: fail("extremes", "", *near.weights(i, t), shown, why, place=place)}
+        return {
+            kind: fail("extremes", "", *near.weights(i, t), shown, why, place=place)
+        }
     return notes
 
 
 @dataclass(frozen=True)
 class Extremes:
-    """Weights of a batch of far ratios and rare tokens, and the tokens where they differ by more than rounding."""
+    """Weights of a batch of far ratios and rare tokens, and the tokens where they
+    differ by more than rounding.
+    """
 
     b: Rollouts  # the numbers that the loss got, in float64
     expected: Tensor
     found: Tensor
-    hits: dict[str, Tensor]  # "wrong"; "far" and "rare" are those that no sampler produces
+    # "wrong"; "far" and "rare" are those that no sampler produces
+    hits: dict[str, Tensor]
 
     def place(self, i: int, t: int, dtype: str) -> Place:
         """The token in column t of response i."""
@@ -97,96 +120,182 @@ class Extremes:
 
 def _extremes(case: Case, low: Rollouts, g: Tensor) -> Extremes:
     """g: the gradient of the loss on this batch, whose numbers may be of any dtype."""
-    b = replace(low, **{k: v.double() for k in FLOATS if (v := getattr(low, k)) is not None})
+    b = replace(
+        low, **{k: v.double() for k in FLOATS if (v := getattr(low, k)) is not None}
+    )
     expected, found, dtype = case.expected(b), g / case.factors(b), low.logp.dtype
     log_r, A, room = b.logp - b.logp_old, b.adv.expand_as(b.logp), _room(case, dtype)
-    whole = case.o.level in ("sequence_mean", "custom")  # some write a geometric mean as the root of a product
-    size = torch.where(A == 0, 1, (A * case.factors(b)).abs().clamp(1e-30, 1)).log()  # A / (N r) leaves the dtype too
-    far = (log_r.abs().sum(1, keepdim=True).expand_as(log_r) if whole else log_r.abs()) - size > SAMPLED
+    # some write a geometric mean as the root of a product
+    whole = case.o.level in ("sequence_mean", "custom")
+    # A / (N r) leaves the dtype too
+    size = torch.where(A == 0, 1, (A * case.factors(b)).abs().clamp(1e-30, 1)).log()
+    far = (
+        log_r.abs().sum(1, keepdim=True).expand_as(log_r) if whole else log_r.abs()
+    ) - size > SAMPLED
     unseen = far | (b.logp_old < -SAMPLED)
-    plain = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)  # a weight that is no ratio run away
+    # a weight that is no ratio run away
+    plain = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)
     lost = ~found.isfinite()
-    # which tokens tie at a cut of the batch, rounding decides; wrong weights are another oracle's
+    # which tokens tie at a cut of the batch, rounding decides; wrong weights are
+    # another oracle's
     if not case.wrong and (dtype is torch.float64 or not case.o.batch_coupled):
         lost |= (found - expected).abs() > 0.1 * expected.abs() + room
-    bad = (~found.isfinite() & (expected.abs() < 1e30) | lost & plain) & ~unseen & b.mask
+    bad = (
+        (~found.isfinite() & (expected.abs() < 1e30) | lost & plain) & ~unseen & b.mask
+    )
     spent = (~found.isfinite() | lost & plain) & ~bad & b.mask
-    return Extremes(b, expected, found, {"wrong": bad, "far": spent & far, "rare": spent & ~far})
+    return Extremes(
+        b, expected, found, {"wrong": bad, "far": spent & far, "rare": spent & ~far}
+    )
 
 
 def _room(case: Case, dtype: torch.dtype) -> float:
-    """What rounding leaves of the KL term where π is π_ref: its slope is a difference of two terms of size β there."""
+    """What rounding leaves of the KL term where π is π_ref: its slope is a difference
+    of two terms of size β there.
+    """
     return float(4 * torch.finfo(dtype).eps * abs(case.hp.get("beta") or 0))
 
 
 def _runs_below_overflow(case: Case, b: Rollouts) -> bool:
-    """Whether it raised only because exp(log r) is infinite: louder than the NaN that is forgiven."""
+    """Whether it raised only because exp(log r) is infinite: louder than the NaN that
+    is forgiven.
+    """
     try:
-        case.gradient(replace(b, logp=torch.where((b.logp - b.logp_old).abs() > FULL, b.logp_old, b.logp)))
+        case.gradient(
+            replace(
+                b,
+                logp=torch.where(
+                    (b.logp - b.logp_old).abs() > FULL, b.logp_old, b.logp
+                ),
+            )
+        )
     except InputError:
         return False
     return True
 
 
 def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) -> str:
-    """The one change that makes it right: a nearer ratio, or the same ratio of a more likely token. Both sides of the
-    end of a dtype are asked, far from it and as near as rounding allows, for two probabilities and two advantages."""
+    """The one change that makes it right: a nearer ratio, or the same ratio of a more
+    likely token. Both sides of the end of a dtype are asked, far from it and as near as
+    rounding allows, for two probabilities and two advantages."""
     x, A = (b.logp - b.logp_old)[i, t].item(), b.adv[i, t].item()
     dtype = low.logp.dtype
 
     def right(log_r: float, lp: float, A: float) -> bool:
         full = lambda v: torch.full_like(low.logp[:1, :1], v)
-        one = case.ready(Rollouts(full(lp), full(lp - log_r), full(A), full(1).bool(), logp_ref=full(lp)))
+        one = case.ready(
+            Rollouts(
+                full(lp), full(lp - log_r), full(A), full(1).bool(), logp_ref=full(lp)
+            )
+        )
         try:
             found = case.gradient(one).double() / case.factors(one)
         except InputError:
             return False
-        wide = replace(one, **{k: v.double() for k in FLOATS if (v := getattr(one, k)) is not None})
+        wide = replace(
+            one, **{k: v.double() for k in FLOATS if (v := getattr(one, k)) is not None}
+        )
         want = case.expected(wide)
         near = 0.05 * max(abs(A), float(want.abs().max())) + _room(case, dtype)
         return bool((found - want).abs().max() <= near)
 
     for d in (torch.float32, dtype):
         f, name = torch.finfo(d), str(d).removeprefix("torch.")
-        most, tiny, least = math.log(f.max), -math.log(f.tiny), -math.log(f.tiny) - math.log(f.eps)
-        near = 0.02 + 2 * most * max(f.eps, torch.finfo(dtype).eps)  # rounding of the inputs
+        most, tiny, least = (
+            math.log(f.max),
+            -math.log(f.tiny),
+            -math.log(f.tiny) - math.log(f.eps),
+        )
+        # rounding of the inputs
+        near = 0.02 + 2 * most * max(f.eps, torch.finfo(dtype).eps)
         two = ((A, 1.0), (A / 3, 40.0))
         far = lambda by, most=most, two=two: [
-            right(math.copysign(most + by, x), -most - max(by, 0) - more, a) for a, more in two
+            right(math.copysign(most + by, x), -most - max(by, 0) - more, a)
+            for a, more in two
         ]
         if abs(x) > most and all(far(-4) + far(-near)) and not any(far(4) + far(near)):
             product = ", and 0 * inf is NaN" if nan else ""
             return f"exp(log r) overflows {name} at |log r| > {most:.3g} (float16: 11.1){product}"
         rare = lambda lp, two=two: [right(x, -lp, a) for a, _ in two]
-        if abs(x) < 1 and all(rare(tiny - 9) + rare(tiny - near)) and not any(rare(least + near) + rare(least + 60)):
+        if (
+            abs(x) < 1
+            and all(rare(tiny - 9) + rare(tiny - near))
+            and not any(rare(least + near) + rare(least + 60))
+        ):
             return f"exp(log_prob) underflows {name}, though the ratio is near 1: use differences of log-probabilities"
     return ""
 
 
 def clamps(case: Case) -> list[Finding]:
-    """A weight that is lost beyond some |log r|: a clamp of the log-ratio. Shown is the token that loses most."""
+    """A weight that is lost beyond some |log r|: a clamp of the log-ratio. Shown is the
+    token that loses most.
+    """
     hits, guard = [], GUARD[case.o.level]
     for A in (1.0, -1.0):
-        b = case.ready(single_token_responses(A, [math.exp(s * x) for x in FAR for s in (1, -1)]))
-        found, expected, off = case.weights(b)[:, 0], case.expected(b)[:, 0], case.off(b)[:, 0]
+        b = case.ready(
+            single_token_responses(A, [math.exp(s * x) for x in FAR for s in (1, -1)])
+        )
+        found, expected, off = (
+            case.weights(b)[:, 0],
+            case.expected(b)[:, 0],
+            case.off(b)[:, 0],
+        )
         hits += [(A, s * x, expected[n].item(), found[n].item())
                  for n, (x, s) in enumerate(product(FAR, (1, -1))) if off[n] > HABIT]  # fmt: skip
     if not hits:
         return []
     near = [hit for hit in hits if abs(hit[1]) < guard] or hits
-    lost = lambda hit: round(abs(hit[2] - hit[3]) / math.exp(abs(hit[1])) ** (hit[1] > 0), 6)
-    A, x, want, got = max(near, key=lambda hit: (lost(hit), -abs(hit[1])))  # the nearest, where many lose all
+    lost = lambda hit: round(
+        abs(hit[2] - hit[3]) / math.exp(abs(hit[1])) ** (hit[1] > 0), 6
+    )
+    # the nearest, where many lose all
+    A, x, want, got = max(near, key=lambda hit: (lost(hit), -abs(hit[1])))
     why = _clamp(case, hits) or UNKNOWN
     if abs(x) < guard:
         alone = case.ready(single_token_responses(A, [math.exp(x)]))
-        together = case.ready(single_token_responses(A, [math.exp(s * y) for y in FAR for s in (1, -1)]))
-        one, i, t = smallest(case, *((alone, (0, 0)) if wrong(case)(alone) else (together, _place(together, x))))
+        together = case.ready(
+            single_token_responses(A, [math.exp(s * y) for y in FAR for s in (1, -1)])
+        )
+        one, i, t = smallest(
+            case,
+            *(
+                (alone, (0, 0))
+                if wrong(case)(alone)
+                else (together, _place(together, x))
+            ),
+        )
         x = (one.logp - one.logp_old)[i, t].item()
-        reached = f"as of a token that was sampled at π_old = {math.exp(-abs(x)):.1g}" if x > 0 else ""
+        reached = (
+            f"as of a token that was sampled at π_old = {math.exp(-abs(x)):.1g}"
+            if x > 0
+            else ""
+        )
         place = Place(A, numbers={"log r": x}, remark=reached)
-        return [fail("extremes", "", *numbers(case, one, i, t), example(case, one), why, place=place)]
-    far = f"another weight at {guard:g} or beyond" if why == UNKNOWN else f"clamped at {guard:g} or beyond"
-    return [note("extremes", "", want, got, why, place=Place(A, numbers={"log r": x}, remark=far))]
+        return [
+            fail(
+                "extremes",
+                "",
+                *numbers(case, one, i, t),
+                example(case, one),
+                why,
+                place=place,
+            )
+        ]
+    far = (
+        f"another weight at {guard:g} or beyond"
+        if why == UNKNOWN
+        else f"clamped at {guard:g} or beyond"
+    )
+    return [
+        note(
+            "extremes",
+            "",
+            want,
+            got,
+            why,
+            place=Place(A, numbers={"log r": x}, remark=far),
+        )
+    ]
 
 
 def _place(b: Rollouts, x: float) -> tuple[int, int]:
@@ -195,7 +304,9 @@ def _place(b: Rollouts, x: float) -> tuple[int, int]:
 
 
 def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> str:
-    """The clamp of log r that, put into the reference, gives the weights found on every batch, far ones too."""
+    """The clamp of log r that, put into the reference, gives the weights found on every
+    batch, far ones too.
+    """
     ends = {1: math.inf, -1: -math.inf}
     for side in ends:
         if beyond_it := [h for h in hits if h[1] * side > 0]:
@@ -203,15 +314,33 @@ def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> str:
             good = max((x for x in FAR if x < bad), default=0.0)
             for _ in range(30):
                 middle = (good + bad) / 2
-                wrong = case.off(case.ready(single_token_responses(A, [math.exp(side * middle)]))).max() > HABIT
+                wrong = (
+                    case.off(
+                        case.ready(single_token_responses(A, [math.exp(side * middle)]))
+                    ).max()
+                    > HABIT
+                )
                 good, bad = (good, middle) if wrong else (middle, bad)
             ends[side] = side * bad
     far = case.ready(clamped()), case.beyond("ratios")
-    for digits in (2, 6):  # a small difference shows only beyond the bound itself, which is a round number
+    # a small difference shows only beyond the bound itself, which is a round number
+    for digits in (2, 6):
         low, high = (float(f"{ends[side]:.{digits}g}") for side in (-1, 1))
-        said = f"to ±{high:g}" if low == -high else f"at {high:g}" if low == -math.inf else f"to {low:g} and above"
-        said = said if math.inf in (-low, high) or low == -high else f"to [{low:g}, {high:g}]"
+        said = (
+            f"to ±{high:g}"
+            if low == -high
+            else f"at {high:g}"
+            if low == -math.inf
+            else f"to {low:g} and above"
+        )
+        said = (
+            said
+            if math.inf in (-low, high) or low == -high
+            else f"to [{low:g}, {high:g}]"
+        )
         faults = clamp_faults(case.o, case.hp, low, high, said)
-        if cause := next(filter(None, (confirmed(case, one, *far) for one in faults)), ""):
+        if cause := next(
+            filter(None, (confirmed(case, one, *far) for one in faults)), ""
+        ):
             return cause
     return ""

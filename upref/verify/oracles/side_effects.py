@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracles of a loss as a function: what it reads, what it writes, and where its gradient goes."""
+"""Oracles of a loss as a function: what it reads, what it writes, and where its
+gradient goes.
+"""
 
 import contextlib
 import math
@@ -32,46 +34,91 @@ CONSTANTS = "harmless as long as callers pass them without requires_grad; add .d
 
 @oracle("in-training", 5)
 def in_training(case: Case) -> list[Finding]:
-    """The same numbers as a training step has them: log_prob computed, what was not detached wanting a gradient."""
-    b, roles = case.grid(thin=5), [k for k in (*FIXED, "entropy") if k in case.loss.reads]
+    """The same numbers as a training step has them: log_prob computed, what was not
+    detached wanting a gradient.
+    """
+    b, roles = (
+        case.grid(thin=5),
+        [k for k in (*FIXED, "entropy") if k in case.loss.reads],
+    )
     leaf = case.gradient(b)
     try:
         if found := _differs(case, b, leaf, (), NETWORK):
             return found
     except InputError as e:
-        return [fail("in-training", "it raises when log_prob is the output of a network", "an answer", str(e))]
+        return [
+            fail(
+                "in-training",
+                "it raises when log_prob is the output of a network",
+                "an answer",
+                str(e),
+            )
+        ]
     with contextlib.suppress(InputError):
         if _moved_by(case, b, leaf, tuple(roles)) is None:
             return []
     for k in roles:
-        with contextlib.suppress(InputError):  # it refuses what wants a gradient: louder than it needs to be
+        # it refuses what wants a gradient: louder than it needs to be
+        with contextlib.suppress(InputError):
             if found := _differs(case, b, leaf, (k,), UNDETACHED.format(CALLED[k])):
                 return found
     return []
 
 
-def _moved_by(case: Case, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...]) -> Tensor | None:
+def _moved_by(
+    case: Case, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...]
+) -> Tensor | None:
     """The gradient where it is another than with a leaf for log_prob."""
     number = lambda x: x.nan_to_num(nan=1e9, posinf=2e9, neginf=-2e9)
     g = case.gradient(b, wanting=wanting)
-    return g if moved(number(g), number(leaf), torch.ones_like(b.mask), slack(case, EXACT)).max() > 0 else None
+    return (
+        g
+        if moved(
+            number(g), number(leaf), torch.ones_like(b.mask), slack(case, EXACT)
+        ).max()
+        > 0
+        else None
+    )
 
 
-def _differs(case: Case, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...], words: str) -> list[Finding]:
+def _differs(
+    case: Case, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...], words: str
+) -> list[Finding]:
     """The finding, once a loss that counts its calls is told apart."""
     g = _moved_by(case, b, leaf, wanting)
     if g is None:
         return []
     for again in (None, wanting, wanting, None, None, wanting):
-        if not torch.equal(case.gradient(b, wanting=again), leaf if again is None else g):
-            return [fail("determinism", "the same batch again", "the same numbers", "other numbers")]
+        if not torch.equal(
+            case.gradient(b, wanting=again), leaf if again is None else g
+        ):
+            return [
+                fail(
+                    "determinism",
+                    "the same batch again",
+                    "the same numbers",
+                    "other numbers",
+                )
+            ]
     b = shrink(b, lambda c: _moved_by(case, c, case.gradient(c), wanting) is not None)
     leaf, g = case.gradient(b), case.gradient(b, wanting=wanting)
     i, t = worst((g - leaf).abs().nan_to_num(nan=1e30))
     says = number_pair("dJ/dlp", leaf[i, t].item(), g[i, t].item())
-    by_leaf, by_network = (case.loss.outcome(b, wanting=w)[0].own is not None for w in (None, wanting))
-    why = FREED if by_leaf and not by_network else OWN if by_network and not by_leaf else ""
-    return [fail("in-training", words, *says, make_example(b, leaf, g, case.loss.reads), why)]
+    by_leaf, by_network = (
+        case.loss.outcome(b, wanting=w)[0].own is not None for w in (None, wanting)
+    )
+    why = (
+        FREED
+        if by_leaf and not by_network
+        else OWN
+        if by_network and not by_leaf
+        else ""
+    )
+    return [
+        fail(
+            "in-training", words, *says, make_example(b, leaf, g, case.loss.reads), why
+        )
+    ]
 
 
 @oracle("stop-gradient", 80)
@@ -89,44 +136,95 @@ def stop_gradient(case: Case) -> list[Finding]:
         if g is not None and (g != 0).any():
             bonus = common_value(-(g / case.factors(b))[b.mask])
             same = bonus is not None and everywhere(case, partial(_bonus, case, bonus))
-            why = f"a bonus of {bonus:.4g} times the entropy of each token" if same else ""
-            flows = lambda c: (into := case.loss.ask("into", c, "entropy")) is not None and bool((into != 0).any())
+            why = (
+                f"a bonus of {bonus:.4g} times the entropy of each token"
+                if same
+                else ""
+            )
+            flows = lambda c: (
+                (into := case.loss.ask("into", c, "entropy")) is not None
+                and bool((into != 0).any())
+            )
             b = shrink(b, flows)
             g = case.loss.ask("into", b, "entropy")
-            found = f"a gradient of up to {g.abs().max().item():.3g}" if g is not None else "a gradient"
+            found = (
+                f"a gradient of up to {g.abs().max().item():.3g}"
+                if g is not None
+                else "a gradient"
+            )
             text = "the entropy, which depends on the policy"
             shown = make_example(b, reads=case.loss.reads)
-            return [fail("stop-gradient", text, "no gradient into it", found, shown, why)]
-    notes = [note("stop-gradient", f"a gradient would flow into {', '.join(out)}", cause=CONSTANTS)] if out else []
+            return [
+                fail("stop-gradient", text, "no gradient into it", found, shown, why)
+            ]
+    notes = (
+        [
+            note(
+                "stop-gradient",
+                f"a gradient would flow into {', '.join(out)}",
+                cause=CONSTANTS,
+            )
+        ]
+        if out
+        else []
+    )
     return _declared(case) + notes
 
 
 def _bonus(case: Case, k: float, b: Rollouts) -> tuple[Tensor, Tensor]:
-    """The gradient of the loss by the entropy, and that of k times the entropy of each token in J."""
+    """The gradient of the loss by the entropy, and that of k times the entropy of each
+    token in J.
+    """
     found, due = case.loss.ask("into", b, "entropy"), -k * case.factors(b) * b.mask
     return torch.zeros_like(due) if found is None else found, due
 
 
 def _declared(case: Case) -> list[Finding]:
-    """The surrogate against finite differences, every sg(x) held at its value: for losses in the words of upref.ops."""
-    b = case.grid(thin=3, edges=OFF_EDGES)  # on a bound, a finite difference means nothing
+    """The surrogate against finite differences, every sg(x) held at its value: for
+    losses in the words of upref.ops.
+    """
+    # on a bound, a finite difference means nothing
+    b = case.grid(thin=3, edges=OFF_EDGES)
     rng = torch.Generator().manual_seed(0)
-    steps = [torch.where(b.mask, torch.randn(b.mask.shape, generator=rng, dtype=b.logp.dtype), 0) for _ in range(4)]
+    steps = [
+        torch.where(
+            b.mask, torch.randn(b.mask.shape, generator=rng, dtype=b.logp.dtype), 0
+        )
+        for _ in range(4)
+    ]
     sizes = (1e-6, 1e-4)  # where the two differ, the value is rounded, or jumps
     asked = not (case.single or case.o.batch_coupled)
-    rises = case.loss.ask("differences", b, [h * step for h in sizes for step in steps]) if asked else []
-    slopes = torch.tensor(rises).reshape(len(sizes), -1) / torch.tensor(sizes)[:, None] if rises else torch.zeros(2, 0)
+    rises = (
+        case.loss.ask("differences", b, [h * step for h in sizes for step in steps])
+        if asked
+        else []
+    )
+    slopes = (
+        torch.tensor(rises).reshape(len(sizes), -1) / torch.tensor(sizes)[:, None]
+        if rises
+        else torch.zeros(2, 0)
+    )
     g = -case.gradient(b) if rises else torch.zeros_like(b.logp)
     for step, (there, far) in zip(steps, slopes.T.tolist(), strict=False):
         here = (g * step).sum().item()
         apart = abs(there - here) > 1e-5 * (g * step).abs().sum().item() + 1e-9
-        if (apart and abs(there - far) <= 0.1 * abs(there - here)) or not math.isfinite(there - here):
+        if (apart and abs(there - far) <= 0.1 * abs(there - here)) or not math.isfinite(
+            there - here
+        ):
             why = (
                 "its gradient is not the derivative of its value: a stop-gradient not declared with sg, such as "
                 ".detach() or round(), or a custom backward pass"
             )
             regime = "finite differences in a random direction, every sg(x) held at its value"
-            return [fail("stop-gradient", regime, Number(there, "derivative"), Number(here, "autograd"), cause=why)]
+            return [
+                fail(
+                    "stop-gradient",
+                    regime,
+                    Number(there, "derivative"),
+                    Number(here, "autograd"),
+                    cause=why,
+                )
+            ]
     return []
 
 
@@ -134,11 +232,19 @@ def _declared(case: Case) -> list[Finding]:
 def mutation(case: Case) -> list[Finding]:
     """What all calls so far have changed or printed."""
     why = "it writes into the tensor that it was given"
-    changed = sorted({CALLED[k] for done in case.done for k in done.wrote if k in CALLED})
+    changed = sorted(
+        {CALLED[k] for done in case.done for k in done.wrote if k in CALLED}
+    )
     says = "inputs left alone", "other numbers after the call"
-    out = [fail("mutation", f"{name} is changed in place", *says, cause=why, subject=name) for name in changed]
+    out = [
+        fail("mutation", f"{name} is changed in place", *says, cause=why, subject=name)
+        for name in changed
+    ]
     printed = any(done.printed for done in case.done)
-    return [*out, *([note("mutation", "the loss prints while it computes")] if printed else [])]
+    return [
+        *out,
+        *([note("mutation", "the loss prints while it computes")] if printed else []),
+    ]
 
 
 @oracle("dead-hyperparameter", 100)
@@ -150,11 +256,18 @@ def _moved(case: Case, key: str) -> list[Finding]:
     """One hyperparameter is handed over, moved."""
     loss, o, now = case.loss, case.o, case.hp[key]
     asked = key in loss.accepts or (loss.accepts_kwargs and key in loss.bound_args)
-    if not (asked or loss.accepts_kwargs) or (key == "beta" and "logp_ref" not in loss.reads):
+    if not (asked or loss.accepts_kwargs) or (
+        key == "beta" and "logp_ref" not in loss.reads
+    ):
         return []
-    first = {"c": 2.0 if now != 2.0 else 3.0, "beta": 0.1 + (now or 0), "seed": 1 + (now or 0)}
+    first = {
+        "c": 2.0 if now != 2.0 else 3.0,
+        "beta": 0.1 + (now or 0),
+        "seed": 1 + (now or 0),
+    }
     more = (now * k for k in (0.5, 30.0, 0.01) if now and key not in first)
-    for other in (first.get(key, now * 1.5 if now else 0.1), *more):  # a share may be less than one token of the batch
+    # a share may be less than one token of the batch
+    for other in (first.get(key, now * 1.5 if now else 0.1), *more):
         there = replace(case, hp=case.hp | {key: other})
         b = there.grid()
         differ = (case.expected(b) - there.expected(b)).nan_to_num().abs() > 1e-9
@@ -168,36 +281,87 @@ def _moved(case: Case, key: str) -> list[Finding]:
         changed = ask(b, other)
         dead = torch.equal(ask(b, now), changed)
     except InputError as e:
-        return [fail("dead-hyperparameter", f"{key} = {other:g}", "another gradient", str(e), subject=key)]
+        return [
+            fail(
+                "dead-hyperparameter",
+                f"{key} = {other:g}",
+                "another gradient",
+                str(e),
+                subject=key,
+            )
+        ]
     if dead:
         effect = lambda c: (ask(c, other) - ask(c, now), torch.zeros_like(c.logp))
         every = everywhere(case, effect, *_some(b, differ))
-        why = "it goes into **kwargs and has no effect" if key not in loss.accepts else "the argument has no effect"
+        why = (
+            "it goes into **kwargs and has no effect"
+            if key not in loss.accepts
+            else "the argument has no effect"
+        )
         make = fail if asked else note
         says = "another gradient", "the same gradient, bit for bit"
-        return [make("dead-hyperparameter", text, *says, cause=why if every else "", subject=key)]
+        return [
+            make(
+                "dead-hyperparameter",
+                text,
+                *says,
+                cause=why if every else "",
+                subject=key,
+            )
+        ]
     if _explained(there, b, changed):
         return []
     want = f"the gradient of {o.name} at {key} = {other:g}"
     why = f"{key} has another effect than in {o.name}"
-    return [fail("dead-hyperparameter", text, want, "another gradient", cause=why, subject=key)]
+    return [
+        fail(
+            "dead-hyperparameter",
+            text,
+            want,
+            "another gradient",
+            cause=why,
+            subject=key,
+        )
+    ]
 
 
 def _some(b: Rollouts, differ: Tensor) -> list[Rollouts]:
-    """These tokens, their responses in batches of 1 to 70, and side by side in long ones: an effect may need that."""
+    """These tokens, their responses in batches of 1 to 70, and side by side in long
+    ones: an effect may need that.
+    """
     b, at = replace(b, group=None), differ.nonzero().tolist()
-    few, rows = at[:: max(1, len(at) // 4)][:4], list(dict.fromkeys(i for i, _ in at)) * 70
+    few, rows = (
+        at[:: max(1, len(at) // 4)][:4],
+        list(dict.fromkeys(i for i, _ in at)) * 70,
+    )
     tokens = [cut(b, [i], columns) for i, t in few for columns in ([t], None)]
-    some = [c for c in (*tokens, *(cut(b, rows[:n], None) for n in (2, 3, 5, 70))) if c is not None]
-    wide = {k: torch.cat([v] * 9, 1) for k in PER_TOKEN if (v := getattr(some[-1], k)) is not None}
+    some = [
+        c
+        for c in (*tokens, *(cut(b, rows[:n], None) for n in (2, 3, 5, 70)))
+        if c is not None
+    ]
+    wide = {
+        k: torch.cat([v] * 9, 1)
+        for k in PER_TOKEN
+        if (v := getattr(some[-1], k)) is not None
+    }
     return [*some, some[-1].but(**wide, totals=None)]
 
 
 def _explained(case: Case, b: Rollouts, g: Tensor) -> bool:
-    """Whether the moved gradient is right, or as wrong as before the move (the gradient oracle's business)."""
-    here = replace(case, hp=case.o.resolve({k: v for k, v in case.hp.items() if k in case.loss.bound_args}))
+    """Whether the moved gradient is right, or as wrong as before the move (the gradient
+    oracle's business).
+    """
+    here = replace(
+        case,
+        hp=case.o.resolve(
+            {k: v for k, v in case.hp.items() if k in case.loss.bound_args}
+        ),
+    )
     off = case.off(b, g / case.factors(b))
-    return bool((off > 10 * case.tol).double().mean() < 0.01) or bool(here.off(b).max() > 10 * case.tol)
+    return bool((off > 10 * case.tol).double().mean() < 0.01) or bool(
+        here.off(b).max() > 10 * case.tol
+    )
 
 
 def _num(x: float | None) -> str:

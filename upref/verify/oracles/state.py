@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of state: whether a loss gives one answer for one batch, and at which call that changed."""
+"""The oracle of state: whether a loss gives one answer for one batch, and at which call
+that changed.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -21,9 +23,13 @@ from upref.verify.shrink import make_example, shrink
 STATE = "it keeps state between calls, or reads a clock or a random generator: its gradient on this batch changes"
 
 
-TWICE = 32  # times that a small batch is asked: a counter of a shorter period shows, at whatever call it began
-AGAIN = 100, 200  # calls of a check that failed which are asked again: the first and the last
-LONG = 128  # times that a batch is asked which has changed: whether it changes once more
+# times that a small batch is asked: a counter of a shorter period shows, at whatever
+# call it began
+TWICE = 32
+# calls of a check that failed which are asked again: the first and the last
+AGAIN = 100, 200
+# times that a batch is asked which has changed: whether it changes once more
+LONG = 128
 
 
 @oracle("determinism", 0)
@@ -37,16 +43,32 @@ def determinism(case: Case) -> list[Finding]:
         answers = [case.both(b) for _ in range(TWICE)]
         if all(same(answers[0], more) for more in answers):
             return []
-    why = "it draws random numbers" if _drawn(case, b, same) else f"{STATE} {_since(list(log), first)}"
+    why = (
+        "it draws random numbers"
+        if _drawn(case, b, same)
+        else f"{STATE} {_since(list(log), first)}"
+    )
     small = shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c)))
     batch = make_example(small, reads=case.loss.reads)
-    return [fail("determinism", "the same batch twice", "the same numbers", "other numbers", batch, why)]
+    return [
+        fail(
+            "determinism",
+            "the same batch twice",
+            "the same numbers",
+            "other numbers",
+            batch,
+            why,
+        )
+    ]
 
 
 def _drawn(case: Case, b: Rollouts, same: Callable[[Any, Any], bool]) -> bool:
     """Whether the seed decides the answer, in an order of seeds that no counter has."""
 
-    answers = [(seed, case.loss.ask("seeded", b, seed)) for seed in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)]
+    answers = [
+        (seed, case.loss.ask("seeded", b, seed))
+        for seed in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)
+    ]
     return all(same(x, y) == (i == j) for i, x in answers for j, y in answers)
 
 
@@ -80,54 +102,76 @@ def _changed(at: tuple[Any, ...], call: int) -> bool:
         return not _same(_gradient(answer), _gradient(loss.ask(what, *inputs)))
     except InputError as e:
         raise stopped(
-            Gone(f"{loss.name} answered call {call}; on the same inputs it then raised: it has no one answer. {e}")
+            Gone(
+                f"{loss.name} answered call {call}; on the same inputs it then raised: it has no one answer. {e}"
+            )
         ) from e
 
 
 def state(case: Case) -> list[Finding]:
-    """The first batch once more, after all others; after a failure, the batches of other calls too. A loss that has
-    changed meanwhile was not judged by one answer.
+    """The first batch once more, after all others; after a failure, the batches of
+    other calls too. A loss that has changed meanwhile was not judged by one answer.
 
     Raises:
         Gone: a batch that the loss has answered makes it raise now.
     """
     log = case.loss.log
     asked = [n for n, at in enumerate(log) if at]
-    for n in [*asked[: AGAIN[0]], *asked[AGAIN[0] :][-AGAIN[1] :]] if case.failed else asked[:1]:
+    for n in (
+        [*asked[: AGAIN[0]], *asked[AGAIN[0] :][-AGAIN[1] :]]
+        if case.failed
+        else asked[:1]
+    ):
         if _changed(log[n], n + 1):
             text = f"the batch of call {n + 1}, asked again as call {len(log)}"
             why = f"{STATE} {_since(log[: len(log) - 1], n)}"
-            return [fail("determinism", text, "the same numbers", "other numbers", cause=why)]
+            return [
+                fail(
+                    "determinism", text, "the same numbers", "other numbers", cause=why
+                )
+            ]
     return []
 
 
 def _since(log: list[Any], n: int) -> str:
-    """At which call of the log the answers changed, in words; the batch of call n has had two.
+    """At which call of the log the answers changed, in words; the batch of call n has
+    had two.
 
-    Each call is asked again while the loss is in the state in which it is most of the time, as the batch of call n
-    tells before and after: a call that had another answer was made in another state. Of a call without a gradient
-    nothing is known.
+    Each call is asked again while the loss is in the state in which it is most of the
+    time, as the batch of call n tells before and after: a call that had another answer
+    was made in another state. Of a call without a gradient nothing is known.
     """
     b, start = log[n], len(log[n][0].log)
     seen = [_again(b) for _ in range(LONG)]
     usual = max(seen, key=lambda x: sum(_same(x, y) for y in seen))
     settled = all(_same(usual, x) for x in seen)
-    turn = next((start + i + 1 for i in range(1, LONG) if not _same(seen[i - 1], seen[i])), start)
-    known: list[tuple[int, bool]] = []  # calls, and whether they were made in another state
+    turn = next(
+        (start + i + 1 for i in range(1, LONG) if not _same(seen[i - 1], seen[i])),
+        start,
+    )
+    # calls, and whether they were made in another state
+    known: list[tuple[int, bool]] = []
     for call, at in enumerate(log, 1):
         if at is None or (not settled and len(set(dict(known).values())) == 2):
             continue
         for _ in range(LONG // 2):
-            before, *x, after = (usual, _again(at), usual) if settled else map(_again, (b, at, at, b))
+            before, *x, after = (
+                (usual, _again(at), usual) if settled else map(_again, (b, at, at, b))
+            )
             if all(map(_same, (before, x[0], after), (usual, x[-1], usual))):
                 break
         else:  # it changes at every few calls
             return f"at call {turn}"
-        if (moved := not _same(_gradient(at[3]), x[0])) or (x[0] is not None and x[0].any()):
+        if (moved := not _same(_gradient(at[3]), x[0])) or (
+            x[0] is not None and x[0].any()
+        ):
             known.append((call, moved))
     turns = [(x + 1, y) for (x, was), (y, now) in pairwise(known) if was != now]
-    often = settled and sum(moved for _, moved in known) > 2 + len(known) / LONG  # all calls up to one of them
+    # all calls up to one of them
+    often = settled and sum(moved for _, moved in known) > 2 + len(known) / LONG
     if often and not known[0][1]:  # not all batches show it
         return f"after call {max(call for call, moved in known if moved)}"
     first, last = (turns or [(turn, turn)])[-1 if often else 0]
-    return f"at call {last}" if first == last else f"at one of the calls {first} to {last}"
+    return (
+        f"at call {last}" if first == last else f"at one of the calls {first} to {last}"
+    )

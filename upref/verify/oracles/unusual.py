@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of unusual inputs: each of the AXES by itself, every two of them together, all at once."""
+"""The oracle of unusual inputs: each of the AXES by itself, every two of them together,
+all at once.
+"""
 
 import math
 import time
@@ -29,7 +31,11 @@ TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not aske
 LINES = 100_000  # of Python, for a loss that goes through all ids up to the largest
 
 
-@oracle("unusual-inputs", 145, lambda case: "the weights are wrong already" if case.wrong else "")
+@oracle(
+    "unusual-inputs",
+    145,
+    lambda case: "the weights are wrong already" if case.wrong else "",
+)
 def unusual_inputs(case: Case) -> list[Finding]:
     rate = 0.0  # seconds a token
     ids: tuple[str, ...] = ()
@@ -37,7 +43,8 @@ def unusual_inputs(case: Case) -> list[Finding]:
     for name, axis in AXES.items():
         if not applies(case, name):
             continue
-        if name == "every two" and "group" in case.loss.reads:  # from here on with the ids that it takes
+        # from here on with the ids that it takes
+        if name == "every two" and "group" in case.loss.reads:
             found, ids = groups(case)
             if any(f.severity == "failure" for f in found):
                 return [*notes, *found]
@@ -45,7 +52,9 @@ def unusual_inputs(case: Case) -> list[Finding]:
         b = case.beyond(name, ids)
         tokens = int(b.mask.sum())
         if rate * tokens > TOO_LONG:
-            slow = note("unusual-inputs", f"{axis.words}: not tested, it would take too long")
+            slow = note(
+                "unusual-inputs", f"{axis.words}: not tested, it would take too long"
+            )
             if slow not in notes:
                 notes.append(slow)
             continue
@@ -56,7 +65,8 @@ def unusual_inputs(case: Case) -> list[Finding]:
         case.covered[:] = dict.fromkeys((*case.covered, axis.words))
         if name == "lengths":
             start = time.process_time()
-            case.gradient(b)  # once more: what is slow the first time alone is no slow loss
+            # once more: what is slow the first time alone is no slow loss
+            case.gradient(b)
             rate = (time.process_time() - start) / tokens
     return notes
 
@@ -89,34 +99,78 @@ def look(case: Case, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Findi
     try:
         one, found = case.singly(b)
     except InputError as e:
-        return [*notes, note("unusual-inputs", "float32 inputs are refused", found=str(e))]
+        return [
+            *notes,
+            note("unusual-inputs", "float32 inputs are refused", found=str(e)),
+        ]
     if (off := _off(one, b, found)).max() > 10 * one.tol:
         return [_wrong(one, name, b, off, found, ids, ", in float32")]
     return notes
 
 
-def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: tuple[str, ...], dtype="") -> Finding:
-    """The finding; its numbers are those of the batch that is shown: one token or one response where that still shows
-    it, else how the whole batch is made."""
+def _wrong(
+    case: Case,
+    name: str,
+    b: Rollouts,
+    off: Tensor,
+    found: Tensor,
+    ids: tuple[str, ...],
+    dtype="",
+) -> Finding:
+    """The finding; its numbers are those of the batch that is shown: one token or one
+    response where that still shows it, else how the whole batch is made."""
     (i, t), of_size = worst(off), () if dtype else _of_size(case, name)
-    why = next(filter(None, (confirmed_at(case, one, b, (i, t), found[i, t].item()) for one in of_size)), "")
+    why = next(
+        filter(
+            None,
+            (confirmed_at(case, one, b, (i, t), found[i, t].item()) for one in of_size),
+        ),
+        "",
+    )
     columns = [t], list(range(int(b.mask[i].nonzero().max()) + 1))
-    rows = [] if dtype else [c for k in columns if (c := cut(replace(b, group=None), [i], k)) is not None]
+    rows = (
+        []
+        if dtype
+        else [
+            c for k in columns if (c := cut(replace(b, group=None), [i], k)) is not None
+        ]
+    )
     for small in (c for c in map(case.ready, rows) if c.mask.numel() <= 32):
         if (apart := _off(case, small)).max() > 10 * case.tol:
-            b, found, (i, t), shown = small, case.weights(small), worst(apart), example(case, small)
+            b, found, (i, t), shown = (
+                small,
+                case.weights(small),
+                worst(apart),
+                example(case, small),
+            )
             break
     else:
         hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
-        of = f"{name!r}, upref.get({case.o.name!r})" + (f", ids={ids!r}" if ids else "") + hp
+        of = (
+            f"{name!r}, upref.get({case.o.name!r})"
+            + (f", ids={ids!r}" if ids else "")
+            + hp
+        )
         low = "  # every number of it in float32" if dtype else ""
-        code = f"from upref.weights.axes import stress_batch\nb = stress_batch({of}){low}"
+        code = (
+            f"from upref.weights.axes import stress_batch\nb = stress_batch({of}){low}"
+        )
         shown = Example(code=code, rollouts=True)
     n = int(b.mask[i].sum())
-    where = {"A": b.adv[i, t].item(), "π_old": b.logp_old[i, t].exp().item()} | sampler_ratio(case, b, (i, t))
+    where = {
+        "A": b.adv[i, t].item(),
+        "π_old": b.logp_old[i, t].exp().item(),
+    } | sampler_ratio(case, b, (i, t))
     at = f"column {t + 1}, in a response of {n} token{'s' if n > 1 else ''}{dtype}"
     both = case.expected(b)[i, t].item(), found[i, t].item()
-    return fail("unusual-inputs", AXES[name].words, *both, shown, why, place=Place(numbers=where, remark=at))
+    return fail(
+        "unusual-inputs",
+        AXES[name].words,
+        *both,
+        shown,
+        why,
+        place=Place(numbers=where, remark=at),
+    )
 
 
 def _of_size(case: Case, name: str) -> Iterator[LossFault]:
@@ -132,7 +186,9 @@ PARTLY = "right up to what rounding its inputs to float32 makes of them"
 
 
 def _in_part(case: Case, b: Rollouts) -> bool:
-    """Whether a part in float32 explains it, which only many tokens show; then it is so compared from here on."""
+    """Whether a part in float32 explains it, which only many tokens show; then it is so
+    compared from here on.
+    """
     single = replace(case)
     single.in_float32()
     if _off(single, b).max() > 10 * single.tol:
@@ -142,22 +198,30 @@ def _in_part(case: Case, b: Rollouts) -> bool:
 
 
 def _off(case: Case, b: Rollouts, found: Tensor | None = None) -> Tensor:
-    """Tokens beside a bound, and those where the objective itself has no weight, count nothing."""
+    """Tokens beside a bound, and those where the objective itself has no weight, count
+    nothing.
+    """
     found = case.weights(b) if found is None else found
-    sums = 4 if case.single and case.o.level in REDUCE else 1  # one sum over a batch of float32 rounds at each step
+    # one sum over a batch of float32 rounds at each step
+    sums = 4 if case.single and case.o.level in REDUCE else 1
     apart = case.off(b, found, 1e-12, sums)
     if not apart.max() > 10 * case.tol:
         return apart
-    apart, expected = apart.masked_fill(beyond_range(case, b, found), 0), case.expected(b)
-    edge = case.moves(b, expected, sums) > 1e-3 * torch.maximum(expected.abs(), b.adv.abs())
+    apart, expected = (
+        apart.masked_fill(beyond_range(case, b, found), 0),
+        case.expected(b),
+    )
+    edge = case.moves(b, expected, sums) > 1e-3 * torch.maximum(
+        expected.abs(), b.adv.abs()
+    )
     if "extremes" in case.failed:  # said already, with the clamp
         edge |= case.ratio(b).log().abs() > LOG_R[-1]
     return apart.masked_fill(edge | ~expected.isfinite(), 0)
 
 
 def beyond_range(case: Case, b: Rollouts, found: Tensor) -> Tensor:
-    """Tokens at NaN of responses of which the product of the ratios is beyond what its dtype holds: some write the
-    geometric mean as a root of it."""
+    """Tokens at NaN of responses of which the product of the ratios is beyond what its
+    dtype holds: some write the geometric mean as a root of it."""
     if case.o.level not in ("sequence_mean", "custom"):
         return torch.zeros_like(b.mask)
     log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
@@ -169,38 +233,82 @@ PLAIN_IDS = "as with ids 0, 1, 2"
 
 
 def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
-    """A failure, or notes and the keys of NAMED that it takes; a loss may loop over all ids up to 2^40."""
-    b, asked = case.ready(on_policy_batch()), replace(case, loss=replace(case.loss, lines=LINES))
+    """A failure, or notes and the keys of NAMED that it takes; a loss may loop over all
+    ids up to 2^40.
+    """
+    b, asked = (
+        case.ready(on_policy_batch()),
+        replace(case, loss=replace(case.loss, lines=LINES)),
+    )
     g, notes, takes = case.gradient(b), [], []
-    plain = lambda x: replace(x, group=x.group.unique(return_inverse=True)[1], totals=None)
+    plain = lambda x: replace(
+        x, group=x.group.unique(return_inverse=True)[1], totals=None
+    )
     both = lambda x: (asked.gradient(x), asked.gradient(plain(x)))
-    bad = lambda x: x.group is not None and bool(moved(*both(x), x.mask, slack(case, 1e-7)).max() > 0)
+    bad = lambda x: (
+        x.group is not None
+        and bool(moved(*both(x), x.mask, slack(case, 1e-7)).max() > 0)
+    )
     for words, batches in relabel_groups(b).items():
         whole, refused = True, False
         for n, c in enumerate(batches):
             try:
                 off = moved(asked.gradient(c), g, b.mask, slack(case, 1e-7))
-            except (InputError, OutOfMemory) as e:  # 2^40 ids in a table ask for much memory
+            except (
+                InputError,
+                OutOfMemory,
+            ) as e:  # 2^40 ids in a table ask for much memory
                 if words == "with gaps":
-                    return [fail("unusual-inputs", f"group ids {words}", "the same gradient", str(e))], ()
+                    return [
+                        fail(
+                            "unusual-inputs",
+                            f"group ids {words}",
+                            "the same gradient",
+                            str(e),
+                        )
+                    ], ()
                 if not refused:
-                    notes.append(note("unusual-inputs", f"group ids {words} are refused", found=str(e)))
+                    notes.append(
+                        note(
+                            "unusual-inputs",
+                            f"group ids {words} are refused",
+                            found=str(e),
+                        )
+                    )
                 whole, refused = False, True
                 continue
             if off.max() > 0:
                 i, t = worst(off)
-                says = number_pair("dJ/dlp", g[i, t].item(), case.gradient(c)[i, t].item(), PLAIN_IDS)
+                says = number_pair(
+                    "dJ/dlp", g[i, t].item(), case.gradient(c)[i, t].item(), PLAIN_IDS
+                )
                 ids = f"{c.group.unique().tolist()}" if c.group is not None else ""
-                if words == NEGATIVE and n:  # dropped beside others: who numbers prompts from 0 never has them
-                    notes.append(note("unusual-inputs", f"group ids {words} count otherwise: {ids}", *says))
+                # dropped beside others: who numbers prompts from 0 never has them
+                if words == NEGATIVE and n:
+                    notes.append(
+                        note(
+                            "unusual-inputs",
+                            f"group ids {words} count otherwise: {ids}",
+                            *says,
+                        )
+                    )
                     whole = False
                     continue
                 c = shrink(c, bad)
                 found, expected = both(c)
                 i, t = worst((found - expected).abs())
-                says = number_pair("dJ/dlp", expected[i, t].item(), found[i, t].item(), PLAIN_IDS)
+                says = number_pair(
+                    "dJ/dlp", expected[i, t].item(), found[i, t].item(), PLAIN_IDS
+                )
                 text = f"group ids {words}: {c.group.unique().tolist()}"  # type: ignore[union-attr]
-                return [fail("unusual-inputs", text, *says, make_example(c, expected, found, case.loss.reads))], ()
+                return [
+                    fail(
+                        "unusual-inputs",
+                        text,
+                        *says,
+                        make_example(c, expected, found, case.loss.reads),
+                    )
+                ], ()
         if whole:
             takes.append(words)
     case.covered.append("group ids " + ", ".join(takes))

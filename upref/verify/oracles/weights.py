@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss against its objective: weights by regime, weights on random batches, aggregation, anchor, value."""
+"""A loss against its objective: weights by regime, weights on random batches,
+aggregation, anchor, value.
+"""
 
 import math
 from collections import Counter
@@ -21,7 +23,16 @@ from upref.verify.oracle import oracle
 from upref.verify.pattern import Weights, pattern
 from upref.verify.regions import Region, regions
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import differ, example, numbers, sampler_ratio, shrink, smallest, token_numbers, worst
+from upref.verify.shrink import (
+    differ,
+    example,
+    numbers,
+    sampler_ratio,
+    shrink,
+    smallest,
+    token_numbers,
+    worst,
+)
 from upref.weights.batches import (
     breakpoints,
     high_entropy_weight,
@@ -55,19 +66,24 @@ def gradient(case: Case) -> list[Finding]:
     if (failing := bad & ~ties).any():
         return out + _regimes(case, b, failing, r, A, found, ties)
     if not case.single and (small := off.masked_fill(ties, 0).max()) > EXACT:
-        out.append(note("gradient", f"weights differ by {small:.1e} relative", cause=BELOW))
+        out.append(
+            note("gradient", f"weights differ by {small:.1e} relative", cause=BELOW)
+        )
     return out or _random(case)
 
 
 def _in_part(case: Case, b: Rollouts, found: Tensor, ties: Tensor) -> bool:
-    """Whether the weights are right as far as float32 goes; then it is so compared from here on."""
+    """Whether the weights are right as far as float32 goes; then it is so compared from
+    here on.
+    """
     if _moved_bound(case):
         return False
     single = replace(case)
     single.in_float32()
     if (single.off(b, found) > single.tol).logical_and(~ties).any():
         return False
-    if single.off(single.grid()).max() > single.tol:  # so far from the bounds that no rounding moves a token over them
+    # so far from the bounds that no rounding moves a token over them
+    if single.off(single.grid()).max() > single.tol:
         return False
     case.in_float32()
     return True
@@ -77,12 +93,18 @@ BESIDE = 3e-7  # relative: beyond what float32 makes of a bound
 
 
 def _moved_bound(case: Case) -> bool:
-    """Whether a bound lies elsewhere for tokens of all probabilities alike: rounding moves some over it, some back."""
+    """Whether a bound lies elsewhere for tokens of all probabilities alike: rounding
+    moves some over it, some back.
+    """
     if case.o.batch_coupled:
         return False
     weight = of_objective(case.o, **case.plain_hp)
     if "entropy" not in case.o.reads:
-        return _moved_for(case, weight, lambda at: make_batch(at, case.o.level, True, np.random.default_rng(0)))
+        return _moved_for(
+            case,
+            weight,
+            lambda at: make_batch(at, case.o.level, True, np.random.default_rng(0)),
+        )
     by = lambda make: lambda at: make(*np.array(at)[:, [0, 2, 1]].T)
     return _moved_for(case, weight, by(single_token_batch)) or _moved_for(
         case, high_entropy_weight(case.o, case.plain_hp), by(two_token_batch)
@@ -90,21 +112,34 @@ def _moved_bound(case: Case) -> bool:
 
 
 def _moved_for(case: Case, weight: Callable, make: Callable[[list], Rollouts]) -> bool:
-    """make: a batch of tokens (A, mu, r), each the first of its row where others stand behind it."""
+    """make: a batch of tokens (A, mu, r), each the first of its row where others stand
+    behind it.
+    """
     for A in (1.0, -1.0):
-        alike: dict[tuple, list] = {}  # one bound at every π_old: side, what lives beside it, the how manieth of these
+        # one bound at every π_old: side, what lives beside it, the how manieth of these
+        alike: dict[tuple, list] = {}
         for mu in np.geomspace(0.02, 0.6, 8 if case.o.reads_mu else 24).tolist():
             seen: Counter[tuple] = Counter()
-            for k in breakpoints(case.o, A, mu if case.o.reads_mu else 0.02, **case.plain_hp):
+            for k in breakpoints(
+                case.o, A, mu if case.o.reads_mu else 0.02, **case.plain_hp
+            ):
                 ends = k * (1 - BESIDE), k * (1 + BESIDE)
                 lives = tuple((weight(ends, A, mu) != 0).tolist())
                 seen[lives] += 1
                 for side, r in enumerate(ends):
                     if mu * r < 0.99:
-                        alike.setdefault((side, *lives, seen[lives]), []).append((A, mu, r))
+                        alike.setdefault((side, *lives, seen[lives]), []).append(
+                            (A, mu, r)
+                        )
         for at in alike.values():
             b = case.ready(make(at)) if len(at) > 3 else None
-            if b is not None and (case.off(b)[b.mask if "entropy" not in case.o.reads else (..., 0)] > 0.01).all():
+            if (
+                b is not None
+                and (
+                    case.off(b)[b.mask if "entropy" not in case.o.reads else (..., 0)]
+                    > 0.01
+                ).all()
+            ):
                 return True
     return False
 
@@ -115,26 +150,45 @@ def bounds_of(case: Case, A: float) -> list[float]:
     return breakpoints(case.o, A, 0.02, **case.plain_hp)
 
 
-def _ties(case: Case, b: Rollouts, hit: Tensor, r: Tensor, A: Tensor, found: Tensor) -> list[Finding]:
+def _ties(
+    case: Case, b: Rollouts, hit: Tensor, r: Tensor, A: Tensor, found: Tensor
+) -> list[Finding]:
     expected, out = case.expected(b), []
     for sign in (1.0, -1.0):
         at = hit & (A * sign > 0)
         for k in sorted({round(x, 9) for x in r[at].tolist()}):
             i, t = (at & ((r - k).abs() < 1e-8)).nonzero()[0].tolist()
-            place = Place(sign, numbers={"r": k}, remark="exactly there the bound belongs to the other side")
-            out.append(note("gradient", "", expected[i, t].item(), found[i, t].item(), place=place))
+            place = Place(
+                sign,
+                numbers={"r": k},
+                remark="exactly there the bound belongs to the other side",
+            )
+            out.append(
+                note(
+                    "gradient",
+                    "",
+                    expected[i, t].item(),
+                    found[i, t].item(),
+                    place=place,
+                )
+            )
     return out
 
 
 def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Finding]:
-    parts = [p for sign in (1.0, -1.0, 0.0) for p in regions(case, b, sign, A, ties, failing, r, bounds_of(case, sign))]
+    parts = [
+        p
+        for sign in (1.0, -1.0, 0.0)
+        for p in regions(case, b, sign, A, ties, failing, r, bounds_of(case, sign))
+    ]
     bounds = sorted({round(x, 7) for p in parts for x in p.ends})
     one = explain(case, b, found, ties, bounds)
     tested = Weights(b, found, case.expected(b), r, b.mask & ~ties)
     out, why = [], ""
     parts = _by_sign(parts) if len(parts) > 2 else parts
     for n, part in enumerate(parts):
-        visible = _shown_at(case, b, part.sign)  # else an aggregation that is not the objective's makes up for it
+        # else an aggregation that is not the objective's makes up for it
+        visible = _shown_at(case, b, part.sign)
         shows = _shown_at if (visible & part.tokens & failing).any() else _wrong_at
         hit = part.tokens & failing & (visible if shows is _shown_at else failing)
         at = worst(torch.where(hit, _typical(case.off(b, found), r), -1.0))
@@ -142,10 +196,29 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
         i, t = worst(case.off(small).masked_fill(~shows(case, small, part.sign), -1.0))
         place = replace(part.place, numbers=token_numbers(case, small, (i, t)))
         if n == 0:
-            shown = Weights(small, case.weights(small), case.expected(small), case.ratio(small), small.mask)
-            why = one.words if one else pattern(tested, shown, case.tol, case.o.level not in REDUCE)
+            shown = Weights(
+                small,
+                case.weights(small),
+                case.expected(small),
+                case.ratio(small),
+                small.mask,
+            )
+            why = (
+                one.words
+                if one
+                else pattern(tested, shown, case.tol, case.o.level not in REDUCE)
+            )
         show = example(case, small) if n < 4 else None
-        out.append(fail("gradient", "", *numbers(case, small, i, t), show, why if n == 0 else "", place=place))
+        out.append(
+            fail(
+                "gradient",
+                "",
+                *numbers(case, small, i, t),
+                show,
+                why if n == 0 else "",
+                place=place,
+            )
+        )
     if one and one.kind == "stop-gradient":
         out.append(fail("stop-gradient", "", cause=why, place=parts[0].place))
     return out
@@ -173,12 +246,17 @@ def _shown_at(case: Case, b: Rollouts, sign: float) -> Tensor:
 
 def _typical(off: Tensor, r: Tensor) -> Tensor:
     """Prefer a large difference on a ratio that a reader can picture."""
-    return off.nan_to_num(posinf=1e30).clamp(max=1e30) / (1 + r.log().abs() * 20) + 1e-12
+    return (
+        off.nan_to_num(posinf=1e30).clamp(max=1e30) / (1 + r.log().abs() * 20) + 1e-12
+    )
 
 
 def _random(case: Case, seed: int = 0) -> list[Finding]:
-    many = RANDOM // 4 if case.o.reads_mu else RANDOM  # bounds that are solved for are slow
-    for n, b in enumerate(map(case.visible_batch, random_batches(seed, many, case.one_adv))):
+    # bounds that are solved for are slow
+    many = RANDOM // 4 if case.o.reads_mu else RANDOM
+    for n, b in enumerate(
+        map(case.visible_batch, random_batches(seed, many, case.one_adv))
+    ):
         off = case.off(b)
         off = off.masked_fill(case.rounded(b), 0)
         if off.max() > 10 * case.tol:
@@ -190,16 +268,25 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
             expected, found = numbers(case, b, i, t)
             said = Number(found, "weight", _alone(case, b, i, t))
             why = one.words if one else ""
-            return [fail("gradient", "", expected, said, example(case, b), why, place=place)]
+            return [
+                fail("gradient", "", expected, said, example(case, b), why, place=place)
+            ]
     return []
 
 
 def _alone(case: Case, b: Rollouts, i: int, t: int) -> str:
     """The weight that the same token has by itself, where that is another."""
     A, r = b.adv[i, t].item(), (b.logp[i, t] - b.logp_old[i, t]).exp().item()
-    if case.o.level in REDUCE or case.o.level == "custom" or A == 0 or b.mask.sum() == 1:
+    if (
+        case.o.level in REDUCE
+        or case.o.level == "custom"
+        or A == 0
+        or b.mask.sum() == 1
+    ):
         return ""
-    single = case.weights(case.ready(single_token_batch(A, [r], [b.logp_old[i, t].exp().item()])))[0, 0].item()
+    single = case.weights(
+        case.ready(single_token_batch(A, [r], [b.logp_old[i, t].exp().item()]))
+    )[0, 0].item()
     same = abs(single - case.weights(b)[i, t].item()) <= 1e-6 * abs(A)
     return "" if same else f"and {single:.6g} alone in its batch"
 
@@ -220,12 +307,34 @@ def on_policy(case: Case) -> list[Finding]:
     small = shrink(b, shows, worst(off.masked_fill(~differ(case, b), 0)))
     i, t = worst(case.off(small).masked_fill(~differ(case, small), 0))
     scaled = case.weights(b) / case.k
-    k = fault(f"every weight is {case.k:.5g} times what it should be", "rounding", scale=lambda b: case.k)
-    every = case.fits and abs(case.k - 1) > 1e-5 and bool(case.off(b, scaled).max() <= 10 * case.tol)
-    why = next(filter(None, (confirmed(case, one) for one in two_gradients(case, b))), "")
+    k = fault(
+        f"every weight is {case.k:.5g} times what it should be",
+        "rounding",
+        scale=lambda b: case.k,
+    )
+    every = (
+        case.fits
+        and abs(case.k - 1) > 1e-5
+        and bool(case.off(b, scaled).max() <= 10 * case.tol)
+    )
+    why = next(
+        filter(None, (confirmed(case, one) for one in two_gradients(case, b))), ""
+    )
     why = why or (confirmed(case, k) if every else "")
-    place = Place(small.adv[i, t].sign().item(), numbers={"r": 1.0} | sampler_ratio(case, small, (i, t)))
-    return [fail("on-policy", "", *numbers(case, small, i, t), example(case, small), why, place=place)]
+    place = Place(
+        small.adv[i, t].sign().item(),
+        numbers={"r": 1.0} | sampler_ratio(case, small, (i, t)),
+    )
+    return [
+        fail(
+            "on-policy",
+            "",
+            *numbers(case, small, i, t),
+            example(case, small),
+            why,
+            place=place,
+        )
+    ]
 
 
 @oracle("aggregation", 30)
@@ -246,32 +355,56 @@ def aggregation(case: Case) -> list[Finding]:
     if not case.fits or not apart(b):
         return []
     small = shrink(b, shows if shows(b) else apart)
-    n, right, got = small.mask.sum(1), case.factors(small, want)[:, 0], case.factors(small)[:, 0]
+    n, right, got = (
+        small.mask.sum(1),
+        case.factors(small, want)[:, 0],
+        case.factors(small)[:, 0],
+    )
     i = int((got / right - 1).abs().argmax())
     group = (
-        "" if case.loss.visible_batch(b).group is not None else " (the loss takes no groups: the batch counts as one)"
+        ""
+        if case.loss.visible_batch(b).group is not None
+        else " (the loss takes no groups: the batch counts as one)"
     )
     text = f"ragged lengths (here a response of {int(n[i])} of {int(n.sum())} tokens)"
     expected = Number(right[i].item(), "factor", f"by {said}{group}")
     found = Number(got[i].item(), "factor", f"by {case.agg}")
 
     def aggregated(c: Rollouts) -> tuple[Tensor, Tensor]:
-        at = dict.fromkeys(("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])), c.logp_old)
-        on = case.visible_batch(c.but(**at))  # as in `make_case`: neither a clip nor a KL term is an aggregation's
+        at = dict.fromkeys(
+            ("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])),
+            c.logp_old,
+        )
+        # as in `make_case`: neither a clip nor a KL term is an aggregation's
+        on = case.visible_batch(c.but(**at))
         return without_rest(case, on), case.expected(on) * case.factors(on) * case.k
 
-    power = case.o.one_adv and "gradient" in case.failed  # of the response's ratio: at 1 it looks the same
+    # of the response's ratio: at 1 it looks the same
+    power = case.o.one_adv and "gradient" in case.failed
     why = case.agg if not power and everywhere(case, aggregated, b) else ""
     return [fail("aggregation", text, expected, found, example(case, small), why)]
 
 
-@oracle("value", 150, lambda case: "the weights are wrong already" if case.wrong else "")
+@oracle(
+    "value", 150, lambda case: "the weights are wrong already" if case.wrong else ""
+)
 def value(case: Case) -> list[Finding]:
     for n, b in enumerate(map(case.visible_batch, random_batches(1, 10, case.one_adv))):
         found, expected = case.both(b)[0].item(), case.o.loss(b, **case.hp).item()
         if not math.isfinite(found):
-            return [fail("value", f"random batch {n}", *number_pair("value", expected, found))]
+            return [
+                fail(
+                    "value", f"random batch {n}", *number_pair("value", expected, found)
+                )
+            ]
         if abs(found - expected) > max(1e-6, case.tol) * max(1, abs(expected)):
             why = "a form or a constant without effect on the gradient"
-            return [note("value", "the value differs", *number_pair("value", expected, found), why)]
+            return [
+                note(
+                    "value",
+                    "the value differs",
+                    *number_pair("value", expected, found),
+                    why,
+                )
+            ]
     return []

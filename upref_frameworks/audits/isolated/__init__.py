@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A framework in a folder and a process of its own: `run` does there what child.py knows and brings its answer."""
+"""A framework in a folder and a process of its own: `run` does there what child.py
+knows and brings its answer.
+"""
 
 import os
 import pickle
@@ -27,38 +29,71 @@ QUIET = {  # no GPU, no network, no telemetry
 INSIDE: dict[str, Any] = {}  # in the child: where it is
 
 
-def elsewhere(work: str, name: str, pin: Pin | None, version: str, source: str, loud: bool, **more: Any) -> Any:
-    """The answer of `run`; None where this process has the framework: it is inside, or there is no pin."""
+def elsewhere(
+    work: str,
+    name: str,
+    pin: Pin | None,
+    version: str,
+    source: str,
+    loud: bool,
+    **more: Any,
+) -> Any:
+    """The answer of `run`; None where this process has the framework: it is inside, or
+    there is no pin.
+    """
     if pin and not INSIDE:
         return run(work, name, pin, version, source, loud, **more)
     if version or source:
-        raise InputError(f"{name} is audited as it is installed: leave --version and --source out.")
+        raise InputError(
+            f"{name} is audited as it is installed: leave --version and --source out."
+        )
     return None
 
 
-def run(work: str, name: str, pin: Pin, version: str = "", source: str = "", loud: bool = False, **more) -> Any:
-    """What the function of that name in child.py answers, in a process that sees this framework and no other.
+def run(
+    work: str,
+    name: str,
+    pin: Pin,
+    version: str = "",
+    source: str = "",
+    loud: bool = False,
+    **more,
+) -> Any:
+    """What the function of that name in child.py answers, in a process that sees this
+    framework and no other.
 
-    InputError, in one sentence, for whatever goes wrong on the way. loud: what is printed there is shown.
+    InputError, in one sentence, for whatever goes wrong on the way. loud: what is
+    printed there is shown.
     """
     where = place(name, pin, version, source)
     with tempfile.TemporaryDirectory() as folder:
         job, answer = Path(folder) / "job", Path(folder) / "answer"
         job.write_bytes(pickle.dumps((work, name, where, more)))
         ours = dict.fromkeys([str(LIBRARY), str(Path(upref.__file__).parents[1])])
-        paths = [*ours, *filter(None, [os.environ.get("PYTHONPATH")])]  # a cluster may have torch there
+        # a cluster may have torch there
+        paths = [*ours, *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | QUIET | pin.env | {"PYTHONPATH": os.pathsep.join(paths)}
-        command = [*PYTHON, "-m", "upref_frameworks.audits.child", str(job), str(answer)]
+        command = [
+            *PYTHON,
+            "-m",
+            "upref_frameworks.audits.child",
+            str(job),
+            str(answer),
+        ]
         try:
             said = subprocess.run(command, env=env, cwd=folder, timeout=SECONDS, text=True, errors="replace",
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)  # fmt: skip
         except subprocess.TimeoutExpired as e:
-            raise InputError(f"{name} {where.version}: no answer within {SECONDS} s.") from e
+            raise InputError(
+                f"{name} {where.version}: no answer within {SECONDS} s."
+            ) from e
         if loud:
             print(said.stdout, end="", file=sys.stderr)
         if not answer.exists():
             last = (said.stdout.strip().splitlines() or ["it said nothing"])[-1]
-            raise InputError(f"{name} {where.version} ended its process with {said.returncode} before a report: {last}")
+            raise InputError(
+                f"{name} {where.version} ended its process with {said.returncode} before a report: {last}"
+            )
         kind, got = pickle.loads(answer.read_bytes())
     if kind == "error":
         raise InputError(got)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a framework sees when it is imported: its own folder, torch, numpy and what upref needs, and nothing else of the
-environment; empty packages and stand-ins for what it does not need here."""
+"""What a framework sees when it is imported: its own folder, torch, numpy and what
+upref needs, and nothing else of the environment; empty packages and stand-ins for what
+it does not need here."""
 
 import importlib.metadata
 import importlib.util
@@ -15,15 +16,22 @@ from typing import Any
 from upref.errors import InputError
 from upref_frameworks.audits.isolated.pin import Pin
 
-OURS = ("torch", "numpy", "sympy", "matplotlib", "jaxtyping", "rich")  # what upref depends on
+# what upref depends on
+OURS = ("torch", "numpy", "sympy", "matplotlib", "jaxtyping", "rich")
 
 STDLIB = sysconfig.get_path("stdlib")
 
 
 def isolate(paths: list[str], pin: Pin):
-    """From here on imports find these folders, and of the environment only what upref itself depends on."""
+    """From here on imports find these folders, and of the environment only what upref
+    itself depends on.
+    """
     sys.path[:0] = paths
-    own = [f for f in sys.meta_path if isinstance(f, type) and f.__name__ in ("BuiltinImporter", "FrozenImporter")]
+    own = [
+        f
+        for f in sys.meta_path
+        if isinstance(f, type) and f.__name__ in ("BuiltinImporter", "FrozenImporter")
+    ]
     rest = [f for f in sys.meta_path if f not in own]
     sys.meta_path[:] = [_Stubs(pin), *own, _Only(rest, paths)]
     for name in sorted(pin.skip_init):  # parents first
@@ -31,18 +39,30 @@ def isolate(paths: list[str], pin: Pin):
 
 
 class _Only:
-    """The finders there were, for names of these folders, of the standard library and of upref's dependencies."""
+    """The finders there were, for names of these folders, of the standard library and
+    of upref's dependencies.
+    """
 
     def __init__(self, finders: list, paths: list[str]):
         self.finders, self.paths, self.known = finders, tuple(paths), _ours()
 
     def find_spec(self, name, path=None, target=None):
-        found = (f.find_spec(name, path, target) for f in self.finders if hasattr(f, "find_spec"))
+        found = (
+            f.find_spec(name, path, target)
+            for f in self.finders
+            if hasattr(f, "find_spec")
+        )
         spec = next((s for s in found if s is not None), None)
-        if spec is None or path is not None or name in sys.stdlib_module_names or name in self.known:
+        if (
+            spec is None
+            or path is not None
+            or name in sys.stdlib_module_names
+            or name in self.known
+        ):
             return spec
         where = [spec.origin or "", *(spec.submodule_search_locations or ())]
-        python = where[0].startswith(STDLIB) and "-packages" not in where[0]  # _sysconfigdata_...
+        # _sysconfigdata_...
+        python = where[0].startswith(STDLIB) and "-packages" not in where[0]
         return spec if python or any(w.startswith(self.paths) for w in where) else None
 
     def invalidate_caches(self):
@@ -63,19 +83,27 @@ def _ours() -> set[str]:
             needs = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue
-        todo += [m[0] for r in needs if "extra ==" not in r and (m := re.match(r"[\w.-]+", r))]
+        todo += [
+            m[0]
+            for r in needs
+            if "extra ==" not in r and (m := re.match(r"[\w.-]+", r))
+        ]
     normal = lambda s: re.sub(r"[-_.]+", "-", s).lower()
     tops = importlib.metadata.packages_distributions()
-    return {"upref", "upref_frameworks"} | {top for top, of in tops.items() if {normal(d) for d in of} & packages}
+    return {"upref", "upref_frameworks"} | {
+        top for top, of in tops.items() if {normal(d) for d in of} & packages
+    }
 
 
-# ---- packages without their __init__ ---------------------------------------------------------------------------------
+# ---- packages without their __init__ -------------------------------------------------
 def _shell(name: str):
     parent, _, last = name.rpartition(".")
     above = sys.modules[parent].__path__ if parent in sys.modules else sys.path
     folder = next((p for base in above if (p := Path(base) / last).is_dir()), None)
     if folder is None:
-        raise InputError(f"there is no package {name}: upref's audit of this framework is for another version.")
+        raise InputError(
+            f"there is no package {name}: upref's audit of this framework is for another version."
+        )
     module = ModuleType(name)
     module.__path__ = [str(folder)]
     module.__spec__ = ModuleSpec(name, None, is_package=True)
@@ -85,11 +113,15 @@ def _shell(name: str):
         setattr(sys.modules[parent], last, module)
 
 
-# ---- modules that are not there --------------------------------------------------------------------------------------
+# ---- modules that are not there ------------------------------------------------------
 class Absent:
-    """Anything of a module that is not there: it may be named, inherited from, patched; a call raises."""
+    """Anything of a module that is not there: it may be named, inherited from, patched;
+    a call raises.
+    """
 
-    def __init__(self, name: str, decorators: tuple[str, ...] = (), decorates: bool = False):
+    def __init__(
+        self, name: str, decorators: tuple[str, ...] = (), decorates: bool = False
+    ):
         self.__dict__.update(_name=name, _decorators=decorators, _decorates=decorates)
 
     def __getattr__(self, key: str) -> Any:
@@ -101,19 +133,38 @@ class Absent:
         """There is nothing to be deleted."""
 
     def __call__(self, *args, **kwargs):
-        alone = len(args) == 1 and not kwargs and (callable(args[0]) or isinstance(args[0], Absent))
+        alone = (
+            len(args) == 1
+            and not kwargs
+            and (callable(args[0]) or isinstance(args[0], Absent))
+        )
         if self._decorates and alone:
             return Absent(f"{self._name}({getattr(args[0], '__name__', '...')})")
         if self._name in self._decorators:
-            return Absent(f"{self._name}()", decorates=True) if not alone else Absent(f"{self._name}(...)")
-        raise NotImplementedError(f"{self._name} is a stand-in for what is not installed, and it was called")
+            return (
+                Absent(f"{self._name}()", decorates=True)
+                if not alone
+                else Absent(f"{self._name}(...)")
+            )
+        raise NotImplementedError(
+            f"{self._name} is a stand-in for what is not installed, and it was called"
+        )
 
     def __mro_entries__(self, bases):
         def refuse(self, *args, **kwargs):
-            raise NotImplementedError(f"{type(self).__name__} derives from a stand-in, and it was called")
+            raise NotImplementedError(
+                f"{type(self).__name__} derives from a stand-in, and it was called"
+            )
 
-        generic = classmethod(lambda cls, key: cls)  # whoever inherits from a generic class may be subscripted
-        return (type(self._name.rpartition(".")[2], (), {"__init__": refuse, "__class_getitem__": generic}),)
+        # whoever inherits from a generic class may be subscripted
+        generic = classmethod(lambda cls, key: cls)
+        return (
+            type(
+                self._name.rpartition(".")[2],
+                (),
+                {"__init__": refuse, "__class_getitem__": generic},
+            ),
+        )
 
     def __instancecheck__(self, x) -> bool:
         return False
@@ -130,10 +181,14 @@ class Absent:
         return self
 
     def __bool__(self):
-        raise NotImplementedError(f"{self._name} is a stand-in for what is not installed; it has no truth value")
+        raise NotImplementedError(
+            f"{self._name} is a stand-in for what is not installed; it has no truth value"
+        )
 
     def __iter__(self):
-        raise NotImplementedError(f"{self._name} is a stand-in for what is not installed, and it was iterated")
+        raise NotImplementedError(
+            f"{self._name} is a stand-in for what is not installed, and it was iterated"
+        )
 
     def __repr__(self):
         return f"<stand-in for {self._name}>"
@@ -152,7 +207,9 @@ class _Stubs:
 
     def create_module(self, spec):
         module = _StubModule(spec.name)
-        module.__dict__.update(__path__=[], __version__="0", _decorators=self.decorators)
+        module.__dict__.update(
+            __path__=[], __version__="0", _decorators=self.decorators
+        )
         return module
 
     def exec_module(self, module):

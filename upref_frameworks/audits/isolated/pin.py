@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files of a framework are audited, and the folder of packages in which it runs: its own, because no two of them
-can be installed together."""
+"""Which files of a framework are audited, and the folder of packages in which it runs:
+its own, because no two of them can be installed together."""
 
 import hashlib
 import os
@@ -18,20 +18,27 @@ from upref.errors import InputError
 from upref.files import held, is_held
 
 NEWEST = "newest"  # the --version that means whatever is out
-VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!-]{0,99}")  # of a package, or a commit or tag: no path and no option
+# of a package, or a commit or tag: no path and no option
+VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!-]{0,99}")
 DIGEST = ".upref-digest"  # of all other files of a folder, written when it was made
 
 
 @dataclass(frozen=True)
 class Pin:
-    """What is audited, exactly. torch, numpy and what upref itself needs come from the running environment.
+    """What is audited, exactly. torch, numpy and what upref itself needs come from the
+    running environment.
 
-    packages: requirements, installed without their dependencies; the framework's own first, unless it is on no index.
-    files: the first 32 digits of the sha256 of each file that holds what is audited, by its path as it is imported.
-    repository, commit, date: for a framework on no package index; packages are then what it imports.
+    packages: requirements, installed without their dependencies; the framework's own
+    first, unless it is on no index.
+    files: the first 32 digits of the sha256 of each file that holds what is audited, by
+    its path as it is imported.
+    repository, commit, date: for a framework on no package index; packages are then
+    what it imports.
     root: the folder of a checkout that its packages are imported from.
-    skip_init: packages whose __init__ is skipped. stubs: modules that are not there; calling anything of them raises.
-    decorators: callables of stubs that may be called while the framework is imported; what they decorate raises.
+    skip_init: packages whose __init__ is skipped. stubs: modules that are not there;
+    calling anything of them raises.
+    decorators: callables of stubs that may be called while the framework is imported;
+    what they decorate raises.
     """
 
     files: dict[str, str]
@@ -47,12 +54,16 @@ class Pin:
 
     @property
     def version(self) -> str:
-        return self.commit[:9] if self.repository else self.packages[0].partition("==")[2]
+        return (
+            self.commit[:9] if self.repository else self.packages[0].partition("==")[2]
+        )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a framework was put: folders for sys.path, its version, what is to be said of it."""
+    """Where a framework was put: folders for sys.path, its version, what is to be said
+    of it.
+    """
 
     paths: list[str]
     version: str
@@ -60,18 +71,26 @@ class Place:
 
 
 def place(name: str, pin: Pin, version: str = "", source: str = "") -> Place:
-    """The framework in a folder of its own, made if it is not there yet; InputError where that cannot be.
+    """The framework in a folder of its own, made if it is not there yet; InputError
+    where that cannot be.
 
-    version: another than the pinned one. source: a working copy of it, whose losses are audited instead.
+    version: another than the pinned one. source: a working copy of it, whose losses are
+    audited instead.
     """
     if version and source:
-        raise InputError("give --version or --source, not both: a working copy has its own version.")
+        raise InputError(
+            "give --version or --source, not both: a working copy has its own version."
+        )
     if version and not VERSION.fullmatch(version):
-        raise InputError(f"--version takes a version, a tag or a commit, got {version[:60]!r}.")
+        raise InputError(
+            f"--version takes a version, a tag or a commit, got {version[:60]!r}."
+        )
     beside = pin.packages if pin.repository else pin.packages[1:]
     if source:
         copy = Path(source).expanduser().resolve()
-        _hashes(name, pin, copy / pin.root, missing=f"{source} is no working copy of {name}")
+        _hashes(
+            name, pin, copy / pin.root, missing=f"{source} is no working copy of {name}"
+        )
         paths = [str(copy / pin.root)]
         if beside:
             paths.append(str(_folder(name, "beside", beside)))
@@ -89,15 +108,23 @@ def place(name: str, pin: Pin, version: str = "", source: str = "") -> Place:
         root = _folder(name, version or pin.version, (first, *beside))
         paths, found = [str(root)], _installed(root, own)
     if found != pin.version:
-        return Place(paths, found, [f"upref was written against {name} {pin.version}; this is {found}."])
+        return Place(
+            paths,
+            found,
+            [f"upref was written against {name} {pin.version}; this is {found}."],
+        )
     _hashes(name, pin, root, exact=f"remove {root} and try again")
     return Place(paths, found, [])
 
 
-# ---- the folder ------------------------------------------------------------------------------------------------------
+# ---- the folder ----------------------------------------------------------------------
 def cache() -> Path:
     """$XDG_CACHE_HOME/upref/frameworks"""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "upref" / "frameworks"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "upref"
+        / "frameworks"
+    )
 
 
 def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
@@ -107,13 +134,36 @@ def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
     if version != NEWEST and _whole(folder):
         return folder
     with _made(folder) as half:
-        options = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "20"]
+        options = [
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-input",
+            "--retries",
+            "1",
+            "--timeout",
+            "20",
+        ]
         options += ["--ignore-requires-python"]  # of it only its losses are run
-        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--only-binary", ":all:"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--no-deps",
+            "--no-compile",
+            "--only-binary",
+            ":all:",
+        ]
         done = _run([*command, *options, "--target", str(half), *packages])
         if done.returncode:
-            said = [x for x in done.stderr.splitlines() if x.startswith("ERROR: ")] or done.stderr.splitlines()[-1:]
-            why = said[-1].removeprefix("ERROR: ").strip() if said else f"pip ended with {done.returncode}"
+            said = [
+                x for x in done.stderr.splitlines() if x.startswith("ERROR: ")
+            ] or done.stderr.splitlines()[-1:]
+            why = (
+                said[-1].removeprefix("ERROR: ").strip()
+                if said
+                else f"pip ended with {done.returncode}"
+            )
             raise InputError(
                 f"{', '.join(packages)} cannot be installed ({why}): is there a network and such a version? "
                 "--source CHECKOUT audits a working copy."
@@ -127,13 +177,30 @@ def _checkout(name: str, repository: str, commit: str) -> Path:
     if commit != "HEAD" and _whole(folder):
         return folder
     if not shutil.which("git"):
-        raise InputError(f"{name} is not on a package index; fetching it needs git, which is not installed.")
+        raise InputError(
+            f"{name} is not on a package index; fetching it needs git, which is not installed."
+        )
     with _made(folder) as half:
-        fetch = ["fetch", "--quiet", "--depth", "1", "--end-of-options", repository, commit]
-        for command in (["init", "--quiet"], fetch, ["checkout", "--quiet", "FETCH_HEAD"]):
+        fetch = [
+            "fetch",
+            "--quiet",
+            "--depth",
+            "1",
+            "--end-of-options",
+            repository,
+            commit,
+        ]
+        for command in (
+            ["init", "--quiet"],
+            fetch,
+            ["checkout", "--quiet", "FETCH_HEAD"],
+        ):
             done = _run(["git", "-C", str(half), *command])
             if done.returncode:
-                said = (done.stderr.strip().splitlines() or [f"git ended with {done.returncode}"])[-1]
+                said = (
+                    done.stderr.strip().splitlines()
+                    or [f"git ended with {done.returncode}"]
+                )[-1]
                 raise InputError(
                     f"{repository} at {commit} cannot be fetched ({said}): is there a network? "
                     "--source CHECKOUT audits a working copy."
@@ -154,7 +221,9 @@ def _made(folder: Path) -> Iterator[Path]:
             half = Path(tempfile.mkdtemp(prefix=".half-", dir=folder.parent))
             installing.enter_context(held(half))
     except OSError as e:
-        raise InputError(f"cannot write in {folder.parent} ({e.strerror}): set XDG_CACHE_HOME.") from e
+        raise InputError(
+            f"cannot write in {folder.parent} ({e.strerror}): set XDG_CACHE_HOME."
+        ) from e
     try:
         yield half
         (half / DIGEST).write_text(_digest(half), encoding="utf-8")
@@ -167,35 +236,49 @@ def _made(folder: Path) -> Iterator[Path]:
 
 
 def _digest(folder: Path) -> str:
-    """One sha256 of the names and contents of all files, compiled ones and git's own left out."""
+    """One sha256 of the names and contents of all files, compiled ones and git's own
+    left out.
+    """
     total = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
-        if file.is_file() and file.name != DIGEST and not {"__pycache__", ".git"} & set(file.parts):
+        if (
+            file.is_file()
+            and file.name != DIGEST
+            and not {"__pycache__", ".git"} & set(file.parts)
+        ):
             of = hashlib.sha256(file.read_bytes()).hexdigest()
             total.update(f"{file.relative_to(folder).as_posix()} {of}\n".encode())
     return total.hexdigest()
 
 
 def _whole(folder: Path) -> bool:
-    """Whether it is there as it was installed; InputError where a file has changed since."""
+    """Whether it is there as it was installed; InputError where a file has changed
+    since.
+    """
     if not (folder / DIGEST).is_file():
         return False
     if (folder / DIGEST).read_text(encoding="utf-8") != _digest(folder):
-        raise InputError(f"files in {folder} have changed since they were installed: remove that folder and try again.")
+        raise InputError(
+            f"files in {folder} have changed since they were installed: remove that folder and try again."
+        )
     return True
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess:
     quiet = {"GIT_TERMINAL_PROMPT": "0"}
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | quiet, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | quiet, check=False
+    )
 
 
-# ---- what is in it ---------------------------------------------------------------------------------------------------
+# ---- what is in it -------------------------------------------------------------------
 def _hashes(name: str, pin: Pin, root: Path, missing: str = "", exact: str = ""):
     """Each file is there; with exact also: it is the one that was audited."""
     for file, digest in pin.files.items():
         if not (root / file).is_file():
-            raise InputError(f"{missing or f'{name} {pin.version} is not what was audited'}: it has no {file}.")
+            raise InputError(
+                f"{missing or f'{name} {pin.version} is not what was audited'}: it has no {file}."
+            )
         found = hashlib.sha256((root / file).read_bytes()).hexdigest()[:32]
         if exact and found != digest:
             raise InputError(
@@ -215,5 +298,11 @@ def _installed(folder: Path, package: str) -> str:
 
 
 def _commit(copy: Path) -> str:
-    done = _run(["git", "-C", str(copy), "rev-parse", "HEAD"]) if shutil.which("git") else None
-    return done.stdout.strip()[:9] if done and done.returncode == 0 else "a working copy"
+    done = (
+        _run(["git", "-C", str(copy), "rev-parse", "HEAD"])
+        if shutil.which("git")
+        else None
+    )
+    return (
+        done.stdout.strip()[:9] if done and done.returncode == 0 else "a working copy"
+    )
