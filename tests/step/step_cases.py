@@ -604,7 +604,7 @@ bug("responses with a negative advantage do not train", "responses 1, 3, 5, 7 do
     of(lambda lp, old, A, *_: surrogate(lp, old, A) * (A > 0), "left"))  # fmt: skip
 bug("UP: positive tokens keep the ratio", "the ratio still multiplies A", qwen, objective="up_dapo")(
     of(lambda lp, old, A, *_: torch.where(A > 0, (lp - old).exp() * A, surrogate(lp, old, A))))  # fmt: skip
-bug("the KL term has no gradient", "the coefficient of the KL term", qwen, beta=0.1)(
+bug("the KL term has no gradient", "the KL term has no gradient", qwen, beta=0.1)(
     of(lambda lp, old, A, ref, *_: surrogate(lp, old, A) - 0.1 * k3(ref - lp.detach())))  # fmt: skip
 bug("the KL estimator has its arguments exchanged", "exchanged in the KL term", Own, beta=0.1)(
     of(lambda lp, old, A, ref, *_: surrogate(lp, old, A) - 0.1 * k3(lp - ref)))  # fmt: skip
@@ -655,6 +655,84 @@ for words, term_of, options in (
         (
             term(lp, b) - ((term_of(lp, b, z[:, :-1] / T) * m).sum(1) / m.sum(1)).mean()
         ).backward()
+
+
+@bug(
+    "the KL term is taken at temperature 1",
+    "the KL term is taken at temperature 1",
+    Own,
+    beta=0.1,
+)
+def cold_kl_term(model, rows):
+    b = collate(rows)
+    z = model(b.ids)
+    cold = log_probs(z, b.ids, 1.0)
+    (
+        term(log_probs(z, b.ids), b) + term(cold, b, J=-0.1 * k3(b.ref[:, 1:] - cold))
+    ).backward()
+
+
+@bug(
+    "a KL term of the old policy is added",
+    "KL term of the old policy (k2) is subtracted, with the coefficient 0.002",
+    Own,
+)
+def penalty_of_the_old_policy(model, rows):
+    b = collate(rows)
+    lp = log_probs(model(b.ids), b.ids)
+    (term(lp, b) + term(lp, b, J=-1e-3 * (lp - b.old[:, 1:]) ** 2)).backward()
+
+
+@bug(
+    "the advantages are shuffled",
+    "the advantages are those of other responses: of 3 0 7 1 6 2 4 5",
+    Own,
+)
+def shuffled_advantages(model, rows):
+    b = collate(
+        [
+            replace(r, adv=rows[i].adv)
+            for r, i in zip(rows, (3, 0, 7, 1, 6, 2, 4, 5), strict=True)
+        ]
+    )
+    term(log_probs(model(b.ids), b.ids), b).backward()
+
+
+@bug(
+    "the advantages of a pack lack the holes",
+    "laid over all response tokens, one behind the other",
+    Own,
+)
+def advantages_without_holes(model, rows):
+    b = pack(rows)
+    A = torch.tensor([r.adv for r in rows for t in r.trains if t])
+    places = b.resp[0].nonzero()[: len(A), 0]
+    b.adv = torch.zeros_like(b.adv)
+    b.adv[0, places] = A
+    term(log_probs(model(b.ids, allowed=b.same, positions=b.pos), b.ids), b).backward()
+
+
+@bug(
+    "the end of a response is an argmax, which is 0 where there is none",
+    "a response without the end token trains by its first token alone",
+    functools.partial(qwen, eos_token_id=2),
+)
+def end_by_argmax(model, rows):
+    b = collate(rows)
+    for i, r in enumerate(rows):
+        last = int((torch.tensor(r.response) == 2).int().argmax())
+        b.mask[i, len(r.prompt) + last + 1 :] = 0
+    term(log_probs(hf(model, b), b.ids), b).backward()
+
+
+@bug(
+    "left padding has no attention mask",
+    "padding is attended to, and positions do not count it",
+    Own,
+)
+def padding_attended_to(model, rows):
+    b = collate(rows, "left")
+    term(log_probs(model(b.ids, positions=b.pos.long()), b.ids), b).backward()
 
 
 @bug(

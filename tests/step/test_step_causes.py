@@ -5,8 +5,10 @@ fits as well, or nearly.
 
 import numpy
 import pytest
+import step_cases  # noqa: F401  adds to BUGS
 import torch
 from loops import T, collated, log_probs, policy_step, qwen3, surrogate, with_
+from training import BUGS
 
 import upref
 from upref.errors import InputError
@@ -190,6 +192,21 @@ def test_packed_linear_attention_is_not_said_to_leave_rows_out():
 
     said = cause(step, model=transformers.Qwen3NextForCausalLM(config))
     assert "do not train" not in said and "rows of its pack" in said, said
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "the KL term is taken at temperature 1",
+        "a KL term of the old policy is added",
+        "the advantages are shuffled",
+    ],
+)
+def test_a_sample_of_the_table_has_its_cause(name):
+    """The other rows are nightly."""
+    words, model, step, options = next(row[1:] for row in BUGS if row[0] == name)
+    torch.manual_seed(0)
+    assert words in cause(step, model=model(), **options)
 
 
 # ---- the search itself ---------------------------------------------------------------

@@ -6,6 +6,7 @@ response) x (one constant). A fault is named where the three together give the w
 that were found.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from upref.kl import ESTIMATORS
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.step.rows import Row
-from upref.step.shares import factor_words
+from upref.step.shares import factor_words, right_factors
 from upref.step.weights import Tokens, factors, is_named, left_out
 from upref.verify.faults import known
 from upref.verify.faults.losses import LossFault, fault, term_of
@@ -90,6 +91,8 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
         & (off.cumsum(1) == 0),
         "no token in front of the last hole of a response trains": w.b.mask
         & (off.flip(1).cumsum(1).flip(1) == 0),
+        "a response without the end token trains by its first token alone": w.b.mask
+        & (_ends(w.rows) | (at == 0)),
     }
     yield _put("")
     for words, mask in masks.items():
@@ -119,6 +122,14 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
         )
         for old in _exchanged(w.rows, r.logp_old, order):
             yield _put(f"the old log-probabilities are those of {words}", logp_old=old)
+    if (source := _sources(w, r, hp)) is not None:
+        words = " ".join(map(str, source.tolist()))
+        yield _put(
+            f"the advantages are those of other responses: of {words}",
+            adv=r.adv[source, :1].expand_as(r.adv),
+        )
+    words = "the advantages of the tokens that train are laid over all response tokens, one behind the other"
+    yield _put(words, adv=_laid_over(r.adv, w.b.mask, w.here))
     yield _put("the sign of the advantages is lost", adv=r.adv.abs())
     n = len(w.rows)
     parts = {"": torch.zeros(n), " in each group": w.b.group}
@@ -175,6 +186,40 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
         yield fault(f"the objective is {p.name}", "objective", objective=p, hp=own)
     for words, lost in _lost(w, r):
         yield _put(f"{words} do not train", mask=w.b.mask & ~lost)
+
+
+def _ends(rows: Sequence[Row]) -> Tensor:
+    """[B, 1]: the response ends in the token in which two responses or more end."""
+    last = [row.response[-1] for row in rows]
+    end, count = Counter(last).most_common(1)[0]
+    return torch.tensor([[count < 2 or token == end] for token in last])
+
+
+def _sources(w: Tokens, r: Rollouts, hp: dict) -> Tensor | None:
+    """[B]: the response whose advantage the weights of each response have; None where
+    that is its own, or none.
+    """
+    n = len(w.rows)
+    right = right_factors(w.goal, w.b)[:, None]
+    # response i has the weights that the advantage of response j makes
+    has = torch.zeros(n, n, dtype=torch.bool)
+    for j in range(n):
+        unit, mask = _unit(w, _put("", adv=r.adv[j, 0].expand_as(r.adv)), hp)
+        has[:, j] = (w.zero(w.found - unit * right) | ~mask).all(1)
+    if has.diagonal().all() or not has.any(1).all():
+        return None
+    own = torch.arange(n)
+    return torch.where(has.diagonal(), own, has.int().argmax(1))
+
+
+def _laid_over(x: Tensor, mask: Tensor, here: Tensor) -> Tensor:
+    """[B, T]: the numbers of the tokens that train, in the places of all response
+    tokens from the first on.
+    """
+    out = torch.zeros_like(x.expand_as(mask))
+    places = here.nonzero()[: int(mask.sum())]
+    out[places[:, 0], places[:, 1]] = x.expand_as(mask)[mask]
+    return out
 
 
 def _over_the_width(w: Tokens, hp: dict) -> Iterator[LossFault]:

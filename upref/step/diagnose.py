@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from upref.kl import ESTIMATORS
 from upref.step.case import HALVES, Case, Compared
 from upref.step.causes import named
 from upref.step.changed import changed
@@ -116,6 +117,12 @@ def diagnosed(
         return say("the clip of the gradient's norm does not act")
     if cause := changed(goal, model, it.rows, want, found, bound):
         return say(cause)
+    goal, g = _before_clip(it)
+    plain = Terms.of(goal, case.forward, case.b)
+    if cause := plain.coefficients(g, bound) or _penalty(
+        goal, case.forward, case.b, plain, g, bound
+    ):
+        return say(cause)  # a small term is beyond the bound in some parameters alone
     wrong = parameters(model, found, want, bound)
     right = [n for n in model.shapes if n not in wrong]
     parts = model.split(want)
@@ -128,7 +135,21 @@ def diagnosed(
         return say(of)
     if alone and 0 < len(wrong) <= len(parts) // 4:
         return say(f"all is right but the gradients of {_some(wrong)}")
-    return say(*_explained(it, case.forward, case.b, bound, among))
+    return say(*_explained(it, plain, g, case.forward, case.b, bound, among))
+
+
+def _before_clip(it: Compared) -> tuple[Goal, Tensor]:
+    """The goal without a clip that does not act, and the gradient as it was before one
+    that does.
+
+    The norm that was clipped is not known; the one that is right stands for it.
+    """
+    goal, g = it.goal, it.found
+    if goal.clip is None:
+        return goal, g
+    if float(g.norm()) < (1 - 1e-3) * goal.clip:
+        return replace(goal, clip=None), g
+    return goal, g * float(it.rows.sum(0).norm() / it.want.norm())
 
 
 def _of_parameters(
@@ -154,19 +175,29 @@ def _some(names: Sequence[str]) -> str:
 
 # ---- weights and forward passes ------------------------------------------------------
 def _explained(
-    it: Compared, forward: Forward, b: Padded, bound: float, only: str = ""
+    it: Compared,
+    plain: "Terms",
+    g: Tensor,
+    forward: Forward,
+    b: Padded,
+    bound: float,
+    only: str = "",
 ) -> list:
-    """[cause, *more findings]."""
-    goal, rows, g = it.goal, it.rows, it.found
-    if goal.clip is not None and float(g.norm()) < (1 - 1e-3) * goal.clip:
-        goal = replace(goal, clip=None)  # it does not act
-    if goal.clip is not None:  # the norm that was clipped is not known
-        g = g * float(rows.sum(0).norm() / it.want.norm())
-    plain = Terms.of(goal, forward, b)
+    """[cause, *more findings] by weights and forward passes.
+
+    Args:
+        it: the gradient beside the right one.
+        plain: the terms of the right forward pass.
+        g: the gradient that was found, before a clip.
+        forward: the right forward pass.
+        b: its rows.
+        bound: the relative error that is allowed.
+        only: the words of a cause that was found on other rows; only what it names is
+            tried.
+    """
+    goal, rows = plain.goal, it.rows
     span = max(SPAN, 3 * bound)
-    if cause := plain.coefficients(g, bound) or _term_by_row(
-        goal, forward, b, plain, g, bound
-    ):
+    if cause := _term_by_row(goal, forward, b, plain, g, bound):
         return [cause]
     k, left = best_factors(rows, g)
     closest: list[tuple[float, str, Forward]] = []
@@ -297,10 +328,33 @@ class Terms:
             effect = abs(v - c[k]) * size[names.index(k)] / y.norm()
             if effect > 2 * bound:
                 sign = -1 if k in ("KL", "Z") else 1
+                if abs(v) * size[names.index(k)] <= 2 * bound * y.norm():
+                    said.append(f"{words[k]} has no gradient")
+                    continue
                 said.append(
                     f"the coefficient of {words[k]} is {sign * v + 0.0:.4g}, not {sign * c[k] + 0.0:.4g}"
                 )
         return "; ".join(said)
+
+
+def _penalty(
+    goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tensor, bound: float
+) -> str:
+    """A KL term of the old policy that the goal lacks, with its coefficient, where that
+    makes the difference.
+    """
+    if b.old is None or float(((plain.lp - b.old) * b.mask).abs().max()) < 1e-6:
+        return ""
+    rest = plain.without(g, *plain.each)
+    for name in ESTIMATORS:
+        of_old = replace(goal, o=replace(goal.o, kl=name))
+        parts = of_old.parts(*forward.statistics(), replace(b, ref=b.old))
+        # to the gradient of the loss
+        added = goal.scale * forward.by_row(parts["KL"]).sum(0)
+        beta = float(rest @ added / (added @ added).clamp(min=1e-300))
+        if beta > 0 and near(g, g - rest + beta * added, bound):
+            return f"a KL term of the old policy ({name}) is subtracted, with the coefficient {beta:.3g}"
+    return ""
 
 
 def _term_by_row(
@@ -320,8 +374,8 @@ def _term_by_row(
             * goal.scale
             * c[key]
         )
-        if key == "H" and near(rest, other, bound * float(g.norm() / rest.norm())):
-            return "the entropy bonus is taken at temperature 1"
+        if near(rest, other, bound * float(g.norm() / rest.norm())):
+            return f"{name} is taken at temperature 1"
         rows = forward.by_row(
             -n * goal.parts(*forward.statistics(), b, "seq-mean-token-sum")[key]
         )

@@ -86,9 +86,9 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
         positions = torch.cat(
             [torch.arange(len(r.prompt)), torch.arange(len(r.response))]
         )[None]
-        # without a mask, transformers takes positions that start again for a pack
-        ones = {"attention_mask": torch.ones(1, len(r.ids))} if model.masked else {}
-        return model.logits(r.ids, position_ids=positions, **ones)
+        return model.logits(
+            r.ids, position_ids=positions, **_seeing_all(model, len(r.ids))
+        )
 
     words = "the mask of the loss stands for the attention mask: masked tokens are not attended to"
     yield fed(words, attend_to_trained)
@@ -102,6 +102,13 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
         lambda i, r: model.logits(r.ids, position_ids=_from(1, r)),
     )
     yield from _cut_prompts(model, fed, end)
+
+
+def _seeing_all(model: TorchModel, n: int) -> dict[str, Tensor]:
+    """The mask of a batch without padding: without one, transformers takes positions
+    that start again for a pack.
+    """
+    return {"attention_mask": torch.ones(1, n)} if model.masked else {}
 
 
 def _masks_of_values(
@@ -153,6 +160,13 @@ def _behind(
         mask = torch.tensor([[0] * len(front[i]) + [1] * len(r.ids)])
         return model.logits(front[i] + r.ids, attention_mask=mask)
 
+    def positioned(i: int, r: Row, of_padding: int) -> Tensor:
+        ids = front[i] + r.ids
+        positions = torch.cat(
+            [torch.full((1, len(front[i])), of_padding), _from(0, r)], 1
+        )
+        return model.logits(ids, position_ids=positions, **_seeing_all(model, len(ids)))
+
     if {*map(tuple, front)} == {tuple(front[0][:1])}:
         yield fed("1 more token is put before each prompt", attended)
     else:
@@ -165,6 +179,13 @@ def _behind(
     yield fed(
         "positions count what precedes a row: padding, or rows of its pack", counted
     )
+    if not _holds_rows(front, right):
+        for of_padding in (0, 1):  # as loops fill the positions that they do not need
+            yield fed(
+                "padding is attended to, and positions do not count it",
+                positioned,
+                of_padding,
+            )
     yield fed(
         "padding is masked in attention, and the state of recurrent layers runs over it",
         masked,

@@ -119,14 +119,26 @@ def _familiar(c: float, T: float) -> str:
     return ""
 
 
-def aggregations(
-    goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], trained: Tensor | None = None
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Words and factor per response, the right one first."""
+def right_factors(goal: Goal, b: Padded) -> Tensor:
+    """[B]: by which the weights of each response's tokens are multiplied."""
+    own, group = _own(goal, b)
+    return _factors(own, b.mask, group)
+
+
+def _own(goal: Goal, b: Padded) -> tuple[str, Tensor | None]:
+    """The aggregation of the goal, and the groups that it is over."""
     own = declared_aggregation(goal.o)
     group = b.group if goal.grouped else None
     if own == "group-token-mean" and group is None:
         own = "token-mean"
+    return own, group
+
+
+def aggregations(
+    goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], trained: Tensor | None = None
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Words and factor per response, the right one first."""
+    own, group = _own(goal, b)
     masked = int((b.here & ~b.mask).sum())
     # two readings of one number
     alike = own == "token-mean" and masked and masked % len(rows) == 0
