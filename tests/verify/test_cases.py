@@ -49,7 +49,7 @@ def by_day(cases):
     return kept
 
 
-def parameter(case, daily):
+def parameter(case, daily=True):
     marks = [] if daily and not case.nightly else [pytest.mark.nightly]
     if case.xfail:
         marks.append(pytest.mark.xfail(strict=True, reason=case.xfail))
