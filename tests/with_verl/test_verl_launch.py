@@ -29,7 +29,7 @@ from repro.with_verl.config.model import (  # noqa: E402
     parse,
     revision_of,
     shape_of,
-)  # noqa: E402, RUF100
+)
 from repro.with_verl.config.naming import model_of  # noqa: E402
 from repro.with_verl.config.validate import validate  # noqa: E402
 from repro.with_verl.data import schema  # noqa: E402
@@ -343,6 +343,8 @@ for what, settings in OUT_OF_RANGE.items():
         REFUSED[f"{setting} of grpo"] = (["grpo", "paper", setting], sentence)
 
 
+# "/": the key is whole; elsewhere actor_rollout_ref. goes before it. Forty and more,
+# chosen by a fresh reader.
 NEW = """
 rollout.mode=sync|Rollout mode 'sync' has been removed
 rollout.enforce_eager=maybe|must be true or false, got 'maybe'
@@ -392,8 +394,6 @@ model.tokenizer_path=/nowhere|tokenizer_path=/nowhere is not there
 /reward.custom_reward_function.name=no_such_function|no_such_function is not in score.py
 /ray_kwargs.ray_init.num_cpus=1|is less than the 24 that verl requests for 8 GPUs
 /+ray_kwargs.ray_init.num_gpus=1|is less than the 8 that verl requests for 8 GPUs
-# "/": the key is whole; elsewhere actor_rollout_ref. goes before it. Forty and more,
-# chosen by a fresh reader.
 """
 for row in NEW.strip().splitlines():
     setting, sentence = row.split("|")
