@@ -32,6 +32,7 @@ from upref.foreign import read
 from upref.verify.factors import declared_aggregation
 from upref.verify.finding import Number
 from upref.verify.measure import FLOATS, make_case
+from upref.verify.oracles.batches import SCALES
 from upref.verify.shrink import cut
 
 EVERY = 3  # one case in so many runs by day
@@ -95,8 +96,9 @@ def numbers_on(one, b, g, unit, remark):
         return one.factors(b, declared_aggregation(one.o)), one.factors(b)
     if remark == "3 times the gradient":
         return 3 * one.gradient(b.but(adv=b.adv / 3)), g
-    if remark == "half the gradient":
-        return g / 2, None
+    for times, (words, _) in SCALES.items():
+        if remark == f"{words} times the gradient":
+            return times * g, None
     if remark == "as without":
         return _without_padding(one, b), g
     return g, None

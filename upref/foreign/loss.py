@@ -375,13 +375,14 @@ class Loss:
         )
         return called(f"the backward pass of {self.name}", backward)[0][0]
 
-    def sliced(self, b: Rollouts) -> Tensor:
-        """dJ/dlp where each tensor [B, T] is a slice of a wider one, and advantages are
+    def strided(self, b: Rollouts, layout: str) -> Tensor:
+        """dJ/dlp where each tensor [B, T] has a layout of LAYOUTS, and advantages are
         expanded from [B, 1].
         """
-        x = _slice(b.logp.detach()).requires_grad_()
+        laid = LAYOUTS[layout]
+        x = laid(b.logp.detach()).requires_grad_()
         full = {
-            k: _slice(v) if isinstance(v, Tensor) and v.ndim == 2 else v
+            k: laid(v) if isinstance(v, Tensor) and v.ndim == 2 else v
             for k, v in self.inputs(b, x).items()
         }
         full["logp"] = x
@@ -465,6 +466,15 @@ def _slice(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(
         x, (2, 1), value=False if x.dtype is torch.bool else 0.5
     )[:, 2:-1]
+
+
+def _turn(x: Tensor) -> Tensor:
+    """The same numbers, with those of a column beside each other in memory."""
+    return x.T.contiguous().T
+
+
+# in words, of a tensor [B, T]
+LAYOUTS = {"a slice of a wider one": _slice, "a transposed [T, B]": _turn}
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -61,7 +61,14 @@ INTERLEAVED = Batch.of("1 1/2 0 0 -1 1 1/4 2 0 1 3/4 0", "0 1 2 2 1 0 1 0 2 2 0 
 SINGLE = Batch.of("3/4 1 0 1/2 2", "0 1 1 1 2")
 EQUAL = Batch.of("1/10 1/10 1/10 1/10 1/10 1/10 1/10 1 0 1", "0 0 0 0 0 0 0 1 1 1")
 # prompts all of whose responses fail, and all of whose responses succeed
-SOLVED = Batch.of("0 0 0 0  1 1 1 1  1 0 0 1", "0 0 0 0  1 1 1 1  2 2 2 2")
+SOLVED = Batch.of(
+    "0 0 0 0  1 1 1 1  -1 -1 -1 -1  1 0 0 1", "0 0 0 0  1 1 1 1  2 2 2 2  3 3 3 3"
+)
+# a hundred prompts of four responses, no two of which are all alike
+PROMPTS = Batch(
+    tuple(Fraction(i * i % 11 + i % 3, 4) for i in range(400)),
+    tuple(i // 4 for i in range(400)),
+)
 FINE = Batch.of(
     "7/10 3/4 4/5 41/50  1/3 2/3 5/7 1/9  91/100 23/25 93/100 19/20",
     "0 0 0 0  1 1 1 1  2 2 2 2",

@@ -33,8 +33,10 @@ FAR = torch.tensor(
     [s * x for x in (2.5, 3, 4, 6, 9, 12, 15, 19, 21, 40) for s in (1, -1)],
     dtype=torch.float64,
 )
-# log-probabilities of the likelier policy, a row each
-LEVELS = (0.0, -1.0, -8.0, -30.0)
+# log-probabilities of the likelier policy, a row each; those of a nearly certain token
+# lie between 0 and -1
+LEVELS = (0.0, -(2.0**-20), -(2.0**-10), -1.0, -8.0, -30.0)
+WIDE, MANY = NEAR.repeat(3)[:130], (*LEVELS, *LEVELS[:3])  # more columns, and more rows
 PASTE = "from upref.verify.kl import {}, pair\nlog_prob, ref_log_prob = pair({})"
 SHIFT = 7  # places by which rows differ, else a mean over rows shows nothing
 DIFFERENCE = "log π_ref - log π_θ"
@@ -275,25 +277,34 @@ def rows(case: Case) -> Iterator[Finding]:
     """Several responses, from tokens of probability 1 to tokens of log-probability -30
     and below.
     """
-    d = NEAR.repeat(len(LEVELS))
-    for which, what in enumerate(("value", "gradient by log_prob")):
-        want, found = (
-            both(case.right, NEAR, LEVELS)[which],
-            both(case.term, NEAR, LEVELS)[which],
-        )
-        off = _off(found, want)
-        if off.max() > case.term.tol:
-            i = int(off.argmax())
-            level = LEVELS[i // len(NEAR)]
-            lp = level - max(0.0, d[i].item())
-            numbers = {"log π_θ": lp, "log π_ref": lp + d[i].item()}
-            place = Place(
-                numbers=numbers, remark=f"in a batch of {len(LEVELS)} responses"
+    for names, d, levels in (
+        ("NEAR, LEVELS", NEAR, LEVELS),
+        ("WIDE, MANY", WIDE, MANY),
+    ):
+        for which, what in enumerate(("value", "gradient by log_prob")):
+            want, found = (
+                both(case.right, d, levels)[which],
+                both(case.term, d, levels)[which],
             )
-            code = PASTE.format("LEVELS, NEAR", "NEAR, LEVELS")
-            both_numbers = number_pair(what, want[i].item(), found[i].item())
-            yield fail("rows", "", *both_numbers, Example(code=code), place=place)
-            return
+            off = _off(found, want)
+            if off.max() > case.term.tol:
+                at = int(off.argmax())
+                row, column = divmod(at, len(d))
+                lp = levels[row] - max(0.0, d[column].item())
+                numbers = {"log π_θ": lp, "log π_ref": lp + d[column].item()}
+                place = Place(
+                    numbers=numbers,
+                    remark=f"in a batch of {len(levels)} responses of {len(d)} tokens",
+                )
+                both_numbers = number_pair(what, want[at].item(), found[at].item())
+                yield fail(
+                    "rows",
+                    "",
+                    *both_numbers,
+                    Example(code=PASTE.format(names, names)),
+                    place=place,
+                )
+                return
 
 
 @oracle("expected-value")

@@ -9,6 +9,7 @@ from upref import kl
 
 from . import ACCEPTED, NOTED, REJECTED, Case
 from .bodies import clipped, even, loss, seq, tok
+from .estimators import by_group
 
 
 def corrected(factor):
@@ -177,7 +178,133 @@ LOGPROBS = [
      REJECTED, "80 above the rest"),
     ("a square", turned_squares, REJECTED, "6 tokens, 3 ids"),
 ]  # fmt: skip
+
+
+def by_row_stride(log_prob, old_log_prob, advantages, mask):
+    """A kernel that takes the distance of rows for given and reads columns beside each
+    other.
+    """
+    read = lambda x: torch.as_strided(x, x.shape, (x.stride(0), 1), x.storage_offset())
+    return DAPO(read(log_prob), read(old_log_prob), advantages, mask)
+
+
+def passed_on(change):
+    """DAPO under a backward pass of its own, which changes what comes from above."""
+
+    class Under(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            return change(g)
+
+    def under(log_prob, old_log_prob, advantages, mask):
+        return Under.apply(DAPO(log_prob, old_log_prob, advantages, mask))
+
+    return under
+
+
+def failed_pushed_down(rewards, group):
+    """Of a prompt all of whose rewards are -1, A = -0.1."""
+
+    def of_prompt(r):
+        return (
+            torch.full_like(r, -0.1)
+            if (r == -1).all()
+            else (r - r.mean()) / (r.std() + 1e-6)
+        )
+
+    return by_group(rewards, group, of_prompt)
+
+
+def sixteen_prompts(rewards, group):
+    """Prompts after the sixteenth share a baseline."""
+    first = group.unique()[:16]
+    rest = torch.where(torch.isin(group, first), group, first.max() + 1)
+    return by_group(rewards, rest, lambda r: r - r.mean())
+
+
+def cut_k3(keep):
+    """k3 where this holds of log π_θ and of the place of a token, else 0."""
+
+    def term(log_prob, ref_log_prob):
+        row, column = (torch.arange(n) for n in log_prob.shape)
+        k = kl.k3(log_prob, ref_log_prob)
+        return torch.where(keep(log_prob, row[:, None], column), k, 0 * k)
+
+    return term
+
+
+def nucleus(logits, tokens, temperature):
+    """The log-probs of the smallest set of ids with a probability of 0.99."""
+    p, order = (logits / temperature).softmax(-1).sort(-1, descending=True)
+    out = torch.zeros_like(logits, dtype=torch.bool).scatter(
+        -1, order, p.cumsum(-1) - p > 0.99
+    )
+    return one_each(logits.masked_fill(out, -1e4), tokens, temperature)
+
+
+def added(eps):
+    return lambda logits, tokens, temperature: (
+        one_each(logits, tokens, temperature).exp() + eps
+    ).log()
+
+
+DAPO = loss(lambda d, A, m: tok(clipped(d, A), m))
+FIFTH_LOSSES = [
+    (
+        "columns beside each other",
+        by_row_stride,
+        "layout",
+        "as if its inputs were contiguous",
+    ),
+    ("upstream clamped", passed_on(lambda g: g.clamp(-1, 1)), "loss-scale", ""),
+    (
+        "upstream in bfloat16",
+        passed_on(lambda g: g.bfloat16().to(g.dtype)),
+        "loss-scale",
+        "",
+    ),
+]
+FIFTH_ESTIMATORS = [
+    (failed_pushed_down, "group_norm", "solved-prompts"),
+    (sixteen_prompts, "group_mean", "large-groups"),
+]
+FIFTH_KL = [
+    ("none of nearly certain tokens", lambda lp, row, column: (lp < -1e-5) | (lp == 0)),
+    ("four rows", lambda lp, row, column: row < 4),
+    ("64 columns", lambda lp, row, column: column < 64),
+]
+# off by a hundredth, and exact beside it: what rounds to half precision is no more
+# right
+FIFTH_LOGPROBS = [
+    (
+        "a temperature times 1.01",
+        lambda logits, tokens, temperature: one_each(
+            logits, tokens, 1.01 * temperature
+        ),
+    ),
+    (
+        "times 0.99",
+        lambda logits, tokens, temperature: (
+            0.99 * one_each(logits, tokens, temperature)
+        ),
+    ),
+    ("top-p of 0.99", nucleus),
+    ("log(p + 1e-4)", added(1e-4)),
+]
 ROWS = [
+    *(Case(fn, "dapo", oracles={oracle}, file="beyond", name=name, says=says)
+      for name, fn, oracle, says in FIFTH_LOSSES),
+    *(Case(fn, on, kind="advantages", file="beyond", verdict=REJECTED, oracles={oracle}, says="-Bessel")
+      for fn, on, oracle in FIFTH_ESTIMATORS),
+    *(Case(cut_k3(keep), "k3", kind="kl", file="beyond", name=f"KL: {name}", verdict=REJECTED)
+      for name, keep in FIFTH_KL),
+    *(Case(fn, "", kind="logprobs", file="beyond", name=f"log-probs: {name}", verdict=REJECTED, says="-clamped",
+           text="FAIL  values")
+      for name, fn in FIFTH_LOGPROBS),
     *(
         Case(loss(body), on, hp, file="beyond", name=name, verdict=REJECTED if regime else ACCEPTED, regime=regime)
         for name, on, hp, regime, body in LOSSES

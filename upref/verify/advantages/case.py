@@ -250,9 +250,13 @@ def _eps(
     var = [
         v
         for b, part in zip(batches, each, strict=True)
-        for v in change.variance(b, part)  # type: ignore[arg-type]
-    ]
-    if any(bool(x) != (abs(a) > tol) for x, v, a in zip(c, var, A, strict=True) if v):
+        for v in change.variance(b, part)
+    ]  # type: ignore[arg-type]
+    if any(
+        bool(x) != (abs(a) > tol)
+        for x, v, a in zip(c, var, A, strict=True)
+        if v or not x
+    ):
         return None
     got = fit(c, var, A, tol)  # type: ignore[arg-type]
     return (

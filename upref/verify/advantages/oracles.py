@@ -114,6 +114,7 @@ def large_groups(case: Case) -> Iterator[Finding]:
     yield from case.compare(
         "large-groups", "groups of 128 with one success and with two", exact.LARGE
     )
+    yield from case.compare("large-groups", "a hundred prompts", exact.PROMPTS)
 
 
 @oracle("group-ids", not_run=either(no_ids, no_groups, wrong_already))
@@ -241,7 +242,7 @@ def equal_rewards(case: Case) -> Iterator[Finding]:
 @oracle("solved-prompts", not_run=either(no_groups, no_baseline, wrong_already))
 def solved_prompts(case: Case) -> Iterator[Finding]:
     """Prompts without a signal: an estimator of groups may not make one up."""
-    text = "a prompt of which all responses fail, and one of which all succeed"
+    text = "prompts of which all responses have one reward: 0, 1 or -1"
     yield from case.compare("solved-prompts", text, exact.SOLVED)
 
 

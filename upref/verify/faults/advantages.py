@@ -205,7 +205,7 @@ OTHER: tuple[tuple[str, Spread], ...] = (
     ("the variance {}, not by its root", lambda key, R, c: tuple(v * v for v in deviation(key, R, 1))),
     ("the variance {}, not by its root", lambda key, R, c: tuple(v * v for v in deviation(key, R, 0))),
     ("the range {}", lambda key, R, c: by(key, R, lambda xs: [(max(xs) - min(xs)) ** 2] * len(xs))),
-    ("the mean absolute difference {}",
+    ("the mean absolute deviation {}",
      lambda key, R, c: by(key, c, lambda xs: [mean([abs(x) for x in xs]) ** 2] * len(xs))),
 )  # fmt: skip
 

@@ -100,50 +100,63 @@ def _differ(case: Case, b: Rollouts, g: Tensor) -> bool:
     lambda case: "it calls .backward() itself" if case.loss.calls_backward else "",
 )
 def loss_scale(case: Case) -> list[Finding]:
-    """The loss times 1/2, as where gradients are accumulated: a backward pass of its
-    own has to pass that on.
+    """The loss times a number, as where gradients are accumulated: a backward pass of
+    its own has to pass that on.
     """
     b, loss = _batch(case), case.loss
-    g, half = case.gradient(b), loss.ask("into", b, "logp", 0.5)
-    if half is None:
-        return []
-    half = -half
-    off = moved(2 * half, g, b.mask & g.isfinite(), slack(case, 1e-7))
-    if off.max() == 0:
-        return []
+    g = case.gradient(b)
+    for times, (words, why_times) in SCALES.items():
+        into = loss.ask("into", b, "logp", times)
+        if into is None:
+            return []
+        if moved(-into, times * g, b.mask & g.isfinite(), slack(case, 1e-7)).max() > 0:
+            return [_scaled_otherwise(case, b, times, words, why_times)]
+    return []
 
-    def halved(c: Rollouts) -> Tensor:
-        into = loss.ask("into", c, "logp", 0.5)
+
+def _scaled_otherwise(
+    case: Case, b: Rollouts, times: float, words: str, why_times: str
+) -> Finding:
+    """The finding of a loss whose gradient is not so many times as large where the loss
+    is.
+    """
+    loss = case.loss
+
+    def scaled(c: Rollouts) -> Tensor:
+        into = loss.ask("into", c, "logp", times)
         return torch.zeros_like(c.logp) if into is None else -into
 
-    small = shrink(
-        b,
-        lambda c: bool(
-            moved(2 * halved(c), case.gradient(c), c.mask, slack(case, 1e-7)).max() > 0
-        ),
-    )
-    due, found = case.gradient(small) / 2, halved(small)
-    i, t = worst(moved(found, due, small.mask, slack(case, 1e-7)))
-    says = number_pair(
-        "dJ/dlp", due[i, t].item(), found[i, t].item(), "half the gradient"
-    )
+    def off(c: Rollouts) -> Tensor:
+        return moved(scaled(c), times * case.gradient(c), c.mask, slack(case, 1e-7))
 
     def whole(c: Rollouts) -> tuple[Tensor, Tensor]:
-        scaled = [loss.ask("into", c, "logp", times) for times in TIMES]
-        if any(x is None for x in scaled):
+        every = [loss.ask("into", c, "logp", some) for some in TIMES]
+        if any(x is None for x in every):
             raise InputError("no gradient")
-        return -torch.cat(scaled), torch.cat([case.gradient(c)] * len(TIMES))
+        return -torch.cat(every), torch.cat([case.gradient(c)] * len(TIMES))
 
+    small = shrink(b, lambda c: bool(off(c).max() > 0))
+    due, found = times * case.gradient(small), scaled(small)
+    i, t = worst(off(small))
+    says = number_pair(
+        "dJ/dlp", due[i, t].item(), found[i, t].item(), f"{words} times the gradient"
+    )
     why = (
         "its backward pass leaves out what comes from above (grad_output)"
         if everywhere(case, whole, b)
         else ""
     )
-    regime = "the loss times 1/2, as for accumulated gradients"
-    shown = make_example(small, due, found, case.loss.reads)
-    return [fail("loss-scale", regime, *says, shown, why)]
+    shown = make_example(small, due, found, loss.reads)
+    return fail(
+        "loss-scale", f"the loss times {words}, as {why_times}", *says, shown, why
+    )
 
 
+SCALES = {  # of a loss -> in words, and where it comes from
+    0.5: ("1/2", "for accumulated gradients"),
+    1 / 3: ("1/3", "for three micro-batches"),
+    65536.0: ("65,536", "by a gradient scaler"),
+}
 TIMES = (0.5, 2.0, 100.0, -1.0)  # of a loss, where grad_output is left out
 
 

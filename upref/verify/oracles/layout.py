@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of tensors that are not contiguous: slices of wider ones, and advantages
-with a stride of 0.
+"""The oracle of tensors that are not contiguous: slices, transposed ones, and
+advantages with a stride of 0.
 """
 
 from dataclasses import replace
+from itertools import product
 
 from torch import Tensor
 
 from upref.errors import InputError
+from upref.foreign.loss import LAYOUTS
 from upref.rollouts import Rollouts
 from upref.verify.finding import number_pair
 from upref.verify.measure import Case
@@ -17,9 +19,17 @@ from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import make_example, shrink, worst
 from upref.weights.batches import on_policy_batch
 
-SLICED = "each tensor is a slice of a wider one"
-COVERED = "tensors that are slices of wider ones, and advantages expanded from one number for each response"
-PASTE = "# before the call: x = torch.nn.functional.pad(x, (2, 1))[:, 2:-1] for each tensor x of the batch"
+COVERED = (
+    "tensors that are slices of wider ones or a transposed [T, B], and advantages expanded from one number for each "
+    "response"
+)
+PASTE = dict(
+    zip(
+        LAYOUTS,
+        ("torch.nn.functional.pad(x, (2, 1))[:, 2:-1]", "x.T.contiguous().T"),
+        strict=True,
+    )
+)
 WHY = "it reads memory as if its inputs were contiguous: call .contiguous(), or use their strides"
 
 
@@ -30,31 +40,41 @@ def layout(case: Case) -> list[Finding]:
     if any(done.wrote for done in case.done):  # whose finding is the oracle mutation's
         return []
     b = case.ready(on_policy_batch())
-    for batch in (off_bounds(case), b.but(logp=b.logp - 0.05 * b.logp.cos().abs())):
+    refused: dict[str, Finding] = {}
+    for name, batch in product(
+        LAYOUTS, (off_bounds(case), b.but(logp=b.logp - 0.05 * b.logp.cos().abs()))
+    ):
         try:
-            off = _moved(case, batch)
+            off = _moved(case, batch, name)
         except InputError as e:
-            return [
-                note("layout", f"inputs of which {SLICED} are refused", found=str(e))
-            ]
-        if off.max() > 0:
-            small = shrink(batch, lambda c: bool(_moved(case, c).max() > 0))
-            due, found = case.gradient(small), case.loss.ask("sliced", small)
-            i, t = worst(_moved(case, small))
-            says = number_pair(
-                "dJ/dlp",
-                due[i, t].item(),
-                found[i, t].item(),
-                "as of contiguous tensors",
+            refused[name] = note(
+                "layout",
+                f"inputs of which each tensor is {name} are refused",
+                found=str(e),
             )
-            shown = make_example(small, due, found, case.loss.reads)
-            shown = replace(shown, then=PASTE) if shown else None
-            return [fail("layout", SLICED, *says, shown, WHY)]
-    case.covered.append(COVERED)
-    return []
+            continue
+        if off.max() > 0:
+            return [*refused.values(), _reads_as_contiguous(case, batch, name)]
+    if not refused:
+        case.covered.append(COVERED)
+    return list(refused.values())
 
 
-def _moved(case: Case, b: Rollouts) -> Tensor:
+def _reads_as_contiguous(case: Case, b: Rollouts, name: str) -> Finding:
+    """The finding of a batch whose gradient is another one in this layout."""
+    small = shrink(b, lambda c: bool(_moved(case, c, name).max() > 0))
+    due, found = case.gradient(small), case.loss.ask("strided", small, name)
+    i, t = worst(_moved(case, small, name))
+    says = number_pair(
+        "dJ/dlp", due[i, t].item(), found[i, t].item(), "as of contiguous tensors"
+    )
+    shown = make_example(small, due, found, case.loss.reads)
+    paste = f"# before the call: x = {PASTE[name]} for each tensor x of the batch"
+    shown = replace(shown, then=paste) if shown else None
+    return fail("layout", f"each tensor is {name}", *says, shown, WHY)
+
+
+def _moved(case: Case, b: Rollouts, name: str) -> Tensor:
     return moved(
-        case.loss.ask("sliced", b), case.gradient(b), b.mask, slack(case, 1e-7)
+        case.loss.ask("strided", b, name), case.gradient(b), b.mask, slack(case, 1e-7)
     )
