@@ -250,8 +250,8 @@ def _eps(
     var = [
         v
         for b, part in zip(batches, each, strict=True)
-        for v in change.variance(b, part)
-    ]  # type: ignore[arg-type]
+        for v in change.variance(b, part)  # type: ignore[arg-type]
+    ]
     if any(
         bool(x) != (abs(a) > tol)
         for x, v, a in zip(c, var, A, strict=True)
