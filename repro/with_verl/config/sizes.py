@@ -56,10 +56,12 @@ AT_LEAST = dict.fromkeys((
     f"{ACTOR}.ppo_epochs", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs",
     f"{ROLLOUT}.max_num_seqs", "trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "reward.num_workers",
     f"{ROLLOUT}.agent.num_workers", "data.filter_overlong_prompts_workers",
-    f"{ACTOR}.loss_scale_factor",
+    f"{ACTOR}.loss_scale_factor", f"{ACTOR}.ulysses_sequence_parallel_size",
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
 ), 1) | dict.fromkeys((
     *SEEDS, f"{ACTOR}.optim.weight_decay", f"{ACTOR}.kl_loss_coef", "data.dataloader_num_workers",
-    f"{ROLLOUT}.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef",
+    f"{ROLLOUT}.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.model.lora_rank",
+    "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
 ), 0)  # fmt: skip
 SHARES = (  # numbers from 0 to 1
     f"{ACTOR}.optim.lr_warmup_steps_ratio", f"{ACTOR}.optim.min_lr_ratio", "algorithm.gamma", "algorithm.lam",
@@ -86,6 +88,8 @@ FOLLOWS = {
     f"{ROLLOUT}.prompt_length": "data.max_prompt_length",
     f"{ROLLOUT}.response_length": "data.max_response_length",
 }
+# Adam moves a weight by about the learning rate at each step, and weights are near 0.02
+LARGE_RATE = 0.1
 # Adam moves a weight by the learning rate; of a weight of 0.02, bf16 has steps of
 # 1.2e-4
 SMALL_RATE = 1e-4
@@ -187,6 +191,17 @@ def ranges(cfg: DictConfig) -> None:
     for key in (f"{ACTOR}.optim.lr", f"{ACTOR}.optim.clip_grad"):
         if not get(cfg, key) > 0:
             raise InputError(f"{key} must be above 0, got {get(cfg, key)}.")
+    rate = get(cfg, f"{ACTOR}.optim.lr")
+    if rate > LARGE_RATE:
+        raise InputError(
+            f"{ACTOR}.optim.lr must be at most {LARGE_RATE}, got {rate}: each step would move every weight by it."
+        )
+    threshold = get(cfg, "algorithm.rollout_correction.rollout_is_threshold")
+    if isinstance(threshold, int | float) and threshold <= 0:
+        raise InputError(
+            f"algorithm.rollout_correction.rollout_is_threshold must be above 0, got {threshold}: it caps a ratio of "
+            "probabilities."
+        )
     betas = get(cfg, f"{ACTOR}.optim.betas")
     if betas is not None and not (len(betas) == 2 and all(0 <= b < 1 for b in betas)):
         raise InputError(
@@ -265,6 +280,10 @@ def names(cfg: DictConfig) -> None:
 
 def files(cfg: DictConfig) -> None:
     """Files and samples that the driver reads when it starts."""
+    if not get(cfg, "trainer.default_local_dir"):
+        raise InputError(
+            "trainer.default_local_dir names no folder: leave it out, or name one."
+        )
     for key in ("data.custom_cls.path", "actor_rollout_ref.model.tokenizer_path"):
         path = str(get(cfg, key) or "")
         if path.startswith(("/", "~", ".")) or path.endswith(".py"):
@@ -288,7 +307,11 @@ def files(cfg: DictConfig) -> None:
 def defines(path: Path, name: str) -> bool:
     """Whether a Python file has a function or a name of that name at its top level."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = {getattr(node, "name", "") for node in tree.body}
+    found = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
     names = (
         target
         for node in tree.body
@@ -475,18 +498,12 @@ def parallel(cfg: DictConfig, shape: Shape) -> int:
         get(cfg, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"),
     )
     key = f"{ACTOR}.ulysses_sequence_parallel_size"
-    if sp < 1:
-        raise InputError(f"{key} must be at least 1, got {sp}.")
     divides(sp, gpus, key, "GPUs")
     divides(sp, shape.heads, key, "attention heads")
     kv = shape.kv_heads
     if kv % sp and sp % kv:
         raise InputError(
             f"{key}={sp} must divide the model's {kv} heads of keys and values, or be a multiple of them."
-        )
-    if sp > 1 and not cfg.actor_rollout_ref.model.use_remove_padding:
-        raise InputError(
-            f"{key}={sp} needs actor_rollout_ref.model.use_remove_padding=true."
         )
     return sp
 
@@ -528,11 +545,10 @@ def budgets(cfg: DictConfig, shape: Shape) -> None:
             )
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     override = cfg.actor_rollout_ref.model.override_config or {}
-    if 0 < shape.context < longest and not {
-        "max_position_embeddings",
-        "rope_scaling",
-        "rope_parameters",
-    } & {*override}:
+    stretched = {"max_position_embeddings", "rope_scaling", "rope_parameters"} & {
+        *override
+    }
+    if 0 < shape.context < longest and not stretched:
         raise InputError(
             f"a prompt and response of {longest} tokens are longer than the model's context of {shape.context} "
             "(max_position_embeddings of its config.json): lower data.max_response_length."
@@ -557,6 +573,15 @@ def budgets(cfg: DictConfig, shape: Shape) -> None:
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         raise InputError(
             f"{ROLLOUT}.max_model_len={rollout.max_model_len} is less than {longest} tokens."
+        )
+    if (
+        rollout.max_model_len is not None
+        and 0 < shape.context < rollout.max_model_len
+        and not stretched
+    ):
+        raise InputError(
+            f"{ROLLOUT}.max_model_len={rollout.max_model_len} is more than the model's context of {shape.context} "
+            "(max_position_embeddings of its config.json), which vLLM refuses: lower it."
         )
     if rollout.max_num_batched_tokens < rollout.max_num_seqs:
         raise InputError(

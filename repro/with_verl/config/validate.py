@@ -67,6 +67,7 @@ UNREAD = {
     "trainer.ray_wait_register_center_timeout": "the V1 trainer does not wait for it",
     "trainer.esi_redundant_time": "the V1 trainer does not ask when its machine ends",
     "data.gen_batch_size": "the V1 trainer sets it to 1 where it filters groups",
+    "actor_rollout_ref.rollout.multi_turn.enable": "set actor_rollout_ref.rollout.agent.default_agent_loop",
 }
 MICRO = f"{ACTOR}.ppo_micro_batch_size"  # and ..._per_gpu
 USUAL = {
@@ -127,6 +128,14 @@ def check_read(cfg: DictConfig, line: str) -> None:
     key = line.partition("=")[0].lstrip("+~")
     if key.startswith("critic."):
         raise InputError(f"nothing reads {key}: no scale trains a critic.")
+    if (
+        key.startswith("global_profiler.")
+        and key != "global_profiler.tool"
+        and not cfg.global_profiler.tool
+    ):
+        raise InputError(
+            f"nothing reads {key} without global_profiler.tool: set that too."
+        )
     if key in UNREAD:
         raise InputError(
             f"nothing reads {key} in a run of these scales: {UNREAD[key]}."
