@@ -266,6 +266,22 @@ def test_what_a_loss_changes_of_the_process_is_set_back():
     torch.use_deterministic_algorithms(on)
 
 
+def test_a_check_computes_in_one_thread():
+    """Two threads that wait for each other on a busy machine took ten times the CPU
+    time, and the largest batches were left out as too slow.
+    """
+    seen = set()
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        seen.add(torch.get_num_threads())
+        return dapo(log_prob, old_log_prob, advantages, mask)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    assert upref.identify(loss) and torch.get_num_threads() == 2 and seen == {1}
+    torch.set_num_threads(before)
+
+
 def test_the_rest_is_set_back_without_a_working_directory(tmp_path, monkeypatch):
     """FileNotFoundError came from within the check, and what comes after the directory
     stayed as the loss set it.

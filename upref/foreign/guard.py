@@ -173,6 +173,19 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 @contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute in one thread of torch: batches are small, and threads that wait for a
+    turn on a busy machine cost ten times the CPU time of the work, which is limited.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
 def state_restored() -> Iterator[set[str]]:
     """Restore the state of the process at the end; yield the names of what was changed."""
     changed: set[str] = set()
@@ -181,6 +194,7 @@ def state_restored() -> Iterator[set[str]]:
         try:
             # an inner check has nothing around it to restore
             with (
+                _one_thread(),
                 _restored(STATE | RANDOM | (AROUND if len(_watching) == 1 else {})),
                 _no_exit(),
             ):
