@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from upref_frameworks.openrlhf.step import trained
+from upref_frameworks.steps.settings import attention
 
 SEQUENCES = dict(loss_agg_mode="seq-mean-token-mean")
 
@@ -19,7 +20,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "grpo": SEQUENCES | dict(eps_clip_low_high=(0.2, 0.2)),
     "gspo": dict(eps_clip_low_high=(3e-4, 4e-4), policy_loss_type="gspo"),
 }
-EAGER = ("gemma2", "mamba2")  # sdpa drops Gemma 2's softcap, and Mamba 2 has none
 
 
 class OpenRLHF:
@@ -64,7 +64,7 @@ class OpenRLHF:
             model,
             rows,
             case.temperature,
-            attention="eager" if case.family in EAGER else "sdpa",
+            attention=attention(case.family),
             dtype=getattr(torch, case.dtype),
             **self.fields(case),
         )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters of TRL, verl and OpenRLHF: a sample of the suite by day, all of it with
 its known failures nightly.
+
+That of torchtune runs whole, where torchtune is there.
 """
 
 from pathlib import Path
@@ -54,6 +56,15 @@ def test_a_sample_agrees(name, class_name, monkeypatch):
     adapter = _load(name, class_name, monkeypatch)
     expected = read_expected_failures(HERE / f"{name}_xfails.toml")
     assert not _judge(adapter, [CASES[case] for case in SAMPLE], expected)
+
+
+def test_torchtunes_recipe_agrees_on_all_that_it_has():
+    """Where a checkout of torchtune is on PYTHONPATH: no wheel has the recipe."""
+    pytest.importorskip(
+        "torchtune.dev.grpo.loss", reason="it needs a checkout of torchtune"
+    )
+    adapter = load_adapter(f"{HERE}/torchtune_adapter.py:Torchtune")
+    assert not _judge(adapter, cases(), expected={})
 
 
 @pytest.mark.nightly

@@ -235,11 +235,17 @@ def test_an_adapter_is_loaded_from_a_file(tmp_path):
         ("plain_adapter.py", "takes FILE.py:CLASS"),
         ("nowhere.py:Plain", "there is no file nowhere.py"),
         ("no_such_module:Plain", "there is no module no_such_module"),
+        (
+            "broken.py:Plain",
+            "broken.py cannot be imported: ModuleNotFoundError: No module named 'no_such_framework'",
+        ),
         ("json:Other", "has no Other"),
         ("json:JSONDecoder", "it lacks name, supports"),
     ],
 )
-def test_a_bad_adapter_gets_one_sentence(target, words):
+def test_a_bad_adapter_gets_one_sentence(target, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("import no_such_framework\n", encoding="utf-8")
     with pytest.raises(InputError, match=words):
         load_adapter(target)
 

@@ -6,6 +6,7 @@ rows.
 import importlib.metadata
 from typing import Any
 
+from upref_frameworks.steps.settings import attention
 from upref_frameworks.verl.step import trained
 
 LENGTH = 16  # loss_scale_factor: what dr_grpo divides a sum over tokens by
@@ -32,7 +33,6 @@ FIELDS: dict[str, dict[str, Any]] = {
         loss_agg_mode="seq-mean-token-sum", policy_loss=dict(loss_mode="gpg")
     ),
 }
-EAGER = ("gemma2", "mamba2")  # sdpa drops Gemma 2's softcap, and Mamba 2 has none
 
 
 class Verl:
@@ -86,7 +86,7 @@ class Verl:
             actor=self.actor(case),
             engine=self.engine(case),
             clip=case.clip or 1e9,
-            attention="eager" if case.family in EAGER else "sdpa",
+            attention=attention(case.family),
             mini_batches=case.updates,
             rate=1e-6,
         )

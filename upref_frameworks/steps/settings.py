@@ -40,6 +40,13 @@ LORA = dict(
 )
 
 
+def attention(family: str) -> str:
+    """Return the attention of transformers that computes the family whole; sdpa drops
+    Gemma 2's softcap.
+    """
+    return "eager" if family in (*EAGER, "gemma2") else "sdpa"
+
+
 # One setting takes one or two lines.
 # fmt: off
 def trl() -> Iterator[Setting]:
@@ -201,7 +208,7 @@ def openrlhf() -> Iterator[Setting]:
         yield s(f"temperature={T:g}", fields=dict(temperature=T))
     yield s("eager attention", fields=eager)
     for family in FAMILIES:
-        if family in (*EAGER, "gemma2"):
+        if attention(family) == "eager":
             yield s("loss_agg_mode=token-mean, eager attention", family, fields=eager)
         else:
             yield s("loss_agg_mode=token-mean", family)

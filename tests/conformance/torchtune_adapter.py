@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter for torchtune: the unmodified `grpo_step` of its GRPO recipe on given
+rows. It needs no import of upref.
+
+It runs where a checkout of torchtune is on PYTHONPATH: neither the recipe nor its loss
+is in the wheel of 0.6.1.
+"""
+
+import runpy
+from pathlib import Path
+
+import torch
+import torchtune
+from torch.nn.utils.rnn import pad_sequence
+from torchtune import generation
+from torchtune.dev.grpo.loss import GRPOLoss
+from torchtune.dev.grpo.types import GRPOTrajectory
+
+# Decoder takes one causal mask, which leaves out a sliding window and means nothing to
+# a state-space layer.
+NO_MASK_FOR = ("mistral", "gemma2", "mamba2", "falcon_h1")
+PAD = 2  # the end token, as rows have no padding of their own
+RECIPE = (
+    Path(torchtune.__file__).parents[1]
+    / "recipes/dev/grpo_full_finetune_distributed.py"
+)
+Recipe = runpy.run_path(str(RECIPE))["GRPOFullFinetuneRecipeDistributed"]
+
+
+class Torchtune:
+    """The recipe's own step, without its set-up: a model, a loss and a temperature are
+    all that it reads.
+    """
+
+    name = f"torchtune {torchtune.__version__}"
+
+    def supports(self, case):
+        if case.objective != "ppo_clip" or case.hp:
+            return "GRPOLoss is PPO's clip with a mean over all tokens, without a dual clip"
+        if case.entropy_coef:
+            return "the recipe has no entropy bonus"
+        if case.micro_batches > 1 or case.updates > 1:
+            return (
+                "the recipe makes one backward pass and one step of a generation batch"
+            )
+        if case.ranks > 1:
+            return "the recipe's ranks are FSDP's, on GPUs"
+        if case.family in NO_MASK_FOR:
+            return "the wrapper of the model has one causal mask"
+        return ""
+
+    def scale(self, case):
+        return 1.0
+
+    def settings(self, case):
+        return {
+            "loss": f"GRPOLoss(epsilon=0.2, kl_coeff={case.beta})",
+            "temperature": str(case.temperature),
+            "clip_grad_norm": str(case.clip),
+        }
+
+    def step(self, model, rows, case):
+        recipe = object.__new__(Recipe)
+        recipe._model = Decoder(model)
+        recipe._temperature = case.temperature
+        recipe._loss_fn = GRPOLoss(epsilon=0.2, kl_coeff=case.beta)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        recipe.grpo_step(*trajectory(rows))
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Decoder(torch.nn.Module):
+    """A model of transformers that is called as torchtune's TransformerDecoder is."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, *, input_pos, mask):
+        blocked = torch.zeros(mask.shape, dtype=self.model.dtype).masked_fill(
+            ~mask, torch.finfo(self.model.dtype).min
+        )
+        return self.model(
+            tokens, position_ids=input_pos, attention_mask=blocked[:, None]
+        ).logits.float()
+
+
+def trajectory(rows):
+    """The rows as the recipe keeps them: prompts padded on the left, responses on the
+    right; and the prompts' width.
+    """
+    prompts = pad([row.prompt for row in rows], PAD, "left")
+    there = torch.cat(
+        [
+            pad([[True] * len(row.prompt) for row in rows], False, "left"),
+            pad([[True] * len(row.response) for row in rows], False),
+        ],
+        1,
+    )
+    responses = pad([row.response for row in rows], PAD)
+    trains = pad([row.trains for row in rows], False)
+    old, ref = (
+        pad([getattr(row, name) for row in rows], 1.0) for name in ("old", "ref")
+    )
+    made = GRPOTrajectory(
+        query_responses=torch.cat([prompts, responses], 1),
+        logprobs=old.masked_fill(~trains, 1.0),
+        ref_logprobs=ref.masked_fill(~trains, 1.0),
+        advantages=torch.tensor([row.adv for row in rows]),
+        masks=generation.get_causal_mask_from_padding_mask(there),
+        position_ids=generation.get_position_ids_from_padding_mask(there),
+        response_padding_masks=~trains,
+    )
+    return made, prompts.shape[1]
+
+
+def pad(lists, value, side="right"):
+    return pad_sequence(
+        [torch.tensor(x) for x in lists],
+        batch_first=True,
+        padding_value=value,
+        padding_side=side,
+    )
