@@ -34,7 +34,7 @@ def main(log_form=LOG, anchored=ANCHORED, difference=-1):
     H, H_sg = (
         Matrix(2, 2, lambda i, j: forget_sg(f.diff(theta[i], theta[j])))  # noqa: B023
         for f in (J, J_sg)
-    )  # noqa: B023, RUF100
+    )
     g = Matrix([lp.diff(t) for t in theta])
     print(
         f"Hessians:  H(log) - H(anchored) = {difference} A ∇lp ∇lpᵀ;  the first entry:",

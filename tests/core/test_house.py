@@ -64,7 +64,7 @@ def test_no_decision_on_the_words_of_a_fault():
         called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
         words = lambda n: (
             isinstance(n, ast.Attribute) and n.attr == "words" and id(n) not in called  # noqa: B023
-        )  # noqa: B023, RUF100
+        )
         asked = [
             n
             for n in nodes

@@ -268,7 +268,7 @@ def covered(
             found = rule.jackknife(
                 lambda k: rule.at_equal_avg(first[k], other[k], level),  # noqa: B023
                 seeds,
-            )  # noqa: B023, RUF100
+            )
             columns.append(found)
         D = np.stack(columns, 1).mean(1)
         low, high = stale_rule.interval(D, 0.05)
@@ -409,7 +409,7 @@ def test_intervals_at_fixed_decodings_by_independent_code(played):
         name, decoding = e.metric.split("/")
         end = lambda arm, b, k: (
             100 * by[arm, b, k]["evals"][f"test/{decoding}"][name][-1]  # noqa: B023
-        )  # noqa: B023, RUF100
+        )
         x = [
             np.mean(
                 [end("up_dapo", b, k) - end(e.other, b, k) for b in ("walk", "biased")]

@@ -55,7 +55,7 @@ def apply():
     init = Policy.__init__
     setattr(  # noqa: B010
         Policy, "__init__", lambda self, pin_memory=False: init(self, pin_memory=False)
-    )  # noqa: B010, RUF100
+    )
 
 
 apply()

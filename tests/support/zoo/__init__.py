@@ -26,7 +26,7 @@ from . import (  # noqa: E402
     numerics,
     right,
     sequence,
-)  # noqa: E402, RUF100
+)
 
 WRONG = [
     c
