@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of the tests goes: `python -m benchmarks.tests [ARGUMENTS OF PYTEST]`.
 
+`--record` in front of the arguments writes the tests of SLOW seconds and more into
+tests/seconds.tsv; tests/conftest.py starts with the longest of them.
+
 Runs the tests with two workers and prints processor seconds, of a test and of the
 processes that it started, by file and for the longest tests. Processor seconds hardly
 depend on what else the machine does; half of the sum is the least that two cores can
@@ -18,7 +21,11 @@ from pathlib import Path
 
 import pytest
 
+from upref.files import write_atomically
+
 LOG = "UPREF_TEST_TIME"
+RECORD = Path(__file__).parents[1] / "tests/seconds.tsv"
+SLOW = 2.0  # processor seconds of a test that is recorded
 
 
 def used() -> float:
@@ -35,7 +42,16 @@ def pytest_runtest_protocol(item):
         log.write(f"{used() - before:.3f}\t{item.nodeid}\n")
 
 
+def record(tests: list[tuple[float, str]]) -> None:
+    """Write the slow ones of these (seconds, name) into RECORD, the longest first."""
+    slow = sorted((test for test in tests if test[0] >= SLOW), reverse=True)
+    lines = (f"{seconds:.1f}\t{name}\n" for seconds, name in slow)
+    write_atomically(RECORD, "".join(lines))
+
+
 def main(*arguments: str) -> int:
+    recording = arguments[:1] == ("--record",)
+    arguments = arguments[recording:]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         options = [
@@ -59,6 +75,8 @@ def main(*arguments: str) -> int:
             line.split("\t") for line in log.read_text(encoding="utf-8").splitlines()
         ]
     tests = sorted(((float(seconds), name) for seconds, name in rows), reverse=True)
+    if recording:
+        record(tests)
     files: Counter[str] = Counter()
     for seconds, name in tests:
         files[name.split("::")[0]] += seconds  # type: ignore[assignment] # a Counter of seconds

@@ -4,6 +4,7 @@ cores wait for each other.
 """
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
@@ -13,9 +14,23 @@ import torch
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+RECORD = Path(__file__).with_name(
+    "seconds.tsv"
+)  # `python -m benchmarks.tests --record`
+
+
+def longest_first(items):
+    """The tests that are recorded as slow, the longest first, and then the others as they
+    were: a long test that begins last keeps one worker waiting for the other."""
+    lines = RECORD.read_text(encoding="utf-8").splitlines()
+    place = {line.partition("\t")[2]: n for n, line in enumerate(lines)}
+    return sorted(items, key=lambda item: place.get(item.nodeid, len(place)))
+
+
 def pytest_collection_modifyitems(config, items):
     """What is nightly runs only where it is asked for: -m nightly."""
     if "nightly" not in config.option.markexpr:
         left = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+    items[:] = longest_first(items)

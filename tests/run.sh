@@ -40,19 +40,30 @@ if [[ $# -gt 0 ]]; then
     judge upref upref_frameworks upref_course paper repro
     exec "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or nightly)" "$@"
 fi
-judge upref upref_frameworks upref_course paper repro >.venv/judge.log 2>&1 & # beside the tests
-judging=$! status=0
-"$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or site or nightly)" || status=$?
-wait $judging || status=$?
-cat .venv/judge.log
-[[ $status -eq 0 ]] || exit $status
-
-# From here on the result of the tests stands, whatever cannot be installed.
+built=
 if repro/venv.sh docs; then
-    "$bin"/python -m pytest -q -m site
+    built=yes
 else
     left_out "the tests of the documentation site: its tools could not be installed (see above)."
 fi
+
+# Beside the tests: what is judged without them, and the site.
+judge upref upref_frameworks upref_course paper repro >.venv/judge.log 2>&1 &
+judging=$! building= status=0
+if [[ $built ]]; then
+    "$bin"/python -m pytest -q -m site >.venv/site.log 2>&1 &
+    building=$!
+fi
+"$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or site or nightly)" || status=$?
+wait $judging || status=$?
+cat .venv/judge.log
+if [[ $building ]]; then
+    wait $building || status=$?
+    cat .venv/site.log
+fi
+[[ $status -eq 0 ]] || exit $status
+
+# From here on the result of the tests stands, whatever cannot be installed.
 free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
 if [[ ! -e .venv/stamp-smoke && $free -lt 8 ]]; then
     left_out "the three steps of verl and vLLM: they need 8 GB of disk for packages, and $free are free."

@@ -6,6 +6,7 @@
 holds for every `python -m` of theirs.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -111,4 +112,11 @@ def _end(kind: Any, error: Any, trace: Any) -> None:
     how, status = ("terminated", 143) if kind is Terminated else ("interrupted", 130)
     start = "\n" if sys.stderr.isatty() else ""  # behind ^C
     print(f"{start}{_words['who']}: {how}; {_words['then']}.", file=sys.stderr)
+    atexit.register(_end_quietly)  # the last one registered runs first
     raise SystemExit(status)
+
+
+def _end_quietly() -> None:
+    """Print no exception from here on: a library whose import was interrupted, as ray's,
+    may raise in what it has registered for the end of the process."""
+    sys.unraisablehook = lambda unraisable: None

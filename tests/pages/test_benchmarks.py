@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import check, speed
+from benchmarks import check, speed, tests as seconds
+from tests import conftest
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +74,26 @@ def test_every_benchmark_has_a_command_that_is_run():
         if "__main__" in p.read_text(encoding="utf-8")
     }
     assert started == {*COMMANDS}
+
+
+def test_the_tests_that_took_longest_begin(tmp_path, monkeypatch):
+    monkeypatch.setattr(seconds, "RECORD", tmp_path / "seconds.tsv")
+    seconds.record([(seconds.SLOW, "x::slow"), (9.0, "x::slower"), (0.1, "x::fast")])
+    assert seconds.RECORD.read_text() == f"9.0\tx::slower\n{seconds.SLOW}\tx::slow\n"
+    monkeypatch.setattr(conftest, "RECORD", seconds.RECORD)
+    given = [
+        SimpleNamespace(nodeid=f"x::{name}") for name in ("a", "slow", "b", "slower")
+    ]
+    ordered = [
+        item.nodeid.removeprefix("x::") for item in conftest.longest_first(given)
+    ]
+    assert ordered == ["slower", "slow", "a", "b"]
+
+
+def test_what_is_recorded_as_slow_is_there():
+    lines = conftest.RECORD.read_text(encoding="utf-8").splitlines()
+    files = {line.partition("\t")[2].partition("::")[0] for line in lines}
+    assert len(lines) > 50 and all((ROOT / file).is_file() for file in files)
 
 
 @pytest.mark.nightly

@@ -15,6 +15,7 @@ import torch
 import upref
 from tests.support.cases.bodies import calm
 from tests.support.cases.causes import J, dapo
+from tests.support.daily import daily
 from upref import ops
 from upref.ops import sg
 from upref.verify.faults.losses import shape_of
@@ -33,7 +34,7 @@ def test_a_note_in_float64_hides_no_failure_in_another_dtype(low):
     assert [f.oracle for f in report.failures] == ["extremes"]
 
 
-@pytest.mark.parametrize("name", upref.names())
+@pytest.mark.parametrize("name", daily(upref.names(), 2))
 def test_what_no_sampler_draws_is_a_note_for_every_objective(name):
     """Its own function, with an exp that overflows, and with every branch multiplied by
     0 or 1: 0 * inf is NaN.
@@ -219,7 +220,7 @@ COUNTERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COUNTERS)
+@pytest.mark.parametrize("name", daily(COUNTERS, 2))
 def test_a_counter_is_not_randomness(name):
     calls, by = [0], COUNTERS[name]
 
