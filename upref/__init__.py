@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from upref.registry import Objective, get, names, objective
     from upref.rollouts import Rollouts
-    from upref.step import check_recorded, check_step, record_step
+    from upref.step import check_recorded, check_step, identify_step, record_step
     from upref.transforms import up, up_anchored
     from upref.verify.advantages import check_advantages
     from upref.verify.check import check
@@ -42,15 +42,15 @@ _HOME = {
     "cap_map": "weights.plots", "capacity": "weights.capacity", "check": "verify.check",
     "check_advantages": "verify.advantages", "check_kl": "verify.kl", "check_logprobs": "verify.logprobs",
     "check_recorded": "step", "check_step": "step", "derive": "derivation", "diagnose": "diagnostics",
-    "get": "registry", "identify": "identification.identify", "names": "registry", "objective": "registry",
-    "record_step": "step", "row_weights": "aggregation", "up": "transforms",
+    "get": "registry", "identify": "identification.identify", "identify_step": "step",
+    "names": "registry", "objective": "registry", "record_step": "step", "row_weights": "aggregation", "up": "transforms",
     "up_anchored": "transforms",
 }  # fmt: skip
 __all__ = [
     "InputError", "Objective", "Rollouts", "Totals", "aggregate", "assert_advantages", "assert_kl", "assert_logprobs",
     "assert_policy_loss", "assert_step", "cap_map", "capacity", "check", "check_advantages", "check_kl",
-    "check_logprobs", "check_recorded", "check_step", "derive", "diagnose", "get", "identify", "names", "objective",
-    "record_step", "row_weights", "up", "up_anchored",
+    "check_logprobs", "check_recorded", "check_step", "derive", "diagnose", "get", "identify", "identify_step", "names",
+    "objective", "record_step", "row_weights", "up", "up_anchored",
 ]  # fmt: skip
 
 

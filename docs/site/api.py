@@ -19,7 +19,12 @@ GROUPS = {
         "check_kl",
         "check_logprobs",
     ],
-    "Check a training step": ["check_step", "record_step", "check_recorded"],
+    "Check a training step": [
+        "check_step",
+        "identify_step",
+        "record_step",
+        "check_recorded",
+    ],
     "In pytest": [
         "assert_policy_loss",
         "assert_advantages",

@@ -198,6 +198,7 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "assert_step": (upref.assert_step, {"step": _step, "model": _model(), "objective": "dapo", "temperature": 0.7}),
         "check_recorded": (upref.check_recorded, {"seen": _recorded(_model()), "rows": _rows(_model()),
                                                   "objective": "dapo", "temperature": 0.7}),
+        "identify_step": (upref.identify_step, {"step": _step, "model": _model(), "temperature": 0.7}),
         "record_step": (_recorded, {"model": _model(), "first": 1}),
         "InputError": (upref.InputError, {"sentence": "x"}),
         "weights.curve.of": (curve.of, {"what": "dapo", "eps_low": 0.1}),

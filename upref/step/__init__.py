@@ -4,10 +4,12 @@ gradient?
 """
 
 from upref.step.check import StepReport, check_recorded, check_step
+from upref.step.identify import StepIdentification, identify_step
 from upref.step.record import Recorded, Step, record_step
 from upref.step.reference import Functions, TorchModel
 from upref.step.rows import Row
 
 __all__ = [
-    "Functions", "Recorded", "Row", "Step", "StepReport", "TorchModel", "check_recorded", "check_step", "record_step",
+    "Functions", "Recorded", "Row", "Step", "StepIdentification", "StepReport", "TorchModel", "check_recorded",
+    "check_step", "identify_step", "record_step",
 ]  # fmt: skip

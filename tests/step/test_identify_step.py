@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""identify_step: the name of a loop's objective, and where no name is true, none."""
+
+import torch
+from loops import T, collated, log_probs, policy_step, qwen3, surrogate, with_
+
+import upref
+
+
+def identified(step, **how):
+    return upref.identify_step(step, qwen3(), temperature=T, **how)
+
+
+def of_terms(terms, over="tokens", times=1.0):
+    """A step with these terms [B, S - 1] of (lp, old, A), averaged over tokens or responses."""
+
+    def step(model, rows):
+        ids, there, trains, old, adv, _ = collated(rows)
+        J = terms(log_probs(model, ids, there), old[:, 1:], adv[:, 1:])
+        m = trains[:, 1:]
+        mean = (J * m).sum() / m.sum()
+        if over == "responses":
+            mean = ((J * m).sum(1) / m.sum(1)).mean()
+        (-times * mean).backward()
+
+    return step
+
+
+def test_dapo_has_its_name():
+    found = identified(with_())
+    assert found.matches[0].name == "dapo" and not found.matches[0].hp, found
+    assert "check_step(step, model, 'dapo', temperature=0.7)" in str(found)
+
+
+def test_an_aggregation_bounds_and_a_factor_are_found():
+    def narrow(lp, old, A):
+        return surrogate(lp, old, A, 0.1, 0.1)
+
+    found = identified(of_terms(narrow, "responses", times=2.0))
+    first = found.matches[0]
+    assert (first.name, first.hp, first.scale) == ("grpo", {"eps": 0.1}, 2.0), found
+
+
+def test_a_loop_on_policy_is_dapo_without_ratio():
+    found = identified(of_terms(lambda lp, old, A: lp * A), without=["ratio"])
+    assert str(found.matches[0]) == "dapo (without ratio)", found
+
+
+def test_an_unusual_bound_is_bracketed():
+    found = identified(with_(high=0.25))
+    assert not found and "A > 0: none above r between" in found.why, found
+
+
+def test_a_wrong_forward_pass_has_no_name():
+    def cold(model, rows):
+        policy_step(model, rows, temperature=1.0)
+
+    found = identified(cold)
+    assert not found and "no weights of the response tokens" in found.why, found
+    assert torch.is_grad_enabled()

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.identify_step`: which objective a training step has, read off its gradients.
+
+The weight of each token is read off the gradient (upref/step/weights.py), on rows beside
+the bounds of DAPO and on rows beside those of GSPO. An objective is a match where its own
+weights, aggregation included, are those up to one constant. `check_step` then confirms it
+on rows of its own, to the precision of float32.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from upref.errors import InputError
+from upref.foreign.guard import state_restored
+from upref.registry import names
+from upref.result import Result
+from upref.step.case import Asked, Case, built, meant, perturbed, run
+from upref.step.causes import BOUNDS
+from upref.step.check import check_step
+from upref.step.forward import SPAN
+from upref.step.goal import Goal
+from upref.step.ranks import world_size
+from upref.step.reference import TorchModel
+from upref.step.rows import Row
+from upref.step.weights import read
+
+FIRST = ("dapo", "grpo", "dr_grpo", "ppo_clip", "gspo", "cispo", "reinforce")
+ROWS = ("dapo", "gspo")  # objectives beside whose bounds the rows are
+TOLERANCE = 1e-3  # of a weight, relative to the largest
+CONFIRMED = 6  # matches that check_step is asked about
+DUAL = (3.0, 10.0)  # bounds of the ratio where A < 0
+
+
+@dataclass(frozen=True)
+class StepMatch:
+    """An objective that a step has.
+
+    Attributes:
+        name: of the objective.
+        hp: its numbers that differ from the defaults.
+        on_policy: the step takes r = 1, whatever the old log-probabilities are.
+        scale: a constant factor of the loss.
+        error: of the gradient, relative to its norm, as `check_step` has it.
+    """
+
+    name: str
+    hp: dict[str, Any]
+    on_policy: bool
+    scale: float
+    error: float = float("inf")
+
+    def options(self, temperature: float) -> str:
+        """The arguments of `check_step` that stand for it."""
+        said = [repr(self.name), f"temperature={temperature:g}"]
+        said += [f"{k}={v:g}" for k, v in self.hp.items()]
+        if self.scale != 1:
+            said.append(f"scale={self.scale:.6g}")
+        if self.on_policy:
+            said.append('without=["ratio"]')
+        return ", ".join(said)
+
+    def __str__(self) -> str:
+        said = [f"{k}={v:g}" for k, v in self.hp.items()]
+        if self.scale != 1:
+            said.append(f"times {self.scale:.6g}")
+        if self.on_policy:
+            said.append("without ratio")
+        return f"{self.name} ({', '.join(said)})" if said else self.name
+
+
+@dataclass(frozen=True)
+class StepIdentification(Result):
+    """What `identify_step` answers. Truth value: a registered objective has this gradient.
+
+    Attributes:
+        step: its name.
+        temperature: of the sampler, as it was told.
+        matches: the objectives that have this gradient, the commonest first.
+        why: in words, where there is none.
+    """
+
+    step: str
+    temperature: float
+    matches: list[StepMatch] = field(default_factory=list)
+    why: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.matches)
+
+    @property
+    def notes(self) -> list[str]:
+        return []
+
+    def json(self) -> str:
+        return json.dumps({"identified": bool(self)} | asdict(self), indent=1)
+
+    def text(self, verbose: bool = False) -> str:
+        if not self.matches:
+            return f"{self.step} is none of these objectives: {self.why}"
+        first, *others = self.matches
+        lines = [f"{self.step} is {first}"]
+        if others:
+            lines.append(f"the same here: {', '.join(map(str, others))}")
+        call = f"upref.check_step(step, model, {first.options(self.temperature)})"
+        return "\n".join(
+            [*lines, f"error of the gradient: {first.error:.2g}", f"next: {call}"]
+        )
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The weights of a step on one draw of rows.
+
+    Attributes:
+        case: the rows, and the forward pass of the reference.
+        found: [B, T], the derivative of the loss by each token's log-probability; nan
+            where the gradient does not tell.
+        residual: the part of the gradient that no weights of these tokens make.
+        statistics: log-probabilities, entropies and squared log-normalizers, [B, T].
+    """
+
+    case: Case
+    found: Tensor
+    residual: float
+    statistics: tuple[Tensor, Tensor, Tensor]
+
+    def factor(self, goal: Goal, on_policy: bool) -> float | None:
+        """The constant by which its weights are the goal's; None where they are not."""
+        b = replace(self.case.b, old=None) if on_policy else self.case.b
+        lp = self.statistics[0].clone().requires_grad_()
+        loss = goal.loss(goal.parts(lp, *self.statistics[1:], b))
+        (slope,) = torch.autograd.grad(loss, lp, materialize_grads=True)
+        tell = b.here & ~self.found.isnan()
+        x, y = slope[tell], self.found[tell]
+        k = float(x @ y / (x @ x).clamp(min=1e-300))
+        off = float((y - k * x).abs().max())
+        return k if off <= TOLERANCE * float(y.abs().max()) and k != 0 else None
+
+
+def identify_step(
+    step: Callable[[Any, list[Row]], Any],
+    model: nn.Module,
+    *,
+    temperature: float,
+    without: Sequence[str] = (),
+    seed: int = 0,
+    group_size: int | None = None,
+) -> StepIdentification:
+    """Tell which registered objective a training step has, without a KL term or bonus.
+
+    Args:
+        step: `(model, rows)`, as for `check_step`.
+        model: the nn.Module that the step trains, a small one.
+        temperature: of the sampler.
+        without: what the step cannot do: lengths, temperature, ratio, holes.
+        seed: of the rows.
+        group_size: so many responses in a row share a prompt; None: prompts differ.
+
+    Returns:
+        A StepIdentification: true where an objective has this gradient, with all that do.
+
+    Raises:
+        InputError: the step fails or leaves no gradient, the case could hide bugs, or
+            there are several ranks.
+    """
+    if world_size() > 1:
+        raise InputError(
+            "identify_step runs in one process: start it without torchrun."
+        )
+    name = getattr(step, "__name__", type(step).__name__)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be an nn.Module, got {type(model).__name__}.")
+    asked = Asked(group_size)
+    with state_restored(), perturbed(model, True):
+        reference = TorchModel(model)
+        draws = [
+            _draw(
+                step, model, reference, meant(o, {}, temperature), without, seed, asked
+            )
+            for o in ROWS
+        ]
+    left = max(draw.residual for draw in draws)
+    if left > SPAN:
+        why = (
+            f"no weights of the response tokens make this gradient, {left:.2g} of it is "
+            "left. The forward pass differs, other tokens train, or there is a bonus: "
+            "check_step names what differs from the objective that is meant"
+        )
+        return StepIdentification(name, temperature, why=why)
+    likely = list(_matches(draws, temperature, "ratio" in without))
+    confirmed = []
+    for match in likely[:CONFIRMED]:
+        without_ratio = [*{*without, *(["ratio"] if match.on_policy else [])}]
+        report = check_step(
+            step,
+            model,
+            match.name,
+            temperature=temperature,
+            scale=match.scale,
+            seed=seed,
+            explain=False,
+            without=without_ratio,
+            group_size=group_size,
+            **match.hp,
+        )
+        if report:
+            confirmed.append(replace(match, error=report.error))
+    why = "" if confirmed else _bounds(draws[0])
+    return StepIdentification(name, temperature, confirmed, why)
+
+
+def _draw(
+    step: Callable[[Any, list[Row]], Any],
+    model: nn.Module,
+    reference: TorchModel,
+    goal: Goal,
+    without: Sequence[str],
+    seed: int,
+    asked: Asked,
+) -> Draw:
+    """Run the step on rows beside the bounds of the goal, and read its weights."""
+    case = built(reference, goal, None, without, seed, asked=asked)
+    found, _ = run(step, model, case)
+    reading = read(case.forward, reference.flat(found))
+    weights = nn.utils.rnn.pad_sequence(
+        [
+            w[len(row.prompt) - 1 :]
+            for w, row in zip(reading.weights, case.rows, strict=True)
+        ],
+        batch_first=True,
+    )
+    lp, H, Z = (x.detach() for x in case.forward.statistics())
+    return Draw(case, -weights, reading.residual, (lp, H, Z))
+
+
+def _matches(draws: list[Draw], temperature: float, still: bool) -> Iterator[StepMatch]:
+    """The objectives whose weights these are on all draws, the commonest first."""
+    first, *others = draws
+    order = sorted(names(), key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
+    seen = set()
+    for on_policy, name in product([True] if still else [False, True], order):
+        with suppress(InputError, RuntimeError, ArithmeticError):
+            for hp in _numbers(meant(name, {}, temperature).hp, on_policy):
+                goal = meant(name, hp, temperature)
+                k = first.factor(goal, on_policy)
+                if k is None or (name, on_policy) in seen:
+                    continue
+                each = [draw.factor(goal, on_policy) for draw in others]
+                if any(x is None or abs(x / k - 1) > TOLERANCE for x in each):
+                    continue
+                seen.add((name, on_policy))
+                yield StepMatch(name, hp, on_policy, _round(k))
+
+
+def _numbers(defaults: dict[str, Any], on_policy: bool) -> Iterator[dict[str, float]]:
+    """The objective's defaults, then bounds as people set them."""
+    yield {}
+    if on_policy:
+        return
+    keys: list[str] = [k for k in ("eps", "eps_low", "eps_high") if k in defaults]
+    values: list[Sequence[float]] = [(defaults[k], *BOUNDS) for k in keys]
+    if "c" in defaults:
+        keys.append("c")
+        values.append((defaults["c"], *DUAL))
+    for some in product(*values):
+        hp = dict(zip(keys, some, strict=True))
+        changed = {k: v for k, v in hp.items() if v != defaults[k] and v is not None}
+        if changed:
+            yield changed
+
+
+def _round(k: float) -> float:
+    """A factor to the precision of a weight: 1 and other short numbers are exact."""
+    near = float(f"{k:.3g}")
+    return near if abs(near / k - 1) < TOLERANCE / 2 else k
+
+
+def _bounds(draw: Draw) -> str:
+    """Where the weights stop, in words."""
+    b, lp = draw.case.b, draw.statistics[0]
+    assert b.old is not None
+    r, size = (lp - b.old).exp(), draw.found.nan_to_num(0).abs()
+    live = size > TOLERANCE * float(size.max())
+    said = []
+    for sign, words in ((1, "A > 0"), (-1, "A < 0")):
+        its = b.mask & (b.adv * sign > 0) & ~draw.found.isnan()
+        for side, beyond in ((1, "above"), (-1, "below")):
+            dead = r[its & ~live & ((r - 1) * side > 0)]
+            if not len(dead):
+                continue
+            stop = float(dead.min() if side > 0 else dead.max())
+            inside = r[its & live & ((r - stop) * side < 0)]
+            last = float(inside.max() if side > 0 else inside.min())
+            if len(inside):
+                low, high = sorted((last, stop))
+                said.append(
+                    f"{words}: none {beyond} r between {low:.4g} and {high:.4g}"
+                )
+    where = "; ".join(said) or "its weights do not stop anywhere on these rows"
+    return f"no objective with the usual numbers has its weights ({where}): give check_step the numbers of the loop"
