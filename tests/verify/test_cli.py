@@ -300,6 +300,21 @@ def test_a_reader_that_leaves_early_is_no_error():
     )
 
 
+def test_what_a_library_raises_after_an_interrupt_is_not_printed():
+    """ray, interrupted in its import, printed a traceback of its atexit callback."""
+    code = """
+import atexit, os, signal, time
+from upref import interrupt
+with interrupt.handled_within("upref x"):
+    atexit.register(lambda: 1 / 0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(9)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 143
+    assert done.stderr == "upref x: terminated; run the same command again.\n"
+
+
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
