@@ -9,7 +9,7 @@ import sys
 import numpy
 import pytest
 import torch
-from loops import BUGS, RIGHT, T, policy_step, qwen3, right
+from loops import BUGS, RIGHT, T, collated, policy_step, qwen3, right, surrogate
 
 import upref
 from upref.step import (
@@ -277,3 +277,20 @@ def test_a_forward_pass_that_a_model_lacks_is_not_tried(family):
     assert ("prompts are run without a gradient" in words) == (
         family == "qwen3"
     ) and len(words) > 5
+
+
+def half_softmax(model, rows):
+    """The log-softmax of a float32 model is taken in bfloat16."""
+    ids, there, trains, old, adv, _ = collated(rows)
+    z = model(input_ids=ids, attention_mask=there).logits[:, :-1]
+    lp = (z.bfloat16() / T).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].float()
+    J = surrogate(lp, old[:, 1:], adv[:, 1:])
+    (-(J * trains[:, 1:]).sum() / trains[:, 1:].sum()).backward()
+
+
+def test_half_precision_that_nobody_declared_fails_a_test():
+    with pytest.raises(pytest.fail.Exception, match="the step computes in bfloat16"):
+        upref.assert_step(half_softmax, qwen3(), "dapo", temperature=T)
+    assert upref.assert_step(
+        half_softmax, qwen3(), "dapo", temperature=T, half_precision=True
+    )

@@ -58,6 +58,7 @@ class StepReport(Report):
     # number of the objective -> what agrees in its place
     not_reached: dict[str, str] = field(default_factory=dict)
     reach: str = ""  # how far the rows go in what the objective reads
+    computed_in: str = ""  # the half precision of a step whose model is in float32
 
     def text(self, verbose: bool = False) -> str:
         lines = [
@@ -393,6 +394,7 @@ def _report(
         time.perf_counter() - start, error=error, exercised=said, unexercised=unexercised,
         at_bound=it.at_bound, other_side=it.other_side, reach=reach(goal, case.forward, case.b),
         not_reached=_not_reached(goal, case, bound, it),
+        computed_in=str(half).removeprefix("torch.") if half else "",
     )  # fmt: skip
 
 
