@@ -65,6 +65,7 @@ RANDOM = 12  # random batches beside the grid
 # bounds that agree so far are the same bound, moved by a constant in a logarithm
 LOOSE = 1e-3
 BOTH_COMPARED = "it calls .backward() itself and returns a loss that has a gradient too: their sum is compared"
+FAR = 1.0  # a relative distance of gradients at which the nearest objective is no help
 TRIED = 6  # candidates of which the distance is taken where none fits
 
 
@@ -180,8 +181,10 @@ def _of_box(box: BlackBox, start: float) -> Identification:
         words = [one.words, *_multiplied(k, match.agg), *_term(box, match), *more]
         return answer("pitfall", [match], "; ".join(words))
     if coupled := _of_whole_batches(box):
-        return answer("objective", coupled, "")
-    near = [nearest] if _has_its_bounds(box, nearest) else []
+        named = answer("objective", coupled, "")
+        return replace(named, not_checked=[*named.not_checked, *_unread(coupled[0])])
+    is_near = nearest.distance < FAR and _has_its_bounds(box, nearest)
+    near = [nearest] if is_near else []
     return answer("none", near, BOTH_COMPARED if box.loss.returns_live else "")
 
 
@@ -222,10 +225,33 @@ def _of_whole_batches(box: BlackBox) -> list[Match]:
             )
             off = [case.off(b, g / case.factors(b)).max().item() for b, g in asked]
             if len(off) > RANDOM / 2 and max(off) <= 10 * box.tol:
-                seen = {k: v for k, v in case.hp.items() if k != "beta"}
+                seen = {k: v for k, v in case.hp.items() if _matters(case, k, asked)}
                 out.append(Match(o.name, seen, o.agg, True, not box.kl, max(off), 0.0))
                 break
     return out
+
+
+def _matters(case: Case, key: str, asked: list[tuple[Rollouts, Tensor]]) -> bool:
+    """Whether the weights on these batches would be others at a larger or a smaller
+    value of the hyperparameter: else the batches tell nothing of it.
+    """
+    value = case.hp[key]
+    if key == "beta" or value is None:
+        return False
+    for other in (10 * value, value / 10) if value else (1,):
+        moved = replace(case, hp=case.hp | {key: other})
+        if any(not torch.equal(moved.expected(b), case.expected(b)) for b, _ in asked):
+            return True
+    return False
+
+
+def _unread(m: Match) -> list[str]:
+    """Words for the hyperparameters that no batch has told."""
+    own = get(m.name).hyperparameters
+    names = [
+        k for k, v in own.items() if k not in m.hp and k != "beta" and v is not None
+    ]
+    return [f"{', '.join(names)}: without an effect on these batches"] if names else []
 
 
 def _with_correction(box: BlackBox, answer: Identification) -> Identification:

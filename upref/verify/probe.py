@@ -37,6 +37,7 @@ LOG_R = np.unique(
         np.linspace(-8, 8, 49), np.outer((-1, 1), np.geomspace(1e-6, 0.3, 25)).ravel()
     ]
 )
+FADED = 1e-9  # a weight per advantage below which a jump to 0 is one of rounding
 MUS = (0.3, 0.9)  # π_old, beside that of a rare token, where the weight depends on it
 
 
@@ -69,6 +70,8 @@ class BlackBox:
     sides: int = 0  # how many of the last points stand beside a jump
     # with the weight halfway through the jump
     jumps: tuple[tuple[Point, float], ...] = ()
+    # of the jumps, those where a weight fades, and rounding makes the last of it 0
+    faded: frozenset[Point] = frozenset()
 
     @property
     def loss(self) -> Loss:
@@ -180,10 +183,11 @@ class BlackBox:
         return replace(self, case=replace(self.case, edges=(-near, near))).beside()
 
     def bounds(self, A: float) -> list[float]:
-        """The ratios at which the weight jumps for this sign of A, for a rare token."""
-        mine = [
-            p.r for p, _ in self.jumps if p.A == A and not p.unsure and p.mu not in MUS
-        ]
+        """The ratios at which the weight jumps for this sign of A, for a rare token, but
+        for those where it fades.
+        """
+        told = [p for p, _ in self.jumps if p not in self.faded]
+        mine = [p.r for p in told if p.A == A and not p.unsure and p.mu not in MUS]
         return sorted(mine)
 
 
@@ -337,6 +341,7 @@ def _curve(box: BlackBox) -> BlackBox:
     lines += [(A, None, True) for A in SIGNS] if box.reads_entropy else []
     points: list[Point] = []
     jumps: list[tuple[Point, float]] = []
+    faded: set[Point] = set()
     for A, mu, unsure in lines:
         rs = grid if mu is None else grid[mu * grid < 0.99]
         at = lambda r, A=A, mu=mu, unsure=unsure: (
@@ -346,10 +351,9 @@ def _curve(box: BlackBox) -> BlackBox:
         )
         points += [at(r) for r in rs]
         if not box.random:
-            jumps += [
-                (at(j.r), (j.below + j.above) / 2)
-                for j in box.curve(unsure).jumps(A, mu, rs)
-            ]
+            found = box.curve(unsure).jumps(A, mu, rs)
+            jumps += [(at(j.r), (j.below + j.above) / 2) for j in found]
+            faded |= {at(j.r) for j in found if max(abs(j.below), abs(j.above)) < FADED}
     on = [p for p, _ in jumps]
     apart = lambda p, q: (
         (p.A, p.mu in MUS, p.unsure) != (q.A, q.mu in MUS, q.unsure)
@@ -358,5 +362,9 @@ def _curve(box: BlackBox) -> BlackBox:
     # on a bound, rounding decides
     points = [p for p in points if all(apart(p, q) for q in on)]
     return replace(
-        box, points=tuple(points), weights=box.ask(points), jumps=tuple(jumps)
+        box,
+        points=tuple(points),
+        weights=box.ask(points),
+        jumps=tuple(jumps),
+        faded=frozenset(faded),
     ).beside()
