@@ -53,7 +53,7 @@ WHEEL = {  # a command, its exit status and what it prints
     "upref --version": (0, "upref "),
     "python -m upref --version": (0, "upref "),
     # its notes depend on how torch rounds exp
-    "upref check my.py:loss --as dapo": (1, "NOT dapo: 2 failures"),
+    "upref check my.py:loss --as dapo": (1, "NOT dapo: 1 failure"),
     "upref identify my.py:loss": (0, "meant as dapo(eps_low=0.2, eps_high=0.28)"),
     "upref derive up_dapo": (0, ""),
     "upref cap up_dapo": (0, ""),

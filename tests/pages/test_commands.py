@@ -32,7 +32,7 @@ PLACE = re.compile(r"\.\.\.|(?<![-\w/=])[A-Z][A-Z-]{3,}(?![\w=])")
 # command -> what it prints, among other things; {said} is the sentence that README
 # shows of it
 HERE = {
-    "upref check my.py:loss --as dapo": "NOT dapo: 2 failures",
+    "upref check my.py:loss --as dapo": "NOT dapo: 1 failure",
     "upref identify my.py:loss": "{said}",
     "upref check verl:vanilla --as dapo": "NOT dapo: ",
     "upref recipe dapo --in verl": "loss_agg_mode=token-mean",

@@ -4,6 +4,7 @@ is called.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,17 @@ import torch
 import upref
 from upref.verify.finding import Example
 from upref.verify.render import LONGEST
-from upref.verify.report import SHOWN, WIDE, fail, note, short, some
+from upref.verify.report import (
+    COLUMNS,
+    SCREEN,
+    SHOWN,
+    WIDE,
+    fail,
+    note,
+    read_finding,
+    short,
+    some,
+)
 
 # characters of a report, and of all that there is to say
 MOST, VERBOSE = 12_000, 20_000
@@ -67,6 +78,52 @@ def test_a_report_is_short(loss, name):
         and len(report.text(verbose=True)) <= VERBOSE
     )
     assert len(report.json()) < 4 * VERBOSE and json.loads(report.json())["ok"] is False
+
+
+def clipped_on_both_sides(log_prob, old_log_prob, advantages, mask):
+    r = (log_prob - old_log_prob).exp()
+    return -(r.clamp(0.8, 1.28) * advantages)[mask].sum() / mask.sum()
+
+
+def test_one_fault_is_one_finding_with_numbers():
+    report = upref.check(clipped_on_both_sides, "dapo")
+    (finding,) = json.loads(report.json())["findings"][:1]
+    place, (other,) = finding["place"], finding["also"]
+    assert [f.oracle for f in report.failures] == ["gradient"]
+    assert place["sign"] == 1 and place["intervals"] == [
+        {"low": None, "high": pytest.approx(0.8)}
+    ]
+    assert other["sign"] == -1 and other["intervals"] == [
+        {"low": pytest.approx(1.28), "high": None}
+    ]
+    r = place["numbers"]["r"]
+    assert finding["expected"] == {
+        "value": pytest.approx(r),
+        "unit": "weight",
+        "remark": "",
+    }
+    assert finding["found"]["value"] == 0 and finding["example"]["found"] == [[0]]
+    assert read_finding(finding) == report.failures[0]
+
+
+def test_a_report_fits_on_a_screen():
+    """Failures of one cause are one paragraph; the first paragraph alone has its batch;
+    what is left out is counted.
+    """
+    report = upref.check(everything_wrong, "dapo")
+    lines = report.text().splitlines()
+    assert sum(line.startswith("      b = ") for line in lines) <= 1
+    assert sum(-(-max(len(line), 1) // COLUMNS) for line in lines) <= 50
+    wide = fail("gradient", "here", example=Example(code="\n".join(["xxx"] * SCREEN)))
+    many = [
+        wide,
+        *[fail("padding", f"there {i}", cause="a known one") for i in range(3)],
+    ]
+    text = str(replace(report, findings=many))
+    assert "-v prints the smallest batch" in text and "xxx" not in text
+    assert (
+        text.startswith("NOT dapo: 2 failures") and text.count("so too    padding") == 2
+    )
 
 
 def test_an_identity_is_short():

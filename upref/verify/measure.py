@@ -78,6 +78,8 @@ class Case:
     tol: float = HABIT
     edges: tuple[float, ...] = EDGES
     failed: set[str] = field(default_factory=set)  # oracles
+    # of wrong weights, in words, where a known fault gives them on policy too
+    cause: str = ""
     # the unusual inputs on which it was right, in words
     covered: list[str] = field(default_factory=list)
     # calls that wrote or printed

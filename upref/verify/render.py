@@ -2,7 +2,7 @@
 """The text of a finding, made here for every report."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from upref.verify.finding import Example, Interval, Number, Place
@@ -50,20 +50,32 @@ def _describe(x: Number | str, digits: int) -> str:
 
 
 # ---- places --------------------------------------------------------------------------
-def describe_place(place: Place) -> str:
-    """Return the tokens in words: `A > 0, r > 1.28   (here A = 1, r = 1.49)`."""
-    sign = [] if place.sign is None else [SIGNS[place.sign]]
-    tokens = []
-    if place.decided_by:
-        tokens = [DECIDED_BY[place.decided_by]]
-    elif place.intervals:
-        tokens = ["; ".join(describe_interval(one) for one in place.intervals)]
+def describe_places(place: Place, also: Sequence[Place] = ()) -> str:
+    """Return the tokens in words: `A > 0, r > 1.28   (here A = 1, r = 1.49)`.
+
+    Args:
+        place: the tokens, with the one that is shown.
+        also: other tokens.
+    """
     shown = [f"{symbol} = {number:.6g}" for symbol, number in place.numbers.items()]
     remark = [place.remark] if place.remark else []
-    if not tokens:
-        return ", ".join([*sign, *shown, *remark])
-    text = ", ".join([*sign, *tokens, *remark])
+    if not (place.intervals or place.decided_by):
+        return ", ".join([*_sign(place), *shown, *remark])
+    texts = [_describe_tokens(one) for one in (place, *also)]
+    text = ", ".join(["; ".join(texts), *remark])
     return f"{text}   (here {', '.join(shown)})" if shown else text
+
+
+def _describe_tokens(place: Place) -> str:
+    if place.decided_by:
+        tokens = DECIDED_BY[place.decided_by]
+    else:
+        tokens = " or ".join(describe_interval(one) for one in place.intervals)
+    return ", ".join([*_sign(place), tokens])
+
+
+def _sign(place: Place) -> list[str]:
+    return [] if place.sign is None else [SIGNS[place.sign]]
 
 
 def describe_interval(interval: Interval) -> str:

@@ -4,8 +4,9 @@ whole, and JSON.
 """
 
 import json
+import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -13,13 +14,17 @@ from typing import Any, TypeVar
 from upref.foreign.guard import state_restored
 from upref.result import Result
 from upref.verify.finding import Example, Interval, Number, Place, Severity, encode
-from upref.verify.render import describe_example, describe_pair, describe_place
+from upref.verify.render import describe_example, describe_pair, describe_places
 
 UNKNOWN = "no known cause fits"
 SKIPPED = "skipped on request"
 RAN = ("ok", "failure", "note")
 USUAL = ("stop-gradient", "extremes")  # notes on habits of nearly every loss
 SHOWN, WIDE = 8, 400  # findings of a kind that are printed; characters of a field
+SCREEN, COLUMNS = 28, 118  # lines of failures on one screen, and its width
+BATCH_LEFT_OUT = (
+    "      (-v prints the smallest batch that shows it: it takes more than a screen)"
+)
 
 
 def short(text: str, most: int = WIDE) -> str:
@@ -47,7 +52,8 @@ class Finding:
         oracle: which test found it.
         severity: a failure makes the verdict negative, a note does not.
         about: what was done to the function, or what is noted, in words.
-        place: which tokens differ.
+        place: which tokens differ, and the one that is shown.
+        also: other tokens that the same fault changes.
         expected: what the reference has there.
         found: what the function has there.
         example: the smallest input that shows it.
@@ -64,11 +70,12 @@ class Finding:
     example: Example | None = None
     cause: str = ""
     subject: str = ""
+    also: tuple[Place, ...] = ()
 
     @property
     def regime(self) -> str:
         """Where it differs, in words: `A < 0, r > 1.28`."""
-        place = describe_place(self.place) if self.place else ""
+        place = describe_places(self.place, self.also) if self.place else ""
         return short(": ".join(filter(None, [self.about, place])))
 
     @property
@@ -82,8 +89,13 @@ class Finding:
         expected, found = describe_pair(self.expected, self.found)
         return f"{expected} is due, {found} found"
 
-    def text(self, verbose: bool = True) -> str:
-        """Return it as a paragraph. verbose: a note with all that a failure has."""
+    def text(self, verbose: bool = True, same: Sequence["Finding"] = ()) -> str:
+        """Return it as a paragraph.
+
+        Args:
+            verbose: a note with all that a failure has.
+            same: other findings of the same cause, which get a line each.
+        """
         if self.severity == "note" and not verbose:
             cause = f" ({self.cause})" if self.cause else ""
             return f"note  {self.oracle}: {self.regime}{cause}"
@@ -93,6 +105,7 @@ class Finding:
         lines += [f"      expected  {expected}"] if expected else []
         lines += [f"      found     {found}"] if found else []
         lines += [f"      likely    {self.cause}"] if self.cause else []
+        lines += [f"      so too    {other.oracle}: {other.regime}" for other in same]
         lines += ["      " + line for line in self.batch.splitlines()]
         return "\n".join(lines)
 
@@ -112,12 +125,16 @@ def read_finding(record: dict[str, Any]) -> Finding:
             number = fields[side]
             fields[side] = Number(**number | {"value": float(number["value"])})
     if fields["place"] is not None:
-        place = fields["place"]
-        intervals = tuple(Interval(**one) for one in place["intervals"])
-        fields["place"] = Place(**place | {"intervals": intervals})
+        fields["place"] = _read_place(fields["place"])
+    fields["also"] = tuple(_read_place(place) for place in fields["also"])
     if fields["example"] is not None:
         fields["example"] = Example(**fields["example"])
     return Finding(**fields)
+
+
+def _read_place(record: dict[str, Any]) -> Place:
+    intervals = tuple(Interval(**one) for one in record["intervals"])
+    return Place(**record | {"intervals": intervals})
 
 
 def not_run(oracles: dict[str, str]) -> list[str]:
@@ -185,6 +202,11 @@ def _as_number(x: Any) -> Number | str:
     return short(x) if isinstance(x, str) else Number(float(x), "weight")
 
 
+def _height(text: str) -> int:
+    """The lines that a text takes on a screen."""
+    return sum(math.ceil(max(len(line), 1) / COLUMNS) for line in text.splitlines())
+
+
 @dataclass(frozen=True)
 class Report(Result):
     """The verdict on one function. Truth value: no failure."""
@@ -223,10 +245,7 @@ class Report(Result):
         """The verdict, the failures, a line for each note; verbose: all that was
         assumed and run.
         """
-        lines = [
-            self._head(),
-            *some([f.text() for f in self._few_batches()], "failures"),
-        ]
+        lines = [self._head(), *self._failure_lines(verbose)]
         if self.failures and not any(f.cause for f in self.failures):
             lines.append(f"      likely    {UNKNOWN}; the numbers are what was found")
         usual = [] if verbose else [f.oracle for f in self.notes if f.oracle in USUAL]
@@ -258,16 +277,43 @@ class Report(Result):
             )
         return "\n".join(lines)
 
-    def _few_batches(self) -> list[Finding]:
-        """The failures, the first half of them with its batch: one shows what is wrong."""
-        return [
-            f if n < SHOWN // 2 else replace(f, example=None)
-            for n, f in enumerate(self.failures)
-        ]
+    @property
+    def faults(self) -> list[list[Finding]]:
+        """The failures: those of one known cause together, each other one by itself."""
+        groups: dict[str, list[Finding]] = {}
+        for n, f in enumerate(self.failures):
+            is_known = f.cause and not f.cause.startswith(UNKNOWN)
+            groups.setdefault(f.cause if is_known else f"failure {n}", []).append(f)
+        return list(groups.values())
+
+    def _failure_lines(self, verbose: bool) -> list[str]:
+        """A paragraph for each fault; as many as a screen holds, the first one with its
+        batch. verbose: more.
+        """
+        batches, screen = (SHOWN // 2, math.inf) if verbose else (1, SCREEN)
+        paragraphs: list[str] = []
+        height = 0
+        for n, (first, *same) in enumerate(self.faults):
+            shown = first if n < batches else replace(first, example=None)
+            text = shown.text(same=same)
+            if n == 0 and _height(text) > screen:
+                text = (
+                    f"{replace(shown, example=None).text(same=same)}\n{BATCH_LEFT_OUT}"
+                )
+            height += _height(text)
+            if n == SHOWN or (n and height > screen):
+                break
+            paragraphs.append(text)
+        left_out = len(self.faults) - len(paragraphs)
+        return (
+            [*paragraphs, f"... and {left_out} failures more"]
+            if left_out
+            else paragraphs
+        )
 
     def _head(self) -> str:
         hp = ", ".join(f"{k}={v:g}" for k, v in self.hp.items() if v is not None)
-        n, m = len(self.failures), len(self.notes)
+        n, m = len(self.faults), len(self.notes)
         counts = f"{n} failure{'s' if n != 1 else ''}" if n else "agrees"
         skipped = sum(v == SKIPPED for v in self.oracles.values())
         if m:

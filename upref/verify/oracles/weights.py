@@ -184,18 +184,17 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
     bounds = sorted({round(x, 7) for p in parts for x in p.ends})
     one = explain(case, b, found, ties, bounds)
     tested = Weights(b, found, case.expected(b), r, b.mask & ~ties)
-    out, why = [], ""
-    parts = _by_sign(parts) if len(parts) > 2 else parts
-    for n, part in enumerate(parts):
-        # else an aggregation that is not the objective's makes up for it
-        visible = _shown_at(case, b, part.sign)
-        shows = _shown_at if (visible & part.tokens & failing).any() else _wrong_at
-        hit = part.tokens & failing & (visible if shows is _shown_at else failing)
-        at = worst(torch.where(hit, _typical(case.off(b, found), r), -1.0))
-        small = shrink(b, lambda x, s=part.sign, f=shows: bool(f(case, x, s).any()), at)  # type: ignore[misc]
-        i, t = worst(case.off(small).masked_fill(~shows(case, small, part.sign), -1.0))
+    parts = _by_sign(parts) if one is not None or len(parts) > 2 else parts
+    out: list[Finding] = []
+    for part in parts:
+        small, (i, t) = _smallest_of(
+            case, b, part, failing, _typical(case.off(b, found), r)
+        )
         place = replace(part.place, numbers=token_numbers(case, small, (i, t)))
-        if n == 0:
+        why = ""
+        if one is not None:
+            why = case.cause = one.words
+        elif not out:
             shown = Weights(
                 small,
                 case.weights(small),
@@ -203,25 +202,59 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
                 case.ratio(small),
                 small.mask,
             )
-            why = (
-                one.words
-                if one
-                else pattern(tested, shown, case.tol, case.o.level not in REDUCE)
-            )
-        show = example(case, small) if n < 4 else None
+            why = pattern(tested, shown, case.tol, case.o.level not in REDUCE)
         out.append(
             fail(
                 "gradient",
                 "",
                 *numbers(case, small, i, t),
-                show,
-                why if n == 0 else "",
+                example(case, small),
+                why,
                 place=place,
             )
         )
-    if one and one.kind == "stop-gradient":
-        out.append(fail("stop-gradient", "", cause=why, place=parts[0].place))
+        if one is not None and out[-1].example is not None:  # one fault is one finding
+            out = [
+                replace(
+                    out[-1],
+                    also=tuple(other.place for other in parts if other is not part),
+                )
+            ]
+            break
+    if one is None:
+        return out
+    out = out[-1:]
+    if one.kind == "stop-gradient":
+        out.append(fail("stop-gradient", "", cause=one.words, place=parts[0].place))
     return out
+
+
+def _smallest_of(
+    case: Case, b: Rollouts, part: Region, failing: Tensor, prefer: Tensor
+) -> tuple[Rollouts, tuple[int, int]]:
+    """Return the smallest batch in which tokens of this region differ, and the token
+    that differs most.
+
+    Args:
+        case: the loss and its objective.
+        b: the batch that is made smaller, [B, T].
+        part: the region.
+        failing: the tokens of the batch that differ, [B, T].
+        prefer: how much each token should be the one that is shown, [B, T].
+    """
+    # else an aggregation that is not the objective's makes up for it
+    visible = _shown_at(case, b, part.sign)
+    shows = _shown_at if (visible & part.tokens & failing).any() else _wrong_at
+    hit = part.tokens & failing & (visible if shows is _shown_at else failing)
+    at = worst(torch.where(hit, prefer, -1.0))
+
+    def still_shows(x: Rollouts) -> bool:
+        return bool(shows(case, x, part.sign).any())
+
+    small = shrink(b, still_shows, at)
+    return small, worst(
+        case.off(small).masked_fill(~shows(case, small, part.sign), -1.0)
+    )
 
 
 def _by_sign(parts: list[Region]) -> list[Region]:
@@ -320,7 +353,7 @@ def on_policy(case: Case) -> list[Finding]:
     why = next(
         filter(None, (confirmed(case, one) for one in two_gradients(case, b))), ""
     )
-    why = why or (confirmed(case, k) if every else "")
+    why = why or (confirmed(case, k) if every else "") or case.cause
     place = Place(
         small.adv[i, t].sign().item(),
         numbers={"r": 1.0} | sampler_ratio(case, small, (i, t)),
