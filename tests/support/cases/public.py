@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 
 
+# An edit replaces text of a line, so the lines stay as they are.
+# fmt: off
 def masked_mean(values, mask, axis=None):
     return (values * mask).sum(axis) / mask.sum(axis)
 
@@ -37,9 +39,7 @@ def vanilla(old_log_prob, log_prob, advantages, response_mask, clip_ratio_low=0.
     negative_approx_kl = torch.clamp(negative_approx_kl, min=-20.0, max=20.0)
     ratio = torch.exp(negative_approx_kl)
     pg_losses1 = -advantages * ratio
-    pg_losses2 = -advantages * torch.clamp(
-        ratio, 1 - clip_ratio_low, 1 + clip_ratio_high
-    )
+    pg_losses2 = -advantages * torch.clamp(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
     clip_pg_losses1 = torch.maximum(pg_losses1, pg_losses2)
     pg_losses3 = -advantages * clip_ratio_c
     clip_pg_losses2 = torch.min(pg_losses3, clip_pg_losses1)
@@ -47,39 +47,22 @@ def vanilla(old_log_prob, log_prob, advantages, response_mask, clip_ratio_low=0.
     return agg_loss(pg_losses, response_mask, loss_agg_mode)
 
 
-def sequence(
-    old_log_prob,
-    log_prob,
-    advantages,
-    response_mask,
-    clip_ratio_low=3e-4,
-    clip_ratio_high=4e-4,
-):
+def sequence(old_log_prob, log_prob, advantages, response_mask, clip_ratio_low=3e-4, clip_ratio_high=4e-4):
     negative_approx_kl = log_prob - old_log_prob
     seq_lengths = torch.sum(response_mask, dim=-1).clamp(min=1)
-    negative_approx_kl_seq = (
-        torch.sum(negative_approx_kl * response_mask, dim=-1) / seq_lengths
-    )
-    log_seq_ratio = (
-        log_prob - log_prob.detach() + negative_approx_kl_seq.detach().unsqueeze(-1)
-    )
+    negative_approx_kl_seq = torch.sum(negative_approx_kl * response_mask, dim=-1) / seq_lengths
+    log_seq_ratio = log_prob - log_prob.detach() + negative_approx_kl_seq.detach().unsqueeze(-1)
     log_seq_ratio = torch.clamp(log_seq_ratio, max=10.0)
     seq_ratio = torch.exp(log_seq_ratio)
     pg_losses1 = -advantages * seq_ratio
-    pg_losses2 = -advantages * torch.clamp(
-        seq_ratio, 1 - clip_ratio_low, 1 + clip_ratio_high
-    )
+    pg_losses2 = -advantages * torch.clamp(seq_ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
     pg_losses = torch.maximum(pg_losses1, pg_losses2)
     return agg_loss(pg_losses, response_mask, "seq-mean-token-mean")
 
 
 def grpo(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages, completion_mask, epsilon=0.2,
          beta=0.04):  # fmt: skip
-    per_token_kl = (
-        torch.exp(ref_per_token_logps - per_token_logps)
-        - (ref_per_token_logps - per_token_logps)
-        - 1
-    )
+    per_token_kl = torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1
     log_ratio = per_token_logps - old_per_token_logps
     coef_1 = torch.exp(log_ratio)
     coef_2 = torch.clamp(coef_1, 1 - epsilon, 1 + epsilon)
@@ -87,22 +70,15 @@ def grpo(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages, 
     per_token_loss2 = coef_2 * advantages.unsqueeze(1)
     per_token_loss = -torch.min(per_token_loss1, per_token_loss2)
     per_token_loss = per_token_loss + beta * per_token_kl
-    return (
-        (per_token_loss * completion_mask).sum(-1)
-        / completion_mask.sum(-1).clamp(min=1.0)
-    ).mean()
+    return ((per_token_loss * completion_mask).sum(-1) / completion_mask.sum(-1).clamp(min=1.0)).mean()
 
 
-def cispo(
-    per_token_logps, old_per_token_logps, advantages, completion_mask, epsilon_high=4.0
-):
+def cispo(per_token_logps, old_per_token_logps, advantages, completion_mask, epsilon_high=4.0):
     log_ratio = per_token_logps - old_per_token_logps
     coef_1 = torch.exp(log_ratio)
     clamped_ratios = torch.clamp(coef_1, max=1 + epsilon_high).detach()
     per_token_loss = -clamped_ratios * advantages.unsqueeze(1) * per_token_logps
-    return (per_token_loss * completion_mask).sum() / completion_mask.sum().clamp(
-        min=1.0
-    )
+    return (per_token_loss * completion_mask).sum() / completion_mask.sum().clamp(min=1.0)
 
 
 def dr(per_token_logps, old_per_token_logps, advantages, completion_mask, epsilon=0.2):
@@ -112,14 +88,7 @@ def dr(per_token_logps, old_per_token_logps, advantages, completion_mask, epsilo
     return (per_token_loss * completion_mask).sum() / per_token_loss.size(0)
 
 
-def policy_loss(
-    log_probs,
-    old_log_probs,
-    advantages,
-    action_mask=None,
-    clip_eps_low=0.2,
-    clip_eps_high=0.28,
-):
+def policy_loss(log_probs, old_log_probs, advantages, action_mask=None, clip_eps_low=0.2, clip_eps_high=0.28):
     ratio = (log_probs - old_log_probs).exp()
     surr1 = ratio * advantages
     surr2 = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages
@@ -127,15 +96,11 @@ def policy_loss(
     return masked_mean(loss, action_mask)
 
 
-def unclipped_positives(
-    logprobs, old_logprobs, advantages, loss_mask, cliprange_low=0.2
-):
+def unclipped_positives(logprobs, old_logprobs, advantages, loss_mask, cliprange_low=0.2):
     ratio = torch.exp(logprobs - old_logprobs)
     anchored = torch.exp(logprobs - logprobs.detach())
     positive = anchored * advantages
-    negative = torch.min(
-        ratio * advantages, torch.clamp(ratio, min=1 - cliprange_low) * advantages
-    )
+    negative = torch.min(ratio * advantages, torch.clamp(ratio, min=1 - cliprange_low) * advantages)
     objective = torch.where(advantages > 0, positive, negative)
     return -(objective * loss_mask).sum() / loss_mask.sum()
 
@@ -144,9 +109,7 @@ def with_engine(log_prob, old_log_prob, rollout_log_probs, advantages, response_
                 clip_ratio_high=0.28, tis_imp_ratio_cap=2.0):  # fmt: skip
     ratio = torch.exp(log_prob - old_log_prob)
     pg_losses1 = -advantages * ratio
-    pg_losses2 = -advantages * torch.clamp(
-        ratio, 1 - clip_ratio_low, 1 + clip_ratio_high
-    )
+    pg_losses2 = -advantages * torch.clamp(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
     pg_losses = torch.maximum(pg_losses1, pg_losses2)
     tis_imp_ratio = torch.exp(old_log_prob - rollout_log_probs)
     tis_imp_ratio = torch.clamp(tis_imp_ratio, max=tis_imp_ratio_cap)
@@ -154,23 +117,13 @@ def with_engine(log_prob, old_log_prob, rollout_log_probs, advantages, response_
     return masked_mean(pg_losses, response_mask)
 
 
-def soft(
-    per_token_logps,
-    old_per_token_logps,
-    advantages,
-    completion_mask,
-    tau_pos=1.0,
-    tau_neg=1.05,
-):
+def soft(per_token_logps, old_per_token_logps, advantages, completion_mask, tau_pos=1.0, tau_neg=1.05):
     log_ratio = per_token_logps - old_per_token_logps
     coef_1 = torch.exp(log_ratio)
     temperatures = torch.where(advantages > 0, tau_pos, tau_neg)
     soft_coef_1 = torch.sigmoid(temperatures * (coef_1 - 1)) * 4 / temperatures
     per_token_loss = -soft_coef_1 * advantages
-    return (
-        (per_token_loss * completion_mask).sum(-1)
-        / completion_mask.sum(-1).clamp(min=1.0)
-    ).mean()
+    return ((per_token_loss * completion_mask).sum(-1) / completion_mask.sum(-1).clamp(min=1.0)).mean()
 
 
 def leave_one_out_pg(logprobs, advantages, action_mask):
@@ -182,9 +135,7 @@ def tapered(log_probs, old_log_probs, advantages, loss_mask):
     seq_logp = (log_probs * loss_mask).sum(-1)
     seq_old = (old_log_probs * loss_mask).sum(-1)
     rewards = advantages[:, 0]
-    weight = torch.where(
-        rewards >= 0, 1.0, torch.exp(seq_logp - seq_old).clamp(0, 1).detach()
-    )
+    weight = torch.where(rewards >= 0, 1.0, torch.exp(seq_logp - seq_old).clamp(0, 1).detach())
     return -(weight * rewards * seq_logp).mean()
 
 
@@ -206,34 +157,21 @@ def divergence_mask(log_prob, old_log_prob, advantages, response_mask, delta=0.1
     return -(ratio * advantages * keep * response_mask).sum(-1).mean()
 
 
-def preserved(
-    log_prob,
-    old_log_prob,
-    advantages,
-    response_mask,
-    clip_ratio_low=0.2,
-    clip_ratio_high=0.28,
-):
+def preserved(log_prob, old_log_prob, advantages, response_mask, clip_ratio_low=0.2, clip_ratio_high=0.28):
     ratio = torch.exp(log_prob - old_log_prob)
-    low, high = (
-        (1 - clip_ratio_low) / ratio.detach(),
-        (1 + clip_ratio_high) / ratio.detach(),
-    )
+    low, high = (1 - clip_ratio_low) / ratio.detach(), (1 + clip_ratio_high) / ratio.detach()
     clipped = torch.where(ratio > 1 + clip_ratio_high, ratio * high, ratio)
     clipped = torch.where(ratio < 1 - clip_ratio_low, ratio * low, clipped)
-    return masked_mean(
-        torch.max(-advantages * ratio, -advantages * clipped), response_mask
-    )
+    return masked_mean(torch.max(-advantages * ratio, -advantages * clipped), response_mask)
 
 
-def areal(
-    logprobs, proximal_logprobs, old_logprobs, advantages, loss_mask, eps_clip=0.2
-):
+def areal(logprobs, proximal_logprobs, old_logprobs, advantages, loss_mask, eps_clip=0.2):
     ratio = torch.exp(logprobs - proximal_logprobs)
     clipped_ratio = torch.clamp(ratio, 1.0 - eps_clip, 1.0 + eps_clip)
     pg_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio)
     behav_imp_weight = torch.exp(proximal_logprobs - old_logprobs)
     return masked_mean(pg_loss * behav_imp_weight.detach(), loss_mask)
+# fmt: on
 
 
 BASES = {
