@@ -43,7 +43,12 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "other_experts": OTHER_POLICIES,
     "other_weights": OTHER_POLICIES[1:],
     "quantized_weights": POLICIES,
-    "before_temperature": ("raw_temperature", "some_temperature", "not_the_sampler"),
+    "before_temperature": (
+        "raw_temperature",
+        "some_temperature",
+        "not_the_sampler",
+        "above_one",
+    ),
     "trainer_without_temperature": ("temperature", "some_temperature"),
     "divided": ("factor",),
     "divided_in_trainer": ("cut_or_divided", "trainer_above"),
@@ -138,7 +143,7 @@ def table(cells: list[Cell]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
-    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("--tuned", action="store_true")
     p.add_argument("--families", default="")
     p.add_argument("--faults", default="")

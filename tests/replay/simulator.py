@@ -590,3 +590,224 @@ def likeliest_token(world: World) -> dict[str, Tensor]:
     best = trainer.log_probs(drawn.ids)[:, :-1].amax(-1)
     sampler = torch.cat([torch.zeros(len(best), 1), best], 1)
     return columns(world, replace(drawn, sampler=sampler), score(trainer, drawn.ids))
+
+
+# ---- faults of a sceptic who had not read the rules ----------------------------------
+SCEPTICS: dict[str, Fault] = {}
+
+
+def sceptic(make: Fault) -> Fault:
+    SCEPTICS[make.__name__] = make
+    return make
+
+
+def _column(
+    world: World, change: Callable[[dict[str, Tensor]], Tensor]
+) -> dict[str, Tensor]:
+    """A healthy run whose sampler's column is what `change` makes of its columns."""
+    out = _usual(world)
+    return out | {"sampler": change(out) * out["mask"]}
+
+
+@sceptic
+def logarithm_to_base_two(world: World) -> dict[str, Tensor]:
+    return _column(world, lambda out: out["sampler"] / torch.tensor(2.0).log())
+
+
+@sceptic
+def running_sum(world: World) -> dict[str, Tensor]:
+    """The column holds the log-probability of the response up to each token."""
+    return _column(world, lambda out: out["sampler"].cumsum(1))
+
+
+@sceptic
+def mean_of_the_response(world: World) -> dict[str, Tensor]:
+    """Each token has the mean log-probability of its response."""
+
+    def mean(out: dict[str, Tensor]) -> Tensor:
+        lengths = out["mask"].sum(1, keepdim=True)
+        return (out["sampler"].sum(1, keepdim=True) / lengths).expand_as(out["sampler"])
+
+    return _column(world, mean)
+
+
+@sceptic
+def two_decimals(world: World) -> dict[str, Tensor]:
+    """Log-probabilities were printed with two decimals."""
+    return _column(world, lambda out: (100 * out["sampler"]).round() / 100)
+
+
+@sceptic
+def first_token_missing(world: World) -> dict[str, Tensor]:
+    """The engine returns no number for the first token, and 0 stands there."""
+
+    def without_first(out: dict[str, Tensor]) -> Tensor:
+        first = out["mask"].cumsum(1) == 1
+        return torch.where(first, 0.0, out["sampler"])
+
+    return _column(world, without_first)
+
+
+@sceptic
+def last_token_missing(world: World) -> dict[str, Tensor]:
+    """The last token's number is missing: NaN."""
+    out = _usual(world)
+    last = out["mask"].cumsum(1) == out["mask"].sum(1, keepdim=True)
+    return out | {"sampler": torch.where(last & out["mask"], torch.nan, out["sampler"])}
+
+
+@sceptic
+def minus_entropy(world: World) -> dict[str, Tensor]:
+    """The column holds the negative entropy of the distribution."""
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    lp = trainer.log_probs(drawn.ids)[:, :-1]
+    column = torch.nn.functional.pad((lp.exp() * lp).sum(-1), (1, 0))
+    return columns(world, replace(drawn, sampler=column), score(trainer, drawn.ids))
+
+
+@sceptic
+def greedy(world: World) -> dict[str, Tensor]:
+    """The engine is greedy: temperature 0."""
+    return _usual(world, lambda p: replace(p, keep=top_k(1)))
+
+
+@sceptic
+def draft_model(world: World) -> dict[str, Tensor]:
+    """Speculative decoding: the target draws, and the draft's log-probabilities are
+    recorded.
+    """
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    draft = shifted_weights(trainer, 0.1, world.seed + 21)
+    return columns(
+        world,
+        replace(drawn, sampler=score(draft, drawn.ids)),
+        score(trainer, drawn.ids),
+    )
+
+
+@sceptic
+def padded_vocabulary(world: World) -> dict[str, Tensor]:
+    """The trainer's softmax has 32 more logits, of 0, than the engine's."""
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    with torch.no_grad():
+        logits = (
+            trainer.model(drawn.ids, use_cache=False).logits.float()
+            * trainer.sharpness
+            / trainer.temperature
+        )
+    wide = torch.nn.functional.pad(logits, (0, 32)).log_softmax(-1)[:, :-1]
+    old = wide.gather(-1, drawn.ids[:, 1:, None])[..., 0]
+    return columns(world, drawn, torch.nn.functional.pad(old, (1, 0)))
+
+
+@sceptic
+def grammar(world: World) -> dict[str, Tensor]:
+    """Guided decoding allows the tokens of an even id, and renormalizes."""
+
+    def even(lp: Tensor) -> Tensor:
+        return (torch.arange(lp.shape[-1]) % 2 == 0).expand_as(lp)
+
+    return _usual(world, lambda p: replace(p, keep=even))
+
+
+@sceptic
+def banned_token(world: World) -> dict[str, Tensor]:
+    """The engine never draws token 2, the end, as with min_tokens."""
+
+    def others(lp: Tensor) -> Tensor:
+        return (torch.arange(lp.shape[-1]) != 2).expand_as(lp)
+
+    return _usual(world, lambda p: replace(p, keep=others))
+
+
+@sceptic
+def missing_first_token(world: World) -> dict[str, Tensor]:
+    """The trainer's prompt lacks its first token, a BOS that the engine adds."""
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    old = torch.nn.functional.pad(score(trainer, drawn.ids[:, 1:]), (1, 0))
+    return columns(world, drawn, old)
+
+
+@sceptic
+def dropout(world: World) -> dict[str, Tensor]:
+    """The trainer is in training mode: its logits have noise of a tenth of their
+    deviation.
+    """
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    with torch.no_grad():
+        logits = (
+            trainer.model(drawn.ids, use_cache=False).logits.float()
+            * trainer.sharpness
+            / trainer.temperature
+        )
+    generator = torch.Generator().manual_seed(world.seed)
+    noise = torch.randn(logits.shape, generator=generator) * logits.std() * 0.1
+    lp = (
+        (logits + noise)
+        .log_softmax(-1)[:, :-1]
+        .gather(-1, drawn.ids[:, 1:, None])[..., 0]
+    )
+    return columns(world, drawn, torch.nn.functional.pad(lp, (1, 0)))
+
+
+@sceptic
+def weights_change_within_a_response(world: World) -> dict[str, Tensor]:
+    """An update arrives while responses are generated: the numbers of the second half
+    are the new policy's.
+    """
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    stale = score(shifted_weights(trainer, 0.05, world.seed + 23), drawn.ids)
+    early = torch.arange(drawn.ids.shape[1]) < PROMPT + world.length // 2
+    return columns(
+        world,
+        replace(drawn, sampler=torch.where(early, stale, drawn.sampler)),
+        score(trainer, drawn.ids),
+    )
+
+
+@sceptic
+def temperatures_of_requests(world: World) -> dict[str, Tensor]:
+    """Half of the requests have another temperature, which their numbers have and the
+    trainer ignores.
+    """
+    trainer = make_policy(world)
+    halves = [
+        sample(world, replace(trainer, temperature=t * trainer.temperature))
+        for t in (1.0, 0.7)
+    ]
+    rows = torch.arange(world.responses) % 2 == 0
+    ids = torch.where(rows[:, None], halves[0].ids, halves[1].ids)
+    sampler = torch.where(rows[:, None], halves[0].sampler, halves[1].sampler)
+    drawn = replace(halves[0], ids=ids, sampler=sampler)
+    return columns(world, drawn, score(trainer, ids))
+
+
+@sceptic
+def reference_column(world: World) -> dict[str, Tensor]:
+    """The reference model's numbers stand in the engine's column, and the column ref is
+    there.
+    """
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    ref = score(shifted_weights(trainer, 0.1, world.seed + 25), drawn.ids) * drawn.mask
+    return columns(world, replace(drawn, sampler=ref), score(trainer, drawn.ids)) | {
+        "ref": ref
+    }
+
+
+@sceptic
+def one_rank_is_shifted(world: World) -> dict[str, Tensor]:
+    """A quarter of the responses are shifted by a token, those of one rank."""
+    out = healthy_bfloat16(world)
+    mine = (torch.arange(world.responses) < world.responses // 4)[:, None]
+    return out | {
+        "sampler": torch.where(
+            mine, out["sampler"].roll(1, 1) * out["mask"], out["sampler"]
+        )
+    }

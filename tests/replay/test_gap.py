@@ -13,6 +13,7 @@ from tests.replay.grade import EXPECTED, UNDONE, cell, worlds
 from tests.replay.simulator import (
     FAULTS,
     HELD_OUT,
+    SCEPTICS,
     World,
     columns,
     make_policy,
@@ -21,6 +22,7 @@ from tests.replay.simulator import (
     score,
     shifted_weights,
 )
+from tests.support.daily import daily
 from upref.errors import InputError
 from upref.replay import gap, make_batch
 
@@ -163,6 +165,68 @@ def test_a_fault_that_no_rule_was_tuned_on_gets_no_false_cause(fault, family):
     # one column cannot tell it from the others, so each sentence names it
     if fault == "likeliest_token":
         assert found.notes and all("likeliest token" in str(f) for f in found.notes)
+
+
+NAMED = {  # fault of a sceptic -> the failures, and what else may be named
+    "logarithm_to_base_two": ("factor",),
+    "running_sum": ("sums",),
+    "mean_of_the_response": ("one_number",),
+    "first_token_missing": ("not_sampled",),
+    "last_token_missing": ("not_sampled",),
+    "one_rank_is_shifted": ("shift",),
+}
+SHARED = {  # of those without a failure: what may be named
+    "two_decimals": CLEAN,
+    "minus_entropy": {
+        "above_one",
+        "some_temperature",
+        "two_policies",
+        "not_the_sampler",
+    },
+    "greedy": {"all_zero"},
+    "draft_model": {"above_one", "not_the_sampler", "two_policies"},
+    "padded_vocabulary": {"agree", "cut_or_divided"},
+    "grammar": {"impossible_tokens", "cut", "cut_or_divided"},
+    "banned_token": {"agree", "cut_or_divided"},
+    "missing_first_token": CLEAN,
+    "dropout": CLEAN,
+    "weights_change_within_a_response": {*CLEAN, "not_the_sampler", "above_one"},
+    "temperatures_of_requests": {
+        "agree",
+        "two_policies",
+        "temperature",
+        "some_temperature",
+    },
+    "reference_column": {"reference_weights", "two_policies"},
+}
+
+
+def test_each_fault_of_the_sceptic_has_its_names():
+    assert not set(NAMED) & set(SHARED) and {*NAMED, *SHARED} == set(SCEPTICS)
+
+
+@pytest.mark.parametrize(
+    ("fault", "family"),
+    daily([(f, m) for f in SCEPTICS for m in ("stablelm", "gpt2")], every=4),
+)
+def test_a_fault_of_the_sceptic_gets_no_false_cause(fault, family):
+    found = gap(
+        make_batch(
+            SCEPTICS[fault](World(family, 1411, responses=48, length=24)), file="f"
+        )
+    )
+    assert tuple(f.cause for f in found.failures) == NAMED.get(fault, ())
+    if fault in SHARED:
+        assert {f.cause for f in found.findings} <= SHARED[fault]
+
+
+def test_what_bars_tokens_is_named_where_the_sampler_is_above():
+    """A grammar, banned tokens and a padded vocabulary leave the same trace as a
+    nucleus.
+    """
+    found = gap(make_batch(SCEPTICS["grammar"](SMALL), file="f"))
+    (cut,) = [f for f in found.notes if f.cause in ("cut", "cut_or_divided")]
+    assert "grammar" in str(cut)
 
 
 def test_a_cut_sampler_with_a_column_of_before_the_cut_has_no_gap():

@@ -175,11 +175,15 @@ def test_parts_of_responses_are_refused(tmp_path):
         read(tmp_path / "m.pt")
 
 
-def test_prime_rl_is_read_to_the_bit():
+@pytest.fixture
+def msgspec():
+    return pytest.importorskip("msgspec", reason="prime-rl's files are read with it")
+
+
+def test_prime_rl_is_read_to_the_bit(msgspec):
     """Its samples are packed and padded; msgspec reads what it wrote, without this
     reader.
     """
-    msgspec = pytest.importorskip("msgspec", reason="prime-rl's files are read with it")
     batch = read(sorted((FILES / "step_7").iterdir()))
     assert (batch.step, len(batch.mask), batch.tokens) == (7, 16, 132)
     assert batch.rank.unique().tolist() == [0, 1] and len(batch.group.unique()) == 2
@@ -199,12 +203,12 @@ def test_prime_rl_is_read_to_the_bit():
         assert getattr(batch, name)[batch.mask].tolist() == written[field], name
 
 
-def test_what_prime_rl_lacks_is_told():
+def test_what_prime_rl_lacks_is_told(msgspec):
     with pytest.raises(InputError, match="no log-probability of the trainer"):
         gap(read(sorted((FILES / "step_7").iterdir())))
 
 
-def test_prompts_have_one_number_in_the_files_of_all_ranks():
+def test_prompts_have_one_number_in_the_files_of_all_ranks(msgspec):
     """Eight samples of each prompt stand in two files."""
     ranks = [read(FILES / f"step_7/rank_{rank}.bin") for rank in range(2)]
     assert set(ranks[0].group.tolist()) & set(ranks[1].group.tolist())
@@ -219,8 +223,7 @@ def test_prompts_have_one_number_in_the_files_of_all_ranks():
         lambda m: m.append(0),
     ],
 )
-def test_an_altered_file_of_prime_rl_is_refused(tmp_path, change):
-    msgspec = pytest.importorskip("msgspec", reason="prime-rl's files are read with it")
+def test_an_altered_file_of_prime_rl_is_refused(tmp_path, msgspec, change):
     held = msgspec.msgpack.decode((FILES / "step_7/rank_0.bin").read_bytes())
     change(held[0])
     file = tmp_path / "step_7/rank_0.bin"

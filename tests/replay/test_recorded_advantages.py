@@ -102,6 +102,26 @@ def test_unknown_advantages_are_a_note_and_no_failure():
     assert found and [f.cause for f in found.notes] == ["no_signal"]
 
 
+def test_groups_that_a_mini_batch_cuts_are_told():
+    """Three responses of one prompt, five of the other: advantages are of the whole
+    groups.
+    """
+    rows = torch.cat([torch.arange(3), torch.arange(G, G + 5)])
+    adv = estimators.group_norm(REWARD, GROUP)[rows]
+    fields = {
+        "ids": torch.ones(8, T).long(),
+        "mask": MASK[rows],
+        "adv": adv,
+        "reward": REWARD[rows],
+    }
+    found = advantages(make_batch(fields | {"group": GROUP[rows]}, file="f"))
+    assert (
+        found
+        and [f.cause for f in found.notes] == ["split_groups"]
+        and "from 3 to 5" in str(found.notes[0])
+    )
+
+
 def test_the_standard_deviation_of_all_rewards_is_named():
     reward = torch.randn(
         32, generator=torch.Generator().manual_seed(1), dtype=torch.float64

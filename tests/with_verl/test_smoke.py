@@ -319,13 +319,21 @@ def real(test):
 def test_three_real_steps_of_verl_and_vllm(tmp_path):
     """With settings of the GPU scales: packed rows, dynamic batches, recomputation,
     offloading, a reference.
+
+    Each optimizer step is recorded, with vLLM's own log-probabilities, and replayed.
     """
     from repro.with_verl.trials.matrix import CHECKPOINTING, DYNAMIC, KL, OFFLOAD
+    from upref.replay import gap, loss, read_steps
 
-    settings = [*DYNAMIC, *CHECKPOINTING, *OFFLOAD, *KL]
+    cool = [
+        "actor_rollout_ref.rollout.temperature=0.7",
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+    ]
+    settings = [*DYNAMIC, *CHECKPOINTING, *OFFLOAD, *KL, *cool]
+    recorded = {"UPREF_REPLAY": str(tmp_path / "dumps"), "UPREF_REPLAY_EVERY": "1"}
     done = subprocess.run(
         [*SMOKE, "--steps", "3", "--out", tmp_path / "run", *settings], cwd=ROOT,
-        capture_output=True, text=True, timeout=900,
+        env=os.environ | recorded, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     found = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -334,6 +342,15 @@ def test_three_real_steps_of_verl_and_vllm(tmp_path):
         and 0 < found["parity_max_abs"] < 1e-4
         and found["wrong"] == []
     )
+    batches = list(read_steps([tmp_path / "dumps"]))
+    assert len(batches) == 3 * smoke.PROMPTS // smoke.MINI
+    for batch in batches:
+        sampler = gap(batch)
+        assert sampler.cause in ("agree", "two_policies"), str(sampler.findings)
+        judged = loss(batch, "up_dapo")
+        assert judged.found == judged.expected and judged.gradient == judged.expected, (
+            str(judged.findings)
+        )
 
 
 @real

@@ -94,10 +94,7 @@ def advantages(batch: RecordedBatch) -> Advantages:
             break
     else:
         return Advantages(
-            estimator="",
-            grouping="",
-            error=1.0,
-            findings=(note("advantages", "no_estimator"),),
+            estimator="", grouping="", error=1.0, findings=(_unknown(batch),)
         )
     (name, error), *others = fits
     also = tuple(other for other, _ in others[:3])
@@ -134,6 +131,18 @@ def _judged(
     return (
         note("advantages", "subgroups", estimator=estimator, grouping=grouping.name),
     )
+
+
+def _unknown(batch: RecordedBatch) -> ReplayFinding:
+    """No estimator gives the advantages: of groups that are not whole here, perhaps, or
+    of any.
+    """
+    if batch.group is not None:
+        sizes = batch.group.unique(return_counts=True)[1]
+        low, high = int(sizes.min()), int(sizes.max())
+        if low < high:
+            return note("advantages", "split_groups", low=low, high=high)
+    return note("advantages", "no_estimator")
 
 
 def _certain_groups(batch: RecordedBatch) -> bool:

@@ -27,7 +27,14 @@ from upref.replay.findings import Checked, ReplayFinding
 from upref.replay.places import find_exchanged_rows, find_shift
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.undo import Columns
-from upref.replay.values import find_factor, find_floor, find_placeholder, is_bfloat16
+from upref.replay.values import (
+    find_factor,
+    find_floor,
+    find_placeholder,
+    find_sums,
+    is_bfloat16,
+    is_one_number_a_row,
+)
 
 SIGNIFICANT = 5.0  # standard errors: 3e-7 one-sided, and a run asks thousands of times
 LARGE_EXPONENT = 30.0  # e^30 stays finite in sums of squares
@@ -129,8 +136,13 @@ def gap(batch: RecordedBatch) -> Gap:
         report("note", "copied")
         return _result(columns, findings)
 
+    if is_one_number_a_row(columns):
+        report("failure", "one_number", responses=int(columns.mask.any(1).sum()))
+        return _result(columns, findings)
+
     for undo in (
         find_factor,
+        find_sums,
         find_shift,
         find_exchanged_rows,
         find_placeholder,
@@ -192,8 +204,15 @@ def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
         shape = ""  # only the draws from one context, counted many times, make it
     if shape == "stretched":
         cause = "raw_temperature" if mean > SIGNIFICANT * _error(d) else "temperature"
-        cause = cause if abs(mean) > SIGNIFICANT * _error(d) else "some_temperature"
-        report("note", cause, mean=mean, mean_abs=mean_abs, rho=numbers["rho_mean"])
+        if abs(mean) <= SIGNIFICANT * _error(d):
+            cause = "above_one" if _above_one(d) else "some_temperature"
+        more = {
+            "mean": mean,
+            "mean_abs": mean_abs,
+            "rho": numbers["rho_mean"],
+            "error": numbers["rho_se"],
+        }
+        report("note", cause, **more)
     elif shape in ("sampler above", "trainer above"):
         zeros = float(((y == 0) & (d < -ROUNDING_GAP / 10)).double().mean())
         above = d < 0 if shape == "sampler above" else d > 0
@@ -217,6 +236,8 @@ def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
             rho=numbers["rho_mean"],
             inverse=numbers["inverse_mean"],
         )
+    elif shape == "above one":
+        report("note", "above_one", rho=numbers["rho_mean"], error=numbers["rho_se"])
     elif len(rounded) == 1:
         report("note", "bfloat16_column", column=rounded[0], mean_abs=mean_abs)
     elif mean_abs > ROUNDING_GAP and not lone:
@@ -232,11 +253,13 @@ def _shape(x: Tensor, y: Tensor) -> str:
     if float(d.abs().mean()) > ROUNDING_GAP and _stretched(x, y):
         return "stretched"
     side = _one_sided(d)
-    if side and _below_one(d * -side):
-        return "sampler above" if side < 0 else "trainer above"
-    return (
-        "impossible mean" if mean > LEAST_KL and mean > SIGNIFICANT * _error(d) else ""
-    )
+    if side < 0 and (_below_one(d) or _without_exception(d)):
+        return "sampler above"
+    if side > 0 and _below_one(-d):
+        return "trainer above"
+    if mean > LEAST_KL and mean > SIGNIFICANT * _error(d):
+        return "impossible mean"
+    return "above one" if _above_one(d) else ""
 
 
 def _error(d: Tensor) -> float:
@@ -304,6 +327,29 @@ def _below_one(d: Tensor) -> bool:
     excess = ratio - 1
     missing = float(excess.sum()) < -SIGNIFICANT * float((excess**2).sum().sqrt())
     return missing and float(ratio.mean()) < 1.5 * math.exp(float(d.mean()))
+
+
+def _without_exception(d: Tensor) -> bool:
+    """Whether d is below 0 on most tokens and above it, by more than rounding, on fewer
+    than one in a thousand.
+
+    Other weights raise many tokens, whatever their size; a cut raises none, however
+    little it keeps.
+    """
+    below, above = (
+        (d < -ROUNDING_GAP).double().mean(),
+        (d > ROUNDING_GAP / 10).double().mean(),
+    )
+    return float(below) > 0.5 and float(above) < 0.001
+
+
+def _above_one(d: Tensor) -> bool:
+    """Whether the mean of ρ is above 1 by more than chance: no normalized policy gives
+    more mass than 1.
+    """
+    excess = d.clamp(max=LARGE_EXPONENT).expm1()
+    significant = float(excess.sum()) > SIGNIFICANT * float((excess**2).sum().sqrt())
+    return significant and float(excess.mean()) > 2 * LEAST_KL
 
 
 def _stretched(x: Tensor, y: Tensor) -> bool:

@@ -11,6 +11,9 @@ from upref.replay.undo import FEW, NOTICEABLE, QUARTER, Columns, Undone
 SHIFTS = (1, -1, 2, -2, 3, -3, 4, -4)  # tokens
 # of the responses, beyond which a shift of some of them is reported
 CHANGED_SHARE = 0.02
+# of the responses that are off, at least, that the shift brings back: else they are off
+# otherwise
+EXPLAINED = 1 / 3
 ROW_TOKENS = 8  # a shorter response says too little about its row
 ROWS_COMPARED = 2048
 PREFIX = 64  # tokens of a row that are compared with other rows
@@ -41,7 +44,9 @@ def find_shift(c: Columns) -> Undone | None:
         count = int(fits.sum())
         if best is None or count > best[0]:
             best = (count, k, moved, fits)
-    if best is None or best[0] < max(FEW, CHANGED_SHARE * len(own)):
+    if best is None or best[0] < max(
+        FEW, CHANGED_SHARE * len(own), EXPLAINED * int(bad.sum())
+    ):
         return None
     count, k, moved, fits = best
     # then in the responses too that are too short to be judged

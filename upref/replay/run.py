@@ -138,14 +138,9 @@ def _table(
     names = [other.name for other in others]
     if not names:
         base = o if o is not None and o.sampler is None else None
-        names = [
-            *OTHERS,
-            *(
-                f"up({base.name})"
-                for base in [base]
-                if base is not None and base.name not in ("dapo",)
-            ),
-        ]
+        names = list(OTHERS)
+        if base is not None and base.name != "dapo" and not base.name.startswith("up"):
+            names.append(f"up({base.name})")
         if batch.sampler is not None and not batch.sampler.isnan().any():
             names += [f"{c}({base.name if base else 'dapo'})" for c in CORRECTIONS]
     try:

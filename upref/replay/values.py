@@ -13,9 +13,44 @@ from upref.replay.undo import FEW, NOTICEABLE, QUARTER, Columns, Undone
 
 LEAST_RATIOS = 10  # likely and rare tokens, for the median of a ratio
 ENOUGH = 20  # numbers, to tell that a column holds bfloat16
+LONG = 5  # tokens of a response, or responses, that cannot share one number by chance
 FAR_BELOW = -100  # nats: no token that was drawn
+DOUBTFUL = 0.5  # the same, of a token at the same end of nearly every response
 # probability by the trainer of a token that an engine would not report as certain
 UNLIKELY = 0.05
+
+
+def find_sums(c: Columns) -> Undone | None:
+    """The sampler's column holds the log-probability of the response up to each token."""
+    before = c.distance()
+    if before < NOTICEABLE:
+        return None
+    steps = torch.diff(
+        torch.where(c.mask, c.y, 0.0),
+        dim=1,
+        prepend=torch.zeros(len(c.y), 1, dtype=c.y.dtype),
+    )
+    together = c.mask & torch.nn.functional.pad(c.mask, (1, 0), value=False)[:, :-1]
+    starts = c.mask & (c.mask.cumsum(1) == 1)
+    undone = Columns(c.x, steps, together | starts)
+    after = undone.distance()
+    if after < QUARTER * Columns(c.x, c.y, undone.mask).distance():
+        return Undone("sums", undone, before, after)
+    return None
+
+
+def is_one_number_a_row(c: Columns) -> bool:
+    """Whether each response has one number for all its tokens, and responses have
+    several: it is none of a token.
+    """
+    if c.distance() < NOTICEABLE:
+        return False  # of uniform policies, whose numbers are right
+    long = c.mask.sum(1) >= LONG
+    highest = torch.where(c.mask, c.y, -torch.inf).amax(1)[long]
+    lowest = torch.where(c.mask, c.y, torch.inf).amin(1)[long]
+    return len(highest.unique()) >= LONG and bool(
+        (highest - lowest <= 1e-6 * highest.abs()).all()
+    )
 
 
 def find_factor(c: Columns) -> Undone | None:
@@ -77,6 +112,9 @@ def find_placeholder(c: Columns) -> Undone | None:
             (c.x < math.log(UNLIKELY)) if value == 0 else ((c.x - value).abs() > 1)
         )
         run = _runs_with(tied, evidence, FEW if value == 0 else 1)
+        if not run.any():
+            run = _at_an_end(tied, c.mask)
+            evidence = evidence | (run & (c.x < math.log(DOUBTFUL)))
         varied = len(c.x[evidence & run].unique())
         if varied < FEW or _limits(c, tied, value):
             continue
@@ -120,6 +158,22 @@ def _runs_with(tied: Tensor, evidence: Tensor, least: int) -> Tensor:
     sizes = torch.bincount(number[tied], minlength=runs)
     hits = torch.bincount(number[evidence], minlength=runs)
     return tied & ((hits >= least) & (hits >= 0.2 * sizes))[number]
+
+
+def _at_an_end(tied: Tensor, mask: Tensor) -> Tensor:
+    """The tied tokens, where they are the first or the last token of nearly every
+    response and hardly any other.
+    """
+    order = mask.cumsum(1)
+    for end in (order == 1, order == mask.sum(1, keepdim=True)):
+        place = mask & end
+        at_end, elsewhere = (
+            tied[place].double().mean(),
+            tied[mask & ~place].double().mean(),
+        )
+        if float(at_end) > 0.95 and float(elsewhere) < 0.05:
+            return tied & place
+    return torch.zeros_like(tied)
 
 
 def find_floor(c: Columns) -> Undone | None:

@@ -50,11 +50,12 @@ SAMPLER = {
         "weights, or " + LIKELIEST + ". Record sampler_ids to tell.",
     "cut":
         "the sampler is above the trainer on {share:.0%} of the tokens, and certain where the trainer is not: it was "
-        "cut and renormalized (top_p, min_p or top_k), the trainer is not, and the mean kept mass is E[ρ] = {rho:.3f}; "
-        "or the column holds " + LIKELIEST + ".",
+        "cut and renormalized (top_p, min_p, top_k, a grammar), the trainer is not, and the mean kept mass is "
+        "E[ρ] = {rho:.3f}; or the column holds " + LIKELIEST + ".",
     "cut_or_divided":
         "the sampler is above the trainer on {share:.0%} of the tokens, E[ρ] = {rho:.3f}: the sampler was cut and "
-        "renormalized (top_p, top_k, min_p), the trainer divides log-probabilities by the temperature in place of "
+        "renormalized (top_p, top_k, min_p, a grammar, banned tokens), the trainer's softmax has tokens that the "
+        "sampler's lacks (a padded vocabulary), the trainer divides log-probabilities by the temperature in place of "
         "logits, or the sampler's column holds " + LIKELIEST + ".",
     "trainer_above":
         "the trainer is above the sampler on {share:.0%} of the tokens, E[ρ] = {rho:.3f}: the trainer is cut and "
@@ -66,6 +67,17 @@ SAMPLER = {
     "not_the_sampler":
         "the sampler's column is not the distribution that sampled (" + ABOVE_ZERO + "): log-probabilities of before "
         "the temperature or before penalties, of other weights than those that sampled, or computed again.",
+    "above_one":
+        "E[ρ] = {rho:.3f} ± {error:.3f} is above 1, and the mass of a policy is at most 1 unless the mask leaves out "
+        "tokens by their ratio: the sampler's column is not the distribution that sampled. It has numbers of before "
+        "the temperature or of other weights (a draft model, an update that arrived later), or something else than the "
+        "log-probability of each token.",
+    "sums":
+        "the sampler's column holds the log-probability of the response up to each token: take the difference of "
+        "neighbors. With it, " + UNDONE + ".",
+    "one_number":
+        "the sampler's column has one number for all tokens of a response, in each of {responses} responses: a mean or "
+        "a sum over the response, where the number of each token belongs.",
     "temperature":
         "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}: "
         "another temperature or scale of the logits, or weights that have grown sharper or flatter since the sampling.",
@@ -108,6 +120,10 @@ ADVANTAGES = {
     "subgroups":
         "advantages are {estimator} of {grouping}, which divides the prompts into smaller groups: a prompt that was "
         "drawn several times looks like this.",
+    "split_groups":
+        "no estimator gives the recorded advantages from the rewards that are here, where the prompts have from {low} "
+        "to {high} responses: others may be in other steps of the same generation (a mini-batch cuts groups) or "
+        "filtered out. Shaped rewards and other estimators look like this too.",
     "no_estimator":
         "no estimator gives the recorded advantages from the recorded rewards: shaped or clipped rewards or "
         "advantages, advantages of other responses, a group that is not whole in this file, another eps, or a custom "
