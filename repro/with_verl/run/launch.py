@@ -54,113 +54,156 @@ PROGRAMS = dict(
 
 
 def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    p = Parser(
+    """Start what the command line asks for.
+
+    Args:
+        argv: the words after the command; None: those of this process.
+        machine: what the run finds here; None: it looks.
+
+    Returns:
+        The exit status that the head of this file lists.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    args, overrides = _parser().parse_known_args(words)
+    try:
+        return _start(args, overrides, machine)
+    except (InputError, OSError) as e:
+        print(f"launch: {e}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> Parser:
+    """Return the parser of the options; what it does not know is an override."""
+    parser = Parser(
         prog="launch",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    p.add_argument("objective")
-    p.add_argument("scale", nargs="?")
-    p.add_argument("--dry-run", action="store_true")
-    p.add_argument("--largest", action="store_true")
-    p.add_argument(
+    parser.add_argument("objective")
+    parser.add_argument("scale", nargs="?")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--largest", action="store_true")
+    parser.add_argument(
         "--shakedown", action="store_true", help="two steps, and a page about them"
     )
-    p.add_argument("--steps", type=int, metavar="N", help="train so many steps")
-    p.add_argument(
+    parser.add_argument("--steps", type=int, metavar="N", help="train so many steps")
+    parser.add_argument(
         "--seeds",
         metavar="1,2,3",
         help="one run after another, each with a seed and a folder of its own",
     )
-    p.add_argument(
+    parser.add_argument(
         "--gpu",
         default="",
         metavar="H100",
         help="the GPU that a dry run prices (H100, or A100, H200, 4090 ...)",
     )
-    p.add_argument("--data", type=Path, help="where data.prepare wrote (runs/data)")
-    args, overrides = p.parse_known_args(argv)
-    try:
-        if args.scale and "=" in args.scale:  # an override: the scale was left out
-            overrides, args.scale = [args.scale, *overrides], None
-        if wrong := [o for o in overrides if o.startswith("--") or "=" not in o]:
+    parser.add_argument(
+        "--data", type=Path, help="where data.prepare wrote (runs/data)"
+    )
+    return parser
+
+
+def _start(
+    args: argparse.Namespace, overrides: list[str], machine: Machine | None
+) -> int:
+    """Start the runs of all seeds in turn; return the last status that is not 0."""
+    overrides = _checked(args, overrides)
+    seeds = seeds_of(args.seeds, overrides)
+    if args.largest or not args.scale:
+        scale, why = largest(args.objective, machine or look())
+        print(f"{scale}: {why}")
+        if args.largest:
+            return 0
+        args.scale = scale
+    if args.data and args.data.exists() and not args.data.is_dir():
+        raise InputError(
+            "--data takes the folder where data.prepare wrote, and "
+            f"{args.data} is a file."
+        )
+    if args.scale in HANDED_OVER:
+        _refuse_options(args)
+        return hand_over(args.objective, args.scale, overrides, args.dry_run)
+    if args.gpu and args.gpu not in gpus():
+        raise InputError(
+            f"--gpu takes a name of machine/gpus.toml, {', '.join(gpus())}, "
+            f"got {args.gpu!r}."
+        )
+    status = 0
+    for number, seed in enumerate(seeds):
+        # what all of them cost is said once, before the first
+        priced = 1 if number else len(seeds)
+        status = _run(args, [*overrides, *seed], machine, priced) or status
+        if status >= 128:  # asked to end: the other seeds too
+            break
+    return status
+
+
+def _checked(args: argparse.Namespace, overrides: list[str]) -> list[str]:
+    """Return the overrides, with the steps that --steps or --shakedown ask for.
+
+    Args:
+        args: the options. An override in the place of the scale is moved to the others.
+        overrides: what the parser did not know.
+
+    Raises:
+        InputError: one is no override, the objective is unknown, or there is no step.
+    """
+    if args.scale and "=" in args.scale:  # the scale was left out
+        overrides, args.scale = [args.scale, *overrides], None
+    for line in overrides:
+        if line.startswith("--") or "=" not in line:
             raise InputError(
-                f"{wrong[0]!r} is no override: write key=value, --dry-run, --largest, --steps, --seeds or --data."
+                f"{line!r} is no override: write key=value, --dry-run, --largest, "
+                "--steps, --seeds or --data."
             )
-        get(args.objective)
-        args.steps = 2 if args.shakedown and args.steps is None else args.steps
-        if args.steps is not None:
-            if args.steps < 1:
-                raise InputError(f"--steps must be at least 1, got {args.steps}.")
-            overrides = [*overrides, f"trainer.total_training_steps={args.steps}"]
-        seeds = seeds_of(args.seeds, overrides)
-        if args.largest or not args.scale:
-            scale, why = largest(args.objective, machine or look())
-            print(f"{scale}: {why}")
-            if args.largest:
-                return 0
-            args.scale = scale
-        if args.data and args.data.exists() and not args.data.is_dir():
+    get(args.objective)
+    if args.shakedown and args.steps is None:
+        args.steps = 2
+    if args.steps is None:
+        return overrides
+    if args.steps < 1:
+        raise InputError(f"--steps must be at least 1, got {args.steps}.")
+    return [*overrides, f"trainer.total_training_steps={args.steps}"]
+
+
+def _refuse_options(args: argparse.Namespace) -> None:
+    """Raise InputError where another program's scale is given an option of this one."""
+    options = {
+        "--shakedown": args.shakedown,
+        "--steps": args.steps,
+        "--seeds": args.seeds,
+        "--data": args.data,
+    }
+    for name, value in options.items():
+        if value:
             raise InputError(
-                f"--data takes the folder where data.prepare wrote, and {args.data} is a file."
+                f"{args.scale} takes {name} from `bash repro/run.sh` only, "
+                "if it has it."
             )
-        if args.scale in HANDED_OVER:
-            options = {
-                "--shakedown": args.shakedown,
-                "--steps": args.steps,
-                "--seeds": args.seeds,
-                "--data": args.data,
-            }
-            if asked := [name for name, value in options.items() if value]:
-                raise InputError(
-                    f"{args.scale} takes {asked[0]} from `bash repro/run.sh` only, if it has it."
-                )
-            return hand_over(args.objective, args.scale, overrides, args.dry_run)
-        if args.gpu and args.gpu not in gpus():
-            raise InputError(
-                f"--gpu takes a name of machine/gpus.toml, {', '.join(gpus())}, got {args.gpu!r}."
-            )
-        status = 0
-        for seed in seeds:
-            lines = [*overrides, *seed]
-            again = [
-                args.objective,
-                args.scale,
-                *lines,
-                *(["--data", str(args.data)] if args.data else []),
-            ]
-            if args.shakedown:
-                again.append("--shakedown")
-            if args.scale == "cpu":
-                status = (
-                    train_on_cpu(
-                        args.objective, lines, args.dry_run, again, args.shakedown
-                    )
-                    or status
-                )
-            else:
-                run = compose(
-                    args.objective,
-                    args.scale,
-                    lines,
-                    args.data,
-                    flash_there(machine, args.dry_run),
-                )
-                # what all cost is said once, before the first
-                of = len(seeds) if seed == seeds[0] else 1
-                status = (
-                    train(
-                        run, args.dry_run, again, machine, args.gpu, args.shakedown, of
-                    )
-                    or status
-                )
-            if status >= 128:  # asked to end: the other seeds too
-                break
-        return status
-    except (InputError, OSError) as e:
-        print(f"launch: {e}", file=sys.stderr)
-        return 2
+
+
+def _run(
+    args: argparse.Namespace, lines: list[str], machine: Machine | None, priced: int
+) -> int:
+    """Start one run and return its exit status.
+
+    Args:
+        args: the options.
+        lines: its overrides, the seed among them.
+        machine: what the run finds here; None: it looks.
+        priced: how many runs of this cost its estimate speaks of.
+    """
+    again = [args.objective, args.scale, *lines]
+    if args.data:
+        again += ["--data", str(args.data)]
+    if args.shakedown:
+        again.append("--shakedown")
+    if args.scale == "cpu":
+        return train_on_cpu(args.objective, lines, args.dry_run, again, args.shakedown)
+    flash = flash_there(machine, args.dry_run)
+    run = compose(args.objective, args.scale, lines, args.data, flash)
+    return train(run, args.dry_run, again, machine, args.gpu, args.shakedown, priced)
 
 
 def seeds_of(text: str | None, overrides: list[str]) -> list[list[str]]:
@@ -182,9 +225,14 @@ def seeds_of(text: str | None, overrides: list[str]) -> list[list[str]]:
 
 
 def train(
-    run: Run, dry_run: bool, again: list[str], machine: Machine | None = None, gpu: str = "", shakedown: bool = False,
+    run: Run,
+    dry_run: bool,
+    again: list[str],
+    machine: Machine | None = None,
+    gpu: str = "",
+    shakedown: bool = False,
     seeds: int = 1,
-) -> int:  # fmt: skip
+) -> int:
     """One run; its exit status. seeds: how many runs of the same cost are asked for."""
     try:
         from repro.with_verl.config.validate import validate
@@ -277,6 +325,7 @@ def check_step(cfg: Any) -> bool:
 
 
 def note(run: Run, sentence: str) -> None:
+    """Keep a sentence to print with the overrides; an empty one is none."""
     run.notes += [sentence] if sentence else []
 
 
@@ -290,6 +339,7 @@ def tell(e: Estimate, seeds: int) -> None:
 
 
 def keep_answers(run: Run) -> None:
+    """Have verl write the sampled answers, for the page of a shakedown."""
     run.overrides.append(f"trainer.rollout_data_dir={run.directory / 'answers'}")
     run.sources["trainer.rollout_data_dir"] = "ours: the shakedown shows answers"
 
@@ -319,6 +369,7 @@ def train_on_cpu(
     again: list[str],
     shakedown: bool,
 ) -> int:
+    """One run of the scale `cpu`, a GPU run's path with a toy model; its status."""
     # it starts runs by this folder's parts
     scale = importlib.import_module("repro.with_verl.cpu.scale")
     run, total = scale.compose(objective, overrides, os.environ.get("RAY_ADDRESS", ""))
