@@ -197,6 +197,12 @@ def up_in_numbers() -> str:
     return answer.numbers()
 
 
+def up_explanations() -> str:
+    from docs import answer
+
+    return answer.explanations()
+
+
 def sharp_bits() -> str:
     from docs import sharp
 
@@ -503,6 +509,7 @@ GENERATED = {f.__name__: f for f in STEPS} | {
         verdicts,
         does_up_help,
         up_in_numbers,
+        up_explanations,
         sharp_bits,
         *FRAMEWORKS,
         claims,

@@ -68,7 +68,7 @@ SECTIONS = [
     Section("frameworks", "Frameworks", "What the losses of verl, TRL and others compute.",
             ["recipes", "frameworks*", "frameworks/*", "steps", "what-check-sees", "in-the-wild"]),
     Section("claims", "Claims", "A verdict on every claim of the paper, with its evidence.",
-            ["claims*", "verdicts", "repro/mini/*", "repro/exact/*"]),
+            ["findings", "claims*", "verdicts", "repro/mini/*", "repro/exact/*"]),
     Section("api", "API", "Every public name.", ["api/*"]),
     Section("more", "More", "Speed, code map, contributing, changes.",
             ["speed", "architecture", "contributing", "changelog", "*"]),

@@ -230,9 +230,9 @@ def test_the_numbers_of_readme(runs):
         .partition("\n## ")[0]
     )
     table = (
-        (ROOT / "docs/verdicts.md")
+        (ROOT / "docs/findings.md")
         .read_text(encoding="utf-8")
-        .partition("## Stale data, in numbers")[2]
+        .partition("## The answer today")[2]
     )
     section += table.partition("\n## ")[0]
     for said in (
