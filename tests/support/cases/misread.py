@@ -138,6 +138,6 @@ CASES = [
     ("r twice, capped at 2", "dapo", "once more, as a constant, at most 2",
      lambda d, A, m: tok(clipped(d, A) * d.exp().clamp(max=2).detach(), m)),
     ("r twice", "grpo", "once more, as a constant", lambda d, A, m: seq(even(d, A) * d.exp().detach(), m)),
-    ("UP with a bound", "up_dapo", "the tokens of A > 0 are clipped too, at 1.28",
+    ("UP with a bound", "up_dapo", "the tokens of A > 0 are clipped too",
      lambda lp, d, A, m: tok(torch.where(A > 0, A * lp * (d.exp() < 1.28), clipped(d, A)), m)),
 ]  # fmt: skip

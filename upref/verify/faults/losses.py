@@ -644,7 +644,7 @@ def _forms(
             )
         yield made("ratio", "the branches are exchanged: log π_θ where A < 0",
                    form(lambda r, A, lp: where(A < 0, A * lp, minimum(r * A, r.clamp(min=1 - lo) * A))))  # fmt: skip
-        yield made("clip", f"the tokens of A > 0 are clipped too, at {1 + hi:g}", form(lambda r, A, lp: where(
+        yield made("clip", "the tokens of A > 0 are clipped too", form(lambda r, A, lp: where(
             A > 0, A * lp * (r <= 1 + hi), minimum(r * A, r.clamp(min=1 - lo) * A))))  # fmt: skip
         yield made("ratio", "the ratio still multiplies A where A > 0: unclipped importance sampling, not UP",
                    form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
