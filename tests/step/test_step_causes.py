@@ -7,8 +7,9 @@ import numpy
 import pytest
 import step_cases  # noqa: F401  adds to BUGS
 import torch
+import training
 from loops import T, collated, log_probs, policy_step, qwen3, surrogate, with_
-from training import BUGS
+from training import BUGS, Own, collate
 
 import upref
 from upref.errors import InputError
@@ -207,6 +208,26 @@ def test_a_sample_of_the_table_has_its_cause(name):
     words, model, step, options = next(row[1:] for row in BUGS if row[0] == name)
     torch.manual_seed(0)
     assert words in cause(step, model=model(), **options)
+
+
+class Critic(Own):
+    """A value head on the trunk of the policy."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = torch.nn.Linear(32, 1)
+
+
+def test_a_value_loss_is_named():
+    def step(model, rows):
+        b = collate(rows)
+        h = model.hidden(b.ids)
+        lp = training.log_probs(model.head(h), b.ids)
+        (training.term(lp, b) + 0.1 * model.value(h).square().mean()).backward()
+
+    torch.manual_seed(0)
+    said = cause(step, model=Critic())
+    assert said.startswith("a gradient of value.weight, value.bias, on which no logit")
 
 
 # ---- the search itself ---------------------------------------------------------------

@@ -26,7 +26,7 @@ from upref.step.forward import (
 )
 from upref.step.forwards import others, tried
 from upref.step.goal import Goal
-from upref.step.reference import Gradient, Model
+from upref.step.reference import Gradient, Model, TorchModel, text_config
 from upref.step.rows import Padded, Row, locate
 from upref.step.scores import Variant, quick
 from upref.step.shares import factor_words
@@ -113,6 +113,17 @@ def diagnosed(
         return say(
             "two runs of the step on the same rows have different gradients: dropout or sampling is active"
         )
+    parts, its = model.split(want), model.split(found)
+    beside = [
+        n
+        for n, w in parts.items()
+        if not w.any() and float(its[n].norm()) > 10 * bound * size
+    ]
+    if beside:
+        return say(
+            f"a gradient of {_some(beside)}, on which no logit of these rows depends: a "
+            "value loss or another term is added to the objective: leave it out of the step"
+        )
     if goal.clip is not None and near(found, it.rows.sum(0), bound):
         return say("the clip of the gradient's norm does not act")
     if cause := changed(goal, model, it.rows, want, found, bound):
@@ -125,13 +136,8 @@ def diagnosed(
         return say(cause)  # a small term is beyond the bound in some parameters alone
     wrong = parameters(model, found, want, bound)
     right = [n for n in model.shapes if n not in wrong]
-    parts = model.split(want)
     alone = any(float(parts[n].norm()) > 1e-6 * float(want.norm()) for n in right)
-    if (
-        alone
-        and wrong
-        and (of := _of_parameters(model.split(found), parts, wrong, bound))
-    ):
+    if alone and wrong and (of := _of_parameters(its, parts, wrong, bound)):
         return say(of)
     if alone and 0 < len(wrong) <= len(parts) // 4:
         return say(f"all is right but the gradients of {_some(wrong)}")
@@ -271,10 +277,24 @@ def _explained(
             f"the gradient has a term that is no Σ w ∇log π: an entropy bonus or a z-loss with coefficients "
             f"{', '.join(f'{-x:.4g}' for x in bonus.extra)} (H, Z)"
         ]
+    left_over = f"{residuals[0]:.2g} of it is left"
     return [
-        f"no known cause fits; no weights of these tokens give the gradient: {residuals[0]:.2g} of it is left, so "
-        "the forward pass differs, or other tokens train"
+        f"no known cause fits; no weights of these tokens give the gradient: {left_over}, so "
+        f"the forward pass differs, or other tokens train{_of_router(forward.model)}"
     ]
+
+
+def _of_router(model: Model) -> str:
+    """What a model with experts may add to its loss, in words; "" for any other."""
+    if not isinstance(model, TorchModel):
+        return ""
+    coefficient = getattr(text_config(model.net), "router_aux_loss_coef", 0)
+    if not coefficient:
+        return ""
+    return (
+        f", or the router's auxiliary loss is in it (router_aux_loss_coef = {coefficient:g}): "
+        "check_step does not compare that loss, so set it to 0 for the check"
+    )
 
 
 @dataclass
