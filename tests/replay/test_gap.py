@@ -201,6 +201,15 @@ SHARED = {  # of those without a failure: what may be named
 }
 
 
+def test_a_number_above_zero_is_no_log_probability():
+    held = FAULTS["healthy_bfloat16"](SMALL)
+    place = held["mask"].nonzero()[7]
+    held["sampler"][tuple(place)] = 0.4
+    found = gap(make_batch(held, file="f"))
+    assert [f.cause for f in found.failures] == ["positive"]
+    assert "1 of" in str(found.failures[0])
+
+
 def test_each_fault_of_the_sceptic_has_its_names():
     assert not set(NAMED) & set(SHARED) and {*NAMED, *SHARED} == set(SCEPTICS)
 

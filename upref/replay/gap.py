@@ -45,6 +45,7 @@ ROUNDING_GAP = 0.03  # nats, mean |d|
 # Rounding that is off in one direction shifts E[d] by less than this; a temperature
 # shifts it by a KL of this or more.
 LEAST_KL = 0.01  # nats
+ROUNDED_ABOVE = 0.05  # nats above 0, which no rounding of a probability of 1 leaves
 FAR = 4.0  # nats: the trainer finds a token e^4 times less likely than the sampler
 FEW = 3  # tokens: fewer are no pattern
 ONE_SIDED = 10  # times as many tokens below as above
@@ -160,6 +161,15 @@ def gap(batch: RecordedBatch) -> Gap:
             columns = found.columns
             if not columns.mask.any():
                 return _result(columns, findings)
+    above = columns.trained(columns.y) > ROUNDED_ABOVE
+    if above.any():
+        report(
+            "failure",
+            "positive",
+            tokens=int(above.sum()),
+            trained=int(columns.mask.sum()),
+        )
+        return _result(columns, findings)
     if batch.ref is not None:
         against_ref = Columns(batch.ref, columns.y, columns.mask)
         before, after = columns.distance(), against_ref.distance()

@@ -75,6 +75,9 @@ SAMPLER = {
     "sums":
         "the sampler's column holds the log-probability of the response up to each token: take the difference of "
         "neighbors. With it, " + UNDONE + ".",
+    "positive":
+        "{tokens} of {trained} numbers in the sampler's column are above 0, and no "
+        "log-probability is: they are something else.",
     "one_number":
         "the sampler's column has one number for all tokens of a response, in each of {responses} responses: a mean or "
         "a sum over the response, where the number of each token belongs.",
