@@ -224,8 +224,10 @@ def memory(cases, who, only=""):
                 f"{x / y:9.3f}"
                 for x, y in zip((rest, seconds), base.get("naive", ()), strict=False)
             ] or ["", ""]
-            print(f"{name:16} {N:5} {V:7} {found[0]:7.0f} {rest:14.0f} {share[0]:>9} {seconds:8.1f} {share[1]:>9}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{name:16} {N:5} {V:7} {found[0]:7.0f} {rest:14.0f} {share[0]:>9} {seconds:8.1f} {share[1]:>9}",
+                flush=True,
+            )
 
 
 def times(N, V, who, rounds, H=H):

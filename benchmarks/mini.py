@@ -115,9 +115,13 @@ def vllm(base: str, prompts, length: int) -> dict[str, Work]:
     room = prompts["input_ids"].shape[1] + length
     rows = PROMPTS * RESPONSES
     llm = LLM(
-        str(bases.ROOT / base), dtype="float32", max_model_len=room, max_num_seqs=rows,
-        max_num_batched_tokens=rows * room, enforce_eager=True,
-    )  # fmt: skip
+        str(bases.ROOT / base),
+        dtype="float32",
+        max_model_len=room,
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows * room,
+        enforce_eager=True,
+    )
     models.deterministic()  # vLLM has its own mind of threads
 
     def run(more: list[dict]) -> int:
@@ -294,9 +298,15 @@ def scaling(times: int) -> None:
     )
     print("   sample / generate")
     for n, length, hidden, layers in (
-        (64, 16, 64, 2), (256, 16, 64, 2), (1024, 16, 64, 2), (4096, 16, 64, 2),
-        (256, 64, 64, 2), (256, 120, 64, 2), (256, 16, 128, 4), (256, 16, 256, 4),
-    ):  # fmt: skip
+        (64, 16, 64, 2),
+        (256, 16, 64, 2),
+        (1024, 16, 64, 2),
+        (4096, 16, 64, 2),
+        (256, 64, 64, 2),
+        (256, 120, 64, 2),
+        (256, 16, 128, 4),
+        (256, 16, 256, 4),
+    ):
         task, model = tasks.get("countdown"), qwen3(hidden, layers)
         prompts = models.inputs(task, task.problems("train", n // RESPONSES, 0))
         works = {

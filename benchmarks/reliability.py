@@ -211,8 +211,15 @@ def killed(
     return ends
 
 
-def kill(folder: Path, who: str, what: str, work: Callable[[Path], object], *patterns: str, times: int = 8,
-         stays: bool = False) -> Row:  # fmt: skip
+def kill(
+    folder: Path,
+    who: str,
+    what: str,
+    work: Callable[[Path], object],
+    *patterns: str,
+    times: int = 8,
+    stays: bool = False,
+) -> Row:
     """work: writes into the folder that it is given; patterns: of the files there that
     must be the same.
     """
@@ -576,12 +583,20 @@ def full(place: Path, name: str, make: Callable[[Path], int]) -> int:
 
 
 WRITES = {  # command -> its file on the disk, how it is made there
-    "upref cap -o": ("cap.svg", lambda at: cli.main(["cap", "dapo", "-o", str(at / "cap.svg")])),
+    "upref cap -o": (
+        "cap.svg",
+        lambda at: cli.main(["cap", "dapo", "-o", str(at / "cap.svg")]),
+    ),
     "upref explorer": ("x.html", lambda at: cli.main(["explorer", str(at / "x.html")])),
     "repro.exact": ("rise.svg", exactly),
-    "repro.mini.round2.report": ("report.md", lambda at: suite.said(
-        lambda: int(bool(report.write(results.load(results.folder_of(2)), at))), "report")),
-}  # fmt: skip
+    "repro.mini.round2.report": (
+        "report.md",
+        lambda at: suite.said(
+            lambda: int(bool(report.write(results.load(results.folder_of(2)), at))),
+            "report",
+        ),
+    ),
+}
 
 
 def disk(folder: Path) -> Iterator[Row]:
@@ -676,12 +691,21 @@ def two(folder: Path) -> Iterator[Row]:
 
 
 INTERRUPTED = [  # as they are typed; {} is a folder
-    "-m upref check {}/slow.py:loss --as dapo", "-m upref derive all", "-m upref audit verl", "-m paper claims --run",
-    "-m repro.mini.train --settings {}/s.json --out {}/run", "-m repro.exact --out {}/exact", "-m repro.reference dapo",
-    "-m repro.mini.study.suite --out {}/runs --results {}/new", "-m repro.mini.round2.report --results {}/new",
-    "-m repro.mini.compare up_dapo --out {}/runs", "-m docs.make docs/reliability.md", "-m docs.site {}/site",
-    "-m benchmarks.speed", "figures/make.py {}",
-]  # fmt: skip
+    "-m upref check {}/slow.py:loss --as dapo",
+    "-m upref derive all",
+    "-m upref audit verl",
+    "-m paper claims --run",
+    "-m repro.mini.train --settings {}/s.json --out {}/run",
+    "-m repro.exact --out {}/exact",
+    "-m repro.reference dapo",
+    "-m repro.mini.study.suite --out {}/runs --results {}/new",
+    "-m repro.mini.round2.report --results {}/new",
+    "-m repro.mini.compare up_dapo --out {}/runs",
+    "-m docs.make docs/reliability.md",
+    "-m docs.site {}/site",
+    "-m benchmarks.speed",
+    "figures/make.py {}",
+]
 
 
 def caught(process: int, number: int) -> bool:
@@ -770,9 +794,13 @@ def killed_anywhere(folder: Path, commands: dict[str, list[str]]) -> Iterator[Ro
             wait_for_kill(process)
             assert ended_within(process.pid, GRACE), (name, of_session(process.pid))
         again = subprocess.Popen(
-            argv, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            argv,
+            cwd=ROOT,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         time.sleep(rng.uniform(3, LASTS))
         os.killpg(again.pid, signal.SIGTERM)
         said = again.communicate(timeout=120)[1]
@@ -866,11 +894,28 @@ def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]
         return k1
 
     state = lambda: (
-        [sys.stdout, sys.stderr, sys.excepthook, sys.gettrace(), threading.excepthook, warnings.showwarning],
-        [list(warnings.filters), torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()],
-        [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()), os.getcwd()],
+        [
+            sys.stdout,
+            sys.stderr,
+            sys.excepthook,
+            sys.gettrace(),
+            threading.excepthook,
+            warnings.showwarning,
+        ],
+        [
+            list(warnings.filters),
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+        ],
+        [
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            str(np.random.get_state()),
+            os.getcwd(),
+        ],
         [signal.getsignal(signal.SIGINT), torch.utils.hooks.RemovableHandle.next_id],
-    )  # fmt: skip
+    )
     before = state()
 
     def check(i: int) -> bool:
@@ -896,8 +941,20 @@ def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]
 
 
 # ---- the command ---------------------------------------------------------------------
-GROUPS = {"mini": mini, "suite": study, "exact": exact, "audit": audit, "venv": venv, "site": site, "files": files_,
-          "disk": disk, "network": network, "two": two, "interrupt": interrupt, "threads": threads}  # fmt: skip
+GROUPS = {
+    "mini": mini,
+    "suite": study,
+    "exact": exact,
+    "audit": audit,
+    "venv": venv,
+    "site": site,
+    "files": files_,
+    "disk": disk,
+    "network": network,
+    "two": two,
+    "interrupt": interrupt,
+    "threads": threads,
+}
 
 
 AT_ONCE = 3  # groups: most of their time they wait for a random moment

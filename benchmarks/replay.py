@@ -32,11 +32,14 @@ def columns() -> dict[str, Any]:
     noise = torch.randn(RESPONSES, LENGTH, generator=generator)
     return {
         "ids": torch.randint(1, 150_000, (RESPONSES, LENGTH), generator=generator),
-        "mask": torch.arange(LENGTH)[None, :] < lengths[:, None], "old": old,
+        "mask": torch.arange(LENGTH)[None, :] < lengths[:, None],
+        "old": old,
         "sampler": (old + 0.02 * noise * (old < -0.01)).clamp(max=0),
-        "now": (old + 0.05 * noise.flip(0)).clamp(max=0), "adv": adv.flatten(), "reward": reward,
+        "now": (old + 0.05 * noise.flip(0)).clamp(max=0),
+        "adv": adv.flatten(),
+        "reward": reward,
         "group": torch.arange(RESPONSES) // GROUP,
-    }  # fmt: skip
+    }
 
 
 def timed(name: str, work: Callable[[], Any]) -> Any:

@@ -38,8 +38,11 @@ def said(x: Any) -> Any:
     an identity, its answer.
     """
     if isinstance(x, Report):
-        return {"ok": bool(x), "failures": sorted({f"{f.oracle}: {f.cause}" for f in x.failures}),
-                "notes": sorted({f.oracle for f in x.notes})}  # fmt: skip
+        return {
+            "ok": bool(x),
+            "failures": sorted({f"{f.oracle}: {f.cause}" for f in x.failures}),
+            "notes": sorted({f.oracle for f in x.notes}),
+        }
     if isinstance(x, Identification):
         return {
             "ok": bool(x),
@@ -114,9 +117,13 @@ def oracles() -> Subjects:
     """Every oracle of every check, by its name."""
     report = upref.check(upref.get("dapo"), "dapo")
     yield from ((f"check: {k}", lambda v=v: v) for k, v in report.oracles.items())
-    ran = {"advantages": upref.check_advantages(advantages.get("group_norm"), "group_norm"),
-           "kl": upref.check_kl(kl.k3, "k3"),
-           "logprobs": upref.check_logprobs(hidden.token_log_probs)}  # fmt: skip
+    ran = {
+        "advantages": upref.check_advantages(
+            advantages.get("group_norm"), "group_norm"
+        ),
+        "kl": upref.check_kl(kl.k3, "k3"),
+        "logprobs": upref.check_logprobs(hidden.token_log_probs),
+    }
     yield from (
         (f"{part}: {k}", lambda v=v: v)
         for part, r in ran.items()
@@ -168,8 +175,20 @@ def mutants() -> Subjects:
         )
 
 
-PARTS = {f.__name__: f for f in (
-    losses, estimators, logprobs, identify, laws, oracles, ledgers, frameworks, mutants)}  # fmt: skip
+PARTS = {
+    f.__name__: f
+    for f in (
+        losses,
+        estimators,
+        logprobs,
+        identify,
+        laws,
+        oracles,
+        ledgers,
+        frameworks,
+        mutants,
+    )
+}
 
 
 def verdict(make: Callable[[], Any]) -> Any:

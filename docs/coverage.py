@@ -19,14 +19,20 @@ def axes() -> str:
         sizes = "whole tiles" if axis.words == TILED else "sizes and compositions"
         first.setdefault(axis.words, sizes if axis.width else name)
     rows = [
-        ("the grid", f"A of {said(SIGNS)}; π_old of {said(MU)} (of {said(MU_READ)} too where bounds depend on it); "
-                     "every bound from below, on it and from above; "
-                     f"{len(LOG_R)} more ratios with |log r| up to {max(LOG_R):g}; masks with holes, NaN in padding"),
+        (
+            "the grid",
+            f"A of {said(SIGNS)}; π_old of {said(MU)} (of {said(MU_READ)} too where bounds depend on it); "
+            "every bound from below, on it and from above; "
+            f"{len(LOG_R)} more ratios with |log r| up to {max(LOG_R):g}; masks with holes, NaN in padding",
+        ),
         ("one response", ONE_RESPONSE),
         ("far ratios", f"|log r| of {said(OVERFLOW)} in float64, float32 and bfloat16"),
         *((name, words) for words, name in first.items()),
-        ("group ids", f"{', '.join(NAMED)}; from `every two` on mixed with each level of each axis"),
-    ]  # fmt: skip
+        (
+            "group ids",
+            f"{', '.join(NAMED)}; from `every two` on mixed with each level of each axis",
+        ),
+    ]
     return _rows("axis | inputs", rows)
 
 
@@ -38,20 +44,58 @@ def tolerances() -> str:
     from upref.weights.batches import EDGES, GUARD, SINGLE_EDGES
 
     rows = [
-        (f"{EXACT:g}", "a weight in float64, without a note", "rounding over a few hundred terms is smaller"),
-        (f"{HABIT:g}", "a weight in float64, with a note", "the largest accepted habit is 1e-6 on a length of one"),
-        (f"{SINGLE:g}", "a weight of a float32 loss", "in addition to the effect of rounding the log-probabilities by "
-                                                     f"a relative {ROUND:g}"),
-        (f"{max(EDGES):g}", "distance from each bound at which both sides are tested, relative to r",
-         "reveals a misplaced bound"),
-        (f"{max(SINGLE_EDGES):g}", "the same in float32", "below the narrowest clip range, GSPO's 3e-4"),
-        ("10 times these", "on random batches and unusual inputs", "longer sums have more rounding error"),
-        (f"{GUARD['token']:g}", "log r of a token from which a clamp is a note", "a ratio of 5e8 meets guards only"),
-        (f"{GUARD['sequence_mean']:g}", "log s of a response from which a clamp is a note",
-         "log s is a mean over tokens"),
-        (f"{SINGLE_TOL:g}", "an advantage in float32", "computing a variance loses half of the digits"),
-        (f"{TOO_LONG:g} s", "time for one batch; slower batches are skipped", "the report lists them"),
-    ]  # fmt: skip
+        (
+            f"{EXACT:g}",
+            "a weight in float64, without a note",
+            "rounding over a few hundred terms is smaller",
+        ),
+        (
+            f"{HABIT:g}",
+            "a weight in float64, with a note",
+            "the largest accepted habit is 1e-6 on a length of one",
+        ),
+        (
+            f"{SINGLE:g}",
+            "a weight of a float32 loss",
+            "in addition to the effect of rounding the log-probabilities by "
+            f"a relative {ROUND:g}",
+        ),
+        (
+            f"{max(EDGES):g}",
+            "distance from each bound at which both sides are tested, relative to r",
+            "reveals a misplaced bound",
+        ),
+        (
+            f"{max(SINGLE_EDGES):g}",
+            "the same in float32",
+            "below the narrowest clip range, GSPO's 3e-4",
+        ),
+        (
+            "10 times these",
+            "on random batches and unusual inputs",
+            "longer sums have more rounding error",
+        ),
+        (
+            f"{GUARD['token']:g}",
+            "log r of a token from which a clamp is a note",
+            "a ratio of 5e8 meets guards only",
+        ),
+        (
+            f"{GUARD['sequence_mean']:g}",
+            "log s of a response from which a clamp is a note",
+            "log s is a mean over tokens",
+        ),
+        (
+            f"{SINGLE_TOL:g}",
+            "an advantage in float32",
+            "computing a variance loses half of the digits",
+        ),
+        (
+            f"{TOO_LONG:g} s",
+            "time for one batch; slower batches are skipped",
+            "the report lists them",
+        ),
+    ]
     return _rows("tolerance | applies to | reason", rows)
 
 

@@ -218,8 +218,13 @@ def sampler(name: str) -> Cell:
     by_default = "on by default" if on else "none by default"
     where = "docs/sampler-corrections.md"
     many = f"{len(run)} setting" + ("" if len(run) == 1 else "s")
-    return Cell(status, f": {many}; {by_default}", "sampler-corrections.md", samplers.COMMITS[repo][:9],
-                dates()[where])  # fmt: skip
+    return Cell(
+        status,
+        f": {many}; {by_default}",
+        "sampler-corrections.md",
+        samplers.COMMITS[repo][:9],
+        dates()[where],
+    )
 
 
 def tried(name: str, column: str) -> list[str]:

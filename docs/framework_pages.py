@@ -239,8 +239,10 @@ def _short(thread: str) -> str:
 
 def summary() -> str:
     """A row a framework."""
-    out = ["| framework | version | audited | losses | bugs | surprising defaults | documented choices | numerical |",
-           "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    out = [
+        "| framework | version | audited | losses | bugs | surprising defaults | documented choices | numerical |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for a in audits():
         modes = len({r["mode"] for r in a["rows"] if r["kind"] == "loss"})
         entries = read(a["framework"])
@@ -350,8 +352,10 @@ def surfaces() -> str:
     """Where the settings of each framework are typed, what has taken them, and its
     parts beside the loss.
     """
-    out = ["| framework | where to put the lines | the lines | dynamic sampling | overlong shaping |",
-           "|---|---|---|---|---|"]  # fmt: skip
+    out = [
+        "| framework | where to put the lines | the lines | dynamic sampling | overlong shaping |",
+        "|---|---|---|---|---|",
+    ]
     for n in frameworks():
         how, started = recorded(n)["recipe"], recipe(reached(n, {})[0], n).started
         out.append(

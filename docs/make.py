@@ -132,13 +132,30 @@ def letters() -> str:
     rows = [
         ("`mu`", "π_old(o_t): its probability when it was sampled", f"{mu:g}"),
         ("`p`", "π_θ(o_t): its probability now", f"{p:g}"),
-        ("`lp_old`, `lp`", "their logarithms, which a loss is given", f"{log(mu):.3f}, {log(p):.3f}"),
+        (
+            "`lp_old`, `lp`",
+            "their logarithms, which a loss is given",
+            f"{log(mu):.3f}, {log(p):.3f}",
+        ),
         ("`r`", "the ratio p / mu = exp(lp − lp_old)", f"{r:g}"),
-        ("`s`", "the ratio of a response: the geometric mean over its tokens", f"{sqrt(r):.3f}, of r = {r:g} and 1"),
-        ("`A`", "the advantage: above 0 if the response was better than its group's average", "+1"),
-    ]  # fmt: skip
-    return "\n".join(["| letter | of a token o_t of a sampled response | example |", "|---|---|---|",
-                      *(f"| {' | '.join(row)} |" for row in rows)])  # fmt: skip
+        (
+            "`s`",
+            "the ratio of a response: the geometric mean over its tokens",
+            f"{sqrt(r):.3f}, of r = {r:g} and 1",
+        ),
+        (
+            "`A`",
+            "the advantage: above 0 if the response was better than its group's average",
+            "+1",
+        ),
+    ]
+    return "\n".join(
+        [
+            "| letter | of a token o_t of a sampled response | example |",
+            "|---|---|---|",
+            *(f"| {' | '.join(row)} |" for row in rows),
+        ]
+    )
 
 
 def objectives() -> str:

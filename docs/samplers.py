@@ -52,16 +52,23 @@ def verl(file: str, **settings: Any):
     masked_sum = lambda x, m, axis=None: (x * m).sum(axis)
     masked_mean = lambda x, m, axis=None: (x * m).sum(axis) / m.sum(axis)
     given = dict(
-        SAFETY_BOUND=20.0, verl_F=SimpleNamespace(masked_sum=masked_sum, masked_mean=masked_mean), Optional=None,
-        compute_is_metrics=lambda **k: {}, compute_rs_metrics=lambda **k: {},
+        SAFETY_BOUND=20.0,
+        verl_F=SimpleNamespace(masked_sum=masked_sum, masked_mean=masked_mean),
+        Optional=None,
+        compute_is_metrics=lambda **k: {},
+        compute_rs_metrics=lambda **k: {},
         TOKEN_LEVEL_ROLLOUT_RS_OPTIONS={"token_k1", "token_k2", "token_k3"},
         SUPPORTED_ROLLOUT_RS_OPTIONS={"token_k1", "seq_mean_k1", "seq_sum_k1"},
-    )  # fmt: skip
+    )
 
     def run(repo: Fetched, b):
         log_rho, mask = b["old"] - b["engine"], b["mask"].double()
-        names = ("_parse_rollout_is_threshold", "_parse_rollout_rs_thresholds", "compute_rollout_rejection_mask",
-                 "compute_rollout_correction_weights")  # fmt: skip
+        names = (
+            "_parse_rollout_is_threshold",
+            "_parse_rollout_rs_thresholds",
+            "compute_rollout_rejection_mask",
+            "compute_rollout_correction_weights",
+        )
         theirs = repo.take(file, *names, **given)
         if "rollout_rs" in settings:
             return theirs.compute_rollout_rejection_mask(log_rho, mask, **settings)[0]
@@ -116,9 +123,14 @@ def slime(file: str, name: str, **settings: Any):
 
 def open_instruct(file: str, **settings: Any):
     defaults = dict(
-        use_rho_correction=True, rho_clamp_lower_bound=0.0, rho_clamp_upper_bound=2.0, rho_mask_lower_bound=0.0,
-        rho_mask_upper_bound=0.0, rho_mask_sequence_level=False, rho_mask_tv_divergence=False,
-    )  # fmt: skip
+        use_rho_correction=True,
+        rho_clamp_lower_bound=0.0,
+        rho_clamp_upper_bound=2.0,
+        rho_mask_lower_bound=0.0,
+        rho_mask_upper_bound=0.0,
+        rho_mask_sequence_level=False,
+        rho_mask_tv_divergence=False,
+    )
 
     def run(repo: Fetched, b):
         names = ("_rho_drop_masks", "_sequence_level_mean", "compute_rho_correction")
@@ -166,42 +178,156 @@ SEQ, MODE = (
     "vllm_importance_sampling_mode=token_",
 )
 ROWS = [
-    Row(_v, "rollout_correction.rollout_is=null, rollout_rs=null", NO_CORRECTION, "", {},
-        "verl/trainer/config/algorithm/rollout_correction.yaml"),
-    Row(_v, "rollout_is=token, rollout_is_threshold=2.0", "threshold: 2.0", "tis", {"is_max": 2.0}, VERL,
-        verl(VERL, rollout_is="token", rollout_is_threshold=2.0)),
-    Row(_v, "rollout_is=sequence", "", "tis_seq", {"is_max": 2.0}, VERL,
-        verl(VERL, rollout_is="sequence", rollout_is_threshold=2.0)),
-    Row(_v, "rollout_is=token, rollout_is_threshold=0.5_5.0", "", "icepop", {"is_min": 0.5, "is_max": 5.0}, VERL,
-        verl(VERL, rollout_is="token", rollout_is_threshold="0.5_5.0")),
-    Row(_v, "rollout_rs=seq_mean_k1, rollout_rs_threshold=0.9_1.2 (bounds of 1/s)", "", "seq_mask",
-        {"is_min": 1 / 1.2, "is_max": 1 / 0.9}, VERL,
-        verl(VERL, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.9_1.2")),
-    Row(_t, SEQ + "mask, clip_max=3.0", DEFAULT, "mis_seq", {"is_max": 3.0},
-        "trl/trainer/grpo_config.py", trl(TRL, "sequence_mask")),
-    Row(_t, SEQ + "truncate", "", "tis_seq", {"is_max": 3.0}, TRL, trl(TRL, "sequence_truncate")),
-    Row(_t, MODE + "truncate", "", "tis", {"is_max": 3.0}, TRL, trl(TRL, "token_truncate")),
+    Row(
+        _v,
+        "rollout_correction.rollout_is=null, rollout_rs=null",
+        NO_CORRECTION,
+        "",
+        {},
+        "verl/trainer/config/algorithm/rollout_correction.yaml",
+    ),
+    Row(
+        _v,
+        "rollout_is=token, rollout_is_threshold=2.0",
+        "threshold: 2.0",
+        "tis",
+        {"is_max": 2.0},
+        VERL,
+        verl(VERL, rollout_is="token", rollout_is_threshold=2.0),
+    ),
+    Row(
+        _v,
+        "rollout_is=sequence",
+        "",
+        "tis_seq",
+        {"is_max": 2.0},
+        VERL,
+        verl(VERL, rollout_is="sequence", rollout_is_threshold=2.0),
+    ),
+    Row(
+        _v,
+        "rollout_is=token, rollout_is_threshold=0.5_5.0",
+        "",
+        "icepop",
+        {"is_min": 0.5, "is_max": 5.0},
+        VERL,
+        verl(VERL, rollout_is="token", rollout_is_threshold="0.5_5.0"),
+    ),
+    Row(
+        _v,
+        "rollout_rs=seq_mean_k1, rollout_rs_threshold=0.9_1.2 (bounds of 1/s)",
+        "",
+        "seq_mask",
+        {"is_min": 1 / 1.2, "is_max": 1 / 0.9},
+        VERL,
+        verl(VERL, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.9_1.2"),
+    ),
+    Row(
+        _t,
+        SEQ + "mask, clip_max=3.0",
+        DEFAULT,
+        "mis_seq",
+        {"is_max": 3.0},
+        "trl/trainer/grpo_config.py",
+        trl(TRL, "sequence_mask"),
+    ),
+    Row(
+        _t,
+        SEQ + "truncate",
+        "",
+        "tis_seq",
+        {"is_max": 3.0},
+        TRL,
+        trl(TRL, "sequence_truncate"),
+    ),
+    Row(
+        _t,
+        MODE + "truncate",
+        "",
+        "tis",
+        {"is_max": 3.0},
+        TRL,
+        trl(TRL, "token_truncate"),
+    ),
     Row(_t, MODE + "mask", "", "mis", {"is_max": 3.0}, TRL, trl(TRL, "token_mask")),
-    Row(_t, MODE + "mask, clip_min=0.5, clip_max=5.0", "", "icepop", {"is_min": 0.5, "is_max": 5.0}, TRL,
-        trl(TRL, "token_mask", 0.5, 5.0)),
+    Row(
+        _t,
+        MODE + "mask, clip_min=0.5, clip_max=5.0",
+        "",
+        "icepop",
+        {"is_min": 0.5, "is_max": 5.0},
+        TRL,
+        trl(TRL, "token_mask", 0.5, 5.0),
+    ),
     Row(_s, "use_tis off", NO_CORRECTION, "", {}, "slime/utils/arguments.py"),
-    Row(_s, "--use-tis, tis_clip=2.0, tis_clip_low=0", "bounds: 0, 2.0", "tis", {"is_max": 2.0}, SLIME,
-        slime(SLIME, "vanilla_tis_function", tis_clip=2.0, tis_clip_low=0)),
-    Row(_s, "icepop_function, tis_clip_low=0.5, tis_clip=5.0", "", "icepop", {"is_min": 0.5, "is_max": 5.0}, SLIME,
-        slime(SLIME, "icepop_function", tis_clip=5.0, tis_clip_low=0.5)),
-    Row(_o, "use_rho_correction=True, rho_clamp_upper_bound=2.0", DEFAULT, "tis", {"is_max": 2.0}, OPEN,
-        open_instruct(OPEN)),
-    Row(_o, "rho_mask_lower_bound=0.5, rho_mask_upper_bound=5.0, no clamp", "", "icepop",
-        {"is_min": 0.5, "is_max": 5.0}, OPEN,
-        open_instruct(OPEN, rho_clamp_upper_bound=0.0, rho_mask_lower_bound=0.5, rho_mask_upper_bound=5.0)),
+    Row(
+        _s,
+        "--use-tis, tis_clip=2.0, tis_clip_low=0",
+        "bounds: 0, 2.0",
+        "tis",
+        {"is_max": 2.0},
+        SLIME,
+        slime(SLIME, "vanilla_tis_function", tis_clip=2.0, tis_clip_low=0),
+    ),
+    Row(
+        _s,
+        "icepop_function, tis_clip_low=0.5, tis_clip=5.0",
+        "",
+        "icepop",
+        {"is_min": 0.5, "is_max": 5.0},
+        SLIME,
+        slime(SLIME, "icepop_function", tis_clip=5.0, tis_clip_low=0.5),
+    ),
+    Row(
+        _o,
+        "use_rho_correction=True, rho_clamp_upper_bound=2.0",
+        DEFAULT,
+        "tis",
+        {"is_max": 2.0},
+        OPEN,
+        open_instruct(OPEN),
+    ),
+    Row(
+        _o,
+        "rho_mask_lower_bound=0.5, rho_mask_upper_bound=5.0, no clamp",
+        "",
+        "icepop",
+        {"is_min": 0.5, "is_max": 5.0},
+        OPEN,
+        open_instruct(
+            OPEN,
+            rho_clamp_upper_bound=0.0,
+            rho_mask_lower_bound=0.5,
+            rho_mask_upper_bound=5.0,
+        ),
+    ),
     Row(_a, "use_decoupled_loss=False", NO_CORRECTION, "", {}, "areal/api/cli_args.py"),
-    Row(_a, "use_decoupled_loss=True, rejection_sampling=null", "then the default", "decoupled", {},
-        "areal/api/cli_args.py"),
-    Row(_a, "use_decoupled_loss=True, rejection_sampling: {}", "its upper: 5.0", "mis", {"is_max": 5.0}, AREAL,
-        areal(AREAL)),
-    Row("PrimeIntellect-ai/prime-rl", "type=default: π_old is μ, DPPO bounds π_θ-μ", DEFAULT, "", {},
-        PRIME),
-]  # fmt: skip
+    Row(
+        _a,
+        "use_decoupled_loss=True, rejection_sampling=null",
+        "then the default",
+        "decoupled",
+        {},
+        "areal/api/cli_args.py",
+    ),
+    Row(
+        _a,
+        "use_decoupled_loss=True, rejection_sampling: {}",
+        "its upper: 5.0",
+        "mis",
+        {"is_max": 5.0},
+        AREAL,
+        areal(AREAL),
+    ),
+    Row(
+        "PrimeIntellect-ai/prime-rl",
+        "type=default: π_old is μ, DPPO bounds π_θ-μ",
+        DEFAULT,
+        "",
+        {},
+        PRIME,
+    ),
+]
 
 
 # ---- the comparison ------------------------------------------------------------------

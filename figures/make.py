@@ -30,22 +30,56 @@ def cap(eps_low=0.2, eps_high=0.28, c=3.0):
         rf"ε$_\mathrm{{high}}$ = {eps_high:g}",
     )
     bounds = {"eps_low": eps_low, "c": c}
-    return cap_panels([
-        Panel("(a) DAPO, A > 0", "dapo", 1, bounds | {"eps_high": eps_high}, high),
-        Panel("(b) UP-DAPO, A > 0", "up_dapo", 1, bounds, r"no clip: Cap = 1 − $\pi_\theta$"),
-        Panel("(c) DAPO and UP-DAPO, A < 0", "up_dapo", -1, bounds, f"{low}, dual clip at c = {c:g}"),
-    ])  # fmt: skip
+    return cap_panels(
+        [
+            Panel("(a) DAPO, A > 0", "dapo", 1, bounds | {"eps_high": eps_high}, high),
+            Panel(
+                "(b) UP-DAPO, A > 0",
+                "up_dapo",
+                1,
+                bounds,
+                r"no clip: Cap = 1 − $\pi_\theta$",
+            ),
+            Panel(
+                "(c) DAPO and UP-DAPO, A < 0",
+                "up_dapo",
+                -1,
+                bounds,
+                f"{low}, dual clip at c = {c:g}",
+            ),
+        ]
+    )
 
 
 def rare():
     """Whose bound widens for rare tokens: RIPO, DPPO and UP at their papers' defaults,
     A > 0.
     """
-    return cap_panels([
-        Panel("(a) RIPO, A > 0", "ripo", 1, {}, r"$\pi_\theta \leq \pi_\mathrm{old}$ + √(0.05 $\pi_\mathrm{old}$)"),
-        Panel("(b) DPPO-TV, A > 0", "dppo_tv", 1, {}, r"$\pi_\theta \leq \pi_\mathrm{old} + 0.15$"),
-        Panel("(c) UP-DAPO, A > 0", "up_dapo", 1, {}, r"no clip: Cap = 1 − $\pi_\theta$"),
-    ])  # fmt: skip
+    return cap_panels(
+        [
+            Panel(
+                "(a) RIPO, A > 0",
+                "ripo",
+                1,
+                {},
+                r"$\pi_\theta \leq \pi_\mathrm{old}$ + √(0.05 $\pi_\mathrm{old}$)",
+            ),
+            Panel(
+                "(b) DPPO-TV, A > 0",
+                "dppo_tv",
+                1,
+                {},
+                r"$\pi_\theta \leq \pi_\mathrm{old} + 0.15$",
+            ),
+            Panel(
+                "(c) UP-DAPO, A > 0",
+                "up_dapo",
+                1,
+                {},
+                r"no clip: Cap = 1 − $\pi_\theta$",
+            ),
+        ]
+    )
 
 
 def rare_lines():

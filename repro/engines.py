@@ -55,10 +55,15 @@ def transformers(args, exam, words) -> list[list[list[int]]]:
     words.pad_token = words.pad_token or words.eos_token
     end = model.generation_config.eos_token_id
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=args.temperature, top_p=args.top_p, top_k=0, max_new_tokens=exam.length,
-        num_return_sequences=args.k, pad_token_id=words.pad_token_id,
+        do_sample=True,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=0,
+        max_new_tokens=exam.length,
+        num_return_sequences=args.k,
+        pad_token_id=words.pad_token_id,
         eos_token_id=words.eos_token_id if end is None else end,
-    )  # fmt: skip
+    )
     for at in range(0, len(exam.prompts), part):
         if exam.task:
             asked = models.inputs(exam.task, exam.problems[at : at + part])
@@ -118,11 +123,16 @@ def vllm(args, exam, k: int):
     rules = [
         # sample j of a request is drawn by seed + j, so no two share one
         SamplingParams(
-            n=k, seed=(args.seed * len(exam.prompts) + p) * k, temperature=args.temperature, top_p=args.top_p,
-            max_tokens=exam.length, logprobs=0, detokenize=False,
+            n=k,
+            seed=(args.seed * len(exam.prompts) + p) * k,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            max_tokens=exam.length,
+            logprobs=0,
+            detokenize=False,
         )
         for p in range(len(exam.prompts))
-    ]  # fmt: skip
+    ]
     out = llm.generate(
         [{"prompt_token_ids": ids} for ids in exam.prompts],
         rules,
@@ -139,8 +149,12 @@ def vllm_in_this_process() -> None:
     """To call before vLLM is imported: one process, and on a CPU a small cache and no
     pinning of threads to cores.
     """
-    for name, value in (("ENABLE_V1_MULTIPROCESSING", 0), ("CPU_KVCACHE_SPACE", 1), ("CPU_OMP_THREADS_BIND", "nobind"),
-                        ("LOGGING_LEVEL", "ERROR")):  # fmt: skip
+    for name, value in (
+        ("ENABLE_V1_MULTIPROCESSING", 0),
+        ("CPU_KVCACHE_SPACE", 1),
+        ("CPU_OMP_THREADS_BIND", "nobind"),
+        ("LOGGING_LEVEL", "ERROR"),
+    ):
         os.environ.setdefault(f"VLLM_{name}", str(value))
 
 

@@ -90,8 +90,12 @@ def text_exam(args, words) -> Exam:
         as_ids = lambda p: words.apply_chat_template(
             p, add_generation_prompt=True, tokenize=False
         )
-        prompts = [words(p)["input_ids"] if isinstance(p, str) else
-                   words(as_ids(p), add_special_tokens=False)["input_ids"] for p in asked]  # fmt: skip
+        prompts = [
+            words(p)["input_ids"]
+            if isinstance(p, str)
+            else words(as_ids(p), add_special_tokens=False)["input_ids"]
+            for p in asked
+        ]
     except FileNotFoundError as e:
         raise InputError(
             f"--problems {args.problems} is neither a number nor a file."

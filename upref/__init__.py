@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         assert_logprobs,
         assert_policy_loss,
         assert_step,
-    )  # fmt: skip
+    )
     from upref.registry import Objective, get, names, objective
     from upref.rollouts import Rollouts
     from upref.step import check_recorded, check_step, identify_step, record_step
@@ -35,31 +35,84 @@ __version__ = "0.1.0"
 # Where each public name lives, imported at its first use: `upref -h` needs no torch, a
 # trainer no sympy or matplotlib.
 _HOME = {
-    "InputError": "errors", "Objective": "registry", "Rollouts": "rollouts", "Totals": "aggregation",
-    "aggregate": "aggregation", "assert_advantages": "pytest_plugin",
-    "assert_kl": "pytest_plugin", "assert_logprobs": "pytest_plugin",
-    "assert_policy_loss": "pytest_plugin", "assert_step": "pytest_plugin",
-    "cap_map": "weights.plots", "capacity": "weights.capacity", "check": "verify.check",
-    "check_advantages": "verify.advantages", "check_kl": "verify.kl", "check_logprobs": "verify.logprobs",
-    "check_recorded": "step", "check_step": "step", "derive": "derivation", "diagnose": "diagnostics",
-    "get": "registry", "identify": "identification.identify", "identify_step": "step",
-    "names": "registry", "objective": "registry", "record_step": "step", "row_weights": "aggregation", "up": "transforms",
+    "InputError": "errors",
+    "Objective": "registry",
+    "Rollouts": "rollouts",
+    "Totals": "aggregation",
+    "aggregate": "aggregation",
+    "assert_advantages": "pytest_plugin",
+    "assert_kl": "pytest_plugin",
+    "assert_logprobs": "pytest_plugin",
+    "assert_policy_loss": "pytest_plugin",
+    "assert_step": "pytest_plugin",
+    "cap_map": "weights.plots",
+    "capacity": "weights.capacity",
+    "check": "verify.check",
+    "check_advantages": "verify.advantages",
+    "check_kl": "verify.kl",
+    "check_logprobs": "verify.logprobs",
+    "check_recorded": "step",
+    "check_step": "step",
+    "derive": "derivation",
+    "diagnose": "diagnostics",
+    "get": "registry",
+    "identify": "identification.identify",
+    "identify_step": "step",
+    "names": "registry",
+    "objective": "registry",
+    "record_step": "step",
+    "row_weights": "aggregation",
+    "up": "transforms",
     "up_anchored": "transforms",
-}  # fmt: skip
+}
 __all__ = [
-    "InputError", "Objective", "Rollouts", "Totals", "aggregate", "assert_advantages", "assert_kl", "assert_logprobs",
-    "assert_policy_loss", "assert_step", "cap_map", "capacity", "check", "check_advantages", "check_kl",
-    "check_logprobs", "check_recorded", "check_step", "derive", "diagnose", "get", "identify", "identify_step", "names",
-    "objective", "record_step", "row_weights", "up", "up_anchored",
-]  # fmt: skip
+    "InputError",
+    "Objective",
+    "Rollouts",
+    "Totals",
+    "aggregate",
+    "assert_advantages",
+    "assert_kl",
+    "assert_logprobs",
+    "assert_policy_loss",
+    "assert_step",
+    "cap_map",
+    "capacity",
+    "check",
+    "check_advantages",
+    "check_kl",
+    "check_logprobs",
+    "check_recorded",
+    "check_step",
+    "derive",
+    "diagnose",
+    "get",
+    "identify",
+    "identify_step",
+    "names",
+    "objective",
+    "record_step",
+    "row_weights",
+    "up",
+    "up_anchored",
+]
 
 
 # modules whose functions are called by two words, as upref.replay.read: imported at
 # their first use too
 _MODULES = (
-    "advantages", "aggregation", "conformance", "hidden", "kl", "logprobs", "metrics", "replay", "rollouts", "step",
+    "advantages",
+    "aggregation",
+    "conformance",
+    "hidden",
+    "kl",
+    "logprobs",
+    "metrics",
+    "replay",
+    "rollouts",
+    "step",
     "transforms",
-)  # fmt: skip
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -173,9 +173,13 @@ def whiten_tokens(
 
 
 def gdpo(
-    rewards: Float[Tensor, "N K"], group: Group, weights: Float[Tensor, " K"] | None = None, *,
-    ddof: int = 1, eps: float = 1e-6,
-) -> Advantages:  # fmt: skip
+    rewards: Float[Tensor, "N K"],
+    group: Group,
+    weights: Float[Tensor, " K"] | None = None,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Advantages:
     """Return the advantages of K rewards per response, each normalized by itself: GDPO (arXiv 2601.05242).
 
         A_ik = (R_ik - mean_g R_k) / (std_g R_k + eps),   A_i = Σ_k w_k A_ik,   then (A_i - mean) / (std + eps)
@@ -214,9 +218,13 @@ def gdpo(
 
 
 def distillation(
-    lp: Float[Tensor, "B T"], lp_teacher: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"],
-    adv: Float[Tensor, "B T"] | Float[Tensor, "B 1"] | None = None, *, coef: float = 1.0,
-) -> Float[Tensor, "B T"]:  # fmt: skip
+    lp: Float[Tensor, "B T"],
+    lp_teacher: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    adv: Float[Tensor, "B T"] | Float[Tensor, "B 1"] | None = None,
+    *,
+    coef: float = 1.0,
+) -> Float[Tensor, "B T"]:
     """Return A_t - coef (log π(o_t) - log π_teacher(o_t)): on-policy distillation (lu2025onpolicy) as an advantage.
 
     Through REINFORCE's or PPO's term the gradient is, on policy and in expectation, that of -KL(π ‖ π_teacher) of each

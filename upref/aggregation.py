@@ -27,9 +27,13 @@ from upref.errors import InputError
 from upref.tensors import describe, is_materialized
 
 AGGREGATIONS = (
-    "token-mean", "group-token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
+    "token-mean",
+    "group-token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
     "seq-mean",
-)  # fmt: skip
+)
 
 
 def verl_name(level: str, agg: str) -> str:
@@ -172,9 +176,13 @@ def row_weights(
 
 
 def aggregate(
-    x: Float[Tensor, "B T"] | Float[Tensor, " B"], mask: Bool[Tensor, "B T"], agg: str,
-    group: Int[Tensor, " B"] | None = None, totals: Totals | None = None, length: int | None = None,
-) -> Float[Tensor, ""]:  # fmt: skip
+    x: Float[Tensor, "B T"] | Float[Tensor, " B"],
+    mask: Bool[Tensor, "B T"],
+    agg: str,
+    group: Int[Tensor, " B"] | None = None,
+    totals: Totals | None = None,
+    length: int | None = None,
+) -> Float[Tensor, ""]:
     """Sum Σ_i w_i Σ_t mask_it x_it: the aggregation of per-token terms into a scalar.
 
     Args:

@@ -26,10 +26,19 @@ FIELDS = ("level", "agg", "paper")
 TRAINERS = Path(__file__).parent / "trainers.toml"
 PAPER = "fan2026up"
 BASELINES = (  # those of its experiments
-    "yu2025dapo", "shao2024deepseekmath", "zheng2025group", "liu2025understanding", "chen2025minimax",
-    "qi2026rethinking", "zhao2025geometric", "gao2025soft", "hu2025reinforce++", "ahmadian2024back",
-    "zhu2025surprising", "wang2025aspo",
-)  # fmt: skip
+    "yu2025dapo",
+    "shao2024deepseekmath",
+    "zheng2025group",
+    "liu2025understanding",
+    "chen2025minimax",
+    "qi2026rethinking",
+    "zhao2025geometric",
+    "gao2025soft",
+    "hu2025reinforce++",
+    "ahmadian2024back",
+    "zhu2025surprising",
+    "wang2025aspo",
+)
 
 
 def facts() -> dict[str, dict[str, str]]:

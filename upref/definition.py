@@ -216,8 +216,10 @@ class Objective:
                 per token.
         """
         if agg == "seq-mean" != self.agg and self.level == "token":
-            raise InputError(f"seq-mean averages one term per response, and {self.name} has one per token: "
-                             "give seq-mean-token-mean.")  # fmt: skip
+            raise InputError(
+                f"seq-mean averages one term per response, and {self.name} has one per token: "
+                "give seq-mean-token-mean."
+            )
         return replace(self, agg=agg)
 
     # ---- values ----------------------------------------------------------------------
@@ -250,11 +252,19 @@ class Objective:
         return -self(b, **hp)
 
     def J(
-        self, lp: Float[Tensor, "B T"], lp_old: Float[Tensor, "B T"], A: Float[Tensor, "B T"] | Float[Tensor, "B 1"],
-        mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None = None, lp_ref: Float[Tensor, "B T"] | None = None,
-        entropy: Float[Tensor, "B T"] | None = None, totals: Totals | None = None,
-        is_weights: Float[Tensor, "B T"] | None = None, lp_sampler: Float[Tensor, "B T"] | None = None, **hp: Any,
-    ) -> Float[Tensor, ""]:  # fmt: skip
+        self,
+        lp: Float[Tensor, "B T"],
+        lp_old: Float[Tensor, "B T"],
+        A: Float[Tensor, "B T"] | Float[Tensor, "B 1"],
+        mask: Bool[Tensor, "B T"],
+        group: Int[Tensor, " B"] | None = None,
+        lp_ref: Float[Tensor, "B T"] | None = None,
+        entropy: Float[Tensor, "B T"] | None = None,
+        totals: Totals | None = None,
+        is_weights: Float[Tensor, "B T"] | None = None,
+        lp_sampler: Float[Tensor, "B T"] | None = None,
+        **hp: Any,
+    ) -> Float[Tensor, ""]:
         """J on plain tensors, unvalidated: for a training step under torch.compile,
         without host synchronisation.
 
@@ -280,9 +290,16 @@ class Objective:
         return J
 
     def unreduced(
-        self, lp: Any, lp_old: Any, A: Any, mask: Any, entropy: Any = None, lp_sampler: Any = None,
-        group: Any = None, **hp: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        lp: Any,
+        lp_old: Any,
+        A: Any,
+        mask: Any,
+        entropy: Any = None,
+        lp_sampler: Any = None,
+        group: Any = None,
+        **hp: Any,
+    ) -> Any:
         """J before aggregation: [B, T], or [B] where the objective has one term per
         response.
         """

@@ -80,9 +80,15 @@ def diagnose(objective: Objective, b: Rollouts, **hp: Any) -> dict[str, float]:
 
 @torch.no_grad()
 def live(
-    objective: Objective, lp: Tensor, lp_old: Tensor, A: Tensor, mask: Bool[Tensor, "B T"], hp: dict[str, Any],
-    entropy: Tensor | None = None, logp_sampler: Tensor | None = None,
-) -> dict[str, float]:  # fmt: skip
+    objective: Objective,
+    lp: Tensor,
+    lp_old: Tensor,
+    A: Tensor,
+    mask: Bool[Tensor, "B T"],
+    hp: dict[str, Any],
+    entropy: Tensor | None = None,
+    logp_sampler: Tensor | None = None,
+) -> dict[str, float]:
     """`diagnose` of a micro-batch that is being trained on, as upref/KEY. Always the
     same keys: a framework's ranks must agree on them. A metric must not stop a run, so
     nothing is validated and rows without a token are left out."""

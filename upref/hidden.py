@@ -47,10 +47,16 @@ TOP = 8  # logits per token that are computed again
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def token_log_probs(
-    hidden: Float[Tensor, "*B T H"], weight: Float[Tensor, "V H"], tokens: Int[Tensor, "*B T"], *,
-    temperature: float = 1.0, bias: Float[Tensor, " V"] | None = None, logit_scale: float = 1.0,
-    softcap: float | None = None, chunk: int = 2**23,
-) -> tuple[Float[Tensor, "*B T"], Float[Tensor, "*B T"]]:  # fmt: skip
+    hidden: Float[Tensor, "*B T H"],
+    weight: Float[Tensor, "V H"],
+    tokens: Int[Tensor, "*B T"],
+    *,
+    temperature: float = 1.0,
+    bias: Float[Tensor, " V"] | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk: int = 2**23,
+) -> tuple[Float[Tensor, "*B T"], Float[Tensor, "*B T"]]:
     """Compute log π(o_t) and the entropy H_t, in nats, from the inputs of the output
     layer.
 

@@ -80,11 +80,16 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     fn.__signature__ = inspect.signature(base.fn)  # type: ignore[attr-defined]
     weight.__signature__ = inspect.signature(base.closed_form)  # type: ignore[attr-defined]
     return replace(
-        base, equation=f"J_t = A log π_θ where A > 0;  J_t of {base.name} where A <= 0",
-        name=f"{prefix}({base.name})", fn=fn, closed_form=weight, paper="fan2026up", eq="Sec. 4.2",
+        base,
+        equation=f"J_t = A log π_θ where A > 0;  J_t of {base.name} where A <= 0",
+        name=f"{prefix}({base.name})",
+        fn=fn,
+        closed_form=weight,
+        paper="fan2026up",
+        eq="Sec. 4.2",
         on_policy_exception=base.on_policy_exception if base.sampler else "",
         note=f"The plug-in on {base.name}. {base.note}".strip(),
-    )  # fmt: skip
+    )
 
 
 # ---- parts of DeepSeek-V3.2's loss ---------------------------------------------------
@@ -126,13 +131,19 @@ def opsm(base: Objective) -> Objective:
     fn.__signature__ = _with_mask(base.fn, "lp lp_old A", 0.5)  # type: ignore[attr-defined]
     weight.__signature__ = _with_mask(base.closed_form, "log_r A")  # type: ignore[attr-defined]
     return replace(
-        base, name=f"opsm({base.name})", fn=fn, closed_form=weight, level="custom",
+        base,
+        name=f"opsm({base.name})",
+        fn=fn,
+        closed_form=weight,
+        level="custom",
         equation=f"M_t J_t, J_t of {base.name}: {base.equation};  M_t = 0 where A_t < 0 and "
         "1/|o| Σ_t log(π_old(o_t)/π_θ(o_t)) > δ",
-        paper="deepseek2025v32", eq="9", defaults=base.defaults | {"opsm_delta": OPSM_DELTA},
+        paper="deepseek2025v32",
+        eq="9",
+        defaults=base.defaults | {"opsm_delta": OPSM_DELTA},
         not_symbolic="whether a token counts depends on all tokens of its response",
         note=f"DeepSeek's π_old is the engine that sampled. {base.note}".strip(),
-    )  # fmt: skip
+    )
 
 
 OPSM_DELTA = (
@@ -187,9 +198,13 @@ def unbiased_kl(base: Objective) -> Objective:
             f"unbiased_kl(...) takes an Objective with a KL term, e.g. upref.get('grpo'), not {named}."
         )
     return replace(
-        base, name=f"unbiased_kl({base.name})", kl="k3_ratio", paper="deepseek2025v32", eq="the unbiased KL estimate",
+        base,
+        name=f"unbiased_kl({base.name})",
+        kl="k3_ratio",
+        paper="deepseek2025v32",
+        eq="the unbiased KL estimate",
         equation=f"{base.equation};  D_KL = r (π_ref/π_θ - log(π_ref/π_θ) - 1), with the gradient of r",
-    )  # fmt: skip
+    )
 
 
 # ---- sampler corrections -------------------------------------------------------------
@@ -213,12 +228,17 @@ def _correction(
                     f"{base.name} corrects for its sampler already: one correction is enough."
                 )
             return replace(
-                base, name=f"{factor.__name__}({base.name})",
-                equation=f"w_t J_t, J_t of {base.name}: {base.equation};  {inspect.getdoc(factor)}", paper=paper,
-                eq=eq, defaults=base.defaults | defaults, sampler=factor,
-                on_policy_exception=base.on_policy_exception or "the weight is A times the sampler's correction",
+                base,
+                name=f"{factor.__name__}({base.name})",
+                equation=f"w_t J_t, J_t of {base.name}: {base.equation};  {inspect.getdoc(factor)}",
+                paper=paper,
+                eq=eq,
+                defaults=base.defaults | defaults,
+                sampler=factor,
+                on_policy_exception=base.on_policy_exception
+                or "the weight is A times the sampler's correction",
                 note=f"Needs logp_sampler. {base.note}".strip(),
-            )  # fmt: skip
+            )
 
         make.__name__ = make.__qualname__ = factor.__name__
         make.__doc__ = f"{inspect.getdoc(factor)} ({paper}, {eq})"

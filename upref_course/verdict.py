@@ -197,18 +197,37 @@ def judged(e: Exercise, fn: Callable) -> Answer:
             if fault
             else e.hint(batch, yours[at].value) or _where(e, at, yours[at].amiss)
         )
-        return Answer(**about, ok=False, batch=_python(e, batch), shows=batch.shows, expected=want, found=got,
-                      mistake=mistake, hint=hint)  # fmt: skip
+        return Answer(
+            **about,
+            ok=False,
+            batch=_python(e, batch),
+            shows=batch.shows,
+            expected=want,
+            found=got,
+            mistake=mistake,
+            hint=hint,
+        )
     if e.proof and not (report := e.proof(fn)):
         first = report.failures[0]
         if first.oracle == "dead-hyperparameter":
-            return Answer(**about, ok=False, mistake=f"{first.subject} changes nothing: its value is fixed",
-                          hint="compute the bounds from the function's arguments.")  # fmt: skip
+            return Answer(
+                **about,
+                ok=False,
+                mistake=f"{first.subject} changes nothing: its value is fixed",
+                hint="compute the bounds from the function's arguments.",
+            )
         mistake = first.cause or f"`upref check` fails: {first.oracle}"
         if shown := _met(e, fn, first):
             batch, want, got = shown
-            return Answer(**about, ok=False, batch=_python(e, batch, digits=8), shows=batch.shows, expected=want,
-                          found=got, mistake=mistake)  # fmt: skip
+            return Answer(
+                **about,
+                ok=False,
+                batch=_python(e, batch, digits=8),
+                shows=batch.shows,
+                expected=want,
+                found=got,
+                mistake=mistake,
+            )
         of_weight = (
             isinstance(first.expected, Number) and first.expected.unit == "weight"
         )
@@ -218,8 +237,16 @@ def judged(e: Exercise, fn: Callable) -> Answer:
             else ""
         )
         expected, found = describe_pair(first.expected, first.found)
-        return Answer(**about, ok=False, batch=first.batch, shows=first.regime, expected=expected, found=found,
-                      mistake=mistake, hint=hint)  # fmt: skip
+        return Answer(
+            **about,
+            ok=False,
+            batch=first.batch,
+            shows=first.regime,
+            expected=expected,
+            found=found,
+            mistake=mistake,
+            hint=hint,
+        )
     return Answer(**about, ok=True, hint=e.notice)
 
 

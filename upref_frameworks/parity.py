@@ -99,10 +99,22 @@ def roundings(loss: Tensor, lp: Tensor) -> int:
 
 @torch.no_grad()
 def compare(
-    objective: Objective, loss: Tensor, gradient: Tensor | None, count: int, *, logp: Tensor, logp_old: Tensor,
-    adv: Tensor, mask: Tensor, totals: Totals, dp_size: int = 1, is_weights: Tensor | None = None,
-    entropy: Tensor | None = None, logp_sampler: Tensor | None = None, **hp: Any,
-) -> Parity:  # fmt: skip
+    objective: Objective,
+    loss: Tensor,
+    gradient: Tensor | None,
+    count: int,
+    *,
+    logp: Tensor,
+    logp_old: Tensor,
+    adv: Tensor,
+    mask: Tensor,
+    totals: Totals,
+    dp_size: int = 1,
+    is_weights: Tensor | None = None,
+    entropy: Tensor | None = None,
+    logp_sampler: Tensor | None = None,
+    **hp: Any,
+) -> Parity:
     """Trained loss and gradient [B, T] (of one rank, times dp_size, as verl wants them)
     against the reference.
 
@@ -292,8 +304,10 @@ class Monitor:
         if found.blind > 0.5 >= self.blind:
             log.warning(
                 "upref/%s: %.0f %% of the tokens are within %s rounding of a clip bound, where parity proves little",
-                self.objective.name, 100 * found.blind, str(lp.dtype)[6:],
-            )  # fmt: skip
+                self.objective.name,
+                100 * found.blind,
+                str(lp.dtype)[6:],
+            )
         self.blind = max(self.blind, found.blind)
         bad = not found.of_bound <= 1
         self.alarms += bad
@@ -325,9 +339,17 @@ class Monitor:
         }
         totals = tuple(float(x) for x in batch["totals"])
         dumped = io.BytesIO()
-        torch.save({
-            "objective": self.objective.name, "hp": hp, "loss": loss.detach().cpu(), "count": count, "totals": totals,
-            "gradient": None if gradient is None else gradient.cpu(), **plain,
-        }, dumped)  # fmt: skip
+        torch.save(
+            {
+                "objective": self.objective.name,
+                "hp": hp,
+                "loss": loss.detach().cpu(),
+                "count": count,
+                "totals": totals,
+                "gradient": None if gradient is None else gradient.cpu(),
+                **plain,
+            },
+            dumped,
+        )
         write_atomically(path, dumped.getvalue())
         return path

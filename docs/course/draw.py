@@ -136,8 +136,16 @@ def l00_memory():
     for name, c in (("naive", DOWN), ("upref.hidden", UP)):
         N, MB = zip(*((r[1], r[4]) for r in grown if r[0] == name), strict=True)
         right.plot(N, MB, "o-", color=c, lw=2)
-        right.annotate(f"{name}  ", (N[-1], MB[-1]), (0, 4), textcoords="offset points", color=c, fontsize=9,
-                       ha="right", va="bottom")  # fmt: skip
+        right.annotate(
+            f"{name}  ",
+            (N[-1], MB[-1]),
+            (0, 4),
+            textcoords="offset points",
+            color=c,
+            fontsize=9,
+            ha="right",
+            va="bottom",
+        )
     right.set(xlabel="tokens", ylabel="MB beyond the inputs, dh and dW", ylim=(0, None))
     title(right, f"vocabulary {grown[0][2]:,}")
     return fig
@@ -161,8 +169,14 @@ def l01_push():
         push = leaf.grad
         ax.bar(range(3), push, color=[UP if g > 0 else DOWN for g in push], width=0.6)
         for i, g in enumerate(push):
-            ax.text(i, g + (0.05 if g > 0 else -0.05), f"{g:+.2f}".replace("-", "−"), ha="center", fontsize=8,
-                    va="bottom" if g > 0 else "top")  # fmt: skip
+            ax.text(
+                i,
+                g + (0.05 if g > 0 else -0.05),
+                f"{g:+.2f}".replace("-", "−"),
+                ha="center",
+                fontsize=8,
+                va="bottom" if g > 0 else "top",
+            )
         ax.axhline(0, color="#666666", lw=0.6)
         ax.set(ylim=(-1.15, 1.15), yticks=[-1, 0, 1], xticks=range(3))
         ax.set_xticklabels(
@@ -264,8 +278,14 @@ def l04_clip():
         ax.axvline(1, color="#888888", lw=0.7, ls=":")
         ax.text(*((1.9, 0.12) if A > 0 else (0.4, -1.3)), "clipped:\nno push", ha="center", fontsize=8.5,
                 va="bottom" if A > 0 else "top")  # fmt: skip
-        ax.text(*((0.15, 1.6) if A > 0 else (1.95, -0.6)), "not clipped\non this side", color="#777777", fontsize=8.5,
-                ha="left" if A > 0 else "center", va="center")  # fmt: skip
+        ax.text(
+            *((0.15, 1.6) if A > 0 else (1.95, -0.6)),
+            "not clipped\non this side",
+            color="#777777",
+            fontsize=8.5,
+            ha="left" if A > 0 else "center",
+            va="center",
+        )
         ax.axhline(0, color="#666666", lw=0.6)
         ax.set(
             xlim=(0, 2.5),
@@ -305,8 +325,13 @@ def l05_cap():
     right.plot(x[own], ratios[own], color=PALETTE[0], lw=2.6)
     right.axhline(1.28, color="#888888", lw=0.8, ls=(0, (4, 3)))
     right.text(x[-1], 1.22, "its bound, 1.28", ha="right", va="top", fontsize=8.5)
-    right.annotate("its own gradient\nends here", (x[own][-1], ratios[own][-1]), (12, 2.3), fontsize=8.5,
-                   arrowprops={"arrowstyle": "-", "color": "#777777", "lw": 0.7})  # fmt: skip
+    right.annotate(
+        "its own gradient\nends here",
+        (x[own][-1], ratios[own][-1]),
+        (12, 2.3),
+        fontsize=8.5,
+        arrowprops={"arrowstyle": "-", "color": "#777777", "lw": 0.7},
+    )
     right.text(
         148,
         4,
@@ -415,9 +440,11 @@ def l07_sequence():
     generator = torch.Generator().manual_seed(0)
     log_r = 0.1 * torch.randn(4000, 1024, generator=generator, dtype=torch.float64)
     T = 2 ** np.arange(11)
-    for c, text, of in ((GREY, "S, the product", lambda t: log_r[:, :t].sum(1)),
-                        (PALETTE[0], "r, one token", lambda t: log_r[:, 0]),
-                        (PALETTE[3], "s, the geometric mean", lambda t: log_r[:, :t].mean(1))):  # fmt: skip
+    for c, text, of in (
+        (GREY, "S, the product", lambda t: log_r[:, :t].sum(1)),
+        (PALETTE[0], "r, one token", lambda t: log_r[:, 0]),
+        (PALETTE[3], "s, the geometric mean", lambda t: log_r[:, :t].mean(1)),
+    ):
         low, high = np.array([np.quantile(of(int(t)).exp(), (0.05, 0.95)) for t in T]).T
         left.fill_between(T, low, high, color=c, alpha=0.3, lw=0)
         left.plot(T, high, color=c, lw=1.6, label=text)
@@ -486,9 +513,11 @@ def l08_aggregation():
     mask = torch.arange(8) < lengths[:, None]
     fig, (left, right) = axes(2, 3.8, 2.9)
     totals = Totals.of(mask)
-    looks = (("token-mean", "token mean (DAPO)", PALETTE[0]),
-             ("seq-mean-token-mean", "mean of means (GRPO)", PALETTE[4]),
-             ("seq-mean-token-sum-norm", "sum / L, L = 8 (Dr. GRPO)", PALETTE[2]))  # fmt: skip
+    looks = (
+        ("token-mean", "token mean (DAPO)", PALETTE[0]),
+        ("seq-mean-token-mean", "mean of means (GRPO)", PALETTE[4]),
+        ("seq-mean-token-sum-norm", "sum / L, L = 8 (Dr. GRPO)", PALETTE[2]),
+    )
     for i, (name, text, c) in enumerate(looks):
         w = torch.as_tensor(row_weights(name, mask, totals, 8)).expand(4)
         left.bar(
@@ -503,8 +532,12 @@ def l08_aggregation():
         row_weights("token-mean", mask[i : i + 2], Totals.of(mask[i : i + 2])) / 2
         for i in (0, 2)
     ]
-    for i, (w, text, c) in enumerate((((whole[0], whole[2]), "by the mini-batch's tokens", PALETTE[0]),
-                                      (parts, "by the tokens of each part", GREY))):  # fmt: skip
+    for i, (w, text, c) in enumerate(
+        (
+            ((whole[0], whole[2]), "by the mini-batch's tokens", PALETTE[0]),
+            (parts, "by the tokens of each part", GREY),
+        )
+    ):
         right.bar(
             np.arange(2) + 0.36 * i - 0.18,
             [float(x) for x in w],
@@ -537,9 +570,11 @@ def l09_kl():
     left.legend(frameon=False, fontsize=8.5, loc="upper center")
     title(left, "one token's estimate")
     goals = verify_kl.divergences()
-    bars = (("k1, as a loss: 0", colours["k1"], verify_kl.expected(kl.k1)[1]),
-            ("k2", colours["k2"], verify_kl.expected(kl.k2)[1]),
-            ("k3", colours["k3"], verify_kl.expected(kl.k3)[1]))  # fmt: skip
+    bars = (
+        ("k1, as a loss: 0", colours["k1"], verify_kl.expected(kl.k1)[1]),
+        ("k2", colours["k2"], verify_kl.expected(kl.k2)[1]),
+        ("k3", colours["k3"], verify_kl.expected(kl.k3)[1]),
+    )
     x = np.arange(5)
     for i, (text, c, g) in enumerate(bars):
         right.bar(x + 0.26 * i - 0.26, g, 0.24, color=c, label=text)
@@ -603,14 +638,20 @@ def l11_around():
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(48, 16), torch.nn.Linear(16, 48))
-    bugs = {"temperature left out": dict(heat=lambda x, T: x), "labels not shifted": dict(shift=0),
-            "divided by its own tokens": dict(over=lambda trains, tokens: trains.sum() * 8),
-            "tool tokens train": dict(mask=torch.ones_like), "old log-probs = current ones": dict(
-                before=lambda old, lp: lp.detach()), "no bug": {}}  # fmt: skip
+    bugs = {
+        "temperature left out": dict(heat=lambda x, T: x),
+        "labels not shifted": dict(shift=0),
+        "divided by its own tokens": dict(over=lambda trains, tokens: trains.sum() * 8),
+        "tool tokens train": dict(mask=torch.ones_like),
+        "old log-probs = current ones": dict(before=lambda old, lp: lp.detach()),
+        "no bug": {},
+    }
     fig, panels = axes(2, 4.4, 2.8)
     lazy = ["lengths", "ratio", "holes", "temperature"]
-    for ax, without, T, text in ((panels[0], lazy, 1.0, "one length, T = 1, r = 1, all tokens train"),
-                                 (panels[1], [], 0.7, "lengths differ, T = 0.7, r ≠ 1, tool tokens")):  # fmt: skip
+    for ax, without, T, text in (
+        (panels[0], lazy, 1.0, "one length, T = 1, r = 1, all tokens train"),
+        (panels[1], [], 0.7, "lengths differ, T = 0.7, r ≠ 1, tool tokens"),
+    ):
         errors = []
         with perturbed(model, True):
             for switches in bugs.values():
@@ -622,8 +663,16 @@ def l11_around():
                     tokens = sum(sum(r.trains) for r in rows)
                     for r in rows:
                         ids = torch.tensor(r.ids)
-                        loss(model(ids[None])[0], ids, len(r.prompt), torch.tensor(r.trains), torch.tensor(r.old),
-                             r.adv, tokens, T).backward()  # fmt: skip
+                        loss(
+                            model(ids[None])[0],
+                            ids,
+                            len(r.prompt),
+                            torch.tensor(r.trains),
+                            torch.tensor(r.old),
+                            r.adv,
+                            tokens,
+                            T,
+                        ).backward()
 
                 errors.append(
                     compared(goal, case, run(one, model, case)[0], BOUND).error

@@ -79,8 +79,14 @@ def called(loss):
     read = upref.foreign.read(loss)
 
     def f(lp, old, A, m, ref):
-        b = upref.Rollouts(logp=lp.detach(), logp_old=old, adv=A, mask=m, group=torch.zeros(len(m), dtype=torch.int64),
-                           logp_ref=ref)  # fmt: skip
+        b = upref.Rollouts(
+            logp=lp.detach(),
+            logp_old=old,
+            adv=A,
+            mask=m,
+            group=torch.zeros(len(m), dtype=torch.int64),
+            logp_ref=ref,
+        )
         return read.run(read.inputs(b, lp), b).value
 
     return f
@@ -139,8 +145,11 @@ def lines(wrap) -> int:
         used[f.__name__] = (
             sum(bool(x.strip()) for x in inspect.getsource(f).splitlines()) - 1
         )
-        todo += [g for name, g in vars(wrappers).items()
-                 if name in _names(f.__code__) and inspect.isfunction(g) and name not in used]  # fmt: skip
+        todo += [
+            g
+            for name, g in vars(wrappers).items()
+            if name in _names(f.__code__) and inspect.isfunction(g) and name not in used
+        ]
     return sum(used.values())
 
 

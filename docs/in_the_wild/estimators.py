@@ -212,8 +212,14 @@ def linxinrong(code: Fetched):
     ).compute_group_relative_advantages
 
 
-@found("InfiniteMalice/gepa-dapo-grn", "src/gepa_dapo_grn/dapo_core.py", "DAPO", GRPO, over("max(std_0, 1e-6)"),
-       floor(0, 1e-6))  # fmt: skip
+@found(
+    "InfiniteMalice/gepa-dapo-grn",
+    "src/gepa_dapo_grn/dapo_core.py",
+    "DAPO",
+    GRPO,
+    over("max(std_0, 1e-6)"),
+    floor(0, 1e-6),
+)
 def malice(code: Fetched):
     normalize = vars(code.take("src/gepa_dapo_grn/dapo_core.py", "_group_normalize"))[
         "_group_normalize"
@@ -269,8 +275,14 @@ def damek(code: Fetched):
     return course(code)
 
 
-@found("LibAssignment/cs336-assignment5-alignment", "cs336_alignment/rl/utils.py", "GRPO", GRPO, over("(std + 1e-8)"),
-       plus(1, 1e-8))  # fmt: skip
+@found(
+    "LibAssignment/cs336-assignment5-alignment",
+    "cs336_alignment/rl/utils.py",
+    "GRPO",
+    GRPO,
+    over("(std + 1e-8)"),
+    plus(1, 1e-8),
+)
 def libassignment(code: Fetched):
     names = "GroupRewards", "compute_group_normalized_rewards"
     taken = code.take("cs336_alignment/rl/utils.py", *names, dataclass=dataclass)
@@ -280,32 +292,66 @@ def libassignment(code: Fetched):
 
 
 # ---- KL terms ------------------------------------------------------------------------
-@found(FELD, "src/losses.py", "an approximate KL", "k1", "log π_ref − log π", lambda lp, ref: ref - lp,
-       same=False)  # fmt: skip
+@found(
+    FELD,
+    "src/losses.py",
+    "an approximate KL",
+    "k1",
+    "log π_ref − log π",
+    lambda lp, ref: ref - lp,
+    same=False,
+)
 def feld_kl(code: Fetched):
     return code.take("src/losses.py", "compute_kl_divergence").compute_kl_divergence
 
 
-@found("Nick-2908/grpo-from-scratch", "3_grpo/08_grpo_modular.py", "cal_k1", "k1", "π_ref/π − 1 − log π_ref/π", k3,
-       same=False)  # fmt: skip
+@found(
+    "Nick-2908/grpo-from-scratch",
+    "3_grpo/08_grpo_modular.py",
+    "cal_k1",
+    "k1",
+    "π_ref/π − 1 − log π_ref/π",
+    k3,
+    same=False,
+)
 def nick_kl(code: Fetched):
     return code.take("3_grpo/08_grpo_modular.py", "cal_k1").cal_k1
 
 
-@found(R2, "grpo.py", "K3 of DeepSeek's GRPO", "k3", "(π_ref/π − 1 − log π_ref/π) / 2",
-       lambda lp, ref: 0.5 * k3(lp, ref), same=False)  # fmt: skip
+@found(
+    R2,
+    "grpo.py",
+    "K3 of DeepSeek's GRPO",
+    "k3",
+    "(π_ref/π − 1 − log π_ref/π) / 2",
+    lambda lp, ref: 0.5 * k3(lp, ref),
+    same=False,
+)
 def r20213_kl(code: Fetched):
     return code.take("grpo.py", "compute_kl_k3").compute_kl_k3
 
 
-@found("manuhalapeth/rlhf-from-scratch-on-distilgpt2", "rlhf/ppo.py", "per token KL", "k1", "log π − log π_ref",
-       lambda lp, ref: lp - ref)  # fmt: skip
+@found(
+    "manuhalapeth/rlhf-from-scratch-on-distilgpt2",
+    "rlhf/ppo.py",
+    "per token KL",
+    "k1",
+    "log π − log π_ref",
+    lambda lp, ref: lp - ref,
+)
 def manuhalapeth_kl(code: Fetched):
     return code.take("rlhf/ppo.py", "per_token_kl").per_token_kl
 
 
-@found("gamendez98/simple-grpo", "grpo/GRPO.py", "a KL divergence", "k3", "π/π_ref − log π/π_ref",
-       lambda lp, ref: (lp - ref).exp() - (lp - ref), same=False)  # fmt: skip
+@found(
+    "gamendez98/simple-grpo",
+    "grpo/GRPO.py",
+    "a KL divergence",
+    "k3",
+    "π/π_ref − log π/π_ref",
+    lambda lp, ref: (lp - ref).exp() - (lp - ref),
+    same=False,
+)
 def gamendez_kl(code: Fetched):
     def kl(log_prob, ref_log_prob):
         return code.lines(

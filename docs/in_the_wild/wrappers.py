@@ -132,8 +132,15 @@ def yuanxuns(code: Fetched):
             "batch_advantages": advantages,
         }
         config = {"training": {"eps_low": eps_low, "eps_high": eps_high, "beta": beta}}
-        return code.lines("src/models/grpo/grpo.py", 464, 489, **had, config=config, entropy_mask=torch.ones(()),
-                          num_target_tokens=mask.sum()).loss  # fmt: skip
+        return code.lines(
+            "src/models/grpo/grpo.py",
+            464,
+            489,
+            **had,
+            config=config,
+            entropy_mask=torch.ones(()),
+            num_target_tokens=mask.sum(),
+        ).loss
 
     return loss
 
@@ -143,8 +150,14 @@ def nikhil(code: Fetched):
     masked_mean = code.take("grpo.py", "masked_mean").masked_mean
 
     def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.04):
-        policy = code.lines("grpo.py", 334, 334, policy_token_logprobs=log_prob, completion_mask=mask,
-                            masked_mean=masked_mean).policy_sequence_logprobs  # fmt: skip
+        policy = code.lines(
+            "grpo.py",
+            334,
+            334,
+            policy_token_logprobs=log_prob,
+            completion_mask=mask,
+            masked_mean=masked_mean,
+        ).policy_sequence_logprobs
         pg = code.lines(
             "grpo.py", 344, 344, advantages=advantages, policy_sequence_logprobs=policy
         ).policy_loss
@@ -153,8 +166,15 @@ def nikhil(code: Fetched):
             "reference_token_logprobs": ref_log_prob,
             "completion_mask": mask,
         }
-        return code.lines("grpo.py", 364, 368, policy_loss=pg, masked_mean=masked_mean, GRPO=Of(kl_beta=beta),
-                          **had).total_loss  # fmt: skip
+        return code.lines(
+            "grpo.py",
+            364,
+            368,
+            policy_loss=pg,
+            masked_mean=masked_mean,
+            GRPO=Of(kl_beta=beta),
+            **had,
+        ).total_loss
 
     return loss
 
@@ -171,8 +191,16 @@ def gameof(code: Fetched):
         ratio = code.lines(
             "loss.py", 211, 212, token_log_probs=log_prob, old_log_probs=old_log_prob
         ).ratio
-        return code.lines("loss.py", 228, 233, **had, ratio=ratio, advantages=advantages, epsilon=epsilon,
-                          beta=beta).loss  # fmt: skip
+        return code.lines(
+            "loss.py",
+            228,
+            233,
+            **had,
+            ratio=ratio,
+            advantages=advantages,
+            epsilon=epsilon,
+            beta=beta,
+        ).loss
 
     return loss
 
@@ -189,8 +217,16 @@ def fangyuan(code: Fetched):
         ratio = code.lines(
             "grpo.py", 166, 166, new_log_probs=log_prob, old_log_probs=old_log_prob
         ).ratio
-        return code.lines("grpo.py", 183, 186, **had, ratio=ratio, advantages=advantages, epsilon=epsilon,
-                          beta=beta).loss  # fmt: skip
+        return code.lines(
+            "grpo.py",
+            183,
+            186,
+            **had,
+            ratio=ratio,
+            advantages=advantages,
+            epsilon=epsilon,
+            beta=beta,
+        ).loss
 
     return loss
 
@@ -293,8 +329,16 @@ def heineman(code: Fetched):
             "mb_ref_logprob": ref_log_prob,
         }
         A = torch.cat([advantages[:, :1], advantages], 1)  # it drops the first
-        return code.lines("simple_grpo/simple_trainer.py", 401, 421, **had, mb_advantages=A, masked_mean=masked_mean,
-                          mb_response_masks_bool=mask, self=Of(config=Of(train=train))).loss  # fmt: skip
+        return code.lines(
+            "simple_grpo/simple_trainer.py",
+            401,
+            421,
+            **had,
+            mb_advantages=A,
+            masked_mean=masked_mean,
+            mb_response_masks_bool=mask,
+            self=Of(config=Of(train=train)),
+        ).loss
 
     return loss
 
@@ -313,10 +357,24 @@ def gamendez(code: Fetched):
         one = code.lines(
             "grpo/GRPO.py", 315, 323, **had, self=Of(config=config)
         ).unaggregated_objective
-        both = code.lines("grpo/GRPO.py", 333, 336, log_probs=log_prob, ref_log_probs=ref_log_prob,
-                          unaggregated_objective=one, self=Of(config=config))  # fmt: skip
-        return code.lines("grpo/GRPO.py", 338, 345, unaggregated_objective=both.unaggregated_objective, reduce=reduce,
-                          batch_group_generation_mask=mask, self=Of(config=config)).objective  # fmt: skip
+        both = code.lines(
+            "grpo/GRPO.py",
+            333,
+            336,
+            log_probs=log_prob,
+            ref_log_probs=ref_log_prob,
+            unaggregated_objective=one,
+            self=Of(config=config),
+        )
+        return code.lines(
+            "grpo/GRPO.py",
+            338,
+            345,
+            unaggregated_objective=both.unaggregated_objective,
+            reduce=reduce,
+            batch_group_generation_mask=mask,
+            self=Of(config=config),
+        ).objective
 
     return loss
 
@@ -364,8 +422,16 @@ def robotsail(code: Fetched):
             "ref_logprobs": ref_log_prob,
         }
         comps = Of(hyperparams=Of(eps=eps, kl_penalty_strength=beta))
-        return code.lines("cli.py", 546, 577, **had, advantages=advantages, comps=comps, grpo_logit_mask=mask,
-                          rollout_lens=mask.sum(1)).grpo_loss  # fmt: skip
+        return code.lines(
+            "cli.py",
+            546,
+            577,
+            **had,
+            advantages=advantages,
+            comps=comps,
+            grpo_logit_mask=mask,
+            rollout_lens=mask.sum(1),
+        ).grpo_loss
 
     return loss
 
@@ -544,8 +610,16 @@ def gmongaras(code: Fetched):
             "adv": advantages,
         }
         masks = torch.cat([mask, mask[:, :1]], 1)  # it drops the last
-        return code.lines("script.py", 283, 293, **had, loss_masks=masks, loss_weight=1 / mask.sum(), eps_low=0.2,
-                          eps_high=0.28).reward  # fmt: skip
+        return code.lines(
+            "script.py",
+            283,
+            293,
+            **had,
+            loss_masks=masks,
+            loss_weight=1 / mask.sum(),
+            eps_low=0.2,
+            eps_high=0.28,
+        ).reward
 
     return loss
 
@@ -752,8 +826,13 @@ def gzsiceberg_gspo(code: Fetched):
 
 def libassignment(code: Fetched):
     file = "cs336_alignment/rl/utils.py"
-    compute = code.take(file, "ComputePolicyGradientLossResult", "compute_policy_gradient_loss",
-                        "aggregate_loss_across_microbatch", dataclass=dataclass)  # fmt: skip
+    compute = code.take(
+        file,
+        "ComputePolicyGradientLossResult",
+        "compute_policy_gradient_loss",
+        "aggregate_loss_across_microbatch",
+        dataclass=dataclass,
+    )
 
     def loss(log_prob, old_log_prob, advantages, mask):
         one = compute.compute_policy_gradient_loss(
@@ -795,8 +874,17 @@ def between(code: Fetched, file: str, first: str, last: str, **given):
 
 def up_trl(code: Fetched):
     args = Of(delta=None, steps_per_generation=1)
-    me = Of(importance_sampling_level="token", beta=0.0, args=args, epsilon_low=0.2, epsilon_high=0.2, use_vllm=False,
-            off_policy_mask_threshold=None, model=Of(training=False), accelerator=Of(num_processes=1))  # fmt: skip
+    me = Of(
+        importance_sampling_level="token",
+        beta=0.0,
+        args=args,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        use_vllm=False,
+        off_policy_mask_threshold=None,
+        model=Of(training=False),
+        accelerator=Of(num_processes=1),
+    )
 
     def loss(log_prob, old_log_prob, advantages, mask):
         A = flat(advantages)[:, None]
@@ -827,8 +915,14 @@ def up_blog(code: Fetched):
     mean = lambda x, mask: (x * mask).sum() / (mask.sum() + 1e-8)
     agg_loss = lambda loss_mat, loss_mask, loss_agg_mode: mean(loss_mat, loss_mask)
     file = "_posts/2026-02-26-UP-GRPO.md"
-    made = between(code, file, "def compute_policy_loss(", "return pg_loss, pg_clipfrac", agg_loss=agg_loss,
-                   verl_F=Of(masked_mean=mean))  # fmt: skip
+    made = between(
+        code,
+        file,
+        "def compute_policy_loss(",
+        "return pg_loss, pg_clipfrac",
+        agg_loss=agg_loss,
+        verl_F=Of(masked_mean=mean),
+    )
 
     def loss(log_prob, old_log_prob, advantages, response_mask):
         return made.compute_policy_loss(
@@ -859,14 +953,27 @@ def wapo_repo(kind: str, share, **settings):
     """One loss_type of their trainer; share: what their orchestrator hands over as seq_loss_weights, by the mask."""
 
     def wrap(code: Fetched):
-        me = Of(loss_type=kind, use_importance_sampling=True, clip_eps=0.2, mask_negative_advantages=kind == "wapo",
-                mask_positive_advantages=False, token_bin_counting=False, normalize_by_kept_tokens=False)  # fmt: skip
+        me = Of(
+            loss_type=kind,
+            use_importance_sampling=True,
+            clip_eps=0.2,
+            mask_negative_advantages=kind == "wapo",
+            mask_positive_advantages=False,
+            token_bin_counting=False,
+            normalize_by_kept_tokens=False,
+        )
         vars(me).update(settings)
 
         def loss(log_prob, old_log_prob, advantages, mask):
             A = flat(advantages)[:, None].expand(mask.shape)
-            inputs = {"loss_mask": mask.int(), "entropies": None, "trainer_logprobs": log_prob, "advantages": A,
-                      "inference_logprobs": old_log_prob, "seq_loss_weights": share(mask)}  # fmt: skip
+            inputs = {
+                "loss_mask": mask.int(),
+                "entropies": None,
+                "trainer_logprobs": log_prob,
+                "advantages": A,
+                "inference_logprobs": old_log_prob,
+                "seq_loss_weights": share(mask),
+            }
             text = (code.folder / WAPO).read_text(encoding="utf-8").splitlines()
             first = next(
                 i
@@ -955,8 +1062,14 @@ def influence(code: Fetched):
     return loss
 
 
-META = Of(use_importance_ratio=True, use_clipping=True, clip_epsilon_low=0.2, clip_epsilon_high=0.2, kl_coefficient=0.0,
-          token_normalization="per_response")  # fmt: skip
+META = Of(
+    use_importance_ratio=True,
+    use_clipping=True,
+    clip_epsilon_low=0.2,
+    clip_epsilon_high=0.2,
+    kl_coefficient=0.0,
+    token_normalization="per_response",
+)
 
 
 def meta(code: Fetched):
@@ -1166,8 +1279,14 @@ def kmno(high, reduction):
                 {"logprobs": Of(data=x), "advantages": Of(data=a)}
                 for x, a in zip(old, A, strict=True)
             ]
-            every = [Of(datum=Of(loss_fn_inputs=f), completion_mask=[True] * len(x), completion_tokens=len(x))
-                     for f, x in zip(fields, old, strict=True)]  # fmt: skip
+            every = [
+                Of(
+                    datum=Of(loss_fn_inputs=f),
+                    completion_mask=[True] * len(x),
+                    completion_tokens=len(x),
+                )
+                for f, x in zip(fields, old, strict=True)
+            ]
             return make(every, Of(clip_low=0.8, clip_high=high, reduction=reduction))(
                 every, lp
             )[0]
@@ -1185,8 +1304,14 @@ def kmno_gspo(code: Fetched):
 
     def loss(log_prob, old_log_prob, advantages, mask):
         lp, old = listed(mask, log_prob, old_log_prob)
-        metas = [Of(sampling_logprobs=x.tolist(), advantage=a.item(), completion_tokens=len(x))
-                 for x, a in zip(old, flat(advantages), strict=True)]  # fmt: skip
+        metas = [
+            Of(
+                sampling_logprobs=x.tolist(),
+                advantage=a.item(),
+                completion_tokens=len(x),
+            )
+            for x, a in zip(old, flat(advantages), strict=True)
+        ]
         return make(metas, Of(clip_ratio_low=3e-4, clip_ratio_high=4e-4))(lp, lp)[0]
 
     return loss

@@ -59,20 +59,62 @@ class Section:
 
 SECTIONS = [
     Section("start", "Start here", "Is my loss DAPO? In five minutes, without a GPU."),
-    Section("howto", "How-to", "Check a loss in CI, train in verl or TRL, draw a Cap map, add an objective.",
-            ["howto/*", "sharp-bits", "verl", "trl", "adding", "glossary"]),
-    Section("course/README", "Course", "From “a policy is a softmax” to “what is wrong with this run”.", ["course/*"]),
-    Section("objectives", "Objectives", "Equation, gradient, pictures and relatives of each.", ["objectives/*"]),
-    Section("explorer", "Explorer", "Move a bound, a token or an advantage on an interactive page."),
-    Section("derivations", "Derivations", "Proofs of the paper's equations, with their conditions.", ["derivations/*"]),
-    Section("frameworks", "Frameworks", "What the losses of verl, TRL and others compute.",
-            ["recipes", "frameworks*", "frameworks/*", "steps", "what-check-sees", "in-the-wild"]),
-    Section("claims", "Claims", "A verdict on every claim of the paper, with its evidence.",
-            ["findings", "claims*", "verdicts", "repro/mini/*", "repro/exact/*"]),
+    Section(
+        "howto",
+        "How-to",
+        "Check a loss in CI, train in verl or TRL, draw a Cap map, add an objective.",
+        ["howto/*", "sharp-bits", "verl", "trl", "adding", "glossary"],
+    ),
+    Section(
+        "course/README",
+        "Course",
+        "From “a policy is a softmax” to “what is wrong with this run”.",
+        ["course/*"],
+    ),
+    Section(
+        "objectives",
+        "Objectives",
+        "Equation, gradient, pictures and relatives of each.",
+        ["objectives/*"],
+    ),
+    Section(
+        "explorer",
+        "Explorer",
+        "Move a bound, a token or an advantage on an interactive page.",
+    ),
+    Section(
+        "derivations",
+        "Derivations",
+        "Proofs of the paper's equations, with their conditions.",
+        ["derivations/*"],
+    ),
+    Section(
+        "frameworks",
+        "Frameworks",
+        "What the losses of verl, TRL and others compute.",
+        [
+            "recipes",
+            "frameworks*",
+            "frameworks/*",
+            "steps",
+            "what-check-sees",
+            "in-the-wild",
+        ],
+    ),
+    Section(
+        "claims",
+        "Claims",
+        "A verdict on every claim of the paper, with its evidence.",
+        ["findings", "claims*", "verdicts", "repro/mini/*", "repro/exact/*"],
+    ),
     Section("api", "API", "Every public name.", ["api/*"]),
-    Section("more", "More", "Speed, code map, contributing, changes.",
-            ["speed", "architecture", "contributing", "changelog", "*"]),
-]  # fmt: skip
+    Section(
+        "more",
+        "More",
+        "Speed, code map, contributing, changes.",
+        ["speed", "architecture", "contributing", "changelog", "*"],
+    ),
+]
 
 
 def docname(path: str) -> str:

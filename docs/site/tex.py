@@ -8,10 +8,27 @@ import sympy
 from upref import names
 
 GREEK = {
-    "ε": r"\varepsilon", "θ": r"\theta", "π": r"\pi", "μ": r"\mu", "σ": r"\sigma", "τ": r"\tau", "β": r"\beta",
-    "λ": r"\lambda", "δ": r"\delta", "Σ": r"\sum", "Π": r"\prod", "∞": r"\infty", "∇": r"\nabla", "‖": r"\,\Vert\,",
-    "∈": r"\in ", "≠": r"\ne ", "²": "^2", "Ê": r"\hat{\mathbb{E}}", "E": r"\mathbb{E}", "∝": r"\propto ",
-}  # fmt: skip
+    "ε": r"\varepsilon",
+    "θ": r"\theta",
+    "π": r"\pi",
+    "μ": r"\mu",
+    "σ": r"\sigma",
+    "τ": r"\tau",
+    "β": r"\beta",
+    "λ": r"\lambda",
+    "δ": r"\delta",
+    "Σ": r"\sum",
+    "Π": r"\prod",
+    "∞": r"\infty",
+    "∇": r"\nabla",
+    "‖": r"\,\Vert\,",
+    "∈": r"\in ",
+    "≠": r"\ne ",
+    "²": "^2",
+    "Ê": r"\hat{\mathbb{E}}",
+    "E": r"\mathbb{E}",
+    "∝": r"\propto ",
+}
 SIGNS = {
     "<=": r"\le ",
     ">=": r"\ge ",
@@ -24,11 +41,23 @@ SIGNS = {
 }
 WORDS = "min max clip log exp sg mean sgn std KL Bern whiten low high"
 SYMBOLS = {
-    "lp": r"\mathrm{lp}", "lp_old": r"\mathrm{lp}_\mathrm{old}", "mu": r"\mu", "eps": r"\varepsilon",
-    "eps_low": r"\varepsilon_\mathrm{low}", "eps_high": r"\varepsilon_\mathrm{high}", "tau_pos": r"\tau_{+}",
-    "tau_neg": r"\tau_{-}", "lam": r"\lambda", "delta": r"\delta", "cap": r"\mathrm{cap}", "tau": r"\tau",
-    "c1_pos": "c_{1+}", "c2_pos": "c_{2+}", "c1_neg": "c_{1-}", "c2_neg": "c_{2-}",
-}  # fmt: skip
+    "lp": r"\mathrm{lp}",
+    "lp_old": r"\mathrm{lp}_\mathrm{old}",
+    "mu": r"\mu",
+    "eps": r"\varepsilon",
+    "eps_low": r"\varepsilon_\mathrm{low}",
+    "eps_high": r"\varepsilon_\mathrm{high}",
+    "tau_pos": r"\tau_{+}",
+    "tau_neg": r"\tau_{-}",
+    "lam": r"\lambda",
+    "delta": r"\delta",
+    "cap": r"\mathrm{cap}",
+    "tau": r"\tau",
+    "c1_pos": "c_{1+}",
+    "c2_pos": "c_{2+}",
+    "c1_neg": "c_{1-}",
+    "c2_neg": "c_{2-}",
+}
 OBJECTIVES = "|".join(sorted(names(), key=len)[::-1])
 TOKEN = re.compile(
     rf"(?P<name>{OBJECTIVES})\b"

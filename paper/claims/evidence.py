@@ -125,8 +125,15 @@ def process(root: Path, *argv: str) -> subprocess.CompletedProcess:
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
-    child = subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                             cwd=root, env=env, start_new_session=True)  # fmt: skip
+    child = subprocess.Popen(
+        [sys.executable, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env=env,
+        start_new_session=True,
+    )
     _running.add(child)
     try:
         out, err = child.communicate()

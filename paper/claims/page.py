@@ -14,10 +14,14 @@ from paper.claims.words import MEANINGS
 from upref.errors import InputError
 
 HEADINGS = {
-    "2": "Section 2: related work", "3": "Section 3: the dilemma", "4": "Section 4: UP",
-    "5": "Section 5: experiments", "A": "Appendix A: settings", "B": "Appendix B: Cap for negative advantages",
+    "2": "Section 2: related work",
+    "3": "Section 3: the dilemma",
+    "4": "Section 4: UP",
+    "5": "Section 5: experiments",
+    "A": "Appendix A: settings",
+    "B": "Appendix B: Cap for negative advantages",
     "C": "Appendix C: the gradient of UP-GSPO",
-}  # fmt: skip
+}
 FILES = {
     "derivations": "derivations/{0}.py",
     "exact": "repro/exact/results/report.md#{0}",
@@ -63,9 +67,19 @@ def chosen(
 
 
 ORDER = (
-    "proved", "holds numerically", "reproduced", "holds under a condition", "excluded", "undecided", "not testable",
-    "unspecified", "not seen here", "contradicted", "false as written", RED,
-)  # fmt: skip
+    "proved",
+    "holds numerically",
+    "reproduced",
+    "holds under a condition",
+    "excluded",
+    "undecided",
+    "not testable",
+    "unspecified",
+    "not seen here",
+    "contradicted",
+    "false as written",
+    RED,
+)
 
 
 def right_first(judged: Sequence[Judged]) -> list[Judged]:

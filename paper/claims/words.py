@@ -37,10 +37,17 @@ MEANINGS = {
 VERDICTS = tuple(MEANINGS)
 
 _RULES = {
-    "reproduced": REPRODUCED, "holds": REPRODUCED, "refuted": CONTRADICTED, "does not hold": CONTRADICTED,
-    "holds in part": CONDITION, "partly": UNDECIDED, "in part": UNDECIDED, "not reproduced": UNDECIDED,
-    "undecided": UNDECIDED, "not testable here": NOT_TESTABLE,
-}  # fmt: skip
+    "reproduced": REPRODUCED,
+    "holds": REPRODUCED,
+    "refuted": CONTRADICTED,
+    "does not hold": CONTRADICTED,
+    "holds in part": CONDITION,
+    "partly": UNDECIDED,
+    "in part": UNDECIDED,
+    "not reproduced": UNDECIDED,
+    "undecided": UNDECIDED,
+    "not testable here": NOT_TESTABLE,
+}
 
 
 def of_rule(word: str, why: str = "", excluded: bool = False) -> str:

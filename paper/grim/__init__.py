@@ -42,7 +42,11 @@ def _row(table: ResultsTable, i: int, columns: list[Column], weighted: bool) -> 
     right = follows(table, i, counts, weighted)
     wrong = right is False or any(name in c.misfits for c in columns)
     return Row(
-        name, table.averages[i] if table.averages else None, f"{float(mean(table, i, counts, weighted)):.3f}", right,
+        name,
+        table.averages[i] if table.averages else None,
+        f"{float(mean(table, i, counts, weighted)):.3f}",
+        right,
         standard_error(cells, columns, weighted, problems=False),
-        standard_error(cells, columns, weighted, problems=True), mend(table, i, counts, weighted) if wrong else [],
-    )  # fmt: skip
+        standard_error(cells, columns, weighted, problems=True),
+        mend(table, i, counts, weighted) if wrong else [],
+    )

@@ -102,7 +102,10 @@ def _chance(
     top = np.sort(equal(near, max(2, len(near))), 1)
     two = equal([first, second], 2)
     return Chance(
-        model, 100 * float(np.hypot(se[first], se[second])), [names[i] for i in near],
-        float(((ahead > TIE) + 0.5 * (abs(ahead) <= TIE)).mean()), float((top[:, -1] - top[:, -2] >= lead).mean()),
+        model,
+        100 * float(np.hypot(se[first], se[second])),
+        [names[i] for i in near],
+        float(((ahead > TIE) + 0.5 * (abs(ahead) <= TIE)).mean()),
+        float((top[:, -1] - top[:, -2] >= lead).mean()),
         float((two[:, 0] - two[:, 1] >= lead).mean()),
-    )  # fmt: skip
+    )

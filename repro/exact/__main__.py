@@ -46,11 +46,17 @@ def main(argv: list[str] | None = None) -> int:
         help=f"{', '.join(EXPERIMENTS)}; none: all of them",
     )
     p.add_argument(
-        "--arms", nargs="+", metavar="NAME[:K=V,...]",
+        "--arms",
+        nargs="+",
+        metavar="NAME[:K=V,...]",
         help="objectives of the registry in place of each experiment's own, e.g. dapo:eps_high=1 'up(sapo)'",
-    )  # fmt: skip
-    p.add_argument("--out", type=Path, help=f"folder to write to (default with all and no --arms: {OUT.name} beside "
-                   "the code; else repro/out/exact)")  # fmt: skip
+    )
+    p.add_argument(
+        "--out",
+        type=Path,
+        help=f"folder to write to (default with all and no --arms: {OUT.name} beside "
+        "the code; else repro/out/exact)",
+    )
     args = p.parse_args(argv)
     torch.set_num_threads(1)
     interrupt.then("nothing was written")

@@ -8,10 +8,20 @@ from typing import Any
 from upref.weights.plots import PALETTE, STYLE
 
 COLOURS = {  # an objective looks the same in every figure
-    "dapo": PALETTE[0], "up_dapo": PALETTE[1], "dapo_no_upper_clip": "#7B3294", "reinforce_off_policy": "#00A6A6",
-    "is_pg": "#8C6D1F", "dppo_tv": PALETTE[2], "cispo": PALETTE[3], "sapo": PALETTE[4], "gppo": PALETTE[5],
-    "aspo": "#000000", "topr": "#6B8E23", "gspo": PALETTE[0], "up_gspo": PALETTE[1],
-}  # fmt: skip
+    "dapo": PALETTE[0],
+    "up_dapo": PALETTE[1],
+    "dapo_no_upper_clip": "#7B3294",
+    "reinforce_off_policy": "#00A6A6",
+    "is_pg": "#8C6D1F",
+    "dppo_tv": PALETTE[2],
+    "cispo": PALETTE[3],
+    "sapo": PALETTE[4],
+    "gppo": PALETTE[5],
+    "aspo": "#000000",
+    "topr": "#6B8E23",
+    "gspo": PALETTE[0],
+    "up_gspo": PALETTE[1],
+}
 OTHERS = ["#B22222", "#1B1B8F", "#7F7F7F", "#009E73", "#CC79A7", "#E69F00"]
 
 

@@ -39,9 +39,18 @@ class State:
 
 
 def path(
-    task: Task, objective: Objective, theta: Tensor, *, lr, k, G: int | None = 8, adv: str | None = None, way: str = "",
-    adam: bool = False, **hp,
-) -> Iterator[State]:  # fmt: skip
+    task: Task,
+    objective: Objective,
+    theta: Tensor,
+    *,
+    lr,
+    k,
+    G: int | None = 8,
+    adv: str | None = None,
+    way: str = "",
+    adam: bool = False,
+    **hp,
+) -> Iterator[State]:
     """The states one after another, without end. lr and k: a number, or one per policy
     (k = 0: π_old stays); adam: Adam's steps (betas 0.9, 0.999; eps 1e-8) in place of
     plain ascent."""
@@ -85,9 +94,17 @@ def gradient(
 
 
 def drawn(
-    task: Task, objective: Objective, theta: Tensor, groups: Tensor, *, lr: float, k: int, adv: str | None = None,
-    watch: Callable[[Tensor], object] = lambda g: None, **hp,
-) -> Tensor:  # fmt: skip
+    task: Task,
+    objective: Objective,
+    theta: Tensor,
+    groups: Tensor,
+    *,
+    lr: float,
+    k: int,
+    adv: str | None = None,
+    watch: Callable[[Tensor], object] = lambda g: None,
+    **hp,
+) -> Tensor:
     """θ after k epochs on each group alone: groups [M, G] of responses to one prompt,
     one policy each, θ [M, D, V]; watch is shown the gradient of each epoch."""
     (M, G), start = groups.shape, theta.expand(len(groups), *theta.shape[1:])

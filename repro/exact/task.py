@@ -94,9 +94,13 @@ def bandit(
     arm, prompt = torch.arange(N) % (N // prompts), torch.arange(N) // (N // prompts)
     eye = torch.eye(prompts, dtype=F64)
     return Task(
-        prompt[:, None], arm[:, None], torch.ones(N, 1, dtype=torch.bool), prompt, torch.tensor(reward, dtype=F64),
+        prompt[:, None],
+        arm[:, None],
+        torch.ones(N, 1, dtype=torch.bool),
+        prompt,
+        torch.tensor(reward, dtype=F64),
         eye if features is None else features,
-    )  # fmt: skip
+    )
 
 
 def strings(

@@ -50,9 +50,17 @@ PANELS: list[dict[str, Any]] = [
 # fractions, shown in points of 100
 POINTS = tables.POINTS | {"valid", "alive", "overflow"}
 ROWS = [
-    ("avg", "last"), ("maj", "last"), ("best", "last"), ("reward", "last"), ("entropy", "mean"), ("kl_base", "last"),
-    ("grad_norm", "mean"), ("grad_norm_max", "max"), ("clip_pos_high", "mean"), ("alive", "mean"),
-]  # fmt: skip
+    ("avg", "last"),
+    ("maj", "last"),
+    ("best", "last"),
+    ("reward", "last"),
+    ("entropy", "mean"),
+    ("kl_base", "last"),
+    ("grad_norm", "mean"),
+    ("grad_norm_max", "max"),
+    ("clip_pos_high", "mean"),
+    ("alive", "mean"),
+]
 
 
 def partner(name: str) -> str:

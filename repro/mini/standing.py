@@ -63,11 +63,17 @@ def second(
             if v.word in ("undecided", "in part"):
                 needed = [v.seeds_needed or MOST]
             found[f"{e.name}/{v.claim.id}"] = {
-                "says": v.claim.says, "word": v.word, "why": v.why, "refuted": v.word == "refuted",
-                "shown": tables.effects(v), "verdict": tables.verdict(v),
+                "says": v.claim.says,
+                "word": v.word,
+                "why": v.why,
+                "refuted": v.word == "refuted",
+                "shown": tables.effects(v),
+                "verdict": tables.verdict(v),
                 "limit": tables.limit(v) if tables.verdict(v) == words.EXCLUDED else "",
-                "seeds": v.n, "of": v.of, "needed": worst(needed),
-            }  # fmt: skip
+                "seeds": v.n,
+                "of": v.of,
+                "needed": worst(needed),
+            }
     return found
 
 
@@ -99,12 +105,20 @@ def stale(records: dict[str, results.Record]) -> dict[str, dict]:
         told = f"{e.metric} up_dapo − {e.other} > 0, {e.staleness} rollouts stale"
         found[f"stale/{e.metric}_{e.other}_{e.staleness}"] = {
             "says": f"UP-DAPO's {report_3.TITLES[e.metric]} is above that of {e.other}, {e.staleness} rollouts stale.",
-            "word": e.word, "why": "", "refuted": word == "loses",
-            "shown": f"{report_3.shown(e)} {unit}: {told}", "verdict": STALE_WORDS[word],
-            "limit": f"{words.EXCLUDED} above {report_3.rounded(e, e.high)}" if word == "no difference" else "",
-            "seeds": e.n, "of": rule_3.seeds_due(d, records),
-            "needed": seeds_for(e, d.stopping["final"]["level"] / sizes[e.family], d.stopping["power"]),
-        }  # fmt: skip
+            "word": e.word,
+            "why": "",
+            "refuted": word == "loses",
+            "shown": f"{report_3.shown(e)} {unit}: {told}",
+            "verdict": STALE_WORDS[word],
+            "limit": f"{words.EXCLUDED} above {report_3.rounded(e, e.high)}"
+            if word == "no difference"
+            else "",
+            "seeds": e.n,
+            "of": rule_3.seeds_due(d, records),
+            "needed": seeds_for(
+                e, d.stopping["final"]["level"] / sizes[e.family], d.stopping["power"]
+            ),
+        }
     return found
 
 

@@ -13,10 +13,15 @@ from repro.with_verl.run import records
 from upref.files import write_atomically
 
 NAMES = {  # TRL's metric -> the report's
-    "reward": "critic/score/mean", "grad_norm": "actor/grad_norm", "entropy": "actor/entropy", "kl": "actor/kl_loss",
-    "completions/clipped_ratio": "response_length/clip_ratio", "completions/mean_length": "response_length/mean",
-    "frac_reward_zero_std": "training/groups_without_signal", "eval_reward": "val-core/gsm8k/acc/mean@1",
-}  # fmt: skip
+    "reward": "critic/score/mean",
+    "grad_norm": "actor/grad_norm",
+    "entropy": "actor/entropy",
+    "kl": "actor/kl_loss",
+    "completions/clipped_ratio": "response_length/clip_ratio",
+    "completions/mean_length": "response_length/mean",
+    "frac_reward_zero_std": "training/groups_without_signal",
+    "eval_reward": "val-core/gsm8k/acc/mean@1",
+}
 
 
 class StepLog(TrainerCallback):

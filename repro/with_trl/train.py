@@ -164,10 +164,17 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     log = StepLog(folder)
     trainer = in_parts(GRPOTrainer, generated_together(args))(
-        model, log.scored(reward), settings(args.tiny, folder, seed, steps), train_dataset=rows_of(args, "train"),
-        eval_dataset=rows_of(args, "test").select(range(16 if args.tiny else TEST)), processing_class=tokenizer,
-        objective=name, callbacks=[log], parity={"dump": str(folder / "parity")}, step_check=True,
-    )  # fmt: skip
+        model,
+        log.scored(reward),
+        settings(args.tiny, folder, seed, steps),
+        train_dataset=rows_of(args, "train"),
+        eval_dataset=rows_of(args, "test").select(range(16 if args.tiny else TEST)),
+        processing_class=tokenizer,
+        objective=name,
+        callbacks=[log],
+        parity={"dump": str(folder / "parity")},
+        step_check=True,
+    )
     last = last_whole(folder)
     log.begin(
         name, seed, steps, args, kept=int(last.name.rpartition("-")[2]) if last else 0
@@ -269,13 +276,28 @@ def settings(tiny: bool, folder: Path, seed: int, steps: int) -> Any:
     micro = 16 if tiny else micro_batch(gpu_bytes())
     responses = 128 if tiny else RESPONSES
     return trl.GRPOConfig(
-        str(folder), max_steps=steps, seed=seed, data_seed=seed, per_device_train_batch_size=micro,
-        steps_per_generation=responses // micro, gradient_accumulation_steps=responses // micro // UPDATES,
-        per_device_eval_batch_size=16, num_generations_eval=1, eval_strategy="steps", save_strategy="steps",
-        lr_scheduler_type="constant_with_warmup", beta=0.0, scale_rewards="group", temperature=1.0,
-        bf16=not tiny, use_cpu=tiny, gradient_checkpointing=not tiny, report_to="none", disable_tqdm=True,
+        str(folder),
+        max_steps=steps,
+        seed=seed,
+        data_seed=seed,
+        per_device_train_batch_size=micro,
+        steps_per_generation=responses // micro,
+        gradient_accumulation_steps=responses // micro // UPDATES,
+        per_device_eval_batch_size=16,
+        num_generations_eval=1,
+        eval_strategy="steps",
+        save_strategy="steps",
+        lr_scheduler_type="constant_with_warmup",
+        beta=0.0,
+        scale_rewards="group",
+        temperature=1.0,
+        bf16=not tiny,
+        use_cpu=tiny,
+        gradient_checkpointing=not tiny,
+        report_to="none",
+        disable_tqdm=True,
         **(TINY if tiny else BATCH),
-    )  # fmt: skip
+    )
 
 
 def rows_of(args: argparse.Namespace, split: str) -> Any:

@@ -140,8 +140,15 @@ def draw(
             scale = 100 if panel.percent else 1
             for x, y in lines:
                 alone = len(lines) == 1
-                ax.plot(x, [scale * v for v in y], color=f"C{i}", lw=1.6 if alone else 0.8, alpha=1 if alone else 0.5,
-                        marker="." if len(x) < 30 else None, label=objective if alone else None)  # fmt: skip
+                ax.plot(
+                    x,
+                    [scale * v for v in y],
+                    color=f"C{i}",
+                    lw=1.6 if alone else 0.8,
+                    alpha=1 if alone else 0.5,
+                    marker="." if len(x) < 30 else None,
+                    label=objective if alone else None,
+                )
             if len(lines) > 1:  # seeds: their mean where all have logged
                 at = sorted(set.intersection(*(set(x) for x, _ in lines)))
                 mid = [

@@ -22,26 +22,76 @@ Row = dict[str, Any]
 # name, key, how the steps' values become one, what is normal (None: nothing to say),
 # what to change
 LINES: tuple[tuple[str, str, Callable, Callable | None, str], ...] = (
-    ("responses cut at the limit", "response_length/clip_ratio", mean, lambda x: x < 0.3,
-     "more than 30 % of the responses are cut: allow longer ones (verl: data.max_response_length, TRL: "
-     "max_completion_length), or turn thinking off (verl: ++data.apply_chat_template_kwargs.enable_thinking=false)"),
+    (
+        "responses cut at the limit",
+        "response_length/clip_ratio",
+        mean,
+        lambda x: x < 0.3,
+        "more than 30 % of the responses are cut: allow longer ones (verl: data.max_response_length, TRL: "
+        "max_completion_length), or turn thinking off (verl: ++data.apply_chat_template_kwargs.enable_thinking=false)",
+    ),
     ("responses ended by a stop token", "ended", mean, None, ""),
-    ("responses aborted", "response/aborted_ratio", mean, lambda x: x == 0, "vLLM aborted responses: read verl.log"),
+    (
+        "responses aborted",
+        "response/aborted_ratio",
+        mean,
+        lambda x: x == 0,
+        "vLLM aborted responses: read verl.log",
+    ),
     ("tokens of a mean response", "response_length/mean", mean, None, ""),
     ("seconds a step", "timing_s/step", mean, None, ""),
     ("score", "critic/score/mean", mean, None, ""),
-    ("highest score", "critic/score/max", max, lambda x: x > 0, "no response scored: read the answers below"),
-    ("groups without signal (dynamic sampling)", "training/filter_groups/evicted_samples", mean, None, ""),
-    ("gradients alive", "actor/upref/alive", mean, lambda x: x > 0.5, "most tokens are clipped: lower the lr"),
-    ("probabilities, sampler against trainer, mean difference", "training/rollout_probs_diff_mean", max,
-     lambda x: x < 0.02, "vLLM and the trainer disagree: compare their dtypes and attention kernels"),
-    ("the same, correlation", "training/rollout_actor_probs_pearson_corr", min, lambda x: x > 0.98,
-     "vLLM and the trainer disagree: compare their dtypes and attention kernels"),
-    ("gradient norm", "actor/grad_norm", max, lambda x: x < 100, "the gradient norm is large: check the rewards"),
-    ("parity, in units of what rounding explains", BOUND, max, lambda x: x <= 1,
-     "the loss that trained is not the reference: `python -m repro.with_verl.parity RUN/parity`"),
+    (
+        "highest score",
+        "critic/score/max",
+        max,
+        lambda x: x > 0,
+        "no response scored: read the answers below",
+    ),
+    (
+        "groups without signal (dynamic sampling)",
+        "training/filter_groups/evicted_samples",
+        mean,
+        None,
+        "",
+    ),
+    (
+        "gradients alive",
+        "actor/upref/alive",
+        mean,
+        lambda x: x > 0.5,
+        "most tokens are clipped: lower the lr",
+    ),
+    (
+        "probabilities, sampler against trainer, mean difference",
+        "training/rollout_probs_diff_mean",
+        max,
+        lambda x: x < 0.02,
+        "vLLM and the trainer disagree: compare their dtypes and attention kernels",
+    ),
+    (
+        "the same, correlation",
+        "training/rollout_actor_probs_pearson_corr",
+        min,
+        lambda x: x > 0.98,
+        "vLLM and the trainer disagree: compare their dtypes and attention kernels",
+    ),
+    (
+        "gradient norm",
+        "actor/grad_norm",
+        max,
+        lambda x: x < 100,
+        "the gradient norm is large: check the rewards",
+    ),
+    (
+        "parity, in units of what rounding explains",
+        BOUND,
+        max,
+        lambda x: x <= 1,
+        "the loss that trained is not the reference: `python -m repro.with_verl.parity RUN/parity`",
+    ),
     ("GB allocated on a GPU", "actor/perf/max_memory_allocated_gb", max, None, ""),
-)  # fmt: skip
+)
 
 
 def number(x: Any) -> bool:

@@ -148,8 +148,12 @@ def largest(r: Kept, key: str) -> float:
     )
 
 
-PEAKS = {"avg32": ("mean", "Avg@32 of AIME24"), "maj32": ("maj", "Maj@32"), "best32": ("best", "Best@32"),
-         "geometry3k": ("mean", "accuracy on Geometry3K")}  # fmt: skip
+PEAKS = {
+    "avg32": ("mean", "Avg@32 of AIME24"),
+    "maj32": ("maj", "Maj@32"),
+    "best32": ("best", "Best@32"),
+    "geometry3k": ("mean", "accuracy on Geometry3K"),
+}
 
 
 def methods(data: dict) -> dict[str, str]:
@@ -226,14 +230,17 @@ def table1(runs: list[Kept]) -> str:
 
 
 STATISTICS = {  # of the Cap: what of the gradient is left
-    "alive": "share of tokens whose gradient is not clipped", "above_high": "share of tokens above the upper bound",
-    "mass_above_high": "share of the gradient's weight there", "ratio/max": "largest ratio",
+    "alive": "share of tokens whose gradient is not clipped",
+    "above_high": "share of tokens above the upper bound",
+    "mass_above_high": "share of the gradient's weight there",
+    "ratio/max": "largest ratio",
     "kl_old": "KL to the old policy",
-    "overflow": "ratios that overflow", "parity_max_abs": "parity: largest difference of the largest weight",
+    "overflow": "ratios that overflow",
+    "parity_max_abs": "parity: largest difference of the largest weight",
     "parity_of_bound": "parity: in units of what rounding explains",
     "parity_blind": "parity: tokens within rounding of a bound",
     "parity_alarms": "parity: alarms",
-}  # fmt: skip
+}
 
 
 def statistics(runs: list[Kept]) -> str:

@@ -17,9 +17,15 @@ from repro.with_verl.config.scales import load_scale
 FACTS = Path(__file__).resolve().parent / "config" / "facts" / "upstream.json"
 # A key that only names things, or that the scale cannot share.
 UNSHARED = (
-    "data.train_files", "data.val_files", "trainer.project_name", "trainer.experiment_name", "trainer.logger",
-    "trainer.default_local_dir", "ray_kwargs.ray_init.runtime_env.py_executable", "data.prompt_key",
-)  # fmt: skip
+    "data.train_files",
+    "data.val_files",
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.logger",
+    "trainer.default_local_dir",
+    "ray_kwargs.ray_init.runtime_env.py_executable",
+    "data.prompt_key",
+)
 # Why a scale leaves out, or has another value than, what its script sets; the sources
 # of config/scales say the rest.
 REASONS = {

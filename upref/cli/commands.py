@@ -259,6 +259,14 @@ def badge(args) -> int:
 
 
 RUN = {
-    "check": check, "identify": identify, "list": listing, "show": show, "cap": cap, "weights": weights,
-    "derive": derive, "badge": badge, "replay": replay, "doctor": doctor,
-}  # fmt: skip
+    "check": check,
+    "identify": identify,
+    "list": listing,
+    "show": show,
+    "cap": cap,
+    "weights": weights,
+    "derive": derive,
+    "badge": badge,
+    "replay": replay,
+    "doctor": doctor,
+}

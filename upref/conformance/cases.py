@@ -79,8 +79,18 @@ TOKEN_MEAN = {"token-mean": "ppo_clip", "seq-mean": "grpo"}
 
 # What each family is here for is said in upref/step/families.py.
 FAMILY_NAMES = (
-    "qwen2", "qwen3_moe", "llama", "mistral", "gemma2", "phi", "gpt2", "cohere", "granite", "mamba2", "falcon_h1",
-)  # fmt: skip
+    "qwen2",
+    "qwen3_moe",
+    "llama",
+    "mistral",
+    "gemma2",
+    "phi",
+    "gpt2",
+    "cohere",
+    "granite",
+    "mamba2",
+    "falcon_h1",
+)
 
 
 def _level_1() -> Iterable[Case]:

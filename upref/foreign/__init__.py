@@ -250,9 +250,17 @@ def _bind(
     own = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
     read_as = "; ".join(filter(None, (read_as, *own)))
     return Loss(
-        name, lambda full, hp: call(full, foreign | spelled(hp)), o, reads, frozenset(argument), accepts_kwargs, bound,
-        read_as=read_as, assumptions=assumptions, unfed=unfed,
-    )  # fmt: skip
+        name,
+        lambda full, hp: call(full, foreign | spelled(hp)),
+        o,
+        reads,
+        frozenset(argument),
+        accepts_kwargs,
+        bound,
+        read_as=read_as,
+        assumptions=assumptions,
+        unfed=unfed,
+    )
 
 
 def accepts(loss: Any, key: str) -> bool:

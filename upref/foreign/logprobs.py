@@ -18,8 +18,12 @@ from upref.foreign.load import load, name_of
 from upref.foreign.signature import Reading, parameters, read as read_signature
 
 MAIN = {"hidden": ("hidden", "weight", "tokens"), "logits": ("logits", "tokens")}
-SETTINGS = {"temperature": {"temperature", "tau", "temp"}, "bias": {"bias"}, "logit_scale": {"scale"},
-            "softcap": {"softcap", "softcapping", "cap"}}  # fmt: skip
+SETTINGS = {
+    "temperature": {"temperature", "tau", "temp"},
+    "bias": {"bias"},
+    "logit_scale": {"scale"},
+    "softcap": {"softcap", "softcapping", "cap"},
+}
 ROLES = {
     "weight": {"weight", "weights", "w", "head", "vocab", "unembedding", "embedding"},
     "tokens": {

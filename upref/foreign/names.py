@@ -11,11 +11,24 @@ from collections.abc import Iterable
 
 # role -> what upref calls it
 CALLED = {
-    "logp": "log_prob", "logp_old": "old_log_prob", "logp_sampler": "rollout_log_probs", "adv": "advantages",
-    "mask": "mask", "logp_ref": "ref_log_prob", "group": "group", "entropy": "entropy", "totals": "totals",
-    "ranks": "dp_size", "parts": "num_micro_batches", "rewards": "rewards", "n": "n", "hidden": "hidden",
-    "weight": "weight", "logits": "logits", "tokens": "tokens",
-}  # fmt: skip
+    "logp": "log_prob",
+    "logp_old": "old_log_prob",
+    "logp_sampler": "rollout_log_probs",
+    "adv": "advantages",
+    "mask": "mask",
+    "logp_ref": "ref_log_prob",
+    "group": "group",
+    "entropy": "entropy",
+    "totals": "totals",
+    "ranks": "dp_size",
+    "parts": "num_micro_batches",
+    "rewards": "rewards",
+    "n": "n",
+    "hidden": "hidden",
+    "weight": "weight",
+    "logits": "logits",
+    "tokens": "tokens",
+}
 # beginnings of words
 OLD = ("old", "prox", "behav", "rollout", "sampl", "prev", "inference", "vllm")
 SAMPLER = (
@@ -137,10 +150,16 @@ ELSE |= {
     "step",
 }
 EXACT = {
-    "lp": "logp", "totals": "totals", "dp_size": "ranks", "world_size": "ranks", "num_ranks": "ranks",
-    "num_micro_batches": "parts", "n_micro_batches": "parts", "gradient_accumulation_steps": "parts",
+    "lp": "logp",
+    "totals": "totals",
+    "dp_size": "ranks",
+    "world_size": "ranks",
+    "num_ranks": "ranks",
+    "num_micro_batches": "parts",
+    "n_micro_batches": "parts",
+    "gradient_accumulation_steps": "parts",
     "grad_accum_steps": "parts",
-}  # fmt: skip
+}
 
 
 def words(name: str) -> list[str]:

@@ -87,8 +87,14 @@ def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
         ) from e
 
 
-def read(fn: Callable[..., Any], name: str, role: Callable[[str], str], main: Sequence[str], third: bool = False,
-         spare: Sequence[str] = ()) -> Reading:  # fmt: skip
+def read(
+    fn: Callable[..., Any],
+    name: str,
+    role: Callable[[str], str],
+    main: Sequence[str],
+    third: bool = False,
+    spare: Sequence[str] = (),
+) -> Reading:
     """Which argument has which role; `main` are the roles that it must have, in the
     order of upref's own signature.
 

@@ -442,9 +442,16 @@ def _simplest(m: Match):
     plain = sum(v is not None and k != "beta" for k, v in m.hp.items())
     inert = len(get(m.name).hyperparameters) - len(m.hp)
     return (
-        not m.own, not m.same_kl, not m.same_kl and not get(m.name).kl, m.name.startswith("up("), plain, inert,
-        len(m.hp.keys() - {"beta"}), "anchored" in m.name, m.name,
-    )  # fmt: skip
+        not m.own,
+        not m.same_kl,
+        not m.same_kl and not get(m.name).kl,
+        m.name.startswith("up("),
+        plain,
+        inert,
+        len(m.hp.keys() - {"beta"}),
+        "anchored" in m.name,
+        m.name,
+    )
 
 
 # ---- faults --------------------------------------------------------------------------

@@ -29,6 +29,22 @@ from upref.replay.series import measure_step, series
 from upref.replay.watch import watch
 
 __all__ = [
-    "RecordedBatch", "Recording", "Replay", "advantages", "gap", "heaviest_tokens", "loss", "make_batch",
-    "measure_step", "normalizer", "read", "read_steps", "record", "replay", "series", "watch", "weights", "write",
-]  # fmt: skip
+    "RecordedBatch",
+    "Recording",
+    "Replay",
+    "advantages",
+    "gap",
+    "heaviest_tokens",
+    "loss",
+    "make_batch",
+    "measure_step",
+    "normalizer",
+    "read",
+    "read_steps",
+    "record",
+    "replay",
+    "series",
+    "watch",
+    "weights",
+    "write",
+]

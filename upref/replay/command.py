@@ -31,9 +31,15 @@ def run(args: Any, hp: dict[str, Any]) -> int:
     logged, digits = _number(args.loss)
     last = Last(read_steps(args.files))
     found = replay(
-        last, objective or "", hp=hp, logged=logged, digits=digits,
-        only=args.only.split(",") if args.only else CHECKS, others=args.against, tokenizer=_tokenizer(args.tokenizer),
-    )  # fmt: skip
+        last,
+        objective or "",
+        hp=hp,
+        logged=logged,
+        digits=digits,
+        only=args.only.split(",") if args.only else CHECKS,
+        others=args.against,
+        tokenizer=_tokenizer(args.tokenizer),
+    )
     print(found.json() if args.json else found.text(args.verbose))
     if args.file:
         write_sheet(args.file, found, last.item)

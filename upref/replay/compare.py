@@ -169,12 +169,16 @@ def _row(batch: RecordedBatch, name: str, w: Tensor, ran: Tensor | None) -> Row:
         norm = float(ran.norm() * w.norm())
         cosine = float((ran * w).sum()) / norm if norm else 0.0
     return Row(
-        name=name, dead_positive=_share(w == 0, positive), dead_negative=_share(w == 0, negative),
+        name=name,
+        dead_positive=_share(w == 0, positive),
+        dead_negative=_share(w == 0, negative),
         effective=total**2 / squares if squares else 0.0,
         heaviest=float(inside.topk(count).values.sum()) / total,
-        longest=float(size[longest].sum()) / total / share, turns=_by_turn(batch, size, total),
-        cosine=1.0 if ran is None else cosine, gradient=w,
-    )  # fmt: skip
+        longest=float(size[longest].sum()) / total / share,
+        turns=_by_turn(batch, size, total),
+        cosine=1.0 if ran is None else cosine,
+        gradient=w,
+    )
 
 
 def _share(hit: Tensor, of: Tensor) -> float:
@@ -217,10 +221,18 @@ def heaviest_tokens(
             else float(batch.sampler[i, t].exp())
         )
         token = int(batch.ids[i, t])
-        out.append(HeavyToken(
-            response=i, token=t, id=token, text="" if tokenizer is None else tokenizer.decode([token]),
-            share=float(size[i, t]) / total, weight=float(row.gradient[i, t]),
-            ratio=float((now[i, t] - old[i, t]).clamp(max=30).exp()), old=float(old[i, t].exp()), sampler=sampler,
-            advantage=float(batch.adv[i, t]),
-        ))  # fmt: skip
+        out.append(
+            HeavyToken(
+                response=i,
+                token=t,
+                id=token,
+                text="" if tokenizer is None else tokenizer.decode([token]),
+                share=float(size[i, t]) / total,
+                weight=float(row.gradient[i, t]),
+                ratio=float((now[i, t] - old[i, t]).clamp(max=30).exp()),
+                old=float(old[i, t].exp()),
+                sampler=sampler,
+                advantage=float(batch.adv[i, t]),
+            )
+        )
     return out

@@ -386,12 +386,15 @@ def _numbers(d: Tensor) -> dict[str, float]:
         return zero | {"rho_mean": 1.0, "inverse_mean": 1.0, "effective": 1.0}
     rho = d.clamp(max=LARGE_EXPONENT).exp()
     return {
-        "mean": float(d.mean()), "mean_abs": float(d.abs().mean()), "largest": float(d.abs().max()),
-        "rho_mean": float(rho.mean()), "rho_se": float(((rho - 1) ** 2).sum().sqrt()) / len(d),
+        "mean": float(d.mean()),
+        "mean_abs": float(d.abs().mean()),
+        "largest": float(d.abs().max()),
+        "rho_mean": float(rho.mean()),
+        "rho_se": float(((rho - 1) ** 2).sum().sqrt()) / len(d),
         "inverse_mean": float((-d).clamp(max=LARGE_EXPONENT).exp().mean()),
         "k3": float((d.expm1() - d).clamp(max=1e12).mean()),
         "effective": float(rho.sum() ** 2 / (len(d) * (rho**2).sum())),
-    }  # fmt: skip
+    }
 
 
 def _result(columns: Columns, findings: list[ReplayFinding]) -> Gap:

@@ -176,12 +176,18 @@ def loss(
     if gradient is not None:
         findings += gradient.findings
     return Loss(
-        objective=o.name, logged=logged, value=value, expected=name, found=found, divisor=divisor,
+        objective=o.name,
+        logged=logged,
+        value=value,
+        expected=name,
+        found=found,
+        divisor=divisor,
         gradient="" if gradient is None else gradient.found,
         gradient_factor=None if gradient is None else gradient.factor,
         gradient_tolerance=0.0 if gradient is None else gradient.tolerance,
-        unused=tuple(_unused(step)), findings=tuple(findings),
-    )  # fmt: skip
+        unused=tuple(_unused(step)),
+        findings=tuple(findings),
+    )
 
 
 def _unused(step: StepTerms) -> Iterator[str]:

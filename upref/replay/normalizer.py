@@ -141,9 +141,16 @@ class _Comparison:
                 low, high = _range(factor)
         right = bool(found) and not findings
         return Normalizer(
-            objective=self.step.o.name, expected=found if right else self.expected, found=found, factor=one, low=low,
-            high=high, tokens=tokens, tolerance=self.tolerance, findings=findings,
-        )  # fmt: skip
+            objective=self.step.o.name,
+            expected=found if right else self.expected,
+            found=found,
+            factor=one,
+            low=low,
+            high=high,
+            tokens=tokens,
+            tolerance=self.tolerance,
+            findings=findings,
+        )
 
     def _judge(
         self, factor: Tensor, off: Tensor, one: float | None, numbers: dict[str, Any]

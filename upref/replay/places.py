@@ -57,9 +57,12 @@ def find_shift(c: Columns) -> Undone | None:
         c.x, torch.where(pick, moved.y, c.y), torch.where(pick, moved.mask, c.mask)
     )
     return Undone(
-        "shift", undone, float(own[fits].mean()), float(moved.row_distance()[fits].mean()),
+        "shift",
+        undone,
+        float(own[fits].mean()),
+        float(moved.row_distance()[fits].mean()),
         {"shift": k, "rows": count, "of": int(enough.sum())},
-    )  # fmt: skip
+    )
 
 
 def _shift(c: Columns, k: int) -> Columns:

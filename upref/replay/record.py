@@ -194,10 +194,16 @@ def loss_scale(scaler: Any) -> float:
 
 
 def step_batch(
-    micro_batches: Sequence[Mapping[str, Tensor]], *, step: int, rank: int, logged: Mapping[str, float],
-    meta: Mapping[str, str], gradient_scale: float = 1.0, hints: Mapping[str, str] | None = None,
+    micro_batches: Sequence[Mapping[str, Tensor]],
+    *,
+    step: int,
+    rank: int,
+    logged: Mapping[str, float],
+    meta: Mapping[str, str],
+    gradient_scale: float = 1.0,
+    hints: Mapping[str, str] | None = None,
     file: str = "the recorded step",
-) -> RecordedBatch:  # fmt: skip
+) -> RecordedBatch:
     """Join the micro-batches of one step and rank.
 
     Args:

@@ -94,17 +94,25 @@ class Replay(Result):
     def json(self) -> str:
         steps = [
             {
-                "step": s.step, "summary": s.summary, "not_run": s.not_run,
-                "sampler": _data(s.sampler), "advantages": _data(s.advantages), "loss": _data(s.loss),
+                "step": s.step,
+                "summary": s.summary,
+                "not_run": s.not_run,
+                "sampler": _data(s.sampler),
+                "advantages": _data(s.advantages),
+                "loss": _data(s.loss),
                 "findings": [asdict(f) | {"text": str(f)} for f in s.findings],
-            } for s in self.steps
-        ]  # fmt: skip
+            }
+            for s in self.steps
+        ]
         whole = {
-            "ok": bool(self), "status": self.status, "objective": self.objective, "steps": steps,
+            "ok": bool(self),
+            "status": self.status,
+            "objective": self.objective,
+            "steps": steps,
             "series": _data(self.series),
             "table": _data(self.table),
             "heaviest": [asdict(t) for t in self.heaviest],
-        }  # fmt: skip
+        }
         return json.dumps(plain(whole), indent=1, ensure_ascii=False)
 
     def text(self, verbose: bool = False) -> str:

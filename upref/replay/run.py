@@ -24,10 +24,16 @@ CORRECTIONS = ("tis", "icepop", "mis")
 
 
 def replay(
-    batches: Iterable[RecordedBatch], objective: str | Objective = "", *, hp: Mapping[str, Any] | None = None,
-    logged: float | None = None, digits: float = 0.0, only: Iterable[str] = CHECKS, others: Iterable[str] = (),
+    batches: Iterable[RecordedBatch],
+    objective: str | Objective = "",
+    *,
+    hp: Mapping[str, Any] | None = None,
+    logged: float | None = None,
+    digits: float = 0.0,
+    only: Iterable[str] = CHECKS,
+    others: Iterable[str] = (),
     tokenizer: Any = None,
-) -> Replay:  # fmt: skip
+) -> Replay:
     """Check the recorded batches of a run, one step in memory at a time.
 
     Args:
@@ -84,9 +90,14 @@ def _objective(objective: str | Objective) -> Objective | None:
 
 
 def _check(
-    batch: RecordedBatch, position: int, o: Objective | None, hp: dict[str, Any], logged: float | None, digits: float,
+    batch: RecordedBatch,
+    position: int,
+    o: Objective | None,
+    hp: dict[str, Any],
+    logged: float | None,
+    digits: float,
     chosen: tuple[str, ...],
-) -> StepChecks:  # fmt: skip
+) -> StepChecks:
     expect_batch(batch, "replay")
     done: dict[str, Any] = dict.fromkeys(CHECKS)
     not_run: dict[str, str] = {}
@@ -127,9 +138,13 @@ def _check(
 
 
 def _table(
-    batch: RecordedBatch, o: Objective | None, hp: dict[str, Any], chosen: tuple[str, ...], others: list[Objective],
+    batch: RecordedBatch,
+    o: Objective | None,
+    hp: dict[str, Any],
+    chosen: tuple[str, ...],
+    others: list[Objective],
     tokenizer: Any,
-) -> tuple[Weights | None, tuple[HeavyToken, ...]]:  # fmt: skip
+) -> tuple[Weights | None, tuple[HeavyToken, ...]]:
     """The objectives on the last step, and its heaviest tokens; nothing where a column
     is missing.
     """

@@ -183,6 +183,12 @@ class RecordedBatch:
         if group is not None and bool((group.unique(return_counts=True)[1] == 1).any()):
             group = None  # the rest of the group was dropped, or lies in another file
         return Rollouts(
-            logp=old if b.now is None else b.now, logp_old=old, adv=b.adv, mask=b.mask, group=group, logp_ref=b.ref,
-            entropy=b.entropy, logp_sampler=mu,
-        )  # fmt: skip
+            logp=old if b.now is None else b.now,
+            logp_old=old,
+            adv=b.adv,
+            mask=b.mask,
+            group=group,
+            logp_ref=b.ref,
+            entropy=b.entropy,
+            logp_sampler=mu,
+        )

@@ -87,9 +87,18 @@ class StepTerms:
     def _loss(self, logp: Tensor) -> Tensor:
         b = self.b
         J = self.o.J(
-            logp, b.logp_old, b.adv, b.mask, b.group, b.logp_ref, b.entropy, b.totals, self.correction, b.logp_sampler,
+            logp,
+            b.logp_old,
+            b.adv,
+            b.mask,
+            b.group,
+            b.logp_ref,
+            b.entropy,
+            b.totals,
+            self.correction,
+            b.logp_sampler,
             **self.hp,
-        )  # fmt: skip
+        )
         return -self.scale * J
 
     # ---- the same terms under other counts -------------------------------------------

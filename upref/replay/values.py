@@ -208,7 +208,11 @@ def find_floor(c: Columns) -> Undone | None:
                     if name == "sampler"
                     else Columns(held, limited, c.mask)
                 )
-                numbers = {"column": name, "value": float(value), "tokens": int(tied.sum()),
-                           "side": "floor" if lowest else "ceiling"}  # fmt: skip
+                numbers = {
+                    "column": name,
+                    "value": float(value),
+                    "tokens": int(tied.sum()),
+                    "side": "floor" if lowest else "ceiling",
+                }
                 return Undone("floor", undone, c.distance(), undone.distance(), numbers)
     return None

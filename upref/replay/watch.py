@@ -52,9 +52,14 @@ ON_FAIL = ("stop", "warn")
 
 
 def watch(
-    trainer: Any, objective: str | Objective, *, every: int = EVERY, folder: str | Path = "", on_fail: str = "stop",
+    trainer: Any,
+    objective: str | Objective,
+    *,
+    every: int = EVERY,
+    folder: str | Path = "",
+    on_fail: str = "stop",
     **hp: Any,
-) -> Recording:  # fmt: skip
+) -> Recording:
     """Judge optimizer steps of a trainer while it trains. Call it on every rank.
 
     Args:
@@ -160,9 +165,12 @@ class Watch:
 def _of_gap(found: Gap) -> dict[str, float]:
     cause = found.findings[0].cause if found.findings else ""
     return {
-        "rho_mean": found.rho_mean, "gap_k3": found.k3, "gap_mean_abs": found.mean_abs,
-        "effective": found.effective, "gap_cause": float(1 + CAUSES.index(cause)) if cause else 0.0,
-    }  # fmt: skip
+        "rho_mean": found.rho_mean,
+        "gap_k3": found.k3,
+        "gap_mean_abs": found.mean_abs,
+        "effective": found.effective,
+        "gap_cause": float(1 + CAUSES.index(cause)) if cause else 0.0,
+    }
 
 
 def joined(batch: RecordedBatch, group: Any = None) -> RecordedBatch:

@@ -10,6 +10,15 @@ from upref.step.reference import Functions, TorchModel
 from upref.step.rows import Row
 
 __all__ = [
-    "Functions", "Recorded", "Row", "Step", "StepIdentification", "StepReport", "TorchModel", "check_recorded",
-    "check_step", "identify_step", "record_step",
-]  # fmt: skip
+    "Functions",
+    "Recorded",
+    "Row",
+    "Step",
+    "StepIdentification",
+    "StepReport",
+    "TorchModel",
+    "check_recorded",
+    "check_step",
+    "identify_step",
+    "record_step",
+]

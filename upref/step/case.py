@@ -200,13 +200,22 @@ def _longest(rows: Sequence[Row]) -> list[int]:
 
 
 def meant(
-    objective, hp, temperature, beta=0.0, entropy_coef=0.0, z_loss_coef=0.0, clip=None, scale=1.0
-) -> Goal:  # fmt: skip
+    objective,
+    hp,
+    temperature,
+    beta=0.0,
+    entropy_coef=0.0,
+    z_loss_coef=0.0,
+    clip=None,
+    scale=1.0,
+) -> Goal:
     """The goal, its numbers checked."""
     o = objective if isinstance(objective, Objective) else get(objective)
     if "group" in o.reads:
-        raise InputError(f"{o.name} needs {o.needs[0]} and its share of the group, which rounding decides on the "
-                         "random models of a step check: check the loss with upref.check.")  # fmt: skip
+        raise InputError(
+            f"{o.name} needs {o.needs[0]} and its share of the group, which rounding decides on the "
+            "random models of a step check: check the loss with upref.check."
+        )
     if (
         isinstance(temperature, bool)
         or not isinstance(temperature, int | float)

@@ -269,11 +269,16 @@ def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, Tensor]]:
     }.items():
         if len(its := x[gone].unique()) == 1 and not (x[left] == its).any():
             yield words.format(float(its)), x == its
-    features = {"tokens behind the first {:g} of a row": place, "tokens behind the first {:g} of a response": at,
-                "tokens before place {:g} of a row": -place,
-                "tokens with a log r above {:g} or below -{:g}": log_r.abs(), "tokens with a log r above {:g}": log_r,
-                "tokens with a log r below -{:g}": -log_r, "tokens with an advantage above {:g}": r.adv,
-                "tokens with an advantage below -{:g}": -r.adv}  # fmt: skip
+    features = {
+        "tokens behind the first {:g} of a row": place,
+        "tokens behind the first {:g} of a response": at,
+        "tokens before place {:g} of a row": -place,
+        "tokens with a log r above {:g} or below -{:g}": log_r.abs(),
+        "tokens with a log r above {:g}": log_r,
+        "tokens with a log r below -{:g}": -log_r,
+        "tokens with an advantage above {:g}": r.adv,
+        "tokens with an advantage below -{:g}": -r.adv,
+    }
     for words, x in features.items():
         low, high = float(x[left].max()), float(x[gone].min())
         if (limit := between(low, high)) is not None:

@@ -103,12 +103,26 @@ class Draw:
 
 @restores_state
 def check_step(
-    step: Callable[[Any, list[Row]], Any], model: Any, objective: str | Objective, *, temperature: float,
-    rows: Sequence[Row] | None = None, beta: float = 0.0, entropy_coef: float = 0.0, z_loss_coef: float = 0.0,
-    clip: float | None = None, scale: float = 1.0, without: Sequence[str] = (), stir: bool = True, seed: int = 0,
-    group_size: int | None = None, rewards: Sequence[float] | None = None,
-    advantages: Sequence[float] | Callable[[Tensor, Tensor], Tensor] | None = None, explain: bool = True, **hp: Any,
-) -> StepReport:  # fmt: skip
+    step: Callable[[Any, list[Row]], Any],
+    model: Any,
+    objective: str | Objective,
+    *,
+    temperature: float,
+    rows: Sequence[Row] | None = None,
+    beta: float = 0.0,
+    entropy_coef: float = 0.0,
+    z_loss_coef: float = 0.0,
+    clip: float | None = None,
+    scale: float = 1.0,
+    without: Sequence[str] = (),
+    stir: bool = True,
+    seed: int = 0,
+    group_size: int | None = None,
+    rewards: Sequence[float] | None = None,
+    advantages: Sequence[float] | Callable[[Tensor, Tensor], Tensor] | None = None,
+    explain: bool = True,
+    **hp: Any,
+) -> StepReport:
     """Check whether a training step computes the gradient of an objective.
 
     The reference is g = -∇_θ (J - β KL + c H) at the given temperature: one unpadded
@@ -222,11 +236,21 @@ def _check(
 
 @restores_state
 def check_recorded(
-    seen: Recorded, rows: Sequence[Row] | Sequence[Sequence[Row]], objective: str | Objective, *, temperature: float,
-    beta: float = 0.0, entropy_coef: float = 0.0, z_loss_coef: float = 0.0, clip: float | None = None,
-    scale: float = 1.0, without: Sequence[str] = (), bound: float | torch.dtype | None = None, explain: bool = True,
+    seen: Recorded,
+    rows: Sequence[Row] | Sequence[Sequence[Row]],
+    objective: str | Objective,
+    *,
+    temperature: float,
+    beta: float = 0.0,
+    entropy_coef: float = 0.0,
+    z_loss_coef: float = 0.0,
+    clip: float | None = None,
+    scale: float = 1.0,
+    without: Sequence[str] = (),
+    bound: float | torch.dtype | None = None,
+    explain: bool = True,
     **hp: Any,
-) -> StepReport:  # fmt: skip
+) -> StepReport:
     """Check the optimizer steps that `record_step` recorded.
 
     Args:
@@ -309,18 +333,32 @@ def check_recorded(
         if all(k in r.not_reached for r in reports)
     }
     return replace(
-        worst, loss=f"{len(reports)} steps", findings=findings, exercised=reports[0].exercised,
-        unexercised=reports[0].unexercised, at_bound=sum(r.at_bound for r in reports),
-        other_side=sum(r.other_side for r in reports), not_reached=never, reach=reports[0].reach,
-    )  # fmt: skip
+        worst,
+        loss=f"{len(reports)} steps",
+        findings=findings,
+        exercised=reports[0].exercised,
+        unexercised=reports[0].unexercised,
+        at_bound=sum(r.at_bound for r in reports),
+        other_side=sum(r.other_side for r in reports),
+        not_reached=never,
+        reach=reports[0].reach,
+    )
 
 
 # ---- the verdict ---------------------------------------------------------------------
 def _report(
-    name: str, goal: Goal, case: Case, found: Gradient, passes: int, bound: float, start: float,
-    again: Callable[[], Gradient] | None = None, half: torch.dtype | None = None, explain: bool = True,
+    name: str,
+    goal: Goal,
+    case: Case,
+    found: Gradient,
+    passes: int,
+    bound: float,
+    start: float,
+    again: Callable[[], Gradient] | None = None,
+    half: torch.dtype | None = None,
+    explain: bool = True,
     second: Callable[[], Draw] | None = None,
-) -> StepReport:  # fmt: skip
+) -> StepReport:
     it = compared(goal, case, found, bound)
     goal, error = it.goal, it.error
     assumptions = [f"allowed error of the gradient: {bound:.2g} of its norm"]
@@ -329,8 +367,10 @@ def _report(
         assumptions.append(f"tokens are counted {where}")
     if it.at_bound:
         what = "responses" if goal.o.level in REDUCE else "tokens"
-        assumptions.append(f"{what} within {case.shift:.2g} of a clip bound, which rounding may cross: {it.at_bound}; "
-                        f"either side is right, and on another side than float64: {it.other_side}")  # fmt: skip
+        assumptions.append(
+            f"{what} within {case.shift:.2g} of a clip bound, which rounding may cross: {it.at_bound}; "
+            f"either side is right, and on another side than float64: {it.other_side}"
+        )
     findings: list[Finding] = []
     if half:
         kind = str(half).removeprefix("torch.")
@@ -390,12 +430,24 @@ def _report(
         else "ok"
     }
     return StepReport(
-        name, goal.o.name, hp, findings, "", assumptions, ran, {"gradient, relative": bound},
-        time.perf_counter() - start, error=error, exercised=said, unexercised=unexercised,
-        at_bound=it.at_bound, other_side=it.other_side, reach=reach(goal, case.forward, case.b),
+        name,
+        goal.o.name,
+        hp,
+        findings,
+        "",
+        assumptions,
+        ran,
+        {"gradient, relative": bound},
+        time.perf_counter() - start,
+        error=error,
+        exercised=said,
+        unexercised=unexercised,
+        at_bound=it.at_bound,
+        other_side=it.other_side,
+        reach=reach(goal, case.forward, case.b),
         not_reached=_not_reached(goal, case, bound, it),
         computed_in=str(half).removeprefix("torch.") if half else "",
-    )  # fmt: skip
+    )
 
 
 def _diagnosed(first: Draw, second: Callable[[], Draw] | None) -> list[Finding]:

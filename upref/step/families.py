@@ -14,8 +14,15 @@ from upref.errors import InputError, importing
 
 V = 96  # tokens of the vocabulary
 END = 2  # ends a sequence, and pads it
-SMALL = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=END,
-             bos_token_id=1, eos_token_id=END)  # fmt: skip
+SMALL = dict(
+    vocab_size=V,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    pad_token_id=END,
+    bos_token_id=1,
+    eos_token_id=END,
+)
 GATED = SMALL | dict(
     intermediate_size=48, num_key_value_heads=2, max_position_embeddings=512
 )
@@ -41,40 +48,138 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", GATED),
     "mistral": ("Mistral", GATED | HEADS | dict(sliding_window=6)),
     "gemma": ("Gemma", GATED | HEADS),
-    "gemma2": ("Gemma2", GATED | HEADS | dict(final_logit_softcapping=2.0, attn_logit_softcapping=1.5, sliding_window=6,
-                                              query_pre_attn_scalar=8)),
-    "gemma3": ("Gemma3", GATED | HEADS | dict(final_logit_softcapping=2.0, sliding_window=6, query_pre_attn_scalar=8)),
-    "phi": ("Phi", GATED | dict(resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0)),
+    "gemma2": (
+        "Gemma2",
+        GATED
+        | HEADS
+        | dict(
+            final_logit_softcapping=2.0,
+            attn_logit_softcapping=1.5,
+            sliding_window=6,
+            query_pre_attn_scalar=8,
+        ),
+    ),
+    "gemma3": (
+        "Gemma3",
+        GATED
+        | HEADS
+        | dict(final_logit_softcapping=2.0, sliding_window=6, query_pre_attn_scalar=8),
+    ),
+    "phi": (
+        "Phi",
+        GATED | dict(resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0),
+    ),
     "phi3": ("Phi3", GATED),
     "cohere": ("Cohere", GATED | dict(logit_scale=0.25)),
     "cohere2": ("Cohere2", GATED | HEADS | dict(logit_scale=0.25, sliding_window=6)),
-    "granite": ("Granite", GATED | dict(logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.7)),
+    "granite": (
+        "Granite",
+        GATED
+        | dict(logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.7),
+    ),
     "olmo2": ("Olmo2", GATED),
     "stablelm": ("StableLm", GATED),
-    "starcoder2": ("Starcoder2", GATED | dict(residual_dropout=0.0, embedding_dropout=0.0)),
+    "starcoder2": (
+        "Starcoder2",
+        GATED | dict(residual_dropout=0.0, embedding_dropout=0.0),
+    ),
     "smollm3": ("SmolLM3", GATED),
     "glm4": ("Glm4", GATED | HEADS),
     "gpt2": ("GPT2", GPT2),
-    "gpt_neox": ("GPTNeoX", SMALL | dict(intermediate_size=48, max_position_embeddings=512)),
+    "gpt_neox": (
+        "GPTNeoX",
+        SMALL | dict(intermediate_size=48, max_position_embeddings=512),
+    ),
     "gptj": ("GPTJ", GPT2 | dict(rotary_dim=4)),
     "codegen": ("CodeGen", GPT2 | dict(rotary_dim=4)),
-    "opt": ("OPT", SMALL | dict(ffn_dim=48, max_position_embeddings=512, word_embed_proj_dim=32, dropout=0.0)),
-    "bloom": ("Bloom", dict(vocab_size=V, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0,
-                            attention_dropout=0.0, bos_token_id=1, eos_token_id=END, pad_token_id=END)),
-    "falcon": ("Falcon", SMALL | dict(hidden_dropout=0.0, attention_dropout=0.0, new_decoder_architecture=False)),
-    "mpt": ("Mpt", dict(vocab_size=V, d_model=32, n_layers=2, n_heads=4, expansion_ratio=2, max_seq_len=512,
-                        bos_token_id=1, eos_token_id=END)),
-    "mamba2": ("Mamba2", dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=8, head_dim=8, num_heads=8,
-                              n_groups=1, chunk_size=8, pad_token_id=END, bos_token_id=1, eos_token_id=END)),
-    "falcon_h1": ("FalconH1", GATED | HEADS | dict(mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8,
-                                                   mamba_n_groups=1, mamba_chunk_size=8, lm_head_multiplier=0.4)),
-    "recurrent_gemma": ("RecurrentGemma", SMALL | HEADS | dict(
-        intermediate_size=48, num_key_value_heads=1, lru_width=32, attention_window_size=64, logits_soft_cap=2.0,
-        block_types=["recurrent", "attention"])),
+    "opt": (
+        "OPT",
+        SMALL
+        | dict(
+            ffn_dim=48, max_position_embeddings=512, word_embed_proj_dim=32, dropout=0.0
+        ),
+    ),
+    "bloom": (
+        "Bloom",
+        dict(
+            vocab_size=V,
+            hidden_size=32,
+            n_layer=2,
+            n_head=4,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            bos_token_id=1,
+            eos_token_id=END,
+            pad_token_id=END,
+        ),
+    ),
+    "falcon": (
+        "Falcon",
+        SMALL
+        | dict(
+            hidden_dropout=0.0, attention_dropout=0.0, new_decoder_architecture=False
+        ),
+    ),
+    "mpt": (
+        "Mpt",
+        dict(
+            vocab_size=V,
+            d_model=32,
+            n_layers=2,
+            n_heads=4,
+            expansion_ratio=2,
+            max_seq_len=512,
+            bos_token_id=1,
+            eos_token_id=END,
+        ),
+    ),
+    "mamba2": (
+        "Mamba2",
+        dict(
+            vocab_size=V,
+            hidden_size=32,
+            num_hidden_layers=2,
+            state_size=8,
+            head_dim=8,
+            num_heads=8,
+            n_groups=1,
+            chunk_size=8,
+            pad_token_id=END,
+            bos_token_id=1,
+            eos_token_id=END,
+        ),
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        GATED
+        | HEADS
+        | dict(
+            mamba_d_ssm=64,
+            mamba_n_heads=8,
+            mamba_d_head=8,
+            mamba_d_state=8,
+            mamba_n_groups=1,
+            mamba_chunk_size=8,
+            lm_head_multiplier=0.4,
+        ),
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        SMALL
+        | HEADS
+        | dict(
+            intermediate_size=48,
+            num_key_value_heads=1,
+            lru_width=32,
+            attention_window_size=64,
+            logits_soft_cap=2.0,
+            block_types=["recurrent", "attention"],
+        ),
+    ),
     "nemotron": ("Nemotron", GATED | HEADS),
     "exaone4": ("Exaone4", GATED | HEADS | dict(sliding_window=6)),
     "helium": ("Helium", GATED | HEADS),
-}  # fmt: skip
+}
 
 
 def tiny(family: str, seed: int = 0, **changes: Any) -> torch.nn.Module:

@@ -121,7 +121,7 @@ class _Feed:
 @contextmanager
 def watched(
     model: nn.Module, steps: list[Step], first: int, weights: bool = True
-) -> Iterator[tuple[list[int], list[list[int]]]]:  # fmt: skip
+) -> Iterator[tuple[list[int], list[list[int]]]]:
     """Append to steps whenever an optimizer steps; yields the counter of backward
     passes, and what was fed since.
     """
@@ -135,8 +135,12 @@ def watched(
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         named = {id(p): n for n, p in unwrapped(model).named_parameters()}
         # what is minimized is then the negative
-        mine = {named[id(p)]: -1 if g.get("maximize") else 1
-                for g in optimizer.param_groups for p in g["params"] if id(p) in named}  # fmt: skip
+        mine = {
+            named[id(p)]: -1 if g.get("maximize") else 1
+            for g in optimizer.param_groups
+            for p in g["params"]
+            if id(p) in named
+        }
         # one optimizer per parameter makes one step together
         if not steps or open_ & mine.keys() or not mine:
             open_.clear()

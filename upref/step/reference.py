@@ -264,8 +264,10 @@ class TorchModel(Model):
             ):  # an operation that cannot be batched
                 yield from super().pulls(z, some, ids)
                 continue
-            each = [p.new_zeros(len(some), p.numel()) if x is None else x.flatten(1)
-                    for p, x in zip(params, g, strict=True)]  # fmt: skip
+            each = [
+                p.new_zeros(len(some), p.numel()) if x is None else x.flatten(1)
+                for p, x in zip(params, g, strict=True)
+            ]
             yield torch.cat(each, 1)
 
 

@@ -80,11 +80,13 @@ class Padded:
         ]
         has = lambda name: all(getattr(r, name) is not None for r in rows)
         return cls(
-            pad([r.old for r in rows]) if has("old") else None, pad(adv),
-            pad([r.trains for r in rows], torch.bool), torch.tensor([r.group for r in rows]),
+            pad([r.old for r in rows]) if has("old") else None,
+            pad(adv),
+            pad([r.trains for r in rows], torch.bool),
+            torch.tensor([r.group for r in rows]),
             pad([r.ref for r in rows]) if has("ref") else None,
             pad([[True] * len(r.response) for r in rows], torch.bool),
-        )  # fmt: skip
+        )
 
     def widened(self) -> "Padded":
         """The same with one more column of padding."""
@@ -153,8 +155,12 @@ def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
 
 
 def made(
-    vocabulary: int, seed: int = 0, without: Sequence[str] = (), end: int | None = None, group_size: int | None = None
-) -> list[Row]:  # fmt: skip
+    vocabulary: int,
+    seed: int = 0,
+    without: Sequence[str] = (),
+    end: int | None = None,
+    group_size: int | None = None,
+) -> list[Row]:
     """Eight responses with distinct tokens and holes in their masks, still without
     log-probabilities.
 
@@ -241,9 +247,16 @@ def make_probable(
 
 
 def sampled(
-    rows: list[Row], lp: list[Tensor], o: Objective, hp: dict[str, Any], *, seed: int = 0, still: bool = False,
-    coarse: bool = False, entropy: list[Tensor] | None = None,
-) -> list[Row]:  # fmt: skip
+    rows: list[Row],
+    lp: list[Tensor],
+    o: Objective,
+    hp: dict[str, Any],
+    *,
+    seed: int = 0,
+    still: bool = False,
+    coarse: bool = False,
+    entropy: list[Tensor] | None = None,
+) -> list[Row]:
     """The rows with old and reference log-probabilities, so that r is on both sides of
     each bound of the objective.
 
@@ -306,7 +319,9 @@ def exercised(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> list
         f"prompts of {min(p)} to {max(p)}" if len({*p}) > 1 else f"prompts of {p[0]}"
     )
     return [
-        f"temperature {temperature:g}", f"{len(rows)} responses of {min(n)} to {max(n)} tokens",
-        prompts, f"{holes} masked response tokens",
+        f"temperature {temperature:g}",
+        f"{len(rows)} responses of {min(n)} to {max(n)} tokens",
+        prompts,
+        f"{holes} masked response tokens",
         f"r != 1 on {100 * sum(moved) / len(moved):.0f} % of the tokens",
-    ]  # fmt: skip
+    ]

@@ -25,8 +25,11 @@ def quick(right: Forward) -> Iterator[Variant]:
     made = lambda t=T, rows=rows, **how: (
         lambda: Forward(right.model, rows, t, z, ids=right.ids, **how)
     )
-    temperatures = {"the temperature is left out (it is 1)": 1.0, "the temperature is applied twice": T * T,
-                    "logits are multiplied by the temperature, not divided": 1 / T}  # fmt: skip
+    temperatures = {
+        "the temperature is left out (it is 1)": 1.0,
+        "the temperature is applied twice": T * T,
+        "logits are multiplied by the temperature, not divided": 1 / T,
+    }
     for words, t in temperatures.items():
         if t != T:
             yield Fault(words, made(t))
@@ -182,13 +185,19 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
     if all(
         x.shape == z.shape for x, z in zip(raw, right.z, strict=False)
     ) and not torch.allclose(raw[0], right.z[0]):
-        yield Fault("the head's raw output is taken: the model's logit scale or softcap is left out",
-                    lambda: again(right, raw))  # fmt: skip
+        yield Fault(
+            "the head's raw output is taken: the model's logit scale or softcap is left out",
+            lambda: again(right, raw),
+        )
         if c := getattr(text_config(net), "final_logit_softcapping", None):
-            yield Fault("the final softcap is x tanh(x / c), not c tanh(x / c)",
-                        lambda: again(right, [x * torch.tanh(x / c) for x in raw]))  # fmt: skip
-            yield Fault("the final softcap is applied twice",
-                        lambda: again(right, [c * torch.tanh(z / c) for z in right.z]))  # fmt: skip
+            yield Fault(
+                "the final softcap is x tanh(x / c), not c tanh(x / c)",
+                lambda: again(right, [x * torch.tanh(x / c) for x in raw]),
+            )
+            yield Fault(
+                "the final softcap is applied twice",
+                lambda: again(right, [c * torch.tanh(z / c) for z in right.z]),
+            )
     if getattr(head, "bias", None) is not None:
         yield Fault(
             "the head's bias is left out", lambda: otherwise(lambda m, h, y: y - m.bias)

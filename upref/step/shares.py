@@ -39,9 +39,15 @@ DIVISOR = 1000
 
 
 def factor_words(
-    goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], tol: float, mask: Tensor | None = None,
+    goal: Goal,
+    rows: Sequence[Row],
+    b: Padded,
+    k: Tensor,
+    dead: list[int],
+    tol: float,
+    mask: Tensor | None = None,
     moving: int = 0,
-) -> tuple[str, Tensor] | None:  # fmt: skip
+) -> tuple[str, Tensor] | None:
     """The aggregation, right or wrong, that gives these factors: in words, and its own
     factors; None where none does.
 
@@ -135,8 +141,13 @@ def _own(goal: Goal, b: Padded) -> tuple[str, Tensor | None]:
 
 
 def aggregations(
-    goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], trained: Tensor | None = None
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    goal: Goal,
+    rows: Sequence[Row],
+    b: Padded,
+    k: Tensor,
+    dead: list[int],
+    trained: Tensor | None = None,
+) -> Iterator[tuple[str, Tensor]]:
     """Words and factor per response, the right one first."""
     own, group = _own(goal, b)
     masked = int((b.here & ~b.mask).sum())

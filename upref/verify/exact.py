@@ -147,9 +147,12 @@ class Form:
 FORMS = {
     "std + eps": Form(lambda v, eps: math.sqrt(v) + eps, lambda d, v: d - math.sqrt(v)),
     "√(var + eps)": Form(lambda v, eps: math.sqrt(v + eps), lambda d, v: d * d - v),
-    "max(std, eps)": Form(lambda v, eps: max(math.sqrt(v), eps), lambda d, v: d,
-                          "a floor: it shrinks the advantages of a group that nearly agrees"),
-}  # fmt: skip
+    "max(std, eps)": Form(
+        lambda v, eps: max(math.sqrt(v), eps),
+        lambda d, v: d,
+        "a floor: it shrinks the advantages of a group that nearly agrees",
+    ),
+}
 
 
 @dataclass(frozen=True)

@@ -399,8 +399,12 @@ def _absolute(key: str, v: Any, now: Any) -> bool:
 def _others(case: Case) -> Iterator[LossFault]:
     o, hp = case.o, case.hp
     if not shape_of(o, hp).free[1.0]:  # it has no log π_θ there yet
-        yield fault(f"it is up({o.name}): log π_θ in place of the clipped ratio where A > 0", "objective",
-                    objective=up(o), hp=hp)  # fmt: skip
+        yield fault(
+            f"it is up({o.name}): log π_θ in place of the clipped ratio where A > 0",
+            "objective",
+            objective=up(o),
+            hp=hp,
+        )
     for name in CORRECTIONS if o.sampler else ():
         p = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", o.name))
         own = {k: v for k, v in hp.items() if k in p.hyperparameters}

@@ -371,9 +371,16 @@ def mutation(case: Case) -> Iterator[Finding]:
 
 
 ORACLES: tuple[Oracle, ...] = (
-    determinism, _pointwise(0, "value", "value"), _pointwise(1, "gradient", "gradient by log_prob"), rows, clamp,
-    expected_value, expected_gradient, stop_gradient, mutation,
-)  # fmt: skip
+    determinism,
+    _pointwise(0, "value", "value"),
+    _pointwise(1, "gradient", "gradient by log_prob"),
+    rows,
+    clamp,
+    expected_value,
+    expected_gradient,
+    stop_gradient,
+    mutation,
+)
 
 
 @restores_state

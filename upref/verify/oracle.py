@@ -52,8 +52,13 @@ class Done(Protocol):
 def untouched(done: Done, cause: str = "") -> Iterator[Finding]:
     """The findings of the oracle `mutation`."""
     for name in sorted(done.wrote):
-        yield fail("mutation", f"{name} is changed in place", "inputs left alone", "other numbers after the call",
-                   cause=cause)  # fmt: skip
+        yield fail(
+            "mutation",
+            f"{name} is changed in place",
+            "inputs left alone",
+            "other numbers after the call",
+            cause=cause,
+        )
     if done.printed:
         yield note("mutation", "it prints")
 

@@ -29,8 +29,16 @@ class Weights:
         """What every weight may be multiplied by, by its name."""
         b, r = self.b, self.r
         n = b.mask.sum(-1, keepdim=True).expand_as(r).to(r.dtype)
-        return {"": torch.ones_like(r), " r": r, " / r": 1 / r, " π_θ": b.logp.exp(), " π_old": b.logp_old.exp(),
-                " |o|": n, " / |o|": 1 / n, " |A|": b.adv.abs().expand_as(r)}  # fmt: skip
+        return {
+            "": torch.ones_like(r),
+            " r": r,
+            " / r": 1 / r,
+            " π_θ": b.logp.exp(),
+            " π_old": b.logp_old.exp(),
+            " |o|": n,
+            " / |o|": 1 / n,
+            " |A|": b.adv.abs().expand_as(r),
+        }
 
 
 def pattern(tested: Weights, shown: Weights, tol: float, by_token: bool) -> str:

@@ -101,11 +101,17 @@ def _legend(fig, x, y):
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea, VPacker
 
     rows: list[dict[str, str]] = [
-        {"Left of each pair: gradient weight dJ/dlp against r at mu = 0.1,": INK, "A = +1 (up)": UP, "and": INK,
-         "A = −1 (down)": DOWN},
-        {r"Right of each pair: Cap at $\pi_\theta$ = $\pi_\mathrm{old}$ = mu against mu.": INK,
-         "Grey: dapo.": "#888888"},
-    ]  # fmt: skip
+        {
+            "Left of each pair: gradient weight dJ/dlp against r at mu = 0.1,": INK,
+            "A = +1 (up)": UP,
+            "and": INK,
+            "A = −1 (down)": DOWN,
+        },
+        {
+            r"Right of each pair: Cap at $\pi_\theta$ = $\pi_\mathrm{old}$ = mu against mu.": INK,
+            "Grey: dapo.": "#888888",
+        },
+    ]
     style = lambda color: {
         "color": color,
         "fontsize": 10.5,

@@ -149,9 +149,14 @@ for _i, _kind in enumerate(("", *MOSTLY)):
     for _j, _B in enumerate(WIDE):
         _T = WIDE[(_i + _j) % len(WIDE)]
         AXES[f"{_B} x {_T}{_kind and f', {_kind}'}"] = replace(
-            _TWO, words=CROSSED, lengths=(1, _T // 3, _T), rows=_B, mostly=_kind, width=_T,
+            _TWO,
+            words=CROSSED,
+            lengths=(1, _T // 3, _T),
+            rows=_B,
+            mostly=_kind,
+            width=_T,
             single="alone" if (_i + _j // 2) % 2 else "",
-        )  # fmt: skip
+        )
 _ALL = replace(
     _TWO,
     words=f"all at once, in {WIDE[3]} responses of up to 640 tokens, {LARGE}, in float64 and in float32",

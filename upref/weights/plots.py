@@ -36,16 +36,35 @@ PALETTE = [
 RAMP = ["#F4F8FB", "#C3DCEC", "#7FB6D6", "#3A86B7", "#0F5587", "#08304F"]  # Cap 0 to 1
 DEAD = ["#EDEDED", "#B5B5B5"]  # where Cap is 0: ground and hatching
 GREEK = {
-    "eps": "ε", "eps_low": r"ε$_\mathrm{low}$", "eps_high": r"ε$_\mathrm{high}$", "delta": "δ", "lam": "λ",
-    "tau": "τ", "tau_pos": "τ$_+$", "tau_neg": "τ$_-$",
-    "c1_pos": "c$_{1+}$", "c2_pos": "c$_{2+}$", "c1_neg": "c$_{1-}$", "c2_neg": "c$_{2-}$",
-}  # fmt: skip
+    "eps": "ε",
+    "eps_low": r"ε$_\mathrm{low}$",
+    "eps_high": r"ε$_\mathrm{high}$",
+    "delta": "δ",
+    "lam": "λ",
+    "tau": "τ",
+    "tau_pos": "τ$_+$",
+    "tau_neg": "τ$_-$",
+    "c1_pos": "c$_{1+}$",
+    "c2_pos": "c$_{2+}$",
+    "c1_neg": "c$_{1-}$",
+    "c2_neg": "c$_{2-}$",
+}
 STYLE: Any = {
-    "font.family": "DejaVu Sans", "font.size": 9, "mathtext.fontset": "dejavusans", "hatch.linewidth": 0.5,
-    "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": "#666666", "axes.linewidth": 0.6,
-    "xtick.color": "#444444", "xtick.major.width": 0.6, "xtick.major.size": 2.5,
-    "ytick.color": "#444444", "ytick.major.width": 0.6, "ytick.major.size": 2.5,
-}  # fmt: skip
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "mathtext.fontset": "dejavusans",
+    "hatch.linewidth": 0.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#666666",
+    "axes.linewidth": 0.6,
+    "xtick.color": "#444444",
+    "xtick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.color": "#444444",
+    "ytick.major.width": 0.6,
+    "ytick.major.size": 2.5,
+}
 # half-width of a ratio axis in log r, unless the objective's window is much narrower
 WIDE = float(np.log(6))
 LEAST = 1e-4  # the lowest probability of a logarithmic Cap map

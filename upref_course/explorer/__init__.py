@@ -65,12 +65,16 @@ def data() -> str:
     from upref_course.explorer.formulas import formulas, left_out
 
     colours = {"palette": plots.PALETTE, "ramp": plots.RAMP, "dead": plots.DEAD}
-    return "\n".join([
-        f"const VERSION = {_json(__version__)};",
-        f"const COLORS = {_json(colours)};",
-        f"const LEFT_OUT = {_json(left_out())};",
-        "const OBJECTIVES = {\n" + ",\n".join(f"{_json(n)}: {_record(r)}" for n, r in formulas().items()) + "\n};",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"const VERSION = {_json(__version__)};",
+            f"const COLORS = {_json(colours)};",
+            f"const LEFT_OUT = {_json(left_out())};",
+            "const OBJECTIVES = {\n"
+            + ",\n".join(f"{_json(n)}: {_record(r)}" for n, r in formulas().items())
+            + "\n};",
+        ]
+    )
 
 
 def _record(r: dict) -> str:

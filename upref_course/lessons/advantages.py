@@ -34,53 +34,103 @@ in_order = lambda R, g: group_norm(
 )
 
 EXERCISE = Exercise(
-    number=2, slug="baselines-and-groups", title="better than what?", function="advantages", value=True,
+    number=2,
+    slug="baselines-and-groups",
+    title="better than what?",
+    function="advantages",
+    value=True,
     right=group_norm,
     proof=lambda fn: check_advantages(fn, "group_norm", skip=("singletons",), ddof=1),
     batches=(
         batch("one prompt, one right answer and one wrong", [1.0, 0.0], [0, 0]),
-        batch("one prompt, all answers right: none is better than the others", [1.0, 1.0], [0, 0]),
+        batch(
+            "one prompt, all answers right: none is better than the others",
+            [1.0, 1.0],
+            [0, 0],
+        ),
         batch("one prompt, one of three answers right", [0.0, 1.0, 0.0], [5, 5, 5]),
-        batch("an easy prompt and a hard one", [1.0, 1.0, 0.0, 0.0, 0.0, 1.0], [0, 0, 0, 1, 1, 1]),
-        batch("two prompts whose answers come in turns", [1.0, 0.0, 3.0, 4.0, 0.0, 2.0], [0, 1, 0, 1, 0, 1]),
+        batch(
+            "an easy prompt and a hard one",
+            [1.0, 1.0, 0.0, 0.0, 0.0, 1.0],
+            [0, 0, 0, 1, 1, 1],
+        ),
+        batch(
+            "two prompts whose answers come in turns",
+            [1.0, 0.0, 3.0, 4.0, 0.0, 2.0],
+            [0, 1, 0, 1, 0, 1],
+        ),
     ),
     faults=(
-        Fault("there is no baseline: the rewards are divided, nothing is subtracted",
-              in_groups(lambda R: R / (R.std() + EPS)),
-              hint="better than what? Take away the mean reward of the same prompt first."),
-        Fault("the deviation of all prompts, not of each",
-              lambda R, g: each(R, g, lambda x: x - x.mean()) / (R.std() + EPS),
-              hint="you take away each prompt's own mean; divide by each prompt's own deviation, too."),
-        Fault("one mean for all prompts", everywhere(lambda R: (R - R.mean()) / (R.std() + EPS)),
-              hint="hard prompts are compared with easy ones. Which rewards share its number in `group`?"),
-        Fault("one mean for all prompts, though each has its own deviation",
-              lambda R, g: each(R - R.mean(), g, lambda x: x / (x.std() + EPS)),
-              hint="take away the mean of the rewards that share its number in `group`."),
-        Fault("the answers are taken in the order in which they come", in_order,
-              hint="answers of one prompt need not stand together: `group == g` says where they are."),
-        Fault("nothing is divided: this is Dr. GRPO's advantage (liu2025understanding)",
-              in_groups(lambda R: R - R.mean()),
-              hint="a fine advantage, but the exercise asks for group_norm: divide by the deviation of the group plus "
-                   "1e-6."),
-        Fault("the variance where the standard deviation belongs",
-              in_groups(lambda R: (R - R.mean()) / (R.var() + EPS)),
-              hint="rewards ten times as large should give the same advantages. Do yours? torch.std is the root of "
-                   "torch.var."),
-        Fault("the deviation divides by G, not by G - 1",
-              in_groups(lambda R: (R - R.mean()) / (R.std(correction=0) + EPS)),
-              hint="both are used in the field. The exercise asks for torch.std as it comes, without correction=0."),
-        Fault("0/0: a group of equal rewards has no deviation", in_groups(lambda R: (R - R.mean()) / R.std()),
-              hint="add a small number to the denominator, 1e-6: x / (deviation + 1e-6), in brackets."),
-        Fault("only the mean is divided: brackets are missing around reward - mean",
-              in_groups(lambda R: R - R.mean() / (R.std() + EPS)), hint="a - b / c is a - (b / c)."),
-        Fault("the sign: answers worse than the mean come out positive",
-              in_groups(lambda R: (R.mean() - R) / (R.std() + EPS)), hint="an advantage is the reward minus the mean."),
-        Fault("each response's baseline is the mean of the others, not of the whole group",
-              in_groups(lambda R: (R - (R.sum() - R) / max(len(R) - 1, 1)) / (R.std() + EPS)),
-              hint="that is RLOO's baseline (ahmadian2024back); here the response itself is counted in the mean."),
-        Fault("the baseline is the median", in_groups(lambda R: (R - R.median()) / (R.std() + EPS)),
-              hint="only the mean makes the advantages of a group add up to 0."),
+        Fault(
+            "there is no baseline: the rewards are divided, nothing is subtracted",
+            in_groups(lambda R: R / (R.std() + EPS)),
+            hint="better than what? Take away the mean reward of the same prompt first.",
+        ),
+        Fault(
+            "the deviation of all prompts, not of each",
+            lambda R, g: each(R, g, lambda x: x - x.mean()) / (R.std() + EPS),
+            hint="you take away each prompt's own mean; divide by each prompt's own deviation, too.",
+        ),
+        Fault(
+            "one mean for all prompts",
+            everywhere(lambda R: (R - R.mean()) / (R.std() + EPS)),
+            hint="hard prompts are compared with easy ones. Which rewards share its number in `group`?",
+        ),
+        Fault(
+            "one mean for all prompts, though each has its own deviation",
+            lambda R, g: each(R - R.mean(), g, lambda x: x / (x.std() + EPS)),
+            hint="take away the mean of the rewards that share its number in `group`.",
+        ),
+        Fault(
+            "the answers are taken in the order in which they come",
+            in_order,
+            hint="answers of one prompt need not stand together: `group == g` says where they are.",
+        ),
+        Fault(
+            "nothing is divided: this is Dr. GRPO's advantage (liu2025understanding)",
+            in_groups(lambda R: R - R.mean()),
+            hint="a fine advantage, but the exercise asks for group_norm: divide by the deviation of the group plus "
+            "1e-6.",
+        ),
+        Fault(
+            "the variance where the standard deviation belongs",
+            in_groups(lambda R: (R - R.mean()) / (R.var() + EPS)),
+            hint="rewards ten times as large should give the same advantages. Do yours? torch.std is the root of "
+            "torch.var.",
+        ),
+        Fault(
+            "the deviation divides by G, not by G - 1",
+            in_groups(lambda R: (R - R.mean()) / (R.std(correction=0) + EPS)),
+            hint="both are used in the field. The exercise asks for torch.std as it comes, without correction=0.",
+        ),
+        Fault(
+            "0/0: a group of equal rewards has no deviation",
+            in_groups(lambda R: (R - R.mean()) / R.std()),
+            hint="add a small number to the denominator, 1e-6: x / (deviation + 1e-6), in brackets.",
+        ),
+        Fault(
+            "only the mean is divided: brackets are missing around reward - mean",
+            in_groups(lambda R: R - R.mean() / (R.std() + EPS)),
+            hint="a - b / c is a - (b / c).",
+        ),
+        Fault(
+            "the sign: answers worse than the mean come out positive",
+            in_groups(lambda R: (R.mean() - R) / (R.std() + EPS)),
+            hint="an advantage is the reward minus the mean.",
+        ),
+        Fault(
+            "each response's baseline is the mean of the others, not of the whole group",
+            in_groups(
+                lambda R: (R - (R.sum() - R) / max(len(R) - 1, 1)) / (R.std() + EPS)
+            ),
+            hint="that is RLOO's baseline (ahmadian2024back); here the response itself is counted in the mean.",
+        ),
+        Fault(
+            "the baseline is the median",
+            in_groups(lambda R: (R - R.median()) / (R.std() + EPS)),
+            hint="only the mean makes the advantages of a group add up to 0.",
+        ),
     ),
     notice="a group whose answers are all right, or all wrong, teaches nothing: every advantage is 0. "
     "DAPO (yu2025dapo) keeps sampling until no such group is left.",
-)  # fmt: skip
+)

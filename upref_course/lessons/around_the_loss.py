@@ -10,9 +10,14 @@ from upref_course.exercise import Batch, Exercise
 
 
 def step(
-    shift: int = 1, heat: Callable = lambda x, T: x / T, over: Callable = lambda trains, tokens: tokens,
-    mask: Callable = lambda m: m, before: Callable = lambda old, lp: old, high: float = 1.28, sign: float = -1.0,
-) -> Callable[..., Tensor]:  # fmt: skip
+    shift: int = 1,
+    heat: Callable = lambda x, T: x / T,
+    over: Callable = lambda trains, tokens: tokens,
+    mask: Callable = lambda m: m,
+    before: Callable = lambda old, lp: old,
+    high: float = 1.28,
+    sign: float = -1.0,
+) -> Callable[..., Tensor]:
     """The loss of a response, with switches for what goes wrong; without them, right."""
 
     def loss(logits, ids, prompt, trains, old, A, tokens, temperature):
@@ -44,10 +49,19 @@ def batch(
     )
     # log r, on both sides of the clip
     away = torch.tensor([0.1, 0.22, 0.4, -0.5])[: len(lp)]
-    return Batch(shows, {
-        "logits": logits.round(decimals=2), "ids": torch.tensor(ids), "prompt": prompt, "trains": torch.tensor(trains),
-        "old": (lp - away).round(decimals=3), "A": A, "tokens": tokens, "temperature": T,
-    })  # fmt: skip
+    return Batch(
+        shows,
+        {
+            "logits": logits.round(decimals=2),
+            "ids": torch.tensor(ids),
+            "prompt": prompt,
+            "trains": torch.tensor(trains),
+            "old": (lp - away).round(decimals=3),
+            "A": A,
+            "tokens": tokens,
+            "temperature": T,
+        },
+    )
 
 
 def proof(loss: Callable[..., Tensor]) -> Any:
@@ -61,8 +75,16 @@ def proof(loss: Callable[..., Tensor]) -> Any:
         tokens = sum(sum(r.trains) for r in rows)
         for r in rows:
             ids = torch.tensor(r.ids)
-            loss(model(ids[None])[0], ids, len(r.prompt), torch.tensor(r.trains), torch.tensor(r.old), r.adv, tokens,
-                 0.7).backward()  # fmt: skip
+            loss(
+                model(ids[None])[0],
+                ids,
+                len(r.prompt),
+                torch.tensor(r.trains),
+                torch.tensor(r.old),
+                r.adv,
+                tokens,
+                0.7,
+            ).backward()
 
     return check_step(trained, model, "dapo", temperature=0.7)
 
@@ -72,16 +94,65 @@ SHIFT = "logits[s] predict the token after ids[s]: the first response token is p
 HEAT = "the sampler drew from softmax(logits / temperature): divide the logits before log_softmax."
 own = lambda trains, tokens: trains.sum()
 EXERCISE = Exercise(
-    number=11, slug="around-the-loss", title="around the loss", function="loss", gradient="logits", right=step(),
+    number=11,
+    slug="around-the-loss",
+    title="around the loss",
+    function="loss",
+    gradient="logits",
+    right=step(),
     batches=(
-        batch("one response token, temperature 1: only the shift can be wrong", [0, 1], 1, [True], 1.0, 1, 1.0),
-        batch("two response tokens, at temperature 0.7", [0, 1, 2], 1, [True, True], 1.0, 2, 0.7),
-        batch("two response tokens of a step of eight", [0, 1, 2], 1, [True, True], -1.0, 8, 0.7),
-        batch("a token of a tool between others", [3, 0, 1, 2, 0], 2, [True, False, True], -1.0, 8, 0.7),
-        batch("a ratio beyond each bound", [3, 0, 1, 2, 0, 3], 2, [True, True, True, True], 1.0, 8, 0.7),
+        batch(
+            "one response token, temperature 1: only the shift can be wrong",
+            [0, 1],
+            1,
+            [True],
+            1.0,
+            1,
+            1.0,
+        ),
+        batch(
+            "two response tokens, at temperature 0.7",
+            [0, 1, 2],
+            1,
+            [True, True],
+            1.0,
+            2,
+            0.7,
+        ),
+        batch(
+            "two response tokens of a step of eight",
+            [0, 1, 2],
+            1,
+            [True, True],
+            -1.0,
+            8,
+            0.7,
+        ),
+        batch(
+            "a token of a tool between others",
+            [3, 0, 1, 2, 0],
+            2,
+            [True, False, True],
+            -1.0,
+            8,
+            0.7,
+        ),
+        batch(
+            "a ratio beyond each bound",
+            [3, 0, 1, 2, 0, 3],
+            2,
+            [True, True, True, True],
+            1.0,
+            8,
+            0.7,
+        ),
     ),
     faults=(
-        Fault("it is as it was: all three bugs are there", step(shift=0, heat=lambda x, T: x, over=own), hint=SHIFT),
+        Fault(
+            "it is as it was: all three bugs are there",
+            step(shift=0, heat=lambda x, T: x, over=own),
+            hint=SHIFT,
+        ),
         Fault(
             "two bugs: the labels are not shifted, and the temperature is left out",
             step(shift=0, heat=lambda x, T: x),
@@ -103,8 +174,16 @@ EXERCISE = Exercise(
             hint=SHIFT,
         ),
         Fault("the temperature is left out", step(heat=lambda x, T: x), hint=HEAT),
-        Fault("logits are multiplied by the temperature", step(heat=lambda x, T: x * T), hint=HEAT),
-        Fault("it divides by the response's own tokens, not by those of the step", step(over=own), hint=OWN),
+        Fault(
+            "logits are multiplied by the temperature",
+            step(heat=lambda x, T: x * T),
+            hint=HEAT,
+        ),
+        Fault(
+            "it divides by the response's own tokens, not by those of the step",
+            step(over=own),
+            hint=OWN,
+        ),
         Fault(
             "it divides by the response's length, tool tokens included",
             step(over=lambda trains, tokens: len(trains)),
@@ -120,9 +199,17 @@ EXERCISE = Exercise(
             step(before=lambda old, lp: lp.detach()),
             hint="the ratio is to `old`, given as it was sampled.",
         ),
-        Fault("the clip is PPO's, 1.2 above", step(high=1.2), hint="DAPO's upper bound is 1.28."),
-        Fault("the sign", step(sign=1.0), hint="this is a loss, to be minimized: it has a minus."),
+        Fault(
+            "the clip is PPO's, 1.2 above",
+            step(high=1.2),
+            hint="DAPO's upper bound is 1.28.",
+        ),
+        Fault(
+            "the sign",
+            step(sign=1.0),
+            hint="this is a loss, to be minimized: it has a minus.",
+        ),
     ),
     notice="which of the three bugs could a test at temperature 1, with one length and without tools have shown?",
     proof=proof,
-)  # fmt: skip
+)

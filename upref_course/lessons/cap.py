@@ -21,7 +21,12 @@ UP = lambda p, mu, high: max(0.0, min(1.0, (1 + high) * mu) - p)
 DOWN = lambda p, mu, low: max(0.0, p - (1 - low) * mu)
 
 EXERCISE = Exercise(
-    number=5, slug="probability-capacity", title="how far a token may go", function="cap", value=True, right=cap,
+    number=5,
+    slug="probability-capacity",
+    title="how far a token may go",
+    function="cap",
+    value=True,
+    right=cap,
     batches=(
         batch("a rare good token that has not moved", 0.01, 0.01, 1.0),
         batch("a rare good token that is past its bound", 0.02, 0.01, 1.0),
@@ -32,37 +37,77 @@ EXERCISE = Exercise(
         batch("a bad token that has become more likely", 0.9, 0.5, -1.0),
     ),
     faults=(
-        Fault("below 0 where the bound is passed",
-              pieces(lambda p, mu, h: min(1.0, (1 + h) * mu) - p, lambda p, mu, lo: p - (1 - lo) * mu),
-              hint="past its bound a token has no gradient left: its capacity is 0, not negative. max(0, ...)."),
-        Fault("a probability above 1", pieces(lambda p, mu, h: max(0.0, (1 + h) * mu - p), DOWN),
-              hint="(1 + eps_high) 0.9 is more than 1, and no token can go there: min(1, ...)."),
-        Fault("both: below 0 where the bound is passed, and above 1",
-              pieces(lambda p, mu, h: (1 + h) * mu - p, lambda p, mu, lo: p - (1 - lo) * mu),
-              hint="the room ends at 1, and it is never less than 0."),
-        Fault("the room of a token that has not moved: p is left out",
-              pieces(lambda p, mu, h: h * mu, lambda p, mu, lo: lo * mu),
-              hint="eps_high mu is how far it is from mu to the bound. The token is at p now."),
-        Fault("the bound depends on p, not on mu",
-              pieces(lambda p, mu, h: max(0.0, min(1.0, (1 + h) * p) - p),
-                     lambda p, mu, lo: max(0.0, p - (1 - lo) * p)),
-              hint="the window moves with the policy that drew the sample, mu; p is where the token is now."),
-        Fault("the room in the ratio, not in the probability",
-              pieces(lambda p, mu, h: max(0.0, 1 + h - p / mu), lambda p, mu, lo: max(0.0, p / mu - (1 - lo))),
-              hint="1 + eps_high - r is how far r may go. In probability that is mu times as much."),
-        Fault("the sign of A is ignored", lambda p, mu, A, low, high: UP(p, mu, high),
-              hint="a bad token goes down: its room is from p down to its lower bound, (1 - eps_low) mu."),
-        Fault("a bad token is clipped at the upper bound",
-              pieces(UP, lambda p, mu, lo: max(0.0, p - (1 - lo) * mu) if p <= 1.28 * mu else 0.0),
-              hint="for A < 0 the clip acts below (1 - eps_low) mu only. How far is it from p down to there?"),
-        Fault("a bad token's room ends at 0, not at its lower bound", pieces(UP, lambda p, mu, lo: p),
-              hint="it loses its gradient at (1 - eps_low) mu, before it is at 0."),
-        Fault("eps_low and eps_high have changed places",
-              lambda p, mu, A, low, high: UP(p, mu, low) if A > 0 else DOWN(p, mu, high),
-              hint="upwards it is eps_high, downwards eps_low."),
-        Fault("downwards the difference is the wrong way round",
-              pieces(UP, lambda p, mu, lo: max(0.0, (1 - lo) * mu - p)),
-              hint="a bad token is above its bound as long as it has room: p minus the bound."),
+        Fault(
+            "below 0 where the bound is passed",
+            pieces(
+                lambda p, mu, h: min(1.0, (1 + h) * mu) - p,
+                lambda p, mu, lo: p - (1 - lo) * mu,
+            ),
+            hint="past its bound a token has no gradient left: its capacity is 0, not negative. max(0, ...).",
+        ),
+        Fault(
+            "a probability above 1",
+            pieces(lambda p, mu, h: max(0.0, (1 + h) * mu - p), DOWN),
+            hint="(1 + eps_high) 0.9 is more than 1, and no token can go there: min(1, ...).",
+        ),
+        Fault(
+            "both: below 0 where the bound is passed, and above 1",
+            pieces(
+                lambda p, mu, h: (1 + h) * mu - p, lambda p, mu, lo: p - (1 - lo) * mu
+            ),
+            hint="the room ends at 1, and it is never less than 0.",
+        ),
+        Fault(
+            "the room of a token that has not moved: p is left out",
+            pieces(lambda p, mu, h: h * mu, lambda p, mu, lo: lo * mu),
+            hint="eps_high mu is how far it is from mu to the bound. The token is at p now.",
+        ),
+        Fault(
+            "the bound depends on p, not on mu",
+            pieces(
+                lambda p, mu, h: max(0.0, min(1.0, (1 + h) * p) - p),
+                lambda p, mu, lo: max(0.0, p - (1 - lo) * p),
+            ),
+            hint="the window moves with the policy that drew the sample, mu; p is where the token is now.",
+        ),
+        Fault(
+            "the room in the ratio, not in the probability",
+            pieces(
+                lambda p, mu, h: max(0.0, 1 + h - p / mu),
+                lambda p, mu, lo: max(0.0, p / mu - (1 - lo)),
+            ),
+            hint="1 + eps_high - r is how far r may go. In probability that is mu times as much.",
+        ),
+        Fault(
+            "the sign of A is ignored",
+            lambda p, mu, A, low, high: UP(p, mu, high),
+            hint="a bad token goes down: its room is from p down to its lower bound, (1 - eps_low) mu.",
+        ),
+        Fault(
+            "a bad token is clipped at the upper bound",
+            pieces(
+                UP,
+                lambda p, mu, lo: (
+                    max(0.0, p - (1 - lo) * mu) if p <= 1.28 * mu else 0.0
+                ),
+            ),
+            hint="for A < 0 the clip acts below (1 - eps_low) mu only. How far is it from p down to there?",
+        ),
+        Fault(
+            "a bad token's room ends at 0, not at its lower bound",
+            pieces(UP, lambda p, mu, lo: p),
+            hint="it loses its gradient at (1 - eps_low) mu, before it is at 0.",
+        ),
+        Fault(
+            "eps_low and eps_high have changed places",
+            lambda p, mu, A, low, high: UP(p, mu, low) if A > 0 else DOWN(p, mu, high),
+            hint="upwards it is eps_high, downwards eps_low.",
+        ),
+        Fault(
+            "downwards the difference is the wrong way round",
+            pieces(UP, lambda p, mu, lo: max(0.0, (1 - lo) * mu - p)),
+            hint="a bad token is above its bound as long as it has room: p minus the bound.",
+        ),
     ),
     notice="this is the room of a token's own gradient. It does not bound the policy: a token can move past it.",
-)  # fmt: skip
+)

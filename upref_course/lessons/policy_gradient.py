@@ -25,44 +25,85 @@ p = lambda logits: torch.softmax(logits, 0)
 lp = lambda logits: torch.log_softmax(logits, 0)
 
 EXERCISE = Exercise(
-    number=1, slug="policy-gradient", title="a policy is a softmax", function="loss", gradient="logits", right=loss,
+    number=1,
+    slug="policy-gradient",
+    title="a policy is a softmax",
+    function="loss",
+    gradient="logits",
+    right=loss,
     batches=(
         batch("one sample: action 0, which earned 1", [0.0, 0.0], [0], [1.0]),
         batch("one sample: action 1, which was bad", [1.0, 0.0], [1], [-1.0]),
         batch("two samples of two actions", [0.0, 0.0], [0, 1], [1.0, 3.0]),
-        batch("three samples, three actions", [0.5, -1.0, 0.0], [2, 0, 2], [1.0, 0.0, -2.0]),
+        batch(
+            "three samples, three actions",
+            [0.5, -1.0, 0.0],
+            [2, 0, 2],
+            [1.0, 0.0, -2.0],
+        ),
     ),
     faults=(
-        Fault("the sign: this makes actions that earned more less likely", lambda z, a, R: (R * lp(z)[a]).mean(),
-              hint="an optimizer goes downhill. You want the mean of reward x log-probability to go up: what do you "
-                   "hand it?"),
-        Fault("π itself where log π belongs", lambda z, a, R: -(R * p(z)[a]).mean(),
-              hint="look at Eq. 2: it has ∇log π. An action is drawn as often as π says: π is in the average already."),
-        Fault("the logits where log π belongs: the other actions do not go down", lambda z, a, R: -(R * z[a]).mean(),
-              hint="a logit is not a log-probability until the softmax has made all of them add up to 1: "
-                   "torch.log_softmax."),
-        Fault("the softmax twice", lambda z, a, R: -(R * lp(p(z))[a]).mean(),
-              hint="torch.log_softmax takes the logits as they are: it has the softmax in it."),
-        Fault("the sum over the samples where their mean belongs", lambda z, a, R: -(R * lp(z)[a]).sum(),
-              hint="with twice as many samples the step should not be twice as long: an expectation is estimated by a "
-                   "mean."),
-        Fault("every action is pushed, not the one that was taken", lambda z, a, R: -(R[:, None] * lp(z)).mean(),
-              hint="of all the log-probabilities take the one of each sample's action: log_prob[action]."),
-        Fault("every action is pushed, not the one that was taken", lambda z, a, R: -(R[:, None] * lp(z)).sum(1).mean(),
-              hint="of all the log-probabilities take the one of each sample's action: log_prob[action]."),
-        Fault("one mean reward for all the samples", lambda z, a, R: -R.mean() * lp(z)[a].mean(),
-              hint="each sample's log-probability is weighed by that sample's own reward: multiply first, then take "
-                   "the mean."),
-        Fault("a baseline, the mean reward: a sample that stands alone is no better than itself, and pushes nothing",
-              lambda z, a, R: -((R - R.mean()) * lp(z)[a]).mean(),
-              hint="that is lesson 2. Here a sample counts as much as it earned."),
-        Fault("the reward is left out: every action that was taken is made more likely",
-              lambda z, a, R: -lp(z)[a].mean(),
-              hint="this is how a language model is trained on written text. Here each sample counts as much as it "
-                   "earned."),
-        Fault("the logarithm's base", lambda z, a, R: -(R * lp(z)[a]).mean() / torch.tensor(2.0).log(),
-              hint="∇π = π ∇log π holds for the natural logarithm: torch.log, not torch.log2 or log10."),
+        Fault(
+            "the sign: this makes actions that earned more less likely",
+            lambda z, a, R: (R * lp(z)[a]).mean(),
+            hint="an optimizer goes downhill. You want the mean of reward x log-probability to go up: what do you "
+            "hand it?",
+        ),
+        Fault(
+            "π itself where log π belongs",
+            lambda z, a, R: -(R * p(z)[a]).mean(),
+            hint="look at Eq. 2: it has ∇log π. An action is drawn as often as π says: π is in the average already.",
+        ),
+        Fault(
+            "the logits where log π belongs: the other actions do not go down",
+            lambda z, a, R: -(R * z[a]).mean(),
+            hint="a logit is not a log-probability until the softmax has made all of them add up to 1: "
+            "torch.log_softmax.",
+        ),
+        Fault(
+            "the softmax twice",
+            lambda z, a, R: -(R * lp(p(z))[a]).mean(),
+            hint="torch.log_softmax takes the logits as they are: it has the softmax in it.",
+        ),
+        Fault(
+            "the sum over the samples where their mean belongs",
+            lambda z, a, R: -(R * lp(z)[a]).sum(),
+            hint="with twice as many samples the step should not be twice as long: an expectation is estimated by a "
+            "mean.",
+        ),
+        Fault(
+            "every action is pushed, not the one that was taken",
+            lambda z, a, R: -(R[:, None] * lp(z)).mean(),
+            hint="of all the log-probabilities take the one of each sample's action: log_prob[action].",
+        ),
+        Fault(
+            "every action is pushed, not the one that was taken",
+            lambda z, a, R: -(R[:, None] * lp(z)).sum(1).mean(),
+            hint="of all the log-probabilities take the one of each sample's action: log_prob[action].",
+        ),
+        Fault(
+            "one mean reward for all the samples",
+            lambda z, a, R: -R.mean() * lp(z)[a].mean(),
+            hint="each sample's log-probability is weighed by that sample's own reward: multiply first, then take "
+            "the mean.",
+        ),
+        Fault(
+            "a baseline, the mean reward: a sample that stands alone is no better than itself, and pushes nothing",
+            lambda z, a, R: -((R - R.mean()) * lp(z)[a]).mean(),
+            hint="that is lesson 2. Here a sample counts as much as it earned.",
+        ),
+        Fault(
+            "the reward is left out: every action that was taken is made more likely",
+            lambda z, a, R: -lp(z)[a].mean(),
+            hint="this is how a language model is trained on written text. Here each sample counts as much as it "
+            "earned.",
+        ),
+        Fault(
+            "the logarithm's base",
+            lambda z, a, R: -(R * lp(z)[a]).mean() / torch.tensor(2.0).log(),
+            hint="∇π = π ∇log π holds for the natural logarithm: torch.log, not torch.log2 or log10.",
+        ),
     ),
     notice="the loss is no measure of progress: the samples change with the policy, so its value goes anywhere. "
     "Only its gradient means something.",
-)  # fmt: skip
+)

@@ -14,8 +14,13 @@ SIGNS = {  # what may be wrong -> what one would see
     "temperature": "r is not 1 even before the first step, where π_θ is π_old, and tokens are clipped from the start",
 }
 KEY = {
-    "A": "temperature", "B": "no baseline", "C": "nothing", "D": "recomputed", "E": "no signal", "F": "sign",
-}  # fmt: skip
+    "A": "temperature",
+    "B": "no baseline",
+    "C": "nothing",
+    "D": "recomputed",
+    "E": "no signal",
+    "F": "sign",
+}
 LOOK = {  # where to look in each run
     "A": "what should r be at the first update after sampling?",
     "B": "what becomes of pass@8?",
@@ -40,10 +45,16 @@ def hint(batch: Batch, said) -> str:
 
 
 EXERCISE = Exercise(
-    number=10, slug="reading-a-run", title="read a run, and say what is wrong with it", function="diagnosis",
-    value=True, answer_kept_back=True, hint=hint, right=diagnosis,
+    number=10,
+    slug="reading-a-run",
+    title="read a run, and say what is wrong with it",
+    function="diagnosis",
+    value=True,
+    answer_kept_back=True,
+    hint=hint,
+    right=diagnosis,
     batches=tuple(Batch(f"run {run}", {"run": run}) for run in KEY),
     faults=(),
     notice="run D earns most here, though its clip is dead: at this learning rate the clip was not needed. A fault "
     "need not show in the reward: look first at what must be so, r = 1 at the first update, then at what you hope for.",
-)  # fmt: skip
+)

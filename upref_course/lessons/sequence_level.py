@@ -58,52 +58,117 @@ def tokens(one):
 
 
 EXERCISE = Exercise(
-    number=7, slug="sequence-level", title="one ratio for the whole response", function="loss", gradient="lp",
-    right=loss, proof=report,
-    arguments=lambda b: {"lp": b.logp, "lp_old": b.logp_old, "A": per_response(b.adv, b.mask), "mask": b.mask},
+    number=7,
+    slug="sequence-level",
+    title="one ratio for the whole response",
+    function="loss",
+    gradient="lp",
+    right=loss,
+    proof=report,
+    arguments=lambda b: {
+        "lp": b.logp,
+        "lp_old": b.logp_old,
+        "A": per_response(b.adv, b.mask),
+        "mask": b.mask,
+    },
     batches=(
         batch("one response of two tokens, on policy", [[0.0, 0.0]], [1.0]),
         batch("A > 0, one token up, one down: s is inside", [[0.3, -0.2998]], [1.0]),
-        batch("A > 0, both tokens a little up: s is above its bound", [[0.01, 0.002]], [1.0]),
-        batch("A < 0, one token up, one far down: s is below its bound", [[0.3, -1.0]], [-1.0]),
+        batch(
+            "A > 0, both tokens a little up: s is above its bound",
+            [[0.01, 0.002]],
+            [1.0],
+        ),
+        batch(
+            "A < 0, one token up, one far down: s is below its bound",
+            [[0.3, -1.0]],
+            [-1.0],
+        ),
         batch("A < 0, both up", [[0.3, 0.5]], [-1.0]),
-        batch("one token, and one slot of padding", [[-0.5, 0.2]], [2.0], [[True, False]]),
-        batch("two responses, of two tokens and of one", [[0.1, -0.3], [-0.2, 5.0]], [1.0, 2.0],
-              [[True, True], [True, False]]),
+        batch(
+            "one token, and one slot of padding", [[-0.5, 0.2]], [2.0], [[True, False]]
+        ),
+        batch(
+            "two responses, of two tokens and of one",
+            [[0.1, -0.3], [-0.2, 5.0]],
+            [1.0, 2.0],
+            [[True, True], [True, False]],
+        ),
     ),
     faults=(
-        Fault("the product of the ratios: the sum of their logarithms where the mean belongs",
-              lambda lp, old, A, mask: min_clip(torch.where(mask, lp - old, 0).sum(1).exp(), A).mean(),
-              hint="s is the geometric mean: divide the sum of lp - lp_old by the number of tokens before the "
-                   "exponential."),
-        Fault("the arithmetic mean of the ratios",
-              lambda lp, old, A, mask: min_clip(torch.where(mask, (lp - old).exp(), 0).sum(1) / mask.sum(1), A).mean(),
-              hint="s is the geometric mean: first the mean of lp - lp_old, then the exponential."),
-        Fault("every token has its own ratio and its own clip: lesson 4's loss with GSPO's bounds", tokens(min_clip),
-              hint="one number s for a response: all its tokens are clipped together, or none."),
-        Fault("padding is counted in |o|",
-              lambda lp, old, A, mask: min_clip(torch.where(mask, lp - old, 0).mean(1).exp(), A).mean(),
-              hint="divide by the number of tokens of the response, mask.sum(1), not by the width of the batch."),
-        Fault("the mask is not used", lambda lp, old, A, mask: min_clip((lp - old).mean(1).exp(), A).mean(),
-              hint="a slot where the mask is False is padding: it may hold any number."),
-        Fault("the minimum is missing",
-              lambda lp, old, A, mask: -(mean_log(lp, old, mask).exp().clamp(LOW, HIGH) * A).mean(),
-              hint="as in lesson 4: min(s A, clip(s) A)."),
-        Fault("there is no clip", lambda lp, old, A, mask: -(mean_log(lp, old, mask).exp() * A).mean(),
-              hint="as in lesson 4, with s in place of r."),
-        Fault("long responses weigh more: the mean is over tokens",
-              lambda lp, old, A, mask: (min_clip(mean_log(lp, old, mask).exp(), A) * mask.sum(1)).sum() / mask.sum(),
-              hint="a response has one term. Take the mean over responses (TRL's and verl's GSPO have this fault by "
-                   "default)."),
-        Fault("the sum over the responses where their mean belongs",
-              lambda lp, old, A, mask: loss(lp, old, A, mask) * len(A), hint="Eq. 6 has 1/G in front."),
-        Fault("the sign", lambda lp, old, A, mask: -loss(lp, old, A, mask), hint="an optimizer goes downhill."),
-        Fault("lesson 4's bounds: 0.2 and 0.28",
-              lambda lp, old, A, mask: -torch.minimum(
-                  (s := mean_log(lp, old, mask).exp()) * A, s.clamp(0.8, 1.28) * A
-              ).mean(),
-              hint="s is a mean over many tokens and moves little: GSPO's bounds are 3e-4 and 4e-4."),
+        Fault(
+            "the product of the ratios: the sum of their logarithms where the mean belongs",
+            lambda lp, old, A, mask: min_clip(
+                torch.where(mask, lp - old, 0).sum(1).exp(), A
+            ).mean(),
+            hint="s is the geometric mean: divide the sum of lp - lp_old by the number of tokens before the "
+            "exponential.",
+        ),
+        Fault(
+            "the arithmetic mean of the ratios",
+            lambda lp, old, A, mask: min_clip(
+                torch.where(mask, (lp - old).exp(), 0).sum(1) / mask.sum(1), A
+            ).mean(),
+            hint="s is the geometric mean: first the mean of lp - lp_old, then the exponential.",
+        ),
+        Fault(
+            "every token has its own ratio and its own clip: lesson 4's loss with GSPO's bounds",
+            tokens(min_clip),
+            hint="one number s for a response: all its tokens are clipped together, or none.",
+        ),
+        Fault(
+            "padding is counted in |o|",
+            lambda lp, old, A, mask: min_clip(
+                torch.where(mask, lp - old, 0).mean(1).exp(), A
+            ).mean(),
+            hint="divide by the number of tokens of the response, mask.sum(1), not by the width of the batch.",
+        ),
+        Fault(
+            "the mask is not used",
+            lambda lp, old, A, mask: min_clip((lp - old).mean(1).exp(), A).mean(),
+            hint="a slot where the mask is False is padding: it may hold any number.",
+        ),
+        Fault(
+            "the minimum is missing",
+            lambda lp, old, A, mask: (
+                -(mean_log(lp, old, mask).exp().clamp(LOW, HIGH) * A).mean()
+            ),
+            hint="as in lesson 4: min(s A, clip(s) A).",
+        ),
+        Fault(
+            "there is no clip",
+            lambda lp, old, A, mask: -(mean_log(lp, old, mask).exp() * A).mean(),
+            hint="as in lesson 4, with s in place of r.",
+        ),
+        Fault(
+            "long responses weigh more: the mean is over tokens",
+            lambda lp, old, A, mask: (
+                (min_clip(mean_log(lp, old, mask).exp(), A) * mask.sum(1)).sum()
+                / mask.sum()
+            ),
+            hint="a response has one term. Take the mean over responses (TRL's and verl's GSPO have this fault by "
+            "default).",
+        ),
+        Fault(
+            "the sum over the responses where their mean belongs",
+            lambda lp, old, A, mask: loss(lp, old, A, mask) * len(A),
+            hint="Eq. 6 has 1/G in front.",
+        ),
+        Fault(
+            "the sign",
+            lambda lp, old, A, mask: -loss(lp, old, A, mask),
+            hint="an optimizer goes downhill.",
+        ),
+        Fault(
+            "lesson 4's bounds: 0.2 and 0.28",
+            lambda lp, old, A, mask: (
+                -torch.minimum(
+                    (s := mean_log(lp, old, mask).exp()) * A, s.clamp(0.8, 1.28) * A
+                ).mean()
+            ),
+            hint="s is a mean over many tokens and moves little: GSPO's bounds are 3e-4 and 4e-4.",
+        ),
     ),
     notice="the gradient of every token of a response is the same, A s / |o|: the ratio of one rare token hardly "
     "shows. UP-GSPO, Eq. 16, is this with A mean(log π_θ) for A > 0.",
-)  # fmt: skip
+)

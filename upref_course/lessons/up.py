@@ -38,7 +38,12 @@ FAR = (
 )
 
 EXERCISE = Exercise(
-    number=6, slug="up", title="UP, and its price", function="loss", gradient="lp", right=loss,
+    number=6,
+    slug="up",
+    title="UP, and its price",
+    function="loss",
+    gradient="lp",
+    right=loss,
     proof=lambda fn: checked(fn, "up_dapo", skip=("masked-values",)),
     arguments=arguments,
     batches=(
@@ -47,49 +52,120 @@ EXERCISE = Exercise(
         batch("A > 0, r = 1/2", [0.1], [0.2], [2.0]),
         batch("A < 0, r = 2", [0.2], [0.1], [-1.0]),
         batch("A < 0, r = 1/2: below the lower bound", [0.1], [0.2], [-1.0]),
-        batch("A < 0, r = 12: bad, and twelve times as likely as it was", [0.6], [0.05], [-1.0]),
-        Batch("A > 0, and r = e^999.9, too large for a number", {"lp": FAR[0], "lp_old": FAR[1],
-              "A": torch.tensor([1.0], dtype=torch.float64)}),
-        batch("four samples, r = 2, 1/2, 2 and 1/2", [0.2, 0.1, 0.4, 0.2], [0.1, 0.2, 0.2, 0.4], [1.0, 2, -1, -1]),
+        batch(
+            "A < 0, r = 12: bad, and twelve times as likely as it was",
+            [0.6],
+            [0.05],
+            [-1.0],
+        ),
+        Batch(
+            "A > 0, and r = e^999.9, too large for a number",
+            {
+                "lp": FAR[0],
+                "lp_old": FAR[1],
+                "A": torch.tensor([1.0], dtype=torch.float64),
+            },
+        ),
+        batch(
+            "four samples, r = 2, 1/2, 2 and 1/2",
+            [0.2, 0.1, 0.4, 0.2],
+            [0.1, 0.2, 0.2, 0.4],
+            [1.0, 2, -1, -1],
+        ),
     ),
     faults=(
-        Fault("a ratio overflows, and the gradient is NaN: 0 * inf or inf / inf",
-              branches(log, lambda lp, old, A: torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(min=LOW) * A)),
-              hint="torch.where computes both branches, and the backward pass goes through both. Keep the exponent "
-              "at 0 where A > 0: r = torch.where(A > 0, 0, lp - lp_old).exp()."),
-        Fault("good tokens still have a ratio: this is importance sampling for A > 0", branches(weighted, clipped),
-              hint="UP has weight A there, whatever r is: log π_θ has no π_old in it."),
-        Fault("good tokens still have a ratio, with a cap",
-              branches(lambda lp, old, A: (lp - old).exp().clamp(max=1.28).detach() * A * lp, clipped),
-              hint="UP has weight A there, whatever r is: log π_θ has no π_old in it."),
-        Fault("good and bad tokens are averaged apart",
-              lambda lp, old, A: -sum(((log if good else clipped)(lp, old, A)[(A > 0) == good]).mean()
-                                      for good in (True, False) if ((A > 0) == good).any()),
-              hint="divide by all N."),
-        Fault("good tokens are still clipped: this is DAPO", lambda lp, old, A: -dapo(lp, old, A).mean(),
-              hint="UP leaves the clip to the bad tokens. For A > 0 it is A log π_θ."),
-        Fault("A log π_θ for bad tokens, too", lambda lp, old, A: -(A * lp).mean(),
-              hint="off-policy REINFORCE pushes a bad token down without end. For A <= 0 UP keeps DAPO's clipped "
-                   "term."),
-        Fault("π_θ itself where log π_θ belongs", branches(lambda lp, old, A: A * lp.exp(), clipped),
-              hint="A π_θ has weight A π_θ: the rarer the token, the weaker the push. A log π_θ has weight A."),
-        Fault("the branches have changed places", branches(dapo, log), hint="A log π_θ is for the good tokens, A > 0."),
-        Fault("bad tokens have lost their lower clip", branches(log, weighted),
-              hint="below r = 1 - eps_low a bad token has been pushed far enough: the term of lesson 4."),
-        Fault("bad tokens are clipped on both sides: the minimum is missing",
-              branches(log, lambda lp, old, A: torch.where(A > 0, 0, lp - old).exp().clamp(LOW, 1.28) * A),
-              hint="a bad token that has become more likely (r = 2) must be pushed down: min(r A, clip(r) A)."),
-        Fault("a dual clip: a bad token beyond some r loses its gradient",
-              branches(log, lambda lp, old, A: clipped(lp, old, A).maximum(3 * A)),
-              hint="verl has one at r = 3 by default, DAPO's own code at r = 10. UP's equation has none."),
-        Fault("good tokens get no gradient: their term has no lp in it, or lp is detached or cancels",
-              branches(lambda lp, old, A: A * lp.detach(), clipped),
-              hint="in π_θ / sg(π_θ) only the denominator is a constant: (lp - lp.detach()).exp()."),
-        Fault("the sign", lambda lp, old, A: -loss(lp, old, A),
-              hint="an optimizer goes downhill: hand it minus the mean."),
-        Fault("the sum over the samples where their mean belongs", lambda lp, old, A: loss(lp, old, A) * len(A),
-              hint="with twice as many samples the step should not be twice as long."),
+        Fault(
+            "a ratio overflows, and the gradient is NaN: 0 * inf or inf / inf",
+            branches(
+                log,
+                lambda lp, old, A: torch.minimum(
+                    ratio(lp, old) * A, ratio(lp, old).clamp(min=LOW) * A
+                ),
+            ),
+            hint="torch.where computes both branches, and the backward pass goes through both. Keep the exponent "
+            "at 0 where A > 0: r = torch.where(A > 0, 0, lp - lp_old).exp().",
+        ),
+        Fault(
+            "good tokens still have a ratio: this is importance sampling for A > 0",
+            branches(weighted, clipped),
+            hint="UP has weight A there, whatever r is: log π_θ has no π_old in it.",
+        ),
+        Fault(
+            "good tokens still have a ratio, with a cap",
+            branches(
+                lambda lp, old, A: (lp - old).exp().clamp(max=1.28).detach() * A * lp,
+                clipped,
+            ),
+            hint="UP has weight A there, whatever r is: log π_θ has no π_old in it.",
+        ),
+        Fault(
+            "good and bad tokens are averaged apart",
+            lambda lp, old, A: (
+                -sum(
+                    ((log if good else clipped)(lp, old, A)[(A > 0) == good]).mean()
+                    for good in (True, False)
+                    if ((A > 0) == good).any()
+                )
+            ),
+            hint="divide by all N.",
+        ),
+        Fault(
+            "good tokens are still clipped: this is DAPO",
+            lambda lp, old, A: -dapo(lp, old, A).mean(),
+            hint="UP leaves the clip to the bad tokens. For A > 0 it is A log π_θ.",
+        ),
+        Fault(
+            "A log π_θ for bad tokens, too",
+            lambda lp, old, A: -(A * lp).mean(),
+            hint="off-policy REINFORCE pushes a bad token down without end. For A <= 0 UP keeps DAPO's clipped "
+            "term.",
+        ),
+        Fault(
+            "π_θ itself where log π_θ belongs",
+            branches(lambda lp, old, A: A * lp.exp(), clipped),
+            hint="A π_θ has weight A π_θ: the rarer the token, the weaker the push. A log π_θ has weight A.",
+        ),
+        Fault(
+            "the branches have changed places",
+            branches(dapo, log),
+            hint="A log π_θ is for the good tokens, A > 0.",
+        ),
+        Fault(
+            "bad tokens have lost their lower clip",
+            branches(log, weighted),
+            hint="below r = 1 - eps_low a bad token has been pushed far enough: the term of lesson 4.",
+        ),
+        Fault(
+            "bad tokens are clipped on both sides: the minimum is missing",
+            branches(
+                log,
+                lambda lp, old, A: (
+                    torch.where(A > 0, 0, lp - old).exp().clamp(LOW, 1.28) * A
+                ),
+            ),
+            hint="a bad token that has become more likely (r = 2) must be pushed down: min(r A, clip(r) A).",
+        ),
+        Fault(
+            "a dual clip: a bad token beyond some r loses its gradient",
+            branches(log, lambda lp, old, A: clipped(lp, old, A).maximum(3 * A)),
+            hint="verl has one at r = 3 by default, DAPO's own code at r = 10. UP's equation has none.",
+        ),
+        Fault(
+            "good tokens get no gradient: their term has no lp in it, or lp is detached or cancels",
+            branches(lambda lp, old, A: A * lp.detach(), clipped),
+            hint="in π_θ / sg(π_θ) only the denominator is a constant: (lp - lp.detach()).exp().",
+        ),
+        Fault(
+            "the sign",
+            lambda lp, old, A: -loss(lp, old, A),
+            hint="an optimizer goes downhill: hand it minus the mean.",
+        ),
+        Fault(
+            "the sum over the samples where their mean belongs",
+            lambda lp, old, A: loss(lp, old, A) * len(A),
+            hint="with twice as many samples the step should not be twice as long.",
+        ),
     ),
     notice="A (lp - lp.detach()).exp(), the paper's Eq. 12, has the same gradient and another value. Where r = 1 this "
     "loss and DAPO's have the same gradient: UP changes nothing in the first step after sampling.",
-)  # fmt: skip
+)

@@ -18,19 +18,39 @@ from upref_frameworks.audits.framework import Comparison, Component, Framework, 
 from upref_frameworks.audits.shared import ALWAYS, clamped
 
 PIN = Pin(
-    packages=("colorlog==6.9.0",), repository="https://github.com/areal-project/AReaL",
-    commit="cbff54d645d2cd8ee1f1c358a82f3f473588433d", date="2026-08-22",
+    packages=("colorlog==6.9.0",),
+    repository="https://github.com/areal-project/AReaL",
+    commit="cbff54d645d2cd8ee1f1c358a82f3f473588433d",
+    date="2026-08-22",
     files={
         "areal/utils/functional/functional.py": "126aae263175d49930473bfa74d3c032",
         "areal/utils/functional/vocab_parallel.py": "a88d7f6076b0aca5f4bb28d5f19a61fc",
         "areal/utils/data.py": "c473fb9d63a93745bd1f5624c06abeb3",
     },
-    skip_init=("areal", "areal.api", "areal.engine", "areal.engine.fsdp_utils", "areal.infra", "areal.utils",
-            "areal.utils.functional"),
-    stubs=("areal.infra.platforms", "uvloop", "yaml", "hydra", "omegaconf", "einops", "torchdata", "transformers",
-           "ray", "requests", "numba"),
+    skip_init=(
+        "areal",
+        "areal.api",
+        "areal.engine",
+        "areal.engine.fsdp_utils",
+        "areal.infra",
+        "areal.utils",
+        "areal.utils.functional",
+    ),
+    stubs=(
+        "areal.infra.platforms",
+        "uvloop",
+        "yaml",
+        "hydra",
+        "omegaconf",
+        "einops",
+        "torchdata",
+        "transformers",
+        "ray",
+        "requests",
+        "numba",
+    ),
     decorators=("ray.remote", "numba.njit", "uvloop.install"),
-)  # fmt: skip
+)
 READ = {
     "ppo_actor_loss_fn": (
         "eps_clip",
@@ -79,15 +99,44 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 TOKENS = aggregated("token-mean")
 COMPARISONS = (
     Comparison("default", "ppo_actor_loss_fn", {}, "ppo_clip", {}),
-    Comparison("default", "ppo_actor_loss_fn", SEQUENCE, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2), ALWAYS)),
+    Comparison(
+        "default",
+        "ppo_actor_loss_fn",
+        SEQUENCE,
+        "gspo",
+        {},
+        (with_hp(eps_low=0.2, eps_high=0.2), ALWAYS),
+    ),
     Comparison("paper", "ppo_actor_loss_fn", {}, "grpo", {}, (TOKENS,)),
-    Comparison("paper", "ppo_actor_loss_fn", {"eps_clip_higher": 0.28}, "dapo", {}, (GROUPS,)),
-    Comparison("paper", "ppo_actor_loss_fn", {"eps_clip_higher": 0.28, "c_clip": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
-    Comparison("paper", "ppo_actor_loss_fn", SEQUENCE | {"eps_clip": 3e-4, "eps_clip_higher": 4e-4}, "gspo", {}, (
-        ALWAYS,)),
-    Comparison("paper", "cispo_loss_fn", {"eps_clip": 1.0, "eps_clip_higher": 4.0}, "cispo", {}, (GROUPS,)),
+    Comparison(
+        "paper", "ppo_actor_loss_fn", {"eps_clip_higher": 0.28}, "dapo", {}, (GROUPS,)
+    ),
+    Comparison(
+        "paper",
+        "ppo_actor_loss_fn",
+        {"eps_clip_higher": 0.28, "c_clip": 10.0},
+        "dapo",
+        {"c": 10.0},
+        (GROUPS,),
+    ),
+    Comparison(
+        "paper",
+        "ppo_actor_loss_fn",
+        SEQUENCE | {"eps_clip": 3e-4, "eps_clip_higher": 4e-4},
+        "gspo",
+        {},
+        (ALWAYS,),
+    ),
+    Comparison(
+        "paper",
+        "cispo_loss_fn",
+        {"eps_clip": 1.0, "eps_clip_higher": 4.0},
+        "cispo",
+        {},
+        (GROUPS,),
+    ),
     Comparison("paper", "sapo_loss_fn", {}, "sapo", {}, (ALWAYS,)),
-)  # fmt: skip
+)
 
 
 def _normalized(**config: Any):
@@ -105,24 +154,58 @@ def _parts() -> tuple[Component, ...]:
     groups = ("uneven", "one")  # groups are of one size
     found = lambda lp, ref, name: _data().KLEstimator(name, True)(lp, ref)
     return (
-        Component("advantages", "group, group", _normalized(mean_level="group", std_level="group"), "group_norm",
-                  {"eps": 1e-5}, leaves_out=groups, tol=1e-5),
-        Component("advantages", "group, none", _normalized(mean_level="group", std_level=None), "group_mean",
-                  leaves_out=groups, tol=1e-6),
-        Component("advantages", "leave one out", _normalized(mean_level="group", mean_leave1out=True, std_level=None),
-                  "leave_one_out", leaves_out=groups, tol=1e-6),
-        Component("advantages", "batch", _normalized(), "whiten", {"ddof": 1, "eps": 1e-5},
-                  leaves_out=groups, tol=1e-5),
-        *kls(found, {k: k for k in kl.ESTIMATORS}, {k: (clamped(f),) for k, f in kl.ESTIMATORS.items()}, tol=1e-5),
-    )  # fmt: skip
+        Component(
+            "advantages",
+            "group, group",
+            _normalized(mean_level="group", std_level="group"),
+            "group_norm",
+            {"eps": 1e-5},
+            leaves_out=groups,
+            tol=1e-5,
+        ),
+        Component(
+            "advantages",
+            "group, none",
+            _normalized(mean_level="group", std_level=None),
+            "group_mean",
+            leaves_out=groups,
+            tol=1e-6,
+        ),
+        Component(
+            "advantages",
+            "leave one out",
+            _normalized(mean_level="group", mean_leave1out=True, std_level=None),
+            "leave_one_out",
+            leaves_out=groups,
+            tol=1e-6,
+        ),
+        Component(
+            "advantages",
+            "batch",
+            _normalized(),
+            "whiten",
+            {"ddof": 1, "eps": 1e-5},
+            leaves_out=groups,
+            tol=1e-5,
+        ),
+        *kls(
+            found,
+            {k: k for k in kl.ESTIMATORS},
+            {k: (clamped(f),) for k, f in kl.ESTIMATORS.items()},
+            tol=1e-5,
+        ),
+    )
 
 
 def _kernels() -> dict[str, Any]:
     # or it wants to be compiled
     vars(importlib.import_module("areal.infra.platforms"))["is_npu_available"] = True
     module = importlib.import_module("areal.utils.functional.vocab_parallel")
-    return {"gather_logprobs_entropy": lambda logits, tokens, temperature: module.gather_logprobs_entropy(
-        logits, tokens, temperature)}  # fmt: skip
+    return {
+        "gather_logprobs_entropy": lambda logits, tokens, temperature: (
+            module.gather_logprobs_entropy(logits, tokens, temperature)
+        )
+    }
 
 
 REMARKS = (
@@ -131,11 +214,18 @@ REMARKS = (
     "Not covered: packed sequences, the decoupled loss and its rejection sampling, M2PO's mask, distillation.",
 )
 AREAL = Framework(
-    "areal", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
-    kernels=_kernels, remarks=REMARKS,
+    "areal",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    kernels=_kernels,
+    remarks=REMARKS,
     out_of_scope={
         "m2po": "actor.m2_threshold leaves out the tokens on which the sampler's policy and the one before the update "
         "differ most, whatever the sign of A; the objective of the registry compares π_θ, and leaves out only what is "
         "already past π_old in the direction of the update",
     },
-)  # fmt: skip
+)

@@ -16,11 +16,16 @@ from upref_frameworks.audits.framework import Comparison, Framework, Pin
 
 PIN = Pin(
     packages=(
-        "openpipe-art==0.5.18", "pydantic==2.12.5", "pydantic-core==2.41.5", "annotated-types==0.7.0",
+        "openpipe-art==0.5.18",
+        "pydantic==2.12.5",
+        "pydantic-core==2.41.5",
+        "annotated-types==0.7.0",
         "typing-inspection==0.4.2",
     ),
-    files={"art/loss.py": "80093955fe1f1b0c4ea84ee0a32f2ade"}, skip_init=("art", "art.utils"), stubs=("art.dev",),
-)  # fmt: skip
+    files={"art/loss.py": "80093955fe1f1b0c4ea84ee0a32f2ade"},
+    skip_init=("art", "art.utils"),
+    stubs=("art.dev",),
+)
 _loss = lambda: importlib.import_module("art.loss")
 
 
@@ -41,9 +46,12 @@ def _called(
 ) -> Tensor:
     rows = torch.arange(1, len(mask) + 1)[:, None].expand_as(mask)
     inputs = {
-        "logprobs": _shifted(old_log_prob), "advantages": _shifted(advantages), "assistant_mask": _shifted(mask),
-        "weights": _shifted(weights), "group_ids": _shifted(rows),
-    }  # fmt: skip
+        "logprobs": _shifted(old_log_prob),
+        "advantages": _shifted(advantages),
+        "assistant_mask": _shifted(mask),
+        "weights": _shifted(weights),
+        "group_ids": _shifted(rows),
+    }
     # the last place predicts nothing
     last = lambda x: torch.nn.functional.pad(x, (0, 1), value=-1.0)
     return (
@@ -104,13 +112,21 @@ COMPARISONS = (
     Comparison("default", "cispo", {}, "cispo", {}, (MEANS,)),
     Comparison("default", "cispo", SEQUENCE, "gspo", {}, (STAYS,)),
     Comparison("default", "ppo", {}, "grpo", {}),
-    Comparison("default", "ppo", SEQUENCE, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
-    Comparison("default", "ppo", CAPPED, "dapo", {"eps_high": 0.2, "c": 1.1}, (MEANS, RIGHT)),
+    Comparison(
+        "default", "ppo", SEQUENCE, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)
+    ),
+    Comparison(
+        "default", "ppo", CAPPED, "dapo", {"eps_high": 0.2, "c": 1.1}, (MEANS, RIGHT)
+    ),
     Comparison("paper", "cispo", {"epsilon_high": 4.0}, "cispo", {}, (MEANS,)),
     Comparison("paper", "ppo", {"epsilon": 0.2}, "grpo", {}),
-    Comparison("paper", "ppo", {"epsilon": 0.2, "epsilon_high": 0.28}, "dapo", {}, (MEANS,)),
-    Comparison("paper", "ppo", SEQUENCE | {"epsilon": 3e-4, "epsilon_high": 4e-4}, "gspo", {}),
-)  # fmt: skip
+    Comparison(
+        "paper", "ppo", {"epsilon": 0.2, "epsilon_high": 0.28}, "dapo", {}, (MEANS,)
+    ),
+    Comparison(
+        "paper", "ppo", SEQUENCE | {"epsilon": 3e-4, "epsilon_high": 4e-4}, "gspo", {}
+    ),
+)
 
 REMARKS = (
     "There is one loss: ppo=True is `ppo`, else it is `cispo`, which is the default.",
@@ -120,7 +136,12 @@ REMARKS = (
     "kimi_k2_tau, truncated importance sampling, the averages of both ratios.",
 )
 ART = Framework(
-    "art", pin=PIN, modes=lambda: ["cispo", "ppo"], defaults=_defaults, plain=_plain, comparisons=COMPARISONS,
+    "art",
+    pin=PIN,
+    modes=lambda: ["cispo", "ppo"],
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
     remarks=REMARKS,
     tol=1e-6,  # 1e-8 in the count of a response's tokens
-)  # fmt: skip
+)

@@ -195,9 +195,13 @@ def framework(name: str) -> Framework:
 
 
 def audit(
-    name: str, comparisons: tuple[Comparison, ...] | None = None, *, version: str = "", source: str = "",
+    name: str,
+    comparisons: tuple[Comparison, ...] | None = None,
+    *,
+    version: str = "",
+    source: str = "",
     loud: bool = False,
-) -> Audit:  # fmt: skip
+) -> Audit:
     """Compare the losses of a framework with the reference, at its defaults and at the
     papers' settings.
 
@@ -253,10 +257,18 @@ def audit(
         rows, entries, version, comparisons is None, gone
     )
     return Audit(
-        name, version, rows, sorted(set(poisoned)), sorted(m for m in now if m not in known), f.out_of_scope, against,
-        [*(inside["remarks"] if inside else []), *f.remarks], entries, defaults,
+        name,
+        version,
+        rows,
+        sorted(set(poisoned)),
+        sorted(m for m in now if m not in known),
+        f.out_of_scope,
+        against,
+        [*(inside["remarks"] if inside else []), *f.remarks],
+        entries,
+        defaults,
         datetime.date.today().isoformat(),
-    )  # fmt: skip
+    )
 
 
 def _listed(x: Any) -> list:

@@ -313,9 +313,14 @@ def difference(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def compare(
-    framework: str, c: Comparison, b: Rollouts, found: Tensor, reasons: Sequence[LossFault], micro: int,
+    framework: str,
+    c: Comparison,
+    b: Rollouts,
+    found: Tensor,
+    reasons: Sequence[LossFault],
+    micro: int,
     tol: float = TOL,
-) -> Row:  # fmt: skip
+) -> Row:
     """The row of a gradient that was found on the grid of c, explained by these
     reasons.
     """

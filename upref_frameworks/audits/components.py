@@ -74,9 +74,11 @@ class Component:
 
 
 def kls(
-    found: Callable[[Tensor, Tensor, str], Tensor], promises: dict[str, str], reasons: dict[str, tuple] | None = None,
+    found: Callable[[Tensor, Tensor, str], Tensor],
+    promises: dict[str, str],
+    reasons: dict[str, tuple] | None = None,
     tol: float = TOL,
-) -> tuple[Component, ...]:  # fmt: skip
+) -> tuple[Component, ...]:
     """The KL terms of a framework, found(log π_θ, log π_ref, name), by its names:
     promises and, where there are any, reasons."""
     term = lambda name: lambda lp, ref: found(lp, ref, name)

@@ -147,9 +147,14 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
     advantages, differs = _advantages(o, name, how, entries)
     version = entries[0].version if entries else f.version()
     return replace(
-        r, version=version, advantages=advantages, differs=[*r.differs, *differs], notes=[*r.notes, *_notes(o, how)],
-        beside=how["beside"], started=r.started or how.get("started") or _read_there(how, version),
-    )  # fmt: skip
+        r,
+        version=version,
+        advantages=advantages,
+        differs=[*r.differs, *differs],
+        notes=[*r.notes, *_notes(o, how)],
+        beside=how["beside"],
+        started=r.started or how.get("started") or _read_there(how, version),
+    )
 
 
 def reached(name: str, hp: dict[str, float] | None = None) -> list[str]:
@@ -231,10 +236,16 @@ def _of_comparison(
     elif c.objective != o.name:
         beside = _of_another_loss(o, get(c.objective))
     return Recipe(
-        o.name, f.name, surface=how["surface"], settings=_typed(f.name, c, fields, how, at.get("mode", c.mode)),
-        differs=[*beside, *_differs(f, c, entries)], fields=fields, mode=c.mode, notes=notes,
+        o.name,
+        f.name,
+        surface=how["surface"],
+        settings=_typed(f.name, c, fields, how, at.get("mode", c.mode)),
+        differs=[*beside, *_differs(f, c, entries)],
+        fields=fields,
+        mode=c.mode,
+        notes=notes,
         command=f"upref check {f.name}:{c.label} --as {c.promise.replace(', ', ' --hp ')}",
-    )  # fmt: skip
+    )
 
 
 def _of_another_loss(o: Objective, other: Objective) -> list[str]:
@@ -409,10 +420,16 @@ def _of_plug_in(o: Objective, f: Framework) -> Recipe:
             f"{LENGTH[f.name]} is not read: the loss is the paper's plain sum over tokens"
         )
     return Recipe(
-        o.name, f.name, surface="the plug-in of upref", settings=settings, differs=_plugged(o, f.name), notes=notes,
+        o.name,
+        f.name,
+        surface="the plug-in of upref",
+        settings=settings,
+        differs=_plugged(o, f.name),
+        notes=notes,
         started=STARTED[f.name],
-        command=f"upref check {loss} --as {shlex.quote(o.name)}", mode=f"upref/{o.name}",
-    )  # fmt: skip
+        command=f"upref check {loss} --as {shlex.quote(o.name)}",
+        mode=f"upref/{o.name}",
+    )
 
 
 def _plugged(o: Objective, name: str) -> list[str]:

@@ -70,9 +70,12 @@ NO_KL = {"beta": 0.0}
 
 
 def kl_term(
-    words: str, k: Callable[[Tensor, Tensor, Tensor], Tensor], beta: float = BETA, agg: str = "seq-mean-token-mean",
+    words: str,
+    k: Callable[[Tensor, Tensor, Tensor], Tensor],
+    beta: float = BETA,
+    agg: str = "seq-mean-token-mean",
     instead: bool = True,
-) -> LossFault:  # fmt: skip
+) -> LossFault:
     """-beta k(log π_θ, log π_ref, log π_old), in place of the objective's own KL term
     or beside it.
     """
@@ -102,11 +105,17 @@ ALWAYS = replace(
     aggregated("token-mean"),
     words="aggregated by token-mean, and no setting gives another",
 )
-LUSPO = fault("the ratio of each token (importance_sampling_level), eps = 0.2", "objective",
-              objective=replace(get("grpo"), agg="seq-mean-token-sum"))  # fmt: skip
+LUSPO = fault(
+    "the ratio of each token (importance_sampling_level), eps = 0.2",
+    "objective",
+    objective=replace(get("grpo"), agg="seq-mean-token-sum"),
+)
 SLOTS = fault("masked slots have a gradient", "term", term=_masked_too)
-WIDTH = fault("divided by the padded width", "aggregation",
-              scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1])  # fmt: skip
+WIDTH = fault(
+    "divided by the padded width",
+    "aggregation",
+    scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1],
+)
 LENGTH = fault(
     "divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512
 )

@@ -38,8 +38,16 @@ PIN = Pin(
         "axolotl.utils.logging.get_logger",
     ),
 )
-READ = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "beta", "sapo_temperature_pos",
-        "sapo_temperature_neg", "max_completion_length")  # fmt: skip
+READ = (
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "importance_sampling_level",
+    "beta",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "max_completion_length",
+)
 
 
 def _module() -> Any:
@@ -97,18 +105,36 @@ def _plain(
         config["epsilon"] if config["epsilon_high"] is None else config["epsilon_high"]
     )
     vars(trainer).update(
-        config, loss_type=mode, epsilon_low=config["epsilon"], epsilon_high=high, top_entropy_quantile=1.0,
-        args=SimpleNamespace(**config), model=SimpleNamespace(training=True), is_fsdp_enabled=False, use_vllm=False,
-        aux_loss_enabled=False, current_gradient_accumulation_steps=num_micro_batches,
-        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x), _metrics={"train": _Any()},
-        _get_per_token_logps_and_entropies=lambda *_, **__: (log_prob, log_prob.detach(), None),
-    )  # fmt: skip
+        config,
+        loss_type=mode,
+        epsilon_low=config["epsilon"],
+        epsilon_high=high,
+        top_entropy_quantile=1.0,
+        args=SimpleNamespace(**config),
+        model=SimpleNamespace(training=True),
+        is_fsdp_enabled=False,
+        use_vllm=False,
+        aux_loss_enabled=False,
+        current_gradient_accumulation_steps=num_micro_batches,
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x),
+        _metrics={"train": _Any()},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            log_prob,
+            log_prob.detach(),
+            None,
+        ),
+    )
     ids = torch.zeros_like(mask, dtype=torch.long)
     batch = {
-        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": mask.long(),
-        "advantages": advantages, "old_per_token_logps": old_log_prob, "ref_per_token_logps": ref_log_prob,
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1],
+        "completion_ids": ids,
+        "completion_mask": mask.long(),
+        "advantages": advantages,
+        "old_per_token_logps": old_log_prob,
+        "ref_per_token_logps": ref_log_prob,
         "num_items_in_batch": totals.tokens,
-    }  # fmt: skip
+    }
     return trainer._compute_loss(None, batch)
 
 
@@ -124,7 +150,9 @@ COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}),
     Comparison("default", "bnpo", {}, "ppo_clip", {}),
     Comparison("default", "dapo", {}, "dapo", {}, (with_hp(eps_high=0.2), GROUPS)),
-    Comparison("default", "dapo", SEQUENCE, "gspo", {}, (CLIP, aggregated("token-mean"))),
+    Comparison(
+        "default", "dapo", SEQUENCE, "gspo", {}, (CLIP, aggregated("token-mean"))
+    ),
     Comparison("default", "dr_grpo", {}, "dr_grpo", {}, (LENGTH,)),
     Comparison("default", "cispo", {}, "cispo", {}, (CAP, GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (F32,)),
@@ -137,8 +165,14 @@ COMPARISONS = (
     Comparison("paper", "dr_grpo", {"max_completion_length": 1}, "dr_grpo", {}),
     Comparison("paper", "cispo", {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo", {}, "sapo", {}, (F32,)),
-    Comparison("paper", "luspo", SEQUENCE | {"epsilon": 2e-3, "epsilon_high": 2.5e-3}, "luspo", {}),
-)  # fmt: skip
+    Comparison(
+        "paper",
+        "luspo",
+        SEQUENCE | {"epsilon": 2e-3, "epsilon_high": 2.5e-3},
+        "luspo",
+        {},
+    ),
+)
 
 REMARKS = (
     "AsyncGRPOTrainer's own _compute_loss, called on a trainer that was not set up: log-probabilities are given to "
@@ -148,6 +182,13 @@ REMARKS = (
     "auxiliary loss.",
 )
 AXOLOTL = Framework(
-    "axolotl", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS,
-    split_reasons={"bnpo": BNPO}, remarks=REMARKS, one_adv=True,
-)  # fmt: skip
+    "axolotl",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    split_reasons={"bnpo": BNPO},
+    remarks=REMARKS,
+    one_adv=True,
+)

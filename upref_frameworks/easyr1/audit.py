@@ -35,18 +35,30 @@ from upref_frameworks.audits.shared import (
 )
 
 PIN = Pin(
-    repository="https://github.com/hiyouga/EasyR1", commit="b44b311b669bf1fd1aa2fc36f2251482ba33cb16",
+    repository="https://github.com/hiyouga/EasyR1",
+    commit="b44b311b669bf1fd1aa2fc36f2251482ba33cb16",
     date="2026-07-30",
     files={
         "verl/trainer/core_algos.py": "871cadc71a8b04295ebdc8ff516ba242",
         "verl/utils/torch_functional.py": "fd686c86f5e479acb39d873fef8eadc0",
         "verl/workers/actor/dp_actor.py": "2e7ba59831f4a8c0d01e918103f19155",
     },
-    skip_init=("verl", "verl.utils", "verl.trainer", "verl.workers", "verl.workers.actor"),
-)  # fmt: skip
+    skip_init=(
+        "verl",
+        "verl.utils",
+        "verl.trainer",
+        "verl.workers",
+        "verl.workers.actor",
+    ),
+)
 READ = (
-    "clip_ratio_low", "clip_ratio_high", "clip_ratio_dual", "loss_avg_mode", "tau_positive", "tau_negative",
-)  # fmt: skip
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "clip_ratio_dual",
+    "loss_avg_mode",
+    "tau_positive",
+    "tau_negative",
+)
 KL_READ = ("use_kl_loss", "kl_penalty", "kl_coef")
 _algos = lambda: importlib.import_module("verl.trainer.core_algos")
 
@@ -114,8 +126,12 @@ def _by_tokens(b: Rollouts) -> Tensor:
 
 
 DAPO_S = replace(get("dapo"), level="sequence_mean")
-DUAL_S = fault("the dual clip c = 3, of a response's ratio", "objective", objective=DAPO_S,
-               hp={"eps_low": 3e-4, "eps_high": 4e-4, "c": 3.0})  # fmt: skip
+DUAL_S = fault(
+    "the dual clip c = 3, of a response's ratio",
+    "objective",
+    objective=DAPO_S,
+    hp={"eps_low": 3e-4, "eps_high": 4e-4, "c": 3.0},
+)
 WEIGHED = fault(
     "micro-batches count by their tokens, where loss_avg_mode=seq too",
     "batches",
@@ -126,10 +142,18 @@ DUAL, CLIP_S, TOKENS = (
     with_hp(eps_low=0.2, eps_high=0.3),
     aggregated("token-mean"),
 )
-FLOOR = fault("weights in [0.8, 1.3], from both sides", "objective", objective="cispo_verl",
-              hp={"eps_low": 0.2, "eps_high": 0.3})  # fmt: skip
-SCRIPT = fault("weights in [1, 5], from both sides", "objective", objective="cispo_verl",
-               hp={"eps_low": 0.0, "eps_high": 4.0})  # fmt: skip
+FLOOR = fault(
+    "weights in [0.8, 1.3], from both sides",
+    "objective",
+    objective="cispo_verl",
+    hp={"eps_low": 0.2, "eps_high": 0.3},
+)
+SCRIPT = fault(
+    "weights in [1, 5], from both sides",
+    "objective",
+    objective="cispo_verl",
+    hp={"eps_low": 0.0, "eps_high": 4.0},
+)
 KL = {"use_kl_loss": True, "kl_coef": BETA}
 OFF, DUAL10, SEQ = (
     {"clip_ratio_dual": 1e10},
@@ -139,22 +163,52 @@ OFF, DUAL10, SEQ = (
 HIGHER, GRPO = {"clip_ratio_high": 0.28}, {"clip_ratio_high": 0.2} | SEQ | OFF
 GSPO = SEQ | {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4} | OFF
 COMPARISONS = (
-    Comparison("default", "default", {}, "dapo", {}, (with_hp(eps_high=0.3), DUAL, GROUPS)),
+    Comparison(
+        "default", "default", {}, "dapo", {}, (with_hp(eps_high=0.3), DUAL, GROUPS)
+    ),
     Comparison("default", "gspo", {}, "gspo", {}, (DUAL_S, CLIP_S, TOKENS)),
     Comparison("default", "gspo_token", {}, "gspo", {}, (DUAL_S, CLIP_S, TOKENS)),
     Comparison("default", "cispo", {}, "cispo", {}, (FLOOR, GROUPS)),
-    Comparison("default", "cispo", {"clip_ratio_low": 0.0, "clip_ratio_high": 4.0}, "cispo", {}, (SCRIPT, GROUPS)),
+    Comparison(
+        "default",
+        "cispo",
+        {"clip_ratio_low": 0.0, "clip_ratio_high": 4.0},
+        "cispo",
+        {},
+        (SCRIPT, GROUPS),
+    ),
     Comparison("default", "sapo", {}, "sapo", {}, (TOKENS,)),
-    Comparison("default", "default", GRPO | KL | DUAL10, "grpo", {"beta": BETA, "c": 10.0}, (K1,)),
+    Comparison(
+        "default",
+        "default",
+        GRPO | KL | DUAL10,
+        "grpo",
+        {"beta": BETA, "c": 10.0},
+        (K1,),
+    ),
     Comparison("paper", "default", HIGHER | OFF, "dapo", {}, (GROUPS, CLAMP)),
     Comparison("paper", "default", HIGHER | DUAL10, "dapo", {"c": 10.0}, (GROUPS,)),
     Comparison("paper", "default", GRPO, "grpo", {}, (CLAMP,)),
-    Comparison("paper", "default", GRPO | KL | {"kl_penalty": "low_var_kl"}, "grpo", {"beta": BETA}, (CLAMP_K3, CLAMP)),
+    Comparison(
+        "paper",
+        "default",
+        GRPO | KL | {"kl_penalty": "low_var_kl"},
+        "grpo",
+        {"beta": BETA},
+        (CLAMP_K3, CLAMP),
+    ),
     Comparison("paper", "gspo", GSPO, "gspo", {}, (CLAMP_S20,)),
     Comparison("paper", "gspo_token", GSPO, "gspo", {}, (CLAMP_S20,)),
-    Comparison("paper", "cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0}, "cispo", {}, (GROUPS,)),
+    Comparison(
+        "paper",
+        "cispo",
+        {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0},
+        "cispo",
+        {},
+        (GROUPS,),
+    ),
     Comparison("paper", "sapo", SEQ, "sapo", {}),
-)  # fmt: skip
+)
 
 
 def _advantages(name: str):
@@ -175,16 +229,46 @@ REMARKS = (
     "Not covered: several ranks, packed sequences, the advantages gae, remax and grpo_passk, KLs abs and full.",
 )
 EASYR1 = Framework(
-    "easyr1", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS,
-    split_reasons=dict.fromkeys(("default", "gspo", "gspo_token", "sapo"), WEIGHED), remarks=REMARKS,
+    "easyr1",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    split_reasons=dict.fromkeys(("default", "gspo", "gspo_token", "sapo"), WEIGHED),
+    remarks=REMARKS,
     parts=lambda: (
-        Component("advantages", "grpo", _advantages("grpo"), "group_norm", {"eps": 1e-6},
-                  leaves_out=("one",), tol=1e-5),
-        Component("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=("one",), tol=1e-5),
-        Component("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus"), "whiten", reasons=(
-            Fault(SAMPLE, sampled),), tol=1e-6),
-        *kls(lambda *x: _algos().compute_kl(*x), {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
-             {"low_var_kl": (NARROW_K3,)}, tol=1e-5),
+        Component(
+            "advantages",
+            "grpo",
+            _advantages("grpo"),
+            "group_norm",
+            {"eps": 1e-6},
+            leaves_out=("one",),
+            tol=1e-5,
+        ),
+        Component(
+            "advantages",
+            "rloo",
+            _advantages("rloo"),
+            "leave_one_out",
+            leaves_out=("one",),
+            tol=1e-5,
+        ),
+        Component(
+            "advantages",
+            "reinforce_plus_plus",
+            _advantages("reinforce_plus_plus"),
+            "whiten",
+            reasons=(Fault(SAMPLE, sampled),),
+            tol=1e-6,
+        ),
+        *kls(
+            lambda *x: _algos().compute_kl(*x),
+            {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
+            {"low_var_kl": (NARROW_K3,)},
+            tol=1e-5,
+        ),
     ),
     tol=3e-7,  # its bounds are exp(log(1 + ε)): on a bound, rounding would decide
-)  # fmt: skip
+)

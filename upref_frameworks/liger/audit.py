@@ -76,9 +76,16 @@ def _plain(
     settings = {k: v for k, v in config.items() if k not in ELSEWHERE}
     counted = {"num_items_in_batch": int(totals.tokens)} if mode in COUNTED else {}
     value, _ = _grpo().LigerFusedLinearGRPOFunction.ppo_loss_fn(
-        log_prob, mask, advantages, mask,
-        ref_per_token_logps=ref_log_prob, old_per_token_logps=old_log_prob, loss_type=mode, **settings, **counted,
-    )  # fmt: skip
+        log_prob,
+        mask,
+        advantages,
+        mask,
+        ref_per_token_logps=ref_log_prob,
+        old_per_token_logps=old_log_prob,
+        loss_type=mode,
+        **settings,
+        **counted,
+    )
     return value if mode in COUNTED else value / num_micro_batches
 
 
@@ -112,28 +119,56 @@ COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (BETA,)),
     Comparison("default", "dapo", NO_KL, "dapo", {}, (HIGH, GROUPS)),
     Comparison("default", "bnpo", NO_KL, "ppo_clip", {}),
-    Comparison("default", "dr_grpo", NO_KL | {"max_completion_length": 512}, "dr_grpo", {}, (LENGTH,)),
+    Comparison(
+        "default",
+        "dr_grpo",
+        NO_KL | {"max_completion_length": 512},
+        "dr_grpo",
+        {},
+        (LENGTH,),
+    ),
     Comparison("default", "cispo", NO_KL, "cispo", {}, (CAP, GROUPS)),
     Comparison("default", "sapo", NO_KL, "sapo", {}, (F32,)),
     Comparison("default", "vespo", NO_KL, "vespo", {}, (BY_TOKENS,)),
-    Comparison("default", "dapo", NO_KL | SEQUENCE, "gspo", {}, (
-        CLIP, aggregated("token-mean"))),
-    Comparison("default", "luspo", NO_KL, "luspo", {}, (
-        LUSPO, WIDTH, SLOTS)),
-    Comparison("default", "luspo", LONG, "luspo", {}, (
-        _kl(BETA.words, lambda m, _: m), _kl(WIDTH.words, lambda m, share: m * (share - 1)),
-        _kl(SLOTS.words, lambda m, share: (1 - m) * share))),
+    Comparison(
+        "default",
+        "dapo",
+        NO_KL | SEQUENCE,
+        "gspo",
+        {},
+        (CLIP, aggregated("token-mean")),
+    ),
+    Comparison("default", "luspo", NO_KL, "luspo", {}, (LUSPO, WIDTH, SLOTS)),
+    Comparison(
+        "default",
+        "luspo",
+        LONG,
+        "luspo",
+        {},
+        (
+            _kl(BETA.words, lambda m, _: m),
+            _kl(WIDTH.words, lambda m, share: m * (share - 1)),
+            _kl(SLOTS.words, lambda m, share: (1 - m) * share),
+        ),
+    ),
     Comparison("paper", "grpo", {"beta": 0.04}, "grpo", {"beta": 0.04}),
     Comparison("paper", "grpo", NO_KL | GSPO, "gspo", {}),
     Comparison("paper", "dapo", NO_KL | {"epsilon_high": 0.28}, "dapo", {}, (GROUPS,)),
-    Comparison("paper", "dapo", NO_KL | {"epsilon_high": 0.28, "delta": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison(
+        "paper",
+        "dapo",
+        NO_KL | {"epsilon_high": 0.28, "delta": 10.0},
+        "dapo",
+        {"c": 10.0},
+        (GROUPS,),
+    ),
     Comparison("paper", "bnpo", NO_KL, "ppo_clip", {}),
     Comparison("paper", "dr_grpo", NO_KL | {"max_completion_length": 1}, "dr_grpo", {}),
     Comparison("paper", "cispo", NO_KL | {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo", NO_KL, "sapo", {}, (F32,)),
     Comparison("paper", "vespo", NO_KL | VESPO, "vespo", {}, (BY_TOKENS,)),
     Comparison("paper", "luspo", NO_KL | LONG, "luspo", {}),
-)  # fmt: skip
+)
 
 
 def _fused(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
@@ -187,6 +222,15 @@ REMARKS = (
     "Not covered: several ranks, the Triton kernels, torch.compile, vLLM's correction weights.",
 )
 LIGER = Framework(
-    "liger", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, one_adv=True, comparisons=COMPARISONS,
-    parts=_parts, split_reasons={"bnpo": BNPO}, kernels=_kernels, remarks=REMARKS,
-)  # fmt: skip
+    "liger",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    one_adv=True,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    split_reasons={"bnpo": BNPO},
+    kernels=_kernels,
+    remarks=REMARKS,
+)

@@ -25,7 +25,8 @@ from upref_frameworks.audits.shared import (
 
 UTILS, ARGUMENTS = "miles.backends.training_utils.", "miles.utils.arguments"
 PIN = Pin(
-    repository="https://github.com/radixark/miles", commit="31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
+    repository="https://github.com/radixark/miles",
+    commit="31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
     date="2026-08-21",
     files={
         "miles/backends/training_utils/loss_hub/losses.py": "9ee2f34ea64208fbbcf9ffd6d6a40c17",
@@ -33,24 +34,46 @@ PIN = Pin(
         "miles/backends/training_utils/cp_utils.py": "2757d9da461f6dc2f0a19df219c7a698",
         "miles/utils/arguments.py": "b0260a00f76ee56b532cd1bff4c6e71e",
     },
-    skip_init=("miles", "miles.utils", "miles.backends", "miles.backends.training_utils",
-            "miles.backends.training_utils.loss_hub"),
-    stubs=(UTILS + "parallel", UTILS + "loss_hub.logit_processors", UTILS + "loss_hub.corrections",
-           "miles.utils.misc", "miles.utils.types", "fla"),
+    skip_init=(
+        "miles",
+        "miles.utils",
+        "miles.backends",
+        "miles.backends.training_utils",
+        "miles.backends.training_utils.loss_hub",
+    ),
+    stubs=(
+        UTILS + "parallel",
+        UTILS + "loss_hub.logit_processors",
+        UTILS + "loss_hub.corrections",
+        "miles.utils.misc",
+        "miles.utils.types",
+        "fla",
+    ),
     # its losses are compiled: the plain functions are audited
     env={"TORCHDYNAMO_DISABLE": "1"},
-)  # fmt: skip
+)
 READ = (
-    "--eps-clip", "--eps-clip-high", "--eps-clip-c", "--calculate-per-token-loss", "--use-kl-loss", "--kl-loss-coef",
-    "--kl-loss-type", "--use-unbiased-kl",
-)  # fmt: skip
+    "--eps-clip",
+    "--eps-clip-high",
+    "--eps-clip-c",
+    "--calculate-per-token-loss",
+    "--use-kl-loss",
+    "--kl-loss-coef",
+    "--kl-loss-type",
+    "--use-unbiased-kl",
+)
 OFF = dict.fromkeys(
     (
-        "use_rollout_logprobs", "skip_actor_forward_only", "observe_training_entropy", "use_opsm", "use_tis",
-        "get_mismatch_metrics", "custom_pg_loss_reducer_function_path",
+        "use_rollout_logprobs",
+        "skip_actor_forward_only",
+        "observe_training_entropy",
+        "use_opsm",
+        "use_tis",
+        "get_mismatch_metrics",
+        "custom_pg_loss_reducer_function_path",
     ),
     None,
-)  # fmt: skip
+)
 
 
 def _modules() -> tuple[Any, Any, Any]:
@@ -84,8 +107,12 @@ def _plain(
         if config["eps_clip_high"] is None
         else config["eps_clip_high"]
     )
-    args = SimpleNamespace(**OFF | config | {"eps_clip_high": high}, advantage_estimator=mode, entropy_coef=0.0,
-                           qkv_format="thd")  # fmt: skip
+    args = SimpleNamespace(
+        **OFF | config | {"eps_clip_high": high},
+        advantage_estimator=mode,
+        entropy_coef=0.0,
+        qkv_format="thd",
+    )
     losses, _, cp = _modules()
     n = [int(m.nonzero().max()) + 1 for m in mask]  # up to the last token that counts
     rows = lambda x: [row[:k] for row, k in zip(x, n, strict=True)]
@@ -110,13 +137,35 @@ C, LOW = {"eps_clip_c": 10.0}, {"kl_loss_type": "low_var_kl"}
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (CLAMP,)),
     Comparison("default", "grpo", KL | C, "grpo", {"beta": BETA, "c": 10.0}, (K1,)),
-    Comparison("default", "gspo", {}, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2), CLAMP_S20)),
-    Comparison("paper", "grpo", KL | C | {"kl_loss_type": "k3"}, "grpo", {"beta": BETA, "c": 10.0}),
-    Comparison("paper", "grpo", KL | C | LOW, "grpo", {"beta": BETA, "c": 10.0}, (CLAMP_K3,)),
+    Comparison(
+        "default",
+        "gspo",
+        {},
+        "gspo",
+        {},
+        (with_hp(eps_low=0.2, eps_high=0.2), CLAMP_S20),
+    ),
+    Comparison(
+        "paper",
+        "grpo",
+        KL | C | {"kl_loss_type": "k3"},
+        "grpo",
+        {"beta": BETA, "c": 10.0},
+    ),
+    Comparison(
+        "paper", "grpo", KL | C | LOW, "grpo", {"beta": BETA, "c": 10.0}, (CLAMP_K3,)
+    ),
     Comparison("paper", "grpo", TOKENS, "dapo", {}, (GROUPS, CLAMP)),
     Comparison("paper", "grpo", TOKENS | C, "dapo", {"c": 10.0}, (GROUPS,)),
-    Comparison("paper", "gspo", {"eps_clip": 3e-4, "eps_clip_high": 4e-4}, "gspo", {}, (CLAMP_S20,)),
-)  # fmt: skip
+    Comparison(
+        "paper",
+        "gspo",
+        {"eps_clip": 3e-4, "eps_clip_high": 4e-4},
+        "gspo",
+        {},
+        (CLAMP_S20,),
+    ),
+)
 
 
 REMARKS = (
@@ -126,8 +175,13 @@ REMARKS = (
     "Not covered: context parallelism, OPSM, truncated importance sampling, advantages, compiled code.",
 )
 MILES = Framework(
-    "miles", pin=PIN, modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
-    defaults=lambda mode: defaults(ARGUMENTS, READ), plain=_plain, comparisons=COMPARISONS, remarks=REMARKS,
+    "miles",
+    pin=PIN,
+    modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
+    defaults=lambda mode: defaults(ARGUMENTS, READ),
+    plain=_plain,
+    comparisons=COMPARISONS,
+    remarks=REMARKS,
     tol=3e-6,
     parts=lambda: kls(
         _modules()[1].compute_approx_kl,
@@ -136,6 +190,7 @@ MILES = Framework(
         tol=1e-5,
     ),
     out_of_scope=dict.fromkeys(
-        ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"), "an advantage estimator: its loss is grpo's"
+        ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
+        "an advantage estimator: its loss is grpo's",
     ),
-)  # fmt: skip
+)

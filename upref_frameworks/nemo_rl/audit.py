@@ -23,10 +23,14 @@ from upref_frameworks.audits.shared import ALWAYS, CLAMP_K3, FLOOR, NARROW, kl_t
 HOME = "nemo_rl/algorithms/"
 PIN = Pin(
     packages=(
-        "pydantic==2.12.5", "pydantic-core==2.41.5", "annotated-types==0.7.0", "typing-inspection==0.4.2",
+        "pydantic==2.12.5",
+        "pydantic-core==2.41.5",
+        "annotated-types==0.7.0",
+        "typing-inspection==0.4.2",
         "pyyaml==6.0.3",
     ),
-    repository="https://github.com/NVIDIA-NeMo/RL", commit="7ea279abfbeb698b092856d0dab61e7cf39bc909",
+    repository="https://github.com/NVIDIA-NeMo/RL",
+    commit="7ea279abfbeb698b092856d0dab61e7cf39bc909",
     date="2026-08-22",
     files={
         HOME + "loss/loss_functions.py": "e0687539c27bf6c89c2e5c75219d2318",
@@ -35,10 +39,14 @@ PIN = Pin(
     },
     skip_init=("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.x_token"),
     stubs=(
-        "transformers", "nemo_rl.models.dtensor", "nemo_rl.models.policy", "nemo_rl.utils.logger",
-        "nemo_rl.data.multimodal_utils", "nemo_rl.algorithms.x_token.token_aligner",
+        "transformers",
+        "nemo_rl.models.dtensor",
+        "nemo_rl.models.policy",
+        "nemo_rl.utils.logger",
+        "nemo_rl.data.multimodal_utils",
+        "nemo_rl.algorithms.x_token.token_aligner",
     ),
-)  # fmt: skip
+)
 # what run_grpo.py takes where nothing is said
 RECIPE = "examples/configs/grpo_math_1B.yaml"
 
@@ -104,9 +112,12 @@ def _plain(
     the global batch.
     """
     data = {
-        "advantages": advantages, "token_mask": mask.to(log_prob.dtype), "prev_logprobs": old_log_prob,
-        "generation_logprobs": old_log_prob, "reference_policy_logprobs": ref_log_prob,
-    }  # fmt: skip
+        "advantages": advantages,
+        "token_mask": mask.to(log_prob.dtype),
+        "prev_logprobs": old_log_prob,
+        "generation_logprobs": old_log_prob,
+        "reference_policy_logprobs": ref_log_prob,
+    }
     data = {k: pad(x, (1, 0)) for k, x in data.items()} | {
         "sample_mask": torch.ones(len(mask)).to(log_prob)
     }
@@ -133,24 +144,73 @@ TIS = {
 }
 TOKENS = aggregated("token-mean")
 COMPARISONS = (
-    Comparison("default", "grpo", {}, "grpo", {}, (with_hp(beta=0.01), _sampled_k3(0.01), CLAMP_K3, TOKENS)),
+    Comparison(
+        "default",
+        "grpo",
+        {},
+        "grpo",
+        {},
+        (with_hp(beta=0.01), _sampled_k3(0.01), CLAMP_K3, TOKENS),
+    ),
     Comparison("default", "ppo", NO_KL, "ppo_clip", {}),
     Comparison("default", "reinforce-rloo", NO_KL, "rloo", {}, (ALWAYS,)),
-    Comparison("default", "gspo", NO_KL, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
+    Comparison(
+        "default", "gspo", NO_KL, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)
+    ),
     Comparison("default", "cispo", NO_KL, "cispo", {}, (FLOOR, GROUPS)),
     Comparison("default", "truly-on-policy", NO_KL, "reinforce", {}, (ALWAYS,)),
     Comparison("paper", "grpo", MEANS, "grpo", {}),
-    Comparison("paper", "grpo", {"token_level_loss": False, "reference_policy_kl_penalty": 0.04}, "grpo",
-               {"beta": 0.04}, (_sampled_k3(0.04), CLAMP_K3)),
-    Comparison("paper", "grpo", NO_KL | {"ratio_clip_max": 0.28}, "dapo", {}, (GROUPS,)),
-    Comparison("paper", "grpo", NO_KL | {"ratio_clip_max": 0.28, "ratio_clip_c": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
-    Comparison("paper", "gspo", NO_KL | {"ratio_clip_min": 3e-4, "ratio_clip_max": 4e-4}, "gspo", {}),
-    Comparison("paper", "cispo", NO_KL | {"ratio_clip_min": 1.0, "ratio_clip_max": 4.0}, "cispo", {}, (GROUPS,)),
-    Comparison("paper", "truly-on-policy", NO_KL | {"use_importance_sampling_correction": True}, "is_pg", {}, (
-        ALWAYS,)),
-    Comparison("paper", "truly-on-policy", NO_KL | TIS | {"truncated_importance_sampling_ratio": 5.0}, "cispo", {}, (
-        GROUPS,)),
-)  # fmt: skip
+    Comparison(
+        "paper",
+        "grpo",
+        {"token_level_loss": False, "reference_policy_kl_penalty": 0.04},
+        "grpo",
+        {"beta": 0.04},
+        (_sampled_k3(0.04), CLAMP_K3),
+    ),
+    Comparison(
+        "paper", "grpo", NO_KL | {"ratio_clip_max": 0.28}, "dapo", {}, (GROUPS,)
+    ),
+    Comparison(
+        "paper",
+        "grpo",
+        NO_KL | {"ratio_clip_max": 0.28, "ratio_clip_c": 10.0},
+        "dapo",
+        {"c": 10.0},
+        (GROUPS,),
+    ),
+    Comparison(
+        "paper",
+        "gspo",
+        NO_KL | {"ratio_clip_min": 3e-4, "ratio_clip_max": 4e-4},
+        "gspo",
+        {},
+    ),
+    Comparison(
+        "paper",
+        "cispo",
+        NO_KL | {"ratio_clip_min": 1.0, "ratio_clip_max": 4.0},
+        "cispo",
+        {},
+        (GROUPS,),
+    ),
+    Comparison(
+        "paper",
+        "truly-on-policy",
+        NO_KL | {"use_importance_sampling_correction": True},
+        "is_pg",
+        {},
+        (ALWAYS,),
+    ),
+    Comparison(
+        "paper",
+        "truly-on-policy",
+        NO_KL | TIS | {"truncated_importance_sampling_ratio": 5.0},
+        "cispo",
+        {},
+        (GROUPS,),
+    ),
+)
 
 
 def _advantages(name: str, **settings: bool):
@@ -213,26 +273,70 @@ def _log_probs(chunk: int | None):
 def _parts() -> tuple[Component, ...]:
     kl, utils = importlib.import_module("upref.kl"), _module("algorithms.utils")
     return (
-        Component("advantages", "grpo", _advantages("GRPOAdvantageEstimator"), "group_norm", tol=1e-5, reasons=(
-            Fault("mean and std are of the other responses; where these have one reward, it is not divided",
-                  _over_std(own=False, single=False)),
-            Fault(SINGLE, _over_std(own=False, single=True)))),
-        Component("advantages", "grpo, use_leave_one_out_baseline=False",
-                  _advantages("GRPOAdvantageEstimator", use_leave_one_out_baseline=False), "group_norm", tol=1e-5,
-                  reasons=(
-            Fault(SINGLE, _over_std(own=True, single=True)),)),
-        Component("advantages", "grpo, normalize_rewards=False",
-                  _advantages("GRPOAdvantageEstimator", normalize_rewards=False), "leave_one_out", tol=1e-6),
-        Component("advantages", "reinforce_plus_plus", _advantages("ReinforcePlusPlusAdvantageEstimator"),
-                  "group_mean_whiten", tol=1e-5),
-        Component("advantages", "reinforce_plus_plus, minus_baseline=False",
-                  _advantages("ReinforcePlusPlusAdvantageEstimator", minus_baseline=False), "whiten", tol=1e-5),
-        *kls(utils.calculate_kl, {k: k for k in kl.ESTIMATORS},
-             {k: (Fault(NARROW, _clamped(f)),) for k, f in kl.ESTIMATORS.items()}),
+        Component(
+            "advantages",
+            "grpo",
+            _advantages("GRPOAdvantageEstimator"),
+            "group_norm",
+            tol=1e-5,
+            reasons=(
+                Fault(
+                    "mean and std are of the other responses; where these have one reward, it is not divided",
+                    _over_std(own=False, single=False),
+                ),
+                Fault(SINGLE, _over_std(own=False, single=True)),
+            ),
+        ),
+        Component(
+            "advantages",
+            "grpo, use_leave_one_out_baseline=False",
+            _advantages("GRPOAdvantageEstimator", use_leave_one_out_baseline=False),
+            "group_norm",
+            tol=1e-5,
+            reasons=(Fault(SINGLE, _over_std(own=True, single=True)),),
+        ),
+        Component(
+            "advantages",
+            "grpo, normalize_rewards=False",
+            _advantages("GRPOAdvantageEstimator", normalize_rewards=False),
+            "leave_one_out",
+            tol=1e-6,
+        ),
+        Component(
+            "advantages",
+            "reinforce_plus_plus",
+            _advantages("ReinforcePlusPlusAdvantageEstimator"),
+            "group_mean_whiten",
+            tol=1e-5,
+        ),
+        Component(
+            "advantages",
+            "reinforce_plus_plus, minus_baseline=False",
+            _advantages("ReinforcePlusPlusAdvantageEstimator", minus_baseline=False),
+            "whiten",
+            tol=1e-5,
+        ),
+        *kls(
+            utils.calculate_kl,
+            {k: k for k in kl.ESTIMATORS},
+            {k: (Fault(NARROW, _clamped(f)),) for k, f in kl.ESTIMATORS.items()},
+        ),
         Component("aggregation", "masked_mean", utils.masked_mean, "token-mean"),
-        Component("logprobs", "vocab-parallel, one rank", _log_probs(None), "token_log_probs", tol=1e-4),
-        Component("logprobs", "vocab-parallel, one rank, in chunks", _log_probs(2), "token_log_probs", tol=1e-4),
-    )  # fmt: skip
+        Component(
+            "logprobs",
+            "vocab-parallel, one rank",
+            _log_probs(None),
+            "token_log_probs",
+            tol=1e-4,
+        ),
+        Component(
+            "logprobs",
+            "vocab-parallel, one rank, in chunks",
+            _log_probs(2),
+            "token_log_probs",
+            tol=1e-4,
+        ),
+    )
 
 
 SINGLE = "the variance is E[R²] - E[R]² in float32"
@@ -245,9 +349,25 @@ REMARKS = (
     "KL in the reward, the GDPO, GAE and distillation estimators. Dr. GRPO's constant denominator is not offered.",
 )
 NEMO_RL = Framework(
-    "nemo_rl", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
-    remarks=REMARKS, tol=1e-6,
+    "nemo_rl",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    remarks=REMARKS,
+    tol=1e-6,
     out_of_scope=dict.fromkeys(
-        ("DraftCrossEntropyLossFn", "NLLLossFn", "PreferenceLossFn", "DPOLossFn", "DistillationLossFn",
-         "MseValueLossFn", "CrossTokenizerDistillationLossFn"), ELSE),
-)  # fmt: skip
+        (
+            "DraftCrossEntropyLossFn",
+            "NLLLossFn",
+            "PreferenceLossFn",
+            "DPOLossFn",
+            "DistillationLossFn",
+            "MseValueLossFn",
+            "CrossTokenizerDistillationLossFn",
+        ),
+        ELSE,
+    ),
+)

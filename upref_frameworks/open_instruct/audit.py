@@ -18,7 +18,8 @@ from upref_frameworks.audits.framework import Comparison, Component, Framework, 
 from upref_frameworks.audits.shared import kl_term
 
 PIN = Pin(
-    repository="https://github.com/allenai/open-instruct", commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
+    repository="https://github.com/allenai/open-instruct",
+    commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
     date="2026-08-20",
     files={
         "open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70e0f113942a00226e",
@@ -26,14 +27,30 @@ PIN = Pin(
     },
     skip_init=("open_instruct",),
     stubs=(
-        "open_instruct.data_loader", "open_instruct.data_types", "open_instruct.logger_utils",
-        "open_instruct.olmo_core_utils", "open_instruct.utils", "open_instruct.ground_truth_utils", "pandas", "ray",
-        "wandb", "datasets", "transformers", "accelerate", "deepspeed", "huggingface_hub", "olmo_core",
+        "open_instruct.data_loader",
+        "open_instruct.data_types",
+        "open_instruct.logger_utils",
+        "open_instruct.olmo_core_utils",
+        "open_instruct.utils",
+        "open_instruct.ground_truth_utils",
+        "pandas",
+        "ray",
+        "wandb",
+        "datasets",
+        "transformers",
+        "accelerate",
+        "deepspeed",
+        "huggingface_hub",
+        "olmo_core",
     ),
     # log_softmax_and_gather is compiled: the plain function is audited
     env={"TORCHDYNAMO_DISABLE": "1"},
-    decorators=("open_instruct.logger_utils.setup_logger", "ray.remote", "open_instruct.utils.retry_on_exception"),
-)  # fmt: skip
+    decorators=(
+        "open_instruct.logger_utils.setup_logger",
+        "ray.remote",
+        "open_instruct.utils.retry_on_exception",
+    ),
+)
 READ = (
     "beta",
     "clip_lower",
@@ -79,8 +96,13 @@ def _plain(
 
 
 NO_KL = {"load_ref_policy": False}
-KL = kl_term("a KL term, k3 with beta = 0.05, is on by default", lambda lp, ref, old: k3(lp, ref), 0.05, "token-mean",
-             instead=False)  # fmt: skip
+KL = kl_term(
+    "a KL term, k3 with beta = 0.05, is on by default",
+    lambda lp, ref, old: k3(lp, ref),
+    0.05,
+    "token-mean",
+    instead=False,
+)
 HIGH = with_hp(eps_high=0.272)
 COMPARISONS = (
     Comparison("default", "dapo", {}, "dapo", {}, (HIGH, GROUPS, KL)),
@@ -100,11 +122,18 @@ REMARKS = (
     "are 1 where sampler and trainer agree), advantages (its data loader wants datasets and ray).",
 )
 OPEN_INSTRUCT = Framework(
-    "open_instruct", pin=PIN, modes=lambda: [str(m) for m in _utils().GRPOLossType], defaults=_defaults,
-    plain=_plain, comparisons=COMPARISONS, remarks=REMARKS,
+    "open_instruct",
+    pin=PIN,
+    modes=lambda: [str(m) for m in _utils().GRPOLossType],
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    remarks=REMARKS,
     parts=lambda: (
         *kls(
-            lambda lp, ref, name: _model().estimate_kl(lp - ref, torch.ones_like(lp))[int(name[-1])],
+            lambda lp, ref, name: _model().estimate_kl(lp - ref, torch.ones_like(lp))[
+                int(name[-1])
+            ],
             {"kl_estimator 0": "k1", "kl_estimator 1": "k2", "kl_estimator 2": "k3"},
         ),
         Component(
@@ -114,4 +143,4 @@ OPEN_INSTRUCT = Framework(
             "token_log_probs",
         ),
     ),
-)  # fmt: skip
+)

@@ -24,11 +24,18 @@ PIN = Pin(
         "openrlhf/models/loss.py": "a6dd82c27e8b1711c6a33b6acd0319be",
         "openrlhf/models/utils.py": "bb0c73194c8a14173ebe15dff103f5a9",
     },
-    skip_init=("openrlhf", "openrlhf.models", "openrlhf.trainer", "openrlhf.trainer.ppo_utils", "openrlhf.trainer.ray",
-            "openrlhf.utils"),
+    skip_init=(
+        "openrlhf",
+        "openrlhf.models",
+        "openrlhf.trainer",
+        "openrlhf.trainer.ppo_utils",
+        "openrlhf.trainer.ray",
+        "openrlhf.utils",
+    ),
     stubs=("deepspeed", "ray", "transformers", "openrlhf.trainer.ray.launcher"),
-    decorators=("ray.remote",), env={"TORCHDYNAMO_DISABLE": "1"},
-)  # fmt: skip
+    decorators=("ray.remote",),
+    env={"TORCHDYNAMO_DISABLE": "1"},
+)
 _module = lambda name: importlib.import_module(f"openrlhf.{name}")
 
 
@@ -93,11 +100,19 @@ def _advantages(name: str):
         n = int((group == group[0]).sum())
         own = SimpleNamespace(estimator=name, gamma=1.0, no_std_norm=False)
         args = SimpleNamespace(
-            algo=SimpleNamespace(advantage=own), rollout=SimpleNamespace(n_samples_per_prompt=n),
-            reward=SimpleNamespace(clip_range=None, stop_properly_penalty_coef=None, overlong_buffer_len=None),
-        )  # fmt: skip
-        me = SimpleNamespace(strategy=SimpleNamespace(args=args), advantage_estimator=name,
-                             kl_ctl=SimpleNamespace(value=0.0))  # fmt: skip
+            algo=SimpleNamespace(advantage=own),
+            rollout=SimpleNamespace(n_samples_per_prompt=n),
+            reward=SimpleNamespace(
+                clip_range=None,
+                stop_properly_penalty_coef=None,
+                overlong_buffer_len=None,
+            ),
+        )
+        me = SimpleNamespace(
+            strategy=SimpleNamespace(args=args),
+            advantage_estimator=name,
+            kl_ctl=SimpleNamespace(value=0.0),
+        )
         me.get_cumulative_returns = lambda *a: maker.get_cumulative_returns(me, *a)
         ones = torch.ones(len(R), 1)
         x = SimpleNamespace(
@@ -136,24 +151,86 @@ def _parts() -> tuple[Component, ...]:
     square = ("uneven", "one")
     tiny = {"ddof": 0, "eps": 1e-8}
     return (
-        Component("advantages", "group_norm", _advantages("group_norm"), "group_norm", {"ddof": 1, "eps": 1e-9},
-                  leaves_out=square, tol=2e-3),
-        Component("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=square, tol=1e-5),
-        Component("advantages", "dr_grpo", _advantages("dr_grpo"), "group_mean", leaves_out=square, tol=1e-5),
-        Component("advantages", "reinforce", _advantages("reinforce"), "whiten", tiny, leaves_out=square, tol=1e-5),
-        Component("advantages", "reinforce_baseline", _advantages("reinforce_baseline"), "group_mean_whiten", tiny,
-                  leaves_out=square, tol=1e-5),
-        *(Component("kl", k, _kl(k), k, {}, (clamped(f),), tol=1e-4) for k, f in kl.ESTIMATORS.items()),
-        Component("kl", "k3, unbiased_gradient", _kl("k3", unbiased_gradient=True), _straight, {}, (
-            Fault("its value clamped to ±10, the gradient not", _clipped_value),), tol=1e-4,
-            words="the value of k3, the gradient of k2"),
-        Component("logprobs", "log_probs_from_logits", lambda z, tokens, t: _module(
-            "models.utils").log_probs_from_logits(z.clone(), tokens, t), "token_log_probs"),
-        Component("aggregation", "token_level_loss", lambda x, m: _module("models.loss").aggregate_loss(x, m),
-                  "token-mean"),
-        Component("aggregation", "token_level_loss=False", lambda x, m: _module("models.loss").aggregate_loss(
-            x, m, token_level_loss=False), "seq-mean-token-mean"),
-    )  # fmt: skip
+        Component(
+            "advantages",
+            "group_norm",
+            _advantages("group_norm"),
+            "group_norm",
+            {"ddof": 1, "eps": 1e-9},
+            leaves_out=square,
+            tol=2e-3,
+        ),
+        Component(
+            "advantages",
+            "rloo",
+            _advantages("rloo"),
+            "leave_one_out",
+            leaves_out=square,
+            tol=1e-5,
+        ),
+        Component(
+            "advantages",
+            "dr_grpo",
+            _advantages("dr_grpo"),
+            "group_mean",
+            leaves_out=square,
+            tol=1e-5,
+        ),
+        Component(
+            "advantages",
+            "reinforce",
+            _advantages("reinforce"),
+            "whiten",
+            tiny,
+            leaves_out=square,
+            tol=1e-5,
+        ),
+        Component(
+            "advantages",
+            "reinforce_baseline",
+            _advantages("reinforce_baseline"),
+            "group_mean_whiten",
+            tiny,
+            leaves_out=square,
+            tol=1e-5,
+        ),
+        *(
+            Component("kl", k, _kl(k), k, {}, (clamped(f),), tol=1e-4)
+            for k, f in kl.ESTIMATORS.items()
+        ),
+        Component(
+            "kl",
+            "k3, unbiased_gradient",
+            _kl("k3", unbiased_gradient=True),
+            _straight,
+            {},
+            (Fault("its value clamped to ±10, the gradient not", _clipped_value),),
+            tol=1e-4,
+            words="the value of k3, the gradient of k2",
+        ),
+        Component(
+            "logprobs",
+            "log_probs_from_logits",
+            lambda z, tokens, t: _module("models.utils").log_probs_from_logits(
+                z.clone(), tokens, t
+            ),
+            "token_log_probs",
+        ),
+        Component(
+            "aggregation",
+            "token_level_loss",
+            lambda x, m: _module("models.loss").aggregate_loss(x, m),
+            "token-mean",
+        ),
+        Component(
+            "aggregation",
+            "token_level_loss=False",
+            lambda x, m: _module("models.loss").aggregate_loss(
+                x, m, token_level_loss=False
+            ),
+            "seq-mean-token-mean",
+        ),
+    )
 
 
 REMARKS = (
@@ -163,6 +240,12 @@ REMARKS = (
     "Not covered: several ranks, the correction of the sampler's probabilities, gae, flash_reinforce.",
 )
 OPENRLHF = Framework(
-    "openrlhf", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    "openrlhf",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
     remarks=REMARKS,
-)  # fmt: skip
+)

@@ -25,10 +25,21 @@ from upref.step.reference import TorchModel
 from upref.step.rows import Padded, Row
 from upref_frameworks.steps.host import grouped
 
-ABSENT = ("deepspeed", "deepspeed.runtime.zero.partition_parameters", "flash_attn", "flash_attn.bert_padding",
-          "flash_attn.utils.distributed", "vllm", "ray", "ray.util.placement_group", "ray.util.scheduling_strategies",
-          "torchdata.stateful_dataloader", "openrlhf.trainer.ray.vllm_engine", "openrlhf.utils.deepspeed",
-          "openrlhf.utils.deepspeed.deepspeed_utils")  # fmt: skip
+ABSENT = (
+    "deepspeed",
+    "deepspeed.runtime.zero.partition_parameters",
+    "flash_attn",
+    "flash_attn.bert_padding",
+    "flash_attn.utils.distributed",
+    "vllm",
+    "ray",
+    "ray.util.placement_group",
+    "ray.util.scheduling_strategies",
+    "torchdata.stateful_dataloader",
+    "openrlhf.trainer.ray.vllm_engine",
+    "openrlhf.utils.deepspeed",
+    "openrlhf.utils.deepspeed.deepspeed_utils",
+)
 
 
 class Engine:
@@ -70,10 +81,19 @@ class Engine:
 
 
 def trained(
-    model: Any, rows: Sequence[Row], temperature: float, *, micro: int = 2, clip: float = 0.0,
-    attention: str = "sdpa", beta: float = 0.0, max_tokens: int = 0, updates: int = 1, dtype: Any = torch.float32,
+    model: Any,
+    rows: Sequence[Row],
+    temperature: float,
+    *,
+    micro: int = 2,
+    clip: float = 0.0,
+    attention: str = "sdpa",
+    beta: float = 0.0,
+    max_tokens: int = 0,
+    updates: int = 1,
+    dtype: Any = torch.float32,
     **actor: Any,
-) -> Recorded:  # fmt: skip
+) -> Recorded:
     """One optimizer step of OpenRLHF's trainer on these rows, or several, recorded.
 
     Args:
@@ -92,17 +112,45 @@ def trained(
     its, reference, steps = _imported(), TorchModel(model), list[Step]()
     n = len(rows)
     args = SimpleNamespace(
-        train=SimpleNamespace(max_epochs=1, dynamic_batch_enable=bool(max_tokens), batch_size=n,
-                              max_tokens_per_gpu=max_tokens, colocate_all=False, async_enable=False),
-        actor=SimpleNamespace(**dict(eps_clip_low_high=(0.2, 0.2), dual_clip=None, loss_agg_mode="token-mean",
-                                     policy_loss_type="ppo", aux_loss_coef=0.0, entropy_coef=None) | actor),
+        train=SimpleNamespace(
+            max_epochs=1,
+            dynamic_batch_enable=bool(max_tokens),
+            batch_size=n,
+            max_tokens_per_gpu=max_tokens,
+            colocate_all=False,
+            async_enable=False,
+        ),
+        actor=SimpleNamespace(
+            **dict(
+                eps_clip_low_high=(0.2, 0.2),
+                dual_clip=None,
+                loss_agg_mode="token-mean",
+                policy_loss_type="ppo",
+                aux_loss_coef=0.0,
+                entropy_coef=None,
+            )
+            | actor
+        ),
         algo=SimpleNamespace(
-            advantage=SimpleNamespace(is_correction_level="off", is_correction_mode="mask",
-                                      is_correction_gating="ratio", is_correction_threshold=(0.5, 5.0)),
-            kl=SimpleNamespace(use_loss=beta > 0, init_coef=beta, estimator="k3", unbiased_gradient=False)),
-        ds=SimpleNamespace(packing_samples=False, tensor_parallel_size=1, ring_attn_size=1),
-        rollout=SimpleNamespace(batch_size=n, n_samples_per_prompt=1), vllm=SimpleNamespace(sync_backend="gloo"),
-    )  # fmt: skip
+            advantage=SimpleNamespace(
+                is_correction_level="off",
+                is_correction_mode="mask",
+                is_correction_gating="ratio",
+                is_correction_threshold=(0.5, 5.0),
+            ),
+            kl=SimpleNamespace(
+                use_loss=beta > 0,
+                init_coef=beta,
+                estimator="k3",
+                unbiased_gradient=False,
+            ),
+        ),
+        ds=SimpleNamespace(
+            packing_samples=False, tensor_parallel_size=1, ring_attn_size=1
+        ),
+        rollout=SimpleNamespace(batch_size=n, n_samples_per_prompt=1),
+        vllm=SimpleNamespace(sync_backend="gloo"),
+    )
     with (
         grouped("OpenRLHF's trainer", "openrlhf"),
         tempfile.TemporaryDirectory() as folder,
@@ -118,8 +166,15 @@ def trained(
             )
         optimizer = torch.optim.SGD(actor_model.parameters(), lr=0.0)
         trainer = its.ActorPPOTrainer(
-            Engine(args, n // micro // updates, clip), actor_model, None, optimizer, MagicMock(),
-            micro_train_batch_size=micro, dataloader_pin_memory=False, buffer_cpu_offload=False)  # fmt: skip
+            Engine(args, n // micro // updates, clip),
+            actor_model,
+            None,
+            optimizer,
+            MagicMock(),
+            micro_train_batch_size=micro,
+            dataloader_pin_memory=False,
+            buffer_cpu_offload=False,
+        )
         trainer.replay_buffer.append(_experience(its.Experience, rows))
         stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
         with watched(actor_model.model, steps, updates):
@@ -147,10 +202,14 @@ def _experience(kind: Any, rows: Sequence[Row]) -> Any:
 
     pad = lambda f: torch.tensor([f(r) + [0] * (width - len(r.ids)) for r in rows])
     return kind(
-        sequences=pad(lambda r: r.ids), attention_mask=pad(lambda r: [1] * len(r.ids)),
-        action_mask=place(b.mask), action_log_probs=place(b.old), base_action_log_probs=place(b.ref),
-        advantages=place(b.adv), total_length=torch.tensor([len(r.ids) for r in rows]),
-    )  # fmt: skip
+        sequences=pad(lambda r: r.ids),
+        attention_mask=pad(lambda r: [1] * len(r.ids)),
+        action_mask=place(b.mask),
+        action_log_probs=place(b.old),
+        base_action_log_probs=place(b.ref),
+        advantages=place(b.adv),
+        total_length=torch.tensor([len(r.ids) for r in rows]),
+    )
 
 
 def _imported() -> SimpleNamespace:

@@ -21,16 +21,19 @@ from upref_frameworks.audits.shared import ALWAYS, source
 
 CONFIGS = "../packages/prime-rl-configs/src/prime_rl/configs/trainer.py"
 PIN = Pin(
-    packages=("beartype==0.22.9",), repository="https://github.com/PrimeIntellect-ai/prime-rl",
-    commit="559b44772e471d1538537b8805cc77f3824a5e64", date="2026-08-21",
+    packages=("beartype==0.22.9",),
+    repository="https://github.com/PrimeIntellect-ai/prime-rl",
+    commit="559b44772e471d1538537b8805cc77f3824a5e64",
+    date="2026-08-21",
     files={
         "prime_rl/trainer/rl/loss.py": "102b14539a2aa7e4b807967f9c9caeaa",
         CONFIGS: "8e9dfae7baf22c7eecd0238ddde47f2f",
     },
     root="src",
     skip_init=("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl"),
-    stubs=("prime_rl.configs", "prime_rl.utils"), env={"TORCHDYNAMO_DISABLE": "1"},
-)  # fmt: skip
+    stubs=("prime_rl.configs", "prime_rl.utils"),
+    env={"TORCHDYNAMO_DISABLE": "1"},
+)
 _losses = lambda: importlib.import_module("prime_rl.trainer.rl.loss")
 
 
@@ -68,9 +71,19 @@ def _plain(
     f = getattr(_losses(), f"{mode}_loss_fn")
     none = [None] * len(mask)
     value, _ = _losses().compute_loss(
-        list(log_prob), list(old_log_prob), none, list(advantages), list(mask), none, none, none,
-        lambda inputs: f(inputs, settings), totals.tokens, 1, 1,
-    )  # fmt: skip
+        list(log_prob),
+        list(old_log_prob),
+        none,
+        list(advantages),
+        list(mask),
+        none,
+        none,
+        none,
+        lambda inputs: f(inputs, settings),
+        totals.tokens,
+        1,
+        1,
+    )
     return value
 
 
@@ -93,19 +106,33 @@ def _ipo(lp, lp_old, A):
 
 PENALTY = _squared(1e-3)
 SYMMETRIC = fault(
-    "both signs are masked on both sides, where π_θ moved by more than 0.1", "objective",
-    objective=replace(get("dppo_tv"), name="A r where |π_θ - μ| <= 0.1", fn=_ipo, defaults={},
-                      closed_form=lambda r, A, mu: where(abs(r * mu - mu) <= 0.1, A * r, 0 * r)),
-)  # fmt: skip
+    "both signs are masked on both sides, where π_θ moved by more than 0.1",
+    "objective",
+    objective=replace(
+        get("dppo_tv"),
+        name="A r where |π_θ - μ| <= 0.1",
+        fn=_ipo,
+        defaults={},
+        closed_form=lambda r, A, mu: where(abs(r * mu - mu) <= 0.1, A * r, 0 * r),
+    ),
+)
 COMPARISONS = (
-    Comparison("default", "default", {}, "dppo_tv", {}, (with_hp(delta=0.2), ALWAYS, PENALTY)),
+    Comparison(
+        "default", "default", {}, "dppo_tv", {}, (with_hp(delta=0.2), ALWAYS, PENALTY)
+    ),
     Comparison("default", "ipo", {}, "dppo_tv", {}, (SYMMETRIC, ALWAYS, PENALTY)),
     Comparison("default", "default", {}, "dppo_tv_prime_rl", {}),
     Comparison("default", "ipo", {}, "ipo", {}),
-    Comparison("paper", "default", {"dppo_mask_low": 0.15, "dppo_mask_high": 0.15, "kl_tau": 0.0}, "dppo_tv", {}, (
-        ALWAYS,)),
+    Comparison(
+        "paper",
+        "default",
+        {"dppo_mask_low": 0.15, "dppo_mask_high": 0.15, "kl_tau": 0.0},
+        "dppo_tv",
+        {},
+        (ALWAYS,),
+    ),
     Comparison("paper", "ipo", {"kl_tau": 0.0}, "dppo_tv", {}, (SYMMETRIC, ALWAYS)),
-)  # fmt: skip
+)
 
 
 REMARKS = (
@@ -114,11 +141,17 @@ REMARKS = (
     "Not covered: the reference-KL and cross-entropy components, advantages (they are of its environments).",
 )
 PRIME_RL = Framework(
-    "prime_rl", pin=PIN, modes=lambda: list(_configs()), defaults=lambda mode: _configs()[mode], plain=_plain,
-    comparisons=COMPARISONS, out_of_scope={"custom": "the user's own function"}, remarks=REMARKS,
+    "prime_rl",
+    pin=PIN,
+    modes=lambda: list(_configs()),
+    defaults=lambda mode: _configs()[mode],
+    plain=_plain,
+    comparisons=COMPARISONS,
+    out_of_scope={"custom": "the user's own function"},
+    remarks=REMARKS,
     kernels=lambda: {
-        "selective_log_softmax": lambda logits, tokens, temperature: _losses().selective_log_softmax(
-            logits / temperature, tokens
+        "selective_log_softmax": lambda logits, tokens, temperature: (
+            _losses().selective_log_softmax(logits / temperature, tokens)
         )
     },
-)  # fmt: skip
+)

@@ -21,26 +21,49 @@ from upref_frameworks.audits.framework import Comparison, Component, Framework, 
 from upref_frameworks.audits.shared import CLAMP_K3, SAMPLE, clamped, sampled, source
 
 PIN = Pin(
-    repository="https://github.com/alibaba/ROLL", commit="8eb27cc2dc34c4d1310b169d9b86d339004d811a", date="2026-08-19",
+    repository="https://github.com/alibaba/ROLL",
+    commit="8eb27cc2dc34c4d1310b169d9b86d339004d811a",
+    date="2026-08-19",
     files={
         "roll/pipeline/rlvr/actor_pg_worker.py": "96c08e7ab2593967c1c5e836dfd8b1e4",
         "roll/pipeline/rlvr/actor_worker.py": "24ebc7737d76ba4e583204c5cd0125c3",
         "roll/utils/functionals.py": "969d9fbc5afc896557c8834d1c35d60c",
     },
     stubs=(
-        "ray", "tensordict", "codetiming", "tqdm", "imageio", "omegaconf", "roll.distributed", "roll.models",
-        "roll.platforms", "roll.pipeline.rlvr.utils", "roll.utils.checkpoint_manager",
-        "roll.utils.context_managers", "roll.utils.logging", "roll.utils.offload_states",
+        "ray",
+        "tensordict",
+        "codetiming",
+        "tqdm",
+        "imageio",
+        "omegaconf",
+        "roll.distributed",
+        "roll.models",
+        "roll.platforms",
+        "roll.pipeline.rlvr.utils",
+        "roll.utils.checkpoint_manager",
+        "roll.utils.context_managers",
+        "roll.utils.logging",
+        "roll.utils.offload_states",
     ),
-    decorators=("roll.distributed.scheduler.decorator.register", "roll.utils.logging.get_logger"),
-)  # fmt: skip
+    decorators=(
+        "roll.distributed.scheduler.decorator.register",
+        "roll.utils.logging.get_logger",
+    ),
+)
 PG = "roll.pipeline.rlvr.actor_pg_worker"
 # the worker unless the user names ActorPGWorker; that one's losses go by its pg_variant
 PLAIN = "actor_worker"
 READ = (
-    "pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss", "loss_agg_mode", "use_kl_loss",
-    "kl_loss_coef", "rl_loss_coef",
-)  # fmt: skip
+    "pg_clip",
+    "use_pg_clip_range",
+    "pg_clip_low",
+    "pg_clip_high",
+    "dual_clip_loss",
+    "loss_agg_mode",
+    "use_kl_loss",
+    "kl_loss_coef",
+    "rl_loss_coef",
+)
 GUIDE = ("postive_loss_coef", "use_topr_neg_loss_coef")  # of TOPR, by its user guide
 _functions = lambda: importlib.import_module("roll.utils.functionals")
 
@@ -129,9 +152,13 @@ def _plain(
         x * mask for x in (log_prob, old_log_prob, ref_log_prob, advantages)
     )
     batch = {
-        "response_mask": torch.nn.functional.pad(mask, (1, 0)), "input_ids": None, "old_log_probs": old,
-        "ref_log_probs": ref, "advantages": A, "scores": A.sum(1),
-    }  # fmt: skip
+        "response_mask": torch.nn.functional.pad(mask, (1, 0)),
+        "input_ids": None,
+        "old_log_probs": old,
+        "ref_log_probs": ref,
+        "advantages": A,
+        "scores": A.sum(1),
+    }
     meta = {
         "batch_num_tokens": {"response_mask": totals.tokens},
         "global_valid_samples": {"response_mask": totals.sequences},
@@ -151,46 +178,108 @@ HIGHER = {"use_pg_clip_range": True, "pg_clip_high": 0.28}
 GSPO = {"importance_sampling": "seq"}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.04}
 OPEN = {"cispo_epsilon_low": 1.0, "cispo_epsilon_high": 4.0}
-DUAL = fault("c = 1.4 (r = 1.4 itself, where torch.max halves, is left out)", "hyperparameter", hp={"c": 1.4},
-             skip=lambda b: (b.logp - b.logp_old - math.log(1.4)).abs() < 1e-12)  # fmt: skip
-NARROW = fault("bounds in YAML are not read: weights in [0.9, 1.1], from both sides", "objective",
-               objective="cispo_verl", hp={"eps_low": 0.1, "eps_high": 0.1})  # fmt: skip
-TOKEN_TOPR = fault("the ratio of each token, not of the response", "ratio",
-                   objective=replace(get("topr"), level="token", agg="seq-mean-token-sum"))  # fmt: skip
-NOTHING = fault("no gradient: rl_loss_coef is 0, and nothing reads the two coefficients of the user guide", "term",
-                scale=lambda b: 0.0)  # fmt: skip
+DUAL = fault(
+    "c = 1.4 (r = 1.4 itself, where torch.max halves, is left out)",
+    "hyperparameter",
+    hp={"c": 1.4},
+    skip=lambda b: (b.logp - b.logp_old - math.log(1.4)).abs() < 1e-12,
+)
+NARROW = fault(
+    "bounds in YAML are not read: weights in [0.9, 1.1], from both sides",
+    "objective",
+    objective="cispo_verl",
+    hp={"eps_low": 0.1, "eps_high": 0.1},
+)
+TOKEN_TOPR = fault(
+    "the ratio of each token, not of the response",
+    "ratio",
+    objective=replace(get("topr"), level="token", agg="seq-mean-token-sum"),
+)
+NOTHING = fault(
+    "no gradient: rl_loss_coef is 0, and nothing reads the two coefficients of the user guide",
+    "term",
+    scale=lambda b: 0.0,
+)
 UNIFIED = fault(
-    "one pair of bounds for the mask and the weight: in [0.9, 1.1] on the side that PPO leaves free, too", "objective",
-    objective=replace(get("grpo"), name="A clip(r) where PPO trains", fn=lambda lp, lp_old, A: sg(
-        _held(exp(lp - lp_old), A)) * lp, closed_form=_held, defaults={}, kl=""),
-)  # fmt: skip
+    "one pair of bounds for the mask and the weight: in [0.9, 1.1] on the side that PPO leaves free, too",
+    "objective",
+    objective=replace(
+        get("grpo"),
+        name="A clip(r) where PPO trains",
+        fn=lambda lp, lp_old, A: sg(_held(exp(lp - lp_old), A)) * lp,
+        closed_form=_held,
+        defaults={},
+        kl="",
+    ),
+)
 COMPARISONS = (
     Comparison("default", PLAIN, {}, "grpo", {}),
     Comparison("default", PLAIN, KL, "grpo", {"beta": 0.04}, (CLAMP_K3,)),
-    Comparison("default", PLAIN, GSPO, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
-    Comparison("default", PLAIN, TOKENS | {"dual_clip_loss": True}, "ppo_clip", {"c": 3.0}, (DUAL,)),
-    Comparison("default", PLAIN, SUMS | {"rl_loss_coef": 0.0} | dict.fromkeys(GUIDE, 1.0), "topr", {}, (NOTHING,)),
+    Comparison(
+        "default", PLAIN, GSPO, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)
+    ),
+    Comparison(
+        "default",
+        PLAIN,
+        TOKENS | {"dual_clip_loss": True},
+        "ppo_clip",
+        {"c": 3.0},
+        (DUAL,),
+    ),
+    Comparison(
+        "default",
+        PLAIN,
+        SUMS | {"rl_loss_coef": 0.0} | dict.fromkeys(GUIDE, 1.0),
+        "topr",
+        {},
+        (NOTHING,),
+    ),
     Comparison("default", "ppo", {}, "grpo", {}),
-    Comparison("default", "ppo", TOKENS | {"dual_clip_loss": True}, "ppo_clip", {"c": 3.0}, (DUAL,)),
+    Comparison(
+        "default",
+        "ppo",
+        TOKENS | {"dual_clip_loss": True},
+        "ppo_clip",
+        {"c": 3.0},
+        (DUAL,),
+    ),
     Comparison("default", "vanilla", {}, "reinforce", {}, (MEANS,)),
     Comparison("default", "topr", {}, "topr", {}, (TOKEN_TOPR, MEANS)),
     Comparison("default", "tis", {}, "cispo", {"eps_high": 0.0}, (MEANS,)),
     Comparison("default", "cispo", {}, "cispo", {}, (NARROW, MEANS)),
-    Comparison("default", "cispo", {"cispo_use_unified_mask": True}, "grpo", {"eps": 0.1}, (UNIFIED,)),
+    Comparison(
+        "default",
+        "cispo",
+        {"cispo_use_unified_mask": True},
+        "grpo",
+        {"eps": 0.1},
+        (UNIFIED,),
+    ),
     Comparison("paper", PLAIN, TOKENS, "ppo_clip", {}),
     Comparison("paper", PLAIN, TOKENS | HIGHER, "dapo", {}, (GROUPS,)),
-    Comparison("paper", PLAIN, TOKENS | HIGHER | {"dual_clip_loss": True, "pg_clip": 4.5}, "dapo", {"c": 10.0}, (
-        GROUPS,)),
+    Comparison(
+        "paper",
+        PLAIN,
+        TOKENS | HIGHER | {"dual_clip_loss": True, "pg_clip": 4.5},
+        "dapo",
+        {"c": 10.0},
+        (GROUPS,),
+    ),
     Comparison("paper", PLAIN, SUMS, "dr_grpo", {}),
-    Comparison("paper", PLAIN, GSPO | {"use_pg_clip_range": True, "pg_clip_low": 3e-4, "pg_clip_high": 4e-4},
-               "gspo", {}),
+    Comparison(
+        "paper",
+        PLAIN,
+        GSPO | {"use_pg_clip_range": True, "pg_clip_low": 3e-4, "pg_clip_high": 4e-4},
+        "gspo",
+        {},
+    ),
     Comparison("paper", "ppo", TOKENS | HIGHER, "dapo", {}, (GROUPS,)),
     Comparison("paper", "ppo", SUMS, "dr_grpo", {}),
     Comparison("paper", "vanilla", SUMS, "reinforce", {}),
     Comparison("paper", "topr", SUMS, "topr", {}, (TOKEN_TOPR,)),
     Comparison("paper", "tis", TOKENS, "cispo", {"eps_high": 0.0}, (GROUPS,)),
     Comparison("paper", "cispo", TOKENS | OPEN, "cispo", {}, (GROUPS,)),
-)  # fmt: skip
+)
 
 
 def _norm(mean: str | None, std: str | None, n: int = 4):
@@ -208,29 +297,107 @@ def _parts() -> tuple[Component, ...]:
     )[:, 0]
     z = lambda R, g: torch.zeros_like(R)
     return (
-        Component("advantages", "grpo", _norm("group", "group"), "group_norm", leaves_out=equal),
-        Component("advantages", "grpo, one response a prompt", _norm("group", "group", 1), z, words="0", reasons=(
-            Fault("one response has no standard deviation: NaN", lambda R, g: R * torch.nan),)),
-        Component("advantages", "mean group, std none", _norm("group", None), "group_mean", leaves_out=equal),
-        Component("advantages", "mean group, std batch", _norm("group", "batch"), "group_mean_whiten", leaves_out=equal,
-                  reasons=(
-            Fault("over the standard deviation of the rewards, not of what is left of them", own),)),
-        Component("advantages", "mean batch, std batch", _norm("batch", "batch"), "whiten", reasons=(
-            Fault("the standard deviation is the sample's (N - 1) and has 1e-6 added", sample),)),
-        Component("advantages", "whiten_advantages", whitened, "whiten", reasons=(
-            Fault(SAMPLE, sampled),)),
-        *kls(lambda lp, ref, name: _functions().compute_approx_kl(lp, ref, None, name),
-             {"kl": "k1", "mse": "k2", "k3": "k3"},
-             {"k3": (clamped(k3),)}),
-        Component("logprobs", "log_probs_from_logits", lambda z, tokens, t: _functions().log_probs_from_logits(
-            z / t, tokens), "token_log_probs", tol=1e-4),
-        Component("aggregation", "token-mean", total("token-mean"), "token-mean", reasons=(
-            Fault("the mask is not applied: every slot counts", lambda x, mask: x.sum() / mask.sum()),)),
-        *(Component("aggregation", k, total(k), k) for k in ("seq-mean-token-mean", "seq-mean-token-sum")),
-        Component("aggregation", "seq-mean-token-sum-norm", total("seq-mean-token-sum-norm"),
-                  "seq-mean-token-sum-norm", {"length": 6}, reasons=(
-            Fault("a sum over responses, not their mean", lambda x, mask: (x * mask).sum() / 6),)),
-    )  # fmt: skip
+        Component(
+            "advantages",
+            "grpo",
+            _norm("group", "group"),
+            "group_norm",
+            leaves_out=equal,
+        ),
+        Component(
+            "advantages",
+            "grpo, one response a prompt",
+            _norm("group", "group", 1),
+            z,
+            words="0",
+            reasons=(
+                Fault(
+                    "one response has no standard deviation: NaN",
+                    lambda R, g: R * torch.nan,
+                ),
+            ),
+        ),
+        Component(
+            "advantages",
+            "mean group, std none",
+            _norm("group", None),
+            "group_mean",
+            leaves_out=equal,
+        ),
+        Component(
+            "advantages",
+            "mean group, std batch",
+            _norm("group", "batch"),
+            "group_mean_whiten",
+            leaves_out=equal,
+            reasons=(
+                Fault(
+                    "over the standard deviation of the rewards, not of what is left of them",
+                    own,
+                ),
+            ),
+        ),
+        Component(
+            "advantages",
+            "mean batch, std batch",
+            _norm("batch", "batch"),
+            "whiten",
+            reasons=(
+                Fault(
+                    "the standard deviation is the sample's (N - 1) and has 1e-6 added",
+                    sample,
+                ),
+            ),
+        ),
+        Component(
+            "advantages",
+            "whiten_advantages",
+            whitened,
+            "whiten",
+            reasons=(Fault(SAMPLE, sampled),),
+        ),
+        *kls(
+            lambda lp, ref, name: _functions().compute_approx_kl(lp, ref, None, name),
+            {"kl": "k1", "mse": "k2", "k3": "k3"},
+            {"k3": (clamped(k3),)},
+        ),
+        Component(
+            "logprobs",
+            "log_probs_from_logits",
+            lambda z, tokens, t: _functions().log_probs_from_logits(z / t, tokens),
+            "token_log_probs",
+            tol=1e-4,
+        ),
+        Component(
+            "aggregation",
+            "token-mean",
+            total("token-mean"),
+            "token-mean",
+            reasons=(
+                Fault(
+                    "the mask is not applied: every slot counts",
+                    lambda x, mask: x.sum() / mask.sum(),
+                ),
+            ),
+        ),
+        *(
+            Component("aggregation", k, total(k), k)
+            for k in ("seq-mean-token-mean", "seq-mean-token-sum")
+        ),
+        Component(
+            "aggregation",
+            "seq-mean-token-sum-norm",
+            total("seq-mean-token-sum-norm"),
+            "seq-mean-token-sum-norm",
+            {"length": 6},
+            reasons=(
+                Fault(
+                    "a sum over responses, not their mean",
+                    lambda x, mask: (x * mask).sum() / 6,
+                ),
+            ),
+        ),
+    )
 
 
 REMARKS = (
@@ -241,7 +408,15 @@ REMARKS = (
     "Not covered: the agentic workers, train-infer weights and filters, difficulty and length weights, several ranks.",
 )
 ROLL = Framework(
-    "roll", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
-    out_of_scope={"kimi15": "no objective of the registry: REINFORCE with a squared log-ratio penalty"},
+    "roll",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    out_of_scope={
+        "kimi15": "no objective of the registry: REINFORCE with a squared log-ratio penalty"
+    },
     remarks=REMARKS,
-)  # fmt: skip
+)

@@ -50,9 +50,15 @@ PIN = Pin(
 # losses with a section of their own
 OWN = {"sapo": "sapo", "cispo": "cispo", "dppo": "dppo"}
 READ = (
-    "loss_reduction", "max_seq_len", "eps_clip_low", "eps_clip_high", "clip_ratio_c", "use_kl_loss", "kl_loss_coef",
+    "loss_reduction",
+    "max_seq_len",
+    "eps_clip_low",
+    "eps_clip_high",
+    "clip_ratio_c",
+    "use_kl_loss",
+    "kl_loss_coef",
     "kl_estimator_type",
-)  # fmt: skip
+)
 
 
 def _utils() -> Any:
@@ -79,8 +85,16 @@ def _defaults(mode: str) -> dict[str, Any]:
 
 
 def _plain(
-    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, group, totals,
-) -> Tensor:  # fmt: skip
+    mode: str,
+    config: dict[str, Any],
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    ref_log_prob,
+    group,
+    totals,
+) -> Tensor:
     u, cfg, mask = _utils(), _settings(mode, config), mask.to(log_prob.dtype)
     # the trainer folds the reduction into the advantages of the whole mini-batch, the
     # workers then sum
@@ -145,8 +159,12 @@ NO_KL = {"use_kl_loss": False}
 PROMPTS = NO_KL | {"loss_reduction": "prompt_mean"}
 MEANS = NO_KL | {"loss_reduction": "sequence_mean"}
 SUMS = NO_KL | {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 1}
-FLOOR = fault("weights in [1, 6]: cispo_eps_clip_low = 0 lifts every smaller one to 1", "objective",
-              objective="cispo_verl", hp={"eps_low": 0.0, "eps_high": 5.0})  # fmt: skip
+FLOOR = fault(
+    "weights in [1, 6]: cispo_eps_clip_low = 0 lifts every smaller one to 1",
+    "objective",
+    objective="cispo_verl",
+    hp={"eps_low": 0.0, "eps_high": 5.0},
+)
 NEAR = fault(
     "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)",
     "rounding",
@@ -155,32 +173,95 @@ NEAR = fault(
 TOKENS = aggregated("token-mean")
 COMPARISONS = (
     Comparison("default", "regular", NO_KL, "ppo_clip", {}, (CLAMP,)),
-    Comparison("default", "regular", {"loss_reduction": "sequence_mean"}, "grpo", {}, (
-        with_hp(beta=0.001), CLAMP, CLAMP_K3)),
+    Comparison(
+        "default",
+        "regular",
+        {"loss_reduction": "sequence_mean"},
+        "grpo",
+        {},
+        (with_hp(beta=0.001), CLAMP, CLAMP_K3),
+    ),
     Comparison("default", "dual_clip", NO_KL, "ppo_clip", {}, (with_hp(c=3.0),)),
-    Comparison("default", "gspo", NO_KL, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2), TOKENS, CLAMP_S)),
+    Comparison(
+        "default",
+        "gspo",
+        NO_KL,
+        "gspo",
+        {},
+        (with_hp(eps_low=0.2, eps_high=0.2), TOKENS, CLAMP_S),
+    ),
     Comparison("default", "cispo", NO_KL, "cispo", {}, (FLOOR, GROUPS)),
     Comparison("default", "sapo", NO_KL, "sapo", {}, (TOKENS,)),
-    Comparison("default", "dppo", NO_KL, "dppo_tv", {}, (with_hp(delta=0.2), TOKENS, CLAMP)),
+    Comparison(
+        "default", "dppo", NO_KL, "dppo_tv", {}, (with_hp(delta=0.2), TOKENS, CLAMP)
+    ),
     Comparison("default", "importance_sampling", NO_KL, "is_pg", {}, (TOKENS,)),
-    Comparison("paper", "regular", NO_KL | {"eps_clip_high": 0.28}, "dapo", {}, (GROUPS, CLAMP)),
-    Comparison("paper", "regular", PROMPTS | {"eps_clip_high": 0.28}, "dapo", {}, (CLAMP,)),
+    Comparison(
+        "paper", "regular", NO_KL | {"eps_clip_high": 0.28}, "dapo", {}, (GROUPS, CLAMP)
+    ),
+    Comparison(
+        "paper", "regular", PROMPTS | {"eps_clip_high": 0.28}, "dapo", {}, (CLAMP,)
+    ),
     Comparison("paper", "regular", MEANS, "grpo", {}, (CLAMP,)),
     Comparison("paper", "regular", SUMS, "dr_grpo", {}, (CLAMP,)),
-    Comparison("paper", "regular", MEANS | {"use_kl_loss": True, "kl_loss_coef": 0.04}, "grpo", {"beta": 0.04}, (
-        CLAMP, CLAMP_K3)),
-    Comparison("paper", "dual_clip", NO_KL | {"eps_clip_high": 0.28, "clip_ratio_c": 10.0}, "dapo", {"c": 10.0}, (
-        GROUPS,)),
-    Comparison("paper", "gspo", MEANS | {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4}, "gspo", {}, (CLAMP_S,)),
-    Comparison("paper", "cispo", NO_KL | {"cispo_eps_clip_low": 1.0, "cispo_eps_clip_high": 4.0}, "cispo", {}, (
-        GROUPS,)),
-    Comparison("paper", "cispo", PROMPTS | {"cispo_eps_clip_low": 1.0, "cispo_eps_clip_high": 4.0}, "cispo", {}),
+    Comparison(
+        "paper",
+        "regular",
+        MEANS | {"use_kl_loss": True, "kl_loss_coef": 0.04},
+        "grpo",
+        {"beta": 0.04},
+        (CLAMP, CLAMP_K3),
+    ),
+    Comparison(
+        "paper",
+        "dual_clip",
+        NO_KL | {"eps_clip_high": 0.28, "clip_ratio_c": 10.0},
+        "dapo",
+        {"c": 10.0},
+        (GROUPS,),
+    ),
+    Comparison(
+        "paper",
+        "gspo",
+        MEANS | {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4},
+        "gspo",
+        {},
+        (CLAMP_S,),
+    ),
+    Comparison(
+        "paper",
+        "cispo",
+        NO_KL | {"cispo_eps_clip_low": 1.0, "cispo_eps_clip_high": 4.0},
+        "cispo",
+        {},
+        (GROUPS,),
+    ),
+    Comparison(
+        "paper",
+        "cispo",
+        PROMPTS | {"cispo_eps_clip_low": 1.0, "cispo_eps_clip_high": 4.0},
+        "cispo",
+        {},
+    ),
     Comparison("paper", "sapo", MEANS, "sapo", {}),
-    Comparison("paper", "dppo", SUMS | {"delta_low": 0.15, "delta_high": 0.15}, "dppo_tv", {}, (CLAMP,)),
-    Comparison("paper", "dppo", SUMS | {"dppo_type": "binary_kl", "delta_low": 0.05, "delta_high": 0.05},
-               "dppo_kl", {}, (NEAR, CLAMP)),
+    Comparison(
+        "paper",
+        "dppo",
+        SUMS | {"delta_low": 0.15, "delta_high": 0.15},
+        "dppo_tv",
+        {},
+        (CLAMP,),
+    ),
+    Comparison(
+        "paper",
+        "dppo",
+        SUMS | {"dppo_type": "binary_kl", "delta_low": 0.05, "delta_high": 0.05},
+        "dppo_kl",
+        {},
+        (NEAR, CLAMP),
+    ),
     Comparison("paper", "importance_sampling", SUMS, "is_pg", {}),
-)  # fmt: skip
+)
 
 
 def _advantages(name: str, **more: bool):
@@ -208,17 +289,42 @@ def _parts() -> tuple[Component, ...]:
         "skyrl.backends.skyrl_train.utils.torch_utils"
     ).logprobs_from_logits
     return (
-        Component("advantages", "grpo", _advantages("grpo"), "group_norm", reasons=(
-            Fault(ALONE, keep_singletons(advantages.group_norm)),), tol=1e-5),
-        Component("advantages", "grpo, grpo_norm_by_std=False", _advantages("grpo", grpo_norm_by_std=False),
-                  "group_mean", reasons=(Fault(ALONE, keep_singletons(advantages.group_mean)),)),
+        Component(
+            "advantages",
+            "grpo",
+            _advantages("grpo"),
+            "group_norm",
+            reasons=(Fault(ALONE, keep_singletons(advantages.group_norm)),),
+            tol=1e-5,
+        ),
+        Component(
+            "advantages",
+            "grpo, grpo_norm_by_std=False",
+            _advantages("grpo", grpo_norm_by_std=False),
+            "group_mean",
+            reasons=(Fault(ALONE, keep_singletons(advantages.group_mean)),),
+        ),
         Component("advantages", "rloo", _advantages("rloo"), "leave_one_out"),
-        Component("advantages", "reinforce++", _advantages("reinforce++"), "whiten", reasons=(
-            Fault(SAMPLE, sampled),), tol=1e-6),
-        *kls(lambda lp, ref, name: _utils().compute_approx_kl(lp, ref, None, name),
-             {"k1": "k1", "k2": "k2", "k3": "k3"}, {"k3": (NARROW_K3,)}),
-        Component("logprobs", "logprobs_from_logits", lambda z, tokens, t: logprobs(z / t, tokens), "token_log_probs"),
-    )  # fmt: skip
+        Component(
+            "advantages",
+            "reinforce++",
+            _advantages("reinforce++"),
+            "whiten",
+            reasons=(Fault(SAMPLE, sampled),),
+            tol=1e-6,
+        ),
+        *kls(
+            lambda lp, ref, name: _utils().compute_approx_kl(lp, ref, None, name),
+            {"k1": "k1", "k2": "k2", "k3": "k3"},
+            {"k3": (NARROW_K3,)},
+        ),
+        Component(
+            "logprobs",
+            "logprobs_from_logits",
+            lambda z, tokens, t: logprobs(z / t, tokens),
+            "token_log_probs",
+        ),
+    )
 
 
 REMARKS = (
@@ -227,12 +333,19 @@ REMARKS = (
     "Not covered: several ranks, off_policy_correction, the maxrl and gae estimators.",
 )
 SKYRL = Framework(
-    "skyrl", pin=PIN, modes=lambda: [str(m) for m in _utils().PolicyLossRegistry.list_available()],
-    defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts, remarks=REMARKS, tol=1e-6,
+    "skyrl",
+    pin=PIN,
+    modes=lambda: [str(m) for m in _utils().PolicyLossRegistry.list_available()],
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    remarks=REMARKS,
+    tol=1e-6,
     out_of_scope={
         "clip_cov": "clips a random subset of tokens, so two calls differ",
         "kl_cov": "not compared by this audit: a penalty on the tokens of largest covariance (kl_cov of the registry)",
         "cross_entropy": "supervised: it reads no advantages",
         "rollout_is": "no objective of the registry: the ratio to the sampler, 0 outside two bounds",
     },
-)  # fmt: skip
+)

@@ -26,20 +26,32 @@ from upref_frameworks.audits.shared import (
 
 ARGUMENTS = "slime.utils.arguments"
 PIN = Pin(
-    repository="https://github.com/THUDM/slime", commit="624b824a898ab0ec1fcb4d373004c7f3852bf515", date="2026-08-21",
+    repository="https://github.com/THUDM/slime",
+    commit="624b824a898ab0ec1fcb4d373004c7f3852bf515",
+    date="2026-08-21",
     files={
         "slime/utils/ppo_utils.py": "0f0ad5ee55ceb27ac7160a8665e324a2",
         "slime/utils/arguments.py": "434f78ffce7829fb23854729f11d9af6",
     },
-    skip_init=("slime", "slime.utils", "slime.backends", "slime.backends.megatron_utils"),
+    skip_init=(
+        "slime",
+        "slime.utils",
+        "slime.backends",
+        "slime.backends.megatron_utils",
+    ),
     stubs=("megatron", "transformer_engine"),
     # its losses are compiled: the plain functions are audited
     env={"TORCHDYNAMO_DISABLE": "1"},
-)  # fmt: skip
+)
 READ = (
-    "--eps-clip", "--eps-clip-high", "--eps-clip-c", "--calculate-per-token-loss", "--use-kl-loss", "--kl-loss-coef",
+    "--eps-clip",
+    "--eps-clip-high",
+    "--eps-clip-c",
+    "--calculate-per-token-loss",
+    "--use-kl-loss",
+    "--kl-loss-coef",
     "--kl-loss-type",
-)  # fmt: skip
+)
 _ppo = lambda: importlib.import_module("slime.utils.ppo_utils")
 
 
@@ -101,16 +113,41 @@ KL = {"use_kl_loss": True, "kl_loss_coef": BETA}
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}),
     Comparison("default", "grpo", KL, "grpo", {"beta": BETA}, (K1,)),
-    Comparison("default", "gspo", {}, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
+    Comparison(
+        "default", "gspo", {}, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)
+    ),
     Comparison("default", "cispo", {}, "cispo", {}, (FLOOR, MEANS)),
     Comparison("paper", "grpo", {}, "grpo", {}),
     Comparison("paper", "grpo", KL | {"kl_loss_type": "k3"}, "grpo", {"beta": BETA}),
-    Comparison("paper", "grpo", KL | {"kl_loss_type": "low_var_kl"}, "grpo", {"beta": BETA}, (CLAMP_K3,)),
-    Comparison("paper", "grpo", TOKENS | {"eps_clip_high": 0.28}, "dapo", {}, (GROUPS,)),
-    Comparison("paper", "grpo", TOKENS | {"eps_clip_high": 0.28, "eps_clip_c": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison(
+        "paper",
+        "grpo",
+        KL | {"kl_loss_type": "low_var_kl"},
+        "grpo",
+        {"beta": BETA},
+        (CLAMP_K3,),
+    ),
+    Comparison(
+        "paper", "grpo", TOKENS | {"eps_clip_high": 0.28}, "dapo", {}, (GROUPS,)
+    ),
+    Comparison(
+        "paper",
+        "grpo",
+        TOKENS | {"eps_clip_high": 0.28, "eps_clip_c": 10.0},
+        "dapo",
+        {"c": 10.0},
+        (GROUPS,),
+    ),
     Comparison("paper", "gspo", {"eps_clip": 3e-4, "eps_clip_high": 4e-4}, "gspo", {}),
-    Comparison("paper", "cispo", TOKENS | {"eps_clip": 1.0, "eps_clip_high": 4.0}, "cispo", {}, (GROUPS,)),
-)  # fmt: skip
+    Comparison(
+        "paper",
+        "cispo",
+        TOKENS | {"eps_clip": 1.0, "eps_clip_high": 4.0},
+        "cispo",
+        {},
+        (GROUPS,),
+    ),
+)
 
 
 def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
@@ -124,10 +161,20 @@ def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 def _parts() -> tuple[Component, ...]:
     return (
-        *kls(_ppo().compute_approx_kl, {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
-             {"low_var_kl": (clamped(k3),)}, tol=1e-5),
-        Component("logprobs", "vocab-parallel, one rank", _log_probs, "token_log_probs", tol=1e-4),
-    )  # fmt: skip
+        *kls(
+            _ppo().compute_approx_kl,
+            {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
+            {"low_var_kl": (clamped(k3),)},
+            tol=1e-5,
+        ),
+        Component(
+            "logprobs",
+            "vocab-parallel, one rank",
+            _log_probs,
+            "token_log_probs",
+            tol=1e-4,
+        ),
+    )
 
 
 REMARKS = (
@@ -137,12 +184,18 @@ REMARKS = (
     "compiled code.",
 )
 SLIME = Framework(
-    "slime", pin=PIN, modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
-    defaults=lambda mode: defaults(ARGUMENTS, READ), plain=_plain, comparisons=COMPARISONS, parts=_parts,
-    remarks=REMARKS, tol=3e-6,
+    "slime",
+    pin=PIN,
+    modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
+    defaults=lambda mode: defaults(ARGUMENTS, READ),
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    remarks=REMARKS,
+    tol=3e-6,
     out_of_scope={
         "reinforce_plus_plus": "an advantage estimator: its loss is grpo's",
         "reinforce_plus_plus_baseline": "an advantage estimator: its loss is grpo's",
         "ppo": "an advantage estimator with a critic: its loss is grpo's",
     },
-)  # fmt: skip
+)

@@ -26,9 +26,12 @@ from upref.replay.schema import PROMPTS_READ, RecordedBatch
 
 SUFFIXES = (".pt",)
 COLUMNS = {
-    "log_probs": "old", "rollout_log_probs": "sampler", "ref_log_probs": "ref", "advantages": "adv",
+    "log_probs": "old",
+    "rollout_log_probs": "sampler",
+    "ref_log_probs": "ref",
+    "advantages": "adv",
     "entropy": "entropy",
-}  # fmt: skip
+}
 MOST = 2**27  # numbers of one column
 HINTS = {
     "sampler": "slime records rollout_log_probs where its generate function keeps SGLang's; its default does.",

@@ -170,9 +170,17 @@ def _rank(
 
 
 def report(
-    step: Callable[..., Recorded], model: Any, objective: Any, hp: dict[str, Any], goal: dict[str, Any], *,
-    temperature: float = 0.7, half: bool = False, ranks: int = 1, **fields: Any,
-) -> StepReport:  # fmt: skip
+    step: Callable[..., Recorded],
+    model: Any,
+    objective: Any,
+    hp: dict[str, Any],
+    goal: dict[str, Any],
+    *,
+    temperature: float = 0.7,
+    half: bool = False,
+    ranks: int = 1,
+    **fields: Any,
+) -> StepReport:
     """One optimizer step of a trainer on rows of upref's, held against the objective.
 
     step: `(model, rows, temperature, **fields)`, recorded. ranks: processes, each with
@@ -191,5 +199,13 @@ def report(
         fed = seen.steps[0].rows(rows) if ranks == 1 else rows  # in the trainer's order
         # a row that was not fed is a difference, not another batch
         its = fed if len(fed) == len(rows) else rows
-        return check_recorded(seen, [its], objective, temperature=temperature, without=AXES,
-                              bound=torch.bfloat16 if half else None, **goal, **hp)  # fmt: skip
+        return check_recorded(
+            seen,
+            [its],
+            objective,
+            temperature=temperature,
+            without=AXES,
+            bound=torch.bfloat16 if half else None,
+            **goal,
+            **hp,
+        )

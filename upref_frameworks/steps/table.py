@@ -133,8 +133,16 @@ def one(trainer: str, s: Setting) -> StepReport:
         with importing("peft"):
             from peft import LoraConfig, get_peft_model
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
-    judged: StepReport = its.report(model, fields, its.batch(**s.rows), s.objective, s.hp, s.goal, step=s.step,
-                                    bound=torch.bfloat16 if s.half else None)  # fmt: skip
+    judged: StepReport = its.report(
+        model,
+        fields,
+        its.batch(**s.rows),
+        s.objective,
+        s.hp,
+        s.goal,
+        step=s.step,
+        bound=torch.bfloat16 if s.half else None,
+    )
     return judged
 
 

@@ -35,20 +35,43 @@ PIN = Pin(
     },
     skip_init=("swift", "swift.rlhf_trainers"),
     stubs=(
-        "accelerate", "dacite", "datasets", "json_repair", "modelscope", "pandas", "requests", "tqdm", "transformers",
-        "trl", "swift.dataset", "swift.infer_engine", "swift.rewards", "swift.sequence_parallel", "swift.template",
-        "swift.trainers", "swift.utils.logger",
+        "accelerate",
+        "dacite",
+        "datasets",
+        "json_repair",
+        "modelscope",
+        "pandas",
+        "requests",
+        "tqdm",
+        "transformers",
+        "trl",
+        "swift.dataset",
+        "swift.infer_engine",
+        "swift.rewards",
+        "swift.sequence_parallel",
+        "swift.template",
+        "swift.trainers",
+        "swift.utils.logger",
         *(TRAINERS + m for m in ("arguments", "gkd_helpers", "rollout_mixin", "utils")),
     ),
-    decorators=(TRAINERS + "utils.profiling_decorator", "trl.import_utils._is_package_available",
-                "swift.utils.logger.get_logger"),
-)  # fmt: skip
+    decorators=(
+        TRAINERS + "utils.profiling_decorator",
+        "trl.import_utils._is_package_available",
+        "swift.utils.logger.get_logger",
+    ),
+)
 
 
 LOSS, GIVEN = "_compute_loss_and_metrics", "_get_per_token_logps_and_entropies"
 READ = (
-    "epsilon", "epsilon_high", "delta", "importance_sampling_level", "tau_pos", "tau_neg", "kl_in_reward",
-)  # fmt: skip
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "importance_sampling_level",
+    "tau_pos",
+    "tau_neg",
+    "kl_in_reward",
+)
 FIPO = (
     "fipo_decay_rate",
     "fipo_clip_range",
@@ -120,11 +143,18 @@ def _trainer(mode: str, config: dict[str, Any], steps: int) -> Any:
     trainer._prepare_algorithm_params()
     alone = SimpleNamespace(num_processes=1, gather_for_metrics=lambda x: x)
     vars(trainer).update(
-        accelerator=alone, model=SimpleNamespace(training=True), beta=config["beta"], compute_entropy=False,
-        max_completion_length=config["max_completion_length"], disable_rollout_importance_sampling=False,
-        _has_teacher=False, chord_sft_iterator=None, compute_loss_func=None, model_accepts_loss_kwargs=False,
+        accelerator=alone,
+        model=SimpleNamespace(training=True),
+        beta=config["beta"],
+        compute_entropy=False,
+        max_completion_length=config["max_completion_length"],
+        disable_rollout_importance_sampling=False,
+        _has_teacher=False,
+        chord_sft_iterator=None,
+        compute_loss_func=None,
+        model_accepts_loss_kwargs=False,
         current_gradient_accumulation_steps=steps,
-    )  # fmt: skip
+    )
     return trainer
 
 
@@ -145,10 +175,15 @@ def _plain(
     trainer = _trainer(mode, config, num_micro_batches)
     vars(trainer)[GIVEN] = lambda *_, **__: (log_prob, None)
     batch = SimpleNamespace(
-        completion_mask=mask, truncated_mask=mask.new_zeros(len(mask)), ref_per_token_logps=ref_log_prob,
-        advantages=_advantage().expand_advantage_to_per_token(advantages, mask), old_per_token_logps=old_log_prob,
-        rollout_per_token_logps=None, teacher_per_token_logps=None, num_items_in_batch=totals.tokens,
-    )  # fmt: skip
+        completion_mask=mask,
+        truncated_mask=mask.new_zeros(len(mask)),
+        ref_per_token_logps=ref_log_prob,
+        advantages=_advantage().expand_advantage_to_per_token(advantages, mask),
+        old_per_token_logps=old_log_prob,
+        rollout_per_token_logps=None,
+        teacher_per_token_logps=None,
+        num_items_in_batch=totals.tokens,
+    )
     return getattr(trainer, LOSS)(None, {}, batch)[0] / num_micro_batches
 
 
@@ -156,8 +191,12 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 GSPO = NO_KL | {"epsilon": 3e-4, "epsilon_high": 4e-4}
 HIGHER = NO_KL | {"epsilon_high": 0.28}
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
-KL = kl_term("a KL term with beta = 0.04, where the paper has none", lambda lp, ref, old: k3(lp, ref).clamp(max=10),
-             agg="token-mean", instead=False)  # fmt: skip
+KL = kl_term(
+    "a KL term with beta = 0.04, where the paper has none",
+    lambda lp, ref, old: k3(lp, ref).clamp(max=10),
+    agg="token-mean",
+    instead=False,
+)
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {"beta": 0.04}, (CLAMP_K3,)),
     Comparison("default", "grpo", NO_KL | SEQUENCE, "gspo", {}, (CLIP,)),
@@ -168,15 +207,29 @@ COMPARISONS = (
     Comparison("default", "sapo", NO_KL, "sapo", {}),
     Comparison("paper", "grpo", NO_KL, "grpo", {}),
     Comparison("paper", "grpo", GSPO | SEQUENCE, "gspo", {}),
-    Comparison("paper", "grpo", GSPO | {"importance_sampling_level": "sequence_token"}, "gspo", {}),
+    Comparison(
+        "paper",
+        "grpo",
+        GSPO | {"importance_sampling_level": "sequence_token"},
+        "gspo",
+        {},
+    ),
     Comparison("paper", "bnpo", NO_KL, "ppo_clip", {}),
     Comparison("paper", "dapo", HIGHER, "dapo", {}, (GROUPS,)),
-    Comparison("paper", "dapo", HIGHER | {"delta": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison(
+        "paper", "dapo", HIGHER | {"delta": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)
+    ),
     Comparison("paper", "dr_grpo", NO_KL | {"max_completion_length": 1}, "dr_grpo", {}),
     Comparison("paper", "cispo", NO_KL | {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo", NO_KL, "sapo", {}),
-    Comparison("paper", "fipo", HIGHER | {"delta": 10.0, "fipo_safety_threshold": 10.0}, "fipo", {}),
-)  # fmt: skip
+    Comparison(
+        "paper",
+        "fipo",
+        HIGHER | {"delta": 10.0, "fipo_safety_threshold": 10.0},
+        "fipo",
+        {},
+    ),
+)
 
 
 def _advantages(estimator: str, scale: str, n: int = 4):
@@ -188,9 +241,13 @@ def _advantages(estimator: str, scale: str, n: int = 4):
 def _dynamic(estimator: str, scale: str):
     """For groups of any size; it computes in float32."""
     return lambda R, g: _advantage().compute_advantages_dynamic(
-        R.float()[:, None], torch.ones(1), [str(i) for i in g.tolist()], [str(i) for i in range(len(g))], estimator,
+        R.float()[:, None],
+        torch.ones(1),
+        [str(i) for i in g.tolist()],
+        [str(i) for i in range(len(g))],
+        estimator,
         scale,
-    )[0]  # fmt: skip
+    )[0]
 
 
 def _parts() -> tuple[Component, ...]:
@@ -201,17 +258,67 @@ def _parts() -> tuple[Component, ...]:
         ref, lp, torch.ones_like(lp)
     )
     return (
-        Component("advantages", "grpo", _advantages("grpo", "group"), "group_norm", std, leaves_out=equal),
-        Component("advantages", "grpo, none", _advantages("grpo", "none"), "group_mean", leaves_out=equal),
-        Component("advantages", "grpo, batch", _advantages("grpo", "batch"), "group_mean_whiten", std, (
-            Fault("over the standard deviation of the rewards, not of what is left of them", raw),), equal),
-        Component("advantages", "rloo", _advantages("rloo", "none"), "leave_one_out", leaves_out=equal),
-        Component("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus", "batch"), "group_mean_whiten",
-                  std, leaves_out=equal),
-        Component("advantages", "grpo, dynamic", _dynamic("grpo", "group"), "group_norm", std, tol=1e-3),
-        Component("advantages", "rloo, dynamic", _dynamic("rloo", "none"), "leave_one_out", tol=1e-5),
+        Component(
+            "advantages",
+            "grpo",
+            _advantages("grpo", "group"),
+            "group_norm",
+            std,
+            leaves_out=equal,
+        ),
+        Component(
+            "advantages",
+            "grpo, none",
+            _advantages("grpo", "none"),
+            "group_mean",
+            leaves_out=equal,
+        ),
+        Component(
+            "advantages",
+            "grpo, batch",
+            _advantages("grpo", "batch"),
+            "group_mean_whiten",
+            std,
+            (
+                Fault(
+                    "over the standard deviation of the rewards, not of what is left of them",
+                    raw,
+                ),
+            ),
+            equal,
+        ),
+        Component(
+            "advantages",
+            "rloo",
+            _advantages("rloo", "none"),
+            "leave_one_out",
+            leaves_out=equal,
+        ),
+        Component(
+            "advantages",
+            "reinforce_plus_plus",
+            _advantages("reinforce_plus_plus", "batch"),
+            "group_mean_whiten",
+            std,
+            leaves_out=equal,
+        ),
+        Component(
+            "advantages",
+            "grpo, dynamic",
+            _dynamic("grpo", "group"),
+            "group_norm",
+            std,
+            tol=1e-3,
+        ),
+        Component(
+            "advantages",
+            "rloo, dynamic",
+            _dynamic("rloo", "none"),
+            "leave_one_out",
+            tol=1e-5,
+        ),
         Component("kl", "of the teacher", teacher, "k3"),
-    )  # fmt: skip
+    )
 
 
 REMARKS = (
@@ -223,9 +330,17 @@ REMARKS = (
     "mask, entropy masks, KL in the reward, RLSD, SDAR, CHORD.",
 )
 SWIFT = Framework(
-    "swift", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
-    split_reasons={"bnpo": BNPO}, remarks=REMARKS, one_adv=True,
+    "swift",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    split_reasons={"bnpo": BNPO},
+    remarks=REMARKS,
+    one_adv=True,
     out_of_scope={
         "real": "no objective of the registry: a contrast of the responses of one prompt",
     },
-)  # fmt: skip
+)

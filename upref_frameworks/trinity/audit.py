@@ -110,8 +110,12 @@ def _gate(r, A, tau_pos, tau_neg):
     )
 
 
-SOFT = fault("stop-gradient: the gate is a constant weight on log π_θ", "stop-gradient", objective=GATE,
-             hp={"tau_pos": 1.0, "tau_neg": 1.05})  # fmt: skip
+SOFT = fault(
+    "stop-gradient: the gate is a constant weight on log π_θ",
+    "stop-gradient",
+    objective=GATE,
+    hp={"tau_pos": 1.0, "tau_neg": 1.05},
+)
 HALF = fault("divided by 1 + tau = 2", "aggregation", scale=lambda b: 0.5)
 TOKENS = fault(
     "the token means of the micro-batches, added up", "batches", scale=_token_sums
@@ -129,24 +133,58 @@ WIDE = {"clip_ratio_c": 1e10}  # the dual clip cannot be switched off
 COMPARISONS = (
     Comparison("default", "ppo", {}, "ppo_clip", {}, (with_hp(c=3.0),)),
     # algorithm dapo
-    Comparison("default", "ppo", {}, "dapo", {}, (with_hp(eps_high=0.2), with_hp(c=3.0), GROUPS)),
+    Comparison(
+        "default",
+        "ppo",
+        {},
+        "dapo",
+        {},
+        (with_hp(eps_high=0.2), with_hp(c=3.0), GROUPS),
+    ),
     Comparison("default", "gspo", {}, "gspo", {}),
     Comparison("default", "cispo", {}, "cispo", {}, (with_hp(eps_high=0.28), GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (SOFT, aggregated("token-mean"))),
-    Comparison("default", "topr", {}, "topr", {}, (
-        fault("the ratio of each token, not of the response", "objective", objective=TOKEN), aggregated("token-mean"))),
+    Comparison(
+        "default",
+        "topr",
+        {},
+        "topr",
+        {},
+        (
+            fault(
+                "the ratio of each token, not of the response",
+                "objective",
+                objective=TOKEN,
+            ),
+            aggregated("token-mean"),
+        ),
+    ),
     Comparison("default", "opmd", {}, "reinforce_off_policy", {}, (HALF, GROUPS)),
     Comparison("default", "rec", {}, "reinforce_off_policy", {}, (GROUPS,)),
-    Comparison("default", "importance_sampling", {}, "is_pg", {}, (aggregated("token-mean"), CLAMP)),
+    Comparison(
+        "default",
+        "importance_sampling",
+        {},
+        "is_pg",
+        {},
+        (aggregated("token-mean"), CLAMP),
+    ),
     Comparison("paper", "ppo", WIDE, "ppo_clip", {}, (CLAMP,)),
     Comparison("paper", "ppo", SEQ | WIDE, "grpo", {}, (CLAMP,)),
     Comparison("paper", "ppo", SUM | WIDE, "dr_grpo", {}, (CLAMP,)),
-    Comparison("paper", "ppo", {"clip_range_low": 0.2, "clip_range_high": 0.28} | WIDE, "dapo", {}, (GROUPS, CLAMP)),
+    Comparison(
+        "paper",
+        "ppo",
+        {"clip_range_low": 0.2, "clip_range_high": 0.28} | WIDE,
+        "dapo",
+        {},
+        (GROUPS, CLAMP),
+    ),
     Comparison("paper", "gspo", {}, "gspo", {}),
     Comparison("paper", "cispo", {"clip_range_high": 4.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo", SEQ, "sapo", {}, (SOFT,)),
     Comparison("paper", "importance_sampling", SUM, "is_pg", {}, (CLAMP,)),
-)  # fmt: skip
+)
 SPLIT = {
     c.label: MEANS if c.config.get("loss_agg_mode") or c.mode == "gspo" else TOKENS
     for c in COMPARISONS
@@ -210,23 +248,82 @@ def _parts() -> tuple[Component, ...]:
     )
     one = lambda promise, **hp: (Fault(ALONE, _alone(promise, **hp)),)
     return (
-        Component("advantages", "grpo", _group("grpo"), "group_norm", norm, one("group_norm", **norm), tol=2e-3),
-        Component("advantages", "grpo_verl", _batch("grpo_verl"), "group_norm", norm,
-                  one("group_norm", **norm), tol=2e-3),
-        Component("advantages", "opmd", _group("opmd"), "group_mean", {}, one("group_mean"), tol=1e-5),
-        Component("advantages", "rloo", _batch("rloo"), "leave_one_out", {}, one("leave_one_out"), tol=1e-5),
+        Component(
+            "advantages",
+            "grpo",
+            _group("grpo"),
+            "group_norm",
+            norm,
+            one("group_norm", **norm),
+            tol=2e-3,
+        ),
+        Component(
+            "advantages",
+            "grpo_verl",
+            _batch("grpo_verl"),
+            "group_norm",
+            norm,
+            one("group_norm", **norm),
+            tol=2e-3,
+        ),
+        Component(
+            "advantages",
+            "opmd",
+            _group("opmd"),
+            "group_mean",
+            {},
+            one("group_mean"),
+            tol=1e-5,
+        ),
+        Component(
+            "advantages",
+            "rloo",
+            _batch("rloo"),
+            "leave_one_out",
+            {},
+            one("leave_one_out"),
+            tol=1e-5,
+        ),
         Component("advantages", "reinforce", _group("reinforce"), "reward", tol=1e-5),
-        Component("advantages", "reinforceplusplus", _batch("reinforceplusplus"), "whiten", {"ddof": 0, "eps": 1e-8}, (
-            Fault(SAMPLE, sampled),), tol=1e-5),
-        *kls(term, {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}, {"low_var_kl": (NARROW_K3,)}),
-        Component("kl", "GRPOAlgorithm's default", lambda lp, ref: term(lp, ref, default), "k3", reasons=(
-            Fault("k2 in place of k3", kl.k2),)),
-        *(Component("aggregation", k, lambda x, m, k=k: agg(x, m, k), k)
-          for k in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
-        Component("aggregation", "seq-mean-token-sum-norm", lambda x, m: agg(x, m, "seq-mean-token-sum-norm", 6.0),
-                  "seq-mean-token-sum-norm", {"length": 6}, (
-            Fault("a sum over responses, not their mean", lambda x, m: torch.where(m, x, 0).sum() / 6),)),
-    )  # fmt: skip
+        Component(
+            "advantages",
+            "reinforceplusplus",
+            _batch("reinforceplusplus"),
+            "whiten",
+            {"ddof": 0, "eps": 1e-8},
+            (Fault(SAMPLE, sampled),),
+            tol=1e-5,
+        ),
+        *kls(
+            term,
+            {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
+            {"low_var_kl": (NARROW_K3,)},
+        ),
+        Component(
+            "kl",
+            "GRPOAlgorithm's default",
+            lambda lp, ref: term(lp, ref, default),
+            "k3",
+            reasons=(Fault("k2 in place of k3", kl.k2),),
+        ),
+        *(
+            Component("aggregation", k, lambda x, m, k=k: agg(x, m, k), k)
+            for k in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+        ),
+        Component(
+            "aggregation",
+            "seq-mean-token-sum-norm",
+            lambda x, m: agg(x, m, "seq-mean-token-sum-norm", 6.0),
+            "seq-mean-token-sum-norm",
+            {"length": 6},
+            (
+                Fault(
+                    "a sum over responses, not their mean",
+                    lambda x, m: torch.where(m, x, 0).sum() / 6,
+                ),
+            ),
+        ),
+    )
 
 
 PAIRS = "no policy gradient: pairs or expert data"
@@ -238,11 +335,17 @@ REMARKS = (
     "Not covered: several ranks, sequence masking, the other advantages (gigpo, jsd, clipb, clipv, ...).",
 )
 TRINITY = Framework(
-    "trinity", pin=PIN, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
-    split_reasons=SPLIT, remarks=REMARKS,
+    "trinity",
+    pin=PIN,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    split_reasons=SPLIT,
+    remarks=REMARKS,
     modes=lambda: list(_losses()._default_mapping),  # noqa: SLF001
     out_of_scope={
         **dict.fromkeys(("dpo", "sft", "sft_is", "sft_phi", "mix", "mix_chord"), PAIRS),
         "sppo": f"{OTHER}: the log-ratio, masked outside 1/1.3 to 1.3",
     },
-)  # fmt: skip
+)

@@ -66,28 +66,66 @@ COMPARISONS = (
     Comparison("default", "grpo", {"beta": BETA}, "grpo", {"beta": BETA}, (KL,)),
     Comparison("default", "bnpo", {}, "ppo_clip", {}),
     Comparison("default", "dr_grpo", {}, "dr_grpo", {}, (LENGTH,)),
-    Comparison("default", "dapo", SEQUENCE, "gspo", {}, (
-        with_hp(eps_low=0.2, eps_high=0.2), aggregated("token-mean"))),
+    Comparison(
+        "default",
+        "dapo",
+        SEQUENCE,
+        "gspo",
+        {},
+        (with_hp(eps_low=0.2, eps_high=0.2), aggregated("token-mean")),
+    ),
     Comparison("default", "cispo", {}, "cispo", {}, (CAP, GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (F32,)),
     Comparison("default", "vespo", {}, "vespo", {}, (BY_TOKENS,), one_adv=True),
     Comparison("default", "luspo", {}, "luspo", {}, (LUSPO,), one_adv=True),
     Comparison("default", "gmpo", {}, "gmpo", {}),
     Comparison("default", "rloo", {}, "rloo", {}, (_product(0.2),), one_adv=True),
-    Comparison("paper", "dapo", {"epsilon": 0.2, "epsilon_high": 0.28}, "dapo", {}, (GROUPS,)),
-    Comparison("paper", "dapo", {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison(
+        "paper", "dapo", {"epsilon": 0.2, "epsilon_high": 0.28}, "dapo", {}, (GROUPS,)
+    ),
+    Comparison(
+        "paper",
+        "dapo",
+        {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 10.0},
+        "dapo",
+        {"c": 10.0},
+        (GROUPS,),
+    ),
     Comparison("paper", "grpo", {"epsilon": 0.2}, "grpo", {}),
-    Comparison("paper", "grpo", {"beta": BETA, "use_bias_correction_kl": False}, "grpo", {"beta": BETA}),
+    Comparison(
+        "paper",
+        "grpo",
+        {"beta": BETA, "use_bias_correction_kl": False},
+        "grpo",
+        {"beta": BETA},
+    ),
     Comparison("paper", "bnpo", {"epsilon": 0.2}, "ppo_clip", {}),
-    Comparison("paper", "dr_grpo", {"epsilon": 0.2, "max_completion_length": 1}, "dr_grpo", {}),
+    Comparison(
+        "paper", "dr_grpo", {"epsilon": 0.2, "max_completion_length": 1}, "dr_grpo", {}
+    ),
     Comparison("paper", "grpo", GSPO, "gspo", {}),
     Comparison("paper", "cispo", {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
-    Comparison("paper", "sapo", {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}, "sapo", {}, (F32,)),
+    Comparison(
+        "paper",
+        "sapo",
+        {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
+        "sapo",
+        {},
+        (F32,),
+    ),
     Comparison("paper", "luspo", LONG, "luspo", {}),
     Comparison("paper", "vespo", VESPO, "vespo", {}, (BY_TOKENS,), one_adv=True),
     Comparison("paper", "gmpo", {"epsilon": 0.4}, "gmpo", {}),
-    Comparison("paper", "rloo", {"epsilon": UNCLIPPED}, "rloo", {}, (_product(UNCLIPPED),), one_adv=True),
-)  # fmt: skip
+    Comparison(
+        "paper",
+        "rloo",
+        {"epsilon": UNCLIPPED},
+        "rloo",
+        {},
+        (_product(UNCLIPPED),),
+        one_adv=True,
+    ),
+)
 OUT_OF_SCOPE = {
     "async_grpo": "no GRPOTrainer, and its constructor wants a running vLLM server",
 }
@@ -233,8 +271,14 @@ REMARKS = (
     "off-policy mask, entropy terms.",
 )
 TRL = Framework(
-    "trl", version=lambda: trl().__version__,
-    loss=lambda c, b, padding: trl_loss(c.mode, b, padding=padding, **c.config), modes=_modes,
-    comparisons=COMPARISONS, parts=_parts, split_reasons={"bnpo": BNPO}, out_of_scope=OUT_OF_SCOPE, remarks=REMARKS,
+    "trl",
+    version=lambda: trl().__version__,
+    loss=lambda c, b, padding: trl_loss(c.mode, b, padding=padding, **c.config),
+    modes=_modes,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    split_reasons={"bnpo": BNPO},
+    out_of_scope=OUT_OF_SCOPE,
+    remarks=REMARKS,
     kernels=_kernels,
-)  # fmt: skip
+)

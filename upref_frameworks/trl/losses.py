@@ -72,8 +72,10 @@ def trainer_of(name: str | type) -> tuple[type, dict[str, Any]]:
         package = None
     own = [c for c in vars(package).values() if is_trainer(c)] if package else []
     if not own:
-        raise InputError(f"trl {t.__version__} has no loss {name!r} that upref can run: {', '.join(loss_types())}, "
-                         "rloo, or an experimental GRPOTrainer such as gmpo.")  # fmt: skip
+        raise InputError(
+            f"trl {t.__version__} has no loss {name!r} that upref can run: {', '.join(loss_types())}, "
+            "rloo, or an experimental GRPOTrainer such as gmpo."
+        )
     return own[0], {}
 
 
@@ -176,9 +178,12 @@ def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]) -> Any:
     try:
         with state_restored():  # it seeds every generator
             trainer = type(cls.__name__, (cls,), quiet)(
-                model=model, args=args, processing_class=words, train_dataset=Dataset.from_list([{"prompt": "a"}] * 2),
+                model=model,
+                args=args,
+                processing_class=words,
+                train_dataset=Dataset.from_list([{"prompt": "a"}] * 2),
                 reward_funcs=lambda completions, **_: [0.0] * len(completions),
-            )  # fmt: skip
+            )
     finally:
         logging.disable(level)
     trainer.beta = args.beta = beta
@@ -225,11 +230,15 @@ def trl_loss(
     )
     prompt, tokens = torch.zeros(rows, 1, dtype=torch.int64), b.mask.long()
     inputs = {
-        "prompt_ids": prompt, "prompt_mask": prompt + 1, "completion_ids": 0 * tokens, "completion_mask": tokens,
-        "advantages": adv if token_advantages(cls) else per_response(adv, b.mask), "old_per_token_logps": old,
+        "prompt_ids": prompt,
+        "prompt_mask": prompt + 1,
+        "completion_ids": 0 * tokens,
+        "completion_mask": tokens,
+        "advantages": adv if token_advantages(cls) else per_response(adv, b.mask),
+        "old_per_token_logps": old,
         "ref_per_token_logps": padded(old if b.logp_ref is None else b.logp_ref),
         "num_items_in_batch": torch.tensor(int(totals.tokens)),
-    }  # fmt: skip
+    }
     if is_rloo(cls):
         # as _generate_and_score_completions does
         inputs["old_logps"] = (old * tokens).sum(1)
@@ -283,9 +292,13 @@ def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Los
 
 
 def of(
-    name: str, mode: str | type, o: Objective, hp: dict[str, Any], fields: dict[str, Any] | None = None,
+    name: str,
+    mode: str | type,
+    o: Objective,
+    hp: dict[str, Any],
+    fields: dict[str, Any] | None = None,
     matched: bool = True,
-) -> Loss:  # fmt: skip
+) -> Loss:
     """The Loss of a loss_type or of a trainer class; matched: set up as the objective
     says.
     """
@@ -324,6 +337,15 @@ def of(
         if f.default is not dataclasses.MISSING
     }
     return Loss(
-        name, call, o, reads, framework="trl", read_as="TRL's trainer", assumptions=assumptions, adv_shape=shape,
-        fields=settings(hp), defaults=defaults, shipped=of(name, mode, o, hp, None, False) if matched else None,
-    )  # fmt: skip
+        name,
+        call,
+        o,
+        reads,
+        framework="trl",
+        read_as="TRL's trainer",
+        assumptions=assumptions,
+        adv_shape=shape,
+        fields=settings(hp),
+        defaults=defaults,
+        shipped=of(name, mode, o, hp, None, False) if matched else None,
+    )

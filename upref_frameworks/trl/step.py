@@ -28,12 +28,27 @@ from upref_frameworks.steps.host import quiet
 
 GENERATIONS = 4  # responses of a group
 FIELDS = dict(
-    per_device_train_batch_size=2, gradient_accumulation_steps=2, steps_per_generation=4, num_generations=GENERATIONS,
-    temperature=0.7, learning_rate=0.01, lr_scheduler_type="constant", max_grad_norm=0.0, scale_rewards="none",
-    loss_type="dapo", max_completion_length=16, use_bias_correction_kl=False,
-    report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", logging_strategy="no",
-    disable_tqdm=True, shuffle_dataset=False,
-)  # fmt: skip
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=2,
+    steps_per_generation=4,
+    num_generations=GENERATIONS,
+    temperature=0.7,
+    learning_rate=0.01,
+    lr_scheduler_type="constant",
+    max_grad_norm=0.0,
+    scale_rewards="none",
+    loss_type="dapo",
+    max_completion_length=16,
+    use_bias_correction_kl=False,
+    report_to="none",
+    use_cpu=True,
+    bf16=False,
+    gradient_checkpointing=False,
+    save_strategy="no",
+    logging_strategy="no",
+    disable_tqdm=True,
+    shuffle_dataset=False,
+)
 
 
 def default_config() -> Any:
@@ -116,8 +131,15 @@ def trained(
             [{"prompt": f"w{3 + i}"} for i in range(len(rows) // GENERATIONS)]
         )
         with record_step(model) as seen:
-            trainer = cls(model, rewards, args, train_dataset=data, processing_class=tokenizer(),
-                          rollout_func=rollout, **more)  # fmt: skip
+            trainer = cls(
+                model,
+                rewards,
+                args,
+                train_dataset=data,
+                processing_class=tokenizer(),
+                rollout_func=rollout,
+                **more,
+            )
             trainer.train()
     return seen, trainer
 
@@ -188,10 +210,18 @@ def _log_probs(seen: Recorded, n: int, rows: Sequence[Row], T: float) -> list:
 
 
 def report(
-    model: nn.Module, fields: dict[str, Any], rows: list[Row], objective: Any, hp: dict[str, Any],
-    goal: dict[str, Any], *, step: int = 1, bound: Any = None, cls: Any = None,
+    model: nn.Module,
+    fields: dict[str, Any],
+    rows: list[Row],
+    objective: Any,
+    hp: dict[str, Any],
+    goal: dict[str, Any],
+    *,
+    step: int = 1,
+    bound: Any = None,
+    cls: Any = None,
     more: dict[str, Any] | None = None,
-) -> StepReport:  # fmt: skip
+) -> StepReport:
     """Train on these rows, and hold one optimizer step against the objective, over the
     tokens that TRL divides by.
 

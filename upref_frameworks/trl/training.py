@@ -81,7 +81,10 @@ log = logging.getLogger(__name__)
 # field of GRPOConfig -> what to write instead; a name on the left is one of ours for it
 REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
     "loss_type": ((), "objective= sets the loss"),
-    "importance_sampling_level": ((), "objective='gspo' or 'up_gspo' acts on responses"),
+    "importance_sampling_level": (
+        (),
+        "objective='gspo' or 'up_gspo' acts on responses",
+    ),
     "epsilon": (("eps", "eps_low"), ""),
     "epsilon_high": (("eps_high",), ""),
     "delta": (("c", "trunc"), ""),
@@ -93,8 +96,11 @@ REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
     "vespo_lambda_neg": (("c2_neg",), ""),
     "top_entropy_quantile": ((), "the objective acts on every token"),
     "off_policy_mask_threshold": ((), "the objective acts on every response"),
-    "use_liger_kernel": ((), "Liger may bring its own loss; model_init_kwargs={'use_kernels': True} brings kernels"),
-}  # fmt: skip
+    "use_liger_kernel": (
+        (),
+        "Liger may bring its own loss; model_init_kwargs={'use_kernels': True} brings kernels",
+    ),
+}
 # the advantages of a paper that TRL computes
 SCALE_REWARDS = {"group_norm": "group", "group_mean": "none"}
 
@@ -107,9 +113,17 @@ class GRPOTrainer(trl.GRPOTrainer):
     beta: float
 
     def __init__(
-        self, model, reward_funcs=None, args=None, *more, objective: str | Objective, hp: dict[str, Any] | None = None,
-        parity: dict[str, Any] | None = None, step_check: bool = False, **kw,
-    ):  # fmt: skip
+        self,
+        model,
+        reward_funcs=None,
+        args=None,
+        *more,
+        objective: str | Objective,
+        hp: dict[str, Any] | None = None,
+        parity: dict[str, Any] | None = None,
+        step_check: bool = False,
+        **kw,
+    ):
         behind = super()._compute_loss.__func__
         if behind is not trl.GRPOTrainer._compute_loss:
             raise InputError(
@@ -318,9 +332,12 @@ def tell(objective: Objective, args: Any):
     if args.scale_rewards != SCALE_REWARDS.get(objective.adv):
         want = SCALE_REWARDS.get(objective.adv)
         log.warning(
-            "the advantages of %s are %s in its paper, and TRL's scale_rewards=%r has others: %s.", objective.name,
-            objective.adv, args.scale_rewards, f"set {want!r}" if want else "TRL cannot compute them",
-        )  # fmt: skip
+            "the advantages of %s are %s in its paper, and TRL's scale_rewards=%r has others: %s.",
+            objective.name,
+            objective.adv,
+            args.scale_rewards,
+            f"set {want!r}" if want else "TRL cannot compute them",
+        )
     if (
         args.gradient_accumulation_steps
         % (args.steps_per_generation * args.num_iterations)
@@ -328,8 +345,9 @@ def tell(objective: Objective, args: Any):
     ):
         log.warning(
             "each generation batch makes one optimizer step, so that r = 1, where %s has the gradient of nearly every "
-            "other objective: raise steps_per_generation or num_iterations to see a difference.", objective.name,
-        )  # fmt: skip
+            "other objective: raise steps_per_generation or num_iterations to see a difference.",
+            objective.name,
+        )
     if objective.batch_coupled:
         log.warning(
             "%s acts on each micro-batch by itself: %s.",

@@ -16,17 +16,34 @@ from upref_frameworks.trl import step as trl
 
 # fields of GRPOConfig that a twin takes over; micro-batches are cut to its eight
 # responses
-KEPT = ("temperature", "beta", "scale_rewards", "num_iterations", "mask_truncated_completions", "disable_dropout",
-        "pad_to_multiple_of", "gradient_checkpointing", "gradient_checkpointing_kwargs", "cast_lm_head_to_fp32",
-        "use_bias_correction_kl", "per_device_train_batch_size", "gradient_accumulation_steps",
-        "steps_per_generation")  # fmt: skip
+KEPT = (
+    "temperature",
+    "beta",
+    "scale_rewards",
+    "num_iterations",
+    "mask_truncated_completions",
+    "disable_dropout",
+    "pad_to_multiple_of",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
+    "cast_lm_head_to_fp32",
+    "use_bias_correction_kl",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+)
 # learning rates at which r leaves 1, and not for good; else 0.01
 RATES = {"sequence_mean": 2e-6, "sequence_product": 1e-3}
 
 
 def trl_twin(
-    cls: type, objective: Objective, hp: dict[str, Any], model: Any, args: Any = None, peft_config: Any = None
-) -> StepReport:  # fmt: skip
+    cls: type,
+    objective: Objective,
+    hp: dict[str, Any],
+    model: Any,
+    args: Any = None,
+    peft_config: Any = None,
+) -> StepReport:
     """One optimizer step of a twin of a run of `upref_frameworks.trl.training`, on the
     CPU.
 
@@ -72,15 +89,28 @@ def trl_twin(
                 else min(2, acc)
             )
             acc = 1 if objective.batch_coupled else acc
-            at |= dict(per_device_train_batch_size=size, steps_per_generation=every, gradient_accumulation_steps=acc,
-                       learning_rate=RATES.get(objective.level, 0.01))  # fmt: skip
+            at |= dict(
+                per_device_train_batch_size=size,
+                steps_per_generation=every,
+                gradient_accumulation_steps=acc,
+                learning_rate=RATES.get(objective.level, 0.01),
+            )
             more = {
                 "objective": objective,
                 "hp": hp,
                 "parity": {"first": 0, "every": 0},
             }
-            return trl.report(twin(model, peft_config, **how), at, trl.batch(), objective, hp, {"beta": at["beta"]},
-                              step=int(acc < every), cls=cls, more=more)  # fmt: skip
+            return trl.report(
+                twin(model, peft_config, **how),
+                at,
+                trl.batch(),
+                objective,
+                hp,
+                {"beta": at["beta"]},
+                step=int(acc < every),
+                cls=cls,
+                more=more,
+            )
     finally:
         for s, kept in zip(shared, before, strict=True):
             s.clear()

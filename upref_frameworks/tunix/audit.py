@@ -26,8 +26,15 @@ from upref_frameworks.audits.shared import BETA, CLAMP, CLAMP_S, K1, MICRO_MEAN,
 HOME = "tunix/rl/"
 PIN = Pin(
     packages=(
-        "google-tunix==0.1.7", "jax==0.10.2", "jaxlib==0.10.2", "flax==0.12.8", "ml-dtypes==0.6.0",
-        "opt-einsum==3.4.0", "scipy==1.17.1", "absl-py==2.3.1", "pyyaml==6.0.3",
+        "google-tunix==0.1.7",
+        "jax==0.10.2",
+        "jaxlib==0.10.2",
+        "flax==0.12.8",
+        "ml-dtypes==0.6.0",
+        "opt-einsum==3.4.0",
+        "scipy==1.17.1",
+        "absl-py==2.3.1",
+        "pyyaml==6.0.3",
     ),
     files={
         HOME + "algo_core.py": "f9563f2a3eb193dabf57233f493ada1f",
@@ -35,10 +42,20 @@ PIN = Pin(
         HOME + "grpo/grpo_learner.py": "a7f43b0eb3b715e4803039816d48049f",
     },
     skip_init=("tunix", "tunix.rl", "tunix.sft"),
-    stubs=("orbax", "tensorstore", "msgpack", "humanize", "treescope", "optax", "tunix.generate", "tunix.oss",
-           "tunix.rl.rl_cluster", "tunix.rl.rl_learner"),
+    stubs=(
+        "orbax",
+        "tensorstore",
+        "msgpack",
+        "humanize",
+        "treescope",
+        "optax",
+        "tunix.generate",
+        "tunix.oss",
+        "tunix.rl.rl_cluster",
+        "tunix.rl.rl_learner",
+    ),
     env={"JAX_PLATFORMS": "cpu"},
-)  # fmt: skip
+)
 
 
 def _module(name: str) -> Any:
@@ -262,17 +279,49 @@ def _parts() -> tuple[Component, ...]:
     )
     scale = "sequence-mean-token-scale"
     return (
-        Component("advantages", "grpo", _advantages("grpo"), "group_norm", leaves_out=alone),
-        Component("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=alone, tol=1e-5),
-        Component("advantages", "drgrpo", _advantages("drgrpo"), "group_mean", leaves_out=alone, tol=1e-5),
-        *(Component("kl", mode, kl(mode), k, tol=1e-4)
-          for mode, k in (("kl", "k1"), ("mse_kl", "k2"), ("low_var_kl", "k3"))),
-        *(Component("aggregation", mode, mean(mode), ours, tol=1e-5) for mode, ours in (
-            ("token-mean", "token-mean"), ("sequence-mean-token-mean", "seq-mean-token-mean"),
-            ("seq-mean-token-sum", "seq-mean-token-sum"))),
-        Component("aggregation", scale, mean(scale), "seq-mean-token-sum-norm", hp={"length": 6}, tol=1e-5),
-        Component("logprobs", "selective_log_softmax", log_probs, "token_log_probs", tol=1e-4),
-    )  # fmt: skip
+        Component(
+            "advantages", "grpo", _advantages("grpo"), "group_norm", leaves_out=alone
+        ),
+        Component(
+            "advantages",
+            "rloo",
+            _advantages("rloo"),
+            "leave_one_out",
+            leaves_out=alone,
+            tol=1e-5,
+        ),
+        Component(
+            "advantages",
+            "drgrpo",
+            _advantages("drgrpo"),
+            "group_mean",
+            leaves_out=alone,
+            tol=1e-5,
+        ),
+        *(
+            Component("kl", mode, kl(mode), k, tol=1e-4)
+            for mode, k in (("kl", "k1"), ("mse_kl", "k2"), ("low_var_kl", "k3"))
+        ),
+        *(
+            Component("aggregation", mode, mean(mode), ours, tol=1e-5)
+            for mode, ours in (
+                ("token-mean", "token-mean"),
+                ("sequence-mean-token-mean", "seq-mean-token-mean"),
+                ("seq-mean-token-sum", "seq-mean-token-sum"),
+            )
+        ),
+        Component(
+            "aggregation",
+            scale,
+            mean(scale),
+            "seq-mean-token-sum-norm",
+            hp={"length": 6},
+            tol=1e-5,
+        ),
+        Component(
+            "logprobs", "selective_log_softmax", log_probs, "token_log_probs", tol=1e-4
+        ),
+    )
 
 
 REMARKS = (
@@ -282,7 +331,14 @@ REMARKS = (
     "value loss and GAE of PPO.",
 )
 TUNIX = Framework(
-    "tunix", pin=PIN, modes=_modes, defaults=lambda mode: asdict(_settings(mode)), plain=_plain,
-    comparisons=COMPARISONS, parts=_parts, split_reasons={"dapo": MICRO_MEAN, "ppo": MICRO_MEAN}, remarks=REMARKS,
+    "tunix",
+    pin=PIN,
+    modes=_modes,
+    defaults=lambda mode: asdict(_settings(mode)),
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    split_reasons={"dapo": MICRO_MEAN, "ppo": MICRO_MEAN},
+    remarks=REMARKS,
     tol=1e-4,
-)  # fmt: skip
+)

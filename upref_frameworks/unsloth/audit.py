@@ -34,9 +34,15 @@ PIN = Pin(
     env={"UNSLOTH_FORCE_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"},
 )
 READ = (
-    "epsilon_low", "epsilon_high", "delta", "importance_sampling_level", "max_completion_length",
-    "sapo_temperature_pos", "sapo_temperature_neg", "use_bias_correction_kl",
-)  # fmt: skip
+    "epsilon_low",
+    "epsilon_high",
+    "delta",
+    "importance_sampling_level",
+    "max_completion_length",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "use_bias_correction_kl",
+)
 _zoo = lambda: importlib.import_module("unsloth_zoo.rl_replacements")
 
 
@@ -78,10 +84,19 @@ def _plain(
     """
     settings = {k: v for k, v in config.items() if k != "beta"}
     return _zoo().grpo_compute_loss(
-        ref_log_prob, log_prob, old_log_prob, None, mask.long(), mask, config["beta"], advantages, loss_type=mode,
-        num_items_in_batch=torch.as_tensor(totals.tokens), current_gradient_accumulation_steps=num_micro_batches,
+        ref_log_prob,
+        log_prob,
+        old_log_prob,
+        None,
+        mask.long(),
+        mask,
+        config["beta"],
+        advantages,
+        loss_type=mode,
+        num_items_in_batch=torch.as_tensor(totals.tokens),
+        current_gradient_accumulation_steps=num_micro_batches,
         **settings,
-    )[0]  # fmt: skip
+    )[0]
 
 
 def _weighted_k3(lp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
@@ -104,10 +119,19 @@ CLIP = with_hp(eps_low=0.2, eps_high=0.2)
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}),
     Comparison("default", "grpo", KL, "grpo", {"beta": 0.04}, (CLAMP_K3,)),
-    Comparison("default", "grpo", KL | {"use_bias_correction_kl": True}, "grpo", {"beta": 0.04}, (WEIGHTED,)),
+    Comparison(
+        "default",
+        "grpo",
+        KL | {"use_bias_correction_kl": True},
+        "grpo",
+        {"beta": 0.04},
+        (WEIGHTED,),
+    ),
     Comparison("default", "bnpo", {}, "ppo_clip", {}),
     Comparison("default", "dapo", {}, "dapo", {}, (with_hp(eps_high=0.2), GROUPS)),
-    Comparison("default", "dapo", SEQUENCE, "gspo", {}, (CLIP, aggregated("token-mean"))),
+    Comparison(
+        "default", "dapo", SEQUENCE, "gspo", {}, (CLIP, aggregated("token-mean"))
+    ),
     Comparison("default", "dr_grpo", {}, "dr_grpo", {}, (LENGTH,)),
     Comparison("default", "cispo", {}, "cispo", {}, (CAP, GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (F32,)),
@@ -116,12 +140,14 @@ COMPARISONS = (
     Comparison("paper", "grpo", GSPO, "gspo", {}),
     Comparison("paper", "bnpo", {}, "ppo_clip", {}),
     Comparison("paper", "dapo", HIGHER, "dapo", {}, (GROUPS,)),
-    Comparison("paper", "dapo", HIGHER | {"delta": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison(
+        "paper", "dapo", HIGHER | {"delta": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)
+    ),
     Comparison("paper", "dr_grpo", {"max_completion_length": 1}, "dr_grpo", {}),
     Comparison("paper", "cispo", {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo", {"sapo_temperature_pos": 1.0}, "sapo", {}, (F32,)),
     Comparison("paper", "luspo", LONG, "luspo", {}),
-)  # fmt: skip
+)
 
 
 def _parts() -> tuple[Component, ...]:
@@ -175,8 +201,18 @@ REMARKS = (
     "advantages (they are TRL's), compiled code.",
 )
 UNSLOTH = Framework(
-    "unsloth", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
-    split_reasons={"bnpo": BNPO}, kernels=_kernels,
-    out_of_scope={"vespo": "its weight is computed by TRL's function, which the trainer passes"},
-    remarks=REMARKS, one_adv=True,
-)  # fmt: skip
+    "unsloth",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    split_reasons={"bnpo": BNPO},
+    kernels=_kernels,
+    out_of_scope={
+        "vespo": "its weight is computed by TRL's function, which the trainer passes"
+    },
+    remarks=REMARKS,
+    one_adv=True,
+)

@@ -91,29 +91,99 @@ TOKENS, MEANS, SUMS = (
 )
 COMPARISONS = (
     Comparison("default", "vanilla", TOKENS, "ppo_clip", {}, (with_hp(c=3.0),)),
-    Comparison("default", "gspo", TOKENS, "gspo", {}, (
-        with_hp(eps_low=0.2, eps_high=0.2), aggregated("token-mean"), CLAMP_S)),
+    Comparison(
+        "default",
+        "gspo",
+        TOKENS,
+        "gspo",
+        {},
+        (with_hp(eps_low=0.2, eps_high=0.2), aggregated("token-mean"), CLAMP_S),
+    ),
     Comparison("default", "cispo", TOKENS, "cispo", {}, (FLOOR, GROUPS)),
     Comparison("default", "sapo", TOKENS, "sapo", {}),
     Comparison("default", "geo_mean", TOKENS, "gmpo", {}, (with_hp(eps=0.2),)),
-    Comparison("default", "dppo_tv", TOKENS, "dppo_tv", {}, (*_dppo("tv", 0.2, 3.0), aggregated("token-mean"))),
-    Comparison("default", "dppo_kl", TOKENS, "dppo_kl", {}, (*_dppo("kl", 0.2, 3.0), aggregated("token-mean"))),
+    Comparison(
+        "default",
+        "dppo_tv",
+        TOKENS,
+        "dppo_tv",
+        {},
+        (*_dppo("tv", 0.2, 3.0), aggregated("token-mean")),
+    ),
+    Comparison(
+        "default",
+        "dppo_kl",
+        TOKENS,
+        "dppo_kl",
+        {},
+        (*_dppo("kl", 0.2, 3.0), aggregated("token-mean")),
+    ),
     Comparison("default", "gpg", TOKENS, "reinforce_off_policy", {}, (GROUPS,)),
-    Comparison("paper", "vanilla", TOKENS | _clip(0.2, 0.28, NO_DUAL_CLIP), "dapo", {}, (GROUPS, CLAMP)),
-    Comparison("paper", "vanilla", TOKENS | _clip(0.2, 0.28, 10.0), "dapo", {"c": 10.0}, (GROUPS,)),
-    Comparison("paper", "vanilla", MEANS | _clip(0.2, 0.2, NO_DUAL_CLIP), "grpo", {}, (CLAMP,)),
-    Comparison("paper", "vanilla", SUMS | _clip(0.2, 0.2, NO_DUAL_CLIP), "dr_grpo", {}, (CLAMP,)),
+    Comparison(
+        "paper",
+        "vanilla",
+        TOKENS | _clip(0.2, 0.28, NO_DUAL_CLIP),
+        "dapo",
+        {},
+        (GROUPS, CLAMP),
+    ),
+    Comparison(
+        "paper",
+        "vanilla",
+        TOKENS | _clip(0.2, 0.28, 10.0),
+        "dapo",
+        {"c": 10.0},
+        (GROUPS,),
+    ),
+    Comparison(
+        "paper", "vanilla", MEANS | _clip(0.2, 0.2, NO_DUAL_CLIP), "grpo", {}, (CLAMP,)
+    ),
+    Comparison(
+        "paper",
+        "vanilla",
+        SUMS | _clip(0.2, 0.2, NO_DUAL_CLIP),
+        "dr_grpo",
+        {},
+        (CLAMP,),
+    ),
     Comparison("paper", "gspo", MEANS | _clip(3e-4, 4e-4), "gspo", {}, (CLAMP_S,)),
     Comparison("paper", "cispo", TOKENS | _clip(1.0, 4.0), "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo", MEANS | {"tau_pos": 1.0, "tau_neg": 1.05}, "sapo", {}),
     Comparison("paper", "geo_mean", TOKENS | _clip(0.4, 0.4), "gmpo", {}),
-    Comparison("paper", "dppo_tv", SUMS | _clip(0.15, 0.15, NO_DUAL_CLIP), "dppo_tv", {}, _dppo("tv", 0.15, E20)),
-    Comparison("paper", "dppo_kl", SUMS | _clip(0.05, 0.05, NO_DUAL_CLIP), "dppo_kl", {}, _dppo("kl", 0.05, E20)),
+    Comparison(
+        "paper",
+        "dppo_tv",
+        SUMS | _clip(0.15, 0.15, NO_DUAL_CLIP),
+        "dppo_tv",
+        {},
+        _dppo("tv", 0.15, E20),
+    ),
+    Comparison(
+        "paper",
+        "dppo_kl",
+        SUMS | _clip(0.05, 0.05, NO_DUAL_CLIP),
+        "dppo_kl",
+        {},
+        _dppo("kl", 0.05, E20),
+    ),
     Comparison("paper", "gpg", SUMS, "reinforce", {}),
-    Comparison("paper", "kl_cov", TOKENS | {"kl_cov_ratio": 2e-4, "ppo_kl_coef": 1.0}, "kl_cov", {}, (TIES,)),
-    Comparison("paper", "clip_cov", TOKENS | {"clip_cov_ratio": 1.0}, "clip_cov", {"share": 1.0}),
+    Comparison(
+        "paper",
+        "kl_cov",
+        TOKENS | {"kl_cov_ratio": 2e-4, "ppo_kl_coef": 1.0},
+        "kl_cov",
+        {},
+        (TIES,),
+    ),
+    Comparison(
+        "paper",
+        "clip_cov",
+        TOKENS | {"clip_cov_ratio": 1.0},
+        "clip_cov",
+        {"share": 1.0},
+    ),
     Comparison("paper", "dro", TOKENS | {"dro_beta": 0.1}, "dro", {}),
-)  # fmt: skip
+)
 OUT_OF_SCOPE = {
     "bypass_mode": "a dispatcher: it recomputes mask and weights and calls vanilla or a REINFORCE",
 }
@@ -307,43 +377,128 @@ def _parts() -> tuple[Component, ...]:
     }
     rounded = {"grpo_vectorized": ("equal rewards that do not round alike",)}
     return (
-        *(Component("advantages", n, _advantages(n), ref,
-                    reasons=(Fault(ALONE, keep_singletons(advantages.ADVANTAGES[ref])),),
-                    leaves_out=rounded.get(n, ()), tol=1e-3 if n in rounded else 1e-5)
-          for n, ref in groups.items()),
-        Component("advantages", "grpo, norm_adv_by_std_in_grpo=False",
-                  _advantages("grpo", norm_adv_by_std_in_grpo=False), "group_mean",
-                  reasons=(Fault(ALONE, keep_singletons(advantages.group_mean)),)),
-        Component("advantages", "rloo_vectorized", _advantages("rloo_vectorized"), "leave_one_out"),
-        Component("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus"), "whiten", reasons=(
-            Fault(SAMPLE, sampled),), tol=1e-6),
-        Component("advantages", "reinforce_plus_plus_baseline", _advantages("reinforce_plus_plus_baseline"),
-                  "group_mean_whiten", reasons=(Fault(f"{ALONE}; {SAMPLE}", _centred),), tol=1e-6),
-        Component("advantages", "opo", _opo, _by_length, words="R minus the mean by length (OPO)", reasons=(
-            Fault(ALONE, keep_singletons(_by_length)),), tol=1e-6),
-        Component("advantages", "gpg", _advantages("gpg"), "group_mean", reasons=(
-            Fault(ALONE, keep_singletons(advantages.group_mean)),
-            Fault("times the responses over those whose reward is not 0", _gpg)), tol=1e-6),
-        Component("advantages", "remax", _remax, lambda R, group: R - GREEDY[group],
-                  words="R minus the greedy response's"),
-        *(Component("advantages", f"grpo_passk, std={std}", _passk(std), _best_alone(std), leaves_out=("one",),
-                    tol=1e-6,
-                    words="the maximum minus the maximum without the response"
-                          + (", over the sample's std" if std else ""))
-          for std in (True, False)),
-        *(Component("advantages", f"gae, lam={lam:g}", _gae(lam), _sum_of_deltas(lam),
-                    words="GAE, whitened over all tokens", tol=1e-6) for lam in (1.0, 0.5)),
-        *kls(kl, {"k1": "k1", "k2": "k2", "low_var_kl": "k3"}, {"low_var_kl": (NARROW_K3,)}),
-        *(Component("aggregation", n, aggregation(n), n, tol=1e-6)
-          for n in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
-        Component("aggregation", "seq-mean-token-sum-norm", aggregation("seq-mean-token-sum-norm"),
-                  "seq-mean-token-sum-norm", {"length": 6}),
-    )  # fmt: skip
+        *(
+            Component(
+                "advantages",
+                n,
+                _advantages(n),
+                ref,
+                reasons=(Fault(ALONE, keep_singletons(advantages.ADVANTAGES[ref])),),
+                leaves_out=rounded.get(n, ()),
+                tol=1e-3 if n in rounded else 1e-5,
+            )
+            for n, ref in groups.items()
+        ),
+        Component(
+            "advantages",
+            "grpo, norm_adv_by_std_in_grpo=False",
+            _advantages("grpo", norm_adv_by_std_in_grpo=False),
+            "group_mean",
+            reasons=(Fault(ALONE, keep_singletons(advantages.group_mean)),),
+        ),
+        Component(
+            "advantages",
+            "rloo_vectorized",
+            _advantages("rloo_vectorized"),
+            "leave_one_out",
+        ),
+        Component(
+            "advantages",
+            "reinforce_plus_plus",
+            _advantages("reinforce_plus_plus"),
+            "whiten",
+            reasons=(Fault(SAMPLE, sampled),),
+            tol=1e-6,
+        ),
+        Component(
+            "advantages",
+            "reinforce_plus_plus_baseline",
+            _advantages("reinforce_plus_plus_baseline"),
+            "group_mean_whiten",
+            reasons=(Fault(f"{ALONE}; {SAMPLE}", _centred),),
+            tol=1e-6,
+        ),
+        Component(
+            "advantages",
+            "opo",
+            _opo,
+            _by_length,
+            words="R minus the mean by length (OPO)",
+            reasons=(Fault(ALONE, keep_singletons(_by_length)),),
+            tol=1e-6,
+        ),
+        Component(
+            "advantages",
+            "gpg",
+            _advantages("gpg"),
+            "group_mean",
+            reasons=(
+                Fault(ALONE, keep_singletons(advantages.group_mean)),
+                Fault("times the responses over those whose reward is not 0", _gpg),
+            ),
+            tol=1e-6,
+        ),
+        Component(
+            "advantages",
+            "remax",
+            _remax,
+            lambda R, group: R - GREEDY[group],
+            words="R minus the greedy response's",
+        ),
+        *(
+            Component(
+                "advantages",
+                f"grpo_passk, std={std}",
+                _passk(std),
+                _best_alone(std),
+                leaves_out=("one",),
+                tol=1e-6,
+                words="the maximum minus the maximum without the response"
+                + (", over the sample's std" if std else ""),
+            )
+            for std in (True, False)
+        ),
+        *(
+            Component(
+                "advantages",
+                f"gae, lam={lam:g}",
+                _gae(lam),
+                _sum_of_deltas(lam),
+                words="GAE, whitened over all tokens",
+                tol=1e-6,
+            )
+            for lam in (1.0, 0.5)
+        ),
+        *kls(
+            kl,
+            {"k1": "k1", "k2": "k2", "low_var_kl": "k3"},
+            {"low_var_kl": (NARROW_K3,)},
+        ),
+        *(
+            Component("aggregation", n, aggregation(n), n, tol=1e-6)
+            for n in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+        ),
+        Component(
+            "aggregation",
+            "seq-mean-token-sum-norm",
+            aggregation("seq-mean-token-sum-norm"),
+            "seq-mean-token-sum-norm",
+            {"length": 6},
+        ),
+    )
 
 
 VERL = Framework(
-    "verl", version=lambda: verl()[2], loss=_loss,
-    modes=lambda: [m for m in verl()[0].POLICY_LOSS_REGISTRY if not m.startswith("upref/")],
-    comparisons=COMPARISONS, parts=_parts, split_reasons={"geo_mean": MICRO_MEAN}, out_of_scope=OUT_OF_SCOPE,
-    remarks=_remarks(), kernels=_kernels,
-)  # fmt: skip
+    "verl",
+    version=lambda: verl()[2],
+    loss=_loss,
+    modes=lambda: [
+        m for m in verl()[0].POLICY_LOSS_REGISTRY if not m.startswith("upref/")
+    ],
+    comparisons=COMPARISONS,
+    parts=_parts,
+    split_reasons={"geo_mean": MICRO_MEAN},
+    out_of_scope=OUT_OF_SCOPE,
+    remarks=_remarks(),
+    kernels=_kernels,
+)

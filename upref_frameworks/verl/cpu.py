@@ -100,8 +100,10 @@ def on_cpu() -> Iterator[None]:
 
     platform = get_platform()
     set_platform(PlatformCPU())
-    with (patch.object(transformer_impl, "device_name", "cpu"),
-          patch.object(monkey_patch, "is_trl_available", without_trl)):  # fmt: skip
+    with (
+        patch.object(transformer_impl, "device_name", "cpu"),
+        patch.object(monkey_patch, "is_trl_available", without_trl),
+    ):
         try:
             yield
         finally:

@@ -92,9 +92,13 @@ def policy_loss_config(**fields: Any) -> Any:
 
 
 def verl_loss(
-    loss_mode: str | Callable[..., Any], b: Rollouts | Bare, agg: str = "token-mean", padding: float | None = 0.0,
-    ranks: int = 1, **actor_config: Any,
-) -> Tensor:  # fmt: skip
+    loss_mode: str | Callable[..., Any],
+    b: Rollouts | Bare,
+    agg: str = "token-mean",
+    padding: float | None = 0.0,
+    ranks: int = 1,
+    **actor_config: Any,
+) -> Tensor:
     """The scalar that verl would call backward() on for this (micro-)batch on one rank;
     gradients flow into b.logp.
 
@@ -139,9 +143,14 @@ def verl_loss(
     )
     padded = lambda x: x if padding is None else torch.where(b.mask, x, padding)
     loss, _ = f(
-        old_log_prob=padded(b.logp_old), log_prob=padded(b.logp), advantages=padded(b.adv), response_mask=b.mask,
-        loss_agg_mode=agg, config=config, rollout_is_weights=None,
-    )  # fmt: skip
+        old_log_prob=padded(b.logp_old),
+        log_prob=padded(b.logp),
+        advantages=padded(b.adv),
+        response_mask=b.mask,
+        loss_agg_mode=agg,
+        config=config,
+        rollout_is_weights=None,
+    )
     return loss
 
 
@@ -199,9 +208,13 @@ def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Los
 
 
 def of(
-    name: str, mode: str | Callable[..., Any], o: Objective, hp: dict[str, Any], fields: dict[str, Any] | None = None,
+    name: str,
+    mode: str | Callable[..., Any],
+    o: Objective,
+    hp: dict[str, Any],
+    fields: dict[str, Any] | None = None,
     matched: bool = True,
-) -> Loss:  # fmt: skip
+) -> Loss:
     """The Loss of a registered name or of a function of that signature; matched: set up
     as the objective says.
 
@@ -243,10 +256,18 @@ def of(
         else None
     )
     loss = Loss(
-        name, call, o, frozenset({*MAIN, "totals"}), framework="verl", read_as="verl's signature",
-        assumptions=assumptions, fields=settings(hp), defaults=shipped(), shipped=plain,
+        name,
+        call,
+        o,
+        frozenset({*MAIN, "totals"}),
+        framework="verl",
+        read_as="verl's signature",
+        assumptions=assumptions,
+        fields=settings(hp),
+        defaults=shipped(),
+        shipped=plain,
         counts_from="verl passes in config.global_batch_info",
-    )  # fmt: skip
+    )
     if isinstance(mode, str):
         return loss
     read_as = "by its arguments' names a policy loss of verl, which is called with verl's ActorConfig"

@@ -31,8 +31,14 @@ from upref.step.rows import Padded, Row
 from upref_frameworks.steps.host import grouped, report
 from upref_frameworks.steps.twin import twin
 
-ENGINE = dict(strategy="fsdp2", mixed_precision=dict(param_dtype="fp32", reduce_dtype="fp32"), use_torch_compile=False,
-              micro_batch_size_per_gpu=4, use_dynamic_bsz=False, max_token_len_per_gpu=4096)  # fmt: skip
+ENGINE = dict(
+    strategy="fsdp2",
+    mixed_precision=dict(param_dtype="fp32", reduce_dtype="fp32"),
+    use_torch_compile=False,
+    micro_batch_size_per_gpu=4,
+    use_dynamic_bsz=False,
+    max_token_len_per_gpu=4096,
+)
 MODEL = dict(
     load_tokenizer=False, enable_gradient_checkpointing=False, use_remove_padding=False
 )
@@ -42,10 +48,19 @@ ACTOR = dict(
 
 
 def trained(
-    model: Any, rows: Sequence[Row], temperature: float, *, model_config: dict[str, Any] | None = None,
-    engine: dict[str, Any] | None = None, actor: dict[str, Any] | None = None, clip: float = 1e9,
-    attention: str = "sdpa", updates: int = 1, mini_batches: int = 1, rate: float = 1e-3,
-) -> Recorded:  # fmt: skip
+    model: Any,
+    rows: Sequence[Row],
+    temperature: float,
+    *,
+    model_config: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    actor: dict[str, Any] | None = None,
+    clip: float = 1e9,
+    attention: str = "sdpa",
+    updates: int = 1,
+    mini_batches: int = 1,
+    rate: float = 1e-3,
+) -> Recorded:
     """Optimizer steps of verl's worker on these rows, recorded.
 
     Args:
@@ -83,14 +98,21 @@ def trained(
         model.save_pretrained(folder)
         with verl_cpu.on_cpu():
             settings = ActorConfig(**ACTOR | (actor or {}))
-            worker = TrainingWorker(TrainingWorkerConfig(
-                model_type="language_model",
-                model_config=HFModelConfig(path=folder, override_config={"attn_implementation": attention},
-                                           **MODEL | (model_config or {})),
-                engine_config=FSDPEngineConfig(**ENGINE | (engine or {})),
-                optimizer_config=FSDPOptimizerConfig(lr=rate, total_training_steps=updates, clip_grad=clip),
-                checkpoint_config=None,
-            ))  # fmt: skip
+            worker = TrainingWorker(
+                TrainingWorkerConfig(
+                    model_type="language_model",
+                    model_config=HFModelConfig(
+                        path=folder,
+                        override_config={"attn_implementation": attention},
+                        **MODEL | (model_config or {}),
+                    ),
+                    engine_config=FSDPEngineConfig(**ENGINE | (engine or {})),
+                    optimizer_config=FSDPOptimizerConfig(
+                        lr=rate, total_training_steps=updates, clip_grad=clip
+                    ),
+                    checkpoint_config=None,
+                )
+            )
             worker.reset()
             worker.set_loss_fn(partial(ppo_loss, config=settings))
             module = worker.engine.module
@@ -118,8 +140,14 @@ def twin_report(spec: dict[str, Any]) -> StepReport:
     """The step of a two-layer twin of a run, in float32; spec: from `twin_of`."""
     o = get(spec["objective"])
     own = verl_name(o.level, o.agg)
-    actor = spec["actor"] | dict(clip_ratio_c=3.0, loss_agg_mode=own, policy_loss=dict(
-        loss_mode=f"upref/{o.name}", upref=spec["hp"] | {"parity": {"first": 0, "every": 0}}))  # fmt: skip
+    actor = spec["actor"] | dict(
+        clip_ratio_c=3.0,
+        loss_agg_mode=own,
+        policy_loss=dict(
+            loss_mode=f"upref/{o.name}",
+            upref=spec["hp"] | {"parity": {"first": 0, "every": 0}},
+        ),
+    )
     size = dict(micro_batch_size_per_gpu=2, max_token_len_per_gpu=40)
     engine = spec["engine"] | (
         dict(micro_batch_size_per_gpu=8, use_dynamic_bsz=False)
@@ -144,8 +172,14 @@ ENGINE_KEPT = (
     "entropy_from_logits_with_chunking",
     "entropy_checkpointing",
 )
-MODEL_KEPT = ("use_remove_padding", "use_fused_kernels", "enable_gradient_checkpointing", "lora_alpha",
-              "target_modules", "exclude_modules")  # fmt: skip
+MODEL_KEPT = (
+    "use_remove_padding",
+    "use_fused_kernels",
+    "enable_gradient_checkpointing",
+    "lora_alpha",
+    "target_modules",
+    "exclude_modules",
+)
 
 
 def twin_of(
@@ -168,10 +202,14 @@ def twin_of(
         its["fused_kernel_options"] = {"impl_backend": "torch"}
     own = {k: v for k, v in hp.items() if k != "beta"}
     return dict(
-        objective=objective, hp=own, config=model.get("hf_config") or model.get("path"),
-        attention=how.get("attn_implementation", "flash_attention_2"), actor=kept(actor, ACTOR_KEPT),
-        engine=kept(engine, ENGINE_KEPT) | kept(actor, ENGINE_KEPT[:1]), model=its,
-    )  # fmt: skip
+        objective=objective,
+        hp=own,
+        config=model.get("hf_config") or model.get("path"),
+        attention=how.get("attn_implementation", "flash_attention_2"),
+        actor=kept(actor, ACTOR_KEPT),
+        engine=kept(engine, ENGINE_KEPT) | kept(actor, ENGINE_KEPT[:1]),
+        model=its,
+    )
 
 
 def stop_unless_twin_agrees(spec: dict[str, Any]) -> str:
@@ -187,10 +225,18 @@ def stop_unless_twin_agrees(spec: dict[str, Any]) -> str:
         for k, v in os.environ.items()
         if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     }
-    clean |= {"CUDA_VISIBLE_DEVICES": "", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda",
-              "VERL_USE_EXTERNAL_MODULES": "upref_frameworks.verl.training"}  # fmt: skip
-    child = subprocess.run([sys.executable, "-m", "upref_frameworks.verl.step"], input=pickle.dumps(spec), env=clean,
-                           capture_output=True)  # fmt: skip
+    clean |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",
+        "VERL_USE_EXTERNAL_MODULES": "upref_frameworks.verl.training",
+    }
+    child = subprocess.run(
+        [sys.executable, "-m", "upref_frameworks.verl.step"],
+        input=pickle.dumps(spec),
+        env=clean,
+        capture_output=True,
+    )
     said, wrong = child.stdout.decode().strip(), child.stderr.decode().strip()
     if child.returncode == DIFFERS:
         raise RuntimeError(
@@ -223,10 +269,14 @@ def _batch(
     )
     attention = torch.cat([before, b.here.long()], 1)
     tensors = {
-        "prompts": prompts, "responses": responses, "input_ids": torch.cat([prompts, responses], 1),
-        "attention_mask": attention, "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-        "response_mask": b.mask.long(), "advantages": b.adv.float(),
-    }  # fmt: skip
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], 1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "response_mask": b.mask.long(),
+        "advantages": b.adv.float(),
+    }
     tensors |= {
         k: v.float()
         for k, v in {"old_log_probs": b.old, "ref_log_prob": b.ref}.items()
@@ -234,10 +284,17 @@ def _batch(
     }
     n = len(rows) // mini_batches * torch.distributed.get_world_size()
     plain = dict(
-        temperature=temperature, calculate_entropy=settings.entropy_coeff != 0, distillation_use_topk=False,
-        distillation_only=False, global_batch_size=n, mini_batch_size=n, epochs=1, seed=0,
-        dataloader_kwargs={"shuffle": False}, compute_loss=True,
-    )  # fmt: skip
+        temperature=temperature,
+        calculate_entropy=settings.entropy_coeff != 0,
+        distillation_use_topk=False,
+        distillation_only=False,
+        global_batch_size=n,
+        mini_batch_size=n,
+        epochs=1,
+        seed=0,
+        dataloader_kwargs={"shuffle": False},
+        compute_loss=True,
+    )
     data = left_right_2_no_padding(tu.get_tensordict(tensors, {}))
     tu.assign_non_tensor(data, **plain)
     return data

@@ -86,10 +86,13 @@ log.setLevel(logging.INFO)
 
 # verl's key -> what it would be called here
 VERL_KEYS = {
-    "clip_ratio": ("eps", "eps_low", "eps_high", "delta"), "clip_ratio_low": ("eps", "eps_low", "delta"),
-    "clip_ratio_high": ("eps", "eps_high", "delta"), "clip_ratio_c": ("c", "trunc", "cap"), "tau_pos": ("tau_pos",),
+    "clip_ratio": ("eps", "eps_low", "eps_high", "delta"),
+    "clip_ratio_low": ("eps", "eps_low", "delta"),
+    "clip_ratio_high": ("eps", "eps_high", "delta"),
+    "clip_ratio_c": ("c", "trunc", "cap"),
+    "tau_pos": ("tau_pos",),
     "tau_neg": ("tau_neg",),
-}  # fmt: skip
+}
 _monitors: dict[tuple, Monitor] = {}
 _said: set[tuple] = set()  # what this process has logged already
 
@@ -109,9 +112,14 @@ def register(objective: Objective):
     """
 
     def loss(
-        old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-        loss_agg_mode: str = "token-mean", config: Any = None, rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
         hp = hyperparameters(objective, config)
         monitor = monitor_of(objective, config)
         _check_twin(objective, config, hp)
@@ -242,8 +250,11 @@ def _tell(objective: Objective, hp: dict, given: dict):
         )
         log.info(
             "upref/%s: %s; `upref show %s` tells where defaults come from%s",
-            objective.name, ", ".join(said) or "no hyperparameters", objective.name, coupled,
-        )  # fmt: skip
+            objective.name,
+            ", ".join(said) or "no hyperparameters",
+            objective.name,
+            coupled,
+        )
 
 
 def _warn_of_aggregation(objective: Objective, loss_agg_mode: str):
@@ -251,8 +262,12 @@ def _warn_of_aggregation(objective: Objective, loss_agg_mode: str):
     if loss_agg_mode != own and _first_time("agg", objective.name, loss_agg_mode):
         log.warning(
             "upref/%s aggregates by %s whatever actor.loss_agg_mode says (%s), but verl's KL and entropy terms follow "
-            "loss_agg_mode: set it to %s.", objective.name, own, loss_agg_mode, own,
-        )  # fmt: skip
+            "loss_agg_mode: set it to %s.",
+            objective.name,
+            own,
+            loss_agg_mode,
+            own,
+        )
 
 
 def _first_time(*what) -> bool:

@@ -73,8 +73,12 @@ def run(arms) -> Result:
         2, "One layer, three prompts: which drift destroys what was learned", names
     ) as (fig, axes):
         colour = draw.colours(names)
-        for ax, values, text in zip(axes, (share, reward), ("share of tasks collapsed", "mean reward at the end"),
-                                    strict=True):  # fmt: skip
+        for ax, values, text in zip(
+            axes,
+            (share, reward),
+            ("share of tasks collapsed", "mean reward at the end"),
+            strict=True,
+        ):
             for n in names:
                 draw.line(ax, DOSES, values[n], n, colour, marker=".", ms=4)
             ax.set(xscale="log", xlabel=f"lr k, k = {K}")
@@ -156,21 +160,26 @@ def findings(share, adam) -> list[Finding]:
     bare = (first["dapo_no_upper_clip"] or inf) < (first["up_dapo"] or inf)
     return [
         Finding(
-            "Without the clip of wrong answers training collapses", "Sec. 5.3",
-            (HOLDS if share["reinforce_off_policy"].max() > 0.5 else PART) if symmetric else FAILS,
+            "Without the clip of wrong answers training collapses",
+            "Sec. 5.3",
+            (HOLDS if share["reinforce_off_policy"].max() > 0.5 else PART)
+            if symmetric
+            else FAILS,
             f"off-policy REINFORCE collapses {at('reinforce_off_policy')}, UP {at('up_dapo')}; with Adam in up to "
             f"{adam['reinforce_off_policy'].max():.0%} and {adam['up_dapo'].max():.0%}",
         ),
         Finding(
-            "Without the upper clip importance sampling collapses where UP does not", "Sec. 5.3",
+            "Without the upper clip importance sampling collapses where UP does not",
+            "Sec. 5.3",
             HOLDS if bare else FAILS,
             f"without the upper clip {at('dapo_no_upper_clip')}, UP {at('up_dapo')}; with Adam in up to "
             f"{adam['dapo_no_upper_clip'].max():.0%} and {adam['up_dapo'].max():.0%}: in expectation r costs nothing, "
             "E_old[r A ∇log π] is bounded",
         ),
         Finding(
-            "The upper clip protects from collapse", "",
+            "The upper clip protects from collapse",
+            "",
             HOLDS if share["dapo"].max() < share["up_dapo"].max() else FAILS,
             f"DAPO collapses {at('dapo')}: a clip stops the small step after the large one, never the large one itself",
         ),
-    ]  # fmt: skip
+    ]

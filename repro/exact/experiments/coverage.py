@@ -185,17 +185,19 @@ def findings(found: dict[str, Tensor], limit: Tensor, q0: Tensor) -> list[Findin
     at = lambda which: ", ".join(f"{d:g}" for d in AT[which]) or "no dose"
     return [
         Finding(
-            "Importance sampling without a clip makes common right answers commoner; UP keeps more of the others", "",
+            "Importance sampling without a clip makes common right answers commoner; UP keeps more of the others",
+            "",
             HOLDS if (up > IS).all() else PART if (up > IS).any() else FAILS,
             f"of {N} right answers {said('is_pg')} keeps half of its share with importance sampling (closed form: "
             f"{int(count(limit, q0))}), {said('up_dapo')} with UP, the more the larger the dose; the effective number "
             f"is {float((up / IS).min()):.2f} to {float((up / IS).max()):.2f} times as large, by dose",
         ),
         Finding(
-            "UP covers more right answers than DAPO", "",
+            "UP covers more right answers than DAPO",
+            "",
             HOLDS if more.all() else PART if more.any() else FAILS,
             f"the effective number is larger at lr k = {at(more)}, smaller at {at(up < dapo * 0.99)}: there DAPO's "
             f"clip stops the most common ones first; {said('up_dapo')} of {N} keep half of their share with UP, "
             f"{said('dapo')} with DAPO",
         ),
-    ]  # fmt: skip
+    ]

@@ -150,26 +150,32 @@ def findings(found) -> list[Finding]:
     gain = level - reward_at(at, found["dapo"])
     return [
         Finding(
-            "Without the upper clip importance sampling's gradients explode", "Secs. 3.2 and 5.3",
+            "Without the upper clip importance sampling's gradients explode",
+            "Secs. 3.2 and 5.3",
             HOLDS if ratio.max() > 10 else FAILS,
             f"on the groups that hold the rare token: its largest gradient is up to {ratio.max():.3g} times UP's, and "
             "it grows as 1/π_old; it is bounded all the same, by A √2/(4 π_old) for one token's term",
         ),
         Finding(
-            "UP's KL stays comparable to DAPO's", "Sec. 5.2", PART if far.min() < 1.25 < far.max() else FAILS,
+            "UP's KL stays comparable to DAPO's",
+            "Sec. 5.2",
+            PART if far.min() < 1.25 < far.max() else FAILS,
             f"one rollout of UP moves the policy {far.min():.2g} times as far as DAPO where the clip is not touched "
             f"(lr k = {DOSES[0]:g}) and up to {far.max():.2g} times where it is",
         ),
         Finding(
-            "At equal KL a rollout of UP and one of DAPO earn the same; what differs is how far one goes", "",
+            "At equal KL a rollout of UP and one of DAPO earn the same; what differs is how far one goes",
+            "",
             HOLDS if gain.abs().max() < 0.05 else FAILS,
             f"from {at[0]:g} to {at[-1]:g} nats UP's expected reward differs by {gain.min():+.2g} to "
             f"{gain.max():+.2g}, interpolated between the doses, while the reward itself goes from {level[0]:.2g} to "
             f"{level[-1]:.2g}",
         ),
         Finding(
-            "The clip of wrong answers is what holds the policy", "Sec. 5.3", HOLDS if (sym / up).max() > 2 else FAILS,
+            "The clip of wrong answers is what holds the policy",
+            "Sec. 5.3",
+            HOLDS if (sym / up).max() > 2 else FAILS,
             f"off-policy REINFORCE's KL is {(sym / up).min():.2g} to {(sym / up).max():.2g} times UP's: its wrong "
             "tokens are pushed down for ever",
         ),
-    ]  # fmt: skip
+    ]

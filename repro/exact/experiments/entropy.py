@@ -115,9 +115,15 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def kept(
-    o: Objective, starts: Tensor, doses: Tensor, hp: dict, aim: float = AIM, most: int = MOST, k: int = K,
+    o: Objective,
+    starts: Tensor,
+    doses: Tensor,
+    hp: dict,
+    aim: float = AIM,
+    most: int = MOST,
+    k: int = K,
     adam: bool = False,
-):  # fmt: skip
+):
     """From each start [S, 7] at its dose [S]: the entropy among the right arms at the
     first update at which they have `aim` [S], NaN if in `most` updates they have not;
     along the path, the share of right answers and the entropy of the whole policy,
@@ -127,9 +133,15 @@ def kept(
 
 
 def reached(
-    o: Objective, starts: Tensor, doses: Tensor, hp: dict, aim: float = AIM, most: int = MOST, k: int = K,
+    o: Objective,
+    starts: Tensor,
+    doses: Tensor,
+    hp: dict,
+    aim: float = AIM,
+    most: int = MOST,
+    k: int = K,
     adam: bool = False,
-):  # fmt: skip
+):
     """Likewise, with the shares of the right answers themselves in place of their
     entropy: [S, 7], NaN likewise.
     """
@@ -196,7 +208,9 @@ def findings(found, adam, wins) -> list[Finding]:
     less, more = up < dapo * 0.99, up > dapo * 1.01
     return [
         Finding(
-            "UP keeps more entropy than DAPO", "Sec. 5.2", HOLDS if not less.any() else PART if more.any() else FAILS,
+            "UP keeps more entropy than DAPO",
+            "Sec. 5.2",
+            HOLDS if not less.any() else PART if more.any() else FAILS,
             f"more at lr k = {spans(more)}, less at {spans(less)} (down to {(up / dapo).min():.2g} of it): there the "
             f"clip stops the common right answers first. Of {len(other_starts())} other starts, more : less "
             + listed(wins["dapo"])
@@ -204,12 +218,13 @@ def findings(found, adam, wins) -> list[Finding]:
             f"{(adam['up_dapo'] / adam['dapo']).min():.3g} to {(adam['up_dapo'] / adam['dapo']).max():.3g})",
         ),
         Finding(
-            "UP keeps more entropy than importance sampling without a clip", "Sec. 5.3",
+            "UP keeps more entropy than importance sampling without a clip",
+            "Sec. 5.3",
             HOLDS if (up > bare).all() else PART,
             f"{(up / bare).min():.2g} to {(up / bare).max():.2g} times, by dose; of the other starts, more : less "
             + listed(wins["dapo_no_upper_clip"]),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def listed(wins: list[str]) -> str:

@@ -121,8 +121,11 @@ def triangle(ax, case: str) -> None:
     ax.set(aspect="equal", xlim=(-0.12, 1.12), ylim=(-0.1, 0.97), xticks=[], yticks=[])
     ax.spines[["left", "bottom"]].set_visible(False)
     reward = CASES[case][1]
-    for (x, y, ha), a in zip(((-0.02, -0.06, "center"), (1.02, -0.06, "center"), (0.5, 0.89, "center")), range(3),
-                             strict=True):  # fmt: skip
+    for (x, y, ha), a in zip(
+        ((-0.02, -0.06, "center"), (1.02, -0.06, "center"), (0.5, 0.89, "center")),
+        range(3),
+        strict=True,
+    ):
         ax.text(
             x, y, f"arm {a + 1}, R = {reward[a]:g}", ha=ha, fontsize=8, color="#444444"
         )
@@ -149,14 +152,16 @@ def findings(paths) -> list[Finding]:
     graded, binary = list(CASES)
     return [
         Finding(
-            "UP is \"mathematically equivalent to maximizing the REINFORCE objective\"", "Sec. 4.1",
+            'UP is "mathematically equivalent to maximizing the REINFORCE objective"',
+            "Sec. 4.1",
             HOLDS if H(end[graded]) < 0.1 else FAILS,
             f"its rest point is a mixture of entropy {H(end[graded]):.3g} nats where the reward's maximum is a corner "
             f"(0 nats), and it is π_old A+: distance {gap:.2g}",
         ),
         Finding(
-            "With one π_old UP learns what rejection sampling would: π_old given that the answer is right", "",
+            "With one π_old UP learns what rejection sampling would: π_old given that the answer is right",
+            "",
             HOLDS if gap < 0.02 else FAILS,
             f"{binary}: ends at ({', '.join(f'{x:.3g}' for x in end[binary])})",
         ),
-    ]  # fmt: skip
+    ]

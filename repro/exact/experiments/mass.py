@@ -50,17 +50,31 @@ def run(arms) -> Result:
             ]
         )
     tables = [
-        Table(f"π/π_old after {UPDATES} updates of lr {LR} from one π_old", ["objective", *NAMES, "largest"], rows),
+        Table(
+            f"π/π_old after {UPDATES} updates of lr {LR} from one π_old",
+            ["objective", *NAMES, "largest"],
+            rows,
+        ),
         Table(
             "What moved log π of the rare right token",
-            ["objective", "its own gradient", "the common right one's", "the wrong ones'", "second order", "sum"],
+            [
+                "objective",
+                "its own gradient",
+                "the common right one's",
+                "the wrong ones'",
+                "second order",
+                "sum",
+            ],
             parts,
         ),
-    ]  # fmt: skip
+    ]
     again = [
         [str(mu), "Adam" if adam else "plain", n, *passing(o, hp, mu, adam)]
-        for mu in [MU, *OTHERS] for adam in (False, True) for n, o, hp in arms if n in ("dapo", "up_dapo")
-    ]  # fmt: skip
+        for mu in [MU, *OTHERS]
+        for adam in (False, True)
+        for n, o, hp in arms
+        if n in ("dapo", "up_dapo")
+    ]
     columns = [
         "π_old",
         "steps",
@@ -190,30 +204,35 @@ def findings(found, again) -> list[Finding]:
     earlier = lambda rows: sum((row[0] or inf) < (row[1] or inf) for row in rows)
     out = [
         Finding(
-            "Clipped, \"the policy is strictly upper-bounded by π ≤ (1+ε) π_old\"", "Sec. 3.3",
+            'Clipped, "the policy is strictly upper-bounded by π ≤ (1+ε) π_old"',
+            "Sec. 3.3",
             FAILS if highest > 1.29 else HOLDS,
             f"under DAPO a right token ends at up to {highest:.3g} π_old ({max(max(row[3:]) for row in adam):.3g} with "
             "Adam): its own gradient ends at 1.28, and the mass taken from wrong tokens goes on to those that are left",
         ),
         Finding(
-            "It is the rare right token that the upper clip stops", "Sec. 3.3",
+            "It is the rare right token that the upper clip stops",
+            "Sec. 3.3",
             FAILS if not earlier(dapo) + earlier(adam) + sooner else PART,
             f"the rare one passes 1.28 before the common one in {earlier(dapo)} of {len(dapo)} starts with plain "
             f"steps, in {earlier(adam)} with Adam's: on an infinite batch a token's own push is proportional to π_old, "
             f"Adam's steps are equal. In one group that holds both once it is the first in {sooner} of {len(one)}: "
             "there both have one push, and the normalizer takes more from the common one",
         ),
-    ]  # fmt: skip
+    ]
     if "up_dapo" in found:
         up, up_adam = of("up_dapo", "plain"), of("up_dapo", "Adam")
         more = lambda a, b: sum(x[3] > y[3] for x, y in zip(a, b, strict=True))
         less = sum(row[2] < 0.99 for row in up)
         wins = more(up, dapo), more(up_adam, adam)
-        out.append(Finding(
-            "Without the upper clip the rare right token rises more", "Sec. 4.1",
-            HOLDS if wins == (len(up), len(up)) else PART if any(wins) else FAILS,
-            f"after equally many updates from one π_old it is higher under UP than under DAPO in {wins[0]} of "
-            f"{len(up)} starts with plain steps and in {wins[1]} with Adam's; in {less} UP first lets it fall below "
-            "π_old, where the common right token takes the mass",
-        ))  # fmt: skip
+        out.append(
+            Finding(
+                "Without the upper clip the rare right token rises more",
+                "Sec. 4.1",
+                HOLDS if wins == (len(up), len(up)) else PART if any(wins) else FAILS,
+                f"after equally many updates from one π_old it is higher under UP than under DAPO in {wins[0]} of "
+                f"{len(up)} starts with plain steps and in {wins[1]} with Adam's; in {less} UP first lets it fall below "
+                "π_old, where the common right token takes the mass",
+            )
+        )
     return out

@@ -197,16 +197,21 @@ def findings(batch, adam, alone) -> list[Finding]:
     first = next((float(d) for d, q in zip(DRAWN, b, strict=True) if q > 1.1), None)
     out = [
         Finding(
-            "The upper clip stifles rare right tokens", "Sec. 3.3", PART if b.max() > 1.5 else FAILS,
+            "The upper clip stifles rare right tokens",
+            "Sec. 3.3",
+            PART if b.max() > 1.5 else FAILS,
             f"one group a rollout: DAPO takes up to {b.max():.2g} times UP's rollouts, and more than 1.1 times only "
             f"from lr k = {first:.3g}; infinite batch: {a.min():.2g} to {a.max():.2g} times, with Adam "
-            f"{c.min():.2g} to {c.max():.2g} times" if first else
-            f"DAPO takes at most {b.max():.3g} times UP's rollouts",
+            f"{c.min():.2g} to {c.max():.2g} times"
+            if first
+            else f"DAPO takes at most {b.max():.3g} times UP's rollouts",
         ),
         Finding(
-            "UP \"substantially amplifies\" the signal of rare tokens", "Sec. 4.1", FAILS if slow.max() > 1 else HOLDS,
+            'UP "substantially amplifies" the signal of rare tokens',
+            "Sec. 4.1",
+            FAILS if slow.max() > 1 else HOLDS,
             f"importance sampling without the clip needs fewer rollouts at every dose: UP takes {slow.min():.2g} to "
             f"{slow.max():.2g} times its number, because its weight is 1 where that one's is r > 1",
         ),
-    ]  # fmt: skip
+    ]
     return out

@@ -76,8 +76,11 @@ def task() -> tuple[Task, Tensor]:
     t = strings(3, 3, {(0, 1, 2)})
     probs = torch.full((len(t.features), 3), 1 / 3, dtype=F64)
     right = int((t.reward == 1).nonzero()[0, 0])
-    for at, row in zip(t.contexts[right], ([0.8, 0.1, 0.1], [(1 - MU) / 2, MU, (1 - MU) / 2], [0.1, 0.1, 0.8]),
-                       strict=True):  # fmt: skip
+    for at, row in zip(
+        t.contexts[right],
+        ([0.8, 0.1, 0.1], [(1 - MU) / 2, MU, (1 - MU) / 2], [0.1, 0.1, 0.8]),
+        strict=True,
+    ):
         probs[at] = torch.tensor(row, dtype=F64)
     return t, t.start(probs)
 
@@ -105,16 +108,22 @@ def findings(found) -> list[Finding]:
     dapo = found["dapo"] / found["up_dapo"]
     return [
         Finding(
-            "UP \"extends across optimization granularities\"", "Sec. 4.2",
-            HOLDS if gain.max() > 1.2 and dapo.max() > 1.2 else PART if gain.max() > 1.2 else FAILS,
+            'UP "extends across optimization granularities"',
+            "Sec. 4.2",
+            HOLDS
+            if gain.max() > 1.2 and dapo.max() > 1.2
+            else PART
+            if gain.max() > 1.2
+            else FAILS,
             f"GSPO with DAPO's bounds takes up to {gain.max():.2g} times the rollouts of UP-GSPO, DAPO up to "
             f"{dapo.max():.2g} times those of UP-DAPO; between UP-DAPO and UP-GSPO the ratio is {same.min():.3g} to "
             f"{same.max():.3g}: what is left of the granularity is the clip of wrong answers",
         ),
         Finding(
-            "A sequence ratio gives the rare token of a right answer more room than token ratios", "",
+            "A sequence ratio gives the rare token of a right answer more room than token ratios",
+            "",
             HOLDS if seq.max() < 1 else PART if seq.min() < 1 else FAILS,
             f"at equal bounds GSPO takes {seq.min():.2g} to {seq.max():.2g} times DAPO's rollouts: one token of T may "
             f"use the whole (1+ε)^T; at its own bounds (4e-4) it does not arrive at {none} of {len(DOSES)} doses",
         ),
-    ]  # fmt: skip
+    ]

@@ -87,9 +87,18 @@ def differences(records: dict[str, Record], other: str, decoding: str) -> np.nda
             ]
         )
 
-    return np.array([
-        np.mean([end("up_dapo", base, seed) - end(other, base, seed) for base in d.bases], axis=0) for seed in seeds
-    ])  # fmt: skip
+    return np.array(
+        [
+            np.mean(
+                [
+                    end("up_dapo", base, seed) - end(other, base, seed)
+                    for base in d.bases
+                ],
+                axis=0,
+            )
+            for seed in seeds
+        ]
+    )
 
 
 def line(records: dict[str, Record]) -> tuple[float, float]:
@@ -234,9 +243,15 @@ def text(p: Plan) -> str:
     m = max(len(rule.asked_of(f)) for f in p.families if f.get("primary"))
     avg, best = line(records)
     found = HEAD.format(
-        seeds=len(differences(records, "dapo", "t_1")), m=m, first=p.stopping["first"]["level"],
-        final=p.stopping["final"]["level"], slope=-best / avg, best=best, avg=avg, problems=p.settings["eval_problems"],
-    )  # fmt: skip
+        seeds=len(differences(records, "dapo", "t_1")),
+        m=m,
+        first=p.stopping["first"]["level"],
+        final=p.stopping["final"]["level"],
+        slope=-best / avg,
+        best=best,
+        avg=avg,
+        problems=p.settings["eval_problems"],
+    )
     every = list(rows(p, records, m))
     for decoding, slope, sd, n, half, two, four in every:
         found += f"| {decoding} | {slope:g} | {sd:.2f} | {n} | {half:.2f} | {two:.2f} | {four:.2f} |\n"

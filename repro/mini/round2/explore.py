@@ -142,8 +142,10 @@ def section(records: dict[str, Record]) -> str:
     lines += [
         f"* Entropy kept and Best@32 kept, end over base: {correlations(there, kept, best)}."
     ]
-    lines += [f"* Entropy kept and the share of rarely solved problems that is solved at the end: "
-              f"{correlations(there, kept, found)}."]  # fmt: skip
+    lines += [
+        f"* Entropy kept and the share of rarely solved problems that is solved at the end: "
+        f"{correlations(there, kept, found)}."
+    ]
     lines += [f"* {rarely(records)} Problems that it never solves: {never or 'none'}."]
     lines += [
         "* Methods differ in more than their entropy: the correlation over all runs is not one of cause.\n"

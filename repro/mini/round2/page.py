@@ -67,8 +67,10 @@ def counts(judged: Judged) -> str:
             if v.claim.source == source and v.claim.contrasts
         ]
         count = Counter(map(tables.verdict, mine))
-        said.append(f"of {whose} {len(mine)} {'claims' if source == 'paper' else 'questions'} "
-                    f"{', '.join(f'{count[w]} {w}' for w in ORDER if count[w])}")  # fmt: skip
+        said.append(
+            f"of {whose} {len(mine)} {'claims' if source == 'paper' else 'questions'} "
+            f"{', '.join(f'{count[w]} {w}' for w in ORDER if count[w])}"
+        )
     return f"* Verdicts: {'; '.join(said)}."
 
 

@@ -44,8 +44,11 @@ def spread(c: Contrast, records: dict[str, results.Record]) -> float:
         c.metric in EVAL_METRICS and c.set == "average"
     ):  # only the family was evaluated so: a looser regime, three seeds
         e = plan.load("family")
-        known = {(arm, seed): records.get(e.run(arm, seed).key) for arm in ("grpo", "up_grpo", "sapo", "cispo")
-                 for seed in e.seeds}  # fmt: skip
+        known = {
+            (arm, seed): records.get(e.run(arm, seed).key)
+            for arm in ("grpo", "up_grpo", "sapo", "cispo")
+            for seed in e.seeds
+        }
     arms = sorted({arm for arm, _ in known})
     pairs = (
         list(combinations(arms, 2)) if len(c.arms) == 2 else [(arm,) for arm in arms]
@@ -115,8 +118,10 @@ def pilot() -> str:
         s, reward = r["settings"], np.array(r["steps"]["reward"])
         n = max(1, len(reward) // 5)
         clipped = 100 * float(np.mean(r["steps"]["clip_pos_high"]))
-        rows.append(f"| {s['minibatches']} | {s['epochs']} | {s['lr']:g} | {s['steps']} | {clipped:.1f} "
-                    f"| {100 * reward[:n].mean():.1f} → {100 * reward[-n:].mean():.1f} |")  # fmt: skip
+        rows.append(
+            f"| {s['minibatches']} | {s['epochs']} | {s['lr']:g} | {s['steps']} | {clipped:.1f} "
+            f"| {100 * reward[:n].mean():.1f} → {100 * reward[-n:].mean():.1f} |"
+        )
     return "\n".join(rows) + "\n"
 
 

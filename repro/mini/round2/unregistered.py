@@ -28,27 +28,49 @@ DAPO, DAPO_OWN, UP_OWN = (
     ("family_tuned", "up_dapo"),
 )
 SEEN = {
-    "rate_best": Seen("Best@32: DAPO at its own learning rate − DAPO at the common one", (DAPO_OWN, DAPO), "best"),
-    "rate_avg": Seen("Avg@32: DAPO at its own learning rate − DAPO at the common one", (DAPO_OWN, DAPO), "avg"),
-    "own_best": Seen("Best@32: UP-DAPO − DAPO, both at their own rate", (UP_OWN, DAPO_OWN), "best"),
-    "own_avg": Seen("Avg@32: UP-DAPO − DAPO, both at their own rate", (UP_OWN, DAPO_OWN), "avg"),
+    "rate_best": Seen(
+        "Best@32: DAPO at its own learning rate − DAPO at the common one",
+        (DAPO_OWN, DAPO),
+        "best",
+    ),
+    "rate_avg": Seen(
+        "Avg@32: DAPO at its own learning rate − DAPO at the common one",
+        (DAPO_OWN, DAPO),
+        "avg",
+    ),
+    "own_best": Seen(
+        "Best@32: UP-DAPO − DAPO, both at their own rate", (UP_OWN, DAPO_OWN), "best"
+    ),
+    "own_avg": Seen(
+        "Avg@32: UP-DAPO − DAPO, both at their own rate", (UP_OWN, DAPO_OWN), "avg"
+    ),
     "w_reinforce": Seen(
         "entropy, change in training: W-REINFORCE as its authors train it",
-        (("family_tuned", "w_reinforce_code"),), "entropy", "change",
+        (("family_tuned", "w_reinforce_code"),),
+        "entropy",
+        "change",
     ),
     "aspo": Seen(
         "entropy, change in training: ASPO as its authors train it",
-        (("family_tuned", "aspo_code"),), "entropy", "change",
+        (("family_tuned", "aspo_code"),),
+        "entropy",
+        "change",
     ),
     "anchor_middle": Seen(
         "largest gradient norm: UP-DAPO / DAPO without its upper clip, middle dose",
-        (("dose_middle", "up_dapo"), ("dose_middle", "dapo_no_upper_clip")), "grad_norm_max", "max", ratio=True,
-    ),
-    "anchor_high": Seen(
-        "the same, high dose", (("dose_high", "up_dapo"), ("dose_high", "dapo_no_upper_clip")), "grad_norm_max", "max",
+        (("dose_middle", "up_dapo"), ("dose_middle", "dapo_no_upper_clip")),
+        "grad_norm_max",
+        "max",
         ratio=True,
     ),
-}  # fmt: skip
+    "anchor_high": Seen(
+        "the same, high dose",
+        (("dose_high", "up_dapo"), ("dose_high", "dapo_no_upper_clip")),
+        "grad_norm_max",
+        "max",
+        ratio=True,
+    ),
+}
 
 
 def measure(name: str, records: dict[str, Record]) -> Found:

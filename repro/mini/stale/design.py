@@ -112,9 +112,13 @@ class Design:
         others = [c for column in rest for c in column] + again
         look, most = self.stopping["first"]["seeds"], self.stopping["final"]["most"]
         return [
-            ("search", first, 0), ("search", second, 0), ("main", first + second, look),
-            ("search", others, 0), ("main", others, look), ("main", self.cells(), most),
-        ]  # fmt: skip
+            ("search", first, 0),
+            ("search", second, 0),
+            ("main", first + second, look),
+            ("search", others, 0),
+            ("main", others, look),
+            ("main", self.cells(), most),
+        ]
 
     def todo(self, records: dict[str, Record]) -> list[Run]:
         """What to train next: the missing runs of the first stage that has any; []
@@ -147,8 +151,11 @@ class Design:
         rates = {c: self.rate(c, records) for c in cells}
         return {
             (cell, base, seed): self.run("main", cell, base, rate, seed)
-            for seed in seeds for cell, rate in rates.items() if rate for base in self.bases
-        }  # fmt: skip
+            for seed in seeds
+            for cell, rate in rates.items()
+            if rate
+            for base in self.bases
+        }
 
     def reachable(self, records: dict[str, Record]) -> list[Run]:
         """All runs that may be made, or may have been made, given what is finished."""

@@ -22,8 +22,12 @@ UNITS = {
     "survival": "steps",
 }
 TITLES = {
-    "avg": "Avg@32", "best": "Best@32", "entropy": "entropy", "malformed": "malformed answers", "survival": "survival",
-}  # fmt: skip
+    "avg": "Avg@32",
+    "best": "Best@32",
+    "entropy": "entropy",
+    "malformed": "malformed answers",
+    "survival": "survival",
+}
 FAMILIES = {
     "dapo": "Right answers at the end: UP-DAPO minus DAPO",
     "neighbours": "Right answers at the end: UP-DAPO minus its neighbors",
@@ -323,9 +327,14 @@ def effect_figure(d: Design, found: list[Effect]):
             f"{mark} {base}" for mark, base in zip("▽△", d.bases, strict=True)
         )
         fig.legend(
-            *ax.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8,
-            title=names, title_fontsize=8,
-        )  # fmt: skip
+            *ax.get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=3,
+            frameon=False,
+            fontsize=8,
+            title=names,
+            title_fontsize=8,
+        )
     return fig
 
 

@@ -161,9 +161,18 @@ class Runs:
         bases, in points.
         """
         runs, bases = self.by_place, self.design.bases
-        return np.array(
-            [np.mean([runs[cell, b, k]["evals"][TOP_P][metric] for b in bases], axis=0) for k in self.seeds]
-        ) * 100  # fmt: skip
+        return (
+            np.array(
+                [
+                    np.mean(
+                        [runs[cell, b, k]["evals"][TOP_P][metric] for b in bases],
+                        axis=0,
+                    )
+                    for k in self.seeds
+                ]
+            )
+            * 100
+        )
 
     def at_equal_average(self, s: int) -> tuple[float, float, float]:
         """UP-DAPO's Best@32 at the end minus DAPO's at the moment of training at which
@@ -237,15 +246,39 @@ def page(runs: Runs) -> str:
         "seeds. Training raises Avg@32, and lowers Best@32 after the first steps.*\n",
         "## Both decodings, with Maj@32\n",
         table(
-            ["difference", "s", "decoding", *METRICS.values(), "seeds above 0: Best, Avg, Maj"],
-            [_difference_row(runs, pair, s, where) for pair in PAIRS for s in levels for where in DECODINGS],
+            [
+                "difference",
+                "s",
+                "decoding",
+                *METRICS.values(),
+                "seeds above 0: Best, Avg, Maj",
+            ],
+            [
+                _difference_row(runs, pair, s, where)
+                for pair in PAIRS
+                for s in levels
+                for where in DECODINGS
+            ],
         ),
         "## Where each method ends\n",
         "In %. The base was not evaluated at T = 1.\n",
         table(
-            ["policy", "s", "lp_old", *(f"{m}, {d}" for d in DECODINGS.values() for m in METRICS.values())],
             [
-                ["the base", "", "", *(f"{runs.base(m):.1f}" for m in METRICS), "", "", ""],
+                "policy",
+                "s",
+                "lp_old",
+                *(f"{m}, {d}" for d in DECODINGS.values() for m in METRICS.values()),
+            ],
+            [
+                [
+                    "the base",
+                    "",
+                    "",
+                    *(f"{runs.base(m):.1f}" for m in METRICS),
+                    "",
+                    "",
+                    "",
+                ],
                 *(_end_row(runs, cell) for cell in runs.design.cells()),
             ],
         ),
@@ -256,8 +289,14 @@ def page(runs: Runs) -> str:
         table(
             ["policy", "s", "Best@32", "Avg@32"],
             [
-                [NAMES[arm], s, runs.decoding(Cell(arm, s), "best"), runs.decoding(Cell(arm, s), "avg")]
-                for s in levels for arm in ("dapo", "up_dapo")
+                [
+                    NAMES[arm],
+                    s,
+                    runs.decoding(Cell(arm, s), "best"),
+                    runs.decoding(Cell(arm, s), "avg"),
+                ]
+                for s in levels
+                for arm in ("dapo", "up_dapo")
             ],
         ),
         "## Against the base\n",
@@ -265,8 +304,14 @@ def page(runs: Runs) -> str:
         table(
             ["policy", "s", "Best@32", "Avg@32"],
             [
-                [NAMES[arm], s, runs.since_the_base(Cell(arm, s), "best"), runs.since_the_base(Cell(arm, s), "avg")]
-                for s in levels for arm in ("dapo", "up_dapo")
+                [
+                    NAMES[arm],
+                    s,
+                    runs.since_the_base(Cell(arm, s), "best"),
+                    runs.since_the_base(Cell(arm, s), "avg"),
+                ]
+                for s in levels
+                for arm in ("dapo", "up_dapo")
             ],
         ),
         "## Where lp_old is recomputed\n",
@@ -274,8 +319,17 @@ def page(runs: Runs) -> str:
         table(
             ["policy", *METRICS.values()],
             [
-                [NAMES[arm], *(runs.difference(Cell(arm, oldest, "recomputed"), Cell(arm, oldest), at_end(m))
-                               for m in METRICS)]
+                [
+                    NAMES[arm],
+                    *(
+                        runs.difference(
+                            Cell(arm, oldest, "recomputed"),
+                            Cell(arm, oldest),
+                            at_end(m),
+                        )
+                        for m in METRICS
+                    ),
+                ]
                 for arm in runs.design.recomputed["arms"]
             ],
         ),
@@ -284,7 +338,13 @@ def page(runs: Runs) -> str:
         table(
             ["s", *METRICS.values()],
             [
-                [s, *(runs.difference(Cell("up_dapo", s), Cell("dapo", s), at_peak(m)) for m in METRICS)]
+                [
+                    s,
+                    *(
+                        runs.difference(Cell("up_dapo", s), Cell("dapo", s), at_peak(m))
+                        for m in METRICS
+                    ),
+                ]
                 for s in levels
             ],
         ),
@@ -297,7 +357,7 @@ def page(runs: Runs) -> str:
         _entropy(runs),
         "## The pilot\n",
         _pilot(),
-    ]  # fmt: skip
+    ]
     return "\n".join(parts)
 
 

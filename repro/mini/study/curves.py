@@ -13,11 +13,30 @@ from repro.mini.study.results import Record
 from upref.weights.plots import PALETTE, STYLE
 
 COLOURS = {  # by name, so that an objective looks the same in every figure
-    "dapo": PALETTE[0], "grpo": PALETTE[0], "gspo": PALETTE[0], "up_dapo": PALETTE[1], "up_grpo": PALETTE[1],
-    "up_gspo": PALETTE[1], "dapo_no_upper_clip": "#7B3294", "reinforce_off_policy": "#00A6A6", "is_pg": "#8C6D1F",
-}  # fmt: skip
-OTHERS = ["#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F", "#7B3294", "#00A6A6", "#B22222", "#7F7F7F",
-          "#6B8E23", "#1B1B8F"]  # fmt: skip
+    "dapo": PALETTE[0],
+    "grpo": PALETTE[0],
+    "gspo": PALETTE[0],
+    "up_dapo": PALETTE[1],
+    "up_grpo": PALETTE[1],
+    "up_gspo": PALETTE[1],
+    "dapo_no_upper_clip": "#7B3294",
+    "reinforce_off_policy": "#00A6A6",
+    "is_pg": "#8C6D1F",
+}
+OTHERS = [
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#8C6D1F",
+    "#7B3294",
+    "#00A6A6",
+    "#B22222",
+    "#7F7F7F",
+    "#6B8E23",
+    "#1B1B8F",
+]
 FORMS = ("_code", "_clipped")  # of an arm's ending: the same method in another form
 # arm -> (steps, values) of each seed
 Series = dict[str, list[tuple[np.ndarray, np.ndarray]]]

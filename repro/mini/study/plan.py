@@ -38,9 +38,21 @@ FOLDERS = {
     2: Path(__file__).parents[1] / "round2" / "experiments",
 }
 STEP_METRICS = [
-    "reward", "valid", "length", "entropy", "kl_base", "kl_old", "grad_norm", "grad_norm_max",
-    "clip_pos_high", "clip_neg_low", "clip_pos_low", "clip_neg_high", "alive", "overflow",
-]  # fmt: skip
+    "reward",
+    "valid",
+    "length",
+    "entropy",
+    "kl_base",
+    "kl_old",
+    "grad_norm",
+    "grad_norm_max",
+    "clip_pos_high",
+    "clip_neg_low",
+    "clip_pos_low",
+    "clip_neg_high",
+    "alive",
+    "overflow",
+]
 EVAL_METRICS = ["avg", "maj", "best", "best_bootstrap", "pass1"]
 ATS = ["mean", "last", "max", "max25", "change", "gain"]
 EVAL_ATS = ["last", "peak", "area"]

@@ -30,16 +30,34 @@ SEEDS = (
 
 # upref.advantages -> verl's estimator, its settings, and what verl does differently
 ESTIMATORS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "group_norm": ("grpo", {"algorithm.norm_adv_by_std_in_grpo": True}, "the same; a group of one keeps its reward"),
-    "group_mean": ("grpo", {"algorithm.norm_adv_by_std_in_grpo": False}, "the same; a group of one keeps its reward"),
-    "leave_one_out": ("rloo", {}, "the same; a group of one keeps its reward"),
-    "whiten": ("reinforce_plus_plus", {}, "verl whitens over tokens, so that long responses count more"),
-    "group_mean_whiten": (
-        "reinforce_plus_plus_baseline", {}, "verl whitens over tokens, so that long responses count more",
+    "group_norm": (
+        "grpo",
+        {"algorithm.norm_adv_by_std_in_grpo": True},
+        "the same; a group of one keeps its reward",
     ),
-    "signed": ("upref/signed", {}, "not in verl: plugins/estimators.py; a shaped reward counts by its sign"),
+    "group_mean": (
+        "grpo",
+        {"algorithm.norm_adv_by_std_in_grpo": False},
+        "the same; a group of one keeps its reward",
+    ),
+    "leave_one_out": ("rloo", {}, "the same; a group of one keeps its reward"),
+    "whiten": (
+        "reinforce_plus_plus",
+        {},
+        "verl whitens over tokens, so that long responses count more",
+    ),
+    "group_mean_whiten": (
+        "reinforce_plus_plus_baseline",
+        {},
+        "verl whitens over tokens, so that long responses count more",
+    ),
+    "signed": (
+        "upref/signed",
+        {},
+        "not in verl: plugins/estimators.py; a shaped reward counts by its sign",
+    ),
     "reward": ("upref/reward", {}, "not in verl: plugins/estimators.py"),
-}  # fmt: skip
+}
 
 
 @dataclass

@@ -137,6 +137,17 @@ def parse(config: dict[str, Any]) -> Shape:
     )
     each = 3.0 * hidden * width * layers
     return Shape(
-        hidden, layers, heads, kv, dim, vocab, rest + experts * each, rest + chosen * each - table,
-        experts, chosen, width, experts * each, c.get("max_position_embeddings") or 0,
-    )  # fmt: skip
+        hidden,
+        layers,
+        heads,
+        kv,
+        dim,
+        vocab,
+        rest + experts * each,
+        rest + chosen * each - table,
+        experts,
+        chosen,
+        width,
+        experts * each,
+        c.get("max_position_embeddings") or 0,
+    )

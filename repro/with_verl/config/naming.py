@@ -10,10 +10,18 @@ from repro.with_verl.config.model import revision_of
 # Settings that may change from one start of a run to the next: they do not change what
 # is trained.
 FREE = (
-    "hydra.", "ray_kwargs.", "trainer.default_local_dir", "trainer.experiment_name", "trainer.logger",
-    "trainer.max_actor_ckpt_to_keep", "trainer.project_name", "trainer.rollout_data_dir", "trainer.save_freq",
-    "reward.num_workers", "actor_rollout_ref.model.override_config.attn_implementation",
-)  # fmt: skip
+    "hydra.",
+    "ray_kwargs.",
+    "trainer.default_local_dir",
+    "trainer.experiment_name",
+    "trainer.logger",
+    "trainer.max_actor_ckpt_to_keep",
+    "trainer.project_name",
+    "trainer.rollout_data_dir",
+    "trainer.save_freq",
+    "reward.num_workers",
+    "actor_rollout_ref.model.override_config.attn_implementation",
+)
 CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?\W?$")
 # by data.seed
 SAID_ALREADY = (

@@ -50,22 +50,49 @@ LOAD = (
 )
 # what reward/score.py returns as numbers, and verl's sum of the token rewards
 METRICS = ("acc", "score", "reward")
-AT_LEAST = dict.fromkeys((
-    "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n",
-    f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.tensor_model_parallel_size", f"{ACTOR}.ppo_mini_batch_size",
-    f"{ACTOR}.ppo_epochs", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs",
-    f"{ROLLOUT}.max_num_seqs", "trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "reward.num_workers",
-    f"{ROLLOUT}.agent.num_workers", "data.filter_overlong_prompts_workers",
-    f"{ACTOR}.loss_scale_factor", f"{ACTOR}.ulysses_sequence_parallel_size",
-    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
-), 1) | dict.fromkeys((
-    *SEEDS, f"{ACTOR}.optim.weight_decay", f"{ACTOR}.kl_loss_coef", "data.dataloader_num_workers",
-    f"{ROLLOUT}.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.model.lora_rank",
-    "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
-), 0)  # fmt: skip
+AT_LEAST = dict.fromkeys(
+    (
+        "data.train_batch_size",
+        "data.max_prompt_length",
+        "data.max_response_length",
+        f"{ROLLOUT}.n",
+        f"{ROLLOUT}.val_kwargs.n",
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        f"{ACTOR}.ppo_mini_batch_size",
+        f"{ACTOR}.ppo_epochs",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        "trainer.total_epochs",
+        f"{ROLLOUT}.max_num_seqs",
+        "trainer.total_training_steps",
+        "trainer.max_actor_ckpt_to_keep",
+        "reward.num_workers",
+        f"{ROLLOUT}.agent.num_workers",
+        "data.filter_overlong_prompts_workers",
+        f"{ACTOR}.loss_scale_factor",
+        f"{ACTOR}.ulysses_sequence_parallel_size",
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+    ),
+    1,
+) | dict.fromkeys(
+    (
+        *SEEDS,
+        f"{ACTOR}.optim.weight_decay",
+        f"{ACTOR}.kl_loss_coef",
+        "data.dataloader_num_workers",
+        f"{ROLLOUT}.val_kwargs.temperature",
+        "algorithm.kl_ctrl.kl_coef",
+        "actor_rollout_ref.model.lora_rank",
+        "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
+    ),
+    0,
+)
 SHARES = (  # numbers from 0 to 1
-    f"{ACTOR}.optim.lr_warmup_steps_ratio", f"{ACTOR}.optim.min_lr_ratio", "algorithm.gamma", "algorithm.lam",
-)  # fmt: skip
+    f"{ACTOR}.optim.lr_warmup_steps_ratio",
+    f"{ACTOR}.optim.min_lr_ratio",
+    "algorithm.gamma",
+    "algorithm.lam",
+)
 FIXED: dict[str, tuple[Any, str]] = {  # what every scale needs as it is, and why
     "actor_rollout_ref.hybrid_engine": (
         True,
@@ -555,9 +582,14 @@ def budgets(cfg: DictConfig, shape: Shape) -> None:
         )
     rollout, actor = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor
     m = actor.get("megatron")
-    split = m.context_parallel_size if m else max(
-        actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size
-    )  # fmt: skip
+    split = (
+        m.context_parallel_size
+        if m
+        else max(
+            actor.ulysses_sequence_parallel_size,
+            actor.fsdp_config.ulysses_sequence_parallel_size,
+        )
+    )
     keys = [
         f"{ACTOR}.ppo_max_token_len_per_gpu",
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu",

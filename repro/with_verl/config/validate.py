@@ -29,9 +29,11 @@ from repro.with_verl.config.model import Shape
 from upref import InputError
 
 NAMES = (
-    f"{ACTOR}.policy_loss.loss_mode=", "trainer.experiment_name=", "trainer.default_local_dir=",
+    f"{ACTOR}.policy_loss.loss_mode=",
+    "trainer.experiment_name=",
+    "trainer.default_local_dir=",
     "+ray_kwargs.ray_init.runtime_env.env_vars.",
-)  # fmt: skip
+)
 # Where verl takes names that its configuration does not list, and who reads them.
 OPEN = {
     f"{ACTOR}.policy_loss.upref": "the objective, by upref",
@@ -47,14 +49,34 @@ OPEN = {
     "hydra": "hydra",
 }
 NEAR = (  # names that these places are known to take: a near miss is a typo
-    "attn_implementation", "attention_dropout", "rope_theta", "rope_scaling", "max_position_embeddings", "max_resp_len",
-    "overlong_buffer_cfg", "penalty_factor", "enable_thinking", "num_cpus", "num_gpus", "object_store_memory",
-    "runtime_env", "env_vars", "recompute_granularity", "recompute_method", "recompute_num_layers", "moe_router_dtype",
-)  # fmt: skip
+    "attn_implementation",
+    "attention_dropout",
+    "rope_theta",
+    "rope_scaling",
+    "max_position_embeddings",
+    "max_resp_len",
+    "overlong_buffer_cfg",
+    "penalty_factor",
+    "enable_thinking",
+    "num_cpus",
+    "num_gpus",
+    "object_store_memory",
+    "runtime_env",
+    "env_vars",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "moe_router_dtype",
+)
 WHOLE = (  # null by default, so that neither a class nor the default has their type
-    "trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.seed", "data.gen_batch_size",
-    "data.val_batch_size", "ray_kwargs.ray_init.num_cpus", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-)  # fmt: skip
+    "trainer.total_training_steps",
+    "trainer.max_actor_ckpt_to_keep",
+    "data.seed",
+    "data.gen_batch_size",
+    "data.val_batch_size",
+    "ray_kwargs.ray_init.num_cpus",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+)
 # settings of verl that its V1 trainer or the agent loop leaves alone, and what to do
 # instead
 UNREAD = {

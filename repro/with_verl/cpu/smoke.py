@@ -248,23 +248,37 @@ def summary(
         round(float(row["data"][key]), 4) if key in row["data"] else None
     )
     return {
-        "objective": name, "overrides": [str(x) for x in extra],
-        "steps": len(rows), "asked": steps, "seconds": round(outcome.seconds),
-        "cpu_seconds": round(outcome.cpu_seconds), "load": round(os.getloadavg()[2], 1), "wrong": wrong,
+        "objective": name,
+        "overrides": [str(x) for x in extra],
+        "steps": len(rows),
+        "asked": steps,
+        "seconds": round(outcome.seconds),
+        "cpu_seconds": round(outcome.cpu_seconds),
+        "load": round(os.getloadavg()[2], 1),
+        "wrong": wrong,
         "score": [value(r, SCORE) for r in rows],
         "alive": [value(r, "actor/upref/alive") for r in rows],
         "parity_max_abs": max((r["data"].get(PARITY, 0) for r in rows), default=None),
-        "parity_of_bound": max((r["data"].get(PARITY.replace("max_abs", "of_bound"), 0) for r in rows), default=None),
+        "parity_of_bound": max(
+            (r["data"].get(PARITY.replace("max_abs", "of_bound"), 0) for r in rows),
+            default=None,
+        ),
         "versions": versions,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, no accelerator used",
         "python": platform.python_version(),
-    }  # fmt: skip
+    }
 
 
 def main(
-    name: str, steps: int = 24, out: Path | None = None, extra: Sequence[str] = (), again: bool = False, keep: str = "",
-    modules: tuple[str, ...] = (), experts: int = 0,
-) -> int:  # fmt: skip
+    name: str,
+    steps: int = 24,
+    out: Path | None = None,
+    extra: Sequence[str] = (),
+    again: bool = False,
+    keep: str = "",
+    modules: tuple[str, ...] = (),
+    experts: int = 0,
+) -> int:
     """Train, watch, judge, report; the exit status. `modules` are imported by every
     process of verl.
 

@@ -91,10 +91,12 @@ def make_data(path: Path, rows: int = 256):
     import pandas
 
     digits = [str(i % DIGITS) for i in range(rows)]
-    pandas.DataFrame({
-        "data_source": "toy",
-        "prompt": [[{"role": "user", "content": d}] for d in digits],
-        "ability": "copy",
-        "reward_model": [{"style": "rule", "ground_truth": d} for d in digits],
-        "extra_info": [{"index": i} for i in range(rows)],
-    }).to_parquet(path)  # fmt: skip
+    pandas.DataFrame(
+        {
+            "data_source": "toy",
+            "prompt": [[{"role": "user", "content": d}] for d in digits],
+            "ability": "copy",
+            "reward_model": [{"style": "rule", "ground_truth": d} for d in digits],
+            "extra_info": [{"index": i} for i in range(rows)],
+        }
+    ).to_parquet(path)

@@ -138,10 +138,17 @@ class Estimate:
     def facts(self) -> dict[str, Any]:
         """What the report compares with what happened."""
         return {
-            "train_gb": self.train / GB, "rollout_gb": self.rollout / GB, "step_tokens": self.step_tokens,
-            "step_seconds": self.step_seconds, "parts": self.parts, "validation_seconds": self.validation_seconds,
-            "steps": self.steps, "gpu_hours": self.gpu_hours, "gpus": self.gpus, "dollars": self.dollars,
-        }  # fmt: skip
+            "train_gb": self.train / GB,
+            "rollout_gb": self.rollout / GB,
+            "step_tokens": self.step_tokens,
+            "step_seconds": self.step_seconds,
+            "parts": self.parts,
+            "validation_seconds": self.validation_seconds,
+            "steps": self.steps,
+            "gpu_hours": self.gpu_hours,
+            "gpus": self.gpus,
+            "dollars": self.dollars,
+        }
 
     def __str__(self) -> str:
         parts = ", ".join(
@@ -150,8 +157,10 @@ class Estimate:
         end = (
             f"{self.steps:,} steps and {self.validations} validations of {self.validation_seconds:,.0f} s: "
             f"{self.hours:,.0f} hours, {self.gpu_hours:,.0f} GPU-hours, {self.dollars:,.0f} dollars at "
-            f"{self.gpu.dollars:.2f} an hour (machine/gpus.toml)" if self.steps else "the run has no end"
-        )  # fmt: skip
+            f"{self.gpu.dollars:.2f} an hour (machine/gpus.toml)"
+            if self.steps
+            else "the run has no end"
+        )
         return (
             f"{self.gpus} x {self.gpu.name}, {self.step_seconds:,.0f} s a step ({parts}); {end}. Memory of a GPU: "
             f"{self.train / GB:.0f} GB to train, {self.rollout / GB:.0f} GB to sample (vLLM {self.vllm / GB:.0f}, room "
@@ -243,13 +252,24 @@ def estimate(
     )
     checkpoint = shape.params * 12
     e = Estimate(
-        gpu, n_gpus, train + keeps, vllm, resident, max(kv_tokens, 0.0), step_tokens=responses * longest,
-        validation_tokens=answers * longest, checkpoint=checkpoint, parts=parts, steps=steps,
+        gpu,
+        n_gpus,
+        train + keeps,
+        vllm,
+        resident,
+        max(kv_tokens, 0.0),
+        step_tokens=responses * longest,
+        validation_tokens=answers * longest,
+        checkpoint=checkpoint,
+        parts=parts,
+        steps=steps,
         validation_seconds=sample(answers) if answers else 0.0,
-        validations=((steps or 0) // checks if checks > 0 else 0) + bool(cfg.trainer.val_before_train),
-        checkpoint_seconds=checkpoint / DISK / cfg.trainer.nnodes, saves=(steps or 0) // saves if saves > 0 else 0,
+        validations=((steps or 0) // checks if checks > 0 else 0)
+        + bool(cfg.trainer.val_before_train),
+        checkpoint_seconds=checkpoint / DISK / cfg.trainer.nnodes,
+        saves=(steps or 0) // saves if saves > 0 else 0,
         assumes={"length": mean, "prompt": prompt},
-    )  # fmt: skip
+    )
     e.problem = problem(e, gpu_bytes, cfg.data.max_prompt_length + longest, keeps)
     passes = train_rows // cfg.data.train_batch_size * cfg.trainer.total_epochs
     if train_rows and steps and passes < steps and not e.problem:
@@ -290,9 +310,16 @@ def problem(e: Estimate, gpu_bytes: float, sequence: int, keeps: float) -> str:
 
 
 def updating(
-    shape: Shape, gpu: GPU, gpus: int, responses: float, prompt: float, mean: float, longest: int, forwards: float,
+    shape: Shape,
+    gpu: GPU,
+    gpus: int,
+    responses: float,
+    prompt: float,
+    mean: float,
+    longest: int,
+    forwards: float,
     passes: float,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Seconds of log-probabilities and of training, which take the FLOPs of so many
     forward passes.
     """

@@ -16,14 +16,31 @@ from repro.with_verl.place import ROOT
 from upref import InputError
 
 MEGATRON = (  # of requirements/megatron.txt, and what these import
-    "megatron-core", "megatron-bridge", "transformer-engine", "mbridge", "apex", "nvidia-modelopt", "pulp", "scipy",
-    "onnxscript", "nvdlfw-inspect",
-)  # fmt: skip
+    "megatron-core",
+    "megatron-bridge",
+    "transformer-engine",
+    "mbridge",
+    "apex",
+    "nvidia-modelopt",
+    "pulp",
+    "scipy",
+    "onnxscript",
+    "nvdlfw-inspect",
+)
 # that `pip install --no-deps -e .` leaves out in verl's image
 OURS = ("jaxtyping", "math-verify", "sympy")
 PACKAGES = (
-    "verl", "vllm", "torch", "transformers", "ray", "TransferQueue", "flash-attn", *MEGATRON, *OURS, "cuda-toolkit",
-)  # fmt: skip
+    "verl",
+    "vllm",
+    "torch",
+    "transformers",
+    "ray",
+    "TransferQueue",
+    "flash-attn",
+    *MEGATRON,
+    *OURS,
+    "cuda-toolkit",
+)
 # CUDA -> the oldest driver, by NVIDIA's compatibility table
 DRIVER = {"13": 580, "12": 525}
 

@@ -18,8 +18,18 @@ PERCENT = re.compile(r"^(.*\d)\s*\\?%$")
 UNEQUAL = re.compile(r"^[a-z]\s*\\neq?\s*(.+)$")
 INEQUALITY = re.compile(r"[<>]|\\(le|ge|lt|gt)q?(?![a-z])|[≤≥]")
 WORDS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
-SIGNS = {"−": "-", "×": r"\times ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "°": r"^\circ",
-         r"\emptyset": r"\varnothing", r"\lt": "<", r"\gt": ">"}  # fmt: skip
+SIGNS = {
+    "−": "-",
+    "×": r"\times ",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "°": r"^\circ",
+    r"\emptyset": r"\varnothing",
+    r"\lt": "<",
+    r"\gt": ">",
+}
 
 
 def plain(answer: str) -> str:

@@ -193,9 +193,13 @@ class Grader:
 
     def _start(self) -> None:
         self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
             env=os.environ | {"PYTHONPATH": pythonpath()},
-        )  # fmt: skip
+        )
         self.pid = os.getpid()
         # it imports sympy, which is not the answer's time
         if self._line(time.monotonic() + 120) != b"ready\n":

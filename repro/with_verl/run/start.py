@@ -102,9 +102,17 @@ def start(
         try:
             with terminable():
                 outcome = watch.run(
-                    command, part, log, env=run.env | where | {records.PATH: str(part)}, asked=total or 10**9,
-                    stall=patience.stall, first=patience.first, idle=patience.idle, tell=tell, echo=True,
-                )  # fmt: skip
+                    command,
+                    part,
+                    log,
+                    env=run.env | where | {records.PATH: str(part)},
+                    asked=total or 10**9,
+                    stall=patience.stall,
+                    first=patience.first,
+                    idle=patience.idle,
+                    tell=tell,
+                    echo=True,
+                )
             status = outcome.status
             ended = outcome.why
         except Terminated:

@@ -112,9 +112,18 @@ def show(output: Path, after: int) -> int:
 
 
 def run(
-    command: list[str], log: Path, output: Path, *, env: dict, asked: int, stall: float, first: float, tell=print,
-    idle: bool = True, echo: bool = False,
-) -> Outcome:  # fmt: skip
+    command: list[str],
+    log: Path,
+    output: Path,
+    *,
+    env: dict,
+    asked: int,
+    stall: float,
+    first: float,
+    tell=print,
+    idle: bool = True,
+    echo: bool = False,
+) -> Outcome:
     """Run it, its output behind what is in a file; `tell` is called with each step that
     it logs, of `asked` ones.
 

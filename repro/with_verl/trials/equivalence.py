@@ -35,9 +35,11 @@ RANKS = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2"]
 MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="
 # verl's own PPO loss; its dual clip cannot be switched off, only moved away
 VANILLA = [
-    "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "actor_rollout_ref.actor.clip_ratio_low=0.2",
-    "actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio_c=1e9",
-]  # fmt: skip
+    "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla",
+    "actor_rollout_ref.actor.clip_ratio_low=0.2",
+    "actor_rollout_ref.actor.clip_ratio_high=0.28",
+    "actor_rollout_ref.actor.clip_ratio_c=1e9",
+]
 TURNS = ["actor_rollout_ref.actor.policy_loss.loss_mode=upref/turns"]
 RUNS = {  # objective, settings, what upref/turns is
     "up_dapo": ("up_dapo", [MICRO + "8"], ""),
@@ -66,11 +68,13 @@ def train(name: str, steps: int) -> None:
         "- name: seeded\n  _target_: repro.with_verl.trials.seeded.SeededAgentLoop\n",
     )
     extra = [
-        *settings, "trainer.save_freq=-1", f"actor_rollout_ref.actor.ppo_epochs={EPOCHS}",
+        *settings,
+        "trainer.save_freq=-1",
+        f"actor_rollout_ref.actor.ppo_epochs={EPOCHS}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={smoke.PROMPTS}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={OUT / 'agent.yaml'}",
-    ]  # fmt: skip
+    ]
     smoke.main(
         objective,
         steps,

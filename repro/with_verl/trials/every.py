@@ -31,9 +31,13 @@ LEFT_OUT = {
     if words
 }
 LOGGED = {
-    "score": smoke.SCORE, "grad_norm": "actor/grad_norm", "pg_loss": "actor/pg_loss", "alive": "actor/upref/alive",
-    "parity_max_abs": smoke.PARITY, "parity_of_bound": "actor/upref/parity_of_bound",
-}  # fmt: skip
+    "score": smoke.SCORE,
+    "grad_norm": "actor/grad_norm",
+    "pg_loss": "actor/pg_loss",
+    "alive": "actor/upref/alive",
+    "parity_max_abs": smoke.PARITY,
+    "parity_of_bound": "actor/upref/parity_of_bound",
+}
 
 
 def rows_of(names: list[str], rows: list[dict]) -> dict[str, dict]:

@@ -74,12 +74,20 @@ def resize(folder: Path, size: int):
 def once(fault: str, out: Path, steps: int, again: bool) -> dict:
     """A start, two steps, the fault, the end."""
     command = [
-        sys.executable, "-m", "repro.with_verl.cpu.smoke", "up_dapo", "--steps", str(steps), "--out", str(out),
+        sys.executable,
+        "-m",
+        "repro.with_verl.cpu.smoke",
+        "up_dapo",
+        "--steps",
+        str(steps),
+        "--out",
+        str(out),
         *(["--again"] if again else []),
         # or the old ones make room on a full disk
-        "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=100",
+        "trainer.save_freq=1",
+        "trainer.max_actor_ckpt_to_keep=100",
         "reward.custom_reward_function.path=pkg://repro.with_verl.trials.faults",
-    ]  # fmt: skip
+    ]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

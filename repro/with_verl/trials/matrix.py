@@ -37,31 +37,44 @@ ACTOR, ROLLOUT, REF = (
 )
 PACKED = ["actor_rollout_ref.model.use_remove_padding=True"]
 DYNAMIC = [
-    *PACKED, f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=128",
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", f"{ROLLOUT}.log_prob_max_token_len_per_gpu=128",
-]  # fmt: skip
+    *PACKED,
+    f"{ACTOR}.use_dynamic_bsz=True",
+    f"{ACTOR}.ppo_max_token_len_per_gpu=128",
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz=True",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu=128",
+]
 CHECKPOINTING = ["actor_rollout_ref.model.enable_gradient_checkpointing=True"]
 OFFLOAD = [
-    f"{ACTOR}.fsdp_config.param_offload=True", f"{ACTOR}.fsdp_config.optimizer_offload=True",
+    f"{ACTOR}.fsdp_config.param_offload=True",
+    f"{ACTOR}.fsdp_config.optimizer_offload=True",
     f"{REF}.fsdp_config.param_offload=True",
-]  # fmt: skip
+]
 KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.0"]
 REWARD = ["reward.custom_reward_function.path=pkg://repro.with_verl.reward.score"]
 DAPO = [
-    "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc", "reward.reward_manager.name=dapo",
-    f"+reward.reward_kwargs.max_resp_len={toy.RESPONSE}", "+reward.reward_kwargs.overlong_buffer_cfg.enable=True",
-    "+reward.reward_kwargs.overlong_buffer_cfg.len=4", "+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0",
+    "algorithm.filter_groups.enable=True",
+    "algorithm.filter_groups.metric=acc",
+    "reward.reward_manager.name=dapo",
+    f"+reward.reward_kwargs.max_resp_len={toy.RESPONSE}",
+    "+reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+    "+reward.reward_kwargs.overlong_buffer_cfg.len=4",
+    "+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0",
     "+reward.reward_kwargs.overlong_buffer_cfg.log=False",
-]  # fmt: skip
+]
 VALIDATION = [
-    "trainer.val_before_train=True", "trainer.test_freq=1", "data.val_max_samples=32", f"{ROLLOUT}.val_kwargs.n=4",
-    f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.top_p=0.7",
-]  # fmt: skip
+    "trainer.val_before_train=True",
+    "trainer.test_freq=1",
+    "data.val_max_samples=32",
+    f"{ROLLOUT}.val_kwargs.n=4",
+    f"{ROLLOUT}.val_kwargs.do_sample=True",
+    f"{ROLLOUT}.val_kwargs.top_p=0.7",
+]
 BF16 = "{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}"
 HALF = [
-    f"{ACTOR}.fsdp_config.mixed_precision={BF16}", f"{REF}.fsdp_config.mixed_precision={BF16}",
+    f"{ACTOR}.fsdp_config.mixed_precision={BF16}",
+    f"{REF}.fsdp_config.mixed_precision={BF16}",
     f"{ROLLOUT}.dtype=bfloat16",
-]  # fmt: skip
+]
 TWO = [
     "trainer.n_gpus_per_node=2",
     "ray_kwargs.ray_init.num_gpus=2",
@@ -75,16 +88,58 @@ ALL = [*DYNAMIC, *CHECKPOINTING, *OFFLOAD, *KL, *REWARD, *DAPO, *VALIDATION]
 ROWS: dict[str, tuple[str, str, list[str], int, str]] = {
     "all": ("up_dapo", "all of gpu1 and gpu8 together, but bf16", ALL, 0, ""),
     "packed": ("up_dapo", "padding removal, dynamic batch size", DYNAMIC, 0, ""),
-    "dapo": ("up_dapo", "dynamic sampling, DAPO reward manager, overlong buffer", [*REWARD, *DAPO], 0, ""),
-    "offload": ("up_dapo", "parameters, optimizer and reference offloaded", [*OFFLOAD, *KL], 0, ""),
+    "dapo": (
+        "up_dapo",
+        "dynamic sampling, DAPO reward manager, overlong buffer",
+        [*REWARD, *DAPO],
+        0,
+        "",
+    ),
+    "offload": (
+        "up_dapo",
+        "parameters, optimizer and reference offloaded",
+        [*OFFLOAD, *KL],
+        0,
+        "",
+    ),
     "bf16": ("up_dapo", "bf16 while training and sampling", HALF, 0, ""),
     "bf16-all": ("up_dapo", "all of it in bf16", [*ALL, *HALF], 0, ""),
-    "gspo": ("up_gspo", "an objective of responses, packed", [*DYNAMIC, *CHECKPOINTING, *VALIDATION], 0, ""),
-    "moe": ("up_gspo", "a mixture of four experts, packed", [*DYNAMIC, *CHECKPOINTING], 4, ""),
-    "ranks": ("up_dapo", "two FSDP2 ranks, packed, offloaded", [*DYNAMIC, *OFFLOAD, *KL, *TWO], 0, ""),
-    "transformers": ("up_dapo", "the row `all` with the transformers of the GPU list", ALL, 0, ""),
-    "fused": ("up_dapo", "fused kernels, which the launcher refuses", [*PACKED, *FUSED], 0, "Tensor and DTensor"),
-}  # fmt: skip
+    "gspo": (
+        "up_gspo",
+        "an objective of responses, packed",
+        [*DYNAMIC, *CHECKPOINTING, *VALIDATION],
+        0,
+        "",
+    ),
+    "moe": (
+        "up_gspo",
+        "a mixture of four experts, packed",
+        [*DYNAMIC, *CHECKPOINTING],
+        4,
+        "",
+    ),
+    "ranks": (
+        "up_dapo",
+        "two FSDP2 ranks, packed, offloaded",
+        [*DYNAMIC, *OFFLOAD, *KL, *TWO],
+        0,
+        "",
+    ),
+    "transformers": (
+        "up_dapo",
+        "the row `all` with the transformers of the GPU list",
+        ALL,
+        0,
+        "",
+    ),
+    "fused": (
+        "up_dapo",
+        "fused kernels, which the launcher refuses",
+        [*PACKED, *FUSED],
+        0,
+        "Tensor and DTensor",
+    ),
+}
 NOT_HERE = {
     "Ulysses sequence parallelism (paper_dapo)": "verl gathers heads inside flash-attn's function, which needs CUDA",
     "Megatron (paper_gspo)": "Megatron-Core's layers need Transformer Engine, which needs CUDA",
@@ -151,8 +206,11 @@ def run(name: str) -> dict:
         "versions",
     )
     return {k: found[k] for k in keep} | {
-        **gradient, "settings": given, "wrong": wrong, "as_expected": as_expected,
-    }  # fmt: skip
+        **gradient,
+        "settings": given,
+        "wrong": wrong,
+        "as_expected": as_expected,
+    }
 
 
 def compared(

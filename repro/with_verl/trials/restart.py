@@ -66,8 +66,14 @@ def launch(*settings: str, end_after: int | None = None, **env: str) -> dict:
     left = [p for p in started if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     print(last, flush=True)
     words = last.replace(f"{ROOT}/", "").replace(sys.executable, "python")
-    return {"settings": list(settings), "steps": steps, "status": status, "last": words, "left": len(left),
-            "folder": Path(folder).name}  # fmt: skip
+    return {
+        "settings": list(settings),
+        "steps": steps,
+        "status": status,
+        "last": words,
+        "left": len(left),
+        "folder": Path(folder).name,
+    }
 
 
 def terminated() -> dict:
@@ -142,8 +148,10 @@ def nodes() -> dict:
         "--disable-usage-stats",
     ]
     port = "6399"
-    started = [["start", "--head", f"--port={port}", "--include-dashboard=false", *common],
-               ["start", f"--address=127.0.0.1:{port}", *common]]  # fmt: skip
+    started = [
+        ["start", "--head", f"--port={port}", "--include-dashboard=false", *common],
+        ["start", f"--address=127.0.0.1:{port}", *common],
+    ]
     ours: list[psutil.Process] = []
     try:
         for arguments in started:

@@ -56,11 +56,17 @@ def check_advantages(
     case = choose_inputs(read(fn, estimator, hp), estimator, hp)
     found, ran = run(ORACLES, case, skip)
     return Report(
-        loss=case.f.name, objective=estimator,
-        hp={"ddof": case.divided.ddof, "eps": case.divided.eps} if case.known else hp, findings=found,
-        read_as=str(case.f.reading), assumptions=[*case.f.assumptions(), *_assumed(case)], oracles=ran,
-        tolerances={"advantage, relative": case.f.tol}, seconds=time.perf_counter() - start, not_checked=not_run(ran),
-    )  # fmt: skip
+        loss=case.f.name,
+        objective=estimator,
+        hp={"ddof": case.divided.ddof, "eps": case.divided.eps} if case.known else hp,
+        findings=found,
+        read_as=str(case.f.reading),
+        assumptions=[*case.f.assumptions(), *_assumed(case)],
+        oracles=ran,
+        tolerances={"advantage, relative": case.f.tol},
+        seconds=time.perf_counter() - start,
+        not_checked=not_run(ran),
+    )
 
 
 def _assumed(case: Case) -> list[str]:

@@ -291,8 +291,13 @@ def missing_reward(case: Case) -> Iterator[Finding]:
                 if as_zero
                 else "its peers' advantages change"
             )
-        yield fail("missing-reward", f"one reward is {bad}", "an error, NaN, or the row left out", what,
-                   cause="drop or refuse responses without a reward before the baseline")  # fmt: skip
+        yield fail(
+            "missing-reward",
+            f"one reward is {bad}",
+            "an error, NaN, or the row left out",
+            what,
+            cause="drop or refuse responses without a reward before the baseline",
+        )
         return
 
 
@@ -318,8 +323,13 @@ def permutation(case: Case) -> Iterator[Finding]:
 def determinism(case: Case) -> Iterator[Finding]:
     b = case.batch(EVEN)
     if not all(near(case.f(b), case.f(b), 0.0) for _ in range(3)):
-        yield fail("determinism", "the same batch twice", "the same numbers", "other numbers",
-                   cause="it draws random numbers or keeps state between calls")  # fmt: skip
+        yield fail(
+            "determinism",
+            "the same batch twice",
+            "the same numbers",
+            "other numbers",
+            cause="it draws random numbers or keeps state between calls",
+        )
 
 
 @oracle("mutation")
@@ -333,6 +343,18 @@ def mutation(case: Case) -> Iterator[Finding]:
 
 
 ORACLES: tuple[Oracle, ...] = (
-    determinism, values, uneven_groups, interleaving, large_groups, group_ids, shift_and_scale, random, singletons,
-    equal_rewards, solved_prompts, missing_reward, permutation, mutation,
-)  # fmt: skip
+    determinism,
+    values,
+    uneven_groups,
+    interleaving,
+    large_groups,
+    group_ids,
+    shift_and_scale,
+    random,
+    singletons,
+    equal_rewards,
+    solved_prompts,
+    missing_reward,
+    permutation,
+    mutation,
+)

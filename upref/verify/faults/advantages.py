@@ -117,10 +117,16 @@ def _answers() -> Iterator[AdvantageFault]:
         max,
         lambda right, found: min(found),
     )
-    yield _answer("advantages below 0 are {k:.5g} times what they should be", lambda x, k: k * x if x < 0 else x,
-                  partial(_ratio, sign=-1))  # fmt: skip
-    yield _answer("advantages above 0 are {k:.5g} times what they should be", lambda x, k: k * x if x > 0 else x,
-                  partial(_ratio, sign=1))  # fmt: skip
+    yield _answer(
+        "advantages below 0 are {k:.5g} times what they should be",
+        lambda x, k: k * x if x < 0 else x,
+        partial(_ratio, sign=-1),
+    )
+    yield _answer(
+        "advantages above 0 are {k:.5g} times what they should be",
+        lambda x, k: k * x if x > 0 else x,
+        partial(_ratio, sign=1),
+    )
     yield _answer("{k:.4g} is added to every advantage", lambda x, k: x + k, _added)
     yield _answer("tanh of it", lambda x, k: math.tanh(x))
     yield _divided("it is divided by the number of responses of its prompt", float)
@@ -180,9 +186,11 @@ CENTRES: dict[str, Callable[[Rows], Rows]] = {
     "the smallest reward": minus(min),
     "the largest reward": minus(max),
     "the sum": minus(lambda xs: sum(xs, Fraction(0))),
-    "G/(G - 1) times the mean": minus(lambda xs: sum(xs, Fraction(0)) / max(len(xs) - 1, 1)),
+    "G/(G - 1) times the mean": minus(
+        lambda xs: sum(xs, Fraction(0)) / max(len(xs) - 1, 1)
+    ),
     "the first reward": minus(lambda xs: xs[0]),
-}  # fmt: skip
+}
 KEYS: dict[str, Callable[[Batch], Sequence]] = {
     "of its prompt": lambda b: b.group,
     "of the whole batch": lambda b: [0] * len(b.R),
@@ -202,12 +210,25 @@ STD: tuple[tuple[str, Spread], ...] = (
     ("the std {} (over G)", lambda key, R, c: deviation(key, c, 0)),
 )
 OTHER: tuple[tuple[str, Spread], ...] = (
-    ("the variance {}, not by its root", lambda key, R, c: tuple(v * v for v in deviation(key, R, 1))),
-    ("the variance {}, not by its root", lambda key, R, c: tuple(v * v for v in deviation(key, R, 0))),
-    ("the range {}", lambda key, R, c: by(key, R, lambda xs: [(max(xs) - min(xs)) ** 2] * len(xs))),
-    ("the mean absolute deviation {}",
-     lambda key, R, c: by(key, c, lambda xs: [mean([abs(x) for x in xs]) ** 2] * len(xs))),
-)  # fmt: skip
+    (
+        "the variance {}, not by its root",
+        lambda key, R, c: tuple(v * v for v in deviation(key, R, 1)),
+    ),
+    (
+        "the variance {}, not by its root",
+        lambda key, R, c: tuple(v * v for v in deviation(key, R, 0)),
+    ),
+    (
+        "the range {}",
+        lambda key, R, c: by(key, R, lambda xs: [(max(xs) - min(xs)) ** 2] * len(xs)),
+    ),
+    (
+        "the mean absolute deviation {}",
+        lambda key, R, c: by(
+            key, c, lambda xs: [mean([abs(x) for x in xs]) ** 2] * len(xs)
+        ),
+    ),
+)
 
 
 @lru_cache(4096)

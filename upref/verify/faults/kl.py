@@ -20,16 +20,20 @@ INVERTED = Fault(
     "k3 the other way round: it has π_θ/π_ref where π_ref/π_θ belongs",
     lambda lp, ref: k3(ref, lp),
 )
-PLUS = Fault("k3 with the sign of its logarithm swapped: π_ref/π_θ - 1 + log(π_ref/π_θ)",
-             lambda lp, ref: (ref - lp).exp() - 1 + (ref - lp))  # fmt: skip
+PLUS = Fault(
+    "k3 with the sign of its logarithm swapped: π_ref/π_θ - 1 + log(π_ref/π_θ)",
+    lambda lp, ref: (ref - lp).exp() - 1 + (ref - lp),
+)
 NEGATIVE = Fault("k3 with its sign flipped", lambda lp, ref: -k3(lp, ref))
 NO_LOG = Fault(
     "k3 without its logarithm: π_ref/π_θ - 1", lambda lp, ref: (ref - lp).exp() - 1
 )
 ABSOLUTE = Fault("|log π_θ - log π_ref|", lambda lp, ref: (lp - ref).abs())
 SQUARE = Fault("k2 without its 1/2", lambda lp, ref: (lp - ref) ** 2)
-WEIGHTED = Fault("π_θ (log π_θ - log π_ref): weighted by a probability though it is sampled",
-                 lambda lp, ref: lp.exp() * (lp - ref))  # fmt: skip
+WEIGHTED = Fault(
+    "π_θ (log π_θ - log π_ref): weighted by a probability though it is sampled",
+    lambda lp, ref: lp.exp() * (lp - ref),
+)
 HALF = Fault("half of |log π_θ - log π_ref|", lambda lp, ref: (lp - ref).abs() / 2)
 HUBER = Fault(
     "the smooth L1 loss of the log-probabilities",

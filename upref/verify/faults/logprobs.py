@@ -174,91 +174,245 @@ PLAIN = (
     fault("the entropy is taken at temperature 1", x_H=lambda z, t: z),
     fault("the logits are divided by the temperature twice", x=lambda z, t: z / t**2),
     fault("the logits are multiplied by the temperature", x=lambda z, t: z * t),
-    fault("the log-softmax is divided by the temperature, and not the logits",
-          x=lambda z, t: z, lp=lambda lp, p: lp / p.temperature),
-    fault("the log-probs are divided by the temperature once more, after the softmax",
-          lp=lambda lp, p: lp / p.temperature),
-    fault("the backward leaves out the factor 1/temperature", x=lambda z, t: as_if(z / t, z)),
-    fault("the backward multiplies by the temperature", x=lambda z, t: as_if(z / t, z * t)),
-    fault("the backward divides by the temperature twice", x=lambda z, t: as_if(z / t, z / t**2)),
-    fault("the backward of the entropy leaves out the factor 1/temperature", x_H=lambda z, t: as_if(z / t, z)),
-    fault("the backward of the log-probs leaves out the factor 1/temperature",
-          x=lambda z, t: as_if(z / t, z), x_H=torch.div),
-    fault("the negative log-likelihood is returned: the sign is flipped", lp=lambda lp, p: -lp),
-    fault("the gradient of the log-probs has its sign flipped", lp=lambda lp, p: as_if(lp, -lp)),
-    fault("probabilities are returned, and not their logarithms", lp=lambda lp, p: lp.exp()),
-    fault("logits are returned: the normalizer is left out", log_Z=lambda x: 0 * x[..., 0]),
-    fault("the log-probs are detached: they have no gradient", lp=lambda lp, p: lp.detach()),
-    fault("the normalizer is detached: only the sampled token's logit has a gradient",
-          log_Z=lambda x: log_sum(x).detach()),
-    fault("the backward of the log-probs is -p: it lacks the sampled token's own 1",
-          picked=lambda x, ids, t: pick(x, ids).detach()),
+    fault(
+        "the log-softmax is divided by the temperature, and not the logits",
+        x=lambda z, t: z,
+        lp=lambda lp, p: lp / p.temperature,
+    ),
+    fault(
+        "the log-probs are divided by the temperature once more, after the softmax",
+        lp=lambda lp, p: lp / p.temperature,
+    ),
+    fault(
+        "the backward leaves out the factor 1/temperature",
+        x=lambda z, t: as_if(z / t, z),
+    ),
+    fault(
+        "the backward multiplies by the temperature", x=lambda z, t: as_if(z / t, z * t)
+    ),
+    fault(
+        "the backward divides by the temperature twice",
+        x=lambda z, t: as_if(z / t, z / t**2),
+    ),
+    fault(
+        "the backward of the entropy leaves out the factor 1/temperature",
+        x_H=lambda z, t: as_if(z / t, z),
+    ),
+    fault(
+        "the backward of the log-probs leaves out the factor 1/temperature",
+        x=lambda z, t: as_if(z / t, z),
+        x_H=torch.div,
+    ),
+    fault(
+        "the negative log-likelihood is returned: the sign is flipped",
+        lp=lambda lp, p: -lp,
+    ),
+    fault(
+        "the gradient of the log-probs has its sign flipped",
+        lp=lambda lp, p: as_if(lp, -lp),
+    ),
+    fault(
+        "probabilities are returned, and not their logarithms",
+        lp=lambda lp, p: lp.exp(),
+    ),
+    fault(
+        "logits are returned: the normalizer is left out", log_Z=lambda x: 0 * x[..., 0]
+    ),
+    fault(
+        "the log-probs are detached: they have no gradient",
+        lp=lambda lp, p: lp.detach(),
+    ),
+    fault(
+        "the normalizer is detached: only the sampled token's logit has a gradient",
+        log_Z=lambda x: log_sum(x).detach(),
+    ),
+    fault(
+        "the backward of the log-probs is -p: it lacks the sampled token's own 1",
+        picked=lambda x, ids, t: pick(x, ids).detach(),
+    ),
     fault("logarithms to base 2", lp=lambda lp, p: lp / 0.6931471805599453),
     fault("the entropy is detached: it has no gradient", H=lambda H, x, lp: H.detach()),
-    fault("the gradient of the entropy has its sign flipped", H=lambda H, x, lp: as_if(H, -H)),
-    fault("the gradient of the entropy is -p log p: it lacks the term -p H", H=_p_log_p),
+    fault(
+        "the gradient of the entropy has its sign flipped",
+        H=lambda H, x, lp: as_if(H, -H),
+    ),
+    fault(
+        "the gradient of the entropy is -p log p: it lacks the term -p H", H=_p_log_p
+    ),
     fault("the entropy has its sign flipped", H=lambda H, x, lp: -H),
     fault("the entropy is minus the sampled token's log-prob", H=lambda H, x, lp: -lp),
     fault("the entropy is in bits", H=lambda H, x, lp: H / 0.6931471805599453),
-    fault("the entropy is divided by log V", H=lambda H, x, lp: H / torch.log(torch.tensor(1.0 * x.shape[-1]))),
-    fault("the entropy is averaged over all tokens", H=lambda H, x, lp: H.mean().expand_as(H)),
-    fault("the logits are divided by the square root of the temperature", x=lambda z, t: z / t**0.5),
-    fault("the log-probs are divided by the size of the vocabulary", lp=lambda lp, p: lp / _vocabulary(p)),
-    fault("the largest log-prob is returned, not the token's", picked=lambda x, ids, t: x.amax(-1)),
-    fault("the logarithm of the sigmoid replaces the log-softmax", log_Z=lambda x: 0 * x[..., 0],
-          picked=lambda x, ids, t: torch.nn.functional.logsigmoid(pick(x, ids))),
-    *(fault(f"the softmax is over dimension {d} of the logits, not over the vocabulary", log_Z=lambda x: 0 * x[..., 0],
-            picked=lambda x, ids, t, d=d: pick(x.log_softmax(d), ids)) for d in (0, 1)),
-    *(fault("the logits are clamped before the softmax", z=lambda y, p, c=c: cap(y, p).clamp(-c, c))
-      for c in (1, 5, 10, 15, 20, 30, 50, 60, 80, 88, 100, 1000)),
+    fault(
+        "the entropy is divided by log V",
+        H=lambda H, x, lp: H / torch.log(torch.tensor(1.0 * x.shape[-1])),
+    ),
+    fault(
+        "the entropy is averaged over all tokens",
+        H=lambda H, x, lp: H.mean().expand_as(H),
+    ),
+    fault(
+        "the logits are divided by the square root of the temperature",
+        x=lambda z, t: z / t**0.5,
+    ),
+    fault(
+        "the log-probs are divided by the size of the vocabulary",
+        lp=lambda lp, p: lp / _vocabulary(p),
+    ),
+    fault(
+        "the largest log-prob is returned, not the token's",
+        picked=lambda x, ids, t: x.amax(-1),
+    ),
+    fault(
+        "the logarithm of the sigmoid replaces the log-softmax",
+        log_Z=lambda x: 0 * x[..., 0],
+        picked=lambda x, ids, t: torch.nn.functional.logsigmoid(pick(x, ids)),
+    ),
+    *(
+        fault(
+            f"the softmax is over dimension {d} of the logits, not over the vocabulary",
+            log_Z=lambda x: 0 * x[..., 0],
+            picked=lambda x, ids, t, d=d: pick(x.log_softmax(d), ids),
+        )
+        for d in (0, 1)
+    ),
+    *(
+        fault(
+            "the logits are clamped before the softmax",
+            z=lambda y, p, c=c: cap(y, p).clamp(-c, c),
+        )
+        for c in (1, 5, 10, 15, 20, 30, 50, 60, 80, 88, 100, 1000)
+    ),
     fault("the softcap is left out", z=lambda y, p: y),
-    fault("the derivative of the softcap is left out of the backward", z=lambda y, p: as_if(cap(y, p), y)),
+    fault(
+        "the derivative of the softcap is left out of the backward",
+        z=lambda y, p: as_if(cap(y, p), y),
+    ),
     _capped("is not divided by inside tanh", lambda y, c, t: c * y.tanh()),
     _capped("is not multiplied by outside tanh", lambda y, c, t: (y / c).tanh()),
-    _capped("is applied after the temperature", lambda y, c, t: t * c * (y / t / c).tanh()),
+    _capped(
+        "is applied after the temperature", lambda y, c, t: t * c * (y / t / c).tanh()
+    ),
     _capped("clamps the logits", lambda y, c, t: y.clamp(-c, c)),
-    fault("the logit scale is left out", y=lambda p: states(replace(p, logit_scale=1.0))),
-    fault("the logit scale is left out of the backward",
-          y=lambda p: as_if(states(p), states(replace(p, logit_scale=1.0)))),
+    fault(
+        "the logit scale is left out", y=lambda p: states(replace(p, logit_scale=1.0))
+    ),
+    fault(
+        "the logit scale is left out of the backward",
+        y=lambda p: as_if(states(p), states(replace(p, logit_scale=1.0))),
+    ),
     fault("the bias is left out", y=lambda p: states(replace(p, bias=None))),
-    *_upstream("the first token's upstream gradient is used for all", lambda u, p: u.flatten()[0].expand_as(u)),
-    *_upstream("the mean of the upstream gradients is used for all tokens", lambda u, p: u.mean().expand_as(u)),
-    *_upstream("the upstream gradient is ignored: all tokens count 1", lambda u, p: torch.ones_like(u)),
+    *_upstream(
+        "the first token's upstream gradient is used for all",
+        lambda u, p: u.flatten()[0].expand_as(u),
+    ),
+    *_upstream(
+        "the mean of the upstream gradients is used for all tokens",
+        lambda u, p: u.mean().expand_as(u),
+    ),
+    *_upstream(
+        "the upstream gradient is ignored: all tokens count 1",
+        lambda u, p: torch.ones_like(u),
+    ),
     *_upstream("negative upstream gradients are dropped", lambda u, p: u.clamp(min=0)),
-    *_upstream("the upstream gradient is read as contiguous: its layout is ignored", lambda u, p: _memory(u)),
-    fault("the entropy's gradient is skipped where the log-prob's upstream gradient is 0", only="entropy",
-          up=lambda u, p: 0 * u if p.g is None else u * (p.g != 0)),
-    fault("the input is read as contiguous: its layout is ignored", given=lambda p: replace(p, x=_memory(p.x))),
-    *(fault(f"shifted by one: {told} {sign} 1", given=shifted(by, rows), inner=True)
-      for rows, told in enumerate(("row t has the log-prob of token t", "token t is scored by the logits of row t"))
-      for sign, by in (("+", -1), ("-", 1))),
-    fault("the ids are stored in 16 bits", given=lambda p: replace(
-        p, tokens=p.tokens.to(torch.int16).long() % (p.x if p.weight is None else p.weight.mT).shape[-1])),
-    fault("id 0 is treated as padding: its log-prob is 0", lp=lambda lp, p: lp.masked_fill(p.tokens == 0, 0)),
-    fault("each token has the mean of its row", lp=lambda lp, p: lp.mean(-1, True).expand_as(lp)),
-    fault("the sampled token is left out of the normalizer", lp=lambda lp, p: lp - (-lp.expm1()).log()),
-    *(fault(f"labels are smoothed by {eps:g}", picked=smoothed(eps)) for eps in (0.01, 0.05, 0.1, 0.2)),
-    *(fault(f"the log-probs are clamped to at least {at}", lp=at_least(at))
-      for at in (-1, -2, -5, -8, -10, -15, -20, -25, -30, -50, -100)),
+    *_upstream(
+        "the upstream gradient is read as contiguous: its layout is ignored",
+        lambda u, p: _memory(u),
+    ),
+    fault(
+        "the entropy's gradient is skipped where the log-prob's upstream gradient is 0",
+        only="entropy",
+        up=lambda u, p: 0 * u if p.g is None else u * (p.g != 0),
+    ),
+    fault(
+        "the input is read as contiguous: its layout is ignored",
+        given=lambda p: replace(p, x=_memory(p.x)),
+    ),
+    *(
+        fault(f"shifted by one: {told} {sign} 1", given=shifted(by, rows), inner=True)
+        for rows, told in enumerate(
+            (
+                "row t has the log-prob of token t",
+                "token t is scored by the logits of row t",
+            )
+        )
+        for sign, by in (("+", -1), ("-", 1))
+    ),
+    fault(
+        "the ids are stored in 16 bits",
+        given=lambda p: replace(
+            p,
+            tokens=p.tokens.to(torch.int16).long()
+            % (p.x if p.weight is None else p.weight.mT).shape[-1],
+        ),
+    ),
+    fault(
+        "id 0 is treated as padding: its log-prob is 0",
+        lp=lambda lp, p: lp.masked_fill(p.tokens == 0, 0),
+    ),
+    fault(
+        "each token has the mean of its row",
+        lp=lambda lp, p: lp.mean(-1, True).expand_as(lp),
+    ),
+    fault(
+        "the sampled token is left out of the normalizer",
+        lp=lambda lp, p: lp - (-lp.expm1()).log(),
+    ),
+    *(
+        fault(f"labels are smoothed by {eps:g}", picked=smoothed(eps))
+        for eps in (0.01, 0.05, 0.1, 0.2)
+    ),
+    *(
+        fault(f"the log-probs are clamped to at least {at}", lp=at_least(at))
+        for at in (-1, -2, -5, -8, -10, -15, -20, -25, -30, -50, -100)
+    ),
     fault("temperatures below 1 are ignored", x=lambda z, t: z / max(t, 1.0)),
     fault("temperatures above 1 are ignored", x=lambda z, t: z / min(t, 1.0)),
-    fault("the normalizer leaves out the temperature", x=lambda z, t: z, x_H=torch.div,
-          picked=lambda x, ids, t: pick(x, ids) / t),
-    fault("the sampled token's logit leaves out the temperature", picked=lambda x, ids, t: pick(x, ids) * t),
-    fault("the bias is not divided by the temperature", y=lambda p: states(
-        p if p.bias is None else replace(p, bias=p.bias * p.temperature))),
-    fault("the entropy is a mean over the vocabulary, not a sum", H=lambda H, x, lp: H / x.shape[-1]),
-    fault("the maximum of the whole batch is subtracted, not each row's", log_Z=lambda x: (
-        m := x.detach().max()) + (x - m).exp().sum(-1).log()),
-    fault("the running maximum starts at 0", log_Z=lambda x: (
-        m := x.detach().amax(-1, keepdim=True).clamp(min=0))[..., 0] + (x - m).exp().sum(-1).log()),
-    fault("exp is taken before the maximum is subtracted", log_Z=lambda x: x.exp().sum(-1).log()),
+    fault(
+        "the normalizer leaves out the temperature",
+        x=lambda z, t: z,
+        x_H=torch.div,
+        picked=lambda x, ids, t: pick(x, ids) / t,
+    ),
+    fault(
+        "the sampled token's logit leaves out the temperature",
+        picked=lambda x, ids, t: pick(x, ids) * t,
+    ),
+    fault(
+        "the bias is not divided by the temperature",
+        y=lambda p: states(
+            p if p.bias is None else replace(p, bias=p.bias * p.temperature)
+        ),
+    ),
+    fault(
+        "the entropy is a mean over the vocabulary, not a sum",
+        H=lambda H, x, lp: H / x.shape[-1],
+    ),
+    fault(
+        "the maximum of the whole batch is subtracted, not each row's",
+        log_Z=lambda x: (m := x.detach().max()) + (x - m).exp().sum(-1).log(),
+    ),
+    fault(
+        "the running maximum starts at 0",
+        log_Z=lambda x: (
+            (m := x.detach().amax(-1, keepdim=True).clamp(min=0))[..., 0]
+            + (x - m).exp().sum(-1).log()
+        ),
+    ),
+    fault(
+        "exp is taken before the maximum is subtracted",
+        log_Z=lambda x: x.exp().sum(-1).log(),
+    ),
     fault("the weight gets no gradient", y=lambda p: states(_frozen(p))),
-    fault("the hidden states get no gradient",
-          y=lambda p: states(p if p.weight is None else replace(p, x=p.x.detach()))),
+    fault(
+        "the hidden states get no gradient",
+        y=lambda p: states(p if p.weight is None else replace(p, x=p.x.detach())),
+    ),
     *(fault(f"{eps:g} is added to the probability", lp=added(eps)) for eps in EPS),
-    *(fault(f"the probability is clamped to at least {eps:g}", lp=clamped(eps)) for eps in EPS),
-)  # fmt: skip
+    *(
+        fault(f"the probability is clamped to at least {eps:g}", lp=clamped(eps))
+        for eps in EPS
+    ),
+)
 
 
 def known(p: Problem) -> Iterator[LogprobFault]:
@@ -290,19 +444,30 @@ def _columns(V: int, n: int) -> Iterator[LogprobFault]:
         )
     missed = lambda ids: (ids % n == n - 1) | (ids == V - 1)
     told = f"each tile of {n} columns" if n < V else "the vocabulary"
-    yield fault(f"the last id of {told} is missed: its logit counts 0",
-                picked=lambda x, ids, t: pick(x, ids).masked_fill(missed(ids), 0))  # fmt: skip
+    yield fault(
+        f"the last id of {told} is missed: its logit counts 0",
+        picked=lambda x, ids, t: pick(x, ids).masked_fill(missed(ids), 0),
+    )
     if not 0 < whole < V:
         return
     yield _normalizer(
         f"the last, partial tile of {n} columns is left out", lambda x: x[..., :whole]
     )
-    yield fault(f"the last, partial tile of {n} columns gets no gradient",
-                x=lambda z, t: torch.cat([z[..., :whole], z[..., whole:].detach()], -1) / t)  # fmt: skip
-    yield fault(f"the hidden states' gradient has the last tile of {n} columns alone",
-                x=lambda z, t: torch.cat([z[..., :last].detach(), z[..., last:]], -1) / t)  # fmt: skip
-    yield fault(f"the running sums of tiles of {n} columns are not rescaled", log_Z=lambda x: _running(x, n),
-                H=lambda H, x, lp: log_sum(x) - _running(x, n, x) / (log_sum(x) - x.amax(-1)).exp())  # fmt: skip
+    yield fault(
+        f"the last, partial tile of {n} columns gets no gradient",
+        x=lambda z, t: torch.cat([z[..., :whole], z[..., whole:].detach()], -1) / t,
+    )
+    yield fault(
+        f"the hidden states' gradient has the last tile of {n} columns alone",
+        x=lambda z, t: torch.cat([z[..., :last].detach(), z[..., last:]], -1) / t,
+    )
+    yield fault(
+        f"the running sums of tiles of {n} columns are not rescaled",
+        log_Z=lambda x: _running(x, n),
+        H=lambda H, x, lp: (
+            log_sum(x) - _running(x, n, x) / (log_sum(x) - x.amax(-1)).exp()
+        ),
+    )
 
 
 def _running(x: Tensor, n: int, factor: Tensor | None = None) -> Tensor:
@@ -322,8 +487,11 @@ def _rows(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
         lambda p: torch.where(rows[..., None], states(_frozen(p)), states(p))
     )
     if last.any() and not last.all():
-        yield fault(f"{told} is left out: its results are 0", lp=lambda lp, p: lp.masked_fill(last, 0),
-                    H=lambda H, x, lp: H.masked_fill(last, 0))  # fmt: skip
+        yield fault(
+            f"{told} is left out: its results are 0",
+            lp=lambda lp, p: lp.masked_fill(last, 0),
+            H=lambda H, x, lp: H.masked_fill(last, 0),
+        )
         yield fault(f"{told} gets no gradient", up=lambda u, p: u.masked_fill(last, 0))
         yield fault(f"the weight's gradient lacks {told}", y=without(last))
     for which, rows in (

@@ -27,9 +27,18 @@ from upref.verify.measure import kl_slope, unit_weights
 
 # what a fault changes
 KINDS = (
-    "sign", "hyperparameter", "objective", "clip", "ratio", "advantage", "stop-gradient", "aggregation", "term",
-    "rounding", "batches",
-)  # fmt: skip
+    "sign",
+    "hyperparameter",
+    "objective",
+    "clip",
+    "ratio",
+    "advantage",
+    "stop-gradient",
+    "aggregation",
+    "term",
+    "rounding",
+    "batches",
+)
 # (lp, lp_old, A, mask), unreduced
 Term = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -171,8 +180,11 @@ def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
     near = {
         (A, side): weight(A, 0.02, NEAR * s) for A in signs for side, s in SIDES.items()
     }
-    times_r = {(A, side): abs(near[A, side] - at_1[A] * math.exp(NEAR * s)) <= 1e-13
-               for A in signs for side, s in SIDES.items()}  # fmt: skip
+    times_r = {
+        (A, side): abs(near[A, side] - at_1[A] * math.exp(NEAR * s)) <= 1e-13
+        for A in signs
+        for side, s in SIDES.items()
+    }
     live = {A: at_1[A] != 0 for A in signs}
     plain = {A: live[A] and any(times_r[A, side] for side in SIDES) for A in signs}
     same = {
@@ -180,8 +192,10 @@ def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
         for key, (w, far, _) in at.items()
     }
     free = {A: live[A] and all(same[A, side] for side in SIDES) for A in signs}
-    bounded = {(A, side): plain[A] and abs(far / (w * math.exp(log_r)) - 1) > 1e-9
-               for (A, side), (w, far, log_r) in at.items()}  # fmt: skip
+    bounded = {
+        (A, side): plain[A] and abs(far / (w * math.exp(log_r)) - 1) > 1e-9
+        for (A, side), (w, far, log_r) in at.items()
+    }
     cut = {key: bounded[key] and far == 0 for key, (_, far, _) in at.items()}
     odd = lambda x: (
         weight(1.0, 0.02, x) + weight(-1.0, 0.02, x) - 2 * weight(0.0, 0.02, x)
@@ -264,8 +278,11 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
         yield from kl_faults(o, hp)
     for words, of in SAMPLER.items() if o.sampler else ():
         yield fault(words, "ratio", view=lambda b, of=of: b.but(logp_sampler=of(b)))
-    yield fault("the ratio is to π_ref, not to π_old", "ratio",
-                view=lambda b: b if b.logp_ref is None else b.but(logp_old=b.logp_ref))  # fmt: skip
+    yield fault(
+        "the ratio is to π_ref, not to π_old",
+        "ratio",
+        view=lambda b: b if b.logp_ref is None else b.but(logp_old=b.logp_ref),
+    )
     lo, hi = (
         hp.get("eps_low", hp.get("eps", 0.2)),
         hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2))),
@@ -293,15 +310,32 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
 # a KL term that is not k(π_θ, π_ref): what is said of the objective's own, of another,
 # and the term itself, a function of (log π_θ, log π_ref, log π_old, log μ)
 KL_FORMS: tuple[tuple[str, str, Callable[..., Callable]], ...] = (
-    ("π_θ and π_ref are exchanged in the KL term ({})", "π_θ and π_ref exchanged",
-     lambda k: lambda x, ref, old, mu: k(ref, x)),
-    ("the KL term ({}) is multiplied by the ratio", "times the ratio",
-     lambda k: lambda x, ref, old, mu: k(x, ref) * exp(x - old)),
-    ("the KL term ({}) is multiplied by the ratio, which is a constant", "times the ratio, a constant",
-     lambda k: lambda x, ref, old, mu: k(x, ref) * sg(exp(x - old))),
-    ("the KL term ({}) is to π_old, not to π_ref", "to π_old", lambda k: lambda x, ref, old, mu: k(x, old)),
-    ("the KL term ({}) is to μ, the sampler's policy", "to μ", lambda k: lambda x, ref, old, mu: k(x, mu)),
-)  # fmt: skip
+    (
+        "π_θ and π_ref are exchanged in the KL term ({})",
+        "π_θ and π_ref exchanged",
+        lambda k: lambda x, ref, old, mu: k(ref, x),
+    ),
+    (
+        "the KL term ({}) is multiplied by the ratio",
+        "times the ratio",
+        lambda k: lambda x, ref, old, mu: k(x, ref) * exp(x - old),
+    ),
+    (
+        "the KL term ({}) is multiplied by the ratio, which is a constant",
+        "times the ratio, a constant",
+        lambda k: lambda x, ref, old, mu: k(x, ref) * sg(exp(x - old)),
+    ),
+    (
+        "the KL term ({}) is to π_old, not to π_ref",
+        "to π_old",
+        lambda k: lambda x, ref, old, mu: k(x, old),
+    ),
+    (
+        "the KL term ({}) is to μ, the sampler's policy",
+        "to μ",
+        lambda k: lambda x, ref, old, mu: k(x, mu),
+    ),
+)
 KL_TERMS = {
     name: lambda x, ref, old, mu, k=k: k(x, ref) for name, k in kl.ESTIMATORS.items()
 }
@@ -392,19 +426,32 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
                 )
                 return _in_place_of_fn(o, plain, w, b)
 
-            yield fault(f"the KL term ({name}){whose} is folded into the advantage, without a gradient of its own",
-                        "term", weigh=folded)  # fmt: skip
+            yield fault(
+                f"the KL term ({name}){whose} is folded into the advantage, without a gradient of its own",
+                "term",
+                weigh=folded,
+            )
     for one in known_of("kl"):
         yield made(
             f"the KL term: {one.words}", lambda x, ref, old, mu, f=one.change: f(x, ref)
         )
     for x in CLAMPED:
-        yield made(f"the KL term is clamped at {x:g}",
-                   lambda lp, ref, old, mu, x=x: kl.per_token(o.kl, lp, ref, old).clamp(-x, x))  # fmt: skip
-        yield made(f"the KL term's log-ratio is clamped to ±{x:g}",
-                   lambda lp, ref, old, mu, x=x: kl.per_token(o.kl, lp, lp - (lp - ref).clamp(-x, x), old))  # fmt: skip
-    for said, on in (("A > 0", lambda A: A > 0), ("A <= 0", lambda A: A <= 0), ("A < 0", lambda A: A < 0),
-                     ("A is not 0", lambda A: A != 0)):  # fmt: skip
+        yield made(
+            f"the KL term is clamped at {x:g}",
+            lambda lp, ref, old, mu, x=x: kl.per_token(o.kl, lp, ref, old).clamp(-x, x),
+        )
+        yield made(
+            f"the KL term's log-ratio is clamped to ±{x:g}",
+            lambda lp, ref, old, mu, x=x: kl.per_token(
+                o.kl, lp, lp - (lp - ref).clamp(-x, x), old
+            ),
+        )
+    for said, on in (
+        ("A > 0", lambda A: A > 0),
+        ("A <= 0", lambda A: A <= 0),
+        ("A < 0", lambda A: A < 0),
+        ("A is not 0", lambda A: A != 0),
+    ):
         part = lambda b, on=on: (
             rest(b) - beta * kl_slope(o.kl, b) * on(b.adv.expand_as(b.mask))
         )
@@ -466,8 +513,11 @@ def powered(o: Objective, hp: dict[str, Any], k: float) -> Iterator[LossFault]:
     if abs(k - 1) > 1e-5 and any(
         any(_ends(o, hp, s)) != all(_ends(o, hp, s)) for s in ("lower", "upper")
     ):
-        yield fault(f"the ratio is taken to the power {k:.5g}: every log-ratio is multiplied by it", "ratio",
-                    J=lambda lp, old, A, m: term_of(o, hp)(old + k * (lp - old), old, A, m))  # fmt: skip
+        yield fault(
+            f"the ratio is taken to the power {k:.5g}: every log-ratio is multiplied by it",
+            "ratio",
+            J=lambda lp, old, A, m: term_of(o, hp)(old + k * (lp - old), old, A, m),
+        )
 
 
 def _without_beta(hp: dict[str, Any]) -> dict[str, Any]:
@@ -564,11 +614,17 @@ def _forms(
     two_sided = any(0 < x < 1 for x in bounds)
 
     for said, cut in cuts(lo, hi) if weighs else ():
-        yield made("stop-gradient", f"the {said} ratio multiplies A itself: beyond the cap no gradient is left",
-                   form(lambda r, A, lp, f=cut: f(r) * A))  # fmt: skip
+        yield made(
+            "stop-gradient",
+            f"the {said} ratio multiplies A itself: beyond the cap no gradient is left",
+            form(lambda r, A, lp, f=cut: f(r) * A),
+        )
         for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
-            yield made("clip", f"the weight is {said} only where {sign}",
-                       form(lambda r, A, lp, f=cut, on=on: sg(where(on(A), f(r), r)) * A * lp))  # fmt: skip
+            yield made(
+                "clip",
+                f"the weight is {said} only where {sign}",
+                form(lambda r, A, lp, f=cut, on=on: sg(where(on(A), f(r), r)) * A * lp),
+            )
     if has.is_smooth:
         yield from _without_the_rest(o, hp, form)
     for A0, here, on in (
@@ -585,12 +641,21 @@ def _forms(
                 ),
             )
     if has.has_minimum:
-        yield made("clip", "the ratio is clipped on both sides, whatever the sign of A: the minimum is missing",
-                   form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A))  # fmt: skip
-        yield made("clip", "the clip acts on the product r A, not on r: its bounds move with the size of A",
-                   form(lambda r, A, lp: minimum(r * A, clip(r * A, 1 - lo, 1 + hi))))  # fmt: skip
-        yield made("clip", "the maximum is taken where the minimum belongs",
-                   form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)))  # fmt: skip
+        yield made(
+            "clip",
+            "the ratio is clipped on both sides, whatever the sign of A: the minimum is missing",
+            form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A),
+        )
+        yield made(
+            "clip",
+            "the clip acts on the product r A, not on r: its bounds move with the size of A",
+            form(lambda r, A, lp: minimum(r * A, clip(r * A, 1 - lo, 1 + hi))),
+        )
+        yield made(
+            "clip",
+            "the maximum is taken where the minimum belongs",
+            form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)),
+        )
 
         def clipped_detached(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
             return minimum(r * A, sg(clip(r, 1 - lo, 1 + hi) * A))
@@ -622,13 +687,25 @@ def _forms(
                 by_sum,
             )
         for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
-            yield made("clip", f"where {sign} the maximum is taken where the minimum belongs",
-                       form(lambda r, A, lp, on=on: where(
-                           on(A), maximum(r * A, clip(r, 1 - lo, 1 + hi) * A), ppo(r, A))))  # fmt: skip
-        yield made("clip", "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
-                   form(lambda r, A, lp: minimum(r, clip(r, 1 - lo, 1 + hi)) * A))  # fmt: skip
-    no_ratio = made("ratio", "log π_θ replaces the ratio where A <= 0 too",
-                    form(lambda r, A, lp: A * lp))  # fmt: skip
+            yield made(
+                "clip",
+                f"where {sign} the maximum is taken where the minimum belongs",
+                form(
+                    lambda r, A, lp, on=on: where(
+                        on(A), maximum(r * A, clip(r, 1 - lo, 1 + hi) * A), ppo(r, A)
+                    )
+                ),
+            )
+        yield made(
+            "clip",
+            "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
+            form(lambda r, A, lp: minimum(r, clip(r, 1 - lo, 1 + hi)) * A),
+        )
+    no_ratio = made(
+        "ratio",
+        "log π_θ replaces the ratio where A <= 0 too",
+        form(lambda r, A, lp: A * lp),
+    )
     if has.free[1.0] and has.plain[-1.0]:  # as in UP
         yield no_ratio
         if has.bounded[-1.0, "below"] or has.bounded[-1.0, "above"]:
@@ -642,14 +719,36 @@ def _forms(
                 f"{side} where A <= 0",
                 form(lambda r, A, lp: where(A > 0, A * lp, r * A)),
             )
-        yield made("ratio", "the branches are exchanged: log π_θ where A < 0",
-                   form(lambda r, A, lp: where(A < 0, A * lp, minimum(r * A, r.clamp(min=1 - lo) * A))))  # fmt: skip
-        yield made("clip", "the tokens of A > 0 are clipped too", form(lambda r, A, lp: where(
-            A > 0, A * lp * (r <= 1 + hi), minimum(r * A, r.clamp(min=1 - lo) * A))))  # fmt: skip
-        yield made("ratio", "the ratio still multiplies A where A > 0: unclipped importance sampling, not UP",
-                   form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
-    yield made("ratio", "old_log_prob has no effect: the ratio is of the policy to itself, always 1",
-               lambda lp, old, A, m: A * lp)  # fmt: skip
+        yield made(
+            "ratio",
+            "the branches are exchanged: log π_θ where A < 0",
+            form(
+                lambda r, A, lp: where(
+                    A < 0, A * lp, minimum(r * A, r.clamp(min=1 - lo) * A)
+                )
+            ),
+        )
+        yield made(
+            "clip",
+            "the tokens of A > 0 are clipped too",
+            form(
+                lambda r, A, lp: where(
+                    A > 0,
+                    A * lp * (r <= 1 + hi),
+                    minimum(r * A, r.clamp(min=1 - lo) * A),
+                )
+            ),
+        )
+        yield made(
+            "ratio",
+            "the ratio still multiplies A where A > 0: unclipped importance sampling, not UP",
+            form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))),
+        )
+    yield made(
+        "ratio",
+        "old_log_prob has no effect: the ratio is of the policy to itself, always 1",
+        lambda lp, old, A, m: A * lp,
+    )
     if has.is_bounded:
         trained = lambda A: where(A > 0, A * has.live[1.0], A * has.live[-1.0])
         yield made(
@@ -677,8 +776,11 @@ def _forms(
             lambda lp, old, A, m: o.surrogate(old, lp, A, **_without_beta(hp)),
         )
     if c := hp.get("c"):
-        yield made("clip", "the dual clip takes the other one of its two terms: min(J, c A) where A < 0",
-                   form(lambda r, A, lp: where(A < 0, minimum(ppo(r, A), c * A), ppo(r, A))))  # fmt: skip
+        yield made(
+            "clip",
+            "the dual clip takes the other one of its two terms: min(J, c A) where A < 0",
+            form(lambda r, A, lp: where(A < 0, minimum(ppo(r, A), c * A), ppo(r, A))),
+        )
     yield made(
         "advantage",
         "A enters by its absolute value",
@@ -701,11 +803,17 @@ def _forms(
         lambda lp, old, A, m: j(lp, old, A * A.abs(), m),
     )
     for sign, kept in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
-        yield made("advantage", f"no token with {sign} has a gradient: its advantage is dropped, or its term detached",
-                   lambda lp, old, A, m, kept=kept: j(lp, old, A.clamp(**kept), m))  # fmt: skip
+        yield made(
+            "advantage",
+            f"no token with {sign} has a gradient: its advantage is dropped, or its term detached",
+            lambda lp, old, A, m, kept=kept: j(lp, old, A.clamp(**kept), m),
+        )
     if has.branches:
-        yield made("advantage", "the branches of the two signs of A are exchanged",
-                   lambda lp, old, A, m: -j(lp, old, -A, m))  # fmt: skip
+        yield made(
+            "advantage",
+            "the branches of the two signs of A are exchanged",
+            lambda lp, old, A, m: -j(lp, old, -A, m),
+        )
     for side, here, there, kept in (
         ("lower", "A < 0", f"above {1 + hi:g} where A > 0", {"max": 1 + hi}),
         ("upper", "A > 0", f"below {1 - lo:g} where A < 0", {"min": 1 - lo}),
@@ -735,17 +843,32 @@ def _forms(
         form(lambda r, A, lp: ppo(r, A)),
     )
     for said, of in (
-        ("the ratio of the response replaces the token's", lambda x, m: mean_t(x, m)[:, None]),
+        (
+            "the ratio of the response replaces the token's",
+            lambda x, m: mean_t(x, m)[:, None],
+        ),
         ("the ratio of the token replaces the response's", lambda x, m: x),
-        ("the response's log-ratio is summed, not averaged over its tokens", lambda x, m: sum_t(x, m)[:, None]),
-        ("the response's log-ratio is averaged over the padded width, padding included: the mask is ignored",
-         lambda x, m: x.mean(-1, keepdim=True)),
-        ("the response's log-ratio is divided by the padded width", lambda x, m: sum_t(x, m)[:, None] / m.shape[1]),
-        ("the response's log-ratio is divided by the length of the longest response",
-         lambda x, m: sum_t(x, m)[:, None] / m.sum(1).max()),
-        ("the response's ratio is the mean of its tokens' ratios, not their geometric mean",
-         lambda x, m: mean_t(exp(x), m).log()[:, None]),
-    ):  # fmt: skip
+        (
+            "the response's log-ratio is summed, not averaged over its tokens",
+            lambda x, m: sum_t(x, m)[:, None],
+        ),
+        (
+            "the response's log-ratio is averaged over the padded width, padding included: the mask is ignored",
+            lambda x, m: x.mean(-1, keepdim=True),
+        ),
+        (
+            "the response's log-ratio is divided by the padded width",
+            lambda x, m: sum_t(x, m)[:, None] / m.shape[1],
+        ),
+        (
+            "the response's log-ratio is divided by the length of the longest response",
+            lambda x, m: sum_t(x, m)[:, None] / m.sum(1).max(),
+        ),
+        (
+            "the response's ratio is the mean of its tokens' ratios, not their geometric mean",
+            lambda x, m: mean_t(exp(x), m).log()[:, None],
+        ),
+    ):
         wide_r = lambda x, m, of=of: of(x, m).expand_as(x)
         longest = "longest" in said
         yield made(
@@ -791,8 +914,11 @@ def _forms(
 
     words = "the product of the response's ratios replaces the token's: one term for each response"
     yield fault(words, "ratio", weigh=multiplied)
-    yield made("stop-gradient", "the whole term is detached: a constant weight on log π_θ",
-               lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp)  # fmt: skip
+    yield made(
+        "stop-gradient",
+        "the whole term is detached: a constant weight on log π_θ",
+        lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp,
+    )
     if has.is_bounded:
         words = "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high"
         yield made(
@@ -805,16 +931,32 @@ def _forms(
             if o.level == "custom"
             else ""
         )
-        yield made("clip", f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
-                   form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)))  # fmt: skip
-    yield made("ratio", f"log r replaces the ratio: the weight is A where log r is in [{-lo:g}, {hi:g}]",
-               lambda lp, old, A, m: minimum((x := log_r(lp, old, m)) * A, x.clamp(-lo, hi) * A))  # fmt: skip
+        yield made(
+            "clip",
+            f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
+            form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)),
+        )
+    yield made(
+        "ratio",
+        f"log r replaces the ratio: the weight is A where log r is in [{-lo:g}, {hi:g}]",
+        lambda lp, old, A, m: minimum(
+            (x := log_r(lp, old, m)) * A, x.clamp(-lo, hi) * A
+        ),
+    )
     for x in (*CAPS, *bounds):
         cap = f", at most {x:g}" if x < math.inf else ""
-        yield made("ratio", f"the term is multiplied by the ratio once more, as a constant{cap}",
-                   lambda lp, old, A, m, x=x: sg(R(lp, old, m).clamp(max=x)) * j(lp, old, A, m))  # fmt: skip
-    yield made("ratio", "where A > 0 the ratio to π_old replaces log π_θ",
-               form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
+        yield made(
+            "ratio",
+            f"the term is multiplied by the ratio once more, as a constant{cap}",
+            lambda lp, old, A, m, x=x: (
+                sg(R(lp, old, m).clamp(max=x)) * j(lp, old, A, m)
+            ),
+        )
+    yield made(
+        "ratio",
+        "where A > 0 the ratio to π_old replaces log π_θ",
+        form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))),
+    )
     yield no_ratio
     constant = form(lambda r, A, lp: sg(clip(r, 1 - lo, 1 + hi)) * A * lp)
     if weighs:
@@ -827,25 +969,40 @@ def _forms(
         said = "stop-gradient: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient"
         yield made("stop-gradient", said, constant)
     for said, cut in cuts(lo, hi):
-        yield made("stop-gradient", f"stop-gradient: the {said} ratio on log π_θ is not detached",
-                   form(lambda r, A, lp, f=cut: f(r) * A * lp),
-                   meant="cispo_verl" if two_sided else "cispo")  # fmt: skip
+        yield made(
+            "stop-gradient",
+            f"stop-gradient: the {said} ratio on log π_θ is not detached",
+            form(lambda r, A, lp, f=cut: f(r) * A * lp),
+            meant="cispo_verl" if two_sided else "cispo",
+        )
     if has.is_bounded:
-        yield made("ratio", "the ratio is missing from the weight: 1 in its place inside the bounds",
-                   form(lambda r, A, lp: A * lp * where(A > 0, r <= 1 + hi, r >= 1 - lo)))  # fmt: skip
-    yield made("stop-gradient", "stop-gradient: exp(log π_θ) without an anchor",
-               lambda lp, old, A, m: where(A > 0, A * exp(lp), j(lp, old, A, m)))  # fmt: skip
+        yield made(
+            "ratio",
+            "the ratio is missing from the weight: 1 in its place inside the bounds",
+            form(lambda r, A, lp: A * lp * where(A > 0, r <= 1 + hi, r >= 1 - lo)),
+        )
+    yield made(
+        "stop-gradient",
+        "stop-gradient: exp(log π_θ) without an anchor",
+        lambda lp, old, A, m: where(A > 0, A * exp(lp), j(lp, old, A, m)),
+    )
     for x in sorted(
         {round(abs(float(torch.tensor(v).log())), 4) for v in bounds if v > 0}
     ):
         if x >= 0.05:  # below, a bound of the response's ratio, no guard
-            yield made("clip", f"log r is clamped to ±{x:g}",
-                       lambda lp, old, A, m, x=x: j(old + (lp - old).clamp(-x, x), old, A, m))  # fmt: skip
+            yield made(
+                "clip",
+                f"log r is clamped to ±{x:g}",
+                lambda lp, old, A, m, x=x: j(old + (lp - old).clamp(-x, x), old, A, m),
+            )
     for x in bounds:
         yield made(
             "clip",
             f"the ratio is capped at {x:.6g}",
             form(lambda r, A, lp, x=x: ppo(r.clamp(max=x), A)),
         )
-        yield made("clip", f"a dual clip at c = {x:.6g}",
-                   form(lambda r, A, lp, x=x: where(A < 0, ppo(r.clamp(max=x), A), ppo(r, A))))  # fmt: skip
+        yield made(
+            "clip",
+            f"a dual clip at c = {x:.6g}",
+            form(lambda r, A, lp, x=x: where(A < 0, ppo(r.clamp(max=x), A), ppo(r, A))),
+        )

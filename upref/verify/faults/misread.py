@@ -206,11 +206,19 @@ def _responses(
 
 SAMPLES: tuple[tuple[str, Callable[..., tuple[Tensor, Tensor]]], ...] = (
     ("the tokens of each batch", _tokens),
-    *((f"the responses of each {which}", partial(_responses, of=of, grouped=which == "group"))
-      for of, which in product((per_response, mean_t), ("batch", "group"))),
-)  # fmt: skip
-STEPS = {(True, True): "whitened again", (False, True): "divided by their standard deviation",
-         (True, False): "centered again"}  # fmt: skip
+    *(
+        (
+            f"the responses of each {which}",
+            partial(_responses, of=of, grouped=which == "group"),
+        )
+        for of, which in product((per_response, mean_t), ("batch", "group"))
+    ),
+)
+STEPS = {
+    (True, True): "whitened again",
+    (False, True): "divided by their standard deviation",
+    (True, False): "centered again",
+}
 
 
 def renormalized() -> Iterator[LossFault]:
@@ -282,14 +290,18 @@ def reweighted(case: Case) -> Iterator[LossFault]:
     if (q[use] > 0).all() and use.any():
         n = lambda m: m.sum(1, keepdim=True).double().expand(m.shape)
         power = _slope(n(b.mask)[use].log(), q[use].log())
-        yield made(f"every weight is multiplied by |o|^{power:.4g}, |o| its response's length",
-                   lambda b: n(b.mask) ** power)  # fmt: skip
+        yield made(
+            f"every weight is multiplied by |o|^{power:.4g}, |o| its response's length",
+            lambda b: n(b.mask) ** power,
+        )
         for where, place in POSITIONS.items():
             gamma = float(
                 torch.tensor(_slope(place(b.mask)[use].double(), q[use].log())).exp()
             )
-            yield made(f"A is discounted by {gamma:.6g} a token, {where}",
-                       lambda b, gamma=gamma, place=place: gamma ** place(b.mask).double())  # fmt: skip
+            yield made(
+                f"A is discounted by {gamma:.6g} a token, {where}",
+                lambda b, gamma=gamma, place=place: gamma ** place(b.mask).double(),
+            )
     yield clipped(case)
     if more := common_value((found - case.expected(b))[b.mask]):
         yield fault(
@@ -300,15 +312,24 @@ def reweighted(case: Case) -> Iterator[LossFault]:
     live, j = use & (q > 0), term_of(case.o, case.hp)
     if live.sum() > 2:
         k, as_by = _slope(b.logp[live], q[live].log()), "as by one over a temperature"
-        yield fault(f"log_prob is multiplied by {1 + k:.5g}, {as_by}, and old_log_prob is not", "ratio",
-                    J=lambda lp, old, A, m: j(lp + k * lp, old, A, m))  # fmt: skip
-        yield fault(f"old_log_prob is multiplied by {1 - k:.5g}, {as_by}, and log_prob is not", "ratio",
-                    view=lambda b: b.but(logp_old=b.logp_old - k * b.logp_old))  # fmt: skip
+        yield fault(
+            f"log_prob is multiplied by {1 + k:.5g}, {as_by}, and old_log_prob is not",
+            "ratio",
+            J=lambda lp, old, A, m: j(lp + k * lp, old, A, m),
+        )
+        yield fault(
+            f"old_log_prob is multiplied by {1 - k:.5g}, {as_by}, and log_prob is not",
+            "ratio",
+            view=lambda b: b.but(logp_old=b.logp_old - k * b.logp_old),
+        )
     rest = lambda b: unit_weights(case.o, b, case.hp)
     push = lambda b: torch.where(b.mask, -b.logp.exp() * (1 + b.logp), 0)
     c = float(((found - rest(b)) * push(b)).nan_to_num().sum() / (push(b) ** 2).sum())
-    yield fault(f"{c:.5g} times -π log π of the sampled token is added to J, which is not the entropy", "term",
-                weigh=lambda b: rest(b) + c * push(b))  # fmt: skip
+    yield fault(
+        f"{c:.5g} times -π log π of the sampled token is added to J, which is not the entropy",
+        "term",
+        weigh=lambda b: rest(b) + c * push(b),
+    )
 
 
 def clipped(case: Case, times: float = 1.0) -> LossFault:
@@ -353,8 +374,12 @@ def left_out(case: Case) -> Iterator[LossFault]:
             kept = lambda b, x=x, limit=limit: b.mask & (x(b) <= limit)
             for counted in (True, False):
                 told = f"{words.format(said(limit))} are not trained, {'though' if counted else 'and not'} counted"
-                yield fault(f"{told} in the denominator", "batches", weigh=_under(case.o, case.hp, kept, counted),
-                            whole=True)  # fmt: skip
+                yield fault(
+                    f"{told} in the denominator",
+                    "batches",
+                    weigh=_under(case.o, case.hp, kept, counted),
+                    whole=True,
+                )
 
 
 FLOORS = np.linspace(-1, -80, 80)  # log-probabilities among which `floored` looks

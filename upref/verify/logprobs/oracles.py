@@ -203,10 +203,13 @@ def plain(name: str, why: str = "it returns no entropy") -> Oracle:
 
 
 def compared(
-    name: str, asked: Callable[[Kernel], dict[str, Problem]], least: Callable[[Case], float] = lambda case: 0.0,
-    also: Callable[[Kernel], Iterable[Problem]] = lambda k: (), not_run: Callable[[Case], str] = wrong,
+    name: str,
+    asked: Callable[[Kernel], dict[str, Problem]],
+    least: Callable[[Case], float] = lambda case: 0.0,
+    also: Callable[[Kernel], Iterable[Problem]] = lambda k: (),
+    not_run: Callable[[Case], str] = wrong,
     refused: str | None = None,
-) -> Oracle:  # fmt: skip
+) -> Oracle:
     """The first of these problems on which it is wrong. refused: what a note adds where
     it refuses one.
     """
@@ -413,21 +416,56 @@ NO_TEMPERATURE = "no temperature among its arguments"
 PLAIN = ("values", "temperature", "gradient", "entropy-gradient", "gradients")
 ORACLES: tuple[Oracle, ...] = (
     determinism,
-    plain("values"), plain("temperature", NO_TEMPERATURE), *map(plain, PLAIN[2:]),
+    plain("values"),
+    plain("temperature", NO_TEMPERATURE),
+    *map(plain, PLAIN[2:]),
     # 131,075 columns
-    compared("tiles", problems.tiles, lambda case: 0.0 if case.rough == DOUBLE else 20 * SINGLE,
-             lambda k: [problems.random_problem(k, 4099, 4, 2, 10)]),
-    compared("temperatures", problems.temperatures,
-             not_run=lambda case: wrong(case) or ("" if "temperature" in case.kernel.settings else NO_TEMPERATURE)),
+    compared(
+        "tiles",
+        problems.tiles,
+        lambda case: 0.0 if case.rough == DOUBLE else 20 * SINGLE,
+        lambda k: [problems.random_problem(k, 4099, 4, 2, 10)],
+    ),
+    compared(
+        "temperatures",
+        problems.temperatures,
+        not_run=lambda case: (
+            wrong(case)
+            or ("" if "temperature" in case.kernel.settings else NO_TEMPERATURE)
+        ),
+    ),
     compared("peak", problems.peaks),
-    compared("offset", problems.offset, lambda case: 0.05 if case.rough > DOUBLE else 1e-6,
-             lambda k: problems.offset(k).values(),
-             not_run=lambda case: wrong(case) or ("it computes in half precision" if case.rough >= HALF else "")),
-    compared("forbidden", problems.forbidden,
-             not_run=lambda case: wrong(case) or ("" if problems.forbidden(case.kernel) else "no logit can be -inf")),
+    compared(
+        "offset",
+        problems.offset,
+        lambda case: 0.05 if case.rough > DOUBLE else 1e-6,
+        lambda k: problems.offset(k).values(),
+        not_run=lambda case: (
+            wrong(case)
+            or ("it computes in half precision" if case.rough >= HALF else "")
+        ),
+    ),
+    compared(
+        "forbidden",
+        problems.forbidden,
+        not_run=lambda case: (
+            wrong(case)
+            or ("" if problems.forbidden(case.kernel) else "no logit can be -inf")
+        ),
+    ),
     compared("ignored-ids", problems.ignored, refused=": give padding any valid id"),
-    compared("layout", problems.layout, refused=""), repeated,
-    compared("frozen", problems.frozen,
-             not_run=lambda case: wrong(case) or ("one input" if case.kernel.kind == "logits" else "")),
-    padding, mutation, large, bfloat16, ranks,
-)  # fmt: skip
+    compared("layout", problems.layout, refused=""),
+    repeated,
+    compared(
+        "frozen",
+        problems.frozen,
+        not_run=lambda case: (
+            wrong(case) or ("one input" if case.kernel.kind == "logits" else "")
+        ),
+    ),
+    padding,
+    mutation,
+    large,
+    bfloat16,
+    ranks,
+)

@@ -101,8 +101,13 @@ def compared(
     every, h = outcomes(kernel, p, ranks), "gradient of hidden"
     for rank, found in enumerate(every):
         want = solved(p).numbers
-        want |= {f"gradient of {k}": solved(p).numbers[f"gradient of {k}"].chunk(ranks, dim)[rank]
-                 for k, dim in (("logits", -1), ("weight", 0)) if k in p.leaves}  # fmt: skip
+        want |= {
+            f"gradient of {k}": solved(p)
+            .numbers[f"gradient of {k}"]
+            .chunk(ranks, dim)[rank]
+            for k, dim in (("logits", -1), ("weight", 0))
+            if k in p.leaves
+        }
         worst = lambda numbers, want=want: off(
             p, Outcome(numbers), Outcome(want), SINGLE
         )
@@ -151,17 +156,26 @@ def _why(
     )
     grads = {k: v for k, v in want.items() if k.startswith("gradient")}
     for words, change in {
-        "log(ranks) is subtracted: every rank's normalizer is counted": {"log-prob": lp - math.log(ranks)},
+        "log(ranks) is subtracted: every rank's normalizer is counted": {
+            "log-prob": lp - math.log(ranks)
+        },
         "log(ranks) is added": {"log-prob": lp + math.log(ranks)},
-        "the normalizer is that of this rank's part alone": {"log-prob": lp + whole - log_sum(own)},
+        "the normalizer is that of this rank's part alone": {
+            "log-prob": lp + whole - log_sum(own)
+        },
         "each rank subtracts its own maximum": {"log-prob": lp + whole - from_own_max},
-        "the ids are not shifted by the rank's first id": {"log-prob": unshifted - whole},
+        "the ids are not shifted by the rank's first id": {
+            "log-prob": unshifted - whole
+        },
         "the gradient is multiplied by the number of ranks: a sum over ranks is differentiated as a sum": {
-            k: v * ranks for k, v in grads.items()},
-        "the gradient is divided by the number of ranks": {k: v / ranks for k, v in grads.items()},
+            k: v * ranks for k, v in grads.items()
+        },
+        "the gradient is divided by the number of ranks": {
+            k: v / ranks for k, v in grads.items()
+        },
         "there is no gradient": {k: 0 * v for k, v in grads.items()},
         "the entropy is that of this rank's part alone": {"entropy": entropy(own)},
-    }.items():  # fmt: skip
+    }.items():
         keys = change if "log-prob" in change else found
         if worst({k: found[k] for k in keys if k in found}, want | change)[0] <= 1:
             return words

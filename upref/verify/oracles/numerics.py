@@ -240,8 +240,11 @@ def clamps(case: Case) -> list[Finding]:
             case.expected(b)[:, 0],
             case.off(b)[:, 0],
         )
-        hits += [(A, s * x, expected[n].item(), found[n].item())
-                 for n, (x, s) in enumerate(product(FAR, (1, -1))) if off[n] > HABIT]  # fmt: skip
+        hits += [
+            (A, s * x, expected[n].item(), found[n].item())
+            for n, (x, s) in enumerate(product(FAR, (1, -1)))
+            if off[n] > HABIT
+        ]
     if not hits:
         return []
     near = [hit for hit in hits if abs(hit[1]) < guard] or hits

@@ -81,8 +81,17 @@ def run(
             str(answer),
         ]
         try:
-            said = subprocess.run(command, env=env, cwd=folder, timeout=SECONDS, text=True, errors="replace",
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)  # fmt: skip
+            said = subprocess.run(
+                command,
+                env=env,
+                cwd=folder,
+                timeout=SECONDS,
+                text=True,
+                errors="replace",
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
         except subprocess.TimeoutExpired as e:
             raise InputError(
                 f"{name} {where.version}: no answer within {SECONDS} s."
