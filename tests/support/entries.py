@@ -209,6 +209,26 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "upref_frameworks.audits.recipe.recipe": (recipe.recipe, {"objective": "dapo", "name": "verl"}),
         "advantages.get": (upref_advantages.get, {"name": "whiten"}),
         "advantages.whiten_tokens": (upref_advantages.whiten_tokens, {"adv": b.adv, "mask": b.mask}),
+        "advantages.gdpo": (
+            upref_advantages.gdpo,
+            {
+                "rewards": rewards[:, None],
+                "group": group,
+                "weights": torch.ones(1),
+                "ddof": 0,
+                "eps": 1e-6,
+            },
+        ),
+        "advantages.distillation": (
+            upref_advantages.distillation,
+            {
+                "lp": b.logp,
+                "lp_teacher": b.logp_old,
+                "mask": b.mask,
+                "adv": b.adv,
+                "coef": 0.5,
+            },
+        ),
         "hidden.token_log_probs": (
             upref.hidden.token_log_probs,
             {"hidden": logits, "weight": torch.zeros(7, 5), "tokens": tokens, "softcap": 2.0, "chunk": 9},
