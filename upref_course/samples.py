@@ -16,9 +16,13 @@ from upref.verify.report import Report
 from upref_course.exercise import Batch
 
 
+def numbers(x: list[float]) -> torch.Tensor:
+    """As a float64 tensor."""
+    return torch.tensor(x, dtype=torch.float64)
+
+
 def batch(shows: str, p: list[float], mu: list[float], A: list[float]) -> Batch:
     """lp, lp_old and A of samples whose probability was mu and is p."""
-    numbers = lambda x: torch.tensor(x, dtype=torch.float64)
     return Batch(
         shows, {"lp": numbers(p).log(), "lp_old": numbers(mu).log(), "A": numbers(A)}
     )

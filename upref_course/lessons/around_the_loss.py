@@ -92,7 +92,13 @@ def proof(loss: Callable[..., Tensor]) -> Any:
 OWN = "divide by `tokens`: the parts of a step add up only if all divide by the same number."
 SHIFT = "logits[s] predict the token after ids[s]: the first response token is predicted by logits[prompt - 1]."
 HEAT = "the sampler drew from softmax(logits / temperature): divide the logits before log_softmax."
-own = lambda trains, tokens: trains.sum()
+
+
+def own(trains: Tensor, tokens: int) -> Tensor:
+    """The response's own tokens that train, in place of those of the step."""
+    return trains.sum()
+
+
 EXERCISE = Exercise(
     number=11,
     slug="around-the-loss",

@@ -12,13 +12,20 @@ def batch(shows, p, mu, A):
     return Batch(shows, {"p": p, "mu": mu, "A": A, "eps_low": 0.2, "eps_high": 0.28})
 
 
-def pieces(up, down):
+def pieces(good, bad):
     """A function of (p, mu, A, eps_low, eps_high) from its two branches."""
-    return lambda p, mu, A, low, high: up(p, mu, high) if A > 0 else down(p, mu, low)
+    return lambda p, mu, A, low, high: good(p, mu, high) if A > 0 else bad(p, mu, low)
 
 
-UP = lambda p, mu, high: max(0.0, min(1.0, (1 + high) * mu) - p)
-DOWN = lambda p, mu, low: max(0.0, p - (1 - low) * mu)
+def up(p, mu, high):
+    """The room of a good token."""
+    return max(0.0, min(1.0, (1 + high) * mu) - p)
+
+
+def down(p, mu, low):
+    """The room of a bad token."""
+    return max(0.0, p - (1 - low) * mu)
+
 
 EXERCISE = Exercise(
     number=5,
@@ -47,7 +54,7 @@ EXERCISE = Exercise(
         ),
         Fault(
             "a probability above 1",
-            pieces(lambda p, mu, h: max(0.0, (1 + h) * mu - p), DOWN),
+            pieces(lambda p, mu, h: max(0.0, (1 + h) * mu - p), down),
             hint="(1 + eps_high) 0.9 is more than 1, and no token can go there: min(1, ...).",
         ),
         Fault(
@@ -80,13 +87,13 @@ EXERCISE = Exercise(
         ),
         Fault(
             "the sign of A is ignored",
-            lambda p, mu, A, low, high: UP(p, mu, high),
+            lambda p, mu, A, low, high: up(p, mu, high),
             hint="a bad token goes down: its room is from p down to its lower bound, (1 - eps_low) mu.",
         ),
         Fault(
             "a bad token is clipped at the upper bound",
             pieces(
-                UP,
+                up,
                 lambda p, mu, lo: (
                     max(0.0, p - (1 - lo) * mu) if p <= 1.28 * mu else 0.0
                 ),
@@ -95,17 +102,17 @@ EXERCISE = Exercise(
         ),
         Fault(
             "a bad token's room ends at 0, not at its lower bound",
-            pieces(UP, lambda p, mu, lo: p),
+            pieces(up, lambda p, mu, lo: p),
             hint="it loses its gradient at (1 - eps_low) mu, before it is at 0.",
         ),
         Fault(
             "eps_low and eps_high have changed places",
-            lambda p, mu, A, low, high: UP(p, mu, low) if A > 0 else DOWN(p, mu, high),
+            lambda p, mu, A, low, high: up(p, mu, low) if A > 0 else down(p, mu, high),
             hint="upwards it is eps_high, downwards eps_low.",
         ),
         Fault(
             "downwards the difference is the wrong way round",
-            pieces(UP, lambda p, mu, lo: max(0.0, (1 - lo) * mu - p)),
+            pieces(up, lambda p, mu, lo: max(0.0, (1 - lo) * mu - p)),
             hint="a bad token is above its bound as long as it has room: p minus the bound.",
         ),
     ),

@@ -6,7 +6,11 @@ from upref_course.exercise import Exercise
 from upref_course.samples import arguments, batch, checked
 
 HIGH, LOW = 1.28, 0.8
-ratio = lambda lp, old: (lp - old).exp()
+
+
+def ratio(lp, old):
+    """The ratio of the two policies' probabilities."""
+    return (lp - old).exp()
 
 
 def loss(lp, lp_old, A, eps_low=0.2, eps_high=0.28):

@@ -23,9 +23,13 @@ def k3(lp, lp_ref):
     return kl.k3(lp, lp_ref)
 
 
+def logs(p):
+    """The logarithms of probabilities, as a float64 tensor."""
+    return torch.tensor(p, dtype=torch.float64).log()
+
+
 def batch(shows, p, q):
-    numbers = lambda x: torch.tensor(x, dtype=torch.float64).log()
-    return Batch(shows, {"lp": numbers(p), "lp_ref": numbers(q)})
+    return Batch(shows, {"lp": logs(p), "lp_ref": logs(q)})
 
 
 EXERCISE = Exercise(

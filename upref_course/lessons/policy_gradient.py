@@ -9,8 +9,12 @@ def loss(logits, action, reward):
     return -(reward * torch.log_softmax(logits, 0)[action]).mean()
 
 
+def numbers(x):
+    """As a float64 tensor."""
+    return torch.tensor(x, dtype=torch.float64)
+
+
 def batch(shows, logits, action, reward):
-    numbers = lambda x: torch.tensor(x, dtype=torch.float64)
     return Batch(
         shows,
         {
@@ -21,8 +25,15 @@ def batch(shows, logits, action, reward):
     )
 
 
-p = lambda logits: torch.softmax(logits, 0)
-lp = lambda logits: torch.log_softmax(logits, 0)
+def softmax(logits):
+    """The probability of each action."""
+    return torch.softmax(logits, 0)
+
+
+def log_softmax(logits):
+    """The log-probability of each action."""
+    return torch.log_softmax(logits, 0)
+
 
 EXERCISE = Exercise(
     number=1,
@@ -45,13 +56,13 @@ EXERCISE = Exercise(
     faults=(
         Fault(
             "the sign: this makes actions that earned more less likely",
-            lambda z, a, R: (R * lp(z)[a]).mean(),
+            lambda z, a, R: (R * log_softmax(z)[a]).mean(),
             hint="an optimizer goes downhill. You want the mean of reward x log-probability to go up: what do you "
             "hand it?",
         ),
         Fault(
             "π itself where log π belongs",
-            lambda z, a, R: -(R * p(z)[a]).mean(),
+            lambda z, a, R: -(R * softmax(z)[a]).mean(),
             hint="look at Eq. 2: it has ∇log π. An action is drawn as often as π says: π is in the average already.",
         ),
         Fault(
@@ -62,45 +73,45 @@ EXERCISE = Exercise(
         ),
         Fault(
             "the softmax twice",
-            lambda z, a, R: -(R * lp(p(z))[a]).mean(),
+            lambda z, a, R: -(R * log_softmax(softmax(z))[a]).mean(),
             hint="torch.log_softmax takes the logits as they are: it has the softmax in it.",
         ),
         Fault(
             "the sum over the samples where their mean belongs",
-            lambda z, a, R: -(R * lp(z)[a]).sum(),
+            lambda z, a, R: -(R * log_softmax(z)[a]).sum(),
             hint="with twice as many samples the step should not be twice as long: an expectation is estimated by a "
             "mean.",
         ),
         Fault(
             "every action is pushed, not the one that was taken",
-            lambda z, a, R: -(R[:, None] * lp(z)).mean(),
+            lambda z, a, R: -(R[:, None] * log_softmax(z)).mean(),
             hint="of all the log-probabilities take the one of each sample's action: log_prob[action].",
         ),
         Fault(
             "every action is pushed, not the one that was taken",
-            lambda z, a, R: -(R[:, None] * lp(z)).sum(1).mean(),
+            lambda z, a, R: -(R[:, None] * log_softmax(z)).sum(1).mean(),
             hint="of all the log-probabilities take the one of each sample's action: log_prob[action].",
         ),
         Fault(
             "one mean reward for all the samples",
-            lambda z, a, R: -R.mean() * lp(z)[a].mean(),
+            lambda z, a, R: -R.mean() * log_softmax(z)[a].mean(),
             hint="each sample's log-probability is weighed by that sample's own reward: multiply first, then take "
             "the mean.",
         ),
         Fault(
             "a baseline, the mean reward: a sample that stands alone is no better than itself, and pushes nothing",
-            lambda z, a, R: -((R - R.mean()) * lp(z)[a]).mean(),
+            lambda z, a, R: -((R - R.mean()) * log_softmax(z)[a]).mean(),
             hint="that is lesson 2. Here a sample counts as much as it earned.",
         ),
         Fault(
             "the reward is left out: every action that was taken is made more likely",
-            lambda z, a, R: -lp(z)[a].mean(),
+            lambda z, a, R: -log_softmax(z)[a].mean(),
             hint="this is how a language model is trained on written text. Here each sample counts as much as it "
             "earned.",
         ),
         Fault(
             "the logarithm's base",
-            lambda z, a, R: -(R * lp(z)[a]).mean() / torch.tensor(2.0).log(),
+            lambda z, a, R: -(R * log_softmax(z)[a]).mean() / torch.tensor(2.0).log(),
             hint="∇π = π ∇log π holds for the natural logarithm: torch.log, not torch.log2 or log10.",
         ),
     ),

@@ -27,11 +27,21 @@ def branches(good, bad):
     )
 
 
-log = lambda lp, old, A: A * lp
-weighted = lambda lp, old, A: A * ratio(lp, old)
-dapo = lambda lp, old, A: torch.minimum(
-    ratio(lp, old) * A, ratio(lp, old).clamp(LOW, 1.28) * A
-)
+def log(lp, old, A):
+    """UP's objective for a good token: A log π."""
+    return A * lp
+
+
+def weighted(lp, old, A):
+    """The objective of importance sampling."""
+    return A * ratio(lp, old)
+
+
+def dapo(lp, old, A):
+    """DAPO's objective."""
+    return torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, 1.28) * A)
+
+
 FAR = (
     torch.tensor([-0.1], dtype=torch.float64),
     torch.tensor([-1000.0], dtype=torch.float64),
