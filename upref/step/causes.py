@@ -136,7 +136,7 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
     parts |= {f" in each micro-batch of {m}": torch.arange(n) // m for m in range(2, n)}
     for where, part in parts.items():
         same = torch.eq(part[:, None], part).double()
-        mean = lambda x, same=same: same @ x / same.sum(1)
+        mean = partial(_means_of_parts, same)
         A = r.adv[:, 0]
         for how, center in {
             "normalized": mean(A),
@@ -186,6 +186,11 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
         yield fault(f"the objective is {p.name}", "objective", objective=p, hp=own)
     for words, lost in _lost(w, r):
         yield _put(f"{words} do not train", mask=w.b.mask & ~lost)
+
+
+def _means_of_parts(same: Tensor, x: Tensor) -> Tensor:
+    """[B]: the mean of x over each response's part; same: [B, B], 1 within a part."""
+    return same @ x / same.sum(1)
 
 
 def _ends(rows: Sequence[Row]) -> Tensor:

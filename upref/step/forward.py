@@ -106,9 +106,13 @@ class Forward:
                 materialize_grads=True,
             )
         size = sum(s.numel() for s in self.model.shapes.values())
-        pull = lambda z, d, ids: (
-            self.model.pull(z, d, ids) if d.any() or not size else d.new_zeros(size)
-        )
+
+        def pull(z: Tensor, d: Tensor, ids: list[int]) -> Tensor:
+            """[P]: one row's part, without a backward pass where it is 0."""
+            if d.any() or not size:
+                return self.model.pull(z, d, ids)
+            return d.new_zeros(size)
+
         return torch.stack(
             [pull(*each) for each in zip(self.z, dz, self.ids, strict=True)]
         )

@@ -43,7 +43,11 @@ class Goal:
         totals = Totals.of(b.mask, group)
         live = b.mask.any(1)  # a response without a token counts, and adds nothing
         rows = totals.rows(live.nonzero()[:, 0])
-        cut = lambda x: x[live]
+
+        def cut(x: Tensor) -> Tensor:
+            """Without the responses that have no token."""
+            return x[live]
+
         old = lp.detach() if b.old is None else b.old
         entropy = cut(H.detach())
         J = self.o.J(

@@ -145,8 +145,12 @@ def _other_values(value: float) -> list[tuple[list[float], list[float]]]:
     """
     if value == 0:
         return [FOR_ZERO]
-    of = lambda multiples: [value * k for k in multiples]
-    return [(of(BELOW), of(NEARER)), (of(ABOVE), [])]
+
+    def times(factors: Sequence[float]) -> list[float]:
+        """The value multiplied by each factor."""
+        return [value * k for k in factors]
+
+    return [(times(BELOW), times(NEARER)), (times(ABOVE), [])]
 
 
 def _goals(

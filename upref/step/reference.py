@@ -29,18 +29,21 @@ AT_ONCE = 2_000_000  # numbers of a batch of gradients
 Gradient = dict[str, Tensor]
 
 
+def _wide(x: Any) -> Any:
+    """float64 for a narrower dtype; everything else as it is."""
+    return torch.float64 if isinstance(x, torch.dtype) and x in NARROW else x
+
+
 class Wide(TorchFunctionMode):
     """float64 wherever a model asks for less inside: RMSNorm, softmax, rotary
     embeddings.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        wide = lambda x: (
-            torch.float64 if isinstance(x, torch.dtype) and x in NARROW else x
-        )
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
             func = torch.Tensor.double
-        return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
+        wider = {k: _wide(v) for k, v in (kwargs or {}).items()}
+        return func(*map(_wide, args), **wider)
 
 
 class Rounded(TorchDispatchMode):
@@ -51,11 +54,11 @@ class Rounded(TorchDispatchMode):
         self.dtype = dtype
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        near = lambda x: (
-            x.to(self.dtype).to(x.dtype)
-            if isinstance(x, Tensor) and x.is_floating_point()
-            else x
-        )
+        def near(x: Any) -> Any:
+            """A real tensor rounded to the half precision; everything else as it is."""
+            real = isinstance(x, Tensor) and x.is_floating_point()
+            return x.to(self.dtype).to(x.dtype) if real else x
+
         args = (
             tree_map(near, args) if func.overloadpacket.__name__ in PRODUCTS else args
         )
@@ -168,10 +171,14 @@ class Model(ABC):
                     f"the gradient of {n} has {g[n].numel()} entries, and the parameter {shape.numel()}. FSDP1 hands "
                     "out a shard, which is not gathered: use FSDP2 or DDP for the check."
                 )
-        zero = lambda shape: torch.zeros(shape, dtype=torch.float64)
         return torch.cat(
-            [g.get(n, zero(shape)).reshape(-1) for n, shape in self.shapes.items()]
+            [g.get(n, _zeros(shape)).reshape(-1) for n, shape in self.shapes.items()]
         )
+
+
+def _zeros(shape: torch.Size) -> Tensor:
+    """The gradient of a parameter that has none."""
+    return torch.zeros(shape, dtype=torch.float64)
 
 
 class TorchModel(Model):

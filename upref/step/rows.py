@@ -78,7 +78,11 @@ class Padded:
             r.adv if isinstance(r.adv, list) else [r.adv] * len(r.response)
             for r in rows
         ]
-        has = lambda name: all(getattr(r, name) is not None for r in rows)
+
+        def has(name: str) -> bool:
+            """Whether every row has that field."""
+            return all(getattr(r, name) is not None for r in rows)
+
         return cls(
             pad([r.old for r in rows]) if has("old") else None,
             pad(adv),
@@ -147,11 +151,15 @@ def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
     """(index of the sequence, index of the token) at which a row starts in the model's
     input.
     """
-    text = lambda ids: " ".join(map(str, ["", *ids, ""]))
     for n, sequence in enumerate(fed):
-        if (at := text(sequence).find(text(row.ids))) >= 0:
-            return n, text(sequence)[:at].count(" ")
+        if (at := _text(sequence).find(_text(row.ids))) >= 0:
+            return n, _text(sequence)[:at].count(" ")
     return None
+
+
+def _text(ids: Sequence[int]) -> str:
+    """The ids with a space on both sides of each, so that no id is found in another."""
+    return " ".join(map(str, ["", *ids, ""]))
 
 
 def made(
@@ -271,17 +279,23 @@ def sampled(
         entropy: of each response token, where the objective reads it.
     """
     rng = np.random.default_rng(seed + 1)
-    pad = lambda x: nn.utils.rnn.pad_sequence(
-        [y.detach().double() for y in x], batch_first=True
-    )
     p = Padded.of(rows)
-    batch = Batch(pad(lp), p.adv, p.mask, None if entropy is None else pad(entropy))
+    batch = Batch(
+        _padded(lp), p.adv, p.mask, None if entropy is None else _padded(entropy)
+    )
     d = choose_log_ratios(batch, o, hp, rng, coarse)
     for row, x, own in zip(rows, lp, d, strict=True):
         n = len(row.response)
         row.old = np.minimum(x.numpy() - (0 if still else own[:n]), LIMIT).tolist()
         row.ref = np.minimum(x.numpy() + rng.normal(0, 0.3, n), LIMIT).tolist()
     return rows
+
+
+def _padded(each: list[Tensor]) -> Tensor:
+    """[B, T], float64, without a graph, of one tensor [T_i] per response."""
+    return nn.utils.rnn.pad_sequence(
+        [x.detach().double() for x in each], batch_first=True
+    )
 
 
 def unvaried(

@@ -3,7 +3,7 @@
 labels, columns, normalizer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,9 +22,13 @@ Variant: TypeAlias = Fault[Callable[[], Forward]]
 def quick(right: Forward) -> Iterator[Variant]:
     """Each makes the forward pass that has it."""
     T, z, rows = right.temperature, right.z, right.rows
-    made = lambda t=T, rows=rows, **how: (
-        lambda: Forward(right.model, rows, t, z, ids=right.ids, **how)
-    )
+
+    def made(
+        t: float = T, rows: Sequence[Row] = rows, **how: Any
+    ) -> Callable[[], Forward]:
+        """What makes the forward pass that has these changes."""
+        return lambda: Forward(right.model, rows, t, z, ids=right.ids, **how)
+
     temperatures = {
         "the temperature is left out (it is 1)": 1.0,
         "the temperature is applied twice": T * T,
@@ -46,7 +50,11 @@ def quick(right: Forward) -> Iterator[Variant]:
     for words, score in scores(right.model.vocabulary):
         yield Fault(words, made(score=score))
     if isinstance(model := right.model, TorchModel):
-        cached = lambda: Forward(model, rows, T, [_cached(model, r) for r in rows])
+
+        def cached() -> Forward:
+            """With prompts that are run without a gradient."""
+            return Forward(model, rows, T, [_cached(model, r) for r in rows])
+
         yield Fault("prompts are run without a gradient", cached)
     yield from _columns(right)
 
@@ -106,9 +114,13 @@ def _columns(right: Forward) -> Iterator[Variant]:
         )
 
 
+def _at_labels(x: Tensor, y: Tensor) -> Tensor:
+    """[N]: of each row of x [N, V] the number at its label."""
+    return x.gather(1, y[:, None])[:, 0]
+
+
 def scores(V: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor, float], Tensor]]]:
     """Words, and a function of logits, labels and temperature."""
-    its = lambda x, y: x.gather(1, y[:, None])[:, 0]
 
     def smooth(z: Tensor, y: Tensor, T: float, e: float) -> Tensor:
         return (1 - e) * log_prob(z, y, T) + e * (z / T).log_softmax(-1).mean(-1)
@@ -136,7 +148,7 @@ def scores(V: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor, float], Tens
     )
     yield (
         "the log-normalizer has no gradient",
-        lambda z, y, T: its(z / T, y) - (z / T).logsumexp(-1).detach(),
+        lambda z, y, T: _at_labels(z / T, y) - (z / T).logsumexp(-1).detach(),
     )
     for n in (2, 4, 8):
         yield (
@@ -155,14 +167,18 @@ def scores(V: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor, float], Tens
 # ---- the head ------------------------------------------------------------------------
 def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
     net: Any = model.net
-    of = lambda kind, size: [
-        m
-        for m in net.modules()
-        if isinstance(m, kind) and getattr(m, size) == model.vocabulary
-    ]
+
+    def as_wide(kind: type, size: str) -> list[Any]:
+        """The modules of that kind which have the size of the vocabulary."""
+        return [
+            m
+            for m in net.modules()
+            if isinstance(m, kind) and getattr(m, size) == model.vocabulary
+        ]
+
     tables, linear = (
-        of(torch.nn.Embedding, "num_embeddings"),
-        of(torch.nn.Linear, "out_features"),
+        as_wide(torch.nn.Embedding, "num_embeddings"),
+        as_wide(torch.nn.Linear, "out_features"),
     )
     head: Any = (
         net.get_output_embeddings()

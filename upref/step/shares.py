@@ -13,7 +13,12 @@ from upref.step.goal import Goal
 from upref.step.rows import Padded, Row
 from upref.verify.factors import FACTORS, declared_aggregation, names
 
-longest = lambda rows, of: max(len(of(r)) for r in rows)
+
+def longest(rows: Sequence[Row], of: Callable[[Row], Sequence[int]]) -> int:
+    """The largest number of tokens that a row has in the part that `of` returns."""
+    return max(len(of(r)) for r in rows)
+
+
 # what a micro-batch may be weighted or divided by
 SIZES: dict[str, Callable[[Sequence[Row]], int]] = {
     "responses": len,

@@ -147,28 +147,36 @@ class Tokens:
         )
 
 
+def _top(x: Tensor) -> str:
+    """The largest absolute value, in words; NaN counts as 0."""
+    return f"up to {float(x.nan_to_num(0).abs().max()):.3g}"
+
+
 def observed(w: Tokens) -> list[tuple[str, str, str]]:
     """(what, expected, found) of everything that can be read without a hypothesis."""
     out = []
-    top = lambda x: f"up to {float(x.nan_to_num(0).abs().max()):.3g}"
     trained = [~w.zero(p) for p in w.prompts]
     if n := int(sum(t.sum() for t in trained)):
-        out.append((f"{n} prompt tokens train", "weight 0", top(torch.cat(w.prompts))))
+        out.append((f"{n} prompt tokens train", "weight 0", _top(torch.cat(w.prompts))))
     masked = w.here & ~w.b.mask
     if n := int((masked & ~w.zero(w.found)).sum()):
         out.append(
             (
                 f"{n} of {int(masked.sum())} masked response tokens train",
                 "weight 0",
-                top(w.found[masked]),
+                _top(w.found[masked]),
             )
         )
     live = w.b.mask & ~w.zero(w.expected) & ~w.found.isnan()
     lost = live & w.zero(w.found)
     if lost.any():
-        gone = lambda i: (
-            w.whole is None or abs(w.whole[i]) <= 1e-7 * w.whole.abs().max()
-        )
+
+        def gone(i: int) -> bool:
+            """Whether no weight of the response is left, where that was measured."""
+            if w.whole is None:
+                return True
+            return bool(abs(w.whole[i]) <= 1e-7 * w.whole.abs().max())
+
         whole = [
             i
             for i in range(len(w.rows))
@@ -181,7 +189,7 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
             out.append(
                 (
                     f"{some} tokens that should train do not",
-                    top(w.expected[lost]),
+                    _top(w.expected[lost]),
                     "weight 0",
                 )
             )
@@ -191,7 +199,7 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
             (
                 f"{n} tokens train that the objective stops",
                 "weight 0",
-                top(w.found[idle]),
+                _top(w.found[idle]),
             )
         )
     if (k := factors(w, w.expected)) is not None and not w.same(
