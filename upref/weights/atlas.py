@@ -3,7 +3,7 @@
 
 import textwrap
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from upref.weights.plots import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MU = np.r_[np.logspace(-4, -0.3, 30), 1 - np.logspace(-0.32, -7, 24)]
@@ -58,9 +59,11 @@ def atlas() -> "Figure":
         STYLE | {"font.size": 10, "xtick.labelsize": 9.5, "ytick.labelsize": 9.5}
     ):
         fig = Figure(figsize=(width, height))
-        inch = lambda x, y, w, h: fig.add_axes(
-            (x / width, y / height, w / width, h / height)
-        )
+
+        def inch(x: float, y: float, w: float, h: float) -> "Axes":
+            """Axes at this place and of this size, all in inches."""
+            return fig.add_axes((x / width, y / height, w / width, h / height))
+
         for i, group in enumerate(pairs):
             x, y = (
                 0.52 + i % columns * pair[0],
@@ -81,7 +84,11 @@ def atlas() -> "Figure":
                 left.set_ylabel("weight", labelpad=1)
                 right.set_ylabel("Cap", labelpad=0)
             _heading(fig, group, x / width, (y + 1.54) / height, 0.17 / height)
-        text = lambda y, s, **kw: fig.text(0.52 / width, y / height, s, **kw)
+
+        def text(y: float, words: str, **style: Any) -> None:
+            """Words at the left margin, y inches above the foot of the page."""
+            fig.text(0.52 / width, y / height, words, **style)
+
         text(
             height - 0.4,
             "What each objective does to a token",
@@ -112,13 +119,8 @@ def _legend(fig, x, y):
             "Grey: dapo.": "#888888",
         },
     ]
-    style = lambda color: {
-        "color": color,
-        "fontsize": 10.5,
-        "fontweight": "normal" if color == INK else "bold",
-    }
     words: list[list[Artist]] = [
-        [TextArea(word, textprops=style(c)) for word, c in row.items()] for row in rows
+        [TextArea(word, textprops=_style(c)) for word, c in row.items()] for row in rows
     ]
     lines: list[Artist] = [
         HPacker(children=row, align="baseline", pad=0, sep=3.2) for row in words
@@ -130,6 +132,15 @@ def _legend(fig, x, y):
             "lower left", child=both, pad=0, borderpad=0, frameon=False, **at
         )
     )
+
+
+def _style(color: str) -> dict[str, Any]:
+    """The style of a word of the legend: bold where its color has a meaning."""
+    return {
+        "color": color,
+        "fontsize": 10.5,
+        "fontweight": "normal" if color == INK else "bold",
+    }
 
 
 def _heading(fig, group, x, y, line):
@@ -164,10 +175,13 @@ def groups(names: Iterable[str]) -> tuple[list[list[Curve]], dict[str, str]]:
     same = [
         sorted(g, key=lambda c: (c.name.count("_"), c.name)) for g in known.values()
     ]
-    width = lambda c, A: -round(float(capacity(c, 0.01, 0.01, A)), 9)
-    return sorted(
-        same, key=lambda g: (width(g[0], 1), width(g[0], -1), g[0].level, g[0].name)
-    ), absent
+    return sorted(same, key=lambda g: _rank(g[0])), absent
+
+
+def _rank(curve: Curve) -> tuple[float, float, str, str]:
+    """What sorts the widest Cap first: for A > 0, then for A < 0, at mu = 0.01."""
+    up, down = (-round(float(capacity(curve, 0.01, 0.01, A)), 9) for A in (1, -1))
+    return up, down, curve.level, curve.name
 
 
 def _weight(ax, curve: Curve, grey):

@@ -232,7 +232,11 @@ def _stress_batch(
     few, A, n, name, side, mask, state = _composition(axis, any_size, seed, len(ids))
     T, rng = mask.shape[1], np.random.default_rng()
     rng.bit_generator.state = state
-    draw = lambda among, shape: np.array(among)[rng.integers(len(among), size=shape)]
+
+    def draw(among: tuple[float, ...], shape: tuple[int, ...]) -> np.ndarray:
+        """Independent draws from these numbers, each equally probable."""
+        return np.array(among)[rng.integers(len(among), size=shape)]
+
     near = [np.log(side) for side in bounds]
     above, below = near
     which = rng.integers(np.where(A > 0, len(above), len(below)))
@@ -292,10 +296,15 @@ def _stress_batch(
         old = np.minimum(old, log_rho - 1e-3)  # μ is a probability too
         lp = np.minimum(old + x, 0)
     ref = np.minimum(lp + draw(of.ref, (B, T)), -1e-3)
-    exact = (
-        (lambda v: v.astype(np.float32).astype(float)) if of.single else (lambda v: v)
-    )
-    t = lambda v: torch.tensor(exact(np.where(mask, v, math.nan)), dtype=torch.float64)
+
+    def exact(x: np.ndarray) -> np.ndarray:
+        """Rounded to float32 on the axis that has only such numbers."""
+        return x.astype(np.float32).astype(float) if of.single else x
+
+    def masked(x: np.ndarray) -> Tensor:
+        """[B, T], with NaN in the padding."""
+        return torch.tensor(exact(np.where(mask, x, math.nan)), dtype=torch.float64)
+
     H = rng.uniform(0, of.entropy, size=(B, T))
     # below the 80 % quantile of a response, at which objectives tell tokens apart
     if of.zero_entropy:
@@ -311,14 +320,14 @@ def _stress_batch(
     )
     for k, said in enumerate(ids):
         group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
-    mu = t(old - log_rho).nan_to_num(nan=-1.2) if of.rho and corrects else None
+    mu = masked(old - log_rho).nan_to_num(nan=-1.2) if of.rho and corrects else None
     b = Rollouts(
-        t(lp),
-        t(old),
+        masked(lp),
+        masked(old),
         adv,
         torch.tensor(mask),
         group,
-        t(ref).nan_to_num(nan=-1.2),
+        masked(ref).nan_to_num(nan=-1.2),
         entropy,
     )
     return fill_padding(replace(b, logp_sampler=mu))
@@ -382,7 +391,11 @@ def _rows(
     and the side of its ratio: every two levels of two of them meet where there are rows
     enough, else each level is in as many rows as any other."""
     levels = (len(of.A), len(of.lengths), len(of.masks), kinds, 3)
-    even = lambda m, size: rng.permutation(np.resize(rng.permutation(m), size))
+
+    def even(m: int, size: int) -> np.ndarray:
+        """The numbers below m in random order, as evenly as the size allows."""
+        return rng.permutation(np.resize(rng.permutation(m), size))
+
     some = (
         _table(of, levels)
         if np.prod(sorted(levels)[-2:]) <= of.rows and few.all()

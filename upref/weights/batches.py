@@ -208,10 +208,14 @@ def _rollouts(rows, rng) -> Rollouts:
     if not rows:
         raise InputError("the regime grid is empty: choose a smaller thin.")
     T = max(map(len, rows)) + 1  # one column of padding at least
-    full = lambda i: torch.tensor(
-        [[c[i] for c in row] + [math.nan] * (T - len(row)) for row in rows],
-        dtype=torch.float64,
-    )
+
+    def full(i: int) -> Tensor:
+        """[B, T]: the number at that place of each token, NaN in the padding."""
+        return torch.tensor(
+            [[c[i] for c in row] + [math.nan] * (T - len(row)) for row in rows],
+            dtype=torch.float64,
+        )
+
     adv, logp_old, log_r = full(0), full(1), full(2)
     group = torch.as_tensor(
         rng.permutation(np.arange(len(rows)) % max(1, len(rows) // 3))
@@ -261,10 +265,19 @@ def random_batch(
     group = (
         rng.permutation(np.arange(B) % max(1, B // 2)) if rng.random() < 0.7 else None
     )
-    t = lambda x: torch.tensor(np.broadcast_to(x, (B, T)))
+
+    def wide(x: np.ndarray) -> Tensor:
+        """Broadcast to a tensor [B, T]."""
+        return torch.tensor(np.broadcast_to(x, (B, T)))
+
     groups = None if group is None else torch.tensor(group)
     return Rollouts(
-        t(lp), t(old), t(A), t(mask), groups, entropy=t(rng.uniform(0, 3, (B, T)))
+        wide(lp),
+        wide(old),
+        wide(A),
+        wide(mask),
+        groups,
+        entropy=wide(rng.uniform(0, 3, (B, T))),
     )
 
 

@@ -198,7 +198,11 @@ def of_loss(loss, settings: dict[str, Any] | None = None) -> Curve:
         )
     curve = Curve(loss.name, ask, True, settings=settings or {})
     curve = replace(curve, rtol_ratio=1e-5, floor=1e-4) if single else curve
-    same = lambda x, y: np.allclose(x, y, rtol=curve.floor, atol=0.1 * curve.floor)
+
+    def same(x: np.ndarray, y: np.ndarray) -> bool:
+        """Whether two measurements agree as nearly as the loss computes."""
+        return np.allclose(x, y, rtol=curve.floor, atol=0.1 * curve.floor)
+
     some = slice(None, None, len(r) // 9)
     single_file = partial(_one_by_one, loss)
     if not same(w[some], single_file(r[some], A[some], crowd(r[some]))):

@@ -330,7 +330,9 @@ def line(
     return (r if reach == WIDE else (r - 1) * 1e4)[~flat], w[~flat]
 
 
-_near = lambda reach: GRID[abs(np.log(GRID)) < reach]
+def _near(reach: float) -> np.ndarray:
+    """The ratios of the grid whose |log r| is below the reach."""
+    return GRID[abs(np.log(GRID)) < reach]
 
 
 def half_width(curve: Curve, mu: float) -> float:
