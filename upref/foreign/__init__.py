@@ -154,16 +154,24 @@ def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) 
             )
         own = {q.name: q for q in every if q is not p and q.kind is not q.VAR_KEYWORD}
         reading = Reading({}, frozenset(), own, (), len(own) < len(every) - 1)
-        call = lambda full, hp: fn(rollouts(full), **hp)
+
+        def on_rollouts(full: Mapping[str, Any], settings: dict[str, Any]) -> Any:
+            """What the loss returns when it gets everything in one argument."""
+            return fn(rollouts(full), **settings)
+
         reads, read_as = frozenset({*MAIN, *ROLLOUTS}), f"{p.name} -> Rollouts"
         return replace(
-            _bind(name, call, reading, o, hp, reads, read_as), takes_batch=True
+            _bind(name, on_rollouts, reading, o, hp, reads, read_as), takes_batch=True
         )
     spare = () if _reads_old(o) else ("logp_old",)
     reading = read_signature(fn, name, names.role, MAIN, o.sampler is not None, spare)
-    call = lambda full, settings: reading.call(fn, full, settings)
+
+    def by_role(full: dict[str, Any], settings: dict[str, Any]) -> Any:
+        """What the loss returns when it gets each input as the argument of its role."""
+        return reading.call(fn, full, settings)
+
     reads = frozenset(reading.roles.values()) or frozenset(MAIN)
-    loss = _bind(name, call, reading, o, hp, reads, str(reading))
+    loss = _bind(name, by_role, reading, o, hp, reads, str(reading))
     if isinstance(how := getattr(fn, "__upref__", None), Shipped):
         plain = how.plain and _plain(name_of(how.plain), how.plain, o, hp)
         loss = replace(loss, fields=how.fields, defaults=how.defaults, shipped=plain)
@@ -246,7 +254,11 @@ def _bind(
         for p, own in reading.own.items()
         if own.default is None and p not in given and names.is_of_sampler(p)
     )
-    spelled = lambda hp: {argument.get(k, k): v for k, v in hp.items()}
+
+    def spelled(settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Hyperparameters by the names of the loss's own arguments."""
+        return {argument.get(k, k): v for k, v in settings.items()}
+
     own = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
     read_as = "; ".join(filter(None, (read_as, *own)))
     return Loss(
@@ -293,7 +305,11 @@ def rollouts(full: Mapping[str, Any]) -> Rollouts:
 
 def _objective(theirs: Objective, o: Objective, hp: dict[str, Any]) -> Loss:
     known = frozenset(theirs.hyperparameters)
-    call = lambda full, hp: theirs.loss(rollouts(full), **hp)
+
+    def call(full: Mapping[str, Any], settings: dict[str, Any]) -> Any:
+        """The loss of the user's objective."""
+        return theirs.loss(rollouts(full), **settings)
+
     reads = frozenset({*MAIN, *ROLLOUTS})
     bound = {k: v for k, v in hp.items() if k in known}
     accepts, read_as = known & set(o.hyperparameters), "an Objective"

@@ -65,9 +65,11 @@ class Problem:
     keep: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Problem":
-        cast: Any = lambda v: (
-            v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
-        )
+        def cast(value: Any) -> Any:
+            """A real tensor in the dtype; everything else as it is."""
+            real = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(dtype) if real else value
+
         return Problem(**{k: cast(v) for k, v in vars(self).items()})
 
     @property
@@ -118,7 +120,11 @@ class Kernel:
             k: v.detach().requires_grad_(k != p.frozen) for k, v in p.leaves.items()
         }
         shape = p.tokens.shape
-        flat = lambda x: x.flatten(0, len(shape) - 1) if self.flat else x
+
+        def flat(x: Tensor) -> Tensor:
+            """[N, ...] for [B, T, ...], where the function takes its tokens so."""
+            return x.flatten(0, len(shape) - 1) if self.flat else x
+
         full = {
             k: v if k == "weight" else flat(v.clone()) for k, v in leaves.items()
         } | {"tokens": flat(p.tokens)}
@@ -149,9 +155,12 @@ class Kernel:
         )
         if ups:
             wanted = {k: v for k, v in leaves.items() if k != p.frozen}
-            back = lambda: _backward(
-                [out[k] for k in given], list(ups.values()), wanted, twice
-            )
+
+            def back() -> dict[str, Tensor]:
+                """The gradients, by a backward pass that may be run again."""
+                ys = [out[k] for k in given]
+                return _backward(ys, list(ups.values()), wanted, twice)
+
             grads, more = called(f"the backward of {self.name}", back)
             numbers |= {f"gradient of {k}": v.double() for k, v in grads.items()}
             printed |= more
@@ -168,20 +177,19 @@ class Kernel:
                 )
             except InputError as e:
                 again = str(e)
-        same = lambda k: torch.equal(
-            before[k].nan_to_num(), full[k].detach().nan_to_num()
-        )
+
+        def same(name: str) -> bool:
+            """Whether an input is as it was before the call."""
+            now = full[name].detach()
+            return torch.equal(before[name].nan_to_num(), now.nan_to_num())
+
         return Outcome(
             numbers, frozenset(k for k in before if not same(k)), printed, again
         )
 
     def _outputs(self, answer: Any, shape: torch.Size) -> dict[str, Tensor]:
         if isinstance(answer, Mapping):
-            key = lambda *parts: next(
-                (v for s in parts for k, v in answer.items() if s in str(k).lower()),
-                None,
-            )
-            answer = (key("logp", "log_p"), key("entrop"))
+            answer = (_entry(answer, "logp", "log_p"), _entry(answer, "entrop"))
         parts = list(answer) if isinstance(answer, tuple | list) else [answer]
         out = dict(
             zip(("log-prob", "entropy"), parts[: 1 + self.has_entropy], strict=False)
@@ -203,6 +211,13 @@ class Kernel:
                 told = f"{self.name} returns {got} for the {k} of tokens {list(shape)}"
                 raise InputError(f"{told}: return one each.")
         return out
+
+
+def _entry(answer: Mapping[Any, Any], *parts: str) -> Any:
+    """The value whose key has one of these parts, the first part first; or None."""
+    return next(
+        (v for s in parts for k, v in answer.items() if s in str(k).lower()), None
+    )
 
 
 def _backward(

@@ -228,7 +228,11 @@ class Loss:
         nothing: list[Tensor | None] = [None] * len(leaves)
         if not value.requires_grad:
             return nothing
-        backward = lambda: torch.autograd.grad(value, leaves, allow_unused=True)
+
+        def backward() -> tuple[Tensor | None, ...]:
+            """The gradients of the value by its leaves."""
+            return torch.autograd.grad(value, leaves, allow_unused=True)
+
         try:
             return list(called(f"the backward pass of {self.name}", backward)[0])
         except InputError:
@@ -348,7 +352,11 @@ class Loss:
         done = self.run(full, b, moved, leaves)
         if not done.attached:
             return done, torch.zeros_like(x)
-        backward = lambda: torch.autograd.grad(done.value, x, allow_unused=True)
+
+        def backward() -> tuple[Tensor | None, ...]:
+            """The gradient of the loss by the log-probabilities."""
+            return torch.autograd.grad(done.value, x, allow_unused=True)
+
         (g,), printed = called(f"the backward pass of {self.name}", backward)
         done = replace(done, value=done.value.detach(), printed=done.printed or printed)
         return done, torch.zeros_like(x) if g is None else 0 - _plain(g)

@@ -119,7 +119,11 @@ def read(
     counted = (
         (*COUNTED, "parts") if any(role(p.name) == "totals" for p in plain) else COUNTED
     )
-    told = lambda p, r: r in counted or not isinstance(p.default, SETTINGS)
+
+    def told(p: inspect.Parameter, r: str) -> bool:
+        """Whether the argument may have the role: a setting has none but a count."""
+        return r in counted or not isinstance(p.default, SETTINGS)
+
     roles = {p.name: r for p in plain if (r := role(p.name)) and told(p, r)}
     olds = [p for p in plain if roles.get(p.name) == "logp_old"]
     engine = sampler_of(*(p.name for p in olds)) if len(olds) == 2 else ""
@@ -198,10 +202,14 @@ def _passes_on(fn: Callable[..., Any], names: Iterable[str]) -> bool:
 
 
 def _shown(name: str, every: Sequence[inspect.Parameter]) -> str:
-    stars = lambda p: (
-        "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
-    )
-    return f"{name}({', '.join(stars(p) + p.name for p in every)})"
+    return f"{name}({', '.join(_stars(p) + p.name for p in every)})"
+
+
+def _stars(p: inspect.Parameter) -> str:
+    """What stands before the argument's name in a signature."""
+    if p.kind is p.VAR_POSITIONAL:
+        return "*"
+    return "**" if p.kind is p.VAR_KEYWORD else ""
 
 
 def wrapper(name: str, main: Sequence[str]) -> str:

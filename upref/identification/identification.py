@@ -101,9 +101,10 @@ class Identification(Result):
         return self._others(False)
 
     def _others(self, same: bool) -> list[str]:
-        alike = lambda m, first: (
-            (m.own == first.own) == same and m.same_kl == first.same_kl
-        )
+        def alike(m: Match, first: Match) -> bool:
+            """Whether its aggregation is as asked for, and its KL term the same."""
+            return (m.own == first.own) == same and m.same_kl == first.same_kl
+
         return [str(m) for m in self.matches[1:] if alike(m, self.matches[0])]
 
     def json(self) -> str:

@@ -45,7 +45,7 @@ from upref.verify.oracles.unusual import look
 from upref.verify.oracles.weights import BESIDE
 from upref.verify.probe import SIGNS, BlackBox, measure, termed
 from upref.verify.render import describe_pair
-from upref.verify.report import UNKNOWN
+from upref.verify.report import UNKNOWN, Finding
 from upref.weights.batches import (
     LOG_R,
     MU,
@@ -535,14 +535,18 @@ def _beyond(box: BlackBox, m: Match) -> list[str]:
     if not case.single and (
         found := [f for f in clamps(case) if f.severity == "failure"]
     ):
-        due = lambda f: f.cause if f.cause != UNKNOWN else f.difference
-        return [f"{f.regime}: {due(f)}" for f in found]
+        return [f"{f.regime}: {_cause(f)}" for f in found]
     # after the clamps: what it forgives as float32 is not asked so nearly any more
     for axis in ASKED:
         b = case.beyond(axis)
         if found := [f for f in look(case, axis, b, ()) if f.severity == "failure"]:
             return [f"{found[0].regime}: {found[0].difference}"]
     return []
+
+
+def _cause(f: Finding) -> str:
+    """The cause of a finding; the difference that it shows where that is unknown."""
+    return f.cause if f.cause != UNKNOWN else f.difference
 
 
 @dataclass
@@ -672,8 +676,15 @@ def _pitfall(
 def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[Case], Tensor]]:
     """Batches of other widths below each other, and the weights of the case on them."""
     T = max(b.mask.shape[1] for b, *_ in grids)
-    wide = lambda x, fill: torch.nn.functional.pad(x, (0, T - x.shape[1]), value=fill)
-    stack = lambda k, fill: torch.cat([wide(getattr(b, k), fill) for b, *_ in grids])
+
+    def wide(x: Tensor, fill: Any) -> Tensor:
+        """[B, T] of the widest batch, filled on the right."""
+        return torch.nn.functional.pad(x, (0, T - x.shape[1]), value=fill)
+
+    def stack(name: str, fill: Any) -> Tensor:
+        """That field of all batches, below each other."""
+        return torch.cat([wide(getattr(b, name), fill) for b, *_ in grids])
+
     fields: dict[str, Any] = {
         "logp": -1.0,
         "logp_old": -1.1,
