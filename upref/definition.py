@@ -138,12 +138,14 @@ class Objective:
             )
         takes = _parameters(self.fn, 3, "fn")
         put = partial(object.__setattr__, self)
-        named = lambda ps: {p.name: p.default for p in ps if p.kind is p.KEYWORD_ONLY}
         factor = _parameters(self.sampler, 2, "sampler") if self.sampler else []
-        put("_of_sampler", named(factor))
+        put("_of_sampler", _keyword_only(factor))
         put("_sampler_reads", len(factor) - len(self._of_sampler))
         put(
-            "_own", named(takes) | ({"beta": 0.0} if self.kl else {}) | self._of_sampler
+            "_own",
+            _keyword_only(takes)
+            | ({"beta": 0.0} if self.kl else {})
+            | self._of_sampler,
         )
         put(
             "_extra_names",
@@ -633,6 +635,11 @@ def _parameters(
             f"{name} must be a function (lp, lp_old, A, *, hyperparameters), got {repr(fn)[:60]}."
         )
     return takes
+
+
+def _keyword_only(takes: list[inspect.Parameter]) -> dict[str, Any]:
+    """The defaults of the arguments that can be passed by name alone."""
+    return {p.name: p.default for p in takes if p.kind is p.KEYWORD_ONLY}
 
 
 def group_ids(

@@ -246,13 +246,19 @@ def _cells(
                 places[x], notes[edge] = f"{float(x):.4g}*", True
         elif 0 < edge.subs(at) < end:
             places.setdefault(edge.subs(at), sympy.sstr(edge, order="none"))
-    inside = lambda a, b: (2 * a if a else sympy.S.One) if b == oo else (a + b) / 2
     pairs = itertools.pairwise(
         sorted(places.items(), key=lambda place: float(place[0]))
     )
     return [
-        Cell(low, high, _exact(float(inside(a, b)))) for (a, low), (b, high) in pairs
+        Cell(low, high, _exact(float(_inside(a, b)))) for (a, low), (b, high) in pairs
     ]
+
+
+def _inside(low: Expr, high: Expr) -> Expr:
+    """A point of the open interval; with no upper end 2 low, and 1 where low is 0."""
+    if high == oo:
+        return 2 * low if low else sympy.S.One
+    return (low + high) / 2
 
 
 def _roots(f: Expr, r: Symbol, end: Expr) -> list[Expr]:

@@ -344,8 +344,12 @@ class _LogProbs(torch.autograd.Function):
             raise InputError(
                 "vmap over weight or bias is not supported: call token_log_probs once for each of them."
             )
-        front = lambda x, dim: (
-            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        )
+
+        def front(x: Any, dim: int | None) -> Any:
+            """With the batch's dimension in front; expanded where it has none."""
+            if dim is None:
+                return x.expand(info.batch_size, *x.shape)
+            return x.movedim(dim, 0)
+
         states, ids = front(hidden, in_dims[0]), front(tokens, in_dims[3])
         return _LogProbs.apply(states, weight, bias, ids, head), (0, 0, 0, 0)

@@ -145,11 +145,10 @@ def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Any) -> Estimate:
     votes scores 0. InputError if equal answers have different verdicts.
     """
     table = _table(correct)
-    plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else x
     rows: Any = (
-        [plain(row) for row in answers]
+        [_plain(row) for row in answers]
         if isinstance(answers, Sequence)
-        else plain(answers)
+        else _plain(answers)
     )
     sized = isinstance(rows, list) and all(isinstance(row, Sequence) for row in rows)
     if (
@@ -166,6 +165,11 @@ def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Any) -> Estimate:
             for p, (row, verdicts) in enumerate(zip(rows, table, strict=True))
         ]
     )
+
+
+def _plain(x: Any) -> Any:
+    """An array as a list; everything else as it is."""
+    return x.tolist() if isinstance(x, np.ndarray) else x
 
 
 def _vote(problem: int, row: Sequence[Hashable], verdicts: np.ndarray) -> float:

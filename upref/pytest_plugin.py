@@ -109,7 +109,11 @@ def _passed(report: Any) -> Any:
 
 def _fixture(function: Callable[..., Any]) -> Any:
     """The function itself as a fixture of its name."""
-    fixture = lambda: function
+
+    def fixture() -> Callable[..., Any]:
+        """Replaced by a line that names the function, for `pytest --fixtures`."""
+        return function
+
     fixture.__doc__ = f"The function `{function.__name__}` itself."
     return pytest.fixture(name=function.__name__)(fixture)
 

@@ -81,23 +81,25 @@ def every() -> list[dict[str, Any]]:
 def page(o: Objective) -> str:
     """Everything that is known of it."""
     parts = [f"{o.name}   {o.source}"]
-    say = lambda head, text: parts.append(
-        f"{head}\n" + textwrap.indent(text.strip(), "    ")
-    )
-    say("objective, to be maximized", o.equation)
-    say("facts", "\n".join(f"{k:12} {v}" for k, v in _about(o)))
+
+    def add(head: str, text: str) -> None:
+        """One part more: a heading, and its text indented below."""
+        parts.append(f"{head}\n" + textwrap.indent(text.strip(), "    "))
+
+    add("objective, to be maximized", o.equation)
+    add("facts", "\n".join(f"{k:12} {v}" for k, v in _about(o)))
     if o.hyperparameters:
         lines = (
             f"{k} = {v}\n    {o.defaults.get(k, NO_SOURCE)}"
             for k, v in o.hyperparameters.items()
         )
-        say("defaults", "\n".join(lines))
-    say("weight dJ/dlp, by hand", _source(o.closed_form))
-    say("Probability Capacity at π_θ = π_old", _capacity_lines(o))
-    say("source", _source(o.fn))
+        add("defaults", "\n".join(lines))
+    add("weight dJ/dlp, by hand", _source(o.closed_form))
+    add("Probability Capacity at π_θ = π_old", _capacity_lines(o))
+    add("source", _source(o.fn))
     if o.paper:
-        say("reference", bib_entry(o.paper))
-    say("units and errors", ERRORS)
+        add("reference", bib_entry(o.paper))
+    add("units and errors", ERRORS)
     return "\n\n".join(parts)
 
 
