@@ -195,11 +195,11 @@ def compare(
     if gradient is not None:
         g = -clean(gradient, torch.float64) / dp_size
         off = (g - W[0]).abs()
-        allowed = (
-            (W[1:3] - W[0]).abs().amax(0)
-            + u * count * W[:3].abs().amax(0)
-            + torch.finfo(low).tiny
-        )
+        far, near = (W[1:3] - W[0]).abs().sort(0, descending=True).values
+        # behind a jump, which may be one of two, rounding moves the weight too
+        smooth = delta.sum(1, keepdim=True) * W[:3].abs().amax(0)
+        jumped = torch.where(far > smooth, near + smooth, 0)
+        allowed = far + jumped + u * count * W[:3].abs().amax(0) + torch.finfo(low).tiny
         off = torch.where(
             either & ((g - W).abs() <= allowed + u * count * W.abs()).any(0)
             | overflows,

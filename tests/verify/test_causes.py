@@ -485,7 +485,8 @@ def test_what_an_objective_has_is_measured(name):
     o = upref.get(name)
     has, inside = shape_of(o, o.hyperparameters), upref.get(f"tis({name})")
     assert shape_of(inside, inside.hyperparameters) == has
-    smooth = {"cfpo", "drpo", "dro", "kl_cov", "sapo", "vespo"}
+    smooth = {"cfpo", "drpo", "dro", "dppo_tv_prime_rl", "ipo", "kl_cov", "sapo"}
+    smooth |= {"vespo"}
     by_mask = {"cppo", "dppo_kl", "dppo_tv", "m2po"}
     assert has.is_smooth == (name in smooth) and (
         has.is_pessimistic and has.masks and not has.constant

@@ -5,9 +5,10 @@ from upref.ops import clip, dual_clip, exp, inf, log, minimum, sg, when, where
 
 def discounted_future(x, half_life):
     """Σ_{k>=t} γ^(k-t) x_k for each t, with γ = 2^(-1/half_life): [B, T] -> [B, T]."""
-    t = x.new_ones(x.shape[-1]).cumsum(0)
+    t = x.double().new_ones(x.shape[-1]).cumsum(0)
     ahead = t[:, None] - t  # k - t, [k, t]
-    return x @ when(ahead >= 0, 2 ** (-ahead.clamp(min=0) / half_life))
+    discounts = when(ahead >= 0, 2 ** (-ahead.clamp(min=0) / half_life))
+    return (x.double() @ discounts).to(x.dtype)  # autocast would halve its precision
 
 
 def influence(log_r, mask, half_life, low, high, c):

@@ -293,7 +293,12 @@ class Report(Result):
         batches, screen = (SHOWN // 2, math.inf) if verbose else (1, SCREEN)
         paragraphs: list[str] = []
         height = 0
-        for n, (first, *same) in enumerate(self.faults):
+        faults = self.faults
+        if (
+            faults and not faults[0][0].cause
+        ):  # a cause is not left out for want of room
+            faults[1:] = sorted(faults[1:], key=lambda fault: not fault[0].cause)
+        for n, (first, *same) in enumerate(faults):
             shown = first if n < batches else replace(first, example=None)
             text = shown.text(same=same)
             if n == 0 and _height(text) > screen:

@@ -3,8 +3,8 @@
 the function proved here.
 
     from upref_frameworks.trl.training import GRPOTrainer
-    GRPOTrainer(model, reward_funcs, args, train_dataset=data, objective="up_dapo",
-    hp={"eps_low": 0.2}).train()
+    GRPOTrainer(model, reward_funcs, args, train_dataset=data,
+                objective="up_dapo", hp={"eps_low": 0.2}).train()
 
 `objective` is a name of `upref list`, `up(NAME)`, or an Objective of your own; `hp` its
 hyperparameters, the paper's unless given. `class Mine(GRPOTrainer, YourTrainer)` puts
@@ -17,10 +17,9 @@ not read, and a run that moves one is stopped and told what to write (REPLACED).
 
 The first micro-batches of each process, and then every 50th, are compared with the
 float64 reference (parity.py): `upref/parity_max_abs` is the largest difference so far,
-and a run beyond what rounding explains stops. `parity={"first": 8, "every": 20, "dump":
-DIR, "on_fail":
-"warn"}` sets how often, keeps what was compared, trains on (`upref/parity_alarms`
-counts); 0 and 0: never.
+and a run beyond what rounding explains stops.
+`parity={"first": 8, "every": 20, "dump": DIR, "on_fail": "warn"}` sets how often, keeps
+what was compared, trains on (`upref/parity_alarms` counts); 0 and 0: never.
 
 `step_check=True` checks one optimizer step of a two-layer twin of the run before
 anything is loaded: on the CPU, in float32, with the run's family, head, LoRA,

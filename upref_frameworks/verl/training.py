@@ -21,10 +21,9 @@ to write.
 
 The first micro-batches of each process, and then every 50th, are compared with the
 float64 reference (parity.py): `upref/parity_max_abs` is the largest difference so far,
-and a run beyond what rounding explains stops. `upref={parity: {first: 8, every: 20,
-dump: DIR, on_fail:
-warn}}` sets how often, keeps what was compared, and trains on (`upref/parity_alarms`
-counts); 0 and 0: never.
+and a run beyond what rounding explains stops.
+`upref={parity: {first: 8, every: 20, dump: DIR, on_fail: warn}}` sets how often, keeps
+what was compared, and trains on (`upref/parity_alarms` counts); 0 and 0: never.
 
 `upref={step_check: true}` checks one optimizer step of a two-layer twin of the run (its
 family, head, padding, LoRA, KL and entropy terms), on the CPU in a process of its own,

@@ -131,6 +131,10 @@ def helpers(found: dict[str, Any]) -> list[str]:
         name, f = queue.popitem()
         t = Translate({}, f.__globals__)
         node = t.visit(function(f))
+        node.returns = None
+        for argument in ast.walk(node.args):
+            if isinstance(argument, ast.arg):
+                argument.annotation = None  # its names are not those of torch
         done[name] = ast.unparse(ast.fix_missing_locations(node))
         queue |= {k: v for k, v in t.used.items() if k not in done}
     return list(done.values())
