@@ -85,9 +85,12 @@ def explain(
         _others(case),
         corrected(case),
     )
-    first = lambda faults: reproduces(
-        (one for one in faults if more.fits(one, case)), case, b, found, use
-    )
+
+    def first(faults: Iterable[LossFault]) -> LossFault | None:
+        """The first of them that agrees, here and on other batches."""
+        fitting = (one for one in faults if more.fits(one, case))
+        return reproduces(fitting, case, b, found, use)
+
     return (
         first(every)
         or _two(case, b, found, use, bounds, more)
@@ -240,7 +243,11 @@ def _two(
             "the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0}
         )
         terms += [missing, *_kl_aggregated(case), *kl_faults(o, hp)]
-    part = lambda term, b: term.change.weights(o, hp, b) - unit_weights(o, b, plain)
+
+    def part(term: LossFault, b: Rollouts) -> Tensor:
+        """What this fault of the KL term leaves of it: the weights less the rest's."""
+        return term.change.weights(o, hp, b) - unit_weights(o, b, plain)
+
     alone = replace(case, hp=plain)
     for term in [
         t
@@ -296,11 +303,14 @@ def reproduces(
     fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy", "logp_sampler")
     rows = {k: v[:FEW] for k in fields if (v := getattr(b, k)) is not None}
     small, use = replace(b, group=None, totals=None, **rows), use & ~case.rounded(b)
-    few = lambda one: (
-        one.whole or fits(one, case, small, found[:FEW], use[:FEW], case.tol)
-    )
+
+    def fits_few(one: LossFault) -> bool:
+        """Whether it agrees on the first rows, which cost little, or needs them all."""
+        return one.whole or fits(one, case, small, found[:FEW], use[:FEW], case.tol)
+
     return next(
-        (s for s in faults if few(s) and fits(s, case, b, found, use, case.tol)), None
+        (s for s in faults if fits_few(s) and fits(s, case, b, found, use, case.tol)),
+        None,
     )
 
 
@@ -362,7 +372,15 @@ def _other_kl(
         {k: v for k, v in case.hp.items() if k != "beta"},
         case.hp.get("beta") or 0.0,
     )
-    rest = lambda b: unit_weights(o, b, o.resolve(plain))
+
+    def rest(b: Rollouts) -> Tensor:
+        """The weights without a KL term."""
+        return unit_weights(o, b, o.resolve(plain))
+
+    def with_term(b: Rollouts, beta: float, name: str) -> Tensor:
+        """The weights with this KL term."""
+        return rest(b) - beta * term_slope(name, b)
+
     mine = TERM_OF.get(o.kl, "")
     for name in terms(mine, case.loss.reads):
         d = term_slope(name, b)[zero]
@@ -374,15 +392,19 @@ def _other_kl(
         elif abs(beta) > case.tol and (
             not own or (beta > 0 and abs(beta - own) > case.tol)
         ):
-            weigh = lambda b, beta=beta, name=name: rest(b) - beta * term_slope(name, b)
+            weigh = partial(with_term, beta=beta, name=name)
             of = f"the KL term has the gradient of {beta:.6g} {name}, not of {own:g} {o.kl}: {OTHER_KL}"
             yield fault(of if own else lacking(o, beta, name), "term", weigh=weigh)
 
 
+def _number(v: float | None, digits: int) -> str:
+    """A hyperparameter's value in words: None is one that is absent."""
+    return "absent" if v is None else f"{v:.{digits}g}"
+
+
 def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:
-    number = lambda v, digits: "absent" if v is None else f"{v:.{digits}g}"
     said = "; ".join(
-        f"{k} is {number(v, 6)}, not {number(hp[k], 6)}" for k, v in moved.items()
+        f"{k} is {_number(v, 6)}, not {_number(hp[k], 6)}" for k, v in moved.items()
     )
     if moved and all(_absolute(k, v, hp[k]) for k, v in moved.items()):
         said += ": taken as absolute, not as a distance from 1"

@@ -31,8 +31,16 @@ def _rows(agg: str) -> Factor:
     return f
 
 
-_one = lambda b: torch.ones(len(b.mask), dtype=torch.float64)
-_n = lambda b: b.mask.sum(-1).double()
+def _ones(b: Rollouts) -> Tensor:
+    """The factor of a plain sum: 1 for each response."""
+    return torch.ones(len(b.mask), dtype=torch.float64)
+
+
+def _lengths(b: Rollouts) -> Tensor:
+    """The number of trained tokens of each response."""
+    return b.mask.sum(-1).double()
+
+
 FACTORS: dict[str, Factor] = {
     **{
         a: _rows(a)
@@ -44,33 +52,35 @@ FACTORS: dict[str, Factor] = {
         )
     },
     "the mean over the padded width (seq-mean-token-sum-norm by it)": lambda b: (
-        _one(b) / b.mask.numel()
+        _ones(b) / b.mask.numel()
     ),
-    "a plain sum over all tokens": _one,
-    "the sum, not the mean, of the responses' token means": lambda b: 1 / _n(b),
+    "a plain sum over all tokens": _ones,
+    "the sum, not the mean, of the responses' token means": lambda b: 1 / _lengths(b),
     "token-mean divided once more by the number of responses": lambda b: (
         _rows("token-mean")(b) / len(b.mask)
     ),
     "the responses' token means, divided by all tokens": lambda b: (
-        1 / (_n(b) * b.mask.sum())
+        1 / (_lengths(b) * b.mask.sum())
     ),
     "token-mean of each group, not divided by the number of groups": lambda b: (
         _rows("group-token-mean")(b) * (1 if b.group is None else len(b.group.unique()))
     ),
     "the sum over tokens by the longest response": lambda b: (
-        _one(b) / (len(b.mask) * _n(b).max())
+        _ones(b) / (len(b.mask) * _lengths(b).max())
     ),
     "the sum over each response divided by the square of its length": lambda b: (
-        1 / (len(b.mask) * _n(b) ** 2)
+        1 / (len(b.mask) * _lengths(b) ** 2)
     ),
     "the sum over each response divided by the square root of its length": lambda b: (
-        1 / (len(b.mask) * _n(b).sqrt())
+        1 / (len(b.mask) * _lengths(b).sqrt())
     ),
-    "the mean over responses of length-weighted terms": lambda b: _n(b) / len(b.mask),
+    "the mean over responses of length-weighted terms": lambda b: (
+        _lengths(b) / len(b.mask)
+    ),
     "token-mean of terms divided by the square root of their response's length": lambda b: (
-        1 / (b.mask.sum() * _n(b).sqrt())
+        1 / (b.mask.sum() * _lengths(b).sqrt())
     ),
-    "token-mean of length-weighted terms": lambda b: _n(b) / b.mask.sum(),
+    "token-mean of length-weighted terms": lambda b: _lengths(b) / b.mask.sum(),
 }
 
 

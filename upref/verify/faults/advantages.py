@@ -62,9 +62,11 @@ def _turned(right: Floats, n: int) -> Floats:
 
 def _divided(words: str, size: Callable[[int], float]) -> AdvantageFault:
     """By a function of the number of responses of the prompt."""
-    over = lambda b, right, k: [
-        x / size(b.group.count(g)) for x, g in zip(right, b.group, strict=True)
-    ]
+
+    def over(b: Batch, right: Floats, k: float) -> Floats:
+        """The right advantages, each divided by what its prompt's responses give."""
+        return [x / size(b.group.count(g)) for x, g in zip(right, b.group, strict=True)]
+
     return Fault(words, Answer(over))
 
 

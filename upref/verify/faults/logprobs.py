@@ -157,18 +157,40 @@ def _upstream(
         yield fault(f"{words} ({only})", up=up, only=only)
 
 
-smoothed: Any = lambda eps: (
-    lambda x, ids, t: (1 - eps) * pick(x, ids) + eps * x.mean(-1)
-)
-at_least: Any = lambda least: lambda lp, p: lp.clamp(min=least)
-added: Any = lambda eps: lambda lp, p: (lp.exp() + eps).log()
-clamped: Any = lambda eps: lambda lp, p: lp.exp().clamp(min=eps).log()
-largest: Any = lambda k: lambda x: x.topk(k).values
-shifted: Any = lambda by, rows: (
-    lambda p: replace(
+def smoothed(eps: float) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """The stage `picked` with a share eps of all logits' mean."""
+    return lambda x, ids, t: (1 - eps) * pick(x, ids) + eps * x.mean(-1)
+
+
+def at_least(least: float) -> Callable[[Tensor, Problem], Tensor]:
+    """The stage `lp` with a lower bound of the log-probability."""
+    return lambda lp, p: lp.clamp(min=least)
+
+
+def added(eps: float) -> Callable[[Tensor, Problem], Tensor]:
+    """The stage `lp` with eps added to the probability."""
+    return lambda lp, p: (lp.exp() + eps).log()
+
+
+def clamped(eps: float) -> Callable[[Tensor, Problem], Tensor]:
+    """The stage `lp` with a lower bound of the probability."""
+    return lambda lp, p: lp.exp().clamp(min=eps).log()
+
+
+def largest(k: int) -> Callable[[Tensor], Tensor]:
+    """The k largest of the logits, in the place of all."""
+    return lambda x: x.topk(k).values
+
+
+def shifted(by: int, rows: int) -> Callable[[Problem], Problem]:
+    """The stage `given` with the logits (rows 1) or the tokens (rows 0) moved by `by`
+    places.
+    """
+    return lambda p: replace(
         p, tokens=p.tokens.roll(by * (1 - rows), -1), x=p.x.roll(by * rows, -2)
     )
-)
+
+
 PLAIN = (
     fault("the temperature is left out", x=lambda z, t: z),
     fault("the entropy is taken at temperature 1", x_H=lambda z, t: z),
@@ -437,12 +459,20 @@ def _normalizer(words: str, change: Callable[[Tensor], Tensor]) -> LogprobFault:
 def _columns(V: int, n: int) -> Iterator[LogprobFault]:
     whole, padded, last = V // n * n, -(-V // n) * n, (V - 1) // n * n
     if V < padded <= 2 * V + 8 or V < n <= 128:
-        padding = lambda x: torch.nn.functional.pad(x, (0, padded - V))
+
+        def padding(x: Tensor) -> Tensor:
+            """The logits, and a 0 for each column that pads the vocabulary."""
+            return torch.nn.functional.pad(x, (0, padded - V))
+
         yield _normalizer(
             f"the columns that pad the vocabulary to a multiple of {n} are counted",
             padding,
         )
-    missed = lambda ids: (ids % n == n - 1) | (ids == V - 1)
+
+    def missed(ids: Tensor) -> Tensor:
+        """Whether a token is the last id of a tile, or of the vocabulary."""
+        return (ids % n == n - 1) | (ids == V - 1)
+
     told = f"each tile of {n} columns" if n < V else "the vocabulary"
     yield fault(
         f"the last id of {told} is missed: its logit counts 0",
@@ -483,9 +513,11 @@ def _rows(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
     N = shape.numel()
     at = torch.arange(N).reshape(shape)
     last, told = at >= N // n * n, f"the last, partial tile of {n} tokens"
-    without = lambda rows: (
-        lambda p: torch.where(rows[..., None], states(_frozen(p)), states(p))
-    )
+
+    def without(rows: Tensor) -> Callable[[Problem], Tensor]:
+        """The stage `y` without the weight's gradient from these rows."""
+        return lambda p: torch.where(rows[..., None], states(_frozen(p)), states(p))
+
     if last.any() and not last.all():
         yield fault(
             f"{told} is left out: its results are 0",
