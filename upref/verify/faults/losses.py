@@ -10,6 +10,7 @@ names them. One file, because a catalogue is read as one.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -170,7 +171,10 @@ def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
         one = torch.ones_like(lp_old)
         return Rollouts(lp_old + log_r, lp_old, A * one, one.bool(), entropy=one)
 
-    weight = lambda *at: unit_weights(o, token(*at), own).item()
+    def weight(A: float, mu: float, log_r: float) -> float:
+        """The weight of that token."""
+        return unit_weights(o, token(A, mu, log_r), own).item()
+
     signs, at_1 = (1.0, -1.0), {A: weight(A, 0.02, 0.0) for A in (1.0, -1.0)}
     at = {
         (A, side): (at_1[A], weight(A, *FAR[side]), FAR[side][1])
@@ -197,10 +201,13 @@ def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
         for (A, side), (w, far, log_r) in at.items()
     }
     cut = {key: bounded[key] and far == 0 for key, (_, far, _) in at.items()}
-    odd = lambda x: (
-        weight(1.0, 0.02, x) + weight(-1.0, 0.02, x) - 2 * weight(0.0, 0.02, x)
-    )
-    branches = any(abs(odd(x)) > 1e-12 for x in MODERATE)
+
+    def bend(log_r: float) -> float:
+        """The second difference of the weight in A, which is 0 where it is linear."""
+        up, down = weight(1.0, 0.02, log_r), weight(-1.0, 0.02, log_r)
+        return up + down - 2 * weight(0.0, 0.02, log_r)
+
+    branches = any(abs(bend(x)) > 1e-12 for x in MODERATE)
     beyond = token(1.0, *FAR["above"])
     value = term_of(o, own)(beyond.logp, beyond.logp_old, beyond.adv, beyond.mask)
     return Shape(
@@ -371,11 +378,17 @@ def terms(first: str, reads: frozenset[str]) -> list[str]:
     usual ones.
     """
     can = {"μ": "logp_sampler" in reads, "π_old": True, "": "logp_ref" in reads}
-    of = lambda name: (
-        name == "k1" or can[next(k for k in can if name.endswith(f"to {k})") or not k)]
-    )
+
+    def is_possible(name: str) -> bool:
+        """Whether the loss reads the policy that it is to; for k1 any one does."""
+        return (
+            name == "k1"
+            or can[next(k for k in can if name.endswith(f"to {k})") or not k)]
+        )
+
     return sorted(
-        filter(of, KL_TERMS), key=lambda k: (k != first, k not in kl.ESTIMATORS)
+        filter(is_possible, KL_TERMS),
+        key=lambda k: (k != first, k not in kl.ESTIMATORS),
     )
 
 
@@ -403,11 +416,20 @@ def lacking(o: Objective, beta: float, name: str) -> str:
 def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """What is done to a KL term, each put beside the objective's own weights."""
     beta, plain = hp["beta"], {**hp, "beta": 0.0}
-    rest = lambda b: unit_weights(o, b, plain)
     inside, own = _inside(o, _without_beta(plain))
-    made = lambda words, f: fault(
-        words, "term", weigh=lambda b: rest(b) - beta * term_slope(f, b)
-    )
+
+    def rest(b: Rollouts) -> Tensor:
+        """The weights without the KL term."""
+        return unit_weights(o, b, plain)
+
+    def made(words: str, f: str | Callable[..., Tensor]) -> LossFault:
+        """The fault that f is the KL term."""
+        return fault(words, "term", weigh=lambda b: rest(b) - beta * term_slope(f, b))
+
+    def only_where(b: Rollouts, on: Callable[[Tensor], Tensor]) -> Tensor:
+        """The weights with the KL term only on tokens whose A is so."""
+        return rest(b) - beta * kl_slope(o.kl, b) * on(b.adv.expand_as(b.mask))
+
     for name, k in sorted(kl.ESTIMATORS.items(), key=lambda item: item[0] != o.kl):
         if name != o.kl:
             yield made(
@@ -452,9 +474,7 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         ("A < 0", lambda A: A < 0),
         ("A is not 0", lambda A: A != 0),
     ):
-        part = lambda b, on=on: (
-            rest(b) - beta * kl_slope(o.kl, b) * on(b.adv.expand_as(b.mask))
-        )
+        part = partial(only_where, on=on)
         yield fault(f"the KL term is there only where {said}", "term", weigh=part)
 
 
@@ -487,7 +507,18 @@ def clamp_faults(
             n if o.level == "sequence_product" else 1
         )
 
-    of_token = lambda lp, old, m: old + (lp - old).clamp(low, high)
+    def of_token(lp, old, m):
+        """log π_θ such that the token's log-ratio is clamped."""
+        return old + (lp - old).clamp(low, high)
+
+    def below(lp, old, A, m, inside):
+        """J with the clamp where A <= 0 alone."""
+        return where(A > 0, j(lp, old, A, m), j(inside(lp, old, m), old, A, m))
+
+    def held(b: Rollouts, inside: Callable[..., Tensor]) -> Rollouts:
+        """The batch with old_log_prob moved so that log r is the clamped one."""
+        return b.but(logp_old=b.logp_old + b.logp - inside(b.logp, b.logp_old, b.mask))
+
     clamped = [("log r", of_token)]
     if wide:
         clamped.insert(0, ("the response's log r", of_response))
@@ -496,14 +527,9 @@ def clamp_faults(
         yield fault(
             words, "clip", J=lambda lp, old, A, m, f=inside: j(f(lp, old, m), old, A, m)
         )
-        below = lambda lp, old, A, m, f=inside: where(
-            A > 0, j(lp, old, A, m), j(f(lp, old, m), old, A, m)
-        )
-        yield fault(f"{words} where A <= 0", "clip", J=below)
-        held = lambda b, f=inside: b.but(
-            logp_old=b.logp_old + b.logp - f(b.logp, b.logp_old, b.mask)
-        )
-        yield fault(f"{words} in a constant weight", "clip", view=held)
+        yield fault(f"{words} where A <= 0", "clip", J=partial(below, inside=inside))
+        constant = partial(held, inside=inside)
+        yield fault(f"{words} in a constant weight", "clip", view=constant)
 
 
 def powered(o: Objective, hp: dict[str, Any], k: float) -> Iterator[LossFault]:
@@ -565,7 +591,11 @@ def _without_the_rest(
     a gate; or with that turned.
     """
     plain = _without_beta(hp)
-    rest = lambda b: unit_weights(o, b, plain)
+
+    def rest(b: Rollouts) -> Tensor:
+        """The weights without the KL term."""
+        return unit_weights(o, b, plain)
+
     for term, J in (
         ("r A", form(lambda r, A, lp: r * A)),
         ("A log π_θ", form(lambda r, A, lp: A * lp)),
@@ -605,10 +635,30 @@ def _forms(
             else x
         )
 
-    R = lambda lp, old, m: exp(log_r(lp, old, m))
-    ppo = lambda r, A, lo=lo, hi=hi: minimum(r * A, clip(r, 1 - lo, 1 + hi) * A)
-    form = lambda f: lambda lp, old, A, m: f(R(lp, old, m), A, lp)
-    made = lambda kind, words, f, **more: fault(words, kind, J=f, **more)
+    def ratio(lp, old, m):
+        """r of each token, the response's where the objective's is."""
+        return exp(log_r(lp, old, m))
+
+    def ppo(r, A):
+        """PPO's term at this ratio."""
+        return minimum(r * A, clip(r, 1 - lo, 1 + hi) * A)
+
+    def form(f: Callable) -> Term:
+        """J by a function of r, A and log π_θ."""
+        return lambda lp, old, A, m: f(ratio(lp, old, m), A, lp)
+
+    def made(kind: str, words: str, J: Callable, **more: Any) -> LossFault:
+        """The fault that J is the objective."""
+        return fault(words, kind, J=J, **more)
+
+    def expanded(x, m, of):
+        """A number of each response, by `of`, on all its tokens."""
+        return of(x, m).expand_as(x)
+
+    def by_tokens(lp, old, A, m, wide_r):
+        """PPO's term at the response's ratio, whose gradient is each token's own."""
+        return ppo(exp(by_token(wide_r(lp - old, m), lp)), A)
+
     # a constant weight on log π_θ is what CISPO and its like are
     weighs = has.constant and has.is_bounded
     two_sided = any(0 < x < 1 for x in bounds)
@@ -678,7 +728,7 @@ def _forms(
                 return where(
                     (A > 0) & (S > 1 + hi) | (A < 0) & (S < 1 - lo),
                     0,
-                    R(lp, old, m) * A,
+                    ratio(lp, old, m) * A,
                 )
 
             yield made(
@@ -750,7 +800,11 @@ def _forms(
         lambda lp, old, A, m: A * lp,
     )
     if has.is_bounded:
-        trained = lambda A: where(A > 0, A * has.live[1.0], A * has.live[-1.0])
+
+        def trained(A):
+            """A, or 0 where the objective does not train it."""
+            return where(A > 0, A * has.live[1.0], A * has.live[-1.0])
+
         yield made(
             "clip",
             "no bound has an effect: the ratio is not clipped",
@@ -768,7 +822,7 @@ def _forms(
                 form(unbounded),
             )
     inverted = "the ratio is inverted: exp(old - new)"
-    yield made("ratio", inverted, lambda lp, old, A, m: ppo(R(old, lp, m), A))
+    yield made("ratio", inverted, lambda lp, old, A, m: ppo(ratio(old, lp, m), A))
     if o.level == "token" and not o.reads:
         yield made(
             "ratio",
@@ -830,7 +884,11 @@ def _forms(
             form(lambda r, A, lp, kept=kept: minimum(r * A, r.clamp(**kept) * A)),
         )
     if has.is_pessimistic:
-        one_sided = lambda on: form(lambda r, A, lp: where(on(A), ppo(r, A), r * A))
+
+        def one_sided(on: Callable) -> Term:
+            """J that is clipped only where A is so."""
+            return form(lambda r, A, lp: where(on(A), ppo(r, A), r * A))
+
         yield made(
             "clip", "only positive advantages are clipped", one_sided(lambda A: A > 0)
         )
@@ -869,7 +927,7 @@ def _forms(
             lambda x, m: mean_t(exp(x), m).log()[:, None],
         ),
     ):
-        wide_r = lambda x, m, of=of: of(x, m).expand_as(x)
+        wide_r = partial(expanded, of=of)
         longest = "longest" in said
         yield made(
             "ratio",
@@ -878,10 +936,7 @@ def _forms(
             whole=longest,
         )
         if wide:
-            by_tokens = lambda lp, old, A, m, f=wide_r: ppo(
-                exp(by_token(f(lp - old, m), lp)), A
-            )
-            yield made("ratio", said, by_tokens, whole=longest)
+            yield made("ratio", said, partial(by_tokens, wide_r=wide_r), whole=longest)
     for said, over in (("averaged", lambda m: m.sum()), ("summed", lambda m: 1)):
         words = f"the log-ratio is {said} over the whole batch, not over each response"
         for way in (lambda x, lp: x, by_token):
@@ -890,12 +945,17 @@ def _forms(
                 b: Rollouts, over: Callable = over, way: Callable = way
             ) -> Tensor:
                 f = FACTORS[declared_aggregation(o)](b)[:, None]
-                x = lambda lp, old, m: (
-                    where(m, lp - old, 0).sum() / over(m)
-                ).expand_as(lp)
+
+                def log_r_of_all(lp, old, m):
+                    """One log-ratio for every token of the batch."""
+                    return (where(m, lp - old, 0).sum() / over(m)).expand_as(lp)
+
                 w = (
                     _slope(
-                        lambda lp, old, A, m: f * ppo(exp(way(x(lp, old, m), lp)), A), b
+                        lambda lp, old, A, m: (
+                            f * ppo(exp(way(log_r_of_all(lp, old, m), lp)), A)
+                        ),
+                        b,
                     )
                     / f
                 )
@@ -949,7 +1009,7 @@ def _forms(
             "ratio",
             f"the term is multiplied by the ratio once more, as a constant{cap}",
             lambda lp, old, A, m, x=x: (
-                sg(R(lp, old, m).clamp(max=x)) * j(lp, old, A, m)
+                sg(ratio(lp, old, m).clamp(max=x)) * j(lp, old, A, m)
             ),
         )
     yield made(

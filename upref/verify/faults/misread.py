@@ -36,7 +36,13 @@ POSITIONS: dict[str, Callable[[Tensor], Tensor]] = {
         m.sum(1, keepdim=True) - 1 - torch.arange(m.shape[1])
     ),
 }
-_last = lambda m: m.flip(1).cumsum(1).flip(1)
+
+
+def _to_the_end(m: Tensor) -> Tensor:
+    """The number of trained tokens from each token to its response's last."""
+    return m.flip(1).cumsum(1).flip(1)
+
+
 # tokens of which this number exceeds a limit do not train: what they are called, of
 # which number, the limit in words
 LEFT_OUT: tuple[
@@ -48,10 +54,14 @@ LEFT_OUT: tuple[
         lambda b: -b.mask.cumsum(1),
         lambda x: -x - 1,
     ),
-    ("tokens in front of the last {:g} of a response", lambda b: _last(b.mask), float),
+    (
+        "tokens in front of the last {:g} of a response",
+        lambda b: _to_the_end(b.mask),
+        float,
+    ),
     (
         "the last {:g} tokens of each response",
-        lambda b: -_last(b.mask),
+        lambda b: -_to_the_end(b.mask),
         lambda x: -x - 1,
     ),
     (
@@ -95,6 +105,19 @@ def shifted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     are, or 0.
     """
     ways = moved, lambda x, by: x.roll(by, 1)
+
+    def all_but_log_prob(
+        b: Rollouts, view: Callable[..., Rollouts], by: int
+    ) -> Rollouts:
+        """The batch with everything moved but log_prob."""
+        return view(b, "logp_old", "adv", "mask", by=by)
+
+    def mask_moved(
+        b: Rollouts, way: Callable[[Tensor, int], Tensor], by: int
+    ) -> Tensor:
+        """The mask, moved."""
+        return way(b.mask, by)
+
     for (by, where), way, zeros in product(
         {1: "late", -1: "early"}.items(), ways, (False, True)
     ):
@@ -124,9 +147,9 @@ def shifted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             "batches",
             view=lambda b, view=view: view(b, "adv"),
         )
-        all_but = lambda b, view=view, by=-by: view(b, "logp_old", "adv", "mask", by=by)
+        all_but = partial(all_but_log_prob, view=view, by=-by)
         yield fault(f"log_prob is one token too {where}", "batches", view=all_but)
-        masked = lambda b, by=by, way=way: way(b.mask, by)
+        masked = partial(mask_moved, way=way, by=by)
         yield fault(
             f"the mask is one token too {where}",
             "batches",
@@ -137,9 +160,14 @@ def shifted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
 
 def untrained(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """Tokens that the mask leaves out, of the denominator too or not."""
+
+    def rest(b: Rollouts, cut: Callable[[Tensor], Tensor]) -> Tensor:
+        """The mask without these tokens."""
+        return b.mask & ~cut(b.mask)
+
     for (said, cut), counted in product(CUT.items(), (True, False)):
         words = f"{said} is not trained, {'though' if counted else 'and not'} counted in the denominator"
-        kept = lambda b, cut=cut: b.mask & ~cut(b.mask)
+        kept = partial(rest, cut=cut)
         yield fault(words, "batches", weigh=_under(o, hp, kept, counted), whole=True)
 
 
@@ -147,7 +175,15 @@ def uncounted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """Tokens that the denominator leaves out for their advantage, or because they have
     no gradient.
     """
-    adv = lambda b: b.adv.expand_as(b.mask)
+
+    def adv(b: Rollouts) -> Tensor:
+        """A of each token."""
+        return b.adv.expand_as(b.mask)
+
+    def those(b: Rollouts, on: Callable[[Rollouts], Tensor]) -> Tensor:
+        """The mask of these tokens alone."""
+        return b.mask & on(b)
+
     for said, on in (
         ("tokens with A = 0 are not counted", lambda b: adv(b) != 0),
         ("tokens with A <= 0 are not trained, and not counted", lambda b: adv(b) > 0),
@@ -157,7 +193,7 @@ def uncounted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             lambda b: unit_weights(o, b, hp) != 0,
         ),
     ):
-        kept = lambda b, on=on: b.mask & on(b)
+        kept = partial(those, on=on)
         yield fault(
             f"{said} in the denominator",
             "batches",
@@ -265,6 +301,16 @@ def misread(
 CATALOGUE = Catalogue("losses", misread)
 
 
+def _lengths(m: Tensor) -> Tensor:
+    """The number of trained tokens of each token's response."""
+    return m.sum(1, keepdim=True).double().expand(m.shape)
+
+
+def _bonus_slope(b: Rollouts) -> Tensor:
+    """The gradient of -π log π of each token."""
+    return torch.where(b.mask, -b.logp.exp() * (1 + b.logp), 0)
+
+
 def reweighted(case: Case) -> Iterator[LossFault]:
     """What has a number that is read off on policy: a factor of A by its sign, its
     response's length or the token's position, a bound of A, a factor of
@@ -272,9 +318,11 @@ def reweighted(case: Case) -> Iterator[LossFault]:
     b = case.ready(on_policy_batch())
     found, A = case.weights(b), b.adv.expand_as(b.mask)
     use, q = b.mask & (A != 0) & found.isfinite(), found / case.expected(b)
-    made = lambda words, times: fault(
-        words, "advantage", view=lambda b: b.but(adv=b.adv * times(b))
-    )
+
+    def made(words: str, times: Callable[..., Tensor]) -> LossFault:
+        """The fault that A has this factor."""
+        return fault(words, "advantage", view=lambda b: b.but(adv=b.adv * times(b)))
+
     up, down = (common_value(q[use & side]) for side in (A > 0, A < 0))
     if up and down and abs(up - down) > 1e-5:
         pairs = (up, ">"), (down, "<")
@@ -288,11 +336,10 @@ def reweighted(case: Case) -> Iterator[LossFault]:
             lambda b: torch.where(b.adv > 0, up, down),
         )
     if (q[use] > 0).all() and use.any():
-        n = lambda m: m.sum(1, keepdim=True).double().expand(m.shape)
-        power = _slope(n(b.mask)[use].log(), q[use].log())
+        power = _slope(_lengths(b.mask)[use].log(), q[use].log())
         yield made(
             f"every weight is multiplied by |o|^{power:.4g}, |o| its response's length",
-            lambda b: n(b.mask) ** power,
+            lambda b: _lengths(b.mask) ** power,
         )
         for where, place in POSITIONS.items():
             gamma = float(
@@ -322,13 +369,17 @@ def reweighted(case: Case) -> Iterator[LossFault]:
             "ratio",
             view=lambda b: b.but(logp_old=b.logp_old - k * b.logp_old),
         )
-    rest = lambda b: unit_weights(case.o, b, case.hp)
-    push = lambda b: torch.where(b.mask, -b.logp.exp() * (1 + b.logp), 0)
-    c = float(((found - rest(b)) * push(b)).nan_to_num().sum() / (push(b) ** 2).sum())
+
+    def rest(b: Rollouts) -> Tensor:
+        """The weights without the bonus."""
+        return unit_weights(case.o, b, case.hp)
+
+    push = _bonus_slope(b)
+    c = float(((found - rest(b)) * push).nan_to_num().sum() / (push**2).sum())
     yield fault(
         f"{c:.5g} times -π log π of the sampled token is added to J, which is not the entropy",
         "term",
-        weigh=lambda b: rest(b) + c * push(b),
+        weigh=lambda b: rest(b) + c * _bonus_slope(b),
     )
 
 
@@ -364,6 +415,13 @@ def left_out(case: Case) -> Iterator[LossFault]:
         found, due = case.weights(b), b.mask & (case.expected(b) != 0)
     except InputError:  # it refuses such a batch
         return
+
+    def within(
+        b: Rollouts, number: Callable[[Rollouts], Tensor], limit: float
+    ) -> Tensor:
+        """The mask of the tokens of which the number is no more than the limit."""
+        return b.mask & (number(b) <= limit)
+
     for words, x, said in LEFT_OUT:
         gone, trains = (x(b)[due & side] for side in (found == 0, found != 0))
         if (
@@ -371,7 +429,7 @@ def left_out(case: Case) -> Iterator[LossFault]:
             and len(trains)
             and (limit := between(float(trains.max()), float(gone.min()))) is not None
         ):
-            kept = lambda b, x=x, limit=limit: b.mask & (x(b) <= limit)
+            kept = partial(within, number=x, limit=limit)
             for counted in (True, False):
                 told = f"{words.format(said(limit))} are not trained, {'though' if counted else 'and not'} counted"
                 yield fault(
