@@ -320,9 +320,13 @@ def expected_value(case: Case) -> Iterator[Finding]:
         )
 
 
+def _listed(g: Tensor) -> str:
+    """The numbers of a gradient in words."""
+    return "[" + ", ".join(f"{x:.4f}" for x in g.tolist()) + "]"
+
+
 @oracle("expected-gradient")
 def expected_gradient(case: Case) -> Iterator[Finding]:
-    numbers = lambda g: "[" + ", ".join(f"{x:.4f}" for x in g.tolist()) + "]"
     tol = case.term.tol
     for off_policy, where in (
         (False, "samples of π_θ"),
@@ -338,8 +342,8 @@ def expected_gradient(case: Case) -> Iterator[Finding]:
                 divergence_of(case.term, off_policy, tol),
             )
             said = (
-                f"{numbers(want)}: that of {_words(one)}",
-                f"{numbers(got)}: that of {_words(other)}",
+                f"{_listed(want)}: that of {_words(one)}",
+                f"{_listed(got)}: that of {_words(other)}",
             )
             yield fail("expected-gradient", f"{where}, five tokens enumerated", *said)
 

@@ -35,6 +35,11 @@ GAUSS_NEWTON = 20  # steps
 SMOOTH_LOG_R = (-5.0, -2.0, -0.6, 0.6, 2.0, 5.0)
 
 
+def _column(x: np.ndarray) -> torch.Tensor:
+    """The numbers as a batch of one token in each row."""
+    return torch.as_tensor(x)[:, None]
+
+
 class Weights:
     """The closed form of an objective at given points, as a function of its
     hyperparameters.
@@ -81,8 +86,7 @@ class Weights:
 
     def _free(self, rows: np.ndarray, unsure: bool):
         o = self.o
-        t = lambda x: torch.as_tensor(x)[:, None]
-        r, A, mu = t(self.r[rows]), t(self.A[rows]), t(self.mu[rows])
+        r, A, mu = _column(self.r[rows]), _column(self.A[rows]), _column(self.mu[rows])
         H = torch.ones_like(r)
         if unsure:
             r, A, mu, H = (
@@ -281,7 +285,11 @@ class Compared:
         keys = [k for k, v in hp.items() if v and (smooth[k] & ~self.w.unsure).any()]
         if len(keys) < 2:
             return hp, miss
-        at = lambda x: hp | dict(zip(keys, np.exp(x).tolist(), strict=True))
+
+        def at(x: np.ndarray) -> dict[str, Any]:
+            """The hyperparameters with those that have these logarithms."""
+            return hp | dict(zip(keys, np.exp(x).tolist(), strict=True))
+
         x, h = np.log([hp[k] for k in keys]), 1e-6
         for _ in range(GAUSS_NEWTON):
             w = self.w(at(x))
@@ -334,7 +342,11 @@ class Compared:
         if not len(at):
             return []
         log_r, A = np.log(self.w.r[at]), self.w.A[at]
-        far = lambda x, sign: np.abs(log_r - x) + 100 * (sign != A)
+
+        def far(x: float, sign: int) -> np.ndarray:
+            """How far each point is from this log r and this sign of A."""
+            return np.abs(log_r - x) + 100 * (sign != A)
+
         picked = {
             int(at[far(x, sign).argmin()]) for x in SMOOTH_LOG_R for sign in (1, -1)
         }

@@ -8,6 +8,7 @@ ratios are the same number.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -332,6 +333,13 @@ def _kl_of(box: BlackBox, b: Rollouts, among: Iterable[str]) -> dict[str, Any]:
     return found
 
 
+def _point_at(r: float, A: float, mu: float | None, unsure: bool) -> Point:
+    """A point of a line of `_curve`; mu None: of low probability."""
+    if mu is None:
+        return low_probability_point(A, r, unsure)
+    return Point(A, float(r), mu, unsure)
+
+
 def _curve(box: BlackBox) -> BlackBox:
     """The weight sampled on a grid, and every jump closed in on."""
     # one call a point where the batch matters
@@ -344,21 +352,20 @@ def _curve(box: BlackBox) -> BlackBox:
     faded: set[Point] = set()
     for A, mu, unsure in lines:
         rs = grid if mu is None else grid[mu * grid < 0.99]
-        at = lambda r, A=A, mu=mu, unsure=unsure: (
-            low_probability_point(A, r, unsure)
-            if mu is None
-            else Point(A, float(r), mu, unsure)
-        )
+        at = partial(_point_at, A=A, mu=mu, unsure=unsure)
         points += [at(r) for r in rs]
         if not box.random:
             found = box.curve(unsure).jumps(A, mu, rs)
             jumps += [(at(j.r), (j.below + j.above) / 2) for j in found]
             faded |= {at(j.r) for j in found if max(abs(j.below), abs(j.above)) < FADED}
     on = [p for p, _ in jumps]
-    apart = lambda p, q: (
-        (p.A, p.mu in MUS, p.unsure) != (q.A, q.mu in MUS, q.unsure)
-        or abs(p.r / q.r - 1) > box.near
-    )
+
+    def apart(p: Point, q: Point) -> bool:
+        """Whether p is on another line than q, or not near it."""
+        return (p.A, p.mu in MUS, p.unsure) != (q.A, q.mu in MUS, q.unsure) or abs(
+            p.r / q.r - 1
+        ) > box.near
+
     # on a bound, rounding decides
     points = [p for p in points if all(apart(p, q) for q in on)]
     return replace(

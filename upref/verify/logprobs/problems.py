@@ -32,10 +32,12 @@ def random_problem(
     """
     gen = torch.Generator().manual_seed(seed)
     shape = (2, N // 2) if N % 2 == 0 else (1, N)
-    # exact in bfloat16
-    eighths = lambda *s: (
-        (8 * torch.randn(*s, generator=gen, dtype=torch.float64)).round() / 8
-    )
+
+    def eighths(*size: int) -> Tensor:
+        """Random multiples of 1/8, which are exact in bfloat16."""
+        normal = torch.randn(*size, generator=gen, dtype=torch.float64)
+        return (8 * normal).round() / 8
+
     size = 1.0 if k.softcap is None else max(1.0, k.softcap / 2)
     x, W = eighths(*shape, H) * size, eighths(V, H) * 0.5 ** round(math.log2(H / 2) / 2)
     tokens = torch.randint(V, shape, generator=gen)
@@ -69,7 +71,11 @@ def low_temperature(k: Kernel) -> float:
 def masked(p: Problem, keep: list[list[int]], **changes: Any) -> Problem:
     """Tokens without upstream gradient, which are not compared."""
     kept = torch.tensor(keep, dtype=torch.bool)
-    cut = lambda u: None if u is None else u * kept
+
+    def cut(u: Tensor | None) -> Tensor | None:
+        """An upstream gradient, 0 on the other tokens."""
+        return None if u is None else u * kept
+
     return replace(p, g=cut(p.g), g_H=cut(p.g_H), keep=kept, **changes)
 
 
@@ -163,9 +169,12 @@ def peaks(k: Kernel) -> dict[str, Problem]:
 
 
 def large(k: Kernel, V: int = 151_936) -> dict[str, Problem]:
-    high = lambda at: replace(
-        peak(k, V, at, math.log(V) + 2.8, 4), g=None, g_H=None
-    ).to(torch.float32)
+
+    def high(at: int) -> Problem:
+        """A problem whose token `at` has a p near 0.9."""
+        p = peak(k, V, at, math.log(V) + 2.8, 4)
+        return replace(p, g=None, g_H=None).to(torch.float32)
+
     return {
         f"{V:,} ids in float32, token {at} with p near 0.9": high(at)
         for at in (0, V - 1)
@@ -201,8 +210,14 @@ def ignored(k: Kernel) -> dict[str, Problem]:
 def layout(k: Kernel) -> dict[str, Problem]:
     """Inputs and upstream gradients that are not contiguous."""
     p = random_problem(k, 6, 9, 3, 8)
-    turned: Any = lambda u: None if u is None else u.mT.contiguous().mT
-    spread = lambda u: None if u is None else u[:, :1].expand_as(u)
+
+    def turned(u: Any) -> Any:
+        """The same numbers, in memory as those of the transpose."""
+        return None if u is None else u.mT.contiguous().mT
+
+    def spread(u: Tensor | None) -> Tensor | None:
+        """The first of each row, expanded to all its tokens."""
+        return None if u is None else u[:, :1].expand_as(u)
 
     def strided(u: Tensor | None) -> Tensor | None:
         """The same numbers, between others in memory."""

@@ -30,7 +30,11 @@ SECONDS, SINGLE = 60, 1e-4  # that a process may take, and how near is equal
 
 def shard(p: Problem, rank: int, ranks: int) -> Problem:
     """The rank's columns of the vocabulary; tokens stay global ids."""
-    cut = lambda v, dim: v.chunk(ranks, dim)[rank].contiguous()
+
+    def cut(v: Tensor, dim: int) -> Tensor:
+        """The rank's part along this dimension."""
+        return v.chunk(ranks, dim)[rank].contiguous()
+
     p = replace(p, bias=None if p.bias is None else cut(p.bias, 0))
     return (
         replace(p, x=cut(p.x, -1))
@@ -68,9 +72,14 @@ def outcomes(kernel: Kernel, p: Problem, ranks: int) -> list[dict[str, Tensor]]:
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(ranks)]
-        args = lambda i: (kernel, p, i, ranks, str(Path(folder) / "store"), pipes[i][1])
+        store = str(Path(folder) / "store")
         children = [
-            fork.Process(target=_rank, args=args(i), daemon=True) for i in range(ranks)
+            fork.Process(
+                target=_rank,
+                args=(kernel, p, i, ranks, store, pipes[i][1]),
+                daemon=True,
+            )
+            for i in range(ranks)
         ]
         for child in children:
             child.start()
@@ -99,6 +108,11 @@ def compared(
     part. off: Case.off.
     """
     every, h = outcomes(kernel, p, ranks), "gradient of hidden"
+
+    def worst(numbers: dict[str, Any], want: dict[str, Tensor]) -> tuple:
+        """What `off` answers of these numbers of a rank."""
+        return off(p, Outcome(numbers), Outcome(want), SINGLE)
+
     for rank, found in enumerate(every):
         want = solved(p).numbers
         want |= {
@@ -108,12 +122,10 @@ def compared(
             for k, dim in (("logits", -1), ("weight", 0))
             if k in p.leaves
         }
-        worst = lambda numbers, want=want: off(
-            p, Outcome(numbers), Outcome(want), SINGLE
-        )
         if h in found:
             reduced, right = (
-                worst({h: v})[0] <= 1 for v in (found[h], sum(q[h] for q in every))
+                worst({h: v}, want)[0] <= 1
+                for v in (found[h], sum(q[h] for q in every))
             )
             how = "is already added up" if reduced else "is this rank's part: add it up"
             if right and not rank:
@@ -121,7 +133,7 @@ def compared(
                     "ranks", f"on each rank the gradient of the hidden states {how}"
                 )
         times, key, at, x, y = worst(
-            {k: v for k, v in found.items() if k != h or not (reduced or right)}
+            {k: v for k, v in found.items() if k != h or not (reduced or right)}, want
         )
         if times > 1:
             regime = f"rank {rank} of {ranks}, each with a part of the vocabulary"

@@ -4,6 +4,7 @@ scaled for it, averaged ranks, one response by itself."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -167,11 +168,14 @@ def one_response(case: Case) -> list[Finding]:
     """
     if case.wrong:
         return []
+
+    def ask(c: Rollouts, dtype: torch.dtype | None) -> tuple[Case, Tensor]:
+        """The case and its weights of a batch, in float32 where a dtype is given."""
+        return case.singly(c) if dtype else (case, case.weights(c))
+
     for n, (regime, b) in enumerate(_single(case)):
         dtype = None if n % 2 or case.single else torch.float32
-        asked = lambda c, dtype=dtype: (
-            case.singly(c) if dtype else (case, case.weights(c))
-        )
+        asked = partial(ask, dtype=dtype)
 
         def off(c: Rollouts, asked=asked) -> Tensor:
             one, found = asked(c)

@@ -71,14 +71,21 @@ def padding(case: Case) -> list[Finding]:
     out = []
     leak = torch.where(b.mask, 0, g.abs().nan_to_num(nan=math.inf))
     if leak.max() > 0:
-        bad = lambda x: bool((case.gradient(x)[~x.mask] != 0).any())
+
+        def bad(x: Rollouts) -> bool:
+            """Whether a masked slot has a gradient."""
+            return bool((case.gradient(x)[~x.mask] != 0).any())
+
+        def every(b: Rollouts) -> Rollouts:
+            """The batch without its mask."""
+            return b.but(mask=torch.ones_like(b.mask), totals=None)
+
+        def unmasked(b: Rollouts) -> tuple[Tensor, Tensor]:
+            """The gradient, and that of the reference which ignores the mask."""
+            return case.gradient(b), case.expected(every(b)) * case.factors(every(b))
+
         text = "masked slots that hold ordinary numbers"
         batch = example(case, shrink(b, bad))
-        every = lambda b: b.but(mask=torch.ones_like(b.mask), totals=None)
-        unmasked = lambda b: (
-            case.gradient(b),
-            case.expected(every(b)) * case.factors(every(b)),
-        )
         why = "the mask is ignored" if everywhere(case, unmasked) else ""
         out.append(
             fail(
@@ -210,10 +217,12 @@ def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
         return []
     i, t = worst(off)
     says = number_pair("dJ/dlp", g[i, t].item(), g2[i, t].item(), "as without")
-    counted = lambda c: (
-        longer(c)[1][:-1] * (len(c.mask) + 1),
-        case.gradient(c) * len(c.mask),
-    )
+
+    def counted(c: Rollouts) -> tuple[Tensor, Tensor]:
+        """The gradients with and without that row, each times its number of rows."""
+        there = longer(c)[1][:-1] * (len(c.mask) + 1)
+        return there, case.gradient(c) * len(c.mask)
+
     why = (
         "the row is counted among the responses of a mean"
         if everywhere(case, counted)
@@ -241,12 +250,19 @@ def masked_values(case: Case) -> list[Finding]:
         if k in case.loss.reads
     ]
     leaks: list[Finding] = []
+
+    def filled(c: Rollouts, k: str, p: float) -> Rollouts:
+        """The batch with p in the masked slots of this argument."""
+        return replace(c, **{k: getattr(c, k).masked_fill(~c.mask, p)})
+
+    def change(c: Rollouts, bad: Callable[[Rollouts], Rollouts]) -> str:
+        """What changes with these numbers in the masked slots."""
+        return _changes(c, case.both(c), case.both(bad(c)))
+
     for k, p in ((k, p) for p in (*JUNK, *NOT_NUMBERS) for k in reads):
         if getattr(b, k) is None or (k == "adv" and case.loss.adv_shape != "BT"):
             continue
-        bad = lambda c, k=k, p=p: replace(
-            c, **{k: getattr(c, k).masked_fill(~c.mask, p)}
-        )
+        bad = partial(filled, k=k, p=p)
         regime = f"masked slots of {CALLED[k]} hold {p:g}"
         try:
             what = _changes(b, (value, g), case.both(bad(b)))
@@ -270,7 +286,7 @@ def masked_values(case: Case) -> list[Finding]:
             ]
             continue
 
-        shows = lambda c, bad=bad: _changes(c, case.both(c), case.both(bad(c)))
+        shows = partial(change, bad=bad)
         small = shrink(b, lambda c, shows=shows: bool(shows(c)))  # type: ignore[misc]
         says = "no effect, bit for bit", shows(small)
         shown = example(case, bad(small)) or make_example(
@@ -342,17 +358,26 @@ def _kl(case: Case) -> str:
 @oracle("scaling", 110, _kl, implied=True)
 def scaling(case: Case) -> list[Finding]:
     b = off_bounds(case)
-    tripled = lambda c: case.gradient(replace(c, adv=3 * c.adv))
-    off = lambda c: moved(tripled(c) / 3, case.gradient(c), c.mask, slack(case, 1e-7))
+
+    def tripled(c: Rollouts) -> Tensor:
+        """The gradient at 3 times the advantages."""
+        return case.gradient(replace(c, adv=3 * c.adv))
+
+    def off(c: Rollouts) -> Tensor:
+        """How far a third of it is from the gradient."""
+        return moved(tripled(c) / 3, case.gradient(c), c.mask, slack(case, 1e-7))
+
     if (apart := off(b)).max() == 0:
         return []
     small = shrink(b, lambda c: bool(off(c).max() > 0), worst(apart))
     at = worst(off(small))
     due, got = 3 * case.gradient(small), tripled(small)
     says = number_pair("dJ/dlp", due[at].item(), got[at].item(), "3 times the gradient")
-    times = lambda k: (
-        lambda b: (case.gradient(b.but(adv=3 * b.adv)), k * case.gradient(b))
-    )
+
+    def times(k: float) -> Callable[[Rollouts], tuple[Tensor, Tensor]]:
+        """The change that makes the gradient k times as large at 3 times A."""
+        return lambda b: (case.gradient(b.but(adv=3 * b.adv)), k * case.gradient(b))
+
     why = (
         "the size of A has no effect: it is divided out"
         if everywhere(case, times(1))
@@ -367,14 +392,22 @@ def scaling(case: Case) -> list[Finding]:
     return [fail("scaling", "all advantages times 3", *says, shown, why)]
 
 
+def _at_zero(b: Rollouts) -> Rollouts:
+    """The batch with advantages of 0."""
+    return replace(b, adv=torch.zeros_like(b.adv))
+
+
 @oracle("zero-advantage", 120, _kl, implied=True)
 def zero_advantage(case: Case) -> list[Finding]:
     b = off_bounds(case)
-    zero = lambda c: replace(c, adv=torch.zeros_like(c.adv))
-    pushed = lambda c: bool((case.gradient(zero(c)) != 0).any())
+
+    def pushed(c: Rollouts) -> bool:
+        """Whether there is a gradient without an advantage."""
+        return bool((case.gradient(_at_zero(c)) != 0).any())
+
     if not pushed(b):
         return []
-    small = zero(shrink(b, pushed))
+    small = _at_zero(shrink(b, pushed))
     g = case.gradient(small)
     found = (
         f"a gradient of up to {g.abs().max().item():.4g}"

@@ -20,6 +20,7 @@ from upref.verify.report import UNKNOWN, Finding, fail, note
 from upref.verify.shrink import example, numbers, shrink, smallest, wrong
 from upref.weights.batches import GUARD, clamped, overflowing, single_token_responses
 
+Pairs = tuple[tuple[float, float], ...]
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
 # no sampler draws a token of probability e^-88
 SAMPLED = math.log(torch.finfo(torch.float32).max) - 1
@@ -182,7 +183,10 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) -> s
     dtype = low.logp.dtype
 
     def right(log_r: float, lp: float, A: float) -> bool:
-        full = lambda v: torch.full_like(low.logp[:1, :1], v)
+        def full(v: float) -> Tensor:
+            """One token with this number."""
+            return torch.full_like(low.logp[:1, :1], v)
+
         one = case.ready(
             Rollouts(
                 full(lp), full(lp - log_r), full(A), full(1).bool(), logp_ref=full(lp)
@@ -209,14 +213,19 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) -> s
         # rounding of the inputs
         near = 0.02 + 2 * most * max(f.eps, torch.finfo(dtype).eps)
         two = ((A, 1.0), (A / 3, 40.0))
-        far = lambda by, most=most, two=two: [
-            right(math.copysign(most + by, x), -most - max(by, 0) - more, a)
-            for a, more in two
-        ]
+
+        def far(by: float, most: float = most, two: Pairs = two) -> list[bool]:
+            """Whether it is right, for each advantage, so far above exp's overflow."""
+            log_r, lp = math.copysign(most + by, x), -most - max(by, 0)
+            return [right(log_r, lp - more, a) for a, more in two]
+
+        def rare(lp: float, two: Pairs = two) -> list[bool]:
+            """Whether it is right, for each advantage, at a token of this -log π."""
+            return [right(x, -lp, a) for a, _ in two]
+
         if abs(x) > most and all(far(-4) + far(-near)) and not any(far(4) + far(near)):
             product = ", and 0 * inf is NaN" if nan else ""
             return f"exp(log r) overflows {name} at |log r| > {most:.3g} (float16: 11.1){product}"
-        rare = lambda lp, two=two: [right(x, -lp, a) for a, _ in two]
         if (
             abs(x) < 1
             and all(rare(tiny - 9) + rare(tiny - near))
@@ -224,6 +233,14 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) -> s
         ):
             return f"exp(log_prob) underflows {name}, though the ratio is near 1: use differences of log-probabilities"
     return ""
+
+
+def _lost(hit: tuple[float, float, float, float]) -> float:
+    """How much of its weight a token (A, log r, the expected, the found) loses, divided
+    by its ratio above 1.
+    """
+    _, log_r, expected, found = hit
+    return round(abs(expected - found) / math.exp(abs(log_r)) ** (log_r > 0), 6)
 
 
 def clamps(case: Case) -> list[Finding]:
@@ -248,11 +265,8 @@ def clamps(case: Case) -> list[Finding]:
     if not hits:
         return []
     near = [hit for hit in hits if abs(hit[1]) < guard] or hits
-    lost = lambda hit: round(
-        abs(hit[2] - hit[3]) / math.exp(abs(hit[1])) ** (hit[1] > 0), 6
-    )
     # the nearest, where many lose all
-    A, x, want, got = max(near, key=lambda hit: (lost(hit), -abs(hit[1])))
+    A, x, want, got = max(near, key=lambda hit: (_lost(hit), -abs(hit[1])))
     why = _clamp(case, hits) or UNKNOWN
     if abs(x) < guard:
         alone = case.ready(single_token_responses(A, [math.exp(x)]))

@@ -65,16 +65,20 @@ def in_training(case: Case) -> list[Finding]:
     return []
 
 
+def _finite(x: Tensor) -> Tensor:
+    """The numbers, with large ones for NaN and infinities, which can be compared."""
+    return x.nan_to_num(nan=1e9, posinf=2e9, neginf=-2e9)
+
+
 def _moved_by(
     case: Case, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...]
 ) -> Tensor | None:
     """The gradient where it is another than with a leaf for log_prob."""
-    number = lambda x: x.nan_to_num(nan=1e9, posinf=2e9, neginf=-2e9)
     g = case.gradient(b, wanting=wanting)
     return (
         g
         if moved(
-            number(g), number(leaf), torch.ones_like(b.mask), slack(case, EXACT)
+            _finite(g), _finite(leaf), torch.ones_like(b.mask), slack(case, EXACT)
         ).max()
         > 0
         else None
@@ -141,10 +145,12 @@ def stop_gradient(case: Case) -> list[Finding]:
                 if same
                 else ""
             )
-            flows = lambda c: (
-                (into := case.loss.ask("into", c, "entropy")) is not None
-                and bool((into != 0).any())
-            )
+
+            def flows(c: Rollouts) -> bool:
+                """Whether a gradient flows into the entropy."""
+                into = case.loss.ask("into", c, "entropy")
+                return into is not None and bool((into != 0).any())
+
             b = shrink(b, flows)
             g = case.loss.ask("into", b, "entropy")
             found = (
@@ -276,7 +282,11 @@ def _moved(case: Case, key: str) -> list[Finding]:
     else:
         return []
     text = f"{key} from {_num(now)} to {other:g}"
-    ask = lambda c, v: case.gradient(c, 1, **({} if v is None else {key: v}))
+
+    def ask(c: Rollouts, v: float | None) -> Tensor:
+        """The gradient with this value, or without the argument."""
+        return case.gradient(c, 1, **({} if v is None else {key: v}))
+
     try:
         changed = ask(b, other)
         dead = torch.equal(ask(b, now), changed)
@@ -291,7 +301,11 @@ def _moved(case: Case, key: str) -> list[Finding]:
             )
         ]
     if dead:
-        effect = lambda c: (ask(c, other) - ask(c, now), torch.zeros_like(c.logp))
+
+        def effect(c: Rollouts) -> tuple[Tensor, Tensor]:
+            """What the move changes, and the 0 of an argument without an effect."""
+            return ask(c, other) - ask(c, now), torch.zeros_like(c.logp)
+
         every = everywhere(case, effect, *_some(b, differ))
         why = (
             "it goes into **kwargs and has no effect"

@@ -37,15 +37,14 @@ def determinism(case: Case) -> list[Finding]:
     b, log = case.grid(thin=5), case.loss.log
     first = len(log)
     answers = [case.both(b) for _ in range(4)]
-    same = lambda x, y: all(map(_same, x, y))
-    if all(same(answers[0], more) for more in answers):
+    if all(_all_same(answers[0], more) for more in answers):
         b, first = case.ready(probe()), len(log)
         answers = [case.both(b) for _ in range(TWICE)]
-        if all(same(answers[0], more) for more in answers):
+        if all(_all_same(answers[0], more) for more in answers):
             return []
     why = (
         "it draws random numbers"
-        if _drawn(case, b, same)
+        if _drawn(case, b, _all_same)
         else f"{STATE} {_since(list(log), first)}"
     )
     small = shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c)))
@@ -76,6 +75,11 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
     if x is None or y is None:
         return x is y
     return torch.equal(x.nan_to_num(nan=12345.0), y.nan_to_num(nan=12345.0))
+
+
+def _all_same(x: Any, y: Any) -> bool:
+    """Whether the tensors of two answers are the same."""
+    return all(map(_same, x, y))
 
 
 def _gradient(answer: Any) -> Tensor | None:

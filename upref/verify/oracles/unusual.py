@@ -232,6 +232,11 @@ def beyond_range(case: Case, b: Rollouts, found: Tensor) -> Tensor:
 PLAIN_IDS = "as with ids 0, 1, 2"
 
 
+def _with_plain_ids(x):
+    """The batch with group ids 0, 1, 2, in the order of its own."""
+    return replace(x, group=x.group.unique(return_inverse=True)[1], totals=None)
+
+
 def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
     """A failure, or notes and the keys of NAMED that it takes; a loss may loop over all
     ids up to 2^40.
@@ -241,14 +246,17 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
         replace(case, loss=replace(case.loss, lines=LINES)),
     )
     g, notes, takes = case.gradient(b), [], []
-    plain = lambda x: replace(
-        x, group=x.group.unique(return_inverse=True)[1], totals=None
-    )
-    both = lambda x: (asked.gradient(x), asked.gradient(plain(x)))
-    bad = lambda x: (
-        x.group is not None
-        and bool(moved(*both(x), x.mask, slack(case, 1e-7)).max() > 0)
-    )
+
+    def both(x) -> tuple[Tensor, Tensor]:
+        """The gradients with its ids, and with plain ones."""
+        return asked.gradient(x), asked.gradient(_with_plain_ids(x))
+
+    def bad(x):
+        """Whether the ids change the gradient."""
+        return x.group is not None and bool(
+            moved(*both(x), x.mask, slack(case, 1e-7)).max() > 0
+        )
+
     for words, batches in relabel_groups(b).items():
         whole, refused = True, False
         for n, c in enumerate(batches):

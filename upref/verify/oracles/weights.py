@@ -105,10 +105,14 @@ def _moved_bound(case: Case) -> bool:
             weight,
             lambda at: make_batch(at, case.o.level, True, np.random.default_rng(0)),
         )
-    by = lambda make: lambda at: make(*np.array(at)[:, [0, 2, 1]].T)
-    return _moved_for(case, weight, by(single_token_batch)) or _moved_for(
-        case, high_entropy_weight(case.o, case.plain_hp), by(two_token_batch)
+    return _moved_for(case, weight, _by(single_token_batch)) or _moved_for(
+        case, high_entropy_weight(case.o, case.plain_hp), _by(two_token_batch)
     )
+
+
+def _by(make: Callable[..., Rollouts]) -> Callable[[list], Rollouts]:
+    """`make`, which takes A, r and mu, for a list of tokens (A, mu, r)."""
+    return lambda at: make(*np.array(at)[:, [0, 2, 1]].T)
 
 
 def _moved_for(case: Case, weight: Callable, make: Callable[[list], Rollouts]) -> bool:
