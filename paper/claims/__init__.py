@@ -131,7 +131,11 @@ def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
     Evidence for and against makes a condition, and asks for one; a condition asks for
     evidence for and against.
     """
-    said = lambda verdict, why="": Judged(claim, verdict, why, tuple(outcomes))
+
+    def said(verdict: str, why: str = "") -> Judged:
+        """Return the claim with this verdict and all outcomes."""
+        return Judged(claim, verdict, why, tuple(outcomes))
+
     found = {f for o in outcomes for f in o.finds}
     if failed := [o for o in outcomes if "failed" in o.finds]:
         return said(RED, "; ".join(f"{o.pointer}: {o.text}" for o in failed))
@@ -253,13 +257,17 @@ def as_computed(
 
 def saved(judged: list[Judged], date: str, commit: str) -> dict[str, Any]:
     """Their entries of computed.json."""
-    entry = lambda j: {
-        "date": date,
-        "commit": commit,
-        "record": j.claim.digest,
-        "verdict": j.verdict,
-        "why": j.why,
-    }
+
+    def entry(j: Judged) -> dict[str, Any]:
+        """Return what is kept of a judged claim, without its outcomes."""
+        return {
+            "date": date,
+            "commit": commit,
+            "record": j.claim.digest,
+            "verdict": j.verdict,
+            "why": j.why,
+        }
+
     return {
         j.claim.id: entry(j) | {"outcomes": [asdict(o) for o in j.outcomes]}
         for j in judged

@@ -48,9 +48,11 @@ def compute(
         "text": True,
         "check": False,
     }
-    git = lambda *argv: (
-        subprocess.run(["git", "--no-optional-locks", *argv], **quiet).stdout
-    )
+
+    def git(*argv: str) -> str:
+        """Return what git prints; it takes no lock, since others may use git too."""
+        return subprocess.run(["git", "--no-optional-locks", *argv], **quiet).stdout
+
     commit = git("rev-parse", "--short=10", "HEAD").strip() + (
         " and changes" if git("status", "--porcelain") else ""
     )
@@ -357,7 +359,11 @@ def in_the_paper(c: Claim, tex: tuple[str, str] | None) -> Iterable[Outcome]:
     if c.quote and c.section not in sections_of(c.quote, printed):
         yield failed("words", c.id, f"{c.quote!r} is not in {c.place}")
     if c.absent:
-        found = lambda text: [p for p in c.absent if re.search(p, text, re.I)]
+
+        def found(text: str) -> list[str]:
+            """Return the patterns of what is said to be absent that the text has."""
+            return [p for p in c.absent if re.search(p, text, re.I)]
+
         if there := found(printed):
             yield failed("absent", c.id, f"the paper has {', '.join(map(repr, there))}")
         else:

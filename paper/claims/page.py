@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from paper.claims import RED, VERDICTS, Judged, Outcome, as_computed, last, raw, sources
 from paper.claims.words import MEANINGS
@@ -58,7 +59,11 @@ def chosen(
         raise InputError(
             f"there is no verdict named {verdict!r}: choose one of {', '.join((*VERDICTS, RED))}."
         )
-    here = lambda s: not section or s == section or s.startswith(f"{section}.")
+
+    def here(s: str) -> bool:
+        """Return whether this section is the one asked for, or inside it."""
+        return not section or s == section or s.startswith(f"{section}.")
+
     return [
         j
         for j in judged
@@ -82,16 +87,20 @@ ORDER = (
 )
 
 
-def right_first(judged: Sequence[Judged]) -> list[Judged]:
-    """Section by section, in each what is right before what is open and what is wrong;
-    else in the paper's order.
-    """
-    rank = lambda j: (
+def _rank(j: Judged) -> tuple[bool, int, int]:
+    """Return the sort key of right_first."""
+    return (
         j.claim.ours,
         list(HEADINGS).index(j.claim.section[0]),
         ORDER.index(j.verdict),
     )
-    return sorted(judged, key=rank)
+
+
+def right_first(judged: Sequence[Judged]) -> list[Judged]:
+    """Section by section, in each what is right before what is open and what is wrong;
+    else in the paper's order.
+    """
+    return sorted(judged, key=_rank)
 
 
 def tally(judged: Sequence[Judged]) -> str:
@@ -166,21 +175,24 @@ def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
     return "\n".join(out)
 
 
+def _where(o: Outcome) -> str:
+    """Return the experiment's name as a prefix, where the outcome is an experiment's."""
+    return f"{o.pointer.partition('/')[0]}: " if o.kind in ("mini", "exact") else ""
+
+
 def shown(j: Judged) -> list[str]:
     """Numbers and effects: what is found by more than a proof's or a test's passing."""
     said = [
         o for o in j.outcomes if o.text and o.kind != "derivations" and o.text != j.why
     ]
-    where = lambda o: (
-        f"{o.pointer.partition('/')[0]}: " if o.kind in ("mini", "exact") else ""
-    )
-    return list(dict.fromkeys(where(o) + o.text for o in said))
+    return list(dict.fromkeys(_where(o) + o.text for o in said))
 
 
 def as_json(judged: Sequence[Judged], computed: dict) -> str:
-    when = lambda j: {
-        k: computed.get(j.claim.id, {}).get(k) for k in ("date", "commit")
-    }
+    def when(j: Judged) -> dict[str, Any]:
+        """Return the date and the commit at which the claim was judged."""
+        return {k: computed.get(j.claim.id, {}).get(k) for k in ("date", "commit")}
+
     facts = {
         "count": Counter(j.verdict for j in judged),
         "claims": [j.json() | when(j) for j in judged],

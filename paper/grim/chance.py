@@ -70,9 +70,13 @@ def chances(
             for row in table.cells
         ]
     )
-    luck = lambda model, units: _chance(
-        model, np.array(units), p, w / w.sum(), order, table.rows, draws, seed
-    )
+
+    def luck(model: str, units: list[int]) -> Chance:
+        """Return the chances if each cell holds this many independent answers."""
+        return _chance(
+            model, np.array(units), p, w / w.sum(), order, table.rows, draws, seed
+        )
+
     alike = [
         luck(
             "all answers to one problem alike",
@@ -95,8 +99,15 @@ def _chance(
         i for i in order if means[first] - means[i] <= 2 * np.hypot(se[first], se[i])
     ]
     rng = np.random.default_rng(seed)
-    draw = lambda q: rng.binomial(n, q, size=(draws, *q.shape)) / n @ w  # [draws, rows]
-    equal = lambda rows, many: draw(np.repeat(p[rows].mean(0, keepdims=True), many, 0))
+
+    def draw(q):
+        """Return means drawn from these accuracies, [draws, rows]."""
+        return rng.binomial(n, q, size=(draws, *q.shape)) / n @ w
+
+    def equal(rows: list[int], many: int):
+        """Return means of so many rows, each as good as these rows are on average."""
+        return draw(np.repeat(p[rows].mean(0, keepdims=True), many, 0))
+
     again = draw(p)
     ahead = again[:, first] - np.delete(again, first, 1).max(1)
     top = np.sort(equal(near, max(2, len(near))), 1)
