@@ -16,10 +16,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from upref.errors import InputError
 from upref.registry import get
 from upref.result import Result
+from upref.rollouts import Rollouts
 from upref.verify.faults.losses import fault
 from upref.weights.batches import grad
 from upref_frameworks import names
@@ -290,7 +292,11 @@ def _compared(f: Framework, c: Comparison) -> tuple[list[Row], bool]:
     """
     c = replace(c, one_adv=c.one_adv or f.one_adv)
     b = grid(c, single=f.tol > TOL)
-    weigh = lambda m: -grad(lambda x: f.of(c, x, None), m)
+
+    def weigh(m: Rollouts) -> Tensor:
+        """Return minus the gradient of the framework's loss of these rows."""
+        return -grad(lambda x: f.of(c, x, None), m)
+
     whole, split = (torch.cat([weigh(m) for m in b.split(n)]) for n in (1, MICRO))
     rows = [compare(f.name, c, b, whole, c.reasons, 1, f.tol)]
     # what couples the tokens of a batch is another objective in each micro-batch,

@@ -230,8 +230,15 @@ def typical() -> Rollouts:
     """
     g = torch.Generator().manual_seed(25)
     G, n, T = 16, 8, 160
-    normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
-    rand = lambda *shape: torch.rand(*shape, generator=g, dtype=torch.float64)
+
+    def normal(*shape: int) -> Tensor:
+        """Return standard normal numbers of this batch's own generator."""
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def rand(*shape: int) -> Tensor:
+        """Return uniform numbers of the same generator."""
+        return torch.rand(*shape, generator=g, dtype=torch.float64)
+
     length = (60 * (0.7 * normal(G * n)).exp()).clamp(8, T).long()
     slot = torch.arange(T)
     mask = slot < length[:, None]
@@ -253,12 +260,16 @@ def typical() -> Rollouts:
 
 def _join(*bs: Rollouts) -> Rollouts:
     T = max(b.mask.shape[1] for b in bs)
-    wide = lambda name: torch.cat(
-        [
-            torch.nn.functional.pad(getattr(b, name), (0, T - b.mask.shape[1]))
-            for b in bs
-        ]
-    )
+
+    def wide(name: str) -> Tensor:
+        """Return this array of all batches, padded to the longest response."""
+        return torch.cat(
+            [
+                torch.nn.functional.pad(getattr(b, name), (0, T - b.mask.shape[1]))
+                for b in bs
+            ]
+        )
+
     group, n = [], 0
     for b in bs:
         assert b.group is not None
@@ -334,7 +345,11 @@ def compare(
         [why.change.skip(b) for why in reasons] or [torch.zeros_like(b.mask)]
     ).any(0)
     remains = difference(found, explained).masked_fill(skip, 0).max().item()
-    spot = lambda found, expected: _spot(c, reasons, b, found, expected)
+
+    def spot(found: Tensor, expected: Tensor) -> Example:
+        """Return the token of this batch where the two differ."""
+        return _spot(c, reasons, b, found, expected)
+
     without = [tuple(x for x in reasons if x is not why) for why in reasons]
     changes = [
         (why.words, spot(explained, _reference(c, others, b) / each))

@@ -81,7 +81,11 @@ def kls(
 ) -> tuple[Component, ...]:
     """The KL terms of a framework, found(log π_θ, log π_ref, name), by its names:
     promises and, where there are any, reasons."""
-    term = lambda name: lambda lp, ref: found(lp, ref, name)
+
+    def term(name: str) -> Function:
+        """Return the term of this name, in the signature of a Component's function."""
+        return lambda lp, ref: found(lp, ref, name)
+
     return tuple(
         Component(
             "kl", k, term(k), promise, reasons=(reasons or {}).get(k, ()), tol=tol

@@ -61,7 +61,11 @@ class Framework:
             assert self.loss is not None
             return self.loss(c, b, padding)  # type: ignore[arg-type]
         f = partial(self.plain, c.mode, self.configured(c.mode, c.config))
-        padded = lambda x: x if padding is None else torch.where(b.mask, x, padding)
+
+        def padded(x: Tensor) -> Tensor:
+            """Return x with masked slots set to the padding, if one is given."""
+            return x if padding is None else torch.where(b.mask, x, padding)
+
         group = getattr(b, "group", None)
         totals = b.totals or Totals.of(b.mask, group)
         given = {

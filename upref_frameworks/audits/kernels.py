@@ -40,9 +40,10 @@ class Kernels(Result):
         )
 
     def text(self, verbose: bool = False) -> str:
-        said = lambda k, r: (
-            r.text(verbose) if isinstance(r, Report) else f"not run: {k} ({r})"
-        )
+        def said(k: str, r: Report | str) -> str:
+            """Return a function's report, or why it was not run."""
+            return r.text(verbose) if isinstance(r, Report) else f"not run: {k} ({r})"
+
         return "\n\n".join(
             [
                 f"{self.framework} {self.version}",

@@ -363,12 +363,20 @@ def documented(entries: list[Entry]) -> int:
     return sum(e.status == "surprising default" and bool(e.words) for e in entries)
 
 
+def _many(n: int, one: str) -> str:
+    """Return `1 bug`, `2 bugs`."""
+    return f"{n} {one}" + ("" if n == 1 else "s")
+
+
 def summary(name: str, entries: list[Entry]) -> str:
     """One sentence: how many entries of each status, and the worst."""
-    count = lambda status: sum(e.status == status for e in entries)
-    many = lambda n, one: f"{n} {one}" + ("" if n == 1 else "s")
+
+    def count(status: str) -> int:
+        """Return how many entries have this status."""
+        return sum(e.status == status for e in entries)
+
     words = {
-        status: many(count(status), status)
+        status: _many(count(status), status)
         for status in STATUS
         if status != "numerical"
     }

@@ -12,6 +12,7 @@ import ast
 import json
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -322,9 +323,11 @@ def _left(c: Comparison, entries: list[Entry]) -> tuple[int, int]:
     """
     order = list(reversed(SEVERITY))
     rest = [e for e in _entries(c, entries) if e.status != "numerical"]
-    severe = lambda entries: max(
-        (1 + order.index(e.severity) for e in entries), default=0
-    )
+
+    def severe(entries: Iterable[Entry]) -> int:
+        """Return the severity of the worst of these entries, 0 if there are none."""
+        return max((1 + order.index(e.severity) for e in entries), default=0)
+
     return severe(e for e in rest if e.reason != DENOMINATOR), severe(rest)
 
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from upref.errors import InputError
-from upref_frameworks.audits.isolated.pin import Pin
+from upref_frameworks.audits.isolated.pin import Pin, normalized
 
 # what upref depends on
 OURS = ("torch", "numpy", "sympy", "matplotlib", "jaxtyping", "rich")
@@ -88,10 +88,9 @@ def _ours() -> set[str]:
             for r in needs
             if "extra ==" not in r and (m := re.match(r"[\w.-]+", r))
         ]
-    normal = lambda s: re.sub(r"[-_.]+", "-", s).lower()
     tops = importlib.metadata.packages_distributions()
     return {"upref", "upref_frameworks"} | {
-        top for top, of in tops.items() if {normal(d) for d in of} & packages
+        top for top, of in tops.items() if {normalized(d) for d in of} & packages
     }
 
 

@@ -287,12 +287,16 @@ def _hashes(name: str, pin: Pin, root: Path, missing: str = "", exact: str = "")
             )
 
 
+def normalized(package: str) -> str:
+    """Return a package's name as PEP 503 normalizes it."""
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
 def _installed(folder: Path, package: str) -> str:
     """The version that the folder holds."""
-    normal = lambda s: re.sub(r"[-_.]+", "-", s).lower()
     for info in folder.glob("*.dist-info"):
         own, _, version = info.name.removesuffix(".dist-info").rpartition("-")
-        if normal(own) == normal(package):
+        if normalized(own) == normalized(package):
             return version
     raise InputError(f"{folder} does not hold {package}: remove it and try again.")
 
