@@ -122,7 +122,11 @@ def compare(
     hold anything.
     """
     u, low = torch.finfo(logp.dtype).eps / 2, logp.dtype
-    clean = lambda x, dtype: torch.where(mask, x.expand_as(mask), 0).to(dtype)
+
+    def clean(x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return x as [B, T] in this dtype, 0 in masked slots."""
+        return torch.where(mask, x.expand_as(mask), 0).to(dtype)
+
     lp, old = (clean(x, torch.float64).clamp(max=0) for x in (logp, logp_old))
     A = clean(adv, torch.float64)
     H, engine = (

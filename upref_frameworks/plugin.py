@@ -71,12 +71,16 @@ def recognize(
     return None
 
 
-def tested_versions() -> dict[str, str]:
-    """Return the versions of verl and TRL whose losses the audits record."""
-    read = lambda name: tomllib.loads(
+def _ledger(name: str) -> dict[str, Any]:
+    """Return what a framework's ledger.toml holds."""
+    return tomllib.loads(
         (Path(__file__).parent / name / "ledger.toml").read_text(encoding="utf-8")
     )
-    return {name: read(name)["ledger"]["version"] for name in HERE}
+
+
+def tested_versions() -> dict[str, str]:
+    """Return the versions of verl and TRL whose losses the audits record."""
+    return {name: _ledger(name)["ledger"]["version"] for name in HERE}
 
 
 def dump_readers() -> list[Any]:

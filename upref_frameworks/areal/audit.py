@@ -61,8 +61,16 @@ READ = {
     "cispo_loss_fn": ("eps_clip", "eps_clip_higher"),
     "sapo_loss_fn": ("sapo_tau_pos", "sapo_tau_neg", "importance_sampling_level"),
 }
-_functional = lambda: importlib.import_module("areal.utils.functional.functional")
-_data = lambda: importlib.import_module("areal.utils.data")
+
+
+def _functional() -> Any:
+    """Return AReaL's module of losses, imported where an audit runs."""
+    return importlib.import_module("areal.utils.functional.functional")
+
+
+def _data() -> Any:
+    """Return AReaL's module of KL estimators and normalization, imported likewise."""
+    return importlib.import_module("areal.utils.data")
 
 
 def _modes() -> list[str]:
@@ -150,9 +158,13 @@ def _normalized(**config: Any):
     return found
 
 
+def _kl(lp: Tensor, ref: Tensor, name: str) -> Tensor:
+    """Return AReaL's KL estimate of this name."""
+    return _data().KLEstimator(name, True)(lp, ref)
+
+
 def _parts() -> tuple[Component, ...]:
     groups = ("uneven", "one")  # groups are of one size
-    found = lambda lp, ref, name: _data().KLEstimator(name, True)(lp, ref)
     return (
         Component(
             "advantages",
@@ -189,7 +201,7 @@ def _parts() -> tuple[Component, ...]:
             tol=1e-5,
         ),
         *kls(
-            found,
+            _kl,
             {k: k for k in kl.ESTIMATORS},
             {k: (clamped(f),) for k, f in kl.ESTIMATORS.items()},
             tol=1e-5,

@@ -26,7 +26,11 @@ PIN = Pin(
     skip_init=("art", "art.utils"),
     stubs=("art.dev",),
 )
-_loss = lambda: importlib.import_module("art.loss")
+
+
+def _loss() -> Any:
+    """Return ART's module of losses, imported where an audit runs."""
+    return importlib.import_module("art.loss")
 
 
 class _Asked(dict):
@@ -34,6 +38,11 @@ class _Asked(dict):
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.setdefault(key, default)
+
+
+def _lengthened(x: Tensor) -> Tensor:
+    """Return x with one more place, since the last place of a row predicts nothing."""
+    return torch.nn.functional.pad(x, (0, 1), value=-1.0)
 
 
 def _shifted(x: Tensor, first: float | bool = 0) -> Tensor:
@@ -52,12 +61,15 @@ def _called(
         "weights": _shifted(weights),
         "group_ids": _shifted(rows),
     }
-    # the last place predicts nothing
-    last = lambda x: torch.nn.functional.pad(x, (0, 1), value=-1.0)
     return (
         _loss()
         .loss_fn(
-            inputs, last(log_prob), last(ref_log_prob), None, config, reduction="sum"
+            inputs,
+            _lengthened(log_prob),
+            _lengthened(ref_log_prob),
+            None,
+            config,
+            reduction="sum",
         )
         .policy_loss
     )

@@ -115,7 +115,11 @@ def _plain(
     )
     losses, _, cp = _modules()
     n = [int(m.nonzero().max()) + 1 for m in mask]  # up to the last token that counts
-    rows = lambda x: [row[:k] for row, k in zip(x, n, strict=True)]
+
+    def rows(x: Tensor) -> list[Tensor]:
+        """Return each row up to its last token that counts."""
+        return [row[:k] for row, k in zip(x, n, strict=True)]
+
     batch: dict[str, Any] = {
         "advantages": rows(advantages),
         "log_probs": rows(old_log_prob),

@@ -60,7 +60,11 @@ READ = (
     "loss_fn",
     "load_ref_policy",
 )
-_utils = lambda: importlib.import_module("open_instruct.grpo_utils")
+
+
+def _utils() -> Any:
+    """Return open-instruct's module of losses, imported where an audit runs."""
+    return importlib.import_module("open_instruct.grpo_utils")
 
 
 def _defaults(mode: str) -> dict[str, Any]:
@@ -113,7 +117,9 @@ COMPARISONS = (
 )
 
 
-_model = lambda: importlib.import_module("open_instruct.model_utils")
+def _model() -> Any:
+    """Return open-instruct's module of KL terms, imported where an audit runs."""
+    return importlib.import_module("open_instruct.model_utils")
 
 
 REMARKS = (

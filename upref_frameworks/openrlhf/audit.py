@@ -36,7 +36,11 @@ PIN = Pin(
     decorators=("ray.remote",),
     env={"TORCHDYNAMO_DISABLE": "1"},
 )
-_module = lambda name: importlib.import_module(f"openrlhf.{name}")
+
+
+def _module(name: str) -> Any:
+    """Return this module of OpenRLHF, imported where an audit runs."""
+    return importlib.import_module(f"openrlhf.{name}")
 
 
 def _modes() -> list[str]:

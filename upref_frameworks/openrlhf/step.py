@@ -10,7 +10,7 @@ FlashAttention are not called.
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -75,9 +75,17 @@ class Engine:
             optimizer.step()
             optimizer.zero_grad()
 
-    is_rank_0 = lambda self: False
-    all_reduce = lambda self, x, op="mean": x
-    get_grad_norm = lambda self, model: 0.0
+    def is_rank_0(self) -> bool:
+        """Return False: what rank 0 alone does is left out."""
+        return False
+
+    def all_reduce(self, x: Any, op: str = "mean") -> Any:
+        """Return x, since there is one process."""
+        return x
+
+    def get_grad_norm(self, model: Any) -> float:
+        """Return 0: the norm is not measured here."""
+        return 0.0
 
 
 def trained(
@@ -200,7 +208,10 @@ def _experience(kind: Any, rows: Sequence[Row]) -> Any:
             out[i, p - 1 : p - 1 + n] = x[i, :n]
         return out
 
-    pad = lambda f: torch.tensor([f(r) + [0] * (width - len(r.ids)) for r in rows])
+    def pad(f: Callable[[Row], list[int]]) -> torch.Tensor:
+        """Return f of each row, padded right to the longest row."""
+        return torch.tensor([f(r) + [0] * (width - len(r.ids)) for r in rows])
+
     return kind(
         sequences=pad(lambda r: r.ids),
         attention_mask=pad(lambda r: [1] * len(r.ids)),

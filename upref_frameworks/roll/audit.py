@@ -65,7 +65,11 @@ READ = (
     "rl_loss_coef",
 )
 GUIDE = ("postive_loss_coef", "use_topr_neg_loss_coef")  # of TOPR, by its user guide
-_functions = lambda: importlib.import_module("roll.utils.functionals")
+
+
+def _functions() -> Any:
+    """Return ROLL's module of functions, imported where an audit runs."""
+    return importlib.import_module("roll.utils.functionals")
 
 
 def _modes() -> list[str]:
@@ -286,16 +290,39 @@ def _norm(mean: str | None, std: str | None, n: int = 4):
     return lambda R, group: _functions().reward_norm(R, n, {}, mean, std)
 
 
+def _aggregated(name: str):
+    """Return ROLL's aggregation of this name, in the reference's signature."""
+    return lambda x, mask: _functions().agg_loss(x, mask.long(), name)
+
+
+def _over(A: Tensor, std: Tensor) -> Tensor:
+    """Return A over a standard deviation that has ROLL's 1e-6 added."""
+    return A / (std + 1e-6)
+
+
+def _over_rewards(R: Tensor, group: Tensor) -> Tensor:
+    """Return rewards less their group's mean, over the deviation of all rewards."""
+    centred = R - torch.stack([R[group == i].mean() for i in group])
+    return _over(centred, R.std())
+
+
+def _over_sample(R: Tensor, group: Tensor) -> Tensor:
+    """Return rewards less the batch's mean, over the sample's deviation (N - 1)."""
+    return _over(R - R.mean(), R.std())
+
+
+def _whitened(R: Tensor, group: Tensor) -> Tensor:
+    """Return the rewards as ROLL whitens them over the batch."""
+    return _functions().masked_whiten(R[:, None], torch.ones(len(R), 1))[:, 0]
+
+
+def _zeros(R: Tensor, group: Tensor) -> Tensor:
+    """Return an advantage of 0 for each response."""
+    return torch.zeros_like(R)
+
+
 def _parts() -> tuple[Component, ...]:
     equal = ("uneven", "one")  # its groups are of one size
-    total = lambda name: lambda x, mask: _functions().agg_loss(x, mask.long(), name)
-    over = lambda A, std: A / (std + 1e-6)
-    own = lambda R, g: over(R - torch.stack([R[g == i].mean() for i in g]), R.std())
-    sample = lambda R, g: over(R - R.mean(), R.std())
-    whitened = lambda R, g: _functions().masked_whiten(
-        R[:, None], torch.ones(len(R), 1)
-    )[:, 0]
-    z = lambda R, g: torch.zeros_like(R)
     return (
         Component(
             "advantages",
@@ -308,7 +335,7 @@ def _parts() -> tuple[Component, ...]:
             "advantages",
             "grpo, one response a prompt",
             _norm("group", "group", 1),
-            z,
+            _zeros,
             words="0",
             reasons=(
                 Fault(
@@ -333,7 +360,7 @@ def _parts() -> tuple[Component, ...]:
             reasons=(
                 Fault(
                     "over the standard deviation of the rewards, not of what is left of them",
-                    own,
+                    _over_rewards,
                 ),
             ),
         ),
@@ -345,14 +372,14 @@ def _parts() -> tuple[Component, ...]:
             reasons=(
                 Fault(
                     "the standard deviation is the sample's (N - 1) and has 1e-6 added",
-                    sample,
+                    _over_sample,
                 ),
             ),
         ),
         Component(
             "advantages",
             "whiten_advantages",
-            whitened,
+            _whitened,
             "whiten",
             reasons=(Fault(SAMPLE, sampled),),
         ),
@@ -371,7 +398,7 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "aggregation",
             "token-mean",
-            total("token-mean"),
+            _aggregated("token-mean"),
             "token-mean",
             reasons=(
                 Fault(
@@ -381,13 +408,13 @@ def _parts() -> tuple[Component, ...]:
             ),
         ),
         *(
-            Component("aggregation", k, total(k), k)
+            Component("aggregation", k, _aggregated(k), k)
             for k in ("seq-mean-token-mean", "seq-mean-token-sum")
         ),
         Component(
             "aggregation",
             "seq-mean-token-sum-norm",
-            total("seq-mean-token-sum-norm"),
+            _aggregated("seq-mean-token-sum-norm"),
             "seq-mean-token-sum-norm",
             {"length": 6},
             reasons=(

@@ -52,7 +52,11 @@ READ = (
     "--kl-loss-coef",
     "--kl-loss-type",
 )
-_ppo = lambda: importlib.import_module("slime.utils.ppo_utils")
+
+
+def _ppo() -> Any:
+    """Return slime's module of losses, imported where an audit runs."""
+    return importlib.import_module("slime.utils.ppo_utils")
 
 
 def _plain(
@@ -71,7 +75,11 @@ def _plain(
     eps, high, c = config["eps_clip"], config["eps_clip_high"], config["eps_clip_c"]
     high = eps if high is None else high  # as its arguments are validated
     u, per_token = _ppo(), config["calculate_per_token_loss"]
-    rows = lambda x: [r[: _length(m)] for r, m in zip(x, mask, strict=True)]
+
+    def rows(x: Tensor) -> list[Tensor]:
+        """Return each row without its padding."""
+        return [r[: _length(m)] for r, m in zip(x, mask, strict=True)]
+
     lp, old, masks = rows(log_prob), rows(old_log_prob), rows(mask)
     kl = (
         u.compute_gspo_kl(lp, old, lp, masks)

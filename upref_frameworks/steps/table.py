@@ -239,7 +239,10 @@ def _end(error: float | None, cause: str) -> str:
 
 
 def _summary(outcomes: list[Outcome]) -> str:
-    count = lambda which: sum(getattr(o, which) for o in outcomes)
+    def count(which: str) -> int:
+        """Return in how many outcomes this is true."""
+        return sum(getattr(o, which) for o in outcomes)
+
     words = [
         f"{count('agrees')} of {len(outcomes)} settings agree",
         f"{count('differs')} differ",

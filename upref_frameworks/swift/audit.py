@@ -78,7 +78,11 @@ FIPO = (
     "fipo_clip_high_only",
     "fipo_safety_threshold",
 )
-_advantage = lambda: importlib.import_module("swift.rl_core.advantage")
+
+
+def _advantage() -> Any:
+    """Return ms-swift's module of advantages, imported where an audit runs."""
+    return importlib.import_module("swift.rl_core.advantage")
 
 
 def _module() -> Any:
@@ -250,13 +254,19 @@ def _dynamic(estimator: str, scale: str):
     )[0]
 
 
+def _over_rewards(R: Tensor, group: Tensor) -> Tensor:
+    """Return rewards less their group's mean, over the deviation of all rewards."""
+    centred = R - torch.stack([R[group == i].mean() for i in group])
+    return centred / (R.std() + 1e-4)
+
+
+def _teacher_kl(lp: Tensor, ref: Tensor) -> Tensor:
+    """Return ms-swift's KL term of a teacher, in the order of the reference."""
+    return _advantage().compute_teacher_kl_per_token(ref, lp, torch.ones_like(lp))
+
+
 def _parts() -> tuple[Component, ...]:
     equal, std = ("uneven", "one"), {"ddof": 1, "eps": 1e-4}
-    centred = lambda R, g: R - torch.stack([R[g == i].mean() for i in g])
-    raw = lambda R, g: centred(R, g) / (R.std() + 1e-4)
-    teacher = lambda lp, ref: _advantage().compute_teacher_kl_per_token(
-        ref, lp, torch.ones_like(lp)
-    )
     return (
         Component(
             "advantages",
@@ -282,7 +292,7 @@ def _parts() -> tuple[Component, ...]:
             (
                 Fault(
                     "over the standard deviation of the rewards, not of what is left of them",
-                    raw,
+                    _over_rewards,
                 ),
             ),
             equal,
@@ -317,7 +327,7 @@ def _parts() -> tuple[Component, ...]:
             "leave_one_out",
             tol=1e-5,
         ),
-        Component("kl", "of the teacher", teacher, "k3"),
+        Component("kl", "of the teacher", _teacher_kl, "k3"),
     )
 
 

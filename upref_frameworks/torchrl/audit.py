@@ -26,7 +26,11 @@ PIN = Pin(
               "cloudpickle==3.1.2"),
     files={"torchrl/objectives/llm/grpo.py": "911dd854d601aa88afe6e57340898012"},
 )  # fmt: skip
-_llm = lambda: importlib.import_module("torchrl.objectives.llm.grpo")
+
+
+def _llm() -> Any:
+    """Return TorchRL's module of losses, imported where an audit runs."""
+    return importlib.import_module("torchrl.objectives.llm.grpo")
 
 
 def _modes() -> list[str]:
@@ -46,6 +50,11 @@ def _defaults(mode: str) -> dict[str, Any]:
     return said | {"clip_epsilon_low": low, "clip_epsilon_high": high}
 
 
+def _full(x: Tensor) -> dict[str, Tensor]:
+    """Return x where TorchRL's loss looks for whole sequences."""
+    return {"full": x}
+
+
 def _plain(
     mode: str,
     config: dict[str, Any],
@@ -61,12 +70,11 @@ def _plain(
     dist = SimpleNamespace(mask=mask, log_prob=lambda action: log_prob)
     actor = SimpleNamespace(get_dist=lambda td, logits_key: dist, in_keys=[])
     module = getattr(_llm(), mode)(actor, clip_epsilon=bounds, **settings)
-    full = lambda x: {"full": x}
     data = {
-        "tokens": full(torch.zeros_like(mask, dtype=torch.int64)),
-        "log_probs": full(old_log_prob.detach()),
+        "tokens": _full(torch.zeros_like(mask, dtype=torch.int64)),
+        "log_probs": _full(old_log_prob.detach()),
         "advantage": advantages[..., None],
-        "next": {"ref_log_probs": full(ref_log_prob)},
+        "next": {"ref_log_probs": _full(ref_log_prob)},
     }
     out = module(
         importlib.import_module("tensordict").TensorDict(data, batch_size=[len(mask)])
@@ -146,20 +154,27 @@ def _advantages(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _floored(R: Tensor, group: Tensor) -> Tensor:
-    std = lambda x: x.std().clamp_min(1e-6)
+    def std(x: Tensor) -> Tensor:
+        """Return the standard deviation, 1e-6 at least."""
+        return x.std().clamp_min(1e-6)
+
     return torch.cat(
         [(x - x.mean()) / std(x) for g in group.unique() for x in [R[group == g]]]
     )
 
 
+def _without_eps(R: Tensor, group: Tensor) -> Tensor:
+    """Return group_norm of the sample's deviation without an eps."""
+    return advantage("group_norm")(R, group, ddof=1, eps=0.0)
+
+
 def _parts() -> tuple[Component, ...]:
     floor = (Fault("1e-6 is a floor of the deviation, not added to it", _floored),)
     one = ("uneven", "one")  # it waits for grpo_size responses
-    plain = lambda R, g: advantage("group_norm")(R, g, ddof=1, eps=0.0)
     rounds = (*one, "equal rewards that do not round alike")
     return (
         Component("advantages", "MCAdvantage", _advantages, "group_norm", {"ddof": 1, "eps": 1e-6}, floor, one),
-        Component("advantages", "MCAdvantage, no eps", _advantages, plain, leaves_out=rounds,
+        Component("advantages", "MCAdvantage, no eps", _advantages, _without_eps, leaves_out=rounds,
                   words="group_norm, ddof=1, eps=0"),
     )  # fmt: skip
 

@@ -48,8 +48,16 @@ PIN = Pin(
     ),
     stubs=("ray", "verl", "omegaconf"),
 )
-_module = lambda name: importlib.import_module(f"trinity.algorithm.{name}")
-_losses = lambda: _module("policy_loss_fn").POLICY_LOSS_FN
+
+
+def _module(name: str) -> Any:
+    """Return this module of Trinity's algorithms, imported where an audit runs."""
+    return importlib.import_module(f"trinity.algorithm.{name}")
+
+
+def _losses() -> Any:
+    """Return Trinity's table of losses, by name."""
+    return _module("policy_loss_fn").POLICY_LOSS_FN
 
 
 def _defaults(mode: str) -> dict[str, Any]:
@@ -240,13 +248,19 @@ def _alone(promise: str, **hp: float):
     return advantages
 
 
+def _kl(lp: Tensor, ref: Tensor, name: str) -> Tensor:
+    """Return Trinity's KL term of this name."""
+    return _module("kl_fn").KL_FN.get(name)().calculate_kl(lp, ref)
+
+
+def _one(promise: str, **hp: Any) -> tuple[Fault]:
+    """Return why a group of one differs from the promise."""
+    return (Fault(ALONE, _alone(promise, **hp)),)
+
+
 def _parts() -> tuple[Component, ...]:
     norm, agg = {"ddof": 1, "eps": 1e-6}, _module("utils").aggregate_loss
     default = _module("algorithm").GRPOAlgorithm.default_config()["kl_loss_fn"]
-    term = lambda lp, ref, name: (
-        _module("kl_fn").KL_FN.get(name)().calculate_kl(lp, ref)
-    )
-    one = lambda promise, **hp: (Fault(ALONE, _alone(promise, **hp)),)
     return (
         Component(
             "advantages",
@@ -254,7 +268,7 @@ def _parts() -> tuple[Component, ...]:
             _group("grpo"),
             "group_norm",
             norm,
-            one("group_norm", **norm),
+            _one("group_norm", **norm),
             tol=2e-3,
         ),
         Component(
@@ -263,7 +277,7 @@ def _parts() -> tuple[Component, ...]:
             _batch("grpo_verl"),
             "group_norm",
             norm,
-            one("group_norm", **norm),
+            _one("group_norm", **norm),
             tol=2e-3,
         ),
         Component(
@@ -272,7 +286,7 @@ def _parts() -> tuple[Component, ...]:
             _group("opmd"),
             "group_mean",
             {},
-            one("group_mean"),
+            _one("group_mean"),
             tol=1e-5,
         ),
         Component(
@@ -281,7 +295,7 @@ def _parts() -> tuple[Component, ...]:
             _batch("rloo"),
             "leave_one_out",
             {},
-            one("leave_one_out"),
+            _one("leave_one_out"),
             tol=1e-5,
         ),
         Component("advantages", "reinforce", _group("reinforce"), "reward", tol=1e-5),
@@ -295,14 +309,14 @@ def _parts() -> tuple[Component, ...]:
             tol=1e-5,
         ),
         *kls(
-            term,
+            _kl,
             {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
             {"low_var_kl": (NARROW_K3,)},
         ),
         Component(
             "kl",
             "GRPOAlgorithm's default",
-            lambda lp, ref: term(lp, ref, default),
+            lambda lp, ref: _kl(lp, ref, default),
             "k3",
             reasons=(Fault("k2 in place of k3", kl.k2),),
         ),

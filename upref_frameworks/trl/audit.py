@@ -169,9 +169,12 @@ def _kernels() -> dict[str, Callable]:
             for x in ChunkedLogProbFunction.apply(*given, ("entropy",))[:2]
         )
 
-    selective = lambda logits, tokens, temperature: selective_log_softmax_and_entropy(
-        logits, tokens, temperature=temperature
-    )
+    def selective(logits, tokens, temperature):
+        """As its trainer calls it, with the temperature by name."""
+        return selective_log_softmax_and_entropy(
+            logits, tokens, temperature=temperature
+        )
+
     return {
         "ChunkedLogProbFunction": chunked,
         "selective_log_softmax_and_entropy": selective,
@@ -231,9 +234,9 @@ def _over_batch(R: Tensor, group: Tensor) -> Tensor:
     return group_mean(R, group) / (R.std(correction=1) + 1e-4)
 
 
-def _parts() -> tuple[Component, ...]:
-    grpo, rloo = trl().GRPOTrainer, trl().RLOOTrainer
-    part = lambda mode, found, promise, **more: Component(
+def _part(mode: str, found: Any, promise: Any, **more: Any) -> Component:
+    """Return advantages to compare, but not in uneven groups or groups of one."""
+    return Component(
         "advantages",
         mode,
         found,
@@ -242,25 +245,29 @@ def _parts() -> tuple[Component, ...]:
         tol=1e-6,
         **more,
     )
+
+
+def _parts() -> tuple[Component, ...]:
+    grpo, rloo = trl().GRPOTrainer, trl().RLOOTrainer
     return (
-        part(
+        _part(
             "grpo, scale_rewards=group",
             _advantages(grpo, scale_rewards="group"),
             "group_norm",
             hp={"eps": 1e-4},
         ),
-        part(
+        _part(
             "grpo, scale_rewards=batch",
             _advantages(grpo, scale_rewards="batch"),
             _over_batch,
             words="R minus the group's mean, over the batch's std + 1e-4",
         ),
-        part(
+        _part(
             "grpo, scale_rewards=none",
             _advantages(grpo, scale_rewards="none"),
             "group_mean",
         ),
-        part("rloo", _advantages(rloo, normalize_advantages=False), "leave_one_out"),
+        _part("rloo", _advantages(rloo, normalize_advantages=False), "leave_one_out"),
     )
 
 

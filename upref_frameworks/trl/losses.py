@@ -223,7 +223,11 @@ def trl_loss(
     # as transformers' training loop does
     trainer.current_gradient_accumulation_steps = steps
     trainer.args.steps_per_generation = steps
-    padded = lambda x: x if padding is None else torch.where(b.mask, x, padding)
+
+    def padded(x: Tensor) -> Tensor:
+        """Return x with masked slots set to the padding, if one is given."""
+        return x if padding is None else torch.where(b.mask, x, padding)
+
     old, adv = (
         padded(b.logp_old),
         padded(b.adv.expand_as(b.mask) if b.adv.ndim == 2 else b.adv[:, None]),
@@ -302,9 +306,10 @@ def of(
     """The Loss of a loss_type or of a trainer class; matched: set up as the objective
     says.
     """
-    settings = lambda hp: (
-        (settings_for(mode, o, hp) if matched else {}) | (fields or {})
-    )
+
+    def settings(hp: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of the trainer's config at these hyperparameters."""
+        return (settings_for(mode, o, hp) if matched else {}) | (fields or {})
 
     def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
         b = Bare(

@@ -232,7 +232,11 @@ def report(
     at: dict[str, Any] = FIELDS | fields
     every = at["steps_per_generation"] // at["gradient_accumulation_steps"]
     o = objective if isinstance(objective, Objective) else get(objective)
-    ends = lambda r: r.response[-1] == END or not at.get("mask_truncated_completions")
+
+    def ends(r: Row) -> bool:
+        """Return whether TRL trains on this response rather than masks it as cut."""
+        return r.response[-1] == END or not at.get("mask_truncated_completions")
+
     # TRL divides by the mean number of a step
     tokens = sum(sum(r.trains) for r in rows if ends(r)) / every
 

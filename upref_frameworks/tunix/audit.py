@@ -266,17 +266,23 @@ def _advantages(name: str):
 
 def _parts() -> tuple[Component, ...]:
     common, alone = _module("common"), ("uneven", "one")
-    kl = lambda mode: partial(
-        _bridge, lambda lp, ref: common.compute_kl_divergence(lp, ref, mode)
-    )
-    mean = lambda mode: (
-        lambda x, m: _bridge(
+
+    def kl(mode: str):
+        """Return Tunix's KL term of this name, on torch's tensors."""
+        return partial(
+            _bridge, lambda lp, ref: common.compute_kl_divergence(lp, ref, mode)
+        )
+
+    def mean(mode: str):
+        """Return Tunix's aggregation of this name, on torch's tensors."""
+        return lambda x, m: _bridge(
             lambda x, m: common.aggregate_loss(x, m, mode), x, m.float()
         )
-    )
-    log_probs = lambda z, tokens, t: _bridge(
-        common.selective_log_softmax, z / t, tokens
-    )
+
+    def log_probs(z: Tensor, tokens: Tensor, t: float):
+        """Return Tunix's log-probabilities at temperature t, on torch's tensors."""
+        return _bridge(common.selective_log_softmax, z / t, tokens)
+
     scale = "sequence-mean-token-scale"
     return (
         Component(

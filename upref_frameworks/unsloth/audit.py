@@ -43,7 +43,11 @@ READ = (
     "sapo_temperature_neg",
     "use_bias_correction_kl",
 )
-_zoo = lambda: importlib.import_module("unsloth_zoo.rl_replacements")
+
+
+def _zoo() -> Any:
+    """Return Unsloth's module of losses, imported where an audit runs."""
+    return importlib.import_module("unsloth_zoo.rl_replacements")
 
 
 def _source() -> str:
@@ -152,11 +156,21 @@ COMPARISONS = (
 
 def _parts() -> tuple[Component, ...]:
     zoo = _zoo()
-    plain = lambda z, tokens, t: zoo.selective_log_softmax(z / t, tokens)
-    chunked = lambda z, tokens, t: zoo.chunked_selective_log_softmax(z, tokens, t)
-    head = lambda z, tokens, t: zoo.chunked_hidden_states_selective_log_softmax(
-        z, torch.eye(z.shape[-1], dtype=z.dtype), tokens, temperature=t
-    )
+
+    def plain(z: Tensor, tokens: Tensor, t: float) -> Tensor:
+        """Return log-probabilities of logits divided by the temperature."""
+        return zoo.selective_log_softmax(z / t, tokens)
+
+    def chunked(z: Tensor, tokens: Tensor, t: float) -> Tensor:
+        """Return log-probabilities by the function that takes the temperature."""
+        return zoo.chunked_selective_log_softmax(z, tokens, t)
+
+    def head(z: Tensor, tokens: Tensor, t: float) -> Tensor:
+        """Return log-probabilities of hidden states; the head is the identity."""
+        return zoo.chunked_hidden_states_selective_log_softmax(
+            z, torch.eye(z.shape[-1], dtype=z.dtype), tokens, temperature=t
+        )
+
     names = {
         "selective_log_softmax": plain,
         "in chunks": chunked,
@@ -183,11 +197,12 @@ def _kernels() -> dict[str, Callable]:
             return_entropy=True,
         )
 
-    chunked = lambda hidden, weight, tokens, temperature: (
-        _zoo().chunked_hidden_states_selective_log_softmax(
+    def chunked(hidden, weight, tokens, temperature):
+        """As the trainer calls it, with the temperature by name."""
+        return _zoo().chunked_hidden_states_selective_log_softmax(
             hidden, weight, tokens, temperature=temperature
         )
-    )
+
     return {"fused_linear_logprobs": linear, "in chunks, from hidden states": chunked}
 
 

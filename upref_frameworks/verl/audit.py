@@ -53,7 +53,11 @@ def _dppo(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]:
     said = (
         f"delta = {delta:g}, ratio cut at {trunc:.4g} outside the derivative ({name})"
     )
-    near = lambda b: (binary_kl(b.logp, b.logp_old) - delta).abs() < 1e-5
+
+    def near(b: Rollouts) -> Tensor:
+        """Return the tokens that rounding may move across the bound."""
+        return (binary_kl(b.logp, b.logp_old) - delta).abs() < 1e-5
+
     moved = (
         "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)"
     )
@@ -214,9 +218,10 @@ def _kernels() -> dict[str, Callable]:
             logits / temperature
         )
 
-    fused = lambda hidden, weight, tokens, temperature: FusedLinearForPPO()(
-        hidden, weight, tokens, temperature
-    )
+    def fused(hidden, weight, tokens, temperature):
+        """Return log-probabilities and entropies of the fused head."""
+        return FusedLinearForPPO()(hidden, weight, tokens, temperature)
+
     return {
         "FusedLinearForPPO": fused,
         "logprobs_from_logits, entropy_from_logits": from_logits,
@@ -369,7 +374,11 @@ def _centred(R: Tensor, group: Tensor) -> Tensor:
 
 def _parts() -> tuple[Component, ...]:
     kl, agg = verl()[0].kl_penalty, verl()[0].agg_loss
-    aggregation = lambda mode: lambda x, mask: agg(x, mask, mode)
+
+    def aggregation(mode: str):
+        """Return verl's aggregation of this name, in the reference's signature."""
+        return lambda x, mask: agg(x, mask, mode)
+
     groups = {
         "grpo": "group_norm",
         "grpo_vectorized": "group_norm",

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -20,7 +21,22 @@ from verl.plugin.platform import (
     set_platform,
 )
 
-nothing = lambda *_, **__: None
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Do nothing, where a CPU has nothing to do."""
+
+
+def _resident(*_: Any) -> int:
+    """Return the bytes of memory that this process holds."""
+    return psutil.Process().memory_info().rss
+
+
+def _memory(*_: Any) -> tuple[int, int]:
+    """Return the host's bytes of memory, available and in all."""
+    return (
+        psutil.virtual_memory().available,
+        psutil.virtual_memory().total,
+    )
 
 
 def device_module() -> ModuleType:
@@ -31,11 +47,6 @@ def device_module() -> ModuleType:
     module.__dict__.update(
         {k: v for k, v in vars(torch.cpu).items() if not k.startswith("__")}
     )
-    resident = lambda *_: psutil.Process().memory_info().rss
-    memory = lambda *_: (
-        psutil.virtual_memory().available,
-        psutil.virtual_memory().total,
-    )
     module.__dict__.update(
         set_device=nothing,  # torch.cpu's own refuses an index
         current_device=lambda: torch.device("cpu"),
@@ -45,13 +56,13 @@ def device_module() -> ModuleType:
         manual_seed_all=torch.manual_seed,
         get_rng_state=lambda *_: torch.get_rng_state(),
         set_rng_state=lambda state, *_: torch.set_rng_state(state),
-        mem_get_info=memory,
+        mem_get_info=_memory,
         empty_cache=nothing,
         ipc_collect=nothing,
         set_per_process_memory_fraction=nothing,
         reset_peak_memory_stats=nothing,
         **{
-            f"{most}memory_{kind}": resident
+            f"{most}memory_{kind}": _resident
             for most in ("", "max_")
             for kind in ("allocated", "reserved")
         },
@@ -69,10 +80,18 @@ class PlatformCPU(PlatformBase):
     vendor_name = "cpu"
     device_module = device_module()
 
-    is_available = lambda self: True
-    # a device where CUDA has an index: `.to(0)` would be the first GPU
-    current_device = lambda self: torch.device("cpu")
-    device_count = lambda self: 1
+    def is_available(self) -> bool:
+        """Return True: there is always a CPU."""
+        return True
+
+    def current_device(self):
+        """Return a device where CUDA has an index: `.to(0)` would be the first GPU."""
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        """Return the number of devices, one."""
+        return 1
+
     set_device = synchronize = set_allocator_settings = empty_cache = nothing
     profiler_start = profiler_stop = cudart = nothing
 
@@ -80,14 +99,34 @@ class PlatformCPU(PlatformBase):
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
-    get_device_capability = lambda self, device_index=0: (None, None)
-    communication_backend_name = lambda self: "gloo"
-    visible_devices_envvar = lambda self: "CUDA_VISIBLE_DEVICES"
-    nvtx_range = lambda self, msg: nullcontext()
-    ray_resource_name = lambda self: "GPU"
-    ray_noset_envvars = lambda self: ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-    # weights travel to vLLM through shared memory
-    is_ipc_supported = lambda self: False
+
+    def get_device_capability(self, device_index=0):
+        """Return that a CPU has no compute capability."""
+        return (None, None)
+
+    def communication_backend_name(self) -> str:
+        """Return the backend of torch.distributed that runs on CPUs."""
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        """Return the variable that verl sets for its workers."""
+        return "CUDA_VISIBLE_DEVICES"
+
+    def nvtx_range(self, msg):
+        """Return a context that does nothing, since nothing is profiled."""
+        return nullcontext()
+
+    def ray_resource_name(self) -> str:
+        """Return Ray's name of the devices that `ray_init.num_gpus` counts."""
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        """Return the variable that keeps Ray from setting the visible devices."""
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self) -> bool:
+        """Return False: weights travel to vLLM through shared memory."""
+        return False
 
 
 @contextmanager
@@ -126,5 +165,9 @@ def once_per_device(init):
 
 # verl patches TRL's value head wherever TRL is installed; TRL 1.16 has none, and no
 # critic trains here
-without_trl = lambda: False
+def without_trl() -> bool:
+    """Return that TRL is not installed."""
+    return False
+
+
 verl.utils.import_utils.is_trl_available = without_trl

@@ -141,7 +141,11 @@ def verl_loss(
         global_batch_size=int(totals.sequences),
         loss_scale_factor=config.loss_scale_factor,
     )
-    padded = lambda x: x if padding is None else torch.where(b.mask, x, padding)
+
+    def padded(x: Tensor) -> Tensor:
+        """Return x with masked slots set to the padding, if one is given."""
+        return x if padding is None else torch.where(b.mask, x, padding)
+
     loss, _ = f(
         old_log_prob=padded(b.logp_old),
         log_prob=padded(b.logp),
@@ -224,7 +228,10 @@ def of(
     every = ({"loss_agg_mode": verl_name(o.level, o.agg)} if matched else {}) | (
         fields or {}
     )
-    settings = lambda hp: (settings_for(o, hp) if matched else {}) | every
+
+    def settings(hp: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of verl's actor at these hyperparameters."""
+        return (settings_for(o, hp) if matched else {}) | every
 
     def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
         b = Bare(**{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv")})

@@ -182,6 +182,11 @@ MODEL_KEPT = (
 )
 
 
+def _kept(section: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a section under these names, where there is one."""
+    return {k: section.get(k) for k in names if section.get(k) is not None}
+
+
 def twin_of(
     objective: str, hp: dict[str, Any], actor: Any, model: Any
 ) -> dict[str, Any]:
@@ -193,11 +198,10 @@ def twin_of(
             f"step_check runs verl's FSDP worker, and strategy={strategy}: leave step_check out."
         )
     engine = actor.get("engine") or actor.get("fsdp_config") or {}
-    kept = lambda section, names: {
-        k: section.get(k) for k in names if section.get(k) is not None
-    }
     how = dict(model.get("override_config") or {})
-    its = kept(model, MODEL_KEPT) | ({"lora_rank": 4} if model.get("lora_rank") else {})
+    its = _kept(model, MODEL_KEPT) | (
+        {"lora_rank": 4} if model.get("lora_rank") else {}
+    )
     if its.get("use_fused_kernels"):  # Triton's need a GPU
         its["fused_kernel_options"] = {"impl_backend": "torch"}
     own = {k: v for k, v in hp.items() if k != "beta"}
@@ -206,8 +210,8 @@ def twin_of(
         hp=own,
         config=model.get("hf_config") or model.get("path"),
         attention=how.get("attn_implementation", "flash_attention_2"),
-        actor=kept(actor, ACTOR_KEPT),
-        engine=kept(engine, ENGINE_KEPT) | kept(actor, ENGINE_KEPT[:1]),
+        actor=_kept(actor, ACTOR_KEPT),
+        engine=_kept(engine, ENGINE_KEPT) | _kept(actor, ENGINE_KEPT[:1]),
         model=its,
     )
 
