@@ -47,11 +47,16 @@ def attention(family: str) -> str:
     return "eager" if family in (*EAGER, "gemma2") else "sdpa"
 
 
+def with_ppo(name: str, *more: Any, **given: Any) -> Setting:
+    """Return a setting whose hyperparameters are PPO's unless they are given."""
+    return Setting(name, *more, **dict(hp=PPO) | given)
+
+
 # One setting takes one or two lines.
 # fmt: off
 def trl() -> Iterator[Setting]:
     """The unmodified GRPOTrainer."""
-    s = lambda name, *a, **k: Setting(name, *a, **dict(hp=PPO) | k)
+    s = with_ppo
     grpo = dict(objective="grpo", hp={})
     yield s("loss_type=dapo, epsilon_high=0.28", fields=dict(epsilon_high=0.28), hp={})
     yield s("loss_type=grpo", fields=dict(loss_type="grpo"), **grpo)
@@ -184,7 +189,7 @@ def openrlhf() -> Iterator[Setting]:
     """OpenRLHF's unmodified ActorPPOTrainer; fields: as
     upref_frameworks/openrlhf/step.py has them.
     """
-    s = lambda name, *a, **k: Setting(name, *a, **dict(hp=PPO) | k)
+    s = with_ppo
     eager = dict(attention="eager")
     mean = dict(loss_agg_mode="seq-mean-token-mean")
     yield s("loss_agg_mode=seq-mean-token-mean", fields=mean, objective="grpo", hp={})
