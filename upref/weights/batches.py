@@ -10,6 +10,7 @@ of unusual inputs from axes.py.
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle, product
@@ -123,7 +124,6 @@ def words(A: float, r: float, bounds: list[float]) -> str:
     )
 
 
-@lru_cache(128)  # of about 50 kB
 def batch(
     objective: Objective,
     *,
@@ -138,8 +138,17 @@ def batch(
 
     A token-level objective meets one regime per token; one that acts on a response
     meets one per response, reached by tokens whose ratios differ. thin=k keeps every
-    k-th regime. mus: π_old. It is kept for the next check: do not write to its tensors.
+    k-th regime. mus: π_old.
     """
+    # a copy, because a loss may write to what it is given
+    return deepcopy(_kept_batch(objective, seed, edges, thin, mus, **hp))
+
+
+@lru_cache(128)  # of about 50 kB
+def _kept_batch(
+    objective: Objective, seed: int, edges: tuple[float, ...], thin: int, mus, **hp
+) -> Rollouts:
+    """The batch of `batch`, made once in a process."""
     # the bounds of a response's ratio do not depend on mu
     mus = mus[:1] if objective.level in REDUCE else mus
     cases = [
@@ -281,11 +290,14 @@ def random_batch(
     )
 
 
-@lru_cache(16)
 def random_batches(seed: int, n: int, one_adv: bool) -> list[Rollouts]:
-    """The first n of that seed, ready; kept for the next check: do not write to their
-    tensors.
-    """
+    """The first n of that seed, ready, as copies to which a loss may write."""
+    return deepcopy(_kept_random_batches(seed, n, one_adv))
+
+
+@lru_cache(16)
+def _kept_random_batches(seed: int, n: int, one_adv: bool) -> list[Rollouts]:
+    """Those of `random_batches`, made once in a process."""
     rng = np.random.default_rng(seed)
     return [fill_padding(random_batch(rng, one_adv)) for _ in range(n)]
 
