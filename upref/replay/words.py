@@ -11,191 +11,283 @@ from typing import Any
 
 # ---- the sampler's column ------------------------------------------------------------
 UNDONE = "the mean difference falls from {before:.3g} to {after:.2g} nats"
-ABOVE_ZERO = "mean log ρ = {mean:+.3f}, at most 0 unless the mask leaves out tokens by their ratio"
+ABOVE_ZERO = (
+    "mean log ρ = {mean:+.3f}, at most 0 unless the mask leaves out tokens by their "
+    "ratio"
+)
 LIKELIEST = "the number of the likeliest token in place of the drawn one"
 SAMPLER = {
-    "other_ids":
-        "{tokens} of {trained} trained tokens have other ids than the sampler drew: the text was tokenized again, or "
-        "tokens were inserted.",
-    "not_sampled":
-        "{tokens} of {trained} trained tokens have no log-probability of the sampler (it is {value}): the sampler did "
-        "not draw them (the text of a tool or an environment, an appended token), or did not report them. Mask what it "
-        "did not draw.",
-    "factor":
-        "the sampler's log-probabilities are {factor:.4g} times the trainer's: one of them was divided by a "
-        "temperature after the log-softmax, or has another base. Divided out, " + UNDONE + ".",
+    "other_ids": (
+        "{tokens} of {trained} trained tokens have other ids than the sampler drew: "
+        "the text was tokenized again, or tokens were inserted."
+    ),
+    "not_sampled": (
+        "{tokens} of {trained} trained tokens have no log-probability of the sampler "
+        "(it is {value}): the sampler did not draw them (the text of a tool or an "
+        "environment, an appended token), or did not report them. Mask what it did not "
+        "draw."
+    ),
+    "factor": (
+        "the sampler's log-probabilities are {factor:.4g} times the trainer's: one of "
+        "them was divided by a temperature after the log-softmax, or has another base. "
+        "Divided out, " + UNDONE + "."
+    ),
     "sign": "the sampler's column holds negated log-probabilities: change its sign.",
-    "probabilities": "the sampler's column holds probabilities: record their logarithm.",
-    "shift":
-        "in {rows} of {of} responses the sampler's number of a token stands {shift:+d} slots from the trainer's. Moved "
-        "back, " + UNDONE + ".",
-    "rows":
-        "{rows} of {of} responses have the sampler's column of another response (row {first} has that of row "
-        "{second}). Exchanged again, " + UNDONE + ".",
-    "floor":
-        "the column {column} has a {side} at {value:.4g}, which {tokens} tokens share; the other column goes on. With "
-        "the same {side} there, " + UNDONE + ".",
-    "all_zero": "the sampler's column is 0 on every trained token: it was not recorded, or the sampler was certain of "
-        "every token (greedy, or cut to one token).",
-    "copied":
-        "the sampler's column equals the trainer's bit for bit: it is a copy, one engine made both, or two engines "
-        "compute the same bits. A copy hides the gap.",
-    "reference_weights":
-        "the sampler's column fits the reference model better than the trainer ({after:.2g} against {before:.2g} "
-        "nats): the engine may still hold the weights of the reference, or the reference's log-probabilities were "
-        "recorded as the sampler's.",
-    "impossible_tokens":
-        "{tokens} of {trained} tokens are {far:g} nats less likely for the trainer than for the sampler, on an "
-        "otherwise clean line: other ids (a text that was tokenized again, an inserted token), other experts or "
-        "weights, or " + LIKELIEST + ". Record sampler_ids to tell.",
-    "cut":
-        "the sampler is above the trainer on {share:.0%} of the tokens, and certain where the trainer is not: it was "
-        "cut and renormalized (top_p, min_p, top_k, a grammar), the trainer is not, and the mean kept mass is "
-        "E[ρ] = {rho:.3f}; or the column holds " + LIKELIEST + ".",
-    "cut_or_divided":
-        "the sampler is above the trainer on {share:.0%} of the tokens, E[ρ] = {rho:.3f}: the sampler was cut and "
-        "renormalized (top_p, top_k, min_p, a grammar, banned tokens), the trainer's softmax has tokens that the "
-        "sampler's lacks (a padded vocabulary), the trainer divides log-probabilities by the temperature in place of "
-        "logits, or the sampler's column holds " + LIKELIEST + ".",
-    "trainer_above":
-        "the trainer is above the sampler on {share:.0%} of the tokens, E[ρ] = {rho:.3f}: the trainer is cut and "
-        "renormalized and the sampler's column is not, or one of them divides log-probabilities by the temperature.",
-    "raw_temperature":
-        "the sampler's column is not the distribution that sampled (" + ABOVE_ZERO + "), and is stretched against the "
-        "trainer's: log-probabilities of before the temperature (vLLM: logprobs_mode=processed_logprobs), or of "
-        "another temperature.",
-    "not_the_sampler":
-        "the sampler's column is not the distribution that sampled (" + ABOVE_ZERO + "): log-probabilities of before "
-        "the temperature or before penalties, of other weights than those that sampled, or computed again.",
-    "above_one":
-        "E[ρ] = {rho:.3f} ± {error:.3f} is above 1, and the mass of a policy is at most 1 unless the mask leaves out "
-        "tokens by their ratio: the sampler's column is not the distribution that sampled. It has numbers of before "
-        "the temperature or of other weights (a draft model, an update that arrived later), or something else than the "
-        "log-probability of each token.",
-    "sums":
-        "the sampler's column holds the log-probability of the response up to each token: take the difference of "
-        "neighbors. With it, " + UNDONE + ".",
-    "positive":
+    "probabilities": (
+        "the sampler's column holds probabilities: record their logarithm."
+    ),
+    "shift": (
+        "in {rows} of {of} responses the sampler's number of a token stands {shift:+d} "
+        "slots from the trainer's. Moved back, " + UNDONE + "."
+    ),
+    "rows": (
+        "{rows} of {of} responses have the sampler's column of another response (row "
+        "{first} has that of row {second}). Exchanged again, " + UNDONE + "."
+    ),
+    "floor": (
+        "the column {column} has a {side} at {value:.4g}, which {tokens} tokens share; "
+        "the other column goes on. With the same {side} there, " + UNDONE + "."
+    ),
+    "all_zero": (
+        "the sampler's column is 0 on every trained token: it was not recorded, or the "
+        "sampler was certain of every token (greedy, or cut to one token)."
+    ),
+    "copied": (
+        "the sampler's column equals the trainer's bit for bit: it is a copy, one "
+        "engine made both, or two engines compute the same bits. A copy hides the gap."
+    ),
+    "reference_weights": (
+        "the sampler's column fits the reference model better than the trainer "
+        "({after:.2g} against {before:.2g} nats): the engine may still hold the "
+        "weights of the reference, or the reference's log-probabilities were recorded "
+        "as the sampler's."
+    ),
+    "impossible_tokens": (
+        "{tokens} of {trained} tokens are {far:g} nats less likely for the trainer "
+        "than for the sampler, on an otherwise clean line: other ids (a text that was "
+        "tokenized again, an inserted token), other experts or weights, or "
+        + LIKELIEST
+        + ". Record sampler_ids to tell."
+    ),
+    "cut": (
+        "the sampler is above the trainer on {share:.0%} of the tokens, and certain "
+        "where the trainer is not: it was cut and renormalized (top_p, min_p, top_k, a "
+        "grammar), the trainer is not, and the mean kept mass is E[ρ] = {rho:.3f}; or "
+        "the column holds " + LIKELIEST + "."
+    ),
+    "cut_or_divided": (
+        "the sampler is above the trainer on {share:.0%} of the tokens, E[ρ] = "
+        "{rho:.3f}: the sampler was cut and renormalized (top_p, top_k, min_p, a "
+        "grammar, banned tokens), the trainer's softmax has tokens that the sampler's "
+        "lacks (a padded vocabulary), the trainer divides log-probabilities by the "
+        "temperature in place of logits, or the sampler's column holds "
+        + LIKELIEST
+        + "."
+    ),
+    "trainer_above": (
+        "the trainer is above the sampler on {share:.0%} of the tokens, E[ρ] = "
+        "{rho:.3f}: the trainer is cut and renormalized and the sampler's column is "
+        "not, or one of them divides log-probabilities by the temperature."
+    ),
+    "raw_temperature": (
+        "the sampler's column is not the distribution that sampled ("
+        + ABOVE_ZERO
+        + "), and is stretched against the trainer's: log-probabilities of before the "
+        "temperature (vLLM: logprobs_mode=processed_logprobs), or of another "
+        "temperature."
+    ),
+    "not_the_sampler": (
+        "the sampler's column is not the distribution that sampled ("
+        + ABOVE_ZERO
+        + "): log-probabilities of before the temperature or before penalties, of "
+        "other weights than those that sampled, or computed again."
+    ),
+    "above_one": (
+        "E[ρ] = {rho:.3f} ± {error:.3f} is above 1, and the mass of a policy is at "
+        "most 1 unless the mask leaves out tokens by their ratio: the sampler's column "
+        "is not the distribution that sampled. It has numbers of before the "
+        "temperature or of other weights (a draft model, an update that arrived "
+        "later), or something else than the log-probability of each token."
+    ),
+    "sums": (
+        "the sampler's column holds the log-probability of the response up to each "
+        "token: take the difference of neighbors. With it, " + UNDONE + "."
+    ),
+    "positive": (
         "{tokens} of {trained} numbers in the sampler's column are above 0, and no "
-        "log-probability is: they are something else.",
-    "one_number":
-        "the sampler's column has one number for all tokens of a response, in each of {responses} responses: a mean or "
-        "a sum over the response, where the number of each token belongs.",
-    "temperature":
-        "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}: "
-        "another temperature or scale of the logits, or weights that have grown sharper or flatter since the sampling.",
-    "some_temperature":
-        "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}: "
-        "another temperature or scale of the logits, a sampler's column of before the temperature, or weights that "
-        "have grown sharper or flatter since the sampling.",
-    "bfloat16_column":
-        "the column {column} holds bfloat16 numbers, 8 bits of each log-probability; mean gap {mean_abs:.2g} nats.",
-    "two_policies":
-        "the columns look like two normalized policies, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}, KL about "
-        "{k3:.2g}: more than bfloat16 rounding in most models. Stale or undelivered weights, other experts, "
-        "quantization, low precision, penalties, a logit bias or another temperature of one of them look like this; "
-        "several steps tell more.",
-}  # fmt: skip
+        "log-probability is: they are something else."
+    ),
+    "one_number": (
+        "the sampler's column has one number for all tokens of a response, in each of "
+        "{responses} responses: a mean or a sum over the response, where the number of "
+        "each token belongs."
+    ),
+    "temperature": (
+        "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} "
+        "nats, E[ρ] = {rho:.3f}: another temperature or scale of the logits, or "
+        "weights that have grown sharper or flatter since the sampling."
+    ),
+    "some_temperature": (
+        "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} "
+        "nats, E[ρ] = {rho:.3f}: another temperature or scale of the logits, a "
+        "sampler's column of before the temperature, or weights that have grown "
+        "sharper or flatter since the sampling."
+    ),
+    "bfloat16_column": (
+        "the column {column} holds bfloat16 numbers, 8 bits of each log-probability; "
+        "mean gap {mean_abs:.2g} nats."
+    ),
+    "two_policies": (
+        "the columns look like two normalized policies, mean gap {mean_abs:.3f} nats, "
+        "E[ρ] = {rho:.3f}, KL about {k3:.2g}: more than bfloat16 rounding in most "
+        "models. Stale or undelivered weights, other experts, quantization, low "
+        "precision, penalties, a logit bias or another temperature of one of them look "
+        "like this; several steps tell more."
+    ),
+}
 
 # ---- several steps -------------------------------------------------------------------
 SERIES = {
-    "never_delivered":
-        "at {steps} steps the sampler's column is that of the reference model, and the gap to the trainer grows from "
-        "{first:.2g} to {last:.2g} nats: the engine never received new weights, or the reference's "
-        "log-probabilities were recorded as the sampler's.",
-    "grows_with_steps":
-        "the gap grows with the steps (KL {first:.2g} to {last:.2g}) and not with the lag: weights that never reach "
-        "the engine look like this, and so do a rising learning rate in an asynchronous run and a numerical gap that "
-        "grows. Record ref, or version, to tell.",
-    "follows_lag":
-        "the gap follows the lag of the weights that sampled (KL {low:.2g} at lag {least}, {high:.2g} at lag {most}): "
-        "staleness.",
-}  # fmt: skip
+    "never_delivered": (
+        "at {steps} steps the sampler's column is that of the reference model, and the "
+        "gap to the trainer grows from {first:.2g} to {last:.2g} nats: the engine "
+        "never received new weights, or the reference's log-probabilities were "
+        "recorded as the sampler's."
+    ),
+    "grows_with_steps": (
+        "the gap grows with the steps (KL {first:.2g} to {last:.2g}) and not with the "
+        "lag: weights that never reach the engine look like this, and so do a rising "
+        "learning rate in an asynchronous run and a numerical gap that grows. Record "
+        "ref, or version, to tell."
+    ),
+    "follows_lag": (
+        "the gap follows the lag of the weights that sampled (KL {low:.2g} at lag "
+        "{least}, {high:.2g} at lag {most}): staleness."
+    ),
+}
 
 # ---- advantages ----------------------------------------------------------------------
 ADVANTAGES = {
-    "wrong_grouping":
-        "advantages are {estimator} of {grouping}: {mixed} of these {groups} groups mix prompts. Within the prompts no "
-        "estimator gives them.",
-    "whole_batch":
-        "advantages are {estimator} over the whole batch, not within each prompt. REINFORCE++ does that; "
-        "GRPO does not.",
-    "subgroups":
-        "advantages are {estimator} of {grouping}, which divides the prompts into smaller groups: a prompt that was "
-        "drawn several times looks like this.",
-    "split_groups":
-        "no estimator gives the recorded advantages from the rewards that are here, where the prompts have from {low} "
-        "to {high} responses: others may be in other steps of the same generation (a mini-batch cuts groups) or "
-        "filtered out. Shaped rewards and other estimators look like this too.",
-    "no_estimator":
-        "no estimator gives the recorded advantages from the recorded rewards: shaped or clipped rewards or "
-        "advantages, advantages of other responses, a group that is not whole in this file, another eps, or a custom "
-        "estimator.",
-    "per_token":
-        "advantages differ within {rows} of {of} responses: they are of tokens (GAE, a KL term in the reward), which "
-        "rewards of responses do not give.",
+    "wrong_grouping": (
+        "advantages are {estimator} of {grouping}: {mixed} of these {groups} groups "
+        "mix prompts. Within the prompts no estimator gives them."
+    ),
+    "whole_batch": (
+        "advantages are {estimator} over the whole batch, not within each prompt. "
+        "REINFORCE++ does that; GRPO does not."
+    ),
+    "subgroups": (
+        "advantages are {estimator} of {grouping}, which divides the prompts into "
+        "smaller groups: a prompt that was drawn several times looks like this."
+    ),
+    "split_groups": (
+        "no estimator gives the recorded advantages from the rewards that are here, "
+        "where the prompts have from {low} to {high} responses: others may be in other "
+        "steps of the same generation (a mini-batch cuts groups) or filtered out. "
+        "Shaped rewards and other estimators look like this too."
+    ),
+    "no_estimator": (
+        "no estimator gives the recorded advantages from the recorded rewards: shaped "
+        "or clipped rewards or advantages, advantages of other responses, a group that "
+        "is not whole in this file, another eps, or a custom estimator."
+    ),
+    "per_token": (
+        "advantages differ within {rows} of {of} responses: they are of tokens (GAE, a "
+        "KL term in the reward), which rewards of responses do not give."
+    ),
     "no_signal": "all advantages are 0: only a KL or an entropy term trains.",
-    "too_few": "{responses} responses have an advantage other than 0: too few to name an estimator.",
-}  # fmt: skip
+    "too_few": (
+        "{responses} responses have an advantage other than 0: too few to name an "
+        "estimator."
+    ),
+}
 
 # ---- the loss ------------------------------------------------------------------------
 LOSS = {
-    "other_sum":
-        "the logged loss {logged:.6g} is the {found} of {objective}'s terms, not the {expected} ({value:.6g}).",
-    "multiple":
-        "the logged loss {logged:.6g} is {factor:.6g} times the {expected} of {objective}'s terms ({value:.6g}): a "
-        "count of micro-batches, accumulation steps or ranks enters once too often or too rarely, or the loss has a "
-        "coefficient.",
-    "divided":
-        "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms ({value:.6g}); it would "
-        "equal their sum divided by {divisor:.6g}, where {tokens} tokens and {responses} responses train.",
-    "unexplained":
-        "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms ({value:.6g}), and no "
-        "positive divisor of their sum gives it.",
-    "uninformative":
-        "the loss says nothing here: its terms sum to {value:.2g} (at r = 1 they are the advantages, whose mean is "
-        "often 0).",
-    "extra_terms":
-        "the logged loss {logged:.6g} has terms beside the objective's ({value:.6g}): {extra}. The loss alone tells "
-        "nothing here.",
-    "gradient_other_sum":
-        "dL/dlp of the recorded tokens is that of the {found}, not that of the {expected} of {objective}'s terms.",
-    "gradient_multiple":
-        "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of {objective}'s terms: a count "
-        "of micro-batches, accumulation steps or ranks enters once too often or too rarely, or the loss has a "
-        "coefficient.",
-    "gradient_scaled":
-        "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of {objective}'s terms: as if the "
-        "divisor of the step were {divisor:.6g} in place of {count:.6g}; a coefficient of the loss or of the "
-        "advantages gives that too.",
-    "gradient_sign":
-        "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of {objective}'s terms: the column "
-        "grad, or the advantages, have the other sign.",
-    "gradient_zero":
-        "dL/dlp is 0 on every recorded token, and {objective}'s is not: the column grad was not recorded, or the loss "
-        "does not train these tokens.",
-    "gradient_parts":
-        "dL/dlp is in each {part} a multiple of that of the {expected} of {objective}'s terms, and not in all the "
-        "same one: from {low:.4g} to {high:.4g}.",
-    "gradient_rows":
-        "dL/dlp is in each response a multiple of that of the {expected} of {objective}'s terms, and not in all the "
-        "same one: from {low:.4g} to {high:.4g}. No known sum gives these.",
-    "no_gradient":
-        "no recorded token has a gradient that tells the normalizer: each one is clipped or at a clip bound, its "
-        "advantage is 0, or the correction of the sampler multiplies it by 0.",
-    "gradient_other":
-        "dL/dlp is not a multiple of {objective}'s gradient on {tokens} of {trained} compared tokens: other weights "
-        "than this objective's with these hyperparameters and columns, so its normalizer cannot be told.",
-    "needs_now":
-        "the column now was not recorded, so the loss is that of the first optimizer step, r = 1.",
-}  # fmt: skip
+    "other_sum": (
+        "the logged loss {logged:.6g} is the {found} of {objective}'s terms, not the "
+        "{expected} ({value:.6g})."
+    ),
+    "multiple": (
+        "the logged loss {logged:.6g} is {factor:.6g} times the {expected} of "
+        "{objective}'s terms ({value:.6g}): a count of micro-batches, accumulation "
+        "steps or ranks enters once too often or too rarely, or the loss has a "
+        "coefficient."
+    ),
+    "divided": (
+        "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
+        "({value:.6g}); it would equal their sum divided by {divisor:.6g}, where "
+        "{tokens} tokens and {responses} responses train."
+    ),
+    "unexplained": (
+        "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
+        "({value:.6g}), and no positive divisor of their sum gives it."
+    ),
+    "uninformative": (
+        "the loss says nothing here: its terms sum to {value:.2g} (at r = 1 they are "
+        "the advantages, whose mean is often 0)."
+    ),
+    "extra_terms": (
+        "the logged loss {logged:.6g} has terms beside the objective's ({value:.6g}): "
+        "{extra}. The loss alone tells nothing here."
+    ),
+    "gradient_other_sum": (
+        "dL/dlp of the recorded tokens is that of the {found}, not that of the "
+        "{expected} of {objective}'s terms."
+    ),
+    "gradient_multiple": (
+        "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of "
+        "{objective}'s terms: a count of micro-batches, accumulation steps or ranks "
+        "enters once too often or too rarely, or the loss has a coefficient."
+    ),
+    "gradient_scaled": (
+        "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of "
+        "{objective}'s terms: as if the divisor of the step were {divisor:.6g} in "
+        "place of {count:.6g}; a coefficient of the loss or of the advantages gives "
+        "that too."
+    ),
+    "gradient_sign": (
+        "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of "
+        "{objective}'s terms: the column grad, or the advantages, have the other sign."
+    ),
+    "gradient_zero": (
+        "dL/dlp is 0 on every recorded token, and {objective}'s is not: the column "
+        "grad was not recorded, or the loss does not train these tokens."
+    ),
+    "gradient_parts": (
+        "dL/dlp is in each {part} a multiple of that of the {expected} of "
+        "{objective}'s terms, and not in all the same one: from {low:.4g} to "
+        "{high:.4g}."
+    ),
+    "gradient_rows": (
+        "dL/dlp is in each response a multiple of that of the {expected} of "
+        "{objective}'s terms, and not in all the same one: from {low:.4g} to "
+        "{high:.4g}. No known sum gives these."
+    ),
+    "no_gradient": (
+        "no recorded token has a gradient that tells the normalizer: each one is "
+        "clipped or at a clip bound, its advantage is 0, or the correction of the "
+        "sampler multiplies it by 0."
+    ),
+    "gradient_other": (
+        "dL/dlp is not a multiple of {objective}'s gradient on {tokens} of {trained} "
+        "compared tokens: other weights than this objective's with these "
+        "hyperparameters and columns, so its normalizer cannot be told."
+    ),
+    "needs_now": (
+        "the column now was not recorded, so the loss is that of the first optimizer "
+        "step, r = 1."
+    ),
+}
 
 # ---- which policy is old -------------------------------------------------------------
 OLD = {
-    "ratio_one":
-        "r = 1 on every token although the weights that sampled are {lag} steps old: old was computed with the current "
-        "weights, or now is a copy of it. With r = 1 no clip acts.",
-}  # fmt: skip
+    "ratio_one": (
+        "r = 1 on every token although the weights that sampled are {lag} steps old: "
+        "old was computed with the current weights, or now is a copy of it. With r = 1 "
+        "no clip acts."
+    ),
+}
 
 CAUSES: dict[str, str] = SAMPLER | SERIES | ADVANTAGES | LOSS | OLD
 
