@@ -5,10 +5,10 @@ from upref.ops import clip, dual_clip, exp, inf, log, minimum, sg, when, where
 
 def discounted_future(x, half_life):
     """Σ_{k>=t} γ^(k-t) x_k for each t, with γ = 2^(-1/half_life): [B, T] -> [B, T]."""
-    t = x.double().new_ones(x.shape[-1]).cumsum(0)
-    ahead = t[:, None] - t  # k - t, [k, t]
-    discounts = when(ahead >= 0, 2 ** (-ahead.clamp(min=0) / half_life))
-    return (x.double() @ discounts).to(x.dtype)  # autocast would halve its precision
+    sums = x.double().clone()  # float64, which autocast does not lower
+    for t in range(x.shape[-1] - 2, -1, -1):  # no matrix [T, T]: responses are long
+        sums[..., t] += sums[..., t + 1] / 2 ** (1 / half_life)
+    return sums.to(x.dtype)
 
 
 def influence(log_r, mask, half_life, low, high, c):
@@ -57,7 +57,8 @@ def fipo(
 ):
     """J = E 1/Σ_i|o_i| Σ_i Σ_t min(r A f, clip(r, 1-ε_low, 1+ε_high) A f),  f of what follows:
     f_t = clip(exp Σ_{k>=t} γ^(k-t) M_k log r_k, 1-ε_f_low, 1+ε_f_high), a constant;  M_k = 0 where r_k > c"""
-    f = sg(influence(lp - lp_old, mask, half_life, 1 - eps_f_low, 1 + eps_f_high, c))
+    log_r = sg(lp - lp_old)
+    f = influence(log_r, mask, half_life, 1 - eps_f_low, 1 + eps_f_high, c)
     r = dual_clip(exp(lp - lp_old), A, c)
     return minimum(r * A * f, clip(r, 1 - eps_low, 1 + eps_high) * A * f)
 
