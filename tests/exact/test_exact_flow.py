@@ -24,6 +24,7 @@ from repro.exact.experiments import (
 )
 from repro.exact.task import F64, bandit
 from upref.errors import InputError
+from upref.foreign.guard import one_thread
 
 pytestmark = pytest.mark.slow
 UP, DAPO, IS, OFF = (
@@ -32,12 +33,10 @@ UP, DAPO, IS, OFF = (
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
+def in_one_thread():
     """The tensors are small: threads would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 def last(path, n):

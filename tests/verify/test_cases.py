@@ -104,6 +104,18 @@ def numbers_on(one, b, g, unit, remark):
     return g, None
 
 
+def in_dtype(b, dtype):
+    """The batch with its floating-point tensors in this dtype."""
+    tensors = {name: getattr(b, name) for name in FLOATS}
+    present = {name: x for name, x in tensors.items() if x is not None}
+    return b.but(**{name: x.to(dtype) for name, x in present.items()})
+
+
+def near(x, value):
+    """Where the tensor has the number that a report prints, with six digits of it."""
+    return torch.isclose(x, torch.full_like(x, value), 2e-5, 1e-9, equal_nan=True)
+
+
 def strangers(case, report) -> list[str]:
     """The findings whose two numbers no token of the batch has that is printed below
     them.
@@ -114,20 +126,14 @@ def strangers(case, report) -> list[str]:
         if "\nb = " not in f"\n{f.batch}" or not isinstance(f.expected, Number):
             continue
         exec(f.batch, space := {"upref": upref, "torch": torch})
-        as_type = lambda b, d: b.but(
-            **{k: v.to(d) for k in FLOATS if (v := getattr(b, k)) is not None}
-        )
-        b = as_type(space["b"], torch.float64)
-        g = one.gradient(
-            as_type(b, torch.float32) if "in float32" in f.batch else space["b"]
-        ).double()
+        b = in_dtype(space["b"], torch.float64)
+        is_single = "in float32" in f.batch
+        given = in_dtype(b, torch.float32) if is_single else space["b"]
+        g = one.gradient(given).double()
         right, found = numbers_on(one, b, g, f.expected.unit, f.expected.remark)
-        is_it = lambda x, value: torch.isclose(
-            x, torch.full_like(x, value), 2e-5, 1e-9, equal_nan=True
-        )
-        hit = is_it(right, f.expected.value)
+        hit = near(right, f.expected.value)
         if isinstance(f.found, Number) and found is not None:
-            hit = hit & is_it(found, f.found.value)
+            hit = hit & near(found, f.found.value)
         out += [] if hit.any() else [str(f)]
     return out
 

@@ -11,7 +11,7 @@ import torch
 
 import upref
 from upref.verify.finding import Example
-from upref.verify.render import LONGEST
+from upref.verify.render import LONGEST, describe_example
 from upref.verify.report import (
     COLUMNS,
     SCREEN,
@@ -78,6 +78,13 @@ def test_a_report_is_short(loss, name):
         and len(report.text(verbose=True)) <= VERBOSE
     )
     assert len(report.json()) < 4 * VERBOSE and json.loads(report.json())["ok"] is False
+
+
+def test_the_size_of_a_batch_too_large_to_print_is_in_words():
+    one = describe_example(Example(rollouts=True, size=(1, 640)))
+    several = describe_example(Example(rollouts=True, size=(128, 640)))
+    assert "the smallest found has 1 response of 640 tokens, too many to print" in one
+    assert "has 128 responses of up to 640 tokens, too many to print" in several
 
 
 def clipped_on_both_sides(log_prob, old_log_prob, advantages, mask):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from upref.conformance.adapter import Adapter, load_adapter
 from upref.conformance.cases import SINGLE, SUITES, Case, cases
@@ -14,6 +13,7 @@ from upref.conformance.ranks import run_ranks
 from upref.conformance.results import read_expected_failures, write_results
 from upref.conformance.runner import Outcome, Status, run
 from upref.errors import InputError
+from upref.foreign.guard import one_thread
 
 # failures whose cause is searched: a red build must not take longer than a green one
 EXPLAINED = 3
@@ -113,14 +113,10 @@ def outcome(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute with one thread: the models are tiny, and more threads wait for each
-    other.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def in_one_thread() -> Iterator[None]:
+    """Run all cases in one thread of torch: their models are tiny."""
+    with one_thread():
+        yield
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -173,9 +173,11 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread of torch: batches are small, and threads that wait for a
-    turn on a busy machine cost ten times the CPU time of the work, which is limited.
+def one_thread() -> Iterator[None]:
+    """Compute in one thread of torch inside, and restore the number afterwards.
+
+    The tensors of a check are small. On a busy machine, threads that wait for each
+    other cost ten times the CPU time of the work, and a check has a limit of that.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -194,7 +196,7 @@ def state_restored() -> Iterator[set[str]]:
         try:
             # an inner check has nothing around it to restore
             with (
-                _one_thread(),
+                one_thread(),
                 _restored(STATE | RANDOM | (AROUND if len(_watching) == 1 else {})),
                 _no_exit(),
             ):

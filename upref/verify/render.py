@@ -115,10 +115,9 @@ def _rollouts(example: Example) -> Iterator[str]:
         yield example.code
         return
     if example.size:
-        responses, tokens = example.size
         yield (
-            f"# no small batch shows it; the smallest found has {responses} "
-            f"responses of up to {tokens} tokens, too many to print"
+            f"# no small batch shows it; the smallest found has "
+            f"{_describe_size(*example.size)}, too many to print"
         )
         return
     yield "b = upref.Rollouts("
@@ -132,6 +131,13 @@ def _rollouts(example: Example) -> Iterator[str]:
         yield f"# expected dJ/dlp: {_list(example.expected, digits)}"
     if example.found is not None:
         yield f"# found    dJ/dlp: {_list(example.found, digits)}"
+
+
+def _describe_size(responses: int, tokens: int) -> str:
+    """Return the size of a batch that is too large to print, in words."""
+    if responses == 1:
+        return f"1 response of {tokens} tokens"
+    return f"{responses} responses of up to {tokens} tokens"
 
 
 def _arguments(example: Example) -> Iterator[str]:

@@ -184,7 +184,11 @@ def by_row_stride(log_prob, old_log_prob, advantages, mask):
     """A kernel that takes the distance of rows for given and reads columns beside each
     other.
     """
-    read = lambda x: torch.as_strided(x, x.shape, (x.stride(0), 1), x.storage_offset())
+
+    def read(x):
+        """What lies in memory where the columns of a row would be side by side."""
+        return torch.as_strided(x, x.shape, (x.stride(0), 1), x.storage_offset())
+
     return DAPO(read(log_prob), read(old_log_prob), advantages, mask)
 
 
