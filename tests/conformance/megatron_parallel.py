@@ -14,20 +14,18 @@ only one that runs without a GPU.
 
 import contextlib
 import sys
-import tempfile
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import distributed as dist, multiprocessing, nn
+from torch import distributed as dist, nn
 
-from tests.conformance.megatron_scaling import OnCpu
+from tests.conformance.megatron_ranks import WORLD, OnCpu, join_group, measure
 from upref.aggregation import Totals
 from upref.registry import get
 from upref.verify.group import on_loopback
 
-WORLD, VOCABULARY, HIDDEN, LAYERS, LENGTH = 2, 96, 32, 2, 12
+VOCABULARY, HIDDEN, LAYERS, LENGTH = 96, 32, 2, 12
 MICRO_BATCHES, ROWS, TEMPERATURE = 3, 2, 0.7
 TENSOR = {"tensor_model_parallel_size": WORLD}
 PIPELINE = {"pipeline_model_parallel_size": WORLD}
@@ -94,19 +92,30 @@ def make_model(**parallel: Any) -> nn.Module:
 
     torch.manual_seed(0)
     config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=4,
-        hidden_dropout=0.0, attention_dropout=0.0, pipeline_dtype=torch.float32,
-        use_cpu_initialization=True, masked_softmax_fusion=False,
-        bias_activation_fusion=False, bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False, **parallel,
-    )  # fmt: skip
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        **parallel,
+    )
     return GPTModel(
-        config, gpt_layer_specs.get_gpt_layer_local_spec(), VOCABULARY, LENGTH,
+        config,
+        gpt_layer_specs.get_gpt_layer_local_spec(),
+        VOCABULARY,
+        LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope", parallel_output=True,
+        position_embedding_type="rope",
+        parallel_output=True,
         share_embeddings_and_output_weights=False,
-    )  # fmt: skip
+    )
 
 
 def make_batches() -> list[dict[str, torch.Tensor]]:
@@ -156,9 +165,13 @@ def gradients(model: nn.Module, times: int = MICRO_BATCHES) -> dict[str, torch.T
         return output, loss
 
     get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=iter(batches), model=[model],
-        num_microbatches=MICRO_BATCHES, seq_length=LENGTH, micro_batch_size=ROWS,
-    )  # fmt: skip
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=MICRO_BATCHES,
+        seq_length=LENGTH,
+        micro_batch_size=ROWS,
+    )
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -208,9 +221,7 @@ def error_of(way: str, rank: int) -> float:
 
 def rank_errors(rank: int, store: str, errors: Any) -> None:
     """Be one of the ranks: the first writes the error of each way."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
+    join_group(rank, store)
     with without_cuda():
         for way in WAYS:
             found = error_of(way, rank)
@@ -219,28 +230,10 @@ def rank_errors(rank: int, store: str, errors: Any) -> None:
     dist.destroy_process_group()
 
 
-def measure(deadline: float = 300.0) -> dict[str, float]:
-    """Run the ranks, and return the relative error of the gradient for each way."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        multiprocessing.get_context("spawn").Manager() as manager,
-    ):
-        errors = manager.dict()
-        arguments = (f"file://{folder}/group", errors)
-        context = multiprocessing.spawn(rank_errors, arguments, WORLD, join=False)
-        try:
-            if not context.join(timeout=deadline):
-                context.join(timeout=deadline)
-            return dict(errors)
-        finally:
-            for process in context.processes:
-                process.kill()
-
-
 if __name__ == "__main__":
     import os
 
     os.environ |= on_loopback()
-    for its_way, its_error in measure().items():
+    for its_way, its_error in measure(rank_errors).items():
         print(f"{its_way:36} {its_error:.1e}")
     sys.exit(0)

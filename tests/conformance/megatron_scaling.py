@@ -12,15 +12,13 @@ tokens under `calculate_per_token_loss`, as its distributed data parallelism doe
 """
 
 import sys
-import tempfile
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import distributed as dist, multiprocessing, nn
-from torch.overrides import TorchFunctionMode
+from torch import distributed as dist, nn
 
+from tests.conformance.megatron_ranks import WORLD, OnCpu, join_group, measure
 from upref.step.case import built, meant
 from upref.step.check import check_recorded
 from upref.step.record import Recorded, Step
@@ -28,7 +26,7 @@ from upref.step.reference import TorchModel, as_float64
 from upref.step.rows import AXES, Row
 from upref.verify.group import on_loopback
 
-WORLD, VOCABULARY, TEMPERATURE, MICRO_BATCHES = 2, 96, 0.7, 2
+VOCABULARY, TEMPERATURE, MICRO_BATCHES = 96, 0.7, 2
 WAYS = ("two values", "three values", "three values, per token")
 
 
@@ -37,25 +35,11 @@ class Bigram(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = (
-            nn.Embedding(VOCABULARY, 16),
-            nn.Linear(16, VOCABULARY),
-        )
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
         return SimpleNamespace(logits=self.head(self.embedding(input_ids)))
-
-
-class OnCpu(TorchFunctionMode):
-    """Megatron's schedules make their counters on the device `cuda`."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, arguments: Any = (), named: Any = None
-    ) -> Any:
-        named = dict(named or {})
-        if str(named.get("device", "")).startswith("cuda"):
-            named["device"] = "cpu"
-        return function(*arguments, **named)
 
 
 def make_rows(model: nn.Module) -> list[Row]:
@@ -78,9 +62,8 @@ def term(model: nn.Module, row: Row, rank: int) -> tuple[torch.Tensor, int]:
     logits = model(input_ids=ids[[i - 1 for i in at]]).logits / TEMPERATURE
     lp = logits.log_softmax(-1).gather(1, ids[at][:, None])[:, 0]
     ratio = (lp - torch.tensor([row.old[i - start] for i in at])).exp()
-    return -torch.minimum(ratio * row.adv, ratio.clamp(0.8, 1.2) * row.adv).sum(), len(
-        at
-    )
+    J = torch.minimum(ratio * row.adv, ratio.clamp(0.8, 1.2) * row.adv).sum()
+    return -J, len(at)
 
 
 def error_of(
@@ -95,12 +78,17 @@ def error_of(
     tokens = sum(sum(row.trains) for row in rows)
     counted: list[torch.Tensor] = []
     config.calculate_per_token_loss = way.endswith("per token")
-    config.finalize_model_grads_func = lambda models, number=None, **_: counted.append(
-        number
-    )
+
+    def keep_count(models: Any, number: Any = None, **_: Any) -> None:
+        counted.append(number)
+
+    def take_no_input(_: Any) -> None:
+        """The only stage has none before it."""
+
+    config.finalize_model_grads_func = keep_count
     model.config = config
     model.model_type = ModelType.encoder_or_decoder
-    model.set_input_tensor = lambda _: None  # the only stage
+    model.set_input_tensor = take_no_input
     model.zero_grad()
 
     def forward_step(data: Any, model: nn.Module) -> tuple[torch.Tensor, Any]:
@@ -119,9 +107,13 @@ def error_of(
     parts = iter([rows[i : i + size] for i in range(0, len(rows), size)])
     with OnCpu():
         forward_backward_no_pipelining(
-            forward_step_func=forward_step, data_iterator=parts, model=[model], num_microbatches=MICRO_BATCHES,
-            seq_length=1, micro_batch_size=1,
-        )  # fmt: skip
+            forward_step_func=forward_step,
+            data_iterator=parts,
+            model=[model],
+            num_microbatches=MICRO_BATCHES,
+            seq_length=1,
+            micro_batch_size=1,
+        )
     divisor = torch.tensor(float(WORLD))
     if config.calculate_per_token_loss:
         divisor = counted[-1].float().clone()
@@ -139,9 +131,7 @@ def error_of(
 
 def rank_errors(rank: int, store: str, errors: Any) -> None:
     """Be one of the ranks: the first writes the error of each way."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
+    join_group(rank, store)
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -163,31 +153,10 @@ def rank_errors(rank: int, store: str, errors: Any) -> None:
     dist.destroy_process_group()
 
 
-def measure(deadline: float = 300.0) -> dict[str, float]:
-    """Run the ranks, and return the relative error of the gradient for each way of
-    returning a loss.
-    """
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        multiprocessing.get_context("spawn").Manager() as manager,
-    ):
-        errors = manager.dict()
-        context = multiprocessing.spawn(
-            rank_errors, (f"file://{folder}/group", errors), WORLD, join=False
-        )
-        try:
-            if not context.join(timeout=deadline):
-                context.join(timeout=deadline)
-            return dict(errors)
-        finally:
-            for process in context.processes:
-                process.kill()
-
-
 if __name__ == "__main__":
     import os
 
     os.environ |= on_loopback()
-    for its_way, its_error in measure().items():
+    for its_way, its_error in measure(rank_errors).items():
         print(f"{its_way:26} {its_error:.1e}")
     sys.exit(0)

@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from tests.conformance.megatron_parallel import WAYS, measure
+from tests.conformance.megatron_parallel import WAYS, rank_errors
+from tests.conformance.megatron_ranks import measure
 from upref.verify.group import on_loopback
 
 
@@ -17,7 +18,7 @@ def test_two_ranks_that_share_a_layer_or_a_stage_give_the_gradient_of_one(monkey
     )
     for name, value in on_loopback().items():
         monkeypatch.setitem(os.environ, name, value)
-    errors = measure()
+    errors = measure(rank_errors)
     assert list(errors) == list(WAYS)
     assert errors["tensor parallel 2"] < 1e-5
     assert errors["pipeline parallel 2"] < 1e-6

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from tests.conformance.megatron_scaling import WAYS, measure
+from tests.conformance.megatron_ranks import measure
+from tests.conformance.megatron_scaling import WAYS, rank_errors
 from upref.verify.group import on_loopback
 
 
@@ -21,7 +22,7 @@ def test_the_scaling_of_a_loss_under_context_parallelism(monkeypatch):
     )
     for name, value in on_loopback().items():
         monkeypatch.setitem(os.environ, name, value)
-    errors = measure()
+    errors = measure(rank_errors)
     assert list(errors) == list(WAYS)
     assert errors["two values"] < 2e-5
     assert errors["three values, per token"] < 2e-5
