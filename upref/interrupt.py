@@ -118,5 +118,10 @@ def _end(kind: Any, error: Any, trace: Any) -> None:
 
 def _end_quietly() -> None:
     """Print no exception from here on: a library whose import was interrupted, as ray's,
-    may raise in what it has registered for the end of the process."""
-    sys.unraisablehook = lambda unraisable: None
+    may raise in what it has registered for the end of the process.
+    """
+    sys.unraisablehook = _print_nothing
+
+
+def _print_nothing(unraisable: Any) -> None:
+    """The hook for an exception that nobody can catch, at the end of the process."""
