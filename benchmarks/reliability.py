@@ -246,8 +246,16 @@ def kill(
 
 INSIDE = ("model.safetensors", "trainer.safetensors")  # a checkpoint
 MINI = ("steps.jsonl", "evals.jsonl", "seen.npz", "step-4/model.safetensors")
-train = lambda out: loop.train(S, out, say=lambda _: None)
-exactly = lambda out: exact_.main(["rise", "--arms", "dapo", "--out", str(out)])
+
+
+def train(out: Path) -> object:
+    """Train S into the folder, and print no line of it."""
+    return loop.train(S, out, say=lambda _: None)
+
+
+def exactly(out: Path) -> int:
+    """Write one exact experiment of one objective into the folder."""
+    return exact_.main(["rise", "--arms", "dapo", "--out", str(out)])
 
 
 def suite_(out: Path) -> int:
@@ -322,12 +330,18 @@ def site(folder: Path) -> Iterator[Row]:
         for name, text in pages.items():
             (source / name).write_text(text, encoding="utf-8")
 
-    whole, code = build.build_main, ["-D", "nb_execution_mode=off"]
-    build.build_main = lambda argv: whole(
-        [x for x in argv if x != "-W"] + code
-    )  # links lead to pages that are not there
-    gather.gather, links.dead = few, lambda html: []
-    work = lambda out: site_.main(str(out))
+    whole = build.build_main
+
+    def lenient(argv: list[str]) -> int:
+        """Build without -W: links lead to pages that are not there."""
+        return whole([x for x in argv if x != "-W"] + ["-D", "nb_execution_mode=off"])
+
+    def work(out: Path) -> object:
+        return site_.main(str(out))
+
+    build.build_main = lenient
+    gather.gather = few
+    links.dead = lambda html: []
     who = "docs/build.sh, of twelve pages"
     yield kill(folder, who, "the pages", work, "html/**/*.html", times=4, stays=True)
 
@@ -394,7 +408,9 @@ def venv(folder: Path) -> Iterator[Row]:
         )
         os.environ.pop("PIP_FIND_LINKS", None)
 
-    base, docs, said = lambda: installed(place), lambda: installed(place, "docs"), []
+    base = partial(installed, place)
+    docs = partial(installed, place, "docs")
+    said: list[str] = []
     done(base, log)
     good = digest(place, *PACKAGES)
     shutil.copytree(place, folder / "base", symlinks=True)
@@ -469,9 +485,8 @@ def asked(folder: Path) -> tuple[Callable[[], int], Path, Path, dict[str, str]]:
     S.write(folder / "s.json")
     train(folder / "whole")
     out = folder / "run"
-    ask = lambda: command.main(
-        ["--settings", str(folder / "s.json"), "--out", str(out)]
-    )
+    typed = ["--settings", str(folder / "s.json"), "--out", str(out)]
+    ask = partial(command.main, typed)
     return ask, out, folder / "log", digest(folder / "whole", *MINI)
 
 
@@ -636,12 +651,10 @@ def disk(folder: Path) -> Iterator[Row]:
 
 def network(folder: Path) -> Iterator[Row]:
     (folder / "my.py").write_text("import upref\ndapo = upref.get('dapo').loss\n")
-    ask = lambda: cli.main(["check", f"{folder}/my.py:dapo", "--as", "dapo"])
-    with_, without = (
-        run(ask, folder / "log"),
-        run(ask, folder / "log", lambda: alone_with("network")),
-    )
-    assert with_ == without and with_[0] == 0, (with_, without)
+    ask = partial(cli.main, ["check", f"{folder}/my.py:dapo", "--as", "dapo"])
+    online = run(ask, folder / "log")
+    offline = run(ask, folder / "log", partial(alone_with, "network"))
+    assert online == offline and online[0] == 0, (online, offline)
     yield row("upref check", "no network", "the same report, to the letter", 0)
 
     def nowhere() -> None:
@@ -668,7 +681,11 @@ def network(folder: Path) -> Iterator[Row]:
 def two(folder: Path) -> Iterator[Row]:
     ask, out, _, whole = asked(folder)
     logs, fault = [folder / "a", folder / "b"], "two in one folder"
-    both = lambda work: sorted(map(wait, [start(work, log) for log in logs]))
+
+    def both(work: Work) -> list[int]:
+        """Start the work twice, and return the statuses, the lower one first."""
+        return sorted(map(wait, [start(work, log) for log in logs]))
+
     assert both(ask) == [0, 2] and digest(out, *MINI) == whole
     said = next(x for log in logs if "in use" in (x := log.read_text()))
     yield row("repro.mini.train", fault, sentence(said, folder), "0 and 2")
@@ -677,9 +694,10 @@ def two(folder: Path) -> Iterator[Row]:
     assert digest(folder / "two", "*") == digest(folder / "one", "*")
     yield row("repro.exact", fault, "both wrote the same, whole files", "0 and 0")
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    install = lambda: print(
-        isolated.place(AUDITED, audits.framework(AUDITED).pin).version
-    )
+
+    def install() -> None:
+        print(isolated.place(AUDITED, audits.framework(AUDITED).pin).version)
+
     assert both(install) == [0, 0] and not list(folder.glob("cache/**/.half-*"))
     done(install, logs[0])
     yield row(
@@ -860,6 +878,35 @@ def checkout_state() -> str:
     ).stdout
 
 
+def shared_state() -> tuple[list, ...]:
+    """What the threads of a process share: streams and hooks, torch's settings, the
+    generators and the folder, handlers.
+    """
+    return (
+        [
+            sys.stdout,
+            sys.stderr,
+            sys.excepthook,
+            sys.gettrace(),
+            threading.excepthook,
+            warnings.showwarning,
+        ],
+        [
+            list(warnings.filters),
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+        ],
+        [
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            str(np.random.get_state()),
+            os.getcwd(),
+        ],
+        [signal.getsignal(signal.SIGINT), torch.utils.hooks.RemovableHandle.next_id],
+    )
+
+
 def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]:
     """Losses and KL estimators, right and wrong, that print, warn, draw, and change a
     dtype.
@@ -893,30 +940,7 @@ def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]
 
         return k1
 
-    state = lambda: (
-        [
-            sys.stdout,
-            sys.stderr,
-            sys.excepthook,
-            sys.gettrace(),
-            threading.excepthook,
-            warnings.showwarning,
-        ],
-        [
-            list(warnings.filters),
-            torch.get_default_dtype(),
-            torch.get_num_threads(),
-            torch.is_grad_enabled(),
-        ],
-        [
-            torch.get_rng_state().tolist(),
-            random.getstate(),
-            str(np.random.get_state()),
-            os.getcwd(),
-        ],
-        [signal.getsignal(signal.SIGINT), torch.utils.hooks.RemovableHandle.next_id],
-    )
-    before = state()
+    before = shared_state()
 
     def check(i: int) -> bool:
         right = 1 if i % 3 else -1
@@ -929,7 +953,7 @@ def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]
 
     with ThreadPoolExecutor(workers) as pool:
         verdicts = list(pool.map(check, range(checks)))
-    assert all(verdicts) and state() == before, Counter(verdicts)
+    assert all(verdicts) and shared_state() == before, Counter(verdicts)
     who, fault = (
         f"upref.check, check_kl in {workers} threads",
         "losses that print, warn, draw, change a dtype",
@@ -957,6 +981,11 @@ GROUPS = {
 }
 
 
+def keep_group(name: str, folder: Path) -> None:
+    """Run a group in the folder, and keep its rows."""
+    keep(name, list(GROUPS[name](folder)))
+
+
 AT_ONCE = 3  # groups: most of their time they wait for a random moment
 
 
@@ -968,8 +997,7 @@ def main(*names: str) -> int:
         while left and len(running) < AT_ONCE:
             name = left.pop(0)
             folder = Path(tempfile.mkdtemp())
-            group = lambda n=name, f=folder: keep(n, list(GROUPS[n](f)))
-            process = start(group, folder / "all")
+            process = start(partial(keep_group, name, folder), folder / "all")
             running[process] = name, folder, time.monotonic()
         process, status = os.wait()
         name, folder, begun = running.pop(process)
