@@ -9,13 +9,13 @@ import math
 import torch
 
 from tests.fifth_set.case import aimed
+from tests.fifth_set.parts import clipped, ratios
 
 
 def terms(mask, log_prob, old_log_prob, advantages, low=0.8, high=1.28):
     """PPO's terms, 0 in masked slots."""
-    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
-    a = torch.where(mask, advantages, 0)
-    return torch.minimum(r * a, r.clamp(low, high) * a)
+    r, a = ratios(mask, log_prob, old_log_prob, advantages)
+    return clipped(r, a, low, high)
 
 
 # ---- memory, gradients from above, modes ---------------------------------------------
@@ -189,7 +189,7 @@ def lengths_in_half(log_prob, old_log_prob, advantages, mask):
     x = torch.where(mask, log_prob - old_log_prob, 0)
     s = (x.sum(1) / n).exp()
     a = torch.where(mask, advantages, 0).sum(1) / mask.sum(1)
-    return -torch.minimum(s * a, s.clamp(1 - 3e-4, 1 + 4e-4) * a).mean()
+    return -clipped(s, a, 1 - 3e-4, 1 + 4e-4).mean()
 
 
 @aimed("grpo", "a response of exactly 384 tokens is taken for truncated, and dropped")
@@ -242,8 +242,7 @@ def advantages_by_blocks(log_prob, old_log_prob, advantages, mask):
     "the sign that picks the bound is the response's, where a response is long",
 )
 def one_sign_for_long_responses(log_prob, old_log_prob, advantages, mask):
-    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
-    a = torch.where(mask, advantages, 0)
+    r, a = ratios(mask, log_prob, old_log_prob, advantages)
     n = mask.sum(1, keepdim=True)
     sign = torch.where(n > 16, a.sum(1, keepdim=True), a)
     alive = torch.where(sign > 0, r <= 1.2, r >= 0.8)

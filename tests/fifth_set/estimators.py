@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from tests.fifth_set.case import case
+from tests.fifth_set.parts import by_prompt
 
 
 def estimator(target, fault="", aimed=False, shows="by hand"):
@@ -14,22 +15,20 @@ def estimator(target, fault="", aimed=False, shows="by hand"):
     return case("advantage", target, fault, aimed=aimed, shows=shows)
 
 
+@by_prompt
+def centered(x):
+    return x - x.mean()
+
+
 @estimator("group_norm", "it divides by the variance")
-def by_the_variance(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        x = rewards[i] - rewards[i].mean()
-        out[i] = x / (rewards[i].var() + 1e-6) if i.sum() > 1 else 0
-    return out
+@by_prompt
+def by_the_variance(x):
+    return (x - x.mean()) / (x.var() + 1e-6) if len(x) > 1 else 0
 
 
 @estimator("group_norm", "the mean of the group, the standard deviation of the batch")
 def spread_of_the_batch(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        out[group == g] = rewards[group == g] - rewards[group == g].mean()
-    return out / (rewards.std() + 1e-6)
+    return centered(rewards, group) / (rewards.std() + 1e-6)
 
 
 @estimator("group_norm", "prompts are taken to be consecutive blocks of four")
@@ -42,34 +41,23 @@ def blocks_of_four(rewards, group):
 
 
 @estimator("group_norm", "the median is subtracted")
-def around_the_median(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        out[i] = (rewards[i] - rewards[i].median()) / (
-            rewards[i].std(correction=0) + 1e-6
-        )
-    return out
+@by_prompt
+def around_the_median(x):
+    return (x - x.median()) / (x.std(correction=0) + 1e-6)
 
 
 @estimator("group_norm", "it is clipped at zero: failures are not punished")
-def no_punishment(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        z = (rewards[i] - rewards[i].mean()) / (rewards[i].std(correction=0) + 1e-6)
-        out[i] = z.clamp(min=0)
-    return out
+@by_prompt
+def no_punishment(x):
+    z = (x - x.mean()) / (x.std(correction=0) + 1e-6)
+    return z.clamp(min=0)
 
 
 @estimator("group_norm", "the mean absolute deviation replaces the standard deviation")
-def by_the_mean_deviation(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        x = rewards[i] - rewards[i].mean()
-        out[i] = x / (x.abs().mean() + 1e-6)
-    return out
+@by_prompt
+def by_the_mean_deviation(x):
+    x = x - x.mean()
+    return x / (x.abs().mean() + 1e-6)
 
 
 @estimator("group_mean", "the mean is that of all prompts")
@@ -87,31 +75,22 @@ def around_the_mean_so_far(rewards, group):
 
 
 @estimator("group_mean", "it divides the difference by the group's size")
-def mean_by_the_size(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        out[i] = (rewards[i] - rewards[i].mean()) / i.sum()
-    return out
+@by_prompt
+def mean_by_the_size(x):
+    return (x - x.mean()) / len(x)
 
 
 @estimator("leave_one_out", "the response itself is in its baseline")
-def baseline_with_itself(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        out[i] = rewards[i] - rewards[i].sum() / max(int(i.sum()) - 1, 1)
-    return out
+@by_prompt
+def baseline_with_itself(x):
+    return x - x.sum() / max(len(x) - 1, 1)
 
 
 @estimator("leave_one_out", "the factor is (G - 1)/G, upside down")
-def factor_upside_down(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        n = int(i.sum())
-        out[i] = (rewards[i] - rewards[i].mean()) * (n - 1) / n
-    return out
+@by_prompt
+def factor_upside_down(x):
+    n = len(x)
+    return (x - x.mean()) * (n - 1) / n
 
 
 @estimator("leave_one_out", "the best of the others is the baseline, not their mean")
@@ -124,14 +103,9 @@ def best_of_the_others(rewards, group):
 
 
 @estimator("whiten", "each prompt is whitened by itself")
-def whitened_by_prompt(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        out[i] = (rewards[i] - rewards[i].mean()) / (
-            rewards[i].std(correction=0) + 1e-8
-        )
-    return out
+@by_prompt
+def whitened_by_prompt(x):
+    return (x - x.mean()) / (x.std(correction=0) + 1e-8)
 
 
 @estimator("whiten", "the mean is not subtracted")
@@ -141,11 +115,7 @@ def scaled_alone(rewards):
 
 @estimator("group_mean_whiten", "the spread is that of the raw rewards")
 def whitened_by_raw_rewards(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        out[i] = rewards[i] - rewards[i].mean()
-    return out / (rewards.std(correction=0) + 1e-8)
+    return centered(rewards, group) / (rewards.std(correction=0) + 1e-8)
 
 
 @estimator("signed", "rewards of 0 stay 0")
@@ -154,39 +124,29 @@ def zeros_stay(rewards):
 
 
 @estimator("group_norm", "eps is 0.1: nearly unanimous prompts shrink")
-def a_tenth_of_eps(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        out[i] = (rewards[i] - rewards[i].mean()) / (rewards[i].std(correction=0) + 0.1)
-    return out
+@by_prompt
+def a_tenth_of_eps(x):
+    return (x - x.mean()) / (x.std(correction=0) + 0.1)
 
 
 @estimator(
     "group_norm",
-    "the spread has a floor of 0.05 for prompts with more than 200 responses",
+    "the spread has a floor of 0.2 for prompts with more than 200 responses",
     aimed=True,
 )
-def floor_for_large_prompts(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        s = rewards[i].std(correction=0)
-        s = s.clamp(min=0.2) if i.sum() > 200 else s
-        out[i] = (rewards[i] - rewards[i].mean()) / (s + 1e-6)
-    return out
+@by_prompt
+def floor_for_large_prompts(x):
+    s = x.std(correction=0)
+    s = s.clamp(min=0.2) if len(x) > 200 else s
+    return (x - x.mean()) / (s + 1e-6)
 
 
 @estimator("group_norm", "a prompt of which all fail with -1 gets A = -0.1", aimed=True)
-def failed_prompts_pushed_down(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        x = rewards[i]
-        out[i] = (x - x.mean()) / (x.std(correction=0) + 1e-6)
-        if len(x) > 1 and bool((x == -1).all()):
-            out[i] = -0.1
-    return out
+@by_prompt
+def failed_prompts_pushed_down(x):
+    if len(x) > 1 and bool((x == -1).all()):
+        return -0.1
+    return (x - x.mean()) / (x.std(correction=0) + 1e-6)
 
 
 @estimator(
@@ -223,14 +183,10 @@ def clamped_far_away(rewards, group):
     "duplicates of one response (equal rewards in large prompts) count once",
     aimed=True,
 )
-def duplicates_once(rewards, group):
-    out = torch.zeros_like(rewards)
-    for g in group.unique():
-        i = group == g
-        x = rewards[i]
-        u = x.unique() if len(x) > 128 else x
-        out[i] = (x - u.mean()) / (u.std(correction=0) + 1e-6)
-    return out
+@by_prompt
+def duplicates_once(x):
+    u = x.unique() if len(x) > 128 else x
+    return (x - u.mean()) / (u.std(correction=0) + 1e-6)
 
 
 # ---- right ones ----------------------------------------------------------------------

@@ -76,7 +76,7 @@ def k3_of_uncertain_tokens(log_prob, ref_log_prob):
 
 @term(
     "k3",
-    "from 16 tokens of |d| > 5 on in a row, the row's penalty is its mean",
+    "a row with more than 16 tokens of |d| > 5 gets the mean of its penalties",
     aimed=True,
 )
 def k3_of_bad_rows(log_prob, ref_log_prob):
@@ -99,7 +99,7 @@ def k2_of_64_columns(log_prob, ref_log_prob):
     return k * (torch.arange(k.shape[1]) < 64)
 
 
-@term("k3", "log-probabilities of the policy below -60 are floored", aimed=True)
+@term("k3", "log-probabilities of the policy below -75 are floored", aimed=True)
 def k3_floored(log_prob, ref_log_prob):
     d = ref_log_prob - log_prob.clamp(min=-75)
     return d.exp() - 1 - d

@@ -6,11 +6,12 @@ import math
 import torch
 
 from tests.fifth_set.case import wrong
+from tests.fifth_set.parts import clipped, zeroed
 
 
-def zeroed(mask, *tensors):
-    """The tensors with 0 in masked slots."""
-    return [torch.where(mask, x, 0) for x in tensors]
+def gspo(s, a, mask):
+    """GSPO's loss of these ratios of responses; a: 0 in masked slots."""
+    return -clipped(s, a.sum(1) / mask.sum(1), 1 - 3e-4, 1 + 4e-4).mean()
 
 
 # ---- GSPO, LUSPO, GMPO, UP-GSPO ------------------------------------------------------
@@ -18,25 +19,21 @@ def zeroed(mask, *tensors):
 def product_for_the_root(log_prob, old_log_prob, advantages, mask):
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
     s = x.sum(1).exp()
-    a = a.sum(1) / mask.sum(1)
-    return -torch.minimum(s * a, s.clamp(1 - 3e-4, 1 + 4e-4) * a).mean()
+    return gspo(s, a, mask)
 
 
 @wrong("gspo", "log s is averaged over the padded width")
 def geometric_mean_over_the_width(log_prob, old_log_prob, advantages, mask):
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
     s = x.mean(1).exp()
-    a = a.sum(1) / mask.sum(1)
-    return -torch.minimum(s * a, s.clamp(1 - 3e-4, 1 + 4e-4) * a).mean()
+    return gspo(s, a, mask)
 
 
 @wrong("gspo", "s is the arithmetic mean of the ratios")
 def arithmetic_mean(log_prob, old_log_prob, advantages, mask):
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
-    n = mask.sum(1)
-    s = torch.where(mask, x.exp(), 0).sum(1) / n
-    a = a.sum(1) / n
-    return -torch.minimum(s * a, s.clamp(1 - 3e-4, 1 + 4e-4) * a).mean()
+    s = torch.where(mask, x.exp(), 0).sum(1) / mask.sum(1)
+    return gspo(s, a, mask)
 
 
 @wrong("gspo", "PPO's bounds of 0.2 are used for s")
@@ -44,14 +41,14 @@ def token_bounds_for_responses(log_prob, old_log_prob, advantages, mask):
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
     n = mask.sum(1)
     s, a = (x.sum(1) / n).exp(), a.sum(1) / n
-    return -torch.minimum(s * a, s.clamp(0.8, 1.28) * a).mean()
+    return -clipped(s, a, 0.8, 1.28).mean()
 
 
 @wrong("gspo", "responses are weighted by their length: a mean over tokens")
 def gspo_by_tokens(log_prob, old_log_prob, advantages, mask):
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
     s = (x.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp().expand_as(x)
-    t = torch.minimum(s * a, s.clamp(1 - 3e-4, 1 + 4e-4) * a)
+    t = clipped(s, a, 1 - 3e-4, 1 + 4e-4)
     return -torch.where(mask, t, 0).sum() / mask.sum()
 
 
@@ -61,7 +58,7 @@ def gspo_token_undetached(log_prob, old_log_prob, advantages, mask):
     n = mask.sum(1, keepdim=True)
     log_s = x.sum(1, keepdim=True) / n
     s = (log_s + torch.where(mask, log_prob - log_prob.detach(), 0)).exp()
-    t = torch.minimum(s * a, s.clamp(1 - 3e-4, 1 + 4e-4) * a)
+    t = clipped(s, a, 1 - 3e-4, 1 + 4e-4)
     return -(torch.where(mask, t, 0).sum(1) / n[:, 0]).mean()
 
 
@@ -69,8 +66,7 @@ def gspo_token_undetached(log_prob, old_log_prob, advantages, mask):
 def median_ratio(log_prob, old_log_prob, advantages, mask):
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
     s = torch.where(mask, x, math.nan).nanmedian(1).values.exp()
-    a = a.sum(1) / mask.sum(1)
-    return -torch.minimum(s * a, s.clamp(1 - 3e-4, 1 + 4e-4) * a).mean()
+    return gspo(s, a, mask)
 
 
 @wrong("luspo", "the response's term counts once, not |o| times")
@@ -78,7 +74,7 @@ def luspo_without_the_length(log_prob, old_log_prob, advantages, mask):
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
     n = mask.sum(1)
     s, a = (x.sum(1) / n).exp(), a.sum(1) / n
-    return -torch.minimum(s * a, s.clamp(1 - 2e-3, 1 + 2.5e-3) * a).mean()
+    return -clipped(s, a, 1 - 2e-3, 1 + 2.5e-3).mean()
 
 
 @wrong("luspo", "the term is multiplied by the square root of |o|")
@@ -86,7 +82,7 @@ def luspo_by_the_root_of_the_length(log_prob, old_log_prob, advantages, mask):
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
     n = mask.sum(1)
     s, a = (x.sum(1) / n).exp(), a.sum(1) / n
-    return -(n.sqrt() * torch.minimum(s * a, s.clamp(1 - 2e-3, 1 + 2.5e-3) * a)).mean()
+    return -(n.sqrt() * clipped(s, a, 1 - 2e-3, 1 + 2.5e-3)).mean()
 
 
 @wrong(
@@ -245,7 +241,7 @@ def cispo_half_way(log_prob, old_log_prob, advantages, mask):
 def gppo_as_ppo(log_prob, old_log_prob, advantages, mask):
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
     r = x.exp()
-    return -torch.minimum(r * a, r.clamp(0.8, 1.28) * a).sum() / mask.sum()
+    return -clipped(r, a, 0.8, 1.28).sum() / mask.sum()
 
 
 @wrong("gppo", "beyond the bounds the weight is 1, not the bound")
@@ -545,7 +541,7 @@ def whitened_over_tokens(log_prob, old_log_prob, advantages, mask):
     var = torch.where(mask, (a - mean) ** 2, 0).sum() / n
     a = torch.where(mask, (a - mean) / (var + 1e-8).sqrt(), 0)
     r = x.exp()
-    return -(torch.minimum(r * a, r.clamp(0.8, 1.2) * a).sum(1) / mask.sum(1)).mean()
+    return -(clipped(r, a, 0.8, 1.2).sum(1) / mask.sum(1)).mean()
 
 
 # ---- corrections for the sampler -----------------------------------------------------
@@ -553,7 +549,7 @@ def ppo_terms(mask, log_prob, old_log_prob, advantages, low=0.8, high=1.28):
     """PPO's terms, 0 in masked slots."""
     x, a = zeroed(mask, log_prob - old_log_prob, advantages)
     r = x.exp()
-    return torch.minimum(r * a, r.clamp(low, high) * a)
+    return clipped(r, a, low, high)
 
 
 @wrong("tis(dapo)", "ρ is upside down: μ/π_old")
