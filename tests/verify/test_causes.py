@@ -513,3 +513,51 @@ def test_a_pattern_is_said_of_tokens_that_show_it():
         "1 of 6 tokens has no gradient"
     )
     assert pattern(at(off, ones), at(ones, ones), 1e-9, False) == UNKNOWN
+
+
+SLOW = ("unusual-inputs", "one-response", "in-training")
+
+
+def test_a_factor_of_small_batches_is_not_said_of_all():
+    """The weights of the larger grid are right."""
+    plain = dapo()
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        k = 0.25 if len(mask) <= 64 else 1.0
+        return k * plain(log_prob, old_log_prob, advantages, mask)
+
+    report = upref.check(loss, "dapo", skip=SLOW)
+    assert {f.oracle: f.cause for f in report.failures} == {
+        "gradient": "",
+        "on-policy": "",
+    }
+
+
+def test_no_bound_is_named_that_the_objective_does_not_have():
+    """UP has no upper bound that the loss could have missed."""
+
+    def clipped_at_5(lp, old, A):
+        r = (lp - old).exp()
+        negative = torch.minimum(r * A, r.clamp(min=0.8) * A)
+        return torch.where(A > 0, A * lp * (r < 5), negative)
+
+    (finding,) = upref.check(dapo(clipped_at_5), "up_dapo", skip=SLOW).failures
+    assert finding.regime.startswith("A > 0, r > 5 ")
+    assert finding.cause == (
+        "the tokens of A > 0 are clipped too (with bounds 0.8 and 5)"
+    )
+
+
+def test_no_interval_of_the_ratio_is_named_where_other_tokens_decide():
+    """The mean of the other tokens pushes a token of A = 0, below a bound of the loss
+    that lies between the ratios of the batch.
+    """
+    plain = dapo()
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        A = torch.where(mask, advantages, 0.0)
+        return plain(log_prob, old_log_prob, A - A.sum() / mask.sum(), mask)
+
+    finding, *_ = upref.check(loss, "dapo", skip=SLOW).failures
+    (at_zero,) = [place for place in finding.also if place.sign == 0]
+    assert at_zero.decided_by == "others" and not at_zero.intervals

@@ -59,7 +59,9 @@ def regions(
     if case.o.sampler is not None and len(runs) > 1:
         yield Region(Place(sign, decided_by="ρ"), sign, side)
         return
-    if len(runs) > 1 and _are_right_alone(case, b, failing & side):
+    # where A = 0 no bound of the objective explains an interval
+    decided_elsewhere = len(runs) > 1 or sign == 0
+    if decided_elsewhere and _are_right_alone(case, b, failing & side):
         yield Region(Place(sign, decided_by="others"), sign, side)
         return
     single = [groups[lo][0] for lo, hi in runs if 0 < lo == hi < len(groups) - 1]

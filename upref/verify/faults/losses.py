@@ -299,7 +299,10 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
         [x - 1 for x in bounds if 1 < x < 10][:2],
     )
     has = shape_of(o, hp)
-    has_bounds = has.is_bounded and not {"eps", "eps_low", "eps_high"}.isdisjoint(hp)
+    # an objective of one bound, as UP is, has no pair of bounds that the loss misses
+    has_bounds = has.is_bounded and (
+        "eps" in hp or {"eps_low", "eps_high"} <= hp.keys()
+    )
     its = [x for x in (1 - lo, 1 + hi) if x > 0]  # a bound below 0 is none
     own = f", not {' and '.join(f'{x:g}' for x in its)}" if has_bounds else ""
     if o.level == "custom" and (

@@ -34,6 +34,7 @@ from upref.verify.shrink import (
     worst,
 )
 from upref.weights.batches import (
+    OFF_EDGES,
     breakpoints,
     high_entropy_weight,
     make_batch,
@@ -357,7 +358,9 @@ def on_policy(case: Case) -> list[Finding]:
     why = next(
         filter(None, (confirmed(case, one) for one in two_gradients(case, b))), ""
     )
-    why = why or (confirmed(case, k) if every else "") or case.cause
+    if not why and every:  # many rows, too: a factor may be that of a small batch
+        why = confirmed(case, k, case.grid(edges=OFF_EDGES))
+    why = why or case.cause
     place = Place(
         small.adv[i, t].sign().item(),
         numbers={"r": 1.0} | sampler_ratio(case, small, (i, t)),
