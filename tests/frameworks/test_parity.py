@@ -140,6 +140,28 @@ def test_another_bound_is_noticed():
     assert found.of_bound > 1 and found.worst == (i, t)
 
 
+def test_a_large_gradient_of_the_wrong_sign_at_a_bound_is_noticed():
+    """At a bound of one token, the rounding of its neighbors allows nothing."""
+    o = upref.get("dapo")
+    lp = torch.full((1, 16), -1.0, dtype=torch.bfloat16)
+    old = lp.clone()
+    lp[0, 5] = -0.75390625  # r is below 1.28 by less than bfloat16 rounds
+    lp.requires_grad_()
+    mask = torch.ones(1, 16, dtype=torch.bool)
+    args = dict(logp_old=old, adv=torch.ones_like(old), mask=mask)
+    totals = Totals(*map(float, Totals.of(mask)))
+    hp = {"eps_low": 0.2, "eps_high": 0.28}
+    loss = -o.J(lp, *args.values(), totals=totals, **hp)
+    (right,) = torch.autograd.grad(loss, lp, retain_graph=True)
+    wrong = right.clone()
+    wrong[0, 5] *= -1.4
+    count = roundings(loss, lp)
+    args |= {"logp": lp, "totals": totals}
+    assert compare(o, loss, right, count, **args, **hp).of_bound <= 1
+    found = compare(o, loss, wrong, count, **args, **hp)
+    assert found.of_bound > 1 and found.worst == (0, 5), found
+
+
 def test_a_loss_in_half_precision_under_float32_is_noticed():
     """The mistake that the bound of the dtype exists for."""
     o = upref.get("up_dapo")
