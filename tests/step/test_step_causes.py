@@ -230,6 +230,38 @@ def test_a_value_loss_is_named():
     assert said.startswith("a gradient of value.weight, value.bias, on which no logit")
 
 
+def of_rows(J):
+    """A step with these terms of (lp, old, A, ref), averaged over all tokens."""
+
+    def step(model, rows):
+        ids, there, trains, old, adv, ref = collated(rows)
+        terms = J(log_probs(model, ids, there), *(x[:, 1:] for x in (old, adv, ref)))
+        (-(terms * trains[:, 1:]).sum() / trains[:, 1:].sum()).backward()
+
+    return step
+
+
+def test_k1_of_the_reference_is_not_said_to_be_of_the_old_policy():
+    """Its gradient is the same for both."""
+
+    def with_k1(lp, old, A, ref):
+        return surrogate(lp, old, A) - 0.1 * (lp - ref)
+
+    said = cause(of_rows(with_k1))
+    assert said == "a KL term (k1) is subtracted, with the coefficient 0.1"
+
+
+def test_a_lost_sign_is_not_an_exchange_of_advantages():
+    """|A| of each response that has A < 0 is the advantage of another."""
+
+    def without_sign(lp, old, A, ref):
+        return surrogate(lp, old, A.abs())
+
+    A = [1, -1, 0.5, -0.5, 2, -2, 0.7, -0.7]
+    said = cause(of_rows(without_sign), advantages=A)
+    assert said == "the sign of the advantages is lost"
+
+
 # ---- the search itself ---------------------------------------------------------------
 @pytest.mark.parametrize(
     "error", [RuntimeError, InputError, ZeroDivisionError, AssertionError]

@@ -122,12 +122,6 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
         )
         for old in _exchanged(w.rows, r.logp_old, order):
             yield _put(f"the old log-probabilities are those of {words}", logp_old=old)
-    if (source := _sources(w, r, hp)) is not None:
-        words = " ".join(map(str, source.tolist()))
-        yield _put(
-            f"the advantages are those of other responses: of {words}",
-            adv=r.adv[source, :1].expand_as(r.adv),
-        )
     words = "the advantages of the tokens that train are laid over all response tokens, one behind the other"
     yield _put(words, adv=_laid_over(r.adv, w.b.mask, w.here))
     yield _put("the sign of the advantages is lost", adv=r.adv.abs())
@@ -184,6 +178,13 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
     for p in (get(n) for n in names() if n != o.name and not get(n).batch_coupled):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
         yield fault(f"the objective is {p.name}", "objective", objective=p, hp=own)
+    # last: a lost sign may look like another response's advantage
+    if (source := _sources(w, r, hp)) is not None:
+        words = " ".join(map(str, source.tolist()))
+        yield _put(
+            f"the advantages are those of other responses: of {words}",
+            adv=r.adv[source, :1].expand_as(r.adv),
+        )
     for words, lost in _lost(w, r):
         yield _put(f"{words} do not train", mask=w.b.mask & ~lost)
 
@@ -201,8 +202,10 @@ def _ends(rows: Sequence[Row]) -> Tensor:
 
 
 def _sources(w: Tokens, r: Rollouts, hp: dict) -> Tensor | None:
-    """[B]: the response whose advantage the weights of each response have; None where
-    that is its own, or none.
+    """[B]: the response whose advantage the weights of each response have.
+
+    None where each has its own, or where the responses are not exchanged one for one: a
+    number that happens to equal the advantage of another response is not taken from it.
     """
     n = len(w.rows)
     right = right_factors(w.goal, w.b)[:, None]
@@ -211,10 +214,11 @@ def _sources(w: Tokens, r: Rollouts, hp: dict) -> Tensor | None:
     for j in range(n):
         unit, mask = _unit(w, _put("", adv=r.adv[j, 0].expand_as(r.adv)), hp)
         has[:, j] = (w.zero(w.found - unit * right) | ~mask).all(1)
-    if has.diagonal().all() or not has.any(1).all():
+    own = has.diagonal()
+    if own.all() or (~own & (has.sum(1) != 1)).any():
         return None
-    own = torch.arange(n)
-    return torch.where(has.diagonal(), own, has.int().argmax(1))
+    source = torch.where(own, torch.arange(n), has.int().argmax(1))
+    return source if len(source.unique()) == n else None
 
 
 def _laid_over(x: Tensor, mask: Tensor, here: Tensor) -> Tensor:

@@ -121,8 +121,9 @@ def diagnosed(
     ]
     if beside:
         return say(
-            f"a gradient of {_some(beside)}, on which no logit of these rows depends: a "
-            "value loss or another term is added to the objective: leave it out of the step"
+            f"a gradient of {_some(beside)}, on which no logit of these rows depends: "
+            "a value loss or another term is added to the objective: "
+            "leave it out of the step"
         )
     if goal.clip is not None and near(found, it.rows.sum(0), bound):
         return say("the clip of the gradient's norm does not act")
@@ -274,8 +275,8 @@ def _explained(
     bonus = read(forward, g, [plain.each["H"], plain.each["Z"]])
     if bonus.residual <= span:
         return [
-            f"the gradient has a term that is no Σ w ∇log π: an entropy bonus or a z-loss with coefficients "
-            f"{', '.join(f'{-x:.4g}' for x in bonus.extra)} (H, Z)"
+            "the gradient has a term that is no Σ w ∇log π: an entropy bonus or a z-loss "
+            f"with coefficients {', '.join(f'{-x:.4g}' for x in bonus.extra)} (H, Z)"
         ]
     left_over = f"{residuals[0]:.2g} of it is left"
     return [
@@ -344,24 +345,25 @@ class Terms:
             "Z": "the z-loss",
         }
         said = []
-        for k, v in zip(names, x.tolist(), strict=True):
-            effect = abs(v - c[k]) * size[names.index(k)] / y.norm()
-            if effect > 2 * bound:
-                sign = -1 if k in ("KL", "Z") else 1
-                if abs(v) * size[names.index(k)] <= 2 * bound * y.norm():
-                    said.append(f"{words[k]} has no gradient")
-                    continue
-                said.append(
-                    f"the coefficient of {words[k]} is {sign * v + 0.0:.4g}, not {sign * c[k] + 0.0:.4g}"
-                )
+        for k, v, part in zip(names, x.tolist(), size / y.norm(), strict=True):
+            if abs(v - c[k]) * part <= 2 * bound:
+                continue
+            if abs(v) * part <= 2 * bound and abs(v) < 0.1 * abs(c[k]):
+                said.append(f"{words[k]} has no gradient")
+                continue
+            sign = -1 if k in ("KL", "Z") else 1
+            said.append(
+                f"the coefficient of {words[k]} is {sign * v + 0.0:.4g}, "
+                f"not {sign * c[k] + 0.0:.4g}"
+            )
         return "; ".join(said)
 
 
 def _penalty(
     goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tensor, bound: float
 ) -> str:
-    """A KL term of the old policy that the goal lacks, with its coefficient, where that
-    makes the difference.
+    """A KL term that the goal lacks, with its coefficient, where that makes the
+    difference. It is of the old policy, or of any: k1 has one gradient for all.
     """
     if b.old is None or float(((plain.lp - b.old) * b.mask).abs().max()) < 1e-6:
         return ""
@@ -372,9 +374,21 @@ def _penalty(
         # to the gradient of the loss
         added = goal.scale * forward.by_row(parts["KL"]).sum(0)
         beta = float(rest @ added / (added @ added).clamp(min=1e-300))
-        if beta > 0 and near(g, g - rest + beta * added, bound):
-            return f"a KL term of the old policy ({name}) is subtracted, with the coefficient {beta:.3g}"
+        if beta > 0 and near(rest, beta * added, _share(bound, g, rest)):
+            whose = "" if name == "k1" else " of the old policy"
+            return (
+                f"a KL term{whose} ({name}) is subtracted, "
+                f"with the coefficient {beta:.3g}"
+            )
     return ""
+
+
+def _share(bound: float, g: Tensor, rest: Tensor) -> float:
+    """The error that is allowed of a part of g, relative to that part.
+
+    At most a tenth: a part hardly larger than the bound would fit any term.
+    """
+    return min(0.1, bound * float(g.norm() / rest.norm()))
 
 
 def _term_by_row(
@@ -394,7 +408,7 @@ def _term_by_row(
             * goal.scale
             * c[key]
         )
-        if near(rest, other, bound * float(g.norm() / rest.norm())):
+        if near(rest, other, _share(bound, g, rest)):
             return f"{name} is taken at temperature 1"
         rows = forward.by_row(
             -n * goal.parts(*forward.statistics(), b, "seq-mean-token-sum")[key]

@@ -222,10 +222,9 @@ def is_named(words: str, cause: str) -> bool:
     the first names it.
 
     It saves time and decides nothing: a fault that is tried must make the gradient of
-    the second draw itself. A cause
-    is words, not a fault, because it joins faults of several kinds: of the forward
-    pass, of a token's weight, of the factors of responses. The last have no record of
-    their own.
+    the second draw itself. A cause is words, not a fault, because it joins faults of
+    several kinds: of the forward pass, of a token's weight, of the factors of
+    responses. The last have no record of their own.
 
     Args:
         words: of the fault.
