@@ -11,13 +11,13 @@ def identified(step, **how):
     return upref.identify_step(step, qwen3(), temperature=T, **how)
 
 
-def of_terms(terms, over="tokens", times=1.0):
+def of_terms(terms, over="tokens", times=1.0, trained=lambda trains: trains):
     """A step with these terms [B, S - 1] of (lp, old, A), averaged over tokens or responses."""
 
     def step(model, rows):
         ids, there, trains, old, adv, _ = collated(rows)
         J = terms(log_probs(model, ids, there), old[:, 1:], adv[:, 1:])
-        m = trains[:, 1:]
+        m = trained(trains[:, 1:])
         mean = (J * m).sum() / m.sum()
         if over == "responses":
             mean = ((J * m).sum(1) / m.sum(1)).mean()
@@ -39,6 +39,39 @@ def test_an_aggregation_bounds_and_a_factor_are_found():
     found = identified(of_terms(narrow, "responses", times=2.0))
     first = found.matches[0]
     assert (first.name, first.hp, first.scale) == ("grpo", {"eps": 0.1}, 2.0), found
+
+
+def test_a_factor_that_is_no_short_number_is_found():
+    found = identified(of_terms(surrogate, times=8 / 9))
+    assert "dapo (times 0.888889)" in str(found), found
+
+
+def test_a_number_that_no_row_reaches_is_said():
+    """Where no bound stops the ratio from below, any from 1 on is as true."""
+
+    def not_clipped(lp, old, A):
+        return (lp - old).exp() * A
+
+    found = identified(of_terms(not_clipped))
+    assert "may be others: eps_low = 3 (1.5 and 300 agree too)" in str(found), found
+
+
+def test_a_lost_token_is_no_bound_of_the_ratio():
+    """Tokens of larger ratios train."""
+
+    def without_last(trains):
+        return trains * torch.nn.functional.pad(trains, (0, 1))[:, 1:]
+
+    found = identified(of_terms(surrogate, trained=without_last))
+    assert not found and "none above" not in found.why, found
+
+
+def test_an_objective_with_a_small_term_beside_it_is_not_it():
+    def with_bonus(lp, old, A):
+        return surrogate(lp, old, A) + 1e-4 * lp
+
+    found = identified(of_terms(with_bonus))
+    assert not found and "dapo has nearly its weights" in found.why, found
 
 
 def test_a_loop_on_policy_is_dapo_without_ratio():

@@ -122,7 +122,10 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
         )
         for old in _exchanged(w.rows, r.logp_old, order):
             yield _put(f"the old log-probabilities are those of {words}", logp_old=old)
-    words = "the advantages of the tokens that train are laid over all response tokens, one behind the other"
+    words = (
+        "the advantages of the tokens that train are laid over all response tokens, "
+        "one behind the other"
+    )
     yield _put(words, adv=_laid_over(r.adv, w.b.mask, w.here))
     yield _put("the sign of the advantages is lost", adv=r.adv.abs())
     n = len(w.rows)
@@ -307,7 +310,8 @@ def _orders(rows: Sequence[Row]) -> dict[str, Tensor]:
     lengths = torch.tensor([len(x.response) for x in rows])
     for down in (False, True):
         order = lengths.argsort(descending=down, stable=True)
-        by = f"another row: responses are sorted by length{', longest first' if down else ''}, and these are not"
+        how = "by length, longest first" if down else "by length"
+        by = f"another row: responses are sorted {how}, and these are not"
         out[by] = order.argsort()
     return out
 

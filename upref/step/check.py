@@ -288,8 +288,8 @@ def check_recorded(
     plain = isinstance(rows[0], Row)
     if plain and world_size() > 1:
         raise InputError(
-            "each rank was fed its share of the rows, so a plain list does not say which rows a step had: pass a list "
-            "per step, with the rows of all ranks: [rows]."
+            "each rank was fed its share of the rows, so a plain list does not say which "
+            "rows a step had: pass a list per step, with the rows of all ranks: [rows]."
         )
     each: list[Any] = [s.rows(rows) for s in seen.steps] if plain else [*rows]
     if not all(each):
@@ -368,8 +368,9 @@ def _report(
     if it.at_bound:
         what = "responses" if goal.o.level in REDUCE else "tokens"
         assumptions.append(
-            f"{what} within {case.shift:.2g} of a clip bound, which rounding may cross: {it.at_bound}; "
-            f"either side is right, and on another side than float64: {it.other_side}"
+            f"{what} within {case.shift:.2g} of a clip bound, which rounding may cross: "
+            f"{it.at_bound}; either side is right, "
+            f"and on another side than float64: {it.other_side}"
         )
     findings: list[Finding] = []
     if half:

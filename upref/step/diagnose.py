@@ -111,7 +111,8 @@ def diagnosed(
         return say("no gradient reaches the parameters: the loss is detached from them")
     if again is not None and not near(model.flat(again()), found, 10 * bound):
         return say(
-            "two runs of the step on the same rows have different gradients: dropout or sampling is active"
+            "two runs of the step on the same rows have different gradients: "
+            "dropout or sampling is active"
         )
     parts, its = model.split(want), model.split(found)
     beside = [

@@ -21,7 +21,7 @@ from upref.errors import InputError
 from upref.foreign.guard import state_restored
 from upref.registry import names
 from upref.result import Result
-from upref.step.case import Asked, Case, built, meant, perturbed, run
+from upref.step.case import BOUND, Asked, Case, built, meant, perturbed, run
 from upref.step.causes import BOUNDS
 from upref.step.check import check_step
 from upref.step.forward import SPAN
@@ -48,6 +48,8 @@ class StepMatch:
         on_policy: the step takes r = 1, whatever the old log-probabilities are.
         scale: a constant factor of the loss.
         error: of the gradient, relative to its norm, as `check_step` has it.
+        not_reached: `name = value` of a number that the rows do not exercise -> other
+            values with which the gradient is the same.
     """
 
     name: str
@@ -55,6 +57,7 @@ class StepMatch:
     on_policy: bool
     scale: float
     error: float = float("inf")
+    not_reached: dict[str, str] = field(default_factory=dict)
 
     def options(self, temperature: float) -> str:
         """The arguments of `check_step` that stand for it."""
@@ -108,6 +111,9 @@ class StepIdentification(Result):
         lines = [f"{self.step} is {first}"]
         if others:
             lines.append(f"the same here: {', '.join(map(str, others))}")
+        if first.not_reached and not first.on_policy:
+            numbers = [f"{n} ({same})" for n, same in first.not_reached.items()]
+            lines.append(f"its numbers that may be others: {'; '.join(numbers)}")
         call = f"upref.check_step(step, model, {first.options(self.temperature)})"
         return "\n".join(
             [*lines, f"error of the gradient: {first.error:.2g}", f"next: {call}"]
@@ -167,7 +173,8 @@ def identify_step(
         group_size: so many responses in a row share a prompt; None: prompts differ.
 
     Returns:
-        A StepIdentification: true where an objective has this gradient, with all that do.
+        A StepIdentification: true where an objective has this gradient, with up to six
+        that do.
 
     Raises:
         InputError: the step fails or leaves no gradient, the case could hide bugs, or
@@ -214,9 +221,16 @@ def identify_step(
             **match.hp,
         )
         if report:
-            confirmed.append(replace(match, error=report.error))
-    why = "" if confirmed else _bounds(draws[0])
-    return StepIdentification(name, temperature, confirmed, why)
+            confirmed.append(
+                replace(match, error=report.error, not_reached=report.not_reached)
+            )
+    if confirmed:
+        return StepIdentification(name, temperature, confirmed)
+    unlike = "no objective with the usual numbers has its weights"
+    if likely:
+        unlike = f"{likely[0]} has nearly its weights, and another gradient"
+    why = f"{unlike} ({_bounds(draws[0])}): give check_step the numbers of the loop"
+    return StepIdentification(name, temperature, why=why)
 
 
 def _draw(
@@ -247,19 +261,18 @@ def _matches(draws: list[Draw], temperature: float, still: bool) -> Iterator[Ste
     """The objectives whose weights these are on all draws, the commonest first."""
     first, *others = draws
     order = sorted(names(), key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
-    seen = set()
     for on_policy, name in product([True] if still else [False, True], order):
         with suppress(InputError, RuntimeError, ArithmeticError):
             for hp in _numbers(meant(name, {}, temperature).hp, on_policy):
                 goal = meant(name, hp, temperature)
                 k = first.factor(goal, on_policy)
-                if k is None or (name, on_policy) in seen:
+                if k is None:
                     continue
                 each = [draw.factor(goal, on_policy) for draw in others]
                 if any(x is None or abs(x / k - 1) > TOLERANCE for x in each):
                     continue
-                seen.add((name, on_policy))
                 yield StepMatch(name, hp, on_policy, _round(k))
+                break  # other numbers with these weights: not_reached has them
 
 
 def _numbers(defaults: dict[str, Any], on_policy: bool) -> Iterator[dict[str, float]]:
@@ -280,13 +293,15 @@ def _numbers(defaults: dict[str, Any], on_policy: bool) -> Iterator[dict[str, fl
 
 
 def _round(k: float) -> float:
-    """A factor to the precision of a weight: 1 and other short numbers are exact."""
-    near = float(f"{k:.3g}")
-    return near if abs(near / k - 1) < TOLERANCE / 2 else k
+    """A factor as it was meant: 1 or another short number, where the check cannot tell
+    that from k.
+    """
+    short = float(f"{k:.3g}")
+    return short if abs(short / k - 1) < BOUND else k
 
 
 def _bounds(draw: Draw) -> str:
-    """Where the weights stop, in words."""
+    """Between which ratios the weights stop, in words, where none is beyond."""
     b, lp = draw.case.b, draw.statistics[0]
     assert b.old is not None
     r, size = (lp - b.old).exp(), draw.found.nan_to_num(0).abs()
@@ -299,12 +314,10 @@ def _bounds(draw: Draw) -> str:
             if not len(dead):
                 continue
             stop = float(dead.min() if side > 0 else dead.max())
-            inside = r[its & live & ((r - stop) * side < 0)]
-            last = float(inside.max() if side > 0 else inside.min())
-            if len(inside):
-                low, high = sorted((last, stop))
-                said.append(
-                    f"{words}: none {beyond} r between {low:.4g} and {high:.4g}"
-                )
-    where = "; ".join(said) or "its weights do not stop anywhere on these rows"
-    return f"no objective with the usual numbers has its weights ({where}): give check_step the numbers of the loop"
+            trained = r[its & live]
+            if not len(trained) or ((trained - stop) * side > 0).any():
+                continue
+            last = float(trained.max() if side > 0 else trained.min())
+            low, high = sorted((last, stop))
+            said.append(f"{words}: none {beyond} r between {low:.4g} and {high:.4g}")
+    return "; ".join(said) or "no ratio beyond which no token has a weight"

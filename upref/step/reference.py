@@ -168,8 +168,9 @@ class Model(ABC):
         for n, shape in self.shapes.items():
             if n in g and g[n].numel() != shape.numel():
                 raise InputError(
-                    f"the gradient of {n} has {g[n].numel()} entries, and the parameter {shape.numel()}. FSDP1 hands "
-                    "out a shard, which is not gathered: use FSDP2 or DDP for the check."
+                    f"the gradient of {n} has {g[n].numel()} entries, and the parameter "
+                    f"{shape.numel()}. FSDP1 hands out a shard, which is not gathered: "
+                    "use FSDP2 or DDP for the check."
                 )
         return torch.cat(
             [g.get(n, _zeros(shape)).reshape(-1) for n, shape in self.shapes.items()]
@@ -197,8 +198,8 @@ class TorchModel(Model):
             self.net = copied.double().eval()
         except (RuntimeError, TypeError, NotImplementedError) as e:
             raise InputError(
-                f"the model cannot be copied ({type(e).__name__}: {str(e)[:120]}): pass the plain module, before "
-                "FSDP or a trainer wraps it."
+                f"the model cannot be copied ({type(e).__name__}: {str(e)[:120]}): "
+                "pass the plain module, before FSDP or a trainer wraps it."
             ) from e
         for p in self.net.parameters():
             p.grad = None
@@ -234,12 +235,14 @@ class TorchModel(Model):
         z = z[0] if isinstance(z, tuple) else z
         if not isinstance(z, Tensor) or z.ndim != 3 or z.shape[1] != len(ids):
             raise InputError(
-                "the model must return logits [1, S, V], or an object with .logits, for token ids [1, S]."
+                "the model must return logits [1, S, V], or an object with .logits, "
+                "for token ids [1, S]."
             )
         if z.shape[2] < self.vocabulary:
             raise InputError(
-                f"the model returns {z.shape[2]} numbers for each token, and its vocabulary has {self.vocabulary}: it "
-                "must return logits, not hidden states."
+                f"the model returns {z.shape[2]} numbers for each token, and its "
+                f"vocabulary has {self.vocabulary}: it must return logits, "
+                "not hidden states."
             )
         return z[0]
 
@@ -341,6 +344,7 @@ def _vocabulary(net: nn.Module) -> int:
     tables = [m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)]
     if not tables:
         raise InputError(
-            "the size of the vocabulary is unknown: give the model an nn.Embedding or a config.vocab_size."
+            "the size of the vocabulary is unknown: give the model an nn.Embedding "
+            "or a config.vocab_size."
         )
     return tables[0]
