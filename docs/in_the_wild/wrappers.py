@@ -179,56 +179,46 @@ def nikhil(code: Fetched):
     return loss
 
 
-def gameof(code: Fetched):
-    def loss(
-        log_prob, old_log_prob, advantages, mask, ref_log_prob, epsilon=0.2, beta=0.01
+def ratio_then_loss(
+    code: Fetched,
+    file: str,
+    ratio: tuple[int, int],
+    loss: tuple[int, int],
+    policy: str,
+    beta: float,
+):
+    """A loss of which a file has the ratio at some lines and the rest at others. `policy`: its name of log π_θ."""
+
+    def in_two_parts(
+        log_prob, old_log_prob, advantages, mask, ref_log_prob, epsilon=0.2, beta=beta
     ):
-        had = {
-            "token_log_probs": log_prob,
-            "ref_log_probs": ref_log_prob,
-            "completion_mask": mask,
-        }
-        ratio = code.lines(
-            "loss.py", 211, 212, token_log_probs=log_prob, old_log_probs=old_log_prob
-        ).ratio
+        had = {policy: log_prob}
+        first = code.lines(file, *ratio, **had, old_log_probs=old_log_prob)
         return code.lines(
-            "loss.py",
-            228,
-            233,
+            file,
+            *loss,
             **had,
-            ratio=ratio,
+            ref_log_probs=ref_log_prob,
+            completion_mask=mask,
+            ratio=first.ratio,
             advantages=advantages,
             epsilon=epsilon,
             beta=beta,
         ).loss
 
-    return loss
+    return in_two_parts
+
+
+def gameof(code: Fetched):
+    return ratio_then_loss(
+        code, "loss.py", (211, 212), (228, 233), "token_log_probs", beta=0.01
+    )
 
 
 def fangyuan(code: Fetched):
-    def loss(
-        log_prob, old_log_prob, advantages, mask, ref_log_prob, epsilon=0.2, beta=0.1
-    ):
-        had = {
-            "new_log_probs": log_prob,
-            "ref_log_probs": ref_log_prob,
-            "completion_mask": mask,
-        }
-        ratio = code.lines(
-            "grpo.py", 166, 166, new_log_probs=log_prob, old_log_probs=old_log_prob
-        ).ratio
-        return code.lines(
-            "grpo.py",
-            183,
-            186,
-            **had,
-            ratio=ratio,
-            advantages=advantages,
-            epsilon=epsilon,
-            beta=beta,
-        ).loss
-
-    return loss
+    return ratio_then_loss(
+        code, "grpo.py", (166, 166), (183, 186), "new_log_probs", beta=0.1
+    )
 
 
 def r20213(code: Fetched):

@@ -15,22 +15,13 @@ import torch
 from torch import Tensor
 
 from repro.exact import draw
+from repro.exact.experiments import SURROGATES
 from repro.exact.flow import path
 from repro.exact.result import FAILS, HOLDS, PART, Finding, Result, Table
 from repro.exact.task import F64, bandit
 from upref.registry import Objective
 
-ARMS = [
-    "dapo",
-    "dapo_no_upper_clip",
-    "up_dapo",
-    "reinforce_off_policy",
-    "cispo",
-    "gppo",
-    "sapo",
-    "dppo_tv",
-    "aspo",
-]
+ARMS = SURROGATES
 MU = [0.2, 0.1, 0.05, 0.02, 0.01, 0.4, 0.22]
 RIGHT = [1.0, 1, 1, 1, 1, 0, 0]
 AGAIN = [2.0, 8.0, 32.0, 64.0]

@@ -19,22 +19,13 @@ from torch import Tensor
 
 from repro.exact import draw
 from repro.exact.expected import all_groups, binomial
+from repro.exact.experiments import SURROGATES
 from repro.exact.flow import drawn, path
 from repro.exact.result import FAILS, HOLDS, PART, Finding, Result, Table
 from repro.exact.task import F64, bandit
 from upref.registry import Objective
 
-ARMS = [
-    "dapo",
-    "dapo_no_upper_clip",
-    "up_dapo",
-    "reinforce_off_policy",
-    "cispo",
-    "gppo",
-    "sapo",
-    "dppo_tv",
-    "aspo",
-]
+ARMS = SURROGATES
 MU, K, G = 0.01, 16, 8
 DOSES = 2.0 ** torch.arange(0, 11, dtype=F64)  # lr k: how far θ can go in one rollout
 # Adam's step is about lr, whatever the gradient
