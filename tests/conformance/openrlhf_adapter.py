@@ -52,12 +52,8 @@ class OpenRLHF:
         return fields
 
     def settings(self, case):
-        return {
-            key: repr(value)
-            for key, value in (
-                self.fields(case) | dict(temperature=case.temperature)
-            ).items()
-        }
+        said = self.fields(case) | dict(temperature=case.temperature)
+        return {key: repr(value) for key, value in said.items()}
 
     def step(self, model, rows, case):
         return trained(

@@ -80,9 +80,11 @@ class TRL:
     def step(self, model, rows, case):
         with quiet(), tempfile.TemporaryDirectory() as folder:
             trainer = self.trainer(model, case, folder)
-            trainer._generate_and_score_completions = lambda inputs: batch(
-                rows, trainer.accelerator
-            )
+
+            def generated(inputs):
+                return batch(rows, trainer.accelerator)
+
+            trainer._generate_and_score_completions = generated
             trainer.current_gradient_accumulation_steps = case.micro_batches
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
             model.train()
@@ -120,9 +122,17 @@ class TRL:
             tokenizer_object=words, pad_token=f"w{END}", eos_token=f"w{END}"
         )
         return trl.GRPOTrainer(
-            model, lambda completions, **_: [0.0] * len(completions), arguments,
-            train_dataset=data, processing_class=tokenizer,
-        )  # fmt: skip
+            model,
+            no_reward,
+            arguments,
+            train_dataset=data,
+            processing_class=tokenizer,
+        )
+
+
+def no_reward(completions, **_):
+    """0 of each completion: a case's rows bring their advantages."""
+    return [0.0] * len(completions)
 
 
 def batch(rows, accelerator):

@@ -60,22 +60,19 @@ class Verl:
         return fields
 
     def engine(self, case):
-        # None is verl's default, bfloat16
-        half = dict(mixed_precision=None) if case.dtype == "bfloat16" else {}
-        return (
-            dict(
-                micro_batch_size_per_gpu=8
-                // (case.micro_batches * case.updates * case.ranks)
-            )
-            | half
-        )
+        parts = case.micro_batches * case.updates * case.ranks
+        fields: dict[str, Any] = dict(micro_batch_size_per_gpu=8 // parts)
+        if case.dtype == "bfloat16":
+            fields["mixed_precision"] = None  # verl's default, bfloat16
+        return fields
 
     def settings(self, case):
         said = self.actor(case) | self.engine(case)
         said |= dict(
             temperature=case.temperature, ppo_mini_batch_size=8 // case.updates
         )
-        said |= dict(clip_grad=case.clip) if case.clip else {}
+        if case.clip:
+            said |= dict(clip_grad=case.clip)
         return {key: repr(value) for key, value in said.items()}
 
     def step(self, model, rows, case):
