@@ -55,8 +55,18 @@ from upref_frameworks.audits import isolated
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
-S = Settings(steps=4, prompts=8, responses=4, minibatches=2, warmup=0, train_problems=100, eval_every=2,
-             eval_problems=4, eval_samples=2, checkpoint_every=1)  # fmt: skip
+S = Settings(
+    steps=4,
+    prompts=8,
+    responses=4,
+    minibatches=2,
+    warmup=0,
+    train_problems=100,
+    eval_every=2,
+    eval_problems=4,
+    eval_samples=2,
+    checkpoint_every=1,
+)
 AUDITED = "openrlhf"  # one small wheel
 CLOSED = "http://127.0.0.1:9/simple"  # nothing listens there
 # a list that repro/venv.sh installs -> the packages of it that are installed here

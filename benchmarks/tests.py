@@ -29,6 +29,7 @@ SLOW = 2.0  # processor seconds of a test that is recorded
 
 
 def used() -> float:
+    """Processor seconds so far, of this process and of those that it waited for."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
@@ -50,8 +51,17 @@ def record(tests: list[tuple[float, str]]) -> None:
 
 
 def main(*arguments: str) -> int:
+    """Run the tests with these arguments, and print where their time went.
+
+    Args:
+        arguments: of pytest, behind `--record` where the slow tests are written down.
+
+    Returns:
+        The exit status of pytest.
+    """
     recording = arguments[:1] == ("--record",)
-    arguments = arguments[recording:]
+    if recording:
+        arguments = arguments[1:]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         options = [

@@ -32,7 +32,7 @@ def handled(who: str = "") -> None:
         who: The command. "": `python -m` as it was typed, and nothing where this
             process was started otherwise.
     """
-    # what it is while Python looks for the module, and only then
+    # Python has "-m" there while it looks for the module, and only then
     if not who and sys.argv[0] != "-m":
         return
     _words["who"] = who or f"python -m {sys.orig_argv[sys.orig_argv.index('-m') + 1]}"
@@ -101,11 +101,8 @@ def _end(kind: Any, error: Any, trace: Any) -> None:
     if issubclass(kind, ImportError) and _came:
         with suppress(BlockingIOError):
             numbers = {*os.read(_came[0], 4096)} & {signal.SIGINT, signal.SIGTERM}
-            kind = (
-                (Terminated if signal.SIGTERM in numbers else KeyboardInterrupt)
-                if numbers
-                else kind
-            )
+            if numbers:
+                kind = Terminated if signal.SIGTERM in numbers else KeyboardInterrupt
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
