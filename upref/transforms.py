@@ -324,7 +324,8 @@ def seq_mask(log_rho, mask, *, is_min=0.999, is_max=1.001):
 @_correction(
     "guo2026kpop",
     "as coded in AReaL, rejection_sampling.metric=binary_kl",
-    phi="2.0: AReaL's docs/en/algorithms/grpo_series.md and gsm8k_kpop.yaml, upper; prime-rl#3283 proposes 0.1",
+    phi="2.0: AReaL's docs/en/algorithms/grpo_series.md and gsm8k_kpop.yaml, upper; "
+    "prime-rl#3283 proposes 0.1, as the paper's",
 )
 def kpop(log_rho, mask, lp_sampler, *, phi=2.0):
     """w_t = ρ_t if KL(Bern(π_old) ‖ Bern(μ)) <= φ and KL(Bern(μ) ‖ Bern(π_old)) <= φ, else 0"""
