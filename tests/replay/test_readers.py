@@ -203,6 +203,25 @@ def test_prime_rl_is_read_to_the_bit(msgspec):
         assert getattr(batch, name)[batch.mask].tolist() == written[field], name
 
 
+def test_weights_that_prime_rl_leaves_out_are_one(tmp_path, msgspec):
+    """One micro-batch has weights and the other one none: no weight is lost."""
+    held = msgspec.msgpack.decode((FILES / "step_7/rank_0.bin").read_bytes())
+    first, second = held
+    size = len(first[0])
+    weights = [0.5] * size
+    trained = [place for place, trains in enumerate(first[1]) if trains]
+    weights[trained[0]] = 0.0
+    first[13:14] = [weights]
+    file = tmp_path / "step_7/rank_0.bin"
+    file.parent.mkdir()
+    file.write_bytes(msgspec.msgpack.encode(held))
+    batch = read(file)
+    assert batch.tokens == len(trained) - 1 + sum(second[1])
+    of_first = (batch.micro == 0)[:, None] & batch.mask
+    assert batch.correction[of_first].unique().tolist() == [0.5]
+    assert batch.correction[batch.mask & ~of_first].unique().tolist() == [1.0]
+
+
 def test_what_prime_rl_lacks_is_told(msgspec):
     with pytest.raises(InputError, match="no log-probability of the trainer"):
         gap(read(sorted((FILES / "step_7").iterdir())))

@@ -89,18 +89,16 @@ def read(path: Path) -> RecordedBatch:
         _micro_batch(fields, f"{path}, micro-batch {n}")
         for n, fields in enumerate(held)
     ]
+    if any(part["rl_weights"] is not None for part in parts):
+        for part in parts:
+            # prime-rl leaves the weights out where each is 1
+            part["rl_weights"] = part["rl_weights"] or [1.0] * len(part["input_ids"])
     lengths = [length for part in parts for length in part["seq_lens"]]
     columns: dict[str, Any] = {"offsets": np.cumsum([0, *lengths])}
     for key, name in COLUMNS.items():
         if all(part[key] is not None for part in parts):
             columns[name] = np.concatenate([np.asarray(part[key]) for part in parts])
-    weights = [part["rl_weights"] for part in parts]
-    masks = [np.asarray(part["loss_mask"], dtype=bool) for part in parts]
-    for n, (mask, weight) in enumerate(zip(masks, weights, strict=True)):
-        # a weight of 0 takes a token out of the loss and of its count
-        if weight is not None:
-            masks[n] = mask & (np.asarray(weight) != 0)
-    columns["mask"] = np.concatenate(masks)
+    columns["mask"] = np.concatenate([_trains(part) for part in parts])
     counts = [len(part["seq_lens"]) for part in parts]
     columns["micro"] = np.repeat(np.arange(len(parts)), counts)
     columns["rank"] = np.full(len(lengths), int(path.stem.partition("_")[2]))
@@ -122,13 +120,24 @@ def _micro_batch(fields: Any, where: str) -> dict[str, Any]:
     for name in ("loss_mask", *COLUMNS):
         if part[name] is not None and len(part[name]) != size:
             raise InputError(
-                f"{where}: {name} has {len(part[name])} numbers, input_ids {size}; was the file altered?"
+                f"{where}: {name} has {len(part[name])} numbers, input_ids {size}; "
+                "was the file altered?"
             )
     if sum(part["seq_lens"]) != size:
         raise InputError(
             f"{where}: seq_lens sum to {sum(part['seq_lens'])}, and it has {size} tokens."
         )
     return part
+
+
+def _trains(part: dict[str, Any]) -> np.ndarray:
+    """Whether each token of a micro-batch trains: a weight of 0 takes a token out of
+    the loss and of its count.
+    """
+    mask = np.asarray(part["loss_mask"], dtype=bool)
+    if part["rl_weights"] is None:
+        return mask
+    return mask & (np.asarray(part["rl_weights"]) != 0)
 
 
 def _groups(ids: np.ndarray, mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
