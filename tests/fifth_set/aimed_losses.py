@@ -412,16 +412,21 @@ def nearly_zero_advantages(log_prob, old_log_prob, advantages, mask):
     return -J.sum() / mask.sum()
 
 
-@aimed("aspo_code", "entropies above 11.95, of a vocabulary of 152k, wrap around to 0")
-def entropy_of_a_large_vocabulary(log_prob, old_log_prob, advantages, mask, entropy):
-    H = torch.where(entropy > 11.95, 0, entropy)
-    calm = H <= torch.where(mask, H, math.nan).nanquantile(0.8, 1, keepdim=True)
+def aspo(calm, log_prob, old_log_prob, advantages, mask):
+    """The loss of ASPO's code; calm: the tokens with the narrow bounds."""
     eps = torch.where(calm, 0.2, 0.4)
     r = torch.where(mask, log_prob - old_log_prob, 0).exp().detach()
     a, lp = torch.where(mask, advantages, 0), torch.where(mask, log_prob, 0)
     w = torch.where(a > 0, 1 / r, r).clamp(max=3)
     alive = torch.where(a > 0, r <= 1 + eps, r >= 1 - eps)
     return -torch.where(mask & alive, w * a * lp, 0).sum() / mask.sum()
+
+
+@aimed("aspo_code", "entropies above 11.95, of a vocabulary of 152k, wrap around to 0")
+def entropy_of_a_large_vocabulary(log_prob, old_log_prob, advantages, mask, entropy):
+    H = torch.where(entropy > 11.95, 0, entropy)
+    calm = H <= torch.where(mask, H, math.nan).nanquantile(0.8, 1, keepdim=True)
+    return aspo(calm, log_prob, old_log_prob, advantages, mask)
 
 
 @aimed("aspo_code", "of tokens that tie at the quantile, the first alone is calm")
@@ -430,17 +435,12 @@ def ties_at_the_quantile(log_prob, old_log_prob, advantages, mask, entropy):
     rank = torch.argsort(H, dim=1, stable=True).argsort(1)
     n = mask.sum(1, keepdim=True)
     calm = rank <= (0.8 * (n - 1)).floor()
-    eps = torch.where(calm, 0.2, 0.4)
-    r = torch.where(mask, log_prob - old_log_prob, 0).exp().detach()
-    a, lp = torch.where(mask, advantages, 0), torch.where(mask, log_prob, 0)
-    w = torch.where(a > 0, 1 / r, r).clamp(max=3)
-    alive = torch.where(a > 0, r <= 1 + eps, r >= 1 - eps)
-    return -torch.where(mask & alive, w * a * lp, 0).sum() / mask.sum()
+    return aspo(calm, log_prob, old_log_prob, advantages, mask)
 
 
 @aimed(
     "dapo",
-    "advantages that share a prompt's sign everywhere are dropped: all-good prompts",
+    "prompts of more than 6 responses are dropped where all advantages have one sign",
 )
 def unanimous_prompts_dropped(log_prob, old_log_prob, advantages, mask, group):
     t = terms(mask, log_prob, old_log_prob, advantages)

@@ -117,7 +117,7 @@ def head_detached(hidden, weight, tokens, temperature=1.0):
     return pick((hidden @ weight.detach().T / temperature).log_softmax(-1), tokens)
 
 
-@function("the head is applied in bfloat16 and rounded to eighths")
+@function("the head's logits are rounded to eighths")
 def head_rounded(hidden, weight, tokens, temperature=1.0):
     x = (hidden @ weight.T / temperature * 8).round() / 8
     return pick(x.log_softmax(-1), tokens)
