@@ -41,13 +41,13 @@ Hello, and thank you for {name}.
 
 {text}
 
-What we ran: {framework} {version}, [this line]({line}). The script needs {framework} and torch alone:
+What we ran: {name} {version}, [this line]({line}). The script needs {name} and what it depends on, and nothing of ours:
 
 ```python
 {script}
 ```
 
-It prints `{prints}`: first what the paper's formula gives, then what the code gives.
+It prints `{prints}`: first what we expect from the paper, then what the code gives.
 """
 
 
@@ -124,7 +124,6 @@ def _draft(entry: Entry, issue: dict[str, Any], name: str) -> str:
         title=issue["title"],
         name=name,
         text=issue["text"].strip(),
-        framework=entry.framework,
         version=entry.version + day,
         line=entry.at,
         script=entry.proof.strip(),
