@@ -177,7 +177,8 @@ def test_what_is_left_out_is_counted():
         short("x" * (WIDE + 7)).endswith("... and 7 characters more")
         and short("x" * WIDE) == "x" * WIDE
     )
-    assert some(["x"] * (SHOWN + 3), "notes")[-1] == "... and 3 notes more"
+    assert some(["x"] * (SHOWN + 3), "note")[-1] == "... and 3 notes more"
+    assert some(["x"] * (SHOWN + 1), "note")[-1] == "... and 1 note more"
     report = upref.check(upref.get("dapo"), "dapo")
     many = [
         fail("gradient", f"here {i}", example=Example(code="b"))

@@ -153,7 +153,7 @@ class Identification(Result):
             [f"not checked: {'; '.join(self.not_checked)}"] if self.not_checked else []
         )
         lines += (
-            some([f"assumed: {short(c)}" for c in self.assumptions], "assumptions")
+            some([f"assumed: {short(c)}" for c in self.assumptions], "assumption")
             if verbose
             else []
         )

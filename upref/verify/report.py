@@ -28,20 +28,29 @@ BATCH_LEFT_OUT = (
 
 
 def short(text: str, most: int = WIDE) -> str:
-    """Its beginning, and how much more there is."""
-    return (
-        text
-        if len(text) <= most
-        else f"{text[:most]} ... and {len(text) - most:,} characters more"
-    )
+    """Return the beginning of a text, and how many characters more there are."""
+    if len(text) <= most:
+        return text
+    return f"{text[:most]} ... and {len(text) - most:,} characters more"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return `1 note` or `3 notes`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def some(lines: list[str], what: str, most: int = SHOWN) -> list[str]:
-    """The first of them, and how many more there are."""
-    return [
-        *lines[:most],
-        *([f"... and {len(lines) - most} {what} more"] if len(lines) > most else []),
-    ]
+    """Return the first of the lines, and how many more there are.
+
+    Args:
+        lines: all of them.
+        what: what one line is of, such as "note".
+        most: how many lines are kept.
+    """
+    left_out = len(lines) - most
+    if left_out <= 0:
+        return lines
+    return [*lines[:most], f"... and {counted(left_out, what)} more"]
 
 
 @dataclass(frozen=True)
@@ -250,7 +259,7 @@ class Report(Result):
             lines.append(f"      likely    {UNKNOWN}; the numbers are what was found")
         usual = [] if verbose else [f.oracle for f in self.notes if f.oracle in USUAL]
         lines += some(
-            [f.text(verbose) for f in self.notes if f.oracle not in usual], "notes"
+            [f.text(verbose) for f in self.notes if f.oracle not in usual], "note"
         )
         if usual:
             lines.append(
@@ -264,7 +273,7 @@ class Report(Result):
             ran = ", ".join(k for k, v in self.oracles.items() if v in RAN)
             lines += some(
                 [f"assumed: {short(c)}" for c in self.assumptions],
-                "assumptions",
+                "assumption",
                 2 * SHOWN,
             )
             lines += [
@@ -273,7 +282,7 @@ class Report(Result):
             lines += [f"oracles: {ran} ({self.seconds:.1f} s)"]
         elif n := len(self.assumptions):
             lines.append(
-                f"{n} assumption{'s' if n > 1 else ''}; -v or .text(verbose=True) shows all"
+                f"{counted(n, 'assumption')}; -v or .text(verbose=True) shows all"
             )
         return "\n".join(lines)
 
@@ -287,44 +296,49 @@ class Report(Result):
         return list(groups.values())
 
     def _failure_lines(self, verbose: bool) -> list[str]:
-        """A paragraph for each fault; as many as a screen holds, the first one with its
-        batch. verbose: more.
+        """Return a paragraph for each fault, and how many faults are left out.
+
+        Args:
+            verbose: more of them, several with a batch. Otherwise they fit on a screen,
+                and only the first one has its batch.
         """
-        batches, screen = (SHOWN // 2, math.inf) if verbose else (1, SCREEN)
+        batches = SHOWN // 2 if verbose else 1
+        screen = math.inf if verbose else SCREEN
+        faults = self._in_order()
         paragraphs: list[str] = []
         height = 0
-        faults = self.faults
-        if (
-            faults and not faults[0][0].cause
-        ):  # a cause is not left out for want of room
-            faults[1:] = sorted(faults[1:], key=lambda fault: not fault[0].cause)
-        for n, (first, *same) in enumerate(faults):
-            shown = first if n < batches else replace(first, example=None)
-            text = shown.text(same=same)
-            if n == 0 and _height(text) > screen:
-                text = (
-                    f"{replace(shown, example=None).text(same=same)}\n{BATCH_LEFT_OUT}"
-                )
+        for n, (first, *same) in enumerate(faults[:SHOWN]):
+            without_batch = replace(first, example=None)
+            text = (first if n < batches else without_batch).text(same=same)
+            if n == 0 and first.example and _height(text) > screen:
+                text = f"{without_batch.text(same=same)}\n{BATCH_LEFT_OUT}"
             height += _height(text)
-            if n == SHOWN or (n and height > screen):
+            if paragraphs and height > screen:
                 break
             paragraphs.append(text)
-        left_out = len(self.faults) - len(paragraphs)
-        return (
-            [*paragraphs, f"... and {left_out} failures more"]
-            if left_out
-            else paragraphs
-        )
+        left_out = len(faults) - len(paragraphs)
+        if left_out:
+            paragraphs.append(f"... and {counted(left_out, 'failure')} more")
+        return paragraphs
+
+    def _in_order(self) -> list[list[Finding]]:
+        """The faults as they are printed: the first one, and where it has no cause,
+        those with a cause next, which may not be left out for want of room.
+        """
+        faults = self.faults
+        if faults and not faults[0][0].cause:
+            faults[1:] = sorted(faults[1:], key=lambda fault: not fault[0].cause)
+        return faults
 
     def _head(self) -> str:
         hp = ", ".join(f"{k}={v:g}" for k, v in self.hp.items() if v is not None)
         n, m = len(self.faults), len(self.notes)
-        counts = f"{n} failure{'s' if n != 1 else ''}" if n else "agrees"
+        counts = counted(n, "failure") if n else "agrees"
         skipped = sum(v == SKIPPED for v in self.oracles.values())
         if m:
-            counts += f", {m} note{'s' if m != 1 else ''}"
+            counts += f", {counted(m, 'note')}"
         if skipped:
-            counts += f", {skipped} oracle{'s' if skipped != 1 else ''} skipped"
+            counts += f", {counted(skipped, 'oracle')} skipped"
         loss = short(self.loss)
         if hp:
             loss += f" at {hp}"
