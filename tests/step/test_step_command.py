@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from upref import InputError
 from upref.cli import main
@@ -14,6 +15,7 @@ from upref.step import Row
 from upref.step.check import check_recorded
 from upref.step.record import Recorded
 from upref.step.reference import TorchModel
+from upref_frameworks.steps.own import Rank
 
 HERE = Path(__file__).parent
 TWO_RANKS = [
@@ -28,10 +30,10 @@ TWO_RANKS = [
 ]
 
 
-def on_two_ranks(step):
+def on_two_ranks(step, *more):
     """What rank 0 prints, and what stands on stderr."""
     run = subprocess.run(
-        [*TWO_RANKS, f"on_ranks.py:{step}", "--as", "dapo"],
+        [*TWO_RANKS, f"on_ranks.py:{step}", "--as", "dapo", *more],
         cwd=HERE,
         capture_output=True,
         text=True,
@@ -69,7 +71,20 @@ def test_a_right_step_under_fsdp2_agrees():
 )
 def test_what_is_wrong_on_one_rank_is_one_sentence(step, words):
     status, out, err = on_two_ranks(step)
-    assert status and words in out + err, out + err
+    assert status and (out + err).count(words) == 1, out + err
+
+
+@pytest.mark.nightly
+def test_a_refusal_of_all_ranks_is_printed_once():
+    status, _, err = on_two_ranks("sharded", "--model", "Nosuch")
+    assert status and err.count("has no 'Nosuch'") == 1, err
+
+
+def test_the_first_rank_that_refuses_says_why():
+    store = dist.HashStore()
+    assert Rank(1, store).is_first_to_refuse()
+    assert not Rank(0, store).is_first_to_refuse()
+    assert Rank().is_first_to_refuse()
 
 
 def test_a_step_of_a_file_runs_without_ranks(capsys):

@@ -65,7 +65,20 @@ def is_follower() -> bool:
 
 
 def train(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Trained:
-    """Run the step in this process, and take what it leaves behind."""
+    """Run the step in this process, and take what it leaves behind.
+
+    Args:
+        step: `(model, rows)`.
+        model: what the step trains; gradients that it has are cleared first.
+        rows: of this process.
+        call: calls the step, and makes an InputError of what it raises.
+
+    Returns:
+        The gradients of the first optimizer step, or of `.grad`, and what was fed.
+
+    Raises:
+        InputError: the step fails.
+    """
     steps: list[Step] = []
     for p in unwrapped(model).parameters():
         p.grad = None
@@ -105,6 +118,11 @@ def lead(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Tra
 def follow(step: UserStep, model: nn.Module, call: Caller) -> Any:
     """Run the step whenever rank 0 does, as any other rank.
 
+    Args:
+        step: `(model, rows)`.
+        model: it gets the weights of rank 0.
+        call: calls the step, and makes an InputError of what it raises.
+
     Returns:
         The report of rank 0.
 
@@ -126,6 +144,15 @@ def conclude(check: Callable[[], Any]) -> Any:
     other ranks.
 
     Where the step itself fails the others get nothing: they end with this process.
+
+    Args:
+        check: makes the report.
+
+    Returns:
+        That report.
+
+    Raises:
+        InputError: the check is refused, or the step fails on this rank.
     """
     try:
         report = check()

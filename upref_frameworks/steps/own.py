@@ -4,10 +4,13 @@ on several ranks of torchrun.
 """
 
 import os
+import signal
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,62 +19,98 @@ from torch import distributed as dist
 
 from upref.cli.output import answer
 from upref.cli.verb import hyperparameters
+from upref.errors import InputError
 from upref.foreign.load import load
-from upref.step.check import check_step
+from upref.step.check import StepReport, check_step
 from upref.verify.group import on_loopback
 
 WAIT = timedelta(minutes=5)  # for another rank, before a rank ends
+# seconds that a silent rank outlives the one that says why: torchrun ends all at once
+PAUSE = 2.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among those that torchrun started.
+
+    Attributes:
+        number: of the rank, from 0 on.
+        store: what all ranks write to; None where there is one process.
+    """
+
+    number: int = 0
+    store: dist.Store | None = None
+
+    def is_first_to_refuse(self) -> bool:
+        """Tell whether no other rank has asked this before; that one says why."""
+        return self.store is None or self.store.add("refusals", 1) == 1
 
 
 def command(args: Namespace) -> int:
     """Check the step of a file; print the report, on several ranks once.
 
     Returns:
-        The exit status: 0 if the gradients agree, 1 if not. Of several ranks each has
-            it.
+        The exit status: 0 if the gradients agree, 1 if not, 2 if another rank says why
+            there is no answer. Of several ranks each has it.
 
     Raises:
-        InputError: the file has no such step or model, or the step cannot be checked.
+        InputError: the file has no such step or model, or the step cannot be checked;
+            on several ranks raised by the first that refuses.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # models are small: more threads wait for each other
     try:
         with ranks_of_torchrun() as rank, redirect_stdout(sys.stderr):
-            step = load(args.trainer)
-            file, _, _ = args.trainer.rpartition(":")
-            model: Any = load(
-                args.model if ":" in args.model else f"{file}:{args.model}"
-            )
-            made = model if isinstance(model, torch.nn.Module) else model()
-            own = hyperparameters(args.hp)
-            report = check_step(
-                step,
-                made,
-                args.name,
-                temperature=args.temperature,
-                without=args.without,
-                **own,
-            )
+            try:
+                report = _checked(args)
+            except InputError:
+                if rank.is_first_to_refuse():
+                    raise
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it ends without a word
+                time.sleep(PAUSE)
+                return 2
     finally:
         torch.set_num_threads(threads)
-    if rank > 0:
+    if rank.number > 0:
         return 0 if report else 1
     return answer(args, report)
 
 
+def _checked(args: Namespace) -> StepReport:
+    """The report on the step and the model that the arguments name."""
+    step = load(args.trainer)
+    file, _, _ = args.trainer.rpartition(":")
+    model: Any = load(args.model if ":" in args.model else f"{file}:{args.model}")
+    made = model if isinstance(model, torch.nn.Module) else model()
+    report: StepReport = check_step(
+        step,
+        made,
+        args.name,
+        temperature=args.temperature,
+        without=args.without,
+        **hyperparameters(args.hp),
+    )
+    return report
+
+
 @contextmanager
-def ranks_of_torchrun() -> Iterator[int]:
+def ranks_of_torchrun() -> Iterator[Rank]:
     """A process group over gloo where torchrun has started several processes; yields
-    the rank of this one.
+    this one among them.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        yield 0
+        yield Rank()
         return
     # all on this machine
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         os.environ.update(on_loopback())
-    dist.init_process_group("gloo", timeout=WAIT)
+    store, number, size = next(dist.rendezvous("env://", timeout=WAIT))
+    store.set_timeout(WAIT)
+    of_group = dist.PrefixStore("group", store)
+    dist.init_process_group(
+        "gloo", store=of_group, rank=number, world_size=size, timeout=WAIT
+    )
     try:
-        yield dist.get_rank()
+        yield Rank(number, store)
     finally:
         dist.destroy_process_group()
