@@ -86,7 +86,7 @@ class Entry:
     thread: str = ""  # upstream's issue or pull request
     fixed: str = ""  # the version or commit that repaired it
     fix: str = ""
-    proof: str = ""  # a script that needs the framework and torch alone
+    proof: str = ""  # a script that needs the framework, and nothing of upref
     prints: str = ""  # what it prints: expected and found
     # for the table to read first: what one asks for, what one gets, what to do
     ask: str = ""
