@@ -25,6 +25,7 @@ from figures.make import save
 from tests.replay.simulator import FAULTS, HELD_OUT, World, run_of_steps
 from upref.files import write_atomically
 from upref.replay.batch import make_batch
+from upref.replay.findings import ReplayFinding
 from upref.replay.gap import gap
 from upref.replay.series import StepGap, measure_step, series
 from upref.weights.plots import DOWN, GREY, STYLE, UP
@@ -149,15 +150,22 @@ def said(held: dict[str, torch.Tensor]) -> dict[str, str]:
             "cause": found.cause,
             "text": "no more than rounding.",
         }
-    first = found.findings[0]
-    return {"severity": first.severity, "cause": first.cause, "text": str(first)}
+    return facts_of(found.findings[0])
 
 
 def said_of_run(held: list[dict[str, torch.Tensor]]) -> dict[str, str]:
     """What replay finds first over the steps of a run."""
     found = series([gap_of(step, n) for n, step in enumerate(held)])
-    first = found.findings[0]
-    return {"severity": first.severity, "cause": first.cause, "text": str(first)}
+    return facts_of(found.findings[0])
+
+
+def facts_of(finding: ReplayFinding) -> dict[str, str]:
+    """What the page needs of a finding: severity, cause, text."""
+    return {
+        "severity": finding.severity,
+        "cause": finding.cause,
+        "text": str(finding),
+    }
 
 
 def main(folder: Path = PICTURES, record: Path = HERE / "gallery.json") -> None:

@@ -5,7 +5,8 @@ x = log π_old by the trainer, y = log μ by the sampler, d = x - y = log ρ on 
 trained token. Tokens are drawn from μ, so E[ρ] is the mass that π_old gives to the
 support of μ, and E[d] = -KL(μ || π_old):
 
-    E[ρ] = 1, E[d] <= 0     two normalized policies: rounding, stale weights, other experts, quantized weights
+    E[ρ] = 1, E[d] <= 0     two normalized policies: rounding, stale or quantized
+                            weights, other experts
     E[ρ] < 1, d <= 0        μ was cut and renormalized: top_p, top_k, min_p
     E[d] > 0                impossible for the distribution that sampled: the column is another one
 

@@ -261,9 +261,8 @@ def guarded(work: Callable[[], None], stop: Callable[[], None]) -> None:
         work()
     except Stopped:
         raise
-    except (
-        Exception
-    ) as e:  # a full disk, a column of another shape: no reason to end a run of days
+    except Exception as e:
+        # a full disk, a column of another shape: no reason to end a run of days
         why = (str(e).splitlines() or [""])[0]
         log.warning(
             "upref records no more steps of this run (%s: %s)", type(e).__name__, why

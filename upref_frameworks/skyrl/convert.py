@@ -42,9 +42,7 @@ HINTS = {
     "ref": "SkyRL computes it with trainer.algorithm.use_kl_loss or use_kl_in_reward.",
     "version": "SkyRL's dump has no such column.",
 }
-
-
-# `upref replay` shows such a file to this module, which tells what to do
+# `upref replay` calls the next three functions on such a file: they say what to do.
 SUFFIXES = (".pkl",)
 
 
