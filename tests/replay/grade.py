@@ -2,8 +2,8 @@
 """The table of the sampler's gap: every fault of the simulator x model families, and
 what replay names.
 
-    python -m tests.replay.grade                        # the families and seeds that nothing was tuned on
-    python -m tests.replay.grade --tuned                # those that the rules were tuned on
+    python -m tests.replay.grade           # the families and seeds of no tuning
+    python -m tests.replay.grade --tuned   # those that the rules were tuned on
     python -m tests.replay.grade --families olmo2,mpt --seed 12
 
 Exit status 1 if a healthy sampler fails, or if fewer than 95 % are named.
@@ -20,13 +20,35 @@ from upref.replay.batch import make_batch
 from upref.replay.gap import gap
 
 TUNED = (
-    "qwen3", "qwen3_moe", "llama", "gpt2", "gemma", "olmo2", "mistral", "phi3", "smollm3", "glm4", "stablelm",
-    "falcon", "qwen2", "gpt_neox",
-)  # fmt: skip
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "gpt2",
+    "gemma",
+    "olmo2",
+    "mistral",
+    "phi3",
+    "smollm3",
+    "glm4",
+    "stablelm",
+    "falcon",
+    "qwen2",
+    "gpt_neox",
+)
 HELD_OUT = (
-    "mixtral", "phi", "cohere2", "granite", "olmoe", "starcoder2", "opt", "bloom", "nemotron", "exaone4", "helium",
+    "mixtral",
+    "phi",
+    "cohere2",
+    "granite",
+    "olmoe",
+    "starcoder2",
+    "opt",
+    "bloom",
+    "nemotron",
+    "exaone4",
+    "helium",
     "gptj",
-)  # fmt: skip
+)
 POLICIES = ("agree", "two_policies")
 # whose sentence names other experts and other weights
 OTHER_POLICIES = (*POLICIES, "impossible_tokens")

@@ -234,9 +234,15 @@ def columns(world: World, drawn: Sampled, old: Tensor) -> dict[str, Tensor]:
         (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
     ).flatten()
     return {
-        "ids": drawn.ids, "mask": drawn.mask, "sampler": drawn.sampler * drawn.mask, "old": old * drawn.mask,
-        "adv": adv[:, None] * drawn.mask, "reward": reward, "group": drawn.group, **drawn.extra,
-    }  # fmt: skip
+        "ids": drawn.ids,
+        "mask": drawn.mask,
+        "sampler": drawn.sampler * drawn.mask,
+        "old": old * drawn.mask,
+        "adv": adv[:, None] * drawn.mask,
+        "reward": reward,
+        "group": drawn.group,
+        **drawn.extra,
+    }
 
 
 # ---- the faults ----------------------------------------------------------------------
@@ -249,8 +255,12 @@ def fault(make: Fault) -> Fault:
     return make
 
 
+def _unchanged(policy: Policy) -> Policy:
+    return policy
+
+
 def _usual(
-    world: World, change: Callable[[Policy], Policy] = lambda p: p
+    world: World, change: Callable[[Policy], Policy] = _unchanged
 ) -> dict[str, Tensor]:
     """The trainer has the world's policy; the sampler has what `change` makes of it."""
     trainer = make_policy(world)

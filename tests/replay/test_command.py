@@ -102,18 +102,21 @@ def test_a_sheet_is_written(folder, capsys, tmp_path, suffix):
     assert ("never received new weights" in text) == (suffix == ".html")
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["none.npz"], "there is no file"),
-    (["{healthy}", "--as", "dappo"], "no objective named"),
-    (["{healthy}", "--as", "dapo", "--hp", "x=1"], "no hyperparameter"),
-    (["{healthy}", "--agg", "token-mean"], "--as"),
-    (["{healthy}", "--loss", "many", "--as", "dapo"], "not a number"),
-    (["{healthy}", "--loss", "0.1"], "--as"),
-    (["{healthy}", "--only", "all"], "no check"),
-    (["{healthy}", "--against", "dappo"], "no objective named"),
-    (["{healthy}", "-o", "sheet.docx"], "sheet"),
-    (["{healthy}", "--tokenizer", "nowhere"], "tokenizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none.npz"], "there is no file"),
+        (["{healthy}", "--as", "dappo"], "no objective named"),
+        (["{healthy}", "--as", "dapo", "--hp", "x=1"], "no hyperparameter"),
+        (["{healthy}", "--agg", "token-mean"], "--as"),
+        (["{healthy}", "--loss", "many", "--as", "dapo"], "not a number"),
+        (["{healthy}", "--loss", "0.1"], "--as"),
+        (["{healthy}", "--only", "all"], "no check"),
+        (["{healthy}", "--against", "dappo"], "no objective named"),
+        (["{healthy}", "-o", "sheet.docx"], "sheet"),
+        (["{healthy}", "--tokenizer", "nowhere"], "tokenizer"),
+    ],
+)
 def test_bad_input_is_one_sentence(folder, capsys, arguments, words):
     given = [a.format(healthy=folder / "healthy_bfloat16.npz") for a in arguments]
     status, _, err = run(capsys, *given)
@@ -125,8 +128,11 @@ def bad_files(folder):
     what the sentence says.
     """
     small = {
-        "schema": 1, "ids": np.array([[5, 8]]), "mask": np.array([[0, 1]]), "old": np.array([[0, -0.5]]),
-    }  # fmt: skip
+        "schema": 1,
+        "ids": np.array([[5, 8]]),
+        "mask": np.array([[0, 1]]),
+        "old": np.array([[0, -0.5]]),
+    }
     np.savez(folder / "whole.npz", **small)
     whole = (folder / "whole.npz").read_bytes()
     (folder / "cut.npz").write_bytes(whole[: len(whole) // 2])

@@ -24,12 +24,24 @@ LENGTHS = torch.tensor([6, 3, 5, 1])
 MASK = torch.arange(T)[None, :] < LENGTHS[:, None]
 OLD = torch.where(MASK, -torch.rand(B, T, generator=generator), 0.0)
 PADDED = {
-    "ids": torch.where(MASK, torch.randint(1, 99, (B, T), generator=generator), 0), "mask": MASK, "old": OLD,
-    "sampler": OLD - 0.25 * MASK, "now": OLD, "ref": OLD, "entropy": -OLD, "adv": MASK * 0.5,
-    "sampler_ids": torch.zeros(B, T).long(), "turn": torch.ones(B, T).long() * MASK, "reward": torch.rand(B),
-    "group": torch.tensor([0, 0, 1, 1]), "version": torch.arange(B), "micro": torch.arange(B) // 2,
-    "rank": torch.zeros(B).long(), "correction": 1 + MASK * 0.25, "grad": OLD * 0.5,
-}  # fmt: skip
+    "ids": torch.where(MASK, torch.randint(1, 99, (B, T), generator=generator), 0),
+    "mask": MASK,
+    "old": OLD,
+    "sampler": OLD - 0.25 * MASK,
+    "now": OLD,
+    "ref": OLD,
+    "entropy": -OLD,
+    "adv": MASK * 0.5,
+    "sampler_ids": torch.zeros(B, T).long(),
+    "turn": torch.ones(B, T).long() * MASK,
+    "reward": torch.rand(B),
+    "group": torch.tensor([0, 0, 1, 1]),
+    "version": torch.arange(B),
+    "micro": torch.arange(B) // 2,
+    "rank": torch.zeros(B).long(),
+    "correction": 1 + MASK * 0.25,
+    "grad": OLD * 0.5,
+}
 
 
 def arrays(columns=PADDED, ragged=False, **more):
@@ -211,9 +223,19 @@ def test_announced_sizes_are_not_believed(tmp_path):
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("turn.npy", header.getvalue())
     refused(path, "announces 74.5 GiB|announces 80,000,000,000|damaged")
-    torch.save({"rollout_id": 1, "format_version": 2, "samples": [
-        {"tokens": torch.zeros(1).expand(10**11), "loss_masks": torch.zeros(1).expand(10**11)}
-    ]}, tmp_path / "a.pt")  # fmt: skip
+    torch.save(
+        {
+            "rollout_id": 1,
+            "format_version": 2,
+            "samples": [
+                {
+                    "tokens": torch.zeros(1).expand(10**11),
+                    "loss_masks": torch.zeros(1).expand(10**11),
+                }
+            ],
+        },
+        tmp_path / "a.pt",
+    )
     refused(tmp_path / "a.pt", "more than")
 
 

@@ -13,11 +13,18 @@ generator = torch.Generator().manual_seed(3)
 OLD = -torch.rand(B, T, generator=generator, dtype=torch.float64) * 2 - 0.1
 LENGTHS = torch.randint(2, T + 1, (B,), generator=generator)
 COLUMNS = {
-    "ids": torch.ones(B, T).long(), "mask": torch.arange(T)[None, :] < LENGTHS[:, None], "old": OLD,
-    "now": (OLD + 0.3 * torch.randn(B, T, generator=generator, dtype=torch.float64)).clamp(max=0),
-    "adv": torch.randn(B, 1, generator=generator, dtype=torch.float64).expand(B, T), "group": torch.arange(B) // 4,
-    "sampler": OLD - 0.05, "micro": torch.arange(B) % 4, "rank": torch.arange(B) // 8,
-}  # fmt: skip
+    "ids": torch.ones(B, T).long(),
+    "mask": torch.arange(T)[None, :] < LENGTHS[:, None],
+    "old": OLD,
+    "now": (
+        OLD + 0.3 * torch.randn(B, T, generator=generator, dtype=torch.float64)
+    ).clamp(max=0),
+    "adv": torch.randn(B, 1, generator=generator, dtype=torch.float64).expand(B, T),
+    "group": torch.arange(B) // 4,
+    "sampler": OLD - 0.05,
+    "micro": torch.arange(B) % 4,
+    "rank": torch.arange(B) // 8,
+}
 
 
 def batch(**more):

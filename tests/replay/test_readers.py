@@ -101,10 +101,16 @@ def lines_of_nemo_rl(**changes):
     value has a batch axis of one.
     """
     row = {
-        "content": [""], "rewards": [1.0], "input_lengths": [5], "token_ids": [[7, 8, 3, 4, 0]],
-        "token_loss_mask": [[0, 0, 1, 1, 0]], "sample_loss_mask": [1.0], "advantages": [[0.5] * 5],
-        "generation_logprobs": [[0.0, 0.0, -1.0, -2.0, 0.0]], "prev_logprobs": [[0.0, 0.0, -1.5, -2.5, 0.0]],
-    }  # fmt: skip
+        "content": [""],
+        "rewards": [1.0],
+        "input_lengths": [5],
+        "token_ids": [[7, 8, 3, 4, 0]],
+        "token_loss_mask": [[0, 0, 1, 1, 0]],
+        "sample_loss_mask": [1.0],
+        "advantages": [[0.5] * 5],
+        "generation_logprobs": [[0.0, 0.0, -1.0, -2.0, 0.0]],
+        "prev_logprobs": [[0.0, 0.0, -1.5, -2.5, 0.0]],
+    }
     return [json.dumps(row | changes | {"idx": i}) for i in range(2)]
 
 
@@ -138,12 +144,15 @@ def test_the_rewards_that_train_are_the_filtered_ones(tmp_path):
     ).reward.tolist() == [0.25, 0.25]
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"advantages": [[0.5] * 3]}, "adv has shape"),
-    ({"token_ids": ["text"]}, "damaged"),
-    ({"prev_logprobs": [[0, 0, None, -1, 0]]}, "damaged|nan"),
-    ({"rewards": []}, "damaged"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"advantages": [[0.5] * 3]}, "adv has shape"),
+        ({"token_ids": ["text"]}, "damaged"),
+        ({"prev_logprobs": [[0, 0, None, -1, 0]]}, "damaged|nan"),
+        ({"rewards": []}, "damaged"),
+    ],
+)
 def test_an_altered_line_is_refused(tmp_path, change, words):
     with pytest.raises(InputError, match=words) as e:
         batch_of(tmp_path, lines_of_nemo_rl(**change))
@@ -156,12 +165,15 @@ def test_a_cut_line_is_refused(tmp_path):
         batch_of(tmp_path, [first, second[: len(second) // 2]])
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"format_version": 1}, "format_version 1"),
-    ({"samples": []}, "no sample"),
-    ({"samples": [{"tokens": [1, 2]}]}, "damaged"),
-    ({"rollout_id": None}, "damaged"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format_version": 1}, "format_version 1"),
+        ({"samples": []}, "no sample"),
+        ({"samples": [{"tokens": [1, 2]}]}, "damaged"),
+        ({"rollout_id": None}, "damaged"),
+    ],
+)
 def test_an_altered_dump_of_slime_is_refused(tmp_path, change, words):
     held = torch.load(SLIME, weights_only=True) | change
     torch.save(held, tmp_path / "7.pt")

@@ -38,10 +38,15 @@ def as_verls_trainer(rows, *how):
     width = data["response_mask"].shape[1]
     scores = torch.zeros(len(rows), width)
     scores[:, 0] = torch.tensor([row.adv for row in rows])
-    extra = DataProto.from_single_dict({
-        "token_level_scores": scores, "rollout_log_probs": torch.full((len(rows), width), SAMPLER),
-        "uid": np.array([f"prompt {i // 4}" for i in range(len(rows))], dtype=object),
-    }).to_tensordict()  # fmt: skip
+    extra = DataProto.from_single_dict(
+        {
+            "token_level_scores": scores,
+            "rollout_log_probs": torch.full((len(rows), width), SAMPLER),
+            "uid": np.array(
+                [f"prompt {i // 4}" for i in range(len(rows))], dtype=object
+            ),
+        }
+    ).to_tensordict()
     for key in ("token_level_scores", "rollout_log_probs"):
         data[key] = extra[key]
     tu.assign_non_tensor_stack(data, "uid", tu.get(extra, "uid"))

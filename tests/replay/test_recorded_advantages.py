@@ -128,8 +128,18 @@ def test_the_standard_deviation_of_all_rewards_is_named():
     )
     groups = reward.view(8, 4)
     adv = ((groups - groups.mean(1, keepdim=True)) / (reward.std() + 1e-4)).flatten()
-    found = advantages(make_batch({"ids": torch.ones(32, 3).long(), "mask": torch.ones(32, 3), "adv": adv.float(),
-                                   "reward": reward, "group": torch.arange(32) // 4}, file="f"))  # fmt: skip
+    found = advantages(
+        make_batch(
+            {
+                "ids": torch.ones(32, 3).long(),
+                "mask": torch.ones(32, 3),
+                "adv": adv.float(),
+                "reward": reward,
+                "group": torch.arange(32) // 4,
+            },
+            file="f",
+        )
+    )
     assert (
         found.estimator
         == "group_mean over the standard deviation of all rewards (ddof=1, eps=0.0001)"

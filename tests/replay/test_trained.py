@@ -47,6 +47,12 @@ def test_a_loss_over_several_steps(trainer, s, monkeypatch):
 def test_ten_losses_of_trl_and_every_aggregation_of_verl_are_there():
     types = [s for s in trained.settings("trl") if "beta" not in s.name]
     assert len(types) >= 10
-    assert {s.fields["actor"].get("loss_agg_mode", "token-mean") for s in trained.settings("verl")} == {
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
-    }  # fmt: skip
+    assert {
+        s.fields["actor"].get("loss_agg_mode", "token-mean")
+        for s in trained.settings("verl")
+    } == {
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+    }

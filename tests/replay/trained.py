@@ -29,18 +29,35 @@ from upref_frameworks.steps.table import chosen
 
 STEPS = {"trl": 6, "verl": 3}
 TRLS = (
-    "loss_type=dapo, epsilon_high=0.28", "loss_type=grpo", "loss_type=dr_grpo", "loss_type=bnpo",
-    "loss_type=cispo, epsilon_high=2", "loss_type=sapo", "loss_type=vespo",
-    "importance_sampling_level=sequence (GSPO)", "loss_type=luspo, importance_sampling_level=sequence",
-    "delta=2 (dual clip for A > 0 and A < 0)", "beta=0.04", "beta=0.04, loss_type=dapo",
-    "mask_truncated_completions, loss_type=grpo", "four micro-batches of one response",
-)  # fmt: skip
+    "loss_type=dapo, epsilon_high=0.28",
+    "loss_type=grpo",
+    "loss_type=dr_grpo",
+    "loss_type=bnpo",
+    "loss_type=cispo, epsilon_high=2",
+    "loss_type=sapo",
+    "loss_type=vespo",
+    "importance_sampling_level=sequence (GSPO)",
+    "loss_type=luspo, importance_sampling_level=sequence",
+    "delta=2 (dual clip for A > 0 and A < 0)",
+    "beta=0.04",
+    "beta=0.04, loss_type=dapo",
+    "mask_truncated_completions, loss_type=grpo",
+    "four micro-batches of one response",
+)
 VERLS = (
-    "loss_agg_mode=token-mean", "loss_agg_mode=seq-mean-token-mean", "loss_agg_mode=seq-mean-token-sum",
-    "loss_agg_mode=seq-mean-token-sum-norm, loss_scale_factor=16", "clip_ratio_high=0.28", "clip_ratio_c=3 (default)",
-    "loss_mode=gspo", "loss_mode=sapo", "use_kl_loss, kl_loss_type=k3",
-    "use_kl_loss, kl_loss_type=low_var_kl (default)", "use_dynamic_bsz", "micro_batch_size_per_gpu=1",
-)  # fmt: skip
+    "loss_agg_mode=token-mean",
+    "loss_agg_mode=seq-mean-token-mean",
+    "loss_agg_mode=seq-mean-token-sum",
+    "loss_agg_mode=seq-mean-token-sum-norm, loss_scale_factor=16",
+    "clip_ratio_high=0.28",
+    "clip_ratio_c=3 (default)",
+    "loss_mode=gspo",
+    "loss_mode=sapo",
+    "use_kl_loss, kl_loss_type=k3",
+    "use_kl_loss, kl_loss_type=low_var_kl (default)",
+    "use_dynamic_bsz",
+    "micro_batch_size_per_gpu=1",
+)
 SILENT = ("uninformative", "no_gradient")  # of a step that tells nothing
 NAMES = {"trl": TRLS, "verl": VERLS}
 

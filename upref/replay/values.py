@@ -15,9 +15,9 @@ LEAST_RATIOS = 10  # likely and rare tokens, for the median of a ratio
 ENOUGH = 20  # numbers, to tell that a column holds bfloat16
 LONG = 5  # tokens of a response, or responses, that cannot share one number by chance
 FAR_BELOW = -100  # nats: no token that was drawn
-DOUBTFUL = 0.5  # the same, of a token at the same end of nearly every response
 # probability by the trainer of a token that an engine would not report as certain
 UNLIKELY = 0.05
+DOUBTFUL = 0.5  # the same, of a token at the same end of nearly every response
 
 
 def find_sums(c: Columns) -> Undone | None:
@@ -40,8 +40,8 @@ def find_sums(c: Columns) -> Undone | None:
 
 
 def is_one_number_a_row(c: Columns) -> bool:
-    """Whether each response has one number for all its tokens, and responses have
-    several: it is none of a token.
+    """Whether each response has one number for all its tokens, and the responses have
+    different ones: then no number is that of a token.
     """
     if c.distance() < NOTICEABLE:
         return False  # of uniform policies, whose numbers are right
@@ -96,9 +96,9 @@ def find_placeholder(c: Columns) -> Undone | None:
 
     Placeholders are whole numbers: 0, -1, -9999. Other numbers repeat in a healthy
     column, where responses to one prompt begin with the same token. An engine reports 0
-    for a certain token as well, and a mixture of experts may be
-    certain where the trainer is not: so a 0 counts only in a run of tokens of which
-    several are unlikely.
+    for a certain token as well, and a mixture of experts may be certain where the
+    trainer is not: so a 0 counts only in a run of tokens of which several are unlikely,
+    or at the same end of nearly every response.
     """
     y = c.trained(c.y)
     whole = y[y == y.round()]
