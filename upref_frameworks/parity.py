@@ -11,7 +11,9 @@ runs:
 * log r is off by at most δ = u (|log r| + 8): one subtraction, and 8 for exp and for a
   bound held in that dtype; where the objective sums over a response, by u (log₂ n + 16)
   mean_t(|lp| + |lp_old|) more: torch sums pairwise, in blocks of 16. The reference is
-  evaluated at log r - δ, log r and log r + δ, and what it spans there is allowed.
+  evaluated at log r - δ, log r and log r + δ, and what it spans there is allowed. Where
+  an objective weighs a token by what others of its response do, and that weight jumps
+  there, the sum of the response's δ is allowed besides.
 * each operation between lp and L rounds at most 4 times, twice forward (exp: 2 units)
   and twice backward: 4 u times the longest chain in autograd's graph, relative to each
   token's weight.
