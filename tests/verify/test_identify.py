@@ -435,7 +435,21 @@ def test_a_share_that_no_batch_shows_is_not_named():
 
     identity = upref.identify(tenfold)
     assert identity and "share" not in identity.matches[0].hp
-    assert "share: without an effect on these batches" in identity.not_checked
+    assert "share: these batches do not tell the value" in identity.not_checked
+
+
+def test_a_bound_that_no_batch_tells_from_its_neighbor_is_not_named():
+    """A largest covariance of 6 was named as the paper's 5."""
+
+    def at_most_6(log_prob, old_log_prob, advantages, mask):
+        fields = dict(logp=log_prob, logp_old=old_log_prob, adv=advantages, mask=mask)
+        b = upref.Rollouts.unchecked(**fields)
+        return upref.get("clip_cov").loss(b, high=6.0)
+
+    identity = upref.identify(at_most_6)
+    assert identity.matches[0].name == "clip_cov"
+    assert "high" not in identity.matches[0].hp
+    assert any("high" in said for said in identity.not_checked)
 
 
 def test_a_weight_that_fades_does_not_jump():

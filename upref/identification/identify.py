@@ -66,6 +66,7 @@ RANDOM = 12  # random batches beside the grid
 LOOSE = 1e-3
 BOTH_COMPARED = "it calls .backward() itself and returns a loss that has a gradient too: their sum is compared"
 FAR = 1.0  # a relative distance of gradients at which the nearest objective is no help
+APART = 1.25  # the factor between two values that batches must tell apart
 TRIED = 6  # candidates of which the distance is taken where none fits
 
 
@@ -225,24 +226,29 @@ def _of_whole_batches(box: BlackBox) -> list[Match]:
             )
             off = [case.off(b, g / case.factors(b)).max().item() for b, g in asked]
             if len(off) > RANDOM / 2 and max(off) <= 10 * box.tol:
-                seen = {k: v for k, v in case.hp.items() if _matters(case, k, asked)}
+                seen = {k: v for k, v in case.hp.items() if _is_told(case, k, asked)}
                 out.append(Match(o.name, seen, o.agg, True, not box.kl, max(off), 0.0))
                 break
     return out
 
 
-def _matters(case: Case, key: str, asked: list[tuple[Rollouts, Tensor]]) -> bool:
-    """Whether the weights on these batches would be others at a larger or a smaller
-    value of the hyperparameter: else the batches tell nothing of it.
+def _is_told(case: Case, key: str, asked: list[tuple[Rollouts, Tensor]]) -> bool:
+    """Whether the weights on these batches tell this value of the hyperparameter from
+    a larger and from a smaller one.
     """
     value = case.hp[key]
     if key == "beta" or value is None:
         return False
-    for other in (10 * value, value / 10) if value else (1,):
-        moved = replace(case, hp=case.hp | {key: other})
-        if any(not torch.equal(moved.expected(b), case.expected(b)) for b, _ in asked):
-            return True
-    return False
+
+    def is_other(value: float) -> bool:
+        """Whether the weights of some batch are others at this value."""
+        moved = replace(case, hp=case.hp | {key: value})
+        return any(
+            not torch.equal(moved.expected(b), case.expected(b)) for b, _ in asked
+        )
+
+    others = (value * APART, value / APART) if value else (1,)
+    return all(is_other(other) for other in others)
 
 
 def _unread(m: Match) -> list[str]:
@@ -251,7 +257,7 @@ def _unread(m: Match) -> list[str]:
     names = [
         k for k, v in own.items() if k not in m.hp and k != "beta" and v is not None
     ]
-    return [f"{', '.join(names)}: without an effect on these batches"] if names else []
+    return [f"{', '.join(names)}: these batches do not tell the value"] if names else []
 
 
 def _with_correction(box: BlackBox, answer: Identification) -> Identification:
