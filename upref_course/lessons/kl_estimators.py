@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import replace
 
-import torch
-
 from upref import kl
 from upref.verify.faults import Fault
 from upref.verify.faults.kl import (
@@ -17,19 +15,15 @@ from upref.verify.faults.kl import (
 )
 from upref.verify.kl import check_kl
 from upref_course.exercise import Batch, Exercise
+from upref_course.samples import numbers
 
 
 def k3(lp, lp_ref):
     return kl.k3(lp, lp_ref)
 
 
-def logs(p):
-    """The logarithms of probabilities, as a float64 tensor."""
-    return torch.tensor(p, dtype=torch.float64).log()
-
-
 def batch(shows, p, q):
-    return Batch(shows, {"lp": logs(p), "lp_ref": logs(q)})
+    return Batch(shows, {"lp": numbers(p).log(), "lp_ref": numbers(q).log()})
 
 
 EXERCISE = Exercise(

@@ -3,7 +3,7 @@ import torch
 
 from upref.verify.faults import Fault
 from upref_course.exercise import Batch, Exercise
-from upref_course.samples import arguments, batch, checked
+from upref_course.samples import arguments, batch, checked, numbers
 
 LOW = 0.8
 
@@ -42,10 +42,7 @@ def dapo(lp, old, A):
     return torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, 1.28) * A)
 
 
-FAR = (
-    torch.tensor([-0.1], dtype=torch.float64),
-    torch.tensor([-1000.0], dtype=torch.float64),
-)
+FAR = numbers([-0.1]), numbers([-1000.0])
 
 EXERCISE = Exercise(
     number=6,
@@ -73,7 +70,7 @@ EXERCISE = Exercise(
             {
                 "lp": FAR[0],
                 "lp_old": FAR[1],
-                "A": torch.tensor([1.0], dtype=torch.float64),
+                "A": numbers([1.0]),
             },
         ),
         batch(
