@@ -120,10 +120,8 @@ def _outcome(
         if sys.stdout is not None:
             sys.stdout.flush()
         return status, ""
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # nothing but a finished report is a verdict
+    # nothing but a finished report is a verdict
+    except (Exception, SystemExit) as error:
         # `upref list | head`
         if isinstance(error, BrokenPipeError) and not isinstance(sys.stdout, _Page):
             sys.stdout = None

@@ -132,14 +132,10 @@ def _end(status: int, code: int) -> str:
 
 
 def _report(line: bytes, token: str, what: str) -> Printed:
-    try:
-        report = (
-            Printed(*json.loads(line.removeprefix(token.encode())))
-            if line.startswith(token.encode())
-            else None
-        )
-    except (ValueError, TypeError, RecursionError):
-        report = None
+    report = None
+    if line.startswith(token.encode()):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            report = Printed(*json.loads(line.removeprefix(token.encode())))
     if (
         report is None
         or report.status not in (0, 1, 2)
