@@ -3,6 +3,8 @@
 fits as well, or nearly.
 """
 
+from types import SimpleNamespace
+
 import numpy
 import pytest
 import step_cases  # noqa: F401  adds to BUGS
@@ -260,6 +262,34 @@ def test_a_lost_sign_is_not_an_exchange_of_advantages():
     A = [1, -1, 0.5, -0.5, 2, -2, 0.7, -0.7]
     said = cause(of_rows(without_sign), advantages=A)
     assert said == "the sign of the advantages is lost"
+
+
+def test_parameters_of_prompts_alone_are_no_value_loss():
+    """Logits depend on them, though none of a token that should train."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(96, 96)
+            self.first = torch.nn.Parameter(torch.randn(96))
+
+        def forward(self, input_ids, **_):
+            z = self.table(input_ids)
+            at_start = torch.zeros(z.shape[1], 1)
+            at_start[0] = 1
+            return SimpleNamespace(logits=z + at_start * self.first)
+
+    def step(model, rows):
+        ids, there, trains, old, *_ = collated(rows)
+        lp = log_probs(model, ids, there)
+        old = torch.where(trains[:, 1:] > 0, old[:, 1:], lp.detach())
+        A = torch.tensor([[row.adv] for row in rows])
+        J = surrogate(lp, old, A) * there[:, 1:]
+        (-J.sum() / trains.sum()).backward()
+
+    torch.manual_seed(0)
+    said = cause(step, model=Model())
+    assert "value loss" not in said and "prompt tokens train" in said, said
 
 
 # ---- the search itself ---------------------------------------------------------------

@@ -120,7 +120,7 @@ def diagnosed(
         for n, w in parts.items()
         if not w.any() and float(its[n].norm()) > 10 * bound * size
     ]
-    if beside:
+    if beside and (beside := _apart(case.forward, beside)):
         return say(
             f"a gradient of {_some(beside)}, on which no logit of these rows depends: "
             "a value loss or another term is added to the objective: "
@@ -144,6 +144,19 @@ def diagnosed(
     if alone and 0 < len(wrong) <= len(parts) // 4:
         return say(f"all is right but the gradients of {_some(wrong)}")
     return say(*_explained(it, plain, g, case.forward, case.b, bound, among))
+
+
+def _apart(forward: Forward, names: list[str]) -> list[str]:
+    """Those of the parameters on which no logit depends, of tokens that do not train
+    either.
+    """
+    random = torch.Generator().manual_seed(0)
+    pulled = torch.zeros(())
+    for z, ids in zip(forward.z, forward.ids, strict=True):
+        dz = torch.randn(z.shape, generator=random, dtype=z.dtype)
+        pulled = pulled + forward.model.pull(z, dz, ids).abs()
+    parts = forward.model.split(pulled)
+    return [n for n in names if not parts[n].any()]
 
 
 def _before_clip(it: Compared) -> tuple[Goal, Tensor]:
