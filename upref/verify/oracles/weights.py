@@ -16,7 +16,7 @@ from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed, everywhere, explain, two_gradients
 from upref.verify.factors import declared_aggregation
-from upref.verify.faults.losses import fault
+from upref.verify.faults.losses import LossFault, fault
 from upref.verify.finding import Number, Place, number_pair
 from upref.verify.measure import EXACT, HABIT, Case, without_rest
 from upref.verify.oracle import oracle
@@ -188,50 +188,63 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
     ]
     bounds = sorted({round(x, 7) for p in parts for x in p.ends})
     one = explain(case, b, found, ties, bounds)
+    prefer = _typical(case.off(b, found), r)
+    if one is not None:
+        case.cause = one.words
+        return _of_one_fault(case, b, _by_sign(parts), failing, prefer, one)
     tested = Weights(b, found, case.expected(b), r, b.mask & ~ties)
-    parts = _by_sign(parts) if one is not None or len(parts) > 2 else parts
+    parts = _by_sign(parts) if len(parts) > 2 else parts
     out: list[Finding] = []
     for part in parts:
-        small, (i, t) = _smallest_of(
-            case, b, part, failing, _typical(case.off(b, found), r)
-        )
-        place = replace(part.place, numbers=token_numbers(case, small, (i, t)))
-        why = ""
-        if one is not None:
-            why = case.cause = one.words
-        elif not out:
-            shown = Weights(
-                small,
-                case.weights(small),
-                case.expected(small),
-                case.ratio(small),
-                small.mask,
-            )
-            why = pattern(tested, shown, case.tol, case.o.level not in REDUCE)
-        out.append(
-            fail(
-                "gradient",
-                "",
-                *numbers(case, small, i, t),
-                example(case, small),
-                why,
-                place=place,
-            )
-        )
-        if one is not None and out[-1].example is not None:  # one fault is one finding
-            out = [
-                replace(
-                    out[-1],
-                    also=tuple(other.place for other in parts if other is not part),
-                )
-            ]
-            break
-    if one is None:
-        return out
-    out = out[-1:]
-    if one.kind == "stop-gradient":
-        out.append(fail("stop-gradient", "", cause=one.words, place=parts[0].place))
+        small, at = _smallest_of(case, b, part, failing, prefer)
+        why = "" if out else _pattern_of(case, tested, small)
+        out.append(_in_region(case, part, small, at, why))
     return out
+
+
+def _of_one_fault(
+    case: Case,
+    b: Rollouts,
+    parts: list[Region],
+    failing: Tensor,
+    prefer: Tensor,
+    one: LossFault,
+) -> list[Finding]:
+    """Return one finding for all regions that the fault explains, shown in the first
+    region with a batch on which the printed gradients differ.
+
+    Args:
+        case, b, failing, prefer: as of `_smallest_of`.
+        parts: the regions, one for each sign of A.
+        one: the fault.
+    """
+    for part in parts:
+        small, at = _smallest_of(case, b, part, failing, prefer)
+        finding = _in_region(case, part, small, at, one.words)
+        if finding.example is not None:
+            break
+    also = tuple(other.place for other in parts if other is not part)
+    finding = replace(finding, also=also)
+    if one.kind != "stop-gradient":
+        return [finding]
+    lost = fail("stop-gradient", "", cause=one.words, place=parts[0].place)
+    return [finding, lost]
+
+
+def _in_region(
+    case: Case, part: Region, small: Rollouts, at: tuple[int, int], why: str
+) -> Finding:
+    """The finding of a region, shown by this token of its smallest batch."""
+    place = replace(part.place, numbers=token_numbers(case, small, at))
+    shown = example(case, small)
+    return fail("gradient", "", *numbers(case, small, *at), shown, why, place=place)
+
+
+def _pattern_of(case: Case, tested: Weights, small: Rollouts) -> str:
+    """What the wrong weights have in common, where no known fault gives them."""
+    found, expected = case.weights(small), case.expected(small)
+    shown = Weights(small, found, expected, case.ratio(small), small.mask)
+    return pattern(tested, shown, case.tol, case.o.level not in REDUCE)
 
 
 def _smallest_of(
