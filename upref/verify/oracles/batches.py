@@ -173,27 +173,29 @@ def one_response(case: Case) -> list[Finding]:
         """The case and its weights of a batch, in float32 where a dtype is given."""
         return case.singly(c) if dtype else (case, case.weights(c))
 
+    def off(c: Rollouts, dtype: torch.dtype | None) -> Tensor:
+        """How far each weight is off, [B, T]; 0 where rounding or a clamp may be why."""
+        one, found = ask(c, dtype)
+        # what a clamp of log r is asked for
+        extreme = one.ratio(c).log().abs() > CLAMPS[0]
+        forgiven = one.rounded(c) | beyond_range(one, c, found) | extreme
+        apart = one.off(c, found).masked_fill(forgiven, 0)
+        return torch.where(apart > 10 * one.tol, apart, 0)
+
+    def is_off(c: Rollouts, dtype: torch.dtype | None) -> bool:
+        """Whether a weight is off."""
+        return bool(off(c, dtype).max() > 0)
+
     for n, (regime, b) in enumerate(_single(case)):
         dtype = None if n % 2 or case.single else torch.float32
-        asked = partial(ask, dtype=dtype)
-
-        def off(c: Rollouts, asked=asked) -> Tensor:
-            one, found = asked(c)
-            # what a clamp of log r is asked for
-            extreme = one.ratio(c).log().abs() > CLAMPS[0]
-            apart = one.off(c, found).masked_fill(
-                one.rounded(c) | beyond_range(one, c, found) | extreme, 0
-            )
-            return torch.where(apart > 10 * one.tol, apart, 0)
-
         try:
-            apart = off(b)
+            apart = off(b, dtype)
         except InputError as e:  # one that asks for several responses, or for whole groups, says so itself
             return [note("one-response", f"{regime} is refused", found=str(e))]
         if apart.max() > 0:
-            b = shrink(b, lambda c, off=off: bool(off(c).max() > 0), worst(apart))  # type: ignore[misc]
-            i, t = worst(off(b))
-            says = case.expected(b)[i, t].item(), asked(b)[1][i, t].item()
+            b = shrink(b, partial(is_off, dtype=dtype), worst(apart))
+            i, t = worst(off(b, dtype))
+            says = case.expected(b)[i, t].item(), ask(b, dtype)[1][i, t].item()
             large = clipped(case, LARGE)
             why = confirmed_at(case, large, b, (i, t), says[1])
             return [fail("one-response", regime, *says, example(case, b, dtype), why)]
