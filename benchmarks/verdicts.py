@@ -82,7 +82,7 @@ def identify() -> Subjects:
     yield from cases("box")
     for name in upref.names():
         yield name, lambda name=name: upref.identify(upref.get(name))
-    for s in importlib.import_module("tests.support.zoo.spots").RIGHT:
+    for s in importlib.import_module("tests.support.zoo.blind_spots").RIGHT:
         yield f"{s} {s.objective} {s.hp}", lambda s=s: upref.identify(s.function)
 
 

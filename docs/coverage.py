@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def axes() -> str:
-    """The axes of the input, from upref.weights.axes."""
+    """The axes of the input, from upref.weights.stress."""
     from upref.verify.oracles.batches import ONE_RESPONSE
-    from upref.weights.axes import AXES, NAMED, TILED
     from upref.weights.batches import LOG_R, MU, MU_READ, OVERFLOW, SIGNS
+    from upref.weights.stress import AXES, NAMED, TILED
 
     said = lambda xs: ", ".join(f"{x:g}" for x in xs)
     first: dict[str, str] = {}
@@ -114,9 +114,9 @@ def habits() -> str:
 
 
 def ends() -> str:
-    """The table of tests/support/ends.py, and what upref.foreign.guard sets back."""
-    from tests.support.ends import COMMAND
-    from upref.foreign.guard import AROUND, RANDOM, STATE
+    """The table of tests/support/exit_status.py, and what upref.user_code.guard sets back."""
+    from tests.support.exit_status import COMMAND
+    from upref.user_code.guard import AROUND, RANDOM, STATE
 
     rows = [
         (words, f"{status}", "a report" if report else says)

@@ -29,7 +29,7 @@ if [[ "$*" == quick ]]; then
     repro/venv.sh mini
     judge upref upref_frameworks upref_course paper
     # A whole loss takes `check` a second, so what judges many of them (tests/verify) is left to the whole command.
-    exec "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (slow or verl or trl or smoke or nightly)" tests/core tests/foreign tests/grim \
+    exec "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (slow or verl or trl or smoke or nightly)" tests/core tests/user_code tests/grim \
         tests/claims tests/pages/test_architecture.py tests/pages/test_requirements.py --ignore-glob '*test_figures*' --ignore-glob '*test_compile*'
 fi
 repro/venv.sh mini

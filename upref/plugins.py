@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from upref.cli.verb import Verb
-    from upref.foreign.loss import Loss
     from upref.registry import Objective
     from upref.replay.record import Schedule, Sink
     from upref.replay.schema import RecordedBatch
+    from upref.user_code.loss import Loss
 
 VERBS = {  # of packages of the same distribution, which an installation may lack
     "audit": "upref_frameworks",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from upref.errors import InputError
 from upref.files import write_atomically
-from upref.foreign.load import load
+from upref.user_code.load import load
 from upref.verify.oracle import discover
 from upref_course import lessons
 from upref_course.exercise import Exercise, located

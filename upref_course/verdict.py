@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.foreign.guard import called
 from upref.result import Result
 from upref.tensors import describe, is_materialized
+from upref.user_code.guard import called
 from upref.verify.faults import Fault
 from upref.verify.finding import Number
 from upref.verify.render import describe_pair

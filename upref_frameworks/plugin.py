@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from upref.foreign.loss import Loss
-from upref.foreign.signature import parameters
 from upref.registry import Objective
+from upref.user_code.loss import Loss
+from upref.user_code.signature import parameters
 from upref_frameworks import names
 from upref_frameworks.nemo_rl import dump as nemo_rl
 from upref_frameworks.prime_rl import dump as prime_rl

@@ -15,7 +15,7 @@ from torch import Tensor
 from upref.aggregation import Totals
 from upref.cli.verb import parse_number
 from upref.errors import InputError
-from upref.foreign.settings import pairs
+from upref.user_code.settings import pairs
 
 
 def split(name: str, mode: str) -> tuple[str, dict[str, Any], bool]:

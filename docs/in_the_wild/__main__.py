@@ -76,7 +76,7 @@ def raises(loss) -> bool:
 
 def called(loss):
     """A loss as upref reads it, on (lp, old, A, m, ref)."""
-    read = upref.foreign.read(loss)
+    read = upref.user_code.read(loss)
 
     def f(lp, old, A, m, ref):
         b = upref.Rollouts(

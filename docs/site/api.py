@@ -59,7 +59,7 @@ MODULES = {
     "upref.weights.curve": "Weights as curves",
     "upref.weights.capacity": "Probability Capacity",
     "upref.weights.batches": "Synthetic batches",
-    "upref.weights.axes": "Batches of unusual inputs",
+    "upref.weights.stress": "Batches of unusual inputs",
     "upref.derivation": "Derivations",
     "upref.verify.report": "The report of a check",
     "upref.identification.identification": "The answer of identify",

@@ -316,18 +316,18 @@ COARSE = np.meshgrid(np.linspace(0.02, 1, 21), np.linspace(0, 1, 23))
 
 @pytest.mark.parametrize("A", [1, -1, -0.3])
 @pytest.mark.parametrize("loss, name", [(ppo, "grpo"), (masked_tv, "dppo_tv")])
-def test_foreign_loss(loss, name, A):
+def test_user_loss(loss, name, A):
     mu, p = COARSE
     assert_cap(capacity(loss, p, mu, A), capacity(name, p, mu, A))
 
 
-def test_foreign_loss_takes_its_hyperparameters():
+def test_user_loss_takes_its_hyperparameters():
     assert_cap(capacity(ppo, 0.1, 0.1, 1, eps=0.5), 0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", daily(MAPPABLE, 2))
-def test_registered_surrogate_taken_as_a_foreign_loss(name):
+def test_registered_surrogate_taken_as_a_user_loss(name):
     """The weight by autograd through the code that trains, against the weight written
     by hand.
     """

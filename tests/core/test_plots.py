@@ -77,7 +77,7 @@ def test_labels_lie_inside_their_region():
             assert (p > mu) == (text.get_text() == "Dual Clip")
 
 
-def test_cap_map_of_a_foreign_loss():
+def test_cap_map_of_a_user_loss():
     fig = drawn(
         cap_panels(
             [
@@ -105,7 +105,7 @@ def test_advantages_one_a_response_in_small_batches():
     assert max(rows) <= 1000  # not the 160,000 cells of the map
 
 
-def test_weights_of_a_foreign_loss_have_its_scale():
+def test_weights_of_a_user_loss_have_its_scale():
     fig = drawn(weights(my_loss, "grpo", eps=0.3))
     for ax in fig.axes[:2]:
         mine, grpo = (line.get_ydata() for line in ax.lines[:2])

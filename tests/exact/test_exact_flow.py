@@ -24,7 +24,7 @@ from repro.exact.experiments import (
 )
 from repro.exact.task import F64, bandit
 from upref.errors import InputError
-from upref.foreign.guard import one_thread
+from upref.user_code.guard import one_thread
 
 pytestmark = pytest.mark.slow
 UP, DAPO, IS, OFF = (

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.fifth_set.case import Case
-from upref.foreign import read
 from upref.registry import get
 from upref.rollouts import Rollouts
+from upref.user_code import read
 
 
 def private(seed: int, spread: float, rows: int = 14, columns: int = 23) -> Rollouts:

@@ -13,7 +13,7 @@ import torch
 import upref
 from upref import InputError
 from upref.cli import main
-from upref.foreign import read
+from upref.user_code import read
 from upref.weights.batches import OFF_EDGES, batch, grad
 from upref_frameworks import audits as A
 

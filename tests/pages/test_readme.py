@@ -104,7 +104,7 @@ def test_the_pytest_file_passes_and_can_fail(tmp_path):
 
 def test_what_is_read_by_name_and_what_is_refused():
     """The sentences under "Your own loss"."""
-    from upref.foreign.names import role
+    from upref.user_code.names import role
 
     said = dict(zip(("logp_old", "logp_old", "logp", "adv", "mask"),
                     ("old_logps", "behaviour_log_probs", "new", "adv", "response_mask"), strict=True))  # fmt: skip

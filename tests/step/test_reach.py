@@ -234,11 +234,18 @@ def test_a_gradient_that_is_not_finite_is_not_called_zero():
             "dapo",
             temperature=T,
             rows=rows_of(Gated((1,))),
-            stir=False,
+            perturb_weights=False,
         )
     with pytest.raises(upref.InputError, match="gradient is 0 on these rows"):
         zero = [replace(r, adv=0.0) for r in rows_of(Gated((1,)))]
-        check_step(bare_step, Gated((1,)), "dapo", temperature=T, rows=zero, stir=False)
+        check_step(
+            bare_step,
+            Gated((1,)),
+            "dapo",
+            temperature=T,
+            rows=zero,
+            perturb_weights=False,
+        )
 
 
 def rows_of(model) -> list[Row]:

@@ -18,7 +18,7 @@ from upref.errors import InputError
 from upref.step import TorchModel, check_step
 from upref.step.case import built, meant
 from upref.step.rows import HOLES, LENGTHS
-from upref.verify.faults.misread import shifted
+from upref.verify.faults.batch_reading import shifted
 from upref.weights.batches import random_batch
 
 

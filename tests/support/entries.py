@@ -19,15 +19,15 @@ import torch
 import upref
 import upref.hidden
 import upref.weights.batches
-from tests.support.odd import JUNK
+from tests.support.bad_inputs import JUNK
 
 # of docs/site/api.py: module or function -> why it need not answer with a sentence
 INNER = {
     "ops": "the words in which objectives are written, for tensors, arrays and symbols: their own errors",
     "kl": "two tensors in, elementwise: torch's own errors",
-    "weights.batches": "makes the batches of the checker; nothing foreign reaches it",
+    "weights.batches": "makes the batches of the checker; no user code reaches it",
     "weights.axes": "the same",
-    "weights.curve": "`of`, which reads what is foreign, is the entry point; the rest is called with curves",
+    "weights.curve": "`of`, which reads user code, is the entry point; the rest is called with curves",
     "derivation": "parts of `derive`",
     "weights.plots": "parts of `cap_map` and `weights`, handed curves and axes",
     "weights.plots.save": "the last step of `upref cap -o`",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad and odd inputs (odd.py) at every entry point: public functions (entries.py), the
+"""Bad and odd inputs (bad_inputs.py) at every entry point: public functions (entries.py), the
 command (typed.py), audits.
 
     python -m tests.support.fuzz [inputs] [seed] [FILE]
@@ -34,12 +34,12 @@ import upref.weights.batches
 import upref.weights.curve
 from paper import grim
 from paper.grim.read import read as read_table
-from tests.support import entries, odd, typed
-from tests.support.odd import JUNK, a_loss, moody
+from tests.support import bad_inputs, entries, typed
+from tests.support.bad_inputs import JUNK, a_loss, moody
 from upref.errors import InputError
-from upref.foreign import read
-from upref.foreign.guard import RANDOM, STATE, _equal
 from upref.identification.identification import Identification
+from upref.user_code import read
+from upref.user_code.guard import RANDOM, STATE, _equal
 from upref.verify.report import Report
 from upref_course import explorer, grader as learn
 from upref_frameworks import audits
@@ -122,13 +122,13 @@ def tries(rng: random.Random):
         "a moody curve": lambda: upref.capacity(a_moody(), 0.1, 0.1, 1.0),
         "audit": lambda: audits.audit(some(), rng.choice([(), some()])),
         "audit, ledger": lambda: ledger.check_ledger(
-            [], ledger.read("verl", odd.a_ledger(rng, LEDGER)), str(some()), True
+            [], ledger.read("verl", bad_inputs.a_ledger(rng, LEDGER)), str(some()), True
         ),
         "audit-table": lambda: grim.audit(
-            read_table(odd.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])
+            read_table(bad_inputs.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])
         ),
         "a student": lambda: a_student(rng),
-        "claims": lambda: paper.claims.read(odd.a_ledger(rng, CLAIMS)),
+        "claims": lambda: paper.claims.read(bad_inputs.a_ledger(rng, CLAIMS)),
         "explorer": lambda: explorer.write(rng.choice(["no/x.html", *map(str, JUNK)])),
     }
     slow = (

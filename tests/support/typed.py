@@ -87,9 +87,9 @@ def wrong(log_prob, old_log_prob, advantages, mask): raise ValueError("one\\ntwo
 class two: three = 3
 def __getattr__(name):
     import random
-    from tests.support import odd
+    from tests.support import bad_inputs
     if not name.startswith("moody_"): raise AttributeError(name)
-    return odd.moody(random.Random(name))
+    return bad_inputs.moody(random.Random(name))
 """
 
 
@@ -134,8 +134,8 @@ def a_lesson(number: int, rng: random.Random, ends: bool) -> None:
     e = next(e for e in exercises() if e.number == number)
     file = Path(e.file)
     file.rmdir() if file.is_dir() else file.unlink(missing_ok=True)
-    hook = f"import sys\nsys.path.insert(0, {ROOT!r})\nimport random\nfrom tests.support import odd\n"
-    text = f"{hook}{e.function} = odd.student({number}, random.Random({rng.random()}), {ends})\n"
+    hook = f"import sys\nsys.path.insert(0, {ROOT!r})\nimport random\nfrom tests.support import bad_inputs\n"
+    text = f"{hook}{e.function} = bad_inputs.student({number}, random.Random({rng.random()}), {ends})\n"
     odd_ones = ["", "def f(", "\0", e.text(), f"{e.function} = 3", "raise SystemExit", f"def {e.function}(): pass",
                 f"def {e.function}(*a): return ...", "import no_such_module", f"class {e.function}: pass",
                 "1/0"]  # fmt: skip

@@ -28,7 +28,7 @@ from tests.support.cases import (
 from tests.support.cases.bodies import loss
 from tests.support.cases.table import ALL
 from upref import Rollouts
-from upref.foreign import read
+from upref.user_code import read
 from upref.verify.factors import declared_aggregation
 from upref.verify.finding import Number
 from upref.verify.measure import FLOATS, make_case

@@ -25,8 +25,8 @@ from tests.support.cases.styles import (
     wrong,
 )
 from upref.cli import main
-from upref.foreign import read
 from upref.pytest_plugin import _assert_policy_loss, assert_policy_loss  # noqa: F401  the fixture, as pytest finds it
+from upref.user_code import read
 from upref.verify.check import every
 from upref.verify.faults import known
 from upref.verify.measure import make_case

@@ -16,7 +16,7 @@ import upref
 from upref import interrupt
 from upref.cli import _parser, commands, main
 from upref.cli.verb import hyperparameters
-from upref.foreign.guard import called
+from upref.user_code.guard import called
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,12 +25,12 @@ import upref
 import upref.weights.batches
 from repro import fork
 from tests.support.daily import daily
-from tests.support.ends import COMMAND
+from tests.support.exit_status import COMMAND
 from tests.verify.test_cli import is_running
 from upref.cli import commands, main
 from upref.errors import InputError
-from upref.foreign.guard import AROUND, RANDOM, STATE, _equal, called, state_restored
 from upref.pytest_plugin import assert_policy_loss
+from upref.user_code.guard import AROUND, RANDOM, STATE, _equal, called, state_restored
 
 leave = os._exit
 

@@ -11,12 +11,12 @@ import torch
 
 import upref
 from tests.support.daily import daily
-from upref.foreign import read
 from upref.registry import REDUCE
+from upref.user_code import read
 from upref.verify.measure import make_case, unit_weights
 from upref.verify.oracles.batches import one_response
 from upref.verify.oracles.unusual import unusual_inputs
-from upref.weights.axes import AXES, COLLIDE, NAMED, WIDE, stress_batch
+from upref.weights.stress import AXES, COLLIDE, NAMED, WIDE, stress_batch
 
 
 def runs(m):

@@ -63,7 +63,7 @@ def _run_apart(args: argparse.Namespace) -> int:
 
     def prepare() -> int:
         args.chosen_verb.refuse(args)
-        import_module("upref.foreign")  # with torch: the time limit is for user code
+        import_module("upref.user_code")  # with torch: the time limit is for user code
         return 0
 
     stdout = sys.stdout

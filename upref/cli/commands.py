@@ -73,8 +73,8 @@ def check(args) -> int:
                 f"a log-prob function has no setting {unknown[0]!r}: give softcap, logit_scale or ranks."
             )
         return answer(args, check_logprobs(args.loss, skip=skip, **hp))
-    from upref.foreign import from_signature
     from upref.registry import get
+    from upref.user_code import from_signature
     from upref.verify.check import check as verdict
 
     o = get(args.name)
@@ -85,8 +85,8 @@ def check(args) -> int:
 
 
 def identify(args) -> int:
-    from upref.foreign import from_signature, no_objective
     from upref.identification.identify import identify as which
+    from upref.user_code import from_signature, no_objective
 
     return answer(
         args, which(from_signature(args.loss, no_objective(), {}, alone=True))
@@ -129,7 +129,7 @@ def _losses(given: list[str]) -> list[Any]:
     """Objectives and losses; those of one framework that needs a process, in whose
     packages this one then runs.
     """
-    from upref.foreign import no_objective
+    from upref.user_code import no_objective
     from upref.weights import plots  # noqa: F401  (before the imports are restricted)
 
     owner = {

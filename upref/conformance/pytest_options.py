@@ -13,7 +13,7 @@ from upref.conformance.ranks import run_ranks
 from upref.conformance.results import read_expected_failures, write_results
 from upref.conformance.runner import Outcome, Status, run
 from upref.errors import InputError
-from upref.foreign.guard import one_thread
+from upref.user_code.guard import one_thread
 
 # failures whose cause is searched: a red build must not take longer than a green one
 EXPLAINED = 3

@@ -15,7 +15,6 @@ from torch import distributed as dist
 from upref.conformance.adapter import Adapter
 from upref.conformance.cases import Case
 from upref.errors import InputError
-from upref.foreign.guard import one_line
 from upref.step import rows as batch
 from upref.step.case import meant, perturb, sample
 from upref.step.check import StepReport, check_recorded, check_step
@@ -23,6 +22,7 @@ from upref.step.families import END, V, tiny
 from upref.step.record import Recorded, Step, gradients, watched
 from upref.step.reference import TorchModel, as_float64
 from upref.step.rows import AXES, Row
+from upref.user_code.guard import one_line
 
 
 class Status(StrEnum):
@@ -216,7 +216,7 @@ def _compare(
             case.objective,
             rows=rows,
             without=AXES,
-            stir=False,
+            perturb_weights=False,
             **goal,
         )
     reference = TorchModel(model)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from upref.aggregation import AGGREGATIONS, Totals
 from upref.errors import InputError
-from upref.foreign import Loss, read
-from upref.foreign.guard import state_restored
 from upref.identification.identification import Identification, Match
 from upref.registry import REDUCE, Objective, get, names
 from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS
+from upref.user_code import Loss, read
+from upref.user_code.guard import state_restored
 from upref.verify.explain import fits, reproduces, two_gradients
 from upref.verify.factors import declared_aggregation
 from upref.verify.faults import known
@@ -522,7 +522,7 @@ def _against(box: BlackBox, m: Match) -> Case:
     return replace(box.case, o=o, hp=hp, agg=box.agg or declared_aggregation(o))
 
 
-# of upref.weights.axes.AXES
+# of upref.weights.stress.AXES
 ASKED = ("ratios", "advantages", "certain tokens", "lengths")
 
 

@@ -2,7 +2,7 @@
 """Files to recorded batches: `.npz` and `.safetensors` of docs/dump.md here,
 frameworks' own files by their readers.
 
-A file is foreign: its announced sizes are checked before anything is allocated, nothing
+A file is not trusted: its announced sizes are checked before anything is allocated, nothing
 in it is run, and whatever its parser raises becomes one sentence.
 """
 

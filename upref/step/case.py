@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check is made of: the goal, the rows, the stirred model, and the gradient that
+"""What a check is made of: the goal, the rows, the perturbed model, and the gradient that
 the step makes.
 """
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from upref import advantages
 from upref.errors import InputError
-from upref.foreign.guard import one_line, refuse_exit
 from upref.interrupt import Terminated
 from upref.registry import REDUCE, Objective, get
 from upref.step import rows as batch
@@ -33,6 +32,7 @@ from upref.step.reference import (
     unwrapped,
 )
 from upref.step.rows import AXES, Padded, Row
+from upref.user_code.guard import one_line, refuse_exit
 
 BOUND = 2e-5  # of |g - g*| / |g*| in float32
 HALVES = (torch.bfloat16, torch.float16)
@@ -361,8 +361,8 @@ def perturb(net: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def perturbed(model: nn.Module, stir: bool) -> Iterator[None]:
-    """Perturb the weights if `stir`, and restore the whole model at the end."""
+def perturbed(model: nn.Module, perturb_weights: bool) -> Iterator[None]:
+    """Perturb the weights if `perturb_weights`, and restore the whole model at the end."""
     net = unwrapped(model)
     before = {n: v.detach().clone() for n, v in net.state_dict().items()}
     grads = {n: p.grad for n, p in net.named_parameters()}
@@ -370,7 +370,7 @@ def perturbed(model: nn.Module, stir: bool) -> Iterator[None]:
     try:
         for p in net.parameters():
             p.grad = None
-        if stir:
+        if perturb_weights:
             perturb(net)
         yield
     finally:

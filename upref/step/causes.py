@@ -18,12 +18,12 @@ from upref.errors import InputError
 from upref.kl import ESTIMATORS
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
+from upref.step.normalizers import factor_words, right_factors
 from upref.step.rows import Row
-from upref.step.shares import factor_words, right_factors
 from upref.step.weights import Tokens, factors, is_named, left_out
 from upref.verify.faults import known
+from upref.verify.faults.batch_reading import between, moved
 from upref.verify.faults.losses import LossFault, fault, term_of
-from upref.verify.faults.misread import between, moved
 
 BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from upref.errors import InputError
-from upref.foreign.guard import one_line
 from upref.registry import REDUCE, Objective
 from upref.step import rows as batch
 from upref.step.case import (
@@ -39,6 +38,7 @@ from upref.step.record import Recorded
 from upref.step.reference import Gradient, Model, TorchModel
 from upref.step.rows import AXES, Row
 from upref.step.weights import without_numbers
+from upref.user_code.guard import one_line
 from upref.verify.finding import Number
 from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_state
 
@@ -115,7 +115,7 @@ def check_step(
     clip: float | None = None,
     scale: float = 1.0,
     without: Sequence[str] = (),
-    stir: bool = True,
+    perturb_weights: bool = True,
     seed: int = 0,
     group_size: int | None = None,
     rewards: Sequence[float] | None = None,
@@ -143,7 +143,7 @@ def check_step(
         scale: a constant factor of the loss that you mean.
         without: what the step cannot do, and the case leaves out: lengths, temperature,
             ratio, holes.
-        stir: enlarge and disturb the weights first, so that attention, biases and norms
+        perturb_weights: enlarge and disturb the weights first, so that attention, biases and norms
             have an effect.
         seed: of the rows.
         group_size: 2, 4 or 8: so many responses in a row share a prompt and a group;
@@ -177,7 +177,11 @@ def check_step(
                 "at temperature 1 a forgotten temperature does not show: pass temperature=0.7, or "
                 'without=["temperature"].'
             )
-        with perturbed(model, stir) if isinstance(model, nn.Module) else nullcontext():
+        with (
+            perturbed(model, perturb_weights)
+            if isinstance(model, nn.Module)
+            else nullcontext()
+        ):
             return _check(step, model, goal, asked, rows, without, seed, explain)
 
     return conclude(check) if world_size() > 1 else check()

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from upref.kl import ESTIMATORS
 from upref.step.case import HALVES, Case, Compared
 from upref.step.causes import named
-from upref.step.changed import changed
 from upref.step.forward import (
     SPAN,
     Forward,
@@ -26,10 +25,11 @@ from upref.step.forward import (
 )
 from upref.step.forwards import others, tried
 from upref.step.goal import Goal
+from upref.step.gradient_clipping import find_change
+from upref.step.normalizers import factor_words
 from upref.step.reference import Gradient, Model, TorchModel, text_config
 from upref.step.rows import Padded, Row, locate
 from upref.step.scores import Variant, quick
-from upref.step.shares import factor_words
 from upref.step.weights import Reading, Tokens, gradient, observed, read
 from upref.verify.finding import Number
 from upref.verify.report import Finding, fail
@@ -128,7 +128,7 @@ def diagnosed(
         )
     if goal.clip is not None and near(found, it.rows.sum(0), bound):
         return say("the clip of the gradient's norm does not act")
-    if cause := changed(goal, model, it.rows, want, found, bound):
+    if cause := find_change(goal, model, it.rows, want, found, bound):
         return say(cause)
     goal, g = _before_clip(it)
     plain = Terms.of(goal, case.forward, case.b)

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from upref.errors import InputError
 from upref.step.forward import Forward
+from upref.step.normalizers import longest
 from upref.step.reference import TorchModel
 from upref.step.rows import Row, locate
 from upref.step.scores import Variant, again, fronted, heads
-from upref.step.shares import longest
 from upref.step.weights import is_named
 from upref.verify.faults import Fault
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from upref.errors import InputError
-from upref.foreign.guard import state_restored
 from upref.registry import names
 from upref.result import Result
 from upref.step.case import BOUND, Asked, Case, built, meant, perturbed, run
@@ -30,6 +29,7 @@ from upref.step.ranks import world_size
 from upref.step.reference import TorchModel
 from upref.step.rows import Row
 from upref.step.weights import read
+from upref.user_code.guard import state_restored
 
 FIRST = ("dapo", "grpo", "dr_grpo", "ppo_clip", "gspo", "cispo", "reinforce")
 ROWS = ("dapo", "gspo")  # objectives beside whose bounds the rows are

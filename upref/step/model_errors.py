@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from upref.errors import InputError
-from upref.foreign.guard import one_line
 from upref.interrupt import Terminated
+from upref.user_code.guard import one_line
 
 LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from upref.foreign import FIRST, SHAPES, Loss, infer_shapes, read
 from upref.registry import Objective, get
+from upref.user_code import FIRST, SHAPES, Loss, infer_shapes, read
 from upref.verify import oracles
 from upref.verify.measure import (
     EXACT,
@@ -46,7 +46,7 @@ def check(
         loss: a callable `(log_prob [B, T], old_log_prob [B, T], advantages [B, T], mask
             [B, T]) -> scalar` to minimize, an Objective, a trainer class of TRL, or a
             name: package.module:function, path/to/file.py:function, verl:loss_mode,
-            trl:loss_type. `upref.foreign` lists other arguments and results that are
+            trl:loss_type. `upref.user_code` lists other arguments and results that are
             recognized.
         objective: a registered name, or an Objective.
         agg: aggregation in place of the objective's own, a name of

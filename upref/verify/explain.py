@@ -21,6 +21,7 @@ from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS, up
 from upref.verify.factors import FACTORS, declared_aggregation
 from upref.verify.faults import known
+from upref.verify.faults.batch_reading import floored, left_out, reweighted
 from upref.verify.faults.corrections import corrected, retuned
 from upref.verify.faults.denominators import divided, placed
 from upref.verify.faults.losses import (
@@ -35,7 +36,6 @@ from upref.verify.faults.losses import (
     term_slope,
     terms,
 )
-from upref.verify.faults.misread import floored, left_out, reweighted
 from upref.verify.measure import Case, kl_slope, unit_weights
 from upref.weights.batches import (
     OFF_EDGES,

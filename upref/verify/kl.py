@@ -19,7 +19,7 @@ from torch import Tensor
 
 from upref import kl
 from upref.errors import InputError
-from upref.foreign.kl import Term, read
+from upref.user_code.kl import Term, read
 from upref.verify.faults import Fault, known
 from upref.verify.faults.kl import Formula
 from upref.verify.finding import Example, Number, Place, number_pair

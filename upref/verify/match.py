@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from upref.errors import InputError
-from upref.foreign import Loss
 from upref.registry import Objective, get, names
+from upref.user_code import Loss
 from upref.verify.measure import Case
 from upref.verify.probe import BlackBox, Point, measure, termed
 

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from upref import kl
 from upref.errors import InputError
-from upref.foreign import Loss, Outcome
 from upref.ops import mean_t, sum_t
 from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
+from upref.user_code import Loss, Outcome
 from upref.verify.factors import FACTORS, common_value, declared_aggregation, names
-from upref.weights.axes import stress_batch
 from upref.weights.batches import (
     EDGES,
     MU,
@@ -35,6 +34,7 @@ from upref.weights.batches import (
     relative_error,
     sampler,
 )
+from upref.weights.stress import stress_batch
 
 # float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
 EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5

@@ -18,8 +18,8 @@ from torch import Tensor
 from upref import kl
 from upref.aggregation import AGGREGATIONS
 from upref.errors import InputError
-from upref.foreign import Loss, no_objective
 from upref.rollouts import Rollouts
+from upref.user_code import Loss, no_objective
 from upref.verify.factors import common_value, names
 from upref.verify.faults.losses import term_slope, terms
 from upref.verify.measure import Case, make_case, without_rest

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar
 
-from upref.foreign.guard import state_restored
 from upref.result import Result
+from upref.user_code.guard import state_restored
 from upref.verify.finding import Example, Interval, Number, Place, Severity, encode
 from upref.verify.render import describe_example, describe_pair, describe_places
 

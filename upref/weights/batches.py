@@ -5,7 +5,7 @@ file, so that what is covered can be read off in one place.
 
 On policy (r = 1) nearly all objectives have the same gradient, so a test at r = 1
 proves nothing. Everything that compares losses reads its batches from here, and those
-of unusual inputs from axes.py.
+of unusual inputs from stress.py.
 """
 
 import math

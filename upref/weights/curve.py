@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from upref import foreign as losses
+from upref import user_code as losses
 from upref.errors import InputError
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from upref.errors import InputError
-from upref.foreign.guard import one_line
-from upref.foreign.settings import Shipped
+from upref.user_code.guard import one_line
+from upref.user_code.settings import Shipped
 from upref_frameworks import audits
 from upref_frameworks.audits import isolated
 from upref_frameworks.audits.framework import Framework

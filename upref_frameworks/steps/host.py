@@ -20,12 +20,12 @@ import torch
 from torch import distributed as dist
 
 from upref.errors import InputError
-from upref.foreign.guard import one_line
 from upref.step.case import built, meant
 from upref.step.check import StepReport, check_recorded
 from upref.step.record import Recorded
 from upref.step.reference import TorchModel
 from upref.step.rows import AXES, Row
+from upref.user_code.guard import one_line
 from upref.verify.group import on_loopback
 
 

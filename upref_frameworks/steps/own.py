@@ -20,8 +20,8 @@ from torch import distributed as dist
 from upref.cli.output import answer
 from upref.cli.verb import hyperparameters
 from upref.errors import InputError
-from upref.foreign.load import load
 from upref.step.check import StepReport, check_step
+from upref.user_code.load import load
 from upref.verify.group import on_loopback
 
 WAIT = timedelta(minutes=5)  # for another rank, before a rank ends

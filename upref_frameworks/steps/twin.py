@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from upref.errors import InputError, importing
-from upref.foreign.guard import one_line
 from upref.step.case import perturb
 from upref.step.families import FAMILIES, GATED, HEADS
 from upref.step.reference import unwrapped
+from upref.user_code.guard import one_line
 
 SIZES = GATED | HEADS | dict(sliding_window=6, moe_intermediate_size=24, num_experts=4, num_local_experts=4,
                              num_experts_per_tok=2, shared_expert_intermediate_size=24)  # fmt: skip

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from upref.aggregation import Totals
 from upref.errors import InputError, importing
-from upref.foreign.guard import state_restored
-from upref.foreign.loss import MAIN, Loss
-from upref.foreign.settings import describe_fields
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
+from upref.user_code.guard import state_restored
+from upref.user_code.loss import MAIN, Loss
+from upref.user_code.settings import describe_fields
 from upref_frameworks.settings import Bare, clip, split
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from upref.errors import InputError
-from upref.foreign.guard import state_restored
 from upref.registry import Objective
 from upref.step.check import StepReport
+from upref.user_code.guard import state_restored
 from upref_frameworks.steps.twin import twin
 from upref_frameworks.trl import step as trl
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from upref.aggregation import Totals, verl_name
 from upref.errors import InputError, importing
-from upref.foreign.loss import MAIN, Loss
-from upref.foreign.settings import describe_fields
 from upref.registry import Objective
 from upref.rollouts import Rollouts
+from upref.user_code.loss import MAIN, Loss
+from upref.user_code.settings import describe_fields
 from upref_frameworks.settings import Bare, clip, split
 
 OF_LOSS = (

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import upref
 from tests.support import zoo
-from tests.support.zoo import advantages, habits, spots
+from tests.support.zoo import advantages, blind_spots, habits
 
 from . import (
     ACCEPTED,
@@ -18,6 +18,7 @@ from . import (
     REJECTED,
     UNKNOWN,
     Case,
+    batch_reading,
     beyond,
     boxes,
     causes,
@@ -26,7 +27,6 @@ from . import (
     kl,
     logprob_changes,
     logprobs,
-    misread,
     public,
     right,
     styles,
@@ -160,7 +160,13 @@ def others():
     yield from (
         replace(c, nightly=c.function is zoo.right.python_loops) for c in zoo.ALL
     )
-    yield from (*habits.HABITS, *spots.WRONG, *spots.RIGHT, *spots.CAUSES, *spots.NAMED)
+    yield from (
+        *habits.HABITS,
+        *blind_spots.WRONG,
+        *blind_spots.RIGHT,
+        *blind_spots.CAUSES,
+        *blind_spots.NAMED,
+    )
     of = lambda fn, on, **more: Case(
         fn,
         on,
@@ -177,8 +183,8 @@ def others():
     yield from causes.CASES
     yield from sample(beyond.ROWS, 2)
     yield from sample(denominators.ROWS, 2, lambda c: c.name in denominators.BY_DAY)
-    yield from (Case(loss(body), on, file="misread", name=name, verdict=REJECTED, says=says)
-                for name, on, says, body in misread.CASES)  # fmt: skip
+    yield from (Case(loss(body), on, file="batch_reading", name=name, verdict=REJECTED, says=says)
+                for name, on, says, body in batch_reading.CASES)  # fmt: skip
     style = lambda name, fn, on, hp={}, **more: Case(
         fn, on, hp, file="styles", name=name, **more
     )

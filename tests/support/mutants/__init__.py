@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often the checker is right: losses written from the registry in foreign styles,
+"""How often the checker is right: losses written from the registry in the styles of others,
 changed by one slip each.
 
     python -m tests.support.mutants [--mutants N] [--rewritings N] [--seed S] [--scratch

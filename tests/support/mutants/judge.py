@@ -14,7 +14,7 @@ import torch
 
 import upref
 from upref.errors import InputError
-from upref.foreign import read
+from upref.user_code import read
 from upref.verify import oracles
 from upref.verify.check import every
 from upref.verify.measure import make_case

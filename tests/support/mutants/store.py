@@ -23,7 +23,7 @@ def library() -> str:
         "verify",
         "verify/oracles",
         "verify/advantages",
-        "foreign",
+        "user_code",
         "weights",
         "objectives",
     )

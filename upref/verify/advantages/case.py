@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A foreign advantage function compared with an estimator: what is expected, what
+"""A user's advantage function compared with an estimator: what is expected, what
 differs, the smallest batch.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A foreign advantage function as one frozen type: rewards and prompts in, one number
+"""A user's advantage function as one frozen type: rewards and prompts in, one number
 per response out.
 """
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError, importing
-from upref.foreign import names
-from upref.foreign.guard import called
-from upref.foreign.load import load, name_of
-from upref.foreign.signature import Reading, parameters, read as read_signature
+from upref.user_code import names
+from upref.user_code.guard import called
+from upref.user_code.load import load, name_of
+from upref.user_code.signature import Reading, parameters, read as read_signature
 from upref.verify.exact import UNGROUPED, Batch, lengths
 
 KINDS = {

@@ -18,7 +18,7 @@ from upref.verify.exact import EVEN, SINGLE, UNEVEN, Batch, near
 from upref.verify.finding import Number, number_pair
 from upref.verify.oracle import Not, Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
-from upref.weights.axes import COLLIDE, SAME
+from upref.weights.stress import COLLIDE, SAME
 
 LARGE_EPS = 1e-3  # beside rewards of 0 and 1, whose std is near 1/2
 # of Python that a call with large prompt ids may run: a loop up to the largest id has

@@ -17,8 +17,8 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.ops import mean_t, sum_t
 from upref.rollouts import Rollouts
+from upref.verify.faults.batch_reading import bisected
 from upref.verify.faults.losses import LossFault, fault
-from upref.verify.faults.misread import bisected
 from upref.verify.measure import Case, kl_slope, unit_weights
 
 LOG_RHO = np.linspace(-14, 14, 57)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from upref.foreign.logprobs import Outcome, Problem
+from upref.user_code.logprobs import Outcome, Problem
 from upref.verify.faults import Fault
 
 EPS = (1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12)

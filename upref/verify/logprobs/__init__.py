@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from upref.errors import InputError
-from upref.foreign.logprobs import Kernel, Problem, probe, read
+from upref.user_code.logprobs import Kernel, Problem, probe, read
 from upref.verify.faults.logprobs import solved
 from upref.verify.logprobs.oracles import DOUBLE, HALF, ORACLES, SINGLE, Case
 from upref.verify.oracle import run, validate_names

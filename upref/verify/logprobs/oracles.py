@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.foreign.logprobs import Kernel, Outcome, Problem
+from upref.user_code.logprobs import Kernel, Outcome, Problem
 from upref.verify.faults import known
 from upref.verify.faults.logprobs import (
     PLAIN as ANYWHERE,

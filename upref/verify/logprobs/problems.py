@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.foreign.logprobs import Kernel, Problem
+from upref.user_code.logprobs import Kernel, Problem
 
 # N, V, H: tokens, columns and hidden sizes a little beyond a tile, for each usual tile
 TILES = [(35, 5, 3), (131, 7, 3), (515, 5, 2), (1027, 5, 2), (4099, 4, 2)]

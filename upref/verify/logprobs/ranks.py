@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from upref.errors import Gone, InputError
-from upref.foreign.guard import state_restored
-from upref.foreign.logprobs import Kernel, Outcome, Problem
+from upref.user_code.guard import state_restored
+from upref.user_code.logprobs import Kernel, Outcome, Problem
 from upref.verify.faults.logprobs import entropy, log_sum, pick, solved, states
 from upref.verify.finding import number_pair
 from upref.verify.group import on_loopback

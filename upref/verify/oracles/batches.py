@@ -13,7 +13,7 @@ from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed_at, everywhere
-from upref.verify.faults.misread import LARGE, clipped
+from upref.verify.faults.batch_reading import LARGE, clipped
 from upref.verify.finding import number_pair
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.foreign.names import CALLED
 from upref.rollouts import Rollouts
+from upref.user_code.names import CALLED
 from upref.verify.explain import confirmed, confirmed_at, everywhere
+from upref.verify.faults.batch_reading import LARGE, clipped
 from upref.verify.faults.denominators import placed
-from upref.verify.faults.misread import LARGE, clipped
 from upref.verify.finding import Number, number_pair
 from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle

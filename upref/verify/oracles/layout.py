@@ -9,8 +9,8 @@ from itertools import product
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.foreign.loss import LAYOUTS
 from upref.rollouts import Rollouts
+from upref.user_code.loss import LAYOUTS
 from upref.verify.finding import number_pair
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.foreign.names import CALLED
 from upref.rollouts import Rollouts
+from upref.user_code.names import CALLED
 from upref.verify.explain import everywhere
 from upref.verify.factors import common_value
 from upref.verify.finding import Number, number_pair

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from upref.errors import Gone, InputError
-from upref.foreign.guard import stopped
-from upref.foreign.shapes import probe
 from upref.rollouts import Rollouts
+from upref.user_code.guard import stopped
+from upref.user_code.shapes import probe
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail

@@ -15,17 +15,17 @@ from upref.errors import InputError, OutOfMemory
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed_at
+from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.faults.corrections import corrected
 from upref.verify.faults.losses import LossFault
-from upref.verify.faults.misread import LARGE, clipped, left_out
 from upref.verify.finding import Example, Place, number_pair
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import cut, example, make_example, sampler_ratio, shrink, worst
-from upref.weights.axes import AXES, NEGATIVE, relabel_groups
 from upref.weights.batches import LOG_R, on_policy_batch
+from upref.weights.stress import AXES, NEGATIVE, relabel_groups
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
 LINES = 100_000  # of Python, for a loss that goes through all ids up to the largest
@@ -152,9 +152,7 @@ def _wrong(
             + hp
         )
         low = "  # every number of it in float32" if dtype else ""
-        code = (
-            f"from upref.weights.axes import stress_batch\nb = stress_batch({of}){low}"
-        )
+        code = f"from upref.weights.stress import stress_batch\nb = stress_batch({of}){low}"
         shown = Example(code=code, rollouts=True)
     n = int(b.mask[i].sum())
     where = {

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from upref.errors import InputError
 from upref.files import require_readable
-from upref.foreign.guard import one_line
 from upref.interrupt import Terminated
+from upref.user_code.guard import one_line
 
 
 def load(target: str) -> Callable[..., Any]:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from upref.aggregation import Totals, aggregate
 from upref.errors import Gone, InputError
-from upref.foreign.guard import called, state_restored, stopped
-from upref.foreign.settings import describe_fields
 from upref.ops import recorded_sg
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
+from upref.user_code.guard import called, state_restored, stopped
+from upref.user_code.settings import describe_fields
 
 MAIN = ("logp", "logp_old", "adv", "mask")
 SHAPES = {"BT": "[B, T]", "B1": "[B, 1]", "B": "[B]"}

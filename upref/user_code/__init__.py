@@ -3,7 +3,7 @@
 judges.
 
 A loss is a plain callable `(log_prob, old_log_prob, advantages, mask)`, by these names
-or their usual variants (upref.foreign.names), by position where no name says anything;
+or their usual variants (upref.user_code.names), by position where no name says anything;
 by name also ref_log_prob, group, entropy, totals (the mini-batch's `Totals`, for a
 micro-batch), num_micro_batches, dp_size and hyperparameters. Or an `Objective`; a
 trainer class of TRL's; a name: package.module:function, path/to/file.py:function, or
@@ -21,20 +21,20 @@ from typing import Any
 
 from upref import catalog, plugins
 from upref.errors import InputError
-from upref.foreign import names
-from upref.foreign.load import load, name_of
-from upref.foreign.loss import FIRST, MAIN, SHAPES, Loss, Outcome
-from upref.foreign.settings import Shipped
-from upref.foreign.shapes import infer_shapes
-from upref.foreign.signature import (
+from upref.registry import Objective, get
+from upref.rollouts import Rollouts
+from upref.user_code import names
+from upref.user_code.load import load, name_of
+from upref.user_code.loss import FIRST, MAIN, SHAPES, Loss, Outcome
+from upref.user_code.settings import Shipped
+from upref.user_code.shapes import infer_shapes
+from upref.user_code.signature import (
     WRAP_PAGE,
     Reading,
     parameters,
     read as read_signature,
     wrapper,
 )
-from upref.registry import Objective, get
-from upref.rollouts import Rollouts
 
 __all__ = [
     "FIRST",
@@ -213,20 +213,20 @@ def _bind(
         raise InputError(
             f"{unknown[0]!r} is not a hyperparameter of {o.name} or a named argument of {name}."
         )
-    foreign = {p or k: hp[k] for k, p in others.items() if p or reading.accepts_kwargs}
+    passed = {p or k: hp[k] for k, p in others.items() if p or reading.accepts_kwargs}
     hp = {
         k: v
         for k, v in hp.items()
         if not (k in others and (others[k] or reading.accepts_kwargs))
     }
-    if twice := [k for k in hp if argument.get(k) in foreign]:
+    if twice := [k for k in hp if argument.get(k) in passed]:
         raise InputError(
             f"{twice[0]} and {argument[twice[0]]} are one argument of {name}: give {twice[0]} alone."
         )
     resolved, accepts_kwargs = o.resolve(hp), reading.accepts_kwargs
     needed = {meant for meant, p in argument.items() if p in reading.needed}
     if unbound := [
-        p for p in reading.needed if p not in argument.values() and p not in foreign
+        p for p in reading.needed if p not in argument.values() and p not in passed
     ]:
         if unbound[0] == "self":
             raise InputError(
@@ -248,7 +248,7 @@ def _bind(
         f"{p} is left at its default, {reading.own[p].default!r:.40}"
         for p in reading.left
     )
-    given = {*argument.values(), *foreign}
+    given = {*argument.values(), *passed}
     unfed = tuple(
         p
         for p, own in reading.own.items()
@@ -263,7 +263,7 @@ def _bind(
     read_as = "; ".join(filter(None, (read_as, *own)))
     return Loss(
         name,
-        lambda full, hp: call(full, foreign | spelled(hp)),
+        lambda full, hp: call(full, passed | spelled(hp)),
         o,
         reads,
         frozenset(argument),

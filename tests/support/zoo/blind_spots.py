@@ -20,7 +20,7 @@ BOX = {"kind": "box", "verdict": IS, "within": {"abs": 1e-6}}
 
 
 def Spot(function, objective, why="", hp=None, **more):
-    return Case(function, objective, hp or {}, why=why, file="spots", **more)
+    return Case(function, objective, hp or {}, why=why, file="blind_spots", **more)
 
 
 def clipped(log_r, A, low=0.2, high=0.28):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.foreign import names
-from upref.foreign.guard import called
-from upref.foreign.load import load, name_of
-from upref.foreign.signature import Reading, read as read_signature
+from upref.user_code import names
+from upref.user_code.guard import called
+from upref.user_code.load import load, name_of
+from upref.user_code.signature import Reading, read as read_signature
 
 # not exact in float32
 PROBE = torch.tensor([[-1.1, -0.7, -2.3], [-0.2, -3.1, -1.9]], dtype=torch.float64)

@@ -11,7 +11,7 @@ from upref.step.goal import Goal
 from upref.step.reference import Model, TorchModel
 
 
-def changed(
+def find_change(
     goal: Goal, model: Model, rows: Tensor, want: Tensor, g: Tensor, bound: float
 ) -> str:
     """In words, where the gradient that was found is then reproduced; or nothing."""

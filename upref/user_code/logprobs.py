@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.foreign import names
-from upref.foreign.guard import called
-from upref.foreign.load import load, name_of
-from upref.foreign.signature import Reading, parameters, read as read_signature
+from upref.user_code import names
+from upref.user_code.guard import called
+from upref.user_code.load import load, name_of
+from upref.user_code.signature import Reading, parameters, read as read_signature
 
 MAIN = {"hidden": ("hidden", "weight", "tokens"), "logits": ("logits", "tokens")}
 SETTINGS = {

@@ -9,8 +9,8 @@ import torch
 
 from upref.aggregation import Totals
 from upref.errors import InputError
-from upref.foreign.loss import ALSO_LIVE, FIRST, SHAPES, Loss
 from upref.rollouts import Rollouts
+from upref.user_code.loss import ALSO_LIVE, FIRST, SHAPES, Loss
 
 # whether the loss that it returns has a gradient too -> what is compared
 BACKWARD = {

@@ -289,7 +289,7 @@ def renormalized() -> Iterator[LossFault]:
             )
 
 
-def misread(
+def reading_faults(
     o: Objective, hp: dict[str, Any], bounds: list[float]
 ) -> Iterator[LossFault]:
     yield from untrained(o, hp)
@@ -298,7 +298,7 @@ def misread(
     yield from renormalized()
 
 
-CATALOGUE = Catalogue("losses", misread)
+CATALOGUE = Catalogue("losses", reading_faults)
 
 
 def _lengths(m: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from itertools import takewhile
 from typing import Any
 
 from upref.errors import InputError
-from upref.foreign.guard import one_line
-from upref.foreign.names import CALLED, may_be_old, not_given, sampler_of
+from upref.user_code.guard import one_line
+from upref.user_code.names import CALLED, may_be_old, not_given, sampler_of
 
 WRAP_PAGE = "docs/howto/wrap-your-loss.md"
 # an argument with a default of these types is not a tensor,

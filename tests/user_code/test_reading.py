@@ -19,8 +19,8 @@ import upref
 from upref.aggregation import aggregate
 from upref.cli import main
 from upref.errors import InputError
-from upref.foreign import names, read
 from upref.registry import get
+from upref.user_code import names, read
 
 CALLED = {
     "logp": [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blind spots of tests/support/zoo/spots.py: wrong on unusual inputs is rejected,
+"""The blind spots of tests/support/zoo/blind_spots.py: wrong on unusual inputs is rejected,
 right in unusual ways passes.
 """
 
@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import upref
-from tests.support.zoo import spots
+from tests.support.zoo import blind_spots
 from upref.verify.render import describe_example
 from upref.verify.shrink import make_example
-from upref.weights.axes import AXES, LARGE, stress_batch
 from upref.weights.batches import interval
+from upref.weights.stress import AXES, LARGE, stress_batch
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "topr"])
@@ -28,7 +28,7 @@ def test_an_axis_holds_what_it_says(name):
 
 
 def test_who_answers_otherwise_each_time_is_asked_nothing_else():
-    spot = next(s for s in spots.CAUSES if s.function.__name__ == "stateful")
+    spot = next(s for s in blind_spots.CAUSES if s.function.__name__ == "stateful")
     report = upref.check(spot.function, spot.objective)
     assert [f.oracle for f in report.failures] == ["determinism"]
 
@@ -39,7 +39,7 @@ def test_the_report_says_what_was_covered():
     assert "65,504" in said and "π_old" in said and "2^40" in said
 
 
-@pytest.mark.parametrize("spot", spots.RIGHT, ids=str)
+@pytest.mark.parametrize("spot", blind_spots.RIGHT, ids=str)
 def test_identify_agrees_with_check(spot):
     """What check accepts is named so, or as what has the same gradient: partly in
     float32 or not.
@@ -62,7 +62,7 @@ def test_no_batch_is_printed_that_nobody_reads():
 
 def test_a_row_without_tokens_that_makes_nan_is_noted():
     """Outside what the papers define, and many batches are padded by such rows."""
-    report = upref.check(spots.empty_row_makes_nan, "grpo")
+    report = upref.check(blind_spots.empty_row_makes_nan, "grpo")
     assert report and any(
         "masked throughout" in f.regime and f.found == "NaN" for f in report.notes
     ), str(report)
