@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from docs.site import gather, links
+from docs.site import gather, links, picture
 from upref_course import explorer
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +38,8 @@ def build(folder: Path) -> list[str]:
         return ["Sphinx had warnings or errors, above."]
     (new / "explorer").mkdir()
     explorer.write(new / "explorer" / "index.html")
+    (new / "picture").mkdir()
+    picture.write(new / "picture" / "index.html")
     if html.exists():  # until here the site of before stays
         html.rename(old)
     new.rename(html)

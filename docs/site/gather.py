@@ -38,7 +38,9 @@ LANGUAGES = {
 }
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCED = re.compile(r"^(`{3,}|:{3,}|~{3,}).*?^\1[ \t]*$", re.M | re.S)
-EMBEDDED = '<iframe class="explorer" src="../explorer/index.html" title="The Cap explorer" loading="lazy"></iframe>'
+# what the site shows in the place of these words
+FIELD = "(on the site: in a field).\n"
+FRAME = '<iframe class="picture" src="../picture/index.html" title="Your picture" sandbox="allow-scripts"></iframe>'
 MATHJAX = "d4295dc33744836935c1399feece5159577b34c5c8ffb9f1c6324cd82e03a882"
 
 
@@ -137,11 +139,7 @@ class Gathering:
             return
         self.texts[name] = ""
         text = (ROOT / path).read_text(encoding="utf-8")
-        text = re.sub(
-            r"(?<=\(on the site: )the tab \*Explorer\*\)\.\n",
-            f"below).\n\n{EMBEDDED}\n",
-            text,
-        )
+        text = text.replace(FIELD, f"(below).\n\n{FRAME}\n")
         self.texts[name] = self.turned(text, Path(path).parent, name)
 
     def turned(self, text: str, folder: Path, name: str) -> str:

@@ -38,6 +38,12 @@ def test_every_page_of_the_repository_is_there(site):
         assert (site / name).exists() or page.parent.name == "site", name
 
 
+def test_the_field_that_draws_a_file_is_on_its_page_without_rights(site):
+    text = (site / "howto" / "find-your-picture.html").read_text(encoding="utf-8")
+    assert 'src="../picture/index.html"' in text and 'sandbox="allow-scripts"' in text
+    assert (site / "picture" / "index.html").is_file()
+
+
 def test_each_objective_is_introduced_in_words():
     from docs.site.objectives import ABOUT
 
@@ -74,6 +80,7 @@ def test_killed_at_any_moment_it_leaves_the_site_of_before(tmp_path, monkeypatch
     monkeypatch.setattr("sphinx.cmd.build.build_main", sphinx)
     monkeypatch.setattr(gather, "gather", lambda source: source.mkdir())
     monkeypatch.setattr(command.explorer, "write", Path.touch)
+    monkeypatch.setattr(command.picture, "write", Path.touch)
     monkeypatch.setattr(links, "dead", lambda html: [])
     assert command.build(tmp_path) == []
     for deaths in range(20):

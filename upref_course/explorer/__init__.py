@@ -43,17 +43,21 @@ def write(file: str | Path) -> Path:
 
 def page() -> str:
     """The whole page."""
-    parts = {"style": _read("style.css"), "script": f"{data()}\n{script(PURE + DRAWN)}"}
-    text = _read("page.html")
-    for name, part in parts.items():
+    return assemble(HERE, f"{data()}\n{script(PURE + DRAWN)}")
+
+
+def assemble(folder: Path, program: str) -> str:
+    """The page.html of a folder as one file, with its style.css and a program in it."""
+    text = _read("page.html", folder)
+    for name, part in (("style", _read("style.css", folder)), ("script", program)):
         assert f"/*{name}*/" in text and f"</{name}" not in part
         text = text.replace(f"/*{name}*/", part)
     return text
 
 
-def script(names: tuple[str, ...] = PURE) -> str:
-    """These files as one program."""
-    return "\n".join(_read(f"{name}.js") for name in names)
+def script(names: tuple[str, ...] = PURE, folder: Path = HERE) -> str:
+    """These files of a folder as one program."""
+    return "\n".join(_read(f"{name}.js", folder) for name in names)
 
 
 def data() -> str:
@@ -67,11 +71,11 @@ def data() -> str:
     colours = {"palette": plots.PALETTE, "ramp": plots.RAMP, "dead": plots.DEAD}
     return "\n".join(
         [
-            f"const VERSION = {_json(__version__)};",
-            f"const COLORS = {_json(colours)};",
-            f"const LEFT_OUT = {_json(left_out())};",
+            f"const VERSION = {as_json(__version__)};",
+            f"const COLORS = {as_json(colours)};",
+            f"const LEFT_OUT = {as_json(left_out())};",
             "const OBJECTIVES = {\n"
-            + ",\n".join(f"{_json(n)}: {_record(r)}" for n, r in formulas().items())
+            + ",\n".join(f"{as_json(n)}: {_record(r)}" for n, r in formulas().items())
             + "\n};",
         ]
     )
@@ -79,15 +83,16 @@ def data() -> str:
 
 def _record(r: dict) -> str:
     """A record whose functions are functions."""
-    edges = ", ".join(f"[{_json(label)}, {f}]" for label, f in r["edges"])
+    edges = ", ".join(f"[{as_json(label)}, {f}]" for label, f in r["edges"])
     facts = {k: v for k, v in r.items() if k not in ("w", "edges")}
-    return f'{_json(facts)[:-1]}, "w": {r["w"]}, "edges": [{edges}]}}'
+    return f'{as_json(facts)[:-1]}, "w": {r["w"]}, "edges": [{edges}]}}'
 
 
-def _json(x) -> str:
+def as_json(x: object) -> str:
+    """A value as JSON that may stand in a page's program."""
     return json.dumps(x, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
 
 
-def _read(name: str) -> str:
-    text = (HERE / name).read_text(encoding="utf-8")
+def _read(name: str, folder: Path) -> str:
+    text = (folder / name).read_text(encoding="utf-8")
     return text.removeprefix("// SPDX-License-Identifier: Apache-2.0\n")

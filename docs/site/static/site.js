@@ -20,7 +20,20 @@ function fold(table, _, all) {
   table.after(button);
 }
 
+// The field that draws a visitor's file is a page of its own without rights: it is told the theme, and tells its height.
+function joined(frame) {
+  const theme = () => frame.contentWindow.postMessage(document.documentElement.dataset.theme, "*");
+  new MutationObserver(theme).observe(document.documentElement, { attributeFilter: ["data-theme"] });
+  window.addEventListener("message", ({ source, data }) => {
+    if (source !== frame.contentWindow || !Number.isFinite(data)) return;
+    frame.style.height = `${Math.min(Math.max(data, 100), 1000)}px`;
+    theme();
+  });
+  theme();
+}
+
 window.addEventListener("load", async () => {
+  document.querySelectorAll("iframe.picture").forEach(joined);
   // The theme's search button is called by what one reads on it, shortcut included.
   for (const button of document.querySelectorAll(".search-button-field")) {
     button.setAttribute("aria-label", button.innerText.replace(/\s+/g, " ").trim() || "Search");
