@@ -77,6 +77,16 @@ def test_the_logged_loss_is_compared(folder, capsys):
     assert status == 2 and "one step" in err
 
 
+def test_files_of_other_programs_in_the_folder_are_named(folder, capsys, tmp_path):
+    (tmp_path / "a.npz").write_bytes((folder / "healthy_bfloat16.npz").read_bytes())
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
+    status, out, err = run(capsys, tmp_path, "--only", "sampler", "--json")
+    assert status == 0 and json.loads(out)["ok"]
+    assert err == (
+        f"upref: left out, because another program wrote it: {tmp_path / 'model.pt'}\n"
+    )
+
+
 def test_json_has_the_numbers(folder, capsys):
     status, out, _ = run(capsys, folder / "shifted.npz", "--as", "dapo", "--json")
     found = json.loads(out)

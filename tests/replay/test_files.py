@@ -8,6 +8,7 @@ import io
 import json
 import pickle
 import zipfile
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from upref.errors import InputError
-from upref.replay import gap, make_batch, read, read_steps, write
+from upref.replay import advantages, gap, loss, make_batch, read, read_steps, write
+from upref.replay.files import other_files
+from upref.replay.lines import summary_line
 from upref.replay.schema import COLUMNS, RESPONSE_COLUMNS
 
 B, T = 4, 6
@@ -274,3 +277,68 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
     refused(tmp_path / "none.npz", "there is no file")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "there is no recorded batch")
+
+
+# ---- folders -------------------------------------------------------------------------
+def without(name, tmp_path, file):
+    """A file of the same step with other responses, which lacks a column."""
+    held = {k: v for k, v in arrays().items() if k != name}
+    held["ids"] = held["ids"] + 1
+    np.savez(tmp_path / file, **held)
+    return tmp_path / file
+
+
+def test_numbers_of_the_other_byte_order_are_read(tmp_path):
+    same(read(saved(tmp_path, old=OLD.numpy().astype(">f8"))))
+
+
+def test_a_column_that_one_file_lacks_is_named(tmp_path):
+    lacks = without("turn", tmp_path, "b.npz")
+    batch = read([saved(tmp_path), lacks])
+    assert batch.turn is None and batch.dropped == {"turn": str(lacks)}
+    assert f"turn is left out, because {lacks} lacks it" in summary_line(batch)
+
+
+@pytest.mark.parametrize("name", ["now", "correction", "group", "ref"])
+def test_no_loss_is_compared_where_one_file_lacks_what_enters_it(tmp_path, name):
+    """Without the column the sum of the terms would be that of another run."""
+    whole = saved(tmp_path)
+    batch = read([whole, without(name, tmp_path, "b.npz")])
+    with pytest.raises(InputError, match=f"column {name} of all files"):
+        loss(batch, "grpo", 0.5)
+
+
+def test_no_gap_is_taken_from_another_column_where_one_file_lacks_old(tmp_path):
+    batch = read([saved(tmp_path), without("old", tmp_path, "b.npz")])
+    assert batch.now is not None
+    with pytest.raises(InputError, match="column old of all files"):
+        gap(batch)
+
+
+def test_advantages_need_the_groups_of_all_files(tmp_path):
+    batch = read([saved(tmp_path), without("group", tmp_path, "b.npz")])
+    with pytest.raises(InputError, match="column group of all files"):
+        advantages(batch)
+
+
+def test_files_of_other_programs_in_a_folder_are_left_out(tmp_path):
+    saved(tmp_path)
+    others = ["eval.npz", "log.jsonl", "model.safetensors", "old.pt", "optimizer.pt"]
+    np.savez(tmp_path / "eval.npz", accuracy=np.ones(3))
+    (tmp_path / "log.jsonl").write_text('{"loss": 0.5}\n')
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    torch.save(1, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save({"rate": Fraction(1, 2)}, tmp_path / "optimizer.pt")
+    (batch,) = read_steps([tmp_path])
+    assert batch.file == str(tmp_path / "a.npz")
+    assert [path.name for path in other_files([tmp_path])] == others
+    (tmp_path / "a.npz").unlink()
+    refused(tmp_path, "there is no recorded batch")
+
+
+@pytest.mark.parametrize("name", ["cut.npz", "cut.pt"])
+def test_a_cut_file_in_a_folder_is_no_file_of_another_program(tmp_path, name):
+    """Its step would be judged without it."""
+    content = saved(tmp_path).read_bytes()
+    (tmp_path / name).write_bytes(content[:-40])
+    refused(tmp_path, "damaged|cut off")

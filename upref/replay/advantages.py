@@ -58,6 +58,7 @@ def advantages(batch: RecordedBatch) -> Advantages:
     """
     expect_batch(batch, "the check of advantages")
     batch.require("adv", "reward", purpose="the check of advantages")
+    batch.expect_whole("group", purpose="the check of advantages")
     assert batch.adv is not None and batch.reward is not None
     trains = batch.mask.any(1)
     if not one_per_response(batch.adv[trains], batch.mask[trains]):

@@ -94,16 +94,19 @@ def _check_counts(logged: Mapping[str, float], file: str) -> None:
 
 def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
     """Join what several files hold of one step: ranks and micro-batches. A column that
-    one of them lacks is dropped.
+    some of them lack is dropped, and `dropped` names one of these files.
     """
     if len(parts) == 1:
         return parts[0]
     width = max(part.mask.shape[1] for part in parts)
-    shared = [
-        name
+    held = {name for part in parts for name in part.recorded}
+    lacking = {
+        name: part.file
         for name in COLUMNS
-        if all(getattr(part, name) is not None for part in parts)
-    ]
+        for part in reversed(parts)
+        if name in held and getattr(part, name) is None
+    }
+    shared = [name for name in COLUMNS if name in held and name not in lacking]
     columns: dict[str, Tensor] = {}
     for name in shared:
         pieces = [getattr(part, name) for part in parts]
@@ -133,6 +136,7 @@ def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
         "logged": logged,
         "meta": parts[0].meta,
         "hints": parts[0].hints,
+        "dropped": lacking,
     }
     made: dict[str, Any] = columns | facts
     return RecordedBatch(**made, file=f"{parts[0].file} and {len(parts) - 1} more")
@@ -179,6 +183,8 @@ def _tensor(name: str, value: Any, file: str) -> Tensor:
         raise InputError(f"{file}: {name} holds {array.dtype}, not numbers.")
     if array.dtype.kind == "u":
         array = array.astype(np.int64)
+    # torch has no numbers of the other byte order
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(np.ascontiguousarray(array))
 
 

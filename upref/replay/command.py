@@ -2,14 +2,18 @@
 """What the command `upref replay` does. Its arguments are in upref/cli/__init__.py."""
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 from typing import Any
 
 from upref.errors import InputError
 from upref.registry import get
-from upref.replay.files import read_steps
+from upref.replay.files import other_files, read_steps
 from upref.replay.run import CHECKS, replay
+
+NAMED = 3  # files that a sentence names
 
 
 def run(args: Any, hp: dict[str, Any]) -> int:
@@ -41,9 +45,18 @@ def run(args: Any, hp: dict[str, Any]) -> int:
         tokenizer=_tokenizer(args.tokenizer),
     )
     print(found.json() if args.json else found.text(args.verbose))
+    if others := other_files(args.files):
+        print(_left_out(others), file=sys.stderr)
     if args.file:
         write_sheet(args.file, found, last.item)
     return found.status
+
+
+def _left_out(others: list[Path]) -> str:
+    """One sentence for the files of a folder that are no recorded batches."""
+    named = ", ".join(map(str, others[:NAMED]))
+    more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+    return f"upref: left out, because another program wrote it: {named}{more}"
 
 
 class Last:

@@ -63,7 +63,7 @@ def read(files: str | Path | Sequence[str | Path]) -> RecordedBatch:
 
 def read_steps(files: Iterable[str | Path]) -> Iterator[RecordedBatch]:
     """Read the steps that these files or folders hold, in order, one in memory at a
-    time.
+    time. What another program wrote into a folder is left out (`other_files`).
 
     Raises:
         InputError: as `read`; or there is no file at all.
@@ -79,12 +79,7 @@ def _load(group: Sequence[Source]) -> RecordedBatch:
 def _by_step(files: list[str | Path]) -> list[list[Source]]:
     paths: list[Path] = []
     for path in map(Path, files):
-        if path.is_dir():
-            paths += sorted(
-                p for p in path.rglob("*") if p.suffix in _suffixes() and p.is_file()
-            )
-        else:
-            paths.append(path)
+        paths += filter(_is_recorded, _inside(path)) if path.is_dir() else [path]
     if not paths:
         raise InputError(
             f"there is no recorded batch ({', '.join(_suffixes())}) in {files[0] if files else 'no file'}."
@@ -101,6 +96,38 @@ def _by_step(files: list[str | Path]) -> list[list[Source]]:
     return steps + [[source] for source in sources if source.step is None]
 
 
+def other_files(files: Iterable[str | Path]) -> list[Path]:
+    """Name the files in these folders that `read_steps` leaves out: their names end as
+    those of recorded batches do, and another program wrote them.
+    """
+    folders = [path for path in map(Path, files) if path.is_dir()]
+    inside = (path for folder in folders for path in _inside(folder))
+    return [path for path in inside if not _is_recorded(path)]
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The files of a folder and of its folders that may be recorded batches."""
+    ends = _suffixes()
+    return sorted(p for p in folder.rglob("*") if p.suffix in ends and p.is_file())
+
+
+def _is_recorded(path: Path) -> bool:
+    """Whether a file is one of docs/dump.md or of a trainer that upref reads."""
+    if path.suffix == ".npz":
+        return bool(_one(_npz_has_schema, path))
+    if path.suffix == ".safetensors":
+        return "schema" in _one(_safetensors_metadata, path)
+    return _reader(path) is not None
+
+
+def _reader(path: Path) -> plugins.DumpReader | None:
+    """What reads a trainer's own file."""
+    for reader in plugins.dump_readers():
+        if path.suffix in reader.SUFFIXES and _one(reader.recognizes, path):
+            return reader
+    return None
+
+
 def _source(path: Path) -> Source:
     if not path.is_file():
         raise InputError(f"there is no file {path}.")
@@ -108,9 +135,9 @@ def _source(path: Path) -> Source:
         return Source(path, _one(_npz_step, path), _read_npz)
     if path.suffix == ".safetensors":
         return Source(path, _one(_safetensors_step, path), _read_safetensors)
-    for reader in plugins.dump_readers():
-        if path.suffix in reader.SUFFIXES and _one(reader.recognizes, path):
-            return Source(path, _one(reader.step_of, path), reader.read)
+    reader = _reader(path)
+    if reader is not None:
+        return Source(path, _one(reader.step_of, path), reader.read)
     raise InputError(
         f"{path} is no recorded batch: give {', '.join(_suffixes())} as docs/dump.md describes."
     )
@@ -189,6 +216,11 @@ def _npz_headers(path: Path) -> None:
                 )
 
 
+def _npz_has_schema(path: Path) -> bool:
+    with zipfile.ZipFile(path) as archive:
+        return "schema.npy" in archive.namelist()
+
+
 def _npz_step(path: Path) -> int | None:
     _npz_headers(path)
     with np.load(path, allow_pickle=False) as archive:
@@ -203,15 +235,19 @@ def _read_npz(path: Path) -> RecordedBatch:
 
 
 # ---- .safetensors --------------------------------------------------------------------
-def _safetensors_step(path: Path) -> int | None:
+def _safetensors_metadata(path: Path) -> dict[str, str]:
     from safetensors import safe_open
 
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
+
+
+def _safetensors_step(path: Path) -> int | None:
     if path.stat().st_size > MOST_BYTES:
         raise InputError(
             f"{path} is larger than {MOST_BYTES >> 30} GiB: split the step into several files."
         )
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
+    metadata = _safetensors_metadata(path)
     return int(metadata["step"]) if "step" in metadata else None
 
 

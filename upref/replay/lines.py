@@ -62,7 +62,15 @@ def summary_line(batch: RecordedBatch) -> str:
     return (
         f"{batch.file}{step}: {len(batch.mask)} responses, {batch.tokens:,} trained tokens, lengths "
         f"{int(lengths.min())} to {int(lengths.max())}; has {', '.join(batch.recorded)}"
-        + ("" if batch.now is not None else "; no now, so r = 1")
+        + (
+            ""
+            if batch.now is not None or "now" in batch.dropped
+            else "; no now, so r = 1"
+        )
+        + "".join(
+            f"; {name} is left out, because {file} lacks it"
+            for name, file in batch.dropped.items()
+        )
     )
 
 

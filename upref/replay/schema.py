@@ -100,6 +100,7 @@ class RecordedBatch:
         meta: facts about the run, in words.
         hints: column -> how the framework is made to record it, where the reader of the
             file knows.
+        dropped: column -> the file of this step that lacks it, where others have it.
         file: where it was read.
     """
 
@@ -124,6 +125,7 @@ class RecordedBatch:
     logged: Mapping[str, float] = field(default_factory=dict)
     meta: Mapping[str, str] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
     file: str = ""
 
     @property
@@ -140,6 +142,7 @@ class RecordedBatch:
         """Raise InputError, with the framework's setting where it is known, unless all
         these columns are there.
         """
+        self.expect_whole(*names, purpose=purpose)
         missing = [name for name in names if getattr(self, name) is None]
         if missing:
             first = missing[0]
@@ -151,8 +154,19 @@ class RecordedBatch:
                 f"{purpose} needs the column {first} ({COLUMNS[first]}), which {self.file} lacks: {hint}"
             )
 
+    def expect_whole(self, *names: str, purpose: str) -> None:
+        """Raise InputError where some files of the step have one of these columns and
+        others lack it: without it the answer would be that of another run.
+        """
+        for name in names:
+            if name in self.dropped:
+                raise InputError(
+                    f"{purpose} needs the column {name} of all files of the step, and {self.dropped[name]} lacks it."
+                )
+
     def trainer(self) -> Float[Tensor, "B T"]:
         """The trainer's log-probabilities before the update: `old`, else `now`."""
+        self.expect_whole("old", purpose="every check of log-probabilities")
         column = self.old if self.old is not None else self.now
         if column is None:
             self.require("old", purpose="every check of log-probabilities")
@@ -172,6 +186,7 @@ class RecordedBatch:
             InputError: a column is missing or is not a log-probability.
         """
         self.require("adv", purpose="an objective")
+        self.expect_whole("now", "ref", "entropy", "group", purpose="an objective")
         b = self.rows(self.mask.any(1))
         assert b.adv is not None
         old, mu = b.trainer(), None

@@ -211,6 +211,7 @@ def terms_of(batch: RecordedBatch, o: Objective, hp: dict[str, Any]) -> StepTerm
         raise InputError(
             f"{batch.file} holds {here} of {ranks:g} ranks: give the files of all ranks, for example their folder."
         )
+    batch.expect_whole("correction", purpose="the check of the loss")
     b = batch.rollouts(sampler=o.sampler is not None)
     trains = batch.mask.any(1)
     micro, rank, correction = (

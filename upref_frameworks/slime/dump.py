@@ -33,6 +33,9 @@ COLUMNS = {
     "entropy": "entropy",
 }
 MOST = 2**27  # numbers of one column
+ARCHIVE = b"PK\x03\x04"  # how a zip archive begins, as torch.save writes since 1.6
+KEY = b"rollout_id"
+PART = 2**20  # bytes
 HINTS = {
     "sampler": "slime records rollout_log_probs where its generate function keeps SGLang's; its default does.",
     "ref": "slime records ref_log_probs with --ref-load and --use-kl-loss, or --kl-coef.",
@@ -43,8 +46,29 @@ HINTS = {
 
 
 def recognizes(path: Path) -> bool:
-    """Whether it is a zip archive, as torch.save writes since 1.6."""
-    return zipfile.is_zipfile(path)
+    """Whether it is an archive of torch.save that holds a rollout_id, or is cut off.
+
+    Its pickle is searched and not run: a folder may hold weights of a model too.
+    """
+    with path.open("rb") as file:
+        if file.read(len(ARCHIVE)) != ARCHIVE:
+            return False
+    if not zipfile.is_zipfile(path):
+        return True
+    with zipfile.ZipFile(path) as archive:
+        pickles = [n for n in archive.namelist() if n.endswith("/data.pkl")]
+        return any(_holds(archive, name, KEY) for name in pickles)
+
+
+def _holds(archive: zipfile.ZipFile, name: str, key: bytes) -> bool:
+    """Whether an entry has these bytes in it."""
+    with archive.open(name) as file:
+        end = b""
+        while part := file.read(PART):
+            if key in end + part:
+                return True
+            end = part[-len(key) :]
+    return False
 
 
 def step_of(path: Path) -> int | None:
