@@ -112,7 +112,8 @@ def tally() -> str:
     repos = len({x["repo"] for x in losses.values()})
     cpu = sorted(r["cpu"] for r in rows)
     late = [k for k, x in losses.items() if x["list"].startswith("2026: ")]
-    other = [k for k in late if not meant(every[k]) and "refused" not in every[k]]
+    other = [k for k in losses if not meant(every[k]) and "refused" not in every[k]]
+    new, old = [k for k in other if k in late], [k for k in other if k not in late]
     return (
         f"There are {len(rows)} losses from {repos} repositories: {agree} are the objective that they name ({beyond} "
         f"of these not at ratios or tokens that the row names), {len(rows) - agree - refused} are not, and {refused} "
@@ -121,6 +122,7 @@ def tally() -> str:
         f"A wrapper takes {lines[len(lines) // 2]} lines (median), at most {lines[-1]}. `check`, "
         f"`identify` and the check by hand take {cpu[len(cpu) // 2]:g} CPU seconds per loss (median), at most "
         f"{cpu[-1]:g}, on a shared machine with {every['machine']}. {len(late)} of the losses are from repositories "
-        f"begun in 2026: {len(other)} of these are not what they name, and "
-        f"{sum('said' in losses[k] for k in other)} of the {len(other)} say so themselves."
+        f"begun in 2026: {len(new)} of these are not what they name, and "
+        f"{sum('said' in losses[k] for k in new)} of the {len(new)} say so themselves. Of the {len(old)} others "
+        f"that are not what they name, {sum('said' in losses[k] for k in old)} say what they compute."
     )

@@ -17,7 +17,8 @@ from upref.ops import exp, inf, sg, when, where
         "share_high": "1.0: the same scripts, gppo_loss_beta2=1.0",
         "c": NO_DUAL_CLIP,
     },
-    note="GPPO with a factor on what the clip would drop: β1 below 1-ε_low for A < 0, β2 above 1+ε_high for A > 0.",
+    note="GPPO with a factor on what the clip would drop: β1 below 1-ε_low for A < 0, β2 above 1+ε_high for A > 0. The "
+    "authors' code has a dual clip too: no gradient where A < 0 and r > c, with c = 3, in their scripts 10.",
 )
 def ce_gppo(
     lp, lp_old, A, *, eps_low=0.2, eps_high=0.2, share_low=0.75, share_high=1.0, c=None

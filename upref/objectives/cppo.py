@@ -25,7 +25,8 @@ def within_budget(gain, mask, delta, budget, floor):
     },
     not_symbolic="its budget is a running sum over the response",
     note="DPPO whose bound is tighter early in a response, and once its prefix has drifted. D is |π_θ - π_old| of the "
-    "sampled token (Fig. 6); the runs take 20 tokens, and on base models δ_b from the response's 90 % quantile.",
+    "sampled token (Fig. 6); the runs take 20 tokens, and on base models δ_b from the response's 90 % quantile. Another "
+    "method of this name, Completion Pruning Policy Optimization (arXiv 2503.22342), drops completions.",
 )
 def cppo(lp, lp_old, A, mask, *, delta=0.15, budget=0.015, floor=0.8):
     """J = E Σ_t M_t r_t A_t,  M_t = [A_t (r_t - 1) <= 0 or w_t D_t <= min(δ, δ + δ_b W_{t-1} - S_{t-1})]"""

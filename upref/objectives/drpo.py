@@ -14,7 +14,8 @@ from upref.ops import exp
         "eps": '12.5: the authors\' code, citing Sec. 4: "we set the regularization threshold to 12.5"'
     },
     note="CFPO's penalty with ε/π_old in place of ε: DPPO's trust region |π_θ - π_old| <= ε, made smooth. No token "
-    "reaches 12.5: the weight A r (1 ∓ |π_θ - π_old|/ε) is between 0.92 and 1.08 A r there.",
+    "reaches 12.5: the weight A r (1 ∓ |π_θ - π_old|/ε) is between 0.92 and 1.08 A r there. Another method of this "
+    "name, Decoupled Reward Policy Optimization (arXiv 2510.04474), rewards short responses.",
 )
 def drpo(lp, lp_old, A, *, eps=12.5):
     """J = E 1/Σ_i|o_i| Σ_i Σ_t { r A - |A| π_old(o_t)/(2ε) (r-1)² }"""

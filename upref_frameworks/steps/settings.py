@@ -77,7 +77,8 @@ def trl() -> Iterator[Setting]:
     for T in (1.0, 1.5):
         yield s(f"temperature={T:g}", fields=dict(temperature=T))
     yield s("beta=0.04", fields=dict(beta=0.04, loss_type="grpo"), **grpo, goal=dict(beta=0.04))
-    yield s("beta=0.04, use_bias_correction_kl=True (default)", **grpo, goal=dict(beta=0.04),
+    yield s("beta=0.04, use_bias_correction_kl=True (default; the reference is unbiased_kl(grpo))",
+            objective="unbiased_kl(grpo)", hp={}, goal=dict(beta=0.04),
             fields=dict(beta=0.04, loss_type="grpo", use_bias_correction_kl=True))
     yield s("beta=0.04, loss_type=dapo", fields=dict(beta=0.04), goal=dict(beta=0.04))
     yield s("entropy_coef=0.01", fields=dict(entropy_coef=0.01), goal=dict(entropy_coef=0.01))
