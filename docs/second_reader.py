@@ -2,8 +2,8 @@
 """What a second reader made of hard verdicts and blaming entries:
 `python -m docs.second_reader` prints each judgment.
 
-The entries were drawn by `draw` from the bugs and surprising defaults of all ledgers;
-the judgments are in docs/second_reader.toml.
+The entries were drawn by `draw` from the bugs and surprising defaults of all ledgers,
+twice; the judgments are in docs/second_reader.toml.
 """
 
 import random
@@ -27,8 +27,8 @@ JUDGMENTS = {
 
 
 def judged() -> dict[str, Any]:
-    """Return the record: date, seed, and by id of a verdict or key of an entry the
-    judgment and why.
+    """Return the record: by id of a verdict the judgment and why; and `reading`, a list
+    of draws, each with its date, its seed, and the same by key of an entry.
     """
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
@@ -47,22 +47,22 @@ def draw(entries: list[Entry], seed: int, many: int = 30) -> list[str]:
 
 def text() -> str:
     """Return each judgment, a line each, and how many there are of each kind."""
-    record, out = judged(), []
-    for part in ("verdicts", "entries"):
-        count = Counter(word for word, _ in record[part].values())
+    record = judged()
+    parts = [(f"verdicts, read on {record['date']}", record["verdicts"])]
+    for reading in record["reading"]:
+        drawn = f"drawn with seed {reading['seed']}, read on {reading['date']}"
+        parts.append((f"entries, {drawn}", reading["entries"]))
+    out = []
+    for head, judgments in parts:
+        count = Counter(word for word, _ in judgments.values())
         told = ", ".join(
             f"{count[word]} {word} ({meaning})"
             for word, meaning in JUDGMENTS.items()
             if count[word]
         )
-        drawn = f", drawn with seed {record['seed']}" if part == "entries" else ""
-        out += [
-            f"{len(record[part])} {part}{drawn}, read on {record['date']}: {told}.",
-            "",
-        ]
-        out += [
-            f"  {key}: {word}. {why}." for key, (word, why) in record[part].items()
-        ] + [""]
+        out += [f"{len(judgments)} {head}: {told}.", ""]
+        out += [f"  {key}: {word}. {why}." for key, (word, why) in judgments.items()]
+        out.append("")
     return "\n".join(out).rstrip()
 
 

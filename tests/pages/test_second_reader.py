@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second reader has judged every hard verdict, and the entries that the seed draws."""
+"""Other readers have judged every hard verdict, and the entries that two seeds draw."""
 
 from docs.second_reader import HARD, JUDGMENTS, draw, judged, text
 from paper.claims import as_computed
@@ -10,19 +10,19 @@ def test_every_hard_verdict_is_judged():
     record = judged()
     hard = {j.claim.id for j in as_computed() if j.verdict in HARD}
     assert hard == record["verdicts"].keys()
-    assert {
-        word for part in ("verdicts", "entries") for word, _ in record[part].values()
-    } <= JUDGMENTS.keys()
+    parts = [record["verdicts"], *(one["entries"] for one in record["reading"])]
+    assert {word for part in parts for word, _ in part.values()} <= JUDGMENTS.keys()
 
 
 def test_the_entries_are_those_that_the_seed_draws():
     """An entry that is new, gone or of another status changes the draw: then 30 are to
     be read again.
     """
-    record = judged()
-    assert [*record["entries"]] == draw(read(), record["seed"]) and len(
-        record["entries"]
-    ) == 30
+    readings = judged()["reading"]
+    assert [one["seed"] for one in readings] == [48, 49]
+    for one in readings:
+        assert [*one["entries"]] == draw(read(), one["seed"])
+        assert len(one["entries"]) == 30
 
 
 def test_what_was_false_is_gone():
