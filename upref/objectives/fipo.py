@@ -26,7 +26,8 @@ def log_of(c):
 @objective(
     paper="ma2026fipo",
     eq="the loss of the authors' README; their loss_mode future_kl",
-    known_from="the authors' README, core_algos.py and run_fipo_qwen2.5_32b.sh at commit ee25452, and ms-swift 4.6.0, loss_type fipo",
+    known_from="the authors' README, core_algos.py and run_fipo_qwen2.5_32b.sh (ee25452), and ms-swift 4.6.0, "
+    "loss_type fipo",
     level="custom",
     agg="token-mean",
     adv="group_norm",
