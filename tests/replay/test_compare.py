@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What other objectives would do, against autograd and against hand-made cases."""
 
+import math
+
 import pytest
 import torch
 
 from tests.replay.test_loss import COLUMNS, batch
-from upref.replay import heaviest_tokens, make_batch, weights
+from upref.errors import InputError
+from upref.replay import heaviest_tokens, make_batch, replay, weights
 from upref.replay.terms import as_run
 
 NAMES = ["dapo", "up_dapo", "grpo", "gspo", "tis(dapo)", "mis_seq(dapo)"]
@@ -73,3 +76,58 @@ def test_what_cannot_be_computed_is_skipped_with_a_reason():
     table = weights(make_batch(columns, file="f"), ["tis(dapo)", "grpo"], ran="dapo")
     assert [row.name for row in table.rows] == ["dapo", "grpo"]
     assert "sampler" in table.skipped["tis(dapo)"]
+
+
+# ---- attacks on the table and on the heaviest tokens ---------------------------------
+def test_the_gradient_of_another_objective_is_not_that_which_ran():
+    """What ran cannot be computed here: then no row has a cosine with it."""
+    columns = {k: v for k, v in COLUMNS.items() if k != "sampler"}
+    table = weights(make_batch(columns, file="f"), ["dapo", "grpo"], ran="tis(dapo)")
+    assert "tis(dapo)" in table.skipped
+    assert [row.cosine for row in table.rows] == [None, None]
+
+
+def test_without_an_objective_that_ran_no_row_has_a_cosine():
+    assert [row.cosine for row in weights(batch(), ["dapo", "grpo"]).rows] == [
+        None,
+        None,
+    ]
+
+
+def test_only_tokens_with_a_gradient_are_heavy():
+    """Padding, prompts and clipped tokens are none, however few the others are."""
+    mask = torch.zeros(3, 8, dtype=torch.bool)
+    mask[:, 4:6] = True
+    adv = torch.tensor([[0.0], [2.0], [0.0]]).expand(3, 8)
+    old = torch.full((3, 8), -1.0)
+    columns = {"ids": mask.long(), "mask": mask, "old": old, "adv": adv}
+    one = make_batch(columns, file="f")
+    row = weights(one, ["dapo"])["dapo"]
+    places = {(t.response, t.token) for t in heaviest_tokens(one, row)}
+    assert places == {(1, 4), (1, 5)}
+    assert sum(t.share for t in heaviest_tokens(one, row)) == pytest.approx(1)
+
+
+def test_a_ratio_is_not_cut():
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    columns = {"ids": mask.long(), "mask": mask, "adv": torch.ones(1, 1)}
+    columns |= {"old": torch.full((1, 1), -41.0), "now": torch.full((1, 1), -1.0)}
+    one = make_batch(columns, file="f")
+    (token,) = heaviest_tokens(one, weights(one, ["reinforce"])["reinforce"])
+    assert token.ratio == pytest.approx(math.exp(40))
+
+
+def test_the_report_names_the_objective_of_the_heaviest_tokens():
+    columns = {k: v for k, v in COLUMNS.items() if k != "sampler"}
+    found = replay([make_batch(columns, file="f")], "tis(dapo)", only=["objectives"])
+    assert "heaviest tokens of dapo" in found.text()
+    assert "tis(dapo) is left out" in found.text()
+
+
+def test_a_tokenizer_without_the_token_is_one_sentence():
+    class Other:
+        def decode(self, ids):
+            raise IndexError("out of range")
+
+    with pytest.raises(InputError, match="token 1"):
+        heaviest_tokens(batch(), weights(batch(), ["dapo"])["dapo"], tokenizer=Other())

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The logged loss against the objective's, and what it is if it is another sum."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 from upref.errors import InputError
-from upref.replay import loss, make_batch
+from upref.registry import get
+from upref.replay import loss, make_batch, replay
 from upref.replay.terms import as_run
 
 B, T = 16, 12
@@ -27,8 +31,8 @@ COLUMNS = {
 }
 
 
-def batch(**more):
-    return make_batch(COLUMNS | more, file="f")
+def batch(step=None, logged=None, **more):
+    return make_batch(COLUMNS | more, file="f", step=step, logged=logged or {})
 
 
 def value(name="dapo", agg="", **hp):
@@ -135,3 +139,76 @@ def test_what_no_token_exercises_is_told():
         "eps_high",
     }
     assert not loss(batch(), "dapo", 0.5, eps_low=0.2, eps_high=0.28).unused
+
+
+# ---- attacks on the divisor, and on what is called another sum ------------------------
+@pytest.mark.parametrize(
+    ("name", "hp"),
+    [("dapo", {}), ("grpo", {}), ("gspo", {}), ("dapo", {"beta": 0.1}), ("grpo", {"beta": 0.1})],
+)  # fmt: skip
+def test_the_divisor_is_that_of_the_objectives_own_sum(name, hp):
+    """Of a mean over responses it is a number of responses; the KL term is in the sum."""
+    ref = OLD - 0.2 * torch.rand(B, T, generator=generator, dtype=torch.float64)
+    recorded = batch(ref=ref)
+    o = as_run(name, hp)
+    value = float(o.loss(recorded.rollouts(), **hp))
+    count = int(COLUMNS["mask"].sum()) if o.agg == "token-mean" else B
+    found = loss(recorded, name, value * count / (count + 3), **hp)
+    assert found and [f.cause for f in found.findings] == ["divided"]
+    assert found.divisor == pytest.approx(count + 3, rel=1e-9)
+    unit = "tokens" if o.agg == "token-mean" else "responses"
+    assert f"{count + 3} in place of {count} {unit}" in str(found.notes[0])
+
+
+def test_a_divisor_has_no_more_digits_than_the_logged_number():
+    tokens = int(COLUMNS["mask"].sum())
+    logged = float(f"{value() * tokens / (tokens + 40):.2g}")
+    digits = 0.5 * 10.0 ** (math.floor(math.log10(abs(logged))) - 1)
+    found = loss(batch(), "dapo", logged, digits=digits)
+    (said,) = [str(f) for f in found.notes if f.cause == "divided"]
+    shown = said.partition("about ")[2].partition(" in place")[0]
+    assert len(shown.replace(".", "").strip("0")) <= 2, said
+
+
+def test_no_divisor_is_named_where_the_terms_cancel():
+    """Then any other term of the logged number, such as a KL, is more than their sum."""
+    adv = torch.tensor([1.0, -1.0]).repeat(B // 2)[:, None].expand(B, T).double()
+    even = torch.ones(B, T, dtype=torch.bool)
+    found = loss(batch(adv=adv, mask=even, now=OLD), "dapo", 0.02)
+    assert found and [f.cause for f in found.notes] == ["beside_zero"]
+    assert "divisor" not in str(found.notes[0])
+
+
+def test_the_aggregation_that_was_asked_for_is_compared():
+    """A mean within each prompt is dapo's formula; frameworks have another default."""
+    o = get("dapo").aggregated("group-token-mean")
+    found = replay([batch(logged={"loss": value(agg="group-token-mean")})], o)
+    assert not found.failures
+    assert found.steps[0].loss.expected == "group-token-mean"
+
+
+def with_other_bounds(steps):
+    """Recorded steps of a run with other clip bounds than replay is told."""
+    for n in range(steps):
+        draw = torch.Generator().manual_seed(n)
+        old = -torch.rand(B, T, generator=draw, dtype=torch.float64) * 2 - 0.1
+        moved = 0.4 * torch.randn(B, T, generator=draw, dtype=torch.float64)
+        adv = torch.randn(B, 1, generator=draw, dtype=torch.float64).expand(B, T)
+        columns = {"old": old, "now": (old + moved).clamp(max=0), "adv": adv}
+        one = batch(**columns)
+        ran = float(as_run("dapo", {}).loss(one.rollouts(), eps_high=0.1, eps_low=0.4))
+        yield batch(**columns, step=n, logged={"loss": ran})
+
+
+def test_another_sum_is_a_failure_where_it_is_that_of_each_step():
+    """With wrong hyperparameters some step equals another sum by chance."""
+    steps = []
+    for s in with_other_bounds(4):
+        logged = float(
+            as_run("dapo", {}).aggregated("seq-mean-token-mean").loss(s.rollouts())
+        )
+        steps.append(replace(s, logged={"loss": logged}))
+    found = replay(steps, "dapo", only=["loss"])
+    assert len(found.failures) == 4
+    steps[2] = replace(steps[2], logged={"loss": 1.2345 * steps[2].logged["loss"]})
+    assert not replay(steps, "dapo", only=["loss"]).failures

@@ -8,6 +8,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+from upref.definition import Objective
 from upref.errors import InputError
 from upref.registry import get
 from upref.replay.files import other_files, read_steps
@@ -29,14 +30,14 @@ def run(args: Any, hp: dict[str, Any]) -> int:
         raise InputError(
             "--agg is the aggregation of an objective: give it with --as NAME."
         )
-    objective = get(args.name) if args.name else None
-    if objective is not None and args.agg:
-        objective = objective.aggregated(args.agg)
+    objective: str | Objective = args.name
+    if args.agg:
+        objective = get(args.name).aggregated(args.agg)
     logged, digits = _number(args.loss)
     last = Last(read_steps(args.files))
     found = replay(
         last,
-        objective or "",
+        objective,
         hp=hp,
         logged=logged,
         digits=digits,

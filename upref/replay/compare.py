@@ -13,7 +13,6 @@ from torch import Tensor
 
 from upref.definition import Objective
 from upref.errors import InputError
-from upref.registry import get
 from upref.replay.findings import Checked
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.terms import as_run
@@ -107,7 +106,8 @@ def weights(
         batch: with the columns adv and old; `now` gives ratios other than 1, `sampler`
             the corrections.
         names: objectives, for example ["dapo", "up_dapo", "tis(dapo)"].
-        ran: the objective that ran, with which the others are compared.
+        ran: the objective that ran, with which the others are compared. By its name it
+            is that of frameworks, as `loss` compares it.
         agg: one aggregation for all, in place of each objective's own.
         **hp: hyperparameters; each objective takes those that it has.
 
@@ -120,21 +120,24 @@ def weights(
     """
     expect_batch(batch, "the table of objectives")
     batch.rollouts()
-    first = [] if not ran else [ran if isinstance(ran, Objective) else get(ran)]
+    first = [as_run(ran, {})] if ran else []
     objectives = first + [
-        o for o in map(get, names) if o.name not in {f.name for f in first}
+        o
+        for name in names
+        if (o := as_run(name, {})).name not in {f.name for f in first}
     ]
+    reference: Tensor | None = None
     rows: list[Row] = []
     skipped: dict[str, str] = {}
     for o in objectives:
         try:
-            w = token_gradient(batch, o.aggregated(agg) if agg else as_run(o, {}), hp)
+            w = token_gradient(batch, o.aggregated(agg) if agg else o, hp)
         except InputError as e:
             skipped[o.name] = str(e)
             continue
-        rows.append(
-            _row(batch, o.name, w, rows[0].gradient if rows and first else None)
-        )
+        if first and o is first[0]:
+            reference = w
+        rows.append(_row(batch, o.name, w, reference))
     return Weights(
         rows=tuple(rows), skipped=skipped, ran=first[0].name if first else ""
     )
@@ -165,7 +168,9 @@ def _row(batch: RecordedBatch, name: str, w: Tensor, ran: Tensor | None) -> Row:
     share = float(lengths[longest].sum() / lengths.sum())
     squares = float((inside**2).sum())
     cosine = None
-    if ran is not None:
+    if ran is w:
+        cosine = 1.0
+    elif ran is not None:
         norm = float(ran.norm() * w.norm())
         cosine = float((ran * w).sum()) / norm if norm else 0.0
     return Row(
@@ -176,7 +181,7 @@ def _row(batch: RecordedBatch, name: str, w: Tensor, ran: Tensor | None) -> Row:
         heaviest=float(inside.topk(count).values.sum()) / total,
         longest=float(size[longest].sum()) / total / share,
         turns=_by_turn(batch, size, total),
-        cosine=1.0 if ran is None else cosine,
+        cosine=cosine,
         gradient=w,
     )
 
@@ -206,14 +211,18 @@ def heaviest_tokens(
         tokenizer: of transformers, for the texts; None: no texts.
 
     Returns:
-        The tokens, heaviest first.
+        The tokens with a gradient, heaviest first.
+
+    Raises:
+        InputError: the tokenizer has no such token.
     """
-    size = row.gradient.abs()
+    size = torch.where(batch.mask, row.gradient.abs(), 0.0)
     total = float(size.sum()) or 1.0
     old, now = batch.trainer(), batch.now if batch.now is not None else batch.trainer()
     assert batch.adv is not None
     out = []
-    for flat in size.flatten().topk(min(count, batch.tokens)).indices.tolist():
+    some = min(count, int((size > 0).sum()))
+    for flat in size.flatten().topk(some).indices.tolist():
         i, t = divmod(flat, size.shape[1])
         sampler = (
             None
@@ -226,13 +235,23 @@ def heaviest_tokens(
                 response=i,
                 token=t,
                 id=token,
-                text="" if tokenizer is None else tokenizer.decode([token]),
+                text="" if tokenizer is None else _text(tokenizer, token),
                 share=float(size[i, t]) / total,
                 weight=float(row.gradient[i, t]),
-                ratio=float((now[i, t] - old[i, t]).clamp(max=30).exp()),
+                ratio=float((now[i, t] - old[i, t]).exp()),
                 old=float(old[i, t].exp()),
                 sampler=sampler,
                 advantage=float(batch.adv[i, t]),
             )
         )
     return out
+
+
+def _text(tokenizer: Any, token: int) -> str:
+    try:
+        return str(tokenizer.decode([token]))
+    except Exception as e:  # whatever a tokenizer raises
+        raise InputError(
+            f"the tokenizer cannot decode token {token} of the run "
+            f"({type(e).__name__}: {e}): give the run's own."
+        ) from e

@@ -35,8 +35,8 @@ def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
         yield _fold(f"not run  {check}: {why}")
     if found.table is not None:
         yield from _table_lines(found.table)
-    if found.heaviest:
-        yield from _heavy_lines(found.heaviest)
+    if found.table is not None and found.heaviest:
+        yield from _heavy_lines(found.heaviest, found.table.rows[0].name)
 
 
 def _earlier(found: "Replay", shown: "tuple[StepChecks, ...]") -> Iterator[str]:
@@ -132,6 +132,8 @@ def _finding_lines(check: str, findings: Iterable[ReplayFinding]) -> Iterator[st
 
 def _table_lines(table: Weights) -> Iterator[str]:
     ran = any(row.cosine is not None for row in table.rows) and table.ran
+    if table.ran in table.skipped:
+        yield _fold(f"{table.ran} is left out: {table.skipped[table.ran]}")
     yield (
         f"{'what each would do':22} {'dead A>0':>9} {'dead A<0':>9} {'effective':>10} {'top 1 %':>8} {'longest':>8}"
         + (f" {'cosine':>7}" if ran else "")
@@ -147,8 +149,9 @@ def _table_lines(table: Weights) -> Iterator[str]:
         )
 
 
-def _heavy_lines(heaviest: tuple[HeavyToken, ...]) -> Iterator[str]:
-    yield f"{'heaviest tokens':22} {'share':>9} {'p_old':>9} {'p_sampler':>10} {'r':>8} {'A':>8}"
+def _heavy_lines(heaviest: tuple[HeavyToken, ...], name: str) -> Iterator[str]:
+    yield f"heaviest tokens of {name}"
+    yield f"{'':22} {'share':>9} {'p_old':>9} {'p_sampler':>10} {'r':>8} {'A':>8}"
     for t in heaviest:
         where = f"response {t.response}, token {t.token}"
         sampler = "" if t.sampler is None else f"{t.sampler:.4f}"

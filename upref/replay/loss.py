@@ -9,17 +9,25 @@ comparison.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from upref.aggregation import AGGREGATIONS, aggregate
+from upref.aggregation import AGGREGATIONS
 from upref.definition import Objective
 from upref.errors import InputError
 from upref.replay.findings import Checked, ReplayFinding, note
 from upref.replay.normalizer import Normalizer, normalizer
 from upref.replay.schema import RecordedBatch, expect_batch
-from upref.replay.terms import EXTRA, FACTORS, StepTerms, as_run, or_else, terms_of
+from upref.replay.terms import (
+    EXTRA,
+    FACTORS,
+    OR_ELSE,
+    StepTerms,
+    as_run,
+    or_else,
+    terms_of,
+)
 
 # A float32 mean over n terms is off by a few units of 6e-8 times the mean |term|; one
 # in bfloat16 would be off by 4e-3 and name nothing. Seven digits are what frameworks
@@ -38,8 +46,10 @@ class Loss(Checked):
         value: the objective's loss, aggregated as `expected` says.
         expected: name of that aggregation.
         found: the sum of the terms that the logged number is; "" if none.
-        divisor: the number by which the sum of the terms would be divided; None where
-            the logged number is 0.
+        divisor: the number that would give the logged loss in the place of the
+            objective's divisor, a count of tokens or of responses; None where none can
+            be told.
+        fits: names of all sums and multiples that are the logged number.
         gradient: the sum of the terms whose gradient is the recorded dL/dlp; "" if
             none, or nothing was recorded.
         gradient_factor: the recorded gradient over that of the sum that it was compared
@@ -55,10 +65,16 @@ class Loss(Checked):
     expected: str
     found: str
     divisor: float | None
+    fits: tuple[str, ...] = ()
     gradient: str = ""
     gradient_factor: float | None = None
     gradient_tolerance: float = 0.0
     unused: tuple[str, ...] = ()
+
+    @property
+    def gradient_failed(self) -> bool:
+        """Whether dL/dlp is that of another sum, or a multiple."""
+        return any(f.cause.startswith("gradient") for f in self.failures)
 
 
 def loss(
@@ -105,89 +121,201 @@ def loss(
         )
     step = terms_of(batch, o, hp)
     gradient = None if batch.grad is None else normalizer(batch, o, **hp)
-    name, value = next(_accepted(step))
-    size = float(step.total(step.terms.abs()))
-    tolerance = digits + ROUNDING * max(size, abs(value))
+    number = _Number.of(batch, step, logged, digits)
     findings = [] if batch.now is not None else [note("loss", "needs_now")]
-    numbers = {"logged": logged, "expected": name, "objective": o.name, "value": value}
-    total = float(
-        -aggregate(
-            step.terms,
-            step.b.mask,
-            "seq-mean-token-sum" if step.terms.ndim == 2 else o.agg,
-        )
-    )
-    total *= len(step.b.mask)  # the two means are over responses
-    divisor = total / logged if logged else None
-    found, equal_value = next(
-        ((n, v) for n, v in _accepted(step) if abs(v - logged) <= tolerance), ("", 0.0)
-    )
-    if found:
-        name, value = found, equal_value
-        if abs(value) <= 10 * tolerance:
-            findings.append(note("loss", "uninformative", value=value))
-    elif batch.meta.get(EXTRA):
-        findings.append(
-            note(
-                "loss",
-                "extra_terms",
-                logged=logged,
-                value=value,
-                extra=batch.meta[EXTRA],
-            )
-        )
-    else:
-        sharp = tolerance < SHARP * size
-        others = _candidates(batch, step)
-        equal = [
-            n
-            for n, v in others
-            if abs(v - logged) <= tolerance and abs(v - value) > 10 * tolerance
-        ]
-        provable = sharp and _may_accuse(gradient)
-        found = or_else(equal) if provable else ""
-        factor = (
-            logged / value if min(abs(value), abs(logged)) > 100 * tolerance else 0.0
-        )
-        multiple = provable and any(
-            abs(factor / f - 1) <= 2 * tolerance / abs(value) for f in FACTORS
-        )
-        if found:
-            findings.append(
-                ReplayFinding(
-                    "loss", "failure", "other_sum", numbers | {"found": found}
-                )
-            )
-        elif multiple:
-            findings.append(
-                ReplayFinding(
-                    "loss", "failure", "multiple", numbers | {"factor": factor}
-                )
-            )
-        elif divisor is not None and divisor > 0:
-            more = {
-                "divisor": divisor,
-                "tokens": int(step.b.mask.sum()),
-                "responses": len(step.b.mask),
-            }
-            findings.append(note("loss", "divided", **numbers | more))
-        else:
-            findings.append(note("loss", "unexplained", **numbers))
+    found, judged = _judged(batch, number, gradient)
+    findings += judged
     if gradient is not None:
         findings += gradient.findings
     return Loss(
         objective=o.name,
         logged=logged,
-        value=value,
-        expected=name,
+        value=number.value,
+        expected=number.expected,
         found=found,
-        divisor=divisor,
+        divisor=number.divisor,
+        fits=tuple(number.accepted + [name for name, _ in number.others])
+        + tuple(_times(f) for f in number.multiples),
         gradient="" if gradient is None else gradient.found,
         gradient_factor=None if gradient is None else gradient.factor,
         gradient_tolerance=0.0 if gradient is None else gradient.tolerance,
         unused=tuple(_unused(step)),
         findings=tuple(findings),
     )
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A logged loss beside the sums of an objective's terms.
+
+    Args:
+        objective: its name.
+        logged: the number.
+        tolerance: how far rounding, and the digits that it has, may move it.
+        size: the objective's sum of |terms|.
+        expected, value: the objective's sum and the loss that it gives; of several that
+            are the objective's, the one that is the logged number.
+        accepted: names of those that are the objective's and the logged number.
+        others: (name, loss) of the other sums that are the logged number.
+        multiples: those of FACTORS by which the loss is the logged number.
+        count, unit: the objective's divisor.
+        by_prompt: whether each prompt's sum has a divisor of its own.
+    """
+
+    objective: str
+    logged: float
+    tolerance: float
+    size: float
+    expected: str
+    value: float
+    accepted: list[str]
+    others: list[tuple[str, float]]
+    multiples: list[float]
+    count: float
+    unit: str
+    by_prompt: bool
+
+    @classmethod
+    def of(
+        cls, batch: RecordedBatch, step: StepTerms, logged: float, digits: float
+    ) -> "_Number":
+        """Compute every sum and compare it with the number."""
+        expected, first = next(step.by_counts())
+        value = first.loss()
+        size = float(step.total(step.terms.abs()))
+        tolerance = digits + ROUNDING * max(size, abs(value))
+        accepted = [(n, v) for n, v in _accepted(step) if abs(v - logged) <= tolerance]
+        if accepted:
+            expected, value = accepted[0]
+        others = [
+            (n, v) for n, v in _candidates(batch, step) if abs(v - logged) <= tolerance
+        ]
+        multiples = []
+        if min(abs(value), abs(logged)) > 100 * tolerance:
+            multiples = [
+                f for f in FACTORS if abs(logged - f * value) <= 2 * tolerance * f
+            ]
+        count, unit = first.count
+        by_prompt = step.o.agg == "group-token-mean"
+        names = [n for n, _ in accepted]
+        return cls(
+            step.o.name,
+            logged,
+            tolerance,
+            size,
+            expected,
+            value,
+            names,
+            others,
+            multiples,
+            count,
+            unit,
+            by_prompt,
+        )
+
+    @property
+    def cancels(self) -> bool:
+        """Whether the objective's sum is 0 to rounding."""
+        return abs(self.value) <= 10 * self.tolerance
+
+    @property
+    def divisor(self) -> float | None:
+        """What gives the logged number in the place of the count, with the digits that
+        the number has."""
+        if self.by_prompt or self.cancels or abs(self.logged) <= 10 * self.tolerance:
+            return None
+        digits = int(math.log10(abs(self.logged) / self.tolerance))
+        return float(f"{self.count * self.value / self.logged:.{digits}g}")
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What every finding says of it."""
+        return {
+            "logged": self.logged,
+            "expected": self.expected,
+            "objective": self.objective,
+            "value": self.value,
+        }
+
+
+def _judged(
+    batch: RecordedBatch, number: _Number, gradient: Normalizer | None
+) -> tuple[str, list[ReplayFinding]]:
+    """(the sum that the logged number is, "" if none; what is to be said of it)."""
+    numbers = number.numbers
+    if number.accepted:
+        blind = [note("loss", "uninformative", value=number.value)]
+        return number.expected, blind if number.cancels else []
+    if batch.meta.get(EXTRA):
+        return "", [note("loss", "extra_terms", extra=batch.meta[EXTRA], **numbers)]
+    if number.tolerance < SHARP * number.size and _may_accuse(gradient):
+        apart = 10 * number.tolerance
+        equal = [n for n, v in number.others if abs(v - number.value) > apart]
+        if equal:
+            numbers["found"] = or_else(equal)
+            failure = ReplayFinding("loss", "failure", "other_sum", numbers)
+            return numbers["found"], [failure]
+        if number.multiples:
+            numbers["factor"] = number.multiples[0]
+            return "", [ReplayFinding("loss", "failure", "multiple", numbers)]
+    if number.cancels:
+        return "", [note("loss", "beside_zero", **numbers)]
+    divisor = number.divisor
+    if divisor is not None and divisor > 0:
+        numbers |= {"divisor": divisor, "count": number.count, "unit": number.unit}
+        return "", [note("loss", "divided", **numbers)]
+    return "", [note("loss", "unexplained", **numbers)]
+
+
+def _times(factor: float) -> str:
+    """The name of a multiple of the objective's loss."""
+    return f"{factor:g} times"
+
+
+# where the number tells nothing of the sum
+BLIND = ("uninformative", "beside_zero", "extra_terms")
+
+
+def settle(losses: Sequence[Loss]) -> list[Loss]:
+    """Call nothing another sum that only some steps of a run are.
+
+    A step with wrong hyperparameters equals some other sum by chance once in a few
+    hundred; a fault of the code is there at each step. Where dL/dlp is that of another
+    sum too, one step is enough.
+
+    Args:
+        losses: of the steps of one run.
+
+    Returns:
+        The same, with a note in the place of each failure that is of some steps alone.
+    """
+    telling = [x for x in losses if not any(f.cause in BLIND for f in x.findings)]
+    return [_settled(x, [y for y in telling if y is not x]) for x in losses]
+
+
+def _settled(one: Loss, others: Sequence[Loss]) -> Loss:
+    kept: list[ReplayFinding] = []
+    found = one.found
+    for f in one.findings:
+        names = _names(f)
+        everywhere = all(names & set(other.fits) for other in others)
+        if not names or everywhere or one.gradient_failed:
+            kept.append(f)
+            continue
+        found = ""
+        kept.append(
+            note("loss", "only_here", **f.numbers | {"what": " or ".join(names)})
+        )
+    return replace(one, found=found, findings=tuple(kept))
+
+
+def _names(finding: ReplayFinding) -> set[str]:
+    """The names of the sums that a failure of the number is; none of another finding."""
+    if finding.cause == "other_sum":
+        return set(finding.numbers["found"].split(OR_ELSE))
+    if finding.cause == "multiple":
+        return {_times(finding.numbers["factor"])}
+    return set()
 
 
 def _unused(step: StepTerms) -> Iterator[str]:

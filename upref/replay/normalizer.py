@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.aggregation import Totals
 from upref.definition import Objective
 from upref.replay.findings import Checked, ReplayFinding, note
 from upref.replay.schema import RecordedBatch, expect_batch
@@ -234,11 +233,9 @@ class _Comparison:
             return note("loss", "gradient_sign", **numbers)
         if any(abs(factor / f - 1) <= self.tolerance for f in FACTORS):
             return ReplayFinding("loss", "failure", "gradient_multiple", numbers)
-        totals = next(self.step.by_counts())[1].b.totals
-        by_tokens = self.step.o.agg == "token-mean"
-        if totals is None:
-            totals = Totals.of(self.step.b.mask)
-        count = float(totals.tokens if by_tokens else totals.sequences)
+        if self.step.o.agg == "group-token-mean":  # each prompt has its own divisor
+            return note("loss", "gradient_coefficient", **numbers)
+        count, _ = next(self.step.by_counts())[1].count
         return note(
             "loss", "gradient_scaled", count=count, divisor=count / factor, **numbers
         )

@@ -4,19 +4,20 @@ a time.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from upref.definition import Objective
 from upref.errors import InputError
-from upref.registry import get
 from upref.replay.advantages import advantages
 from upref.replay.compare import HeavyToken, Weights, heaviest_tokens, weights
 from upref.replay.gap import gap
 from upref.replay.lines import summary_line
-from upref.replay.loss import loss
+from upref.replay.loss import loss, settle
 from upref.replay.report import Replay, StepChecks
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.series import StepGap, measure_step, ratio_one, series
+from upref.replay.terms import as_run
 
 CHECKS = ("sampler", "advantages", "loss", "objectives")
 OTHERS = ("dapo", "up_dapo", "grpo", "gspo", "cispo")
@@ -59,10 +60,10 @@ def replay(
             f"there is no check {unknown[0]!r}: choose from {', '.join(CHECKS)}."
         )
     settings = dict(hp or {})
-    o = _objective(objective)
+    o = as_run(objective, settings) if objective else None
     if o is not None:
         o.resolve(settings)
-    compared = [get(name) for name in others]
+    compared = list(others)
     steps: list[StepChecks] = []
     gaps: list[StepGap] = []
     last: RecordedBatch | None = None
@@ -78,15 +79,20 @@ def replay(
         raise InputError(
             "one number is the loss of one step: give the files of that step alone."
         )
+    steps = _settled(steps)
     table, heaviest = _table(last, o, settings, chosen, compared, tokenizer)
     whole = series(gaps) if len(gaps) > 1 else None
     return Replay(o.name if o else "", tuple(steps), whole, table, heaviest)
 
 
-def _objective(objective: str | Objective) -> Objective | None:
-    if not objective:
-        return None
-    return get(objective) if isinstance(objective, str) else objective
+def _settled(steps: list[StepChecks]) -> list[StepChecks]:
+    """The steps, where nothing is called another sum that only some of them are."""
+    at = [n for n, s in enumerate(steps) if s.loss is not None]
+    settled = settle([found for s in steps if (found := s.loss) is not None])
+    out = list(steps)
+    for n, found in zip(at, settled, strict=True):
+        out[n] = replace(steps[n], loss=found)
+    return out
 
 
 def _check(
@@ -142,7 +148,7 @@ def _table(
     o: Objective | None,
     hp: dict[str, Any],
     chosen: tuple[str, ...],
-    others: list[Objective],
+    others: list[str],
     tokenizer: Any,
 ) -> tuple[Weights | None, tuple[HeavyToken, ...]]:
     """The objectives on the last step, and its heaviest tokens; nothing where a column
@@ -150,7 +156,7 @@ def _table(
     """
     if "objectives" not in chosen:
         return None, ()
-    names = [other.name for other in others]
+    names = list(others)
     if not names:
         base = o if o is not None and o.sampler is None else None
         names = list(OTHERS)

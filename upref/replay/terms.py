@@ -24,6 +24,7 @@ from upref.rollouts import Rollouts
 EXTRA = "extra_terms"  # in meta: what the logged loss has beside the objective
 # accumulation steps, ranks, micro-batches
 FACTORS = (2.0, 4.0, 8.0, 1 / 2, 1 / 4, 1 / 8)
+OR_ELSE = ", or "  # between names of one number
 SUMS = {
     "tokens": ("token-mean",),
     "responses": ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean"),
@@ -53,6 +54,18 @@ class StepTerms:
     logged: dict[str, float]
     hp: dict[str, Any]
     scale: float = 1.0
+
+    @property
+    def count(self) -> tuple[float, str]:
+        """The number by which the sum is divided, and of what: of the step's tokens, or
+        of its responses.
+        """
+        totals = self.b.totals
+        if totals is None:
+            totals = Totals.of(self.b.mask)
+        if self.o.agg in SUMS["tokens"]:
+            return float(totals.tokens), "tokens"
+        return float(totals.sequences), "responses"
 
     @property
     def terms(self) -> Tensor:
@@ -188,13 +201,14 @@ class StepTerms:
 
 
 def as_run(objective: Objective | str, hp: dict[str, Any]) -> Objective:
-    """The objective as frameworks run it: a token mean in place of group-token-mean,
-    and a KL term where beta is given.
+    """The objective as frameworks run it: by its name with a token mean in place of
+    group-token-mean, and with a KL term where beta is given.
 
-    A KL term that its paper has not is k3, the default of verl and TRL.
+    An Objective keeps its aggregation. A KL term that its paper has not is k3, the
+    default of verl and TRL.
     """
-    o = get(objective) if isinstance(objective, str) else objective
-    if o.agg == "group-token-mean":
+    o = objective if isinstance(objective, Objective) else get(objective)
+    if isinstance(objective, str) and o.agg == "group-token-mean":
         o = o.aggregated("token-mean")
     return replace(o, kl="k3") if "beta" in hp and not o.kl else o
 
@@ -225,4 +239,4 @@ def terms_of(batch: RecordedBatch, o: Objective, hp: dict[str, Any]) -> StepTerm
 
 def or_else(names: list[str]) -> str:
     """The first of these names, and the others where they give the same number too."""
-    return ", or ".join(names)
+    return OR_ELSE.join(names)

@@ -216,12 +216,23 @@ LOSS = {
     ),
     "divided": (
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
-        "({value:.6g}); it would equal their sum divided by {divisor:.6g}, where "
-        "{tokens} tokens and {responses} responses train."
+        "({value:.6g}). It would be with a divisor of about {divisor:.12g} in place of "
+        "{count:.12g} {unit}; a coefficient, other hyperparameters or another objective "
+        "give that too."
     ),
     "unexplained": (
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
-        "({value:.6g}), and no positive divisor of their sum gives it."
+        "({value:.6g}), and no other divisor explains it."
+    ),
+    "beside_zero": (
+        "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms, "
+        "which cancel to {value:.2g}: it has other terms (a KL or an entropy term, an "
+        "auxiliary loss), or is of another objective or of other tokens."
+    ),
+    "only_here": (
+        "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
+        "({value:.6g}). It is their {what}, but at other steps it is not: other "
+        "hyperparameters or another objective give that by chance."
     ),
     "uninformative": (
         "the loss says nothing here: its terms sum to {value:.2g} (at r = 1 they are "
@@ -245,6 +256,11 @@ LOSS = {
         "{objective}'s terms: as if the divisor of the step were {divisor:.6g} in "
         "place of {count:.6g}; a coefficient of the loss or of the advantages gives "
         "that too."
+    ),
+    "gradient_coefficient": (
+        "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of "
+        "{objective}'s terms: another divisor, or a coefficient of the loss or of the "
+        "advantages."
     ),
     "gradient_sign": (
         "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of "

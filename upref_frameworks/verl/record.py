@@ -121,8 +121,7 @@ def watched(words: str, then: Sink | None) -> Watch:
     except ValueError:
         wanted = "an objective and KEY=NUMBER after it"
         raise InputError(f"{WATCHED} is {wanted}, not {words!r}.") from None
-    objective = get(name)
-    return Watch(objective.aggregated(agg) if agg else objective, hp, on_fail, then)
+    return Watch(get(name).aggregated(agg) if agg else name, hp, on_fail, then)
 
 
 def by_environment() -> Recording | None:
