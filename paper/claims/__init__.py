@@ -18,7 +18,7 @@ one word of it, of words.py. computed.json is what the last run said.
     tests             tests/FILE.py::NAME, which passes: finds what it says, a counterexample, an identity or that the
                       matter is undecided; an identity if it says nothing
     mini              EXPERIMENT/CLAIM of repro/mini, of either round or on stale data (repro/mini/standing.py names
-                      those): what its registered rule finds
+                      those): what its registered rule finds. `deciding` says which of them decides
     exact             EXPERIMENT/first words of a finding of repro/exact, where nothing is sampled
     absent            patterns that the paper's printed text does not contain: finds that it is unspecified
 
@@ -103,6 +103,9 @@ class Outcome:
     finds: tuple[str, ...]
     text: str = ""
     condition: str = ""
+    # of an experiment: it searched a learning rate for each method, and registered the
+    # size of this effect
+    decides: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,31 @@ class Judged:
             "why": self.why,
         }
         return facts | {"evidence": [asdict(o) for o in self.outcomes]}
+
+
+def deciding(outcomes: list[Outcome]) -> list[Outcome]:
+    """Return the evidence that decides, where training runs speak of a statement.
+
+    Two experiments searched a learning rate for each method: the one on stale data and
+    family_tuned. Where one of them registered the size of an effect, it decides: at one
+    rate for all, a difference may be one of tuning. What else was seen in training runs
+    stands beside it: other experiments, and effects that nobody registered. The rule
+    was made after the results.
+
+    Args:
+        outcomes: all evidence of one statement.
+
+    Returns:
+        The outcomes of which `judge` makes one word; all of them where no such
+        experiment is among them.
+    """
+    if not any(o.decides for o in outcomes):
+        return outcomes
+    return [
+        o
+        for o in outcomes
+        if o.decides or (o.kind != "mini" and o.finds != ("undecided",))
+    ]
 
 
 def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
@@ -144,6 +172,7 @@ def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
     if "not run" in found:
         why = "; ".join(o.text for o in outcomes if "not run" in o.finds)
         return said(last, why) if last in VERDICTS else said(RED, why)
+    found = {f for o in deciding(outcomes) for f in o.finds}
     good, bad = (
         found & {"proof", "identity", "reproduced"},
         found & {"counterexample", "contradicted", "not seen"},

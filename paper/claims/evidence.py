@@ -251,11 +251,23 @@ def mini(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
 
 
 def mini_outcome(name: str, s: dict | None) -> Outcome:
-    """What the registered rule says, in the common vocabulary. A claim of which only a
-    part holds is undecided.
+    """What the registered rule finds, in the common vocabulary.
+
+    Args:
+        name: EXPERIMENT/CLAIM.
+        s: how it stands (repro/mini/standing.py); None where nobody registered it.
     """
     if s is None:
         return failed("mini", name, "no experiment registers it")
+    finds, text = mini_words(s)
+    return Outcome("mini", name, (finds,), text, decides=s.get("decides", False))
+
+
+def mini_words(s: dict) -> tuple[str, str]:
+    """Return one of FINDS and the sentence that the page shows.
+
+    A claim of which only a part holds is undecided.
+    """
     part = (
         f"{s['why']}; "
         if "contrasts hold" in s["why"] and s["word"] != "reproduced"
@@ -264,28 +276,20 @@ def mini_outcome(name: str, s: dict | None) -> Outcome:
     text = part + s["shown"].replace("<br>", "; ")
     verdict, ran = s["verdict"], f"({s['seeds']} seeds)"
     if verdict == words.REPRODUCED:
-        return Outcome("mini", name, ("reproduced",), f"{text} {ran}")
+        return "reproduced", f"{text} {ran}"
     if verdict == words.CONTRADICTED:
-        return Outcome(
-            "mini",
-            name,
-            ("not seen" if s["bounds_alone"] else "contradicted",),
-            f"{text} {ran}",
-        )
+        finds = "not seen" if s["bounds_alone"] else "contradicted"
+        return finds, f"{text} {ran}"
     if verdict == words.NOT_TESTABLE:
-        return Outcome(
-            "mini", name, ("not testable",), f"{s['why']}: {text}" if text else s["why"]
-        )
+        return "not testable", f"{s['why']}: {text}" if text else s["why"]
     if verdict == words.EXCLUDED:
-        return Outcome("mini", name, ("excluded",), f"{s['limit']}: {text} {ran}")
+        return "excluded", f"{s['limit']}: {text} {ran}"
     unknown = "more than 200 seeds, or the effect seen is on the other side"
     seeds = f"it would take {s['needed']} seeds" if s["needed"] else unknown
     if s["needed"] and s["needed"] <= s["seeds"]:
         seeds = "the power was there, and it is too close to call"
     so_far = f"{s['seeds']} of {s['of']} seeds: {seeds}"
-    return Outcome(
-        "mini", name, ("undecided",), f"{text} ({so_far})" if text else so_far
-    )
+    return "undecided", f"{text} ({so_far})" if text else so_far
 
 
 def exact(names: list[str], root: Path, rerun: bool) -> dict[tuple[str, str], Outcome]:

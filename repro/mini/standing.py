@@ -11,7 +11,8 @@ below; seeds, of; needed: the seeds it would take for power 0.8 at 0.05 / claims
 experiment. Of the second round these are for the registered effect: those that it
 registered (power.py), or, where all have run and it is still open, at the spread that
 was seen; of the first and of the stale data for the effect that was seen. null: more
-than 200, or the effect that was seen is on the other side.
+than 200, or the effect that was seen is on the other side. decides: true where
+a learning rate was searched for each method, and the size of the effect registered.
 """
 
 import json
@@ -73,6 +74,7 @@ def second(
                 "seeds": v.n,
                 "of": v.of,
                 "needed": worst(needed),
+                "decides": bool(e.rates_from),
             }
     return found
 
@@ -115,6 +117,8 @@ def stale(records: dict[str, results.Record]) -> dict[str, dict]:
             else "",
             "seeds": e.n,
             "of": rule_3.seeds_due(d, records),
+            # a rate is searched for each method; entropy has no margin
+            "decides": e.margin > 0,
             "needed": seeds_for(
                 e, d.stopping["final"]["level"] / sizes[e.family], d.stopping["power"]
             ),

@@ -235,6 +235,23 @@ def test_judge(finds, condition, verdict):
     assert judge(replace(FAKE, condition=condition), outcomes).verdict == verdict
 
 
+def test_an_experiment_with_searched_rates_decides_alone():
+    own = [Outcome("mini", f"stale/{k}", ("excluded",), decides=True) for k in "ab"]
+    beside = [
+        Outcome("mini", "dose_low/a", ("reproduced",)),
+        Outcome("mini", "dose_high/a", ("contradicted",)),
+        Outcome("tests", "not registered", ("undecided",)),
+    ]
+    words = Outcome("tests", "as printed", ("identity",))
+    assert judge(FAKE, [*beside, words, *own]).verdict == "excluded"
+    assert judge(FAKE, [*beside, words]).verdict == RED  # for, against, no condition
+    proof = Outcome("derivations", "x", ("counterexample",))
+    shown = Outcome("mini", "stale/c", ("reproduced",), decides=True)
+    assert judge(FAKE, [proof, shown]).verdict == RED
+    failed = Outcome("mini", "dose_low/a", ("failed",))
+    assert judge(FAKE, [failed, shown]).verdict == RED
+
+
 def test_what_cannot_run_leaves_the_last_verdict_standing():
     outcomes = [Outcome("absent", "x", ("not run",), "no paper")]
     assert judge(FAKE, outcomes, "unspecified").verdict == "unspecified"
