@@ -349,14 +349,13 @@ def perturb(net: nn.Module) -> nn.Module:
     """
     random = torch.Generator().manual_seed(0)
     for p in net.parameters():
-        if p.is_floating_point() and p.device.type == "cpu":
+        if p.is_floating_point() and not p.is_meta:
             noise = torch.randn(p.shape, generator=random, dtype=torch.float32)
             vector = p.ndim < 2 or p.numel() < 2  # one number has no standard deviation
             want = 0.1 if vector else 1.4 / p.shape[-1] ** 0.5
             had = 0.0 if vector else float(p.float().std())
-            p.add_(
-                (max(want**2 - had**2, (0.1 * want) ** 2) ** 0.5 * noise).to(p.dtype)
-            )
+            size = max(want**2 - had**2, (0.1 * want) ** 2) ** 0.5
+            p.add_((size * noise).to(p))
     return net
 
 

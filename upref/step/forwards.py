@@ -233,12 +233,13 @@ class Attending(TorchFunctionMode):
         its = dict(kwargs or {})
         if func is F.multi_head_attention_forward:
             self.acted = True
-            its |= {"attn_mask": self.bias, "is_causal": False}
+            its |= {"attn_mask": self.bias.to(args[0].device), "is_causal": False}
         elif func is F.scaled_dot_product_attention and args[0].shape[-2] == len(
             self.bias
         ):
             self.acted = True
-            args, its = args[:3], its | {"attn_mask": self.bias, "is_causal": False}
+            bias = self.bias.to(args[0].device)
+            args, its = args[:3], its | {"attn_mask": bias, "is_causal": False}
         return func(*args, **its)
 
 
@@ -448,7 +449,7 @@ def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
             def other(name: str = name, value: float | None = value) -> Forward:
                 changed = copy.deepcopy(config)
                 setattr(changed, name, value)
-                net = type(model.net)(changed)
+                net = type(model.net)(changed).to(model.device)
                 net.load_state_dict(model.net.state_dict(), strict=False)
                 for mine, its in zip(
                     model.net.parameters(), net.parameters(), strict=True

@@ -9,7 +9,8 @@ parameters of the module that it shards.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,23 @@ def is_follower() -> bool:
     return world_size() > 1 and dist.get_rank() > 0
 
 
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Multiply float32 numbers in float32 on a GPU: TF32 rounds them to 10 bits, and
+    the bound of the comparison is for float32.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
 def train(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Trained:
     """Run the step in this process, and take what it leaves behind.
 
@@ -82,7 +100,7 @@ def train(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Tr
     steps: list[Step] = []
     for p in unwrapped(model).parameters():
         p.grad = None
-    with watched(model, steps, 9, weights=False) as (count, fed):
+    with without_tf32(), watched(model, steps, 9, weights=False) as (count, fed):
         out = call(step, model, rows)
     left = steps[0].gradients if steps else gradients(model)
     sequences = [x for s in steps for x in s.fed] + fed

@@ -7,7 +7,7 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from upref.step.model_errors import described
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 AT_ONCE = 2_000_000  # numbers of a batch of gradients
+CPU = torch.device("cpu")
+WITHOUT_FLOAT64 = ("mps",)  # kinds of devices; the reference computes on the CPU there
 # name of a parameter -> float64; elsewhere one vector [P], in the order of `shapes`
 Gradient = dict[str, Tensor]
 
@@ -83,9 +85,14 @@ def _keep_activations(*_: Any, **__: Any) -> Iterator[None]:
 
 
 @contextmanager
-def in_float64() -> Iterator[None]:
-    """Compute in float64, with gradients and without checkpoints: the mode is off while
-    a checkpoint recomputes.
+def in_float64(device: torch.device = CPU) -> Iterator[None]:
+    """Compute in float64, without checkpoints, autocast and cuDNN.
+
+    The mode is off while a checkpoint recomputes, and cuDNN has no backward pass for a
+    recurrent layer in evaluation mode.
+
+    Args:
+        device: where the model is.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -98,7 +105,13 @@ def in_float64() -> Iterator[None]:
     try:
         for name in own:
             setattr(module, name, plain[name])
-        with Wide(), torch.autocast("cpu", enabled=False), torch.enable_grad():
+        with ExitStack() as stack:
+            stack.enter_context(Wide())
+            for kind in {"cpu", device.type}:
+                if torch.amp.is_autocast_available(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            if device.type == "cuda":
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             yield
     finally:
         for name, function in own.items():
@@ -164,7 +177,7 @@ class Model(ABC):
         )
 
     def flat(self, g: Gradient) -> Tensor:
-        """As one vector; 0 where a parameter has no gradient."""
+        """As one vector on the CPU; 0 where a parameter has no gradient."""
         for n, shape in self.shapes.items():
             if n in g and g[n].numel() != shape.numel():
                 raise InputError(
@@ -173,7 +186,10 @@ class Model(ABC):
                     "use FSDP2 or DDP for the check."
                 )
         return torch.cat(
-            [g.get(n, _zeros(shape)).reshape(-1) for n, shape in self.shapes.items()]
+            [
+                g.get(n, _zeros(shape)).reshape(-1).cpu()
+                for n, shape in self.shapes.items()
+            ]
         )
 
 
@@ -185,6 +201,9 @@ def _zeros(shape: torch.Size) -> Tensor:
 class TorchModel(Model):
     """A float64 copy of an nn.Module, in evaluation mode. Any forward that takes ids
     [1, S] and answers [1, S, V].
+
+    The copy stays on the model's device. Token ids go there, one row at a time, and
+    logits and gradients come back: all that is compared is on the CPU.
     """
 
     def __init__(self, model: nn.Module):
@@ -195,12 +214,15 @@ class TorchModel(Model):
         model = unwrapped(model)
         try:
             copied: Any = copy.deepcopy(model)
+            if _device(copied).type in WITHOUT_FLOAT64:
+                copied = copied.cpu()
             self.net = copied.double().eval()
         except (RuntimeError, TypeError, NotImplementedError) as e:
             raise InputError(
                 f"the model cannot be copied ({type(e).__name__}: {str(e)[:120]}): "
                 "pass the plain module, before FSDP or a trainer wraps it."
             ) from e
+        self.device = _device(self.net)
         for p in self.net.parameters():
             p.grad = None
         config = getattr(self.net, "config", None)
@@ -225,12 +247,28 @@ class TorchModel(Model):
         self.masked = "attention_mask" in names
         self._positions = next((n for n in names if n.startswith("pos")), None)
 
+    def run(self, ids: Sequence[int], **how: Any) -> Any:
+        """What the module returns for token ids [1, S], on its device.
+
+        Args:
+            ids: the tokens.
+            how: attention_mask and the like; tensors are moved to the device.
+
+        Raises:
+            TypeError: the module takes no such argument.
+        """
+        on_device = {
+            k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in how.items()
+        }
+        with in_float64(self.device):
+            return self.net(torch.tensor([list(ids)]).to(self.device), **on_device)
+
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
-        with in_float64():
-            how = ({"use_cache": False} if self._takes_cache else {}) | how
-            if self._positions and "position_ids" in how:
-                how[self._positions] = how.pop("position_ids")
-            out = self.net(torch.tensor([list(ids)]), **how)
+        how = ({"use_cache": False} if self._takes_cache else {}) | how
+        if self._positions and "position_ids" in how:
+            how[self._positions] = how.pop("position_ids")
+        with torch.enable_grad():
+            out = self.run(ids, **how)
         z = getattr(out, "logits", out)
         z = z[0] if isinstance(z, tuple) else z
         if not isinstance(z, Tensor) or z.ndim != 3 or z.shape[1] != len(ids):
@@ -244,10 +282,10 @@ class TorchModel(Model):
                 f"vocabulary has {self.vocabulary}: it must return logits, "
                 "not hidden states."
             )
-        return z[0]
+        return z[0].cpu()
 
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
-        with described(ids), in_float64():
+        with described(ids), in_float64(self.device):
             g = torch.autograd.grad(
                 z, [*self.params.values()], dz, retain_graph=True, allow_unused=True
             )
@@ -259,7 +297,7 @@ class TorchModel(Model):
         params = [*self.params.values()]
         for some in dz.split(max(1, AT_ONCE // sum(p.numel() for p in params))):
             try:
-                with in_float64():
+                with in_float64(self.device):
                     g = torch.autograd.grad(
                         z,
                         params,
@@ -275,7 +313,9 @@ class TorchModel(Model):
                 yield from super().pulls(z, some, ids)
                 continue
             each = [
-                p.new_zeros(len(some), p.numel()) if x is None else x.flatten(1)
+                some.new_zeros(len(some), p.numel())
+                if x is None
+                else x.flatten(1).cpu()
                 for p, x in zip(params, g, strict=True)
             ]
             yield torch.cat(each, 1)
@@ -335,6 +375,15 @@ def text_config(net: nn.Module) -> Any:
     """The configuration of transformers of its language model, if it has one."""
     config: Any = getattr(net, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _device(net: nn.Module) -> torch.device:
+    """Where a module takes token ids: its first embedding's device, or its first
+    parameter's.
+    """
+    tables = [m.weight for m in net.modules() if isinstance(m, nn.Embedding)]
+    first = next(iter([*tables, *net.parameters()]), None)
+    return CPU if first is None else first.device
 
 
 def _vocabulary(net: nn.Module) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from upref.step.forward import Forward, log_prob
-from upref.step.reference import Model, TorchModel, in_float64, text_config
+from upref.step.reference import Model, TorchModel, text_config
 from upref.step.rows import Row
 from upref.verify.faults import Fault
 
@@ -72,8 +72,8 @@ def _cached(model: TorchModel, r: Row) -> Tensor:
     *first, last = r.prompt
     if not first:
         return model.logits(r.ids)
-    with in_float64(), torch.no_grad():
-        past = model.net(torch.tensor([first]), use_cache=True).past_key_values
+    with torch.no_grad():
+        past = model.run(first, use_cache=True).past_key_values
     return fronted(
         model.logits([last, *r.response], past_key_values=past, use_cache=True),
         len(first),
@@ -197,7 +197,7 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
             handle.remove()
 
     raw: list[Tensor] = []
-    otherwise(lambda m, h, y: raw.append(y[0]))
+    otherwise(lambda m, h, y: raw.append(y[0].cpu()))
     if all(
         x.shape == z.shape for x, z in zip(raw, right.z, strict=False)
     ) and not torch.allclose(raw[0], right.z[0]):
