@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What upref does on a GPU: `python -m benchmarks.gpu` (docs/gpu.md)."""

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run upref's checks on a GPU, and write what they find as one JSON file.
+
+    python -m benchmarks.gpu --out FOLDER           all parts, about seven minutes on an H100
+    python -m benchmarks.gpu --out FOLDER steps     some parts
+    python -m benchmarks.gpu --out FOLDER --trial   a trial of this script: small, on the CPU
+
+Each part is a process with a time limit of its own. Parts that measure no time run side
+by side; training and the sizes run alone. A part that fails or is ended keeps the rows
+that it has. FOLDER gets gpu.json and gpu.log; `python -m docs.make gpu.md` makes
+docs/gpu.md of benchmarks/gpu.json.
+
+Needs torch with CUDA and transformers; TRL, verl and Liger are checked where they are
+installed.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import kernels, losses
+from benchmarks.gpu.place import Place, lines
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process: `benchmarks.gpu.MODULE.main(place, *given)`."""
+
+    module: str
+    given: tuple[str, ...]
+    limit: int  # seconds
+
+
+def parts() -> dict[str, Part]:
+    """All parts by name, in the order in which they start."""
+    found = {
+        "facts": Part("facts", (), 110),
+        "steps": Part("steps", (), 110),
+        "tests": Part("tests", (), 110),
+        "losses-liger": Part("losses", ("liger",), 110),
+    }
+    for i in range(losses.SHARDS):
+        found[f"losses-{i}"] = Part("losses", (str(i),), 110)
+    for i in range(len(kernels.MAKERS)):
+        found[f"kernels-{i}"] = Part("kernels", (str(i),), 110)
+    found["training"] = Part("training", (), 170)
+    found["sizes"] = Part("sizes", (), 100)
+    return found
+
+
+ALONE = ("training", "sizes")
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--child"]:
+        from benchmarks.gpu import training
+
+        return training.child(argv[1:])
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("asked", nargs="*", help="parts, by the beginning of their names")
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--trial", action="store_true", help="small, on the CPU")
+    p.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    device = "cpu" if args.trial else "cuda"
+    if args.one:
+        return one(args.one, device, args.trial)
+    args.out.mkdir(parents=True, exist_ok=True)
+    every = parts()
+    names = [n for n in every if not args.asked or n.startswith(tuple(args.asked))]
+    # a time limit of the caller ends the parts too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="upref-gpu-") as name:
+        work = Path(name)
+        together = [n for n in names if n not in ALONE]
+        states: dict[str, Any] = {}
+        width = 2 if args.trial else os.cpu_count() or 4
+        run(together, every, args, work, states, width)
+        for alone in (n for n in ALONE if n in names):
+            run([alone], every, args, work, states, 1)
+    return 0
+
+
+def run(
+    names: list[str],
+    every: dict[str, Part],
+    args: argparse.Namespace,
+    work: Path,
+    states: dict[str, Any],
+    width: int,
+) -> None:
+    """Run these parts, so many at a time, and write what is there after each."""
+    waiting, running = list(names), {}
+    try:
+        watch(waiting, running, every, args, work, states, width)
+    finally:
+        for process, _ in running.values():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        collect(args.out, work, states)
+
+
+def watch(
+    waiting: list[str],
+    running: dict[str, tuple[subprocess.Popen[bytes], float]],
+    every: dict[str, Part],
+    args: argparse.Namespace,
+    work: Path,
+    states: dict[str, Any],
+    width: int,
+) -> None:
+    """Start what waits, end what is late, until there is nothing left."""
+    written = time.monotonic()
+    while waiting or running:
+        while waiting and len(running) < width:
+            name = waiting.pop(0)
+            running[name] = (start(name, args, work), time.monotonic())
+        for name, (process, since) in list(running.items()):
+            took = time.monotonic() - since
+            late = took > every[name].limit * (20 if args.trial else 1)
+            if process.poll() is None and not late:
+                continue
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            states[name] = {
+                "status": "ended at its limit" if late else process.returncode,
+                "seconds": round(took, 1),
+            }
+            del running[name]
+            print(f"{name:14} {states[name]}", flush=True)
+            collect(args.out, work, states)
+        if time.monotonic() > written + 5:
+            collect(args.out, work, states)
+            written = time.monotonic()
+        time.sleep(0.2)
+
+
+def start(name: str, args: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
+    """Start a part in a process group of its own."""
+    command = [
+        sys.executable, "-m", "benchmarks.gpu", "--out", str(args.out),
+        "--one", name, str(work / f"{name}.jsonl"), str(work),
+    ]  # fmt: skip
+    with open(work / f"{name}.log", "wb") as log:
+        return subprocess.Popen(
+            command + (["--trial"] if args.trial else []),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
+            start_new_session=True,
+            env=os.environ
+            | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+
+
+def one(asked: list[str], device: str, small: bool) -> int:
+    """Run one part in this process."""
+    name, rows, folder = asked
+    part = parts()[name]
+    module = importlib.import_module(f"benchmarks.gpu.{part.module}")
+    module.main(Place(device, small, Path(rows), Path(folder)), *part.given)
+    return 0
+
+
+def collect(out: Path, work: Path, states: dict[str, Any]) -> None:
+    """Write gpu.json and gpu.log of what is there."""
+    found: dict[str, Any] = {"parts": states, "rows": {}}
+    for path in sorted(work.glob("*.jsonl")):
+        found["rows"][path.stem] = lines(path)
+    text = json.dumps(found, indent=1) + "\n"
+    (out / "gpu.json").write_text(text, encoding="utf-8")
+    log = [
+        f"==== {path.stem}\n{path.read_text(encoding='utf-8', errors='replace')[-60_000:]}"
+        for path in sorted(work.glob("*.log"))
+    ]
+    (out / "gpu.log").write_text("\n".join(log), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

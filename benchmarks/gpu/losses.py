@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each objective's loss and gradient on the GPU, eager and compiled, against float64 on
+the CPU; and Liger's Triton GRPO loss through upref.check.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import upref
+from benchmarks.gpu.place import SEED, Place, moved
+from upref.weights.batches import OFF_EDGES, batch
+
+SHARDS = 4
+
+
+def main(place: Place, which: str) -> None:
+    """Run one part: "liger", or the number of a shard of the objectives."""
+    if which == "liger":
+        liger(place)
+        return
+    names = upref.names()[int(which) :: SHARDS]
+    for name in names[:2] if place.small else names:
+        with place.row(objective=name) as row:
+            row |= one(name, place.device)
+
+
+def one(name: str, device: str) -> dict[str, Any]:
+    """Errors of loss and gradient, relative to the largest entry, and the seconds that
+    the compiler takes.
+    """
+    o = upref.get(name)
+    b = batch(o, edges=OFF_EDGES)
+    optional = {
+        "lp_ref": b.logp_ref,
+        "entropy": b.entropy,
+        "lp_sampler": b.logp_sampler,
+    }
+    fixed = {k: v for k, v in optional.items() if v is not None}
+    given = (b.logp_old, b.adv, b.mask, b.group)
+
+    def of(dtype: torch.dtype, where: str, J: Callable[..., Tensor]) -> list[Tensor]:
+        """Loss and gradient."""
+        lp = moved(b.logp, where, dtype).detach().requires_grad_()
+        more = {k: moved(v, where, dtype) for k, v in fixed.items()}
+        loss = -J(lp, *(moved(x, where, dtype) for x in given), **more)
+        loss.backward()
+        return [loss.detach().double().cpu(), lp.grad.double().cpu()]
+
+    def far(found: list[Tensor], want: list[Tensor]) -> list[float]:
+        return [
+            float((x - y).abs().max() / y.abs().max().clamp(min=1e-12))
+            for x, y in zip(found, want, strict=True)
+        ]
+
+    want = of(torch.float64, "cpu", o.J)
+    torch.compiler.reset()
+    compiled = torch.compile(o.J, fullgraph=True)
+    return {
+        "float64": far(of(torch.float64, device, o.J), want),
+        "float32": far(of(torch.float32, device, o.J), want),
+        "compiled": far(of(torch.float32, device, compiled), want),
+    }
+
+
+def through_logits(loss_type: str, device: str, **settings: Any) -> Callable[..., Any]:
+    """Liger's Triton GRPO loss as a function of log-probabilities: two logits whose
+    first has that log-probability.
+    """
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    def loss(
+        log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor
+    ) -> Tensor:
+        lp = log_prob.clamp(max=-1e-6).float().to(device)
+        other = torch.log1p(-lp.double().exp()).float()
+        z = torch.stack([lp, other], -1)
+        z = torch.nn.functional.pad(z, (0, 0, 0, 1)).contiguous()
+        out = triton_grpo_loss(
+            z,
+            old_log_prob.float().to(device).contiguous(),
+            None,
+            torch.zeros_like(mask, dtype=torch.long).to(device),
+            advantages[:, 0].float().to(device).contiguous(),
+            mask.long().to(device),
+            temperature=1.0,
+            beta=0.0,
+            loss_type=loss_type,
+            inplace=False,
+            reduce=True,
+            **settings,
+        )
+        return (out[0] if isinstance(out, tuple) else out).cpu()
+
+    loss.__name__ = f"Liger triton_grpo_loss, {loss_type}"
+    return loss
+
+
+# loss_type of Liger -> the objective, and both sides' numbers
+LIGER: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("grpo", "grpo", {"eps_low": 0.2, "eps_high": 0.2}, {}),
+    ("dapo", "dapo", {"eps_low": 0.2, "eps_high": 0.28}, {}),
+    ("dapo", "dapo", {"eps_low": 0.2, "eps_high": 0.28, "delta": 3.0}, {}),
+    ("cispo", "cispo", {"eps_low": 0.2, "eps_high": 5.0}, {}),
+    ("sapo", "sapo", {}, {}),
+    (
+        "grpo",
+        "gspo",
+        {"eps_low": 3e-4, "eps_high": 4e-4, "importance_sampling_level": "sequence"},
+        {},
+    ),
+    ("luspo", "luspo", {"importance_sampling_level": "sequence"}, {}),
+]
+
+
+def liger(place: Place) -> None:
+    torch.manual_seed(SEED)
+    for loss_type, name, theirs, ours in LIGER:
+        with place.row(liger=loss_type, objective=name, settings=theirs) as row:
+            loss = through_logits(loss_type, place.device, **theirs)
+            report = upref.check(loss, name, **ours)
+            row |= {"agrees": bool(report), "text": str(report)}
+        with place.row(liger=loss_type, objective="identify", settings=theirs) as row:
+            row |= {"text": str(upref.identify(loss))}

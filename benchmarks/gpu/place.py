@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a part runs, how it writes its rows, and how it takes time and memory."""
+
+import contextlib
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """One part of the run.
+
+    Attributes:
+        device: "cuda", or "cpu" for a trial of the script.
+        small: sizes for a trial of the script.
+        rows: the file of JSON lines that the part appends to.
+        folder: for files that the part needs.
+    """
+
+    device: str
+    small: bool
+    rows: Path
+    folder: Path
+
+    def write(self, **row: Any) -> None:
+        """Append one row, so that a part that is ended keeps what it has."""
+        with open(self.rows, "a", encoding="utf-8") as f:
+            f.write(json.dumps(row, default=str) + "\n")
+
+    @contextlib.contextmanager
+    def row(self, **named: Any) -> Iterator[dict[str, Any]]:
+        """Collect one row, with its seconds; an exception becomes its `failed`."""
+        found: dict[str, Any] = {}
+        start = time.perf_counter()
+        try:
+            yield found
+        except Exception as e:
+            found["failed"] = f"{type(e).__name__}: {str(e)[:600]}"
+            traceback.print_exc()
+        finally:
+            seconds = round(time.perf_counter() - start, 3)
+            self.write(**named, **{"seconds": seconds} | found)
+            print(named, f"{seconds} s", found.get("failed", ""), flush=True)
+
+    def wait(self) -> None:
+        """Wait until the GPU has done what it was given."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def milliseconds(self, run: Callable[[], object]) -> float:
+        """The median time of a call, after two that warm up, by the events of the GPU."""
+        run()
+        first = self._once(run)
+        rounds = max(3, min(30, int(300 / max(first, 1e-3))))
+        return statistics.median(self._once(run) for _ in range(rounds))
+
+    def _once(self, run: Callable[[], object]) -> float:
+        if self.device != "cuda":
+            start = time.perf_counter()
+            run()
+            return 1e3 * (time.perf_counter() - start)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """The most that a call allocates on the GPU, beyond what was there before."""
+        if self.device != "cuda":
+            run()
+            return 0
+        self.wait()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        self.wait()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def moved(x: Any, device: str, dtype: torch.dtype | None = None) -> Any:
+    """A tensor on the device, a real one in the dtype; everything else as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.to(device, dtype if x.is_floating_point() else None)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON lines."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""upref.hidden at the sizes of real models: time, memory and error beside logits in
+full and the fused heads of TRL, verl and Liger, in one process.
+
+The time is of one forward and backward, of log-probability and entropy; the memory is
+what that allocates beyond the inputs. Errors are against float64 on the same rounded
+inputs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import upref.hidden
+from benchmarks.gpu import kernels
+from benchmarks.gpu.place import SEED, Place
+
+V, TAU = 151_936, 0.8
+Function = Callable[[Tensor, Tensor, Tensor, float], Any]
+
+
+def naive(h: Tensor, W: Tensor, tokens: Tensor, T: float) -> tuple[Tensor, Tensor]:
+    """Logits in full, and torch's log_softmax of them in float32."""
+    lp = ((h @ W.T).float() / T).log_softmax(-1)
+    return lp.gather(1, tokens[:, None])[:, 0], -(lp.exp() * lp).sum(1)
+
+
+def hidden_at(chunk: int) -> Callable[[], Function]:
+    return lambda: (
+        lambda h, W, tokens, T: upref.hidden.token_log_probs(
+            h, W, tokens, temperature=T, chunk=chunk
+        )
+    )
+
+
+def from_logits(make: Callable[[], Function]) -> Callable[[], Function]:
+    """A function of logits as one of hidden states."""
+
+    def made() -> Function:
+        f: Any = make()
+        return lambda h, W, tokens, T: f(h @ W.T, tokens, T)
+
+    return made
+
+
+WHO: dict[str, Callable[[], Function]] = {
+    "logits in full": lambda: naive,
+    "logits in full, compiled": lambda: torch.compile(naive),
+    "upref.hidden": hidden_at(2**23),
+    "upref.hidden, chunk 2^26": hidden_at(2**26),
+    "upref.hidden, chunk 2^28": hidden_at(2**28),
+    "TRL ChunkedLogProbFunction": kernels.trl_chunked,
+    "TRL selective_log_softmax_and_entropy": from_logits(kernels.trl_with_entropy),
+    "verl linear_cross_entropy (Triton)": kernels.verl_triton,
+    "verl FusedLinearForPPO": kernels.verl_fused,
+    "Liger fused linear scaled cross entropy": kernels.liger_scaled,
+}
+# dtype, hidden size, tokens: what matters most comes first
+CASES = [
+    ("bfloat16", 896, 4096),
+    ("bfloat16", 4096, 4096),
+    ("float32", 896, 4096),
+    ("bfloat16", 896, 512),
+    ("bfloat16", 896, 16384),
+    ("float32", 896, 512),
+    ("bfloat16", 4096, 16384),
+    ("bfloat16", 4096, 512),
+    ("float32", 896, 16384),
+    ("float32", 4096, 4096),
+]
+COMPILED_AT = 4096
+TRIAL = [("float32", 64, 32), ("bfloat16", 64, 32)]
+
+
+def inputs(
+    dtype: torch.dtype, H: int, N: int, words: int, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Every second row has a token with p near 0.9; half of these are sampled."""
+    g = torch.Generator(device).manual_seed(SEED)
+    make = {"generator": g, "device": device}
+    W = torch.randn(words, H, **make).mul_(H**-0.5)
+    h, tokens = torch.randn(N, H, **make), torch.randint(words, (N,), **make)
+    peak = tokens[::2].clone()
+    h[::2] = W[peak] * (TAU * (torch.tensor(float(words)).log() + 2.3)).item()
+    tokens[2::4] = torch.randint(words, (len(tokens[2::4]),), **make)
+    return h.to(dtype).requires_grad_(), W.to(dtype).requires_grad_(), tokens
+
+
+def train(f: Function, h: Tensor, W: Tensor, tokens: Tensor) -> list[Tensor]:
+    """Log-probabilities, entropies and both gradients of their weighted sum."""
+    lp, entropy = f(h, W, tokens, TAU)
+    total = lp.sum() + 0.1 * entropy.sum()
+    return [lp.detach(), entropy.detach(), *torch.autograd.grad(total, (h, W))]
+
+
+def main(place: Place) -> None:
+    words = 1000 if place.small else V
+    for dtype, H, N in TRIAL if place.small else CASES:
+        h, W, tokens = inputs(getattr(torch, dtype), H, N, words, place.device)
+        want = exact(h, W, tokens) if N <= 4096 and H * N <= 4096 * 896 else None
+        for name, make in WHO.items():
+            if "compiled" in name and N != COMPILED_AT:
+                continue  # each size compiles again, for seconds
+            with place.row(who=name, dtype=dtype, H=H, N=N, V=words) as row:
+                measure(place, make(), (h, W, tokens), want, row)
+            if place.device == "cuda":
+                torch.cuda.empty_cache()
+        del h, W, tokens, want
+
+
+def measure(
+    place: Place,
+    f: Function,
+    given: tuple[Tensor, Tensor, Tensor],
+    want: list[Tensor] | None,
+    row: dict[str, Any],
+) -> None:
+    """Fill a row with the errors, then the memory, then the time."""
+    found = train(f, *given)  # what is compiled at the first call
+    if want is not None:
+        names = ("log-prob", "entropy", "dh", "dW")
+        for name, x, y in zip(names, found, want, strict=True):
+            size = 1.0 if name in names[:2] else float(y.abs().max())
+            row[f"error of {name}"] = float((x.double() - y).abs().max()) / size
+    del found
+    row["peak_bytes"] = place.peak_bytes(lambda: train(f, *given))
+    row["milliseconds"] = place.milliseconds(lambda: train(f, *given))
+
+
+def exact(h: Tensor, W: Tensor, tokens: Tensor) -> list[Tensor]:
+    """The same in float64."""
+    wide = [x.detach().double().requires_grad_() for x in (h, W)]
+
+    def f(h: Tensor, W: Tensor, tokens: Tensor, T: float) -> tuple[Tensor, Tensor]:
+        return upref.hidden.token_log_probs(h, W, tokens, temperature=T, chunk=2**26)
+
+    return train(f, wide[0], wide[1], tokens)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""check_step, record_step and identify_step on a model that lives on the GPU."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import upref
+from benchmarks.gpu.place import SEED, Place
+from upref.step import check_recorded, record_step
+from upref.step.rows import made
+
+T = 0.7
+Steps = list[tuple[str, bool, Callable[[nn.Module, list], None]]]
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, which cuDNN computes in TF32 unless it is told otherwise."""
+
+    def __init__(self, V: int = 64, H: int = 32):
+        super().__init__()
+        self.embed, self.rnn, self.head = (
+            nn.Embedding(V, H),
+            nn.GRU(H, H, batch_first=True),
+            nn.Linear(H, V),
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embed(ids))[0])
+
+
+def qwen3(place: Place, attention: str = "sdpa", **changes: Any) -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(SEED)
+    settings = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 2, "pad_token_id": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    config = Qwen3Config(**settings | changes, attn_implementation=attention)
+    return Qwen3ForCausalLM(config).to(place.device)
+
+
+def dapo(
+    model: nn.Module,
+    rows: list,
+    *,
+    temperature: float = T,
+    by_micro_batch: bool = False,
+    late: int = 0,
+    half: torch.dtype | None = None,
+    bare: bool = False,
+) -> None:
+    """DAPO's loss in two micro-batches, on the device of the model.
+
+    Args:
+        model: a causal language model; with `bare` a function of ids alone.
+        rows: of upref.
+        temperature: a fault where it is not T.
+        by_micro_batch: a fault, each micro-batch is divided by its own tokens.
+        late: a fault, how many tokens the mask is late.
+        half: the dtype of autocast.
+        bare: the model takes no attention mask.
+    """
+    device = next(model.parameters()).device
+    total = sum(sum(r.trains) for r in rows)
+    parts = [rows[:3], rows[3:]]
+    for part in parts:
+        width = max(len(r.ids) for r in part)
+
+        def aligned(values: list, r: Any, width: int = width) -> Tensor:
+            """One number for each token of the padded row, 0 outside of the response."""
+            behind = [0.0] * (width - len(r.ids))
+            return torch.tensor(
+                [0.0] * len(r.prompt) + list(map(float, values)) + behind
+            )
+
+        def batch(of: Callable[[Any], Tensor], part: list = part) -> Tensor:
+            return torch.stack([of(r) for r in part]).to(device)
+
+        ids = batch(lambda r, w=width: torch.tensor(r.ids + [2] * (w - len(r.ids))))
+        seen = batch(lambda r, w=width: (torch.arange(w) < len(r.ids)).long())
+        mask = batch(lambda r: aligned(r.trains, r))[:, 1:]
+        old = batch(lambda r: aligned(r.old, r))[:, 1:]
+        A = torch.tensor([[r.adv] for r in part], device=device)
+        mask = mask.roll(late, 1)
+        cast = torch.autocast(device.type, half) if half else nullcontext()
+        with cast:
+            z = model(ids) if bare else model(ids, attention_mask=seen).logits
+        lp = (z[:, :-1].float() / temperature).log_softmax(-1)
+        r = (lp.gather(-1, ids[:, 1:, None])[..., 0] - old).exp()
+        J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
+        n = mask.sum() * len(parts) if by_micro_batch else total
+        (-(J * mask).sum() / n).backward()
+
+
+def compiled(model: nn.Module, rows: list, **how: Any) -> None:
+    """The same step with the model compiled."""
+    dapo(torch.compile(model, dynamic=True), rows, **how)
+
+
+def rows_of(device: str) -> dict[str, tuple[Callable[[Place], nn.Module], Steps]]:
+    """model -> (what makes it, [(step, whether it is right, the step)])."""
+    half = torch.bfloat16
+    faults: Steps = [
+        ("right", True, dapo),
+        ("temperature left out", False, partial(dapo, temperature=1.0)),
+        ("micro-batch means averaged", False, partial(dapo, by_micro_batch=True)),
+        ("mask one token late", False, partial(dapo, late=1)),
+    ]
+    mixed: Steps = [
+        (f"{name}, bfloat16 autocast", ok, partial(step, half=half))
+        for name, ok, step in faults
+    ]
+    bare = partial(dapo, bare=True)
+    return {
+        "Qwen3, float32": (qwen3, [*faults, *mixed]),
+        "Qwen3, float32, compiled": (qwen3, [("right", True, compiled)]),
+        "Qwen3, bfloat16 weights": (
+            lambda place: qwen3(place).to(torch.bfloat16),
+            faults[:2],
+        ),
+        "Qwen3, gradient checkpointing": (checkpointed, faults[:1]),
+        "Qwen3, float32, TF32 on": (qwen3, [("right", True, in_tf32(dapo))]),
+        "GRU, cuDNN": (
+            lambda place: Recurrent().to(place.device),
+            [("right", True, bare), ("temperature left out", False, partial(bare, temperature=1.0))],
+        ),
+        "Qwen3, 4 layers of 256, 8,192 words": (wide, faults[:2]),
+    }  # fmt: skip
+
+
+def checkpointed(place: Place) -> nn.Module:
+    model: Any = qwen3(place)
+    model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def wide(place: Place) -> nn.Module:
+    if place.small:
+        return qwen3(place)
+    return qwen3(
+        place, vocab_size=8192, hidden_size=256, intermediate_size=512, head_dim=64,
+        num_hidden_layers=4,
+    )  # fmt: skip
+
+
+def in_tf32(step: Callable[..., None]) -> Callable[..., None]:
+    """The step of a program that asked for TF32 before."""
+
+    def run(model: nn.Module, rows: list) -> None:
+        step(model, rows)
+
+    run.tf32 = True  # type: ignore[attr-defined]
+    return run
+
+
+def main(place: Place) -> None:
+    torch.manual_seed(SEED)
+    for model_name, (make, steps) in rows_of(place.device).items():
+        for name, right, step in steps:
+            with place.row(part="check_step", model=model_name, step=name) as row:
+                row |= {"right": right}
+                before = torch.get_float32_matmul_precision()
+                if getattr(step, "tf32", False):
+                    torch.set_float32_matmul_precision("high")
+                try:
+                    report = upref.check_step(step, make(place), "dapo", temperature=T)
+                finally:
+                    torch.set_float32_matmul_precision(before)
+                row |= told(report)
+    with place.row(part="TF32", model="GRU, cuDNN", step="right") as row:
+        row |= {"error": tf32_error(place)}
+    recorded(place)
+    with place.row(part="identify_step", model="Qwen3, float32", step="right") as row:
+        found = upref.identify_step(dapo, qwen3(place), temperature=T)
+        row |= {"right": True, "agrees": "dapo" in str(found), "text": str(found)}
+
+
+def told(report: Any) -> dict[str, Any]:
+    """What a report of a step says, as a row."""
+    return {
+        "agrees": bool(report),
+        "error": report.error,
+        "cause": next((f.cause for f in report.failures), ""),
+        "computed_in": report.computed_in,
+        "text": str(report),
+    }
+
+
+def tf32_error(place: Place) -> float:
+    """How far the gradient of a recurrent layer in TF32 is from the one in float64."""
+    torch.manual_seed(SEED)
+    model = Recurrent().to(place.device)
+    ids = torch.randint(64, (8, 30), device=place.device)
+
+    def gradient(net: nn.Module) -> Tensor:
+        net.zero_grad()
+        net(ids).log_softmax(-1)[..., 0].sum().backward()
+        return torch.cat([p.grad.flatten().double() for p in net.parameters()])
+
+    rough = gradient(model)
+    exact = gradient(model.double())
+    return float((rough - exact).norm() / exact.norm())
+
+
+def recorded(place: Place) -> None:
+    """Two optimizer steps of AdamW on the GPU, by record_step."""
+    for name, right, how in (
+        ("right", True, {}),
+        ("temperature left out", False, {"temperature": 1.0}),
+    ):
+        with place.row(part="record_step", model="Qwen3, float32", step=name) as row:
+            model = qwen3(place)
+            rows = [made(96, seed, (), 2, None) for seed in (1, 2)]
+            with record_step(model) as seen:
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+                for some in rows:
+                    with torch.no_grad():
+                        sample(model, some)
+                    dapo(model, some, **how)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            report = check_recorded(seen, rows, "dapo", temperature=T)
+            row |= {"right": right} | told(report)
+
+
+def sample(model: nn.Module, rows: list) -> None:
+    """Give the rows the log-probabilities of an older policy, at temperature T."""
+    device = next(model.parameters()).device
+    noise = torch.Generator().manual_seed(SEED)
+    for r in rows:
+        ids = torch.tensor([r.ids], device=device)
+        lp = (model(ids).logits[0, :-1].double() / T).log_softmax(-1)
+        each = lp.gather(1, ids[0, 1:, None])[:, 0]
+        now = each[len(r.prompt) - 1 :].cpu()
+        moved = now + 0.3 * torch.randn(len(now), generator=noise, dtype=now.dtype)
+        r.old = moved.clamp(max=-1e-6).tolist()
+        r.ref = list(r.old)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rung `trl` of repro/run.sh at its real size, with random weights: Qwen2.5-0.5B's
+architecture, made words and made problems.
+
+Every 64th of the words is a boxed digit, so that a random model answers some problems.
+Memory is taken apart for generation and for training; the process is killed once, after
+a checkpoint, and started again.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.place import Place, lines
+from repro.with_trl import memory, train
+from repro.with_verl.config.model import shape_of
+
+# Qwen/Qwen2.5-0.5B-Instruct's config.json
+CONFIG = {
+    "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32_768,
+    "max_window_layers": 21, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+TRIAL = {
+    "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
+}  # fmt: skip
+DIGITS, EVERY = 4, 64  # answers; one word of so many is a boxed digit
+TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+SAVE = 4  # steps between checkpoints: after the first generation
+ENDS_AT = 6  # the step at which the process is killed
+
+
+def make_model(folder: Path, small: bool, device: str) -> None:
+    """Random weights, and a tokenizer of one token a word."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )
+
+    sizes = TRIAL if small else CONFIG
+    words = ["<pad>", "<end>"] + [
+        f"w{i}" if i % EVERY else f"\\boxed{{{i // EVERY % DIGITS}}} w{i}"
+        for i in range(2, sizes["vocab_size"])
+    ]
+    level = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>")
+    )
+    level.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    PreTrainedTokenizerFast(
+        tokenizer_object=level,
+        pad_token="<pad>",
+        eos_token="<end>",
+        unk_token="<pad>",
+        chat_template=TEMPLATE,
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **sizes, pad_token_id=0, eos_token_id=1, bos_token_id=None, dtype="float32"
+    )
+    with torch.device(device):
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+
+
+def make_data(folder: Path) -> None:
+    """Problems of about a hundred words with one digit as the answer."""
+    from repro.with_verl.data import schema
+
+    for split, count in (("train", 512), ("test", train.TEST)):
+        rows = []
+        for i in range(count):
+            text = " ".join(f"w{65 + (i + k) % 60}" for k in range(100))
+            digit = str(i % DIGITS)
+            rows.append(schema.row("made", i, text, digit, "boxed", split))
+        schema.write(folder / f"gsm8k_{split}.parquet", rows, {})
+
+
+# ---- the run, in a process of its own ------------------------------------------------
+def child(argv: list[str]) -> int:
+    """repro.with_trl.train with checkpoints more often, and with the memory of its two
+    phases written down. argv: the file of phases, cpu or cuda, and the run's arguments.
+    """
+    phases, device, *rest = argv
+    train.BATCH["save_steps"] = SAVE
+    if device == "cpu":
+        on_cpu()
+    in_parts = train.in_parts
+
+    def watched(trainer: type, count: int) -> type:
+        """The trainer, which tells when it generates."""
+
+        class Watched(in_parts(trainer, count)):  # type: ignore[misc]
+            """Its base is known when it runs."""
+
+            def _generate_single_turn(self, *given: Any, **more: Any) -> Any:
+                with generation(Path(phases)):
+                    return super()._generate_single_turn(*given, **more)
+
+        return Watched
+
+    train.in_parts = watched
+    status = train.main(rest)
+    note(Path(phases), "training")
+    return status
+
+
+def on_cpu() -> None:
+    """A trial of this script: the same path, small, on a CPU."""
+    import trl
+
+    sizes: Any = train
+    sizes.check = lambda args: None
+    sizes.gpu_bytes = lambda: 80e9
+    sizes.RESPONSES, sizes.LONGEST = 32, 12
+    train.BATCH["max_completion_length"] = 12
+    made: Any = trl.GRPOConfig
+    sizes = trl
+    sizes.GRPOConfig = lambda *given, **named: made(*given, **named | {"use_cpu": True})
+
+
+@contextlib.contextmanager
+def generation(phases: Path) -> Iterator[None]:
+    """Write down the memory of the training before, and of this generation."""
+    note(phases, "training")
+    start = time.perf_counter()
+    yield
+    note(phases, "generation", time.perf_counter() - start)
+
+
+def note(phases: Path, phase: str, seconds: float | None = None) -> None:
+    """Append the most that was allocated since the last note, and begin again."""
+    import torch
+
+    here = torch.cuda.is_available()
+    if here:
+        torch.cuda.synchronize()
+    row = {
+        "phase": phase,
+        "seconds": seconds,
+        "allocated": torch.cuda.max_memory_allocated() if here else 0,
+        "reserved": torch.cuda.max_memory_reserved() if here else 0,
+    }
+    with open(phases, "a", encoding="utf-8") as f:
+        f.write(json.dumps(row) + "\n")
+    if here:
+        torch.cuda.reset_peak_memory_stats()
+
+
+# ---- what is done with it ------------------------------------------------------------
+def main(place: Place) -> None:
+    folder = place.folder / "trl"
+    folder.mkdir(parents=True, exist_ok=True)
+    with place.row(run="model and data"):
+        make_model(folder / "model", place.small, place.device)
+        make_data(folder)
+    estimate(place, folder)
+    with place.row(run="up_dapo, killed") as row:
+        row |= go(place, folder, "up_dapo", 8, "first", ENDS_AT)
+    with place.row(run="up_dapo, the same command again") as row:
+        row |= go(place, folder, "up_dapo", 8, "again")
+    with place.row(run="dapo") as row:
+        row |= go(place, folder, "dapo", 4, "dapo")
+
+
+def estimate(place: Place, folder: Path) -> None:
+    """What memory.py says of this GPU."""
+    import torch
+
+    held = (
+        float(torch.cuda.get_device_properties(0).total_memory)
+        if place.device == "cuda"
+        else 80e9
+    )
+    shape, micro = shape_of(str(folder / "model")), train.micro_batch(held)
+    count = memory.together(shape, held, micro, train.LONGEST)
+    place.write(
+        estimate="memory.py",
+        micro_batch=micro,
+        together=count,
+        training=memory.training(shape, micro, train.LONGEST),
+        generating=memory.generating(shape, count, train.LONGEST),
+        cache=memory.cache(shape, count, train.LONGEST),
+        words=memory.words(shape, held, micro, train.LONGEST, count),
+    )
+
+
+def go(
+    place: Place,
+    folder: Path,
+    objective: str,
+    steps: int,
+    called: str,
+    ends_at: int = 0,
+) -> dict[str, Any]:
+    """Start the run, kill it after step `ends_at` if that is above 0, and read what it
+    left.
+    """
+    phases = folder / f"phases-{called}.jsonl"
+    command = [
+        sys.executable, "-m", "benchmarks.gpu", "--child", str(phases), place.device,
+        objective, "--against", "none", "--steps", str(steps), "--model", str(folder / "model"),
+        "--data", str(folder), "--out", str(folder / "runs"),
+    ]  # fmt: skip
+    run = folder / "runs" / f"{objective}-seed1-{steps}"
+    with open(folder / f"{called}.log", "w", encoding="utf-8") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                if ends_at and any(r["step"] >= ends_at for r in steps_of(run)):
+                    process.kill()
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                process.kill()
+    text = (folder / f"{called}.log").read_text(encoding="utf-8")
+    print(text[-8000:], flush=True)
+    return {
+        "status": process.returncode,
+        "steps": steps_of(run),
+        "phases": lines(phases),
+        "checkpoints": sorted(p.name for p in run.glob("checkpoint-*")),
+        "text": text[-3000:],
+    }
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """All lines that a run logged, of every process that continued it."""
+    return [row for part in sorted(run.glob("steps-*.jsonl")) for row in lines(part)]
