@@ -450,6 +450,12 @@ def fuzzed() -> str:
     return covered("fuzzed")
 
 
+def known_faults() -> str:
+    from docs import faults
+
+    return faults.table()
+
+
 def ends() -> str:
     return covered("ends")
 
@@ -498,7 +504,7 @@ STEPS = (
     steps_plugins,
     steps_bounds,
 )
-COVERAGE = (axes, tolerances, habits, fuzzed, ends)
+COVERAGE = (axes, tolerances, habits, fuzzed, ends, known_faults)
 FRAMEWORKS = (
     frameworks,
     state_of_the_field,

@@ -50,6 +50,7 @@ class Answer(Result):
     found: str = ""
     mistake: str = ""
     hint: str = ""
+    fault_ids: tuple[str, ...] = ()  # of the known faults that the mistake names
 
     def __bool__(self) -> bool:
         return self.ok
@@ -206,6 +207,7 @@ def judged(e: Exercise, fn: Callable) -> Answer:
             found=got,
             mistake=mistake,
             hint=hint,
+            fault_ids=fault.cause.ids if fault else (),
         )
     if e.proof and not (report := e.proof(fn)):
         first = report.failures[0]
@@ -227,6 +229,7 @@ def judged(e: Exercise, fn: Callable) -> Answer:
                 expected=want,
                 found=got,
                 mistake=mistake,
+                fault_ids=first.fault_ids,
             )
         of_weight = (
             isinstance(first.expected, Number) and first.expected.unit == "weight"
@@ -246,6 +249,7 @@ def judged(e: Exercise, fn: Callable) -> Answer:
             found=found,
             mistake=mistake,
             hint=hint,
+            fault_ids=first.fault_ids,
         )
     return Answer(**about, ok=True, hint=e.notice)
 

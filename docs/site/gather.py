@@ -100,6 +100,7 @@ SECTIONS = [
             "frameworks/*",
             "steps",
             "what-check-sees",
+            "faults",
             "in-the-wild",
         ],
     ),

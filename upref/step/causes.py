@@ -21,9 +21,10 @@ from upref.rollouts import Rollouts
 from upref.step.normalizers import factor_words, right_factors
 from upref.step.rows import Row
 from upref.step.weights import Tokens, factors, is_named, left_out
-from upref.verify.faults import known
+from upref.verify.faults import hyperparameter_id, known
 from upref.verify.faults.batch_reading import between, moved
 from upref.verify.faults.losses import LossFault, fault, term_of
+from upref.verify.finding import NO_CAUSE, Cause, join_causes
 
 BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 
@@ -34,15 +35,15 @@ BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 STOPS = ("hyperparameter", "objective", "clip", "ratio", "stop-gradient", "rounding")
 
 
-def named(w: Tokens, among: str = "") -> tuple[str, Tensor] | None:
-    """The fault that gives these weights on all response tokens: in words, and the
-    weights that it gives [B, T].
+def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
+    """The fault that gives these weights on all response tokens, and the weights that
+    it gives [B, T].
 
-    among: words of a cause; other faults are not tried.
+    among: a cause; faults that it does not name are not tried.
     """
     hp = w.goal.hp | ({"beta": w.goal.beta} if w.goal.o.kl else {})
     for one in _faults(w, hp):
-        if not is_named(one.words, among):
+        if not is_named(one, among):
             continue
         unit, mask = _unit(w, one, hp)
         k = factors(w, unit)
@@ -60,17 +61,26 @@ def named(w: Tokens, among: str = "") -> tuple[str, Tensor] | None:
         if found is None:
             continue
         because, factor = found
-        lost = left_out(dead) if dead else ""
+        lost = left_out(dead) if dead else NO_CAUSE
         alive = torch.ones(len(k), dtype=torch.bool)
         alive[dead] = False
-        if said := "; ".join(filter(None, [one.words, lost, because])):
+        if said := join_causes(one.cause, lost, because):
             return said, unit * torch.where(alive, factor, 0)[:, None]
     return None
 
 
-def _put(words: str, hp: dict | None = None, **change: Tensor) -> LossFault:
+def _put(
+    words: str, hp: dict | None = None, *, id: str, beside: str = "", **change: Tensor
+) -> LossFault:
     """The objective on a batch of which something is replaced."""
-    return fault(words, "batches", hp=hp or {}, view=lambda b: b.but(**change))
+    return fault(
+        words,
+        "batches",
+        id=id,
+        beside=beside,
+        hp=hp or {},
+        view=lambda b: b.but(**change),
+    )
 
 
 def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
@@ -80,65 +90,116 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
         w.here & ~w.b.mask,
         torch.tensor([[len(x.response) - 1] for x in w.rows]),
     )
-    masks = {
-        "masked tokens train": w.here,
-        "the mask is one token late": moved(w.b.mask, 1) & w.here,
-        "the mask is one token early": moved(w.b.mask, -1) & w.here,
-        "the last token of each response does not train": w.b.mask & (at != last),
-        "the first token of each response does not train": w.b.mask & (at > 0),
-        "the first token after each hole does not train": w.b.mask & ~moved(off, 1),
-        "no token behind the first hole of a response trains": w.b.mask
-        & (off.cumsum(1) == 0),
-        "no token in front of the last hole of a response trains": w.b.mask
-        & (off.flip(1).cumsum(1).flip(1) == 0),
-        "a response without the end token trains by its first token alone": w.b.mask
-        & (_ends(w.rows) | (at == 0)),
-    }
-    yield _put("")
-    for words, mask in masks.items():
-        yield _put(words, mask=mask)
+    masks: tuple[tuple[str, str, Tensor], ...] = (
+        ("masked-tokens-train", "masked tokens train", w.here),
+        (
+            "mask-one-token-late",
+            "the mask is one token late",
+            moved(w.b.mask, 1) & w.here,
+        ),
+        (
+            "mask-one-token-early",
+            "the mask is one token early",
+            moved(w.b.mask, -1) & w.here,
+        ),
+        (
+            "last-token-left-out",
+            "the last token of each response does not train",
+            w.b.mask & (at != last),
+        ),
+        (
+            "first-token-left-out",
+            "the first token of each response does not train",
+            w.b.mask & (at > 0),
+        ),
+        (
+            "token-after-hole-left-out",
+            "the first token after each hole does not train",
+            w.b.mask & ~moved(off, 1),
+        ),
+        (
+            "tokens-behind-hole-left-out",
+            "no token behind the first hole of a response trains",
+            w.b.mask & (off.cumsum(1) == 0),
+        ),
+        (
+            "tokens-before-hole-left-out",
+            "no token in front of the last hole of a response trains",
+            w.b.mask & (off.flip(1).cumsum(1).flip(1) == 0),
+        ),
+        (
+            "cut-responses-train-by-first-token",
+            "a response without the end token trains by its first token alone",
+            w.b.mask & (_ends(w.rows) | (at == 0)),
+        ),
+    )
+    yield _put("", id="")
+    for id, words, mask in masks:
+        yield _put(words, id=id, mask=mask)
     now = "the old log-probabilities are the current ones"
-    yield _put(f"{now}: r = 1", logp_old=w.lp)
-    for words, mask in masks.items():
-        yield _put(f"{words}; {now}: r = 1", mask=mask, logp_old=w.lp)
+    yield _put(f"{now}: r = 1", id="ratio-always-one", logp_old=w.lp)
+    for id, words, mask in masks:
+        yield _put(
+            f"{words}; {now}: r = 1",
+            id=id,
+            beside="ratio-always-one",
+            mask=mask,
+            logp_old=w.lp,
+        )
     yield _put(
         "the old and the current log-probabilities are exchanged in the ratio",
+        id="old-and-new-log-probs-exchanged",
         logp_old=2 * w.lp - r.logp_old,
     )
-    yield _put(f"{now} at temperature 1", logp_old=w.plain)
+    yield _put(
+        f"{now} at temperature 1", id="old-log-probs-at-temperature-1", logp_old=w.plain
+    )
     for by, where in {1: "late", -1: "early"}.items():
         yield _put(
             f"the old log-probabilities are one token too {where}",
+            id=f"old-log-prob-one-token-{where}",
             logp_old=moved(r.logp_old, by),
         )
     yield _put(
         "the old log-probabilities are counted without the holes",
+        id="old-log-probs-without-holes",
         logp_old=_without_holes(r.logp_old, w.b.mask),
     )
-    for words, order in _orders(w.rows).items():
+    for rows, words, order in _orders(w.rows):
         yield _put(
             f"the advantages are those of {words}",
+            id=f"advantages-of-{rows}",
             adv=r.adv[:, :1][order].expand_as(r.adv),
         )
         for old in _exchanged(w.rows, r.logp_old, order):
-            yield _put(f"the old log-probabilities are those of {words}", logp_old=old)
+            yield _put(
+                f"the old log-probabilities are those of {words}",
+                id=f"old-log-probs-of-{rows}",
+                logp_old=old,
+            )
     words = (
         "the advantages of the tokens that train are laid over all response tokens, "
         "one behind the other"
     )
-    yield _put(words, adv=_laid_over(r.adv, w.b.mask, w.here))
-    yield _put("the sign of the advantages is lost", adv=r.adv.abs())
+    yield _put(
+        words, id="advantages-laid-over", adv=_laid_over(r.adv, w.b.mask, w.here)
+    )
+    yield _put(
+        "the sign of the advantages is lost", id="advantage-absolute", adv=r.adv.abs()
+    )
     n = len(w.rows)
-    parts = {"": torch.zeros(n), " in each group": w.b.group}
-    parts |= {f" in each micro-batch of {m}": torch.arange(n) // m for m in range(2, n)}
-    for where, part in parts.items():
+    parts = [("batch", "", torch.zeros(n)), ("group", " in each group", w.b.group)]
+    for m in range(2, n):
+        where = f" in each micro-batch of {m}"
+        parts.append(("micro-batch", where, torch.arange(n) // m))
+    for sample, where, part in parts:
         same = torch.eq(part[:, None], part).double()
         mean = partial(_means_of_parts, same)
         A = r.adv[:, 0]
-        for how, center in {
-            "normalized": mean(A),
-            "divided by their standard deviation": 0 * A,
-        }.items():
+        for step, how, center in (
+            ("whitened", "normalized", mean(A)),
+            ("divided", "divided by their standard deviation", 0 * A),
+        ):
             for ddof in (1, 0):
                 var = (mean(A**2) - mean(A) ** 2) * same.sum(1) / (same.sum(1) - ddof)
                 its = torch.where(
@@ -146,50 +207,81 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
                 )
                 yield _put(
                     f"the advantages are {how} again{where}",
+                    id=f"advantages-{step}-over-{sample}",
                     adv=its[:, None].expand_as(r.adv),
                 )
-    yield _put("the advantages are centered again", adv=r.adv - r.adv[:, 0].mean())
+    yield _put(
+        "the advantages are centered again",
+        id="advantages-centered-over-batch",
+        adv=r.adv - r.adv[:, 0].mean(),
+    )
     if r.logp_ref is not None:
         yield _put(
             "the reference model's log-probabilities are used as the old ones",
+            id="ratio-to-reference",
             logp_old=r.logp_ref,
         )
         yield _put(
             "the reference model's log-probabilities are the current ones",
+            id="reference-is-current-policy",
             logp_ref=w.lp,
         )
-        yield _put("the old policy is used as the reference model", logp_ref=r.logp_old)
+        yield _put(
+            "the old policy is used as the reference model",
+            id="reference-is-old-policy",
+            logp_ref=r.logp_old,
+        )
     if goal.beta:
-        yield fault("the KL term is missing", "term", hp={"beta": 0.0})
+        yield fault("the KL term is missing", "term", id="kl-missing", hp={"beta": 0.0})
         yield fault(
-            "the KL term is added to J, not subtracted", "term", hp={"beta": -goal.beta}
+            "the KL term is added to J, not subtracted",
+            "term",
+            id="kl-added",
+            hp={"beta": -goal.beta},
         )
         for name, kl in ESTIMATORS.items():
             words = (
                 f"the KL term ({name}) of the old policy is folded into the advantage"
             )
             yield _put(
-                words, {"beta": 0.0}, adv=r.adv - goal.beta * kl(r.logp_old, w.b.ref)
+                words,
+                {"beta": 0.0},
+                id="kl-of-old-policy-in-advantage",
+                adv=r.adv - goal.beta * kl(r.logp_old, w.b.ref),
             )
     for key in sorted({"eps", "eps_low", "eps_high", "c"} & hp.keys()):
         for v in (v for v in BOUNDS if v != hp[key] and _takes(o, key, v)):
             is_ = "absent" if hp[key] is None else f"{hp[key]:g}"
-            yield fault(f"{key} is {v:g}, not {is_}", "hyperparameter", hp={key: v})
+            yield fault(
+                f"{key} is {v:g}, not {is_}",
+                "hyperparameter",
+                id=hyperparameter_id(key),
+                hp={key: v},
+            )
     if o.level == "sequence_mean":
         yield from _over_the_width(w, hp)
     yield from known("losses", o, hp, [])
     for p in (get(n) for n in names() if n != o.name and not get(n).batch_coupled):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
-        yield fault(f"the objective is {p.name}", "objective", objective=p, hp=own)
+        yield fault(
+            f"the objective is {p.name}",
+            "objective",
+            id=f"other-objective-{p.name}",
+            objective=p,
+            hp=own,
+        )
     # last: a lost sign may look like another response's advantage
     if (source := _sources(w, r, hp)) is not None:
         words = " ".join(map(str, source.tolist()))
         yield _put(
             f"the advantages are those of other responses: of {words}",
+            id="advantages-of-other-responses",
             adv=r.adv[source, :1].expand_as(r.adv),
         )
-    for words, lost in _lost(w, r):
-        yield _put(f"{words} do not train", mask=w.b.mask & ~lost)
+    for tokens, words, lost in _lost(w, r):
+        yield _put(
+            f"{words} do not train", id=f"{tokens}-left-out", mask=w.b.mask & ~lost
+        )
 
 
 def _means_of_parts(same: Tensor, x: Tensor) -> Tensor:
@@ -215,7 +307,7 @@ def _sources(w: Tokens, r: Rollouts, hp: dict) -> Tensor | None:
     # response i has the weights that the advantage of response j makes
     has = torch.zeros(n, n, dtype=torch.bool)
     for j in range(n):
-        unit, mask = _unit(w, _put("", adv=r.adv[j, 0].expand_as(r.adv)), hp)
+        unit, mask = _unit(w, _put("", id="", adv=r.adv[j, 0].expand_as(r.adv)), hp)
         has[:, j] = (w.zero(w.found - unit * right) | ~mask).all(1)
     own = has.diagonal()
     if own.all() or (~own & (has.sum(1) != 1)).any():
@@ -250,6 +342,7 @@ def _over_the_width(w: Tokens, hp: dict) -> Iterator[LossFault]:
         yield fault(
             "the response's log-ratio is divided by the padded width",
             "ratio",
+            id="log-ratio-over-padded-width",
             J=partial(over, width),
         )
 
@@ -262,9 +355,9 @@ def _takes(o: Objective, key: str, value: float) -> bool:
     return True
 
 
-def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, Tensor]]:
+def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, str, Tensor]]:
     """What the tokens that should train and do not have in common, and no token that
-    trains has.
+    trains has: the id of these tokens, what they are called, and which they are.
     """
     live = w.b.mask & ~w.zero(w.expected) & ~w.found.isnan()
     gone, left = live & w.zero(w.found), live & ~w.zero(w.found)
@@ -275,44 +368,47 @@ def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, Tensor]]:
     ids = torch.zeros_like(at)
     for i, row in enumerate(w.rows):
         ids[i, : len(row.response)] = torch.tensor(row.response)
-    for words, x in {
-        "tokens that equal {:g}": ids,
-        "the tokens at place {:g} of each row": place,
-    }.items():
+    for id, words, x in (
+        ("tokens-of-one-id", "tokens that equal {:g}", ids),
+        ("tokens-at-one-place", "the tokens at place {:g} of each row", place),
+    ):
         if len(its := x[gone].unique()) == 1 and not (x[left] == its).any():
-            yield words.format(float(its)), x == its
-    features = {
-        "tokens behind the first {:g} of a row": place,
-        "tokens behind the first {:g} of a response": at,
-        "tokens before place {:g} of a row": -place,
-        "tokens with a log r above {:g} or below -{:g}": log_r.abs(),
-        "tokens with a log r above {:g}": log_r,
-        "tokens with a log r below -{:g}": -log_r,
-        "tokens with an advantage above {:g}": r.adv,
-        "tokens with an advantage below -{:g}": -r.adv,
-    }
-    for words, x in features.items():
+            yield id, words.format(float(its)), x == its
+    features = (
+        ("late-tokens-of-row", "tokens behind the first {:g} of a row", place),
+        ("late-tokens", "tokens behind the first {:g} of a response", at),
+        ("early-tokens-of-row", "tokens before place {:g} of a row", -place),
+        ("far-tokens", "tokens with a log r above {:g} or below -{:g}", log_r.abs()),
+        ("likelier-tokens", "tokens with a log r above {:g}", log_r),
+        ("less-likely-tokens", "tokens with a log r below -{:g}", -log_r),
+        ("large-advantages", "tokens with an advantage above {:g}", r.adv),
+        ("small-advantages", "tokens with an advantage below -{:g}", -r.adv),
+    )
+    for id, words, x in features:
         low, high = float(x[left].max()), float(x[gone].min())
         if (limit := between(low, high)) is not None:
-            yield words.format(abs(limit), abs(limit)), x > limit
+            yield id, words.format(abs(limit), abs(limit)), x > limit
 
 
-def _orders(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Words -> which row's numbers each row gets."""
-    n, out = len(rows), {}
+def _orders(rows: Sequence[Row]) -> list[tuple[str, str, Tensor]]:
+    """An id, words, and which row's numbers each row gets."""
+    n, out = len(rows), []
     for m in dict.fromkeys((n, *(m for m in (4, 2) if m < n))):
         for k in range(1, m):
-            by = f"row i + {k}" if k <= m // 2 else f"row i - {m - k}"
-            order = torch.arange(n).split(m)
-            out[by + (f" of micro-batches of {m}" if m < n else "")] = torch.cat(
-                [x.roll(-k) for x in order]
-            )
+            id, words = "later-rows", f"row i + {k}"
+            if k > m // 2:
+                id, words = "earlier-rows", f"row i - {m - k}"
+            if m < n:
+                id, words = f"{id}-of-part", f"{words} of micro-batches of {m}"
+            order = torch.cat([x.roll(-k) for x in torch.arange(n).split(m)])
+            out.append((id, words, order))
     lengths = torch.tensor([len(x.response) for x in rows])
     for down in (False, True):
         order = lengths.argsort(descending=down, stable=True)
         how = "by length, longest first" if down else "by length"
-        by = f"another row: responses are sorted {how}, and these are not"
-        out[by] = order.argsort()
+        words = f"another row: responses are sorted {how}, and these are not"
+        id = "rows-by-length-down" if down else "rows-by-length"
+        out.append((id, words, order.argsort()))
     return out
 
 

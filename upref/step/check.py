@@ -3,7 +3,6 @@
 gradient of the objective.
 """
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -37,9 +36,9 @@ from upref.step.reach import not_reached, reach
 from upref.step.record import Recorded
 from upref.step.reference import Gradient, Model, TorchModel
 from upref.step.rows import AXES, Row
-from upref.step.weights import without_numbers
+from upref.step.weights import OBSERVATIONS
 from upref.user_code.guard import one_line
-from upref.verify.finding import Number
+from upref.verify.finding import NO_CAUSE, Cause, Number
 from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_state
 
 
@@ -96,7 +95,7 @@ class Draw:
     bound: float
     again: Callable[[], Gradient] | None = None
 
-    def findings(self, among: str = "") -> list[Finding]:
+    def findings(self, among: Cause = NO_CAUSE) -> list[Finding]:
         """Why its gradient differs."""
         return diagnosed(self.it, self.case, self.bound, self.again, among)
 
@@ -470,37 +469,20 @@ def _diagnosed(first: Draw, second: Callable[[], Draw] | None) -> list[Finding]:
                 f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}",
             )
         ]
-    cause = findings[0].cause
-    observed = {f.regime for f in findings[1:]}
-    if second is None or cause.startswith(UNKNOWN) or {*cause.split("; ")} <= observed:
+    cause = Cause(findings[0].cause, findings[0].fault_ids)
+    if second is None or {*cause.ids} <= OBSERVATIONS:
         return findings
     try:
         other = second()
-        if other.it.error <= other.bound or _kinds(cause) <= _kinds(
-            other.findings(cause)[0].cause
-        ):
+        if other.it.error <= other.bound:
+            return findings
+        if {*cause.ids} <= {*other.findings(cause)[0].fault_ids}:
             return findings
     except Exception:
-        return [
-            replace(
-                findings[0], cause=f"possible, and not tested on other rows: {cause}"
-            ),
-            *findings[1:],
-        ]
-    return [
-        replace(findings[0], cause=f"{UNKNOWN} on two draws of rows"),
-        *findings[1:],
-    ]
-
-
-def _kinds(cause: str) -> set[str]:
-    """The parts of a cause, without numbers, and without what else has the number of a
-    divisor.
-    """
-    return {
-        re.sub(r"(is divided by #).*", r"\1", without_numbers(part))
-        for part in cause.split("; ")
-    }
+        words = f"possible, and not tested on other rows: {cause}"
+        return [replace(findings[0], cause=words), *findings[1:]]
+    words = f"{UNKNOWN} on two draws of rows"
+    return [replace(findings[0], cause=words, fault_ids=()), *findings[1:]]
 
 
 def _not_reached(goal: Goal, case: Case, bound: float, it: Compared) -> dict[str, str]:

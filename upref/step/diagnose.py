@@ -31,13 +31,14 @@ from upref.step.reference import Gradient, Model, TorchModel, text_config
 from upref.step.rows import Padded, Row, locate
 from upref.step.scores import Variant, quick
 from upref.step.weights import Reading, Tokens, gradient, observed, read
-from upref.verify.finding import Number
-from upref.verify.report import Finding, fail
+from upref.verify.finding import NO_CAUSE, Cause, Number, join_causes
+from upref.verify.report import UNKNOWN, Finding, fail
 
 AFTER = 16  # tokens behind a row that may train
 # forward passes whose token weights are read where one factor a response does not
 # suffice
 READ = 2
+PROMPTS = Cause("prompt tokens train", ("prompts-train",))
 
 
 class _Dtypes(TorchDispatchMode):
@@ -82,7 +83,7 @@ def diagnosed(
     case: Case,
     bound: float,
     again: Callable[[], Gradient] | None,
-    among: str = "",
+    among: Cause = NO_CAUSE,
 ) -> list[Finding]:
     """Findings on a gradient that differs, the cause in the first one.
 
@@ -91,8 +92,7 @@ def diagnosed(
         case: the rows and the reference's forward pass.
         bound: the relative error that is allowed.
         again: runs the step once more.
-        among: the words of a cause that was found on other rows; only what it names is
-            tried.
+        among: a cause that was found on other rows; only what it names is tried.
     """
     goal, model, found, want = it.goal, case.forward.model, it.found, it.want
     size = float(found.norm())
@@ -101,19 +101,22 @@ def diagnosed(
         Number(size, "norm", f"{it.error:.2g} of the expected one away"),
     )
 
-    def say(cause: str, *more: Finding) -> list[Finding]:
+    def say(cause: Cause, *more: Finding) -> list[Finding]:
         return [fail("gradient", "over all parameters", *numbers, cause=cause), *more]
 
     if not found.isfinite().all():
         bad = [n for n, g in model.split(found).items() if not g.isfinite().all()]
-        return say(f"the gradient is not finite, in {bad[0]} first")
+        words = f"the gradient is not finite, in {bad[0]} first"
+        return say(Cause(words, ("gradient-not-finite",)))
     if size == 0:
-        return say("no gradient reaches the parameters: the loss is detached from them")
+        words = "no gradient reaches the parameters: the loss is detached from them"
+        return say(Cause(words, ("no-gradient",)))
     if again is not None and not near(model.flat(again()), found, 10 * bound):
-        return say(
+        words = (
             "two runs of the step on the same rows have different gradients: "
             "dropout or sampling is active"
         )
+        return say(Cause(words, ("random-step",)))
     parts, its = model.split(want), model.split(found)
     beside = [
         n
@@ -121,13 +124,15 @@ def diagnosed(
         if not w.any() and float(its[n].norm()) > 10 * bound * size
     ]
     if beside and (beside := _apart(case.forward, beside)):
-        return say(
+        words = (
             f"a gradient of {_some(beside)}, on which no logit of these rows depends: "
             "a value loss or another term is added to the objective: "
             "leave it out of the step"
         )
+        return say(Cause(words, ("loss-of-other-parameters",)))
     if goal.clip is not None and near(found, it.rows.sum(0), bound):
-        return say("the clip of the gradient's norm does not act")
+        words = "the clip of the gradient's norm does not act"
+        return say(Cause(words, ("norm-not-clipped",)))
     if cause := find_change(goal, model, it.rows, want, found, bound):
         return say(cause)
     goal, g = _before_clip(it)
@@ -142,7 +147,8 @@ def diagnosed(
     if alone and wrong and (of := _of_parameters(its, parts, wrong, bound)):
         return say(of)
     if alone and 0 < len(wrong) <= len(parts) // 4:
-        return say(f"all is right but the gradients of {_some(wrong)}")
+        words = f"all is right but the gradients of {_some(wrong)}"
+        return say(Cause(words, ("some-parameters-wrong",)))
     return say(*_explained(it, plain, g, case.forward, case.b, bound, among))
 
 
@@ -175,7 +181,7 @@ def _before_clip(it: Compared) -> tuple[Goal, Tensor]:
 
 def _of_parameters(
     found: Gradient, want: Gradient, wrong: list[str], bound: float
-) -> str:
+) -> Cause:
     """What is wrong with these parameters alone, the others being right."""
     zero = [n for n in wrong if not found[n].any()]
     parts = [f"no gradient: {_some(zero)}"] if zero else []
@@ -183,9 +189,10 @@ def _of_parameters(
         g, w = found[n], want[n]
         k = float(g @ w / (w @ w).clamp(min=1e-300))
         if (g - k * w).norm() > 100 * bound * w.norm() or abs(k - 1) < 100 * bound:
-            return ""
+            return NO_CAUSE
         parts.append(f"{n} has {k:.5g} times its gradient")
-    return "the other parameters are right; " + "; ".join(parts[:4])
+    words = "the other parameters are right; " + "; ".join(parts[:4])
+    return Cause(words, ("some-parameters-wrong",))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -202,7 +209,7 @@ def _explained(
     forward: Forward,
     b: Padded,
     bound: float,
-    only: str = "",
+    only: Cause = NO_CAUSE,
 ) -> list:
     """[cause, *more findings] by weights and forward passes.
 
@@ -213,20 +220,22 @@ def _explained(
         forward: the right forward pass.
         b: its rows.
         bound: the relative error that is allowed.
-        only: the words of a cause that was found on other rows; only what it names is
-            tried.
+        only: a cause that was found on other rows; only what it names is tried.
     """
     goal, rows = plain.goal, it.rows
     span = max(SPAN, 3 * bound)
     if cause := _term_by_row(goal, forward, b, plain, g, bound):
         return [cause]
     k, left = best_factors(rows, g)
-    closest: list[tuple[float, str, Forward]] = []
+    closest: list[tuple[float, Cause, Forward]] = []
     residuals: list[float] = []
 
     on_policy = replace(b, old=None)
     still = b.old is None or bool(((plain.lp - b.old) * b.mask).abs().max() < 1e-6)
-    own_old = [] if still else ["the old log-probabilities are the current ones: r = 1"]
+    own_old = NO_CAUSE
+    if not still:
+        words = "the old log-probabilities are the current ones: r = 1"
+        own_old = Cause(words, ("ratio-always-one",))
 
     def makes(its: Tensor) -> bool:
         """Whether this gradient by rows, clipped as the goal says, is the one that was
@@ -235,7 +244,10 @@ def _explained(
         return near(it.found, clipped(its.sum(0), goal.clip), bound)
 
     def reads(
-        words: str, one: Forward, of: Forward | None = None, whole: Tensor | None = None
+        cause: Cause,
+        one: Forward,
+        of: Forward | None = None,
+        whole: Tensor | None = None,
     ) -> list:
         """What the token weights of this forward pass say, where they make g; of: the
         pass whose tokens they are.
@@ -250,27 +262,27 @@ def _explained(
         def makes_it(weights: list[Tensor]) -> bool:
             return reproduces(gradient(one, weights), policy, 2 * span)
 
-        return _said(of or one, b, reading, terms, bound, words, makes_it, whole, only)
+        return _said(of or one, b, reading, terms, bound, cause, makes_it, whole, only)
 
     def among(variants: Callable[[Forward], Iterator[Variant]]) -> list:
-        for words, one in tried(forward, variants, only):
+        for cause, one in tried(forward, variants, only):
             its = expected(goal, one, b)
             residual = best_factors(its, g)[1]
-            closest.append((residual, words, one))
+            closest.append((residual, cause, one))
             if makes(its):
-                return [words]
+                return [cause]
             if variants is quick and makes(expected(goal, one, on_policy)):
-                return ["; ".join([words, *own_old])]
+                return [join_causes(cause, own_old)]
             if (
                 residual <= span
                 and not (goal.entropy_coef or goal.z_loss_coef)
-                and (said := reads(words, one))
+                and (said := reads(cause, one))
             ):
                 return said
         return []
 
     said = (left > span and among(quick)) or reads(
-        "", forward, None, k if left <= span else None
+        NO_CAUSE, forward, None, k if left <= span else None
     )
     after = _without_other_responses(forward)
     longer = [
@@ -279,24 +291,26 @@ def _explained(
     ]
     for z in _beyond(forward, longer) if any(after) and not said else []:
         said = said or reads(
-            "", Forward(forward.model, longer, goal.temperature, z), forward
+            NO_CAUSE, Forward(forward.model, longer, goal.temperature, z), forward
         )
     said = said or among(others)
-    for _, words, one in sorted(closest, key=lambda x: x[0])[:READ]:
-        said = said or reads(words, one)
+    for _, cause, one in sorted(closest, key=lambda x: x[0])[:READ]:
+        said = said or reads(cause, one)
     if said:
         return said
     bonus = read(forward, g, [plain.each["H"], plain.each["Z"]])
     if bonus.residual <= span:
-        return [
+        words = (
             "the gradient has a term that is no Σ w ∇log π: an entropy bonus or a z-loss "
             f"with coefficients {', '.join(f'{-x:.4g}' for x in bonus.extra)} (H, Z)"
-        ]
+        )
+        return [Cause(words, ("entropy-bonus-or-z-loss",))]
     left_over = f"{residuals[0]:.2g} of it is left"
-    return [
-        f"no known cause fits; no weights of these tokens give the gradient: {left_over}, so "
+    words = (
+        f"{UNKNOWN}; no weights of these tokens give the gradient: {left_over}, so "
         f"the forward pass differs, or other tokens train{_of_router(forward.model)}"
-    ]
+    )
+    return [Cause(words)]
 
 
 def _of_router(model: Model) -> str:
@@ -310,6 +324,15 @@ def _of_router(model: Model) -> str:
         f", or the router's auxiliary loss is in it (router_aux_loss_coef = {coefficient:g}): "
         "check_step does not compare that loss, so set it to 0 for the check"
     )
+
+
+TERMS = {
+    "J": "the policy term",
+    "KL": "the KL term",
+    "H": "the entropy bonus",
+    "Z": "the z-loss",
+}
+TERM_IDS = {"J": "policy-term", "KL": "kl", "H": "entropy-bonus", "Z": "z-loss"}
 
 
 @dataclass
@@ -338,7 +361,7 @@ class Terms:
             c[k] * self.each[k] for k in names if k in self.each
         )
 
-    def coefficients(self, g: Tensor, bound: float) -> str:
+    def coefficients(self, g: Tensor, bound: float) -> Cause:
         """The coefficients at which the terms of the objective add up to g, where they
         do.
         """
@@ -351,36 +374,32 @@ class Terms:
         )
         rest = (G @ x - y).norm() / y.norm()
         if rest > bound or abs(x[0] - 1) > 1e-3:
-            return ""
-        words = {
-            "J": "the policy term",
-            "KL": "the KL term",
-            "H": "the entropy bonus",
-            "Z": "the z-loss",
-        }
+            return NO_CAUSE
         said = []
         for k, v, part in zip(names, x.tolist(), size / y.norm(), strict=True):
             if abs(v - c[k]) * part <= 2 * bound:
                 continue
             if abs(v) * part <= 2 * bound and abs(v) < 0.1 * abs(c[k]):
-                said.append(f"{words[k]} has no gradient")
+                words = f"{TERMS[k]} has no gradient"
+                said.append(Cause(words, (f"{TERM_IDS[k]}-missing",)))
                 continue
             sign = -1 if k in ("KL", "Z") else 1
-            said.append(
-                f"the coefficient of {words[k]} is {sign * v + 0.0:.4g}, "
+            words = (
+                f"the coefficient of {TERMS[k]} is {sign * v + 0.0:.4g}, "
                 f"not {sign * c[k] + 0.0:.4g}"
             )
-        return "; ".join(said)
+            said.append(Cause(words, (f"other-coefficient-of-{TERM_IDS[k]}",)))
+        return join_causes(*said)
 
 
 def _penalty(
     goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tensor, bound: float
-) -> str:
+) -> Cause:
     """A KL term that the goal lacks, with its coefficient, where that makes the
     difference. It is of the old policy, or of any: k1 has one gradient for all.
     """
     if b.old is None or float(((plain.lp - b.old) * b.mask).abs().max()) < 1e-6:
-        return ""
+        return NO_CAUSE
     rest = plain.without(g, *plain.each)
     for name in ESTIMATORS:
         of_old = replace(goal, o=replace(goal.o, kl=name))
@@ -390,11 +409,12 @@ def _penalty(
         beta = float(rest @ added / (added @ added).clamp(min=1e-300))
         if beta > 0 and near(rest, beta * added, _share(bound, g, rest)):
             whose = "" if name == "k1" else " of the old policy"
-            return (
+            words = (
                 f"a KL term{whose} ({name}) is subtracted, "
                 f"with the coefficient {beta:.3g}"
             )
-    return ""
+            return Cause(words, ("kl-not-of-objective",))
+    return NO_CAUSE
 
 
 def _share(bound: float, g: Tensor, rest: Tensor) -> float:
@@ -407,12 +427,13 @@ def _share(bound: float, g: Tensor, rest: Tensor) -> float:
 
 def _term_by_row(
     goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tensor, bound: float
-) -> str:
+) -> Cause:
     """Whether the KL term, or the bonus, is right up to one factor per response, and
     the aggregation of that.
     """
     c, n = goal.coefficients, len(forward.rows)
-    for key, name in {"H": "the entropy bonus", "KL": "the KL term"}.items():
+    for key in ("H", "KL"):
+        name, id = TERMS[key], TERM_IDS[key]
         if not c[key]:
             continue
         rest = plain.without(g, *(k for k in c if k != key))
@@ -423,7 +444,8 @@ def _term_by_row(
             * c[key]
         )
         if near(rest, other, _share(bound, g, rest)):
-            return f"{name} is taken at temperature 1"
+            words = f"{name} is taken at temperature 1"
+            return Cause(words, (f"{id}-at-temperature-1",))
         rows = forward.by_row(
             -n * goal.parts(*forward.statistics(), b, "seq-mean-token-sum")[key]
         )
@@ -436,9 +458,11 @@ def _term_by_row(
                 and known[0]
                 and (rest - times * known[1] @ rows).norm() <= 2 * bound * g.norm()
             ):
-                return f"{name}: {known[0]}"
-            return f"{name}: one factor a response that no known aggregation has"
-    return ""
+                ids = tuple(f"{id}-{one}" for one in known[0].ids)
+                return Cause(f"{name}: {known[0]}", ids)
+            words = f"{name}: one factor a response that no known aggregation has"
+            return Cause(words, (f"{id}-by-unknown-aggregation",))
+    return NO_CAUSE
 
 
 def _without_other_responses(forward: Forward) -> list[list[int]]:
@@ -478,12 +502,12 @@ def _said(
     reading: Reading,
     terms: Terms,
     bound: float,
-    words: str,
+    cause: Cause,
     makes_it: Callable[[list[Tensor]], bool],
     whole: Tensor | None = None,
-    only: str = "",
+    only: Cause = NO_CAUSE,
 ) -> list:
-    """[cause, *more findings]: the words for a forward pass and the weights that were
+    """[cause, *more findings]: the fault of a forward pass and the weights that were
     read with it.
 
     Args:
@@ -492,12 +516,11 @@ def _said(
         reading: the weights.
         terms: of the objective, with that forward pass.
         bound: the relative error that is allowed.
-        words: of the fault of the forward pass; "" where it has none.
+        cause: the fault of the forward pass; empty where it has none.
         makes_it: whether weights of all tokens give the gradient; where not, the fault
             that has them is not named.
         whole: the factor of each response, where the gradient is one of each.
-        only: the words of a cause that was found on other rows; only what it names is
-            tried.
+        only: a cause that was found on other rows; only what it names is tried.
     """
     b = b.widened()  # what is moved by one place does not wrap around
 
@@ -527,26 +550,26 @@ def _said(
         tol=noise,
         whole=whole,
     )
-    more = [fail("weights", what, want, got) for what, want, got in observed(w)]
-    said = [words] if words else []
+    seen = observed(w)
+    more = [fail("weights", what.words, want, got) for what, want, got in seen]
+    said = [cause]
     tail = int(sum((~w.zero(x)).sum() for x in beyond))
     if tail > 0:
-        said.append(
-            f"{tail} tokens behind the responses train: padding, or the next row"
-        )
+        words = f"{tail} tokens behind the responses train: padding, or the next row"
+        said.append(Cause(words, ("tokens-behind-responses-train",)))
     prompt = any(bool((~w.zero(p)).any()) for p in prompts)
     if w.same(
         torch.where(w.here, w.found, torch.nan), torch.where(b.mask, w.expected, 0)
     ):
         if prompt:
-            said.append("prompt tokens train")
-    elif (cause := named(w, only)) and makes_it(
-        _of_rows(prompts, cause[1], beyond, forward.rows)
+            said.append(PROMPTS)
+    elif (named_one := named(w, only)) and makes_it(
+        _of_rows(prompts, named_one[1], beyond, forward.rows)
     ):
-        said += (["prompt tokens train"] if prompt else []) + [cause[0]]
-    elif more:
-        said += [f.regime for f in more[:3]]
-    return ["; ".join(said), *more] if said else ["no known cause fits", *more]
+        said += [PROMPTS if prompt else NO_CAUSE, named_one[0]]
+    elif seen:
+        said += [what for what, _, _ in seen[:3]]
+    return [join_causes(*said) or Cause(UNKNOWN), *more]
 
 
 def _of_rows(

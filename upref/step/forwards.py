@@ -24,6 +24,7 @@ from upref.step.rows import Row, locate
 from upref.step.scores import Variant, again, fronted, heads
 from upref.step.weights import is_named
 from upref.verify.faults import Fault
+from upref.verify.finding import NO_CAUSE, Cause
 
 SAME = 1e-11  # log-probabilities in float64 that differ by less are the same
 # responses of a micro-batch that are tried where a fault depends on it
@@ -66,12 +67,14 @@ def _fronts(right: Forward) -> list[list[list[int]]]:
 def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
     rows, end = right.rows, model.end or 0
 
-    def fed(words: str, each: Callable[..., Tensor], *more: Any) -> Variant:
+    def fed(words: str, each: Callable[..., Tensor], *more: Any, id: str) -> Variant:
         """A fault by the logits of each row, a function of its number, the row, and
         `more`.
         """
         return Fault(
-            words, lambda: again(right, [each(i, r, *more) for i, r in enumerate(rows)])
+            words,
+            lambda: again(right, [each(i, r, *more) for i, r in enumerate(rows)]),
+            id=id,
         )
 
     yield from _masks_of_values(model, right, fed)
@@ -91,15 +94,21 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
         )
 
     words = "the mask of the loss stands for the attention mask: masked tokens are not attended to"
-    yield fed(words, attend_to_trained)
-    yield fed("positions start again with the response", start_again)
+    yield fed(words, attend_to_trained, id="loss-mask-for-attention-mask")
+    yield fed(
+        "positions start again with the response",
+        start_again,
+        id="positions-start-again",
+    )
     yield fed(
         "every position is 0",
         lambda i, r: model.logits(r.ids, position_ids=0 * _from(0, r)),
+        id="positions-zero",
     )
     yield fed(
         "positions start at 1",
         lambda i, r: model.logits(r.ids, position_ids=_from(1, r)),
+        id="positions-start-at-one",
     )
     yield from _cut_prompts(model, fed, end)
 
@@ -131,9 +140,14 @@ def _masks_of_values(
     for v in dict.fromkeys((model.end or 0, 0, *around)):
         if any(v in r.ids[:-1] for r in right.rows):
             words = "the attention mask is made of token values: it cuts out tokens that equal"
-            yield fed(f"{words} {v}", masked, v)
+            yield fed(f"{words} {v}", masked, v, id="attention-mask-by-token-value")
             words = "the attention mask and the positions are made of token values"
-            yield fed(f"{words} ({v} is taken for padding)", masked_and_counted, v)
+            yield fed(
+                f"{words} ({v} is taken for padding)",
+                masked_and_counted,
+                v,
+                id="attention-mask-and-positions-by-token-value",
+            )
 
 
 def _behind(
@@ -168,16 +182,24 @@ def _behind(
         return model.logits(ids, position_ids=positions, **_seeing_all(model, len(ids)))
 
     if {*map(tuple, front)} == {tuple(front[0][:1])}:
-        yield fed("1 more token is put before each prompt", attended)
+        yield fed(
+            "1 more token is put before each prompt", attended, id="token-before-prompt"
+        )
     else:
         words = "what precedes a row is attended to: padding without a mask, or rows of its pack"
-        yield fed(words, attended)
+        yield fed(words, attended, id="padding-attended-to")
     state = "they attend to the rows before them"
     if hasattr(model.net, "config"):
         state = "the state of recurrent layers runs on from row to row"
-    yield fed(f"rows of a pack are not apart: {state}", restarted)
     yield fed(
-        "positions count what precedes a row: padding, or rows of its pack", counted
+        f"rows of a pack are not apart: {state}",
+        restarted,
+        id="pack-restarted-not-apart",
+    )
+    yield fed(
+        "positions count what precedes a row: padding, or rows of its pack",
+        counted,
+        id="positions-count-padding",
     )
     if not _holds_rows(front, right):
         for of_padding in (0, 1):  # as loops fill the positions that they do not need
@@ -185,10 +207,12 @@ def _behind(
                 "padding is attended to, and positions do not count it",
                 positioned,
                 of_padding,
+                id="padding-attended-to-but-not-counted",
             )
     yield fed(
         "padding is masked in attention, and the state of recurrent layers runs over it",
         masked,
+        id="recurrent-state-over-padding",
     )
 
 
@@ -206,15 +230,24 @@ def _cut_prompts(
     yield fed(
         "the first token of each prompt is missing",
         lambda i, r: from_token(r, min(1, len(r.prompt) - 1)),
+        id="first-prompt-token-missing",
     )
     yield fed(
-        "a token is put before each prompt", lambda i, r: model.logits([end, *r.ids])
+        "a token is put before each prompt",
+        lambda i, r: model.logits([end, *r.ids]),
+        id="token-before-prompt",
     )
     for keep in (2, 3, 4):
-        yield fed(f"prompts are cut to their last {keep} tokens", keep_last, keep)
+        yield fed(
+            f"prompts are cut to their last {keep} tokens",
+            keep_last,
+            keep,
+            id="prompts-cut",
+        )
     yield fed(
         "responses are scored without their prompts",
         lambda i, r: from_token(r, len(r.prompt) - 1),
+        id="prompts-missing",
     )
 
 
@@ -253,7 +286,7 @@ def _causal(n: int) -> Tensor:
 
 
 def _attending(
-    model: TorchModel, right: Forward, words: str, each: Attended
+    model: TorchModel, right: Forward, words: str, each: Attended, *, id: str
 ) -> Variant:
     """A fault by what the tokens of each row attend to."""
 
@@ -271,7 +304,9 @@ def _attending(
         return z
 
     return Fault(
-        words, lambda: again(right, [one(i, r) for i, r in enumerate(right.rows)])
+        words,
+        lambda: again(right, [one(i, r) for i, r in enumerate(right.rows)]),
+        id=id,
     )
 
 
@@ -287,10 +322,16 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
         far = torch.full((n, n), -torch.inf, dtype=torch.float64).tril(-most)
         return r.ids, _causal(n) + far, _from(0, r)
 
-    yield attending("tokens attend to later tokens of their row", everywhere)
+    yield attending(
+        "tokens attend to later tokens of their row",
+        everywhere,
+        id="attention-to-later-tokens",
+    )
     for k in (2, 4, 8, 16):
         yield attending(
-            f"tokens attend to the last {k} tokens only", partial(window, k)
+            f"tokens attend to the last {k} tokens only",
+            partial(window, k),
+            id="attention-window",
         )
     for front in _fronts(right):
         if not _holds_rows(front, right):
@@ -307,7 +348,9 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 )
 
             yield attending(
-                "the attention mask is added to the scores as 0 and 1", added
+                "the attention mask is added to the scores as 0 and 1",
+                added,
+                id="attention-mask-added",
             )
     for front, owner in _packs(right):
         yield from _repeated_ids(model, right, front, owner)
@@ -326,13 +369,17 @@ def _repeated_ids(
 
     for m in range(1, max(max(x, default=0) for x in owner) + 2):
         where = f"the ids of rows start again after {m} rows of a pack"
-        ids = {f"{where}, once": once, where: always}
-        if m == 1:  # every row has one id: what `_together` has
-            del ids[where]
-        for words, of in ids.items():
+        ids = [("ids-of-pack-start-again-once", f"{where}, once", once)]
+        if m > 1:  # else every row has one id: what `_together` has
+            ids.append(("ids-of-pack-start-again", where, always))
+        for id, words, of in ids:
             apart = _with_ids(right, front, owner, partial(of, m))
             yield _attending(
-                model, right, f"{words}: rows with one id attend to each other", apart
+                model,
+                right,
+                f"{words}: rows with one id attend to each other",
+                apart,
+                id=id,
             )
 
 
@@ -349,7 +396,7 @@ def _together(model: TorchModel, right: Forward) -> Iterator[Variant]:
             front: list[list[int]] = front, owner: list[list[int]] = owner
         ) -> Forward:
             apart = _attending(
-                model, right, "", _with_ids(right, front, owner, lambda k: k)
+                model, right, "", _with_ids(right, front, owner, lambda k: k), id=""
             ).change()
             mended = apart.statistics()[0]
             if not torch.allclose(mended, right.statistics()[0], rtol=0, atol=SAME):
@@ -357,12 +404,13 @@ def _together(model: TorchModel, right: Forward) -> Iterator[Variant]:
                     "a mask does not separate the rows of a pack in this model."
                 )
             return _attending(
-                model, right, "", _with_ids(right, front, owner, lambda k: 0)
+                model, right, "", _with_ids(right, front, owner, lambda k: 0), id=""
             ).change()
 
         yield Fault(
             "the rows of a pack attend to each other: nothing separates them in the attention",
             together,
+            id="pack-rows-attend-to-each-other",
         )
 
 
@@ -458,18 +506,24 @@ def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 one = TorchModel(net)
                 return again(right, [one.logits(r.ids) for r in right.rows], one)
 
-            yield Fault(f"the model's {name} is left out", other)
+            yield Fault(
+                f"the model's {name} is left out",
+                other,
+                id=f"{name.replace('_', '-')}-missing",
+            )
 
 
 def tried(
-    right: Forward, variants: Callable[[Forward], Iterator[Variant]], among: str = ""
-) -> Iterator[tuple[str, Forward]]:
+    right: Forward,
+    variants: Callable[[Forward], Iterator[Variant]],
+    among: Cause = NO_CAUSE,
+) -> Iterator[tuple[Cause, Forward]]:
     """The variants that this model can run, each log-probability once; with `among`
-    those that these words name.
+    those that this cause names.
     """
     seen: list[Tensor] = []
     for fault in variants(right):
-        if not is_named(fault.words, among):
+        if not is_named(fault, among):
             continue
         try:
             one = fault.change()
@@ -479,7 +533,7 @@ def tried(
             ):
                 continue  # positions of rotary models, a window that does not act
             seen.append(lp)
-            yield fault.words, one
+            yield fault.cause, one
         except (
             AttributeError,
             TypeError,

@@ -9,21 +9,24 @@ from torch import Tensor
 from upref.step.forward import SPAN, best_factors, clipped, near
 from upref.step.goal import Goal
 from upref.step.reference import Model, TorchModel
+from upref.verify.finding import NO_CAUSE, Cause
 
 
 def find_change(
     goal: Goal, model: Model, rows: Tensor, want: Tensor, g: Tensor, bound: float
-) -> str:
-    """In words, where the gradient that was found is then reproduced; or nothing."""
+) -> Cause:
+    """The change that makes the gradient that was found; or nothing."""
     whole, n = rows.sum(0), len(rows)
     if isinstance(model, TorchModel):
         theta = model.flat({k: p.detach() for k, p in model.params.items()})
         rate = float((g - want) @ theta / (theta @ theta))
         if near(g, want + rate * theta, bound):
-            return f"weight decay is in the gradient: {rate:.4g} times the parameters"
+            words = f"weight decay is in the gradient: {rate:.4g} times the parameters"
+            return Cause(words, ("weight-decay-in-gradient",))
     top = float(g.abs().max())
     if near(g, whole.clamp(-top, top), bound):
-        return f"each entry of the gradient is clipped to {top:.4g}"
+        words = f"each entry of the gradient is clipped to {top:.4g}"
+        return Cause(words, ("entries-clipped",))
     parts = model.split(whole)
     for c in dict.fromkeys(
         (goal.clip or 0.0, max(float(v.norm()) for v in model.split(g).values()))
@@ -32,9 +35,10 @@ def find_change(
         if sum(float(v.norm()) > c for v in parts.values()) > 1 and near(
             g, each, bound
         ):
-            return (
+            words = (
                 f"the gradient of each parameter is clipped to norm {c:.4g} by itself"
             )
+            return Cause(words, ("parameters-clipped",))
     for c in dict.fromkeys((goal.clip or 0.0, float(g.norm()))):
         for m in range(1, n):
             first, *others = rows.split(m)
@@ -43,10 +47,11 @@ def find_change(
                 acts += float(inside.norm()) > c
                 inside = clipped(inside, c) + more.sum(0)
             if acts and near(g, clipped(inside, c), bound):
-                return f"the norm of what has accumulated is clipped to {c:.4g} after each micro-batch of {m}"
+                words = f"the norm of what has accumulated is clipped to {c:.4g} after each micro-batch of {m}"
+                return Cause(words, ("accumulated-norm-clipped",))
     k, left = best_factors(rows, g)
     if left > max(SPAN, 3 * bound) or not (k < 1 + 1e-4).all():
-        return ""
+        return NO_CAUSE
     for m in range(1, n):
         each_m = [*zip(rows.split(m), k.split(m), strict=True)]
         norms = [float((x @ r).norm()) for r, x in each_m if x.max() < 1 - 1e-3]
@@ -55,12 +60,14 @@ def find_change(
             torch.stack([clipped(r.sum(0), max(norms)) for r, _ in each_m]).sum(0),
             bound,
         ):
-            return f"each micro-batch's gradient (of {m} responses) is clipped to norm {max(norms):.4g}"
+            words = f"each micro-batch's gradient (of {m} responses) is clipped to norm {max(norms):.4g}"
+            return Cause(words, ("micro-batch-norms-clipped",))
     c = float(f"{g.norm():.2g}")
     if (
         goal.clip is None
         and near(g, clipped(whole, c), bound)
         and abs(k[0] - 0.5) > 1e-3
     ):
-        return f"the gradient's norm is clipped to {c:.4g}: pass clip={c:.4g} if that is meant"
-    return ""
+        words = f"the gradient's norm is clipped to {c:.4g}: pass clip={c:.4g} if that is meant"
+        return Cause(words, ("norm-clipped",))
+    return NO_CAUSE

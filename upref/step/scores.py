@@ -29,33 +29,41 @@ def quick(right: Forward) -> Iterator[Variant]:
         """What makes the forward pass that has these changes."""
         return lambda: Forward(right.model, rows, t, z, ids=right.ids, **how)
 
-    temperatures = {
-        "the temperature is left out (it is 1)": 1.0,
-        "the temperature is applied twice": T * T,
-        "logits are multiplied by the temperature, not divided": 1 / T,
-    }
-    for words, t in temperatures.items():
+    for id, words, t in (
+        ("temperature-missing", "the temperature is left out (it is 1)", 1.0),
+        ("temperature-twice", "the temperature is applied twice", T * T),
+        (
+            "temperature-multiplied",
+            "logits are multiplied by the temperature, not divided",
+            1 / T,
+        ),
+    ):
         if t != T:
-            yield Fault(words, made(t))
+            yield Fault(words, made(t), id=id)
     yield Fault(
         "labels are not shifted: logits are read at the token that they should predict",
         made(shift=0),
+        id="labels-not-shifted",
     )
-    yield Fault("labels are shifted twice", made(shift=2))
+    yield Fault("labels are shifted twice", made(shift=2), id="labels-shifted-twice")
     next_ = [
         replace(r, prompt=r.prompt[1:] + r.response[:1], response=[*r.response[1:], 0])
         for r in rows
     ]
-    yield Fault("labels stand one token too late", made(rows=next_))
-    for words, score in scores(right.model.vocabulary):
-        yield Fault(words, made(score=score))
+    yield Fault(
+        "labels stand one token too late", made(rows=next_), id="labels-one-token-late"
+    )
+    for id, words, score in scores(right.model.vocabulary):
+        yield Fault(words, made(score=score), id=id)
     if isinstance(model := right.model, TorchModel):
 
         def cached() -> Forward:
             """With prompts that are run without a gradient."""
             return Forward(model, rows, T, [_cached(model, r) for r in rows])
 
-        yield Fault("prompts are run without a gradient", cached)
+        yield Fault(
+            "prompts are run without a gradient", cached, id="prompts-without-gradient"
+        )
     yield from _columns(right)
 
 
@@ -111,6 +119,7 @@ def _columns(right: Forward) -> Iterator[Variant]:
         yield Fault(
             "the last columns are taken for the response, where short rows are padded",
             window,
+            id="last-columns-for-response",
         )
 
 
@@ -119,8 +128,10 @@ def _at_labels(x: Tensor, y: Tensor) -> Tensor:
     return x.gather(1, y[:, None])[:, 0]
 
 
-def scores(V: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor, float], Tensor]]]:
-    """Words, and a function of logits, labels and temperature."""
+def scores(
+    V: int,
+) -> Iterator[tuple[str, str, Callable[[Tensor, Tensor, float], Tensor]]]:
+    """An id, words, and a function of logits, labels and temperature."""
 
     def smooth(z: Tensor, y: Tensor, T: float, e: float) -> Tensor:
         return (1 - e) * log_prob(z, y, T) + e * (z / T).log_softmax(-1).mean(-1)
@@ -139,29 +150,34 @@ def scores(V: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor, float], Tens
         return log_prob(z.masked_fill(~own, -torch.inf), y, T)
 
     yield (
+        "log-softmax-over-temperature",
         "log-probabilities are divided by the temperature, not logits",
         lambda z, y, T: log_prob(z, y, 1) / T,
     )
     yield (
+        "probabilities-for-log-probs",
         "probabilities stand for log-probabilities",
         lambda z, y, T: log_prob(z, y, T).exp(),
     )
     yield (
+        "normalizer-detached",
         "the log-normalizer has no gradient",
         lambda z, y, T: _at_labels(z / T, y) - (z / T).logsumexp(-1).detach(),
     )
     for n in (2, 4, 8):
         yield (
+            "normalized-over-shard",
             f"the log-softmax is over the label's shard of the vocabulary, of {n}",
             partial(sharded, n=n),
         )
     for k in (k for k in (5, 10, 20, 40, 50, 100) if k < V):
         yield (
+            "normalized-over-largest",
             f"log-probabilities are normalized over the {k} largest",
             partial(among, k=k),
         )
     for e in (0.1, 0.05, 0.2, 0.01):
-        yield f"label smoothing of {e} is on", partial(smooth, e=e)
+        yield "labels-smoothed", f"label smoothing of {e} is on", partial(smooth, e=e)
 
 
 # ---- the head ------------------------------------------------------------------------
@@ -204,19 +220,24 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
         yield Fault(
             "the head's raw output is taken: the model's logit scale or softcap is left out",
             lambda: again(right, raw),
+            id="raw-head-output",
         )
         if c := getattr(text_config(net), "final_logit_softcapping", None):
             yield Fault(
                 "the final softcap is x tanh(x / c), not c tanh(x / c)",
                 lambda: again(right, [x * torch.tanh(x / c) for x in raw]),
+                id="softcap-inside-out",
             )
             yield Fault(
                 "the final softcap is applied twice",
                 lambda: again(right, [c * torch.tanh(z / c) for z in right.z]),
+                id="softcap-twice",
             )
     if getattr(head, "bias", None) is not None:
         yield Fault(
-            "the head's bias is left out", lambda: otherwise(lambda m, h, y: y - m.bias)
+            "the head's bias is left out",
+            lambda: otherwise(lambda m, h, y: y - m.bias),
+            id="head-bias-missing",
         )
     for w in (
         t.weight
@@ -224,4 +245,8 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
         if t.weight is not head.weight and t.weight.shape == head.weight.shape
     ):
         stands = partial(otherwise, partial(lambda w, m, h, y: h @ w.T, w))
-        yield Fault("the input embedding stands for the head", stands)
+        yield Fault(
+            "the input embedding stands for the head",
+            stands,
+            id="input-embedding-for-head",
+        )

@@ -6,9 +6,9 @@ has a column for every token, prompts and masked tokens included; its columns ar
 to norm 1, and its SVD gives the weights and the residual.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,30 @@ from upref.rollouts import Rollouts
 from upref.step.forward import Forward
 from upref.step.goal import Goal
 from upref.step.rows import Padded, Row
+from upref.verify.faults import Fault
+from upref.verify.finding import Cause
 
 # of the gradient that are read; chosen at random where there are more
 COORDINATES = 30_000
 # how near weights read off a float32 gradient must come, relative to the largest
 NEAR = 1e-4
+# what can be read without a hypothesis: such a cause needs no second draw of rows
+PROMPTS_TRAIN = "observed-prompts-train"
+MASKED_TRAIN = "observed-masked-tokens-train"
+LEFT_OUT = "observed-tokens-left-out"
+RESPONSES_LEFT_OUT = "observed-responses-left-out"
+STOPPED_TRAIN = "observed-stopped-tokens-train"
+FACTORS_DIFFER = "observed-factors-of-responses"
+OBSERVATIONS = frozenset(
+    (
+        PROMPTS_TRAIN,
+        MASKED_TRAIN,
+        LEFT_OUT,
+        RESPONSES_LEFT_OUT,
+        STOPPED_TRAIN,
+        FACTORS_DIFFER,
+    )
+)
 SMALL = 1e-10  # singular values below this part of the largest are zero
 
 
@@ -152,17 +171,21 @@ def _top(x: Tensor) -> str:
     return f"up to {float(x.nan_to_num(0).abs().max()):.3g}"
 
 
-def observed(w: Tokens) -> list[tuple[str, str, str]]:
+def observed(w: Tokens) -> list[tuple[Cause, str, str]]:
     """(what, expected, found) of everything that can be read without a hypothesis."""
     out = []
     trained = [~w.zero(p) for p in w.prompts]
     if n := int(sum(t.sum() for t in trained)):
-        out.append((f"{n} prompt tokens train", "weight 0", _top(torch.cat(w.prompts))))
+        what = Cause(f"{n} prompt tokens train", (PROMPTS_TRAIN,))
+        out.append((what, "weight 0", _top(torch.cat(w.prompts))))
     masked = w.here & ~w.b.mask
     if n := int((masked & ~w.zero(w.found)).sum()):
         out.append(
             (
-                f"{n} of {int(masked.sum())} masked response tokens train",
+                Cause(
+                    f"{n} of {int(masked.sum())} masked response tokens train",
+                    (MASKED_TRAIN,),
+                ),
                 "weight 0",
                 _top(w.found[masked]),
             )
@@ -183,12 +206,13 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
             if live[i].any() and bool((lost | ~live)[i].all()) and gone(i)
         ]
         if whole:
-            out.append((left_out(whole), "weights other than 0", "weight 0"))
+            what = Cause(left_out(whole).words, (RESPONSES_LEFT_OUT,))
+            out.append((what, "weights other than 0", "weight 0"))
         some = int(lost.sum()) - int(lost[whole].sum())
         if some:
             out.append(
                 (
-                    f"{some} tokens that should train do not",
+                    Cause(f"{some} tokens that should train do not", (LEFT_OUT,)),
                     _top(w.expected[lost]),
                     "weight 0",
                 )
@@ -197,7 +221,7 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
     if n := int((idle & ~w.zero(w.found)).sum()):
         out.append(
             (
-                f"{n} tokens train that the objective stops",
+                Cause(f"{n} tokens train that the objective stops", (STOPPED_TRAIN,)),
                 "weight 0",
                 _top(w.found[idle]),
             )
@@ -209,7 +233,7 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
         if len(set(shown) - {"-", "0"}) > 1:
             out.append(
                 (
-                    "each response has one factor",
+                    Cause("each response has one factor", (FACTORS_DIFFER,)),
                     "1 for every response",
                     " ".join(shown),
                 )
@@ -217,32 +241,27 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
     return out
 
 
-def is_named(words: str, cause: str) -> bool:
+def is_named(fault: Fault[Any], cause: Cause) -> bool:
     """Tell whether a fault is to be tried on a second draw of rows: the cause found on
     the first names it.
 
     It saves time and decides nothing: a fault that is tried must make the gradient of
-    the second draw itself. A cause is words, not a fault, because it joins faults of
-    several kinds: of the forward pass, of a token's weight, of the factors of
-    responses. The last have no record of their own.
+    the second draw itself.
 
     Args:
-        words: of the fault.
-        cause: what was found on the first draw; "" where this is the first, and every
-            fault is tried.
+        fault: the fault.
+        cause: what was found on the first draw. It is empty where this is the first,
+            and every fault is tried.
     """
-    return not cause or without_numbers(words) in without_numbers(cause)
+    return not cause or not fault.id or fault.id in cause.ids
 
 
-def without_numbers(words: str) -> str:
-    """The words of a cause, which on other rows may have other numbers."""
-    return re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?", "#", words)
-
-
-def left_out(rows: Sequence[int]) -> str:
+def left_out(rows: Sequence[int]) -> Cause:
+    """The cause that these responses do not train."""
+    words = f"responses {', '.join(map(str, rows))} do not train"
     if len(rows) == 1:
-        return f"response {rows[0]} does not train"
-    return f"responses {', '.join(map(str, rows))} do not train"
+        words = f"response {rows[0]} does not train"
+    return Cause(words, ("responses-left-out",))
 
 
 def factors(w: Tokens, unit: Tensor) -> Tensor | None:

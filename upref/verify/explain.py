@@ -19,8 +19,8 @@ from upref.errors import InputError
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS, up
-from upref.verify.factors import FACTORS, declared_aggregation
-from upref.verify.faults import known
+from upref.verify.factors import FACTORS, aggregation_id, declared_aggregation
+from upref.verify.faults import hyperparameter_id, known
 from upref.verify.faults.batch_reading import floored, left_out, reweighted
 from upref.verify.faults.corrections import corrected, retuned
 from upref.verify.faults.denominators import divided, placed
@@ -36,6 +36,7 @@ from upref.verify.faults.losses import (
     term_slope,
     terms,
 )
+from upref.verify.finding import Cause
 from upref.verify.measure import Case, kl_slope, unit_weights
 from upref.weights.batches import (
     OFF_EDGES,
@@ -49,6 +50,7 @@ FEW = 24  # responses: most faults fail on a few already
 NOTHING = fault(
     "no gradient reaches log_prob: it is detached, or rounded away",
     "stop-gradient",
+    id="no-gradient",
     scale=lambda b: 0.0,
 )
 
@@ -115,13 +117,16 @@ def two_gradients(case: Case, b: Rollouts) -> Iterator[LossFault]:
         return torch.zeros_like(b.logp) if own is None else own / case.factors(b)
 
     weights = case.expected(b)
-    words = TWICE if alike(left(b), weights) else LEFT
+    id, words = "gradient-left-behind", LEFT
+    if alike(left(b), weights):
+        id, words = "gradient-twice", TWICE
     yield fault(
-        words, "batches", weigh=lambda b: case.expected(b) + left(b), whole=True
+        words, "batches", id=id, weigh=lambda b: case.expected(b) + left(b), whole=True
     )
     yield fault(
         RETURNED,
         "batches",
+        id="own-gradient-added",
         weigh=lambda b: case.weights(b) - left(b) + case.expected(b),
         whole=True,
     )
@@ -177,11 +182,11 @@ def others(case: Case) -> list[Rollouts]:
     ]
 
 
-def confirmed(case: Case, one: LossFault, *more: Rollouts) -> str:
-    """The words of a fault that reproduces the loss on every one of those batches, and
-    on these; else none.
+def confirmed(case: Case, one: LossFault, *more: Rollouts) -> Cause:
+    """A fault that reproduces the loss on every one of those batches, and on these;
+    else none.
     """
-    return one.words if _elsewhere(case, *more).fits(one, case) else ""
+    return one.cause if _elsewhere(case, *more).fits(one, case) else Cause()
 
 
 def confirmed_at(
@@ -191,7 +196,7 @@ def confirmed_at(
     at: tuple[int, int],
     found: float,
     *more: Rollouts,
-) -> str:
+) -> Cause:
     """The same, of a fault that has the weight found at this token of b, where the
     reference has another.
     """
@@ -201,7 +206,7 @@ def confirmed_at(
     return (
         confirmed(case, one, b, *more)
         if abs(wrong - found) <= 1e-3 * abs(right - found)
-        else ""
+        else Cause()
     )
 
 
@@ -240,7 +245,10 @@ def _two(
     terms = [*_other_kl(case, b, found, use)]
     if hp.get("beta"):
         missing = fault(
-            "the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0}
+            "the KL term is missing, or carries no gradient",
+            "term",
+            id="kl-missing",
+            hp={"beta": 0.0},
         )
         terms += [missing, *_kl_aggregated(case), *kl_faults(o, hp)]
 
@@ -275,6 +283,8 @@ def _two(
             return fault(
                 f"two faults together: {one.words}; and {term.words}",
                 one.kind,
+                id=one.id,
+                beside=term.id,
                 weigh=both,
             )
     return None
@@ -293,7 +303,13 @@ def _kl_aggregated(case: Case) -> Iterator[LossFault]:
                 )
 
             words = f"the KL term has another aggregation than the rest: {name}"
-            yield fault(words, "term", weigh=otherwise, whole=True)
+            yield fault(
+                words,
+                "term",
+                id=f"kl-{aggregation_id(name)}",
+                weigh=otherwise,
+                whole=True,
+            )
 
 
 def reproduces(
@@ -343,17 +359,24 @@ def _retuned(case: Case, bounds: list[float]) -> Iterator[LossFault]:
         yield fault(
             "the two sides of the clip are swapped (eps_low, eps_high)",
             "hyperparameter",
+            id="clip-sides-swapped",
             hp=swapped,
         )
     for moved in recover(case):
-        yield fault(_said(moved, hp), "hyperparameter", hp=moved)
+        yield fault(
+            _said(moved, hp), "hyperparameter", id=hyperparameter_id(*moved), hp=moved
+        )
     if hp.get("beta"):
         yield fault(
-            "the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0}
+            "the KL term is missing, or carries no gradient",
+            "term",
+            id="kl-missing",
+            hp={"beta": 0.0},
         )
         yield fault(
             "the KL term is added to J, not subtracted",
             "term",
+            id="kl-added",
             hp={"beta": -hp["beta"]},
         )
 
@@ -385,16 +408,25 @@ def _other_kl(
     for name in terms(mine, case.loss.reads):
         d = term_slope(name, b)[zero]
         beta = -(found[zero] @ d / (d @ d)).item() if d.any() else 0.0
-        if name == mine and abs(beta) > case.tol:
+        is_own = name == mine
+        if is_own and abs(beta) > case.tol:
             yield fault(
-                _said({"beta": beta}, case.hp), "hyperparameter", hp={"beta": beta}
+                _said({"beta": beta}, case.hp),
+                "hyperparameter",
+                id=hyperparameter_id("beta"),
+                hp={"beta": beta},
             )
         elif abs(beta) > case.tol and (
             not own or (beta > 0 and abs(beta - own) > case.tol)
         ):
             weigh = partial(with_term, beta=beta, name=name)
-            of = f"the KL term has the gradient of {beta:.6g} {name}, not of {own:g} {o.kl}: {OTHER_KL}"
-            yield fault(of if own else lacking(o, beta, name), "term", weigh=weigh)
+            if own:
+                id = f"kl-gradient-of-{name}"
+                words = f"the KL term has the gradient of {beta:.6g} {name}, not of {own:g} {o.kl}: {OTHER_KL}"
+            else:
+                id = "kl-added" if is_own and beta < 0 else "kl-not-of-objective"
+                words = lacking(o, beta, name)
+            yield fault(words, "term", id=id, weigh=weigh)
 
 
 def _number(v: float | None, digits: int) -> str:
@@ -424,6 +456,7 @@ def _others(case: Case) -> Iterator[LossFault]:
         yield fault(
             f"it is up({o.name}): log π_θ in place of the clipped ratio where A > 0",
             "objective",
+            id="up-of-objective",
             objective=up(o),
             hp=hp,
         )
@@ -431,7 +464,13 @@ def _others(case: Case) -> Iterator[LossFault]:
         p = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", o.name))
         own = {k: v for k, v in hp.items() if k in p.hyperparameters}
         yield from (
-            fault(f"it is {_called(p, h)}", "objective", objective=p, hp=h)
+            fault(
+                f"it is {_called(p, h)}",
+                "objective",
+                id=f"other-objective-{p.name}",
+                objective=p,
+                hp=h,
+            )
             for h in (own, {})
         )
     every = [get(n) for n in names() if n != o.name and not get(n).batch_coupled]
@@ -441,6 +480,7 @@ def _others(case: Case) -> Iterator[LossFault]:
             yield fault(
                 f"it is {_called(p, h)}{_other_aggregation(case, p)}",
                 "objective",
+                id=f"other-objective-{p.name}",
                 objective=p,
                 hp=h,
             )
@@ -463,7 +503,7 @@ def _recovered(case: Case) -> Iterator[LossFault]:
         times = f"{box.scale:.6g} times " if box.scale != 1 else ""
         term = f", with a KL term: {box.beta:.6g} {box.kl}" if box.kl else ""
         words = f"it is {times}{_called(p, own)}{term}{_other_aggregation(case, p)}"
-        yield fault(words, "objective", weigh=whole)
+        yield fault(words, "objective", id=f"other-objective-{p.name}", weigh=whole)
 
 
 def _other_aggregation(case: Case, p: Objective) -> str:

@@ -84,6 +84,32 @@ FACTORS: dict[str, Factor] = {
 }
 
 
+# of those whose name is a sentence
+IDS = {
+    "the mean over the padded width (seq-mean-token-sum-norm by it)": "mean-over-width",
+    "a plain sum over all tokens": "sum",
+    "the sum, not the mean, of the responses' token means": "sum-of-token-means",
+    "token-mean divided once more by the number of responses": "token-mean-over-responses",
+    "the responses' token means, divided by all tokens": "token-means-over-tokens",
+    "token-mean of each group, not divided by the number of groups": "sum-of-group-means",
+    "the sum over tokens by the longest response": "sum-over-longest",
+    "the sum over each response divided by the square of its length": "sum-over-length-squared",
+    "the sum over each response divided by the square root of its length": "sum-over-root-of-length",
+    "the mean over responses of length-weighted terms": "length-weighted-seq-mean",
+    "token-mean of terms divided by the square root of their response's length": "token-mean-over-root-of-length",
+    "token-mean of length-weighted terms": "length-weighted-token-mean",
+}
+
+
+def aggregation_id(name: str) -> str:
+    """Return the id of the fault that terms are aggregated by this.
+
+    Args:
+        name: a key of FACTORS, or a declared aggregation.
+    """
+    return f"aggregated-by-{IDS.get(name, name)}"
+
+
 def names(first: str) -> list[str]:
     """All of them, this one before the others."""
     return sorted(FACTORS, key=lambda name: name != first)

@@ -28,6 +28,35 @@ class Number:
 
 
 @dataclass(frozen=True)
+class Cause:
+    """Why a function differs. It is false where nothing is known.
+
+    Args:
+        words: for a reader.
+        ids: of the known faults that it names, as `upref.verify.faults` has them. Empty
+            where the words are an observation or an advice.
+    """
+
+    words: str = ""
+    ids: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.words)
+
+    def __str__(self) -> str:
+        return self.words
+
+
+NO_CAUSE = Cause()
+
+
+def join_causes(*causes: Cause) -> Cause:
+    """Return several causes that act together as one, their words as one list."""
+    words = "; ".join(cause.words for cause in causes if cause)
+    return Cause(words, tuple(one for cause in causes for one in cause.ids))
+
+
+@dataclass(frozen=True)
 class Interval:
     """Ratios between two bounds. None: no bound on that side."""
 

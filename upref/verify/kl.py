@@ -22,7 +22,7 @@ from upref.errors import InputError
 from upref.user_code.kl import Term, read
 from upref.verify.faults import Fault, known
 from upref.verify.faults.kl import Formula
-from upref.verify.finding import Example, Number, Place, number_pair
+from upref.verify.finding import Cause, Example, Number, Place, number_pair
 from upref.verify.oracle import Oracle, oracle, run, untouched, validate_names
 from upref.verify.report import Finding, Report, fail, not_run, note, restores_state
 
@@ -64,19 +64,25 @@ class Case:
         want, found = both(self.right, d)[which], both(self.term, d)[which]
         return want, found, _off(found, want)
 
-    def cause(self, which: int) -> str:
+    def cause(self, which: int) -> Cause:
         """The first fault that gives both value and gradient, else, in so many words,
         this one; "" where none does.
         """
-        gone = Fault(GONE, lambda lp, ref: self.right(lp, ref).detach() + 0 * lp)
+        gone = Fault(
+            GONE,
+            lambda lp, ref: self.right(lp, ref).detach() + 0 * lp,
+            id="no-gradient",
+        )
         for parts in ((0, 1), (which,)):
             for fault in (gone, *known("kl")):
                 if fault.change is not self.right and same(
                     self.term, fault.change, parts, self.term.tol
                 ):
                     if len(parts) == 2 or fault is gone:
-                        return fault.words
-                    return f"by the {('value', 'gradient')[which]} alone: {fault.words}"
+                        return fault.cause
+                    part = ("value", "gradient")[which]
+                    words = f"by the {part} alone: {fault.words}"
+                    return Cause(words, (fault.id,))
         k = (
             both(self.term, NEAR[-1:])[which].item()
             / both(self.right, NEAR[-1:])[which].item()
@@ -89,8 +95,11 @@ class Case:
             self.term, lambda lp, ref: self.right(lp, ref) + c, tol=self.term.tol
         )
         if scaled:
-            return f"{k:.6g} times {self.estimator}"
-        return f"{self.estimator} plus {c:.4g}" if raised else ""
+            return Cause(f"{k:.6g} times {self.estimator}", ("estimator-scaled",))
+        if raised:
+            words = f"{self.estimator} plus {c:.4g}"
+            return Cause(words, ("constant-added-to-estimator",))
+        return Cause()
 
 
 def pair(d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.user_code import Loss, Outcome
 from upref.verify.factors import FACTORS, common_value, declared_aggregation, names
+from upref.verify.finding import Cause
 from upref.weights.batches import (
     EDGES,
     MU,
@@ -79,7 +80,7 @@ class Case:
     edges: tuple[float, ...] = EDGES
     failed: set[str] = field(default_factory=set)  # oracles
     # of wrong weights, in words, where a known fault gives them on policy too
-    cause: str = ""
+    cause: Cause = field(default_factory=Cause)
     # the unusual inputs on which it was right, in words
     covered: list[str] = field(default_factory=list)
     # calls that wrote or printed

@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 
 from upref.result import Result
 from upref.user_code.guard import state_restored
-from upref.verify.finding import Example, Interval, Number, Place, Severity, encode
+from upref.verify.finding import (
+    Cause,
+    Example,
+    Interval,
+    Number,
+    Place,
+    Severity,
+    encode,
+)
 from upref.verify.render import describe_example, describe_pair, describe_places
 
 UNKNOWN = "no known cause fits"
@@ -67,6 +75,7 @@ class Finding:
         found: what the function has there.
         example: the smallest input that shows it.
         cause: the mistake that gives the numbers that were found, in words.
+        fault_ids: of the known faults that the cause names, which never change.
         subject: the argument or hyperparameter that it is about.
     """
 
@@ -80,6 +89,7 @@ class Finding:
     cause: str = ""
     subject: str = ""
     also: tuple[Place, ...] = ()
+    fault_ids: tuple[str, ...] = ()
 
     @property
     def regime(self) -> str:
@@ -136,6 +146,7 @@ def read_finding(record: dict[str, Any]) -> Finding:
     if fields["place"] is not None:
         fields["place"] = _read_place(fields["place"])
     fields["also"] = tuple(_read_place(place) for place in fields["also"])
+    fields["fault_ids"] = tuple(fields["fault_ids"])
     if fields["example"] is not None:
         fields["example"] = Example(**fields["example"])
     return Finding(**fields)
@@ -158,7 +169,7 @@ def fail(
     expected: Any = "",
     found: Any = "",
     example: Example | None = None,
-    cause: str = "",
+    cause: str | Cause = "",
     *,
     place: Place | None = None,
     subject: str = "",
@@ -177,8 +188,9 @@ def fail(
         _as_number(expected),
         _as_number(found),
         example,
-        short(cause),
+        short(str(cause)),
         subject,
+        fault_ids=cause.ids if isinstance(cause, Cause) else (),
     )
 
 
@@ -187,7 +199,7 @@ def note(
     about: str,
     expected: Any = "",
     found: Any = "",
-    cause: str = "",
+    cause: str | Cause = "",
     *,
     place: Place | None = None,
     subject: str = "",

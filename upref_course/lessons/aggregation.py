@@ -65,52 +65,62 @@ EXERCISE = Exercise(
         Fault(
             "divided by the responses that are here, not by those of the mini-batch",
             lambda x, mask, n: (inside(x, mask).sum(1) / mask.sum(1)).mean(),
+            id="own-denominator-of-micro-batch",
             hint="the parts of a mini-batch must add up to its J: divide by `responses`, whatever the part's own "
             "size.",
         ),
         Fault(
             "the mean over tokens: long responses weigh more (DAPO's aggregation, and not of a mini-batch)",
             lambda x, mask, n: x[mask].mean(),
+            id="aggregated-by-token-mean",
             hint="Eq. 4 has 1/|o_i| inside the sum over responses: first the mean of each row, then over rows.",
         ),
         Fault(
             "the mean over the tokens that are here, divided by the part's share of the responses",
             lambda x, mask, n: x[mask].mean() * len(mask) / n,
+            id="token-mean-by-share-of-responses",
             hint="Eq. 4 has 1/|o_i| inside the sum over responses: first the mean of each row, then over rows.",
         ),
         Fault(
             "padding is counted in |o|",
             lambda x, mask, n: inside(x, mask).mean(1).sum() / n,
+            id="padded-width-for-length",
             hint="divide each row by its own number of tokens, mask.sum(1), not by the width.",
         ),
         Fault(
             "nothing is divided by |o|",
             lambda x, mask, n: inside(x, mask).sum() / n,
+            id="length-missing",
             hint="Eq. 4 has the mean over the tokens of each response: divide each row by mask.sum(1).",
         ),
         Fault(
             "0 * NaN is NaN: the padding is multiplied by the mask",
             lambda x, mask, n: ((x * mask).sum(1) / mask.sum(1)).sum() / n,
+            id="nan-of-padding",
             hint="padding may hold anything. Select with torch.where(mask, x, 0), then add up.",
         ),
         Fault(
             "padding is added up",
             lambda x, mask, n: (x.sum(1) / mask.sum(1)).sum() / n,
+            id="padding-summed",
             hint="a slot where the mask is False is padding: torch.where(mask, x, 0).",
         ),
         Fault(
             "the mask is not used at all",
             lambda x, mask, n: x.mean(1).sum() / n,
+            id="mask-ignored",
             hint="a slot where the mask is False is padding: neither add it up nor count it.",
         ),
         Fault(
             "there is no 1/G: the responses' means are added up",
             lambda x, mask, n: (inside(x, mask).sum(1) / mask.sum(1)).sum(),
+            id="number-of-responses-missing",
             hint="divide by `responses`.",
         ),
         Fault(
             "the sign",
             lambda x, mask, n: -J(x, mask, n),
+            id="sign-flipped",
             hint="this is J itself, to be maximized: no minus here.",
         ),
     ),

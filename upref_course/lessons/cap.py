@@ -50,11 +50,13 @@ EXERCISE = Exercise(
                 lambda p, mu, h: min(1.0, (1 + h) * mu) - p,
                 lambda p, mu, lo: p - (1 - lo) * mu,
             ),
+            id="capacity-below-zero",
             hint="past its bound a token has no gradient left: its capacity is 0, not negative. max(0, ...).",
         ),
         Fault(
             "a probability above 1",
             pieces(lambda p, mu, h: max(0.0, (1 + h) * mu - p), down),
+            id="capacity-above-one",
             hint="(1 + eps_high) 0.9 is more than 1, and no token can go there: min(1, ...).",
         ),
         Fault(
@@ -62,11 +64,13 @@ EXERCISE = Exercise(
             pieces(
                 lambda p, mu, h: (1 + h) * mu - p, lambda p, mu, lo: p - (1 - lo) * mu
             ),
+            id="capacity-not-limited",
             hint="the room ends at 1, and it is never less than 0.",
         ),
         Fault(
             "the room of a token that has not moved: p is left out",
             pieces(lambda p, mu, h: h * mu, lambda p, mu, lo: lo * mu),
+            id="capacity-without-p",
             hint="eps_high mu is how far it is from mu to the bound. The token is at p now.",
         ),
         Fault(
@@ -75,6 +79,7 @@ EXERCISE = Exercise(
                 lambda p, mu, h: max(0.0, min(1.0, (1 + h) * p) - p),
                 lambda p, mu, lo: max(0.0, p - (1 - lo) * p),
             ),
+            id="bound-of-p",
             hint="the window moves with the policy that drew the sample, mu; p is where the token is now.",
         ),
         Fault(
@@ -83,11 +88,13 @@ EXERCISE = Exercise(
                 lambda p, mu, h: max(0.0, 1 + h - p / mu),
                 lambda p, mu, lo: max(0.0, p / mu - (1 - lo)),
             ),
+            id="capacity-in-ratio",
             hint="1 + eps_high - r is how far r may go. In probability that is mu times as much.",
         ),
         Fault(
             "the sign of A is ignored",
             lambda p, mu, A, low, high: up(p, mu, high),
+            id="sign-of-a-ignored",
             hint="a bad token goes down: its room is from p down to its lower bound, (1 - eps_low) mu.",
         ),
         Fault(
@@ -98,21 +105,25 @@ EXERCISE = Exercise(
                     max(0.0, p - (1 - lo) * mu) if p <= 1.28 * mu else 0.0
                 ),
             ),
+            id="negative-tokens-clipped-above",
             hint="for A < 0 the clip acts below (1 - eps_low) mu only. How far is it from p down to there?",
         ),
         Fault(
             "a bad token's room ends at 0, not at its lower bound",
             pieces(up, lambda p, mu, lo: p),
+            id="no-lower-clip",
             hint="it loses its gradient at (1 - eps_low) mu, before it is at 0.",
         ),
         Fault(
             "eps_low and eps_high have changed places",
             lambda p, mu, A, low, high: up(p, mu, low) if A > 0 else down(p, mu, high),
+            id="clip-sides-swapped",
             hint="upwards it is eps_high, downwards eps_low.",
         ),
         Fault(
             "downwards the difference is the wrong way round",
             pieces(up, lambda p, mu, lo: max(0.0, (1 - lo) * mu - p)),
+            id="capacity-negated-downwards",
             hint="a bad token is above its bound as long as it has room: p minus the bound.",
         ),
     ),

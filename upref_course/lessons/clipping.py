@@ -59,6 +59,7 @@ EXERCISE = Exercise(
         Fault(
             "the minimum is missing: clip(r) A alone is clipped on both sides for both signs",
             lambda lp, old, A: -(ratio(lp, old).clamp(LOW, HIGH) * A).mean(),
+            id="minimum-missing",
             hint="a good token that is less likely now must be pushed up again. Which is smaller, r A or clip(r) A?",
         ),
         Fault(
@@ -68,12 +69,14 @@ EXERCISE = Exercise(
                     ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A
                 ).mean()
             ),
+            id="maximum-for-minimum",
             hint="the objective takes the minimum of r A and clip(r) A. (Of a loss, which is -J, it is the "
             "maximum.)",
         ),
         Fault(
             "there is no clip",
             lambda lp, old, A: -(ratio(lp, old) * A).mean(),
+            id="no-bound",
             hint="this is lesson 3's loss. Where is the token done, for A > 0, and where for A < 0?",
         ),
         Fault(
@@ -81,6 +84,7 @@ EXERCISE = Exercise(
             lambda lp, old, A: torch.minimum(
                 ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A
             ).mean(),
+            id="sign-flipped",
             hint="an optimizer goes downhill: hand it minus the mean of the smaller of the two.",
         ),
         Fault(
@@ -90,6 +94,7 @@ EXERCISE = Exercise(
                     ratio(lp, old) * A, ratio(lp, old).clamp(LOW, 1.2) * A
                 ).mean()
             ),
+            id="other-eps-high",
             hint="the upper bound is 1 + eps_high.",
         ),
         Fault(
@@ -99,6 +104,7 @@ EXERCISE = Exercise(
                     ratio(lp, old) * A, ratio(lp, old).clamp(0.72, HIGH) * A
                 ).mean()
             ),
+            id="other-eps-low",
             hint="the lower bound is 1 - eps_low.",
         ),
         Fault(
@@ -108,6 +114,7 @@ EXERCISE = Exercise(
                     ratio(lp, old) * A, ratio(lp, old).clamp(0.72, 1.2) * A
                 ).mean()
             ),
+            id="clip-sides-swapped",
             hint="below is 1 - eps_low, above is 1 + eps_high.",
         ),
         Fault(
@@ -117,6 +124,7 @@ EXERCISE = Exercise(
                     ratio(lp, old) * A, (lp - old).clamp(-0.2, 0.28).exp() * A
                 ).mean()
             ),
+            id="bounds-on-log-ratio",
             hint="0.28 is how far r may be from 1. Take the exponential first, then clip.",
         ),
         Fault(
@@ -126,6 +134,7 @@ EXERCISE = Exercise(
                     ratio(lp, old) * A, ratio(lp, old).clamp(0.2, 0.28) * A
                 ).mean()
             ),
+            id="bounds-absolute",
             hint="they are distances from 1: the window is from 1 - eps_low to 1 + eps_high.",
         ),
         Fault(
@@ -135,6 +144,7 @@ EXERCISE = Exercise(
                     ratio(lp, old) * A, (ratio(lp, old) * A).clamp(LOW, HIGH)
                 ).mean()
             ),
+            id="product-clipped",
             hint="clip r; then multiply by A. With A = -1 the product is never near 1.",
         ),
         Fault(
@@ -144,6 +154,7 @@ EXERCISE = Exercise(
                     ratio(lp, old) * A, ratio(lp, old).clamp(max=HIGH) * A
                 ).mean()
             ),
+            id="no-lower-clip",
             hint="a bad token is done below r = 1 - eps_low.",
         ),
         Fault(
@@ -153,6 +164,7 @@ EXERCISE = Exercise(
                     ratio(lp, old) * A, ratio(lp, old).clamp(min=LOW) * A
                 ).mean()
             ),
+            id="no-upper-clip",
             hint="a good token is done above r = 1 + eps_high.",
         ),
         Fault(
@@ -162,6 +174,7 @@ EXERCISE = Exercise(
                     ratio(old, lp) * A, ratio(old, lp).clamp(LOW, HIGH) * A
                 ).mean()
             ),
+            id="ratio-inverted",
             hint="r = π_θ / π_old = exp(lp - lp_old).",
         ),
         Fault(
@@ -169,6 +182,7 @@ EXERCISE = Exercise(
             lambda lp, old, A: (
                 -(ratio(lp, old).clamp(LOW, HIGH).detach() * A * lp).mean()
             ),
+            id="weight-clipped",
             hint="beyond its bound a token has no gradient: min(r A, clip(r) A), without stop-gradient.",
         ),
         Fault(
@@ -179,6 +193,7 @@ EXERCISE = Exercise(
                     (ratio(lp, old).clamp(LOW, HIGH) * A).mean(),
                 )
             ),
+            id="minimum-of-means",
             hint="take the minimum for each token, then the mean.",
         ),
         Fault(
@@ -192,6 +207,7 @@ EXERCISE = Exercise(
                 .mul(A)
                 .mean()
             ),
+            id="two-sided-clip-where-a-negative",
             hint="for A < 0 there is a lower bound only. A bad token at r = 2 is exactly the one to push down.",
         ),
         Fault(
@@ -201,6 +217,7 @@ EXERCISE = Exercise(
                 .maximum(torch.where(A < 0, 3 * A, -torch.inf))
                 .mean()
             ),
+            id="dual-clip",
             hint="verl has one at r = 3 by default, DAPO's own code at r = 10. DAPO's equation has none.",
         ),
         Fault(
@@ -210,6 +227,7 @@ EXERCISE = Exercise(
                     ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A
                 ).sum()
             ),
+            id="sum-for-mean",
             hint="with twice as many samples the step should not be twice as long.",
         ),
     ),

@@ -50,53 +50,63 @@ EXERCISE = Exercise(
         Fault(
             "the sign: this makes good samples less likely",
             lambda lp, old, A: ((lp - old).exp() * A).mean(),
+            id="sign-flipped",
             hint="an optimizer goes downhill: hand it minus the mean.",
         ),
         Fault(
             "there is no ratio: the gradient is that of lesson 1's loss, on samples of another policy",
             lambda lp, old, A: -(lp * A).mean(),
+            id="ratio-always-one",
             hint="the samples come as often as π_old says. What must each count, so that their mean is one over π_θ? "
             "(lp - lp_old is log r, not r yet.)",
         ),
         Fault(
             "the ratio is upside down: π_old / π_θ",
             lambda lp, old, A: -((old - lp).exp() * A).mean(),
+            id="ratio-inverted",
             hint="a sample that has become more likely since (r = 2) came too seldom: it must count more, not less.",
         ),
         Fault(
             "a ratio of logarithms",
             lambda lp, old, A: -((lp / old) * A).mean(),
+            id="ratio-of-logarithms",
             hint="lp and lp_old are logarithms: log a / log b is not a / b. exp(log a - log b) is.",
         ),
         Fault(
             "π_θ alone: π_old is left out",
             lambda lp, old, A: -(lp.exp() * A).mean(),
+            id="old-policy-left-out",
             hint="weigh each sample by how much more likely it is now than when it was drawn: by π_θ / π_old.",
         ),
         Fault(
             "log π_θ and the ratio both carry a gradient",
             lambda lp, old, A: -((lp - old).exp() * lp * A).mean(),
+            id="truncated-ratio-not-detached",
             hint="r has ∇r = r ∇log π in it already (Eq. 8): leave log π out, or .detach() the ratio beside it.",
         ),
         Fault(
             "the advantage is left out: every sample is made more likely",
             lambda lp, old, A: -(lp - old).exp().mean(),
+            id="advantage-left-out",
             hint="each sample's ratio is multiplied by that sample's own A.",
         ),
         Fault(
             "the sum over the samples where their mean belongs",
             lambda lp, old, A: -((lp - old).exp() * A).sum(),
+            id="sum-for-mean",
             hint="with twice as many samples the step should not be twice as long.",
         ),
         Fault(
             "the ratios are made to add up to 1, by a sum that carries a gradient",
             lambda lp, old, A: -(torch.softmax(lp - old, 0) * A).sum(),
+            id="ratios-normalized",
             hint="self-normalized importance sampling is another estimator, and biased. Divide by N, the number of "
             "samples.",
         ),
         Fault(
             "the ratio of the whole batch: one number for all samples",
             lambda lp, old, A: -(lp - old).exp().mean() * A.mean(),
+            id="ratio-of-batch",
             hint="each sample has its own ratio. Multiply first, then take the mean.",
         ),
         Fault(
@@ -106,11 +116,13 @@ EXERCISE = Exercise(
                     (lp - old).exp() * A, (lp - old).exp().clamp(0.8, 1.2) * A
                 ).mean()
             ),
+            id="ppo-clip",
             hint="that is lesson 4. Here every sample keeps its weight.",
         ),
         Fault(
             "base 2 or base 10",
             lambda lp, old, A: -(2 ** (lp - old) * A).mean(),
+            id="base-2",
             hint=f"lp is a natural logarithm: .exp(), not 2 ** ... (2 ** x is e ** ({log(2):.3f} x)).",
         ),
     ),

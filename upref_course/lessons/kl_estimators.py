@@ -56,6 +56,7 @@ EXERCISE = Exercise(
         Fault(
             "the - 1 is missing: two equal policies are not at 0",
             lambda lp, ref: (ref - lp).exp() - (ref - lp),
+            id="k3-one-missing",
             hint="k3 = e^d - 1 - d. At d = 0 it must be 0.",
         ),
         replace(
@@ -71,10 +72,16 @@ EXERCISE = Exercise(
         Fault(
             "this is k1",
             kl.k1,
+            id="estimator-k1",
             hint="right on average, but it may be negative, and as a loss it does nothing.",
         ),
         replace(FLIPPED, hint="and k3 = e^d - 1 - d."),
-        Fault("this is k2", kl.k2, hint="it is biased. k3 = e^d - 1 - d."),
+        Fault(
+            "this is k2",
+            kl.k2,
+            id="estimator-k2",
+            hint="it is biased. k3 = e^d - 1 - d.",
+        ),
         replace(SQUARE, hint="k3 = e^d - 1 - d."),
         replace(ABSOLUTE, hint="k3 = e^d - 1 - d."),
         replace(
@@ -89,6 +96,7 @@ EXERCISE = Exercise(
         Fault(
             "the mean over the tokens",
             lambda lp, ref: kl.k3(lp, ref).mean(),
+            id="mean-over-tokens",
             hint="one number for each token, [N]: the aggregation of lesson 8 comes later.",
         ),
     ),

@@ -101,6 +101,7 @@ EXERCISE = Exercise(
             lambda lp, old, A, mask: min_clip(
                 torch.where(mask, lp - old, 0).sum(1).exp(), A
             ).mean(),
+            id="log-ratio-summed",
             hint="s is the geometric mean: divide the sum of lp - lp_old by the number of tokens before the "
             "exponential.",
         ),
@@ -109,11 +110,13 @@ EXERCISE = Exercise(
             lambda lp, old, A, mask: min_clip(
                 torch.where(mask, (lp - old).exp(), 0).sum(1) / mask.sum(1), A
             ).mean(),
+            id="arithmetic-mean-of-ratios",
             hint="s is the geometric mean: first the mean of lp - lp_old, then the exponential.",
         ),
         Fault(
             "every token has its own ratio and its own clip: lesson 4's loss with GSPO's bounds",
             tokens(min_clip),
+            id="ratio-of-token",
             hint="one number s for a response: all its tokens are clipped together, or none.",
         ),
         Fault(
@@ -121,11 +124,13 @@ EXERCISE = Exercise(
             lambda lp, old, A, mask: min_clip(
                 torch.where(mask, lp - old, 0).mean(1).exp(), A
             ).mean(),
+            id="log-ratio-over-padded-width",
             hint="divide by the number of tokens of the response, mask.sum(1), not by the width of the batch.",
         ),
         Fault(
             "the mask is not used",
             lambda lp, old, A, mask: min_clip((lp - old).mean(1).exp(), A).mean(),
+            id="log-ratio-ignores-mask",
             hint="a slot where the mask is False is padding: it may hold any number.",
         ),
         Fault(
@@ -133,11 +138,13 @@ EXERCISE = Exercise(
             lambda lp, old, A, mask: (
                 -(mean_log(lp, old, mask).exp().clamp(LOW, HIGH) * A).mean()
             ),
+            id="minimum-missing",
             hint="as in lesson 4: min(s A, clip(s) A).",
         ),
         Fault(
             "there is no clip",
             lambda lp, old, A, mask: -(mean_log(lp, old, mask).exp() * A).mean(),
+            id="no-bound",
             hint="as in lesson 4, with s in place of r.",
         ),
         Fault(
@@ -146,17 +153,20 @@ EXERCISE = Exercise(
                 (min_clip(mean_log(lp, old, mask).exp(), A) * mask.sum(1)).sum()
                 / mask.sum()
             ),
+            id="aggregated-by-token-mean",
             hint="a response has one term. Take the mean over responses (TRL's and verl's GSPO have this fault by "
             "default).",
         ),
         Fault(
             "the sum over the responses where their mean belongs",
             lambda lp, old, A, mask: loss(lp, old, A, mask) * len(A),
+            id="sum-for-mean",
             hint="Eq. 6 has 1/G in front.",
         ),
         Fault(
             "the sign",
             lambda lp, old, A, mask: -loss(lp, old, A, mask),
+            id="sign-flipped",
             hint="an optimizer goes downhill.",
         ),
         Fault(
@@ -166,6 +176,7 @@ EXERCISE = Exercise(
                     (s := mean_log(lp, old, mask).exp()) * A, s.clamp(0.8, 1.28) * A
                 ).mean()
             ),
+            id="other-eps-low-eps-high",
             hint="s is a mean over many tokens and moves little: GSPO's bounds are 3e-4 and 4e-4.",
         ),
     ),

@@ -89,12 +89,14 @@ EXERCISE = Exercise(
                     ratio(lp, old) * A, ratio(lp, old).clamp(min=LOW) * A
                 ),
             ),
+            id="overflow",
             hint="torch.where computes both branches, and the backward pass goes through both. Keep the exponent "
             "at 0 where A > 0: r = torch.where(A > 0, 0, lp - lp_old).exp().",
         ),
         Fault(
             "good tokens still have a ratio: this is importance sampling for A > 0",
             branches(weighted, clipped),
+            id="ratio-where-a-positive",
             hint="UP has weight A there, whatever r is: log π_θ has no π_old in it.",
         ),
         Fault(
@@ -103,6 +105,7 @@ EXERCISE = Exercise(
                 lambda lp, old, A: (lp - old).exp().clamp(max=1.28).detach() * A * lp,
                 clipped,
             ),
+            id="capped-ratio-where-a-positive",
             hint="UP has weight A there, whatever r is: log π_θ has no π_old in it.",
         ),
         Fault(
@@ -114,32 +117,38 @@ EXERCISE = Exercise(
                     if ((A > 0) == good).any()
                 )
             ),
+            id="signs-averaged-over-own-tokens",
             hint="divide by all N.",
         ),
         Fault(
             "good tokens are still clipped: this is DAPO",
             lambda lp, old, A: -dapo(lp, old, A).mean(),
+            id="positive-tokens-clipped",
             hint="UP leaves the clip to the bad tokens. For A > 0 it is A log π_θ.",
         ),
         Fault(
             "A log π_θ for bad tokens, too",
             lambda lp, old, A: -(A * lp).mean(),
+            id="log-prob-where-a-negative",
             hint="off-policy REINFORCE pushes a bad token down without end. For A <= 0 UP keeps DAPO's clipped "
             "term.",
         ),
         Fault(
             "π_θ itself where log π_θ belongs",
             branches(lambda lp, old, A: A * lp.exp(), clipped),
+            id="probability-for-log-prob",
             hint="A π_θ has weight A π_θ: the rarer the token, the weaker the push. A log π_θ has weight A.",
         ),
         Fault(
             "the branches have changed places",
             branches(dapo, log),
+            id="branches-exchanged",
             hint="A log π_θ is for the good tokens, A > 0.",
         ),
         Fault(
             "bad tokens have lost their lower clip",
             branches(log, weighted),
+            id="no-lower-clip",
             hint="below r = 1 - eps_low a bad token has been pushed far enough: the term of lesson 4.",
         ),
         Fault(
@@ -150,26 +159,31 @@ EXERCISE = Exercise(
                     torch.where(A > 0, 0, lp - old).exp().clamp(LOW, 1.28) * A
                 ),
             ),
+            id="minimum-missing",
             hint="a bad token that has become more likely (r = 2) must be pushed down: min(r A, clip(r) A).",
         ),
         Fault(
             "a dual clip: a bad token beyond some r loses its gradient",
             branches(log, lambda lp, old, A: clipped(lp, old, A).maximum(3 * A)),
+            id="dual-clip",
             hint="verl has one at r = 3 by default, DAPO's own code at r = 10. UP's equation has none.",
         ),
         Fault(
             "good tokens get no gradient: their term has no lp in it, or lp is detached or cancels",
             branches(lambda lp, old, A: A * lp.detach(), clipped),
+            id="positive-advantages-dropped",
             hint="in π_θ / sg(π_θ) only the denominator is a constant: (lp - lp.detach()).exp().",
         ),
         Fault(
             "the sign",
             lambda lp, old, A: -loss(lp, old, A),
+            id="sign-flipped",
             hint="an optimizer goes downhill: hand it minus the mean.",
         ),
         Fault(
             "the sum over the samples where their mean belongs",
             lambda lp, old, A: loss(lp, old, A) * len(A),
+            id="sum-for-mean",
             hint="with twice as many samples the step should not be twice as long.",
         ),
     ),

@@ -26,7 +26,7 @@ from upref.verify.exact import (
 )
 from upref.verify.faults import known
 from upref.verify.faults.advantages import Answer, Floats
-from upref.verify.finding import Example, number_pair
+from upref.verify.finding import Cause, Example, number_pair
 from upref.verify.report import Finding, fail
 
 UNCOUPLED = ("reward", "signed")  # they subtract nothing
@@ -85,7 +85,7 @@ class Case:
             return False
 
     def compare(
-        self, oracle: str, regime: str, b: Batch, why: str = ""
+        self, oracle: str, regime: str, b: Batch, why: str | Cause = ""
     ) -> Iterator[Finding]:
         b = self.batch(b)
         try:
@@ -108,7 +108,7 @@ class Case:
         why = why or self._cause([b, *also] if also else [small])
         yield fail(oracle, text, *number_pair("A", want, got), self.example(small), why)
 
-    def _cause(self, batches: Sequence[Batch]) -> str:
+    def _cause(self, batches: Sequence[Batch]) -> Cause:
         """The first fault of this estimator that gives what was found on every batch;
         "" where none does.
         """
@@ -119,8 +119,9 @@ class Case:
         batches, right, found = zip(*answers, strict=True)
         A, expected = [a for x in found for a in x], [a for x in right for a in x]
         if any(not math.isfinite(a) for a in A):
-            return "0/0: the std of a group of one, or of equal rewards, is 0 or NaN"
-        likely = ""
+            words = "0/0: the std of a group of one, or of equal rewards, is 0 or NaN"
+            return Cause(words, ("std-of-equal-rewards",))
+        likely = Cause()
         for fault in (f for f in known("advantages") if not f.of or self.name in f.of):
             k = fault.change.k(expected, A) if fault.change.k else 0.0
             # most do not fit the first
@@ -128,10 +129,10 @@ class Case:
             if eps is not None and len(batches) > 1:
                 eps = _eps(fault.change, batches, right, found, k, self.f.tol)
             if eps is not None and eps <= SMALL:
-                return fault.words.format(k=k)
-            likely = likely or (
-                "" if eps is None else f"{fault.words.format(k=k)}, eps = {eps:.3g}"
-            )
+                return Cause(fault.words.format(k=k), (fault.id,))
+            if eps is not None and not likely:
+                words = f"{fault.words.format(k=k)}, eps = {eps:.3g}"
+                likely = Cause(words, (fault.id,))
         return likely
 
     def _shrunk(self, b: Batch) -> Batch:

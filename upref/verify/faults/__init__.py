@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
+from upref.verify.finding import Cause
 from upref.verify.oracle import discover
 
 C = TypeVar("C")
@@ -31,6 +32,10 @@ class Fault(Generic[C]):
             one it comes nearest to.
         whole: a few rows of a batch do not show it.
         hint: what to tell a student who made it.
+        id: a name that never changes, by which programs tell faults apart. Faults of
+            several kinds of function have one id where they are one mistake. "" of
+            what is known of one framework alone.
+        beside: the id of a second fault, which is made together with it.
     """
 
     words: str
@@ -40,6 +45,13 @@ class Fault(Generic[C]):
     meant: str = ""
     whole: bool = False
     hint: str = ""
+    id: str = ""
+    beside: str = ""
+
+    @property
+    def cause(self) -> Cause:
+        """What a finding says of it."""
+        return Cause(self.words, tuple(filter(None, (self.id, self.beside))))
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,20 @@ class Catalogue:
 
     function: str
     faults: Callable[..., Iterable[Fault[Any]]]
+
+
+# what ids call the tokens of which A is so
+SIGN_IDS = {
+    "A > 0": "a-positive",
+    "A < 0": "a-negative",
+    "A <= 0": "a-not-positive",
+    "A is not 0": "a-not-zero",
+}
+
+
+def hyperparameter_id(*names: str) -> str:
+    """The id of the fault that these hyperparameters have other values."""
+    return f"other-{'-'.join(names).replace('_', '-')}"
 
 
 def known(function: str, *given: Any) -> Iterator[Fault[Any]]:

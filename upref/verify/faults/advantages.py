@@ -60,34 +60,42 @@ def _turned(right: Floats, n: int) -> Floats:
     return [*right[n:], *right[:n]]
 
 
-def _divided(words: str, size: Callable[[int], float]) -> AdvantageFault:
+def _divided(words: str, size: Callable[[int], float], id: str) -> AdvantageFault:
     """By a function of the number of responses of the prompt."""
 
     def over(b: Batch, right: Floats, k: float) -> Floats:
         """The right advantages, each divided by what its prompt's responses give."""
         return [x / size(b.group.count(g)) for x, g in zip(right, b.group, strict=True)]
 
-    return Fault(words, Answer(over))
+    return Fault(words, Answer(over), id=id)
 
 
 def _answer(
     words: str,
     change: Callable[[float, float], float],
     k: Callable[[Floats, Floats], float] | None = None,
-):
+    *,
+    id: str,
+) -> AdvantageFault:
     """A change of each right advantage."""
-    return Fault(words, Answer(lambda b, right, k: [change(x, k) for x in right], k=k))
+    return Fault(
+        words, Answer(lambda b, right, k: [change(x, k) for x in right], k=k), id=id
+    )
 
 
-def _named(words: str, name: str, ddof: int, of: tuple[str, ...]) -> AdvantageFault:
+def _named(
+    words: str, name: str, ddof: int, of: tuple[str, ...], id: str
+) -> AdvantageFault:
     """An estimator in place of another; eps is read off."""
     if name not in exact.NORMED:
-        return Fault(words, Answer(lambda b, right, k: exact.advantage(name, b)), of=of)
+        return Fault(
+            words, Answer(lambda b, right, k: exact.advantage(name, b)), id=id, of=of
+        )
     c, var = (
         (lambda b, *_: exact.parts(name, b, ddof)[0]),
         (lambda b, c: exact.parts(name, b, ddof)[1]),
     )
-    return Fault(words, Answer(c, var), of=of)
+    return Fault(words, Answer(c, var), id=id, of=of)
 
 
 def _twice(ddof: int, b: Batch, right: Floats, k: float) -> Floats:
@@ -98,66 +106,119 @@ def _twice(ddof: int, b: Batch, right: Floats, k: float) -> Floats:
 
 def _answers() -> Iterator[AdvantageFault]:
     itself = "the mean includes the response itself: G/(G-1) is missing"
-    yield _named(itself, "group_mean", 1, of=("leave_one_out",))
-    yield _answer("the sign is flipped: bad answers are reinforced", lambda x, k: -x)
-    yield _answer("its absolute value: bad answers are reinforced", lambda x, k: abs(x))
-    yield _answer("negative advantages are dropped", lambda x, k: max(x, 0.0))
-    yield _answer("positive advantages are dropped", lambda x, k: min(x, 0.0))
-    yield _answer(
-        "every advantage is {k:.5g} times what it should be", lambda x, k: k * x, _ratio
+    yield _named(
+        itself, "group_mean", 1, id="mean-includes-itself", of=("leave_one_out",)
     )
     yield _answer(
-        "advantages are clipped to ±{k:.4g}", lambda x, k: max(-k, min(k, x)), _largest
+        "the sign is flipped: bad answers are reinforced",
+        lambda x, k: -x,
+        id="advantages-negated",
+    )
+    yield _answer(
+        "its absolute value: bad answers are reinforced",
+        lambda x, k: abs(x),
+        id="advantage-absolute",
+    )
+    yield _answer(
+        "negative advantages are dropped",
+        lambda x, k: max(x, 0.0),
+        id="negative-advantages-dropped",
+    )
+    yield _answer(
+        "positive advantages are dropped",
+        lambda x, k: min(x, 0.0),
+        id="positive-advantages-dropped",
+    )
+    yield _answer(
+        "every advantage is {k:.5g} times what it should be",
+        lambda x, k: k * x,
+        _ratio,
+        id="advantages-scaled",
+    )
+    yield _answer(
+        "advantages are clipped to ±{k:.4g}",
+        lambda x, k: max(-k, min(k, x)),
+        _largest,
+        id="advantages-clipped",
     )
     yield _answer(
         "advantages are clipped to at most {k:.4g}",
         min,
         lambda right, found: max(found),
+        id="advantages-clipped-above",
     )
     yield _answer(
         "advantages are clipped to at least {k:.4g}",
         max,
         lambda right, found: min(found),
+        id="advantages-clipped-below",
     )
     yield _answer(
         "advantages below 0 are {k:.5g} times what they should be",
         lambda x, k: k * x if x < 0 else x,
         partial(_ratio, sign=-1),
+        id="negative-advantages-scaled",
     )
     yield _answer(
         "advantages above 0 are {k:.5g} times what they should be",
         lambda x, k: k * x if x > 0 else x,
         partial(_ratio, sign=1),
+        id="positive-advantages-scaled",
     )
-    yield _answer("{k:.4g} is added to every advantage", lambda x, k: x + k, _added)
-    yield _answer("tanh of it", lambda x, k: math.tanh(x))
-    yield _divided("it is divided by the number of responses of its prompt", float)
+    yield _answer(
+        "{k:.4g} is added to every advantage",
+        lambda x, k: x + k,
+        _added,
+        id="constant-added-to-advantages",
+    )
+    yield _answer("tanh of it", lambda x, k: math.tanh(x), id="advantage-tanh")
+    yield _divided(
+        "it is divided by the number of responses of its prompt",
+        float,
+        id="divided-by-group-size",
+    )
     yield _divided(
         "it is divided by the square root of the number of responses of its prompt",
         math.sqrt,
+        id="divided-by-root-of-group-size",
     )
     yield Fault(
         "each response has the advantage of the row in front",
         Answer(lambda b, right, k: _turned(right, -1)),
+        id="advantages-of-row-before",
     )
     yield Fault(
         "each response has the advantage of the row behind",
         Answer(lambda b, right, k: _turned(right, 1)),
+        id="advantages-of-row-after",
     )
     yield _answer(
-        "it is rounded to float16", lambda x, k: torch.tensor(x).half().item()
+        "it is rounded to float16",
+        lambda x, k: torch.tensor(x).half().item(),
+        id="rounded-to-float16",
     )
     yield _answer(
-        "it is rounded to bfloat16", lambda x, k: torch.tensor(x).bfloat16().item()
+        "it is rounded to bfloat16",
+        lambda x, k: torch.tensor(x).bfloat16().item(),
+        id="rounded-to-bfloat16",
     )
     for ddof in (0, 1):
         yield Fault(
             "normalized twice: by prompt, then over the batch",
             Answer(partial(_twice, ddof)),
+            id="advantages-whitened-over-batch",
         )
     for name in exact.NORMED:
-        yield _named("the std divides by G (population)", name, 0, of=(name,))
-        yield _named("the std divides by G - 1 (Bessel)", name, 1, of=(name,))
+        yield _named(
+            "the std divides by G (population)",
+            name,
+            0,
+            id="std-of-population",
+            of=(name,),
+        )
+        yield _named(
+            "the std divides by G - 1 (Bessel)", name, 1, id="std-of-sample", of=(name,)
+        )
     for name in advantages.ADVANTAGES:
         if name == "signed":
             continue
@@ -168,7 +229,7 @@ def _answers() -> Iterator[AdvantageFault]:
         )
         others = tuple(n for n in advantages.ADVANTAGES if n != name)
         for ddof in (1, 0) if name in exact.NORMED else (1,):
-            yield _named(words, name, ddof, others)
+            yield _named(words, name, ddof, others, id=f"estimator-{name}")
 
 
 # ---- other formulas: a baseline of some rows, divided by a spread of some rows -------
@@ -249,17 +310,23 @@ def _formula(
     where: str = "",
     spread: Spread | None = None,
     there: str = "",
+    *,
+    id: str,
 ) -> AdvantageFault:
     var = partial(_spread, spread, there or where) if spread else None
-    return Fault(words, Answer(lambda b, right, k: _centred(centre, where, b), var))
+    return Fault(
+        words, Answer(lambda b, right, k: _centred(centre, where, b), var), id=id
+    )
 
 
 def _formulas() -> Iterator[AdvantageFault]:
     """In the order in which they are tried."""
-    yield _formula("the reward itself, without a baseline or a division", "")
+    yield _formula(
+        "the reward itself, without a baseline or a division", "", id="reward-itself"
+    )
     for centre, where in product(CENTRES, KEYS):
         said = f"{centre} {where} is subtracted"
-        yield _formula(f"{said}, nothing divided", centre, where)
+        yield _formula(f"{said}, nothing divided", centre, where, id="other-baseline")
         for there, (words, spread) in product(KEYS, STD):
             yield _formula(
                 f"{said}, divided by {words.format(there)}",
@@ -267,10 +334,15 @@ def _formulas() -> Iterator[AdvantageFault]:
                 where,
                 spread,
                 there,
+                id="other-baseline-and-divisor",
             )
         for words, spread in OTHER:
             yield _formula(
-                f"{said}, divided by {words.format(where)}", centre, where, spread
+                f"{said}, divided by {words.format(where)}",
+                centre,
+                where,
+                spread,
+                id="other-baseline-and-divisor",
             )
     for where, (words, spread) in product(KEYS, STD[::2]):
         yield _formula(
@@ -278,10 +350,15 @@ def _formulas() -> Iterator[AdvantageFault]:
             "",
             where,
             spread,
+            id="no-baseline",
         )
     words = "whitened over tokens, where a long response counts more"
-    yield Fault(words, Answer(_over_tokens, partial(_of_tokens, 0)))
-    yield Fault(words, Answer(_over_tokens, partial(_of_tokens, 1)))
+    yield Fault(
+        words, Answer(_over_tokens, partial(_of_tokens, 0)), id="whitened-over-tokens"
+    )
+    yield Fault(
+        words, Answer(_over_tokens, partial(_of_tokens, 1)), id="whitened-over-tokens"
+    )
 
 
 def _tokens(b: Batch) -> Rows:

@@ -43,53 +43,96 @@ def _to_the_end(m: Tensor) -> Tensor:
     return m.flip(1).cumsum(1).flip(1)
 
 
-# tokens of which this number exceeds a limit do not train: what they are called, of
-# which number, the limit in words
+# tokens of which this number exceeds a limit do not train: their id, what they are
+# called, of which number, the limit in words
 LEFT_OUT: tuple[
-    tuple[str, Callable[[Rollouts], Tensor], Callable[[float], float]], ...
+    tuple[str, str, Callable[[Rollouts], Tensor], Callable[[float], float]], ...
 ] = (
-    ("tokens behind the first {:g} of a response", lambda b: b.mask.cumsum(1), float),
     (
+        "late-tokens",
+        "tokens behind the first {:g} of a response",
+        lambda b: b.mask.cumsum(1),
+        float,
+    ),
+    (
+        "first-tokens",
         "the first {:g} tokens of each response",
         lambda b: -b.mask.cumsum(1),
         lambda x: -x - 1,
     ),
     (
+        "early-tokens",
         "tokens in front of the last {:g} of a response",
         lambda b: _to_the_end(b.mask),
         float,
     ),
     (
+        "last-tokens",
         "the last {:g} tokens of each response",
         lambda b: -_to_the_end(b.mask),
         lambda x: -x - 1,
     ),
     (
+        "late-columns",
         "tokens behind the first {:g} columns",
         lambda b: torch.arange(1, len(b.mask[0]) + 1).expand(b.mask.shape),
         float,
     ),
     (
+        "long-responses",
         "responses of more than {:g} tokens",
         lambda b: b.mask.sum(1, keepdim=True).expand(b.mask.shape),
         float,
     ),
     (
+        "short-responses",
         "responses of fewer than {:g} tokens",
         lambda b: -b.mask.sum(1, keepdim=True).expand(b.mask.shape),
         abs,
     ),
-    ("tokens with a log_prob above {:g}", lambda b: b.logp, float),
-    ("tokens with a log_prob below {:g}", lambda b: -b.logp, lambda x: -x),
-)
-CUT = {  # tokens that a mask may lack
-    "the first column of the batch": lambda m: torch.arange(m.shape[1]) == 0,
-    "the last column of the batch": lambda m: (
-        torch.arange(m.shape[1]) == m.shape[1] - 1
+    ("likely-tokens", "tokens with a log_prob above {:g}", lambda b: b.logp, float),
+    (
+        "unlikely-tokens",
+        "tokens with a log_prob below {:g}",
+        lambda b: -b.logp,
+        lambda x: -x,
     ),
-    "the first token of each response": lambda m: m.cumsum(1) == 1,
-    "the last token of each response": lambda m: m.flip(1).cumsum(1).flip(1) == 1,
-}
+)
+# tokens that a mask may lack: their id, and what they are called
+CUT: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
+    (
+        "first-column",
+        "the first column of the batch",
+        lambda m: torch.arange(m.shape[1]) == 0,
+    ),
+    (
+        "last-column",
+        "the last column of the batch",
+        lambda m: torch.arange(m.shape[1]) == m.shape[1] - 1,
+    ),
+    (
+        "first-token",
+        "the first token of each response",
+        lambda m: m.cumsum(1) == 1,
+    ),
+    (
+        "last-token",
+        "the last token of each response",
+        lambda m: m.flip(1).cumsum(1).flip(1) == 1,
+    ),
+)
+
+
+def left_out_id(tokens: str, counted: bool) -> str:
+    """The id of the fault that these tokens do not train.
+
+    Args:
+        tokens: their id.
+        counted: whether the denominator counts them.
+    """
+    return f"{tokens}-left-out" if not counted else f"{tokens}-left-out-but-counted"
+
+
 LARGE = 1e3  # times the advantages of the on-policy batch: a bound of them shows
 LONGEST = 40  # tokens, of the responses among which `left_out` looks
 
@@ -140,19 +183,27 @@ def shifted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         yield fault(
             f"old_log_prob is one token too {where}",
             "batches",
+            id=f"old-log-prob-one-token-{where}",
             view=lambda b, view=view: view(b, "logp_old"),
         )
         yield fault(
             f"the advantages are one token too {where}",
             "batches",
+            id=f"advantages-one-token-{where}",
             view=lambda b, view=view: view(b, "adv"),
         )
         all_but = partial(all_but_log_prob, view=view, by=-by)
-        yield fault(f"log_prob is one token too {where}", "batches", view=all_but)
+        yield fault(
+            f"log_prob is one token too {where}",
+            "batches",
+            id=f"log-prob-one-token-{where}",
+            view=all_but,
+        )
         masked = partial(mask_moved, way=way, by=by)
         yield fault(
             f"the mask is one token too {where}",
             "batches",
+            id=f"mask-one-token-{where}",
             weigh=_under(o, hp, masked),
             whole=True,
         )
@@ -165,10 +216,16 @@ def untrained(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         """The mask without these tokens."""
         return b.mask & ~cut(b.mask)
 
-    for (said, cut), counted in product(CUT.items(), (True, False)):
+    for (tokens, said, cut), counted in product(CUT, (True, False)):
         words = f"{said} is not trained, {'though' if counted else 'and not'} counted in the denominator"
         kept = partial(rest, cut=cut)
-        yield fault(words, "batches", weigh=_under(o, hp, kept, counted), whole=True)
+        yield fault(
+            words,
+            "batches",
+            id=left_out_id(tokens, counted),
+            weigh=_under(o, hp, kept, counted),
+            whole=True,
+        )
 
 
 def uncounted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
@@ -184,11 +241,24 @@ def uncounted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         """The mask of these tokens alone."""
         return b.mask & on(b)
 
-    for said, on in (
-        ("tokens with A = 0 are not counted", lambda b: adv(b) != 0),
-        ("tokens with A <= 0 are not trained, and not counted", lambda b: adv(b) > 0),
-        ("tokens with A >= 0 are not trained, and not counted", lambda b: adv(b) < 0),
+    for id, said, on in (
         (
+            "zero-advantages-not-counted",
+            "tokens with A = 0 are not counted",
+            lambda b: adv(b) != 0,
+        ),
+        (
+            "not-positive-tokens-left-out",
+            "tokens with A <= 0 are not trained, and not counted",
+            lambda b: adv(b) > 0,
+        ),
+        (
+            "not-negative-tokens-left-out",
+            "tokens with A >= 0 are not trained, and not counted",
+            lambda b: adv(b) < 0,
+        ),
+        (
+            "tokens-without-gradient-not-counted",
             "tokens without a gradient, as clipped ones, are not counted",
             lambda b: unit_weights(o, b, hp) != 0,
         ),
@@ -197,6 +267,7 @@ def uncounted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         yield fault(
             f"{said} in the denominator",
             "batches",
+            id=id,
             weigh=_under(o, hp, kept),
             whole=True,
         )
@@ -240,20 +311,22 @@ def _responses(
     return x, torch.eq(group[:, None], group).to(x.dtype)
 
 
-SAMPLES: tuple[tuple[str, Callable[..., tuple[Tensor, Tensor]]], ...] = (
-    ("the tokens of each batch", _tokens),
+SAMPLES: tuple[tuple[str, str, Callable[..., tuple[Tensor, Tensor]]], ...] = (
+    ("tokens", "the tokens of each batch", _tokens),
     *(
         (
+            which,
             f"the responses of each {which}",
             partial(_responses, of=of, grouped=which == "group"),
         )
         for of, which in product((per_response, mean_t), ("batch", "group"))
     ),
 )
+# whether they are centered and divided: the id, and the words
 STEPS = {
-    (True, True): "whitened again",
-    (False, True): "divided by their standard deviation",
-    (True, False): "centered again",
+    (True, True): ("whitened", "whitened again"),
+    (False, True): ("divided", "divided by their standard deviation"),
+    (True, False): ("centered", "centered again"),
 }
 
 
@@ -261,7 +334,9 @@ def renormalized() -> Iterator[LossFault]:
     """The advantages lose their mean, or are divided by their standard deviation, once
     more.
     """
-    for (over, of), ((center, divide), how) in product(SAMPLES, STEPS.items()):
+    for (sample, over, of), ((center, divide), (step, how)) in product(
+        SAMPLES, STEPS.items()
+    ):
         for ddof, eps, root in (
             product((0, 1), (1e-8, 1e-6, 1e-5, 1e-4), (0, 1))
             if divide
@@ -284,6 +359,7 @@ def renormalized() -> Iterator[LossFault]:
             yield fault(
                 f"the advantages are {how}, over {over}",
                 "advantage",
+                id=f"advantages-{step}-over-{sample}",
                 view=view,
                 whole=True,
             )
@@ -319,9 +395,11 @@ def reweighted(case: Case) -> Iterator[LossFault]:
     found, A = case.weights(b), b.adv.expand_as(b.mask)
     use, q = b.mask & (A != 0) & found.isfinite(), found / case.expected(b)
 
-    def made(words: str, times: Callable[..., Tensor]) -> LossFault:
+    def made(words: str, times: Callable[..., Tensor], id: str) -> LossFault:
         """The fault that A has this factor."""
-        return fault(words, "advantage", view=lambda b: b.but(adv=b.adv * times(b)))
+        return fault(
+            words, "advantage", id=id, view=lambda b: b.but(adv=b.adv * times(b))
+        )
 
     up, down = (common_value(q[use & side]) for side in (A > 0, A < 0))
     if up and down and abs(up - down) > 1e-5:
@@ -334,12 +412,14 @@ def reweighted(case: Case) -> Iterator[LossFault]:
         yield made(
             f"every weight is {' and '.join(said)}",
             lambda b: torch.where(b.adv > 0, up, down),
+            id="weights-scaled-by-sign",
         )
     if (q[use] > 0).all() and use.any():
         power = _slope(_lengths(b.mask)[use].log(), q[use].log())
         yield made(
             f"every weight is multiplied by |o|^{power:.4g}, |o| its response's length",
             lambda b: _lengths(b.mask) ** power,
+            id="weights-times-power-of-length",
         )
         for where, place in POSITIONS.items():
             gamma = float(
@@ -348,12 +428,14 @@ def reweighted(case: Case) -> Iterator[LossFault]:
             yield made(
                 f"A is discounted by {gamma:.6g} a token, {where}",
                 lambda b, gamma=gamma, place=place: gamma ** place(b.mask).double(),
+                id="advantages-discounted",
             )
     yield clipped(case)
     if more := common_value((found - case.expected(b))[b.mask]):
         yield fault(
             f"{more:.5g} is added to every advantage",
             "advantage",
+            id="constant-added-to-advantages",
             view=lambda b: b.but(adv=b.adv + more),
         )
     live, j = use & (q > 0), term_of(case.o, case.hp)
@@ -362,11 +444,13 @@ def reweighted(case: Case) -> Iterator[LossFault]:
         yield fault(
             f"log_prob is multiplied by {1 + k:.5g}, {as_by}, and old_log_prob is not",
             "ratio",
+            id="log-prob-scaled",
             J=lambda lp, old, A, m: j(lp + k * lp, old, A, m),
         )
         yield fault(
             f"old_log_prob is multiplied by {1 - k:.5g}, {as_by}, and log_prob is not",
             "ratio",
+            id="old-log-prob-scaled",
             view=lambda b: b.but(logp_old=b.logp_old - k * b.logp_old),
         )
 
@@ -379,6 +463,7 @@ def reweighted(case: Case) -> Iterator[LossFault]:
     yield fault(
         f"{c:.5g} times -π log π of the sampled token is added to J, which is not the entropy",
         "term",
+        id="sampled-entropy-bonus",
         weigh=lambda b: rest(b) + c * _bonus_slope(b),
     )
 
@@ -396,6 +481,7 @@ def clipped(case: Case, times: float = 1.0) -> LossFault:
     return fault(
         f"advantages are clipped to ±{top:.6g}",
         "advantage",
+        id="advantages-clipped",
         view=lambda b: b.but(adv=b.adv.clamp(-top, top)),
     )
 
@@ -422,7 +508,7 @@ def left_out(case: Case) -> Iterator[LossFault]:
         """The mask of the tokens of which the number is no more than the limit."""
         return b.mask & (number(b) <= limit)
 
-    for words, x, said in LEFT_OUT:
+    for tokens, words, x, said in LEFT_OUT:
         gone, trains = (x(b)[due & side] for side in (found == 0, found != 0))
         if (
             len(gone)
@@ -435,6 +521,7 @@ def left_out(case: Case) -> Iterator[LossFault]:
                 yield fault(
                     f"{told} in the denominator",
                     "batches",
+                    id=left_out_id(tokens, counted),
                     weigh=_under(case.o, case.hp, kept, counted),
                     whole=True,
                 )
@@ -491,9 +578,12 @@ def _floors(case: Case, low: float) -> Iterator[LossFault]:
     alone = f"tokens with a log_prob below {low:g} have no gradient: they are left out, or log_prob is set to it"
     if case.o.level in REDUCE:  # the ratios of the other tokens tell the two apart
         alone = f"log_prob below {low:g} is set to it"
-    each = (f"log-probabilities below {low:g} are set to it", of_both), (alone, of_one)
-    for words, J in each:
-        one = fault(words, "rounding", J=J)
+    both = f"log-probabilities below {low:g} are set to it"
+    for id, words, J in (
+        ("log-probs-floored", both, of_both),
+        ("log-prob-floored", alone, of_one),
+    ):
+        one = fault(words, "rounding", id=id, J=J)
         if _alike_across(case, one, low):
             yield one
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.ops import mean_t, sum_t
 from upref.rollouts import Rollouts
+from upref.verify.faults import hyperparameter_id
 from upref.verify.faults.batch_reading import bisected
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.measure import Case, kl_slope, unit_weights
@@ -89,7 +90,7 @@ def retuned(case: Case) -> Iterator[LossFault]:
         words = "; ".join(
             f"{k} is {v:.6g}, not {case.hp[k]:.6g}" for k, v in moved.items()
         )
-        yield fault(words, "hyperparameter", hp=moved)
+        yield fault(words, "hyperparameter", id=hyperparameter_id(*moved), hp=moved)
 
 
 def corrected(case: Case) -> Iterator[LossFault]:
@@ -104,7 +105,12 @@ def corrected(case: Case) -> Iterator[LossFault]:
     )
     for level, of in LEVELS.items():
         words = f"the sampler's correction is another function of ρ = π_old/μ {level}: {said}"
-        yield fault(words, "ratio", weigh=partial(_weights, case, seen, of))
+        yield fault(
+            words,
+            "ratio",
+            id="other-sampler-correction",
+            weigh=partial(_weights, case, seen, of),
+        )
 
 
 def _of_both_signs(case: Case) -> dict[float, Correction]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, common_value, declared_aggregation
+from upref.verify.faults import SIGN_IDS
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.measure import Case, without_rest
 from upref.weights.batches import on_policy_batch
@@ -47,22 +48,27 @@ def placed(case: Case) -> Iterator[LossFault]:
     words = (
         "rows of one prompt count as one group only where they are next to each other"
     )
-    yield _aggregated(case, words, partial(_grouped, case, by=_runs))
+    yield _aggregated(
+        case, words, partial(_grouped, case, by=_runs), id="groups-by-neighbors"
+    )
     for n in (0, *BLOCKS):
         size = f"{n} rows" if n else "equal size, in the order of the rows"
         words = f"groups are taken for blocks of {size}, whatever their ids"
         yield _aggregated(
-            case, words, partial(_grouped, case, by=partial(_blocks, n=n))
+            case,
+            words,
+            partial(_grouped, case, by=partial(_blocks, n=n)),
+            id="groups-by-blocks",
         )
 
 
-def _aggregated(case: Case, words: str, factor: ByToken) -> LossFault:
+def _aggregated(case: Case, words: str, factor: ByToken, id: str) -> LossFault:
     """The objective's weights, multiplied by this factor in place of its aggregation's."""
 
     def weigh(b: Rollouts) -> Tensor:
         return case.expected(b) * factor(b) / case.factors(b)
 
-    return fault(words, "aggregation", weigh=weigh, whole=True)
+    return fault(words, "aggregation", id=id, weigh=weigh, whole=True)
 
 
 def _own(case: Case, b: Rollouts) -> Tensor:
@@ -109,9 +115,17 @@ def _lengths(case: Case) -> Iterator[LossFault]:
     def times_width(b: Rollouts) -> Tensor:
         return _own(case, b) * b.mask.shape[1] / _length(b)
 
-    yield _aggregated(case, "the padded width T replaces the length |o|", over_width)
     yield _aggregated(
-        case, "the padded width T is a factor in place of the length |o|", times_width
+        case,
+        "the padded width T replaces the length |o|",
+        over_width,
+        id="padded-width-for-length",
+    )
+    yield _aggregated(
+        case,
+        "the padded width T is a factor in place of the length |o|",
+        times_width,
+        id="padded-width-as-factor",
     )
     if (measured := _multiples(case)) is not None:
         yield from _changed_lengths(case, *measured)
@@ -136,7 +150,10 @@ def _changed_lengths(
     more = common_value(lengths / multiples - lengths)
     if more is not None and abs(more) > LEAST:
         yield _aggregated(
-            case, f"{more:.6g} is added to each length |o|", partial(plus, more=more)
+            case,
+            f"{more:.6g} is added to each length |o|",
+            partial(plus, more=more),
+            id="number-added-to-length",
         )
     total = lengths.sum()
     more = common_value(total / multiples - total)
@@ -145,6 +162,7 @@ def _changed_lengths(
             case,
             f"{more:.6g} is added to the number of tokens",
             partial(plus_total, more=more),
+            id="number-added-to-token-count",
         )
     short = multiples < 1 - 1e-9
     least = common_value((lengths / multiples)[short])
@@ -153,6 +171,7 @@ def _changed_lengths(
             case,
             f"a length |o| counts as at least {least:.6g}",
             partial(at_least, least=least),
+            id="length-at-least",
         )
 
 
@@ -192,11 +211,21 @@ def _by_sign(case: Case) -> Iterator[LossFault]:
             words = (
                 f"the terms of {terms} have another aggregation than the rest: {name}"
             )
-            yield _aggregated(case, words, partial(one_sign, on=on, name=name))
+            yield _aggregated(
+                case,
+                words,
+                partial(one_sign, on=on, name=name),
+                id=f"other-aggregation-where-{SIGN_IDS[terms]}",
+            )
     for of, count in (("tokens", _tokens), ("responses", _responses)):
         for share, how in MEANS:
             words = f"the terms of A > 0 and those of A <= 0 are averaged over their own {of}; {how}"
-            yield _aggregated(case, words, partial(_apart, count=count, share=share))
+            yield _aggregated(
+                case,
+                words,
+                partial(_apart, count=count, share=share),
+                id=f"signs-averaged-over-own-{of}",
+            )
 
 
 def _apart(
@@ -236,7 +265,9 @@ def _parts(case: Case) -> Iterator[LossFault]:
     for n in PARTS:
         for split in (_equal, _last_larger):
             words = f"the batch is cut into {n} parts after each other; each part is averaged by itself, then the parts"
-            yield _aggregated(case, words, partial(parts, n=n, split=split))
+            yield _aggregated(
+                case, words, partial(parts, n=n, split=split), id="parts-averaged"
+            )
 
 
 def _equal(rows: int, n: int) -> list[Tensor]:

@@ -14,56 +14,87 @@ Formula = Callable[[Tensor, Tensor], Tensor]
 KLFault: TypeAlias = Fault[Formula]
 
 FLIPPED = Fault(
-    "k1 with its sign flipped: log π_ref - log π_θ", lambda lp, ref: ref - lp
+    "k1 with its sign flipped: log π_ref - log π_θ",
+    lambda lp, ref: ref - lp,
+    id="k1-sign-flipped",
 )
 INVERTED = Fault(
     "k3 the other way round: it has π_θ/π_ref where π_ref/π_θ belongs",
     lambda lp, ref: k3(ref, lp),
+    id="k3-inverted",
 )
 PLUS = Fault(
     "k3 with the sign of its logarithm swapped: π_ref/π_θ - 1 + log(π_ref/π_θ)",
     lambda lp, ref: (ref - lp).exp() - 1 + (ref - lp),
+    id="k3-log-sign-swapped",
 )
-NEGATIVE = Fault("k3 with its sign flipped", lambda lp, ref: -k3(lp, ref))
+NEGATIVE = Fault(
+    "k3 with its sign flipped", lambda lp, ref: -k3(lp, ref), id="k3-sign-flipped"
+)
 NO_LOG = Fault(
-    "k3 without its logarithm: π_ref/π_θ - 1", lambda lp, ref: (ref - lp).exp() - 1
+    "k3 without its logarithm: π_ref/π_θ - 1",
+    lambda lp, ref: (ref - lp).exp() - 1,
+    id="k3-log-missing",
 )
-ABSOLUTE = Fault("|log π_θ - log π_ref|", lambda lp, ref: (lp - ref).abs())
-SQUARE = Fault("k2 without its 1/2", lambda lp, ref: (lp - ref) ** 2)
+ABSOLUTE = Fault(
+    "|log π_θ - log π_ref|", lambda lp, ref: (lp - ref).abs(), id="absolute-log-ratio"
+)
+SQUARE = Fault(
+    "k2 without its 1/2", lambda lp, ref: (lp - ref) ** 2, id="k2-half-missing"
+)
 WEIGHTED = Fault(
     "π_θ (log π_θ - log π_ref): weighted by a probability though it is sampled",
     lambda lp, ref: lp.exp() * (lp - ref),
+    id="k1-times-probability",
 )
-HALF = Fault("half of |log π_θ - log π_ref|", lambda lp, ref: (lp - ref).abs() / 2)
+HALF = Fault(
+    "half of |log π_θ - log π_ref|",
+    lambda lp, ref: (lp - ref).abs() / 2,
+    id="half-absolute-log-ratio",
+)
 HUBER = Fault(
     "the smooth L1 loss of the log-probabilities",
     lambda lp, ref: smooth_l1_loss(lp, ref, reduction="none"),
+    id="smooth-l1",
 )
-SQUARED = Fault("(π_θ - π_ref)²", lambda lp, ref: (lp.exp() - ref.exp()) ** 2)
+SQUARED = Fault(
+    "(π_θ - π_ref)²",
+    lambda lp, ref: (lp.exp() - ref.exp()) ** 2,
+    id="squared-difference-of-probabilities",
+)
 DROPPED = Fault(
-    "k1 without its values below 0", lambda lp, ref: (lp - ref).clamp(min=0)
+    "k1 without its values below 0",
+    lambda lp, ref: (lp - ref).clamp(min=0),
+    id="k1-negative-dropped",
 )
 FORWARD = Fault(
-    "π_ref/π_θ (log π_ref - log π_θ)", lambda lp, ref: (ref - lp).exp() * (ref - lp)
+    "π_ref/π_θ (log π_ref - log π_θ)",
+    lambda lp, ref: (ref - lp).exp() * (ref - lp),
+    id="k1-sign-flipped-times-inverse-ratio",
 )
 BACKWARD = Fault(
-    "π_ref/π_θ (log π_θ - log π_ref)", lambda lp, ref: (ref - lp).exp() * (lp - ref)
+    "π_ref/π_θ (log π_θ - log π_ref)",
+    lambda lp, ref: (ref - lp).exp() * (lp - ref),
+    id="k1-times-inverse-ratio",
 )
 
 
 def known() -> Iterator[KLFault]:
     yield from (FLIPPED, INVERTED, PLUS, NEGATIVE, NO_LOG, ABSOLUTE)
-    yield Fault("half of k3", lambda lp, ref: k3(lp, ref) / 2)
+    yield Fault("half of k3", lambda lp, ref: k3(lp, ref) / 2, id="k3-halved")
     yield SQUARE
     yield from (WEIGHTED, HALF, HUBER, SQUARED, DROPPED, FORWARD, BACKWARD)
-    yield from (Fault(f"{name} itself", f) for name, f in ESTIMATORS.items())
+    yield from (
+        Fault(f"{name} itself", f, id=f"estimator-{name}")
+        for name, f in ESTIMATORS.items()
+    )
     for name, k in ESTIMATORS.items():
         yield Fault(f"the mean of {name} over each row",
-                    lambda lp, ref, k=k: k(lp, ref).mean(-1, keepdim=True).expand_as(lp))  # type: ignore[misc]  # fmt: skip
+                    lambda lp, ref, k=k: k(lp, ref).mean(-1, keepdim=True).expand_as(lp), id=f"{name}-averaged-over-row")  # type: ignore[misc]  # fmt: skip
         for by, where in ((1, "late"), (-1, "early")):
             yield Fault(f"{name}, with ref_log_prob one token too {where}",
-                        lambda lp, ref, k=k, by=by: k(lp, ref.roll(by, -1)))  # type: ignore[misc]  # fmt: skip
+                        lambda lp, ref, k=k, by=by: k(lp, ref.roll(by, -1)), id=f"{name}-reference-one-token-{where}")  # type: ignore[misc]  # fmt: skip
     # last: by its gradient alone, one is k2 itself
     for name, k in {"k3": k3, "k1": k1}.items():
         yield Fault(f"the value of {name} with the gradient of k2 (straight through)",
-                    lambda lp, ref, k=k: k2(lp, ref) + (k(lp, ref) - k2(lp, ref)).detach())  # type: ignore[misc]  # fmt: skip
+                    lambda lp, ref, k=k: k2(lp, ref) + (k(lp, ref) - k2(lp, ref)).detach(), id=f"{name}-straight-through")  # type: ignore[misc]  # fmt: skip

@@ -42,15 +42,21 @@ class Stages:
     up: Callable[[Tensor, Problem], Tensor] | None = None  # of an upstream gradient
     only: str = ""  # the output whose upstream gradient changes; "": both
     inner: bool = False  # the first and the last token of a row may have any log-prob
+    size: int = 0  # of the tiles, or the number of logits that are kept
 
 
 LogprobFault: TypeAlias = Fault[Stages]
 RIGHT = Stages()
 
 
-def fault(words: str, **stages: Any) -> LogprobFault:
+def fault(words: str, *, id: str, **stages: Any) -> LogprobFault:
     """A fault by the stages that it replaces."""
-    return Fault(words, Stages(**stages))
+    return Fault(words, Stages(**stages), id=id)
+
+
+def is_same(one: LogprobFault, other: LogprobFault) -> bool:
+    """Whether two problems show the same fault, at the same size of tiles."""
+    return (one.id, one.change.size) == (other.id, other.change.size)
 
 
 def states(p: Problem) -> Tensor:
@@ -142,19 +148,22 @@ def _frozen(p: Problem) -> Problem:
     return p if p.weight is None else replace(p, weight=p.weight.detach())
 
 
-def _capped(words: str, f: Callable[[Tensor, float, float], Tensor]) -> LogprobFault:
+def _capped(
+    words: str, f: Callable[[Tensor, float, float], Tensor], id: str
+) -> LogprobFault:
     return fault(
         f"the softcap {words}",
+        id=id,
         z=lambda y, p: y if p.softcap is None else f(y, p.softcap, p.temperature),
     )
 
 
 def _upstream(
-    words: str, up: Callable[[Tensor, Problem], Tensor]
+    words: str, up: Callable[[Tensor, Problem], Tensor], id: str
 ) -> Iterator[LogprobFault]:
-    yield fault(words, up=up)
+    yield fault(words, id=id, up=up)
     for only in ("log-prob", "entropy"):
-        yield fault(f"{words} ({only})", up=up, only=only)
+        yield fault(f"{words} ({only})", id=f"{only}-{id}", up=up, only=only)
 
 
 def smoothed(eps: float) -> Callable[[Tensor, Tensor, float], Tensor]:
@@ -192,106 +201,160 @@ def shifted(by: int, rows: int) -> Callable[[Problem], Problem]:
 
 
 PLAIN = (
-    fault("the temperature is left out", x=lambda z, t: z),
-    fault("the entropy is taken at temperature 1", x_H=lambda z, t: z),
-    fault("the logits are divided by the temperature twice", x=lambda z, t: z / t**2),
-    fault("the logits are multiplied by the temperature", x=lambda z, t: z * t),
+    fault("the temperature is left out", id="temperature-missing", x=lambda z, t: z),
+    fault(
+        "the entropy is taken at temperature 1",
+        id="entropy-temperature-missing",
+        x_H=lambda z, t: z,
+    ),
+    fault(
+        "the logits are divided by the temperature twice",
+        id="temperature-twice",
+        x=lambda z, t: z / t**2,
+    ),
+    fault(
+        "the logits are multiplied by the temperature",
+        id="temperature-multiplied",
+        x=lambda z, t: z * t,
+    ),
     fault(
         "the log-softmax is divided by the temperature, and not the logits",
+        id="log-softmax-over-temperature",
         x=lambda z, t: z,
         lp=lambda lp, p: lp / p.temperature,
     ),
     fault(
         "the log-probs are divided by the temperature once more, after the softmax",
+        id="temperature-after-softmax-again",
         lp=lambda lp, p: lp / p.temperature,
     ),
     fault(
         "the backward leaves out the factor 1/temperature",
+        id="backward-temperature-missing",
         x=lambda z, t: as_if(z / t, z),
     ),
     fault(
-        "the backward multiplies by the temperature", x=lambda z, t: as_if(z / t, z * t)
+        "the backward multiplies by the temperature",
+        id="backward-temperature-multiplied",
+        x=lambda z, t: as_if(z / t, z * t),
     ),
     fault(
         "the backward divides by the temperature twice",
+        id="backward-temperature-twice",
         x=lambda z, t: as_if(z / t, z / t**2),
     ),
     fault(
         "the backward of the entropy leaves out the factor 1/temperature",
+        id="entropy-backward-temperature-missing",
         x_H=lambda z, t: as_if(z / t, z),
     ),
     fault(
         "the backward of the log-probs leaves out the factor 1/temperature",
+        id="log-prob-backward-temperature-missing",
         x=lambda z, t: as_if(z / t, z),
         x_H=torch.div,
     ),
     fault(
         "the negative log-likelihood is returned: the sign is flipped",
+        id="log-prob-negated",
         lp=lambda lp, p: -lp,
     ),
     fault(
         "the gradient of the log-probs has its sign flipped",
+        id="log-prob-gradient-negated",
         lp=lambda lp, p: as_if(lp, -lp),
     ),
     fault(
         "probabilities are returned, and not their logarithms",
+        id="probabilities-for-log-probs",
         lp=lambda lp, p: lp.exp(),
     ),
     fault(
-        "logits are returned: the normalizer is left out", log_Z=lambda x: 0 * x[..., 0]
+        "logits are returned: the normalizer is left out",
+        id="normalizer-missing",
+        log_Z=lambda x: 0 * x[..., 0],
     ),
     fault(
         "the log-probs are detached: they have no gradient",
+        id="log-prob-detached",
         lp=lambda lp, p: lp.detach(),
     ),
     fault(
         "the normalizer is detached: only the sampled token's logit has a gradient",
+        id="normalizer-detached",
         log_Z=lambda x: log_sum(x).detach(),
     ),
     fault(
         "the backward of the log-probs is -p: it lacks the sampled token's own 1",
+        id="backward-lacks-sampled-token",
         picked=lambda x, ids, t: pick(x, ids).detach(),
     ),
-    fault("logarithms to base 2", lp=lambda lp, p: lp / 0.6931471805599453),
-    fault("the entropy is detached: it has no gradient", H=lambda H, x, lp: H.detach()),
+    fault(
+        "logarithms to base 2", id="base-2", lp=lambda lp, p: lp / 0.6931471805599453
+    ),
+    fault(
+        "the entropy is detached: it has no gradient",
+        id="entropy-detached",
+        H=lambda H, x, lp: H.detach(),
+    ),
     fault(
         "the gradient of the entropy has its sign flipped",
+        id="entropy-gradient-negated",
         H=lambda H, x, lp: as_if(H, -H),
     ),
     fault(
-        "the gradient of the entropy is -p log p: it lacks the term -p H", H=_p_log_p
+        "the gradient of the entropy is -p log p: it lacks the term -p H",
+        id="entropy-gradient-lacks-p-h",
+        H=_p_log_p,
     ),
-    fault("the entropy has its sign flipped", H=lambda H, x, lp: -H),
-    fault("the entropy is minus the sampled token's log-prob", H=lambda H, x, lp: -lp),
-    fault("the entropy is in bits", H=lambda H, x, lp: H / 0.6931471805599453),
+    fault(
+        "the entropy has its sign flipped", id="entropy-negated", H=lambda H, x, lp: -H
+    ),
+    fault(
+        "the entropy is minus the sampled token's log-prob",
+        id="entropy-is-minus-log-prob",
+        H=lambda H, x, lp: -lp,
+    ),
+    fault(
+        "the entropy is in bits",
+        id="entropy-in-bits",
+        H=lambda H, x, lp: H / 0.6931471805599453,
+    ),
     fault(
         "the entropy is divided by log V",
+        id="entropy-over-log-vocabulary",
         H=lambda H, x, lp: H / torch.log(torch.tensor(1.0 * x.shape[-1])),
     ),
     fault(
         "the entropy is averaged over all tokens",
+        id="entropy-averaged",
         H=lambda H, x, lp: H.mean().expand_as(H),
     ),
     fault(
         "the logits are divided by the square root of the temperature",
+        id="root-of-temperature",
         x=lambda z, t: z / t**0.5,
     ),
     fault(
         "the log-probs are divided by the size of the vocabulary",
+        id="log-prob-over-vocabulary",
         lp=lambda lp, p: lp / _vocabulary(p),
     ),
     fault(
         "the largest log-prob is returned, not the token's",
+        id="largest-log-prob",
         picked=lambda x, ids, t: x.amax(-1),
     ),
     fault(
         "the logarithm of the sigmoid replaces the log-softmax",
+        id="sigmoid-for-softmax",
         log_Z=lambda x: 0 * x[..., 0],
         picked=lambda x, ids, t: torch.nn.functional.logsigmoid(pick(x, ids)),
     ),
     *(
         fault(
             f"the softmax is over dimension {d} of the logits, not over the vocabulary",
+            id="softmax-over-other-dimension",
             log_Z=lambda x: 0 * x[..., 0],
             picked=lambda x, ids, t, d=d: pick(x.log_softmax(d), ids),
         )
@@ -300,67 +363,102 @@ PLAIN = (
     *(
         fault(
             "the logits are clamped before the softmax",
+            id="logits-clamped",
             z=lambda y, p, c=c: cap(y, p).clamp(-c, c),
         )
         for c in (1, 5, 10, 15, 20, 30, 50, 60, 80, 88, 100, 1000)
     ),
-    fault("the softcap is left out", z=lambda y, p: y),
+    fault("the softcap is left out", id="softcap-missing", z=lambda y, p: y),
     fault(
         "the derivative of the softcap is left out of the backward",
+        id="softcap-derivative-missing",
         z=lambda y, p: as_if(cap(y, p), y),
     ),
-    _capped("is not divided by inside tanh", lambda y, c, t: c * y.tanh()),
-    _capped("is not multiplied by outside tanh", lambda y, c, t: (y / c).tanh()),
     _capped(
-        "is applied after the temperature", lambda y, c, t: t * c * (y / t / c).tanh()
+        "is not divided by inside tanh",
+        lambda y, c, t: c * y.tanh(),
+        id="softcap-not-divided",
     ),
-    _capped("clamps the logits", lambda y, c, t: y.clamp(-c, c)),
+    _capped(
+        "is not multiplied by outside tanh",
+        lambda y, c, t: (y / c).tanh(),
+        id="softcap-not-multiplied",
+    ),
+    _capped(
+        "is applied after the temperature",
+        lambda y, c, t: t * c * (y / t / c).tanh(),
+        id="softcap-after-temperature",
+    ),
+    _capped("clamps the logits", lambda y, c, t: y.clamp(-c, c), id="softcap-clamps"),
     fault(
-        "the logit scale is left out", y=lambda p: states(replace(p, logit_scale=1.0))
+        "the logit scale is left out",
+        id="logit-scale-missing",
+        y=lambda p: states(replace(p, logit_scale=1.0)),
     ),
     fault(
         "the logit scale is left out of the backward",
+        id="logit-scale-missing-in-backward",
         y=lambda p: as_if(states(p), states(replace(p, logit_scale=1.0))),
     ),
-    fault("the bias is left out", y=lambda p: states(replace(p, bias=None))),
+    fault(
+        "the bias is left out",
+        id="bias-missing",
+        y=lambda p: states(replace(p, bias=None)),
+    ),
     *_upstream(
         "the first token's upstream gradient is used for all",
         lambda u, p: u.flatten()[0].expand_as(u),
+        id="upstream-of-first-token",
     ),
     *_upstream(
         "the mean of the upstream gradients is used for all tokens",
         lambda u, p: u.mean().expand_as(u),
+        id="upstream-averaged",
     ),
     *_upstream(
         "the upstream gradient is ignored: all tokens count 1",
         lambda u, p: torch.ones_like(u),
+        id="upstream-ignored",
     ),
-    *_upstream("negative upstream gradients are dropped", lambda u, p: u.clamp(min=0)),
+    *_upstream(
+        "negative upstream gradients are dropped",
+        lambda u, p: u.clamp(min=0),
+        id="negative-upstream-dropped",
+    ),
     *_upstream(
         "the upstream gradient is read as contiguous: its layout is ignored",
         lambda u, p: _memory(u),
+        id="upstream-read-as-contiguous",
     ),
     fault(
         "the entropy's gradient is skipped where the log-prob's upstream gradient is 0",
+        id="entropy-gradient-skipped",
         only="entropy",
         up=lambda u, p: 0 * u if p.g is None else u * (p.g != 0),
     ),
     fault(
         "the input is read as contiguous: its layout is ignored",
+        id="input-read-as-contiguous",
         given=lambda p: replace(p, x=_memory(p.x)),
     ),
     *(
-        fault(f"shifted by one: {told} {sign} 1", given=shifted(by, rows), inner=True)
-        for rows, told in enumerate(
+        fault(
+            f"shifted by one: {told} {sign} 1",
+            id=f"{id}-{which}",
+            given=shifted(by, rows),
+            inner=True,
+        )
+        for rows, (id, told) in enumerate(
             (
-                "row t has the log-prob of token t",
-                "token t is scored by the logits of row t",
+                ("log-prob-of", "row t has the log-prob of token t"),
+                ("logits-of", "token t is scored by the logits of row t"),
             )
         )
-        for sign, by in (("+", -1), ("-", 1))
+        for which, sign, by in (("next-token", "+", -1), ("previous-token", "-", 1))
     ),
     fault(
         "the ids are stored in 16 bits",
+        id="ids-in-16-bits",
         given=lambda p: replace(
             p,
             tokens=p.tokens.to(torch.int16).long()
@@ -369,52 +467,77 @@ PLAIN = (
     ),
     fault(
         "id 0 is treated as padding: its log-prob is 0",
+        id="id-0-as-padding",
         lp=lambda lp, p: lp.masked_fill(p.tokens == 0, 0),
     ),
     fault(
         "each token has the mean of its row",
+        id="log-prob-averaged-over-row",
         lp=lambda lp, p: lp.mean(-1, True).expand_as(lp),
     ),
     fault(
         "the sampled token is left out of the normalizer",
+        id="sampled-token-left-out-of-normalizer",
         lp=lambda lp, p: lp - (-lp.expm1()).log(),
     ),
     *(
-        fault(f"labels are smoothed by {eps:g}", picked=smoothed(eps))
+        fault(
+            f"labels are smoothed by {eps:g}",
+            id="labels-smoothed",
+            picked=smoothed(eps),
+        )
         for eps in (0.01, 0.05, 0.1, 0.2)
     ),
     *(
-        fault(f"the log-probs are clamped to at least {at}", lp=at_least(at))
+        fault(
+            f"the log-probs are clamped to at least {at}",
+            id="log-prob-floored",
+            lp=at_least(at),
+        )
         for at in (-1, -2, -5, -8, -10, -15, -20, -25, -30, -50, -100)
     ),
-    fault("temperatures below 1 are ignored", x=lambda z, t: z / max(t, 1.0)),
-    fault("temperatures above 1 are ignored", x=lambda z, t: z / min(t, 1.0)),
+    fault(
+        "temperatures below 1 are ignored",
+        id="temperature-below-1-ignored",
+        x=lambda z, t: z / max(t, 1.0),
+    ),
+    fault(
+        "temperatures above 1 are ignored",
+        id="temperature-above-1-ignored",
+        x=lambda z, t: z / min(t, 1.0),
+    ),
     fault(
         "the normalizer leaves out the temperature",
+        id="normalizer-temperature-missing",
         x=lambda z, t: z,
         x_H=torch.div,
         picked=lambda x, ids, t: pick(x, ids) / t,
     ),
     fault(
         "the sampled token's logit leaves out the temperature",
+        id="sampled-logit-temperature-missing",
         picked=lambda x, ids, t: pick(x, ids) * t,
     ),
     fault(
         "the bias is not divided by the temperature",
+        id="bias-temperature-missing",
         y=lambda p: states(
             p if p.bias is None else replace(p, bias=p.bias * p.temperature)
         ),
     ),
     fault(
         "the entropy is a mean over the vocabulary, not a sum",
+        id="entropy-over-vocabulary",
         H=lambda H, x, lp: H / x.shape[-1],
     ),
     fault(
         "the maximum of the whole batch is subtracted, not each row's",
+        id="maximum-of-batch",
         log_Z=lambda x: (m := x.detach().max()) + (x - m).exp().sum(-1).log(),
     ),
     fault(
         "the running maximum starts at 0",
+        id="running-maximum-from-0",
         log_Z=lambda x: (
             (m := x.detach().amax(-1, keepdim=True).clamp(min=0))[..., 0]
             + (x - m).exp().sum(-1).log()
@@ -422,16 +545,33 @@ PLAIN = (
     ),
     fault(
         "exp is taken before the maximum is subtracted",
+        id="exp-before-maximum",
         log_Z=lambda x: x.exp().sum(-1).log(),
     ),
-    fault("the weight gets no gradient", y=lambda p: states(_frozen(p))),
+    fault(
+        "the weight gets no gradient",
+        id="weight-without-gradient",
+        y=lambda p: states(_frozen(p)),
+    ),
     fault(
         "the hidden states get no gradient",
+        id="hidden-states-without-gradient",
         y=lambda p: states(p if p.weight is None else replace(p, x=p.x.detach())),
     ),
-    *(fault(f"{eps:g} is added to the probability", lp=added(eps)) for eps in EPS),
     *(
-        fault(f"the probability is clamped to at least {eps:g}", lp=clamped(eps))
+        fault(
+            f"{eps:g} is added to the probability",
+            id="probability-plus-constant",
+            lp=added(eps),
+        )
+        for eps in EPS
+    ),
+    *(
+        fault(
+            f"the probability is clamped to at least {eps:g}",
+            id="probability-floored",
+            lp=clamped(eps),
+        )
         for eps in EPS
     ),
 )
@@ -447,12 +587,23 @@ def known(p: Problem) -> Iterator[LogprobFault]:
         yield from _columns(V, n)
         yield from _rows(p.tokens.shape, n)
     for k in (k for k in TOP if k < V):
-        yield _normalizer(f"all but the {k} largest logits are left out", largest(k))
+        yield _normalizer(
+            f"all but the {k} largest logits are left out",
+            largest(k),
+            id="normalized-over-largest",
+            size=k,
+        )
 
 
-def _normalizer(words: str, change: Callable[[Tensor], Tensor]) -> LogprobFault:
+def _normalizer(
+    words: str, change: Callable[[Tensor], Tensor], id: str, size: int
+) -> LogprobFault:
     return fault(
-        words, log_Z=lambda x: log_sum(change(x)), H=lambda H, x, lp: entropy(change(x))
+        words,
+        id=id,
+        size=size,
+        log_Z=lambda x: log_sum(change(x)),
+        H=lambda H, x, lp: entropy(change(x)),
     )
 
 
@@ -467,6 +618,8 @@ def _columns(V: int, n: int) -> Iterator[LogprobFault]:
         yield _normalizer(
             f"the columns that pad the vocabulary to a multiple of {n} are counted",
             padding,
+            id="padding-columns-counted",
+            size=n,
         )
 
     def missed(ids: Tensor) -> Tensor:
@@ -476,23 +629,34 @@ def _columns(V: int, n: int) -> Iterator[LogprobFault]:
     told = f"each tile of {n} columns" if n < V else "the vocabulary"
     yield fault(
         f"the last id of {told} is missed: its logit counts 0",
+        id="last-id-of-tile-missed",
+        size=n if n < V else 0,
         picked=lambda x, ids, t: pick(x, ids).masked_fill(missed(ids), 0),
     )
     if not 0 < whole < V:
         return
     yield _normalizer(
-        f"the last, partial tile of {n} columns is left out", lambda x: x[..., :whole]
+        f"the last, partial tile of {n} columns is left out",
+        lambda x: x[..., :whole],
+        id="last-tile-left-out",
+        size=n,
     )
     yield fault(
         f"the last, partial tile of {n} columns gets no gradient",
+        id="last-tile-without-gradient",
+        size=n,
         x=lambda z, t: torch.cat([z[..., :whole], z[..., whole:].detach()], -1) / t,
     )
     yield fault(
         f"the hidden states' gradient has the last tile of {n} columns alone",
+        id="gradient-of-last-tile-alone",
+        size=n,
         x=lambda z, t: torch.cat([z[..., :last].detach(), z[..., last:]], -1) / t,
     )
     yield fault(
         f"the running sums of tiles of {n} columns are not rescaled",
+        id="running-sums-not-rescaled",
+        size=n,
         log_Z=lambda x: _running(x, n),
         H=lambda H, x, lp: (
             log_sum(x) - _running(x, n, x) / (log_sum(x) - x.amax(-1)).exp()
@@ -521,15 +685,29 @@ def _rows(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
     if last.any() and not last.all():
         yield fault(
             f"{told} is left out: its results are 0",
+            id="last-rows-left-out",
+            size=n,
             lp=lambda lp, p: lp.masked_fill(last, 0),
             H=lambda H, x, lp: H.masked_fill(last, 0),
         )
-        yield fault(f"{told} gets no gradient", up=lambda u, p: u.masked_fill(last, 0))
-        yield fault(f"the weight's gradient lacks {told}", y=without(last))
+        yield fault(
+            f"{told} gets no gradient",
+            id="last-rows-without-gradient",
+            size=n,
+            up=lambda u, p: u.masked_fill(last, 0),
+        )
+        yield fault(
+            f"the weight's gradient lacks {told}",
+            id="weight-gradient-lacks-last-rows",
+            size=n,
+            y=without(last),
+        )
     for which, rows in (
         (("first", at >= n), ("last", at < (N - 1) // n * n)) if n < N else ()
     ):
         yield fault(
             f"the weight's gradient has the {which} tile of {n} tokens alone",
+            id=f"weight-gradient-of-{which}-rows-alone",
+            size=n,
             y=without(rows),
         )

@@ -23,7 +23,7 @@ from upref.ops import clip, exp, maximum, mean_t, minimum, sg, sum_t, where
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, declared_aggregation
-from upref.verify.faults import Fault, known as known_of
+from upref.verify.faults import SIGN_IDS, Fault, hyperparameter_id, known as known_of
 from upref.verify.measure import kl_slope, unit_weights
 
 # what a fault changes
@@ -86,11 +86,26 @@ LossFault: TypeAlias = Fault[Change]
 
 
 def fault(
-    words: str, kind: str, *, meant: str = "", whole: bool = False, **change: Any
+    words: str,
+    kind: str,
+    *,
+    id: str = "",
+    meant: str = "",
+    whole: bool = False,
+    beside: str = "",
+    **change: Any,
 ) -> LossFault:
     """A fault by the fields of its Change."""
     assert kind in KINDS, kind
-    return Fault(words, Change(**change), kind, meant=meant, whole=whole)
+    return Fault(
+        words,
+        Change(**change),
+        kind,
+        meant=meant,
+        whole=whole,
+        id=id,
+        beside=beside,
+    )
 
 
 def _slope(J: Term, b: Rollouts) -> Tensor:
@@ -246,26 +261,41 @@ def _is_linear(o: Objective, hp: dict[str, Any]) -> bool:
 # ---- faults that need a word only ----------------------------------------------------
 def with_hp(**hp: float) -> LossFault:
     return fault(
-        ", ".join(f"{k} = {v:g}" for k, v in hp.items()), "hyperparameter", hp=hp
+        ", ".join(f"{k} = {v:g}" for k, v in hp.items()),
+        "hyperparameter",
+        id=hyperparameter_id(*hp),
+        hp=hp,
     )
 
 
 def aggregated(name: str) -> LossFault:
-    return fault(f"aggregated by {name}", "aggregation", agg=name)
+    return fault(
+        f"aggregated by {name}", "aggregation", id=f"aggregated-by-{name}", agg=name
+    )
 
 
-SAMPLER = {  # what is done to the sampler's ratio π_old/μ
-    "the sampler's ratio is inverted: μ/π_old": lambda b: (
-        2 * b.logp_old - b.logp_sampler
+# what is done to the sampler's ratio π_old/μ
+SAMPLER: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    (
+        "sampler-ratio-inverted",
+        "the sampler's ratio is inverted: μ/π_old",
+        lambda b: 2 * b.logp_old - b.logp_sampler,
     ),
-    "the sampler's ratio is of π_θ, not of π_old": lambda b: (
-        b.logp_old + b.logp_sampler - b.logp
+    (
+        "sampler-ratio-of-current-policy",
+        "the sampler's ratio is of π_θ, not of π_old",
+        lambda b: b.logp_old + b.logp_sampler - b.logp,
     ),
-    "the sampler's ratio has no effect": lambda b: b.logp_old,
-}
+    (
+        "sampler-ratio-unused",
+        "the sampler's ratio has no effect",
+        lambda b: b.logp_old,
+    ),
+)
 GROUPS = fault(
     "one denominator for the batch, not one per prompt",
     "aggregation",
+    id="one-denominator-per-batch",
     view=lambda b: replace(b, group=None),
 )
 
@@ -279,15 +309,19 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
     yield fault(
         "the sign is flipped: it ascends the loss",
         "sign",
+        id="sign-flipped",
         J=lambda lp, old, A, m: -j(lp, old, A, m),
     )
     if hp.get("beta"):
         yield from kl_faults(o, hp)
-    for words, of in SAMPLER.items() if o.sampler else ():
-        yield fault(words, "ratio", view=lambda b, of=of: b.but(logp_sampler=of(b)))
+    for id, words, of in SAMPLER if o.sampler else ():
+        yield fault(
+            words, "ratio", id=id, view=lambda b, of=of: b.but(logp_sampler=of(b))
+        )
     yield fault(
         "the ratio is to π_ref, not to π_old",
         "ratio",
+        id="ratio-to-reference",
         view=lambda b: b if b.logp_ref is None else b.but(logp_old=b.logp_ref),
     )
     lo, hi = (
@@ -309,7 +343,10 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
         unbounded := {k: UNBOUNDED for k in hp if k.startswith("eps")}
     ):
         yield fault(
-            "no bound has an effect: the ratio is not clipped", "clip", hp=unbounded
+            "no bound has an effect: the ratio is not clipped",
+            "clip",
+            id="no-bound",
+            hp=unbounded,
         )
     for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
         for each in _forms(o, hp, has, bounds, a, e):
@@ -317,30 +354,35 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
             yield replace(each, words=each.words + at)
 
 
-# a KL term that is not k(π_θ, π_ref): what is said of the objective's own, of another,
+# a KL term that is not k(π_θ, π_ref): the id, what is said of the objective's own, of another,
 # and the term itself, a function of (log π_θ, log π_ref, log π_old, log μ)
-KL_FORMS: tuple[tuple[str, str, Callable[..., Callable]], ...] = (
+KL_FORMS: tuple[tuple[str, str, str, Callable[..., Callable]], ...] = (
     (
+        "kl-exchanged",
         "π_θ and π_ref are exchanged in the KL term ({})",
         "π_θ and π_ref exchanged",
         lambda k: lambda x, ref, old, mu: k(ref, x),
     ),
     (
+        "kl-times-ratio",
         "the KL term ({}) is multiplied by the ratio",
         "times the ratio",
         lambda k: lambda x, ref, old, mu: k(x, ref) * exp(x - old),
     ),
     (
+        "kl-times-constant-ratio",
         "the KL term ({}) is multiplied by the ratio, which is a constant",
         "times the ratio, a constant",
         lambda k: lambda x, ref, old, mu: k(x, ref) * sg(exp(x - old)),
     ),
     (
+        "kl-to-old-policy",
         "the KL term ({}) is to π_old, not to π_ref",
         "to π_old",
         lambda k: lambda x, ref, old, mu: k(x, old),
     ),
     (
+        "kl-to-sampler",
         "the KL term ({}) is to μ, the sampler's policy",
         "to μ",
         lambda k: lambda x, ref, old, mu: k(x, mu),
@@ -352,7 +394,7 @@ KL_TERMS = {
 KL_TERMS |= {
     f"{name} ({how})": form(k)
     for name, k in kl.ESTIMATORS.items()
-    for _, how, form in KL_FORMS
+    for _, _, how, form in KL_FORMS
 }
 for _how in ("to π_old", "to μ"):
     del KL_TERMS[f"k1 ({_how})"]  # the gradient of k1 is 1, whatever the other policy
@@ -425,9 +467,11 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         """The weights without the KL term."""
         return unit_weights(o, b, plain)
 
-    def made(words: str, f: str | Callable[..., Tensor]) -> LossFault:
+    def made(words: str, f: str | Callable[..., Tensor], id: str) -> LossFault:
         """The fault that f is the KL term."""
-        return fault(words, "term", weigh=lambda b: rest(b) - beta * term_slope(f, b))
+        return fault(
+            words, "term", id=id, weigh=lambda b: rest(b) - beta * term_slope(f, b)
+        )
 
     def only_where(b: Rollouts, on: Callable[[Tensor], Tensor]) -> Tensor:
         """The weights with the KL term only on tokens whose A is so."""
@@ -438,8 +482,11 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             yield made(
                 f"the KL term has the gradient of {name}, not of {o.kl}: {OTHER_KL}",
                 name,
+                id=f"kl-gradient-of-{name}",
             )
-        yield from (made(words.format(name), form(k)) for words, _, form in KL_FORMS)
+        yield from (
+            made(words.format(name), form(k), id=id) for id, words, _, form in KL_FORMS
+        )
         for whose, old in (
             (("", False), (" of the old policy", True)) if o.level == "token" else ()
         ):
@@ -454,22 +501,27 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             yield fault(
                 f"the KL term ({name}){whose} is folded into the advantage, without a gradient of its own",
                 "term",
+                id="kl-of-old-policy-in-advantage" if old else "kl-in-advantage",
                 weigh=folded,
             )
     for one in known_of("kl"):
         yield made(
-            f"the KL term: {one.words}", lambda x, ref, old, mu, f=one.change: f(x, ref)
+            f"the KL term: {one.words}",
+            lambda x, ref, old, mu, f=one.change: f(x, ref),
+            id=one.id,
         )
     for x in CLAMPED:
         yield made(
             f"the KL term is clamped at {x:g}",
             lambda lp, ref, old, mu, x=x: kl.per_token(o.kl, lp, ref, old).clamp(-x, x),
+            id="kl-clamped",
         )
         yield made(
             f"the KL term's log-ratio is clamped to ±{x:g}",
             lambda lp, ref, old, mu, x=x: kl.per_token(
                 o.kl, lp, lp - (lp - ref).clamp(-x, x), old
             ),
+            id="kl-log-ratio-clamped",
         )
     for said, on in (
         ("A > 0", lambda A: A > 0),
@@ -477,12 +529,19 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         ("A < 0", lambda A: A < 0),
         ("A is not 0", lambda A: A != 0),
     ):
-        part = partial(only_where, on=on)
-        yield fault(f"the KL term is there only where {said}", "term", weigh=part)
+        part, id = partial(only_where, on=on), f"kl-only-where-{SIGN_IDS[said]}"
+        yield fault(
+            f"the KL term is there only where {said}", "term", id=id, weigh=part
+        )
 
 
 # a distance from a ratio of 1, or of its logarithm from 0, that none has
 UNBOUNDED = 1e6
+DROPPED = {
+    "A < 0": "negative-advantages-dropped",
+    "A > 0": "positive-advantages-dropped",
+}
+LONGEST = "log-ratio-over-longest-response"  # the id of a fault
 CLAMPED = (10.0, 5.0, 20.0, 1.0, 0.1)  # where KL terms are clamped
 CAPS = (math.inf, 1.0, 2.0, 3.0, 5.0, 10.0)  # of importance weights, as people set them
 
@@ -522,17 +581,32 @@ def clamp_faults(
         """The batch with old_log_prob moved so that log r is the clamped one."""
         return b.but(logp_old=b.logp_old + b.logp - inside(b.logp, b.logp_old, b.mask))
 
-    clamped = [("log r", of_token)]
+    clamped = [("log-ratio-clamped", "log r", of_token)]
     if wide:
-        clamped.insert(0, ("the response's log r", of_response))
-    for what, inside in clamped:
+        clamped.insert(
+            0, ("response-log-ratio-clamped", "the response's log r", of_response)
+        )
+    for id, what, inside in clamped:
         words = f"{what} is clamped {said}"
         yield fault(
-            words, "clip", J=lambda lp, old, A, m, f=inside: j(f(lp, old, m), old, A, m)
+            words,
+            "clip",
+            id=id,
+            J=lambda lp, old, A, m, f=inside: j(f(lp, old, m), old, A, m),
         )
-        yield fault(f"{words} where A <= 0", "clip", J=partial(below, inside=inside))
+        yield fault(
+            f"{words} where A <= 0",
+            "clip",
+            id=f"{id}-where-a-negative",
+            J=partial(below, inside=inside),
+        )
         constant = partial(held, inside=inside)
-        yield fault(f"{words} in a constant weight", "clip", view=constant)
+        yield fault(
+            f"{words} in a constant weight",
+            "clip",
+            id=f"{id}-in-constant",
+            view=constant,
+        )
 
 
 def powered(o: Objective, hp: dict[str, Any], k: float) -> Iterator[LossFault]:
@@ -545,6 +619,7 @@ def powered(o: Objective, hp: dict[str, Any], k: float) -> Iterator[LossFault]:
         yield fault(
             f"the ratio is taken to the power {k:.5g}: every log-ratio is multiplied by it",
             "ratio",
+            id="ratio-to-a-power",
             J=lambda lp, old, A, m: term_of(o, hp)(old + k * (lp - old), old, A, m),
         )
 
@@ -599,12 +674,12 @@ def _without_the_rest(
         """The weights without the KL term."""
         return unit_weights(o, b, plain)
 
-    for term, J in (
-        ("r A", form(lambda r, A, lp: r * A)),
-        ("A log π_θ", form(lambda r, A, lp: A * lp)),
+    for id, term, J in (
+        ("ratio-term-alone", "r A", form(lambda r, A, lp: r * A)),
+        ("log-prob-term-alone", "A log π_θ", form(lambda r, A, lp: A * lp)),
     ):
         words = f"the term is {term} alone: what else {o.name} has is missing"
-        yield fault(words, "objective", J=J)
+        yield fault(words, "objective", id=id, J=J)
 
         def turned(b: Rollouts, J: Term = J) -> Tensor:
             alone = _in_place_of_fn(o, plain, _slope(J, b), b)
@@ -613,6 +688,7 @@ def _without_the_rest(
         yield fault(
             f"what {o.name} has beside {term} has the opposite sign",
             "objective",
+            id=f"all-but-{id}-negated",
             weigh=turned,
         )
 
@@ -650,9 +726,9 @@ def _forms(
         """J by a function of r, A and log π_θ."""
         return lambda lp, old, A, m: f(ratio(lp, old, m), A, lp)
 
-    def made(kind: str, words: str, J: Callable, **more: Any) -> LossFault:
+    def made(kind: str, words: str, J: Callable, id: str, **more: Any) -> LossFault:
         """The fault that J is the objective."""
-        return fault(words, kind, J=J, **more)
+        return fault(words, kind, id=id, J=J, **more)
 
     def expanded(x, m, of):
         """A number of each response, by `of`, on all its tokens."""
@@ -671,12 +747,14 @@ def _forms(
             "stop-gradient",
             f"the {said} ratio multiplies A itself: beyond the cap no gradient is left",
             form(lambda r, A, lp, f=cut: f(r) * A),
+            id=f"{said}-ratio-times-advantage",
         )
         for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
             yield made(
                 "clip",
                 f"the weight is {said} only where {sign}",
                 form(lambda r, A, lp, f=cut, on=on: sg(where(on(A), f(r), r)) * A * lp),
+                id=f"{said}-only-where-{SIGN_IDS[sign]}",
             )
     if has.is_smooth:
         yield from _without_the_rest(o, hp, form)
@@ -692,22 +770,26 @@ def _forms(
                 lambda lp, old, A, m, on=on: where(
                     on(A), -j(lp, old, -A, m), j(lp, old, A, m)
                 ),
+                id=f"term-of-other-sign-where-{SIGN_IDS[here]}",
             )
     if has.has_minimum:
         yield made(
             "clip",
             "the ratio is clipped on both sides, whatever the sign of A: the minimum is missing",
             form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A),
+            id="minimum-missing",
         )
         yield made(
             "clip",
             "the clip acts on the product r A, not on r: its bounds move with the size of A",
             form(lambda r, A, lp: minimum(r * A, clip(r * A, 1 - lo, 1 + hi))),
+            id="product-clipped",
         )
         yield made(
             "clip",
             "the maximum is taken where the minimum belongs",
             form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)),
+            id="maximum-for-minimum",
         )
 
         def clipped_detached(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
@@ -718,9 +800,11 @@ def _forms(
 
         halves = "where the two are equal, half of the gradient is lost"
         words = f"the clipped term of the minimum is detached: {halves}"
-        yield made("clip", words, form(clipped_detached))
+        yield made("clip", words, form(clipped_detached), id="clipped-term-detached")
         words = f"the unclipped term of the minimum is detached: {halves}, and all of it elsewhere"
-        yield made("clip", words, form(unclipped_detached))
+        yield made(
+            "clip", words, form(unclipped_detached), id="unclipped-term-detached"
+        )
         if o.level == "sequence_mean":
 
             def by_sum(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
@@ -738,6 +822,7 @@ def _forms(
                 "clip",
                 "the bounds act on the product of the response's ratios, not on their mean",
                 by_sum,
+                id="bounds-on-product-of-ratios",
             )
         for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
             yield made(
@@ -748,29 +833,31 @@ def _forms(
                         on(A), maximum(r * A, clip(r, 1 - lo, 1 + hi) * A), ppo(r, A)
                     )
                 ),
+                id=f"maximum-for-minimum-where-{SIGN_IDS[sign]}",
             )
         yield made(
             "clip",
             "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
             form(lambda r, A, lp: minimum(r, clip(r, 1 - lo, 1 + hi)) * A),
+            id="advantage-after-minimum",
         )
     no_ratio = made(
         "ratio",
         "log π_θ replaces the ratio where A <= 0 too",
         form(lambda r, A, lp: A * lp),
+        id="log-prob-where-a-negative",
     )
     if has.free[1.0] and has.plain[-1.0]:  # as in UP
         yield no_ratio
         if has.bounded[-1.0, "below"] or has.bounded[-1.0, "above"]:
-            side = (
-                "the clip has no lower side"
-                if has.bounded[-1.0, "below"]
-                else "the ratio has no upper bound"
-            )
+            id, side = "no-upper-bound-where-a-negative", "the ratio has no upper bound"
+            if has.bounded[-1.0, "below"]:
+                id, side = "no-lower-clip", "the clip has no lower side"
             yield made(
                 "clip",
                 f"{side} where A <= 0",
                 form(lambda r, A, lp: where(A > 0, A * lp, r * A)),
+                id=id,
             )
         yield made(
             "ratio",
@@ -780,6 +867,7 @@ def _forms(
                     A < 0, A * lp, minimum(r * A, r.clamp(min=1 - lo) * A)
                 )
             ),
+            id="branches-exchanged",
         )
         yield made(
             "clip",
@@ -791,16 +879,19 @@ def _forms(
                     minimum(r * A, r.clamp(min=1 - lo) * A),
                 )
             ),
+            id="positive-tokens-clipped",
         )
         yield made(
             "ratio",
             "the ratio still multiplies A where A > 0: unclipped importance sampling, not UP",
             form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))),
+            id="ratio-where-a-positive",
         )
     yield made(
         "ratio",
         "old_log_prob has no effect: the ratio is of the policy to itself, always 1",
         lambda lp, old, A, m: A * lp,
+        id="ratio-always-one",
     )
     if has.is_bounded:
 
@@ -812,6 +903,7 @@ def _forms(
             "clip",
             "no bound has an effect: the ratio is not clipped",
             form(lambda r, A, lp: r * trained(A)),
+            id="no-bound",
         )
         if has.free[1.0] or has.free[-1.0]:  # log π_θ there, as in TOPR
 
@@ -823,53 +915,72 @@ def _forms(
                 "clip",
                 "no bound has an effect: the ratio is not clipped",
                 form(unbounded),
+                id="no-bound",
             )
     inverted = "the ratio is inverted: exp(old - new)"
-    yield made("ratio", inverted, lambda lp, old, A, m: ppo(ratio(old, lp, m), A))
+    yield made(
+        "ratio",
+        inverted,
+        lambda lp, old, A, m: ppo(ratio(old, lp, m), A),
+        id="ratio-inverted",
+    )
     if o.level == "token" and not o.reads:
         yield made(
             "ratio",
             inverted,
             lambda lp, old, A, m: o.surrogate(old, lp, A, **_without_beta(hp)),
+            id="ratio-inverted",
         )
     if c := hp.get("c"):
         yield made(
             "clip",
             "the dual clip takes the other one of its two terms: min(J, c A) where A < 0",
             form(lambda r, A, lp: where(A < 0, minimum(ppo(r, A), c * A), ppo(r, A))),
+            id="other-term-of-dual-clip",
         )
     yield made(
         "advantage",
         "A enters by its absolute value",
         lambda lp, old, A, m: j(lp, old, A.abs(), m),
+        id="advantage-absolute",
     )
     yield made(
         "advantage",
         "A enters by its sign alone",
         lambda lp, old, A, m: j(lp, old, A.sign(), m),
+        id="advantage-sign-alone",
     )
     yield made(
-        "advantage", "exp(A) replaces A", lambda lp, old, A, m: j(lp, old, A.exp(), m)
+        "advantage",
+        "exp(A) replaces A",
+        lambda lp, old, A, m: j(lp, old, A.exp(), m),
+        id="advantage-exponentiated",
     )
     yield made(
-        "advantage", "tanh(A) replaces A", lambda lp, old, A, m: j(lp, old, A.tanh(), m)
+        "advantage",
+        "tanh(A) replaces A",
+        lambda lp, old, A, m: j(lp, old, A.tanh(), m),
+        id="advantage-tanh",
     )
     yield made(
         "advantage",
         "A enters squared",
         lambda lp, old, A, m: j(lp, old, A * A.abs(), m),
+        id="advantage-squared",
     )
     for sign, kept in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
         yield made(
             "advantage",
             f"no token with {sign} has a gradient: its advantage is dropped, or its term detached",
             lambda lp, old, A, m, kept=kept: j(lp, old, A.clamp(**kept), m),
+            id=DROPPED[sign],
         )
     if has.branches:
         yield made(
             "advantage",
             "the branches of the two signs of A are exchanged",
             lambda lp, old, A, m: -j(lp, old, -A, m),
+            id="signs-exchanged",
         )
     for side, here, there, kept in (
         ("lower", "A < 0", f"above {1 + hi:g} where A > 0", {"max": 1 + hi}),
@@ -885,6 +996,7 @@ def _forms(
             "clip",
             said,
             form(lambda r, A, lp, kept=kept: minimum(r * A, r.clamp(**kept) * A)),
+            id=f"no-{side}-clip",
         )
     if has.is_pessimistic:
 
@@ -893,53 +1005,73 @@ def _forms(
             return form(lambda r, A, lp: where(on(A), ppo(r, A), r * A))
 
         yield made(
-            "clip", "only positive advantages are clipped", one_sided(lambda A: A > 0)
+            "clip",
+            "only positive advantages are clipped",
+            one_sided(lambda A: A > 0),
+            id="only-positive-clipped",
         )
         yield made(
-            "clip", "only negative advantages are clipped", one_sided(lambda A: A < 0)
+            "clip",
+            "only negative advantages are clipped",
+            one_sided(lambda A: A < 0),
+            id="only-negative-clipped",
         )
     yield made(
         "clip",
         "the clip is that of PPO on both sides",
         form(lambda r, A, lp: ppo(r, A)),
+        id="ppo-clip",
     )
-    for said, of in (
+    for id, said, of in (
         (
+            "ratio-of-response",
             "the ratio of the response replaces the token's",
             lambda x, m: mean_t(x, m)[:, None],
         ),
-        ("the ratio of the token replaces the response's", lambda x, m: x),
         (
+            "ratio-of-token",
+            "the ratio of the token replaces the response's",
+            lambda x, m: x,
+        ),
+        (
+            "log-ratio-summed",
             "the response's log-ratio is summed, not averaged over its tokens",
             lambda x, m: sum_t(x, m)[:, None],
         ),
         (
+            "log-ratio-ignores-mask",
             "the response's log-ratio is averaged over the padded width, padding included: the mask is ignored",
             lambda x, m: x.mean(-1, keepdim=True),
         ),
         (
+            "log-ratio-over-padded-width",
             "the response's log-ratio is divided by the padded width",
             lambda x, m: sum_t(x, m)[:, None] / m.shape[1],
         ),
         (
+            LONGEST,
             "the response's log-ratio is divided by the length of the longest response",
             lambda x, m: sum_t(x, m)[:, None] / m.sum(1).max(),
         ),
         (
+            "arithmetic-mean-of-ratios",
             "the response's ratio is the mean of its tokens' ratios, not their geometric mean",
             lambda x, m: mean_t(exp(x), m).log()[:, None],
         ),
     ):
         wide_r = partial(expanded, of=of)
-        longest = "longest" in said
+        longest = id == LONGEST  # a few rows have another one
         yield made(
             "ratio",
             said,
             lambda lp, old, A, m, f=wide_r: ppo(exp(f(lp - old, m)), A),
+            id=id,
             whole=longest,
         )
         if wide:
-            yield made("ratio", said, partial(by_tokens, wide_r=wide_r), whole=longest)
+            yield made(
+                "ratio", said, partial(by_tokens, wide_r=wide_r), id=id, whole=longest
+            )
     for said, over in (("averaged", lambda m: m.sum()), ("summed", lambda m: 1)):
         words = f"the log-ratio is {said} over the whole batch, not over each response"
         for way in (lambda x, lp: x, by_token):
@@ -964,7 +1096,13 @@ def _forms(
                 )
                 return _in_place_of_fn(o, hp, w, b)
 
-            yield fault(words, "ratio", weigh=shared, whole=True)
+            yield fault(
+                words,
+                "ratio",
+                id=f"log-ratio-{said}-over-batch",
+                weigh=shared,
+                whole=True,
+            )
 
     def multiplied(b: Rollouts) -> Tensor:
         w = _slope(
@@ -976,11 +1114,12 @@ def _forms(
         return _in_place_of_fn(o, hp, w / b.mask.sum(-1, keepdim=True), b)
 
     words = "the product of the response's ratios replaces the token's: one term for each response"
-    yield fault(words, "ratio", weigh=multiplied)
+    yield fault(words, "ratio", id="product-for-token-ratio", weigh=multiplied)
     yield made(
         "stop-gradient",
         "the whole term is detached: a constant weight on log π_θ",
         lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp,
+        id="term-detached",
     )
     if has.is_bounded:
         words = "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high"
@@ -988,6 +1127,7 @@ def _forms(
             "clip",
             words,
             form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)),
+            id="bounds-absolute",
         )
         of_token = (
             " of each token: the ratio of the token replaces the response's"
@@ -998,6 +1138,7 @@ def _forms(
             "clip",
             f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
             form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)),
+            id="bounds-on-log-ratio",
         )
     yield made(
         "ratio",
@@ -1005,6 +1146,7 @@ def _forms(
         lambda lp, old, A, m: minimum(
             (x := log_r(lp, old, m)) * A, x.clamp(-lo, hi) * A
         ),
+        id="log-ratio-for-ratio",
     )
     for x in (*CAPS, *bounds):
         cap = f", at most {x:g}" if x < math.inf else ""
@@ -1014,11 +1156,13 @@ def _forms(
             lambda lp, old, A, m, x=x: (
                 sg(ratio(lp, old, m).clamp(max=x)) * j(lp, old, A, m)
             ),
+            id="ratio-twice",
         )
     yield made(
         "ratio",
         "where A > 0 the ratio to π_old replaces log π_θ",
         form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))),
+        id="ratio-where-a-positive",
     )
     yield no_ratio
     constant = form(lambda r, A, lp: sg(clip(r, 1 - lo, 1 + hi)) * A * lp)
@@ -1027,15 +1171,17 @@ def _forms(
             "clip",
             "the weight is bounded on both sides: clip(r, 1 - eps_low, 1 + eps_high)",
             constant,
+            id="weight-clipped",
         )
     else:
         said = "stop-gradient: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient"
-        yield made("stop-gradient", said, constant)
+        yield made("stop-gradient", said, constant, id="weight-clipped")
     for said, cut in cuts(lo, hi):
         yield made(
             "stop-gradient",
             f"stop-gradient: the {said} ratio on log π_θ is not detached",
             form(lambda r, A, lp, f=cut: f(r) * A * lp),
+            id=f"{said}-ratio-not-detached",
             meant="cispo_verl" if two_sided else "cispo",
         )
     if has.is_bounded:
@@ -1043,11 +1189,13 @@ def _forms(
             "ratio",
             "the ratio is missing from the weight: 1 in its place inside the bounds",
             form(lambda r, A, lp: A * lp * where(A > 0, r <= 1 + hi, r >= 1 - lo)),
+            id="ratio-missing-inside-bounds",
         )
     yield made(
         "stop-gradient",
         "stop-gradient: exp(log π_θ) without an anchor",
         lambda lp, old, A, m: where(A > 0, A * exp(lp), j(lp, old, A, m)),
+        id="exponential-without-anchor",
     )
     for x in sorted(
         {round(abs(float(torch.tensor(v).log())), 4) for v in bounds if v > 0}
@@ -1057,15 +1205,18 @@ def _forms(
                 "clip",
                 f"log r is clamped to ±{x:g}",
                 lambda lp, old, A, m, x=x: j(old + (lp - old).clamp(-x, x), old, A, m),
+                id="log-ratio-clamped",
             )
     for x in bounds:
         yield made(
             "clip",
             f"the ratio is capped at {x:.6g}",
             form(lambda r, A, lp, x=x: ppo(r.clamp(max=x), A)),
+            id="ratio-capped",
         )
         yield made(
             "clip",
             f"a dual clip at c = {x:.6g}",
             form(lambda r, A, lp, x=x: where(A < 0, ppo(r.clamp(max=x), A), ppo(r, A))),
+            id="dual-clip",
         )

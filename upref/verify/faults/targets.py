@@ -12,7 +12,7 @@ from torch import Tensor
 
 from upref.registry import Objective
 from upref.rollouts import Rollouts
-from upref.verify.faults import Catalogue
+from upref.verify.faults import Catalogue, hyperparameter_id
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.measure import unit_weights
 
@@ -30,13 +30,16 @@ def faults(
             yield fault(
                 f"eta is {eta:g}, not {hp['eta']:g}",
                 "hyperparameter",
+                id=hyperparameter_id("eta"),
                 hp={"eta": eta},
                 whole=True,
             )
-    for words, weigh in SHARES.items():
-        yield fault(words, "objective", weigh=partial(weigh, eta=hp["eta"]), whole=True)
-    for words, kind, change in GROUPS:
-        yield fault(words, kind, weigh=partial(change, o, hp), whole=True)
+    for id, words, weigh in SHARES:
+        yield fault(
+            words, "objective", id=id, weigh=partial(weigh, eta=hp["eta"]), whole=True
+        )
+    for id, words, kind, change in GROUPS:
+        yield fault(words, kind, id=id, weigh=partial(change, o, hp), whole=True)
 
 
 # ---- other shares --------------------------------------------------------------------
@@ -65,14 +68,38 @@ def _target_alone(b: Rollouts, eta: float) -> Tensor:
     return _target(b, b.logp_old, eta)
 
 
-SHARES: dict[str, Callable[..., Tensor]] = {
-    "the target is softmax(A/η) alone: π_old is left out": _without_old,
-    "the target is made of π_θ, not of π_old": _target_of_new,
-    "the share of a response is that of π_old, not of π_θ": _share_of_old,
-    "the target has the advantage with the opposite sign": _opposite,
-    "log π of a response is the mean over its tokens, not the sum": _of_means,
-    "the shares of π_θ are missing: the term is the target's alone": _target_alone,
-}
+SHARES: tuple[tuple[str, str, Callable[..., Tensor]], ...] = (
+    (
+        "target-without-old-policy",
+        "the target is softmax(A/η) alone: π_old is left out",
+        _without_old,
+    ),
+    (
+        "target-of-current-policy",
+        "the target is made of π_θ, not of π_old",
+        _target_of_new,
+    ),
+    (
+        "share-of-old-policy",
+        "the share of a response is that of π_old, not of π_θ",
+        _share_of_old,
+    ),
+    (
+        "target-of-opposite-advantages",
+        "the target has the advantage with the opposite sign",
+        _opposite,
+    ),
+    (
+        "log-prob-averaged-over-response",
+        "log π of a response is the mean over its tokens, not the sum",
+        _of_means,
+    ),
+    (
+        "target-alone",
+        "the shares of π_θ are missing: the term is the target's alone",
+        _target_alone,
+    ),
+)
 
 
 # ---- other groups --------------------------------------------------------------------
@@ -89,19 +116,22 @@ def _without_size(o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
 
 
 GROUPS: tuple[
-    tuple[str, str, Callable[[Objective, dict[str, Any], Rollouts], Tensor]], ...
+    tuple[str, str, str, Callable[[Objective, dict[str, Any], Rollouts], Tensor]], ...
 ] = (
     (
+        "groups-ignored",
         "the target and the shares are over the batch, not over each prompt",
         "batches",
         _of_batch,
     ),
     (
+        "prompts-weigh-alike",
         "each prompt has the same weight, whatever the number of its responses",
         "aggregation",
         _mean_of_groups,
     ),
     (
+        "group-size-missing",
         "the term of a response is not multiplied by the number of responses to its prompt",
         "aggregation",
         _without_size,

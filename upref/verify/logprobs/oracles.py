@@ -21,10 +21,11 @@ from upref.verify.faults.logprobs import (
     RIGHT,
     LogprobFault,
     Stages,
+    is_same,
     solved,
     states,
 )
-from upref.verify.finding import Example, Number, number_pair
+from upref.verify.finding import Cause, Example, Number, number_pair
 from upref.verify.logprobs import problems, ranks as distributed
 from upref.verify.oracle import Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
@@ -103,7 +104,7 @@ class Case:
         except (RuntimeError, IndexError):  # a stage that this problem has not
             return False
 
-    def cause(self, p: Problem, done: Outcome, also: Iterable[Problem]) -> str:
+    def cause(self, p: Problem, done: Outcome, also: Iterable[Problem]) -> Cause:
         """The first known fault that gives the numbers of p and of the plain problems,
         which the reference does not: all of them, else those of one name that is off, a
         gradient with the values that it belongs to."""
@@ -124,17 +125,17 @@ class Case:
                 if self.does(f.change, p, done, keys, most) and all(
                     self._same(f, *one, keys) for one in asked
                 ):
-                    return f.words + (
-                        f" (by the {name} alone)" if name and len(off) > 1 else ""
-                    )
-        return ""
+                    alone = name and len(off) > 1
+                    words = f"{f.words} (by the {name} alone)" if alone else f.words
+                    return Cause(words, (f.id,))
+        return Cause()
 
     def _same(self, f: LogprobFault, p: Problem, done: Outcome, keys: set[str]) -> bool:
         # some code cuts tiles above a size alone
-        by_words = (
-            {} if f in ANYWHERE else {g.words: g.change for g in known("logprobs", p)}
-        )
-        here = [f.change] if f in ANYWHERE else [RIGHT, by_words.get(f.words, RIGHT)]
+        here = [f.change]
+        if f not in ANYWHERE:
+            same = (g.change for g in known("logprobs", p) if is_same(f, g))
+            here = [RIGHT, next(same, RIGHT)]
         return any(self.does(g, p, done, keys) for g in here)
 
     def compare(
@@ -147,9 +148,9 @@ class Case:
         also: Iterable[Problem] = (),
     ) -> list[Finding]:
         times, key, at, want, found = self.off(p, done, solved(p), least)
-        why = ""
+        why = Cause()
         with contextlib.suppress(InputError):
-            why = self.cause(p, done, also) if times > 1 else ""
+            why = self.cause(p, done, also) if times > 1 else why
         if times <= 1:
             return []
         return [

@@ -14,7 +14,7 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed_at, everywhere
 from upref.verify.faults.batch_reading import LARGE, clipped
-from upref.verify.finding import number_pair
+from upref.verify.finding import Cause, number_pair
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
@@ -246,12 +246,13 @@ ONE_RESPONSE = (
 )
 
 
-def divides_by_its_own(case: Case, part: str) -> str:
+def divides_by_its_own(case: Case, part: str) -> Cause:
     """The cause of a part of a mini-batch, `micro-batch` or `rank`, that is averaged by
     itself.
     """
     passed = case.loss.counts_from and f", which {case.loss.counts_from}"
-    return f"it divides by the {part}'s own tokens or responses, not by the mini-batch's{passed}"
+    words = f"it divides by the {part}'s own tokens or responses, not by the mini-batch's{passed}"
+    return Cause(words, (f"own-denominator-of-{part}",))
 
 
 def _right(case: Case, b: Rollouts) -> Tensor:
@@ -335,7 +336,7 @@ def _mean(case: Case, b: Rollouts, ranks: int) -> Tensor:
     return mean
 
 
-def _why(case: Case, b: Rollouts) -> str:
+def _why(case: Case, b: Rollouts) -> str | Cause:
     """The change to the reference that gives this mean, whatever the number of ranks."""
 
     def own(c: Rollouts, ranks: int) -> Tensor:

@@ -17,13 +17,24 @@ from upref.user_code.names import CALLED
 from upref.verify.explain import confirmed, confirmed_at, everywhere
 from upref.verify.faults.batch_reading import LARGE, clipped
 from upref.verify.faults.denominators import placed
-from upref.verify.finding import Number, number_pair
+from upref.verify.finding import Cause, Number, number_pair
 from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
+# causes that are read off a gradient at once, without a search
+MASK_IGNORED = Cause("the mask is ignored", ("mask-ignored",))
+OVER_WIDTH = Cause("it divides by the padded width", ("padded-width-for-length",))
+FIRST_COLUMN = Cause(
+    "the advantage of a response is read from the first column, which may be padding",
+    ("advantage-of-first-column",),
+)
+SIZE_DIVIDED_OUT = Cause(
+    "the size of A has no effect: it is divided out", ("advantage-size-divided-out",)
+)
+SQUARED = Cause("A enters squared", ("advantage-squared",))
 FIELDS = (
     "logp",
     "logp_old",
@@ -86,7 +97,7 @@ def padding(case: Case) -> list[Finding]:
 
         text = "masked slots that hold ordinary numbers"
         batch = example(case, shrink(b, bad))
-        why = "the mask is ignored" if everywhere(case, unmasked) else ""
+        why = MASK_IGNORED if everywhere(case, unmasked) else Cause()
         out.append(
             fail(
                 "padding",
@@ -128,9 +139,9 @@ def padding(case: Case) -> list[Finding]:
                 worst(off),
             )
             at = worst(apart(small))
-            why = "it divides by the padded width" if everywhere(case, by_width) else ""
+            why = OVER_WIDTH if everywhere(case, by_width) else Cause()
             if left and not why and _reads_first_column(case, left):
-                why = "the advantage of a response is read from the first column, which may be padding"
+                why = FIRST_COLUMN
             says = number_pair(
                 "dJ/dlp",
                 case.gradient(small)[at].item(),
@@ -341,7 +352,8 @@ def permutation(case: Case) -> list[Finding]:
     )
     larger = [b.but(group=b.group // 2, totals=None)] if b.group is not None else []
     why = next(
-        filter(None, (confirmed(case, one, b, *larger) for one in placed(case))), ""
+        filter(None, (confirmed(case, one, b, *larger) for one in placed(case))),
+        Cause(),
     )
     says = "the same gradient, in that order", "another gradient"
     return [fail("permutation", "rows in another order", *says, batch, why)]
@@ -378,12 +390,8 @@ def scaling(case: Case) -> list[Finding]:
         """The change that makes the gradient k times as large at 3 times A."""
         return lambda b: (case.gradient(b.but(adv=3 * b.adv)), k * case.gradient(b))
 
-    why = (
-        "the size of A has no effect: it is divided out"
-        if everywhere(case, times(1))
-        else ""
-    )
-    why = "A enters squared" if everywhere(case, times(9)) else why
+    why = SIZE_DIVIDED_OUT if everywhere(case, times(1)) else Cause()
+    why = SQUARED if everywhere(case, times(9)) else why
     large, at_3 = clipped(case, LARGE), replace(small, adv=3 * small.adv)
     why = why or confirmed_at(
         case, large, at_3, at, case.weights(at_3)[at].item(), b.but(adv=LARGE * b.adv)

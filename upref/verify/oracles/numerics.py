@@ -12,7 +12,7 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed
 from upref.verify.faults.losses import clamp_faults
-from upref.verify.finding import Place
+from upref.verify.finding import Cause, Place
 from upref.verify.measure import FLOATS, HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import off_bounds
@@ -267,7 +267,8 @@ def clamps(case: Case) -> list[Finding]:
     near = [hit for hit in hits if abs(hit[1]) < guard] or hits
     # the nearest, where many lose all
     A, x, want, got = max(near, key=lambda hit: (_lost(hit), -abs(hit[1])))
-    why = _clamp(case, hits) or UNKNOWN
+    clamp = _clamp(case, hits)
+    why = clamp or Cause(UNKNOWN)
     if abs(x) < guard:
         alone = case.ready(single_token_responses(A, [math.exp(x)]))
         together = case.ready(
@@ -300,7 +301,7 @@ def clamps(case: Case) -> list[Finding]:
         ]
     far = (
         f"another weight at {guard:g} or beyond"
-        if why == UNKNOWN
+        if not clamp
         else f"clamped at {guard:g} or beyond"
     )
     return [
@@ -320,7 +321,7 @@ def _place(b: Rollouts, x: float) -> tuple[int, int]:
     return divmod(int((b.logp - b.logp_old - x).abs().argmin()), b.mask.shape[1])
 
 
-def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> str:
+def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> Cause:
     """The clamp of log r that, put into the reference, gives the weights found on every
     batch, far ones too.
     """
@@ -357,7 +358,7 @@ def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> str:
         )
         faults = clamp_faults(case.o, case.hp, low, high, said)
         if cause := next(
-            filter(None, (confirmed(case, one, *far) for one in faults)), ""
+            filter(None, (confirmed(case, one, *far) for one in faults)), Cause()
         ):
             return cause
-    return ""
+    return Cause()

@@ -18,7 +18,7 @@ from upref.verify.explain import confirmed_at
 from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.faults.corrections import corrected
 from upref.verify.faults.losses import LossFault
-from upref.verify.finding import Example, Place, number_pair
+from upref.verify.finding import Cause, Example, Place, number_pair
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
@@ -125,7 +125,7 @@ def _wrong(
             None,
             (confirmed_at(case, one, b, (i, t), found[i, t].item()) for one in of_size),
         ),
-        "",
+        Cause(),
     )
     columns = [t], list(range(int(b.mask[i].nonzero().max()) + 1))
     rows = (

@@ -15,9 +15,9 @@ from torch import Tensor
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed, everywhere, explain, two_gradients
-from upref.verify.factors import declared_aggregation
+from upref.verify.factors import aggregation_id, declared_aggregation
 from upref.verify.faults.losses import LossFault, fault
-from upref.verify.finding import Number, Place, number_pair
+from upref.verify.finding import Cause, Number, Place, number_pair
 from upref.verify.measure import EXACT, HABIT, Case, without_rest
 from upref.verify.oracle import oracle
 from upref.verify.pattern import Weights, pattern
@@ -190,14 +190,14 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
     one = explain(case, b, found, ties, bounds)
     prefer = _typical(case.off(b, found), r)
     if one is not None:
-        case.cause = one.words
+        case.cause = one.cause
         return _of_one_fault(case, b, _by_sign(parts), failing, prefer, one)
     tested = Weights(b, found, case.expected(b), r, b.mask & ~ties)
     parts = _by_sign(parts) if len(parts) > 2 else parts
     out: list[Finding] = []
     for part in parts:
         small, at = _smallest_of(case, b, part, failing, prefer)
-        why = "" if out else _pattern_of(case, tested, small)
+        why = Cause("" if out else _pattern_of(case, tested, small))
         out.append(_in_region(case, part, small, at, why))
     return out
 
@@ -220,19 +220,19 @@ def _of_one_fault(
     """
     for part in parts:
         small, at = _smallest_of(case, b, part, failing, prefer)
-        finding = _in_region(case, part, small, at, one.words)
+        finding = _in_region(case, part, small, at, one.cause)
         if finding.example is not None:
             break
     also = tuple(other.place for other in parts if other is not part)
     finding = replace(finding, also=also)
     if one.kind != "stop-gradient":
         return [finding]
-    lost = fail("stop-gradient", "", cause=one.words, place=parts[0].place)
+    lost = fail("stop-gradient", "", cause=one.cause, place=parts[0].place)
     return [finding, lost]
 
 
 def _in_region(
-    case: Case, part: Region, small: Rollouts, at: tuple[int, int], why: str
+    case: Case, part: Region, small: Rollouts, at: tuple[int, int], why: Cause
 ) -> Finding:
     """The finding of a region, shown by this token of its smallest batch."""
     place = replace(part.place, numbers=token_numbers(case, small, at))
@@ -318,7 +318,7 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
             place = Place(sign, numbers=ratios, remark=f"in random batch {n}")
             expected, found = numbers(case, b, i, t)
             said = Number(found, "weight", _alone(case, b, i, t))
-            why = one.words if one else ""
+            why = one.cause if one else Cause()
             return [
                 fail("gradient", "", expected, said, example(case, b), why, place=place)
             ]
@@ -361,6 +361,7 @@ def on_policy(case: Case) -> list[Finding]:
     k = fault(
         f"every weight is {case.k:.5g} times what it should be",
         "rounding",
+        id="weights-scaled",
         scale=lambda b: case.k,
     )
     every = (
@@ -369,7 +370,7 @@ def on_policy(case: Case) -> list[Finding]:
         and bool(case.off(b, scaled).max() <= 10 * case.tol)
     )
     why = next(
-        filter(None, (confirmed(case, one) for one in two_gradients(case, b))), ""
+        filter(None, (confirmed(case, one) for one in two_gradients(case, b))), Cause()
     )
     if not why and every:  # many rows, too: a factor may be that of a small batch
         why = confirmed(case, k, case.grid(edges=OFF_EDGES))
@@ -434,7 +435,9 @@ def aggregation(case: Case) -> list[Finding]:
 
     # of the response's ratio: at 1 it looks the same
     power = case.o.one_adv and "gradient" in case.failed
-    why = case.agg if not power and everywhere(case, aggregated, b) else ""
+    why = Cause()
+    if not power and everywhere(case, aggregated, b):
+        why = Cause(case.agg, (aggregation_id(case.agg),))
     return [fail("aggregation", text, expected, found, example(case, small), why)]
 
 

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of docs/faults.md: every known fault by its id, in words, and of what it is
+one.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+
+import upref
+from upref.kl import ESTIMATORS
+from upref.step import causes, normalizers
+from upref.step.case import built, meant
+from upref.step.families import tiny
+from upref.step.forwards import others
+from upref.step.reference import TorchModel
+from upref.step.scores import quick
+from upref.step.weights import Tokens
+from upref.user_code.logprobs import Problem
+from upref.verify.faults import known
+from upref.verify.finding import Cause
+from upref_course.grader import exercises
+
+# bounds at which a wrong loss is seen to change, on both sides of a ratio of 1
+BOUNDS = [0.8, 1.28, 3.0]
+OTHER = "other-objective-"  # then the name of the objective that a loss is
+KINDS = ("loss", "advantages", "KL", "log-probs", "step", "course")
+
+
+def faults() -> Iterator[tuple[str, str, Cause]]:
+    """A kind of function, the objective or exercise, and a fault of it."""
+    for name in upref.names():
+        o = upref.get(name)
+        hp = o.resolve({}) | ({"beta": 0.1} if o.kl in ESTIMATORS else {})
+        for fault in known("losses", o, hp, BOUNDS):
+            yield "loss", name, fault.cause
+    for fault in known("advantages"):
+        yield "advantages", "", fault.cause
+    for fault in known("kl"):
+        yield "KL", "", fault.cause
+    for columns in (19, 300):  # less than a tile, and more
+        tokens = torch.arange(10) % columns
+        problem = Problem(torch.zeros(10, columns), None, tokens)
+        for fault in known("logprobs", problem):
+            yield "log-probs", "", fault.cause
+    for cause in _of_steps():
+        yield "step", "", cause
+    for exercise in exercises():
+        for fault in exercise.faults:
+            yield "course", exercise.slug, fault.cause
+
+
+def _of_steps() -> Iterator[Cause]:
+    """Of the forward pass, of the tokens' weights, and of the responses' factors."""
+    model = TorchModel(tiny("qwen3"))
+    goal = meant("gspo", {}, 0.7, beta=0.1)
+    case = built(model, goal, None, ())
+    right, b = case.forward, case.b.widened()
+    for variants in (quick, others):
+        yield from (fault.cause for fault in variants(right))
+    lp = right.statistics()[0].detach()
+    lp = torch.nn.functional.pad(lp, (0, b.mask.shape[1] - lp.shape[1]))
+    w = Tokens(goal, case.rows, b, lp, lp, [], lp, lp)
+    hp = goal.hp | {"beta": goal.beta}
+    yield from (fault.cause for fault in causes._faults(w, hp))
+    k = torch.ones(len(case.rows), dtype=torch.float64)
+    yield from (
+        cause for cause, _ in normalizers.aggregations(goal, case.rows, case.b, k, [])
+    )
+
+
+def table() -> str:
+    """Return the rows of the page, sorted by id."""
+    words: dict[str, str] = {}
+    of: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for kind, name, cause in faults():
+        for id in cause.ids:
+            if not id.startswith(OTHER):
+                of[id][kind].add(name)
+        if len(cause.ids) == 1:
+            words.setdefault(cause.ids[0], cause.words)
+    number = len(upref.names())
+    lines = ["| id | for example | of |", "|---|---|---|"]
+    for id in sorted(of):
+        kinds = [_where(kind, of[id][kind], number) for kind in KINDS if of[id][kind]]
+        example = words.get(id, "").replace("|", "\\|")
+        lines.append(f"| `{id}` | {example} | {', '.join(kinds)} |")
+    return "\n".join(lines)
+
+
+def _where(kind: str, names: set[str], number: int) -> str:
+    """A kind of function, and of how many objectives it is a fault."""
+    if kind != "loss" or len(names) == number:
+        return kind
+    return f"loss ({len(names)} of {number})"
