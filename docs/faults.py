@@ -63,7 +63,7 @@ def _of_steps() -> Iterator[Cause]:
     lp = torch.nn.functional.pad(lp, (0, b.mask.shape[1] - lp.shape[1]))
     w = Tokens(goal, case.rows, b, lp, lp, [], lp, lp)
     hp = goal.hp | {"beta": goal.beta}
-    yield from (fault.cause for fault in causes._faults(w, hp))
+    yield from (fault.cause for fault in causes.token_faults(w, hp))
     k = torch.ones(len(case.rows), dtype=torch.float64)
     yield from (
         cause for cause, _ in normalizers.aggregations(goal, case.rows, case.b, k, [])

@@ -15,7 +15,7 @@ from upref.step.families import tiny
 from upref_course.grader import exercises
 from upref_course.verdict import judged
 
-PART = re.compile(r"-?\d+(\.\d+)?(e[-+]?\d+)?")
+PART = re.compile(r"(?<!\w)-?\d+(\.\d+)?(e[-+]?\d+)?")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_step_a_function_and_a_lesson_name_a_forgotten_temperature_by_one_id()
             logits = model(ids).logits[0, -n - 1 : -1].double()
             lp = logits.log_softmax(-1).gather(-1, ids[0, -n:, None])[:, 0]
             r = (lp - torch.tensor(row.old).double()).exp()
-            A = torch.as_tensor(row.advantages).double()
+            A = torch.as_tensor(row.adv).double()
             J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
             total = total + (J * torch.tensor(row.trains)).sum()
         (-total / sum(sum(row.trains) for row in rows)).backward()

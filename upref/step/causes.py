@@ -42,7 +42,7 @@ def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
     among: a cause; faults that it does not name are not tried.
     """
     hp = w.goal.hp | ({"beta": w.goal.beta} if w.goal.o.kl else {})
-    for one in _faults(w, hp):
+    for one in token_faults(w, hp):
         if not is_named(one, among):
             continue
         unit, mask = _unit(w, one, hp)
@@ -83,7 +83,7 @@ def _put(
     )
 
 
-def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
+def token_faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
     """One fault each, or none, the right one first."""
     r, o, goal, at = w.rollouts(), w.goal.o, w.goal, torch.arange(w.here.shape[1])
     off, last = (
