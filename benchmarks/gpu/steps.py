@@ -159,26 +159,40 @@ def in_tf32(step: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def main(place: Place) -> None:
+PARTS = 8  # processes: one a model, and one for what is recorded
+
+
+def main(place: Place, which: str) -> None:
+    """Check the steps of one model, or what is recorded and read off."""
     torch.manual_seed(SEED)
-    for model_name, (make, steps) in rows_of(place.device).items():
-        for name, right, step in steps:
-            with place.row(part="check_step", model=model_name, step=name) as row:
-                row |= {"right": right}
-                before = torch.get_float32_matmul_precision()
-                if getattr(step, "tf32", False):
-                    torch.set_float32_matmul_precision("high")
-                try:
-                    report = upref.check_step(step, make(place), "dapo", temperature=T)
-                finally:
-                    torch.set_float32_matmul_precision(before)
-                row |= told(report)
+    models = [*rows_of(place.device).items()]
+    if int(which) < len(models):
+        name, (make, steps) = models[int(which)]
+        checked(place, name, make, steps)
+        return
     with place.row(part="TF32", model="GRU, cuDNN", step="right") as row:
         row |= {"error": tf32_error(place)}
     recorded(place)
     with place.row(part="identify_step", model="Qwen3, float32", step="right") as row:
         found = upref.identify_step(dapo, qwen3(place), temperature=T)
         row |= {"right": True, "agrees": "dapo" in str(found), "text": str(found)}
+
+
+def checked(
+    place: Place, model_name: str, make: Callable[[Place], nn.Module], steps: Steps
+) -> None:
+    """Check these steps of one model."""
+    for name, right, step in steps:
+        with place.row(part="check_step", model=model_name, step=name) as row:
+            row |= {"right": right}
+            before = torch.get_float32_matmul_precision()
+            if getattr(step, "tf32", False):
+                torch.set_float32_matmul_precision("high")
+            try:
+                report = upref.check_step(step, make(place), "dapo", temperature=T)
+            finally:
+                torch.set_float32_matmul_precision(before)
+            row |= told(report)
 
 
 def told(report: Any) -> dict[str, Any]:

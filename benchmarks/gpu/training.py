@@ -33,7 +33,6 @@ TRIAL = {
 DIGITS, EVERY = 4, 64  # answers; one word of so many is a boxed digit
 TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 SAVE = 4  # steps between checkpoints: after the first generation
-ENDS_AT = 6  # the step at which the process is killed
 
 
 def make_model(folder: Path, small: bool, device: str) -> None:
@@ -122,9 +121,15 @@ def on_cpu() -> None:
     sizes.gpu_bytes = lambda: 80e9
     sizes.RESPONSES, sizes.LONGEST = 32, 12
     train.BATCH["max_completion_length"] = 12
-    made: Any = trl.GRPOConfig
+
+    class OnCpu(trl.GRPOConfig):
+        """What train.py asks for, on the CPU."""
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named | {"use_cpu": True})
+
     sizes = trl
-    sizes.GRPOConfig = lambda *given, **named: made(*given, **named | {"use_cpu": True})
+    sizes.GRPOConfig = OnCpu
 
 
 @contextlib.contextmanager
@@ -164,7 +169,7 @@ def main(place: Place) -> None:
         make_data(folder)
     estimate(place, folder)
     with place.row(run="up_dapo, killed") as row:
-        row |= go(place, folder, "up_dapo", 8, "first", ENDS_AT)
+        row |= go(place, folder, "up_dapo", 8, "first", SAVE)
     with place.row(run="up_dapo, the same command again") as row:
         row |= go(place, folder, "up_dapo", 8, "again")
     with place.row(run="dapo") as row:
@@ -201,8 +206,8 @@ def go(
     called: str,
     ends_at: int = 0,
 ) -> dict[str, Any]:
-    """Start the run, kill it after step `ends_at` if that is above 0, and read what it
-    left.
+    """Start the run, kill it after its checkpoint `ends_at` if that is above 0, and read
+    what it left.
     """
     phases = folder / f"phases-{called}.jsonl"
     command = [
@@ -215,7 +220,9 @@ def go(
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
-                if ends_at and any(r["step"] >= ends_at for r in steps_of(run)):
+                whole = run / f"checkpoint-{ends_at}" / "trainer_state.json"
+                if ends_at and whole.exists():
+                    time.sleep(2)  # it generates the next batch
                     process.kill()
                 time.sleep(0.2)
         finally:
