@@ -12,6 +12,7 @@ eps, eps_low, eps_high, c, beta    clip bounds, dual-clip constant, KL coefficie
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields as fields_of, replace
 from functools import cached_property
 from typing import Any, get_args
@@ -231,8 +232,57 @@ class Rollouts:
 
     def rows(self, i: Tensor, totals: Totals) -> "Rollouts":
         """These rows of the mini-batch that the totals count."""
-        cut = {k: v[i] for k, v in vars(self).items() if isinstance(v, Tensor)}
+        cut = {name: x[i] for name, x in self.tensors().items()}
         return replace(self, **cut, totals=totals.rows(i))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields that hold a tensor, by name: all but None and the totals."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: x for name, x in fields.items() if isinstance(x, Tensor)}
+
+    def map(self, change: Callable[[str, Tensor], Tensor]) -> "Rollouts":
+        """Return a batch of other tensors, without totals.
+
+        Args:
+            change: what becomes of a field, from its name and its tensor.
+
+        Raises:
+            InputError: the tensors are no batch.
+        """
+        changed = {name: change(name, x) for name, x in self.tensors().items()}
+        return replace(self, totals=None, **changed)
+
+    def floats(self, dtype: torch.dtype) -> "Rollouts":
+        """Return the same batch with every floating-point tensor in this dtype."""
+        cast = {
+            name: x.to(dtype)
+            for name, x in self.tensors().items()
+            if x.is_floating_point()
+        }
+        return self.but(**cast)
+
+    def take(
+        self,
+        rows: Sequence[int] | slice | Tensor,
+        columns: Sequence[int] | None = None,
+    ) -> "Rollouts":
+        """Return some rows, and some columns of them, as a batch of its own.
+
+        Args:
+            rows: numbers of responses; some may be taken twice.
+            columns: numbers of tokens; None: all.
+
+        Raises:
+            InputError: they are no batch, such as a response without a token.
+        """
+
+        def cut(name: str, x: Tensor) -> Tensor:
+            """The part of one field, [B], [B, 1] or [B, T]."""
+            part = x[rows]
+            whole = columns is None or part.ndim == 1 or part.shape[1] == 1
+            return part if whole else part[:, columns]
+
+        return self.map(cut)
 
 
 def per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:

@@ -206,3 +206,34 @@ def _cpu_seconds(f):
     start = time.thread_time()
     f()
     return time.thread_time() - start
+
+
+def test_rows_and_columns_are_taken_as_a_batch_of_their_own():
+    lp = -torch.arange(1.0, 13).reshape(3, 4)
+    group = torch.tensor([5, 5, 7])
+    A = torch.tensor([[1.0], [2.0], [3.0]])
+    b = upref.Rollouts(lp, lp, A, torch.ones(3, 4).bool(), totals=None)
+    part = b.but(group=group).take([1, 0], [0, 3])
+    assert part.logp.tolist() == [[-5, -8], [-1, -4]]
+    assert part.adv.tolist() == [[2], [1]]  # one advantage for each response
+    assert part.group.tolist() == [5, 5]
+    assert b.take(slice(2)).logp.equal(lp[:2])
+    with pytest.raises(upref.InputError, match="no unmasked token"):
+        b.but(mask=torch.eye(3, 4).bool()).take([0, 1], [1])
+
+
+def test_floats_casts_numbers_and_nothing_else():
+    lp = -torch.ones(2, 3, dtype=torch.float64)
+    b = upref.Rollouts(lp, lp, lp, torch.ones(2, 3).bool(), entropy=-lp)
+    low = b.floats(torch.bfloat16)
+    assert {x.dtype for x in low.tensors().values()} == {torch.bfloat16, torch.bool}
+    assert set(low.tensors()) == {"logp", "logp_old", "adv", "mask", "entropy"}
+
+
+def test_a_changed_batch_is_checked_and_has_no_totals():
+    lp = -torch.ones(2, 3)
+    b = upref.Rollouts(lp, lp, lp, torch.ones(2, 3).bool())
+    part = b.split(2)[0]
+    assert part.map(lambda name, x: x).totals is None
+    with pytest.raises(upref.InputError, match="log-probabilities are never positive"):
+        b.map(lambda name, x: -x if name == "logp" else x)

@@ -93,9 +93,7 @@ def padding_is_inert(o):
     pad = lambda x: torch.nn.functional.pad(
         calm(x), (3, 2), value=-0.5 if x.is_floating_point() else 0
     )
-    wide = replace(
-        b, **{k: pad(v) for k in (*FLOATS, "mask") if (v := getattr(b, k)) is not None}
-    )
+    wide = b.map(lambda name, x: x if name == "group" else pad(x))
     close(grad(o, wide)[:, 3:-2], grad(o, b))
 
 
@@ -103,15 +101,7 @@ def padding_is_inert(o):
 def rows_commute(o):
     b = batch(o, edges=OFF_EDGES)
     i = torch.randperm(len(b.mask), generator=torch.Generator().manual_seed(1))
-    moved = replace(
-        b,
-        **{
-            k: v[i]
-            for k in (*FLOATS, "mask", "group")
-            if (v := getattr(b, k)) is not None
-        },
-    )
-    close(grad(o, moved), grad(o, b)[i])
+    close(grad(o, b.take(i)), grad(o, b)[i])
 
 
 @law
@@ -280,9 +270,7 @@ def ratio(o, b):
 
 
 def widened(b):
-    return replace(
-        b, **{k: v.double() for k in FLOATS if (v := getattr(b, k)) is not None}
-    )
+    return b.floats(torch.float64)
 
 
 def extreme_batch(o, dtype):

@@ -31,7 +31,7 @@ from upref import Rollouts
 from upref.user_code import read
 from upref.verify.factors import declared_aggregation
 from upref.verify.finding import Number
-from upref.verify.measure import FLOATS, make_case
+from upref.verify.measure import make_case
 from upref.verify.oracles.batches import SCALES
 from upref.verify.shrink import cut
 
@@ -104,13 +104,6 @@ def numbers_on(one, b, g, unit, remark):
     return g, None
 
 
-def in_dtype(b, dtype):
-    """The batch with its floating-point tensors in this dtype."""
-    tensors = {name: getattr(b, name) for name in FLOATS}
-    present = {name: x for name, x in tensors.items() if x is not None}
-    return b.but(**{name: x.to(dtype) for name, x in present.items()})
-
-
 def near(x, value):
     """Where the tensor has the number that a report prints, with six digits of it."""
     return torch.isclose(x, torch.full_like(x, value), 2e-5, 1e-9, equal_nan=True)
@@ -126,9 +119,9 @@ def strangers(case, report) -> list[str]:
         if "\nb = " not in f"\n{f.batch}" or not isinstance(f.expected, Number):
             continue
         exec(f.batch, space := {"upref": upref, "torch": torch})
-        b = in_dtype(space["b"], torch.float64)
+        b = space["b"].floats(torch.float64)
         is_single = "in float32" in f.batch
-        given = in_dtype(b, torch.float32) if is_single else space["b"]
+        given = b.floats(torch.float32) if is_single else space["b"]
         g = one.gradient(given).double()
         right, found = numbers_on(one, b, g, f.expected.unit, f.expected.remark)
         hit = near(right, f.expected.value)

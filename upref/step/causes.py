@@ -435,9 +435,7 @@ def _unit(w: Tokens, one: LossFault, hp: dict) -> tuple[Tensor, Tensor]:
     try:
         b = one.change.view(b)
         live = b.mask.any(1)
-        some = b.but(
-            **{k: v[live] for k, v in vars(b).items() if isinstance(v, Tensor)}
-        )
+        some = b.but(**{name: x[live] for name, x in b.tensors().items()})
         x[live] = (
             replace(one.change, view=lambda b: b).weights(w.goal.o, hp, some)
             * w.goal.scale

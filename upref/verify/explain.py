@@ -316,9 +316,7 @@ def reproduces(
     faults: Iterable[LossFault], case: Case, b: Rollouts, found: Tensor, use: Tensor
 ) -> LossFault | None:
     """The first that agrees on all used tokens."""
-    fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy", "logp_sampler")
-    rows = {k: v[:FEW] for k in fields if (v := getattr(b, k)) is not None}
-    small, use = replace(b, group=None, totals=None, **rows), use & ~case.rounded(b)
+    small, use = b.but(group=None).take(slice(FEW)), use & ~case.rounded(b)
 
     def fits_few(one: LossFault) -> bool:
         """Whether it agrees on the first rows, which cost little, or needs them all."""

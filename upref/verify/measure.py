@@ -42,7 +42,6 @@ EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5
 # times the log-ratio of the batch's sampler: beyond usual caps and vetoes
 FAR_SAMPLER = 6
 ROUND = 2e-7  # of a log-probability in float32, relative
-FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
 
 
 def unit_weights(o: Objective, b: Rollouts, hp: dict[str, Any]) -> Tensor:
@@ -237,10 +236,8 @@ class Case:
         """
         one = replace(self)
         one.in_float32()
-        low = b.but(
-            **{k: v.float() for k in FLOATS if (v := getattr(b, k)) is not None}
-        )
-        return one, one.gradient(low).double() / one.factors(b)
+        found = one.gradient(b.floats(torch.float32)).double()
+        return one, found / one.factors(b)
 
     def in_float32(self):
         """From here on it is compared as what computes in float32."""

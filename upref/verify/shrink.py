@@ -13,11 +13,10 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.factors import declared_aggregation
 from upref.verify.finding import Example
-from upref.verify.measure import FLOATS, Case
+from upref.verify.measure import Case
 from upref.verify.render import GRADIENT_DIGITS, digits_apart
 
 MOST_SLOTS = 160  # of a batch that is printed
-PER_TOKEN = (*FLOATS, "mask")
 READ = ("logp_ref", "entropy", "logp_sampler")  # printed where the loss reads them
 
 
@@ -103,22 +102,19 @@ def cut(b: Rollouts, rows: list[int], columns: list[int] | None) -> Rollouts | N
     """These rows and columns; None where they are no batch."""
     if not rows or columns == []:
         return None
-    change = {}
-    for name in PER_TOKEN:
-        x = getattr(b, name)
-        if x is not None:
-            change[name] = (
-                x[rows] if columns is None or x.shape[1] == 1 else x[rows][:, columns]
-            )
-    group = None if b.group is None else b.group[rows]
-    return _try(b, **change, group=group, totals=None)
+    try:
+        return b.take(rows, columns)
+    except InputError:
+        return None
 
 
 def _rounded(b: Rollouts, digits: int) -> Rollouts | None:
-    names = [n for n in PER_TOKEN if n != "mask" and getattr(b, n) is not None]
-    return _try(
-        b, **{n: (getattr(b, n) * 10**digits).round() / 10**digits for n in names}
-    )
+    rounded = {
+        name: (x * 10**digits).round() / 10**digits
+        for name, x in b.tensors().items()
+        if x.is_floating_point()
+    }
+    return _try(b, **rounded)
 
 
 def make_example(
@@ -182,13 +178,7 @@ def example(
         b: the batch, [B, T].
         dtype: of the numbers that the loss gets; None: as they are.
     """
-    low = (
-        b
-        if dtype is None
-        else b.but(
-            **{k: v.to(dtype) for k in FLOATS if (v := getattr(b, k)) is not None}
-        )
-    )
+    low = b if dtype is None else b.floats(dtype)
     try:
         right = case.expected(b) * case.factors(b, declared_aggregation(case.o))
         return make_example(low, right, case.gradient(low), case.loss.reads)

@@ -285,5 +285,5 @@ def _rows(b: Rollouts, i: Tensor) -> Rollouts:
     """These rows as a batch of their own, with totals of their own."""
     return b.but(
         totals=None,
-        **{name: x[i] for name, x in vars(b).items() if isinstance(x, Tensor)},
+        **{name: x[i] for name, x in b.tensors().items()},
     )

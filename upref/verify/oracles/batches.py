@@ -20,7 +20,7 @@ from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.oracles.unusual import beyond_range, groups
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import PER_TOKEN, example, make_example, shrink, worst
+from upref.verify.shrink import example, make_example, shrink, worst
 from upref.weights.batches import CLAMPS, on_policy_batch
 from upref.weights.curve import single_token_batch
 
@@ -223,11 +223,8 @@ def _single(case: Case) -> Iterator[tuple[str, Rollouts]]:
                 n % len(every.mask),
                 every.mask[n % len(every.mask)].nonzero().max() + 2,
             )
-            row = {
-                k: v[i : i + 1, :t]
-                for k in PER_TOKEN
-                if (v := getattr(every, k)) is not None
-            }
+            fields = every.but(group=None).tensors()
+            row = {name: x[i : i + 1, :t] for name, x in fields.items()}
             if n % 4 == 1 and not case.one_adv:
                 row["adv"] = row["adv"] * (torch.arange(row["adv"].shape[1]) % 13 == 0)
             group = (

@@ -35,24 +35,6 @@ SIZE_DIVIDED_OUT = Cause(
     "the size of A has no effect: it is divided out", ("advantage-size-divided-out",)
 )
 SQUARED = Cause("A enters squared", ("advantage-squared",))
-FIELDS = (
-    "logp",
-    "logp_old",
-    "adv",
-    "mask",
-    "group",
-    "logp_ref",
-    "entropy",
-    "logp_sampler",
-)
-
-
-def regroup(b: Rollouts, f: Callable[[str, Tensor], Tensor]) -> Rollouts:
-    return replace(
-        b,
-        totals=None,
-        **{k: f(k, v) for k in FIELDS if (v := getattr(b, k)) is not None},
-    )
 
 
 def moved(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
@@ -171,7 +153,7 @@ def _widened(b: Rollouts, left: int, right: int = 0) -> Rollouts:
             x, (left, right), value=-0.7 if x.is_floating_point() else 0
         )
 
-    return regroup(b, pad)
+    return b.map(pad)
 
 
 def _reads_first_column(case: Case, left: int) -> bool:
@@ -202,9 +184,7 @@ def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
         return []
 
     def longer(c: Rollouts) -> tuple[Tensor, Tensor]:
-        rows = {
-            k: torch.cat([v, v[:1]]) for k in FIELDS if (v := getattr(c, k)) is not None
-        }
+        rows = {name: torch.cat([x, x[:1]]) for name, x in c.tensors().items()}
         rows["mask"][-1] = False
         # Rollouts itself refuses such a row
         return case.both(Rollouts.unchecked(**rows))
@@ -329,7 +309,7 @@ def _changes(
 
 
 def _moves(case: Case, b: Rollouts, i: Tensor) -> bool:
-    there = case.gradient(regroup(b, lambda k, v: v[i]))
+    there = case.gradient(b.take(i))
     return bool(moved(there, case.gradient(b)[i], b.mask[i], slack(case)).max() > 0)
 
 
@@ -346,7 +326,7 @@ def permutation(case: Case) -> list[Finding]:
         return []
     small = shrink(b, lambda c: _moves(case, c, order(len(c.mask))))
     rows = order(len(small.mask))
-    turned = regroup(small, lambda k, v: v[rows])
+    turned = small.take(rows)
     batch = make_example(
         turned, case.gradient(small)[rows], case.gradient(turned), case.loss.reads
     )

@@ -13,7 +13,7 @@ from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed
 from upref.verify.faults.losses import clamp_faults
 from upref.verify.finding import Cause, Place
-from upref.verify.measure import FLOATS, HABIT, Case
+from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import off_bounds
 from upref.verify.report import UNKNOWN, Finding, fail, note
@@ -49,9 +49,7 @@ def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
     for ratios and tokens that no sampler can produce, which is where exp(log r)
     overflows float32 and exp(log π_old) leaves it."""
     wide, short = case.ready(overflowing()), str(dtype).removeprefix("torch.")
-    low = replace(
-        wide, **{k: v.to(dtype) for k in FLOATS if (v := getattr(wide, k)) is not None}
-    )
+    low = wide.floats(dtype)
     try:
         g = case.gradient(low).double()
     except InputError as e:
@@ -121,9 +119,7 @@ class Extremes:
 
 def _extremes(case: Case, low: Rollouts, g: Tensor) -> Extremes:
     """g: the gradient of the loss on this batch, whose numbers may be of any dtype."""
-    b = replace(
-        low, **{k: v.double() for k in FLOATS if (v := getattr(low, k)) is not None}
-    )
+    b = low.floats(torch.float64)
     expected, found, dtype = case.expected(b), g / case.factors(b), low.logp.dtype
     log_r, A, room = b.logp - b.logp_old, b.adv.expand_as(b.logp), _room(case, dtype)
     # some write a geometric mean as the root of a product
@@ -196,10 +192,7 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) -> s
             found = case.gradient(one).double() / case.factors(one)
         except InputError:
             return False
-        wide = replace(
-            one, **{k: v.double() for k in FLOATS if (v := getattr(one, k)) is not None}
-        )
-        want = case.expected(wide)
+        want = case.expected(one.floats(torch.float64))
         near = 0.05 * max(abs(A), float(want.abs().max())) + _room(case, dtype)
         return bool((found - want).abs().max() <= near)
 

@@ -21,7 +21,7 @@ from upref.verify.measure import EXACT, Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import PER_TOKEN, cut, make_example, shrink, worst
+from upref.verify.shrink import cut, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
 FIXED = ("logp_old", "adv", "logp_ref")  # what no gradient is to flow into
@@ -354,11 +354,7 @@ def _some(b: Rollouts, differ: Tensor) -> list[Rollouts]:
         for c in (*tokens, *(cut(b, rows[:n], None) for n in (2, 3, 5, 70)))
         if c is not None
     ]
-    wide = {
-        k: torch.cat([v] * 9, 1)
-        for k in PER_TOKEN
-        if (v := getattr(some[-1], k)) is not None
-    }
+    wide = {name: torch.cat([x] * 9, 1) for name, x in some[-1].tensors().items()}
     return [*some, some[-1].but(**wide, totals=None)]
 
 
