@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import upref
+import upref.weights.curve
 from upref.aggregation import aggregate
 from upref.cli import main
 from upref.errors import InputError

@@ -16,7 +16,7 @@ calls backward on it trains with the sum.
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from upref import catalog, plugins
@@ -71,6 +71,23 @@ def read(
     )
 
 
+@dataclass(frozen=True)
+class Target:
+    """What is to be read as a Loss, and what it is compared with.
+
+    Attributes:
+        name: for messages.
+        value: the object that the user's name stands for, or that was passed.
+        o: the objective.
+        hp: its hyperparameters, as the user gave them.
+    """
+
+    name: str
+    value: Any
+    o: Objective
+    hp: dict[str, Any]
+
+
 def from_signature(
     loss: Any, o: Objective, hp: dict[str, Any], alone: bool = False
 ) -> Loss:
@@ -79,40 +96,82 @@ def from_signature(
     alone: nothing else runs in this process, so that the imports of a framework may
     restrict those that follow.
     """
-    name = name_of(loss)
-    if isinstance(loss, str):
-        framework, _, mode = loss.partition(":")
-        if (
-            mode.partition(",")[0].endswith("@matched")
-            and o.name == no_objective().name
-        ):
-            raise InputError(
-                f"{loss} is matched to no objective here: name the loss as shipped, and its fields."
-            )
-        if known := plugins.provider(framework):
-            if known.needs_process(framework) and not alone:
-                how = f"its losses need a process of their own: `upref check {loss} --as NAME`"
-                raise InputError(f"{framework} is not imported here, {how}.")
-            loss = known.find(loss, o, hp)
-        else:
-            loss = _loaded(loss, framework) if ":" in loss else _named(loss)
-    if isinstance(loss, Loss):
-        return loss
-    if isinstance(loss, Objective):
-        return _objective(loss, o, hp)
+    value = resolve(loss, o, hp, alone) if isinstance(loss, str) else loss
+    target = Target(name_of(loss), value, o, hp)
+    found = (read_kind(target) for read_kind in READERS)
+    return next(one for one in found if one is not None)
+
+
+def resolve(name: str, o: Objective, hp: dict[str, Any], alone: bool = False) -> Any:
+    """Return what a name stands for: a Loss, an Objective, a function or another object.
+
+    Args:
+        name: FRAMEWORK:LOSS, FILE.py:FUNCTION, MODULE:FUNCTION or an objective.
+        o: what it is compared with.
+        hp: the hyperparameters of that.
+        alone: as of `from_signature`.
+
+    Raises:
+        InputError: nothing has this name.
+    """
+    framework, _, mode = name.partition(":")
+    is_matched = mode.partition(",")[0].endswith("@matched")
+    if is_matched and o.name == no_objective().name:
+        raise InputError(
+            f"{name} is matched to no objective here: name the loss as shipped, and its fields."
+        )
+    if known := plugins.provider(framework):
+        if known.needs_process(framework) and not alone:
+            how = f"its losses need a process of their own: `upref check {name} --as NAME`"
+            raise InputError(f"{framework} is not imported here, {how}.")
+        return known.find(name, o, hp)
+    return _loaded(name, framework) if ":" in name else _named(name)
+
+
+# ---- the kinds of objects: each reader returns None for those of other kinds ---------
+def _read_loss(target: Target) -> Loss | None:
+    return target.value if isinstance(target.value, Loss) else None
+
+
+def _read_objective(target: Target) -> Loss | None:
+    if not isinstance(target.value, Objective):
+        return None
+    return _objective(target.value, target.o, target.hp)
+
+
+def _read_object_of_framework(target: Target) -> Loss | None:
+    """Such as a trainer's class, which an installed package knows."""
     for known in plugins.frameworks():
-        if found := known.recognize(name, loss, o, hp):
-            return found
-    if isinstance(loss, type):
-        made = f"`loss = {name.rpartition(':')[2]}(...)` with its settings"
+        loss = known.recognize(target.name, target.value, target.o, target.hp)
+        if loss is not None:
+            return loss
+    return None
+
+
+def _refuse_class(target: Target) -> Loss | None:
+    if not isinstance(target.value, type):
+        return None
+    made = f"`loss = {target.name.rpartition(':')[2]}(...)` with its settings"
+    raise InputError(
+        f"{target.name} is a class: construct an instance, {made}, and check that. {WRAP_PAGE} shows how."
+    )
+
+
+def _read_function(target: Target) -> Loss:
+    if not callable(target.value):
         raise InputError(
-            f"{name} is a class: construct an instance, {made}, and check that. {WRAP_PAGE} shows how."
+            f"a loss is a function or its name, got {type(target.value).__name__}."
         )
-    if not callable(loss):
-        raise InputError(
-            f"a loss is a function or its name, got {type(loss).__name__}."
-        )
-    return _plain(name, loss, o, hp)
+    return _plain(target.name, target.value, target.o, target.hp)
+
+
+READERS: tuple[Callable[[Target], Loss | None], ...] = (
+    _read_loss,
+    _read_objective,
+    _read_object_of_framework,
+    _refuse_class,
+    _read_function,
+)
 
 
 def _loaded(name: str, framework: str) -> Any:
