@@ -69,7 +69,7 @@ def page(a: dict[str, Any], entries: list[Entry]) -> str:
         "",
     ]
     out += [
-        "| what | compared with | verdict | why, and where: with that repaired -> as it is |",
+        "| what | compared with | verdict | what differs [where: weight expected -> found] |",
         "|---|---|---|---|",
     ]
     for r in a["rows"]:

@@ -12,12 +12,13 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 from docs import framework_pages as frameworks
-from docs.site import api, derivations, objectives
+from docs.site import api, derivations, objectives, prose
 
 ROOT = Path(__file__).parents[2]
 NAMED = {
@@ -147,15 +148,7 @@ class Gathering:
         """Its links, those outside of fenced blocks, turned to where they lead in the
         site.
         """
-        out, at = [], 0
-        for fence in FENCED.finditer(text):
-            code = not fence[0].startswith(":") and not re.match(
-                r"`+\{(?!code|literal)", fence[0]
-            )
-            out.append(self._links(text[at : fence.start()], folder, name))
-            out.append(fence[0] if code else self._links(fence[0], folder, name))
-            at = fence.end()
-        return "".join([*out, self._links(text[at:], folder, name)])
+        return outside_code(text, lambda part: self._links(part, folder, name))
 
     def _links(self, text: str, folder: Path, name: str) -> str:
         def turn(m: re.Match) -> str:
@@ -216,9 +209,24 @@ class Gathering:
 
     def write(self):
         for name, text in self.texts.items():
+            if not name.startswith("files/"):
+                text = outside_code(text, prose.typeset)
             file = self.source / f"{name}.md"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
+
+
+def outside_code(text: str, change: Callable[[str], str]) -> str:
+    """The text with a change of all but its blocks of code."""
+    out, at = [], 0
+    for fence in FENCED.finditer(text):
+        code = not fence[0].startswith(":") and not re.match(
+            r"`+\{(?!code|literal)", fence[0]
+        )
+        out.append(change(text[at : fence.start()]))
+        out.append(fence[0] if code else change(fence[0]))
+        at = fence.end()
+    return "".join([*out, change(text[at:])])
 
 
 def sections(texts: dict[str, str]):
@@ -299,11 +307,7 @@ def gather(source: Path):
             g.page(page)
     g.texts |= frameworks.pages()
     own = objectives.pages(source)
-    linked = re.compile(r"^\| `(\w+)` \|", re.M)
-    entry = lambda m: (
-        f"| [`{m[1]}`](objectives/{m[1]}.md) {objectives.ABOUT[m[1]][0]} |"
-    )
-    g.texts["objectives"] = linked.sub(entry, g.texts["objectives"])
+    g.texts["objectives"] = objectives.listed(g.texts["objectives"])
     g.texts |= own | api.pages() | derivations.pages(g.texts["derivations"])
     g.texts["start"] = re.sub(r"\A# upref\n", "# Start here\n", g.texts["start"])
     sections(g.texts)

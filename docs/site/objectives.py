@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from docs.site import tex
+from docs.site.prose import papers
 from repro.mini.study import curves, results
 from upref.cli.show import _source, bib_entry
 from upref.derivation import derive
@@ -39,7 +40,7 @@ def pages(source: Path) -> dict[str, str]:
 def page(o: Objective, folder: Path) -> str:
     called, about = ABOUT[o.name]
     parts = [
-        f"# {o.name}\n\n**{called}.** {about}\n\n{_paper(o)}",
+        f"# {called}\n\n{_thumb(o, folder)}{about} Its name in upref is `{o.name}`.\n\n{_paper(o)}",
         tex.block(tex.equation(o.equation)),
         _facts(o),
     ]
@@ -63,23 +64,91 @@ def page(o: Objective, folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+# ---- the list --------------------------------------------------------------------
+ROW = re.compile(r"^\| `(\w+)` \|.*\| ([^|]*) \| ([^|]*) \|$")
+HEAD = "| name | J | level | aggregation | paper | trainers |"
+
+
+def listed(text: str) -> str:
+    """The page of all objectives with names, formulas and weights for its tables, those
+    in most trainers first.
+    """
+    out: list[str] = []
+    rows: list[tuple[int, str]] = []
+    for line in [*text.splitlines(), ""]:
+        row = ROW.match(line)
+        if row:
+            name, paper, trainers = row.groups()
+            rows.append((-int(trainers or 0), _entry(name, paper, trainers)))
+            continue
+        out += [entry for _, entry in sorted(rows, key=lambda row: row[0])]
+        rows.clear()
+        if line == HEAD:
+            line = "| objective | J | weight | paper | level | trainers |"
+        out.append(line)
+    return "\n".join(out)
+
+
+def _entry(name: str, paper: str, trainers: str) -> str:
+    """Its row: what people call it, its formula, its weight, its paper, its level."""
+    o = get(name)
+    called = ABOUT[name][0]
+    formula = tex.equation(o.equation).replace("|", r"\vert ")
+    math = rf"$\begin{{array}}{{l}} {formula} \end{{array}}$"
+    key, _, mark = paper.partition(" ")
+    thumb = _thumb(o, Path(), "objectives/")
+    link = f"[{called}](objectives/{name}.md) `{name}`"
+    row = [link, math, thumb.strip(), f"`{key}` {mark}".strip(), o.level, trainers]
+    return f"| {' | '.join(row)} |"
+
+
+SPAN = np.linspace(-1.6, 1.6, 65)  # of log r in a small picture
+TALLEST = 2.5  # |weight|
+
+
+@functools.cache
+def _small(o: Objective) -> str:
+    """The weight against log r, A = 1 above and A = -1 below, as a small SVG; "" where
+    no token has a weight by itself.
+    """
+    try:
+        curve = of(o)
+    except InputError:
+        return ""
+    lines = []
+    for A, color in ((1, plots.DOWN), (-1, plots.UP)):
+        weight = np.clip(curve(np.exp(SPAN) * 1.0001, A, 0.1), -TALLEST, TALLEST)
+        x, y = 60 + 35 * SPAN, 28 - 10 * weight
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+        lines.append(
+            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+        )
+    axes = '<path d="M2 28H118M60 2V54" stroke="#999999" stroke-width=".6"/>'
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="120" height="56" viewBox="0 0 120 56">'
+        f"{axes}{''.join(lines)}</svg>\n"
+    )
+
+
+def _thumb(o: Objective, folder: Path, before: str = "") -> str:
+    """The small picture, written into the folder where it has a name; "" if there is
+    none.
+    """
+    picture = _small(o)
+    if not picture:
+        return ""
+    if folder.name:
+        (folder / f"{o.name}-small.svg").write_text(picture, encoding="utf-8")
+    return f"![The weight of {o.name} against the ratio]({before}{o.name}-small.svg){{.small-weight}} "
+
+
 # ---- its parts -----------------------------------------------------------------------
 def _paper(o: Objective) -> str:
-    fields = dict(
-        line.strip().rstrip(",").split(" = ", 1)
-        for line in bib_entry(o.paper).splitlines()
-        if " = {" in line
-    )
-    title, url = (
-        fields.get(k, "").strip("{}").replace("{", "").replace("}", "")
-        for k in ("title", "url")
-    )
+    paper = papers().get(o.paper)
+    title = o.paper if paper is None else paper.title
+    shown = f"[{title}]({paper.url})" if paper and paper.url else title
     place = f"Eq. {o.eq}" if re.match(r"A?\d", o.eq) else o.eq
-    return (
-        f"[{title or o.paper}]({url}), {place}."
-        if url
-        else f"{title or o.paper}, {place}."
-    )
+    return f"{shown}, {place}."
 
 
 def _facts(o: Objective) -> str:

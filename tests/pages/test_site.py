@@ -51,6 +51,28 @@ def test_each_objective_is_introduced_in_words():
     assert all(called and about.endswith(".") for called, about in ABOUT.values())
 
 
+def test_indices_are_set_low_and_papers_have_names():
+    from docs.site.prose import papers, typeset
+
+    assert all(paper.authors and paper.year for paper in papers().values())
+    assert not [key for key, paper in papers().items() if paper.authors == key]
+    text = "# π_θ\nπ_θ(o_t), `π_θ`, $\\pi_θ$, [ε_low](a.md#ε_low), lp_old; `yu2025dapo`"
+    assert typeset(text) == (
+        "# π_θ\nπ<sub>θ</sub>(o<sub>t</sub>), `π_θ`, $\\pi_θ$, "
+        "[ε<sub>low</sub>](a.md#ε_low), lp_old; "
+        "[Yu et al. 2025](https://arxiv.org/abs/2503.14476)"
+    )
+
+
+def test_the_list_shows_names_formulas_and_weights(site):
+    text = (site / "objectives.html").read_text(encoding="utf-8")
+    rows = [row for row in text.split("<tr") if 'class="row-' in row][1:]
+    named = [row for row in rows if "objectives/" in row]
+    assert len(named) == len(names()) and "DAPO</span>" in named[0]
+    assert sum("small-weight" in row for row in named) > 40
+    assert "yu2025dapo" not in text and "Yu et al. 2025" in text
+
+
 def test_a_dead_link_is_seen(tmp_path):
     (tmp_path / "a.html").write_text(
         '<h1 id="here"></h1><a href="b.html"></a><a href="#there"></a><a href="#here"></a>'

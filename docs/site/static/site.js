@@ -1,6 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 const TABLES = 6000; // pixels of all tables of a page that a phone shows before their buttons
 const TABLE = 600; // and of one of them
+const PAGE = 12000; // pixels of a page on a phone; a longer one shows its sections folded
+
+// The address of a heading opens the subsection that it is in.
+function unfold() {
+  document.getElementById(decodeURIComponent(location.hash.slice(1)))?.closest("section")?.querySelector("details")?.setAttribute("open", "");
+}
+
+// Of a section its heading, its picture and its first paragraph stay; the rest is folded.
+function foldSection(section) {
+  const parts = section.matches("dl") ? [...section.querySelectorAll(":scope > dd > *")] : [...section.children];
+  const isHead = (part) => /^(SPAN|H[1-6])$/.test(part.tagName) || part.querySelector(":scope > img, :scope > a > img");
+  const body = parts.filter((part) => !isHead(part) && part.tagName !== "SECTION");
+  const rest = body[0]?.tagName === "P" ? body.slice(1) : body;
+  if (!rest.length) return;
+  const details = document.createElement("details");
+  details.append(Object.assign(document.createElement("summary"), { textContent: "more" }));
+  rest[0].before(details);
+  details.append(...rest);
+}
+
+// A page that is too long for a phone shows its subsections folded, and then its sections too.
+function foldSections() {
+  const article = document.querySelector(".bd-article");
+  for (const level of ["section section section, section > dl.py", "section section"]) {
+    if (!article || article.scrollHeight < PAGE) break;
+    [...article.querySelectorAll(level)].filter((section) => !section.querySelector("details")).forEach(foldSection);
+  }
+  unfold();
+  window.addEventListener("hashchange", unfold);
+}
 
 // On a phone a long table shows its first rows, and a button for the rest.
 function fold(table, _, all) {
@@ -41,13 +71,16 @@ window.addEventListener("load", async () => {
   // Each cell carries the heading of its column: for widths, and for the cards that a phone shows (site.css).
   for (const table of document.querySelectorAll(".bd-article table")) {
     const heads = [...table.querySelectorAll("thead th")].map((th) => th.textContent.trim());
-    if (heads.length >= 4) table.classList.add("cards");
+    if (heads.length >= 3) table.classList.add("cards");
     if (heads.length >= 8) table.classList.add("wide");
     for (const row of table.querySelectorAll("tbody tr")) {
       [...row.cells].forEach((cell, i) => cell.setAttribute("data-label", heads[i] ?? ""));
     }
   }
-  if (window.matchMedia("(max-width: 700px)").matches) document.querySelectorAll(".bd-article table").forEach(fold);
+  if (window.matchMedia("(max-width: 700px)").matches) {
+    document.querySelectorAll(".bd-article table").forEach(fold);
+    foldSections();
+  }
   // A list of settings in a table breaks after a comma or an underscore, so that its column leaves room for the others.
   for (const code of document.querySelectorAll("td code")) {
     if (code.textContent.length < 18) continue;

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running text as the site shows it: letters with their indices set low, and papers by
+their authors and year in place of keys of papers.bib.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+# what is left as it is: code, mathematics, targets of links, tags, headings, directives
+KEPT = (
+    r"`+[^`\n]+`+|\$\$.*?\$\$|\$[^$\n]+\$|\]\([^)\s]*\)|<[^>\n]+>|^#.*?$|^[:`]{3,}.*?$"
+)
+INDEXED = r"(?P<letter>[πεδτβoμ])_(?P<index>θ|old|low|high|ref|pos|neg|it|[ti])\b"
+FIELD = re.compile(r"^  (\w+) = \{(.*?)\},?\n(?=  \w+ = |\})", re.M | re.S)
+PATTERN = re.compile(rf"(?P<kept>{KEPT})|{INDEXED}", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What the site shows of an entry of papers.bib."""
+
+    authors: str
+    year: str
+    title: str
+    url: str
+
+    @property
+    def link(self) -> str:
+        """Its authors and year, with a link where there is an address."""
+        shown = f"{self.authors} {self.year}"
+        return f"[{shown}]({self.url})" if self.url else shown
+
+
+@cache
+def papers() -> dict[str, Paper]:
+    """Key -> paper, of papers.bib."""
+    text = resources.files("upref").joinpath("papers.bib").read_text(encoding="utf-8")
+    found = {}
+    for entry in text.split("\n@")[1:]:
+        key = entry.partition("{")[2].partition(",")[0]
+        fields = dict(FIELD.findall(entry))
+        plain = {
+            name: " ".join(re.sub(r"[{}]", "", value).split())
+            for name, value in fields.items()
+        }
+        found[key] = Paper(
+            _short(plain.get("author", key)),
+            plain.get("year", ""),
+            plain.get("title", key),
+            plain.get("url", ""),
+        )
+    return found
+
+
+def _short(authors: str) -> str:
+    """The family names of one or two authors, or of the first of several."""
+    names = [name.partition(",")[0].strip() for name in authors.split(" and ")]
+    if len(names) > 2:
+        return f"{names[0]} et al."
+    return " and ".join(names)
+
+
+def typeset(text: str) -> str:
+    """Set indices low and name papers, outside of code, mathematics and headings."""
+
+    def turn(found: re.Match[str]) -> str:
+        if found["kept"] is None:
+            return f"{found['letter']}<sub>{found['index']}</sub>"
+        paper = papers().get(found["kept"].strip("`"))
+        return paper.link if paper else found["kept"]
+
+    return PATTERN.sub(turn, text)
