@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import upref
+from upref.cli import main
 from upref.weights.atlas import groups
 from upref.weights.capacity import capacity
 from upref.weights.plots import Panel, cap_map, cap_panels, weights
@@ -196,4 +197,23 @@ def test_a_cap_map_on_logarithmic_scales():
         image.norm(1e-4) == 0
         and image.norm(1e-2) == pytest.approx(0.5)
         and cap.mask[-1, 0]
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["cap", "-o", "cap.svg", "dapo"],
+        ["weights", "-o", "weights.svg", "dapo"],
+        ["replay", "dumps", "-o", "sheet.html"],
+    ],
+)
+def test_without_matplotlib_a_picture_is_refused_in_one_sentence(
+    words, monkeypatch, capsys
+):
+    """Nothing else needs it: the extra plot installs it."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(words) == 2
+    assert (
+        "a picture needs matplotlib: pip install matplotlib" in capsys.readouterr().err
     )

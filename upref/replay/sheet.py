@@ -13,7 +13,7 @@ from upref.errors import InputError
 from upref.files import write_atomically
 from upref.replay.report import Replay
 from upref.replay.schema import RecordedBatch
-from upref.weights.plots import DOWN, GREY, PALETTE, STYLE, UP
+from upref.weights.plots import DOWN, GREY, PALETTE, STYLE, UP, need_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,8 @@ SUFFIXES = (".svg", ".html")
 
 
 def check_suffix(path: str | Path) -> None:
-    """Raise InputError unless a sheet can be written under this name."""
+    """Raise InputError unless a sheet can be drawn, and written under this name."""
+    need_matplotlib()
     if Path(path).suffix not in SUFFIXES:
         raise InputError(
             f"a sheet is written as {' or '.join(SUFFIXES)}, not as {str(path)!r}."

@@ -20,6 +20,7 @@ from upref.weights.plots import (
     WIDE,
     half_width,
     line,
+    need_matplotlib,
     ratio_axis,
 )
 
@@ -39,6 +40,7 @@ def atlas() -> "Figure":
     at π_θ = π_old = mu against mu. Objectives with the same weight share a pair; those
     that have no weight of a token by itself are named below.
     """
+    need_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -112,8 +112,19 @@ def cap_map(
     return cap_panels(panels, log=log)
 
 
+def need_matplotlib() -> None:
+    """Raise InputError unless matplotlib is installed: only pictures need it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise InputError(
+            "a picture needs matplotlib: pip install matplotlib, or upref-rl with its extra plot."
+        ) from None
+
+
 def cap_panels(panels: list[Panel], n: int = 400, log: bool = False) -> "Figure":
     """The panels side by side on one colour bar; each is computed on n x n cells."""
+    need_matplotlib()
     import matplotlib
     from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
     from matplotlib.figure import Figure
@@ -225,6 +236,7 @@ def weights(*objectives: str | Objective | Callable, mu: float = 0.1, **hp) -> "
     for objectives whose weight depends on it. Raises InputError for objectives whose
     weight depends on the batch, and as `cap_map`.
     """
+    need_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -375,6 +387,7 @@ def save(draw: Callable[[], "Figure"], file: str) -> int:
     """Write the figure that `draw` makes; InputError, before it is drawn, where the
     name ends in no known format.
     """
+    need_matplotlib()
     from matplotlib.figure import Figure
 
     known = Figure().canvas.get_supported_filetypes()
