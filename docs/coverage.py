@@ -30,7 +30,7 @@ def axes() -> str:
         *((name, words) for words, name in first.items()),
         (
             "group ids",
-            f"{', '.join(NAMED)}; from `every two` on mixed with each level of each axis",
+            f"{', '.join(NAMED)}; the batches from `every two` on have each of these beside each level of the other axes",
         ),
     ]
     return _rows("axis | inputs", rows)
@@ -57,8 +57,8 @@ def tolerances() -> str:
         (
             f"{SINGLE:g}",
             "a weight of a float32 loss",
-            "in addition to the effect of rounding the log-probabilities by "
-            f"a relative {ROUND:g}",
+            "float32 also rounds the log-probabilities, by a relative "
+            f"{ROUND:g}; what that changes is allowed besides",
         ),
         (
             f"{max(EDGES):g}",
@@ -144,6 +144,6 @@ def _run(run: dict) -> str:
     functions = [kind for kind in counts if kind.startswith(("upref.", "upref_"))]
     return (
         f"* {sum(counts.values()):,} inputs of seed {run['seed']} over {len(counts)} entry points, {len(verbs)} verbs "
-        f"of the command and {len(functions)} public functions and methods among them: {broke} broke a rule; "
-        f"{run['again']} of these still do with the current code."
+        f"of the command and {len(functions)} public functions and methods among them: {broke} got something "
+        f"else than an answer or one sentence; {run['again']} of these still do with the current code."
     )

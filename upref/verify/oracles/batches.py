@@ -238,8 +238,8 @@ def _single(case: Case) -> Iterator[tuple[str, Rollouts]]:
 # responses of the batches of AXES, each alone
 SOME = {"every two": 20, "64 x 64, clipped": 8}
 ONE_RESPONSE = (
-    f"batches of one token, and of one response: {sum(SOME.values())} of the batches below, in which each level "
-    "of each axis occurs, and of which most tokens are A = 0 or clipped; in float64 and in float32 in turn"
+    f"batches of one token; {sum(SOME.values())} responses of the batches below, each as a batch of its own: they "
+    "have every level of every axis, and most of their tokens are clipped or have A = 0; float64 and float32 in turn"
 )
 
 
