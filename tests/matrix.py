@@ -36,7 +36,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "tests/matrix.json"
-PACKAGES = ("torch", "numpy", "sympy", "matplotlib")
+PACKAGES = ("torch", "numpy", "sympy")
 LISTS = ("torch", "base", "mini", "verl", "trl", "docs", "release", "smoke", "gpu")
 PLACES = ("places", "stopped")
 UP_TO_312 = ("smoke", "gpu")  # verl 0.9.1 stops there
@@ -225,8 +225,8 @@ def versions(python: str) -> dict[str, str]:
 def table() -> str:
     """The rows of interpreters and versions, in markdown."""
     rows = [
-        "| Python | torch | numpy | sympy | matplotlib | what | result |",
-        "|---|---|---|---|---|---|---|",
+        "| Python | torch | numpy | sympy | what | result |",
+        "|---|---|---|---|---|---|",
     ]
     for r in json.loads(RECORDS.read_text("utf-8")):
         if r["what"] in PLACES:
