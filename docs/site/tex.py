@@ -16,6 +16,10 @@ GREEK = {
     "τ": r"\tau",
     "β": r"\beta",
     "λ": r"\lambda",
+    "γ": r"\gamma",
+    "η": r"\eta",
+    "φ": r"\varphi",
+    "Ā": r"\bar{A}",
     "δ": r"\delta",
     "Σ": r"\sum",
     "Π": r"\prod",
@@ -62,7 +66,8 @@ OBJECTIVES = "|".join(sorted(names(), key=len)[::-1])
 TOKEN = re.compile(
     rf"(?P<name>{OBJECTIVES})\b"
     r"|1/(?P<over>\([^()]*\)|Σ_i\|o_i\||\|o(?:_i)?\||[Gk]\b)"
-    r"|\^(?P<power>\(|-?[^\s({])|_(?P<sub>\{|[^\W\d_]+|\d+)|(?P<word>[A-Za-z]{2,}(?:['’-][a-z]+)*\.?)"
+    r"|\^(?P<power>\(|-?(?:[A-Za-z]+\d?|[^\s({]))|_(?P<sub>\{|[^\W\d_]+(?:_[^\W\d_]+)*|\d+)"
+    r"|(?P<numbered>\b[a-zβ]\d\b)|(?P<word>[A-Za-z]{2,}(?:['’-][a-z]+)*\.?)"
     r"|(?P<sign><=|>=|->|[~%{}#])|(?P<gap>[,;] {2,})|(?P<char>.)",
     re.S,
 )
@@ -72,7 +77,7 @@ def equation(text: str) -> str:
     """A line of the registry, "J = Σ_t min(r A, clip(r, 1-ε, 1+ε) A)", as TeX; what is
     not mathematics is text.
     """
-    tex = _converted(" ".join(text.split("\n")))
+    tex = r"\\ ".join(map(_converted, text.split("\n")))
     while (joined := re.sub(r"(\\text\{[^{}]*?) ?\} \\text\{ ?", r"\1 ", tex)) != tex:
         tex = joined
     return tex.strip()
@@ -90,16 +95,15 @@ def _converted(text: str) -> str:
             inside, at = _converted(text[at:end]), end + 1
             out.append(f"^{{({inside})}}" if kind == "power" else f"_{{{inside}}}")
         elif kind == "power":
-            out.append(f"^{{{_converted(found)}}}")
+            out.append(f"^{{{_index(found)}}}")
         elif kind == "sub":
-            inside = GREEK.get(found) or (
-                found if len(found) <= 2 and found != "KL" else rf"\mathrm{{{found}}}"
-            )
-            out.append(f"_{{{inside}}}")
+            out.append(f"_{{{','.join(map(_index, found.split('_')))}}}")
+        elif kind == "numbered":
+            out.append(_index(found))
         elif kind == "over":
             out.append(rf"\frac{{1}}{{{_converted(found)}}} ")
         elif kind == "name":
-            out.append(rf"\text{{{found.replace('_', chr(92) + '_')}}}")
+            out.append(rf"\text{{{found}}}")
         elif kind == "word":
             plain = (
                 rf"\operatorname{{{found}}}"
@@ -114,6 +118,15 @@ def _converted(text: str) -> str:
                 SIGNS.get(found) or (GREEK[found] + " " if found in GREEK else found)
             )
     return "".join(out)
+
+
+def _index(text: str) -> str:
+    """What stands above or below a letter: a letter, a letter with a number, a word."""
+    sign, name = ("-", text[1:]) if text.startswith("-") else ("", text)
+    if re.fullmatch(r"[^\W\d_]\d", name):
+        return f"{sign}{GREEK.get(name[0], name[0])}_{{{name[1]}}}"
+    short = len(name) <= 2 and name != "KL"
+    return sign + (GREEK.get(name) or (name if short else rf"\mathrm{{{name}}}"))
 
 
 def _closing(text: str, at: int) -> int:

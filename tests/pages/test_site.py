@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The site builds from this checkout without a warning, and no link of it is dead."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs.site import __main__ as command, gather, links
-from upref import names
+from upref import get, names
 
 pytest.importorskip(
     "sphinx", reason="`repro/venv.sh docs` installs what the site is built with"
@@ -62,6 +63,24 @@ def test_indices_are_set_low_and_papers_have_names():
         "[ε<sub>low</sub>](a.md#ε_low), lp_old; "
         "[Yu et al. 2025](https://arxiv.org/abs/2503.14476)"
     )
+
+
+def test_formulas_have_their_indices_and_powers():
+    from docs.site.tex import equation
+
+    assert equation("W^c1 e^(c2 W)") == r"W^{c_{1}} e^{(c_{2} W)}"
+    assert equation("p_i^old e^-ε") == (r"p_{i}^{\mathrm{old}} e^{-\varepsilon}")
+    assert equation("1-ε_f_low") == r"1-\varepsilon _{f,\mathrm{low}}"
+    assert equation("M of dppo_tv\nβ1 r") == r"M \text{ of dppo_tv}\\ \beta_{1} r"
+
+
+def test_no_formula_is_an_error():
+    """Two indices of one letter, or two powers, are none."""
+    from docs.site.tex import equation
+
+    for name in names():
+        text = equation(get(name).equation)
+        assert not re.search(r"([_^])\{[^{}]*(\{[^{}]*\}[^{}]*)*\}\1", text), name
 
 
 def test_the_list_shows_names_formulas_and_weights(site):

@@ -110,4 +110,7 @@ addEventListener("DOMContentLoaded", () => {
 addEventListener("message", ({ data }) => {
   if (["dark", "light"].includes(data)) document.documentElement.dataset.theme = data;
 });
-if (parent !== window) new ResizeObserver(() => parent.postMessage(document.body.scrollHeight, "*")).observe(document.body);
+if (parent !== window) {
+  document.documentElement.style.overflow = "hidden";
+  new ResizeObserver(() => parent.postMessage(document.body.scrollHeight, "*")).observe(document.body);
+}
