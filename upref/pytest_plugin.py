@@ -32,7 +32,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         early_config.pluginmanager.register(pytest_options, pytest_options.__name__)
 
 
-def assert_policy_loss(loss: Any, objective: Any, **hp) -> Any:
+def assert_policy_loss(loss: Any, objective: Any, **hp: Any) -> Any:
     """Run `upref.check` and return its Report; fail the test if the loss is not the
     objective.
     """
@@ -42,7 +42,7 @@ def assert_policy_loss(loss: Any, objective: Any, **hp) -> Any:
     return _passed(check(loss, objective, **hp))
 
 
-def assert_advantages(fn: Any, estimator: str, **hp) -> Any:
+def assert_advantages(fn: Any, estimator: str, **hp: Any) -> Any:
     """Run `upref.check_advantages` and return its Report; fail the test if fn is not
     the estimator.
     """
@@ -62,7 +62,7 @@ def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> Any:
     return _passed(check_kl(fn, estimator, skip=skip))
 
 
-def assert_logprobs(fn: Any, **settings) -> Any:
+def assert_logprobs(fn: Any, **settings: Any) -> Any:
     """Run `upref.check_logprobs` and return its Report; fail the test if values or
     gradients differ.
     """
@@ -73,7 +73,12 @@ def assert_logprobs(fn: Any, **settings) -> Any:
 
 
 def assert_step(
-    step: Any, model: Any, objective: Any, *, half_precision: bool = False, **settings
+    step: Any,
+    model: Any,
+    objective: Any,
+    *,
+    half_precision: bool = False,
+    **settings: Any,
 ) -> Any:
     """Run `upref.check_step` and return its Report; fail the test if the gradient of
     the step differs.

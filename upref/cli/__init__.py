@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from upref import __version__, interrupt, plugins
 from upref.cli.verb import Verb, add_hyperparameters, add_time_limit
@@ -163,7 +163,7 @@ def _tell(args: argparse.Namespace, status: int, sentence: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         self.exit(
             2,
             f"{self.prog}: {InputError(message)} (`{self.prog} -h` shows what it takes).\n",
@@ -404,7 +404,7 @@ def _whose(words: Iterable[str]) -> str:
     return ""
 
 
-def _curves(c: argparse.ArgumentParser):
+def _curves(c: argparse.ArgumentParser) -> None:
     c.add_argument(
         "names",
         nargs="+",

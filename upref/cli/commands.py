@@ -5,6 +5,7 @@ upref/cli/__init__.py.
 One file, for each is a dozen lines.
 """
 
+import argparse
 import json
 import math
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from upref.errors import InputError
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
 
-def refuse(args) -> None:
+def refuse(args: argparse.Namespace) -> None:
     """Refuse a name with a typo and a file that is not there, before anything heavy is
     imported.
 
@@ -47,7 +48,7 @@ def refuse(args) -> None:
 
 
 # ---- verdicts ------------------------------------------------------------------------
-def check(args) -> int:
+def check(args: argparse.Namespace) -> int:
     hp, skip = hyperparameters(args.hp), tuple(args.skip)
     if args.agg and not args.name:
         raise InputError(
@@ -84,7 +85,7 @@ def check(args) -> int:
     return answer(args, verdict(loss, o, agg=args.agg, skip=skip, **hp))
 
 
-def identify(args) -> int:
+def identify(args: argparse.Namespace) -> int:
     from upref.identification.identify import identify as which
     from upref.user_code import from_signature, no_objective
 
@@ -93,7 +94,7 @@ def identify(args) -> int:
     )
 
 
-def listing(args) -> int:
+def listing(args: argparse.Namespace) -> int:
     if args.json:
         from upref.cli.show import every
 
@@ -115,7 +116,7 @@ def listing(args) -> int:
     return 0
 
 
-def show(args) -> int:
+def show(args: argparse.Namespace) -> int:
     from upref.cli.show import facts, page
     from upref.registry import get
 
@@ -149,7 +150,7 @@ def _losses(given: list[str]) -> list[Any]:
     return [alone[x].find(x, no_objective(), {}) if x in alone else x for x in given]
 
 
-def cap(args) -> int:
+def cap(args: argparse.Namespace) -> int:
     if args.adv == 0 or not math.isfinite(args.adv):
         raise InputError("--adv is a sign: give +1 or -1.")
     losses, hp = _losses(args.names), hyperparameters(args.hp)
@@ -168,7 +169,7 @@ def cap(args) -> int:
     )
 
 
-def weights(args) -> int:
+def weights(args: argparse.Namespace) -> int:
     losses, hp = _losses(args.names), hyperparameters(args.hp)
     import numpy as np
 
@@ -193,7 +194,9 @@ def weights(args) -> int:
     )
 
 
-def _numbers(args, axis: str, points, rows, title: str) -> int:
+def _numbers(
+    args: argparse.Namespace, axis: str, points: Any, rows: Any, title: str
+) -> int:
     if args.json:
         print(
             json.dumps(
@@ -212,7 +215,7 @@ def _numbers(args, axis: str, points, rows, title: str) -> int:
 
 
 # ---- proofs and health ---------------------------------------------------------------
-def derive(args) -> int:
+def derive(args: argparse.Namespace) -> int:
     from upref.derivation import derive as derivation
     from upref.registry import names
 
@@ -228,13 +231,13 @@ def derive(args) -> int:
     return 0 if all(d.ok for d in derivations) else 1
 
 
-def replay(args) -> int:
+def replay(args: argparse.Namespace) -> int:
     from upref.replay.command import run
 
     return run(args, hyperparameters(args.hp))
 
 
-def doctor(args) -> int:
+def doctor(args: argparse.Namespace) -> int:
     from upref.cli.doctor import examine
 
     report = examine()
@@ -247,7 +250,7 @@ def doctor(args) -> int:
     return 0 if report["ok"] else 1
 
 
-def badge(args) -> int:
+def badge(args: argparse.Namespace) -> int:
     from upref.conformance.results import draw_badge, read_badge
     from upref.files import write_atomically
 

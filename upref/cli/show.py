@@ -103,7 +103,7 @@ def page(o: Objective) -> str:
     return "\n\n".join(parts)
 
 
-def _about(o: Objective):
+def _about(o: Objective) -> Any:
     yield "level", f"{o.level}: {LEVELS[o.level]}"
     yield "aggregation", o.agg
     yield "advantage", o.adv
@@ -120,7 +120,7 @@ def _about(o: Objective):
             yield said.get(key, key.replace("_", " ")), value
 
 
-def _source(fn) -> str:
+def _source(fn: Any) -> str:
     lines, depth = inspect.getsource(fn).splitlines(), 0
     for i, line in enumerate(lines):  # the decorator's facts are shown above
         depth += line.count("(") - line.count(")")

@@ -5,6 +5,7 @@ those that it is not.
 
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -197,14 +198,14 @@ class Identification(Result):
     def __str__(self) -> str:
         return self.text()
 
-    def lines(self, verbose: bool = False):
+    def lines(self, verbose: bool = False) -> Iterator[Any]:
         """For a terminal."""
         return styled(
             self.text(verbose),
             {"pitfall": "bold yellow", "none": "bold red"}.get(self.kind, "bold green"),
         )
 
-    def __rich_console__(self, console, options):
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         yield from self.lines()
 
 

@@ -441,7 +441,7 @@ def _agg(box: BlackBox) -> str:
     return box.agg
 
 
-def _simplest(m: Match):
+def _simplest(m: Match) -> Any:
     """The objective whose own aggregation it is goes first, then the one with fewer
     hyperparameters.
     """

@@ -200,14 +200,14 @@ def _longest(rows: Sequence[Row]) -> list[int]:
 
 
 def meant(
-    objective,
-    hp,
-    temperature,
-    beta=0.0,
-    entropy_coef=0.0,
-    z_loss_coef=0.0,
-    clip=None,
-    scale=1.0,
+    objective: str | Objective,
+    hp: dict[str, Any],
+    temperature: float,
+    beta: float = 0.0,
+    entropy_coef: float = 0.0,
+    z_loss_coef: float = 0.0,
+    clip: float | None = None,
+    scale: float = 1.0,
 ) -> Goal:
     """The goal, its numbers checked."""
     o = objective if isinstance(objective, Objective) else get(objective)
@@ -380,7 +380,7 @@ def perturbed(model: nn.Module, perturb_weights: bool) -> Iterator[None]:
             m.training = mode
 
 
-def _restore(net: nn.Module, weights: dict[str, Tensor]):
+def _restore(net: nn.Module, weights: dict[str, Tensor]) -> None:
     try:
         with torch.no_grad():
             net.load_state_dict(weights)
@@ -391,7 +391,7 @@ def _restore(net: nn.Module, weights: dict[str, Tensor]):
         ) from e
 
 
-def run(step: Callable, model: Any, case: Case) -> tuple[Gradient, int]:
+def run(step: Callable[..., Any], model: Any, case: Case) -> tuple[Gradient, int]:
     """The gradient that the step makes on copies of the rows, and its number of
     backward passes.
     """
@@ -433,7 +433,7 @@ def run(step: Callable, model: Any, case: Case) -> tuple[Gradient, int]:
     return found, its.backwards
 
 
-def called(step: Callable, model: Any, rows: list[Row]) -> Any:
+def called(step: Callable[..., Any], model: Any, rows: list[Row]) -> Any:
     """What the step returns; InputError where it raises anything."""
     try:
         with refuse_exit("the step"), torch.enable_grad():

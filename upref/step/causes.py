@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,12 @@ def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
 
 
 def _put(
-    words: str, hp: dict | None = None, *, id: str, beside: str = "", **change: Tensor
+    words: str,
+    hp: dict[str, Any] | None = None,
+    *,
+    id: str,
+    beside: str = "",
+    **change: Tensor,
 ) -> LossFault:
     """The objective on a batch of which something is replaced."""
     return fault(
@@ -83,7 +89,7 @@ def _put(
     )
 
 
-def token_faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
+def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
     """One fault each, or none, the right one first."""
     r, o, goal, at = w.rollouts(), w.goal.o, w.goal, torch.arange(w.here.shape[1])
     off, last = (
@@ -296,7 +302,7 @@ def _ends(rows: Sequence[Row]) -> Tensor:
     return torch.tensor([[count < 2 or token == end] for token in last])
 
 
-def _sources(w: Tokens, r: Rollouts, hp: dict) -> Tensor | None:
+def _sources(w: Tokens, r: Rollouts, hp: dict[str, Any]) -> Tensor | None:
     """[B]: the response whose advantage the weights of each response have.
 
     None where each has its own, or where the responses are not exchanged one for one: a
@@ -326,7 +332,7 @@ def _laid_over(x: Tensor, mask: Tensor, here: Tensor) -> Tensor:
     return out
 
 
-def _over_the_width(w: Tokens, hp: dict) -> Iterator[LossFault]:
+def _over_the_width(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
     """The mean of a response's log-ratio runs over the columns of the padded batch,
     with prompts and without.
     """
@@ -426,7 +432,7 @@ def _exchanged(rows: Sequence[Row], x: Tensor, order: Tensor) -> Iterator[Tensor
         yield torch.stack([wide[i, at : at + x.shape[1]] for i, at in enumerate(start)])
 
 
-def _unit(w: Tokens, one: LossFault, hp: dict) -> tuple[Tensor, Tensor]:
+def _unit(w: Tokens, one: LossFault, hp: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Before aggregation, times the declared scale, and the tokens that train; far off
     where the one does not fit.
     """

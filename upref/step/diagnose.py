@@ -6,6 +6,7 @@ forward pass; each claim verified.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,11 +45,13 @@ PROMPTS = Cause("prompt tokens train", ("prompts-train",))
 class _Dtypes(TorchDispatchMode):
     """The dtypes that are computed with."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.kinds: set[torch.dtype] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.kinds |= {x.dtype for x in args if isinstance(x, Tensor)}
         return func(*args, **(kwargs or {}))
 
@@ -210,7 +213,7 @@ def _explained(
     b: Padded,
     bound: float,
     only: Cause = NO_CAUSE,
-) -> list:
+) -> list[Any]:
     """[cause, *more findings] by weights and forward passes.
 
     Args:
@@ -248,7 +251,7 @@ def _explained(
         one: Forward,
         of: Forward | None = None,
         whole: Tensor | None = None,
-    ) -> list:
+    ) -> list[Any]:
         """What the token weights of this forward pass say, where they make g; of: the
         pass whose tokens they are.
         """
@@ -264,7 +267,7 @@ def _explained(
 
         return _said(of or one, b, reading, terms, bound, cause, makes_it, whole, only)
 
-    def among(variants: Callable[[Forward], Iterator[Variant]]) -> list:
+    def among(variants: Callable[[Forward], Iterator[Variant]]) -> list[Any]:
         for cause, one in tried(forward, variants, only):
             its = expected(goal, one, b)
             residual = best_factors(its, g)[1]
@@ -506,7 +509,7 @@ def _said(
     makes_it: Callable[[list[Tensor]], bool],
     whole: Tensor | None = None,
     only: Cause = NO_CAUSE,
-) -> list:
+) -> list[Any]:
     """[cause, *more findings]: the fault of a forward pass and the weights that were
     read with it.
 

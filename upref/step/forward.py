@@ -47,7 +47,7 @@ class Forward:
     before: list[list[int]] = field(default_factory=list)
     after: list[list[int]] = field(default_factory=list)  # and what behind it
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.ids = self.ids or [r.ids for r in self.rows]
         self.z = self.z or [self.model.logits(ids) for ids in self.ids]
         self.leaves = [z.detach().clone().requires_grad_() for z in self.z]

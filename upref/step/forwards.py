@@ -337,7 +337,7 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
         if not _holds_rows(front, right):
 
             def added(
-                i: int, r: Row, front: list = front
+                i: int, r: Row, front: list[Any] = front
             ) -> tuple[list[int], Tensor, Tensor]:
                 ids = front[i] + r.ids
                 there = (torch.arange(len(ids)) >= len(front[i])).double()

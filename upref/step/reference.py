@@ -41,7 +41,9 @@ class Wide(TorchFunctionMode):
     embeddings.
     """
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
             func = torch.Tensor.double
         wider = {k: _wide(v) for k, v in (kwargs or {}).items()}
@@ -55,7 +57,9 @@ class Rounded(TorchDispatchMode):
         super().__init__()
         self.dtype = dtype
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def near(x: Any) -> Any:
             """A real tensor rounded to the half precision; everything else as it is."""
             real = isinstance(x, Tensor) and x.is_floating_point()

@@ -69,7 +69,7 @@ class Padded:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Padded":
-        def pad(lists, dtype=torch.float64):
+        def pad(lists: Any, dtype: Any = torch.float64) -> Any:
             return nn.utils.rnn.pad_sequence(
                 [torch.tensor(x, dtype=dtype) for x in lists], batch_first=True
             )

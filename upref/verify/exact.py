@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 Rows = Sequence[Fraction]
 # divided by a standard deviation
@@ -45,7 +46,7 @@ class Batch:
         return lengths(self.R, self.group)
 
 
-def lengths(R: Sequence, group: Sequence[int]) -> list[int]:
+def lengths(R: Sequence[Any], group: Sequence[int]) -> list[int]:
     """Of each response in tokens, for functions of tokens; it travels with the row. R
     may hold NaN and None.
     """
@@ -90,9 +91,9 @@ def variance(xs: Rows, ddof: int) -> Fraction:
     return sum(((x - m) ** 2 for x in xs), Fraction(0)) / max(len(xs) - ddof, 1)
 
 
-def by(key: Sequence, R: Rows, f: Callable[[Rows], Rows]) -> tuple[Fraction, ...]:
+def by(key: Sequence[Any], R: Rows, f: Callable[[Rows], Rows]) -> tuple[Fraction, ...]:
     """f of the rewards of each key, put back in place."""
-    rows: dict = {}
+    rows: dict[str, Any] = {}
     for i, k in enumerate(key):
         rows.setdefault(k, []).append(i)
     out = [Fraction(0)] * len(R)
@@ -120,7 +121,7 @@ def over_the_mean(xs: Rows) -> Rows:
     return [(x - m) / m if m > 0 else Fraction(0) for x in xs]
 
 
-def deviation(key: Sequence, R: Rows, ddof: int) -> tuple[Fraction, ...]:
+def deviation(key: Sequence[Any], R: Rows, ddof: int) -> tuple[Fraction, ...]:
     """The variance of the rows of its key, for each row."""
     return by(key, R, lambda xs: [variance(xs, ddof)] * len(xs))
 

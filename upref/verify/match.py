@@ -51,7 +51,7 @@ class Weights:
             np.array([getattr(p, k) for p in points]) for k in ("A", "r", "mu")
         )
         self.unsure = np.array([p.unsure for p in points], dtype=bool)
-        self.calls: list[tuple[np.ndarray, Callable]] = list(self._calls())
+        self.calls: list[tuple[np.ndarray, Callable[..., Any]]] = list(self._calls())
 
     def __call__(self, hp: dict[str, Any]) -> np.ndarray:
         out = np.empty(len(self.r))
@@ -60,7 +60,7 @@ class Weights:
                 out[at] = f(**hp)
         return out
 
-    def _calls(self):
+    def _calls(self) -> Iterator[Any]:
         o, n = self.o, len(self.r)
         if o.level != "custom":
             have = {
@@ -84,7 +84,7 @@ class Weights:
             ):
                 yield rows, self._free(rows, unsure)
 
-    def _free(self, rows: np.ndarray, unsure: bool):
+    def _free(self, rows: np.ndarray, unsure: bool) -> Any:
         o = self.o
         r, A, mu = _column(self.r[rows]), _column(self.A[rows]), _column(self.mu[rows])
         H = torch.ones_like(r)
@@ -262,7 +262,9 @@ class Compared:
             ~free
         ).any() else 0.0, smooth
 
-    def _descend(self, hp, miss, smooth, held: Collection[str] = ()):
+    def _descend(
+        self, hp: dict[str, Any], miss: Any, smooth: Any, held: Collection[str] = ()
+    ) -> Any:
         """Each hyperparameter in turn takes the best of its solutions, until none
         improves.
         """
@@ -279,7 +281,7 @@ class Compared:
                 break
         return hp, miss
 
-    def _jointly(self, hp, miss, smooth):
+    def _jointly(self, hp: dict[str, Any], miss: Any, smooth: Any) -> Any:
         """All that are continuous at once, by Gauss and Newton in their logarithms:
         where two of them shape the same tokens, neither is right alone."""
         keys = [k for k, v in hp.items() if v and (smooth[k] & ~self.w.unsure).any()]
@@ -305,7 +307,7 @@ class Compared:
         return min((hp, miss), (at(x), self.score(at(x))), key=lambda found: found[1])
 
     # ---- the solves ------------------------------------------------------------------
-    def _options(self, hp, key: str, smooth):
+    def _options(self, hp: dict[str, Any], key: str, smooth: Any) -> Any:
         if self.o.hyperparameters[key] is None:
             yield None
         if _may_be_0(key) and any(abs(p.r - 1) < 1e-9 for p, _ in self.box.jumps):
@@ -353,7 +355,13 @@ class Compared:
         return [(self.points[i], float(self.v[i])) for i in sorted(picked)]
 
     def _solve(
-        self, hp, key: str, keys: list[tuple[Point, float]], lo: float, hi: float, below
+        self,
+        hp: dict[str, Any],
+        key: str,
+        keys: list[tuple[Point, float]],
+        lo: float,
+        hi: float,
+        below: Any,
     ) -> list[float]:
         """Bisection in the logarithm."""
         w, target = (

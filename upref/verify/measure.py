@@ -86,14 +86,14 @@ class Case:
     done: list[Outcome] = field(default_factory=list, repr=False)
 
     # ---- the loss --------------------------------------------------------------------
-    def both(self, b: Rollouts, ranks: int = 1, **moved) -> tuple[Tensor, Tensor]:
+    def both(self, b: Rollouts, ranks: int = 1, **moved: Any) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp); what else the call did is kept."""
         outcome, g = self.loss.outcome(b, ranks, **moved)
         if outcome.wrote or outcome.printed:
             self.done.append(outcome)
         return outcome.value, g
 
-    def gradient(self, b: Rollouts, ranks: int = 1, **moved) -> Tensor:
+    def gradient(self, b: Rollouts, ranks: int = 1, **moved: Any) -> Tensor:
         return self.both(b, ranks, **moved)[1]
 
     def weights(self, b: Rollouts) -> Tensor:
@@ -184,7 +184,7 @@ class Case:
         return self.tol >= SINGLE
 
     # ---- batches ---------------------------------------------------------------------
-    def grid(self, **options) -> Rollouts:
+    def grid(self, **options: Any) -> Rollouts:
         mus = MU + MU_READ if self.o.reads_mu else MU
         return self.ready(
             batch(
@@ -239,7 +239,7 @@ class Case:
         found = one.gradient(b.floats(torch.float32)).double()
         return one, found / one.factors(b)
 
-    def in_float32(self):
+    def in_float32(self) -> None:
         """From here on it is compared as what computes in float32."""
         self.tol, self.edges = SINGLE, SINGLE_EDGES
 

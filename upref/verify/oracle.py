@@ -35,7 +35,7 @@ class Oracle:
 
 def oracle(
     name: str, rank: float = 50, not_run: Not = lambda case: "", implied: bool = False
-) -> Callable[[Callable], Oracle]:
+) -> Callable[[Callable[..., Any]], Oracle]:
     """Decorator of a function of a case."""
     return lambda look: Oracle(name, look, not_run, rank, implied)
 
@@ -83,7 +83,7 @@ def by_rank(oracles: Iterable[Oracle]) -> list[Oracle]:
     return sorted(oracles, key=lambda o: (o.rank, o.name))
 
 
-def validate_names(oracles: Iterable[Oracle], skip: Iterable[str]):
+def validate_names(oracles: Iterable[Oracle], skip: Iterable[str]) -> None:
     """Raise InputError if `skip` names an unknown oracle."""
     known = [o.name for o in oracles]
     if not isinstance(skip, list | tuple | set | frozenset) or not all(

@@ -97,13 +97,13 @@ class BlackBox:
         ratio is 1.
         """
 
-        def together(r, A, mu):
+        def together(r: Any, A: Any, mu: Any) -> Any:
             b = self.loss.visible_batch(
                 (two_token_batch if unsure else single_token_batch)(A, r, mu)
             )
             return (self.gradient(b) - self.kl_weights(b))[:, 0].numpy()
 
-        def weight(r, A, mu):
+        def weight(r: Any, A: Any, mu: Any) -> Any:
             points = np.broadcast_arrays(r, A, mu)
             flat, n = [x.ravel() for x in points], 1 if self.batch_coupled else AT_ONCE
             parts = [

@@ -40,7 +40,14 @@ class Region:
 
 
 def regions(
-    case: Case, b: Rollouts, sign: float, A, ties, failing, r, bounds: list[float]
+    case: Case,
+    b: Rollouts,
+    sign: float,
+    A: Tensor,
+    ties: Tensor,
+    failing: Tensor,
+    r: Tensor,
+    bounds: list[float],
 ) -> Iterator[Region]:
     """Each interval of ratios on which this sign of A fails; known bounds of the
     objective are named as they are.

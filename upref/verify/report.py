@@ -6,7 +6,7 @@ whole, and JSON.
 import json
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -361,18 +361,18 @@ class Report(Result):
     def __str__(self) -> str:
         return self.text()
 
-    def lines(self, verbose: bool = False):
+    def lines(self, verbose: bool = False) -> Iterator[Any]:
         """For a terminal."""
         return styled(self.text(verbose), "bold green" if self else "bold red")
 
-    def __rich_console__(self, console, options):
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         yield from self.lines()
 
 
 R = TypeVar("R", bound=Report)
 
 
-def styled(text: str, head: str):
+def styled(text: str, head: str) -> Iterator[Any]:
     """The lines of a report as rich prints them."""
     from rich.text import Text
 

@@ -91,7 +91,7 @@ def _few(b: Rollouts) -> Iterator[Rollouts | None]:
             yield cut(b, [i for i, g in enumerate(ids) if g in some], None)
 
 
-def _try(b: Rollouts, **change) -> Rollouts | None:
+def _try(b: Rollouts, **change: Any) -> Rollouts | None:
     try:
         return replace(b, **change)
     except InputError:

@@ -105,7 +105,7 @@ def atlas() -> "Figure":
     return fig
 
 
-def _legend(fig, x, y):
+def _legend(fig: "Figure", x: float, y: float) -> None:
     from matplotlib.artist import Artist
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea, VPacker
 
@@ -127,7 +127,7 @@ def _legend(fig, x, y):
     lines: list[Artist] = [
         HPacker(children=row, align="baseline", pad=0, sep=3.2) for row in words
     ]
-    at = {"bbox_to_anchor": (x, y), "bbox_transform": fig.transFigure}
+    at: dict[str, Any] = {"bbox_to_anchor": (x, y), "bbox_transform": fig.transFigure}
     both = VPacker(children=lines, align="left", pad=0, sep=3)
     fig.add_artist(
         AnchoredOffsetbox(
@@ -145,7 +145,7 @@ def _style(color: str) -> dict[str, Any]:
     }
 
 
-def _heading(fig, group, x, y, line):
+def _heading(fig: "Figure", group: Any, x: Any, y: Any, line: Any) -> None:
     called = [c.name for c in group]
     rest = ""
     for name in called[1:]:
@@ -186,7 +186,7 @@ def _rank(curve: Curve) -> tuple[float, float, str, str]:
     return up, down, curve.level, curve.name
 
 
-def _weight(ax, curve: Curve, grey):
+def _weight(ax: "Axes", curve: Curve, grey: Any) -> None:
     reach = half_width(curve, 0.1)
     for xy in grey:
         ax.plot(*xy, color=GREY, lw=0.9, zorder=1)
@@ -205,7 +205,7 @@ def _weight(ax, curve: Curve, grey):
     ax.set_xlabel(unit if reach == WIDE else f"({unit} − 1) · 10$^4$", labelpad=0.5)
 
 
-def _cap(ax, curve: Curve, grey):
+def _cap(ax: "Axes", curve: Curve, grey: Any) -> None:
     for cap in grey:
         ax.loglog(MU, cap, color=GREY, lw=0.9, zorder=1)
     for A, color in ((1.0, UP), (-1.0, DOWN)):

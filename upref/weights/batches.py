@@ -9,11 +9,12 @@ of unusual inputs from stress.py.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle, product
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ CLAMPS = (9.5, 10.5, 19.5, 20.5, 25.0)
 
 
 @lru_cache(4096)
-def breakpoints(objective: Objective, A: float, mu: float, **hp) -> list[float]:
+def breakpoints(objective: Objective, A: float, mu: float, **hp: Any) -> list[float]:
     """The ratios with mu r < 1 at which the weight of a token by itself jumps,
     ascending.
     """
@@ -71,10 +72,12 @@ def breakpoints(objective: Objective, A: float, mu: float, **hp) -> list[float]:
     )
 
 
-def high_entropy_weight(objective: Objective, hp) -> Callable:
+def high_entropy_weight(
+    objective: Objective, hp: dict[str, Any]
+) -> Callable[..., np.ndarray]:
     """The weight of a token beside one of half its entropy."""
 
-    def weight(r, A, mu):
+    def weight(r: Any, A: Any, mu: Any) -> np.ndarray:
         points = np.broadcast_arrays(r, A, mu)
         x, A, mu = (
             torch.tensor(v.reshape(-1, 1)).expand(-1, 2).clone() for v in points
@@ -88,7 +91,11 @@ def high_entropy_weight(objective: Objective, hp) -> Callable:
 
 
 def ratios(
-    objective: Objective, A: float, mu: float, edges: tuple[float, ...] = EDGES, **hp
+    objective: Objective,
+    A: float,
+    mu: float,
+    edges: tuple[float, ...] = EDGES,
+    **hp: Any,
 ) -> list[float]:
     """r at the given distances from every bound, and on a fixed grid of log r; all with
     mu r < 1.
@@ -130,8 +137,8 @@ def batch(
     seed: int = 0,
     edges: tuple[float, ...] = EDGES,
     thin: int = 1,
-    mus=MU,
-    **hp,
+    mus: tuple[float, ...] = MU,
+    **hp: Any,
 ) -> Rollouts:
     """A float64 batch that visits every regime of the objective, masked slots poisoned
     with NaN, groups interleaved.
@@ -146,7 +153,12 @@ def batch(
 
 @lru_cache(128)  # of about 50 kB
 def _kept_batch(
-    objective: Objective, seed: int, edges: tuple[float, ...], thin: int, mus, **hp
+    objective: Objective,
+    seed: int,
+    edges: tuple[float, ...],
+    thin: int,
+    mus: tuple[float, ...],
+    **hp: Any,
 ) -> Rollouts:
     """The batch of `batch`, made once in a process."""
     # the bounds of a response's ratio do not depend on mu
@@ -183,7 +195,7 @@ def make_batch(
     )
 
 
-def _tokens(cases, one_adv, rng):
+def _tokens(cases: list[Any], one_adv: bool, rng: np.random.Generator) -> Any:
     """Rows of 1 to 9 tokens; the tokens of one row share A where one advantage per
     response is wanted.
     """
@@ -201,7 +213,7 @@ def _tokens(cases, one_adv, rng):
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
-def _responses(cases, level, rng):
+def _responses(cases: list[Any], level: str, rng: np.random.Generator) -> Any:
     """One response per case: token log-ratios that differ and have the wanted mean (or
     sum).
     """
@@ -213,7 +225,7 @@ def _responses(cases, level, rng):
     return rows
 
 
-def _rollouts(rows, rng) -> Rollouts:
+def _rollouts(rows: list[Any], rng: np.random.Generator) -> Rollouts:
     if not rows:
         raise InputError("the regime grid is empty: choose a smaller thin.")
     T = max(map(len, rows)) + 1  # one column of padding at least
@@ -302,13 +314,13 @@ def _kept_random_batches(seed: int, n: int, one_adv: bool) -> list[Rollouts]:
     return [fill_padding(random_batch(rng, one_adv)) for _ in range(n)]
 
 
-def single_token_responses(A: float, rs) -> Rollouts:
+def single_token_responses(A: float, rs: Sequence[float] | np.ndarray) -> Rollouts:
     """One response of one low-probability token for each ratio."""
     r = np.asarray(rs, dtype=float)
     return single_token_batch(A, r, low_probability(r))
 
 
-def two_token_batch(A, r, mu) -> Rollouts:
+def two_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
     """`single_token_batch`, with a second token of ratio 1 and half the entropy in each
     response.
     """
@@ -399,7 +411,12 @@ def sampler(b: Rollouts) -> Tensor:
 
 
 # ---- reading and comparing -----------------------------------------------------------
-def relative_error(found, expected, beside=0.0, floor: float | Tensor = 0.1) -> Tensor:
+def relative_error(
+    found: Any,
+    expected: Any,
+    beside: Any = 0.0,
+    floor: float | Tensor = 0.1,
+) -> Tensor:
     """|found - expected| relative to |expected|, |beside| or the floor, whichever is
     largest; inf where it is NaN.
     """
@@ -430,7 +447,7 @@ def at(b: Rollouts, i: int, t: int) -> tuple[float, float, float]:
     )
 
 
-def grad(f, b: Rollouts) -> Tensor:
+def grad(f: Callable[[Rollouts], Tensor], b: Rollouts) -> Tensor:
     """d f(batch) / d logp by autograd, [B, T]; f maps Rollouts to a scalar."""
     x = b.logp.detach().clone().requires_grad_()
     (g,) = torch.autograd.grad(f(replace(b, logp=x)), x)

@@ -19,6 +19,7 @@ there is no update: Cap = 0 (the paper's A <= 0 means A < 0).
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -32,10 +33,10 @@ TINY = 1e-30  # stands for probability 0
 
 def capacity(
     objective: "str | Objective | Curve | Callable[..., Tensor]",
-    pi,
-    pi_old,
-    adv=1.0,
-    **hp,
+    pi: Any,
+    pi_old: Any,
+    adv: Any = 1.0,
+    **hp: Any,
 ) -> np.ndarray:
     """Compute Cap: how far the probability pi can move with the update before its own
     gradient vanishes.
@@ -95,14 +96,19 @@ def _toward_the_update(curve: Curve) -> Curve:
     """Its weight where that has the sign of A, else 0: from where a penalty pulls a
     token back, it is carried no further."""
 
-    def weight(r, A, mu):
+    def weight(r: Any, A: Any, mu: Any) -> Any:
         w = curve.weight(r, A, mu)
         return np.where(w * A > 0, w, 0)
 
     return replace(curve, weight=weight)
 
 
-def own_token_bound(pi_old, eps_high, length, log_ratio_of_others=0.0) -> np.ndarray:
+def own_token_bound(
+    pi_old: Any,
+    eps_high: Any,
+    length: Any,
+    log_ratio_of_others: Any = 0.0,
+) -> np.ndarray:
     """p up to which one token alone (A > 0) keeps its gradient under GSPO: min(1, mu
     (1+ε_high)^T / Π_{others} r).
 
@@ -113,7 +119,7 @@ def own_token_bound(pi_old, eps_high, length, log_ratio_of_others=0.0) -> np.nda
     return np.minimum(1, np.asarray(pi_old) * np.exp(np.minimum(log_r, 700)))
 
 
-def _points(pi, pi_old, adv) -> list[np.ndarray]:
+def _points(pi: Any, pi_old: Any, adv: Any) -> list[np.ndarray]:
     points = []
     for name, x in (("pi", pi), ("pi_old", pi_old), ("adv", adv)):
         try:

@@ -8,10 +8,10 @@ sequence's and the trajectory's ratio are one number. The rule for mu = π_old(o
 is asked about a token of low probability (`low_probability`), whatever mu is given.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ RTOL_RATIO = 1e-12  # relative; ratios nearer than that are one
 # tokens that a loss sees in one call: a wrong [B] - [B, 1] in it makes 8 MB
 AT_ONCE = 1000
 ROWS = 512  # pairs (A, mu) scanned at a time
+
+
+Numbers: TypeAlias = float | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Curve:
     rtol_ratio: float = RTOL_RATIO
     floor: float = 1e-6  # and two weights
 
-    def __call__(self, r, A, mu=None) -> np.ndarray:
+    def __call__(self, r: Numbers, A: Numbers, mu: Numbers | None = None) -> np.ndarray:
         """dJ/dlp in float64. Raises InputError where a loss has no finite gradient."""
         r, A = np.asarray(r, dtype=float), np.asarray(A, dtype=float)
         mu = (
@@ -73,7 +76,9 @@ class Curve:
             for jump in zip(found.r, found.below, found.above, strict=True)
         ]
 
-    def ends(self, A, mu=None) -> tuple[np.ndarray, np.ndarray]:
+    def ends(
+        self, A: Numbers, mu: Numbers | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """For each row (A, mu): the ratios at which the weight turns to 0 or back,
         ascending, padded with inf; and whether it is alive below them all. A dead band
         narrower than 2 % (r in 1e-3..1e3, less near 1) may be missed.
@@ -93,7 +98,7 @@ class Curve:
         out[i, nth] = np.concatenate([f.r for f in found])
         return out, np.concatenate(alive)
 
-    def _find(self, A, mu, r, ends: bool):
+    def _find(self, A: Any, mu: Any, r: Any, ends: bool) -> Any:
         reach = 1 / mu if self.reads_mu and mu is not None else np.inf
         r = np.broadcast_to(np.minimum(r, reach), (len(A), len(r)))
         return find(
@@ -105,19 +110,19 @@ class Curve:
         )
 
 
-def _rows(A, mu) -> tuple[np.ndarray, np.ndarray | None]:
+def _rows(A: Numbers, mu: Numbers | None) -> tuple[np.ndarray, np.ndarray | None]:
     """A and mu as columns of one length."""
     A = np.atleast_1d(np.asarray(A, dtype=float))
     A, m = (x[:, None] for x in np.broadcast_arrays(A, 1.0 if mu is None else mu))
     return A, None if mu is None else m
 
 
-def low_probability(r):
+def low_probability(r: Any) -> np.ndarray:
     """π_old of a low-probability token whose ratio is r."""
     return np.minimum(0.02, 0.9 / r)
 
 
-def single_token_batch(A, r, mu) -> Rollouts:
+def single_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
     """A response of one token for each (A, r, mu) of flat arrays; π_ref = π_θ."""
     A, r, mu = (
         torch.tensor(x, dtype=torch.float64)[:, None]
@@ -146,7 +151,7 @@ def obstacle(objective: Objective) -> str:
     )
 
 
-def of_objective(objective: Objective, **hp) -> Curve:
+def of_objective(objective: Objective, **hp: Any) -> Curve:
     """The curve of its closed form; one that reads the entropy is asked about a token
     of entropy 1.
     """
@@ -157,11 +162,23 @@ def of_objective(objective: Objective, **hp) -> Curve:
     return Curve(objective.name, weight, objective.reads_mu, objective.level, settings)
 
 
-def _weight(objective: Objective, hp, r, A, mu):
+def _weight(
+    objective: Objective,
+    hp: dict[str, Any],
+    r: Any,
+    A: Any,
+    mu: Any,
+) -> np.ndarray:
     return objective.weight(r, A, mu=mu, **hp) + 0 * r
 
 
-def _together(objective: Objective, hp, r, A, mu):
+def _together(
+    objective: Objective,
+    hp: dict[str, Any],
+    r: Any,
+    A: Any,
+    mu: Any,
+) -> np.ndarray:
     """Of an objective that couples tokens: each point is a response."""
     points = np.broadcast_arrays(r, A, mu)
     r, A, mu = (torch.tensor(x.reshape(-1, 1)) for x in points)
@@ -174,7 +191,7 @@ def _together(objective: Objective, hp, r, A, mu):
 
 
 # ---- from anybody's loss -------------------------------------------------------------
-def of_loss(loss, settings: dict[str, Any] | None = None) -> Curve:
+def of_loss(loss: Any, settings: dict[str, Any] | None = None) -> Curve:
     """The curve of whatever has a name and a `gradient(Rollouts)`, dJ/dlp as [B, T];
     measured by autograd.
 
@@ -210,7 +227,7 @@ def of_loss(loss, settings: dict[str, Any] | None = None) -> Curve:
     return replace(curve, reads_mu=not same(w, ask(r, A, mu)))
 
 
-def _measured(loss, r, A, mu):
+def _measured(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
     points = np.broadcast_arrays(r, A, mu)
     flat = [x.ravel() for x in points]
     parts = [
@@ -221,7 +238,7 @@ def _measured(loss, r, A, mu):
     )
 
 
-def _one_by_one(loss, r, A, mu):
+def _one_by_one(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
     points = np.broadcast_arrays(r, A, mu)
     flat = [x.reshape(-1, 1) for x in points]
     return np.array([_gradient(loss, *p)[0] for p in zip(*flat, strict=True)]).reshape(
@@ -229,7 +246,7 @@ def _one_by_one(loss, r, A, mu):
     )
 
 
-def _crowd(loss, r, A, mu):
+def _crowd(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
     """Many at once, and the strongest by itself, which tells the denominator of the
     batch.
     """
@@ -239,7 +256,7 @@ def _crowd(loss, r, A, mu):
     return g * (_gradient(loss, r[one], A[one], mu[one]) / g[i]) if g[i] else g
 
 
-def _gradient(loss, r, A, mu):
+def _gradient(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
     b = single_token_batch(A, r, mu)
     g = loss.gradient(b)
     if "logp_ref" in getattr(loss, "reads", ()):  # what is left at A = 0 is its KL term
@@ -254,7 +271,7 @@ def _gradient(loss, r, A, mu):
 
 
 # ---- from whatever a user names ------------------------------------------------------
-def of(what: "str | Objective | Callable | Curve", **hp) -> Curve:
+def of(what: "str | Objective | Callable[..., Any] | Curve", **hp: Any) -> Curve:
     """The curve of a registered name, an Objective, or any loss or its name
     (path/to/file.py:function, package.module:function, verl:loss_mode, trl:loss_type),
     at these hyperparameters or keywords of its own.
@@ -278,7 +295,7 @@ def of(what: "str | Objective | Callable | Curve", **hp) -> Curve:
     return curve
 
 
-def of_all(whats, hp: dict[str, Any]) -> list[Curve]:
+def of_all(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
     """The curve of each, with the hyperparameters that it takes; InputError for one
     that none takes.
     """
@@ -299,7 +316,7 @@ def of_all(whats, hp: dict[str, Any]) -> list[Curve]:
     ]
 
 
-def _takes(what) -> Callable[[str], bool]:
+def _takes(what: Any) -> Callable[[str], bool]:
     what = get(what) if isinstance(what, str) and ":" not in what else what
     return (
         what.hyperparameters.__contains__

@@ -4,7 +4,7 @@ happens, to the last bit of r.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,11 @@ class Found(NamedTuple):
 
 
 def find(
-    weight: Callable, r: np.ndarray, ends: bool, rtol_ratio: float, floor: float
+    weight: Callable[..., Any],
+    r: np.ndarray,
+    ends: bool,
+    rtol_ratio: float,
+    floor: float,
 ) -> tuple[Found, np.ndarray]:
     """The jumps of each row of r [n, G], and whether the weight is alive at its first.
 
@@ -103,12 +107,12 @@ def find(
     ), live[:, 0]
 
 
-def _least(w, faint, floor: float):
+def _least(w: np.ndarray, faint: np.ndarray, floor: float) -> np.ndarray:
     """How much a weight [n, G] must change from one r to the next to be looked at."""
     return np.maximum(floor * np.maximum(abs(w[:, :-1]), abs(w[:, 1:])), faint)
 
 
-def _faded(w, faint) -> np.ndarray:
+def _faded(w: np.ndarray, faint: np.ndarray) -> np.ndarray:
     """Zeros next to a faint weight."""
     weak = (w != 0) & (abs(w) < faint)
     if not weak.any():

@@ -19,6 +19,7 @@ from upref.weights.curve import Curve, of_all
 from upref.weights.jumps import GRID
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # A > 0, A < 0, reference, text (Okabe-Ito)
@@ -79,14 +80,17 @@ class Panel:
     """One square of a Cap map."""
 
     title: str
-    objective: str | Objective | Callable | Curve
+    objective: str | Objective | Callable[..., Any] | Curve
     adv: float = 1.0
     hp: dict[str, Any] = field(default_factory=dict)
     subtitle: str = ""
 
 
 def cap_map(
-    *objectives: str | Objective | Callable, adv: float = 1.0, log: bool = False, **hp
+    *objectives: str | Objective | Callable[..., Any],
+    adv: float = 1.0,
+    log: bool = False,
+    **hp: Any,
 ) -> "Figure":
     """Draw Cap(π_θ, π_old) of each objective or loss over the unit square, with dead
     regions hatched.
@@ -150,7 +154,9 @@ def cap_panels(panels: list[Panel], n: int = 400, log: bool = False) -> "Figure"
     return fig
 
 
-def _cap_square(ax, panel: Panel, n: int, colors: dict[str, Any], log: bool):
+def _cap_square(
+    ax: Any, panel: Panel, n: int, colors: dict[str, Any], log: bool
+) -> Any:
     x = (np.arange(n) + 0.5) / n  # of the square; of a probability too, unless log
     mu, p = np.meshgrid(x, x)
     pi = (LEAST ** (1 - p), LEAST ** (1 - mu)) if log else (p, mu)
@@ -210,7 +216,9 @@ def _cap_square(ax, panel: Panel, n: int, colors: dict[str, Any], log: bool):
     return image
 
 
-def _room(region, width=0.28, height=0.09) -> tuple[float, float] | None:
+def _room(
+    region: Any, width: Any = 0.28, height: Any = 0.09
+) -> tuple[float, float] | None:
     """Centre of the largest box, of a label's proportions, inside the region; None if a
     label does not fit.
     """
@@ -228,7 +236,9 @@ def _room(region, width=0.28, height=0.09) -> tuple[float, float] | None:
 
 
 # ---- gradient weights ----------------------------------------------------------------
-def weights(*objectives: str | Objective | Callable, mu: float = 0.1, **hp) -> "Figure":
+def weights(
+    *objectives: str | Objective | Callable[..., Any], mu: float = 0.1, **hp: Any
+) -> "Figure":
     """Draw dJ/dlp against the ratio r (s for sequence level), for A = +1 and A = -1,
     one labelled line per objective.
 
@@ -289,7 +299,7 @@ def weights(*objectives: str | Objective | Callable, mu: float = 0.1, **hp) -> "
     return fig
 
 
-def _label_ends(ax, ends):
+def _label_ends(ax: "Axes", ends: Any) -> None:
     """Names to the right of the axes, in their line's colour, moved apart where they
     would touch.
     """
@@ -360,7 +370,7 @@ def half_width(curve: Curve, mu: float) -> float:
     return 2.6 * max(ends) if ends and max(ends) < 0.02 else WIDE
 
 
-def ratio_axis(ax, reach):
+def ratio_axis(ax: "Axes", reach: Any) -> None:
     """The ratio on a logarithmic axis; where the reach is narrow, (r - 1) in 1e-4."""
     ax.spines[["top", "right"]].set_visible(False)
     if reach == WIDE:

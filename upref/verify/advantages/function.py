@@ -45,7 +45,7 @@ class Function:
     """Call it on a Batch for one float per response; `outcome` tells the rest."""
 
     name: str
-    fn: Callable
+    fn: Callable[..., Any]
     reading: Reading
     bound_args: Mapping[str, Any]  # settings handed to it
     square: bool  # rewards arrive as [prompts, n]
@@ -100,12 +100,12 @@ class Function:
             A.double().reshape(-1).tolist(), wrote, printed, A.dtype in HALVES, uneven
         )
 
-    def _lengths(self, R: Sequence, group: Sequence[int]) -> list[int]:
+    def _lengths(self, R: Sequence[Any], group: Sequence[int]) -> list[int]:
         return (
             lengths(R, group) if self.tokens or "mask" in self.reads else [1] * len(R)
         )
 
-    def _inputs(self, R: Sequence, group: Sequence[int]) -> dict[str, Any]:
+    def _inputs(self, R: Sequence[Any], group: Sequence[int]) -> dict[str, Any]:
         N, ends = len(R), torch.tensor(self._lengths(R, group))
         n = list(group).count(group[0])
         mask = torch.arange(int(ends.max()) + 1) < ends[:, None]
@@ -258,7 +258,7 @@ def _kinds(every: Sequence[inspect.Parameter], reading: Reading) -> tuple[str, .
     return tuple(dict.fromkeys((*likely, *KINDS)))
 
 
-def _verl(name: str) -> Callable:
+def _verl(name: str) -> Callable[..., Any]:
     with importing("verl"):
         from verl.trainer.ppo import core_algos
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, lru_cache, partial
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -238,7 +238,7 @@ def _median(xs: Rows) -> Fraction:
     return (s[(len(s) - 1) // 2] + s[len(s) // 2]) / 2
 
 
-def _stride(k: int, b: Batch) -> Sequence:
+def _stride(k: int, b: Batch) -> Sequence[Any]:
     return [i // k for i in range(len(b.R))]
 
 
@@ -254,7 +254,7 @@ CENTRES: dict[str, Callable[[Rows], Rows]] = {
     ),
     "the first reward": minus(lambda xs: xs[0]),
 }
-KEYS: dict[str, Callable[[Batch], Sequence]] = {
+KEYS: dict[str, Callable[[Batch], Sequence[Any]]] = {
     "of its prompt": lambda b: b.group,
     "of the whole batch": lambda b: [0] * len(b.R),
     "of as many rows in a row as its prompt has (groups taken to be contiguous)": lambda b: (
@@ -265,7 +265,7 @@ KEYS: dict[str, Callable[[Batch], Sequence]] = {
     for k in (2, 3, 4, 5, 8)
 }
 # of (key, rewards, differences): the square of what divides
-Spread = Callable[[Sequence, Rows, Rows], Rows]
+Spread = Callable[[Sequence[Any], Rows, Rows], Rows]
 STD: tuple[tuple[str, Spread], ...] = (
     ("the std {} (over G - 1)", lambda key, R, c: deviation(key, R, 1)),
     ("the std {} (over G - 1)", lambda key, R, c: deviation(key, c, 1)),

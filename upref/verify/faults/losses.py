@@ -356,7 +356,7 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
 
 # a KL term that is not k(π_θ, π_ref): the id, what is said of the objective's own, of another,
 # and the term itself, a function of (log π_θ, log π_ref, log π_old, log μ)
-KL_FORMS: tuple[tuple[str, str, str, Callable[..., Callable]], ...] = (
+KL_FORMS: tuple[tuple[str, str, str, Callable[..., Callable[..., Any]]], ...] = (
     (
         "kl-exchanged",
         "π_θ and π_ref are exchanged in the KL term ({})",
@@ -491,7 +491,9 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             (("", False), (" of the old policy", True)) if o.level == "token" else ()
         ):
 
-            def folded(b: Rollouts, k: Callable = k, old: bool = old) -> Tensor:
+            def folded(
+                b: Rollouts, k: Callable[..., Any] = k, old: bool = old
+            ) -> Tensor:
                 kl = sg(_of(k, b.but(logp=b.logp_old) if old else b, b.mask))
                 w = _slope(
                     lambda lp, old, A, m: inside.fn(lp, old, A - beta * kl, **own), b
@@ -546,7 +548,7 @@ CLAMPED = (10.0, 5.0, 20.0, 1.0, 0.1)  # where KL terms are clamped
 CAPS = (math.inf, 1.0, 2.0, 3.0, 5.0, 10.0)  # of importance weights, as people set them
 
 
-def _of(k: Callable, b: Rollouts, mask: Tensor) -> Tensor:
+def _of(k: Callable[..., Any], b: Rollouts, mask: Tensor) -> Tensor:
     assert b.logp_ref is not None
     return k(torch.where(mask, b.logp, 0), torch.where(mask, b.logp_ref, 0))
 
@@ -562,18 +564,20 @@ def clamp_faults(
         {"sequence_mean": mean_t, "sequence_product": sum_t}.get(o.level),
     )
 
-    def of_response(lp, old, m):
+    def of_response(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
         assert wide is not None
         x, n = wide(where(m, lp - old, 0), m)[:, None], m.sum(-1, keepdim=True)
         return lp + (x.clamp(low, high) - x) / (
             n if o.level == "sequence_product" else 1
         )
 
-    def of_token(lp, old, m):
+    def of_token(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
         """log π_θ such that the token's log-ratio is clamped."""
         return old + (lp - old).clamp(low, high)
 
-    def below(lp, old, A, m, inside):
+    def below(
+        lp: Tensor, old: Tensor, A: Tensor, m: Tensor, inside: Callable[..., Tensor]
+    ) -> Tensor:
         """J with the clamp where A <= 0 alone."""
         return where(A > 0, j(lp, old, A, m), j(inside(lp, old, m), old, A, m))
 
@@ -628,7 +632,7 @@ def _without_beta(hp: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in hp.items() if k != "beta"}
 
 
-def cuts(lo: float, hi: float) -> tuple[tuple[str, Callable], ...]:
+def cuts(lo: float, hi: float) -> tuple[tuple[str, Callable[..., Any]], ...]:
     return ("clipped", lambda r: clip(r, 1 - lo, 1 + hi)), (
         "truncated",
         lambda r: r.clamp(max=1 + hi),
@@ -663,7 +667,7 @@ def by_token(x: Tensor, lp: Tensor) -> Tensor:
 
 
 def _without_the_rest(
-    o: Objective, hp: dict[str, Any], form: Callable[[Callable], Term]
+    o: Objective, hp: dict[str, Any], form: Callable[[Callable[..., Any]], Term]
 ) -> Iterator[LossFault]:
     """A smooth objective without what it has beside the ratio, or log π_θ: a penalty or
     a gate; or with that turned.
@@ -704,7 +708,7 @@ def _forms(
     """The ratio is the objective's: a token's or a response's."""
     j, wide = term_of(o, hp), o.level in ("sequence_mean", "sequence_product")
 
-    def log_r(lp, old, m):
+    def log_r(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
         x = where(m, lp - old, 0)
         return (
             {"sequence_mean": mean_t, "sequence_product": sum_t}[o.level](x, m)[
@@ -714,27 +718,31 @@ def _forms(
             else x
         )
 
-    def ratio(lp, old, m):
+    def ratio(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
         """r of each token, the response's where the objective's is."""
         return exp(log_r(lp, old, m))
 
-    def ppo(r, A):
+    def ppo(r: Tensor, A: Tensor) -> Tensor:
         """PPO's term at this ratio."""
         return minimum(r * A, clip(r, 1 - lo, 1 + hi) * A)
 
-    def form(f: Callable) -> Term:
+    def form(f: Callable[..., Any]) -> Term:
         """J by a function of r, A and log π_θ."""
         return lambda lp, old, A, m: f(ratio(lp, old, m), A, lp)
 
-    def made(kind: str, words: str, J: Callable, id: str, **more: Any) -> LossFault:
+    def made(
+        kind: str, words: str, J: Callable[..., Any], id: str, **more: Any
+    ) -> LossFault:
         """The fault that J is the objective."""
         return fault(words, kind, id=id, J=J, **more)
 
-    def expanded(x, m, of):
+    def expanded(x: Tensor, m: Tensor, of: Callable[..., Tensor]) -> Tensor:
         """A number of each response, by `of`, on all its tokens."""
         return of(x, m).expand_as(x)
 
-    def by_tokens(lp, old, A, m, wide_r):
+    def by_tokens(
+        lp: Tensor, old: Tensor, A: Tensor, m: Tensor, wide_r: Callable[..., Tensor]
+    ) -> Tensor:
         """PPO's term at the response's ratio, whose gradient is each token's own."""
         return ppo(exp(by_token(wide_r(lp - old, m), lp)), A)
 
@@ -895,7 +903,7 @@ def _forms(
     )
     if has.is_bounded:
 
-        def trained(A):
+        def trained(A: Tensor) -> Tensor:
             """A, or 0 where the objective does not train it."""
             return where(A > 0, A * has.live[1.0], A * has.live[-1.0])
 
@@ -1000,7 +1008,7 @@ def _forms(
         )
     if has.is_pessimistic:
 
-        def one_sided(on: Callable) -> Term:
+        def one_sided(on: Callable[..., Any]) -> Term:
             """J that is clipped only where A is so."""
             return form(lambda r, A, lp: where(on(A), ppo(r, A), r * A))
 
@@ -1077,11 +1085,13 @@ def _forms(
         for way in (lambda x, lp: x, by_token):
 
             def shared(
-                b: Rollouts, over: Callable = over, way: Callable = way
+                b: Rollouts,
+                over: Callable[..., Any] = over,
+                way: Callable[..., Any] = way,
             ) -> Tensor:
                 f = FACTORS[declared_aggregation(o)](b)[:, None]
 
-                def log_r_of_all(lp, old, m):
+                def log_r_of_all(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
                     """One log-ratio for every token of the batch."""
                     return (where(m, lp - old, 0).sum() / over(m)).expand_as(lp)
 

@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Case:
             ]
         return self.done[name]
 
-    def off(self, p: Problem, done: Outcome, want: Outcome, least: float = 0.0):
+    def off(self, p: Problem, done: Outcome, want: Outcome, least: float = 0.0) -> Any:
         """(how often the tolerance, name of the number, where, expected, found) of the
         worst number.
         """

@@ -43,7 +43,9 @@ def shard(p: Problem, rank: int, ranks: int) -> Problem:
     )
 
 
-def _rank(kernel: Kernel, p: Problem, rank: int, ranks: int, file: str, to: Any):
+def _rank(
+    kernel: Kernel, p: Problem, rank: int, ranks: int, file: str, to: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(on_loopback())
     try:
@@ -109,7 +111,7 @@ def compared(
     """
     every, h = outcomes(kernel, p, ranks), "gradient of hidden"
 
-    def worst(numbers: dict[str, Any], want: dict[str, Tensor]) -> tuple:
+    def worst(numbers: dict[str, Any], want: dict[str, Tensor]) -> tuple[Any, ...]:
         """What `off` answers of these numbers of a rank."""
         return off(p, Outcome(numbers), Outcome(want), SINGLE)
 
@@ -145,8 +147,8 @@ def compared(
 
 
 def _why(
-    found: dict,
-    want: dict,
+    found: dict[str, Any],
+    want: dict[str, Any],
     p: Problem,
     rank: int,
     ranks: int,

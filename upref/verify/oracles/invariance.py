@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,9 @@ def padding(case: Case) -> list[Finding]:
     for left, right in ((0, 3), (2, 0)):
         wide = partial(_widened, left=left, right=right)
 
-        def padded(c: Rollouts, wide=wide, left=left) -> tuple[Tensor, Tensor]:
+        def padded(
+            c: Rollouts, wide: Callable[[Rollouts], Rollouts] = wide, left: int = left
+        ) -> tuple[Tensor, Tensor]:
             value, g = case.both(wide(c))
             return value, g[:, left : left + c.mask.shape[1]]
 
@@ -106,11 +109,13 @@ def padding(case: Case) -> list[Finding]:
         off = moved(g2, g, b.mask, slack(case))
         if off.max() > 0:
 
-            def apart(c: Rollouts, padded=padded) -> Tensor:
+            def apart(c: Rollouts, padded: Callable[..., Any] = padded) -> Tensor:
                 return moved(padded(c)[1], case.gradient(c), c.mask, slack(case))
 
             def by_width(
-                c: Rollouts, padded=padded, more=left + right
+                c: Rollouts,
+                padded: Callable[..., Any] = padded,
+                more: int = left + right,
             ) -> tuple[Tensor, Tensor]:
                 T = c.mask.shape[1]
                 return padded(c)[1] * (T + more), case.gradient(c) * T

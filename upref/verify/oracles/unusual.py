@@ -115,7 +115,7 @@ def _wrong(
     off: Tensor,
     found: Tensor,
     ids: tuple[str, ...],
-    dtype="",
+    dtype: str = "",
 ) -> Finding:
     """The finding; its numbers are those of the batch that is shown: one token or one
     response where that still shows it, else how the whole batch is made."""
@@ -230,8 +230,9 @@ def beyond_range(case: Case, b: Rollouts, found: Tensor) -> Tensor:
 PLAIN_IDS = "as with ids 0, 1, 2"
 
 
-def _with_plain_ids(x):
+def _with_plain_ids(x: Rollouts) -> Rollouts:
     """The batch with group ids 0, 1, 2, in the order of its own."""
+    assert x.group is not None
     return replace(x, group=x.group.unique(return_inverse=True)[1], totals=None)
 
 
@@ -245,11 +246,11 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
     )
     g, notes, takes = case.gradient(b), [], []
 
-    def both(x) -> tuple[Tensor, Tensor]:
+    def both(x: Rollouts) -> tuple[Tensor, Tensor]:
         """The gradients with its ids, and with plain ones."""
         return asked.gradient(x), asked.gradient(_with_plain_ids(x))
 
-    def bad(x):
+    def bad(x: Rollouts) -> bool:
         """Whether the ids change the gradient."""
         return x.group is not None and bool(
             moved(*both(x), x.mask, slack(case, 1e-7)).max() > 0

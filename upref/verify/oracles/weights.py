@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,20 +112,22 @@ def _moved_bound(case: Case) -> bool:
     )
 
 
-def _by(make: Callable[..., Rollouts]) -> Callable[[list], Rollouts]:
+def _by(make: Callable[..., Rollouts]) -> Callable[[list[Any]], Rollouts]:
     """`make`, which takes A, r and mu, for a list of tokens (A, mu, r)."""
     return lambda at: make(*np.array(at)[:, [0, 2, 1]].T)
 
 
-def _moved_for(case: Case, weight: Callable, make: Callable[[list], Rollouts]) -> bool:
+def _moved_for(
+    case: Case, weight: Callable[..., Any], make: Callable[[list[Any]], Rollouts]
+) -> bool:
     """make: a batch of tokens (A, mu, r), each the first of its row where others stand
     behind it.
     """
     for A in (1.0, -1.0):
         # one bound at every π_old: side, what lives beside it, the how manieth of these
-        alike: dict[tuple, list] = {}
+        alike: dict[tuple[Any, ...], list[Any]] = {}
         for mu in np.geomspace(0.02, 0.6, 8 if case.o.reads_mu else 24).tolist():
-            seen: Counter[tuple] = Counter()
+            seen: Counter[tuple[Any, ...]] = Counter()
             for k in breakpoints(
                 case.o, A, mu if case.o.reads_mu else 0.02, **case.plain_hp
             ):
@@ -180,7 +183,15 @@ def _ties(
     return out
 
 
-def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Finding]:
+def _regimes(
+    case: Case,
+    b: Rollouts,
+    failing: Tensor,
+    r: Tensor,
+    A: Tensor,
+    found: Tensor,
+    ties: Tensor,
+) -> list[Finding]:
     parts = [
         p
         for sign in (1.0, -1.0, 0.0)
