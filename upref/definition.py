@@ -351,11 +351,9 @@ class Objective:
         """What the pure function is handed; no gradient into lp_old and A, none into
         masked slots.
         """
-        lp, lp_old, A = (
-            _Unmasked.apply(lp, mask) if lp.requires_grad else lp,
-            lp_old.detach(),
-            A.detach(),
-        )
+        # 0 * NaN on the way back from a masked slot must not reach the policy
+        lp = torch.where(mask, lp, lp.detach()) if lp.requires_grad else lp
+        lp_old, A = lp_old.detach(), A.detach()
         if reduce := REDUCE.get(self.level):
             return reduce(lp, mask), reduce(lp_old, mask), per_response(A, mask)
         return (
@@ -496,7 +494,7 @@ class Objective:
         """dJ/dlp = weight x aggregation, the closed form of what autograd computes
         through J (without KL).
         """
-        rows = row_weights(self.agg, b.mask, b.totals or Totals.of(b.mask, b.group))
+        rows = row_weights(self.agg, b.mask, b.counts)
         w = self.token_weights(b, **hp)
         return w * (
             rows[:, None].to(w.dtype)
@@ -657,25 +655,3 @@ def weighed(
     """
     w = w if terms.ndim == 2 else mean_t(w, mask)
     return where(w == 0, 0, terms * w)
-
-
-class _Unmasked(torch.autograd.Function):
-    """The identity on lp, whose gradient is 0 on masked slots: 0 * NaN on the way back
-    must not reach the policy.
-
-    Forward nothing is needed: `aggregate` and `mean_t` select the unmasked slots.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(lp: Any, mask: Any) -> Any:
-        return lp.view_as(lp)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, g: Any) -> Any:
-        return torch.where(ctx.saved_tensors[0], g, 0), None

@@ -10,6 +10,7 @@ stays symbolic, anything else is numpy. Three conventions, the same for all read
 * `sg`, the stop-gradient: its value is its argument, its derivative 0.
 """
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -45,12 +46,21 @@ def _saturating_exp(x: Tensor) -> Tensor:
     return x.exp().clamp_(max=torch.finfo(x.dtype).max)
 
 
+def with_signature(function: Callable) -> Callable:
+    """Decorator: keep the function's signature. `apply` of an autograd Function asks for
+    that of its forward at each call, and to find it takes longer than to add tensors.
+    """
+    function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return function
+
+
 class _Exp(torch.autograd.Function):
     """e^x, at most the largest finite number of the dtype; the gradient is y, and 0 where y saturates or is NaN."""
 
     generate_vmap_rule = True
 
     @staticmethod
+    @with_signature
     def forward(x: Any) -> Any:
         return _saturating_exp(x)
 

@@ -210,6 +210,11 @@ class Rollouts:
         """Whether the unmasked advantages of each response are equal."""
         return one_per_response(self.adv, self.mask)
 
+    @cached_property
+    def counts(self) -> Totals:
+        """The counts of the mini-batch: this batch's own where it is all of it."""
+        return self.totals or Totals.of(self.mask, self.group)
+
     def split(self, n: int) -> "list[Rollouts]":
         """n micro-batches whose losses (and gradients) *add up* to this batch's,
         whatever the response lengths.
@@ -226,7 +231,7 @@ class Rollouts:
             raise InputError(
                 f"a batch of {len(self.mask)} responses is split into 1 to as many parts, not {n!r}."
             )
-        totals = self.totals or Totals.of(self.mask, self.group)
+        totals = self.counts
         rows = torch.arange(len(self.mask)).tensor_split(n)
         return [self.rows(i, totals) for i in rows if len(i)]
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from upref import catalog, plugins
 from upref.errors import InputError
 from upref.registry import Objective, get
@@ -353,13 +355,15 @@ ROLLOUTS = ("group", "logp_ref", "entropy", "totals", "logp_sampler")
 
 
 def rollouts(full: Mapping[str, Any]) -> Rollouts:
+    """A batch of inputs that upref made: they are looked at again only where Rollouts
+    refuses them, for a mask of numbers or a response without tokens.
+    """
     adv = full["adv"]
-    keys = ("logp_old", "mask", *ROLLOUTS)
-    return Rollouts(
-        logp=full["logp"],
-        adv=adv if adv.ndim == 2 else adv[:, None],
-        **{k: full[k] for k in keys},
-    )
+    fields = {k: full[k] for k in ("logp", "logp_old", "mask", *ROLLOUTS)}
+    fields["adv"] = adv if adv.ndim == 2 else adv[:, None]
+    mask = fields["mask"]
+    plain = mask.dtype is torch.bool and bool(mask.any(1).all())
+    return Rollouts.unchecked(**fields) if plain else Rollouts(**fields)
 
 
 def _objective(theirs: Objective, o: Objective, hp: dict[str, Any]) -> Loss:

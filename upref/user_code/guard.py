@@ -155,11 +155,19 @@ def _restored(state: State) -> Iterator[None]:
     try:
         yield
     finally:
-        for value, (name, (read, put)) in zip(before, state.items(), strict=True):
-            if not _equal(value, read()):
-                put(value)
-                if _watching:
-                    _watching[-1].add(name)
+        after = [read() for read, _ in state.values()]
+        # one comparison for all, where none of them is an array
+        if state is not STATE or before != after:
+            _put_back(state, before, after)
+
+
+def _put_back(state: State, before: list[Any], after: list[Any]) -> None:
+    """Restore what is another value now, and keep its name for the check that runs."""
+    for x, y, (name, (_, put)) in zip(before, after, state.items(), strict=True):
+        if not _equal(x, y):
+            put(x)
+            if _watching:
+                _watching[-1].add(name)
 
 
 def _equal(x: Any, y: Any) -> bool:

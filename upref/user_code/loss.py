@@ -133,8 +133,10 @@ class Loss:
             else b.but(group=None, totals=b.totals or Totals.of(b.mask))
         )
 
-    def inputs(self, b: Rollouts, logp: Tensor, ranks: int = 1) -> dict[str, Any]:
-        """Fresh tensors by role; masked slots as they are."""
+    def given(self, b: Rollouts, ranks: int = 1) -> dict[str, Any]:
+        """What the loss is given of a batch, by role; masked slots as they are. These
+        are the batch's own tensors.
+        """
         adv = b.adv.expand_as(b.mask)
         if self.adv_shape != "BT":
             adv = per_response(adv, b.mask)
@@ -143,27 +145,33 @@ class Loss:
                 "B1": adv[:, None],
                 FIRST: adv[:, None].expand(b.mask.shape),
             }[self.adv_shape]
-        totals = b.totals or Totals.of(b.mask, b.group)
-        ref = b.logp_old if b.logp_ref is None else b.logp_ref
-        return {
-            "logp": logp,
-            "logp_old": b.logp_old.clone(),
-            "adv": adv.clone(),
-            "mask": b.mask.to(b.logp.dtype) if self.float_mask else b.mask.clone(),
-            "logp_ref": ref.clone(),
-            "logp_sampler": (
-                b.logp_old if b.logp_sampler is None else b.logp_sampler
-            ).clone(),
-            "group": torch.zeros(len(b.mask), dtype=torch.int64)
-            if b.group is None
-            else b.group.clone(),
-            "entropy": torch.ones_like(b.logp_old)
-            if b.entropy is None
-            else b.entropy.clone(),
+        totals = b.counts
+        given = {
+            "logp": b.logp.detach(),
+            "logp_old": b.logp_old,
+            "adv": adv,
+            "mask": b.mask.to(b.logp.dtype) if self.float_mask else b.mask,
             "totals": totals,
             "ranks": ranks,
             "parts": max(1, round(float(totals.sequences) / len(b.mask))),
         }
+        optional = {
+            "logp_ref": b.logp_old if b.logp_ref is None else b.logp_ref,
+            "logp_sampler": b.logp_old if b.logp_sampler is None else b.logp_sampler,
+            "group": b.group,
+            "entropy": b.entropy,
+        }
+        if optional["group"] is None:
+            optional["group"] = torch.zeros(len(b.mask), dtype=torch.int64)
+        if optional["entropy"] is None:
+            optional["entropy"] = torch.ones_like(b.logp_old)
+        whole = self.takes_batch or bool(self.framework)
+        return given | {k: v for k, v in optional.items() if whole or k in self.reads}
+
+    def inputs(self, b: Rollouts, logp: Tensor, ranks: int = 1) -> dict[str, Any]:
+        """Fresh tensors of `given`, with this log_prob."""
+        fresh = {k: _copied(v) for k, v in self.given(b, ranks).items() if k != "logp"}
+        return {"logp": logp} | fresh
 
     def run(
         self,
@@ -178,9 +186,6 @@ class Loss:
         leaves: the tensors from which inputs were computed, that of log_prob first; by
         default they are the inputs.
         """
-        before = {
-            k: v.detach().clone() for k, v in full.items() if isinstance(v, Tensor)
-        }
         leaves = leaves or tuple(
             v
             for v in full.values()
@@ -193,7 +198,11 @@ class Loss:
             self.lines,
         )
         value, form, wrapped = self._scalar(got, b)
-        wrote = frozenset(k for k, v in before.items() if not _same(v, full[k]))
+        wrote = frozenset(
+            role
+            for role, x in self.given(b).items()
+            if isinstance(x, Tensor) and not _same(x, full[role])
+        )
         left = [x.grad for x in leaves]
         if all(g is None for g in left):
             return Outcome(value, form, wrapped, value.requires_grad, wrote, printed)
@@ -497,6 +506,13 @@ def _plain(x: Tensor) -> Tensor:
 def _plus(like: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
     """The sum of two gradients, either of which may be missing."""
     return sum((_plain(g) for g in (x, y) if g is not None), torch.zeros_like(like))
+
+
+def _copied(x: Any) -> Any:
+    """The same numbers in memory of their own, to which a loss may write."""
+    if isinstance(x, Totals):
+        return Totals(*map(_copied, x))
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

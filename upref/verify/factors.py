@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from upref.aggregation import Totals, row_weights
+from upref.aggregation import row_weights
 from upref.registry import Objective
 from upref.rollouts import Rollouts
 
@@ -25,7 +25,7 @@ def declared_aggregation(o: Objective) -> str:
 
 def _rows(agg: str) -> Factor:
     def f(b: Rollouts) -> Tensor:
-        w = row_weights(agg, b.mask, b.totals or Totals.of(b.mask, b.group))
+        w = row_weights(agg, b.mask, b.counts)
         return torch.as_tensor(w, dtype=torch.float64).expand(len(b.mask))
 
     return f

@@ -8,6 +8,7 @@ be compared regime by regime.
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -28,8 +29,8 @@ from upref.weights.batches import (
     MU,
     MU_READ,
     SINGLE_EDGES,
-    batch,
     fill_padding,
+    kept_batch,
     near_a_bound,
     on_policy_batch,
     relative_error,
@@ -84,6 +85,8 @@ class Case:
     covered: list[str] = field(default_factory=list)
     # calls that wrote or printed
     done: list[Outcome] = field(default_factory=list, repr=False)
+    # what is made once for a case and its copies, by what it depends on
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     # ---- the loss --------------------------------------------------------------------
     def both(self, b: Rollouts, ranks: int = 1, **moved: Any) -> tuple[Tensor, Tensor]:
@@ -186,12 +189,17 @@ class Case:
     # ---- batches ---------------------------------------------------------------------
     def grid(self, **options: Any) -> Rollouts:
         mus = MU + MU_READ if self.o.reads_mu else MU
-        return self.ready(
-            batch(
-                self.per_response,
-                **self.plain_hp | {"edges": self.edges, "mus": mus} | options,
-            )
+        options = self.plain_hp | {"edges": self.edges, "mus": mus} | options
+        return self.once(
+            ("grid", *options.items()),
+            lambda: self.ready(kept_batch(self.per_response, **options)),
         )
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes, made once for this key by a case and its copies."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
 
     @property
     def per_response(self) -> Objective:

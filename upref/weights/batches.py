@@ -148,19 +148,22 @@ def batch(
     k-th regime. mus: π_old.
     """
     # a copy, because a loss may write to what it is given
-    return deepcopy(_kept_batch(objective, seed, edges, thin, mus, **hp))
+    return deepcopy(
+        kept_batch(objective, seed=seed, edges=edges, thin=thin, mus=mus, **hp)
+    )
 
 
 @lru_cache(128)  # of about 50 kB
-def _kept_batch(
+def kept_batch(
     objective: Objective,
-    seed: int,
-    edges: tuple[float, ...],
-    thin: int,
-    mus: tuple[float, ...],
+    *,
+    seed: int = 0,
+    edges: tuple[float, ...] = EDGES,
+    thin: int = 1,
+    mus: tuple[float, ...] = MU,
     **hp: Any,
 ) -> Rollouts:
-    """The batch of `batch`, made once in a process."""
+    """The batch of `batch`, made once in a process: do not write to its tensors."""
     # the bounds of a response's ratio do not depend on mu
     mus = mus[:1] if objective.level in REDUCE else mus
     cases = [
@@ -302,14 +305,11 @@ def random_batch(
     )
 
 
-def random_batches(seed: int, n: int, one_adv: bool) -> list[Rollouts]:
-    """The first n of that seed, ready, as copies to which a loss may write."""
-    return deepcopy(_kept_random_batches(seed, n, one_adv))
-
-
 @lru_cache(16)
-def _kept_random_batches(seed: int, n: int, one_adv: bool) -> list[Rollouts]:
-    """Those of `random_batches`, made once in a process."""
+def random_batches(seed: int, n: int, one_adv: bool) -> list[Rollouts]:
+    """The first n of that seed, ready, made once in a process: do not write to their
+    tensors.
+    """
     rng = np.random.default_rng(seed)
     return [fill_padding(random_batch(rng, one_adv)) for _ in range(n)]
 

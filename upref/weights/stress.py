@@ -7,7 +7,7 @@ The table of docs/what-check-sees.md is made of AXES.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
-from upref.weights.batches import GUARD, MU, breakpoints, fill_padding
+from upref.weights.batches import GUARD, MU, breakpoints
 
 SIZES = (1.0, -1.0)
 LONG = (1, 15, 17, 65, 129, 256, 257, 300, 512, 520)  # tokens
@@ -64,6 +64,10 @@ class Axis:
     entropy: float = 3.0  # the largest one, in nats
     # whether it is 0 for the lower half of a response's tokens
     zero_entropy: bool = False
+
+    def exact(self, x: np.ndarray) -> np.ndarray:
+        """Rounded to float32 where the axis has only such numbers."""
+        return x.astype(np.float32).astype(float) if self.single else x
 
 
 LARGE = "more than 65,504 tokens"
@@ -228,90 +232,138 @@ def _stress_batch(
         seed: of the draws.
         ids: as for `stress_batch`.
     """
+    of, wide = AXES[axis], level in REDUCE
+    drawn = _drawn(axis, level, any_size, seed, ids)
+    A, n, mask = drawn.A, drawn.n, drawn.b.mask.numpy()
+    above, below = (np.log(side) for side in bounds)
+    nth = (drawn.which * np.where(A > 0, len(above), len(below))).astype(int)
+    bound = np.where(A > 0, above[nth % len(above)], below[nth % len(below)])
+    x = np.where(drawn.is_near, bound[:, None] * drawn.spread, drawn.calm)
+    if of.mostly == "clipped":
+        last = np.where(A > 0, max(above.max(), 0.1), min(below.min(), -0.1))
+        x = np.where(drawn.is_clipped, last[:, None] * drawn.beyond, x)
+    if of.far:
+        x = np.where(drawn.is_far, drawn.away, x)
+    # which may multiply ratios: a response that can be sampled keeps them in range
+    if level == "custom":
+        order = drawn.order
+        moved = np.cumsum(np.where(mask, np.abs(x), 0)[:, order], 1)[:, order.argsort()]
+        x = np.where(moved < PRODUCT, x * drawn.apart, drawn.tiny)
+    if wide:  # the response's own ratio is drawn, its tokens are scattered around it
+        x = x[:, :1] / (1 if level == "sequence_mean" else n[:, None])
+        x = x + drawn.noise - drawn.noise.sum(1, keepdims=True) / n[:, None]
+    old = np.minimum(drawn.old, np.where(x > 0, -x - 1e-3, 0))
+    lp = np.minimum(old + x, 0)
+    if of.sure and not wide:
+        old, lp = np.where(drawn.is_sure, drawn.sure, (old, lp))
+    if of.rho and corrects:
+        old = np.minimum(old, drawn.log_rho - 1e-3)  # μ is a probability too
+        lp = np.minimum(old + x, 0)
+    ref = np.minimum(lp + drawn.ref, -1e-3)
+
+    def filled(x: np.ndarray, padding: float) -> Tensor:
+        """[B, T], as `fill_padding` has it."""
+        return torch.from_numpy(np.where(mask, of.exact(x), padding))
+
+    # looked at by a test, and not for each objective
+    return drawn.b.but(
+        logp=filled(lp, -1.0),
+        logp_old=filled(old, -1.1),
+        logp_ref=filled(ref, -1.2),
+        logp_sampler=filled(old - drawn.log_rho, -1.2) if of.rho and corrects else None,
+    )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The random numbers of a batch, which depend on no bound of an objective, [B, T]
+    but where it says otherwise.
+
+    b: the batch, of which log-probabilities are missing. A, n: the advantage and the
+    number of tokens of each response, [B]. which: which bound of a response's side is
+    near, from 0 to 1, [B].
+    """
+
+    b: Rollouts
+    A: np.ndarray
+    n: np.ndarray
+    which: np.ndarray
+    spread: np.ndarray  # log r near a bound, as a multiple of it
+    is_near: np.ndarray
+    calm: np.ndarray  # log r elsewhere
+    beyond: np.ndarray  # log r of a clipped token, as a multiple of the last bound
+    is_clipped: np.ndarray
+    away: np.ndarray  # a far log r
+    is_far: np.ndarray
+    old: np.ndarray  # log π_old
+    ref: np.ndarray  # log π_ref / π_θ
+    is_sure: np.ndarray
+    sure: np.ndarray  # log π_old and log π_θ of certain tokens, [2, B, T]
+    log_rho: np.ndarray
+    # of a response's ratio
+    noise: np.ndarray
+    # of ratios that may be multiplied: an order of the columns, [T], and what keeps two
+    # tokens from having one ratio
+    order: np.ndarray
+    apart: np.ndarray
+    tiny: np.ndarray
+
+
+NOTHING = np.zeros((1, 1))  # what an axis or a level does not draw
+
+
+@lru_cache(160)  # of about 2 MB
+def _drawn(
+    axis: str, level: str, any_size: bool, seed: int, ids: tuple[str, ...]
+) -> Drawn:
+    """The draws of that axis; arguments as of `_stress_batch`."""
     of, wide, B = AXES[axis], level in REDUCE, AXES[axis].rows
     few, A, n, name, side, mask, state = _composition(axis, any_size, seed, len(ids))
     T, rng = mask.shape[1], np.random.default_rng()
     rng.bit_generator.state = state
 
-    def draw(among: tuple[float, ...], shape: tuple[int, ...]) -> np.ndarray:
+    def draw(among: tuple[float, ...]) -> np.ndarray:
         """Independent draws from these numbers, each equally probable."""
-        return np.array(among)[rng.integers(len(among), size=shape)]
+        return np.array(among)[rng.integers(len(among), size=(B, T))]
 
-    near = [np.log(side) for side in bounds]
-    above, below = near
-    which = rng.integers(np.where(A > 0, len(above), len(below)))
-    bound = np.where(A > 0, above[which % len(above)], below[which % len(below)])[
-        :, None
-    ]
-    around = bound * rng.uniform(0.2, 1.8, (B, T))
-    x = np.where(
-        rng.random((B, T)) < 0.5,
-        around,
-        rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3), (B, T)),
-    )
+    drawn = dict.fromkeys(
+        (field.name for field in fields(Drawn)[1:]), NOTHING
+    )  # all but the batch
+    drawn |= {"A": A, "n": n, "which": rng.random(B)}
+    drawn["spread"] = rng.uniform(0.2, 1.8, (B, T))
+    drawn["is_near"] = rng.random((B, T)) < 0.5
+    drawn["calm"] = rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3))
     if of.mostly == "clipped":
-        last = np.where(A > 0, max(near[0].max(), 0.1), min(near[1].min(), -0.1))[
-            :, None
-        ]
-        x = np.where(
-            few[:, None] if wide else rng.random((B, T)) < 0.1,
-            x,
-            last * rng.uniform(1.1, 2, (B, T)),
-        )
-    guard = GUARD[level] - 1
+        chosen = ~few[:, None] if wide else rng.random((B, T)) >= 0.1
+        drawn |= {"is_clipped": chosen, "beyond": rng.uniform(1.1, 2, (B, T))}
     if of.far:
-        away = (
-            np.abs(draw(of.far, (B, T))) * np.where(side == 1, 1, -1)[:, None]
-            if wide
-            else draw(of.far, (B, T))
-        )
-        some = (
-            side[:, None] > 0
-            if wide
-            else rng.random((B, T)) < of.share / (4 if of.mostly == "clipped" else 1)
-        )
-        x = np.where(some, away.clip(-guard, guard), x)
-    # which may multiply ratios: a response that can be sampled keeps them in range
+        away = draw(of.far)
+        share = of.share / (4 if of.mostly == "clipped" else 1)
+        some = rng.random((B, T)) < share
+        if wide:
+            away = np.abs(away) * np.where(side == 1, 1, -1)[:, None]
+            some = side[:, None] > 0
+        guard = GUARD[level] - 1
+        drawn |= {"is_far": some, "away": away.clip(-guard, guard)}
     if level == "custom":
-        order = rng.permutation(T)
-        moved = np.cumsum(np.where(mask, np.abs(x), 0)[:, order], 1)[:, order.argsort()]
-        # without ties
-        x = np.where(
-            moved < PRODUCT,
-            x * rng.uniform(0.98, 1, (B, T)),
-            rng.normal(size=(B, T)) * 1e-4,
-        )
-    if wide:  # the response's own ratio is drawn, its tokens are scattered around it
-        noise = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
-        x = x[:, :1] / (1 if level == "sequence_mean" else n[:, None])
-        x = x + noise - noise.sum(1, keepdims=True) / n[:, None]
+        drawn["order"] = rng.permutation(T)
+        drawn["apart"] = rng.uniform(0.98, 1, (B, T))
+        drawn["tiny"] = rng.normal(size=(B, T)) * 1e-4
+    if wide:
+        drawn["noise"] = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
     with np.errstate(divide="ignore"):
-        old = np.minimum(np.log(draw(of.mu, (B, T))), np.where(x > 0, -x - 1e-3, 0))
-    lp = np.minimum(old + x, 0)
+        drawn["old"] = np.log(draw(of.mu))
     if of.sure and not wide:
-        here, q = rng.random((B, T)) < 0.6, 10 ** rng.uniform(-6, -1, (2, B, T))
-        old, lp = np.where(here, np.log1p(-q), (old, lp))
-    if of.rho and corrects:
-        log_rho = _sampler_ratios(of.rho, mask, rng)
-        old = np.minimum(old, log_rho - 1e-3)  # μ is a probability too
-        lp = np.minimum(old + x, 0)
-    ref = np.minimum(lp + draw(of.ref, (B, T)), -1e-3)
-
-    def exact(x: np.ndarray) -> np.ndarray:
-        """Rounded to float32 on the axis that has only such numbers."""
-        return x.astype(np.float32).astype(float) if of.single else x
-
-    def masked(x: np.ndarray) -> Tensor:
-        """[B, T], with NaN in the padding."""
-        return torch.tensor(exact(np.where(mask, x, math.nan)), dtype=torch.float64)
-
+        drawn["is_sure"] = rng.random((B, T)) < 0.6
+        drawn["sure"] = np.log1p(-(10 ** rng.uniform(-6, -1, (2, B, T))))
+    if of.rho:
+        drawn["log_rho"] = _sampler_ratios(of.rho, mask, rng)
+    drawn["ref"] = draw(of.ref)
     H = rng.uniform(0, of.entropy, size=(B, T))
     # below the 80 % quantile of a response, at which objectives tell tokens apart
     if of.zero_entropy:
         rank = np.where(mask, H, np.inf).argsort(1).argsort(1)
         H = np.where((rank < n[:, None] // 2) & (n[:, None] >= 4), 0, H)
-    entropy = torch.as_tensor(exact(H))
-    adv = torch.tensor(exact(A))[:, None].expand(B, T).clone()
     kinds = len(ids) + 1
     # every group has several rows
     nth = (np.cumsum(name[:, None] == np.arange(kinds), 0) - 1)[np.arange(B), name]
@@ -320,17 +372,13 @@ def _stress_batch(
     )
     for k, said in enumerate(ids):
         group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
-    mu = masked(old - log_rho).nan_to_num(nan=-1.2) if of.rho and corrects else None
-    b = Rollouts(
-        masked(lp),
-        masked(old),
-        adv,
-        torch.tensor(mask),
-        group,
-        masked(ref).nan_to_num(nan=-1.2),
-        entropy,
+    b = Rollouts.unchecked(
+        adv=torch.tensor(of.exact(A))[:, None].expand(B, T).clone(),
+        mask=torch.tensor(mask),
+        group=group,
+        entropy=torch.as_tensor(np.where(mask, of.exact(H), 1.0)),
     )
-    return fill_padding(replace(b, logp_sampler=mu))
+    return Drawn(b, **drawn)
 
 
 @lru_cache(512)

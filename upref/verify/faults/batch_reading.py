@@ -285,7 +285,7 @@ def _under(
 
     def weigh(b: Rollouts) -> Tensor:
         there, f = (
-            Rollouts.unchecked(**vars(b) | {"mask": mask(b), "totals": None}),
+            b.but(mask=mask(b), totals=None),
             declared_aggregation(o),
         )
         times = 1.0 if counted else (FACTORS[f](there) / FACTORS[f](b))[:, None]

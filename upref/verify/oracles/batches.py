@@ -176,10 +176,13 @@ def one_response(case: Case) -> list[Finding]:
     def off(c: Rollouts, dtype: torch.dtype | None) -> Tensor:
         """How far each weight is off, [B, T]; 0 where rounding or a clamp may be why."""
         one, found = ask(c, dtype)
+        apart = one.off(c, found)
+        if not apart.max() > 10 * one.tol:
+            return torch.zeros_like(apart)
         # what a clamp of log r is asked for
         extreme = one.ratio(c).log().abs() > CLAMPS[0]
         forgiven = one.rounded(c) | beyond_range(one, c, found) | extreme
-        apart = one.off(c, found).masked_fill(forgiven, 0)
+        apart = apart.masked_fill(forgiven, 0)
         return torch.where(apart > 10 * one.tol, apart, 0)
 
     def is_off(c: Rollouts, dtype: torch.dtype | None) -> bool:
@@ -322,7 +325,7 @@ def _mean(case: Case, b: Rollouts, ranks: int) -> Tensor:
     loss, mean, totals = (
         case.loss,
         torch.zeros_like(b.logp),
-        b.totals or Totals.of(b.mask, b.group),
+        b.counts,
     )
     for rows in _dealt(b, ranks):
         mine = b.rows(rows, totals)

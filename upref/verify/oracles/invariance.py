@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -55,7 +56,10 @@ def slack(case: Case, least: float = HABIT) -> float:
 
 def off_bounds(case: Case) -> Rollouts:
     """The grid without its bounds: on a bound, the order of a sum would decide."""
-    return replace(case.grid(thin=3, edges=OFF_EDGES), totals=None)
+    return case.once(
+        ("off bounds", *case.plain_hp.items()),
+        lambda: case.grid(thin=3, edges=OFF_EDGES).but(totals=None),
+    )
 
 
 @oracle("padding", 60)
@@ -243,21 +247,38 @@ def masked_values(case: Case) -> list[Finding]:
     reads = [
         k
         for k in ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
-        if k in case.loss.reads
+        if k in case.loss.reads and getattr(b, k) is not None
     ]
+    if case.loss.adv_shape != "BT" and "adv" in reads:
+        reads.remove("adv")
     leaks: list[Finding] = []
 
     def filled(c: Rollouts, k: str, p: float) -> Rollouts:
         """The batch with p in the masked slots of this argument."""
-        return replace(c, **{k: getattr(c, k).masked_fill(~c.mask, p)})
+        return c.but(**{k: getattr(c, k).masked_fill(~c.mask, p)})
+
+    def leaks_none() -> bool:
+        """Whether each of NOT_NUMBERS, in each argument once, changes nothing."""
+        for turn in range(len(NOT_NUMBERS)):
+            bad = b
+            for place, k in enumerate(reads, turn):
+                bad = filled(bad, k, NOT_NUMBERS[place % len(NOT_NUMBERS)])
+            try:
+                if _changes(b, (value, g), case.both(bad)):
+                    return False
+            except InputError:
+                return False
+        return True
 
     def change(c: Rollouts, bad: Callable[[Rollouts], Rollouts]) -> str:
         """What changes with these numbers in the masked slots."""
         return _changes(c, case.both(c), case.both(bad(c)))
 
-    for k, p in ((k, p) for p in (*JUNK, *NOT_NUMBERS) for k in reads):
-        if getattr(b, k) is None or (k == "adv" and case.loss.adv_shape != "BT"):
-            continue
+    # in all arguments at a time, and in one at a time only to name it
+    numbers = JUNK if leaks_none() else (*JUNK, *NOT_NUMBERS)
+    for p, k in product(numbers, reads):
+        if leaks and p not in JUNK:
+            break
         bad = partial(filled, k=k, p=p)
         regime = f"masked slots of {CALLED[k]} hold {p:g}"
         try:

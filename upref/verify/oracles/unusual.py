@@ -237,9 +237,12 @@ def _with_plain_ids(x: Rollouts) -> Rollouts:
 
 
 def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
-    """A failure, or notes and the keys of NAMED that it takes; a loss may loop over all
-    ids up to 2^40.
-    """
+    """A failure, or notes and the keys of NAMED that it takes."""
+    return case.once(("groups", case.tol), lambda: _groups(case))
+
+
+def _groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
+    """What `groups` finds; a loss may loop over all ids up to 2^40."""
     b, asked = (
         case.ready(on_policy_batch()),
         replace(case, loss=replace(case.loss, lines=LINES)),

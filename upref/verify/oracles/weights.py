@@ -320,6 +320,8 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
         map(case.visible_batch, random_batches(seed, many, case.one_adv))
     ):
         off = case.off(b)
+        if not off.max() > 10 * case.tol:
+            continue
         off = off.masked_fill(case.rounded(b), 0)
         if off.max() > 10 * case.tol:
             one = explain(case, b, case.weights(b), case.rounded(b), [])
