@@ -168,14 +168,10 @@ class Loss:
         whole = self.takes_batch or bool(self.framework)
         return given | {k: v for k, v in optional.items() if whole or k in self.reads}
 
-    def inputs(self, b: Rollouts, logp: Tensor, ranks: int = 1) -> dict[str, Any]:
-        """Fresh tensors of `given`, with this log_prob."""
-        fresh = {k: _copied(v) for k, v in self.given(b, ranks).items() if k != "logp"}
-        return {"logp": logp} | fresh
-
     def run(
         self,
         full: dict[str, Any],
+        given: dict[str, Any],
         b: Rollouts,
         moved: dict[str, Any] | None = None,
         leaves: tuple[Tensor, ...] = (),
@@ -183,6 +179,8 @@ class Loss:
         """One call on these inputs; InputError in one sentence for whatever the loss
         does instead of answering.
 
+        full: the inputs; what the loss writes to them is found by comparing them with
+            `given`, which holds the same numbers.
         leaves: the tensors from which inputs were computed, that of log_prob first; by
         default they are the inputs.
         """
@@ -200,7 +198,7 @@ class Loss:
         value, form, wrapped = self._scalar(got, b)
         wrote = frozenset(
             role
-            for role, x in self.given(b).items()
+            for role, x in given.items()
             if isinstance(x, Tensor) and not _same(x, full[role])
         )
         left = [x.grad for x in leaves]
@@ -353,12 +351,13 @@ class Loss:
         wanting: tuple[str, ...] | None,
         moved: dict[str, Any],
     ) -> tuple[Outcome, Tensor]:
-        x = b.logp.detach().clone().requires_grad_()
-        full, leaves = self.inputs(b, x, ranks), ()
+        given = self.given(b, ranks)
+        full, leaves = _copies(given), ()
+        x = full["logp"].requires_grad_()
         if wanting is not None:
             leaves = (x, *(full[k].requires_grad_() for k in wanting))
             full |= {"logp": x * 1} | {k: full[k] * 1 for k in wanting}
-        done = self.run(full, b, moved, leaves)
+        done = self.run(full, given, b, moved, leaves)
         if not done.attached:
             return done, torch.zeros_like(x)
 
@@ -374,16 +373,19 @@ class Loss:
         """The gradient of the loss, multiplied by a number, by one of its inputs; None
         where there is none, or where that is refused."""
 
+        given = self.given(b)
+
         def inputs() -> dict[str, Any]:
-            full = self.inputs(b, b.logp.detach().clone().requires_grad_())
+            full = _copies(given)
+            full["logp"].requires_grad_()
             full[role].requires_grad_()
             return full
 
         full = inputs()
         try:
-            done = self.run(full, b)
+            done = self.run(full, given, b)
         except InputError as e:
-            self._must_recur(e, lambda: self.run(inputs(), b))
+            self._must_recur(e, lambda: self.run(inputs(), given, b))
             return None
         if not done.attached:
             return None
@@ -397,17 +399,17 @@ class Loss:
         expanded from [B, 1].
         """
         laid = LAYOUTS[layout]
-        x = laid(b.logp.detach()).requires_grad_()
+        given = self.given(b)
         full = {
             k: laid(v) if isinstance(v, Tensor) and v.ndim == 2 else v
-            for k, v in self.inputs(b, x).items()
+            for k, v in _copies(given).items()
         }
-        full["logp"] = x
+        x = full["logp"].requires_grad_()
         if self.adv_shape in ("BT", FIRST) and b.one_adv_per_response:
             full["adv"] = (
                 per_response(b.adv, b.mask).clone()[:, None].expand(b.mask.shape)
             )
-        done = self.run(full, b, None, (x,))
+        done = self.run(full, given, b, None, (x,))
         if not done.attached:
             return torch.zeros_like(x)
         backward = partial(torch.autograd.grad, done.value, x, allow_unused=True)
@@ -446,8 +448,10 @@ class Loss:
         return self.outcome(b, ranks, **moved)[1]
 
     def __call__(self, b: Rollouts, **moved: Any) -> Tensor:
-        x = b.logp.detach().clone().requires_grad_()
-        return self.run(self.inputs(b, x), b, moved).value.detach()
+        given = self.given(b)
+        full = _copies(given)
+        full["logp"].requires_grad_()
+        return self.run(full, given, b, moved).value.detach()
 
 
 class _Stepped(torch.autograd.Function):
@@ -506,6 +510,11 @@ def _plain(x: Tensor) -> Tensor:
 def _plus(like: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
     """The sum of two gradients, either of which may be missing."""
     return sum((_plain(g) for g in (x, y) if g is not None), torch.zeros_like(like))
+
+
+def _copies(given: dict[str, Any]) -> dict[str, Any]:
+    """The same inputs in memory of their own."""
+    return {role: _copied(x) for role, x in given.items()}
 
 
 def _copied(x: Any) -> Any:

@@ -56,20 +56,32 @@ def breakpoints(objective: Objective, A: float, mu: float, **hp: Any) -> list[fl
     """
     if objective.batch_coupled:
         return []
+    mus = MU + MU_READ if objective.reads_mu else (None,)
+    grid = tuple((sign, at) for sign in SIGNS if sign for at in mus)
+    point = (A, mu if objective.reads_mu else None)
+    found = _jumps(objective, grid if point in grid else (point,), **hp)
+    return [r for r in found[point] if r * mu < 1]
+
+
+@lru_cache(1024)
+def _jumps(
+    objective: Objective, points: tuple[tuple[float, float | None], ...], **hp
+) -> dict[tuple[float, float | None], list[float]]:
+    """The ratios at which the weight of a token by itself jumps, ascending, at each of
+    these (A, π_old); no π_old where it has no effect.
+    """
     curves = [of_objective(objective, **hp)]
-    curves += (
-        [replace(curves[0], weight=high_entropy_weight(objective, hp))]
-        if "entropy" in objective.reads
-        else []
-    )
-    return sorted(
-        {
-            jump.r
-            for curve in curves
-            for jump in curve.jumps(A, mu, FAR)
-            if jump.r * mu < 1
-        }
-    )
+    if "entropy" in objective.reads:
+        curves += [replace(curves[0], weight=high_entropy_weight(objective, hp))]
+    A, mu = zip(*points, strict=True)
+    rows = [
+        curve.all_jumps(A, None if None in mu else mu, FAR)  # at once: that is faster
+        for curve in curves
+    ]
+    return {
+        point: sorted({jump.r for jumps in of_point for jump in jumps})
+        for point, *of_point in zip(points, *rows, strict=True)
+    }
 
 
 def high_entropy_weight(

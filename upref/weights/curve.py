@@ -70,11 +70,16 @@ class Curve:
         lie between the same two r may be missed if they undo each other. A weight that
         fades has no end.
         """
-        found, _ = self._find(*_rows(A, mu), r, ends=False)
-        return [
-            Jump(*map(float, jump))
-            for jump in zip(found.r, found.below, found.above, strict=True)
-        ]
+        return self.all_jumps([A], None if mu is None else [mu], r)[0]
+
+    def all_jumps(self, A: Any, mu: Any, r: np.ndarray) -> list[list[Jump]]:
+        """The same for each of several A and mu."""
+        rows, mu = _rows(A, mu)
+        found, _ = self._find(rows, mu, r, ends=False)
+        out: list[list[Jump]] = [[] for _ in rows]
+        for row, *jump in zip(*found, strict=True):
+            out[row].append(Jump(*map(float, jump)))
+        return out
 
     def ends(
         self, A: Numbers, mu: Numbers | None = None
