@@ -3,6 +3,8 @@
 right in unusual ways passes.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ import upref
 from tests.support.zoo import blind_spots
 from upref.verify.render import describe_example
 from upref.verify.shrink import make_example
-from upref.weights.batches import interval
+from upref.weights.batches import FAR, breakpoints, fill_padding, interval
+from upref.weights.curve import of_objective
 from upref.weights.stress import AXES, LARGE, stress_batch
 
 
@@ -25,6 +28,25 @@ def test_an_axis_holds_what_it_says(name):
     assert every["lengths"].mask.sum(1).max() == 520
     assert live("advantages", every["advantages"].adv).abs().max() == 40
     assert live("certain tokens", every["certain tokens"].logp_old).max() == 0
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "m2po", "tis(dapo)"])
+def test_a_batch_of_unusual_inputs_is_one_that_rollouts_takes(name):
+    o = upref.get(name)
+    for axis in AXES:
+        b = stress_batch(axis, o)
+        filled = fill_padding(replace(b))  # which looks at every number
+        for field, x in filled.tensors().items():
+            assert torch.equal(x, getattr(b, field)), (axis, field)
+
+
+def test_bounds_found_together_are_those_found_one_by_one():
+    for name in ("dapo", "bandpo_tv", "aspo_code"):
+        o = upref.get(name)
+        curve = of_objective(o)
+        found = breakpoints(o, -1.0, 0.3)
+        alone = [j.r for j in curve.jumps(-1.0, 0.3, FAR) if j.r * 0.3 < 1]
+        assert found and set(alone) <= set(found)
 
 
 def test_who_answers_otherwise_each_time_is_asked_nothing_else():
