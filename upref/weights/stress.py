@@ -326,7 +326,7 @@ def _drawn(
         """Independent draws from these numbers, each equally probable."""
         return np.array(among)[rng.integers(len(among), size=(B, T))]
 
-    drawn = dict.fromkeys(
+    drawn: dict[str, np.ndarray] = dict.fromkeys(
         (field.name for field in fields(Drawn)[1:]), NOTHING
     )  # all but the batch
     drawn |= {"A": A, "n": n, "which": rng.random(B)}
