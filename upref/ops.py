@@ -46,7 +46,7 @@ def _saturating_exp(x: Tensor) -> Tensor:
     return x.exp().clamp_(max=torch.finfo(x.dtype).max)
 
 
-def with_signature(function: Callable) -> Callable:
+def with_signature(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: keep the function's signature. `apply` of an autograd Function asks for
     that of its forward at each call, and to find it takes longer than to add tensors.
     """

@@ -65,7 +65,7 @@ def breakpoints(objective: Objective, A: float, mu: float, **hp: Any) -> list[fl
 
 @lru_cache(1024)
 def _jumps(
-    objective: Objective, points: tuple[tuple[float, float | None], ...], **hp
+    objective: Objective, points: tuple[tuple[float, float | None], ...], **hp: Any
 ) -> dict[tuple[float, float | None], list[float]]:
     """The ratios at which the weight of a token by itself jumps, ascending, at each of
     these (A, π_old); no π_old where it has no effect.
