@@ -22,7 +22,9 @@ gradients g (of log π) and g_H (of H)
 and NaN padding never meets dW.
 
 All other products are float32, or float64 where an input is. Memory beyond dh and dW is
-O(N H + chunk).
+O(N H + chunk). Where states and weights are bfloat16 on a GPU, its tensor cores add up
+the products, which float32 holds exactly, in float32; dx, which bfloat16 does not hold,
+is the sum of two bfloat16 parts there, exact to 2^-17.
 """
 
 from collections.abc import Iterator
@@ -43,6 +45,37 @@ DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 # exp of it is 0 in every dtype, and 0 times it is 0: what -inf is replaced by
 ZERO = -1e4
 TOP = 8  # logits per token that are computed again
+# since torch 2.8, on CUDA alone
+HAS_WIDE_PRODUCTS = "out_dtype" in (torch.mm.__doc__ or "")
+
+
+def _is_narrow(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether a GPU multiplies these as they are, and adds up in float32."""
+    kinds = {hidden.dtype, weight.dtype}
+    return HAS_WIDE_PRODUCTS and hidden.is_cuda and kinds == {torch.bfloat16}
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, in float32 where the factors are bfloat16."""
+    if a.dtype != torch.bfloat16:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """out += scale a @ b."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b, alpha=scale)
+    else:
+        out.add_(_product(a, b), alpha=scale)
+
+
+def _factors(x: Tensor, like: Tensor) -> list[Tensor]:
+    """x as a sum of tensors that can be multiplied with `like`."""
+    if like.dtype != torch.bfloat16:
+        return [x]
+    large = x.to(torch.bfloat16)
+    return [large, (x - large).to(torch.bfloat16)]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -158,19 +191,29 @@ class _Head:
     def outer(self) -> float:
         return (self.softcap or 0.0) / self.temperature
 
+    def states(self, hidden: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+        """[N, H]: what the tiles multiply, inner times the states; the states alone
+        where they are multiplied as they are.
+        """
+        flat = hidden.flatten(0, -2)
+        return flat if _is_narrow(hidden, weight) else self.inner * flat.to(wide)
+
     def tiles(
         self, h: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(columns, their rows of W, x [N, columns]); h is inner times the states."""
+        """(columns, their rows of W, x [N, columns]); h is of `states`."""
         width = max(1, self.chunk // max(1, len(h)))
         for start in range(0, len(weight), width):
             at = slice(start, start + width)
             W = weight[at].to(h.dtype)
-            x = (
-                h @ W.T
-                if bias is None
-                else torch.addmm(self.inner * bias[at].to(h.dtype), h, W.T)
-            )
+            if bias is None:
+                x = _product(h, W.T)
+            elif h.dtype == torch.bfloat16:
+                x = _product(h, W.T).add_(bias[at])
+            else:
+                x = torch.addmm(self.inner * bias[at].to(h.dtype), h, W.T)
+            if h.dtype == torch.bfloat16:
+                x.mul_(self.inner)
             yield at, W, x.tanh_().mul_(self.outer) if self.softcap else x
 
     def again(
@@ -217,11 +260,11 @@ class _LogProbs(torch.autograd.Function):
             wide = torch.promote_types(
                 torch.promote_types(hidden.dtype, weight.dtype), torch.float32
             )
-            h = head.inner * hidden.flatten(0, -2).to(wide)
-            m = h.new_full((len(h),), torch.finfo(h.dtype).min)
+            h = head.states(hidden, weight, wide)
+            m = h.new_full((len(h),), torch.finfo(wide).min, dtype=wide)
             s = t = torch.zeros_like(m)
             # the largest logits, and whose they are
-            near, ids = h.new_zeros(len(h), 0), tokens.new_zeros(len(h), 0)
+            near, ids = m.new_zeros(len(h), 0), tokens.new_zeros(len(h), 0)
             for at, _, x in head.tiles(h, weight, bias):
                 best = x.topk(min(TOP, x.shape[1]), 1)
                 near, ids = (
@@ -253,7 +296,7 @@ class _LogProbs(torch.autograd.Function):
                 d = d.clamp(min=ZERO)
                 s, t = s + sign * d.exp().sum(1), t + sign * (d.exp() * d).sum(1)
             lp, H = (x[:, 0] - s.log()).clamp(max=0), (s.log() - t / s).clamp(min=0)
-        return tuple(v.to(h.dtype).reshape(shape) for v in (lp, H, *saved))
+        return tuple(v.to(wide).reshape(shape) for v in (lp, H, *saved))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -289,14 +332,15 @@ class _LogProbs(torch.autograd.Function):
                 .flatten()
                 .nonzero()[:, 0]
             )
-            h = head.inner * hidden.flatten(0, -2)[rows].to(H.dtype)
+            wide = H.dtype
+            h = head.states(hidden.flatten(0, -2)[rows], weight, wide)
             tokens = tokens.flatten()[rows].long()
             H, log_z, g, g_H = (
                 None if x is None else x.flatten()[rows, None]
                 for x in (H, log_z, g, g_H)
             )
             dh, dW = (
-                torch.zeros_like(h) if want_h else None,
+                torch.zeros_like(h, dtype=wide) if want_h else None,
                 torch.empty_like(weight) if want_W else None,
             )
             db = torch.empty_like(bias) if want_b else None
@@ -317,10 +361,15 @@ class _LogProbs(torch.autograd.Function):
                 dx.scatter_add_(1, column, torch.where(inside[:, None], g, 0))
                 if slope is not None:
                     dx.mul_(slope)
+                first, *more = _factors(dx, h)
                 if dh is not None:
-                    dh.addmm_(dx, W, alpha=head.inner)
+                    for part in (first, *more):
+                        _add_product(dh, part, W, head.inner)
                 if dW is not None:
-                    dW[at] = dx.T @ h
+                    its = _product(first.T, h)
+                    for part in more:
+                        its += _product(part.T, h)
+                    dW[at] = its if h.dtype == wide else its.mul_(head.inner)
                 if db is not None:
                     db[at] = head.inner * dx.sum(0)
             if dh is not None:

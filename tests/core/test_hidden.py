@@ -384,3 +384,33 @@ h, W, ids = torch.zeros(2, 3), torch.zeros(5, 3), torch.zeros(2, dtype=torch.int
 def test_bad_input_is_one_sentence(args, settings, says):
     with pytest.raises(InputError, match=says):
         fused.token_log_probs(*args, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"softcap": 5.0}, {"bias": True}])
+def test_products_in_bfloat16_lose_nothing_that_float32_holds(settings, monkeypatch):
+    """As a GPU takes them: the factors are bfloat16, and the sum is float32."""
+
+    def product(a, b):
+        assert a.dtype == b.dtype
+        return a.float() @ b.float()
+
+    g = torch.Generator().manual_seed(3)
+    h, W = torch.randn(2, 30, 64, generator=g), torch.randn(997, 64, generator=g) / 8
+    h, W = h.to(torch.bfloat16), W.to(torch.bfloat16)
+    settings = {"temperature": 0.8, "logit_scale": 1.5, "chunk": 5000} | settings
+    settings |= {"bias": torch.randn(997, generator=g)} if "bias" in settings else {}
+    tokens = torch.randint(997, (2, 30), generator=g)
+    up = [torch.randn(2, 30, generator=g) for _ in range(2)]
+    wide = settings | (
+        {"bias": settings["bias"].double()} if "bias" in settings else {}
+    )
+    want = run(naive, h.double(), W.double(), tokens, wide, [u.double() for u in up])
+    monkeypatch.setattr(fused, "_is_narrow", lambda hidden, weight: True)
+    monkeypatch.setattr(fused, "_product", product)
+    found = run(token_log_probs, h, W, tokens, settings, up)
+    for x, y in zip(found[:2], want[:2], strict=True):
+        assert x.dtype == torch.float32
+        assert (x - y).abs().max() < 5e-6
+    for x, y in zip(found[2:], want[2:], strict=True):
+        once = (y.to(x.dtype) - y).abs().max()
+        assert (x - y).abs().max() <= 1.1 * once + 3e-6 * y.abs().max()
