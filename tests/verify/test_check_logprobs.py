@@ -15,6 +15,7 @@ import pytest
 import upref
 from tests.support.cases.logprob_changes import naive, of, x_is
 from upref import InputError, check_logprobs
+from upref.user_code import logprobs as read_logprobs
 
 
 def test_the_command_and_the_assertion(tmp_path):
@@ -65,3 +66,38 @@ def test_the_log_prob_functions_of_torch_and_trl_agree(name, n):
 
     found = kernels(name)
     assert len(found.reports) == n and found and all(found.reports.values()), str(found)
+
+
+def test_a_function_on_a_gpu_gets_no_id_that_is_out_of_range(monkeypatch):
+    """There such an id reads foreign memory, or ends CUDA in the whole process."""
+    asked, seen = [0], []
+
+    def allocations():
+        asked[0] += 1
+        return asked[0]
+
+    def fn(logits, tokens, temperature):
+        seen.append(int(tokens.min()))
+        return (
+            (logits / temperature).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        )
+
+    monkeypatch.setattr(read_logprobs, "gpu_allocations", allocations)
+    report = upref.check_logprobs(fn)
+    assert report, report
+    assert min(seen) >= 0
+    assert "ignored-ids" in " ".join(report.not_checked)
+
+
+def test_a_lost_gpu_is_no_verdict():
+    def fn(logits, tokens, temperature):
+        if logits.shape[-1] > 100:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return (
+            (logits / temperature).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        )
+
+    with pytest.raises(
+        upref.InputError, match=r"fn lost the GPU .*: there is no verdict"
+    ):
+        upref.check_logprobs(fn)

@@ -241,8 +241,27 @@ def is_out_of_memory(e: BaseException) -> bool:
     return isinstance(e, RuntimeError) and any(text in str(e) for text in NO_MEMORY)
 
 
+# what CUDA says when it can do nothing more in this process, whatever is asked
+GPU_LOST = (
+    "device-side assert",
+    "illegal memory access",
+    "unspecified launch failure",
+    "misaligned address",
+)
+
+
+def is_gpu_lost(e: BaseException) -> bool:
+    """Whether the GPU answers nothing more in this process, in whatever was called."""
+    return isinstance(e, RuntimeError) and any(text in str(e) for text in GPU_LOST)
+
+
 def gone(name: str, e: BaseException) -> Gone:
     """The end of user code that is no verdict about it."""
+    if is_gpu_lost(e):
+        return Gone(
+            f"{name} lost the GPU ({type(e).__name__}: {one_line(e)}): there is no verdict, and no more CUDA in this "
+            "process. CUDA_LAUNCH_BLOCKING=1 shows the line."
+        )
     if is_out_of_memory(e):
         said = f"{type(e).__name__}: {one_line(e)}" if str(e) else type(e).__name__
         return OutOfMemory(
@@ -312,7 +331,7 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
     except ENDS as e:
         raise stopped(gone(name, e)) from e
     except BaseException as e:
-        if is_out_of_memory(e):
+        if is_out_of_memory(e) or is_gpu_lost(e):
             raise stopped(gone(name, e)) from e
         raise InputError(
             f"{name} raised {type(e).__name__}: {one_line(e)}{_place(e)}"

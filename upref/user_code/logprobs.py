@@ -112,6 +112,7 @@ class Kernel:
     has_entropy: bool = True
     softcap: float | None = None  # what it is expected to apply
     logit_scale: float = 1.0
+    on_gpu: bool = False  # whether it computes there
 
     def __call__(self, p: Problem, twice: bool = False) -> Outcome:
         """twice: the backward is run again."""
@@ -331,9 +332,20 @@ def _running(kernel: Kernel) -> Kernel:
     """
     errors = []
     for dtype, flat in itertools.product((torch.float64, torch.float32), (False, True)):
-        one = replace(kernel, dtype=dtype, flat=flat)
+        one, before = replace(kernel, dtype=dtype, flat=flat), gpu_allocations()
         try:
-            return replace(one, has_entropy="entropy" in one(probe(kernel)).numbers)
+            has_entropy = "entropy" in one(probe(kernel)).numbers
         except InputError as e:
             errors.append(e)
+            continue
+        return replace(one, has_entropy=has_entropy, on_gpu=gpu_allocations() > before)
     raise errors[0]
+
+
+def gpu_allocations() -> int:
+    """How often this process has asked for memory of a GPU."""
+    if not torch.cuda.is_initialized():
+        return 0
+    devices = range(torch.cuda.device_count())
+    name = "allocation.all.allocated"
+    return sum(torch.cuda.memory_stats(d).get(name, 0) for d in devices)

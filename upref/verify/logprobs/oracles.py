@@ -415,6 +415,8 @@ def ranks(case: Case) -> Iterator[Finding]:
 
 
 NO_TEMPERATURE = "no temperature among its arguments"
+# a GPU reads outside of its memory there, or answers nothing more in this process
+LOSES_GPU = "on a GPU an id that is out of range may end the process"
 PLAIN = ("values", "temperature", "gradient", "entropy-gradient", "gradients")
 ORACLES: tuple[Oracle, ...] = (
     determinism,
@@ -455,7 +457,12 @@ ORACLES: tuple[Oracle, ...] = (
             or ("" if problems.forbidden(case.kernel) else "no logit can be -inf")
         ),
     ),
-    compared("ignored-ids", problems.ignored, refused=": give padding any valid id"),
+    compared(
+        "ignored-ids",
+        problems.ignored,
+        refused=": give padding any valid id",
+        not_run=lambda case: wrong(case) or (LOSES_GPU if case.kernel.on_gpu else ""),
+    ),
     compared("layout", problems.layout, refused=""),
     repeated,
     compared(
