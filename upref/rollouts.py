@@ -26,6 +26,15 @@ from upref.errors import InputError
 from upref.tensors import describe, is_materialized
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+BESIDE_MASK = (
+    "logp",
+    "logp_old",
+    "adv",
+    "group",
+    "logp_ref",
+    "entropy",
+    "logp_sampler",
+)  # on its device
 
 
 # compared by identity: tensors have no one truth value
@@ -63,6 +72,7 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         self._check_types()
+        self._check_devices()
         B = len(self.mask)
         if self.totals is not None:
             per_row = getattr(self.totals, "group_tokens", None)
@@ -169,6 +179,15 @@ class Rollouts:
             raise InputError(
                 f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give at least one response."
             )
+
+    def _check_devices(self) -> None:
+        """InputError where two tensors are on different devices."""
+        for name in BESIDE_MASK:
+            x = getattr(self, name)
+            if x is not None and x.device != self.mask.device:
+                raise InputError(
+                    f"{name} is on {x.device} and mask on {self.mask.device}: move the batch to one device."
+                )
 
     def _check_logp(self, name: str, x: Tensor) -> None:
         # a fused log-softmax may overshoot 0 by rounding, not by more

@@ -237,3 +237,24 @@ def test_a_changed_batch_is_checked_and_has_no_totals():
     assert part.map(lambda name, x: x).totals is None
     with pytest.raises(upref.InputError, match="log-probabilities are never positive"):
         b.map(lambda name, x: -x if name == "logp" else x)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = torch.device("cuda:0")
+
+
+@pytest.mark.parametrize("name", ["logp", "adv", "group"])
+def test_a_batch_on_two_devices_is_one_sentence(name):
+    x = torch.full((2, 3), -1.0)
+    given = {
+        "logp": x,
+        "logp_old": x,
+        "adv": x,
+        "mask": torch.ones(2, 3, dtype=torch.bool),
+        "group": torch.zeros(2, dtype=torch.int64),
+    }
+    given[name] = given[name].as_subclass(Elsewhere)
+    with pytest.raises(upref.InputError, match=f"{name} is on cuda:0 and mask on cpu"):
+        upref.Rollouts(**given)
