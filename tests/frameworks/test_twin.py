@@ -95,6 +95,20 @@ def test_a_right_family_trains_on_and_is_left_as_it_was():
 
 
 @pytest.mark.trl
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_a_generation_may_make_as_many_steps_as_it_has_micro_batches(accumulation):
+    pytest.importorskip("trl")
+    from upref_frameworks.trl.step import default_config
+    from upref_frameworks.trl.training import GRPOTrainer
+
+    args, o = default_config(), upref.get("up_dapo")
+    args.steps_per_generation = 4
+    args.gradient_accumulation_steps = accumulation
+    report = trl_twin(GRPOTrainer, o, o.resolve({}), tiny("qwen3"), args)
+    assert report and report.error < 2e-5, report
+
+
+@pytest.mark.trl
 def test_a_family_for_which_trl_is_wrong_does_not_start():
     """TRL hands GPT-2 no positions beside its left padding (docs/steps.md)."""
     pytest.importorskip("trl")

@@ -228,9 +228,13 @@ def report(
     step: which one; from 1 on r is off 1. goal: beta, entropy_coef, clip, scale. The
     rest is as for `trained`.
     """
-    seen, _ = trained(model, fields, rows, step + 1, cls, **more or {})
     at: dict[str, Any] = FIELDS | fields
     every = at["steps_per_generation"] // at["gradient_accumulation_steps"]
+    first = (
+        step // max(every, 1) * max(every, 1)
+    )  # of the steps of its generation batch
+    last = first + max(every, 1)
+    seen, _ = trained(model, fields, rows, last, cls, **more or {})
     o = objective if isinstance(objective, Objective) else get(objective)
 
     def ends(r: Row) -> bool:
@@ -266,7 +270,7 @@ def report(
 
     each = expected_rows(seen, rows, fields)
     found = at_step(step, each[step])
-    if unfed := _unfed(rows, each[max(0, step + 1 - max(every, 1)) : step + 1]):
+    if unfed := _unfed(rows, each[first:last]):
         cause = f"responses {', '.join(map(str, unfed))} of the generation batch do not train"
         never = fail(
             "gradient",
