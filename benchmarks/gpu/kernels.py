@@ -106,7 +106,10 @@ def verl_triton() -> Function:
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     def f(h: Tensor, W: Tensor, tokens: Tensor, T: float) -> tuple[Tensor, Tensor]:
-        flat = h.flatten(0, -2).contiguous()
+        # it takes hidden sizes that are multiples of 128: zeros change no logit
+        more = (0, -h.shape[-1] % 128)
+        flat = torch.nn.functional.pad(h.flatten(0, -2), more).contiguous()
+        W = torch.nn.functional.pad(W, more).contiguous()
         lp, entropy = linear_cross_entropy(flat, W, tokens.flatten(), float(T), "none")
         return lp.view(tokens.shape), entropy.view(tokens.shape)
 
@@ -126,20 +129,6 @@ def verl_logits() -> Function:
         logprobs_from_logits(z / T, tokens),
         entropy_from_logits(z / T),
     )
-
-
-def liger_scaled() -> Function:
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
-        LigerFusedLinearScaledCrossEntropyFunction,
-    )
-
-    def f(h: Tensor, W: Tensor, tokens: Tensor, T: float) -> tuple[Tensor, Tensor]:
-        loss, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(
-            h.flatten(0, -2), W, tokens.flatten(), float(T), -100, 1, True
-        )
-        return -loss.view(tokens.shape), entropy.view(tokens.shape)
-
-    return f
 
 
 def liger_linear() -> Function:
@@ -186,7 +175,6 @@ MAKERS: dict[str, tuple[str, Callable[[], Function]]] = {
     "verl linear_cross_entropy (Triton)": ("hidden", verl_triton),
     "verl FusedLinearForPPO": ("hidden", verl_fused),
     "verl logprobs_from_logits": ("logits", verl_logits),
-    "Liger fused linear scaled cross entropy": ("hidden", liger_scaled),
     "Liger fused linear cross entropy, reduction none": ("hidden", liger_linear),
     "Liger cross entropy, reduction none": ("logits", liger_cross_entropy),
     "a fault: no temperature": ("hidden", wrong),

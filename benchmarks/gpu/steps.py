@@ -87,7 +87,7 @@ def dapo(
         mask = batch(lambda r: aligned(r.trains, r))[:, 1:]
         old = batch(lambda r: aligned(r.old, r))[:, 1:]
         A = torch.tensor([[r.adv] for r in part], device=device)
-        mask = mask.roll(late, 1)
+        mask = torch.nn.functional.pad(mask, (late, 0))[:, : width - 1]
         cast = torch.autocast(device.type, half) if half else nullcontext()
         with cast:
             z = model(ids) if bare else model(ids, attention_mask=seen).logits

@@ -89,9 +89,26 @@ def child(argv: list[str]) -> int:
     phases written down. argv: the file of phases, cpu or cuda, and the run's arguments.
     """
     phases, device, *rest = argv
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.trainer_utils import IntervalStrategy
+
     train.BATCH["save_steps"] = SAVE
+    settings = train.settings
+
+    def without_validation(*given: Any) -> Any:
+        """TRL's configuration; a validation at the last step is not what is measured."""
+        found = settings(*given)
+        found.eval_strategy = IntervalStrategy.NO
+        return found
+
+    train.settings = without_validation
+    # of a Qwen2 model it would make Qwen2's own, which splits otherwise
+    auto: Any = AutoTokenizer
+    auto.from_pretrained = PreTrainedTokenizerFast.from_pretrained
     if device == "cpu":
-        on_cpu()
+        from benchmarks.gpu import on_cpu
+
+        on_cpu.prepare()
     in_parts = train.in_parts
 
     def watched(trainer: type, count: int) -> type:
@@ -110,26 +127,6 @@ def child(argv: list[str]) -> int:
     status = train.main(rest)
     note(Path(phases), "training")
     return status
-
-
-def on_cpu() -> None:
-    """A trial of this script: the same path, small, on a CPU."""
-    import trl
-
-    sizes: Any = train
-    sizes.check = lambda args: None
-    sizes.gpu_bytes = lambda: 80e9
-    sizes.RESPONSES, sizes.LONGEST = 32, 12
-    train.BATCH["max_completion_length"] = 12
-
-    class OnCpu(trl.GRPOConfig):
-        """What train.py asks for, on the CPU."""
-
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named | {"use_cpu": True})
-
-    sizes = trl
-    sizes.GRPOConfig = OnCpu
 
 
 @contextlib.contextmanager

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trial of benchmarks.gpu.training without a GPU: the same path, small, on the CPU."""
+
+from typing import Any
+
+import trl
+
+from repro.with_trl import train
+
+
+class OnCpu(trl.GRPOConfig):
+    """What train.py asks for, on the CPU."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named | {"use_cpu": True})
+
+
+def prepare() -> None:
+    """Make repro.with_trl.train small, and content without a GPU."""
+    sizes: Any = train
+    sizes.check = lambda args: None
+    sizes.gpu_bytes = lambda: 80e9
+    sizes.RESPONSES, sizes.LONGEST = 64, 12
+    train.BATCH["max_completion_length"] = 12
+    of_trl: Any = trl
+    of_trl.GRPOConfig = OnCpu
