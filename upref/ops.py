@@ -43,7 +43,9 @@ def _symbolic(f: Any, *xs: Any) -> Any:
 
 
 def _saturating_exp(x: Tensor) -> Tensor:
-    return x.exp().clamp_(max=torch.finfo(x.dtype).max)
+    # Out of place: torch 2.11 compiles an in-place step of an autograd.Function's forward
+    # to a gradient of 0.
+    return x.exp().clamp(max=torch.finfo(x.dtype).max)
 
 
 def with_signature(function: Callable[..., Any]) -> Callable[..., Any]:

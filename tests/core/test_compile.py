@@ -8,8 +8,10 @@ import shutil
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import upref
+from upref import ops
 from upref.weights.batches import OFF_EDGES, batch, grad
 
 
@@ -29,6 +31,29 @@ def test_no_host_synchronisation(name):
         hp = {"beta": 0.1} if o.kl else {}
         o.J(lp, x, x, mask, group, lp_ref=x, entropy=x, is_weights=x, **hp).backward()
         assert lp.grad.shape == lp.shape
+
+
+class WritesInPlace(TorchDispatchMode):
+    """Collects the operators that write into one of their inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_exp_writes_nothing_in_place():
+    """torch 2.11, which the GPU lists pin, compiles an in-place step of the forward of
+    an autograd.Function to a gradient of 0.
+    """
+    x = torch.tensor([0.5, 2.0, 1e6], requires_grad=True)
+    with WritesInPlace() as mode:
+        ops.exp(x)
+    assert mode.found == []
 
 
 @pytest.mark.skipif(
