@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-import upref
 from upref.replay import loss, normalizer, read_steps, record
 from upref.replay.schema import RecordedBatch
 from upref.step.case import built, meant, perturb
@@ -143,7 +142,7 @@ TRAIN: dict[str, Callable[[Setting, Path], None]] = {
 
 def judged(trainer: str, s: Setting, batches: list[RecordedBatch]) -> Line:
     """Compare the recorded steps with the objective that the setting means."""
-    o = upref.get(s.objective)
+    o = s.objective  # by its name: as frameworks run it
     hp = s.hp | ({"beta": s.goal["beta"]} if "beta" in s.goal else {})
     off, factors, moved, said = 0.0, 0.0, 0.0, ""
     for b in batches:
@@ -166,9 +165,7 @@ def judged(trainer: str, s: Setting, batches: list[RecordedBatch]) -> Line:
     )
 
 
-def unused(
-    o: upref.Objective, hp: dict[str, Any], batches: list[RecordedBatch]
-) -> list[str]:
+def unused(o: str, hp: dict[str, Any], batches: list[RecordedBatch]) -> list[str]:
     """The numbers that can be doubled without another loss at any step."""
     first = [loss(b, o, **hp).value for b in batches]
     return [

@@ -94,7 +94,8 @@ def loss(
     Args:
         batch: with the columns adv and old; with now, off the first optimizer step too.
             With grad, the gradient is compared as well (`upref.replay.normalizer`).
-        objective: the Objective that ran, or its name.
+        objective: what ran. A name is compared as frameworks run it, with a token mean
+            in place of group-token-mean; an Objective as it is.
         logged: the number; None: `logged["loss"]` of the file.
         digits: half a unit of the number's last printed digit.
         **hp: hyperparameters of the objective.

@@ -65,7 +65,7 @@ def normalizer(
 
     Args:
         batch: all ranks of a step, with the columns adv, old or now, and grad.
-        objective: the Objective that ran, or its name.
+        objective: what ran, as `upref.replay.loss` takes it.
         **hp: hyperparameters of the objective.
 
     Returns:

@@ -39,7 +39,7 @@ def replay(
 
     Args:
         batches: steps in order, for example from `upref.replay.read_steps`.
-        objective: the objective that ran.
+        objective: what ran, as `upref.replay.loss` takes it.
         hp: its hyperparameters.
         logged: the loss that the run logged; for a single step.
         digits: half a unit of its last printed digit.

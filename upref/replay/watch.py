@@ -92,7 +92,7 @@ class Watch:
     """What judges the recorded steps.
 
     Args:
-        objective: what the loss should be, or its name.
+        objective: what the loss should be, as `upref.replay.loss` takes it.
         hp: its hyperparameters.
         on_fail: "stop" or "warn".
         then: what else is done with each step, before it is judged.
