@@ -34,18 +34,43 @@ def group_norm(
 
     The paper states neither ddof nor eps; these defaults are verl's. ddof=0 makes A larger by √(G/(G-1)), 7 % at G = 8.
     eps has the unit of R (TRL: 1e-4) and matters only where std_g is not much larger.
+
+    Args:
+        rewards: [B], one number for each response.
+        group: prompt id of each response, [B].
+        ddof: 1 divides by G - 1, 0 by G.
+        eps: added to the standard deviation, in the unit of the rewards.
+
+    Returns:
+        [B], the advantage of each response.
     """
     centred, g, _ = _centred(rewards, group)
     return _over_std(centred, g, ddof, eps).to(rewards.dtype)
 
 
 def group_mean(rewards: Rewards, group: Group) -> Advantages:
-    """A_i = R_i - mean_g: Dr. GRPO (arXiv 2503.20783)."""
+    """A_i = R_i - mean_g: Dr. GRPO (arXiv 2503.20783).
+
+    Args:
+        rewards: [B], one number for each response.
+        group: prompt id of each response, [B].
+
+    Returns:
+        [B], the advantage of each response.
+    """
     return _centred(rewards, group)[0].to(rewards.dtype)
 
 
 def leave_one_out(rewards: Rewards, group: Group) -> Advantages:
-    """A_i = R_i - 1/(G-1) Σ_{j≠i} R_j = G/(G-1) (R_i - mean_g): RLOO (arXiv 2402.14740)."""
+    """A_i = R_i - 1/(G-1) Σ_{j≠i} R_j = G/(G-1) (R_i - mean_g): RLOO (arXiv 2402.14740).
+
+    Args:
+        rewards: [B], one number for each response.
+        group: prompt id of each response, [B].
+
+    Returns:
+        [B], the advantage of each response.
+    """
     centred, g, size = _centred(rewards, group)
     size = size.double()
     return (centred * (size / (size - 1).clamp(min=1))[g]).to(rewards.dtype)
@@ -58,6 +83,15 @@ def whiten(
 
     The population is the N responses, as in the paper's appendix B.2; the paper gives no ddof and no value of eps.
     verl and OpenRLHF whiten over tokens instead, where a long response counts more: `whiten_tokens`.
+
+    Args:
+        rewards: [B], one number for each response.
+        group: not read; estimators are called alike.
+        ddof: 1 divides by N - 1, 0 by N.
+        eps: added to the standard deviation, in the unit of the rewards.
+
+    Returns:
+        [B], the advantage of each response.
     """
     _check(rewards, group, optional=True)
     return group_norm(
@@ -71,6 +105,15 @@ def group_mean_whiten(
     """A'_i = R_i - mean_g,  A_i = A'_i / (std(A') + eps), std over the batch: REINFORCE++ with baseline, Eqs. 6-7.
 
     (arXiv 2501.03262.) Eq. 7 also subtracts the mean of A', which is 0 already; leaving it out keeps exact zeros exact.
+
+    Args:
+        rewards: [B], one number for each response.
+        group: prompt id of each response, [B].
+        ddof: 1 divides by N - 1, 0 by N.
+        eps: added to the standard deviation, in the unit of the rewards.
+
+    Returns:
+        [B], the advantage of each response.
     """
     centred, g, _ = _centred(rewards, group)
     return _over_std(centred, torch.zeros_like(g), ddof, eps).to(rewards.dtype)
@@ -81,6 +124,13 @@ def signed(rewards: Rewards, group: Group | None = None) -> Advantages:
 
     Rewards are all in {0, 1} or all in {-1, +1}; anything else is an InputError. (W-REINFORCE's own code tests for
     equality with 1 and with 0 and lets every other reward through as it is.)
+
+    Args:
+        rewards: [B], one number for each response.
+        group: not read; estimators are called alike.
+
+    Returns:
+        [B], the advantage of each response.
     """
     _check(rewards, group, optional=True)
     bad = (rewards.abs() != 1) & ((rewards != 0) | (rewards == -1).any())
@@ -94,7 +144,15 @@ def signed(rewards: Rewards, group: Group | None = None) -> Advantages:
 
 
 def reward(rewards: Rewards, group: Group | None = None) -> Advantages:
-    """A_i = R_i: plain REINFORCE (Williams 1992)."""
+    """A_i = R_i: plain REINFORCE (Williams 1992).
+
+    Args:
+        rewards: [B], one number for each response.
+        group: not read; estimators are called alike.
+
+    Returns:
+        [B], the advantage of each response.
+    """
     _check(rewards, group, optional=True)
     return rewards.detach().clone()
 
@@ -104,6 +162,13 @@ def maxrl(rewards: Rewards, group: Group) -> Advantages:
 
     It is meant for rewards >= 0, canonically 0 and 1. This is prime-rl's max_rl; SkyRL and the authors' code divide by
     mean_g + 1e-6.
+
+    Args:
+        rewards: [B], one number for each response.
+        group: prompt id of each response, [B].
+
+    Returns:
+        [B], the advantage of each response.
     """
     centred, g, size = _centred(rewards, group)
     R = rewards.detach().double()
@@ -127,7 +192,14 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
 
 
 def get(name: str) -> Callable[..., Tensor]:
-    """The advantage called `name`. Raises InputError, with the nearest name, if there is none."""
+    """The advantage called `name`. Raises InputError, with the nearest name, if there is none.
+
+    Args:
+        name: a key of ADVANTAGES.
+
+    Returns:
+        The estimator, a function of (rewards [B], group [B]).
+    """
     if not isinstance(name, str) or name not in ADVANTAGES:
         near = difflib.get_close_matches(str(name), ADVANTAGES, n=1)
         hint = (
@@ -149,6 +221,15 @@ def whiten_tokens(
     """A_it = (A_it - mean) / √(var + eps) over the unmasked tokens: REINFORCE++ as verl computes it.
 
     OpenRLHF has ddof=0 and √max(var, eps). Masked slots may hold anything, NaN included, and return 0.
+
+    Args:
+        adv: [B, T].
+        mask: [B, T], True on the tokens that count.
+        ddof: 1 divides the variance by N - 1, 0 by N, the number of these tokens.
+        eps: added to the variance.
+
+    Returns:
+        [B, T], 0 on masked slots.
     """
     both = is_materialized(adv) and is_materialized(mask) and adv.shape == mask.shape
     if not (both and adv.ndim == 2 and adv.is_floating_point()):

@@ -37,7 +37,15 @@ AGGREGATIONS = (
 
 
 def verl_name(level: str, agg: str) -> str:
-    """verl's loss_agg_mode for an objective of that level and aggregation: another word, and the same gradient."""
+    """verl's loss_agg_mode for an objective of that level and aggregation: another word, and the same gradient.
+
+    Args:
+        level: of an objective: token, sequence_mean, sequence_product or custom.
+        agg: its aggregation.
+
+    Returns:
+        A value of actor.loss_agg_mode.
+    """
     of_response = (
         "seq-mean-token-sum" if level == "sequence_product" else "seq-mean-token-mean"
     )
@@ -69,7 +77,15 @@ class Totals(NamedTuple):
     def of(
         cls, mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None = None
     ) -> "Totals":
-        """The counts of a batch that is all here."""
+        """The counts of a batch that is all here.
+
+        Args:
+            mask: [B, T], True on response tokens.
+            group: prompt id of each response, [B]; None: one prompt.
+
+        Returns:
+            The counts of these responses, which are the whole mini-batch.
+        """
         _must(_is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
         # float32 counts a row exactly up to 2^24 tokens and vectorises where int64 does
         # not
@@ -80,7 +96,15 @@ class Totals(NamedTuple):
         cls, lengths: Tensor, group: Int[Tensor, " B"] | None = None
     ) -> "Totals":
         """From |o_i| and the prompt of every response of the mini-batch: over data-parallel ranks, all-gather the two,
-        count, and give each rank `.rows(its indices)`; a group may lie on several ranks."""
+        count, and give each rank `.rows(its indices)`; a group may lie on several ranks.
+
+        Args:
+            lengths: |o_i| of every response of the mini-batch, [N].
+            group: their prompt ids, [N]; None: one prompt.
+
+        Returns:
+            The counts of the mini-batch, to be cut by `rows`.
+        """
         _must(
             is_materialized(lengths) and lengths.ndim == 1,
             "lengths must be a tensor [B]",
@@ -106,7 +130,14 @@ class Totals(NamedTuple):
         )
 
     def rows(self, i: Tensor) -> "Totals":
-        """Those of these rows: the counts stay the mini-batch's."""
+        """Those of these rows: the counts stay the mini-batch's.
+
+        Args:
+            i: numbers of the responses of a part.
+
+        Returns:
+            The counts as that part needs them.
+        """
         fits = (
             is_materialized(i)
             and i.ndim == 1

@@ -183,7 +183,17 @@ class Objective:
         return dict(self._own)
 
     def resolve(self, hp: dict[str, Any]) -> dict[str, Any]:
-        """Defaults overlaid with hp, names and ranges checked."""
+        """Defaults overlaid with hp, names and ranges checked.
+
+        Args:
+            hp: some hyperparameters, by name.
+
+        Returns:
+            All of them.
+
+        Raises:
+            InputError: a name is unknown, or a value is out of its range.
+        """
         known = self._own
         if not isinstance(hp, dict):
             raise InputError(
@@ -250,7 +260,15 @@ class Objective:
         return self.J(*batch, lp_sampler=b.logp_sampler, **hp)
 
     def loss(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:
-        """-J, to be minimized."""
+        """-J, to be minimized.
+
+        Args:
+            b: the batch.
+            **hp: hyperparameters; the others have their defaults.
+
+        Returns:
+            A scalar with gradients to b.logp.
+        """
         return -self(b, **hp)
 
     def J(
@@ -274,6 +292,17 @@ class Objective:
         somebody else has computed); an objective with one term per response takes their
         mean over the response. lp_sampler is read by `tis(...)` and its like, which
         compute such weights themselves.
+
+        Args:
+            lp, lp_old, lp_ref, entropy, is_weights, lp_sampler: [B, T].
+            A: [B, T] or [B, 1].
+            mask: [B, T].
+            group: prompt ids, [B].
+            totals: the counts of the mini-batch, where this is a part.
+            **hp: hyperparameters.
+
+        Returns:
+            The scalar J, to be maximized.
         """
         hp = self.resolve(hp)
         beta = hp.pop("beta", 0.0)
@@ -304,6 +333,16 @@ class Objective:
     ) -> Any:
         """J before aggregation: [B, T], or [B] where the objective has one term per
         response.
+
+        Args:
+            lp, lp_old, entropy, lp_sampler: [B, T].
+            A: [B, T] or [B, 1].
+            mask: [B, T].
+            group: prompt ids, [B].
+            **hp: hyperparameters.
+
+        Returns:
+            Terms, whose masked slots are not 0.
         """
         own = {k: v for k, v in hp.items() if k not in self._of_sampler}
         terms = self.fn(
@@ -320,7 +359,15 @@ class Objective:
         return terms if factors is None else weighed(terms, factors, mask)
 
     def factors(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"] | None:
-        """`sampler_weights` of a batch."""
+        """`sampler_weights` of a batch.
+
+        Args:
+            b: the batch.
+            **hp: hyperparameters.
+
+        Returns:
+            [B, T], or None.
+        """
         if not isinstance(b, Rollouts):
             raise InputError(
                 f"the factors of {self.name} are computed from upref.Rollouts, not from a {type(b).__name__}."
@@ -332,6 +379,15 @@ class Objective:
     ) -> Float[Tensor, "B T"] | None:
         """The factor of each token by its sampler correction, a constant; None where
         the objective has none.
+
+        Args:
+            lp_old: log π_old, [B, T].
+            lp_sampler: log μ, [B, T].
+            mask: [B, T].
+            **hp: hyperparameters.
+
+        Returns:
+            [B, T], or None.
         """
         if self.sampler is None:
             return None
@@ -378,12 +434,23 @@ class Objective:
     def surrogate(self, lp: Any, lp_old: Any, A: Any, **hp: Any) -> Any:
         """The pure function itself, at the objective's level, for tensors, arrays or
         symbols.
+
+        Args:
+            lp, lp_old: log-probabilities of a token, or of a response.
+            A: the advantage.
+            **hp: hyperparameters.
+
+        Returns:
+            J of it, before aggregation.
         """
         return self.fn(lp, lp_old, A, **self.of_surrogate(hp))
 
     def of_surrogate(self, hp: dict[str, Any]) -> dict[str, Any]:
         """The resolved hyperparameters without those of the KL term and of the
         sampler's correction.
+
+        Args:
+            hp: resolved hyperparameters.
         """
         return {
             k: v
@@ -408,6 +475,18 @@ class Objective:
         mu = π_old(o_t), or of the response, is read by objectives whose bounds depend
         on it; "custom" ones read the whole [B, T] arrays and the mask. Works on
         tensors, arrays and symbols.
+
+        Args:
+            r: ratios.
+            A: advantages; r, A and mu broadcast.
+            mu: π_old.
+            mask: [B, T], for objectives of level custom.
+            entropy: per token, where the objective reads it.
+            group: prompt ids, [B].
+            **hp: hyperparameters.
+
+        Returns:
+            The weights, of the kind and the broadcast shape of r.
         """
         try:
             log_mu = None if mu is None else log(mu)
@@ -461,6 +540,13 @@ class Objective:
     def token_weights(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"]:
         """∂/∂lp_t of the unreduced J from the closed form, before aggregation and
         without KL; 0 on masked slots.
+
+        Args:
+            b: the batch.
+            **hp: hyperparameters.
+
+        Returns:
+            [B, T].
         """
         lp, lp_old, A = self._at_level(b.logp.detach(), b.logp_old, b.adv, b.mask)
         log_r = lp - lp_old
@@ -487,12 +573,26 @@ class Objective:
     ) -> Tensor:
         """What multiplies the tokens' weights: the factors, or their mean where a
         response has one term.
+
+        Args:
+            factors: [B, T].
+            mask: [B, T].
+
+        Returns:
+            [B, T] or [B].
         """
         return mean_t(factors, mask)[:, None] if self.agg == "seq-mean" else factors
 
     def gradient(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"]:
         """dJ/dlp = weight x aggregation, the closed form of what autograd computes
         through J (without KL).
+
+        Args:
+            b: the batch.
+            **hp: hyperparameters.
+
+        Returns:
+            [B, T].
         """
         rows = row_weights(self.agg, b.mask, b.counts)
         w = self.token_weights(b, **hp)
@@ -508,6 +608,12 @@ class Objective:
 
         A file that is read again, or a cell of a notebook that runs again, replaces its
         own objective.
+
+        Args:
+            closed_form: dJ/dlp as a function of r, A and what the objective reads.
+
+        Returns:
+            The closed form itself.
 
         Raises:
             InputError: another objective has this name, or another file has written
@@ -540,6 +646,12 @@ def transform(
 ) -> Callable[[Objective], Objective]:
     """Decorator of a function from an objective to another: `get("NAME(BASE)")` calls
     it.
+
+    Args:
+        make: the function; its name is the NAME.
+
+    Returns:
+        The function itself.
     """
     TRANSFORMS[make.__name__] = make
     return make
@@ -643,7 +755,15 @@ def _keyword_only(takes: list[inspect.Parameter]) -> dict[str, Any]:
 def group_ids(
     mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None
 ) -> Int[Tensor, " B"]:
-    """The prompt of each response; without ids the batch is one group."""
+    """The prompt of each response; without ids the batch is one group.
+
+    Args:
+        mask: [B, T].
+        group: prompt ids, or None.
+
+    Returns:
+        [B].
+    """
     return mask.new_zeros(len(mask), dtype=torch.int64) if group is None else group
 
 
@@ -652,6 +772,14 @@ def weighed(
 ) -> Tensor:
     """Terms [B, T] times their weights, terms [B] times the mean of theirs; what weighs
     0 adds 0, infinite or not.
+
+    Args:
+        terms: [B, T] or [B].
+        w: weight of each token, [B, T].
+        mask: [B, T].
+
+    Returns:
+        The shape of the terms.
     """
     w = w if terms.ndim == 2 else mean_t(w, mask)
     return where(w == 0, 0, terms * w)

@@ -207,6 +207,15 @@ def symbolic_J(
 ) -> Expr:
     """The unreduced J from the function itself, of scalars, or of one response at level
     custom.
+
+    Args:
+        o: the objective.
+        A: the advantage.
+        lp, lp_old: symbols, one for each token.
+        hp: hyperparameters, symbols or numbers.
+
+    Returns:
+        J as a sympy expression.
     """
     if o.level != "custom":
         return sympy.sympify(o.fn(lp[0], lp_old[0], A, **hp))
@@ -314,6 +323,14 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp: Any) -> np.nda
 
     Responses with equal masks share one symbolic derivative. Raises InputError if sympy
     cannot read the objective.
+
+    Args:
+        objective: a name or an Objective.
+        b: a small batch.
+        **hp: hyperparameters.
+
+    Returns:
+        float64 [B, T].
     """
     o = objective if isinstance(objective, Objective) else get(objective)
     if o.not_symbolic:

@@ -91,7 +91,20 @@ def live(
 ) -> dict[str, float]:
     """`diagnose` of a micro-batch that is being trained on, as upref/KEY. Always the
     same keys: a framework's ranks must agree on them. A metric must not stop a run, so
-    nothing is validated and rows without a token are left out."""
+    nothing is validated and rows without a token are left out.
+
+    Args:
+        objective: that is trained.
+        lp, lp_old: log π_θ and log π_old, [B, T].
+        A: advantages, [B, T] or [B, 1].
+        mask: [B, T].
+        hp: resolved hyperparameters.
+        entropy: per token, where the objective reads it.
+        logp_sampler: log μ, where it corrects for its sampler.
+
+    Returns:
+        Metric -> number.
+    """
     rows = mask.any(1)
     A = A.expand_as(mask)
     entropy = torch.zeros_like(lp) if entropy is None else entropy
@@ -111,5 +124,13 @@ def live(
 
 
 def fraction(hit: Bool[Tensor, "B T"], of: Bool[Tensor, "B T"]) -> Tensor:
-    """Share of `of` that is hit; 0 where there is none."""
+    """Share of `of` that is hit; 0 where there is none.
+
+    Args:
+        hit: [B, T].
+        of: [B, T], the tokens that count.
+
+    Returns:
+        A scalar in [0, 1].
+    """
     return (hit & of).sum().double() / of.sum().clamp(min=1)

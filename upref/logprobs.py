@@ -37,6 +37,14 @@ def token_log_probs(
 
     InputError on a token outside the vocabulary, masked or not: give padding any valid
     id.
+
+    Args:
+        logits: [..., T, V], before the softmax.
+        tokens: ids in [0, V), [..., T].
+        temperature: τ > 0 of the sampler; logits are divided by it.
+
+    Returns:
+        [..., T], in nats, computed in float32 at least, with gradients to the logits.
     """
     _check(logits, temperature)
     check_tokens(tokens, logits.shape[:-1], logits.shape[-1], "logits", "tokens")
@@ -54,6 +62,14 @@ def shifted_log_probs(
 
     Its mask is therefore the token mask shifted likewise, `mask[:, 1:]`. The first
     token is predicted by nothing.
+
+    Args:
+        logits: [B, S, V], as a causal LM returns them.
+        input_ids: what it was fed, [B, S].
+        temperature: τ > 0 of the sampler.
+
+    Returns:
+        [B, S - 1], in nats.
     """
     _check(logits, temperature)
     check_tokens(input_ids, logits.shape[:-1], logits.shape[-1], "logits", "input_ids")
@@ -67,7 +83,15 @@ def shifted_log_probs(
 def entropy(
     logits: Float[Tensor, "*B T V"], *, temperature: float = 1.0
 ) -> Float[Tensor, "*B T"]:
-    """H_t = -Σ_v π_t(v) log π_t(v), between 0 and log V."""
+    """H_t = -Σ_v π_t(v) log π_t(v), between 0 and log V.
+
+    Args:
+        logits: [..., T, V], before the softmax.
+        temperature: τ > 0; logits are divided by it.
+
+    Returns:
+        [..., T], in nats, with gradients to the logits.
+    """
     _check(logits, temperature)
     d, e, s = _softmax(logits, temperature)
     return s.log() - (e * d.masked_fill(e == 0, 0)).sum(-1) / s
@@ -83,6 +107,14 @@ def categorical_kl(
 
     +inf where p allows a token that q forbids; there the gradient exists with respect
     to logits_q only.
+
+    Args:
+        logits_p: of p, [..., T, V].
+        logits_q: of q, the same shape.
+        temperature: τ > 0; both are divided by it.
+
+    Returns:
+        [..., T], in nats.
     """
     _check(logits_p, temperature)
     _check(logits_q, temperature)
@@ -141,7 +173,15 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_tokens(tokens: Tensor, shape: torch.Size, V: int, of: str, name: str) -> None:
-    """Raise InputError where they are not integers in [0, V), one for each row of `of`."""
+    """Raise InputError where they are not integers in [0, V), one for each row of `of`.
+
+    Args:
+        tokens: the ids.
+        shape: that they must have.
+        V: the size of the vocabulary.
+        of: what has that shape, for the message.
+        name: of the argument, for the message.
+    """
     if (
         not is_materialized(tokens)
         or tokens.is_floating_point()
@@ -168,5 +208,11 @@ def check_tokens(tokens: Tensor, shape: torch.Size, V: int, of: str, name: str) 
 def clamp_log_probs(lp: Tensor) -> Tensor:
     """Clamp log-probabilities at 0, which online softmax kernels exceed by rounding
     (1e-7), and keep every gradient.
+
+    Args:
+        lp: of any shape.
+
+    Returns:
+        Numbers of at most 0, whose gradient by lp is 1 everywhere.
     """
     return lp - lp.detach().clamp(min=0).nan_to_num(0.0, 0.0, 0.0)

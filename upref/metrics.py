@@ -44,6 +44,12 @@ class Estimate:
         samples spreads less and counts as more problems. Where s² says nothing (one
         problem, or all alike) N = P. Of a handful of problems s² is itself uncertain:
         read with care.
+
+        Args:
+            per_problem: P numbers in [0, 1], one for each problem.
+
+        Returns:
+            The mean and its 95 % interval.
         """
         x = np.asarray(per_problem, dtype=np.float64)
         P, m = len(x), x.mean()
@@ -63,6 +69,12 @@ def avg_at_k(correct: Any) -> Estimate:
     """Avg@k = mean_p c/n: the share of correct answers, all n = k samples used.
 
     correct: bool [P, n], an array, a CPU tensor or nested lists.
+
+    Args:
+        correct: [P, n], whether each answer is correct.
+
+    Returns:
+        A mean in [0, 1] with its interval.
     """
     return Estimate.of(_table(correct).mean(1))
 
@@ -73,6 +85,12 @@ def pass_at_1(correct: Any) -> Estimate:
 
     The same number as Avg@n: what is reported as Pass@1 may be of 1 sample a problem or
     of 32, so state n beside it.
+
+    Args:
+        correct: [P, n], whether each answer is correct.
+
+    Returns:
+        A mean in [0, 1] with its interval.
     """
     return avg_at_k(correct)
 
@@ -84,6 +102,13 @@ def best_at_k(correct: Any, k: int) -> Estimate:
     Unbiased for 1 - (1 - p)^k: the share of the k-subsets of the n samples with a
     correct answer (Chen et al. 2021, arXiv 2107.03374, Eq. 1), here by exact integers.
     InputError unless 1 <= k <= n.
+
+    Args:
+        correct: [P, n], whether each answer is correct.
+        k: how many answers are drawn without replacement, at most n.
+
+    Returns:
+        A mean in [0, 1] with its interval.
     """
     table = _table(correct)
     n = table.shape[1]
@@ -97,6 +122,13 @@ def best_at_k_replaced(correct: Any, k: int) -> Estimate:
     replacement, in closed form.
 
     The expectation of `best_at_k_bootstrap`, and never above `best_at_k`. Any k >= 1.
+
+    Args:
+        correct: [P, n], whether each answer is correct.
+        k: how many answers are drawn with replacement.
+
+    Returns:
+        A mean in [0, 1] with its interval.
     """
     table = _table(correct)
     _check_count("k", k)
@@ -112,6 +144,15 @@ def best_at_k_bootstrap(
     Another quantity than `best_at_k`: its expectation is `best_at_k_replaced`. Draws as
     verl's `bootstrap_metric` does (legacy generator, the same tuples for every
     problem), and so returns the same number as verl for the same table.
+
+    Args:
+        correct: [P, n], whether each answer is correct.
+        k: how many answers are drawn with replacement.
+        draws: how many k-tuples.
+        seed: of the generator.
+
+    Returns:
+        A mean in [0, 1] with its interval.
     """
     table = _table(correct)
     _check_count("k", k)
@@ -143,6 +184,13 @@ def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Any) -> Estimate:
     replacement. answers: [P][n] hashables, in the form that the checker compares ("1/2"
     and "0.5" are two answers). None is no answer: it has no vote, and a problem without
     votes scores 0. InputError if equal answers have different verdicts.
+
+    Args:
+        answers: [P][n], what each sample answers.
+        correct: [P, n], whether each answer is correct.
+
+    Returns:
+        A mean in [0, 1] with its interval.
     """
     table = _table(correct)
     rows: Any = (

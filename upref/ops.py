@@ -77,7 +77,14 @@ class _Exp(torch.autograd.Function):
 
 
 def exp(x: Any) -> Any:
-    """e^x; for torch at most the largest finite number of the dtype, its gradient 0 there."""
+    """e^x; for torch at most the largest finite number of the dtype, its gradient 0 there.
+
+    Args:
+        x: a tensor, an array, a number or a sympy expression.
+
+    Returns:
+        The same kind, elementwise.
+    """
     match _reader(x):
         case "torch":
             return _Exp.apply(x) if x.requires_grad else _saturating_exp(x)
@@ -88,7 +95,14 @@ def exp(x: Any) -> Any:
 
 
 def expm1(x: Any) -> Any:
-    """e^x - 1, accurate near 0; saturates as exp does."""
+    """e^x - 1, accurate near 0; saturates as exp does.
+
+    Args:
+        x: a tensor, an array, a number or a sympy expression.
+
+    Returns:
+        The same kind, elementwise.
+    """
     match _reader(x):
         case "torch":
             return where(x < 1, x.clamp(max=1).expm1(), exp(x) - 1)
@@ -99,7 +113,14 @@ def expm1(x: Any) -> Any:
 
 
 def saturate(x: Any) -> Any:
-    """x, stopped where e^x overflows."""
+    """x, stopped where e^x overflows.
+
+    Args:
+        x: a tensor, an array, a number or a sympy expression.
+
+    Returns:
+        The same kind, elementwise.
+    """
     match _reader(x):
         case "torch":
             return x.clamp(max=math.log(torch.finfo(x.dtype).max))
@@ -109,7 +130,14 @@ def saturate(x: Any) -> Any:
 
 
 def log(x: Any) -> Any:
-    """The natural logarithm."""
+    """The natural logarithm.
+
+    Args:
+        x: a tensor, an array, a number or a sympy expression.
+
+    Returns:
+        The same kind, elementwise.
+    """
     match _reader(x):
         case "torch":
             return x.log()
@@ -119,7 +147,14 @@ def log(x: Any) -> Any:
 
 
 def sqrt(x: Any) -> Any:
-    """The square root."""
+    """The square root.
+
+    Args:
+        x: a tensor, an array, a number or a sympy expression.
+
+    Returns:
+        The same kind, elementwise.
+    """
     match _reader(x):
         case "torch":
             return x.sqrt()
@@ -129,7 +164,14 @@ def sqrt(x: Any) -> Any:
 
 
 def sigmoid(x: Any) -> Any:
-    """1/(1 + e^-x)."""
+    """1/(1 + e^-x).
+
+    Args:
+        x: a tensor, an array, a number or a sympy expression.
+
+    Returns:
+        The same kind, elementwise.
+    """
     match _reader(x):
         case "torch":
             return x.sigmoid()
@@ -140,7 +182,15 @@ def sigmoid(x: Any) -> Any:
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """x where the condition holds, else y."""
+    """x where the condition holds, else y.
+
+    Args:
+        condition: true or false, elementwise.
+        x, y: tensors, arrays, numbers or sympy expressions.
+
+    Returns:
+        The same kind, elementwise.
+    """
     match _reader(condition, x, y):
         case "torch":
             return torch.where(torch.as_tensor(condition), x, y)
@@ -152,17 +202,41 @@ def where(condition: Any, x: Any, y: Any) -> Any:
 
 
 def when(condition: Any, x: Any) -> Any:
-    """x where the condition holds, else 0: Iverson's bracket [condition] x."""
+    """x where the condition holds, else 0: Iverson's bracket [condition] x.
+
+    Args:
+        condition: true or false, elementwise.
+        x: a tensor, an array, a number or a sympy expression.
+
+    Returns:
+        The same kind, elementwise.
+    """
     return where(condition, x, 0)
 
 
 def dual_clip(r: Any, A: Any, c: Any) -> Any:
-    """r, stopped at c where A < 0 (Ye et al. 2020): max(min(r A, clip(r) A), c A) is the clipped term of this r."""
+    """r, stopped at c where A < 0 (Ye et al. 2020): max(min(r A, clip(r) A), c A) is the clipped term of this r.
+
+    Args:
+        r: the ratio.
+        A: the advantage.
+        c: the bound; None: there is none.
+
+    Returns:
+        The ratio, of the kind of r.
+    """
     return r if c is None else where(A < 0, minimum(r, c), r)
 
 
 def minimum(x: Any, y: Any) -> Any:
-    """The smaller of the two, elementwise."""
+    """The smaller of the two, elementwise.
+
+    Args:
+        x, y: tensors, arrays, numbers or sympy expressions.
+
+    Returns:
+        The same kind, elementwise.
+    """
     match _reader(x, y):
         case "torch":
             if isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -174,7 +248,14 @@ def minimum(x: Any, y: Any) -> Any:
 
 
 def maximum(x: Any, y: Any) -> Any:
-    """The larger of the two, elementwise."""
+    """The larger of the two, elementwise.
+
+    Args:
+        x, y: tensors, arrays, numbers or sympy expressions.
+
+    Returns:
+        The same kind, elementwise.
+    """
     match _reader(x, y):
         case "torch":
             if isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -186,7 +267,15 @@ def maximum(x: Any, y: Any) -> Any:
 
 
 def clip(x: Any, low: Any, high: Any) -> Any:
-    """low where x < low, high where x > high, else x."""
+    """low where x < low, high where x > high, else x.
+
+    Args:
+        x: a tensor, an array, a number or a sympy expression.
+        low, high: the bounds.
+
+    Returns:
+        The same kind, elementwise; no gradient beyond a bound.
+    """
     match _reader(x, low, high):
         case "torch":
             return x.clamp(low, high)
@@ -196,7 +285,15 @@ def clip(x: Any, low: Any, high: Any) -> Any:
 
 
 def binary_kl(lp: Any, lp_old: Any) -> Any:
-    """KL(Bern(mu) ‖ Bern(p)) in nats; 1 - p is taken as -expm1(lp), accurate near 1."""
+    """KL(Bern(mu) ‖ Bern(p)) in nats; 1 - p is taken as -expm1(lp), accurate near 1.
+
+    Args:
+        lp: log p.
+        lp_old: log mu.
+
+    Returns:
+        Nats, elementwise.
+    """
     q, q_old = -expm1(lp), -expm1(lp_old)
     return exp(lp_old) * (lp_old - lp) + when(q_old > 0, q_old * (log(q_old) - log(q)))
 
@@ -211,7 +308,11 @@ _sg_visitor: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar(
 @contextmanager
 def recorded_sg(values: list[Tensor]) -> Iterator[list[Tensor]]:
     """Inside, torch's sg records its values into an empty list, or returns a recorded one: finite differences of a
-    function with stop-gradients must hold sg(x) where it was, or they wrongly reject its gradient."""
+    function with stop-gradients must hold sg(x) where it was, or they wrongly reject its gradient.
+
+    Args:
+        values: an empty list, which is filled, or one that was filled.
+    """
     record, queue = not values, iter(values)
 
     def visit(x: Tensor) -> Tensor:
@@ -228,7 +329,14 @@ def recorded_sg(values: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def sg(x: Any) -> Any:
-    """The stop-gradient operator of Eq. 12."""
+    """The stop-gradient operator of Eq. 12.
+
+    Args:
+        x: a tensor, an array, a number or a sympy expression.
+
+    Returns:
+        x itself, as a constant for derivatives.
+    """
     match _reader(x):
         case "torch":
             # the compiler reads no ContextVar
@@ -242,7 +350,15 @@ def sg(x: Any) -> Any:
 
 
 def sum_t(x: Any, mask: Any) -> Any:
-    """Σ_t over the unmasked tokens of each response: [B, T] -> [B], for torch in float32 at least."""
+    """Σ_t over the unmasked tokens of each response: [B, T] -> [B], for torch in float32 at least.
+
+    Args:
+        x: [B, T].
+        mask: [B, T], True on response tokens.
+
+    Returns:
+        [B].
+    """
     inside = where(mask, x, 0)
     return (
         inside.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -252,5 +368,13 @@ def sum_t(x: Any, mask: Any) -> Any:
 
 
 def mean_t(x: Any, mask: Any) -> Any:
-    """(1/|o|) Σ_t over the unmasked tokens of each response: [B, T] -> [B]; 0 for a response with no token."""
+    """(1/|o|) Σ_t over the unmasked tokens of each response: [B, T] -> [B]; 0 for a response with no token.
+
+    Args:
+        x: [B, T].
+        mask: [B, T], True on response tokens.
+
+    Returns:
+        [B].
+    """
     return sum_t(x, mask) / maximum(mask.sum(-1), 1)

@@ -39,11 +39,18 @@ class Frameworks(Protocol):
     """Losses of trainers, which upref checks and identifies by their names."""
 
     def names(self) -> Collection[str]:
-        """Return the frameworks: `verl`, for names such as `verl:vanilla`."""
+        """Return the frameworks: `verl`, for names such as `verl:vanilla`.
+
+        Returns:
+            Words that may stand in front of a colon.
+        """
 
     def needs_process(self, framework: str) -> bool:
         """Tell whether a process that has a loss of this framework can import nothing
         else afterwards.
+
+        Args:
+            framework: one of `names()`.
         """
 
     def find(
@@ -70,11 +77,20 @@ class Frameworks(Protocol):
     ) -> "Loss | None":
         """Return the Loss of an object of a framework's own kind, such as a trainer's
         class; None for any other.
+
+        Args:
+            name: of the loss, for messages.
+            loss: the object.
+            objective: what it is compared with.
+            hp: hyperparameters of that.
         """
 
     def tested_versions(self) -> Mapping[str, str]:
         """Return the version of each distribution with which the package was tested,
         for `upref doctor`.
+
+        Returns:
+            Distribution -> version.
         """
 
     def dump_readers(self) -> "Collection[DumpReader]":
@@ -96,13 +112,25 @@ class DumpReader(Protocol):
     SUFFIXES: tuple[str, ...]  # of the names of its files
 
     def recognizes(self, path: "Path") -> bool:
-        """Tell whether a file with such a suffix is of this trainer."""
+        """Tell whether a file with such a suffix is of this trainer.
+
+        Args:
+            path: of a file.
+        """
 
     def step_of(self, path: "Path") -> int | None:
-        """Return the number of the optimizer step, where it is known."""
+        """Return the number of the optimizer step, where it is known.
+
+        Args:
+            path: of a file.
+        """
 
     def read(self, path: "Path") -> "RecordedBatch":
-        """Return the recorded batch. Raises InputError where the file is damaged."""
+        """Return the recorded batch. Raises InputError where the file is damaged.
+
+        Args:
+            path: of a file.
+        """
 
 
 class Recorder(Protocol):
@@ -113,13 +141,22 @@ class Recorder(Protocol):
     TRAINER: str  # what it records, for a message
 
     def recognizes(self, trainer: Any) -> bool:
-        """Tell whether this is its trainer; imports nothing."""
+        """Tell whether this is its trainer; imports nothing.
+
+        Args:
+            trainer: any object.
+        """
 
     def attach(
         self, trainer: Any, schedule: "Schedule", sink: "Sink"
     ) -> Callable[[], None]:
         """Hand each step of the schedule to the sink from now on; return what leaves
         the trainer as it was.
+
+        Args:
+            trainer: as recognized.
+            schedule: which steps are recorded.
+            sink: takes each recorded step.
         """
 
 
@@ -152,13 +189,26 @@ def recorders() -> "list[Recorder]":
 
 
 def provider(framework: str) -> Frameworks | None:
-    """What knows the losses of this framework."""
+    """What knows the losses of this framework.
+
+    Args:
+        framework: a word in front of a colon.
+
+    Returns:
+        The plug-in, or None.
+    """
     return next((f for f in frameworks() if framework in f.names()), None)
 
 
 def absent(package: str) -> str:
     """Why an installation lacks what a package of this distribution adds, and what to
     do.
+
+    Args:
+        package: the name of a package of this distribution.
+
+    Returns:
+        A sentence.
     """
     if find_spec(package):
         return f"{package} is here, but upref-rl was installed before it was: install upref-rl again"

@@ -35,6 +35,14 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 def assert_policy_loss(loss: Any, objective: Any, **hp: Any) -> Any:
     """Run `upref.check` and return its Report; fail the test if the loss is not the
     objective.
+
+    Args:
+        loss: a function of (log_prob, old_log_prob, advantages, mask), or its name.
+        objective: a name of `upref list`, or an Objective.
+        **hp: hyperparameters, by the objective's names or the function's own.
+
+    Returns:
+        The Report, without failures.
     """
     __tracebackhide__ = True
     from upref.verify.check import check
@@ -45,6 +53,14 @@ def assert_policy_loss(loss: Any, objective: Any, **hp: Any) -> Any:
 def assert_advantages(fn: Any, estimator: str, **hp: Any) -> Any:
     """Run `upref.check_advantages` and return its Report; fail the test if fn is not
     the estimator.
+
+    Args:
+        fn: a function of (rewards [B], group [B]).
+        estimator: a name of upref.advantages.
+        **hp: arguments of the estimator.
+
+    Returns:
+        The Report, without failures.
     """
     __tracebackhide__ = True
     from upref.verify.advantages import check_advantages
@@ -55,6 +71,14 @@ def assert_advantages(fn: Any, estimator: str, **hp: Any) -> Any:
 def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> Any:
     """Run `upref.check_kl` and return its Report; fail the test if fn is not the
     estimator.
+
+    Args:
+        fn: a function of (log_prob, ref_log_prob) that answers per token.
+        estimator: k1, k2, k3 or abs_log_ratio.
+        skip: names of oracles that are not run.
+
+    Returns:
+        The Report, without failures.
     """
     __tracebackhide__ = True
     from upref.verify.kl import check_kl
@@ -65,6 +89,13 @@ def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> Any:
 def assert_logprobs(fn: Any, **settings: Any) -> Any:
     """Run `upref.check_logprobs` and return its Report; fail the test if values or
     gradients differ.
+
+    Args:
+        fn: a function of logits, or of hidden states and a weight, and of tokens.
+        **settings: as of `upref.check_logprobs`.
+
+    Returns:
+        The Report, without failures.
     """
     __tracebackhide__ = True
     from upref.verify.logprobs import check_logprobs

@@ -53,6 +53,9 @@ def names() -> list[str]:
 def get(name: str) -> Objective:
     """Return the objective of that name; `up(NAME)` applies UP to it.
 
+    Args:
+        name: such as `dapo`, `up(dapo)` or `tis(dapo)`.
+
     Raises:
         InputError: no objective has this name; the message lists the nearest names.
     """

@@ -23,12 +23,19 @@ class Result:
         return []
 
     def json(self) -> str:
-        """The result as a JSON object."""
+        """The result as a JSON object.
+
+        Returns:
+            JSON: numbers, and sentences for a reader.
+        """
         raise TypeError(f"{type(self).__name__} has no JSON form.")
 
     def assert_ok(self) -> Self:
         """Return itself. Raises AssertionError with the whole text where the verdict is
         not good.
+
+        Returns:
+            The result, so that a test can go on with it.
         """
         if not self:
             raise AssertionError(f"\n{self}")

@@ -212,13 +212,26 @@ class Rollouts:
     def unchecked(cls, **fields: Any) -> "Rollouts":
         """The same without a look at it: for a batch that is being trained on, and one
         that is wrong on purpose.
+
+        Args:
+            **fields: as of the constructor; those that are missing are None.
+
+        Returns:
+            The batch, right or wrong.
         """
         b = object.__new__(cls)
         b.__dict__.update(dict.fromkeys(cls.__dataclass_fields__) | fields)
         return b
 
     def but(self, **changes: Any) -> "Rollouts":
-        """A copy with other fields, not looked at again."""
+        """A copy with other fields, not looked at again.
+
+        Args:
+            **changes: fields and what they become.
+
+        Returns:
+            The other batch, which shares the tensors that are not changed.
+        """
         return self.unchecked(
             **{name: getattr(self, name) for name in self.__dataclass_fields__}
             | changes
@@ -241,6 +254,15 @@ class Rollouts:
         Each carries the whole mini-batch's `totals`. Data-parallel ranks do the same
         with `Totals.of_lengths` of the gathered lengths and groups, and sum the
         gradients; multiply by the world size where the framework averages.
+
+        Args:
+            n: how many parts; those without a response are left out.
+
+        Returns:
+            The micro-batches, in the order of the rows.
+
+        Raises:
+            InputError: n is no number of parts of this batch.
         """
         if (
             isinstance(n, bool)
@@ -255,7 +277,15 @@ class Rollouts:
         return [self.rows(i, totals) for i in rows if len(i)]
 
     def rows(self, i: Tensor, totals: Totals) -> "Rollouts":
-        """These rows of the mini-batch that the totals count."""
+        """These rows of the mini-batch that the totals count.
+
+        Args:
+            i: numbers of responses.
+            totals: the counts of the mini-batch.
+
+        Returns:
+            A micro-batch.
+        """
         cut = {name: x[i] for name, x in self.tensors().items()}
         return replace(self, **cut, totals=totals.rows(i))
 
@@ -310,7 +340,15 @@ class Rollouts:
 
 
 def per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """Each response's one advantage: its first unmasked slot's."""
+    """Each response's one advantage: its first unmasked slot's.
+
+    Args:
+        A: [B, T] or [B, 1].
+        mask: [B, T], with a True in every row.
+
+    Returns:
+        [B].
+    """
     return (
         A[:, 0]
         if A.shape[-1] == 1
@@ -319,7 +357,15 @@ def per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
 
 
 def one_per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> bool:
-    """Whether the unmasked advantages of each response are equal."""
+    """Whether the unmasked advantages of each response are equal.
+
+    Args:
+        A: [B, T] or [B, 1].
+        mask: [B, T].
+
+    Returns:
+        True where no row has two different ones.
+    """
     # of masked slots too: the usual case, in two passes without a copy
     if bool((A.amax(1) == A.amin(1)).all()):
         return True

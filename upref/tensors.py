@@ -10,12 +10,22 @@ from torch import Tensor
 def is_materialized(x: Any) -> TypeGuard[Tensor]:
     """Whether it is a tensor that holds its numbers: not sparse, not on the device
     `meta`.
+
+    Args:
+        x: anything.
     """
     return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta
 
 
 def describe(x: Any) -> str:
-    """float32[2, 3]; or the name of its type."""
+    """float32[2, 3]; or the name of its type.
+
+    Args:
+        x: anything.
+
+    Returns:
+        Words for an error message.
+    """
     if not isinstance(x, Tensor):
         return type(x).__name__
     kind = "" if is_materialized(x) else "meta " if x.is_meta else "sparse "

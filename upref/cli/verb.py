@@ -44,6 +44,12 @@ class Verb:
 def parse_number(text: str) -> int | float | None:
     """A whole number as an int, as a call from Python has it; None where the text is no
     number.
+
+    Args:
+        text: as typed.
+
+    Returns:
+        The number, or None.
     """
     for kind in (int, float):
         try:
@@ -54,7 +60,14 @@ def parse_number(text: str) -> int | float | None:
 
 
 def hyperparameters(pairs: list[str]) -> dict[str, Any]:
-    """`--hp NAME=NUMBER` of a command line; InputError where one is not that."""
+    """`--hp NAME=NUMBER` of a command line; InputError where one is not that.
+
+    Args:
+        pairs: each NAME=NUMBER.
+
+    Returns:
+        Name -> number.
+    """
     words = {"None": None, "True": True, "False": False}
     hp: dict[str, Any] = {}
     for pair in pairs:
@@ -69,13 +82,22 @@ def hyperparameters(pairs: list[str]) -> dict[str, Any]:
 
 
 def add_hyperparameters(c: argparse.ArgumentParser) -> None:
-    """Add --hp, which `hyperparameters` reads."""
+    """Add --hp, which `hyperparameters` reads.
+
+    Args:
+        c: the parser of a verb.
+    """
     text = "a hyperparameter, e.g. eps_high=0.28, or another argument of the loss"
     c.add_argument("--hp", action="append", default=[], metavar="K=V", help=text)
 
 
 def add_time_limit(c: argparse.ArgumentParser, seconds: float = 600) -> None:
-    """Add --timeout, after which a verb that runs user code is stopped."""
+    """Add --timeout, after which a verb that runs user code is stopped.
+
+    Args:
+        c: the parser of a verb.
+        seconds: the default limit.
+    """
     text = f"time limit (default {seconds:g})"
     c.add_argument(
         "--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=text

@@ -28,15 +28,28 @@ class Adapter(Protocol):
     def supports(self, case: Case) -> str:
         """Return "" if the framework has what the case sets, else the reason why it has
         not.
+
+        Args:
+            case: one of the suite.
         """
 
     def scale(self, case: Case) -> float:
         """Return the constant factor by which the framework's documentation says that
         its loss differs; mostly 1.
+
+        Args:
+            case: one of the suite.
         """
 
     def settings(self, case: Case) -> dict[str, str]:
-        """Return the framework's own configuration of the case. A failure prints it."""
+        """Return the framework's own configuration of the case. A failure prints it.
+
+        Args:
+            case: one of the suite.
+
+        Returns:
+            Setting -> value, as the framework writes them.
+        """
 
     def step(self, model: Any, rows: list[Row], case: Case) -> Any:
         """Train the model on the rows: leave gradients in `.grad`, or let an optimizer
@@ -44,6 +57,11 @@ class Adapter(Protocol):
 
         A framework that trains a copy of the model returns {parameter's name:
         gradient}, or what `upref.step.record.record_step` recorded on the copy.
+
+        Args:
+            model: a small one.
+            rows: the responses of the step.
+            case: one of the suite.
         """
 
 

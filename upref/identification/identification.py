@@ -122,6 +122,12 @@ class Identification(Result):
     def text(self, verbose: bool = False) -> str:
         """The answer, what it rests on, and the command that goes on from here;
         verbose: what was assumed too.
+
+        Args:
+            verbose: with the assumptions.
+
+        Returns:
+            Lines, without a line break at the end.
         """
         lines = [self._head()]
         jumps = {

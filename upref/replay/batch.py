@@ -95,6 +95,12 @@ def _check_counts(logged: Mapping[str, float], file: str) -> None:
 def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:
     """Join what several files hold of one step: ranks and micro-batches. A column that
     some of them lack is dropped, and `dropped` names one of these files.
+
+    Args:
+        parts: of one step.
+
+    Returns:
+        The step.
     """
     if len(parts) == 1:
         return parts[0]

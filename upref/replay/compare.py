@@ -146,7 +146,16 @@ def weights(
 def token_gradient(
     batch: RecordedBatch, o: Objective, hp: dict[str, Any]
 ) -> Float[Tensor, "B T"]:
-    """dJ/dlp of every token of the batch, 0 where it does not train."""
+    """dJ/dlp of every token of the batch, 0 where it does not train.
+
+    Args:
+        batch: with old log-probabilities, advantages and masks.
+        o: the objective.
+        hp: resolved hyperparameters.
+
+    Returns:
+        [B, T].
+    """
     own = {k: v for k, v in hp.items() if k in o.hyperparameters}
     b: Rollouts = batch.rollouts(sampler=o.sampler is not None)
     out = torch.zeros(batch.mask.shape, dtype=torch.float64)

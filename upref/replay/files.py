@@ -65,6 +65,12 @@ def read_steps(files: Iterable[str | Path]) -> Iterator[RecordedBatch]:
     """Read the steps that these files or folders hold, in order, one in memory at a
     time. What another program wrote into a folder is left out (`other_files`).
 
+    Args:
+        files: files or folders.
+
+    Returns:
+        An iterator over steps.
+
     Raises:
         InputError: as `read`; or there is no file at all.
     """

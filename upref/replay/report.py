@@ -116,7 +116,14 @@ class Replay(Result):
         return json.dumps(plain(whole), indent=1, ensure_ascii=False)
 
     def text(self, verbose: bool = False) -> str:
-        """The report. verbose: every step and every finding."""
+        """The report. verbose: every step and every finding.
+
+        Args:
+            verbose: every step and every finding.
+
+        Returns:
+            Lines.
+        """
         return "\n".join(report_lines(self, verbose))
 
     def __str__(self) -> str:

@@ -70,7 +70,12 @@ COLUMNS = (
 
 
 def expect_batch(x: Any, purpose: str) -> None:
-    """Raise InputError unless it is a RecordedBatch."""
+    """Raise InputError unless it is a RecordedBatch.
+
+    Args:
+        x: anything.
+        purpose: what needs it, for the message.
+    """
     if not isinstance(x, RecordedBatch):
         raise InputError(
             f"{purpose} takes a recorded batch, for example upref.replay.read(FILE), not {type(x).__name__}."
@@ -141,6 +146,10 @@ class RecordedBatch:
     def require(self, *names: str, purpose: str) -> None:
         """Raise InputError, with the framework's setting where it is known, unless all
         these columns are there.
+
+        Args:
+            *names: of columns.
+            purpose: what needs them, for the message.
         """
         self.expect_whole(*names, purpose=purpose)
         missing = [name for name in names if getattr(self, name) is None]
@@ -174,13 +183,26 @@ class RecordedBatch:
         return column
 
     def rows(self, index: Tensor) -> "RecordedBatch":
-        """The responses of that index."""
+        """The responses of that index.
+
+        Args:
+            index: numbers of responses, or a mask [B].
+
+        Returns:
+            A batch of these rows.
+        """
         columns = {name: getattr(self, name)[index] for name in self.recorded}
         return replace(self, **columns)
 
     def rollouts(self, *, sampler: bool = False) -> Rollouts:
         """The responses that train, as the input of an objective; π_θ is `now`, else
         π_old: the first optimizer step.
+
+        Args:
+            sampler: with the sampler's log-probabilities.
+
+        Returns:
+            A checked batch [B, T].
 
         Raises:
             InputError: a column is missing or is not a log-probability.

@@ -183,7 +183,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny(family: str, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """A causal language model of that family; InputError on a name that is not there."""
+    """A causal language model of that family; InputError on a name that is not there.
+
+    Args:
+        family: a key of FAMILIES, such as qwen3.
+        seed: of the weights.
+        **changes: fields of its configuration.
+
+    Returns:
+        A model of transformers in float32, on the CPU.
+    """
     if family not in FAMILIES:
         raise InputError(
             f"there is no tiny model of {family!r}: {', '.join(FAMILIES)}."

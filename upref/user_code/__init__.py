@@ -66,6 +66,14 @@ def read(
     hp: hyperparameters of the objective, which the loss gets where it takes them;
     others go to the loss's own arguments of that name. Raises InputError where it
     cannot be read, or does not run on a good batch.
+
+    Args:
+        loss: a function, a name, an Objective or a framework's object.
+        objective: what it is compared with; None: with nothing.
+        hp: hyperparameters.
+
+    Returns:
+        The Loss.
     """
     o = objective or no_objective()
     return infer_shapes(
@@ -339,6 +347,10 @@ def _bind(
 def accepts(loss: Any, key: str) -> bool:
     """Whether a loss that is compared with nothing has an argument for this
     hyperparameter.
+
+    Args:
+        loss: a function or its name.
+        key: of the hyperparameter.
     """
     if isinstance(loss, str) and plugins.provider(loss.partition(":")[0]):
         return False

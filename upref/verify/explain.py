@@ -64,6 +64,16 @@ def explain(
     Tried in this order: other hyperparameters, the catalogue, the plug-in, other
     objectives; then two together, one of the KL term and one of the rest; then any
     objective at hyperparameters recovered from the loss. ignore: tokens at a bound.
+
+    Args:
+        case: the loss and its objective.
+        b: a batch on which weights differ.
+        found: the loss's weights on it, [B, T].
+        ignore: tokens at a bound, which rounding decides, [B, T].
+        bounds: ratios at which the loss was seen to change.
+
+    Returns:
+        The fault, or None.
     """
     use = b.mask & ~ignore
     more = _elsewhere(case)
@@ -185,6 +195,14 @@ def others(case: Case) -> list[Rollouts]:
 def confirmed(case: Case, one: LossFault, *more: Rollouts) -> Cause:
     """A fault that reproduces the loss on every one of those batches, and on these;
     else none.
+
+    Args:
+        case: the loss and its objective.
+        one: the fault.
+        *more: batches on which it must hold too.
+
+    Returns:
+        Its cause, or an empty one.
     """
     return one.cause if _elsewhere(case, *more).fits(one, case) else Cause()
 
@@ -315,7 +333,18 @@ def _kl_aggregated(case: Case) -> Iterator[LossFault]:
 def reproduces(
     faults: Iterable[LossFault], case: Case, b: Rollouts, found: Tensor, use: Tensor
 ) -> LossFault | None:
-    """The first that agrees on all used tokens."""
+    """The first that agrees on all used tokens.
+
+    Args:
+        faults: in the order in which they are tried.
+        case: the loss and its objective.
+        b: the batch.
+        found: the loss's weights on it, [B, T].
+        use: the tokens that are compared, [B, T].
+
+    Returns:
+        The fault, or None.
+    """
     small, use = b.but(group=None).take(slice(FEW)), use & ~case.rounded(b)
 
     def fits_few(one: LossFault) -> bool:
@@ -333,6 +362,14 @@ def fits(
 ) -> bool:
     """Whether the objective with this fault in it has the found weights on the used
     tokens.
+
+    Args:
+        one: the fault.
+        case: the loss and its objective.
+        b: the batch.
+        found: the loss's weights on it, [B, T].
+        use: the tokens that are compared, [B, T].
+        tol: the relative error that is allowed.
     """
     try:
         apart = relative_error(found, one.change.weights(case.o, case.hp, b), b.adv)

@@ -16,7 +16,14 @@ Factor = Callable[[Rollouts], Tensor]
 
 
 def declared_aggregation(o: Objective) -> str:
-    """The objective's aggregation as row weights of terms per token."""
+    """The objective's aggregation as row weights of terms per token.
+
+    Args:
+        o: the objective.
+
+    Returns:
+        A key of FACTORS.
+    """
     own = (
         "seq-mean-token-sum" if o.level == "sequence_product" else "seq-mean-token-mean"
     )
@@ -111,12 +118,20 @@ def aggregation_id(name: str) -> str:
 
 
 def names(first: str) -> list[str]:
-    """All of them, this one before the others."""
+    """All of them, this one before the others.
+
+    Args:
+        first: a key of FACTORS.
+    """
     return sorted(FACTORS, key=lambda name: name != first)
 
 
 def common_value(x: Tensor) -> float | None:
-    """The number that all elements equal to 1e-5, or None."""
+    """The number that all elements equal to 1e-5, or None.
+
+    Args:
+        x: of any shape.
+    """
     if x.numel() == 0 or not x.isfinite().all():
         return None
     k = x.mean()

@@ -51,7 +51,14 @@ NO_CAUSE = Cause()
 
 
 def join_causes(*causes: Cause) -> Cause:
-    """Return several causes that act together as one, their words as one list."""
+    """Return several causes that act together as one, their words as one list.
+
+    Args:
+        *causes: empty ones are left out.
+
+    Returns:
+        A cause with all ids.
+    """
     words = "; ".join(cause.words for cause in causes if cause)
     return Cause(words, tuple(one for cause in causes for one in cause.ids))
 
@@ -115,7 +122,13 @@ class Example:
 def number_pair(
     unit: str, expected: float, found: float, remark: str = ""
 ) -> tuple[Number, Number]:
-    """Return two numbers of one unit. The remark belongs to the expected one."""
+    """Return two numbers of one unit. The remark belongs to the expected one.
+
+    Args:
+        unit: of both.
+        expected, found: the numbers.
+        remark: what the reader should know of the expected one.
+    """
     return Number(expected, unit, remark), Number(found, unit)
 
 

@@ -36,7 +36,17 @@ class Oracle:
 def oracle(
     name: str, rank: float = 50, not_run: Not = lambda case: "", implied: bool = False
 ) -> Callable[[Callable[..., Any]], Oracle]:
-    """Decorator of a function of a case."""
+    """Decorator of a function of a case.
+
+    Args:
+        name: as it stands in reports and in `skip`.
+        rank: small goes first.
+        not_run: why it does not apply to a case; "" where it does.
+        implied: where it does not apply, others have compared the same weights.
+
+    Returns:
+        The decorator, which makes an Oracle.
+    """
     return lambda look: Oracle(name, look, not_run, rank, implied)
 
 
@@ -50,7 +60,12 @@ class Done(Protocol):
 
 
 def untouched(done: Done, cause: str = "") -> Iterator[Finding]:
-    """The findings of the oracle `mutation`."""
+    """The findings of the oracle `mutation`.
+
+    Args:
+        done: what a call changed.
+        cause: how it came about, where that is known.
+    """
     for name in sorted(done.wrote):
         yield fail(
             "mutation",
@@ -69,6 +84,13 @@ T = TypeVar("T")
 def discover(package: ModuleType, kind: type[T]) -> list[T]:
     """All objects of that type in the modules of a package, so that a new file needs no
     edit elsewhere.
+
+    Args:
+        package: whose modules are imported.
+        kind: the type.
+
+    Returns:
+        Each object once.
     """
     modules = [
         importlib.import_module(f"{package.__name__}.{m.name}")
@@ -79,12 +101,24 @@ def discover(package: ModuleType, kind: type[T]) -> list[T]:
 
 
 def by_rank(oracles: Iterable[Oracle]) -> list[Oracle]:
-    """By rank, then by name."""
+    """By rank, then by name.
+
+    Args:
+        oracles: in any order.
+
+    Returns:
+        The order in which they run.
+    """
     return sorted(oracles, key=lambda o: (o.rank, o.name))
 
 
 def validate_names(oracles: Iterable[Oracle], skip: Iterable[str]) -> None:
-    """Raise InputError if `skip` names an unknown oracle."""
+    """Raise InputError if `skip` names an unknown oracle.
+
+    Args:
+        oracles: all that there are.
+        skip: names.
+    """
     known = [o.name for o in oracles]
     if not isinstance(skip, list | tuple | set | frozenset) or not all(
         isinstance(s, str) for s in skip
@@ -103,6 +137,14 @@ def run(
 ) -> tuple[list[Finding], dict[str, str]]:
     """(findings, what became of each oracle: ok, note, failure, or why it was not run).
     Adds to case.failed.
+
+    Args:
+        oracles: in the order in which they run.
+        case: what they read.
+        skip: names of those that are left out.
+
+    Returns:
+        The findings, and name -> what became of the oracle.
     """
     found: list[Finding] = []
     ran: dict[str, str] = {}

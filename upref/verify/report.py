@@ -36,14 +36,30 @@ BATCH_LEFT_OUT = (
 
 
 def short(text: str, most: int = WIDE) -> str:
-    """Return the beginning of a text, and how many characters more there are."""
+    """Return the beginning of a text, and how many characters more there are.
+
+    Args:
+        text: of any length.
+        most: characters that are kept.
+
+    Returns:
+        The text itself where it is short.
+    """
     if len(text) <= most:
         return text
     return f"{text[:most]} ... and {len(text) - most:,} characters more"
 
 
 def counted(count: int, noun: str) -> str:
-    """Return `1 note` or `3 notes`."""
+    """Return `1 note` or `3 notes`.
+
+    Args:
+        count: how many.
+        noun: in the singular.
+
+    Returns:
+        Words.
+    """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -158,7 +174,14 @@ def _read_place(record: dict[str, Any]) -> Place:
 
 
 def not_run(oracles: dict[str, str]) -> list[str]:
-    """The oracles that were not run, as one item of what a report says nothing about."""
+    """The oracles that were not run, as one item of what a report says nothing about.
+
+    Args:
+        oracles: name -> what became of it.
+
+    Returns:
+        One item, or none.
+    """
     left_out = ", ".join(name for name, became in oracles.items() if became not in RAN)
     return [left_out] if left_out else []
 
@@ -265,6 +288,12 @@ class Report(Result):
     def text(self, verbose: bool = False) -> str:
         """The verdict, the failures, a line for each note; verbose: all that was
         assumed and run.
+
+        Args:
+            verbose: all findings with their batches, and all that was assumed and run.
+
+        Returns:
+            Lines, without a line break at the end.
         """
         lines = [self._head(), *self._failure_lines(verbose)]
         if self.failures and not any(f.cause for f in self.failures):
@@ -373,7 +402,12 @@ R = TypeVar("R", bound=Report)
 
 
 def styled(text: str, head: str) -> Iterator[Any]:
-    """The lines of a report as rich prints them."""
+    """The lines of a report as rich prints them.
+
+    Args:
+        text: of a report.
+        head: rich's style of its first line.
+    """
     from rich.text import Text
 
     style = {
@@ -391,7 +425,16 @@ def styled(text: str, head: str) -> Iterator[Any]:
 
 
 def row(key: str, text: str, width: int = 118) -> str:
-    """One line of a report, `key text`, wrapped under its text."""
+    """One line of a report, `key text`, wrapped under its text.
+
+    Args:
+        key: at most 12 characters.
+        text: of any length.
+        width: of a line.
+
+    Returns:
+        Lines.
+    """
     return textwrap.fill(
         text, width, initial_indent=f"  {key:12} ", subsequent_indent=" " * 15
     )
@@ -400,6 +443,12 @@ def row(key: str, text: str, width: int = 118) -> str:
 def restores_state(check: Callable[..., R]) -> Callable[..., R]:
     """Decorator: restore what the function under check changes in the process, and note
     it.
+
+    Args:
+        check: a function that returns a Report.
+
+    Returns:
+        The function, whose report has a note for each change.
     """
 
     @wraps(check)

@@ -25,6 +25,14 @@ def shrink(
 ) -> Rollouts:
     """b with rows, then tokens, dropped greedily and numbers rounded, while `bad`
     holds. at: a token that shows it.
+
+    Args:
+        b: a batch for which `bad` holds.
+        bad: whether a batch still shows the difference.
+        at: the response and the column of a token that shows it.
+
+    Returns:
+        A batch for which `bad` holds, as small as was found.
     """
 
     def still(x: Rollouts | None) -> bool:
@@ -99,7 +107,13 @@ def _try(b: Rollouts, **change: Any) -> Rollouts | None:
 
 
 def cut(b: Rollouts, rows: list[int], columns: list[int] | None) -> Rollouts | None:
-    """These rows and columns; None where they are no batch."""
+    """These rows and columns; None where they are no batch.
+
+    Args:
+        b: the batch.
+        rows: numbers of responses.
+        columns: numbers of columns; None: all.
+    """
     if not rows or columns == []:
         return None
     try:
@@ -221,13 +235,28 @@ def token_numbers(case: Case, b: Rollouts, at: tuple[int, int]) -> dict[str, flo
 def smallest(case: Case, b: Rollouts, at: tuple[int, int]) -> tuple[Rollouts, int, int]:
     """The smallest batch in which a weight is wrong, and its worst token: a finding's
     numbers are of this batch.
+
+    Args:
+        case: the loss and its objective.
+        b: a batch with a wrong weight.
+        at: a token that has it.
+
+    Returns:
+        The batch, the response and the column.
     """
     small = shrink(b, wrong(case), at)
     return small, *worst(case.off(small))
 
 
 def numbers(case: Case, b: Rollouts, i: int, t: int) -> tuple[float, float]:
-    """The expected weight of a token of a batch, and the found one."""
+    """The expected weight of a token of a batch, and the found one.
+
+    Args:
+        case: the loss and its objective.
+        b: the batch.
+        i: the response.
+        t: the column.
+    """
     return case.expected(b)[i, t].item(), case.weights(b)[i, t].item()
 
 

@@ -39,6 +39,9 @@ def atlas() -> "Figure":
     Left of each pair the gradient weight against r (mu = 0.1), right the Cap of a token
     at π_θ = π_old = mu against mu. Objectives with the same weight share a pair; those
     that have no weight of a token by itself are named below.
+
+    Returns:
+        A matplotlib figure.
     """
     need_matplotlib()
     import matplotlib
@@ -166,6 +169,12 @@ def _heading(fig: "Figure", group: Any, x: Any, y: Any, line: Any) -> None:
 def groups(names: Iterable[str]) -> tuple[list[list[Curve]], dict[str, str]]:
     """Objectives of equal weight, widest Cap first; and those that have no Cap, with
     the reason.
+
+    Args:
+        names: of objectives.
+
+    Returns:
+        Groups of curves, and name -> reason.
     """
     absent = {n: why for n in names if (why := obstacle(get(n)))}
     known: dict[tuple[str, bytes], list[Curve]] = {}

@@ -53,6 +53,15 @@ CLAMPS = (9.5, 10.5, 19.5, 20.5, 25.0)
 def breakpoints(objective: Objective, A: float, mu: float, **hp: Any) -> list[float]:
     """The ratios with mu r < 1 at which the weight of a token by itself jumps,
     ascending.
+
+    Args:
+        objective: any with a weight of a token by itself.
+        A: the advantage.
+        mu: π_old.
+        **hp: hyperparameters.
+
+    Returns:
+        Ratios.
     """
     if objective.batch_coupled:
         return []
@@ -87,7 +96,15 @@ def _jumps(
 def high_entropy_weight(
     objective: Objective, hp: dict[str, Any]
 ) -> Callable[..., np.ndarray]:
-    """The weight of a token beside one of half its entropy."""
+    """The weight of a token beside one of half its entropy.
+
+    Args:
+        objective: one that reads the entropy.
+        hp: resolved hyperparameters.
+
+    Returns:
+        A function of (r, A, mu), numpy arrays.
+    """
 
     def weight(r: Any, A: Any, mu: Any) -> np.ndarray:
         points = np.broadcast_arrays(r, A, mu)
@@ -111,6 +128,16 @@ def ratios(
 ) -> list[float]:
     """r at the given distances from every bound, and on a fixed grid of log r; all with
     mu r < 1.
+
+    Args:
+        objective: any.
+        A: the advantage.
+        mu: π_old.
+        edges: distances in log r.
+        **hp: hyperparameters.
+
+    Returns:
+        Ratios.
     """
     bounds = breakpoints(objective, A, mu, **hp) if A else []
     # with a bound that depends on mu, on which side of it "at" falls is a matter of
@@ -122,6 +149,13 @@ def ratios(
 def interval(low: float | None, high: float | None, digits: int = 4) -> str:
     """`r > 1.28`, or with both ends `0.8 < r <= 1.28`, in as many digits as tell the
     two apart.
+
+    Args:
+        low, high: the bounds; None: there is none.
+        digits: at least so many.
+
+    Returns:
+        Words.
     """
     if low is None or high is None:
         return f"r <= {high:.{digits}g}" if low is None else f"r > {low:.{digits}g}"
@@ -133,7 +167,16 @@ def interval(low: float | None, high: float | None, digits: int = 4) -> str:
 
 
 def words(A: float, r: float, bounds: list[float]) -> str:
-    """The regime of a token in words: `A < 0, r > 1.28`."""
+    """The regime of a token in words: `A < 0, r > 1.28`.
+
+    Args:
+        A: the advantage.
+        r: the ratio.
+        bounds: those of the objective.
+
+    Returns:
+        Words.
+    """
     sign = "A > 0" if A > 0 else "A < 0" if A < 0 else "A = 0"
     below, above = [k for k in bounds if k < r], [k for k in bounds if k >= r]
     if not bounds:
@@ -158,6 +201,17 @@ def batch(
     A token-level objective meets one regime per token; one that acts on a response
     meets one per response, reached by tokens whose ratios differ. thin=k keeps every
     k-th regime. mus: π_old.
+
+    Args:
+        objective: whose bounds the grid is around.
+        seed: of the order of the regimes.
+        edges: distances from each bound, in log r.
+        thin: keep every so many-th regime.
+        mus: probabilities under π_old.
+        **hp: hyperparameters.
+
+    Returns:
+        A batch.
     """
     # a copy, because a loss may write to what it is given
     return deepcopy(
@@ -201,6 +255,15 @@ def make_batch(
 ) -> Rollouts:
     """A batch with one of these (A, mu, r) per token, or per response at a level of
     whole responses.
+
+    Args:
+        cases: (A, mu, r) each.
+        level: of the objective.
+        one_adv: one advantage for each response.
+        rng: of the tokens' numbers.
+
+    Returns:
+        A batch in float64.
     """
     return _rollouts(
         _responses(cases, level, rng)
@@ -266,6 +329,12 @@ def _rollouts(rows: list[Any], rng: np.random.Generator) -> Rollouts:
 def on_policy_batch(width: int = 9) -> Rollouts:
     """A batch with π_θ = π_old, ragged lengths, three groups of unequal sizes, one
     advantage per response.
+
+    Args:
+        width: columns.
+
+    Returns:
+        A batch in float64.
     """
     mask = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
     lp = (
@@ -290,6 +359,14 @@ def random_batch(
 ) -> Rollouts:
     """Any batch: ragged masks with holes, ratios near and far, a few zero advantages,
     groups or none.
+
+    Args:
+        rng: of everything.
+        one_adv: one advantage for each response.
+        shape: responses and columns; None: any.
+
+    Returns:
+        A batch in float64.
     """
     B, T = shape or (int(rng.integers(2, 7)), int(rng.integers(1, 9)))
     mask = rng.random((B, T)) < rng.choice([0.3, 0.8, 1.0])
@@ -321,13 +398,29 @@ def random_batch(
 def random_batches(seed: int, n: int, one_adv: bool) -> list[Rollouts]:
     """The first n of that seed, ready, made once in a process: do not write to their
     tensors.
+
+    Args:
+        seed: of the first one.
+        n: how many.
+        one_adv: one advantage for each response.
+
+    Returns:
+        n batches.
     """
     rng = np.random.default_rng(seed)
     return [fill_padding(random_batch(rng, one_adv)) for _ in range(n)]
 
 
 def single_token_responses(A: float, rs: Sequence[float] | np.ndarray) -> Rollouts:
-    """One response of one low-probability token for each ratio."""
+    """One response of one low-probability token for each ratio.
+
+    Args:
+        A: the advantage of all.
+        rs: ratios, [n].
+
+    Returns:
+        A batch [n, 1].
+    """
     r = np.asarray(rs, dtype=float)
     return single_token_batch(A, r, low_probability(r))
 
@@ -335,6 +428,12 @@ def single_token_responses(A: float, rs: Sequence[float] | np.ndarray) -> Rollou
 def two_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
     """`single_token_batch`, with a second token of ratio 1 and half the entropy in each
     response.
+
+    Args:
+        A, r, mu: of the first tokens, numbers or arrays [n].
+
+    Returns:
+        A batch [n, 2].
     """
     b = single_token_batch(A, r, mu)
     lp, old, adv = (
@@ -388,6 +487,12 @@ def clamped() -> Rollouts:
 def fill_padding(b: Rollouts) -> Rollouts:
     """The batch with plausible numbers in its masked slots, and with a reference
     policy.
+
+    Args:
+        b: any batch.
+
+    Returns:
+        One that every loss can read.
     """
     A = torch.where(b.mask, b.adv.expand_as(b.mask), 0)
     first = A.gather(1, b.mask.int().argmax(1, keepdim=True))
@@ -401,7 +506,14 @@ def fill_padding(b: Rollouts) -> Rollouts:
 
 
 def reference(b: Rollouts) -> Tensor:
-    """log π_ref of each token, near to π_old."""
+    """log π_ref of each token, near to π_old.
+
+    Args:
+        b: any batch.
+
+    Returns:
+        [B, T].
+    """
     return (
         b.logp_old
         - 0.3
@@ -413,6 +525,12 @@ def reference(b: Rollouts) -> Tensor:
 def sampler(b: Rollouts) -> Tensor:
     """log μ of each token: rows in turn equal to π_old but for rounding, near to it,
     and off by up to e^±2.
+
+    Args:
+        b: any batch.
+
+    Returns:
+        [B, T].
     """
     B, T = b.mask.shape
     spread = torch.tensor([1e-5, 0.1, 2.0], dtype=b.logp.dtype)[
@@ -431,6 +549,13 @@ def relative_error(
 ) -> Tensor:
     """|found - expected| relative to |expected|, |beside| or the floor, whichever is
     largest; inf where it is NaN.
+
+    Args:
+        found, expected, beside: tensors or arrays of one shape.
+        floor: the least divisor.
+
+    Returns:
+        The shape of the inputs.
     """
     found, expected, beside, floor = map(
         torch.as_tensor, (found, expected, beside, floor)
@@ -444,13 +569,30 @@ def near_a_bound(
 ) -> Tensor:
     """Tokens whose weight jumps within that distance of log r (by default the rounding
     of float32), [B, T].
+
+    Args:
+        weights: the weight of each token of a batch.
+        b: the batch.
+        step: in log r.
+
+    Returns:
+        True near a jump.
     """
     below, above = (weights(b.but(logp_old=b.logp_old + d)) for d in (-step, step))
     return relative_error(above, below, floor=1e-6) > 1e-3
 
 
 def at(b: Rollouts, i: int, t: int) -> tuple[float, float, float]:
-    """(A, r, mu) of one token of a batch."""
+    """(A, r, mu) of one token of a batch.
+
+    Args:
+        b: the batch.
+        i: the response.
+        t: the token.
+
+    Returns:
+        Three numbers.
+    """
     A = b.adv[i, t if b.adv.shape[1] > 1 else 0]
     return (
         A.item(),
@@ -460,7 +602,15 @@ def at(b: Rollouts, i: int, t: int) -> tuple[float, float, float]:
 
 
 def grad(f: Callable[[Rollouts], Tensor], b: Rollouts) -> Tensor:
-    """d f(batch) / d logp by autograd, [B, T]; f maps Rollouts to a scalar."""
+    """d f(batch) / d logp by autograd, [B, T]; f maps Rollouts to a scalar.
+
+    Args:
+        f: the function.
+        b: the batch.
+
+    Returns:
+        [B, T].
+    """
     x = b.logp.detach().clone().requires_grad_()
     (g,) = torch.autograd.grad(f(replace(b, logp=x)), x)
     return g

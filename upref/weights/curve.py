@@ -69,6 +69,14 @@ class Curve:
         the distance of two r (by default 0.15 % in 1e-3..1e3, less near 1). Two that
         lie between the same two r may be missed if they undo each other. A weight that
         fades has no end.
+
+        Args:
+            A: the advantage.
+            mu: π_old, where the weight depends on it.
+            r: ratios, ascending.
+
+        Returns:
+            The jumps, each with the weight on both sides.
         """
         return self.all_jumps([A], None if mu is None else [mu], r)[0]
 
@@ -87,6 +95,13 @@ class Curve:
         """For each row (A, mu): the ratios at which the weight turns to 0 or back,
         ascending, padded with inf; and whether it is alive below them all. A dead band
         narrower than 2 % (r in 1e-3..1e3, less near 1) may be missed.
+
+        Args:
+            A: advantages, [n].
+            mu: π_old, [n].
+
+        Returns:
+            Ratios [n, k], and [n].
         """
         A, mu = _rows(A, mu)
         parts = [slice(n, n + ROWS) for n in range(0, max(len(A), 1), ROWS)]
@@ -123,12 +138,26 @@ def _rows(A: Numbers, mu: Numbers | None) -> tuple[np.ndarray, np.ndarray | None
 
 
 def low_probability(r: Any) -> np.ndarray:
-    """π_old of a low-probability token whose ratio is r."""
+    """π_old of a low-probability token whose ratio is r.
+
+    Args:
+        r: ratios.
+
+    Returns:
+        Probabilities with mu r < 1.
+    """
     return np.minimum(0.02, 0.9 / r)
 
 
 def single_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
-    """A response of one token for each (A, r, mu) of flat arrays; π_ref = π_θ."""
+    """A response of one token for each (A, r, mu) of flat arrays; π_ref = π_θ.
+
+    Args:
+        A, r, mu: numbers or arrays [n], which broadcast.
+
+    Returns:
+        A batch [n, 1] in float64.
+    """
     A, r, mu = (
         torch.tensor(x, dtype=torch.float64)[:, None]
         for x in np.broadcast_arrays(A, r, mu)
@@ -148,6 +177,12 @@ def single_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
 def obstacle(objective: Objective) -> str:
     """Why the weight of a token by itself is not a function of (r, A, mu), so that
     there is no Cap; "" if it is one.
+
+    Args:
+        objective: any.
+
+    Returns:
+        A sentence, or nothing.
     """
     return objective.batch_coupled or (
         "its clip depends on the token's entropy"
@@ -159,6 +194,13 @@ def obstacle(objective: Objective) -> str:
 def of_objective(objective: Objective, **hp: Any) -> Curve:
     """The curve of its closed form; one that reads the entropy is asked about a token
     of entropy 1.
+
+    Args:
+        objective: with a weight of a token by itself.
+        **hp: hyperparameters.
+
+    Returns:
+        The curve.
     """
     settings = objective.resolve(hp)
     weight = partial(
@@ -202,6 +244,16 @@ def of_loss(loss: Any, settings: dict[str, Any] | None = None) -> Curve:
 
     A hundred small batches at most tell whether mu and the other tokens matter and
     whether it computes in float32.
+
+    Args:
+        loss: the object.
+        settings: keywords of its `gradient`.
+
+    Returns:
+        The curve.
+
+    Raises:
+        InputError: its tokens are coupled.
     """
     ask = partial(_measured, loss)
     # on nobody's bound
@@ -283,6 +335,13 @@ def of(what: "str | Objective | Callable[..., Any] | Curve", **hp: Any) -> Curve
 
     Raises InputError for what has no weight of a token by itself (`obstacle`, or a loss
     whose tokens are coupled).
+
+    Args:
+        what: the name, Objective, loss or Curve.
+        **hp: hyperparameters.
+
+    Returns:
+        The weight as a function of (r, A, mu).
     """
     if isinstance(what, Curve):
         return what
@@ -303,6 +362,13 @@ def of(what: "str | Objective | Callable[..., Any] | Curve", **hp: Any) -> Curve
 def of_all(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
     """The curve of each, with the hyperparameters that it takes; InputError for one
     that none takes.
+
+    Args:
+        whats: names, Objectives or losses.
+        hp: hyperparameters; each gets those that it has.
+
+    Returns:
+        A curve for each.
     """
     if not whats:
         raise InputError("name at least one objective.")

@@ -127,7 +127,16 @@ def need_matplotlib() -> None:
 
 
 def cap_panels(panels: list[Panel], n: int = 400, log: bool = False) -> "Figure":
-    """The panels side by side on one colour bar; each is computed on n x n cells."""
+    """The panels side by side on one colour bar; each is computed on n x n cells.
+
+    Args:
+        panels: what is drawn, from left to right.
+        n: cells on each side.
+        log: logarithmic axes.
+
+    Returns:
+        A matplotlib figure.
+    """
     need_matplotlib()
     import matplotlib
     from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
@@ -245,6 +254,14 @@ def weights(
     The weight is that of a response of one token, alone in its batch. mu is π_old(o_t),
     for objectives whose weight depends on it. Raises InputError for objectives whose
     weight depends on the batch, and as `cap_map`.
+
+    Args:
+        *objectives: names, Objectives or losses.
+        mu: π_old(o_t).
+        **hp: hyperparameters; each gets those that it has.
+
+    Returns:
+        A matplotlib figure.
     """
     need_matplotlib()
     import matplotlib
@@ -334,6 +351,15 @@ def line(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(r, weight), with both sides of every jump; r - 1 in 1e-4 where the reach is
     narrow.
+
+    Args:
+        curve: the weight.
+        A: the advantage.
+        mu: π_old.
+        reach: the half-width in log r.
+
+    Returns:
+        Two arrays of one length.
     """
     r = np.exp(np.linspace(-reach, reach, 61))
     r = np.sort(
@@ -360,6 +386,13 @@ def _near(reach: float) -> np.ndarray:
 def half_width(curve: Curve, mu: float) -> float:
     """Half-width in log r: a few windows where the window is narrow, else a factor of
     6.
+
+    Args:
+        curve: the weight.
+        mu: π_old.
+
+    Returns:
+        A number > 0.
     """
     ends = [
         abs(np.log(j.r))
@@ -371,7 +404,12 @@ def half_width(curve: Curve, mu: float) -> float:
 
 
 def ratio_axis(ax: "Axes", reach: Any) -> None:
-    """The ratio on a logarithmic axis; where the reach is narrow, (r - 1) in 1e-4."""
+    """The ratio on a logarithmic axis; where the reach is narrow, (r - 1) in 1e-4.
+
+    Args:
+        ax: matplotlib's axes.
+        reach: the half-width in log r.
+    """
     ax.spines[["top", "right"]].set_visible(False)
     if reach == WIDE:
         ax.set_xscale("log")
@@ -396,6 +434,13 @@ def _settings(curve: Curve) -> list[str]:
 def save(draw: Callable[[], "Figure"], file: str) -> int:
     """Write the figure that `draw` makes; InputError, before it is drawn, where the
     name ends in no known format.
+
+    Args:
+        draw: makes the figure.
+        file: where it is written.
+
+    Returns:
+        Exit status 0.
     """
     need_matplotlib()
     from matplotlib.figure import Figure

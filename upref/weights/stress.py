@@ -200,7 +200,18 @@ def stress_batch(
     """The batch of that axis: one advantage per response, ratios drawn around 1 and
     around the objective's bounds. ids: the keys of NAMED by which its groups are named,
     each in some rows of every A and of every length. It is ready, and kept for the next
-    check: do not write to its tensors."""
+    check: do not write to its tensors.
+
+    Args:
+        axis: a key of AXES.
+        objective: whose bounds the ratios are around.
+        seed: of everything.
+        ids: keys of NAMED.
+        **hp: hyperparameters.
+
+    Returns:
+        A batch that others share.
+    """
     bounds = tuple(
         tuple(breakpoints(objective, sign, 0.02, **hp)) or (1.5,)
         for sign in (1.0, -1.0)
@@ -477,7 +488,14 @@ def _table(of: Axis, levels: tuple[int, ...]) -> np.ndarray:
 @lru_cache(64)
 def pairwise(levels: tuple[int, ...]) -> np.ndarray:
     """A covering array of strength 2 (all-pairs testing), built greedily: rows in which
-    every level of a factor meets every level of every other."""
+    every level of a factor meets every level of every other.
+
+    Args:
+        levels: how many levels each factor has.
+
+    Returns:
+        Integers [rows, factors].
+    """
     rest = np.array(list(product(*map(range, levels[2:]))))
     pairs = [(i, j) for i in range(len(levels)) for j in range(i)]
     open_ = {(i, j): np.ones((levels[i], levels[j]), dtype=bool) for i, j in pairs}
@@ -511,7 +529,14 @@ def _columns(n: int, mask: str, T: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def relabel_groups(b: Rollouts) -> dict[str, list[Rollouts]]:
-    """The batch with other ids for all of its groups, and for all but one."""
+    """The batch with other ids for all of its groups, and for all but one.
+
+    Args:
+        b: a batch with groups.
+
+    Returns:
+        What the ids are called -> the two batches.
+    """
     assert b.group is not None
     g, one = b.group, b.group == b.group.max()
     return {

@@ -77,13 +77,22 @@ SIGN_IDS = {
 
 
 def hyperparameter_id(*names: str) -> str:
-    """The id of the fault that these hyperparameters have other values."""
+    """The id of the fault that these hyperparameters have other values.
+
+    Args:
+        *names: of hyperparameters.
+    """
     return f"other-{'-'.join(names).replace('_', '-')}"
 
 
 def known(function: str, *given: Any) -> Iterator[Fault[Any]]:
     """All faults of that kind of function: those of the module of this name, then those
     of other files.
+
+    Args:
+        function: losses, advantages, kl or logprobs.
+        *given: what that module's `known` takes: the objective, its hyperparameters and
+            bounds at which a wrong loss was seen to change; or a problem; or nothing.
     """
     yield from import_module(f"{__name__}.{function}").known(*given)
     for more in discover(sys.modules[__name__], Catalogue):
