@@ -3,44 +3,16 @@
 the mistakes that are known.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
-import upref
+from upref.pages import located
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
 
 FILES = Path(__file__).parent / "exercises"
-
-
-def located(page: str) -> str:
-    """A page of the repository: its file in the checkout that upref was installed from,
-    else its address.
-    """
-    try:
-        installed = distribution("upref-rl")
-    except PackageNotFoundError:
-        links, source = [], ""
-    else:
-        links = installed.metadata.get_all("Project-URL") or []
-        source = json.loads(installed.read_text("direct_url.json") or "{}").get(
-            "url", ""
-        )
-    for checkout in (
-        Path(upref.__file__).parents[1],
-        Path(unquote(urlparse(source).path) or "/"),
-    ):
-        if (checkout / page).exists():
-            return str(checkout / page)
-    home = next(
-        (link.partition(", ")[2] for link in links if link.startswith("Homepage")), ""
-    )
-    return f"{home}/blob/main/{page}" if home else f"{page} in the repository of upref"
 
 
 @dataclass(frozen=True)

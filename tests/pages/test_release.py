@@ -104,6 +104,16 @@ def test_the_installed_wheel_judges_a_loss(built, tmp_path):
         "NOT dapo: 1 failure"
     )
     assert said("check", "my.py:loss", "--as", "no_such", status=2) == ""
+    (tmp_path / "odd.py").write_text("def loss(batch, model): return 0\n")
+    odd = subprocess.run(
+        [tmp_path / "env/bin/upref", "check", "odd.py:loss", "--as", "dapo"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    address = "https://someone.github.io/upref/howto/wrap-your-loss.html"
+    assert odd.returncode == 2 and f"{address} has examples" in odd.stderr
     assert "lesson01.py: written" in said("learn", "1")
     assert said("recipe", "dapo", "--in", "verl").startswith("# dapo in verl")
     for other in ("upref_frameworks", "upref_course"):

@@ -22,8 +22,9 @@ import numpy as np
 from upref import plugins
 from upref.errors import InputError
 from upref.files import write_atomically
+from upref.pages import located
 from upref.replay.batch import make_batch, merge
-from upref.replay.schema import COLUMNS, SCHEMA, RecordedBatch
+from upref.replay.schema import COLUMNS, PAGE, SCHEMA, RecordedBatch
 
 MOST_BYTES = 4 * 2**30  # that the columns of one file announce
 MOST_FILES = 100_000
@@ -145,7 +146,7 @@ def _source(path: Path) -> Source:
     if reader is not None:
         return Source(path, _one(reader.step_of, path), reader.read)
     raise InputError(
-        f"{path} is no recorded batch: give {', '.join(_suffixes())} as docs/dump.md describes."
+        f"{path} is no recorded batch: give {', '.join(_suffixes())} as {located(PAGE)} describes."
     )
 
 

@@ -15,9 +15,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from upref.errors import InputError
+from upref.pages import located
 from upref.rollouts import Rollouts
 
 SCHEMA = 1  # version of docs/dump.md
+PAGE = "docs/dump.md"
 # in meta, where a reader took the groups from the prompts' tokens
 PROMPTS_READ = "group"
 # in meta, before the name of a column: how the framework is made to record it
@@ -156,7 +158,7 @@ class RecordedBatch:
         if missing:
             first = missing[0]
             written = self.meta.get(
-                HINT + first, "record it as docs/dump.md describes."
+                HINT + first, f"record it as {located(PAGE)} describes."
             )
             hint = self.hints.get(first, written)
             raise InputError(

@@ -23,6 +23,7 @@ import torch
 
 from upref import catalog, plugins
 from upref.errors import InputError
+from upref.pages import located
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.user_code import names
@@ -163,7 +164,7 @@ def _refuse_class(target: Target) -> Loss | None:
         return None
     made = f"`loss = {target.name.rpartition(':')[2]}(...)` with its settings"
     raise InputError(
-        f"{target.name} is a class: construct an instance, {made}, and check that. {WRAP_PAGE} shows how."
+        f"{target.name} is a class: construct an instance, {made}, and check that. {located(WRAP_PAGE)} shows how."
     )
 
 
@@ -300,12 +301,12 @@ def _bind(
         if unbound[0] == "self":
             raise InputError(
                 f"{name} is a method: in its file make an object, write `loss = Trainer(...).method` and check that; "
-                f"{WRAP_PAGE} has examples."
+                f"{located(WRAP_PAGE)} has examples."
             )
         raise InputError(
             f"{name} needs {unbound[0]!r}, which upref does not know: bind it, `--hp {unbound[0]}=VALUE` or "
             f"functools.partial({name.rpartition(':')[2]}, {unbound[0]}=VALUE); if it changes with the batch, write a "
-            f"wrapper: {WRAP_PAGE} has examples."
+            f"wrapper: {located(WRAP_PAGE)} has examples."
         )
     bound = {k: v for k, v in hp.items() if k in argument or accepts_kwargs}
     bound |= {k: resolved[k] for k in needed}

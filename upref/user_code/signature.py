@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from upref.errors import InputError
+from upref.pages import located
 from upref.user_code.guard import one_line
 from upref.user_code.names import CALLED, may_be_old, not_given, sampler_of
 
@@ -218,4 +219,4 @@ def wrapper(name: str, main: Sequence[str]) -> str:
     inner = name.rpartition(":")[2].rpartition(".")[2] or "f"
     own = "wrapped" if inner == "loss" else "loss"
     how = f"Use the names {called}, or check a wrapper: `def {own}({called}): return {inner}(...)`."
-    return f"{how} {WRAP_PAGE} has examples."
+    return f"{how} {located(WRAP_PAGE)} has examples."
