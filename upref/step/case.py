@@ -347,14 +347,16 @@ def perturb(net: nn.Module) -> nn.Module:
     """Enlarge the matrices and perturb the vectors, in place: attention and biases
     hardly act in a fresh model.
     """
-    random = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for p in net.parameters():
         if p.is_floating_point() and not p.is_meta:
-            noise = torch.randn(p.shape, generator=random, dtype=torch.float32)
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float32)
             vector = p.ndim < 2 or p.numel() < 2  # one number has no standard deviation
-            want = 0.1 if vector else 1.4 / p.shape[-1] ** 0.5
-            had = 0.0 if vector else float(p.float().std())
-            size = max(want**2 - had**2, (0.1 * want) ** 2) ** 0.5
+            # of a matrix, so that its output has 1.4 times the size of its input
+            std_meant = 0.1 if vector else 1.4 / p.shape[-1] ** 0.5
+            std_now = 0.0 if vector else float(p.float().std())
+            least = 0.1 * std_meant
+            size = max(std_meant**2 - std_now**2, least**2) ** 0.5
             p.add_((size * noise).to(p))
     return net
 

@@ -9,6 +9,7 @@ of *its* log-probabilities.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from upref.errors import InputError
 from upref.step.forward import Forward
 from upref.step.normalizers import longest
 from upref.step.reference import TorchModel
-from upref.step.rows import Row, locate
+from upref.step.rows import Row, locate, micro_batch
 from upref.step.scores import Variant, again, fronted, heads
 from upref.step.weights import is_named
 from upref.verify.faults import Fault
@@ -43,25 +44,36 @@ def others(right: Forward) -> Iterator[Variant]:
 
 
 # ---- what is fed ---------------------------------------------------------------------
-def _fronts(right: Forward) -> list[list[list[int]]]:
+Front: TypeAlias = list[list[int]]  # of each row: the tokens in front of it
+
+
+def _fronts(right: Forward) -> list[Front]:
     """What stood in front of each row: as it was fed, else guesses, padding and packs
     of micro-batches.
     """
-    rows, out = right.rows, [right.before] if any(right.before) else []
-    for m in () if out else BATCHES:
-        parts = [rows[i - i % m : i - i % m + m] for i in range(len(rows))]
+    if any(right.before):
+        return [right.before]
+    rows = right.rows
+    guesses: list[Front] = []
+    for size in BATCHES:
+        batches = [micro_batch(rows, i, size) for i in range(len(rows))]
         for pad in dict.fromkeys((right.model.end or 0, 0)):
-            for of in (lambda r: r.ids, lambda r: r.prompt):
-                out.append(
-                    [
-                        [pad] * (longest(x, of) - len(of(r)))
-                        for x, r in zip(parts, rows, strict=True)
-                    ]
-                )
-        out.append(
-            [[t for q in rows[i - i % m : i] for t in q.ids] for i in range(len(rows))]
-        )
-    return [x for i, x in enumerate(out) if any(x) and x not in out[:i]]
+            for part in (attrgetter("ids"), attrgetter("prompt")):
+                lengths = [
+                    longest(batch, part) - len(part(row))
+                    for batch, row in zip(batches, rows, strict=True)
+                ]
+                guesses.append([[pad] * length for length in lengths])
+        packed = []
+        for i, batch in enumerate(batches):
+            earlier = batch[: i % size]
+            packed.append([token for row in earlier for token in row.ids])
+        guesses.append(packed)
+    return [
+        front
+        for n, front in enumerate(guesses)
+        if any(front) and front not in guesses[:n]
+    ]
 
 
 def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:

@@ -147,6 +147,18 @@ def validated(rows: Sequence[Row], vocabulary: int) -> list[Row]:
     return list(rows)
 
 
+def micro_batch(rows: Sequence[Row], i: int, size: int) -> Sequence[Row]:
+    """Return the rows of the micro-batch in which row i is.
+
+    Args:
+        rows: of the step, dealt out in their order.
+        i: the number of a row.
+        size: rows of each micro-batch; the last one may have fewer.
+    """
+    start = i // size * size
+    return rows[start : start + size]
+
+
 def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
     """(index of the sequence, index of the token) at which a row starts in the model's
     input.

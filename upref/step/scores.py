@@ -13,7 +13,7 @@ from torch import Tensor
 
 from upref.step.forward import Forward, log_prob
 from upref.step.reference import Model, TorchModel, text_config
-from upref.step.rows import Row
+from upref.step.rows import Row, micro_batch
 from upref.verify.faults import Fault
 
 Variant: TypeAlias = Fault[Callable[[], Forward]]
@@ -95,7 +95,7 @@ def _columns(right: Forward) -> Iterator[Variant]:
     model, rows, n = right.model, right.rows, len(right.rows)
     end = next((x[0] for x in right.after if x), right.model.end or 0)
     for m in range(n, 0, -1):
-        parts = [rows[i - i % m : i - i % m + m] for i in range(n)]
+        parts = [micro_batch(rows, i, m) for i in range(n)]
         width = [max(len(r.ids) for r in x) for x in parts]
         starts = [
             w - max(len(r.response) for r in x)

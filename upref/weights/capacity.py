@@ -74,22 +74,27 @@ def capacity(
     shape = p.shape
     p, mu, A = p.ravel(), np.maximum(mu.ravel(), TINY), A.ravel()
     curve = _toward_the_update(of(objective, **hp))
-    # complex: unique pairs (mu, A)
-    pairs, row = np.unique((mu if curve.reads_mu else 1) + 1j * A, return_inverse=True)
-    ends, alive = curve.ends(pairs.imag, pairs.real)
+    points = np.stack([mu if curve.reads_mu else np.ones_like(mu), A], 1)
+    pairs, pair_of_point = np.unique(points, axis=0, return_inverse=True)
+    pair_of_point = pair_of_point.ravel()
+    ends, alive_below_all = curve.ends(pairs[:, 1], pairs[:, 0])
     r = np.maximum(p, TINY) / mu
     up = A > 0
     ahead = np.minimum(
         np.where(up, r * (1 + curve.rtol_ratio), r * (1 - curve.rtol_ratio)), 1 / mu
     )
-    # ends below: the weight is alive between every other two
-    passed = (ends[row] < ahead[:, None]).sum(1)
+    # the weight is alive between every other two ends
+    passed = (ends[pair_of_point] < ahead[:, None]).sum(1)
+    passed_even = passed % 2 == 0
+    alive_here = alive_below_all[pair_of_point] == passed_even
     ends = np.pad(ends, ((0, 0), (1, 1)), constant_values=((0, 0), (0, np.inf)))
-    goal = np.minimum(ends[row, passed + up] * mu, 1)
+    end_below = ends[pair_of_point, passed]
+    end_above = ends[pair_of_point, passed + 1]
+    goal = np.minimum(np.where(up, end_above, end_below) * mu, 1)
     cap = np.where(up, goal - p, p - goal)
     # a bound times a probability that TINY stands for
     cap = np.where(cap < 1e9 * TINY, 0, cap)
-    return np.where((alive[row] ^ (passed % 2 == 1)) & (A != 0), cap, 0).reshape(shape)
+    return np.where(alive_here & (A != 0), cap, 0).reshape(shape)
 
 
 def _toward_the_update(curve: Curve) -> Curve:

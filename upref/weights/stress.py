@@ -182,10 +182,12 @@ for _i, _kind in enumerate(MOSTLY):
         mostly=_kind,
         single="alone" if _i % 2 else "",
     )
-NEGATIVE, COLLIDE = "that are negative", math.lcm(*range(1, 13), 64, 100)
+GAPS = "with gaps"  # every loss must take these
+NEGATIVE = "that are negative"
+COLLIDE = math.lcm(*range(1, 13), 64, 100)
 SAME = math.lcm(2**32, 10**6)
 NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
-    "with gaps": lambda g: 7 + 300 * g,
+    GAPS: lambda g: 7 + 300 * g,
     NEGATIVE: lambda g: -1 - g,
     "equal modulo 2 to 12, 64 and 100": lambda g: 11 + COLLIDE * g,
     "beyond 2^40, some equal in 32 bits and modulo 10^6": lambda g: (

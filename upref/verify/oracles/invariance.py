@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,60 +95,57 @@ def padding(case: Case) -> list[Finding]:
             )
         )
     for left, right in ((0, 3), (2, 0)):
-        wide = partial(_widened, left=left, right=right)
-
-        def padded(
-            c: Rollouts, wide: Callable[[Rollouts], Rollouts] = wide, left: int = left
-        ) -> tuple[Tensor, Tensor]:
-            value, g = case.both(wide(c))
-            return value, g[:, left : left + c.mask.shape[1]]
-
-        wider, g2 = padded(b)
-        side = (
-            f"{left} columns of padding on the left"
-            if left
-            else f"{right} columns of padding on the right"
-        )
-        off = moved(g2, g, b.mask, slack(case))
-        if off.max() > 0:
-
-            def apart(c: Rollouts, padded: Callable[..., Any] = padded) -> Tensor:
-                return moved(padded(c)[1], case.gradient(c), c.mask, slack(case))
-
-            def by_width(
-                c: Rollouts,
-                padded: Callable[..., Any] = padded,
-                more: int = left + right,
-            ) -> tuple[Tensor, Tensor]:
-                T = c.mask.shape[1]
-                return padded(c)[1] * (T + more), case.gradient(c) * T
-
-            small = shrink(
-                b,
-                lambda c, apart=apart: bool(apart(c).max() > 0),  # type: ignore[misc]
-                worst(off),
-            )
-            at = worst(apart(small))
-            why = OVER_WIDTH if everywhere(case, by_width) else Cause()
-            if left and not why and _reads_first_column(case, left):
-                why = FIRST_COLUMN
-            says = number_pair(
-                "dJ/dlp",
-                case.gradient(small)[at].item(),
-                padded(small)[1][at].item(),
-                "as without",
-            )
-            narrow = torch.nn.functional.pad(case.gradient(small), (left, right))
-            shown = make_example(
-                wide(small), narrow, case.gradient(wide(small)), case.loss.reads
-            )
-            out.append(fail("padding", f"with {side}", *says, shown, why))
-        elif (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
-            text = f"the value moves with {side}, the gradient does not"
-            out.append(
-                note("padding", text, *number_pair("value", value.item(), wider.item()))
-            )
+        out += _padded_side(case, b, value, g, left, right)
     return out + _empty_row(case, b, g)
+
+
+def _padded_side(
+    case: Case, b: Rollouts, value: Tensor, g: Tensor, left: int, right: int
+) -> list[Finding]:
+    """What columns of padding on one side change, where they should change nothing.
+
+    Args:
+        case: the loss and its objective.
+        b: a batch.
+        value, g: of the loss on it: a scalar and [B, T].
+        left, right: columns on either side; one of them is 0.
+    """
+    columns = left + right
+    side = f"{columns} columns of padding on the {'left' if left else 'right'}"
+
+    def padded(c: Rollouts) -> tuple[Tensor, Tensor]:
+        """The value and the gradient of the wider batch, without the new columns."""
+        value, gradient = case.both(_widened(c, left, right))
+        return value, gradient[:, left : left + c.mask.shape[1]]
+
+    def difference(c: Rollouts) -> Tensor:
+        """How much the gradient of each token changes, [B, T]."""
+        return moved(padded(c)[1], case.gradient(c), c.mask, slack(case))
+
+    def by_width(c: Rollouts) -> tuple[Tensor, Tensor]:
+        """The two gradients, each times the width of its batch."""
+        width = c.mask.shape[1]
+        return padded(c)[1] * (width + columns), case.gradient(c) * width
+
+    wider, of_padded = padded(b)
+    off = moved(of_padded, g, b.mask, slack(case))
+    if off.max() == 0:
+        if not (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
+            return []
+        text = f"the value moves with {side}, the gradient does not"
+        says = number_pair("value", value.item(), wider.item())
+        return [note("padding", text, *says)]
+    small = shrink(b, lambda c: bool(difference(c).max() > 0), worst(off))
+    at = worst(difference(small))
+    why = OVER_WIDTH if everywhere(case, by_width) else Cause()
+    if left and not why and _reads_first_column(case, left):
+        why = FIRST_COLUMN
+    expected, found = case.gradient(small), padded(small)[1]
+    says = number_pair("dJ/dlp", expected[at].item(), found[at].item(), "as without")
+    wide = _widened(small, left, right)
+    narrow = torch.nn.functional.pad(expected, (left, right))
+    shown = make_example(wide, narrow, case.gradient(wide), case.loss.reads)
+    return [fail("padding", f"with {side}", *says, shown, why)]
 
 
 def _widened(b: Rollouts, left: int, right: int = 0) -> Rollouts:

@@ -25,7 +25,7 @@ from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import cut, example, make_example, sampler_ratio, shrink, worst
 from upref.weights.batches import LOG_R, on_policy_batch
-from upref.weights.stress import AXES, NEGATIVE, relabel_groups
+from upref.weights.stress import AXES, GAPS, NEGATIVE, relabel_groups
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
 LINES = 100_000  # of Python, for a loss that goes through all ids up to the largest
@@ -236,6 +236,30 @@ def _with_plain_ids(x: Rollouts) -> Rollouts:
     return replace(x, group=x.group.unique(return_inverse=True)[1], totals=None)
 
 
+class Relabeled:
+    """A loss on batches whose group ids are other numbers."""
+
+    def __init__(self, case: Case) -> None:
+        # a loop over all ids ends after so many lines
+        self.case = replace(case, loss=replace(case.loss, lines=LINES))
+        self.tol = slack(case, 1e-7)
+
+    def difference(self, b: Rollouts, g: Tensor) -> Tensor:
+        """How far the gradient is from this one, [B, T]; 0 where it is near."""
+        return moved(self.case.gradient(b), g, b.mask, self.tol)
+
+    def gradients(self, b: Rollouts) -> tuple[Tensor, Tensor]:
+        """The gradients with the batch's ids, and with plain ones."""
+        return self.case.gradient(b), self.case.gradient(_with_plain_ids(b))
+
+    def differs(self, b: Rollouts) -> bool:
+        """Whether the ids change the gradient."""
+        if b.group is None:
+            return False
+        found, plain = self.gradients(b)
+        return bool(moved(found, plain, b.mask, self.tol).max() > 0)
+
+
 def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
     """A failure, or notes and the keys of NAMED that it takes."""
     return case.once(("groups", case.tol), lambda: _groups(case))
@@ -243,32 +267,19 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
 
 def _groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
     """What `groups` finds; a loss may loop over all ids up to 2^40."""
-    b, asked = (
-        case.ready(on_policy_batch()),
-        replace(case, loss=replace(case.loss, lines=LINES)),
-    )
+    b = case.ready(on_policy_batch())
+    relabeled = Relabeled(case)
     g, notes, takes = case.gradient(b), [], []
-
-    def both(x: Rollouts) -> tuple[Tensor, Tensor]:
-        """The gradients with its ids, and with plain ones."""
-        return asked.gradient(x), asked.gradient(_with_plain_ids(x))
-
-    def bad(x: Rollouts) -> bool:
-        """Whether the ids change the gradient."""
-        return x.group is not None and bool(
-            moved(*both(x), x.mask, slack(case, 1e-7)).max() > 0
-        )
-
-    for words, batches in relabel_groups(b).items():
+    for words, (every_group, all_but_one) in relabel_groups(b).items():
         whole, refused = True, False
-        for n, c in enumerate(batches):
+        for c in (every_group, all_but_one):
             try:
-                off = moved(asked.gradient(c), g, b.mask, slack(case, 1e-7))
+                off = relabeled.difference(c, g)
             except (
                 InputError,
                 OutOfMemory,
             ) as e:  # 2^40 ids in a table ask for much memory
-                if words == "with gaps":
+                if words == GAPS:
                     return [
                         fail(
                             "unusual-inputs",
@@ -294,7 +305,7 @@ def _groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
                 )
                 ids = f"{c.group.unique().tolist()}" if c.group is not None else ""
                 # dropped beside others: who numbers prompts from 0 never has them
-                if words == NEGATIVE and n:
+                if words == NEGATIVE and c is all_but_one:
                     notes.append(
                         note(
                             "unusual-inputs",
@@ -304,8 +315,8 @@ def _groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
                     )
                     whole = False
                     continue
-                c = shrink(c, bad)
-                found, expected = both(c)
+                c = shrink(c, relabeled.differs)
+                found, expected = relabeled.gradients(c)
                 i, t = worst((found - expected).abs())
                 says = number_pair(
                     "dJ/dlp", expected[i, t].item(), found[i, t].item(), PLAIN_IDS
