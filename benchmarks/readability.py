@@ -4,6 +4,7 @@ read.
 
     python -m benchmarks.readability                     upref's packages
     python -m benchmarks.readability rlax optax attrs    the same, and these from the package index
+    python -m benchmarks.readability --draw SEED         twelve functions for a reader who has never seen them
 
 Each figure is counted from the syntax of the source alone; nothing is imported. The
 table is a thermometer: whether a stranger understands a function is the question, and
@@ -13,6 +14,7 @@ no figure answers it.
 import argparse
 import ast
 import io
+import random
 import subprocess
 import sys
 import tempfile
@@ -54,6 +56,8 @@ INDICES = {"i", "j", "k", "n", "t", "_"}
 
 # Written as equations: their names are the paper's.
 EQUATIONS = ("objectives/", "kl.py", "transforms.py")
+
+DRAWN_LINES = 8  # of a function that `--draw` may choose, at least
 
 LAYOUT = {
     tokenize.COMMENT,
@@ -271,6 +275,40 @@ def table_row(name: str, counts: Counts, exempt: str) -> str:
     )
 
 
+def draw_functions(seed: int, number: int = 12) -> list[str]:
+    """Draw functions of our packages, whose results a stranger predicts before a run.
+
+    A reader who has never seen the code counts the names and lines that stop him, and
+    the other files that he opens.
+
+    Args:
+        seed: of the draw.
+        number: how many.
+
+    Returns:
+        `path:line name` of each, in the order of the draw. Functions of fewer than
+        DRAWN_LINES lines, and those inside other functions, are not drawn.
+    """
+    found = []
+    for package in OURS:
+        for path, text in files_of_checkout(ROOT / package).items():
+            if path.startswith((*EQUATIONS, "exercises/")):
+                continue
+            for node in top_functions(ast.parse(text)):
+                if (node.end_lineno or 0) - node.lineno + 1 >= DRAWN_LINES:
+                    found.append(f"{package}/{path}:{node.lineno} {node.name}")
+    return random.Random(seed).sample(sorted(found), number)
+
+
+def top_functions(node: ast.AST) -> Iterator[ast.FunctionDef]:
+    """Yield the functions and methods that are not inside another function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef):
+            yield child
+        elif isinstance(child, ast.ClassDef):
+            yield from top_functions(child)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.readability",
@@ -279,7 +317,13 @@ def main() -> int:
     parser.add_argument(
         "others", nargs="*", help="packages of the index to measure too, such as optax"
     )
+    parser.add_argument(
+        "--draw", type=int, metavar="SEED", help="draw twelve functions, and stop"
+    )
     args = parser.parse_args()
+    if args.draw is not None:
+        print("\n".join(draw_functions(args.draw)))
+        return 0
     print(
         "| package | code lines | tokens per line | short names | functions with Args or Returns | named lambdas ",
         end="",

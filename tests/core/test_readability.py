@@ -35,6 +35,15 @@ def test_counts_of_a_few_lines():
     assert counts.short_names == 3  # x, ht, ab
 
 
+def test_a_draw_has_twelve_long_functions_and_depends_on_its_seed():
+    first, again, other = map(readability.draw_functions, (1, 1, 2))
+    assert first == again != other and len(set(first)) == 12
+    for place in first:
+        file, _, line = place.partition(" ")[0].rpartition(":")
+        text = (readability.ROOT / file).read_text(encoding="utf-8").splitlines()
+        assert f"def {place.partition(' ')[2]}(" in text[int(line) - 1]
+
+
 def test_tests_and_equations_are_left_out():
     files = {
         "tests/test_a.py": SOURCE,

@@ -24,7 +24,13 @@ from upref.step.rows import Row
 from upref.step.weights import Tokens, factors, is_named, left_out
 from upref.verify.faults import hyperparameter_id, known
 from upref.verify.faults.batch_reading import between, moved
-from upref.verify.faults.losses import LossFault, fault, term_of
+from upref.verify.faults.losses import (
+    KL_MISSING,
+    LossFault,
+    fault,
+    kl_added,
+    term_of,
+)
 from upref.verify.finding import NO_CAUSE, Cause, join_causes
 
 BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
@@ -238,13 +244,8 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
             logp_ref=r.logp_old,
         )
     if goal.beta:
-        yield fault("the KL term is missing", "term", id="kl-missing", hp={"beta": 0.0})
-        yield fault(
-            "the KL term is added to J, not subtracted",
-            "term",
-            id="kl-added",
-            hp={"beta": -goal.beta},
-        )
+        yield KL_MISSING
+        yield kl_added(goal.beta)
         for name, kl in ESTIMATORS.items():
             words = (
                 f"the KL term ({name}) of the old policy is folded into the advantage"

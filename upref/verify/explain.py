@@ -25,10 +25,12 @@ from upref.verify.faults.batch_reading import floored, left_out, reweighted
 from upref.verify.faults.corrections import corrected, retuned
 from upref.verify.faults.denominators import divided, placed
 from upref.verify.faults.losses import (
+    KL_MISSING,
     OTHER_KL,
     TERM_OF,
     LossFault,
     fault,
+    kl_added,
     kl_faults,
     lacking,
     powered,
@@ -262,13 +264,7 @@ def _two(
     o, hp, plain = case.o, case.hp, case.plain_hp | ({"beta": 0.0} if case.o.kl else {})
     terms = [*_other_kl(case, b, found, use)]
     if hp.get("beta"):
-        missing = fault(
-            "the KL term is missing, or carries no gradient",
-            "term",
-            id="kl-missing",
-            hp={"beta": 0.0},
-        )
-        terms += [missing, *_kl_aggregated(case), *kl_faults(o, hp)]
+        terms += [KL_MISSING, *_kl_aggregated(case), *kl_faults(o, hp)]
 
     def part(term: LossFault, b: Rollouts) -> Tensor:
         """What this fault of the KL term leaves of it: the weights less the rest's."""
@@ -402,18 +398,8 @@ def _retuned(case: Case, bounds: list[float]) -> Iterator[LossFault]:
             _said(moved, hp), "hyperparameter", id=hyperparameter_id(*moved), hp=moved
         )
     if hp.get("beta"):
-        yield fault(
-            "the KL term is missing, or carries no gradient",
-            "term",
-            id="kl-missing",
-            hp={"beta": 0.0},
-        )
-        yield fault(
-            "the KL term is added to J, not subtracted",
-            "term",
-            id="kl-added",
-            hp={"beta": -hp["beta"]},
-        )
+        yield KL_MISSING
+        yield kl_added(hp["beta"])
 
 
 def _other_kl(

@@ -458,6 +458,20 @@ def lacking(o: Objective, beta: float, name: str) -> str:
     )
 
 
+KL_MISSING = fault(
+    "the KL term is missing, or carries no gradient",
+    "term",
+    id="kl-missing",
+    hp={"beta": 0.0},
+)
+
+
+def kl_added(beta: float) -> LossFault:
+    """The fault that the KL term, of this coefficient, has the other sign."""
+    words = "the KL term is added to J, not subtracted"
+    return fault(words, "term", id="kl-added", hp={"beta": -beta})
+
+
 def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """What is done to a KL term, each put beside the objective's own weights."""
     beta, plain = hp["beta"], {**hp, "beta": 0.0}
