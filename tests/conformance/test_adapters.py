@@ -2,14 +2,14 @@
 """The adapters of TRL, verl and OpenRLHF: a sample of the suite by day, all of it with
 its known failures nightly.
 
-That of torchtune runs whole, where torchtune is there.
+Those of torchtune and SkyRL run whole, where these are there.
 """
 
 from pathlib import Path
 
 import pytest
 
-from upref.conformance import CASES, Status, cases, load_adapter, run
+from upref.conformance import CASES, Status, cases, load_adapter, run, run_ranks
 from upref.conformance.results import read_expected_failures
 from upref_frameworks.audits import framework
 from upref_frameworks.audits.isolated.pin import place
@@ -65,6 +65,27 @@ def test_torchtunes_recipe_agrees_on_all_that_it_has():
     )
     adapter = load_adapter(f"{HERE}/torchtune_adapter.py:Torchtune")
     assert not _judge(adapter, cases(), expected={})
+
+
+def _skyrl():
+    """The adapter of SkyRL, where it and what it imports are on PYTHONPATH."""
+    for name in ("skyrl.train", "skyrl_gym", "cloudpathlib", "ray", "peft"):
+        pytest.importorskip(name, reason="docs/howto/conformance.md says how")
+    return load_adapter(f"{HERE}/skyrl_adapter.py:SkyRL")
+
+
+def test_skyrls_worker_agrees_but_for_its_known_failures():
+    expected = read_expected_failures(HERE / "skyrl_xfails.toml")
+    assert not _judge(_skyrl(), cases(), expected)
+
+
+@pytest.mark.nightly
+def test_skyrls_ulysses_has_the_gradient_of_one_process():
+    """The scaling of its loss with two ranks that divide each sequence."""
+    adapter = _skyrl()
+    ids = [name for name in CASES if name.startswith("ranks/sp2/")]
+    ends = {name: run_ranks(adapter, CASES[name]).status for name in ids}
+    assert ends == dict.fromkeys(ids, Status.PASSED)
 
 
 @pytest.mark.nightly

@@ -16,7 +16,16 @@ import pytest
 import torch
 
 from upref.cli import main
-from upref.conformance import CASES, Adapter, Status, cases, load_adapter, run
+from upref.conformance import (
+    CASES,
+    LEVELS,
+    SUITES,
+    Adapter,
+    Status,
+    cases,
+    load_adapter,
+    run,
+)
 from upref.conformance.results import (
     draw_badge,
     read_badge,
@@ -50,8 +59,10 @@ with tempfile.TemporaryDirectory() as written:
 # ---- the cases -----------------------------------------------------------------------
 def test_a_suite_never_loses_or_renames_a_case():
     """A build that passed with one release of upref runs the same cases with the next."""
-    promised = (HERE / "suite_2026_11.txt").read_text(encoding="utf-8").split()
-    assert [case.id for case in cases(4, "2026.11")] == promised
+    for suite in SUITES:
+        file = HERE / f"suite_{suite.replace('.', '_')}.txt"
+        promised = file.read_text(encoding="utf-8").split()
+        assert [case.id for case in cases(max(LEVELS), suite)] == promised
 
 
 def test_levels_contain_the_ones_below():
@@ -61,7 +72,7 @@ def test_levels_contain_the_ones_below():
     assert third[: len(second)] == second
 
 
-@pytest.mark.parametrize("arguments", [(5, "2026.11"), (0, "2026.11"), (1, "2020.01")])
+@pytest.mark.parametrize("arguments", [(6, "2026.11"), (0, "2026.11"), (1, "2020.01")])
 def test_an_unknown_level_or_suite_is_refused(arguments):
     with pytest.raises(InputError, match="there is no"):
         cases(*arguments)

@@ -51,6 +51,8 @@ class TRL:
     def supports(self, case):
         if case.objective not in FIELDS:
             return f"TRL has no loss_type of {case.objective}"
+        if case.parallel != "data":
+            return "one row is on one rank: the trainer has no such parallelism here"
         return ""
 
     def scale(self, case):

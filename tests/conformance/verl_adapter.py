@@ -43,6 +43,8 @@ class Verl:
     def supports(self, case):
         if case.objective not in FIELDS:
             return f"verl has no loss_mode of {case.objective}"
+        if case.parallel != "data":
+            return "Ulysses, Megatron and pipelines are not driven here"
         return ""
 
     def scale(self, case):

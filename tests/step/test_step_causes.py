@@ -17,6 +17,7 @@ import upref
 from upref.errors import InputError
 from upref.step import TorchModel, check_step
 from upref.step.case import built, meant
+from upref.step.families import tiny
 from upref.step.rows import HOLES, LENGTHS
 from upref.verify.faults.batch_reading import shifted
 from upref.weights.batches import random_batch
@@ -170,31 +171,28 @@ def test_a_state_is_not_said_to_be_attention():
 
 
 @pytest.mark.nightly
-def test_packed_linear_attention_is_not_said_to_leave_rows_out():
-    """Positions start again with each row of the pack, and the state of linear
-    attention does not.
+@pytest.mark.parametrize(
+    ("cache", "words"),
+    [
+        (False, "rows of a pack are not apart: the state of recurrent layers runs on"),
+        (True, "in the attention, and the state of recurrent layers runs on"),
+    ],
+)
+def test_a_pack_of_linear_attention_has_its_cause(cache, words):
+    """Positions start again with each row. The attention of transformers then keeps the
+    rows apart, but not where the model keeps a cache; its linear attention never does.
     """
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Qwen3NextConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
-        router_aux_loss_coef=0.0, shared_expert_intermediate_size=24, linear_num_value_heads=4,
-        linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, eos_token_id=2, pad_token_id=2,
-        layer_types=["linear_attention"] * 2,
-    )  # fmt: skip
+    pytest.importorskip("transformers")
 
     def step(model, rows):
         where = torch.cat([torch.arange(len(r.ids)) for r in rows])[None]
-        packed(
-            lambda ids: (
-                model(input_ids=ids, position_ids=where, use_cache=False).logits
-            ),
-            rows,
-        )
 
-    said = cause(step, model=transformers.Qwen3NextForCausalLM(config))
-    assert "do not train" not in said and "rows of its pack" in said, said
+        def logits(ids):
+            return model(input_ids=ids, position_ids=where, use_cache=cache).logits
+
+        packed(logits, rows)
+
+    assert words in cause(step, model=tiny("qwen3_next"))
 
 
 @pytest.mark.parametrize(

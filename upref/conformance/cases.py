@@ -11,12 +11,21 @@ from dataclasses import dataclass, field
 
 from upref.errors import InputError
 
-SUITES = ("2026.11",)
+SUITES = ("2026.11", "2026.12")
 LEVELS = {
     1: "one pass over the batch: objectives, temperatures, masks",
     2: "what is added and how it is split: KL term, entropy bonus, norm clipping, micro-batches, generation batches",
     3: "model families and precisions",
-    4: "two ranks, each a process of its own",
+    4: "two ranks, each a process of its own with its share of the rows",
+    5: "two ranks that share each row: its tokens, the weights or the layers",
+}
+# What two ranks of a case divide between them.
+PARALLEL = {
+    "data": "the rows",
+    "sequence": "the tokens of each row, as Ulysses does",
+    "context": "the tokens of each row, as Megatron's context parallelism does",
+    "tensor": "the weights of each layer",
+    "pipeline": "the layers",
 }
 SINGLE = 3  # the highest level in one process; the next is a job of its own
 
@@ -28,7 +37,7 @@ class Case:
 
     Args:
         id: stable name, such as `micro/4/token-mean`.
-        level: 1 to 4.
+        level: 1 to 5.
         objective: a name of `upref list`.
         hp: the objective's hyperparameters, over its defaults.
         temperature: of the sampler. Log-probabilities are taken at it.
@@ -47,8 +56,13 @@ class Case:
             the longest length.
         equal_lengths: whether all prompts have one length, all responses have one, and
             every response token trains.
-        ranks: processes of a group, each with an equal share of the rows: the first has
-            rows 0, 2, 4, ... of two.
+        ranks: processes of a group.
+        parallel: what the ranks divide between them, a key of `PARALLEL`. With `data`
+            each has an equal share of the rows: the first has rows 0, 2, 4, ... of two.
+            Otherwise each has all rows.
+        layers: of the model, if not the family's two. With 0 the logits of a token
+            depend on that token alone, so that ranks can divide a sequence without an
+            attention that spans them.
         suite: the dated suite that brought the case.
     """
 
@@ -69,6 +83,8 @@ class Case:
     ends: bool = True
     equal_lengths: bool = False
     ranks: int = 1
+    parallel: str = "data"
+    layers: int | None = None
     suite: str = SUITES[0]
 
     def __str__(self) -> str:
@@ -128,6 +144,7 @@ def _level_3() -> Iterable[Case]:
     for family in FAMILY_NAMES:
         yield Case(f"family/{family}", 3, family=family)
     yield Case("precision/bfloat16", 3, dtype="bfloat16")
+    yield Case("family/qwen3_next", 3, family="qwen3_next", suite="2026.12")
 
 
 def _level_4() -> Iterable[Case]:
@@ -137,9 +154,33 @@ def _level_4() -> Iterable[Case]:
     yield Case("ranks/dp2/norm", 4, clip=0.5, ranks=2)
 
 
+def _level_5() -> Iterable[Case]:
+    """Without layers: what goes wrong here is the scaling of the loss."""
+
+    def case(name: str, parallel: str, objective: str = "ppo_clip", n: int = 1) -> Case:
+        return Case(
+            f"ranks/{name}",
+            5,
+            objective,
+            micro_batches=n,
+            family="llama",
+            ranks=2,
+            parallel=parallel,
+            layers=0,
+            suite="2026.12",
+        )
+
+    for short, parallel in (("sp2", "sequence"), ("cp2", "context")):
+        for aggregation, objective in TOKEN_MEAN.items():
+            yield case(f"{short}/{aggregation}", parallel, objective)
+        yield case(f"{short}/micro-2", parallel, n=2)
+    yield case("tp2/token-mean", "tensor")
+    yield case("pp2/micro-4", "pipeline", n=4)
+
+
 CASES: dict[str, Case] = {
     case.id: case
-    for level in (_level_1, _level_2, _level_3, _level_4)
+    for level in (_level_1, _level_2, _level_3, _level_4, _level_5)
     for case in level()
 }
 
@@ -148,7 +189,7 @@ def cases(level: int = SINGLE, suite: str = SUITES[-1]) -> list[Case]:
     """Return the cases of a suite, up to a level.
 
     Args:
-        level: 1 to 4; each level has the cases of the ones below it.
+        level: 1 to 5; each level has the cases of the ones below it.
         suite: the date of a suite, such as 2026.11. A later suite has the cases of the
             earlier ones.
 

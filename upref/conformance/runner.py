@@ -192,7 +192,7 @@ def _compare(
     }
     if case.ranks > 1:
         return check_recorded(
-            _trained_here(step, model, rows),
+            _trained_here(step, case, model, rows),
             [rows],
             case.objective,
             without=AXES,
@@ -236,10 +236,12 @@ def _compare(
 def _make_model(case: Case) -> Any:
     # Without this, transformers computes Gemma 2's attention by sdpa and drops its
     # softcap, whatever the trainer does.
-    attention: dict[str, Any] = (
-        {"attn_implementation": "eager"} if case.family == "gemma2" else {}
-    )
-    return perturb(tiny(case.family, **attention)).to(getattr(torch, case.dtype))
+    changes: dict[str, Any] = {}
+    if case.family == "gemma2":
+        changes["attn_implementation"] = "eager"
+    if case.layers is not None:
+        changes["num_hidden_layers"] = case.layers
+    return perturb(tiny(case.family, **changes)).to(getattr(torch, case.dtype))
 
 
 def train(adapter: Adapter, case: Case, seed: int = 0) -> None:
@@ -248,17 +250,25 @@ def train(adapter: Adapter, case: Case, seed: int = 0) -> None:
     """
     model = _make_model(case)
     rows = make_rows(case, model, seed)
-    _trained_here(lambda model, rows: adapter.step(model, rows, case), model, rows)
+
+    def step(model: Any, rows: list[Row]) -> Any:
+        return adapter.step(model, rows, case)
+
+    _trained_here(step, case, model, rows)
 
 
 def _trained_here(
-    step: Callable[[Any, list[Row]], Any], model: Any, rows: list[Row]
+    step: Callable[[Any, list[Row]], Any], case: Case, model: Any, rows: list[Row]
 ) -> Recorded:
-    """Let the step train on this rank's rows, every so many, and record it."""
+    """Let the step train on this rank's rows, and record it: of ranks that divide the
+    rows every so many, of others all.
+    """
     reference = TorchModel(model)
     steps: list[Step] = []
+    if case.parallel == "data":
+        rows = rows[dist.get_rank() :: dist.get_world_size()]
     with watched(model, steps, 2):
-        made = step(model, rows[dist.get_rank() :: dist.get_world_size()])
+        made = step(model, rows)
     if isinstance(made, Recorded):
         return made
     if not steps:

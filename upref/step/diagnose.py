@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from upref.errors import InputError
 from upref.kl import ESTIMATORS
 from upref.step.case import HALVES, Case, Compared
 from upref.step.causes import named
@@ -269,7 +270,10 @@ def _explained(
 
     def among(variants: Callable[[Forward], Iterator[Variant]]) -> list[Any]:
         for cause, one in tried(forward, variants, only):
-            its = expected(goal, one, b)
+            try:
+                its = expected(goal, one, b)
+            except InputError:  # no backward pass: of a cache that is written in place
+                continue
             residual = best_factors(its, g)[1]
             closest.append((residual, cause, one))
             if makes(its):

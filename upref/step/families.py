@@ -3,7 +3,8 @@
 download.
 
 What a family is here for: logit scales and softcaps, head biases, tied heads, learned
-positions, alibi, parallel blocks, sliding windows, experts, state spaces.
+positions, alibi, parallel blocks, sliding windows, experts, state spaces, linear
+attention.
 """
 
 from typing import Any
@@ -39,12 +40,24 @@ GPT2: dict[str, Any] = dict(
 GPT2 |= dict(bos_token_id=1)
 GPT2 |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
+# a layer of linear attention (GatedDeltaNet), and one of attention
+LINEAR: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    shared_expert_intermediate_size=24,
+    decoder_sparse_step=1,
+)
+
 # family -> (name of the classes in transformers, fields of its configuration)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", GATED),
     "qwen3": ("Qwen3", GATED | HEADS),
     "qwen3_tied": ("Qwen3", GATED | HEADS | dict(tie_word_embeddings=True)),
     "qwen3_moe": ("Qwen3Moe", GATED | HEADS | EXPERTS | dict(decoder_sparse_step=1)),
+    "qwen3_next": ("Qwen3Next", GATED | HEADS | EXPERTS | LINEAR),
     "llama": ("Llama", GATED),
     "mistral": ("Mistral", GATED | HEADS | dict(sliding_window=6)),
     "gemma": ("Gemma", GATED | HEADS),

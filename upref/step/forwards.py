@@ -379,12 +379,16 @@ def _repeated_ids(
     def always(m: int, k: int) -> int:
         return k % m
 
-    for m in range(1, max(max(x, default=0) for x in owner) + 2):
+    last = max(max(x, default=0) for x in owner) + 1  # number of the last row of a pack
+    for m in range(1, last + 1):
         where = f"the ids of rows start again after {m} rows of a pack"
-        ids = [("ids-of-pack-start-again-once", f"{where}, once", once)]
-        if m > 1:  # else every row has one id: what `_together` has
-            ids.append(("ids-of-pack-start-again", where, always))
+        ids = (
+            ("ids-of-pack-start-again-once", f"{where}, once", once),
+            ("ids-of-pack-start-again", where, always),
+        )
         for id, words, of in ids:
+            if not any(of(m, k) for k in range(last + 1)):
+                continue  # every row has one id: what `_together` has
             apart = _with_ids(right, front, owner, partial(of, m))
             yield _attending(
                 model,
@@ -399,30 +403,36 @@ def _together(model: TorchModel, right: Forward) -> Iterator[Variant]:
     """The commonest fault of a pack: nothing separates its rows, and their positions
     are right.
 
-    It is one of the attention where a mask between the rows mends it. Layers with a
-    state read no such mask.
+    It is one of the attention alone where a mask between the rows mends it. Layers with
+    a state read no such mask.
     """
+    attention = "the rows of a pack attend to each other: nothing separates them in the attention"
+    state = f"{attention}, and the state of recurrent layers runs on from row to row"
     for front, owner in _packs(right):
 
         def together(
-            front: list[list[int]] = front, owner: list[list[int]] = owner
+            alone: bool,
+            front: list[list[int]] = front,
+            owner: list[list[int]] = owner,
         ) -> Forward:
-            apart = _attending(
-                model, right, "", _with_ids(right, front, owner, lambda k: k), id=""
-            ).change()
-            mended = apart.statistics()[0]
-            if not torch.allclose(mended, right.statistics()[0], rtol=0, atol=SAME):
-                raise InputError(
-                    "a mask does not separate the rows of a pack in this model."
-                )
-            return _attending(
-                model, right, "", _with_ids(right, front, owner, lambda k: 0), id=""
-            ).change()
+            def joined_by(document: Callable[[int], int]) -> Forward:
+                ids = _with_ids(right, front, owner, document)
+                return _attending(model, right, "", ids, id="").change()
+
+            def same(one: Forward, other: Forward) -> bool:
+                lp, its = one.statistics()[0], other.statistics()[0]
+                return torch.allclose(lp, its, rtol=0, atol=SAME)
+
+            apart, joined = joined_by(lambda k: k), joined_by(lambda k: 0)
+            if alone != same(apart, right) or same(apart, joined):
+                raise InputError("the attention has another part in it.")
+            return joined
 
         yield Fault(
-            "the rows of a pack attend to each other: nothing separates them in the attention",
-            together,
-            id="pack-rows-attend-to-each-other",
+            attention, partial(together, True), id="pack-rows-attend-to-each-other"
+        )
+        yield Fault(
+            state, partial(together, False), id="pack-rows-attend-and-state-runs-on"
         )
 
 

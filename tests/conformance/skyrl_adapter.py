@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter for SkyRL: the unmodified `forward_backward` and `optim_step` of its
+policy worker, after its trainer's own scaling of the advantages. It needs no import of
+upref.
+
+It runs where skyrl 0.3.0, skyrl-gym, ray, omegaconf, loguru, peft and cloudpathlib can
+be imported.
+"""
+
+import contextlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+import types
+import typing
+import warnings
+
+import torch
+import typing_extensions
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.rnn import pad_sequence
+
+LENGTH = 16  # max_seq_len: what dr_grpo divides a sum over tokens by
+PAD = 2  # the end token
+FIXED_CLIP = dict(eps_clip_low=0.2, eps_clip_high=0.2)
+
+# objective -> the fields of AlgorithmConfig that ask for it
+FIELDS = {
+    "ppo_clip": FIXED_CLIP,
+    "dapo": dict(eps_clip_low=0.2, eps_clip_high=0.28),
+    "grpo": FIXED_CLIP | dict(loss_reduction="sequence_mean"),
+    "dr_grpo": FIXED_CLIP | dict(loss_reduction="seq_mean_token_sum_norm"),
+    "gspo": dict(
+        policy_loss_type="gspo",
+        loss_reduction="sequence_mean",
+        eps_clip_low=3e-4,
+        eps_clip_high=4e-4,
+    ),
+    "sapo": dict(policy_loss_type="sapo", loss_reduction="sequence_mean"),
+    "cispo": dict(policy_loss_type="cispo"),
+}
+# CISPO has no lower bound: a ratio is never below 0.
+CISPO_CLIP = dict(cispo_eps_clip_low=1.0, cispo_eps_clip_high=4.0)
+
+
+def prepare_imports():
+    """Let SkyRL be imported on Python 3.11 and without flash-attn, of which a padded
+    batch calls nothing.
+    """
+    if sys.version_info < (3, 12):  # pydantic refuses typing's own there
+        typing.TypedDict = typing_extensions.TypedDict
+    if importlib.util.find_spec("flash_attn") is None:
+        for name in ("flash_attn", "flash_attn.bert_padding"):
+            spec = importlib.machinery.ModuleSpec(name, None)
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+        padding = sys.modules["flash_attn.bert_padding"]
+        padding.pad_input = padding.unpad_input = need_flash_attention
+
+
+def need_flash_attention(*_, **__):
+    raise NotImplementedError("this call needs flash-attn")
+
+
+prepare_imports()
+from skyrl.backends.skyrl_train.distributed import fsdp_strategy
+from skyrl.backends.skyrl_train.distributed.dispatch import MeshRank
+from skyrl.backends.skyrl_train.distributed.ulysses import (
+    set_ulysses_sequence_parallel_group,
+)
+from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
+from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.trainer import RayPPOTrainer
+
+
+class SkyRL:
+    """The policy worker of the installed SkyRL: alone, or as one of two ranks of FSDP
+    that divide the rows or, by Ulysses, the tokens of each row.
+    """
+
+    name = f"skyrl {importlib.metadata.version('skyrl')}"
+
+    def supports(self, case):
+        if case.objective not in FIELDS:
+            return f"SkyRL has no policy_loss_type of {case.objective}"
+        if case.parallel not in ("data", "sequence"):
+            return f"the FSDP worker has no {case.parallel} parallelism"
+        return ""
+
+    def scale(self, case):
+        # seq_mean_token_sum_norm divides by max_seq_len, as its documentation says.
+        return 1 / LENGTH if case.objective == "dr_grpo" else 1.0
+
+    def algorithm(self, case):
+        fields = dict(FIELDS[case.objective]) | dict(
+            temperature=case.temperature,
+            max_seq_len=LENGTH,
+            use_kl_loss=case.beta > 0,
+            kl_loss_coef=case.beta,
+            kl_estimator_type="k3",
+            use_entropy_loss=case.entropy_coef > 0,
+            entropy_loss_coef=case.entropy_coef,
+        )
+        if "c" in case.hp:
+            fields |= dict(policy_loss_type="dual_clip", clip_ratio_c=case.hp["c"])
+        return fields
+
+    def settings(self, case):
+        said = self.algorithm(case)
+        said["micro_train_batch_size_per_gpu"] = self.micro_batch(case)
+        said["max_grad_norm"] = case.clip or 0.0
+        return {key: repr(value) for key, value in said.items()}
+
+    def micro_batch(self, case):
+        ranks = case.ranks if case.parallel == "data" else 1
+        return 8 // (case.micro_batches * case.updates * ranks)
+
+    def config(self, case):
+        config = SkyRLTrainConfig()
+        for key, value in self.algorithm(case).items():
+            setattr(config.trainer.algorithm, key, value)
+        for key, value in CISPO_CLIP.items():
+            setattr(config.trainer.algorithm.cispo, key, value)
+        config.trainer.micro_train_batch_size_per_gpu = self.micro_batch(case)
+        config.trainer.policy.optimizer_config.max_grad_norm = case.clip or 0.0
+        return config
+
+    def step(self, model, rows, case):
+        config = self.config(case)
+        with on_cpu(), group_of_one():
+            every, mine = share(rows, case)
+            size = len(every) // case.updates
+            boundaries = [(i * size, (i + 1) * size) for i in range(case.updates)]
+            trainer = object.__new__(RayPPOTrainer)
+            trainer.cfg = config
+            data = trainer._normalize_advantages(batch(every), boundaries)[mine]
+            worker = make_worker(model, config, case)
+            size = len(rows) // case.updates
+            for start in range(0, len(rows), size):
+                worker.forward_backward(data[start : start + size])
+                worker.optim_step()
+
+
+def share(rows, case):
+    """All rows of the mini-batch, whose advantages the trainer scales before it divides
+    them, and the part of this rank.
+    """
+    if case.ranks == 1 or case.parallel != "data":
+        return rows, slice(0, len(rows))
+    gathered = [None] * case.ranks
+    dist.all_gather_object(gathered, rows)
+    start = dist.get_rank() * len(rows)
+    return [row for part in gathered for row in part], slice(start, start + len(rows))
+
+
+def make_worker(model, config, case):
+    """A policy worker that was not set up by ray: with a model, an optimizer, and the
+    strategy that steps it.
+    """
+    ulysses = case.ranks if case.parallel == "sequence" else 1
+    if case.ranks > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (case.ranks,)))
+        set_ulysses_sequence_parallel_group(dist.group.WORLD if ulysses > 1 else None)
+    worker = object.__new__(PolicyWorkerBase)
+    worker.cfg = config.trainer
+    worker.model = HFModelWrapper(model, bf16=False, sequence_parallel_size=ulysses)
+    worker.optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    worker.scheduler = torch.optim.lr_scheduler.ConstantLR(worker.optimizer, factor=1.0)
+    worker.policy_loss_fn = PolicyLossRegistry.get(
+        config.trainer.algorithm.policy_loss_type
+    )
+    worker.mesh_rank = MeshRank(
+        dp=dist.get_rank() // ulysses,
+        sp=dist.get_rank() % ulysses,
+        tp=0,
+        pp=0,
+        world_size=case.ranks,
+        dp_size=case.ranks // ulysses,
+        pp_size=1,
+    )
+    worker.device_mesh = types.SimpleNamespace(get_group=lambda _: dist.group.WORLD)
+    worker.strategy = object.__new__(fsdp_strategy.FSDPStrategy)
+    worker.strategy.max_norm = config.trainer.policy.optimizer_config.max_grad_norm
+    worker.strategy.world_size = case.ranks
+    return worker
+
+
+def batch(rows):
+    """The rows as the trainer's batch: prompts padded on the left, responses on the
+    right.
+    """
+    prompts = pad([row.prompt for row in rows], PAD, "left")
+    responses = pad([row.response for row in rows], PAD)
+    there = [
+        pad([[1] * len(row.prompt) for row in rows], 0, "left"),
+        pad([[1] * len(row.response) for row in rows], 0),
+    ]
+    trains = pad([[float(t) for t in row.trains] for row in rows], 0.0)
+    advantages = torch.tensor([row.adv for row in rows])[:, None]
+    made = TrainingInputBatch(
+        {
+            "sequences": torch.cat([prompts, responses], 1),
+            "attention_mask": torch.cat(there, 1),
+            "response_mask": there[1],
+            "loss_mask": trains,
+            "action_log_probs": pad([row.old for row in rows], 0.0),
+            "base_action_log_probs": pad([row.ref for row in rows], 0.0),
+            "advantages": advantages.expand_as(trains).clone(),
+        }
+    )
+    made.metadata = {"response_length": responses.shape[1]}
+    return made
+
+
+def pad(lists, value, side="right"):
+    tensors = [torch.tensor(each) for each in lists]
+    return pad_sequence(
+        tensors, batch_first=True, padding_value=value, padding_side=side
+    )
+
+
+@contextlib.contextmanager
+def on_cpu():
+    """Let the worker ask for the current device, and print no warnings."""
+    before = torch.cuda.current_device
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.cuda.current_device = before
+        logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def group_of_one():
+    """A process group of this process alone: the worker reduces its metrics over one."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
