@@ -478,6 +478,12 @@ def steps_openrlhf() -> str:
     return steps.table("openrlhf")
 
 
+def steps_suite() -> str:
+    from docs import steps
+
+    return steps.suite()
+
+
 def steps_bounds() -> str:
     from docs import bounds
 
@@ -502,6 +508,7 @@ STEPS = (
     steps_openrlhf,
     steps_notes,
     steps_plugins,
+    steps_suite,
     steps_bounds,
 )
 COVERAGE = (axes, tolerances, habits, fuzzed, ends, known_faults)

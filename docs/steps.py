@@ -17,6 +17,7 @@ from upref.registry import get, names
 from upref.step import StepReport
 
 HERE = Path(__file__).parent / "steps"
+ADAPTERS = Path(__file__).parents[1] / "tests/conformance"
 
 
 def _records(trainer: str) -> list[dict]:
@@ -68,6 +69,34 @@ def table(trainer: str) -> str:
     single = max(e for e in agree if e < 1e-4)
     head = f"{len(every)} settings: {len(agree)} agree, in float32 to {single:.1e}; {wrong} differ; {lost} do not run."
     return head + "\n\n" + "\n".join(rows)
+
+
+def suite() -> str:
+    """Trainers whose step the conformance suite ran: what each case gave, from the
+    results files and the known failures of their adapters.
+    """
+    rows = ["| trainer | case | error | |", "|---|---|---|---|"]
+    heads = []
+    for file in sorted((HERE / "suite").glob("*.json")):
+        results = json.loads(file.read_text(encoding="utf-8"))
+        expected = tomllib.loads(
+            (ADAPTERS / f"{file.stem}_xfails.toml").read_text(encoding="utf-8")
+        )["expected_failures"]
+        ends = [one["status"] for one in results["cases"].values()]
+        heads.append(
+            f"{results['adapter']}, suite {results['suite']}, level {results['level']}: "
+            f"{ends.count('passed')} pass, {ends.count('failed')} fail, "
+            f"{ends.count('skipped')} are skipped."
+        )
+        for case, one in results["cases"].items():
+            word = {"passed": "agrees"}.get(one["status"], one["status"])
+            if one["status"] == "failed":
+                word = f"**differs**: {expected[case]}"
+            elif one["reason"]:
+                word += f": {one['reason']}"
+            error = f"{one['error']:.1e}" if "error" in one else ""
+            rows.append(f"| {results['adapter']} | {case} | {error} | {word} |")
+    return "\n\n".join(heads) + "\n\n" + "\n".join(rows)
 
 
 def notes() -> str:

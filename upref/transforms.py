@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from upref.definition import REDUCE, Objective, transform
+from upref.definition import Objective, transform
 from upref.errors import InputError
 from upref.ops import binary_kl, exp, mean_t, minimum, sg, sum_t, when, where
 
@@ -98,25 +98,29 @@ def opsm(base: Objective) -> Objective:
     """Apply off-policy sequence masking to an objective: what pushes a bad response away ends once it has drifted.
 
     A response with A < 0 whose mean log(π_old/π_θ) exceeds δ adds nothing (deepseek2025v32, Eq. 9). The others keep the
-    base's term, and the counts by which the sum is divided stay.
+    base's term, and the counts by which the sum is divided stay. Of GSPO's ratio s of a response, the mean is -log s;
+    where its clip ends at 1-ε_low, a δ above -log(1-ε_low) changes nothing.
 
     Args:
-        base: an objective with one ratio per token.
+        base: an objective with one ratio per token, or with the geometric mean of a response's ratios.
 
     Returns:
         The Objective, with the base's hyperparameters and opsm_delta.
 
     Raises:
-        InputError: the base is no Objective, or has one ratio per response.
+        InputError: the base is no Objective, or has the product of a response's ratios.
     """
     if not isinstance(base, Objective):
         raise InputError(
             f"opsm(...) takes an Objective, e.g. upref.get('dapo'), not a {type(base).__name__}."
         )
-    if base.level in REDUCE:
+    if base.level == "sequence_product":
         raise InputError(
-            f"opsm(...) takes an objective with one ratio per token, and {base.name} has one per response."
+            f"opsm(...) takes an objective of the ratio of a token or their geometric mean, and {base.name} has the "
+            "product of a response's ratios."
         )
+    if base.level == "sequence_mean":
+        return _of_responses(base)
 
     def fn(lp, lp_old, A, mask, *more, opsm_delta=0.5, **hp):
         terms = base.fn(lp, lp_old, A, *_before(base.fn, mask, more), **hp)
@@ -128,20 +132,46 @@ def opsm(base: Objective) -> Objective:
         w = base.closed_form(r, A, *_before(base.closed_form, mask, more), **hp)
         return when(_not_drifted(log_r, A, mask, opsm_delta), w)
 
-    fn.__signature__ = _with_mask(base.fn, "lp lp_old A", 0.5)  # type: ignore[attr-defined]
-    weight.__signature__ = _with_mask(base.closed_form, "log_r A")  # type: ignore[attr-defined]
+    fn.__signature__ = _with_delta(base.fn, ("lp", "lp_old", "A", "mask"), 0.5)  # type: ignore[attr-defined]
+    weight.__signature__ = _with_delta(base.closed_form, ("log_r", "A", "mask"))  # type: ignore[attr-defined]
+    return replace(
+        _masked(base, fn, weight),
+        level="custom",
+        not_symbolic="whether a token counts depends on all tokens of its response",
+    )
+
+
+def _of_responses(base: Objective) -> Objective:
+    """Off-policy sequence masking of an objective whose ratio is a response's: lp, lp_old and A are [B]."""
+
+    def fn(lp, lp_old, A, *more, opsm_delta=0.5, **hp):
+        kept = (A >= 0) | (lp_old - lp <= opsm_delta)
+        return when(kept, base.fn(lp, lp_old, A, *more, **hp))
+
+    def weight(log_r, A, *more, opsm_delta, **hp):
+        r = log_r if base.reads_log_r else exp(log_r)
+        kept = (A >= 0) | (-log_r <= opsm_delta)
+        return when(kept, base.closed_form(r, A, *more, **hp))
+
+    fn.__signature__ = _with_delta(base.fn, ("lp", "lp_old", "A"), 0.5)  # type: ignore[attr-defined]
+    weight.__signature__ = _with_delta(base.closed_form, ("log_r", "A"))  # type: ignore[attr-defined]
+    return _masked(base, fn, weight)
+
+
+def _masked(
+    base: Objective, fn: Callable[..., Any], weight: Callable[..., Any]
+) -> Objective:
+    """The base with these functions, and the facts of off-policy sequence masking."""
     return replace(
         base,
         name=f"opsm({base.name})",
         fn=fn,
         closed_form=weight,
-        level="custom",
         equation=f"M_t J_t, J_t of {base.name}: {base.equation};  M_t = 0 where A_t < 0 and "
         "1/|o| Σ_t log(π_old(o_t)/π_θ(o_t)) > δ",
         paper="deepseek2025v32",
         eq="9",
         defaults=base.defaults | {"opsm_delta": OPSM_DELTA},
-        not_symbolic="whether a token counts depends on all tokens of its response",
         note=f"DeepSeek's π_old is the engine that sampled. {base.note}".strip(),
     )
 
@@ -164,14 +194,17 @@ def _before(
     return (mask, *more) if "mask" in inspect.signature(function).parameters else more
 
 
-def _with_mask(
-    function: Callable[..., Any], first: str, delta: Any = inspect.Parameter.empty
+def _with_delta(
+    function: Callable[..., Any],
+    first: tuple[str, ...],
+    delta: Any = inspect.Parameter.empty,
 ) -> inspect.Signature:
-    """The function's signature with these names first, then the mask, and with opsm_delta last."""
-    own = list(inspect.signature(function).parameters.values())[len(first.split()) :]
+    """The function's signature with these names first, one of which may be the mask, and with opsm_delta last."""
+    ratios = len([name for name in first if name != "mask"])
+    own = list(inspect.signature(function).parameters.values())[ratios:]
     leading = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for name in (*first.split(), "mask")
+        for name in first
     ]
     added = inspect.Parameter(
         "opsm_delta", inspect.Parameter.KEYWORD_ONLY, default=delta

@@ -17,7 +17,7 @@ def test_registered(name, law):
 
 TRANSFORMED = [
     "tis(dapo)", "icepop(up_dapo)", "mis(dapo)", "mis_seq(gspo)", "tis_seq(luspo)", "seq_mask(gmpo)",
-    "decoupled(ppo_clip)", "kpop(dapo)", "opsm(dapo)", "opsm(gmpo)", "unbiased_kl(grpo)",
+    "decoupled(ppo_clip)", "kpop(dapo)", "opsm(dapo)", "opsm(gmpo)", "opsm(gspo)", "unbiased_kl(grpo)",
 ]  # fmt: skip
 
 

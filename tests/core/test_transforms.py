@@ -219,9 +219,19 @@ def test_a_token_with_its_own_advantage_is_masked_by_itself():
     assert alive.tolist() == [[True, True, False], [False, True, False]]
 
 
+@pytest.mark.parametrize(("delta", "dropped"), [(0.5, [1]), (0.3, [0, 1]), (0.7, [])])
+def test_a_response_of_gspo_that_drifted_adds_nothing(delta, dropped):
+    b, wide = drifted([[-1.0], [-1.0]]), dict(eps_low=9.0, eps_high=9.0)
+    base = get("gspo").token_weights(b, **wide)
+    found = get("opsm(gspo)").token_weights(b, **wide, opsm_delta=delta)
+    base[dropped] = 0
+    assert torch.equal(found, base)
+
+
 @pytest.mark.parametrize(
-    ("base", "words"), [("gspo", "one per response"), (None, "takes an Objective")]
+    ("base", "words"),
+    [("topr", "product of a response's ratios"), (None, "takes an Objective")],
 )
-def test_masking_of_responses_is_for_token_ratios(base, words):
+def test_masking_of_responses_needs_the_mean_of_their_ratios(base, words):
     with pytest.raises(upref.InputError, match=words):
         opsm(get(base) if base else None)

@@ -298,7 +298,15 @@ def extreme_batch(o, dtype):
     )
 
 
-MOVED = {"c": 2.0, "beta": 0.1, "seed": 1, "share": 0.1, "high": 1.05, "eps_f_low": 0.2}
+MOVED = {
+    "c": 2.0,
+    "beta": 0.1,
+    "seed": 1,
+    "share": 0.1,
+    "high": 1.05,
+    "eps_f_low": 0.2,
+    "opsm_delta": 1e-4,  # above -log(1 - eps_low) the clip of gspo acts first
+}
 
 
 @law
