@@ -16,7 +16,7 @@ from training import BUGS, Own, collate
 import upref
 from upref.errors import InputError
 from upref.step import TorchModel, check_step
-from upref.step.case import built, meant
+from upref.step.case import Asked, built, meant
 from upref.step.families import tiny
 from upref.step.rows import HOLES, LENGTHS
 from upref.verify.faults.batch_reading import shifted
@@ -331,3 +331,36 @@ def test_a_fault_keeps_the_mask_boolean():
     b = random_batch(numpy.random.default_rng(0))
     views = [f.change.view for f in shifted(o, o.resolve({})) if f.change.weigh is None]
     assert len(views) == 24 and all(view(b).mask.dtype == torch.bool for view in views)
+
+
+# ---- a loop that makes its old log-probabilities itself ------------------------------
+def own_old(model, rows):
+    """A loop that takes log-probabilities at temperature 1, makes the old ones itself,
+    and adds the means of its four micro-batches.
+    """
+    for i in range(0, len(rows), 2):
+        ids, there, trains, _, adv, _ = collated(rows[i : i + 2])
+        lp = log_probs(model, ids, there, temperature=1.0)
+        J = (lp - lp.detach()).exp() * adv[:, 1:]
+        each = (J * trains[:, 1:]).sum(1) / trains.sum(1)
+        (-each.mean()).backward()
+
+
+HOT = "the temperature is left out (it is 1)"
+FOUR = "every weight is 4 times what it should be"
+R_1 = "the old log-probabilities are the current ones: r = 1"
+
+
+def test_the_temperature_of_a_loop_on_policy_is_named_beside_a_second_fault():
+    assert cause(own_old, "grpo", without=["ratio"]) == f"{HOT}; {FOUR}"
+
+
+def test_the_temperature_is_named_where_the_ratio_of_the_rows_is_not_used():
+    assert cause(own_old, "grpo") == f"{HOT}; {R_1}; {FOUR}"
+
+
+def test_a_prompt_that_a_group_shares_has_the_end_token_inside():
+    rows = built(
+        TorchModel(qwen3()), meant("grpo", {}, T), None, (), asked=Asked(8)
+    ).rows
+    assert all(2 in row.prompt for row in rows)

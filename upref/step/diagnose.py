@@ -231,7 +231,7 @@ def _explained(
     if cause := _term_by_row(goal, forward, b, plain, g, bound):
         return [cause]
     k, left = best_factors(rows, g)
-    closest: list[tuple[float, Cause, Forward]] = []
+    closest: list[tuple[float, Cause, Forward, Padded]] = []
     residuals: list[float] = []
 
     on_policy = replace(b, old=None)
@@ -252,11 +252,12 @@ def _explained(
         one: Forward,
         of: Forward | None = None,
         whole: Tensor | None = None,
+        batch: Padded = b,
     ) -> list[Any]:
         """What the token weights of this forward pass say, where they make g; of: the
-        pass whose tokens they are.
+        pass whose tokens they are; batch: the rows as the step has them.
         """
-        terms = plain if forward is (of or one) else Terms.of(goal, one, b)
+        terms = plain if forward is (of or one) else Terms.of(goal, one, batch)
         policy = terms.without(g, "H", "Z")
         reading = read(one, policy)
         residuals.append(reading.residual)
@@ -266,26 +267,39 @@ def _explained(
         def makes_it(weights: list[Tensor]) -> bool:
             return reproduces(gradient(one, weights), policy, 2 * span)
 
-        return _said(of or one, b, reading, terms, bound, cause, makes_it, whole, only)
+        return _said(
+            of or one, batch, reading, terms, bound, cause, makes_it, whole, only
+        )
 
     def among(variants: Callable[[Forward], Iterator[Variant]]) -> list[Any]:
-        for cause, one in tried(forward, variants, only):
-            try:
-                its = expected(goal, one, b)
-            except InputError:  # no backward pass: of a cache that is written in place
-                continue
-            residual = best_factors(its, g)[1]
-            closest.append((residual, cause, one))
-            if makes(its):
-                return [cause]
-            if variants is quick and makes(expected(goal, one, on_policy)):
-                return [join_causes(cause, own_old)]
-            if (
-                residual <= span
-                and not (goal.entropy_coef or goal.z_loss_coef)
-                and (said := reads(cause, one))
-            ):
-                return said
+        """What the first forward pass that fits says.
+
+        A loop that makes its old log-probabilities itself makes them with its fault, so
+        r is 1: each quick pass is tried with the old log-probabilities of the rows, and
+        with r = 1.
+        """
+        batches = [(b, NO_CAUSE)]
+        if variants is quick:
+            batches.append((on_policy, own_old))
+        for fault, one in tried(forward, variants, only):
+            for batch, old in batches:
+                cause = join_causes(fault, old)
+                try:
+                    its = expected(goal, one, batch)
+                except (
+                    InputError
+                ):  # no backward pass: of a cache that is written in place
+                    break
+                residual = best_factors(its, g)[1]
+                closest.append((residual, cause, one, batch))
+                if makes(its):
+                    return [cause]
+                if (
+                    residual <= span
+                    and not (goal.entropy_coef or goal.z_loss_coef)
+                    and (said := reads(cause, one, batch=batch))
+                ):
+                    return said
         return []
 
     said = (left > span and among(quick)) or reads(
@@ -301,8 +315,8 @@ def _explained(
             NO_CAUSE, Forward(forward.model, longer, goal.temperature, z), forward
         )
     said = said or among(others)
-    for _, cause, one in sorted(closest, key=lambda x: x[0])[:READ]:
-        said = said or reads(cause, one)
+    for _, cause, one, batch in sorted(closest, key=lambda x: x[0])[:READ]:
+        said = said or reads(cause, one, batch=batch)
     if said:
         return said
     bonus = read(forward, g, [plain.each["H"], plain.each["Z"]])

@@ -190,7 +190,7 @@ def made(
         without: of `lengths` and `holes`, what all responses have alike.
         end: the id that ends a sequence. As in samples it stands at the end of a
             response and nowhere else in it; only a response of the largest length lacks
-            it. It stands inside most prompts.
+            it. It stands inside most prompts, and in those that groups share.
         group_size: so many responses in a row share a prompt and a group; None: each
             has a prompt of its own.
     """
@@ -223,7 +223,7 @@ def made(
         if end is not None:
             if n < max(lengths) or (min(lengths) == max(lengths) and i % 4):
                 response[-1] = end
-            if i % 4 and p > 2:
+            if (i % 4 or group_size is not None) and p > 2:
                 # as in a chat template: an attention mask made of token values cuts it
                 # out
                 prompt[1] = end
