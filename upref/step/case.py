@@ -181,6 +181,11 @@ def built(
     else:
         asked.refuse("rows")
         made = batch.validated(rows, model.vocabulary)
+        if goal.o.sampler is not None and any(r.sampler is None for r in made):
+            raise InputError(
+                f"{goal.o.name} needs the log-probabilities of the engine that sampled: "
+                "give every row `sampler`."
+            )
         with described(_longest(made)):
             forward = Forward(model, made, goal.temperature)
     unvaried = batch.unvaried(made, goal.temperature, forward.lp())

@@ -55,10 +55,9 @@ class Goal:
             cut(old),
             cut(b.adv),
             cut(b.mask),
-            None,
-            None,
-            entropy,
-            rows,
+            entropy=entropy,
+            totals=rows,
+            lp_sampler=None if b.sampler is None else cut(b.sampler),
             **self.hp,
         )
         out = {"J": J}

@@ -61,9 +61,12 @@ class Batch:
     entropy: Tensor | None = None
 
     def rollouts(self, log_r: Tensor) -> Rollouts:
+        """With these ratios, by a sampler that is the old policy."""
+        old = (self.lp - log_r).clamp(max=0)
         return Rollouts.unchecked(
             logp=self.lp,
-            logp_old=(self.lp - log_r).clamp(max=0),
+            logp_old=old,
+            logp_sampler=old,
             adv=self.adv,
             mask=self.mask,
             entropy=self.entropy,
@@ -289,3 +292,66 @@ def _of_responses(
                 d[i, able] += (want - d[i, m].sum()) / able.sum()
         d = np.maximum(d, lp - LIMIT)
     return d
+
+
+# ---- the sampler ---------------------------------------------------------------------
+def choose_log_rho(
+    old: Tensor,
+    mask: Tensor,
+    o: Objective,
+    hp: dict[str, Any],
+    rng: np.random.Generator,
+    coarse: bool = False,
+) -> np.ndarray:
+    """Return log ρ = log π_old - log μ of every response token, [B, T], so that each
+    number of the objective's correction acts.
+
+    Some responses have one log ρ in all tokens, beside a bound: that shows a bound on a
+    token, on the product of a response, and on its mean.
+
+    Args:
+        old: log π_old, [B, T].
+        mask: of the tokens that train.
+        o: an objective with a sampler correction.
+        hp: its numbers, resolved.
+        rng: of what no bound decides.
+        coarse: keep ρ away from bounds, for a step in half precision.
+    """
+    d = rng.uniform(0.03, 0.4, old.shape) * rng.choice([-1, 1], old.shape)
+    d = np.where(old.numpy() - d <= LIMIT, d, np.abs(d))
+    free = [*rng.permutation(len(old))]
+    for name, sign in ((name, sign) for name in hp for sign in (1, -1)):
+        changed = _changed(o, hp, name, NEAR[coarse][0] ** sign)
+        aim = None if changed is None else _rho_between(old, mask, o, hp, changed)
+        able = [] if aim is None else [i for i in free if np.isfinite(aim[i])]
+        if able and len(free) > len(old) // 2:
+            assert aim is not None
+            d[able[0]] = aim[able[0]]
+            free.remove(able[0])
+    return d
+
+
+def _rho_between(
+    old: Tensor,
+    mask: Tensor,
+    o: Objective,
+    hp: dict[str, Any],
+    changed: dict[str, Any],
+) -> np.ndarray:
+    """[B]: a log ρ near to 0 that, in all tokens of a response, gives them other
+    factors with the changed numbers; nan where there is none.
+    """
+    positive = np.exp(np.arange(np.log(1e-4), np.log(MOST), STEP / 3))
+    grid = torch.from_numpy(np.array(sorted([*-positive, *positive], key=abs)))
+    n = len(grid)
+    wide, there = (x.repeat(n, 1) for x in (old, mask))
+    mu = wide - grid.repeat_interleave(len(old))[:, None]
+    one, other = (o.sampler_weights(wide, mu, there, **x) for x in (hp, changed))
+    assert one is not None and other is not None
+    moved = ((one - other).abs() > EFFECT) & there
+    possible = ((mu <= LIMIT) | ~there).all(1)
+    acts = (moved.any(1) & possible).view(n, -1)
+    # the second one: the first may be the bound itself
+    second = acts & (acts.cumsum(0) == 2)
+    x = grid[second.int().argmax(0)]
+    return torch.where(second.any(0), x, torch.nan).numpy()

@@ -3,6 +3,7 @@
 those.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from upref.errors import InputError
 from upref.registry import Objective
-from upref.step.ratios import LIMIT, Batch, choose_log_ratios
+from upref.step.ratios import LIMIT, Batch, choose_log_ratios, choose_log_rho
 
 AXES = ("lengths", "temperature", "ratio", "holes")  # what a case must vary
 # tokens of the eight responses
@@ -35,11 +36,12 @@ PROBABLE = {0: (1, 5), 2: (1, 3), 4: (2, 6), 6: (1, 8)}
 class Row:
     """One response with its prompt.
 
-    Token ids; `trains`, `old` and `ref` have one entry per response token,
+    Token ids; `trains`, `old`, `ref` and `sampler` have one entry per response token,
     log-probabilities in nats. `adv` is one number, or one per token. `old` None: the
-    response is on policy, r = 1. `ref` is needed by a KL term only. `reward` is what a
-    loop that makes the advantages itself starts from; `adv` is what it should make of
-    it.
+    response is on policy, r = 1. `ref` is needed by a KL term only. `sampler` is log μ
+    of the engine that sampled, which an objective with a correction needs. `reward` is
+    what a loop that makes the advantages itself starts from; `adv` is what it should
+    make of it.
     """
 
     prompt: list[int]
@@ -50,6 +52,7 @@ class Row:
     ref: list[float] | None = None
     group: int = 0
     reward: float | None = None
+    sampler: list[float] | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -66,6 +69,7 @@ class Padded:
     group: Tensor
     ref: Tensor | None
     here: Tensor  # slots that hold a token
+    sampler: Tensor | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Padded":
@@ -90,6 +94,7 @@ class Padded:
             torch.tensor([r.group for r in rows]),
             pad([r.ref for r in rows]) if has("ref") else None,
             pad([[True] * len(r.response) for r in rows], torch.bool),
+            pad([r.sampler for r in rows]) if has("sampler") else None,
         )
 
     def widened(self) -> "Padded":
@@ -114,7 +119,7 @@ def validated(rows: Sequence[Row], vocabulary: int) -> list[Row]:
             raise InputError(
                 f"row {i} has no {'response' if r.prompt else 'prompt'} token: leave it out."
             )
-        for name in ("trains", "old", "ref"):
+        for name in ("trains", "old", "ref", "sampler"):
             x = getattr(r, name)
             if x is not None and len(x) != n:
                 raise InputError(
@@ -132,7 +137,7 @@ def validated(rows: Sequence[Row], vocabulary: int) -> list[Row]:
             raise InputError(
                 f"row {i} has a token id outside the vocabulary of {vocabulary}."
             )
-        for name in ("old", "ref"):
+        for name in ("old", "ref", "sampler"):
             x = np.asarray(getattr(r, name) or [0.0], dtype=float)
             if not (np.isfinite(x) & (x <= 1e-3)).all():
                 raise InputError(
@@ -278,7 +283,7 @@ def sampled(
     entropy: list[Tensor] | None = None,
 ) -> list[Row]:
     """The rows with old and reference log-probabilities, so that r is on both sides of
-    each bound of the objective.
+    each bound of the objective; and with the sampler's, where it corrects for those.
 
     Args:
         rows: they are changed.
@@ -300,6 +305,14 @@ def sampled(
         n = len(row.response)
         row.old = np.minimum(x.numpy() - (0 if still else own[:n]), LIMIT).tolist()
         row.ref = np.minimum(x.numpy() + rng.normal(0, 0.3, n), LIMIT).tolist()
+    if o.sampler is not None:
+        old = Padded.of(rows).old
+        assert old is not None
+        for row, own in zip(
+            rows, choose_log_rho(old, p.mask, o, hp, rng, coarse), strict=True
+        ):
+            n = len(row.response)
+            row.sampler = np.minimum(np.array(row.old) - own[:n], LIMIT).tolist()
     return rows
 
 
@@ -350,4 +363,17 @@ def exercised(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> list
         prompts,
         f"{holes} masked response tokens",
         f"r != 1 on {100 * sum(moved) / len(moved):.0f} % of the tokens",
+        *_of_sampler(rows, lp),
     ]
+
+
+def _of_sampler(rows: Sequence[Row], lp: list[Tensor]) -> list[str]:
+    """How far the sampler is from the old policy, in words; nothing where no row has
+    it.
+    """
+    rho = [
+        math.exp(o - s)
+        for r, x in zip(rows, lp, strict=True)
+        for o, s in zip(r.old or x.tolist(), r.sampler or (), strict=False)
+    ]
+    return [f"rho from {min(rho):.3g} to {max(rho):.3g}"] if rho else []

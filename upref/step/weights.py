@@ -163,6 +163,7 @@ class Tokens:
             mask=b.mask,
             group=group,
             logp_ref=b.ref,
+            logp_sampler=b.sampler,
         )
 
 
