@@ -343,6 +343,18 @@ def trl_memory() -> str:
     return "\n".join(rows)
 
 
+def thirteen_trainers() -> str:
+    from docs import thirteen_trainers as page
+
+    return page.thirteen_trainers()
+
+
+def thirteen_counts() -> str:
+    from docs import thirteen_trainers as page
+
+    return page.thirteen_counts()
+
+
 def where_it_helps() -> str:
     from docs import logprobs
 
@@ -525,6 +537,7 @@ FRAMEWORKS = (
     wild_tally,
 )
 FRAMEWORKS += (wild_estimators, peers, where_it_helps, trl_memory)
+FRAMEWORKS += (thirteen_trainers, thirteen_counts)
 GENERATED = {f.__name__: f for f in STEPS} | {
     f.__name__: f
     for f in (

@@ -103,6 +103,7 @@ SECTIONS = [
             "what-check-sees",
             "faults",
             "in-the-wild",
+            "thirteen-trainers",
         ],
     ),
     Section(

@@ -364,3 +364,15 @@ def test_a_prompt_that_a_group_shares_has_the_end_token_inside():
         TorchModel(qwen3()), meant("grpo", {}, T), None, (), asked=Asked(8)
     ).rows
     assert all(2 in row.prompt for row in rows)
+
+
+def test_one_ratio_of_the_whole_batch_is_no_other_objective():
+    def step(model, rows):
+        ids, there, trains, old, _, _ = collated(rows)
+        log_r = (log_probs(model, ids, there) - old[:, 1:]) * trains[:, 1:]
+        ratio = log_r.sum().exp()
+        A = torch.tensor([r.adv for r in rows])
+        (-torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A).mean()).backward()
+
+    said = cause(step, "grpo", seed=1)
+    assert said.startswith("all tokens that train have one weight, ")

@@ -6,6 +6,7 @@ response) x (one constant). A fault is named where the three together give the w
 that were found.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ from upref.verify.faults.losses import (
 from upref.verify.finding import NO_CAUSE, Cause, join_causes
 
 BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
+# the same of a sampler's correction
+CORRECTION_BOUNDS = (0.1, 0.2, 0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 8.0, 10.0)
 
 
 # A fault of these kinds moves which tokens have a gradient. Beside it, a response
@@ -49,6 +52,9 @@ def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
     among: a cause; faults that it does not name are not tried.
     """
     hp = w.goal.hp | ({"beta": w.goal.beta} if w.goal.o.kl else {})
+    alike = _one_weight(w)
+    if alike is not None and (not among or set(alike[0].ids) <= set(among.ids)):
+        return alike
     for one in token_faults(w, hp):
         if not is_named(one, among):
             continue
@@ -62,8 +68,9 @@ def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
         if len(dead) == len(k) - int(k.isnan().sum()) or (dead and one.kind in STOPS):
             continue
         k[dead] = torch.nan
+        moving = int((mask & (unit != 0)).sum())
         found = factor_words(
-            w.goal, w.rows, w.b, k, dead, w.tol, mask, int((mask & (unit != 0)).sum())
+            w.goal, w.rows, w.b, k, dead, w.tol, mask, moving, _odd_factor(one)
         )
         if found is None:
             continue
@@ -74,6 +81,35 @@ def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
         if said := join_causes(one.cause, lost, because):
             return said, unit * torch.where(alive, factor, 0)[:, None]
     return None
+
+
+def _odd_factor(one: LossFault) -> float:
+    """The largest constant, or inverse of one, that no loop is known to have and that
+    may stand beside a fault: a free factor lets a wrong fault fit.
+    """
+    if one.kind == "objective":
+        return 1.0
+    return 1000.0 if one.words else math.inf
+
+
+def _one_weight(w: Tokens) -> tuple[Cause, Tensor] | None:
+    """The cause that all tokens that train have one weight, and the weights, where that
+    is so and should not be.
+    """
+    x, right = w.found[w.b.mask], w.expected[w.b.mask]
+    mean = float(x.nan_to_num(0).mean())
+    differ = float((x - mean).abs().nan_to_num(torch.inf).max())
+    if (
+        not mean
+        or differ > w.tol * abs(mean)
+        or right.std() <= w.tol * right.abs().max()
+    ):
+        return None
+    words = (
+        f"all tokens that train have one weight, {mean:.4g}: "
+        "the advantage and the ratio of a response have no effect on it"
+    )
+    return Cause(words, ("one-weight",)), torch.where(w.b.mask, mean, 0.0)
 
 
 def _put(
@@ -256,8 +292,10 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
                 id="kl-of-old-policy-in-advantage",
                 adv=r.adv - goal.beta * kl(r.logp_old, w.b.ref),
             )
-    for key in sorted({"eps", "eps_low", "eps_high", "c"} & hp.keys()):
-        for v in (v for v in BOUNDS if v != hp[key] and _takes(o, key, v)):
+    bounds = dict.fromkeys(("eps", "eps_low", "eps_high", "c"), BOUNDS)
+    bounds |= dict.fromkeys(("is_min", "is_max"), CORRECTION_BOUNDS)
+    for key in sorted(bounds.keys() & hp.keys()):
+        for v in (v for v in bounds[key] if v != hp[key] and _takes(o, key, v)):
             is_ = "absent" if hp[key] is None else f"{hp[key]:g}"
             yield fault(
                 f"{key} is {v:g}, not {is_}",

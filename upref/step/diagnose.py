@@ -302,7 +302,8 @@ def _explained(
                     return said
         return []
 
-    said = (left > span and among(quick)) or reads(
+    own = best_factors(expected(goal, forward, on_policy), g)[1]
+    said = (min(left, own) > span and among(quick)) or reads(
         NO_CAUSE, forward, None, k if left <= span else None
     )
     after = _without_other_responses(forward)

@@ -3,6 +3,7 @@
 what it was taken over.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -65,12 +66,14 @@ def factor_words(
     tol: float,
     mask: Tensor | None = None,
     moving: int = 0,
+    odd: float = math.inf,
 ) -> tuple[Cause, Tensor] | None:
     """The aggregation, right or wrong, that gives these factors, and its own factors;
     None where none does. The right one is no cause.
 
     dead: responses that do not train. mask: the tokens that train, where they are
-    others. moving: how many of them have a weight other than 0.
+    others. moving: how many of them have a weight other than 0. odd: the largest
+    constant factor, or inverse of one, that is taken where no loop is known to have it.
     """
     tell = ~k.isnan()
 
@@ -107,6 +110,8 @@ def factor_words(
         and abs(c * D - 1) < 1e-5
     ):
         return _divisor(D, rows, b, moving), torch.full_like(k, 1 / D)
+    if not number and max(abs(times), 1 / abs(times)) > odd:
+        return None
     words = f"every weight is {number or f'{times:.5g}'} times what it should be"
     every = Cause(words, (f"weights-scaled{kind}",))
     return join_causes(cause, every), f * times

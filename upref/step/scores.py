@@ -102,6 +102,8 @@ def _columns(right: Forward) -> Iterator[Variant]:
             for w, x in zip(width, parts, strict=True)
         ]
         behind = [w - len(r.ids) for w, r in zip(width, rows, strict=True)]
+        if starts == [len(r.prompt) for r in rows]:
+            continue  # these are the responses
 
         def window(behind: list[int] = behind, starts: list[int] = starts) -> Forward:
             z, there = [], []

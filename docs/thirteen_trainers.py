@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of docs/thirteen-trainers.md, from thirteen_trainers.json, which `python -m
+tests.trainers FOLDER --record` writes, and from what was read, thirteen_trainers.toml.
+"""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from upref.step.weights import without_numbers
+
+VERDICTS = Path(__file__).with_suffix(".json")
+READ = Path(__file__).with_suffix(".toml")
+
+
+def cases() -> list[dict[str, Any]]:
+    """What was found of each loop."""
+    found: list[dict[str, Any]] = json.loads(VERDICTS.read_text(encoding="utf-8"))
+    return found
+
+
+def readings() -> list[dict[str, Any]]:
+    """What was read in each repository."""
+    read: list[dict[str, Any]] = tomllib.loads(READ.read_text(encoding="utf-8"))[
+        "trainer"
+    ]
+    return read
+
+
+def verdict(case: dict[str, Any]) -> str:
+    """The verdict of a case over its draws of rows, in words."""
+    each = case["verdicts"]
+    agreed = [x for x in each if x.get("agrees")]
+    if len(agreed) == len(each):
+        return f"agrees, {max(x['error'] for x in each):.1e} at most"
+    # on other rows a cause may have other numbers: those of the first draw stand
+    said = {without_numbers(x["causes"][0]): x["causes"][0] for x in reversed(each)}
+    return f"differs: {'; or: '.join(said.values())}"
+
+
+def thirteen_trainers() -> str:
+    """A row a repository: its loops, their verdicts, and what differs."""
+    out = [
+        "| repository | glue | loop, objective: verdict | what differs | it says |",
+        "|---" * 5 + "|",
+    ]
+    for read in readings():
+        its = [c for c in cases() if c["repository"] == read["repository"]]
+        home = f"https://github.com/{read['repository']}"
+        commit = its[0]["commit"]
+        name = f"[{read['repository']}]({home}/tree/{commit}) {commit[:7]}"
+        rows = [f"{c['variant']}, as {c['objective']}: **{verdict(c)}**" for c in its]
+        quoted = [
+            f"[{Path(file).name}:{line}]({home}/blob/{commit}/{file}#L{line}) `{text}`"
+            for file, line, text in read["quotes"]
+        ]
+        why = "<br>".join(filter(None, [read["differs"], *quoted]))
+        out.append(
+            f"| {name} | {its[0]['glue']} lines | {'<br>'.join(rows)} | {why or '-'} "
+            f"| {read['says'] or '-'} |"
+        )
+    return "\n".join(out)
+
+
+def thirteen_counts() -> str:
+    """How many verdicts there are, in a sentence."""
+    each = [(c, x) for c in cases() for x in c["verdicts"]]
+    agree = sum(bool(x.get("agrees")) for _, x in each)
+    refused = sum("refused" in x for _, x in each)
+    named = sum(
+        bool(x.get("causes")) and not x["causes"][0].startswith("no known cause")
+        for _, x in each
+    )
+    repositories = len({c["repository"] for c in cases()})
+    return (
+        f"{len(each)} checks of {len(cases())} loops from {repositories} repositories, "
+        f"each on {len(cases()[0]['verdicts'])} draws of rows: {agree} agree, "
+        f"{len(each) - agree - refused} differ, {refused} could not run. "
+        f"A cause is named in {named}."
+    )
