@@ -292,8 +292,10 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
                 id="kl-of-old-policy-in-advantage",
                 adv=r.adv - goal.beta * kl(r.logp_old, w.b.ref),
             )
-    bounds = dict.fromkeys(("eps", "eps_low", "eps_high", "c"), BOUNDS)
-    bounds |= dict.fromkeys(("is_min", "is_max"), CORRECTION_BOUNDS)
+    bounds: dict[str, tuple[float, ...]] = {
+        **dict.fromkeys(("eps", "eps_low", "eps_high", "c"), BOUNDS),
+        **dict.fromkeys(("is_min", "is_max"), CORRECTION_BOUNDS),
+    }
     for key in sorted(bounds.keys() & hp.keys()):
         for v in (v for v in bounds[key] if v != hp[key] and _takes(o, key, v)):
             is_ = "absent" if hp[key] is None else f"{hp[key]:g}"
