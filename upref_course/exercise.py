@@ -35,16 +35,16 @@ class Exercise:
     slug: str  # docs/course/NN-slug.md
     title: str
     function: str  # what the file must have
-    right: Callable
+    right: Callable[..., Any]
     batches: tuple[Batch, ...]
     # mistakes that people make, with a hint; each change is a whole function
-    faults: tuple[Fault[Callable], ...]
+    faults: tuple[Fault[Callable[..., Any]], ...]
     notice: str  # what to think about once it is right
     # the argument whose gradient is compared; "" where there is none
     gradient: str = ""
     value: bool = False  # whether the value is compared
     # the library's own check, once every batch agrees: a Report
-    proof: Callable[[Callable], Any] | None = None
+    proof: Callable[[Callable[..., Any]], Any] | None = None
     # the function's, of a batch that the proof shows
     arguments: Callable[[Rollouts], dict[str, Any]] | None = None
     answer_kept_back: bool = False  # whether the right answer is kept back

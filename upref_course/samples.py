@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
@@ -55,7 +56,13 @@ def checked(
         if k in o.hyperparameters
     }
 
-    def wrapped(log_prob, old_log_prob, advantages, mask, **given):
+    def wrapped(
+        log_prob: Tensor,
+        old_log_prob: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        **given: Any,
+    ) -> Tensor:
         return fn(log_prob[mask], old_log_prob[mask], advantages[mask], **given)
 
     own = list(inspect.signature(wrapped).parameters.values())[:4]

@@ -13,7 +13,7 @@ One file: measuring, comparing and naming all work on the same Outcome.
 import json
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -78,7 +78,7 @@ class Answer(Result):
         )
         return "\n".join(lines)
 
-    def lines(self, verbose: bool = False):
+    def lines(self, verbose: bool = False) -> Iterator[Any]:
         """For a terminal."""
         from upref.verify.report import styled
 
@@ -165,7 +165,7 @@ def unfilled(e: Exercise) -> Answer:
     return Answer(**_about(e), ok=False, mistake="the hole is still open", hint=hint)
 
 
-def judged(e: Exercise, fn: Callable) -> Answer:
+def judged(e: Exercise, fn: Callable[..., Any]) -> Answer:
     """The Answer; InputError where the function raises or ends the program."""
     about = _about(e)
     name = about["file"]
@@ -254,7 +254,9 @@ def judged(e: Exercise, fn: Callable) -> Answer:
     return Answer(**about, ok=True, hint=e.notice)
 
 
-def _met(e: Exercise, fn: Callable, finding: Finding) -> tuple[Batch, str, str] | None:
+def _met(
+    e: Exercise, fn: Callable[..., Any], finding: Finding
+) -> tuple[Batch, str, str] | None:
     """The batch of a finding of `upref check` as arguments of the exercise, expected
     and found, where they differ.
     """
@@ -276,7 +278,7 @@ def _met(e: Exercise, fn: Callable, finding: Finding) -> tuple[Batch, str, str] 
 
 def _fault(
     e: Exercise, yours: list[Outcome], at: int
-) -> tuple[Fault[Callable] | None, bool]:
+) -> tuple[Fault[Callable[..., Any]] | None, bool]:
     """The known mistake that gives these numbers, on all batches (True) or on most of
     them and up to the one shown.
 

@@ -11,6 +11,7 @@ in V8.
 
 import json
 from pathlib import Path
+from typing import Any
 
 from upref.errors import InputError
 from upref.files import write_atomically
@@ -81,7 +82,7 @@ def data() -> str:
     )
 
 
-def _record(r: dict) -> str:
+def _record(r: dict[str, Any]) -> str:
     """A record whose functions are functions."""
     edges = ", ".join(f"[{as_json(label)}, {f}]" for label, f in r["edges"])
     facts = {k: v for k, v in r.items() if k not in ("w", "edges")}

@@ -142,7 +142,7 @@ def weight(o: Objective) -> Expr:
     return _calm(forget_sg(J.diff(lp)).subs({lp: log(MU) + log(R), lp_old: log(MU)}))
 
 
-class Sigmoid(sympy.Function):
+class Sigmoid(sympy.Function):  # type: ignore[misc]  # sympy has no types
     """σ(x) = 1 / (1 + e^-x), under a name: the page computes it without overflow."""
 
     nargs = 1
@@ -153,7 +153,7 @@ def _calm(expr: Expr) -> Expr:
     are not.
     """
 
-    def calm(product):
+    def calm(product: Any) -> Any:
         for power in product.args:
             if power.is_Pow and power.exp == -2 and power.base.is_Add:
                 for e in product.args:
@@ -199,22 +199,22 @@ def _hyperparameter(name: str, default: float | None, source: str) -> dict[str, 
 
 
 # ---- printers ------------------------------------------------------------------------
-class _Printer(JavascriptCodePrinter):
+class _Printer(JavascriptCodePrinter):  # type: ignore[misc]
     """The two words of `upref.symbolic` and an exp that saturates; hyperparameters are
     fields of h.
     """
 
-    def _print_Where(self, e):
+    def _print_Where(self, e: Any) -> Any:
         condition, x, y = map(self._print, e.args)
         return f"({condition} ? {x} : {y})"
 
-    def _print_exp(self, e):
+    def _print_exp(self, e: Any) -> Any:
         return f"exp({self._print(e.args[0])})"
 
-    def _print_Sigmoid(self, e):
+    def _print_Sigmoid(self, e: Any) -> Any:
         return f"sigmoid({self._print(e.args[0])})"
 
-    def _print_Symbol(self, s):
+    def _print_Symbol(self, s: Any) -> Any:
         return s.name if s in (R, MU, A) else f"h.{s.name}"
 
 
@@ -222,22 +222,22 @@ def javascript(expr: Expr) -> str:
     return _Printer().doprint(expr)
 
 
-class _Letters(StrPrinter):
-    def _print_Symbol(self, s):
+class _Letters(StrPrinter):  # type: ignore[misc]
+    def _print_Symbol(self, s: Any) -> Any:
         return (
             "π_old" if s == MU else LETTERS[s.name][0] if s.name in LETTERS else s.name
         )
 
-    def _print_exp(self, e):
+    def _print_exp(self, e: Any) -> Any:
         return f"e^{self._print(e.args[0])}".replace("-", "−")
 
-    def _print_Mul(self, e):  # √(δ (1 − π_old)/π_old), not three roots
+    def _print_Mul(self, e: Any) -> Any:  # √(δ (1 − π_old)/π_old), not three roots
         roots = [x for x in e.args if x.is_Pow and abs(x.exp) == sympy.S.Half]
         if len(roots) < 2 or len(roots) < len(e.args):
             return super()._print_Mul(e)
         return f"√({self._print(sympy.Mul(*(x**2 for x in roots)))})"
 
-    def _print_Add(self, e, order=None):  # 1 + ε, not ε + 1
+    def _print_Add(self, e: Any, order: Any = None) -> Any:  # 1 + ε, not ε + 1
         first, *rest = sorted(
             e.args, key=lambda x: (not x.is_number, x.could_extract_minus_sign())
         )

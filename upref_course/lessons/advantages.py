@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from upref.advantages import group_norm
 from upref.verify.advantages import check_advantages
@@ -9,7 +13,7 @@ from upref_course.exercise import Batch, Exercise
 EPS = 1e-6
 
 
-def batch(shows, rewards, group):
+def batch(shows: str, rewards: list[float], group: Any) -> Batch:
     return Batch(
         shows,
         {
@@ -19,7 +23,7 @@ def batch(shows, rewards, group):
     )
 
 
-def each(rewards, group, one):
+def each(rewards: Tensor, group: Tensor, one: Callable[..., Tensor]) -> Tensor:
     """one(rewards of a group) put where they came from."""
     A = torch.zeros_like(rewards)
     for g in group.unique():
@@ -27,17 +31,17 @@ def each(rewards, group, one):
     return A
 
 
-def everywhere(one):
+def everywhere(one: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """An advantage function that takes all rewards as one group."""
     return lambda R, g: one(R)
 
 
-def in_groups(one):
+def in_groups(one: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """An advantage function that takes each group by itself."""
     return lambda R, g: each(R, g, one)
 
 
-def in_order(R, g):
+def in_order(R: Tensor, g: Tensor) -> Tensor:
     """group_norm of answers that stand together, whatever their group."""
     return group_norm(R, torch.arange(len(R)) // max(2, len(R) // len(g.unique())))
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from upref.verify.faults import Fault
 from upref_course.exercise import Batch, Exercise
@@ -7,15 +10,15 @@ from upref_course.exercise import Batch, Exercise
 NAN = float("nan")
 
 
-def inside(x, mask):
+def inside(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0)
 
 
-def J(x, mask, responses):
+def J(x: Tensor, mask: Tensor, responses: int) -> Tensor:
     return (inside(x, mask).sum(1) / mask.sum(1)).sum() / responses
 
 
-def batch(shows, x, mask, responses):
+def batch(shows: str, x: Any, mask: Any, responses: Any) -> Batch:
     return Batch(
         shows,
         {

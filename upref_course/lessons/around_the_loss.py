@@ -11,16 +11,25 @@ from upref_course.exercise import Batch, Exercise
 
 def step(
     shift: int = 1,
-    heat: Callable = lambda x, T: x / T,
-    over: Callable = lambda trains, tokens: tokens,
-    mask: Callable = lambda m: m,
-    before: Callable = lambda old, lp: old,
+    heat: Callable[..., Any] = lambda x, T: x / T,
+    over: Callable[..., Any] = lambda trains, tokens: tokens,
+    mask: Callable[..., Any] = lambda m: m,
+    before: Callable[..., Any] = lambda old, lp: old,
     high: float = 1.28,
     sign: float = -1.0,
 ) -> Callable[..., Tensor]:
     """The loss of a response, with switches for what goes wrong; without them, right."""
 
-    def loss(logits, ids, prompt, trains, old, A, tokens, temperature):
+    def loss(
+        logits: Tensor,
+        ids: Tensor,
+        prompt: int,
+        trains: Tensor,
+        old: Tensor,
+        A: Tensor,
+        tokens: int,
+        temperature: float,
+    ) -> Tensor:
         n = len(ids) - prompt
         log_prob = heat(logits, temperature).log_softmax(-1)
         lp = log_prob[prompt - shift :][:n].gather(-1, ids[prompt:, None])[:, 0]
@@ -34,10 +43,10 @@ def step(
 def batch(
     shows: str,
     ids: list[int],
-    prompt: int,
+    prompt: Any,
     trains: list[bool],
     A: float,
-    tokens: int,
+    tokens: Any,
     T: float,
 ) -> Batch:
     random = torch.Generator().manual_seed(len(ids) + tokens)
@@ -71,7 +80,7 @@ def proof(loss: Callable[..., Tensor]) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(48, 16), nn.Linear(16, 48))
 
-    def trained(model: nn.Module, rows: list) -> None:
+    def trained(model: nn.Module, rows: list[Any]) -> None:
         tokens = sum(sum(r.trains) for r in rows)
         for r in rows:
             ids = torch.tensor(r.ids)

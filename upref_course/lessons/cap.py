@@ -1,28 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable
+
 from upref.verify.faults import Fault
 from upref.weights.capacity import capacity
 from upref_course.exercise import Batch, Exercise
 
 
-def cap(p, mu, A, eps_low, eps_high):
+def cap(p: float, mu: float, A: float, eps_low: float, eps_high: float) -> float:
     return float(capacity("dapo", p, mu, A, eps_low=eps_low, eps_high=eps_high))
 
 
-def batch(shows, p, mu, A):
+def batch(shows: str, p: float, mu: float, A: float) -> Batch:
     return Batch(shows, {"p": p, "mu": mu, "A": A, "eps_low": 0.2, "eps_high": 0.28})
 
 
-def pieces(good, bad):
+def pieces(
+    good: Callable[..., float], bad: Callable[..., float]
+) -> Callable[..., float]:
     """A function of (p, mu, A, eps_low, eps_high) from its two branches."""
     return lambda p, mu, A, low, high: good(p, mu, high) if A > 0 else bad(p, mu, low)
 
 
-def up(p, mu, high):
+def up(p: float, mu: float, high: float) -> float:
     """The room of a good token."""
     return max(0.0, min(1.0, (1 + high) * mu) - p)
 
 
-def down(p, mu, low):
+def down(p: float, mu: float, low: float) -> float:
     """The room of a bad token."""
     return max(0.0, p - (1 - low) * mu)
 

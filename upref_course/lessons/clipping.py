@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import torch
+from torch import Tensor
 
 from upref.verify.faults import Fault
 from upref_course.exercise import Exercise
@@ -8,12 +9,14 @@ from upref_course.samples import arguments, batch, checked
 HIGH, LOW = 1.28, 0.8
 
 
-def ratio(lp, old):
+def ratio(lp: Tensor, old: Tensor) -> Tensor:
     """The ratio of the two policies' probabilities."""
     return (lp - old).exp()
 
 
-def loss(lp, lp_old, A, eps_low=0.2, eps_high=0.28):
+def loss(
+    lp: Tensor, lp_old: Tensor, A: Tensor, eps_low: float = 0.2, eps_high: float = 0.28
+) -> Tensor:
     r = ratio(lp, lp_old)
     return -torch.minimum(r * A, r.clamp(1 - eps_low, 1 + eps_high) * A).mean()
 

@@ -3,6 +3,7 @@ from dataclasses import replace
 from math import log
 
 import torch
+from torch import Tensor
 
 from upref.registry import get
 from upref.verify.faults import Fault
@@ -10,7 +11,7 @@ from upref_course.exercise import Exercise
 from upref_course.samples import arguments, batch, checked
 
 
-def loss(lp, lp_old, A):
+def loss(lp: Tensor, lp_old: Tensor, A: Tensor) -> Tensor:
     return -((lp - lp_old).exp() * A).mean()
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
 
 from upref import kl
 from upref.verify.faults import Fault
@@ -18,11 +21,11 @@ from upref_course.exercise import Batch, Exercise
 from upref_course.samples import numbers
 
 
-def k3(lp, lp_ref):
+def k3(lp: Tensor, lp_ref: Tensor) -> Tensor:
     return kl.k3(lp, lp_ref)
 
 
-def batch(shows, p, q):
+def batch(shows: str, p: Any, q: Any) -> Batch:
     return Batch(shows, {"lp": numbers(p).log(), "lp_ref": numbers(q).log()})
 
 

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from upref.verify.faults import Fault
 from upref_course.exercise import Batch, Exercise
 from upref_course.samples import numbers
 
 
-def loss(logits, action, reward):
+def loss(logits: Tensor, action: Tensor, reward: Tensor) -> Tensor:
     return -(reward * torch.log_softmax(logits, 0)[action]).mean()
 
 
-def batch(shows, logits, action, reward):
+def batch(shows: str, logits: Any, action: Any, reward: Any) -> Batch:
     return Batch(
         shows,
         {
@@ -21,12 +24,12 @@ def batch(shows, logits, action, reward):
     )
 
 
-def softmax(logits):
+def softmax(logits: Tensor) -> Tensor:
     """The probability of each action."""
     return torch.softmax(logits, 0)
 
 
-def log_softmax(logits):
+def log_softmax(logits: Tensor) -> Tensor:
     """The log-probability of each action."""
     return torch.log_softmax(logits, 0)
 

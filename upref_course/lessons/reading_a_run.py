@@ -3,6 +3,8 @@
 them.
 """
 
+from typing import Any
+
 from upref_course.exercise import Batch, Exercise
 
 SIGNS = {  # what may be wrong -> what one would see
@@ -31,11 +33,11 @@ LOOK = {  # where to look in each run
 }
 
 
-def diagnosis(run):
+def diagnosis(run: Any) -> Any:
     return KEY[run]
 
 
-def hint(batch: Batch, said) -> str:
+def hint(batch: Batch, said: Any) -> str:
     run = batch.inputs["run"]
     if not isinstance(said, str) or said not in SIGNS:
         return f"{repr(said)[:60]} is none of: {', '.join(SIGNS)}."

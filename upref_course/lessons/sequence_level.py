@@ -1,36 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from upref.rollouts import per_response
 from upref.verify.check import check
 from upref.verify.faults import Fault
+from upref.verify.report import Report
 from upref_course.exercise import Batch, Exercise
 
 LOW, HIGH = 1 - 3e-4, 1 + 4e-4
 
 
-def mean_log(lp, old, mask):
+def mean_log(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, lp - old, 0).sum(1) / mask.sum(1)
 
 
-def min_clip(s, A):
+def min_clip(s: Tensor, A: Tensor) -> Tensor:
     return -torch.minimum(s * A, s.clamp(LOW, HIGH) * A)
 
 
-def loss(lp, lp_old, A, mask, eps_low=3e-4, eps_high=4e-4):
+def loss(
+    lp: Tensor,
+    lp_old: Tensor,
+    A: Tensor,
+    mask: Tensor,
+    eps_low: float = 3e-4,
+    eps_high: float = 4e-4,
+) -> Tensor:
     return min_clip(mean_log(lp, lp_old, mask).exp(), A).mean()
 
 
-def report(fn):
+def report(fn: Callable[..., Tensor]) -> Report:
     """upref check; the student's function takes one advantage per response."""
 
-    def wrapped(log_prob, old_log_prob, advantages, mask):
+    def wrapped(
+        log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor
+    ) -> Tensor:
         return fn(log_prob, old_log_prob, per_response(advantages, mask), mask)
 
     return check(wrapped, "gspo", skip=("extremes", "masked-values"))
 
 
-def batch(shows, log_r, A, mask=None):
+def batch(shows: str, log_r: Any, A: Any, mask: Any = None) -> Batch:
     log_r = torch.tensor(log_r, dtype=torch.float64)
     mask = (
         torch.ones_like(log_r, dtype=torch.bool) if mask is None else torch.tensor(mask)
@@ -47,10 +61,10 @@ def batch(shows, log_r, A, mask=None):
     )
 
 
-def tokens(one):
+def tokens(one: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The mean over responses of the mean over their tokens of one(r_t, A)."""
 
-    def made(lp, old, A, mask):
+    def made(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
         x = one(torch.where(mask, lp - old, 0).exp(), A[:, None])
         return (torch.where(mask, x, 0).sum(1) / mask.sum(1)).mean()
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from upref.verify.faults import Fault
 from upref_course.exercise import Batch, Exercise
@@ -8,36 +11,38 @@ from upref_course.samples import arguments, batch, checked, numbers
 LOW = 0.8
 
 
-def ratio(lp, lp_old, A=None):
+def ratio(lp: Tensor, lp_old: Tensor, A: Tensor | None = None) -> Tensor:
     return (lp - lp_old if A is None else torch.where(A > 0, 0, lp - lp_old)).exp()
 
 
-def clipped(lp, lp_old, A):
+def clipped(lp: Tensor, lp_old: Tensor, A: Tensor) -> Tensor:
     r = ratio(lp, lp_old, A)
     return torch.minimum(r * A, r.clamp(min=LOW) * A)
 
 
-def loss(lp, lp_old, A, eps_low=0.2):
+def loss(lp: Tensor, lp_old: Tensor, A: Tensor, eps_low: float = 0.2) -> Tensor:
     return -torch.where(A > 0, A * lp, clipped(lp, lp_old, A)).mean()
 
 
-def branches(good, bad):
+def branches(
+    good: Callable[..., Tensor], bad: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
     return lambda lp, old, A: (
         -torch.where(A > 0, good(lp, old, A), bad(lp, old, A)).mean()
     )
 
 
-def log(lp, old, A):
+def log(lp: Tensor, old: Tensor, A: Tensor) -> Tensor:
     """UP's objective for a good token: A log π."""
     return A * lp
 
 
-def weighted(lp, old, A):
+def weighted(lp: Tensor, old: Tensor, A: Tensor) -> Tensor:
     """The objective of importance sampling."""
     return A * ratio(lp, old)
 
 
-def dapo(lp, old, A):
+def dapo(lp: Tensor, old: Tensor, A: Tensor) -> Tensor:
     """DAPO's objective."""
     return torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, 1.28) * A)
 
