@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from math import sqrt
 from pathlib import Path
 
@@ -242,6 +243,13 @@ def reliability() -> str:
         for row in group["rows"]
     ]
     return "\n".join(head + rows)
+
+
+def on_gpu(name: str) -> str:
+    """A table of docs/gpu.md."""
+    from docs import gpu
+
+    return getattr(gpu, name)()
 
 
 def environments() -> str:
@@ -563,6 +571,19 @@ GENERATED = {f.__name__: f for f in STEPS} | {
         *COVERAGE,
     )
 }
+
+ON_GPU = (
+    "machine",
+    "tests",
+    "steps",
+    "kernels",
+    "losses",
+    "liger",
+    "sizes",
+    "training",
+    "launchers",
+)
+GENERATED |= {f"gpu_{name}": partial(on_gpu, name) for name in ON_GPU}
 
 
 def main(*pages: str):
