@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import upref
 from tests.support.cases.logprob_changes import naive, of, x_is
@@ -101,3 +102,24 @@ def test_a_lost_gpu_is_no_verdict():
         upref.InputError, match=r"fn lost the GPU .*: there is no verdict"
     ):
         upref.check_logprobs(fn)
+
+
+class Once(torch.autograd.Function):
+    """As torch.compile makes it: a backward pass that keeps nothing for a second one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise RuntimeError("compiled with non-empty donated buffers")
+        return g
+
+
+def test_a_backward_that_runs_once_is_a_note():
+    report = check_logprobs(x_is(lambda z, t: Once.apply(z / t)))
+    assert report, report
+    said = [f for f in report.notes if f.oracle == "repeated-backward"]
+    assert "a second backward is refused" in str(said[0]), report

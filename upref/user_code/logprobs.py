@@ -162,7 +162,13 @@ class Kernel:
                 ys = [out[k] for k in given]
                 return _backward(ys, list(ups.values()), wanted, twice)
 
-            grads, more = called(f"the backward of {self.name}", back)
+            try:
+                grads, more = called(f"the backward of {self.name}", back)
+            except InputError as e:
+                if not twice:
+                    raise
+                # a compiled backward may refuse to keep what a second one needs
+                return Outcome(numbers, frozenset(), printed, str(e))
             numbers |= {f"gradient of {k}": v.double() for k, v in grads.items()}
             printed |= more
             try:
