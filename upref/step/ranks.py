@@ -10,7 +10,7 @@ parameters of the module that it shards.
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,16 +70,30 @@ def without_tf32() -> Iterator[None]:
     """Multiply float32 numbers in float32 on a GPU: TF32 rounds them to 10 bits, and
     the bound of the comparison is for float32.
     """
-    if not torch.cuda.is_available():
+    backends: Any = torch.backends  # whose newer names torch does not type
+    matmul, cudnn = backends.cuda.matmul, backends.cudnn
+    with ExitStack() as stack:
+        try:
+            for owner in (matmul, cudnn):
+                stack.enter_context(_set_to(owner, "allow_tf32", False))
+        except RuntimeError:  # who set the newer names may not read the older
+            for newer in (matmul, cudnn.conv, cudnn.rnn):
+                stack.enter_context(_set_to(newer, "fp32_precision", "ieee"))
+        yield
+
+
+@contextmanager
+def _set_to(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute where it is another, and set it back at the end."""
+    before = getattr(owner, name)
+    if before == value:
         yield
         return
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    setattr(owner, name, value)
     try:
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            yield
+        yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        setattr(owner, name, before)
 
 
 def train(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Trained:

@@ -78,6 +78,30 @@ def _log(level: int, handlers: list[logging.Handler], disabled: int) -> None:
     logging.disable(disabled)
 
 
+def _precision() -> tuple[str, ...]:
+    """The precision of products by its one name, or by its newer names, where a program
+    set one of those: torch then refuses the one name.
+    """
+    try:
+        return (torch.get_float32_matmul_precision(),)
+    except RuntimeError:
+        return tuple(backend.fp32_precision for backend in _newer())
+
+
+def _newer() -> tuple[Any, ...]:
+    """What has the newer names, which torch does not type."""
+    backends: Any = torch.backends
+    return backends.cuda.matmul, backends.mkldnn.matmul
+
+
+def _set_precision(value: tuple[str, ...]) -> None:
+    if len(value) == 1:
+        torch.set_float32_matmul_precision(value[0])
+        return
+    for backend, precision in zip(_newer(), value, strict=True):
+        backend.fp32_precision = precision
+
+
 # what it is called -> how it is read, and how it is set
 STATE: State = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -100,10 +124,7 @@ STATE: State = {
         lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         lambda on: _autocast(*on),
     ),
-    "the precision of torch's products": (
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
+    "the precision of torch's products": (_precision, _set_precision),
     "what numpy does about overflow": (np.geterr, lambda how: np.seterr(**how)),
     "the working directory": (_folder, _return),
 }
