@@ -68,7 +68,7 @@ def text() -> str:
         f"([not registered]({RESULTS}/unregistered.md)) UP gains {at_t_1['best'].mean:.1f}, and "
         f"loses {-at_t_1['avg'].mean:.1f} on average. "
         "The test of [cheaper controls](repro/mini/controls/README.md) is not finished. "
-        "No GPU run has been made. [All evidence](docs/findings.md)."
+        "No language model was trained. [All evidence](docs/findings.md)."
     )
     count = len(re.sub(r"\]\([^)]*\)", "]", words).split())
     assert count <= 120, f"README's answer has {count} words"

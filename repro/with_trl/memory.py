@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a GPU that TRL's trainer takes, by arithmetic on the model's config.json;
-none was measured on a GPU.
+"""Bytes of a GPU that TRL's trainer takes, by arithmetic on the model's config.json. On
+an H100 it took less (docs/gpu.md).
 
 While it trains: fp32 weights, gradients and Adam's two moments, 16 bytes a parameter;
 the bf16 copies of the weights that autocast keeps until the backward pass ends, 2; the
