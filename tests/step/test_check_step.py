@@ -297,3 +297,22 @@ def test_half_precision_that_nobody_declared_fails_a_test():
     assert upref.assert_step(
         half_softmax, qwen3(), "dapo", temperature=T, half_precision=True
     )
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_large_model_is_checked_in_the_threads_of_the_process(monkeypatch, large):
+    monkeypatch.setattr("upref.step.check.LARGE", 0 if large else 10**9)
+    seen = set()
+
+    def step(model, rows):
+        seen.add(torch.get_num_threads())
+        policy_step(model, rows)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert check_step(step, qwen3(), "dapo", temperature=T)
+        assert seen == ({2} if large else {1})
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

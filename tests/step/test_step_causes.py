@@ -376,3 +376,23 @@ def test_one_ratio_of_the_whole_batch_is_no_other_objective():
 
     said = cause(step, "grpo", seed=1)
     assert said.startswith("all tokens that train have one weight, ")
+
+
+# ---- the sign ------------------------------------------------------------------------
+def negated(model, rows):
+    """DAPO with the advantages of the opposite sign."""
+    ids, there, trains, old, adv, _ = collated(rows)
+    J = surrogate(log_probs(model, ids, there), old[:, 1:], -adv[:, 1:])
+    (-(J * trains[:, 1:]).sum() / tokens(rows)).backward()
+
+
+def test_the_opposite_sign_is_named():
+    assert cause(negated) == "the advantages have the opposite sign"
+
+
+def test_where_an_exchange_makes_the_same_advantages_both_are_said():
+    said = cause(negated, advantages=[1.5, -1.5, 0.5, -0.5, 2.0, -2.0, 0.7, -0.7])
+    assert said == (
+        "the advantages have the opposite sign, "
+        "or are those of row i + 1 of micro-batches of 2"
+    )

@@ -213,12 +213,25 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
         id="old-log-probs-without-holes",
         logp_old=_without_holes(r.logp_old, w.b.mask),
     )
-    for rows, words, order in _orders(w.rows):
-        yield _put(
-            f"the advantages are those of {words}",
-            id=f"advantages-of-{rows}",
-            adv=r.adv[:, :1][order].expand_as(r.adv),
-        )
+    orders = [*_orders(w.rows)]
+    first = r.adv[:, :1]
+    # with advantages of d and -d in turn, the sign and an exchange make the same ones
+    opposite = [
+        words for _, words, order in orders if torch.equal(first[order], -first)
+    ]
+    either = f", or are those of {opposite[0]}" if opposite else ""
+    yield _put(
+        f"the advantages have the opposite sign{either}",
+        id="advantages-negated",
+        adv=-r.adv,
+    )
+    for rows, words, order in orders:
+        if words not in opposite:
+            yield _put(
+                f"the advantages are those of {words}",
+                id=f"advantages-of-{rows}",
+                adv=first[order].expand_as(r.adv),
+            )
         for old in _exchanged(w.rows, r.logp_old, order):
             yield _put(
                 f"the old log-probabilities are those of {words}",

@@ -4,8 +4,8 @@ gradient of the objective.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,9 +37,11 @@ from upref.step.record import Recorded
 from upref.step.reference import Gradient, Model, TorchModel
 from upref.step.rows import AXES, Row
 from upref.step.weights import OBSERVATIONS
-from upref.user_code.guard import one_line
+from upref.user_code.guard import one_line, outer_threads
 from upref.verify.finding import NO_CAUSE, Cause, Number
 from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_state
+
+LARGE = 5_000_000  # parameters of a model that threads make faster
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class StepReport(Report):
 
 
 @dataclass(frozen=True)
-class Draw:
+class Attempt:
     """A step on one draw of rows."""
 
     it: Compared
@@ -98,6 +100,16 @@ class Draw:
     def findings(self, among: Cause = NO_CAUSE) -> list[Finding]:
         """Why its gradient differs."""
         return diagnosed(self.it, self.case, self.bound, self.again, among)
+
+
+@contextmanager
+def threads_for(model: Any) -> Iterator[None]:
+    """Compute in all threads that the process had, where the model is large."""
+    large = isinstance(model, nn.Module) and (
+        sum(p.numel() for p in model.parameters()) >= LARGE
+    )
+    with outer_threads() if large else nullcontext():
+        yield
 
 
 @restores_state
@@ -217,13 +229,13 @@ def _check(
     def again() -> Gradient:
         return run(step, model, case)[0]
 
-    def second() -> Draw:
+    def second() -> Attempt:
         other = built(
             reference, goal, None, without, seed + 1, bool(half or inside), asked
         )
         its, _ = run(step, model, other)
         tol = allowed(goal, other, half or inside)
-        return Draw(
+        return Attempt(
             compared(goal, other, its, tol),
             other,
             tol,
@@ -360,7 +372,7 @@ def _report(
     again: Callable[[], Gradient] | None = None,
     half: torch.dtype | None = None,
     explain: bool = True,
-    second: Callable[[], Draw] | None = None,
+    second: Callable[[], Attempt] | None = None,
 ) -> StepReport:
     it = compared(goal, case, found, bound)
     goal, error = it.goal, it.error
@@ -409,7 +421,7 @@ def _report(
             )
         )
     if not error <= bound or parameters(model, it.found, it.want, bound):
-        one = Draw(it, case, bound, again)
+        one = Attempt(it, case, bound, again)
         findings += (
             _diagnosed(one, second)
             if explain
@@ -454,7 +466,7 @@ def _report(
     )
 
 
-def _diagnosed(first: Draw, second: Callable[[], Draw] | None) -> list[Finding]:
+def _diagnosed(first: Attempt, second: Callable[[], Attempt] | None) -> list[Finding]:
     """Why the gradient differs. That it does is known: no error of the search for a
     cause stands for the verdict.
 

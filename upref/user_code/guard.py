@@ -209,11 +209,28 @@ def one_thread() -> Iterator[None]:
     other cost ten times the CPU time of the work, and a check has a limit of that.
     """
     threads = torch.get_num_threads()
+    _threads.append(threads)
     torch.set_num_threads(1)
     try:
         yield
     finally:
+        _threads.pop()
         torch.set_num_threads(threads)
+
+
+# numbers of threads that the checks under way found
+_threads: list[int] = []
+
+
+@contextlib.contextmanager
+def outer_threads() -> Iterator[None]:
+    """Compute inside a check in the threads that the process had before it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(_threads[-1] if _threads else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
