@@ -101,6 +101,9 @@ def require(*names: str) -> None:
     """Refuse a word that is not the name of an objective; a name with parentheses, as
     up(dapo), is left to `get`.
 
+    Args:
+        *names: words that a user typed.
+
     Raises:
         InputError: the message lists the nearest names.
     """
@@ -113,6 +116,9 @@ def require(*names: str) -> None:
 def require_loss(word: str) -> None:
     """Refuse a word that names no loss: no objective, or a file that is not there.
     Functions of it are not looked up.
+
+    Args:
+        word: that a user typed.
 
     Raises:
         InputError: what is wrong, and how a loss is named.
@@ -131,6 +137,10 @@ def require_loss(word: str) -> None:
 def no_loss(word: str, why: InputError) -> InputError:
     """Return the error for a word that is neither an objective nor the name of a
     function.
+
+    Args:
+        word: that a user typed.
+        why: there is no objective of that name.
     """
     ways = "package.module:function, path/to/file.py:function, verl:loss_mode or trl:loss_type"
     return InputError(
@@ -139,7 +149,12 @@ def no_loss(word: str, why: InputError) -> InputError:
 
 
 def unknown(name: str, known: Collection[str]) -> InputError:
-    """Return the error for a name that no objective has."""
+    """Return the error for a name that no objective has.
+
+    Args:
+        name: that a user typed.
+        known: names of objectives.
+    """
     plain = name.lower().replace("-", "_")
     near = (
         [plain] if plain in known else difflib.get_close_matches(plain, known, 3, 0.5)

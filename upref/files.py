@@ -82,7 +82,11 @@ def _lock(handle: int, wait: bool = True) -> bool:
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold the lock of a file or folder, once nobody else does; kill -9 frees it."""
+    """Hold the lock of a file or folder, once nobody else does; kill -9 frees it.
+
+    Args:
+        path: of the file or folder.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         _lock(handle)
@@ -93,7 +97,11 @@ def held(path: Path) -> Iterator[None]:
 
 def is_held(path: Path) -> bool:
     """Whether a process holds its lock, in a container or on a machine with the same
-    file system too; where the system cannot tell, yes."""
+    file system too; where the system cannot tell, yes.
+
+    Args:
+        path: of the file or folder.
+    """
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:
@@ -105,7 +113,11 @@ def is_held(path: Path) -> bool:
 
 
 def require_readable(path: Path) -> None:
-    """Raise InputError where there is no file of that name to read."""
+    """Raise InputError where there is no file of that name to read.
+
+    Args:
+        path: of the file.
+    """
     try:
         handle = os.open(path.resolve(strict=True), os.O_RDONLY | NO_WAIT)
         os.close(handle)
@@ -115,7 +127,11 @@ def require_readable(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
+    """Flush a file or a folder to the disk.
+
+    Args:
+        path: of the file or folder.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -106,6 +106,9 @@ def _by_step(files: list[str | Path]) -> list[list[Source]]:
 def other_files(files: Iterable[str | Path]) -> list[Path]:
     """Name the files in these folders that `read_steps` leaves out: their names end as
     those of recorded batches do, and another program wrote them.
+
+    Args:
+        files: files or folders.
     """
     folders = [path for path in map(Path, files) if path.is_dir()]
     inside = (path for folder in folders for path in _inside(folder))

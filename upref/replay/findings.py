@@ -37,7 +37,13 @@ class ReplayFinding:
 
 
 def note(check: str, cause: str, **numbers: Any) -> ReplayFinding:
-    """A finding that accuses nobody."""
+    """A finding that accuses nobody.
+
+    Args:
+        check: that found it.
+        cause: a key of upref.replay.words.CAUSES.
+        **numbers: for the sentence.
+    """
     return ReplayFinding(check, "note", cause, numbers)
 
 

@@ -118,7 +118,11 @@ def record(trainer: Any, folder: str | Path, *, every: int = EVERY) -> Recording
 
 
 def recorder_of(trainer: Any) -> "plugins.Recorder":
-    """What knows this trainer; InputError where nothing does."""
+    """What knows this trainer; InputError where nothing does.
+
+    Args:
+        trainer: the object.
+    """
     found = next((r for r in plugins.recorders() if r.recognizes(trainer)), None)
     if found is None:
         known = ", ".join(r.TRAINER for r in plugins.recorders()) or "none"
@@ -133,6 +137,9 @@ def open_folder(folder: str | Path) -> Path:
     """The folder, made if it is not there, with a file that says what it holds.
 
     Logs what is written and where.
+
+    Args:
+        folder: its path.
     """
     place = Path(folder)
     try:
@@ -153,6 +160,9 @@ def open_folder(folder: str | Path) -> Path:
 def file_sink(folder: Path) -> Sink:
     """Write each step that it is given into the folder, under a name of its step and
     rank.
+
+    Args:
+        folder: where the files go.
     """
 
     def keep(batch: RecordedBatch, group: Any = None) -> None:
@@ -189,6 +199,9 @@ def keep_gradient(
 def loss_scale(scaler: Any) -> float:
     """The factor of the loss in mixed precision: of a GradScaler, or 1 where there is
     None.
+
+    Args:
+        scaler: the trainer's.
     """
     return 1.0 if scaler is None else float(scaler.get_scale())
 
@@ -253,6 +266,10 @@ def step_batch(
 def guarded(work: Callable[[], None], stop: Callable[[], None]) -> None:
     """Do the work of a recorder. Where it fails, stop the recording, and let the
     training go on.
+
+    Args:
+        work: records.
+        stop: ends the recording.
 
     Raises:
         Stopped: what the work is there to say.

@@ -56,6 +56,10 @@ class Series(Checked):
 def measure_step(batch: RecordedBatch, position: int) -> StepGap:
     """What the series keeps of a step; position counts the steps where the file has no
     number.
+
+    Args:
+        batch: of one step.
+        position: of the step in the series.
     """
     assert batch.sampler is not None
     drawn = batch.mask & batch.sampler.isfinite()
@@ -168,6 +172,9 @@ def _by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
 def ratio_one(batch: RecordedBatch) -> ReplayFinding | None:
     """r = 1 on every token of data that older weights sampled: old was computed again
     with the current ones.
+
+    Args:
+        batch: of one step.
     """
     if (
         batch.now is None

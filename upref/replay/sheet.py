@@ -23,7 +23,11 @@ SUFFIXES = (".svg", ".html")
 
 
 def check_suffix(path: str | Path) -> None:
-    """Raise InputError unless a sheet can be drawn, and written under this name."""
+    """Raise InputError unless a sheet can be drawn, and written under this name.
+
+    Args:
+        path: where the sheet is to be written.
+    """
     need_matplotlib()
     if Path(path).suffix not in SUFFIXES:
         raise InputError(
@@ -60,6 +64,10 @@ def write_sheet(path: str | Path, found: Replay, batch: RecordedBatch) -> None:
 def draw(found: Replay, batch: RecordedBatch) -> "Figure":
     """The panels: the two engines, the weight of the heaviest tokens, weight against
     log r, the gap over the steps.
+
+    Args:
+        found: the result.
+        batch: the step that is drawn.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -176,6 +176,10 @@ def _of_gap(found: Gap) -> dict[str, float]:
 def joined(batch: RecordedBatch, group: Any = None) -> RecordedBatch:
     """The step over all data-parallel ranks of the process group; None: the default
     one.
+
+    Args:
+        batch: of this rank.
+        group: torch's process group.
     """
     ranks = int(batch.logged.get("ranks", 1))
     if ranks == 1:

@@ -58,14 +58,27 @@ class _Dtypes(TorchDispatchMode):
 
 
 def half_precision(run: Callable[[], object]) -> torch.dtype | None:
-    """The half precision in which a step computes, if any."""
+    """The half precision in which a step computes, if any.
+
+    Args:
+        run: the step.
+    """
     with _Dtypes() as seen:
         run()
     return next((k for k in HALVES if k in seen.kinds), None)
 
 
 def parameters(model: Model, found: Tensor, want: Tensor, bound: float) -> list[str]:
-    """Parameters whose gradient is wrong beyond a thousandth of itself."""
+    """Parameters whose gradient is wrong beyond a thousandth of itself.
+
+    Args:
+        model: the reference.
+        found, want: gradients, [P].
+        bound: the relative error that is allowed.
+
+    Returns:
+        Names of parameters.
+    """
     size, its = float(want.norm()), model.split(found)
 
     def tolerance(w: Tensor) -> float:
@@ -377,7 +390,12 @@ class Terms:
         return cls(goal, each, slope.detach(), lp.detach())
 
     def without(self, g: Tensor, *names: str) -> Tensor:
-        """g without these terms, as the goal has them."""
+        """g without these terms, as the goal has them.
+
+        Args:
+            g: a gradient, [P].
+            *names: J, KL, H or Z.
+        """
         c = self.goal.coefficients
         return g - self.goal.scale * sum(
             c[k] * self.each[k] for k in names if k in self.each
@@ -386,6 +404,10 @@ class Terms:
     def coefficients(self, g: Tensor, bound: float) -> Cause:
         """The coefficients at which the terms of the objective add up to g, where they
         do.
+
+        Args:
+            g: the gradient that was found, [P].
+            bound: the relative error that is allowed.
         """
         c, names = self.goal.coefficients, [*self.each]
         G, y = torch.stack([self.each[k] for k in names], 1), g / self.goal.scale

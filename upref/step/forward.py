@@ -55,6 +55,9 @@ class Forward:
     def see(self, fed: Sequence[list[int]]) -> None:
         """Note what stands around the rows in the sequences that a trainer fed to its
         model.
+
+        Args:
+            fed: token ids of each sequence.
         """
         both = [(p, r) for r in self.rows if (p := locate(fed, r))]
         if len(both) == len(self.rows):
@@ -62,13 +65,26 @@ class Forward:
             self.after = [fed[n][at + len(r.ids) :] for (n, at), r in both]
 
     def logits(self, i: int, first: int) -> Tensor:
-        """[n, V]: those that predict row i's tokens from `first` on."""
+        """[n, V]: those that predict row i's tokens from `first` on.
+
+        Args:
+            i: the row.
+            first: the first token.
+        """
         n = len(self.rows[i].ids)
         at = torch.arange(first, n) + len(self.z[i]) - n - self.shift
         return self.leaves[i][at.clamp(min=0)]
 
     def scored(self, i: int, first: int) -> Tensor:
-        """Log-probabilities of row i's tokens from `first` on."""
+        """Log-probabilities of row i's tokens from `first` on.
+
+        Args:
+            i: the row.
+            first: the first token.
+
+        Returns:
+            [n], in nats.
+        """
         y = torch.tensor(self.rows[i].ids[first:])
         return (self.score or log_prob)(self.logits(i, first), y, self.temperature)
 
@@ -96,7 +112,11 @@ class Forward:
         return [x[: len(r.response)] for x, r in zip(lp, self.rows, strict=True)]
 
     def by_row(self, loss: Tensor) -> Tensor:
-        """[B, P]: the part of the loss's gradient that each row brings."""
+        """[B, P]: the part of the loss's gradient that each row brings.
+
+        Args:
+            loss: a function of the leaves.
+        """
         with torch.enable_grad():
             dz = torch.autograd.grad(
                 loss,
@@ -125,13 +145,25 @@ def near(found: Tensor, want: Tensor, bound: float) -> bool:
 def reproduces(found: Tensor, want: Tensor, bound: float) -> bool:
     """Whether it is the other gradient up to one constant near 1, which was read off to
     1e-3.
+
+    Args:
+        found, want: gradients, [P].
+        bound: the relative error that is allowed.
     """
     k = float(found @ want / (found @ found).clamp(min=1e-300))
     return abs(k - 1) < 1e-2 and near(k * found, want, bound)
 
 
 def best_factors(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
-    """The factor per row that fits g best, and the relative residual."""
+    """The factor per row that fits g best, and the relative residual.
+
+    Args:
+        rows: the gradient of each row, [B, P].
+        g: the gradient, [P].
+
+    Returns:
+        [B], and a number.
+    """
     G, y = rows @ rows.T, rows @ g
     scale = G.diagonal().clamp(min=1e-300).sqrt()
     k = (
@@ -143,12 +175,26 @@ def best_factors(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
 
 
 def clipped(g: Tensor, bound: float | None) -> Tensor:
-    """As torch.nn.utils.clip_grad_norm_ leaves it."""
+    """As torch.nn.utils.clip_grad_norm_ leaves it.
+
+    Args:
+        g: a gradient, [P].
+        bound: of its norm; None: there is none.
+    """
     return g if bound is None else g * min(1.0, bound / (float(g.norm()) + 1e-6))
 
 
 def expected(goal: Goal, forward: Forward, b: Padded) -> Tensor:
-    """The gradient by row, before any clip of its norm."""
+    """The gradient by row, before any clip of its norm.
+
+    Args:
+        goal: the objective with its terms.
+        forward: the rows' forward pass.
+        b: the rows, padded.
+
+    Returns:
+        [B, P].
+    """
     return forward.by_row(goal.loss(goal.parts(*forward.statistics(), b)))
 
 
@@ -197,6 +243,11 @@ def assign_sides(
 ) -> tuple[Tensor, int]:
     """The rows' gradients with each of `near` on the side that fits found better, and
     how many change sides.
+
+    Args:
+        rows: the gradient of each row, [B, P].
+        near: as of `sides`.
+        found: the step's gradient, [P].
     """
     if not near or not found.isfinite().all():
         return rows, 0

@@ -37,6 +37,13 @@ class Goal:
     ) -> dict[str, Tensor]:
         """The terms of the sum that is maximized, without their coefficients. agg: of
         the KL term and the bonus.
+
+        Args:
+            lp, H, Z: log-probability, entropy and squared log-normalizer of each token, [B, T].
+            b: the rows, padded.
+
+        Returns:
+            J, KL, H and Z -> a scalar.
         """
         agg = agg or declared_aggregation(self.o)
         group = b.group if self.grouped else None

@@ -15,7 +15,16 @@ from upref.verify.finding import NO_CAUSE, Cause
 def find_change(
     goal: Goal, model: Model, rows: Tensor, want: Tensor, g: Tensor, bound: float
 ) -> Cause:
-    """The change that makes the gradient that was found; or nothing."""
+    """The change that makes the gradient that was found; or nothing.
+
+    Args:
+        goal: the objective with its terms.
+        model: the reference.
+        rows: the right gradient of each row, [B, P].
+        want: the right gradient, [P].
+        g: the gradient that was found, [P].
+        bound: the relative error that is allowed.
+    """
     whole, n = rows.sum(0), len(rows)
     if isinstance(model, TorchModel):
         theta = model.flat({k: p.detach() for k, p in model.params.items()})

@@ -17,7 +17,12 @@ from upref.verify.finding import NO_CAUSE, Cause, join_causes
 
 
 def longest(rows: Sequence[Row], of: Callable[[Row], Sequence[int]]) -> int:
-    """The largest number of tokens that a row has in the part that `of` returns."""
+    """The largest number of tokens that a row has in the part that `of` returns.
+
+    Args:
+        rows: one or more.
+        of: the part of a row.
+    """
     return max(len(of(r)) for r in rows)
 
 
@@ -154,7 +159,12 @@ def _familiar(c: float, T: float) -> tuple[str, str]:
 
 
 def right_factors(goal: Goal, b: Padded) -> Tensor:
-    """[B]: by which the weights of each response's tokens are multiplied."""
+    """[B]: by which the weights of each response's tokens are multiplied.
+
+    Args:
+        goal: the objective with its terms.
+        b: the rows, padded.
+    """
     own, group = _own(goal, b)
     return _factors(own, b.mask, group)
 
@@ -176,7 +186,16 @@ def aggregations(
     dead: list[int],
     trained: Tensor | None = None,
 ) -> Iterator[tuple[Cause, Tensor]]:
-    """A cause and the factor of each response; the right one first, which is none."""
+    """A cause and the factor of each response; the right one first, which is none.
+
+    Args:
+        goal: the objective with its terms.
+        rows: of the step.
+        b: the rows, padded.
+        k: the factors that were found, [B].
+        dead: responses that do not train.
+        trained: tokens that train, where they are others, [B, T].
+    """
     own, group = _own(goal, b)
     masked = int((b.here & ~b.mask).sum())
     # two readings of one number

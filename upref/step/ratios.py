@@ -61,7 +61,11 @@ class Batch:
     entropy: Tensor | None = None
 
     def rollouts(self, log_r: Tensor) -> Rollouts:
-        """With these ratios, by a sampler that is the old policy."""
+        """With these ratios, by a sampler that is the old policy.
+
+        Args:
+            log_r: [B, T].
+        """
         old = (self.lp - log_r).clamp(max=0)
         return Rollouts.unchecked(
             logp=self.lp,
@@ -73,7 +77,11 @@ class Batch:
         )
 
     def repeated(self, n: int) -> "Batch":
-        """Every response n times, one behind the other."""
+        """Every response n times, one behind the other.
+
+        Args:
+            n: how often.
+        """
         each = {
             k: v.repeat_interleave(n, 0) for k, v in vars(self).items() if v is not None
         }

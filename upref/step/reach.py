@@ -50,6 +50,9 @@ class Reference:
     def agrees(self, goal: Goal) -> bool:
         """Whether a step that has this goal in place of its own passes the check on
         these rows.
+
+        Args:
+            goal: with another number.
         """
         change = _slope(goal, self.forward, self.b) - self.slope
         moved = self.rows
@@ -98,6 +101,14 @@ def not_reached(
 def reach(goal: Goal, forward: Forward, b: Padded) -> str:
     """How far the rows go in what the objective reads: its ratio, the change of a
     probability, the advantage.
+
+    Args:
+        goal: the objective with its terms.
+        forward: the rows' forward pass.
+        b: the rows, padded.
+
+    Returns:
+        Words.
     """
     lp = forward.statistics()[0].detach()
     live = b.mask.any(1)

@@ -124,7 +124,11 @@ def in_float64(device: torch.device = CPU) -> Iterator[None]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module itself, behind torch.compile and DistributedDataParallel."""
+    """The module itself, behind torch.compile and DistributedDataParallel.
+
+    Args:
+        model: as the step trains it.
+    """
     while True:
         inner = getattr(model, "_orig_mod", None) or (
             model.module
@@ -163,15 +167,33 @@ class Model(ABC):
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
         """[P]: the gradient of Σ z · dz by the parameters, for logits z [S, V] of these
         ids and dz of that shape.
+
+        Args:
+            z: logits, [S, V].
+            dz: of the same shape.
+            ids: token ids, [S].
         """
 
     def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
-        """[n, P] for dz [n, S, V], in parts."""
+        """[n, P] for dz [n, S, V], in parts.
+
+        Args:
+            z: logits, [S, V].
+            dz: [n, S, V].
+            ids: token ids, [S].
+        """
         for one in dz:
             yield self.pull(z, one, ids)[None]
 
     def split(self, g: Tensor) -> Gradient:
-        """By parameters, each flat."""
+        """By parameters, each flat.
+
+        Args:
+            g: a gradient, [P].
+
+        Returns:
+            Parameter -> its part.
+        """
         return dict(
             zip(
                 self.shapes,
@@ -181,7 +203,14 @@ class Model(ABC):
         )
 
     def flat(self, g: Gradient) -> Tensor:
-        """As one vector on the CPU; 0 where a parameter has no gradient."""
+        """As one vector on the CPU; 0 where a parameter has no gradient.
+
+        Args:
+            g: parameter -> gradient.
+
+        Returns:
+            [P].
+        """
         for n, shape in self.shapes.items():
             if n in g and g[n].numel() != shape.numel():
                 raise InputError(
@@ -361,12 +390,20 @@ class Functions(Model):
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor without its graph, gathered if FSDP2 shards it."""
+    """A tensor without its graph, gathered if FSDP2 shards it.
+
+    Args:
+        x: a tensor of any kind.
+    """
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach()
 
 
 def as_float64(x: Any) -> Tensor:
-    """A gradient, whatever array it is, on the CPU."""
+    """A gradient, whatever array it is, on the CPU.
+
+    Args:
+        x: a tensor or an array.
+    """
     import numpy as np
 
     if isinstance(x, Tensor):
@@ -376,7 +413,11 @@ def as_float64(x: Any) -> Tensor:
 
 
 def text_config(net: nn.Module) -> Any:
-    """The configuration of transformers of its language model, if it has one."""
+    """The configuration of transformers of its language model, if it has one.
+
+    Args:
+        net: any module.
+    """
     config: Any = getattr(net, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 

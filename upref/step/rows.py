@@ -106,7 +106,12 @@ class Padded:
 
 
 def validated(rows: Sequence[Row], vocabulary: int) -> list[Row]:
-    """The rows; InputError on what no step can mean."""
+    """The rows; InputError on what no step can mean.
+
+    Args:
+        rows: as passed.
+        vocabulary: the number of ids.
+    """
     if (
         not isinstance(rows, list | tuple)
         or not rows
@@ -167,6 +172,13 @@ def micro_batch(rows: Sequence[Row], i: int, size: int) -> Sequence[Row]:
 def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
     """(index of the sequence, index of the token) at which a row starts in the model's
     input.
+
+    Args:
+        fed: token ids of each sequence.
+        row: a response with its prompt.
+
+    Returns:
+        Two numbers; None where the row is in no sequence.
     """
     for n, sequence in enumerate(fed):
         if (at := _text(sequence).find(_text(row.ids))) >= 0:
@@ -326,7 +338,13 @@ def _padded(each: list[Tensor]) -> Tensor:
 def unvaried(
     rows: Sequence[Row], temperature: float, lp: list[Tensor]
 ) -> dict[str, str]:
-    """Axis -> why this case cannot show a bug on it."""
+    """Axis -> why this case cannot show a bug on it.
+
+    Args:
+        rows: of the step.
+        temperature: of the sampler.
+        lp: log-probabilities of each response.
+    """
     out = {}
     one_prompt = all(r.prompt == rows[0].prompt for r in rows)
     if len({len(r.response) for r in rows}) == 1 or (
@@ -346,7 +364,13 @@ def unvaried(
 
 
 def exercised(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> list[str]:
-    """What the case varies, in words."""
+    """What the case varies, in words.
+
+    Args:
+        rows: of the step.
+        temperature: of the sampler.
+        lp: log-probabilities of each response.
+    """
     p, n = [len(r.prompt) for r in rows], [len(r.response) for r in rows]
     moved = [
         abs(o - v) > 1e-3

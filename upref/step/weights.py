@@ -57,7 +57,15 @@ class Reading:
 
 
 def columns(forward: Forward, at: Tensor) -> Tensor:
-    """[∇ log π(o_t)] of every token but the first of each row, those entries of it."""
+    """[∇ log π(o_t)] of every token but the first of each row, those entries of it.
+
+    Args:
+        forward: the rows' forward pass.
+        at: numbers of entries of the gradient.
+
+    Returns:
+        [entries, tokens].
+    """
     out = []
     for i, (z, ids) in enumerate(zip(forward.z, forward.ids, strict=True)):
         one = torch.eye(len(forward.rows[i].ids) - 1, dtype=torch.float64)
@@ -71,6 +79,10 @@ def columns(forward: Forward, at: Tensor) -> Tensor:
 def solved(A: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
     """x of A x = y, how far each x_t is determined (its error over the residual's), and
     |A x - y| / |y|.
+
+    Args:
+        A: [entries, tokens].
+        y: [entries].
     """
     size = A.norm(dim=0)
     live = size > 1e-12 * size.max().clamp(min=1e-300)
@@ -90,6 +102,10 @@ def solved(A: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
 def read(forward: Forward, g: Tensor, extra: Sequence[Tensor] = ()) -> Reading:
     """The weights that make g of this forward pass. extra: more gradients that may be
     part of it.
+
+    Args:
+        forward: the rows' forward pass.
+        g: the gradient, [P].
     """
     at = torch.randperm(len(g), generator=torch.Generator().manual_seed(0))[
         :COORDINATES
@@ -107,6 +123,13 @@ def read(forward: Forward, g: Tensor, extra: Sequence[Tensor] = ()) -> Reading:
 def gradient(forward: Forward, weights: Sequence[Tensor]) -> Tensor:
     """-Σ_t w_t ∇_θ log π(o_t) over every token but the first of each row; nan counts as
     0.
+
+    Args:
+        forward: the rows' forward pass.
+        weights: of each row, [S - 1].
+
+    Returns:
+        [P].
     """
     with torch.enable_grad():
         loss = sum(
@@ -173,7 +196,11 @@ def _top(x: Tensor) -> str:
 
 
 def observed(w: Tokens) -> list[tuple[Cause, str, str]]:
-    """(what, expected, found) of everything that can be read without a hypothesis."""
+    """(what, expected, found) of everything that can be read without a hypothesis.
+
+    Args:
+        w: the weights that were read.
+    """
     out = []
     trained = [~w.zero(p) for p in w.prompts]
     if n := int(sum(t.sum() for t in trained)):
@@ -258,7 +285,11 @@ def is_named(fault: Fault[Any], cause: Cause) -> bool:
 
 
 def left_out(rows: Sequence[int]) -> Cause:
-    """The cause that these responses do not train."""
+    """The cause that these responses do not train.
+
+    Args:
+        rows: numbers of responses.
+    """
     words = f"responses {', '.join(map(str, rows))} do not train"
     if len(rows) == 1:
         words = f"response {rows[0]} does not train"
@@ -268,6 +299,13 @@ def left_out(rows: Sequence[int]) -> Cause:
 def factors(w: Tokens, unit: Tensor) -> Tensor | None:
     """k_i of found = k_i unit on each row, nan where the row does not tell; None where
     there is no such k.
+
+    Args:
+        w: the weights that were read.
+        unit: weights before aggregation, [B, T].
+
+    Returns:
+        [B].
     """
     out = torch.full((len(w.rows),), torch.nan, dtype=torch.float64)
     for i in range(len(w.rows)):

@@ -34,7 +34,11 @@ from upref.errors import Gone, InputError, OutOfMemory
 
 
 def one_line(e: BaseException) -> str:
-    """The message of an exception, on one line."""
+    """The message of an exception, on one line.
+
+    Args:
+        e: the exception.
+    """
     try:
         return " ".join(str(e).split())[:200] or "(it says no more)"
     except BaseException:
@@ -289,12 +293,21 @@ GPU_LOST = (
 
 
 def is_gpu_lost(e: BaseException) -> bool:
-    """Whether the GPU answers nothing more in this process, in whatever was called."""
+    """Whether the GPU answers nothing more in this process, in whatever was called.
+
+    Args:
+        e: what was raised.
+    """
     return isinstance(e, RuntimeError) and any(text in str(e) for text in GPU_LOST)
 
 
 def gone(name: str, e: BaseException) -> Gone:
-    """The end of user code that is no verdict about it."""
+    """The end of user code that is no verdict about it.
+
+    Args:
+        name: of the user's function.
+        e: what was raised.
+    """
     if is_gpu_lost(e):
         return Gone(
             f"{name} lost the GPU ({type(e).__name__}: {one_line(e)}): there is no verdict, and no more CUDA in this "
@@ -313,6 +326,9 @@ def gone(name: str, e: BaseException) -> Gone:
 def stopped(e: Gone) -> Gone | InputError:
     """What to raise: within a check Gone, which no oracle takes for a finding, else
     InputError.
+
+    Args:
+        e: the end of user code.
     """
     return e if _watching else InputError(str(e))
 
@@ -335,7 +351,11 @@ def _no_exit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refuse_exit(name: str) -> Iterator[None]:
-    """Raise InputError where the code inside ends the program."""
+    """Raise InputError where the code inside ends the program.
+
+    Args:
+        name: of the user's function, for the message.
+    """
     try:
         with _no_exit():
             yield
@@ -347,6 +367,10 @@ def refuse_exit(name: str) -> Iterator[None]:
 def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, bool]:
     """(its answer, whether it printed). lines: of Python that it may run before it is
     stopped, 0 for any number.
+
+    Args:
+        name: of the user's function, for messages.
+        call: calls it.
     """
     out, process = _Kept(None), os.getpid()
     try:

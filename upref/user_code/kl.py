@@ -71,7 +71,11 @@ class Term:
 
 
 def read(fn: Any) -> Term:
-    """A Term from a callable or its name; InputError where it takes other things."""
+    """A Term from a callable or its name; InputError where it takes other things.
+
+    Args:
+        fn: a function of (log_prob, ref_log_prob), or its name.
+    """
     name = name_of(fn)
     fn = load(fn) if isinstance(fn, str) else fn
     if not callable(fn) or isinstance(fn, type):

@@ -24,6 +24,9 @@ from upref.user_code.guard import one_line
 def load(target: str) -> Callable[..., Any]:
     """The callable of that name; InputError where there is none, or where its file does
     not import.
+
+    Args:
+        target: package.module:function or FILE.py:function.
     """
     where, colon, attr = target.rpartition(":")
     if not colon or not where or not attr:
@@ -56,7 +59,11 @@ def load(target: str) -> Callable[..., Any]:
 
 def name_of(fn: Any) -> str:
     """As it was given where it was given by name, a line break in it as `\\n`; else the
-    function's own name."""
+    function's own name.
+
+    Args:
+        fn: a function or a name.
+    """
     if isinstance(fn, str):
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in fn)
     if isinstance(fn, functools.partial):

@@ -250,6 +250,11 @@ def _backward(
 def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Kernel:
     """A Kernel from a callable or its name, in the dtype and shape in which it runs;
     InputError where none does.
+
+    Args:
+        fn: a function of logits, or of hidden states and a weight; or its name.
+        softcap: of the logits, where it has one.
+        logit_scale: what it multiplies logits by.
     """
     name = name_of(fn)
     fn = load(fn) if isinstance(fn, str) else fn
@@ -315,7 +320,11 @@ def _role(name: str) -> str:
 
 
 def probe(kernel: Kernel) -> Problem:
-    """Values that float32 does not hold exactly."""
+    """Values that float32 does not hold exactly.
+
+    Args:
+        kernel: whose kind of inputs is made.
+    """
     n = torch.arange(48, dtype=torch.float64)
     x, W = (1.7 * n[:24]).sin().reshape(2, 3, 4), (2.3 * n[:28]).cos().reshape(7, 4)
     tokens, g = torch.tensor([[0, 6, 2], [3, 3, 5]]), (n[:6] - 2.5).reshape(2, 3)

@@ -126,7 +126,11 @@ class Loss:
         return self.framework == "trl" or "parts" in self.reads
 
     def visible_batch(self, b: Rollouts) -> Rollouts:
-        """The batch as this loss can know it: without groups where it takes none."""
+        """The batch as this loss can know it: without groups where it takes none.
+
+        Args:
+            b: the batch.
+        """
         return (
             b
             if "group" in self.reads
@@ -136,6 +140,13 @@ class Loss:
     def given(self, b: Rollouts, ranks: int = 1) -> dict[str, Any]:
         """What the loss is given of a batch, by role; masked slots as they are. These
         are the batch's own tensors.
+
+        Args:
+            b: the batch.
+            ranks: the number of data-parallel ranks that it is told.
+
+        Returns:
+            Role -> input.
         """
         adv = b.adv.expand_as(b.mask)
         if self.adv_shape != "BT":
@@ -313,12 +324,24 @@ class Loss:
 
         wanting: log_prob is computed from a leaf, as by a network, and so are these
         roles; by default it is the leaf.
+
+        Args:
+            b: the batch.
+            ranks: the number of data-parallel ranks that it is told.
+            **moved: hyperparameters with other values.
+
+        Returns:
+            The Outcome, and [B, T].
         """
         return self.ask("measured", b, ranks, wanting, moved)
 
     def ask(self, what: str, *inputs: Any) -> Any:
         """The answer of one of the methods below, all that a verdict takes from the
         loss.
+
+        Args:
+            what: the name of the method.
+            *inputs: its arguments.
         """
         before = len(self.log)
         try:
@@ -371,7 +394,13 @@ class Loss:
 
     def into(self, b: Rollouts, role: str, times: float = 1.0) -> Tensor | None:
         """The gradient of the loss, multiplied by a number, by one of its inputs; None
-        where there is none, or where that is refused."""
+        where there is none, or where that is refused.
+
+        Args:
+            b: the batch.
+            role: of the input.
+            times: the number.
+        """
 
         given = self.given(b)
 
@@ -397,6 +426,10 @@ class Loss:
     def strided(self, b: Rollouts, layout: str) -> Tensor:
         """dJ/dlp where each tensor [B, T] has a layout of LAYOUTS, and advantages are
         expanded from [B, 1].
+
+        Args:
+            b: the batch.
+            layout: a key of LAYOUTS.
         """
         laid = LAYOUTS[layout]
         given = self.given(b)
@@ -417,7 +450,12 @@ class Loss:
         return torch.zeros_like(b.logp) if g is None else 0 - _plain(g).contiguous()
 
     def seeded(self, b: Rollouts, seed: int) -> tuple[Tensor, Tensor]:
-        """(value, dJ/dlp) after every generator has this seed."""
+        """(value, dJ/dlp) after every generator has this seed.
+
+        Args:
+            b: the batch.
+            seed: of all generators.
+        """
         with state_restored():
             torch.manual_seed(seed)
             np.random.seed(seed)
@@ -428,6 +466,10 @@ class Loss:
     def differences(self, b: Rollouts, steps: list[Tensor]) -> list[float]:
         """Central differences of the value along each step, every sg(x) held at its
         value; [] where it has none.
+
+        Args:
+            b: the batch.
+            steps: of log_prob, [B, T] each.
         """
         values: list[Tensor] = []
         with recorded_sg(values):
@@ -440,7 +482,13 @@ class Loss:
         return [(end(step) - end(-step)).item() / 2 for step in steps] if values else []
 
     def both(self, b: Rollouts, ranks: int = 1, **moved: Any) -> tuple[Tensor, Tensor]:
-        """(value, dJ/dlp)."""
+        """(value, dJ/dlp).
+
+        Args:
+            b: the batch.
+            ranks: the number of data-parallel ranks that it is told.
+            **moved: hyperparameters with other values.
+        """
         done, g = self.outcome(b, ranks, **moved)
         return done.value, g
 

@@ -163,7 +163,11 @@ EXACT = {
 
 
 def words(name: str) -> list[str]:
-    """`perTokenLogps_2` -> per, token, logps."""
+    """`perTokenLogps_2` -> per, token, logps.
+
+    Args:
+        name: of an argument.
+    """
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     return [w for w in re.split(r"[_\W\d]+", snake) if w]
 
@@ -171,6 +175,9 @@ def words(name: str) -> list[str]:
 def is_of_sampler(name: str) -> bool:
     """Whether a name speaks of the engine that sampled, as `sampling_logps` and
     `rollout_is_weights` do.
+
+    Args:
+        name: of an argument.
     """
     return any(word.startswith(SAMPLER) for word in words(name))
 
@@ -178,6 +185,9 @@ def is_of_sampler(name: str) -> bool:
 def role(name: str) -> str:
     """The role of an argument of a loss, or of a KL estimator, by its name; "" where
     the name does not say.
+
+    Args:
+        name: of an argument.
     """
     said = words(name)
     plain = "_".join(said)
@@ -223,6 +233,9 @@ def role(name: str) -> str:
 def not_given(name: str) -> bool:
     """Whether the name says that it wants what upref does not give: probabilities, a
     ratio, lengths, a model.
+
+    Args:
+        name: of an argument.
     """
     said = set(words(name))
     if role(name):
@@ -247,6 +260,9 @@ def not_given(name: str) -> bool:
 def may_be_old(name: str) -> bool:
     """Whether an argument that nothing else is left for may be the old
     log-probabilities.
+
+    Args:
+        name: of an argument.
     """
     return any(w.startswith(OLD) for w in words(name))
 
@@ -254,6 +270,12 @@ def may_be_old(name: str) -> bool:
 def sampler_of(one: str, other: str) -> str:
     """Which of two names of old log-probabilities is the inference engine's: the
     proximal policy's are not; or "".
+
+    Args:
+        one, other: names of arguments.
+
+    Returns:
+        One of the two, or nothing.
     """
     says = [any(w.startswith(SAMPLER) for w in words(name)) for name in (one, other)]
     if not any(says):
@@ -293,6 +315,10 @@ HIGH = {
 def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
     """Which hyperparameter of those known an argument means: `clip_ratio_low` ->
     eps_low, `kl_coef` -> beta; or "".
+
+    Args:
+        name: of an argument.
+        known: names of the objective's hyperparameters.
     """
     if name in known:
         return name
@@ -324,6 +350,10 @@ def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
 def argument(key: str, of: Iterable[str]) -> str:
     """Which of these arguments is meant by a hyperparameter: the one of its name, or
     that means it; or "".
+
+    Args:
+        key: the hyperparameter.
+        of: names of arguments.
     """
     return key if key in of else next((p for p in of if hyperparameter(p, {key})), "")
 
@@ -345,6 +375,9 @@ N = [
 def reward_role(name: str) -> str:
     """The role of an argument of an advantage estimator; "" where the name does not
     say.
+
+    Args:
+        name: of an argument.
     """
     said = words(name)
     if "_".join(said) in N:

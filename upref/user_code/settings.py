@@ -20,6 +20,13 @@ def describe_fields(
 ) -> str:
     """The fields in words, each with its default where that is known and another;
     called: what a default is called.
+
+    Args:
+        fields: name -> value.
+        defaults: of the framework.
+
+    Returns:
+        Words.
     """
     out = []
     for key, value in fields.items():

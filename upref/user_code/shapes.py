@@ -22,6 +22,15 @@ BACKWARD = {
 def infer_shapes(loss: Loss) -> Loss:
     """The loss with the plainest shapes of advantages and mask at which it runs and
     keeps responses separate.
+
+    Args:
+        loss: whose arguments are known.
+
+    Returns:
+        The Loss with its shapes.
+
+    Raises:
+        InputError: it runs at none.
     """
     said: dict[str, tuple[str, InputError]] = {}
     runs: list[tuple[float, int, Loss]] = []

@@ -48,7 +48,13 @@ class Reading:
     def call(
         self, fn: Callable[..., Any], full: dict[str, Any], settings: dict[str, Any]
     ) -> Any:
-        """fn on the inputs by role, with these settings by name."""
+        """fn on the inputs by role, with these settings by name.
+
+        Args:
+            fn: the function that was read.
+            full: role -> input.
+            settings: argument -> value.
+        """
         if self.star:
             return fn(*(full[r] for r in self.star), **settings)
         given = {p: full[r] for p, r in self.roles.items()} | settings
@@ -66,6 +72,9 @@ def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
     forward; [] for a builtin.
 
     A keyword that a partial has bound is an argument no more.
+
+    Args:
+        fn: any callable.
     """
     try:
         f = (
@@ -214,7 +223,15 @@ def _stars(p: inspect.Parameter) -> str:
 
 
 def wrapper(name: str, main: Sequence[str]) -> str:
-    """What to do about a function whose arguments cannot be read."""
+    """What to do about a function whose arguments cannot be read.
+
+    Args:
+        name: of the function.
+        main: the roles that it must have.
+
+    Returns:
+        A sentence with code to paste.
+    """
     called = ", ".join(CALLED[r] for r in main)
     inner = name.rpartition(":")[2].rpartition(".")[2] or "f"
     own = "wrapped" if inner == "loss" else "loss"

@@ -112,6 +112,10 @@ def check(
 def as_shipped(loss: Loss, case: Case) -> str:
     """What the framework's own defaults give, where the loss was set up as the
     objective says; else empty.
+
+    Args:
+        loss: as read.
+        case: the loss and its objective.
     """
     if loss.shipped is None:
         return ""
@@ -132,6 +136,9 @@ def as_shipped(loss: Loss, case: Case) -> str:
 def not_checked(case: Case) -> list[str]:
     """What the verdict says nothing about, in words, beside the oracles that were not
     run.
+
+    Args:
+        case: the loss and its objective.
     """
     out = []
     if ignores_sampler(case):
@@ -145,7 +152,11 @@ def not_checked(case: Case) -> list[str]:
 
 
 def assumptions(case: Case) -> list[str]:
-    """What was assumed of the loss, a sentence each."""
+    """What was assumed of the loss, a sentence each.
+
+    Args:
+        case: the loss and its objective.
+    """
     from upref.verify.oracles import batches, unusual
 
     loss, out = case.loss, list(case.loss.assumptions)

@@ -49,6 +49,13 @@ class Batch:
 def lengths(R: Sequence[Any], group: Sequence[int]) -> list[int]:
     """Of each response in tokens, for functions of tokens; it travels with the row. R
     may hold NaN and None.
+
+    Args:
+        R: rewards.
+        group: prompt ids.
+
+    Returns:
+        A number of tokens for each response.
     """
     return [
         LENGTHS[(int(4 * (x or 0)) + g if x == x else g) % 5]
@@ -92,7 +99,13 @@ def variance(xs: Rows, ddof: int) -> Fraction:
 
 
 def by(key: Sequence[Any], R: Rows, f: Callable[[Rows], Rows]) -> tuple[Fraction, ...]:
-    """f of the rewards of each key, put back in place."""
+    """f of the rewards of each key, put back in place.
+
+    Args:
+        key: of each row; equal keys belong together.
+        R: rewards.
+        f: from the rewards of one key to as many numbers.
+    """
     rows: dict[str, Any] = {}
     for i, k in enumerate(key):
         rows.setdefault(k, []).append(i)
@@ -122,12 +135,24 @@ def over_the_mean(xs: Rows) -> Rows:
 
 
 def deviation(key: Sequence[Any], R: Rows, ddof: int) -> tuple[Fraction, ...]:
-    """The variance of the rows of its key, for each row."""
+    """The variance of the rows of its key, for each row.
+
+    Args:
+        key: of each row.
+        R: rewards.
+        ddof: 1 divides by n - 1, 0 by n.
+    """
     return by(key, R, lambda xs: [variance(xs, ddof)] * len(xs))
 
 
 def parts(name: str, b: Batch, ddof: int) -> tuple[Rows, Rows]:
-    """Numerator and variance of each response, of an estimator of NORMED."""
+    """Numerator and variance of each response, of an estimator of NORMED.
+
+    Args:
+        name: of the estimator.
+        b: the batch.
+        ddof: 1 divides by n - 1, 0 by n.
+    """
     batch = (0,) * len(b.R)
     c = by(batch if name == "whiten" else b.group, b.R, minus(mean))
     return c, deviation(b.group if name == "group_norm" else batch, c, ddof)
@@ -188,6 +213,13 @@ def fit(
 ) -> Denominator | None:
     """The Denominator with which c over it is what was found, None where none is; eps
     where it is known.
+
+    Args:
+        c: numerators.
+        var: variances.
+        found: what the function answered.
+        tol: the relative error that is allowed.
+        ddof: of the variances.
     """
     use = [(x, v, a) for x, v, a in zip(c, var, found, strict=True) if x and v]
     if not use or any(not a or not math.isfinite(a) for *_, a in use):
@@ -211,7 +243,16 @@ def fit(
 
 
 def advantage(name: str, b: Batch, divided: Denominator = Denominator()) -> list[float]:
-    """The advantages called `name` of upref.advantages, each rounded once or twice."""
+    """The advantages called `name` of upref.advantages, each rounded once or twice.
+
+    Args:
+        name: of the estimator.
+        b: the batch.
+        divided: what it divides by.
+
+    Returns:
+        A number for each response.
+    """
     match name:
         case "group_mean":
             return [float(x) for x in by(b.group, b.R, minus(mean))]

@@ -120,6 +120,10 @@ RETURNED = "the loss that it returns adds its gradient to the one that its own .
 def two_gradients(case: Case, b: Rollouts) -> Iterator[LossFault]:
     """A loss that calls .backward() and returns a loss with a gradient, where one of
     the two is right alone.
+
+    Args:
+        case: the loss and its objective.
+        b: a batch.
     """
     if case.loss.ask("measured", b, 1, None, {})[0].own is None:
         return
@@ -173,7 +177,14 @@ def _elsewhere(case: Case, *more: Rollouts) -> Elsewhere:
 def others(case: Case) -> list[Rollouts]:
     """On policy, with small advantages and with A > 0 alone too, near every bound,
     three random ones, and one of 64 responses; of an objective that corrects for its
-    sampler, one whose sampler is far away."""
+    sampler, one whose sampler is far away.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        Batches.
+    """
     calm, rng = case.ready(on_policy_batch()), np.random.default_rng
     small, grid = (
         calm.but(adv=calm.adv / 1000),
@@ -219,6 +230,17 @@ def confirmed_at(
 ) -> Cause:
     """The same, of a fault that has the weight found at this token of b, where the
     reference has another.
+
+    Args:
+        case: the loss and its objective.
+        one: the fault.
+        b: the batch.
+        at: the response and the column.
+        found: the loss's weight there.
+        *more: batches on which it must hold too.
+
+    Returns:
+        Its cause, or an empty one.
     """
     right, wrong = (
         w[at].item() for w in (case.expected(b), one.change.weights(case.o, case.hp, b))
@@ -235,7 +257,13 @@ def everywhere(
 ) -> bool:
     """The same of a cause that is no change of the weights: whether what is found is
     what the change makes of the reference, on every one of those batches that the loss
-    takes, three at least."""
+    takes, three at least.
+
+    Args:
+        case: the loss and its objective.
+        change: of a batch, what is found and what the change makes of the reference.
+        *more: batches on which it must hold too.
+    """
     answers = []
     for b in (*others(case), *more):
         with contextlib.suppress(InputError):

@@ -60,6 +60,10 @@ class Case:
     def off(self, d: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
         """(expected, found, by how much they differ) at each d, of the value (0) or of
         the gradient (1).
+
+        Args:
+            d: log π_ref - log π_θ, [N].
+            which: 0 for the value, 1 for the gradient.
         """
         want, found = both(self.right, d)[which], both(self.term, d)[which]
         return want, found, _off(found, want)
@@ -67,6 +71,9 @@ class Case:
     def cause(self, which: int) -> Cause:
         """The first fault that gives both value and gradient, else, in so many words,
         this one; "" where none does.
+
+        Args:
+            which: 0 where the value is wrong, 1 where the gradient is.
         """
         gone = Fault(
             GONE,
@@ -105,6 +112,13 @@ class Case:
 def pair(d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple[Tensor, Tensor]:
     """Log-probabilities [R, N] that are d apart: the larger of the two is a level; each
     row begins elsewhere in d.
+
+    Args:
+        d: the differences, [N].
+        levels: R log-probabilities.
+
+    Returns:
+        log π_θ and log π_ref.
     """
     rows = [d.roll(SHIFT * i) for i in range(len(levels))]
     lp = torch.stack(
@@ -116,7 +130,13 @@ def pair(d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple[Tensor, Tensor
 def both(
     term: Formula, d: Tensor, levels: tuple[float, ...] = (-1.0,)
 ) -> tuple[Tensor, Tensor]:
-    """Value and d/dlp at each d; of several levels, those of each level after another."""
+    """Value and d/dlp at each d; of several levels, those of each level after another.
+
+    Args:
+        term: the estimator.
+        d: the differences, [N].
+        levels: as of `pair`.
+    """
     lp, ref = pair(d, levels)
     k = term(lp.requires_grad_(), ref)
     g = (
@@ -159,7 +179,12 @@ DIVERGENCES = {
 
 
 def expected(term: Formula, off_policy: bool = False) -> tuple[float, Tensor]:
-    """E[k] and E[∇_θ k] over the logits θ, samples from π_θ (held fixed) or from π_old."""
+    """E[k] and E[∇_θ k] over the logits θ, samples from π_θ (held fixed) or from π_old.
+
+    Args:
+        term: the estimator.
+        off_policy: samples are from π_old.
+    """
     theta = LOGITS.clone().requires_grad_()
     lp, ref = theta.log_softmax(0), REF.log_softmax(0)
     p = (OLD.log_softmax(0) if off_policy else lp.detach()).exp()
@@ -186,6 +211,11 @@ def divergences() -> dict[str, tuple[float, Tensor]]:
 def divergence_of(term: Formula, off_policy: bool = False, tol: float = 1e-5) -> str:
     """A key of DIVERGENCES, `-reverse` for its negative, or "" where the expected
     gradient is that of none.
+
+    Args:
+        term: the estimator.
+        off_policy: samples are from π_old.
+        tol: the relative error that is allowed.
     """
     g = expected(term, off_policy)[1]
     signed = (

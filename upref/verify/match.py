@@ -383,7 +383,12 @@ class Compared:
 
 
 def compared(o: Objective, box: BlackBox) -> Candidate:
-    """The objective with the hyperparameters that fit the box best."""
+    """The objective with the hyperparameters that fit the box best.
+
+    Args:
+        o: the objective.
+        box: the loss, measured.
+    """
     keep = [i for i, p in enumerate(box.points) if not p.unsure or "entropy" in o.reads]
     points = [box.points[i] for i in keep]
     return Compared(o, box, points, box.weights[keep], Weights(o, points)).best()
@@ -392,6 +397,10 @@ def compared(o: Objective, box: BlackBox) -> Candidate:
 def in_range(o: Objective, hp: dict[str, Any]) -> bool:
     """Whether the objective takes these hyperparameters, and somebody could have set
     them.
+
+    Args:
+        o: the objective.
+        hp: hyperparameters.
     """
     most = {"eps": 1.0, "eps_low": 1.0, "eps_high": 100.0}
     # WAPO's eps is 9
@@ -416,6 +425,10 @@ def _may_be_0(key: str) -> bool:
 def candidate(o: Objective, box: BlackBox) -> Candidate | None:
     """None where the objective reads what the loss does not, or the other way round;
     points have no groups.
+
+    Args:
+        o: the objective.
+        box: the loss, measured.
     """
     reads = o.reads_mu, "entropy" in o.reads, bool(o.batch_coupled)
     if "group" in o.reads or reads != (
@@ -441,6 +454,12 @@ def every() -> list[Objective]:
 def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
     """Whatever fits the loss as a black box, a KL term of an unusual form divided out
     too.
+
+    Args:
+        loss: as read.
+
+    Returns:
+        The measured loss, an objective and its hyperparameters, each.
     """
     with contextlib.suppress(InputError):
         box = measure(loss, False)
@@ -453,6 +472,9 @@ def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
 def recover(case: Case) -> list[dict[str, Any]]:
     """Other hyperparameters at which the objective of a case has the weights that its
     loss shows; [] where none has.
+
+    Args:
+        case: the loss and its objective.
     """
     try:
         found = candidate(case.o, measure(case.loss, bool(case.o.batch_coupled)))

@@ -46,7 +46,16 @@ ROUND = 2e-7  # of a log-probability in float32, relative
 
 
 def unit_weights(o: Objective, b: Rollouts, hp: dict[str, Any]) -> Tensor:
-    """dJ_t/dlp_t before `declared_aggregation(o)`, the KL term included."""
+    """dJ_t/dlp_t before `declared_aggregation(o)`, the KL term included.
+
+    Args:
+        o: the objective.
+        b: the batch.
+        hp: resolved hyperparameters.
+
+    Returns:
+        [B, T].
+    """
     w = o.token_weights(b, **{k: v for k, v in hp.items() if k != "beta"})
     if o.agg == "seq-mean" and o.level != "sequence_product":
         w = w * b.mask.sum(-1, keepdim=True)
@@ -56,7 +65,15 @@ def unit_weights(o: Objective, b: Rollouts, hp: dict[str, Any]) -> Tensor:
 
 
 def kl_slope(estimator: str, b: Rollouts) -> Tensor:
-    """dKL/dlp of each token, 0 on masked slots."""
+    """dKL/dlp of each token, 0 on masked slots.
+
+    Args:
+        estimator: a key of upref.kl.ESTIMATORS.
+        b: the batch.
+
+    Returns:
+        [B, T].
+    """
     assert b.logp_ref is not None
     x = torch.where(b.mask, b.logp, 0).detach().requires_grad_()
     ref, old = (torch.where(b.mask, lp, 0) for lp in (b.logp_ref, b.logp_old))
@@ -90,7 +107,13 @@ class Case:
 
     # ---- the loss --------------------------------------------------------------------
     def both(self, b: Rollouts, ranks: int = 1, **moved: Any) -> tuple[Tensor, Tensor]:
-        """(value, dJ/dlp); what else the call did is kept."""
+        """(value, dJ/dlp); what else the call did is kept.
+
+        Args:
+            b: the batch.
+            ranks: the number of data-parallel ranks that the loss is told.
+            **moved: hyperparameters with other values.
+        """
         outcome, g = self.loss.outcome(b, ranks, **moved)
         if outcome.wrote or outcome.printed:
             self.done.append(outcome)
@@ -100,7 +123,14 @@ class Case:
         return self.both(b, ranks, **moved)[1]
 
     def weights(self, b: Rollouts) -> Tensor:
-        """The loss's own dJ_t/dlp_t, its aggregation divided out."""
+        """The loss's own dJ_t/dlp_t, its aggregation divided out.
+
+        Args:
+            b: the batch.
+
+        Returns:
+            [B, T].
+        """
         return self.gradient(b) / self.factors(b)
 
     def factors(self, b: Rollouts, agg: str = "") -> Tensor:
@@ -121,6 +151,15 @@ class Case:
     ) -> Tensor:
         """Relative difference of the weights, 0 on masked slots, infinite where one is
         not finite; beyond what rounding to float32 explains, where it computes in that.
+
+        Args:
+            b: the batch.
+            found: the loss's weights, [B, T]; None: they are measured.
+            floor: the least divisor.
+            times: so many times the rounding of float32 is forgiven.
+
+        Returns:
+            [B, T].
         """
         found, expected = self.weights(b) if found is None else found, self.expected(b)
         # the weight is a difference of two shares of a group, each rounded at its own
@@ -136,6 +175,14 @@ class Case:
     def moves(self, b: Rollouts, expected: Tensor, times: float = 1.0) -> Tensor:
         """How far the expected weight moves where the log-probabilities are rounded to
         float32, a jump included.
+
+        Args:
+            b: the batch.
+            expected: the objective's weights, [B, T].
+            times: so many times the rounding of float32.
+
+        Returns:
+            [B, T].
         """
         d = torch.where(
             b.mask,
@@ -162,7 +209,14 @@ class Case:
         )
 
     def ratio(self, b: Rollouts) -> Tensor:
-        """The ratio that the objective acts on, at each token."""
+        """The ratio that the objective acts on, at each token.
+
+        Args:
+            b: the batch.
+
+        Returns:
+            [B, T].
+        """
         x = torch.where(b.mask, b.logp - b.logp_old, 0)
         if reduce := {"sequence_mean": mean_t, "sequence_product": sum_t}.get(
             self.o.level
@@ -196,7 +250,12 @@ class Case:
         )
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` makes, made once for this key by a case and its copies."""
+        """What `make` makes, made once for this key by a case and its copies.
+
+        Args:
+            key: what it is kept under.
+            make: computes it.
+        """
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
@@ -222,11 +281,24 @@ class Case:
     def ready(self, b: Rollouts) -> Rollouts:
         """Masked slots hold numbers that could pass for tokens; a reference policy; no
         groups for who takes none.
+
+        Args:
+            b: the batch.
+
+        Returns:
+            One that the loss can read.
         """
         return self.visible_batch(fill_padding(b))
 
     def visible_batch(self, b: Rollouts) -> Rollouts:
-        """The same of a batch that is ready."""
+        """The same of a batch that is ready.
+
+        Args:
+            b: the batch.
+
+        Returns:
+            The batch without groups where the loss takes none.
+        """
         engine = (
             sampler(b)
             if self.o.sampler is not None and b.logp_sampler is None
@@ -235,12 +307,23 @@ class Case:
         return self.loss.visible_batch(b.but(logp_sampler=engine))
 
     def beyond(self, axis: str, ids: tuple[str, ...] = ()) -> Rollouts:
-        """The batch of that axis."""
+        """The batch of that axis.
+
+        Args:
+            axis: a key of upref.weights.stress.AXES.
+            ids: how its groups are named.
+        """
         return self.visible_batch(stress_batch(axis, self.o, ids=ids, **self.plain_hp))
 
     def singly(self, b: Rollouts) -> tuple["Case", Tensor]:
         """The case as one that computes in float32, and the weights found where the
         inputs are in that.
+
+        Args:
+            b: the batch.
+
+        Returns:
+            The other case, and [B, T].
         """
         one = replace(self)
         one.in_float32()
@@ -254,6 +337,12 @@ class Case:
     def rounded(self, b: Rollouts) -> Tensor:
         """Tokens so near to a bound that rounding moves them over it, where the loss
         computes in float32.
+
+        Args:
+            b: the batch.
+
+        Returns:
+            [B, T].
         """
         return (
             near_a_bound(self.expected, b) if self.single else torch.zeros_like(b.mask)
@@ -271,6 +360,11 @@ def _one_per_response(o: Objective) -> Objective:
 def make_case(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
     """The Case of a loss and an objective; its aggregation is that of its on-policy
     gradient, or the declared one.
+
+    Args:
+        loss: as read.
+        o: the objective.
+        hp: resolved hyperparameters.
     """
     case = Case(loss, o, hp, declared_aggregation(o))
     b = case.ready(
@@ -298,7 +392,15 @@ def make_case(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
 
 
 def without_rest(case: Case, b: Rollouts) -> Tensor:
-    """The part of the gradient that depends on A."""
+    """The part of the gradient that depends on A.
+
+    Args:
+        case: the loss and its objective.
+        b: the batch.
+
+    Returns:
+        [B, T].
+    """
     g = case.gradient(b)
     try:
         rest = case.gradient(replace(b, adv=torch.zeros_like(b.adv)))
@@ -310,7 +412,11 @@ def without_rest(case: Case, b: Rollouts) -> Tensor:
 def ignores_sampler(case: Case) -> bool:
     """Whether the loss can correct for its sampler and the comparison gives it π_old's
     log-probabilities instead. Of a loss that takes the whole batch in one argument, its
-    gradient has to depend on the sampler's."""
+    gradient has to depend on the sampler's.
+
+    Args:
+        case: the loss and its objective.
+    """
     loss = case.loss
     if case.o.sampler is not None or "logp_sampler" not in loss.reads:
         return False
@@ -330,12 +436,20 @@ def ignores_sampler(case: Case) -> bool:
 
 
 def unfed_words(loss: Loss) -> list[str]:
-    """Words for what the loss makes of optional arguments that no comparison gives it."""
+    """Words for what the loss makes of optional arguments that no comparison gives it.
+
+    Args:
+        loss: as read.
+    """
     return [f"what it makes of {name}, which is left at None" for name in loss.unfed]
 
 
 def sampler_words(name: str) -> str:
-    """Words for what was left out of a comparison with this objective."""
+    """Words for what was left out of a comparison with this objective.
+
+    Args:
+        name: of the objective.
+    """
     with_one = ""
     with contextlib.suppress(InputError):  # it has one already, or the name is none
         with_one = f' ("{get(f"tis({name})").name}" has a correction)'
@@ -345,6 +459,10 @@ def sampler_words(name: str) -> str:
 def is_float32(case: Case, b: Rollouts) -> bool:
     """Whether gradients carry only the digits of float32, at advantages and ratios that
     have more.
+
+    Args:
+        case: the loss and its objective.
+        b: a batch in float64.
     """
     i = torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape)
     A = b.adv * (1 + 0.1 * i[:, :1].sin())

@@ -44,7 +44,13 @@ class Weights:
 def pattern(tested: Weights, shown: Weights, tol: float, by_token: bool) -> str:
     """A relation that holds on every token of the tested batch, and of the one that the
     report shows, in words; that no known cause fits if none does. by_token: a
-    response's tokens may have different weights."""
+    response's tokens may have different weights.
+
+    Args:
+        tested: the weights of the batch that was compared.
+        shown: those of the batch that is printed.
+        tol: the relative error that is allowed.
+    """
     tol = max(10 * tol, 1e-7)
     found, expected, use = tested.found, tested.expected, tested.use
     if not (found[use].isfinite().all() and shown.found[shown.use].isfinite().all()):

@@ -81,6 +81,12 @@ class BlackBox:
     def ask(self, points: list[Point]) -> np.ndarray:
         """w = dJ_t/dlp_t at each point, aggregation, scale and KL divided out (π_ref =
         π_θ).
+
+        Args:
+            points: (A, r, mu) each, and whether a second token stands beside it.
+
+        Returns:
+            A weight for each point.
         """
         out = np.zeros(len(points))
         for unsure in (False, True):
@@ -95,6 +101,9 @@ class BlackBox:
     def curve(self, unsure: bool = False) -> Curve:
         """The weight of one token, alone, or (unsure) before one of lower entropy whose
         ratio is 1.
+
+        Args:
+            unsure: whether the second token is there.
         """
 
         def together(r: Any, A: Any, mu: Any) -> Any:
@@ -125,7 +134,14 @@ class BlackBox:
         )
 
     def gradient(self, b: Rollouts) -> Tensor:
-        """The weights on any batch."""
+        """The weights on any batch.
+
+        Args:
+            b: the batch.
+
+        Returns:
+            [B, T].
+        """
         return (
             self.case.gradient(b)
             / self.case.factors(b, self.agg or "token-mean")
@@ -133,7 +149,11 @@ class BlackBox:
         )
 
     def accepts(self, b: Rollouts) -> bool:
-        """Whether the loss runs on advantages that differ within a response."""
+        """Whether the loss runs on advantages that differ within a response.
+
+        Args:
+            b: a batch.
+        """
         try:
             return self.loss.adv_shape == "BT" and bool(
                 self.case.gradient(self.case.ready(b)).isfinite().all()
@@ -142,7 +162,14 @@ class BlackBox:
             return False
 
     def kl_weights(self, b: Rollouts) -> Tensor:
-        """dKL/dlp of each token, times -beta."""
+        """dKL/dlp of each token, times -beta.
+
+        Args:
+            b: the batch.
+
+        Returns:
+            [B, T].
+        """
         if not self.beta:
             return torch.zeros_like(b.logp)
         return torch.where(b.mask, -self.beta * term_slope(self.kl, b), 0)
@@ -180,12 +207,22 @@ class BlackBox:
         )
 
     def loosened(self, near: float) -> "BlackBox":
-        """Looked at no nearer to the bounds than that, relative to r."""
+        """Looked at no nearer to the bounds than that, relative to r.
+
+        Args:
+            near: the relative distance.
+        """
         return replace(self, case=replace(self.case, edges=(-near, near))).beside()
 
     def bounds(self, A: float) -> list[float]:
         """The ratios at which the weight jumps for this sign of A, for a rare token, but
         for those where it fades.
+
+        Args:
+            A: the advantage.
+
+        Returns:
+            Ratios, ascending.
         """
         told = [p for p, _ in self.jumps if p not in self.faded]
         mine = [p.r for p in told if p.A == A and not p.unsure and p.mu not in MUS]
@@ -199,7 +236,12 @@ def low_probability_point(A: float, r: float, unsure: bool = False) -> Point:
 def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
     """Everything of BlackBox, by a few hundred small batches; where `batch_coupled` is
     given, no curve of a loss that is otherwise. Raises InputError where the loss cannot
-    be run."""
+    be run.
+
+    Args:
+        loss: as read.
+        batch_coupled: whether its tokens are coupled, where that is known.
+    """
     case = make_case(loss, no_objective(), {})
     b = case.ready(on_policy_batch())
     on = replace(b, logp_ref=b.logp)
@@ -305,7 +347,11 @@ def _aggregation(case: Case, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, 
 
 
 def termed(box: BlackBox) -> BlackBox | None:
-    """With a KL term of an unusual form divided out, where there is one."""
+    """With a KL term of an unusual form divided out, where there is one.
+
+    Args:
+        box: the loss without that.
+    """
     found = (
         {}
         if box.kl or box.random

@@ -51,6 +51,16 @@ def regions(
 ) -> Iterator[Region]:
     """Each interval of ratios on which this sign of A fails; known bounds of the
     objective are named as they are.
+
+    Args:
+        case: the loss and its objective.
+        b: the grid, [B, T].
+        sign: of A: 1, -1 or 0.
+        A: of each token, [B, T].
+        ties: tokens on a bound, [B, T].
+        failing: tokens whose weight is wrong, [B, T].
+        r: the ratio of each token, [B, T].
+        bounds: ratios at which the objective's weight jumps.
     """
     side = b.mask & ~ties & (A.sign() == sign)
     if not (failing & side).any():

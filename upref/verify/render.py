@@ -26,6 +26,9 @@ def describe_pair(expected: Number | str, found: Number | str) -> tuple[str, str
     """Return what is expected and what was found, in words.
 
     Two numbers have as many digits as tell them apart.
+
+    Args:
+        expected, found: Numbers, or words.
     """
     texts = "", ""
     for digits in DIGITS:
@@ -82,6 +85,9 @@ def describe_interval(interval: Interval) -> str:
     """Return ratios in words: `r > 1.28`, `0.8 < r < 1.28`, `any r`.
 
     The two bounds have as many digits as tell them apart.
+
+    Args:
+        interval: its bounds.
     """
     low, high = interval.low, interval.high
     if low is None and high is None:
@@ -100,7 +106,11 @@ def describe_interval(interval: Interval) -> str:
 
 # ---- examples ------------------------------------------------------------------------
 def describe_example(example: Example) -> str:
-    """Return the input as Python that can be pasted, with both results as comments."""
+    """Return the input as Python that can be pasted, with both results as comments.
+
+    Args:
+        example: as data.
+    """
     lines = _rollouts(example) if example.rollouts else _arguments(example)
     text = "\n".join(lines)
     if example.then:
@@ -167,6 +177,9 @@ def digits_apart(x: list[Any], y: list[Any]) -> int | None:
     """Return the digits in which two gradients differ when they are printed.
 
     None: they are equal in all digits that are ever printed.
+
+    Args:
+        x, y: nested lists of numbers.
     """
     every = (n for n in GRADIENT_DIGITS if _list(x, n) != _list(y, n))
     return next(every, None)

@@ -170,7 +170,11 @@ def make_example(
 
 
 def make_rollouts(example: Example) -> Rollouts:
-    """Return the batch of an example that has its inputs."""
+    """Return the batch of an example that has its inputs.
+
+    Args:
+        example: as printed.
+    """
     dtype = getattr(torch, example.dtype)
     fields: dict[str, Any] = {}
     for name, numbers in example.inputs.items():
@@ -203,6 +207,13 @@ def example(
 def differ(case: Case, b: Rollouts) -> Tensor:
     """The tokens of a batch whose printed dJ/dlp, the objective's and the loss's, are
     not the same number.
+
+    Args:
+        case: the loss and its objective.
+        b: the batch.
+
+    Returns:
+        [B, T].
     """
     right, found = (
         case.expected(b) * case.factors(b, declared_aggregation(case.o)),
@@ -217,6 +228,11 @@ def differ(case: Case, b: Rollouts) -> Tensor:
 def sampler_ratio(case: Case, b: Rollouts, at: tuple[int, int]) -> dict[str, float]:
     """Return {"ρ": π_old/μ} of this token where the objective corrects for its sampler,
     else nothing.
+
+    Args:
+        case: the loss and its objective.
+        b: the batch.
+        at: the response and the column.
     """
     if case.o.sampler is None or b.logp_sampler is None:
         return {}
@@ -226,6 +242,11 @@ def sampler_ratio(case: Case, b: Rollouts, at: tuple[int, int]) -> dict[str, flo
 def token_numbers(case: Case, b: Rollouts, at: tuple[int, int]) -> dict[str, float]:
     """Return what the weight of this token depends on, by its symbol: A, r, and ρ where
     the objective has one.
+
+    Args:
+        case: the loss and its objective.
+        b: the batch.
+        at: the response and the column.
     """
     return {"A": b.adv[at].item(), "r": case.ratio(b)[at].item()} | sampler_ratio(
         case, b, at

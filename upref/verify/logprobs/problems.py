@@ -29,6 +29,14 @@ def random_problem(
 ) -> Problem:
     """[2, N/2] tokens, or [1, N], with both ends of the vocabulary; upstream gradients
     of both signs and 0.
+
+    Args:
+        k: the function, whose kind of inputs is made.
+        N: tokens.
+        V: ids of the vocabulary.
+        H: hidden size.
+        seed: of all numbers.
+        **settings: other fields of the Problem.
     """
     gen = torch.Generator().manual_seed(seed)
     shape = (2, N // 2) if N % 2 == 0 else (1, N)
@@ -64,12 +72,22 @@ def random_problem(
 
 
 def low_temperature(k: Kernel) -> float:
-    """A temperature of 0.5, where one can be set."""
+    """A temperature of 0.5, where one can be set.
+
+    Args:
+        k: the function, whose kind of inputs is made.
+    """
     return 0.5 if "temperature" in k.settings else 1.0
 
 
 def masked(p: Problem, keep: list[list[int]], **changes: Any) -> Problem:
-    """Tokens without upstream gradient, which are not compared."""
+    """Tokens without upstream gradient, which are not compared.
+
+    Args:
+        p: the problem.
+        keep: for each row, the tokens that are compared.
+        **changes: other fields of the Problem.
+    """
     kept = torch.tensor(keep, dtype=torch.bool)
 
     def cut(u: Tensor | None) -> Tensor | None:
@@ -80,7 +98,14 @@ def masked(p: Problem, keep: list[list[int]], **changes: Any) -> Problem:
 
 
 def plain(k: Kernel) -> dict[str, dict[str, Problem]]:
-    """What every cause is verified on, by the oracle that asks it and in words."""
+    """What every cause is verified on, by the oracle that asks it and in words.
+
+    Args:
+        k: the function, whose kind of inputs is made.
+
+    Returns:
+        Words -> what is asked.
+    """
     none = dict[str, Any](g=None, g_H=None)
     used: dict[str, dict[str, Any]] = {"gradient": {"g_H": None}}
     used |= {"entropy-gradient": {"g": None}, "gradients": {}} if k.has_entropy else {}
@@ -114,7 +139,14 @@ def tiles(k: Kernel) -> dict[str, Problem]:
 
 
 def temperatures(k: Kernel) -> dict[str, Problem]:
-    """Lower and higher ones than those of the plain problems."""
+    """Lower and higher ones than those of the plain problems.
+
+    Args:
+        k: the function, whose kind of inputs is made.
+
+    Returns:
+        Words -> what is asked.
+    """
     return {
         f"temperature {t:g}": random_problem(k, 6, 9, 3, 15, temperature=t)
         for t in TEMPERATURES
@@ -124,6 +156,12 @@ def temperatures(k: Kernel) -> dict[str, Problem]:
 def offset(k: Kernel) -> dict[str, Problem]:
     """A constant added to all logits, or by turns to and from a row's: in float32 it
     rounds little in each factor.
+
+    Args:
+        k: the function, whose kind of inputs is made.
+
+    Returns:
+        Words -> what is asked.
     """
     p = random_problem(k, 6, 37, 3, 4, temperature=low_temperature(k))
     turns = (-1.0) ** torch.arange(6.0).reshape(2, 3).double()
