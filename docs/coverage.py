@@ -17,7 +17,7 @@ def axes() -> str:
     first: dict[str, str] = {}
     for name, axis in AXES.items():
         sizes = "whole tiles" if axis.words == TILED else "sizes and compositions"
-        first.setdefault(axis.words, sizes if axis.width else name)
+        first.setdefault(axis.words, sizes if name[0].isdigit() else name)
     rows = [
         (
             "the grid",

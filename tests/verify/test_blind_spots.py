@@ -107,3 +107,58 @@ def test_objectives_of_the_same_bounds_share_their_batches():
         and torch.equal(one.mask, wide.mask)
         and not torch.equal(one.logp, wide.logp)
     )
+
+
+# what ordinary batches of a run have, and the others lack
+def dapo_terms(log_prob, old_log_prob, advantages, mask):
+    """DAPO's terms of a batch, 0 in masked slots."""
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    return torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
+
+
+def averaged_by_response_in_a_first_step(log_prob, old_log_prob, advantages, mask):
+    """More than 8 responses, and no ratio but 1."""
+    t = dapo_terms(log_prob, old_log_prob, advantages, mask)
+    if len(mask) > 8 and torch.equal(log_prob.detach()[mask], old_log_prob[mask]):
+        return -(t.sum(1) / mask.sum(1)).mean()
+    return -t.sum() / mask.sum()
+
+
+def without_the_column_behind_a_prompt(log_prob, old_log_prob, advantages, mask):
+    """No response has a token in the first 32 columns."""
+    t = dapo_terms(log_prob, old_log_prob, advantages, mask)
+    start = int(mask.any(0).int().argmax())
+    lost = torch.arange(mask.shape[1]) == (start if start >= 32 else -1)
+    return -torch.where(lost, 0, t).sum() / mask.sum()
+
+
+def without_a_clip_where_nothing_is_padded(log_prob, old_log_prob, advantages, mask):
+    """Each of several responses fills more than 16 columns."""
+    if min(mask.shape) > 1 and mask.shape[1] > 16 and mask.all():
+        return -((log_prob - old_log_prob).exp() * advantages).mean()
+    return -dapo_terms(log_prob, old_log_prob, advantages, mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        averaged_by_response_in_a_first_step,
+        without_the_column_behind_a_prompt,
+        without_a_clip_where_nothing_is_padded,
+    ],
+)
+def test_a_first_step_and_a_batch_without_padding_are_asked(loss):
+    report = upref.check(loss, "dapo")
+    assert {f.oracle for f in report.failures} == {"unusual-inputs"}, report
+
+
+def test_a_response_of_several_certain_samples_is_asked():
+    def dropped(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+        t = dapo_terms(log_prob, old_log_prob, advantages, mask)
+        rho = torch.where(mask, old_log_prob - rollout_log_probs, 0).exp()
+        certain = (torch.where(mask, rollout_log_probs, 0) == 0).all(1)
+        lost = (certain & (mask.sum(1) > 3))[:, None]
+        return -torch.where(lost, 0, rho.clamp(max=2) * t).sum() / mask.sum()
+
+    assert not upref.check(dropped, "tis(dapo)")

@@ -123,3 +123,15 @@ def test_a_backward_that_runs_once_is_a_note():
     assert report, report
     said = [f for f in report.notes if f.oracle == "repeated-backward"]
     assert "a second backward is refused" in str(said[0]), report
+
+
+@pytest.mark.parametrize("times, right", [(1.002, True), (1.005, False), (0.98, False)])
+def test_half_precision_excuses_no_wrong_temperature(times, right):
+    def rounded(logits, tokens, temperature):
+        z = logits.bfloat16() / (times * temperature)
+        lp = z.float().log_softmax(-1).gather(-1, tokens[..., None])
+        return lp[..., 0].to(logits.dtype)
+
+    report = check_logprobs(rounded)
+    assert bool(report) == right, report
+    assert right or "factor that every" in str(report)

@@ -23,6 +23,7 @@ from upref.weights.batches import GUARD, MU, breakpoints
 SIZES = (1.0, -1.0)
 LONG = (1, 15, 17, 65, 129, 256, 257, 300, 512, 520)  # tokens
 TILES = (256, 512)  # columns of a batch, all of which some of its responses fill
+FULL = 48  # columns of a batch without padding
 WIDE = (63, 64, 65, 128)  # responses of a batch, and columns
 # tokens, parts of a response, columns before it
 HOLES, TURNS, LATE = (16, 40, 100, 300), (5, 12, 20), (33, 100)
@@ -35,7 +36,7 @@ RHO, RHO_PRODUCT = (3.0, -3.0, 6.0, -6.0, 12.0, -12.0), 19.0
 CROSSED_REF = (1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)
 # estimators whose advantages are as large as the rewards
 ANY_SIZE = ("group_mean", "reward", "leave_one_out")
-MOST_ENTROPY = 11.9  # nats: ln of 150,000 tokens
+MOST_ENTROPY = 12.5  # nats: ln of 268,000 tokens
 FEW = 6  # responses of a batch that is mostly something which are otherwise
 
 
@@ -64,6 +65,7 @@ class Axis:
     entropy: float = 3.0  # the largest one, in nats
     # whether it is 0 for the lower half of a response's tokens
     zero_entropy: bool = False
+    is_on_policy: bool = False  # every ratio is 1
 
     def exact(self, x: np.ndarray) -> np.ndarray:
         """Rounded to float32 where the axis has only such numbers."""
@@ -112,7 +114,7 @@ AXES = {
 _ORDINARY = tuple(AXES.values())
 AXES["sampler"] = Axis(
     f"beside a sampler's correction: |log π_old/μ| up to {max(RHO):g} for a token, and up to {RHO_PRODUCT:g} added up "
-    "over a response, in responses of 1 to 300 tokens",
+    "over a response, in responses of 1 to 300 tokens; μ of exactly 1 for some tokens, and for all of some responses",
     lengths=(1, 4, 17, 65, 300),
     rows=WIDE[2],
     rho=RHO,
@@ -131,6 +133,22 @@ for _T in TILES:
         rows=16,
         width=_T,
     )
+AXES["no padding"] = Axis(
+    f"batches in which every response fills all {FULL} columns",
+    lengths=(FULL,),
+    rows=16,
+    width=FULL,
+)
+AXES["first step"] = Axis(
+    "64 responses of a first step, where π_θ, π_old and π_ref are equal; none of them has a token in the first "
+    f"{LATE[0]} columns, as behind prompts",
+    lengths=(1, 17, 65),
+    rows=WIDE[1],
+    ref=(0.0,),
+    masks=("late",),
+    width=LATE[-1] + 66,
+    is_on_policy=True,
+)
 _TWO = replace(
     AXES["masks"],
     A=(1.0, -1.0, 1e-6, -1e-6, 7.0, -7.0, 40.0, -40.0),
@@ -265,12 +283,14 @@ def _stress_batch(
     if wide:  # the response's own ratio is drawn, its tokens are scattered around it
         x = x[:, :1] / (1 if level == "sequence_mean" else n[:, None])
         x = x + drawn.noise - drawn.noise.sum(1, keepdims=True) / n[:, None]
+    x = np.zeros_like(x) if of.is_on_policy else x
     old = np.minimum(drawn.old, np.where(x > 0, -x - 1e-3, 0))
     lp = np.minimum(old + x, 0)
     if of.sure and not wide:
         old, lp = np.where(drawn.is_sure, drawn.sure, (old, lp))
     if of.rho and corrects:
         old = np.minimum(old, drawn.log_rho - 1e-3)  # μ is a probability too
+        old = np.where(drawn.is_sampled_surely, drawn.log_rho, old)
         lp = np.minimum(old + x, 0)
     ref = np.minimum(lp + drawn.ref, -1e-3)
 
@@ -313,6 +333,7 @@ class Drawn:
     is_sure: np.ndarray
     sure: np.ndarray  # log π_old and log π_θ of certain tokens, [2, B, T]
     log_rho: np.ndarray
+    is_sampled_surely: np.ndarray  # μ is 1
     # of a response's ratio
     noise: np.ndarray
     # of ratios that may be multiplied: an order of the columns, [T], and what keeps two
@@ -370,7 +391,12 @@ def _drawn(
         drawn["is_sure"] = rng.random((B, T)) < 0.6
         drawn["sure"] = np.log1p(-(10 ** rng.uniform(-6, -1, (2, B, T))))
     if of.rho:
-        drawn["log_rho"] = _sampler_ratios(of.rho, mask, rng)
+        log_rho = _sampler_ratios(of.rho, mask, rng)
+        # of the responses whose ratios are near 1
+        whole = (np.arange(B) % 6 == 5)[:, None]
+        log_rho = np.where(whole, -np.abs(log_rho), log_rho)
+        surely = (log_rho <= 0) & (whole | (rng.random((B, T)) < 0.1))
+        drawn |= {"log_rho": log_rho, "is_sampled_surely": surely}
     drawn["ref"] = draw(of.ref)
     H = rng.uniform(0, of.entropy, size=(B, T))
     # below the 80 % quantile of a response, at which objectives tell tokens apart

@@ -36,6 +36,11 @@ DOUBLE, SINGLE, HALF = 1e-8, 1e-4, 0.06
 # of dW in bfloat16, in errors of rounding the exact one once: a note, a failure
 ONE_ROUNDING, MANY = 2.0, 5.0
 VALUES = {"log-prob", "entropy"}
+# how far a factor that all numbers share may be from 1: a temperature that is rounded
+# to bfloat16 is off by up to 0.002
+FACTOR = 3e-3
+# of which numbers: one of dW is a sum, which rounding may shrink
+SCALED = {"log-prob", "gradient of hidden", "gradient of logits"}
 
 
 @dataclass
@@ -362,6 +367,7 @@ def bfloat16(case: Case) -> Iterator[Finding]:
         yield from case.compare(
             "bfloat16", "hidden states and weight in bfloat16", p, done, least=HALF
         )
+    yield from _scaled(done, want)
     if "gradient of weight" in off:
         exact = want.numbers["gradient of weight"]
         times = (
@@ -380,6 +386,29 @@ def bfloat16(case: Case) -> Iterator[Finding]:
         elif times > ONE_ROUNDING:
             words = f"8,191 tokens: dW is off by {times:.1f} times what rounding the exact one once costs"
             yield note("bfloat16", words, cause="rounding")
+
+
+def _scaled(done: Outcome, want: Outcome) -> Iterator[Finding]:
+    """The first number whose values share a factor, beyond what chance explains.
+
+    Rounding goes up as often as down, so over many tokens it leaves none. A temperature
+    that is a few percent off does.
+    """
+    for key, found in done.numbers.items():
+        if key not in SCALED:
+            continue
+        right = want.numbers[key]
+        size = right.square().sum()
+        k = (found * right).sum() / size
+        # the standard error of k, from what is left beside the factor
+        error = ((found - k * right) * right).square().sum().sqrt() / size
+        if (k - 1).abs() <= FACTOR + 4 * error:
+            continue
+        regime = f"8,191 tokens in bfloat16: the factor that every {key} has in common"
+        yield fail(
+            "bfloat16", regime, Number(1.0, "factor"), Number(k.item(), "factor")
+        )
+        return
 
 
 def _summed(p: Problem, done: Outcome, exact: Tensor) -> str:
