@@ -189,9 +189,10 @@ def check_step(
                 'without=["temperature"].'
             )
         with (
+            threads_for(model),
             perturbed(model, perturb_weights)
             if isinstance(model, nn.Module)
-            else nullcontext()
+            else nullcontext(),
         ):
             return _check(step, model, goal, asked, rows, without, seed, explain)
 
