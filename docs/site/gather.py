@@ -39,8 +39,7 @@ LANGUAGES = {
 }
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCED = re.compile(r"^(`{3,}|:{3,}|~{3,}).*?^\1[ \t]*$", re.M | re.S)
-# what the site shows in the place of these words
-FIELD = "(on the site: in a field).\n"
+FIELD = "<!-- picture-field -->"  # where the site has it
 FRAME = '<iframe class="picture" src="../picture/index.html" title="Your picture" sandbox="allow-scripts"></iframe>'
 MATHJAX = "d4295dc33744836935c1399feece5159577b34c5c8ffb9f1c6324cd82e03a882"
 
@@ -142,7 +141,7 @@ class Gathering:
             return
         self.texts[name] = ""
         text = (ROOT / path).read_text(encoding="utf-8")
-        text = text.replace(FIELD, f"(below).\n\n{FRAME}\n")
+        text = text.replace(FIELD, FRAME)
         self.texts[name] = self.turned(text, Path(path).parent, name)
 
     def turned(self, text: str, folder: Path, name: str) -> str:
