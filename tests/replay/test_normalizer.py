@@ -48,6 +48,18 @@ def test_the_gradient_of_the_objective_is_its_own(name, dtype):
     assert found and not found.findings and found.factor == pytest.approx(1, abs=1e-6)
 
 
+def test_a_gradient_that_float32_cannot_hold_is_no_other_sum():
+    """Of a response whose weight underflows the trainer has 0, the reference 1e-60."""
+    adv = COLUMNS["adv"].double().clone()
+    adv[0] = 1e-60
+    columns = COLUMNS | {"adv": adv}
+    step = terms_of(make_batch(columns, file="f"), as_run("dapo", {}), {})
+    recorded = step.own().gradient().float().double()
+    assert not recorded[0].any() and step.own().gradient()[0].any()
+    found = normalizer(make_batch(columns | {"grad": recorded}, file="f"), "dapo")
+    assert found and not found.findings
+
+
 @pytest.mark.parametrize(
     "agg", ["seq-mean-token-mean", "seq-mean-token-sum", "group-token-mean"]
 )

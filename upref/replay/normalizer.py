@@ -30,6 +30,8 @@ ROUNDING = 2e-4  # of a token's gradient, computed in float32
 HALF = 3e-2  # the same in bfloat16, whose unit roundoff is 4e-3
 # nats by which float32 may move log r beside a clip bound, in units of 1 + |log r|
 BAND = 1e-5
+# a smaller gradient of a token is 0 in the trainer's float32
+LEAST = torch.finfo(torch.float32).tiny
 OFF = 1e-3  # of the tokens may be off: at a clip bound that the band does not reach
 
 
@@ -111,7 +113,8 @@ class _Comparison:
         r = torch.where(self.kept, reference, 0.0)
         g = torch.where(self.kept, self.recorded, 0.0)
         squares = (r * r).sum(1)
-        factor = torch.where(squares > 0, (g * r).sum(1) / squares, torch.nan)
+        told = r.abs().amax(1) > LEAST
+        factor = torch.where(told, (g * r).sum(1) / squares, torch.nan)
         size = r.abs().amax(1, keepdim=True) * factor.abs().nan_to_num()[:, None]
         off = self.kept & (
             (g - factor.nan_to_num()[:, None] * r).abs() > self.tolerance * size
