@@ -66,7 +66,8 @@ def page(o: Objective, folder: Path) -> str:
 
 # ---- the list --------------------------------------------------------------------
 ROW = re.compile(r"^\| `(\w+)` \|.*\| ([^|]*) \| ([^|]*) \|$")
-HEAD = "| name | J | level | aggregation | paper | trainers |"
+HEAD = "| name | J | level | aggregation | paper | trainers |\n" + "|---" * 6 + "|\n"
+SHOWN = "| objective | J | weight | paper | trainers |\n" + "|---" * 5 + "|\n"
 
 
 def listed(text: str) -> str:
@@ -75,7 +76,7 @@ def listed(text: str) -> str:
     """
     out: list[str] = []
     rows: list[tuple[int, str]] = []
-    for line in [*text.splitlines(), ""]:
+    for line in [*text.replace(HEAD, SHOWN).splitlines(), ""]:
         row = ROW.match(line)
         if row:
             name, paper, trainers = row.groups()
@@ -83,14 +84,12 @@ def listed(text: str) -> str:
             continue
         out += [entry for _, entry in sorted(rows, key=lambda row: row[0])]
         rows.clear()
-        if line == HEAD:
-            line = "| objective | J | weight | paper | level | trainers |"
         out.append(line)
     return "\n".join(out)
 
 
 def _entry(name: str, paper: str, trainers: str) -> str:
-    """Its row: what people call it, its formula, its weight, its paper, its level."""
+    """Its row: what people call it, its formula, its weight, its paper."""
     o = get(name)
     called = ABOUT[name][0]
     formula = tex.equation(o.equation).replace("|", r"\vert ")
@@ -98,7 +97,7 @@ def _entry(name: str, paper: str, trainers: str) -> str:
     key, _, mark = paper.partition(" ")
     thumb = _thumb(o, Path(), "objectives/")
     link = f"[{called}](objectives/{name}.md) `{name}`"
-    row = [link, math, thumb.strip(), f"`{key}` {mark}".strip(), o.level, trainers]
+    row = [link, math, thumb.strip(), f"`{key}` {mark}".strip(), trainers]
     return f"| {' | '.join(row)} |"
 
 

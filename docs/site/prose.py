@@ -12,7 +12,9 @@ from importlib import resources
 KEPT = (
     r"`+[^`\n]+`+|\$\$.*?\$\$|\$[^$\n]+\$|\]\([^)\s]*\)|<[^>\n]+>|^#.*?$|^[:`]{3,}.*?$"
 )
-INDEXED = r"(?P<letter>[πεδτβoμ])_(?P<index>θ|old|low|high|ref|pos|neg|it|[ti])\b"
+INDEXED = (
+    r"(?<!\w)(?P<letter>[πεδτβoμ])_(?P<index>θ|old|low|high|ref|pos|neg|it|[ti])\b"
+)
 FIELD = re.compile(r"^  (\w+) = \{(.*?)\},?\n(?=  \w+ = |\})", re.M | re.S)
 PATTERN = re.compile(rf"(?P<kept>{KEPT})|{INDEXED}", re.M | re.S)
 

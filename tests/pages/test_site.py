@@ -57,10 +57,10 @@ def test_indices_are_set_low_and_papers_have_names():
 
     assert all(paper.authors and paper.year for paper in papers().values())
     assert not [key for key, paper in papers().items() if paper.authors == key]
-    text = "# π_θ\nπ_θ(o_t), `π_θ`, $\\pi_θ$, [ε_low](a.md#ε_low), lp_old; `yu2025dapo`"
+    text = "# π_θ\nπ_θ(o_t), `π_θ`, $\\pi_θ$, [ε_low](a.md#ε_low), lp_old, ratio_low; `yu2025dapo`"
     assert typeset(text) == (
         "# π_θ\nπ<sub>θ</sub>(o<sub>t</sub>), `π_θ`, $\\pi_θ$, "
-        "[ε<sub>low</sub>](a.md#ε_low), lp_old; "
+        "[ε<sub>low</sub>](a.md#ε_low), lp_old, ratio_low; "
         "[Yu et al. 2025](https://arxiv.org/abs/2503.14476)"
     )
 
