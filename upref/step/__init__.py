@@ -4,6 +4,7 @@ gradient?
 """
 
 from upref.step.check import StepReport, check_recorded, check_step
+from upref.step.dump import check_dump, dump_step
 from upref.step.identify import StepIdentification, identify_step
 from upref.step.record import Recorded, Step, record_step
 from upref.step.reference import Functions, TorchModel
@@ -17,8 +18,10 @@ __all__ = [
     "StepIdentification",
     "StepReport",
     "TorchModel",
+    "check_dump",
     "check_recorded",
     "check_step",
+    "dump_step",
     "identify_step",
     "record_step",
 ]

@@ -245,7 +245,7 @@ def _check(
 
     name = getattr(step, "__name__", type(step).__name__)
     more = second if rows is None else None
-    return _report(
+    return report_step(
         name, goal, case, found, passes, bound, start, again, inside, explain, more
     )
 
@@ -324,7 +324,7 @@ def check_recorded(
         tol = allowed(goal, case, bound)
         name = f"step {n}"
         reports.append(
-            _report(
+            report_step(
                 name,
                 goal,
                 case,
@@ -362,7 +362,7 @@ def check_recorded(
 
 
 # ---- the verdict ---------------------------------------------------------------------
-def _report(
+def report_step(
     name: str,
     goal: Goal,
     case: Case,
