@@ -44,9 +44,19 @@ def pytest_runtest_protocol(item):
 
 
 def record(tests: list[tuple[float, str]]) -> None:
-    """Write the slow ones of these (seconds, name) into RECORD, the longest first."""
-    slow = sorted((test for test in tests if test[0] >= SLOW), reverse=True)
-    lines = (f"{seconds:.1f}\t{name}\n" for seconds, name in slow)
+    """Write the slow ones of these (seconds, name) into RECORD, the longest first; a
+    test that did not run keeps its row.
+    """
+    ran = {name for _, name in tests}
+    before = RECORD.read_text(encoding="utf-8") if RECORD.exists() else ""
+    kept = [
+        (float(seconds), name)
+        for line in before.splitlines()
+        for seconds, _, name in [line.partition("\t")]
+        if name not in ran and (RECORD.parents[1] / name.split("::")[0]).exists()
+    ]
+    slow = [test for test in tests if test[0] >= SLOW]
+    lines = (f"{seconds:.1f}\t{name}\n" for seconds, name in sorted(slow + kept)[::-1])
     write_atomically(RECORD, "".join(lines))
 
 

@@ -118,3 +118,20 @@ def test_a_benchmark_runs_to_its_end(name, tmp_path):
     assert done.returncode in statuses and "Traceback" not in done.stderr, (
         done.stdout + done.stderr
     )
+
+
+def test_a_part_of_the_suite_keeps_the_rows_of_the_rest(tmp_path, monkeypatch):
+    """A row goes where its test is faster now, and where its file is gone."""
+    (tmp_path / "tests").mkdir()
+    for name in ("test_a.py", "test_b.py"):
+        (tmp_path / "tests" / name).touch()
+    record = tmp_path / "tests/seconds.tsv"
+    record.write_text(
+        "9.0\ttests/test_a.py::slow\n8.0\ttests/test_a.py::faster\n"
+        "7.0\ttests/gone.py::test\n3.0\ttests/test_b.py::other\n"
+    )
+    monkeypatch.setattr(seconds, "RECORD", record)
+    seconds.record([(5.0, "tests/test_a.py::slow"), (0.1, "tests/test_a.py::faster")])
+    assert record.read_text() == (
+        "5.0\ttests/test_a.py::slow\n3.0\ttests/test_b.py::other\n"
+    )
