@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What explains a word comes before what uses it: the glossary, the lessons and the how-to guides first.
+// The page of that very name comes first. Then what explains a word comes before what uses it: the glossary, the lessons and the how-to guides.
 var Scorer = {
   score: (result) => {
-    const [docname, , anchor, , score] = result;
+    const [docname, title, anchor, , score] = result;
+    const asked = new URLSearchParams(location.search).get("q")?.trim().toLowerCase();
+    const named = !anchor && title.toLowerCase() === asked ? 100 : 0;
     const order = [
       [/^glossary/, 60],
       [/^course\//, 40],
@@ -11,7 +13,7 @@ var Scorer = {
       [/^(frameworks\/|files\/|changelog)/, -20],
     ];
     const found = order.find(([page]) => page.test(docname));
-    return score + (found ? found[1] : 0) - (docname.startsWith("files/") ? 20 : 0) + (anchor ? 0 : 1);
+    return score + named + (found ? found[1] : 0) - (docname.startsWith("files/") ? 20 : 0) + (anchor ? 0 : 1);
   },
   objNameMatch: 11,
   objPartialMatch: 6,
