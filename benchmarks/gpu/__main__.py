@@ -7,8 +7,9 @@
 
 Each part is a process with a time limit of its own. Parts that measure no time run side
 by side; training and the sizes run alone. A part that fails or is ended keeps the rows
-that it has. FOLDER gets gpu.json and gpu.log; `python -m docs.make gpu.md` makes
-docs/gpu.md of benchmarks/gpu.json.
+that it has, and the exit status is 1. FOLDER gets gpu.json and gpu.log. `python -m
+benchmarks.gpu.keep FOLDER/gpu.json COMMIT` adds the rows to results.json, and `python
+-m docs.make docs/gpu.md` makes the page.
 
 Needs torch with CUDA and transformers; TRL, verl and Liger are checked where they are
 installed.
@@ -96,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         run(together, every, args, work, states, width)
         for alone in (n for n in ALONE if n in names):
             run([alone], every, args, work, states, 1)
-    return 0
+    return int(any(state["status"] != 0 for state in states.values()))
 
 
 def run(

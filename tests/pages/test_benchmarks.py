@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import check, speed, tests as seconds
+from benchmarks.gpu import keep
 from tests import conftest
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,7 @@ def test_all_that_stand_in_one_row_have_one_gradient(pair):
 # busy machine may have
 COMMANDS: dict[str, tuple[str, set[int]]] = {
     "check": ("", {0, 1}),  # 1: slower than a limit
+    "gpu": ("--out {folder} --trial kernels-11 steps-7", {0}),
     "hidden": ("--quick accuracy memory", {0}),
     "mini": ("rollout --rounds 1", {0}),
     "readability": ("", {0}),
@@ -73,7 +75,26 @@ def test_every_benchmark_has_a_command_that_is_run():
         for p in (ROOT / "benchmarks").glob("*.py")
         if "__main__" in p.read_text(encoding="utf-8")
     }
-    assert started == {*COMMANDS}
+    folders = {p.parent.name for p in (ROOT / "benchmarks").glob("*/__main__.py")}
+    assert started | folders == {*COMMANDS}
+
+
+def test_a_row_of_a_new_gpu_run_takes_the_place_of_its_name():
+    def run(seconds, objective):
+        row = {"objective": objective, "seconds": seconds}
+        facts = {"gpu": "H100", "fact": "machine", "date": "2026-11-26"}
+        return {"parts": {}, "rows": {"losses-0": [row], "facts": [facts]}}
+
+    first = keep.added({}, run(1.0, "dapo"), "a")
+    both = keep.added(first, run(2.0, "grpo"), "b")
+    again = keep.added(both, run(3.0, "dapo"), "c")
+    assert [r["commit"] for r in again["runs"]] == ["a", "b", "c"]
+    found = [
+        (r["objective"], r["seconds"], r["of"])
+        for r in again["rows"]
+        if "objective" in r
+    ]
+    assert found == [("dapo", 3.0, 2), ("grpo", 2.0, 1)]
 
 
 def test_the_tests_that_took_longest_begin(tmp_path, monkeypatch):
