@@ -74,7 +74,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+def marked(case):
+    """A case whose search takes half a minute of CPU time runs by night."""
+    marks = [pytest.mark.nightly] if case.endswith("gemma2") else []
+    return pytest.param(case, marks=marks)
+
+
+@pytest.mark.parametrize("case", map(marked, CASES))
 def test_a_model_on_a_device_has_the_verdict_of_the_cpu(case):
     make, step = CASES[case]
     torch.manual_seed(0)
