@@ -503,7 +503,8 @@ def test_files_and_packages_of_one_name(tmp_path):
         "from .the_bounds_of_it import EPS\n" + LOSS
     )
     with pytest.raises(
-        InputError, match="does not import: ImportError: attempted relative import"
+        InputError,
+        match=r"does not import: ImportError: attempted relative import.*the leading dot",
     ):
         upref.weights.curve.of(f"{tmp_path}/a/lonely.py:loss")
 
@@ -687,3 +688,11 @@ def test_a_method_says_what_to_do(tmp_path):
 def test_a_name_in_capitals_has_one_suggestion(name, meant):
     with pytest.raises(InputError, match=rf"did you mean {meant}\?$"):
         upref.get(name)
+
+
+def test_code_that_asks_for_a_gpu_is_told_where_its_inputs_are():
+    def loss(log_prob, old_log_prob, advantages, mask):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    with pytest.raises(InputError, match="device of log_prob"):
+        upref.check(loss, "dapo")

@@ -396,13 +396,20 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
         if is_out_of_memory(e) or is_gpu_lost(e):
             raise stopped(gone(name, e)) from e
         raise InputError(
-            f"{name} raised {type(e).__name__}: {one_line(e)}{_place(e)}"
+            f"{name} raised {type(e).__name__}: {one_line(e)}{_place(e)}{asks_for_gpu(e)}"
         ) from e
     finally:
         # it forked, and this is the copy: one report is enough
         if os.getpid() != process:
             _exit(0)
     return answer, out.wrote
+
+
+def asks_for_gpu(e: BaseException) -> str:
+    """What to do about code that asks for a GPU where there is none, in words."""
+    said = str(e)
+    absent = "not compiled with CUDA" in said or "NVIDIA driver" in said
+    return "; make tensors on the device of log_prob, not on cuda" if absent else ""
 
 
 _INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}

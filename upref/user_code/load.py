@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from upref.errors import InputError
 from upref.files import require_readable
 from upref.interrupt import Terminated
-from upref.user_code.guard import one_line
+from upref.user_code.guard import asks_for_gpu, one_line
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -161,6 +161,16 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
+def _imports(e: BaseException) -> str:
+    """What to do about an import that fails, in words."""
+    if "attempted relative import" not in str(e):
+        return asks_for_gpu(e)
+    return (
+        "; import without the leading dot, or name the module of its package from the folder above: "
+        "package.module:function"
+    )
+
+
 @contextlib.contextmanager
 def _as_input_error(what: str) -> Any:
     """Whatever an import does becomes one sentence; what it prints goes to stderr:
@@ -181,7 +191,7 @@ def _as_input_error(what: str) -> Any:
         ) from e
     except BaseException as e:
         raise InputError(
-            f"{what} does not import: {type(e).__name__}: {one_line(e)}."
+            f"{what} does not import: {type(e).__name__}: {one_line(e)}{_imports(e)}."
         ) from e
     finally:
         if os.getpid() != process:  # it forked, and this is the copy
