@@ -54,6 +54,8 @@ class Case:
         holes: whether some response tokens do not train, as output of tools.
         ends: whether each response ends in the end token; False: some are cut off at
             the longest length.
+        end_inside: whether an end token stands inside the longer responses, as the end
+            of a turn does; it trains, and so do tokens behind it.
         equal_lengths: whether all prompts have one length, all responses have one, and
             every response token trains.
         ranks: processes of a group.
@@ -81,6 +83,7 @@ class Case:
     dtype: str = "float32"
     holes: bool = True
     ends: bool = True
+    end_inside: bool = False
     equal_lengths: bool = False
     ranks: int = 1
     parallel: str = "data"
@@ -120,6 +123,7 @@ def _level_1() -> Iterable[Case]:
     yield Case("mask/every-token-trains", 1, holes=False)
     yield Case("mask/holes", 1, "grpo")
     yield Case("mask/cut-off-responses", 1, ends=False)
+    yield Case("mask/end-inside", 1, holes=False, end_inside=True, suite="2026.12")
 
 
 def _level_2() -> Iterable[Case]:

@@ -80,6 +80,10 @@ def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
     if case.ends:
         for row in rows:
             row.response[-1] = END
+    if case.end_inside:
+        for row in rows:
+            if len(row.response) > 4:
+                row.response[len(row.response) // 2] = END
     goal = meant(case.objective, dict(case.hp), case.temperature)
     sample(rows, TorchModel(model), goal, seed=seed, coarse=case.dtype != "float32")
     return rows
