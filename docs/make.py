@@ -98,7 +98,7 @@ def put(name: str, code: str, folder: Path):
 
 
 def run(command: str, folder: Path) -> str:
-    """What it prints, in that folder."""
+    """What it prints, in that folder; files of the checkout are named from its top."""
     library = os.pathsep.join(
         map(
             str,
@@ -120,7 +120,8 @@ def run(command: str, folder: Path) -> str:
         **both,
     )
     assert "Traceback" not in done.stdout, done.stdout
-    return "".join(line.rstrip() + "\n" for line in done.stdout.rstrip().splitlines())
+    said = done.stdout.replace(f"{ROOT}/", "")
+    return "".join(line.rstrip() + "\n" for line in said.rstrip().splitlines())
 
 
 # ---- what is generated ---------------------------------------------------------------
