@@ -46,6 +46,20 @@ def test_a_bug_is_rejected_and_named(name, cause, step, model):
     assert cause in report.failures[0].cause, report
 
 
+@pytest.mark.parametrize(("factor", "named"), [(1 + 4e-5, False), (1 + 4e-4, True)])
+def test_a_difference_near_rounding_has_no_cause(factor, named, model):
+    """An entropy bonus with a coefficient of 1e-4 would fit it, and rounding does too."""
+
+    def scaled(m, rows):
+        right(m, rows)
+        for p in m.parameters():
+            p.grad *= factor
+
+    failure = check_step(scaled, model, "dapo", temperature=T).failures[0]
+    assert bool(failure.fault_ids) == named, failure
+    assert ("too little to tell a cause from" in failure.cause) != named
+
+
 def test_the_model_is_as_it_was(model):
     before = copy.deepcopy(model.state_dict())
     check_step(right, model, "dapo", temperature=T)

@@ -42,6 +42,11 @@ from upref.verify.finding import NO_CAUSE, Cause, Number
 from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_state
 
 LARGE = 5_000_000  # parameters of a model that threads make faster
+CLOSE = 3  # times the bound: below that, rounding fits terms with coefficients too
+TOO_CLOSE = (
+    f"{UNKNOWN}: the difference is less than {CLOSE} times what rounding may make, "
+    "which is too little to tell a cause from"
+)
 
 
 @dataclass(frozen=True)
@@ -423,11 +428,12 @@ def report_step(
         )
     if not error <= bound or parameters(model, it.found, it.want, bound):
         one = Attempt(it, case, bound, again)
-        findings += (
-            _diagnosed(one, second)
-            if explain
-            else [_difference(it, "the cause was not searched")]
-        )
+        if not explain:
+            findings.append(_difference(it, "the cause was not searched"))
+        elif not half and bound < error < CLOSE * bound:
+            findings.append(_difference(it, TOO_CLOSE))
+        else:
+            findings += _diagnosed(one, second)
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if passes == 1:
         unexercised.append("micro-batches")

@@ -993,7 +993,7 @@ def _forms(
     for sign, kept in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
         yield made(
             "advantage",
-            f"no token with {sign} has a gradient: its advantage is dropped, or its term detached",
+            f"no token with {sign} has a gradient: its advantage is dropped, its term is detached, or its term is constant",
             lambda lp, old, A, m, kept=kept: j(lp, old, A.clamp(**kept), m),
             id=DROPPED[sign],
         )
