@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of issues for the maintainers, and which blaming entries have no answer of
-theirs: `python -m docs.drafts`.
+"""Drafts of issues for the maintainers, and which blaming entries have neither a thread
+nor words of the framework: `python -m docs.drafts`.
 
-An entry of a ledger that blames is to have the maintainers' view beside it: their
-thread, or their own words. Where neither is known, upstream/issues.toml has a draft of
+An entry of a ledger that blames is to have beside it a thread that discusses it, or
+the framework's own words. Where neither is known, upstream/issues.toml has a draft of
 an issue. The command counts all three, and lists the entries that have none. With
 --write it writes the drafts of each framework, with version, line and script, into
 upstream/FRAMEWORK/ISSUES.md.

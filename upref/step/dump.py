@@ -93,7 +93,7 @@ class SketchedModel(TorchModel):
             }
         )
 
-    def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
+    def pull_each(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
         for one in dz:
             yield self.pull(z, one, ids)[None]
 

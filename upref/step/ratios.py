@@ -38,7 +38,7 @@ BESIDE = {True: 0.15, False: 0.03}
 SMALLEST = {"sequence_mean": 2e-5, "sequence_product": 1e-3}
 STEP = 0.03  # of the grid, relative
 EFFECT = 0.02  # of A: a weight that changes by less does not show where a bound is
-KEPT = 0.3  # of a sign's tokens have a ratio that no bound asks for
+KEPT_FREE = 0.3  # of a sign's tokens have a ratio that no bound asks for
 LIMIT = -1e-3  # of an old log-probability
 DRAWS = 12  # designs that are tried for an objective whose tokens are coupled
 # of log r over a response, or its sum, of the responses that no bound asks for: where A
@@ -107,10 +107,10 @@ def choose_log_ratios(
     """
     aims = [*_aims(batch, o, hp, coarse)]
     if o.level in REDUCE:
-        return _of_responses(batch, o, aims, rng, coarse)
+        return _response_log_ratios(batch, o, aims, rng, coarse)
     best: tuple[int, np.ndarray] | None = None
     for _ in range(DRAWS if o.level == "custom" else 1):
-        drawn = _of_tokens(batch, aims, rng, coarse)
+        drawn = _token_log_ratios(batch, aims, rng, coarse)
         unseen = (
             _unseen(batch, o, hp, torch.from_numpy(drawn)) if o.level == "custom" else 0
         )
@@ -204,9 +204,20 @@ def _between(moved: np.ndarray, grid: np.ndarray, beside: float) -> np.ndarray:
 
 
 # ---- tokens --------------------------------------------------------------------------
-def _of_tokens(
-    batch: Batch, aims: list[np.ndarray], rng: np.random.Generator, coarse: bool
+def _token_log_ratios(
+    batch: Batch, wanted: list[np.ndarray], rng: np.random.Generator, coarse: bool
 ) -> np.ndarray:
+    """Draw log r of every token, and put tokens on either side of each bound.
+
+    Args:
+        batch: whose advantages and mask say which tokens may carry a bound.
+        wanted: log r beside each bound, [B, T], NaN where a token cannot have it.
+        rng: the draw.
+        coarse: far from every bound, for a step in half precision.
+
+    Returns:
+        log r, [B, T].
+    """
     lp, A, mask = (x.numpy() for x in (batch.lp, batch.adv, batch.mask))
     inside, outside = (rng.uniform(*span, lp.shape) for span in COARSE)
     size = (
@@ -214,18 +225,20 @@ def _of_tokens(
         if coarse
         else rng.uniform(*SPREAD, lp.shape)
     )
-    d = size * rng.choice([-1, 1], lp.shape)
-    d = np.where(lp - d <= LIMIT, d, size)
+    log_r = size * rng.choice([-1, 1], lp.shape)
+    log_r = np.where(lp - log_r <= LIMIT, log_r, size)
     free = mask.copy()
 
-    def put(x: np.ndarray, sign: int, first: np.ndarray) -> None:
+    def place_one(x: np.ndarray, sign: int, rank: np.ndarray) -> None:
         """Give one free token of that sign its ratio: of those that can have it one
         with the lowest rank.
         """
         able = free & (A * sign > 0) & np.isfinite(x) & (lp - np.nan_to_num(x) <= LIMIT)
         if able.any():
-            place = np.unravel_index(np.argmin(np.where(able, first, np.inf)), d.shape)
-            d[place] = x[place]
+            place = np.unravel_index(
+                np.argmin(np.where(able, rank, np.inf)), log_r.shape
+            )
+            log_r[place] = x[place]
             free[place] = False
 
     # One token of each response is inside of all bounds, so that each response trains:
@@ -234,23 +247,25 @@ def _of_tokens(
         places = np.nonzero(one)[0]
         if len(places):
             t = places[-1] if one.sum() == mask.sum(1).max() else rng.choice(places)
-            d[i, t] = rng.uniform(*COARSE[0])
+            log_r[i, t] = rng.uniform(*COARSE[0])
             free[i, t] = False
-    rare = sorted(aims, key=lambda x: np.isfinite(x).sum())
+    rarest_first = sorted(wanted, key=lambda x: np.isfinite(x).sum())
     # The same ratios where A has the other sign and the bound should not act.
-    inert = [np.where(np.isfinite(x), np.nan, np.nanmedian(x)) for x in rare]
+    inert = [np.where(np.isfinite(x), np.nan, np.nanmedian(x)) for x in rarest_first]
     for sign in (1, -1):
         of_sign = mask & (A * sign > 0)
         # in half precision on large advantages, whose tokens rounding does not hide
-        for x in rare:
-            put(x, sign, rng.random(lp.shape) - (np.abs(A) if coarse else 0))
+        for x in rarest_first:
+            place_one(x, sign, rng.random(lp.shape) - (np.abs(A) if coarse else 0))
         # on small advantages, so that no token outweighs the others
-        for far in () if coarse else FAR:
-            put(np.full(lp.shape, far), sign, np.abs(A) + rng.random(lp.shape) / 100)
-        for x in inert + rare:
-            if (free & of_sign).sum() > KEPT * of_sign.sum():
-                put(x, sign, rng.random(lp.shape))
-    return d
+        if not coarse:
+            for far in FAR:
+                rank = np.abs(A) + rng.random(lp.shape) / 100
+                place_one(np.full(lp.shape, far), sign, rank)
+        for x in inert + rarest_first:
+            if (free & of_sign).sum() > KEPT_FREE * of_sign.sum():
+                place_one(x, sign, rng.random(lp.shape))
+    return log_r
 
 
 def _unseen(batch: Batch, o: Objective, hp: dict[str, Any], log_r: Tensor) -> int:
@@ -267,7 +282,7 @@ def _unseen(batch: Batch, o: Objective, hp: dict[str, Any], log_r: Tensor) -> in
 
 
 # ---- responses -----------------------------------------------------------------------
-def _of_responses(
+def _response_log_ratios(
     batch: Batch,
     o: Objective,
     aims: list[np.ndarray],

@@ -24,7 +24,7 @@ from upref.step.model_errors import described
 # whose factors, weights among them, are rounded too
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
-AT_ONCE = 2_000_000  # numbers of a batch of gradients
+NUMBERS_AT_ONCE = 2_000_000  # numbers of a batch of gradients
 CPU = torch.device("cpu")
 WITHOUT_FLOAT64 = ("mps",)  # kinds of devices; the reference computes on the CPU there
 # name of a parameter -> float64; elsewhere one vector [P], in the order of `shapes`
@@ -174,7 +174,7 @@ class Model(ABC):
             ids: token ids, [S].
         """
 
-    def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
+    def pull_each(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
         """[n, P] for dz [n, S, V], in parts.
 
         Args:
@@ -326,15 +326,17 @@ class TorchModel(Model):
             {n: x for n, x in zip(self.params, g, strict=True) if x is not None}
         )
 
-    def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
+    def pull_each(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
         params = [*self.params.values()]
-        for some in dz.split(max(1, AT_ONCE // sum(p.numel() for p in params))):
+        for chunk in dz.split(
+            max(1, NUMBERS_AT_ONCE // sum(p.numel() for p in params))
+        ):
             try:
                 with in_float64(self.device):
                     g = torch.autograd.grad(
                         z,
                         params,
-                        some,
+                        chunk,
                         retain_graph=True,
                         allow_unused=True,
                         is_grads_batched=True,
@@ -343,10 +345,10 @@ class TorchModel(Model):
                 RuntimeError,
                 NotImplementedError,
             ):  # an operation that cannot be batched
-                yield from super().pulls(z, some, ids)
+                yield from super().pull_each(z, chunk, ids)
                 continue
             each = [
-                some.new_zeros(len(some), p.numel())
+                chunk.new_zeros(len(chunk), p.numel())
                 if x is None
                 else x.flatten(1).cpu()
                 for p, x in zip(params, g, strict=True)

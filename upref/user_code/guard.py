@@ -396,7 +396,7 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
         if is_out_of_memory(e) or is_gpu_lost(e):
             raise stopped(gone(name, e)) from e
         raise InputError(
-            f"{name} raised {type(e).__name__}: {one_line(e)}{_place(e)}{asks_for_gpu(e)}"
+            f"{name} raised {type(e).__name__}: {one_line(e)}{_where_raised(e)}{asks_for_gpu(e)}"
         ) from e
     finally:
         # it forked, and this is the copy: one report is enough
@@ -413,26 +413,26 @@ def asks_for_gpu(e: BaseException) -> str:
 
 
 _INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-_OTHERS = tuple(
+_NOT_USER_CODE = tuple(
     os.path.realpath(folder) + os.sep
     for folder in (str(Path(__file__).parents[1]), *_INSTALLED)
 )
 
 
-def _place(error: BaseException) -> str:
+def _where_raised(error: BaseException) -> str:
     """Where the user's own code raised it, in words: the innermost frame outside of
     upref and of what is installed.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    mine = [
+    users = [
         f
         for f in frames
         if os.path.isfile(f.filename)
-        and not os.path.realpath(f.filename).startswith(_OTHERS)
+        and not os.path.realpath(f.filename).startswith(_NOT_USER_CODE)
     ]
     return (
-        f" ({os.path.basename(mine[-1].filename)}, line {mine[-1].lineno}, in {mine[-1].name})"
-        if mine
+        f" ({os.path.basename(users[-1].filename)}, line {users[-1].lineno}, in {users[-1].name})"
+        if users
         else ""
     )
 

@@ -58,13 +58,13 @@ def load(target: str) -> Callable[..., Any]:
 
 
 def name_of(fn: Any) -> str:
-    """As it was given where it was given by name, a line break in it as `\\n`; else the
-    function's own name.
+    """Return the name given, or the function's own; what cannot be printed is escaped.
 
     Args:
         fn: a function or a name.
     """
     if isinstance(fn, str):
+        # repr without its quotes: a line break becomes \n
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in fn)
     if isinstance(fn, functools.partial):
         return name_of(fn.func)

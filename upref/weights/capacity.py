@@ -70,7 +70,7 @@ def capacity(
     missed. A weight that fades without a cut (SAPO) counts as nonzero until float64
     rounds it to 0.
     """
-    p, mu, A = _points(pi, pi_old, adv)
+    p, mu, A = _checked_points(pi, pi_old, adv)
     shape = p.shape
     p, mu, A = p.ravel(), np.maximum(mu.ravel(), TINY), A.ravel()
     curve = _toward_the_update(of(objective, **hp))
@@ -124,7 +124,7 @@ def own_token_bound(
     return np.minimum(1, np.asarray(pi_old) * np.exp(np.minimum(log_r, 700)))
 
 
-def _points(pi: Any, pi_old: Any, adv: Any) -> list[np.ndarray]:
+def _checked_points(pi: Any, pi_old: Any, adv: Any) -> list[np.ndarray]:
     points = []
     for name, x in (("pi", pi), ("pi_old", pi_old), ("adv", adv)):
         try:

@@ -242,9 +242,9 @@ def _advantages(estimator: str, scale: str, n: int = 4):
     )[0]
 
 
-def _dynamic(estimator: str, scale: str):
+def _dynamic_advantages(estimator: str, scale: str):
     """For groups of any size; it computes in float32."""
-    return lambda R, g: _advantage().compute_advantages_dynamic(
+    return lambda R, g: _advantage().compute_advantages_dynamic_advantages(
         R.float()[:, None],
         torch.ones(1),
         [str(i) for i in g.tolist()],
@@ -315,7 +315,7 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "advantages",
             "grpo, dynamic",
-            _dynamic("grpo", "group"),
+            _dynamic_advantages("grpo", "group"),
             "group_norm",
             std,
             tol=1e-3,
@@ -323,7 +323,7 @@ def _parts() -> tuple[Component, ...]:
         Component(
             "advantages",
             "rloo, dynamic",
-            _dynamic("rloo", "none"),
+            _dynamic_advantages("rloo", "none"),
             "leave_one_out",
             tol=1e-5,
         ),

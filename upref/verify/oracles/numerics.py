@@ -4,6 +4,7 @@
 import math
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -228,12 +229,19 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) -> s
     return ""
 
 
-def _lost(hit: tuple[float, float, float, float]) -> float:
-    """How much of its weight a token (A, log r, the expected, the found) loses, divided
-    by its ratio above 1.
-    """
-    _, log_r, expected, found = hit
-    return round(abs(expected - found) / math.exp(abs(log_r)) ** (log_r > 0), 6)
+class Hit(NamedTuple):
+    """A token whose weight differs at a far ratio."""
+
+    A: float
+    log_r: float
+    expected: float
+    found: float
+
+
+def _lost(hit: Hit) -> float:
+    """How much of its weight a token loses, divided by its ratio above 1."""
+    ratio_above_one = math.exp(max(0.0, hit.log_r))
+    return round(abs(hit.expected - hit.found) / ratio_above_one, 6)
 
 
 def clamps(case: Case) -> list[Finding]:
@@ -251,16 +259,16 @@ def clamps(case: Case) -> list[Finding]:
             case.off(b)[:, 0],
         )
         hits += [
-            (A, s * x, expected[n].item(), found[n].item())
+            Hit(A, s * x, expected[n].item(), found[n].item())
             for n, (x, s) in enumerate(product(FAR, (1, -1)))
             if off[n] > HABIT
         ]
     if not hits:
         return []
-    near = [hit for hit in hits if abs(hit[1]) < guard] or hits
+    near = [hit for hit in hits if abs(hit.log_r) < guard] or hits
     # the nearest, where many lose all
-    A, x, want, got = max(near, key=lambda hit: (_lost(hit), -abs(hit[1])))
-    clamp = _clamp(case, hits)
+    A, x, want, got = max(near, key=lambda hit: (_lost(hit), -abs(hit.log_r)))
+    clamp = _clamp_cause(case, hits)
     why = clamp or Cause(UNKNOWN)
     if abs(x) < guard:
         alone = case.ready(single_token_responses(A, [math.exp(x)]))
@@ -314,44 +322,65 @@ def _place(b: Rollouts, x: float) -> tuple[int, int]:
     return divmod(int((b.logp - b.logp_old - x).abs().argmin()), b.mask.shape[1])
 
 
-def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> Cause:
-    """The clamp of log r that, put into the reference, gives the weights found on every
-    batch, far ones too.
+def _clamp_cause(case: Case, hits: list[Hit]) -> Cause:
+    """Find the clamp of log r that gives the reference the weights found on every batch.
+
+    Far batches are among them.
+
+    Args:
+        case: the loss beside its objective.
+        hits: tokens whose weights differ, at least one.
+
+    Returns:
+        The clamp, or no cause where none gives all the weights.
     """
     ends = {1: math.inf, -1: -math.inf}
     for side in ends:
-        if beyond_it := [h for h in hits if h[1] * side > 0]:
-            A, bad = min(((h[0], abs(h[1])) for h in beyond_it), key=lambda h: h[1])
-            good = max((x for x in FAR if x < bad), default=0.0)
-            for _ in range(30):
-                middle = (good + bad) / 2
-                wrong = (
-                    case.off(
-                        case.ready(single_token_responses(A, [math.exp(side * middle)]))
-                    ).max()
-                    > HABIT
-                )
-                good, bad = (good, middle) if wrong else (middle, bad)
-            ends[side] = side * bad
-    far = case.ready(clamped()), case.beyond("ratios")
+        beyond_it = [hit for hit in hits if hit.log_r * side > 0]
+        if beyond_it:
+            nearest = min(beyond_it, key=lambda hit: abs(hit.log_r))
+            ends[side] = side * _where_it_acts(case, nearest.A, side, nearest.log_r)
+    near_batch, far_batch = case.ready(clamped()), case.beyond("ratios")
     # a small difference shows only beyond the bound itself, which is a round number
     for digits in (2, 6):
         low, high = (float(f"{ends[side]:.{digits}g}") for side in (-1, 1))
-        said = (
-            f"to ±{high:g}"
-            if low == -high
-            else f"at {high:g}"
-            if low == -math.inf
-            else f"to {low:g} and above"
-        )
-        said = (
-            said
-            if math.inf in (-low, high) or low == -high
-            else f"to [{low:g}, {high:g}]"
-        )
-        faults = clamp_faults(case.o, case.hp, low, high, said)
-        if cause := next(
-            filter(None, (confirmed(case, one, *far) for one in faults)), Cause()
-        ):
-            return cause
+        faults = clamp_faults(case.o, case.hp, low, high, _interval_words(low, high))
+        for fault in faults:
+            if cause := confirmed(case, fault, near_batch, far_batch):
+                return cause
     return Cause()
+
+
+def _where_it_acts(case: Case, A: float, side: int, log_r: float) -> float:
+    """Find the least |log r| on one side at which the weight differs, by bisection.
+
+    Args:
+        case: the loss beside its objective.
+        A: the advantage of the token.
+        side: 1 for r > 1, -1 for r < 1.
+        log_r: of a token there whose weight differs.
+
+    Returns:
+        |log r|.
+    """
+    wrong_at = abs(log_r)
+    right_at = max((x for x in FAR if x < wrong_at), default=0.0)
+    for _ in range(30):
+        middle = (right_at + wrong_at) / 2
+        token = case.ready(single_token_responses(A, [math.exp(side * middle)]))
+        if case.off(token).max() > HABIT:
+            wrong_at = middle
+        else:
+            right_at = middle
+    return wrong_at
+
+
+def _interval_words(low: float, high: float) -> str:
+    """What log r is clamped to."""
+    if low == -high:
+        return f"to ±{high:g}"
+    if low == -math.inf:
+        return f"at {high:g}"
+    if high == math.inf:
+        return f"to {low:g} and above"
+    return f"to [{low:g}, {high:g}]"
