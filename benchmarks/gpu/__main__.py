@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks.gpu import kernels, losses, steps
 from benchmarks.gpu.place import Place, lines
+from upref.files import write_atomically
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -161,7 +162,7 @@ def start(name: str, args: argparse.Namespace, work: Path) -> subprocess.Popen[b
         sys.executable, "-m", "benchmarks.gpu", "--out", str(args.out),
         "--one", name, str(work / f"{name}.jsonl"), str(work),
     ]  # fmt: skip
-    with open(work / f"{name}.log", "wb") as log:
+    with open(work / f"{name}.log", "ab") as log:
         return subprocess.Popen(
             command + (["--trial"] if args.trial else []),
             stdout=log,
@@ -194,12 +195,12 @@ def collect(out: Path, work: Path, states: dict[str, Any]) -> None:
     for path in sorted(work.glob("*.jsonl")):
         found["rows"][path.stem] = lines(path)
     text = json.dumps(found, indent=1) + "\n"
-    (out / "gpu.json").write_text(text, encoding="utf-8")
+    write_atomically(out / "gpu.json", text)
     log = [
         f"==== {path.stem}\n{path.read_text(encoding='utf-8', errors='replace')[-60_000:]}"
         for path in sorted(work.glob("*.log"))
     ]
-    (out / "gpu.log").write_text("\n".join(log), encoding="utf-8")
+    write_atomically(out / "gpu.log", "\n".join(log))
 
 
 if __name__ == "__main__":

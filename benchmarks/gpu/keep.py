@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from upref.files import write_atomically
+
 RESULTS = Path(__file__).with_name("results.json")
 # what tells one row from another
 NAMES = (
@@ -59,7 +61,7 @@ def main(path: str, commit: str) -> None:
     kept = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     new = json.loads(Path(path).read_text("utf-8"))
     text = json.dumps(added(kept, new, commit), indent=0) + "\n"
-    RESULTS.write_text(text, encoding="utf-8")
+    write_atomically(RESULTS, text)
 
 
 if __name__ == "__main__":

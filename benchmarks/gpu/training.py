@@ -213,7 +213,7 @@ def go(
         "--data", str(folder), "--out", str(folder / "runs"),
     ]  # fmt: skip
     run = folder / "runs" / f"{objective}-seed1-{steps}"
-    with open(folder / f"{called}.log", "w", encoding="utf-8") as log:
+    with open(folder / f"{called}.log", "a", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:

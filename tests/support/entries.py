@@ -46,6 +46,10 @@ INNER = {
     "upref_course.explorer.page": "takes nothing",
     "upref_course.explorer.script": "file names of its own folder",
     "upref_course.explorer.data": "takes nothing",
+    "upref_course.explorer.assemble": "a folder of the package",
+    "upref_course.explorer.as_json": "what the package computes",
+    "weights.stress.stress_batch": "batches of a check, by its own words",
+    "weights.stress.relabel_groups": "a batch that a check made",
     "plugins": "for who writes a package; `names` of entry points, no input of a user",
     "cli.verb": "parts of a parser",
     "upref_frameworks.audits.framework": "the first step of `audit`",
@@ -71,6 +75,11 @@ UNCHECKED = {
     "Objective.sampler_weights",
     "Rollouts.unchecked",
     "Rollouts.rows",
+    # cuts and casts of a batch that is whole; Rollouts checks what they make of it
+    "Rollouts.tensors",
+    "Rollouts.map",
+    "Rollouts.floats",
+    "Rollouts.take",
 }
 
 

@@ -311,7 +311,7 @@ from upref.verify.faults.logprobs import fault
 
 KL = Catalogue("kl", lambda: [Fault("seven times k1", lambda lp, ref: 7 * (lp - ref))])
 ADVANTAGES = Catalogue("advantages", lambda: [Fault("cubes", Answer(lambda b, right, k: [x**3 for x in right]))])
-LOGPROBS = Catalogue("logprobs", lambda p: [fault("thirteen too much", lp=lambda lp, p: lp + 13)])
+LOGPROBS = Catalogue("logprobs", lambda p: [fault("thirteen too much", id="thirteen-too-much", lp=lambda lp, p: lp + 13)])
 """
 
 

@@ -280,7 +280,9 @@ NO_MEMORY = (
 def is_out_of_memory(e: BaseException) -> bool:
     if isinstance(e, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(e, RuntimeError) and any(text in str(e) for text in NO_MEMORY)
+    return isinstance(e, RuntimeError) and any(
+        text in one_line(e) for text in NO_MEMORY
+    )
 
 
 # what CUDA says when it can do nothing more in this process, whatever is asked
@@ -298,7 +300,7 @@ def is_gpu_lost(e: BaseException) -> bool:
     Args:
         e: what was raised.
     """
-    return isinstance(e, RuntimeError) and any(text in str(e) for text in GPU_LOST)
+    return isinstance(e, RuntimeError) and any(text in one_line(e) for text in GPU_LOST)
 
 
 def gone(name: str, e: BaseException) -> Gone:
@@ -407,7 +409,7 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
 
 def asks_for_gpu(e: BaseException) -> str:
     """What to do about code that asks for a GPU where there is none, in words."""
-    said = str(e)
+    said = one_line(e)
     absent = "not compiled with CUDA" in said or "NVIDIA driver" in said
     return "; make tensors on the device of log_prob, not on cuda" if absent else ""
 

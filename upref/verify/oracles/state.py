@@ -137,6 +137,13 @@ def state(case: Case) -> list[Finding]:
     return []
 
 
+def _tells(gradient: Tensor | None) -> bool:
+    """Whether a factor would change the gradient: 0, NaN and infinity stay."""
+    if gradient is None:
+        return False
+    return bool(gradient.nan_to_num(0.0, 0.0, 0.0).any())
+
+
 def _since(log: list[Any], n: int) -> str:
     """At which call of the log the answers changed, in words; the batch of call n has
     had two.
@@ -166,9 +173,8 @@ def _since(log: list[Any], n: int) -> str:
                 break
         else:  # it changes at every few calls
             return f"at call {turn}"
-        if (moved := not _same(_gradient(at[3]), x[0])) or (
-            x[0] is not None and x[0].any()
-        ):
+        moved = not _same(_gradient(at[3]), x[0])
+        if moved or _tells(x[0]):
             known.append((call, moved))
     turns = [(x + 1, y) for (x, was), (y, now) in pairwise(known) if was != now]
     # all calls up to one of them
