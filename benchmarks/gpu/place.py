@@ -4,6 +4,7 @@
 import contextlib
 import json
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,6 +16,19 @@ import torch
 from torch import Tensor
 
 SEED = 0
+ROOT = Path(__file__).parent.parent.parent
+
+
+def without_folders(text: str) -> str:
+    """The text without the folders of this machine, which the rows must not tell.
+
+    Files of the checkout are named from its top, installed ones from SITE_PACKAGES.
+    """
+    installed = [p for p in sys.path if Path(p).is_absolute() and Path(p) != ROOT]
+    for folder in sorted(installed, key=len, reverse=True):
+        text = text.replace(folder, "SITE_PACKAGES")
+    text = text.replace(sys.prefix, "PYTHON_PREFIX")
+    return text.replace(f"{ROOT}/", "").replace(str(ROOT), "CHECKOUT")
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,7 @@ class Place:
     def write(self, **row: Any) -> None:
         """Append one row, so that a part that is ended keeps what it has."""
         with open(self.rows, "a", encoding="utf-8") as f:
-            f.write(json.dumps(row, default=str) + "\n")
+            f.write(without_folders(json.dumps(row, default=str)) + "\n")
 
     @contextlib.contextmanager
     def row(self, **named: Any) -> Iterator[dict[str, Any]]:

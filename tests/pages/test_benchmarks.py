@@ -4,6 +4,7 @@ loss.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import check, speed, tests as seconds
-from benchmarks.gpu import keep
+from benchmarks.gpu import keep, place
 from tests import conftest
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +51,19 @@ def test_all_that_stand_in_one_row_have_one_gradient(pair):
             atol=1e-9,
             msg=lambda s, who=who: f"{who}: {s}",
         )
+
+
+def test_the_rows_of_a_gpu_run_name_no_folder_of_the_machine(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    said = f"{ROOT}/repro/run.sh, {torch.__file__}, {sys.executable} in {ROOT}"
+    place.Place("cpu", True, rows, tmp_path).write(out=said)
+    text = rows.read_text(encoding="utf-8")
+    assert str(ROOT) not in text and sys.prefix not in text, text
+    assert (
+        "repro/run.sh, SITE_PACKAGES/torch/__init__.py" in text and "CHECKOUT" in text
+    )
+    kept = keep.RESULTS.read_text(encoding="utf-8")
+    assert not re.search(r"(?<![\w.\-/])/(work|opt|home|root|tmp)/", kept)
 
 
 # each benchmark at its smallest: what follows its name, and the exit statuses that a
