@@ -9,9 +9,9 @@ from dataclasses import fields
 
 import pytest
 import torch
-from torch import nn
 
 import upref
+from benchmarks.gpu.steps import Recurrent
 from upref import advantages, hidden, logprobs
 from upref.step import check_recorded, record_step
 from upref.weights.batches import OFF_EDGES, batch
@@ -140,19 +140,6 @@ def test_check_logprobs_reads_a_function_that_computes_on_the_device():
     assert not upref.check_logprobs(hot)
 
 
-class Model(nn.Module):
-    def __init__(self, V=64, H=32):
-        super().__init__()
-        self.embed, self.rnn, self.head = (
-            nn.Embedding(V, H),
-            nn.GRU(H, H, batch_first=True),
-            nn.Linear(H, V),
-        )
-
-    def forward(self, ids):
-        return self.head(self.rnn(self.embed(ids))[0])
-
-
 def step(model, rows, temperature=T):
     """The loop of the guide, on the model's device."""
     device = next(model.parameters()).device
@@ -179,7 +166,7 @@ def step(model, rows, temperature=T):
 
 def model():
     torch.manual_seed(0)
-    return Model().to(DEVICE)
+    return Recurrent().to(DEVICE)
 
 
 def test_check_step_accepts_a_right_step_and_names_a_fault_on_the_device():

@@ -87,17 +87,21 @@ class Browser:
         box = self.js(
             f"document.querySelector({css!r}).getBoundingClientRect().toJSON()"
         )
-        part = lambda s, i: start[i] + (end[i] - start[i]) * s
-        at = lambda s: {
-            "type": "pointerMove",
-            "duration": 20,
-            "x": round(box["x"] + box["width"] * part(s, 0)),
-            "y": round(box["y"] + box["height"] * part(s, 1)),
-        }
+
+        def move_to(share):
+            """Return the event that moves to this share of the way."""
+            x, y = (a + (b - a) * share for a, b in zip(start, end, strict=True))
+            return {
+                "type": "pointerMove",
+                "duration": 20,
+                "x": round(box["x"] + box["width"] * x),
+                "y": round(box["y"] + box["height"] * y),
+            }
+
         moves = [
-            at(0),
+            move_to(0),
             {"type": "pointerDown", "button": 0},
-            *(at((i + 1) / steps) for i in range(steps)),
+            *(move_to((i + 1) / steps) for i in range(steps)),
         ]
         mouse = {
             "type": "pointer",

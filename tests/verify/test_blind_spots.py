@@ -21,7 +21,11 @@ from upref.weights.stress import AXES, LARGE, stress_batch
 def test_an_axis_holds_what_it_says(name):
     o = upref.get(name)
     every = {axis: stress_batch(axis, o) for axis in AXES}
-    live = lambda axis, x: x[every[axis].mask]
+
+    def live(axis, x):
+        """Return the numbers of the tokens that train."""
+        return x[every[axis].mask]
+
     assert (
         LARGE in AXES["all at once"].words and every["all at once"].mask.sum() > 65_504
     )
