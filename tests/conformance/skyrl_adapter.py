@@ -62,7 +62,8 @@ def prepare_imports():
 
 
 def need_flash_attention(*_, **__):
-    raise NotImplementedError("this call needs flash-attn")
+    """Stand for a function of flash-attn, which is not installed."""
+    raise ImportError("this call needs flash-attn, which is not installed")
 
 
 prepare_imports()
