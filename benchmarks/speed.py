@@ -9,7 +9,7 @@ All run in one process on the same tensors, and all take their turn in each roun
 figure is the median over rounds of the CPU time beside that of a copy of one tensor in
 the same round. Peak memory is what torch's allocator held at most, in tensors of that
 shape. `upref` is Objective.J; `batch` is Objective.loss of a Rollouts, which is
-validated in every call. What is compiled is the whole function; verl's and TRL's have
+validated in every call; `check` is that validation alone. What is compiled is the whole function; verl's and TRL's have
 graph breaks where they log a number.
 """
 
@@ -55,7 +55,8 @@ PAIRS = [
     ("", "", "up_gspo", {}, {}),
     ("", "", "m2po", {}, {}),
 ]
-WHO = ("verl", "TRL", "torch", "upref", "batch")
+WHO = ("verl", "TRL", "torch", "upref", "batch", "check")
+EAGER = ("batch", "check")
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -142,6 +143,12 @@ def losses(pair: tuple, mask: Tensor) -> dict[str, Loss]:
     return found
 
 
+def check_of_batch(o: upref.Objective, *tensors: Tensor) -> bool:
+    """Validate a batch as Objective.loss does in every call."""
+    b = upref.Rollouts(*tensors)
+    return not o.one_adv or b.one_adv_per_response
+
+
 # ---- what they take ------------------------------------------------------------------
 def step(loss: Loss, lp: Tensor, *rest: Tensor) -> None:
     loss(lp, *rest).backward()
@@ -199,13 +206,13 @@ def table(title: str, rows: list[tuple[str, dict[str, float]]]) -> None:
     heads = [
         head
         for who in WHO
-        for head in ((who,) if who == "batch" else (who, "compiled"))
+        for head in ((who,) if who in EAGER else (who, "compiled"))
     ]
     print(f"{'':14}" + "".join(f"{head:>10}" for head in heads))
     keys = [
         key
         for who in WHO
-        for key in ((who,) if who == "batch" else (who, f"{who} compiled"))
+        for key in ((who,) if who in EAGER else (who, f"{who} compiled"))
     ]
     for name, found in rows:
         cells = (f"{found[key]:.1f}" if key in found else "-" for key in keys)
@@ -241,6 +248,7 @@ def main() -> None:
             if k != "batch"
         }
         runs = {k: partial(step, f, *tensors) for k, f in (found | fast).items()}
+        runs["check"] = partial(check_of_batch, upref.get(pair[2]), *tensors)
         took = measured(runs, tensors[0].detach(), args.rounds)
         times.append((pair[2], took))
         memory.append((pair[2], {k: peak(f, size) for k, f in runs.items()}))

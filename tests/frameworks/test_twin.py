@@ -4,7 +4,6 @@ its family, and only there.
 """
 
 import copy
-import time
 
 import pytest
 import torch
@@ -89,9 +88,6 @@ def test_a_right_family_trains_on_and_is_left_as_it_was():
         and accelerated == AcceleratorState._shared_state
     )
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
-    start = time.process_time()
-    trl_twin(GRPOTrainer, o, o.resolve({}), model)
-    assert time.process_time() - start < 3  # of one core; the first has imported
 
 
 @pytest.mark.trl

@@ -402,7 +402,7 @@ def test_interrupted_it_goes_on_and_one_suite_runs_at_a_time(
     ):
         pass
     p.send_signal(signal.SIGTERM)
-    assert p.wait(30) == 143 and not any(results.status(tmp_path / n) for n in QUEUE)
+    assert p.wait(300) == 143 and not any(results.status(tmp_path / n) for n in QUEUE)
     before = sum(f.read_text().count("\n") for f in tmp_path.glob("*/steps.jsonl"))
     p = start()
     p.kill()

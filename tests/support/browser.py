@@ -135,4 +135,4 @@ def chromium(folder: Path) -> Iterator[Browser]:
         if session:
             session.ask("DELETE", "")
         driver.terminate()
-        driver.wait(30)
+        driver.wait(300)

@@ -345,7 +345,7 @@ def test_an_interrupt_is_one_sentence_and_leaves_no_process(
         time.sleep(0.02)
     run.send_signal(number)
     # the pipe closes when the last process has ended
-    err = run.communicate(timeout=30)[1]
+    err = run.communicate(timeout=300)[1]
     assert run.returncode == status and len(err.splitlines()) == 1
     said = "interrupted" if number == signal.SIGINT else "terminated"
     assert f"{said}; run the same command again" in err

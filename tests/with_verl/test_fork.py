@@ -60,7 +60,7 @@ def worker(place, seconds):
 
 def test_workers_are_forks_with_their_own_everything(place, server):
     both = [worker(place, 0.1) for _ in range(2)]
-    said = [json.loads(p.communicate(timeout=30)[0]) for p in both]
+    said = [json.loads(p.communicate(timeout=300)[0]) for p in both]
     for pid, *found, _ in said:
         assert (
             found == [["0.1"], "me", str(place[0]), server.pid, True, "__main__"]
@@ -75,7 +75,7 @@ def test_a_killed_worker_ends_who_asked_and_the_other_way_round(place, server):
     first, second = worker(place, 600), worker(place, 600)
     pids = [json.loads(p.stdout.readline())[0] for p in (first, second)]
     os.kill(pids[0], signal.SIGKILL)
-    assert first.wait(30) != 0
+    assert first.wait(300) != 0
     second.kill()
     # pytest's time limit, if any, is the bound
     while Path(f"/proc/{pids[1]}").exists():
@@ -85,7 +85,7 @@ def test_a_killed_worker_ends_who_asked_and_the_other_way_round(place, server):
 def test_without_the_forking_process_a_worker_starts_by_itself(place):
     process = worker(place, 0)
     _, _, who, _, parent, imported, _, _ = json.loads(
-        process.communicate(timeout=30)[0]
+        process.communicate(timeout=300)[0]
     )
     assert (who, parent, imported, process.returncode) == ("me", os.getpid(), False, 3)
 
