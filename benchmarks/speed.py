@@ -204,9 +204,7 @@ def table(title: str, rows: list[tuple[str, dict[str, float]]]) -> None:
     """
     print(f"\n{title}")
     heads = [
-        head
-        for who in WHO
-        for head in ((who,) if who in EAGER else (who, "compiled"))
+        head for who in WHO for head in ((who,) if who in EAGER else (who, "compiled"))
     ]
     print(f"{'':14}" + "".join(f"{head:>10}" for head in heads))
     keys = [

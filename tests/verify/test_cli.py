@@ -107,6 +107,19 @@ def test_bad_usage_is_one_sentence_and_status_2(capsys, argv):
     assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [("loss.py:f", "dapo"), ("dapo", "loss.py:f")])
+def test_an_objective_without_as_gets_the_right_form(capsys, words):
+    with pytest.raises(SystemExit):
+        main(["check", *words])
+    assert "`upref check loss.py:f --as dapo`" in capsys.readouterr().err
+
+
+def test_a_word_beside_an_objective_is_one_too_many(capsys):
+    with pytest.raises(SystemExit):
+        main(["check", "--as", "dapo", "loss.py:f", "dapo"])
+    assert "one word too many: dapo" in capsys.readouterr().err
+
+
 def test_import_is_light():
     """`import upref` must not pull in what is slow or optional."""
     heavy = "{'sympy', 'matplotlib', 'transformers', 'verl', 'trl', 'rich', 'pandas'} & set(sys.modules)"

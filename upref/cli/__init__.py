@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from upref import __version__, interrupt, plugins
 from upref.cli.verb import Verb, add_hyperparameters, add_time_limit
@@ -162,6 +162,31 @@ def _tell(args: argparse.Namespace, status: int, sentence: str) -> int:
     return status
 
 
+class _Unflagged(argparse.Action):
+    """Refuses a second word behind `upref check`, and says where an objective goes."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values is not None and namespace.name:
+            parser.error(f"one word too many: {values}")
+        if values is not None:
+            # the objective's name may stand on either side
+            loss, name = sorted((namespace.loss, values), key=_is_a_name)
+            parser.error(
+                f"the objective goes behind --as: `upref check {loss} --as {name}`"
+            )
+
+
+def _is_a_name(word: str) -> bool:
+    """Whether it names no file, module or framework's loss, as an objective's does."""
+    return not (":" in word or word.endswith(".py"))
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(
@@ -230,6 +255,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LOSS",
         help=LOSS + "; verl:loss_mode@matched sets what the objective needs",
     )
+    c.add_argument("unflagged", nargs="?", action=_Unflagged, help=argparse.SUPPRESS)
     what = c.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--as", dest="name", metavar="NAME", help="the objective (`upref list`)"

@@ -23,7 +23,7 @@ from upref.verify.factors import FACTORS, aggregation_id, declared_aggregation
 from upref.verify.faults import hyperparameter_id, known
 from upref.verify.faults.batch_reading import floored, left_out, reweighted
 from upref.verify.faults.corrections import corrected, retuned
-from upref.verify.faults.denominators import divided, placed
+from upref.verify.faults.denominators import OF_LENGTHS, divided, placed
 from upref.verify.faults.losses import (
     KL_MISSING,
     OTHER_KL,
@@ -100,10 +100,16 @@ def explain(
         corrected(case),
     )
 
+    def holds(one: LossFault) -> bool:
+        """Whether it agrees on other batches; of a length, on long responses too."""
+        if not more.fits(one, case):
+            return False
+        long = [case.beyond("lengths")] if one.id in OF_LENGTHS else []
+        return _found_on(case, long).fits(one, case)
+
     def first(faults: Iterable[LossFault]) -> LossFault | None:
         """The first of them that agrees, here and on other batches."""
-        fitting = (one for one in faults if more.fits(one, case))
-        return reproduces(fitting, case, b, found, use)
+        return reproduces(filter(holds, faults), case, b, found, use)
 
     return (
         first(every)
@@ -166,8 +172,13 @@ class Elsewhere:
 
 def _elsewhere(case: Case, *more: Rollouts) -> Elsewhere:
     """All of `others`, with what is found there."""
+    return _found_on(case, [*others(case), *more])
+
+
+def _found_on(case: Case, batches: list[Rollouts]) -> Elsewhere:
+    """These batches, with what is found there."""
     out = []
-    for b in (*others(case), *more):
+    for b in batches:
         with contextlib.suppress(InputError):  # what it refuses is another finding
             found = case.weights(b)
             out.append((b, found, b.mask & found.isfinite() & ~case.rounded(b)))

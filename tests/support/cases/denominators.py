@@ -82,6 +82,8 @@ CASES = [
     ("|o| + 3", "grpo", "3 is added to each length", lengths(lambda n: n + 3)),
     ("|o| + 1 of short ones", "grpo", "-added to each length", lengths(lambda n: n + (n < 9))),
     ("|o| at least 4", "grpo", "counts as at least 4", lengths(lambda n: n.clamp(min=4))),
+    ("|o| at least 4, at most 100", "grpo", "-counts as at least", lengths(lambda n: n.clamp(4, 100))),
+    ("|o| + 1, at most 100", "grpo", "-added to each length", lengths(lambda n: (n + 1).clamp(max=100))),
     ("3 for |o| = 2", "grpo", "-counts as at least", lengths(lambda n: torch.where(n == 2, 3, n))),
     ("N + 5", "dapo", "5 is added to the number of tokens",
      lambda d, A, m: tok(clipped(d, A), m) * m.sum() / (m.sum() + 5)),

@@ -25,6 +25,12 @@ SIGNS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
     ("A < 0", lambda A: A < 0),
     ("A <= 0", lambda A: A <= 0),
 )
+# ids of the faults of a length, which hold for responses of any length
+OF_LENGTHS = (
+    "number-added-to-length",
+    "number-added-to-token-count",
+    "length-at-least",
+)
 MEANS = ((1.0, "the two means are added"), (0.5, "the two means are averaged"))
 # what each token's weight is multiplied by, [B, T] or [B, 1]
 ByToken = Callable[[Rollouts], Tensor]

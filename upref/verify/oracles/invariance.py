@@ -28,6 +28,8 @@ from upref.weights.batches import OFF_EDGES
 # causes that are read off a gradient at once, without a search
 MASK_IGNORED = Cause("the mask is ignored", ("mask-ignored",))
 OVER_WIDTH = Cause("it divides by the padded width", ("padded-width-for-length",))
+OVER_SLOTS = "it divides by the number of all slots of the batch, padding included"
+OVER_ROWS = "the row is counted among the responses of a mean"
 FIRST_COLUMN = Cause(
     "the advantage of a response is read from the first column, which may be padding",
     ("advantage-of-first-column",),
@@ -219,11 +221,18 @@ def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
         there = longer(c)[1][:-1] * (len(c.mask) + 1)
         return there, case.gradient(c) * len(c.mask)
 
-    why = (
-        "the row is counted among the responses of a mean"
-        if everywhere(case, counted)
-        else ""
-    )
+    def of_slots(c: Rollouts) -> tuple[Tensor, Tensor]:
+        """The gradients with that row and one more column and without them, each times
+        its number of slots."""
+        there = longer(_widened(c, 0, 1))[1][:-1, :-1]
+        slots = c.mask.numel() + sum(c.mask.shape) + 1
+        return there * slots, case.gradient(c) * c.mask.numel()
+
+    why = ""
+    if everywhere(case, of_slots):
+        why = OVER_SLOTS
+    elif everywhere(case, counted):
+        why = OVER_ROWS
     return [fail("padding", text, *says, cause=why)]
 
 
