@@ -21,6 +21,8 @@ REWARDS = (1.0, 0.2, -0.5, 0.7, 0.0, 1.3, -1.1, 0.4)
 NORMALIZED = dict(
     group_size=8, rewards=REWARDS, advantages=partial(group_norm, eps=1e-4)
 )
+# the same with the deviation of the population
+POPULATION = NORMALIZED | {"advantages": partial(group_norm, ddof=0, eps=1e-4)}
 AT_ONE = ["temperature", "holes"]
 ON_POLICY = ["ratio", "holes"]
 
@@ -53,29 +55,59 @@ class Case:
         return made if isinstance(made, tuple) else (made, tiny("qwen3"))
 
 
-def case(repository: str, function: Callable[..., Any], **kwargs: Any) -> Callable:
-    """The cases of one repository."""
+def cases_of(repository: str, function: Callable[..., Any], **shared: Any) -> Callable:
+    """A constructor of one repository's cases, with the options that all of them have."""
 
-    def one(variant: str, objective: str, found: str = "", its: Any = None, **options):
+    def make_case(
+        variant: str, objective: str, found: str = "", its: Any = None, **options: Any
+    ) -> Case:
         make = partial(function, **(its or {}))
-        return Case(repository, function, variant, make, objective, options, found)
+        return Case(
+            repository, function, variant, make, objective, shared | options, found
+        )
 
-    return one
+    return make_case
 
 
-nano_aha = case("McGill-NLP/nano-aha-moment", glue.nano_aha_moment)
-zero = case("policy-gradient/GRPO-Zero", glue.grpo_zero)
-tiny_grpo = case("open-thought/tiny-grpo", glue.tiny_grpo)
-simple = case("lsdefine/simple_GRPO", glue.simple_grpo)
-nanochat = case("karpathy/nanochat", glue.nanochat)
-minimind = case("jingyaogong/minimind", glue.minimind)
-rasbt = case("rasbt/reasoning-from-scratch", glue.reasoning_from_scratch)
-nano = case("joey00072/nanoGRPO", glue.nano_grpo)
-book = case("aburkov/theLMbook", glue.the_lm_book)
-deepseek = case("brendanhogan/DeepSeekRL-Extended", glue.deepseek_rl_extended)
-prime = case("PrimeIntellect-ai/prime-rl", glue.prime_rl)
-instruct = case("allenai/open-instruct", glue.open_instruct)
-tune = case("pytorch/torchtune", glue.torchtune)
+nano_aha = cases_of(
+    "McGill-NLP/nano-aha-moment",
+    glue.nano_aha_moment,
+    temperature=0.7,
+    beta=0.001,
+    without=ON_POLICY,
+)
+zero = cases_of("policy-gradient/GRPO-Zero", glue.grpo_zero)
+tiny_grpo = cases_of(
+    "open-thought/tiny-grpo",
+    glue.tiny_grpo,
+    temperature=1.0,
+    beta=0.01,
+    without=AT_ONE,
+    group_size=8,
+)
+simple = cases_of("lsdefine/simple_GRPO", glue.simple_grpo, beta=0.04, group_size=8)
+nanochat = cases_of(
+    "karpathy/nanochat",
+    glue.nanochat,
+    temperature=1.0,
+    without=["ratio", *AT_ONE],
+    group_size=8,
+)
+minimind = cases_of("jingyaogong/minimind", glue.minimind, beta=0.1, **POPULATION)
+rasbt = cases_of(
+    "rasbt/reasoning-from-scratch", glue.reasoning_from_scratch, **NORMALIZED
+)
+nano = cases_of("joey00072/nanoGRPO", glue.nano_grpo, group_size=8, rewards=REWARDS)
+book = cases_of("aburkov/theLMbook", glue.the_lm_book)
+deepseek = cases_of(
+    "brendanhogan/DeepSeekRL-Extended",
+    glue.deepseek_rl_extended,
+    beta=0.04,
+    group_size=2,
+)
+prime = cases_of("PrimeIntellect-ai/prime-rl", glue.prime_rl)
+instruct = cases_of("allenai/open-instruct", glue.open_instruct, temperature=0.7)
+tune = cases_of("pytorch/torchtune", glue.torchtune, temperature=0.7, beta=0.1)
 
 HOT = "the temperature is left out"
 CASES = [
@@ -83,17 +115,11 @@ CASES = [
         "the script: it counts tokens after the reference pass",
         "dapo",
         "is divided by",
-        temperature=0.7,
-        beta=0.001,
-        without=ON_POLICY,
     ),
     nano_aha(
         "the script, with the tokens counted before the reference pass",
         "dapo",
         its={"reference_first": False},
-        temperature=0.7,
-        beta=0.001,
-        without=ON_POLICY,
     ),
     zero(
         "update_policy",
@@ -101,77 +127,53 @@ CASES = [
         temperature=1.0,
         clip=1.0,
         without=["ratio", *AT_ONE],
-        group_size=8,
-        rewards=REWARDS,
-        advantages=partial(group_norm, ddof=0, eps=1e-4),
+        **POPULATION,
     ),
     tiny_grpo(
         "the padding token is the end token, as it sets it",
         "grpo",
         "made of token values",
-        temperature=1.0,
-        beta=0.01,
-        without=AT_ONE,
-        group_size=8,
     ),
     tiny_grpo(
         "with a padding token that no row has",
         "grpo",
         its={"end": 0},
-        temperature=1.0,
-        beta=0.01,
-        without=AT_ONE,
-        group_size=8,
     ),
     simple(
         "GRPO_step, rows sampled at its temperature 0.9",
         "grpo",
         HOT,
         temperature=0.9,
-        beta=0.04,
         without=["holes"],
-        group_size=8,
     ),
     simple(
         "GRPO_step, rows sampled at temperature 1",
         "grpo",
         temperature=1.0,
-        beta=0.04,
         without=AT_ONE,
-        group_size=8,
     ),
     nanochat(
         "two passes of four responses",
         "dapo",
         "micro-batches",
-        temperature=1.0,
-        without=["ratio", *AT_ONE],
-        group_size=8,
     ),
     nanochat(
         "one pass of eight responses",
         "dapo",
         its={"size": 8},
-        temperature=1.0,
-        without=["ratio", *AT_ONE],
-        group_size=8,
     ),
     minimind(
         "grpo, rows sampled at its temperature 0.8",
         "grpo",
         HOT,
         temperature=0.8,
-        beta=0.1,
         without=["holes"],
-        **NORMALIZED | {"advantages": partial(group_norm, ddof=0, eps=1e-4)},
     ),
     minimind(
         "grpo, rows sampled at temperature 1",
         "grpo",
         temperature=1.0,
-        beta=0.1,
         without=AT_ONE,
-        **NORMALIZED | {"advantages": partial(group_norm, ddof=0, eps=1e-4)},
     ),
     minimind(
         "cispo, its default, rows sampled at temperature 1",
@@ -179,9 +181,7 @@ CASES = [
         "aggregated by seq-mean-token-mean",
         its={"loss_type": "cispo"},
         temperature=1.0,
-        beta=0.1,
         without=AT_ONE,
-        **NORMALIZED | {"advantages": partial(group_norm, ddof=0, eps=1e-4)},
     ),
     rasbt(
         "chapter 6, rows sampled at its temperature 0.8",
@@ -189,14 +189,12 @@ CASES = [
         HOT,
         temperature=0.8,
         without=ON_POLICY,
-        **NORMALIZED,
     ),
     rasbt(
         "chapter 6, rows sampled at temperature 1",
         "reinforce",
         temperature=1.0,
         without=["ratio", *AT_ONE],
-        **NORMALIZED,
     ),
     nano(
         "train(), rows sampled at its temperature 0.9",
@@ -204,8 +202,6 @@ CASES = [
         HOT,
         temperature=0.9,
         without=ON_POLICY,
-        group_size=8,
-        rewards=REWARDS,
     ),
     nano(
         "train(), rows sampled at temperature 1",
@@ -213,8 +209,6 @@ CASES = [
         "every weight is 4 times what it should be",
         temperature=1.0,
         without=["ratio", *AT_ONE],
-        group_size=8,
-        rewards=REWARDS,
     ),
     book(
         "maximize_grpo_objective",
@@ -230,43 +224,34 @@ CASES = [
         "grpo",
         HOT,
         temperature=0.9,
-        beta=0.04,
         without=ON_POLICY,
-        group_size=2,
     ),
     deepseek(
         "four questions, rows sampled at temperature 1",
         "grpo",
         "every weight is 4 times what it should be",
         temperature=1.0,
-        beta=0.04,
         without=["ratio", *AT_ONE],
-        group_size=2,
     ),
     prime("the default loss", "dppo_tv_prime_rl", temperature=0.7),
-    instruct("dapo, a response a pass", "dapo", temperature=0.7),
+    instruct("dapo, a response a pass", "dapo"),
     instruct(
         "cispo, a response a pass",
         "cispo",
         its={"loss_fn": "cispo"},
-        temperature=0.7,
         eps_high=0.28,
     ),
     tune(
         "GRPOLoss",
         "grpo",
         "aggregated by token-mean",
-        temperature=0.7,
-        beta=0.1,
         without=["holes"],
     ),
-    tune("GRPOLoss", "ppo_clip", temperature=0.7, beta=0.1, without=["holes"]),
+    tune("GRPOLoss", "ppo_clip", without=["holes"]),
     tune(
         "GRPOSimpleLoss, on policy",
         "grpo",
         its={"name": "GRPOSimpleLoss"},
-        temperature=0.7,
-        beta=0.1,
         without=ON_POLICY,
     ),
     tune(
@@ -274,8 +259,6 @@ CASES = [
         "grpo",
         "all tokens that train have one weight",
         its={"name": "GRPOCompletionLoss"},
-        temperature=0.7,
-        beta=0.1,
         without=["holes"],
     ),
 ]
