@@ -16,7 +16,7 @@ from upref.files import write_atomically
 from upref.registry import get, names
 from upref.verify.faults.losses import GROUPS
 from upref_frameworks.audits import framework, frameworks
-from upref_frameworks.audits.compare import SEVERITY, Effect
+from upref_frameworks.audits.compare import SEVERITY, FaultEffect
 from upref_frameworks.audits.ledger import (
     STATUS,
     Entry,
@@ -308,7 +308,7 @@ def left(r: dict[str, Any], entries: list[Entry]) -> int:
         e = entry(r, words, entries)
         if words == GROUPS.words or (e and e.status == "numerical"):
             continue
-        size = Effect(
+        size = FaultEffect(
             *(float(effect[k]) for k in ("change", "cosine", "factor"))
         ).severity
         most = max(most, 1 if size in ("cosmetic", "rescales") else 2)

@@ -30,7 +30,7 @@ RATIO = {"token": "r", "sequence_mean": "s", "sequence_product": "S", "custom": 
 FREE_TOKENS = 3
 
 
-class Row(NamedTuple):
+class RegimeRow(NamedTuple):
     """One regime: the sign of A, where r is, J there, its derivative by lp, and the
     weight written by hand.
     """
@@ -51,7 +51,7 @@ class Derivation:
     name: str
     steps: list[str]
     ok: bool
-    rows: tuple["Row", ...] = ()  # empty where sympy cannot read it
+    rows: tuple["RegimeRow", ...] = ()  # empty where sympy cannot read it
 
     def __str__(self) -> str:
         return "\n".join(self.steps)
@@ -100,14 +100,14 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
         k: v if v is None else _exact(v) for k, v in resolved.items() if k in hp
     }
     at[Symbol("mu", positive=True)] = _exact(mu)
-    ok, notes, every = True, dict[Expr, bool](), list[Row]()
+    ok, notes, every = True, dict[Expr, bool](), list[RegimeRow]()
     for A, sign in (
         (Symbol("A", positive=True), 1),
         (Symbol("A", negative=True), -1),
         (sympy.S.Zero, 0),
     ):
         rows = list(_regimes(o, A, letters, at | {A: sign}, notes))
-        every += [Row(sign, *row) for row in rows]
+        every += [RegimeRow(sign, *row) for row in rows]
         widths = [max(len(str(row[i])) for row in rows) for i in (0, 1)]
         steps.append("A > 0" if sign > 0 else "A < 0" if sign < 0 else "A = 0")
         for label, J, gradient, weight in rows:
@@ -237,7 +237,7 @@ def _weights(
     return [sympy.sympify(x) for x in np.ravel(w)]
 
 
-class Cell(NamedTuple):
+class RatioInterval(NamedTuple):
     low: str
     high: str
     point: Expr
@@ -245,7 +245,7 @@ class Cell(NamedTuple):
 
 def _cells(
     edges: set[Expr], r: Symbol, at: dict[Any, Any], top: Expr, notes: dict[Any, Any]
-) -> list[Cell]:
+) -> list[RatioInterval]:
     """The open intervals of r between the edges, each with a point inside."""
     end = top.subs(at)
     places = {sympy.S.Zero: "0", end: str(top)}
@@ -259,7 +259,8 @@ def _cells(
         sorted(places.items(), key=lambda place: float(place[0]))
     )
     return [
-        Cell(low, high, _exact(float(_inside(a, b)))) for (a, low), (b, high) in pairs
+        RatioInterval(low, high, _exact(float(_inside(a, b))))
+        for (a, low), (b, high) in pairs
     ]
 
 

@@ -16,7 +16,7 @@ FILES = Path(__file__).parent / "exercises"
 
 
 @dataclass(frozen=True)
-class Batch:
+class ExerciseBatch:
     """Arguments of the function, by name and in its order; and what one sees on them,
     in words.
     """
@@ -36,7 +36,7 @@ class Exercise:
     title: str
     function: str  # what the file must have
     right: Callable[..., Any]
-    batches: tuple[Batch, ...]
+    batches: tuple[ExerciseBatch, ...]
     # mistakes that people make, with a hint; each change is a whole function
     faults: tuple[Fault[Callable[..., Any]], ...]
     notice: str  # what to think about once it is right
@@ -49,7 +49,7 @@ class Exercise:
     arguments: Callable[[Rollouts], dict[str, Any]] | None = None
     answer_kept_back: bool = False  # whether the right answer is kept back
     # where no fault fits
-    hint: Callable[[Batch, Any], str] = field(default=lambda batch, got: "")
+    hint: Callable[[ExerciseBatch, Any], str] = field(default=lambda batch, got: "")
 
     @property
     def file(self) -> str:

@@ -15,10 +15,10 @@ from upref.user_code.load import load
 from upref.verify.oracle import discover
 from upref_course import lessons
 from upref_course.exercise import Exercise, located
-from upref_course.verdict import Answer, judged, unfilled
+from upref_course.verdict import ExerciseVerdict, judged, unfilled
 
 __all__ = [
-    "Answer",
+    "ExerciseVerdict",
     "exercise",
     "exercises",
     "judge",
@@ -54,7 +54,7 @@ def write(e: Exercise, folder: Path) -> bool:
     return True
 
 
-def judge(e: Exercise, folder: Path) -> Answer:
+def judge(e: Exercise, folder: Path) -> ExerciseVerdict:
     """What is to be said of the student's file. Raises InputError where it cannot be
     read or run.
     """

@@ -14,7 +14,7 @@ from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.check import check
 from upref.verify.report import Report
-from upref_course.exercise import Batch
+from upref_course.exercise import ExerciseBatch
 
 
 def numbers(x: list[float]) -> torch.Tensor:
@@ -22,9 +22,9 @@ def numbers(x: list[float]) -> torch.Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
 
-def batch(shows: str, p: list[float], mu: list[float], A: list[float]) -> Batch:
+def batch(shows: str, p: list[float], mu: list[float], A: list[float]) -> ExerciseBatch:
     """lp, lp_old and A of samples whose probability was mu and is p."""
-    return Batch(
+    return ExerciseBatch(
         shows, {"lp": numbers(p).log(), "lp_old": numbers(mu).log(), "A": numbers(A)}
     )
 

@@ -7,7 +7,7 @@ on every batch: what is recognized is what was computed, however it was written.
 none does so, one that gives them on the batch that is shown, and is right on the
 smaller ones as the student is, is named with a `perhaps`.
 
-One file: measuring, comparing and naming all work on the same Outcome.
+One file: measuring, comparing and naming all work on the same ValueAndGradient.
 """
 
 import json
@@ -30,14 +30,14 @@ from upref.verify.finding import Number
 from upref.verify.render import describe_pair
 from upref.verify.report import Finding, short
 from upref.verify.shrink import make_rollouts
-from upref_course.exercise import Batch, Exercise
+from upref_course.exercise import Exercise, ExerciseBatch
 
 TOL = 1e-6
 NOTHING = "it returns nothing"
 
 
 @dataclass(frozen=True)
-class Answer(Result):
+class ExerciseVerdict(Result):
     """The verdict on a student's function. Truth value: it is right."""
 
     lesson: int
@@ -91,7 +91,7 @@ def _filled(key: str, text: str) -> str:
 
 # ---- what a function does on a batch -------------------------------------------------
 @dataclass(frozen=True)
-class Outcome:
+class ValueAndGradient:
     """Value and gradient, as far as the exercise looks at them; or, in words, why there
     are none.
     """
@@ -101,7 +101,9 @@ class Outcome:
     amiss: str = ""
 
 
-def outcome(e: Exercise, fn: Callable[..., Any], batch: Batch) -> Outcome:
+def outcome(
+    e: Exercise, fn: Callable[..., Any], batch: ExerciseBatch
+) -> ValueAndGradient:
     """Raises whatever the function raises."""
     inputs: dict[str, Any] = {
         k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.inputs.items()
@@ -110,33 +112,35 @@ def outcome(e: Exercise, fn: Callable[..., Any], batch: Batch) -> Outcome:
         inputs[e.gradient].requires_grad_()
     answer = fn(*inputs.values())
     if answer is None:
-        return Outcome(amiss=NOTHING)
+        return ValueAndGradient(amiss=NOTHING)
     if isinstance(answer, Tensor) and not is_materialized(answer):
-        return Outcome(
+        return ValueAndGradient(
             amiss=f"it returns {describe(answer)}, a tensor that does not hold its numbers"
         )
     if not e.gradient:
-        return Outcome(value=answer.detach() if isinstance(answer, Tensor) else answer)
+        return ValueAndGradient(
+            value=answer.detach() if isinstance(answer, Tensor) else answer
+        )
     if not isinstance(answer, Tensor):
-        return Outcome(
+        return ValueAndGradient(
             amiss=f"it returns a {type(answer).__name__}, not a tensor: so there is no gradient"
         )
     if answer.numel() != 1 and not e.value:
-        return Outcome(
+        return ValueAndGradient(
             amiss=f"it returns {answer.numel()} numbers, {list(answer.shape)}: reduce them to one"
         )
     if not answer.requires_grad:
-        return Outcome(
+        return ValueAndGradient(
             amiss="the result has no gradient: it is detached, or does not depend on "
             + e.gradient
         )
     (g,) = torch.autograd.grad(answer.sum(), inputs[e.gradient], allow_unused=True)
     if g is None:
-        return Outcome(amiss=f"the result does not depend on {e.gradient}")
-    return Outcome(value=answer.detach() if e.value else None, gradient=g)
+        return ValueAndGradient(amiss=f"the result does not depend on {e.gradient}")
+    return ValueAndGradient(value=answer.detach() if e.value else None, gradient=g)
 
 
-def equal(x: Outcome, y: Outcome) -> bool:
+def equal(x: ValueAndGradient, y: ValueAndGradient) -> bool:
     return (
         x.amiss == y.amiss and _same(x.value, y.value) and _same(x.gradient, y.gradient)
     )
@@ -159,14 +163,16 @@ def _about(e: Exercise) -> dict[str, Any]:
     return {"lesson": e.number, "title": e.title, "file": f"{e.file}:{e.function}"}
 
 
-def unfilled(e: Exercise) -> Answer:
+def unfilled(e: Exercise) -> ExerciseVerdict:
     """Of a file as the student got it."""
     hint = f"fill the line with `...`; the lesson is {e.lesson}."
-    return Answer(**_about(e), ok=False, mistake="the hole is still open", hint=hint)
+    return ExerciseVerdict(
+        **_about(e), ok=False, mistake="the hole is still open", hint=hint
+    )
 
 
-def judged(e: Exercise, fn: Callable[..., Any]) -> Answer:
-    """The Answer; InputError where the function raises or ends the program."""
+def judged(e: Exercise, fn: Callable[..., Any]) -> ExerciseVerdict:
+    """The ExerciseVerdict; InputError where the function raises or ends the program."""
     about = _about(e)
     name = about["file"]
     yours = []
@@ -198,7 +204,7 @@ def judged(e: Exercise, fn: Callable[..., Any]) -> Answer:
             if fault
             else e.hint(batch, yours[at].value) or _where(e, at, yours[at].amiss)
         )
-        return Answer(
+        return ExerciseVerdict(
             **about,
             ok=False,
             batch=_python(e, batch),
@@ -212,7 +218,7 @@ def judged(e: Exercise, fn: Callable[..., Any]) -> Answer:
     if e.proof and not (report := e.proof(fn)):
         first = report.failures[0]
         if first.oracle == "dead-hyperparameter":
-            return Answer(
+            return ExerciseVerdict(
                 **about,
                 ok=False,
                 mistake=f"{first.subject} changes nothing: its value is fixed",
@@ -221,7 +227,7 @@ def judged(e: Exercise, fn: Callable[..., Any]) -> Answer:
         mistake = first.cause or f"`upref check` fails: {first.oracle}"
         if shown := _met(e, fn, first):
             batch, want, got = shown
-            return Answer(
+            return ExerciseVerdict(
                 **about,
                 ok=False,
                 batch=_python(e, batch, digits=8),
@@ -240,7 +246,7 @@ def judged(e: Exercise, fn: Callable[..., Any]) -> Answer:
             else ""
         )
         expected, found = describe_pair(first.expected, first.found)
-        return Answer(
+        return ExerciseVerdict(
             **about,
             ok=False,
             batch=first.batch,
@@ -251,12 +257,12 @@ def judged(e: Exercise, fn: Callable[..., Any]) -> Answer:
             hint=hint,
             fault_ids=first.fault_ids,
         )
-    return Answer(**about, ok=True, hint=e.notice)
+    return ExerciseVerdict(**about, ok=True, hint=e.notice)
 
 
 def _met(
     e: Exercise, fn: Callable[..., Any], finding: Finding
-) -> tuple[Batch, str, str] | None:
+) -> tuple[ExerciseBatch, str, str] | None:
     """The batch of a finding of `upref check` as arguments of the exercise, expected
     and found, where they differ.
     """
@@ -265,7 +271,7 @@ def _met(
         return None
     place = replace(finding.place, numbers={}) if finding.place else None
     shows = replace(finding, place=place).regime
-    batch = Batch(shows, e.arguments(make_rollouts(example)))
+    batch = ExerciseBatch(shows, e.arguments(make_rollouts(example)))
     try:
         right, yours = (
             outcome(e, e.right, batch),
@@ -277,7 +283,7 @@ def _met(
 
 
 def _fault(
-    e: Exercise, yours: list[Outcome], at: int
+    e: Exercise, yours: list[ValueAndGradient], at: int
 ) -> tuple[Fault[Callable[..., Any]] | None, bool]:
     """The known mistake that gives these numbers, on all batches (True) or on most of
     them and up to the one shown.
@@ -313,7 +319,7 @@ def _where(e: Exercise, at: int, amiss: str) -> str:
     return f"you are right on {before}: what is new here is {e.batches[at].shows}."
 
 
-def pattern(right: Outcome, yours: Outcome) -> str:
+def pattern(right: ValueAndGradient, yours: ValueAndGradient) -> str:
     """What can be said of numbers that no known mistake gives."""
     for want, got in ((right.gradient, yours.gradient), (right.value, yours.value)):
         if not (isinstance(want, Tensor) and isinstance(got, Tensor)) or _same(
@@ -344,7 +350,9 @@ def pattern(right: Outcome, yours: Outcome) -> str:
 
 
 # ---- in words ------------------------------------------------------------------------
-def _said(e: Exercise, right: Outcome, yours: Outcome) -> tuple[str, str]:
+def _said(
+    e: Exercise, right: ValueAndGradient, yours: ValueAndGradient
+) -> tuple[str, str]:
     """What is expected and what was found: the first of value and gradient that
     differs.
     """
@@ -379,7 +387,9 @@ def _short(x: Any, digits: int = 4, depth: int = 9) -> str:
     return repr(x)
 
 
-def _python(e: Exercise, batch: Batch, between: str = "\n", digits: int = 4) -> str:
+def _python(
+    e: Exercise, batch: ExerciseBatch, between: str = "\n", digits: int = 4
+) -> str:
     given = [
         f"{k} = {f'torch.tensor({_short(v.tolist(), digits)})' if isinstance(v, Tensor) else repr(v)}"
         for k, v in batch.inputs.items()

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import kernels, losses, steps
-from benchmarks.gpu.place import Place, lines
+from benchmarks.gpu.place import PartSetup, lines
 from upref.files import write_atomically
 
 ROOT = Path(__file__).parent.parent.parent
@@ -185,7 +185,7 @@ def one(asked: list[str], device: str, small: bool) -> int:
     name, rows, folder = asked
     part = parts()[name]
     module = importlib.import_module(f"benchmarks.gpu.{part.module}")
-    module.main(Place(device, small, Path(rows), Path(folder)), *part.given)
+    module.main(PartSetup(device, small, Path(rows), Path(folder)), *part.given)
     return 0
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 import torch
 
-from benchmarks.gpu.place import SEED, Place
+from benchmarks.gpu.place import SEED, PartSetup
 
 PACKAGES = (
     "torch", "triton", "transformers", "accelerate", "trl", "verl", "liger-kernel", "tensordict", "datasets", "numpy",
@@ -36,7 +36,7 @@ COMMANDS = {
 }
 
 
-def main(place: Place) -> None:
+def main(place: PartSetup) -> None:
     versions = {}
     for name in PACKAGES:
         try:

@@ -15,7 +15,7 @@ from torch import Tensor
 import upref
 import upref.hidden
 import upref.logprobs
-from benchmarks.gpu.place import Place, moved
+from benchmarks.gpu.place import PartSetup, moved
 
 Function = Callable[..., Any]
 
@@ -182,7 +182,7 @@ MAKERS: dict[str, tuple[str, Callable[[], Function]]] = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def main(place: Place, which: str) -> None:
+def main(place: PartSetup, which: str) -> None:
     """Check one function in each dtype.
 
     Args:

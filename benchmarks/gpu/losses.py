@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import upref
-from benchmarks.gpu.place import SEED, Place, moved
+from benchmarks.gpu.place import SEED, PartSetup, moved
 from upref.weights.batches import OFF_EDGES, batch
 
 SHARDS = 6  # processes
 SLOW = ("bandpo_kl", "aspo_code", "bandpo_chi2")  # to compile
 
 
-def main(place: Place, which: str) -> None:
+def main(place: PartSetup, which: str) -> None:
     """Run one part: "liger", or the number of a shard of the objectives."""
     if which == "liger":
         liger(place)
@@ -121,7 +121,7 @@ LIGER: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def liger(place: Place) -> None:
+def liger(place: PartSetup) -> None:
     torch.manual_seed(SEED)
     for loss_type, name, theirs, ours in LIGER:
         with place.row(liger=loss_type, objective=name, settings=theirs) as row:

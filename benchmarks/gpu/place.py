@@ -32,7 +32,7 @@ def without_folders(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class PartSetup:
     """One part of the run.
 
     Attributes:

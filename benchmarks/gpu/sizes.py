@@ -15,7 +15,7 @@ from torch import Tensor
 
 import upref.hidden
 from benchmarks.gpu import kernels
-from benchmarks.gpu.place import SEED, Place
+from benchmarks.gpu.place import SEED, PartSetup
 
 V, TAU = 151_936, 0.8
 Function = Callable[[Tensor, Tensor, Tensor, float], Any]
@@ -94,7 +94,7 @@ def train(f: Function, h: Tensor, W: Tensor, tokens: Tensor) -> list[Tensor]:
     return [lp.detach(), entropy.detach(), *torch.autograd.grad(total, (h, W))]
 
 
-def main(place: Place) -> None:
+def main(place: PartSetup) -> None:
     words = 1000 if place.small else V
     for dtype, H, N in TRIAL if place.small else CASES:
         h, W, tokens = inputs(getattr(torch, dtype), H, N, words, place.device)
@@ -110,7 +110,7 @@ def main(place: Place) -> None:
 
 
 def measure(
-    place: Place,
+    place: PartSetup,
     f: Function,
     given: tuple[Tensor, Tensor, Tensor],
     want: list[Tensor] | None,

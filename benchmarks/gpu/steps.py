@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import upref
-from benchmarks.gpu.place import SEED, Place
+from benchmarks.gpu.place import SEED, PartSetup
 from upref.step import check_recorded, record_step
 from upref.step.rows import made
 
@@ -33,7 +33,7 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(self.embed(ids))[0])
 
 
-def qwen3(place: Place, attention: str = "sdpa", **changes: Any) -> nn.Module:
+def qwen3(place: PartSetup, attention: str = "sdpa", **changes: Any) -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(SEED)
@@ -103,7 +103,7 @@ def compiled(model: nn.Module, rows: list, **how: Any) -> None:
     dapo(torch.compile(model, dynamic=True), rows, **how)
 
 
-def rows_of(device: str) -> dict[str, tuple[Callable[[Place], nn.Module], Steps]]:
+def rows_of(device: str) -> dict[str, tuple[Callable[[PartSetup], nn.Module], Steps]]:
     """model -> (what makes it, [(step, whether it is right, the step)])."""
     half = torch.bfloat16
     faults: Steps = [
@@ -134,13 +134,13 @@ def rows_of(device: str) -> dict[str, tuple[Callable[[Place], nn.Module], Steps]
     }  # fmt: skip
 
 
-def checkpointed(place: Place) -> nn.Module:
+def checkpointed(place: PartSetup) -> nn.Module:
     model: Any = qwen3(place)
     model.gradient_checkpointing_enable()
     return model.train()
 
 
-def wide(place: Place) -> nn.Module:
+def wide(place: PartSetup) -> nn.Module:
     if place.small:
         return qwen3(place)
     return qwen3(
@@ -162,7 +162,7 @@ def in_tf32(step: Callable[..., None]) -> Callable[..., None]:
 PARTS = 8  # processes: one a model, and one for what is recorded
 
 
-def main(place: Place, which: str) -> None:
+def main(place: PartSetup, which: str) -> None:
     """Check the steps of one model, or what is recorded and read off."""
     torch.manual_seed(SEED)
     models = [*rows_of(place.device).items()]
@@ -179,7 +179,10 @@ def main(place: Place, which: str) -> None:
 
 
 def checked(
-    place: Place, model_name: str, make: Callable[[Place], nn.Module], steps: Steps
+    place: PartSetup,
+    model_name: str,
+    make: Callable[[PartSetup], nn.Module],
+    steps: Steps,
 ) -> None:
     """Check these steps of one model."""
     for name, right, step in steps:
@@ -206,7 +209,7 @@ def told(report: Any) -> dict[str, Any]:
     }
 
 
-def tf32_error(place: Place) -> float:
+def tf32_error(place: PartSetup) -> float:
     """How far the gradient of a recurrent layer in TF32 is from the one in float64."""
     torch.manual_seed(SEED)
     model = Recurrent().to(place.device)
@@ -222,7 +225,7 @@ def tf32_error(place: Place) -> float:
     return float((rough - exact).norm() / exact.norm())
 
 
-def recorded(place: Place) -> None:
+def recorded(place: PartSetup) -> None:
     """Two optimizer steps of AdamW on the GPU, by record_step."""
     for name, right, how in (
         ("right", True, {}),

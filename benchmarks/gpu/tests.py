@@ -7,10 +7,10 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
-from benchmarks.gpu.place import Place
+from benchmarks.gpu.place import PartSetup
 
 
-def main(place: Place) -> None:
+def main(place: PartSetup) -> None:
     report = place.folder / "tests.xml"
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", f"--junitxml={report}",

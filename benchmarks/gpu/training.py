@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.place import Place, lines
+from benchmarks.gpu.place import PartSetup, lines
 from repro.with_trl import memory, train
 from repro.with_verl.config.model import shape_of
 
@@ -158,7 +158,7 @@ def note(phases: Path, phase: str, seconds: float | None = None) -> None:
 
 
 # ---- what is done with it ------------------------------------------------------------
-def main(place: Place) -> None:
+def main(place: PartSetup) -> None:
     folder = place.folder / "trl"
     folder.mkdir(parents=True, exist_ok=True)
     with place.row(run="model and data"):
@@ -173,7 +173,7 @@ def main(place: Place) -> None:
         row |= go(place, folder, "dapo", 4, "dapo")
 
 
-def estimate(place: Place, folder: Path) -> None:
+def estimate(place: PartSetup, folder: Path) -> None:
     """What memory.py says of this GPU."""
     import torch
 
@@ -196,7 +196,7 @@ def estimate(place: Place, folder: Path) -> None:
 
 
 def go(
-    place: Place,
+    place: PartSetup,
     folder: Path,
     objective: str,
     steps: int,

@@ -16,7 +16,7 @@ import upref
 from upref import InputError, aggregate
 from upref.diagnostics import diagnose
 from upref.weights.batches import batch, grad
-from upref_frameworks.audits.compare import Effect, typical
+from upref_frameworks.audits.compare import FaultEffect, typical
 from upref_frameworks.audits.recipe import _effects
 from upref_frameworks.parity import ParityError
 from upref_frameworks.verl import training as verl_plugin
@@ -59,7 +59,7 @@ def test_the_recipe_measures_what_the_plug_in_computes(name):
     assert torch.equal(gradient(name, b), -grad(o, b))
     unprompted, split = _effects(o)
     assert (
-        unprompted == Effect.between(-gradient(name, b), grad(o, typical()))
+        unprompted == FaultEffect.between(-gradient(name, b), grad(o, typical()))
         and split.change < 1e-9
     )
 

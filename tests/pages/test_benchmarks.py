@@ -56,7 +56,7 @@ def test_all_that_stand_in_one_row_have_one_gradient(pair):
 def test_the_rows_of_a_gpu_run_name_no_folder_of_the_machine(tmp_path):
     rows = tmp_path / "rows.jsonl"
     said = f"{ROOT}/repro/run.sh, {torch.__file__}, {sys.executable} in {ROOT}"
-    place.Place("cpu", True, rows, tmp_path).write(out=said)
+    place.PartSetup("cpu", True, rows, tmp_path).write(out=said)
     text = rows.read_text(encoding="utf-8")
     assert str(ROOT) not in text and sys.prefix not in text, text
     assert (

@@ -19,7 +19,7 @@ from tests.support.daily import daily
 from upref import ops
 from upref.ops import sg
 from upref.verify.faults.losses import shape_of
-from upref.verify.pattern import Weights, pattern
+from upref.verify.pattern import MeasuredWeights, pattern
 from upref.verify.report import UNKNOWN
 
 
@@ -501,7 +501,7 @@ def test_a_pattern_is_said_of_tokens_that_show_it():
     """None of no token, and none that the printed batch contradicts."""
     ones = torch.ones(2, 3, dtype=torch.float64)
     b = upref.Rollouts(-ones, -ones, ones, ones.bool())
-    at = lambda found, expected: Weights(b, found, expected, ones, b.mask)
+    at = lambda found, expected: MeasuredWeights(b, found, expected, ones, b.mask)
     off = ones.clone()
     off[0, 0] += 1e-6
     assert "0 of" not in pattern(at(off, ones), at(off, ones), 1e-9, False)

@@ -28,7 +28,7 @@ from upref.cli import main
 from upref.logprobs import token_log_probs
 from upref.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them
 from upref.verify import faults, kl as kl_check
-from upref.verify.exact import Batch, Denominator, advantage
+from upref.verify.exact import Denominator, RewardBatch, advantage
 from upref.verify.finding import Number
 
 ids = lambda x: getattr(x, "__name__", None)
@@ -54,7 +54,9 @@ def test_two_witnesses_agree(batch, ddof):
                 if name in ("group_norm", "whiten", "group_mean_whiten")
                 else {}
             )
-            want = advantage(name, Batch(tuple(R), tuple(group)), Denominator(**hp))
+            want = advantage(
+                name, RewardBatch(tuple(R), tuple(group)), Denominator(**hp)
+            )
             torch.testing.assert_close(
                 f(r, g, **hp),
                 torch.tensor(want, dtype=torch.float64),
@@ -306,11 +308,11 @@ def test_ids_that_collide_modulo_a_number(n):
 
 MINE = """
 from upref.verify.faults import Catalogue, Fault
-from upref.verify.faults.advantages import Answer
+from upref.verify.faults.advantages import AdvantageChange
 from upref.verify.faults.logprobs import fault
 
 KL = Catalogue("kl", lambda: [Fault("seven times k1", lambda lp, ref: 7 * (lp - ref))])
-ADVANTAGES = Catalogue("advantages", lambda: [Fault("cubes", Answer(lambda b, right, k: [x**3 for x in right]))])
+ADVANTAGES = Catalogue("advantages", lambda: [Fault("cubes", AdvantageChange(lambda b, right, k: [x**3 for x in right]))])
 LOGPROBS = Catalogue("logprobs", lambda p: [fault("thirteen too much", id="thirteen-too-much", lp=lambda lp, p: lp + 13)])
 """
 

@@ -37,7 +37,7 @@ PAUSE = 0.05  # seconds between two looks at the processes
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankProcess:
     """The process of one rank, and the files that it writes to."""
 
     number: int
@@ -140,7 +140,7 @@ def _target(adapter: Adapter) -> str:
 
 
 @contextmanager
-def _started(task: dict[str, Any], number: int, world: int) -> Iterator[Rank]:
+def _started(task: dict[str, Any], number: int, world: int) -> Iterator[RankProcess]:
     """Start the process of a rank, and end it."""
     environment = os.environ | on_loopback()
     environment |= {
@@ -165,13 +165,13 @@ def _started(task: dict[str, Any], number: int, world: int) -> Iterator[Rank]:
             command, env=environment, stdout=stdout, stderr=stderr
         )
         try:
-            yield Rank(number, process, stdout, stderr)
+            yield RankProcess(number, process, stdout, stderr)
         finally:
             process.kill()
             process.wait()
 
 
-def _wait(ranks: Sequence[Rank], deadline: float) -> str:
+def _wait(ranks: Sequence[RankProcess], deadline: float) -> str:
     """Wait until all processes end, or one fails; return why there is no outcome, or
     "".
     """

@@ -33,7 +33,7 @@ from upref.verify.faults.targets import ETAS
 from upref.verify.match import Candidate, candidate, compared, every, in_range
 from upref.verify.measure import (
     SINGLE,
-    Case,
+    LossCase,
     ignores_sampler,
     sampler_words,
     unfed_words,
@@ -221,7 +221,7 @@ def _of_whole_batches(box: BlackBox) -> list[Match]:
     out = []
     for o in (get(name) for name in names() if get(name).batch_coupled):
         for hp in [{}, *({"eta": eta} for eta in ETAS if "eta" in o.hyperparameters)]:
-            case = Case(
+            case = LossCase(
                 box.loss, o, o.resolve(hp), declared_aggregation(o), tol=box.tol
             )
             off = [case.off(b, g / case.factors(b)).max().item() for b, g in asked]
@@ -232,7 +232,7 @@ def _of_whole_batches(box: BlackBox) -> list[Match]:
     return out
 
 
-def _is_told(case: Case, key: str, asked: list[tuple[Rollouts, Tensor]]) -> bool:
+def _is_told(case: LossCase, key: str, asked: list[tuple[Rollouts, Tensor]]) -> bool:
     """Whether the weights on these batches tell this value of the hyperparameter from
     a larger and from a smaller one.
     """
@@ -515,7 +515,7 @@ def _term(box: BlackBox, m: Match) -> list[str]:
     return [lacking(get(m.name), box.beta, box.kl)]
 
 
-def _against(box: BlackBox, m: Match) -> Case:
+def _against(box: BlackBox, m: Match) -> LossCase:
     """The loss compared with its match."""
     o = get(m.name)
     hp = o.resolve({k: v for k, v in m.hp.items() if v is not None})
@@ -556,8 +556,8 @@ def _cause(f: Finding) -> str:
 
 
 @dataclass
-class Claim(Case):
-    """A Case of which the weights are what is said of the loss: an objective with a
+class Claim(LossCase):
+    """A LossCase of which the weights are what is said of the loss: an objective with a
     fault in it.
     """
 
@@ -578,7 +578,9 @@ def _claimed(box: BlackBox, m: Match) -> list[str]:
     )
 
 
-def _limits(box: BlackBox, case: Case, said: Callable[[Rollouts], Tensor]) -> list[str]:
+def _limits(
+    box: BlackBox, case: LossCase, said: Callable[[Rollouts], Tensor]
+) -> list[str]:
     """What unusual inputs show of a loss that has these weights on ordinary ones."""
     if box.near >= LOOSE or box.batch_coupled:
         return []
@@ -598,7 +600,7 @@ def _limits(box: BlackBox, case: Case, said: Callable[[Rollouts], Tensor]) -> li
 
 def _pitfall(
     box: BlackBox, nearest: Objective, grids: list[Grid]
-) -> tuple[Match, LossFault, Case, float] | None:
+) -> tuple[Match, LossFault, LossCase, float] | None:
     """A known fault on the clip that the jumps suggest, else on the nearest objective;
     with the case that has it, and the factor."""
     bounds = sorted({round(r, 9) for A in SIGNS for r in box.bounds(A)})
@@ -630,7 +632,7 @@ def _pitfall(
     for n, (o, clip) in enumerate([*turns, *bases]):
         own = {k: v for k, v in clip.items() if k in o.hyperparameters}
         hp = {k: v for k, v in o.resolve(own).items() if k != "beta"}
-        case = Case(
+        case = LossCase(
             box.loss,
             o,
             hp,
@@ -679,7 +681,7 @@ def _pitfall(
     return None
 
 
-def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[Case], Tensor]]:
+def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[LossCase], Tensor]]:
     """Batches of other widths below each other, and the weights of the case on them."""
     T = max(b.mask.shape[1] for b, *_ in grids)
 

@@ -24,7 +24,7 @@ MOST_TURNS = 20
 
 
 @dataclass(frozen=True)
-class Row:
+class ObjectiveRow:
     """One objective on these tokens. w is its gradient dJ/dlp of every token,
     aggregation included.
 
@@ -73,14 +73,14 @@ class HeavyToken:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights(Checked):
+class ObjectiveWeights(Checked):
     """A row for each objective; `skipped` says which cannot be computed, and why."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ObjectiveRow, ...]
     skipped: dict[str, str]
     ran: str = ""
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> ObjectiveRow:
         return next(row for row in self.rows if row.name == name)
 
     def data(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def weights(
     ran: str | Objective = "",
     agg: str = "",
     **hp: Any,
-) -> Weights:
+) -> ObjectiveWeights:
     """Compute the gradient weight of every token under several objectives.
 
     Args:
@@ -127,7 +127,7 @@ def weights(
         if (o := as_run(name, {})).name not in {f.name for f in first}
     ]
     reference: Tensor | None = None
-    rows: list[Row] = []
+    rows: list[ObjectiveRow] = []
     skipped: dict[str, str] = {}
     for o in objectives:
         try:
@@ -138,7 +138,7 @@ def weights(
         if first and o is first[0]:
             reference = w
         rows.append(_row(batch, o.name, w, reference))
-    return Weights(
+    return ObjectiveWeights(
         rows=tuple(rows), skipped=skipped, ran=first[0].name if first else ""
     )
 
@@ -163,7 +163,9 @@ def token_gradient(
     return out
 
 
-def _row(batch: RecordedBatch, name: str, w: Tensor, ran: Tensor | None) -> Row:
+def _row(
+    batch: RecordedBatch, name: str, w: Tensor, ran: Tensor | None
+) -> ObjectiveRow:
     mask = batch.mask
     assert batch.adv is not None
     size = w.abs()
@@ -182,7 +184,7 @@ def _row(batch: RecordedBatch, name: str, w: Tensor, ran: Tensor | None) -> Row:
     elif ran is not None:
         norm = float(ran.norm() * w.norm())
         cosine = float((ran * w).sum()) / norm if norm else 0.0
-    return Row(
+    return ObjectiveRow(
         name=name,
         dead_positive=_share(w == 0, positive),
         dead_negative=_share(w == 0, negative),
@@ -209,7 +211,7 @@ def _by_turn(batch: RecordedBatch, size: Tensor, total: float) -> dict[int, floa
 
 
 def heaviest_tokens(
-    batch: RecordedBatch, row: Row, count: int = 5, tokenizer: Any = None
+    batch: RecordedBatch, row: ObjectiveRow, count: int = 5, tokenizer: Any = None
 ) -> list[HeavyToken]:
     """The tokens with the largest |w| of an objective.
 

@@ -5,9 +5,9 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from upref.replay.compare import HeavyToken, Weights
+from upref.replay.compare import HeavyToken, ObjectiveWeights
 from upref.replay.findings import ReplayFinding
-from upref.replay.loss import Loss
+from upref.replay.loss import LoggedLoss
 from upref.replay.schema import RecordedBatch
 
 if TYPE_CHECKING:
@@ -113,11 +113,11 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
         yield from _finding_lines("old", (s.old,))
 
 
-def _terms(found: Loss) -> str:
+def _terms(found: LoggedLoss) -> str:
     return f"{found.expected} of {found.objective}'s terms"
 
 
-def _not_exercised(found: Loss) -> str:
+def _not_exercised(found: LoggedLoss) -> str:
     """The hyperparameters of which an agreement says nothing."""
     return f"; not exercised: {', '.join(found.unused)}" if found.unused else ""
 
@@ -130,7 +130,7 @@ def _finding_lines(check: str, findings: Iterable[ReplayFinding]) -> Iterator[st
             )
 
 
-def _table_lines(table: Weights) -> Iterator[str]:
+def _table_lines(table: ObjectiveWeights) -> Iterator[str]:
     ran = any(row.cosine is not None for row in table.rows) and table.ran
     if table.ran in table.skipped:
         yield _fold(f"{table.ran} is left out: {table.skipped[table.ran]}")

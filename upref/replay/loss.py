@@ -37,7 +37,7 @@ SHARP = 1e-4  # of the sum of |terms|: with fewer digits another sum may agree b
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(Checked):
+class LoggedLoss(Checked):
     """The logged loss beside the objective's.
 
     Args:
@@ -84,7 +84,7 @@ def loss(
     *,
     digits: float = 0.0,
     **hp: Any,
-) -> Loss:
+) -> LoggedLoss:
     """Compare the logged loss with the objective's on the recorded tokens, and dL/dlp
     with its gradient.
 
@@ -128,7 +128,7 @@ def loss(
     findings += judged
     if gradient is not None:
         findings += gradient.findings
-    return Loss(
+    return LoggedLoss(
         objective=o.name,
         logged=logged,
         value=number.value,
@@ -277,7 +277,7 @@ def _times(factor: float) -> str:
 BLIND = ("uninformative", "beside_zero", "extra_terms")
 
 
-def settle(losses: Sequence[Loss]) -> list[Loss]:
+def settle(losses: Sequence[LoggedLoss]) -> list[LoggedLoss]:
     """Call nothing another sum that only some steps of a run are.
 
     A step with wrong hyperparameters equals some other sum by chance once in a few
@@ -294,7 +294,7 @@ def settle(losses: Sequence[Loss]) -> list[Loss]:
     return [_settled(x, [y for y in telling if y is not x]) for x in losses]
 
 
-def _settled(one: Loss, others: Sequence[Loss]) -> Loss:
+def _settled(one: LoggedLoss, others: Sequence[LoggedLoss]) -> LoggedLoss:
     kept: list[ReplayFinding] = []
     found = one.found
     for f in one.findings:

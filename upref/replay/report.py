@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from upref.replay.advantages import Advantages
-from upref.replay.compare import HeavyToken, Weights
+from upref.replay.compare import HeavyToken, ObjectiveWeights
 from upref.replay.findings import Checked, ReplayFinding, plain
 from upref.replay.gap import Gap
 from upref.replay.lines import report_lines
-from upref.replay.loss import Loss
+from upref.replay.loss import LoggedLoss
 from upref.replay.series import Series
 from upref.result import Result
 
@@ -23,7 +23,7 @@ class StepChecks:
     summary: str
     sampler: Gap | None
     advantages: Advantages | None
-    loss: Loss | None
+    loss: LoggedLoss | None
     old: ReplayFinding | None
     not_run: dict[str, str]
 
@@ -55,7 +55,7 @@ class Replay(Result):
     objective: str
     steps: tuple[StepChecks, ...]
     series: Series | None
-    table: Weights | None
+    table: ObjectiveWeights | None
     heaviest: tuple[HeavyToken, ...]
 
     def __bool__(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from upref.definition import Objective
 from upref.errors import InputError
 from upref.replay.advantages import advantages
-from upref.replay.compare import HeavyToken, Weights, heaviest_tokens, weights
+from upref.replay.compare import HeavyToken, ObjectiveWeights, heaviest_tokens, weights
 from upref.replay.gap import gap
 from upref.replay.lines import summary_line
 from upref.replay.loss import loss, settle
@@ -150,7 +150,7 @@ def _table(
     chosen: tuple[str, ...],
     others: list[str],
     tokenizer: Any,
-) -> tuple[Weights | None, tuple[HeavyToken, ...]]:
+) -> tuple[ObjectiveWeights | None, tuple[HeavyToken, ...]]:
     """The objectives on the last step, and its heaviest tokens; nothing where a column
     is missing.
     """

@@ -39,7 +39,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass
-class Case:
+class StepCase:
     """Rows, the reference's forward pass over them, and what it does not vary."""
 
     rows: list[Row]
@@ -164,7 +164,7 @@ def built(
     seed: int = 0,
     coarse: bool = False,
     asked: Asked | None = None,
-) -> Case:
+) -> StepCase:
     """The rows, made or validated, with the reference's forward pass. InputError where
     they could hide bugs.
     """
@@ -194,7 +194,7 @@ def built(
             f"this case could hide bugs: {unvaried[bad[0]]}. Vary it, or pass without={bad!r} and read what is left "
             "unexercised."
         )
-    return Case(made, Padded.of(made), forward, unvaried)
+    return StepCase(made, Padded.of(made), forward, unvaried)
 
 
 def _longest(rows: Sequence[Row]) -> list[int]:
@@ -257,7 +257,7 @@ def half_of(model: Any) -> torch.dtype | None:
     return next((k for k in HALVES if k in kinds), None)
 
 
-def allowed(goal: Goal, case: Case, bound: torch.dtype | float | None) -> float:
+def allowed(goal: Goal, case: StepCase, bound: torch.dtype | float | None) -> float:
     """The error of the gradient that rounding may make: 2e-5 in float32; in half
     precision twice what the reference moves if the result of each of its operations is
     rounded. A trainer keeps some of them in float32.
@@ -303,7 +303,7 @@ class Compared:
     other_side: int
 
 
-def compared(goal: Goal, case: Case, found: Gradient, bound: float) -> Compared:
+def compared(goal: Goal, case: StepCase, found: Gradient, bound: float) -> Compared:
     """Tokens count over the whole step, or per group where that alone agrees."""
     tried = []
     for one in (
@@ -398,7 +398,7 @@ def _restore(net: nn.Module, weights: dict[str, Tensor]) -> None:
         ) from e
 
 
-def run(step: Callable[..., Any], model: Any, case: Case) -> tuple[Gradient, int]:
+def run(step: Callable[..., Any], model: Any, case: StepCase) -> tuple[Gradient, int]:
     """The gradient that the step makes on copies of the rows, and its number of
     backward passes.
     """

@@ -17,8 +17,8 @@ from upref.registry import REDUCE, Objective
 from upref.step import rows as batch
 from upref.step.case import (
     Asked,
-    Case,
     Compared,
+    StepCase,
     allowed,
     built,
     called,
@@ -98,7 +98,7 @@ class Attempt:
     """A step on one draw of rows."""
 
     it: Compared
-    case: Case
+    case: StepCase
     bound: float
     again: Callable[[], Gradient] | None = None
 
@@ -370,7 +370,7 @@ def check_recorded(
 def report_step(
     name: str,
     goal: Goal,
-    case: Case,
+    case: StepCase,
     found: Gradient,
     passes: int,
     bound: float,
@@ -504,7 +504,9 @@ def _diagnosed(first: Attempt, second: Callable[[], Attempt] | None) -> list[Fin
     return [replace(findings[0], cause=words, fault_ids=()), *findings[1:]]
 
 
-def _not_reached(goal: Goal, case: Case, bound: float, it: Compared) -> dict[str, str]:
+def _not_reached(
+    goal: Goal, case: StepCase, bound: float, it: Compared
+) -> dict[str, str]:
     """What the rows do not exercise. No error of another value of a number stands for
     the verdict.
     """

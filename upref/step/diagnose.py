@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from upref.errors import InputError
 from upref.kl import ESTIMATORS
-from upref.step.case import HALVES, Case, Compared
+from upref.step.case import HALVES, Compared, StepCase
 from upref.step.causes import named
 from upref.step.forward import (
     SPAN,
@@ -32,7 +32,7 @@ from upref.step.normalizers import factor_words
 from upref.step.reference import Gradient, Model, TorchModel, text_config
 from upref.step.rows import Padded, Row, locate
 from upref.step.scores import Variant, quick
-from upref.step.weights import Reading, Tokens, gradient, observed, read
+from upref.step.weights import Tokens, TokenWeights, gradient, observed, read
 from upref.verify.finding import NO_CAUSE, Cause, Number, join_causes
 from upref.verify.report import UNKNOWN, Finding, fail
 
@@ -97,7 +97,7 @@ def parameters(model: Model, found: Tensor, want: Tensor, bound: float) -> list[
 
 def diagnosed(
     it: Compared,
-    case: Case,
+    case: StepCase,
     bound: float,
     again: Callable[[], Gradient] | None,
     among: Cause = NO_CAUSE,
@@ -543,7 +543,7 @@ def _beyond(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor]]:
 def _said(
     forward: Forward,
     b: Padded,
-    reading: Reading,
+    reading: TokenWeights,
     terms: Terms,
     bound: float,
     cause: Cause,

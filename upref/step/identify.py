@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from upref.errors import InputError
 from upref.registry import names
 from upref.result import Result
-from upref.step.case import BOUND, Asked, Case, built, meant, perturbed, run
+from upref.step.case import BOUND, Asked, StepCase, built, meant, perturbed, run
 from upref.step.causes import BOUNDS
 from upref.step.check import check_step
 from upref.step.forward import SPAN
@@ -135,7 +135,7 @@ class Draw:
         statistics: log-probabilities, entropies and squared log-normalizers, [B, T].
     """
 
-    case: Case
+    case: StepCase
     found: Tensor
     residual: float
     statistics: tuple[Tensor, Tensor, Tensor]

@@ -50,7 +50,7 @@ MEANS = {
 
 
 @dataclass(frozen=True)
-class Batch:
+class WeightInputs:
     """What weights depend on beside the ratios. All [B, T] over the response tokens,
     padded.
     """
@@ -76,7 +76,7 @@ class Batch:
             entropy=self.entropy,
         )
 
-    def repeated(self, n: int) -> "Batch":
+    def repeated(self, n: int) -> "WeightInputs":
         """Every response n times, one behind the other.
 
         Args:
@@ -85,11 +85,11 @@ class Batch:
         each = {
             k: v.repeat_interleave(n, 0) for k, v in vars(self).items() if v is not None
         }
-        return Batch(**each)
+        return WeightInputs(**each)
 
 
 def choose_log_ratios(
-    batch: Batch,
+    batch: WeightInputs,
     o: Objective,
     hp: dict[str, Any],
     rng: np.random.Generator,
@@ -138,7 +138,9 @@ def _changed(
         return None
 
 
-def _weights(batch: Batch, o: Objective, hp: dict[str, Any], log_r: Tensor) -> Tensor:
+def _weights(
+    batch: WeightInputs, o: Objective, hp: dict[str, Any], log_r: Tensor
+) -> Tensor:
     """Of each token at that log r; nan where a weight has no value."""
     own = {k: v for k, v in hp.items() if k != "beta"}
     try:
@@ -148,7 +150,7 @@ def _weights(batch: Batch, o: Objective, hp: dict[str, Any], log_r: Tensor) -> T
 
 
 def _aims(
-    batch: Batch, o: Objective, hp: dict[str, Any], coarse: bool
+    batch: WeightInputs, o: Objective, hp: dict[str, Any], coarse: bool
 ) -> Iterator[np.ndarray]:
     """For each number, smaller and larger: log r of each token that is between the two
     bounds, [B, T]; else nan.
@@ -205,7 +207,10 @@ def _between(moved: np.ndarray, grid: np.ndarray, beside: float) -> np.ndarray:
 
 # ---- tokens --------------------------------------------------------------------------
 def _token_log_ratios(
-    batch: Batch, wanted: list[np.ndarray], rng: np.random.Generator, coarse: bool
+    batch: WeightInputs,
+    wanted: list[np.ndarray],
+    rng: np.random.Generator,
+    coarse: bool,
 ) -> np.ndarray:
     """Draw log r of every token, and put tokens on either side of each bound.
 
@@ -268,7 +273,9 @@ def _token_log_ratios(
     return log_r
 
 
-def _unseen(batch: Batch, o: Objective, hp: dict[str, Any], log_r: Tensor) -> int:
+def _unseen(
+    batch: WeightInputs, o: Objective, hp: dict[str, Any], log_r: Tensor
+) -> int:
     """How many numbers at half and at twice their value leave all weights as they are."""
     here, count = _weights(batch, o, hp, log_r), 0
     for name in hp:
@@ -283,7 +290,7 @@ def _unseen(batch: Batch, o: Objective, hp: dict[str, Any], log_r: Tensor) -> in
 
 # ---- responses -----------------------------------------------------------------------
 def _response_log_ratios(
-    batch: Batch,
+    batch: WeightInputs,
     o: Objective,
     aims: list[np.ndarray],
     rng: np.random.Generator,

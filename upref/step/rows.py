@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from upref.errors import InputError
 from upref.registry import Objective
-from upref.step.ratios import LIMIT, Batch, choose_log_ratios, choose_log_rho
+from upref.step.ratios import LIMIT, WeightInputs, choose_log_ratios, choose_log_rho
 
 AXES = ("lengths", "temperature", "ratio", "holes")  # what a case must vary
 # tokens of the eight responses
@@ -309,7 +309,7 @@ def sampled(
     """
     rng = np.random.default_rng(seed + 1)
     p = Padded.of(rows)
-    batch = Batch(
+    batch = WeightInputs(
         _padded(lp), p.adv, p.mask, None if entropy is None else _padded(entropy)
     )
     d = choose_log_ratios(batch, o, hp, rng, coarse)

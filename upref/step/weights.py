@@ -45,7 +45,7 @@ SMALL = 1e-10  # singular values below this part of the largest are zero
 
 
 @dataclass(frozen=True)
-class Reading:
+class TokenWeights:
     """w_t of every token but the first of each row, and how much of the gradient they
     leave unexplained.
     """
@@ -99,7 +99,7 @@ def solved(A: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
     return x, error * rest * y.norm(), float(rest)
 
 
-def read(forward: Forward, g: Tensor, extra: Sequence[Tensor] = ()) -> Reading:
+def read(forward: Forward, g: Tensor, extra: Sequence[Tensor] = ()) -> TokenWeights:
     """The weights that make g of this forward pass. extra: more gradients that may be
     part of it.
 
@@ -117,7 +117,7 @@ def read(forward: Forward, g: Tensor, extra: Sequence[Tensor] = ()) -> Reading:
         error > 1e-3 * x[:tokens].abs().max().clamp(min=1e-300), torch.nan, x
     )
     weights = x[:tokens].split([len(r.ids) - 1 for r in forward.rows])
-    return Reading([*weights], residual, x[tokens:])
+    return TokenWeights([*weights], residual, x[tokens:])
 
 
 def gradient(forward: Forward, weights: Sequence[Tensor]) -> Tensor:

@@ -28,7 +28,7 @@ from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.user_code import names
 from upref.user_code.load import load, name_of
-from upref.user_code.loss import FIRST, MAIN, SHAPES, Loss, Outcome
+from upref.user_code.loss import FIRST, MAIN, SHAPES, Loss, LossOutcome
 from upref.user_code.settings import Shipped
 from upref.user_code.shapes import infer_shapes
 from upref.user_code.signature import (
@@ -44,7 +44,7 @@ __all__ = [
     "MAIN",
     "SHAPES",
     "Loss",
-    "Outcome",
+    "LossOutcome",
     "accepts",
     "infer_shapes",
     "load",

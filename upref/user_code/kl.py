@@ -21,7 +21,7 @@ PROBE = torch.tensor([[-1.1, -0.7, -2.3], [-0.2, -3.1, -1.9]], dtype=torch.float
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TermOutcome:
     """What one call did. k: one number per token, in float64."""
 
     k: Tensor
@@ -45,7 +45,7 @@ class Term:
     def __call__(self, lp: Tensor, ref: Tensor) -> Tensor:
         return self.outcome(lp, ref).k
 
-    def outcome(self, lp: Tensor, ref: Tensor) -> Outcome:
+    def outcome(self, lp: Tensor, ref: Tensor) -> TermOutcome:
         full = {"logp": lp.to(self.dtype), "logp_ref": ref.to(self.dtype)}
         before = {role: x.detach().clone() for role, x in full.items()}
         k, printed = called(self.name, lambda: self.reading.call(self.fn, full, {}))
@@ -67,7 +67,7 @@ class Term:
             for role, x in before.items()
             if not torch.equal(x, full[role])
         )
-        return Outcome(k.double(), k.dtype == torch.float32, wrote, printed)
+        return TermOutcome(k.double(), k.dtype == torch.float32, wrote, printed)
 
 
 def read(fn: Any) -> Term:

@@ -83,7 +83,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class KernelOutcome:
     """What one call did, in float64: numbers by name (log-prob, entropy, gradient of
     hidden, ...).
     """
@@ -114,7 +114,7 @@ class Kernel:
     logit_scale: float = 1.0
     on_gpu: bool = False  # whether it computes there
 
-    def __call__(self, p: Problem, twice: bool = False) -> Outcome:
+    def __call__(self, p: Problem, twice: bool = False) -> KernelOutcome:
         """twice: the backward is run again."""
         p = p.to(self.dtype) if p.x.dtype == torch.float64 else p
         leaves = {
@@ -168,7 +168,7 @@ class Kernel:
                 if not twice:
                     raise
                 # a compiled backward may refuse to keep what a second one needs
-                return Outcome(numbers, frozenset(), printed, str(e))
+                return KernelOutcome(numbers, frozenset(), printed, str(e))
             numbers |= {f"gradient of {k}": v.double() for k, v in grads.items()}
             printed |= more
             try:
@@ -190,7 +190,7 @@ class Kernel:
             now = full[name].detach()
             return torch.equal(before[name].nan_to_num(), now.nan_to_num())
 
-        return Outcome(
+        return KernelOutcome(
             numbers, frozenset(k for k in before if not same(k)), printed, again
         )
 

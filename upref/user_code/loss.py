@@ -30,7 +30,7 @@ ALSO_LIVE = "its first element; another one has a gradient too"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LossOutcome:
     """What one call did. value: the scalar. form: scalar, or `unreduced` where the loss
     left the sum to its caller.
     """
@@ -186,7 +186,7 @@ class Loss:
         b: Rollouts,
         moved: dict[str, Any] | None = None,
         leaves: tuple[Tensor, ...] = (),
-    ) -> Outcome:
+    ) -> LossOutcome:
         """One call on these inputs; InputError in one sentence for whatever the loss
         does instead of answering.
 
@@ -214,7 +214,9 @@ class Loss:
         )
         left = [x.grad for x in leaves]
         if all(g is None for g in left):
-            return Outcome(value, form, wrapped, value.requires_grad, wrote, printed)
+            return LossOutcome(
+                value, form, wrapped, value.requires_grad, wrote, printed
+            )
         if form != "scalar":
             raise InputError(
                 f"{self.name} calls .backward() itself and returns {form} numbers: return the loss."
@@ -231,7 +233,7 @@ class Loss:
             if all(g is None for g in more)
             else 0 - _plus(leaves[0], left[0], None).detach()
         )
-        return Outcome(
+        return LossOutcome(
             value, form, wrapped, value.requires_grad, wrote, printed, True, own
         )
 
@@ -319,7 +321,7 @@ class Loss:
         ranks: int = 1,
         wanting: tuple[str, ...] | None = None,
         **moved: Any,
-    ) -> tuple[Outcome, Tensor]:
+    ) -> tuple[LossOutcome, Tensor]:
         """What a call did, and dJ/dlp.
 
         wanting: log_prob is computed from a leaf, as by a network, and so are these
@@ -331,7 +333,7 @@ class Loss:
             **moved: hyperparameters with other values.
 
         Returns:
-            The Outcome, and [B, T].
+            The LossOutcome, and [B, T].
         """
         return self.ask("measured", b, ranks, wanting, moved)
 
@@ -373,7 +375,7 @@ class Loss:
         ranks: int,
         wanting: tuple[str, ...] | None,
         moved: dict[str, Any],
-    ) -> tuple[Outcome, Tensor]:
+    ) -> tuple[LossOutcome, Tensor]:
         given = self.given(b, ranks)
         full, leaves = _copies(given), ()
         x = full["logp"].requires_grad_()

@@ -12,7 +12,7 @@ from upref.verify import oracles
 from upref.verify.measure import (
     EXACT,
     HABIT,
-    Case,
+    LossCase,
     ignores_sampler,
     make_case,
     sampler_words,
@@ -109,7 +109,7 @@ def check(
     )
 
 
-def as_shipped(loss: Loss, case: Case) -> str:
+def as_shipped(loss: Loss, case: LossCase) -> str:
     """What the framework's own defaults give, where the loss was set up as the
     objective says; else empty.
 
@@ -133,7 +133,7 @@ def as_shipped(loss: Loss, case: Case) -> str:
     return f"as shipped: {'NOT ' if wrong else ''}{case.o.name}"
 
 
-def not_checked(case: Case) -> list[str]:
+def not_checked(case: LossCase) -> list[str]:
     """What the verdict says nothing about, in words, beside the oracles that were not
     run.
 
@@ -151,7 +151,7 @@ def not_checked(case: Case) -> list[str]:
     return out
 
 
-def assumptions(case: Case) -> list[str]:
+def assumptions(case: LossCase) -> list[str]:
     """What was assumed of the loss, a sentence each.
 
     Args:

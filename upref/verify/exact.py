@@ -20,23 +20,25 @@ LENGTHS = (3, 1, 4, 2, 5)
 
 
 @dataclass(frozen=True)
-class Batch:
+class RewardBatch:
     """R: a reward per response. group: its prompt."""
 
     R: tuple[Fraction, ...]
     group: tuple[int, ...]
 
     @staticmethod
-    def of(rewards: str, group: str) -> "Batch":
-        return Batch(
+    def of(rewards: str, group: str) -> "RewardBatch":
+        return RewardBatch(
             tuple(map(Fraction, rewards.split())), tuple(map(int, group.split()))
         )
 
-    def take(self, rows: Sequence[int]) -> "Batch":
-        return Batch(tuple(self.R[i] for i in rows), tuple(self.group[i] for i in rows))
+    def take(self, rows: Sequence[int]) -> "RewardBatch":
+        return RewardBatch(
+            tuple(self.R[i] for i in rows), tuple(self.group[i] for i in rows)
+        )
 
-    def times(self, k: Fraction | int, plus: int = 0) -> "Batch":
-        return Batch(tuple(k * x + plus for x in self.R), self.group)
+    def times(self, k: Fraction | int, plus: int = 0) -> "RewardBatch":
+        return RewardBatch(tuple(k * x + plus for x in self.R), self.group)
 
     def rows_of(self, g: int) -> list[int]:
         return [i for i, h in enumerate(self.group) if h == g]
@@ -63,26 +65,32 @@ def lengths(R: Sequence[Any], group: Sequence[int]) -> list[int]:
     ]
 
 
-EVEN = Batch.of("1 0 0 1  1 0 0 0  1/4 1/2 -1 2", "0 0 0 0  1 1 1 1  2 2 2 2")
-UNEVEN = Batch.of("1 0  1 1/2 0 -1 3/4  1 0 0  2 1/4", "0 0  1 1 1 1 1  2 2 2  3 3")
-INTERLEAVED = Batch.of("1 1/2 0 0 -1 1 1/4 2 0 1 3/4 0", "0 1 2 2 1 0 1 0 2 2 0 1")
-SINGLE = Batch.of("3/4 1 0 1/2 2", "0 1 1 1 2")
-EQUAL = Batch.of("1/10 1/10 1/10 1/10 1/10 1/10 1/10 1 0 1", "0 0 0 0 0 0 0 1 1 1")
+EVEN = RewardBatch.of("1 0 0 1  1 0 0 0  1/4 1/2 -1 2", "0 0 0 0  1 1 1 1  2 2 2 2")
+UNEVEN = RewardBatch.of(
+    "1 0  1 1/2 0 -1 3/4  1 0 0  2 1/4", "0 0  1 1 1 1 1  2 2 2  3 3"
+)
+INTERLEAVED = RewardBatch.of(
+    "1 1/2 0 0 -1 1 1/4 2 0 1 3/4 0", "0 1 2 2 1 0 1 0 2 2 0 1"
+)
+SINGLE = RewardBatch.of("3/4 1 0 1/2 2", "0 1 1 1 2")
+EQUAL = RewardBatch.of(
+    "1/10 1/10 1/10 1/10 1/10 1/10 1/10 1 0 1", "0 0 0 0 0 0 0 1 1 1"
+)
 # prompts all of whose responses fail, and all of whose responses succeed
-SOLVED = Batch.of(
+SOLVED = RewardBatch.of(
     "0 0 0 0  1 1 1 1  -1 -1 -1 -1  1 0 0 1", "0 0 0 0  1 1 1 1  2 2 2 2  3 3 3 3"
 )
 # a hundred prompts of four responses, no two of which are all alike
-PROMPTS = Batch(
+PROMPTS = RewardBatch(
     tuple(Fraction(i * i % 11 + i % 3, 4) for i in range(400)),
     tuple(i // 4 for i in range(400)),
 )
-FINE = Batch.of(
+FINE = RewardBatch.of(
     "7/10 3/4 4/5 41/50  1/3 2/3 5/7 1/9  91/100 23/25 93/100 19/20",
     "0 0 0 0  1 1 1 1  2 2 2 2",
 )  # no halves
 # A up to 11
-LARGE = Batch(
+LARGE = RewardBatch(
     tuple(Fraction(i % 128 == 77 or i == 200) for i in range(256)),
     (0,) * 128 + (1,) * 128,
 )
@@ -145,7 +153,7 @@ def deviation(key: Sequence[Any], R: Rows, ddof: int) -> tuple[Fraction, ...]:
     return by(key, R, lambda xs: [variance(xs, ddof)] * len(xs))
 
 
-def parts(name: str, b: Batch, ddof: int) -> tuple[Rows, Rows]:
+def parts(name: str, b: RewardBatch, ddof: int) -> tuple[Rows, Rows]:
     """Numerator and variance of each response, of an estimator of NORMED.
 
     Args:
@@ -242,7 +250,9 @@ def fit(
     return None
 
 
-def advantage(name: str, b: Batch, divided: Denominator = Denominator()) -> list[float]:
+def advantage(
+    name: str, b: RewardBatch, divided: Denominator = Denominator()
+) -> list[float]:
     """The advantages called `name` of upref.advantages, each rounded once or twice.
 
     Args:

@@ -39,7 +39,7 @@ from upref.verify.faults.losses import (
     terms,
 )
 from upref.verify.finding import Cause
-from upref.verify.measure import Case, kl_slope, unit_weights
+from upref.verify.measure import LossCase, kl_slope, unit_weights
 from upref.weights.batches import (
     OFF_EDGES,
     on_policy_batch,
@@ -58,7 +58,7 @@ NOTHING = fault(
 
 
 def explain(
-    case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]
+    case: LossCase, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]
 ) -> LossFault | None:
     """The first fault that, put into the reference, has the found weights on every
     token of the batch, and of others.
@@ -123,7 +123,7 @@ LEFT = "its own .backward() leaves a gradient that is added to that of the loss 
 RETURNED = "the loss that it returns adds its gradient to the one that its own .backward() leaves, which is right alone"
 
 
-def two_gradients(case: Case, b: Rollouts) -> Iterator[LossFault]:
+def two_gradients(case: LossCase, b: Rollouts) -> Iterator[LossFault]:
     """A loss that calls .backward() and returns a loss with a gradient, where one of
     the two is right alone.
 
@@ -163,19 +163,19 @@ class Elsewhere:
     # with the weights found, and the tokens that are used
     batches: list[tuple[Rollouts, Tensor, Tensor]]
 
-    def fits(self, one: LossFault, case: Case) -> bool:
+    def fits(self, one: LossFault, case: LossCase) -> bool:
         return all(fits(one, case, *at, 10 * case.tol) for at in self.batches)
 
     def without(self, part: Callable[[Rollouts], Tensor]) -> "Elsewhere":
         return Elsewhere([(b, found - part(b), use) for b, found, use in self.batches])
 
 
-def _elsewhere(case: Case, *more: Rollouts) -> Elsewhere:
+def _elsewhere(case: LossCase, *more: Rollouts) -> Elsewhere:
     """All of `others`, with what is found there."""
     return _found_on(case, [*others(case), *more])
 
 
-def _found_on(case: Case, batches: list[Rollouts]) -> Elsewhere:
+def _found_on(case: LossCase, batches: list[Rollouts]) -> Elsewhere:
     """These batches, with what is found there."""
     out = []
     for b in batches:
@@ -185,7 +185,7 @@ def _found_on(case: Case, batches: list[Rollouts]) -> Elsewhere:
     return Elsewhere(out)
 
 
-def others(case: Case) -> list[Rollouts]:
+def others(case: LossCase) -> list[Rollouts]:
     """On policy, with small advantages and with A > 0 alone too, near every bound,
     three random ones, and one of 64 responses; of an objective that corrects for its
     sampler, one whose sampler is far away.
@@ -216,7 +216,7 @@ def others(case: Case) -> list[Rollouts]:
     ]
 
 
-def confirmed(case: Case, one: LossFault, *more: Rollouts) -> Cause:
+def confirmed(case: LossCase, one: LossFault, *more: Rollouts) -> Cause:
     """A fault that reproduces the loss on every one of those batches, and on these;
     else none.
 
@@ -232,7 +232,7 @@ def confirmed(case: Case, one: LossFault, *more: Rollouts) -> Cause:
 
 
 def confirmed_at(
-    case: Case,
+    case: LossCase,
     one: LossFault,
     b: Rollouts,
     at: tuple[int, int],
@@ -264,7 +264,7 @@ def confirmed_at(
 
 
 def everywhere(
-    case: Case, change: Callable[[Rollouts], tuple[Tensor, Tensor]], *more: Rollouts
+    case: LossCase, change: Callable[[Rollouts], tuple[Tensor, Tensor]], *more: Rollouts
 ) -> bool:
     """The same of a cause that is no change of the weights: whether what is found is
     what the change makes of the reference, on every one of those batches that the loss
@@ -287,7 +287,7 @@ def alike(x: Tensor, y: Tensor) -> bool:
 
 
 def _two(
-    case: Case,
+    case: LossCase,
     b: Rollouts,
     found: Tensor,
     use: Tensor,
@@ -343,7 +343,7 @@ def _two(
     return None
 
 
-def _kl_aggregated(case: Case) -> Iterator[LossFault]:
+def _kl_aggregated(case: LossCase) -> Iterator[LossFault]:
     """The KL term with another aggregation than the rest."""
     o, beta = case.o, case.hp.get("beta") or 0.0
     for name in FACTORS if beta else ():
@@ -366,7 +366,7 @@ def _kl_aggregated(case: Case) -> Iterator[LossFault]:
 
 
 def reproduces(
-    faults: Iterable[LossFault], case: Case, b: Rollouts, found: Tensor, use: Tensor
+    faults: Iterable[LossFault], case: LossCase, b: Rollouts, found: Tensor, use: Tensor
 ) -> LossFault | None:
     """The first that agrees on all used tokens.
 
@@ -393,7 +393,7 @@ def reproduces(
 
 
 def fits(
-    one: LossFault, case: Case, b: Rollouts, found: Tensor, use: Tensor, tol: float
+    one: LossFault, case: LossCase, b: Rollouts, found: Tensor, use: Tensor, tol: float
 ) -> bool:
     """Whether the objective with this fault in it has the found weights on the used
     tokens.
@@ -417,7 +417,7 @@ def fits(
     return bool((apart[use] < tol).all())
 
 
-def _retuned(case: Case, bounds: list[float]) -> Iterator[LossFault]:
+def _retuned(case: LossCase, bounds: list[float]) -> Iterator[LossFault]:
     """The objective at other hyperparameters: its two sides swapped, or as the matcher
     recovers them from the loss.
     """
@@ -442,7 +442,7 @@ def _retuned(case: Case, bounds: list[float]) -> Iterator[LossFault]:
 
 
 def _other_kl(
-    case: Case, b: Rollouts, found: Tensor, use: Tensor
+    case: LossCase, b: Rollouts, found: Tensor, use: Tensor
 ) -> Iterator[LossFault]:
     """A KL term of another size, or that the objective does not have: where A = 0
     nothing else is left.
@@ -510,7 +510,7 @@ def _absolute(key: str, v: Any, now: Any) -> bool:
     return abs((1 - v if key == "eps_low" else 1 + v) - now) < 1e-6
 
 
-def _others(case: Case) -> Iterator[LossFault]:
+def _others(case: LossCase) -> Iterator[LossFault]:
     o, hp = case.o, case.hp
     if not shape_of(o, hp).free[1.0]:  # it has no log π_θ there yet
         yield fault(
@@ -546,7 +546,7 @@ def _others(case: Case) -> Iterator[LossFault]:
             )
 
 
-def _recovered(case: Case) -> Iterator[LossFault]:
+def _recovered(case: LossCase) -> Iterator[LossFault]:
     """Any objective, and up(...) of any, at the hyperparameters that the loss itself
     shows, with the KL term it has.
     """
@@ -566,7 +566,7 @@ def _recovered(case: Case) -> Iterator[LossFault]:
         yield fault(words, "objective", id=f"other-objective-{p.name}", weigh=whole)
 
 
-def _other_aggregation(case: Case, p: Objective) -> str:
+def _other_aggregation(case: LossCase, p: Objective) -> str:
     """In words, that of the loss, where it is not that of an objective whose weights it
     has.
     """

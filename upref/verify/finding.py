@@ -72,7 +72,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Place:
+class TokenPlace:
     """The tokens that differ, and the one of them that is shown.
 
     Args:

@@ -22,7 +22,7 @@ from upref.errors import InputError
 from upref.user_code.kl import Term, read
 from upref.verify.faults import Fault, known
 from upref.verify.faults.kl import Formula
-from upref.verify.finding import Cause, Example, Number, Place, number_pair
+from upref.verify.finding import Cause, Example, Number, TokenPlace, number_pair
 from upref.verify.oracle import Oracle, oracle, run, untouched, validate_names
 from upref.verify.report import Finding, Report, fail, not_run, note, restores_state
 
@@ -46,7 +46,7 @@ CONSTANTS = "harmless as long as callers pass them without requires_grad; add .d
 
 # ---- a case --------------------------------------------------------------------------
 @dataclass
-class Case:
+class KlCase:
     """What the oracles read."""
 
     term: Term
@@ -248,7 +248,7 @@ def _words(key: str) -> str:
 
 # ---- the oracles ---------------------------------------------------------------------
 def _pointwise(which: int, name: str, what: str) -> Oracle:
-    def look(case: Case) -> Iterator[Finding]:
+    def look(case: KlCase) -> Iterator[Finding]:
         want, found, off = case.off(NEAR, which)
         i = int(off.argmax())
         if off[i] > case.term.tol:
@@ -261,7 +261,7 @@ def _pointwise(which: int, name: str, what: str) -> Oracle:
             single = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
             code = single if alone else PASTE.format("NEAR", "NEAR")
             both_numbers = number_pair(what, want[i].item(), found[i].item())
-            place = Place(numbers={DIFFERENCE: d})
+            place = TokenPlace(numbers={DIFFERENCE: d})
             yield fail(
                 name,
                 "",
@@ -280,7 +280,7 @@ def _pointwise(which: int, name: str, what: str) -> Oracle:
         "wrong near 0 already" if case.failed & {"value", "gradient"} else ""
     ),
 )
-def clamp(case: Case) -> Iterator[Finding]:
+def clamp(case: KlCase) -> Iterator[Finding]:
     (_, held, value), (want, found, slope) = case.off(FAR, 0), case.off(FAR, 1)
     bad = torch.maximum(value, slope) > case.term.tol
     sides = [held[bad & side] for side in (FAR > 0, FAR < 0) if (bad & side).any()]
@@ -302,7 +302,7 @@ def clamp(case: Case) -> Iterator[Finding]:
             "",
             *numbers,
             cause=why if clamped else "",
-            place=Place(numbers={DIFFERENCE: d}),
+            place=TokenPlace(numbers={DIFFERENCE: d}),
         )
 
 
@@ -312,7 +312,7 @@ def clamp(case: Case) -> Iterator[Finding]:
         "wrong in one row already" if case.failed & {"value", "gradient"} else ""
     ),
 )
-def rows(case: Case) -> Iterator[Finding]:
+def rows(case: KlCase) -> Iterator[Finding]:
     """Several responses, from tokens of probability 1 to tokens of log-probability -30
     and below.
     """
@@ -331,7 +331,7 @@ def rows(case: Case) -> Iterator[Finding]:
                 row, column = divmod(at, len(d))
                 lp = levels[row] - max(0.0, d[column].item())
                 numbers = {"log π_θ": lp, "log π_ref": lp + d[column].item()}
-                place = Place(
+                place = TokenPlace(
                     numbers=numbers,
                     remark=f"in a batch of {len(levels)} responses of {len(d)} tokens",
                 )
@@ -347,7 +347,7 @@ def rows(case: Case) -> Iterator[Finding]:
 
 
 @oracle("expected-value")
-def expected_value(case: Case) -> Iterator[Finding]:
+def expected_value(case: KlCase) -> Iterator[Finding]:
     got, want = expected(case.term)[0], expected(case.right)[0]
     if not abs(got - want) < case.term.tol / 10:
         target = divergences()["reverse"][0]
@@ -365,7 +365,7 @@ def _listed(g: Tensor) -> str:
 
 
 @oracle("expected-gradient")
-def expected_gradient(case: Case) -> Iterator[Finding]:
+def expected_gradient(case: KlCase) -> Iterator[Finding]:
     tol = case.term.tol
     for off_policy, where in (
         (False, "samples of π_θ"),
@@ -388,7 +388,7 @@ def expected_gradient(case: Case) -> Iterator[Finding]:
 
 
 @oracle("stop-gradient")
-def stop_gradient(case: Case) -> Iterator[Finding]:
+def stop_gradient(case: KlCase) -> Iterator[Finding]:
     lp, ref = pair(NEAR)
     k = case.term(lp, ref.requires_grad_())
     if (
@@ -401,7 +401,7 @@ def stop_gradient(case: Case) -> Iterator[Finding]:
 
 
 @oracle("determinism")
-def determinism(case: Case) -> Iterator[Finding]:
+def determinism(case: KlCase) -> Iterator[Finding]:
     if not same(case.term, case.term, tol=0.0):
         yield fail(
             "determinism", "the same tokens twice", "the same numbers", "other numbers"
@@ -409,7 +409,7 @@ def determinism(case: Case) -> Iterator[Finding]:
 
 
 @oracle("mutation")
-def mutation(case: Case) -> Iterator[Finding]:
+def mutation(case: KlCase) -> Iterator[Finding]:
     yield from untouched(case.term.outcome(*pair(NEAR)))
 
 
@@ -452,7 +452,7 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
         )
     validate_names(ORACLES, skip)
     term = read(fn)
-    found, ran = run(ORACLES, Case(term, estimator), skip)
+    found, ran = run(ORACLES, KlCase(term, estimator), skip)
     on, off = (
         _words(divergence_of(term, off_policy, term.tol))
         for off_policy in (False, True)

@@ -21,7 +21,7 @@ import torch
 from upref.errors import InputError
 from upref.registry import Objective, get, names
 from upref.user_code import Loss
-from upref.verify.measure import Case
+from upref.verify.measure import LossCase
 from upref.verify.probe import BlackBox, Point, measure, termed
 
 # where a hyperparameter is looked for; c <= 1 is no dual clip
@@ -40,7 +40,7 @@ def _column(x: np.ndarray) -> torch.Tensor:
     return torch.as_tensor(x)[:, None]
 
 
-class Weights:
+class ClosedFormWeights:
     """The closed form of an objective at given points, as a function of its
     hyperparameters.
     """
@@ -154,7 +154,7 @@ class Compared:
     box: BlackBox
     points: list[Point]
     v: np.ndarray  # measured
-    w: Weights
+    w: ClosedFormWeights
 
     # ---- how far ---------------------------------------------------------------------
     def off(self, w: np.ndarray) -> np.ndarray:
@@ -322,7 +322,7 @@ class Compared:
             return
         lo, hi = RANGE.get(key, ANY)
         w, target = (
-            Weights(self.o, [p for p, _ in keys]),
+            ClosedFormWeights(self.o, [p for p, _ in keys]),
             np.array([m for _, m in keys]),
         )
         ends = [np.sign(w(hp | {key: x}) - target) for x in (lo, hi)]
@@ -365,7 +365,7 @@ class Compared:
     ) -> list[float]:
         """Bisection in the logarithm."""
         w, target = (
-            Weights(self.o, [p for p, _ in keys]),
+            ClosedFormWeights(self.o, [p for p, _ in keys]),
             np.array([m for _, m in keys]),
         )
         los, his = np.full(len(keys), lo), np.full(len(keys), hi)
@@ -391,7 +391,9 @@ def compared(o: Objective, box: BlackBox) -> Candidate:
     """
     keep = [i for i, p in enumerate(box.points) if not p.unsure or "entropy" in o.reads]
     points = [box.points[i] for i in keep]
-    return Compared(o, box, points, box.weights[keep], Weights(o, points)).best()
+    return Compared(
+        o, box, points, box.weights[keep], ClosedFormWeights(o, points)
+    ).best()
 
 
 def in_range(o: Objective, hp: dict[str, Any]) -> bool:
@@ -469,7 +471,7 @@ def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
                 yield one, o, c.hp
 
 
-def recover(case: Case) -> list[dict[str, Any]]:
+def recover(case: LossCase) -> list[dict[str, Any]]:
     """Other hyperparameters at which the objective of a case has the weights that its
     loss shows; [] where none has.
 

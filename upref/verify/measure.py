@@ -21,7 +21,7 @@ from upref.errors import InputError
 from upref.ops import mean_t, sum_t
 from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
-from upref.user_code import Loss, Outcome
+from upref.user_code import Loss, LossOutcome
 from upref.verify.factors import FACTORS, common_value, declared_aggregation, names
 from upref.verify.finding import Cause
 from upref.weights.batches import (
@@ -81,7 +81,7 @@ def kl_slope(estimator: str, b: Rollouts) -> Tensor:
 
 
 @dataclass
-class Case:
+class LossCase:
     """A loss, the objective it is compared with at resolved hyperparameters, and its
     aggregation.
     """
@@ -101,7 +101,7 @@ class Case:
     # the unusual inputs on which it was right, in words
     covered: list[str] = field(default_factory=list)
     # calls that wrote or printed
-    done: list[Outcome] = field(default_factory=list, repr=False)
+    done: list[LossOutcome] = field(default_factory=list, repr=False)
     # what is made once for a case and its copies, by what it depends on
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -315,7 +315,7 @@ class Case:
         """
         return self.visible_batch(stress_batch(axis, self.o, ids=ids, **self.plain_hp))
 
-    def singly(self, b: Rollouts) -> tuple["Case", Tensor]:
+    def singly(self, b: Rollouts) -> tuple["LossCase", Tensor]:
         """The case as one that computes in float32, and the weights found where the
         inputs are in that.
 
@@ -357,8 +357,8 @@ def _one_per_response(o: Objective) -> Objective:
     return replace(o, agg="seq-mean")
 
 
-def make_case(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
-    """The Case of a loss and an objective; its aggregation is that of its on-policy
+def make_case(loss: Loss, o: Objective, hp: dict[str, Any]) -> LossCase:
+    """The LossCase of a loss and an objective; its aggregation is that of its on-policy
     gradient, or the declared one.
 
     Args:
@@ -366,7 +366,7 @@ def make_case(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
         o: the objective.
         hp: resolved hyperparameters.
     """
-    case = Case(loss, o, hp, declared_aggregation(o))
+    case = LossCase(loss, o, hp, declared_aggregation(o))
     b = case.ready(
         replace(
             on_policy_batch(),
@@ -391,7 +391,7 @@ def make_case(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
     return case
 
 
-def without_rest(case: Case, b: Rollouts) -> Tensor:
+def without_rest(case: LossCase, b: Rollouts) -> Tensor:
     """The part of the gradient that depends on A.
 
     Args:
@@ -409,7 +409,7 @@ def without_rest(case: Case, b: Rollouts) -> Tensor:
     return g - rest if rest.isfinite().all() and rest.any() else g
 
 
-def ignores_sampler(case: Case) -> bool:
+def ignores_sampler(case: LossCase) -> bool:
     """Whether the loss can correct for its sampler and the comparison gives it π_old's
     log-probabilities instead. Of a loss that takes the whole batch in one argument, its
     gradient has to depend on the sampler's.
@@ -456,7 +456,7 @@ def sampler_words(name: str) -> str:
     return f"what it makes of the sampler's log-probabilities, which are π_old's here{with_one}"
 
 
-def is_float32(case: Case, b: Rollouts) -> bool:
+def is_float32(case: LossCase, b: Rollouts) -> bool:
     """Whether gradients carry only the digits of float32, at advantages and ratios that
     have more.
 
@@ -470,14 +470,14 @@ def is_float32(case: Case, b: Rollouts) -> bool:
     return bool((g != 0).any() and torch.equal(g.float().double(), g))
 
 
-def _is_own(case: Case, b: Rollouts, found: Tensor, W: Tensor, use: Tensor) -> bool:
+def _is_own(case: LossCase, b: Rollouts, found: Tensor, W: Tensor, use: Tensor) -> bool:
     """Whether these tokens have the objective's own aggregation, without a factor."""
     k = common_value((found / (W * case.factors(b)))[use]) if use.any() else None
     return k is not None and abs(k - 1) < 1e-5
 
 
 def _explain(
-    case: Case, b: Rollouts, found: Tensor, W: Tensor, use: Tensor
+    case: LossCase, b: Rollouts, found: Tensor, W: Tensor, use: Tensor
 ) -> tuple[str, float] | None:
     if not use.any():
         return None

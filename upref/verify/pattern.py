@@ -13,7 +13,7 @@ from upref.verify.report import UNKNOWN
 
 
 @dataclass(frozen=True)
-class Weights:
+class MeasuredWeights:
     """The weights of a batch: those found, those expected, the ratios, and which tokens
     are looked at; [B, T] each.
     """
@@ -41,7 +41,9 @@ class Weights:
         }
 
 
-def pattern(tested: Weights, shown: Weights, tol: float, by_token: bool) -> str:
+def pattern(
+    tested: MeasuredWeights, shown: MeasuredWeights, tol: float, by_token: bool
+) -> str:
     """A relation that holds on every token of the tested batch, and of the one that the
     report shows, in words; that no known cause fits if none does. by_token: a
     response's tokens may have different weights.
@@ -87,7 +89,7 @@ def pattern(tested: Weights, shown: Weights, tol: float, by_token: bool) -> str:
     return UNKNOWN
 
 
-def _has_factor(w: Weights, name: str, k: float, tol: float) -> bool:
+def _has_factor(w: MeasuredWeights, name: str, k: float, tol: float) -> bool:
     """Whether every weight is k times that factor of what it should be."""
     due = k * w.factors[name] * w.expected
     return bool(
@@ -95,14 +97,14 @@ def _has_factor(w: Weights, name: str, k: float, tol: float) -> bool:
     )
 
 
-def _lacks_gradients(w: Weights, tol: float) -> bool:
+def _lacks_gradients(w: MeasuredWeights, tol: float) -> bool:
     """Whether some weights are 0 and should not be, and the others are right."""
     same = (w.found - w.expected).abs() <= tol * w.expected.abs().clamp(min=0.1)
     gone = w.found == 0
     return bool((same | gone)[w.use].all() and (gone & ~same)[w.use].any())
 
 
-def _has_term(w: Weights, added: float) -> bool:
+def _has_term(w: MeasuredWeights, added: float) -> bool:
     """Whether this number is added to every weight."""
     return bool(
         ((w.found - w.expected - added).abs() <= 1e-6 * abs(added) + 1e-9)[w.use].all()

@@ -22,7 +22,7 @@ from upref.rollouts import Rollouts
 from upref.user_code import Loss, no_objective
 from upref.verify.factors import common_value, names
 from upref.verify.faults.losses import term_slope, terms
-from upref.verify.measure import Case, make_case, without_rest
+from upref.verify.measure import LossCase, make_case, without_rest
 from upref.weights.batches import on_policy_batch, relative_error, two_token_batch
 from upref.weights.curve import (
     AT_ONCE,
@@ -57,7 +57,7 @@ class Point(NamedTuple):
 class BlackBox:
     """What the gradients of one loss say about it before any objective is tried."""
 
-    case: Case
+    case: LossCase
     agg: str = ""  # a key of FACTORS, "" where none explains the on-policy gradient
     scale: float = 1.0  # what every weight is multiplied by beside it
     kl: str = ""
@@ -320,7 +320,9 @@ def differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
     return bool((relative_error(x, y, x) > tol).any())
 
 
-def _aggregation(case: Case, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, float]:
+def _aggregation(
+    case: LossCase, seen: list[tuple[Rollouts, Tensor]]
+) -> tuple[str, float]:
     """The aggregation that leaves one number on each sign of A, and that number where
     both signs share it.
     """

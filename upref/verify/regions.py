@@ -10,8 +10,8 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.rollouts import Rollouts
-from upref.verify.finding import Interval, Place
-from upref.verify.measure import Case
+from upref.verify.finding import Interval, TokenPlace
+from upref.verify.measure import LossCase
 from upref.verify.shrink import cut
 from upref.weights.batches import single_token_responses
 
@@ -26,7 +26,7 @@ class Region:
         tokens: [B, T], those of the batch that lie in it.
     """
 
-    place: Place
+    place: TokenPlace
     sign: float
     tokens: Tensor
 
@@ -40,7 +40,7 @@ class Region:
 
 
 def regions(
-    case: Case,
+    case: LossCase,
     b: Rollouts,
     sign: float,
     A: Tensor,
@@ -68,24 +68,24 @@ def regions(
     order = r[side].argsort()
     xs, bad = r[side][order].tolist(), failing[side][order].tolist()
     if all(bad):
-        yield Region(Place(sign, (Interval(),)), sign, side)
+        yield Region(TokenPlace(sign, (Interval(),)), sign, side)
         return
     groups = _groups(xs, bad)
     runs = _runs([fails for *_, fails in groups])
     # which tokens fail, their ρ decides
     if case.o.sampler is not None and len(runs) > 1:
-        yield Region(Place(sign, decided_by="ρ"), sign, side)
+        yield Region(TokenPlace(sign, decided_by="ρ"), sign, side)
         return
     # where A = 0 no bound of the objective explains an interval
     decided_elsewhere = len(runs) > 1 or sign == 0
     if decided_elsewhere and _are_right_alone(case, b, failing & side):
-        yield Region(Place(sign, decided_by="others"), sign, side)
+        yield Region(TokenPlace(sign, decided_by="others"), sign, side)
         return
     single = [groups[lo][0] for lo, hi in runs if 0 < lo == hi < len(groups) - 1]
     if len(runs) > MOST_INTERVALS or any(
         not _is_wrong_at(case, sign, ratio) for ratio in single
     ):
-        yield Region(Place(sign, decided_by="scattered"), sign, side)
+        yield Region(TokenPlace(sign, decided_by="scattered"), sign, side)
         return
     for lo, hi in runs:
         left = (
@@ -101,20 +101,20 @@ def regions(
             & (r >= groups[lo][0] * (1 - 1e-12))
             & (r <= groups[hi][1] * (1 + 1e-12))
         )
-        yield Region(Place(sign, (Interval(left, right),)), sign, tokens)
+        yield Region(TokenPlace(sign, (Interval(left, right),)), sign, tokens)
 
 
 MOST_INTERVALS = 3  # of one sign of A that are named
 ASKED_ALONE = 8  # tokens that differ
 
 
-def _is_wrong_at(case: Case, sign: float, ratio: float) -> bool:
+def _is_wrong_at(case: LossCase, sign: float, ratio: float) -> bool:
     """Whether a response of one token of this ratio differs."""
     b = case.ready(single_token_responses(sign, np.array([ratio])))
     return bool((case.off(b) > case.tol).any())
 
 
-def _are_right_alone(case: Case, b: Rollouts, failing: Tensor) -> bool:
+def _are_right_alone(case: LossCase, b: Rollouts, failing: Tensor) -> bool:
     """Whether tokens that differ, [B, T], are right in a batch of their own, where
     their ratio is the same.
     """
@@ -151,7 +151,9 @@ def _runs(flags: list[bool]) -> list[tuple[int, int]]:
     return list(zip(starts, ends, strict=True))
 
 
-def _end(case: Case, sign: float, known: list[float], good: float, bad: float) -> float:
+def _end(
+    case: LossCase, sign: float, known: list[float], good: float, bad: float
+) -> float:
     """The bound between a ratio that agrees and one that does not: the objective's own,
     or found by asking the loss.
     """

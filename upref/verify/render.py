@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from upref.verify.finding import Example, Interval, Number, Place
+from upref.verify.finding import Example, Interval, Number, TokenPlace
 
 SIGNS = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
 DECIDED_BY = {
@@ -53,7 +53,7 @@ def _describe(x: Number | str, digits: int) -> str:
 
 
 # ---- places --------------------------------------------------------------------------
-def describe_places(place: Place, also: Sequence[Place] = ()) -> str:
+def describe_places(place: TokenPlace, also: Sequence[TokenPlace] = ()) -> str:
     """Return the tokens in words: `A > 0, r > 1.28   (here A = 1, r = 1.49)`.
 
     Args:
@@ -69,7 +69,7 @@ def describe_places(place: Place, also: Sequence[Place] = ()) -> str:
     return f"{text}   (here {', '.join(shown)})" if shown else text
 
 
-def _describe_tokens(place: Place) -> str:
+def _describe_tokens(place: TokenPlace) -> str:
     if place.decided_by:
         tokens = DECIDED_BY[place.decided_by]
     else:
@@ -77,7 +77,7 @@ def _describe_tokens(place: Place) -> str:
     return ", ".join([*_sign(place), tokens])
 
 
-def _sign(place: Place) -> list[str]:
+def _sign(place: TokenPlace) -> list[str]:
     return [] if place.sign is None else [SIGNS[place.sign]]
 
 

@@ -18,8 +18,8 @@ from upref.verify.finding import (
     Example,
     Interval,
     Number,
-    Place,
     Severity,
+    TokenPlace,
     encode,
 )
 from upref.verify.render import describe_example, describe_pair, describe_places
@@ -98,13 +98,13 @@ class Finding:
     oracle: str
     severity: Severity
     about: str = ""
-    place: Place | None = None
+    place: TokenPlace | None = None
     expected: Number | str = ""
     found: Number | str = ""
     example: Example | None = None
     cause: str = ""
     subject: str = ""
-    also: tuple[Place, ...] = ()
+    also: tuple[TokenPlace, ...] = ()
     fault_ids: tuple[str, ...] = ()
 
     @property
@@ -168,9 +168,9 @@ def read_finding(record: dict[str, Any]) -> Finding:
     return Finding(**fields)
 
 
-def _read_place(record: dict[str, Any]) -> Place:
+def _read_place(record: dict[str, Any]) -> TokenPlace:
     intervals = tuple(Interval(**one) for one in record["intervals"])
-    return Place(**record | {"intervals": intervals})
+    return TokenPlace(**record | {"intervals": intervals})
 
 
 def not_run(oracles: dict[str, str]) -> list[str]:
@@ -194,7 +194,7 @@ def fail(
     example: Example | None = None,
     cause: str | Cause = "",
     *,
-    place: Place | None = None,
+    place: TokenPlace | None = None,
     subject: str = "",
 ) -> Finding:
     """Return a finding that makes the report false.
@@ -224,7 +224,7 @@ def note(
     found: Any = "",
     cause: str | Cause = "",
     *,
-    place: Place | None = None,
+    place: TokenPlace | None = None,
     subject: str = "",
 ) -> Finding:
     """Return a finding that the reader should know of, and that changes no verdict.

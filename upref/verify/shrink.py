@@ -13,7 +13,7 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.factors import declared_aggregation
 from upref.verify.finding import Example
-from upref.verify.measure import Case
+from upref.verify.measure import LossCase
 from upref.verify.render import GRADIENT_DIGITS, digits_apart
 
 MOST_SLOTS = 160  # of a batch that is printed
@@ -186,7 +186,7 @@ def make_rollouts(example: Example) -> Rollouts:
 
 
 def example(
-    case: Case, b: Rollouts, dtype: torch.dtype | None = None
+    case: LossCase, b: Rollouts, dtype: torch.dtype | None = None
 ) -> Example | None:
     """Return the batch with the objective's gradient and the loss's, or None if these
     are equal.
@@ -204,7 +204,7 @@ def example(
         return make_example(low, reads=case.loss.reads)
 
 
-def differ(case: Case, b: Rollouts) -> Tensor:
+def differ(case: LossCase, b: Rollouts) -> Tensor:
     """The tokens of a batch whose printed dJ/dlp, the objective's and the loss's, are
     not the same number.
 
@@ -225,7 +225,7 @@ def differ(case: Case, b: Rollouts) -> Tensor:
     return b.mask & ~same
 
 
-def sampler_ratio(case: Case, b: Rollouts, at: tuple[int, int]) -> dict[str, float]:
+def sampler_ratio(case: LossCase, b: Rollouts, at: tuple[int, int]) -> dict[str, float]:
     """Return {"ρ": π_old/μ} of this token where the objective corrects for its sampler,
     else nothing.
 
@@ -239,7 +239,7 @@ def sampler_ratio(case: Case, b: Rollouts, at: tuple[int, int]) -> dict[str, flo
     return {"ρ": (b.logp_old - b.logp_sampler)[at].exp().item()}
 
 
-def token_numbers(case: Case, b: Rollouts, at: tuple[int, int]) -> dict[str, float]:
+def token_numbers(case: LossCase, b: Rollouts, at: tuple[int, int]) -> dict[str, float]:
     """Return what the weight of this token depends on, by its symbol: A, r, and ρ where
     the objective has one.
 
@@ -253,7 +253,9 @@ def token_numbers(case: Case, b: Rollouts, at: tuple[int, int]) -> dict[str, flo
     )
 
 
-def smallest(case: Case, b: Rollouts, at: tuple[int, int]) -> tuple[Rollouts, int, int]:
+def smallest(
+    case: LossCase, b: Rollouts, at: tuple[int, int]
+) -> tuple[Rollouts, int, int]:
     """The smallest batch in which a weight is wrong, and its worst token: a finding's
     numbers are of this batch.
 
@@ -269,7 +271,7 @@ def smallest(case: Case, b: Rollouts, at: tuple[int, int]) -> tuple[Rollouts, in
     return small, *worst(case.off(small))
 
 
-def numbers(case: Case, b: Rollouts, i: int, t: int) -> tuple[float, float]:
+def numbers(case: LossCase, b: Rollouts, i: int, t: int) -> tuple[float, float]:
     """The expected weight of a token of a batch, and the found one.
 
     Args:
@@ -281,7 +283,7 @@ def numbers(case: Case, b: Rollouts, i: int, t: int) -> tuple[float, float]:
     return case.expected(b)[i, t].item(), case.weights(b)[i, t].item()
 
 
-def wrong(case: Case) -> Callable[[Rollouts], bool]:
+def wrong(case: LossCase) -> Callable[[Rollouts], bool]:
     """Whether some token of a batch has another weight than expected."""
     return lambda b: bool(case.off(b).max() > 10 * case.tol)
 

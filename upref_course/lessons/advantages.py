@@ -8,13 +8,13 @@ from torch import Tensor
 from upref.advantages import group_norm
 from upref.verify.advantages import check_advantages
 from upref.verify.faults import Fault
-from upref_course.exercise import Batch, Exercise
+from upref_course.exercise import Exercise, ExerciseBatch
 
 EPS = 1e-6
 
 
-def batch(shows: str, rewards: list[float], group: Any) -> Batch:
-    return Batch(
+def batch(shows: str, rewards: list[float], group: Any) -> ExerciseBatch:
+    return ExerciseBatch(
         shows,
         {
             "rewards": torch.tensor(rewards, dtype=torch.float64),

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from upref.verify.faults import Fault
-from upref_course.exercise import Batch, Exercise
+from upref_course.exercise import Exercise, ExerciseBatch
 
 NAN = float("nan")
 
@@ -18,8 +18,8 @@ def J(x: Tensor, mask: Tensor, responses: int) -> Tensor:
     return (inside(x, mask).sum(1) / mask.sum(1)).sum() / responses
 
 
-def batch(shows: str, x: Any, mask: Any, responses: Any) -> Batch:
-    return Batch(
+def batch(shows: str, x: Any, mask: Any, responses: Any) -> ExerciseBatch:
+    return ExerciseBatch(
         shows,
         {
             "x": torch.tensor(x, dtype=torch.float64),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from upref.verify.faults import Fault
-from upref_course.exercise import Batch, Exercise
+from upref_course.exercise import Exercise, ExerciseBatch
 
 
 def step(
@@ -48,7 +48,7 @@ def batch(
     A: float,
     tokens: Any,
     T: float,
-) -> Batch:
+) -> ExerciseBatch:
     random = torch.Generator().manual_seed(len(ids) + tokens)
     logits = torch.randn(len(ids), 4, generator=random, dtype=torch.float64)
     lp = (
@@ -58,7 +58,7 @@ def batch(
     )
     # log r, on both sides of the clip
     away = torch.tensor([0.1, 0.22, 0.4, -0.5])[: len(lp)]
-    return Batch(
+    return ExerciseBatch(
         shows,
         {
             "logits": logits.round(decimals=2),

@@ -3,15 +3,17 @@ from collections.abc import Callable
 
 from upref.verify.faults import Fault
 from upref.weights.capacity import capacity
-from upref_course.exercise import Batch, Exercise
+from upref_course.exercise import Exercise, ExerciseBatch
 
 
 def cap(p: float, mu: float, A: float, eps_low: float, eps_high: float) -> float:
     return float(capacity("dapo", p, mu, A, eps_low=eps_low, eps_high=eps_high))
 
 
-def batch(shows: str, p: float, mu: float, A: float) -> Batch:
-    return Batch(shows, {"p": p, "mu": mu, "A": A, "eps_low": 0.2, "eps_high": 0.28})
+def batch(shows: str, p: float, mu: float, A: float) -> ExerciseBatch:
+    return ExerciseBatch(
+        shows, {"p": p, "mu": mu, "A": A, "eps_low": 0.2, "eps_high": 0.28}
+    )
 
 
 def pieces(

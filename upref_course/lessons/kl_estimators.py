@@ -17,7 +17,7 @@ from upref.verify.faults.kl import (
     WEIGHTED,
 )
 from upref.verify.kl import check_kl
-from upref_course.exercise import Batch, Exercise
+from upref_course.exercise import Exercise, ExerciseBatch
 from upref_course.samples import numbers
 
 
@@ -25,8 +25,8 @@ def k3(lp: Tensor, lp_ref: Tensor) -> Tensor:
     return kl.k3(lp, lp_ref)
 
 
-def batch(shows: str, p: Any, q: Any) -> Batch:
-    return Batch(shows, {"lp": numbers(p).log(), "lp_ref": numbers(q).log()})
+def batch(shows: str, p: Any, q: Any) -> ExerciseBatch:
+    return ExerciseBatch(shows, {"lp": numbers(p).log(), "lp_ref": numbers(q).log()})
 
 
 EXERCISE = Exercise(

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from upref.verify.faults import Fault
-from upref_course.exercise import Batch, Exercise
+from upref_course.exercise import Exercise, ExerciseBatch
 from upref_course.samples import numbers
 
 
@@ -13,8 +13,8 @@ def loss(logits: Tensor, action: Tensor, reward: Tensor) -> Tensor:
     return -(reward * torch.log_softmax(logits, 0)[action]).mean()
 
 
-def batch(shows: str, logits: Any, action: Any, reward: Any) -> Batch:
-    return Batch(
+def batch(shows: str, logits: Any, action: Any, reward: Any) -> ExerciseBatch:
+    return ExerciseBatch(
         shows,
         {
             "logits": numbers(logits),

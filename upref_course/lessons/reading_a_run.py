@@ -5,7 +5,7 @@ them.
 
 from typing import Any
 
-from upref_course.exercise import Batch, Exercise
+from upref_course.exercise import Exercise, ExerciseBatch
 
 SIGNS = {  # what may be wrong -> what one would see
     "nothing": "reward and pass@8 rise, entropy falls slowly, r is 1 at the first update, and a few are clipped later",
@@ -37,7 +37,7 @@ def diagnosis(run: Any) -> Any:
     return KEY[run]
 
 
-def hint(batch: Batch, said: Any) -> str:
+def hint(batch: ExerciseBatch, said: Any) -> str:
     run = batch.inputs["run"]
     if not isinstance(said, str) or said not in SIGNS:
         return f"{repr(said)[:60]} is none of: {', '.join(SIGNS)}."
@@ -55,7 +55,7 @@ EXERCISE = Exercise(
     answer_kept_back=True,
     hint=hint,
     right=diagnosis,
-    batches=tuple(Batch(f"run {run}", {"run": run}) for run in KEY),
+    batches=tuple(ExerciseBatch(f"run {run}", {"run": run}) for run in KEY),
     faults=(),
     notice="run D earns most here, though its clip is dead: at this learning rate the clip was not needed. A fault "
     "need not show in the reward: look first at what must be so, r = 1 at the first update, then at what you hope for.",

@@ -9,7 +9,7 @@ from upref.rollouts import per_response
 from upref.verify.check import check
 from upref.verify.faults import Fault
 from upref.verify.report import Report
-from upref_course.exercise import Batch, Exercise
+from upref_course.exercise import Exercise, ExerciseBatch
 
 LOW, HIGH = 1 - 3e-4, 1 + 4e-4
 
@@ -44,13 +44,13 @@ def report(fn: Callable[..., Tensor]) -> Report:
     return check(wrapped, "gspo", skip=("extremes", "masked-values"))
 
 
-def batch(shows: str, log_r: Any, A: Any, mask: Any = None) -> Batch:
+def batch(shows: str, log_r: Any, A: Any, mask: Any = None) -> ExerciseBatch:
     log_r = torch.tensor(log_r, dtype=torch.float64)
     mask = (
         torch.ones_like(log_r, dtype=torch.bool) if mask is None else torch.tensor(mask)
     )
     lp = torch.full_like(log_r, -1.0)
-    return Batch(
+    return ExerciseBatch(
         shows,
         {
             "lp": lp,

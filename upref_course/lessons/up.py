@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from upref.verify.faults import Fault
-from upref_course.exercise import Batch, Exercise
+from upref_course.exercise import Exercise, ExerciseBatch
 from upref_course.samples import arguments, batch, checked, numbers
 
 LOW = 0.8
@@ -70,7 +70,7 @@ EXERCISE = Exercise(
             [0.05],
             [-1.0],
         ),
-        Batch(
+        ExerciseBatch(
             "A > 0, and r = e^999.9, too large for a number",
             {
                 "lp": FAR[0],

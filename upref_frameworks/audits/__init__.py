@@ -30,7 +30,7 @@ from upref_frameworks.audits.compare import (
     MICRO,
     TOL,
     Comparison,
-    Row,
+    ComparisonRow,
     compare,
     difference,
     grid,
@@ -57,7 +57,7 @@ class Audit(Result):
 
     framework: str
     version: str
-    rows: list[Row]
+    rows: list[ComparisonRow]
     nan_in_padding: list[str]  # losses that are NaN when a masked slot holds NaN
     unaudited: list[str]  # losses this version has and this audit does not know
     out_of_scope: dict[str, str]
@@ -154,7 +154,7 @@ class Audit(Result):
         """
         return summary(f"{self.framework} {self.version}", self.entries)
 
-    def entry(self, row: Row, said: str) -> Entry | None:
+    def entry(self, row: ComparisonRow, said: str) -> Entry | None:
         """The entry that records this reason of this row."""
         at = (row.label, row.promise, row.micro_batches)
         mine = (e for e in self.entries if e.reason == said)
@@ -167,7 +167,7 @@ class Audit(Result):
             None,
         )
 
-    def _because(self, row: Row, said: str, spot) -> str:
+    def _because(self, row: ComparisonRow, said: str, spot) -> str:
         entry = self.entry(row, said)
         tag = f" [{entry.status}: {entry.key}]" if entry else ""
         return (f"{said}; {spot}" if spot.difference else said) + tag
@@ -286,7 +286,7 @@ def _finite(x: Any) -> Any:
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def _compared(f: Framework, c: Comparison) -> tuple[list[Row], bool]:
+def _compared(f: Framework, c: Comparison) -> tuple[list[ComparisonRow], bool]:
     """The rows of one comparison, and whether the loss is NaN when a masked slot holds
     NaN.
     """

@@ -96,7 +96,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Effect:
+class FaultEffect:
     """What a fault does to the gradient of a typical batch, w with the fault repaired,
     v as it is.
 
@@ -116,7 +116,7 @@ class Effect:
         return "rescales" if turned < self.change / 2 else "weakens"
 
     @classmethod
-    def between(cls, found: Tensor, expected: Tensor) -> "Effect":
+    def between(cls, found: Tensor, expected: Tensor) -> "FaultEffect":
         w, v = expected.norm().item(), found.norm().item()
         if not w:
             return cls(float(v > 0), float(v == 0), math.inf if v else 1.0)
@@ -135,7 +135,7 @@ SEVERITY = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One comparison: the difference before any reason, what repairing each would
     change, the difference after all.
     """
@@ -153,7 +153,7 @@ class Row:
     remains: float
     tol: float = TOL  # wider for a framework that computes in float32
     kind: str = "loss"  # or what else it is: advantages, kl, logprobs, aggregation
-    effects: list[Effect] = field(default_factory=list)  # of each reason
+    effects: list[FaultEffect] = field(default_factory=list)  # of each reason
 
     @property
     def agrees(self) -> bool:
@@ -331,7 +331,7 @@ def compare(
     reasons: Sequence[LossFault],
     micro: int,
     tol: float = TOL,
-) -> Row:
+) -> ComparisonRow:
     """The row of a gradient that was found on the grid of c, explained by these
     reasons.
     """
@@ -361,8 +361,12 @@ def compare(
     names = (c.setting, c.mode, c.label, c.objective, c.promise, command)
     t = typical()
     whole = _reference(c, reasons, t) if reasons else t.logp
-    effects = [Effect.between(whole, _reference(c, others, t)) for others in without]
-    return Row(*names, micro, largest, worst, changes, remains, tol, effects=effects)
+    effects = [
+        FaultEffect.between(whole, _reference(c, others, t)) for others in without
+    ]
+    return ComparisonRow(
+        *names, micro, largest, worst, changes, remains, tol, effects=effects
+    )
 
 
 def _spot(

@@ -22,9 +22,9 @@ from upref.logprobs import token_log_probs
 from upref.verify.faults import Fault
 from upref_frameworks.audits.compare import (
     TOL,
-    Effect,
+    ComparisonRow,
     Example,
-    Row,
+    FaultEffect,
     difference,
     typical,
 )
@@ -173,11 +173,11 @@ REFERENCES: dict[str, dict[str, Function]] = {
 LABELS = {"advantages": "advantage of response {}", "logprobs": "log π of token {}"}
 
 
-def rows(framework: str, parts: tuple[Component, ...]) -> list[Row]:
+def rows(framework: str, parts: tuple[Component, ...]) -> list[ComparisonRow]:
     return [_row(framework, p) for p in parts]
 
 
-def _row(framework: str, p: Component) -> Row:
+def _row(framework: str, p: Component) -> ComparisonRow:
     if p.kind not in CASES or (
         isinstance(p.promise, str) and p.promise not in REFERENCES[p.kind]
     ):
@@ -198,11 +198,13 @@ def _row(framework: str, p: Component) -> Row:
         )
     usual = {"a typical batch": _typical(p.kind)} if reasons and p.kind in CASES else {}
     sizes = [_asked(p, f, usual)[1] for f in steps[: len(reasons) + 1]] if usual else []
-    effects = [Effect.between(new, old) for old, new in itertools.pairwise(sizes)]
+    effects = [FaultEffect.between(new, old) for old, new in itertools.pairwise(sizes)]
     remains = _off(found, each[len(reasons)]).max().item()
     command = f"upref audit {framework}"
     names = ("default", p.mode, p.label, "", p.said, command)
-    return Row(*names, 1, largest, worst, changes, remains, p.tol, p.kind, effects)
+    return ComparisonRow(
+        *names, 1, largest, worst, changes, remains, p.tol, p.kind, effects
+    )
 
 
 def _typical(kind: str) -> tuple[Any, ...]:

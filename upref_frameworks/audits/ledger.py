@@ -24,7 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from upref.errors import InputError
-from upref_frameworks.audits.compare import SEVERITY, Effect, Example, Row
+from upref_frameworks.audits.compare import (
+    SEVERITY,
+    ComparisonRow,
+    Example,
+    FaultEffect,
+)
 
 STATUS = {
     "bug": "its behavior contradicts its name, documentation or other settings, and no text mentions that",
@@ -261,7 +266,7 @@ def plainly(x: Any) -> Any:
 
 
 def check_ledger(
-    rows: list[Row],
+    rows: list[ComparisonRow],
     entries: list[Entry],
     version: str,
     complete: bool,
@@ -302,7 +307,7 @@ def check_ledger(
     return sorted(said)
 
 
-def sizes(rows: list[Row], entries: list[Entry]) -> list[str]:
+def sizes(rows: list[ComparisonRow], entries: list[Entry]) -> list[str]:
     """Sentences: entries whose severity, or share of a typical batch's gradient, is no
     longer what is recorded.
     """
@@ -322,7 +327,7 @@ def sizes(rows: list[Row], entries: list[Entry]) -> list[str]:
     return out
 
 
-def largest(rows: list[Row], e: Entry) -> Effect | None:
+def largest(rows: list[ComparisonRow], e: Entry) -> FaultEffect | None:
     """The effect of this entry in that row of its evidence where it is most severe."""
     mine = {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}
     effects = [
@@ -335,11 +340,11 @@ def largest(rows: list[Row], e: Entry) -> Effect | None:
     return severest(effects) if effects else None
 
 
-def severest(effects: list[Effect]) -> Effect:
+def severest(effects: list[FaultEffect]) -> FaultEffect:
     return min(effects, key=lambda x: ([*SEVERITY].index(x.severity), -x.change))
 
 
-def as_evidence(r: Row, spot: Example) -> Evidence:
+def as_evidence(r: ComparisonRow, spot: Example) -> Evidence:
     """What the ledger has to say of this row's reason."""
     shown = (spot.where, *spot.weights) if spot.difference else ("", "", "")
     return Evidence(r.label, r.promise, *shown, r.micro_batches)

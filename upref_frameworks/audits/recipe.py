@@ -31,7 +31,7 @@ from upref_frameworks.audits.compare import (
     SEVERITY,
     TOL,
     Comparison,
-    Effect,
+    FaultEffect,
     typical,
 )
 from upref_frameworks.audits.framework import Framework
@@ -262,10 +262,10 @@ def _of_another_loss(o: Objective, other: Objective) -> list[str]:
     clipped = grad(replace(other, agg=o.agg), t)
     said = [
         f"the loss is that of {other.name}: each token has its ratio and PPO's clip, which {o.name} has not "
-        f"({_size(Effect.between(clipped, paper))}; nothing where a batch makes one step, since the ratio is 1)"
+        f"({_size(FaultEffect.between(clipped, paper))}; nothing where a batch makes one step, since the ratio is 1)"
     ]
     if other.agg != o.agg:
-        of_means = Effect.between(grad(other, t), clipped)
+        of_means = FaultEffect.between(grad(other, t), clipped)
         said.append(
             f"aggregated by {other.agg}, where {o.name} has {o.agg} ({_size(of_means)})"
         )
@@ -457,12 +457,12 @@ def _plugged(o: Objective, name: str) -> list[str]:
     return differs
 
 
-def _by_itself(why: str, effect: Effect) -> str:
+def _by_itself(why: str, effect: FaultEffect) -> str:
     return f"in micro-batches: each acts by itself, and {why} ({_size(effect)})"
 
 
 @cache
-def _effects(o: Objective) -> tuple[Effect, Effect]:
+def _effects(o: Objective) -> tuple[FaultEffect, FaultEffect]:
     """On a typical batch: without the prompt of each response; then also in
     micro-batches.
     """
@@ -473,10 +473,10 @@ def _effects(o: Objective) -> tuple[Effect, Effect]:
     seen = replace(t, group=None)
     whole = grad(o, seen)
     split = torch.cat([grad(o, m) for m in seen.split(MICRO)])
-    return Effect.between(whole, grad(o, t)), Effect.between(split, whole)
+    return FaultEffect.between(whole, grad(o, t)), FaultEffect.between(split, whole)
 
 
-def _size(e: Effect) -> str:
+def _size(e: FaultEffect) -> str:
     return f"{e.severity}, {share(float(f'{e.change:.2g}'))}"
 
 

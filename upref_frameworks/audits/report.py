@@ -15,7 +15,7 @@ from upref.errors import InputError
 from upref.result import Result
 from upref_frameworks.audits import framework, isolated
 from upref_frameworks.audits.child import scripts
-from upref_frameworks.audits.compare import SEVERITY, Effect
+from upref_frameworks.audits.compare import SEVERITY, FaultEffect
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.isolated.pin import cache
 from upref_frameworks.audits.ledger import (
@@ -198,7 +198,7 @@ def draft(a: Any) -> str:
         table = [f'version = "{a.version}"', 'source = "?"', 'searched = "?"']
         lines = ["[ledger]", *table, 'prelude = """', '"""', "", *lines]
     new: dict[str, list[str]] = {}
-    sizes: dict[str, list[Effect]] = {}
+    sizes: dict[str, list[FaultEffect]] = {}
     for r in a.rows:
         for (words, spot), effect in zip(r.reasons, r.effects, strict=True):
             sizes.setdefault(words, []).append(effect)

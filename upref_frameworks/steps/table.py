@@ -24,7 +24,7 @@ from upref_frameworks.steps.settings import TRAINERS, Setting
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """One line of the table."""
 
     setting: str
@@ -82,8 +82,8 @@ def chosen(trainer: str, only: str = "") -> list[Setting]:
 
 
 def run(
-    trainer: str, only: str = "", say: Callable[[Outcome], Any] = lambda o: None
-) -> list[Outcome]:
+    trainer: str, only: str = "", say: Callable[[StepOutcome], Any] = lambda o: None
+) -> list[StepOutcome]:
     """Run all settings of a trainer, or those whose name or family holds `only`.
 
     Raises:
@@ -98,8 +98,8 @@ def run(
     return out
 
 
-def _tried(trainer: str, setting: Setting) -> Outcome:
-    this = Outcome(setting.name, setting.family, None)
+def _tried(trainer: str, setting: Setting) -> StepOutcome:
+    this = StepOutcome(setting.name, setting.family, None)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # of adapters' first weights
@@ -216,7 +216,7 @@ def read_ends(path: Path) -> dict[tuple[str, str], str]:
 
 
 def changed_ends(
-    before: dict[tuple[str, str], str], outcomes: list[Outcome]
+    before: dict[tuple[str, str], str], outcomes: list[StepOutcome]
 ) -> list[str]:
     """Return a line for each setting that ends otherwise than in the records, or that
     they do not have.
@@ -238,7 +238,7 @@ def _end(error: float | None, cause: str) -> str:
     return "differs" if cause else "agrees"
 
 
-def _summary(outcomes: list[Outcome]) -> str:
+def _summary(outcomes: list[StepOutcome]) -> str:
     def count(which: str) -> int:
         """Return in how many outcomes this is true."""
         return sum(getattr(o, which) for o in outcomes)

@@ -12,7 +12,7 @@ from typing import Any
 
 from upref import advantages
 from upref.errors import InputError
-from upref.verify.advantages.case import Case, choose_inputs
+from upref.verify.advantages.case import AdvantageCase, choose_inputs
 from upref.verify.advantages.function import read
 from upref.verify.advantages.oracles import ORACLES
 from upref.verify.exact import EVEN, NORMED
@@ -69,7 +69,7 @@ def check_advantages(
     )
 
 
-def _assumed(case: Case) -> list[str]:
+def _assumed(case: AdvantageCase) -> list[str]:
     even, by = case.batch(EVEN), case.divided
     out = []
     if (case.known or not (case.wrong or case.name in NORMED)) and case.f.tol > 1e-6:

@@ -17,15 +17,15 @@ from upref.verify.exact import (
     FINE,
     NORMED,
     UNEVEN,
-    Batch,
     Denominator,
+    RewardBatch,
     advantage,
     fit,
     near,
     parts,
 )
 from upref.verify.faults import known
-from upref.verify.faults.advantages import Answer, Floats
+from upref.verify.faults.advantages import AdvantageChange, Floats
 from upref.verify.finding import Cause, Example, number_pair
 from upref.verify.report import Finding, fail
 
@@ -37,7 +37,7 @@ SCALES = [EVEN.times(Fraction(8, 2**n)) for n in (0, 3, 13, 23, 33, 43)]
 
 
 @dataclass
-class Case:
+class AdvantageCase:
     """What the oracles read."""
 
     f: Function
@@ -56,7 +56,7 @@ class Case:
         """What follows from wrong values is not said again."""
         return bool(self.failed & {"values", "uneven-groups"})
 
-    def batch(self, b: Batch) -> Batch:
+    def batch(self, b: RewardBatch) -> RewardBatch:
         """As this estimator takes it: correct or not, where rewards are read as that."""
         return (
             replace(b, R=tuple(Fraction(x > Fraction(1, 2)) for x in b.R))
@@ -64,10 +64,10 @@ class Case:
             else b
         )
 
-    def expected(self, b: Batch) -> list[float]:
+    def expected(self, b: RewardBatch) -> list[float]:
         return advantage(self.name, b, self.divided)
 
-    def differs(self, b: Batch) -> int | None:
+    def differs(self, b: RewardBatch) -> int | None:
         """The row that differs most, if one does beyond the tolerance."""
         want, got = self.expected(b), self.f(b)
         least = 1e-3 * (max(map(abs, want)) or 1.0)
@@ -78,14 +78,14 @@ class Case:
         i = max(range(len(off)), key=off.__getitem__)
         return i if off[i] > self.f.tol else None
 
-    def fails(self, b: Batch) -> bool:
+    def fails(self, b: RewardBatch) -> bool:
         try:
             return self.differs(b) is not None
         except InputError:
             return False
 
     def compare(
-        self, oracle: str, regime: str, b: Batch, why: str | Cause = ""
+        self, oracle: str, regime: str, b: RewardBatch, why: str | Cause = ""
     ) -> Iterator[Finding]:
         b = self.batch(b)
         try:
@@ -108,11 +108,11 @@ class Case:
         why = why or self._cause([b, *also] if also else [small])
         yield fail(oracle, text, *number_pair("A", want, got), self.example(small), why)
 
-    def _cause(self, batches: Sequence[Batch]) -> Cause:
+    def _cause(self, batches: Sequence[RewardBatch]) -> Cause:
         """The first fault of this estimator that gives what was found on every batch;
         "" where none does.
         """
-        answers: list[tuple[Batch, Floats, Floats]] = []
+        answers: list[tuple[RewardBatch, Floats, Floats]] = []
         for b in batches:
             with contextlib.suppress(InputError):  # what it refuses
                 answers.append((b, self.expected(b), self.f(b)))
@@ -135,7 +135,7 @@ class Case:
                 likely = Cause(words, (fault.id,))
         return likely
 
-    def _shrunk(self, b: Batch) -> Batch:
+    def _shrunk(self, b: RewardBatch) -> RewardBatch:
         """Rows dropped while it stays wrong, whole prompts where the function wants
         groups of n.
         """
@@ -159,7 +159,7 @@ class Case:
                 rows = less
         return b.take(rows)
 
-    def example(self, b: Batch) -> Example:
+    def example(self, b: RewardBatch) -> Example:
         """The batch with the advantages of the estimator and those of the function."""
         found = None
         with contextlib.suppress(InputError):  # what it refuses
@@ -170,17 +170,17 @@ class Case:
         )
 
 
-def choose_inputs(f: Function, name: str, hp: Mapping[str, Any]) -> Case:
+def choose_inputs(f: Function, name: str, hp: Mapping[str, Any]) -> AdvantageCase:
     """With the first kind of input on which it is right, in float64 or else in float32;
     else the first that runs.
     """
-    first: Case | None = None
+    first: AdvantageCase | None = None
     errors: list[InputError] = []
     # float64, and whatever goes through float32 on the way
     for tol in (1e-9, SINGLE_TOL):
         for kind in f.kinds:
             unknown = Denominator(hp.get("ddof", 1), hp.get("eps", 0.0), least=math.inf)
-            case = Case(replace(f, kind=kind, tol=tol), name, hp, unknown)
+            case = AdvantageCase(replace(f, kind=kind, tol=tol), name, hp, unknown)
             try:
                 even = case.batch(EVEN)
                 if case.f.outcome(even.R, even.group).single:
@@ -198,7 +198,7 @@ def choose_inputs(f: Function, name: str, hp: Mapping[str, Any]) -> Case:
     return first
 
 
-def _as_it_computes(case: Case) -> Case:
+def _as_it_computes(case: AdvantageCase) -> AdvantageCase:
     """Compared to float32's digits where rewards that are no halves show no more: EVEN
     is exact in less.
     """
@@ -213,7 +213,7 @@ def _as_it_computes(case: Case) -> Case:
     return case
 
 
-def _denominator(case: Case) -> Denominator | None:
+def _denominator(case: AdvantageCase) -> Denominator | None:
     """What it divides by, read off it at rewards of several sizes; None where nothing
     fits.
     """
@@ -232,8 +232,8 @@ def _denominator(case: Case) -> Denominator | None:
 
 
 def _eps(
-    change: Answer,
-    batches: Sequence[Batch],
+    change: AdvantageChange,
+    batches: Sequence[RewardBatch],
     right: Sequence[Floats],
     found: Sequence[Floats],
     k: float,

@@ -17,7 +17,7 @@ from upref.user_code import names
 from upref.user_code.guard import called
 from upref.user_code.load import load, name_of
 from upref.user_code.signature import Reading, parameters, read as read_signature
-from upref.verify.exact import UNGROUPED, Batch, lengths
+from upref.verify.exact import UNGROUPED, RewardBatch, lengths
 
 KINDS = {
     "tensor": "",
@@ -29,7 +29,7 @@ HALVES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AdvantageOutcome:
     """What one call did. A: one number per response."""
 
     A: list[float]
@@ -42,7 +42,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Function:
-    """Call it on a Batch for one float per response; `outcome` tells the rest."""
+    """Call it on a RewardBatch for one float per response; `outcome` tells the rest."""
 
     name: str
     fn: Callable[..., Any]
@@ -83,10 +83,10 @@ class Function:
             )
         return out
 
-    def __call__(self, b: Batch) -> list[float]:
+    def __call__(self, b: RewardBatch) -> list[float]:
         return self.outcome(b.R, b.group).A
 
-    def outcome(self, R: Sequence[Any], group: Sequence[int]) -> Outcome:
+    def outcome(self, R: Sequence[Any], group: Sequence[int]) -> AdvantageOutcome:
         full = self._inputs(R, group)
         before = {k: _state(v) for k, v in full.items()}
         got, printed = called(
@@ -96,7 +96,7 @@ class Function:
         )
         wrote = frozenset(k for k, v in before.items() if v != _state(full[k]))
         A, uneven = self._numbers(got, len(R), self._lengths(R, group))
-        return Outcome(
+        return AdvantageOutcome(
             A.double().reshape(-1).tolist(), wrote, printed, A.dtype in HALVES, uneven
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracles of advantage functions: each looks at a Case from one side and answers
+"""The oracles of advantage functions: each looks at an AdvantageCase from one side and answers
 with Findings.
 """
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from upref.errors import InputError, OutOfMemory
 from upref.verify import exact
-from upref.verify.advantages.case import UNCOUPLED, Case
+from upref.verify.advantages.case import UNCOUPLED, AdvantageCase
 from upref.verify.advantages.sizes import shift_and_scale
-from upref.verify.exact import EVEN, SINGLE, UNEVEN, Batch, near
+from upref.verify.exact import EVEN, SINGLE, UNEVEN, RewardBatch, near
 from upref.verify.finding import Number, number_pair
 from upref.verify.oracle import Not, Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
@@ -38,7 +38,7 @@ def either(*whys: Not) -> Not:
     return lambda case: next((said for why in whys if (said := why(case))), "")
 
 
-def no_ids(case: Case) -> str:
+def no_ids(case: AdvantageCase) -> str:
     return (
         "it takes no group ids: groups are contiguous and of one size"
         if case.f.contiguous
@@ -46,24 +46,24 @@ def no_ids(case: Case) -> str:
     )
 
 
-def no_groups(case: Case) -> str:
+def no_groups(case: AdvantageCase) -> str:
     return f"{case.name} does not read groups" if case.name in exact.UNGROUPED else ""
 
 
-def wrong_already(case: Case) -> str:
+def wrong_already(case: AdvantageCase) -> str:
     return "the values are wrong already" if case.wrong else ""
 
 
-def no_baseline(case: Case) -> str:
+def no_baseline(case: AdvantageCase) -> str:
     return f"{case.name} subtracts nothing" if case.name in UNCOUPLED else ""
 
 
 def quiet(
-    look: Callable[[Case], Iterator[Finding]],
-) -> Callable[[Case], Iterator[Finding]]:
+    look: Callable[[AdvantageCase], Iterator[Finding]],
+) -> Callable[[AdvantageCase], Iterator[Finding]]:
     """A function that is wrong already and raises is told once."""
 
-    def again(case: Case) -> Iterator[Finding]:
+    def again(case: AdvantageCase) -> Iterator[Finding]:
         try:
             yield from look(case)
         except InputError:
@@ -74,7 +74,7 @@ def quiet(
 
 
 @oracle("values")
-def values(case: Case) -> Iterator[Finding]:
+def values(case: AdvantageCase) -> Iterator[Finding]:
     yield from case.compare("values", "even groups", EVEN)
     eps = case.divided.eps
     if not eps or "eps" in case.hp:
@@ -97,17 +97,17 @@ def values(case: Case) -> Iterator[Finding]:
 
 
 @oracle("uneven-groups", not_run=either(no_ids, wrong_already))
-def uneven_groups(case: Case) -> Iterator[Finding]:
+def uneven_groups(case: AdvantageCase) -> Iterator[Finding]:
     yield from case.compare("uneven-groups", "groups of 2, 5, 3 and 2", UNEVEN)
 
 
 @oracle("interleaving", not_run=either(no_ids, no_groups, wrong_already))
-def interleaving(case: Case) -> Iterator[Finding]:
+def interleaving(case: AdvantageCase) -> Iterator[Finding]:
     yield from case.compare("interleaving", "prompts in no order", exact.INTERLEAVED)
 
 
 @oracle("large-groups", not_run=wrong_already)
-def large_groups(case: Case) -> Iterator[Finding]:
+def large_groups(case: AdvantageCase) -> Iterator[Finding]:
     yield from case.compare(
         "large-groups", "graded rewards between 0 and 1", exact.FINE
     )
@@ -118,7 +118,7 @@ def large_groups(case: Case) -> Iterator[Finding]:
 
 
 @oracle("group-ids", not_run=either(no_ids, no_groups, wrong_already))
-def group_ids(case: Case) -> Iterator[Finding]:
+def group_ids(case: AdvantageCase) -> Iterator[Finding]:
     """Any integers are ids. A function may refuse some; it may not answer with other
     numbers.
     """
@@ -148,20 +148,22 @@ def group_ids(case: Case) -> Iterator[Finding]:
 
 
 @oracle("random", not_run=either(no_ids, wrong_already))
-def random(case: Case) -> Iterator[Finding]:
+def random(case: AdvantageCase) -> Iterator[Finding]:
     rng = np.random.default_rng(0)
     for n in range(200):
         N = int(rng.integers(2, 13))
         group = tuple(rng.integers(0, max(1, N // 2), N).tolist())
         b = _with_peers(
-            Batch(tuple(Fraction(int(k), 4) for k in rng.integers(-8, 9, N)), group)
+            RewardBatch(
+                tuple(Fraction(int(k), 4) for k in rng.integers(-8, 9, N)), group
+            )
         )
         if b.R and (got := list(case.compare("random", f"random batch {n}", b))):
             yield from got
             return
 
 
-def _with_peers(b: Batch) -> Batch:
+def _with_peers(b: RewardBatch) -> RewardBatch:
     """Only groups whose rewards differ, numbered from 0: the others are the business of
     two other oracles.
     """
@@ -174,7 +176,7 @@ def _with_peers(b: Batch) -> Batch:
 
 @oracle("singletons", not_run=either(no_ids, no_groups))
 @quiet
-def singletons(case: Case) -> Iterator[Finding]:
+def singletons(case: AdvantageCase) -> Iterator[Finding]:
     A, want = case.f(SINGLE), case.expected(SINGLE)
     i = next((i for i in (0, 4) if not abs(A[i] - want[i]) <= 1e-6), None)
     if i is None or (case.wrong and math.isfinite(A[i])):
@@ -201,10 +203,10 @@ def singletons(case: Case) -> Iterator[Finding]:
 
 @oracle("equal-rewards", not_run=no_baseline)
 @quiet
-def equal_rewards(case: Case) -> Iterator[Finding]:
+def equal_rewards(case: AdvantageCase) -> Iterator[Finding]:
     b = exact.EQUAL
     if case.f.contiguous:
-        b = Batch((Fraction(1, 10),) * 8 + EVEN.R[:8], (0,) * 8 + (1,) * 8)
+        b = RewardBatch((Fraction(1, 10),) * 8 + EVEN.R[:8], (0,) * 8 + (1,) * 8)
     elif case.name == "whiten":
         b = exact.EQUAL.take(range(7))
     regime = f"{b.rows_of(0)[-1] + 1} equal rewards of 0.1 to one prompt"
@@ -240,7 +242,7 @@ def equal_rewards(case: Case) -> Iterator[Finding]:
 
 
 @oracle("solved-prompts", not_run=either(no_groups, no_baseline, wrong_already))
-def solved_prompts(case: Case) -> Iterator[Finding]:
+def solved_prompts(case: AdvantageCase) -> Iterator[Finding]:
     """Prompts without a signal: an estimator of groups may not make one up."""
     text = "prompts of which all responses have one reward: 0, 1 or -1"
     yield from case.compare("solved-prompts", text, exact.SOLVED)
@@ -248,7 +250,7 @@ def solved_prompts(case: Case) -> Iterator[Finding]:
 
 @oracle("missing-reward")
 @quiet
-def missing_reward(case: Case) -> Iterator[Finding]:
+def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
     """NaN may be refused, poison its own prompt, or be left out, alone or with its
     prompt, but not become a number.
     """
@@ -303,7 +305,7 @@ def missing_reward(case: Case) -> Iterator[Finding]:
 
 @oracle("permutation", not_run=no_ids)
 @quiet
-def permutation(case: Case) -> Iterator[Finding]:
+def permutation(case: AdvantageCase) -> Iterator[Finding]:
     b = case.batch(UNEVEN)
     order = [5, 0, 11, 3, 8, 1, 10, 2, 7, 4, 9, 6]
     A = [case.f(b)[i] for i in order]
@@ -320,7 +322,7 @@ def permutation(case: Case) -> Iterator[Finding]:
 
 @oracle("determinism")
 @quiet
-def determinism(case: Case) -> Iterator[Finding]:
+def determinism(case: AdvantageCase) -> Iterator[Finding]:
     b = case.batch(EVEN)
     if not all(near(case.f(b), case.f(b), 0.0) for _ in range(3)):
         yield fail(
@@ -334,7 +336,7 @@ def determinism(case: Case) -> Iterator[Finding]:
 
 @oracle("mutation")
 @quiet
-def mutation(case: Case) -> Iterator[Finding]:
+def mutation(case: AdvantageCase) -> Iterator[Finding]:
     b = case.batch(EVEN)
     yield from untouched(
         case.f.outcome(b.R, b.group),

@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from upref.errors import InputError
-from upref.verify.advantages.case import SCALES, Case
-from upref.verify.exact import EVEN, Batch
+from upref.verify.advantages.case import SCALES, AdvantageCase
+from upref.verify.exact import EVEN, RewardBatch
 from upref.verify.finding import number_pair
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, note
 
 
-def no_sizes(case: Case) -> str:
+def no_sizes(case: AdvantageCase) -> str:
     if case.wrong:
         return "the values are wrong already"
     return "correct or not has no size" if case.name == "signed" else ""
 
 
 @oracle("shift-and-scale", not_run=no_sizes)
-def shift_and_scale(case: Case) -> Iterator[Finding]:
+def shift_and_scale(case: AdvantageCase) -> Iterator[Finding]:
     """Rewards of any size and beside any offset, all of them numbers that float32
     holds.
     """
@@ -57,7 +57,7 @@ def shift_and_scale(case: Case) -> Iterator[Finding]:
         )
 
 
-def _shrinks(case: Case, b: Batch) -> bool:
+def _shrinks(case: AdvantageCase, b: RewardBatch) -> bool:
     """Whether its advantages are smaller than they should be, but of the same signs:
     divided by more.
     """

@@ -13,14 +13,14 @@ import torch
 
 from upref import advantages
 from upref.verify import exact
-from upref.verify.exact import Batch, Rows, by, deviation, mean, minus
+from upref.verify.exact import RewardBatch, Rows, by, deviation, mean, minus
 from upref.verify.faults import Fault
 
 Floats = Sequence[float]
 
 
 @dataclass(frozen=True)
-class Answer:
+class AdvantageChange:
     """What a fault makes of the advantages of a batch.
 
     numbers: of a batch, the right advantages and k. variance: where there is one,
@@ -28,13 +28,13 @@ class Answer:
     an eps that is read off. k: what {k} in the words is.
     """
 
-    numbers: Callable[[Batch, Floats, float], Floats | Rows]
-    variance: Callable[[Batch, Rows], Rows] | None = None
+    numbers: Callable[[RewardBatch, Floats, float], Floats | Rows]
+    variance: Callable[[RewardBatch, Rows], Rows] | None = None
     # of the right answers and those found
     k: Callable[[Floats, Floats], float] | None = None
 
 
-AdvantageFault: TypeAlias = Fault[Answer]
+AdvantageFault: TypeAlias = Fault[AdvantageChange]
 
 
 # ---- another answer ------------------------------------------------------------------
@@ -63,11 +63,11 @@ def _turned(right: Floats, n: int) -> Floats:
 def _divided(words: str, size: Callable[[int], float], id: str) -> AdvantageFault:
     """By a function of the number of responses of the prompt."""
 
-    def over(b: Batch, right: Floats, k: float) -> Floats:
+    def over(b: RewardBatch, right: Floats, k: float) -> Floats:
         """The right advantages, each divided by what its prompt's responses give."""
         return [x / size(b.group.count(g)) for x, g in zip(right, b.group, strict=True)]
 
-    return Fault(words, Answer(over), id=id)
+    return Fault(words, AdvantageChange(over), id=id)
 
 
 def _answer(
@@ -79,7 +79,9 @@ def _answer(
 ) -> AdvantageFault:
     """A change of each right advantage."""
     return Fault(
-        words, Answer(lambda b, right, k: [change(x, k) for x in right], k=k), id=id
+        words,
+        AdvantageChange(lambda b, right, k: [change(x, k) for x in right], k=k),
+        id=id,
     )
 
 
@@ -89,16 +91,19 @@ def _named(
     """An estimator in place of another; eps is read off."""
     if name not in exact.NORMED:
         return Fault(
-            words, Answer(lambda b, right, k: exact.advantage(name, b)), id=id, of=of
+            words,
+            AdvantageChange(lambda b, right, k: exact.advantage(name, b)),
+            id=id,
+            of=of,
         )
     c, var = (
         (lambda b, *_: exact.parts(name, b, ddof)[0]),
         (lambda b, c: exact.parts(name, b, ddof)[1]),
     )
-    return Fault(words, Answer(c, var), id=id, of=of)
+    return Fault(words, AdvantageChange(c, var), id=id, of=of)
 
 
-def _twice(ddof: int, b: Batch, right: Floats, k: float) -> Floats:
+def _twice(ddof: int, b: RewardBatch, right: Floats, k: float) -> Floats:
     return exact.advantage(
         "whiten", replace(b, R=tuple(map(Fraction, right))), exact.Denominator(ddof)
     )
@@ -184,12 +189,12 @@ def _answers() -> Iterator[AdvantageFault]:
     )
     yield Fault(
         "each response has the advantage of the row in front",
-        Answer(lambda b, right, k: _turned(right, -1)),
+        AdvantageChange(lambda b, right, k: _turned(right, -1)),
         id="advantages-of-row-before",
     )
     yield Fault(
         "each response has the advantage of the row behind",
-        Answer(lambda b, right, k: _turned(right, 1)),
+        AdvantageChange(lambda b, right, k: _turned(right, 1)),
         id="advantages-of-row-after",
     )
     yield _answer(
@@ -205,7 +210,7 @@ def _answers() -> Iterator[AdvantageFault]:
     for ddof in (0, 1):
         yield Fault(
             "normalized twice: by prompt, then over the batch",
-            Answer(partial(_twice, ddof)),
+            AdvantageChange(partial(_twice, ddof)),
             id="advantages-whitened-over-batch",
         )
     for name in exact.NORMED:
@@ -238,7 +243,7 @@ def _median(xs: Rows) -> Fraction:
     return (s[(len(s) - 1) // 2] + s[len(s) // 2]) / 2
 
 
-def _stride(k: int, b: Batch) -> Sequence[Any]:
+def _stride(k: int, b: RewardBatch) -> Sequence[Any]:
     return [i // k for i in range(len(b.R))]
 
 
@@ -254,7 +259,7 @@ CENTRES: dict[str, Callable[[Rows], Rows]] = {
     ),
     "the first reward": minus(lambda xs: xs[0]),
 }
-KEYS: dict[str, Callable[[Batch], Sequence[Any]]] = {
+KEYS: dict[str, Callable[[RewardBatch], Sequence[Any]]] = {
     "of its prompt": lambda b: b.group,
     "of the whole batch": lambda b: [0] * len(b.R),
     "of as many rows in a row as its prompt has (groups taken to be contiguous)": lambda b: (
@@ -295,12 +300,12 @@ OTHER: tuple[tuple[str, Spread], ...] = (
 
 
 @lru_cache(4096)
-def _centred(centre: str, where: str, b: Batch) -> Rows:
+def _centred(centre: str, where: str, b: RewardBatch) -> Rows:
     return by(KEYS[where](b), b.R, CENTRES[centre]) if centre else b.R
 
 
 @lru_cache(4096)
-def _spread(spread: Spread, where: str, b: Batch, c: Rows) -> Rows:
+def _spread(spread: Spread, where: str, b: RewardBatch, c: Rows) -> Rows:
     return spread(KEYS[where](b), b.R, c)
 
 
@@ -315,7 +320,9 @@ def _formula(
 ) -> AdvantageFault:
     var = partial(_spread, spread, there or where) if spread else None
     return Fault(
-        words, Answer(lambda b, right, k: _centred(centre, where, b), var), id=id
+        words,
+        AdvantageChange(lambda b, right, k: _centred(centre, where, b), var),
+        id=id,
     )
 
 
@@ -354,24 +361,28 @@ def _formulas() -> Iterator[AdvantageFault]:
         )
     words = "whitened over tokens, where a long response counts more"
     yield Fault(
-        words, Answer(_over_tokens, partial(_of_tokens, 0)), id="whitened-over-tokens"
+        words,
+        AdvantageChange(_over_tokens, partial(_of_tokens, 0)),
+        id="whitened-over-tokens",
     )
     yield Fault(
-        words, Answer(_over_tokens, partial(_of_tokens, 1)), id="whitened-over-tokens"
+        words,
+        AdvantageChange(_over_tokens, partial(_of_tokens, 1)),
+        id="whitened-over-tokens",
     )
 
 
-def _tokens(b: Batch) -> Rows:
+def _tokens(b: RewardBatch) -> Rows:
     c = _centred("the mean", "of its prompt", b)
     return [c[i] for i, n in enumerate(b.lengths) for _ in range(n)]
 
 
-def _over_tokens(b: Batch, right: Floats, k: float) -> Rows:
+def _over_tokens(b: RewardBatch, right: Floats, k: float) -> Rows:
     m = mean(_tokens(b))
     return [x - m for x in _centred("the mean", "of its prompt", b)]
 
 
-def _of_tokens(ddof: int, b: Batch, c: Rows) -> Rows:
+def _of_tokens(ddof: int, b: RewardBatch, c: Rows) -> Rows:
     return [exact.variance(_tokens(b), ddof)] * len(c)
 
 

@@ -21,7 +21,7 @@ from upref.rollouts import Rollouts, per_response
 from upref.verify.factors import FACTORS, common_value, declared_aggregation
 from upref.verify.faults import Catalogue
 from upref.verify.faults.losses import LossFault, fault, term_of
-from upref.verify.measure import Case, unit_weights
+from upref.verify.measure import LossCase, unit_weights
 from upref.weights.batches import on_policy_batch, relative_error
 
 # how far each token is from where a discount is 1
@@ -387,7 +387,7 @@ def _bonus_slope(b: Rollouts) -> Tensor:
     return torch.where(b.mask, -b.logp.exp() * (1 + b.logp), 0)
 
 
-def reweighted(case: Case) -> Iterator[LossFault]:
+def reweighted(case: LossCase) -> Iterator[LossFault]:
     """What has a number that is read off on policy: a factor of A by its sign, its
     response's length or the token's position, a bound of A, a factor of
     log-probabilities, or a bonus."""
@@ -468,7 +468,7 @@ def reweighted(case: Case) -> Iterator[LossFault]:
     )
 
 
-def clipped(case: Case, times: float = 1.0) -> LossFault:
+def clipped(case: LossCase, times: float = 1.0) -> LossFault:
     """At the largest weight that it has on policy, at advantages so many times as
     large.
     """
@@ -486,7 +486,7 @@ def clipped(case: Case, times: float = 1.0) -> LossFault:
     )
 
 
-def left_out(case: Case) -> Iterator[LossFault]:
+def left_out(case: LossCase) -> Iterator[LossFault]:
     """What no token that trains exceeds, and all that do not train: a position, a
     length or a log-probability.
     """
@@ -531,7 +531,7 @@ FLOORS = np.linspace(-1, -80, 80)  # log-probabilities among which `floored` loo
 HALVINGS = 50  # of an interval of log-probabilities, or of log-ratios
 
 
-def floored(case: Case) -> Iterator[LossFault]:
+def floored(case: LossCase) -> Iterator[LossFault]:
     """Log-probabilities, of π_θ alone or of both policies, are at least a number that
     the loss shows on policy.
     """
@@ -563,7 +563,7 @@ def bisected(holds: Callable[[float], bool], no: float, yes: float) -> float:
     return yes
 
 
-def _floors(case: Case, low: float) -> Iterator[LossFault]:
+def _floors(case: LossCase, low: float) -> Iterator[LossFault]:
     """What sets log-probabilities below this number to it; the case tells which of them
     the loss can be.
     """
@@ -591,7 +591,7 @@ def _floors(case: Case, low: float) -> Iterator[LossFault]:
 STEPS_ACROSS = (0.02, 0.05, 1.0)  # from a floor of log-probabilities
 
 
-def _alike_across(case: Case, one: LossFault, low: float) -> bool:
+def _alike_across(case: LossCase, one: LossFault, low: float) -> bool:
     """Whether a fault has the weights of the loss where log π_θ is above this number
     and log π_old is below it.
     """

@@ -20,7 +20,7 @@ from upref.rollouts import Rollouts
 from upref.verify.faults import hyperparameter_id
 from upref.verify.faults.batch_reading import bisected
 from upref.verify.faults.losses import LossFault, fault
-from upref.verify.measure import Case, kl_slope, unit_weights
+from upref.verify.measure import LossCase, kl_slope, unit_weights
 
 LOG_RHO = np.linspace(-14, 14, 57)
 BOUNDS = ("is_min", "is_max")  # the hyperparameters of a correction
@@ -79,7 +79,7 @@ class Correction:
         return ", ".join(out)
 
 
-def retuned(case: Case) -> Iterator[LossFault]:
+def retuned(case: LossCase) -> Iterator[LossFault]:
     """The objective's own correction with the bounds that the loss shows."""
     seen = _of_both_signs(case)
     if not seen or seen[1.0] != seen[-1.0]:
@@ -93,7 +93,7 @@ def retuned(case: Case) -> Iterator[LossFault]:
         yield fault(words, "hyperparameter", id=hyperparameter_id(*moved), hp=moved)
 
 
-def corrected(case: Case) -> Iterator[LossFault]:
+def corrected(case: LossCase) -> Iterator[LossFault]:
     """The correction that the loss shows on responses of one token, of each level."""
     if not (seen := _of_both_signs(case)):
         return
@@ -113,7 +113,7 @@ def corrected(case: Case) -> Iterator[LossFault]:
         )
 
 
-def _of_both_signs(case: Case) -> dict[float, Correction]:
+def _of_both_signs(case: LossCase) -> dict[float, Correction]:
     """By the sign of A; empty if one of them has no such function."""
     if case.o.sampler is None:
         return {}
@@ -127,7 +127,7 @@ def _of_both_signs(case: Case) -> dict[float, Correction]:
 
 
 def _weights(
-    case: Case,
+    case: LossCase,
     seen: dict[float, Correction],
     of: Callable[[Tensor, Tensor], Tensor],
     b: Rollouts,
@@ -142,7 +142,7 @@ def _weights(
     return w - (case.hp["beta"] * kl_slope(case.o.kl, b) if case.hp.get("beta") else 0)
 
 
-def _seen(case: Case, A: float) -> Correction | None:
+def _seen(case: LossCase, A: float) -> Correction | None:
     """Read off responses of one token at r = 1; None where it is no such function."""
     factor = partial(_factor, case, A)
     y, rho = factor(LOG_RHO), np.exp(LOG_RHO)
@@ -174,7 +174,7 @@ def _end(
     return _round(math.exp(bisected(is_cut, LOG_RHO[n], LOG_RHO[beside]))), True
 
 
-def _factor(case: Case, A: float, log_rho: np.ndarray) -> np.ndarray:
+def _factor(case: LossCase, A: float, log_rho: np.ndarray) -> np.ndarray:
     """The weight of single tokens of ratio 1, over the objective's without a
     correction.
     """
@@ -189,7 +189,7 @@ def _factor(case: Case, A: float, log_rho: np.ndarray) -> np.ndarray:
     return (case.weights(b) / base)[:, 0].numpy()
 
 
-def _uncorrected(case: Case) -> dict[str, Any]:
+def _uncorrected(case: LossCase) -> dict[str, Any]:
     """The hyperparameters of the objective without those of its correction and of its
     KL term.
     """

@@ -14,7 +14,7 @@ from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, common_value, declared_aggregation
 from upref.verify.faults import SIGN_IDS
 from upref.verify.faults.losses import LossFault, fault
-from upref.verify.measure import Case, without_rest
+from upref.verify.measure import LossCase, without_rest
 from upref.weights.batches import on_policy_batch
 
 PARTS = (2, 3, 4, 8)  # into which a batch is cut
@@ -36,7 +36,7 @@ MEANS = ((1.0, "the two means are added"), (0.5, "the two means are averaged"))
 ByToken = Callable[[Rollouts], Tensor]
 
 
-def divided(case: Case) -> Iterator[LossFault]:
+def divided(case: LossCase) -> Iterator[LossFault]:
     """Faults of lengths, of each sign of A, and of parts of the batch, beside the
     objective of the case.
     """
@@ -45,7 +45,7 @@ def divided(case: Case) -> Iterator[LossFault]:
     yield from _parts(case)
 
 
-def placed(case: Case) -> Iterator[LossFault]:
+def placed(case: LossCase) -> Iterator[LossFault]:
     """Groups that are read off the order of the rows, not off their ids; nothing of a
     loss without ids.
     """
@@ -68,7 +68,7 @@ def placed(case: Case) -> Iterator[LossFault]:
         )
 
 
-def _aggregated(case: Case, words: str, factor: ByToken, id: str) -> LossFault:
+def _aggregated(case: LossCase, words: str, factor: ByToken, id: str) -> LossFault:
     """The objective's weights, multiplied by this factor in place of its aggregation's."""
 
     def weigh(b: Rollouts) -> Tensor:
@@ -77,14 +77,14 @@ def _aggregated(case: Case, words: str, factor: ByToken, id: str) -> LossFault:
     return fault(words, "aggregation", id=id, weigh=weigh, whole=True)
 
 
-def _own(case: Case, b: Rollouts) -> Tensor:
+def _own(case: LossCase, b: Rollouts) -> Tensor:
     """The factor of the objective's own aggregation, [B, 1]."""
     return case.factors(b, declared_aggregation(case.o))
 
 
 # ---- groups --------------------------------------------------------------------------
 def _grouped(
-    case: Case, b: Rollouts, by: Callable[[Rollouts], Tensor | None]
+    case: LossCase, b: Rollouts, by: Callable[[Rollouts], Tensor | None]
 ) -> Tensor:
     """The same with other ids of the groups."""
     return _own(case, b.but(group=by(b), totals=None))
@@ -110,7 +110,7 @@ def _length(b: Rollouts) -> Tensor:
     return b.mask.sum(1, keepdim=True).to(b.logp.dtype)
 
 
-def _lengths(case: Case) -> Iterator[LossFault]:
+def _lengths(case: LossCase) -> Iterator[LossFault]:
     """A length, or the number of tokens, with a number added to it, of at least a
     number, or taken for another one.
     """
@@ -138,7 +138,7 @@ def _lengths(case: Case) -> Iterator[LossFault]:
 
 
 def _changed_lengths(
-    case: Case, lengths: Tensor, multiples: Tensor
+    case: LossCase, lengths: Tensor, multiples: Tensor
 ) -> Iterator[LossFault]:
     """What the multiple of each response's gradient, [B], makes of its length, [B], and
     of their sum.
@@ -181,7 +181,7 @@ def _changed_lengths(
         )
 
 
-def _multiples(case: Case) -> tuple[Tensor, Tensor] | None:
+def _multiples(case: LossCase) -> tuple[Tensor, Tensor] | None:
     """The lengths of the on-policy batch, and what each response's gradient is
     multiplied by beside the objective's.
     """
@@ -204,7 +204,7 @@ def _multiples(case: Case) -> tuple[Tensor, Tensor] | None:
 
 
 # ---- signs of A ----------------------------------------------------------------------
-def _by_sign(case: Case) -> Iterator[LossFault]:
+def _by_sign(case: LossCase) -> Iterator[LossFault]:
     """Each sign of A by an aggregation, or a mean, of its own."""
 
     def one_sign(b: Rollouts, on: Callable[[Tensor], Tensor], name: str) -> Tensor:
@@ -259,7 +259,7 @@ def _responses(side: Tensor, mask: Tensor) -> Tensor:
 
 
 # ---- parts of the batch --------------------------------------------------------------
-def _parts(case: Case) -> Iterator[LossFault]:
+def _parts(case: LossCase) -> Iterator[LossFault]:
     """The mean over equally many responses after each other is averaged once more."""
 
     def parts(b: Rollouts, n: int, split: Callable[[int, int], list[Tensor]]) -> Tensor:

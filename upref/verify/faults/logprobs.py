@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from upref.user_code.logprobs import Outcome, Problem
+from upref.user_code.logprobs import KernelOutcome, Problem
 from upref.verify.faults import Fault
 
 EPS = (1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12)
@@ -82,7 +82,7 @@ def pick(x: Tensor, tokens: Tensor, t: float = 1.0) -> Tensor:
     return x.gather(-1, tokens[..., None])[..., 0]
 
 
-def solved(p: Problem, f: Stages = RIGHT) -> Outcome:
+def solved(p: Problem, f: Stages = RIGHT) -> KernelOutcome:
     """Outputs and gradients by autograd in float64."""
     p = p.to(torch.float64)
     leaves = {k: v.detach().requires_grad_() for k, v in p.leaves.items()}
@@ -115,7 +115,7 @@ def solved(p: Problem, f: Stages = RIGHT) -> Outcome:
             f"gradient of {k}": torch.zeros_like(v) if g is None else g
             for (k, v), g in got
         }
-    return Outcome(numbers)
+    return KernelOutcome(numbers)
 
 
 # ---- the records ---------------------------------------------------------------------

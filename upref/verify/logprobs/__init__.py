@@ -12,7 +12,7 @@ import torch
 from upref.errors import InputError
 from upref.user_code.logprobs import Kernel, Problem, probe, read
 from upref.verify.faults.logprobs import solved
-from upref.verify.logprobs.oracles import DOUBLE, HALF, ORACLES, SINGLE, Case
+from upref.verify.logprobs.oracles import DOUBLE, HALF, ORACLES, SINGLE, KernelCase
 from upref.verify.oracle import run, validate_names
 from upref.verify.report import Finding, Report, not_run, note, restores_state
 
@@ -102,14 +102,16 @@ def check_logprobs(
     )
 
 
-def _is_right(case: Case) -> bool:
+def _is_right(case: KernelCase) -> bool:
     """Whether it is right on the plain problems of one number each."""
     return not any(
         f.severity == "failure" for f in run(ORACLES[:3], replace(case), ())[0]
     )
 
 
-def _of_rows(kernel: Kernel, ranks: int) -> tuple[Kernel, Case, list[Finding]] | None:
+def _of_rows(
+    kernel: Kernel, ranks: int
+) -> tuple[Kernel, KernelCase, list[Finding]] | None:
     """The function read as one of tokens [N], where it is right as such: indexing that
     is meant for rows may accept [B, T] and then answer otherwise."""
     flat = replace(kernel, flat=True)
@@ -129,14 +131,16 @@ def _of_rows(kernel: Kernel, ranks: int) -> tuple[Kernel, Case, list[Finding]] |
     return flat, case, [*found, differs]
 
 
-def choose_tolerances(kernel: Kernel, ranks: int = 1) -> tuple[Case, list[Finding]]:
+def choose_tolerances(
+    kernel: Kernel, ranks: int = 1
+) -> tuple[KernelCase, list[Finding]]:
     """The case with a tolerance per output, from its error on a plain batch, and the
     notes on it.
     """
     p = probe(kernel)
     p = replace(p, g_H=p.g if kernel.has_entropy else None)
     done, want = kernel(p), solved(p)
-    exact = Case(kernel, dict.fromkeys(done.numbers, 1.0))
+    exact = KernelCase(kernel, dict.fromkeys(done.numbers, 1.0))
     off = {
         k: exact.off(p, replace(done, numbers={k: v}), want)[0]
         for k, v in done.numbers.items()
@@ -144,9 +148,9 @@ def choose_tolerances(kernel: Kernel, ranks: int = 1) -> tuple[Case, list[Findin
     tol = {k: DOUBLE if x <= 1e-9 else SINGLE for k, x in off.items()}
     rough = [k for k, x in off.items() if SINGLE / 5 < x < HALF / 3]
     if not rough or max(off.values()) > HALF / 2 or _is_smooth(kernel, p, rough):
-        return Case(kernel, tol, ranks), []
+        return KernelCase(kernel, tol, ranks), []
     said = ", ".join(f"{k} off by {off[k]:.1e}" for k in rough)
-    return Case(kernel, dict.fromkeys(tol, HALF), ranks), [
+    return KernelCase(kernel, dict.fromkeys(tol, HALF), ranks), [
         note("values", f"half precision: {said}", cause="rounding")
     ]
 

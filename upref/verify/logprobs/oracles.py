@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.user_code.logprobs import Kernel, Outcome, Problem
+from upref.user_code.logprobs import Kernel, KernelOutcome, Problem
 from upref.verify.faults import known
 from upref.verify.faults.logprobs import (
     PLAIN as ANYWHERE,
@@ -44,20 +44,20 @@ SCALED = {"log-prob", "gradient of hidden", "gradient of logits"}
 
 
 @dataclass
-class Case:
+class KernelCase:
     """What the oracles read. tol: by the name of a number."""
 
     kernel: Kernel
     tol: dict[str, float]
     ranks: int = 1
     failed: set[str] = field(default_factory=set)
-    done: dict[str, list[tuple[Problem, Outcome]]] = field(default_factory=dict)
+    done: dict[str, list[tuple[Problem, KernelOutcome]]] = field(default_factory=dict)
 
     @property
     def rough(self) -> float:
         return max(self.tol.values())
 
-    def plain(self, name: str) -> list[tuple[Problem, Outcome]]:
+    def plain(self, name: str) -> list[tuple[Problem, KernelOutcome]]:
         """The plain problems of this oracle, and what the function said, asked once."""
         if name not in self.done:
             self.done[name] = [
@@ -65,7 +65,9 @@ class Case:
             ]
         return self.done[name]
 
-    def off(self, p: Problem, done: Outcome, want: Outcome, least: float = 0.0) -> Any:
+    def off(
+        self, p: Problem, done: KernelOutcome, want: KernelOutcome, least: float = 0.0
+    ) -> Any:
         """(how often the tolerance, name of the number, where, expected, found) of the
         worst number.
         """
@@ -96,13 +98,18 @@ class Case:
         return worst
 
     def does(
-        self, f: Stages, p: Problem, done: Outcome, keys: set[str], most: float = 3.0
+        self,
+        f: Stages,
+        p: Problem,
+        done: KernelOutcome,
+        keys: set[str],
+        most: float = 3.0,
     ) -> bool:
         if f.inner:
             rows = torch.arange(p.tokens.shape[-1]).expand_as(p.tokens)
             p = replace(p, keep=(rows > 0) & (rows < rows.max()))
         try:
-            part = Outcome({k: v for k, v in done.numbers.items() if k in keys})
+            part = KernelOutcome({k: v for k, v in done.numbers.items() if k in keys})
             return (
                 not (f.inner and keys != {"log-prob"})
                 and self.off(p, part, solved(p, f))[0] <= most
@@ -110,12 +117,12 @@ class Case:
         except (RuntimeError, IndexError):  # a stage that this problem has not
             return False
 
-    def cause(self, p: Problem, done: Outcome, also: Iterable[Problem]) -> Cause:
+    def cause(self, p: Problem, done: KernelOutcome, also: Iterable[Problem]) -> Cause:
         """The first known fault that gives the numbers of p and of the plain problems,
         which the reference does not: all of them, else those of one name that is off, a
         gradient with the values that it belongs to."""
         off = {
-            k: self.off(p, Outcome({k: v}), solved(p))[0]
+            k: self.off(p, KernelOutcome({k: v}), solved(p))[0]
             for k, v in done.numbers.items()
         }
         asked = [
@@ -136,7 +143,9 @@ class Case:
                     return Cause(words, (f.id,))
         return Cause()
 
-    def _same(self, f: LogprobFault, p: Problem, done: Outcome, keys: set[str]) -> bool:
+    def _same(
+        self, f: LogprobFault, p: Problem, done: KernelOutcome, keys: set[str]
+    ) -> bool:
         # some code cuts tiles above a size alone
         here = [f.change]
         if f not in ANYWHERE:
@@ -149,7 +158,7 @@ class Case:
         name: str,
         words: str,
         p: Problem,
-        done: Outcome,
+        done: KernelOutcome,
         least: float = 0.0,
         also: Iterable[Problem] = (),
     ) -> list[Finding]:
@@ -188,12 +197,12 @@ def shown(p: Problem) -> Example | None:
 
 
 # ---- what is compared on problems ----------------------------------------------------
-def wrong(case: Case) -> str:
+def wrong(case: KernelCase) -> str:
     return "wrong on plain batches already" if case.failed & set(PLAIN) else ""
 
 
 def plain(name: str, why: str = "it returns no entropy") -> Oracle:
-    def look(case: Case) -> list[Finding]:
+    def look(case: KernelCase) -> list[Finding]:
         asked = zip(problems.plain(case.kernel)[name], case.plain(name), strict=True)
         return next(
             (
@@ -212,16 +221,16 @@ def plain(name: str, why: str = "it returns no entropy") -> Oracle:
 def compared(
     name: str,
     asked: Callable[[Kernel], dict[str, Problem]],
-    least: Callable[[Case], float] = lambda case: 0.0,
+    least: Callable[[KernelCase], float] = lambda case: 0.0,
     also: Callable[[Kernel], Iterable[Problem]] = lambda k: (),
-    not_run: Callable[[Case], str] = wrong,
+    not_run: Callable[[KernelCase], str] = wrong,
     refused: str | None = None,
 ) -> Oracle:
     """The first of these problems on which it is wrong. refused: what a note adds where
     it refuses one.
     """
 
-    def look(case: Case) -> Iterator[Finding]:
+    def look(case: KernelCase) -> Iterator[Finding]:
         told = False
         for words, p in asked(case.kernel).items():
             try:
@@ -238,7 +247,9 @@ def compared(
                 yield note(
                     name, f"{words}: NaN in the {', '.join(loud)}", cause="0 times -inf"
                 )
-                done = Outcome({k: v for k, v in done.numbers.items() if k not in loud})
+                done = KernelOutcome(
+                    {k: v for k, v in done.numbers.items() if k not in loud}
+                )
             if found := case.compare(
                 name, words, p, done, least(case), also(case.kernel)
             ):
@@ -249,7 +260,7 @@ def compared(
 
 
 @oracle("repeated-backward", not_run=wrong)
-def repeated(case: Case) -> Iterator[Finding]:
+def repeated(case: KernelCase) -> Iterator[Finding]:
     again = case.kernel(problems.random_problem(case.kernel), twice=True).again
     if again == "other numbers":
         why = "the backward changes a buffer that it reads"
@@ -265,7 +276,7 @@ def repeated(case: Case) -> Iterator[Finding]:
 
 
 @oracle("padding", not_run=wrong)
-def padding(case: Case) -> Iterator[Finding]:
+def padding(case: KernelCase) -> Iterator[Finding]:
     p = problems.masked(
         problems.random_problem(case.kernel, 6, 9, 3, 12), [[1, 1, 1], [1, 0, 0]]
     )
@@ -278,7 +289,9 @@ def padding(case: Case) -> Iterator[Finding]:
         )
         return
     times, key, *_ = case.off(
-        p, Outcome({k: v for k, v in done.numbers.items() if k in VALUES}), solved(p)
+        p,
+        KernelOutcome({k: v for k, v in done.numbers.items() if k in VALUES}),
+        solved(p),
     )
     if times > 1:
         yield fail(
@@ -296,7 +309,7 @@ def padding(case: Case) -> Iterator[Finding]:
 
 
 @oracle("determinism")
-def determinism(case: Case) -> Iterator[Finding]:
+def determinism(case: KernelCase) -> Iterator[Finding]:
     one, two = (
         case.kernel(problems.random_problem(case.kernel)).numbers for _ in range(2)
     )
@@ -309,7 +322,7 @@ def determinism(case: Case) -> Iterator[Finding]:
 
 
 @oracle("mutation")
-def mutation(case: Case) -> Iterator[Finding]:
+def mutation(case: KernelCase) -> Iterator[Finding]:
     yield from untouched(
         case.kernel(
             problems.random_problem(
@@ -320,7 +333,7 @@ def mutation(case: Case) -> Iterator[Finding]:
 
 
 # ---- precision -----------------------------------------------------------------------
-def gaps(done: Outcome, want: Outcome) -> dict[str, float]:
+def gaps(done: KernelOutcome, want: KernelOutcome) -> dict[str, float]:
     return {
         k: (v - want.numbers[k]).abs().max().item() for k, v in done.numbers.items()
     }
@@ -339,7 +352,7 @@ def rounded(
         wrong(case) or ("wrong on tiles already" if "tiles" in case.failed else "")
     ),
 )
-def large(case: Case) -> Iterator[Finding]:
+def large(case: KernelCase) -> Iterator[Finding]:
     worst = dict.fromkeys(VALUES, 0.0)
     for words, p in problems.large(case.kernel).items():
         done = case.kernel(p)
@@ -351,7 +364,7 @@ def large(case: Case) -> Iterator[Finding]:
 
 
 @oracle("bfloat16", not_run=wrong)
-def bfloat16(case: Case) -> Iterator[Finding]:
+def bfloat16(case: KernelCase) -> Iterator[Finding]:
     p = problems.random_problem(case.kernel, 8191, 7, 8, 13)
     p = replace(p, g=torch.ones_like(p.tokens).double(), g_H=None).to(torch.bfloat16)
     try:
@@ -388,7 +401,7 @@ def bfloat16(case: Case) -> Iterator[Finding]:
             yield note("bfloat16", words, cause="rounding")
 
 
-def _scaled(done: Outcome, want: Outcome) -> Iterator[Finding]:
+def _scaled(done: KernelOutcome, want: KernelOutcome) -> Iterator[Finding]:
     """The first number whose values share a factor, beyond what chance explains.
 
     Rounding goes up as often as down, so over many tokens it leaves none. A temperature
@@ -411,7 +424,7 @@ def _scaled(done: Outcome, want: Outcome) -> Iterator[Finding]:
         return
 
 
-def _summed(p: Problem, done: Outcome, exact: Tensor) -> str:
+def _summed(p: Problem, done: KernelOutcome, exact: Tensor) -> str:
     """Whether adding dW up in bfloat16, n tokens at a time, gives these numbers."""
     q = p.to(torch.float64)
     x, dx = (
@@ -438,7 +451,7 @@ def _summed(p: Problem, done: Outcome, exact: Tensor) -> str:
     "ranks",
     not_run=lambda case: wrong(case) or ("on one rank" if case.ranks == 1 else ""),
 )
-def ranks(case: Case) -> Iterator[Finding]:
+def ranks(case: KernelCase) -> Iterator[Finding]:
     p = problems.random_problem(case.kernel, 6, 4 * case.ranks, 3, 14)
     yield from distributed.compared(case.kernel, p, case.ranks, case.off)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from upref.errors import Gone, InputError
 from upref.user_code.guard import state_restored
-from upref.user_code.logprobs import Kernel, Outcome, Problem
+from upref.user_code.logprobs import Kernel, KernelOutcome, Problem
 from upref.verify.faults.logprobs import entropy, log_sum, pick, solved, states
 from upref.verify.finding import number_pair
 from upref.verify.group import on_loopback
@@ -107,13 +107,13 @@ def compared(
     kernel: Kernel, p: Problem, ranks: int, off: Callable[..., Any]
 ) -> Iterator[Finding]:
     """Each rank's results against the whole vocabulary's; its gradients against its
-    part. off: Case.off.
+    part. off: KernelCase.off.
     """
     every, h = outcomes(kernel, p, ranks), "gradient of hidden"
 
     def worst(numbers: dict[str, Any], want: dict[str, Tensor]) -> tuple[Any, ...]:
         """What `off` answers of these numbers of a rank."""
-        return off(p, Outcome(numbers), Outcome(want), SINGLE)
+        return off(p, KernelOutcome(numbers), KernelOutcome(want), SINGLE)
 
     for rank, found in enumerate(every):
         want = solved(p).numbers

@@ -15,7 +15,7 @@ from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed_at, everywhere
 from upref.verify.faults.batch_reading import LARGE, clipped
 from upref.verify.finding import Cause, number_pair
-from upref.verify.measure import Case
+from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.oracles.unusual import beyond_range, groups
@@ -25,19 +25,19 @@ from upref.weights.batches import CLAMPS, on_policy_batch
 from upref.weights.curve import single_token_batch
 
 
-def _batch(case: Case) -> Rollouts:
+def _batch(case: LossCase) -> Rollouts:
     b = case.ready(on_policy_batch())
     return replace(b, logp=b.logp - 0.05 * b.logp.cos().abs())
 
 
-def not_split(case: Case) -> str:
+def not_split(case: LossCase) -> str:
     if not case.loss.micro_batchable:
         return "the loss is one call on the whole mini-batch: it takes no `totals`"
     return case.o.batch_coupled
 
 
 @oracle("micro-batches", 40, not_split)
-def micro_batches(case: Case) -> list[Finding]:
+def micro_batches(case: LossCase) -> list[Finding]:
     # of eight responses
     b, counts = _batch(case), (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
     v, g = case.both(b)
@@ -90,7 +90,7 @@ def micro_batches(case: Case) -> list[Finding]:
     return []
 
 
-def _differ(case: Case, b: Rollouts, g: Tensor) -> bool:
+def _differ(case: LossCase, b: Rollouts, g: Tensor) -> bool:
     """Whether this gradient is another than that of the batch in one call."""
     return bool(moved(g, case.gradient(b), b.mask, slack(case)).max() > 0)
 
@@ -100,7 +100,7 @@ def _differ(case: Case, b: Rollouts, g: Tensor) -> bool:
     42,
     lambda case: "it calls .backward() itself" if case.loss.calls_backward else "",
 )
-def loss_scale(case: Case) -> list[Finding]:
+def loss_scale(case: LossCase) -> list[Finding]:
     """The loss times a number, as where gradients are accumulated: a backward pass of
     its own has to pass that on.
     """
@@ -116,7 +116,7 @@ def loss_scale(case: Case) -> list[Finding]:
 
 
 def _scaled_otherwise(
-    case: Case, b: Rollouts, times: float, words: str, why_times: str
+    case: LossCase, b: Rollouts, times: float, words: str, why_times: str
 ) -> Finding:
     """The finding of a loss whose gradient is not so many times as large where the loss
     is.
@@ -162,14 +162,14 @@ TIMES = (0.5, 2.0, 100.0, -1.0)  # of a loss, where grad_output is left out
 
 
 @oracle("one-response", 45)
-def one_response(case: Case) -> list[Finding]:
+def one_response(case: LossCase) -> list[Finding]:
     """Batches of one response: a denominator of at least 2 shows, a std over rows, what
     one sign of A hides.
     """
     if case.wrong:
         return []
 
-    def ask(c: Rollouts, dtype: torch.dtype | None) -> tuple[Case, Tensor]:
+    def ask(c: Rollouts, dtype: torch.dtype | None) -> tuple[LossCase, Tensor]:
         """The case and its weights of a batch, in float32 where a dtype is given."""
         return case.singly(c) if dtype else (case, case.weights(c))
 
@@ -206,7 +206,7 @@ def one_response(case: Case) -> list[Finding]:
     return []
 
 
-def _single(case: Case) -> Iterator[tuple[str, Rollouts]]:
+def _single(case: LossCase) -> Iterator[tuple[str, Rollouts]]:
     """One token; then responses of the batch of every two axes, and some of which most
     tokens are A = 0 or clipped.
     """
@@ -246,7 +246,7 @@ ONE_RESPONSE = (
 )
 
 
-def divides_by_its_own(case: Case, part: str) -> Cause:
+def divides_by_its_own(case: LossCase, part: str) -> Cause:
     """The cause of a part of a mini-batch, `micro-batch` or `rank`, that is averaged by
     itself.
     """
@@ -255,12 +255,12 @@ def divides_by_its_own(case: Case, part: str) -> Cause:
     return Cause(words, (f"own-denominator-of-{part}",))
 
 
-def _right(case: Case, b: Rollouts) -> Tensor:
+def _right(case: LossCase, b: Rollouts) -> Tensor:
     """dJ/dlp of the objective itself, aggregated as this loss does."""
     return case.expected(b) * case.factors(b)
 
 
-def not_parallel(case: Case) -> str:
+def not_parallel(case: LossCase) -> str:
     """Why this loss cannot be asked."""
     if not case.loss.micro_batchable and (
         not case.o.agg.startswith("seq-mean") or "group" in case.loss.reads
@@ -269,7 +269,7 @@ def not_parallel(case: Case) -> str:
     return case.o.batch_coupled
 
 
-def rank_counts(case: Case) -> str:
+def rank_counts(case: LossCase) -> str:
     """What a rank is taken to be told, in words."""
     if not case.loss.micro_batchable:
         return "each rank has equally many responses and gets only its own counts"
@@ -281,7 +281,7 @@ def rank_counts(case: Case) -> str:
 
 
 @oracle("data-parallel", 50, not_parallel)
-def data_parallel(case: Case) -> list[Finding]:
+def data_parallel(case: LossCase) -> list[Finding]:
     """K ranks with rows dealt out in turn, so that groups lie on several; the framework
     averages their gradients.
     """
@@ -320,7 +320,7 @@ def _dealt(b: Rollouts, ranks: int) -> list[Tensor]:
     return [torch.arange(k, len(b.mask), ranks) for k in range(ranks)]
 
 
-def _mean(case: Case, b: Rollouts, ranks: int) -> Tensor:
+def _mean(case: LossCase, b: Rollouts, ranks: int) -> Tensor:
     """The gradients of the ranks, averaged."""
     loss, mean, totals = (
         case.loss,
@@ -336,7 +336,7 @@ def _mean(case: Case, b: Rollouts, ranks: int) -> Tensor:
     return mean
 
 
-def _why(case: Case, b: Rollouts) -> str | Cause:
+def _why(case: LossCase, b: Rollouts) -> str | Cause:
     """The change to the reference that gives this mean, whatever the number of ranks."""
 
     def own(c: Rollouts, ranks: int) -> Tensor:

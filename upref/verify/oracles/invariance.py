@@ -19,7 +19,7 @@ from upref.verify.explain import confirmed, confirmed_at, everywhere
 from upref.verify.faults.batch_reading import LARGE, clipped
 from upref.verify.faults.denominators import placed
 from upref.verify.finding import Cause, Number, number_pair
-from upref.verify.measure import HABIT, Case
+from upref.verify.measure import HABIT, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, make_example, shrink, worst
@@ -48,14 +48,14 @@ def moved(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
     return torch.where(mask & (off > tol), off, 0)
 
 
-def slack(case: Case, least: float = HABIT) -> float:
+def slack(case: LossCase, least: float = HABIT) -> float:
     """By default 1e-6 in a denominator is let pass: of a chunk, other rows or columns
     make another one.
     """
     return max(least, case.tol if case.single else 0)
 
 
-def off_bounds(case: Case) -> Rollouts:
+def off_bounds(case: LossCase) -> Rollouts:
     """The grid without its bounds: on a bound, the order of a sum would decide."""
     return case.once(
         ("off bounds", *case.plain_hp.items()),
@@ -64,7 +64,7 @@ def off_bounds(case: Case) -> Rollouts:
 
 
 @oracle("padding", 60)
-def padding(case: Case) -> list[Finding]:
+def padding(case: LossCase) -> list[Finding]:
     b = off_bounds(case)
     value, g = case.both(b)
     out = []
@@ -102,7 +102,7 @@ def padding(case: Case) -> list[Finding]:
 
 
 def _padded_side(
-    case: Case, b: Rollouts, value: Tensor, g: Tensor, left: int, right: int
+    case: LossCase, b: Rollouts, value: Tensor, g: Tensor, left: int, right: int
 ) -> list[Finding]:
     """What columns of padding on one side change, where they should change nothing.
 
@@ -163,7 +163,7 @@ def _widened(b: Rollouts, left: int, right: int = 0) -> Rollouts:
     return b.map(pad)
 
 
-def _reads_first_column(case: Case, left: int) -> bool:
+def _reads_first_column(case: LossCase, left: int) -> bool:
     """Whether the advantage of a response is that of the first column, of padding too,
     as it is or set to 0 there; behind one column of padding and behind so many: else it
     is that of another column."""
@@ -183,7 +183,7 @@ def _reads_first_column(case: Case, left: int) -> bool:
     return every(False) or every(True)
 
 
-def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
+def _empty_row(case: LossCase, b: Rollouts, g: Tensor) -> list[Finding]:
     """A fully masked row, as frameworks pad batches with, counts nothing in a mean over
     tokens. What it counts in a mean over responses nobody says; that it is NaN there
     must only be known."""
@@ -243,7 +243,7 @@ LEAK = "{} in a masked slot reaches the gradient; select with torch.where(mask, 
 
 
 @oracle("masked-values", 70)
-def masked_values(case: Case) -> list[Finding]:
+def masked_values(case: LossCase) -> list[Finding]:
     """Numbers in masked slots must count for nothing; NaN there is a note, since
     frameworks pad with numbers.
     """
@@ -339,13 +339,13 @@ def _changes(
     return " and ".join(words for words, on in changes.items() if on)
 
 
-def _moves(case: Case, b: Rollouts, i: Tensor) -> bool:
+def _moves(case: LossCase, b: Rollouts, i: Tensor) -> bool:
     there = case.gradient(b.take(i))
     return bool(moved(there, case.gradient(b)[i], b.mask[i], slack(case)).max() > 0)
 
 
 @oracle("permutation", 130)
-def permutation(case: Case) -> list[Finding]:
+def permutation(case: LossCase) -> list[Finding]:
     b = off_bounds(case)
     orders = (
         lambda n: torch.arange(n).roll(1),
@@ -370,7 +370,7 @@ def permutation(case: Case) -> list[Finding]:
     return [fail("permutation", "rows in another order", *says, batch, why)]
 
 
-def _kl(case: Case) -> str:
+def _kl(case: LossCase) -> str:
     return (
         "the KL term does not scale with A"
         if case.hp.get("beta")
@@ -379,7 +379,7 @@ def _kl(case: Case) -> str:
 
 
 @oracle("scaling", 110, _kl, implied=True)
-def scaling(case: Case) -> list[Finding]:
+def scaling(case: LossCase) -> list[Finding]:
     b = off_bounds(case)
 
     def tripled(c: Rollouts) -> Tensor:
@@ -417,7 +417,7 @@ def _at_zero(b: Rollouts) -> Rollouts:
 
 
 @oracle("zero-advantage", 120, _kl, implied=True)
-def zero_advantage(case: Case) -> list[Finding]:
+def zero_advantage(case: LossCase) -> list[Finding]:
     b = off_bounds(case)
 
     def pushed(c: Rollouts) -> bool:

@@ -12,7 +12,7 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.user_code.loss import LAYOUTS
 from upref.verify.finding import number_pair
-from upref.verify.measure import Case
+from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, off_bounds, slack
 from upref.verify.report import Finding, fail, note
@@ -36,7 +36,7 @@ WHY = "it reads memory as if its inputs were contiguous: call .contiguous(), or 
 @oracle(
     "layout", 140, lambda case: "the weights are wrong already" if case.wrong else ""
 )
-def layout(case: Case) -> list[Finding]:
+def layout(case: LossCase) -> list[Finding]:
     if any(done.wrote for done in case.done):  # whose finding is the oracle mutation's
         return []
     b = case.ready(on_policy_batch())
@@ -60,7 +60,7 @@ def layout(case: Case) -> list[Finding]:
     return list(refused.values())
 
 
-def _reads_as_contiguous(case: Case, b: Rollouts, name: str) -> Finding:
+def _reads_as_contiguous(case: LossCase, b: Rollouts, name: str) -> Finding:
     """The finding of a batch whose gradient is another one in this layout."""
     small = shrink(b, lambda c: bool(_moved(case, c, name).max() > 0))
     due, found = case.gradient(small), case.loss.ask("strided", small, name)
@@ -74,7 +74,7 @@ def _reads_as_contiguous(case: Case, b: Rollouts, name: str) -> Finding:
     return fail("layout", f"each tensor is {name}", *says, shown, WHY)
 
 
-def _moved(case: Case, b: Rollouts, name: str) -> Tensor:
+def _moved(case: LossCase, b: Rollouts, name: str) -> Tensor:
     return moved(
         case.loss.ask("strided", b, name), case.gradient(b), b.mask, slack(case, 1e-7)
     )

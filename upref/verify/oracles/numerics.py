@@ -13,8 +13,8 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed
 from upref.verify.faults.losses import clamp_faults
-from upref.verify.finding import Cause, Place
-from upref.verify.measure import HABIT, Case
+from upref.verify.finding import Cause, TokenPlace
+from upref.verify.measure import HABIT, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import off_bounds
 from upref.verify.report import UNKNOWN, Finding, fail, note
@@ -29,7 +29,7 @@ FULL = math.log(torch.finfo(torch.float64).max) - 1
 
 
 @oracle("extremes", 90)
-def extremes(case: Case) -> list[Finding]:
+def extremes(case: LossCase) -> list[Finding]:
     out: list[Finding] = []
     # wrong beyond the grid, if at all
     near = not case.wrong or bool((case.off(off_bounds(case)) <= case.tol).all())
@@ -45,7 +45,7 @@ def extremes(case: Case) -> list[Finding]:
     return [*out, *notes.values()]
 
 
-def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
+def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
     """NaN, or a lost weight, where the objective's own is an ordinary number; a note
     for ratios and tokens that no sampler can produce, which is where exp(log r)
     overflows float32 and exp(log π_old) leaves it."""
@@ -107,18 +107,18 @@ class Extremes:
     # "wrong"; "far" and "rare" are those that no sampler produces
     hits: dict[str, Tensor]
 
-    def place(self, i: int, t: int, dtype: str) -> Place:
+    def place(self, i: int, t: int, dtype: str) -> TokenPlace:
         """The token in column t of response i."""
         A, log_r = self.b.adv[i, t].item(), (self.b.logp - self.b.logp_old)[i, t].item()
         size = {} if abs(A) in (0, 1) else {"A": A}
         numbers = size | {"log r": log_r, "log π": self.b.logp[i, t].item()}
-        return Place(None if size else A, numbers=numbers, remark=dtype)
+        return TokenPlace(None if size else A, numbers=numbers, remark=dtype)
 
     def weights(self, i: int, t: int) -> tuple[float, float]:
         return self.expected[i, t].item(), self.found[i, t].item()
 
 
-def _extremes(case: Case, low: Rollouts, g: Tensor) -> Extremes:
+def _extremes(case: LossCase, low: Rollouts, g: Tensor) -> Extremes:
     """g: the gradient of the loss on this batch, whose numbers may be of any dtype."""
     b = low.floats(torch.float64)
     expected, found, dtype = case.expected(b), g / case.factors(b), low.logp.dtype
@@ -147,14 +147,14 @@ def _extremes(case: Case, low: Rollouts, g: Tensor) -> Extremes:
     )
 
 
-def _room(case: Case, dtype: torch.dtype) -> float:
+def _room(case: LossCase, dtype: torch.dtype) -> float:
     """What rounding leaves of the KL term where π is π_ref: its slope is a difference
     of two terms of size β there.
     """
     return float(4 * torch.finfo(dtype).eps * abs(case.hp.get("beta") or 0))
 
 
-def _runs_below_overflow(case: Case, b: Rollouts) -> bool:
+def _runs_below_overflow(case: LossCase, b: Rollouts) -> bool:
     """Whether it raised only because exp(log r) is infinite: louder than the NaN that
     is forgiven.
     """
@@ -172,7 +172,7 @@ def _runs_below_overflow(case: Case, b: Rollouts) -> bool:
     return True
 
 
-def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) -> str:
+def _why(case: LossCase, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) -> str:
     """The one change that makes it right: a nearer ratio, or the same ratio of a more
     likely token. Both sides of the end of a dtype are asked, far from it and as near as
     rounding allows, for two probabilities and two advantages."""
@@ -244,7 +244,7 @@ def _lost(hit: Hit) -> float:
     return round(abs(hit.expected - hit.found) / ratio_above_one, 6)
 
 
-def clamps(case: Case) -> list[Finding]:
+def clamps(case: LossCase) -> list[Finding]:
     """A weight that is lost beyond some |log r|: a clamp of the log-ratio. Shown is the
     token that loses most.
     """
@@ -289,7 +289,7 @@ def clamps(case: Case) -> list[Finding]:
             if x > 0
             else ""
         )
-        place = Place(A, numbers={"log r": x}, remark=reached)
+        place = TokenPlace(A, numbers={"log r": x}, remark=reached)
         return [
             fail(
                 "extremes",
@@ -312,7 +312,7 @@ def clamps(case: Case) -> list[Finding]:
             want,
             got,
             why,
-            place=Place(A, numbers={"log r": x}, remark=far),
+            place=TokenPlace(A, numbers={"log r": x}, remark=far),
         )
     ]
 
@@ -322,7 +322,7 @@ def _place(b: Rollouts, x: float) -> tuple[int, int]:
     return divmod(int((b.logp - b.logp_old - x).abs().argmin()), b.mask.shape[1])
 
 
-def _clamp_cause(case: Case, hits: list[Hit]) -> Cause:
+def _clamp_cause(case: LossCase, hits: list[Hit]) -> Cause:
     """Find the clamp of log r that gives the reference the weights found on every batch.
 
     Far batches are among them.
@@ -351,7 +351,7 @@ def _clamp_cause(case: Case, hits: list[Hit]) -> Cause:
     return Cause()
 
 
-def _where_it_acts(case: Case, A: float, side: int, log_r: float) -> float:
+def _where_it_acts(case: LossCase, A: float, side: int, log_r: float) -> float:
     """Find the least |log r| on one side at which the weight differs, by bisection.
 
     Args:

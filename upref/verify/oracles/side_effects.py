@@ -17,7 +17,7 @@ from upref.user_code.names import CALLED
 from upref.verify.explain import everywhere
 from upref.verify.factors import common_value
 from upref.verify.finding import Number, number_pair
-from upref.verify.measure import EXACT, Case
+from upref.verify.measure import EXACT, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
@@ -33,7 +33,7 @@ CONSTANTS = "harmless as long as callers pass them without requires_grad; add .d
 
 
 @oracle("in-training", 5)
-def in_training(case: Case) -> list[Finding]:
+def in_training(case: LossCase) -> list[Finding]:
     """The same numbers as a training step has them: log_prob computed, what was not
     detached wanting a gradient.
     """
@@ -71,7 +71,7 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def _moved_by(
-    case: Case, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...]
+    case: LossCase, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...]
 ) -> Tensor | None:
     """The gradient where it is another than with a leaf for log_prob."""
     g = case.gradient(b, wanting=wanting)
@@ -86,7 +86,7 @@ def _moved_by(
 
 
 def _differs(
-    case: Case, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...], words: str
+    case: LossCase, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...], words: str
 ) -> list[Finding]:
     """The finding, once a loss that counts its calls is told apart."""
     g = _moved_by(case, b, leaf, wanting)
@@ -126,7 +126,7 @@ def _differs(
 
 
 @oracle("stop-gradient", 80)
-def stop_gradient(case: Case) -> list[Finding]:
+def stop_gradient(case: LossCase) -> list[Finding]:
     b = case.grid(thin=5)
     out = []
     for k in FIXED:
@@ -177,7 +177,7 @@ def stop_gradient(case: Case) -> list[Finding]:
     return _declared(case) + notes
 
 
-def _bonus(case: Case, k: float, b: Rollouts) -> tuple[Tensor, Tensor]:
+def _bonus(case: LossCase, k: float, b: Rollouts) -> tuple[Tensor, Tensor]:
     """The gradient of the loss by the entropy, and that of k times the entropy of each
     token in J.
     """
@@ -185,7 +185,7 @@ def _bonus(case: Case, k: float, b: Rollouts) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(due) if found is None else found, due
 
 
-def _declared(case: Case) -> list[Finding]:
+def _declared(case: LossCase) -> list[Finding]:
     """The surrogate against finite differences, every sg(x) held at its value: for
     losses in the words of upref.ops.
     """
@@ -235,7 +235,7 @@ def _declared(case: Case) -> list[Finding]:
 
 
 @oracle("mutation", 160)
-def mutation(case: Case) -> list[Finding]:
+def mutation(case: LossCase) -> list[Finding]:
     """What all calls so far have changed or printed."""
     why = "it writes into the tensor that it was given"
     changed = sorted(
@@ -254,11 +254,11 @@ def mutation(case: Case) -> list[Finding]:
 
 
 @oracle("dead-hyperparameter", 100)
-def dead_hyperparameter(case: Case) -> list[Finding]:
+def dead_hyperparameter(case: LossCase) -> list[Finding]:
     return [f for key in case.hp for f in _moved(case, key)]
 
 
-def _moved(case: Case, key: str) -> list[Finding]:
+def _moved(case: LossCase, key: str) -> list[Finding]:
     """One hyperparameter is handed over, moved."""
     loss, o, now = case.loss, case.o, case.hp[key]
     asked = key in loss.accepts or (loss.accepts_kwargs and key in loss.bound_args)
@@ -358,7 +358,7 @@ def _some(b: Rollouts, differ: Tensor) -> list[Rollouts]:
     return [*some, some[-1].but(**wide, totals=None)]
 
 
-def _explained(case: Case, b: Rollouts, g: Tensor) -> bool:
+def _explained(case: LossCase, b: Rollouts, g: Tensor) -> bool:
     """Whether the moved gradient is right, or as wrong as before the move (the gradient
     oracle's business).
     """

@@ -15,7 +15,7 @@ from upref.errors import Gone, InputError
 from upref.rollouts import Rollouts
 from upref.user_code.guard import stopped
 from upref.user_code.shapes import probe
-from upref.verify.measure import Case
+from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail
 from upref.verify.shrink import make_example, shrink
@@ -33,7 +33,7 @@ LONG = 128
 
 
 @oracle("determinism", 0)
-def determinism(case: Case) -> list[Finding]:
+def determinism(case: LossCase) -> list[Finding]:
     b, log = case.grid(thin=5), case.loss.log
     first = len(log)
     answers = [case.both(b) for _ in range(4)]
@@ -61,7 +61,7 @@ def determinism(case: Case) -> list[Finding]:
     ]
 
 
-def _drawn(case: Case, b: Rollouts, same: Callable[[Any, Any], bool]) -> bool:
+def _drawn(case: LossCase, b: Rollouts, same: Callable[[Any, Any], bool]) -> bool:
     """Whether the seed decides the answer, in an order of seeds that no counter has."""
 
     answers = [
@@ -112,7 +112,7 @@ def _changed(at: tuple[Any, ...], call: int) -> bool:
         ) from e
 
 
-def state(case: Case) -> list[Finding]:
+def state(case: LossCase) -> list[Finding]:
     """The first batch once more, after all others; after a failure, the batches of
     other calls too. A loss that has changed meanwhile was not judged by one answer.
 

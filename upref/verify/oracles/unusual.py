@@ -18,8 +18,8 @@ from upref.verify.explain import confirmed_at
 from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.faults.corrections import corrected
 from upref.verify.faults.losses import LossFault
-from upref.verify.finding import Cause, Example, Place, number_pair
-from upref.verify.measure import Case
+from upref.verify.finding import Cause, Example, TokenPlace, number_pair
+from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
@@ -36,7 +36,7 @@ LINES = 100_000  # of Python, for a loss that goes through all ids up to the lar
     145,
     lambda case: "the weights are wrong already" if case.wrong else "",
 )
-def unusual_inputs(case: Case) -> list[Finding]:
+def unusual_inputs(case: LossCase) -> list[Finding]:
     rate = 0.0  # seconds a token
     ids: tuple[str, ...] = ()
     notes: list[Finding] = []
@@ -71,7 +71,7 @@ def unusual_inputs(case: Case) -> list[Finding]:
     return notes
 
 
-def applies(case: Case, name: str) -> bool:
+def applies(case: LossCase, name: str) -> bool:
     """Whether the weights depend on what is unusual on this axis."""
     match name:
         case "reference":
@@ -83,7 +83,7 @@ def applies(case: Case, name: str) -> bool:
     return True
 
 
-def look(case: Case, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Finding]:
+def look(case: LossCase, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Finding]:
     """Its weights there; where the axis says so, in float32 too, or alone."""
     notes: list[Finding] = []
     if AXES[name].single != "alone":
@@ -109,7 +109,7 @@ def look(case: Case, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Findi
 
 
 def _wrong(
-    case: Case,
+    case: LossCase,
     name: str,
     b: Rollouts,
     off: Tensor,
@@ -167,11 +167,11 @@ def _wrong(
         *both,
         shown,
         why,
-        place=Place(numbers=where, remark=at),
+        place=TokenPlace(numbers=where, remark=at),
     )
 
 
-def _of_size(case: Case, name: str) -> Iterator[LossFault]:
+def _of_size(case: LossCase, name: str) -> Iterator[LossFault]:
     """Faults that ordinary batches do not show."""
     if name == "sampler":
         yield from corrected(case)
@@ -183,7 +183,7 @@ def _of_size(case: Case, name: str) -> Iterator[LossFault]:
 PARTLY = "right up to what rounding its inputs to float32 makes of them"
 
 
-def _in_part(case: Case, b: Rollouts) -> bool:
+def _in_part(case: LossCase, b: Rollouts) -> bool:
     """Whether a part in float32 explains it, which only many tokens show; then it is so
     compared from here on.
     """
@@ -195,7 +195,7 @@ def _in_part(case: Case, b: Rollouts) -> bool:
     return True
 
 
-def _off(case: Case, b: Rollouts, found: Tensor | None = None) -> Tensor:
+def _off(case: LossCase, b: Rollouts, found: Tensor | None = None) -> Tensor:
     """Tokens beside a bound, and those where the objective itself has no weight, count
     nothing.
     """
@@ -217,7 +217,7 @@ def _off(case: Case, b: Rollouts, found: Tensor | None = None) -> Tensor:
     return apart.masked_fill(edge | ~expected.isfinite(), 0)
 
 
-def beyond_range(case: Case, b: Rollouts, found: Tensor) -> Tensor:
+def beyond_range(case: LossCase, b: Rollouts, found: Tensor) -> Tensor:
     """Tokens at NaN of responses of which the product of the ratios is beyond what its
     dtype holds: some write the geometric mean as a root of it."""
     if case.o.level not in ("sequence_mean", "custom"):
@@ -239,7 +239,7 @@ def _with_plain_ids(x: Rollouts) -> Rollouts:
 class Relabeled:
     """A loss on batches whose group ids are other numbers."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: LossCase) -> None:
         # a loop over all ids ends after so many lines
         self.case = replace(case, loss=replace(case.loss, lines=LINES))
         self.tol = slack(case, 1e-7)
@@ -260,12 +260,12 @@ class Relabeled:
         return bool(moved(found, plain, b.mask, self.tol).max() > 0)
 
 
-def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
+def groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
     """A failure, or notes and the keys of NAMED that it takes."""
     return case.once(("groups", case.tol), lambda: _groups(case))
 
 
-def _groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
+def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
     """What `groups` finds; a loss may loop over all ids up to 2^40."""
     b = case.ready(on_policy_batch())
     relabeled = Relabeled(case)
@@ -336,6 +336,6 @@ def _groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
     return notes, tuple(takes)
 
 
-def covered(case: Case) -> str:
+def covered(case: LossCase) -> str:
     """What was looked at, in one sentence; what is not in it was not."""
     return "covered: " + "; ".join(["every bound, |log r| up to 800", *case.covered])

@@ -18,10 +18,10 @@ from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed, everywhere, explain, two_gradients
 from upref.verify.factors import aggregation_id, declared_aggregation
 from upref.verify.faults.losses import LossFault, fault
-from upref.verify.finding import Cause, Number, Place, number_pair
-from upref.verify.measure import EXACT, HABIT, Case, without_rest
+from upref.verify.finding import Cause, Number, TokenPlace, number_pair
+from upref.verify.measure import EXACT, HABIT, LossCase, without_rest
 from upref.verify.oracle import oracle
-from upref.verify.pattern import Weights, pattern
+from upref.verify.pattern import MeasuredWeights, pattern
 from upref.verify.regions import Region, regions
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import (
@@ -51,7 +51,7 @@ PARTLY = "weights are right up to what rounding its inputs to float32 makes of t
 
 
 @oracle("gradient", 10)
-def gradient(case: Case) -> list[Finding]:
+def gradient(case: LossCase) -> list[Finding]:
     b = case.grid()
     found = case.weights(b)
     off, r = case.off(b, found), case.ratio(b)
@@ -74,7 +74,7 @@ def gradient(case: Case) -> list[Finding]:
     return out or _random(case)
 
 
-def _in_part(case: Case, b: Rollouts, found: Tensor, ties: Tensor) -> bool:
+def _in_part(case: LossCase, b: Rollouts, found: Tensor, ties: Tensor) -> bool:
     """Whether the weights are right as far as float32 goes; then it is so compared from
     here on.
     """
@@ -94,7 +94,7 @@ def _in_part(case: Case, b: Rollouts, found: Tensor, ties: Tensor) -> bool:
 BESIDE = 3e-7  # relative: beyond what float32 makes of a bound
 
 
-def _moved_bound(case: Case) -> bool:
+def _moved_bound(case: LossCase) -> bool:
     """Whether a bound lies elsewhere for tokens of all probabilities alike: rounding
     moves some over it, some back.
     """
@@ -118,7 +118,7 @@ def _by(make: Callable[..., Rollouts]) -> Callable[[list[Any]], Rollouts]:
 
 
 def _moved_for(
-    case: Case, weight: Callable[..., Any], make: Callable[[list[Any]], Rollouts]
+    case: LossCase, weight: Callable[..., Any], make: Callable[[list[Any]], Rollouts]
 ) -> bool:
     """make: a batch of tokens (A, mu, r), each the first of its row where others stand
     behind it.
@@ -152,21 +152,21 @@ def _moved_for(
     return False
 
 
-def bounds_of(case: Case, A: float) -> list[float]:
+def bounds_of(case: LossCase, A: float) -> list[float]:
     if case.o.batch_coupled or case.o.reads_mu or not A:
         return []
     return breakpoints(case.o, A, 0.02, **case.plain_hp)
 
 
 def _ties(
-    case: Case, b: Rollouts, hit: Tensor, r: Tensor, A: Tensor, found: Tensor
+    case: LossCase, b: Rollouts, hit: Tensor, r: Tensor, A: Tensor, found: Tensor
 ) -> list[Finding]:
     expected, out = case.expected(b), []
     for sign in (1.0, -1.0):
         at = hit & (A * sign > 0)
         for k in sorted({round(x, 9) for x in r[at].tolist()}):
             i, t = (at & ((r - k).abs() < 1e-8)).nonzero()[0].tolist()
-            place = Place(
+            place = TokenPlace(
                 sign,
                 numbers={"r": k},
                 remark="exactly there the bound belongs to the other side",
@@ -184,7 +184,7 @@ def _ties(
 
 
 def _regimes(
-    case: Case,
+    case: LossCase,
     b: Rollouts,
     failing: Tensor,
     r: Tensor,
@@ -203,7 +203,7 @@ def _regimes(
     if one is not None:
         case.cause = one.cause
         return _of_one_fault(case, b, _by_sign(parts), failing, prefer, one)
-    tested = Weights(b, found, case.expected(b), r, b.mask & ~ties)
+    tested = MeasuredWeights(b, found, case.expected(b), r, b.mask & ~ties)
     parts = _by_sign(parts) if len(parts) > 2 else parts
     out: list[Finding] = []
     for part in parts:
@@ -214,7 +214,7 @@ def _regimes(
 
 
 def _of_one_fault(
-    case: Case,
+    case: LossCase,
     b: Rollouts,
     parts: list[Region],
     failing: Tensor,
@@ -243,7 +243,7 @@ def _of_one_fault(
 
 
 def _in_region(
-    case: Case, part: Region, small: Rollouts, at: tuple[int, int], why: Cause
+    case: LossCase, part: Region, small: Rollouts, at: tuple[int, int], why: Cause
 ) -> Finding:
     """The finding of a region, shown by this token of its smallest batch."""
     place = replace(part.place, numbers=token_numbers(case, small, at))
@@ -251,15 +251,15 @@ def _in_region(
     return fail("gradient", "", *numbers(case, small, *at), shown, why, place=place)
 
 
-def _pattern_of(case: Case, tested: Weights, small: Rollouts) -> str:
+def _pattern_of(case: LossCase, tested: MeasuredWeights, small: Rollouts) -> str:
     """What the wrong weights have in common, where no known fault gives them."""
     found, expected = case.weights(small), case.expected(small)
-    shown = Weights(small, found, expected, case.ratio(small), small.mask)
+    shown = MeasuredWeights(small, found, expected, case.ratio(small), small.mask)
     return pattern(tested, shown, case.tol, case.o.level not in REDUCE)
 
 
 def _smallest_of(
-    case: Case, b: Rollouts, part: Region, failing: Tensor, prefer: Tensor
+    case: LossCase, b: Rollouts, part: Region, failing: Tensor, prefer: Tensor
 ) -> tuple[Rollouts, tuple[int, int]]:
     """Return the smallest batch in which tokens of this region differ, and the token
     that differs most.
@@ -297,11 +297,11 @@ def _by_sign(parts: list[Region]) -> list[Region]:
     return out
 
 
-def _wrong_at(case: Case, b: Rollouts, sign: float) -> Tensor:
+def _wrong_at(case: LossCase, b: Rollouts, sign: float) -> Tensor:
     return (case.off(b) > case.tol) & (b.adv.expand_as(b.mask).sign() == sign)
 
 
-def _shown_at(case: Case, b: Rollouts, sign: float) -> Tensor:
+def _shown_at(case: LossCase, b: Rollouts, sign: float) -> Tensor:
     """Tokens of that sign whose weight is wrong and whose dJ/dlp is another number too."""
     return _wrong_at(case, b, sign) & differ(case, b)
 
@@ -313,7 +313,7 @@ def _typical(off: Tensor, r: Tensor) -> Tensor:
     )
 
 
-def _random(case: Case, seed: int = 0) -> list[Finding]:
+def _random(case: LossCase, seed: int = 0) -> list[Finding]:
     # bounds that are solved for are slow
     many = RANDOM // 4 if case.o.reads_mu else RANDOM
     for n, b in enumerate(
@@ -328,7 +328,7 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
             b, i, t = smallest(case, b, worst(off))
             sign = b.adv[i, t].sign().item()
             ratios = {"r": case.ratio(b)[i, t].item()} | sampler_ratio(case, b, (i, t))
-            place = Place(sign, numbers=ratios, remark=f"in random batch {n}")
+            place = TokenPlace(sign, numbers=ratios, remark=f"in random batch {n}")
             expected, found = numbers(case, b, i, t)
             said = Number(found, "weight", _alone(case, b, i, t))
             why = one.cause if one else Cause()
@@ -338,7 +338,7 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
     return []
 
 
-def _alone(case: Case, b: Rollouts, i: int, t: int) -> str:
+def _alone(case: LossCase, b: Rollouts, i: int, t: int) -> str:
     """The weight that the same token has by itself, where that is another."""
     A, r = b.adv[i, t].item(), (b.logp[i, t] - b.logp_old[i, t]).exp().item()
     if (
@@ -356,7 +356,7 @@ def _alone(case: Case, b: Rollouts, i: int, t: int) -> str:
 
 
 @oracle("on-policy", 20, lambda case: case.o.on_policy_exception, implied=True)
-def on_policy(case: Case) -> list[Finding]:
+def on_policy(case: LossCase) -> list[Finding]:
     b = case.ready(on_policy_batch())
     off = case.off(b)
     if off.max() <= 10 * case.tol:
@@ -388,7 +388,7 @@ def on_policy(case: Case) -> list[Finding]:
     if not why and every:  # many rows, too: a factor may be that of a small batch
         why = confirmed(case, k, case.grid(edges=OFF_EDGES))
     why = why or case.cause
-    place = Place(
+    place = TokenPlace(
         small.adv[i, t].sign().item(),
         numbers={"r": 1.0} | sampler_ratio(case, small, (i, t)),
     )
@@ -405,7 +405,7 @@ def on_policy(case: Case) -> list[Finding]:
 
 
 @oracle("aggregation", 30)
-def aggregation(case: Case) -> list[Finding]:
+def aggregation(case: LossCase) -> list[Finding]:
     b = case.ready(on_policy_batch())
     want = declared_aggregation(case.o)
     said = case.o.agg if want != case.agg else want
@@ -457,7 +457,7 @@ def aggregation(case: Case) -> list[Finding]:
 @oracle(
     "value", 150, lambda case: "the weights are wrong already" if case.wrong else ""
 )
-def value(case: Case) -> list[Finding]:
+def value(case: LossCase) -> list[Finding]:
     for n, b in enumerate(map(case.visible_batch, random_batches(1, 10, case.one_adv))):
         found, expected = case.both(b)[0].item(), case.o.loss(b, **case.hp).item()
         if not math.isfinite(found):

@@ -60,7 +60,7 @@ class Pin:
 
 
 @dataclass(frozen=True)
-class Place:
+class Installation:
     """Where a framework was put: folders for sys.path, its version, what is to be said
     of it.
     """
@@ -70,7 +70,7 @@ class Place:
     remarks: list[str]
 
 
-def place(name: str, pin: Pin, version: str = "", source: str = "") -> Place:
+def place(name: str, pin: Pin, version: str = "", source: str = "") -> Installation:
     """The framework in a folder of its own, made if it is not there yet; InputError
     where that cannot be.
 
@@ -95,7 +95,7 @@ def place(name: str, pin: Pin, version: str = "", source: str = "") -> Place:
         if beside:
             paths.append(str(_folder(name, "beside", beside)))
         said = f"{name} is the working copy {source}; the ledger was written for {pin.version}."
-        return Place(paths, _commit(copy), [said])
+        return Installation(paths, _commit(copy), [said])
     if pin.repository:
         commit = version or pin.commit
         copy = _checkout(name, pin.repository, "HEAD" if version == NEWEST else commit)
@@ -108,13 +108,13 @@ def place(name: str, pin: Pin, version: str = "", source: str = "") -> Place:
         root = _folder(name, version or pin.version, (first, *beside))
         paths, found = [str(root)], _installed(root, own)
     if found != pin.version:
-        return Place(
+        return Installation(
             paths,
             found,
             [f"upref was written against {name} {pin.version}; this is {found}."],
         )
     _hashes(name, pin, root, exact=f"remove {root} and try again")
-    return Place(paths, found, [])
+    return Installation(paths, found, [])
 
 
 # ---- the folder ----------------------------------------------------------------------
