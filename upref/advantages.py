@@ -36,13 +36,13 @@ def group_norm(
     eps has the unit of R (TRL: 1e-4) and matters only where std_g is not much larger.
 
     Args:
-        rewards: [B], one number for each response.
-        group: prompt id of each response, [B].
-        ddof: 1 divides by G - 1, 0 by G.
+        rewards: R, [N].
+        group: the prompt of each response, [N].
+        ddof: 1 divides by G - 1, 0 by G, the size of the group.
         eps: added to the standard deviation, in the unit of the rewards.
 
     Returns:
-        [B], the advantage of each response.
+        A, [N].
     """
     centred, g, _ = _centred(rewards, group)
     return _over_std(centred, g, ddof, eps).to(rewards.dtype)
@@ -52,11 +52,11 @@ def group_mean(rewards: Rewards, group: Group) -> Advantages:
     """A_i = R_i - mean_g: Dr. GRPO (arXiv 2503.20783).
 
     Args:
-        rewards: [B], one number for each response.
-        group: prompt id of each response, [B].
+        rewards: R, [N].
+        group: the prompt of each response, [N].
 
     Returns:
-        [B], the advantage of each response.
+        A, [N].
     """
     return _centred(rewards, group)[0].to(rewards.dtype)
 
@@ -65,11 +65,11 @@ def leave_one_out(rewards: Rewards, group: Group) -> Advantages:
     """A_i = R_i - 1/(G-1) Σ_{j≠i} R_j = G/(G-1) (R_i - mean_g): RLOO (arXiv 2402.14740).
 
     Args:
-        rewards: [B], one number for each response.
-        group: prompt id of each response, [B].
+        rewards: R, [N].
+        group: the prompt of each response, [N].
 
     Returns:
-        [B], the advantage of each response.
+        A, [N].
     """
     centred, g, size = _centred(rewards, group)
     size = size.double()
@@ -85,13 +85,13 @@ def whiten(
     verl and OpenRLHF whiten over tokens instead, where a long response counts more: `whiten_tokens`.
 
     Args:
-        rewards: [B], one number for each response.
+        rewards: R, [N].
         group: not read; estimators are called alike.
         ddof: 1 divides by N - 1, 0 by N.
         eps: added to the standard deviation, in the unit of the rewards.
 
     Returns:
-        [B], the advantage of each response.
+        A, [N].
     """
     _check(rewards, group, optional=True)
     return group_norm(
@@ -107,13 +107,13 @@ def group_mean_whiten(
     (arXiv 2501.03262.) Eq. 7 also subtracts the mean of A', which is 0 already; leaving it out keeps exact zeros exact.
 
     Args:
-        rewards: [B], one number for each response.
-        group: prompt id of each response, [B].
+        rewards: R, [N].
+        group: the prompt of each response, [N].
         ddof: 1 divides by N - 1, 0 by N.
         eps: added to the standard deviation, in the unit of the rewards.
 
     Returns:
-        [B], the advantage of each response.
+        A, [N].
     """
     centred, g, _ = _centred(rewards, group)
     return _over_std(centred, torch.zeros_like(g), ddof, eps).to(rewards.dtype)
@@ -126,11 +126,11 @@ def signed(rewards: Rewards, group: Group | None = None) -> Advantages:
     equality with 1 and with 0 and lets every other reward through as it is.)
 
     Args:
-        rewards: [B], one number for each response.
+        rewards: R, [N].
         group: not read; estimators are called alike.
 
     Returns:
-        [B], the advantage of each response.
+        A, [N].
     """
     _check(rewards, group, optional=True)
     bad = (rewards.abs() != 1) & ((rewards != 0) | (rewards == -1).any())
@@ -147,11 +147,11 @@ def reward(rewards: Rewards, group: Group | None = None) -> Advantages:
     """A_i = R_i: plain REINFORCE (Williams 1992).
 
     Args:
-        rewards: [B], one number for each response.
+        rewards: R, [N].
         group: not read; estimators are called alike.
 
     Returns:
-        [B], the advantage of each response.
+        A, [N].
     """
     _check(rewards, group, optional=True)
     return rewards.detach().clone()
@@ -164,11 +164,11 @@ def maxrl(rewards: Rewards, group: Group) -> Advantages:
     mean_g + 1e-6.
 
     Args:
-        rewards: [B], one number for each response.
-        group: prompt id of each response, [B].
+        rewards: R, [N].
+        group: the prompt of each response, [N].
 
     Returns:
-        [B], the advantage of each response.
+        A, [N].
     """
     centred, g, size = _centred(rewards, group)
     R = rewards.detach().double()

@@ -166,7 +166,12 @@ class Part(nn.Module):
         """Of each token, given the last one; the first has 0."""
         every = (logits[:, :-1] / temperature).log_softmax(-1)
         lp = every.gather(-1, ids[:, 1:, None])[..., 0]
-        return torch.cat([torch.zeros_like(lp[:, :1]), lp], 1)
+        return behind_zero(lp)
+
+
+def behind_zero(lp):
+    """[B, T - 1] log-probabilities as [B, T]: the first token of a row has none."""
+    return torch.cat([torch.zeros_like(lp[:, :1]), lp], 1)
 
 
 class TensorPart(Part):
@@ -202,7 +207,7 @@ class TensorPart(Part):
 
         scores = (logits[:, :-1] / temperature).transpose(0, 1).contiguous()
         lp = -vocab_parallel_cross_entropy(scores, ids[:, 1:].t().contiguous()).t()
-        return torch.cat([torch.zeros_like(lp[:, :1]), lp], 1)
+        return behind_zero(lp)
 
 
 class StagePart(Part):

@@ -230,7 +230,7 @@ def _token_log_ratios(
         if coarse
         else rng.uniform(*SPREAD, lp.shape)
     )
-    log_r = size * rng.choice([-1, 1], lp.shape)
+    log_r = _random_signs(size, rng)
     log_r = np.where(lp - log_r <= LIMIT, log_r, size)
     free = mask.copy()
 
@@ -296,14 +296,54 @@ def _response_log_ratios(
     rng: np.random.Generator,
     coarse: bool,
 ) -> np.ndarray:
-    """Each response's log r, spread over its tokens."""
+    """Draw log r of every token so that each response has a chosen mean or sum.
+
+    Args:
+        batch: [B, T], one advantage for each response.
+        o: an objective whose ratio belongs to the response.
+        aims: [B, T] each, log r beside one bound; NaN where a response cannot have it.
+        rng: of what no bound decides.
+        coarse: keep tokens away from bounds, for a step in half precision.
+
+    Returns:
+        log r, [B, T].
+    """
     lp, mask = batch.lp.numpy(), batch.mask.numpy()
-    A = batch.adv[:, 0].numpy()
-    means = np.zeros(len(lp))
-    for sign, values in zip((1, -1), MEANS[o.level], strict=True):
+    means = _choose_means(batch.adv[:, 0].numpy(), aims, MEANS[o.level], rng)
+    log_r = _random_signs(rng.uniform(*SPREAD, lp.shape), rng)
+    for _ in range(4):  # what a probable token cannot have is moved to the others
+        for i, trained in enumerate(mask):
+            tokens = trained.sum() if o.level == "sequence_mean" else 1
+            able = trained & (lp[i] - log_r[i] < LIMIT)
+            if able.any():
+                missing = means[i] * tokens - log_r[i, trained].sum()
+                log_r[i, able] += missing / able.sum()
+        log_r = np.maximum(log_r, lp - LIMIT)
+    return log_r
+
+
+def _choose_means(
+    A: np.ndarray,
+    aims: list[np.ndarray],
+    values_of_sign: tuple[tuple[float, ...], tuple[float, ...]],
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Choose the mean, or the sum, of log r of each response.
+
+    Args:
+        A: one advantage for each response, [B].
+        aims: [B, T] each, log r beside one bound. One response per sign gets it.
+        values_of_sign: what the other responses take in turn, where A > 0 and A < 0.
+        rng: which response gets what.
+
+    Returns:
+        [B].
+    """
+    means = np.zeros(len(A))
+    for sign, values in zip((1, -1), values_of_sign, strict=True):
         rows = [
             i
-            for i in rng.permutation(len(lp))
+            for i in rng.permutation(len(A))
             if A[i] * sign > 0 or (A[i] == 0 and sign > 0)
         ]
         for aim in aims:
@@ -313,15 +353,12 @@ def _response_log_ratios(
                 rows.remove(able[0])
         for k, i in enumerate(rows):
             means[i] = values[k % len(values)]
-    d = rng.uniform(*SPREAD, lp.shape) * rng.choice([-1, 1], lp.shape)
-    for _ in range(4):  # what a probable token cannot have is moved to the others
-        for i, m in enumerate(mask):
-            want = means[i] * (m.sum() if o.level == "sequence_mean" else 1)
-            able = m & (lp[i] - d[i] < LIMIT)
-            if able.any():
-                d[i, able] += (want - d[i, m].sum()) / able.sum()
-        d = np.maximum(d, lp - LIMIT)
-    return d
+    return means
+
+
+def _random_signs(size: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Give each number a sign at random."""
+    return size * rng.choice([-1, 1], size.shape)
 
 
 # ---- the sampler ---------------------------------------------------------------------
@@ -346,9 +383,12 @@ def choose_log_rho(
         hp: its numbers, resolved.
         rng: of what no bound decides.
         coarse: keep ρ away from bounds, for a step in half precision.
+
+    Returns:
+        log ρ, [B, T].
     """
-    d = rng.uniform(0.03, 0.4, old.shape) * rng.choice([-1, 1], old.shape)
-    d = np.where(old.numpy() - d <= LIMIT, d, np.abs(d))
+    log_rho = _random_signs(rng.uniform(0.03, 0.4, old.shape), rng)
+    log_rho = np.where(old.numpy() - log_rho <= LIMIT, log_rho, np.abs(log_rho))
     free = [*rng.permutation(len(old))]
     for name, sign in ((name, sign) for name in hp for sign in (1, -1)):
         changed = _changed(o, hp, name, NEAR[coarse][0] ** sign)
@@ -356,9 +396,9 @@ def choose_log_rho(
         able = [] if aim is None else [i for i in free if np.isfinite(aim[i])]
         if able and len(free) > len(old) // 2:
             assert aim is not None
-            d[able[0]] = aim[able[0]]
+            log_rho[able[0]] = aim[able[0]]
             free.remove(able[0])
-    return d
+    return log_rho
 
 
 def _rho_between(
