@@ -290,7 +290,7 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["up_dapo", "gpu8", "actor_rollout_ref.hybrid_engine=false"], "hybrid_engine must be true: false asks for GPUs "),
     # read by nothing in these runs
     (["grpo", "paper", "critic.optim.lr=1e-5"], "nothing reads critic.optim.lr: no scale trains a critic"),
-    (["grpo", "paper", "trainer.critic_warmup=10"], "critic_warmup would leave the policy as it is"),
+    (["grpo", "paper", "trainer.critic_warmup=10"], "trainer.critic_warmup must be 0: a warm-up of the critic"),
     (["grpo", "paper", f"{A}.policy_loss.clip_cov_ratio=0.3"], "upref/grpo does not read actor_rollout_ref.actor.poli"),
     (["grpo", "paper", "model_engine=megatron"], "model_engine=megatron is another engine than the scale's"),
     (["grpo", "paper", "hydra.foo=1"], "hydra.foo is not a setting of a run"),

@@ -13,6 +13,7 @@ import math
 import traceback
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -91,6 +92,7 @@ UNREAD = {
     "data.gen_batch_size": "the V1 trainer sets it to 1 where it filters groups",
     "actor_rollout_ref.rollout.multi_turn.enable": "set actor_rollout_ref.rollout.agent.default_agent_loop",
 }
+HYDRA = ("hydra.run.", "hydra.output_subdir", "hydra.job.")
 MICRO = f"{ACTOR}.ppo_micro_batch_size"  # and ..._per_gpu
 USUAL = {
     "learning_rate": "lr",
@@ -118,17 +120,12 @@ def validate(run: Run, shape: Shape | None = None) -> DictConfig:
 
     shape: of the model, where its files are not made yet.
     """
-    own = [
-        o
-        for o in run.overrides[: len(run.overrides) - len(run.given)]
-        if o.startswith("model_engine=")
-    ]
-    if other := [
-        o for o in run.given if o.startswith("model_engine=") and o not in own
-    ]:
-        raise InputError(
-            f"{other[0]} is another engine than the scale's, and its settings are for that one alone."
-        )
+    own = run.overrides[: len(run.overrides) - len(run.given)]
+    for line in run.given:
+        if line.startswith("model_engine=") and line not in own:
+            raise InputError(
+                f"{line} is another engine than the scale's, and its settings are for that one alone."
+            )
     names = [o for o in run.overrides if o.startswith(NAMES)]
     cfg, actor = _checked(tuple(o for o in run.overrides if o not in names))
     # every run has them all, so that none is left from another
@@ -137,56 +134,36 @@ def validate(run: Run, shape: Shape | None = None) -> DictConfig:
     sizes.check(cfg, shape)
     _check_loss(cfg, actor)
     for line in run.given:
-        check_read(cfg, line)
-        who = reader(cfg, line.partition("=")[0].lstrip("+~")) or "hydra"
+        key = line.partition("=")[0].lstrip("+~")
+        sizes.refuse(unread(cfg, key))
+        who = reader(cfg, key) or "hydra"
         run.sources[line] = f"given on the command line, read by {who}"
     return cfg
 
 
-def check_read(cfg: DictConfig, line: str) -> None:
-    """InputError on a setting that verl has and that nothing reads in a run of these
-    scales.
-    """
-    key = line.partition("=")[0].lstrip("+~")
-    if key.startswith("critic."):
-        raise InputError(f"nothing reads {key}: no scale trains a critic.")
-    if (
-        key.startswith("global_profiler.")
-        and key != "global_profiler.tool"
-        and not cfg.global_profiler.tool
-    ):
-        raise InputError(
-            f"nothing reads {key} without global_profiler.tool: set that too."
-        )
+def unread(cfg: DictConfig, key: str) -> Iterator[str]:
+    """Refuse a setting that verl has and that nothing reads in a run of these scales."""
+    actor, steps = cfg.actor_rollout_ref.actor, cfg.trainer.total_training_steps
+    warmup, mode = actor.optim.lr_warmup_steps, actor.policy_loss.loss_mode
+    section, _, rest = key.partition(".")
+    if section == "critic":
+        yield f"nothing reads {key}: no scale trains a critic."
+    if section == "global_profiler" and rest != "tool" and not cfg.global_profiler.tool:
+        yield f"nothing reads {key} without global_profiler.tool: set that too."
     if key in UNREAD:
-        raise InputError(
-            f"nothing reads {key} in a run of these scales: {UNREAD[key]}."
-        )
-    if key.startswith(MICRO) and cfg.actor_rollout_ref.actor.use_dynamic_bsz:
-        raise InputError(
-            f"nothing reads {key} with {ACTOR}.use_dynamic_bsz=true: set {ACTOR}.ppo_max_token_len_per_gpu."
-        )
-    warmup, steps = (
-        cfg.actor_rollout_ref.actor.optim.lr_warmup_steps,
-        cfg.trainer.total_training_steps,
-    )
+        yield f"nothing reads {key} in a run of these scales: {UNREAD[key]}."
+    if key.startswith(MICRO) and actor.use_dynamic_bsz:
+        yield f"nothing reads {key} with {ACTOR}.use_dynamic_bsz=true: set {ACTOR}.ppo_max_token_len_per_gpu."
     # a scale's own may be, in a shakedown
     if key == f"{ACTOR}.optim.lr_warmup_steps" and steps and warmup > steps:
-        raise InputError(
-            f"{key}={warmup} is more than the run's {steps} steps: its learning rate would never be reached; lower it."
-        )
+        yield f"{key}={warmup} is more than the run's {steps} steps: its learning rate would never be reached; lower it."
     if key == "trainer.resume_from_path" and cfg.trainer.resume_mode != "resume_path":
-        raise InputError(
-            f"nothing reads {key} with trainer.resume_mode={cfg.trainer.resume_mode}: set resume_path."
-        )
+        yield f"nothing reads {key} with trainer.resume_mode={cfg.trainer.resume_mode}: set resume_path."
     of_loss = f"{ACTOR}.policy_loss."
-    mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
-    if key.startswith(of_loss) and mode.startswith("upref/"):
-        own = key.removeprefix(of_loss).partition(".")[0]
-        if own not in ("loss_mode", "_target_", "upref"):
-            raise InputError(
-                f"{mode} does not read {key}: its hyperparameters are set under {of_loss}upref."
-            )
+    own = key.removeprefix(of_loss).partition(".")[0]
+    others = key.startswith(of_loss) and own not in ("loss_mode", "_target_", "upref")
+    if others and mode.startswith("upref/"):
+        yield f"{mode} does not read {key}: its hyperparameters are set under {of_loss}upref."
 
 
 @functools.lru_cache(100)
@@ -218,35 +195,28 @@ def _parsed(line: str):
 def _compose(overrides: tuple[str, ...]) -> DictConfig:
     """As hydra does; its files, which take half a second, are read once per backend."""
     groups = tuple(o for o in overrides if o.startswith("model_engine="))
-    try:
-        cfg = copy.deepcopy(_base(groups))
-    except HydraException as e:
-        raise InputError(
-            f"hydra cannot read {''.join(groups)}: {str(e).splitlines()[0]}."
-        ) from e
+    cfg = copy.deepcopy(_base(groups))
+    value_of = lambda key: OmegaConf.select(cfg, key, throw_on_missing=False)
     for line in overrides:
-        key = line.partition("=")[0].strip()
-        if key.startswith("+") and not reader(cfg, key.lstrip("+")):
-            raise InputError(
-                f"nothing in verl reads {key.lstrip('+')!r}: {_hint(cfg, key.lstrip('+'))}"
-            )
-        if key.startswith("hydra.") and not key.startswith(
-            ("hydra.run.", "hydra.output_subdir", "hydra.job.")
-        ):
+        name = line.partition("=")[0].strip()
+        key = name.lstrip("+~")
+        if name.startswith("+") and not reader(cfg, key):
+            raise InputError(f"nothing in verl reads {key!r}: {_hint(cfg, key)}")
+        if name.startswith("hydra.") and not name.startswith(HYDRA):
             raise InputError(
                 f"{key} is not a setting of a run: of hydra's, hydra.run.dir is."
             )
-        if line in groups or key.startswith("hydra."):
+        if line in groups or name.startswith("hydra."):
             continue
         try:
-            before = OmegaConf.select(cfg, key.lstrip("+~"), throw_on_missing=False)
+            before = value_of(key)
             ConfigLoaderImpl._apply_overrides_to_config([_parsed(line)], cfg)  # noqa: SLF001  one line at a time
         except (HydraException, OmegaConfBaseException) as e:
             raise InputError(_refusal(line, cfg, e)) from e
-        after = OmegaConf.select(cfg, key.lstrip("+~"), throw_on_missing=False)
+        after = value_of(key)
         if isinstance(before, DictConfig) and not isinstance(after, DictConfig | None):
             raise InputError(
-                f"{key.lstrip('+')} holds {', '.join(map(str, before))}: set one of them, got {after!r}."
+                f"{key} holds {', '.join(map(str, before))}: set one of them, got {after!r}."
             )
     return cfg
 
@@ -258,21 +228,17 @@ def _refusal(line: str, cfg: DictConfig, e: Exception) -> str:
         return f"{line!r} is no override: write key=value."
     if line.partition("=")[0] != name:
         return f"{line!r} has a blank before '=': write {name}={text}."
-    if (
-        not name.startswith("+")
-        and OmegaConf.select(cfg, key, throw_on_missing=False) is None
-    ):
+    known = OmegaConf.select(cfg, key, throw_on_missing=False) is not None
+    if not known and not name.startswith("+"):
         return f"verl has no setting {key!r}: {_hint(cfg, key)}"
     if text.startswith("{"):
         return f"{key} takes its settings one by one: write ++{key}.NAME=VALUE."
     if name.startswith("+") and "already at" in str(e):
         return f"{key} is set already: write it without the plus, {key}={text}."
-    cure = (
-        f"; a text with blanks or signs goes into quotes: '{name}=\"{text}\"'"
-        if "token recognition" in str(e)
-        else ""
-    )
-    return f"hydra cannot read {name}={text}: {str(e).splitlines()[0]}{cure}"
+    said = str(e).splitlines()[0]
+    if "token recognition" in said:
+        said += f"; a text with blanks or signs goes into quotes: '{name}=\"{text}\"'"
+    return f"hydra cannot read {name}={text}: {said}"
 
 
 def reader(cfg: DictConfig, key: str) -> str:
@@ -281,15 +247,10 @@ def reader(cfg: DictConfig, key: str) -> str:
     """
     for place, who in OPEN.items():
         if f"{key}.".startswith(f"{place}."):
-            near = {
-                part: difflib.get_close_matches(part, NEAR, 1, 0.8)
-                for part in key[len(place) + 1 :].split(".")
-            }
-            return (
-                ""
-                if any(found and found[0] != part for part, found in near.items())
-                else who
-            )
+            parts = key[len(place) + 1 :].split(".")
+            near = [difflib.get_close_matches(part, NEAR, 1, 0.8) for part in parts]
+            typo = any(n and n[0] != part for n, part in zip(near, parts, strict=True))
+            return "" if typo else who
     cls, leaf = _class(cfg, key)
     if cls and leaf in {f.name for f in dataclasses.fields(cls)}:
         return f"verl's {cls.__name__}"
@@ -302,15 +263,9 @@ def _hint(cfg: DictConfig, key: str) -> str:
     """
     parent, _, leaf = key.rpartition(".")
     leaf = USUAL.get(leaf, leaf)
-    known = [
-        k for k in _keys(cfg) if not k.startswith("critic") and "profiler" not in k
-    ]
-    known.sort(
-        key=lambda k: (
-            k.count("."),
-            next((i for i, part in enumerate(FIRST) if k.startswith(part)), len(FIRST)),
-        )
-    )
+    rank = lambda k: next((i for i, x in enumerate(FIRST) if k.startswith(x)), 99)
+    known = [k for k in _keys(cfg) if "critic" not in k and "profiler" not in k]
+    known.sort(key=lambda k: (k.count("."), rank(k)))
     leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
     beside = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == parent]
     close = lambda among, share: difflib.get_close_matches(leaf, among, 1, share)
@@ -398,7 +353,7 @@ def _fits(value: Any, want: Any) -> bool:
         return isinstance(value, str) or OmegaConf.is_list(value)
     if want in (list, tuple):
         return OmegaConf.is_list(value)
-    return isinstance(value, want) if want in (bool,) else True
+    return want is not bool or isinstance(value, bool)
 
 
 def _words(want: Any) -> str:
