@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No drift from verl's scripts unseen, no argument that vLLM does not have, and the
-batch file is the command.
-"""
+"""No argument that vLLM does not have, and the batch file is the command."""
 
 import contextlib
 import json
@@ -14,43 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from repro.with_verl import upstream
 from repro.with_verl.config import scales, vllm_args
 from repro.with_verl.place import ROOT
 
 SLURM = ROOT / "repro" / "with_verl" / "slurm.sbatch"
-
-
-def test_every_difference_from_verls_scripts_has_its_reason(capsys):
-    assert upstream.main() == 0
-    out = capsys.readouterr().out
-    assert out.count("\n## ") + 1 == len(upstream.facts()) == 6
-    for fact in upstream.facts().values():
-        assert len(fact["commit"]) == 40 and len(fact["settings"]) > 30
-
-
-def test_a_difference_that_nobody_has_explained_is_told(monkeypatch, capsys):
-    facts = upstream.facts()
-    facts["paper_math"]["settings"] |= {
-        "actor_rollout_ref.actor.new_setting": "7",
-        "trainer.save_freq": "3",
-    }
-    monkeypatch.setattr(upstream, "facts", lambda: facts)
-    assert upstream.main() == 1
-    out = capsys.readouterr().out
-    assert (
-        "| actor_rollout_ref.actor.new_setting | 7 | (not set) |  |" in out
-        and "2 differences have no reason" in out
-    )
-
-
-def test_the_scales_name_the_commit_that_was_recorded():
-    commits = {f["commit"][:8] for f in upstream.facts().values()}
-    for name in scales.scale_names():
-        for _, source in scales.load_scale(name).values.values():
-            for repository in ("verl-recipe ", "verl "):
-                if f"{repository}" in source and ".sh" in source:
-                    assert any(commit in source for commit in commits), source
 
 
 def test_every_scale_hands_vllm_what_it_knows():

@@ -13,7 +13,6 @@ last checkpoint in DIR.
 import json
 import os
 import platform
-import re
 import shutil
 import sys
 import tempfile
@@ -209,19 +208,6 @@ def judge(
     return report, wrong
 
 
-def full_disk(output: Path) -> str:
-    """A sentence where the trainer could not write."""
-    text = output.read_text(encoding="utf-8", errors="replace")
-    if not re.search(
-        r"No space left on device|quota exceeded|inline_container.cc.*(unexpected pos|writing)",
-        text,
-    ):
-        return ""
-    where = output.parent / "checkpoints"
-    free = shutil.disk_usage(where if where.exists() else output.parent).free >> 20
-    return f"the disk is full: verl could not write a checkpoint ({free} MB are free for {where}); make room."
-
-
 def summary(
     name: str,
     rows: list[dict],
@@ -277,7 +263,6 @@ def main(
     again: bool = False,
     keep: str = "",
     modules: tuple[str, ...] = (),
-    experts: int = 0,
 ) -> int:
     """Train, watch, judge, report; the exit status. `modules` are imported by every
     process of verl.
@@ -291,7 +276,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "model").exists():  # made last, and renamed when it is whole
         toy.make_data(out / "data.parquet")
-        toy.make_model(out / "model.half", experts)
+        toy.make_model(out / "model.half")
         (out / "model.half").rename(out / "model")
     log = records.new_part(out)
     output = out / log.name.replace("steps-", "trainer-").replace(".jsonl", ".log")
@@ -332,7 +317,7 @@ def main(
         write_atomically(RESULTS / f"{keep}.json", found + "\n")
     print("\n".join([f"{name}: {'; '.join(report)}", *(f"WRONG  {w}" for w in wrong)]))
     if wrong and outcome.status != 0:
-        print(full_disk(output) or f"verl's last word: {advice.error_in(output)}")
+        print(f"verl: {advice.cure(output, out)}")
         if (out / "checkpoints" / "latest_checkpointed_iteration.txt").exists():
             print("the same command with --again goes on from the last checkpoint.")
     return (1 if rows else 2) if wrong else 0
@@ -343,12 +328,6 @@ if __name__ == "__main__":
     parser.add_argument("objective")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--experts",
-        type=int,
-        default=0,
-        help="a mixture of so many experts in place of a dense model",
-    )
     parser.add_argument(
         "--again", action="store_true", help="go on from the last checkpoint"
     )
@@ -388,7 +367,6 @@ if __name__ == "__main__":
                 extra,
                 args.again,
                 keep,
-                experts=args.experts,
             )
         )
     except (upref.InputError, OSError) as error:

@@ -107,11 +107,7 @@ def once(fault: str, out: Path, steps: int, again: bool) -> dict:
     status = process.wait()
     seconds = None if struck is None else round(time.monotonic() - struck, 1)
     here = f"{ROOT}/"  # a result names no place of this machine
-    words = [
-        x.replace(here, "")
-        for x in said
-        if x.startswith(("WRONG", "verl's last word", "the disk"))
-    ]
+    words = [x.replace(here, "") for x in said if x.startswith(("WRONG", "verl: "))]
     return {
         "fault": fault,
         "steps": logged,

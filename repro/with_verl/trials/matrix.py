@@ -180,7 +180,6 @@ def run(name: str) -> dict:
         out,
         given,
         again=True,
-        experts=experts,
         modules=("repro.with_verl.trials.gradients",),
     )
     found = json.loads((out / "summary.json").read_text())
