@@ -46,7 +46,7 @@ from upref_frameworks import audits
 from upref_frameworks.audits import ledger
 
 LIMIT = 60  # seconds of CPU for one input
-ANSWERS = Report | Identification | learn.Answer
+ANSWERS = Report | Identification | learn.ExerciseVerdict
 EVERY = 100  # inputs between two notes in FILE
 CLAIMS = (
     resources.files("paper.claims").joinpath("claims.toml").read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ class Fault(Generic[C]):
     Attributes:
         words: what is done otherwise than by the reference. No decision is taken on the
             words.
-        change: what it makes of the reference: losses.Change, advantages.Answer,
+        change: what it makes of the reference: losses.Change, advantages.AdvantageChange,
             logprobs.Stages, a KL formula, a forward pass of a training step, or the
             function that an exercise of the course expects.
         kind: what it changes, one of losses.KINDS; "" where nothing depends on it.
