@@ -140,13 +140,13 @@ def by_verl(name: str) -> StepReport:
     """The same of upref_frameworks.verl.training in verl's worker."""
     import transformers
 
-    from upref_frameworks.verl.step import twin_of, twin_report
+    from upref_frameworks.verl.step import check_twin, settings_of_twin
 
     o, hp, beta = _asked(name)
     kl = dict(use_kl_loss=beta > 0, kl_loss_coef=beta, kl_loss_type=o.kl or "k3")
     actor = dict(strategy="fsdp", entropy_coeff=0.0, use_dynamic_bsz=False) | kl
     model = dict(hf_config=transformers.Qwen3Config(), use_remove_padding=True)
-    return _agreeing(twin_report(twin_of(name, hp, actor, model)))
+    return _agreeing(check_twin(settings_of_twin(name, hp, actor, model)))
 
 
 PLUGINS = {"upref.trl": by_trl, "verl's plug-in": by_verl}

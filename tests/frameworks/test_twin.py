@@ -4,6 +4,7 @@ its family, and only there.
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,14 +118,16 @@ def test_a_family_for_which_trl_is_wrong_does_not_start():
 
 # ---- verl ----------------------------------------------------------------------------
 def spec(config, **model):
-    from upref_frameworks.verl.step import twin_of
+    from upref_frameworks.verl.step import settings_of_twin
 
     actor = dict(strategy="fsdp", use_kl_loss=True, kl_loss_coef=0.04, kl_loss_type="low_var_kl", entropy_coeff=0.01,
                  use_dynamic_bsz=False)  # fmt: skip
     given = dict(
         hf_config=config, use_remove_padding=True, enable_gradient_checkpointing=True
     )
-    return twin_of("up_grpo", upref.get("up_grpo").resolve({}), actor, given | model)
+    return settings_of_twin(
+        "up_grpo", upref.get("up_grpo").resolve({}), actor, given | model
+    )
 
 
 @pytest.mark.verl
@@ -156,17 +159,18 @@ def test_a_family_for_which_verl_is_wrong_does_not_start(fused):
 def test_a_twin_that_breaks_is_no_verdict():
     from upref_frameworks.verl.step import stop_unless_twin_agrees
 
+    broken = replace(spec(None), actor={})
     with pytest.raises(upref.InputError, match="step_check could not run: KeyError"):
-        stop_unless_twin_agrees({})
+        stop_unless_twin_agrees(broken)
 
 
 @pytest.mark.verl
 def test_a_strategy_without_a_twin_gets_a_sentence():
     pytest.importorskip("verl")
-    from upref_frameworks.verl.step import twin_of
+    from upref_frameworks.verl.step import settings_of_twin
 
     with pytest.raises(upref.InputError, match="strategy=megatron"):
-        twin_of("dapo", {}, dict(strategy="megatron"), {})
+        settings_of_twin("dapo", {}, dict(strategy="megatron"), {})
 
 
 # ---- every objective -----------------------------------------------------------------

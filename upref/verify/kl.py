@@ -402,6 +402,7 @@ def stop_gradient(case: KlCase) -> Iterator[Finding]:
 
 @oracle("determinism")
 def determinism(case: KlCase) -> Iterator[Finding]:
+    """The same log-probabilities get the same numbers twice."""
     if not same(case.term, case.term, tol=0.0):
         yield fail(
             "determinism", "the same tokens twice", "the same numbers", "other numbers"

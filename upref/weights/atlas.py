@@ -18,10 +18,10 @@ from upref.weights.plots import (
     STYLE,
     UP,
     WIDE,
+    format_ratio_axis,
     half_width,
     line,
     need_matplotlib,
-    ratio_axis,
 )
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def _weight(ax: "Axes", curve: Curve, grey: Any) -> None:
         ax.plot(r, w, color=color, lw=1.3, zorder=2)
     ax.axhline(0, color="#666666", lw=0.5, zorder=0)
     ax.axvline(1 if reach == WIDE else 0, color="#CCCCCC", lw=0.5, zorder=0)
-    ratio_axis(ax, reach)
+    format_ratio_axis(ax, reach)
     ax.set_ylim(-5.6, 5.6)
     ax.set_yticks([-5, -1, 1, 5], ["−5", "−1", "1", "5"])
     unit = {"token": "r", "custom": "r", "sequence_mean": "s", "sequence_product": "S"}[

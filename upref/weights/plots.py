@@ -294,7 +294,7 @@ def weights(
                 dash = "-" if n == 1 else (6 * turn, (6, 6 * (n - 1)))
                 ax.plot(r, w, color=color, lw=1.8, ls=dash, dash_capstyle="butt")
                 ends.append((w[-1], c.name, color))
-            ratio_axis(ax, reach)
+            format_ratio_axis(ax, reach)
             low, high = min(0, *(e[0] for e in ends)), max(0, *(e[0] for e in ends))
             bound = np.clip(max(abs(low), abs(high)), 1.25, 5) * 1.08
             ax.set_ylim(*((-0.06 * bound, bound) if A > 0 else (-bound, 0.06 * bound)))
@@ -403,24 +403,36 @@ def half_width(curve: Curve, mu: float) -> float:
     return 2.6 * max(ends) if ends and max(ends) < 0.02 else WIDE
 
 
-def ratio_axis(ax: "Axes", reach: Any) -> None:
-    """The ratio on a logarithmic axis; where the reach is narrow, (r - 1) in 1e-4.
+def format_ratio_axis(ax: "Axes", reach: float) -> None:
+    """Set limits and ticks of an x axis that shows the ratio r.
+
+    The axis is logarithmic and shows r from 1/6 to 6. Around bounds closer to 1 than
+    2 % it is linear and shows (r - 1) in units of 1e-4, as `line` returns it.
 
     Args:
         ax: matplotlib's axes.
-        reach: the half-width in log r.
+        reach: the half-width in log r, of `half_width`.
     """
     ax.spines[["top", "right"]].set_visible(False)
     if reach == WIDE:
-        ax.set_xscale("log")
-        ax.set_xlim(np.exp(-reach), np.exp(reach))
-        ax.set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
-        ax.minorticks_off()
+        _format_logarithmic_axis(ax, reach)
     else:
-        end = np.expm1(reach) * 1e4
-        tick = float(f"{end * 0.75:.0e}")
-        ax.set_xlim(-end, end)
-        ax.set_xticks([-tick, 0, tick], [f"−{tick:g}", "0", f"{tick:g}"])
+        _format_narrow_axis(ax, reach)
+
+
+def _format_logarithmic_axis(ax: "Axes", reach: float) -> None:
+    ax.set_xscale("log")
+    ax.set_xlim(np.exp(-reach), np.exp(reach))
+    ax.set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
+    ax.minorticks_off()
+
+
+def _format_narrow_axis(ax: "Axes", reach: float) -> None:
+    """One tick of one digit on either side of 0, at three quarters of the axis."""
+    end = np.expm1(reach) * 1e4
+    tick = float(f"{end * 0.75:.0e}")
+    ax.set_xlim(-end, end)
+    ax.set_xticks([-tick, 0, tick], [f"−{tick:g}", "0", f"{tick:g}"])
 
 
 def _settings(curve: Curve) -> list[str]:

@@ -41,28 +41,39 @@ def _losses() -> Any:
     return importlib.import_module("prime_rl.trainer.rl.loss")
 
 
-def _configs() -> dict[str, dict[str, Any]]:
-    """The fields of each loss's config class with their defaults, read off its source:
-    the class wants pydantic.
+def _fields_of_losses() -> dict[str, dict[str, Any]]:
+    """Read the fields of each loss's config class, with their defaults, off its source.
+
+    The classes themselves import pydantic, which is no part of the audit.
+
+    Returns:
+        Of each loss, by what its field `type` holds: its other fields.
     """
     tree = ast.parse(source("prime_rl.trainer.rl.loss", CONFIGS, up=3))
-    found: dict[str, dict[str, Any]] = {}
-    for c in (
-        n
-        for n in tree.body
-        if isinstance(n, ast.ClassDef) and n.name.endswith("LossConfig")
-    ):
-        fields = [
-            (f.target.id, f.value)
-            for f in c.body
-            if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
-        ]
-        named = {
-            k: v.args[0] if isinstance(v, ast.Call) and v.args else v for k, v in fields
-        }
-        values = {k: v.value for k, v in named.items() if isinstance(v, ast.Constant)}
-        found[str(values.pop("type"))] = values
-    return found
+    fields_of_losses: dict[str, dict[str, Any]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name.endswith("LossConfig"):
+            fields = _literal_fields(node)
+            fields_of_losses[str(fields.pop("type"))] = fields
+    return fields_of_losses
+
+
+def _literal_fields(node: ast.ClassDef) -> dict[str, Any]:
+    """The annotated fields of a class whose default is a literal: plain, or the first
+    argument of a call such as Field(0.2).
+    """
+    literals = {}
+    for field in node.body:
+        if not isinstance(field, ast.AnnAssign) or not isinstance(
+            field.target, ast.Name
+        ):
+            continue
+        value = field.value
+        if isinstance(value, ast.Call) and value.args:
+            value = value.args[0]
+        if isinstance(value, ast.Constant):
+            literals[field.target.id] = value.value
+    return literals
 
 
 def _plain(
@@ -147,8 +158,8 @@ REMARKS = (
 PRIME_RL = Framework(
     "prime_rl",
     pin=PIN,
-    modes=lambda: list(_configs()),
-    defaults=lambda mode: _configs()[mode],
+    modes=lambda: list(_fields_of_losses()),
+    defaults=lambda mode: _fields_of_losses()[mode],
     plain=_plain,
     comparisons=COMPARISONS,
     out_of_scope={"custom": "the user's own function"},

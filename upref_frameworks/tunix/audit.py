@@ -95,42 +95,38 @@ def _padded(x: Tensor) -> Tensor:
 
 # ---- its losses ----------------------------------------------------------------------
 @cache
-def _configs() -> dict[str, Any]:
-    """The classes of its learners' settings by the variant that they are for."""
+def _settings_classes() -> dict[str, Any]:
+    """Find the classes of its learners' settings, in the modules *po/*_learner.py.
+
+    Returns:
+        Each class by its default of `algo_variant`, the name of the loss.
+    """
     base = _module("algorithm_config").AlgorithmConfig
-    found: dict[str, Any] = {}
-    for file in sorted(
-        Path(_module("common").__file__).parent.glob("*po/*_learner.py")
-    ):
+    classes: dict[str, Any] = {}
+    folder = Path(_module("common").__file__).parent
+    for file in sorted(folder.glob("*po/*_learner.py")):
         module = _module(f"{file.parent.name}.{file.stem}")
-        found |= {
-            c.__name__: c
-            for c in vars(module).values()
-            if inspect.isclass(c) and issubclass(c, base)
-        }
-    return {c().algo_variant: c for c in found.values() if c is not base}
+        for value in vars(module).values():
+            if inspect.isclass(value) and issubclass(value, base):
+                classes[value.__name__] = value
+    return {c().algo_variant: c for c in classes.values() if c is not base}
 
 
 def _modes() -> list[str]:
     """The variants, and the loss_algo that the settings of GRPO allow beside."""
+    variants = _settings_classes()
     allowed = re.search(
         r"self.loss_algo not in \[(.*?)\]",
-        inspect.getsource(_configs()["grpo"].__post_init__),
+        inspect.getsource(variants["grpo"].__post_init__),
     )
-    return [
-        *_configs(),
-        *(
-            x
-            for x in re.findall(r'"([\w-]+)"', allowed[1] if allowed else "")
-            if x not in _configs()
-        ),
-    ]
+    algorithms = re.findall(r'"([\w-]+)"', allowed[1] if allowed else "")
+    return [*variants, *(name for name in algorithms if name not in variants)]
 
 
 def _settings(mode: str) -> Any:
-    return (
-        _configs()[mode]() if mode in _configs() else _configs()["grpo"](loss_algo=mode)
-    )
+    """The settings of a mode: a variant, or GRPO's with another loss_algo."""
+    variants = _settings_classes()
+    return variants[mode]() if mode in variants else variants["grpo"](loss_algo=mode)
 
 
 @cache

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import nn
 
 from upref.aggregation import verl_name
 from upref.errors import InputError, importing
-from upref.registry import get
+from upref.registry import Objective, get
 from upref.step.check import StepReport
 from upref.step.record import Recorded, Step, watched
 from upref.step.reference import TorchModel, unwrapped
@@ -136,33 +136,87 @@ def trained(
     return Recorded(reference, steps)
 
 
-def twin_report(spec: dict[str, Any]) -> StepReport:
-    """The step of a two-layer twin of a run, in float32; spec: from `twin_of`."""
-    o = get(spec["objective"])
-    own = verl_name(o.level, o.agg)
-    actor = spec["actor"] | dict(
+@dataclass(frozen=True)
+class TwinSettings:
+    """What a two-layer twin takes over of the configuration of a run.
+
+    Attributes:
+        objective: a name of `upref list`.
+        hp: its hyperparameters but beta, the KL term's coefficient, which the actor has.
+        config: the model's configuration of transformers, or the model's path.
+        attention: the implementation of attention, as transformers names it.
+        actor: fields of verl's ActorConfig: those of the KL term and of the entropy.
+        engine: fields of its FSDPEngineConfig: how micro-batches and entropies are made.
+        model: fields of its HFModelConfig: padding, fused heads, adapters.
+    """
+
+    objective: str
+    hp: dict[str, Any]
+    config: Any
+    attention: str
+    actor: dict[str, Any]
+    engine: dict[str, Any]
+    model: dict[str, Any]
+
+
+def check_twin(settings: TwinSettings) -> StepReport:
+    """Check one training step of a two-layer model that is set up as a run is.
+
+    A setting that changes the gradient then shows before the run starts. The twin
+    trains in float32, on this CPU, in verl's own worker.
+
+    Args:
+        settings: from `settings_of_twin`.
+
+    Returns:
+        The report of check_step.
+
+    Raises:
+        InputError: no twin of this kind of model can be made, or verl's worker fails.
+    """
+    objective = get(settings.objective)
+    beta = settings.actor["kl_loss_coef"] if settings.actor["use_kl_loss"] else 0.0
+    meant = replace(objective, kl=_kl_estimator(settings.actor)) if beta else objective
+    model: Any = twin(settings.config, attn_implementation=settings.attention)
+    return report(
+        trained,
+        model,
+        meant,
+        settings.hp,
+        dict(beta=beta, entropy_coef=settings.actor["entropy_coeff"]),
+        actor=_actor_of_twin(settings, objective),
+        engine=settings.engine | _micro_batches_of_twin(objective),
+        model_config=settings.model,
+        attention=model.config._attn_implementation,  # noqa: SLF001
+    )
+
+
+def _kl_estimator(actor: dict[str, Any]) -> str:
+    """The KL estimator of these settings, by upref's name."""
+    names = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
+    return names.get(actor["kl_loss_type"], actor["kl_loss_type"])
+
+
+def _actor_of_twin(settings: TwinSettings, objective: Objective) -> dict[str, Any]:
+    """The fields of ActorConfig with which verl trains by the objective of upref."""
+    parity = {"first": 0, "every": 0}  # check_twin compares the step itself
+    return settings.actor | dict(
         clip_ratio_c=3.0,
-        loss_agg_mode=own,
+        loss_agg_mode=verl_name(objective.level, objective.agg),
         policy_loss=dict(
-            loss_mode=f"upref/{o.name}",
-            upref=spec["hp"] | {"parity": {"first": 0, "every": 0}},
+            loss_mode=f"upref/{objective.name}",
+            upref=settings.hp | {"parity": parity},
         ),
     )
-    size = dict(micro_batch_size_per_gpu=2, max_token_len_per_gpu=40)
-    engine = spec["engine"] | (
-        dict(micro_batch_size_per_gpu=8, use_dynamic_bsz=False)
-        if o.batch_coupled
-        else size
-    )
-    kl = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}.get(
-        actor["kl_loss_type"], actor["kl_loss_type"]
-    )
-    if beta := actor["kl_loss_coef"] if actor["use_kl_loss"] else 0.0:
-        o = replace(o, kl=kl)
-    model: Any = twin(spec["config"], attn_implementation=spec["attention"])
-    goal = dict(beta=beta, entropy_coef=actor["entropy_coeff"])
-    return report(trained, model, o, spec["hp"], goal, actor=actor, engine=engine, model_config=spec["model"],
-                  attention=model.config._attn_implementation)  # noqa: SLF001  # fmt: skip
+
+
+def _micro_batches_of_twin(objective: Objective) -> dict[str, Any]:
+    """The fields of FSDPEngineConfig that divide the eight rows of a check: all in one
+    micro-batch where the objective couples them, else two or so in each.
+    """
+    if objective.batch_coupled:
+        return dict(micro_batch_size_per_gpu=8, use_dynamic_bsz=False)
+    return dict(micro_batch_size_per_gpu=2, max_token_len_per_gpu=40)
 
 
 DIFFERS = 3  # exit status of a twin whose gradient is another; 1 is an error of Python
@@ -187,38 +241,53 @@ def _kept(section: Any, names: Sequence[str]) -> dict[str, Any]:
     return {k: section.get(k) for k in names if section.get(k) is not None}
 
 
-def twin_of(
+def settings_of_twin(
     objective: str, hp: dict[str, Any], actor: Any, model: Any
-) -> dict[str, Any]:
-    """What a twin takes over of an actor's and a model's configuration (verl's classes,
-    or hydra's sections).
+) -> TwinSettings:
+    """Read what a twin takes over of an actor's and a model's configuration.
+
+    Args:
+        objective: a name of `upref list`.
+        hp: its hyperparameters, resolved.
+        actor: verl's ActorConfig, or the section of hydra's configuration.
+        model: verl's HFModelConfig, or the section of hydra's configuration.
+
+    Returns:
+        The settings, for `check_twin` or `stop_unless_twin_agrees`.
+
+    Raises:
+        InputError: the actor does not train by FSDP.
     """
     if (strategy := actor.get("strategy")) not in ("fsdp", "fsdp2"):
         raise InputError(
             f"step_check runs verl's FSDP worker, and strategy={strategy}: leave step_check out."
         )
     engine = actor.get("engine") or actor.get("fsdp_config") or {}
-    how = dict(model.get("override_config") or {})
-    its = _kept(model, MODEL_KEPT) | (
-        {"lora_rank": 4} if model.get("lora_rank") else {}
-    )
-    if its.get("use_fused_kernels"):  # Triton's need a GPU
-        its["fused_kernel_options"] = {"impl_backend": "torch"}
-    own = {k: v for k, v in hp.items() if k != "beta"}
-    return dict(
+    kept_of_model = _kept(model, MODEL_KEPT)
+    if model.get("lora_rank"):
+        kept_of_model["lora_rank"] = 4
+    if kept_of_model.get("use_fused_kernels"):  # Triton's need a GPU
+        kept_of_model["fused_kernel_options"] = {"impl_backend": "torch"}
+    override = dict(model.get("override_config") or {})
+    return TwinSettings(
         objective=objective,
-        hp=own,
+        hp={name: value for name, value in hp.items() if name != "beta"},
         config=model.get("hf_config") or model.get("path"),
-        attention=how.get("attn_implementation", "flash_attention_2"),
+        attention=override.get("attn_implementation", "flash_attention_2"),
         actor=_kept(actor, ACTOR_KEPT),
         engine=_kept(engine, ENGINE_KEPT) | _kept(actor, ENGINE_KEPT[:1]),
-        model=its,
+        model=kept_of_model,
     )
 
 
-def stop_unless_twin_agrees(spec: dict[str, Any]) -> str:
-    """Run `twin_report` in a process of its own, without GPUs and ranks; what it
-    prints.
+def stop_unless_twin_agrees(settings: TwinSettings) -> str:
+    """Run `check_twin` in a process of its own, without GPUs and ranks.
+
+    Args:
+        settings: from `settings_of_twin`.
+
+    Returns:
+        The printed report.
 
     Raises:
         RuntimeError: the gradient is not the objective's; with the report.
@@ -237,7 +306,7 @@ def stop_unless_twin_agrees(spec: dict[str, Any]) -> str:
     }
     child = subprocess.run(
         [sys.executable, "-m", "upref_frameworks.verl.step"],
-        input=pickle.dumps(spec),
+        input=pickle.dumps(settings),
         env=clean,
         capture_output=True,
     )
@@ -335,7 +404,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 if __name__ == "__main__":
     try:
-        its_report = twin_report(pickle.loads(sys.stdin.buffer.read()))
+        its_report = check_twin(pickle.loads(sys.stdin.buffer.read()))
     except InputError as e:
         sys.exit(print(e, file=sys.stderr) or 2)
     print(its_report)

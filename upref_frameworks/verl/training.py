@@ -68,7 +68,7 @@ from upref.rollouts import one_per_response
 from upref_frameworks.hidden import in_verl
 from upref_frameworks.parity import Monitor
 from upref_frameworks.verl.record import by_environment
-from upref_frameworks.verl.step import stop_unless_twin_agrees, twin_of
+from upref_frameworks.verl.step import settings_of_twin, stop_unless_twin_agrees
 
 try:
     from verl.trainer.ppo.core_algos import register_policy_loss
@@ -218,7 +218,7 @@ def _check_twin(objective: Objective, config: Any, hp: dict[str, Any]):
         return
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         said = stop_unless_twin_agrees(
-            twin_of(objective.name, hp, config, config.model_config)
+            settings_of_twin(objective.name, hp, config, config.model_config)
         )
         log.info("step_check: %s", said)
 

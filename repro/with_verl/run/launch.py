@@ -303,7 +303,7 @@ def check_step(cfg: Any) -> bool:
     """
     from omegaconf import OmegaConf
 
-    from upref_frameworks.verl.step import stop_unless_twin_agrees, twin_of
+    from upref_frameworks.verl.step import settings_of_twin, stop_unless_twin_agrees
 
     its = OmegaConf.to_container(cfg.actor_rollout_ref, resolve=True)
     loss = its["actor"]["policy_loss"]
@@ -314,7 +314,7 @@ def check_step(cfg: Any) -> bool:
     hp = {k: v for k, v in o.resolve(given).items() if k != "beta"}
     try:
         print(
-            f"step_check: {stop_unless_twin_agrees(twin_of(o.name, hp, its['actor'], its['model']))}"
+            f"step_check: {stop_unless_twin_agrees(settings_of_twin(o.name, hp, its['actor'], its['model']))}"
         )
     except InputError as e:
         print(f"step_check: not run: {e}")

@@ -323,6 +323,7 @@ def permutation(case: AdvantageCase) -> Iterator[Finding]:
 @oracle("determinism")
 @quiet
 def determinism(case: AdvantageCase) -> Iterator[Finding]:
+    """The same rewards get the same advantages each time."""
     b = case.batch(EVEN)
     if not all(near(case.f(b), case.f(b), 0.0) for _ in range(3)):
         yield fail(

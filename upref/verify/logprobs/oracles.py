@@ -310,6 +310,7 @@ def padding(case: KernelCase) -> Iterator[Finding]:
 
 @oracle("determinism")
 def determinism(case: KernelCase) -> Iterator[Finding]:
+    """The same logits, or hidden states, get the same numbers twice."""
     one, two = (
         case.kernel(problems.random_problem(case.kernel)).numbers for _ in range(2)
     )

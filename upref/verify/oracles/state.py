@@ -34,6 +34,11 @@ LONG = 128
 
 @oracle("determinism", 0)
 def determinism(case: LossCase) -> list[Finding]:
+    """A loss that gets a batch twice has the same value and gradient twice.
+
+    It gets the grid four times, and then a small batch often enough that a counter
+    of a short period shows. `state` asks for the first batch once more, at the end.
+    """
     b, log = case.grid(thin=5), case.loss.log
     first = len(log)
     answers = [case.both(b) for _ in range(4)]
@@ -152,30 +157,64 @@ def _since(log: list[Any], n: int) -> str:
     time, as the batch of call n tells before and after: a call that had another answer
     was made in another state. Of a call without a gradient nothing is known.
     """
-    b, start = log[n], len(log[n][0].log)
-    seen = [_again(b) for _ in range(LONG)]
-    usual = max(seen, key=lambda x: sum(_same(x, y) for y in seen))
-    settled = all(_same(usual, x) for x in seen)
-    turn = next(
-        (start + i + 1 for i in range(1, LONG) if not _same(seen[i - 1], seen[i])),
-        start,
+    batch, start = log[n], len(log[n][0].log)
+    repeats = [_again(batch) for _ in range(LONG)]
+    usual = max(repeats, key=lambda x: sum(_same(x, y) for y in repeats))
+    settled = all(_same(usual, x) for x in repeats)
+    turns = (
+        start + i + 1 for i in range(1, LONG) if not _same(repeats[i - 1], repeats[i])
     )
+    turn = next(turns, start)
     # calls, and whether they were made in another state
     known: list[tuple[int, bool]] = []
     for call, at in enumerate(log, 1):
-        if at is None or (not settled and len(set(dict(known).values())) == 2):
+        has_both_states = {moved for _, moved in known} == {False, True}
+        if at is None or (has_both_states and not settled):
             continue
-        for _ in range(LONG // 2):
-            before, *x, after = (
-                (usual, _again(at), usual) if settled else map(_again, (b, at, at, b))
-            )
-            if all(map(_same, (before, x[0], after), (usual, x[-1], usual))):
-                break
-        else:  # it changes at every few calls
-            return f"at call {turn}"
-        moved = not _same(_gradient(at[3]), x[0])
-        if moved or _tells(x[0]):
+        if settled:
+            now = _again(at)
+        else:
+            was_usual, now = _again_in_usual_state(at, batch, usual)
+            if not was_usual:  # it changes at every few calls
+                return f"at call {turn}"
+        moved = not _same(_gradient(at[3]), now)
+        if moved or _tells(now):
             known.append((call, moved))
+    return _describe_turn(known, turn, settled)
+
+
+def _again_in_usual_state(
+    at: tuple[Any, ...], batch: tuple[Any, ...], usual: Tensor | None
+) -> tuple[bool, Tensor | None]:
+    """Ask a call of the log again while the loss is in its usual state.
+
+    Args:
+        at: the call.
+        batch: a call whose answer tells the state; it is asked before and after.
+        usual: its answer in the usual state.
+
+    Returns:
+        Whether the loss was in that state at one of some tries; what `at` then gave.
+    """
+    now = None
+    for _ in range(LONG // 2):
+        before, now, once_more, after = map(_again, (batch, at, at, batch))
+        if _same(before, usual) and _same(now, once_more) and _same(after, usual):
+            return True, now
+    return False, now
+
+
+def _describe_turn(known: list[tuple[int, bool]], turn: int, settled: bool) -> str:
+    """Say at which call the state changed.
+
+    Args:
+        known: calls, and whether each was made in another state.
+        turn: the call that is named where `known` does not tell.
+        settled: the loss no longer changes.
+
+    Returns:
+        Such as "at call 7", "after call 7" or "at one of the calls 5 to 7".
+    """
     turns = [(x + 1, y) for (x, was), (y, now) in pairwise(known) if was != now]
     # all calls up to one of them
     often = settled and sum(moved for _, moved in known) > 2 + len(known) / LONG
