@@ -33,7 +33,14 @@ from repro.with_verl.config.model import (  # noqa: E402
 from repro.with_verl.config.naming import model_of  # noqa: E402
 from repro.with_verl.config.validate import validate  # noqa: E402
 from repro.with_verl.data import schema  # noqa: E402
-from repro.with_verl.machine import here, preflight, published  # noqa: E402
+from repro.with_verl.machine import (  # noqa: E402
+    costs,
+    here,
+    ladder,
+    preflight,
+    processes,
+    published,
+)
 from repro.with_verl.machine.estimate import GB, estimate, gpu_of  # noqa: E402
 from repro.with_verl.machine.here import Machine  # noqa: E402
 from repro.with_verl.machine.preflight import VERL  # noqa: E402
@@ -305,7 +312,7 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["grpo", "GPU8"], "there is no scale named 'GPU8': did you mean gpu8"),
     (["grpo", "paper", "--data", "README.md"], "--data takes the folder where data.prepare wrote"),
     (["grpo", "paper", "--shakedown", "--steps", "0"], "--steps must be at least 1, got 0"),
-    (["grpo", "smoke", "--seeds", "1,2"], "smoke takes --seeds from `bash repro/run.sh` only"),
+    (["grpo", "smoke", "--seeds", "1,2"], "`bash repro/run.sh grpo smoke` starts it"),
     # the scale without a GPU is checked in the same way
     (["up_dapo", "cpu", "lr=1e-5"], f"verl has no setting 'lr': did you mean {A}.optim.lr?"),
     (["up_dapo", "cpu", "+lr=1e-5"], f"nothing in verl reads 'lr': did you mean {A}.optim.lr?"),
@@ -584,8 +591,8 @@ LACKS = {
     "gpu memory": "training needs about .* GB on each GPU, which has 16",
     "kv": "vLLM gets .* too little for the weights and one sequence of 22528 tokens",
     "disk": "has 1 GB free and checkpoints need",
-    "verl version": "needs verl 0.9.1 and finds 0.8.0: pip install",
-    "flash-attn": "flash-attn is not installed, and verl's models want it: `repro/venv.sh gpu flash`",
+    "verl version": "verl 0.9.1 is needed, and 0.8.0 is installed: pip install",
+    "flash-attn": "flash-attn is not installed, and verl's models need it: `repro/venv.sh gpu flash`",
     "vllm": "vllm is not installed",
     "data": r"aime24.parquet is missing: .*prepare aime24",
     "rows": "aime24.parquet is no data file of verl",
@@ -632,11 +639,11 @@ def test_the_preflight_imports_what_the_scale_needs(
     run.env["PYTHONPATH"] = f"{tmp_path}:{run.env['PYTHONPATH']}"
     said = rf"{name} cannot be imported \(ModuleNotFoundError: .*'a_solver_that_is_not_installed'\).*{cure}"
     with pytest.raises(upref.InputError, match=said):
-        preflight.check_imports(run, validate(run))
+        processes.check_imports(run, validate(run))
 
 
 def test_each_scale_imports_what_its_settings_ask_for():
-    of = lambda objective, scale, flash=True: preflight.modules(
+    of = lambda objective, scale, flash=True: processes.modules(
         validate(c.compose(objective, scale, flash=flash))
     )
     assert "flash_attn.bert_padding" in of("up_dapo", "gpu1") and "vllm" in of(
@@ -764,7 +771,7 @@ def test_both_readings_of_the_papers_epochs_are_said(capsys):
         ("paper_dapo", "up_dapo", 1, 512),
         ("paper_gspo", "up_gspo", 10, 256),
     ):
-        said = preflight.epochs_in_print(scales.load_scale(scale))
+        said = costs.epochs_in_print(scales.load_scale(scale))
         assert f"{epochs * (rows // batch):,} steps on the published file" in said
         assert f"or {epochs * (problems // batch):,} on its 17,917 problems" in said
         assert f"* {said}\n" in page
@@ -772,7 +779,7 @@ def test_both_readings_of_the_papers_epochs_are_said(capsys):
             launch.main([objective, "paper", "--dry-run"]) == 0
             and f"note: {said}\n" in capsys.readouterr().out
         )
-    assert not preflight.epochs_in_print(scales.load_scale("paper_math"))
+    assert not costs.epochs_in_print(scales.load_scale("paper_math"))
 
 
 MODEL = "actor_rollout_ref.model.path"
@@ -837,7 +844,7 @@ def verl_does(tmp_path, monkeypatch):
         [sys.executable, str(program), *command[3:]], *a, **kw
     )
     monkeypatch.setattr(watch, "run", stand_in)
-    monkeypatch.setattr(preflight, "check_imports", lambda *_: None)
+    monkeypatch.setattr(processes, "check_imports", lambda *_: None)
 
 
 def launch_saves_a_checkpoint(monkeypatch):
@@ -1165,7 +1172,7 @@ def test_the_watchdog_waits_for_long_steps(nodes, ready, monkeypatch):
     from repro.with_verl.run import start
 
     seen = {}
-    monkeypatch.setattr(preflight, "check_imports", lambda *_: None)
+    monkeypatch.setattr(processes, "check_imports", lambda *_: None)
     monkeypatch.setattr(
         start,
         "start",
@@ -1192,14 +1199,14 @@ def test_checkpoints_cost_an_hour_at_most(ready, capsys):
     saves = "trainer.save_freq"
     e = estimated("gpu8", objective="up_dapo")
     run = c.compose("up_dapo", "gpu8")
-    e = preflight.save_hourly(run, validate(run), e)
+    e = costs.save_hourly(run, validate(run), e)
     assert (
         run.overrides[-1].startswith(f"{saves}=")
         and int(run.overrides[-1].partition("=")[2]) * e.step_seconds <= 3600
     )
     mine = c.compose("up_dapo", "gpu8", [f"{saves}=50"])
     assert (
-        preflight.save_hourly(mine, validate(mine), e)
+        costs.save_hourly(mine, validate(mine), e)
         and mine.overrides[-1] == f"{saves}=50"
     )
 
@@ -1246,7 +1253,8 @@ def test_megatrons_memory_is_not_spread_over_all_gpus():
 
 
 def test_megatron_recomputes_and_routes_in_float32():
-    cfg = validate(c.compose("up_gspo", "paper"))
+    run = c.compose("up_gspo", "paper")
+    cfg = validate(run)
     override = cfg.actor_rollout_ref.actor.megatron.override_transformer_config
     assert (
         override.recompute_granularity,
@@ -1258,11 +1266,8 @@ def test_megatron_recomputes_and_routes_in_float32():
         "fp32",
     )
     assert cfg.actor_rollout_ref.actor.megatron.expert_model_parallel_size == 8
-    missing = preflight.missing_packages(
-        cfg,
-        scales.load_scale("paper_gspo"),
-        Machine(versions={"megatron-core": None, "verl": VERL}),
-    )
+    m = Machine(versions={"megatron-core": None, "verl": VERL})
+    missing = list(preflight.packages(preflight.Start(run, cfg, m)))
     assert len(missing) == 1 and missing[0].startswith("megatron-core is not installed")
 
 
@@ -1325,22 +1330,14 @@ def test_ray_is_asked_how_many_machines_there_are(monkeypatch):
         (Machine(8, 85e9, "H100", nodes=1), "up_grpo", "paper_math"),
     ],
 )
-def test_the_largest_scale(machine, objective, scale, capsys):
-    assert launch.main([objective, "--largest"], machine) == 0
-    assert capsys.readouterr().out.startswith(f"{scale}: ")
+def test_the_largest_scale(machine, objective, scale):
+    assert ladder.largest(objective, machine)[0] == scale
 
 
 @pytest.mark.parametrize("scale", scales.HANDED_OVER)
-def test_scales_of_other_programs_are_handed_over(scale, monkeypatch):
-    called = []
-    monkeypatch.setattr(
-        launch.subprocess,
-        "run",
-        lambda cmd, **_: called.append(cmd) or subprocess.CompletedProcess([], 5),
-    )
-    assert launch.hand_over("up_dapo", scale, ["a=1"], dry_run=False) == 5
-    module = launch.PROGRAMS[scale]
-    assert called == [[sys.executable, "-m", module, "up_dapo", "a=1"]]
+def test_scales_of_other_programs_are_named_with_their_command(scale, capsys):
+    assert launch.main(["up_dapo", scale]) == 2
+    assert f"`bash repro/run.sh up_dapo {scale}` starts it" in capsys.readouterr().err
 
 
 # ---- the advantages ------------------------------------------------------------------
@@ -1397,10 +1394,10 @@ def test_a_fresh_process_has_loss_and_estimator(monkeypatch):
     needs CUDA.
     """
     monkeypatch.setattr(
-        preflight, "modules", lambda _: ["repro.with_verl.reward.score"]
+        processes, "modules", lambda _: ["repro.with_verl.reward.score"]
     )
     run = c.compose("up_dapo", "paper", ["algorithm.adv_estimator=upref/signed"])
-    preflight.check_imports(run, validate(run))
+    processes.check_imports(run, validate(run))
 
 
 def test_a_fresh_process_without_it_is_refused(monkeypatch):
@@ -1410,4 +1407,4 @@ def test_a_fresh_process_without_it_is_refused(monkeypatch):
         upref.InputError,
         match=r"a fresh process cannot start paper_dapo: .*no_such_module",
     ):
-        preflight.check_imports(run, validate(run))
+        processes.check_imports(run, validate(run))

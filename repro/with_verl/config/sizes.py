@@ -8,7 +8,7 @@ values that are possible, and rules: each yields a sentence for what cannot work
 
 import difflib
 import symtable
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from repro.with_verl.config import vllm_args
 from repro.with_verl.config.compose import ACTOR, ROOT, SEEDS
 from repro.with_verl.config.model import Shape, shape_of
-from upref import InputError
+from repro.with_verl.refuse import refuse
 
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 LOGGERS = (
@@ -181,12 +181,6 @@ def check(cfg: DictConfig, shape: Shape | None = None) -> None:
     shape = shape or shape_of(cfg.actor_rollout_ref.model.path)
     for rule_of_model in (parallel, batches, budgets):
         refuse(rule_of_model(cfg, shape))
-
-
-def refuse(sentences: Iterable[str]) -> None:
-    """Raise InputError with the first sentence; none: all is well."""
-    for sentence in sentences:
-        raise InputError(sentence)
 
 
 def get(cfg: DictConfig, key: str) -> Any:
@@ -415,7 +409,7 @@ def megatron(m: DictConfig, shape: Shape, gpus: int) -> Iterator[str]:
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size or tp
     all_of = f"{key}: tensor x pipeline x context parallel size"
-    yield from divides(all_of, tp * pp * m.context_parallel_size, "GPUs", gpus)
+    yield from divides(all_of, replica(m), "GPUs", gpus)
     for what, size, of, whole in (
         ("tensor", tp, "heads", shape.heads),
         ("tensor", tp, "kv_heads", shape.kv_heads),
@@ -430,7 +424,7 @@ def megatron(m: DictConfig, shape: Shape, gpus: int) -> Iterator[str]:
 
 def fsdp(cfg: DictConfig, shape: Shape, gpus: int) -> Iterator[str]:
     """FSDP's shards, and Ulysses' heads."""
-    size, sp = get(cfg, f"{ACTOR}.fsdp_config.fsdp_size"), ulysses(cfg)
+    size, sp = cfg.actor_rollout_ref.actor.fsdp_config.fsdp_size, ulysses(cfg)
     if size != -1:
         yield from divides(f"{ACTOR}.fsdp_config.fsdp_size", size, "GPUs", gpus)
     key, kv = f"{ACTOR}.ulysses_sequence_parallel_size", shape.kv_heads
@@ -454,6 +448,12 @@ def ulysses(cfg: DictConfig) -> int:
     )
 
 
+def replica(m: DictConfig) -> int:
+    """How many GPUs hold one copy of the model under Megatron. m: its section."""
+    tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+    return tp * pp * m.context_parallel_size
+
+
 def batches(cfg: DictConfig, _: Shape) -> Iterator[str]:
     """A batch is a number of mini-batches, and these divide over the ranks."""
     actor, n = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.n
@@ -464,13 +464,7 @@ def batches(cfg: DictConfig, _: Shape) -> Iterator[str]:
     )
     if batch % mini:
         yield f"data.train_batch_size={batch} must be a multiple of {ACTOR}.ppo_mini_batch_size={mini}: change one."
-    split = ulysses(cfg)
-    if m:
-        split = (
-            m.tensor_model_parallel_size
-            * m.pipeline_model_parallel_size
-            * m.context_parallel_size
-        )
+    split = replica(m) if m else ulysses(cfg)
     ranks = gpus_of(cfg) // split
     if mini * n % ranks:
         yield (

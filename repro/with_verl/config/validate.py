@@ -27,6 +27,7 @@ import upref
 from repro.with_verl.config import sizes
 from repro.with_verl.config.compose import ACTOR, Run, extra
 from repro.with_verl.config.model import Shape
+from repro.with_verl.refuse import refuse
 from upref import InputError
 
 NAMES = (
@@ -135,7 +136,7 @@ def validate(run: Run, shape: Shape | None = None) -> DictConfig:
     _check_loss(cfg, actor)
     for line in run.given:
         key = line.partition("=")[0].lstrip("+~")
-        sizes.refuse(unread(cfg, key))
+        refuse(unread(cfg, key))
         who = reader(cfg, key) or "hydra"
         run.sources[line] = f"given on the command line, read by {who}"
     return cfg

@@ -165,8 +165,8 @@ class Estimate:
             f"{self.gpus} x {self.gpu.name}, {self.step_seconds:,.0f} s a step ({parts}); {end}. Memory of a GPU: "
             f"{self.train / GB:.0f} GB to train, {self.rollout / GB:.0f} GB to sample (vLLM {self.vllm / GB:.0f}, room "
             f"for {self.kv_tokens:,.0f} cached tokens a replica); {self.checkpoint / GB:.0f} GB a checkpoint. Assumes "
-            f"responses of {self.assumes['length']:,.0f} tokens on average. Published runs lie within a factor of 1.8 "
-            "of these formulas (ESTIMATES.md)."
+            f"responses of {self.assumes['length']:,.0f} tokens on average. This project has measured no run of verl on "
+            "a GPU; published runs lie within a factor of 1.8 of these formulas (ESTIMATES.md)."
         )
 
 
@@ -384,13 +384,13 @@ def offloads(cfg: DictConfig, what: str) -> bool:
 
 
 def flash(cfg: DictConfig) -> bool:
-    """Whether verl finds flash-attn's cross entropy: the scales that run without it ask
-    for sdpa.
+    """Whether a run uses flash-attn: verl's models attend by it unless told otherwise,
+    and then fail without it, late, in a worker.
     """
     override = cfg.actor_rollout_ref.model.override_config or {}
-    return (
-        override.get("attn_implementation", "flash_attention_2") == "flash_attention_2"
-    )
+    default = "flash_attention_2"
+    chosen = override.get("attn_implementation", default)
+    return bool(cfg.actor_rollout_ref.actor.get("megatron")) or chosen == default
 
 
 def memory(shape: Shape, cfg: DictConfig, gpus: int) -> tuple[float, float]:

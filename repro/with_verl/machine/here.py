@@ -8,12 +8,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 from repro.with_verl.place import ROOT
-from upref import InputError
 
 MEGATRON = (  # of requirements/megatron.txt, and what these import
     "megatron-core",
@@ -116,7 +116,7 @@ def newest_cuda() -> int:
     return version.value
 
 
-def check_driver(m: Machine, toolkit: str) -> None:
+def old_driver(m: Machine, toolkit: str) -> Iterator[str]:
     """Refuse a driver that cannot run this CUDA, which itself says so only when a
     worker starts.
 
@@ -125,21 +125,17 @@ def check_driver(m: Machine, toolkit: str) -> None:
         toolkit: the version of CUDA that the packages are built for, as 13.0.2; ""
             where it is not known.
 
-    Raises:
-        InputError: the driver is too old, and nothing stands in for it.
+    Yields:
+        A sentence where the driver is too old, and nothing stands in for it.
     """
     cuda, major = toolkit.partition(".")[0], m.driver.partition(".")[0]
-    if (
-        not major.isdecimal()
-        or int(major) >= DRIVER.get(cuda, 0)
-        or m.cuda >= 1000 * int(cuda)
-    ):
-        return
-    compat = "-".join(["cuda-compat", *toolkit.split(".")[:2]])
-    raise InputError(
-        f"the driver {m.driver} is too old for this environment's CUDA {cuda}, which needs {DRIVER[cuda]} or newer: "
-        f"update it; on a data-center GPU, NVIDIA's package {compat} does instead, with its folder on LD_LIBRARY_PATH."
-    )
+    old = major.isdecimal() and int(major) < DRIVER.get(cuda, 0)
+    if old and m.cuda < 1000 * int(cuda):
+        compat = "-".join(["cuda-compat", *toolkit.split(".")[:2]])
+        yield (
+            f"the driver {m.driver} is too old for this environment's CUDA {cuda}, which needs {DRIVER[cuda]} or newer: "
+            f"update it; on a data-center GPU, NVIDIA's package {compat} does instead, with its folder on LD_LIBRARY_PATH."
+        )
 
 
 def ray_nodes() -> int:

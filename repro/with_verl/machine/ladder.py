@@ -15,8 +15,9 @@ import re
 import sys
 
 from repro.with_verl.config.scales import HANDED_OVER, load_scale, paper_scale
-from repro.with_verl.machine.here import Machine, check_driver, look
+from repro.with_verl.machine.here import Machine, look, old_driver
 from repro.with_verl.place import ROOT
+from repro.with_verl.refuse import refuse
 from upref import InputError
 
 GB = 1e9
@@ -164,7 +165,7 @@ def choose(objective: str, scale: str, words: list[str], m: Machine) -> str:
         raise InputError(
             "trl has no dry run: --tiny takes its path on the CPU, and docs/trl.md has its memory."
         )
-    if {"--dry-run", "--largest", "-h", "--help"} & set(words):
+    if {"--dry-run", "-h", "--help"} & set(words):
         return f"{scale or '-'} dry"
     cluster = bool(os.environ.get("RAY_ADDRESS")) or m.nodes > 1
     if not scale and not (cluster and m.gpus):
@@ -177,7 +178,7 @@ def choose(objective: str, scale: str, words: list[str], m: Machine) -> str:
     if "--tiny" not in words:
         if scale:
             check_gpus(named, m, any("=" in word for word in words))
-        check_driver(m, pinned_cuda("torch" if named == "trl" else "gpu"))
+        refuse(old_driver(m, pinned_cuda("torch" if named == "trl" else "gpu")))
     return " ".join([scale or "-", *parts(named)])
 
 

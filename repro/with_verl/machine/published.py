@@ -114,7 +114,7 @@ def scales() -> str:
     from repro.with_verl.config.compose import compose
     from repro.with_verl.config.scales import load_scale
     from repro.with_verl.config.validate import validate
-    from repro.with_verl.machine.preflight import price, save_hourly
+    from repro.with_verl.machine.costs import price, save_hourly
 
     lines = [
         "| scale | GPUs | seconds a step | steps | hours | GPU-hours | dollars | GB to train | GB to sample |",
@@ -156,6 +156,8 @@ PAGE = """# What a run costs, by arithmetic
 Written by `python -m repro.with_verl.machine.published`. **Nothing here was measured by this project**: the formulas of
 [machine/estimate.py](machine/estimate.py) assume responses of half the longest length, and after two steps a run prints
 the prediction again from what it measured. Prices are those of [machine/gpus.toml](machine/gpus.toml); edit them.
+The rung `trl`, which is no scale of verl, did run on an H100, with random weights:
+[its memory and seconds](../../docs/gpu.md#training-in-trl) stand beside its own arithmetic, and it took less memory.
 
 {scales}
 

@@ -3,14 +3,13 @@
 
     python -m repro.with_verl.run.launch up_dapo paper [key=value ...] [--dry-run]
     [--steps N] [--seeds 1,2,3]
-    python -m repro.with_verl.run.launch up_dapo --largest      what this machine or Ray cluster carries, and why
 
-Scales: mini and smoke (no GPU), gpu1, gpu8, paper (the experiment that the objective is
-of), or one of them by name: paper_dapo, paper_gspo, paper_math, paper_geo3k; gpu1_24gb
-for a small card; cpu is this very path with the toy model of smoke. Prints and saves
-every override with its source; --dry-run stops after they were checked, which needs no
-GPU. --shakedown trains two steps of the very scale, with its validation and its
-checkpoint, in a folder of their own, and
+Scales: gpu1, gpu8, paper (the experiment that the objective is of), or one of them by
+name: paper_dapo, paper_gspo, paper_math, paper_geo3k; gpu1_24gb for a small card; cpu is
+this very path with the toy model of smoke. Without a scale it is the largest that this
+machine or its Ray cluster carries. Prints and saves every override with its source;
+--dry-run stops after they were checked, which needs no GPU. --shakedown trains two steps
+of the very scale, with its validation and its checkpoint, in a folder of their own, and
 prints a page: truncation, answers, sampler mismatch, memory and seconds against the
 estimate, parity, what to change.
 
@@ -27,7 +26,6 @@ import importlib
 import json
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,22 +33,16 @@ from typing import Any
 from repro import Parser
 from repro.with_verl.config.compose import Run, compose
 from repro.with_verl.config.scales import HANDED_OVER
-from repro.with_verl.machine import preflight
+from repro.with_verl.machine import costs, preflight, processes
 from repro.with_verl.machine.estimate import GB, Estimate, gpu_of, gpus
 from repro.with_verl.machine.here import Machine, look, version_of
 from repro.with_verl.machine.ladder import largest
-from repro.with_verl.place import ROOT, RUNS, pythonpath
+from repro.with_verl.place import RUNS
+from repro.with_verl.refuse import refuse
 from upref import InputError, get
 from upref.files import write_atomically
 
 os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
-PROGRAMS = dict(
-    zip(
-        HANDED_OVER,
-        ("repro.mini.compare", "repro.with_verl.cpu.smoke", "repro.with_trl.train"),
-        strict=True,
-    )
-)
 
 
 def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
@@ -82,7 +74,6 @@ def _parser() -> Parser:
     parser.add_argument("objective")
     parser.add_argument("scale", nargs="?")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--largest", action="store_true")
     parser.add_argument(
         "--shakedown", action="store_true", help="two steps, and a page about them"
     )
@@ -110,20 +101,18 @@ def _start(
     """Start the runs of all seeds in turn; return the last status that is not 0."""
     overrides = _checked(args, overrides)
     seeds = seeds_of(args.seeds, overrides)
-    if args.largest or not args.scale:
-        scale, why = largest(args.objective, machine or look())
-        print(f"{scale}: {why}")
-        if args.largest:
-            return 0
-        args.scale = scale
+    if not args.scale:
+        args.scale, why = largest(args.objective, machine or look())
+        print(f"{args.scale}: {why}")
     if args.data and args.data.exists() and not args.data.is_dir():
         raise InputError(
             "--data takes the folder where data.prepare wrote, and "
             f"{args.data} is a file."
         )
     if args.scale in HANDED_OVER:
-        _refuse_options(args)
-        return hand_over(args.objective, args.scale, overrides, args.dry_run)
+        raise InputError(
+            f"{args.scale} is no scale of verl on GPUs: `bash repro/run.sh {args.objective} {args.scale}` starts it."
+        )
     if args.gpu and args.gpu not in gpus():
         raise InputError(
             f"--gpu takes a name of machine/gpus.toml, {', '.join(gpus())}, "
@@ -154,8 +143,8 @@ def _checked(args: argparse.Namespace, overrides: list[str]) -> list[str]:
     for line in overrides:
         if line.startswith("--") or "=" not in line:
             raise InputError(
-                f"{line!r} is no override: write key=value, --dry-run, --largest, "
-                "--steps, --seeds or --data."
+                f"{line!r} is no override: write key=value, --dry-run, --steps, "
+                "--seeds or --data."
             )
     get(args.objective)
     if args.shakedown and args.steps is None:
@@ -165,22 +154,6 @@ def _checked(args: argparse.Namespace, overrides: list[str]) -> list[str]:
     if args.steps < 1:
         raise InputError(f"--steps must be at least 1, got {args.steps}.")
     return [*overrides, f"trainer.total_training_steps={args.steps}"]
-
-
-def _refuse_options(args: argparse.Namespace) -> None:
-    """Raise InputError where another program's scale is given an option of this one."""
-    options = {
-        "--shakedown": args.shakedown,
-        "--steps": args.steps,
-        "--seeds": args.seeds,
-        "--data": args.data,
-    }
-    for name, value in options.items():
-        if value:
-            raise InputError(
-                f"{args.scale} takes {name} from `bash repro/run.sh` only, "
-                "if it has it."
-            )
 
 
 def _run(
@@ -245,44 +218,52 @@ def train(
         keep_answers(run)
     cfg = validate(run)
     if dry_run:
-        m = machine or look(run.directory)
-        row = gpu_of(gpu or m.gpu_name or ("4090" if run.scale.gpu_gb < 40 else "H100"))
-        memory = (row.memory if gpu else run.scale.gpu_gb) * GB
-        estimate = preflight.save_hourly(run, cfg, preflight.price(cfg, row, memory))
-        note(run, preflight.epochs_in_print(run.scale))
-        note(run, preflight.at_risk(cfg, estimate))
-        note(run, preflight.price_of_flash(run, cfg, row, memory))
-        show(run)
-        tell(estimate, seeds)
-        if estimate.problem:
-            print(f"there, it would not start: {estimate.problem}")
-        return dry(run, preflight.missing_here(cfg, run.scale))
+        return dry_train(run, cfg, machine or look(run.directory), gpu, seeds)
     from repro.with_verl.run import folder, start
 
     m = machine or look(Path(cfg.trainer.default_local_dir).absolute())
-    preflight.check_gpus(run, cfg, m, alone=True)
+    asked = preflight.Start(run, cfg, m)
+    refuse(preflight.gpus(asked))
     folder.check(run.directory, run.overrides)
-    if cfg.trainer.nnodes > 1 and m.gpus and machine is None:
-        m.nodes = preflight.check_cluster(
-            run, cfg.actor_rollout_ref.actor.policy_loss.loss_mode
-        )
-    estimate = preflight.save_hourly(run, cfg, preflight.check(run, cfg, m))
-    note(run, preflight.at_risk(cfg, estimate))
-    note(run, preflight.price_of_flash(run, cfg, estimate.gpu, m.gpu_bytes))
+    if cfg.trainer.nnodes > 1 and machine is None:
+        loss = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
+        m.nodes = processes.check_cluster(run, loss)
+    preflight.check(asked)
+    preflight.use_local_files(asked)
+    estimate = costs.save_hourly(run, cfg, asked.estimate)
+    run.notes += costs.notes(run, cfg, estimate, m.gpu_bytes)
     show(run)
     tell(estimate, seeds)
-    preflight.check_imports(run, cfg)
+    processes.check_imports(run, cfg)
     if machine is None and not check_step(cfg):
         return 1
     facts = {"estimate": estimate.facts(), "gpu": m.gpu_name}
-    status = start.start(
-        run,
-        estimate.steps,
-        start.command_line(again),
-        start.Patience.of(estimate),
-        **facts,
-    )
+    again_line, patience = start.command_line(again), start.Patience.of(estimate)
+    status = start.start(run, estimate.steps, again_line, patience, **facts)
     return told(run, status, shakedown)
+
+
+def dry_train(run: Run, cfg: Any, m: Machine, gpu: str, seeds: int) -> int:
+    """Print what a run would be given and cost, and what is missing here; status 0.
+
+    Args:
+        run: the run.
+        cfg: its configuration.
+        m: this machine.
+        gpu: the GPU to price; "": this machine's, or the one that the scale is for.
+        seeds: how many runs of the same cost are asked for.
+    """
+    row = gpu_of(gpu or m.gpu_name or ("4090" if run.scale.gpu_gb < 40 else "H100"))
+    memory = (row.memory if gpu else run.scale.gpu_gb) * GB
+    estimate = costs.save_hourly(run, cfg, costs.price(cfg, row, memory))
+    epochs = costs.epochs_in_print(run.scale)
+    run.notes += [epochs] if epochs else []
+    run.notes += costs.notes(run, cfg, estimate, memory)
+    show(run)
+    tell(estimate, seeds)
+    if estimate.problem:
+        print(f"there, it would not start: {estimate.problem}")
+    return dry(run, preflight.missing(preflight.Start(run, cfg, m)))
 
 
 def flash_there(machine: Machine | None, dry_run: bool) -> bool:
@@ -322,11 +303,6 @@ def check_step(cfg: Any) -> bool:
         print(e, file=sys.stderr)
         return False
     return True
-
-
-def note(run: Run, sentence: str) -> None:
-    """Keep a sentence to print with the overrides; an empty one is none."""
-    run.notes += [sentence] if sentence else []
 
 
 def tell(e: Estimate, seeds: int) -> None:
@@ -410,25 +386,6 @@ def dry(run: Run, missing: list[str]) -> int:
         "sections, what its workers assert of sizes, vLLM's argument names; nothing was started (--dry-run)."
     )
     return 0
-
-
-def hand_over(objective: str, scale: str, overrides: list[str], dry_run: bool) -> int:
-    """To the programs of the scales that the launcher does not start."""
-    module = PROGRAMS[scale]
-    if dry_run and scale != "smoke":
-        print(
-            f"{scale}: {module} checks its own settings; nothing was started (--dry-run)."
-        )
-        return 0
-    if dry_run:
-        overrides = [*overrides, "--dry-run"]  # smoke lets verl read its settings
-    env = os.environ | {"PYTHONPATH": pythonpath()}
-    return subprocess.run(
-        [sys.executable, "-m", module, objective, *overrides],
-        cwd=ROOT,
-        env=env,
-        check=False,
-    ).returncode
 
 
 if __name__ == "__main__":
