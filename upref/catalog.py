@@ -59,7 +59,11 @@ def facts() -> dict[str, dict[str, str]]:
 
 @cache
 def trainers() -> dict[str, list[str]]:
-    """Return objective -> the frameworks whose audits compare a loss with it."""
+    """Return objective -> the frameworks whose audits compare a loss with it.
+
+    Returns:
+        The names of the frameworks, by the name of the objective.
+    """
     return tomllib.loads(TRAINERS.read_text(encoding="utf-8"))
 
 

@@ -708,7 +708,11 @@ def _file(fn: Callable[..., Any]) -> str:
 
 @cache
 def papers() -> dict[str, tuple[str, str]]:
-    """Title and link of each key in papers.bib."""
+    """Title and link of each key in papers.bib.
+
+    Returns:
+        (title, link) by key.
+    """
     text = resources.files("upref").joinpath("papers.bib").read_text(encoding="utf-8")
     entries = re.findall(
         r"^@\w+\{([^,\s]+),.*?^  title = \{(.*?)\},\n.*?^  url = \{(.*?)\}",

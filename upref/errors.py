@@ -32,8 +32,18 @@ class OutOfMemory(Gone):
 
 @contextmanager
 def importing(framework: str) -> Iterator[None]:
-    """Whatever a framework that is not installed, or half installed, raises becomes one
+    """Turn whatever a framework that is not installed, or half installed, raises into
+    one
     sentence.
+
+    Args:
+        framework: its name.
+
+    Yields:
+        Once; import the framework inside.
+
+    Raises:
+        NotInstalled: the import failed.
     """
     try:
         yield

@@ -61,6 +61,12 @@ def handled(who: str = "") -> None:
 def handled_within(who: str) -> Iterator[None]:
     """The same for what is done inside; what an interrupt raises is then SystemExit,
     and the process is as before.
+
+    Args:
+        who: the command, as messages name it.
+
+    Yields:
+        Once.
     """
     kept = [
         (number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)
@@ -80,6 +86,9 @@ def handled_within(who: str) -> Iterator[None]:
 def then(sentence: str) -> None:
     """What an interrupt leaves and how to go on, in place of "run the same command
     again".
+
+    Args:
+        sentence: what is printed.
     """
     _words["then"] = sentence
 

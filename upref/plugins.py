@@ -162,19 +162,31 @@ class Recorder(Protocol):
 
 @cache
 def commands() -> "dict[str, Verb]":
-    """The verbs that installed packages add."""
+    """The verbs that installed packages add.
+
+    Returns:
+        Each by the word that is typed.
+    """
     return _loaded("upref.commands")
 
 
 @cache
 def frameworks() -> list[Frameworks]:
-    """What installed packages know of frameworks."""
+    """What installed packages know of frameworks.
+
+    Returns:
+        One object for each entry point of the group `upref.frameworks`.
+    """
     return list(_loaded("upref.frameworks").values())
 
 
 @cache
 def dump_readers() -> "list[DumpReader]":
-    """What installed packages read of trainers' own files."""
+    """What installed packages read of trainers' own files.
+
+    Returns:
+        Those of all packages.
+    """
     return [
         reader for f in frameworks() for reader in getattr(f, "dump_readers", tuple)()
     ]
@@ -182,7 +194,11 @@ def dump_readers() -> "list[DumpReader]":
 
 @cache
 def recorders() -> "list[Recorder]":
-    """What installed packages record of trainers."""
+    """What installed packages record of trainers.
+
+    Returns:
+        Those of all packages.
+    """
     return [
         recorder for f in frameworks() for recorder in getattr(f, "recorders", tuple)()
     ]

@@ -307,7 +307,14 @@ class Rollouts:
         return replace(self, totals=None, **changed)
 
     def floats(self, dtype: torch.dtype) -> "Rollouts":
-        """Return the same batch with every floating-point tensor in this dtype."""
+        """Return the same batch with every floating-point tensor in this dtype.
+
+        Args:
+            dtype: of floating-point numbers.
+
+        Returns:
+            The batch; ids, masks and counts are as before.
+        """
         cast = {
             name: x.to(dtype)
             for name, x in self.tensors().items()

@@ -40,6 +40,13 @@ def main(argv: list[str] | None = None) -> int:
 def execute(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
     """Run the verb that these words name, as `main` does; for the commands of other
     packages too.
+
+    Args:
+        parser: of `command_line`.
+        argv: the words; None: those of the command line.
+
+    Returns:
+        The exit status: 0 yes, 1 no, 2 a sentence on stderr.
     """
     args = parser.parse_args(argv)
     args.prog = parser.prog

@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 
 
 def answer(args: Namespace, verdict: Any) -> int:
-    """Print a verdict, as --json and --verbose ask, and return the exit status."""
+    """Print a verdict, as --json and --verbose ask, and return the exit status.
+
+    Args:
+        args: the parsed words.
+        verdict: a Result.
+
+    Returns:
+        0 where the verdict is positive, else 1.
+
+    Raises:
+        InputError: stdout is closed.
+    """
     if sys.stdout is None or sys.stdout.closed:
         raise InputError("stdout is closed: the report cannot be printed.")
     try:
@@ -48,7 +59,13 @@ def _console() -> "Console":
 def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = True
 ) -> None:
-    """Print rows under their heads, or with heads=False the rows alone."""
+    """Print rows under their heads, or with heads=False the rows alone.
+
+    Args:
+        head: a head for each column.
+        rows: text for each column.
+        heads: print the heads.
+    """
     from rich import box
     from rich.markup import escape
     from rich.table import Table

@@ -40,6 +40,14 @@ def _markdown(shown: list[str]) -> str:
 
 
 def facts(o: Objective) -> dict[str, Any]:
+    """Collect what is known of an objective, as data.
+
+    Args:
+        o: the objective.
+
+    Returns:
+        The keys of `upref show --json`.
+    """
     plain = (
         "name",
         "paper",
@@ -79,7 +87,14 @@ def every() -> list[dict[str, Any]]:
 
 
 def page(o: Objective) -> str:
-    """Everything that is known of it."""
+    """Everything that is known of it.
+
+    Args:
+        o: the objective.
+
+    Returns:
+        The text of `upref show`.
+    """
     parts = [f"{o.name}   {o.source}"]
 
     def add(head: str, text: str) -> None:
@@ -132,7 +147,14 @@ def _source(fn: Any) -> str:
 
 
 def bib_entry(key: str) -> str:
-    """The BibTeX entry of that key in papers.bib."""
+    """The BibTeX entry of that key in papers.bib.
+
+    Args:
+        key: such as fan2026up.
+
+    Returns:
+        The entry, or a line that says that there is none.
+    """
     text = resources.files("upref").joinpath("papers.bib").read_text(encoding="utf-8")
     for entry in text.split("\n@"):
         if entry.partition("{")[2].partition(",")[0] == key:

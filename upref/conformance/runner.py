@@ -170,7 +170,11 @@ def _half_precision(report: StepReport) -> str:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the type and message of an error, and the line that raised it."""
+    """Return the type and message of an error, and the line that raised it.
+
+    Args:
+        error: an exception that was raised and caught.
+    """
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}, line {place.lineno}, in {place.name}"
     return f"{type(error).__name__}: {one_line(error)} ({where})"
@@ -251,6 +255,11 @@ def _make_model(case: Case) -> Any:
 def train(adapter: Adapter, case: Case, seed: int = 0) -> None:
     """Be a rank of the case that compares nothing: let the adapter train on this rank's
     rows.
+
+    Args:
+        adapter: of the framework.
+        case: of several ranks.
+        seed: of the rows, the same on all ranks.
     """
     model = _make_model(case)
     rows = make_rows(case, model, seed)

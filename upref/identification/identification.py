@@ -88,7 +88,11 @@ class Identification(Result):
 
     @property
     def also(self) -> list[str]:
-        """Whatever else has these gradients, aggregation and KL term included."""
+        """Whatever else has these gradients, aggregation and KL term included.
+
+        Returns:
+            Names of objectives.
+        """
         anchored = [
             f"up_anchored{m.name[2:]}"
             for m in self.matches[:1]
@@ -98,7 +102,11 @@ class Identification(Result):
 
     @property
     def elsewhere(self) -> list[str]:
-        """What has these weights, but another aggregation in its paper."""
+        """What has these weights, but another aggregation in its paper.
+
+        Returns:
+            Names of objectives.
+        """
         return self._others(False)
 
     def _others(self, same: bool) -> list[str]:

@@ -74,6 +74,14 @@ class Checked(Result):
 
 
 def plain(x: Any) -> Any:
+    """Make a value fit for JSON.
+
+    Args:
+        x: numbers, text, and dicts and lists of them.
+
+    Returns:
+        The same; infinity and NaN become None, tuples become lists, keys become text.
+    """
     if isinstance(x, dict):
         return {str(k): plain(v) for k, v in x.items()}
     if isinstance(x, list | tuple):

@@ -18,7 +18,15 @@ WIDTH = 118
 
 
 def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
-    """The lines of a report. verbose: every step."""
+    """The lines of a report. verbose: every step.
+
+    Args:
+        found: the result of a replay.
+        verbose: every step, not the last alone.
+
+    Yields:
+        Lines.
+    """
     shown = found.steps if verbose or len(found.steps) < 3 else found.steps[-1:]
     if len(shown) < len(found.steps):
         yield f"{len(found.steps)} steps, {found.steps[0].step} to {found.steps[-1].step}; the last one:"
@@ -55,7 +63,11 @@ def _earlier(found: "Replay", shown: "tuple[StepChecks, ...]") -> Iterator[str]:
 
 
 def summary_line(batch: RecordedBatch) -> str:
-    """Where the step was read, its size, and its columns."""
+    """Where the step was read, its size, and its columns.
+
+    Args:
+        batch: a recorded step.
+    """
     lengths = batch.mask.sum(1)
     lengths = lengths[lengths > 0]
     step = "" if batch.step is None else f", step {batch.step}"

@@ -20,7 +20,14 @@ PREFIX = 64  # tokens of a row that are compared with other rows
 
 
 def find_shift(c: Columns) -> Undone | None:
-    """The sampler's column is some tokens late or early, in all responses or in some."""
+    """The sampler's column is some tokens late or early, in all responses or in some.
+
+    Args:
+        c: the columns of the trainer and the sampler.
+
+    Returns:
+        The cause, with the shift undone; None where no shift explains their distance.
+    """
     own = c.row_distance()
     enough = c.mask.sum(1) >= ROW_TOKENS
     bad = enough & (own > 5 * NOTICEABLE)
@@ -81,7 +88,15 @@ def _moved(column: Tensor, k: int) -> Tensor:
 
 
 def find_exchanged_rows(c: Columns) -> Undone | None:
-    """The sampler's column of a response stands in another response's row."""
+    """The sampler's column of a response stands in another response's row.
+
+    Args:
+        c: the columns of the trainer and the sampler.
+
+    Returns:
+        The cause, with the rows in place; None where no exchange explains their
+            distance.
+    """
     own = c.row_distance()
     bad = ((c.mask.sum(1) >= ROW_TOKENS) & (own > 5 * NOTICEABLE)).nonzero()[:, 0][
         :ROWS_COMPARED

@@ -82,7 +82,14 @@ class StepTerms:
         return torch.where(b.mask if terms.ndim == 2 else b.mask.any(1), terms, 0.0)
 
     def total(self, terms: Tensor) -> Tensor:
-        """The objective's sum of such terms."""
+        """The objective's sum of such terms.
+
+        Args:
+            terms: [B, T], or [B] of an objective of responses.
+
+        Returns:
+            J without its KL term, a scalar.
+        """
         return self.scale * aggregate(
             terms, self.b.mask, self.o.agg, self.b.group, self.b.totals
         )
@@ -92,7 +99,14 @@ class StepTerms:
         return float(self._loss(self.b.logp))
 
     def gradient(self, logp: Tensor | None = None) -> Tensor:
-        """dL/dlp [B, T] at log-probabilities [B, T], by default those of the step."""
+        """dL/dlp [B, T] at log-probabilities [B, T], by default those of the step.
+
+        Args:
+            logp: log-probabilities, [B, T].
+
+        Returns:
+            [B, T], 0 on masked slots.
+        """
         leaf = (self.b.logp if logp is None else logp).detach().clone().requires_grad_()
         (gradient,) = torch.autograd.grad(self._loss(leaf), leaf)
         return torch.where(self.b.mask, gradient, 0.0)
@@ -120,12 +134,22 @@ class StepTerms:
         return replace(self, b=self.b.but(totals=None), scale=1.0)
 
     def under(self, agg: str) -> "StepTerms":
-        """Under another aggregation."""
+        """Under another aggregation.
+
+        Args:
+            agg: a name of an aggregation.
+
+        Returns:
+            The terms of the objective with it.
+        """
         return replace(self, o=self.o.aggregated(agg))
 
     def by_counts(self) -> "Iterator[tuple[str, StepTerms]]":
         """(name, terms) of what is the objective's loss: by the numbers that the file
         states, and by its own counts.
+
+        Yields:
+            The name of the count, and the terms that are divided by it.
         """
         stated = self._stated()
         own = self.own()
@@ -170,6 +194,9 @@ class StepTerms:
     def by_other_counts(self) -> "Iterator[tuple[str, StepTerms]]":
         """(name, terms) of a count that the file knows and the objective's loss should
         not have.
+
+        Yields:
+            The name of the count, and the terms that are divided by it.
         """
         tokens = self.logged.get("generation_tokens")
         if tokens and self.o.agg in SUMS["tokens"]:

@@ -21,7 +21,14 @@ DOUBTFUL = 0.5  # the same, of a token at the same end of nearly every response
 
 
 def find_sums(c: Columns) -> Undone | None:
-    """The sampler's column holds the log-probability of the response up to each token."""
+    """The sampler's column holds the log-probability of the response up to each token.
+
+    Args:
+        c: the columns of the trainer and the sampler.
+
+    Returns:
+        The cause, with the sums undone; None where they do not explain the distance.
+    """
     before = c.distance()
     if before < NOTICEABLE:
         return None
@@ -42,6 +49,9 @@ def find_sums(c: Columns) -> Undone | None:
 def is_one_number_a_row(c: Columns) -> bool:
     """Whether each response has one number for all its tokens, and the responses have
     different ones: then no number is that of a token.
+
+    Args:
+        c: the columns of the trainer and the sampler.
     """
     if c.distance() < NOTICEABLE:
         return False  # of uniform policies, whose numbers are right
@@ -56,6 +66,12 @@ def is_one_number_a_row(c: Columns) -> bool:
 def find_factor(c: Columns) -> Undone | None:
     """The sampler's column is a multiple of the trainer's, has the other sign, or holds
     probabilities.
+
+    Args:
+        c: the columns of the trainer and the sampler.
+
+    Returns:
+        The cause, undone; None where none of the three explains their distance.
     """
     x, y = c.trained(c.x), c.trained(c.y)
     before = c.distance()
@@ -99,6 +115,18 @@ def find_placeholder(c: Columns) -> Undone | None:
     for a certain token as well, and a mixture of experts may be certain where the
     trainer is not: so a 0 counts only in a run of tokens of which several are unlikely,
     or at the same end of nearly every response.
+
+    Args:
+        c: the columns of the trainer and the sampler.
+
+    Returns:
+        The columns without these tokens; None where there is no placeholder.
+
+    Args:
+        c: the columns of the trainer and the sampler.
+
+    Returns:
+        The cause, with the columns without these tokens; None without a placeholder.
     """
     y = c.trained(c.y)
     whole = y[y == y.round()]
@@ -133,6 +161,9 @@ def find_placeholder(c: Columns) -> Undone | None:
 def is_bfloat16(column: Tensor) -> bool:
     """Whether every number of the column is one of bfloat16, and there are enough to
     tell.
+
+    Args:
+        column: any shape; zeros and numbers that are not finite do not count.
     """
     some = column[(column != 0) & column.isfinite()]
     return len(some) > ENOUGH and bool((some.bfloat16().double() == some).all())
@@ -177,7 +208,14 @@ def _at_an_end(tied: Tensor, mask: Tensor) -> Tensor:
 
 
 def find_floor(c: Columns) -> Undone | None:
-    """One column has a floor (or a ceiling) at which values of the other one go on."""
+    """One column has a floor (or a ceiling) at which values of the other one go on.
+
+    Args:
+        c: the columns of the trainer and the sampler.
+
+    Returns:
+        The cause, undone; None where there is none.
+    """
     for name, held, other in (("sampler", c.y, c.x), ("old", c.x, c.y)):
         inside = c.trained(held)
         for lowest in (True, False):

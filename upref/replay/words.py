@@ -309,5 +309,10 @@ CAUSES: dict[str, str] = SAMPLER | SERIES | ADVANTAGES | LOSS | OLD
 
 
 def sentence(cause: str, numbers: Mapping[str, Any]) -> str:
-    """The finding in words."""
+    """The finding in words.
+
+    Args:
+        cause: a key of CAUSES.
+        numbers: what its placeholders stand for.
+    """
     return CAUSES[cause].format(**numbers)

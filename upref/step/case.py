@@ -167,6 +167,18 @@ def built(
 ) -> StepCase:
     """The rows, made or validated, with the reference's forward pass. InputError where
     they could hide bugs.
+
+    Args:
+        model: the reference.
+        goal: the objective with its numbers.
+        rows: the rows; None: eight are made.
+        without: what the rows do not vary, of AXES.
+        seed: of the rows that are made.
+        coarse: keep ratios away from bounds, for a step in half precision.
+        asked: what the user asks of the rows that are made.
+
+    Returns:
+        The case.
     """
     if isinstance(without, str) or (bad := [w for w in without if w not in AXES]):
         what = without if isinstance(without, str) else bad[0]
@@ -214,7 +226,25 @@ def meant(
     clip: float | None = None,
     scale: float = 1.0,
 ) -> Goal:
-    """The goal, its numbers checked."""
+    """The goal, its numbers checked.
+
+    Args:
+        objective: its name, or an Objective.
+        hp: its hyperparameters; the rest have their defaults.
+        temperature: of the sampler.
+        beta: coefficient of the KL term.
+        entropy_coef: coefficient of the entropy bonus.
+        z_loss_coef: coefficient of the token mean of (log Σ exp z)².
+        clip: bound of the gradient's norm; None: it is not clipped.
+        scale: a constant factor of the loss.
+
+    Returns:
+        The goal.
+
+    Raises:
+        InputError: a number is not possible, or the objective cannot be checked in a
+            step.
+    """
     o = objective if isinstance(objective, Objective) else get(objective)
     if "group" in o.reads:
         raise InputError(
@@ -238,6 +268,18 @@ def meant(
 
 
 def with_weights(model: TorchModel, step: Step) -> TorchModel:
+    """Load the weights that the model had before a recorded step into the reference.
+
+    Args:
+        model: the reference, changed in place.
+        step: the recorded step; without recorded weights nothing is loaded.
+
+    Returns:
+        The same reference.
+
+    Raises:
+        InputError: a parameter of the reference was not recorded.
+    """
     if step.weights:
         missing = model.net.load_state_dict(step.weights, strict=False).missing_keys
         if set(missing) & set(model.shapes):
@@ -248,7 +290,14 @@ def with_weights(model: TorchModel, step: Step) -> TorchModel:
 
 
 def half_of(model: Any) -> torch.dtype | None:
-    """The half precision of a model's trained parameters, if they have one."""
+    """The half precision of a model's trained parameters, if they have one.
+
+    Args:
+        model: a module, or anything else, which has none.
+
+    Returns:
+        bfloat16, float16 or None.
+    """
     kinds = (
         {p.dtype for p in model.parameters() if p.requires_grad}
         if isinstance(model, nn.Module)
@@ -265,6 +314,19 @@ def allowed(goal: Goal, case: StepCase, bound: torch.dtype | float | None) -> fl
     Tokens that rounding moves over a clip bound do not count: `case.shift`, in half
     precision three standard deviations of what rounding adds to log r, says how near
     they are, and `sides` allows either side.
+
+    Args:
+        goal: the objective with its numbers.
+        case: the rows and the reference's forward pass; its `shift` is set.
+        bound: an error that the user allows, or the half precision of the step; None:
+            it
+            computes in float32.
+
+    Returns:
+        The bound, relative to the gradient's norm.
+
+    Raises:
+        InputError: the bound is neither.
     """
     if bound is None:
         return BOUND
@@ -304,7 +366,17 @@ class Compared:
 
 
 def compared(goal: Goal, case: StepCase, found: Gradient, bound: float) -> Compared:
-    """Tokens count over the whole step, or per group where that alone agrees."""
+    """Tokens count over the whole step, or per group where that alone agrees.
+
+    Args:
+        goal: the objective with its numbers.
+        case: the rows and the reference's forward pass.
+        found: the gradient of the step, by the names of the parameters.
+        bound: the error up to which it agrees.
+
+    Returns:
+        Both gradients, their error, and the goal that they were compared under.
+    """
     tried = []
     for one in (
         [goal, replace(goal, grouped=True)]
@@ -351,6 +423,12 @@ def compared(goal: Goal, case: StepCase, found: Gradient, bound: float) -> Compa
 def perturb(net: nn.Module) -> nn.Module:
     """Enlarge the matrices and perturb the vectors, in place: attention and biases
     hardly act in a fresh model.
+
+    Args:
+        net: the model.
+
+    Returns:
+        The same model.
     """
     generator = torch.Generator().manual_seed(0)
     for p in net.parameters():
@@ -401,6 +479,19 @@ def _restore(net: nn.Module, weights: dict[str, Tensor]) -> None:
 def run(step: Callable[..., Any], model: Any, case: StepCase) -> tuple[Gradient, int]:
     """The gradient that the step makes on copies of the rows, and its number of
     backward passes.
+
+    Args:
+        step: the user's function (model, rows).
+        model: the module, or upref.step.Functions.
+        case: the rows.
+
+    Returns:
+        The gradient by the names of the parameters, and the number of backward passes;
+            0
+        for functions.
+
+    Raises:
+        InputError: the step raises, or leaves no gradient.
     """
     rows = copy.deepcopy(case.rows)
     if not isinstance(model, nn.Module):
@@ -441,7 +532,13 @@ def run(step: Callable[..., Any], model: Any, case: StepCase) -> tuple[Gradient,
 
 
 def called(step: Callable[..., Any], model: Any, rows: list[Row]) -> Any:
-    """What the step returns; InputError where it raises anything."""
+    """What the step returns; InputError where it raises anything.
+
+    Args:
+        step: the user's function (model, rows).
+        model: what it trains.
+        rows: what it trains on.
+    """
     try:
         with refuse_exit("the step"), torch.enable_grad():
             return step(model, rows)

@@ -132,7 +132,15 @@ def _put(
 
 
 def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
-    """One fault each, or none, the right one first."""
+    """One fault each, or none, the right one first.
+
+    Args:
+        w: the weights that were read off the gradient.
+        hp: the objective's numbers.
+
+    Yields:
+        A fault that changes nothing; then the known faults, those of masks first.
+    """
     r, o, goal, at = w.rollouts(), w.goal.o, w.goal, torch.arange(w.here.shape[1])
     off, last = (
         w.here & ~w.b.mask,

@@ -103,7 +103,14 @@ class Attempt:
     again: Callable[[], Gradient] | None = None
 
     def findings(self, among: Cause = NO_CAUSE) -> list[Finding]:
-        """Why its gradient differs."""
+        """Why its gradient differs.
+
+        Args:
+            among: a cause that was found on other rows; only what it names is tried.
+
+        Returns:
+            Findings, the cause in the first one.
+        """
         return diagnosed(self.it, self.case, self.bound, self.again, among)
 
 

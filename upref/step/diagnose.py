@@ -381,6 +381,16 @@ class Terms:
 
     @classmethod
     def of(cls, goal: Goal, forward: Forward, b: Padded) -> "Terms":
+        """Differentiate each term of the goal on these rows.
+
+        Args:
+            goal: the objective with its numbers.
+            forward: the reference's forward pass over the rows.
+            b: the rows, padded.
+
+        Returns:
+            The terms.
+        """
         lp, H, Z = forward.statistics()
         parts = goal.parts(lp, H, Z, b)
         c = goal.coefficients

@@ -84,7 +84,14 @@ class SketchedModel(TorchModel):
         }
 
     def flat(self, g: Gradient) -> Tensor:
-        """The sketches, one behind the other; 0 where a parameter has no gradient."""
+        """The sketches, one behind the other; 0 where a parameter has no gradient.
+
+        Args:
+            g: gradients or sketches, by the names of the parameters.
+
+        Returns:
+            [P], in the order of the parameters.
+        """
         return super().flat(
             {
                 n: x if x.numel() == self.shapes[n].numel() else project(n, x)
@@ -153,7 +160,14 @@ def dump_step(
 
 
 def hash_of(net: nn.Module) -> str:
-    """The SHA-256 of a model's parameters: names, shapes, dtypes and bytes."""
+    """The SHA-256 of a model's parameters: names, shapes, dtypes and bytes.
+
+    Args:
+        net: the model.
+
+    Returns:
+        64 hexadecimal digits.
+    """
     out = hashlib.sha256()
     for name, p in sorted(net.named_parameters()):
         x = whole(p).cpu().contiguous()

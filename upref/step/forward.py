@@ -25,6 +25,16 @@ SPAN = 5e-5
 
 
 def log_prob(z: Tensor, y: Tensor, temperature: float) -> Tensor:
+    """Return the log-probability of each token at a temperature.
+
+    Args:
+        z: logits, [T, V].
+        y: the tokens, [T].
+        temperature: what logits are divided by.
+
+    Returns:
+        [T], in nats.
+    """
     return (z / temperature).log_softmax(-1).gather(1, y[:, None])[:, 0]
 
 
@@ -91,6 +101,9 @@ class Forward:
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """lp, entropy and squared log-normalizer of every response token, [B, T],
         functions of the leaves.
+
+        Returns:
+            (lp, H, Z), padded with 0; Z is (log Σ exp z)².
         """
         with torch.enable_grad():
             found: list[tuple[Tensor, ...]] = []
@@ -107,7 +120,11 @@ class Forward:
             return lp, H, Z
 
     def lp(self) -> list[Tensor]:
-        """Log-probabilities of each response's tokens."""
+        """Log-probabilities of each response's tokens.
+
+        Returns:
+            [T] of each response, detached.
+        """
         lp = self.statistics()[0].detach()
         return [x[: len(r.response)] for x, r in zip(lp, self.rows, strict=True)]
 
@@ -139,6 +156,13 @@ class Forward:
 
 
 def near(found: Tensor, want: Tensor, bound: float) -> bool:
+    """Tell whether two tensors differ by at most a part of the norm of the second.
+
+    Args:
+        found: any shape.
+        want: of the same shape.
+        bound: the relative error that is allowed.
+    """
     return bool((found - want).norm() <= bound * want.norm())
 
 
@@ -204,9 +228,19 @@ def sides(
     """What each token within `shift` of a clip bound, in log r, adds to the gradient on
     the bound's other side.
 
-    Returns (row, gradient) of each such token, or of each response where the objective
-    clips responses. A bound is where dL/dlp more than halves: within a shift of a few
-    hundredths no smooth weight does.
+    A bound is where dL/dlp more than halves: within a shift of a few hundredths no
+    smooth weight does.
+
+    Args:
+        goal: the objective with its numbers.
+        forward: the reference's forward pass.
+        b: the rows, padded.
+        shift: how far rounding moves log r.
+
+    Returns:
+        (row, gradient) of each such token, or of each response where the objective
+            clips
+        responses.
     """
     lp, H, Z = forward.statistics()
 

@@ -542,6 +542,14 @@ def tried(
 ) -> Iterator[tuple[Cause, Forward]]:
     """The variants that this model can run, each log-probability once; with `among`
     those that this cause names.
+
+    Args:
+        right: the right forward pass.
+        variants: from it to the faults that may be tried.
+        among: a cause; faults that it does not name are left out.
+
+    Yields:
+        The cause of each, and its forward pass.
     """
     seen: list[Tensor] = []
     for fault in variants(right):

@@ -84,6 +84,11 @@ class Goal:
 
     @property
     def coefficients(self) -> dict[str, float]:
+        """The coefficient of each term of J.
+
+        Returns:
+            Of the objective J, the KL term, the entropy H, and Z = (log Σ exp z)².
+        """
         return {
             "J": 1.0,
             "KL": -self.beta,
@@ -92,6 +97,14 @@ class Goal:
         }
 
     def loss(self, parts: dict[str, Tensor]) -> Tensor:
+        """Add up the terms with their coefficients.
+
+        Args:
+            parts: each term as a scalar, by the keys of `coefficients`.
+
+        Returns:
+            The loss, to be minimized: a scalar in float64.
+        """
         c = self.coefficients
         return -self.scale * sum(
             (c[k] * v for k, v in parts.items() if c[k]),

@@ -60,7 +60,14 @@ class StepMatch:
     not_reached: dict[str, str] = field(default_factory=dict)
 
     def options(self, temperature: float) -> str:
-        """The arguments of `check_step` that stand for it."""
+        """The arguments of `check_step` that stand for it.
+
+        Args:
+            temperature: of the sampler.
+
+        Returns:
+            Python, such as `'dapo', temperature=1, without=["ratio"]`.
+        """
         said = [repr(self.name), f"temperature={temperature:g}"]
         said += [f"{k}={v:g}" for k, v in self.hp.items()]
         if self.scale != 1:
@@ -141,7 +148,12 @@ class Draw:
     statistics: tuple[Tensor, Tensor, Tensor]
 
     def factor(self, goal: Goal, on_policy: bool) -> float | None:
-        """The constant by which its weights are the goal's; None where they are not."""
+        """The constant by which its weights are the goal's; None where they are not.
+
+        Args:
+            goal: the objective with its numbers.
+            on_policy: compare as if the old policy were the current one.
+        """
         b = replace(self.case.b, old=None) if on_policy else self.case.b
         lp = self.statistics[0].clone().requires_grad_()
         loss = goal.loss(goal.parts(lp, *self.statistics[1:], b))

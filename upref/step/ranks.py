@@ -67,8 +67,12 @@ def is_follower() -> bool:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Multiply float32 numbers in float32 on a GPU: TF32 rounds them to 10 bits, and
-    the bound of the comparison is for float32.
+    """Multiply float32 numbers in float32 on a GPU inside, and restore the setting.
+
+    TF32 rounds them to 10 bits, and the bound of the comparison is for float32.
+
+    Yields:
+        Once; on a host without a GPU nothing changes.
     """
     backends: Any = torch.backends  # whose newer names torch does not type
     matmul, cudnn = backends.cuda.matmul, backends.cudnn

@@ -35,6 +35,12 @@ class Step:
     def rows(self, rows: Sequence[Row]) -> list[Row]:
         """Those of the rows that this step trained on, recognized by their tokens, in
         the order of its forwards.
+
+        Args:
+            rows: any rows.
+
+        Returns:
+            Some of them.
         """
         found = sorted(
             (where, i) for i, r in enumerate(rows) if (where := locate(self.fed, r))
@@ -124,6 +130,15 @@ def watched(
 ) -> Iterator[tuple[list[int], list[list[int]]]]:
     """Append to steps whenever an optimizer steps; yields the counter of backward
     passes, and what was fed since.
+
+    Args:
+        model: the module whose gradients are kept.
+        steps: the list that gets a Step for each optimizer step.
+        first: the number of optimizer steps that are kept.
+        weights: keep the weights from before each step too.
+
+    Yields:
+        The counter, in a list of one; the lists of tokens.
     """
     count, open_ = [0], set[str]()
     backward = torch.autograd.backward
@@ -186,7 +201,14 @@ def watched(
 
 
 def gradients(model: nn.Module) -> Gradient:
-    """What is in `.grad`."""
+    """Copy what is in `.grad`.
+
+    Args:
+        model: the module.
+
+    Returns:
+        In float64, by the names of the parameters that have one.
+    """
     return {
         n: as_float64(p.grad)
         for n, p in unwrapped(model).named_parameters()

@@ -297,6 +297,18 @@ class TorchModel(Model):
             return self.net(torch.tensor([list(ids)]).to(self.device), **on_device)
 
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
+        """Run the model on one row, in float64.
+
+        Args:
+            ids: the tokens, S of them.
+            **how: arguments of its forward beside the tokens, such as position_ids.
+
+        Returns:
+            [S, V], with a graph.
+
+        Raises:
+            InputError: the model returns something else.
+        """
         how = ({"use_cache": False} if self._takes_cache else {}) | how
         if self._positions and "position_ids" in how:
             how[self._positions] = how.pop("position_ids")
@@ -318,6 +330,16 @@ class TorchModel(Model):
         return z[0].cpu()
 
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
+        """Pull a gradient by the logits back to the parameters.
+
+        Args:
+            z: logits that `logits` returned.
+            dz: the gradient by them, of the same shape.
+            ids: the tokens of the row, for the text of an error.
+
+        Returns:
+            [P], in the order of the parameters.
+        """
         with described(ids), in_float64(self.device):
             g = torch.autograd.grad(
                 z, [*self.params.values()], dz, retain_graph=True, allow_unused=True
@@ -327,6 +349,16 @@ class TorchModel(Model):
         )
 
     def pull_each(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
+        """Pull several gradients by the logits back, as many at once as memory allows.
+
+        Args:
+            z: logits that `logits` returned, [S, V].
+            dz: the gradients by them, [n, S, V].
+            ids: the tokens of the row.
+
+        Yields:
+            [m, P], n rows in all.
+        """
         params = [*self.params.values()]
         for chunk in dz.split(
             max(1, NUMBERS_AT_ONCE // sum(p.numel() for p in params))
@@ -374,6 +406,18 @@ class Functions(Model):
     shapes: dict[str, torch.Size] = field(default_factory=dict)
 
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
+        """Call the user's forward function on one row.
+
+        Args:
+            ids: the tokens, S of them.
+            **how: none is possible.
+
+        Returns:
+            [S, V], without a graph.
+
+        Raises:
+            TypeError: an argument beside the tokens was given.
+        """
         import numpy as np
 
         if how:
@@ -383,6 +427,17 @@ class Functions(Model):
         )
 
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
+        """Call the user's vjp, which pulls a gradient by the logits back to the
+        parameters.
+
+        Args:
+            z: not read: the function computes its own logits.
+            dz: the gradient by the logits, [S, V].
+            ids: the tokens of the row.
+
+        Returns:
+            [P], in the order of the parameters.
+        """
         g = {
             k: as_float64(v)
             for k, v in self.vjp(self.params, list(ids), dz.numpy()).items()

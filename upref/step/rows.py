@@ -73,6 +73,15 @@ class Padded:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Padded":
+        """Pad rows on the right to the longest response.
+
+        Args:
+            rows: of any lengths.
+
+        Returns:
+            [B, T] each; a column that some row lacks is None.
+        """
+
         def pad(lists: Any, dtype: Any = torch.float64) -> Any:
             return nn.utils.rnn.pad_sequence(
                 [torch.tensor(x, dtype=dtype) for x in lists], batch_first=True

@@ -20,7 +20,14 @@ Variant: TypeAlias = Fault[Callable[[], Forward]]
 
 
 def quick(right: Forward) -> Iterator[Variant]:
-    """Each makes the forward pass that has it."""
+    """Make the faults of log-probabilities that need no further run of the model.
+
+    Args:
+        right: the right forward pass.
+
+    Yields:
+        Variants, whose change makes the forward pass that has the fault.
+    """
     T, z, rows = right.temperature, right.z, right.rows
 
     def made(
@@ -68,10 +75,29 @@ def quick(right: Forward) -> Iterator[Variant]:
 
 
 def again(right: Forward, z: list[Tensor], model: Model | None = None) -> Forward:
+    """Score the rows of a forward pass with other logits.
+
+    Args:
+        right: the forward pass.
+        z: other logits of each row.
+        model: another reference; None for the same one.
+
+    Returns:
+        The forward pass with these logits.
+    """
     return Forward(model or right.model, right.rows, right.temperature, z)
 
 
 def fronted(z: Tensor, n: int) -> Tensor:
+    """Repeat the first row of logits in front of them, without a graph.
+
+    Args:
+        z: [S, V].
+        n: how often.
+
+    Returns:
+        [n + S, V].
+    """
     return torch.cat([z[:1].detach().expand(n, -1), z])
 
 
@@ -184,6 +210,15 @@ def scores(
 
 # ---- the head ------------------------------------------------------------------------
 def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
+    """Make the faults of the head, the layer that makes logits of hidden states.
+
+    Args:
+        model: the reference.
+        right: its forward pass.
+
+    Yields:
+        Variants; none for a model whose head is not found.
+    """
     net: Any = model.net
 
     def as_wide(kind: type, size: str) -> list[Any]:

@@ -171,12 +171,31 @@ class Tokens:
         )
 
     def zero(self, x: Tensor) -> Tensor:
+        """Tell which numbers are zero up to rounding, or unknown.
+
+        Args:
+            x: weights, [B, T].
+
+        Returns:
+            [B, T], also true where x is NaN.
+        """
         return x.isnan() | (x.abs() <= self.tol * self.size)
 
     def same(self, x: Tensor, y: Tensor) -> bool:
+        """Tell whether weights agree wherever both are known.
+
+        Args:
+            x: weights, [B, T], NaN where they are unknown.
+            y: others.
+        """
         return bool((self.zero(x - y) | x.isnan() | y.isnan()).all())
 
     def rollouts(self) -> Rollouts:
+        """The rows as a batch of log-probabilities; without old ones it is on policy.
+
+        Returns:
+            The batch, with its groups where the goal counts by group.
+        """
         b, group = self.b, self.b.group if self.goal.grouped else None
         old = self.lp if b.old is None else b.old
         return Rollouts.unchecked(

@@ -54,7 +54,11 @@ __all__ = [
 
 
 def no_objective() -> Objective:
-    """An objective without hyperparameters, for a loss that is compared with none."""
+    """An objective without hyperparameters, for a loss that is compared with none.
+
+    Returns:
+        The objective, with the name "nothing".
+    """
     return replace(get("reinforce"), name="nothing", agg="token-mean")
 
 
@@ -104,8 +108,18 @@ def from_signature(
 ) -> Loss:
     """The Loss that the signature describes, before its first call.
 
-    alone: nothing else runs in this process, so that the imports of a framework may
-    restrict those that follow.
+    Args:
+        loss: a function, its name, or an object that a framework's package recognizes.
+        o: the objective that it is compared with.
+        hp: its hyperparameters, resolved.
+        alone: nothing else runs in this process, so that the imports of a framework may
+            restrict those that follow.
+
+    Returns:
+        The Loss.
+
+    Raises:
+        InputError: it cannot be read as a loss.
     """
     value = resolve(loss, o, hp, alone) if isinstance(loss, str) else loss
     target = Target(name_of(loss), value, o, hp)
@@ -370,6 +384,12 @@ ROLLOUTS = ("group", "logp_ref", "entropy", "totals", "logp_sampler")
 def rollouts(full: Mapping[str, Any]) -> Rollouts:
     """A batch of inputs that upref made: they are looked at again only where Rollouts
     refuses them, for a mask of numbers or a response without tokens.
+
+    Args:
+        full: tensors by the roles of a loss's arguments.
+
+    Returns:
+        The batch.
     """
     adv = full["adv"]
     fields = {k: full[k] for k in ("logp", "logp_old", "mask", *ROLLOUTS)}

@@ -239,7 +239,14 @@ def outer_threads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def state_restored() -> Iterator[set[str]]:
-    """Restore the state of the process at the end; yield the names of what was changed."""
+    """Restore the state of the process at the end; yield the names of what was changed.
+
+    Yields:
+        The names, as a set that is complete at the end.
+
+    Raises:
+        InputError: the code inside ends the program or runs out of memory.
+    """
     changed: set[str] = set()
     with _turn:
         _watching.append(changed)
@@ -278,6 +285,11 @@ NO_MEMORY = (
 
 
 def is_out_of_memory(e: BaseException) -> bool:
+    """Tell whether an error says that memory of the host or of a GPU has run out.
+
+    Args:
+        e: the error.
+    """
     if isinstance(e, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(e, RuntimeError) and any(
@@ -408,7 +420,14 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
 
 
 def asks_for_gpu(e: BaseException) -> str:
-    """What to do about code that asks for a GPU where there is none, in words."""
+    """What to do about code that asks for a GPU where there is none, in words.
+
+    Args:
+        e: what the code raised.
+
+    Returns:
+        The end of a sentence; "" for any other error.
+    """
     said = one_line(e)
     absent = "not compiled with CUDA" in said or "NVIDIA driver" in said
     return "; make tensors on the device of log_prob, not on cuda" if absent else ""

@@ -46,6 +46,18 @@ class Term:
         return self.outcome(lp, ref).k
 
     def outcome(self, lp: Tensor, ref: Tensor) -> TermOutcome:
+        """Call the function once.
+
+        Args:
+            lp: log π_θ, [B, T].
+            ref: log π_ref, [B, T].
+
+        Returns:
+            One number per token in float64, and what else the call did.
+
+        Raises:
+            InputError: the function raises, or returns something else.
+        """
         full = {"logp": lp.to(self.dtype), "logp_ref": ref.to(self.dtype)}
         before = {role: x.detach().clone() for role, x in full.items()}
         k, printed = called(self.name, lambda: self.reading.call(self.fn, full, {}))

@@ -65,6 +65,15 @@ class Problem:
     keep: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Problem":
+        """Cast every tensor of real numbers.
+
+        Args:
+            dtype: of floating-point numbers.
+
+        Returns:
+            The same problem in that dtype; tokens and masks are as before.
+        """
+
         def cast(value: Any) -> Any:
             """A real tensor in the dtype; everything else as it is."""
             real = isinstance(value, Tensor) and value.is_floating_point()
@@ -74,7 +83,11 @@ class Problem:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """What is differentiated for, by the reader's name."""
+        """What is differentiated for, by the reader's name.
+
+        Returns:
+            {"logits": [.., V]}, or {"hidden": [.., H], "weight": [V, H]}.
+        """
         return (
             {"logits": self.x}
             if self.weight is None

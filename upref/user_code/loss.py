@@ -190,10 +190,19 @@ class Loss:
         """One call on these inputs; InputError in one sentence for whatever the loss
         does instead of answering.
 
-        full: the inputs; what the loss writes to them is found by comparing them with
-            `given`, which holds the same numbers.
-        leaves: the tensors from which inputs were computed, that of log_prob first; by
-        default they are the inputs.
+        Args:
+            full: the inputs; what the loss writes to them is found by comparing them
+                with
+                `given`.
+            given: the same numbers in other tensors.
+            b: the batch that the inputs are of.
+            moved: hyperparameters with other values.
+            leaves: the tensors from which inputs were computed, that of log_prob first;
+                by
+                default they are the inputs.
+
+        Returns:
+            The value, and what else the call did.
         """
         leaves = leaves or tuple(
             v
@@ -376,6 +385,20 @@ class Loss:
         wanting: tuple[str, ...] | None,
         moved: dict[str, Any],
     ) -> tuple[LossOutcome, Tensor]:
+        """Call the loss once and differentiate its value by log_prob.
+
+        Args:
+            b: the batch.
+            ranks: the number of data-parallel ranks that the loss is told.
+            wanting: roles of further inputs that need a gradient, which are then
+                computed from
+                leaves as in training; None: log_prob is a leaf and the others need
+                    none.
+            moved: hyperparameters with other values.
+
+        Returns:
+            What the call did, and dJ/dlp of every token, [B, T].
+        """
         given = self.given(b, ranks)
         full, leaves = _copies(given), ()
         x = full["logp"].requires_grad_()
@@ -495,6 +518,13 @@ class Loss:
         return done.value, g
 
     def gradient(self, b: Rollouts, ranks: int = 1, **moved: Any) -> Tensor:
+        """Return dJ/dlp of every token, [B, T].
+
+        Args:
+            b: the batch.
+            ranks: the number of data-parallel ranks that the loss is told.
+            **moved: hyperparameters with other values.
+        """
         return self.outcome(b, ranks, **moved)[1]
 
     def __call__(self, b: Rollouts, **moved: Any) -> Tensor:

@@ -8,6 +8,14 @@ from typing import Any
 
 
 def pairs(fields: dict[str, Any]) -> list[str]:
+    """Write settings as text.
+
+    Args:
+        fields: values by name.
+
+    Returns:
+        `name=value` each, floats in six digits.
+    """
     return [
         f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()
     ]

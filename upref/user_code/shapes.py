@@ -127,7 +127,11 @@ def _also(read_as: str, more: str) -> str:
 
 
 def probe() -> Rollouts:
-    """On policy, ragged, more responses than tokens: no shape passes for another."""
+    """On policy, ragged, more responses than tokens: no shape passes for another.
+
+    Returns:
+        Eight responses of one to five tokens, in two groups, in float64.
+    """
     mask = torch.arange(5) < torch.tensor([1, 3, 2, 5, 2, 3, 4, 1])[:, None]
     lp = (
         -0.6

@@ -105,17 +105,27 @@ def read(
     third: bool = False,
     spare: Sequence[str] = (),
 ) -> Reading:
-    """Which argument has which role; `main` are the roles that it must have, in the
-    order of upref's own signature.
-
-    third: it is asked about three policies, so that `rollout_log_probs=None` beside
-    old_log_prob is given too.
-    spare: roles of `main` that it may do without, if it has no other argument that
-    could be one.
+    """Which argument has which role.
 
     By name, by the rule `role`. Where no name says anything the first arguments are
     `main`, in that order; where all but one are named, the one left is the role left.
     Everything else is refused in one sentence.
+
+    Args:
+        fn: the function.
+        name: what messages call it.
+        role: from the name of an argument to its role, or "".
+        main: the roles that it must have, in the order of upref's own signature.
+        third: it is asked about three policies, so that `rollout_log_probs=None` beside
+            old_log_prob is given too.
+        spare: roles of `main` that it may do without, if it has no other argument that
+            could be one.
+
+    Returns:
+        The roles of its arguments.
+
+    Raises:
+        InputError: the roles cannot be read.
     """
     every = parameters(fn)
     plain = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -27,6 +27,9 @@ from upref.verify.report import SKIPPED, Report, not_run, restores_state
 def every() -> list[Oracle]:
     """The oracles of a loss, in the order in which they run: all that stand in the
     folder `oracles`.
+
+    Returns:
+        The smallest rank first.
     """
     return by_rank(discover(oracles, Oracle))
 

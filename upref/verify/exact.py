@@ -28,19 +28,53 @@ class RewardBatch:
 
     @staticmethod
     def of(rewards: str, group: str) -> "RewardBatch":
+        """Read a batch from text: `RewardBatch.of("1 0 1/2", "0 0 1")`.
+
+        Args:
+            rewards: numbers or fractions, separated by spaces.
+            group: prompt ids, one for each reward.
+
+        Returns:
+            The batch.
+        """
         return RewardBatch(
             tuple(map(Fraction, rewards.split())), tuple(map(int, group.split()))
         )
 
     def take(self, rows: Sequence[int]) -> "RewardBatch":
+        """Select rows.
+
+        Args:
+            rows: their indices, in the order of the result.
+
+        Returns:
+            The batch of these rows.
+        """
         return RewardBatch(
             tuple(self.R[i] for i in rows), tuple(self.group[i] for i in rows)
         )
 
     def times(self, k: Fraction | int, plus: int = 0) -> "RewardBatch":
+        """Multiply every reward, then add a number.
+
+        Args:
+            k: the factor.
+            plus: what is added.
+
+        Returns:
+            The batch with the same groups.
+        """
         return RewardBatch(tuple(k * x + plus for x in self.R), self.group)
 
     def rows_of(self, g: int) -> list[int]:
+        """Find the rows of a group.
+
+        Args:
+            g: its prompt id.
+
+        Returns:
+            Their indices, in order.
+        """
         return [i for i, h in enumerate(self.group) if h == g]
 
     @property
@@ -98,10 +132,21 @@ LARGE = RewardBatch(
 
 # ---- parts of an estimator -----------------------------------------------------------
 def mean(xs: Rows) -> Fraction:
+    """Return the exact mean.
+
+    Args:
+        xs: at least one number.
+    """
     return sum(xs, Fraction(0)) / len(xs)
 
 
 def variance(xs: Rows, ddof: int) -> Fraction:
+    """Return the exact variance; that of one number with ddof 1 is 0.
+
+    Args:
+        xs: at least one number.
+        ddof: 0 divides by the count, 1 by one less.
+    """
     m = mean(xs)
     return sum(((x - m) ** 2 for x in xs), Fraction(0)) / max(len(xs) - ddof, 1)
 
@@ -125,6 +170,15 @@ def by(key: Sequence[Any], R: Rows, f: Callable[[Rows], Rows]) -> tuple[Fraction
 
 
 def minus(baseline: Callable[[Rows], Fraction]) -> Callable[[Rows], Rows]:
+    """Make an estimator that subtracts a baseline from the rewards of a group.
+
+    Args:
+        baseline: from the rewards of a group to one number.
+
+    Returns:
+        A function from the rewards of a group to their advantages.
+    """
+
     def centred(xs: Rows) -> Rows:
         b = baseline(xs)
         return [x - b for x in xs]
@@ -133,11 +187,27 @@ def minus(baseline: Callable[[Rows], Fraction]) -> Callable[[Rows], Rows]:
 
 
 def minus_the_others(xs: Rows) -> Rows:
+    """Subtract from each reward the mean of the other ones (RLOO); 0 without others.
+
+    Args:
+        xs: the rewards of a group.
+
+    Returns:
+        Their advantages.
+    """
     total, n = sum(xs, Fraction(0)), len(xs)
     return [x - (total - x) / (n - 1) if n > 1 else Fraction(0) for x in xs]
 
 
 def over_the_mean(xs: Rows) -> Rows:
+    """Divide the centred rewards by their mean; 0 where the mean is not positive.
+
+    Args:
+        xs: the rewards of a group.
+
+    Returns:
+        Their advantages.
+    """
     m = mean(xs)
     return [(x - m) / m if m > 0 else Fraction(0) for x in xs]
 
@@ -201,6 +271,14 @@ class Denominator:
     least: float = 0.0
 
     def of(self, var: Fraction) -> float:
+        """Return what advantages are divided by.
+
+        Args:
+            var: the exact variance of the rewards.
+
+        Returns:
+            The standard deviation with its eps, in the unit of the rewards.
+        """
         return FORMS[self.form].value(float(var), self.eps)
 
     def __str__(self) -> str:
@@ -279,6 +357,16 @@ def advantage(
 
 
 def near(x: Sequence[float], y: Sequence[float], tol: float) -> bool:
+    """Tell whether two lists are equal up to rounding; NaN equals NaN.
+
+    Args:
+        x: the reference.
+        y: of the same length; another length is a difference.
+        tol: relative to x, and absolute below |x| = 1.
+
+    Returns:
+        Whether all pairs are near.
+    """
     return len(x) == len(y) and all(
         a == b
         or abs(a - b) <= tol * max(1.0, abs(a))

@@ -164,9 +164,23 @@ class Elsewhere:
     batches: list[tuple[Rollouts, Tensor, Tensor]]
 
     def fits(self, one: LossFault, case: LossCase) -> bool:
+        """Tell whether a fault has the gradients that were found on all these batches.
+
+        Args:
+            one: the fault.
+            case: the loss and its objective.
+        """
         return all(fits(one, case, *at, 10 * case.tol) for at in self.batches)
 
     def without(self, part: Callable[[Rollouts], Tensor]) -> "Elsewhere":
+        """Subtract a part from what was found.
+
+        Args:
+            part: of a batch, the gradient [B, T] that is explained already.
+
+        Returns:
+            The same batches with the rest.
+        """
         return Elsewhere([(b, found - part(b), use) for b, found, use in self.batches])
 
 
@@ -283,6 +297,12 @@ def everywhere(
 
 
 def alike(x: Tensor, y: Tensor) -> bool:
+    """Tell whether two tensors agree to 1e-5 of the largest number of the second.
+
+    Args:
+        x: any shape.
+        y: of the same shape.
+    """
     return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
 
 

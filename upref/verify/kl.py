@@ -55,6 +55,11 @@ class KlCase:
 
     @property
     def right(self) -> Formula:
+        """The formula of the estimator that the function is compared with.
+
+        Returns:
+            A function (log π_θ, log π_ref) -> one number per token.
+        """
         return kl.ESTIMATORS[self.estimator]
 
     def off(self, d: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,6 +166,14 @@ def _off(x: Tensor, y: Tensor) -> Tensor:
 def same(
     term: Formula, other: Formula, which: tuple[int, ...] = (0, 1), tol: float = 1e-5
 ) -> bool:
+    """Tell whether two KL functions have the same numbers near the reference.
+
+    Args:
+        term: a function (log π_θ, log π_ref) -> one number per token.
+        other: another.
+        which: 0 compares values, 1 gradients by log π_θ.
+        tol: the relative error that is allowed.
+    """
     return all(
         bool(_off(both(term, NEAR)[i], both(other, NEAR)[i]).max() <= tol)
         for i in which
@@ -198,7 +211,12 @@ def expected(term: Formula, off_policy: bool = False) -> tuple[float, Tensor]:
 
 
 def divergences() -> dict[str, tuple[float, Tensor]]:
-    """Both divergences with their gradients over θ, and zero."""
+    """Both divergences with their gradients over θ, and zero.
+
+    Returns:
+        (value in nats, gradient by the logits [V]) by "reverse", KL(π_θ ‖ π_ref);
+        "forward", KL(π_ref ‖ π_θ); and "zero".
+    """
     out = {"zero": (0.0, torch.zeros_like(LOGITS))}
     theta = LOGITS.clone().requires_grad_()
     lp, ref = theta.log_softmax(0), REF.log_softmax(0)
@@ -281,6 +299,14 @@ def _pointwise(which: int, name: str, what: str) -> Oracle:
     ),
 )
 def clamp(case: KlCase) -> Iterator[Finding]:
+    """Values and gradients far from the reference are those of the estimator.
+
+    Args:
+        case: the function and its estimator.
+
+    Yields:
+        A failure with the first token that differs, and what clamps it.
+    """
     (_, held, value), (want, found, slope) = case.off(FAR, 0), case.off(FAR, 1)
     bad = torch.maximum(value, slope) > case.term.tol
     sides = [held[bad & side] for side in (FAR > 0, FAR < 0) if (bad & side).any()]
@@ -315,6 +341,12 @@ def clamp(case: KlCase) -> Iterator[Finding]:
 def rows(case: KlCase) -> Iterator[Finding]:
     """Several responses, from tokens of probability 1 to tokens of log-probability -30
     and below.
+
+    Args:
+        case: the function and its estimator.
+
+    Yields:
+        A failure with the token that differs most, of values or else of gradients.
     """
     for names, d, levels in (
         ("NEAR, LEVELS", NEAR, LEVELS),
@@ -348,6 +380,14 @@ def rows(case: KlCase) -> Iterator[Finding]:
 
 @oracle("expected-value")
 def expected_value(case: KlCase) -> Iterator[Finding]:
+    """The mean over samples of π_θ is that of the estimator.
+
+    Args:
+        case: the function and its estimator.
+
+    Yields:
+        A failure with both means, where they differ.
+    """
     got, want = expected(case.term)[0], expected(case.right)[0]
     if not abs(got - want) < case.term.tol / 10:
         target = divergences()["reverse"][0]
@@ -366,6 +406,14 @@ def _listed(g: Tensor) -> str:
 
 @oracle("expected-gradient")
 def expected_gradient(case: KlCase) -> Iterator[Finding]:
+    """The mean gradient over samples, of π_θ and of another policy, is the estimator's.
+
+    Args:
+        case: the function and its estimator.
+
+    Yields:
+        A failure for each policy where it is not.
+    """
     tol = case.term.tol
     for off_policy, where in (
         (False, "samples of π_θ"),
@@ -389,6 +437,14 @@ def expected_gradient(case: KlCase) -> Iterator[Finding]:
 
 @oracle("stop-gradient")
 def stop_gradient(case: KlCase) -> Iterator[Finding]:
+    """No gradient flows into the log-probabilities of the reference.
+
+    Args:
+        case: the function and its estimator.
+
+    Yields:
+        A note where one would.
+    """
     lp, ref = pair(NEAR)
     k = case.term(lp, ref.requires_grad_())
     if (
@@ -402,7 +458,14 @@ def stop_gradient(case: KlCase) -> Iterator[Finding]:
 
 @oracle("determinism")
 def determinism(case: KlCase) -> Iterator[Finding]:
-    """The same log-probabilities get the same numbers twice."""
+    """The same log-probabilities get the same numbers twice.
+
+    Args:
+        case: the function and its estimator.
+
+    Yields:
+        A failure where they do not.
+    """
     if not same(case.term, case.term, tol=0.0):
         yield fail(
             "determinism", "the same tokens twice", "the same numbers", "other numbers"
@@ -411,6 +474,14 @@ def determinism(case: KlCase) -> Iterator[Finding]:
 
 @oracle("mutation")
 def mutation(case: KlCase) -> Iterator[Finding]:
+    """The function leaves its inputs as they are.
+
+    Args:
+        case: the function and its estimator.
+
+    Yields:
+        A failure for each input that it changes, and a note where it prints.
+    """
     yield from untouched(case.term.outcome(*pair(NEAR)))
 
 

@@ -136,6 +136,9 @@ class Candidate:
     def seen(self) -> dict[str, Any]:
         """The hyperparameters without which the weights would be others; the rest have
         no effect here.
+
+        Returns:
+            Their values by name.
         """
         return {
             k: v
@@ -158,15 +161,38 @@ class Compared:
 
     # ---- how far ---------------------------------------------------------------------
     def off(self, w: np.ndarray) -> np.ndarray:
+        """Return how far weights are from the measured ones.
+
+        Args:
+            w: of the objective, one for each point.
+
+        Returns:
+            |w - v| over max(|w|, |A|), one for each point; infinity where w is NaN.
+        """
         scale = np.maximum(np.abs(w), np.abs(self.w.A))
         with np.errstate(all="ignore"):
             return np.nan_to_num(np.abs(w - self.v) / scale, nan=np.inf)
 
     def score(self, hp: dict[str, Any]) -> tuple[float, float]:
+        """Return how badly hyperparameters explain the measured weights.
+
+        Args:
+            hp: of the objective.
+
+        Returns:
+            The share of the points that differ, and the sum of their distances, 1 at
+                most each.
+        """
         off = self.off(self.w(hp))
         return float((off > self.box.tol).mean()), float(np.minimum(off, 1).sum())
 
     def fit(self, hp: dict[str, Any], miss: tuple[float, float]) -> bool:
+        """Tell whether hyperparameters explain every point and are not at a limit.
+
+        Args:
+            hp: of the objective.
+            miss: their score.
+        """
         ends = (
             (k, v)
             for k, v in hp.items()
@@ -178,6 +204,13 @@ class Compared:
         return miss[0] == 0 and not limit and in_range(self.o, hp)
 
     def matters(self, hp: dict[str, Any], key: str, v: float) -> bool:
+        """Tell whether another value of one hyperparameter would change the weights.
+
+        Args:
+            hp: of the objective.
+            key: the name of the hyperparameter.
+            v: its value.
+        """
         lo = RANGE.get(key, ANY)[0]
         others = [v * 0.5, v * 1.5, v * 1e-3]
         if v == 0:
@@ -187,6 +220,11 @@ class Compared:
 
     # ---- the search ------------------------------------------------------------------
     def best(self) -> Candidate:
+        """Search the hyperparameters with which the objective comes nearest.
+
+        Returns:
+            The candidate, which may not fit.
+        """
         hp = self.o.of_surrogate({})
         miss, (stuck, smooth) = self.score(hp), self._reach(hp)
         if (stuck == 0 or self.box.tol > 1e-4) and miss[0] > 0:
@@ -446,7 +484,11 @@ def candidate(o: Objective, box: BlackBox) -> Candidate | None:
 
 
 def every() -> list[Objective]:
-    """All objectives that a loss may be: the registered ones, and up(...) of those."""
+    """All objectives that a loss may be: the registered ones, and up(...) of those.
+
+    Returns:
+        The registered ones first, in alphabetical order.
+    """
     registered = [get(n) for n in names()]
     return registered + [
         get(f"up({o.name})") for o in registered if not o.name.startswith("up_")

@@ -120,6 +120,16 @@ class LossCase:
         return outcome.value, g
 
     def gradient(self, b: Rollouts, ranks: int = 1, **moved: Any) -> Tensor:
+        """Measure the gradient of the user's loss.
+
+        Args:
+            b: the batch.
+            ranks: the number of data-parallel ranks that the loss is told.
+            **moved: hyperparameters with other values.
+
+        Returns:
+            dJ/dlp of every token, [B, T].
+        """
         return self.both(b, ranks, **moved)[1]
 
     def weights(self, b: Rollouts) -> Tensor:
@@ -134,12 +144,29 @@ class LossCase:
         return self.gradient(b) / self.factors(b)
 
     def factors(self, b: Rollouts, agg: str = "") -> Tensor:
+        """Return what the aggregation multiplies the weights of each response by.
+
+        Args:
+            b: the batch.
+            agg: a key of FACTORS; "" for the aggregation of the case.
+
+        Returns:
+            [B, 1].
+        """
         return FACTORS[agg or self.agg](self.loss.visible_batch(b)).to(b.logp.dtype)[
             :, None
         ]
 
     # ---- the objective ---------------------------------------------------------------
     def expected(self, b: Rollouts) -> Tensor:
+        """Return the objective's weights before its aggregation, the KL term included.
+
+        Args:
+            b: the batch.
+
+        Returns:
+            dJ_t/dlp_t of every token, [B, T].
+        """
         return unit_weights(self.o, b, self.hp)
 
     def off(
@@ -226,6 +253,11 @@ class LossCase:
 
     @property
     def plain_hp(self) -> dict[str, Any]:
+        """The hyperparameters without the coefficient of the KL term.
+
+        Returns:
+            The numbers by their names.
+        """
         return {k: v for k, v in self.hp.items() if k != "beta"}
 
     @property
@@ -242,6 +274,14 @@ class LossCase:
 
     # ---- batches ---------------------------------------------------------------------
     def grid(self, **options: Any) -> Rollouts:
+        """Return the batch that visits every regime of the objective, made once.
+
+        Args:
+            **options: of `upref.weights.batches.batch`, such as thin.
+
+        Returns:
+            The batch, in the shapes that the loss takes. Do not write to it.
+        """
         mus = MU + MU_READ if self.o.reads_mu else MU
         options = self.plain_hp | {"edges": self.edges, "mus": mus} | options
         return self.once(

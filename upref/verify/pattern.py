@@ -26,7 +26,11 @@ class MeasuredWeights:
 
     @property
     def factors(self) -> dict[str, Tensor]:
-        """What every weight may be multiplied by, by its name."""
+        """What every weight may be multiplied by, by its name.
+
+        Returns:
+            [B, T] by the words that follow a number in a report, such as " / r".
+        """
         b, r = self.b, self.r
         n = b.mask.sum(-1, keepdim=True).expand_as(r).to(r.dtype)
         return {

@@ -184,7 +184,11 @@ class BlackBox:
         return max(abs(e) for e in self.case.edges)
 
     def beside(self) -> "BlackBox":
-        """With both sides of every jump at the end of the curve."""
+        """With both sides of every jump at the end of the curve.
+
+        Returns:
+            A black box with these points behind the others, and their weights.
+        """
         n = len(self.points) - self.sides
         sides = [
             p._replace(r=p.r * (1 + s * self.near))
@@ -230,6 +234,13 @@ class BlackBox:
 
 
 def low_probability_point(A: float, r: float, unsure: bool = False) -> Point:
+    """Return a token of the ratio r whose probabilities are low enough for it.
+
+    Args:
+        A: the advantage.
+        r: the ratio.
+        unsure: the point is so near to a bound that rounding decides its side.
+    """
     return Point(A, float(r), float(mu_of(r)), unsure)
 
 
@@ -317,6 +328,13 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
 
 
 def differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
+    """Tell whether some pair of weights differs, relative to the first.
+
+    Args:
+        x: weights.
+        y: weights of the same shape.
+        tol: the relative error that is allowed.
+    """
     return bool((relative_error(x, y, x) > tol).any())
 
 

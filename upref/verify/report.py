@@ -274,13 +274,28 @@ class Report(Result):
 
     @property
     def failures(self) -> list[Finding]:
+        """The findings that make the verdict negative.
+
+        Returns:
+            In the order in which the oracles ran.
+        """
         return [f for f in self.findings if f.severity == "failure"]
 
     @property
     def notes(self) -> list[Finding]:
+        """The findings that the reader should know and that change no verdict.
+
+        Returns:
+            In the order in which the oracles ran.
+        """
         return [f for f in self.findings if f.severity == "note"]
 
     def json(self) -> str:
+        """Encode the report; numbers are numbers, infinity and NaN are strings.
+
+        Returns:
+            JSON with the keys of the report and `ok`.
+        """
         return json.dumps(
             encode({"ok": bool(self)} | asdict(self)), indent=1, ensure_ascii=False
         )
@@ -329,7 +344,11 @@ class Report(Result):
 
     @property
     def faults(self) -> list[list[Finding]]:
-        """The failures: those of one known cause together, each other one by itself."""
+        """The failures: those of one known cause together, each other one by itself.
+
+        Returns:
+            Groups of findings, in the order of their first.
+        """
         groups: dict[str, list[Finding]] = {}
         for n, f in enumerate(self.failures):
             is_known = f.cause and not f.cause.startswith(UNKNOWN)

@@ -284,9 +284,24 @@ def numbers(case: LossCase, b: Rollouts, i: int, t: int) -> tuple[float, float]:
 
 
 def wrong(case: LossCase) -> Callable[[Rollouts], bool]:
-    """Whether some token of a batch has another weight than expected."""
+    """Whether some token of a batch has another weight than expected.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        A function from a batch to the answer, for `shrink`.
+    """
     return lambda b: bool(case.off(b).max() > 10 * case.tol)
 
 
 def worst(off: Tensor) -> tuple[int, int]:
+    """Find the token that is off most.
+
+    Args:
+        off: a distance for each token, [B, T].
+
+    Returns:
+        Its row and its column.
+    """
     return divmod(int(off.argmax()), off.shape[1])

@@ -119,6 +119,15 @@ def own_token_bound(
 
     The sequence bound s <= 1+ε_high solved for one token of length = T;
     log_ratio_of_others = Σ_{others} log r.
+
+    Args:
+        pi_old: probabilities under the old policy.
+        eps_high: the upper bound of the clip, above 1.
+        length: T, in tokens.
+        log_ratio_of_others: in nats.
+
+    Returns:
+        Probabilities, of the shape that the arguments broadcast to.
     """
     log_r = length * np.log1p(eps_high) - log_ratio_of_others
     return np.minimum(1, np.asarray(pi_old) * np.exp(np.minimum(log_r, 700)))

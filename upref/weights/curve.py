@@ -81,7 +81,16 @@ class Curve:
         return self.all_jumps([A], None if mu is None else [mu], r)[0]
 
     def all_jumps(self, A: Any, mu: Any, r: np.ndarray) -> list[list[Jump]]:
-        """The same for each of several A and mu."""
+        """The jumps of the weight for each of several A and mu.
+
+        Args:
+            A: advantages.
+            mu: π_old, of as many.
+            r: the grid of ratios.
+
+        Returns:
+            A list for each pair.
+        """
         rows, mu = _rows(A, mu)
         found, _ = self._find(rows, mu, r, ends=False)
         out: list[list[Jump]] = [[] for _ in rows]

@@ -57,7 +57,14 @@ class AdvantageCase:
         return bool(self.failed & {"values", "uneven-groups"})
 
     def batch(self, b: RewardBatch) -> RewardBatch:
-        """As this estimator takes it: correct or not, where rewards are read as that."""
+        """As this estimator takes it: correct or not, where rewards are read as that.
+
+        Args:
+            b: any rewards.
+
+        Returns:
+            The batch; for `signed` each reward is 1 above 1/2, else 0.
+        """
         return (
             replace(b, R=tuple(Fraction(x > Fraction(1, 2)) for x in b.R))
             if self.name == "signed"
@@ -65,10 +72,28 @@ class AdvantageCase:
         )
 
     def expected(self, b: RewardBatch) -> list[float]:
+        """Return the advantages of the estimator, computed in exact fractions.
+
+        Args:
+            b: the rewards and their groups.
+
+        Returns:
+            One advantage per response.
+        """
         return advantage(self.name, b, self.divided)
 
     def differs(self, b: RewardBatch) -> int | None:
-        """The row that differs most, if one does beyond the tolerance."""
+        """The row that differs most, if one does beyond the tolerance.
+
+        Args:
+            b: the rewards and their groups.
+
+        Returns:
+            The index of the row; None where all agree.
+
+        Raises:
+            InputError: the function refuses this batch.
+        """
         want, got = self.expected(b), self.f(b)
         least = 1e-3 * (max(map(abs, want)) or 1.0)
         off = [
@@ -79,6 +104,12 @@ class AdvantageCase:
         return i if off[i] > self.f.tol else None
 
     def fails(self, b: RewardBatch) -> bool:
+        """Tell whether some advantage differs. A batch that the function refuses is no
+        failure.
+
+        Args:
+            b: the rewards and their groups.
+        """
         try:
             return self.differs(b) is not None
         except InputError:
@@ -87,6 +118,18 @@ class AdvantageCase:
     def compare(
         self, oracle: str, regime: str, b: RewardBatch, why: str | Cause = ""
     ) -> Iterator[Finding]:
+        """Yield a failure if the function differs on a batch, with a smaller batch that
+        shows it.
+
+        Args:
+            oracle: the name of the oracle that asks.
+            regime: what is special about the batch, in words.
+            b: the rewards and their groups.
+            why: the cause, where the oracle knows it; "" searches the known faults.
+
+        Yields:
+            One failure, or nothing.
+        """
         b = self.batch(b)
         try:
             if self.differs(b) is None:
@@ -160,7 +203,14 @@ class AdvantageCase:
         return b.take(rows)
 
     def example(self, b: RewardBatch) -> Example:
-        """The batch with the advantages of the estimator and those of the function."""
+        """The batch with the advantages of the estimator and those of the function.
+
+        Args:
+            b: the rewards and their groups.
+
+        Returns:
+            The example; its `found` is None where the function refuses the batch.
+        """
         found = None
         with contextlib.suppress(InputError):  # what it refuses
             found = [float(a) for a in self.f(b)]
@@ -173,6 +223,17 @@ class AdvantageCase:
 def choose_inputs(f: Function, name: str, hp: Mapping[str, Any]) -> AdvantageCase:
     """With the first kind of input on which it is right, in float64 or else in float32;
     else the first that runs.
+
+    Args:
+        f: the function.
+        name: of the estimator that it is compared with.
+        hp: ddof and eps of that estimator.
+
+    Returns:
+        The case.
+
+    Raises:
+        InputError: the function refuses every kind of input.
     """
     first: AdvantageCase | None = None
     errors: list[InputError] = []

@@ -71,6 +71,11 @@ class Function:
         return self.square or ("group" not in self.reads and "n" in self.reads)
 
     def assumptions(self) -> list[str]:
+        """Say what was assumed about the inputs of the function.
+
+        Returns:
+            Sentences; none where rewards and prompt ids are tensors.
+        """
         out = []
         if said := KINDS[self.kind]:
             out.append(
@@ -87,6 +92,18 @@ class Function:
         return self.outcome(b.R, b.group).A
 
     def outcome(self, R: Sequence[Any], group: Sequence[int]) -> AdvantageOutcome:
+        """Call the function once.
+
+        Args:
+            R: a reward per response.
+            group: the prompt id of each response.
+
+        Returns:
+            The advantages in float64, and what else the call did.
+
+        Raises:
+            InputError: the function raises, or returns something else.
+        """
         full = self._inputs(R, group)
         before = {k: _state(v) for k, v in full.items()}
         got, printed = called(
@@ -173,8 +190,19 @@ class Function:
 
 
 def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
-    """A Function from a callable or its name (also verl:grpo and the like); InputError
-    where it takes other things.
+    """A Function from a callable or its name (also verl:grpo and the like).
+
+    Args:
+        fn: the function, or its name.
+        estimator: the name of the estimator that it is compared with.
+        hp: ddof and eps of that estimator.
+
+    Returns:
+        The function, which gets the first kind of inputs that it may take.
+
+    Raises:
+        InputError: it is a class, is not callable, or needs an argument that upref
+            lacks.
     """
     name = name_of(fn)
     if isinstance(fn, str):

@@ -80,7 +80,14 @@ class Correction:
 
 
 def retuned(case: LossCase) -> Iterator[LossFault]:
-    """The objective's own correction with the bounds that the loss shows."""
+    """The objective's own correction with the bounds that the loss shows.
+
+    Args:
+        case: the loss and its objective.
+
+    Yields:
+        One fault, or none.
+    """
     seen = _of_both_signs(case)
     if not seen or seen[1.0] != seen[-1.0]:
         return
@@ -94,7 +101,15 @@ def retuned(case: LossCase) -> Iterator[LossFault]:
 
 
 def corrected(case: LossCase) -> Iterator[LossFault]:
-    """The correction that the loss shows on responses of one token, of each level."""
+    """The correction that the loss shows on responses of one token, of each level.
+
+    Args:
+        case: the loss and its objective.
+
+    Yields:
+        A fault for each level, token or response; none where the loss shows no
+            correction.
+    """
     if not (seen := _of_both_signs(case)):
         return
     good, bad = seen.values()

@@ -62,7 +62,12 @@ class Change:
     def put_into(
         self, o: Objective, hp: dict[str, Any]
     ) -> tuple[Objective, dict[str, Any]]:
-        """The objective and hyperparameters that it leaves."""
+        """The objective and hyperparameters that it leaves.
+
+        Args:
+            o: the objective.
+            hp: its hyperparameters.
+        """
         if self.objective is None:
             return o, hp | self.hp
         return get(self.objective) if isinstance(
@@ -70,7 +75,16 @@ class Change:
         ) else self.objective, self.hp
 
     def weights(self, o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
-        """dJ_t/dlp_t of the objective with this change in it, before aggregation."""
+        """dJ_t/dlp_t of the objective with this change in it, before aggregation.
+
+        Args:
+            o: the objective.
+            hp: its hyperparameters.
+            b: the batch.
+
+        Returns:
+            [B, T], 0 on masked slots.
+        """
         b = self.view(b)
         if self.weigh is not None:
             return torch.where(b.mask, self.weigh(b), 0)
@@ -178,7 +192,15 @@ class Shape:
 
 
 def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
-    """Measured on single tokens, without the KL term and the sampler's correction."""
+    """Measured on single tokens, without the KL term and the sampler's correction.
+
+    Args:
+        o: the objective.
+        hp: its hyperparameters.
+
+    Returns:
+        Where its weight is live, bounded, plain and free of A, on either side.
+    """
     o, own = _inside(o, _without_beta(hp))
 
     def token(A: float, mu: float, log_r: float) -> Rollouts:
@@ -260,6 +282,11 @@ def _is_linear(o: Objective, hp: dict[str, Any]) -> bool:
 
 # ---- faults that need a word only ----------------------------------------------------
 def with_hp(**hp: float) -> LossFault:
+    """Make the fault of other hyperparameters.
+
+    Args:
+        **hp: their values, by name.
+    """
     return fault(
         ", ".join(f"{k} = {v:g}" for k, v in hp.items()),
         "hyperparameter",
@@ -269,6 +296,11 @@ def with_hp(**hp: float) -> LossFault:
 
 
 def aggregated(name: str) -> LossFault:
+    """Make the fault of another aggregation.
+
+    Args:
+        name: of the aggregation.
+    """
     return fault(
         f"aggregated by {name}", "aggregation", id=f"aggregated-by-{name}", agg=name
     )
@@ -405,6 +437,13 @@ TERM_OF = {name: name for name in kl.ESTIMATORS} | {"k3_ratio": "k3 (times the r
 def term_slope(f: str | Callable[..., Tensor], b: Rollouts) -> Tensor:
     """d f(lp, lp_ref, lp_old, log μ) / d lp of each token, 0 on masked slots; f may be
     a name of KL_TERMS.
+
+    Args:
+        f: the term, or its name.
+        b: the batch.
+
+    Returns:
+        [B, T].
     """
     if isinstance(f, str):
         f = KL_TERMS[f]
@@ -467,7 +506,11 @@ KL_MISSING = fault(
 
 
 def kl_added(beta: float) -> LossFault:
-    """The fault that the KL term, of this coefficient, has the other sign."""
+    """The fault that the KL term, of this coefficient, has the other sign.
+
+    Args:
+        beta: the coefficient of the KL term.
+    """
     words = "the KL term is added to J, not subtracted"
     return fault(words, "term", id="kl-added", hp={"beta": -beta})
 
@@ -654,7 +697,15 @@ def cuts(lo: float, hi: float) -> tuple[tuple[str, Callable[..., Any]], ...]:
 
 
 def term_of(o: Objective, hp: dict[str, Any]) -> Term:
-    """The objective's function, without the KL term and the sampler's correction."""
+    """The objective's function, without the KL term and the sampler's correction.
+
+    Args:
+        o: the objective.
+        hp: its hyperparameters.
+
+    Returns:
+        A function (lp, lp_old, A, mask) -> J of each token or response.
+    """
     o, own = _inside(o, _without_beta(hp))
     return lambda lp, old, A, m: o.unreduced(lp, old, A, m, torch.ones_like(lp), **own)
 
@@ -676,7 +727,15 @@ def _ends(o: Objective, hp: dict[str, Any], side: str) -> list[bool]:
 
 
 def by_token(x: Tensor, lp: Tensor) -> Tensor:
-    """x, with the gradient of each token's own log-probability, as GSPO-token has it."""
+    """x, with the gradient of each token's own log-probability, as GSPO-token has it.
+
+    Args:
+        x: a value for each response or token, broadcast to lp.
+        lp: log-probabilities, [B, T].
+
+    Returns:
+        The numbers of x, [B, T].
+    """
     return sg(x) + lp - sg(lp)
 
 

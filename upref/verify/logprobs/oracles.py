@@ -70,6 +70,12 @@ class KernelCase:
     ) -> Any:
         """(how often the tolerance, name of the number, where, expected, found) of the
         worst number.
+
+        Args:
+            p: the problem.
+            done: what the function answered.
+            want: what it should answer.
+            least: the tolerance, where that of a number is smaller.
         """
         worst: tuple[float, str, tuple[int, ...], float, float] = (
             0.0,
@@ -198,6 +204,14 @@ def shown(p: Problem) -> Example | None:
 
 # ---- what is compared on problems ----------------------------------------------------
 def wrong(case: KernelCase) -> str:
+    """Say why an oracle of unusual problems does not run.
+
+    Args:
+        case: the function and what was found so far.
+
+    Returns:
+        The reason; "" where plain problems are right.
+    """
     return "wrong on plain batches already" if case.failed & set(PLAIN) else ""
 
 
@@ -335,6 +349,15 @@ def mutation(case: KernelCase) -> Iterator[Finding]:
 
 # ---- precision -----------------------------------------------------------------------
 def gaps(done: KernelOutcome, want: KernelOutcome) -> dict[str, float]:
+    """Measure how far each number of an answer is from the right one.
+
+    Args:
+        done: what the function answered.
+        want: what it should answer.
+
+    Returns:
+        The largest absolute difference, by the name of the number.
+    """
     return {
         k: (v - want.numbers[k]).abs().max().item() for k, v in done.numbers.items()
     }
@@ -343,6 +366,17 @@ def gaps(done: KernelOutcome, want: KernelOutcome) -> dict[str, float]:
 def rounded(
     name: str, off: dict[str, float], least: float, words: str
 ) -> list[Finding]:
+    """Note the log-probabilities and entropies that rounding moves.
+
+    Args:
+        name: of the oracle.
+        off: the largest difference of each number, by its name.
+        least: differences up to this are not noted.
+        words: on which inputs.
+
+    Returns:
+        One note, or none.
+    """
     said = [f"{k} off by {v:.1e}" for k, v in off.items() if k in VALUES and v > least]
     return [note(name, f"{', '.join(said)} {words}", cause="rounding")] if said else []
 

@@ -132,6 +132,14 @@ def plain(k: Kernel) -> dict[str, dict[str, Problem]]:
 
 
 def tiles(k: Kernel) -> dict[str, Problem]:
+    """Make problems a little larger than each usual tile of a GPU kernel.
+
+    Args:
+        k: the function that will get them.
+
+    Returns:
+        Problems by their words.
+    """
     return {
         f"{N} tokens, {V} ids, hidden size {H}": random_problem(k, N, V, H, 9)
         for N, V, H in [*SQUARE, *TILES]
@@ -185,7 +193,15 @@ def offset(k: Kernel) -> dict[str, Problem]:
 
 
 def peak(k: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
-    """One logit that far above where the rest is, of its own token in every other row."""
+    """One logit that far above where the rest is, of its own token in every other row.
+
+    Args:
+        k: the function that will get it.
+        V: size of the vocabulary.
+        at: the token of that logit.
+        height: of the logit, above a rest of half the usual size.
+        N: number of tokens.
+    """
     p = random_problem(k, N, V, 3, 5)
     tokens = torch.where(torch.arange(N).reshape(p.tokens.shape) % 2 == 0, at, p.tokens)
     if p.weight is None:
@@ -199,6 +215,14 @@ def peak(k: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
 
 
 def peaks(k: Kernel) -> dict[str, Problem]:
+    """Make problems whose softmax overflows or underflows if no maximum is subtracted.
+
+    Args:
+        k: the function that will get them.
+
+    Returns:
+        Problems by their words.
+    """
     at = [(h, V, i) for h in HEIGHTS for V in (9, 1029) for i in (0, V // 2, V - 1)]
     return {
         f"the logit of token {i} of {V} is {h:g} above the rest": peak(k, V, i, h)
@@ -207,6 +231,15 @@ def peaks(k: Kernel) -> dict[str, Problem]:
 
 
 def large(k: Kernel, V: int = 151_936) -> dict[str, Problem]:
+    """Make two problems with the vocabulary of Qwen in float32, one token near p = 0.9.
+
+    Args:
+        k: the function that will get them.
+        V: size of the vocabulary.
+
+    Returns:
+        Problems by their words.
+    """
 
     def high(at: int) -> Problem:
         """A problem whose token `at` has a p near 0.9."""
@@ -220,7 +253,15 @@ def large(k: Kernel, V: int = 151_936) -> dict[str, Problem]:
 
 
 def forbidden(k: Kernel) -> dict[str, Problem]:
-    """Two ids with a logit of -inf, which no token has."""
+    """Two ids with a logit of -inf, which no token has.
+
+    Args:
+        k: the function that will get it.
+
+    Returns:
+        One problem by its words. None for hidden states without a bias, or with a
+            softcap.
+    """
     p, low = (
         random_problem(k, 6, 9, 3, 6),
         torch.where(torch.arange(9) < 7, 0.0, -math.inf).double(),
@@ -236,6 +277,14 @@ def forbidden(k: Kernel) -> dict[str, Problem]:
 
 
 def ignored(k: Kernel) -> dict[str, Problem]:
+    """Make problems whose masked tokens have the id -100.
+
+    Args:
+        k: the function that will get them.
+
+    Returns:
+        Problems by their words, of a vocabulary below and above 100.
+    """
     out = {}
     for V in (9, 131):  # of the second, -100 is an id for whoever counts from the end
         p = masked(random_problem(k, 6, V, 3, 7), [[0, 1, 1], [1, 1, 0]])
@@ -276,6 +325,14 @@ def layout(k: Kernel) -> dict[str, Problem]:
 
 
 def frozen(k: Kernel) -> dict[str, Problem]:
+    """Make problems in which one input needs no gradient.
+
+    Args:
+        k: the function that will get them.
+
+    Returns:
+        Problems by their words.
+    """
     return {
         f"the {name} needs no gradient": random_problem(k, seed=11, frozen=name)
         for name in ("weight", "hidden")

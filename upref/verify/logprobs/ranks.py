@@ -29,7 +29,13 @@ SECONDS, SINGLE = 60, 1e-4  # that a process may take, and how near is equal
 
 
 def shard(p: Problem, rank: int, ranks: int) -> Problem:
-    """The rank's columns of the vocabulary; tokens stay global ids."""
+    """The rank's columns of the vocabulary; tokens stay global ids.
+
+    Args:
+        p: a problem of the whole vocabulary.
+        rank: from 0 on.
+        ranks: how many share the vocabulary.
+    """
 
     def cut(v: Tensor, dim: int) -> Tensor:
         """The rank's part along this dimension."""
@@ -107,7 +113,18 @@ def compared(
     kernel: Kernel, p: Problem, ranks: int, off: Callable[..., Any]
 ) -> Iterator[Finding]:
     """Each rank's results against the whole vocabulary's; its gradients against its
-    part. off: KernelCase.off.
+    part.
+
+    Args:
+        kernel: the function.
+        p: a problem of the whole vocabulary.
+        ranks: how many processes share it.
+        off: KernelCase.off.
+
+    Yields:
+        A failure of the first rank that differs; a note on whether the ranks' gradients
+            of
+        hidden states are added up already.
     """
     every, h = outcomes(kernel, p, ranks), "gradient of hidden"
 

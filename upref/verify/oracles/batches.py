@@ -31,6 +31,14 @@ def _batch(case: LossCase) -> Rollouts:
 
 
 def not_split(case: LossCase) -> str:
+    """Say why this loss cannot be asked about micro-batches.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        The reason; "" where it can be asked.
+    """
     if not case.loss.micro_batchable:
         return "the loss is one call on the whole mini-batch: it takes no `totals`"
     return case.o.batch_coupled
@@ -38,6 +46,14 @@ def not_split(case: LossCase) -> str:
 
 @oracle("micro-batches", 40, not_split)
 def micro_batches(case: LossCase) -> list[Finding]:
+    """The losses of micro-batches add up to that of the mini-batch.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        A failure at the first way to cut the mini-batch that differs.
+    """
     # of eight responses
     b, counts = _batch(case), (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
     v, g = case.both(b)
@@ -103,6 +119,12 @@ def _differ(case: LossCase, b: Rollouts, g: Tensor) -> bool:
 def loss_scale(case: LossCase) -> list[Finding]:
     """The loss times a number, as where gradients are accumulated: a backward pass of
     its own has to pass that on.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        A failure where the gradient does not scale with the loss.
     """
     b, loss = _batch(case), case.loss
     g = case.gradient(b)
@@ -165,6 +187,12 @@ TIMES = (0.5, 2.0, 100.0, -1.0)  # of a loss, where grad_output is left out
 def one_response(case: LossCase) -> list[Finding]:
     """Batches of one response: a denominator of at least 2 shows, a std over rows, what
     one sign of A hides.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        Findings; none after wrong weights on larger batches.
     """
     if case.wrong:
         return []
@@ -249,6 +277,10 @@ ONE_RESPONSE = (
 def divides_by_its_own(case: LossCase, part: str) -> Cause:
     """The cause of a part of a mini-batch, `micro-batch` or `rank`, that is averaged by
     itself.
+
+    Args:
+        case: the loss and its objective.
+        part: one of these words.
     """
     passed = case.loss.counts_from and f", which {case.loss.counts_from}"
     words = f"it divides by the {part}'s own tokens or responses, not by the mini-batch's{passed}"
@@ -261,7 +293,14 @@ def _right(case: LossCase, b: Rollouts) -> Tensor:
 
 
 def not_parallel(case: LossCase) -> str:
-    """Why this loss cannot be asked."""
+    """Why this loss cannot be asked.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        The reason; "" where it can be asked.
+    """
     if not case.loss.micro_batchable and (
         not case.o.agg.startswith("seq-mean") or "group" in case.loss.reads
     ):
@@ -270,7 +309,11 @@ def not_parallel(case: LossCase) -> str:
 
 
 def rank_counts(case: LossCase) -> str:
-    """What a rank is taken to be told, in words."""
+    """What a rank is taken to be told, in words.
+
+    Args:
+        case: the loss and its objective.
+    """
     if not case.loss.micro_batchable:
         return "each rank has equally many responses and gets only its own counts"
     if case.loss.reads_ranks:
@@ -284,6 +327,12 @@ def rank_counts(case: LossCase) -> str:
 def data_parallel(case: LossCase) -> list[Finding]:
     """K ranks with rows dealt out in turn, so that groups lie on several; the framework
     averages their gradients.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        A failure with the first number of ranks that differs.
     """
     b = _batch(case)
     g = case.gradient(b)

@@ -41,8 +41,17 @@ SQUARED = Cause("A enters squared", ("advantage-squared",))
 
 
 def moved(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
-    """Relative to the largest, on unmasked slots, 0 within tol; infinite where one is
-    not finite and the other is.
+    """How far two gradients are apart, relative to the largest number of the second, on
+    unmasked slots.
+
+    Args:
+        x: [B, T].
+        y: the gradient that x should be.
+        mask: of the tokens that train.
+        tol: distances up to this are 0.
+
+    Returns:
+        [B, T], infinite where one is not finite and the other is.
     """
     off = ((x - y).abs() / y.abs().amax().clamp(min=1e-30)).nan_to_num(nan=math.inf)
     return torch.where(mask & (off > tol), off, 0)
@@ -51,12 +60,26 @@ def moved(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
 def slack(case: LossCase, least: float = HABIT) -> float:
     """By default 1e-6 in a denominator is let pass: of a chunk, other rows or columns
     make another one.
+
+    Args:
+        case: the loss and its objective.
+        least: what is let pass in float64.
+
+    Returns:
+        The relative error that is let pass.
     """
     return max(least, case.tol if case.single else 0)
 
 
 def off_bounds(case: LossCase) -> Rollouts:
-    """The grid without its bounds: on a bound, the order of a sum would decide."""
+    """The grid without its bounds: on a bound, the order of a sum would decide.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        The batch, made once: do not write to it.
+    """
     return case.once(
         ("off bounds", *case.plain_hp.items()),
         lambda: case.grid(thin=3, edges=OFF_EDGES).but(totals=None),
@@ -65,6 +88,14 @@ def off_bounds(case: LossCase) -> Rollouts:
 
 @oracle("padding", 60)
 def padding(case: LossCase) -> list[Finding]:
+    """Further masked slots, on either side, change nothing, and have no gradient.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        Failures with the smallest batch.
+    """
     b = off_bounds(case)
     value, g = case.both(b)
     out = []
@@ -246,6 +277,12 @@ LEAK = "{} in a masked slot reaches the gradient; select with torch.where(mask, 
 def masked_values(case: LossCase) -> list[Finding]:
     """Numbers in masked slots must count for nothing; NaN there is a note, since
     frameworks pad with numbers.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        Failures and notes, with the inputs that are read.
     """
     b = case.grid(thin=5)
     value, g = case.both(b)
@@ -346,6 +383,14 @@ def _moves(case: LossCase, b: Rollouts, i: Tensor) -> bool:
 
 @oracle("permutation", 130)
 def permutation(case: LossCase) -> list[Finding]:
+    """The responses in another order have the same gradients.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        A failure with the smallest batch.
+    """
     b = off_bounds(case)
     orders = (
         lambda n: torch.arange(n).roll(1),
@@ -380,6 +425,14 @@ def _kl(case: LossCase) -> str:
 
 @oracle("scaling", 110, _kl, implied=True)
 def scaling(case: LossCase) -> list[Finding]:
+    """Three times the advantages make three times the gradient.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        A failure with the smallest batch.
+    """
     b = off_bounds(case)
 
     def tripled(c: Rollouts) -> Tensor:
@@ -418,6 +471,14 @@ def _at_zero(b: Rollouts) -> Rollouts:
 
 @oracle("zero-advantage", 120, _kl, implied=True)
 def zero_advantage(case: LossCase) -> list[Finding]:
+    """Without an advantage there is no gradient.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        A failure with the smallest batch.
+    """
     b = off_bounds(case)
 
     def pushed(c: Rollouts) -> bool:

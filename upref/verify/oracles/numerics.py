@@ -108,13 +108,25 @@ class Extremes:
     hits: dict[str, Tensor]
 
     def place(self, i: int, t: int, dtype: str) -> TokenPlace:
-        """The token in column t of response i."""
+        """The token in column t of response i.
+
+        Args:
+            i: the row.
+            t: the column.
+            dtype: in words, in which it was found.
+        """
         A, log_r = self.b.adv[i, t].item(), (self.b.logp - self.b.logp_old)[i, t].item()
         size = {} if abs(A) in (0, 1) else {"A": A}
         numbers = size | {"log r": log_r, "log π": self.b.logp[i, t].item()}
         return TokenPlace(None if size else A, numbers=numbers, remark=dtype)
 
     def weights(self, i: int, t: int) -> tuple[float, float]:
+        """Return the expected and the found weight of a token.
+
+        Args:
+            i: the row.
+            t: the column.
+        """
         return self.expected[i, t].item(), self.found[i, t].item()
 
 
@@ -247,6 +259,12 @@ def _lost(hit: Hit) -> float:
 def clamps(case: LossCase) -> list[Finding]:
     """A weight that is lost beyond some |log r|: a clamp of the log-ratio. Shown is the
     token that loses most.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        Findings, with the cause where it is known.
     """
     hits, guard = [], GUARD[case.o.level]
     for A in (1.0, -1.0):

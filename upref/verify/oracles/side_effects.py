@@ -36,6 +36,12 @@ CONSTANTS = "harmless as long as callers pass them without requires_grad; add .d
 def in_training(case: LossCase) -> list[Finding]:
     """The same numbers as a training step has them: log_prob computed, what was not
     detached wanting a gradient.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        A failure where the numbers are others, or the loss refuses a computed log_prob.
     """
     b, roles = (
         case.grid(thin=5),
@@ -236,7 +242,14 @@ def _declared(case: LossCase) -> list[Finding]:
 
 @oracle("mutation", 160)
 def mutation(case: LossCase) -> list[Finding]:
-    """What all calls so far have changed or printed."""
+    """What all calls so far have changed or printed.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        A failure for each input that was changed, and a note where the loss printed.
+    """
     why = "it writes into the tensor that it was given"
     changed = sorted(
         {CALLED[k] for done in case.done for k in done.wrote if k in CALLED}

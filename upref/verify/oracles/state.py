@@ -38,6 +38,13 @@ def determinism(case: LossCase) -> list[Finding]:
 
     It gets the grid four times, and then a small batch often enough that a counter
     of a short period shows. `state` asks for the first batch once more, at the end.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        A failure that says whether it draws random numbers or keeps state, and since
+            when.
     """
     b, log = case.grid(thin=5), case.loss.log
     first = len(log)
@@ -120,6 +127,12 @@ def _changed(at: tuple[Any, ...], call: int) -> bool:
 def state(case: LossCase) -> list[Finding]:
     """The first batch once more, after all others; after a failure, the batches of
     other calls too. A loss that has changed meanwhile was not judged by one answer.
+
+    Args:
+        case: the loss and its objective, after all oracles.
+
+    Returns:
+        A failure of the oracle determinism, or nothing.
 
     Raises:
         Gone: a batch that the loss has answered makes it raise now.

@@ -72,7 +72,12 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
 
 
 def applies(case: LossCase, name: str) -> bool:
-    """Whether the weights depend on what is unusual on this axis."""
+    """Whether the weights depend on what is unusual on this axis.
+
+    Args:
+        case: the loss and its objective.
+        name: a key of AXES.
+    """
     match name:
         case "reference":
             return bool(case.hp.get("beta"))
@@ -219,7 +224,16 @@ def _off(case: LossCase, b: Rollouts, found: Tensor | None = None) -> Tensor:
 
 def beyond_range(case: LossCase, b: Rollouts, found: Tensor) -> Tensor:
     """Tokens at NaN of responses of which the product of the ratios is beyond what its
-    dtype holds: some write the geometric mean as a root of it."""
+    dtype holds: some write the geometric mean as a root of it.
+
+    Args:
+        case: the loss and its objective.
+        b: the batch.
+        found: its weights, [B, T].
+
+    Returns:
+        A mask, [B, T].
+    """
     if case.o.level not in ("sequence_mean", "custom"):
         return torch.zeros_like(b.mask)
     log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
@@ -337,5 +351,9 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
 
 
 def covered(case: LossCase) -> str:
-    """What was looked at, in one sentence; what is not in it was not."""
+    """What was looked at, in one sentence; what is not in it was not.
+
+    Args:
+        case: the loss and its objective, after all oracles.
+    """
     return "covered: " + "; ".join(["every bound, |log r| up to 800", *case.covered])

@@ -153,6 +153,15 @@ def _moved_for(
 
 
 def bounds_of(case: LossCase, A: float) -> list[float]:
+    """Find the ratios at which the objective's own weight jumps.
+
+    Args:
+        case: the loss and its objective.
+        A: the advantage.
+
+    Returns:
+        Ratios, ascending; none where they depend on more than the ratio.
+    """
     if case.o.batch_coupled or case.o.reads_mu or not A:
         return []
     return breakpoints(case.o, A, 0.02, **case.plain_hp)
