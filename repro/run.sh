@@ -31,7 +31,7 @@ if [[ $# -gt 0 && $1 != *=* && $1 != -* ]]; then
 fi
 if [[ -z $scale && -z ${RAY_ADDRESS-} ]] && ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
     scale=mini
-    echo "mini: this machine has no GPU (other scales: reference, smoke; on GPUs gpu1, gpu8 and paper)."
+    echo "mini: no NVIDIA GPU is visible here (other scales without one: reference, smoke; with one: trl, gpu1, gpu8, paper)."
 fi
 if [[ -n ${UPREF_PYTHON-} ]]; then
     absent='(p for p in ("torch", "verl", "omegaconf") if not importlib.util.find_spec(p))'

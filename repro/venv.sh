@@ -140,7 +140,7 @@ torch() {
         # Alone, so that no other package is looked for there, and impatient, because PyPI's build will do as well.
         installed --no-deps --retries 0 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu \
             --require-hashes -r $lists/torch-cpu.txt && return
-        say "the CPU build of torch is not to be had, so it is the CUDA build: the same results, 3 GB more to download."
+        say "the CPU build of torch could not be downloaded, so the CUDA build is installed: the same results, 3 GB more."
     fi
     install torch --no-deps --require-hashes -r $lists/torch.txt
 }

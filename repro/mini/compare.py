@@ -232,13 +232,13 @@ def cap_map(e: Experiment, out: Path, folder: Path) -> str:
                     arm,
                     adv,
                     s.hp,
-                    f"{here.sum()} tokens, {(~alive).sum()} of them dead",
+                    f"{here.sum()} tokens, {(~alive).sum()} without a gradient",
                 )
             )
             seen.append((pi_old[here], pi[here], alive))
             share = 100 * float((~alive).mean()) if here.any() else 0.0
             lines += [
-                f"* {arm}, {sign}: {share:.2f} % of {here.sum()} tokens have no gradient of their own left."
+                f"* {arm}, {sign}: {share:.2f} % of {here.sum()} tokens have no gradient of their own."
             ]
     if panels:
         fig = cap_panels(panels)
@@ -257,7 +257,7 @@ def cap_map(e: Experiment, out: Path, folder: Path) -> str:
             )
         both(fig, folder / "cap")
         lines += [
-            "\nFigure cap.svg: orange, tokens whose own gradient is alive; red, tokens that are clipped."
+            "\nFigure cap.svg: orange, tokens that have a gradient of their own; red, tokens that have none."
         ]
     return "\n".join(lines) + "\n"
 
@@ -304,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
         "--jobs",
         type=int,
         default=suite.cores(),
-        help="runs at a time (default: one a core)",
+        help="runs at a time (default: one for each core)",
     )
     parser.add_argument(
         "--out", type=Path, default=suite.OUT, help="folder of the runs"

@@ -194,7 +194,8 @@ def generated_together(args: argparse.Namespace) -> int:
     shape, micro, longest = shape_of(args.model), micro_batch(gpu_bytes()), LONGEST
     count = memory.together(shape, gpu_bytes(), micro, longest)
     print(
-        f"  estimate: {memory.words(shape, gpu_bytes(), micro, longest, count)}",
+        f"  estimate: {memory.words(shape, gpu_bytes(), micro, longest, count)}; "
+        "docs/gpu.md has what was measured on an H100",
         flush=True,
     )
     return count

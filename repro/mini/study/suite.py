@@ -74,7 +74,7 @@ def run_all(
     if todo:
         left = results.forecast([wanted[name] for name in todo], known or {}) / 3600
         say(
-            f"The rest takes about {left:.1f} hours of one core, {left / jobs:.1f} hours if {jobs} are free."
+            f"They take about {lasting(left)} of one core, {lasting(left / jobs)} if {jobs} are free."
         )
     failures: list[str] = []
     running: dict[str, subprocess.Popen] = {}
@@ -102,6 +102,11 @@ def run_all(
         finally:
             _stop(running.values())
     return failures
+
+
+def lasting(hours: float) -> str:
+    """A time to wait, in words."""
+    return f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes"
 
 
 def _launch(
@@ -281,7 +286,10 @@ def main(argv: list[str] | None = None) -> int:
         help="begin no new run after so many hours",
     )
     parser.add_argument(
-        "--jobs", type=int, default=cores(), help="runs at a time (default: one a core)"
+        "--jobs",
+        type=int,
+        default=cores(),
+        help="runs at a time (default: one for each core)",
     )
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the runs")
     parser.add_argument(
