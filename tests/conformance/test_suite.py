@@ -320,6 +320,9 @@ def _pytest(folder, *arguments):
 
 ADAPTER = f"""{SOURCE}
 
+import dataclasses
+
+
 class Mine(Plain):
     name = "mine 1.0"
 
@@ -329,6 +332,14 @@ class Mine(Plain):
         if case.id == "objective/grpo":
             rows = rows[:-1]
         super().step(model, rows, case)
+
+
+class Cold(Plain):
+    name = "cold 1.0"
+
+    def loss(self, model, rows, case, *counts):
+        case = dataclasses.replace(case, temperature=1.0)
+        return super().loss(model, rows, case, *counts)
 """
 
 
@@ -347,6 +358,9 @@ def test_the_command_and_the_list_of_known_failures(tmp_path):
     assert status == 1
     assert "1 passed, 1 failed, 1 could not run" in text
     assert "RuntimeError: no engine (adapter.py, line" in text
+    assert "Traceback (most recent call last)" in text
+    assert "pytest_options.py" not in text, "an adapter's error shows upref's lines"
+    assert "runner.py" not in text, "an adapter's error shows upref's lines"
     results = json.loads((tmp_path / "results.json").read_text())
     statuses = {name: record["status"] for name, record in results["cases"].items()}
     assert statuses == {
@@ -357,6 +371,7 @@ def test_the_command_and_the_list_of_known_failures(tmp_path):
     (tmp_path / "known.toml").write_text(known)
     status, text = _pytest(tmp_path, *some, "--upref-xfails", "known.toml")
     assert status == 0, text
+    assert "mine 1.0: 1 passed, 2 expected failures\n" in text
 
     (tmp_path / "known.toml").write_text(
         known + '"objective/ppo_clip" = "was wrong once"\n'
@@ -367,6 +382,43 @@ def test_the_command_and_the_list_of_known_failures(tmp_path):
         "objective/ppo_clip passes, and the list of known failures has it: take it out."
         in text
     )
+    assert "2 expected failures, 1 passed that the list of known failures has" in text
+
+
+@pytest.mark.slow
+def test_listed_failures_leave_the_search_to_unexpected_ones(tmp_path):
+    """Three listed cases fail first, and the causes of the next three are searched. The
+    failure beyond them prints the command that searches its cause.
+    """
+    (tmp_path / "adapter.py").write_text(ADAPTER)
+    listed = ("objective/ppo_clip", "objective/dapo", "objective/grpo")
+    lines = [f'"{name}" = "no temperature"' for name in listed]
+    (tmp_path / "known.toml").write_text("\n".join(["[expected_failures]", *lines]))
+    some = ("--level", "1", "-k", f"{' or '.join(listed)} or cispo or mask")
+    arguments = ("--adapter", "adapter.py:Cold", "--upref-xfails", "known.toml")
+    status, text = _pytest(tmp_path, *arguments, *some, "-v", "-rs")
+    assert status == 1
+    assert "cold 1.0: 4 failed, 1 skipped, 3 expected failures\n" in text
+    failures = re.split(r"^_+ test_step\[(.*)\] _+$", text, flags=re.MULTILINE)
+    said = dict(zip(failures[1::2], failures[2::2], strict=True))
+    *first, last = said.values()
+    assert len(first) == 3
+    for each in first:
+        assert "the temperature is left out" in each
+    command = "python -m pytest --pyargs upref.conformance --adapter adapter.py:Cold"
+    assert f"{command} -k mask/end-inside" in last
+    assert "assumed: allowed error of the gradient" in last
+    assert ": objective/cispo: the loop has no cispo" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "words"), [("--help", "--upref-xfails"), ("--collect-only", "dual-clip")]
+)
+def test_what_runs_no_case_needs_no_adapter(option, words, tmp_path):
+    status, text = _pytest(tmp_path, option)
+    assert status == 0, text
+    assert words in text
 
 
 @pytest.mark.slow

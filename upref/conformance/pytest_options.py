@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of `pytest --pyargs upref.conformance`, and the fixtures of its one test."""
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ from upref.conformance.ranks import run_ranks
 from upref.conformance.results import read_expected_failures, write_results
 from upref.conformance.runner import Outcome, Status, run
 from upref.errors import InputError
+from upref.step.check import NOT_SEARCHED
 from upref.user_code.guard import one_thread
+from upref.verify.report import counted
 
-# failures whose cause is searched: a red build must not take longer than a green one
+# unexpected failures of a run whose cause is searched: a search may take longer than
+# its case
 EXPLAINED = 3
-
-
-class CouldNotRunError(Exception):
-    """The adapter or the framework raised an error, so that no gradient was compared."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,11 +54,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Read the options. `--help` starts no session, so it needs no adapter."""
+    config = session.config
+    target = config.getoption("--adapter")
     try:
-        if not config.getoption("--adapter"):
+        if target:
+            config.stash[ADAPTER] = load_adapter(target)
+        elif not config.getoption("--collect-only"):
             raise InputError("name an adapter: --adapter FILE.py:CLASS.")
-        config.stash[ADAPTER] = load_adapter(config.getoption("--adapter"))
         config.stash[CASES_TO_RUN] = cases(
             config.getoption("--level"), config.getoption("--suite")
         )
@@ -96,20 +100,56 @@ def outcome(
     """The outcome of the case. What could not run is an error of the test's setup:
     neither a pass nor a failure.
     """
-    outcomes = request.config.stash[OUTCOMES]
-    failed = sum(each.status is Status.FAILED for each in outcomes)
-    explain = failed < EXPLAINED and not expected_failure
+    config = request.config
+    outcomes = config.stash[OUTCOMES]
+    known = config.stash[EXPECTED_FAILURES]
+    unexpected = [
+        each
+        for each in outcomes
+        if each.status is Status.FAILED and each.case.id not in known
+    ]
+    explain = len(unexpected) < EXPLAINED and not expected_failure
     run_case = run_ranks if case.ranks > 1 else run
     found = run_case(
-        request.config.stash[ADAPTER],
+        config.stash[ADAPTER],
         case,
-        seed=request.config.getoption("--upref-seed"),
+        seed=config.getoption("--upref-seed"),
         explain=explain,
     )
     outcomes.append(found)
     if found.status is Status.COULD_NOT_RUN and not expected_failure:
-        raise CouldNotRunError(str(found))
+        pytest.fail(str(found), pytrace=False)
     return found
+
+
+@pytest.fixture
+def failure(outcome: Outcome, request: pytest.FixtureRequest) -> str:
+    """What a failed test prints. Where the cause was not searched, the command that
+    searches it.
+    """
+    text = outcome.text(verbose=_is_verbose(request.config))
+    if outcome.reason != NOT_SEARCHED:
+        return text
+    command = _command(request.config, outcome.case)
+    words = f"{NOT_SEARCHED}; this command searches it:\n    {command}"
+    return text.replace(NOT_SEARCHED, words, 1)
+
+
+def _is_verbose(config: pytest.Config) -> bool:
+    """Tell whether the command line has `-v`. Beside `-q`, pytest's verbosity is 0."""
+    arguments = map(str, config.invocation_params.args)
+    return config.get_verbosity() > 0 or any(arg.startswith("-v") for arg in arguments)
+
+
+def _command(config: pytest.Config, case: Case) -> str:
+    """Return the command that runs the case alone."""
+    words = ["python", "-m", "pytest", "--pyargs", "upref.conformance"]
+    words += ["--adapter", config.getoption("--adapter")]
+    if case.level > SINGLE:
+        words += ["--level", str(case.level)]
+    if seed := config.getoption("--upref-seed"):
+        words += ["--upref-seed", str(seed)]
+    return shlex.join([*words, "-k", case.id])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -134,11 +174,30 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     outcomes = config.stash.get(OUTCOMES, [])
     if not outcomes:
         return
-    counts = {
-        status: sum(outcome.status is status for outcome in outcomes)
-        for status in Status
-    }
-    words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    known = config.stash[EXPECTED_FAILURES]
     terminalreporter.write_line(
-        f"upref {config.getoption('--suite')}: {config.stash[ADAPTER].name}: {words}"
+        f"upref {config.getoption('--suite')}: {config.stash[ADAPTER].name}: {_summary(outcomes, known)}"
     )
+
+
+def _summary(outcomes: Sequence[Outcome], known: Mapping[str, str]) -> str:
+    """Return how many cases ended in each way. A known failure counts as expected."""
+    listed = [
+        outcome
+        for outcome in outcomes
+        if outcome.case.id in known and outcome.status is not Status.SKIPPED
+    ]
+    passes = sum(outcome.status is Status.PASSED for outcome in listed)
+    others = [
+        outcome.status
+        for outcome in outcomes
+        if outcome.case.id not in known or outcome.status is Status.SKIPPED
+    ]
+    words = [
+        f"{others.count(status)} {status}" for status in Status if status in others
+    ]
+    if len(listed) > passes:
+        words.append(counted(len(listed) - passes, "expected failure"))
+    if passes:
+        words.append(f"{passes} passed that the list of known failures has")
+    return ", ".join(words)

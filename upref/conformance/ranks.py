@@ -125,7 +125,13 @@ def _outcome(record: dict[str, Any], case: Case) -> Outcome:
         report = StepReport(**report | {"findings": findings})
     status = Status(record["status"])
     return Outcome(
-        case, status, record["reason"], record["settings"], report, record["seconds"]
+        case,
+        status,
+        record["reason"],
+        record["settings"],
+        report,
+        record["seconds"],
+        record["traceback"],
     )
 
 

@@ -45,6 +45,7 @@ class Outcome:
         settings: the framework's own configuration of the case.
         report: the report on the step; None where no step was compared.
         seconds: of CPU time.
+        traceback: of an error that the adapter raised, from the adapter's own line on.
     """
 
     case: Case
@@ -53,15 +54,26 @@ class Outcome:
     settings: dict[str, str] = field(default_factory=dict)
     report: StepReport | None = None
     seconds: float = 0.0
+    traceback: str = ""
 
-    def __str__(self) -> str:
+    def text(self, verbose: bool = False) -> str:
+        """Return the outcome as lines: the cause, the settings and the report.
+
+        Args:
+            verbose: print the report with its assumptions.
+        """
         lines = [f"{self.case.id}: {self.status}"]
         if self.reason:
             lines.append(f"  {self.reason}")
         lines += [f"  {key} = {value}" for key, value in self.settings.items()]
         if self.report is not None and self.status is Status.FAILED:
-            lines.append(str(self.report))
+            lines.append(self.report.text(verbose))
+        if self.traceback:
+            lines.append(self.traceback)
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
@@ -114,11 +126,24 @@ def run(
         raise InputError(
             f"{case.id} has {case.ranks} ranks: run it with upref.conformance.run_ranks."
         )
-    if reason := adapter.supports(case):
-        return Outcome(case, Status.SKIPPED, reason)
-    settings = dict(adapter.settings(case))
     start = time.process_time()
+    settings: dict[str, str] = {}
     errors: list[Exception] = []
+
+    def could_not_run(reason: str, error: Exception | None = None) -> Outcome:
+        trace = "" if error is None else _adapters_traceback(error)
+        seconds = time.process_time() - start
+        return Outcome(
+            case, Status.COULD_NOT_RUN, reason, settings, None, seconds, trace
+        )
+
+    try:
+        if reason := adapter.supports(case):
+            return Outcome(case, Status.SKIPPED, reason)
+        settings |= adapter.settings(case)
+        scale = adapter.scale(case)
+    except Exception as error:
+        return could_not_run(describe_error(error), error)
 
     def step(model: Any, rows: list[Row]) -> Any:
         try:
@@ -128,7 +153,7 @@ def run(
             raise
 
     try:
-        report = _compare(step, case, adapter.scale(case), seed, explain)
+        report = _compare(step, case, scale, seed, explain)
     except UntrainedRowsError as error:
         return Outcome(
             case,
@@ -138,16 +163,11 @@ def run(
             seconds=time.process_time() - start,
         )
     except Exception as error:
-        if not errors and not isinstance(error, InputError):
+        if errors:
+            return could_not_run(describe_error(errors[0]), errors[0])
+        if not isinstance(error, InputError):
             raise
-        reason = describe_error(errors[0]) if errors else str(error)
-        return Outcome(
-            case,
-            Status.COULD_NOT_RUN,
-            reason,
-            settings,
-            seconds=time.process_time() - start,
-        )
+        return could_not_run(str(error))
     seconds = time.process_time() - start
     if case.dtype == "float32" and (halved := _half_precision(report)):
         return Outcome(case, Status.FAILED, halved, settings, report, seconds)
@@ -178,6 +198,24 @@ def describe_error(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}, line {place.lineno}, in {place.name}"
     return f"{type(error).__name__}: {one_line(error)} ({where})"
+
+
+UPREF = Path(__file__).parents[1]
+
+
+def _adapters_traceback(error: Exception) -> str:
+    """Return the traceback of an error without the calls of upref that lead to the
+    adapter.
+    """
+    trace = error.__traceback__
+    while trace is not None and _is_of_upref(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    lines = traceback.format_exception(type(error), error, trace)
+    return "".join(lines).rstrip()
+
+
+def _is_of_upref(file: str) -> bool:
+    return Path(file).is_relative_to(UPREF)
 
 
 def _compare(

@@ -42,6 +42,7 @@ from upref.verify.finding import NO_CAUSE, Cause, Number
 from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_state
 
 LARGE = 5_000_000  # parameters of a model that threads make faster
+NOT_SEARCHED = "the cause was not searched"
 CLOSE = 3  # times the bound: below that, rounding fits terms with coefficients too
 TOO_CLOSE = (
     f"{UNKNOWN}: the difference is less than {CLOSE} times what rounding may make, "
@@ -436,7 +437,7 @@ def report_step(
     if not error <= bound or parameters(model, it.found, it.want, bound):
         one = Attempt(it, case, bound, again)
         if not explain:
-            findings.append(_difference(it, "the cause was not searched"))
+            findings.append(_difference(it, NOT_SEARCHED))
         elif not half and bound < error < CLOSE * bound:
             findings.append(_difference(it, TOO_CLOSE))
         else:
