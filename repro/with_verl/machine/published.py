@@ -157,7 +157,7 @@ Written by `python -m repro.with_verl.machine.published`. **Nothing here was mea
 [machine/estimate.py](machine/estimate.py) assume responses of half the longest length, and after two steps a run prints
 the prediction again from what it measured. Prices are those of [machine/gpus.toml](machine/gpus.toml); edit them.
 The rung `trl`, which is no scale of verl, did run on an H100, with random weights:
-[its memory and seconds](../../docs/gpu.md#training-in-trl) stand beside its own arithmetic, and it took less memory.
+[its memory and seconds, with its own arithmetic](../../docs/gpu.md#training-in-trl). It took less memory than that.
 
 {scales}
 
