@@ -505,6 +505,36 @@ def steps_suite() -> str:
     return steps.suite()
 
 
+def suite_green() -> str:
+    from docs import steps
+
+    return steps.green()
+
+
+def suite_red() -> str:
+    from docs import steps
+
+    return steps.red()
+
+
+def suite_ranks() -> str:
+    from docs import steps
+
+    return steps.ranks()
+
+
+def suite_rounding() -> str:
+    from docs import steps
+
+    return steps.rounding()
+
+
+def suite_bugs() -> str:
+    from docs import steps
+
+    return steps.bugs()
+
+
 def steps_bounds() -> str:
     from docs import bounds
 
@@ -530,6 +560,11 @@ STEPS = (
     steps_notes,
     steps_plugins,
     steps_suite,
+    suite_green,
+    suite_red,
+    suite_ranks,
+    suite_rounding,
+    suite_bugs,
     steps_bounds,
 )
 COVERAGE = (axes, tolerances, habits, fuzzed, ends, known_faults)

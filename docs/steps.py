@@ -18,6 +18,7 @@ from upref.step import StepReport
 
 HERE = Path(__file__).parent / "steps"
 ADAPTERS = Path(__file__).parents[1] / "tests/conformance"
+RUNS = Path(__file__).parents[1] / "benchmarks/conformance.json"
 
 
 def _records(trainer: str) -> list[dict]:
@@ -97,6 +98,101 @@ def suite() -> str:
             error = f"{one['error']:.1e}" if "error" in one else ""
             rows.append(f"| {results['adapter']} | {case} | {error} | {word} |")
     return "\n\n".join(heads) + "\n\n" + "\n".join(rows)
+
+
+def _runs() -> dict[str, dict[str, dict]]:
+    runs: dict[str, dict[str, dict]] = json.loads(RUNS.read_text(encoding="utf-8"))
+    return runs
+
+
+def green() -> str:
+    """The unmodified trainers on several seeds of rows: a line for each run."""
+    rows = [
+        "| trainer | seed | pass | fail, as listed | otherwise than listed | skipped "
+        "| largest error in float32 | CPU seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in _runs()["green"].values():
+        errors = [
+            error
+            for case, error in one["errors"].items()
+            if case not in one["known failures"] and not case.startswith("precision/")
+        ]
+        cells = (
+            one["adapter"],
+            one["seed"],
+            one["counts"].get("passed", 0),
+            len(one["known failures"]),
+            ", ".join(one["unexpected"]) or "none",
+            one["counts"].get("skipped", 0),
+            f"{max(errors):.1e}",
+            f"{one['cpu seconds']:.0f}",
+        )
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(rows)
+
+
+def red() -> str:
+    """Trainers with a bug planted in them: how many cases fail, and how long it takes."""
+    rows = ["| trainer | fail | of | CPU seconds |", "|---|---|---|---|"]
+    for one in _runs()["red"].values():
+        tried = sum(n for end, n in one["counts"].items() if end != "skipped")
+        failed = one["counts"].get("failed", 0)
+        rows.append(
+            f"| {one['adapter']} | {failed} | {tried} | {one['cpu seconds']:.0f} |"
+        )
+    return "\n".join(rows)
+
+
+def ranks() -> str:
+    """Two ranks beside one process: the error of the gradient in each case."""
+    rows = ["| adapter | case | error | |", "|---|---|---|---|"]
+    for kind, one in _runs()["ranks"].items():
+        for case, error in one["errors"].items():
+            bad = case in one["unexpected"] or case in one["known failures"]
+            word = "**differs**" if bad else "agrees"
+            rows.append(
+                f"| `{kind}`, {one['adapter']} | {case} | {error:.1e} | {word} |"
+            )
+    for kind, one in _runs()["layers"].items():
+        for way, error in one["errors"].items():
+            rows.append(f"| {kind} of megatron-core | {way} | {error:.1e} | |")
+    return "\n".join(rows)
+
+
+def rounding() -> str:
+    """The loop of the conformance page on families with a recurrent state, beside what
+    was allowed.
+    """
+    seeds = [*next(iter(_runs()["plain"].values()))["seeds"]]
+    rows = [
+        f"| family | {' | '.join(f'seed {seed}' for seed in seeds)} |",
+        "|---" * (len(seeds) + 1) + "|",
+    ]
+    for family, one in _runs()["plain"].items():
+        cells = [
+            f"{found['error']:.1e} of {found['allowed']:.1e}"
+            + ("" if found["status"] == "passed" else f": {found['status']}")
+            for found in one["seeds"].values()
+        ]
+        rows.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def bugs() -> str:
+    """How many of the recorded bugs the suite kills, and those that survive."""
+    every = tomllib.loads((ADAPTERS / "known_bugs.toml").read_text(encoding="utf-8"))
+    alive = [bug for bug in every["bug"] if bug.get("survives")]
+    lines = [
+        f"Of {len(every['bug'])} bugs {len(every['bug']) - len(alive)} are killed. "
+        f"{len(alive)} survive:",
+        "",
+        *(
+            f"* {bug['source']}: {bug['what']}. {bug['survives'][0].upper()}{bug['survives'][1:]}."
+            for bug in alive
+        ),
+    ]
+    return "\n".join(lines)
 
 
 def notes() -> str:

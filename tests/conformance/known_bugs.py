@@ -30,7 +30,7 @@ from upref_frameworks.audits import framework
 from upref_frameworks.audits.isolated.pin import place
 
 HERE = Path(__file__).parent
-ADAPTERS = {"trl": "TRL", "verl": "Verl", "openrlhf": "OpenRLHF"}
+ADAPTERS = {"trl": "TRL", "verl": "Verl", "openrlhf": "OpenRLHF", "skyrl": "SkyRL"}
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def killers(bug: Bug, adapter: Any, every: bool = False) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("framework", choices=sorted(ADAPTERS))
+    parser.add_argument("framework", choices=sorted({bug.framework for bug in bugs()}))
     parser.add_argument(
         "--every-case", action="store_true", help="run every case on every bug"
     )

@@ -70,13 +70,16 @@ class Megatron:
                 micro_batch_size=size,
             )
         parallel_state.destroy_model_parallel()
-        divisor = 1.0
-        if case.parallel == "context":  # as its data parallelism has it
-            divisor = torch.tensor(float(case.ranks))
-            if self.per_token:
-                divisor = counted[-1].float().clone()
-                dist.all_reduce(divisor)
-        return gathered(part, case, divisor)
+        return gathered(part, case, self.divisor(case, counted))
+
+    def divisor(self, case, counted):
+        """What Megatron's own `finalize_model_grads` divides by, which is replaced."""
+        if not self.per_token:  # its data parallelism averages over context ranks too
+            return float(case.ranks) if case.parallel == "context" else 1.0
+        tokens = counted[-1].float().clone()
+        if case.parallel != "tensor":  # there each rank has counted all of them
+            dist.all_reduce(tokens)
+        return tokens
 
     def forward_step(self, rows, case):
         """What Megatron's schedule calls with each micro-batch."""

@@ -148,6 +148,7 @@ def _level_3() -> Iterable[Case]:
     for family in FAMILY_NAMES:
         yield Case(f"family/{family}", 3, family=family)
     yield Case("precision/bfloat16", 3, dtype="bfloat16")
+    yield Case("family/qwen3_next", 3, family="qwen3_next", suite="2026.12")
 
 
 def _level_4() -> Iterable[Case]:

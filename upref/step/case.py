@@ -28,6 +28,7 @@ from upref.step.reference import (
     Model,
     Rounded,
     TorchModel,
+    Unsettled,
     as_float64,
     unwrapped,
 )
@@ -35,6 +36,9 @@ from upref.step.rows import AXES, Padded, Row
 from upref.user_code.guard import one_line, refuse_exit
 
 BOUND = 2e-5  # of |g - g*| / |g*| in float32
+FAR = 1e-3  # an error of which float32's rounding is not asked
+DRAWS = 6  # of rounding errors
+ROUNDINGS = 6  # times their root mean square is allowed
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -350,6 +354,35 @@ def allowed(goal: Goal, case: StepCase, bound: torch.dtype | float | None) -> fl
     near = sides(goal, case.forward, case.b, case.shift)
     want = assign_sides(expected(goal, case.forward, case.b), near, its)[0].sum(0)
     return 2 * float((its - want).norm() / want.norm().clamp(min=1e-300))
+
+
+def widened(goal: Goal, case: Case, bound: float, error: float) -> float:
+    """The bound for a model in float32 whose own gradient moves by more than that where
+    the result of each operation is rounded: where a norm divides by a vector near 0, as
+    in linear attention, rounding grows. It is measured only if the error is above the
+    bound and near it.
+
+    Args:
+        goal, case: what was compared.
+        bound: what is allowed of any model.
+        error: of the gradient.
+
+    Returns:
+        The bound, or the larger one that rounding gives.
+    """
+    if not bound < error <= FAR:
+        return bound
+    want = expected(goal, case.forward, case.b)
+    near = sides(goal, case.forward, case.b, case.shift)
+    squares = []
+    for seed in range(DRAWS):
+        with Unsettled(seed):
+            moved = Forward(case.forward.model, case.rows, goal.temperature)
+            its = expected(goal, moved, case.b).sum(0)
+        exact = assign_sides(want, near, its)[0].sum(0)
+        distance = (its - exact).norm() / exact.norm().clamp(min=1e-300)
+        squares.append(float(distance) ** 2)
+    return max(bound, ROUNDINGS * math.sqrt(sum(squares) / DRAWS))
 
 
 @dataclass(frozen=True)

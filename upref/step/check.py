@@ -16,6 +16,7 @@ from upref.errors import InputError
 from upref.registry import REDUCE, Objective
 from upref.step import rows as batch
 from upref.step.case import (
+    ROUNDINGS,
     Asked,
     Compared,
     StepCase,
@@ -27,6 +28,7 @@ from upref.step.case import (
     meant,
     perturbed,
     run,
+    widened,
     with_weights,
 )
 from upref.step.diagnose import diagnosed, half_precision, parameters
@@ -258,8 +260,20 @@ def _check(
 
     name = getattr(step, "__name__", type(step).__name__)
     more = second if rows is None else None
+    single = not half and not inside and isinstance(model, nn.Module)
     return report_step(
-        name, goal, case, found, passes, bound, start, again, inside, explain, more
+        name,
+        goal,
+        case,
+        found,
+        passes,
+        bound,
+        start,
+        again,
+        inside,
+        explain,
+        more,
+        single,
     )
 
 
@@ -287,7 +301,8 @@ def check_recorded(
         rows: the rows of each step, a list per step. Of one plain list each step has
             those that it was fed.
         bound: the relative error that is allowed; or the half precision in which the
-            step computes, whose rounding is allowed; None: 2e-5, for float32.
+            step computes, whose rounding is allowed; None: float32's, 2e-5, or more
+            where the model's own rounding is larger.
         objective, temperature, beta, entropy_coef, z_loss_coef, clip, scale, without,
             explain, **hp: as for `check_step`.
 
@@ -346,6 +361,7 @@ def check_recorded(
                 tol,
                 start,
                 explain=explain,
+                rounding=bound is None,
             )
         )
     worst = max(reports, key=lambda r: r.error)
@@ -387,10 +403,16 @@ def report_step(
     half: torch.dtype | None = None,
     explain: bool = True,
     second: Callable[[], Attempt] | None = None,
+    rounding: bool = False,
 ) -> StepReport:
     it = compared(goal, case, found, bound)
     goal, error = it.goal, it.error
+    usual = bound
+    if rounding:
+        bound = widened(goal, case, bound, error)
     assumptions = [f"allowed error of the gradient: {bound:.2g} of its norm"]
+    if bound > usual:
+        assumptions[0] += f", {ROUNDINGS} times what rounding to float32 moves it"
     if goal.o.agg == "group-token-mean":
         where = "per group" if goal.grouped else "over the whole step, not per group"
         assumptions.append(f"tokens are counted {where}")

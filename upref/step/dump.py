@@ -268,7 +268,17 @@ def check_dump(
         found = {n: size * g for n, g in found.items()}
     bound = allowed(goal, case, half_of(model))
     name = Path(path).name
-    report = report_step(name, goal, case, found, 0, bound, start, explain=explain)
+    report = report_step(
+        name,
+        goal,
+        case,
+        found,
+        0,
+        bound,
+        start,
+        explain=explain,
+        rounding=half_of(model) is None,
+    )
     if not clipped:
         return report
     text = "the norm was clipped: the direction of the gradient is compared alone"

@@ -24,6 +24,7 @@ from upref.step.model_errors import described
 # whose factors, weights among them, are rounded too
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
+UNIT = 2.0**-24  # the relative error of a number that is rounded to float32
 NUMBERS_AT_ONCE = 2_000_000  # numbers of a batch of gradients
 CPU = torch.device("cpu")
 WITHOUT_FLOAT64 = ("mps",)  # kinds of devices; the reference computes on the CPU there
@@ -71,6 +72,30 @@ class Rounded(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         in_place = any(r.alias_info for r in func._schema.returns)  # noqa: SLF001  or a view
         return out if in_place else tree_map(near, out)
+
+
+class Unsettled(TorchDispatchMode):
+    """The result of every operation, forward and backward, moved at random by as much
+    as rounding to float32 may move it.
+    """
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def moved(x: Any) -> Any:
+            """A tensor of float64 moved by up to half a unit in float32's last place."""
+            if not isinstance(x, Tensor) or x.dtype != torch.float64:
+                return x
+            noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+            return x * (1 + UNIT * (2 * noise.to(x.device) - 1))
+
+        out = func(*args, **(kwargs or {}))
+        in_place = any(r.alias_info for r in func._schema.returns)  # noqa: SLF001  or a view
+        return out if in_place else tree_map(moved, out)
 
 
 class _NotCheckpointed:

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance suite on released trainers: its verdicts on several seeds of rows, how
+long it takes green and red, and the cases of two ranks.
+
+    python -m benchmarks.conformance                          trl, verl, openrlhf, skyrl
+    python -m benchmarks.conformance verl --seeds 1 2         these runs alone
+    python -m benchmarks.conformance trl --red                with a bug planted in it
+    python -m benchmarks.conformance megatron skyrl --ranks   levels 4 and 5
+    python -m benchmarks.conformance plain                    no framework, eight seeds
+
+Each run is one pytest of its own, as a framework's CI runs it. The figures go to
+benchmarks/conformance.json, in place of those of the same run before; others stay. The
+exit status is 1 where an unmodified trainer has a case that ends otherwise than its
+list of known failures says.
+
+Without a framework the loop of docs/howto/conformance.md trains: what its gradient
+misses is rounding. Of the families with a recurrent state the record has its error and
+what was allowed.
+
+Times are CPU seconds of the process and its children, imports included: other work on
+the machine disturbs them less than what one waits.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conformance.known_bugs import ADAPTERS
+from tests.conformance.megatron_parallel import rank_errors
+from tests.conformance.megatron_ranks import measure
+from upref.conformance import CASES, Case, run
+from upref.conformance.results import read_expected_failures
+from upref.files import write_atomically
+from upref.user_code.guard import one_thread
+from upref.verify.group import on_loopback
+from upref_frameworks.audits import framework
+from upref_frameworks.audits.isolated.pin import place
+
+HERE = Path(__file__).parent
+FILE = HERE / "conformance.json"
+SUITE = HERE.parent / "tests/conformance"
+# two values, three values with the setting that they need, and three values without it
+MEGATRON = ("Megatron", "MegatronPerToken", "MegatronThreeValues")
+SEEDS = (0, 1, 2)
+GREEN, RANKS = 3, 5  # levels
+PAGE = HERE.parent / "docs/howto/conformance.md"
+RECURRENT = ("qwen3_next", "mamba2", "falcon_h1")
+PLAIN_SEEDS = range(8)
+
+
+def run_suite(
+    name: str,
+    adapter: str,
+    seed: int,
+    level: int,
+    chosen: str = "",
+    listed: bool = True,
+) -> dict[str, Any]:
+    """Run the suite in a process of its own.
+
+    Args:
+        name: of the framework.
+        adapter: FILE.py:CLASS in tests/conformance.
+        seed: of the rows.
+        level: the highest one.
+        chosen: what pytest's -k takes; "": every case.
+        listed: whether the list of known failures holds.
+
+    Returns:
+        What the record holds of the run.
+
+    Raises:
+        RuntimeError: pytest wrote no results, because the framework cannot be imported
+            for example.
+    """
+    expected = SUITE / f"{name}_xfails.toml"
+    known = read_expected_failures(expected) if expected.exists() and listed else {}
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *("--pyargs", "upref.conformance", "--adapter", str(SUITE / adapter)),
+            *("--level", str(level), "--upref-seed", str(seed)),
+            *("--upref-results", str(results)),
+            *(("--upref-xfails", str(expected)) if known else ()),
+            *(("-k", chosen) if chosen else ()),
+        ]
+        before = _cpu_seconds()
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=_environment(name), check=False
+        )
+        seconds = _cpu_seconds() - before
+        if not results.exists():
+            raise RuntimeError(f"{adapter}: {(done.stdout + done.stderr)[-2000:]}")
+        found = json.loads(results.read_text(encoding="utf-8"))
+    ends = {case: one["status"] for case, one in found["cases"].items()}
+    bad = ("failed", "could not run")
+    errors = {
+        case: one["error"] for case, one in found["cases"].items() if "error" in one
+    }
+    return {
+        "adapter": found["adapter"],
+        "suite": found["suite"],
+        "level": level,
+        "seed": seed,
+        "counts": {
+            end: [*ends.values()].count(end) for end in sorted({*ends.values()})
+        },
+        "known failures": sorted(
+            case for case, end in ends.items() if end in bad and case in known
+        ),
+        "unexpected": sorted(
+            case
+            for case, end in ends.items()
+            if end != "skipped" and (end in bad) != (case in known)
+        ),
+        "errors": {case: float(f"{error:.2g}") for case, error in errors.items()},
+        "cpu seconds": round(seconds, 1),
+    }
+
+
+def run_plain(case: Case, seed: int) -> dict[str, Any]:
+    """Run a case with the loop of the page, in this process.
+
+    Args:
+        case: one that the loop supports.
+        seed: of the rows.
+
+    Returns:
+        The error of the gradient, what was allowed, and how the case ended.
+    """
+    source = re.search(r"```python\n(# adapter\.py\n.*?)```", PAGE.read_text(), re.S)
+    assert source is not None
+    names: dict[str, Any] = {}
+    exec(source[1], names)  # of this checkout
+    outcome = run(names["Plain"](), case, seed=seed, explain=False)
+    assert outcome.report is not None
+    return {
+        "error": float(f"{outcome.report.error:.2g}"),
+        "allowed": float(f"{outcome.report.tolerances['gradient, relative']:.2g}"),
+        "status": str(outcome.status),
+    }
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _environment(name: str) -> dict[str, str]:
+    """The environment of the run; OpenRLHF lies in the folder that its audit makes."""
+    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if name == "openrlhf":
+        paths += place(name, framework(name).pin).paths
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def keep(kind: str, key: str, record: dict[str, Any]) -> None:
+    """Put a run into the file, in place of the same run before.
+
+    Args:
+        kind: the part of the file.
+        key: the name of the run there.
+        record: what is kept of it.
+    """
+    kept = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    kept.setdefault(kind, {})[key] = record | {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+    }
+    kept = {one: dict(sorted(kept[one].items())) for one in sorted(kept)}
+    write_atomically(FILE, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+
+
+def _said(key: str, record: dict[str, Any]) -> None:
+    counts = ", ".join(f"{count} {end}" for end, count in record["counts"].items())
+    print(f"{key}: {counts}; {record['cpu seconds']} CPU seconds", flush=True)
+    for case in record["unexpected"]:
+        print(f"    {case}: not as the list of known failures says")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "names", nargs="*", choices=[*ADAPTERS, "megatron", "plain"], metavar="NAME"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--red", action="store_true", help="with a bug planted in it")
+    parser.add_argument("--ranks", action="store_true", help="levels 4 and 5")
+    asked = parser.parse_args()
+    wrong = False
+    for name in asked.names or ADAPTERS:
+        if name == "plain":
+            wrong |= _plain()
+            continue
+        for part, key, arguments in _runs(name, asked):
+            record = run_suite(name, *arguments)
+            keep(part, key, record)
+            _said(f"{part}: {key}", record)
+            wrong |= part == "green" and bool(record["unexpected"])
+        if name == "megatron" and asked.ranks:
+            os.environ |= on_loopback()
+            found = {way: float(f"{e:.2g}") for way, e in measure(rank_errors).items()}
+            print(f"ranks: GPTModel: {found}")
+            keep("layers", "GPTModel", {"errors": found})
+    return int(wrong)
+
+
+def _plain() -> bool:
+    """Record the loop of the page; whether a case of it did not pass."""
+    wrong = False
+    with one_thread():
+        for family in RECURRENT:
+            case = CASES[f"family/{family}"]
+            found = {str(seed): run_plain(case, seed) for seed in PLAIN_SEEDS}
+            worst = max(found.values(), key=lambda one: one["error"])
+            print(f"{case.id}: {worst}", flush=True)
+            keep("plain", family, {"seeds": found})
+            wrong |= any(one["status"] != "passed" for one in found.values())
+    return wrong
+
+
+def _runs(name: str, asked: argparse.Namespace) -> Iterator[tuple[str, str, tuple]]:
+    """The part of the record, the name of the run there, and what `run_suite` takes."""
+    for kind in MEGATRON if name == "megatron" else (ADAPTERS[name],):
+        adapter = f"{name}_adapter.py:{kind}"
+        if asked.red:
+            broken = f"broken_adapters.py:Broken{kind}"
+            yield "red", kind, (broken, 0, GREEN, "", False)
+        elif asked.ranks:
+            yield "ranks", kind, (adapter, 0, RANKS, "ranks")
+        else:
+            for seed in asked.seeds:
+                yield "green", f"{kind}, seed {seed}", (adapter, seed, GREEN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
