@@ -108,16 +108,17 @@ def _runs() -> dict[str, dict[str, dict]]:
 def green() -> str:
     """The unmodified trainers on several seeds of rows: a line for each run."""
     rows = [
-        "| trainer | seed | pass | fail, as listed | otherwise than listed | skipped "
+        "| trainer | seed | pass | fail or cannot run, as listed | otherwise than listed | skipped "
         "| largest error in float32 | CPU seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in _runs()["green"].values():
-        errors = [
-            error
+        errors = {
+            case: error
             for case, error in one["errors"].items()
             if case not in one["known failures"] and not case.startswith("precision/")
-        ]
+        }
+        worst = max(errors, key=errors.__getitem__)
         cells = (
             one["adapter"],
             one["seed"],
@@ -125,7 +126,7 @@ def green() -> str:
             len(one["known failures"]),
             ", ".join(one["unexpected"]) or "none",
             one["counts"].get("skipped", 0),
-            f"{max(errors):.1e}",
+            f"{errors[worst]:.1e} ({worst})",
             f"{one['cpu seconds']:.0f}",
         )
         rows.append(f"| {' | '.join(map(str, cells))} |")
@@ -134,12 +135,16 @@ def green() -> str:
 
 def red() -> str:
     """Trainers with a bug planted in them: how many cases fail, and how long it takes."""
-    rows = ["| trainer | fail | of | CPU seconds |", "|---|---|---|---|"]
-    for one in _runs()["red"].values():
+    from tests.conformance import broken_adapters
+
+    rows = ["| trainer | bug | fail | of | CPU seconds |", "|---|---|---|---|---|"]
+    for kind, one in _runs()["red"].items():
+        bug = getattr(broken_adapters, f"Broken{kind}").bug
         tried = sum(n for end, n in one["counts"].items() if end != "skipped")
         failed = one["counts"].get("failed", 0)
         rows.append(
-            f"| {one['adapter']} | {failed} | {tried} | {one['cpu seconds']:.0f} |"
+            f"| {one['adapter'].removesuffix(' with a bug')} | {bug.what} ({bug.source}) "
+            f"| {failed} | {tried} | {one['cpu seconds']:.0f} |"
         )
     return "\n".join(rows)
 
@@ -147,14 +152,14 @@ def red() -> str:
 def ranks() -> str:
     """Two ranks beside one process: the error of the gradient in each case."""
     rows = ["| adapter | case | error | |", "|---|---|---|---|"]
-    for kind, one in _runs()["ranks"].items():
+    for kind, one in _runs().get("ranks", {}).items():
         for case, error in one["errors"].items():
             bad = case in one["unexpected"] or case in one["known failures"]
             word = "**differs**" if bad else "agrees"
             rows.append(
                 f"| `{kind}`, {one['adapter']} | {case} | {error:.1e} | {word} |"
             )
-    for kind, one in _runs()["layers"].items():
+    for kind, one in _runs().get("layers", {}).items():
         for way, error in one["errors"].items():
             rows.append(f"| {kind} of megatron-core | {way} | {error:.1e} | |")
     return "\n".join(rows)
@@ -185,7 +190,7 @@ def bugs() -> str:
     alive = [bug for bug in every["bug"] if bug.get("survives")]
     lines = [
         f"Of {len(every['bug'])} bugs {len(every['bug']) - len(alive)} are killed. "
-        f"{len(alive)} survive:",
+        "The others survive:",
         "",
         *(
             f"* {bug['source']}: {bug['what']}. {bug['survives'][0].upper()}{bug['survives'][1:]}."

@@ -26,16 +26,13 @@ def recorded(framework: str, source: str) -> Bug:
 class Broken:
     """The adapter of a trainer, with a bug in it until the process ends."""
 
-    framework = ""
+    bug: Bug
 
     def __init__(self):
-        self.own = load(self.framework)
-        self.planting = planted(self.bug())
+        self.own = load(self.bug.framework)
+        self.planting = planted(self.bug)
         self.planting.__enter__()
         self.name = f"{self.own.name} with a bug"
-
-    def bug(self):
-        raise NotImplementedError
 
     def supports(self, case):
         return self.own.supports(case)
@@ -51,28 +48,16 @@ class Broken:
 
 
 class BrokenTRL(Broken):
-    framework = "trl"
-
-    def bug(self):
-        return recorded("trl", "huggingface/trl#2708")
+    bug = recorded("trl", "huggingface/trl#2708")
 
 
 class BrokenVerl(Broken):
-    framework = "verl"
-
-    def bug(self):
-        return recorded("verl", "modelscope/ms-swift#8427")
+    bug = recorded("verl", "modelscope/ms-swift#8427")
 
 
 class BrokenOpenRLHF(Broken):
-    framework = "openrlhf"
-
-    def bug(self):
-        return recorded("openrlhf", "OpenRLHF/OpenRLHF#857")
+    bug = recorded("openrlhf", "OpenRLHF/OpenRLHF#857")
 
 
 class BrokenSkyRL(Broken):
-    framework = "skyrl"
-
-    def bug(self):
-        return SKYRL
+    bug = SKYRL

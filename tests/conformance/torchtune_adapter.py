@@ -17,8 +17,8 @@ from torchtune.dev.grpo.loss import GRPOLoss
 from torchtune.dev.grpo.types import GRPOTrajectory
 
 # Decoder takes one causal mask, which leaves out a sliding window and means nothing to
-# a state-space layer.
-NO_MASK_FOR = ("mistral", "gemma2", "mamba2", "falcon_h1")
+# a state-space layer and to linear attention.
+NO_MASK_FOR = ("mistral", "gemma2", "mamba2", "falcon_h1", "qwen3_next")
 PAD = 2  # the end token, as rows have no padding of their own
 RECIPE = (
     Path(torchtune.__file__).parents[1]
