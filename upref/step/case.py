@@ -356,14 +356,15 @@ def allowed(goal: Goal, case: StepCase, bound: torch.dtype | float | None) -> fl
     return 2 * float((its - want).norm() / want.norm().clamp(min=1e-300))
 
 
-def widened(goal: Goal, case: Case, bound: float, error: float) -> float:
+def widened(goal: Goal, case: StepCase, bound: float, error: float) -> float:
     """The bound for a model in float32 whose own gradient moves by more than that where
     the result of each operation is rounded: where a norm divides by a vector near 0, as
     in linear attention, rounding grows. It is measured only if the error is above the
     bound and near it.
 
     Args:
-        goal, case: what was compared.
+        goal: what the step is meant to maximize.
+        case: the rows and the reference's forward pass.
         bound: what is allowed of any model.
         error: of the gradient.
 
