@@ -5,14 +5,18 @@ in one sentence, status 2.
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
 import tomllib
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -200,264 +204,12 @@ def test_what_up_dapo_at_the_papers_scale_is_given():
     assert cfg.algorithm.filter_groups.max_num_gen_batches == 0
 
 
-REFUSED = {
-    "loss name": (["up_dappo", "paper"], "there is no objective named 'up_dappo': did you mean up_dapo"),
-    "scale": (["up_dapo", "papper"], "there is no scale named 'papper': did you mean paper"),
-    "key": (["up_dapo", "paper", "data.train_batchsize=4"], "did you mean data.train_batch_size?"),
-    "type": (["up_dapo", "paper", "trainer.nnodes=two"], "trainer.nnodes must be a whole number, got 'two'"),
-    "float": (["up_dapo", "paper", "actor_rollout_ref.rollout.n=2.5"], "rollout.n must be a whole number, got 2.5"),
-    "bool": (["up_dapo", "paper", "data.shuffle=maybe"], "data.shuffle must be true or false, got 'maybe'"),
-    "sweep": (["up_dapo", "paper", "data.seed=1,2"], "lists several values"),
-    "grammar": (["up_dapo", "paper", "trainer.save_freq=["], "hydra cannot read trainer.save_freq"),
-    "engine": (["up_dapo", "paper", "model_engine=megatrom"], "model_engine=megatrom is another engine than the"),
-    "no override": (["up_dapo", "paper", "quick"], "'quick' is no override"),
-    "flag": (["up_dapo", "paper", "--dryrun"], "'--dryrun' is no override"),
-    "choice": (["up_dapo", "paper", "actor_rollout_ref.actor.loss_agg_mode=mean"], "Invalid loss_agg_mode: mean"),
-    "loss mode": (
-        ["up_dapo", "paper", "actor_rollout_ref.actor.policy_loss.loss_mode=upref/up_dap"],
-        "there is no policy loss named 'upref/up_dap': did you mean 'upref/up_dapo'",
-    ),
-    "estimator": (["grpo", "paper", "algorithm.adv_estimator=grop"], "there is no advantage estimator named 'grop'"),
-    "clip": (["up_dapo", "paper", "actor_rollout_ref.actor.clip_ratio_low=0.3"], "does not read actor.clip_ratio_low"),
-    "hyperparameter": (
-        ["up_dapo", "paper", "++actor_rollout_ref.actor.policy_loss.upref.eps_high=0.3"], "hyperparameter 'eps_high'",
-    ),
-    "batch": (["up_dapo", "paper", "data.train_batch_size=48"], "must be a multiple of"),
-    "replicas": (["gspo", "paper", "trainer.nnodes=1", "trainer.n_gpus_per_node=6"], "does not divide 6 GPUs"),
-    "bypass": (["dapo", "paper", "algorithm.rollout_correction.bypass_mode=true"], "replaces every loss_mode"),
-    "entropy": (["aspo_code", "paper"], "needs the policy's entropy"),
-    "group": (["tpo", "paper"], "needs the prompt of each response"),
-    "plug-in": (["up(sapo)", "paper"], "is not registered with verl"),
-}  # fmt: skip
-
-
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, sentence in (
-    (["up_dapo", "paper", "trainer.nnodes=3"], "a mini-batch of 32 prompts x 16 responses does not divide over 3 data"),
-    (["up_dapo", "paper", f"{A}.ppo_max_token_len_per_gpu=2000"], "x 8 GPUs to a sequence is less than one prompt and"),
-    (["grpo", "paper", f"{A}.ppo_max_token_len_per_gpu=4095"], "x 1 GPUs to a sequence is less than one prompt and re"),
-    (["grpo", "paper", f"{R}.log_prob_max_token_len_per_gpu=1024"], "log_prob_max_token_len_per_gpu=1024 x 1 GPUs"),
-    (["up_dapo", "paper", f"{A}.ulysses_sequence_parallel_size=3"], "does not divide 32 GPUs"),
-    (["up_dapo", "paper", f"{A}.ulysses_sequence_parallel_size=16"], "does not divide 40 attention heads"),
-    (["grpo", "paper", f"{R}.gpu_memory_utilization=7"], "is a share of the GPU, between 0 and 1, got 7"),
-    (["grpo", "paper", f"{R}.top_p=1.5"], "top_p must be above 0 and at most 1"),
-    (["grpo", "paper", f"{R}.temperature=0.0"], "emperature should be greater than 0"),
-    (["grpo", "paper", "trainer.logger=[console,file,wandbb]"], "trainer.logger has no logger 'wandbb': did you mean "),
-    (["grpo", "paper", "trainer.logger=[console]"], "trainer.logger must have file"),
-    (["up_dapo", "paper", "algorithm.filter_groups.metric=accuracy"], "metric has no metric 'accuracy': did you mean "),
-    (["grpo", "paper", f"{A}.strategy=megatron"], "strategy=megatron has no engine in this configuration: set one "),
-    (["gspo", "paper", f"{A}.strategy=fsdp2"], "strategy=fsdp2 has no engine in this configuration"),
-    (["up_dapo", "paper", "data.max_response_length=8192"], "max_resp_len=20480 and data.max_response_length=8192 dif"),
-    (["up_dapo", "paper", "reward.reward_kwargs.overlong_buffer_cfg.len=0"], "overlong_buffer_cfg.len=0 must be above"),
-    (["gspo", "paper", f"{A}.megatron.tensor_model_parallel_size=8"], "tensor_model_parallel_size=8 does not divide 4"),
-    (["gspo", "paper", f"{A}.megatron.expert_model_parallel_size=24"], "does not divide 128 experts"),
-    (["grpo", "paper", f"{R}.tensor_model_parallel_size=16"], "does not divide 8 GPUs"),
-    (["grpo", "paper", f"+{R}.engine_kwargs.vllm.disable_mm_preprocessor_cache=true"], "no argument of the pinned vLL"),
-    (["grpo", "paper", "algorithm.adv_estimator=gae"], "needs a critic"),
-    (["grpo", "paper", f"{R}.log_prob_use_dynamic_bsz=false"], "must be the same"),
-    (["grpo", "paper", "++actor_rollout_ref.actor.policy_loss.upref.parity.on_fail=ignore"], "on_fail must be stop or"),
-    # what nothing reads, whether or not it has a plus in front
-    (["up_dapo", "paper", "lr=1e-5"], f"verl has no setting 'lr': did you mean {A}.optim.lr?"),
-    (["up_dapo", "paper", "+lr=1e-5"], f"nothing in verl reads 'lr': did you mean {A}.optim.lr?"),
-    (["up_dapo", "paper", "++lr=1e-5"], f"nothing in verl reads 'lr': did you mean {A}.optim.lr?"),
-    (["up_dapo", "paper", "+eps_low=0.1"], f"did you mean {A}.policy_loss.upref.eps_low?"),
-    (["up_dapo", "gpu1", "+eps_low=0.1"], f"did you mean ++{A}.policy_loss.upref.eps_low?"),
-    (["up_dapo", "paper", "+data.max_respone_length=4096"], "did you mean data.max_response_length?"),
-    (["up_dapo", "paper", "+temperature=0.7"], f"did you mean {R}.temperature?"),
-    (["up_dapo", "paper", f"+{A}.learning_rate=1e-5"], f"did you mean {A}.optim.lr?"),
-    (["up_dapo", "paper", "+nnodes=2"], "did you mean trainer.nnodes?"),
-    (["up_dapo", "paper", "+trainer.n_gpus_per_nod=4"], "did you mean trainer.n_gpus_per_node?"),
-    (["up_dapo", "paper", f"+{A}.optim.lr_warmup=10"], "lr_warmup_steps?"),
-    (["up_dapo", "paper", "+reward.reward_kwargs.max_respp_len=5"], "did you mean reward.reward_kwargs.max_resp_len?"),
-    (["up_dapo", "paper", "+data.apply_chat_template_kwargs.enable_thinkin=true"], "kwargs.enable_thinking?"),
-    (["up_dapo", "gpu1", "+actor_rollout_ref.model.override_config.atn_implementation=sdpa"], "attn_implementation?"),
-    (["up_dapo", "paper", "+my_own_note=7"], "a key that verl does not list goes under"),
-    # accepted by verl, wrong later
-    (["grpo", "paper", f"{R}.n=1"], "n must be at least 2 with adv_estimator=grpo"),
-    (["grpo", "paper", f"{A}.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide 8 GPUs"),
-    (["grpo", "paper", "actor_rollout_ref.nccl_timeout=5"], "nccl_timeout is in seconds, at least 60, got 5"),
-    (["grpo", "paper", "reward.custom_reward_function.path=nowhere.py"], "path=nowhere.py is not a file"),
-    (["grpo", "paper", "actor_rollout_ref.model.use_fused_kernels=true"], "fails at the first log-probability with"),
-    (["grpo", "paper", f"{A}.loss_agg_mode=token-mean"], "would change only verl's KL and entropy terms"),
-    (["grpo", "paper", "actor_rollout_ref.model.path=Qwen/Qwen9-1B"], "its size is not known"),
-    (["grpo", "paper", "actor_rollout_ref.model.path="], "the model has no name: give a directory"),
-    (["grpo", "paper", "actor_rollout_ref.model.path=/etc"], "/etc holds no config.json: give the directory of a mode"),
-    (["grpo", "paper", f"{R}.top_k=-7"], "top_k must be at least 1, or -1 for all tokens, got -7"),
-    (["grpo", "paper", f"{A}.optim.betas=[0.9]"], "betas are two numbers from 0 to below 1, got [0.9]"),
-    (["grpo", "paper", f"{A}.optim.lr_scheduler_type=linearr"], "assert self.lr_scheduler_type in"),
-    (["grpo", "paper", "data.train_files=[]"], "data.train_files names no file"),
-    (["grpo", "paper", "data.val_files=/etc/passwd"], "/etc/passwd is no data file of verl"),
-    (["up_dapo", "paper", "trainer.use_v1=false"], "trainer.use_v1=false is a trainer that reads no algorithm.filter"),
-    (["grpo", "paper", "trainer.resume_mode=resume_path"], "resume_from_path=None is not a folder global_step_N"),
-    (["up_dapo", "gpu8", f"{R}.response_length=512"], "rollout.response_length=512 and data.max_response_length=8192"),
-    (["up_dapo", "gpu8", f"{R}.prompt_length=512"], "rollout.prompt_length=512 and data.max_prompt_length=2048 differ"),
-    (["up_dapo", "gpu8", f"{A}.checkpoint.save_contents=[hf_model]"], "leaves out model, optimizer, extra, and a run"),
-    (["up_dapo", "gpu8", f"{A}.checkpoint.save_contents=[model,extra]"], "leaves out optimizer, and a run that was i"),
-    (["gspo", "paper", f"{A}.checkpoint.load_contents=[model]"], "load_contents=[model] leaves out optimizer, extra"),
-    (["up_dapo", "gpu8", "actor_rollout_ref.hybrid_engine=false"], "hybrid_engine must be true: false asks for GPUs "),
-    # read by nothing in these runs
-    (["grpo", "paper", "critic.optim.lr=1e-5"], "nothing reads critic.optim.lr: no scale trains a critic"),
-    (["grpo", "paper", "trainer.critic_warmup=10"], "trainer.critic_warmup must be 0: a warm-up of the critic"),
-    (["grpo", "paper", f"{A}.policy_loss.clip_cov_ratio=0.3"], "upref/grpo does not read actor_rollout_ref.actor.poli"),
-    (["grpo", "paper", "model_engine=megatron"], "model_engine=megatron is another engine than the scale's"),
-    (["grpo", "paper", "hydra.foo=1"], "hydra.foo is not a setting of a run"),
-    # keys without a type of their own, and a text in the place of a section
-    (["up_dapo", "paper", "algorithm.filter_groups=true"], "algorithm.filter_groups holds _target_, enable, metric"),
-    (["up_dapo", "paper", "reward.reward_kwargs.overlong_buffer_cfg=5"], "overlong_buffer_cfg holds enable, len, pen"),
-    (["up_dapo", "gpu1", f"{A}.policy_loss.upref={{eps_low: 0.1}}"], "takes its settings one by one: write ++"),
-    # spelling
-    (["grpo", "paper", f"{A}.optim.lr = 1e-6"], f"has a blank before '=': write {A}.optim.lr=1e-6"),
-    (["grpo", "paper", "data.train_files=~/x.parquet"], "goes into quotes: 'data.train_files=\"~/x.parquet\"'"),
-    (["grpo", "paper", "+trainer.nnodes=2"], "trainer.nnodes is set already: write it without the plus"),
-    (["grpo", "GPU8"], "there is no scale named 'GPU8': did you mean gpu8"),
-    (["grpo", "paper", "--data", "README.md"], "--data takes the folder where data.prepare wrote"),
-    (["grpo", "paper", "--shakedown", "--steps", "0"], "--steps must be at least 1, got 0"),
-    (["grpo", "smoke", "--seeds", "1,2"], "`bash repro/run.sh grpo smoke` starts it"),
-    # the scale without a GPU is checked in the same way
-    (["up_dapo", "cpu", "lr=1e-5"], f"verl has no setting 'lr': did you mean {A}.optim.lr?"),
-    (["up_dapo", "cpu", "+lr=1e-5"], f"nothing in verl reads 'lr': did you mean {A}.optim.lr?"),
-    (["up_dapo", "cpu", "seed=abc"], "seed must be a whole number or null, got 'abc'"),
-    (["up_dapo", "cpu", "trainer.total_training_steps=abc"], "total_training_steps must be a whole number or null"),
-    (["up_dapo", "cpu", "data.train_batch_size=3"], "data.train_batch_size=3 must be a multiple of"),
-    (["up_dapo", "cpu", "data.max_response_length=40"], "is less than 48 tokens"),
-    (["up_dapo", "cpu", "data.max_response_length=60"], "are longer than the model's context of 64"),
-    (["up_dapo", "cpu", f"{R}.max_model_len=100"], "max_model_len=100 is more than the model's context of 64"),
-    (["up_dapo", "gpu8", "trainer.nnodes=2", f"{R}.tensor_model_parallel_size=16"], "spans machines of 8 GPUs"),
-    (["up_dapo", "gpu8", f"{A}.ulysses_sequence_parallel_size=2", "actor_rollout_ref.model.use_remove_padding=false"],
-     "you must enable `use_remove_padding`"),
-)}  # fmt: skip
-# what is said of a setting's value: the settings of `grpo paper`, and what follows
-OUT_OF_RANGE = {
-    "must be at least 1, got {}": dict.fromkeys([
-        f"{R}.val_kwargs.n=0", f"{R}.n=0", f"{R}.max_num_seqs=0", "trainer.max_actor_ckpt_to_keep=0",
-        "trainer.total_training_steps=0",
-    ], ""),
-    "must be at least 0, got {}": dict.fromkeys([
-        "seed=-1", f"{A}.optim.weight_decay=-1", f"{A}.kl_loss_coef=-1", "data.dataloader_num_workers=-1",
-    ], ""),
-    "must be above 0, got {}": {f"{A}.optim.clip_grad=0": ""},
-    "must be a finite number, got {}": {f"{R}.temperature=inf": "", f"{A}.optim.lr=nan": ""},
-    "must be a whole number or null, got '{}'": {
-        "trainer.total_training_steps=abc": "", "trainer.max_actor_ckpt_to_keep=two": "",
-    },
-    "has no value '{}'": {
-        f"{R}.load_format=dumy": ": did you mean dummy?", f"{A}.optim.optimizer=AdamWW": ": did you mean AdamW?",
-        f"{R}.dtype=bf17": ": did you mean bfloat16?", f"{A}.fsdp_config.model_dtype=bf17": ": did you mean bf16?",
-        f"{R}.logprobs_mode=raw": "", "trainer.device=tpu": "", "data.prompt_key=question": "",
-        f"{A}.kl_loss_type=k7": "", "trainer.resume_mode=always": "",
-    },
-}  # fmt: skip
-for what, settings in OUT_OF_RANGE.items():
-    for setting, more in settings.items():
-        key, _, value = setting.partition("=")
-        sentence = f"{key.rpartition('.')[2]} {what.format(value)}{more}"
-        REFUSED[f"{setting} of grpo"] = (["grpo", "paper", setting], sentence)
-
-
-# "/": the key is whole; elsewhere actor_rollout_ref. goes before it. Two fresh
-# readers chose them, forty and more each.
-NEW = """
-rollout.mode=sync|Rollout mode 'sync' has been removed
-rollout.enforce_eager=maybe|must be true or false, got 'maybe'
-rollout.data_parallel_size=3|does not divide 8 GPUs
-rollout.pipeline_model_parallel_size=2|not implemented pipeline_model_parallel_size > 1
-rollout.expert_parallel_size=4|expert_parallel_size must be equal to
-rollout.max_model_len=4096|max_model_len=4096 is less than 10240 tokens
-rollout.max_num_batched_tokens=100|is less than max_num_seqs=
-rollout.enable_chunked_prefill=false|which vLLM needs without chunked prefill
-rollout.do_sample=false|set actor_rollout_ref.rollout.temperature
-rollout.val_kwargs.do_sample=false|set actor_rollout_ref.rollout.val_kwargs.temperature
-rollout.val_kwargs.temperature=-1|must be at least 0, got -1
-actor.ppo_epochs=0|must be at least 1, got 0
-actor.grad_clip=0|set actor_rollout_ref.actor.optim.clip_grad
-actor.freeze_vision_tower=true|verl 0.9.1 has no code for it
-actor.loss_scale_factor=0|must be at least 1, got 0
-actor.optim.lr_warmup_steps_ratio=2|must be from 0 to 1, got 2
-actor.optim.min_lr_ratio=2|must be from 0 to 1, got 2
-actor.optim.lr_warmup_steps=500|is more than the run's 200 steps
-actor.optim.total_training_steps=10|so set that
-actor.fsdp_config.forward_only=true|an actor that runs forward only cannot be trained
-actor.fsdp_config.model_dtype=bf16|rounds updates of actor_rollout_ref.actor.optim.lr=1e-06 away
-actor.ppo_micro_batch_size=4|set actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-actor.ppo_micro_batch_size_per_gpu=3|set actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-model.use_liger=true|the environment has no liger-kernel
-model.tokenizer_path=/nowhere|tokenizer_path=/nowhere is not there
-/data.gen_batch_size=7|the V1 trainer sets it to 1
-/data.train_max_samples=10|is less than one batch of data.train_batch_size=128
-/data.val_max_samples=0|leaves nothing to validate on
-/data.reward_fn_key=source|reward_fn_key has no value 'source'
-/data.custom_cls.path=nowhere.py|custom_cls.path=nowhere.py is not there
-/algorithm.gamma=2|must be from 0 to 1, got 2
-/algorithm.kl_ctrl.kl_coef=-1|must be at least 0, got -1
-/algorithm.kl_ctrl.type=adaptiv|did you mean adaptive?
-/algorithm.filter_groups.max_num_gen_batches=10|refills groups one by one
-/algorithm.rollout_correction.rollout_is=tokens|did you mean token?
-/trainer.val_only=true|a run that only validates trains no step
-/trainer.resume_from_path=/nowhere|with trainer.resume_mode=auto: set resume_path
-/trainer.del_local_ckpt_after_load=true|nothing to go on from
-/trainer.esi_redundant_time=100|nothing reads trainer.esi_redundant_time
-/trainer.ray_wait_register_center_timeout=1|nothing reads trainer.ray_wait_register_center_timeout
-/trainer.v1.trainer_mode=separate_async|trainer_mode has no value 'separate_async'
-/trainer.v1.trainer_mode=colocat|did you mean colocate_async?
-/trainer.nnodes=1.0|must be a whole number, got 1.0
-/trainer.profile_steps=[1,2]|verl has no setting 'trainer.profile_steps'
-/reward.reward_model.enable=true|no scale has a reward model
-/reward.custom_reward_function.name=no_such_function|no_such_function is not in score.py
-/ray_kwargs.ray_init.num_cpus=1|is less than the 24 that verl requests for 8 GPUs
-/+ray_kwargs.ray_init.num_gpus=1|is less than the 8 that verl requests for 8 GPUs
-actor.clip_ratio=0.3|up_dapo does not read actor.clip_ratio
-actor.entropy_coeff=lots|entropy_coeff must be a number, got 'lots'
-actor.shuffle=perhaps|shuffle must be true or false, got 'perhaps'
-actor.ppo_mini_batch_size=24|must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size=24
-actor.ppo_max_token_len_per_gpu=4000|is less than one prompt and response (10240 tokens)
-actor.optim.lr=-1e-6|optim.lr must be above 0, got -1e-06
-actor.optim.lr=1|optim.lr must be at most 0.1, got 1
-actor.optim.betas=[0.9,1.0]|betas are two numbers from 0 to below 1
-actor.optim.lr_scheduler_type=cosin|assert self.lr_scheduler_type in
-actor.fsdp_config.param_offload=yes_please|param_offload must be true or false
-actor.fsdp_config.wrap_policy.min_num_params=abc|min_num_params must be a whole number
-actor.strategy=fsdp3|strategy=fsdp3 has no engine in this configuration
-actor.ulysses_sequence_parallel_size=3|ulysses_sequence_parallel_size=3 does not divide 8 GPUs
-actor.ulysses_sequence_parallel_size=0|ulysses_sequence_parallel_size must be at least 1, got 0
-actor.policy_loss.loss_mode=vanila|did you mean 'vanilla'?
-model.lora_rank=-4|lora_rank must be at least 0, got -4
-model.trust_remote_code=3|trust_remote_code must be true or false, got 3
-model.enable_gradient_checkpointing=maybe|must be true or false, got 'maybe'
-rollout.name=sglang|name must be vllm
-rollout.gpu_memory_utilization=1.5|is a share of the GPU, between 0 and 1, got 1.5
-rollout.n=16.5|rollout.n must be a whole number, got 16.5
-rollout.temperature=0|gen temperature should be greater than 0
-rollout.top_p=1.2|top_p must be above 0 and at most 1, got 1.2
-rollout.calculate_log_probs=1|calculate_log_probs must be true or false, got 1
-rollout.agent.num_workers=0|num_workers must be at least 1, got 0
-rollout.multi_turn.enable=true|set actor_rollout_ref.rollout.agent.default_agent_loop
-/data.image_key=5|image_key must be text, got 5
-/data.filter_overlong_prompts_workers=-1|must be at least 1, got -1
-/algorithm.filter_groups.metric=accuracy|did you mean acc?
-/algorithm.rollout_correction.rollout_is_threshold=-2|rollout_is_threshold must be above 0, got -2
-/algorithm.norm_adv_by_std_in_grpo=2|must be true or false, got 2
-/trainer.logger=[wandb]|trainer.logger must have file
-/trainer.save_freq=0.5|save_freq must be a whole number, got 0.5
-/trainer.test_freq=often|test_freq must be a whole number, got 'often'
-/trainer.default_local_dir=|default_local_dir names no folder
-/trainer.balance_batch=no_thanks|balance_batch must be true or false
-/reward.num_workers=0|num_workers must be at least 1, got 0
-/reward.reward_manager.name=prime|it is one of dapo, naive
-/reward.reward_kwargs.overlong_buffer_cfg.len=99999|must be above 0 and at most max_resp_len=8192
-/reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=-1|penalty_factor must be at least 0, got -1
-/reward.custom_reward_function.name=|name= is not in score.py
-/global_profiler.steps=abc|without global_profiler.tool
-/transfer_queue.enable=7|enable must be true or false, got 7
-/name=a/b|is not a valid folder name
-"""
-for row in NEW.strip().splitlines():
-    setting, sentence = row.split("|")
-    setting = setting[1:] if setting[0] == "/" else f"actor_rollout_ref.{setting}"
-    REFUSED[f"{setting} of gpu8"] = (["up_dapo", "gpu8", setting], sentence)
-
-
-def test_the_list_of_wrong_inputs_is_long_and_names_each_once():
-    assert len(REFUSED) >= 215
+MODEL = "actor_rollout_ref.model.path"
+TABLE = Path(__file__).with_name("refused.tsv").read_text(encoding="utf-8")
+REFUSED = dict(
+    line.split("\t") for line in TABLE.splitlines() if not line.startswith("#")
+)
 
 
 @pytest.mark.skipif(
@@ -478,33 +230,39 @@ def test_what_vllm_would_check_is_not_called_wrong(capsys):
     assert "with vLLM, which is not installed here" in capsys.readouterr().err
 
 
+def dry_run(capsys, *words):
+    """What a dry run of these words prints."""
+    assert launch.main([*words, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
 def test_epochs_that_end_before_the_steps_are_a_problem(capsys):
-    assert launch.main(["up_dapo", "gpu8", "trainer.total_epochs=1", "--dry-run"]) == 0
-    said = r"there, it would not start: trainer.total_epochs=1 of 17,917 prompts ends the run after 139 of its 200 steps"
-    assert re.search(said, capsys.readouterr().out)
+    out = dry_run(capsys, "up_dapo", "gpu8", "trainer.total_epochs=1")
+    said = "trainer.total_epochs=1 of 17,917 prompts ends the run after 139 of its 200"
+    assert f"there, it would not start: {said} steps" in out
 
 
 def test_what_is_accepted_says_who_reads_it(capsys):
-    given = ["++actor_rollout_ref.actor.policy_loss.upref.eps_low=0.1", "+data.apply_chat_template_kwargs.x=1",
-             "actor_rollout_ref.actor.optim.lr=2e-6", "trainer.test_freq=7"]  # fmt: skip
-    assert launch.main(["up_dapo", "gpu1", *given, "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    readers = (
-        "the objective, by upref",
-        "the tokenizer's chat template",
-        "verl's FSDPOptimizerConfig",
-        "verl",
-    )
-    for line, who in zip(given, readers, strict=True):
+    given = {
+        f"++{A}.policy_loss.upref.eps_low=0.1": "the objective, by upref",
+        "+data.apply_chat_template_kwargs.x=1": "the tokenizer's chat template",
+        f"{A}.optim.lr=2e-6": "verl's FSDPOptimizerConfig",
+        "trainer.test_freq=7": "verl",
+    }
+    out = dry_run(capsys, "up_dapo", "gpu1", *given)
+    for line, who in given.items():
         assert f"  {line}    # given on the command line, read by {who}\n" in out
 
 
-@pytest.mark.parametrize("case", daily(REFUSED, 3))
-def test_one_sentence_and_status_2(case, capsys):
-    argv, sentence = REFUSED[case]
-    assert launch.main([*argv, "--dry-run"]) == 2
+@pytest.mark.parametrize("words", daily(REFUSED, 3))
+def test_one_sentence_and_status_2(words, capsys):
+    assert launch.main([*shlex.split(words), "--dry-run"]) == 2
     err = [x for x in capsys.readouterr().err.splitlines() if x.startswith("launch: ")]
-    assert len(err) == 1 and sentence in err[0], err
+    assert len(err) == 1 and REFUSED[words] in err[0], err
+
+
+def test_the_table_of_wrong_inputs_is_long():
+    assert len(REFUSED) >= 221
 
 
 @pytest.fixture
@@ -534,50 +292,38 @@ def ready(tmp_path, monkeypatch):
 
 
 def without(what, ready):
+    """The status of a launch where one thing is missing."""
     args, model, data = ready
-    machine = Machine(**{**BIG.__dict__, "versions": dict(HERE)})
-    match what:
-        case "gpu":
-            machine.gpus = 0
-        case "gpus":
-            machine.gpus = 4
-        case "nodes":
-            machine.nodes = 1
-        case "gpu memory":
-            machine.gpu_bytes = 16e9
-        case "kv":
-            args.append("actor_rollout_ref.rollout.gpu_memory_utilization=0.3")
-        case "disk":
-            machine.free_disk = 1e9
-        case "driver":
-            machine.driver = "575.57.08"
-        case "megatron":
-            args[0] = "up_gspo"
-            (model / "config.json").write_text(
-                json.dumps(tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-30B-A3B"])
-            )
-            machine.versions["transformer-engine"] = None
-        case "jaxtyping":
-            machine.versions["jaxtyping"] = None
-        case "verl version":
-            machine.versions["verl"] = "0.8.0"
-        case "vllm":
-            machine.versions["vllm"] = None
-        case "flash-attn":
-            machine.versions["flash-attn"] = None
-        case "data":
-            (data / "aime24.parquet").unlink()
-        case "rows":
-            (data / "aime24.parquet").write_bytes(b"")
-        case "schema":
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-
-            pq.write_table(pa.table({"question": ["x"]}), data / "aime24.parquet")
-        case "model":
-            args[2] = f"actor_rollout_ref.model.path={model}/nothing"
-        case "weights":
-            (model / "model.safetensors").unlink()
+    config, exam = model / "config.json", data / "aime24.parquet"
+    machine = replace(BIG, versions=dict(HERE))
+    change = {
+        "gpu": lambda: setattr(machine, "gpus", 0),
+        "gpus": lambda: setattr(machine, "gpus", 4),
+        "nodes": lambda: setattr(machine, "nodes", 1),
+        "gpu memory": lambda: setattr(machine, "gpu_bytes", 16e9),
+        "disk": lambda: setattr(machine, "free_disk", 1e9),
+        "driver": lambda: setattr(machine, "driver", "575.57.08"),
+        "host memory": lambda: setattr(machine, "memory", 1e10),
+        "shared memory": lambda: setattr(machine, "shared", 6.4e7),
+        "cores": lambda: setattr(machine, "cores", 2),
+        "jaxtyping": lambda: machine.versions.update(jaxtyping=None),
+        "verl version": lambda: machine.versions.update(verl="0.8.0"),
+        "vllm": lambda: machine.versions.update(vllm=None),
+        "flash-attn": lambda: machine.versions.update({"flash-attn": None}),
+        "kv": lambda: args.append(f"{R}.gpu_memory_utilization=0.3"),
+        "data": exam.unlink,
+        "rows": lambda: exam.write_bytes(b""),
+        "schema": lambda: pq.write_table(pa.table({"question": ["x"]}), exam),
+        "model": lambda: args.__setitem__(2, f"{MODEL}={model}/nothing"),
+        "weights": (model / "model.safetensors").unlink,
+    }
+    if what == "megatron":
+        args[0] = "up_gspo"
+        moe = tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-30B-A3B"]
+        config.write_text(json.dumps(moe))
+        machine.versions["transformer-engine"] = None
+    else:
+        change[what]()
     return launch.main(args, machine)
 
 
@@ -591,6 +337,9 @@ LACKS = {
     "gpu memory": "training needs about .* GB on each GPU, which has 16",
     "kv": "vLLM gets .* too little for the weights and one sequence of 22528 tokens",
     "disk": "has 1 GB free and checkpoints need",
+    "host memory": "has 10 GB of memory and the run needs",
+    "shared memory": "/dev/shm has 0.06 GB, too little for NCCL",
+    "cores": "has 2 cores, and verl requests 3 per GPU \\(24\\): Ray would wait",
     "verl version": "verl 0.9.1 is needed, and 0.8.0 is installed: pip install",
     "flash-attn": "flash-attn is not installed, and verl's models need it: `repro/venv.sh gpu flash`",
     "vllm": "vllm is not installed",
@@ -658,27 +407,13 @@ def test_each_scale_imports_what_its_settings_ask_for():
 )
 def test_what_vllm_keeps_counts_while_a_gpu_trains(key, capsys):
     line = f"{key if '.' in key else f'{R}.{key}'}=false"
-    assert launch.main(["up_dapo", "gpu8", line, "--dry-run", "--gpu", "H100"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(
-        r"there, it would not start: vLLM keeps its 56 GB of each GPU while it trains, .* 49 GB more",
-        out,
-    )
-    assert (
-        launch.main(
-            [
-                "up_dapo",
-                "gpu8",
-                line,
-                f"{R}.gpu_memory_utilization=0.35",
-                "--dry-run",
-                "--gpu",
-                "H200",
-            ]
-        )
-        == 0
-    )
-    assert "would not start: vLLM" not in capsys.readouterr().out  # 49 + 49 of 141
+    out = dry_run(capsys, "up_dapo", "gpu8", line, "--gpu", "H100")
+    said = "there, it would not start: vLLM keeps its 56 GB of each GPU while it trains"
+    assert re.search(f"{said}, .* 49 GB more", out)
+    # 49 + 49 of 141
+    smaller = f"{R}.gpu_memory_utilization=0.35"
+    out = dry_run(capsys, "up_dapo", "gpu8", line, smaller, "--gpu", "H200")
+    assert "would not start: vLLM" not in out
 
 
 def test_what_an_interruption_loses_is_said(capsys):
@@ -687,43 +422,32 @@ def test_what_an_interruption_loses_is_said(capsys):
         "trainer.save_freq=100000": "note: trainer.save_freq=100000: a run that is interrupted loses up to ",
         "trainer.test_freq=7": "",
     }.items():
-        assert launch.main(["up_dapo", "gpu8", more, "--dry-run"]) == 0
-        out = capsys.readouterr().out
+        out = dry_run(capsys, "up_dapo", "gpu8", more)
         assert said in out and (said or "is interrupted" not in out)
-
-
-GPU1 = ["up_dapo", "gpu1", "--dry-run", "--gpu", "H100"]
-
-
-def cost(out):
-    return [
-        int(x.replace(",", ""))
-        for x in re.search(r"([\d,]+) GPU-hours, ([\d,]+) dollars at", out).groups()
-    ]
 
 
 def test_what_goes_without_flash_attn_says_what_that_costs(monkeypatch, capsys):
     """Half of the money for one GPU went into a loop over tokens that flash-attn does
     not have.
     """
-    versions = HERE | {"flash-attn": None}
-    costs = {}
-    for flash in (True, False):
-        monkeypatch.setattr(launch, "flash_there", lambda *_, flash=flash: flash)
-        assert launch.main(GPU1) == 0
-        out = capsys.readouterr().out
-        costs[flash] = cost(out)
-        assert ("attn_implementation=sdpa" in out) != flash
+    here, there = {}, {}
+    number = lambda text: int(text.replace(",", ""))
+    for with_flash in (True, False):
+        monkeypatch.setattr(launch, "flash_there", lambda *_, flash=with_flash: flash)
+        out = dry_run(capsys, "up_dapo", "gpu1", "--gpu", "H100")
+        assert ("attn_implementation=sdpa" in out) != with_flash
+        cost = re.search(r"([\d,]+) GPU-hours, ([\d,]+) dollars at", out)
         other = re.search(
-            r"note: .*flash-attn.* the same steps take (\d+) hours and (\d+) dollars",
-            out,
-        ).groups()
-        costs[flash, "other"] = [int(x) for x in other]
-    assert costs[True] == costs[False, "other"] and costs[False] == costs[True, "other"]
-    assert costs[False][1] > 1.8 * costs[True][1]
-    with_it, without = Machine(versions=dict(HERE)), Machine(versions=versions)
+            r"note: .*flash-attn.* take (\d+) hours and (\d+) dollars", out
+        )
+        here[with_flash] = [number(x) for x in cost.groups()]
+        there[with_flash] = [number(x) for x in other.groups()]
+    assert here[True] == there[False] and here[False] == there[True]
+    assert here[False][1] > 1.8 * here[True][1]
     monkeypatch.undo()
-    assert launch.flash_there(with_it, False) and not launch.flash_there(without, True)
+    without = Machine(versions=HERE | {"flash-attn": None})
+    assert launch.flash_there(Machine(versions=HERE), False)
+    assert not launch.flash_there(without, True)
     assert launch.flash_there(Machine(versions={}), True), (
         "nothing can train here: the dry run is of a machine that can"
     )
@@ -739,21 +463,15 @@ def test_a_run_keeps_its_folder_when_flash_attn_is_installed_later():
 
 
 def test_a_dry_run_says_that_model_and_data_are_missing(tmp_path, capsys):
-    given = [
-        f"actor_rollout_ref.model.path={tmp_path}/nothing",
-        "--data",
-        str(tmp_path),
-    ]
-    (tmp_path / "nothing").mkdir()
-    (tmp_path / "nothing/config.json").write_text(
-        json.dumps(tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-1.7B"])
+    model = tmp_path / "nothing"
+    model.mkdir()
+    config = tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-1.7B"]
+    (model / "config.json").write_text(json.dumps(config))
+    out = dry_run(
+        capsys, "up_dapo", "gpu1", f"{MODEL}={model}", "--data", str(tmp_path)
     )
-    assert launch.main(["up_dapo", "gpu1", *given, "--dry-run"]) == 0
-    said = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("here, it would not start: ")
-    ]
+    start = "here, it would not start: "
+    said = [line for line in out.splitlines() if line.startswith(start)]
     for what in (
         "nothing holds no config.json with *.safetensors",
         "dapo_math_17k.parquet is missing",
@@ -775,14 +493,8 @@ def test_both_readings_of_the_papers_epochs_are_said(capsys):
         assert f"{epochs * (rows // batch):,} steps on the published file" in said
         assert f"or {epochs * (problems // batch):,} on its 17,917 problems" in said
         assert f"* {said}\n" in page
-        assert (
-            launch.main([objective, "paper", "--dry-run"]) == 0
-            and f"note: {said}\n" in capsys.readouterr().out
-        )
+        assert f"note: {said}\n" in dry_run(capsys, objective, "paper")
     assert not costs.epochs_in_print(scales.load_scale("paper_math"))
-
-
-MODEL = "actor_rollout_ref.model.path"
 
 
 @pytest.mark.parametrize("name", scales.scale_names())
@@ -1131,14 +843,10 @@ def test_the_formulas_are_near_published_runs():
 def test_the_page_of_costs_has_what_a_dry_run_prints(capsys):
     page = (ROOT / "repro/with_verl/ESTIMATES.md").read_text()
     for scale in ("gpu8", "paper_dapo"):
-        assert launch.main(["up_dapo", scale, "--dry-run"]) == 0
-        said = re.search(
-            r": ([\d,]+) hours, ([\d,]+) GPU-hours, ([\d,]+) dollars",
-            capsys.readouterr().out,
-        ).groups()
-        assert f"| {' | '.join(said)} |" in next(
-            x for x in page.splitlines() if x.startswith(f"| `{scale}`")
-        )
+        cost = r": ([\d,]+) hours, ([\d,]+) GPU-hours, ([\d,]+) dollars"
+        said = re.search(cost, dry_run(capsys, "up_dapo", scale)).groups()
+        row = next(x for x in page.splitlines() if x.startswith(f"| `{scale}`"))
+        assert f"| {' | '.join(said)} |" in row
 
 
 def test_what_stays_beside_vllm_counts(capsys):
@@ -1154,13 +862,7 @@ def test_what_stays_beside_vllm_counts(capsys):
 
 
 def test_a_dry_run_prices_the_run_and_its_seeds(capsys):
-    assert (
-        launch.main(
-            ["up_dapo", "paper", "--dry-run", "--gpu", "H200", "--seeds", "1,2"]
-        )
-        == 0
-    )
-    out = capsys.readouterr().out
+    out = dry_run(capsys, "up_dapo", "paper", "--gpu", "H200", "--seeds", "1,2")
     assert out.count("estimate: 32 x H200, ") == 2 and " dollars at 4.00 an hour" in out
     assert re.search(r"^2 seeds: [\d,]+ GPU-hours, [\d,]+ dollars\.$", out, re.M)
     assert launch.main(["up_dapo", "paper", "--dry-run", "--gpu", "H1OO"]) == 2
