@@ -10,10 +10,9 @@ smaller ones as the student is, is named with a `perhaps`.
 One file: measuring, comparing and naming all work on the same ValueAndGradient.
 """
 
-import json
 import math
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -55,8 +54,13 @@ class ExerciseVerdict(Result):
     def __bool__(self) -> bool:
         return self.ok
 
-    def json(self) -> str:
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False)
+    def data(self) -> dict[str, Any]:
+        """The fields.
+
+        Returns:
+            Their values by name.
+        """
+        return asdict(self)
 
     def text(self, verbose: bool = False) -> str:
         head = f"lesson {self.lesson}, {self.title}: {'right' if self.ok else 'not yet'}   {self.file}"
@@ -78,11 +82,10 @@ class ExerciseVerdict(Result):
         )
         return "\n".join(lines)
 
-    def lines(self, verbose: bool = False) -> Iterator[Any]:
-        """For a terminal."""
-        from upref.verify.report import styled
-
-        return styled(self.text(), "bold green" if self.ok else "bold yellow")
+    @property
+    def head_style(self) -> str:
+        """Yellow, not red, for an exercise that is not solved yet."""
+        return "bold green" if self.ok else "bold yellow"
 
 
 def _filled(key: str, text: str) -> str:

@@ -6,6 +6,7 @@ import argparse
 from upref import catalog
 from upref.cli.verb import Verb, add_hyperparameters, hyperparameters
 from upref.errors import InputError
+from upref.result import Result
 from upref_frameworks import names
 
 TRAINERS = ("trl", "verl", "openrlhf")  # whose steps upref runs
@@ -51,33 +52,33 @@ def _audit_arguments(c: argparse.ArgumentParser) -> None:
 
 def _audit(args: argparse.Namespace) -> int:
     from upref.cli.output import answer
+
+    return answer(args, _audited(args))
+
+
+def _audited(args: argparse.Namespace) -> Result:
+    """What the options of `upref audit` ask for."""
     from upref_frameworks import audits
     from upref_frameworks.audits import report
+    from upref_frameworks.audits.kernels import kernels
+    from upref_frameworks.audits.ledger import read
 
     name = args.framework
-    if args.ledger or args.report:
-        print(
-            report.ledger(name, args.json)
-            if args.ledger
-            else report.report(name, args.report)
-        )
-        return 0
+    if args.ledger:
+        return report.Ledger(read(name))
+    if args.report:
+        return report.Draft(report.report(name, args.report))
     which = {
         "version": args.version or "",
         "source": args.source or "",
         "loud": args.debug,
     }
     if args.proofs:
-        return answer(args, report.proofs(audits.framework(name), **which))
+        return report.proofs(audits.framework(name), **which)
     if args.logprobs:
-        from upref_frameworks.audits.kernels import kernels
-
-        return answer(args, kernels(name, **which))
+        return kernels(name, **which)
     audited = audits.audit(name, **which)
-    if not args.draft:
-        return answer(args, audited)
-    print(report.draft(audited))
-    return 0
+    return report.Draft(report.draft(audited)) if args.draft else audited
 
 
 def _recipe_arguments(c: argparse.ArgumentParser) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The audit's answer: printable, JSON, true if everything fits."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from itertools import pairwise
+from typing import Any
 
 from paper.grim.chance import Chance
 from paper.grim.counts import MOST, Column
@@ -45,10 +45,13 @@ class Audit(Result):
             r.follows is not False for r in self.rows
         )
 
-    def json(self) -> str:
-        return json.dumps(
-            asdict(self) | {"fits": bool(self)}, indent=1, ensure_ascii=False
-        )
+    def data(self) -> dict[str, Any]:
+        """The columns, rows and chances, and `fits`.
+
+        Returns:
+            What `python -m paper audit-table --json` prints.
+        """
+        return asdict(self) | {"fits": bool(self)}
 
     def text(self, verbose: bool = False) -> str:
         averages = f"Averages{', weighted by n' if self.weighted else ''}, and their standard errors in points"
@@ -59,13 +62,10 @@ class Audit(Result):
         )
         return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def __rich_console__(self, console, options):
-        from rich.text import Text
-
-        yield Text(self.text())  # a row's name may have brackets
+    @property
+    def head_style(self) -> str:
+        """None: the first line is a heading, not the verdict."""
+        return ""
 
 
 def _column(c: Column) -> str:

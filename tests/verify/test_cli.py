@@ -16,7 +16,9 @@ import upref
 from upref import interrupt
 from upref.cli import _parser, commands, main
 from upref.cli.verb import hyperparameters
+from upref.result import Result
 from upref.user_code.guard import called
+from upref_frameworks.audits import Audit
 
 ROOT = Path(__file__).parents[2]
 
@@ -166,15 +168,15 @@ def test_doctor(capsys, monkeypatch):
     assert code == 1 and json.loads(out)["wrong"] == "wrong"
 
 
-class Verdict:
+class Verdict(Result):
     def __init__(self, ok):
         self.ok = ok
 
     def __bool__(self):
         return self.ok
 
-    def json(self):
-        return json.dumps({"ok": self.ok})
+    def data(self):
+        return {"ok": self.ok}
 
 
 @pytest.mark.parametrize("ok", [True, False])
@@ -520,15 +522,11 @@ def test_sigterm_within_a_loss_is_not_the_loss():
     assert e.value.code == 143 and sys.excepthook is not interrupt._end
 
 
-class Escaped(Verdict):
-    def __rich_console__(self, console, options):
-        from rich.markup import escape
-
-        yield escape("as [ledger] records")
+AUDITED = Audit("verl", "1", [], [], [], {}, ["as [ledger] records"], [], [])
 
 
 def test_a_verdict_that_escapes_markup_is_printed_as_it_is(capsys, monkeypatch):
     monkeypatch.setattr(
-        "upref_frameworks.audits.audit", lambda framework, **which: Escaped(True)
+        "upref_frameworks.audits.audit", lambda framework, **which: AUDITED
     )
     assert "as [ledger] records" in run(capsys, "audit", "verl")[1]

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import upref
+from upref.identification.identification import Identification
+from upref.step.identify import StepIdentification
 from upref.verify.finding import Example
 from upref.verify.render import LONGEST, describe_example
 from upref.verify.report import (
@@ -23,6 +25,8 @@ from upref.verify.report import (
     short,
     some,
 )
+from upref_course.verdict import ExerciseVerdict
+from upref_frameworks.audits.report import Draft, Ledger
 
 # characters of a report, and of all that there is to say
 MOST, VERBOSE = 12_000, 20_000
@@ -192,3 +196,19 @@ def test_what_is_left_out_is_counted():
     assert fail(
         "gradient", "", example=Example(code="x" * (LONGEST + 1))
     ).batch.endswith("too many to print")
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        Identification("f", "none", [], "", {}, "", [], [], False, 0.1),
+        StepIdentification("step", 0.7, why="the gradient is 0"),
+        ExerciseVerdict(1, "a title", "lesson01.py:loss", True, hint="a hint"),
+        Ledger([]),
+        Draft("# an issue"),
+    ],
+)
+def test_every_verdict_prints_its_text_and_strict_json(verdict):
+    assert str(verdict) == verdict.text()
+    assert "\n".join(str(line) for line in verdict.lines()) == verdict.text()
+    json.loads(verdict.json(), parse_constant=pytest.fail)

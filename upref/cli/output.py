@@ -6,15 +6,16 @@ packages.
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from upref.errors import InputError
+from upref.result import Result
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def answer(args: Namespace, verdict: Any) -> int:
+def answer(args: Namespace, verdict: Result) -> int:
     """Print a verdict, as --json and --verbose ask, and return the exit status.
 
     Args:
@@ -37,17 +38,13 @@ def answer(args: Namespace, verdict: Any) -> int:
     return 0 if verdict else 1
 
 
-def _print(args: Namespace, verdict: Any) -> None:
+def _print(args: Namespace, verdict: Result) -> None:
     if args.json:
         print(verdict.json())
-    elif hasattr(verdict, "text") and not sys.stdout.isatty():
+    elif not sys.stdout.isatty() or not verdict.head_style:
         print(verdict.text(args.verbose))  # nothing is wrapped or cut
     else:
-        console = _console()
-        console.print(
-            *verdict.lines(args.verbose) if hasattr(verdict, "lines") else [verdict],
-            sep="\n",
-        )
+        _console().print(*verdict.lines(args.verbose), sep="\n")
 
 
 def _console() -> "Console":

@@ -3,15 +3,13 @@
 those that it is not.
 """
 
-import json
 import shlex
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from upref.aggregation import AGGREGATIONS
 from upref.result import Result
-from upref.verify.report import row, short, some, styled
+from upref.verify.report import describe_assumptions, describe_basis, row, short
 
 SHOWN = 8  # of a longer list
 
@@ -116,16 +114,17 @@ class Identification(Result):
 
         return [str(m) for m in self.matches[1:] if alike(m, self.matches[0])]
 
-    def json(self) -> str:
+    def data(self) -> dict[str, Any]:
+        """The fields and what they imply, `identified` first.
+
+        Returns:
+            Their values by name.
+        """
         own = {
             k: getattr(self, k)
             for k in ("name", "hp", "agg", "distance", "also", "elsewhere")
         }
-        return json.dumps(
-            {"identified": bool(self)} | own | asdict(self),
-            indent=1,
-            ensure_ascii=False,
-        )
+        return {"identified": bool(self)} | own | asdict(self)
 
     def text(self, verbose: bool = False) -> str:
         """The answer, what it rests on, and the command that goes on from here;
@@ -163,15 +162,9 @@ class Identification(Result):
                     _some(self.elsewhere) + ", aggregated otherwise in their papers"
                 )
             lines += [row(key, text) for key, text in rows.items()]
-        lines += [f"read as: {short(self.read_as)}"] if self.read_as else []
-        lines += (
-            [f"not checked: {'; '.join(self.not_checked)}"] if self.not_checked else []
-        )
-        lines += (
-            some([f"assumed: {short(c)}" for c in self.assumptions], "assumption")
-            if verbose
-            else []
-        )
+        lines += describe_basis(self.read_as, self.not_checked)
+        if verbose:
+            lines += describe_assumptions(self.assumptions)
         if self.matches:
             lines.append(f"next: {self._next()}")
         return "\n".join(lines)
@@ -209,18 +202,11 @@ class Identification(Result):
             return f"{short(self.loss)} is meant as {self.matches[0]}{where}, but: {self.why}"
         return f"{short(self.loss)} is {self.matches[0]}{where}"
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def lines(self, verbose: bool = False) -> Iterator[Any]:
-        """For a terminal."""
-        return styled(
-            self.text(verbose),
-            {"pitfall": "bold yellow", "none": "bold red"}.get(self.kind, "bold green"),
-        )
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield from self.lines()
+    @property
+    def head_style(self) -> str:
+        """Yellow where the objective has a known pitfall."""
+        styles = {"pitfall": "bold yellow", "none": "bold red"}
+        return styles.get(self.kind, "bold green")
 
 
 def _some(xs: list[str]) -> str:

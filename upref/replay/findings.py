@@ -3,7 +3,6 @@
 `upref.replay.words` turns them into text.
 """
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -68,9 +67,6 @@ class Checked(Result):
         """Its numbers and findings, for JSON: no infinity and no not-a-number."""
         numbers: dict[str, Any] = plain({"ok": bool(self)} | asdict(self))
         return numbers
-
-    def json(self) -> str:
-        return json.dumps(self.data(), indent=1, ensure_ascii=False)
 
 
 def plain(x: Any) -> Any:

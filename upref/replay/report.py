@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The replay of a run as one result, whose text fits on a screen."""
 
-import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,7 +90,12 @@ class Replay(Result):
         """Check -> the column that is missing and how it is recorded."""
         return {check: why for s in self.steps for check, why in s.not_run.items()}
 
-    def json(self) -> str:
+    def data(self) -> dict[str, Any]:
+        """The numbers and findings of the steps and of the run.
+
+        Returns:
+            What `upref replay --json` prints; None stands for infinity and NaN.
+        """
         steps = [
             {
                 "step": s.step,
@@ -113,7 +117,8 @@ class Replay(Result):
             "table": _data(self.table),
             "heaviest": [asdict(t) for t in self.heaviest],
         }
-        return json.dumps(plain(whole), indent=1, ensure_ascii=False)
+        numbers: dict[str, Any] = plain(whole)
+        return numbers
 
     def text(self, verbose: bool = False) -> str:
         """The report. verbose: every step and every finding.
@@ -125,9 +130,6 @@ class Replay(Result):
             Lines.
         """
         return "\n".join(report_lines(self, verbose))
-
-    def __str__(self) -> str:
-        return self.text()
 
 
 def _data(checked: Checked | None) -> dict[str, Any] | None:

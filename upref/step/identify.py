@@ -7,7 +7,6 @@ weights, aggregation included, are those up to one constant. `check_step` then c
 on rows of its own, to the precision of float32.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -104,12 +103,13 @@ class StepIdentification(Result):
     def __bool__(self) -> bool:
         return bool(self.matches)
 
-    @property
-    def notes(self) -> list[str]:
-        return []
+    def data(self) -> dict[str, Any]:
+        """The fields, and `identified`.
 
-    def json(self) -> str:
-        return json.dumps({"identified": bool(self)} | asdict(self), indent=1)
+        Returns:
+            Their values by name.
+        """
+        return {"identified": bool(self)} | asdict(self)
 
     def text(self, verbose: bool = False) -> str:
         if not self.matches:

@@ -4,7 +4,6 @@
 `upref.verify.render` makes its text, once. Nothing reads that text again.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -130,18 +129,3 @@ def number_pair(
         remark: what the reader should know of the expected one.
     """
     return Number(expected, unit, remark), Number(found, unit)
-
-
-def encode(x: Any) -> Any:
-    """Return what JSON can hold: an infinity, or not-a-number, as the word for float().
-
-    Args:
-        x: numbers, text, lists and dictionaries.
-    """
-    if isinstance(x, float) and not math.isfinite(x):
-        return str(x)
-    if isinstance(x, Mapping):
-        return {str(key): encode(value) for key, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [encode(value) for value in x]
-    return x

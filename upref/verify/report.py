@@ -3,10 +3,9 @@
 whole, and JSON.
 """
 
-import json
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -20,7 +19,6 @@ from upref.verify.finding import (
     Number,
     Severity,
     TokenPlace,
-    encode,
 )
 from upref.verify.render import describe_example, describe_pair, describe_places
 
@@ -290,15 +288,13 @@ class Report(Result):
         """
         return [f for f in self.findings if f.severity == "note"]
 
-    def json(self) -> str:
-        """Encode the report; numbers are numbers, infinity and NaN are strings.
+    def data(self) -> dict[str, Any]:
+        """The fields of the report, and `ok`.
 
         Returns:
-            JSON with the keys of the report and `ok`.
+            Their values by name.
         """
-        return json.dumps(
-            encode({"ok": bool(self)} | asdict(self)), indent=1, ensure_ascii=False
-        )
+        return {"ok": bool(self)} | asdict(self)
 
     def text(self, verbose: bool = False) -> str:
         """The verdict, the failures, a line for each note; verbose: all that was
@@ -321,17 +317,10 @@ class Report(Result):
             lines.append(
                 f"note  {', '.join(dict.fromkeys(usual))}: habits of nearly every loss (-v explains)"
             )
-        lines += [f"read as: {short(self.read_as)}"] if self.read_as else []
-        lines += (
-            [f"not checked: {'; '.join(self.not_checked)}"] if self.not_checked else []
-        )
+        lines += describe_basis(self.read_as, self.not_checked)
         if verbose:
             ran = ", ".join(k for k, v in self.oracles.items() if v in RAN)
-            lines += some(
-                [f"assumed: {short(c)}" for c in self.assumptions],
-                "assumption",
-                2 * SHOWN,
-            )
+            lines += describe_assumptions(self.assumptions, 2 * SHOWN)
             lines += [
                 f"not run: {k} ({v})" for k, v in self.oracles.items() if v not in RAN
             ]
@@ -406,41 +395,38 @@ class Report(Result):
             loss += f"; {self.settings}"
         return f"{'NOT ' if n else ''}{self.objective}: {counts}   {loss}"
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def lines(self, verbose: bool = False) -> Iterator[Any]:
-        """For a terminal."""
-        return styled(self.text(verbose), "bold green" if self else "bold red")
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield from self.lines()
-
 
 R = TypeVar("R", bound=Report)
 
 
-def styled(text: str, head: str) -> Iterator[Any]:
-    """The lines of a report as rich prints them.
+def describe_basis(read_as: str, not_checked: Sequence[str]) -> list[str]:
+    """Say how the arguments were read, and what a verdict says nothing about.
 
     Args:
-        text: of a report.
-        head: rich's style of its first line.
-    """
-    from rich.text import Text
+        read_as: which argument was taken for what; "" where nothing was read.
+        not_checked: in words.
 
-    style = {
-        "FAIL": "bold red",
-        "note": "yellow",
-        "read": "dim",
-        "assu": "dim",
-        "orac": "dim",
-        "not ": "dim",
-    }
-    for n, line in enumerate(text.splitlines()):
-        yield Text(
-            line, style=head if n == 0 else style.get(line[:4], ""), overflow="fold"
-        )
+    Returns:
+        Lines of a report; none where there is nothing to say.
+    """
+    lines = [f"read as: {short(read_as)}"] if read_as else []
+    if not_checked:
+        lines.append(f"not checked: {'; '.join(not_checked)}")
+    return lines
+
+
+def describe_assumptions(assumptions: Sequence[str], most: int = SHOWN) -> list[str]:
+    """Say what was assumed of a function.
+
+    Args:
+        assumptions: a sentence each.
+        most: how many are kept.
+
+    Returns:
+        Lines of a report.
+    """
+    lines = [f"assumed: {short(sentence)}" for sentence in assumptions]
+    return some(lines, "assumption", most)
 
 
 def row(key: str, text: str, width: int = 118) -> str:

@@ -10,8 +10,8 @@ packages and a process of its own (isolated/).
 
 import datetime
 import importlib
-import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -51,9 +51,9 @@ OWN = ("compare", "ledger")  # every other file of this folder is a framework
 
 @dataclass(frozen=True)
 class Audit(Result):
-    """The rows; true when each agrees or is explained, and the ledger says so. Print it
-    with rich, or take .json().
-    """
+    """The rows; true when each agrees or is explained, and the ledger says so."""
+
+    json_indent = 2  # as the committed records of docs/ have it
 
     framework: str
     version: str
@@ -87,7 +87,12 @@ class Audit(Result):
         """Each row agrees, or differs for reasons that leave no difference."""
         return all(row.ok for row in self.rows)
 
-    def json(self) -> str:
+    def data(self) -> dict[str, Any]:
+        """The rows, and of each entry of the ledger how it is recorded.
+
+        Returns:
+            What `upref audit --json` prints.
+        """
         rows = [asdict(r) | {"verdict": r.verdict, "ok": r.ok} for r in self.rows]
         entries = [
             {
@@ -98,12 +103,33 @@ class Audit(Result):
             }
             for e in self.entries
         ]
-        said = _finite(
-            asdict(self) | {"rows": rows, "ok": bool(self), "entries": entries}
-        )
-        return json.dumps(said, indent=2, ensure_ascii=False, allow_nan=False)
+        return asdict(self) | {"rows": rows, "ok": bool(self), "entries": entries}
 
-    def __rich_console__(self, console, options):
+    def text(self, verbose: bool = False) -> str:
+        """The table and the sentences behind it, in 160 columns.
+
+        Args:
+            verbose: not read: all is printed.
+
+        Returns:
+            Lines, without a line break at the end.
+        """
+        from rich.console import Console
+
+        console = Console(width=160, no_color=True)
+        with console.capture() as text:
+            console.print(*self.lines(), sep="\n")
+        return text.get().rstrip("\n")
+
+    def lines(self, verbose: bool = False) -> Iterator[Any]:
+        """The table and the sentences behind it, for rich.
+
+        Args:
+            verbose: not read: all is printed.
+
+        Yields:
+            Renderables.
+        """
         from rich.markup import escape
         from rich.table import Table
 
@@ -171,14 +197,6 @@ class Audit(Result):
         entry = self.entry(row, said)
         tag = f" [{entry.status}: {entry.key}]" if entry else ""
         return (f"{said}; {spot}" if spot.difference else said) + tag
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=160, no_color=True)
-        with console.capture() as text:
-            console.print(self)
-        return text.get()
 
 
 def frameworks() -> list[str]:
@@ -275,15 +293,6 @@ def audit(
 
 def _listed(x: Any) -> list:
     return [*x] if isinstance(x, list | tuple) else [None]
-
-
-def _finite(x: Any) -> Any:
-    """JSON has no word for nan and inf: they are strings, which float() reads."""
-    if isinstance(x, dict):
-        return {k: _finite(v) for k, v in x.items()}
-    if isinstance(x, list | tuple):
-        return [_finite(v) for v in x]
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def _compared(f: Framework, c: Comparison) -> tuple[list[ComparisonRow], bool]:

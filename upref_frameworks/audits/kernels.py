@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log-probability functions of a framework, each through check_logprobs."""
 
-import json
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +28,17 @@ class Kernels(Result):
     def __bool__(self) -> bool:
         return all(not isinstance(r, Report) or bool(r) for r in self.reports.values())
 
-    def json(self) -> str:
+    def data(self) -> dict[str, Any]:
+        """The reports as data.
+
+        Returns:
+            What `upref audit --logprobs --json` prints.
+        """
         each = {
-            k: json.loads(r.json()) if isinstance(r, Report) else r
-            for k, r in self.reports.items()
+            name: report.data() if isinstance(report, Report) else report
+            for name, report in self.reports.items()
         }
-        return json.dumps(
-            {"ok": bool(self), "version": self.version, "functions": each},
-            indent=1,
-            ensure_ascii=False,
-        )
+        return {"ok": bool(self), "version": self.version, "functions": each}
 
     def text(self, verbose: bool = False) -> str:
         def said(k: str, r: Report | str) -> str:
@@ -50,8 +51,6 @@ class Kernels(Result):
                 *(said(k, r) for k, r in self.reports.items()),
             ]
         )
-
-    __str__ = text
 
 
 def kernels(

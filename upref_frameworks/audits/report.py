@@ -3,7 +3,6 @@
 new ledger has to record.
 """
 
-import json
 import sys
 import textwrap
 from dataclasses import asdict, dataclass
@@ -29,15 +28,60 @@ from upref_frameworks.audits.ledger import (
 )
 
 
-def ledger(name: str, as_json: bool) -> str:
-    """All that is recorded; runs nothing."""
-    entries = read(name)
-    said = [asdict(e) for e in entries]
-    return (
-        json.dumps(said, indent=1, ensure_ascii=False)
-        if as_json
-        else "\n\n".join(map(str, entries))
-    )
+@dataclass(frozen=True)
+class Ledger(Result):
+    """What is recorded of a framework. It is no verdict: always true."""
+
+    entries: list[Entry]
+    head_style = ""
+
+    def text(self, verbose: bool = False) -> str:
+        """The entries as paragraphs.
+
+        Args:
+            verbose: not read: all is printed.
+
+        Returns:
+            Lines.
+        """
+        return "\n\n".join(map(str, self.entries))
+
+    def data(self) -> list[dict[str, Any]]:
+        """The entries as data.
+
+        Returns:
+            The fields of each.
+        """
+        return [asdict(e) for e in self.entries]
+
+
+@dataclass(frozen=True)
+class Draft(Result):
+    """A text that a person finishes or sends: an issue, or entries of a ledger. It is no
+    verdict: always true.
+    """
+
+    words: str
+    head_style = ""
+
+    def text(self, verbose: bool = False) -> str:
+        """The text itself.
+
+        Args:
+            verbose: not read.
+
+        Returns:
+            Lines.
+        """
+        return self.words
+
+    def data(self) -> dict[str, str]:
+        """The text under the key `text`.
+
+        Returns:
+            One key.
+        """
+        return {"text": self.words}
 
 
 def report(name: str, key: str) -> str:
@@ -132,14 +176,15 @@ class Proofs(Result):
             warned and e.status == "bug"
         )
 
-    def json(self) -> str:
-        return json.dumps(
-            [
-                {"key": e.key, "recorded": e.prints, "prints": now}
-                for e, now in self.said
-            ],
-            indent=1,
-        )
+    def data(self) -> list[dict[str, str]]:
+        """What each script should print, and what it prints.
+
+        Returns:
+            A record for each entry.
+        """
+        return [
+            {"key": e.key, "recorded": e.prints, "prints": now} for e, now in self.said
+        ]
 
     def text(self, verbose: bool = False) -> str:
         out = []
@@ -149,8 +194,6 @@ class Proofs(Result):
             if not same:
                 out.append(f"{'':11}  recorded: {' '.join(e.prints.split())}")
         return "\n".join(out)
-
-    __str__ = text
 
 
 def proofs(
