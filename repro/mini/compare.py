@@ -193,9 +193,9 @@ def words(e: Experiment, records: dict[str, results.Record]) -> list[str]:
         ((side, bound),) = rule.bounds(f.contrast)
         shares = f"{sum(side * (d - bound) > 0 for d in f.values)} of {f.n} seeds"
         said = (
-            f"the sign agrees in {shares}"
+            f"The sign agrees in {shares}"
             if f.contrast.bound in (0, 1)
-            else f"within its bound in {shares}"
+            else f"Within its bound in {shares}"
         )
         lines.append(f"* {claim.figure}: {claim.says} **{said}**: {tables.show(f)}.")
     return lines
@@ -322,8 +322,9 @@ def main(argv: list[str] | None = None) -> int:
         Settings.of(overrides)  # a wrong name, said with the nearest right one
         e = experiment(args.objective, args.seeds, overrides, args.against)
         wanted = {s.key: s for _, _, s in e.runs()}
+        known = results.load(results.FOLDER)  # they foretell how long it takes
         with suite.alone(args.out) as lock:
-            failures = suite.run_all(wanted, args.out, args.jobs, lock)
+            failures = suite.run_all(wanted, args.out, args.jobs, lock, known=known)
         for sentence in failures:
             print(sentence, file=sys.stderr)
         if failures:

@@ -93,12 +93,12 @@ def test_the_report_says_what_showed(report):
         if line.startswith("* Fig")
     }
     assert (
-        "up_dapo ends with a higher Avg@32 than dapo. **the sign agrees in 2 of 2 seeds**: +"
+        "up_dapo ends with a higher Avg@32 than dapo. **The sign agrees in 2 of 2 seeds**: +"
         in said["Fig. 2a"]
     )
-    assert "**the sign agrees in 0 of 2 seeds**" in said["Fig. 3a"]
-    assert "**within its bound in 0 of 2 seeds**" in said["Fig. 4b"]
-    assert "**within its bound in 2 of 2 seeds**" in said["Fig. 4a"]
+    assert "**The sign agrees in 0 of 2 seeds**" in said["Fig. 3a"]
+    assert "**Within its bound in 0 of 2 seeds**" in said["Fig. 4b"]
+    assert "**Within its bound in 2 of 2 seeds**" in said["Fig. 4a"]
     assert (
         "These 2 seeds cannot tell an effect from chance" in text
         and "probability 0.5." in text
