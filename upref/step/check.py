@@ -75,7 +75,9 @@ class StepReport(Report):
             f"error of the gradient: {self.error:.2g} of its norm",
         ]
         lines += [f"exercised: {', '.join(self.exercised)}"] if self.exercised else []
-        numbers = [f"{number} ({same})" for number, same in self.not_reached.items()]
+        # what else would agree is of interest where this agrees
+        others = {} if self.failures else self.not_reached
+        numbers = [f"{number} ({same})" for number, same in others.items()]
         beyond = (
             [f"clamps and bounds beyond the rows' range ({self.reach})"]
             if self.reach

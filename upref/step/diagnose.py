@@ -32,7 +32,14 @@ from upref.step.normalizers import factor_words
 from upref.step.reference import Gradient, Model, TorchModel, text_config
 from upref.step.rows import Padded, Row, locate
 from upref.step.scores import Variant, quick
-from upref.step.weights import Tokens, TokenWeights, gradient, observed, read
+from upref.step.weights import (
+    Tokens,
+    TokenWeights,
+    constant_between,
+    gradient,
+    observed,
+    read,
+)
 from upref.verify.finding import NO_CAUSE, Cause, Number, join_causes
 from upref.verify.report import UNKNOWN, Finding, fail
 
@@ -41,6 +48,7 @@ AFTER = 16  # tokens behind a row that may train
 # suffice
 READ = 2
 PROMPTS = Cause("prompt tokens train", ("prompts-train",))
+OTHER_WEIGHTS = Cause("with it the weights of tokens differ too, by no known cause")
 
 
 class _Dtypes(TorchDispatchMode):
@@ -154,9 +162,7 @@ def diagnosed(
         return say(cause)
     goal, g = _before_clip(it)
     plain = Terms.of(goal, case.forward, case.b)
-    if cause := plain.coefficients(g, bound) or _penalty(
-        goal, case.forward, case.b, plain, g, bound
-    ):
+    if cause := _terms_differ(plain, case.forward, case.b, g, bound):
         return say(cause)  # a small term is beyond the bound in some parameters alone
     wrong = parameters(model, found, want, bound)
     right = [n for n in model.shapes if n not in wrong]
@@ -276,6 +282,8 @@ def _explained(
         residuals.append(reading.residual)
         if reading.residual > span:
             return []
+        if cause and (term := _terms_differ(terms, one, batch, g, bound)):
+            return [join_causes(cause, term)]
 
         def makes_it(weights: list[Tensor]) -> bool:
             return reproduces(gradient(one, weights), policy, 2 * span)
@@ -312,6 +320,10 @@ def _explained(
                     and not (goal.entropy_coef or goal.z_loss_coef)
                     and (said := reads(cause, one, batch=batch))
                 ):
+                    rest = it.found - clipped(its.sum(0), goal.clip)
+                    left = float(rest.norm() / it.found.norm())
+                    if said == [cause] and left > 3 * bound:
+                        said = [join_causes(cause, _more(left))]
                     return said
         return []
 
@@ -411,6 +423,31 @@ class Terms:
             c[k] * self.each[k] for k in names if k in self.each
         )
 
+    def _constant(self, fitted: float) -> float:
+        """The constant factor of a gradient: the one that fits where an acting clip of
+        the norm hides it, and 1 elsewhere.
+        """
+        return fitted if self.goal.clip is not None and fitted > 0 else 1.0
+
+    def whole(self) -> Tensor:
+        """The gradient of the goal, all terms together, before a clip, [P]."""
+        c = self.goal.coefficients
+        return self.goal.scale * sum(
+            (c[k] * each for k, each in self.each.items()), torch.zeros(())
+        )
+
+    def in_its_units(self, g: Tensor, added: Tensor) -> Tensor:
+        """g without the factor that an acting clip of the norm gave it, if it is the
+        goal's gradient and some of another one.
+
+        Args:
+            g: the gradient that was found, [P].
+            added: the other gradient, [P].
+        """
+        both = torch.stack([self.whole(), added], 1)
+        x = torch.linalg.lstsq(both, g[:, None], driver="gelsd").solution
+        return g / self._constant(float(x[0]))
+
     def coefficients(self, g: Tensor, bound: float) -> Cause:
         """The coefficients at which the terms of the objective add up to g, where they
         do.
@@ -427,9 +464,10 @@ class Terms:
             / size
         )
         rest = (G @ x - y).norm() / y.norm()
-        if rest > bound or abs(x[0] - 1) > 1e-3:
+        times = self._constant(float(x[0]))
+        if rest > bound or abs(x[0] / times - 1) > 1e-3:
             return NO_CAUSE
-        said = []
+        x, size, said = x / times, size * times, []
         for k, v, part in zip(names, x.tolist(), size / y.norm(), strict=True):
             if abs(v - c[k]) * part <= 2 * bound:
                 continue
@@ -446,6 +484,20 @@ class Terms:
         return join_causes(*said)
 
 
+def _more(left: float) -> Cause:
+    """The cause of what one fault leaves of a gradient."""
+    return Cause(f"{left:.2g} of the gradient is left, by another and smaller fault")
+
+
+def _terms_differ(
+    terms: Terms, forward: Forward, b: Padded, g: Tensor, bound: float
+) -> Cause:
+    """Another coefficient of a term, or a term that is added, where it makes g."""
+    return terms.coefficients(g, bound) or _penalty(
+        terms.goal, forward, b, terms, g, bound
+    )
+
+
 def _penalty(
     goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tensor, bound: float
 ) -> Cause:
@@ -454,14 +506,15 @@ def _penalty(
     """
     if b.old is None or float(((plain.lp - b.old) * b.mask).abs().max()) < 1e-6:
         return NO_CAUSE
-    rest = plain.without(g, *plain.each)
     for name in ESTIMATORS:
         of_old = replace(goal, o=replace(goal.o, kl=name))
         parts = of_old.parts(*forward.statistics(), replace(b, ref=b.old))
         # to the gradient of the loss
         added = goal.scale * forward.by_row(parts["KL"]).sum(0)
+        its = plain.in_its_units(g, added)
+        rest = its - plain.whole()
         beta = float(rest @ added / (added @ added).clamp(min=1e-300))
-        if beta > 0 and near(rest, beta * added, _share(bound, g, rest)):
+        if beta > 0 and near(rest, beta * added, _share(bound, its, rest)):
             whose = "" if name == "k1" else " of the old policy"
             words = (
                 f"a KL term{whose} ({name}) is subtracted, "
@@ -582,12 +635,16 @@ def _said(
         """As wide as the widened batch."""
         return torch.nn.functional.pad(x, (0, b.mask.shape[1] - x.shape[-1]))
 
-    found, prompts, beyond = [], [], []
+    responses, prompts, beyond = [], [], []
     for r, x in zip(forward.rows, reading.weights, strict=True):
         p, n = len(r.prompt) - 1, len(r.ids) - 1
         prompts.append(x[:p])
-        found.append(grow(x[p:n]))
+        responses.append(grow(x[p:n]))
         beyond.append(x[n:])
+    expected = grow(terms.slope)
+    found = torch.stack(responses)
+    # what the norm was before its clip is not known, so a constant factor is not either
+    times = 1.0 if terms.goal.clip is None else constant_between(found, expected)
     noise = max(1e-4, 30 * reading.residual, 20 * bound)
     plain = (
         Forward(forward.model, forward.rows, 1.0, forward.z).statistics()[0].detach()
@@ -597,32 +654,34 @@ def _said(
         rows=forward.rows,
         b=b,
         lp=grow(terms.lp),
-        found=torch.stack(found),
-        prompts=prompts,
-        expected=grow(terms.slope),
+        found=times * found,
+        prompts=[times * x for x in prompts],
+        expected=expected,
         plain=grow(plain),
         tol=noise,
-        whole=whole,
+        whole=None if whole is None else times * whole,
     )
     seen = observed(w)
     more = [fail("weights", what.words, want, got) for what, want, got in seen]
     said = [cause]
-    tail = int(sum((~w.zero(x)).sum() for x in beyond))
+    tail = int(sum((~w.zero(times * x)).sum() for x in beyond))
     if tail > 0:
         words = f"{tail} tokens behind the responses train: padding, or the next row"
         said.append(Cause(words, ("tokens-behind-responses-train",)))
-    prompt = any(bool((~w.zero(p)).any()) for p in prompts)
+    prompt = any(bool((~w.zero(p)).any()) for p in w.prompts)
     if w.same(
         torch.where(w.here, w.found, torch.nan), torch.where(b.mask, w.expected, 0)
     ):
         if prompt:
             said.append(PROMPTS)
     elif (named_one := named(w, only)) and makes_it(
-        _of_rows(prompts, named_one[1], beyond, forward.rows)
+        _of_rows(prompts, named_one[1] / times, beyond, forward.rows)
     ):
         said += [PROMPTS if prompt else NO_CAUSE, named_one[0]]
     elif seen:
         said += [what for what, _, _ in seen[:3]]
+    elif cause:
+        said.append(OTHER_WEIGHTS)
     return [join_causes(*said) or Cause(UNKNOWN), *more]
 
 

@@ -33,6 +33,7 @@ from upref.user_code.guard import state_restored
 FIRST = ("dapo", "grpo", "dr_grpo", "ppo_clip", "gspo", "cispo", "reinforce")
 ROWS = ("dapo", "gspo")  # objectives beside whose bounds the rows are
 TOLERANCE = 1e-3  # of a weight, relative to the largest
+NORMS_EQUAL = 1e-4  # relative; a clip adds 1e-6 to the norm by which it divides
 CONFIRMED = 6  # matches that check_step is asked about
 DUAL = (3.0, 10.0)  # bounds of the ratio where A < 0
 
@@ -45,10 +46,11 @@ class StepMatch:
         name: of the objective.
         hp: its numbers that differ from the defaults.
         on_policy: the step takes r = 1, whatever the old log-probabilities are.
-        scale: a constant factor of the loss.
+        scale: a constant factor of the loss; 1 where a clip of the norm hides it.
         error: of the gradient, relative to its norm, as `check_step` has it.
         not_reached: `name = value` of a number that the rows do not exercise -> other
             values with which the gradient is the same.
+        clip: the bound of the gradient's norm, where the step clips it.
     """
 
     name: str
@@ -57,6 +59,7 @@ class StepMatch:
     scale: float
     error: float = float("inf")
     not_reached: dict[str, str] = field(default_factory=dict)
+    clip: float | None = None
 
     def options(self, temperature: float) -> str:
         """The arguments of `check_step` that stand for it.
@@ -71,6 +74,8 @@ class StepMatch:
         said += [f"{k}={v:g}" for k, v in self.hp.items()]
         if self.scale != 1:
             said.append(f"scale={self.scale:.6g}")
+        if self.clip is not None:
+            said.append(f"clip={self.clip:g}")
         if self.on_policy:
             said.append('without=["ratio"]')
         return ", ".join(said)
@@ -79,6 +84,8 @@ class StepMatch:
         said = [f"{k}={v:g}" for k, v in self.hp.items()]
         if self.scale != 1:
             said.append(f"times {self.scale:.6g}")
+        if self.clip is not None:
+            said.append(f"the gradient's norm is clipped to {self.clip:g}")
         if self.on_policy:
             said.append("without ratio")
         return f"{self.name} ({', '.join(said)})" if said else self.name
@@ -93,12 +100,14 @@ class StepIdentification(Result):
         temperature: of the sampler, as it was told.
         matches: the objectives that have this gradient, the commonest first.
         why: in words, where there is none.
+        passed: names of further arguments that `check_step` needs as well.
     """
 
     step: str
     temperature: float
     matches: list[StepMatch] = field(default_factory=list)
     why: str = ""
+    passed: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.matches)
@@ -121,7 +130,8 @@ class StepIdentification(Result):
         if first.not_reached and not first.on_policy:
             numbers = [f"{n} ({same})" for n, same in first.not_reached.items()]
             lines.append(f"its numbers that may be others: {'; '.join(numbers)}")
-        call = f"upref.check_step(step, model, {first.options(self.temperature)})"
+        options = [first.options(self.temperature), *(f"{k}={k}" for k in self.passed)]
+        call = f"upref.check_step(step, model, {', '.join(options)})"
         return "\n".join(
             [*lines, f"error of the gradient: {first.error:.2g}", f"next: {call}"]
         )
@@ -139,12 +149,14 @@ class Draw:
         found: [B, T], the derivative of the loss by each token's log-probability; nan
             where the gradient does not tell.
         residual: the part of the gradient that no weights of these tokens make.
+        norm: of the gradient.
         statistics: log-probabilities, entropies and squared log-normalizers, [B, T].
     """
 
     case: StepCase
     found: Tensor
     residual: float
+    norm: float
     statistics: tuple[Tensor, Tensor, Tensor]
 
     def factor(self, goal: Goal, on_policy: bool) -> float | None:
@@ -173,6 +185,8 @@ def identify_step(
     without: Sequence[str] = (),
     seed: int = 0,
     group_size: int | None = None,
+    rewards: Sequence[float] | None = None,
+    advantages: Sequence[float] | Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> StepIdentification:
     """Tell which registered objective a training step has, without a KL term or bonus.
 
@@ -183,6 +197,7 @@ def identify_step(
         without: what the step cannot do: lengths, temperature, ratio, holes.
         seed: of the rows.
         group_size: so many responses in a row share a prompt; None: prompts differ.
+        rewards, advantages: as for `check_step`.
 
     Returns:
         A StepIdentification: true where an objective has this gradient, with up to six
@@ -199,7 +214,7 @@ def identify_step(
     name = getattr(step, "__name__", type(step).__name__)
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be an nn.Module, got {type(model).__name__}.")
-    asked = Asked(group_size)
+    asked = Asked(group_size, rewards, advantages)
     with state_restored(), perturbed(model, True):
         reference = TorchModel(model)
         draws = [
@@ -216,7 +231,8 @@ def identify_step(
             "check_step names what differs from the objective that is meant"
         )
         return StepIdentification(name, temperature, why=why)
-    likely = list(_matches(draws, temperature, "ratio" in without))
+    clip = _clip(draws)
+    likely = list(_matches(draws, temperature, "ratio" in without, clip))
     confirmed = []
     for match in likely[:CONFIRMED]:
         without_ratio = [*{*without, *(["ratio"] if match.on_policy else [])}]
@@ -230,6 +246,9 @@ def identify_step(
             explain=False,
             without=without_ratio,
             group_size=group_size,
+            rewards=rewards,
+            advantages=advantages,
+            clip=match.clip,
             **match.hp,
         )
         if report:
@@ -237,11 +256,22 @@ def identify_step(
                 replace(match, error=report.error, not_reached=report.not_reached)
             )
     if confirmed:
-        return StepIdentification(name, temperature, confirmed)
+        given = {
+            "group_size": group_size,
+            "rewards": rewards,
+            "advantages": advantages,
+        }
+        passed = tuple(k for k, v in given.items() if v is not None)
+        return StepIdentification(name, temperature, confirmed, passed=passed)
     unlike = "no objective with the usual numbers has its weights"
     if likely:
         unlike = f"{likely[0]} has nearly its weights, and another gradient"
     why = f"{unlike} ({_bounds(draws[0])}): give check_step the numbers of the loop"
+    if rewards is None:
+        why += (
+            ". If it makes its advantages itself, of the rewards or of `adv`, pass "
+            "rewards= and advantages="
+        )
     return StepIdentification(name, temperature, why=why)
 
 
@@ -266,11 +296,30 @@ def _draw(
         batch_first=True,
     )
     lp, H, Z = (x.detach() for x in case.forward.statistics())
-    return Draw(case, -weights, reading.residual, (lp, H, Z))
+    norm = float(reference.flat(found).norm())
+    return Draw(case, -weights, reading.residual, norm, (lp, H, Z))
 
 
-def _matches(draws: list[Draw], temperature: float, still: bool) -> Iterator[StepMatch]:
-    """The objectives whose weights these are on all draws, the commonest first."""
+def _clip(draws: list[Draw]) -> float | None:
+    """The bound of the gradient's norm, where all draws have one norm; None elsewhere."""
+    first, *others = [draw.norm for draw in draws]
+    if any(abs(norm / first - 1) > NORMS_EQUAL for norm in others):
+        return None
+    return _round(first)
+
+
+def _matches(
+    draws: list[Draw], temperature: float, still: bool, clip: float | None
+) -> Iterator[StepMatch]:
+    """The objectives whose weights these are on all draws, the commonest first.
+
+    Args:
+        draws: of the step.
+        temperature: of the sampler.
+        still: whether all ratios are 1.
+        clip: the bound of the gradient's norm. It makes the constant factor differ from
+            draw to draw, and no more than 1.
+    """
     first, *others = draws
     order = sorted(names(), key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
     for on_policy, name in product([True] if still else [False, True], order):
@@ -281,6 +330,11 @@ def _matches(draws: list[Draw], temperature: float, still: bool) -> Iterator[Ste
                 if k is None:
                     continue
                 each = [draw.factor(goal, on_policy) for draw in others]
+                if clip is not None:
+                    if any(x is None or not 0 < x <= 1 for x in [k, *each]):
+                        continue
+                    yield StepMatch(name, hp, on_policy, 1.0, clip=clip)
+                    break
                 if any(x is None or abs(x / k - 1) > TOLERANCE for x in each):
                     continue
                 yield StepMatch(name, hp, on_policy, _round(k))

@@ -16,6 +16,7 @@ from upref.step.reference import Model, TorchModel, text_config
 from upref.step.rows import Row, micro_batch
 from upref.verify.faults import Fault
 
+EARLIER = 8  # places by which labels may stand too early
 Variant: TypeAlias = Fault[Callable[[], Forward]]
 
 
@@ -60,6 +61,13 @@ def quick(right: Forward) -> Iterator[Variant]:
     yield Fault(
         "labels stand one token too late", made(rows=next_), id="labels-one-token-late"
     )
+    for by in range(1, 1 + min(EARLIER, *(len(r.prompt) for r in rows))):
+        tokens = "token" if by == 1 else "tokens"
+        yield Fault(
+            f"labels stand {by} {tokens} too early",
+            made(rows=[_labels_earlier(r, by) for r in rows]),
+            id="labels-early",
+        )
     for id, words, score in scores(right.model.vocabulary):
         yield Fault(words, made(score=score), id=id)
     if isinstance(model := right.model, TorchModel):
@@ -72,6 +80,12 @@ def quick(right: Forward) -> Iterator[Variant]:
             "prompts are run without a gradient", cached, id="prompts-without-gradient"
         )
     yield from _columns(right)
+
+
+def _labels_earlier(r: Row, by: int) -> Row:
+    """The row with the tokens that stand so many places before those of its response."""
+    start = len(r.prompt) - by
+    return replace(r, response=r.ids[start : start + len(r.response)])
 
 
 def again(right: Forward, z: list[Tensor], model: Model | None = None) -> Forward:

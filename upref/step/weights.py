@@ -139,6 +139,20 @@ def gradient(forward: Forward, weights: Sequence[Tensor]) -> Tensor:
     return forward.by_row(-loss).sum(0)
 
 
+def constant_between(found: Tensor, expected: Tensor) -> float:
+    """The factor that brings half of the weights found, or more, to those expected,
+    where one does: the median of their ratios; 1 where no token has both.
+
+    Args:
+        found: weights, nan where they are not known, [B, T].
+        expected: weights, [B, T].
+    """
+    found = found.nan_to_num(0).abs()
+    expected = expected.abs()
+    both = (found > NEAR * found.max()) & (expected > NEAR * expected.max())
+    return float((expected / found)[both].median()) if both.any() else 1.0
+
+
 # ---- what weights show ---------------------------------------------------------------
 @dataclass(frozen=True)
 class Tokens:
