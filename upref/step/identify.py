@@ -217,12 +217,16 @@ def identify_step(
     asked = Asked(group_size, rewards, advantages)
     with state_restored(), perturbed(model, True):
         reference = TorchModel(model)
-        draws = [
-            _draw(
-                step, model, reference, meant(o, {}, temperature), without, seed, asked
-            )
-            for o in ROWS
-        ]
+
+        def draw(objective: str, seed: int) -> Draw:
+            """The weights on rows beside the bounds of the objective."""
+            goal = meant(objective, {}, temperature)
+            return _draw(step, model, reference, goal, without, seed, asked)
+
+        draws = [draw(objective, seed) for objective in ROWS]
+        if _clip(draws) is not None:
+            # without ratios the two have the same rows
+            draws.append(draw(ROWS[0], seed + 1))
     left = max(draw.residual for draw in draws)
     if left > SPAN:
         why = (
