@@ -57,13 +57,12 @@ def test_the_broken_run_went_on_each_time():
 
 def test_the_launcher_survived_what_a_run_of_days_meets():
     found = json.loads((RESULTS / "restart.json").read_text())
-    assert {*found} == {"terminated", "seed", "sabotaged", "nodes"} and not any(
+    assert {*found} == {"terminated", "sabotaged", "nodes"} and not any(
         t["wrong"] for t in found.values()
     )
     first, second = found["terminated"]["starts"]
     assert first["status"] == 143 and first["left"] == 0 and "SIGTERM" in first["last"]
     assert second["status"] == 0 and 1 < second["steps"][0] <= first["steps"][-1] + 1
-    assert len({run["folder"] for run in found["seed"]["starts"]}) == 2
     assert max(found["sabotaged"]["alarms"]) > 0 and found["sabotaged"]["kept"] > 0
     assert "trainer.nnodes=2" in found["nodes"]["starts"][0]["settings"]
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher with verl's real trainer, on this CPU: what a run of days meets, in a
-quarter of an hour.
+"""The launcher with verl's real trainer, on this CPU: what a run of days meets.
 
     python -m repro.with_verl.trials.restart [--keep] [TRIAL...]
 
 terminated   SIGTERM after three steps: status 143, nothing left running; the same command goes on and finishes
-seed         a second seed beside it, in a folder of its own
 sabotaged    a loss that is a tenth too large, with parity.on_fail=warn: it trains to its end, and the alarms are logged
 nodes        two Ray nodes on this machine, each with one logical GPU, and a run over both
 
@@ -98,23 +96,6 @@ def terminated() -> dict:
     return {"starts": [first, second], "wrong": wrong}
 
 
-def seed() -> dict:
-    runs = [launch(f"{STEPS}3", f"seed={s}") for s in (1, 2)]
-    score = [
-        [
-            r["data"]["critic/score/mean"]
-            for r in records.training(records.merged(RUNS / run["folder"]))
-        ]
-        for run in runs
-    ]
-    wrong = []
-    if any(r["status"] for r in runs) or runs[0]["folder"] == runs[1]["folder"]:
-        wrong.append("the two did not train each in a folder of its own")
-    if score[0] == score[1]:
-        wrong.append("two seeds, one run")
-    return {"starts": runs, "score": score, "wrong": wrong}
-
-
 def sabotaged() -> dict:
     run = launch(
         f"{STEPS}3",
@@ -196,7 +177,6 @@ def mine(p: psutil.Process) -> bool:
 
 TRIALS = {
     "terminated": terminated,
-    "seed": seed,
     "sabotaged": sabotaged,
     "nodes": nodes,
 }
