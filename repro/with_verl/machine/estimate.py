@@ -99,7 +99,6 @@ class Estimate:
     resident: float  # bytes that stay beside vLLM
     kv_tokens: float  # that one vLLM replica can cache
     step_tokens: int  # of responses, at most
-    validation_tokens: int
     checkpoint: float
     parts: dict[str, float]
     steps: int | None
@@ -259,7 +258,6 @@ def estimate(
         resident,
         max(kv_tokens, 0.0),
         step_tokens=responses * longest,
-        validation_tokens=answers * longest,
         checkpoint=checkpoint,
         parts=parts,
         steps=steps,
