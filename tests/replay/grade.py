@@ -5,6 +5,10 @@ what replay names.
     python -m tests.replay.grade           # the families and seeds of no tuning
     python -m tests.replay.grade --tuned   # those that the rules were tuned on
     python -m tests.replay.grade --families olmo2,mpt --seed 12
+    python -m tests.replay.grade --second  # with a second reader's faults and seeds
+
+`--second` takes all families and those of `tests.replay.second`, each with an engine in
+float32 and in bfloat16. `--second 1` is the reader's next seed.
 
 Exit status 1 if a healthy sampler fails, or if fewer than 95 % are named.
 """
@@ -15,9 +19,10 @@ from typing import Any
 
 import torch
 
+from tests.replay import second
 from tests.replay.simulator import FAULTS, World
 from upref.replay.batch import make_batch
-from upref.replay.gap import gap
+from upref.replay.gap import Gap, gap
 
 TUNED = (
     "qwen3",
@@ -90,6 +95,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "probabilities": ("probabilities",),
     "copied_column": ("copied",),
 }
+ANY_TIME = ("bfloat16_column",)  # true beside any cause
 UNDONE = (
     "factor",
     "shift",
@@ -103,27 +109,59 @@ UNDONE = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One fault in one family: what was named, and whether that is right."""
+    """One fault in one family: what was named, and what a true answer is."""
 
     fault: str
-    family: str
-    named: str
+    world: World
+    named: str  # the causes, joined
     failed: bool
+    right: bool
+    false: bool  # a failure or a cause that is not true
 
     @property
-    def right(self) -> bool:
-        expected = EXPECTED[self.fault]
-        return self.named in expected and self.failed == (self.named in UNDONE)
+    def where(self) -> str:
+        """The family, and the engine's precision where it is not float32."""
+        return self.world.family + " bf16" * self.world.engine_bfloat16
 
     @property
     def false_alarm(self) -> bool:
-        return self.failed and EXPECTED[self.fault][0] not in UNDONE
+        """A failure where nothing could be undone."""
+        return self.failed and self.false
 
 
 def cell(fault: str, world: World) -> Cell:
     """Simulate the fault and name it."""
-    found = gap(make_batch(FAULTS[fault](world), file=fault))
-    return Cell(fault, world.family, found.cause, not found)
+    make = (FAULTS | second.FAULTS)[fault]
+    found = gap(make_batch(make(world), file=fault))
+    judge = _by_words if fault in second.FAULTS else _by_cause
+    right, false = judge(fault, found)
+    named = "+".join(f.cause for f in found.failures + found.notes) or found.cause
+    return Cell(fault, world, named, not found, right, false)
+
+
+def _by_cause(fault: str, found: Gap) -> tuple[bool, bool]:
+    """Whether the cause is one of EXPECTED, and whether anything false was named."""
+    expected = EXPECTED[fault]
+    causes = [f.cause for f in found.failures + found.notes]
+    failed = {f.cause for f in found.failures}
+    false = any(c not in (*expected, *ANY_TIME) for c in causes) or bool(
+        failed - ({*expected} & {*UNDONE})
+    )
+    right = found.cause in expected and (not found) == (found.cause in UNDONE)
+    return right and not false, false
+
+
+def _by_words(fault: str, found: Gap) -> tuple[bool, bool]:
+    """Whether every finding holds a word of the fault's truth, and whether one lacks
+    it.
+    """
+    truth = second.TRUTHS[fault]
+    told = found.failures + found.notes
+    lacking = [f for f in told if not any(w in str(f) for w in truth.words)]
+    false = any(f.cause not in ANY_TIME for f in lacking)
+    wrong = truth.fails is not None and truth.fails == bool(found)
+    false = false or (wrong and not found)
+    return len(told) > len(lacking) and not false and not wrong, false
 
 
 def worlds(families: tuple[str, ...], seed: int) -> list[World]:
@@ -146,10 +184,13 @@ def worlds(families: tuple[str, ...], seed: int) -> list[World]:
 def table(cells: list[Cell]) -> str:
     """One line a fault: how often it was named right, and what else was named."""
     lines = [f"{'fault':28} {'right':>7}  named otherwise"]
-    for fault in FAULTS:
+    for fault in FAULTS | second.FAULTS:
         row = [c for c in cells if c.fault == fault]
+        if not row:
+            continue
         wrong = "; ".join(
-            f"{c.family}: {c.named}{' (failure)' if c.failed else ''}"
+            f"{c.where}: {c.named}"
+            + (" (failure)" if c.failed else " (false)" if c.false else "")
             for c in row
             if not c.right
         )
@@ -158,25 +199,36 @@ def table(cells: list[Cell]) -> str:
         )
     right, alarms = sum(c.right for c in cells), sum(c.false_alarm for c in cells)
     lines.append(
-        f"{'all':28} {right:>3}/{len(cells):<3}  {100 * right / len(cells):.1f} %; false failures: {alarms}"
+        f"{'all':28} {right:>3}/{len(cells):<3}  {100 * right / len(cells):.1f} %; "
+        f"false failures: {alarms}; false causes: {sum(c.false for c in cells)}"
     )
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Print the table."""
     torch.set_num_threads(1)
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("--tuned", action="store_true")
+    p.add_argument("--second", type=int, nargs="?", const=0, default=-1)
     p.add_argument("--families", default="")
     p.add_argument("--faults", default="")
     p.add_argument("--seed", type=int, default=-1)
     a: Any = p.parse_args(arguments)
-    families = (
-        tuple(a.families.split(",")) if a.families else TUNED if a.tuned else HELD_OUT
-    )
-    seed = a.seed if a.seed >= 0 else 0 if a.tuned else 500
+    by_default = TUNED if a.tuned else HELD_OUT
+    if a.second >= 0:
+        by_default = (*second.FAMILIES, *HELD_OUT, *TUNED)
+    families = tuple(a.families.split(",")) if a.families else by_default
     faults = a.faults.split(",") if a.faults else list(FAULTS)
-    cells = [cell(fault, world) for world in worlds(families, seed) for fault in faults]
+    if a.second >= 0:
+        seed = a.seed if a.seed >= 0 else second.drawn_seed(a.second)
+        faults = a.faults.split(",") if a.faults else [*FAULTS, *second.FAULTS]
+        places = second.worlds(families, seed)
+        print(f"seed {seed}")
+    else:
+        seed = a.seed if a.seed >= 0 else 0 if a.tuned else 500
+        places = worlds(families, seed)
+    cells = [cell(fault, world) for world in places for fault in faults]
     print(table(cells))
     right = sum(c.right for c in cells)
     return int(any(c.false_alarm for c in cells) or right < 0.95 * len(cells))

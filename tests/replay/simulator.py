@@ -8,6 +8,7 @@ weights, precision and temperature.
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {  # more mixtures of experts
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
     "olmoe": ("Olmoe", dict(num_experts=8, num_experts_per_tok=2)),
 }
+MORE: dict[str, tuple[str, dict[str, Any]]] = {}  # families of other readers
 # mean nats per token to which the logits are sharpened, as language models are
 ENTROPY = 0.8
 
@@ -38,9 +40,10 @@ class World:
     group: int = 8
     temperature: float = 1.0
     entropy: float = ENTROPY
+    engine_bfloat16: bool = False  # the engine computes in bfloat16
 
 
-@dataclass
+@dataclass(eq=False)  # by identity, so that what was drawn from one can be kept
 class Policy:
     """Weights, the factor on the logits, and how they are computed."""
 
@@ -93,16 +96,18 @@ class _noisy_routers:
 
 
 def make_model(family: str, seed: int) -> nn.Module:
-    """A tiny model of a family of `upref.step.families`, or of EXPERTS."""
-    if family not in EXPERTS:
+    """A tiny model of a family of `upref.step.families`, of EXPERTS, or of MORE."""
+    if family not in EXPERTS | MORE:
         return tiny(family, seed=seed, vocab_size=VOCABULARY)
     import transformers
 
-    name, fields = EXPERTS[family]
+    transformers.logging.set_verbosity_error()
+    name, fields = (EXPERTS | MORE)[family]
     config = getattr(transformers, name + "Config")(**GATED | fields)
     return getattr(transformers, name + "ForCausalLM")(config)
 
 
+@functools.lru_cache(maxsize=4)
 def make_policy(world: World, **fields: Any) -> Policy:
     """A model of the family whose logits are sharpened until its mean entropy is the
     world's.
@@ -135,6 +140,7 @@ def shifted_weights(policy: Policy, size: float, seed: int, only: str = "") -> P
     return replace(policy, model=model)
 
 
+@functools.lru_cache(maxsize=4)
 def in_bfloat16(policy: Policy) -> Policy:
     """The same weights in bfloat16, computed in bfloat16."""
     return replace(
@@ -189,12 +195,15 @@ class Sampled:
     extra: dict[str, Tensor] = field(default_factory=dict)
 
 
+@functools.lru_cache(maxsize=4)
 def sample(
     world: World, policy: Policy, *, record_raw: bool = False, seed: int = 0
 ) -> Sampled:
     """Draw responses; record the log-probability of every drawn token as the engine
     reports it.
     """
+    if world.engine_bfloat16:
+        policy = in_bfloat16(policy)
     generator = torch.Generator().manual_seed(1000 * world.seed + seed)
     prompts = torch.randint(
         3, VOCABULARY, (world.responses // world.group, PROMPT), generator=generator
@@ -463,7 +472,7 @@ def retokenized_with_ids(world: World) -> dict[str, Tensor]:
 @fault
 def other_experts(world: World) -> dict[str, Tensor]:
     """Near ties of the router go to other experts; of a dense model: bfloat16."""
-    moe = world.family in ("qwen3_moe", *EXPERTS)
+    moe = world.family in ("qwen3_moe", *EXPERTS, *MORE)
     return _usual(
         world, lambda p: replace(in_bfloat16(p), experts_noise=0.1 if moe else 0.0)
     )
