@@ -22,7 +22,8 @@ import torch
 from tests.replay import second
 from tests.replay.simulator import FAULTS, World
 from upref.replay.batch import make_batch
-from upref.replay.gap import Gap, gap
+from upref.replay.findings import ReplayFinding
+from upref.replay.gap import gap
 
 TUNED = (
     "qwen3",
@@ -68,8 +69,8 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "stale_by_one": OTHER_POLICIES,
     "stale_by_four": OTHER_POLICIES,
     "other_experts": OTHER_POLICIES,
-    "other_weights": OTHER_POLICIES[1:],
-    "quantized_weights": POLICIES,
+    "other_weights": (*OTHER_POLICIES[1:], "unrelated"),
+    "quantized_weights": OTHER_POLICIES,
     "before_temperature": (
         "raw_temperature",
         "some_temperature",
@@ -116,52 +117,54 @@ class Cell:
     named: str  # the causes, joined
     failed: bool
     right: bool
-    false: bool  # a failure or a cause that is not true
+    false: bool  # a failure or a note that is not true
+    false_alarm: bool  # a failure that is not true
 
     @property
     def where(self) -> str:
         """The family, and the engine's precision where it is not float32."""
         return self.world.family + " bf16" * self.world.engine_bfloat16
 
-    @property
-    def false_alarm(self) -> bool:
-        """A failure where nothing could be undone."""
-        return self.failed and self.false
-
 
 def cell(fault: str, world: World) -> Cell:
     """Simulate the fault and name it."""
     make = (FAULTS | second.FAULTS)[fault]
     found = gap(make_batch(make(world), file=fault))
-    judge = _by_words if fault in second.FAULTS else _by_cause
-    right, false = judge(fault, found)
-    named = "+".join(f.cause for f in found.failures + found.notes) or found.cause
-    return Cell(fault, world, named, not found, right, false)
-
-
-def _by_cause(fault: str, found: Gap) -> tuple[bool, bool]:
-    """Whether the cause is one of EXPECTED, and whether anything false was named."""
-    expected = EXPECTED[fault]
-    causes = [f.cause for f in found.failures + found.notes]
-    failed = {f.cause for f in found.failures}
-    false = any(c not in (*expected, *ANY_TIME) for c in causes) or bool(
-        failed - ({*expected} & {*UNDONE})
+    is_true = _true_by_words if fault in second.FAULTS else _true_by_cause
+    wrong = [f for f in found.findings if not is_true(fault, world, f)]
+    told = [f for f in found.findings if f not in wrong and f.cause not in ANY_TIME]
+    if fault in second.FAULTS:
+        right = bool(told) and second.TRUTHS[fault].fails in (None, not found)
+    else:
+        right = found.cause in EXPECTED[fault]
+    return Cell(
+        fault,
+        world,
+        "+".join(f.cause for f in found.findings) or found.cause,
+        not found,
+        right and not wrong,
+        bool(wrong),
+        any(f.severity == "failure" for f in wrong),
     )
-    right = found.cause in expected and (not found) == (found.cause in UNDONE)
-    return right and not false, false
 
 
-def _by_words(fault: str, found: Gap) -> tuple[bool, bool]:
-    """Whether every finding holds a word of the fault's truth, and whether one lacks
-    it.
-    """
+def _true_by_cause(fault: str, world: World, finding: ReplayFinding) -> bool:
+    """Whether a finding is one of EXPECTED, and its severity that of UNDONE."""
+    if finding.severity == "failure":
+        return finding.cause in EXPECTED[fault] and finding.cause in UNDONE
+    beside = ("two_policies",) * world.engine_bfloat16  # another precision
+    return finding.cause in (*EXPECTED[fault], *ANY_TIME, *beside)
+
+
+def _true_by_words(fault: str, world: World, finding: ReplayFinding) -> bool:
+    """Whether a finding holds a word of the fault's truth, and may be a failure."""
     truth = second.TRUTHS[fault]
-    told = found.failures + found.notes
-    lacking = [f for f in told if not any(w in str(f) for w in truth.words)]
-    false = any(f.cause not in ANY_TIME for f in lacking)
-    wrong = truth.fails is not None and truth.fails == bool(found)
-    false = false or (wrong and not found)
-    return len(told) > len(lacking) and not false and not wrong, false
+    if finding.severity == "failure" and truth.fails is False:
+        return False
+    beside = ("two_policies",) * (world.engine_bfloat16 and truth.fails is True)
+    if finding.cause in (*ANY_TIME, *beside):
+        return True
+    return any(word in str(finding) for word in truth.words)
 
 
 def worlds(families: tuple[str, ...], seed: int) -> list[World]:

@@ -315,6 +315,16 @@ def test_no_gap_is_taken_from_another_column_where_one_file_lacks_old(tmp_path):
         gap(batch)
 
 
+def test_a_prompt_has_one_number_in_all_files(tmp_path):
+    """The prompt m has responses in both files; a and z in one."""
+    first = saved(tmp_path, "a.npz", group=np.array(["a", "a", "m", "m"]))
+    other = torch.full((B, T), 7)
+    second = saved(tmp_path, "b.npz", ids=other, group=np.array(["m", "m", "z", "z"]))
+    group = read([first, second]).group
+    assert len(group.unique()) == 3
+    assert group[2] == group[4] and group[0] != group[6]
+
+
 def test_advantages_need_the_groups_of_all_files(tmp_path):
     batch = read([saved(tmp_path), without("group", tmp_path, "b.npz")])
     with pytest.raises(InputError, match="column group of all files"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import upref
+from tests.replay import second
 from tests.replay.grade import EXPECTED, UNDONE, cell, worlds
 from tests.replay.simulator import (
     FAULTS,
@@ -227,6 +228,30 @@ def test_a_fault_of_the_sceptic_gets_no_false_cause(fault, family):
     assert tuple(f.cause for f in found.failures) == NAMED.get(fault, ())
     if fault in SHARED:
         assert {f.cause for f in found.findings} <= SHARED[fault]
+
+
+@pytest.mark.parametrize(
+    ("fault", "family"),
+    daily([(f, m) for f in second.FAULTS for m in ("phi", *second.FAMILIES)], every=3),
+)
+def test_a_fault_of_the_second_reader_gets_no_false_cause(fault, family):
+    """Each finding holds a word of the truth that was fixed before the first run."""
+    world = World(family, second.drawn_seed(2), responses=48, length=24)
+    found = cell(fault, world)
+    assert not found.false, found.named
+
+
+def test_numbers_at_the_other_end_of_the_rows_are_named():
+    found = gap(make_batch(second.FAULTS["left_padded"](SMALL), file="f"))
+    assert [f.cause for f in found.failures] == ["aligned"]
+    assert "right end" in str(found.failures[0]) and found.mean_abs < 1e-5
+
+
+def test_rows_that_are_alike_by_chance_are_not_exchanged():
+    """Nearly certain tokens stand in another order, which leaves most rows apart."""
+    world = World("gpt_oss", 36269, 64, 36, temperature=1.2, entropy=0.3)
+    found = gap(make_batch(second.FAULTS["context_parallel"](world), file="f"))
+    assert found, [str(f) for f in found.failures]
 
 
 def test_what_bars_tokens_is_named_where_the_sampler_is_above():

@@ -46,6 +46,13 @@ def test_advantages_over_mixed_prompts_fail():
     assert "16 consecutive rows" in str(found.failures[0])
 
 
+def test_a_fixed_baseline_is_no_grouping():
+    """Runs of eight rows have the mean 0.5 by chance, and mix two prompts each."""
+    reward = torch.tensor([1.0, 0.0]).repeat_interleave(4).repeat(B // 8)
+    found = advantages(batch(reward - 0.5, reward=reward, group=torch.arange(B) // 4))
+    assert found and [f.cause for f in found.notes] == ["fixed_baseline"]
+
+
 def test_interleaved_prompts_show_a_stride():
     """Rows of one prompt stand eight apart, and the estimator takes eight neighbours."""
     found = advantages(

@@ -56,7 +56,62 @@ def test_a_rising_learning_rate_in_a_late_run_is_no_failure():
     found = series(
         [StepGap(s, 1e-3 * s**2, None, {1: (1000, 1e-3 * s**2)}) for s in range(6)]
     )
-    assert found and [f.cause for f in found.notes] == ["grows_with_steps"]
+    assert found and [f.cause for f in found.notes] == ["grows_at_one_lag"]
+
+
+def of_sizes(*sizes, lags=None, ref=None, first=0):
+    """The series of steps with these gaps."""
+    steps = []
+    for n, size in enumerate(sizes):
+        lag = {} if lags is None else {lags[n]: (1000, size)}
+        steps.append(StepGap(first + n, size, ref, lag))
+    found = series(steps)
+    return bool(found), [f.cause for f in found.findings]
+
+
+GROWING = tuple(0.01 * n for n in range(8))
+
+
+def test_a_false_count_of_versions_does_not_make_staleness():
+    """The engine keeps its first weights and counts them as one step old."""
+    lags = [0, *[1] * 7]
+    assert of_sizes(*GROWING, lags=lags) == (True, ["grows_at_one_lag"])
+
+
+def test_weights_of_one_step_are_named_and_not_called_stale():
+    assert of_sizes(*GROWING, lags=range(8)) == (True, ["one_version"])
+
+
+def test_a_lag_that_grows_is_staleness():
+    lags = [0, 1, 1, 2, 2, 3, 3, 4]
+    assert of_sizes(*(0.01 * lag for lag in lags), lags=lags) == (True, ["follows_lag"])
+
+
+def test_lags_within_a_step_tell_although_the_gap_grows():
+    steps = [
+        StepGap(s, 0.01 * s, None, {1: (500, 0.005 * s), 4: (500, 0.02 * s)})
+        for s in range(4, 12)
+    ]
+    assert [f.cause for f in series(steps).findings] == ["follows_lag"]
+
+
+def test_without_versions_the_sentence_leaves_the_lag_open():
+    (finding,) = series([StepGap(n, s, None, {}) for n, s in enumerate(GROWING)]).notes
+    assert finding.cause == "grows_with_steps" and "growing lag" in str(finding)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first"),
+    [
+        ((*GROWING, *GROWING), 0),  # two iterations
+        (GROWING, 64),  # one, late in the run
+    ],
+)
+def test_a_reference_that_follows_the_policy_is_no_failure(sizes, first):
+    """Each iteration begins with the policy as its reference and as its sampler."""
+    found, _ = of_sizes(*sizes, ref=0.0, first=first)
+    assert found
+    assert of_sizes(*GROWING, ref=0.0) == (False, ["never_delivered"])
 
 
 def test_a_failure_of_the_series_fails_the_replay(runs):

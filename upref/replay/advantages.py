@@ -79,9 +79,7 @@ def advantages(batch: RecordedBatch) -> Advantages:
         if informative:
             few = note("advantages", "too_few", responses=informative)
         return Advantages(estimator="", grouping="", error=0.0, findings=(few,))
-    tolerance = (
-        TOLERANCE_BFLOAT16 if bool((A.bfloat16().double() == A).all()) else TOLERANCE
-    )
+    tolerance = _tolerance(A)
     for grouping, after in product(_groupings(batch), (_unchanged, _whitened)):
         fits: list[tuple[str, float]] = []
         for name, estimate in grouping.estimators():
@@ -126,12 +124,32 @@ def _judged(
         "mixed": mixed,
         "groups": len(grouping.ids.unique()),
     }
+    if mixed and _of_rewards_alone(batch):
+        return (note("advantages", "fixed_baseline", **numbers),)
     if mixed:
         severity: Severity = "failure" if _certain_groups(batch) else "note"
         return (ReplayFinding("advantages", severity, "wrong_grouping", numbers),)
     return (
         note("advantages", "subgroups", estimator=estimator, grouping=grouping.name),
     )
+
+
+def _of_rewards_alone(batch: RecordedBatch) -> bool:
+    """Whether the advantages are a (R - b) with the same a and b in all responses: then
+    no grouping is told from a fixed baseline.
+    """
+    assert batch.adv is not None and batch.reward is not None
+    trains = batch.mask.any(1)
+    A, R = per_response(batch.adv, batch.mask)[trains], batch.reward[trains]
+    line = torch.stack([R, torch.ones_like(R)], 1)
+    off = A - line @ torch.linalg.lstsq(line, A[:, None]).solution[:, 0]
+    return bool(off.abs().max() < _tolerance(A) * A.abs().max())
+
+
+def _tolerance(A: Tensor) -> float:
+    """How far, in units of the largest, rounding moves advantages of this type."""
+    coarse = bool((A.bfloat16().double() == A).all())
+    return TOLERANCE_BFLOAT16 if coarse else TOLERANCE
 
 
 def _unknown(batch: RecordedBatch) -> ReplayFinding:

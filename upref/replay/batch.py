@@ -3,6 +3,7 @@
 is checked here, once.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -184,7 +185,7 @@ def _tensor(name: str, value: Any, file: str) -> Tensor:
             f"{file}: {name} holds {array.size:,} numbers, more than {MOST_SLOTS:,}."
         )
     if name == "group" and array.dtype.kind in "US":
-        array = np.unique(array, return_inverse=True)[1]
+        array = _numbered(array)
     if array.dtype.kind not in "biuf":
         raise InputError(f"{file}: {name} holds {array.dtype}, not numbers.")
     if array.dtype.kind == "u":
@@ -192,6 +193,14 @@ def _tensor(name: str, value: Any, file: str) -> Tensor:
     # torch has no numbers of the other byte order
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _numbered(texts: np.ndarray) -> np.ndarray:
+    """A whole number for each text, the same one in every file."""
+    kinds, number = np.unique(texts, return_inverse=True)
+    digests = [hashlib.sha256(str(text).encode()).digest() for text in kinds]
+    numbers = [int.from_bytes(d[:8], "big") >> 1 for d in digests]
+    return np.array(numbers, dtype=np.int64)[number.reshape(texts.shape)]
 
 
 def _padded(

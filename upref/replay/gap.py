@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from upref.replay.findings import Checked, ReplayFinding
-from upref.replay.places import find_exchanged_rows, find_shift
+from upref.replay.places import find_alignment, find_exchanged_rows, find_shift
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.undo import Columns
 from upref.replay.values import (
@@ -49,6 +49,7 @@ LEAST_KL = 0.01  # nats
 ROUNDED_ABOVE = 0.05  # nats above 0, which no rounding of a probability of 1 leaves
 FAR = 4.0  # nats: the trainer finds a token e^4 times less likely than the sampler
 FEW = 3  # tokens: fewer are no pattern
+UNRELATED = 0.5  # correlation of two columns below which neither is news of the other
 ONE_SIDED = 10  # times as many tokens below as above
 # mean sign of d among likely tokens, and among rare ones: seven of eight have that sign
 AGREEMENT = 0.75
@@ -146,6 +147,7 @@ def gap(batch: RecordedBatch) -> Gap:
         find_factor,
         find_sums,
         find_shift,
+        find_alignment,
         find_exchanged_rows,
         find_placeholder,
         find_floor,
@@ -252,7 +254,19 @@ def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
     elif len(rounded) == 1:
         report("note", "bfloat16_column", column=rounded[0], mean_abs=mean_abs)
     elif mean_abs > ROUNDING_GAP and not lone:
-        report("note", "two_policies", **two)
+        correlation = _correlation(x, y)
+        if correlation < UNRELATED:
+            report("note", "unrelated", correlation=correlation, **two)
+        else:
+            report("note", "two_policies", **two)
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    """Of the two columns, up to FAR; 1 where one of them is constant."""
+    both = torch.stack([x, y]).clamp(min=-FAR)
+    if not bool((both.std(1) > 0).all()):
+        return 1.0
+    return float(both.corrcoef()[0, 1])
 
 
 def _shape(x: Tensor, y: Tensor) -> str:

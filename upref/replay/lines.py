@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 SHOWN = 4  # findings of one check that are printed
 WIDTH = 118
+NO_ROUNDING = 1.0  # nats, of one token: rounding makes no such difference
 
 
 def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
@@ -90,11 +91,10 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
     g = s.sampler
     if g is not None:
         yield from _finding_lines("sampler", g.findings)
-        word = (
-            "ok    sampler: no more than rounding"
-            if not g.findings
-            else "      sampler"
-        )
+        word = "      sampler"
+        if not g.findings:
+            few = "on average " if g.largest > NO_ROUNDING else ""
+            word = f"ok    sampler: {few}no more than rounding"
         yield (
             f"{word}; {g.tokens:,} tokens, mean |log ρ| {g.mean_abs:.3g}, largest {g.largest:.3g}, "
             f"E[ρ] {g.rho_mean:.4f} ± {g.rho_se:.4f}, KL {g.k3:.2g}, effective {g.effective:.0%}"

@@ -3,6 +3,8 @@
 exchanged responses.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,8 +13,8 @@ from upref.replay.undo import FEW, NOTICEABLE, QUARTER, Columns, Undone
 SHIFTS = (1, -1, 2, -2, 3, -3, 4, -4)  # tokens
 # of the responses, beyond which a shift of some of them is reported
 CHANGED_SHARE = 0.02
-# of the responses that are off, at least, that the shift brings back: else they are off
-# otherwise
+# of the responses that are off, at least, that the shift or the exchange brings back:
+# else they are off otherwise
 EXPLAINED = 1 / 3
 ROW_TOKENS = 8  # a shorter response says too little about its row
 ROWS_COMPARED = 2048
@@ -70,6 +72,56 @@ def find_shift(c: Columns) -> Undone | None:
         float(moved.row_distance()[fits].mean()),
         {"shift": k, "rows": count, "of": int(enough.sum())},
     )
+
+
+def find_alignment(c: Columns) -> Undone | None:
+    """The sampler's numbers stand at the left or at the right end of each row, where
+    the tokens of the response do not.
+
+    The distance between the two places differs from response to response, so a shift
+    by one number of slots does not undo it. What stands beside no trained token is not
+    recorded, and so some tokens have no number.
+    """
+    own = c.row_distance()
+    enough = c.mask.sum(1) >= ROW_TOKENS
+    bad = enough & (own > 5 * NOTICEABLE)
+    width = c.mask.shape[1]
+    first = c.mask.int().argmax(1)
+    last = width - 1 - c.mask.flip(1).int().argmax(1)
+    for side, offset in (("left", -first), ("right", width - 1 - last)):
+        moved = _each_moved(c, offset)
+        kept = moved.mask.sum(1) >= ROW_TOKENS // 2
+        apart = bad & (offset != 0) & kept
+        before = replace(c, mask=moved.mask).row_distance()
+        fits = apart & (before > 5 * NOTICEABLE)
+        fits &= moved.row_distance() < QUARTER * before
+        if int(fits.sum()) < max(FEW, 0.5 * int(apart.sum())):
+            continue
+        # the others may be so too, and too short to be told: nothing is read from them
+        pick = fits[:, None]
+        undone = Columns(
+            c.x,
+            torch.where(pick, moved.y, c.y),
+            torch.where(pick, moved.mask, c.mask & (offset == 0)[:, None]),
+        )
+        return Undone(
+            "aligned",
+            undone,
+            float(before[fits].mean()),
+            float(moved.row_distance()[fits].mean()),
+            {"side": side, "rows": int(fits.sum()), "of": int(enough.sum())},
+        )
+    return None
+
+
+def _each_moved(c: Columns, offset: Tensor) -> Columns:
+    """y at t + offset of its row beside x at t, where both are trained tokens."""
+    width = c.mask.shape[1]
+    index = torch.arange(width)[None, :] + offset[:, None]
+    inside = (index >= 0) & (index < width)
+    index = index.clamp(0, width - 1)
+    came = c.mask.gather(1, index) & inside
+    return Columns(c.x, c.y.gather(1, index) * inside, c.mask & came)
 
 
 def _shift(c: Columns, k: int) -> Columns:
@@ -137,7 +189,8 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
         & (nearest < QUARTER * apart)
         & ((nearest < 0.5 * others) | (len(bad) < 3))
     )
-    if int(fits.sum()) < 2:
+    # where most responses are off otherwise, two of them are alike by chance
+    if int(fits.sum()) < max(2, EXPLAINED * len(bad)):
         return None
     rows = bad[fits]
     source = bad[torch.tensor(matches)[fits]]
@@ -149,6 +202,13 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
     mask_now[rows] &= columns[rows] != 0
     undone = Columns(c.x, columns, mask_now)
     after = float(undone.row_distance()[rows].mean())
+    # the others that are off may be exchanged too, and too short or too alike to be
+    # told: nothing may be read from them
+    exchanged = torch.zeros(len(own), dtype=torch.bool)
+    exchanged[rows] = True
+    usual = float(undone.row_distance()[rows].quantile(0.9))
+    unsure = ~exchanged & (own > max(NOTICEABLE, usual))
+    undone = undone.without(unsure[:, None])
     numbers = {
         "rows": len(rows),
         "of": len(own),

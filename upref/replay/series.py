@@ -8,14 +8,15 @@ on the lag alone. Only the column of the reference model, where that holds the w
 of the start, undoes the first case; a trend is a signature.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import comb
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from upref.replay.findings import Checked, ReplayFinding
+from upref.replay.findings import Checked, ReplayFinding, note
 from upref.replay.schema import RecordedBatch
 
 LEAST_STEPS = 4
@@ -23,6 +24,9 @@ UNLIKELY = 0.12  # of as many rising pairs by chance; of five steps, two pairs m
 GROWTH = 2.0  # times the size at the least lag
 MOVED = 1.4  # times from the first half to the second
 LEAST_SIZE = 1e-4  # nats: a smaller gap is rounding
+MANY = 100  # tokens at a lag
+# within which the trainer may still be the reference model; later, the reference moved
+FIRST_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -91,24 +95,53 @@ def series(steps: Sequence[StepGap]) -> Series:
         The Series. It is false where the reference model's column shows that the engine
         kept its first weights.
     """
-    findings: list[ReplayFinding] = []
+    return Series(steps=tuple(steps), findings=tuple(_judged(steps)))
+
+
+def _judged(steps: Sequence[StepGap]) -> Iterator[ReplayFinding]:
+    """The finding of a run, if there is one."""
     sizes = [s.size for s in steps]
-    numbers = (
-        {"first": sizes[0], "last": sizes[-1], "steps": len(sizes)} if sizes else {}
-    )
-    later = [s for s in steps[1:] if s.size > LEAST_SIZE]
-    undone = [s for s in later if s.ref_size is not None and s.ref_size < 0.1 * s.size]
-    if (
-        len(later) >= LEAST_STEPS - 1
-        and len(undone) == len(later)
-        and _apart([s.size for s in later])
-    ):
-        findings.append(ReplayFinding("series", "failure", "never_delivered", numbers))
+    if len(sizes) < LEAST_STEPS:
+        return
+    numbers: dict[str, Any] = {
+        "first": sizes[0],
+        "last": sizes[-1],
+        "steps": len(sizes),
+    }
+    if _is_reference(steps):
+        yield ReplayFinding("series", "failure", "never_delivered", numbers)
+    elif (by_lag := _by_lag_in_steps(steps)) is not None:
+        yield note("series", "follows_lag", **by_lag)
+    elif (lag := _growing_lag(steps)) is not None:
+        yield note("series", "grows_at_one_lag", lag=lag, **numbers)
+    elif (version := _one_version(steps)) is not None and _grows(sizes):
+        yield note("series", "one_version", version=version, **numbers)
     elif (by_lag := _by_lag(steps)) is not None:
-        findings.append(ReplayFinding("series", "note", "follows_lag", by_lag))
+        yield note("series", "follows_lag", **by_lag)
     elif _grows(sizes):
-        findings.append(ReplayFinding("series", "note", "grows_with_steps", numbers))
-    return Series(steps=tuple(steps), findings=tuple(findings))
+        yield note("series", "grows_with_steps", **numbers)
+
+
+def _is_reference(steps: Sequence[StepGap]) -> bool:
+    """Whether the sampler's column is that of the reference model, from which the
+    trainer moves away.
+
+    A reference that follows the policy, as where each iteration begins with the policy
+    as its reference, brings the gap back to 0; and its first step may be any step of
+    the run.
+    """
+    away = next((n for n, s in enumerate(steps) if s.size > LEAST_SIZE), len(steps))
+    later = steps[max(1, away) :]
+    equal = [s.ref_size is not None and s.ref_size < 0.1 * s.size for s in later]
+    from_the_start = away == 0 or steps[0].step <= FIRST_STEPS
+    sizes = [s.size for s in later]
+    return (
+        len(later) >= LEAST_STEPS - 1
+        and all(equal)
+        and from_the_start
+        and min(sizes) > LEAST_SIZE
+        and _rises(sizes)
+    )
 
 
 def _grows(sizes: Sequence[float]) -> bool:
@@ -120,14 +153,14 @@ def _grows(sizes: Sequence[float]) -> bool:
     """
     if len(sizes) < LEAST_STEPS:
         return False
-    rest = sizes[1:]
-    pairs = [(a, b) for i, a in enumerate(rest) for b in rest[i + 1 :]]
+    return _rises(sizes[1:]) and sizes[-1] > LEAST_SIZE
+
+
+def _rises(sizes: Sequence[float]) -> bool:
+    """Whether later numbers are larger than earlier ones, by Kendall's test."""
+    pairs = [(a, b) for i, a in enumerate(sizes) for b in sizes[i + 1 :]]
     falling = sum(b <= a for a, b in pairs)
-    return (
-        _chance(len(rest), falling) < UNLIKELY
-        and _apart(rest)
-        and rest[-1] > LEAST_SIZE
-    )
+    return _chance(len(sizes), falling) < UNLIKELY and _apart(sizes)
 
 
 def _apart(sizes: Sequence[float]) -> bool:
@@ -158,7 +191,7 @@ def _by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
         for lag, (count, size) in s.lags.items():
             tokens[lag] = tokens.get(lag, 0) + count
             sums[lag] = sums.get(lag, 0.0) + count * size
-    lags = sorted(lag for lag, count in tokens.items() if count >= 100)
+    lags = sorted(lag for lag, count in tokens.items() if count >= MANY)
     if len(lags) < 2:
         return None
     low, high = (sums[lag] / tokens[lag] for lag in (lags[0], lags[-1]))
@@ -167,6 +200,36 @@ def _by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
         if high > GROWTH * low
         else None
     )
+
+
+def _by_lag_in_steps(steps: Sequence[StepGap]) -> dict[str, float] | None:
+    """The same, of the steps that have responses of several lags: what grows with the
+    steps does not enter.
+    """
+    return _by_lag([s for s in steps if len(s.lags) > 1])
+
+
+def _growing_lag(steps: Sequence[StepGap]) -> int | None:
+    """The lag of the most steps, where the gap grows from step to step at that lag."""
+    sizes: dict[int, list[float]] = {}
+    for s in steps[1:]:
+        for lag, (count, size) in s.lags.items():
+            if count >= MANY:
+                sizes.setdefault(lag, []).append(size)
+    if not sizes:
+        return None
+    lag, grown = max(sizes.items(), key=lambda item: len(item[1]))
+    enough = len(grown) >= LEAST_STEPS - 1 and grown[-1] > LEAST_SIZE
+    return lag if enough and _rises(grown) else None
+
+
+def _one_version(steps: Sequence[StepGap]) -> int | None:
+    """The step of the weights that sampled everything; None where there are several, or
+    where the files do not tell.
+    """
+    versions = {s.step - lag for s in steps for lag in s.lags}
+    told = all(s.lags for s in steps)
+    return versions.pop() if told and len(versions) == 1 else None
 
 
 def ratio_one(batch: RecordedBatch) -> ReplayFinding | None:

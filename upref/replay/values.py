@@ -140,7 +140,9 @@ def find_placeholder(c: Columns) -> Undone | None:
             (c.x < math.log(UNLIKELY)) if value == 0 else ((c.x - value).abs() > 1)
         )
         run = _runs_with(tied, evidence, FEW if value == 0 else 1)
-        if not run.any():
+        if run.any():
+            run = run | evidence  # one such number shows what the others are
+        else:
             run = _at_an_end(tied, c.mask)
             evidence = evidence | (run & (c.x < math.log(DOUBTFUL)))
         varied = len(c.x[evidence & run].unique())

@@ -15,7 +15,12 @@ ABOVE_ZERO = (
     "mean log ρ = {mean:+.3f}, at most 0 unless the mask leaves out tokens by their "
     "ratio"
 )
-LIKELIEST = "the number of the likeliest token in place of the drawn one"
+# the model of the two sides is one, and what it reads is not
+CONTEXT = "another context (a cache, a window, the tokens of a prompt or of a template)"
+LIKELIEST = (
+    "the number of the likeliest token, or of the last of a list, in place of the drawn "
+    "one"
+)
 SAMPLER = {
     "other_ids": (
         "{tokens} of {trained} trained tokens have other ids than the sampler drew: "
@@ -24,8 +29,8 @@ SAMPLER = {
     "not_sampled": (
         "{tokens} of {trained} trained tokens have no log-probability of the sampler "
         "(it is {value}): the sampler did not draw them (the text of a tool or an "
-        "environment, an appended token), or did not report them. Mask what it did not "
-        "draw."
+        "environment, an appended token, a token that a grammar forces), or did not "
+        "report them. Mask what it did not draw."
     ),
     "factor": (
         "the sampler's log-probabilities are {factor:.4g} times the trainer's: one of "
@@ -64,10 +69,10 @@ SAMPLER = {
     ),
     "impossible_tokens": (
         "{tokens} of {trained} tokens are {far:g} nats less likely for the trainer "
-        "than for the sampler, on an otherwise clean line: other ids (a text that was "
-        "tokenized again, an inserted token), other experts or weights, or "
-        + LIKELIEST
-        + ". Record sampler_ids to tell."
+        "than for the sampler, and most others agree: other ids (a text that was "
+        "tokenized again, an inserted token), " + CONTEXT + ", numbers in another "
+        "order, other experts, weights or precision, penalties, a logit bias, a "
+        "grammar, or " + LIKELIEST + ". Record sampler_ids to tell."
     ),
     "cut": (
         "the sampler is above the trainer on {share:.0%} of the tokens, and certain "
@@ -87,14 +92,16 @@ SAMPLER = {
     "trainer_above": (
         "the trainer is above the sampler on {share:.0%} of the tokens, E[ρ] = "
         "{rho:.3f}: the trainer is cut and renormalized and the sampler's column is "
-        "not, or one of them divides log-probabilities by the temperature."
+        "not, one of them divides log-probabilities by the temperature, or the "
+        "sampler's column is not the distribution that sampled (numbers of a draft "
+        "model, or of before a cut)."
     ),
     "raw_temperature": (
         "the sampler's column is not the distribution that sampled ("
         + ABOVE_ZERO
         + "), and is stretched against the trainer's: log-probabilities of before the "
-        "temperature (vLLM: logprobs_mode=processed_logprobs), or of another "
-        "temperature."
+        "temperature (vLLM: logprobs_mode=processed_logprobs), of before a softcap, or "
+        "of another temperature."
     ),
     "not_the_sampler": (
         "the sampler's column is not the distribution that sampled ("
@@ -108,6 +115,11 @@ SAMPLER = {
         "is not the distribution that sampled. It has numbers of before the "
         "temperature or of other weights (a draft model, an update that arrived "
         "later), or something else than the log-probability of each token."
+    ),
+    "aligned": (
+        "in {rows} of {of} responses the sampler's numbers stand at the {side} end of "
+        "the row, and the tokens do not: one column is padded on the left and the "
+        "other on the right, or a prompt is missing in one. Moved back, " + UNDONE + "."
     ),
     "sums": (
         "the sampler's column holds the log-probability of the response up to each "
@@ -124,14 +136,15 @@ SAMPLER = {
     ),
     "temperature": (
         "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} "
-        "nats, E[ρ] = {rho:.3f}: another temperature or scale of the logits, or "
-        "weights that have grown sharper or flatter since the sampling."
+        "nats, E[ρ] = {rho:.3f}: another temperature or scale of the logits, a softcap "
+        "or a penalty that one of them lacks, or weights that have grown sharper or "
+        "flatter since the sampling."
     ),
     "some_temperature": (
         "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} "
-        "nats, E[ρ] = {rho:.3f}: another temperature or scale of the logits, a "
-        "sampler's column of before the temperature, or weights that have grown "
-        "sharper or flatter since the sampling."
+        "nats, E[ρ] = {rho:.3f}: another temperature or scale of the logits, a softcap "
+        "or a penalty that one of them lacks, a sampler's column of before the "
+        "temperature, or weights that have grown sharper or flatter since the sampling."
     ),
     "bfloat16_column": (
         "the column {column} holds bfloat16 numbers, 8 bits of each log-probability; "
@@ -140,9 +153,17 @@ SAMPLER = {
     "two_policies": (
         "the columns look like two normalized policies, mean gap {mean_abs:.3f} nats, "
         "E[ρ] = {rho:.3f}, KL about {k3:.2g}: more than bfloat16 rounding in most "
-        "models. Stale or undelivered weights, other experts, quantization, low "
-        "precision, penalties, a logit bias or another temperature of one of them look "
-        "like this; several steps tell more."
+        "models. Weights that are stale, undelivered or of a draft model, other "
+        "experts, quantization, low precision, "
+        + CONTEXT
+        + ", penalties, a logit bias, a mild cut or another temperature of one of them, "
+        "and " + LIKELIEST + " on some, look like this; several steps tell more."
+    ),
+    "unrelated": (
+        "a token's numbers in the two columns have little to do with each other "
+        "(correlation {correlation:.2f}, mean gap {mean_abs:.3f} nats, E[ρ] = "
+        "{rho:.3f}): quite other weights, " + CONTEXT + ", numbers in another order "
+        "(of responses, or of the chunks of a sequence), or of other tokens."
     ),
 }
 
@@ -151,14 +172,26 @@ SERIES = {
     "never_delivered": (
         "at {steps} steps the sampler's column is that of the reference model, and the "
         "gap to the trainer grows from {first:.2g} to {last:.2g} nats: the engine "
-        "never received new weights, or the reference's log-probabilities were "
-        "recorded as the sampler's."
+        "never received new weights, the reference's log-probabilities were recorded "
+        "as the sampler's, or all these steps train on responses that the reference "
+        "model sampled once."
     ),
     "grows_with_steps": (
-        "the gap grows with the steps (KL {first:.2g} to {last:.2g}) and not with the "
-        "lag: weights that never reach the engine look like this, and so do a rising "
-        "learning rate in an asynchronous run and a numerical gap that grows. Record "
-        "ref, or version, to tell."
+        "the gap grows with the steps (KL {first:.2g} to {last:.2g}): weights that "
+        "never reach the engine look like this, and so do a growing lag or a rising "
+        "learning rate in an asynchronous run, updates on responses that were sampled "
+        "once, and a numerical gap that grows. Record ref, or version, to tell."
+    ),
+    "grows_at_one_lag": (
+        "the gap grows with the steps (KL {first:.2g} to {last:.2g}) although the "
+        "recorded lag stays {lag}: weights that never reach the engine, whatever it "
+        "counts, look like this, and so do a rising learning rate in an asynchronous "
+        "run and a numerical gap that grows. Record ref to tell."
+    ),
+    "one_version": (
+        "the weights of step {version} sampled the responses of all {steps} steps, and "
+        "the gap grows (KL {first:.2g} to {last:.2g}): the engine received no newer "
+        "weights, or these are updates on responses that were sampled once."
     ),
     "follows_lag": (
         "the gap follows the lag of the weights that sampled (KL {low:.2g} at lag "
@@ -174,7 +207,13 @@ ADVANTAGES = {
     ),
     "whole_batch": (
         "advantages are {estimator} over the whole batch, not within each prompt. "
-        "REINFORCE++ does that; GRPO does not."
+        "REINFORCE++ does that, and a fixed baseline may equal it; GRPO does not."
+    ),
+    "fixed_baseline": (
+        "the advantages are the rewards less one number, or a multiple, whatever the "
+        "prompt: a fixed baseline, or "
+        "{estimator} of {grouping}, which mixes prompts in {mixed} of {groups} groups. "
+        "Within the prompts no estimator gives them."
     ),
     "subgroups": (
         "advantages are {estimator} of {grouping}, which divides the prompts into "
