@@ -63,6 +63,21 @@ def test_another_aggregation_is_named(agg):
     assert not found and found.found == agg
 
 
+def test_a_mean_over_padded_slots_is_named():
+    tokens = int(COLUMNS["mask"].sum())
+    found = loss(batch(), "dapo", value() * tokens / (B * T))
+    assert not found and f"all {B * T} slots" in found.found
+
+
+def test_a_logged_zero_accuses_nobody():
+    """At r = 1 the mean over responses cancels, where each has as many of either sign."""
+    adv = (1.0 - 2.0 * (torch.arange(B) % 2))[:, None].expand(B, T)
+    still = batch(adv=adv, now=OLD)
+    found = loss(still, "dapo", 0.0)
+    assert abs(found.value) > 1e-3
+    assert found and [f.cause for f in found.notes] == ["logged_zero"]
+
+
 def test_the_mean_of_micro_batches_is_named():
     o, b = as_run("dapo", {}), batch()
     parts = [float(o.loss(b.rows(torch.arange(i, B, 4)).rollouts())) for i in range(4)]

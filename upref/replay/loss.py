@@ -254,6 +254,8 @@ def _judged(
         equal = [n for n, v in number.others if abs(v - number.value) > apart]
         if equal:
             numbers["found"] = or_else(equal)
+            if abs(number.logged) <= apart and not _bears_out(gradient):
+                return "", [note("loss", "logged_zero", **numbers)]
             failure = ReplayFinding("loss", "failure", "other_sum", numbers)
             return numbers["found"], [failure]
         if number.multiples:
@@ -268,13 +270,18 @@ def _judged(
     return "", [note("loss", "unexplained", **numbers)]
 
 
+def _bears_out(gradient: Normalizer | None) -> bool:
+    """Whether dL/dlp is another sum's too."""
+    return gradient is not None and bool(gradient.failures)
+
+
 def _times(factor: float) -> str:
     """The name of a multiple of the objective's loss."""
     return f"{factor:g} times"
 
 
 # where the number tells nothing of the sum
-BLIND = ("uninformative", "beside_zero", "extra_terms")
+BLIND = ("uninformative", "beside_zero", "extra_terms", "logged_zero")
 
 
 def settle(losses: Sequence[LoggedLoss]) -> list[LoggedLoss]:

@@ -192,22 +192,28 @@ class StepTerms:
         return f"{self.o.agg} over the framework's count of {float(counts.sequences):g} responses"
 
     def by_other_counts(self) -> "Iterator[tuple[str, StepTerms]]":
-        """(name, terms) of a count that the file knows and the objective's loss should
-        not have.
+        """(name, terms) of counts that the file knows and the objective's loss should
+        not have: of its generation batch, and of its slots.
 
         Yields:
             The name of the count, and the terms that are divided by it.
         """
+        if self.o.agg not in SUMS["tokens"]:
+            return
         tokens = self.logged.get("generation_tokens")
-        if tokens and self.o.agg in SUMS["tokens"]:
-            totals = Totals(
-                torch.tensor(tokens), len(self.b.mask), 1, torch.tensor(tokens)
-            )
-            counted = replace(self, b=self.b.but(totals=totals))
-            yield (
-                f"{self.o.agg} over the {tokens:g} tokens of the whole generation batch",
-                counted,
-            )
+        if tokens:
+            name = f"the {tokens:g} tokens of the whole generation batch"
+            yield f"{self.o.agg} over {name}", self._over(tokens)
+        slots = float(self.b.mask.numel())
+        if slots != float(self.b.mask.sum()):
+            name = f"all {slots:g} slots, padding included"
+            yield f"{self.o.agg} over {name}", self._over(slots)
+
+    def _over(self, tokens: float) -> "StepTerms":
+        """By another count of tokens."""
+        count = torch.tensor(tokens)
+        totals = Totals(count, len(self.b.mask), 1, count)
+        return replace(self, b=self.b.but(totals=totals))
 
     def parts(self) -> "Iterator[tuple[str, Tensor, list[StepTerms]]]":
         """The micro-batches and then the ranks, where there are several.

@@ -250,14 +250,20 @@ LOSS = {
     "multiple": (
         "the logged loss {logged:.6g} is {factor:.6g} times the {expected} of "
         "{objective}'s terms ({value:.6g}): a count of micro-batches, accumulation "
-        "steps or ranks enters once too often or too rarely, or the loss has a "
-        "coefficient."
+        "steps or ranks enters once too often or too rarely, the loss has a "
+        "coefficient, or it is divided by another number, which is that multiple by "
+        "chance."
+    ),
+    "logged_zero": (
+        "the logged loss is 0, and the {expected} of {objective}'s terms is "
+        "{value:.6g}. Their {found} cancels to 0 here; a run that does not log its loss "
+        "has a 0 too."
     ),
     "divided": (
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
         "({value:.6g}). It would be with a divisor of about {divisor:.12g} in place of "
-        "{count:.12g} {unit}; a coefficient, other hyperparameters or another objective "
-        "give that too."
+        "{count:.12g} {unit}; a coefficient, a further term (a KL, an entropy), a mean "
+        "over several steps, other hyperparameters or another objective give that too."
     ),
     "unexplained": (
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms "
