@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--faults", default="")
     p.add_argument("--seed", type=int, default=-1)
     a: Any = p.parse_args(arguments)
-    by_default = TUNED if a.tuned else HELD_OUT
+    by_default: tuple[str, ...] = TUNED if a.tuned else HELD_OUT
     if a.second >= 0:
         by_default = (*second.FAMILIES, *HELD_OUT, *TUNED)
     families = tuple(a.families.split(",")) if a.families else by_default

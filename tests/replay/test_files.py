@@ -130,6 +130,39 @@ def test_ranks_of_a_step_are_joined_and_steps_come_in_order(tmp_path):
 
 
 # ---- bad files -----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"step": 3.5}, "step is '3.5'; it must be a whole number"),
+        ({"step": np.array([1, 2])}, "it must be a whole number"),
+        ({"logged": '{"loss": {"a": 1}}'}, "loss under logged must be a number"),
+        ({"logged": '{"loss": true}'}, "loss under logged must be a number"),
+        ({"logged": '{"loss": 1' + "0" * 400 + "}"}, "beyond float32"),
+        ({"logged": "{loss"}, "logged is no JSON"),
+        ({"logged": "[" * 100_000}, "logged is no JSON"),
+        ({"adv": np.full((B, T), 1e308)}, "adv holds numbers beyond"),
+        ({"reward": np.full(B, 1e308)}, "reward holds numbers beyond"),
+        ({"ids": np.full((B, T), -100)}, "ids is -100 at response"),
+        ({"ids": np.full((B, T), 1e30)}, "ids must hold whole numbers"),
+    ],
+)
+def test_a_number_that_is_none_is_named(tmp_path, changes, words):
+    """And the file is not called damaged."""
+    refused(saved(tmp_path, **changes), words)
+
+
+def test_more_numbers_than_a_step_may_have_are_not_read(tmp_path):
+    """They may take no room in the file: zeros, compressed."""
+    path = tmp_path / "a.npz"
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "|i1", "fortran_order": False, "shape": (2, 2**27)}
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("ids.npy", header.getvalue())
+    refused(path, "ids announces 268,435,456 numbers")
+
+
 def test_a_missing_column_is_named(tmp_path):
     refused(
         saved(tmp_path, columns={k: v for k, v in PADDED.items() if k != "mask"}),

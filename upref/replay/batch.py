@@ -16,6 +16,7 @@ from upref.errors import InputError
 from upref.replay.schema import (
     COLUMNS,
     COUNTS,
+    LARGEST,
     LOG_PROBS,
     MOST_SLOTS,
     RESPONSE_COLUMNS,
@@ -247,10 +248,21 @@ def _mask(mask: Tensor, file: str) -> Tensor:
 def _column(name: str, value: Tensor, mask: Tensor, file: str) -> Tensor:
     """A column in float64 or int64; masked slots of float columns are 0."""
     if name not in TOKEN_FLOATS and name != "reward":
-        if value.is_floating_point() and not bool((value == value.round()).all()):
-            raise InputError(f"{file}: {name} must hold whole numbers.")
-        return value.long()
+        if value.is_floating_point() and not bool(
+            ((value == value.round()) & (value.abs() <= 2.0**53)).all()
+        ):
+            raise InputError(f"{file}: {name} must hold whole numbers, up to 2^53.")
+        value = value.long()
+        if name == "ids" and bool((mask & (value < 0)).any()):
+            row, token = (mask & (value < 0)).nonzero()[0].tolist()
+            raise InputError(
+                f"{file}: ids is {int(value[row, token])} at response {row}, token {token}, which trains."
+            )
+        return value
     value = value.double()
+    large = value.isfinite() & (value.abs() > LARGEST)
+    if bool((large if name == "reward" else large & mask).any()):
+        raise InputError(f"{file}: {name} holds numbers beyond those of float32.")
     if name == "reward":
         bad = ~value.isfinite()
         if bad.any():

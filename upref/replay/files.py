@@ -24,7 +24,14 @@ from upref.errors import InputError
 from upref.files import write_atomically
 from upref.pages import located
 from upref.replay.batch import make_batch, merge
-from upref.replay.schema import COLUMNS, PAGE, SCHEMA, RecordedBatch
+from upref.replay.schema import (
+    COLUMNS,
+    LARGEST,
+    MOST_SLOTS,
+    PAGE,
+    SCHEMA,
+    RecordedBatch,
+)
 
 MOST_BYTES = 4 * 2**30  # that the columns of one file announce
 MOST_FILES = 100_000
@@ -220,6 +227,10 @@ def _npz_headers(path: Path) -> None:
                 raise InputError(
                     f"{path} announces {total / 2**30:,.1f} GiB, more than {MOST_BYTES >> 30} GiB: split it."
                 )
+            if math.prod(shape) > MOST_SLOTS:
+                raise InputError(
+                    f"{path}: {name} announces {math.prod(shape):,} numbers, more than {MOST_SLOTS:,}: split the step."
+                )
             if announced != entry.file_size - header:
                 raise InputError(
                     f"{path} is damaged: {name} announces {announced:,} bytes and holds another number."
@@ -234,7 +245,7 @@ def _npz_has_schema(path: Path) -> bool:
 def _npz_step(path: Path) -> int | None:
     _npz_headers(path)
     with np.load(path, allow_pickle=False) as archive:
-        return int(archive["step"]) if "step" in archive else None
+        return _whole(str(archive["step"]), path) if "step" in archive else None
 
 
 def _read_npz(path: Path) -> RecordedBatch:
@@ -258,7 +269,7 @@ def _safetensors_step(path: Path) -> int | None:
             f"{path} is larger than {MOST_BYTES >> 30} GiB: split the step into several files."
         )
     metadata = _safetensors_metadata(path)
-    return int(metadata["step"]) if "step" in metadata else None
+    return _whole(metadata["step"], path) if "step" in metadata else None
 
 
 def _read_safetensors(path: Path) -> RecordedBatch:
@@ -277,15 +288,38 @@ def _facts(written: dict[str, str], path: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} has the schema version {schema or 'none'!r}; this upref reads {SCHEMA}."
         )
-    out: dict[str, Any] = {"step": int(written["step"]) if "step" in written else None}
-    for name in ("logged", "meta"):
+    logged, meta = (_object(name, written, path) for name in ("logged", "meta"))
+    for name, number in logged.items():
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise InputError(f"{path}: {name} under logged must be a number.")
+        if abs(number) > LARGEST:
+            raise InputError(f"{path}: {name} under logged is beyond float32.")
+    return {
+        "step": _whole(written["step"], path) if "step" in written else None,
+        "logged": {name: float(number) for name, number in logged.items()},
+        "meta": {name: str(text) for name, text in meta.items()},
+    }
+
+
+def _whole(step: str, path: Path) -> int:
+    """The number of a step, as a file holds it."""
+    try:
+        return int(step)
+    except ValueError:
+        raise InputError(
+            f"{path}: step is {step[:40]!r}; it must be a whole number."
+        ) from None
+
+
+def _object(name: str, written: dict[str, str], path: Path) -> dict[str, Any]:
+    """A JSON object, as a file holds it."""
+    try:
         value = json.loads(written.get(name, "{}"))
-        if not isinstance(value, dict):
-            raise InputError(f"{path}: {name} must be a JSON object.")
-        out[name] = value
-    out["logged"] = {str(k): float(v) for k, v in out["logged"].items()}
-    out["meta"] = {str(k): str(v) for k, v in out["meta"].items()}
-    return out
+    except (ValueError, RecursionError):
+        raise InputError(f"{path}: {name} is no JSON.") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: {name} must be a JSON object.")
+    return value
 
 
 # ---- writing -------------------------------------------------------------------------

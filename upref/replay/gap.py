@@ -192,7 +192,10 @@ def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
     typical = float(usual.abs().median()) if len(usual) else 0.0
     # Weights that differ everywhere have a wide middle; lone tokens on a clean line
     # have a narrow one.
-    lone = int(impossible.sum()) >= max(FEW, 0.002 * len(d)) and typical < ROUNDING_GAP
+    lone = (
+        max(FEW, 0.002 * len(d)) <= int(impossible.sum()) < 0.5 * len(d)
+        and typical < ROUNDING_GAP
+    )
     if lone:
         report(
             "note",

@@ -25,6 +25,7 @@ PROMPTS_READ = "group"
 # in meta, before the name of a column: how the framework is made to record it
 HINT = "hint: "
 MOST_SLOTS = 2**27  # B x T of a step: 1 GiB for a column of float64
+LARGEST = 1e39  # of a number: beyond float32, whose least number fills masked logits
 ROUNDING = 1e-3  # how far a fused log-softmax in half precision overshoots 0
 
 # What is stored per token, [B, T] or ragged, and what per response, [B].
