@@ -102,16 +102,21 @@ def drawn_seed(number: int) -> int:
     return int(digest[4 * number : 4 * number + 4], 16)
 
 
+def drawn_families(families: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """FAMILIES, and so many of the given ones, drawn by SENTENCE."""
+    return (*FAMILIES, *random.Random(SENTENCE).sample(families, number))
+
+
 def worlds(families: tuple[str, ...], seed: int) -> list[World]:
-    """A float32 and a bfloat16 world for each family, whose sizes, temperature and
-    entropy are drawn.
+    """A float32 and a bfloat16 world for each family, whose seed, sizes, temperature
+    and entropy are drawn.
     """
     out = []
-    for i, family in enumerate(families):
+    for family in families:
         draw = random.Random(f"{seed} {family}")
         world = World(
             family,
-            seed + i,
+            draw.randrange(2**16),
             responses=draw.choice((32, 64, 96)),
             length=draw.choice((20, 28, 36)),
             temperature=draw.choice((0.6, 0.7, 0.8, 1.0, 1.0, 1.2, 1.3)),
