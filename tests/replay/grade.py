@@ -7,7 +7,7 @@ what replay names.
     python -m tests.replay.grade --families olmo2,mpt --seed 12
     python -m tests.replay.grade --second  # with a second reader's faults and seeds
 
-`--second` takes the faults and families of `tests.replay.second` too, and eight families
+`--second` takes the faults and families of `tests.replay.second` too, and four families
 of no tuning that its sentence draws, each with an engine in float32 and in bfloat16. Its
 seed 0 was for the first sight, 1 for what was mended; `--second 2` is the recorded table.
 
@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     a: Any = p.parse_args(arguments)
     by_default: tuple[str, ...] = TUNED if a.tuned else HELD_OUT
     if a.second >= 0:
-        by_default = second.drawn_families(HELD_OUT, 8)
+        by_default = second.drawn_families(HELD_OUT, 4)
     families = tuple(a.families.split(",")) if a.families else by_default
     faults = a.faults.split(",") if a.faults else list(FAULTS)
     if a.second >= 0:

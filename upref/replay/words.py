@@ -21,6 +21,7 @@ LIKELIEST = (
     "the number of the likeliest token, or of the last of a list, in place of the drawn "
     "one"
 )
+# a log holds the place of a cause in this list: new ones come last
 SAMPLER = {
     "other_ids": (
         "{tokens} of {trained} trained tokens have other ids than the sampler drew: "
@@ -116,11 +117,6 @@ SAMPLER = {
         "temperature or of other weights (a draft model, an update that arrived "
         "later), or something else than the log-probability of each token."
     ),
-    "aligned": (
-        "in {rows} of {of} responses the sampler's numbers stand at the {side} end of "
-        "the row, and the tokens do not: one column is padded on the left and the "
-        "other on the right, or a prompt is missing in one. Moved back, " + UNDONE + "."
-    ),
     "sums": (
         "the sampler's column holds the log-probability of the response up to each "
         "token: take the difference of neighbors. With it, " + UNDONE + "."
@@ -164,6 +160,11 @@ SAMPLER = {
         "(correlation {correlation:.2f}, mean gap {mean_abs:.3f} nats, E[ρ] = "
         "{rho:.3f}): quite other weights, " + CONTEXT + ", numbers in another order "
         "(of responses, or of the chunks of a sequence), or of other tokens."
+    ),
+    "aligned": (
+        "in {rows} of {of} responses the sampler's numbers stand at the {side} end of "
+        "the row, and the tokens do not: one column is padded on the left and the "
+        "other on the right, or a prompt is missing in one. Moved back, " + UNDONE + "."
     ),
 }
 
