@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What upref says of everything it is tested on, to compare two versions of it.
 
-    python -m benchmarks.verdicts dump FILE [PART ...]
+    python -m benchmarks.verdicts dump FILE [PART ...] [--one-in N]
     python -m benchmarks.verdicts compare OLD NEW
 
 `dump` adds the verdicts of the parts, or of all of them, to a JSON file; a part that it
-has is not run again. `compare` prints each subject that is missing, new or judged
+has is not run again. --one-in N runs a sample: the subjects whose names have a checksum
+that N divides, the same ones in every version. `compare` prints each subject that is missing, new or judged
 otherwise; its status is 1 where a verdict was lost or changed.
 """
 
@@ -14,6 +15,7 @@ import importlib
 import json
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,12 @@ def cases(*kinds: str) -> Subjects:
     for c in importlib.import_module("tests.support.cases.table").ALL:
         if c.kind in kinds:
             yield f"{c.file}: {c.name} {c.objective} {c.hp}", c.judged
+
+
+def objectives() -> Subjects:
+    """Every objective against itself."""
+    for name in upref.names():
+        yield name, lambda name=name: upref.check(upref.get(name), name)
 
 
 def losses() -> Subjects:
@@ -178,6 +186,7 @@ def mutants() -> Subjects:
 PARTS = {
     f.__name__: f
     for f in (
+        objectives,
         losses,
         estimators,
         logprobs,
@@ -199,13 +208,22 @@ def verdict(make: Callable[[], Any]) -> Any:
         return f"{type(e).__name__}: {e}"
 
 
-def record(file: str, *parts: str) -> int:
+def drawn(name: str, one_in: int) -> bool:
+    """Whether this subject is in the sample."""
+    return zlib.crc32(name.encode()) % one_in == 0
+
+
+def record(file: str, *parts: str, one_in: int = 1) -> int:
     path = Path(file)
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     torch.set_num_threads(1)
     for part in parts or PARTS:
         if part not in known:
-            known[part] = {name: verdict(make) for name, make in PARTS[part]()}
+            known[part] = {
+                name: verdict(make)
+                for name, make in PARTS[part]()
+                if drawn(name, one_in)
+            }
             write_atomically(
                 path, json.dumps(known, indent=1, ensure_ascii=False, default=str)
             )
@@ -249,6 +267,13 @@ def main() -> int:
         metavar="part",
         help=f"of {', '.join(PARTS)}; all by default",
     )
+    one.add_argument(
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run about one subject in so many, the same ones in every version",
+    )
     two = verbs.add_parser(
         "compare",
         help="print what is missing, new or judged otherwise; status 1 where one was lost or changed",
@@ -259,7 +284,7 @@ def main() -> int:
     if unknown := sorted(set(getattr(args, "parts", ())) - PARTS.keys()):
         parser.error(f"there is no part {unknown[0]}: choose of {', '.join(PARTS)}")
     return (
-        record(args.file, *args.parts)
+        record(args.file, *args.parts, one_in=args.one_in)
         if args.verb == "dump"
         else compare(args.old, args.new)
     )

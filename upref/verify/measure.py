@@ -119,6 +119,21 @@ class LossCase:
             self.done.append(outcome)
         return outcome.value, g
 
+    def answer(self, b: Rollouts) -> tuple[Tensor, Tensor]:
+        """`both`, asked once by a case and its copies: for a batch that several oracles
+        compare with another one.
+
+        Args:
+            b: the batch; another object with its numbers is asked again.
+
+        Returns:
+            The value and dJ/dlp, to which nobody may write.
+        """
+        answer: tuple[Tensor, Tensor] = self.once(
+            ("answer", id(b)), lambda: (b, self.both(b))
+        )[1]
+        return answer
+
     def gradient(self, b: Rollouts, ranks: int = 1, **moved: Any) -> Tensor:
         """Measure the gradient of the user's loss.
 

@@ -26,8 +26,15 @@ from upref.weights.curve import single_token_batch
 
 
 def _batch(case: LossCase) -> Rollouts:
-    b = case.ready(on_policy_batch())
-    return replace(b, logp=b.logp - 0.05 * b.logp.cos().abs())
+    """A batch near on policy, one object for a case and its copies."""
+
+    def make() -> Rollouts:
+        """On policy, but for a little."""
+        b = case.ready(on_policy_batch())
+        return replace(b, logp=b.logp - 0.05 * b.logp.cos().abs())
+
+    batch: Rollouts = case.once("near on policy", make)
+    return batch
 
 
 def not_split(case: LossCase) -> str:
@@ -56,7 +63,7 @@ def micro_batches(case: LossCase) -> list[Finding]:
     """
     # of eight responses
     b, counts = _batch(case), (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
-    v, g = case.both(b)
+    v, g = case.answer(b)
     for n in counts:
         parts = [case.both(m) for m in b.split(n)]
         g2, v2 = torch.cat([p[1] for p in parts]), sum(p[0] for p in parts)
@@ -127,7 +134,7 @@ def loss_scale(case: LossCase) -> list[Finding]:
         A failure where the gradient does not scale with the loss.
     """
     b, loss = _batch(case), case.loss
-    g = case.gradient(b)
+    g = case.answer(b)[1]
     for times, (words, why_times) in SCALES.items():
         into = loss.ask("into", b, "logp", times)
         if into is None:
@@ -335,7 +342,7 @@ def data_parallel(case: LossCase) -> list[Finding]:
         A failure with the first number of ranks that differs.
     """
     b = _batch(case)
-    g = case.gradient(b)
+    g = case.answer(b)[1]
     for ranks in RANKS:
         mean = _mean(case, b, ranks)
         off = moved(mean, g, b.mask, slack(case))

@@ -97,7 +97,7 @@ def padding(case: LossCase) -> list[Finding]:
         Failures with the smallest batch.
     """
     b = off_bounds(case)
-    value, g = case.both(b)
+    value, g = case.answer(b)
     out = []
     leak = torch.where(b.mask, 0, g.abs().nan_to_num(nan=math.inf))
     if leak.max() > 0:
@@ -285,7 +285,7 @@ def masked_values(case: LossCase) -> list[Finding]:
         Failures and notes, with the inputs that are read.
     """
     b = case.grid(thin=5)
-    value, g = case.both(b)
+    value, g = case.answer(b)
     reads = [
         k
         for k in ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
@@ -299,12 +299,12 @@ def masked_values(case: LossCase) -> list[Finding]:
         """The batch with p in the masked slots of this argument."""
         return c.but(**{k: getattr(c, k).masked_fill(~c.mask, p)})
 
-    def leaks_none() -> bool:
-        """Whether each of NOT_NUMBERS, in each argument once, changes nothing."""
-        for turn in range(len(NOT_NUMBERS)):
+    def leaks_none(of: tuple[float, ...]) -> bool:
+        """Whether each of these numbers, in each argument once, changes nothing."""
+        for turn in range(len(of)):
             bad = b
             for place, k in enumerate(reads, turn):
-                bad = filled(bad, k, NOT_NUMBERS[place % len(NOT_NUMBERS)])
+                bad = filled(bad, k, of[place % len(of)])
             try:
                 if _changes(b, (value, g), case.both(bad)):
                     return False
@@ -317,7 +317,7 @@ def masked_values(case: LossCase) -> list[Finding]:
         return _changes(c, case.both(c), case.both(bad(c)))
 
     # in all arguments at a time, and in one at a time only to name it
-    numbers = JUNK if leaks_none() else (*JUNK, *NOT_NUMBERS)
+    numbers = [p for some in (JUNK, NOT_NUMBERS) if not leaks_none(some) for p in some]
     for p, k in product(numbers, reads):
         if leaks and p not in JUNK:
             break
@@ -376,9 +376,10 @@ def _changes(
     return " and ".join(words for words, on in changes.items() if on)
 
 
-def _moves(case: LossCase, b: Rollouts, i: Tensor) -> bool:
+def _moves(case: LossCase, b: Rollouts, g: Tensor, i: Tensor) -> bool:
+    """Whether the gradient of these rows in this order is not g in that order."""
     there = case.gradient(b.take(i))
-    return bool(moved(there, case.gradient(b)[i], b.mask[i], slack(case)).max() > 0)
+    return bool(moved(there, g[i], b.mask[i], slack(case)).max() > 0)
 
 
 @oracle("permutation", 130)
@@ -397,10 +398,11 @@ def permutation(case: LossCase) -> list[Finding]:
         lambda n: torch.arange(n).flip(0),
         lambda n: torch.randperm(n, generator=torch.Generator()),
     )
-    order = next((f for f in orders if _moves(case, b, f(len(b.mask)))), None)
+    g = case.answer(b)[1]
+    order = next((f for f in orders if _moves(case, b, g, f(len(b.mask)))), None)
     if order is None:
         return []
-    small = shrink(b, lambda c: _moves(case, c, order(len(c.mask))))
+    small = shrink(b, lambda c: _moves(case, c, case.gradient(c), order(len(c.mask))))
     rows = order(len(small.mask))
     turned = small.take(rows)
     batch = make_example(
@@ -443,7 +445,8 @@ def scaling(case: LossCase) -> list[Finding]:
         """How far a third of it is from the gradient."""
         return moved(tripled(c) / 3, case.gradient(c), c.mask, slack(case, 1e-7))
 
-    if (apart := off(b)).max() == 0:
+    g = case.answer(b)[1]
+    if (apart := moved(tripled(b) / 3, g, b.mask, slack(case, 1e-7))).max() == 0:
         return []
     small = shrink(b, lambda c: bool(off(c).max() > 0), worst(apart))
     at = worst(off(small))

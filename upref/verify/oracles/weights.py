@@ -322,13 +322,24 @@ def _typical(off: Tensor, r: Tensor) -> Tensor:
     )
 
 
+def _many(case: LossCase) -> int:
+    """How many random batches are compared: bounds that are solved for are slow."""
+    return RANDOM // 4 if case.o.reads_mu else RANDOM
+
+
+def _random_batches(case: LossCase, seed: int, many: int) -> list[Rollouts]:
+    """Those of `random_batches` that the loss can read, the same objects each time."""
+    batches: list[Rollouts] = case.once(
+        ("random", seed, many),
+        lambda: list(map(case.visible_batch, random_batches(seed, many, case.one_adv))),
+    )
+    return batches
+
+
 def _random(case: LossCase, seed: int = 0) -> list[Finding]:
-    # bounds that are solved for are slow
-    many = RANDOM // 4 if case.o.reads_mu else RANDOM
-    for n, b in enumerate(
-        map(case.visible_batch, random_batches(seed, many, case.one_adv))
-    ):
-        off = case.off(b)
+    many = _many(case)
+    for n, b in enumerate(_random_batches(case, seed, many)):
+        off = case.off(b, case.answer(b)[1] / case.factors(b))
         if not off.max() > 10 * case.tol:
             continue
         off = off.masked_fill(case.rounded(b), 0)
@@ -467,8 +478,8 @@ def aggregation(case: LossCase) -> list[Finding]:
     "value", 150, lambda case: "the weights are wrong already" if case.wrong else ""
 )
 def value(case: LossCase) -> list[Finding]:
-    for n, b in enumerate(map(case.visible_batch, random_batches(1, 10, case.one_adv))):
-        found, expected = case.both(b)[0].item(), case.o.loss(b, **case.hp).item()
+    for n, b in enumerate(_random_batches(case, 0, _many(case))[:10]):
+        found, expected = case.answer(b)[0].item(), case.o.loss(b, **case.hp).item()
         if not math.isfinite(found):
             return [
                 fail(
