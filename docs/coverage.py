@@ -5,6 +5,7 @@ the code that defines them.
 
 import json
 from pathlib import Path
+from typing import Any
 
 
 def axes() -> str:
@@ -34,6 +35,126 @@ def axes() -> str:
         ),
     ]
     return _rows("axis | inputs", rows)
+
+
+# objectives that read, together, everything that a batch may hold; their settings
+READERS = {
+    "dapo": {},
+    "gspo": {},
+    "up_dapo": {},
+    "dr_grpo": {},
+    "grpo": {"beta": 0.04},
+    "aspo_code": {},
+    "decoupled(dapo)": {},
+}
+
+
+def quantities() -> str:
+    """Every quantity of a batch, with the values that it takes in all calls of checks."""
+    seen: dict[str, set[float]] = {}
+    for name, settings in READERS.items():
+        for batch in _asked(name, settings):
+            for quantity, values in _measured(batch).items():
+                seen.setdefault(quantity, set()).update(values)
+    rows = [(name, _said(values)) for name, values in seen.items()]
+    return _rows("quantity | values", rows)
+
+
+def _asked(name: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The inputs of every call that a check of this objective makes."""
+    import upref
+
+    objective = upref.get(name)
+    calls: list[dict[str, Any]] = []
+
+    def loss(
+        log_prob: Any,
+        old_log_prob: Any,
+        advantages: Any,
+        mask: Any,
+        ref_log_prob: Any,
+        group: Any,
+        entropy: Any,
+        rollout_log_probs: Any,
+    ) -> Any:
+        """The objective itself, which keeps what it is given."""
+        fields = {
+            "logp": log_prob,
+            "logp_old": old_log_prob,
+            "adv": advantages,
+            "mask": mask,
+            "logp_ref": ref_log_prob,
+            "group": group,
+            "entropy": entropy,
+            "logp_sampler": rollout_log_probs,
+        }
+        uses = ("logp_ref" if settings else "", "entropy", "logp_sampler")
+        own = {k: v.detach() for k, v in fields.items() if k in {*uses, *MAIN}}
+        calls.append(own)
+        return objective.loss(upref.Rollouts.unchecked(**fields), **settings)
+
+    report = upref.check(loss, name, **settings)
+    assert report, str(report)
+    return calls
+
+
+MAIN = ("logp", "logp_old", "adv", "mask", "group")
+
+
+def _measured(batch: dict[str, Any]) -> dict[str, list[float]]:
+    """The values of every quantity in one batch; of a continuous one, its ends."""
+    import torch
+
+    mask = batch["mask"]
+    at = {k: x.double()[mask].nan_to_num() for k, x in batch.items() if x.ndim == 2}
+    lengths = mask.sum(1)
+    per_prompt = batch["group"].unique(return_counts=True)[1]
+    sizes = at["adv"].abs()
+    pieces = (mask & ~mask.roll(1, 1)).sum(1) + (mask[:, 0] & mask[:, -1]).int()
+    whole = [
+        x[m].sign() for x, m in zip(batch["adv"], mask, strict=True) if m.sum() > 9
+    ]
+    out = {
+        "responses": [len(mask)],
+        "columns": [mask.shape[1]],
+        "tokens of a response": lengths.tolist(),
+        "tokens of the batch": [int(mask.sum())],
+        "runs of tokens in a response, with holes between": pieces.tolist(),
+        "columns before the first token": mask.int().argmax(1).tolist(),
+        "prompts": [len(per_prompt)],
+        "responses to a prompt": per_prompt.tolist(),
+        "size of A, where it is not 0": _ends(sizes[sizes > 0]),
+        "signs of A in a response of more than 9 tokens": [
+            len(x.unique()) for x in whole
+        ],
+        "log π_θ": _ends(at["logp"]),
+        "log π_old": _ends(at["logp_old"]),
+        "log r of a token": _ends(at["logp"] - at["logp_old"]),
+    }
+    if "logp_ref" in at and not torch.equal(at["logp_ref"], at["logp_old"]):
+        out["log π_ref / π_θ"] = _ends(at["logp_ref"] - at["logp"])
+    if not torch.equal(at["logp_sampler"], at["logp_old"]):
+        out["log π_old / μ"] = _ends(at["logp_old"] - at["logp_sampler"])
+    out["entropy, in nats"] = _ends(at["entropy"])
+    return out
+
+
+def _ends(x: Any) -> list[float]:
+    return [x.min().item(), x.max().item()] if x.numel() else []
+
+
+MANY = 24  # different values: more are said by their ends
+
+
+def _said(values: set[float]) -> str:
+    """All values where they are few and whole, else the least and the largest."""
+    every = sorted(values)
+    if len(every) <= MANY and all(float(x).is_integer() for x in every):
+        return ", ".join(f"{x:,.0f}" for x in every)
+    whole = all(float(x).is_integer() for x in every) and isinstance(every[0], int)
+    ends = (f"{x:,}" if whole else f"{x:.4g}" for x in (every[0], every[-1]))
+    count = f", {len(every)} different ones" if whole else ""
+    return f"{' to '.join(ends)}{count}"
 
 
 def tolerances() -> str:

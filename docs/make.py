@@ -459,6 +459,10 @@ def axes() -> str:
     return covered("axes")
 
 
+def quantities() -> str:
+    return covered("quantities")
+
+
 def tolerances() -> str:
     return covered("tolerances")
 
@@ -567,7 +571,7 @@ STEPS = (
     suite_bugs,
     steps_bounds,
 )
-COVERAGE = (axes, tolerances, habits, fuzzed, ends, known_faults)
+COVERAGE = (axes, quantities, tolerances, habits, fuzzed, ends, known_faults)
 FRAMEWORKS = (
     frameworks,
     state_of_the_field,

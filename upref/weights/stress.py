@@ -23,6 +23,7 @@ from upref.weights.batches import GUARD, MU, breakpoints
 SIZES = (1.0, -1.0)
 LONG = (1, 15, 17, 65, 129, 256, 257, 300, 512, 520)  # tokens
 TILES = (256, 512)  # columns of a batch, all of which some of its responses fill
+LONGEST = (1025, 2049)  # tokens: a little more than limits of real runs
 FULL = 48  # columns of a batch without padding
 WIDE = (63, 64, 65, 128)  # responses of a batch, and columns
 # tokens, parts of a response, columns before it
@@ -66,6 +67,7 @@ class Axis:
     # whether it is 0 for the lower half of a response's tokens
     zero_entropy: bool = False
     is_on_policy: bool = False  # every ratio is 1
+    by_token: bool = False  # each token has an advantage of its own, of either sign
 
     def exact(self, x: np.ndarray) -> np.ndarray:
         """Rounded to float32 where the axis has only such numbers."""
@@ -138,6 +140,18 @@ AXES["no padding"] = Axis(
     lengths=(FULL,),
     rows=16,
     width=FULL,
+)
+AXES["long responses"] = Axis(
+    f"responses of {LONGEST[0]:,} and {LONGEST[1]:,} tokens beside short ones",
+    lengths=(1, *LONGEST),
+    rows=6,
+    width=LONGEST[-1] + 1,
+)
+AXES["advantages of tokens"] = Axis(
+    "where tokens have advantages of their own: both signs within one response, of 17 to 300 tokens",
+    lengths=(17, 65, 129, 300),
+    rows=16,
+    by_token=True,
 )
 AXES["first step"] = Axis(
     "64 responses of a first step, where π_θ, π_old and π_ref are equal; none of them has a token in the first "
@@ -411,13 +425,22 @@ def _drawn(
     )
     for k, said in enumerate(ids):
         group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
+    by_token = _own_shares(B, T) if of.by_token else np.ones((B, T))
     b = Rollouts.unchecked(
-        adv=torch.tensor(of.exact(A))[:, None].expand(B, T).clone(),
+        adv=torch.tensor(of.exact(A[:, None] * by_token)),
         mask=torch.tensor(mask),
         group=group,
         entropy=torch.as_tensor(np.where(mask, of.exact(H), 1.0)),
     )
     return Drawn(b, **drawn)
+
+
+def _own_shares(B: int, T: int) -> np.ndarray:
+    """What the advantage of a response is multiplied by at each token, [B, T]: five
+    sizes, and the other sign at every third token.
+    """
+    place = np.arange(B)[:, None] + np.arange(T)
+    return np.where(place % 3 == 2, -0.5, 1) * (1 + place % 5 / 4)
 
 
 @lru_cache(512)

@@ -8,7 +8,7 @@ import torch
 from upref import kl
 
 from . import ACCEPTED, NOTED, REJECTED, Case
-from .bodies import clipped, even, loss, seq, tok
+from .bodies import clipped, even, gspo, loss, mean, seq, tok
 from .estimators import by_group
 
 
@@ -82,6 +82,23 @@ def viewed(log_prob, old_log_prob, advantages, mask):
     )
 
 
+def first_tokens(limit):
+    """A kernel with so many columns: the tokens behind them have no gradient."""
+    return lambda d, A, m: -(clipped(d, A) * m)[:, :limit].sum() / m.sum().clamp(min=1)
+
+
+def one_sign(d, A, m):
+    """In responses of more than 16 tokens, the mean advantage has the sign for all."""
+    mean = (A * m).sum(1, keepdim=True).sign() * A.abs()
+    return tok(clipped(d, torch.where(m.sum(1, keepdim=True) > 16, mean, A)), m)
+
+
+def in_blocks(d, A, m):
+    """Right, one block of 1,024 columns after the other."""
+    J = clipped(d, A) * m
+    return -sum(part.sum() for part in J.split(1024, 1)) / m.sum()
+
+
 CLAMP = lambda low, high: lambda x, m: x.exp().clamp(low, high)
 # name, objective, hyperparameters, words of the regime, body; a right one has no words
 LOSSES = [
@@ -107,6 +124,12 @@ LOSSES = [
     ("long is not truncated", "dapo", {}, "", truncated_at(10_000)),
     ("256 tokens are truncated", "dapo", {}, "256", truncated_at(256)),
     ("512 tokens are truncated", "dapo", {}, "512", truncated_at(512)),
+    ("the first 1,024 columns", "dapo", {}, "1,025 and 2,049 tokens", first_tokens(1024)),
+    ("the first 2,048 columns", "gspo", {}, "1,025 and 2,049 tokens",
+     lambda d, A, m: gspo(mean(d * (torch.arange(d.shape[1]) < 2048), m), mean(A, m))),
+    ("blocks of 1,024 columns", "dapo", {}, "", in_blocks),
+    ("one sign in long responses", "dapo", {}, "both signs within one response", one_sign),
+    ("each token's own sign", "dapo", {}, "", lambda d, A, m: tok(clipped(d, A.sign() * A.abs()), m)),
     ("|A| of at most 50", "dr_grpo", {}, "|A|",
      lambda d, A, m: -(even(d, A.clamp(-50, 50)) * m).sum(1).mean()),
 ]  # fmt: skip

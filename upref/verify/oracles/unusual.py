@@ -28,6 +28,7 @@ from upref.weights.batches import LOG_R, on_policy_batch
 from upref.weights.stress import AXES, GAPS, NEGATIVE, relabel_groups
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
+MOST_TOKENS = 100_000  # more than any batch has
 LINES = 100_000  # of Python, for a loss that goes through all ids up to the largest
 
 
@@ -58,16 +59,19 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
             if slow not in notes:
                 notes.append(slow)
             continue
+        start = time.process_time()
         found = look(case, name, b, ids)
         if any(f.severity == "failure" for f in found):
             return [*notes, *found]
         notes += [f for f in found if f not in notes]
         case.covered[:] = dict.fromkeys((*case.covered, axis.words))
         if name == "lengths":
-            start = time.process_time()
-            # once more: what is slow the first time alone is no slow loss
-            case.gradient(b)
             rate = (time.process_time() - start) / tokens
+            if rate * MOST_TOKENS > TOO_LONG:
+                start = time.process_time()
+                # once more: what is slow the first time alone is no slow loss
+                case.gradient(b)
+                rate = (time.process_time() - start) / tokens
     return notes
 
 
@@ -83,6 +87,8 @@ def applies(case: LossCase, name: str) -> bool:
             return bool(case.hp.get("beta"))
         case "sampler":
             return case.o.sampler is not None
+        case "advantages of tokens":
+            return not case.one_adv
         case "entropies":
             return "entropy" in case.o.reads
     return True
