@@ -21,18 +21,6 @@ from repro.with_verl.config.model import Shape, shape_of
 from repro.with_verl.refuse import refuse
 
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-LOGGERS = (
-    "console",
-    "file",
-    "wandb",
-    "tensorboard",
-    "mlflow",
-    "swanlab",
-    "vemlp_wandb",
-    "clearml",
-    "trackio",
-    "rl_insight",
-)
 KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")  # and each with a + behind
 STRATEGIES = {"dp": ("fsdp", "fsdp2"), "megatron": ("megatron",)}
 MANAGERS = ("naive", "dapo")  # the two whose rewards upref's function answers
@@ -258,12 +246,15 @@ def one_of(
 
 def names(cfg: DictConfig) -> Iterator[str]:
     """Values that are names, and lists of them."""
+    from verl.utils.tracking import Tracking
+
     for key in ("data.train_files", "data.val_files"):
         if not get(cfg, key):
             yield f"{key} names no file: leave it out, or name one."
     loggers = cfg.trainer.logger
     for name in [loggers] if isinstance(loggers, str) else loggers:
-        yield from one_of("trainer.logger", name, LOGGERS, "logger")
+        known = tuple(Tracking.supported_backend)
+        yield from one_of("trainer.logger", name, known, "logger")
     if "file" not in loggers:
         yield "trainer.logger must have file: the report and the watchdog read what it writes."
     for key, known in KNOWN.items():

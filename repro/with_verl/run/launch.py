@@ -73,7 +73,9 @@ def _parser() -> Parser:
     )
     parser.add_argument("objective")
     parser.add_argument("scale", nargs="?")
-    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check, price, do not start"
+    )
     parser.add_argument(
         "--shakedown", action="store_true", help="two steps, and a page about them"
     )
