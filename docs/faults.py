@@ -18,7 +18,7 @@ from upref.step.reference import TorchModel
 from upref.step.scores import quick
 from upref.step.weights import Tokens
 from upref.user_code.logprobs import Problem
-from upref.verify.faults import known
+from upref.verify.faults import known, measured
 from upref.verify.finding import Cause
 from upref_course.grader import exercises
 
@@ -49,6 +49,19 @@ def faults() -> Iterator[tuple[str, str, Cause]]:
     for exercise in exercises():
         for fault in exercise.faults:
             yield "course", exercise.slug, fault.cause
+    for one in measured.every():
+        for kind in one.of:
+            for name in _objectives(one) if kind == "loss" else [""]:
+                yield kind, name, Cause(one.words, (one.id,))
+
+
+def _objectives(fault: measured.MeasuredFault) -> list[str]:
+    """The objectives of which a loss can have the fault."""
+    own = (measured.OWN_DENOMINATOR_OF_MICRO_BATCH, measured.OWN_DENOMINATOR_OF_RANK)
+    if fault not in own:
+        return upref.names()
+    # micro-batches of an objective that couples its tokens are not compared
+    return [name for name in upref.names() if not upref.get(name).batch_coupled]
 
 
 def _of_steps() -> Iterator[Cause]:

@@ -23,7 +23,7 @@ from upref.rollouts import Rollouts
 from upref.step.normalizers import factor_words, right_factors
 from upref.step.rows import Row
 from upref.step.weights import Tokens, factors, is_named, left_out
-from upref.verify.faults import hyperparameter_id, known
+from upref.verify.faults import hyperparameter_id, known, measured
 from upref.verify.faults.batch_reading import between, moved
 from upref.verify.faults.losses import (
     KL_MISSING,
@@ -105,11 +105,8 @@ def _one_weight(w: Tokens) -> tuple[Cause, Tensor] | None:
         or right.std() <= w.tol * right.abs().max()
     ):
         return None
-    words = (
-        f"all tokens that train have one weight, {mean:.4g}: "
-        "the advantage and the ratio of a response have no effect on it"
-    )
-    return Cause(words, ("one-weight",)), torch.where(w.b.mask, mean, 0.0)
+    cause = measured.ONE_WEIGHT.cause(weight=mean)
+    return cause, torch.where(w.b.mask, mean, 0.0)
 
 
 def _put(

@@ -38,8 +38,8 @@ from upref.step.reach import not_reached, reach
 from upref.step.record import Recorded
 from upref.step.reference import Gradient, Model, TorchModel
 from upref.step.rows import AXES, Row
-from upref.step.weights import OBSERVATIONS
 from upref.user_code.guard import one_line, outer_threads
+from upref.verify.faults.measured import OBSERVATIONS
 from upref.verify.finding import NO_CAUSE, Cause, Number
 from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_state
 

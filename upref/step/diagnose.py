@@ -40,6 +40,7 @@ from upref.step.weights import (
     observed,
     read,
 )
+from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause, Number, join_causes
 from upref.verify.report import UNKNOWN, Finding, fail
 
@@ -47,7 +48,7 @@ AFTER = 16  # tokens behind a row that may train
 # forward passes whose token weights are read where one factor a response does not
 # suffice
 READ = 2
-PROMPTS = Cause("prompt tokens train", ("prompts-train",))
+PROMPTS = measured.PROMPTS_TRAIN.cause()
 OTHER_WEIGHTS = Cause("with it the weights of tokens differ too, by no known cause")
 
 
@@ -131,17 +132,11 @@ def diagnosed(
 
     if not found.isfinite().all():
         bad = [n for n, g in model.split(found).items() if not g.isfinite().all()]
-        words = f"the gradient is not finite, in {bad[0]} first"
-        return say(Cause(words, ("gradient-not-finite",)))
+        return say(measured.GRADIENT_NOT_FINITE.cause(parameter=bad[0]))
     if size == 0:
-        words = "no gradient reaches the parameters: the loss is detached from them"
-        return say(Cause(words, ("no-gradient",)))
+        return say(measured.NO_GRADIENT.cause())
     if again is not None and not near(model.flat(again()), found, 10 * bound):
-        words = (
-            "two runs of the step on the same rows have different gradients: "
-            "dropout or sampling is active"
-        )
-        return say(Cause(words, ("random-step",)))
+        return say(measured.RANDOM_STEP.cause())
     parts, its = model.split(want), model.split(found)
     beside = [
         n
@@ -149,15 +144,12 @@ def diagnosed(
         if not w.any() and float(its[n].norm()) > 10 * bound * size
     ]
     if beside and (beside := _apart(case.forward, beside)):
-        words = (
-            f"a gradient of {_some(beside)}, on which no logit of these rows depends: "
-            "a value loss or another term is added to the objective: "
-            "leave it out of the step"
+        parameters_beside = _some(beside)
+        return say(
+            measured.LOSS_OF_OTHER_PARAMETERS.cause(parameters=parameters_beside)
         )
-        return say(Cause(words, ("loss-of-other-parameters",)))
     if goal.clip is not None and near(found, it.rows.sum(0), bound):
-        words = "the clip of the gradient's norm does not act"
-        return say(Cause(words, ("norm-not-clipped",)))
+        return say(measured.NORM_NOT_CLIPPED.cause())
     if cause := find_change(goal, model, it.rows, want, found, bound):
         return say(cause)
     goal, g = _before_clip(it)
@@ -170,8 +162,7 @@ def diagnosed(
     if alone and wrong and (of := _of_parameters(its, parts, wrong, bound)):
         return say(of)
     if alone and 0 < len(wrong) <= len(parts) // 4:
-        words = f"all is right but the gradients of {_some(wrong)}"
-        return say(Cause(words, ("some-parameters-wrong",)))
+        return say(measured.SOME_PARAMETERS_WRONG.cause(parameters=_some(wrong)))
     return say(*_explained(it, plain, g, case.forward, case.b, bound, among))
 
 
@@ -214,8 +205,7 @@ def _of_parameters(
         if (g - k * w).norm() > 100 * bound * w.norm() or abs(k - 1) < 100 * bound:
             return NO_CAUSE
         parts.append(f"{n} has {k:.5g} times its gradient")
-    words = "the other parameters are right; " + "; ".join(parts[:4])
-    return Cause(words, ("some-parameters-wrong",))
+    return measured.SOME_PARAMETERS_SCALED.cause(each="; ".join(parts[:4]))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -257,8 +247,7 @@ def _explained(
     still = b.old is None or bool(((plain.lp - b.old) * b.mask).abs().max() < 1e-6)
     own_old = NO_CAUSE
     if not still:
-        words = "the old log-probabilities are the current ones: r = 1"
-        own_old = Cause(words, ("ratio-always-one",))
+        own_old = measured.RATIO_ALWAYS_ONE.cause()
 
     def makes(its: Tensor) -> bool:
         """Whether this gradient by rows, clipped as the goal says, is the one that was
@@ -347,11 +336,8 @@ def _explained(
         return said
     bonus = read(forward, g, [plain.each["H"], plain.each["Z"]])
     if bonus.residual <= span:
-        words = (
-            "the gradient has a term that is no Σ w ∇log π: an entropy bonus or a z-loss "
-            f"with coefficients {', '.join(f'{-x:.4g}' for x in bonus.extra)} (H, Z)"
-        )
-        return [Cause(words, ("entropy-bonus-or-z-loss",))]
+        coefficients = ", ".join(f"{-x:.4g}" for x in bonus.extra)
+        return [measured.ENTROPY_BONUS_OR_Z_LOSS.cause(coefficients=coefficients)]
     left_over = f"{residuals[0]:.2g} of it is left"
     words = (
         f"{UNKNOWN}; no weights of these tokens give the gradient: {left_over}, so "
@@ -516,11 +502,9 @@ def _penalty(
         beta = float(rest @ added / (added @ added).clamp(min=1e-300))
         if beta > 0 and near(rest, beta * added, _share(bound, its, rest)):
             whose = "" if name == "k1" else " of the old policy"
-            words = (
-                f"a KL term{whose} ({name}) is subtracted, "
-                f"with the coefficient {beta:.3g}"
+            return measured.KL_NOT_OF_OBJECTIVE.cause(
+                whose=whose, estimator=name, beta=beta
             )
-            return Cause(words, ("kl-not-of-objective",))
     return NO_CAUSE
 
 
@@ -666,8 +650,7 @@ def _said(
     said = [cause]
     tail = int(sum((~w.zero(times * x)).sum() for x in beyond))
     if tail > 0:
-        words = f"{tail} tokens behind the responses train: padding, or the next row"
-        said.append(Cause(words, ("tokens-behind-responses-train",)))
+        said.append(measured.TOKENS_BEHIND_RESPONSES_TRAIN.cause(tokens=tail))
     prompt = any(bool((~w.zero(p)).any()) for p in w.prompts)
     if w.same(
         torch.where(w.here, w.found, torch.nan), torch.where(b.mask, w.expected, 0)

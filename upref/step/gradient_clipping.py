@@ -9,6 +9,7 @@ from torch import Tensor
 from upref.step.forward import SPAN, best_factors, clipped, near
 from upref.step.goal import Goal
 from upref.step.reference import Model, TorchModel
+from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause
 
 
@@ -30,12 +31,10 @@ def find_change(
         theta = model.flat({k: p.detach() for k, p in model.params.items()})
         rate = float((g - want) @ theta / (theta @ theta))
         if near(g, want + rate * theta, bound):
-            words = f"weight decay is in the gradient: {rate:.4g} times the parameters"
-            return Cause(words, ("weight-decay-in-gradient",))
+            return measured.WEIGHT_DECAY_IN_GRADIENT.cause(rate=rate)
     top = float(g.abs().max())
     if near(g, whole.clamp(-top, top), bound):
-        words = f"each entry of the gradient is clipped to {top:.4g}"
-        return Cause(words, ("entries-clipped",))
+        return measured.ENTRIES_CLIPPED.cause(largest=top)
     parts = model.split(whole)
     for c in dict.fromkeys(
         (goal.clip or 0.0, max(float(v.norm()) for v in model.split(g).values()))
@@ -44,10 +43,7 @@ def find_change(
         if sum(float(v.norm()) > c for v in parts.values()) > 1 and near(
             g, each, bound
         ):
-            words = (
-                f"the gradient of each parameter is clipped to norm {c:.4g} by itself"
-            )
-            return Cause(words, ("parameters-clipped",))
+            return measured.PARAMETERS_CLIPPED.cause(norm=c)
     for c in dict.fromkeys((goal.clip or 0.0, float(g.norm()))):
         for m in range(1, n):
             first, *others = rows.split(m)
@@ -56,8 +52,7 @@ def find_change(
                 acts += float(inside.norm()) > c
                 inside = clipped(inside, c) + more.sum(0)
             if acts and near(g, clipped(inside, c), bound):
-                words = f"the norm of what has accumulated is clipped to {c:.4g} after each micro-batch of {m}"
-                return Cause(words, ("accumulated-norm-clipped",))
+                return measured.ACCUMULATED_NORM_CLIPPED.cause(norm=c, responses=m)
     k, left = best_factors(rows, g)
     if left > max(SPAN, 3 * bound) or not (k < 1 + 1e-4).all():
         return NO_CAUSE
@@ -69,14 +64,14 @@ def find_change(
             torch.stack([clipped(r.sum(0), max(norms)) for r, _ in each_m]).sum(0),
             bound,
         ):
-            words = f"each micro-batch's gradient (of {m} responses) is clipped to norm {max(norms):.4g}"
-            return Cause(words, ("micro-batch-norms-clipped",))
+            return measured.MICRO_BATCH_NORMS_CLIPPED.cause(
+                responses=m, norm=max(norms)
+            )
     c = float(f"{g.norm():.2g}")
     if (
         goal.clip is None
         and near(g, clipped(whole, c), bound)
         and abs(k[0] - 0.5) > 1e-3
     ):
-        words = f"the gradient's norm is clipped to {c:.4g}: pass clip={c:.4g} if that is meant"
-        return Cause(words, ("norm-clipped",))
+        return measured.NORM_CLIPPED.cause(norm=c)
     return NO_CAUSE

@@ -13,6 +13,7 @@ from upref.rollouts import Rollouts
 from upref.step.goal import Goal
 from upref.step.rows import Padded, Row
 from upref.verify.factors import FACTORS, aggregation_id, declared_aggregation, names
+from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause, join_causes
 
 
@@ -213,14 +214,17 @@ def aggregations(
             if dead == sorted(int(i) for at in each[1:] for i in at[:-m]):
                 f = _factors(own, b.mask, group).clone()
                 f[each[0][:-m]] *= ranks
-                words = f"only the last micro-batch, of {m} responses, is reduced over {ranks} ranks"
-                yield Cause(words, ("last-micro-batch-reduced-alone",)), f
+                yield (
+                    measured.LAST_MICRO_BATCH_REDUCED_ALONE.cause(
+                        responses=m, ranks=ranks
+                    ),
+                    f,
+                )
     if dead:
         alive = [i for i in range(n) if i not in dead]
         kept = torch.ones(n, dtype=torch.float64)
         kept[alive] = _factors(own, b.mask[alive])
-        words = "the normalizer counts the others only"
-        yield Cause(words, ("normalizer-counts-others-only",)), kept
+        yield measured.NORMALIZER_COUNTS_OTHERS_ONLY.cause(), kept
     parts = [*_partitions(n, goal, rows, b, k)]
     for counted, mask in ((NO_CAUSE, b.mask), (too_many, b.here)):
         for agg in names(own):

@@ -17,30 +17,13 @@ from upref.rollouts import Rollouts
 from upref.step.forward import Forward
 from upref.step.goal import Goal
 from upref.step.rows import Padded, Row
-from upref.verify.faults import Fault
+from upref.verify.faults import Fault, measured
 from upref.verify.finding import Cause
 
 # of the gradient that are read; chosen at random where there are more
 COORDINATES = 30_000
 # how near weights read off a float32 gradient must come, relative to the largest
 NEAR = 1e-4
-# what can be read without a hypothesis: such a cause needs no second draw of rows
-PROMPTS_TRAIN = "observed-prompts-train"
-MASKED_TRAIN = "observed-masked-tokens-train"
-LEFT_OUT = "observed-tokens-left-out"
-RESPONSES_LEFT_OUT = "observed-responses-left-out"
-STOPPED_TRAIN = "observed-stopped-tokens-train"
-FACTORS_DIFFER = "observed-factors-of-responses"
-OBSERVATIONS = frozenset(
-    (
-        PROMPTS_TRAIN,
-        MASKED_TRAIN,
-        LEFT_OUT,
-        RESPONSES_LEFT_OUT,
-        STOPPED_TRAIN,
-        FACTORS_DIFFER,
-    )
-)
 SMALL = 1e-10  # singular values below this part of the largest are zero
 
 
@@ -237,15 +220,14 @@ def observed(w: Tokens) -> list[tuple[Cause, str, str]]:
     out = []
     trained = [~w.zero(p) for p in w.prompts]
     if n := int(sum(t.sum() for t in trained)):
-        what = Cause(f"{n} prompt tokens train", (PROMPTS_TRAIN,))
+        what = measured.OBSERVED_PROMPTS_TRAIN.cause(tokens=n)
         out.append((what, "weight 0", _top(torch.cat(w.prompts))))
     masked = w.here & ~w.b.mask
     if n := int((masked & ~w.zero(w.found)).sum()):
         out.append(
             (
-                Cause(
-                    f"{n} of {int(masked.sum())} masked response tokens train",
-                    (MASKED_TRAIN,),
+                measured.OBSERVED_MASKED_TOKENS_TRAIN.cause(
+                    tokens=n, masked=int(masked.sum())
                 ),
                 "weight 0",
                 _top(w.found[masked]),
@@ -267,13 +249,13 @@ def observed(w: Tokens) -> list[tuple[Cause, str, str]]:
             if live[i].any() and bool((lost | ~live)[i].all()) and gone(i)
         ]
         if whole:
-            what = Cause(left_out(whole).words, (RESPONSES_LEFT_OUT,))
+            what = measured.OBSERVED_RESPONSES_LEFT_OUT.cause(**_named(whole))
             out.append((what, "weights other than 0", "weight 0"))
         some = int(lost.sum()) - int(lost[whole].sum())
         if some:
             out.append(
                 (
-                    Cause(f"{some} tokens that should train do not", (LEFT_OUT,)),
+                    measured.OBSERVED_TOKENS_LEFT_OUT.cause(tokens=some),
                     _top(w.expected[lost]),
                     "weight 0",
                 )
@@ -282,7 +264,7 @@ def observed(w: Tokens) -> list[tuple[Cause, str, str]]:
     if n := int((idle & ~w.zero(w.found)).sum()):
         out.append(
             (
-                Cause(f"{n} tokens train that the objective stops", (STOPPED_TRAIN,)),
+                measured.OBSERVED_STOPPED_TOKENS_TRAIN.cause(tokens=n),
                 "weight 0",
                 _top(w.found[idle]),
             )
@@ -294,7 +276,7 @@ def observed(w: Tokens) -> list[tuple[Cause, str, str]]:
         if len(set(shown) - {"-", "0"}) > 1:
             out.append(
                 (
-                    Cause("each response has one factor", (FACTORS_DIFFER,)),
+                    measured.OBSERVED_FACTORS_OF_RESPONSES.cause(),
                     "1 for every response",
                     " ".join(shown),
                 )
@@ -323,10 +305,14 @@ def left_out(rows: Sequence[int]) -> Cause:
     Args:
         rows: numbers of responses.
     """
-    words = f"responses {', '.join(map(str, rows))} do not train"
+    return measured.RESPONSES_LEFT_OUT.cause(**_named(rows))
+
+
+def _named(rows: Sequence[int]) -> dict[str, str]:
+    """The subject and the verb of a sentence on what these responses do not."""
     if len(rows) == 1:
-        words = f"response {rows[0]} does not train"
-    return Cause(words, ("responses-left-out",))
+        return {"responses": f"response {rows[0]}", "do": "does"}
+    return {"responses": f"responses {', '.join(map(str, rows))}", "do": "do"}
 
 
 def factors(w: Tokens, unit: Tensor) -> Tensor | None:

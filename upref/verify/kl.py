@@ -20,7 +20,7 @@ from torch import Tensor
 from upref import kl
 from upref.errors import InputError
 from upref.user_code.kl import Term, read
-from upref.verify.faults import Fault, known
+from upref.verify.faults import Fault, known, measured
 from upref.verify.faults.kl import Formula
 from upref.verify.finding import Cause, Example, Number, TokenPlace, number_pair
 from upref.verify.oracle import Oracle, oracle, run, untouched, validate_names
@@ -107,10 +107,11 @@ class KlCase:
             self.term, lambda lp, ref: self.right(lp, ref) + c, tol=self.term.tol
         )
         if scaled:
-            return Cause(f"{k:.6g} times {self.estimator}", ("estimator-scaled",))
+            return measured.ESTIMATOR_SCALED.cause(factor=k, estimator=self.estimator)
         if raised:
-            words = f"{self.estimator} plus {c:.4g}"
-            return Cause(words, ("constant-added-to-estimator",))
+            return measured.CONSTANT_ADDED_TO_ESTIMATOR.cause(
+                estimator=self.estimator, constant=c
+            )
         return Cause()
 
 

@@ -24,7 +24,7 @@ from upref.verify.exact import (
     near,
     parts,
 )
-from upref.verify.faults import known
+from upref.verify.faults import known, measured
 from upref.verify.faults.advantages import AdvantageChange, Floats
 from upref.verify.finding import Cause, Example, number_pair
 from upref.verify.report import Finding, fail
@@ -162,8 +162,7 @@ class AdvantageCase:
         batches, right, found = zip(*answers, strict=True)
         A, expected = [a for x in found for a in x], [a for x in right for a in x]
         if any(not math.isfinite(a) for a in A):
-            words = "0/0: the std of a group of one, or of equal rewards, is 0 or NaN"
-            return Cause(words, ("std-of-equal-rewards",))
+            return measured.STD_OF_EQUAL_REWARDS.cause()
         likely = Cause()
         for fault in (f for f in known("advantages") if not f.of or self.name in f.of):
             k = fault.change.k(expected, A) if fault.change.k else 0.0

@@ -13,6 +13,7 @@ from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed_at, everywhere
+from upref.verify.faults import measured
 from upref.verify.faults.batch_reading import LARGE, clipped
 from upref.verify.finding import Cause, number_pair
 from upref.verify.measure import LossCase
@@ -290,8 +291,11 @@ def divides_by_its_own(case: LossCase, part: str) -> Cause:
         part: one of these words.
     """
     passed = case.loss.counts_from and f", which {case.loss.counts_from}"
-    words = f"it divides by the {part}'s own tokens or responses, not by the mini-batch's{passed}"
-    return Cause(words, (f"own-denominator-of-{part}",))
+    fault = {
+        "micro-batch": measured.OWN_DENOMINATOR_OF_MICRO_BATCH,
+        "rank": measured.OWN_DENOMINATOR_OF_RANK,
+    }[part]
+    return fault.cause(counts=passed)
 
 
 def _right(case: LossCase, b: Rollouts) -> Tensor:

@@ -16,6 +16,7 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.user_code.names import CALLED
 from upref.verify.explain import confirmed, confirmed_at, everywhere
+from upref.verify.faults import measured
 from upref.verify.faults.batch_reading import LARGE, clipped
 from upref.verify.faults.denominators import placed
 from upref.verify.finding import Cause, Number, number_pair
@@ -26,8 +27,8 @@ from upref.verify.shrink import example, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
 # causes that are read off a gradient at once, without a search
-MASK_IGNORED = Cause("the mask is ignored", ("mask-ignored",))
-OVER_WIDTH = Cause("it divides by the padded width", ("padded-width-for-length",))
+MASK_IGNORED = measured.MASK_IGNORED.cause()
+OVER_WIDTH = measured.PADDED_WIDTH_FOR_LENGTH.cause()
 OVER_SLOTS = "it divides by the number of all slots of the batch, padding included"
 OVER_ROWS = "the row is counted among the responses of a mean"
 FIRST_COLUMN = Cause(
