@@ -20,7 +20,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,61 +83,52 @@ TWO = [
 FUSED = ["actor_rollout_ref.model.use_fused_kernels=True"]
 ALL = [*DYNAMIC, *CHECKPOINTING, *OFFLOAD, *KL, *REWARD, *DAPO, *VALIDATION]
 
-# row -> (objective, what it is, settings, experts of the model, what its failure must
-# say if it must fail)
-ROWS: dict[str, tuple[str, str, list[str], int, str]] = {
-    "all": ("up_dapo", "all of gpu1 and gpu8 together, but bf16", ALL, 0, ""),
-    "packed": ("up_dapo", "padding removal, dynamic batch size", DYNAMIC, 0, ""),
-    "dapo": (
+
+class Row(NamedTuple):
+    """A row: its run, and what its failure must say if it must fail."""
+
+    objective: str
+    what: str
+    settings: list[str]
+    experts: int = 0
+    must_fail: str = ""
+
+
+PACKED_AND_CHECKPOINTED = [*DYNAMIC, *CHECKPOINTING]
+ROWS = {
+    "all": Row("up_dapo", "all of gpu1 and gpu8 together, but bf16", ALL),
+    "packed": Row("up_dapo", "padding removal, dynamic batch size", DYNAMIC),
+    "dapo": Row(
         "up_dapo",
         "dynamic sampling, DAPO reward manager, overlong buffer",
         [*REWARD, *DAPO],
-        0,
-        "",
     ),
-    "offload": (
-        "up_dapo",
-        "parameters, optimizer and reference offloaded",
-        [*OFFLOAD, *KL],
-        0,
-        "",
+    "offload": Row(
+        "up_dapo", "parameters, optimizer and reference offloaded", [*OFFLOAD, *KL]
     ),
-    "bf16": ("up_dapo", "bf16 while training and sampling", HALF, 0, ""),
-    "bf16-all": ("up_dapo", "all of it in bf16", [*ALL, *HALF], 0, ""),
-    "gspo": (
+    "bf16": Row("up_dapo", "bf16 while training and sampling", HALF),
+    "bf16-all": Row("up_dapo", "all of it in bf16", [*ALL, *HALF]),
+    "gspo": Row(
         "up_gspo",
         "an objective of responses, packed",
-        [*DYNAMIC, *CHECKPOINTING, *VALIDATION],
-        0,
-        "",
+        [*PACKED_AND_CHECKPOINTED, *VALIDATION],
     ),
-    "moe": (
-        "up_gspo",
-        "a mixture of four experts, packed",
-        [*DYNAMIC, *CHECKPOINTING],
-        4,
-        "",
+    "moe": Row(
+        "up_gspo", "a mixture of four experts, packed", PACKED_AND_CHECKPOINTED, 4
     ),
-    "ranks": (
+    "ranks": Row(
         "up_dapo",
         "two FSDP2 ranks, packed, offloaded",
         [*DYNAMIC, *OFFLOAD, *KL, *TWO],
-        0,
-        "",
     ),
-    "transformers": (
-        "up_dapo",
-        "the row `all` with the transformers of the GPU list",
-        ALL,
-        0,
-        "",
+    "transformers": Row(
+        "up_dapo", "the row `all` with the transformers of the GPU list", ALL
     ),
-    "fused": (
+    "fused": Row(
         "up_dapo",
         "fused kernels, which the launcher refuses",
         [*PACKED, *FUSED],
-        0,
-        "Tensor and DTensor",
+        must_fail="Tensor and DTensor",
     ),
 }
 NOT_HERE = {
@@ -253,24 +244,16 @@ def table(found: dict[str, dict]) -> str:
     """results/matrix.md."""
     lines = []
     for name, (objective, what, *_, must_fail) in ROWS.items():
-        row = found.get(
-            name,
-            {
-                "wrong": [],
-                "parity_of_bound": None,
-                "seconds": "",
-                "cpu_seconds": "",
-                "load": "",
-            },
-        )
+        row = found.get(name, {"wrong": []})
         said = row["wrong"][-1].replace("|", "/") if row["wrong"] else ""
         failed = f"{'fails, as expected' if must_fail else 'FAILED'}: `{said}`"
         result = "not recorded" if name not in found else failed if said else "passed"
-        parity = f"{row['parity_of_bound']:.3f}" if row["parity_of_bound"] else ""
+        of_bound = row.get("parity_of_bound")
+        parity = f"{of_bound:.3f}" if of_bound else ""
         error, bound = row.get("gradient_error", ""), row.get("gradient_bound", "")
         near = f"{row['at_bound']} ({row['other_side']})" if "at_bound" in row else ""
         cells = [name, objective, what, result, parity, error, bound, near]
-        cells += [row[k] for k in ("seconds", "cpu_seconds", "load")]
+        cells += [row.get(k, "") for k in ("seconds", "cpu_seconds", "load")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += [
         "",
