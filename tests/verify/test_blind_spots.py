@@ -30,6 +30,10 @@ def test_an_axis_holds_what_it_says(name):
         LARGE in AXES["all at once"].words and every["all at once"].mask.sum() > 65_504
     )
     assert every["lengths"].mask.sum(1).max() == 520
+    assert every["long responses"].mask.sum(1).unique().tolist() == [1, 1025, 2049]
+    of_tokens = every["advantages of tokens"]
+    assert ((of_tokens.adv > 0) & of_tokens.mask).any(1).all()
+    assert ((of_tokens.adv < 0) & of_tokens.mask).any(1).all()
     assert live("advantages", every["advantages"].adv).abs().max() == 40
     assert live("certain tokens", every["certain tokens"].logp_old).max() == 0
 

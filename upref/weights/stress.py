@@ -425,7 +425,7 @@ def _drawn(
     )
     for k, said in enumerate(ids):
         group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
-    by_token = _own_shares(B, T) if of.by_token else np.ones((B, T))
+    by_token = _own_shares(mask) if of.by_token else np.ones((B, T))
     b = Rollouts.unchecked(
         adv=torch.tensor(of.exact(A[:, None] * by_token)),
         mask=torch.tensor(mask),
@@ -435,12 +435,15 @@ def _drawn(
     return Drawn(b, **drawn)
 
 
-def _own_shares(B: int, T: int) -> np.ndarray:
+def _own_shares(mask: np.ndarray) -> np.ndarray:
     """What the advantage of a response is multiplied by at each token, [B, T]: five
-    sizes, and the other sign at every third token.
+    sizes, and the other sign at every third token; in the padding that of the first.
     """
+    B, T = mask.shape
     place = np.arange(B)[:, None] + np.arange(T)
-    return np.where(place % 3 == 2, -0.5, 1) * (1 + place % 5 / 4)
+    share = np.where(place % 3 == 2, -0.5, 1) * (1 + place % 5 / 4)
+    first = np.take_along_axis(share, mask.argmax(1)[:, None], 1)
+    return np.where(mask, share, first)
 
 
 @lru_cache(512)

@@ -32,11 +32,16 @@ def main() -> int:
         action="store_true",
         help="write figure.md and survivors.tsv from what is known",
     )
+    take.add_argument(
+        "--page",
+        default="figure.md",
+        help="the page to write: another one, such as sample.md, leaves figure.md alone",
+    )
     args = take.parse_args()
     torch.set_num_threads(1)
     plan = run.Plan(args.mutants, args.rewritings, args.seed, args.scratch)
     if args.write:
-        figure.write(plan)
+        figure.write(plan, args.page)
         return 0
     start = time.process_time()
     for n, row in enumerate(run.rows(plan, *map(int, args.part.split("/")))):

@@ -27,9 +27,17 @@ HABIT = "log s of a response clamped at 10"
 COLUMNS = ("id", "kind", "config", "style", "operator", "what", "said", "reason")
 
 
-def write(plan: run.Plan) -> None:
+def write(plan: run.Plan, name: str = "figure.md") -> None:
+    """Write the page of that name; beside figure.md the survivors too.
+
+    Args:
+        plan: what the run consists of.
+        name: of the file: another one for a sample, which leaves the whole run's.
+    """
     rows = list(run.rows(plan, known=True))
-    (HERE / "figure.md").write_text(page(plan, rows))
+    (HERE / name).write_text(page(plan, rows, name))
+    if name != "figure.md":
+        return
     kept = {row["id"]: row.get("reason", "") for row in survivors()}
     bad = sorted(
         (r for r in rows if misjudged(r)), key=lambda r: (r["config"], r["id"])
@@ -67,7 +75,8 @@ def survivors() -> list[dict[str, str]]:
     ]
 
 
-def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
+def page(plan: run.Plan, rows: list[dict[str, Any]], name: str = "figure.md") -> str:
+    ending = "`--write`" if name == "figure.md" else f"`--write --page {name}`"
     new = [r for r in rows if r.get("operator") == "rewriting"]
     old = [r for r in rows if r.get("operator") != "rewriting"]
     of = lambda rs, truth: [r for r in rs if r["truth"] == truth]
@@ -93,11 +102,16 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
     searched = "The whole search has not been reached: the mutants that do not differ are of estimators."
     if tokens:
         searched = f"A mutant is called equal to its objective only after the whole search, of up to {tokens:,} tokens."
+    title, sample = "# How often the checker is right", []
+    misjudged_words = "What was misjudged, each with its reason, is in [survivors.tsv](survivors.tsv)."
+    if name != "figure.md":
+        title += ", on a sample of mutants"
+        misjudged_words, sample = "What was misjudged is listed first.", rows
     return "\n".join([
-        "# How often the checker is right",
+        title,
         "",
         f"`python -m tests.support.mutants --mutants {plan.mutants} --rewritings {plan.rewritings} --seed {plan.seed}`, then",
-        f"`--write`. Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread, the machine",
+        f"{ending}. Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread, the machine",
         f"shared with other work; the search {searcher()}; judged by the library",
         f"{judges}; a loss that one version misjudged was given to the next.",
         "",
@@ -129,8 +143,9 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
         "|---|---|",
         *table,
         "",
-        "What was misjudged, each with its reason, is in [survivors.tsv](survivors.tsv). What was named wrongly, or had a false cause:",
+        f"{misjudged_words} What was named wrongly, or had a false cause:",
         "",
+        *(f"* {misjudged(r)}: {r['config']} as {r['style']}, `{r['what']}`: {r['said']}" for r in sample if misjudged(r)),
         *(f"* identify: {r['config']} as {r['style']}, `{r['what']}`: {r['said']}" for r in who if not r["right"]),
         *(f"* cause: {r['config']} as {r['style']}, `{r['what']}`: {r['cause']}" for r in caused if r["true"] == "no"),
         "",
