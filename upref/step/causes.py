@@ -34,6 +34,18 @@ from upref.verify.faults.losses import (
 )
 from upref.verify.finding import NO_CAUSE, Cause, join_causes
 
+HALVES = (torch.bfloat16, torch.float16)
+# numbers of a row that a loop may keep in half precision
+ROUNDED = {
+    "logp_old": "old log-probabilities",
+    "adv": "advantages",
+    "logp_ref": "reference model's log-probabilities",
+}
+ROUNDED_IDS = {
+    "logp_old": "old-log-probs",
+    "adv": "advantages",
+    "logp_ref": "reference-log-probs",
+}
 BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 # the same of a sampler's correction
 CORRECTION_BOUNDS = (0.1, 0.2, 0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 8.0, 10.0)
@@ -55,6 +67,7 @@ def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
     alike = _one_weight(w)
     if alike is not None and (not among or set(alike[0].ids) <= set(among.ids)):
         return alike
+    silent, right = w.zero(w.found).all(1), right_factors(w.goal, w.b)[:, None]
     for one in token_faults(w, hp):
         if not is_named(one, among):
             continue
@@ -62,10 +75,16 @@ def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
         k = factors(w, unit)
         if k is None:
             continue
+        # what is within the noise, and should be, tells nothing of its factor
+        k[silent & w.zero(unit * right).all(1)] = torch.nan
         dead = [
             i for i, v in enumerate(k) if abs(v) <= 1e-4 * k.nan_to_num(0).abs().max()
         ]
-        if len(dead) == len(k) - int(k.isnan().sum()) or (dead and one.kind in STOPS):
+        if (
+            k.isnan().all()
+            or len(dead) == len(k) - int(k.isnan().sum())
+            or (dead and one.kind in STOPS)
+        ):
             continue
         k[dead] = torch.nan
         moving = int((mask & (unit != 0)).sum())
@@ -75,6 +94,8 @@ def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
         if found is None:
             continue
         because, factor = found
+        if one.id == "advantages-negated" and bool((factor * ~k.isnan() < 0).any()):
+            continue  # two signs that cancel are another fault
         lost = left_out(dead) if dead else NO_CAUSE
         alive = torch.ones(len(k), dtype=torch.bool)
         alive[dead] = False
@@ -262,6 +283,12 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
         same = torch.eq(part[:, None], part).double()
         mean = partial(_means_of_parts, same)
         A = r.adv[:, 0]
+        if where:
+            yield _put(
+                f"the advantages are centered again{where}",
+                id=f"advantages-centered-over-{sample}",
+                adv=(A - mean(A))[:, None].expand_as(r.adv),
+            )
         for step, how, center in (
             ("whitened", "normalized", mean(A)),
             ("divided", "divided by their standard deviation", 0 * A),
@@ -281,7 +308,15 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
         id="advantages-centered-over-batch",
         adv=r.adv - r.adv[:, 0].mean(),
     )
+    yield from _rounded(r)
+    yield from _of_numbers(w, r)
     if r.logp_ref is not None:
+        for by, where in {1: "late", -1: "early"}.items():
+            yield _put(
+                f"the reference model's log-probabilities are one token too {where}",
+                id=f"reference-one-token-{where}",
+                logp_ref=moved(r.logp_ref, by),
+            )
         yield _put(
             "the reference model's log-probabilities are used as the old ones",
             id="ratio-to-reference",
@@ -323,6 +358,19 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
                 id=hyperparameter_id(key),
                 hp={key: v},
             )
+    low, high = hp.get("eps_low"), hp.get("eps_high")
+    if (
+        low is not None
+        and high is not None
+        and low != high
+        and _takes(o, "eps_low", high)
+    ):
+        yield fault(
+            f"the clip bounds are exchanged: eps_low is {high:g} and eps_high is {low:g}",
+            "hyperparameter",
+            id="clip-bounds-exchanged",
+            hp={"eps_low": high, "eps_high": low},
+        )
     if o.level == "sequence_mean":
         yield from _over_the_width(w, hp)
     yield from known("losses", o, hp, [])
@@ -336,13 +384,33 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
             hp=own,
         )
     # last: a lost sign may look like another response's advantage
-    if (source := _sources(w, r, hp)) is not None:
-        words = " ".join(map(str, source.tolist()))
-        yield _put(
-            f"the advantages are those of other responses: of {words}",
-            id="advantages-of-other-responses",
-            adv=r.adv[source, :1].expand_as(r.adv),
-        )
+    n = len(w.rows)
+    for id, numbers, name, each in (
+        (
+            "advantages-of-other-responses",
+            "advantages",
+            "adv",
+            [r.adv[j, 0].expand_as(r.adv) for j in range(n)],
+        ),
+        (
+            "old-log-probs-of-other-responses",
+            "old log-probabilities",
+            "logp_old",
+            [r.logp_old[j].expand_as(r.logp_old) for j in range(n)],
+        ),
+    ):
+        if (found := _sources(w, name, each, hp)) is not None:
+            source, sure = found
+            if name == "adv" and not sure.all():
+                continue
+            if 2 * int(sure.sum()) < n:
+                continue
+            of = zip(source.tolist(), sure.tolist(), strict=True)
+            words = " ".join(str(j) if known_one else "?" for j, known_one in of)
+            exchanged = torch.stack([each[j][i] for i, j in enumerate(source)])
+            change: Any = {name: exchanged}
+            of_others = f"the {numbers} are those of other responses: of {words}"
+            yield _put(of_others, id=id, **change)
     for tokens, words, lost in _lost(w, r):
         yield _put(
             f"{words} do not train", id=f"{tokens}-left-out", mask=w.b.mask & ~lost
@@ -361,24 +429,121 @@ def _ends(rows: Sequence[Row]) -> Tensor:
     return torch.tensor([[count < 2 or token == end] for token in last])
 
 
-def _sources(w: Tokens, r: Rollouts, hp: dict[str, Any]) -> Tensor | None:
-    """[B]: the response whose advantage the weights of each response have.
+def _sources(
+    w: Tokens, name: str, each: Sequence[Tensor], hp: dict[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """[B]: the response whose numbers the weights of each response have, and whether
+    they are those of no other.
 
     None where each has its own, or where the responses are not exchanged one for one: a
-    number that happens to equal the advantage of another response is not taken from it.
+    number that happens to equal that of another response is not taken from it.
+
+    Args:
+        w: the weights that were read.
+        name: of the numbers, as of `Rollouts`.
+        each: the numbers of each response, given to all, [B, T].
+        hp: the numbers of the objective.
     """
     n = len(w.rows)
     right = right_factors(w.goal, w.b)[:, None]
-    # response i has the weights that the advantage of response j makes
+    # response i has the weights that the numbers of response j make
     has = torch.zeros(n, n, dtype=torch.bool)
     for j in range(n):
-        unit, mask = _unit(w, _put("", id="", adv=r.adv[j, 0].expand_as(r.adv)), hp)
+        its: Any = {name: each[j]}
+        unit, mask = _unit(w, _put("", id="", **its), hp)
         has[:, j] = (w.zero(w.found - unit * right) | ~mask).all(1)
-    own = has.diagonal()
-    if own.all() or (~own & (has.sum(1) != 1)).any():
+    if name == "adv":  # that its own fits is no chance
+        own = has.diagonal()
+        has = torch.where(own[:, None], torch.eye(n, dtype=torch.bool), has)
+    return _one_for_one(has)
+
+
+def _one_for_one(has: Tensor) -> tuple[Tensor, Tensor] | None:
+    """[B]: the one of each row, and whether only that one is possible; None where no
+    exchange is possible, or none of a row is certain.
+
+    Args:
+        has: row i may have that of row j, [B, B].
+    """
+    n, source = len(has), torch.full((len(has),), -1)
+    left = has.clone()
+    if has.diagonal().all():
         return None
-    source = torch.where(own, torch.arange(n), has.int().argmax(1))
-    return source if len(source.unique()) == n else None
+    while len(rows := ((left.sum(1) == 1) & (source < 0)).nonzero()[:, 0]):
+        i = int(rows[0])
+        j = int(left[i].int().argmax())
+        source[i] = j
+        left[:, j] = False
+    sure = source >= 0
+    if not (sure & (source != torch.arange(n))).any():
+        return None
+    for i in sorted((~sure).nonzero()[:, 0].tolist(), key=lambda i: int(has[i].sum())):
+        if not left[i].any():
+            return None
+        source[i] = i if left[i, i] else int(left[i].int().argmax())
+        left[:, source[i]] = False
+    return source, sure
+
+
+def _rounded(r: Rollouts) -> Iterator[LossFault]:
+    """Numbers of the rows that were kept in half precision."""
+    for kind in HALVES:
+        said = str(kind).removeprefix("torch.")
+        for name, words in ROUNDED.items():
+            x = getattr(r, name)
+            if x is not None:
+                yield _put(
+                    f"the {words} are rounded to {said}",
+                    id=f"{ROUNDED_IDS[name]}-rounded",
+                    **{name: x.to(kind).to(x.dtype)},
+                )
+
+
+def _of_numbers(w: Tokens, r: Rollouts) -> Iterator[LossFault]:
+    """Changes of the advantages by a number that the weights show."""
+    live = w.b.mask & ~w.zero(w.expected) & ~w.found.isnan() & ~w.zero(w.found)
+    q = torch.where(live, w.found / torch.where(live, w.expected, 1), torch.nan)
+    of_row = q.nanmedian(1).values
+    less = of_row < 1 - 1e-3
+    A = r.adv[:, 0].abs()
+    tops = (A * of_row)[less]
+    if len(tops) > 1 and bool(((tops / tops[0] - 1).abs() < 1e-3).all()):
+        top = float(f"{float(tops.median()):.4g}")
+        yield _put(
+            f"advantages are clipped to ±{top:g}",
+            id="advantages-clipped",
+            adv=r.adv.clamp(-top, top),
+        )
+    if not live.any() or not bool((q[live] > 0).all()):
+        return
+    at = torch.arange(live.shape[1], dtype=torch.float64).expand(live.shape)
+    n = torch.tensor([[len(row.response)] for row in w.rows])
+    trained = w.b.mask.double().cumsum(1) - 1
+    for where, place in (
+        ("from the last token back", n - 1 - at),
+        ("from the first token on", at),
+        (
+            "from the last token that trains back",
+            trained.amax(1, keepdim=True) - trained,
+        ),
+    ):
+        x, y = _within(place, live), _within(q.clamp(min=1e-300).log(), live)
+        if not bool(x.any()):
+            continue
+        gamma = float(((x * y).sum() / (x * x).sum()).exp())
+        if abs(gamma - 1) > 1e-4:
+            yield _put(
+                f"A is discounted by {gamma:.4g} a token, {where}",
+                id="advantages-discounted",
+                adv=r.adv * float(f"{gamma:.4g}") ** place.clamp(min=0),
+            )
+
+
+def _within(x: Tensor, live: Tensor) -> Tensor:
+    """x less its mean over the live tokens of each row; 0 elsewhere."""
+    x = torch.where(live, x, 0)
+    mean = x.sum(1, keepdim=True) / live.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(live, x - mean, 0)
 
 
 def _laid_over(x: Tensor, mask: Tensor, here: Tensor) -> Tensor:
@@ -397,9 +562,22 @@ def _over_the_width(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
     """
     term = term_of(w.goal.o, hp)
 
-    def over(width: int, lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
+    def over(
+        width: int | Tensor, lp: Tensor, old: Tensor, A: Tensor, mask: Tensor
+    ) -> Tensor:
         return term(old + (lp - old) * mask.sum(1, keepdim=True) / width, old, A, mask)
 
+    for id, words, of in (
+        ("whole-row", "prompt and response", lambda row: row.ids),
+        ("response", "the response, masked tokens included", lambda row: row.response),
+    ):
+        lengths = torch.tensor([[len(of(row))] for row in w.rows])[w.b.mask.any(1)]
+        yield fault(
+            f"the response's log-ratio is divided by the length of {words}",
+            "ratio",
+            id=f"log-ratio-over-{id}",
+            J=partial(over, lengths),
+        )
     whole = max(len(row.ids) for row in w.rows)
     for width in dict.fromkeys(
         (whole - 1, whole, max(len(row.response) for row in w.rows))

@@ -3,11 +3,13 @@
 forward pass; each claim verified.
 """
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +29,7 @@ from upref.step.forward import (
 )
 from upref.step.forwards import others, tried
 from upref.step.goal import Goal
-from upref.step.gradient_clipping import find_change
+from upref.step.gradient_clipping import divided_after, find_change
 from upref.step.normalizers import factor_words
 from upref.step.reference import Gradient, Model, TorchModel, text_config
 from upref.step.rows import Padded, Row, locate
@@ -37,6 +39,7 @@ from upref.step.weights import (
     TokenWeights,
     constant_between,
     gradient,
+    head_residual,
     observed,
     read,
 )
@@ -48,6 +51,7 @@ AFTER = 16  # tokens behind a row that may train
 # forward passes whose token weights are read where one factor a response does not
 # suffice
 READ = 2
+MOST = 150  # forward passes with a fault that are tried
 PROMPTS = measured.PROMPTS_TRAIN.cause()
 OTHER_WEIGHTS = Cause("with it the weights of tokens differ too, by no known cause")
 
@@ -136,7 +140,10 @@ def diagnosed(
     if size == 0:
         return say(measured.NO_GRADIENT.cause())
     if again is not None and not near(model.flat(again()), found, 10 * bound):
-        return say(measured.RANDOM_STEP.cause())
+        first, second = _seeded(again), _seeded(again)
+        if near(model.flat(first), model.flat(second), 10 * bound):
+            return say(measured.RANDOM_STEP.cause())
+        return say(measured.STEP_KEEPS_STATE.cause())
     parts, its = model.split(want), model.split(found)
     beside = [
         n
@@ -150,11 +157,20 @@ def diagnosed(
         )
     if goal.clip is not None and near(found, it.rows.sum(0), bound):
         return say(measured.NORM_NOT_CLIPPED.cause())
+    if goal.clip is not None:
+        counts = {
+            "tokens that train": int(case.b.mask.sum()),
+            "responses": len(case.rows),
+        }
+        if cause := divided_after(goal.clip, it.rows.sum(0), found, counts, bound):
+            return say(cause)
     if cause := find_change(goal, model, it.rows, want, found, bound):
         return say(cause)
     goal, g = _before_clip(it)
     plain = Terms.of(goal, case.forward, case.b)
-    if cause := _terms_differ(plain, case.forward, case.b, g, bound):
+    if cause := _terms_differ(plain, case.forward, case.b, g, bound) or _term_by_row(
+        goal, case.forward, case.b, plain, g, bound
+    ):
         return say(cause)  # a small term is beyond the bound in some parameters alone
     wrong = parameters(model, found, want, bound)
     right = [n for n in model.shapes if n not in wrong]
@@ -164,6 +180,14 @@ def diagnosed(
     if alone and 0 < len(wrong) <= len(parts) // 4:
         return say(measured.SOME_PARAMETERS_WRONG.cause(parameters=_some(wrong)))
     return say(*_explained(it, plain, g, case.forward, case.b, bound, among))
+
+
+def _seeded(run: Callable[[], Gradient]) -> Gradient:
+    """The gradient of a run that begins with all random generators at one seed."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    return run()
 
 
 def _apart(forward: Forward, names: list[str]) -> list[str]:
@@ -237,11 +261,12 @@ def _explained(
     """
     goal, rows = plain.goal, it.rows
     span = max(SPAN, 3 * bound)
-    if cause := _term_by_row(goal, forward, b, plain, g, bound):
-        return [cause]
     k, left = best_factors(rows, g)
     closest: list[tuple[float, Cause, Forward, Padded]] = []
+    # those of which the head's gradient alone tells that they are not it
+    farther: list[tuple[float, Cause, Forward, Padded]] = []
     residuals: list[float] = []
+    stopped: list[int] = []  # after so many forward passes
 
     on_policy = replace(b, old=None)
     still = b.old is None or bool(((plain.lp - b.old) * b.mask).abs().max() < 1e-6)
@@ -291,9 +316,22 @@ def _explained(
         batches = [(b, NO_CAUSE)]
         if variants is quick:
             batches.append((on_policy, own_old))
-        for fault, one in tried(forward, variants, only):
+        for number, (fault, one) in enumerate(tried(forward, variants, only)):
+            if number == MOST:
+                stopped.append(number)
+                return []
             for batch, old in batches:
                 cause = join_causes(fault, old)
+                if (least := _least_residual(goal, one, batch, g)) > 2 * span:
+                    farther.append((least, cause, one, batch))
+                    if (
+                        variants is others
+                        and not (goal.entropy_coef or goal.z_loss_coef)
+                        and head_residual(one, g) <= 2 * span
+                        and (said := reads(cause, one, batch=batch))
+                    ):
+                        return said
+                    continue
                 try:
                     its = expected(goal, one, batch)
                 except (
@@ -330,6 +368,11 @@ def _explained(
             NO_CAUSE, Forward(forward.model, longer, goal.temperature, z), forward
         )
     said = said or among(others)
+    for _, cause, one, batch in sorted(farther, key=lambda x: x[0])[: 2 * READ]:
+        if not said:
+            with suppress(InputError):
+                residual = best_factors(expected(goal, one, batch), g)[1]
+                closest.append((residual, cause, one, batch))
     for _, cause, one, batch in sorted(closest, key=lambda x: x[0])[:READ]:
         said = said or reads(cause, one, batch=batch)
     if said:
@@ -343,7 +386,26 @@ def _explained(
         f"{UNKNOWN}; no weights of these tokens give the gradient: {left_over}, so "
         f"the forward pass differs, or other tokens train{_of_router(forward.model)}"
     )
+    if stopped:
+        words += f"; the search stopped after {stopped[0]} forward passes"
     return [Cause(words)]
+
+
+def _least_residual(goal: Goal, forward: Forward, b: Padded, g: Tensor) -> float:
+    """At least so much of the gradient is left by any factors of the rows: what is left
+    of its entries that are the head's. 0 where the model has no head of its own.
+    """
+    try:
+        its = forward.of_head(goal.loss(goal.parts(*forward.statistics(), b)))
+    except InputError:
+        return 0.0
+    model = forward.model
+    if its is None or not isinstance(model, TorchModel) or not its.isfinite().all():
+        return 0.0
+    parts = model.split(g)
+    found = torch.cat([parts[n] for n in model.head_names])
+    size = float(found.norm())
+    return best_factors(its, found)[1] * size / float(g.norm()) if size else 0.0
 
 
 def _of_router(model: Model) -> str:
@@ -537,6 +599,8 @@ def _term_by_row(
         if near(rest, other, _share(bound, g, rest)):
             words = f"{name} is taken at temperature 1"
             return Cause(words, (f"{id}-at-temperature-1",))
+        if key == "H" and (cause := _over_prompts(goal, forward, b, rest, g, bound)):
+            return cause
         rows = forward.by_row(
             -n * goal.parts(*forward.statistics(), b, "seq-mean-token-sum")[key]
         )
@@ -553,6 +617,26 @@ def _term_by_row(
                 return Cause(f"{name}: {known[0]}", ids)
             words = f"{name}: one factor a response that no known aggregation has"
             return Cause(words, (f"{id}-by-unknown-aggregation",))
+    return NO_CAUSE
+
+
+def _over_prompts(
+    goal: Goal, forward: Forward, b: Padded, rest: Tensor, g: Tensor, bound: float
+) -> Cause:
+    """Whether the entropy bonus counts the tokens of prompts, and masked ones, too."""
+    with torch.enable_grad():
+        entropy = torch.zeros(())
+        for i in range(len(forward.rows)):
+            logp = (forward.logits(i, 1) / forward.temperature).log_softmax(-1)
+            entropy = entropy - (logp.exp() * logp).sum()
+    its = forward.by_row(-goal.scale * goal.entropy_coef * entropy).sum(0)
+    counts = {
+        "averaged": sum(len(row.ids) - 1 for row in forward.rows),
+        "summed": int(b.mask.sum()),
+    }
+    for how, n in counts.items():
+        if near(rest, its / n, _share(bound, g, rest)):
+            return measured.ENTROPY_BONUS_OVER_PROMPTS.cause(how=how)
     return NO_CAUSE
 
 

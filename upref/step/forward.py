@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from upref.registry import REDUCE
 from upref.step.goal import Goal
-from upref.step.reference import Model
+from upref.step.reference import Model, TorchModel
 from upref.step.rows import Padded, Row, locate
 
 # a gradient in float32 is one of these log-probabilities if they leave no more of it
@@ -128,20 +128,40 @@ class Forward:
         lp = self.statistics()[0].detach()
         return [x[: len(r.response)] for x, r in zip(lp, self.rows, strict=True)]
 
-    def by_row(self, loss: Tensor) -> Tensor:
-        """[B, P]: the part of the loss's gradient that each row brings.
-
-        Args:
-            loss: a function of the leaves.
-        """
+    def _by_logits(self, loss: Tensor) -> tuple[Tensor, ...]:
+        """The gradient of the loss by each row's logits."""
         with torch.enable_grad():
-            dz = torch.autograd.grad(
+            return torch.autograd.grad(
                 loss,
                 self.leaves,
                 allow_unused=True,
                 retain_graph=True,
                 materialize_grads=True,
             )
+
+    def of_head(self, loss: Tensor) -> Tensor | None:
+        """[B, H]: the entries of `by_row` that are the head's; None where the model has
+        no head of its own.
+
+        Args:
+            loss: a function of the leaves.
+        """
+        model = self.model
+        if not isinstance(model, TorchModel) or not model.head:
+            return None
+        each = zip(self.z, self._by_logits(loss), strict=True)
+        try:
+            return torch.stack([model.pull_head(z, d) for z, d in each])
+        except RuntimeError:  # the logits are made without the head's parameters
+            return None
+
+    def by_row(self, loss: Tensor) -> Tensor:
+        """[B, P]: the part of the loss's gradient that each row brings.
+
+        Args:
+            loss: a function of the leaves.
+        """
+        dz = self._by_logits(loss)
         size = sum(s.numel() for s in self.model.shapes.values())
 
         def pull(z: Tensor, d: Tensor, ids: list[int]) -> Tensor:

@@ -8,6 +8,7 @@ of *its* log-probabilities.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -38,9 +39,58 @@ def others(right: Forward) -> Iterator[Variant]:
         if any(right.before):
             yield from _together(model, right)
         yield from heads(model, right)
-        yield from _inputs(model, right)
+        yield from _inputs(Remembering.of(model, right), right)
         yield from _configured(model, right)
         yield from _attention(model, right)
+
+
+SMALL = 5_000_000  # parameters of a model whose logits are kept
+
+
+@dataclass(frozen=True)
+class Remembering:
+    """A model that computes the logits of one input once: many faults feed the same
+    tokens to a row.
+    """
+
+    model: TorchModel
+    known: dict[Any, Tensor]
+
+    @classmethod
+    def of(cls, model: TorchModel, right: Forward) -> "Remembering":
+        """It has the logits of the right forward pass already."""
+        known = {}
+        for ids, z in zip(right.ids, right.z, strict=True):
+            known[tuple(ids), ()] = z
+        return cls(model, known)
+
+    @property
+    def net(self) -> torch.nn.Module:
+        return self.model.net
+
+    @property
+    def end(self) -> int | None:
+        return self.model.end
+
+    @property
+    def masked(self) -> bool:
+        return self.model.masked
+
+    def logits(self, ids: Sequence[int], **how: Tensor) -> Tensor:
+        """As of the model.
+
+        Args:
+            ids: the tokens.
+            how: tensors, as of the model.
+        """
+        words = sorted((k, str(v.dtype), str(v.tolist())) for k, v in how.items())
+        key = tuple(ids), tuple(words)
+        if key not in self.known:
+            z = self.model.logits(ids, **how)
+            if sum(p.numel() for p in self.model.params.values()) >= SMALL:
+                return z
+            self.known[key] = z
+        return self.known[key]
 
 
 # ---- what is fed ---------------------------------------------------------------------
@@ -76,7 +126,7 @@ def _fronts(right: Forward) -> list[Front]:
     ]
 
 
-def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
+def _inputs(model: Remembering, right: Forward) -> Iterator[Variant]:
     rows, end = right.rows, model.end or 0
 
     def fed(words: str, each: Callable[..., Tensor], *more: Any, id: str) -> Variant:
@@ -90,6 +140,7 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
         )
 
     yield from _masks_of_values(model, right, fed)
+    yield from _cut_prompts(model, rows, fed, end)
     for front in _fronts(right):
         yield from _behind(model, right, fed, front)
 
@@ -122,10 +173,9 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
         lambda i, r: model.logits(r.ids, position_ids=_from(1, r)),
         id="positions-start-at-one",
     )
-    yield from _cut_prompts(model, fed, end)
 
 
-def _seeing_all(model: TorchModel, n: int) -> dict[str, Tensor]:
+def _seeing_all(model: Remembering, n: int) -> dict[str, Tensor]:
     """The mask of a batch without padding: without one, transformers takes positions
     that start again for a pack.
     """
@@ -133,7 +183,7 @@ def _seeing_all(model: TorchModel, n: int) -> dict[str, Tensor]:
 
 
 def _masks_of_values(
-    model: TorchModel, right: Forward, fed: Callable[..., Variant]
+    model: Remembering, right: Forward, fed: Callable[..., Variant]
 ) -> Iterator[Variant]:
     """A loop that takes each token equal to its padding for padding."""
 
@@ -163,7 +213,7 @@ def _masks_of_values(
 
 
 def _behind(
-    model: TorchModel,
+    model: Remembering,
     right: Forward,
     fed: Callable[..., Variant],
     front: list[list[int]],
@@ -193,6 +243,13 @@ def _behind(
         )
         return model.logits(ids, position_ids=positions, **_seeing_all(model, len(ids)))
 
+    def early(i: int, r: Row, first: int) -> Tensor:
+        last = front[i][-1:]
+        start = first if last else 0
+        positions = torch.cat([torch.zeros(1, len(last)).long(), _from(start, r)], 1)
+        ids = last + r.ids
+        return model.logits(ids, position_ids=positions, **_seeing_all(model, len(ids)))
+
     if {*map(tuple, front)} == {tuple(front[0][:1])}:
         yield fed(
             "1 more token is put before each prompt", attended, id="token-before-prompt"
@@ -214,6 +271,13 @@ def _behind(
         id="positions-count-padding",
     )
     if not _holds_rows(front, right):
+        for first in (0, 1):
+            yield fed(
+                "the attention mask stands one place early: a token of padding is attended to",
+                early,
+                first,
+                id="attention-mask-one-place-early",
+            )
         for of_padding in (0, 1):  # as loops fill the positions that they do not need
             yield fed(
                 "padding is attended to, and positions do not count it",
@@ -228,8 +292,11 @@ def _behind(
     )
 
 
+KEPT = 16  # tokens of a prompt that may be kept of a longer one, and are tried
+
+
 def _cut_prompts(
-    model: TorchModel, fed: Callable[..., Variant], end: int
+    model: Remembering, rows: Sequence[Row], fed: Callable[..., Variant], end: int
 ) -> Iterator[Variant]:
     """Prompts with a token less or more, or with a few tokens only."""
 
@@ -249,7 +316,8 @@ def _cut_prompts(
         lambda i, r: model.logits([end, *r.ids]),
         id="token-before-prompt",
     )
-    for keep in (2, 3, 4):
+    longest_prompt = max(len(row.prompt) for row in rows)
+    for keep in range(2, min(longest_prompt, KEPT)):
         yield fed(
             f"prompts are cut to their last {keep} tokens",
             keep_last,
@@ -365,6 +433,13 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 id="attention-mask-added",
             )
     for front, owner in _packs(right):
+        yield _attending(
+            model,
+            right,
+            "rows of one group attend to each other in a pack: nothing else tells them apart",
+            _with_groups(right, front, owner),
+            id="ids-of-pack-by-group",
+        )
         yield from _repeated_ids(model, right, front, owner)
 
 
@@ -467,6 +542,21 @@ def _with_ids(
         of = torch.tensor([document(k) for k in whose])
         apart = torch.where(of[:, None] == of, 0.0, -torch.inf)
         return ids, _causal(len(ids)) + apart, _restarted(front[i], r, right.rows)
+
+    return each
+
+
+def _with_groups(
+    right: Forward, front: list[list[int]], owner: list[list[int]]
+) -> Attended:
+    """Rows of a pack that are apart where their groups differ."""
+
+    def each(i: int, r: Row) -> tuple[list[int], Tensor, Tensor]:
+        before = [q for q in right.rows if locate([front[i]], q)]
+        before.sort(key=lambda q: (locate([front[i]], q) or (0, 0))[1])
+        group = [*(q.group for q in before), r.group]
+        apart = _with_ids(right, front, owner, lambda k: group[k] if k >= 0 else -1)
+        return apart(i, r)
 
     return each
 

@@ -13,6 +13,28 @@ from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause
 
 
+def divided_after(
+    clip: float, whole: Tensor, g: Tensor, counts: dict[str, int], bound: float
+) -> Cause:
+    """The count by which a gradient was divided after its norm was clipped.
+
+    Args:
+        clip: the bound of the norm.
+        whole: the right gradient before its clip, [P].
+        g: the gradient that was found, [P].
+        counts: what it may be divided by.
+        bound: the relative error that is allowed.
+    """
+    for what, n in counts.items():
+        if n > 1 and near(g, clipped(whole * n, clip) / n, bound):
+            acts = float(whole.norm()) * n > clip
+            if acts and not near(g, clipped(whole, clip), bound):
+                return measured.NORM_CLIPPED_BEFORE_DIVISION.cause(
+                    norm=clip, number=n, what=what
+                )
+    return NO_CAUSE
+
+
 def find_change(
     goal: Goal, model: Model, rows: Tensor, want: Tensor, g: Tensor, bound: float
 ) -> Cause:

@@ -5,6 +5,8 @@ what it was taken over.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from upref.verify.faults import measured
 from upref.verify.finding import NO_CAUSE, Cause, join_causes
 
 
-def longest(rows: Sequence[Row], of: Callable[[Row], Sequence[int]]) -> int:
+def longest(rows: Sequence[Any], of: Callable[[Any], Sequence[int]]) -> int:
     """The largest number of tokens that a row has in the part that `of` returns.
 
     Args:
@@ -28,7 +30,7 @@ def longest(rows: Sequence[Row], of: Callable[[Row], Sequence[int]]) -> int:
 
 
 # what a micro-batch may be weighted or divided by: an id, words, and its number
-SIZES: tuple[tuple[str, str, Callable[[Sequence[Row]], int]], ...] = (
+SIZES: tuple[tuple[str, str, Callable[[Sequence[Any]], int]], ...] = (
     ("responses", "responses", len),
     (
         "response-tokens",
@@ -82,45 +84,53 @@ def factor_words(
     constant factor, or inverse of one, that is taken where no loop is known to have it.
     """
     tell = ~k.isnan()
-
-    def constant(f: Tensor, tol: float) -> float | None:
-        """c of k = c f."""
-        ratio = (k / f)[tell]
-        c = float(ratio.median())
-        right = (
-            ratio.isfinite().all()
-            and (ratio.abs() > 1e-12).all()
-            and (ratio / c - 1).abs().max() <= tol
-        )
-        return c if right else None
-
-    scaled = None
-    for cause, f in aggregations(goal, rows, b, k, dead, mask):
-        c = constant(f, 10 * tol)
-        if c is not None and abs(c - 1) <= 10 * tol:
-            return cause, f
-        scaled = scaled or (None if c is None else (cause, f, c))
-    if scaled is None:
+    causes, each = zip(*aggregations(goal, rows, b, k, dead, mask), strict=True)
+    F = torch.stack(each)
+    times, fits = _constants(k[tell], F[:, tell], 10 * tol)
+    exact = fits & ((times - 1).abs() <= 10 * tol)
+    if exact.any():
+        first = int(exact.int().argmax())
+        return causes[first], F[first]
+    if not fits.any():
         return None
-    cause, f, times = scaled
+    first = int(fits.int().argmax())
+    cause, f, times_right = causes[first], F[first], float(times[first])
     # what the norm was before its clip is not known, so a constant factor is not either
     if goal.clip is not None:
-        return cause, f * times
-    kind, number = _familiar(times, goal.temperature)
-    c = constant(torch.ones_like(k), 1e-5)
+        return cause, f * times_right
+    kind, number = _familiar(times_right, goal.temperature)
+    c_all, even = _constants(k[tell], torch.ones_like(k[tell])[None], 1e-5)
+    c = float(c_all)
     if (
         not number
-        and c
+        and bool(even)
         and c > 0
         and (D := round(1 / c)) <= DIVISOR
         and abs(c * D - 1) < 1e-5
     ):
         return _divisor(D, rows, b, moving), torch.full_like(k, 1 / D)
-    if not number and max(abs(times), 1 / abs(times)) > odd:
+    if not number and max(abs(times_right), 1 / abs(times_right)) > odd:
         return None
-    words = f"every weight is {number or f'{times:.5g}'} times what it should be"
+    words = f"every weight is {number or f'{times_right:.5g}'} times what it should be"
     every = Cause(words, (f"weights-scaled{kind}",))
-    return join_causes(cause, every), f * times
+    return join_causes(cause, every), f * times_right
+
+
+def _constants(k: Tensor, F: Tensor, tol: float) -> tuple[Tensor, Tensor]:
+    """c of k = c f for each f, and whether there is one.
+
+    Args:
+        k: factors that were found, [B].
+        F: factors of each aggregation, [n, B].
+        tol: the relative error that is allowed.
+
+    Returns:
+        [n] and [n].
+    """
+    ratio = k / F
+    c = ratio.median(1).values
+    fits = ratio.isfinite().all(1) & (ratio.abs() > 1e-12).all(1)
+    return c, fits & (((ratio / c[:, None] - 1).abs() <= tol).all(1))
 
 
 def _divisor(D: int, rows: Sequence[Row], b: Padded, moving: int) -> Cause:
@@ -198,12 +208,6 @@ def aggregations(
         trained: tokens that train, where they are others, [B, T].
     """
     own, group = _own(goal, b)
-    masked = int((b.here & ~b.mask).sum())
-    # two readings of one number
-    alike = own == "token-mean" and masked and masked % len(rows) == 0
-    as_many = f", or {masked // len(rows)} more a response" if alike else ""
-    words = f"the normalizer counts masked tokens too{as_many}"
-    too_many = Cause(words, ("normalizer-counts-masked-tokens",))
     yield NO_CAUSE, _factors(own, b.mask, group)
     if trained is not None and not trained.equal(b.mask):
         yield NO_CAUSE, _factors(own, trained, group)
@@ -225,27 +229,111 @@ def aggregations(
         kept = torch.ones(n, dtype=torch.float64)
         kept[alive] = _factors(own, b.mask[alive])
         yield measured.NORMALIZER_COUNTS_OTHERS_ONLY.cause(), kept
-    parts = [*_partitions(n, goal, rows, b, k)]
-    for counted, mask in ((NO_CAUSE, b.mask), (too_many, b.here)):
-        for agg in names(own):
+    of_step = _Step(
+        own,
+        tuple(_Lengths(range(len(r.ids)), range(len(r.response))) for r in rows),
+        _as_tuples(b.mask),
+        _as_tuples(b.here),
+        None if group is None else tuple(group.tolist()),
+    )
+    alike = [*_alike(goal, b, k)]
+    for means, of_alike in zip(
+        _means(of_step), _means_over(of_step, alike), strict=True
+    ):
+        yield from means
+        yield from of_alike
+    for sums, of_alike in zip(_sums(of_step), _sums_over(of_step, alike), strict=True):
+        yield from sums
+        yield from of_alike
+
+
+class _Lengths(NamedTuple):
+    """The tokens of a row, as far as a normalizer counts them."""
+
+    ids: range
+    response: range
+
+
+class _Step(NamedTuple):
+    """What the aggregations of a step depend on but for the factors that were found."""
+
+    own: str
+    rows: tuple[_Lengths, ...]
+    mask: tuple[tuple[bool, ...], ...]
+    here: tuple[tuple[bool, ...], ...]
+    group: tuple[int, ...] | None
+
+
+def _as_tuples(x: Tensor) -> tuple[tuple[bool, ...], ...]:
+    return tuple(map(tuple, x.tolist()))
+
+
+Part: TypeAlias = tuple[str, str, list[Tensor]]  # an id, words, and the responses
+Factors: TypeAlias = list[tuple[Cause, Tensor]]
+
+
+@lru_cache(maxsize=8)
+def _means(step: _Step) -> list[Factors]:
+    """Aggregations of the whole step and of its parts, by the tokens that are counted."""
+    out = []
+    group = None if step.group is None else torch.tensor(step.group)
+    parts = _means_over(step, [*_partitions(step.rows)])
+    for (counted, mask), of_parts in zip(_counted(step), parts, strict=True):
+        whole = []
+        for agg in names(step.own):
             other = NO_CAUSE
-            if agg != own:
-                words = f"aggregated by {agg}, not by {own}"
+            if agg != step.own:
+                words = f"aggregated by {agg}, not by {step.own}"
                 other = Cause(words, (aggregation_id(agg),))
-            yield join_causes(counted, other), _factors(agg, mask, group)
+            whole.append((join_causes(counted, other), _factors(agg, mask, group)))
+        out.append([*whole, *of_parts])
+    return out
+
+
+def _counted(step: _Step) -> list[tuple[Cause, Tensor]]:
+    """The tokens that a normalizer may count, and what is wrong with that."""
+    mask, here = torch.tensor(step.mask), torch.tensor(step.here)
+    masked = int((here & ~mask).sum())
+    n = len(step.rows)
+    # two readings of one number
+    two = step.own == "token-mean" and masked and masked % n == 0
+    as_many = f", or {masked // n} more a response" if two else ""
+    words = f"the normalizer counts masked tokens too{as_many}"
+    too_many = Cause(words, ("normalizer-counts-masked-tokens",))
+    return [(NO_CAUSE, mask), (too_many, here)]
+
+
+def _means_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
+    """Means over each of these partitions, averaged, by the tokens that are counted."""
+    n, out = len(step.rows), []
+    aggs = (step.own, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+    for counted, mask in _counted(step):
+        block = []
         for id, called, part in parts:
-            for agg in dict.fromkeys(
-                [own, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
-            ):
+            for agg in dict.fromkeys(aggs):
                 f = torch.zeros(n, dtype=torch.float64)
                 for at in part:
                     f[at] = _factors(agg, mask[at])
                 words = f"{agg} is taken over {called}, and the results are averaged"
                 other = Cause(words, (f"{agg}-over-{id}",))
-                yield join_causes(counted, other), f / len(part)
-    everything = ("all-responses", "all responses", [torch.arange(n)])
+                block.append((join_causes(counted, other), f / len(part)))
+        out.append(block)
+    return out
+
+
+@lru_cache(maxsize=8)
+def _sums(step: _Step) -> list[Factors]:
+    """Sums over the step and its parts, each divided by a size, by that size."""
+    everything = ("all-responses", "all responses", [torch.arange(len(step.rows))])
+    return _sums_over(step, [everything, *_partitions(step.rows)])
+
+
+def _sums_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
+    """Sums over each of these partitions, by the size that they are divided by."""
+    n, rows, mask, out = len(step.rows), step.rows, torch.tensor(step.mask), []
     for size_id, size, count in SIZES:
-        for id, called, part in (everything, *parts):
+        block = []
+        for id, called, part in parts:
             N = [count([rows[i] for i in at.tolist()]) for at in part]
             mean, even = (
                 torch.zeros(n, dtype=torch.float64),
@@ -253,15 +341,25 @@ def aggregations(
             )
             for at, m in zip(part, N, strict=True):
                 mean[at], even[at] = (
-                    m / float(b.mask[at].sum().clamp(min=1)) / sum(N),
+                    m / float(mask[at].sum().clamp(min=1)) / sum(N),
                     1 / m,
                 )
             if len(part) > 1:
                 words = f"token-mean is taken over {called}, and each result is weighted by its {size}"
-                yield Cause(words, (f"mean-over-{id}-weighted-by-{size_id}",)), mean
+                ids = (f"mean-over-{id}-weighted-by-{size_id}",)
+                block.append((Cause(words, ids), mean))
             words = f"the sum over {called} is divided by the {size}"
             ids = (f"sum-over-{id}-divided-by-{size_id}",)
-            yield Cause(words, ids), even / len(part)
+            block.append((Cause(words, ids), even / len(part)))
+            if size_id != "responses" and len({len(at) for at in part}) > 1:
+                share = torch.zeros(n, dtype=torch.float64)
+                for at in part:
+                    share[at] = len(at) / n
+                words += ", and each result is weighted by its responses"
+                ids = (f"{ids[0]}-weighted-by-responses",)
+                block.append((Cause(words, ids), even * share))
+        out.append(block)
+    return out
 
 
 def _factors(agg: str, mask: Tensor, group: Tensor | None = None) -> Tensor:
@@ -271,10 +369,9 @@ def _factors(agg: str, mask: Tensor, group: Tensor | None = None) -> Tensor:
     return FACTORS[agg](Rollouts.unchecked(mask=mask, group=group))
 
 
-def _partitions(
-    n: int, goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor
-) -> Iterator[tuple[str, str, list[Tensor]]]:
-    """Parts of the responses that may be averaged apart: an id, words, and the parts."""
+def _partitions(rows: Sequence[_Lengths]) -> Iterator[Part]:
+    """Parts of the responses that may be averaged apart."""
+    n = len(rows)
     for m in range(1, n):
         yield "micro-batches", f"micro-batches of {m}", [*torch.arange(n).split(m)]
     for ranks, every in ((2, "2nd"), (4, "4th")):
@@ -287,14 +384,14 @@ def _partitions(
     for m in (2, 4):
         words = f"micro-batches of {m} sorted by length"
         yield "sorted-micro-batches", words, [*lengths.argsort().split(m)]
+
+
+def _alike(goal: Goal, b: Padded, k: Tensor) -> Iterator[Part]:
+    """The parts of the responses that have one factor each beside the right ones."""
+    n = len(k)
     unit = (k / _factors(declared_aggregation(goal.o), b.mask)).nan_to_num(0)
-    alike = sorted(
-        {
-            tuple(j for j in range(n) if abs(unit[j] / unit[i] - 1) < 1e-3)
-            for i in range(n)
-        }
-        - {()}
-    )
+    near = (unit / unit[:, None] - 1).abs() < 1e-3
+    alike = sorted({tuple(x.nonzero()[:, 0].tolist()) for x in near} - {()})
     if 1 < len(alike) < n and sum(map(len, alike)) == n:
         said = " | ".join(" ".join(map(str, a)) for a in alike)
         words = f"micro-batches (responses {said})"

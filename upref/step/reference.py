@@ -6,7 +6,7 @@ padding, dropout or cache.
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from upref.step.model_errors import described
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 UNIT = 2.0**-24  # the relative error of a number that is rounded to float32
+NARROWING = frozenset((torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16))
 NUMBERS_AT_ONCE = 2_000_000  # numbers of a batch of gradients
 CPU = torch.device("cpu")
 WITHOUT_FLOAT64 = ("mps",)  # kinds of devices; the reference computes on the CPU there
@@ -45,10 +46,11 @@ class Wide(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+        if func in NARROWING:
             func = torch.Tensor.double
-        wider = {k: _wide(v) for k, v in (kwargs or {}).items()}
-        return func(*map(_wide, args), **wider)
+        if kwargs:
+            kwargs = {k: _wide(v) for k, v in kwargs.items()}
+        return func(*map(_wide, args), **(kwargs or {}))
 
 
 class Rounded(TorchDispatchMode):
@@ -297,6 +299,8 @@ class TorchModel(Model):
             )
         self.shapes = {n: p.shape for n, p in self.params.items()}
         self.vocabulary = _vocabulary(self.net)
+        self.head_names = _head_names(self.net, self.vocabulary, self.params)
+        self.head = [self.params[n] for n in self.head_names]
         end = getattr(config, "eos_token_id", None)
         end = end[0] if isinstance(end, list) else end
         self.end = end if end is not None and 0 <= end < self.vocabulary else None
@@ -372,6 +376,42 @@ class TorchModel(Model):
         return self.flat(
             {n: x for n, x in zip(self.params, g, strict=True) if x is not None}
         )
+
+    def pull_head(self, z: Tensor, dz: Tensor) -> Tensor:
+        """[H]: the part of `pull` that the head alone has, which costs no pass through
+        the layers below.
+
+        Args:
+            z: logits, [S, V].
+            dz: of the same shape.
+        """
+        with in_float64(self.device):
+            g = torch.autograd.grad(
+                z, self.head, dz, retain_graph=True, materialize_grads=True
+            )
+        return torch.cat([x.flatten().cpu() for x in g])
+
+    def pull_head_each(self, z: Tensor, dz: Tensor) -> Tensor:
+        """[n, H] for dz [n, S, V].
+
+        Args:
+            z: logits, [S, V].
+            dz: [n, S, V].
+        """
+        with in_float64(self.device):
+            g = torch.autograd.grad(
+                z,
+                self.head,
+                dz,
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
+            )
+        each = [
+            dz.new_zeros(len(dz), p.numel()) if x is None else x.flatten(1).cpu()
+            for p, x in zip(self.head, g, strict=True)
+        ]
+        return torch.cat(each, 1)
 
     def pull_each(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
         """Pull several gradients by the logits back, as many at once as memory allows.
@@ -511,6 +551,24 @@ def _device(net: nn.Module) -> torch.device:
     tables = [m.weight for m in net.modules() if isinstance(m, nn.Embedding)]
     first = next(iter([*tables, *net.parameters()]), None)
     return CPU if first is None else first.device
+
+
+def _head_names(net: nn.Module, vocabulary: int, trained: Collection[str]) -> list[str]:
+    """The parameters of the last linear layer as wide as the vocabulary; none where
+    one of them is an embedding as well, on which the layers below depend.
+    """
+    tables = {id(m.weight) for m in net.modules() if isinstance(m, nn.Embedding)}
+    heads = {
+        n: m
+        for n, m in net.named_modules()
+        if isinstance(m, nn.Linear) and m.out_features == vocabulary
+    }
+    if not heads:
+        return []
+    name, head = [*heads.items()][-1]
+    its = {f"{name}.{n}" if name else n: p for n, p in head.named_parameters()}
+    own = set(its) <= set(trained) and not any(id(p) in tables for p in its.values())
+    return [*its] if own else []
 
 
 def _vocabulary(net: nn.Module) -> int:

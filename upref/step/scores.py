@@ -68,7 +68,7 @@ def quick(right: Forward) -> Iterator[Variant]:
             made(rows=[_labels_earlier(r, by) for r in rows]),
             id="labels-early",
         )
-    for id, words, score in scores(right.model.vocabulary):
+    for id, words, score in scores(right.model.vocabulary, right.model.end):
         yield Fault(words, made(score=score), id=id)
     if isinstance(model := right.model, TorchModel):
 
@@ -170,8 +170,12 @@ def _at_labels(x: Tensor, y: Tensor) -> Tensor:
     return x.gather(1, y[:, None])[:, 0]
 
 
+# what a vocabulary may be padded to a multiple of
+MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
+
+
 def scores(
-    V: int,
+    V: int, end: int | None = None
 ) -> Iterator[tuple[str, str, Callable[[Tensor, Tensor, float], Tensor]]]:
     """An id, words, and a function of logits, labels and temperature."""
 
@@ -191,6 +195,28 @@ def scores(
         own = torch.arange(z.shape[1]) // size == (y // size)[:, None]
         return log_prob(z.masked_fill(~own, -torch.inf), y, T)
 
+    def padded(z: Tensor, y: Tensor, T: float, more: int) -> Tensor:
+        x = z / T
+        whole = torch.nn.functional.pad(x, (0, more)).logsumexp(-1)
+        return _at_labels(x, y) - whole
+
+    def without_end(z: Tensor, y: Tensor, T: float, end: int) -> Tensor:
+        never = (torch.arange(z.shape[1]) == end) & (y != end)[:, None]
+        return log_prob(z.masked_fill(never, -torch.inf), y, T)
+
+    for size in dict.fromkeys(-(-V // m) * m for m in MULTIPLES):
+        if size > V:
+            yield (
+                "vocabulary-padded",
+                f"the vocabulary is padded to {size} with logits of 0",
+                partial(padded, more=size - V),
+            )
+    if end is not None:
+        yield (
+            "end-token-left-out",
+            f"the softmax leaves the end token ({end}) out wherever it is not the label",
+            partial(without_end, end=end),
+        )
     yield (
         "log-softmax-over-temperature",
         "log-probabilities are divided by the temperature, not logits",

@@ -6,6 +6,7 @@ has a column for every token, prompts and masked tokens included; its columns ar
 to norm 1, and its SVD gives the weights and the residual.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.step.forward import Forward
 from upref.step.goal import Goal
+from upref.step.reference import TorchModel
 from upref.step.rows import Padded, Row
 from upref.verify.faults import Fault, measured
 from upref.verify.finding import Cause
 
 # of the gradient that are read; chosen at random where there are more
 COORDINATES = 30_000
+# of the head's part, where only that is looked at
+HEAD_COORDINATES = 2_000
 # how near weights read off a float32 gradient must come, relative to the largest
 NEAR = 1e-4
 SMALL = 1e-10  # singular values below this part of the largest are zero
@@ -69,12 +74,13 @@ def solved(A: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
     """
     size = A.norm(dim=0)
     live = size > 1e-12 * size.max().clamp(min=1e-300)
-    U, S, Vh = torch.linalg.svd(A[:, live] / size[live], full_matrices=False)
+    Q, R = torch.linalg.qr(A[:, live] / size[live])  # R is small, and its SVD cheap
+    U, S, Vh = torch.linalg.svd(R, full_matrices=False)
     keep = S > SMALL * S[0]
     inverse = (Vh[keep].T / S[keep]) @ U[:, keep].T
     x = torch.zeros(A.shape[1], dtype=A.dtype)
     error = torch.full_like(x, torch.inf)
-    x[live] = inverse @ y / size[live]
+    x[live] = inverse @ (Q.T @ y) / size[live]
     error[live] = inverse.norm(dim=1) / size[live]
     lost = 1 - (Vh[keep] ** 2).sum(0)  # a part in the null space is not determined
     error[live] = torch.where(lost > 1e-8, torch.inf, error[live])
@@ -101,6 +107,38 @@ def read(forward: Forward, g: Tensor, extra: Sequence[Tensor] = ()) -> TokenWeig
     )
     weights = x[:tokens].split([len(r.ids) - 1 for r in forward.rows])
     return TokenWeights([*weights], residual, x[tokens:])
+
+
+def head_residual(forward: Forward, g: Tensor) -> float:
+    """At least so much of the head's part of a gradient is left by any weights of the
+    tokens, relative to that part; infinity where the model has no head of its own.
+
+    Args:
+        forward: the rows' forward pass.
+        g: the gradient, [P].
+    """
+    model = forward.model
+    if not isinstance(model, TorchModel) or not model.head:
+        return math.inf
+    parts = model.split(g)
+    found = torch.cat([parts[n] for n in model.head_names])
+    at = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
+    at = at[:HEAD_COORDINATES]
+    out = []
+    try:
+        for i, z in enumerate(forward.z):
+            one = torch.eye(len(forward.rows[i].ids) - 1, dtype=torch.float64)
+            with torch.enable_grad():
+                lp = forward.scored(i, 1)
+            leaf = forward.leaves[i]
+            (dz,) = torch.autograd.grad(lp, leaf, one, is_grads_batched=True)
+            out.append(model.pull_head_each(z, dz)[:, at])
+    except (RuntimeError, NotImplementedError, InputError):
+        return math.inf
+    A = torch.cat(out).T
+    if A.shape[0] < 4 * A.shape[1] or not found[at].any() or not A.any():
+        return math.inf
+    return solved(A, -found[at])[2]
 
 
 def gradient(forward: Forward, weights: Sequence[Tensor]) -> Tensor:

@@ -50,6 +50,12 @@ RANDOM_STEP = MeasuredFault(
     "sampling is active",
     ("step",),
 )
+STEP_KEEPS_STATE = MeasuredFault(
+    "step-keeps-state",
+    "two runs of the step on the same rows have different gradients, with one seed "
+    "too: the step keeps a state from run to run",
+    ("step",),
+)
 LOSS_OF_OTHER_PARAMETERS = MeasuredFault(
     "loss-of-other-parameters",
     "a gradient of {parameters}, on which no logit of these rows depends: a value loss "
@@ -68,6 +74,17 @@ SOME_PARAMETERS_SCALED = MeasuredFault(
 # ---- clips and weight decay, between the backward pass and the optimizer -------------
 NORM_NOT_CLIPPED = MeasuredFault(
     "norm-not-clipped", "the clip of the gradient's norm does not act", ("step",)
+)
+NORM_CLIPPED_BEFORE_DIVISION = MeasuredFault(
+    "norm-clipped-before-division",
+    "the norm is clipped to {norm:.4g} before the gradient is divided by {number}, the "
+    "number of {what}",
+    ("step",),
+)
+ENTROPY_BONUS_OVER_PROMPTS = MeasuredFault(
+    "entropy-bonus-over-prompts",
+    "the entropy bonus is {how} over the tokens of prompts as well",
+    ("step",),
 )
 NORM_CLIPPED = MeasuredFault(
     "norm-clipped",
