@@ -358,6 +358,12 @@ def thirteen_trainers() -> str:
     return page.thirteen_trainers()
 
 
+def planted() -> str:
+    from tests.step.planted.__main__ import first_sight_and_today
+
+    return first_sight_and_today()
+
+
 def thirteen_counts() -> str:
     from docs import thirteen_trainers as page
 
@@ -571,7 +577,7 @@ STEPS = (
     suite_bugs,
     steps_bounds,
 )
-COVERAGE = (axes, quantities, tolerances, habits, fuzzed, ends, known_faults)
+COVERAGE = (axes, quantities, tolerances, habits, fuzzed, ends, known_faults, planted)
 FRAMEWORKS = (
     frameworks,
     state_of_the_field,

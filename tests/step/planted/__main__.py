@@ -17,11 +17,13 @@ from typing import Any
 import upref
 from tests.step.planted import padded, ragged
 from tests.step.planted.case import CASES, Case
+from upref.files import write_atomically
 from upref.step.weights import OBSERVATIONS
 from upref.verify.report import UNKNOWN
 
 MODULES = (padded, ragged)
 FIRST_SIGHT = Path(__file__).with_name("first_sight.json")
+TODAY = Path(__file__).with_name("today.json")
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -119,11 +121,19 @@ def recorded(file: Path) -> list[dict[str, Any]]:
     return found
 
 
+def first_sight_and_today() -> str:
+    """The counts of both runs, as two lines of a list."""
+    return "\n".join(
+        f"* {when}: {counts(recorded(file))}."
+        for when, file in (("at first sight", FIRST_SIGHT), ("today", TODAY))
+    )
+
+
 def main() -> int:
     """Run the steps, print the table; 1 where a verdict or a cause is false."""
     parser = argparse.ArgumentParser(prog="python -m tests.step.planted")
     parser.add_argument("ids", nargs="*", help="steps to run; all by default")
-    parser.add_argument("--record", type=Path, help="a JSON file for what was found")
+    parser.add_argument("--record", action="store_true", help="write today.json")
     options = parser.parse_args()
     results = []
     for case in CASES.values():
@@ -133,13 +143,13 @@ def main() -> int:
         print(f"{its['judged']:11} {its['seconds']:5.1f} s  {case.id}: {its['cause']}",
               flush=True)  # fmt: skip
     print(*table(results), sep="\n")
-    if FIRST_SIGHT.exists() and not options.ids:
+    if not options.ids:
         print(f"first sight: {counts(recorded(FIRST_SIGHT))}")
     print(f"today: {counts(results)}")
-    if options.record:
+    if options.record and not options.ids:
         kept = [{k: v for k, v in x.items() if k != "seconds"} for x in results]
         text = json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
-        options.record.write_text(text, encoding="utf-8")
+        write_atomically(TODAY, text)
     bad = {"missed", "false alarm", "false"}
     return int(any(x["judged"] in bad for x in results))
 

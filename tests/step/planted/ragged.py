@@ -262,7 +262,7 @@ class EntropyOfPrompts(Trainer):
 
 @bug(
     "the entropy is averaged in each bin, and the means are added",
-    r"^the entropy bonus: .*micro-batches \(responses",
+    r"^the entropy bonus: .*micro-batches (\(responses|of 3)",
     entropy_coef=0.02,
 )
 class EntropyOfEachBin(Trainer):
@@ -407,6 +407,7 @@ class NormalizedByShards(Trainer):
         top = shards.amax(0).detach()
         whole = (shards - top).exp().sum(0).log() + top
         p.lp = z.gather(-1, p.ids[0, 1:, None])[:, 0] - whole
+        p.entropy = torch.zeros_like(p.lp)
         return p
 
 
