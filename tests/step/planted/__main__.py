@@ -18,7 +18,7 @@ import upref
 from tests.step.planted import padded, ragged
 from tests.step.planted.case import CASES, Case
 from upref.files import write_atomically
-from upref.step.weights import OBSERVATIONS
+from upref.verify.faults.measured import OBSERVATIONS
 from upref.verify.report import UNKNOWN
 
 MODULES = (padded, ragged)
