@@ -40,7 +40,7 @@ import torch
 from tests.conformance.known_bugs import ADAPTERS
 from tests.conformance.megatron_parallel import rank_errors
 from tests.conformance.megatron_ranks import measure
-from upref.conformance import CASES, Case, run
+from upref.conformance import CASES, Case, load_adapter, run
 from upref.conformance.results import read_expected_failures
 from upref.files import write_atomically
 from upref.user_code.guard import one_thread
@@ -55,6 +55,7 @@ SUITE = HERE.parent / "tests/conformance"
 MEGATRON = ("Megatron", "MegatronPerToken", "MegatronThreeValues")
 SEEDS = (0, 1, 2)
 GREEN, RANKS = 3, 5  # levels
+DEADLINE = 900  # seconds, of a case of ranks: other work may share the machine
 SHOWN = HERE.parent / "docs/steps/suite"  # results of seed 0 that a page shows whole
 PAGE = HERE.parent / "docs/howto/conformance.md"
 RECURRENT = ("qwen3_next", "mamba2", "falcon_h1")
@@ -94,7 +95,7 @@ def run_suite(
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
             *("--pyargs", "upref.conformance", "--adapter", str(SUITE / adapter)),
             *("--level", str(level), "--upref-seed", str(seed)),
-            *("--upref-results", str(results)),
+            *("--upref-results", str(results), "--upref-deadline", str(DEADLINE)),
             *(("--upref-xfails", str(expected)) if known else ()),
             *(("-k", chosen) if chosen else ()),
         ]
@@ -134,6 +135,11 @@ def run_suite(
             for case, end in ends.items()
             if end != "skipped" and (end in bad) != (case in known)
         ),
+        "could not run": {
+            case: one["reason"]
+            for case, one in found["cases"].items()
+            if one["status"] == "could not run"
+        },
         "errors": {case: float(f"{error:.2g}") for case, error in errors.items()},
         "cpu seconds": round(seconds, 1),
     }
@@ -151,9 +157,10 @@ def run_plain(case: Case, seed: int) -> dict[str, Any]:
     """
     source = re.search(r"```python\n(# adapter\.py\n.*?)```", PAGE.read_text(), re.S)
     assert source is not None
-    names: dict[str, Any] = {}
-    exec(source[1], names)  # of this checkout
-    outcome = run(names["Plain"](), case, seed=seed, explain=False)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "adapter.py").write_text(source[1], encoding="utf-8")
+        loop = load_adapter(f"{folder}/adapter.py:Plain")
+    outcome = run(loop, case, seed=seed, explain=False)
     assert outcome.report is not None
     return {
         "error": float(f"{outcome.report.error:.2g}"),
@@ -208,6 +215,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--red", action="store_true", help="with a bug planted in it")
     parser.add_argument("--ranks", action="store_true", help="levels 4 and 5")
+    parser.add_argument("--only", default="", help="of the cases of ranks, as -k takes")
     asked = parser.parse_args()
     wrong = False
     for name in asked.names or ADAPTERS:
@@ -219,7 +227,7 @@ def main() -> int:
             keep(part, key, record)
             _said(f"{part}: {key}", record)
             wrong |= part == "green" and bool(record["unexpected"])
-        if name == "megatron" and asked.ranks:
+        if name == "megatron" and asked.ranks and not asked.only:
             os.environ |= on_loopback()
             found = {way: float(f"{e:.2g}") for way, e in measure(rank_errors).items()}
             print(f"ranks: GPTModel: {found}")
@@ -249,7 +257,8 @@ def _runs(name: str, asked: argparse.Namespace) -> Iterator[tuple[str, str, tupl
             broken = f"broken_adapters.py:Broken{kind}"
             yield "red", kind, (broken, 0, GREEN, "", False)
         elif asked.ranks:
-            yield "ranks", kind, (adapter, 0, RANKS, "ranks")
+            key = f"{kind}, {asked.only}" if asked.only else kind
+            yield "ranks", key, (adapter, 0, RANKS, asked.only or "ranks")
         else:
             for seed in asked.seeds:
                 yield "green", f"{kind}, seed {seed}", (adapter, seed, GREEN)

@@ -4,6 +4,8 @@ case outlives its deadline.
 """
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,20 @@ def test_a_rank_that_ends_or_hangs_is_no_verdict(name, deadline, words, tmp_path
     outcome = run_ranks(_load(name, tmp_path), CASE, deadline=deadline)
     assert outcome.status is Status.COULD_NOT_RUN
     assert words in outcome.reason, outcome.reason
+
+
+def test_the_command_takes_a_deadline(tmp_path):
+    (tmp_path / "loops.py").write_text(SOURCE + LOOPS)
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        *("--pyargs", "upref.conformance", "--adapter", "loops.py:Sleeps"),
+        *("--level", "4", "-k", "dp2 and token", "--upref-deadline", "1"),
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "the ranks had not finished after 1 seconds" in done.stdout, done.stdout
+    assert done.returncode == 1
 
 
 def test_one_process_refuses_a_case_of_two(tmp_path):

@@ -85,7 +85,6 @@ ELSEWHERE = {
     "bash repro/run.sh up_dapo paper --dry-run": ("tests/with_verl/test_verl_launch.py::test_a_dry_run", "--dry-run"),
     "bash repro/run.sh up_dapo gpu1 --shakedown": ("tests/with_verl/test_verl_launch.py::test_a_shake", "shakedown"),
     "python -m tests.conformance.known_bugs trl": ("tests/conformance/test_known_bugs.py::test_the_command", "main"),
-    "python -m benchmarks.conformance": ("tests/pages/test_benchmarks.py::test_a_run_of_the_suite", "run_suite"),
     "upref badge results.json -o badge.svg": ("tests/conformance/test_suite.py::test_a_badge", '"badge"'),
     **{command: ("tests/replay/test_howto.py::test_each_command_of_the_page_runs", "replay.md") for command in REPLAYS},
     "python -m docs.make docs/frameworks.md": ("tests/pages/test_pages.py::test_it_is_fresh", "make.written"),

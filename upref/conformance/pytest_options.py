@@ -10,7 +10,7 @@ import pytest
 
 from upref.conformance.adapter import Adapter, load_adapter
 from upref.conformance.cases import SINGLE, SUITES, Case, cases
-from upref.conformance.ranks import run_ranks
+from upref.conformance.ranks import DEADLINE, run_ranks
 from upref.conformance.results import read_expected_failures, write_results
 from upref.conformance.runner import Outcome, Status, run
 from upref.errors import InputError
@@ -48,6 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--upref-results",
         metavar="FILE",
         help="write the result of each case to this JSON file",
+    )
+    group.addoption(
+        "--upref-deadline",
+        type=float,
+        default=DEADLINE,
+        metavar="SECONDS",
+        help=f"after which a case of several ranks is ended (default {DEADLINE:g})",
     )
     group.addoption(
         "--upref-seed", type=int, default=0, help="seed of the rows (default 0)"
@@ -109,13 +116,15 @@ def outcome(
         if each.status is Status.FAILED and each.case.id not in known
     ]
     explain = len(unexpected) < EXPLAINED and not expected_failure
-    run_case = run_ranks if case.ranks > 1 else run
-    found = run_case(
-        config.stash[ADAPTER],
-        case,
-        seed=config.getoption("--upref-seed"),
-        explain=explain,
-    )
+    asked: dict[str, Any] = {
+        "seed": config.getoption("--upref-seed"),
+        "explain": explain,
+    }
+    run_case = run
+    if case.ranks > 1:
+        run_case = run_ranks
+        asked["deadline"] = config.getoption("--upref-deadline")
+    found = run_case(config.stash[ADAPTER], case, **asked)
     outcomes.append(found)
     if found.status is Status.COULD_NOT_RUN and not expected_failure:
         pytest.fail(str(found), pytrace=False)
