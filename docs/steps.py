@@ -151,18 +151,19 @@ def red() -> str:
 
 def ranks() -> str:
     """Two ranks beside one process: the error of the gradient in each case."""
-    rows = ["| adapter | case | error | |", "|---|---|---|---|"]
-    for kind, one in _runs().get("ranks", {}).items():
+    rows = {}  # a case may stand in two runs of one adapter
+    for key, one in _runs().get("ranks", {}).items():
+        adapter = f"`{key.partition(',')[0]}`, {one['adapter']}"
         for case, error in one["errors"].items():
             bad = case in one["unexpected"] or case in one["known failures"]
             word = "**differs**" if bad else "agrees"
-            rows.append(
-                f"| `{kind}`, {one['adapter']} | {case} | {error:.1e} | {word} |"
-            )
-    for kind, one in _runs().get("layers", {}).items():
+            rows[adapter, case] = f"| {adapter} | {case} | {error:.1e} | {word} |"
+    for key, one in _runs().get("layers", {}).items():
         for way, error in one["errors"].items():
-            rows.append(f"| {kind} of megatron-core | {way} | {error:.1e} | |")
-    return "\n".join(rows)
+            rows[key, way] = f"| {key} of megatron-core | {way} | {error:.1e} | |"
+    return "\n".join(
+        ["| adapter | case | error | |", "|---|---|---|---|", *rows.values()]
+    )
 
 
 def rounding() -> str:
