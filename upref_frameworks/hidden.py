@@ -6,13 +6,15 @@ docs/trl.md and docs/verl.md have what that changes in memory, time and errors.
 
 from typing import Any
 
+from torch import Tensor
+
 from upref.hidden import token_log_probs
 
 # of trl.trainer.utils, whose models look it up at each call
 TRLS = "_ChunkedLogProbFunction"
 
 
-def in_trl():
+def in_trl() -> None:
     """Let TRL's models with a fused output layer compute log-probs and entropies by
     `upref.hidden`.
     """
@@ -22,7 +24,17 @@ def in_trl():
 
     class Hidden:
         @staticmethod
-        def apply(h, W, bias, tokens, tau, chunk, cap, scale, outputs):
+        def apply(
+            h: Any,
+            W: Any,
+            bias: Any,
+            tokens: Tensor,
+            tau: Any,
+            chunk: Any,
+            cap: Any,
+            scale: Any,
+            outputs: Any,
+        ) -> Any:
             if not set(outputs) <= {"log_probs", "entropy"}:
                 return own.apply(h, W, bias, tokens, tau, chunk, cap, scale, outputs)
             lp, H = token_log_probs(
@@ -33,7 +45,7 @@ def in_trl():
     setattr(utils, TRLS, Hidden)
 
 
-def in_verl():
+def in_verl() -> None:
     """Let verl's fused output layer (`use_fused_kernels=True`, backend torch) compute
     by `upref.hidden`.
 
@@ -42,7 +54,13 @@ def in_verl():
     """
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-    def forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        vocab_weights: Tensor,
+        input_ids: Tensor,
+        temperature: float = 1.0,
+    ) -> Any:
         return token_log_probs(
             hidden_states, vocab_weights, input_ids, temperature=temperature
         )

@@ -157,7 +157,9 @@ def compare(
             * mean_t(lp.abs() + old.abs(), mask)[:, None]
         )
 
-    def reference(x, dtype=torch.float64):
+    def reference(
+        x: Tensor, dtype: torch.dtype = torch.float64
+    ) -> tuple[Tensor, Tensor]:
         """(weights, terms) at these log-probabilities; a term of a whole response
         stands in its first column.
         """
@@ -267,7 +269,7 @@ class Monitor:
             )
         return cls(objective, **settings)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("first", "every"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -298,7 +300,7 @@ class Monitor:
             f"upref/parity_{k}": min(float(getattr(self, k)), LARGEST) for k in metrics
         }
 
-    def check(self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]):
+    def check(self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]) -> None:
         lp, gradient = batch["logp"], None
         if loss.requires_grad:
             (gradient,) = torch.autograd.grad(loss, lp, retain_graph=True)
@@ -336,7 +338,14 @@ class Monitor:
                 raise ParityError(sentence)
             log.error("%s It trains on (parity.on_fail=warn).", sentence)
 
-    def save(self, loss, gradient, count, batch, hp) -> Path:
+    def save(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None,
+        count: Any,
+        batch: dict[str, Any],
+        hp: dict[str, Any],
+    ) -> Path:
         folder = self.dump or os.environ.get("UPREF_PARITY_DIR") or "upref-parity"
         path = Path(folder) / f"{self.objective.name}-{os.getpid()}-{self.seen}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,12 +6,14 @@ differ.
 import dataclasses
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from upref import kl
+from upref.aggregation import Totals
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
@@ -87,7 +89,13 @@ def _defaults(mode: str) -> dict[str, Any]:
 
 
 def _plain(
-    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals
+    mode: str,
+    config: dict[str, Any],
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    totals: Totals,
 ) -> Tensor:
     settings = {k.removeprefix("sapo_"): v for k, v in config.items()}
     f = getattr(_functional(), mode)
@@ -147,7 +155,7 @@ COMPARISONS = (
 )
 
 
-def _normalized(**config: Any):
+def _normalized(**config: Any) -> Callable[..., Tensor]:
     def found(rewards: Tensor, group: Tensor) -> Tensor:
         size = int(torch.bincount(group)[0])
         made = importlib.import_module("areal.api.cli_args").NormConfig(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.aggregation import Totals
 from upref.registry import get
 from upref.verify.faults.losses import aggregated, fault, with_hp
 from upref_frameworks.audits.framework import Comparison, Framework, Pin
@@ -33,7 +34,7 @@ def _loss() -> Any:
     return importlib.import_module("art.loss")
 
 
-class _Asked(dict):
+class _Asked(dict[str, Any]):
     """A config that notes what the loss asks it for, and with which default."""
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -51,7 +52,13 @@ def _shifted(x: Tensor, first: float | bool = 0) -> Tensor:
 
 
 def _called(
-    log_prob, old_log_prob, advantages, mask, ref_log_prob, weights, config
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    weights: Tensor,
+    config: dict[str, Any],
 ) -> Tensor:
     rows = torch.arange(1, len(mask) + 1)[:, None].expand_as(mask)
     inputs = {
@@ -85,12 +92,12 @@ def _defaults(mode: str) -> dict[str, Any]:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    totals,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    totals: Totals,
 ) -> Tensor:
     n = mask.sum(1, keepdim=True)
     # as pack.py

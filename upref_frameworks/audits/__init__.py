@@ -193,7 +193,7 @@ class Audit(Result):
             None,
         )
 
-    def _because(self, row: ComparisonRow, said: str, spot) -> str:
+    def _because(self, row: ComparisonRow, said: str, spot: Any) -> str:
         entry = self.entry(row, said)
         tag = f" [{entry.status}: {entry.key}]" if entry else ""
         return (f"{said}; {spot}" if spot.difference else said) + tag
@@ -291,7 +291,7 @@ def audit(
     )
 
 
-def _listed(x: Any) -> list:
+def _listed(x: Any) -> list[Any]:
     return [*x] if isinstance(x, list | tuple) else [None]
 
 

@@ -21,7 +21,7 @@ from upref_frameworks import audits
 from upref_frameworks.audits import isolated
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.isolated.isolate import isolate
-from upref_frameworks.audits.isolated.pin import place
+from upref_frameworks.audits.isolated.pin import Installation, place
 from upref_frameworks.audits.ledger import WARNED
 from upref_frameworks.settings import split
 
@@ -52,7 +52,7 @@ def main(job: str, answer: str) -> int:
     return 0
 
 
-def enter(name: str, where):
+def enter(name: str, where: Installation) -> None:
     """Makes this process the framework's."""
     pin = audits.framework(name).pin
     assert pin is not None
@@ -61,7 +61,7 @@ def enter(name: str, where):
     isolate(where.paths, pin)
 
 
-def named(loss: str, objective: str, hp: dict[str, Any]) -> Callable:
+def named(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., Any]:
     """A loss of a framework with a pin, `liger:dapo,beta=0`, as a function.
 
     `liger:dapo@matched` has the settings at which the audit holds this loss against the
@@ -88,12 +88,14 @@ def named(loss: str, objective: str, hp: dict[str, Any]) -> Callable:
     return fn
 
 
-def _function(f: Framework, loss: str, mode: str, fields: dict[str, Any]) -> Callable:
+def _function(
+    f: Framework, loss: str, mode: str, fields: dict[str, Any]
+) -> Callable[..., Any]:
     assert f.plain is not None
     inner = functools.partial(f.plain, mode, f.configured(mode, fields))
 
     @functools.wraps(inner)
-    def fn(**given):
+    def fn(**given: Any) -> Any:
         if f.one_adv and given["advantages"].ndim != 1:
             raise InputError(f"{loss} takes one advantage per response.")
         return inner(**given)

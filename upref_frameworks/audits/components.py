@@ -76,7 +76,7 @@ class Component:
 def kls(
     found: Callable[[Tensor, Tensor, str], Tensor],
     promises: dict[str, str],
-    reasons: dict[str, tuple] | None = None,
+    reasons: dict[str, tuple[Any, ...]] | None = None,
     tol: float = TOL,
 ) -> tuple[Component, ...]:
     """The KL terms of a framework, found(log π_θ, log π_ref, name), by its names:

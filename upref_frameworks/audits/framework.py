@@ -47,7 +47,7 @@ class Framework:
     # what it computes beside its losses
     parts: Callable[[], tuple[Component, ...]] = tuple
     # what check_logprobs takes, and is no part
-    kernels: Callable[[], dict[str, Callable]] = dict
+    kernels: Callable[[], dict[str, Callable[..., Any]]] = dict
     remarks: Sequence[str] = ()
     # what makes its folder of packages; without one it is imported from here
     pin: Pin | None = None

@@ -86,12 +86,12 @@ def _of_torch(
     return -loss(*rows, reduction="none", options=options).view_as(tokens)
 
 
-def every(f: Framework) -> dict:
+def every(f: Framework) -> dict[str, Any]:
     """Those among its parts, and its own list."""
     return {p.mode: p.found for p in f.parts() if p.kind == "logprobs"} | f.kernels()
 
 
-def _checked(f: Framework, mode: str, fn) -> Report | str:
+def _checked(f: Framework, mode: str, fn: Any) -> Report | str:
     fn.__name__ = f"{f.name} {mode}"
     try:
         return check_logprobs(fn)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.aggregation import Totals
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 from upref_frameworks.audits.framework import Comparison, Framework, Pin
 from upref_frameworks.audits.shared import BNPO, CAP, F32, LENGTH, LUSPO, SLOTS, WIDTH
@@ -89,13 +90,13 @@ def _defaults(mode: str) -> dict[str, Any]:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    totals,
-    num_micro_batches,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    totals: Totals,
+    num_micro_batches: int,
 ) -> Tensor:
     """The trainer's own method, on a trainer that was not set up and is given these
     log-probabilities.
@@ -138,8 +139,8 @@ def _plain(
     return trainer._compute_loss(None, batch)
 
 
-class _Any(dict[str, list]):
-    def __missing__(self, key: str) -> list:
+class _Any(dict[str, list[Any]]):
+    def __missing__(self, key: str) -> list[Any]:
         return []
 
 

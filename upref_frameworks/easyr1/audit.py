@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import inspect
 import typing
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from upref.registry import get
-from upref.rollouts import Rollouts
+from upref.rollouts import Rollouts, Totals
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 from upref_frameworks.audits.compare import MICRO
@@ -99,12 +100,12 @@ def _kl_defaults() -> dict[str, Any]:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    totals,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    totals: Totals,
 ) -> Tensor:
     settings = {k: v for k, v in config.items() if k not in KL_READ}
     a = _algos()
@@ -215,7 +216,7 @@ COMPARISONS = (
 )
 
 
-def _advantages(name: str):
+def _advantages(name: str) -> Callable[..., Tensor]:
     def found(R: Tensor, group: Tensor) -> Tensor:
         """Rewards on the one token of each response."""
         given = {"index": group.numpy()} if name in ("grpo", "rloo") else {"gamma": 1.0}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from upref.kl import k3
-from upref.rollouts import Rollouts
+from upref.rollouts import Rollouts, Totals
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
 from upref_frameworks.audits.shared import (
@@ -69,13 +69,13 @@ ELSEWHERE = ("compiled", "use_ref_model", "chunk_size", "temperature")
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    totals,
-    num_micro_batches,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    totals: Totals,
+    num_micro_batches: int,
 ) -> Tensor:
     settings = {k: v for k, v in config.items() if k not in ELSEWHERE}
     counted = {"num_items_in_batch": int(totals.tokens)} if mode in COUNTED else {}
@@ -200,12 +200,14 @@ def _parts() -> tuple[Component, ...]:
     )
 
 
-def _kernels() -> dict[str, Callable]:
+def _kernels() -> dict[str, Callable[..., Any]]:
     module = importlib.import_module(
         "liger_kernel.ops.fused_linear_scaled_cross_entropy"
     )
 
-    def scaled(hidden, weight, tokens, temperature):
+    def scaled(
+        hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+    ) -> Any:
         """The path of a CPU; it takes rows, and returns -log π."""
         apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
         nll, entropy = apply(

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from upref.aggregation import Totals
 from upref.verify.faults.losses import GROUPS, with_hp
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Framework, Pin
@@ -91,12 +92,12 @@ def _modules() -> tuple[Any, Any, Any]:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    totals,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    totals: Totals,
 ) -> Tensor:
     """policy_loss_function of responses without padding; the sum is divided as
     loss_function and Megatron do.

@@ -5,6 +5,7 @@ why it differs.
 
 import importlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from upref.aggregation import Totals
 from upref.kl import k3
 from upref.ops import exp, sg
 from upref.verify.faults import Fault
-from upref.verify.faults.losses import GROUPS, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, LossFault, aggregated, with_hp
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
 from upref_frameworks.audits.shared import ALWAYS, CLAMP_K3, FLOOR, NARROW, kl_term
@@ -101,12 +103,12 @@ def _defaults(mode: str) -> dict[str, Any]:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    totals,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    totals: Totals,
 ) -> Tensor:
     """As the worker calls it: position 0 predicts nothing, denominators are those of
     the global batch.
@@ -130,7 +132,7 @@ def _plain(
     )[0]
 
 
-def _sampled_k3(beta: float):
+def _sampled_k3(beta: float) -> LossFault:
     """k3 and its weight e^(lp - sg(lp)), which is 1 and has a gradient."""
     words = "the KL term has the gradient of the sampling too: log π_θ - log π_ref in all, k2's"
     return kl_term(words, lambda lp, ref, old: k3(lp, ref) * exp(lp - sg(lp)), beta)
@@ -213,7 +215,7 @@ COMPARISONS = (
 )
 
 
-def _advantages(name: str, **settings: bool):
+def _advantages(name: str, **settings: bool) -> Callable[..., Tensor]:
     def found(rewards: Tensor, group: Tensor) -> Tensor:
         """Its baseline matrix is in float32, and so are the rewards that it takes."""
         m = _module("algorithms.advantage_estimator")
@@ -226,7 +228,7 @@ def _advantages(name: str, **settings: bool):
     return found
 
 
-def _over_std(own: bool, single: bool):
+def _over_std(own: bool, single: bool) -> Callable[..., Tensor]:
     """(R - mean) / (std + 1e-6) of the group, or of the others in it; where std is 0, R
     - mean. single: in float32.
     """
@@ -245,11 +247,13 @@ def _over_std(own: bool, single: bool):
     return f
 
 
-def _clamped(f):
+def _clamped(
+    f: Callable[[Tensor, Tensor], Tensor],
+) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda lp, ref: f(lp, lp + (ref - lp).clamp(-20, 20)).clamp(-10, 10)
 
 
-def _log_probs(chunk: int | None):
+def _log_probs(chunk: int | None) -> Callable[..., Tensor]:
     def found(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         """The vocabulary on one rank: the path without ranks calls .cuda()."""
         dist = torch.distributed

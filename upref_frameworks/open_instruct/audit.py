@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.aggregation import Totals
 from upref.kl import k3
 from upref.verify.faults.losses import GROUPS, with_hp
 from upref_frameworks.audits.components import kls
@@ -77,12 +78,12 @@ def _defaults(mode: str) -> dict[str, Any]:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    totals,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    totals: Totals,
 ) -> Tensor:
     """As grpo_fast.py has it; its denominator is of the whole batch."""
     settings = SimpleNamespace(**config, loss_fn=mode)

@@ -6,6 +6,7 @@ compares them with the papers.
 import importlib
 import inspect
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from upref import kl
+from upref.aggregation import Totals
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
@@ -60,7 +62,13 @@ def _defaults(mode: str) -> dict[str, Any]:
 
 
 def _plain(
-    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals
+    mode: str,
+    config: dict[str, Any],
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    totals: Totals,
 ) -> Tensor:
     f = _module("models.loss").PolicyLoss(policy_loss_type=mode, **config)
     counts = {
@@ -94,7 +102,7 @@ COMPARISONS = (
 
 
 # ---- what else it computes -----------------------------------------------------------
-def _advantages(name: str):
+def _advantages(name: str) -> Callable[..., Tensor]:
     """compute_advantages_and_returns of its experience maker: every response one token,
     no KL penalty.
     """
@@ -131,7 +139,7 @@ def _advantages(name: str):
     return advantages
 
 
-def _kl(name: str, **more: bool):
+def _kl(name: str, **more: bool) -> Callable[..., Tensor]:
     return lambda lp, ref: _module("models.utils").compute_approx_kl(
         lp, ref, kl_estimator=name, **more
     )

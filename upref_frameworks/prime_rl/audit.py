@@ -14,7 +14,7 @@ from torch import Tensor
 from upref.aggregation import aggregate
 from upref.ops import exp, where
 from upref.registry import get
-from upref.rollouts import Rollouts
+from upref.rollouts import Rollouts, Totals
 from upref.verify.faults.losses import LossFault, fault, with_hp
 from upref_frameworks.audits.framework import Comparison, Framework, Pin
 from upref_frameworks.audits.shared import ALWAYS, source
@@ -77,7 +77,13 @@ def _literal_fields(node: ast.ClassDef) -> dict[str, Any]:
 
 
 def _plain(
-    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals
+    mode: str,
+    config: dict[str, Any],
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    totals: Totals,
 ) -> Tensor:
     """As compute_loss has it: packed sequences, each on its own, over the tokens of the
     batch.
@@ -115,7 +121,7 @@ def _squared(tau: float) -> LossFault:
     )
 
 
-def _ipo(lp, lp_old, A):
+def _ipo(lp: Any, lp_old: Any, A: Any) -> Any:
     return where(abs(exp(lp) - exp(lp_old)) <= 0.1, exp(lp - lp_old) * A, 0 * lp)
 
 

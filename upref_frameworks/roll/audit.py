@@ -4,6 +4,7 @@
 import importlib
 import math
 import re
+from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.aggregation import Totals
 from upref.kl import k3
 from upref.ops import clip, exp, sg, when, where
 from upref.registry import get
@@ -141,13 +143,13 @@ def _pg() -> Any:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    entropy,
-    totals,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    entropy: Tensor,
+    totals: Totals,
 ) -> Tensor:
     """The worker's loss_func; its strategies mask log-probabilities, its pipeline masks
     advantages.
@@ -171,7 +173,7 @@ def _plain(
     return _worker(mode, config, lp, entropy * mask).loss_func(data, lp)[0]
 
 
-def _held(r, A):
+def _held(r: Any, A: Any) -> Any:
     """The weight of a token that cispo_use_unified_mask leaves in."""
     return when(where(A > 0, r <= 1.1, r >= 0.9), A * clip(r, 0.9, 1.1))
 
@@ -286,11 +288,11 @@ COMPARISONS = (
 )
 
 
-def _norm(mean: str | None, std: str | None, n: int = 4):
+def _norm(mean: str | None, std: str | None, n: int = 4) -> Callable[..., Tensor]:
     return lambda R, group: _functions().reward_norm(R, n, {}, mean, std)
 
 
-def _aggregated(name: str):
+def _aggregated(name: str) -> Callable[..., Tensor]:
     """Return ROLL's aggregation of this name, in the reference's signature."""
     return lambda x, mask: _functions().agg_loss(x, mask.long(), name)
 

@@ -4,6 +4,7 @@ differ.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -87,13 +88,13 @@ def _defaults(mode: str) -> dict[str, Any]:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    group,
-    totals,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    group: Tensor,
+    totals: Totals,
 ) -> Tensor:
     u, cfg, mask = _utils(), _settings(mode, config), mask.to(log_prob.dtype)
     # the trainer folds the reduction into the advantages of the whole mini-batch, the
@@ -264,7 +265,7 @@ COMPARISONS = (
 )
 
 
-def _advantages(name: str, **more: bool):
+def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
     def found(rewards: Tensor, group: Tensor) -> Tensor:
         """Rewards on the one token of each response; the function writes into what it
         is given.

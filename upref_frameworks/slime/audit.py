@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.aggregation import Totals
 from upref.kl import k3
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 from upref_frameworks.audits.components import kls
@@ -62,12 +63,12 @@ def _ppo() -> Any:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    totals,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    totals: Totals,
 ) -> Tensor:
     """As policy_loss_function has it: sequences one after the other, each without its
     padding.

@@ -122,7 +122,10 @@ def verl() -> Iterator[Setting]:
     that they are of.
     """
 
-    def s(name: str, family: str = "qwen3", actor=None, engine=None, model_config=None, more=None, **k) -> Setting:
+    Fields = dict[str, Any] | None
+
+    def s(name: str, family: str = "qwen3", actor: Fields = None, engine: Fields = None, model_config: Fields = None,
+          more: Fields = None, **k: Any) -> Setting:
         fields = dict(actor=actor or {}, engine=engine or {}, model_config=model_config or {}) | (more or {})
         return Setting(name, family, fields, **dict(hp=PPO) | k)
 

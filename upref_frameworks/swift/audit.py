@@ -5,6 +5,7 @@ differ.
 
 import importlib
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.aggregation import Totals
 from upref.kl import k3
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, with_hp
@@ -165,13 +167,13 @@ def _trainer(mode: str, config: dict[str, Any], steps: int) -> Any:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    totals,
-    num_micro_batches,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    totals: Totals,
+    num_micro_batches: int,
 ) -> Tensor:
     """The trainer's loss of these log-probabilities; then the division by transformers'
     Trainer.
@@ -236,13 +238,13 @@ COMPARISONS = (
 )
 
 
-def _advantages(estimator: str, scale: str, n: int = 4):
+def _advantages(estimator: str, scale: str, n: int = 4) -> Callable[..., Tensor]:
     return lambda R, g: _advantage().compute_advantages(
         R[:, None], torch.ones(1), n, estimator, scale
     )[0]
 
 
-def _dynamic_advantages(estimator: str, scale: str):
+def _dynamic_advantages(estimator: str, scale: str) -> Callable[..., Tensor]:
     """For groups of any size; it computes in float32."""
     return lambda R, g: _advantage().compute_advantages_dynamic_advantages(
         R.float()[:, None],

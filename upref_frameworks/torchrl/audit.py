@@ -58,12 +58,12 @@ def _full(x: Tensor) -> dict[str, Tensor]:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    num_micro_batches,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    num_micro_batches: int,
 ) -> Tensor:
     bounds = (config["clip_epsilon_low"], config["clip_epsilon_high"])
     settings = {k: v for k, v in config.items() if not k.startswith("clip_epsilon")}

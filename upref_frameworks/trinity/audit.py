@@ -4,6 +4,7 @@ the papers.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +70,12 @@ def _defaults(mode: str) -> dict[str, Any]:
 
 
 def _plain(
-    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask
+    mode: str,
+    config: dict[str, Any],
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
 ) -> Tensor:
     fn = _losses().get(mode)(backend="verl", **config)
     return fn(
@@ -110,7 +116,7 @@ TOKEN = replace(
 )
 
 
-def _gate(r, A, tau_pos, tau_neg):
+def _gate(r: Any, A: Any, tau_pos: Any, tau_neg: Any) -> Any:
     return where(
         A > 0,
         4 / tau_pos * sigmoid(tau_pos * (r - 1)),
@@ -200,7 +206,7 @@ SPLIT = {
 
 
 # ---- what else it computes -----------------------------------------------------------
-def _group(name: str):
+def _group(name: str) -> Callable[..., Tensor]:
     """Of Experience objects, whose reward and mask alone are read."""
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
@@ -220,7 +226,7 @@ def _group(name: str):
     return advantages
 
 
-def _batch(name: str):
+def _batch(name: str) -> Callable[..., Tensor]:
     """Of verl's DataProto, of which two dicts are read; every response is one token."""
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
@@ -235,7 +241,7 @@ def _batch(name: str):
     return advantages
 
 
-def _alone(promise: str, **hp: float):
+def _alone(promise: str, **hp: float) -> Callable[..., Tensor]:
     """As the estimator, but a response without a peer keeps its reward, over 1 + eps."""
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
@@ -253,7 +259,7 @@ def _kl(lp: Tensor, ref: Tensor, name: str) -> Tensor:
     return _module("kl_fn").KL_FN.get(name)().calculate_kl(lp, ref)
 
 
-def _one(promise: str, **hp: Any) -> tuple[Fault]:
+def _one(promise: str, **hp: Any) -> tuple[Fault[Any]]:
     """Return why a group of one differs from the promise."""
     return (Fault(ALONE, _alone(promise, **hp)),)
 

@@ -147,13 +147,19 @@ def _modes() -> list[str]:
     return sorted({*loss_types(), "rloo", *own})
 
 
-def _kernels() -> dict[str, Callable]:
+def _kernels() -> dict[str, Callable[..., Any]]:
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
     def chunked(
-        hidden, weight, tokens, temperature, bias=None, softcap=None, logit_scale=1.0
-    ):
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        temperature: float,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+    ) -> Any:
         given = (
             hidden.flatten(0, -2),
             weight,
@@ -169,7 +175,7 @@ def _kernels() -> dict[str, Callable]:
             for x in ChunkedLogProbFunction.apply(*given, ("entropy",))[:2]
         )
 
-    def selective(logits, tokens, temperature):
+    def selective(logits: Tensor, tokens: Tensor, temperature: float) -> Any:
         """As its trainer calls it, with the temperature by name."""
         return selective_log_softmax_and_entropy(
             logits, tokens, temperature=temperature
@@ -181,7 +187,7 @@ def _kernels() -> dict[str, Callable]:
     }
 
 
-def _advantages(trainer: type, **settings: Any):
+def _advantages(trainer: type, **settings: Any) -> Callable[..., Tensor]:
     """The statements of the trainer's own method that make advantages of rewards, run
     on ours.
 

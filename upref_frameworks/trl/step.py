@@ -78,7 +78,7 @@ def trained(
     steps: int,
     cls: Any = None,
     **more: Any,
-):
+) -> tuple[Recorded, Any]:
     """Train with TRL's GRPOTrainer on these rows and record it. rows[i].adv is the
     reward of row i.
 
@@ -103,7 +103,7 @@ def trained(
         cls = cls or trl.GRPOTrainer
     reward = {tuple(r.response): r.adv for r in rows}
 
-    def rollout(prompts: list, trainer: Any) -> dict[str, Any]:
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         out = {
             "prompt_ids": [r.prompt for r in rows],
             "completion_ids": [r.response for r in rows],
@@ -205,7 +205,7 @@ def _unfed(rows: Sequence[Row], steps: Sequence[Sequence[Row]]) -> list[int]:
     return [i for i, row in enumerate(rows) if row.ids not in fed]
 
 
-def _log_probs(seen: Recorded, n: int, rows: Sequence[Row], T: float) -> list:
+def _log_probs(seen: Recorded, n: int, rows: Sequence[Row], T: float) -> list[Any]:
     return Forward(with_weights(seen.model, seen.steps[n]), list(rows), T).lp()
 
 

@@ -67,7 +67,7 @@ class _Bridge(torch.autograd.Function):
     """f(x, *rest), a function of JAX arrays; its gradient in x is JAX's."""
 
     @staticmethod
-    def forward(ctx, f, x, *rest):
+    def forward(ctx: Any, f: Any, x: Any, *rest: Any) -> Any:
         jax = importlib.import_module("jax")
         arrays = [jax.numpy.asarray(a.detach().numpy()) for a in (x, *rest)]
         value, ctx.pull = jax.vjp(lambda first: f(first, *arrays[1:]), arrays[0])
@@ -75,7 +75,7 @@ class _Bridge(torch.autograd.Function):
         return torch.from_numpy(np.array(value)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, g: Any) -> Any:
         (slope,) = ctx.pull(
             importlib.import_module("jax").numpy.asarray(g.numpy(), dtype="float32")
         )
@@ -130,7 +130,7 @@ def _settings(mode: str) -> Any:
 
 
 @cache
-def _function(mode: str, fields: tuple[tuple[str, Any], ...]) -> Callable:
+def _function(mode: str, fields: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     """The loss with these fields over its defaults, as a function of arrays; compiled
     once for each shape.
     """
@@ -149,7 +149,7 @@ def _function(mode: str, fields: tuple[tuple[str, Any], ...]) -> Callable:
         dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids")),
     )
 
-    def found(lp, old, A, mask, ref):
+    def found(lp: Any, old: Any, A: Any, mask: Tensor, ref: Any) -> Any:
         logits = jax.numpy.zeros((*lp.shape, 2))
         # in place of a model
         vars(common)["compute_per_token_logps"] = lambda *_, **__: (lp, logits)
@@ -167,12 +167,12 @@ def _function(mode: str, fields: tuple[tuple[str, Any], ...]) -> Callable:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    num_micro_batches,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    num_micro_batches: int,
 ) -> Tensor:
     """optax.MultiSteps takes the mean of the micro-batches."""
     default = asdict(_settings(mode))
@@ -190,7 +190,9 @@ def _clamped(b: Rollouts) -> Rollouts:
     return replace(b, logp=b.logp + sg(d.clamp(-20, 20) - d))
 
 
-def _grpo_clamped(lp, lp_old, A, *, eps=0.2, c=None):
+def _grpo_clamped(
+    lp: Any, lp_old: Any, A: Any, *, eps: Any = 0.2, c: Any = None
+) -> Any:
     return get("grpo").fn(
         lp_old + (lp - lp_old).clamp(-20, 20), lp_old, A, eps=eps, c=c
     )
@@ -250,7 +252,7 @@ COMPARISONS = (
 )
 
 
-def _advantages(name: str):
+def _advantages(name: str) -> Callable[..., Tensor]:
     def found(rewards: Tensor, group: Tensor) -> Tensor:
         f = _module("function_registry").get_advantage_estimator(name)
         return torch.from_numpy(
@@ -263,19 +265,19 @@ def _advantages(name: str):
 def _parts() -> tuple[Component, ...]:
     common, alone = _module("common"), ("uneven", "one")
 
-    def kl(mode: str):
+    def kl(mode: str) -> Callable[..., Tensor]:
         """Return Tunix's KL term of this name, on torch's tensors."""
         return partial(
             _bridge, lambda lp, ref: common.compute_kl_divergence(lp, ref, mode)
         )
 
-    def mean(mode: str):
+    def mean(mode: str) -> Callable[..., Tensor]:
         """Return Tunix's aggregation of this name, on torch's tensors."""
         return lambda x, m: _bridge(
             lambda x, m: common.aggregate_loss(x, m, mode), x, m.float()
         )
 
-    def log_probs(z: Tensor, tokens: Tensor, t: float):
+    def log_probs(z: Tensor, tokens: Tensor, t: float) -> Tensor:
         """Return Tunix's log-probabilities at temperature t, on torch's tensors."""
         return _bridge(common.selective_log_softmax, z / t, tokens)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.aggregation import Totals
 from upref.ops import exp, expm1
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
@@ -75,13 +76,13 @@ def _defaults(mode: str) -> dict[str, Any]:
 def _plain(
     mode: str,
     config: dict[str, Any],
-    log_prob,
-    old_log_prob,
-    advantages,
-    mask,
-    ref_log_prob,
-    totals,
-    num_micro_batches,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_log_prob: Tensor,
+    totals: Totals,
+    num_micro_batches: int,
 ) -> Tensor:
     """As its trainer calls it: the tokens of the accumulated batch, and how many
     micro-batches that has.
@@ -182,12 +183,18 @@ def _parts() -> tuple[Component, ...]:
     )
 
 
-def _kernels() -> dict[str, Callable]:
+def _kernels() -> dict[str, Callable[..., Any]]:
     fused = importlib.import_module(
         "unsloth_zoo.fused_losses.fused_linear"
     ).fused_linear_logprobs
 
-    def linear(hidden, weight, tokens, temperature, bias=None):
+    def linear(
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        temperature: float,
+        bias: Tensor | None = None,
+    ) -> Any:
         return fused(
             hidden,
             weight,
@@ -197,7 +204,9 @@ def _kernels() -> dict[str, Callable]:
             return_entropy=True,
         )
 
-    def chunked(hidden, weight, tokens, temperature):
+    def chunked(
+        hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+    ) -> Any:
         """As the trainer calls it, with the temperature by name."""
         return _zoo().chunked_hidden_states_selective_log_softmax(
             hidden, weight, tokens, temperature=temperature

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -208,17 +209,19 @@ def _remarks() -> tuple[str, ...]:
     )
 
 
-def _kernels() -> dict[str, Callable]:
+def _kernels() -> dict[str, Callable[..., Any]]:
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
     from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 
-    def from_logits(logits, tokens, temperature):
+    def from_logits(logits: Tensor, tokens: Tensor, temperature: float) -> Any:
         """As its workers call both, on logits divided by the temperature."""
         return logprobs_from_logits(logits / temperature, tokens), entropy_from_logits(
             logits / temperature
         )
 
-    def fused(hidden, weight, tokens, temperature):
+    def fused(
+        hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
+    ) -> Any:
         """Return log-probabilities and entropies of the fused head."""
         return FusedLinearForPPO()(hidden, weight, tokens, temperature)
 
@@ -228,7 +231,7 @@ def _kernels() -> dict[str, Callable]:
     }
 
 
-def _advantages(name: str, **more: bool):
+def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
     def found(R: Tensor, group: Tensor) -> Tensor:
         """Rewards on the one token of each response; the function writes into what it
         is given.
@@ -286,7 +289,7 @@ def _remax(R: Tensor, group: Tensor) -> Tensor:
 GREEDY = torch.tensor([0.25, -0.5], dtype=torch.float64)
 
 
-def _passk(std: bool):
+def _passk(std: bool) -> Callable[..., Tensor]:
     def found(R: Tensor, group: Tensor) -> Tensor:
         f, one = (
             verl()[0].get_adv_estimator_fn("grpo_passk"),
@@ -303,7 +306,7 @@ def _passk(std: bool):
     return found
 
 
-def _best_alone(std: bool):
+def _best_alone(std: bool) -> Callable[..., Tensor]:
     def reference(R: Tensor, group: Tensor) -> Tensor:
         """The gain of max R by each response: what the maximum loses without it
         (Pass@k, k the size of the group).
@@ -335,7 +338,7 @@ def _gpg(R: Tensor, group: Tensor) -> Tensor:
 VALUES = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
 
 
-def _gae(lam: float):
+def _gae(lam: float) -> Callable[..., Tensor]:
     def found(R: Tensor, group: Tensor) -> Tensor:
         """The first of three tokens, the reward on the last; then whitened by all."""
         rewards, ones = (
@@ -348,7 +351,7 @@ def _gae(lam: float):
     return found
 
 
-def _sum_of_deltas(lam: float):
+def _sum_of_deltas(lam: float) -> Callable[..., Tensor]:
     def reference(R: Tensor, group: Tensor) -> Tensor:
         """GAE written as a sum: A_t = Σ_k (γλ)^k δ_(t+k), whitened as masked_whiten
         does.
@@ -375,7 +378,7 @@ def _centred(R: Tensor, group: Tensor) -> Tensor:
 def _parts() -> tuple[Component, ...]:
     kl, agg = verl()[0].kl_penalty, verl()[0].agg_loss
 
-    def aggregation(mode: str):
+    def aggregation(mode: str) -> Callable[..., Tensor]:
         """Return verl's aggregation of this name, in the reference's signature."""
         return lambda x, mask: agg(x, mask, mode)
 

@@ -57,7 +57,7 @@ def run(
     version: str = "",
     source: str = "",
     loud: bool = False,
-    **more,
+    **more: Any,
 ) -> Any:
     """What the function of that name in child.py answers, in a process that sees this
     framework and no other.

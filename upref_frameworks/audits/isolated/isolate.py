@@ -8,6 +8,7 @@ import importlib.util
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ OURS = ("torch", "numpy", "sympy", "matplotlib", "jaxtyping", "rich")
 STDLIB = sysconfig.get_path("stdlib")
 
 
-def isolate(paths: list[str], pin: Pin):
+def isolate(paths: list[str], pin: Pin) -> None:
     """From here on imports find these folders, and of the environment only what upref
     itself depends on.
     """
@@ -43,10 +44,10 @@ class _Only:
     of upref's dependencies.
     """
 
-    def __init__(self, finders: list, paths: list[str]):
+    def __init__(self, finders: list[Any], paths: list[str]):
         self.finders, self.paths, self.known = finders, tuple(paths), _ours()
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         found = (
             f.find_spec(name, path, target)
             for f in self.finders
@@ -65,7 +66,7 @@ class _Only:
         python = where[0].startswith(STDLIB) and "-packages" not in where[0]
         return spec if python or any(w.startswith(self.paths) for w in where) else None
 
-    def invalidate_caches(self):
+    def invalidate_caches(self) -> None:
         for f in self.finders:
             if hasattr(f, "invalidate_caches"):
                 f.invalidate_caches()
@@ -95,7 +96,7 @@ def _ours() -> set[str]:
 
 
 # ---- packages without their __init__ -------------------------------------------------
-def _shell(name: str):
+def _shell(name: str) -> None:
     parent, _, last = name.rpartition(".")
     above = sys.modules[parent].__path__ if parent in sys.modules else sys.path
     folder = next((p for base in above if (p := Path(base) / last).is_dir()), None)
@@ -128,10 +129,10 @@ class Absent:
             raise AttributeError(key)
         return Absent(f"{self._name}.{key}", self._decorators)
 
-    def __delattr__(self, key: str):
+    def __delattr__(self, key: str) -> None:
         """There is nothing to be deleted."""
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         alone = (
             len(args) == 1
             and not kwargs
@@ -149,8 +150,8 @@ class Absent:
             f"{self._name} is a stand-in for what is not installed, and it was called"
         )
 
-    def __mro_entries__(self, bases):
-        def refuse(self, *args, **kwargs):
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError(
                 f"{type(self).__name__} derives from a stand-in, and it was called"
             )
@@ -165,31 +166,31 @@ class Absent:
             ),
         )
 
-    def __instancecheck__(self, x) -> bool:
+    def __instancecheck__(self, x: Any) -> bool:
         return False
 
-    def __subclasscheck__(self, x) -> bool:
+    def __subclasscheck__(self, x: Any) -> bool:
         return False
 
-    def __or__(self, other):
+    def __or__(self, other: Any) -> "Absent":
         return self
 
     __ror__ = __or__
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> "Absent":
         return self
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         raise NotImplementedError(
             f"{self._name} is a stand-in for what is not installed; it has no truth value"
         )
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         raise NotImplementedError(
             f"{self._name} is a stand-in for what is not installed, and it was iterated"
         )
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<stand-in for {self._name}>"
 
 
@@ -199,19 +200,19 @@ class _Stubs:
     def __init__(self, pin: Pin):
         self.stubs, self.decorators = pin.stubs, pin.decorators
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if any(name == s or name.startswith(f"{s}.") for s in self.stubs):
             return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
         return None
 
-    def create_module(self, spec):
+    def create_module(self, spec: Any) -> ModuleType:
         module = _StubModule(spec.name)
         module.__dict__.update(
             __path__=[], __version__="0", _decorators=self.decorators
         )
         return module
 
-    def exec_module(self, module):
+    def exec_module(self, module: ModuleType) -> None:
         pass
 
 

@@ -264,7 +264,7 @@ def _whole(folder: Path) -> bool:
     return True
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess:
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     quiet = {"GIT_TERMINAL_PROMPT": "0"}
     return subprocess.run(
         command, capture_output=True, text=True, env=os.environ | quiet, check=False
@@ -272,7 +272,9 @@ def _run(command: list[str]) -> subprocess.CompletedProcess:
 
 
 # ---- what is in it -------------------------------------------------------------------
-def _hashes(name: str, pin: Pin, root: Path, missing: str = "", exact: str = ""):
+def _hashes(
+    name: str, pin: Pin, root: Path, missing: str = "", exact: str = ""
+) -> None:
     """Each file is there; with exact also: it is the one that was audited."""
     for file, digest in pin.files.items():
         if not (root / file).is_file():
