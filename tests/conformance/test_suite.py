@@ -106,6 +106,20 @@ class CountsTheGenerationBatch(Plain):
         return super().loss(model, rows, case, self.all_tokens, responses)
 
 
+class SharesTheGenerationBatch(CountsTheGenerationBatch):
+    """Each update has its share of the generation batch's tokens for a divisor."""
+
+    def loss(self, model, rows, case, tokens, responses):
+        return super().loss(model, rows, case, tokens, responses) * case.updates
+
+
+class ScalesTwice(Plain):
+    """The documentation has no such factor."""
+
+    def scale(self, case):
+        return 2.0
+
+
 class Raises(Plain):
     def step(self, model, rows, case):
         raise KeyError("no such engine")
@@ -183,7 +197,23 @@ WRONG = [
     ),
     (ForgetsTemperature, "objective/grpo", "temperature"),
     (AveragesMicroBatches, "micro/4/token-mean", "micro-batches"),
-    (CountsTheGenerationBatch, "generation/2/token-mean", "divided by"),
+    (
+        CountsTheGenerationBatch,
+        "generation/2/token-mean",
+        "divided by 43 in each optimizer step: 43 is the number of tokens of all 2 steps "
+        "together, which have 21 and 22",
+    ),
+    (
+        SharesTheGenerationBatch,
+        "generation/2/micro-2",
+        "divided by 43 / 2 in each optimizer step",
+    ),
+    (
+        ScalesTwice,
+        "objective/ppo_clip",
+        "every weight is 1/2 times what it should be; if your documentation says so, "
+        "multiply scale(case), which is 2, by this factor",
+    ),
 ]
 
 

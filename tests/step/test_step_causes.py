@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
-import step_cases  # noqa: F401  adds to BUGS
+import step_cases
 import torch
 import training
 from loops import T, collated, log_probs, policy_step, qwen3, surrogate, with_
@@ -70,6 +70,83 @@ def test_where_the_two_are_one_number_both_are_said():
 ])  # fmt: skip
 def test_no_number_is_taken_for_a_divisor_because_it_is_large(by, said):
     assert cause(divided(by)) == said
+
+
+def in_micro_batches(size, J, times=1.0):
+    """A step that averages the token means of its micro-batches, times a constant; J:
+    of log-probabilities, a batch and logits at T.
+    """
+
+    def step(model, rows):
+        for part in training.parts(rows, size):
+            b = collate(part)
+            z = model(b.ids)
+            lp = training.log_probs(z, b.ids)
+            loss = training.term(lp, b, J=J(lp, b, z[:, :-1] / T))
+            (loss * times * size / len(rows)).backward()
+
+    return step
+
+
+def clipped_term(lp, b, z):
+    return surrogate(lp, b.old[:, 1:], b.adv[:, 1:])
+
+
+def with_bonus(lp, b, z):
+    return clipped_term(lp, b, z) + 0.05 * step_cases.entropy(z)
+
+
+def with_kl(lp, b, z):
+    return clipped_term(lp, b, z) - 0.02 * step_cases.k3(b.ref[:, 1:] - lp)
+
+
+MEANS = "token-mean is taken over micro-batches of 2, and the results are averaged"
+
+
+@pytest.mark.parametrize("times, more", [(1, ""), (4, "; every weight is 4 times what it should be")])  # fmt: skip
+def test_one_wrong_divisor_of_the_policy_term_and_the_bonus_is_named(times, more):
+    step = in_micro_batches(2, with_bonus, times)
+    assert cause(step, model=Own(), entropy_coef=0.05) == MEANS + more
+
+
+def test_a_bonus_of_another_aggregation_is_not_said_to_share_it():
+    """A wrong divisor of the policy term alone."""
+
+    def step(model, rows):
+        in_micro_batches(2, clipped_term)(model, rows)
+        b = collate(rows)
+        z = model(b.ids)
+        bonus = 0.05 * step_cases.entropy(z[:, :-1] / T)
+        training.term(training.log_probs(z, b.ids), b, J=bonus).backward()
+
+    assert cause(step, model=Own(), entropy_coef=0.05) == MEANS
+
+
+def test_a_constant_makes_no_token_another_one():
+    """Weights are small beside the expected ones, or large, and no token has lost its
+    own.
+    """
+    small = divided(lambda rows: 4096 * tokens(rows))
+    report = check_step(small, qwen3(), "dapo", temperature=T)
+    assert [failure.oracle for failure in report.failures] == ["gradient"], report
+    large = in_micro_batches(2, with_kl, 2.0)
+    report = check_step(large, Own(), "dapo", beta=0.02, temperature=T)
+    assert "that the objective stops" not in str(report)
+    assert "that should train" not in str(report)
+
+
+def test_a_mean_over_responses_and_one_over_passes_of_one_are_both_named():
+    said = "aggregated by seq-mean-token-mean, not by token-mean"
+    both = f"{said}; each backward pass has one response, so it is also the mean of the passes' own token means"
+    assert cause(in_micro_batches(1, clipped_term), model=Own()) == both
+
+    def at_once(model, rows):
+        ids, there, trains, old, adv, _ = collated(rows)
+        J = surrogate(log_probs(model, ids, there), old[:, 1:], adv[:, 1:])
+        m = trains[:, 1:]
+        (-((J * m).sum(1) / m.sum(1)).mean()).backward()
+
+    assert cause(at_once) == said
 
 
 # ---- responses that do not train -----------------------------------------------------

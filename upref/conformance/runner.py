@@ -18,6 +18,7 @@ from upref.errors import InputError
 from upref.step import rows as batch
 from upref.step.case import meant, perturb, sample
 from upref.step.check import StepReport, check_recorded, check_step
+from upref.step.divisors import is_scaled
 from upref.step.families import END, V, tiny
 from upref.step.record import Recorded, Step, gradients, watched
 from upref.step.reference import TorchModel, as_float64
@@ -173,9 +174,13 @@ def run(
         return Outcome(case, Status.FAILED, halved, settings, report, seconds)
     if report:
         return Outcome(case, Status.PASSED, "", settings, report, seconds)
-    return Outcome(
-        case, Status.FAILED, report.failures[0].cause, settings, report, seconds
-    )
+    reason = report.failures[0].cause
+    if case.updates == 1 and is_scaled(report.failures[0]):
+        reason += (
+            f"; if your documentation says so, multiply scale(case), which is {scale:g}, "
+            "by this factor"
+        )
+    return Outcome(case, Status.FAILED, reason, settings, report, seconds)
 
 
 HALF_PRECISIONS = ("bfloat16", "float16")  # subjects of check_step's note

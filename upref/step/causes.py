@@ -67,7 +67,7 @@ def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
     alike = _one_weight(w)
     if alike is not None and (not among or set(alike[0].ids) <= set(among.ids)):
         return alike
-    silent, right = w.zero(w.found).all(1), right_factors(w.goal, w.b)[:, None]
+    silent, right = w.no_weight(w.found).all(1), right_factors(w.goal, w.b)[:, None]
     for one in token_faults(w, hp):
         if not is_named(one, among):
             continue
@@ -76,7 +76,7 @@ def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
         if k is None:
             continue
         # what is within the noise, and should be, tells nothing of its factor
-        k[silent & w.zero(unit * right).all(1)] = torch.nan
+        k[silent & w.near(unit * right, 0 * unit).all(1)] = torch.nan
         dead = [
             i for i, v in enumerate(k) if abs(v) <= 1e-4 * k.nan_to_num(0).abs().max()
         ]
@@ -451,7 +451,7 @@ def _sources(
     for j in range(n):
         its: Any = {name: each[j]}
         unit, mask = _unit(w, _put("", id="", **its), hp)
-        has[:, j] = (w.zero(w.found - unit * right) | ~mask).all(1)
+        has[:, j] = (w.near(w.found, unit * right) | ~mask).all(1)
     if name == "adv":  # that its own fits is no chance
         own = has.diagonal()
         has = torch.where(own[:, None], torch.eye(n, dtype=torch.bool), has)
@@ -501,7 +501,7 @@ def _rounded(r: Rollouts) -> Iterator[LossFault]:
 
 def _of_numbers(w: Tokens, r: Rollouts) -> Iterator[LossFault]:
     """Changes of the advantages by a number that the weights show."""
-    live = w.b.mask & ~w.zero(w.expected) & ~w.found.isnan() & ~w.zero(w.found)
+    live = w.b.mask & ~w.stopped & ~w.found.isnan() & ~w.no_weight(w.found)
     q = torch.where(live, w.found / torch.where(live, w.expected, 1), torch.nan)
     of_row = q.nanmedian(1).values
     less = of_row < 1 - 1e-3
@@ -602,8 +602,8 @@ def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, str, Tensor]]:
     """What the tokens that should train and do not have in common, and no token that
     trains has: the id of these tokens, what they are called, and which they are.
     """
-    live = w.b.mask & ~w.zero(w.expected) & ~w.found.isnan()
-    gone, left = live & w.zero(w.found), live & ~w.zero(w.found)
+    live, zero = w.b.mask & ~w.stopped & ~w.found.isnan(), w.no_weight(w.found)
+    gone, left = live & zero, live & ~zero
     if gone.sum() < 2 or not left.any():
         return
     at, log_r = torch.arange(live.shape[1]).expand(live.shape) + 1.0, w.lp - r.logp_old

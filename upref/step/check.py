@@ -33,6 +33,7 @@ from upref.step.case import (
     with_weights,
 )
 from upref.step.diagnose import diagnosed, half_precision, parameters
+from upref.step.divisors import divisor_of_all_steps, name_single_passes
 from upref.step.goal import Goal
 from upref.step.ranks import conclude, follow, is_follower, world_size
 from upref.step.reach import not_reached, reach
@@ -387,8 +388,14 @@ def check_recorded(
     worst = max(reports, key=lambda r: r.error)
     if len(reports) == 1:
         return worst
+    tokens = [sum(sum(row.trains) for row in its) for its in each]
+    shared = divisor_of_all_steps(reports, [r.error for r in reports], tokens, goal)
     findings = [
-        replace(f, about=f"step {n}: {f.about}")
+        replace(
+            f,
+            about=f"step {n}: {f.about}",
+            cause=shared if shared and f is r.failures[0] else f.cause,
+        )
         for n, r in enumerate(reports)
         for f in r.findings
     ]
@@ -483,7 +490,8 @@ def report_step(
         elif not half and bound < error < CLOSE * bound:
             findings.append(_difference(it, TOO_CLOSE))
         else:
-            findings += _diagnosed(one, second)
+            causes = _diagnosed(one, second)
+            findings += name_single_passes(causes, goal, passes, len(case.rows))
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if passes == 1:
         unexercised.append("micro-batches")

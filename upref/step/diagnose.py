@@ -30,7 +30,7 @@ from upref.step.forward import (
 from upref.step.forwards import others, tried
 from upref.step.goal import Goal
 from upref.step.gradient_clipping import divided_after, find_change
-from upref.step.normalizers import factor_words
+from upref.step.normalizers import factor_words, right_factors
 from upref.step.reference import Gradient, Model, TorchModel, text_config
 from upref.step.rows import Padded, Row, locate
 from upref.step.scores import Variant, quick
@@ -40,6 +40,7 @@ from upref.step.weights import (
     constant_between,
     gradient,
     head_residual,
+    left_out,
     observed,
     read,
 )
@@ -262,6 +263,8 @@ def _explained(
     goal, rows = plain.goal, it.rows
     span = max(SPAN, 3 * bound)
     k, left = best_factors(rows, g)
+    if left <= bound and (cause := _terms_by_row(it, plain, forward, b, k, bound)):
+        return [cause]
     closest: list[tuple[float, Cause, Forward, Padded]] = []
     # those of which the head's gradient alone tells that they are not it
     farther: list[tuple[float, Cause, Forward, Padded]] = []
@@ -640,6 +643,40 @@ def _over_prompts(
     return NO_CAUSE
 
 
+def _terms_by_row(
+    it: Compared, plain: Terms, forward: Forward, b: Padded, k: Tensor, bound: float
+) -> Cause:
+    """The aggregation that the policy term and the bonus or z-loss share, where all of
+    them have one factor a response, and it is the gradient's.
+
+    Without such a term the weights of the tokens show it.
+
+    Args:
+        it: the gradient beside the right one.
+        plain: the terms of the right forward pass.
+        forward: the right forward pass.
+        b: its rows.
+        k: the factors that fit best, [B].
+        bound: the relative error that is allowed.
+    """
+    goal = it.goal
+    if not (goal.entropy_coef or goal.z_loss_coef):
+        return NO_CAUSE
+    right = right_factors(goal, b)
+    dead = [i for i, x in enumerate(k) if abs(x) <= 1e-4 * k.abs().max()]
+    own = (k * right).where(b.mask.any(1), torch.nan)
+    own[dead] = torch.nan
+    moving = int((b.mask & (plain.slope != 0)).sum())
+    known = factor_words(goal, forward.rows, b, own, dead, 1e-4, moving=moving)
+    if known is None:
+        return NO_CAUSE
+    because, factor = known
+    parts = (factor / right).where(~own.isnan(), 0)
+    if not near(it.found, clipped(parts @ it.rows, goal.clip), 2 * bound):
+        return NO_CAUSE
+    return join_causes(left_out(dead) if dead else NO_CAUSE, because)
+
+
 def _without_other_responses(forward: Forward) -> list[list[int]]:
     """What was fed behind each row, up to the next row's response, whose tokens train
     as that row's own.
@@ -726,16 +763,17 @@ def _said(
         prompts=[times * x for x in prompts],
         expected=expected,
         plain=grow(plain),
+        largest=times * float(torch.cat(reading.weights).nan_to_num(0).abs().max()),
         tol=noise,
         whole=None if whole is None else times * whole,
     )
     seen = observed(w)
     more = [fail("weights", what.words, want, got) for what, want, got in seen]
     said = [cause]
-    tail = int(sum((~w.zero(times * x)).sum() for x in beyond))
+    tail = int(sum((~w.no_weight(times * x)).sum() for x in beyond))
     if tail > 0:
         said.append(measured.TOKENS_BEHIND_RESPONSES_TRAIN.cause(tokens=tail))
-    prompt = any(bool((~w.zero(p)).any()) for p in w.prompts)
+    prompt = any(bool((~w.no_weight(p)).any()) for p in w.prompts)
     if w.same(
         torch.where(w.here, w.found, torch.nan), torch.where(b.mask, w.expected, 0)
     ):

@@ -29,6 +29,8 @@ COORDINATES = 30_000
 HEAD_COORDINATES = 2_000
 # how near weights read off a float32 gradient must come, relative to the largest
 NEAR = 1e-4
+# a weight below this part of what the others foretell is another one
+OTHER = 0.1
 SMALL = 1e-10  # singular values below this part of the largest are zero
 
 
@@ -189,6 +191,7 @@ class Tokens:
     prompts: list[Tensor]
     expected: Tensor
     plain: Tensor  # lp at temperature 1
+    largest: float  # of all weights that were read, prompts included
     tol: float = NEAR
     # factor of each response, where the gradient is one of each; sharper than `found`
     whole: Tensor | None = None
@@ -197,33 +200,47 @@ class Tokens:
     def here(self) -> Tensor:
         return self.b.here
 
-    @property
-    def size(self) -> float:
-        return max(
-            float(self.found.nan_to_num(0).abs().max()),
-            float(self.expected.abs().max()),
-            1e-300,
-        )
-
-    def zero(self, x: Tensor) -> Tensor:
-        """Tell which numbers are zero up to rounding, or unknown.
+    def no_weight(self, found: Tensor) -> Tensor:
+        """Which of the weights that were read are 0, for the precision at which the
+        largest of them is known.
 
         Args:
-            x: weights, [B, T].
-
-        Returns:
-            [B, T], also true where x is NaN.
+            found: weights of any tokens; nan counts as 0.
         """
-        return x.isnan() | (x.abs() <= self.tol * self.size)
+        return found.isnan() | (found.abs() <= self.tol * self.largest)
+
+    @property
+    def stopped(self) -> Tensor:
+        """Which tokens have no weight in the objective, [B, T]."""
+        return self.expected.abs() <= self.tol * self.expected.abs().max()
+
+    @property
+    def foretold(self) -> Tensor:
+        """The expected weights in the size of those that were read, [B, T]: a constant
+        factor makes no token another one.
+        """
+        own = self.found.nan_to_num(0).abs().max()
+        if self.no_weight(own):  # none of the responses' tokens trains
+            own = torch.tensor(self.largest)
+        return self.expected * own / self.expected.abs().max().clamp(min=1e-300)
+
+    def near(self, x: Tensor, y: Tensor) -> Tensor:
+        """Which weights are the same, relative to the largest that was read or is
+        expected.
+
+        Args:
+            x, y: weights of the same tokens; nan is the same as anything.
+        """
+        size = max(self.largest, float(self.expected.abs().max()))
+        return x.isnan() | y.isnan() | ((x - y).abs() <= self.tol * size)
 
     def same(self, x: Tensor, y: Tensor) -> bool:
-        """Tell whether weights agree wherever both are known.
+        """Whether all of these weights are the same.
 
         Args:
-            x: weights, [B, T], NaN where they are unknown.
-            y: others.
+            x, y: as for `near`.
         """
-        return bool((self.zero(x - y) | x.isnan() | y.isnan()).all())
+        return bool(self.near(x, y).all())
 
     def rollouts(self) -> Rollouts:
         """The rows as a batch of log-probabilities; without old ones it is on policy.
@@ -256,12 +273,12 @@ def observed(w: Tokens) -> list[tuple[Cause, str, str]]:
         w: the weights that were read.
     """
     out = []
-    trained = [~w.zero(p) for p in w.prompts]
+    trained = [~w.no_weight(p) for p in w.prompts]
     if n := int(sum(t.sum() for t in trained)):
         what = measured.OBSERVED_PROMPTS_TRAIN.cause(tokens=n)
         out.append((what, "weight 0", _top(torch.cat(w.prompts))))
     masked = w.here & ~w.b.mask
-    if n := int((masked & ~w.zero(w.found)).sum()):
+    if n := int((masked & ~w.no_weight(w.found)).sum()):
         out.append(
             (
                 measured.OBSERVED_MASKED_TOKENS_TRAIN.cause(
@@ -271,8 +288,8 @@ def observed(w: Tokens) -> list[tuple[Cause, str, str]]:
                 _top(w.found[masked]),
             )
         )
-    live = w.b.mask & ~w.zero(w.expected) & ~w.found.isnan()
-    lost = live & w.zero(w.found)
+    live = w.b.mask & ~w.stopped & ~w.found.isnan()
+    lost = live & w.no_weight(w.found) & (w.found.abs() <= OTHER * w.foretold.abs())
     if lost.any():
 
         def gone(i: int) -> bool:
@@ -298,8 +315,8 @@ def observed(w: Tokens) -> list[tuple[Cause, str, str]]:
                     "weight 0",
                 )
             )
-    idle = w.b.mask & w.zero(w.expected)
-    if n := int((idle & ~w.zero(w.found)).sum()):
+    idle = w.b.mask & w.stopped & (w.foretold.abs() <= OTHER * w.found.abs())
+    if n := int((idle & ~w.no_weight(w.found)).sum()):
         out.append(
             (
                 measured.OBSERVED_STOPPED_TOKENS_TRAIN.cause(tokens=n),
@@ -370,13 +387,12 @@ def factors(w: Tokens, unit: Tensor) -> Tensor | None:
         use = w.here[i] & ~x.isnan() & ~y.isnan()
         x, y = x[use], y[use]
         if not y.any():
-            if not w.zero(x).all():
+            if not w.no_weight(x).all():
                 return None
             continue
         k = (x @ y) / (y @ y)
-        if not (
-            (x - k * y).abs() <= w.tol * max(w.size, float((k * y).abs().max()))
-        ).all():
+        size = max(w.largest, float((k * y).abs().max()))
+        if not ((x - k * y).abs() <= w.tol * size).all():
             return None
         out[i] = k
     return out
