@@ -539,6 +539,18 @@ def suite_rounding() -> str:
     return steps.rounding()
 
 
+def suite_objectives() -> str:
+    from docs import steps
+
+    return steps.suite_objectives()
+
+
+def suite_dates() -> str:
+    from docs import steps
+
+    return steps.suite_dates()
+
+
 def suite_bugs() -> str:
     from docs import steps
 
@@ -575,6 +587,8 @@ STEPS = (
     suite_ranks,
     suite_rounding,
     suite_bugs,
+    suite_objectives,
+    suite_dates,
     steps_bounds,
 )
 COVERAGE = (axes, quantities, tolerances, habits, fuzzed, ends, known_faults, planted)

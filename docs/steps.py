@@ -11,6 +11,8 @@ import tomllib
 import warnings
 from pathlib import Path
 
+from upref.conformance import CASES, SUITES
+from upref.conformance.cases import SINGLE
 from upref.errors import InputError
 from upref.files import write_atomically
 from upref.registry import get, names
@@ -70,6 +72,51 @@ def table(trainer: str) -> str:
     single = max(e for e in agree if e < 1e-4)
     head = f"{len(every)} settings: {len(agree)} agree, in float32 to {single:.1e}; {wrong} differ; {lost} do not run."
     return head + "\n\n" + "\n".join(rows)
+
+
+AVERAGES = {
+    "token-mean": "the mean over all tokens of the step",
+    "group-token-mean": (
+        "the mean over all tokens of the step, or the mean of each group's token mean: "
+        "both pass"
+    ),
+    "seq-mean-token-mean": "the mean of each response's token mean",
+    "seq-mean-token-sum": "the mean of each response's token sum",
+    "seq-mean": "the mean over responses, of one term each",
+}
+
+
+def suite_objectives() -> str:
+    """The objectives of the suite, with what they average and their numbers."""
+    rows = ["| objective | what it averages | its numbers |", "|---|---|---|"]
+    for name in dict.fromkeys(case.objective for case in CASES.values()):
+        o = get(name)
+        numbers = o.resolve({}).items()
+        shown = [
+            f"{key} = {value}"
+            for key, value in numbers
+            if value is not None and key != "beta"
+        ]
+        rows.append(f"| `{name}` | {AVERAGES[o.agg]} | {', '.join(shown) or 'none'} |")
+    others = [
+        f"`{case.id}` has an `hp`: {', '.join(f'`{key}` = {value:g}' for key, value in case.hp.items())}"
+        for case in CASES.values()
+        if case.hp
+    ]
+    return "\n".join([*rows, "", f"Only {'; '.join(others)}."])
+
+
+def suite_dates() -> str:
+    """What the newest suite has beside the one before."""
+    *_, before, newest = SUITES
+    added = [case for case in CASES.values() if case.suite == newest]
+    ids = [f"`{case.id}`" for case in added if case.level <= SINGLE]
+    rest = sorted({case.level for case in added if case.level > SINGLE})
+    levels = " and ".join(f"level {level}" for level in rest)
+    return (
+        f"{newest} is the newest, and the default. It has {', '.join(ids)} and {levels} "
+        f"beside what {before} has."
+    )
 
 
 def suite() -> str:

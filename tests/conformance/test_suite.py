@@ -178,6 +178,48 @@ def test_a_framework_that_trains_a_copy_passes(name):
     assert outcome.status is Status.PASSED, str(outcome)
 
 
+class AveragesGroups(Plain):
+    """The mean of each group's token mean."""
+
+    def loss(self, model, rows, case, tokens, responses):
+        by_group = {row.group: [] for row in rows}
+        for row in rows:
+            by_group[row.group].append(row)
+        means = [
+            super(AveragesGroups, self).loss(
+                model, own, case, sum(sum(row.trains) for row in own), len(own)
+            )
+            for own in by_group.values()
+        ]
+        return sum(means) / len(means)
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("objective/dapo", Status.PASSED), ("objective/ppo_clip", Status.FAILED)],
+)
+def test_dapo_may_average_groups_or_all_tokens(name, status):
+    """The plain loop, which counts all tokens, passes both."""
+    assert run(AveragesGroups(), CASES[name], explain=False).status is status
+
+
+class LearnsFast(Plain):
+    """The first update moves each weight by 1, so that the second starts elsewhere."""
+
+    def step(self, model, rows, case):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.1)
+        for update in (rows[:4], rows[4:]):
+            tokens = sum(sum(row.trains) for row in update)
+            self.loss(model, update, case, tokens, len(update)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_the_reference_of_a_second_update_has_the_weights_of_the_first():
+    outcome = run(LearnsFast(), CASES["generation/2/token-mean"])
+    assert outcome.status is Status.PASSED, str(outcome)
+
+
 class HalfPrecision(Plain):
     """A float32 model in a step that autocasts: half precision's bound would let much
     pass.
@@ -329,6 +371,17 @@ def test_a_bad_adapter_gets_one_sentence(target, words, tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("import no_such_framework\n", encoding="utf-8")
     with pytest.raises(InputError, match=words):
         load_adapter(target)
+
+
+def test_a_package_of_the_current_folder_is_not_found_by_pytest_alone(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_framework").mkdir()
+    (tmp_path / "adapter.py").write_text("import my_framework.trainer\n")
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    with pytest.raises(InputError, match="or run `python -m pytest`"):
+        load_adapter("adapter.py:Mine")
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,12 @@ REPLAYS = [  # of docs/howto/replay.md, whose commands run in one test
 ]  # fmt: skip
 # command -> the test that runs it or its smallest form, and words of that test's file
 # that show it
+SUITE = "python -m pytest --pyargs upref.conformance"
+IN_CI = (
+    f"{SUITE} --adapter tests/upref_adapter.py:Mine --upref-xfails tests/upref_xfails.toml "
+    "--suite 2026.11 --level 3 --upref-results results.json"
+)
+SUITE_TEST = "tests/conformance/test_suite.py::test_the_command_and_the_list_of"
 ELSEWHERE = {
     "pip install .": ("tests/pages/test_release.py::test_the_installed_wheel_judges_a_loss", '"install"'),
     "pip wheel --no-deps -w vendor .": ("tests/pages/test_release.py::test_the_wheel_holds", '"wheel"'),
@@ -85,6 +91,8 @@ ELSEWHERE = {
     "bash repro/run.sh up_dapo paper --dry-run": ("tests/with_verl/test_verl_launch.py::test_a_dry_run", "--dry-run"),
     "bash repro/run.sh up_dapo gpu1 --shakedown": ("tests/with_verl/test_verl_launch.py::test_a_shake", "shakedown"),
     "python -m tests.conformance.known_bugs trl": ("tests/conformance/test_known_bugs.py::test_the_command", "main"),
+    SUITE: (SUITE_TEST, '"--pyargs"'),
+    IN_CI: (SUITE_TEST, "--upref-xfails"),
     "upref badge results.json -o badge.svg": ("tests/conformance/test_suite.py::test_a_badge", '"badge"'),
     **{command: ("tests/replay/test_howto.py::test_each_command_of_the_page_runs", "replay.md") for command in REPLAYS},
     "python -m docs.make docs/frameworks.md": ("tests/pages/test_pages.py::test_it_is_fresh", "make.written"),
@@ -104,7 +112,7 @@ NOT_RUN = {
     ".venv/bin/python -m repro.with_verl.data.prepare gsm8k_train gsm8k_test": "downloads data",
     "bash tests/run.sh save": "runs tests that the whole command has",
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": "a line of a workflow on GitHub",
-    "pip install ./upref transformers pytest": "the same",
+    "pip install . vendor/upref_rl-*.whl transformers pytest": "the same",
 }
 
 

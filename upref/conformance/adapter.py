@@ -37,6 +37,10 @@ class Adapter(Protocol):
         """Return the constant factor by which the framework's documentation says that
         its loss differs; mostly 1.
 
+        loss = scale * -(J - beta KL + entropy_coef H), with the objective's own J. A
+        framework that divides Dr. GRPO's sum by a fixed length of 64 too returns 1 / 64
+        for `dr_grpo`, and 1 for every other objective.
+
         Args:
             case: one of the suite.
         """
@@ -110,9 +114,24 @@ def _load_file(path: Path) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         raise InputError(
-            f"{path} cannot be imported: {type(error).__name__}: {error}"
+            f"{path} cannot be imported: {type(error).__name__}: {error}{_here(error)}"
         ) from error
     return module
+
+
+def _here(error: Exception) -> str:
+    """Return what to do where the missing module is in the current folder; "" where it
+    is not.
+    """
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    top = error.name.partition(".")[0]
+    if not Path(top).is_dir() and not Path(f"{top}.py").is_file():
+        return ""
+    return (
+        f". {top} is in the current folder: install it, or run `python -m pytest`, "
+        "which looks there"
+    )
 
 
 def _load_module(name: str) -> Any:
