@@ -74,7 +74,7 @@ def _of_steps() -> Iterator[Cause]:
         yield from (fault.cause for fault in variants(right))
     lp = right.statistics()[0].detach()
     lp = torch.nn.functional.pad(lp, (0, b.mask.shape[1] - lp.shape[1]))
-    w = Tokens(goal, case.rows, b, lp, lp, [], lp, lp)
+    w = Tokens(goal, case.rows, b, lp, lp, [], lp, lp, float(lp.abs().max()))
     hp = goal.hp | {"beta": goal.beta}
     yield from (fault.cause for fault in causes.token_faults(w, hp))
     k = torch.ones(len(case.rows), dtype=torch.float64)
