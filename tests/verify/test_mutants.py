@@ -97,6 +97,23 @@ def test_the_search_sees_what_is_rare():
     assert truth(late, large=0) == "equal" and truth(late, large=2) == "differs"
 
 
+@pytest.mark.parametrize("name", upref.names())
+def test_every_objective_is_written_in_every_style(name):
+    for c in configs(upref.get(name)):
+        for style in (style for style in STYLES if fits(style, c)):
+            assert callable(compiled(write(c, style)))
+
+
+def test_a_helper_with_a_number_of_its_own_is_written_as_it_is():
+    """The one of FIPO takes log c, where there is a c."""
+    c = configs(upref.get("fipo"))[0]
+    text = write(c, "ratio")
+    assert "if c is None" in text
+    loss = compiled(text)
+    truth = search.truth(loss, c, arguments(c, "ratio"), "BT", 0, few=6, large=0)
+    assert truth.kind == "equal"
+
+
 def test_survivors_do_not_grow():
     known = figure.survivors()
     assert len(known) <= MOST and all(row["reason"] for row in known)

@@ -57,6 +57,8 @@ class Translate(ast.NodeTransformer):
         return ast.arg({"lp_old": "old"}.get(node.arg, node.arg))
 
     def visit_IfExp(self, node):  # only `... if c is None else ...`
+        if "c" not in self.given:  # the argument of a helper
+            return self.generic_visit(node)
         return self.visit(node.body if self.given["c"] is None else node.orelse)
 
     def visit_BoolOp(self, node):
@@ -73,6 +75,8 @@ class Translate(ast.NodeTransformer):
                                               f"{ast.unparse(r)})")  # fmt: skip
         node = self.generic_visit(node)
         a = node.args
+        if f in SAME and all(map(number, a)):
+            return call(f"math.{f}", *a)
         if f in SAME:
             return call(f"torch.{f}", *a)
         if f == "sg":
