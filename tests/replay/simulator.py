@@ -95,6 +95,11 @@ class _noisy_routers:
             handle.remove()
 
 
+def has_experts(family: str) -> bool:
+    """Whether the family is a mixture of experts; all of MORE are."""
+    return family in ("qwen3_moe", *EXPERTS, *MORE)
+
+
 def make_model(family: str, seed: int) -> nn.Module:
     """A tiny model of a family of `upref.step.families`, of EXPERTS, or of MORE."""
     if family not in EXPERTS | MORE:
@@ -472,10 +477,8 @@ def retokenized_with_ids(world: World) -> dict[str, Tensor]:
 @fault
 def other_experts(world: World) -> dict[str, Tensor]:
     """Near ties of the router go to other experts; of a dense model: bfloat16."""
-    moe = world.family in ("qwen3_moe", *EXPERTS, *MORE)
-    return _usual(
-        world, lambda p: replace(in_bfloat16(p), experts_noise=0.1 if moe else 0.0)
-    )
+    noise = 0.1 if has_experts(world.family) else 0.0
+    return _usual(world, lambda p: replace(in_bfloat16(p), experts_noise=noise))
 
 
 @fault

@@ -247,6 +247,22 @@ def test_numbers_at_the_other_end_of_the_rows_are_named():
     assert "right end" in str(found.failures[0]) and found.mean_abs < 1e-5
 
 
+def test_responses_that_are_off_alone_are_counted():
+    """Two exchanged responses are too short to be told, and the others agree."""
+    world = World("bloom", 24614, responses=32, length=20)
+    found = gap(make_batch(FAULTS["exchanged_two"](world), file="f"))
+    assert found and [f.cause for f in found.notes] == ["some_responses"]
+    assert "2 of 32 responses" in str(found.notes[0])
+    assert "exchanged rows" in str(found.notes[0])
+
+
+def test_zeros_of_padding_in_wrong_places_are_no_tools_tokens():
+    """All numbers stand in another order, those of padded slots too."""
+    world = World("bloom", 24614, responses=32, length=20)
+    found = gap(make_batch(second.FAULTS["context_parallel"](world), file="f"))
+    assert found and [f.cause for f in found.notes] == ["unrelated"]
+
+
 def test_rows_that_are_alike_by_chance_are_not_exchanged():
     """Nearly certain tokens stand in another order, which leaves most rows apart."""
     world = World("gpt_oss", 36269, 64, 36, temperature=1.2, entropy=0.3)

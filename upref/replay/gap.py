@@ -49,7 +49,8 @@ LEAST_KL = 0.01  # nats
 ROUNDED_ABOVE = 0.05  # nats above 0, which no rounding of a probability of 1 leaves
 FAR = 4.0  # nats: the trainer finds a token e^4 times less likely than the sampler
 FEW = 3  # tokens: fewer are no pattern
-UNRELATED = 0.5  # correlation of two columns below which neither is news of the other
+APART = 5  # times as far off as any other response
+SOME = 0.25  # of the responses, beyond which those that are off are no exception
 ONE_SIDED = 10  # times as many tokens below as above
 # mean sign of d among likely tokens, and among rare ones: seven of eight have that sign
 AGREEMENT = 0.75
@@ -179,8 +180,35 @@ def gap(batch: RecordedBatch) -> Gap:
         if before > 2 * ROUNDING_GAP and after < before / 4:
             report("note", "reference_weights", before=before, after=after)
             return _result(columns, findings)
+    off = _some_responses(columns)
+    if off is not None:
+        mean_abs, rest = (
+            float(columns.d[columns.mask & rows[:, None]].abs().mean())
+            for rows in (off, ~off)
+        )
+        numbers = {"rows": int(off.sum()), "of": int(columns.mask.any(1).sum())}
+        report("note", "some_responses", mean_abs=mean_abs, rest=rest, **numbers)
+        columns = columns.without(off[:, None])
     _signatures(columns, _first_draws(batch), report)
     return _result(columns, findings)
+
+
+def _some_responses(columns: Columns) -> Tensor | None:
+    """The responses [B] that are off where the others agree to rounding; None where
+    there are none, or too many.
+
+    Whatever changes all tokens alike leaves no distance between the two kinds.
+    """
+    there = columns.mask.sum(1) >= FEW
+    own = torch.where(there, columns.row_distance(), 0.0)
+    if int(there.sum()) < FEW:
+        return None
+    off = own > max(ROUNDING_GAP, 10 * float(own[there].median()))
+    if not 2 <= int(off.sum()) <= SOME * int(there.sum()):
+        return None
+    apart = float(own[off].min()) > APART * float(own[~off].max())
+    rest = columns.without(off[:, None])
+    return off if apart and rest.distance() < ROUNDING_GAP / 3 else None
 
 
 def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
@@ -257,19 +285,10 @@ def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
     elif len(rounded) == 1:
         report("note", "bfloat16_column", column=rounded[0], mean_abs=mean_abs)
     elif mean_abs > ROUNDING_GAP and not lone:
-        correlation = _correlation(x, y)
-        if correlation < UNRELATED:
-            report("note", "unrelated", correlation=correlation, **two)
+        if columns.unrelated():
+            report("note", "unrelated", correlation=columns.correlation(), **two)
         else:
             report("note", "two_policies", **two)
-
-
-def _correlation(x: Tensor, y: Tensor) -> float:
-    """Of the two columns, up to FAR; 1 where one of them is constant."""
-    both = torch.stack([x, y]).clamp(min=-FAR)
-    if not bool((both.std(1) > 0).all()):
-        return 1.0
-    return float(both.corrcoef()[0, 1])
 
 
 def _shape(x: Tensor, y: Tensor) -> str:

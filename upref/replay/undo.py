@@ -17,6 +17,8 @@ from torch import Tensor
 
 QUARTER = 0.25  # of the distance may be left
 NOTICEABLE = 0.02  # distance below which there is nothing to explain
+UNRELATED = 0.5  # correlation of two columns below which neither is news of the other
+LOW = -4.0  # nats, below which one number is as good as another in a correlation
 FEW = 3  # tokens or responses: fewer are no pattern
 
 
@@ -43,6 +45,18 @@ class Columns:
         """Mean of min(|x - y|, 1)."""
         d = self.trained(self.d)
         return float(d.abs().clamp(max=1).mean()) if len(d) else 0.0
+
+    def correlation(self) -> float:
+        """Of the two columns, down to LOW nats; 1 where one of them is constant."""
+        x, y = self.trained(self.x), self.trained(self.y)
+        both = torch.stack([x, y]).clamp(min=LOW)
+        if len(x) < FEW or not bool((both.std(1) > 0).all()):
+            return 1.0
+        return float(both.corrcoef()[0, 1])
+
+    def unrelated(self) -> bool:
+        """Whether a token's numbers in the columns have little to do with each other."""
+        return self.distance() > NOTICEABLE and self.correlation() < UNRELATED
 
     def row_distance(self) -> Tensor:
         """The same of each response, [B]; 0 for a response without tokens."""

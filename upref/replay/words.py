@@ -133,14 +133,16 @@ SAMPLER = {
     "temperature": (
         "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} "
         "nats, E[ρ] = {rho:.3f}: another temperature or scale of the logits, a softcap "
-        "or a penalty that one of them lacks, or weights that have grown sharper or "
-        "flatter since the sampling."
+        "or a penalty that one of them lacks, weights that have grown sharper or "
+        "flatter since the sampling, or " + CONTEXT + "."
     ),
     "some_temperature": (
         "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} "
         "nats, E[ρ] = {rho:.3f}: another temperature or scale of the logits, a softcap "
         "or a penalty that one of them lacks, a sampler's column of before the "
-        "temperature, or weights that have grown sharper or flatter since the sampling."
+        "temperature, weights that have grown sharper or flatter since the sampling, or "
+        + CONTEXT
+        + "."
     ),
     "bfloat16_column": (
         "the column {column} holds bfloat16 numbers, 8 bits of each log-probability; "
@@ -160,6 +162,12 @@ SAMPLER = {
         "(correlation {correlation:.2f}, mean gap {mean_abs:.3f} nats, E[ρ] = "
         "{rho:.3f}): quite other weights, " + CONTEXT + ", numbers in another order "
         "(of responses, or of the chunks of a sequence), or of other tokens."
+    ),
+    "some_responses": (
+        "{rows} of {of} responses are off, by {mean_abs:.3f} nats a token, and the "
+        "others agree to {rest:.2g}: their numbers may be those of another response "
+        "(exchanged rows), or they were sampled or scored by other weights, settings "
+        "or experts, or in " + CONTEXT + "."
     ),
     "aligned": (
         "in {rows} of {of} responses the sampler's numbers stand at the {side} end of "
