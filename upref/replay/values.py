@@ -149,7 +149,8 @@ def find_placeholder(c: Columns) -> Undone | None:
         if varied < FEW or _limits(c, tied, value):
             continue
         rest = c.without(run)
-        if rest.unrelated():
+        most_are_off = float(rest.row_distance().quantile(0.25)) > NOTICEABLE
+        if most_are_off and rest.unrelated():
             continue  # all numbers are in wrong places, and so is what fills the gaps
         on_run = Columns(c.x, c.y, run).distance()
         if on_run > 3 * rest.distance():
