@@ -166,8 +166,9 @@ SAMPLER = {
     "some_responses": (
         "{rows} of {of} responses are off, by {mean_abs:.3f} nats a token, and the "
         "others agree to {rest:.2g}: their numbers may be those of another response "
-        "(exchanged rows) or of other ids (a text that was tokenized again), or they "
-        "were sampled or scored by other weights, settings or experts, or in "
+        "(exchanged rows) or of other ids (a text that was tokenized again), or "
+        + LIKELIEST
+        + "; or they were sampled or scored by other weights, settings or experts, or in "
         + CONTEXT
         + "."
     ),
