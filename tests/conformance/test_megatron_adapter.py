@@ -19,7 +19,7 @@ def _ends(kind, ids):
         "megatron.core", reason="pip install --no-deps megatron-core==0.16.1 einops"
     )
     adapter = load_adapter(f"{ADAPTER}:{kind}")
-    return {name: run_ranks(adapter, CASES[name]) for name in ids}
+    return {name: run_ranks(adapter, CASES[name], deadline=300) for name in ids}
 
 
 @pytest.mark.nightly
