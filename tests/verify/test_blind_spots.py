@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import upref
-from tests.support.zoo import blind_spots
+from tests.support.zoo import blind_spots, numerics
 from upref.verify.render import describe_example
 from upref.verify.shrink import make_example
 from upref.weights.batches import FAR, breakpoints, fill_padding, interval
@@ -170,3 +170,9 @@ def test_a_response_of_several_certain_samples_is_asked():
         return -torch.where(lost, 0, rho.clamp(max=2) * t).sum() / mask.sum()
 
     assert not upref.check(dropped, "tis(dapo)")
+
+
+def test_a_clamp_of_log_r_hides_no_leak_of_a_masked_slot():
+    """NaN of an advantage reaches the gradient where log r is inside the clamp alone."""
+    report = upref.check(numerics.log_ratio_clamped_at_two, "dapo")
+    assert "masked-values" in {finding.oracle for finding in report.notes}

@@ -300,25 +300,31 @@ def masked_values(case: LossCase) -> list[Finding]:
         """The batch with p in the masked slots of this argument."""
         return c.but(**{k: getattr(c, k).masked_fill(~c.mask, p)})
 
-    def leaks_none(of: tuple[float, ...]) -> bool:
-        """Whether each of these numbers, in each argument once, changes nothing."""
-        for turn in range(len(of)):
-            bad = b
-            for place, k in enumerate(reads, turn):
-                bad = filled(bad, k, of[place % len(of)])
-            try:
-                if _changes(b, (value, g), case.both(bad)):
-                    return False
-            except InputError:
-                return False
-        return True
+    def leaks_none() -> bool:
+        """Whether NaN in each argument, and each of NOT_NUMBERS in all arguments at a
+        time, change nothing. A clamp of log r may hide the one or the other."""
+        every: list[Callable[[Rollouts], Rollouts]] = [
+            partial(filled, k=k, p=math.nan) for k in reads
+        ]
+        for turn in range(len(NOT_NUMBERS)):
+
+            def in_all(c: Rollouts, turn: int = turn) -> Rollouts:
+                for place, k in enumerate(reads, turn):
+                    c = filled(c, k, NOT_NUMBERS[place % len(NOT_NUMBERS)])
+                return c
+
+            every.append(in_all)
+        try:
+            return not any(_changes(b, (value, g), case.both(bad(b))) for bad in every)
+        except InputError:
+            return False
 
     def change(c: Rollouts, bad: Callable[[Rollouts], Rollouts]) -> str:
         """What changes with these numbers in the masked slots."""
         return _changes(c, case.both(c), case.both(bad(c)))
 
     # in all arguments at a time, and in one at a time only to name it
-    numbers = [p for some in (JUNK, NOT_NUMBERS) if not leaks_none(some) for p in some]
+    numbers = JUNK if leaks_none() else (*JUNK, *NOT_NUMBERS)
     for p, k in product(numbers, reads):
         if leaks and p not in JUNK:
             break
