@@ -115,7 +115,8 @@ def suite_dates() -> str:
     levels = " and ".join(f"level {level}" for level in rest)
     return (
         f"{newest} is the newest, and the default. It has {', '.join(ids)} and {levels} "
-        f"beside what {before} has."
+        f"beside what {before} has. It is open until the first release of upref; "
+        "a build that must not change names the one before."
     )
 
 

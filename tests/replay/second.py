@@ -208,7 +208,7 @@ def forgotten_context(world: World) -> dict[str, Tensor]:
 
 @fault("shift", "padded", fails=None)
 def left_padded(world: World) -> dict[str, Tensor]:
-    """The engine's numbers stand at the right end of each row, the ids at the left."""
+    """The engine's numbers are at the right end of each row, the ids at the left."""
     out = _plain(world)
     lengths, width = out["mask"].sum(1), out["ids"].shape[1]
     rows = [

@@ -75,7 +75,7 @@ def find_shift(c: Columns) -> Undone | None:
 
 
 def find_alignment(c: Columns) -> Undone | None:
-    """The sampler's numbers stand at the left or at the right end of each row, where
+    """The sampler's numbers are at the left or at the right end of each row, where
     the tokens of the response do not.
 
     The distance between the two places differs from response to response, so a shift
