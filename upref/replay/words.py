@@ -174,7 +174,7 @@ SAMPLER = {
     ),
     "aligned": (
         "in {rows} of {of} responses the sampler's numbers are at the {side} end of "
-        "the row, and the tokens do not: one column is padded on the left and the "
+        "the row, and the tokens are not: one column is padded on the left and the "
         "other on the right, or a prompt is missing in one. Moved back, " + UNDONE + "."
     ),
 }
