@@ -40,10 +40,14 @@ def table(what: str, times: dict[str, float], limit: float) -> bool:
     return ok
 
 
-def planted() -> tuple[dict[str, float], dict[str, float]]:
-    """CPU seconds of the right and of the wrong steps of the set."""
+def planted(only: list[str]) -> tuple[dict[str, float], dict[str, float]]:
+    """CPU seconds of the right and of the wrong steps of the set; of these alone, where
+    some are named.
+    """
     times: tuple[dict[str, float], dict[str, float]] = ({}, {})
     for case in CASES.values():
+        if only and case.id not in only:
+            continue
         times[not case.right][case.id] = run(case)["seconds"]
     return times
 
@@ -65,13 +69,14 @@ def trainers(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step")
     parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], help="steps of the set")
     options = parser.parse_args()
     torch.set_num_threads(1)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     print(f"{platform.machine()}, {os.cpu_count()} cores, {versions}")
     print("CPU seconds on one thread; the five slowest of each\n")
     run(CASES["padding_filled"])  # which imports
-    right, wrong = planted()
+    right, wrong = planted(options.only)
     quick = table("right steps of tests/step/planted", right, RIGHT)
     quick &= table("wrong steps of tests/step/planted", wrong, WRONG)
     if options.folder:

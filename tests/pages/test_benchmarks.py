@@ -103,6 +103,7 @@ COMMANDS: dict[str, tuple[str, set[int]]] = {
     "gpu": ("--out {folder} --trial kernels-11 steps-7", {0}),
     "hidden": ("--quick accuracy memory", {0}),
     "mini": ("rollout --rounds 1", {0}),
+    "step": ("--only padding_filled rounded_down", {0, 1}),  # 1: slower than a limit
     "readability": ("", {0}),
     "record": ("", {0}),
     "reliability": ("threads", {0}),
