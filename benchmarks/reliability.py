@@ -560,13 +560,14 @@ def files_(folder: Path) -> Iterator[Row]:
         def __reduce__(self):
             return Path.touch, (folder / "ran",)
 
-    torch.save({"settings": {}, "batch": Payload()}, folder / "replay.safetensors")
+    torch.save({"settings": {}, "batch": Payload()}, folder / "minibatch.safetensors")
     status, said = run(
-        lambda: command.main(["--replay", str(folder / "replay.safetensors")]), log
+        lambda: command.main(["--minibatch", str(folder / "minibatch.safetensors")]),
+        log,
     )
     assert not (folder / "ran").exists()
     who, fault, lost = (
-        "repro.mini.train --replay",
+        "repro.mini.train --minibatch",
         "a file that holds code",
         "nothing: it did not run",
     )

@@ -62,7 +62,7 @@ def write(s, out: Path, pause: float = 0.0, nan: bool = False) -> None:
     ):
         for step in range((out / "steps.jsonl").read_text().count("\n"), s.steps):
             if nan and step == 3:
-                (out / "replay-3-0.pt").touch()
+                (out / "minibatch-3-0.pt").touch()
                 sys.exit("step 3, minibatch 0: loss nan")
             steps.write(json.dumps(numbers(s, step)) + "\n")
             steps.flush()

@@ -22,7 +22,7 @@ import torch
 from repro.mini import files
 from repro.mini.train import checkpoint, command, loop
 from repro.mini.train.checkpoint import Run
-from repro.mini.train.replay import NotFinite, keep_for_replay
+from repro.mini.train.failed_minibatch import NotFinite, keep_minibatch
 from repro.mini.train.rollout import rollout
 from repro.mini.train.settings import Settings
 from upref.errors import InputError
@@ -334,7 +334,7 @@ def test_an_unwritable_folder_is_one_sentence(tmp_path, capsys):
         ["--task", "chess"],
         ["--steps", "0"],
         ["--settings", "none.json"],
-        ["--replay", "none.pt"],
+        ["--minibatch", "none.pt"],
     ],
 )
 def test_bad_arguments_are_one_sentence(args, tmp_path, capsys):
@@ -345,7 +345,7 @@ def test_bad_arguments_are_one_sentence(args, tmp_path, capsys):
     assert not (tmp_path / "run" / "steps.jsonl").exists()
 
 
-def test_a_loss_that_is_no_number_stops_and_can_be_replayed(
+def test_a_loss_that_is_no_number_stops_and_can_be_repeated(
     tmp_path, capsys, monkeypatch
 ):
     args = [
@@ -372,15 +372,15 @@ def test_a_loss_that_is_no_number_stops_and_can_be_replayed(
     monkeypatch.setattr(loop.models, "response_logits", spoilt)
     assert command.main(args) == 1
     err = capsys.readouterr().err
-    kept = tmp_path / "run" / "replay-1-1.safetensors"
+    kept = tmp_path / "run" / "minibatch-1-1.safetensors"
     assert "step 1, minibatch 1: loss nan" in err
-    assert f"python -m repro.mini.train --replay {kept}" in err
+    assert f"python -m repro.mini.train --minibatch {kept}" in err
     assert len((tmp_path / "run" / "steps.jsonl").read_text().splitlines()) == 1
     calls[:] = [1] * 5
-    assert command.main(["--replay", str(kept)]) == 1  # it stops again
+    assert command.main(["--minibatch", str(kept)]) == 1  # it stops again
     assert "loss nan" in capsys.readouterr().err
     calls[:] = [1] * 6
-    assert command.main(["--replay", str(kept)]) == 0  # mended
+    assert command.main(["--minibatch", str(kept)]) == 0  # mended
     assert "grad_norm" in capsys.readouterr().out
 
 
@@ -399,41 +399,41 @@ def test_only_a_loss_that_is_not_finite_is_status_1(
     )
 
 
-def test_replay_file_of_another_version_is_one_sentence(tmp_path, capsys):
+def test_a_kept_minibatch_of_another_version_is_one_sentence(tmp_path, capsys):
     s = Settings(prompts=4, responses=2, minibatches=2)
     run = Run(s)
     batch = rollout(run.policy, run.task, run.task.problems("train", 8, 0), s, 0)
-    said = keep_for_replay(
+    said = keep_minibatch(
         run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan")
     )
-    kept = tmp_path / "replay-0-0.safetensors"
-    assert str(kept) in said and command.main(["--replay", str(kept)]) == 0
+    kept = tmp_path / "minibatch-0-0.safetensors"
+    assert str(kept) in said and command.main(["--minibatch", str(kept)]) == 0
     whole = kept.read_bytes()
     for at in range(len(whole) // 3, len(whole), len(whole) // 4):  # a byte of a tensor
         kept.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        assert command.main(["--replay", str(kept)]) == 2
+        assert command.main(["--minibatch", str(kept)]) == 2
         assert "its content is not what was written" in capsys.readouterr().err
     vars(batch)["logits"] = vars(batch).pop("state")  # as it was in another version
-    keep_for_replay(
+    keep_minibatch(
         run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan")
     )
     capsys.readouterr()
-    assert command.main(["--replay", str(kept)]) == 2
+    assert command.main(["--minibatch", str(kept)]) == 2
     assert (
-        "is not a replay file of this version: ValueError: logits, state of its batch"
+        "is not a kept minibatch of this version: ValueError: logits, state of its batch"
         in capsys.readouterr().err
     )
 
 
-def test_half_written_replay_file_is_one_sentence(tmp_path, capsys):
-    path = tmp_path / "replay.safetensors"
+def test_a_half_written_minibatch_is_one_sentence(tmp_path, capsys):
+    path = tmp_path / "minibatch.safetensors"
     files.save_tree(path, {"step": 1, "rows": torch.arange(3)})
     content = path.read_bytes()
     for part in (content, content[:100], b"", b"\x80\x04K\x01."):
         path.write_bytes(part)
-        assert command.main(["--replay", str(path)]) == 2
+        assert command.main(["--minibatch", str(path)]) == 2
         err = capsys.readouterr().err
-        assert "is not a replay file" in err and err.count("\n") == 1
+        assert "is not a kept minibatch" in err and err.count("\n") == 1
 
 
 class Payload:
@@ -446,13 +446,13 @@ class Payload:
         return Path.touch, (self.path,)
 
 
-def test_a_replay_file_and_a_checkpoint_run_no_code(
+def test_a_kept_minibatch_and_a_checkpoint_run_no_code(
     tmp_path, interrupted, whole, capsys
 ):
-    for path in (tmp_path / "replay-0-0.safetensors", tmp_path / "replay-0-0.pt"):
+    for path in (tmp_path / "minibatch-0-0.safetensors", tmp_path / "minibatch-0-0.pt"):
         torch.save({"settings": {}, "batch": Payload(tmp_path / "ran")}, path)
-        assert command.main(["--replay", str(path)]) == 2
-        assert "is not a replay file" in capsys.readouterr().err
+        assert command.main(["--minibatch", str(path)]) == 2
+        assert "is not a kept minibatch" in capsys.readouterr().err
     for folder in checkpoint.checkpoints(interrupted):
         torch.save(Payload(tmp_path / "ran"), folder / checkpoint.TRAINER)
         facts = json.loads((folder / files.PROVENANCE).read_text())

@@ -152,7 +152,7 @@ def _finished(folder: Path, code: int) -> list[str]:
         or ["no word"]
     )[-1]
     # not finite: the same seed would end there again
-    if code == 1 and list(folder.glob("replay-*")):
+    if code == 1 and list(folder.glob("minibatch-*")):
         why = f"stopped at step {_steps(folder)}: {last}"
         files.write_atomically(folder / "failed.json", json.dumps({"status": why}))
         return []

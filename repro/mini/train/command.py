@@ -20,7 +20,7 @@ from rich.progress import (
 )
 
 from repro.mini.train import loop
-from repro.mini.train.replay import NotFinite
+from repro.mini.train.failed_minibatch import NotFinite
 from repro.mini.train.settings import Settings
 from repro.mini.train.trackers import MODULES, Tracker
 from upref import interrupt
@@ -34,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments().parse_args(argv)
     interrupt.then("the same command goes on from the last checkpoint")
     try:
-        if args.replay:
-            loop.replay(args.replay)
+        if args.minibatch:
+            loop.repeat_minibatch(args.minibatch)
             return 0
         given = asdict(Settings.read(args.settings)) if args.settings else {}
         given |= {
@@ -87,7 +87,7 @@ def arguments() -> argparse.ArgumentParser:
         type=Path,
         help="default: a folder of repro/out/mini/, named by the settings",
     )
-    parser.add_argument("--replay", type=Path, help="a replay-*.safetensors file")
+    parser.add_argument("--minibatch", type=Path, help="a minibatch-*.safetensors file")
     parser.add_argument(
         "--tensorboard", action="store_true", help="into the run's folder as well"
     )

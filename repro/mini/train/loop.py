@@ -3,7 +3,7 @@
 
     python -m repro.mini.train --objective up_dapo                 one run, live, into repro/out/mini/
     python -m repro.mini.train --settings FILE --out FOLDER        what the suite calls
-    python -m repro.mini.train --replay FOLDER/replay-17-3.safetensors   a minibatch that stopped a run, once more
+    python -m repro.mini.train --minibatch FOLDER/minibatch-17-3.safetensors   a minibatch that stopped a run, once more
 
 Started again with the same settings, a run goes on from its last checkpoint and ends
 bit-identical to one that was never interrupted. Exit status: 0 done, 1 stopped by a
@@ -21,7 +21,7 @@ from repro.mini import files, tasks
 from repro.mini.policy import evals, models
 from repro.mini.train.checkpoint import MOST_SEEN, Run, finish, resume, save
 from repro.mini.train.measure import Tally, entropy, kl
-from repro.mini.train.replay import NotFinite, again, keep_for_replay
+from repro.mini.train.failed_minibatch import NotFinite, keep_minibatch, load_minibatch
 from repro.mini.train.rollout import Batch, rollout, spread
 from repro.mini.train.settings import Settings
 from upref import Totals
@@ -123,7 +123,7 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
                     update(run, batch, ref, rows, tally)
                 except NotFinite as e:
                     raise NotFinite(
-                        keep_for_replay(
+                        keep_minibatch(
                             run,
                             batch,
                             ref,
@@ -258,11 +258,11 @@ def evaluations(run: Run) -> list[tuple[str, float]]:
     return due
 
 
-def replay(path: Path) -> None:
+def repeat_minibatch(path: Path) -> None:
     """A minibatch that stopped a run once more, from the policy before it; raises
     NotFinite if it stops again.
     """
-    run, batch, ref, rows = again(path)
+    run, batch, ref, rows = load_minibatch(path)
     tally = Tally(batch.tokens.shape[1])
     update(run, batch, ref, rows, tally)
     for name, value in tally.numbers(run.objective, run.s.hyperparameters()).items():

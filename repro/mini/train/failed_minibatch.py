@@ -21,13 +21,13 @@ class NotFinite(Exception):
     """The run cannot go on; the message says how to look at it."""
 
 
-def keep_for_replay(
+def keep_minibatch(
     run: Run, batch: Batch, ref, rows: Tensor, out: Path, number: int, why: Exception
 ) -> str:
     """Without pickle: people send such a file with a report, and reading it must not
     run what it holds.
     """
-    path = out / f"replay-{run.step}-{number}.safetensors"
+    path = out / f"minibatch-{run.step}-{number}.safetensors"
     at = {
         "step": run.step,
         "number": number,
@@ -43,11 +43,11 @@ def keep_for_replay(
     )
     return (
         f"step {run.step}, minibatch {number}: {why}. The minibatch and the policy before it are in {path}; "
-        f"replay it: python -m repro.mini.train --replay {path}"
+        f"repeat it: python -m repro.mini.train --minibatch {path}"
     )
 
 
-def again(path: Path) -> tuple[Run, Batch, Tensor | None, Tensor]:
+def load_minibatch(path: Path) -> tuple[Run, Batch, Tensor | None, Tensor]:
     """The run as it was before that minibatch, and what `update` takes of the
     minibatch.
     """
@@ -67,4 +67,6 @@ def again(path: Path) -> tuple[Run, Batch, Tensor | None, Tensor]:
             if isinstance(e, InputError)
             else f"{type(e).__name__}: {e}"
         )
-        raise InputError(f"{path} is not a replay file of this version: {said}.") from e
+        raise InputError(
+            f"{path} is not a kept minibatch of this version: {said}."
+        ) from e
