@@ -20,8 +20,8 @@ from torch import Tensor
 from repro.mini import files, tasks
 from repro.mini.policy import evals, models
 from repro.mini.train.checkpoint import MOST_SEEN, Run, finish, resume, save
-from repro.mini.train.measure import Tally, entropy, kl
 from repro.mini.train.failed_minibatch import NotFinite, keep_minibatch, load_minibatch
+from repro.mini.train.measure import Tally, entropy, kl
 from repro.mini.train.rollout import Batch, rollout, spread
 from repro.mini.train.settings import Settings
 from upref import Totals
