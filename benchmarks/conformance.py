@@ -182,21 +182,23 @@ def _environment(name: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def keep(kind: str, key: str, record: dict[str, Any]) -> None:
+def keep(kind: str, key: str, record: dict[str, Any], file: Path | None = None) -> None:
     """Put a run into the file, in place of the same run before.
 
     Args:
         kind: the part of the file.
         key: the name of the run there.
         record: what is kept of it.
+        file: the file; None: the committed one.
     """
-    kept = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    file = file or FILE
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     kept.setdefault(kind, {})[key] = record | {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
     }
     kept = {one: dict(sorted(kept[one].items())) for one in sorted(kept)}
-    write_atomically(FILE, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(file, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 
 
 def _said(key: str, record: dict[str, Any]) -> None:
@@ -216,26 +218,29 @@ def main() -> int:
     parser.add_argument("--red", action="store_true", help="with a bug planted in it")
     parser.add_argument("--ranks", action="store_true", help="levels 4 and 5")
     parser.add_argument("--only", default="", help="of the cases of ranks, as -k takes")
+    parser.add_argument(
+        "--out", type=Path, default=FILE, metavar="FILE", help="where the runs are kept"
+    )
     asked = parser.parse_args()
     wrong = False
     for name in asked.names or ADAPTERS:
         if name == "plain":
-            wrong |= _plain()
+            wrong |= _plain(asked.out)
             continue
         for part, key, arguments in _runs(name, asked):
             record = run_suite(name, *arguments)
-            keep(part, key, record)
+            keep(part, key, record, asked.out)
             _said(f"{part}: {key}", record)
             wrong |= part == "green" and bool(record["unexpected"])
         if name == "megatron" and asked.ranks and not asked.only:
             os.environ |= on_loopback()
             found = {way: float(f"{e:.2g}") for way, e in measure(rank_errors).items()}
             print(f"ranks: GPTModel: {found}")
-            keep("layers", "GPTModel", {"errors": found})
+            keep("layers", "GPTModel", {"errors": found}, asked.out)
     return int(wrong)
 
 
-def _plain() -> bool:
+def _plain(file: Path) -> bool:
     """Record the loop of the page; whether a case of it did not pass."""
     wrong = False
     with one_thread():
@@ -244,7 +249,7 @@ def _plain() -> bool:
             found = {str(seed): run_plain(case, seed) for seed in PLAIN_SEEDS}
             worst = max(found.values(), key=lambda one: one["error"])
             print(f"{case.id}: {worst}", flush=True)
-            keep("plain", family, {"seeds": found})
+            keep("plain", family, {"seeds": found}, file)
             wrong |= any(one["status"] != "passed" for one in found.values())
     return wrong
 

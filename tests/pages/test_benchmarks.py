@@ -100,6 +100,7 @@ def test_the_rows_of_a_gpu_run_name_no_folder_of_the_machine(tmp_path):
 # busy machine may have
 COMMANDS: dict[str, tuple[str, set[int]]] = {
     "check": ("", {0, 1}),  # 1: slower than a limit
+    "conformance": ("plain --out {folder}/runs.json", {0}),
     "gpu": ("--out {folder} --trial kernels-11 steps-7", {0}),
     "hidden": ("--quick accuracy memory", {0}),
     "mini": ("rollout --rounds 1", {0}),
