@@ -216,6 +216,12 @@ def up_in_numbers() -> str:
     return answer.numbers()
 
 
+def up_paths() -> str:
+    from docs import answer
+
+    return answer.paths()
+
+
 def up_explanations() -> str:
     from docs import answer
 
@@ -620,6 +626,7 @@ GENERATED = {f.__name__: f for f in STEPS} | {
         verdicts,
         does_up_help,
         up_in_numbers,
+        up_paths,
         up_explanations,
         sharp_bits,
         *FRAMEWORKS,
