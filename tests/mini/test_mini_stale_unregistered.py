@@ -211,9 +211,22 @@ def test_the_numbers_of_readme(runs):
     }
     below = f"{np.sum(sampled['avg'] < -1e-9)} of 17 seeds below 0"
     majority = plain(difference("up_dapo", "dapo", 16, "maj"))
-    ends = [per_seed(runs, arm, 16, "best").mean() for arm in ("dapo", "up_dapo")]
-    start = np.mean(
-        [100 * r["evals"]["test/top_p_0.7"]["best"][0] for r in runs.values()]
+    points = {
+        (base, arm, at): 100
+        * np.mean(
+            [
+                runs[arm, 16, "sampler", base, k]["evals"]["test/top_p_0.7"]["best"][at]
+                for k in SEEDS
+            ]
+        )
+        for base in BASES
+        for arm in ("dapo", "up_dapo")
+        for at in (0, -1)
+    }
+    ends = {place: f"{value:.0f}" for place, value in points.items()}
+    walk, biased = BASES
+    stale = plain(
+        per_seed(runs, "up_dapo", 16, "avg") - per_seed(runs, "dapo", 0, "avg")
     )
     lost = [
         per_seed(runs, a, 16, "avg", old="recomputed") - per_seed(runs, a, 16, "avg")
@@ -239,16 +252,86 @@ def test_the_numbers_of_readme(runs):
         f"right at least once in 32 | {gain[16]} | {plain(sampled['best'])} |",
         f"right on average | {average} | {plain(sampled['avg'])}; {below} |",
         f"the most frequent is right | {majority}, not registered | {plain(sampled['maj'])} |",
-        f"UP-DAPO solves {ends[1]:.0f} % at least once in 32 tries, DAPO {ends[0]:.0f} %, the base "
-        f"{start:.0f} %: UP gains {gain[16]} points, half of it by the missing upper clip.",
-        f"At 4 rollouts UP gains {gain[4]}, on fresh data {gain[0]}. The average changes by {average}.",
-        f"UP gains {sampled['best'].mean():.1f}, and loses {-sampled['avg'].mean():.1f} on average",
+        f"At top-p 0.7 UP solves {gain[16]} points more at least once in 32 tries, half of it by the missing upper "
+        f"clip: {ends[walk, 'up_dapo', -1]} against DAPO's {ends[walk, 'dapo', -1]} % from a base at "
+        f"{ends[walk, 'dapo', 0]} %, {ends[biased, 'up_dapo', -1]} against {ends[biased, 'dapo', -1]} % from one at "
+        f"{ends[biased, 'dapo', 0]} %. The average changes by {average}.",
+        f"{sampled['best'].mean():+.1f} and {sampled['avg'].mean():+.1f}. At 4 rollouts UP gains {gain[4]}, on fresh "
+        f"data {gain[0]}, with lp_old recomputed {again}.",
+        f"Avg@32 is {stale} points from that of DAPO on fresh data",
         f"UP gains {again} of Best@32: both methods end at {others[0]:.0f} to {others[1]:.0f} %, and "
         f"{-np.mean(lost):.0f} points of Avg@32 lower",
     ):
         assert said in section, said
     half = float(str(anchor).partition(" ")[0]) / float(str(gain[16]).partition(" ")[0])
     assert 0.45 < half < 0.55
+
+
+def test_each_base_apart(runs):
+    """No sum of the page: of each base, at the start and at the end, and the effect."""
+
+    def of_base(base, arm, s, at=-1):
+        found = [
+            runs[arm, s, "sampler", base, k]["evals"]["test/top_p_0.7"]["best"][at]
+            for k in SEEDS
+        ]
+        return 100 * np.array(found)
+
+    printed_rows = rows("Each base apart")
+    changes = [
+        [
+            base,
+            name,
+            str(s),
+            f"{of_base(base, arm, s, 0).mean():.1f}",
+            f"{of_base(base, arm, s).mean():.1f}",
+            plain(of_base(base, arm, s) - of_base(base, arm, s, 0)),
+        ]
+        for base in BASES
+        for s in (0, 4, 16)
+        for arm, name in (("dapo", "DAPO"), ("up_dapo", "UP-DAPO"))
+    ]
+    assert printed_rows[: len(changes)] == changes
+    effects = [
+        [
+            str(s),
+            *(
+                plain(of_base(base, "up_dapo", s) - of_base(base, "dapo", s))
+                for base in BASES
+            ),
+        ]
+        for s in (0, 4, 16)
+    ]
+    assert printed_rows[-len(effects) :] == effects
+
+
+def test_both_measures_in_one_number(runs):
+    top, t_1 = "test/top_p_0.7", "test/t_1"
+    moved = [
+        np.mean(
+            per_seed(runs, "dapo", 16, m, where=t_1)
+            - per_seed(runs, "dapo", 16, m, where=top)
+        )
+        for m in ("best", "avg")
+    ]
+    rate = -moved[0] / moved[1]
+
+    def difference(s, m, where):
+        return per_seed(runs, "up_dapo", s, m, where=where) - per_seed(
+            runs, "dapo", s, m, where=where
+        )
+
+    expected = [
+        [
+            str(s),
+            *(
+                plain(difference(s, "best", where) + rate * difference(s, "avg", where))
+                for where in (top, t_1)
+            ),
+        ]
+        for s in (0, 4, 16)
+    ]
+    assert rows("Both measures in one number") == expected
 
 
 def test_how_each_effect_stands_is_what_the_report_says():
