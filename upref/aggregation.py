@@ -26,6 +26,8 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.tensors import describe, is_materialized
 
+# the one aggregation that needs a number of its own
+BY_LENGTH = "seq-mean-token-sum-norm"
 AGGREGATIONS = (
     "token-mean",
     "group-token-mean",

@@ -21,7 +21,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from upref import kl as kl_estimators
-from upref.aggregation import AGGREGATIONS, Totals, aggregate, row_weights
+from upref.aggregation import (
+    AGGREGATIONS,
+    BY_LENGTH,
+    Totals,
+    aggregate,
+    row_weights,
+)
 from upref.errors import InputError
 from upref.ops import exp, log, mean_t, sum_t, where
 from upref.rollouts import Rollouts, per_response
@@ -218,15 +224,24 @@ class Objective:
         """The same terms under another aggregation.
 
         Args:
-            agg: a name of upref.aggregation.AGGREGATIONS.
+            agg: a name of upref.aggregation.AGGREGATIONS that needs no length.
 
         Returns:
             The objective, with that aggregation in place of its own.
 
         Raises:
-            InputError: an unknown name, or seq-mean for an objective that has one term
-                per token.
+            InputError: an unknown name, seq-mean for an objective that has one term per
+                token, or seq-mean-token-sum-norm, whose length an objective does not
+                have.
         """
+        if agg == BY_LENGTH:
+            raise InputError(
+                f"{agg} divides by a fixed length L, which an objective does not have: compare with "
+                "seq-mean-token-sum, and multiply the loss by L in a wrapper (or give it L = 1, if L is an argument)."
+            )
+        if agg not in AGGREGATIONS:
+            known = ", ".join(name for name in AGGREGATIONS if name != BY_LENGTH)
+            raise InputError(f"unknown aggregation {agg!r}: choose from {known}.")
         if agg == "seq-mean" != self.agg and self.level == "token":
             raise InputError(
                 f"seq-mean averages one term per response, and {self.name} has one per token: "

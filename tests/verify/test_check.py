@@ -295,6 +295,45 @@ def test_arguments_that_nobody_has():
         upref.check(plain, "dapo", epsilon=0.2)
 
 
+def test_an_aggregation_by_a_length_is_refused(tmp_path, capsys):
+    """An objective has no length L, so the name is no answer to --agg."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def loss(log_prob, old_log_prob, advantages, mask):\n    return -log_prob.sum()\n"
+    )
+    for name in ("dapo", "dr_grpo"):
+        command = ["check", f"{file}:loss", "--as", name, "--agg"]
+        assert main([*command, "seq-mean-token-sum-norm"]) == 2
+        said = capsys.readouterr().err
+        assert "a bug in upref" not in said
+        assert "a fixed length L, which an objective does not have" in said
+    assert main([*command, "mean"]) == 2
+    said = capsys.readouterr().err
+    assert "unknown aggregation 'mean'" in said
+    assert "seq-mean-token-sum," in said and "sum-norm" not in said
+
+
+def by_length(log_prob, old_log_prob, advantages, mask, max_len=1024):
+    """Dr. GRPO, divided by a fixed length as its code does."""
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    J = torch.minimum(r * A, r.clamp(0.8, 1.2) * A) * mask
+    return -(J.sum(1) / max_len).mean()
+
+
+def test_a_fixed_length_is_named_where_it_is_all_that_differs():
+    report = upref.check(by_length, "dr_grpo")
+    assert not report
+    for f in report.failures:
+        assert f.cause.startswith("every weight is 1/1024 times what it should be: ")
+        assert "seq-mean-token-sum-norm" in f.cause and "1024" in f.cause
+    assert upref.check(by_length, "dr_grpo", max_len=1)
+    three = upref.check(by_length, "dr_grpo", max_len=1 / 3)
+    assert "seq-mean-token-sum-norm" not in three.text()
+    other = upref.check(by_length, "dr_grpo", max_len=1024, eps=0.3)
+    assert "1/1024" not in other.text()
+
+
 # ---- the ways in ---------------------------------------------------------------------
 def test_command_and_json(tmp_path, capsys):
     file = tmp_path / "mine.py"

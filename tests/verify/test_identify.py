@@ -159,6 +159,15 @@ def test_a_fixed_length_is_recovered():
         and identity.name == "dr_grpo"
         and identity.agg == "seq-mean-token-sum-norm, L = 1024"
     )
+    # check has no length: the command alone would not agree
+    assert "next: multiply the loss by 1024 in a wrapper" in identity.text()
+    assert upref.check(
+        lambda log_prob, old_log_prob, advantages, mask: (
+            1024 * fixed_length(log_prob, old_log_prob, advantages, mask)
+        ),
+        identity.name,
+        **identity.hp,
+    )
 
 
 def test_a_loss_in_float32():

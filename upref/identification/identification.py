@@ -7,7 +7,7 @@ import shlex
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from upref.aggregation import AGGREGATIONS
+from upref.aggregation import AGGREGATIONS, BY_LENGTH
 from upref.result import Result
 from upref.verify.report import describe_assumptions, describe_basis, row, short
 
@@ -166,8 +166,18 @@ class Identification(Result):
         if verbose:
             lines += describe_assumptions(self.assumptions)
         if self.matches:
-            lines.append(f"next: {self._next()}")
+            lines.append(f"next: {self._first()}{self._next()}")
         return "\n".join(lines)
+
+    def _first(self) -> str:
+        """What the command below needs, where it would not agree as it is."""
+        length = self.agg.partition(f"{BY_LENGTH}, L = ")[2]
+        if not length:
+            return ""
+        return (
+            f"multiply the loss by {length} in a wrapper (or give it L = 1, if L is an argument): "
+            "check has no fixed length; then "
+        )
 
     def _next(self) -> str:
         """How it differs, on which smallest batch."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.aggregation import AGGREGATIONS, Totals
+from upref.aggregation import AGGREGATIONS, BY_LENGTH, Totals
 from upref.errors import InputError
 from upref.identification.identification import Identification, Match
 from upref.registry import REDUCE, Objective, get, names
@@ -437,7 +437,7 @@ def _own(box: BlackBox, o: Objective) -> bool:
 
 def _agg(box: BlackBox) -> str:
     if box.agg == "seq-mean-token-sum" and 0 < box.scale < 1:
-        return f"seq-mean-token-sum-norm, L = {1 / box.scale:.7g}"
+        return f"{BY_LENGTH}, L = {1 / box.scale:.7g}"
     return box.agg
 
 
@@ -466,7 +466,7 @@ def _multiplied(k: float, agg: str) -> list[str]:
     out = []
     if k < 0:
         out.append("the sign is flipped: J is returned where a loss, -J, should be")
-    if abs(k) != 1 and not agg.startswith("seq-mean-token-sum-norm"):
+    if abs(k) != 1 and not agg.startswith(BY_LENGTH):
         out.append(f"every weight is {abs(k):.7g} times what it should be")
     return out
 

@@ -85,6 +85,7 @@ def explain(
     every = chain(
         [NOTHING] if nothing else [],
         two_gradients(case, b),
+        by_fixed_length(case),
         _retuned(case, bounds),
         _other_kl(case, b, found, use),
         _kl_aggregated(case),
@@ -151,6 +152,31 @@ def two_gradients(case: LossCase, b: Rollouts) -> Iterator[LossFault]:
         id="own-gradient-added",
         weigh=lambda b: case.weights(b) - left(b) + case.expected(b),
         whole=True,
+    )
+
+
+LEAST_LENGTH = 16  # tokens: a smaller divisor is no response's greatest length
+
+
+def by_fixed_length(case: LossCase) -> Iterator[LossFault]:
+    """A sum over each response that is divided by one whole number, as Dr. GRPO's code
+    divides by a length fixed beforehand.
+
+    Args:
+        case: the loss and its objective.
+    """
+    sums = case.agg == declared_aggregation(case.o) == "seq-mean-token-sum"
+    if not sums or not case.fits or not 0 < case.k < 1:
+        return
+    length = round(1 / case.k)
+    if length < LEAST_LENGTH or abs(case.k * length - 1) > 10 * case.tol:
+        return
+    yield fault(
+        f"every weight is 1/{length} times what it should be: if {length} is the fixed length L of Dr. GRPO's code "
+        "(seq-mean-token-sum-norm), check the loss times L",
+        "rounding",
+        id="weights-scaled",
+        scale=lambda b: case.k,
     )
 
 

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
-from upref.verify.explain import confirmed, everywhere, explain, two_gradients
+from upref.verify.explain import (
+    by_fixed_length,
+    confirmed,
+    everywhere,
+    explain,
+    two_gradients,
+)
 from upref.verify.factors import aggregation_id, declared_aggregation
 from upref.verify.faults.losses import LossFault, fault
 from upref.verify.finding import Cause, Number, TokenPlace, number_pair
@@ -405,6 +411,8 @@ def on_policy(case: LossCase) -> list[Finding]:
     why = next(
         filter(None, (confirmed(case, one) for one in two_gradients(case, b))), Cause()
     )
+    if every:
+        k = next(by_fixed_length(case), k)
     if not why and every:  # many rows, too: a factor may be that of a small batch
         why = confirmed(case, k, case.grid(edges=OFF_EDGES))
     why = why or case.cause
