@@ -60,7 +60,8 @@ def page(o: Objective, folder: Path) -> str:
         "## Relatives",
         _relatives(o),
     ]
-    parts += ["## Reference", f"```bibtex\n{bib_entry(o.paper)}\n```"]
+    if o.paper:
+        parts += ["## Reference", f"```bibtex\n{bib_entry(o.paper)}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -143,6 +144,8 @@ def _thumb(o: Objective, folder: Path, before: str = "") -> str:
 
 # ---- its parts -----------------------------------------------------------------------
 def _paper(o: Objective) -> str:
+    if not o.paper:
+        return "Unpublished."
     paper = papers().get(o.paper)
     title = o.paper if paper is None else paper.title
     shown = f"[{title}]({paper.url})" if paper and paper.url else title

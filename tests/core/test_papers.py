@@ -54,7 +54,9 @@ def test_no_preprint_appears_twice():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_paper_of_an_objective_has_an_entry(name):
-    assert upref.get(name).paper in BIB
+    """An objective of one's own may be in no paper."""
+    paper = upref.get(name).paper
+    assert not paper or paper in BIB
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,11 +83,18 @@ def test_the_keys_in_the_sources_have_entries(path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_hyperparameter_says_where_its_default_comes_from(name):
+    """The text states the value, and a word beside it. An objective that is in no paper
+    may leave it out.
+    """
     o = upref.get(name)
-    assert set(o.defaults) == set(o.hyperparameters)
-    for key, value in o.hyperparameters.items():
-        source = o.defaults[key]
-        assert len(source) >= 12, f"{key}: too short to be a source"
+    assert set(o.defaults) <= set(o.hyperparameters)
+    if o.paper:
+        assert set(o.defaults) == set(o.hyperparameters)
+    for key, source in o.defaults.items():
+        value = o.hyperparameters[key]
+        assert re.search(r"[^\W\d_]{3}", source.replace("None", "")), (
+            f"{key}: {source!r} names no source"
+        )
         assert stated(value) & set(re.findall(r"None|\d[\d.e-]*", source)), (
             f"{key}: {value} is not in {source!r}"
         )

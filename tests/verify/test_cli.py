@@ -37,9 +37,9 @@ def test_show_tells_all(capsys, name):
         code == 0
         and o.equation.splitlines()[0] in out
         and "return" in out
-        and "@" in out
-        and o.paper in out
+        and o.source in out
     )
+    assert not o.paper or f"{{{o.paper}," in out, "the BibTeX entry of its paper"
     assert "no entry" not in out
     for key, sentence in o.defaults.items():
         assert f"{key} = " in out and sentence in out

@@ -124,7 +124,7 @@ def record(o: Objective) -> dict[str, Any]:
         "readsMu": o.reads_mu,
         "level": o.level,
         "equation": o.equation,
-        "source": f"{o.paper}, {o.eq}",
+        "source": o.source,
         "note": o.note,
         "hp": {
             k: _hyperparameter(k, v, o.defaults.get(k, "")) for k, v in _own(o).items()
