@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the figures that README and docs/objectives.md show:
-`python figures/make.py [folder]`.
+`python figures/make.py [FOLDER]`.
 
 Equal library versions give equal bytes.
 """
 
+import argparse
 import io
 import re
 import sys
@@ -137,6 +138,26 @@ def main(folder=Path(__file__).parent):
     save(rare_lines(), Path(folder) / "rare_lines.svg")
 
 
+def command(arguments):
+    """Parse the command line, and write the figures; the folder must exist."""
+    parser = argparse.ArgumentParser(
+        prog="python figures/make.py",
+        description="Write the figures that README and docs/objectives.md show.",
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path(__file__).parent,
+        metavar="FOLDER",
+        help="where they are written, an existing folder (default: figures/)",
+    )
+    folder = parser.parse_args(arguments).folder
+    if not folder.is_dir():
+        parser.error(f"there is no folder {folder}")
+    main(folder)
+
+
 if __name__ == "__main__":
     interrupt.handled("figures/make.py")
-    main(*sys.argv[1:2])
+    command(sys.argv[1:])

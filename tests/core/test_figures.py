@@ -62,6 +62,16 @@ def test_figures_are_small_and_carry_no_date(fresh):
     assert {p.name for p in fresh.iterdir()} == {p.name for p in FIGURES.glob("*.svg")}
 
 
+def test_the_command_explains_itself_and_refuses_what_is_no_folder(tmp_path, capsys):
+    for arguments, status in ((["--help"], 0), ([str(tmp_path / "none")], 2)):
+        with pytest.raises(SystemExit) as end:
+            make.command(arguments)
+        assert end.value.code == status
+    said = capsys.readouterr()
+    assert "FOLDER" in said.out and "there is no folder" in said.err
+    assert not list(tmp_path.iterdir())
+
+
 def test_same_code_same_bytes(fresh, tmp_path):
     make.save(make.cap(), tmp_path / "cap.svg")
     assert (tmp_path / "cap.svg").read_bytes() == (fresh / "cap.svg").read_bytes()
