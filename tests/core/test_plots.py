@@ -113,6 +113,34 @@ def test_weights_of_a_user_loss_have_its_scale():
         np.testing.assert_allclose(mine, grpo, atol=1e-9)
 
 
+def test_the_axis_holds_all_curves():
+    """A curve may be highest before the end of the axis, or have the wrong sign."""
+
+    def peaked(lp, lp_old, A, mask):
+        r = (lp - lp_old).exp()
+        return -(A * r * (2.67 - r.clamp(max=2.67).detach())).sum()
+
+    def reversed_above_2(lp, lp_old, A, mask):
+        r = (lp - lp_old).exp()
+        return -(A * r * (1 - 2 * (r > 2))).sum()
+
+    highest = []
+    for loss in (peaked, reversed_above_2, "is_pg"):
+        for ax in weights("dapo", loss).axes[:2]:
+            low, high = ax.get_ylim()
+            drawn = np.concatenate([line.get_ydata() for line in ax.lines[:2]])
+            assert low < drawn.min() and drawn.max() < high
+            highest.append(abs(drawn).max())
+    assert highest[0] == pytest.approx(1.78, abs=0.01) and highest[2] > 5
+
+
+def test_a_steep_curve_leaves_the_others_readable():
+    def steep(lp, lp_old, A, mask):
+        return -(A * (3 * (lp - lp_old)).exp()).sum()
+
+    assert weights("dapo", steep).axes[0].get_ylim()[1] < 7
+
+
 def test_hyperparameters_go_where_they_are_known():
     fig = cap_map("dapo", "up_dapo", eps_high=0.4)
     assert any("0.4" in t for t in texts(fig))

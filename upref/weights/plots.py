@@ -68,6 +68,7 @@ STYLE: Any = {
 }
 # half-width of a ratio axis in log r, unless the objective's window is much narrower
 WIDE = float(np.log(6))
+STEEPEST = 6.0  # the largest weight on a y axis: that of A r where the ratio axis ends
 LEAST = 1e-4  # the lowest probability of a logarithmic Cap map
 TICKS = ([0, 0.25, 0.5, 0.75, 1], ["0", "¼", "½", "¾", "1"])
 LOG_TICKS = ([1e-4, 1e-3, 1e-2, 1e-1, 1], ["10⁻⁴", "10⁻³", "10⁻²", "10⁻¹", "1"])
@@ -295,9 +296,7 @@ def weights(
                 ax.plot(r, w, color=color, lw=1.8, ls=dash, dash_capstyle="butt")
                 ends.append((w[-1], c.name, color))
             format_ratio_axis(ax, reach)
-            low, high = min(0, *(e[0] for e in ends)), max(0, *(e[0] for e in ends))
-            bound = np.clip(max(abs(low), abs(high)), 1.25, 5) * 1.08
-            ax.set_ylim(*((-0.06 * bound, bound) if A > 0 else (-bound, 0.06 * bound)))
+            ax.set_ylim(*_weight_limits(A, [w for _, w in lines]))
             ax.axhline(0, color="#666666", lw=0.6, zorder=0)
             ax.set_title(
                 f"A = {A:+.0f}".translate(MINUS),
@@ -314,6 +313,19 @@ def weights(
             _label_ends(ax, ends)
         fig.axes[0].set_ylabel("gradient weight  dJ/dlp")
     return fig
+
+
+def _weight_limits(A: float, weights: list[np.ndarray]) -> tuple[float, float]:
+    """The y limits that hold all curves, the parts of the wrong sign too.
+
+    A curve above STEEPEST is cut there, so that the others stay readable.
+    """
+    with_sign = np.concatenate(weights) * A
+    with_sign = with_sign[np.isfinite(with_sign)]
+    right = 1.08 * float(np.clip(with_sign.max(initial=0), 1.25, STEEPEST))
+    wrong = 1.08 * float(np.clip(-with_sign.min(initial=0), 0, STEEPEST))
+    wrong = max(wrong, 0.06 * right)
+    return (-wrong, right) if A > 0 else (-right, wrong)
 
 
 def _label_ends(ax: "Axes", ends: Any) -> None:
