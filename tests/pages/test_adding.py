@@ -107,7 +107,9 @@ def test_an_objective(added, upref_says, tmp_path):
 def test_the_judges_pass_what_the_page_adds(tmp_path):
     """With the license line, which the page leaves out, in place of the file's name."""
     for name in ADDED:
-        text = "# SPDX-License-Identifier: Apache-2.0\n" + FILES[name].partition("\n")[2]
+        text = (
+            "# SPDX-License-Identifier: Apache-2.0\n" + FILES[name].partition("\n")[2]
+        )
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     config = shlex.quote(str(ROOT / "pyproject.toml"))
