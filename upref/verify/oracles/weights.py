@@ -184,7 +184,7 @@ def _ties(
             place = TokenPlace(
                 sign,
                 numbers={"r": k},
-                remark="exactly there the bound belongs to the other side",
+                remark="exactly on a bound, where < in place of <=, or rounding, decides",
             )
             out.append(
                 note(
