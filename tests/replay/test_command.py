@@ -3,6 +3,7 @@
 
 import io
 import json
+import re
 import struct
 import zipfile
 from pathlib import Path
@@ -64,6 +65,21 @@ def test_a_missing_column_has_status_2_and_the_setting(capsys):
 def test_a_run_of_steps_is_judged_as_a_whole(folder, capsys):
     status, out, _ = run(capsys, folder / "run", "--only", "sampler")
     assert status == 1 and "FAIL  run" in out and "6 steps, 0 to 5" in out
+
+
+def test_a_report_names_its_two_estimates_of_the_kl(folder, capsys):
+    """They differ on one step where the gap is large."""
+    _, out, _ = run(capsys, folder / "run", "--only", "sampler")
+    numbers = r"KL by k3 (\S+),.*by capped k2 \S+ at first, (\S+) at last"
+    found = re.search(numbers, out, re.S)
+    last = np.load(folder / "run" / "step5.npz")
+    drawn = np.isfinite(last["sampler"]) & last["mask"]
+    log_rho = (last["old"] - last["sampler"])[drawn].astype(float)
+    k3 = (np.expm1(log_rho) - log_rho).mean()
+    capped_k2 = (log_rho.clip(-1, 1) ** 2).mean() / 2
+    assert found and float(found[1]) == pytest.approx(k3, rel=0.06)
+    assert float(found[2].rstrip(",")) == pytest.approx(capped_k2, rel=0.06)
+    assert "k3 of a step is the mean of" in out
 
 
 def test_the_logged_loss_is_compared(folder, capsys):
@@ -212,4 +228,7 @@ def test_the_example_of_the_page_is_read(tmp_path, capsys, monkeypatch):
     page = (Path(__file__).parents[2] / "docs/dump.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     exec(page.split("```python\n")[1].split("```")[0], {})
-    assert run(capsys, "step000012.npz", "--as", "dapo")[0] == 0
+    status, out, _ = run(capsys, "step000012.npz", "--as", "dapo")
+    assert status == 0 and "note" not in out
+    checks = ("sampler", "advantages", "loss")
+    assert all(f"\nok    {check}:" in out for check in checks)

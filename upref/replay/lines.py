@@ -39,7 +39,14 @@ def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
         yield from _finding_lines("run", found.series.findings)
         sizes = [s.size for s in found.series.steps]
         word = "      run" if found.series.findings else "ok    run"
-        yield f"{word}: KL(μ ‖ π_old) {sizes[0]:.2g} at first, {sizes[-1]:.2g} at last, at most {max(sizes):.2g}"
+        yield (
+            f"{word}: KL(μ ‖ π_old) by capped k2 {sizes[0]:.2g} at first, {sizes[-1]:.2g} at last, "
+            f"at most {max(sizes):.2g}"
+        )
+        yield _fold(
+            "      k3 of a step is the mean of ρ - 1 - log ρ; capped k2 is the mean of (log ρ)²/2 "
+            "with |log ρ| at most 1, so that a few tokens do not decide."
+        )
     for check, why in found.not_run.items():
         yield _fold(f"not run  {check}: {why}")
     if found.table is not None:
@@ -97,7 +104,7 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
             word = f"ok    sampler: {few}no more than rounding"
         yield (
             f"{word}; {g.tokens:,} tokens, mean |log ρ| {g.mean_abs:.3g}, largest {g.largest:.3g}, "
-            f"E[ρ] {g.rho_mean:.4f} ± {g.rho_se:.4f}, KL {g.k3:.2g}, effective {g.effective:.0%}"
+            f"E[ρ] {g.rho_mean:.4f} ± {g.rho_se:.4f}, KL by k3 {g.k3:.2g}, effective {g.effective:.0%}"
         )
     a = s.advantages
     if a is not None:

@@ -163,7 +163,7 @@ def _over_steps(ax: Any, found: Replay) -> None:
     )
     ax.set(
         xlabel="step",
-        ylabel="KL(μ ‖ π_old), nats",
+        ylabel="KL(μ ‖ π_old) by capped k2, nats",
         title="the gap over the steps",
         yscale="log",
     )

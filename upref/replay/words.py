@@ -189,24 +189,24 @@ SERIES = {
         "model sampled once."
     ),
     "grows_with_steps": (
-        "the gap grows with the steps (KL {first:.2g} to {last:.2g}): weights that "
+        "the gap grows with the steps (capped k2 {first:.2g} to {last:.2g}): weights that "
         "never reach the engine look like this, and so do a growing lag or a rising "
         "learning rate in an asynchronous run, updates on responses that were sampled "
         "once, and a numerical gap that grows. Record ref, or version, to tell."
     ),
     "grows_at_one_lag": (
-        "the gap grows with the steps (KL {first:.2g} to {last:.2g}) although the "
+        "the gap grows with the steps (capped k2 {first:.2g} to {last:.2g}) although the "
         "recorded lag stays {lag}: weights that never reach the engine, whatever it "
         "counts, look like this, and so do a rising learning rate in an asynchronous "
         "run and a numerical gap that grows. Record ref to tell."
     ),
     "one_version": (
         "the weights of step {version} sampled the responses of all {steps} steps, and "
-        "the gap grows (KL {first:.2g} to {last:.2g}): the engine received no newer "
+        "the gap grows (capped k2 {first:.2g} to {last:.2g}): the engine received no newer "
         "weights, or these are updates on responses that were sampled once."
     ),
     "follows_lag": (
-        "the gap follows the lag of the weights that sampled (KL {low:.2g} at lag "
+        "the gap follows the lag of the weights that sampled (capped k2 {low:.2g} at lag "
         "{least}, {high:.2g} at lag {most}): staleness."
     ),
 }
