@@ -386,6 +386,103 @@ def test_names_that_are_no_role():
         assert names.role(n) == "", n
 
 
+def old_first(a, b, c, d):
+    """Right PPO in verl's order, its arguments called by letters."""
+    r = torch.where(d, b - a, 0).exp()
+    return -(torch.where(d, torch.min(r * c, r.clamp(0.8, 1.2) * c), 0)).sum() / d.sum()
+
+
+def new_first(a, b, c, d):
+    return old_first(b, a, c, d)
+
+
+def right_by_stars(*x):
+    return old_first(*x)
+
+
+def cispo_old_first(a, b, c, d):
+    r = torch.where(d, b - a, 0).exp().clamp(max=5).detach()
+    return -torch.where(d, r * c * b, 0).sum() / d.sum()
+
+
+def clipped_alone_old_first(a, b, c, d):
+    """Wrong in either order: the minimum is missing."""
+    r = torch.where(d, b - a, 0).exp()
+    return -torch.where(d, r.clamp(0.8, 1.2) * c, 0).sum() / d.sum()
+
+
+def test_a_loss_that_fails_for_its_order_alone_is_ambiguous():
+    """Letters do not tell which policy is which: no accusation rests on their order."""
+    for loss, name in (
+        (old_first, "ppo_clip"),
+        (old_first, "dapo"),
+        (right_by_stars, "ppo_clip"),
+        (cispo_old_first, "cispo"),
+    ):
+        hp = {"eps_low": 0.2, "eps_high": 0.2} if name == "dapo" else {}
+        with pytest.raises(InputError, match="cannot tell which argument is log_prob"):
+            upref.check(loss, name, skip=QUICK, **hp)
+        with pytest.raises(InputError, match="cannot tell which argument is log_prob"):
+            upref.identify(loss)
+    assert upref.check(new_first, "ppo_clip", skip=QUICK)
+    assert upref.identify(new_first).name == "ppo_clip"
+    # a size that neither order has is no matter of the order
+    report = upref.check(new_first, "ppo_clip", skip=QUICK, eps=0.3)
+    assert not report and "inverted" not in report.text()
+
+    def names_say(log_prob, old_log_prob, advantages, mask):
+        return old_first(log_prob, old_log_prob, advantages, mask)
+
+    said = upref.check(names_say, "ppo_clip", skip=QUICK).text()
+    assert "the ratio is inverted" in said
+
+
+def test_a_fault_in_an_unknown_order_is_no_inverted_ratio():
+    for judge in (lambda f: upref.check(f, "ppo_clip", skip=QUICK), upref.identify):
+        try:
+            said = judge(clipped_alone_old_first).text()
+        except InputError as e:
+            said = str(e)
+        assert "inverted" not in said
+
+
+def test_the_policy_that_sampled_is_told_by_its_word():
+    for new, old in (("pi_logps", "mu_logps"), ("train_lps", "gen_lps")):
+        for order in (("logp", "logp_old"), ("logp_old", "logp")):
+            called = {"logp": new, "logp_old": old, "adv": "adv", "mask": "mask"}
+            loss = make(called, (*order, "adv", "mask"))
+            assert f"{old} -> old_log_prob" in read(loss).read_as
+    # each of them alone says nothing of the other
+    for one, other in (("mu_logps", "gen_lps"), ("lp1", "mu_logps"), ("lp1", "lp0")):
+        called = {"logp": one, "logp_old": other, "adv": "adv", "mask": "mask"}
+        assert all(
+            "cannot tell which of" in said for said in refusals(make(called, called))
+        )
+
+
+PASTED = {
+    "def f(x, y, adv, mask):": "f(x=log_prob, y=old_log_prob, adv=advantages, mask=mask)",
+    "def f(lp1, lp0, adv, m):": "f(lp1=log_prob, lp0=old_log_prob, adv=advantages, m=mask)",
+    "def f(old_lp, cur_lp, A, m, clip):": "f(old_lp=old_log_prob, cur_lp=log_prob, A=advantages, m=mask, clip=clip)",
+    "def f(x, /, y, adv, mask):": "f(log_prob, y=old_log_prob, adv=advantages, mask=mask)",
+    "def f(lp, old_lp, adv, lengths):": "f(lp=log_prob, old_lp=old_log_prob, adv=advantages, lengths=...)",
+}
+
+
+@pytest.mark.parametrize("signature", PASTED)
+def test_the_wrapper_of_an_error_can_be_pasted(signature):
+    scope = {}
+    exec(signature + "\n    return locals()", scope)
+    with pytest.raises(InputError) as e:
+        read(scope["f"])
+    code = str(e.value).partition("check a wrapper: `")[2].partition("`")[0]
+    assert code.endswith(PASTED[signature])
+    exec(code, scope)
+    values = dict(log_prob=1, old_log_prob=2, advantages=3, mask=4)
+    more = {"clip": 5} if "clip" in signature else {}
+    assert set(scope["loss"](**values, **more).values()) >= {1, 2, 3}
+
+
 def test_by_position_only_and_through_wrappers():
     import functools
 

@@ -28,7 +28,7 @@ from upref.verify.explain import fits, reproduces, two_gradients
 from upref.verify.factors import declared_aggregation
 from upref.verify.faults import known
 from upref.verify.faults.corrections import retuned
-from upref.verify.faults.losses import LossFault, fault, lacking
+from upref.verify.faults.losses import INVERTED_RATIO, LossFault, fault, lacking
 from upref.verify.faults.targets import ETAS
 from upref.verify.match import Candidate, candidate, compared, every, in_range
 from upref.verify.measure import (
@@ -89,8 +89,24 @@ def identify(loss: Any) -> Identification:
     with state_restored() as changed:
         start, one = time.perf_counter(), read(loss)
         answer = _identified(one, start)
+        if one.order_unknown and _order_decides(one, answer):
+            raise InputError(one.order_unknown)
     more = [f"it changes {what}: restored afterwards" for what in sorted(changed)]
     return replace(answer, assumptions=[*answer.assumptions, *more])
+
+
+def _order_decides(loss: Loss, answer: Identification) -> bool:
+    """Whether a loss whose policies were read by position is wrong for their order, or
+    may be so.
+    """
+    if answer.kind in ("objective", "up"):
+        return False
+    if INVERTED_RATIO in answer.why:
+        return True
+    with contextlib.suppress(InputError):  # what it refuses in that order is no answer
+        turned = _identified(loss.exchanged(), time.perf_counter())
+        return turned.kind in ("objective", "up")
+    return False
 
 
 def _identified(loss: Loss, start: float) -> Identification:

@@ -81,9 +81,22 @@ def read(
         The Loss.
     """
     o = objective or no_objective()
-    return infer_shapes(
-        loss if isinstance(loss, Loss) else from_signature(loss, o, dict(hp or {}))
-    )
+    one = loss if isinstance(loss, Loss) else from_signature(loss, o, dict(hp or {}))
+    try:
+        return infer_shapes(one)
+    except InputError:
+        if one.order_unknown and _runs(one.exchanged()):
+            raise InputError(one.order_unknown) from None
+        raise
+
+
+def _runs(loss: Loss) -> bool:
+    """Whether it answers on a good batch."""
+    try:
+        infer_shapes(loss)
+    except InputError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -255,7 +268,10 @@ def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) 
         return reading.call(fn, full, settings)
 
     reads = frozenset(reading.roles.values()) or frozenset(MAIN)
-    loss = _bind(name, by_role, reading, o, hp, reads, str(reading))
+    loss = replace(
+        _bind(name, by_role, reading, o, hp, reads, str(reading)),
+        order_unknown=reading.order_unknown,
+    )
     if isinstance(how := getattr(fn, "__upref__", None), Shipped):
         plain = how.plain and _plain(name_of(how.plain), how.plain, o, hp)
         loss = replace(loss, fields=how.fields, defaults=how.defaults, shipped=plain)

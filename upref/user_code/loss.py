@@ -97,8 +97,24 @@ class Loss:
     counts_from: str = ""
     # parts of it that its settings leave out of the comparison, in words
     switched_off: tuple[str, ...] = ()
+    # the error where it fails, and its two policies were read by position alone
+    order_unknown: str = ""
     # a Loss: itself as shipped, where it was matched
     shipped: Any = field(default=None, repr=False)
+
+    def exchanged(self) -> "Loss":
+        """The same function with its two policies in the other order.
+
+        Returns:
+            Another Loss.
+        """
+
+        def call(full: dict[str, Any], settings: dict[str, Any]) -> Any:
+            """What it returns with the old log-probabilities for the new ones."""
+            turned = {"logp": full["logp_old"], "logp_old": full["logp"]}
+            return self.call(full | turned, settings)
+
+        return replace(self, call=call, log=[], order_unknown="")
 
     @property
     def reads_ranks(self) -> bool:

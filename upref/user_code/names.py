@@ -283,6 +283,28 @@ def sampler_of(one: str, other: str) -> str:
     return "" if says[0] == says[1] else (one, other)[says[1]]
 
 
+# words of the policy that sampled, beside one of the policy that trains
+SAMPLED = {"mu", "gen", "generator"}
+TRAINS = {"pi", "train", *NEW}
+
+
+def older_of(one: str, other: str) -> str:
+    """Which of two names of log-probabilities is of the policy that sampled, where the
+    other one is of the policy that trains: `mu_logps` beside `pi_logps`; or "".
+
+    Args:
+        one, other: names of arguments.
+
+    Returns:
+        One of the two, or nothing.
+    """
+    for old, new in ((one, other), (other, one)):
+        says_old, says_new = set(words(old)), set(words(new))
+        if says_old & SAMPLED and says_new & TRAINS and not says_old & TRAINS:
+            return old
+    return ""
+
+
 LOW = {
     "low",
     "lower",

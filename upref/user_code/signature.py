@@ -4,7 +4,7 @@ name is known.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from upref.errors import InputError
 from upref.pages import located
 from upref.user_code.guard import one_line
-from upref.user_code.names import CALLED, may_be_old, not_given, sampler_of
+from upref.user_code.names import CALLED, may_be_old, not_given, older_of, sampler_of
 
 WRAP_PAGE = "docs/howto/wrap-your-loss.md"
 # an argument with a default of these types is not a tensor,
@@ -33,6 +33,9 @@ class Reading:
     star: tuple[str, ...] = ()  # roles that go into *args, in order
     # arguments with a default, of a role that another must be given
     left: tuple[str, ...] = ()
+    # the error where the order of the policies decides and nothing but their position
+    # tells it; empty where their names do
+    order_unknown: str = ""
 
     def __str__(self) -> str:
         """Empty where every argument is called as upref calls it."""
@@ -132,7 +135,16 @@ def read(
     accepts_kwargs = any(p.kind is p.VAR_KEYWORD for p in every)
     if not plain:
         if not every or any(p.kind is p.VAR_POSITIONAL for p in every):
-            return Reading({}, frozenset(), {}, (), accepts_kwargs, tuple(main))
+            unknown = _order_unknown(name, every, main, {})
+            return Reading(
+                {},
+                frozenset(),
+                {},
+                (),
+                accepts_kwargs,
+                tuple(main),
+                order_unknown=unknown,
+            )
         raise InputError(
             f"{_shown(name, every)} has no named argument. {wrapper(name, main)}"
         )
@@ -145,6 +157,10 @@ def read(
         return r in counted or not isinstance(p.default, SETTINGS)
 
     roles = {p.name: r for p in plain if (r := role(p.name)) and told(p, r)}
+    if "logp_old" in main and "logp_old" not in roles.values():
+        news = [p for p, r in roles.items() if r == "logp"]
+        if len(news) == 2 and (behind := older_of(*news)):
+            roles[behind] = "logp_old"
     olds = [p for p in plain if roles.get(p.name) == "logp_old"]
     engine = sampler_of(*(p.name for p in olds)) if len(olds) == 2 else ""
     if any(p.name == engine and (third or p.default is p.empty) for p in olds):
@@ -165,7 +181,7 @@ def read(
     if twice and roles[twice[0]] in main:
         raise InputError(
             f"{_shown(name, every)}: upref cannot tell which of {' and '.join(twice)} is {CALLED[roles[twice[0]]]}. "
-            + wrapper(name, main)
+            + wrapper(name, main, every, roles)
         )
     missing = [r for r in main if r not in roles.values()]
     free = [
@@ -178,7 +194,7 @@ def read(
         if odd := [p.name for p in free if not_given(p.name)]:
             shown = _shown(name, every)
             raise InputError(
-                f"{shown}: upref has no value for the argument {odd[0]!r}. {wrapper(name, main)}"
+                f"{shown}: upref has no value for the argument {odd[0]!r}. {wrapper(name, main, every, roles)}"
             )
         one = len(missing) == len(free) == 1 and (
             missing[0] != "logp_old" or may_be_old(free[0].name)
@@ -190,7 +206,8 @@ def read(
             said = (
                 f"{_shown(name, every)}: upref cannot tell which argument is {which}."
             )
-            raise InputError(f"{said} {wrapper(name, main)}")
+            raise InputError(f"{said} {wrapper(name, main, every, roles)}")
+    unknown = _order_unknown(name, every, main, roles) if len(placed) > 1 else ""
     roles |= dict(placed)
     ordered = {p.name: roles[p.name] for p in plain if p.name in roles}
     own = {p.name: p for p in plain if p.name not in roles}
@@ -204,8 +221,29 @@ def read(
             )
         )
     return Reading(
-        ordered, frozenset(p for p, _ in placed), own, only, accepts_kwargs, left=left
+        ordered,
+        frozenset(p for p, _ in placed),
+        own,
+        only,
+        accepts_kwargs,
+        left=left,
+        order_unknown=unknown,
     )
+
+
+def _order_unknown(
+    name: str,
+    every: Sequence[inspect.Parameter],
+    main: Sequence[str],
+    roles: Mapping[str, str],
+) -> str:
+    """The error for a function of two policies that is read by position alone, where
+    their order matters.
+    """
+    if "logp" not in main or "logp_old" not in main:
+        return ""
+    said = f"upref cannot tell which argument is {CALLED['logp']} and which {CALLED['logp_old']}"
+    return f"{_shown(name, every)}: {said}. {wrapper(name, main, every, roles)}"
 
 
 def _passes_on(fn: Callable[..., Any], names: Iterable[str]) -> bool:
@@ -232,18 +270,65 @@ def _stars(p: inspect.Parameter) -> str:
     return "**" if p.kind is p.VAR_KEYWORD else ""
 
 
-def wrapper(name: str, main: Sequence[str]) -> str:
+def wrapper(
+    name: str,
+    main: Sequence[str],
+    every: Sequence[inspect.Parameter] = (),
+    roles: Mapping[str, str] | None = None,
+) -> str:
     """What to do about a function whose arguments cannot be read.
 
     Args:
         name: of the function.
         main: the roles that it must have.
+        every: its arguments; none where they are not known.
+        roles: argument -> role, of those that have one; two may have the same one.
 
     Returns:
         A sentence with code to paste.
     """
     called = ", ".join(CALLED[r] for r in main)
-    inner = name.rpartition(":")[2].rpartition(".")[2] or "f"
+    inner = name.rpartition(":")[2].rpartition(".")[2]
+    inner = inner if inner.isidentifier() else "f"
     own = "wrapped" if inner == "loss" else "loss"
-    how = f"Use the names {called}, or check a wrapper: `def {own}({called}): return {inner}(...)`."
+    given, more, remark = _handed_over(main, every, roles or {})
+    takes = ", ".join([called, *more])
+    code = f"`def {own}({takes}): return {inner}({given})`"
+    how = f"Use the names {called}, or check a wrapper: {code}{remark}."
     return f"{how} {located(WRAP_PAGE)} has examples."
+
+
+def _handed_over(
+    main: Sequence[str], every: Sequence[inspect.Parameter], roles: Mapping[str, str]
+) -> tuple[str, list[str], str]:
+    """What a wrapper passes on, the settings that it takes beside the roles, and what
+    to put right in it, in words.
+    """
+    stars = [p for p in every if p.kind is p.VAR_POSITIONAL]
+    plain = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if stars and not plain:
+        return ", ".join(CALLED[r] for r in main), [], _TURN
+    required = [p for p in plain if p.default is p.empty]
+    if not required:
+        return "...", [], ""
+    alone = {p: r for p, r in roles.items() if list(roles.values()).count(r) == 1}
+    missing = [r for r in main if r not in alone.values()]
+    unknown = [p.name for p in required if p.name not in alone]
+    free = [p for p in unknown if not not_given(p)]
+    pairs = dict(zip(free, missing, strict=False)) if len(free) >= len(missing) else {}
+    more, values = [], []
+    for p in required:
+        role = alone.get(p.name) or pairs.get(p.name, "")
+        value = CALLED[role] if role in main else "..."
+        if not role and pairs and p.name in free:  # a setting
+            more.append(p.name)
+            value = p.name
+        by_name = "" if p.kind is p.POSITIONAL_ONLY else f"{p.name}="
+        values.append(f"{by_name}{value}")
+    remark = " with values in place of the dots" if any("..." in value for value in values) else ""
+    if len(free) > 1 and pairs:
+        remark += _TURN
+    return ", ".join(values), more, remark
+
+
+_TURN = " (exchange what is in another order)"

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`upref.check`: run every oracle on a loss."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from upref.errors import InputError
 from upref.registry import Objective, get
 from upref.user_code import FIRST, SHAPES, Loss, infer_shapes, read
 from upref.verify import oracles
@@ -21,6 +23,9 @@ from upref.verify.measure import (
 from upref.verify.oracle import Oracle, by_rank, discover, run, validate_names
 from upref.verify.oracles.state import state
 from upref.verify.report import SKIPPED, Report, not_run, restores_state
+
+
+INVERTED = "ratio-inverted"  # what exchanged policies look like
 
 
 @cache
@@ -65,11 +70,43 @@ def check(
     Raises:
         InputError: the loss cannot be run.
     """
-    start = time.perf_counter()
     o = objective if isinstance(objective, Objective) else get(objective)
     o = o.aggregated(agg) if agg else o
     validate_names(every(), skip)
     one = read(loss, o, hp)
+    report = _compared(one, o, agg, skip, hp)
+    if (
+        one.order_unknown
+        and not report
+        and _order_decides(one, o, agg, skip, hp, report)
+    ):
+        raise InputError(one.order_unknown)
+    return report
+
+
+def _order_decides(
+    one: Loss,
+    o: Objective,
+    agg: str,
+    skip: Sequence[str],
+    hp: dict[str, Any],
+    report: Report,
+) -> bool:
+    """Whether a loss whose policies were read by position fails for their order, or may
+    do so.
+    """
+    if any(INVERTED in f.fault_ids for f in report.failures):
+        return True
+    with contextlib.suppress(InputError):  # what it refuses in that order is no answer
+        return bool(_compared(one.exchanged(), o, agg, skip, hp))
+    return False
+
+
+def _compared(
+    one: Loss, o: Objective, agg: str, skip: Sequence[str], hp: dict[str, Any]
+) -> Report:
+    """The report of a loss that was read."""
+    start = time.perf_counter()
     case = make_case(
         one, o, o.resolve({k: v for k, v in hp.items() if k in o.hyperparameters})
     )

@@ -143,6 +143,7 @@ def _in_place_of_fn(o: Objective, hp: dict[str, Any], w: Tensor, b: Rollouts) ->
 
 
 # ---- what an objective has, which a fault may be about -------------------------------
+INVERTED_RATIO = "the ratio is inverted: exp(old - new)"
 SIDES = {"below": -1, "above": 1}  # of a ratio of 1
 NEAR = 1e-5  # |log r| below the narrowest bound
 MODERATE = (-7.0, -1.0, -0.2, 0.2, 1.0, 3.5)  # log r at which the signs of A may differ
@@ -998,17 +999,16 @@ def _forms(
                 form(unbounded),
                 id="no-bound",
             )
-    inverted = "the ratio is inverted: exp(old - new)"
     yield made(
         "ratio",
-        inverted,
+        INVERTED_RATIO,
         lambda lp, old, A, m: ppo(ratio(old, lp, m), A),
         id="ratio-inverted",
     )
     if o.level == "token" and not o.reads:
         yield made(
             "ratio",
-            inverted,
+            INVERTED_RATIO,
             lambda lp, old, A, m: o.surrogate(old, lp, A, **_without_beta(hp)),
             id="ratio-inverted",
         )
