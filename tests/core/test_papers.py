@@ -92,7 +92,7 @@ def test_every_hyperparameter_says_where_its_default_comes_from(name):
         assert set(o.defaults) == set(o.hyperparameters)
     for key, source in o.defaults.items():
         value = o.hyperparameters[key]
-        assert re.search(r"[^\W\d_]{3}", source.replace("None", "")), (
+        assert re.search(r"[^\W\d_]{2}", source.replace("None", "")), (
             f"{key}: {source!r} names no source"
         )
         assert stated(value) & set(re.findall(r"None|\d[\d.e-]*", source)), (
