@@ -325,7 +325,11 @@ def _handed_over(
             value = p.name
         by_name = "" if p.kind is p.POSITIONAL_ONLY else f"{p.name}="
         values.append(f"{by_name}{value}")
-    remark = " with values in place of the dots" if any("..." in value for value in values) else ""
+    remark = (
+        " with values in place of the dots"
+        if any("..." in value for value in values)
+        else ""
+    )
     if len(free) > 1 and pairs:
         remark += _TURN
     return ", ".join(values), more, remark

@@ -24,7 +24,6 @@ from upref.verify.oracle import Oracle, by_rank, discover, run, validate_names
 from upref.verify.oracles.state import state
 from upref.verify.report import SKIPPED, Report, not_run, restores_state
 
-
 INVERTED = "ratio-inverted"  # what exchanged policies look like
 
 
