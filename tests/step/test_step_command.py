@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`upref step FILE.py:step`, in this process and on two ranks of torchrun."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,58 @@ def test_a_divisor_of_one_rank_is_named():
         in out
     ), out
     assert status == 1 and out.count("NOT dapo") == 1
+
+
+STEP = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(48, 16), nn.Linear(16, 48))
+
+    def forward(self, ids):
+        return self.body(ids)
+
+def step(model, rows, T=1.0):
+    count = sum(sum(r.trains) for r in rows)
+    for r in rows:
+        p = len(r.prompt)
+        ids = torch.tensor(r.ids)
+        lp = (model(ids[None])[0, :-1] / T).log_softmax(-1)
+        lp = lp.gather(-1, ids[1:, None])[p - 1 :, 0]
+        ratio = (lp - torch.tensor(r.old)).exp()
+        A = torch.tensor(r.adv)
+        J = torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A)
+        (-(J * torch.tensor(r.trains).float()).sum() / count).backward()
+
+def warm(model, rows):
+    step(model, rows, 0.7)
+
+def doubled(model, rows):
+    step(model, rows, 0.7)
+    for p in model.parameters():
+        p.grad *= 2
+"""
+
+
+def test_a_loop_without_a_temperature_is_told_its_flags(tmp_path, capsys):
+    file = tmp_path / "loop.py"
+    file.write_text(STEP)
+    flags = "--temperature 1 --without temperature"
+    command = ["step", f"{file}:step", "--as", "dapo"]
+    assert main(command) == 1
+    said = capsys.readouterr().out
+    assert "the temperature is left out" in said and f"`{flags}`" in said
+    assert "of the expected norm\n" in said and "off by" in said
+    assert main([*command, *flags.split()]) == 0
+    assert "agrees" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 1
+    json.loads(capsys.readouterr().out)
+    for right, status in (("warm", 0), ("doubled", 1)):
+        assert main(["step", f"{file}:{right}", "--as", "dapo"]) == status
+        assert flags not in capsys.readouterr().out
 
 
 @pytest.mark.nightly

@@ -129,7 +129,7 @@ def diagnosed(
     size = float(found.norm())
     numbers = (
         Number(float(want.norm()), "norm"),
-        Number(size, "norm", f"{it.error:.2g} of the expected one away"),
+        Number(size, "norm", f"off by {it.error:.2g} of the expected norm"),
     )
 
     def say(cause: Cause, *more: Finding) -> list[Finding]:

@@ -27,6 +27,10 @@ from upref.verify.group import on_loopback
 WAIT = timedelta(minutes=5)  # for another rank, before a rank ends
 # seconds that a silent rank outlives the one that says why: torchrun ends all at once
 PAUSE = 2.0
+TEMPERATURE_MISSING = "temperature-missing"
+NO_TEMPERATURE = (
+    "a loop that has no temperature takes `--temperature 1 --without temperature`"
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,22 @@ def command(args: Namespace) -> int:
         torch.set_num_threads(threads)
     if rank.number > 0:
         return 0 if report else 1
-    return answer(args, report)
+    status = answer(args, report)
+    if not args.json and any(
+        TEMPERATURE_MISSING in f.fault_ids for f in report.failures
+    ):
+        _say(NO_TEMPERATURE)
+    return status
+
+
+def _say(sentence: str) -> None:
+    """Print a line after the report, if anybody still reads."""
+    try:
+        print(sentence)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = None
 
 
 def _checked(args: Namespace) -> StepReport:
