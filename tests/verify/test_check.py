@@ -334,6 +334,37 @@ def test_a_fixed_length_is_named_where_it_is_all_that_differs():
     assert "1/1024" not in other.text()
 
 
+def cispo_of_its_own(logps, old_logps, adv, mask, eps_high=0.28):
+    w = torch.where(mask, logps - old_logps, 0).exp().clamp(max=1 + eps_high)
+    A = torch.where(mask, adv, 0)
+    return -(w.detach() * A * torch.where(mask, logps, 0)).sum() / mask.sum()
+
+
+def twice_cispo(logps, old_logps, adv, mask, eps_high=0.28):
+    return 2 * cispo_of_its_own(logps, old_logps, adv, mask, eps_high)
+
+
+def test_a_default_of_the_loss_with_which_it_agrees_is_said():
+    hint = "it agrees with --hp eps_high=0.28"
+    report = upref.check(cispo_of_its_own, "cispo")
+    (failure,) = report.failures
+    assert failure.cause == f"eps_high is 0.28, not 4; {hint}, the loss's own default"
+    assert upref.check(cispo_of_its_own, "cispo", eps_high=0.28)
+    # given, it is no default; and what is wrong with it too is not hidden
+    report = upref.check(twice_cispo, "cispo")
+    assert not report and hint not in report.text()
+    assert hint not in upref.check(cispo_of_its_own, "cispo", eps_high=3).text()
+    both = upref.check(dapo_of_its_own, "dapo")
+    assert "--hp eps_low=0.1 --hp eps_high=0.3, the loss's own defaults" in both.text()
+
+
+def dapo_of_its_own(logps, old_logps, adv, mask, eps_low=0.1, eps_high=0.3):
+    r = torch.where(mask, logps - old_logps, 0).exp()
+    A = torch.where(mask, adv, 0)
+    J = torch.minimum(r * A, r.clamp(1 - eps_low, 1 + eps_high) * A)
+    return -J.sum() / mask.sum()
+
+
 # ---- the ways in ---------------------------------------------------------------------
 def test_command_and_json(tmp_path, capsys):
     file = tmp_path / "mine.py"

@@ -359,6 +359,11 @@ def _bind(
         """Hyperparameters by the names of the loss's own arguments."""
         return {argument.get(k, k): v for k, v in settings.items()}
 
+    defaults = {
+        k: reading.own[p].default
+        for k, p in argument.items()
+        if p in reading.own and k not in bound and p not in passed
+    }
     own = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
     read_as = "; ".join(filter(None, (read_as, *own)))
     return Loss(
@@ -372,6 +377,11 @@ def _bind(
         read_as=read_as,
         assumptions=assumptions,
         unfed=unfed,
+        own_defaults={
+            k: v
+            for k, v in defaults.items()
+            if isinstance(v, int | float) and not isinstance(v, bool)
+        },
     )
 
 

@@ -97,6 +97,8 @@ class Loss:
     counts_from: str = ""
     # parts of it that its settings leave out of the comparison, in words
     switched_off: tuple[str, ...] = ()
+    # hyperparameters of which it has a default of its own that was left as it is
+    own_defaults: dict[str, float] = field(default_factory=dict)
     # the error where it fails, and its two policies were read by position alone
     order_unknown: str = ""
     # a Loss: itself as shipped, where it was matched

@@ -4,6 +4,7 @@
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -80,7 +81,38 @@ def check(
         and _order_decides(one, o, agg, skip, hp, report)
     ):
         raise InputError(one.order_unknown)
-    return report
+    return _with_own_defaults(report, one, o, agg, skip, hp)
+
+
+def _with_own_defaults(
+    report: Report,
+    one: Loss,
+    o: Objective,
+    agg: str,
+    skip: Sequence[str],
+    hp: dict[str, Any],
+) -> Report:
+    """The report, which says so where other numbers are all that differs, and they are
+    the loss's own defaults.
+    """
+    own = {k: v for k, v in one.own_defaults.items() if v != report.hp.get(k)}
+    if report or not own:
+        return report
+    try:
+        if not _compared(one, o, agg, skip, hp | own):
+            return report
+    except InputError:  # it is out of range
+        return report
+    said = " ".join(f"--hp {k}={v:g}" for k, v in own.items())
+    whose = "the loss's own default" + ("s" if len(own) > 1 else "")
+    words = f"it agrees with {said}, {whose}"
+    findings = [
+        replace(f, cause="; ".join(filter(None, (f.cause, words))))
+        if f.severity == "failure"
+        else f
+        for f in report.findings
+    ]
+    return replace(report, findings=findings)
 
 
 def _order_decides(
