@@ -587,7 +587,7 @@ bug("the ratio is clipped without the minimum", "the minimum is missing", qwen)(
 bug("the upper clip is 1.2", "eps_high is 0.2", Own)(
     of(lambda lp, old, A, *_: surrogate(lp, old, A, 0.8, 1.2))
 )
-bug("there is no clip", "the ratio is not clipped", gpt2)(
+bug("there is no clip", "no bound has an effect on the gradient", gpt2)(
     of(lambda lp, old, A, *_: (lp - old).exp() * A)
 )
 bug("the old log-probabilities are shifted by one", "one token too early", Own)(

@@ -588,7 +588,7 @@ def known(p: Problem) -> Iterator[LogprobFault]:
         yield from _rows(p.tokens.shape, n)
     for k in (k for k in TOP if k < V):
         yield _normalizer(
-            f"all but the {k} largest logits are left out",
+            f"all but the {k} largest logits are left out of the sums over the vocabulary",
             largest(k),
             id="normalized-over-largest",
             size=k,

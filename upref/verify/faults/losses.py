@@ -376,7 +376,7 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
         unbounded := {k: UNBOUNDED for k in hp if k.startswith("eps")}
     ):
         yield fault(
-            "no bound has an effect: the ratio is not clipped",
+            "no bound has an effect on the gradient: it is as if the ratio were not clipped",
             "clip",
             id="no-bound",
             hp=unbounded,
@@ -827,7 +827,7 @@ def _forms(
     for said, cut in cuts(lo, hi) if weighs else ():
         yield made(
             "stop-gradient",
-            f"the {said} ratio multiplies A itself: beyond the cap no gradient is left",
+            f"beyond the cap no gradient is left: the {said} ratio multiplies A itself, or it masks log π",
             form(lambda r, A, lp, f=cut: f(r) * A),
             id=f"{said}-ratio-times-advantage",
         )
@@ -983,7 +983,7 @@ def _forms(
 
         yield made(
             "clip",
-            "no bound has an effect: the ratio is not clipped",
+            "no bound has an effect on the gradient: it is as if the ratio were not clipped",
             form(lambda r, A, lp: r * trained(A)),
             id="no-bound",
         )
@@ -995,7 +995,7 @@ def _forms(
 
             yield made(
                 "clip",
-                "no bound has an effect: the ratio is not clipped",
+                "no bound has an effect on the gradient: it is as if the ratio were not clipped",
                 form(unbounded),
                 id="no-bound",
             )
@@ -1286,7 +1286,7 @@ def _forms(
         if x >= 0.05:  # below, a bound of the response's ratio, no guard
             yield made(
                 "clip",
-                f"log r is clamped to ±{x:g}",
+                f"no token has a gradient where |log r| > {x:g}: log r is clamped there, or the term is left out",
                 lambda lp, old, A, m, x=x: j(old + (lp - old).clamp(-x, x), old, A, m),
                 id="log-ratio-clamped",
             )
