@@ -240,10 +240,15 @@ class LossCase:
             place = peers.tril(-1).sum(1, keepdim=True)
             ways += [d * (1 - 2 * (place // n % 2)) for n in (1, 2)]
             shares = (ROUND * peers.sum(1, keepdim=True)).expand_as(d)
+        # up as well: where π_old is 1, a bound that depends on it is met from below alone
         there = [
             x
             for way in ways
-            for x in (b.but(logp=b.logp - way), b.but(logp_old=b.logp_old - way))
+            for x in (
+                b.but(logp=b.logp - way),
+                b.but(logp=b.logp + way),
+                b.but(logp_old=b.logp_old - way),
+            )
         ]
         return sum(
             ((self.expected(x) - expected).abs().nan_to_num(nan=0.0) for x in there),
