@@ -474,7 +474,7 @@ def test_the_suite_of_round_2(tmp_path, monkeypatch, capsys):
         str(tmp_path),
     ]
     assert suite.main(asked) == 0
-    assert "The rest takes about" in capsys.readouterr().out
+    assert "They take a few minutes of one core." in capsys.readouterr().out
     assert len(results.load(tmp_path)) == 2
     long = [s for *_, s in plan.load("moe").runs()]
     # the fake says a second a run

@@ -6,6 +6,7 @@ import json
 import subprocess
 from dataclasses import replace
 from io import BytesIO
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -274,12 +275,8 @@ def test_the_preflight_counts_validation_prompts(tmp_path):
 
     p.prepare(SMALL["amc23"], tmp_path, made("amc23", tmp_path))
     file = str(tmp_path / "amc23.parquet")
-    assert (
-        preflight.missing_data(
-            OmegaConf.create({"data": {"train_files": file, "val_files": [file, file]}})
-        )
-        == []
-    )
+    cfg = OmegaConf.create({"data": {"train_files": file, "val_files": [file, file]}})
+    assert list(preflight.data(SimpleNamespace(cfg=cfg))) == []
     assert preflight.count_rows([file, file]) == 12
     # not prepared yet
     assert (

@@ -407,6 +407,8 @@ def _least_residual(goal: Goal, forward: Forward, b: Padded, g: Tensor) -> float
         return 0.0
     parts = model.split(g)
     found = torch.cat([parts[n] for n in model.head_names])
+    if len(found) != its.shape[1]:  # projections of the gradient alone are known
+        return 0.0
     size = float(found.norm())
     return best_factors(its, found)[1] * size / float(g.norm()) if size else 0.0
 

@@ -74,7 +74,7 @@ def run_all(
     if todo:
         left = results.forecast([wanted[name] for name in todo], known or {}) / 3600
         some = f", {lasting(left / jobs)} if {jobs} are free" if jobs > 1 else ""
-        say(f"They take about {lasting(left)} of one core{some}.")
+        say(f"They take {lasting(left)} of one core{some}.")
     failures: list[str] = []
     running: dict[str, subprocess.Popen] = {}
     start = time.monotonic()
@@ -107,7 +107,9 @@ def lasting(hours: float) -> str:
     """A time to wait, in words."""
     if hours < 1 / 12:
         return "a few minutes"
-    return f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes"
+    return (
+        f"about {hours:.1f} hours" if hours >= 2 else f"about {60 * hours:.0f} minutes"
+    )
 
 
 def _launch(

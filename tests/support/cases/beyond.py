@@ -181,7 +181,11 @@ def of_rows(logits, tokens, temperature):
 
 
 def categorical(logits, tokens, temperature):
-    return torch.distributions.Categorical(logits=logits / temperature).log_prob(tokens)
+    # the default of validate_args is the process's, and packages change it
+    of = torch.distributions.Categorical(
+        logits=logits / temperature, validate_args=True
+    )
+    return of.log_prob(tokens)
 
 
 def turned_squares(logits, tokens, temperature):
