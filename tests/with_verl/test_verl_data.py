@@ -20,7 +20,7 @@ pytest.importorskip(
 from repro.with_verl.config.scales import load_scale, paper, scale_names
 from repro.with_verl.data import prepare as p, schema
 from repro.with_verl.data.sources import SOURCES
-from repro.with_verl.machine import preflight
+from repro.with_verl.machine import costs, preflight
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -277,9 +277,8 @@ def test_the_preflight_counts_validation_prompts(tmp_path):
     file = str(tmp_path / "amc23.parquet")
     cfg = OmegaConf.create({"data": {"train_files": file, "val_files": [file, file]}})
     assert list(preflight.data(SimpleNamespace(cfg=cfg))) == []
-    assert preflight.count_rows([file, file]) == 12
+    assert costs.count_rows([file, file]) == 12
     # not prepared yet
     assert (
-        preflight.count_rows(str(tmp_path / "math500.parquet"))
-        == SOURCES["math500"].count
+        costs.count_rows(str(tmp_path / "math500.parquet")) == SOURCES["math500"].count
     )
