@@ -114,7 +114,7 @@ def run(case: Case) -> dict[str, Any]:
         "good": got is not None and is_as_meant(case, got),
         "error": error,
         "causes": [] if got is None or case.kind == "box" else causes(got),
-        "text": str(got or error),
+        "text": str(error if got is None else got),
         "seconds": round(time.process_time() - start, 2),
     }
 
