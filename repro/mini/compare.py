@@ -24,6 +24,7 @@ import upref
 from figures.make import save
 from repro import Parser
 from repro.mini.round2 import rule, tables
+from repro.mini.stale import design as stale
 from repro.mini.study import curves, plan, results, suite
 from repro.mini.study.plan import Contrast, Experiment
 from repro.mini.train.settings import Settings
@@ -322,7 +323,9 @@ def main(argv: list[str] | None = None) -> int:
         Settings.of(overrides)  # a wrong name, said with the nearest right one
         e = experiment(args.objective, args.seeds, overrides, args.against)
         wanted = {s.key: s for _, _, s in e.runs()}
-        known = results.load(results.FOLDER)  # they foretell how long it takes
+        # they foretell how long it takes: the newest finished experiment's, because the
+        # first ones ran on an engine that was slower
+        known = results.load(stale.RESULTS)
         with suite.alone(args.out) as lock:
             failures = suite.run_all(wanted, args.out, args.jobs, lock, known=known)
         for sentence in failures:
