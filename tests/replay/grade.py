@@ -126,7 +126,8 @@ class Cell:
     @property
     def where(self) -> str:
         """The family, and the engine's precision where it is not float32."""
-        return self.world.family + " bf16" * self.world.engine_bfloat16
+        precision = " bf16" if self.world.engine_bfloat16 else ""
+        return self.world.family + precision
 
 
 def cell(fault: str, world: World) -> Cell:

@@ -501,7 +501,10 @@ def test_a_pattern_is_said_of_tokens_that_show_it():
     """None of no token, and none that the printed batch contradicts."""
     ones = torch.ones(2, 3, dtype=torch.float64)
     b = upref.Rollouts(-ones, -ones, ones, ones.bool())
-    at = lambda found, expected: MeasuredWeights(b, found, expected, ones, b.mask)
+
+    def at(found, expected):
+        return MeasuredWeights(b, found, expected, ones, b.mask)
+
     off = ones.clone()
     off[0, 0] += 1e-6
     assert "0 of" not in pattern(at(off, ones), at(off, ones), 1e-9, False)

@@ -392,9 +392,9 @@ def test_the_preflight_imports_what_the_scale_needs(
 
 
 def test_each_scale_imports_what_its_settings_ask_for():
-    of = lambda objective, scale, flash=True: processes.modules(
-        validate(c.compose(objective, scale, flash=flash))
-    )
+    def of(objective, scale, flash=True):
+        return processes.modules(validate(c.compose(objective, scale, flash=flash)))
+
     assert "flash_attn.bert_padding" in of("up_dapo", "gpu1") and "vllm" in of(
         "up_dapo", "gpu1"
     )
@@ -431,7 +431,10 @@ def test_what_goes_without_flash_attn_says_what_that_costs(monkeypatch, capsys):
     not have.
     """
     here, there = {}, {}
-    number = lambda text: int(text.replace(",", ""))
+
+    def number(text):
+        return int(text.replace(",", ""))
+
     for with_flash in (True, False):
         monkeypatch.setattr(launch, "flash_there", lambda *_, flash=with_flash: flash)
         out = dry_run(capsys, "up_dapo", "gpu1", "--gpu", "H100")

@@ -353,7 +353,7 @@ def _explained(
                     rest = it.found - clipped(its.sum(0), goal.clip)
                     left = float(rest.norm() / it.found.norm())
                     if said == [cause] and left > 3 * bound:
-                        said = [join_causes(cause, _more(left))]
+                        said = [join_causes(cause, _smaller_fault(left))]
                     return said
         return []
 
@@ -482,7 +482,7 @@ class Terms:
         """
         return fitted if self.goal.clip is not None and fitted > 0 else 1.0
 
-    def whole(self) -> Tensor:
+    def total(self) -> Tensor:
         """The gradient of the goal, all terms together, before a clip, [P]."""
         c = self.goal.coefficients
         return self.goal.scale * sum(
@@ -497,7 +497,7 @@ class Terms:
             g: the gradient that was found, [P].
             added: the other gradient, [P].
         """
-        both = torch.stack([self.whole(), added], 1)
+        both = torch.stack([self.total(), added], 1)
         x = torch.linalg.lstsq(both, g[:, None], driver="gelsd").solution
         return g / self._constant(float(x[0]))
 
@@ -537,7 +537,7 @@ class Terms:
         return join_causes(*said)
 
 
-def _more(left: float) -> Cause:
+def _smaller_fault(left: float) -> Cause:
     """The cause of what one fault leaves of a gradient."""
     return Cause(f"{left:.2g} of the gradient is left, by another and smaller fault")
 
@@ -565,7 +565,7 @@ def _penalty(
         # to the gradient of the loss
         added = goal.scale * forward.by_row(parts["KL"]).sum(0)
         its = plain.in_its_units(g, added)
-        rest = its - plain.whole()
+        rest = its - plain.total()
         beta = float(rest @ added / (added @ added).clamp(min=1e-300))
         if beta > 0 and near(rest, beta * added, _share(bound, its, rest)):
             whose = "" if name == "k1" else " of the old policy"

@@ -240,20 +240,19 @@ class LossCase:
             place = peers.tril(-1).sum(1, keepdim=True)
             ways += [d * (1 - 2 * (place // n % 2)) for n in (1, 2)]
             shares = (ROUND * peers.sum(1, keepdim=True)).expand_as(d)
-        # up as well: where π_old is 1, a bound that depends on it is met from below alone
+
+        def apart(x: Rollouts) -> Tensor:
+            """How far the expected weights of this batch are from those of b, [B, T]."""
+            return (self.expected(x) - expected).abs().nan_to_num(nan=0.0)
+
         there = [
             x
             for way in ways
-            for x in (
-                b.but(logp=b.logp - way),
-                b.but(logp=b.logp + way),
-                b.but(logp_old=b.logp_old - way),
-            )
+            for x in (b.but(logp=b.logp - way), b.but(logp_old=b.logp_old - way))
         ]
-        return sum(
-            ((self.expected(x) - expected).abs().nan_to_num(nan=0.0) for x in there),
-            shares,
-        )
+        moved = sum(map(apart, there), shares)
+        # where π_old is 1, a bound that depends on it is met from below alone
+        return torch.maximum(moved, apart(b.but(logp=b.logp + d)))
 
     def ratio(self, b: Rollouts) -> Tensor:
         """The ratio that the objective acts on, at each token.

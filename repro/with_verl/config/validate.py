@@ -197,7 +197,11 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
     """As hydra does; its files, which take half a second, are read once per backend."""
     groups = tuple(o for o in overrides if o.startswith("model_engine="))
     cfg = copy.deepcopy(_base(groups))
-    value_of = lambda key: OmegaConf.select(cfg, key, throw_on_missing=False)
+
+    def value_of(key: str) -> Any:
+        """The value at a key; None where there is none."""
+        return OmegaConf.select(cfg, key, throw_on_missing=False)
+
     for line in overrides:
         name = line.partition("=")[0].strip()
         key = name.lstrip("+~")
@@ -264,7 +268,11 @@ def _hint(cfg: DictConfig, key: str) -> str:
     """
     parent, _, leaf = key.rpartition(".")
     leaf = USUAL.get(leaf, leaf)
-    rank = lambda k: next((i for i, x in enumerate(FIRST) if k.startswith(x)), 99)
+
+    def rank(key: str) -> int:
+        """Keys of the parts that people set come first."""
+        return next((i for i, x in enumerate(FIRST) if key.startswith(x)), 99)
+
     known = [k for k in _keys(cfg) if "critic" not in k and "profiler" not in k]
     known.sort(key=lambda k: (k.count("."), rank(k)))
     leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
