@@ -103,7 +103,9 @@ def with_kl(lp, b, z):
 MEANS = "token-mean is taken over micro-batches of 2, and the results are averaged"
 
 
-@pytest.mark.parametrize("times, more", [(1, ""), (4, "; every weight is 4 times what it should be")])  # fmt: skip
+@pytest.mark.parametrize(
+    "times, more", [(1, ""), (4, "; every weight is 4 times what it should be")]
+)
 def test_one_wrong_divisor_of_the_policy_term_and_the_bonus_is_named(times, more):
     step = in_micro_batches(2, with_bonus, times)
     assert cause(step, model=Own(), entropy_coef=0.05) == MEANS + more

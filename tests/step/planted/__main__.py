@@ -105,8 +105,10 @@ def counts(results: list[dict[str, Any]]) -> str:
     rights = [x for x in results if CASES[x["id"]].right]
     rejected = sum(not x["agrees"] for x in bugs)
     accepted = sum(x["agrees"] for x in rights)
-    causes = {word: sum(x["judged"] == word for x in bugs)
-              for word in ("right", "seen", "none", "false")}  # fmt: skip
+    causes = {
+        word: sum(x["judged"] == word for x in bugs)
+        for word in ("right", "seen", "none", "false")
+    }
     return (
         f"{rejected} of {len(bugs)} bugs are rejected, {accepted} of {len(rights)} "
         f"right loops are accepted; of the causes {causes['right']} are the planted one, "
@@ -140,8 +142,10 @@ def main() -> int:
         if options.ids and case.id not in options.ids:
             continue
         results.append(its := run(case))
-        print(f"{its['judged']:11} {its['seconds']:5.1f} s  {case.id}: {its['cause']}",
-              flush=True)  # fmt: skip
+        print(
+            f"{its['judged']:11} {its['seconds']:5.1f} s  {case.id}: {its['cause']}",
+            flush=True,
+        )
     print(*table(results), sep="\n")
     if not options.ids:
         print(f"first sight: {counts(recorded(FIRST_SIGHT))}")

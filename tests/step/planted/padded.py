@@ -398,8 +398,10 @@ def kl_by_its_weight(model, rows):
         (-mean_of_responses(J, b.mask).sum() / len(rows)).backward()
 
 
-@loop.right("a token mean whose count is kept as a running sum, and divided at the end",
-            objective="dapo")  # fmt: skip
+@loop.right(
+    "a token mean whose count is kept as a running sum, and divided at the end",
+    objective="dapo",
+)
 def divided_at_the_end(model, rows):
     count = 0.0
     for part in micro_batches(rows):

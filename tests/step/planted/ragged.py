@@ -393,8 +393,17 @@ class SeparatedAndReversed(Trainer):
         return super().bins(rows[::-1])
 
     def pack(self, part):
-        empty = [Row(r.prompt, [*r.response, 0], [*r.trains, False], r.adv,
-                     old=[*r.old, 0.0], ref=[*r.ref, 0.0]) for r in part]  # fmt: skip
+        empty = [
+            Row(
+                r.prompt,
+                [*r.response, 0],
+                [*r.trains, False],
+                r.adv,
+                old=[*r.old, 0.0],
+                ref=[*r.ref, 0.0],
+            )
+            for r in part
+        ]
         return super().pack(empty)
 
 
