@@ -17,6 +17,7 @@ file under upref/ or upref_frameworks/ stands in a copy of that package there.
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import runpy
@@ -26,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
-from math import sqrt
 from pathlib import Path
 
 from repro import fork
@@ -39,6 +39,7 @@ PAGES = [
     *sorted(p.relative_to(ROOT) for folder in FOLDERS for p in folder.glob("*.md")),
 ]
 PACKAGES = ("upref", "upref_frameworks")  # to which the pages add files
+WORDS_A_MINUTE = 230
 BLOCK = re.compile(r"```(python|console)\n(.*?)```\n(?:(\s*)```text\n.*?```\n)?", re.S)
 FILE = re.compile(r"# (\S+\.py)\n")
 MARKED = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->\n", re.S)
@@ -143,7 +144,7 @@ def letters() -> str:
         (
             "`s`",
             "the ratio of a response: the geometric mean over its tokens",
-            f"{sqrt(r):.3f}, of r = {r:g} and 1",
+            f"{math.sqrt(r):.3f}, of r = {r:g} and 1",
         ),
         (
             "`A`",
@@ -442,17 +443,27 @@ def benchmarks() -> str:
 
 
 def lessons() -> str:
-    """The lessons of the course, each with the question of its page."""
-    from upref_course.grader import exercises
+    """The pages of the course: question, and minutes at 230 words of text a minute."""
+    from upref_course.grader import Reading, contents
 
     rows = []
-    for e in exercises():
-        page = (ROOT / e.page).read_text(encoding="utf-8")
+    for lesson in contents():
+        page = (ROOT / lesson.page).read_text(encoding="utf-8")
+        minutes = math.ceil(len(reading(page)) / WORDS_A_MINUTE)
+        mark = lesson.mark if isinstance(lesson, Reading) else lesson.number
         question = " ".join(
             page.partition("**Question.** ")[2].partition("\n\n")[0].split()
         )
-        rows.append(f"| {e.number} | [{e.title}]({Path(e.page).name}) | {question} |")
-    return "\n".join(["| | lesson | the question |", "|---|---|---|", *rows])
+        link = f"[{lesson.title}]({Path(lesson.page).name})"
+        rows.append(f"| {mark} | {link} | {question} | {minutes} |")
+    head = ["| | lesson | the question | minutes |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows])
+
+
+def reading(page: str) -> list[str]:
+    """The words that a reader reads: not code, what it prints, or generated tables."""
+    text = re.sub(r"<!-- \w+ -->.*?<!-- end -->", "", page, flags=re.S)
+    return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M).split()
 
 
 def wild_estimators() -> str:

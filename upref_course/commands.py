@@ -39,8 +39,16 @@ def _learn(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(rows, indent=1, ensure_ascii=False))
             return 0
+        begun = {r["title"]: r["file"] for r in rows if r["here"]}
         words = [
-            [str(r["lesson"]), r["title"], r["file"] if r["here"] else ""] for r in rows
+            [
+                page.mark if isinstance(page, grader.Reading) else str(page.number),
+                page.title,
+                "nothing to write"
+                if isinstance(page, grader.Reading)
+                else begun.get(page.title, ""),
+            ]
+            for page in grader.contents()
         ]
         table(["", "lesson", "your file"], words)
         print(f"The lessons: {grader.located('docs/course/README.md')}")

@@ -7,6 +7,7 @@ exercises/  the files with a hole, as the student gets them
 """
 
 import ast
+from dataclasses import dataclass
 from pathlib import Path
 
 from upref.errors import InputError
@@ -19,6 +20,8 @@ from upref_course.verdict import ExerciseVerdict, judged, unfilled
 
 __all__ = [
     "ExerciseVerdict",
+    "Reading",
+    "contents",
     "exercise",
     "exercises",
     "judge",
@@ -29,6 +32,33 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """A page of the course that has no exercise."""
+
+    after: int  # the lesson that it follows
+    mark: str  # what stands in place of a lesson's number
+    title: str
+    page: str
+
+
+READINGS = (
+    Reading(0, "0", "the loop", "docs/course/00-the-loop.md"),
+    Reading(
+        4, "", "cap the weight, keep the gradient", "docs/course/capping-the-weight.md"
+    ),
+    Reading(11, "", "from logits to log-probabilities", "docs/course/log-probs.md"),
+)
+
+
+def contents() -> list[Exercise | Reading]:
+    """Every page of the course, in the order in which it is read."""
+    return sorted(
+        [*exercises(), *READINGS],
+        key=lambda page: page.number if isinstance(page, Exercise) else page.after,
+    )
+
+
 def exercises() -> list[Exercise]:
     """All of them, in the order of the course."""
     return sorted(discover(lessons, Exercise), key=lambda e: e.number)
@@ -37,6 +67,9 @@ def exercises() -> list[Exercise]:
 def exercise(number: int) -> Exercise:
     """The one of that lesson; InputError where there is none."""
     every = {e.number: e for e in exercises()}
+    if number == 0:
+        page = located(READINGS[0].page)
+        raise InputError(f"lesson 0, the loop, has no exercise. Read it: {page}")
     if number not in every:
         raise InputError(
             f"there is no lesson {number}: the course has lessons {min(every)} to {max(every)}."

@@ -58,7 +58,7 @@ def l00_loop():
         "advantage:\nbetter than its group?",
         "split into\nmini-batches",
         "loss, gradient,\none update each",
-        "send the new weights\nto the sampler",
+        "sample the next turn\nfrom the new policy",
     ]
     places = [(0, 1), (1, 1), (2, 1), (3, 1), (3, 0), (2, 0), (1, 0)]
     fig, (ax,) = axes(1, 9, 2.8)

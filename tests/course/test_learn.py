@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from attempts import ATTEMPTS
 
+from docs.site.prose import papers
 from upref.cli import main
 from upref_course import grader as learn
 from upref_course.verdict import judged
@@ -195,7 +196,13 @@ def test_the_list(asked, capsys):
     ] == [True, False]
     main(["learn"])
     said = capsys.readouterr().out
-    assert all(e.title in said for e in EVERY.values())
+    assert all(page.title in said for page in learn.contents())
+
+
+def test_lesson_0_is_read_and_not_written(asked):
+    status, said = asked(0)
+    assert status == 2 and "lesson 0, the loop, has no exercise" in said
+    assert "00-the-loop.md" in said
 
 
 def test_an_answer_for_a_program(asked):
@@ -270,11 +277,22 @@ def test_every_page_is_a_lesson():
     ]
 
 
-@lessons
-def test_papers_are_cited_by_their_keys(n):
-    keys = re.findall(
-        r"^@\w+\{(.*),", (ROOT / "upref/papers.bib").read_text(encoding="utf-8"), re.M
-    )
-    page = (ROOT / EVERY[n].page).read_text(encoding="utf-8")
-    cited = re.findall(r"`([a-z]+(?:19|20)\d\d[a-z+]*)`", page)
-    assert set(cited) <= set(keys), cited
+@pytest.mark.parametrize("page", learn.contents(), ids=lambda page: page.title)
+def test_papers_are_links_with_authors_and_year(page):
+    """A key of papers.bib means nothing to a student."""
+    text = (ROOT / page.page).read_text(encoding="utf-8")
+    assert not re.findall(r"`[a-z]+(?:19|20)\d\d[a-z+]*`", text)
+    known = {paper.link for paper in papers().values()}
+    cited = re.findall(r"\[[A-ZÇ][^\]]* (?:19|20)\d\d\]\([^)]*\)", text)
+    assert set(cited) <= known, cited
+
+
+def test_every_page_stands_in_the_list_and_says_what_one_can_do_now():
+    """Lesson 0, the eleven lessons, and the pages between them."""
+    pages = [ROOT / page.page for page in learn.contents()]
+    folder = (ROOT / "docs/course").glob("*.md")
+    assert sorted(pages) == sorted(p for p in folder if p.name != "README.md")
+    contents = (ROOT / "docs/course/README.md").read_text(encoding="utf-8")
+    for page in pages:
+        assert f"]({page.name})" in contents
+        assert "**You can now** " in page.read_text(encoding="utf-8")

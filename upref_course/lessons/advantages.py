@@ -105,7 +105,7 @@ EXERCISE = Exercise(
             hint="answers of one prompt need not stand together: `group == g` says where they are.",
         ),
         Fault(
-            "nothing is divided: this is Dr. GRPO's advantage (liu2025understanding)",
+            "nothing is divided: this is Dr. GRPO's advantage",
             in_groups(lambda R: R - R.mean()),
             id="estimator-group_mean",
             hint="a fine advantage, but the exercise asks for group_norm: divide by the deviation of the group plus "
@@ -148,7 +148,7 @@ EXERCISE = Exercise(
                 lambda R: (R - (R.sum() - R) / max(len(R) - 1, 1)) / (R.std() + EPS)
             ),
             id="estimator-leave_one_out-divided",
-            hint="that is RLOO's baseline (ahmadian2024back); here the response itself is counted in the mean.",
+            hint="that is RLOO's baseline; here the response itself is counted in the mean.",
         ),
         Fault(
             "the baseline is the median",
@@ -158,5 +158,5 @@ EXERCISE = Exercise(
         ),
     ),
     notice="a group whose answers are all right, or all wrong, teaches nothing: every advantage is 0. "
-    "DAPO (yu2025dapo) keeps sampling until no such group is left.",
+    "DAPO keeps sampling until no such group is left.",
 )
