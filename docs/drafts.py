@@ -18,7 +18,7 @@ from typing import Any
 from docs.second_reader import BLAMING
 from upref.files import write_atomically
 from upref_frameworks.audits import framework
-from upref_frameworks.audits.ledger import Entry, read
+from upref_frameworks.ledger import Entry, read
 
 FOLDER = Path(__file__).parents[1] / "upstream"
 TEXTS = FOLDER / "issues.toml"

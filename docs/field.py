@@ -28,7 +28,7 @@ from upref.files import write_atomically
 from upref_frameworks.audits import framework
 from upref_frameworks.audits.compare import MASKED
 from upref_frameworks.audits.isolated.pin import place
-from upref_frameworks.audits.ledger import STATUS, Entry, ranked, read, recorded
+from upref_frameworks.ledger import STATUS, Entry, ranked, read, recorded
 from upref_frameworks.steps import settings
 
 ROOT = Path(__file__).parents[1]

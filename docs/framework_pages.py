@@ -16,8 +16,10 @@ from upref.files import write_atomically
 from upref.registry import get, names
 from upref.verify.faults.losses import GROUPS
 from upref_frameworks.audits import framework, frameworks
-from upref_frameworks.audits.compare import SEVERITY, FaultEffect
-from upref_frameworks.audits.ledger import (
+from upref_frameworks.audits.compare import FaultEffect
+from upref_frameworks.audits.recipe import no_kl, reached, recipe
+from upref_frameworks.ledger import (
+    SEVERITY,
     STATUS,
     Entry,
     documented,
@@ -25,7 +27,6 @@ from upref_frameworks.audits.ledger import (
     read,
     recorded,
 )
-from upref_frameworks.audits.recipe import no_kl, reached, recipe
 
 FOLDER = Path(__file__).parent / "frameworks"
 TRAINERS_HEAD = (

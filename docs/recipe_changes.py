@@ -15,8 +15,8 @@ from typing import Any
 from upref.errors import InputError
 from upref.registry import get
 from upref_frameworks.audits import frameworks
-from upref_frameworks.audits.ledger import recorded
 from upref_frameworks.audits.recipe import reached, recipe, typed_fields
+from upref_frameworks.ledger import recorded
 
 BEFORE = Path(__file__).parent / "recipes_before.json"
 ADVANTAGES = (

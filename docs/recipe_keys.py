@@ -19,8 +19,8 @@ from upref.errors import InputError
 from upref.files import write_atomically
 from upref_frameworks.audits import framework, frameworks
 from upref_frameworks.audits.isolated.pin import place
-from upref_frameworks.audits.ledger import recorded
 from upref_frameworks.audits.recipe import reached, recipe, typed_fields
+from upref_frameworks.ledger import recorded
 
 FILE = Path(__file__).parent / "recipe_keys.json"
 

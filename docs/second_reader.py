@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from upref_frameworks.audits.ledger import Entry
+from upref_frameworks.ledger import Entry
 
 FILE = Path(__file__).parent / "second_reader.toml"
 HARD = ("false as written", "contradicted", "not seen here", "excluded")

@@ -7,7 +7,7 @@ from upref import catalog
 from upref.cli.verb import Verb, add_hyperparameters, hyperparameters
 from upref.errors import InputError
 from upref.result import Result
-from upref_frameworks import names
+from upref_frameworks import ledger, names
 
 TRAINERS = ("trl", "verl", "openrlhf")  # whose steps upref runs
 
@@ -50,22 +50,26 @@ def _audit_arguments(c: argparse.ArgumentParser) -> None:
     )
 
 
+def _refuse_audit(args: argparse.Namespace) -> None:
+    if args.report:
+        ledger.entry(args.framework, args.report)
+
+
 def _audit(args: argparse.Namespace) -> int:
     from upref.cli.output import answer
 
+    if args.ledger:
+        return answer(args, ledger.Ledger(ledger.read(args.framework)))
     return answer(args, _audited(args))
 
 
 def _audited(args: argparse.Namespace) -> Result:
-    """What the options of `upref audit` ask for."""
+    """What the options of `upref audit` ask for, --ledger apart."""
     from upref_frameworks import audits
     from upref_frameworks.audits import report
     from upref_frameworks.audits.kernels import kernels
-    from upref_frameworks.audits.ledger import read
 
     name = args.framework
-    if args.ledger:
-        return report.Ledger(read(name))
     if args.report:
         return report.Draft(report.report(name, args.report))
     which = {
@@ -194,6 +198,7 @@ AUDIT = Verb(
     "compare a framework's losses, advantages and KL terms with the papers",
     _audit_arguments,
     _audit,
+    refuse=_refuse_audit,
 )
 RECIPE = Verb(
     "print the settings that give an objective in a framework",

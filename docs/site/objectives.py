@@ -18,7 +18,7 @@ from upref.errors import InputError
 from upref.registry import LEVELS, Objective, get, names
 from upref.weights import plots
 from upref.weights.curve import of
-from upref_frameworks.audits.ledger import read
+from upref_frameworks.ledger import read
 
 SIGNS = {1: "A > 0", -1: "A < 0", 0: "A = 0"}
 RATIOS = np.exp(np.linspace(-5, 5, 81)) * 1.0001  # on none of the bounds

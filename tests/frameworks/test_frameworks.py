@@ -15,8 +15,8 @@ import pytest
 
 from upref_frameworks import audits
 from upref_frameworks.audits.isolated import pin as pins
-from upref_frameworks.audits.ledger import FRAMEWORKS, read
 from upref_frameworks.audits.report import Proofs, proofs, report
+from upref_frameworks.ledger import FRAMEWORKS, read
 
 ENTRY = """[[deviation]]
 key = "x-a"

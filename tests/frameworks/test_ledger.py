@@ -15,8 +15,9 @@ from docs.framework_pages import SPLIT, audits as audits_of_pages, first, of_row
 from upref import InputError
 from upref.cli import main
 from upref_frameworks import audits
-from upref_frameworks.audits.ledger import check_ledger, ranked, read, recorded, summary
+from upref_frameworks.audits.ledger import check_ledger
 from upref_frameworks.audits.recipe import no_kl
+from upref_frameworks.ledger import ranked, read, recorded, summary
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = read()

@@ -12,8 +12,7 @@ import pytest
 
 from docs import recipe_changes
 from docs.recipe_keys import keys_of, lines_of, recorded_keys
-from upref_frameworks import audits as A
-from upref_frameworks.audits import ledger
+from upref_frameworks import audits as A, ledger
 from upref_frameworks.audits.recipe import Recipe, reached, recipe as once, typed_fields
 
 recipe = cache(once)

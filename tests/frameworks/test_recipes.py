@@ -16,8 +16,7 @@ from upref import InputError
 from upref.advantages import ADVANTAGES
 from upref.cli import main
 from upref.weights.batches import batch, grad
-from upref_frameworks import audits as A
-from upref_frameworks.audits import ledger
+from upref_frameworks import audits as A, ledger
 from upref_frameworks.audits.compare import (
     Comparison,
     _reference,
@@ -25,13 +24,13 @@ from upref_frameworks.audits.compare import (
     typical,
     unit,
 )
-from upref_frameworks.audits.ledger import recorded
 from upref_frameworks.audits.recipe import (
     SAME_LOSS,
     reached,
     recipe as once,
     typed_fields,
 )
+from upref_frameworks.ledger import recorded
 
 recipe = cache(once)  # one reads the ledger for each
 entries = cache(ledger.read)

@@ -11,7 +11,7 @@ import pytest
 from docs import field, framework_pages, steps
 from upref.conformance import cases
 from upref.conformance.results import read_expected_failures
-from upref_frameworks.audits.ledger import read
+from upref_frameworks.ledger import read
 
 AUDITS = framework_pages.audits()
 

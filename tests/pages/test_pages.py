@@ -10,7 +10,7 @@ import pytest
 
 from docs import framework_pages, make
 from upref_frameworks.audits import frameworks
-from upref_frameworks.audits.ledger import read
+from upref_frameworks.ledger import read
 
 ROOT = Path(__file__).parents[2]
 TEXT = {str(page): (ROOT / page).read_text(encoding="utf-8") for page in make.PAGES}

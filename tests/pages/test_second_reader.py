@@ -3,7 +3,7 @@
 
 from docs.second_reader import HARD, JUDGMENTS, draw, judged, text
 from paper.claims import as_computed
-from upref_frameworks.audits.ledger import read
+from upref_frameworks.ledger import read
 
 
 def test_every_hard_verdict_is_judged():

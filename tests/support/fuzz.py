@@ -42,8 +42,8 @@ from upref.user_code import read
 from upref.user_code.guard import RANDOM, STATE, _equal
 from upref.verify.report import Report
 from upref_course import explorer, grader as learn
-from upref_frameworks import audits
-from upref_frameworks.audits import ledger
+from upref_frameworks import audits, ledger
+from upref_frameworks.audits.ledger import check_ledger
 
 LIMIT = 60  # seconds of CPU for one input
 ANSWERS = Report | Identification | learn.ExerciseVerdict
@@ -121,7 +121,7 @@ def tries(rng: random.Random):
         "a moody advantage": lambda: upref.check_advantages(a_moody(), "group_norm"),
         "a moody curve": lambda: upref.capacity(a_moody(), 0.1, 0.1, 1.0),
         "audit": lambda: audits.audit(some(), rng.choice([(), some()])),
-        "audit, ledger": lambda: ledger.check_ledger(
+        "audit, ledger": lambda: check_ledger(
             [], ledger.read("verl", bad_inputs.a_ledger(rng, LEDGER)), str(some()), True
         ),
         "audit-table": lambda: grim.audit(

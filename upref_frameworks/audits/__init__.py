@@ -37,14 +37,8 @@ from upref_frameworks.audits.compare import (
     unit,
 )
 from upref_frameworks.audits.framework import Framework
-from upref_frameworks.audits.ledger import (
-    Entry,
-    changed_defaults,
-    check_ledger,
-    plainly,
-    read,
-    summary,
-)
+from upref_frameworks.audits.ledger import changed_defaults, check_ledger, plainly
+from upref_frameworks.ledger import Entry, read, summary
 
 OWN = ("compare", "ledger")  # every other file of this folder is a framework
 

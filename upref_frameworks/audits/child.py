@@ -22,7 +22,7 @@ from upref_frameworks.audits import isolated
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.isolated.isolate import isolate
 from upref_frameworks.audits.isolated.pin import Installation, place
-from upref_frameworks.audits.ledger import WARNED
+from upref_frameworks.ledger import WARNED
 from upref_frameworks.settings import split
 
 

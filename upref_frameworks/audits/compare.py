@@ -109,7 +109,7 @@ class FaultEffect:
 
     @property
     def severity(self) -> str:
-        """A key of SEVERITY."""
+        """A key of SEVERITY of the ledger."""
         if self.change < 0.02 or self.cosine <= 0.5:
             return "cosmetic" if self.change < 0.02 else "breaks"
         turned = math.sqrt(max(1 - self.cosine**2, 0))
@@ -124,14 +124,6 @@ class FaultEffect:
         return cls(
             change, (found * expected).sum().item() / (w * v) if v else 0.0, v / w
         )
-
-
-SEVERITY = {
-    "breaks": "the gradient of a typical batch points elsewhere (cosine at most 0.5), or is gone",
-    "weakens": "its direction changes, or that of a part of it",
-    "rescales": "mostly its length changes, which a learning rate can undo",
-    "cosmetic": "less than 2 % of the gradient changes",
-}
 
 
 @dataclass(frozen=True)

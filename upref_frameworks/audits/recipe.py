@@ -26,16 +26,9 @@ from upref.registry import Objective, get, names
 from upref.verify.faults.losses import GROUPS
 from upref.weights.batches import grad
 from upref_frameworks.audits import framework, frameworks
-from upref_frameworks.audits.compare import (
-    MICRO,
-    SEVERITY,
-    TOL,
-    Comparison,
-    FaultEffect,
-    typical,
-)
+from upref_frameworks.audits.compare import MICRO, TOL, Comparison, FaultEffect, typical
 from upref_frameworks.audits.framework import Framework
-from upref_frameworks.audits.ledger import Entry, read, recorded, share
+from upref_frameworks.ledger import SEVERITY, Entry, read, recorded, share
 
 # a constant that divides Dr. GRPO's sum: not a choice of objective
 SCALE = ("max_completion_length", "max_seq_len")

@@ -5,54 +5,27 @@ new ledger has to record.
 
 import sys
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from upref.definition import papers
-from upref.errors import InputError
 from upref.result import Result
 from upref_frameworks.audits import framework, isolated
 from upref_frameworks.audits.child import scripts
-from upref_frameworks.audits.compare import SEVERITY, FaultEffect
+from upref_frameworks.audits.compare import FaultEffect
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.isolated.pin import cache
-from upref_frameworks.audits.ledger import (
+from upref_frameworks.audits.ledger import as_evidence, severest
+from upref_frameworks.ledger import (
+    SEVERITY,
     STATUS,
     WARNED,
     Entry,
-    as_evidence,
+    entry,
     read,
     recorded,
-    severest,
 )
-
-
-@dataclass(frozen=True)
-class Ledger(Result):
-    """What is recorded of a framework. It is no verdict: always true."""
-
-    entries: list[Entry]
-    head_style = ""
-
-    def text(self, verbose: bool = False) -> str:
-        """The entries as paragraphs.
-
-        Args:
-            verbose: not read: all is printed.
-
-        Returns:
-            Lines.
-        """
-        return "\n\n".join(map(str, self.entries))
-
-    def data(self) -> list[dict[str, Any]]:
-        """The entries as data.
-
-        Returns:
-            The fields of each.
-        """
-        return [asdict(e) for e in self.entries]
 
 
 @dataclass(frozen=True)
@@ -86,12 +59,7 @@ class Draft(Result):
 
 def report(name: str, key: str) -> str:
     """An issue for upstream; InputError where the ledger has no such entry."""
-    entries = {e.key: e for e in read(name)}
-    if key not in entries:
-        raise InputError(
-            f"the ledger of {name} has no {key!r}: choose {', '.join(entries) or 'nothing, it is empty'}."
-        )
-    e = entries[key]
+    e = entry(name, key)
     where, pin = e.code.partition(":")[0], framework(name).pin
     if e.get:
         title = f"{e.ask}: {e.get}"

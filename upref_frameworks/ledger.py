@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is recorded of the frameworks: the entries of NAME/ledger.toml, read and put in
+words. It imports no torch.
+
+Its table [ledger] has once what holds of all entries: version, source (where the lines
+stand), searched (which documents, comments and warnings were read before anything was
+called a bug), twice (the bugs and surprising defaults that a second reader held against
+the sources), prelude (what the scripts begin with).
+What holds of several frameworks stands once in facts.toml: an entry that names a `fact`
+has its fields, unless it has its own. `effect` is [severity, change], as the audit
+computes both. audits/ledger.py holds the entries against an audit.
+"""
+
+import ast
+import math
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from upref.errors import InputError
+from upref.result import Result
+
+STATUS = {
+    "bug": "its behavior contradicts its name, documentation or other settings, and no text mentions that",
+    "surprising default": "the name alone does not give the paper's objective; not every framework with it says so",
+    "documented choice": "documentation, help, a comment or a warning of the framework states it",
+    "numerical": "a guard or a rounding that training hardly meets",
+}
+SEVERITY = {
+    "breaks": "the gradient of a typical batch points elsewhere (cosine at most 0.5), or is gone",
+    "weakens": "its direction changes, or that of a part of it",
+    "rescales": "mostly its length changes, which a learning rate can undo",
+    "cosmetic": "less than 2 % of the gradient changes",
+}
+
+WARNED = "warned: "  # begins what a framework warns while a script of its ledger runs
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One row of the audit: the loss, what it is compared with, and the weight of one
+    token; empty where none moves.
+    """
+
+    loss: str
+    held_against: str
+    where: str = ""
+    expected: str = ""
+    found: str = ""
+    micro_batches: int = 1
+
+    @property
+    def command(self) -> str:
+        objective, *hp = self.held_against.split(", ")
+        return f"{self.loss} --as {objective}" + "".join(f" --hp {x}" for x in hp)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where}: {self.expected} -> {self.found}"
+            if self.where
+            else "no token of the grid"
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A deviation: what the paper says, what the code does, and the evidence."""
+
+    key: str
+    framework: str
+    version: str
+    status: str  # a key of STATUS
+    reason: str  # as the audit words it
+    bib: str
+    paper: str
+    code: str
+    evidence: list[Evidence]
+    # a key of SEVERITY, as the audit computes it from the largest effect of a row of
+    # the evidence
+    severity: str = ""
+    change: float = 0.0  # |v - w| / |w| of that effect
+    line: str = ""  # the line of code: PATH#LNUMBER below `source`
+    words: str = ""  # where the framework says so, in its own words
+    link: str = ""  # where these words stand
+    thread: str = ""  # upstream's issue or pull request
+    fixed: str = ""  # the version or commit that repaired it
+    fix: str = ""
+    proof: str = ""  # a script that needs the framework, and nothing of upref
+    prints: str = ""  # what it prints: expected and found
+    # for the table to read first: what one asks for, what one gets, what to do
+    ask: str = ""
+    get: str = ""
+    do: str = ""
+    also: str = ""  # the other frameworks of which ask, get and do are true
+    source: str = ""
+    searched: str = ""
+    twice: bool = False  # whether a second reader held it against the sources
+
+    @property
+    def at(self) -> str:
+        """The line of code, as a link."""
+        anchor = "#line." if "inspector.pypi.io" in self.source else "#L"
+        return self.source + self.line.replace("#L", anchor) if self.line else ""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.key} ({self.status}; {self.framework} {self.version}): {self.reason}"
+        ]
+        lines += [f"    paper  {self.bib}: {self.paper}", f"    code   {self.code}"]
+        said = {
+            "line": self.at,
+            "told": self.words and f'"{self.words}" ({self.link})',
+            "thread": self.thread,
+        }
+        said |= {
+            "fixed": self.fixed,
+            "size": self.severity and f"{self.severity}: {self.size}",
+        }
+        lines += [f"    {k:6} {v}" for k, v in said.items() if v]
+        for e in self.evidence:
+            parts = (
+                f" (in {e.micro_batches} micro-batches)" if e.micro_batches > 1 else ""
+            )
+            lines += [
+                f"    shown  upref check {self.framework}:{e.command}{parts}",
+                f"           {e}",
+            ]
+        return "\n".join(lines)
+
+    @property
+    def size(self) -> str:
+        """How much of a typical batch's gradient it changes, in words."""
+        return share(self.change)
+
+
+def share(change: float) -> str:
+    """How much of a typical batch's gradient changes, in words."""
+    if change == math.inf:
+        return "there is a gradient where none should be"
+    return f"{100 * change:.3g} % of a typical batch's gradient changes"
+
+
+FRAMEWORKS = Path(__file__).parent
+FACTS = FRAMEWORKS / "facts.toml"
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """NAME.toml: [[deviation]], and what the defaults were, of every loss and of each;
+    {} where there is none.
+    """
+    file = FRAMEWORKS / name / "ledger.toml"
+    return _tables(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def _tables(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"the ledger cannot be read: {error}") from error
+
+
+def read(name: str = "", text: str | None = None) -> list[Entry]:
+    """The entries of a framework's ledger, of all, or of this text; InputError where
+    one is not whole.
+    """
+    if not name:
+        return [
+            e
+            for file in sorted(FRAMEWORKS.glob("*/ledger.toml"))
+            for e in read(file.parent.name)
+        ]
+    tables = recorded(name) if text is None else _tables(text)
+    shared = {"framework": name} | tables.get("ledger", {})
+    prelude, facts = (
+        shared.pop("prelude", "").strip(),
+        _tables(FACTS.read_text(encoding="utf-8")),
+    )
+    twice = shared.pop("twice", "").split()
+    try:
+        given = [
+            shared | facts.get(t.pop("fact", ""), {}) | t
+            for t in tables.get("deviation", [])
+        ]
+        given = [
+            t | {"twice": t["key"].removeprefix(f"{name}-".replace("_", "-")) in twice}
+            for t in given
+        ]
+        given = [
+            t | dict(zip(("severity", "change"), t.pop("effect"), strict=True))
+            for t in given
+        ]
+        given = [
+            t | {"proof": _script(prelude, t["proof"].strip())} if t.get("proof") else t
+            for t in given
+        ]
+        entries = [
+            Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]})
+            for t in given
+        ]
+    except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:
+        raise InputError(f"the ledger of {name} cannot be read: {error}") from error
+    for e in entries:
+        if (
+            e.status not in STATUS
+            or e.severity not in ("", *SEVERITY)
+            or not e.evidence
+        ):
+            raise InputError(
+                f"ledger entry {e.key}: status is one of {', '.join(STATUS)}, severity one of {', '.join(SEVERITY)}, "
+                "and evidence is not empty."
+            )
+    return entries
+
+
+def entry(name: str, key: str) -> Entry:
+    """The entry of that key.
+
+    Args:
+        name: a framework.
+        key: as the ledger has it.
+
+    Returns:
+        The entry.
+
+    Raises:
+        InputError: the ledger of the framework has no such entry.
+    """
+    entries = {e.key: e for e in read(name)}
+    if key not in entries:
+        raise InputError(
+            f"the ledger of {name} has no {key!r}: choose {', '.join(entries) or 'nothing, it is empty'}."
+        )
+    return entries[key]
+
+
+def _script(prelude: str, proof: str) -> str:
+    """The proof after those statements of the prelude whose names it uses."""
+    lines, kept = prelude.splitlines(), ast.parse(proof).body
+    out: list[str] = []
+    for node in reversed(ast.parse(prelude).body):
+        used = {x.id for n in kept for x in ast.walk(n) if isinstance(x, ast.Name)}
+        names = {
+            a.asname or a.name.partition(".")[0] for a in getattr(node, "names", [])
+        }
+        names |= {
+            x.id
+            for x in ast.walk(node)
+            if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+        }
+        patches = isinstance(node, ast.Assign) and isinstance(
+            node.targets[0], ast.Attribute
+        )
+        if patches or used & (names | {getattr(node, "name", "")}):
+            kept.append(node)
+            out[:0] = lines[node.lineno - 1 : node.end_lineno]
+    plain = [x.removeprefix("import ") for x in out if x.startswith("import ")]
+    rest = [x for x in out if not x.startswith("import ")]
+    imports = [f"import {', '.join(plain)}"] if plain else []
+    return "\n".join([*imports, *rest, proof])
+
+
+def ranked(entries: list[Entry]) -> list[Entry]:
+    """The most severe first; of one severity bugs, then surprising defaults, then what
+    is documented.
+    """
+    severe = [*SEVERITY, ""]
+    return sorted(
+        entries,
+        key=lambda e: (severe.index(e.severity), [*STATUS].index(e.status), -e.change),
+    )
+
+
+def documented(entries: list[Entry]) -> int:
+    """Surprising defaults that this framework itself tells of, though another with the
+    same fact does not.
+    """
+    return sum(e.status == "surprising default" and bool(e.words) for e in entries)
+
+
+def _many(n: int, one: str) -> str:
+    """Return `1 bug`, `2 bugs`."""
+    return f"{n} {one}" + ("" if n == 1 else "s")
+
+
+def summary(name: str, entries: list[Entry]) -> str:
+    """One sentence: how many entries of each status, and the worst."""
+
+    def count(status: str) -> int:
+        """Return how many entries have this status."""
+        return sum(e.status == status for e in entries)
+
+    words = {
+        status: _many(count(status), status)
+        for status in STATUS
+        if status != "numerical"
+    }
+    if told := documented(entries):
+        words["surprising default"] += f" ({told} of them documented)"
+    said = f"{name}: {', '.join(list(words.values())[:-1])} and {words['documented choice']}"
+    worst = next(
+        (e for e in ranked(entries) if e.status in ("bug", "surprising default")), None
+    )
+    return (
+        f"{said}; the worst is {worst.key}: {worst.reason} ({worst.severity})."
+        if worst
+        else f"{said}."
+    )
+
+
+@dataclass(frozen=True)
+class Ledger(Result):
+    """What is recorded of a framework. It is no verdict: always true."""
+
+    entries: list[Entry]
+    head_style = ""
+
+    def text(self, verbose: bool = False) -> str:
+        """The entries as paragraphs.
+
+        Args:
+            verbose: not read: all is printed.
+
+        Returns:
+            Lines.
+        """
+        return "\n\n".join(map(str, self.entries))
+
+    def data(self) -> list[dict[str, Any]]:
+        """The entries as data.
+
+        Returns:
+            The fields of each.
+        """
+        return [asdict(e) for e in self.entries]
