@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from upref.aggregation import Totals, aggregate, row_weights
     from upref.derivation import derive
-    from upref.diagnostics import diagnose
     from upref.errors import InputError
     from upref.identification.identify import identify
     from upref.pytest_plugin import (
@@ -54,7 +53,6 @@ _HOME = {
     "check_recorded": "step",
     "check_step": "step",
     "derive": "derivation",
-    "diagnose": "diagnostics",
     "get": "registry",
     "identify": "identification.identify",
     "identify_step": "step",
@@ -85,7 +83,6 @@ __all__ = [
     "check_recorded",
     "check_step",
     "derive",
-    "diagnose",
     "get",
     "identify",
     "identify_step",

@@ -42,7 +42,7 @@ GROUPS = {
         "derive",
     ],
     "Batches and aggregation": ["Rollouts", "Totals", "aggregate", "row_weights"],
-    "Pictures and numbers": ["cap_map", "capacity", "diagnose"],
+    "Pictures and numbers": ["cap_map", "capacity"],
     "Errors": ["InputError"],
 }
 # What these modules define and do not begin with an underscore.

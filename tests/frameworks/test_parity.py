@@ -13,8 +13,8 @@ import torch
 import upref
 from repro.with_verl import parity as script
 from upref import InputError, Totals
-from upref.diagnostics import live
 from upref.weights.batches import batch
+from upref_frameworks.live import live
 from upref_frameworks.parity import Monitor, ParityError, compare, roundings
 
 # what frameworks do not hand over

@@ -14,7 +14,7 @@ from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 
 import upref
 from upref import InputError, aggregate
-from upref.diagnostics import diagnose
+from upref.replay import clipping
 from upref.weights.batches import batch, grad
 from upref_frameworks.audits.compare import FaultEffect, typical
 from upref_frameworks.audits.recipe import _effects
@@ -248,7 +248,7 @@ def test_metrics_have_no_gradient_and_cost_none(name):
     for hp in ({}, {"eps_low": 1e-4}):
         _, metrics = call(name, replace(b, logp=x), config(hp))
         assert metrics == {
-            f"upref/{k}": v for k, v in diagnose(upref.get(name), b, **hp).items()
+            f"upref/{k}": v for k, v in clipping(upref.get(name), b, **hp).items()
         }
 
 

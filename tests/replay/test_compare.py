@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
+import upref
 from tests.replay.test_loss import COLUMNS, batch
 from upref.errors import InputError
-from upref.replay import heaviest_tokens, make_batch, replay, weights
+from upref.replay import clipping, heaviest_tokens, make_batch, replay, weights
 from upref.replay.terms import as_run
 
 NAMES = ["dapo", "up_dapo", "grpo", "gspo", "tis(dapo)", "mis_seq(dapo)"]
@@ -56,6 +57,8 @@ def test_the_shares_by_hand():
     assert row.heaviest == pytest.approx(0.5)  # one token, the heaviest, of four
     assert row.longest == pytest.approx(0.5 / 0.75)
     assert row.turns == {0: pytest.approx(0.25), 1: pytest.approx(0.75)}
+    assert row.clipping["clip/pos_high"] == pytest.approx(1 / 3)
+    assert row.clipping == clipping(upref.get("dapo"), b)
     first = heaviest_tokens(b, row, 1)[0]
     assert (first.response, first.token, first.advantage, first.share) == (
         1,

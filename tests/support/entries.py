@@ -193,7 +193,7 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "capacity": (upref.capacity, {"objective": "dapo", "pi": 0.1, "pi_old": 0.1, "adv": 1.0, "eps_low": 0.1}),
         "cap_map": (upref.cap_map, {"*": "dapo", "adv": 1.0, "eps_low": 0.1}),
         "derive": (upref.derive, {"objective": "dapo", "mu": 0.25, "eps_low": 0.1}),
-        "diagnose": (upref.diagnose, {"objective": o, "b": b, "eps_low": 0.1}),
+        "replay.clipping": (upref.replay.clipping, {"objective": o, "batch": b, "eps_low": 0.1}),
         "check": (upref.check, {"loss": _loss, "objective": "dapo", "skip": (), "eps_low": 0.1}),
         "identify": (upref.identify, {"loss": o}),
         "check_kl": (upref.check_kl, {"fn": k3, "estimator": "k3", "skip": ()}),

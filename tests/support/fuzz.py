@@ -99,7 +99,7 @@ def tries(rng: random.Random):
         "cap_map": lambda: upref.cap_map(
             *rng.choices(JUNK, k=rng.randint(0, 1)), adv=some(), **hp()
         ),
-        "diagnose": lambda: upref.diagnose(some(), some()),
+        "clipping": lambda: upref.replay.clipping(some(), some()),
         "check": lambda: upref.check(some(), some(), **hp()),
         "check, skip": lambda: upref.check(upref.get("dapo"), "nothing", skip=some()),
         "identify": lambda: upref.identify(rng.choice(JUNK[:-2])),

@@ -538,7 +538,7 @@ def test_ctrl_c_is_the_users():
         lambda: upref.check(dapo, "dapo", eps_high=10**400), lambda: upref.check(dapo, "dapo", eps_high=1j),
         lambda: upref.capacity("dapo", float("nan"), 0.1), lambda: upref.check_kl(dapo, []),
         lambda: upref.check_advantages(dapo, []), lambda: upref.derive(None), lambda: upref.cap_map("dapo", adv="x"),
-        lambda: upref.diagnose(None, None), lambda: upref.Rollouts(1, 2, 3, 4),
+        lambda: upref.replay.clipping(None, None), lambda: upref.Rollouts(1, 2, 3, 4),
         lambda: upref.weights.batches.on_policy_batch().split(10**9),
         lambda: upref.weights.batches.on_policy_batch().split(0),
     ],

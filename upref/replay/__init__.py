@@ -7,6 +7,7 @@ trainer.
     upref.replay.advantages(batch)                         # which estimator, over which groups
     upref.replay.loss(batch, "dapo", 0.0123, eps_high=0.28)
     upref.replay.weights(batch, ["up_dapo", "tis(dapo)"], ran="dapo")
+    upref.replay.clipping(upref.get("dapo"), batch)        # which tokens are clipped, on which side
     upref.replay.record(trainer, "dumps", every=50)        # such files, from TRL's GRPOTrainer
     upref.replay.watch(trainer, "dapo", eps_high=0.2)      # the same checks while it trains
 
@@ -16,6 +17,7 @@ ids.
 
 from upref.replay.advantages import advantages
 from upref.replay.batch import make_batch
+from upref.replay.clipping import clipping
 from upref.replay.compare import heaviest_tokens, weights
 from upref.replay.files import read, read_steps, write
 from upref.replay.gap import gap
@@ -33,6 +35,7 @@ __all__ = [
     "Recording",
     "Replay",
     "advantages",
+    "clipping",
     "gap",
     "heaviest_tokens",
     "loss",

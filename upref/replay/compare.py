@@ -13,6 +13,7 @@ from torch import Tensor
 
 from upref.definition import Objective
 from upref.errors import InputError
+from upref.replay.clipping import clipping, fraction
 from upref.replay.findings import Checked
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.terms import as_run
@@ -36,6 +37,8 @@ class ObjectiveRow:
         heaviest: share of Σ |w| on the heaviest 1 % of the tokens.
         longest: share of Σ |w| on the longest quarter of the responses, over their
             share of the tokens.
+        clipping: which tokens the policy term alone clips, on each side of r = 1, as
+            `upref.replay.clipping` counts them.
         turns: share of Σ |w| of each turn or source; empty without the column turn.
         cosine: with the gradient of the objective that ran; None without one.
         gradient: w, [B, T], over all responses of the batch.
@@ -47,6 +50,7 @@ class ObjectiveRow:
     effective: float
     heaviest: float
     longest: float
+    clipping: dict[str, float]
     turns: dict[int, float]
     cosine: float | None
     gradient: Float[Tensor, "B T"] = field(repr=False, compare=False)
@@ -130,14 +134,16 @@ def weights(
     rows: list[ObjectiveRow] = []
     skipped: dict[str, str] = {}
     for o in objectives:
+        own = {k: v for k, v in hp.items() if k in o.hyperparameters}
         try:
-            w = token_gradient(batch, o.aggregated(agg) if agg else o, hp)
+            w = token_gradient(batch, o.aggregated(agg) if agg else o, own)
+            clipped = clipping(o, batch, **own)
         except InputError as e:
             skipped[o.name] = str(e)
             continue
         if first and o is first[0]:
             reference = w
-        rows.append(_row(batch, o.name, w, reference))
+        rows.append(_row(batch, o.name, w, clipped, reference))
     return ObjectiveWeights(
         rows=tuple(rows), skipped=skipped, ran=first[0].name if first else ""
     )
@@ -156,15 +162,18 @@ def token_gradient(
     Returns:
         [B, T].
     """
-    own = {k: v for k, v in hp.items() if k in o.hyperparameters}
     b: Rollouts = batch.rollouts(sampler=o.sampler is not None)
     out = torch.zeros(batch.mask.shape, dtype=torch.float64)
-    out[batch.mask.any(1)] = o.gradient(b, **own).double()
+    out[batch.mask.any(1)] = o.gradient(b, **hp).double()
     return out
 
 
 def _row(
-    batch: RecordedBatch, name: str, w: Tensor, ran: Tensor | None
+    batch: RecordedBatch,
+    name: str,
+    w: Tensor,
+    clipped: dict[str, float],
+    ran: Tensor | None,
 ) -> ObjectiveRow:
     mask = batch.mask
     assert batch.adv is not None
@@ -186,19 +195,16 @@ def _row(
         cosine = float((ran * w).sum()) / norm if norm else 0.0
     return ObjectiveRow(
         name=name,
-        dead_positive=_share(w == 0, positive),
-        dead_negative=_share(w == 0, negative),
+        dead_positive=float(fraction(w == 0, positive)),
+        dead_negative=float(fraction(w == 0, negative)),
         effective=total**2 / squares if squares else 0.0,
         heaviest=float(inside.topk(count).values.sum()) / total,
         longest=float(size[longest].sum()) / total / share,
+        clipping=clipped,
         turns=_by_turn(batch, size, total),
         cosine=cosine,
         gradient=w,
     )
-
-
-def _share(hit: Tensor, of: Tensor) -> float:
-    return float((hit & of).sum()) / max(1, int(of.sum()))
 
 
 def _by_turn(batch: RecordedBatch, size: Tensor, total: float) -> dict[int, float]:

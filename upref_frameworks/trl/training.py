@@ -59,12 +59,12 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import Totals, aggregate
-from upref.diagnostics import live
 from upref.errors import InputError
 from upref.kl import WITH_RATIO, per_token
 from upref.logprobs import clamp_log_probs
 from upref.registry import Objective, get
 from upref.rollouts import one_per_response
+from upref_frameworks.live import live
 from upref_frameworks.parity import Monitor, ParityError
 from upref_frameworks.trl.twin import trl_twin
 

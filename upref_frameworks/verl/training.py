@@ -62,10 +62,10 @@ from torch import Tensor
 
 from upref import InputError, Objective, Totals, get, names
 from upref.aggregation import verl_name
-from upref.diagnostics import live
 from upref.logprobs import clamp_log_probs
 from upref.rollouts import one_per_response
 from upref_frameworks.hidden import in_verl
+from upref_frameworks.live import live
 from upref_frameworks.parity import Monitor
 from upref_frameworks.verl.record import by_environment
 from upref_frameworks.verl.step import settings_of_twin, stop_unless_twin_agrees
@@ -158,7 +158,7 @@ def register(objective: Objective):
         ) | parity
 
     loss.__name__ = loss.__qualname__ = f"upref/{objective.name}"
-    loss.__doc__ = f"{objective.name} in verl: -J, and diagnostics."
+    loss.__doc__ = f"{objective.name} in verl: -J, and what it does to the tokens."
     return register_policy_loss(loss.__name__)(loss)
 
 

@@ -2,7 +2,7 @@
 """What a step's updates did to the tokens, gathered minibatch by minibatch: one line of
 steps.jsonl.
 
-Clip fractions, alive and overflow are `upref.diagnostics.diagnose`'s, over all tokens
+Clip fractions, alive and overflow are those of `upref.replay.clipping`, over all tokens
 that had an advantage, each with the policy as it stood when its minibatch came up. KLs
 and entropies are exact sums over the vocabulary.
 """
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from upref import Objective, Rollouts, diagnose
+from upref import Objective, Rollouts
+from upref.replay.clipping import clipping
 
 QUANTILES = torch.tensor([0.001, 0.01, 0.5, 0.99, 0.999], dtype=torch.float64)
 CLIPS = {
@@ -57,7 +58,7 @@ class Tally:
     def numbers(self, objective: Objective, hp: dict) -> dict[str, float | list[float]]:
         lp, lp_old, A, mask = (torch.cat(x) for x in zip(*self.rows, strict=True))
         entropy = torch.cat(self.entropy) if self.entropy else None
-        found = diagnose(
+        found = clipping(
             objective,
             Rollouts(lp.clamp(max=0), lp_old.clamp(max=0), A, mask, entropy=entropy),
             **hp,

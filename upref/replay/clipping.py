@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an objective does to a batch, read off the closed-form weight: which tokens are
-clipped, alive, overflowing.
+"""What an objective does to the tokens of a batch, from its closed-form weight: which
+are clipped, have a gradient, or overflow.
 """
 
 from typing import Any
@@ -12,17 +12,20 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.ops import exp, mean_t, sum_t
 from upref.registry import Objective
+from upref.replay.schema import RecordedBatch
 from upref.rollouts import Rollouts
 
 
-def diagnose(objective: Objective, b: Rollouts, **hp: Any) -> dict[str, float]:
+def clipping(
+    objective: Objective, batch: Rollouts | RecordedBatch, **hp: Any
+) -> dict[str, float]:
     """Count clipped and unclipped tokens of a batch, and summarize its ratios; no
     gradient flows.
 
     Args:
         objective: the Objective; the ratio is the one that it uses: r, or s or S of the
             whole response.
-        b: the batch.
+        batch: the batch; of a recorded one, the responses that train.
         **hp: hyperparameters of the objective.
 
     Returns:
@@ -39,12 +42,21 @@ def diagnose(objective: Objective, b: Rollouts, **hp: Any) -> dict[str, float]:
         mass_above_high             the share of these tokens in Σ |w| over the batch
         ratio/{mean,max,min}        of the ratio
         kl_old                      mean of k1: log π_old - log π_θ, in nats
+
+    Raises:
+        InputError: it is no objective or no batch, or a column is missing.
     """
-    for x, kind in ((objective, Objective), (b, Rollouts)):
-        if not isinstance(x, kind):
-            raise InputError(
-                f"diagnose takes an Objective, e.g. upref.get('dapo'), and Rollouts, not {type(x).__name__}."
-            )
+    if not isinstance(objective, Objective):
+        raise InputError(
+            f"clipping takes an Objective, for example upref.get('dapo'), not {type(objective).__name__}."
+        )
+    if not isinstance(batch, Rollouts | RecordedBatch):
+        raise InputError(
+            f"clipping takes Rollouts or a RecordedBatch, not {type(batch).__name__}."
+        )
+    b = batch
+    if isinstance(b, RecordedBatch):
+        b = b.rollouts(sampler=objective.sampler is not None)
     lp, old, mask = b.logp.detach(), b.logp_old, b.mask
     log_r = (lp - old).masked_fill(~mask, 0)
     if objective.level == "sequence_mean":
@@ -76,51 +88,6 @@ def diagnose(objective: Objective, b: Rollouts, **hp: Any) -> dict[str, float]:
         "kl_old": -(lp - old)[mask].double().mean(),
     }
     return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))
-
-
-@torch.no_grad()
-def live(
-    objective: Objective,
-    lp: Tensor,
-    lp_old: Tensor,
-    A: Tensor,
-    mask: Bool[Tensor, "B T"],
-    hp: dict[str, Any],
-    entropy: Tensor | None = None,
-    logp_sampler: Tensor | None = None,
-) -> dict[str, float]:
-    """`diagnose` of a micro-batch that is being trained on, as upref/KEY. Always the
-    same keys: a framework's ranks must agree on them. A metric must not stop a run, so
-    nothing is validated and rows without a token are left out.
-
-    Args:
-        objective: that is trained.
-        lp, lp_old: log π_θ and log π_old, [B, T].
-        A: advantages, [B, T] or [B, 1].
-        mask: [B, T].
-        hp: resolved hyperparameters.
-        entropy: per token, where the objective reads it.
-        logp_sampler: log μ, where it corrects for its sampler.
-
-    Returns:
-        Metric -> number.
-    """
-    rows = mask.any(1)
-    A = A.expand_as(mask)
-    entropy = torch.zeros_like(lp) if entropy is None else entropy
-    engine = lp_old if logp_sampler is None else logp_sampler
-    lp, lp_old, A, mask, entropy, engine = (
-        x[rows] for x in (lp, lp_old, A, mask, entropy, engine)
-    )
-    if not len(mask):  # no token at all: one of A = 0, r = 1 stands for it
-        lp, lp_old, A, entropy, engine, mask = (
-            *((lp.new_zeros(1, 1),) * 5),
-            mask.new_ones(1, 1),
-        )
-    b = Rollouts.unchecked(
-        logp=lp, logp_old=lp_old, adv=A, mask=mask, entropy=entropy, logp_sampler=engine
-    )
-    return {f"upref/{k}": v for k, v in diagnose(objective, b, **hp).items()}
 
 
 def fraction(hit: Bool[Tensor, "B T"], of: Bool[Tensor, "B T"]) -> Tensor:

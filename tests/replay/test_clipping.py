@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import upref
-from upref.diagnostics import diagnose
+from upref.errors import InputError
+from upref.replay import clipping
 
 
 def made(ratios, advantages, dtype=torch.float64):
@@ -26,7 +27,7 @@ B = made([2.0, 1.25, 0.5, 1.0, 2.0, 0.5, 5.0], [1.0, 1.0, 1.0, 1.0, -1.0, -1.0, 
 
 
 def test_clip_fractions_by_side_and_sign():
-    d = diagnose(upref.get("dapo"), B, c=3.0)
+    d = clipping(upref.get("dapo"), B, c=3.0)
     assert d["clip/pos_high"] == pytest.approx(1 / 4)  # r = 2 of A > 0
     assert d["clip/pos_low"] == 0
     assert d["clip/neg_low"] == pytest.approx(1 / 3)  # r = 0.5
@@ -36,8 +37,8 @@ def test_clip_fractions_by_side_and_sign():
 
 
 def test_up_keeps_alive_what_dapo_clips():
-    assert diagnose(upref.get("dapo"), B)["mass_above_high"] == 0
-    d = diagnose(upref.get("up_dapo"), B)
+    assert clipping(upref.get("dapo"), B)["mass_above_high"] == 0
+    d = clipping(upref.get("up_dapo"), B)
     # 4 tokens of A > 0 weigh 1 each, one of them at r = 2; A < 0: 2, 0 (r = 0.5 is
     # clipped) and 2 x 5
     assert d["mass_above_high"] == pytest.approx(1 / (4 + 2 + 0 + 10))
@@ -52,25 +53,25 @@ def test_overflow_is_reported():
         torch.tensor([[-1.0]]),
         torch.ones(1, 3, dtype=torch.bool),
     )
-    assert diagnose(upref.get("dapo_no_upper_clip"), b)["overflow"] == pytest.approx(
+    assert clipping(upref.get("dapo_no_upper_clip"), b)["overflow"] == pytest.approx(
         1 / 3
     )
 
 
 def test_sequence_level_counts_responses_by_their_own_ratio():
     b = made([2.0, 0.5], [1.0, 1.0])  # s = 1: inside, though both tokens are far out
-    assert diagnose(upref.get("gspo"), b)["alive"] == 1
+    assert clipping(upref.get("gspo"), b)["alive"] == 1
 
 
 def test_ratio_statistics():
-    d = diagnose(upref.get("dapo"), B)
+    d = clipping(upref.get("dapo"), B)
     assert d["ratio/max"] == pytest.approx(5) and d["ratio/min"] == pytest.approx(0.5)
     assert d["ratio/mean"] == pytest.approx((2 + 1.25 + 0.5 + 1 + 2 + 0.5 + 5 + 1) / 8)
     assert d["kl_old"] == pytest.approx(-(math.log(1.25) + math.log(5)) / 8)
 
 
 def test_trajectory_level_multiplies_the_ratios():
-    d = diagnose(upref.get("topr"), made([2.0, 3.0], [1.0, 1.0]))
+    d = clipping(upref.get("topr"), made([2.0, 3.0], [1.0, 1.0]))
     assert d["ratio/max"] == pytest.approx(6)
 
 
@@ -79,7 +80,14 @@ def test_a_weight_that_overflows_is_neither_alive_nor_silent():
         torch.full((1, 3), -0.5), torch.tensor([[-100.5, -87.5, -0.5]]), torch.tensor([[1.0, 1e3, 1.0]]),
         torch.ones(1, 3, dtype=torch.bool),
     )  # fmt: skip
-    d = diagnose(upref.get("is_pg"), b)
+    d = clipping(upref.get("is_pg"), b)
     assert d["overflow"] == pytest.approx(2 / 3) and d["alive"] == pytest.approx(1 / 3)
-    d = diagnose(upref.get("up_dapo"), b)  # no ratio left: nothing overflows
+    d = clipping(upref.get("up_dapo"), b)  # no ratio left: nothing overflows
     assert d["overflow"] == 0 and d["alive"] == 1
+
+
+def test_what_is_no_objective_or_no_batch_is_one_sentence():
+    with pytest.raises(InputError, match="takes an Objective"):
+        clipping("dapo", B)
+    with pytest.raises(InputError, match="Rollouts or a RecordedBatch, not NoneType"):
+        clipping(upref.get("dapo"), None)
