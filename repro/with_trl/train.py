@@ -24,7 +24,7 @@ from repro.with_trl.log import StepLog
 from repro.with_verl import report
 from repro.with_verl.config.model import download, local, shape_of
 from repro.with_verl.place import RUNS
-from repro.with_verl.reward.score import compute_score
+from repro.with_verl.reward.score import compute_score, start_grader
 from upref import InputError
 from upref_frameworks.parity import ParityError
 
@@ -103,8 +103,8 @@ def gpu() -> bool:
 
 
 def check(args: argparse.Namespace) -> None:
-    """A GPU, the model and the data are here; else one sentence that says what to
-    fetch. Names the model's folder.
+    """A GPU, the model, the data and math-verify are here; else one sentence that says
+    what to fetch. Names the model's folder.
     """
     if not gpu():
         raise InputError(
@@ -121,6 +121,7 @@ def check(args: argparse.Namespace) -> None:
                 f"{args.data / name}.parquet is missing: {sys.executable} -m repro.with_verl.data.prepare {name} makes "
                 "it; without a network, download its file elsewhere and add --from FILE."
             )
+    start_grader()  # before the weights are loaded, which takes a minute
     args.model = str(found)
 
 

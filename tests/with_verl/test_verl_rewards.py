@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards: right answers are right in any spelling, and no response stops a run."""
 
+import argparse
 import importlib.util
 import sys
 import threading
@@ -179,6 +180,20 @@ def test_a_grader_that_fails_means_wrong_and_a_new_one(command):
 def test_without_math_verify_nothing_is_scored_wrong():
     with pytest.raises(upref.InputError, match="pip install math-verify"):
         Grader([sys.executable, "-c", "import no_such_module"]).ask("1", "2", seconds=1)
+
+
+def test_math_verify_is_asked_for_before_a_model_is_loaded(monkeypatch, tmp_path):
+    from repro.with_trl import train
+
+    broken = Grader([sys.executable, "-c", "import no_such_module"])
+    monkeypatch.setattr("repro.with_verl.reward.score._GRADER", broken)
+    monkeypatch.setattr(train, "gpu", lambda: True)
+    monkeypatch.setattr(train, "local", lambda model: tmp_path)
+    for name in ("gsm8k_train", "gsm8k_test"):
+        (tmp_path / f"{name}.parquet").touch()
+    args = argparse.Namespace(model="any", data=tmp_path)
+    with pytest.raises(upref.InputError, match="pip install math-verify"):
+        train.check(args)
 
 
 def test_a_time_limit_from_a_thread():

@@ -208,6 +208,16 @@ class Grader:
                 "math-verify cannot be imported: pip install math-verify==0.9.0."
             )
 
+    def start(self) -> None:
+        """Start the process before the first answer needs it.
+
+        Raises:
+            InputError: math-verify cannot be imported.
+        """
+        with self.lock:
+            if self.process is None or self.pid != os.getpid():
+                self._start()
+
     def close(self) -> None:
         process, self.process = self.process, None
         if process is not None and self.pid == os.getpid():
@@ -216,3 +226,12 @@ class Grader:
 
 
 _GRADER = Grader()
+
+
+def start_grader() -> None:
+    """Start the process that compares answers, before a model is loaded.
+
+    Raises:
+        InputError: math-verify cannot be imported.
+    """
+    _GRADER.start()
