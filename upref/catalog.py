@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of the objectives, and what `upref list` prints of them, read from their
-files without running these.
+files without running these (description.py).
 
 Importing an objective imports torch, which takes seconds; a name with a typo gets its
 answer before that.
@@ -11,14 +11,14 @@ from the audits' records), and those that this process has registered itself. Th
 tier, *paper only*, holds the others.
 """
 
-import ast
 import difflib
 import sys
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
+from upref import description
 from upref.errors import InputError
 from upref.files import require_readable
 
@@ -83,22 +83,10 @@ def _paper_only(name: str, paper: str) -> bool:
 
 @cache
 def _of_files() -> dict[str, dict[str, str]]:
-    found = {}
-    for path in (Path(__file__).parent / "objectives").glob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        constants = dict(_constants(tree))
-        for function in (
-            node for node in tree.body if isinstance(node, ast.FunctionDef)
-        ):
-            for call in (d for d in function.decorator_list if isinstance(d, ast.Call)):
-                if ast.unparse(call.func) != "objective":
-                    continue
-                given = dict(_arguments(call, constants))
-                found[function.name] = {
-                    field: ast.literal_eval(given[field]) if field in given else ""
-                    for field in FIELDS
-                }
-    return found
+    return {
+        name: {field: description.fact(objective, field) for field in FIELDS}
+        for name, objective in description.written().items()
+    }
 
 
 def require(*names: str) -> None:
@@ -169,42 +157,3 @@ def unknown(name: str, known: Collection[str]) -> InputError:
         else "`upref list --all` shows all."
     )
     return InputError(f"there is no objective named {name!r}: {hint}")
-
-
-def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-            yield ast.unparse(target), node.value
-
-
-def _arguments(
-    call: ast.Call, constants: dict[str, ast.expr]
-) -> Iterator[tuple[str, ast.expr]]:
-    """The keyword arguments, those of `**NAME` too, where NAME is a dict of the same
-    file.
-    """
-    for keyword in call.keywords:
-        if keyword.arg is None:
-            yield from _items(keyword.value, constants)
-        else:
-            yield keyword.arg, keyword.value
-
-
-def _items(
-    shared: ast.expr, constants: dict[str, ast.expr]
-) -> Iterator[tuple[str, ast.expr]]:
-    """The items of a dict: a literal, `dict(...)`, a union of two, or the name of one."""
-    if isinstance(shared, ast.Name):
-        yield from _items(constants[shared.id], constants)
-    elif isinstance(shared, ast.Call):
-        yield from _arguments(shared, constants)
-    elif isinstance(shared, ast.BinOp):
-        yield from _items(shared.left, constants)
-        yield from _items(shared.right, constants)
-    elif isinstance(shared, ast.Dict):
-        for key, value in zip(shared.keys, shared.values, strict=True):
-            if key is None:
-                yield from _items(value, constants)
-            else:
-                yield ast.literal_eval(key), value

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from upref import kl as kl_estimators
+from upref import description, kl as kl_estimators
 from upref.aggregation import (
     AGGREGATIONS,
     BY_LENGTH,
@@ -28,28 +28,18 @@ from upref.aggregation import (
     aggregate,
     row_weights,
 )
+from upref.description import ERRORS, LEVELS, place
 from upref.errors import InputError
 from upref.ops import exp, log, mean_t, sum_t, where
 from upref.rollouts import Rollouts, per_response
 
-LEVELS = {
-    "token": "acts on each token separately: lp, lp_old, A are [B, T]",
-    "sequence_mean": "acts on mean_t lp, the log of a response's geometric-mean probability: lp, lp_old, A are [B]",
-    "sequence_product": "acts on sum_t lp, the log-probability of a whole response: lp, lp_old, A are [B]",
-    "custom": "couples tokens in a custom way: lp, lp_old, A are [B, T], with the mask",
-}
-ERRORS = """Log-probabilities in nats, J and weights in units of the advantage. Raises InputError on log-probabilities
-that are positive, non-finite or of another shape, on a mask that is not boolean, on a response without a token, and on
-hyperparameters that it does not have or that are out of range."""
+NO_DUAL_CLIP = description.NO_DUAL_CLIP  # for the files of objectives
 # beside the five tensors
 NEEDS = {
     "entropy": "the policy's entropy per token",
     "group": "the prompt of each response",
 }
 REDUCE = {"sequence_mean": mean_t, "sequence_product": sum_t}
-NO_DUAL_CLIP = (  # where the default c=None comes from
-    "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10"
-)
 
 # One range per hyperparameter name, whatever the objective.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -180,7 +170,7 @@ class Objective:
         """The key of its paper and the place there; an objective of your own may have
         neither.
         """
-        return ", ".join(filter(None, (self.paper, self.eq))) or "unpublished"
+        return place(self.paper, self.eq)
 
     # ---- hyperparameters -------------------------------------------------------------
     @property

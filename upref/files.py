@@ -126,6 +126,17 @@ def require_readable(path: Path) -> None:
         raise InputError(f"there is no file {str(path)!r} to read ({why}).") from e
 
 
+def require_file(path: Path, hint: str = "") -> None:
+    """Raise InputError where there is no file of that name.
+
+    Args:
+        path: of the file.
+        hint: what to do about it, behind the sentence.
+    """
+    if not path.is_file():
+        raise InputError(f"there is no file {path}{hint and f': {hint}'}.")
+
+
 def flush(path: Path) -> None:
     """Flush a file or a folder to the disk.
 

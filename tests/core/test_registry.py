@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import upref
-from upref import catalog, definition
-from upref.cli import main
+from upref import catalog, definition, description
+from upref.cli import main, show
+from upref.description import describe
 from upref.errors import InputError
 
 HEAD = "import upref\n@upref.objective(paper='none', eq='none', level='token', agg='token-mean', adv='reward')\n"
@@ -196,6 +197,49 @@ def test_the_catalog_is_the_registry():
     assert catalog.facts() == fields and list(catalog.facts()) == upref.names()
 
 
+@pytest.mark.parametrize("name", upref.names())
+def test_a_description_is_that_of_the_registered_objective(name):
+    """`upref show` reads the file, and `upref.get` runs it."""
+    assert describe(name) == show.of(upref.get(name))
+
+
+def test_an_objective_without_a_file_is_described_too():
+    assert describe("up(dapo)") is None and describe("nothing") is None
+    described = show.described("up(dapo)")
+    assert described.equation == upref.get("up(dapo)").equation
+    assert "def " in described.weight
+
+
+def test_what_has_to_be_run_is_not_described(tmp_path, monkeypatch):
+    """Nor guessed: a default that is computed, a sampler's factors."""
+    text = (description.FOLDER / "dapo.py").read_text(encoding="utf-8")
+    monkeypatch.setattr(description, "FOLDER", tmp_path)
+    changes = ("eps_low=0.2", "eps_low=float(2)"), ('eq="8"', 'eq="8", sampler=exp')
+    for before, after in changes:
+        assert before in text
+        (tmp_path / "dapo.py").write_text(text.replace(before, after), encoding="utf-8")
+        description.written.cache_clear()
+        description.syntax_tree.cache_clear()
+        assert description.describe("dapo") is None
+        assert description.fact(description.written()["dapo"], "agg")
+    description.written.cache_clear()
+    description.syntax_tree.cache_clear()
+
+
+def test_the_capacities_are_those_of_the_objectives():
+    from docs import capacities
+
+    kept = description.CAPACITIES.read_text(encoding="utf-8")
+    assert kept == capacities.capacities(), "run: python -m docs.capacities"
+    assert "0.0028" in description.capacity_text("dapo")  # README's example
+
+
+def test_a_capacity_of_another_file_is_not_shown(monkeypatch):
+    assert description.capacity_text("dapo")
+    monkeypatch.setattr(description, "digest", lambda file: "another")
+    assert description.capacity_text("dapo") == ""
+
+
 def test_an_objective_of_this_process_is_listed_and_known(monkeypatch, capsys):
     """One function lists and looks up: what is registered beside the files is in the
     first tier, whatever its paper.
@@ -251,10 +295,20 @@ def test_the_trainers_are_those_of_the_audits():
     assert set(catalog.trainers()) <= {*upref.names()}
 
 
-LIGHT = ("list", "show dap", "check x.py:loss --as dapo", "check no:loss --as dap", "cap dap", "identify nope",
+LIGHT = ("list", "list --json", "list --all --json", "list --markdown", "show dapo", "show bandpo_kl --json",
+         "show dap", "check x.py:loss --as dapo", "check no:loss --as dap", "cap dap", "identify nope",
          "weights dap", "derive dap", "replay x.npz --as dap", "replay x.npz --against dap", "recipe dap --in verl",
          "audit nobody", "audit verl --report nothing", "audit verl --ledger", "audit verl --ledger --json")  # fmt: skip
-ANSWERED = ("list", "audit verl --ledger", "audit verl --ledger --json")
+ANSWERED = (
+    "list",
+    "list --json",
+    "list --all --json",
+    "list --markdown",
+    "show dapo",
+    "show bandpo_kl --json",
+    "audit verl --ledger",
+    "audit verl --ledger --json",
+)
 
 
 def test_what_needs_no_torch_is_answered_without_it():

@@ -16,6 +16,7 @@ from upref import catalog, plugins
 from upref.cli.output import answer, table
 from upref.cli.verb import hyperparameters
 from upref.errors import InputError
+from upref.files import require_file
 
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
@@ -36,6 +37,14 @@ def refuse(args: argparse.Namespace) -> None:
         objectives = [args.name]
     if args.command == "replay":
         objectives += args.against
+        for file in map(Path, args.files):
+            if not file.is_dir():
+                require_file(file)
+    if args.command == "badge":
+        require_file(
+            Path(args.results),
+            f"write one with `pytest ... --upref-results {args.results}`",
+        )
     for word in losses:
         catalog.require_loss(word)
     catalog.require(
@@ -117,10 +126,9 @@ def listing(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    from upref.cli.show import facts, page
-    from upref.registry import get
+    from upref.cli.show import described, facts, page
 
-    o = get(args.name)
+    o = described(args.name)
     print(json.dumps(facts(o), indent=1, ensure_ascii=False) if args.json else page(o))
     return 0
 

@@ -5,11 +5,14 @@ import inspect
 import textwrap
 from dataclasses import fields
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from upref import catalog
+from upref.description import ERRORS, LEVELS, Description, capacity_text, describe
 from upref.errors import InputError
-from upref.registry import ERRORS, LEVELS, Objective, get, names
+
+if TYPE_CHECKING:
+    from upref.registry import Objective
 
 NO_SOURCE = "(its defaults= names no source of this value)"
 PI_OLD = (0.001, 0.01, 0.1, 0.5, 0.9)
@@ -20,7 +23,7 @@ def markdown_table() -> str:
     them.
     """
     tier = catalog.first_tier()
-    paper_only = [n for n in names() if n not in tier]
+    paper_only = [n for n in catalog.facts() if n not in tier]
     return f"{_markdown(tier)}\n\n**Paper only**: no audit of a trainer has a loss of these.\n\n{_markdown(paper_only)}"
 
 
@@ -29,7 +32,7 @@ def _markdown(shown: list[str]) -> str:
         "| name | J | level | aggregation | paper | trainers |",
         "|---|---|---|---|---|---|",
     ]
-    for o in map(get, shown):
+    for o in map(described, shown):
         J = o.equation.splitlines()[0].replace("|", "\\|")
         paper = o.paper + (" †" if o.known_from else "")
         trainers = len(catalog.trainers().get(o.name, [])) or ""
@@ -39,7 +42,43 @@ def _markdown(shown: list[str]) -> str:
     return "\n".join(rows)
 
 
-def facts(o: Objective) -> dict[str, Any]:
+def described(name: str) -> Description:
+    """What is known of an objective in words; torch is imported only where its file
+    has to be run for that.
+
+    Args:
+        name: such as `dapo` or `up(dapo)`.
+
+    Returns:
+        Its description.
+
+    Raises:
+        InputError: no objective has this name.
+    """
+    known = describe(name)
+    if known is not None:
+        return known
+    from upref.registry import get
+
+    return of(get(name))
+
+
+def of(o: "Objective") -> Description:
+    """The description of an objective that is loaded.
+
+    Args:
+        o: the objective.
+
+    Returns:
+        The same as `described` has by its name.
+    """
+    texts = {"function": _source(o.fn), "weight": _source(o.closed_form)}
+    names = [f.name for f in fields(Description) if f.name not in texts]
+    known: dict[str, Any] = {name: getattr(o, name) for name in names}
+    return Description(**known, **texts)
+
+
+def facts(o: Description) -> dict[str, Any]:
     """Collect what is known of an objective, as data.
 
     Args:
@@ -83,10 +122,10 @@ def facts(o: Objective) -> dict[str, Any]:
 
 def every() -> list[dict[str, Any]]:
     """The facts of all objectives."""
-    return [facts(get(name)) for name in names()]
+    return [facts(described(name)) for name in catalog.facts()]
 
 
-def page(o: Objective) -> str:
+def page(o: Description) -> str:
     """Everything that is known of it.
 
     Args:
@@ -109,16 +148,19 @@ def page(o: Objective) -> str:
             for k, v in o.hyperparameters.items()
         )
         add("defaults", "\n".join(lines))
-    add("weight dJ/dlp, by hand", _source(o.closed_form))
-    add("Probability Capacity at π_θ = π_old", _capacity_lines(o))
-    add("source", _source(o.fn))
+    add("weight dJ/dlp, by hand", o.weight)
+    add(
+        "Probability Capacity at π_θ = π_old",
+        capacity_text(o.name) or capacity_lines(o.name),
+    )
+    add("source", o.function)
     if o.paper:
         add("reference", bib_entry(o.paper))
     add("units and errors", ERRORS)
     return "\n\n".join(parts)
 
 
-def _about(o: Objective) -> Any:
+def _about(o: Description) -> Any:
     yield "level", f"{o.level}: {LEVELS[o.level]}"
     yield "aggregation", o.agg
     yield "advantage", o.adv
@@ -162,11 +204,19 @@ def bib_entry(key: str) -> str:
     return f"{key}: no entry in papers.bib"
 
 
-def _capacity_lines(o: Objective) -> str:
+def capacity_lines(name: str) -> str:
+    """Compute the table of Probability Capacity, for responses of one token.
+
+    Args:
+        name: of an objective.
+
+    Returns:
+        Lines; or why the objective has no capacity.
+    """
     from upref.weights.capacity import capacity
 
     try:
-        caps = {adv: capacity(o, PI_OLD, PI_OLD, adv) for adv in (1, -1)}
+        caps = {adv: capacity(name, PI_OLD, PI_OLD, adv) for adv in (1, -1)}
     except InputError as error:
         return str(error)
     head = "π_old " + "".join(f"{p:>9g}" for p in PI_OLD)

@@ -11,7 +11,7 @@ SOURCE = 'shen2026vespo Sec. 4.1: "VESPO uses (c1,c2) = (2.0,3.0) for A>0 and (3
     level="sequence_product",
     agg="seq-mean",
     adv="group_mean",
-    defaults={k: SOURCE for k in ("c1_pos", "c2_pos", "c1_neg", "c2_neg")},
+    defaults={"c1_pos": SOURCE, "c2_pos": SOURCE, "c1_neg": SOURCE, "c2_neg": SOURCE},
     note="φ peaks near W = 1 and vanishes smoothly on both sides; the largest is (c1/c2)^c1 e^(c2-c1). "
     "The authors' code calls c1 k and c2 lambda, and divides by the tokens of the batch.",
 )

@@ -21,7 +21,7 @@ import numpy as np
 
 from upref import plugins
 from upref.errors import InputError
-from upref.files import write_atomically
+from upref.files import require_file, write_atomically
 from upref.pages import located
 from upref.replay.batch import make_batch, merge
 from upref.replay.schema import (
@@ -146,8 +146,7 @@ def _reader(path: Path) -> plugins.DumpReader | None:
 
 
 def _source(path: Path) -> Source:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}.")
+    require_file(path)
     if path.suffix == ".npz":
         return Source(path, _one(_npz_step, path), _read_npz)
     if path.suffix == ".safetensors":
