@@ -297,7 +297,8 @@ def test_the_trainers_are_those_of_the_audits():
 
 LIGHT = ("list", "list --json", "list --all --json", "list --markdown", "show dapo", "show bandpo_kl --json",
          "show dap", "check x.py:loss --as dapo", "check no:loss --as dap", "cap dap", "identify nope",
-         "weights dap", "derive dap", "replay x.npz --as dap", "replay x.npz --against dap", "recipe dap --in verl",
+         "weights dap", "derive dap", "replay . --as dap", "replay . --against dap", "recipe dap --in verl",
+         "replay nothing.npz", "badge nothing.json",
          "audit nobody", "audit verl --report nothing", "audit verl --ledger", "audit verl --ledger --json")  # fmt: skip
 ANSWERED = (
     "list",

@@ -75,7 +75,7 @@ def of(o: "Objective") -> Description:
     texts = {"function": _source(o.fn), "weight": _source(o.closed_form)}
     names = [f.name for f in fields(Description) if f.name not in texts]
     known: dict[str, Any] = {name: getattr(o, name) for name in names}
-    return Description(**known, **texts)
+    return Description(**(known | texts))
 
 
 def facts(o: Description) -> dict[str, Any]:
