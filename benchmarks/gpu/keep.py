@@ -2,8 +2,10 @@
 """Add the rows of a run to benchmarks/gpu/results.json.
 
     python -m benchmarks.gpu.keep FOLDER/gpu.json COMMIT
+    python -m benchmarks.gpu.keep FOLDER/gpu.json COMMIT --without training "REASON"
 
-A row takes the place of the row of the same name; each says which run it is of.
+A row takes the place of the row of the same name; each says which run it is of. The
+second form keeps a part's status, but not its rows, and writes down why.
 """
 
 import json
@@ -27,13 +29,16 @@ def name_of(kind: str, row: dict[str, Any]) -> str:
     return json.dumps([kind, *(row.get(k) for k in NAMES)])
 
 
-def added(kept: dict[str, Any], new: dict[str, Any], commit: str) -> dict[str, Any]:
+def added(
+    kept: dict[str, Any], new: dict[str, Any], commit: str, without: dict[str, str]
+) -> dict[str, Any]:
     """The results with those of another run.
 
     Args:
         kept: `runs` and `rows`; empty before the first run.
         new: gpu.json of the run.
         commit: of the checkout that ran.
+        without: part -> why its rows are not kept.
 
     Returns:
         The results with the new rows in place of those of the same name.
@@ -41,12 +46,16 @@ def added(kept: dict[str, Any], new: dict[str, Any], commit: str) -> dict[str, A
     runs = kept.get("runs", [])
     rows = {name_of(r["kind"], r): r for r in kept.get("rows", [])}
     for part, found in new["rows"].items():
+        if part in without:
+            continue
         kind = part.partition("-")[0]
         for row in found:
             row = {k: shortened(v) for k, v in row.items()}
             rows[name_of(kind, row)] = {"kind": kind, "of": len(runs)} | row
     machine = next((r for r in new["rows"].get("facts", []) if "gpu" in r), {})
     run = {"commit": commit, "date": machine.get("date"), "parts": new["parts"]}
+    if without:
+        run["without"] = without
     return {"runs": [*runs, run], "rows": list(rows.values())}
 
 
@@ -57,10 +66,11 @@ def shortened(value: Any) -> Any:
     return value
 
 
-def main(path: str, commit: str) -> None:
+def main(path: str, commit: str, *left_out: str) -> None:
+    without = dict([left_out[1:]]) if left_out else {}
     kept = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     new = json.loads(Path(path).read_text("utf-8"))
-    text = json.dumps(added(kept, new, commit), indent=0) + "\n"
+    text = json.dumps(added(kept, new, commit, without), indent=0) + "\n"
     write_atomically(RESULTS, text)
 
 
