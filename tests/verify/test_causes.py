@@ -228,8 +228,34 @@ def test_a_counter_is_not_randomness(name):
         calls[0] += 1
         return J(lp, old, A) * by(calls[0])
 
-    said = calls_said(upref.check(dapo(change), "dapo"))
-    assert any(by(k) != by(k - 1) for k in said), said
+    report = upref.check(dapo(change), "dapo")
+    (failure,) = report.failures
+    assert failure.oracle == "determinism" and "keeps state" in failure.cause
+    if "changes at" in failure.cause:
+        said = calls_said(report)
+        assert any(by(k) != by(k - 1) for k in said), said
+        return
+    if "asked twice" in failure.cause:
+        assert all(by(k) != by(k + 1) for k in range(10)), failure.cause
+        return
+    asked, kinds = map(int, re.findall(r"\d+", failure.cause))
+    some = {by(k) for k in range(calls[0] + 1)}
+    assert 2 <= kinds <= len(some), failure.cause
+    for start in range(300):  # whoever asks so often meets two answers, at any call
+        assert len({by(start + k) for k in range(asked)}) > 1, failure.cause
+
+
+def test_a_moving_average_is_not_dated_by_a_call_of_the_check():
+    """The calls of a check are nobody else's: what is printed can be tried."""
+    mean = [0.0]
+
+    def change(lp, old, A):
+        mean[0] = 0.99 * mean[0] + 0.01 * float(A.mean())
+        return J(lp, old, A - mean[0])
+
+    (failure,) = upref.check(dapo(change), "dapo").failures
+    assert "asked twice in a row with this batch" in failure.cause
+    assert not re.search(r"calls? \d", failure.cause), failure.cause
 
 
 SKIPS = {
@@ -396,7 +422,7 @@ OF_NO_CLIP = {  # objective, what is wrong -> the loss, and what is said
         by_tokens(lambda r, lp, old, A: r.clamp(max=10) * A, mean_of_sums), "there is the term of the other sign of A"),
     ("wapo", "no bound"): (
         by_tokens(lambda r, lp, old, A: torch.where(A > 0, r * A, 0), mean_of_sums), "no bound has an effect"),
-    ("cppo", "no budget"): (by_tokens(within_delta, mean_of_sums), "it is dppo_tv(delta=0.15)"),
+    ("cppo", "no budget"): (by_tokens(within_delta, mean_of_sums), "its gradient is that of dppo_tv(delta=0.15)"),
     ("gmpo", "no root"): (rootless_gmpo, ""),
 }  # fmt: skip
 OF_A_CLIP = (
@@ -427,8 +453,8 @@ def test_a_fault_of_what_an_objective_lacks_is_no_cause(name, what):
 
 
 @pytest.mark.parametrize(("name", "aggregate", "says"), [
-    ("vespo", mean_of_means, "it is is_pg, aggregated by seq-mean-token-mean"),
-    ("vespo", mean_of_sums, "it is is_pg"),
+    ("vespo", mean_of_means, "its gradient is that of is_pg, aggregated by seq-mean-token-mean"),
+    ("vespo", mean_of_sums, "its gradient is that of is_pg"),
 ])  # fmt: skip
 def test_an_objective_is_named_with_the_aggregation_of_the_loss(name, aggregate, says):
     """is_pg sums over the tokens: a mean of means is not it, and upref.check(loss,
@@ -564,3 +590,57 @@ def test_no_interval_of_the_ratio_is_named_where_other_tokens_decide():
     finding, *_ = upref.check(loss, "dapo", skip=SLOW).failures
     (at_zero,) = [place for place in finding.also if place.sign == 0]
     assert at_zero.decided_by == "others" and not at_zero.intervals
+
+
+# ---- words that claim no more than the batches tell apart ----------------------------
+def first_order(log_prob, old_log_prob, advantages, mask):
+    """r is 1 + log r, whose gradient is that of log r."""
+    r = 1 + torch.where(mask, log_prob - old_log_prob, 0)
+    A = torch.where(mask, advantages, 0)
+    return -torch.minimum(r * A, r.clamp(0.8, 1.2) * A).sum() / mask.sum()
+
+
+def test_log_r_and_one_plus_log_r_are_not_told_apart_by_a_gradient():
+    (failure,) = upref.check(first_order, "ppo_clip").failures
+    assert failure.cause.startswith("log r, or 1 + log r, replaces the ratio"), failure
+    # where A > 0 there is no lower bound, and the words name none
+    assert "up to log r = 0.2 where A > 0" in failure.cause
+
+
+def rootless_ripo(log_prob, old_log_prob, advantages, mask):
+    """The band of RIPO without its root, averaged over all tokens; it has no groups."""
+    A = torch.where(mask, advantages, 0)
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    e = 0.05 / torch.where(mask, old_log_prob, 0).exp()
+    c = torch.maximum(torch.minimum(r, 1 + e), 1 - e)
+    return -torch.minimum(r * A, c * A).sum() / mask.sum()
+
+
+def test_a_loss_without_groups_is_not_said_to_average_over_groups():
+    (failure,) = upref.check(rootless_ripo, "ripo").failures
+    assert failure.cause == (
+        "its gradient is that of bandpo_tv(delta=0.05), aggregated by token-mean"
+    )
+
+
+def quantile_of_the_batch(log_prob, old_log_prob, advantages, mask, entropy):
+    """ASPO whose quantile is over the batch, with bounds that are float32 tensors."""
+    x, A, lp = (
+        torch.where(mask, v, 0) for v in (log_prob - old_log_prob, advantages, log_prob)
+    )
+    calm = entropy <= torch.where(mask, entropy, torch.nan).flatten().nanquantile(0.8)
+    eps, r = torch.where(calm, 0.2, 0.4), x.exp().detach()
+    w = torch.where(A > 0, 1 / r, r).clamp(max=3)
+    alive = torch.where(A > 0, r <= 1 + eps, r >= 1 - eps)
+    return -(torch.where(alive, w, 0) * A * lp).sum() / mask.sum()
+
+
+def test_the_printed_batch_shows_more_than_a_bound_in_float32():
+    failures = upref.check(quantile_of_the_batch, "aspo_code").failures
+    assert failures
+    for failure in failures:
+        r = failure.place.numbers["r"]
+        assert all(abs(r / bound - 1) > 1e-4 for bound in (0.6, 0.8, 1.2, 1.4)), r
+    # what is printed depends on other responses
+    b = failures[0].example.inputs
+    assert len(b["entropy"]) > 1

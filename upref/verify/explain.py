@@ -560,7 +560,7 @@ def _others(case: LossCase) -> Iterator[LossFault]:
     o, hp = case.o, case.hp
     if not shape_of(o, hp).free[1.0]:  # it has no log π_θ there yet
         yield fault(
-            f"it is up({o.name}): log π_θ in place of the clipped ratio where A > 0",
+            f"its gradient is that of up({o.name}): log π_θ in place of the clipped ratio where A > 0",
             "objective",
             id="up-of-objective",
             objective=up(o),
@@ -571,7 +571,7 @@ def _others(case: LossCase) -> Iterator[LossFault]:
         own = {k: v for k, v in hp.items() if k in p.hyperparameters}
         yield from (
             fault(
-                f"it is {_called(p, h)}",
+                f"its gradient is that of {_called(p, h)}",
                 "objective",
                 id=f"other-objective-{p.name}",
                 objective=p,
@@ -584,7 +584,7 @@ def _others(case: LossCase) -> Iterator[LossFault]:
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
         for h in (own, {}):
             yield fault(
-                f"it is {_called(p, h)}{_other_aggregation(case, p)}",
+                f"its gradient is that of {_called(p, h)}{_other_aggregation(case, p)}",
                 "objective",
                 id=f"other-objective-{p.name}",
                 objective=p,
@@ -608,7 +608,7 @@ def _recovered(case: LossCase) -> Iterator[LossFault]:
 
         times = f"{box.scale:.6g} times " if box.scale != 1 else ""
         term = f", with a KL term: {box.beta:.6g} {box.kl}" if box.kl else ""
-        words = f"it is {times}{_called(p, own)}{term}{_other_aggregation(case, p)}"
+        words = f"its gradient is {times}that of {_called(p, own)}{term}{_other_aggregation(case, p)}"
         yield fault(words, "objective", id=f"other-objective-{p.name}", weigh=whole)
 
 
@@ -618,7 +618,11 @@ def _other_aggregation(case: LossCase, p: Objective) -> str:
     """
     b = case.ready(on_policy_batch())
     same = alike(case.factors(b, declared_aggregation(p)), case.factors(b))
-    return "" if same else f", aggregated by {case.agg}"
+    # without ids of groups the two are one, and the loss cannot have groups in mind
+    agg = case.agg
+    if agg == "group-token-mean" and "group" not in case.loss.reads:
+        agg = "token-mean"
+    return "" if same else f", aggregated by {agg}"
 
 
 def _called(p: Objective, h: dict[str, Any]) -> str:

@@ -133,7 +133,7 @@ CASES = [
      lambda d, A, m: gspo(d, mean(A, m), m, m.sum(1).max())),
     ("GSPO of the mean ratio", "gspo", "the mean of its tokens' ratios",
      lambda d, A, m: gspo(mean(d.exp(), m).log()[:, None] * m, mean(A, m), m, m.sum(1))),
-    ("log r", "dapo", "log r replaces the ratio",
+    ("log r", "dapo", "log r, or 1 + log r, replaces the ratio",
      lambda d, A, m: tok(torch.minimum(d * A, d.clamp(-0.2, 0.28) * A), m)),
     ("r twice, capped at 2", "dapo", "once more, as a constant, at most 2",
      lambda d, A, m: tok(clipped(d, A) * d.exp().clamp(max=2).detach(), m)),

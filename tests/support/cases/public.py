@@ -465,7 +465,7 @@ CAUSES = {
         "with_engine",
         "of the current policy",
     ): "the sampler's ratio is of π_θ, not of π_old",
-    ("with_engine", "masked"): "it is mis(dapo)",
+    ("with_engine", "masked"): "its gradient is that of mis(dapo)",
     ("with_engine", "no correction"): "the sampler's ratio has no effect",
     ("with_engine", "KL to the sampler"): "0.01 k2 (to μ)",
     (

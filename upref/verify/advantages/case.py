@@ -146,9 +146,11 @@ class AdvantageCase:
         want, got = self.expected(small)[i], self.f(small)[i]
         peers = small.group.count(small.group[i])
         text = f"{regime}: response {i}, one of {peers} to its prompt, of {len(small.R)} in the batch"
-        # exact numbers of many rows are slow
-        also = [self.batch(EVEN), self.batch(UNEVEN)] if len(b.R) <= 16 else []
-        why = why or self._cause([b, *also] if also else [small])
+        also = [self.batch(EVEN), self.batch(UNEVEN)]
+        # exact numbers of many rows are slow: few faults get beyond the small batch
+        first = [b] if len(b.R) <= 16 else [small]
+        rest = [b] if len(b.R) > 16 else []
+        why = why or self._cause([*first, *also, *rest])
         yield fail(oracle, text, *number_pair("A", want, got), self.example(small), why)
 
     def _cause(self, batches: Sequence[RewardBatch]) -> Cause:
@@ -162,7 +164,9 @@ class AdvantageCase:
         batches, right, found = zip(*answers, strict=True)
         A, expected = [a for x in found for a in x], [a for x in right for a in x]
         if any(not math.isfinite(a) for a in A):
-            return measured.STD_OF_EQUAL_REWARDS.cause()
+            return _not_finite(batches, found)
+        if self.name == "signed" and (cause := _of_two_rewards(batches, found)):
+            return cause
         likely = Cause()
         for fault in (f for f in known("advantages") if not f.of or self.name in f.of):
             k = fault.change.k(expected, A) if fault.change.k else 0.0
@@ -217,6 +221,43 @@ class AdvantageCase:
         return Example(
             inputs, expected=[float(a) for a in self.expected(b)], found=found
         )
+
+
+def _not_finite(batches: Sequence[RewardBatch], found: Sequence[Floats]) -> Cause:
+    """The cause that a division by a std of 0 makes numbers that are not finite, where
+    these are of exactly the responses whose prompt has one response, or equal rewards.
+    """
+    for b, numbers in zip(batches, found, strict=True):
+        equal = {g for g in b.group if len({b.R[i] for i in b.rows_of(g)}) == 1}
+        for g, a in zip(b.group, numbers, strict=True):
+            if (g in equal) == math.isfinite(a):
+                return Cause()
+    return measured.STD_OF_EQUAL_REWARDS.cause()
+
+
+def _of_two_rewards(batches: Sequence[RewardBatch], found: Sequence[Floats]) -> Cause:
+    """What the two rewards that `signed` reads are made of, where each has one
+    advantage in every batch; an empty cause where the batch decides too.
+
+    A function of two rewards is told from others by two numbers alone, so the words
+    name these and no formula.
+    """
+    answers: dict[Fraction, set[float]] = {}
+    for b, numbers in zip(batches, found, strict=True):
+        for reward, a in zip(b.R, numbers, strict=True):
+            answers.setdefault(reward, set()).add(round(a, 6))
+    if any(len(numbers) > 1 for numbers in answers.values()):
+        return Cause()
+    right = {Fraction(0): -1.0, Fraction(1): 1.0}
+    of_failure, of_success = (answers[reward] for reward in right)
+    if {-a for a in of_failure} == of_success:
+        return Cause()  # one factor, or the sign, is all that differs
+    told = [
+        f"a response with reward {reward} has the advantage {a:g}, not {right[reward]:g}"
+        for reward, (a,) in sorted(answers.items())
+        if a != right[reward]
+    ]
+    return measured.ADVANTAGES_OF_TWO_REWARDS.cause(each="; ".join(told))
 
 
 def choose_inputs(f: Function, name: str, hp: Mapping[str, Any]) -> AdvantageCase:

@@ -178,7 +178,8 @@ def _with_peers(b: RewardBatch) -> RewardBatch:
 @quiet
 def singletons(case: AdvantageCase) -> Iterator[Finding]:
     A, want = case.f(SINGLE), case.expected(SINGLE)
-    i = next((i for i in (0, 4) if not abs(A[i] - want[i]) <= 1e-6), None)
+    alone = (0, 4)
+    i = next((i for i in alone if not abs(A[i] - want[i]) <= 1e-6), None)
     if i is None or (case.wrong and math.isfinite(A[i])):
         return
     finite = math.isfinite(A[i])
@@ -188,7 +189,7 @@ def singletons(case: AdvantageCase) -> Iterator[Finding]:
         said = Number(0, "A", "for it has no peer to be better than")
     raw = (
         "the reward itself, without a baseline"
-        if abs(A[i] - float(SINGLE.R[i])) < 1e-5
+        if all(abs(A[j] - float(SINGLE.R[j])) < 1e-5 for j in alone)
         else ""
     )
     why = raw if finite else "a division by 0: by G - 1, or by the std of one reward"

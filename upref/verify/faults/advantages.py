@@ -141,12 +141,6 @@ def _answers() -> Iterator[AdvantageFault]:
         id="advantages-scaled",
     )
     yield _answer(
-        "advantages are clipped to ±{k:.4g}",
-        lambda x, k: max(-k, min(k, x)),
-        _largest,
-        id="advantages-clipped",
-    )
-    yield _answer(
         "advantages are clipped to at most {k:.4g}",
         min,
         lambda right, found: max(found),
@@ -157,6 +151,13 @@ def _answers() -> Iterator[AdvantageFault]:
         max,
         lambda right, found: min(found),
         id="advantages-clipped-below",
+    )
+    # behind the bounds of one side: where one is met alone, the other is not known
+    yield _answer(
+        "advantages are clipped to ±{k:.4g}",
+        lambda x, k: max(-k, min(k, x)),
+        _largest,
+        id="advantages-clipped",
     )
     yield _answer(
         "advantages below 0 are {k:.5g} times what they should be",
@@ -271,11 +272,12 @@ KEYS: dict[str, Callable[[RewardBatch], Sequence[Any]]] = {
 }
 # of (key, rewards, differences): the square of what divides
 Spread = Callable[[Sequence[Any], Rows, Rows], Rows]
-STD: tuple[tuple[str, Spread], ...] = (
-    ("the std {} (over G - 1)", lambda key, R, c: deviation(key, R, 1)),
-    ("the std {} (over G - 1)", lambda key, R, c: deviation(key, c, 1)),
-    ("the std {} (over G)", lambda key, R, c: deviation(key, R, 0)),
-    ("the std {} (over G)", lambda key, R, c: deviation(key, c, 0)),
+OF_REWARDS, OF_DIFFERENCES = "of the rewards", "of the differences"
+STD: tuple[tuple[str, str, Spread], ...] = (
+    (OF_REWARDS, "over n - 1", lambda key, R, c: deviation(key, R, 1)),
+    (OF_DIFFERENCES, "over n - 1", lambda key, R, c: deviation(key, c, 1)),
+    (OF_REWARDS, "over n", lambda key, R, c: deviation(key, R, 0)),
+    (OF_DIFFERENCES, "over n", lambda key, R, c: deviation(key, c, 0)),
 )
 OTHER: tuple[tuple[str, Spread], ...] = (
     (
@@ -334,9 +336,15 @@ def _formulas() -> Iterator[AdvantageFault]:
     for centre, where in product(CENTRES, KEYS):
         said = f"{centre} {where} is subtracted"
         yield _formula(f"{said}, nothing divided", centre, where, id="other-baseline")
-        for there, (words, spread) in product(KEYS, STD):
+        for there, (of, over, spread) in product(KEYS, STD):
+            # a number that is subtracted from each of these rows leaves their std
+            if there == where and centre != "the mean of the others":
+                if of == OF_DIFFERENCES:
+                    continue
+                of = ""
+            std = " ".join(filter(None, ("the std", of, there, f"({over})")))
             yield _formula(
-                f"{said}, divided by {words.format(there)}",
+                f"{said}, divided by {std}",
                 centre,
                 where,
                 spread,
@@ -351,14 +359,15 @@ def _formulas() -> Iterator[AdvantageFault]:
                 spread,
                 id="other-baseline-and-divisor",
             )
-    for where, (words, spread) in product(KEYS, STD[::2]):
-        yield _formula(
-            f"nothing is subtracted, divided by {words.format(where)}",
-            "",
-            where,
-            spread,
-            id="no-baseline",
-        )
+    for where, (of, over, spread) in product(KEYS, STD):
+        if of == OF_REWARDS:
+            yield _formula(
+                f"nothing is subtracted, divided by the std {where} ({over})",
+                "",
+                where,
+                spread,
+                id="no-baseline",
+            )
     words = "whitened over tokens, where a long response counts more"
     yield Fault(
         words,

@@ -1225,7 +1225,9 @@ def _forms(
         )
     yield made(
         "ratio",
-        f"log r replaces the ratio: the weight is A where log r is in [{-lo:g}, {hi:g}]",
+        # a constant beside log r has no gradient
+        "log r, or 1 + log r, replaces the ratio: the weight is A itself, up to "
+        f"log r = {hi:g} where A > 0 and down to log r = {-lo:g} where A < 0",
         lambda lp, old, A, m: minimum(
             (x := log_r(lp, old, m)) * A, x.clamp(-lo, hi) * A
         ),

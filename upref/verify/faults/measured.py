@@ -222,6 +222,9 @@ STD_OF_EQUAL_REWARDS = MeasuredFault(
     "0/0: the std of a group of one, or of equal rewards, is 0 or NaN",
     ("advantages",),
 )
+ADVANTAGES_OF_TWO_REWARDS = MeasuredFault(
+    "advantages-of-two-rewards", "{each}", ("advantages",)
+)
 ESTIMATOR_SCALED = MeasuredFault(
     "estimator-scaled", "{factor:.6g} times {estimator}", ("KL",)
 )

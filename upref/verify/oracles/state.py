@@ -4,7 +4,7 @@ that changed.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +20,7 @@ from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail
 from upref.verify.shrink import make_example, shrink
 
-STATE = "it keeps state between calls, or reads a clock or a random generator: its gradient on this batch changes"
-
+STATE = "it keeps state between calls, or reads a clock or a random generator"
 
 # times that a small batch is asked: a counter of a shorter period shows, at whatever
 # call it began
@@ -54,13 +53,14 @@ def determinism(case: LossCase) -> list[Finding]:
         answers = [case.both(b) for _ in range(TWICE)]
         if all(_all_same(answers[0], more) for more in answers):
             return []
-    why = (
-        "it draws random numbers"
-        if _drawn(case, b, _all_same)
-        else f"{STATE} {_since(list(log), first)}"
-    )
+    drawn, before = _drawn(case, b, _all_same), list(log)
     small = shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c)))
     batch = make_example(small, reads=case.loss.reads)
+    why = "it draws random numbers"
+    if not drawn:
+        repeats = [case.gradient(small) for _ in range(LONG)]
+        how = _in_a_row(repeats, "this batch") or _since(before, first)
+        why = f"{STATE}: {how}"
     return [
         fail(
             "determinism",
@@ -145,8 +145,9 @@ def state(case: LossCase) -> list[Finding]:
         else asked[:1]
     ):
         if _changed(log[n], n + 1):
-            text = f"the batch of call {n + 1}, asked again as call {len(log)}"
-            why = f"{STATE} {_since(log[: len(log) - 1], n)}"
+            others = len(log) - n - 2
+            text = f"a batch of the check, asked again after {others} other calls"
+            why = f"{STATE}: {_since(log[: len(log) - 1], n)}"
             return [
                 fail(
                     "determinism", text, "the same numbers", "other numbers", cause=why
@@ -162,75 +163,68 @@ def _tells(gradient: Tensor | None) -> bool:
     return bool(gradient.nan_to_num(0.0, 0.0, 0.0).any())
 
 
-def _since(log: list[Any], n: int) -> str:
-    """At which call of the log the answers changed, in words; the batch of call n has
-    had two.
+def _in_a_row(repeats: Sequence[Tensor | None], which: str) -> str:
+    """How a batch that was asked again and again is answered, in words; "" where all
+    answers are one.
 
-    Each call is asked again while the loss is in the state in which it is most of the
-    time, as the batch of call n tells before and after: a call that had another answer
-    was made in another state. Of a call without a gradient nothing is known.
+    Args:
+        repeats: its gradients.
+        which: the batch, in words.
     """
-    batch, start = log[n], len(log[n][0].log)
-    repeats = [_again(batch) for _ in range(LONG)]
-    usual = max(repeats, key=lambda x: sum(_same(x, y) for y in repeats))
-    settled = all(_same(usual, x) for x in repeats)
-    turns = (
-        start + i + 1 for i in range(1, LONG) if not _same(repeats[i - 1], repeats[i])
+    changes = sum(not _same(x, y) for x, y in pairwise(repeats))
+    if not changes:
+        return ""
+    if changes == len(repeats) - 1:
+        return f"asked twice in a row with {which}, it gives two gradients"
+    kinds: list[Tensor | None] = []
+    for x in repeats:
+        if not any(_same(x, y) for y in kinds):
+            kinds.append(x)
+    return (
+        f"asked {len(repeats)} times in a row with {which}, it gives {len(kinds)} "
+        "different gradients"
     )
-    turn = next(turns, start)
+
+
+def _since(log: list[Any], n: int) -> str:
+    """When the answers changed, in words that can be tried in a new process; the batch
+    of call n has had two.
+
+    Where it still changes, how often the batch must be asked. Else at which call of the
+    log, which has all calls of the process: each call is asked again now, and one that
+    had another answer was made in another state. Of a call without a gradient nothing
+    is known.
+    """
+    repeats = [_again(log[n]) for _ in range(LONG)]
+    if words := _in_a_row(repeats, "one batch"):
+        return words
     # calls, and whether they were made in another state
     known: list[tuple[int, bool]] = []
     for call, at in enumerate(log, 1):
-        has_both_states = {moved for _, moved in known} == {False, True}
-        if at is None or (has_both_states and not settled):
-            continue
-        if settled:
+        if at is not None:
             now = _again(at)
-        else:
-            was_usual, now = _again_in_usual_state(at, batch, usual)
-            if not was_usual:  # it changes at every few calls
-                return f"at call {turn}"
-        moved = not _same(_gradient(at[3]), now)
-        if moved or _tells(now):
-            known.append((call, moved))
-    return _describe_turn(known, turn, settled)
+            moved = not _same(_gradient(at[3]), now)
+            if moved or _tells(now):
+                known.append((call, moved))
+    return (
+        f"its gradient on one batch changes {_describe_turn(known, n + 1)}, counted "
+        "from its first call in a process"
+    )
 
 
-def _again_in_usual_state(
-    at: tuple[Any, ...], batch: tuple[Any, ...], usual: Tensor | None
-) -> tuple[bool, Tensor | None]:
-    """Ask a call of the log again while the loss is in its usual state.
-
-    Args:
-        at: the call.
-        batch: a call whose answer tells the state; it is asked before and after.
-        usual: its answer in the usual state.
-
-    Returns:
-        Whether the loss was in that state at one of some tries; what `at` then gave.
-    """
-    now = None
-    for _ in range(LONG // 2):
-        before, now, once_more, after = map(_again, (batch, at, at, batch))
-        if _same(before, usual) and _same(now, once_more) and _same(after, usual):
-            return True, now
-    return False, now
-
-
-def _describe_turn(known: list[tuple[int, bool]], turn: int, settled: bool) -> str:
-    """Say at which call the state changed.
+def _describe_turn(known: list[tuple[int, bool]], turn: int) -> str:
+    """Say at which call the state changed for good.
 
     Args:
         known: calls, and whether each was made in another state.
         turn: the call that is named where `known` does not tell.
-        settled: the loss no longer changes.
 
     Returns:
         Such as "at call 7", "after call 7" or "at one of the calls 5 to 7".
     """
     turns = [(x + 1, y) for (x, was), (y, now) in pairwise(known) if was != now]
     # all calls up to one of them
-    often = settled and sum(moved for _, moved in known) > 2 + len(known) / LONG
+    often = sum(moved for _, moved in known) > 2 + len(known) / LONG
     if often and not known[0][1]:  # not all batches show it
         return f"after call {max(call for call, moved in known if moved)}"
     first, last = (turns or [(turn, turn)])[-1 if often else 0]

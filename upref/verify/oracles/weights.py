@@ -290,15 +290,35 @@ def _smallest_of(
     visible = _shown_at(case, b, part.sign)
     shows = _shown_at if (visible & part.tokens & failing).any() else _wrong_at
     hit = part.tokens & failing & (visible if shows is _shown_at else failing)
-    at = worst(torch.where(hit, prefer, -1.0))
 
-    def still_shows(x: Rollouts) -> bool:
-        return bool(shows(case, x, part.sign).any())
+    def smallest_with(shows: Callable[..., Tensor], hit: Tensor) -> Any:
+        """The smallest batch with such a token, and the one that differs most."""
+        at = worst(torch.where(hit, prefer, -1.0))
+        small = shrink(b, lambda x: bool(shows(case, x, part.sign).any()), at)
+        shown = shows(case, small, part.sign)
+        return small, worst(case.off(small).masked_fill(~shown, -1.0))
 
-    small = shrink(b, still_shows, at)
-    return small, worst(
-        case.off(small).masked_fill(~shows(case, small, part.sign), -1.0)
-    )
+    small, at = smallest_with(shows, hit)
+    if not case.single and not _beyond_float32(case, small)[at]:
+        # a bound that the loss computes in float32 is not what is wrong with it
+        clear = hit & _beyond_float32(case, b)
+        if clear.any():
+            return smallest_with(
+                lambda *its: shows(*its) & _beyond_float32(*its[:2]), clear
+            )
+    return small, at
+
+
+def _beyond_float32(case: LossCase, b: Rollouts) -> Tensor:
+    """Tokens whose weight is wrong by more than rounding to float32 makes of it, [B, T].
+
+    Args:
+        case: the loss and its objective.
+        b: the batch.
+    """
+    single = replace(case)
+    single.in_float32()
+    return single.off(b) > single.tol
 
 
 def _by_sign(parts: list[Region]) -> list[Region]:
