@@ -117,10 +117,14 @@ def pieces(
 
     at: numbers for the other symbols, which order the breakpoints. The intervals are
     those of all Js together.
+
+    Raises ValueError where a breakpoint has no closed form.
     """
     ends = {sympy.S.Zero: sympy.S.Zero, sympy.oo: sympy.oo}
     for J in Js:
         for k in breakpoints(J.subs({lp: sympy.log(r), lp_old: 0}), r):
+            if r in k.free_symbols:
+                raise ValueError(f"no closed form of the {r} at which {k} = 0")
             if k.subs(at).is_positive:
                 ends.setdefault(k.subs(at), k)
     found = []
@@ -164,8 +168,10 @@ def _alternatives(expr: Expr) -> Iterator[Expr]:
 
 
 def _root(difference: Expr, r: Symbol) -> Expr | None:
-    """r where the difference is 0; None where it never is; the difference itself where
-    no closed form is at hand.
+    """r where the difference is 0; None where it is 0 at no r, or at every r.
+
+    Where no closed form is at hand, the difference comes back, with one of its two
+    signs: that of a - b and of b - a is the same expression.
     """
     x = Symbol("x")
     for unknown, back in ((r, lambda v: v), (sympy.log(r), sympy.exp)):

@@ -3,6 +3,8 @@
 worker under FSDP2.
 """
 
+import contextlib
+import time
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +14,7 @@ from torch import distributed as dist, nn
 from upref.step import record_step
 from upref.step.case import perturb
 from upref.step.families import tiny
-from upref_frameworks.steps.host import report
+from upref_frameworks.steps.host import ranked, report
 
 RANKS = 2
 
@@ -97,3 +99,31 @@ def test_verl_counts_the_tokens_of_all_ranks(over_all):
         or "token-mean is taken over 2 ranks with every 2nd row"
         in found.failures[0].cause
     ), found
+
+
+class SlowLastRank:
+    """A step that writes a file for each rank; the last rank is slow, and may fail."""
+
+    def __init__(self, folder, fails):
+        self.folder, self.fails = folder, fails
+
+    def __call__(self, model, rows, temperature):
+        rank = dist.get_rank()
+        if rank == 2:
+            time.sleep(2)
+            if self.fails:
+                raise ValueError("the last rank fails")
+        (self.folder / str(rank)).touch()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_three_ranks_wait_for_the_slowest_and_pass_on_its_error(tmp_path, fails):
+    step = SlowLastRank(tmp_path, fails)
+    expected = (
+        pytest.raises(Exception, match="the last rank fails")
+        if fails
+        else contextlib.nullcontext()
+    )
+    with expected, ranked(3, step, nn.Linear(1, 1), list("abcdef"), 0.7, {}) as rows:
+        step(None, rows, 0.7)
+    assert (tmp_path / "2").exists() != fails

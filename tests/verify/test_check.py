@@ -560,3 +560,21 @@ def test_a_config_that_is_not_verls_needs_a_wrapper(no_verl):
 
     with pytest.raises(upref.InputError, match="ActorConfig does not have"):
         upref.check(own, "reinforce")
+
+
+def test_a_gradient_of_a_fully_masked_row_is_shown_in_numbers_that_differ():
+    def leaks(log_prob, old_log_prob, advantages, mask):
+        r = (log_prob - old_log_prob).exp()
+        J = torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages)
+        empty_rows = mask.sum(1) == 0
+        leak = torch.where(empty_rows, log_prob.sum(1), 0).sum()
+        return -torch.where(mask, J, 0).sum() / mask.sum() - leak
+
+    ran = ("gradient", "padding")
+    report = upref.check(
+        leaks, "ppo_clip", eps=0.2, skip=[o.name for o in every() if o.name not in ran]
+    )
+    (failure,) = report.failures
+    assert failure.oracle == "padding" and "masked throughout" in failure.regime
+    assert (failure.expected.value, failure.found.value) == (0, 1)
+    assert failure.cause == "the masked row has a gradient of its own"

@@ -6,6 +6,7 @@ and nothing is left behind.
 import errno
 import json
 import logging
+import math
 import os
 import random
 import shlex
@@ -30,7 +31,16 @@ from tests.verify.test_cli import is_running
 from upref.cli import commands, main
 from upref.errors import InputError
 from upref.pytest_plugin import assert_policy_loss
-from upref.user_code.guard import AROUND, RANDOM, STATE, _equal, called, state_restored
+from upref.user_code.guard import (
+    AROUND,
+    RANDOM,
+    STATE,
+    _equal,
+    called,
+    one_line,
+    state_restored,
+)
+from upref.user_code.loss import _same
 
 leave = os._exit
 
@@ -615,3 +625,31 @@ def test_a_check_in_a_forked_child_does_not_wait():
     free.set()
     thread.join()
     assert os.waitstatus_to_exitcode(ended[1]) == 7
+
+
+def count_to(n):
+    for _ in range(n):
+        pass
+
+
+def test_the_budget_of_a_call_counts_lines_alone():
+    lines = 1 + 2 * 8  # `for` once more than `pass`, and the line of the call below
+    _, printed = called("f", lambda: count_to(8), lines + 1)
+    assert not printed
+    with pytest.raises(InputError, match=f"stopped after {lines} lines"):
+        called("f", lambda: count_to(8), lines)
+
+
+def test_a_number_is_not_taken_for_the_nan_that_it_replaces():
+    nan = torch.tensor([math.nan, 1.0])
+    assert _same(nan, nan.clone())
+    assert not _same(nan, torch.tensor([12345.0, 1.0]))
+    assert not _same(nan, torch.tensor([math.nan, 2.0]))
+
+
+def test_an_exception_that_raises_has_no_message():
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert one_line(Mute()) == "(its message cannot be read)"

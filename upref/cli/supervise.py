@@ -93,7 +93,7 @@ def supervised(
 
 # ---- the parent ----------------------------------------------------------------------
 def _line(pipe: int, pid: int, deadline: float, what: str, seconds: float) -> bytes:
-    """What the child sends, up to the first line break."""
+    """What the child sends, until a part of it has a line break."""
     line, closed = bytearray(), False
     while (left := deadline - time.monotonic()) > 0:
         # a process that the child has forked may hold the other end open

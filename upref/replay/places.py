@@ -132,6 +132,8 @@ def _shift(c: Columns, k: int) -> Columns:
 def _moved(column: Tensor, k: int) -> Tensor:
     """The column k slots earlier; 0 where there is nothing."""
     out = torch.zeros_like(column)
+    if k == 0:
+        return column.clone()
     if k > 0:
         out[:, :-k] = column[:, k:]
     else:

@@ -75,11 +75,15 @@ class Forward:
             self.after = [fed[n][at + len(r.ids) :] for (n, at), r in both]
 
     def logits(self, i: int, first: int) -> Tensor:
-        """[n, V]: those that predict row i's tokens from `first` on.
+        """Return the logits that predict row i's tokens from `first` on.
 
         Args:
             i: the row.
             first: the first token.
+
+        Returns:
+            [tokens, V]. Where nothing stands in front of the row, its first token is
+            predicted by nothing, and the logits of position 0 stand in.
         """
         n = len(self.rows[i].ids)
         at = torch.arange(first, n) + len(self.z[i]) - n - self.shift

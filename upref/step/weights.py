@@ -180,7 +180,7 @@ def constant_between(found: Tensor, expected: Tensor) -> float:
 @dataclass(frozen=True)
 class Tokens:
     """Weights that were found on the response tokens, and what each hypothesis starts
-    from. All [B, T].
+    from. Tensors are [B, T], but for `prompts` and `whole`.
     """
 
     goal: Goal
@@ -243,7 +243,9 @@ class Tokens:
         return bool(self.near(x, y).all())
 
     def rollouts(self) -> Rollouts:
-        """The rows as a batch of log-probabilities; without old ones it is on policy.
+        """The rows as a batch of log-probabilities.
+
+        Where the rows have no old log-probabilities, the current ones stand in for them.
 
         Returns:
             The batch, with its groups where the goal counts by group.

@@ -34,7 +34,7 @@ from upref.errors import Gone, InputError, OutOfMemory
 
 
 def one_line(e: BaseException) -> str:
-    """The message of an exception, on one line.
+    """The first 200 characters of the message of an exception, on one line.
 
     Args:
         e: the exception.
@@ -42,7 +42,7 @@ def one_line(e: BaseException) -> str:
     try:
         return " ".join(str(e).split())[:200] or "(it says no more)"
     except BaseException:
-        return "(its source cannot be read)"
+        return "(its message cannot be read)"
 
 
 # ---- the state of the process --------------------------------------------------------
@@ -396,10 +396,9 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
                 contextlib.redirect_stdout(out),
                 warnings.catch_warnings(),
                 state,
-                _at_most(lines),
             ):
                 warnings.simplefilter("ignore")
-                answer = call()
+                answer = _call_within(lines, call)
     except InputError as e:
         raise InputError(one_line(e)) from e
     except KeyboardInterrupt:
@@ -477,25 +476,26 @@ class _Kept(io.StringIO):
         """User code may close its standard output."""
 
 
-@contextlib.contextmanager
-def _at_most(lines: int) -> Iterator[None]:
-    """What runs in it is stopped after so many lines: a loop that would take years ends
-    here.
+def _call_within(lines: int, call: Callable[[], Any]) -> Any:
+    """Call it, and stop it after so many lines of Python: a loop that would take years
+    ends here. 0: any number of lines.
     """
-    left = lines
+    if not lines:
+        return call()
+    lines_left = lines
 
-    def trace(frame: Any, event: Any, arg: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        """Count the lines of every function that is entered from now on."""
+        nonlocal lines_left
+        if event == "line":
+            lines_left -= 1
+        if lines_left < 0:
             raise TimeoutError(f"stopped after {lines} lines")
         return trace
 
     before = sys.gettrace()
-    if lines:
-        sys.settrace(trace)
+    sys.settrace(trace)
     try:
-        yield
+        return call()
     finally:
-        if lines:
-            sys.settrace(before)
+        sys.settrace(before)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -82,8 +82,7 @@ class Loss:
     calls_backward: bool = False  # it calls .backward() itself
     # ... and returns a loss that has a gradient too: its caller gets the sum
     returns_live: bool = False
-    # of each call of the function; (loss, question, inputs, answer) where a question
-    # takes one call, else None
+    # the Question of each call of the function; None where a question took several calls
     log: list[Any] = field(default_factory=list, repr=False, compare=False)
     # of Python that a call may run before it is stopped, 0 for any number
     lines: int = 0
@@ -379,7 +378,7 @@ class Loss:
             self._must_recur(e, lambda: getattr(self, what)(*inputs))
             raise
         if len(self.log) == before + 1:
-            self.log[-1] = self, what, inputs, answer
+            self.log[-1] = Question(self, what, inputs, answer)
         return answer
 
     def _must_recur(self, e: InputError, again: Callable[[], Any]) -> None:
@@ -467,12 +466,17 @@ class Loss:
         return called(f"the backward pass of {self.name}", backward)[0][0]
 
     def strided(self, b: Rollouts, layout: str) -> Tensor:
-        """dJ/dlp where each tensor [B, T] has a layout of LAYOUTS, and advantages are
-        expanded from [B, 1].
+        """Measure dJ/dlp where each tensor of two dimensions has another layout.
+
+        Where the loss takes advantages [B, T] and each response has one advantage, they
+        are expanded from one number per response instead.
 
         Args:
             b: the batch.
             layout: a key of LAYOUTS.
+
+        Returns:
+            [B, T].
         """
         laid = LAYOUTS[layout]
         given = self.given(b)
@@ -487,7 +491,7 @@ class Loss:
             )
         done = self.run(full, given, b, None, (x,))
         if not done.attached:
-            return torch.zeros_like(x)
+            return torch.zeros_like(b.logp)
         backward = partial(torch.autograd.grad, done.value, x, allow_unused=True)
         (g,), _ = called(f"the backward pass of {self.name}", backward)
         return torch.zeros_like(b.logp) if g is None else 0 - _plain(g).contiguous()
@@ -550,6 +554,22 @@ class Loss:
         full = _copies(given)
         full["logp"].requires_grad_()
         return self.run(full, given, b, moved).value.detach()
+
+
+class Question(NamedTuple):
+    """A question that one call of the function answered.
+
+    Attributes:
+        loss: what was asked.
+        method: the name of the method of Loss that asked it.
+        inputs: of the method.
+        answer: what the method returned.
+    """
+
+    loss: Loss
+    method: str
+    inputs: tuple[Any, ...]
+    answer: Any
 
 
 class _Stepped(torch.autograd.Function):
@@ -623,5 +643,8 @@ def _copied(x: Any) -> Any:
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    y, real = y.detach(), lambda z: z.nan_to_num(nan=12345.0)
-    return x.shape == y.shape and (torch.equal(x, y) or torch.equal(real(x), real(y)))
+    """Whether two tensors hold the same numbers, with NaN in the same places."""
+    y = y.detach()
+    if x.shape != y.shape:
+        return False
+    return torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all())

@@ -57,6 +57,16 @@ NOTHING = fault(
 )
 
 
+def _has_gradient(case: LossCase) -> bool:
+    """Whether any call of the loss so far had a gradient."""
+    for question in case.loss.log:
+        if question is not None and question.method == "measured":
+            _, gradient = question.answer
+            if gradient.any():
+                return True
+    return False
+
+
 def explain(
     case: LossCase, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]
 ) -> LossFault | None:
@@ -79,9 +89,7 @@ def explain(
     """
     use = b.mask & ~ignore
     more = _elsewhere(case)
-    nothing = not any(
-        at[3][1].any() for at in case.loss.log if at and at[1] == "measured"
-    )
+    nothing = not _has_gradient(case)
     every = chain(
         [NOTHING] if nothing else [],
         two_gradients(case, b),

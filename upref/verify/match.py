@@ -458,7 +458,7 @@ def in_range(o: Objective, hp: dict[str, Any]) -> bool:
 
 
 def _may_be_0(key: str) -> bool:
-    """A bound that stands at r = 1."""
+    """Whether this names a width of the clip, of which 0 puts the bound at r = 1."""
     return key.startswith("eps")
 
 

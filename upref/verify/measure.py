@@ -107,7 +107,7 @@ class LossCase:
 
     # ---- the loss --------------------------------------------------------------------
     def both(self, b: Rollouts, ranks: int = 1, **moved: Any) -> tuple[Tensor, Tensor]:
-        """(value, dJ/dlp); what else the call did is kept.
+        """(value, dJ/dlp); the outcome of a call that wrote or printed is kept.
 
         Args:
             b: the batch.

@@ -23,8 +23,10 @@ READ = ("logp_ref", "entropy", "logp_sampler")  # printed where the loss reads t
 def shrink(
     b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | None = None
 ) -> Rollouts:
-    """b with rows, then tokens, dropped greedily and numbers rounded, while `bad`
-    holds. at: a token that shows it.
+    """Make a batch smaller while `bad` holds.
+
+    The totals of its mini-batch and its group ids are dropped, then rows, then tokens,
+    greedily; at last numbers are rounded.
 
     Args:
         b: a batch for which `bad` holds.

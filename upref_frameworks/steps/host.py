@@ -137,7 +137,9 @@ def ranked(
                 timeout=timedelta(minutes=2),
             )
             yield rows[::n]
-            others.join()
+            # join returns False each time that one more process has ended without an error
+            while not others.join():
+                pass
         finally:
             for process in others.processes:
                 process.terminate()

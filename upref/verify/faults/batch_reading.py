@@ -138,9 +138,15 @@ LONGEST = 40  # tokens, of the responses among which `left_out` looks
 
 
 def moved(x: Tensor, by: int) -> Tensor:
-    """Each row moved by one place, to the right or, by < 0, to the left; zeros come in."""
-    zero = torch.zeros_like(x[:, :1])
-    return torch.cat([zero, x[:, :-1]], 1) if by > 0 else torch.cat([x[:, 1:], zero], 1)
+    """Each row moved by so many places to the right, by < 0 to the left; zeros come in."""
+    result = torch.zeros_like(x)
+    if by > 0:
+        result[:, by:] = x[:, :-by]
+    elif by < 0:
+        result[:, :by] = x[:, -by:]
+    else:
+        result = x.clone()
+    return result
 
 
 def shifted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:

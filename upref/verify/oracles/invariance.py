@@ -245,6 +245,18 @@ def _empty_row(case: LossCase, b: Rollouts, g: Tensor) -> list[Finding]:
     off = moved(g2[:-1], g, b.mask, slack(case))
     if off.max() == 0 and (g2[-1] == 0).all():
         return []
+    if off.max() == 0:
+        own_gradient = g2[-1]
+        _, t = worst(own_gradient.abs().nan_to_num(nan=math.inf)[None])
+        return [
+            fail(
+                "padding",
+                text,
+                Number(0, "dJ/dlp"),
+                Number(own_gradient[t].item(), "dJ/dlp"),
+                cause="the masked row has a gradient of its own",
+            )
+        ]
     i, t = worst(off)
     says = number_pair("dJ/dlp", g[i, t].item(), g2[i, t].item(), "as without")
 
