@@ -26,19 +26,15 @@ Where the band of an objective is finer than the dtype, nearly every token is at
 and the comparison of gradients proves little: GSPO's, 3e-4 wide, in bfloat16.
 `Parity.blind`, the share of such tokens, says how much.
 
-It compares one micro-batch of one rank and needs the loss's own graph. A framework's
-own loss, and what the framework divides by after the loss, are the work of
-`upref.replay.normalizer` and `upref.replay.watch`: they compare dL/dlp of a whole step
-over all ranks, and name the sum that it is, with fixed tolerances in place of bounds
-that follow from the dtype. Neither can replace the other.
+It compares one micro-batch of one rank inside the loss, and keeps nothing. What comes
+after the loss (accumulation, ranks, the trainer's own divisor) and the losses of
+frameworks are the work of `upref.replay.watch`, which also records the steps that it
+judges.
 """
 
-import io
 import logging
 import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,13 +42,12 @@ from torch import Tensor
 
 from upref.aggregation import Totals, row_weights
 from upref.errors import InputError
-from upref.files import write_atomically
 from upref.ops import mean_t
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
-KEPT = 8  # micro-batches that differ, of a process
+HOW_TO_RECORD = "docs/howto/replay.md says how the steps of a run are recorded."
 LARGEST = 1e9  # of a metric: infinity and not-a-number have no place in JSON
 
 
@@ -240,17 +235,12 @@ class Monitor:
     """Compares the first micro-batches of a process and then every so many; keeps the
     largest difference so far.
 
-    on_fail: "stop" raises ParityError, "warn" logs it, counts it and trains on. dump: a
-    folder for the micro-batches that were compared, which
-    `python -m repro.with_verl.parity` reads. One that differs is kept in any case:
-    there, or in $UPREF_PARITY_DIR, or in ./upref-parity; the first KEPT of a process,
-    so that a run of days does not fill a disk.
+    on_fail: "stop" raises ParityError, "warn" logs it, counts it and trains on.
     """
 
     objective: Objective
     first: int = 4
     every: int = 50
-    dump: str | None = None
     on_fail: str = "stop"
     seen: int = 0
     max_abs: float = 0.0
@@ -262,7 +252,7 @@ class Monitor:
     @classmethod
     def of(cls, objective: Objective, settings: dict[str, Any]) -> "Monitor":
         """One with these settings of a run; InputError on a name that is none."""
-        known = ("first", "every", "dump", "on_fail")
+        known = ("first", "every", "on_fail")
         if unknown := set(settings) - set(known):
             raise InputError(
                 f"parity has no setting {sorted(unknown)[0]!r}; it takes: {', '.join(known)}."
@@ -321,8 +311,6 @@ class Monitor:
         self.blind = max(self.blind, found.blind)
         bad = not found.of_bound <= 1
         self.alarms += bad
-        keep = self.dump or (bad and self.alarms <= KEPT)
-        where = self.save(loss, gradient, count, batch, hp) if keep else ""
         if bad:
             what = (
                 "the loss"
@@ -332,41 +320,8 @@ class Monitor:
             sentence = (
                 f"upref/{self.objective.name} is not what trains: in micro-batch {self.seen} of this process {what} is "
                 f"{found.of_bound:.3g} times as far from the float64 reference as {lp.dtype} explains (largest "
-                f"difference {found.max_abs:.2g} of the largest weight){f'; dumped to {where}' if where else ''}."
+                f"difference {found.max_abs:.2g} of the largest weight). {HOW_TO_RECORD}"
             )
             if self.on_fail == "stop":
                 raise ParityError(sentence)
             log.error("%s It trains on (parity.on_fail=warn).", sentence)
-
-    def save(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None,
-        count: Any,
-        batch: dict[str, Any],
-        hp: dict[str, Any],
-    ) -> Path:
-        folder = self.dump or os.environ.get("UPREF_PARITY_DIR") or "upref-parity"
-        path = Path(folder) / f"{self.objective.name}-{os.getpid()}-{self.seen}.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        plain = {
-            k: v.detach().cpu() if isinstance(v, Tensor) else v
-            for k, v in batch.items()
-            if k != "totals"
-        }
-        totals = tuple(float(x) for x in batch["totals"])
-        dumped = io.BytesIO()
-        torch.save(
-            {
-                "objective": self.objective.name,
-                "hp": hp,
-                "loss": loss.detach().cpu(),
-                "count": count,
-                "totals": totals,
-                "gradient": None if gradient is None else gradient.cpu(),
-                **plain,
-            },
-            dumped,
-        )
-        write_atomically(path, dumped.getvalue())
-        return path

@@ -26,6 +26,7 @@ from repro.with_verl.config.model import download, local, shape_of
 from repro.with_verl.place import RUNS
 from repro.with_verl.reward.score import compute_score, start_grader
 from upref import InputError
+from upref.replay.record import Stopped
 from upref_frameworks.parity import ParityError
 
 MODEL, DATA = "Qwen/Qwen2.5-0.5B-Instruct", RUNS / "data"
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     except (InputError, OSError) as e:
         print(f"trl: {e}", file=sys.stderr)
         return 2
-    except ParityError as e:
+    except (ParityError, Stopped) as e:
         print(f"trl: {e}", file=sys.stderr)
         return 1
 
@@ -173,7 +174,6 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
         processing_class=tokenizer,
         objective=name,
         callbacks=[log],
-        parity={"dump": str(folder / "parity")},
         step_check=True,
     )
     last = last_whole(folder)
@@ -181,6 +181,8 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
         name, seed, steps, args, kept=int(last.name.rpartition("-")[2]) if last else 0
     )
     trainer.remove_callback(PrinterCallback)  # StepLog prints
+    if not trainer.objective.batch_coupled:
+        upref.replay.watch(trainer, name, folder=folder / "steps", keep="failed")
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     (folder / "done").touch()
     return folder

@@ -15,9 +15,22 @@ from typing import Any
 ALARMS, BOUND, BLIND = (
     f"actor/upref/parity_{k}" for k in ("alarms", "of_bound", "blind")
 )
+NORMALIZER, FAILURES = (f"actor/upref/{k}" for k in ("normalizer", "failures"))
+STEPS = "steps"  # folder of a run with the optimizer steps that differ
+OFF = 0.03  # of the normalizer, in bfloat16
 ANSWER = re.compile(r"Answer:|\\boxed\{")
 SHOWN, LONGEST = 8, 4000  # answers in full; characters of each
 Row = dict[str, Any]
+
+
+def furthest_from_1(numbers: list[float]) -> float:
+    """The one of the numbers that is farthest from 1.
+
+    Args:
+        numbers: one or more.
+    """
+    return max(numbers, key=lambda x: abs(x - 1))
+
 
 # name, key, how the steps' values become one, what is normal (None: nothing to say),
 # what to change
@@ -88,7 +101,21 @@ LINES: tuple[tuple[str, str, Callable, Callable | None, str], ...] = (
         BOUND,
         max,
         lambda x: x <= 1,
-        "the loss that trained is not the reference: `python -m repro.with_verl.parity RUN/parity`",
+        "the loss that trained is not the reference: record steps with UPREF_REPLAY=FOLDER, and `upref replay FOLDER`",
+    ),
+    (
+        "gradient of a whole step, over the reference's",
+        NORMALIZER,
+        furthest_from_1,
+        lambda x: abs(x - 1) <= OFF,
+        "the step that trained has another divisor: record steps with UPREF_REPLAY=FOLDER, and `upref replay FOLDER`",
+    ),
+    (
+        "steps whose loss or gradient is another sum",
+        FAILURES,
+        max,
+        lambda x: x == 0,
+        f"`upref replay RUN/{STEPS} --as OBJECTIVE` names the sum",
     ),
     ("GB allocated on a GPU", "actor/perf/max_memory_allocated_gb", max, None, ""),
 )

@@ -19,7 +19,7 @@ from repro import Parser
 from repro.with_verl import health
 from repro.with_verl.config.scales import paper
 from repro.with_verl.figures import figures
-from repro.with_verl.health import ALARMS, BLIND, BOUND, number
+from repro.with_verl.health import ALARMS, BLIND, BOUND, FAILURES, STEPS, number
 from repro.with_verl.logged import NORM, SCORE, Kept, named, read, validation
 from repro.with_verl.run import records
 from upref import InputError
@@ -116,8 +116,14 @@ def alarms(r: Kept) -> list[str]:
         bound = largest(r, BOUND)
         found.append(
             f"{r.label}: PARITY ALARM. The loss that trained was not the reference (up to {bound:.3g} times what "
-            "rounding explains); it trained on, by parity.on_fail=warn. "
-            f"`python -m repro.with_verl.parity {r.folder}/parity`"
+            "rounding explains); it trained on, by parity.on_fail=warn. To see what trained, start it again with "
+            "UPREF_REPLAY=FOLDER, and replay the FOLDER: docs/howto/replay.md."
+        )
+    if (failed := largest(r, FAILURES)) > 0:
+        found.append(
+            f"{r.label}: STEP ALARM. In {failed:g} of the steps that were judged, the loss or the gradient over all ranks "
+            f"was another sum than the objective's. `upref replay {r.folder}/{STEPS} --as {r.objective}` names it; give it "
+            "the hyperparameters of policy_loss.upref by --hp."
         )
     if largest(r, BLIND) > 0.5:
         found.append(
@@ -240,6 +246,8 @@ STATISTICS = {  # of the Cap: what of the gradient is left
     "parity_of_bound": "parity: in units of what rounding explains",
     "parity_blind": "parity: tokens within rounding of a bound",
     "parity_alarms": "parity: alarms",
+    "normalizer": "whole steps: gradient over the reference's",
+    "failures": "whole steps: loss or gradient is another sum",
 }
 
 

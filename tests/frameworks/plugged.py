@@ -45,10 +45,7 @@ def call(name, b, c=None, **kw):
 
 
 @pytest.fixture(autouse=True)
-def forget(monkeypatch, tmp_path):
-    """What it has said and compared in another test; and what it keeps goes away with
-    the test.
-    """
-    monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path / "parity"))
+def forget(monkeypatch):
+    """What it has said and compared in another test."""
     monkeypatch.setattr(verl_plugin, "_said", set())
     monkeypatch.setattr(verl_plugin, "_monitors", {})

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import upref
-from repro.with_verl import parity as script
 from upref import InputError, Totals
 from upref.weights.batches import batch
 from upref_frameworks.live import live
@@ -20,12 +19,6 @@ from upref_frameworks.parity import Monitor, ParityError, compare, roundings
 # what frameworks do not hand over
 RUNS = [n for n in upref.names() if not upref.get(n).needs]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def _kept_elsewhere(tmp_path, monkeypatch):
-    """What differs is kept; not in the folder that the tests run in."""
-    monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path / "parity"))
 
 
 def trained(name, dtype, wrong=lambda J, lp, b: J, dp_size=2, **hp):
@@ -229,51 +222,28 @@ def test_settings(setting):
         Monitor(upref.get("dapo"), **setting)
 
 
-def test_what_it_dumps_can_be_compared_again(tmp_path, capsys):
-    m = Monitor(upref.get("up_dapo"), first=3, every=0, dump=str(tmp_path / "new"))
+def test_a_wrong_loss_stops_the_run_and_one_sentence_says_where():
+    m = Monitor(upref.get("up_dapo"), first=3, every=0)
     m(*trained("up_dapo", torch.float32))
     m(*trained("up_dapo", torch.bfloat16))
-    assert (
-        script.main([str(tmp_path / "new")]) == 0
-        and "2 micro-batches" in capsys.readouterr().out
-    )
     with pytest.raises(
-        ParityError, match=r"micro-batch 3 .* response \d+, token \d+ is .* dumped to"
+        ParityError, match=r"micro-batch 3 .* response \d+, token \d+ is .*replay\.md"
     ):
         m(*trained("up_dapo", torch.float32, WRONG["one token"]))
-    status, said = script.main([str(tmp_path / "new")]), capsys.readouterr().out
-    assert status == 1 and "DIFFER" in said and f"{m.of_bound:.3g} of the bound" in said
-    (tmp_path / "new" / "cut.pt").write_bytes(b"PK")
-    status, said = script.main([str(tmp_path / "new")]), capsys.readouterr().err
-    assert status == 2 and said.count("\n") == 1 and "cut.pt" in said
-    assert script.main([str(tmp_path)]) == 2
 
 
-def test_on_fail_warn_trains_on_counts_and_keeps_the_micro_batch(
-    tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path / "kept"))
+def test_on_fail_warn_trains_on_and_counts(caplog):
     m = Monitor(upref.get("up_dapo"), first=99, on_fail="warn")
     for _ in range(10):
         found = m(*trained("up_dapo", torch.float32, WRONG["doubled"]))
     assert found["upref/parity_alarms"] == 10 and found["upref/parity_of_bound"] > 1
     assert "is not what trains" in caplog.text and "trains on" in caplog.text
-    assert len(list((tmp_path / "kept").glob("*.pt"))) == 8  # not one a step for days
-    assert script.main([str(tmp_path / "kept")]) == 1
     m = Monitor(upref.get("up_dapo"), first=99, on_fail="warn")
     found = m(*trained("up_dapo", torch.float32, WRONG["not a number"]))
     # JSON has no infinity
     assert found["upref/parity_alarms"] == 1 and found["upref/parity_of_bound"] == 1e9
     with pytest.raises(InputError, match="on_fail must be stop or warn"):
         Monitor(upref.get("up_dapo"), on_fail="ignore")
-
-
-def test_stopping_keeps_the_micro_batch_too(tmp_path, monkeypatch):
-    monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path))
-    with pytest.raises(ParityError, match=f"dumped to {tmp_path}"):
-        Monitor(upref.get("up_dapo"))(
-            *trained("up_dapo", torch.float32, WRONG["doubled"])
-        )
 
 
 def a_mini_batch(name, dtype):

@@ -332,10 +332,7 @@ def test_token_advantages_are_refused_where_a_response_has_one(name, token_advan
         given.trl_loss(bound(name), plain("dapo", thin=5))
 
 
-def test_a_loss_that_is_not_the_objective_stops_the_run(
-    monkeypatch, token_advantages, tmp_path
-):
-    monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path))
+def test_a_loss_that_is_not_the_objective_stops_the_run(monkeypatch, token_advantages):
     right = upref.Objective.J
     monkeypatch.setattr(upref.Objective, "J", lambda *a, **kw: 1.001 * right(*a, **kw))
     with pytest.raises(ParityError, match="upref/up_dapo is not what trains"):
@@ -343,7 +340,6 @@ def test_a_loss_that_is_not_the_objective_stops_the_run(
             bound("up_dapo"),
             replace(b := plain("up_dapo", thin=5), logp=b.logp.requires_grad_()),
         )
-    assert list(tmp_path.glob("up_dapo-*.pt"))
 
 
 # ---- whole runs ----------------------------------------------------------------------

@@ -15,7 +15,7 @@ from upref.errors import InputError
 from upref.replay import make_batch
 from upref.replay.record import Stopped
 from upref.replay.terms import as_run, terms_of
-from upref.replay.watch import CAUSES, Watch
+from upref.replay.watch import CAUSES, Watch, sink_of
 
 DAPO = {"eps_high": 0.2}
 
@@ -144,3 +144,91 @@ def test_verls_own_loss_is_watched(monkeypatch, tmp_path):
         verl_steps(replace(s), None)
     with pytest.raises(InputError, match="KEY=NUMBER"):
         record.watched("dapo eps_high", None)
+
+
+def test_only_the_steps_that_differ_are_kept(tmp_path):
+    watch = Watch("dapo", DAPO, "warn", sink_of(tmp_path / "steps", "failed"), "failed")
+    watch(step())
+    assert not (tmp_path / "steps").exists()
+    watch(step(2.0))
+    assert len(list((tmp_path / "steps").glob("*.npz"))) == 1
+    assert "users' texts" in (tmp_path / "steps" / "README.txt").read_text()
+    with pytest.raises(InputError, match="all or failed"):
+        Watch("dapo", DAPO, "warn", None, "some")
+
+
+# ---- a loss of upref's in verl -------------------------------------------------------
+META = {
+    "loss_mode": "upref/up_dapo",
+    "upref": '{"eps_low": 0.1}',
+    "loss_agg_mode": "token-mean",
+    "use_kl_loss": "False",
+    "kl_loss_coef": "0.001",
+    "kl_loss_type": "low_var_kl",
+}
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """The losses of upref that a verl with the plug-in would know."""
+    import upref
+    from upref_frameworks.verl import record
+
+    names = ("up_dapo", "grpo", "dapo", "m2po")
+    known = {f"upref/{name}": upref.get(name) for name in names}
+    monkeypatch.setattr(record, "LOSSES", known)
+    return record
+
+
+def test_own_is_what_verls_configuration_says(losses):
+    o, hp = losses.configured(META)
+    assert (o.name, o.agg, o.kl, hp) == ("up_dapo", "token-mean", "", {"eps_low": 0.1})
+    o, hp = losses.configured(META | {"use_kl_loss": "True"})
+    assert (o.kl, hp) == ("k3", {"eps_low": 0.1, "beta": 0.001})
+    for changed, why in (
+        ({"loss_mode": "vanilla"}, "loss_mode is vanilla"),
+        ({"loss_mode": "upref/m2po"}, "each micro-batch by itself"),
+        ({"use_kl_loss": "True", "kl_loss_type": "abs"}, "the KL term abs"),
+        ({"use_kl_loss": "True", "loss_agg_mode": "seq-mean-token-sum"}, "sum is not"),
+    ):
+        with pytest.raises(InputError, match=why):
+            losses.configured(META | changed)
+
+
+def test_own_judges_by_it(losses):
+    meta = META | {"loss_mode": "upref/dapo", "upref": '{"eps_high": 0.2}'}
+    watch = losses.watched("own on_fail=warn")
+    assert watch(replace(step(), meta=meta))["upref/normalizer"] == pytest.approx(1)
+    assert watch(replace(step(2.0), meta=meta))["upref/failures"] == 1
+    with pytest.raises(InputError, match="not 'eps_high'"):
+        losses.watched("own eps_high=0.2")
+
+
+# ---- several ranks -------------------------------------------------------------------
+def a_rank(rank, place, folder):
+    """A process that records one step together with another one, which cannot."""
+    import torch.distributed as dist
+
+    from upref.replay.record import finish, hand_over
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}", rank=rank, world_size=2
+    )
+    stopped = []
+
+    def make():
+        if rank == 0:
+            raise InputError("this rank cannot")
+        return step()
+
+    def work():
+        hand_over(make, Watch("dapo", DAPO, "stop", None), None)
+
+    finish(work, lambda: stopped.append(True), None)
+    (folder / f"{rank}").write_text(str(stopped))
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_cannot_record_stops_all_and_nobody_waits(tmp_path):
+    torch.multiprocessing.spawn(a_rank, (tmp_path / "store", tmp_path), nprocs=2)
+    assert [(tmp_path / f"{rank}").read_text() for rank in (0, 1)] == ["[True]"] * 2

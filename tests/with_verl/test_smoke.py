@@ -321,6 +321,7 @@ def test_three_real_steps_of_verl_and_vllm(tmp_path):
         and 0 < found["parity_max_abs"] < 1e-4
         and found["wrong"] == []
     )
+    assert found["normalizer"] == pytest.approx([1, 1, 1], abs=1e-4)
     batches = list(read_steps([tmp_path / "dumps"]))
     assert len(batches) == 3 * smoke.PROMPTS // smoke.MINI
     for batch in batches:

@@ -126,7 +126,7 @@ def test_other_scales_are_not_called_the_papers(tmp_path):
 def test_alarms_come_first(tmp_path):
     rows = [
         row(1),
-        row(2, **{health.ALARMS: 3.0, health.BOUND: 1e4}),
+        row(2, **{health.ALARMS: 3.0, health.BOUND: 1e4, health.FAILURES: 2.0}),
         row(5, **{health.BLIND: 0.9, logged.NORM: None}),
     ]
     text = text_of(tmp_path / "out", run(tmp_path, "r", "up_dapo", "gpu1", rows))
@@ -137,6 +137,9 @@ def test_alarms_come_first(tmp_path):
         and "by parity.on_fail=warn" in head
     )
     assert "parity proves little here: up to 90%" in head
+    assert (
+        "In 2 of the steps that were judged" in head and "/steps --as up_dapo`" in head
+    )
     assert (
         "2 steps were not logged, the first is 3" in head
         and "no number in 1 steps, the first is 5" in head
@@ -207,7 +210,7 @@ def test_starts_are_read_as_one_and_the_last_counts(tmp_path):
         ),
         (
             "ParityError: upref/dapo is not what trains: in micro-batch 3",
-            "repro.with_verl.parity RUN/parity",
+            "`upref replay FOLDER` compares them",
         ),
         (
             "[Rank 3] Watchdog caught collective operation timeout",

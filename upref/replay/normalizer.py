@@ -6,11 +6,8 @@ whatever the parallelism, and needs no second model: the recorded gradient of ea
 response is compared with the objective's in float64. The factors between them are one
 number, those of another sum, or others.
 
-`upref_frameworks.parity` compares a loss that upref itself hands to a trainer,
-micro-batch by micro-batch, within bounds that follow from the dtype. It needs the
-loss's own graph, and does not cover what the trainer divides by afterwards. Here the
-loss may be anybody's, and the whole step is compared. Neither check can replace the
-other.
+The loss may be anybody's. Within the loss of upref's own plug-ins,
+`upref_frameworks.parity` compares each micro-batch besides, to what rounding explains.
 """
 
 import math

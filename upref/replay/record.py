@@ -10,6 +10,7 @@ beside its place and renamed, so that an interruption leaves no half file. What 
 here stops the recording with one warning, never the training.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,9 @@ NOTICE = (
     "`upref replay` reads them.\n"
 )
 # It takes a step of this rank and the process group of the data-parallel ranks (None:
-# the default one), and returns metrics to log.
-Sink = Callable[[RecordedBatch, Any], Mapping[str, float] | None]
+# the default one), and returns metrics to log. The step is None on a rank that could
+# not record it: the others may be waiting for it.
+Sink = Callable[[RecordedBatch | None, Any], Mapping[str, float] | None]
 
 
 class Stopped(RuntimeError):
@@ -165,7 +167,9 @@ def file_sink(folder: Path) -> Sink:
         folder: where the files go.
     """
 
-    def keep(batch: RecordedBatch, group: Any = None) -> None:
+    def keep(batch: RecordedBatch | None, group: Any = None) -> None:
+        if batch is None:
+            return
         rank = 0 if batch.rank is None else int(batch.rank[0])
         write(folder / f"step{batch.step:06d}-rank{rank:04d}.npz", batch)
 
@@ -263,6 +267,70 @@ def step_batch(
     )
 
 
+def hand_over(
+    make: Callable[[], RecordedBatch], sink: Sink, group: Any
+) -> Mapping[str, float]:
+    """Give a step of this rank to the sink.
+
+    Args:
+        make: makes the step.
+        sink: takes it.
+        group: the process group of the data-parallel ranks; None: the default one.
+
+    Returns:
+        Metrics to log.
+
+    Raises:
+        Exception: of `make`, after the sink has been told that there is no step.
+        Stopped: from the sink.
+    """
+    try:
+        batch = make()
+    except Exception:
+        with contextlib.suppress(InputError):
+            sink(None, group)
+        raise
+    return sink(batch, group) or {}
+
+
+def finish(work: Callable[[], None], stop: Callable[[], None], group: Any) -> None:
+    """Do the work that ends a recorded step. Call it on every rank.
+
+    Where it fails on one rank, the recording stops on all of them: a rank that goes on
+    alone would wait for the others in the next step.
+
+    Args:
+        work: hands the step over.
+        stop: ends the recording of this rank.
+        group: the process group of the data-parallel ranks; None: the default one.
+
+    Raises:
+        Stopped: what the work is there to report.
+    """
+    failed: list[bool] = []
+    guarded(work, lambda: failed.append(True))
+    if any(of_all_ranks(bool(failed), group)):
+        if not failed:
+            log.warning("upref records no more steps: another rank could not")
+        stop()
+
+
+def of_all_ranks(mine: Any, group: Any) -> list[Any]:
+    """What each rank has, in the order of the ranks.
+
+    Args:
+        mine: of this rank; it can be pickled.
+        group: the process group; None: the default one.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return [mine]
+    everybodys: list[Any] = [None] * torch.distributed.get_world_size(group)
+    if len(everybodys) == 1:
+        return [mine]
+    torch.distributed.all_gather_object(everybodys, mine, group=group)
+    return everybodys
+
+
 def guarded(work: Callable[[], None], stop: Callable[[], None]) -> None:
     """Do the work of a recorder. Where it fails, stop the recording, and let the
     training go on.
@@ -272,7 +340,7 @@ def guarded(work: Callable[[], None], stop: Callable[[], None]) -> None:
         stop: ends the recording.
 
     Raises:
-        Stopped: what the work is there to say.
+        Stopped: what the work is there to report.
     """
     try:
         work()

@@ -13,18 +13,13 @@ A loss or a gradient that is another sum of the objective's terms, or a multiple
 stops the run. What is found in the sampler's column is a warning: it may be what the
 run is meant to do.
 
-`upref_frameworks.parity.Monitor` watches a loss that upref itself hands to a trainer,
-on every rank alone, and stops at what rounding of its dtype cannot explain. It costs no
-column and no gathering, and cannot watch a framework's own loss, nor what divides the
-step afterwards.
+A loss of upref's inside a trainer compares itself besides (`upref_frameworks.parity`).
 """
 
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from upref.definition import Objective
 from upref.errors import InputError
@@ -39,6 +34,7 @@ from upref.replay.record import (
     Sink,
     Stopped,
     file_sink,
+    of_all_ranks,
     open_folder,
     recorder_of,
 )
@@ -49,6 +45,7 @@ from upref.replay.words import SAMPLER
 log = logging.getLogger(__name__)
 CAUSES = tuple(SAMPLER)
 ON_FAIL = ("stop", "warn")
+KEEP = ("all", "failed")
 
 
 def watch(
@@ -58,6 +55,7 @@ def watch(
     every: int = EVERY,
     folder: str | Path = "",
     on_fail: str = "stop",
+    keep: str = "all",
     **hp: Any,
 ) -> Recording:
     """Judge optimizer steps of a trainer while it trains. Call it on every rank.
@@ -71,6 +69,8 @@ def watch(
             texts.
         on_fail: "stop" ends a run whose loss or gradient is another sum; "warn" logs
             it.
+        keep: which of the judged steps are recorded in the folder: "all", or "failed",
+            those of them whose loss or gradient is another sum.
         **hp: hyperparameters of the objective.
 
     Returns:
@@ -82,10 +82,30 @@ def watch(
         Stopped: from the training, where a step is not the objective's.
     """
     recorder = recorder_of(trainer)
-    then = file_sink(open_folder(folder)) if folder else None
-    return Recording(
-        recorder.attach(trainer, Schedule(every), Watch(objective, hp, on_fail, then))
-    )
+    then = sink_of(folder, keep)
+    judge = Watch(objective, hp, on_fail, then, keep)
+    return Recording(recorder.attach(trainer, Schedule(every), judge))
+
+
+def sink_of(folder: str | Path, keep: str) -> Sink | None:
+    """What records judged steps in the folder; None for no folder.
+
+    A folder for failed steps alone is made when there is one.
+
+    Args:
+        folder: its path; "": nowhere.
+        keep: "all" or "failed".
+    """
+    if not folder:
+        return None
+    if keep == "all":
+        return file_sink(open_folder(folder))
+
+    def late(batch: RecordedBatch | None, group: Any = None) -> None:
+        if batch is not None:
+            file_sink(open_folder(folder))(batch, group)
+
+    return late
 
 
 class Watch:
@@ -95,7 +115,8 @@ class Watch:
         objective: what the loss should be, as `upref.replay.loss` takes it.
         hp: its hyperparameters.
         on_fail: "stop" or "warn".
-        then: what else is done with each step, before it is judged.
+        then: what else is done with a step, before the run is stopped.
+        keep: with which steps: "all", or "failed".
     """
 
     def __init__(
@@ -104,34 +125,38 @@ class Watch:
         hp: dict[str, Any],
         on_fail: str,
         then: Sink | None,
+        keep: str = "all",
     ) -> None:
-        if on_fail not in ON_FAIL:
-            raise InputError(f"on_fail must be stop or warn, not {on_fail!r}.")
+        expect_choices(on_fail, keep)
         self.objective = as_run(objective, hp)
         self.objective.resolve(hp)
         self.hp = hp
         self.on_fail = on_fail
         self.then = then
+        self.keep = keep
         self.failures = 0
         self.said: set[str] = set()
 
-    def __call__(self, batch: RecordedBatch, group: Any = None) -> Mapping[str, float]:
+    def __call__(
+        self, batch: RecordedBatch | None, group: Any = None
+    ) -> Mapping[str, float]:
         """Judge a step.
 
         Args:
-            batch: what this rank has of it.
+            batch: what this rank has of it; None where it could not record it.
             group: process group of the data-parallel ranks; None: the default one.
 
         Returns:
             Metrics to log.
 
         Raises:
+            InputError: a rank has not recorded the step.
             Stopped: the loss or the gradient is not the objective's, and on_fail is
                 "stop".
         """
-        if self.then is not None:
-            self.then(batch, group)
         whole = joined(batch, group)
+        if self.then is not None and self.keep == "all":
+            self.then(batch, group)
         found = loss(whole, self.objective, **self.hp)
         metrics = {"loss_off": abs(found.value - found.logged)}
         if found.gradient_factor is not None:
@@ -142,6 +167,8 @@ class Watch:
             self._tell(whole, sampler.findings)
         self._tell(whole, tuple(found.notes))
         self.failures += bool(found.failures)
+        if self.then is not None and self.keep == "failed" and found.failures:
+            self.then(batch, group)
         self._judge(whole, found.failures)
         metrics["failures"] = float(self.failures)
         return {f"upref/{name}": value for name, value in metrics.items()}
@@ -173,17 +200,30 @@ def _of_gap(found: Gap) -> dict[str, float]:
     }
 
 
-def joined(batch: RecordedBatch, group: Any = None) -> RecordedBatch:
-    """The step over all data-parallel ranks of the process group; None: the default
-    one.
+def expect_choices(on_fail: str, keep: str) -> None:
+    """InputError unless both are words that `watch` takes.
 
     Args:
-        batch: of this rank.
-        group: torch's process group.
+        on_fail: "stop" or "warn".
+        keep: "all" or "failed".
     """
-    ranks = int(batch.logged.get("ranks", 1))
-    if ranks == 1:
-        return batch
-    parts: list[Any] = [None] * ranks
-    torch.distributed.all_gather_object(parts, batch, group=group)
-    return merge(parts)
+    if on_fail not in ON_FAIL:
+        raise InputError(f"on_fail must be stop or warn, not {on_fail!r}.")
+    if keep not in KEEP:
+        raise InputError(f"keep must be all or failed, not {keep!r}.")
+
+
+def joined(batch: RecordedBatch | None, group: Any = None) -> RecordedBatch:
+    """The step over all data-parallel ranks.
+
+    Args:
+        batch: of this rank; None where it could not record it.
+        group: torch's process group; None: the default one.
+
+    Raises:
+        InputError: a rank has no step.
+    """
+    parts = of_all_ranks(batch, group)
+    if any(part is None for part in parts):
+        raise InputError("a rank could not record the step.")
+    return batch if batch is not None and len(parts) == 1 else merge(parts)

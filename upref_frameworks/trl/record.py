@@ -23,11 +23,13 @@ from torch import Tensor
 from upref.replay.record import (
     Schedule,
     Sink,
-    guarded,
+    finish,
+    hand_over,
     keep_gradient,
     loss_scale,
     step_batch,
 )
+from upref.replay.schema import RecordedBatch
 from upref.replay.terms import EXTRA
 
 TRAINER = "TRL's GRPOTrainer"
@@ -102,6 +104,7 @@ class Hooks:
             name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)
         }
         self.detached = False
+        self.error: Exception | None = None  # why the step cannot be recorded
         self.rewards: Tensor | None = None
         self.forward: tuple[Any, ...] = ()
         self.micro_batches: list[dict[str, Tensor]] = []
@@ -149,7 +152,7 @@ class Hooks:
         self.rewards = None
         out = self.wrapped["_generate_and_score_completions"](*args, **kw)
         if self.trainer.model.training and not self.detached:
-            guarded(lambda: self._label(out), self.detach)
+            self._tried(lambda: self._label(out))
         return out
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kw: Any) -> Any:
@@ -159,19 +162,29 @@ class Hooks:
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         loss = self.wrapped["_compute_loss"](model, inputs)
         if self._due() and self.trainer.model.training:
-            guarded(lambda: self._keep(inputs), self.detach)
+            self._tried(lambda: self._keep(inputs))
         self.forward = ()
         return loss
 
     def training_step(self, *args: Any, **kw: Any) -> Any:
         due = self._due()
         loss = self.wrapped["training_step"](*args, **kw)
-        if due and self.micro_batches:
+        if due and (self.micro_batches or self.error):
             self.losses.append(loss.detach())
             if self.trainer.accelerator.sync_gradients:
-                guarded(self._write, self.detach)
+                finish(self._write, self.detach, None)
                 self._forget()
         return loss
+
+    def _tried(self, work: Callable[[], None]) -> None:
+        """Do it. What it raises is kept until the step ends, where all ranks learn of
+        it.
+        """
+        try:
+            if self.error is None:
+                work()
+        except Exception as e:
+            self.error = e
 
     # ---- what is kept ----------------------------------------------------------------
     def _label(self, generated: dict[str, Any]) -> None:
@@ -226,13 +239,21 @@ class Hooks:
         return by_deepspeed and accelerator.mixed_precision == "fp16"
 
     def _write(self) -> None:
-        """Hand the step to the sink."""
+        """Hand the step to the sink, and its metrics to TRL's log."""
+        loss = torch.stack(self.losses).double().sum().float()
+        mean = float(self.trainer.accelerator.reduce(loss, "mean"))
+        metrics = hand_over(lambda: self._batch(mean), self.sink, None)
+        for name, value in metrics.items():
+            self.trainer._metrics["train"][name].append(value)
+
+    def _batch(self, loss: float) -> RecordedBatch:
+        """The step of this rank, with the loss of all."""
+        if self.error is not None:
+            raise self.error
         trainer = self.trainer
         accelerator = trainer.accelerator
         ranks = accelerator.num_processes
-        logged = self._counts(ranks)
-        loss = torch.stack(self.losses).double().sum().float()
-        logged["loss"] = float(accelerator.reduce(loss, "mean"))
+        logged = self._counts(ranks) | {"loss": loss}
         meta = {"framework": f"TRL {importlib.metadata.version('trl')}"}
         for name in SETTINGS:
             if hasattr(trainer.args, name):
@@ -242,7 +263,7 @@ class Hooks:
         ]
         if extra:
             meta[EXTRA] = " and ".join(extra)
-        batch = step_batch(
+        return step_batch(
             self.micro_batches,
             step=self._step(),
             rank=accelerator.process_index,
@@ -251,8 +272,6 @@ class Hooks:
             gradient_scale=ranks * loss_scale(accelerator.scaler),
             hints=HINTS,
         )
-        for name, value in (self.sink(batch, None) or {}).items():
-            trainer._metrics["train"][name].append(value)
 
     def _counts(self, ranks: int) -> dict[str, float]:
         """The counts of a step as TRL documents them.

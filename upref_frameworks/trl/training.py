@@ -18,8 +18,9 @@ not read, and a run that moves one is stopped and told what to write (REPLACED).
 The first micro-batches of each process, and then every 50th, are compared with the
 float64 reference (parity.py): `upref/parity_max_abs` is the largest difference so far,
 and a run beyond what rounding explains stops.
-`parity={"first": 8, "every": 20, "dump": DIR, "on_fail": "warn"}` sets how often, keeps
-what was compared, trains on (`upref/parity_alarms` counts); 0 and 0: never.
+`parity={"first": 8, "every": 20, "on_fail": "warn"}` sets how often, and trains on
+(`upref/parity_alarms` counts); 0 and 0: never. `upref.replay.watch(trainer, "up_dapo")`
+judges whole steps besides, over all micro-batches and ranks.
 
 `step_check=True` checks one optimizer step of a two-layer twin of the run before
 anything is loaded: on the CPU, in float32, with the run's family, head, LoRA,

@@ -6,8 +6,10 @@ says.
     UPREF_WATCH="dapo eps_high=0.2 c=3" python -m verl.trainer.main_ppo ...
 
 The first records steps. The second judges the same steps while they train
-(`upref.replay.watch`): it holds the objective, its hyperparameters, and `agg=NAME` and
-`on_fail=warn` where wanted. Both together record and judge. verl imports
+(`upref.replay.watch`): it holds the objective, its hyperparameters, and `agg=NAME`,
+`on_fail=warn` and `keep=failed` where wanted. Both together record and judge. For a
+loss of upref's, `UPREF_WATCH=own` takes the objective and its hyperparameters from
+verl's configuration. verl imports
 upref_frameworks.verl.training in each of its processes (group `verl.plugins`), which
 calls `by_environment`. **The files hold users' texts, as token ids.**
 
@@ -19,16 +21,20 @@ because it has no other number of them; in a folder with recorded steps the coun
 on.
 """
 
+import json
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from upref.aggregation import verl_name
+from upref.definition import Objective
 from upref.errors import InputError
 from upref.registry import get
 from upref.replay.prompts import prompt_number
@@ -37,16 +43,16 @@ from upref.replay.record import (
     Recording,
     Schedule,
     Sink,
-    file_sink,
-    guarded,
+    finish,
+    hand_over,
     keep_gradient,
     loss_scale,
-    open_folder,
+    of_all_ranks,
     step_batch,
 )
 from upref.replay.schema import RecordedBatch
 from upref.replay.terms import EXTRA
-from upref.replay.watch import Watch
+from upref.replay.watch import Watch, expect_choices, sink_of
 
 log = logging.getLogger(__name__)
 FOLDER, HOW_OFTEN, WATCHED = "UPREF_REPLAY", "UPREF_REPLAY_EVERY", "UPREF_WATCH"
@@ -67,6 +73,12 @@ SETTINGS = (
     "kl_loss_type",
     "entropy_coeff",
 )
+OURS = "upref"  # in meta: the hyperparameters that upref's loss is given, as JSON
+# verl's names of the KL term that the checks compute
+K3 = ("low_var_kl", "k3")
+# upref's losses that verl knows: loss_mode -> objective; upref_frameworks.verl.training
+# fills it
+LOSSES: dict[str, Objective] = {}
 SCORES = ("token_level_scores", "rm_scores")  # names of the reward in verl's trainers
 BY_LENGTH = "seq-mean-token-sum-norm"
 
@@ -98,30 +110,102 @@ def in_verl(folder: str | Path, every: int = EVERY, watch: str = "") -> Recordin
         InputError: the folder cannot be made, or the objective or a hyperparameter does
             not exist.
     """
-    place = open_folder(folder) if folder else None
-    keep = None if place is None else file_sink(place)
-    sink = watched(watch, keep) if watch else keep
+    sink = watched(watch, folder) if watch else sink_of(folder, "all")
     if sink is None:
         raise InputError(
             "there is nothing to do: name a folder, or an objective to watch."
         )
-    return Recording(Steps(Schedule(every), sink, place).detach)
+    return Recording(Steps(Schedule(every), sink, folder).detach)
 
 
-def watched(words: str, then: Sink | None) -> Watch:
-    """The Watch of `NAME KEY=VALUE...`, with agg and on_fail beside the
-    hyperparameters.
+def watched(words: str, folder: str | Path = "") -> Sink:
+    """What judges the steps, from `NAME KEY=VALUE...`.
+
+    Args:
+        words: an objective, its hyperparameters, and agg, on_fail and keep where wanted;
+            or `own` with on_fail and keep.
+        folder: where judged steps are recorded too; "": nowhere.
     """
     name, *rest = words.split()
     given = {word.partition("=")[0]: word.partition("=")[2] for word in rest}
-    on_fail = given.pop("on_fail", "stop")
+    on_fail, keep = given.pop("on_fail", "stop"), given.pop("keep", "all")
+    expect_choices(on_fail, keep)
+    then = sink_of(folder, keep)
+    if name == "own":
+        if given:
+            raise InputError(
+                f"{WATCHED}=own takes on_fail and keep, not {sorted(given)[0]!r}: the rest is verl's configuration."
+            )
+        return OwnWatch(on_fail, keep, then)
     agg = given.pop("agg", "")
     try:
         hp = {key: float(value) for key, value in given.items()}
     except ValueError:
         wanted = "an objective and KEY=NUMBER after it"
         raise InputError(f"{WATCHED} is {wanted}, not {words!r}.") from None
-    return Watch(get(name).aggregated(agg) if agg else name, hp, on_fail, then)
+    objective = get(name).aggregated(agg) if agg else name
+    return Watch(objective, hp, on_fail, then, keep)
+
+
+class OwnWatch:
+    """Judges the steps of a loss of upref's by the objective and the hyperparameters
+    that verl's configuration names.
+
+    Args:
+        on_fail, keep, then: of the Watch.
+    """
+
+    def __init__(self, on_fail: str, keep: str, then: Sink | None) -> None:
+        self.on_fail = on_fail
+        self.keep = keep
+        self.then = then
+        self.watch: Watch | None = None
+
+    def __call__(
+        self, batch: RecordedBatch | None, group: Any = None
+    ) -> Mapping[str, float]:
+        """Judge a step, as `Watch` does."""
+        if self.watch is None and batch is not None:
+            objective, hp = configured(batch.meta)
+            self.watch = Watch(objective, hp, self.on_fail, self.then, self.keep)
+        # without a step of its own, this rank has only to tell the others
+        watch = self.watch or Watch("dapo", {}, "warn", None)
+        return watch(batch, group)
+
+
+def configured(meta: Mapping[str, str]) -> tuple[Objective, dict[str, Any]]:
+    """The objective of upref's that verl is configured to train, as its loss computes
+    it, and the hyperparameters given.
+
+    Args:
+        meta: of a recorded step.
+
+    Raises:
+        InputError: the loss is not upref's, or a replayed step does not show what it
+            should be.
+    """
+    mode = meta.get("loss_mode", "")
+    if mode not in LOSSES:
+        raise InputError(
+            f"{WATCHED}=own is for a loss of upref's, and loss_mode is {mode}: name the objective instead."
+        )
+    o = LOSSES[mode]
+    if o.batch_coupled:
+        raise InputError(
+            f"{o.name} acts on each micro-batch by itself, so a whole step does not show its loss."
+        )
+    if o.agg == "group-token-mean":  # the plug-in has no prompts
+        o = o.aggregated("token-mean")
+    o, hp = replace(o, kl=""), json.loads(meta[OURS])
+    coefficient = float(meta["kl_loss_coef"]) if meta["use_kl_loss"] == "True" else 0.0
+    if coefficient:
+        kind, agg = meta["kl_loss_type"], meta["loss_agg_mode"]
+        if kind not in K3 or agg != verl_name(o.level, o.agg):
+            raise InputError(
+                f"the KL term {kind} under {agg} is not one that is computed here."
+            )
+        o, hp = replace(o, kl="k3"), hp | {"beta": coefficient}
+    return o, hp
 
 
 def by_environment() -> Recording | None:
@@ -146,13 +230,13 @@ def by_environment() -> Recording | None:
 class Steps:
     """The wrapped `train_batch`, and the number of steps of each engine."""
 
-    def __init__(self, schedule: Schedule, sink: Sink, folder: Path | None) -> None:
+    def __init__(self, schedule: Schedule, sink: Sink, folder: str | Path) -> None:
         from verl.workers.engine.base import BaseEngine
 
         self.engines: Any = BaseEngine
         self.schedule = schedule
         self.sink = sink
-        self.folder = folder
+        self.folder = Path(folder) if folder else None
         self.counts: dict[int, int] = {}
         self.stopped = False
         self.inner = BaseEngine.train_batch
@@ -182,20 +266,21 @@ class Steps:
         step = self.counts[id(engine)]
         if not self.schedule.due(step):
             return self.inner(engine, data, loss_function)
-        kept = Kept(engine, loss_function, self.detach)
+        kept = Kept(engine, loss_function)
         out = self.inner(engine, data, kept.loss_function)
-        if not self.stopped and engine.is_mp_src_rank_with_outputs():
-            guarded(lambda: self._hand_over(engine, kept.batch(step), out), self.detach)
+        if engine.is_mp_src_rank_with_outputs():
+            group = engine.get_data_parallel_group()
+            finish(lambda: self._hand_over(kept, step, group, out), self.detach, group)
         return out
 
     def _hand_over(
-        self, engine: Any, batch: RecordedBatch, out: dict[str, Any]
+        self, kept: "Kept", step: int, group: Any, out: dict[str, Any]
     ) -> None:
         """Give the step to the sink, and its metrics to verl, which takes a list of
         each.
         """
-        metrics = self.sink(batch, engine.get_data_parallel_group())
-        out["metrics"] |= {name: [value] for name, value in (metrics or {}).items()}
+        metrics = hand_over(lambda: kept.batch(step), self.sink, group)
+        out["metrics"] |= {name: [value] for name, value in metrics.items()}
 
     def _recorded(self, engine: Any) -> int:
         """The last step of this rank in the folder: a resumed run goes on from there."""
@@ -212,12 +297,10 @@ class Steps:
 class Kept:
     """What one optimizer step of one engine leaves."""
 
-    def __init__(
-        self, engine: Any, inner: Callable[..., Any], stop: Callable[[], None]
-    ) -> None:
+    def __init__(self, engine: Any, inner: Callable[..., Any]) -> None:
         self.engine = engine
         self.inner = inner
-        self.stop = stop
+        self.error: Exception | None = None  # why the step cannot be recorded
         self.config = getattr(inner, "keywords", {}).get("config")
         self.micro_batches: list[dict[str, Tensor]] = []
         self.losses: list[Tensor] = []
@@ -230,7 +313,11 @@ class Kept:
         loss, metrics = self.inner(
             model_output=model_output, data=data, dp_group=dp_group, **kw
         )
-        guarded(lambda: self._keep(model_output, data, loss), self.stop)
+        try:
+            if self.error is None:
+                self._keep(model_output, data, loss)
+        except Exception as e:  # `batch` raises it, where all ranks learn of it
+            self.error = e
         return loss, metrics
 
     def _keep(self, model_output: Any, data: Any, loss: Tensor) -> None:
@@ -276,13 +363,13 @@ class Kept:
 
     def batch(self, step: int) -> RecordedBatch:
         """The step as a recorded batch."""
+        mine = sum(float(loss) for loss in self.losses)
+        losses = of_all_ranks(mine, self.engine.get_data_parallel_group())
+        if self.error is not None:
+            raise self.error
         ranks = self.counts["ranks"]
-        loss = torch.stack(self.losses).sum().float()
-        group = self.engine.get_data_parallel_group()
-        if group is not None and ranks > 1:
-            torch.distributed.all_reduce(loss, group=group)
-            loss = loss / ranks
-        logged = self.counts | {"loss": float(loss)}
+        loss = sum(losses) / len(losses)
+        logged = self.counts | {"loss": loss}
         return step_batch(
             self.micro_batches,
             step=step,
@@ -306,6 +393,10 @@ class Kept:
         if self.config is not None:
             meta |= {name: str(self.config.get(name)) for name in SETTINGS}
             meta["loss_mode"] = str(self.config.policy_loss.get("loss_mode", "vanilla"))
+            given = dict(self.config.policy_loss.get("upref", None) or {})
+            apart = ("parity", "step_check")  # settings that are no hyperparameters
+            given = {name: value for name, value in given.items() if name not in apart}
+            meta[OURS] = json.dumps(given)
             if self.config.entropy_coeff:
                 meta[EXTRA] = "an entropy bonus"
         return meta

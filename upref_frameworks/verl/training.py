@@ -22,15 +22,16 @@ to write.
 The first micro-batches of each process, and then every 50th, are compared with the
 float64 reference (parity.py): `upref/parity_max_abs` is the largest difference so far,
 and a run beyond what rounding explains stops.
-`upref={parity: {first: 8, every: 20, dump: DIR, on_fail: warn}}` sets how often, keeps
-what was compared, and trains on (`upref/parity_alarms` counts); 0 and 0: never.
+`upref={parity: {first: 8, every: 20, on_fail: warn}}` sets how often, and trains on
+(`upref/parity_alarms` counts); 0 and 0: never.
 
 `upref={step_check: true}` checks one optimizer step of a two-layer twin of the run (its
 family, head, padding, LoRA, KL and entropy terms), on the CPU in a process of its own,
 before the first step; a difference stops the run.
 
 UPREF_REPLAY=dumps in the environment records the actor's optimizer steps, under any
-policy loss, and UPREF_WATCH="dapo eps_high=0.2 c=3" judges them: record.py.
+policy loss, and UPREF_WATCH=own judges whole steps of these losses over all ranks:
+record.py.
 
 What differs from the objective called on `Rollouts`, because of what verl hands to a
 loss:
@@ -67,7 +68,7 @@ from upref.rollouts import one_per_response
 from upref_frameworks.hidden import in_verl
 from upref_frameworks.live import live
 from upref_frameworks.parity import Monitor
-from upref_frameworks.verl.record import by_environment
+from upref_frameworks.verl.record import LOSSES, by_environment
 from upref_frameworks.verl.step import settings_of_twin, stop_unless_twin_agrees
 
 try:
@@ -157,6 +158,7 @@ def register(objective: Objective):
             objective, log_prob, old_log_prob, advantages, mask, hp
         ) | parity
 
+    LOSSES[f"upref/{objective.name}"] = objective
     loss.__name__ = loss.__qualname__ = f"upref/{objective.name}"
     loss.__doc__ = f"{objective.name} in verl: -J, and what it does to the tokens."
     return register_policy_loss(loss.__name__)(loss)

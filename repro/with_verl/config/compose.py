@@ -13,8 +13,11 @@ from typing import Any
 import upref
 from repro.with_verl.config.naming import name_of
 from repro.with_verl.config.scales import Scale, load_scale, paper_scale
+from repro.with_verl.health import STEPS
 from repro.with_verl.place import ROOT, RUNS, pythonpath
 from upref import InputError
+from upref.replay.record import EVERY
+from upref_frameworks.verl.record import FOLDER, HOW_OFTEN, WATCHED
 
 ACTOR = "actor_rollout_ref.actor"
 MODULES = (
@@ -98,8 +101,21 @@ def environment(directory: Path) -> dict[str, str]:
     return {
         "VERL_USE_EXTERNAL_MODULES": ",".join([*MODULES, *given]),
         "PYTHONPATH": pythonpath(),
-        "UPREF_PARITY_DIR": str(directory / "parity"),
+        **watched(directory),
     }
+
+
+def watched(directory: Path) -> dict[str, str]:
+    """Environment in which whole optimizer steps are judged over all ranks, and those
+    that differ are recorded in `steps`; what the user has set stays.
+    """
+    keep = "" if FOLDER in os.environ else " keep=failed"
+    ours = {
+        FOLDER: str(directory / STEPS),
+        HOW_OFTEN: str(EVERY),
+        WATCHED: f"own on_fail=warn{keep}",
+    }
+    return {name: os.environ.get(name, value) for name, value in ours.items()}
 
 
 def spelled_out(overrides: list[str]) -> tuple[list[str], str]:

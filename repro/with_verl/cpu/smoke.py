@@ -25,6 +25,7 @@ from typing import Any
 import upref
 from repro import Parser, fork
 from repro.with_verl.cpu import toy
+from repro.with_verl.health import FAILURES, NORMALIZER, furthest_from_1
 from repro.with_verl.place import RESULTS, ROOT, pythonpath
 from repro.with_verl.run import advice, records, watch
 from upref.aggregation import verl_name
@@ -201,6 +202,14 @@ def judge(
         report.append(
             f"parity_max_abs {max(parity):.1e}" if parity else "no parity logged"
         )
+        normalizers = [d[NORMALIZER] for d in data if NORMALIZER in d]
+        if normalizers:
+            off = furthest_from_1(normalizers)
+            report.append(f"gradient of whole steps {off:.6f} of the reference's")
+            if abs(off - 1) > 1e-3:
+                wrong.append("the gradient of a whole step is not the reference's")
+        if any(d.get(FAILURES, 0) > 0 for d in data):
+            wrong.append("the loss or the gradient of a whole step is another sum")
         if not parity:
             wrong.append(
                 "no parity was logged: is upref_frameworks.verl.training loaded in the workers?"
@@ -249,6 +258,7 @@ def summary(
             (r["data"].get(PARITY.replace("max_abs", "of_bound"), 0) for r in rows),
             default=None,
         ),
+        "normalizer": [r["data"].get(NORMALIZER) for r in rows],
         "versions": versions,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, no accelerator used",
         "python": platform.python_version(),
@@ -269,6 +279,8 @@ def main(
 
     InputError on an unknown objective.
     """
+    from repro.with_verl.config.compose import watched
+
     out = (out or ROOT / "repro" / "out" / name / "smoke").resolve()
     objective = upref.get(name)
     if not again:
@@ -302,7 +314,7 @@ def main(
         command,
         log,
         output,
-        env=environment(log, modules),
+        env=environment(log, modules) | watched(out),
         asked=steps,
         stall=STALL,
         first=FIRST,

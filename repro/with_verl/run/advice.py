@@ -11,8 +11,8 @@ TAIL = 400_000  # characters of the output that are searched
 CURES = (  # the first that is found
     (
         r"ParityError|is not what trains",
-        "the loss that trained is not the reference: `python -m repro.with_verl.parity {folder}/parity` compares the "
-        f"micro-batch again; ++{ACTOR}.policy_loss.upref.parity.on_fail=warn trains on",
+        "the loss that trained is not the reference: UPREF_REPLAY=FOLDER records the steps and `upref replay FOLDER` "
+        f"compares them; ++{ACTOR}.policy_loss.upref.parity.on_fail=warn trains on",
     ),
     (r"InputError: .*", "{line}"),
     (

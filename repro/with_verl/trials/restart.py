@@ -4,7 +4,7 @@
     python -m repro.with_verl.trials.restart [--keep] [TRIAL...]
 
 terminated   SIGTERM after three steps: status 143, nothing left running; the same command goes on and finishes
-sabotaged    a loss that is a tenth too large, with parity.on_fail=warn: it trains to its end, and the alarms are logged
+sabotaged    a loss that is a tenth too large, with parity.on_fail=warn: it trains to its end, and is noticed
 nodes        two Ray nodes on this machine, each with one logical GPU, and a run over both
 
 `--keep` writes results/restart.json. Exit status 1 where a trial did not show what it
@@ -104,13 +104,19 @@ def sabotaged() -> dict:
     )
     rows = records.training(records.merged(RUNS / "restart-sabotaged"))
     alarms = [r["data"].get("actor/upref/parity_alarms", 0) for r in rows]
-    kept = len(list((RUNS / "restart-sabotaged" / "parity").glob("*.pt")))
+    factors = [r["data"].get("actor/upref/normalizer") for r in rows]
     wrong = []
     if run["status"] or len(rows) != 3:
         wrong.append("it did not train to its end")
-    if not alarms or not max(alarms) > 0 or not kept:
+    told = [x for x in factors if x is not None]
+    if (
+        not alarms
+        or not max(alarms) > 0
+        or not told
+        or any(abs(x - 1.1) > 1e-3 for x in told)
+    ):
         wrong.append("nobody noticed")
-    return {"starts": [run], "alarms": alarms, "kept": kept, "wrong": wrong}
+    return {"starts": [run], "alarms": alarms, "factors": factors, "wrong": wrong}
 
 
 def nodes() -> dict:
