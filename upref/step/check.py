@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +36,14 @@ from upref.step.case import (
 from upref.step.diagnose import diagnosed, half_precision, parameters
 from upref.step.divisors import divisor_of_all_steps, name_single_passes
 from upref.step.goal import Goal
+from upref.step.halves import NO_HALVES, ONE_PASS, UNFIT, Halves, fits, halves_of
 from upref.step.ranks import conclude, follow, is_follower, world_size
 from upref.step.reach import not_reached, reach
-from upref.step.record import Recorded
+from upref.step.record import Passed, Recorded
 from upref.step.reference import Gradient, Model, TorchModel
 from upref.step.rows import AXES, Row
 from upref.user_code.guard import one_line, outer_threads
-from upref.verify.faults.measured import OBSERVATIONS
+from upref.verify.faults.measured import OBSERVATIONS, OF_PARAMETERS
 from upref.verify.finding import NO_CAUSE, Cause, Number
 from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_state
 
@@ -383,6 +385,7 @@ def check_recorded(
                 start,
                 explain=explain,
                 rounding=bound is None,
+                doubts=partial(_doubt_of_halves, one.passes),
             )
         )
     worst = max(reports, key=lambda r: r.error)
@@ -431,6 +434,7 @@ def report_step(
     explain: bool = True,
     second: Callable[[], Attempt] | None = None,
     rounding: bool = False,
+    doubts: Callable[[Attempt, Cause], str] | None = None,
 ) -> StepReport:
     it = compared(goal, case, found, bound)
     goal, error = it.goal, it.error
@@ -490,7 +494,7 @@ def report_step(
         elif not half and bound < error < CLOSE * bound:
             findings.append(_difference(it, TOO_CLOSE))
         else:
-            causes = _diagnosed(one, second)
+            causes = _diagnosed(one, second, doubts)
             findings += name_single_passes(causes, goal, passes, len(case.rows))
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if passes == 1:
@@ -531,11 +535,16 @@ def report_step(
     )
 
 
-def _diagnosed(first: Attempt, second: Callable[[], Attempt] | None) -> list[Finding]:
+def _diagnosed(
+    first: Attempt,
+    second: Callable[[], Attempt] | None,
+    doubts: Callable[[Attempt, Cause], str] | None = None,
+) -> list[Finding]:
     """Why the gradient differs. That it does is known: no error of the search for a
     cause stands for the verdict.
 
-    A cause that is not found on a second draw of rows is not named.
+    A cause that is not found on a second draw of rows is not named. Of a recorded step
+    there is no other draw, and `doubts` tells what speaks against a cause.
     """
     try:
         findings = first.findings()
@@ -547,8 +556,13 @@ def _diagnosed(first: Attempt, second: Callable[[], Attempt] | None) -> list[Fin
             )
         ]
     cause = Cause(findings[0].cause, findings[0].fault_ids)
-    if second is None or {*cause.ids} <= OBSERVATIONS:
+    if {*cause.ids} <= OBSERVATIONS:
         return findings
+    if second is None:
+        if {*cause.ids} <= OF_PARAMETERS:
+            return findings
+        doubt = doubts(first, cause) if doubts else ""
+        return [replace(findings[0], cause=f"{doubt}{cause}"), *findings[1:]]
     try:
         other = second()
         if other.it.error <= other.bound:
@@ -560,6 +574,36 @@ def _diagnosed(first: Attempt, second: Callable[[], Attempt] | None) -> list[Fin
         return [replace(findings[0], cause=words), *findings[1:]]
     words = f"{UNKNOWN} on two draws of rows"
     return [replace(findings[0], cause=words, fault_ids=()), *findings[1:]]
+
+
+def _doubt_of_halves(passes: Sequence[Passed], first: Attempt, cause: Cause) -> str:
+    """What is put in front of a cause that two halves of the rows do not confirm, in
+    words; "" of one that fits both.
+
+    Args:
+        passes: the backward passes of the step.
+        first: the step.
+        cause: what was found on all its rows.
+    """
+    if len(passes) == 1:
+        return ONE_PASS
+    halves = halves_of(passes, first.case.rows)
+    return NO_HALVES if halves is None else doubt_of(halves, first, cause)
+
+
+def doubt_of(halves: Halves, first: Attempt, cause: Cause) -> str:
+    """The same where the halves are known.
+
+    Args:
+        halves: of the rows of the step.
+        first: the step.
+        cause: what was found on all its rows.
+    """
+    try:
+        fit = fits(halves, first.it, first.case, first.bound, cause)
+    except Exception:  # the search again; no error of it stands for the verdict
+        return NO_HALVES
+    return {True: "", False: UNFIT, None: NO_HALVES}[fit]
 
 
 def _not_reached(

@@ -18,9 +18,10 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,43 +36,23 @@ from upref.replay.batch import make_batch
 from upref.replay.files import read, write
 from upref.replay.schema import RecordedBatch
 from upref.step.case import allowed, built, half_of, meant
-from upref.step.check import StepReport, report_step
+from upref.step.check import Attempt, StepReport, doubt_of, report_step
 from upref.step.forward import expected
+from upref.step.halves import NO_HALVES, ONE_PASS, Halves
 from upref.step.ranks import is_follower
+from upref.step.record import Feed, is_alone, sketched, state_of_gradients
 from upref.step.reference import Gradient, TorchModel, unwrapped, whole
-from upref.step.rows import AXES, Row, validated
+from upref.step.rows import AXES, Row, text_of, validated
+from upref.step.sketch import DIRECTIONS, project
+from upref.verify.finding import Cause
 from upref.verify.report import note
 
-DIRECTIONS = 64  # of each parameter; one with fewer entries is kept whole
-ENTRIES = 2**22  # of a parameter that are projected at once
 COLUMNS = ("old", "ref", "sampler")
-
-
-# ---- the sketch ----------------------------------------------------------------------
-def project(name: str, gradient: Tensor) -> Tensor:
-    """Return the projections of one parameter's gradient.
-
-        s_k = Σ_i [bucket(i) = k] sign(i) g_i,   E |s|² = |g|²
-
-    Args:
-        name: of the parameter; buckets and signs follow from it.
-        gradient: of any shape, dtype and device.
-
-    Returns:
-        [64] in float64 on the CPU; the entries themselves where there are no more.
-    """
-    g = gradient.reshape(-1)
-    if len(g) <= DIRECTIONS:
-        return g.to("cpu", torch.float64)
-    out = torch.zeros(DIRECTIONS, dtype=torch.float64)
-    digest = hashlib.sha256(name.encode()).digest()
-    random = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    for part in g.split(ENTRIES):
-        # one number has the bucket, and in its last bit the sign
-        drawn = torch.randint(2 * DIRECTIONS, part.shape, generator=random)
-        signs = 1.0 - 2.0 * (drawn % 2)
-        out.index_add_(0, drawn // 2, part.to("cpu", torch.float64) * signs)
-    return out
+# shares of the tokens with which the first half is sketched, and once more: each sketch
+# of a large model takes seconds
+LEVELS = (1e-9, 0.25, 0.45)
+LARGEST = 1 - 1e-9  # share of the first half
+WHEN = ("after the first half", "after both halves")  # keys of accumulated gradients
 
 
 class SketchedModel(TorchModel):
@@ -106,6 +87,102 @@ class SketchedModel(TorchModel):
 
 
 # ---- where the run trains ------------------------------------------------------------
+class _TwoHalves:
+    """Sketches of what has accumulated after the backward pass with which about half of
+    the tokens have trained, and after the one with which all rows have.
+    """
+
+    def __init__(self, net: nn.Module, rows: Sequence[Row]):
+        self.net, self.rows, self.feed = net, rows, Feed()
+        self.texts = [text_of(row.ids) for row in rows]
+        self.passes, self.spoiled = 0, False
+        self.half: dict[int, int] = {}  # of each row that was fed
+        self.sketches: list[Gradient] = []
+        self.state: list[Any] = []
+        self.levels = [*LEVELS]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at every backward pass that is made inside."""
+        if not is_alone():
+            yield
+            return
+        backward = torch.autograd.backward
+
+        def counting(*args: Any, **kw: Any) -> Any:
+            self._before()
+            out = backward(*args, **kw)
+            self._after()
+            return out
+
+        handle = self.net.register_forward_pre_hook(self.feed, with_kwargs=True)
+        torch.autograd.backward = counting
+        try:
+            yield
+        finally:
+            torch.autograd.backward = backward
+            handle.remove()
+
+    def _before(self) -> None:
+        """See whether the pass adds to what the one before it left."""
+        if self.passes and state_of_gradients(self.net) != self.state:
+            self.spoiled = True
+        elif not self.passes:
+            grads = (p.grad for p in self.net.parameters())
+            self.spoiled = any(g is not None and bool(g.any()) for g in grads)
+
+    def _after(self) -> None:
+        """Note the rows that were fed, and sketch the gradients where half or all of
+        them were.
+        """
+        self.passes += 1
+        self.state = state_of_gradients(self.net)
+        for text in map(text_of, self.feed.sequences):
+            for i, its in enumerate(self.texts):
+                if its in text:
+                    half = self.half.setdefault(i, len(self.sketches))
+                    self.spoiled |= half != len(self.sketches)
+        self.feed.sequences.clear()
+        if self.spoiled or len(self.sketches) == 2:
+            return
+        tokens = [sum(row.trains) for row in self.rows]
+        done = sum(tokens[i] for i in self.half) / max(sum(tokens), 1)
+        if self.sketches and done == 1:
+            self.sketches.append(sketched(self.net))
+        elif self.levels and self.levels[0] <= done < LARGEST:
+            # the number of passes is not known: each is the last chance
+            self.levels = [level for level in self.levels if level > done]
+            self.half = dict.fromkeys(self.half, 0)
+            self.sketches = [sketched(self.net)]
+
+    def meta(self) -> dict[str, str]:
+        """What the file has of the halves: nothing where there are none."""
+        out = {"backward passes": str(self.passes)} if self.passes else {}
+        if self.spoiled or len(self.sketches) < 2 or len(self.half) < len(self.rows):
+            return out
+        halves = [self.half[i] for i in range(len(self.rows))]
+        out["half of each row"] = json.dumps(halves)
+        for when, sketches in zip(WHEN, self.sketches, strict=True):
+            out |= {f"{when}: {name}": _encoded(x) for name, x in sketches.items()}
+        return out
+
+
+def _encoded(sketch: Tensor) -> str:
+    """Numbers as text."""
+    return base64.b64encode(sketch.numpy().tobytes()).decode()
+
+
+def _decoded(meta: Mapping[str, str], key: str) -> Gradient:
+    """The sketches of this key, by the names of the parameters."""
+    return {
+        name.removeprefix(f"{key}: "): torch.from_numpy(
+            np.frombuffer(base64.b64decode(text), dtype=np.float64).copy()
+        )
+        for name, text in meta.items()
+        if name.startswith(f"{key}: ")
+    }
+
+
 @contextmanager
 def dump_step(
     model: nn.Module, rows: Sequence[Row], path: str | Path
@@ -130,25 +207,27 @@ def dump_step(
     checked = validated(rows, max((max(r.ids) for r in rows), default=0) + 1)
     net = unwrapped(model)
     meta: dict[str, str] = {}
+    halves = _TwoHalves(net, checked)
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Keep the sketch of each gradient that the first step has."""
         named = {id(p): n for n, p in net.named_parameters()}
         if "weights" not in meta:
             meta["weights"] = hash_of(net)
+            meta.update(halves.meta())
         for group in optimizer.param_groups:
             sign = -1.0 if group.get("maximize") else 1.0
             for p in group["params"]:
                 key = f"gradient: {named.get(id(p), '')}"
                 if id(p) in named and p.grad is not None and key not in meta:
                     g = whole(p.grad)
-                    sketch = sign * project(named[id(p)], g)
-                    meta[key] = base64.b64encode(sketch.numpy().tobytes()).decode()
+                    meta[key] = _encoded(sign * project(named[id(p)], g))
                     meta[f"norm: {named[id(p)]}"] = repr(float(g.double().norm()))
 
     handle = register_optimizer_step_pre_hook(look)
     try:
-        yield
+        with halves.watching():
+            yield
     finally:
         handle.remove()
     if not any(key.startswith("gradient: ") for key in meta):
@@ -253,13 +332,7 @@ def check_dump(
         )
     reference = SketchedModel(model)
     case = built(reference, goal, _rows_of(batch), AXES)
-    found = {
-        key.removeprefix("gradient: "): torch.from_numpy(
-            np.frombuffer(base64.b64decode(text), dtype=np.float64).copy()
-        )
-        for key, text in batch.meta.items()
-        if key.startswith("gradient: ")
-    }
+    found = _decoded(batch.meta, "gradient")
     norms = [float(v) for k, v in batch.meta.items() if k.startswith("norm: ")]
     clipped = clip is not None and math.hypot(*norms) >= (1 - 1e-3) * clip
     if clipped:
@@ -273,16 +346,29 @@ def check_dump(
         goal,
         case,
         found,
-        0,
+        int(batch.meta.get("backward passes", 0)),
         bound,
         start,
         explain=explain,
         rounding=half_of(model) is None,
+        doubts=partial(_doubt, batch.meta),
     )
     if not clipped:
         return report
     text = "the norm was clipped: the direction of the gradient is compared alone"
     return replace(report, findings=[*report.findings, note("gradient", text)])
+
+
+def _doubt(meta: Mapping[str, str], first: Attempt, cause: Cause) -> str:
+    """What is put in front of a cause that two halves of the rows do not confirm."""
+    if meta.get("backward passes") == "1":
+        return ONE_PASS
+    if "half of each row" not in meta:
+        return NO_HALVES
+    one, both = (_decoded(meta, when) for when in WHEN)
+    other = {name: x - one.get(name, 0 * x) for name, x in both.items()}
+    halves = Halves(json.loads(meta["half of each row"]), (one, other))
+    return doubt_of(halves, first, cause)
 
 
 def _rows_of(batch: RecordedBatch) -> list[Row]:

@@ -168,15 +168,14 @@ class Forward:
         dz = self._by_logits(loss)
         size = sum(s.numel() for s in self.model.shapes.values())
 
-        def pull(z: Tensor, d: Tensor, ids: list[int]) -> Tensor:
+        def pull(i: int, z: Tensor, d: Tensor, ids: list[int]) -> Tensor:
             """[P]: one row's part, without a backward pass where it is 0."""
             if d.any() or not size:
-                return self.model.pull(z, d, ids)
+                return self.model.of_row(i).pull(z, d, ids)
             return d.new_zeros(size)
 
-        return torch.stack(
-            [pull(*each) for each in zip(self.z, dz, self.ids, strict=True)]
-        )
+        each = enumerate(zip(self.z, dz, self.ids, strict=True))
+        return torch.stack([pull(i, *row) for i, row in each])
 
 
 def near(found: Tensor, want: Tensor, bound: float) -> bool:

@@ -615,7 +615,7 @@ def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
                     model.net.parameters(), net.parameters(), strict=True
                 ):
                     its.requires_grad_(mine.requires_grad)
-                one = TorchModel(net)
+                one = model.like(net)
                 return again(right, [one.logits(r.ids) for r in right.rows], one)
 
             yield Fault(

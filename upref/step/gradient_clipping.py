@@ -61,7 +61,7 @@ def find_change(
     for c in dict.fromkeys(
         (goal.clip or 0.0, max(float(v.norm()) for v in model.split(g).values()))
     ):
-        each = model.flat({k: clipped(v, c) for k, v in parts.items()})
+        each = torch.cat([clipped(v, c) for v in parts.values()])
         if sum(float(v.norm()) > c for v in parts.values()) > 1 and near(
             g, each, bound
         ):

@@ -18,6 +18,18 @@ from torch.optim.optimizer import (
 from upref.errors import InputError
 from upref.step.reference import Gradient, TorchModel, as_float64, unwrapped, whole
 from upref.step.rows import Row, locate
+from upref.step.sketch import project
+
+
+@dataclass(frozen=True)
+class Passed:
+    """One backward pass: the sequences that were fed since the pass before, and
+    sketches of what was in the gradients before it and after it.
+    """
+
+    fed: list[list[int]]
+    before: Gradient
+    after: Gradient
 
 
 @dataclass
@@ -31,6 +43,8 @@ class Step:
     backwards: int = 0  # backward passes that made it
     # the sequences, padded or packed, that were trained on
     fed: list[list[int]] = field(default_factory=list)
+    # its backward passes; none where several ranks share the gradients
+    passes: list[Passed] = field(default_factory=list)
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
         """Those of the rows that this step trained on, recognized by their tokens, in
@@ -87,7 +101,7 @@ def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
             f"first is the number of steps to keep, a whole number from 1 on, got {repr(first)[:60]}."
         )
     seen = Recorded(TorchModel(model))
-    with watched(model, seen.steps, first):
+    with watched(model, seen.steps, first, by_pass=True):
         yield seen
     if not seen.steps:
         raise InputError(
@@ -100,7 +114,7 @@ def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
         )
 
 
-class _Feed:
+class Feed:
     """A hook that keeps the sequences that a model is fed; a model that carries it can
     be handed to another process.
     """
@@ -109,7 +123,7 @@ class _Feed:
         self.sequences: list[list[int]] = []
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Feed, ()
+        return Feed, ()
 
     def __call__(self, module: nn.Module, args: Any, kw: Any) -> None:
         ids = kw.get("input_ids", args[0] if args else None)
@@ -126,7 +140,11 @@ class _Feed:
 
 @contextmanager
 def watched(
-    model: nn.Module, steps: list[Step], first: int, weights: bool = True
+    model: nn.Module,
+    steps: list[Step],
+    first: int,
+    weights: bool = True,
+    by_pass: bool = False,
 ) -> Iterator[tuple[list[int], list[list[int]]]]:
     """Append to steps whenever an optimizer steps; yields the counter of backward
     passes, and what was fed since.
@@ -136,6 +154,7 @@ def watched(
         steps: the list that gets a Step for each optimizer step.
         first: the number of optimizer steps that are kept.
         weights: keep the weights from before each step too.
+        by_pass: keep a sketch of the gradients after each backward pass too.
 
     Yields:
         The counter, in a list of one; the lists of tokens.
@@ -143,9 +162,20 @@ def watched(
     count, open_ = [0], set[str]()
     backward = torch.autograd.backward
 
+    passes: list[Passed] = []
+    state: list[Any] = []  # of the gradients after the last pass
+
     def counting(*args: Any, **kw: Any) -> Any:
         count[0] += 1
-        return backward(*args, **kw)
+        if not by_pass or len(steps) > first or not is_alone():
+            return backward(*args, **kw)
+        untouched = passes and state_of_gradients(model) == state
+        before = passes[-1].after if untouched else sketched(model)
+        out = backward(*args, **kw)
+        known = sum(len(one.fed) for one in passes)
+        passes.append(Passed(fed[known:], before, sketched(model)))
+        state[:] = state_of_gradients(model)
+        return out
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         named = {id(p): n for n, p in unwrapped(model).named_parameters()}
@@ -168,10 +198,12 @@ def watched(
                     {},
                     count[0],
                     fed[:],
+                    passes[:],
                 )
             )
             count[0] = 0
             fed.clear()
+            passes.clear()
         open_.update(mine)
         steps[-1].gradients |= {
             n: mine[n] * g for n, g in gradients(model).items() if n in mine
@@ -182,8 +214,9 @@ def watched(
         if steps and not steps[-1].gradients:
             steps[-1].gradients |= gradients(model)
             steps[-1].backwards, steps[-1].fed = count[0], fed[:]
+            steps[-1].passes = passes[:]
 
-    feed = _Feed()
+    feed = Feed()
     fed = feed.sequences
     forward = unwrapped(model).register_forward_pre_hook(feed, with_kwargs=True)
     handles = [
@@ -198,6 +231,29 @@ def watched(
         torch.autograd.backward = backward
         for handle in handles:
             handle.remove()
+
+
+def is_alone() -> bool:
+    """Whether this process has the whole gradient: no other ranks share it."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return True
+    return distributed.get_world_size() == 1
+
+
+def state_of_gradients(model: nn.Module) -> list[Any]:
+    """What tells whether anybody wrote to the gradients meanwhile."""
+    each = (p.grad for p in unwrapped(model).parameters())
+    return [None if g is None else (id(g), g._version) for g in each]  # noqa: SLF001
+
+
+def sketched(model: nn.Module) -> Gradient:
+    """Sketches of what is in `.grad`, by the names of the parameters."""
+    return {
+        n: project(n, whole(p.grad))
+        for n, p in unwrapped(model).named_parameters()
+        if p.grad is not None
+    }
 
 
 def gradients(model: nn.Module) -> Gradient:

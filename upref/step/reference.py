@@ -212,6 +212,14 @@ class Model(ABC):
         for one in dz:
             yield self.pull(z, one, ids)[None]
 
+    def of_row(self, i: int) -> "Model":
+        """The model of which the gradient of this row is a part.
+
+        Args:
+            i: the number of the row.
+        """
+        return self
+
     def split(self, g: Tensor) -> Gradient:
         """By parameters, each flat.
 
@@ -376,6 +384,14 @@ class TorchModel(Model):
         return self.flat(
             {n: x for n, x in zip(self.params, g, strict=True) if x is not None}
         )
+
+    def like(self, net: nn.Module) -> "TorchModel":
+        """The same reference of another module, whose gradients have the same form.
+
+        Args:
+            net: the module.
+        """
+        return type(self)(net)
 
     def pull_head(self, z: Tensor, dz: Tensor) -> Tensor:
         """[H]: the part of `pull` that the head alone has, which costs no pass through

@@ -190,12 +190,12 @@ def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
         Two numbers; None where the row is in no sequence.
     """
     for n, sequence in enumerate(fed):
-        if (at := _text(sequence).find(_text(row.ids))) >= 0:
-            return n, _text(sequence)[:at].count(" ")
+        if (at := text_of(sequence).find(text_of(row.ids))) >= 0:
+            return n, text_of(sequence)[:at].count(" ")
     return None
 
 
-def _text(ids: Sequence[int]) -> str:
+def text_of(ids: Sequence[int]) -> str:
     """The ids with a space on both sides of each, so that no id is found in another."""
     return " ".join(map(str, ["", *ids, ""]))
 

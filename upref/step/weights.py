@@ -62,7 +62,7 @@ def columns(forward: Forward, at: Tensor) -> Tensor:
         with torch.enable_grad():
             lp = forward.scored(i, 1)
         (dz,) = torch.autograd.grad(lp, forward.leaves[i], one, is_grads_batched=True)
-        out += [g[:, at] for g in forward.model.pull_each(z, dz, ids)]
+        out += [g[:, at] for g in forward.model.of_row(i).pull_each(z, dz, ids)]
     return torch.cat(out).T
 
 

@@ -118,6 +118,29 @@ MICRO_BATCH_NORMS_CLIPPED = MeasuredFault(
     ("step",),
 )
 
+# what is read off the gradients of the parameters, whatever the rows
+OF_PARAMETERS = frozenset(
+    fault.id
+    for fault in (
+        GRADIENT_NOT_FINITE,
+        NO_GRADIENT,
+        LOSS_OF_OTHER_PARAMETERS,
+        SOME_PARAMETERS_WRONG,
+    )
+)
+# what was done to the right gradient behind the last backward pass
+AFTER_BACKWARD = frozenset(
+    fault.id
+    for fault in (
+        NORM_NOT_CLIPPED,
+        NORM_CLIPPED_BEFORE_DIVISION,
+        NORM_CLIPPED,
+        WEIGHT_DECAY_IN_GRADIENT,
+        ENTRIES_CLIPPED,
+        PARAMETERS_CLIPPED,
+    )
+)
+
 # ---- the weights of the tokens of a step ---------------------------------------------
 PROMPTS_TRAIN = MeasuredFault("prompts-train", "prompt tokens train", ("step",))
 TOKENS_BEHIND_RESPONSES_TRAIN = MeasuredFault(

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two halves of the rows of a recorded step, each with a gradient of its own: whether a
+cause that fits the whole gradient fits both of them.
+
+After each backward pass the recorder keeps a sketch of what has accumulated. The
+differences of these sketches are the gradients of the passes. A reference whose rows
+have their gradients in two halves of one vector is searched for the cause again: what
+is found there makes the gradient of each half.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from upref.step.case import Compared, StepCase, compared
+from upref.step.diagnose import diagnosed
+from upref.step.record import Passed
+from upref.step.reference import Gradient, TorchModel
+from upref.step.rows import Row, locate
+from upref.step.sketch import DIRECTIONS, project
+from upref.verify.faults.measured import AFTER_BACKWARD
+from upref.verify.finding import Cause
+
+ONE_PASS = (
+    "possible, for one backward pass made this gradient, and no half of the rows has "
+    "one of its own to test it on: "
+)
+NO_HALVES = "possible, and not tested on halves of the rows: "
+UNFIT = "possible, though it does not fit two halves of the rows, each by itself: "
+# a sketch keeps a norm to some percent, and a half is less than the whole
+WIDER = 2.0
+PROPORTIONAL = 1e-4  # how near two sketches of one direction are
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Which half each row is in, and the sketch of the gradient of each half, by the
+    names of the parameters.
+    """
+
+    of_row: list[int]
+    gradients: tuple[Gradient, Gradient]
+
+
+class HalvedGradient(dict[str, Tensor]):
+    """Sketches of both halves, one behind the other, by the names of the parameters."""
+
+
+class HalvedModel(TorchModel):
+    """A reference whose gradients are sketches in two halves: that of a row stands in
+    the half that the row is in, and the other half is 0.
+    """
+
+    def __init__(
+        self, whole: TorchModel, of_row: Sequence[int], half: int | None = None
+    ):
+        vars(self).update(vars(whole))
+        self.whole, self.of_row_halves, self.half = whole, of_row, half
+        self.head = []  # its entries are among the projections
+        self.shapes = {
+            n: torch.Size([2 * min(s.numel(), DIRECTIONS)])
+            for n, s in whole.shapes.items()
+        }
+
+    def of_row(self, i: int) -> "HalvedModel":
+        return HalvedModel(self.whole, self.of_row_halves, self.of_row_halves[i])
+
+    def like(self, net: nn.Module) -> TorchModel:
+        return HalvedModel(self.whole.like(net), self.of_row_halves)
+
+    def flat(self, g: Gradient) -> Tensor:
+        """As one vector on the CPU.
+
+        Args:
+            g: gradients of this row, or of no certain one, which count in both halves;
+                or a HalvedGradient.
+
+        Returns:
+            [P], in the order of the parameters; 0 where one has no gradient.
+        """
+        parts = []
+        for name, shape in self.shapes.items():
+            out = torch.zeros(2, shape.numel() // 2, dtype=torch.float64)
+            if name in g and isinstance(g, HalvedGradient):
+                out = g[name]
+            elif name in g:
+                out[slice(None) if self.half is None else self.half] = project(
+                    name, g[name]
+                )
+            parts.append(out.reshape(-1))
+        return torch.cat(parts)
+
+    def pull_each(self, z: Tensor, dz: Tensor, ids: Sequence[int]):  # type: ignore[no-untyped-def]
+        for one in dz:
+            yield self.pull(z, one, ids)[None]
+
+
+def halves_of(passes: Sequence[Passed], rows: Sequence[Row]) -> Halves | None:
+    """Cut the backward passes of a step where about half of the tokens have trained.
+
+    Args:
+        passes: of the step, in their order.
+        rows: of the step.
+
+    Returns:
+        The halves; None where there are less than two passes, or a row was fed to no
+            pass, or to several, or the gradients were changed between two passes.
+    """
+    of_pass = []
+    for row in rows:
+        fed_to = [n for n, one in enumerate(passes) if locate(one.fed, row)]
+        if len(fed_to) != 1:
+            return None
+        of_pass.append(fed_to[0])
+    counts = [0] * len(passes)
+    for row, n in zip(rows, of_pass, strict=True):
+        counts[n] += sum(row.trains)
+    cuts = [
+        (abs(2 * sum(counts[:n]) - sum(counts)), n)
+        for n in range(1, len(passes))
+        if any(counts[:n]) and any(counts[n:])
+    ]
+    if not cuts:
+        return None
+    _, cut = min(cuts)
+    gradients: tuple[Gradient, Gradient] = ({}, {})
+    for n, one in enumerate(passes):
+        if not _holds(one.before):  # what had accumulated was dropped
+            gradients = ({}, {})
+        elif n == 0 or not _equal(one.before, passes[n - 1].after):
+            return None
+        half = gradients[int(n >= cut)]
+        for name, x in one.after.items():
+            own = x - one.before.get(name, torch.zeros_like(x))
+            half[name] = half.get(name, torch.zeros_like(x)) + own
+    return Halves([int(n >= cut) for n in of_pass], gradients)
+
+
+def _holds(gradient: Gradient) -> bool:
+    """Whether anything has accumulated."""
+    return any(bool(x.any()) for x in gradient.values())
+
+
+def _equal(one: Gradient, other: Gradient) -> bool:
+    """Whether two sketches are the same numbers."""
+    return one.keys() == other.keys() and all(
+        torch.equal(x, other[name]) for name, x in one.items()
+    )
+
+
+def fits(
+    halves: Halves, it: Compared, case: StepCase, bound: float, cause: Cause
+) -> bool | None:
+    """Whether a cause that was found for a gradient is found for its two halves; None
+    where the optimizer got another gradient than had accumulated.
+
+    Args:
+        halves: of its rows.
+        it: the gradient beside the right one.
+        case: its rows and the reference's forward pass.
+        bound: the relative error that is allowed of the gradient.
+        cause: what was found.
+    """
+    whole = case.forward.model
+    assert isinstance(whole, TorchModel)
+    model = HalvedModel(whole, halves.of_row)
+    forward = replace(case.forward, model=model)
+    halved = replace(case, forward=forward)
+    goal, bound = replace(it.goal, clip=None), WIDER * bound
+
+    def beside(times: float) -> Compared:
+        """The halves, multiplied, beside those that they should be."""
+        both = HalvedGradient(
+            {
+                name: times
+                * torch.stack(
+                    [g.get(name, _zeros(model, name)) for g in halves.gradients]
+                )
+                for name in model.shapes
+            }
+        )
+        return compared(goal, halved, both, bound)
+
+    accumulated = beside(1.0)
+    if accumulated.error <= bound and {*cause.ids} <= AFTER_BACKWARD:
+        return True  # both are right before the optimizer
+    times = _times(halves, model, whole.split(it.found))
+    if it.goal.clip is not None and times is not None and 0 < times < 1:
+        times = 1.0  # the clip of the norm
+    if times is None:
+        return None
+    again = accumulated if times == 1 else beside(times)
+    ids = {*diagnosed(again, halved, bound, None, cause)[0].fault_ids}
+    return {*cause.ids} <= ids
+
+
+def _zeros(model: HalvedModel, name: str) -> Tensor:
+    """The sketch of a parameter without a gradient."""
+    return torch.zeros(model.shapes[name].numel() // 2, dtype=torch.float64)
+
+
+def _times(halves: Halves, model: HalvedModel, found: Gradient) -> float | None:
+    """What the accumulated gradient was multiplied by before the optimizer got it; None
+    where it was changed otherwise.
+    """
+    first, second = halves.gradients
+    both, got = [], []
+    for name, g in found.items():
+        zero = _zeros(model, name)
+        both.append(first.get(name, zero) + second.get(name, zero))
+        got.append(g if len(g) == len(zero) else project(name, g))
+    x, y = torch.cat(both), torch.cat(got)
+    times = float(x @ y / (x @ x).clamp(min=1e-300))
+    return times if float((y - times * x).norm()) <= PROPORTIONAL * y.norm() else None
