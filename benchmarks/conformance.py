@@ -6,6 +6,7 @@ long it takes green and red, and the cases of two ranks.
     python -m benchmarks.conformance verl --seeds 1 2         these runs alone
     python -m benchmarks.conformance trl --red                with a bug planted in it
     python -m benchmarks.conformance megatron skyrl --ranks   levels 4 and 5
+    python -m benchmarks.conformance torchtune --seeds 0      of a checkout on PYTHONPATH
     python -m benchmarks.conformance plain                    no framework, eight seeds
 
 Each run is one pytest of its own, as a framework's CI runs it. The figures go to
@@ -37,7 +38,7 @@ from typing import Any
 
 import torch
 
-from tests.conformance.known_bugs import ADAPTERS
+from tests.conformance.known_bugs import ADAPTERS, target
 from tests.conformance.megatron_parallel import rank_errors
 from tests.conformance.megatron_ranks import measure
 from upref.conformance import CASES, Case, load_adapter, run
@@ -53,6 +54,7 @@ FILE = HERE / "conformance.json"
 SUITE = HERE.parent / "tests/conformance"
 # two values, three values with the setting that they need, and three values without it
 MEGATRON = ("Megatron", "MegatronPerToken", "MegatronThreeValues")
+RELEASED = tuple(name for name in ADAPTERS if name != "torchtune")  # has no wheel
 SEEDS = (0, 1, 2)
 GREEN, RANKS = 3, 5  # levels
 DEADLINE = 900  # seconds, of a case of ranks: other work may share the machine
@@ -74,7 +76,7 @@ def run_suite(
 
     Args:
         name: of the framework.
-        adapter: FILE.py:CLASS in tests/conformance.
+        adapter: what --adapter takes.
         seed: of the rows.
         level: the highest one.
         chosen: what pytest's -k takes; "": every case.
@@ -93,7 +95,7 @@ def run_suite(
         results = Path(folder) / "results.json"
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *("--pyargs", "upref.conformance", "--adapter", str(SUITE / adapter)),
+            *("--pyargs", "upref.conformance", "--adapter", adapter),
             *("--level", str(level), "--upref-seed", str(seed)),
             *("--upref-results", str(results), "--upref-deadline", str(DEADLINE)),
             *(("--upref-xfails", str(expected)) if known else ()),
@@ -223,7 +225,7 @@ def main() -> int:
     )
     asked = parser.parse_args()
     wrong = False
-    for name in asked.names or ADAPTERS:
+    for name in asked.names or RELEASED:
         if name == "plain":
             wrong |= _plain(asked.out)
             continue
@@ -257,9 +259,9 @@ def _plain(file: Path) -> bool:
 def _runs(name: str, asked: argparse.Namespace) -> Iterator[tuple[str, str, tuple]]:
     """The part of the record, the name of the run there, and what `run_suite` takes."""
     for kind in MEGATRON if name == "megatron" else (ADAPTERS[name],):
-        adapter = f"{name}_adapter.py:{kind}"
+        adapter = target(name, kind)
         if asked.red:
-            broken = f"broken_adapters.py:Broken{kind}"
+            broken = f"{SUITE}/broken_adapters.py:Broken{kind}"
             yield "red", kind, (broken, 0, GREEN, "", False)
         elif asked.ranks:
             key = f"{kind}, {asked.only}" if asked.only else kind

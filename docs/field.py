@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from docs import framework_pages, samplers, steps
+from tests.conformance.known_bugs import target
 from upref.conformance import cases, load_adapter
 from upref.conformance.results import read_expected_failures
 from upref.files import write_atomically
@@ -307,9 +308,7 @@ def _skipped(name: str) -> list[str]:
     """
     pin = framework(name).pin
     sys.path[:0] = place(name, pin).paths if pin else []
-    adapter = load_adapter(
-        f"{ROOT}/tests/conformance/{name}_adapter.py:{ADAPTERS[name]}"
-    )
+    adapter = load_adapter(target(name))
     return [case.id for case in cases() if adapter.supports(case)]
 
 

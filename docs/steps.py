@@ -13,6 +13,7 @@ from pathlib import Path
 
 from upref.conformance import CASES, SUITES
 from upref.conformance.cases import SINGLE
+from upref.conformance.results import read_expected_failures
 from upref.errors import InputError
 from upref.files import write_atomically
 from upref.registry import get, names
@@ -124,28 +125,63 @@ def suite() -> str:
     """Trainers whose step the conformance suite ran: what each case gave, from the
     results files and the known failures of their adapters.
     """
-    rows = ["| trainer | case | error | |", "|---|---|---|---|"]
-    heads = []
-    for file in sorted((HERE / "suite").glob("*.json")):
-        results = json.loads(file.read_text(encoding="utf-8"))
-        expected = tomllib.loads(
-            (ADAPTERS / f"{file.stem}_xfails.toml").read_text(encoding="utf-8")
-        )["expected_failures"]
-        ends = [one["status"] for one in results["cases"].values()]
-        heads.append(
-            f"{results['adapter']}, suite {results['suite']}, level {results['level']}: "
-            f"{ends.count('passed')} pass, {ends.count('failed')} fail, "
-            f"{ends.count('skipped')} are skipped."
-        )
-        for case, one in results["cases"].items():
-            word = {"passed": "agrees"}.get(one["status"], one["status"])
-            if one["status"] == "failed":
-                word = f"**differs**: {expected[case]}"
-            elif one["reason"]:
-                word += f": {one['reason']}"
-            error = f"{one['error']:.1e}" if "error" in one else ""
-            rows.append(f"| {results['adapter']} | {case} | {error} | {word} |")
-    return "\n\n".join(heads) + "\n\n" + "\n".join(rows)
+    trainers = _suite_results()
+    names = [one["adapter"] for one in trainers.values()]
+    rows = [f"| case | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for case in dict.fromkeys(
+        case for one in trainers.values() for case in one["cases"]
+    ):
+        cells = [_suite_cell(one["cases"].get(case)) for one in trainers.values()]
+        rows.append(f"| {case} | {' | '.join(cells)} |")
+    said = [_suite_reasons(name, one) for name, one in trainers.items()]
+    return "\n".join([*rows, "", *said])
+
+
+def _suite_results() -> dict[str, dict]:
+    """Return the results of each trainer with a file in docs/steps/suite."""
+    return {
+        file.stem: json.loads(file.read_text(encoding="utf-8"))
+        for file in sorted((HERE / "suite").glob("*.json"))
+    }
+
+
+def _suite_cell(one: dict | None) -> str:
+    """Return a case of a trainer in one word, or the error of its gradient."""
+    if one is None or one["status"] == "skipped":
+        return ""
+    if one["status"] == "could not run":
+        return "does not run"
+    error = f"{one['error']:.1e}" if "error" in one else ""
+    return error if one["status"] == "passed" else f"**differs** {error}".rstrip()
+
+
+def _suite_reasons(name: str, results: dict) -> str:
+    """Return how the cases of a trainer ended, and why those that did not pass."""
+    file = ADAPTERS / f"{name}_xfails.toml"
+    listed = read_expected_failures(file) if file.exists() else {}
+    ends = [one["status"] for one in results["cases"].values()]
+    counts = [
+        f"{ends.count('passed')} pass",
+        f"{ends.count('failed')} differ",
+        f"{ends.count('could not run')} do not run",
+        f"{ends.count('skipped')} are skipped",
+    ]
+    lines = [
+        f"**{results['adapter']}**, suite {results['suite']}, level {results['level']}: "
+        f"{', '.join(counts)}.",
+        "",
+    ]
+    reasons: dict[str, list[str]] = {}
+    for case, one in results["cases"].items():
+        if one["status"] == "skipped":
+            reasons.setdefault(f"skipped: {one['reason']}", []).append(case)
+        elif one["status"] != "passed":
+            reasons.setdefault(listed[case], []).append(case)
+    lines += [
+        f"* {', '.join(f'`{case}`' for case in cases)}: {reason}."
+        for reason, cases in reasons.items()
+    ]
+    return "\n".join([*lines, ""])
 
 
 def _runs() -> dict[str, dict[str, dict]]:

@@ -30,7 +30,14 @@ from upref_frameworks.audits import framework
 from upref_frameworks.audits.isolated.pin import place
 
 HERE = Path(__file__).parent
-ADAPTERS = {"trl": "TRL", "verl": "Verl", "openrlhf": "OpenRLHF", "skyrl": "SkyRL"}
+ADAPTERS = {
+    "trl": "TRL",
+    "verl": "Verl",
+    "openrlhf": "OpenRLHF",
+    "skyrl": "SkyRL",
+    "torchtune": "Torchtune",
+}
+IN_PACKAGE = ("trl", "verl", "openrlhf")  # the others are beside this file
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,18 @@ def _future_flags(function: types.FunctionType) -> int:
     return function.__code__.co_flags & 0x1000000  # from __future__ import annotations
 
 
+def target(name: str, kind: str = "") -> str:
+    """Return what `--adapter` takes for a framework's adapter.
+
+    Args:
+        name: of the framework.
+        kind: of the class, where a framework has several.
+    """
+    if name in IN_PACKAGE:
+        return f"upref_frameworks.{name}.adapter:{ADAPTERS[name]}"
+    return f"{HERE / name}_adapter.py:{kind or ADAPTERS[name]}"
+
+
 def load(name: str) -> Any:
     """Load the adapter of a framework; OpenRLHF lies in the folder that its audit
     makes.
@@ -132,7 +151,7 @@ def load(name: str) -> Any:
         for path in place("openrlhf", framework("openrlhf").pin).paths:
             if str(path) not in sys.path:
                 sys.path.insert(0, str(path))
-    adapter = load_adapter(f"{HERE / name}_adapter.py:{ADAPTERS[name]}")
+    adapter = load_adapter(target(name))
     if name == "openrlhf":
         importlib.import_module("upref_frameworks.openrlhf.step")._imported()
     return adapter

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance.known_bugs import target
 from upref.conformance import CASES, Status, cases, load_adapter, run, run_ranks
 from upref.conformance.results import read_expected_failures
 from upref_frameworks.audits import framework
@@ -16,14 +17,14 @@ from upref_frameworks.audits.isolated.pin import place
 
 HERE = Path(__file__).parent
 FRAMEWORKS = [
-    pytest.param("trl", "TRL", marks=pytest.mark.trl),
-    pytest.param("verl", "Verl", marks=pytest.mark.verl),
-    pytest.param("openrlhf", "OpenRLHF"),
+    pytest.param("trl", marks=pytest.mark.trl),
+    pytest.param("verl", marks=pytest.mark.verl),
+    pytest.param("openrlhf"),
 ]
 SAMPLE = ("objective/dapo", "micro/4/seq-mean", "generation/2/micro-2")
 
 
-def _load(name, class_name, monkeypatch):
+def _load(name, monkeypatch):
     """Load the adapter of an installed framework; OpenRLHF lies in the folder that its
     audit makes.
     """
@@ -33,7 +34,7 @@ def _load(name, class_name, monkeypatch):
             monkeypatch.syspath_prepend(path)
     else:
         pytest.importorskip(name)
-    return load_adapter(f"{HERE / name}_adapter.py:{class_name}")
+    return load_adapter(target(name))
 
 
 def _judge(adapter, chosen, expected, seed=0):
@@ -47,13 +48,13 @@ def _judge(adapter, chosen, expected, seed=0):
     return wrong
 
 
-@pytest.mark.parametrize(("name", "class_name"), FRAMEWORKS)
-def test_a_sample_agrees(name, class_name, monkeypatch):
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_sample_agrees(name, monkeypatch):
     if name == "verl":
         pytest.importorskip(
             "pydantic", reason="`repro/venv.sh smoke` installs verl's trainer"
         )
-    adapter = _load(name, class_name, monkeypatch)
+    adapter = _load(name, monkeypatch)
     expected = read_expected_failures(HERE / f"{name}_xfails.toml")
     assert not _judge(adapter, [CASES[case] for case in SAMPLE], expected)
 
@@ -90,9 +91,9 @@ def test_two_ranks_of_skyrl_have_the_gradient_of_one_process():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize(("name", "class_name"), FRAMEWORKS)
-def test_each_case_ends_as_listed_for_three_seeds(name, class_name, seed, monkeypatch):
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_each_case_ends_as_listed_for_three_seeds(name, seed, monkeypatch):
     """No false alarm on the release, and no known failure that passes."""
-    adapter = _load(name, class_name, monkeypatch)
+    adapter = _load(name, monkeypatch)
     expected = read_expected_failures(HERE / f"{name}_xfails.toml")
     assert not _judge(adapter, cases(), expected, seed)

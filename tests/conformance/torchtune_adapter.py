@@ -3,28 +3,51 @@
 rows. It needs no import of upref.
 
 It runs where a checkout of torchtune is on PYTHONPATH: neither the recipe nor its loss
-is in the wheel of 0.6.1.
+is in the wheel of 0.6.1. torchtune imports torchao, blobfile, kagglehub, tiktoken and
+sentencepiece too.
 """
 
+import importlib.util
 import runpy
+import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import datasets  # noqa: F401
 import torch
-import torchtune
 from torch.nn.utils.rnn import pad_sequence
+from transformers.utils import is_torchvision_available
+
+# A text-only recipe calls nothing of torchvision. It is absent again when torchtune is
+# imported; transformers and datasets have asked before whether it is installed.
+is_torchvision_available()
+ABSENT = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+there = importlib.util.find_spec("torchvision") is not None
+stand_ins = {} if there else {name: MagicMock() for name in ABSENT}
+sys.modules.update(stand_ins)
+import torchtune
 from torchtune import generation
 from torchtune.dev.grpo.loss import GRPOLoss
 from torchtune.dev.grpo.types import GRPOTrajectory
+
+CHECKOUT = Path(torchtune.__file__).parents[1]
+RECIPE = CHECKOUT / "recipes/dev/grpo_full_finetune_distributed.py"
+Recipe = runpy.run_path(str(RECIPE))["GRPOFullFinetuneRecipeDistributed"]
+for stand_in in stand_ins:
+    del sys.modules[stand_in]
 
 # Decoder takes one causal mask, which leaves out a sliding window and means nothing to
 # a state-space layer and to linear attention.
 NO_MASK_FOR = ("mistral", "gemma2", "mamba2", "falcon_h1", "qwen3_next")
 PAD = 2  # the end token, as rows have no padding of their own
-RECIPE = (
-    Path(torchtune.__file__).parents[1]
-    / "recipes/dev/grpo_full_finetune_distributed.py"
-)
-Recipe = runpy.run_path(str(RECIPE))["GRPOFullFinetuneRecipeDistributed"]
+
+
+def commit() -> str:
+    """Return the commit of the checkout; "a checkout" where git does not know it."""
+    git = ["git", "-C", str(CHECKOUT), "rev-parse", "--short=7", "HEAD"]
+    said = subprocess.run(git, capture_output=True, text=True, check=False).stdout
+    return said.strip() or "a checkout"
 
 
 class Torchtune:
@@ -32,7 +55,7 @@ class Torchtune:
     all that it reads.
     """
 
-    name = f"torchtune {torchtune.__version__}"
+    name = f"torchtune {(CHECKOUT / 'version.txt').read_text().strip()}, {commit()}"
 
     def supports(self, case):
         if case.objective != "ppo_clip" or case.hp:

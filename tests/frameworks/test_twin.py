@@ -54,7 +54,8 @@ def trainer(family, **kw):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
-    from upref_frameworks.trl.step import default_config, tokenizer
+    from upref_frameworks.trl.adapter import tokenizer
+    from upref_frameworks.trl.step import default_config
     from upref_frameworks.trl.training import GRPOTrainer
 
     args = trl.GRPOConfig(**default_config().to_dict() | dict(

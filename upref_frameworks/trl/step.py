@@ -40,10 +40,6 @@ FIELDS = dict(
     loss_type="dapo",
     max_completion_length=16,
     use_bias_correction_kl=False,
-    report_to="none",
-    use_cpu=True,
-    bf16=False,
-    gradient_checkpointing=False,
     save_strategy="no",
     logging_strategy="no",
     disable_tqdm=True,
@@ -57,18 +53,6 @@ def default_config() -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         return trl.GRPOConfig(output_dir=folder, use_cpu=True, bf16=False)
-
-
-def tokenizer() -> Any:
-    """Of the V words w0, w1, ...; END ends and pads."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(V)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=f"w{END}", eos_token=f"w{END}"
-    )
 
 
 def trained(
@@ -97,10 +81,7 @@ def trained(
         InputError: TRL is not installed, or its trainer fails.
     """
     with importing("trl"):
-        import trl
-        from datasets import Dataset
-
-        cls = cls or trl.GRPOTrainer
+        from upref_frameworks.trl.adapter import make_trainer
     reward = {tuple(r.response): r.adv for r in rows}
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -122,25 +103,19 @@ def trained(
     with (
         quiet("TRL's trainer", "trl", CI="1", TRL_EXPERIMENTAL_SILENCE="1"),
         tempfile.TemporaryDirectory() as folder,
+        record_step(model) as seen,
     ):
-        if fields.get("beta"):  # the trainer loads its reference model by this name
-            model.save_pretrained(f"{folder}/model")
-            model.config._name_or_path = f"{folder}/model"  # noqa: SLF001  its public name has no setter
-        args = trl.GRPOConfig(output_dir=folder, max_steps=steps, **FIELDS | fields)
-        data = Dataset.from_list(
-            [{"prompt": f"w{3 + i}"} for i in range(len(rows) // GENERATIONS)]
+        trainer = make_trainer(
+            model,
+            FIELDS | fields | dict(max_steps=steps),
+            folder,
+            cls,
+            rewards,
+            prompts=len(rows) // GENERATIONS,
+            rollout_func=rollout,
+            **more,
         )
-        with record_step(model) as seen:
-            trainer = cls(
-                model,
-                rewards,
-                args,
-                train_dataset=data,
-                processing_class=tokenizer(),
-                rollout_func=rollout,
-                **more,
-            )
-            trainer.train()
+        trainer.train()
     return seen, trainer
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from upref.conformance import Case
+from upref.step.record import Recorded
+from upref.step.rows import Row
 from upref_frameworks.openrlhf.step import trained
 from upref_frameworks.steps.settings import attention
 
@@ -27,17 +30,17 @@ class OpenRLHF:
 
     name = f"openrlhf {importlib.metadata.version('openrlhf')}"
 
-    def supports(self, case):
+    def supports(self, case: Case) -> str:
         if case.objective not in FIELDS:
             return f"OpenRLHF has no policy_loss_type of {case.objective}"
         if case.ranks > 1:
             return "DeepSpeed, which averages over ranks, is replaced here"
         return ""
 
-    def scale(self, case):
+    def scale(self, case: Case) -> float:
         return 1.0
 
-    def fields(self, case):
+    def fields(self, case: Case) -> dict[str, Any]:
         fields = FIELDS[case.objective] | dict(
             micro=8 // (case.micro_batches * case.updates), updates=case.updates
         )
@@ -51,11 +54,11 @@ class OpenRLHF:
             fields |= dict(clip=case.clip)
         return fields
 
-    def settings(self, case):
+    def settings(self, case: Case) -> dict[str, str]:
         said = self.fields(case) | dict(temperature=case.temperature)
         return {key: repr(value) for key, value in said.items()}
 
-    def step(self, model, rows, case):
+    def step(self, model: Any, rows: list[Row], case: Case) -> Recorded:
         return trained(
             model,
             rows,

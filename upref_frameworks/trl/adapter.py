@@ -8,11 +8,13 @@ import io
 import logging
 import tempfile
 import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import trl
 from datasets import Dataset
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
@@ -21,7 +23,7 @@ END = 2  # ends a response, and pads it
 LONGEST = 16  # max_completion_length
 
 # objective -> the fields of GRPOConfig that ask for it
-FIELDS = {
+FIELDS: dict[str, dict[str, Any]] = {
     "ppo_clip": dict(loss_type="dapo", epsilon_high=0.2),
     "dapo": dict(loss_type="dapo", epsilon_high=0.28),
     "grpo": dict(loss_type="grpo", epsilon_high=0.2),
@@ -48,18 +50,18 @@ class TRL:
 
     name = f"trl {trl.__version__}"
 
-    def supports(self, case):
+    def supports(self, case: Any) -> str:
         if case.objective not in FIELDS:
             return f"TRL has no loss_type of {case.objective}"
         if case.parallel != "data":
             return "one row is on one rank: the trainer has no such parallelism here"
         return ""
 
-    def scale(self, case):
+    def scale(self, case: Any) -> float:
         # dr_grpo divides by max_completion_length, as its documentation says.
         return 1 / LONGEST if case.objective == "dr_grpo" else 1.0
 
-    def config(self, case):
+    def config(self, case: Any) -> dict[str, Any]:
         windows = case.micro_batches * case.updates  # of this rank
         return FIELDS[case.objective] | dict(
             delta=case.hp.get("c"),
@@ -76,23 +78,24 @@ class TRL:
             scale_rewards="none",
         )
 
-    def settings(self, case):
+    def settings(self, case: Any) -> dict[str, str]:
         return {key: repr(value) for key, value in self.config(case).items()}
 
-    def step(self, model, rows, case):
+    def step(self, model: Any, rows: list[Any], case: Any) -> None:
         with quiet(), tempfile.TemporaryDirectory() as folder:
-            trainer = self.trainer(model, case, folder)
+            trainer = make_trainer(model, self.config(case), folder)
 
-            def generated(inputs):
+            def generated(_: Any) -> dict[str, Any]:
                 return batch(rows, trainer.accelerator)
 
-            trainer._generate_and_score_completions = generated
-            trainer.current_gradient_accumulation_steps = case.micro_batches
+            trainer._generate_and_score_completions = generated  # noqa: SLF001
+            micro_batches = trainer.args.gradient_accumulation_steps
+            trainer.current_gradient_accumulation_steps = micro_batches
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
             model.train()
             trained = trainer.accelerator.prepare(model) if case.ranks > 1 else model
             for _ in range(case.updates):
-                for _ in range(case.micro_batches):
+                for _ in range(micro_batches):
                     trainer.training_step(trained, {}, None)
                 if case.clip:
                     torch.nn.utils.clip_grad_norm_(
@@ -101,43 +104,68 @@ class TRL:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def trainer(self, model, case, folder):
-        fields = self.config(case)
-        if case.beta:  # the trainer loads its reference model by this name
-            model.save_pretrained(f"{folder}/model")
-            model.config._name_or_path = f"{folder}/model"
-        if fields["per_device_train_batch_size"] < 2:
-            fields["num_generations"] = 2
-        arguments = trl.GRPOConfig(
-            output_dir=folder,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            gradient_checkpointing=False,
-            **fields,
-        )
-        data = Dataset.from_list([{"prompt": "w3"}] * 8)
-        words = Tokenizer(
-            models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
-        )
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=words, pad_token=f"w{END}", eos_token=f"w{END}"
-        )
-        return trl.GRPOTrainer(
-            model,
-            no_reward,
-            arguments,
-            train_dataset=data,
-            processing_class=tokenizer,
-        )
+
+def make_trainer(
+    model: Any,
+    fields: Mapping[str, Any],
+    folder: str,
+    cls: Any = None,
+    reward: Any = None,
+    prompts: int = 8,
+    **more: Any,
+) -> Any:
+    """Make TRL's trainer on a CPU, with a tokenizer of single words.
+
+    Args:
+        model: a small causal language model of transformers.
+        fields: of GRPOConfig.
+        folder: where TRL writes.
+        cls: a trainer class; None: trl.GRPOTrainer.
+        reward: a reward function; None: each completion has the reward 0.
+        prompts: how many prompts its data set has.
+        more: arguments of the trainer, for example rollout_func.
+
+    Returns:
+        The trainer, before its first step.
+    """
+    if fields.get("beta"):  # the trainer loads its reference model by this name
+        model.save_pretrained(f"{folder}/model")
+        model.config._name_or_path = f"{folder}/model"  # noqa: SLF001
+    arguments = trl.GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        report_to="none",
+        **{"bf16": False, "gradient_checkpointing": False} | dict(fields),
+    )
+    return (cls or trl.GRPOTrainer)(
+        model,
+        reward or no_reward,
+        arguments,
+        train_dataset=Dataset.from_list(
+            [{"prompt": f"w{3 + i}"} for i in range(prompts)]
+        ),
+        processing_class=tokenizer(),
+        **more,
+    )
 
 
-def no_reward(completions, **_):
+def tokenizer() -> Any:
+    """Return a tokenizer of the words w0, w1, ...; END ends and pads."""
+    words = Tokenizer(
+        models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token=f"w{END}", eos_token=f"w{END}"
+    )
+
+
+def no_reward(completions: list[Any], **_: Any) -> list[float]:
     """0 of each completion: a case's rows bring their advantages."""
     return [0.0] * len(completions)
 
 
-def batch(rows, accelerator):
+def batch(rows: list[Any], accelerator: Any) -> dict[str, Any]:
     """The rows as GRPOTrainer's generation batch: prompts padded on the left,
     completions on the right.
     """
@@ -157,7 +185,7 @@ def batch(rows, accelerator):
     }
 
 
-def pad(lists, value, side="right"):
+def pad(lists: list[Any], value: float, side: str = "right") -> torch.Tensor:
     tensors = [torch.tensor(each) for each in lists]
     return pad_sequence(
         tensors, batch_first=True, padding_value=value, padding_side=side
@@ -165,7 +193,7 @@ def pad(lists, value, side="right"):
 
 
 @contextlib.contextmanager
-def quiet():
+def quiet() -> Iterator[None]:
     """Print neither warnings nor tables."""
     logging.disable(logging.WARNING)
     silent = io.StringIO()

@@ -6,6 +6,9 @@ rows.
 import importlib.metadata
 from typing import Any
 
+from upref.conformance import Case
+from upref.step.record import Recorded
+from upref.step.rows import Row
 from upref_frameworks.steps.settings import attention
 from upref_frameworks.verl.step import trained
 
@@ -40,18 +43,18 @@ class Verl:
 
     name = f"verl {importlib.metadata.version('verl')}"
 
-    def supports(self, case):
+    def supports(self, case: Case) -> str:
         if case.objective not in FIELDS:
             return f"verl has no loss_mode of {case.objective}"
         if case.parallel != "data":
             return "Ulysses, Megatron and pipelines are not driven here"
         return ""
 
-    def scale(self, case):
+    def scale(self, case: Case) -> float:
         # loss_scale_factor divides the loss, as its documentation says.
         return 1 / LENGTH if case.objective == "dr_grpo" else 1.0
 
-    def actor(self, case):
+    def actor(self, case: Case) -> dict[str, Any]:
         fields = dict(FIELDS[case.objective])
         if "c" in case.hp:
             fields |= dict(clip_ratio_c=case.hp["c"])
@@ -61,14 +64,14 @@ class Verl:
             fields |= dict(entropy_coeff=case.entropy_coef)
         return fields
 
-    def engine(self, case):
+    def engine(self, case: Case) -> dict[str, Any]:
         parts = case.micro_batches * case.updates * case.ranks
         fields: dict[str, Any] = dict(micro_batch_size_per_gpu=8 // parts)
         if case.dtype == "bfloat16":
             fields["mixed_precision"] = None  # verl's default, bfloat16
         return fields
 
-    def settings(self, case):
+    def settings(self, case: Case) -> dict[str, str]:
         said = self.actor(case) | self.engine(case)
         said |= dict(
             temperature=case.temperature, ppo_mini_batch_size=8 // case.updates
@@ -77,7 +80,7 @@ class Verl:
             said |= dict(clip_grad=case.clip)
         return {key: repr(value) for key, value in said.items()}
 
-    def step(self, model, rows, case):
+    def step(self, model: Any, rows: list[Row], case: Case) -> Recorded:
         return trained(
             model,
             rows,
