@@ -664,6 +664,24 @@ ON_GPU = (
 GENERATED |= {f"gpu_{name}": partial(on_gpu, name) for name in ON_GPU}
 
 
+def options_tally() -> str:
+    from docs import options
+
+    return options.tally()
+
+
+def options_of(trainer: str) -> str:
+    """The options of a trainer, with the case that notices each."""
+    from docs import options
+
+    return options.table(trainer)
+
+
+GENERATED["options_tally"] = options_tally
+WITH_ADAPTER = ("trl", "verl", "openrlhf", "skyrl")
+GENERATED |= {f"options_{name}": partial(options_of, name) for name in WITH_ADAPTER}
+
+
 def main(*pages: str):
     for page in [Path(p) for p in pages] or PAGES:
         old = (ROOT / page).read_text(encoding="utf-8")

@@ -99,6 +99,7 @@ SECTIONS = [
             "frameworks*",
             "frameworks/*",
             "steps",
+            "options",
             "what-check-sees",
             "faults",
             "in-the-wild",
