@@ -202,11 +202,10 @@ def get(name: str) -> Callable[..., Tensor]:
     """
     if not isinstance(name, str) or name not in ADVANTAGES:
         near = difflib.get_close_matches(str(name), ADVANTAGES, n=1)
-        hint = (
-            f"did you mean {near[0]!r}?"
-            if near
-            else f"choose one of {', '.join(ADVANTAGES)}."
-        )
+        if near:
+            hint = f"did you mean {near[0]!r}?"
+        else:
+            hint = f"choose one of {', '.join(ADVANTAGES)}."
         raise InputError(f"there is no advantage named {name!r}: {hint}")
     return ADVANTAGES[name]
 
@@ -246,7 +245,8 @@ def whiten_tokens(
         raise InputError(
             f"adv is {adv[at].item()} at {at}, an unmasked slot: mask it or fix it."
         )
-    x, out = adv[mask], torch.zeros_like(adv)
+    x = adv[mask]
+    out = torch.zeros_like(adv)
     centred, g, _ = _centred(x, torch.zeros_like(x, dtype=torch.int64))
     var = _variance(centred, g, ddof, eps)
     out[mask] = torch.where(var > 0, centred / (var + eps).sqrt(), 0).to(adv.dtype)
@@ -348,10 +348,8 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """R - mean_g [N], the groups renumbered 0, 1, ... [N], and G of each of those."""
     _check(rewards, group)
     _, g, size = torch.unique(group, return_inverse=True, return_counts=True)
-    R, zero = (
-        rewards.detach().double(),
-        torch.zeros(len(size), dtype=torch.float64, device=rewards.device),
-    )
+    R = rewards.detach().double()
+    zero = torch.zeros(len(size), dtype=torch.float64, device=rewards.device)
     # equal rewards become 0, not an ulp
     R = R - zero.scatter_reduce(0, g, R, "amin", include_self=False)[g]
     return R - (zero.index_add(0, g, R) / size)[g], g, size

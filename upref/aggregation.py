@@ -244,11 +244,10 @@ def aggregate(
         x,
     )
     wide = torch.promote_types(x.dtype, torch.float32)
-    tokens = (
-        torch.where(mask, x, 0)
-        if x.ndim == 2
-        else torch.where(mask.any(-1), x, 0)[:, None]
-    )
+    if x.ndim == 2:
+        tokens = torch.where(mask, x, 0)
+    else:
+        tokens = torch.where(mask.any(-1), x, 0)[:, None]
     per_row = tokens.sum(-1, dtype=wide)
     w = row_weights(agg, mask, totals or Totals.of(mask, group), length)
     return (per_row * (w.to(wide) if isinstance(w, Tensor) else w)).sum()

@@ -69,7 +69,8 @@ def trainers() -> dict[str, list[str]]:
 
 def first_tier() -> list[str]:
     """Return the names of the first tier, in alphabetical order."""
-    known, shipped = facts(), _of_files()
+    known = facts()
+    shipped = _of_files()
     return [
         name
         for name, fact in known.items()
@@ -151,9 +152,8 @@ def unknown(name: str, known: Collection[str]) -> InputError:
     near = (
         [plain] if plain in known else difflib.get_close_matches(plain, known, 3, 0.5)
     )
-    hint = (
-        f"did you mean {' or '.join(near)}?"
-        if near
-        else "`upref list --all` shows all."
-    )
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+    else:
+        hint = "`upref list --all` shows all."
     return InputError(f"there is no objective named {name!r}: {hint}")

@@ -355,11 +355,10 @@ class Objective:
             **self._extras(mask, entropy, group),
             **own,
         )
-        terms = (
-            terms[:, None].expand_as(mask)
-            if terms.ndim == 1 and self.agg != "seq-mean"
-            else terms
-        )
+        if terms.ndim == 1 and self.agg != "seq-mean":
+            terms = terms[:, None].expand_as(mask)
+        else:
+            terms = terms
         factors = self.sampler_weights(lp_old, lp_sampler, mask, **hp)
         return terms if factors is None else weighed(terms, factors, mask)
 
@@ -414,7 +413,8 @@ class Objective:
         """
         # 0 * NaN on the way back from a masked slot must not reach the policy
         lp = torch.where(mask, lp, lp.detach()) if lp.requires_grad else lp
-        lp_old, A = lp_old.detach(), A.detach()
+        lp_old = lp_old.detach()
+        A = A.detach()
         if reduce := REDUCE.get(self.level):
             return reduce(lp, mask), reduce(lp_old, mask), per_response(A, mask)
         return (

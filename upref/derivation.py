@@ -100,7 +100,9 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
         k: v if v is None else _exact(v) for k, v in resolved.items() if k in hp
     }
     at[Symbol("mu", positive=True)] = _exact(mu)
-    ok, notes, every = True, dict[Expr, bool](), list[RegimeRow]()
+    ok = True
+    notes = dict[Expr, bool]()
+    every = list[RegimeRow]()
     for A, sign in (
         (Symbol("A", positive=True), 1),
         (Symbol("A", negative=True), -1),
@@ -179,7 +181,8 @@ def _regimes(
     in_r = {x: log(mu) + log(y) for x, y in zip(lp, r, strict=True)} | dict.fromkeys(
         lp_old, log(mu)
     )
-    J, weights = symbolic_J(o, A, lp, lp_old, letters), _weights(o, A, r, mu, letters)
+    J = symbolic_J(o, A, lp, lp_old, letters)
+    weights = _weights(o, A, r, mu, letters)
     J_in_r = symbolic_J(o, A, [in_r[x] for x in lp], [in_r[x] for x in lp_old], letters)
     edges = {k for expr in (J_in_r, *weights) for k in breakpoints(expr, r[0])}
     cells = _cells(edges, r[0], at, 1 / mu if o.reads_mu else oo, notes)
@@ -228,11 +231,10 @@ def _weights(
 ) -> list[Expr]:
     first = [log(x) for x in r] if o.reads_log_r else r
     have = {"mu": mu, "log_mu": log(mu), "mask": np.ones((1, len(r)), dtype=bool)}
-    read = (
-        (SymbolArray([first]), SymbolArray([[A] * len(r)]))
-        if o.level == "custom"
-        else (first[0], A)
-    )
+    if o.level == "custom":
+        read = (SymbolArray([first]), SymbolArray([[A] * len(r)]))
+    else:
+        read = (first[0], A)
     w = o.closed_form(*read, **{k: have[k] for k in o.reads}, **hp)
     return [sympy.sympify(x) for x in np.ravel(w)]
 
@@ -283,13 +285,11 @@ def _roots(f: Expr, r: Symbol, end: Expr) -> list[Expr]:
 def _interval(low: str, r: str, high: str) -> str:
     if (low, high) == ("0", "oo"):
         return f"every {r}"
-    return (
-        f"{r} > {low}"
-        if high == "oo"
-        else f"{r} < {high}"
-        if low == "0"
-        else f"{low} < {r} < {high}"
-    )
+    if high == "oo":
+        return f"{r} > {low}"
+    if low == "0":
+        return f"{r} < {high}"
+    return f"{low} < {r} < {high}"
 
 
 def _numeric(o: Objective, hp: dict[Any, Any]) -> tuple[list[str], bool]:
@@ -336,11 +336,10 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp: Any) -> np.nda
     o = objective if isinstance(objective, Objective) else get(objective)
     if o.not_symbolic:
         raise InputError(f"sympy cannot read {o.name}: {o.not_symbolic}.")
-    hp, mask = o.resolve(hp), b.mask.numpy()
-    weights, w = (
-        row_weights(o.agg, b.mask, b.totals or Totals.of(b.mask, b.group)),
-        o.factors(b, **hp),
-    )
+    hp = o.resolve(hp)
+    mask = b.mask.numpy()
+    weights = row_weights(o.agg, b.mask, b.totals or Totals.of(b.mask, b.group))
+    w = o.factors(b, **hp)
     ref = b.logp if b.logp_ref is None else b.logp_ref
     tokens = [
         where(b.mask, x.detach(), 0).numpy()

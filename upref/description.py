@@ -207,7 +207,8 @@ def _defaults(objective: Written) -> dict[str, Any]:
 
 def _weight(objective: Written) -> ast.FunctionDef:
     """The function below `@NAME.with_weight`, or that of `NAME.with_weight(FUNCTION)`."""
-    tree, name = syntax_tree(objective.file), objective.function.name
+    tree = syntax_tree(objective.file)
+    name = objective.function.name
     functions = {f.name: f for f in _functions(tree)}
     for function in functions.values():
         if f"{name}.with_weight" in map(ast.unparse, function.decorator_list):

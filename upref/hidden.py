@@ -255,7 +255,8 @@ class _LogProbs(torch.autograd.Function):
     def forward(hidden: Any, weight: Any, bias: Any, tokens: Any, head: Any) -> Any:
         # here, where vmap shows values
         check_tokens(tokens, hidden.shape[:-1], len(weight), "hidden", "tokens")
-        shape, tokens = tokens.shape, tokens.flatten().long()
+        shape = tokens.shape
+        tokens = tokens.flatten().long()
         with torch.autocast(hidden.device.type, enabled=False):
             wide = torch.promote_types(
                 torch.promote_types(hidden.dtype, weight.dtype), torch.float32
@@ -264,15 +265,15 @@ class _LogProbs(torch.autograd.Function):
             m = h.new_full((len(h),), torch.finfo(wide).min, dtype=wide)
             s = t = torch.zeros_like(m)
             # the largest logits, and whose they are
-            near, ids = m.new_zeros(len(h), 0), tokens.new_zeros(len(h), 0)
+            near = m.new_zeros(len(h), 0)
+            ids = tokens.new_zeros(len(h), 0)
             for at, _, x in head.tiles(h, weight, bias):
                 best = x.topk(min(TOP, x.shape[1]), 1)
-                near, ids = (
-                    torch.cat([near, best.values], 1),
-                    torch.cat([ids, best.indices + at.start], 1),
-                )
+                near = torch.cat([near, best.values], 1)
+                ids = torch.cat([ids, best.indices + at.start], 1)
                 near, kept = near.topk(min(TOP, near.shape[1]), 1)
-                ids, top = ids.gather(1, kept), torch.maximum(m, near[:, 0])
+                ids = ids.gather(1, kept)
+                top = torch.maximum(m, near[:, 0])
                 up = (m - top).clamp(min=ZERO)
                 d = x.sub_(top[:, None]).clamp_(min=ZERO)
                 e = d.exp()
@@ -294,8 +295,10 @@ class _LogProbs(torch.autograd.Function):
             )
             for d, sign in ((x[:, 1:], 1), (near.to(x.dtype) - m[:, None], -1)):
                 d = d.clamp(min=ZERO)
-                s, t = s + sign * d.exp().sum(1), t + sign * (d.exp() * d).sum(1)
-            lp, H = (x[:, 0] - s.log()).clamp(max=0), (s.log() - t / s).clamp(min=0)
+                s = s + sign * d.exp().sum(1)
+                t = t + sign * (d.exp() * d).sum(1)
+            lp = (x[:, 0] - s.log()).clamp(max=0)
+            H = (s.log() - t / s).clamp(min=0)
         return tuple(v.to(wide).reshape(shape) for v in (lp, H, *saved))
 
     @staticmethod
@@ -339,24 +342,20 @@ class _LogProbs(torch.autograd.Function):
                 None if x is None else x.flatten()[rows, None]
                 for x in (H, log_z, g, g_H)
             )
-            dh, dW = (
-                torch.zeros_like(h, dtype=wide) if want_h else None,
-                torch.empty_like(weight) if want_W else None,
-            )
+            dh = torch.zeros_like(h, dtype=wide) if want_h else None
+            dW = torch.empty_like(weight) if want_W else None
             db = torch.empty_like(bias) if want_b else None
             for at, W, x in head.tiles(h, weight, bias):
-                slope = (
-                    (1 - (x / head.outer) ** 2).mul_(head.outer)
-                    if head.softcap
-                    else None
-                )
+                if head.softcap:
+                    slope = (1 - (x / head.outer) ** 2).mul_(head.outer)
+                else:
+                    slope = None
                 log_p = x.sub_(log_z).clamp_(min=ZERO)
                 p = log_p.exp()
-                dx = (
-                    p.mul_(-g)
-                    if g_H is None
-                    else p.mul_(log_p.add_(H).mul_(-g_H).sub_(g))
-                )
+                if g_H is None:
+                    dx = p.mul_(-g)
+                else:
+                    dx = p.mul_(log_p.add_(H).mul_(-g_H).sub_(g))
                 inside, column = _here(tokens, at, x)
                 dx.scatter_add_(1, column, torch.where(inside[:, None], g, 0))
                 if slope is not None:
@@ -400,5 +399,6 @@ class _LogProbs(torch.autograd.Function):
                 return x.expand(info.batch_size, *x.shape)
             return x.movedim(dim, 0)
 
-        states, ids = front(hidden, in_dims[0]), front(tokens, in_dims[3])
+        states = front(hidden, in_dims[0])
+        ids = front(tokens, in_dims[3])
         return _LogProbs.apply(states, weight, bias, ids, head), (0, 0, 0, 0)

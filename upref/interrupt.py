@@ -54,7 +54,8 @@ def handled(who: str = "") -> None:
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         _came.append(reading)
-    sys.excepthook, sys.unraisablehook = _end, _again
+    sys.excepthook = _end
+    sys.unraisablehook = _again
 
 
 @contextmanager

@@ -54,8 +54,6 @@ def per_token(name: str, lp: Any, lp_ref: Any, lp_old: Any) -> Any:
     Returns:
         The estimator's value, elementwise, in nats.
     """
-    return (
-        WITH_RATIO[name](lp, lp_ref, lp_old)
-        if name in WITH_RATIO
-        else ESTIMATORS[name](lp, lp_ref)
-    )
+    if name in WITH_RATIO:
+        return WITH_RATIO[name](lp, lp_ref, lp_old)
+    return ESTIMATORS[name](lp, lp_ref)

@@ -123,7 +123,8 @@ def categorical_kl(
             f"logits_p {tuple(logits_p.shape)} and logits_q {tuple(logits_q.shape)} must have the same shape: "
             "take both over the same tokens and the same vocabulary."
         )
-    lp, lq = _log_softmax(logits_p, temperature), _log_softmax(logits_q, temperature)
+    lp = _log_softmax(logits_p, temperature)
+    lq = _log_softmax(logits_q, temperature)
     p = lp.exp()
     return (p * (lp.masked_fill(p == 0, 0) - lq.masked_fill(p == 0, 0))).sum(-1)
 

@@ -52,14 +52,14 @@ class Estimate:
             The mean and its 95 % interval.
         """
         x = np.asarray(per_problem, dtype=np.float64)
-        P, m = len(x), x.mean()
+        P = len(x)
+        m = x.mean()
         s2 = x.var(ddof=1) if P > 1 else 0.0
         N = P * max(1.0, m * (1 - m) / s2) if np.ptp(x) > 0 else P
-        middle, half = (
-            m + _Z**2 / (2 * N),
-            _Z * sqrt(m * (1 - m) / N + _Z**2 / (4 * N**2)),
-        )
-        low, high = (middle - half) / (1 + _Z**2 / N), (middle + half) / (1 + _Z**2 / N)
+        middle = m + _Z**2 / (2 * N)
+        half = _Z * sqrt(m * (1 - m) / N + _Z**2 / (4 * N**2))
+        low = (middle - half) / (1 + _Z**2 / N)
+        high = (middle + half) / (1 + _Z**2 / N)
         return cls(
             float(m), float(max(0.0, min(low, m))), float(min(1.0, max(high, m)))
         )
@@ -253,9 +253,8 @@ def _table(correct: Any) -> np.ndarray:
 
 def _check_count(name: str, k: Any, most: float = float("inf")) -> None:
     if not isinstance(k, int | np.integer) or isinstance(k, bool) or not 1 <= k <= most:
-        limit = (
-            f"between 1 and the {most} samples of a problem"
-            if most < float("inf")
-            else ">= 1"
-        )
+        if most < float("inf"):
+            limit = f"between 1 and the {most} samples of a problem"
+        else:
+            limit = ">= 1"
         raise InputError(f"{name} must be a whole number {limit}, got {k!r}.")

@@ -294,7 +294,8 @@ def binary_kl(lp: Any, lp_old: Any) -> Any:
     Returns:
         Nats, elementwise.
     """
-    q, q_old = -expm1(lp), -expm1(lp_old)
+    q = -expm1(lp)
+    q_old = -expm1(lp_old)
     return exp(lp_old) * (lp_old - lp) + when(q_old > 0, q_old * (log(q_old) - log(q)))
 
 
@@ -360,11 +361,9 @@ def sum_t(x: Any, mask: Any) -> Any:
         [B].
     """
     inside = where(mask, x, 0)
-    return (
-        inside.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        if isinstance(x, Tensor)
-        else inside.sum(-1)
-    )
+    if isinstance(x, Tensor):
+        return inside.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    return inside.sum(-1)
 
 
 def mean_t(x: Any, mask: Any) -> Any:

@@ -20,7 +20,8 @@ def located(page: str) -> str:
     try:
         installed = distribution("upref-rl")
     except PackageNotFoundError:
-        links, source = {}, ""
+        links = {}
+        source = ""
     else:
         urls = installed.metadata.get_all("Project-URL") or []
         links = dict(url.split(", ", 1) for url in urls)

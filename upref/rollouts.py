@@ -97,11 +97,10 @@ class Rollouts:
             )
         least, most = _ends(self.adv)
         if not -math.inf < least <= most < math.inf:
-            bad = (
-                ~self.adv.isfinite() & self.mask
-                if self.adv.shape[1] > 1
-                else ~self.adv.isfinite()
-            )
+            if self.adv.shape[1] > 1:
+                bad = ~self.adv.isfinite() & self.mask
+            else:
+                bad = ~self.adv.isfinite()
             if bad.any():
                 raise InputError(
                     f"adv is not finite at {_first(bad)}: check the rewards and the group's standard deviation."
@@ -122,12 +121,10 @@ class Rollouts:
         more = [
             x for x in (self.logp_ref, self.entropy, self.logp_sampler) if x is not None
         ]
-        lps, mask, group, adv = (
-            [self.logp, self.logp_old, *more],
-            self.mask,
-            self.group,
-            self.adv,
-        )
+        lps = [self.logp, self.logp_old, *more]
+        mask = self.mask
+        group = self.group
+        adv = self.adv
         if not (is_materialized(mask) and mask.dtype is torch.bool and mask.ndim == 2):
             return False
         B, T = mask.shape
@@ -159,19 +156,16 @@ class Rollouts:
         )
         with jaxtyped("context"):  # binds B and T over all the fields
             for field in (f for f in fields_of(self) if f.name != "totals"):
-                x, kinds = (
-                    getattr(self, field.name),
-                    get_args(field.type) or (field.type,),
-                )
+                x = getattr(self, field.name)
+                kinds = get_args(field.type) or (field.type,)
                 if not any(isinstance(x, kind) for kind in kinds) or (
                     isinstance(x, Tensor) and not is_materialized(x)
                 ):
                     want = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
-                    mend = (
-                        ": pass mask.bool()"
-                        if field.name == "mask" and isinstance(x, Tensor)
-                        else ""
-                    )
+                    if field.name == "mask" and isinstance(x, Tensor):
+                        mend = ": pass mask.bool()"
+                    else:
+                        mend = ""
                     raise InputError(
                         f"{field.name} must be {want}, got {describe(x)}{shapes}{mend}."
                     )
@@ -356,11 +350,9 @@ def per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
     Returns:
         [B].
     """
-    return (
-        A[:, 0]
-        if A.shape[-1] == 1
-        else A.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
-    )
+    if A.shape[-1] == 1:
+        return A[:, 0]
+    return A.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
 
 
 def one_per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> bool:

@@ -181,9 +181,7 @@ def _root(difference: Expr, r: Symbol) -> Expr | None:
         if r not in numerator.free_symbols and numerator.is_polynomial(x):
             p = sympy.Poly(numerator, x)
             if p.degree() <= 1:
-                return (
-                    back(sympy.simplify(-p.nth(0) / p.nth(1)))
-                    if p.degree() == 1
-                    else None
-                )
+                if p.degree() == 1:
+                    return back(sympy.simplify(-p.nth(0) / p.nth(1)))
+                return None
     return -difference if difference.could_extract_minus_sign() else difference

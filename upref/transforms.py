@@ -67,7 +67,8 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
         negative = base.fn(lp, lp_old, A, *args, **hp)
         if mean:
             mask = args[0] if args else hp["mask"]
-            lp, A = mean_t(lp, mask), A[..., 0]
+            lp = mean_t(lp, mask)
+            A = A[..., 0]
         return where(A > 0, A * positive(lp), negative)
 
     def weight(r, A, *args, **hp):

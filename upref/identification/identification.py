@@ -199,11 +199,10 @@ class Identification(Result):
 
     def _head(self) -> str:
         if self.kind == "none":
-            near = (
-                f"; the nearest is {self.matches[0]}, {self.distance:.2g} away"
-                if self.matches
-                else ""
-            )
+            if self.matches:
+                near = f"; the nearest is {self.matches[0]}, {self.distance:.2g} away"
+            else:
+                near = ""
             return f"{short(self.loss)} is none of these objectives{near}" + (
                 f": {self.why}" if self.why else ""
             )

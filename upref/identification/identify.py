@@ -87,7 +87,8 @@ def identify(loss: Any) -> Identification:
         InputError: the loss cannot be run, or is not differentiable.
     """
     with state_restored() as changed:
-        start, one = time.perf_counter(), read(loss)
+        start = time.perf_counter()
+        one = read(loss)
         answer = _identified(one, start)
         if one.order_unknown and _order_decides(one, answer):
             raise InputError(one.order_unknown)
@@ -126,7 +127,8 @@ def _identified(loss: Loss, start: float) -> Identification:
 
 
 def _of_box(box: BlackBox, start: float) -> Identification:
-    tried, grids = _candidates(box), _grids(box)
+    tried = _candidates(box)
+    grids = _grids(box)
     answer = partial(_answer, box, start)
     if box.random or not torch.equal(box.case.gradient(grids[0][0]), grids[0][2]):
         return answer(
@@ -149,7 +151,8 @@ def _of_box(box: BlackBox, start: float) -> Identification:
         # one of two bounds in float32: they differ by its rounding
         loose = box.loosened(BESIDE)
         if (near := _again(loose, tried)) and near[0].own:
-            box, matches = loose, near
+            box = loose
+            matches = near
     if matches:
         wrong = _faults(box, matches[0], grids)
         wrong += (
@@ -214,7 +217,8 @@ def _has_its_bounds(box: BlackBox, m: Match) -> bool:
         return True
     hp = o.of_surrogate({k: v for k, v in m.hp.items() if k in o.hyperparameters})
     for A in SIGNS:
-        due, found = breakpoints(o, A, 0.02, **hp), box.bounds(A)
+        due = breakpoints(o, A, 0.02, **hp)
+        found = box.bounds(A)
         if len(due) != len(found) or any(
             abs(x / y - 1) > LOOSE for x, y in zip(due, found, strict=True)
         ):
@@ -324,8 +328,10 @@ def _answer(
 ) -> Identification:
     of = " (π_old = 0.02)" if box.reads_mu else ""
     bounds = {f"{s}{of}": box.bounds(A) for s, A in (("A > 0", 1.0), ("A < 0", -1.0))}
-    loss, seconds = box.loss, time.perf_counter() - start
-    unchecked, on_sampler = [], ignores_sampler(box.case)
+    loss = box.loss
+    seconds = time.perf_counter() - start
+    unchecked = []
+    on_sampler = ignores_sampler(box.case)
     if on_sampler:
         unchecked.append(sampler_words(matches[0].name if matches else ""))
     unchecked += unfed_words(loss)
@@ -429,7 +435,8 @@ def _match(box: BlackBox, c: Candidate, grids: list[Grid]) -> Match:
     mean = sum(x.clamp(max=1).sum().item() for x in offs) / sum(
         int(b.mask.sum()) for b, *_ in grids
     )
-    hp, same_kl = c.seen() if in_range(c.o, c.hp) else {}, _same_kl(box, c.o)
+    hp = c.seen() if in_range(c.o, c.hp) else {}
+    same_kl = _same_kl(box, c.o)
     if c.o.kl and same_kl:
         hp["beta"] = box.beta
     return Match(c.o.name, hp, _agg(box), _own(box, c.o), same_kl, distance, mean)
@@ -624,17 +631,14 @@ def _pitfall(
     low = next((1 - x for x in reversed(bounds) if 0 < x < 1), None)
     high = next((x - 1 for x in bounds if 1 < x < 10), None)
     low, high = low or high or 0.0, high or low or 0.0
-    both, even = (
-        ({"eps_low": low, "eps_high": high} if low else {}),
-        low and abs(low - high) < 1e-6,
-    )
-    mean = (
-        "grpo"
-        if box.agg == "seq-mean-token-mean"
-        else "dr_grpo"
-        if box.agg == "seq-mean-token-sum"
-        else "ppo_clip"
-    )
+    both = {"eps_low": low, "eps_high": high} if low else {}
+    even = low and abs(low - high) < 1e-6
+    if box.agg == "seq-mean-token-mean":
+        mean = "grpo"
+    elif box.agg == "seq-mean-token-sum":
+        mean = "dr_grpo"
+    else:
+        mean = "ppo_clip"
     bases = [(get(mean), {"eps": low} if low else {})] if even or not low else []
     turns: list[tuple[Objective, dict[str, float]]] = []
     # where old and new are exchanged, the bounds are those of 1 / r
@@ -681,10 +685,8 @@ def _pitfall(
                     for k, v in {"eps_low": low, "eps_high": high}.items()
                     if k in o.hyperparameters
                 }
-            used, same_kl = (
-                {k: v for k, v in hp.items() if clip.get(k) is not None},
-                _same_kl(box, o),
-            )
+            used = {k: v for k, v in hp.items() if clip.get(k) is not None}
+            same_kl = _same_kl(box, o)
             used |= {"beta": box.beta} if box.kl and same_kl else {}
             return (
                 Match(
@@ -726,7 +728,8 @@ def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[LossCase], Tensor]]:
 
 
 def _contract(box: BlackBox) -> list[str]:
-    loss, out = box.loss, list(box.loss.assumptions)
+    loss = box.loss
+    out = list(box.loss.assumptions)
     if "group" not in loss.reads and box.agg == "token-mean":
         out.append(
             "the loss takes no group ids: token-mean and group-token-mean are one"

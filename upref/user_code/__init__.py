@@ -256,7 +256,8 @@ def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) 
             """What the loss returns when it gets everything in one argument."""
             return fn(rollouts(full), **settings)
 
-        reads, read_as = frozenset({*MAIN, *ROLLOUTS}), f"{p.name} -> Rollouts"
+        reads = frozenset({*MAIN, *ROLLOUTS})
+        read_as = f"{p.name} -> Rollouts"
         return replace(
             _bind(name, on_rollouts, reading, o, hp, reads, read_as), takes_batch=True
         )
@@ -323,7 +324,8 @@ def _bind(
         raise InputError(
             f"{twice[0]} and {argument[twice[0]]} are one argument of {name}: give {twice[0]} alone."
         )
-    resolved, accepts_kwargs = o.resolve(hp), reading.accepts_kwargs
+    resolved = o.resolve(hp)
+    accepts_kwargs = reading.accepts_kwargs
     needed = {meant for meant, p in argument.items() if p in reading.needed}
     if unbound := [
         p for p in reading.needed if p not in argument.values() and p not in passed
@@ -434,7 +436,8 @@ def _objective(theirs: Objective, o: Objective, hp: dict[str, Any]) -> Loss:
 
     reads = frozenset({*MAIN, *ROLLOUTS})
     bound = {k: v for k, v in hp.items() if k in known}
-    accepts, read_as = known & set(o.hyperparameters), "an Objective"
+    accepts = known & set(o.hyperparameters)
+    read_as = "an Objective"
     return Loss(
         theirs.name,
         call,

@@ -386,7 +386,8 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
         name: of the user's function, for messages.
         call: calls it.
     """
-    out, process = _Kept(None), os.getpid()
+    out = _Kept(None)
+    process = os.getpid()
     try:
         with _turn:
             out.stream = sys.stdout
@@ -450,11 +451,9 @@ def _where_raised(error: BaseException) -> str:
         if os.path.isfile(f.filename)
         and not os.path.realpath(f.filename).startswith(_NOT_USER_CODE)
     ]
-    return (
-        f" ({os.path.basename(users[-1].filename)}, line {users[-1].lineno}, in {users[-1].name})"
-        if users
-        else ""
-    )
+    if users:
+        return f" ({os.path.basename(users[-1].filename)}, line {users[-1].lineno}, in {users[-1].name})"
+    return ""
 
 
 class _Kept(io.StringIO):
@@ -464,7 +463,9 @@ class _Kept(io.StringIO):
 
     def __init__(self, stream: Any) -> None:
         super().__init__()
-        self.stream, self.thread, self.wrote = stream, threading.get_ident(), False
+        self.stream = stream
+        self.thread = threading.get_ident()
+        self.wrote = False
 
     def write(self, text: str) -> int:
         if threading.get_ident() != self.thread and self.stream is not None:

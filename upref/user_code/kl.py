@@ -67,11 +67,10 @@ class Term:
             or not k.is_floating_point()
             or k.is_meta
         ):
-            got = (
-                list(k.shape)
-                if isinstance(k, Tensor) and k.shape != lp.shape
-                else type(k).__name__
-            )
+            if isinstance(k, Tensor) and k.shape != lp.shape:
+                got = str(list(k.shape))
+            else:
+                got = type(k).__name__
             said = f"{self.name} returns {got} for log-probabilities {list(lp.shape)}"
             raise InputError(f"{said}: return one per token.")
         wrote = frozenset(
@@ -115,7 +114,8 @@ def _running(term: Term) -> Term:
     """In float64 or else in float32, whichever it takes; compared as what it computes
     in.
     """
-    lp, ref = PROBE, PROBE.roll(1)
+    lp = PROBE
+    ref = PROBE.roll(1)
     try:
         done = term.outcome(lp, ref)
     except InputError as first:

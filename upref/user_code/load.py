@@ -46,11 +46,10 @@ def load(target: str) -> Callable[..., Any]:
                 if callable(v) and not n.startswith("_")
             ]
             near = difflib.get_close_matches(part, known, 3, 0.5)
-            hint = (
-                f"did you mean {' or '.join(near)}?"
-                if near
-                else f"it has {', '.join(known[:8]) or 'no function'}."
-            )
+            if near:
+                hint = f"did you mean {' or '.join(near)}?"
+            else:
+                hint = f"it has {', '.join(known[:8]) or 'no function'}."
             raise InputError(f"{where} has no {part!r}: {hint}") from None
     if not callable(found):
         raise InputError(f"{target} is a {type(found).__name__}, not a function.")
@@ -114,9 +113,11 @@ def _file(path: Path) -> ModuleType:
 
 def _member(path: Path) -> ModuleType:
     """The file as a module of its package."""
-    name, folder = path.stem, path.parent
+    name = path.stem
+    folder = path.parent
     while (folder / "__init__.py").is_file():
-        name, folder = f"{folder.name}.{name}", folder.parent
+        name = f"{folder.name}.{name}"
+        folder = folder.parent
     _Neighbours.of(folder)
     return importlib.import_module(name)
 
@@ -176,7 +177,8 @@ def _as_input_error(what: str) -> Any:
     """Whatever an import does becomes one sentence; what it prints goes to stderr:
     stdout is the report's.
     """
-    out, process = io.StringIO(), os.getpid()
+    out = io.StringIO()
+    process = os.getpid()
     try:
         with contextlib.redirect_stdout(out):
             yield

@@ -88,11 +88,9 @@ class Problem:
         Returns:
             {"logits": [.., V]}, or {"hidden": [.., H], "weight": [V, H]}.
         """
-        return (
-            {"logits": self.x}
-            if self.weight is None
-            else {"hidden": self.x, "weight": self.weight}
-        )
+        if self.weight is None:
+            return {"logits": self.x}
+        return {"hidden": self.x, "weight": self.weight}
 
 
 @dataclass(frozen=True)
@@ -185,16 +183,14 @@ class Kernel:
             numbers |= {f"gradient of {k}": v.double() for k, v in grads.items()}
             printed |= more
             try:
-                second = (
-                    called(f"the second backward of {self.name}", back)[0]
-                    if twice
-                    else grads
-                )
-                again = (
-                    ""
-                    if all(torch.equal(second[k], v) for k, v in grads.items())
-                    else "other numbers"
-                )
+                if twice:
+                    second = called(f"the second backward of {self.name}", back)[0]
+                else:
+                    second = grads
+                if all(torch.equal(second[k], v) for k, v in grads.items()):
+                    again = ""
+                else:
+                    again = "other numbers"
             except InputError as e:
                 again = str(e)
 
@@ -223,11 +219,10 @@ class Kernel:
                 or not v.is_floating_point()
                 or v.is_meta
             ):
-                got = (
-                    list(v.shape)
-                    if isinstance(v, Tensor) and v.shape != shape
-                    else type(v).__name__
-                )
+                if isinstance(v, Tensor) and v.shape != shape:
+                    got = str(list(v.shape))
+                else:
+                    got = type(v).__name__
                 told = f"{self.name} returns {got} for the {k} of tokens {list(shape)}"
                 raise InputError(f"{told}: return one each.")
         return out
@@ -298,11 +293,10 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
     # (logits, tokens, temperature)
     few = len([p for p in must if _said(p.name, SETTINGS) in ("", "temperature")]) < 4
     said = set(roles.values())
-    kind = (
-        "logits"
-        if "logits" in said or (few and not {"hidden", "weight"} & said)
-        else "hidden"
-    )
+    if "logits" in said or (few and not {"hidden", "weight"} & said):
+        kind = "logits"
+    else:
+        kind = "hidden"
     missing = [r for r in MAIN[kind] if r not in said] + timed
     # what no name says, in order; the last is the temperature
     if len(free) == len(missing):
@@ -339,8 +333,10 @@ def probe(kernel: Kernel) -> Problem:
         kernel: whose kind of inputs is made.
     """
     n = torch.arange(48, dtype=torch.float64)
-    x, W = (1.7 * n[:24]).sin().reshape(2, 3, 4), (2.3 * n[:28]).cos().reshape(7, 4)
-    tokens, g = torch.tensor([[0, 6, 2], [3, 3, 5]]), (n[:6] - 2.5).reshape(2, 3)
+    x = (1.7 * n[:24]).sin().reshape(2, 3, 4)
+    W = (2.3 * n[:28]).cos().reshape(7, 4)
+    tokens = torch.tensor([[0, 6, 2], [3, 3, 5]])
+    g = (n[:6] - 2.5).reshape(2, 3)
     bias = n[:7].sin() if "bias" in kernel.settings else None
     p = Problem(
         x,
@@ -360,7 +356,8 @@ def _running(kernel: Kernel) -> Kernel:
     """
     errors = []
     for dtype, flat in itertools.product((torch.float64, torch.float32), (False, True)):
-        one, before = replace(kernel, dtype=dtype, flat=flat), gpu_allocations()
+        one = replace(kernel, dtype=dtype, flat=flat)
+        before = gpu_allocations()
         try:
             has_entropy = "entropy" in one(probe(kernel)).numbers
         except InputError as e:

@@ -148,11 +148,9 @@ class Loss:
         Args:
             b: the batch.
         """
-        return (
-            b
-            if "group" in self.reads
-            else b.but(group=None, totals=b.totals or Totals.of(b.mask))
-        )
+        if "group" in self.reads:
+            return b
+        return b.but(group=None, totals=b.totals or Totals.of(b.mask))
 
     def given(self, b: Rollouts, ranks: int = 1) -> dict[str, Any]:
         """What the loss is given of a batch, by role; masked slots as they are. These
@@ -254,11 +252,10 @@ class Loss:
             _plus(x, g, h).detach() for x, g, h in zip(leaves, left, more, strict=True)
         ]
         value = _Stepped.apply(value.detach(), len(leaves), *leaves, *both)
-        own = (
-            None
-            if all(g is None for g in more)
-            else 0 - _plus(leaves[0], left[0], None).detach()
-        )
+        if all(g is None for g in more):
+            own = None
+        else:
+            own = 0 - _plus(leaves[0], left[0], None).detach()
         return LossOutcome(
             value, form, wrapped, value.requires_grad, wrote, printed, True, own
         )
@@ -304,13 +301,13 @@ class Loss:
         B, T = b.mask.shape
         if first.ndim and first.shape in {(B, T), (B,), (B, 1)}:
             x = first[:, 0] if first.shape == (B, 1) and T > 1 else first
-            o, v = self.objective, self.visible_batch(b)
+            o = self.objective
+            v = self.visible_batch(b)
             if x.ndim == 2 and o.agg == "seq-mean":
-                agg = (
-                    "seq-mean-token-sum"
-                    if o.level == "sequence_product"
-                    else "seq-mean-token-mean"
-                )
+                if o.level == "sequence_product":
+                    agg = "seq-mean-token-sum"
+                else:
+                    agg = "seq-mean-token-mean"
             else:
                 agg = "seq-mean" if x.ndim == 1 else o.agg
             return aggregate(x, b.mask, agg, v.group, v.totals), "unreduced", wrapped
@@ -327,10 +324,12 @@ class Loss:
         """
         if isinstance(got, Tensor):
             return got, ""
-        kind, where = f"{self.name} returns a {type(got).__name__}", "its entry `loss`"
+        kind = f"{self.name} returns a {type(got).__name__}"
+        where = "its entry `loss`"
         first = got.get("loss") if isinstance(got, dict) else getattr(got, "loss", None)
         if not isinstance(first, Tensor) and isinstance(got, tuple | list) and got:
-            first, where = got[0], "its first element"
+            first = got[0]
+            where = "its first element"
             if any(isinstance(x, Tensor) and x.requires_grad for x in got[1:]):
                 where = ALSO_LIVE
                 if isinstance(first, Tensor) and not first.requires_grad:
@@ -417,7 +416,8 @@ class Loss:
             What the call did, and dJ/dlp of every token, [B, T].
         """
         given = self.given(b, ranks)
-        full, leaves = _copies(given), ()
+        full = _copies(given)
+        leaves = ()
         x = full["logp"].requires_grad_()
         if wanting is not None:
             leaves = (x, *(full[k].requires_grad_() for k in wanting))
@@ -618,11 +618,9 @@ LAYOUTS = {"a slice of a wider one": _slice, "a transposed [T, B]": _turn}
 
 def _plain(x: Tensor) -> Tensor:
     """The tensor without its subclass, which may redefine comparisons."""
-    return (
-        x
-        if type(x) is Tensor or type(x) is torch.nn.Parameter
-        else x.as_subclass(Tensor)
-    )
+    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        return x
+    return x.as_subclass(Tensor)
 
 
 def _plus(like: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:

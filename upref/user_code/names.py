@@ -299,7 +299,8 @@ def older_of(one: str, other: str) -> str:
         One of the two, or nothing.
     """
     for old, new in ((one, other), (other, one)):
-        says_old, says_new = set(words(old)), set(words(new))
+        says_old = set(words(old))
+        says_new = set(words(new))
         if says_old & SAMPLED and says_new & TRAINS and not says_old & TRAINS:
             return old
     return ""
@@ -345,7 +346,8 @@ def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
     if name in known:
         return name
     said = words(name)
-    low, high = LOW & set(said), HIGH & set(said)
+    low = LOW & set(said)
+    high = HIGH & set(said)
     meant = ""
     if "beta" in said or (
         "kl" in said

@@ -42,11 +42,9 @@ def infer_shapes(loss: Loss) -> Loss:
                 said.setdefault(str(e), (SHAPES[shape], e))
                 continue
             if leak <= 1e-6:
-                return (
-                    _one_per_response(one)
-                    if shape == "BT" and _reads_first_column(one)
-                    else one
-                )
+                if shape == "BT" and _reads_first_column(one):
+                    return _one_per_response(one)
+                return one
             runs.append((leak, len(runs), one))
             break
     if not runs:
@@ -142,9 +140,7 @@ def probe() -> Rollouts:
         [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1.5, -0.75], dtype=torch.float64
     )[:, None]
     group = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
-    A, H, totals = (
-        A.expand(mask.shape).clone(),
-        torch.ones_like(lp),
-        Totals.of(mask, group),
-    )
+    A = A.expand(mask.shape).clone()
+    H = torch.ones_like(lp)
+    totals = Totals.of(mask, group)
     return Rollouts(lp, lp.clone(), A, mask, group, lp - 0.1, H, totals)

@@ -80,11 +80,10 @@ def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
         fn: any callable.
     """
     try:
-        f = (
-            fn.forward
-            if hasattr(fn, "forward") and hasattr(fn, "register_buffer")
-            else fn
-        )
+        if hasattr(fn, "forward") and hasattr(fn, "register_buffer"):
+            f = fn.forward
+        else:
+            f = fn
         bound = getattr(f, "keywords", None) or {}
         return [
             p
@@ -316,7 +315,8 @@ def _handed_over(
     unknown = [p.name for p in required if p.name not in alone]
     free = [p for p in unknown if not not_given(p)]
     pairs = dict(zip(free, missing, strict=False)) if len(free) >= len(missing) else {}
-    more, values = [], []
+    more = []
+    values = []
     for p in required:
         role = alone.get(p.name) or pairs.get(p.name, "")
         value = CALLED[role] if role in main else "..."
@@ -325,11 +325,10 @@ def _handed_over(
             value = p.name
         by_name = "" if p.kind is p.POSITIONAL_ONLY else f"{p.name}="
         values.append(f"{by_name}{value}")
-    remark = (
-        " with values in place of the dots"
-        if any("..." in value for value in values)
-        else ""
-    )
+    if any("..." in value for value in values):
+        remark = " with values in place of the dots"
+    else:
+        remark = ""
     if len(free) > 1 and pairs:
         remark += _TURN
     return ", ".join(values), more, remark

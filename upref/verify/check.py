@@ -146,10 +146,12 @@ def _compared(
     found, ran = run([first], case, skip)
     if not case.failed:
         more, became = run(rest, case, skip)
-        found, ran = found + more, ran | became
+        found = found + more
+        ran = ran | became
         if first.name not in skip and (late := state(case)):
             case.failed.add("determinism")
-            found, ran = late, {first.name: "failure"}
+            found = late
+            ran = {first.name: "failure"}
     if "determinism" in case.failed:
         ran = {
             o.name: ran.get(o.name, "the same batch has other answers") for o in every()
@@ -230,7 +232,8 @@ def assumptions(case: LossCase) -> list[str]:
     """
     from upref.verify.oracles import batches, unusual
 
-    loss, out = case.loss, list(case.loss.assumptions)
+    loss = case.loss
+    out = list(case.loss.assumptions)
     if "group" not in loss.reads and case.o.agg == "group-token-mean":
         out.append(
             "the loss takes no group ids: the batch counts as one group, as in DAPO's code, verl and TRL"

@@ -195,7 +195,8 @@ def minus_the_others(xs: Rows) -> Rows:
     Returns:
         Their advantages.
     """
-    total, n = sum(xs, Fraction(0)), len(xs)
+    total = sum(xs, Fraction(0))
+    n = len(xs)
     return [x - (total - x) / (n - 1) if n > 1 else Fraction(0) for x in xs]
 
 
@@ -282,11 +283,9 @@ class Denominator:
         return FORMS[self.form].value(float(var), self.eps)
 
     def __str__(self) -> str:
-        return (
-            "the std alone"
-            if not self.eps
-            else f"{self.form} with eps = {self.eps:.3g}"
-        )
+        if not self.eps:
+            return "the std alone"
+        return f"{self.form} with eps = {self.eps:.3g}"
 
 
 def fit(
@@ -314,13 +313,12 @@ def fit(
     v0, d0 = d[0]  # the smallest variance shows eps best
     slack = 10 * tol
     for name, form in FORMS.items():
-        e = (
-            eps
-            if eps is not None
-            else 0.0
-            if abs(form.value(v0, 0.0) - d0) <= slack * d0
-            else form.eps(d0, v0)
-        )
+        if eps is not None:
+            e = eps
+        elif abs(form.value(v0, 0.0) - d0) <= slack * d0:
+            e = 0.0
+        else:
+            e = form.eps(d0, v0)
         if e >= 0 and all(
             y > 0 and abs(form.value(v, e) - y) <= slack * y for v, y in d
         ):

@@ -148,9 +148,11 @@ def two_gradients(case: LossCase, b: Rollouts) -> Iterator[LossFault]:
         return torch.zeros_like(b.logp) if own is None else own / case.factors(b)
 
     weights = case.expected(b)
-    id, words = "gradient-left-behind", LEFT
+    id = "gradient-left-behind"
+    words = LEFT
     if alike(left(b), weights):
-        id, words = "gradient-twice", TWICE
+        id = "gradient-twice"
+        words = TWICE
     yield fault(
         words, "batches", id=id, weigh=lambda b: case.expected(b) + left(b), whole=True
     )
@@ -244,11 +246,10 @@ def others(case: LossCase) -> list[Rollouts]:
     Returns:
         Batches.
     """
-    calm, rng = case.ready(on_policy_batch()), np.random.default_rng
-    small, grid = (
-        calm.but(adv=calm.adv / 1000),
-        case.grid(seed=7, edges=OFF_EDGES, thin=3),
-    )
+    calm = case.ready(on_policy_batch())
+    rng = np.random.default_rng
+    small = calm.but(adv=calm.adv / 1000)
+    grid = case.grid(seed=7, edges=OFF_EDGES, thin=3)
     sizes = 1 + torch.arange(len(calm.adv), dtype=calm.adv.dtype)[:, None] / 10
     good = calm.but(adv=calm.adv.abs() * sizes)
     some = [case.ready(random_batch(rng(seed), case.one_adv)) for seed in (0, 3, 5)]
@@ -304,11 +305,9 @@ def confirmed_at(
     right, wrong = (
         w[at].item() for w in (case.expected(b), one.change.weights(case.o, case.hp, b))
     )
-    return (
-        confirmed(case, one, b, *more)
-        if abs(wrong - found) <= 1e-3 * abs(right - found)
-        else Cause()
-    )
+    if abs(wrong - found) <= 1e-3 * abs(right - found):
+        return confirmed(case, one, b, *more)
+    return Cause()
 
 
 def everywhere(
@@ -354,7 +353,9 @@ def _two(
     zero = use & (b.adv.expand_as(use) == 0)
     if not zero.any():
         return None
-    o, hp, plain = case.o, case.hp, case.plain_hp | ({"beta": 0.0} if case.o.kl else {})
+    o = case.o
+    hp = case.hp
+    plain = case.plain_hp | ({"beta": 0.0} if case.o.kl else {})
     terms = [*_other_kl(case, b, found, use)]
     if hp.get("beta"):
         terms += [KL_MISSING, *_kl_aggregated(case), *kl_faults(o, hp)]
@@ -565,7 +566,8 @@ def _absolute(key: str, v: Any, now: Any) -> bool:
 
 
 def _others(case: LossCase) -> Iterator[LossFault]:
-    o, hp = case.o, case.hp
+    o = case.o
+    hp = case.hp
     if not shape_of(o, hp).free[1.0]:  # it has no log π_θ there yet
         yield fault(
             f"its gradient is that of up({o.name}): log π_θ in place of the clipped ratio where A > 0",

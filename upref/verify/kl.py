@@ -36,7 +36,9 @@ FAR = torch.tensor(
 # log-probabilities of the likelier policy, a row each; those of a nearly certain token
 # lie between 0 and -1
 LEVELS = (0.0, -(2.0**-20), -(2.0**-10), -1.0, -8.0, -30.0)
-WIDE, MANY = NEAR.repeat(3)[:130], (*LEVELS, *LEVELS[:3])  # more columns, and more rows
+# more columns, and more rows
+WIDE = NEAR.repeat(3)[:130]
+MANY = (*LEVELS, *LEVELS[:3])
 PASTE = "from upref.verify.kl import {}, pair\nlog_prob, ref_log_prob = pair({})"
 SHIFT = 7  # places by which rows differ, else a mean over rows shows nothing
 DIFFERENCE = "log π_ref - log π_θ"
@@ -70,7 +72,8 @@ class KlCase:
             d: log π_ref - log π_θ, [N].
             which: 0 for the value, 1 for the gradient.
         """
-        want, found = both(self.right, d)[which], both(self.term, d)[which]
+        want = both(self.right, d)[which]
+        found = both(self.term, d)[which]
         return want, found, _off(found, want)
 
     def cause(self, which: int) -> Cause:
@@ -145,11 +148,10 @@ def both(
     """
     lp, ref = pair(d, levels)
     k = term(lp.requires_grad_(), ref)
-    g = (
-        torch.autograd.grad(k.sum(), lp, allow_unused=True)[0]
-        if k.requires_grad
-        else None
-    )
+    if k.requires_grad:
+        g = torch.autograd.grad(k.sum(), lp, allow_unused=True)[0]
+    else:
+        g = None
 
     def in_order(x: Tensor) -> Tensor:
         """The rows as one, each from its first place in d."""
@@ -200,14 +202,14 @@ def expected(term: Formula, off_policy: bool = False) -> tuple[float, Tensor]:
         off_policy: samples are from π_old.
     """
     theta = LOGITS.clone().requires_grad_()
-    lp, ref = theta.log_softmax(0), REF.log_softmax(0)
+    lp = theta.log_softmax(0)
+    ref = REF.log_softmax(0)
     p = (OLD.log_softmax(0) if off_policy else lp.detach()).exp()
     total = (p * term(lp[None], ref[None])[0]).sum()
-    g = (
-        torch.autograd.grad(total, theta, allow_unused=True)[0]
-        if total.requires_grad
-        else None
-    )
+    if total.requires_grad:
+        g = torch.autograd.grad(total, theta, allow_unused=True)[0]
+    else:
+        g = None
     return total.item(), torch.zeros_like(LOGITS) if g is None else g
 
 
@@ -220,7 +222,8 @@ def divergences() -> dict[str, tuple[float, Tensor]]:
     """
     out = {"zero": (0.0, torch.zeros_like(LOGITS))}
     theta = LOGITS.clone().requires_grad_()
-    lp, ref = theta.log_softmax(0), REF.log_softmax(0)
+    lp = theta.log_softmax(0)
+    ref = REF.log_softmax(0)
     for name, p, q in (("reverse", lp, ref), ("forward", ref, lp)):
         d = (p.exp() * (p - q)).sum()
         out[name] = d.item(), torch.autograd.grad(d, theta, retain_graph=True)[0]
@@ -258,11 +261,9 @@ def _alike(x: Tensor, y: Tensor, tol: float) -> bool:
 
 def _words(key: str) -> str:
     said = DIVERGENCES.get(key.removeprefix("-"), "neither divergence")
-    return (
-        f"minus {said}: it pushes away from the reference"
-        if key.startswith("-")
-        else said
-    )
+    if key.startswith("-"):
+        return f"minus {said}: it pushes away from the reference"
+    return said
 
 
 # ---- the oracles ---------------------------------------------------------------------
@@ -315,10 +316,8 @@ def clamp(case: KlCase) -> Iterator[Finding]:
         bool(((x - x[0]).abs() <= case.term.tol * x[0].abs()).all()) for x in sides
     )
     for i in bad.nonzero()[:1, 0].tolist():
-        d, numbers = (
-            FAR[i].item(),
-            number_pair("gradient", want[i].item(), found[i].item()),
-        )
+        d = FAR[i].item()
+        numbers = number_pair("gradient", want[i].item(), found[i].item())
         pulled = bool((found[bad] != 0).any())
         bites = "a clamp that bites"
         if not pulled:
@@ -354,10 +353,8 @@ def rows(case: KlCase) -> Iterator[Finding]:
         ("WIDE, MANY", WIDE, MANY),
     ):
         for which, what in enumerate(("value", "gradient by log_prob")):
-            want, found = (
-                both(case.right, d, levels)[which],
-                both(case.term, d, levels)[which],
-            )
+            want = both(case.right, d, levels)[which]
+            found = both(case.term, d, levels)[which]
             off = _off(found, want)
             if off.max() > case.term.tol:
                 at = int(off.argmax())
@@ -389,7 +386,8 @@ def expected_value(case: KlCase) -> Iterator[Finding]:
     Yields:
         A failure with both means, where they differ.
     """
-    got, want = expected(case.term)[0], expected(case.right)[0]
+    got = expected(case.term)[0]
+    want = expected(case.right)[0]
     if not abs(got - want) < case.term.tol / 10:
         target = divergences()["reverse"][0]
         due = Number(target, "KL(π_θ ‖ π_ref)")
@@ -420,15 +418,11 @@ def expected_gradient(case: KlCase) -> Iterator[Finding]:
         (False, "samples of π_θ"),
         (True, "samples of another policy"),
     ):
-        got, want = (
-            expected(case.term, off_policy)[1],
-            expected(case.right, off_policy)[1],
-        )
+        got = expected(case.term, off_policy)[1]
+        want = expected(case.right, off_policy)[1]
         if not _alike(got, want, tol):
-            one, other = (
-                divergence_of(case.right, off_policy),
-                divergence_of(case.term, off_policy, tol),
-            )
+            one = divergence_of(case.right, off_policy)
+            other = divergence_of(case.term, off_policy, tol)
             said = (
                 f"{_listed(want)}: that of {_words(one)}",
                 f"{_listed(got)}: that of {_words(other)}",
@@ -536,7 +530,8 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
         f"as a loss on samples of π_θ its expected gradient is that of {on}",
         f"on samples of another policy it is that of {off}; correct them by importance weights",
     ]
-    tol, took = {"per token, relative": term.tol}, time.perf_counter() - start
+    tol = {"per token, relative": term.tol}
+    took = time.perf_counter() - start
     unchecked = not_run(ran)
     return Report(
         term.name,

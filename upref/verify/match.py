@@ -285,7 +285,8 @@ class Compared:
         these, where it is continuous.
         """
         base = self.w(hp)
-        free, smooth = np.zeros(len(base), dtype=bool), {}
+        free = np.zeros(len(base), dtype=bool)
+        smooth = {}
         for key in hp:
             values = np.array(
                 [base, *(self.w(hp | {key: x}) for x in self._trials(key))]
@@ -312,7 +313,8 @@ class Compared:
                 for x in self._options(hp, key, smooth):
                     score = self.score(hp | {key: x})
                     if score < miss:
-                        hp, miss = hp | {key: x}, score
+                        hp = hp | {key: x}
+                        miss = score
                     if self.fit(hp, miss):
                         return hp, miss
             if miss == before or miss[0] > HOPELESS:
@@ -330,7 +332,8 @@ class Compared:
             """The hyperparameters with those that have these logarithms."""
             return hp | dict(zip(keys, np.exp(x).tolist(), strict=True))
 
-        x, h = np.log([hp[k] for k in keys]), 1e-6
+        x = np.log([hp[k] for k in keys])
+        h = 1e-6
         for _ in range(GAUSS_NEWTON):
             w = self.w(at(x))
             with np.errstate(all="ignore"):
@@ -359,10 +362,8 @@ class Compared:
         if not keys:
             return
         lo, hi = RANGE.get(key, ANY)
-        w, target = (
-            ClosedFormWeights(self.o, [p for p, _ in keys]),
-            np.array([m for _, m in keys]),
-        )
+        w = ClosedFormWeights(self.o, [p for p, _ in keys])
+        target = np.array([m for _, m in keys])
         ends = [np.sign(w(hp | {key: x}) - target) for x in (lo, hi)]
         if at := np.flatnonzero(ends[0] != ends[1]).tolist():
             below = ends[0][at]
@@ -381,7 +382,8 @@ class Compared:
         at = np.flatnonzero(continuous & ~self.w.unsure)
         if not len(at):
             return []
-        log_r, A = np.log(self.w.r[at]), self.w.A[at]
+        log_r = np.log(self.w.r[at])
+        A = self.w.A[at]
 
         def far(x: float, sign: int) -> np.ndarray:
             """How far each point is from this log r and this sign of A."""
@@ -402,11 +404,10 @@ class Compared:
         below: Any,
     ) -> list[float]:
         """Bisection in the logarithm."""
-        w, target = (
-            ClosedFormWeights(self.o, [p for p, _ in keys]),
-            np.array([m for _, m in keys]),
-        )
-        los, his = np.full(len(keys), lo), np.full(len(keys), hi)
+        w = ClosedFormWeights(self.o, [p for p, _ in keys])
+        target = np.array([m for _, m in keys])
+        los = np.full(len(keys), lo)
+        his = np.full(len(keys), hi)
         for _ in range(STEPS):
             middle = np.sqrt(los * his)
             left = (
@@ -416,7 +417,8 @@ class Compared:
                 )
                 == below
             )
-            los, his = np.where(left, middle, los), np.where(left, his, middle)
+            los = np.where(left, middle, los)
+            his = np.where(left, his, middle)
         return np.sqrt(los * his).tolist()
 
 
@@ -534,11 +536,9 @@ def recover(case: LossCase) -> list[dict[str, Any]]:
 
 def _round(v: Any) -> Any:
     """0.28 for what bisection left of it."""
-    return (
-        v
-        if v is None
-        else next((x for d in (3, 6, 9) if _near(x := float(f"{v:.{d}g}"), v)), v)
-    )
+    if v is None:
+        return v
+    return next((x for d in (3, 6, 9) if _near(x := float(f"{v:.{d}g}"), v)), v)
 
 
 def _near(x: Any, y: Any) -> bool:

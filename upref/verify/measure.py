@@ -39,7 +39,9 @@ from upref.weights.batches import (
 from upref.weights.stress import stress_batch
 
 # float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
-EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5
+EXACT = 1e-9
+HABIT = 2e-6
+SINGLE = 2e-5
 # times the log-ratio of the batch's sampler: beyond usual caps and vetoes
 FAR_SAMPLER = 6
 ROUND = 2e-7  # of a log-probability in float32, relative
@@ -203,7 +205,8 @@ class LossCase:
         Returns:
             [B, T].
         """
-        found, expected = self.weights(b) if found is None else found, self.expected(b)
+        found = self.weights(b) if found is None else found
+        expected = self.expected(b)
         # the weight is a difference of two shares of a group, each rounded at its own
         # size
         if "group" in self.o.reads:
@@ -322,11 +325,9 @@ class LossCase:
     @property
     def per_response(self) -> Objective:
         """For the grid alone: one advantage per response where no more is asked."""
-        return (
-            _one_per_response(self.o)
-            if self.one_adv and self.o.level not in REDUCE
-            else self.o
-        )
+        if self.one_adv and self.o.level not in REDUCE:
+            return _one_per_response(self.o)
+        return self.o
 
     @property
     def one_adv(self) -> bool:
@@ -358,11 +359,9 @@ class LossCase:
         Returns:
             The batch without groups where the loss takes none.
         """
-        engine = (
-            sampler(b)
-            if self.o.sampler is not None and b.logp_sampler is None
-            else b.logp_sampler
-        )
+        engine = b.logp_sampler
+        if self.o.sampler is not None and engine is None:
+            engine = sampler(b)
         return self.loss.visible_batch(b.but(logp_sampler=engine))
 
     def beyond(self, axis: str, ids: tuple[str, ...] = ()) -> Rollouts:
@@ -391,7 +390,8 @@ class LossCase:
 
     def in_float32(self) -> None:
         """From here on it is compared as what computes in float32."""
-        self.tol, self.edges = SINGLE, SINGLE_EDGES
+        self.tol = SINGLE
+        self.edges = SINGLE_EDGES
 
     def rounded(self, b: Rollouts) -> Tensor:
         """Tokens so near to a bound that rounding moves them over it, where the loss
@@ -434,7 +434,8 @@ def make_case(loss: Loss, o: Objective, hp: dict[str, Any]) -> LossCase:
     )
     # a KL term, right or wrong, has no gradient there, or one without A
     b = replace(b, logp_ref=b.logp)
-    found, W = without_rest(case, b), case.expected(b)
+    found = without_rest(case, b)
+    W = case.expected(b)
     live = b.mask & (W.abs() > 1e-6)
     sides = live & (b.adv > 0), live & (b.adv < 0)
     # then what is wrong is the other sign's

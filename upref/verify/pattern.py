@@ -31,7 +31,8 @@ class MeasuredWeights:
         Returns:
             [B, T] by the words that follow a number in a report, such as " / r".
         """
-        b, r = self.b, self.r
+        b = self.b
+        r = self.r
         n = b.mask.sum(-1, keepdim=True).expand_as(r).to(r.dtype)
         return {
             "": torch.ones_like(r),
@@ -58,10 +59,13 @@ def pattern(
         tol: the relative error that is allowed.
     """
     tol = max(10 * tol, 1e-7)
-    found, expected, use = tested.found, tested.expected, tested.use
+    found = tested.found
+    expected = tested.expected
+    use = tested.use
     if not (found[use].isfinite().all() and shown.found[shown.use].isfinite().all()):
         return ""
-    x, y = found[use], expected[use]
+    x = found[use]
+    y = expected[use]
     live = y.abs() > 1e-9
     if not x.any():
         return "no token of the tested batch has a weight; those of others have"
@@ -69,13 +73,13 @@ def pattern(
         for name, f in tested.factors.items():
             k = (x / (y * f[use]))[live]
             if _constant(k, tol) and _has_factor(shown, name, float(k.mean()), tol):
-                times = (
-                    name.strip()
-                    if name and abs(k.mean() - 1) < 1e-6
-                    else f"{k.mean():.5g}{name}"
-                )
+                if name and abs(k.mean() - 1) < 1e-6:
+                    times = name.strip()
+                else:
+                    times = f"{k.mean():.5g}{name}"
                 return f"every weight of the tested batch is {times} times what it should be"
-        same, gone = (x - y).abs() <= tol * y.abs().clamp(min=0.1), x == 0
+        same = (x - y).abs() <= tol * y.abs().clamp(min=0.1)
+        gone = x == 0
         n = int((gone & ~same).sum())
         if n and (same | gone).all() and _lacks_gradients(shown, tol):
             verb = "have" if n > 1 else "has"

@@ -114,7 +114,8 @@ class BlackBox:
 
         def weight(r: Any, A: Any, mu: Any) -> Any:
             points = np.broadcast_arrays(r, A, mu)
-            flat, n = [x.ravel() for x in points], 1 if self.batch_coupled else AT_ONCE
+            flat = [x.ravel() for x in points]
+            n = 1 if self.batch_coupled else AT_ONCE
             parts = [
                 together(*(x[i : i + n] for x in flat))
                 for i in range(0, len(flat[0]), n)
@@ -258,11 +259,10 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
     on = replace(b, logp_ref=b.logp)
     g = without_rest(case, on)
     if not (g[b.mask].isfinite().all() and g[b.mask].any()):
-        why = (
-            "no gradient"
-            if g[b.mask].isfinite().all()
-            else "a gradient that is not finite"
-        )
+        if g[b.mask].isfinite().all():
+            why = "no gradient"
+        else:
+            why = "a gradient that is not finite"
         raise InputError(
             f"{loss.name} has {why} on a good batch (π_θ = π_old, finite log-probabilities)."
         )
@@ -295,7 +295,8 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
         for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))
     ]
     crowd = [low_probability_point(A, r) for A in SIGNS for r in np.exp(LOG_R)]
-    few, many = box.ask(some), box.ask(some + crowd)[: len(some)]
+    few = box.ask(some)
+    many = box.ask(some + crowd)[: len(some)]
     alone = np.concatenate([box.ask([p]) for p in some[::5]])
     is_coupled = not random and (
         differ(few, many, box.tol) or differ(few[::5], alone, box.tol)
@@ -372,11 +373,12 @@ def termed(box: BlackBox) -> BlackBox | None:
     Args:
         box: the loss without that.
     """
-    found = (
-        {}
-        if box.kl or box.random
-        else _kl_of(box, box.case.ready(on_policy_batch()), terms("", box.loss.reads))
-    )
+    if box.kl or box.random:
+        found = {}
+    else:
+        found = _kl_of(
+            box, box.case.ready(on_policy_batch()), terms("", box.loss.reads)
+        )
     return _curve(replace(box, **found)) if found else None
 
 

@@ -66,7 +66,8 @@ def regions(
     if not (failing & side).any():
         return
     order = r[side].argsort()
-    xs, bad = r[side][order].tolist(), failing[side][order].tolist()
+    xs = r[side][order].tolist()
+    bad = failing[side][order].tolist()
     if all(bad):
         yield Region(TokenPlace(sign, (Interval(),)), sign, side)
         return
@@ -91,11 +92,10 @@ def regions(
         left = (
             _end(case, sign, bounds, groups[lo - 1][1], groups[lo][0]) if lo else None
         )
-        right = (
-            _end(case, sign, bounds, groups[hi + 1][0], groups[hi][1])
-            if hi + 1 < len(groups)
-            else None
-        )
+        if hi + 1 < len(groups):
+            right = _end(case, sign, bounds, groups[hi + 1][0], groups[hi][1])
+        else:
+            right = None
         tokens = (
             side
             & (r >= groups[lo][0] * (1 - 1e-12))
@@ -157,7 +157,8 @@ def _end(
     """The bound between a ratio that agrees and one that does not: the objective's own,
     or found by asking the loss.
     """
-    lo, hi = min(good, bad), max(good, bad)
+    lo = min(good, bad)
+    hi = max(good, bad)
     for k in known:
         if lo * (1 - 1e-12) <= k <= hi * (1 + 1e-12):
             return k
@@ -172,5 +173,6 @@ def _end(
         )
         if True not in wrongs or not wrongs.index(True):
             return float(bad)
-        good, bad = xs[wrongs.index(True) - 1], xs[wrongs.index(True)]
+        good = xs[wrongs.index(True) - 1]
+        bad = xs[wrongs.index(True)]
     return float(bad)

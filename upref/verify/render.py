@@ -89,7 +89,8 @@ def describe_interval(interval: Interval) -> str:
     Args:
         interval: its bounds.
     """
-    low, high = interval.low, interval.high
+    low = interval.low
+    high = interval.high
     if low is None and high is None:
         return "any r"
     if low is None:

@@ -26,8 +26,12 @@ UNKNOWN = "no known cause fits"
 SKIPPED = "skipped on request"
 RAN = ("ok", "failure", "note")
 USUAL = ("stop-gradient", "extremes")  # notes on habits of nearly every loss
-SHOWN, WIDE = 8, 400  # findings of a kind that are printed; characters of a field
-SCREEN, COLUMNS = 28, 118  # lines of failures on one screen, and its width
+# findings of a kind that are printed; characters of a field
+SHOWN = 8
+WIDE = 400
+# lines of failures on one screen, and its width
+SCREEN = 28
+COLUMNS = 118
 BATCH_LEFT_OUT = (
     "      (-v prints the smallest batch that shows it: it takes more than a screen)"
 )
@@ -381,7 +385,8 @@ class Report(Result):
 
     def _head(self) -> str:
         hp = ", ".join(f"{k}={v:g}" for k, v in self.hp.items() if v is not None)
-        n, m = len(self.faults), len(self.notes)
+        n = len(self.faults)
+        m = len(self.notes)
         counts = counted(n, "failure") if n else "agrees"
         skipped = sum(v == SKIPPED for v in self.oracles.values())
         if m:

@@ -43,11 +43,10 @@ def shrink(
         except InputError:
             return False
 
-    b = (
-        replace(b, totals=None)
-        if b.totals is not None and still(_try(b, totals=None))
-        else b
-    )
+    if b.totals is not None and still(_try(b, totals=None)):
+        b = replace(b, totals=None)
+    else:
+        b = b
     if b.group is not None and still(_try(b, group=None)):
         b = replace(b, group=None)
     if at is not None:
@@ -91,10 +90,8 @@ def _few(b: Rollouts) -> Iterator[Rollouts | None]:
     """The rows of a few groups, or a few rows: where no single one can be left out,
     many can be at once.
     """
-    rng, ids = (
-        random.Random(0),
-        list(range(len(b.mask))) if b.group is None else b.group.tolist(),
-    )
+    rng = random.Random(0)
+    ids = list(range(len(b.mask))) if b.group is None else b.group.tolist()
     for n in (2, 3, 4, 6):
         for _ in range(40):
             some = rng.sample(sorted(set(ids)), min(n, len(set(ids))))
@@ -217,10 +214,8 @@ def differ(case: LossCase, b: Rollouts) -> Tensor:
     Returns:
         [B, T].
     """
-    right, found = (
-        case.expected(b) * case.factors(b, declared_aggregation(case.o)),
-        case.gradient(b),
-    )
+    right = case.expected(b) * case.factors(b, declared_aggregation(case.o))
+    found = case.gradient(b)
     same = torch.isclose(
         found, right, rtol=10.0 ** (1 - GRADIENT_DIGITS[-1]), atol=0, equal_nan=True
     )

@@ -57,9 +57,13 @@ def atlas() -> "Figure":
         f"Not drawn, without a weight of a single token: {reasons}." if absent else "",
         120,
     )
-    columns, pair, head, foot = 3, (3.5, 2.1), 1.15, 0.65 + 0.2 * len(left_out)
+    columns = 3
+    pair = (3.5, 2.1)
+    head = 1.15
+    foot = 0.65 + 0.2 * len(left_out)
     rows = -(-len(pairs) // columns)
-    width, height = columns * pair[0] + 0.35, head + rows * pair[1] + foot
+    width = columns * pair[0] + 0.35
+    height = head + rows * pair[1] + foot
     with matplotlib.rc_context(
         STYLE | {"font.size": 10, "xtick.labelsize": 9.5, "ytick.labelsize": 9.5}
     ):
@@ -70,19 +74,14 @@ def atlas() -> "Figure":
             return fig.add_axes((x / width, y / height, w / width, h / height))
 
         for i, group in enumerate(pairs):
-            x, y = (
-                0.52 + i % columns * pair[0],
-                height - head - (i // columns + 1) * pair[1],
-            )
-            left, right = (
-                inch(x, y + 0.42, 1.25, 1.05),
-                inch(x + 1.95, y + 0.42, 1.05, 1.05),
-            )
-            compare = (
-                reference
-                if group[0].name != "dapo" and group[0].level in ("token", "custom")
-                else []
-            )
+            x = 0.52 + i % columns * pair[0]
+            y = height - head - (i // columns + 1) * pair[1]
+            left = inch(x, y + 0.42, 1.25, 1.05)
+            right = inch(x + 1.95, y + 0.42, 1.05, 1.05)
+            if group[0].name != "dapo" and group[0].level in ("token", "custom"):
+                compare = reference
+            else:
+                compare = []
             _weight(left, group[0], [xy for xy, _ in compare])
             _cap(right, group[0], [cap for _, cap in compare])
             if i % columns == 0:

@@ -178,7 +178,8 @@ def words(A: float, r: float, bounds: list[float]) -> str:
         Words.
     """
     sign = "A > 0" if A > 0 else "A < 0" if A < 0 else "A = 0"
-    below, above = [k for k in bounds if k < r], [k for k in bounds if k >= r]
+    below = [k for k in bounds if k < r]
+    above = [k for k in bounds if k >= r]
     if not bounds:
         return f"{sign}, any r"
     return (
@@ -279,10 +280,12 @@ def _tokens(cases: list[Any], one_adv: bool, rng: np.random.Generator) -> Any:
     """
     if one_adv:
         cases = sorted(cases, key=lambda c: c[0])
-    rows, lengths = [], cycle((3, 1, 9, 5, 2, 7))
+    rows = []
+    lengths = cycle((3, 1, 9, 5, 2, 7))
     while cases:
         n = next(lengths)
-        row, cases = cases[:n], cases[n:]
+        row = cases[:n]
+        cases = cases[n:]
         if one_adv:
             # sorted by A: what is cut off begins the next row
             same = [c for c in row if c[0] == row[0][0]]
@@ -315,7 +318,9 @@ def _rollouts(rows: list[Any], rng: np.random.Generator) -> Rollouts:
             dtype=torch.float64,
         )
 
-    adv, logp_old, log_r = full(0), full(1), full(2)
+    adv = full(0)
+    logp_old = full(1)
+    log_r = full(2)
     group = torch.as_tensor(
         rng.permutation(np.arange(len(rows)) % max(1, len(rows) // 3))
     )
@@ -440,10 +445,8 @@ def two_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
         torch.cat(x, 1)
         for x in ((b.logp, b.logp_old), (b.logp_old,) * 2, (b.adv, b.adv))
     )
-    mask, H = (
-        torch.ones_like(lp, dtype=torch.bool),
-        torch.tensor([2.0, 1.0], dtype=lp.dtype),
-    )
+    mask = torch.ones_like(lp, dtype=torch.bool)
+    H = torch.tensor([2.0, 1.0], dtype=lp.dtype)
     return Rollouts(lp, old, adv, mask, logp_ref=lp, entropy=H.expand_as(lp).clone())
 
 
@@ -458,7 +461,8 @@ def overflowing() -> Rollouts:
         torch.tensor(c, dtype=torch.float64)[:, None].expand(-1, 2)
         for c in zip(*cases, strict=True)
     )
-    new, one = torch.where(x > 0, -lp, x - lp), torch.ones_like(A)
+    new = torch.where(x > 0, -lp, x - lp)
+    one = torch.ones_like(A)
     return Rollouts(new, new - x, A.clone(), one.bool(), logp_ref=new, entropy=one)
 
 

@@ -72,7 +72,9 @@ def capacity(
     """
     p, mu, A = _checked_points(pi, pi_old, adv)
     shape = p.shape
-    p, mu, A = p.ravel(), np.maximum(mu.ravel(), TINY), A.ravel()
+    p = p.ravel()
+    mu = np.maximum(mu.ravel(), TINY)
+    A = A.ravel()
     curve = _toward_the_update(of(objective, **hp))
     points = np.stack([mu if curve.reads_mu else np.ones_like(mu), A], 1)
     pairs, pair_of_point = np.unique(points, axis=0, return_inverse=True)
@@ -151,11 +153,10 @@ def _checked_points(pi: Any, pi_old: Any, adv: Any) -> list[np.ndarray]:
             ) from None
         bad = ~np.isfinite(x) if name == "adv" else ~((x >= 0) & (x <= 1))
         if bad.any():
-            want = (
-                "an advantage is finite"
-                if name == "adv"
-                else "a probability is in [0, 1] (is it a logarithm?)"
-            )
+            if name == "adv":
+                want = "an advantage is finite"
+            else:
+                want = "a probability is in [0, 1] (is it a logarithm?)"
             raise InputError(f"{name} is {x[bad].flat[0]:g}: {want}.")
         points.append(x)
     try:

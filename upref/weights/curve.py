@@ -51,12 +51,12 @@ class Curve:
 
     def __call__(self, r: Numbers, A: Numbers, mu: Numbers | None = None) -> np.ndarray:
         """dJ/dlp in float64. Raises InputError where a loss has no finite gradient."""
-        r, A = np.asarray(r, dtype=float), np.asarray(A, dtype=float)
-        mu = (
-            np.asarray(mu, dtype=float)
-            if self.reads_mu and mu is not None
-            else low_probability(r)
-        )
+        r = np.asarray(r, dtype=float)
+        A = np.asarray(A, dtype=float)
+        if self.reads_mu and mu is not None:
+            mu = np.asarray(mu, dtype=float)
+        else:
+            mu = low_probability(r)
         with np.errstate(all="ignore"):
             return self.weight(np.minimum(r, 1 / mu), A, mu)
 
@@ -266,7 +266,8 @@ def of_loss(loss: Any, settings: dict[str, Any] | None = None) -> Curve:
     """
     ask = partial(_measured, loss)
     # on nobody's bound
-    crowd, x = low_probability, np.exp(np.linspace(-3, 3, 41) + 0.0123)
+    crowd = low_probability
+    x = np.exp(np.linspace(-3, 3, 41) + 0.0123)
     r, A, mu = (
         v.ravel()
         for v in np.meshgrid(x, (1.0, -1.0, 0.5, -2.0), (1e-6, 1e-3, 0.3, 0.9, 0.99))
@@ -398,8 +399,6 @@ def of_all(whats: Sequence[Any], hp: dict[str, Any]) -> list[Curve]:
 
 def _takes(what: Any) -> Callable[[str], bool]:
     what = get(what) if isinstance(what, str) and ":" not in what else what
-    return (
-        what.hyperparameters.__contains__
-        if isinstance(what, Objective)
-        else partial(losses.accepts, what)
-    )
+    if isinstance(what, Objective):
+        return what.hyperparameters.__contains__
+    return partial(losses.accepts, what)

@@ -58,12 +58,18 @@ def find(
     floor       weights of a smaller relative distance count as one
     """
     rows = np.arange(len(r))
-    w, near = weight(r, rows), weight(np.tile([0.5, 1, 2], (len(r), 1)), rows)
+    w = weight(r, rows)
+    near = weight(np.tile([0.5, 1, 2], (len(r), 1)), rows)
     faint = FAINT * abs(near).max(1, keepdims=True)
     live = (w != 0) | _faded(w, faint)
-    turned, hit = live[:, :-1] != live[:, 1:], abs(np.diff(w)) > _least(w, faint, floor)
+    turned = live[:, :-1] != live[:, 1:]
+    hit = abs(np.diff(w)) > _least(w, faint, floor)
     i, k = ((turned if ends else turned | hit) & (r[:, :-1] < r[:, 1:])).nonzero()
-    lo, hi, a, z, turned = r[i, k], r[i, k + 1], w[i, k], w[i, k + 1], turned[i, k]
+    lo = r[i, k]
+    hi = r[i, k + 1]
+    a = w[i, k]
+    z = w[i, k + 1]
+    turned = turned[i, k]
     first = True
     while (hi > np.nextafter(lo, np.inf)).any():
         x = lo[:, None] + (hi - lo)[:, None] * np.linspace(0, 1, PARTS + 1)
@@ -83,20 +89,20 @@ def find(
         if not first:
             keep &= np.arange(PARTS) == score.argmax(1)[:, None]
         j, k = keep.nonzero()
-        i, lo, hi, a, z, turned, first = (
-            i[j],
-            x[j, k],
-            x[j, k + 1],
-            v[j, k],
-            v[j, k + 1],
-            turns[j, k],
-            False,
-        )
+        i = i[j]
+        lo = x[j, k]
+        hi = x[j, k + 1]
+        a = v[j, k]
+        z = v[j, k + 1]
+        turned = turns[j, k]
+        first = False
     new = np.r_[True, (i[1:] != i[:-1]) | (lo[1:] > hi[:-1] * (1 + rtol_ratio))][
         : len(i)
     ]
     last = np.r_[new[1:], True][: len(i)]
-    i, lo, hi = i[new], lo[new], hi[last]
+    i = i[new]
+    lo = lo[new]
+    hi = hi[last]
     # on a bound itself a third value may stand
     a, z = weight(np.c_[lo * (1 - rtol_ratio), hi * (1 + rtol_ratio)], i).T
     keep = (a == 0) != (z == 0)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # A > 0, A < 0, reference, text (Okabe-Ito)
-UP, DOWN, GREY, INK = "#D55E00", "#0072B2", "#B8B8B8", "#222222"
+UP = "#D55E00"
+DOWN = "#0072B2"
+GREY = "#B8B8B8"
+INK = "#222222"
 PALETTE = [
     "#0072B2",
     "#D55E00",
@@ -143,10 +146,8 @@ def cap_panels(panels: list[Panel], n: int = 400, log: bool = False) -> "Figure"
     from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
     from matplotlib.figure import Figure
 
-    ramp, norm = (
-        LinearSegmentedColormap.from_list("cap", RAMP),
-        LogNorm(LEAST, 1) if log else Normalize(0, 1),
-    )
+    ramp = LinearSegmentedColormap.from_list("cap", RAMP)
+    norm = LogNorm(LEAST, 1) if log else Normalize(0, 1)
     ticks, labels = LOG_TICKS if log else TICKS
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(2.75 * len(panels) + 0.85, 3.3), layout="compressed")
@@ -235,7 +236,8 @@ def _room(
     n = len(region)
     area = np.pad(region, ((1, 0), (1, 0))).cumsum(0).cumsum(1)
     for scale in np.arange(3, 0.999, -0.05):
-        h, w = round(height * scale * n), round(width * scale * n)
+        h = round(height * scale * n)
+        w = round(width * scale * n)
         if h > n or w > n:
             continue
         full = area[h:, w:] - area[:-h, w:] - area[h:, :-w] + area[:-h, :-w] == h * w
@@ -291,7 +293,8 @@ def weights(
                 zip(chosen, colors, lines, strict=True)
             ):
                 # equal curves take turns in dashes
-                turn, n = same[j].index(j), len(same[j])
+                turn = same[j].index(j)
+                n = len(same[j])
                 dash = "-" if n == 1 else (6 * turn, (6, 6 * (n - 1)))
                 ax.plot(r, w, color=color, lw=1.8, ls=dash, dash_capstyle="butt")
                 ends.append((w[-1], c.name, color))

@@ -27,12 +27,15 @@ LONGEST = (1025, 2049)  # tokens: a little more than limits of real runs
 FULL = 48  # columns of a batch without padding
 WIDE = (63, 64, 65, 128)  # responses of a batch, and columns
 # tokens, parts of a response, columns before it
-HOLES, TURNS, LATE = (16, 40, 100, 300), (5, 12, 20), (33, 100)
+HOLES = (16, 40, 100, 300)
+TURNS = (5, 12, 20)
+LATE = (33, 100)
 MASKS = ("plain", "a hole", "turns", "left padding", "late")
 MOSTLY = ("A = 0", "A > 0", "A < 0", "clipped")
 PRODUCT = 80.0  # |log| of a product of ratios that float32 holds
 # log π_old/μ of a token; most of it over a response
-RHO, RHO_PRODUCT = (3.0, -3.0, 6.0, -6.0, 12.0, -12.0), 19.0
+RHO = (3.0, -3.0, 6.0, -6.0, 12.0, -12.0)
+RHO_PRODUCT = 19.0
 # log π_ref / π_θ, beside what is unusual otherwise
 CROSSED_REF = (1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)
 # estimators whose advantages are as large as the rewards
@@ -277,9 +280,12 @@ def _stress_batch(
         seed: of the draws.
         ids: as for `stress_batch`.
     """
-    of, wide = AXES[axis], level in REDUCE
+    of = AXES[axis]
+    wide = level in REDUCE
     drawn = _drawn(axis, level, any_size, seed, ids)
-    A, n, mask = drawn.A, drawn.n, drawn.b.mask.numpy()
+    A = drawn.A
+    n = drawn.n
+    mask = drawn.b.mask.numpy()
     above, below = (np.log(side) for side in bounds)
     nth = (drawn.which * np.where(A > 0, len(above), len(below))).astype(int)
     bound = np.where(A > 0, above[nth % len(above)], below[nth % len(below)])
@@ -365,7 +371,9 @@ def _drawn(
     axis: str, level: str, any_size: bool, seed: int, ids: tuple[str, ...]
 ) -> Drawn:
     """The draws of that axis; arguments as of `_stress_batch`."""
-    of, wide, B = AXES[axis], level in REDUCE, AXES[axis].rows
+    of = AXES[axis]
+    wide = level in REDUCE
+    B = AXES[axis].rows
     few, A, n, name, side, mask, state = _composition(axis, any_size, seed, len(ids))
     T, rng = mask.shape[1], np.random.default_rng()
     rng.bit_generator.state = state
@@ -451,7 +459,8 @@ def _composition(axis: str, any_size: bool, seed: int, ids: int) -> tuple[Any, .
     """What does not depend on an objective: which responses are as most are not, their
     A, lengths, kinds of ids and sides of the ratio, the mask, and the state of the
     generator after these draws."""
-    of, rng = AXES[axis], np.random.default_rng(seed)
+    of = AXES[axis]
+    rng = np.random.default_rng(seed)
     of = replace(of, A=of.A + of.more_A) if any_size else of
     B = of.rows
     few = np.arange(B) % max(1, B // FEW) == 0 if of.mostly else np.ones(B, dtype=bool)
@@ -477,7 +486,8 @@ def _sampler_ratios(
     all of them, and near 0.
     """
     B, T = mask.shape
-    kind, n = (np.arange(B) % 3)[:, None], mask.sum(1, keepdims=True)
+    kind = (np.arange(B) % 3)[:, None]
+    n = mask.sum(1, keepdims=True)
     near = rng.normal(size=(B, T)) * 1e-3
     far = np.array(rho)[rng.integers(len(rho), size=(B, T))] * rng.uniform(
         0.9, 1, (B, T)
@@ -509,18 +519,16 @@ def _rows(
         """The numbers below m in random order, as evenly as the size allows."""
         return rng.permutation(np.resize(rng.permutation(m), size))
 
-    some = (
-        _table(of, levels)
-        if np.prod(sorted(levels)[-2:]) <= of.rows and few.all()
-        else ()
-    )
-    if not len(some):  # in the few that are not as most are, and in the rest
+    table = np.zeros((0, len(levels)), dtype=int)
+    if np.prod(sorted(levels)[-2:]) <= of.rows and few.all():
+        table = _table(of, levels)
+    if not len(table):  # in the few that are not as most are, and in the rest
         order = np.r_[np.flatnonzero(few), np.flatnonzero(~few)].argsort()
-        some = np.stack(
+        table = np.stack(
             [np.r_[even(m, few.sum()), even(m, (~few).sum())][order] for m in levels], 1
         )
-    more = np.stack([even(m, of.rows - len(some)) for m in levels], 1)
-    A, n, *rest = np.concatenate([some, more]).T
+    more = np.stack([even(m, of.rows - len(table)) for m in levels], 1)
+    A, n, *rest = np.concatenate([table, more]).T
     return iter((np.array(of.A)[A], np.array(of.lengths)[n], *rest))
 
 
@@ -569,7 +577,9 @@ def pairwise(levels: tuple[int, ...]) -> np.ndarray:
 
 def _columns(n: int, mask: str, T: int, rng: np.random.Generator) -> np.ndarray:
     """Which of T columns hold the n tokens of a response."""
-    at, room, turns = np.arange(n), T - n, min(n, int(rng.choice(TURNS)))
+    at = np.arange(n)
+    room = T - n
+    turns = min(n, int(rng.choice(TURNS)))
     match mask:
         case "a hole":
             return at + (at >= (n + 1) // 2) * min(room, int(rng.choice(HOLES)))
@@ -592,7 +602,8 @@ def relabel_groups(b: Rollouts) -> dict[str, list[Rollouts]]:
         What the ids are called -> the two batches.
     """
     assert b.group is not None
-    g, one = b.group, b.group == b.group.max()
+    g = b.group
+    one = b.group == b.group.max()
     return {
         k: [replace(b, group=x, totals=None) for x in (f(g), torch.where(one, g, f(g)))]
         for k, f in NAMED.items()

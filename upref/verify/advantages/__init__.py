@@ -70,7 +70,8 @@ def check_advantages(
 
 
 def _assumed(case: AdvantageCase) -> list[str]:
-    even, by = case.batch(EVEN), case.divided
+    even = case.batch(EVEN)
+    by = case.divided
     out = []
     if (case.known or not (case.wrong or case.name in NORMED)) and case.f.tol > 1e-6:
         out.append("it computes in float32: compared to 1e-4")

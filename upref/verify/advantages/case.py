@@ -65,11 +65,9 @@ class AdvantageCase:
         Returns:
             The batch; for `signed` each reward is 1 above 1/2, else 0.
         """
-        return (
-            replace(b, R=tuple(Fraction(x > Fraction(1, 2)) for x in b.R))
-            if self.name == "signed"
-            else b
-        )
+        if self.name == "signed":
+            return replace(b, R=tuple(Fraction(x > Fraction(1, 2)) for x in b.R))
+        return b
 
     def expected(self, b: RewardBatch) -> list[float]:
         """Return the advantages of the estimator, computed in exact fractions.
@@ -94,7 +92,8 @@ class AdvantageCase:
         Raises:
             InputError: the function refuses this batch.
         """
-        want, got = self.expected(b), self.f(b)
+        want = self.expected(b)
+        got = self.f(b)
         least = 1e-3 * (max(map(abs, want)) or 1.0)
         off = [
             abs(x - y) / max(abs(x), abs(y), least) if math.isfinite(y) else math.inf
@@ -143,7 +142,8 @@ class AdvantageCase:
         i = self.differs(small)
         if i is None:
             return  # it draws random numbers, which `determinism` reports
-        want, got = self.expected(small)[i], self.f(small)[i]
+        want = self.expected(small)[i]
+        got = self.f(small)[i]
         peers = small.group.count(small.group[i])
         text = f"{regime}: response {i}, one of {peers} to its prompt, of {len(small.R)} in the batch"
         also = [self.batch(EVEN), self.batch(UNEVEN)]
@@ -162,7 +162,8 @@ class AdvantageCase:
             with contextlib.suppress(InputError):  # what it refuses
                 answers.append((b, self.expected(b), self.f(b)))
         batches, right, found = zip(*answers, strict=True)
-        A, expected = [a for x in found for a in x], [a for x in right for a in x]
+        A = [a for x in found for a in x]
+        expected = [a for x in right for a in x]
         if any(not math.isfinite(a) for a in A):
             return _not_finite(batches, found)
         if self.name == "signed" and (cause := _of_two_rewards(batches, found)):
@@ -303,7 +304,8 @@ def _as_it_computes(case: AdvantageCase) -> AdvantageCase:
     """Compared to float32's digits where rewards that are no halves show no more: EVEN
     is exact in less.
     """
-    fine, single = case.batch(FINE), replace(case, f=replace(case.f, tol=SINGLE_TOL))
+    fine = case.batch(FINE)
+    single = replace(case, f=replace(case.f, tol=SINGLE_TOL))
     with contextlib.suppress(InputError):
         if (
             case.f.tol < SINGLE_TOL
@@ -344,7 +346,8 @@ def _eps(
     None where none up to 1 fits.
     """
     each = [change.numbers(b, x, k) for b, x in zip(batches, right, strict=False)]
-    c, A = [x for part in each for x in part], [a for part in found for a in part]
+    c = [x for part in each for x in part]
+    A = [a for part in found for a in part]
     if change.variance is None:
         return 0.0 if near([float(x) for x in c], A, tol) else None
     if any(x * a < 0 for x, a in zip(c, A, strict=True)):
@@ -361,8 +364,6 @@ def _eps(
     ):
         return None
     got = fit(c, var, A, tol)  # type: ignore[arg-type]
-    return (
-        got.eps
-        if got and got.eps <= (1.0 if len({v for v in var if v}) > 1 else SMALL)
-        else None
-    )
+    if got and got.eps <= (1.0 if len({v for v in var if v}) > 1 else SMALL):
+        return got.eps
+    return None

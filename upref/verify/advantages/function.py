@@ -123,7 +123,8 @@ class Function:
         )
 
     def _inputs(self, R: Sequence[Any], group: Sequence[int]) -> dict[str, Any]:
-        N, ends = len(R), torch.tensor(self._lengths(R, group))
+        N = len(R)
+        ends = torch.tensor(self._lengths(R, group))
         n = list(group).count(group[0])
         mask = torch.arange(int(ends.max()) + 1) < ends[:, None]
         rows = [None if x is None else float(x) for x in R]
@@ -158,11 +159,10 @@ class Function:
             got["advantages"] if isinstance(got, dict) and "advantages" in got else got
         )
         try:
-            A = (
-                got.detach().cpu().to_dense()
-                if isinstance(got, Tensor)
-                else torch.as_tensor(np.asarray(got))
-            )
+            if isinstance(got, Tensor):
+                A = got.detach().cpu().to_dense()
+            else:
+                A = torch.as_tensor(np.asarray(got))
             if A.dtype == torch.bool or A.is_complex():
                 raise TypeError
         except (

@@ -39,11 +39,9 @@ def either(*whys: Not) -> Not:
 
 
 def no_ids(case: AdvantageCase) -> str:
-    return (
-        "it takes no group ids: groups are contiguous and of one size"
-        if case.f.contiguous
-        else ""
-    )
+    if case.f.contiguous:
+        return "it takes no group ids: groups are contiguous and of one size"
+    return ""
 
 
 def no_groups(case: AdvantageCase) -> str:
@@ -137,7 +135,8 @@ def group_ids(case: AdvantageCase) -> Iterator[Finding]:
             InputError,
             OutOfMemory,
         ) as e:  # a table of 2^40 ids asks for much memory
-            refused, why = [*refused, said], why or str(e)
+            refused = [*refused, said]
+            why = why or str(e)
             continue
         other = "it depends on the values of the ids: renumber them 0, 1, 2, ... first"
         yield from case.compare("group-ids", f"prompt ids {said}", b, other)
@@ -177,7 +176,8 @@ def _with_peers(b: RewardBatch) -> RewardBatch:
 @oracle("singletons", not_run=either(no_ids, no_groups))
 @quiet
 def singletons(case: AdvantageCase) -> Iterator[Finding]:
-    A, want = case.f(SINGLE), case.expected(SINGLE)
+    A = case.f(SINGLE)
+    want = case.expected(SINGLE)
     alone = (0, 4)
     i = next((i for i in alone if not abs(A[i] - want[i]) <= 1e-6), None)
     if i is None or (case.wrong and math.isfinite(A[i])):
@@ -187,11 +187,10 @@ def singletons(case: AdvantageCase) -> Iterator[Finding]:
     said = Number(0, "A", "or any convention that is finite")
     if make is fail:
         said = Number(0, "A", "for it has no peer to be better than")
-    raw = (
-        "the reward itself, without a baseline"
-        if all(abs(A[j] - float(SINGLE.R[j])) < 1e-5 for j in alone)
-        else ""
-    )
+    if all(abs(A[j] - float(SINGLE.R[j])) < 1e-5 for j in alone):
+        raw = "the reward itself, without a baseline"
+    else:
+        raw = ""
     why = raw if finite else "a division by 0: by G - 1, or by the std of one reward"
     yield make(
         "singletons",
@@ -222,11 +221,10 @@ def equal_rewards(case: AdvantageCase) -> Iterator[Finding]:
     )
     if off > 0.05 or not rounded:
         nan = off == math.inf
-        eps = (
-            f"eps = {case.divided.eps:.3g} is too small"
-            if case.divided.eps
-            else "eps is missing"
-        )
+        if case.divided.eps:
+            eps = f"eps = {case.divided.eps:.3g} is too small"
+        else:
+            eps = "eps is missing"
         why = f"rounding divided by rounding: {eps}" if rounded else ""
         if nan:
             why = "0/0: no eps in the denominator"
@@ -255,14 +253,14 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
     """NaN may be refused, poison its own prompt, or be left out, alone or with its
     prompt, but not become a number.
     """
-    b, f = case.batch(EVEN), case.f
-    now, rows = f(b), range(1, len(b.R))
+    b = case.batch(EVEN)
+    f = case.f
+    now = f(b)
+    rows = range(1, len(b.R))
     whole = case.name in ("whiten", "group_mean_whiten")
     own = [i for i in rows if whole or b.group[i] == b.group[0]]
-    peers, rest = (
-        b.rows_of(b.group[0])[1:],
-        [i for i in rows if b.group[i] != b.group[0]],
-    )
+    peers = b.rows_of(b.group[0])[1:]
+    rest = [i for i in rows if b.group[i] != b.group[0]]
     for bad in (math.nan, None) if f.kind == "list" else (math.nan,):
         try:
             A = f.outcome([bad, *b.R[1:]], b.group).A
@@ -289,11 +287,10 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
         else:
             zero = f.outcome([0, *b.R[1:]], b.group).A
             as_zero = near([A[i] for i in own], [zero[i] for i in own], f.tol)
-            what = (
-                "it counts as 0, also in its peers' baselines"
-                if as_zero
-                else "its peers' advantages change"
-            )
+            if as_zero:
+                what = "it counts as 0, also in its peers' baselines"
+            else:
+                what = "its peers' advantages change"
         yield fail(
             "missing-reward",
             f"one reward is {bad}",

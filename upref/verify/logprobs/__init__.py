@@ -87,7 +87,9 @@ def check_logprobs(
         if v not in (None, 1.0)
     }
     took = time.perf_counter() - start
-    findings, read_as, unchecked = [*found, *more], str(kernel.reading), not_run(ran)
+    findings = [*found, *more]
+    read_as = str(kernel.reading)
+    unchecked = not_run(ran)
     return Report(
         kernel.name,
         "log-probs",
@@ -139,7 +141,8 @@ def choose_tolerances(
     """
     p = probe(kernel)
     p = replace(p, g_H=p.g if kernel.has_entropy else None)
-    done, want = kernel(p), solved(p)
+    done = kernel(p)
+    want = solved(p)
     exact = KernelCase(kernel, dict.fromkeys(done.numbers, 1.0))
     off = {
         k: exact.off(p, replace(done, numbers={k: v}), want)[0]
@@ -172,14 +175,16 @@ def _is_smooth(kernel: Kernel, p: Problem, names: list[str]) -> bool:
         found = [kernel(q).numbers for q in moved]
         due = [solved(q).numbers for q in moved]
         for key in names:
-            change, right = found[0][key] - found[1][key], due[0][key] - due[1][key]
+            change = found[0][key] - found[1][key]
+            right = due[0][key] - due[1][key]
             if (change - right).abs().max() > LIKE * right.abs().max():
                 return False
     return True
 
 
 # a step below half precision; how near to the right change its change is, relatively
-STEP, LIKE = 1e-5, 0.25
+STEP = 1e-5
+LIKE = 0.25
 
 
 def _assumed(kernel: Kernel) -> list[str]:

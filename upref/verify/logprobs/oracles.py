@@ -32,9 +32,12 @@ from upref.verify.oracle import Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
 
 # how near is equal, for what computes in float64, float32 and half precision
-DOUBLE, SINGLE, HALF = 1e-8, 1e-4, 0.06
+DOUBLE = 1e-8
+SINGLE = 1e-4
+HALF = 0.06
 # of dW in bfloat16, in errors of rounding the exact one once: a note, a failure
-ONE_ROUNDING, MANY = 2.0, 5.0
+ONE_ROUNDING = 2.0
+MANY = 5.0
 VALUES = {"log-prob", "entropy"}
 # how far a factor that all numbers share may be from 1: a temperature that is rounded
 # to bfloat16 is off by up to 0.002
@@ -408,7 +411,8 @@ def bfloat16(case: KernelCase) -> Iterator[Finding]:
         yield note("bfloat16", f"bfloat16 is refused ({str(e)[:120]})")
         return
     want = solved(p)
-    off, size = gaps(done, want), want.numbers["log-prob"].abs().max().item()
+    off = gaps(done, want)
+    size = want.numbers["log-prob"].abs().max().item()
     if max(off["log-prob"], off.get("entropy", 0.0)) / size <= HALF:
         yield from rounded("bfloat16", off, 1e-4, "for bfloat16 inputs")
     else:
@@ -462,12 +466,12 @@ def _scaled(done: KernelOutcome, want: KernelOutcome) -> Iterator[Finding]:
 def _summed(p: Problem, done: KernelOutcome, exact: Tensor) -> str:
     """Whether adding dW up in bfloat16, n tokens at a time, gives these numbers."""
     q = p.to(torch.float64)
-    x, dx = (
-        q.x.flatten(0, 1),
-        torch.nn.functional.one_hot(p.tokens.flatten())
-        - states(q).softmax(-1).flatten(0, 1),
-    )
-    found, near = done.numbers["gradient of weight"], {}
+    x = q.x.flatten(0, 1)
+    dx = torch.nn.functional.one_hot(p.tokens.flatten()) - states(q).softmax(
+        -1
+    ).flatten(0, 1)
+    found = done.numbers["gradient of weight"]
+    near = {}
     for n in (2**k for k in range(11)):
         total = torch.zeros_like(exact, dtype=torch.bfloat16)
         for u, v in zip(dx.split(n), x.split(n), strict=True):
@@ -475,11 +479,9 @@ def _summed(p: Problem, done: KernelOutcome, exact: Tensor) -> str:
         near[n] = (found - total.double()).abs().max().item()
     n = min(near, key=near.__getitem__)
     like = near[n] <= 0.35 * (found - exact).abs().max()
-    return (
-        f"dW is added up in bfloat16, {n} token{'s' if n > 1 else ''} at a time"
-        if like
-        else ""
-    )
+    if like:
+        return f"dW is added up in bfloat16, {n} token{'s' if n > 1 else ''} at a time"
+    return ""
 
 
 @oracle(

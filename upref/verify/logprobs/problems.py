@@ -47,10 +47,12 @@ def random_problem(
         return (8 * normal).round() / 8
 
     size = 1.0 if k.softcap is None else max(1.0, k.softcap / 2)
-    x, W = eighths(*shape, H) * size, eighths(V, H) * 0.5 ** round(math.log2(H / 2) / 2)
+    x = eighths(*shape, H) * size
+    W = eighths(V, H) * 0.5 ** round(math.log2(H / 2) / 2)
     tokens = torch.randint(V, shape, generator=gen)
     tokens.view(-1)[:2] = torch.tensor([V - 1, 0])[: tokens.numel()]
-    g, g_H = eighths(*shape), eighths(*shape)
+    g = eighths(*shape)
+    g_H = eighths(*shape)
     g[g == 0] = 0.5
     if N > 2:
         g.view(-1)[-2] = 0  # it has an entropy gradient alone
@@ -109,7 +111,8 @@ def plain(k: Kernel) -> dict[str, dict[str, Problem]]:
     none = dict[str, Any](g=None, g_H=None)
     used: dict[str, dict[str, Any]] = {"gradient": {"g_H": None}}
     used |= {"entropy-gradient": {"g": None}, "gradients": {}} if k.has_entropy else {}
-    one, ten = random_problem(k, 1, **none), random_problem(k, 10, 19, 6, 1, **none)
+    one = random_problem(k, 1, **none)
+    ten = random_problem(k, 10, 19, 6, 1, **none)
     out = {
         "values": {
             "temperature 1": random_problem(k, **none),
@@ -177,7 +180,8 @@ def offset(k: Kernel) -> dict[str, Problem]:
     def added(by: float, sign: Tensor) -> Problem:
         if p.weight is None:
             return replace(p, x=p.x + by * sign[..., None])
-        x, W = p.x.clone(), p.weight.clone()
+        x = p.x.clone()
+        W = p.weight.clone()
         x[..., 0] = 2.0 ** round(math.log2(abs(by)) / 2) * sign
         W[:, 0] = by / x[..., 0].max()
         return replace(p, x=x, weight=W)
@@ -208,7 +212,8 @@ def peak(k: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
         x = p.x / 2
         x[..., at] = height
         return replace(p, x=x, tokens=tokens)
-    x, W = p.x.clone(), p.weight / 2
+    x = p.x.clone()
+    W = p.weight / 2
     x[..., 0], W[:, 0], W[at] = 1, 0, 0
     W[at, 0] = height
     return replace(p, x=x, weight=W, tokens=tokens)
@@ -262,18 +267,14 @@ def forbidden(k: Kernel) -> dict[str, Problem]:
         One problem by its words. None for hidden states without a bias, or with a
             softcap.
     """
-    p, low = (
-        random_problem(k, 6, 9, 3, 6),
-        torch.where(torch.arange(9) < 7, 0.0, -math.inf).double(),
-    )
+    p = random_problem(k, 6, 9, 3, 6)
+    low = torch.where(torch.arange(9) < 7, 0.0, -math.inf).double()
     p = replace(p, tokens=p.tokens.clamp(max=6))
     if p.weight is None:
         return {"two ids have a logit of -inf": replace(p, x=p.x + low)}
-    return (
-        {"two ids have a bias of -inf": replace(p, bias=p.bias + low)}
-        if p.bias is not None and not p.softcap
-        else {}
-    )
+    if p.bias is not None and not p.softcap:
+        return {"two ids have a bias of -inf": replace(p, bias=p.bias + low)}
+    return {}
 
 
 def ignored(k: Kernel) -> dict[str, Problem]:

@@ -25,7 +25,9 @@ from upref.verify.finding import number_pair
 from upref.verify.group import on_loopback
 from upref.verify.report import Finding, fail, note
 
-SECONDS, SINGLE = 60, 1e-4  # that a process may take, and how near is equal
+# that a process may take, and how near is equal
+SECONDS = 60
+SINGLE = 1e-4
 
 
 def shard(p: Problem, rank: int, ranks: int) -> Problem:
@@ -42,11 +44,9 @@ def shard(p: Problem, rank: int, ranks: int) -> Problem:
         return v.chunk(ranks, dim)[rank].contiguous()
 
     p = replace(p, bias=None if p.bias is None else cut(p.bias, 0))
-    return (
-        replace(p, x=cut(p.x, -1))
-        if p.weight is None
-        else replace(p, weight=cut(p.weight, 0))
-    )
+    if p.weight is None:
+        return replace(p, x=cut(p.x, -1))
+    return replace(p, weight=cut(p.weight, 0))
 
 
 def _rank(
@@ -126,7 +126,8 @@ def compared(
             of
         hidden states are added up already.
     """
-    every, h = outcomes(kernel, p, ranks), "gradient of hidden"
+    every = outcomes(kernel, p, ranks)
+    h = "gradient of hidden"
 
     def worst(numbers: dict[str, Any], want: dict[str, Tensor]) -> tuple[Any, ...]:
         """What `off` answers of these numbers of a rank."""
@@ -172,12 +173,10 @@ def _why(
     worst: Callable[..., Any],
 ) -> str:
     parts = [states(shard(p, i, ranks)) for i in range(ranks)]
-    lp, whole, own, V = (
-        want["log-prob"],
-        log_sum(states(p)),
-        parts[rank],
-        parts[0].shape[-1],
-    )
+    lp = want["log-prob"]
+    whole = log_sum(states(p))
+    own = parts[rank]
+    V = parts[0].shape[-1]
     unshifted = sum(
         (pick(z, p.tokens.clamp(max=V - 1)) for z in parts), 0 * lp
     ).masked_fill(p.tokens >= V, 0)

@@ -15,7 +15,7 @@ from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed_at, everywhere
 from upref.verify.faults import measured
 from upref.verify.faults.batch_reading import LARGE, clipped
-from upref.verify.finding import Cause, number_pair
+from upref.verify.finding import NO_CAUSE, Cause, number_pair
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
@@ -63,11 +63,13 @@ def micro_batches(case: LossCase) -> list[Finding]:
         A failure at the first way to cut the mini-batch that differs.
     """
     # of eight responses
-    b, counts = _batch(case), (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
+    b = _batch(case)
+    counts = (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
     v, g = case.answer(b)
     for n in counts:
         parts = [case.both(m) for m in b.split(n)]
-        g2, v2 = torch.cat([p[1] for p in parts]), sum(p[0] for p in parts)
+        g2 = torch.cat([p[1] for p in parts])
+        v2 = sum(p[0] for p in parts)
         off = moved(g2, g, b.mask, slack(case))
         if off.max() > 0:
 
@@ -78,7 +80,8 @@ def micro_batches(case: LossCase) -> list[Finding]:
                 return torch.cat([case.gradient(m) for m in c.split(few)])
 
             small = shrink(b, lambda c, f=cut_up: _differ(case, c, f(c)))  # type: ignore[misc]
-            whole, added = case.gradient(small), cut_up(small)
+            whole = case.gradient(small)
+            added = cut_up(small)
             i, t = worst(moved(added, whole, small.mask, slack(case)))
 
             def own(c: Rollouts) -> tuple[Tensor, Tensor]:
@@ -93,11 +96,9 @@ def micro_batches(case: LossCase) -> list[Finding]:
                 told = [_right(case, replace(m, totals=None)) for m in cuts]
                 return torch.cat(list(map(case.gradient, cuts))), torch.cat(told)
 
-            why = (
-                divides_by_its_own(case, "micro-batch")
-                if everywhere(case, own, b)
-                else ""
-            )
+            why = NO_CAUSE
+            if everywhere(case, own, b):
+                why = divides_by_its_own(case, "micro-batch")
             regime = f"{min(n, len(small.mask))} micro-batches of unequal lengths, their losses added up"
             says = number_pair(
                 "dJ/dlp", whole[i, t].item(), added[i, t].item(), "as of the whole"
@@ -134,7 +135,8 @@ def loss_scale(case: LossCase) -> list[Finding]:
     Returns:
         A failure where the gradient does not scale with the loss.
     """
-    b, loss = _batch(case), case.loss
+    b = _batch(case)
+    loss = case.loss
     g = case.answer(b)[1]
     for times, (words, why_times) in SCALES.items():
         into = loss.ask("into", b, "logp", times)
@@ -167,16 +169,16 @@ def _scaled_otherwise(
         return -torch.cat(every), torch.cat([case.gradient(c)] * len(TIMES))
 
     small = shrink(b, lambda c: bool(off(c).max() > 0))
-    due, found = times * case.gradient(small), scaled(small)
+    due = times * case.gradient(small)
+    found = scaled(small)
     i, t = worst(off(small))
     says = number_pair(
         "dJ/dlp", due[i, t].item(), found[i, t].item(), f"{words} times the gradient"
     )
-    why = (
-        "its backward pass leaves out what comes from above (grad_output)"
-        if everywhere(case, whole, b)
-        else ""
-    )
+    if everywhere(case, whole, b):
+        why = "its backward pass leaves out what comes from above (grad_output)"
+    else:
+        why = ""
     shown = make_example(small, due, found, loss.reads)
     return fail(
         "loss-scale", f"the loss times {words}, as {why_times}", *says, shown, why
@@ -258,19 +260,16 @@ def _single(case: LossCase) -> Iterator[tuple[str, Rollouts]]:
     for axis, some in SOME.items():
         every = case.beyond(axis, ids)
         for n in range(0, 7 * some, 7):
-            i, t = (
-                n % len(every.mask),
-                every.mask[n % len(every.mask)].nonzero().max() + 2,
-            )
+            i = n % len(every.mask)
+            t = every.mask[n % len(every.mask)].nonzero().max() + 2
             fields = every.but(group=None).tensors()
             row = {name: x[i : i + 1, :t] for name, x in fields.items()}
             if n % 4 == 1 and not case.one_adv:
                 row["adv"] = row["adv"] * (torch.arange(row["adv"].shape[1]) % 13 == 0)
-            group = (
-                every.group[i : i + 1]
-                if every.group is not None and ids
-                else torch.zeros(1, dtype=torch.long)
-            )
+            if every.group is not None and ids:
+                group = every.group[i : i + 1]
+            else:
+                group = torch.zeros(1, dtype=torch.long)
             yield "a batch of one response", Rollouts.unchecked(**row, group=group)
 
 
@@ -358,7 +357,8 @@ def data_parallel(case: LossCase) -> list[Finding]:
                 return _mean(case, c, ranks)
 
             small = shrink(b, lambda c, f=dealt: _differ(case, c, f(c)))  # type: ignore[misc]
-            whole, mean = case.gradient(small), dealt(small)
+            whole = case.gradient(small)
+            mean = dealt(small)
             i, t = worst(moved(mean, whole, small.mask, slack(case)))
             each = len(whole) // ranks
             responses = f"{each} responses" if each > 1 else "one response"
@@ -382,11 +382,9 @@ def _dealt(b: Rollouts, ranks: int) -> list[Tensor]:
 
 def _mean(case: LossCase, b: Rollouts, ranks: int) -> Tensor:
     """The gradients of the ranks, averaged."""
-    loss, mean, totals = (
-        case.loss,
-        torch.zeros_like(b.logp),
-        b.counts,
-    )
+    loss = case.loss
+    mean = torch.zeros_like(b.logp)
+    totals = b.counts
     for rows in _dealt(b, ranks):
         mine = b.rows(rows, totals)
         if not loss.micro_batchable:

@@ -174,7 +174,8 @@ def _padded_side(
     why = OVER_WIDTH if everywhere(case, by_width) else Cause()
     if left and not why and _reads_first_column(case, left):
         why = FIRST_COLUMN
-    expected, found = case.gradient(small), padded(small)[1]
+    expected = case.gradient(small)
+    found = padded(small)[1]
     says = number_pair("dJ/dlp", expected[at].item(), found[at].item(), "as without")
     wide = _widened(small, left, right)
     narrow = torch.nn.functional.pad(expected, (left, right))
@@ -437,11 +438,9 @@ def permutation(case: LossCase) -> list[Finding]:
 
 
 def _kl(case: LossCase) -> str:
-    return (
-        "the KL term does not scale with A"
-        if case.hp.get("beta")
-        else case.o.scale_exception
-    )
+    if case.hp.get("beta"):
+        return "the KL term does not scale with A"
+    return case.o.scale_exception
 
 
 @oracle("scaling", 110, _kl, implied=True)
@@ -469,7 +468,8 @@ def scaling(case: LossCase) -> list[Finding]:
         return []
     small = shrink(b, lambda c: bool(off(c).max() > 0), worst(apart))
     at = worst(off(small))
-    due, got = 3 * case.gradient(small), tripled(small)
+    due = 3 * case.gradient(small)
+    got = tripled(small)
     says = number_pair("dJ/dlp", due[at].item(), got[at].item(), "3 times the gradient")
 
     def times(k: float) -> Callable[[Rollouts], tuple[Tensor, Tensor]]:
@@ -478,7 +478,8 @@ def scaling(case: LossCase) -> list[Finding]:
 
     why = SIZE_DIVIDED_OUT if everywhere(case, times(1)) else Cause()
     why = SQUARED if everywhere(case, times(9)) else why
-    large, at_3 = clipped(case, LARGE), replace(small, adv=3 * small.adv)
+    large = clipped(case, LARGE)
+    at_3 = replace(small, adv=3 * small.adv)
     why = why or confirmed_at(
         case, large, at_3, at, case.weights(at_3)[at].item(), b.but(adv=LARGE * b.adv)
     )
@@ -511,11 +512,10 @@ def zero_advantage(case: LossCase) -> list[Finding]:
         return []
     small = _at_zero(shrink(b, pushed))
     g = case.gradient(small)
-    found = (
-        f"a gradient of up to {g.abs().max().item():.4g}"
-        if g.isfinite().all()
-        else "NaN or infinity"
-    )
+    if g.isfinite().all():
+        found = f"a gradient of up to {g.abs().max().item():.4g}"
+    else:
+        found = "NaN or infinity"
     shown = make_example(small, 0 * g, g, case.loss.reads)
     return [
         fail("zero-advantage", "A = 0 everywhere", Number(0, "weight"), found, shown)

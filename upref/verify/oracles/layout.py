@@ -63,7 +63,8 @@ def layout(case: LossCase) -> list[Finding]:
 def _reads_as_contiguous(case: LossCase, b: Rollouts, name: str) -> Finding:
     """The finding of a batch whose gradient is another one in this layout."""
     small = shrink(b, lambda c: bool(_moved(case, c, name).max() > 0))
-    due, found = case.gradient(small), case.loss.ask("strided", small, name)
+    due = case.gradient(small)
+    found = case.loss.ask("strided", small, name)
     i, t = worst(_moved(case, small, name))
     says = number_pair(
         "dJ/dlp", due[i, t].item(), found[i, t].item(), "as of contiguous tensors"

@@ -49,7 +49,8 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
     """NaN, or a lost weight, where the objective's own is an ordinary number; a note
     for ratios and tokens that no sampler can produce, which is where exp(log r)
     overflows float32 and exp(log π_old) leaves it."""
-    wide, short = case.ready(overflowing()), str(dtype).removeprefix("torch.")
+    wide = case.ready(overflowing())
+    short = str(dtype).removeprefix("torch.")
     low = wide.floats(dtype)
     try:
         g = case.gradient(low).double()
@@ -60,11 +61,10 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
                     "extremes", "float64, |log r| up to 800", "a finite loss", str(e)
                 )
             }
-        beyond = (
-            f"|log r| above {FULL:.0f} is"
-            if dtype is torch.float64
-            else f"{short} inputs are"
-        )
+        if dtype is torch.float64:
+            beyond = f"|log r| above {FULL:.0f} is"
+        else:
+            beyond = f"{short} inputs are"
         return {"refused": note("extremes", f"{beyond} refused", found=str(e))}
     far = _extremes(case, low, g)
     notes: dict[str, Finding] = {}
@@ -115,7 +115,8 @@ class Extremes:
             t: the column.
             dtype: in words, in which it was found.
         """
-        A, log_r = self.b.adv[i, t].item(), (self.b.logp - self.b.logp_old)[i, t].item()
+        A = self.b.adv[i, t].item()
+        log_r = (self.b.logp - self.b.logp_old)[i, t].item()
         size = {} if abs(A) in (0, 1) else {"A": A}
         numbers = size | {"log r": log_r, "log π": self.b.logp[i, t].item()}
         return TokenPlace(None if size else A, numbers=numbers, remark=dtype)
@@ -133,8 +134,12 @@ class Extremes:
 def _extremes(case: LossCase, low: Rollouts, g: Tensor) -> Extremes:
     """g: the gradient of the loss on this batch, whose numbers may be of any dtype."""
     b = low.floats(torch.float64)
-    expected, found, dtype = case.expected(b), g / case.factors(b), low.logp.dtype
-    log_r, A, room = b.logp - b.logp_old, b.adv.expand_as(b.logp), _room(case, dtype)
+    expected = case.expected(b)
+    found = g / case.factors(b)
+    dtype = low.logp.dtype
+    log_r = b.logp - b.logp_old
+    A = b.adv.expand_as(b.logp)
+    room = _room(case, dtype)
     # some write a geometric mean as the root of a product
     whole = case.o.level in ("sequence_mean", "custom")
     # A / (N r) leaves the dtype too
@@ -210,7 +215,8 @@ def _why(case: LossCase, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) 
         return bool((found - want).abs().max() <= near)
 
     for d in (torch.float32, dtype):
-        f, name = torch.finfo(d), str(d).removeprefix("torch.")
+        f = torch.finfo(d)
+        name = str(d).removeprefix("torch.")
         most, tiny, least = (
             math.log(f.max),
             -math.log(f.tiny),
@@ -222,7 +228,8 @@ def _why(case: LossCase, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) 
 
         def far(by: float, most: float = most, two: Pairs = two) -> list[bool]:
             """Whether it is right, for each advantage, so far above exp's overflow."""
-            log_r, lp = math.copysign(most + by, x), -most - max(by, 0)
+            log_r = math.copysign(most + by, x)
+            lp = -most - max(by, 0)
             return [right(log_r, lp - more, a) for a, more in two]
 
         def rare(lp: float, two: Pairs = two) -> list[bool]:
@@ -266,16 +273,15 @@ def clamps(case: LossCase) -> list[Finding]:
     Returns:
         Findings, with the cause where it is known.
     """
-    hits, guard = [], GUARD[case.o.level]
+    hits = []
+    guard = GUARD[case.o.level]
     for A in (1.0, -1.0):
         b = case.ready(
             single_token_responses(A, [math.exp(s * x) for x in FAR for s in (1, -1)])
         )
-        found, expected, off = (
-            case.weights(b)[:, 0],
-            case.expected(b)[:, 0],
-            case.off(b)[:, 0],
-        )
+        found = case.weights(b)[:, 0]
+        expected = case.expected(b)[:, 0]
+        off = case.off(b)[:, 0]
         hits += [
             Hit(A, s * x, expected[n].item(), found[n].item())
             for n, (x, s) in enumerate(product(FAR, (1, -1)))
@@ -302,11 +308,12 @@ def clamps(case: LossCase) -> list[Finding]:
             ),
         )
         x = (one.logp - one.logp_old)[i, t].item()
-        reached = (
-            f"as of a token that was sampled at π_old = {math.exp(-abs(x)):.1g}"
-            if x > 0
-            else ""
-        )
+        if x > 0:
+            reached = (
+                f"as of a token that was sampled at π_old = {math.exp(-abs(x)):.1g}"
+            )
+        else:
+            reached = ""
         place = TokenPlace(A, numbers={"log r": x}, remark=reached)
         return [
             fail(
@@ -318,11 +325,10 @@ def clamps(case: LossCase) -> list[Finding]:
                 place=place,
             )
         ]
-    far = (
-        f"another weight at {guard:g} or beyond"
-        if not clamp
-        else f"clamped at {guard:g} or beyond"
-    )
+    if not clamp:
+        far = f"another weight at {guard:g} or beyond"
+    else:
+        far = f"clamped at {guard:g} or beyond"
     return [
         note(
             "extremes",
@@ -358,7 +364,8 @@ def _clamp_cause(case: LossCase, hits: list[Hit]) -> Cause:
         if beyond_it:
             nearest = min(beyond_it, key=lambda hit: abs(hit.log_r))
             ends[side] = side * _where_it_acts(case, nearest.A, side, nearest.log_r)
-    near_batch, far_batch = case.ready(clamped()), case.beyond("ratios")
+    near_batch = case.ready(clamped())
+    far_batch = case.beyond("ratios")
     # a small difference shows only beyond the bound itself, which is a round number
     for digits in (2, 6):
         low, high = (float(f"{ends[side]:.{digits}g}") for side in (-1, 1))

@@ -43,10 +43,8 @@ def in_training(case: LossCase) -> list[Finding]:
     Returns:
         A failure where the numbers are others, or the loss refuses a computed log_prob.
     """
-    b, roles = (
-        case.grid(thin=5),
-        [k for k in (*FIXED, "entropy") if k in case.loss.reads],
-    )
+    b = case.grid(thin=5)
+    roles = [k for k in (*FIXED, "entropy") if k in case.loss.reads]
     leaf = case.answer(b)[1]
     try:
         if found := _differs(case, b, leaf, (), NETWORK):
@@ -81,14 +79,14 @@ def _moved_by(
 ) -> Tensor | None:
     """The gradient where it is another than with a leaf for log_prob."""
     g = case.gradient(b, wanting=wanting)
-    return (
-        g
-        if moved(
+    if (
+        moved(
             _finite(g), _finite(leaf), torch.ones_like(b.mask), slack(case, EXACT)
         ).max()
         > 0
-        else None
-    )
+    ):
+        return g
+    return None
 
 
 def _differs(
@@ -111,19 +109,19 @@ def _differs(
                 )
             ]
     b = shrink(b, lambda c: _moved_by(case, c, case.gradient(c), wanting) is not None)
-    leaf, g = case.gradient(b), case.gradient(b, wanting=wanting)
+    leaf = case.gradient(b)
+    g = case.gradient(b, wanting=wanting)
     i, t = worst((g - leaf).abs().nan_to_num(nan=1e30))
     says = number_pair("dJ/dlp", leaf[i, t].item(), g[i, t].item())
     by_leaf, by_network = (
         case.loss.outcome(b, wanting=w)[0].own is not None for w in (None, wanting)
     )
-    why = (
-        FREED
-        if by_leaf and not by_network
-        else OWN
-        if by_network and not by_leaf
-        else ""
-    )
+    if by_leaf and not by_network:
+        why = FREED
+    elif by_network and not by_leaf:
+        why = OWN
+    else:
+        why = ""
     return [
         fail(
             "in-training", words, *says, make_example(b, leaf, g, case.loss.reads), why
@@ -146,11 +144,10 @@ def stop_gradient(case: LossCase) -> list[Finding]:
         if g is not None and (g != 0).any():
             bonus = common_value(-(g / case.factors(b))[b.mask])
             same = bonus is not None and everywhere(case, partial(_bonus, case, bonus))
-            why = (
-                f"a bonus of {bonus:.4g} times the entropy of each token"
-                if same
-                else ""
-            )
+            if same:
+                why = f"a bonus of {bonus:.4g} times the entropy of each token"
+            else:
+                why = ""
 
             def flows(c: Rollouts) -> bool:
                 """Whether a gradient flows into the entropy."""
@@ -159,27 +156,25 @@ def stop_gradient(case: LossCase) -> list[Finding]:
 
             b = shrink(b, flows)
             g = case.loss.ask("into", b, "entropy")
-            found = (
-                f"a gradient of up to {g.abs().max().item():.3g}"
-                if g is not None
-                else "a gradient"
-            )
+            if g is not None:
+                found = f"a gradient of up to {g.abs().max().item():.3g}"
+            else:
+                found = "a gradient"
             text = "the entropy, which depends on the policy"
             shown = make_example(b, reads=case.loss.reads)
             return [
                 fail("stop-gradient", text, "no gradient into it", found, shown, why)
             ]
-    notes = (
-        [
+    if out:
+        notes = [
             note(
                 "stop-gradient",
                 f"a gradient would flow into {', '.join(out)}",
                 cause=CONSTANTS,
             )
         ]
-        if out
-        else []
-    )
+    else:
+        notes = []
     return _declared(case) + notes
 
 
@@ -187,7 +182,8 @@ def _bonus(case: LossCase, k: float, b: Rollouts) -> tuple[Tensor, Tensor]:
     """The gradient of the loss by the entropy, and that of k times the entropy of each
     token in J.
     """
-    found, due = case.loss.ask("into", b, "entropy"), -k * case.factors(b) * b.mask
+    found = case.loss.ask("into", b, "entropy")
+    due = -k * case.factors(b) * b.mask
     return torch.zeros_like(due) if found is None else found, due
 
 
@@ -206,16 +202,18 @@ def _declared(case: LossCase) -> list[Finding]:
     ]
     sizes = (1e-6, 1e-4)  # where the two differ, the value is rounded, or jumps
     asked = not (case.single or case.o.batch_coupled)
-    rises = (
-        case.loss.ask("differences", b, [h * step for h in sizes for step in steps])
-        if asked
-        else []
-    )
-    slopes = (
-        torch.tensor(rises).reshape(len(sizes), -1) / torch.tensor(sizes)[:, None]
-        if rises
-        else torch.zeros(2, 0)
-    )
+    if asked:
+        rises = case.loss.ask(
+            "differences", b, [h * step for h in sizes for step in steps]
+        )
+    else:
+        rises = []
+    if rises:
+        slopes = (
+            torch.tensor(rises).reshape(len(sizes), -1) / torch.tensor(sizes)[:, None]
+        )
+    else:
+        slopes = torch.zeros(2, 0)
     g = -case.gradient(b) if rises else torch.zeros_like(b.logp)
     for step, (there, far) in zip(steps, slopes.T.tolist(), strict=False):
         here = (g * step).sum().item()
@@ -273,7 +271,9 @@ def dead_hyperparameter(case: LossCase) -> list[Finding]:
 
 def _moved(case: LossCase, key: str) -> list[Finding]:
     """One hyperparameter is handed over, moved."""
-    loss, o, now = case.loss, case.o, case.hp[key]
+    loss = case.loss
+    o = case.o
+    now = case.hp[key]
     asked = key in loss.accepts or (loss.accepts_kwargs and key in loss.bound_args)
     if not (asked or loss.accepts_kwargs) or (
         key == "beta" and "logp_ref" not in loss.reads
@@ -320,11 +320,10 @@ def _moved(case: LossCase, key: str) -> list[Finding]:
             return ask(c, other) - ask(c, now), torch.zeros_like(c.logp)
 
         every = everywhere(case, effect, *_some(b, differ))
-        why = (
-            "it goes into **kwargs and has no effect"
-            if key not in loss.accepts
-            else "the argument has no effect"
-        )
+        if key not in loss.accepts:
+            why = "it goes into **kwargs and has no effect"
+        else:
+            why = "the argument has no effect"
         make = fail if asked else note
         says = "another gradient", "the same gradient, bit for bit"
         return [
@@ -356,11 +355,10 @@ def _some(b: Rollouts, differ: Tensor) -> list[Rollouts]:
     """These tokens, their responses in batches of 1 to 70, and side by side in long
     ones: an effect may need that.
     """
-    b, at = replace(b, group=None), differ.nonzero().tolist()
-    few, rows = (
-        at[:: max(1, len(at) // 4)][:4],
-        list(dict.fromkeys(i for i, _ in at)) * 70,
-    )
+    b = replace(b, group=None)
+    at = differ.nonzero().tolist()
+    few = at[:: max(1, len(at) // 4)][:4]
+    rows = list(dict.fromkeys(i for i, _ in at)) * 70
     tokens = [cut(b, [i], columns) for i, t in few for columns in ([t], None)]
     some = [
         c

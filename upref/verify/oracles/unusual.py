@@ -139,13 +139,12 @@ def _wrong(
         Cause(),
     )
     columns = [t], list(range(int(b.mask[i].nonzero().max()) + 1))
-    rows = (
-        []
-        if dtype
-        else [
+    if dtype:
+        rows = []
+    else:
+        rows = [
             c for k in columns if (c := cut(replace(b, group=None), [i], k)) is not None
         ]
-    )
     for small in (c for c in map(case.ready, rows) if c.mask.numel() <= 32):
         if (apart := _off(case, small)).max() > 10 * case.tol:
             b, found, (i, t), shown = (
@@ -216,10 +215,8 @@ def _off(case: LossCase, b: Rollouts, found: Tensor | None = None) -> Tensor:
     apart = case.off(b, found, 1e-12, sums)
     if not apart.max() > 10 * case.tol:
         return apart
-    apart, expected = (
-        apart.masked_fill(beyond_range(case, b, found), 0),
-        case.expected(b),
-    )
+    apart = apart.masked_fill(beyond_range(case, b, found), 0)
+    expected = case.expected(b)
     edge = case.moves(b, expected, sums) > 1e-3 * torch.maximum(
         expected.abs(), b.adv.abs()
     )
@@ -289,9 +286,12 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
     """What `groups` finds; a loss may loop over all ids up to 2^40."""
     b = case.ready(on_policy_batch())
     relabeled = Relabeled(case)
-    g, notes, takes = case.gradient(b), [], []
+    g = case.gradient(b)
+    notes = []
+    takes = []
     for words, (every_group, all_but_one) in relabel_groups(b).items():
-        whole, refused = True, False
+        whole = True
+        refused = False
         for c in (every_group, all_but_one):
             try:
                 off = relabeled.difference(c, g)
@@ -316,7 +316,8 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
                             found=str(e),
                         )
                     )
-                whole, refused = False, True
+                whole = False
+                refused = True
                 continue
             if off.max() > 0:
                 i, t = worst(off)

@@ -60,7 +60,8 @@ PARTLY = "weights are right up to what rounding its inputs to float32 makes of t
 def gradient(case: LossCase) -> list[Finding]:
     b = case.grid()
     found = case.weights(b)
-    off, r = case.off(b, found), case.ratio(b)
+    off = case.off(b, found)
+    r = case.ratio(b)
     A = torch.where(b.mask, b.adv.expand_as(off), 0)
     ties = torch.zeros_like(b.mask)
     for sign in (1.0, -1.0):
@@ -176,7 +177,8 @@ def bounds_of(case: LossCase, A: float) -> list[float]:
 def _ties(
     case: LossCase, b: Rollouts, hit: Tensor, r: Tensor, A: Tensor, found: Tensor
 ) -> list[Finding]:
-    expected, out = case.expected(b), []
+    expected = case.expected(b)
+    out = []
     for sign in (1.0, -1.0):
         at = hit & (A * sign > 0)
         for k in sorted({round(x, 9) for x in r[at].tolist()}):
@@ -268,7 +270,8 @@ def _in_region(
 
 def _pattern_of(case: LossCase, tested: MeasuredWeights, small: Rollouts) -> str:
     """What the wrong weights have in common, where no known fault gives them."""
-    found, expected = case.weights(small), case.expected(small)
+    found = case.weights(small)
+    expected = case.expected(small)
     shown = MeasuredWeights(small, found, expected, case.ratio(small), small.mask)
     return pattern(tested, shown, case.tol, case.o.level not in REDUCE)
 
@@ -386,7 +389,8 @@ def _random(case: LossCase, seed: int = 0) -> list[Finding]:
 
 def _alone(case: LossCase, b: Rollouts, i: int, t: int) -> str:
     """The weight that the same token has by itself, where that is another."""
-    A, r = b.adv[i, t].item(), (b.logp[i, t] - b.logp_old[i, t]).exp().item()
+    A = b.adv[i, t].item()
+    r = (b.logp[i, t] - b.logp_old[i, t]).exp().item()
     if (
         case.o.level in REDUCE
         or case.o.level == "custom"
@@ -470,17 +474,14 @@ def aggregation(case: LossCase) -> list[Finding]:
     if not case.fits or not apart(b):
         return []
     small = shrink(b, shows if shows(b) else apart)
-    n, right, got = (
-        small.mask.sum(1),
-        case.factors(small, want)[:, 0],
-        case.factors(small)[:, 0],
-    )
+    n = small.mask.sum(1)
+    right = case.factors(small, want)[:, 0]
+    got = case.factors(small)[:, 0]
     i = int((got / right - 1).abs().argmax())
-    group = (
-        ""
-        if case.loss.visible_batch(b).group is not None
-        else " (the loss takes no groups: the batch counts as one)"
-    )
+    if case.loss.visible_batch(b).group is not None:
+        group = ""
+    else:
+        group = " (the loss takes no groups: the batch counts as one)"
     text = f"ragged lengths (here a response of {int(n[i])} of {int(n.sum())} tokens)"
     expected = Number(right[i].item(), "factor", f"by {said}{group}")
     found = Number(got[i].item(), "factor", f"by {case.agg}")
@@ -507,7 +508,8 @@ def aggregation(case: LossCase) -> list[Finding]:
 )
 def value(case: LossCase) -> list[Finding]:
     for n, b in enumerate(_random_batches(case, 0, _many(case))[:10]):
-        found, expected = case.answer(b)[0].item(), case.o.loss(b, **case.hp).item()
+        found = case.answer(b)[0].item()
+        expected = case.o.loss(b, **case.hp).item()
         if not math.isfinite(found):
             return [
                 fail(
