@@ -56,11 +56,9 @@ class Evidence:
         return f"{self.loss} --as {objective}" + "".join(f" --hp {x}" for x in hp)
 
     def __str__(self) -> str:
-        return (
-            f"{self.where}: {self.expected} -> {self.found}"
-            if self.where
-            else "no token of the grid"
-        )
+        if self.where:
+            return f"{self.where}: {self.expected} -> {self.found}"
+        return "no token of the grid"
 
 
 @dataclass(frozen=True)
@@ -172,10 +170,8 @@ def read(name: str = "", text: str | None = None) -> list[Entry]:
         ]
     tables = recorded(name) if text is None else _tables(text)
     shared = {"framework": name} | tables.get("ledger", {})
-    prelude, facts = (
-        shared.pop("prelude", "").strip(),
-        _tables(FACTS.read_text(encoding="utf-8")),
-    )
+    prelude = shared.pop("prelude", "").strip()
+    facts = _tables(FACTS.read_text(encoding="utf-8"))
     twice = shared.pop("twice", "").split()
     try:
         given = [
@@ -236,7 +232,8 @@ def entry(name: str, key: str) -> Entry:
 
 def _script(prelude: str, proof: str) -> str:
     """The proof after those statements of the prelude whose names it uses."""
-    lines, kept = prelude.splitlines(), ast.parse(proof).body
+    lines = prelude.splitlines()
+    kept = ast.parse(proof).body
     out: list[str] = []
     for node in reversed(ast.parse(prelude).body):
         used = {x.id for n in kept for x in ast.walk(n) if isinstance(x, ast.Name)}
@@ -301,11 +298,9 @@ def summary(name: str, entries: list[Entry]) -> str:
     worst = next(
         (e for e in ranked(entries) if e.status in ("bug", "surprising default")), None
     )
-    return (
-        f"{said}; the worst is {worst.key}: {worst.reason} ({worst.severity})."
-        if worst
-        else f"{said}."
-    )
+    if worst:
+        return f"{said}; the worst is {worst.key}: {worst.reason} ({worst.severity})."
+    return f"{said}."
 
 
 @dataclass(frozen=True)

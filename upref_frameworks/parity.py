@@ -118,7 +118,8 @@ def compare(
     count: from `roundings`. Tensors [B, T] in the dtype that trains; masked slots may
     hold anything.
     """
-    u, low = torch.finfo(logp.dtype).eps / 2, logp.dtype
+    u = torch.finfo(logp.dtype).eps / 2
+    low = logp.dtype
 
     def clean(x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return x as [B, T] in this dtype, 0 in masked slots."""
@@ -193,7 +194,9 @@ def compare(
     size = terms[0].abs().sum()
     off = (loss.detach().double() / dp_size + terms[0].sum()).abs()
     allowed = slack.sum() + u * (count + math.log2(max(2, mask.numel())) + 16) * size
-    max_abs, of_bound, worst = ratio(off, size), ratio(off, allowed), (-1, -1)
+    max_abs = ratio(off, size)
+    of_bound = ratio(off, allowed)
+    worst = (-1, -1)
 
     if gradient is not None:
         g = -clean(gradient, torch.float64) / dp_size
@@ -214,7 +217,8 @@ def compare(
         of = (off / allowed).nan_to_num(nan=float("inf"))
         max_abs = max(max_abs, ratio(off.max(), W[0].abs().max()))
         if (top := of.max().item()) > of_bound:
-            of_bound, worst = top, divmod(int(of.argmax()), mask.shape[1])
+            of_bound = top
+            worst = divmod(int(of.argmax()), mask.shape[1])
     return Parity(
         max_abs,
         of_bound,
@@ -226,7 +230,8 @@ def compare(
 
 def ratio(x: Tensor, y: Tensor) -> float:
     """x / y, 0 where x is 0, infinite where either is not a number."""
-    a, b = float(x), float(y)
+    a = float(x)
+    b = float(y)
     return 0.0 if a == 0 else a / b if b > 0 and math.isfinite(a) else math.inf
 
 
@@ -291,7 +296,8 @@ class Monitor:
         }
 
     def check(self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]) -> None:
-        lp, gradient = batch["logp"], None
+        lp = batch["logp"]
+        gradient = None
         if loss.requires_grad:
             (gradient,) = torch.autograd.grad(loss, lp, retain_graph=True)
         count = roundings(loss, lp)
@@ -312,11 +318,10 @@ class Monitor:
         bad = not found.of_bound <= 1
         self.alarms += bad
         if bad:
-            what = (
-                "the loss"
-                if found.worst[0] < 0
-                else "response {}, token {}".format(*found.worst)
-            )
+            if found.worst[0] < 0:
+                what = "the loss"
+            else:
+                what = "response {}, token {}".format(*found.worst)
             sentence = (
                 f"upref/{self.objective.name} is not what trains: in micro-batch {self.seen} of this process {what} is "
                 f"{found.of_bound:.3g} times as far from the float64 reference as {lp.dtype} explains (largest "

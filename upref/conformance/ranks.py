@@ -209,7 +209,8 @@ def main(task: dict[str, Any], rank: int) -> dict[str, Any]:
         The report: `outcome` of the first rank, nothing of the others.
     """
     torch.set_num_threads(1)
-    adapter, case = load_adapter(task["target"]), CASES[task["case"]]
+    adapter = load_adapter(task["target"])
+    case = CASES[task["case"]]
     limit = timedelta(seconds=task["deadline"])
     dist.init_process_group(
         "gloo",

@@ -116,7 +116,8 @@ def read_badge(path: Path) -> Badge:
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         statuses = [record["status"] for record in results["cases"].values()]
-        suite, level = str(results["suite"]), int(results["level"])
+        suite = str(results["suite"])
+        level = int(results["level"])
     except FileNotFoundError:
         raise InputError(
             f"there is no file {path}: write one with `pytest ... --upref-results {path}`."
@@ -139,10 +140,8 @@ def draw_badge(badge: Badge) -> str:
     """Return the badge as SVG: the suite on gray, the level and the counts on green, or
     on orange where some fail.
     """
-    left, right = (
-        f"upref {badge.suite}",
-        f"level {badge.level}, {badge.passed} of {badge.tried}",
-    )
+    left = f"upref {badge.suite}"
+    right = f"level {badge.level}, {badge.passed} of {badge.tried}"
     widths: Mapping[str, float] = {
         text: LETTER * len(text) + 2 * PADDING for text in (left, right)
     }

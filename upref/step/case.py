@@ -302,11 +302,10 @@ def half_of(model: Any) -> torch.dtype | None:
     Returns:
         bfloat16, float16 or None.
     """
-    kinds = (
-        {p.dtype for p in model.parameters() if p.requires_grad}
-        if isinstance(model, nn.Module)
-        else set()
-    )
+    if isinstance(model, nn.Module):
+        kinds = {p.dtype for p in model.parameters() if p.requires_grad}
+    else:
+        kinds = set()
     return next((k for k in HALVES if k in kinds), None)
 
 
@@ -344,12 +343,12 @@ def allowed(goal: Goal, case: StepCase, bound: torch.dtype | float | None) -> fl
         rounded = Forward(case.forward.model, case.rows, goal.temperature)
         its = expected(goal, rounded, case.b).sum(0)
         lp = rounded.statistics()[0]
-    moved, mask = (lp - case.forward.statistics()[0]).detach(), case.b.mask
-    moved = (
-        REDUCE[goal.o.level](moved, mask)[mask.any(1)]
-        if goal.o.level in REDUCE
-        else moved[mask]
-    )
+    moved = (lp - case.forward.statistics()[0]).detach()
+    mask = case.b.mask
+    if goal.o.level in REDUCE:
+        moved = REDUCE[goal.o.level](moved, mask)[mask.any(1)]
+    else:
+        moved = moved[mask]
     case.shift = 3 * float(moved.pow(2).mean().sqrt())
     near = sides(goal, case.forward, case.b, case.shift)
     want = assign_sides(expected(goal, case.forward, case.b), near, its)[0].sum(0)
@@ -541,7 +540,8 @@ def run(step: Callable[..., Any], model: Any, case: StepCase) -> tuple[Gradient,
         raise InputError(
             f"the step made {its.steps} optimizer steps on these rows: let it make one, or use record_step."
         )
-    found, out = its.gradients, its.out
+    found = its.gradients
+    out = its.out
     if (
         isinstance(out, dict)
         and out

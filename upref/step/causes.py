@@ -67,7 +67,8 @@ def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
     alike = _one_weight(w)
     if alike is not None and (not among or set(alike[0].ids) <= set(among.ids)):
         return alike
-    silent, right = w.no_weight(w.found).all(1), right_factors(w.goal, w.b)[:, None]
+    silent = w.no_weight(w.found).all(1)
+    right = right_factors(w.goal, w.b)[:, None]
     for one in token_faults(w, hp):
         if not is_named(one, among):
             continue
@@ -117,7 +118,8 @@ def _one_weight(w: Tokens) -> tuple[Cause, Tensor] | None:
     """The cause that all tokens that train have one weight, and the weights, where that
     is so and should not be.
     """
-    x, right = w.found[w.b.mask], w.expected[w.b.mask]
+    x = w.found[w.b.mask]
+    right = w.expected[w.b.mask]
     mean = float(x.nan_to_num(0).mean())
     differ = float((x - mean).abs().nan_to_num(torch.inf).max())
     if (
@@ -159,11 +161,12 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
     Yields:
         A fault that changes nothing; then the known faults, those of masks first.
     """
-    r, o, goal, at = w.rollouts(), w.goal.o, w.goal, torch.arange(w.here.shape[1])
-    off, last = (
-        w.here & ~w.b.mask,
-        torch.tensor([[len(x.response) - 1] for x in w.rows]),
-    )
+    r = w.rollouts()
+    o = w.goal.o
+    goal = w.goal
+    at = torch.arange(w.here.shape[1])
+    off = w.here & ~w.b.mask
+    last = torch.tensor([[len(x.response) - 1] for x in w.rows])
     masks: tuple[tuple[str, str, Tensor], ...] = (
         ("masked-tokens-train", "masked tokens train", w.here),
         (
@@ -358,7 +361,8 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
                 id=hyperparameter_id(key),
                 hp={key: v},
             )
-    low, high = hp.get("eps_low"), hp.get("eps_high")
+    low = hp.get("eps_low")
+    high = hp.get("eps_high")
     if (
         low is not None
         and high is not None
@@ -465,7 +469,8 @@ def _one_for_one(has: Tensor) -> tuple[Tensor, Tensor] | None:
     Args:
         has: row i may have that of row j, [B, B].
     """
-    n, source = len(has), torch.full((len(has),), -1)
+    n = len(has)
+    source = torch.full((len(has),), -1)
     left = has.clone()
     if has.diagonal().all():
         return None
@@ -527,7 +532,8 @@ def _of_numbers(w: Tokens, r: Rollouts) -> Iterator[LossFault]:
             trained.amax(1, keepdim=True) - trained,
         ),
     ):
-        x, y = _within(place, live), _within(q.clamp(min=1e-300).log(), live)
+        x = _within(place, live)
+        y = _within(q.clamp(min=1e-300).log(), live)
         if not bool(x.any()):
             continue
         gamma = float(((x * y).sum() / (x * x).sum()).exp())
@@ -602,11 +608,14 @@ def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, str, Tensor]]:
     """What the tokens that should train and do not have in common, and no token that
     trains has: the id of these tokens, what they are called, and which they are.
     """
-    live, zero = w.b.mask & ~w.stopped & ~w.found.isnan(), w.no_weight(w.found)
-    gone, left = live & zero, live & ~zero
+    live = w.b.mask & ~w.stopped & ~w.found.isnan()
+    zero = w.no_weight(w.found)
+    gone = live & zero
+    left = live & ~zero
     if gone.sum() < 2 or not left.any():
         return
-    at, log_r = torch.arange(live.shape[1]).expand(live.shape) + 1.0, w.lp - r.logp_old
+    at = torch.arange(live.shape[1]).expand(live.shape) + 1.0
+    log_r = w.lp - r.logp_old
     place = at + torch.tensor([[len(row.prompt)] for row in w.rows])
     ids = torch.zeros_like(at)
     for i, row in enumerate(w.rows):
@@ -628,21 +637,26 @@ def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, str, Tensor]]:
         ("small-advantages", "tokens with an advantage below -{:g}", -r.adv),
     )
     for id, words, x in features:
-        low, high = float(x[left].max()), float(x[gone].min())
+        low = float(x[left].max())
+        high = float(x[gone].min())
         if (limit := between(low, high)) is not None:
             yield id, words.format(abs(limit), abs(limit)), x > limit
 
 
 def _orders(rows: Sequence[Row]) -> list[tuple[str, str, Tensor]]:
     """An id, words, and which row's numbers each row gets."""
-    n, out = len(rows), []
+    n = len(rows)
+    out = []
     for m in dict.fromkeys((n, *(m for m in (4, 2) if m < n))):
         for k in range(1, m):
-            id, words = "later-rows", f"row i + {k}"
+            id = "later-rows"
+            words = f"row i + {k}"
             if k > m // 2:
-                id, words = "earlier-rows", f"row i - {m - k}"
+                id = "earlier-rows"
+                words = f"row i - {m - k}"
             if m < n:
-                id, words = f"{id}-of-part", f"{words} of micro-batches of {m}"
+                id = f"{id}-of-part"
+                words = f"{words} of micro-batches of {m}"
             order = torch.cat([x.roll(-k) for x in torch.arange(n).split(m)])
             out.append((id, words, order))
     lengths = torch.tensor([len(x.response) for x in rows])
@@ -659,7 +673,8 @@ def _exchanged(rows: Sequence[Row], x: Tensor, order: Tensor) -> Iterator[Tensor
     """x [B, T] in that order of its rows: of the responses, or of whole rows padded
     right or left.
     """
-    n, p = [len(r.response) for r in rows], [len(r.prompt) for r in rows]
+    n = [len(r.response) for r in rows]
+    p = [len(r.prompt) for r in rows]
     width = max(len(r.ids) for r in rows)
     for start in ([0] * len(n), p, [width - k for k in n]):
         wide = x.new_zeros(len(n), width + x.shape[1])

@@ -125,7 +125,10 @@ def diagnosed(
         again: runs the step once more.
         among: a cause that was found on other rows; only what it names is tried.
     """
-    goal, model, found, want = it.goal, case.forward.model, it.found, it.want
+    goal = it.goal
+    model = case.forward.model
+    found = it.found
+    want = it.want
     size = float(found.norm())
     numbers = (
         Number(float(want.norm()), "norm"),
@@ -141,11 +144,13 @@ def diagnosed(
     if size == 0:
         return say(measured.NO_GRADIENT.cause())
     if again is not None and not near(model.flat(again()), found, 10 * bound):
-        first, second = _seeded(again), _seeded(again)
+        first = _seeded(again)
+        second = _seeded(again)
         if near(model.flat(first), model.flat(second), 10 * bound):
             return say(measured.RANDOM_STEP.cause())
         return say(measured.STEP_KEEPS_STATE.cause())
-    parts, its = model.split(want), model.split(found)
+    parts = model.split(want)
+    its = model.split(found)
     beside = [
         n
         for n, w in parts.items()
@@ -210,7 +215,8 @@ def _before_clip(it: Compared) -> tuple[Goal, Tensor]:
 
     The norm that was clipped is not known; the one that is right stands for it.
     """
-    goal, g = it.goal, it.found
+    goal = it.goal
+    g = it.found
     if goal.clip is None:
         return goal, g
     if float(g.norm()) < (1 - 1e-3) * goal.clip:
@@ -225,7 +231,8 @@ def _of_parameters(
     zero = [n for n in wrong if not found[n].any()]
     parts = [f"no gradient: {_some(zero)}"] if zero else []
     for n in (n for n in wrong if n not in zero):
-        g, w = found[n], want[n]
+        g = found[n]
+        w = want[n]
         k = float(g @ w / (w @ w).clamp(min=1e-300))
         if (g - k * w).norm() > 100 * bound * w.norm() or abs(k - 1) < 100 * bound:
             return NO_CAUSE
@@ -260,7 +267,8 @@ def _explained(
         bound: the relative error that is allowed.
         only: a cause that was found on other rows; only what it names is tried.
     """
-    goal, rows = plain.goal, it.rows
+    goal = plain.goal
+    rows = it.rows
     span = max(SPAN, 3 * bound)
     k, left = best_factors(rows, g)
     if left <= bound and (cause := _terms_by_row(it, plain, forward, b, k, bound)):
@@ -509,8 +517,10 @@ class Terms:
             g: the gradient that was found, [P].
             bound: the relative error that is allowed.
         """
-        c, names = self.goal.coefficients, [*self.each]
-        G, y = torch.stack([self.each[k] for k in names], 1), g / self.goal.scale
+        c = self.goal.coefficients
+        names = [*self.each]
+        G = torch.stack([self.each[k] for k in names], 1)
+        y = g / self.goal.scale
         size = G.norm(dim=0).clamp(min=1e-300)
         x = (
             torch.linalg.lstsq(G / size, y[:, None], driver="gelsd").solution[:, 0]
@@ -520,7 +530,9 @@ class Terms:
         times = self._constant(float(x[0]))
         if rest > bound or abs(x[0] / times - 1) > 1e-3:
             return NO_CAUSE
-        x, size, said = x / times, size * times, []
+        x = x / times
+        size = size * times
+        said = []
         for k, v, part in zip(names, x.tolist(), size / y.norm(), strict=True):
             if abs(v - c[k]) * part <= 2 * bound:
                 continue
@@ -589,9 +601,11 @@ def _term_by_row(
     """Whether the KL term, or the bonus, is right up to one factor per response, and
     the aggregation of that.
     """
-    c, n = goal.coefficients, len(forward.rows)
+    c = goal.coefficients
+    n = len(forward.rows)
     for key in ("H", "KL"):
-        name, id = TERMS[key], TERM_IDS[key]
+        name = TERMS[key]
+        id = TERM_IDS[key]
         if not c[key]:
             continue
         rest = plain.without(g, *(k for k in c if k != key))
@@ -742,9 +756,12 @@ def _said(
         """As wide as the widened batch."""
         return torch.nn.functional.pad(x, (0, b.mask.shape[1] - x.shape[-1]))
 
-    responses, prompts, beyond = [], [], []
+    responses = []
+    prompts = []
+    beyond = []
     for r, x in zip(forward.rows, reading.weights, strict=True):
-        p, n = len(r.prompt) - 1, len(r.ids) - 1
+        p = len(r.prompt) - 1
+        n = len(r.ids) - 1
         prompts.append(x[:p])
         responses.append(grow(x[p:n]))
         beyond.append(x[n:])

@@ -58,7 +58,8 @@ def divisor_of_all_steps(
         tokens: that train in each step.
         goal: what each is meant to maximize.
     """
-    everything, steps = sum(tokens), len(tokens)
+    everything = sum(tokens)
+    steps = len(tokens)
     if not _counts_tokens(goal) or goal.clip is not None or len({*tokens}) == 1:
         return ""
     times = [
@@ -102,7 +103,9 @@ def _constant(report: Report, error: float) -> float | None:
     if report:
         return 1.0
     first = report.failures[0]
-    ids, expected, found = first.fault_ids, first.expected, first.found
+    ids = first.fault_ids
+    expected = first.expected
+    found = first.found
     if not ids or not all(one.startswith(CONSTANT) for one in ids):
         return None
     if not isinstance(expected, Number) or not isinstance(found, Number):

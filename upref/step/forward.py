@@ -82,8 +82,8 @@ class Forward:
             first: the first token.
 
         Returns:
-            [tokens, V]. Where nothing stands in front of the row, its first token is
-            predicted by nothing, and the logits of position 0 stand in.
+            [tokens, V]. A first token with nothing before it is predicted by nothing:
+            it gets the logits of position 0.
         """
         n = len(self.rows[i].ids)
         at = torch.arange(first, n) + len(self.z[i]) - n - self.shift

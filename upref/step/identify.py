@@ -171,7 +171,8 @@ class Draw:
         loss = goal.loss(goal.parts(lp, *self.statistics[1:], b))
         (slope,) = torch.autograd.grad(loss, lp, materialize_grads=True)
         tell = b.here & ~self.found.isnan()
-        x, y = slope[tell], self.found[tell]
+        x = slope[tell]
+        y = self.found[tell]
         k = float(x @ y / (x @ x).clamp(min=1e-300))
         off = float((y - k * x).abs().max())
         return k if off <= TOLERANCE * float(y.abs().max()) and k != 0 else None
@@ -372,9 +373,11 @@ def _round(k: float) -> float:
 
 def _bounds(draw: Draw) -> str:
     """Between which ratios the weights stop, in words, where none is beyond."""
-    b, lp = draw.case.b, draw.statistics[0]
+    b = draw.case.b
+    lp = draw.statistics[0]
     assert b.old is not None
-    r, size = (lp - b.old).exp(), draw.found.nan_to_num(0).abs()
+    r = (lp - b.old).exp()
+    size = draw.found.nan_to_num(0).abs()
     live = size > TOLERANCE * float(size.max())
     said = []
     for sign, words in ((1, "A > 0"), (-1, "A < 0")):

@@ -43,11 +43,9 @@ def _place(error: Exception) -> str:
     own = [
         x for x in traceback.extract_tb(error.__traceback__) if _is_outside(x.filename)
     ]
-    return (
-        f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})"
-        if own
-        else ""
-    )
+    if own:
+        return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})"
+    return ""
 
 
 def _is_outside(file: str) -> bool:

@@ -94,7 +94,9 @@ def factor_words(
     if not fits.any():
         return None
     first = int(fits.int().argmax())
-    cause, f, times_right = causes[first], F[first], float(times[first])
+    cause = causes[first]
+    f = F[first]
+    times_right = float(times[first])
     # what the norm was before its clip is not known, so a constant factor is not either
     if goal.clip is not None:
         return cause, f * times_right
@@ -292,7 +294,8 @@ def _means(step: _Step) -> list[Factors]:
 
 def _counted(step: _Step) -> list[tuple[Cause, Tensor]]:
     """The tokens that a normalizer may count, and what is wrong with that."""
-    mask, here = torch.tensor(step.mask), torch.tensor(step.here)
+    mask = torch.tensor(step.mask)
+    here = torch.tensor(step.here)
     masked = int((here & ~mask).sum())
     n = len(step.rows)
     # two readings of one number
@@ -305,7 +308,8 @@ def _counted(step: _Step) -> list[tuple[Cause, Tensor]]:
 
 def _means_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
     """Means over each of these partitions, averaged, by the tokens that are counted."""
-    n, out = len(step.rows), []
+    n = len(step.rows)
+    out = []
     aggs = (step.own, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
     for counted, mask in _counted(step):
         block = []
@@ -330,15 +334,16 @@ def _sums(step: _Step) -> list[Factors]:
 
 def _sums_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
     """Sums over each of these partitions, by the size that they are divided by."""
-    n, rows, mask, out = len(step.rows), step.rows, torch.tensor(step.mask), []
+    n = len(step.rows)
+    rows = step.rows
+    mask = torch.tensor(step.mask)
+    out = []
     for size_id, size, count in SIZES:
         block = []
         for id, called, part in parts:
             N = [count([rows[i] for i in at.tolist()]) for at in part]
-            mean, even = (
-                torch.zeros(n, dtype=torch.float64),
-                torch.zeros(n, dtype=torch.float64),
-            )
+            mean = torch.zeros(n, dtype=torch.float64)
+            even = torch.zeros(n, dtype=torch.float64)
             for at, m in zip(part, N, strict=True):
                 mean[at], even[at] = (
                     m / float(mask[at].sum().clamp(min=1)) / sum(N),

@@ -75,7 +75,8 @@ def without_tf32() -> Iterator[None]:
         Once; on a host without a GPU nothing changes.
     """
     backends: Any = torch.backends  # whose newer names torch does not type
-    matmul, cudnn = backends.cuda.matmul, backends.cudnn
+    matmul = backends.cuda.matmul
+    cudnn = backends.cudnn
     with ExitStack() as stack:
         try:
             for owner in (matmul, cudnn):

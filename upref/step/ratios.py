@@ -225,11 +225,10 @@ def _token_log_ratios(
     """
     lp, A, mask = (x.numpy() for x in (batch.lp, batch.adv, batch.mask))
     inside, outside = (rng.uniform(*span, lp.shape) for span in COARSE)
-    size = (
-        np.where(rng.random(lp.shape) < 0.5, inside, outside)
-        if coarse
-        else rng.uniform(*SPREAD, lp.shape)
-    )
+    if coarse:
+        size = np.where(rng.random(lp.shape) < 0.5, inside, outside)
+    else:
+        size = rng.uniform(*SPREAD, lp.shape)
     log_r = _random_signs(size, rng)
     log_r = np.where(lp - log_r <= LIMIT, log_r, size)
     free = mask.copy()
@@ -277,7 +276,8 @@ def _unseen(
     batch: WeightInputs, o: Objective, hp: dict[str, Any], log_r: Tensor
 ) -> int:
     """How many numbers at half and at twice their value leave all weights as they are."""
-    here, count = _weights(batch, o, hp, log_r), 0
+    here = _weights(batch, o, hp, log_r)
+    count = 0
     for name in hp:
         for times in (0.5, 2.0):
             changed = _changed(o, hp, name, times)
@@ -308,7 +308,8 @@ def _response_log_ratios(
     Returns:
         log r, [B, T].
     """
-    lp, mask = batch.lp.numpy(), batch.mask.numpy()
+    lp = batch.lp.numpy()
+    mask = batch.mask.numpy()
     means = _choose_means(batch.adv[:, 0].numpy(), aims, MEANS[o.level], rng)
     log_r = _random_signs(rng.uniform(*SPREAD, lp.shape), rng)
     for _ in range(4):  # what a probable token cannot have is moved to the others

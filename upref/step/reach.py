@@ -22,7 +22,8 @@ from upref.step.goal import Goal
 from upref.step.rows import Padded
 
 # multiples of a number that are tried, outwards
-BELOW, ABOVE = (1 / 2, 1 / 10), (2.0, 10.0, 100.0)
+BELOW = (1 / 2, 1 / 10)
+ABOVE = (2.0, 10.0, 100.0)
 NEARER = (3 / 4,)  # in place of BELOW, where a number cannot have half of its value
 # values that are tried for a number that is 0; a count takes the second pair alone
 FOR_ZERO = [0.1, 0.2], [1.0, 2.0]
@@ -80,9 +81,11 @@ def not_reached(
         `name = value` -> the values, in words. A bound that is noticed on one side
         alone is not exercised: a loop with a wider one agrees.
     """
-    reference, out = Reference.of(goal, forward, b, bound, rows), {}
+    reference = Reference.of(goal, forward, b, bound, rows)
+    out = {}
     for name, value, changed in _numbers(goal):
-        same, tried = [], 0
+        same = []
+        tried = 0
         for outwards, otherwise in _other_values(value):
             goals = _goals(changed, outwards, b) or _goals(changed, otherwise, b)
             tried += len(goals)

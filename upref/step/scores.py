@@ -29,7 +29,9 @@ def quick(right: Forward) -> Iterator[Variant]:
     Yields:
         Variants, whose change makes the forward pass that has the fault.
     """
-    T, z, rows = right.temperature, right.z, right.rows
+    T = right.temperature
+    z = right.z
+    rows = right.rows
 
     def made(
         t: float = T, rows: Sequence[Row] = rows, **how: Any
@@ -146,14 +148,17 @@ def _columns(right: Forward) -> Iterator[Variant]:
             continue  # these are the responses
 
         def window(behind: list[int] = behind, starts: list[int] = starts) -> Forward:
-            z, there = [], []
+            z = []
+            there = []
             for r, k, at in zip(rows, behind, starts, strict=True):
-                mask = (
-                    {"attention_mask": torch.tensor([[1] * len(r.ids) + [0] * k])}
-                    if model.masked
-                    else {}
-                )
-                ids, stop = r.ids + [end] * k, at + len(r.response)
+                if model.masked:
+                    mask = {
+                        "attention_mask": torch.tensor([[1] * len(r.ids) + [0] * k])
+                    }
+                else:
+                    mask = {}
+                ids = r.ids + [end] * k
+                stop = at + len(r.response)
                 z.append(model.logits(ids, **mask)[:stop])
                 there.append(replace(r, prompt=ids[:at], response=ids[at:stop]))
             return Forward(model, there, right.temperature, z)
@@ -269,15 +274,13 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
             if isinstance(m, kind) and getattr(m, size) == model.vocabulary
         ]
 
-    tables, linear = (
-        as_wide(torch.nn.Embedding, "num_embeddings"),
-        as_wide(torch.nn.Linear, "out_features"),
-    )
-    head: Any = (
-        net.get_output_embeddings()
-        if hasattr(net, "get_output_embeddings")
-        else next(iter(linear), None)
-    )
+    tables = as_wide(torch.nn.Embedding, "num_embeddings")
+    linear = as_wide(torch.nn.Linear, "out_features")
+    head: Any
+    if hasattr(net, "get_output_embeddings"):
+        head = net.get_output_embeddings()
+    else:
+        head = next(iter(linear), None)
     if head is None:
         return
 

@@ -245,7 +245,7 @@ class Tokens:
     def rollouts(self) -> Rollouts:
         """The rows as a batch of log-probabilities.
 
-        Where the rows have no old log-probabilities, the current ones stand in for them.
+        Where the rows have no old log-probabilities, the current ones are used instead.
 
         Returns:
             The batch, with its groups where the goal counts by group.

@@ -84,7 +84,8 @@ def _called(
 
 def _defaults(mode: str) -> dict[str, Any]:
     """What the loss asks its config for, on one token: it has these defaults inside."""
-    asked, x = _Asked(ppo=True) if mode == "ppo" else _Asked(), torch.full((1, 2), -1.0)
+    asked = _Asked(ppo=True) if mode == "ppo" else _Asked()
+    x = torch.full((1, 2), -1.0)
     _called(x, x, x, torch.ones(1, 2, dtype=torch.bool), x, torch.ones(1, 2), asked)
     return dict(asked)
 

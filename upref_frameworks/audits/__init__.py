@@ -139,11 +139,10 @@ class Audit(Result):
         table.add_column("then remains")
         for r in self.rows:
             because = [self._because(r, said, spot) for said, spot in r.reasons]
-            because = (
-                because
-                if r.agrees or r.ok
-                else [f"largest difference; {r.spot}", *because]
-            )
+            if r.agrees or r.ok:
+                because = because
+            else:
+                because = [f"largest difference; {r.spot}", *because]
             loss = r.label + (
                 f", in {r.micro_batches} micro-batches" if r.micro_batches > 1 else ""
             )
@@ -244,11 +243,13 @@ def audit(
         answer := isolated.elsewhere("audit", name, f.pin, version, source, loud)
     ) is not None:
         return answer
-    inside, now = f.pin and isolated.INSIDE, f.modes()
+    inside = f.pin and isolated.INSIDE
+    now = f.modes()
     version = inside["version"] if inside else f.version()
     asked = f.comparisons if comparisons is None else comparisons
     gone = tuple(dict.fromkeys(c.mode for c in asked if f.plain and c.mode not in now))
-    rows, poisoned = [], []
+    rows = []
+    poisoned = []
     for c in (c for c in asked if c.mode not in gone):
         mine, has_nan = _compared(f, c)
         rows += mine

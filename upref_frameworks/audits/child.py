@@ -39,11 +39,10 @@ def main(job: str, answer: str) -> int:
     except BaseException as e:
         traceback.print_exc()
         imports = isinstance(e, ImportError | AttributeError)
-        verb = (
-            "does not import as upref expects"
-            if imports
-            else "does not run as upref expects"
-        )
+        if imports:
+            verb = "does not import as upref expects"
+        else:
+            verb = "does not run as upref expects"
         out = (
             "error",
             f"{name} {where.version} {verb} ({type(e).__name__}: {one_line(e)}).",
@@ -134,7 +133,8 @@ def scripts(name: str, texts: list[str]) -> list[str]:
 
 
 def _script(text: str) -> str:
-    out, warned = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    warned = io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(warned):
             exec(compile(text, "<proof>", "exec"), {"__name__": "__main__"})

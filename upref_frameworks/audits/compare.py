@@ -117,7 +117,8 @@ class FaultEffect:
 
     @classmethod
     def between(cls, found: Tensor, expected: Tensor) -> "FaultEffect":
-        w, v = expected.norm().item(), found.norm().item()
+        w = expected.norm().item()
+        v = found.norm().item()
         if not w:
             return cls(float(v > 0), float(v == 0), math.inf if v else 1.0)
         change = (found - expected).norm().item() / w
@@ -159,11 +160,9 @@ class ComparisonRow:
     @property
     def verdict(self) -> str:
         if self.agrees:
-            return (
-                "agrees exactly"
-                if self.difference == 0
-                else f"agrees to {self.difference:.0e}"
-            )
+            if self.difference == 0:
+                return "agrees exactly"
+            return f"agrees to {self.difference:.0e}"
         return "differs, explained" if self.ok else "differs, UNEXPLAINED"
 
 
@@ -171,7 +170,8 @@ def accounted(
     c: Comparison, reasons: Sequence[LossFault]
 ) -> tuple[Objective, dict[str, Any]]:
     """The objective and hyperparameters that these reasons leave."""
-    o, hp = get(c.objective), c.hp
+    o = get(c.objective)
+    hp = c.hp
     for why in reasons:
         o, hp = why.change.put_into(o, hp)
     return o, hp
@@ -187,11 +187,9 @@ def grid(c: Comparison, single: bool = False) -> Rollouts:
     pairs = [(get(c.objective), c.hp), accounted(c, c.reasons)]
     # a framework sums a response's ratio in another order: on a bound, rounding would
     # decide
-    edges = (
-        SINGLE_EDGES
-        if single
-        else tuple(e for e in EDGES if e or get(c.objective).level == "token")
-    )
+    edges = tuple(e for e in EDGES if e or get(c.objective).level == "token")
+    if single:
+        edges = SINGLE_EDGES
     if c.one_adv or get(c.objective).one_adv:
         pairs = [
             (o if o.level in REDUCE else replace(o, agg="seq-mean"), hp)
@@ -221,7 +219,9 @@ def typical() -> Rollouts:
     responses has a tool's answer inside, which is masked.
     """
     g = torch.Generator().manual_seed(25)
-    G, n, T = 16, 8, 160
+    G = 16
+    n = 8
+    T = 160
 
     def normal(*shape: int) -> Tensor:
         """Return standard normal numbers of this batch's own generator."""
@@ -262,7 +262,8 @@ def _join(*bs: Rollouts) -> Rollouts:
             ]
         )
 
-    group, n = [], 0
+    group = []
+    n = 0
     for b in bs:
         assert b.group is not None
         group.append(b.group + n)
@@ -398,11 +399,12 @@ def _where(
         return MASKED
     A, _, mu = at(b, i, t)
     o, (found, hp) = get(c.objective), accounted(c, reasons)
-    bounds = (
-        sorted({*breakpoints(o, A, mu, **c.hp), *breakpoints(found, A, mu, **hp)})
-        if A
-        else []
-    )
+    if A:
+        bounds = sorted(
+            {*breakpoints(o, A, mu, **c.hp), *breakpoints(found, A, mu, **hp)}
+        )
+    else:
+        bounds = []
     said = words(A, r, bounds) + (f" (mu = {mu:.2g})" if o.reads_mu else "")
     return said.replace(
         " r",

@@ -69,7 +69,8 @@ class Component:
     def reference(self) -> Function:
         if callable(self.promise):
             return self.promise
-        f, hp = REFERENCES[self.kind][self.promise], self.hp
+        f = REFERENCES[self.kind][self.promise]
+        hp = self.hp
         return lambda *args: f(*args, **hp)
 
 
@@ -132,7 +133,8 @@ def _logits() -> dict[str, tuple[Any, ...]]:
     tokens[:, t].
     """
     n = torch.arange(2 * 5 * 7, dtype=torch.float64).reshape(2, 5, 7)
-    z, tokens = 3 * (1.7 * n).sin(), (torch.arange(10).reshape(2, 5) * 3) % 7
+    z = 3 * (1.7 * n).sin()
+    tokens = (torch.arange(10).reshape(2, 5) * 3) % 7
     far = {"logits of ±300": (100 * z, tokens, 1.0)}
     return {
         "temperature 1": (z, tokens, 1.0),
@@ -218,11 +220,9 @@ def _typical(kind: str) -> tuple[Any, ...]:
     if kind == "kl":
         assert b.logp_ref is not None
         return b.logp[b.mask][None], b.logp_ref[b.mask][None]
-    return (
-        (b.logp * b.adv, b.mask)
-        if kind == "aggregation"
-        else _logits()["temperature 1"]
-    )
+    if kind == "aggregation":
+        return (b.logp * b.adv, b.mask)
+    return _logits()["temperature 1"]
 
 
 def _asked(
@@ -243,11 +243,10 @@ def _asked(
         ]
         numbers.append(flat)
         if p.kind != "advantages":
-            g = (
-                torch.autograd.grad(y.sum(), given[0])[0].double()
-                if y.requires_grad
-                else torch.zeros_like(given[0])
-            )
+            if y.requires_grad:
+                g = torch.autograd.grad(y.sum(), given[0])[0].double()
+            else:
+                g = torch.zeros_like(given[0])
             where += [f"{words}: gradient"] * g.numel()
             numbers.append(g.reshape(-1))
     return where, torch.cat(numbers)

@@ -78,10 +78,8 @@ def _of_torch(
     hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
 ) -> Tensor:
     """torch's fused loss, in chunks; it has no temperature."""
-    loss, options = (
-        torch.nn.functional.linear_cross_entropy,
-        torch.nn.LinearCrossEntropyOptions(),
-    )
+    loss = torch.nn.functional.linear_cross_entropy
+    options = torch.nn.LinearCrossEntropyOptions()
     rows = (hidden / temperature).flatten(0, -2), weight, tokens.flatten()
     return -loss(*rows, reduction="none", options=options).view_as(tokens)
 

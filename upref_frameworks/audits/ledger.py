@@ -51,7 +51,8 @@ def check_ledger(
         for e in entries
         for x in e.evidence
     }
-    said, seen = [], set()
+    said = []
+    seen = set()
     audited = {(r.label, r.promise, r.micro_batches) for r in rows}
     for r in rows:
         for words, spot in r.reasons:

@@ -123,12 +123,10 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
         InputError: there is neither a recipe nor a plug-in, or the plug-in cannot run
             the objective.
     """
-    o, f, how, entries = (
-        get(objective),
-        framework(name),
-        recorded(name)["recipe"],
-        read(name),
-    )
+    o = get(objective)
+    f = framework(name)
+    how = recorded(name)["recipe"]
+    entries = read(name)
     if mine := _comparisons(o, f, hp, how):
         best = min(
             mine,
@@ -155,7 +153,8 @@ def reached(name: str, hp: dict[str, float] | None = None) -> list[str]:
     """The objectives that the framework has losses for, in the registry's order; hp: at
     these hyperparameters.
     """
-    f, how = framework(name), recorded(name)["recipe"]
+    f = framework(name)
+    how = recorded(name)["recipe"]
     if hp is None:
         known = {c.objective for c in f.comparisons}
         return [o for o in names() if o in known]
@@ -224,7 +223,8 @@ def _of_comparison(
         for k, v in c.config.items()
         if k not in SCALE or _must_be_set(f.name, c, k)
     } | at.get("fields", {})
-    notes, beside = [], []
+    notes = []
+    beside = []
     if c.objective == SAME_LOSS.get(o.name):
         notes = [f"the loss is that of {c.objective}; only the advantages differ"]
     elif c.objective != o.name:
@@ -267,14 +267,14 @@ def _of_another_loss(o: Objective, other: Objective) -> list[str]:
 
 def _differs(f: Framework, c: Comparison, entries: list[Entry]) -> list[str]:
     """What the ledger records of this comparison, in one batch and in micro-batches."""
-    whole, split = _entries(c, entries), _entries(c, entries, in_micro_batches=True)
+    whole = _entries(c, entries)
+    split = _entries(c, entries, in_micro_batches=True)
     differs = [_said(e) for e in whole]
     for k in (k for k in SCALE if k in c.config):
-        must = (
-            f"; it must be set, and {c.config[k]} gives the paper's sum"
-            if _must_be_set(f.name, c, k)
-            else ""
-        )
+        if _must_be_set(f.name, c, k):
+            must = f"; it must be set, and {c.config[k]} gives the paper's sum"
+        else:
+            must = ""
         differs.append(
             f"divided by {k}, a constant that the learning rate takes up{must}"
         )
@@ -291,11 +291,10 @@ def _differs(f: Framework, c: Comparison, entries: list[Entry]) -> list[str]:
 
 
 def _said(e: Entry) -> str:
-    size = (
-        "a guard that training hardly meets"
-        if e.status == "numerical"
-        else f"{e.severity}, {e.size}"
-    )
+    if e.status == "numerical":
+        size = "a guard that training hardly meets"
+    else:
+        size = f"{e.severity}, {e.size}"
     return f"{e.reason} ({size})"
 
 
@@ -368,11 +367,10 @@ def _refuse(o: Objective, f: Framework, hp: dict[str, float]) -> None:
     """
     if f.name not in PLUG_IN or hp:
         at = " at these settings" if hp else ""
-        own = (
-            f" (its own {o.name}: {f.out_of_scope[o.name]})"
-            if o.name in f.out_of_scope
-            else _half(o, f.name)
-        )
+        if o.name in f.out_of_scope:
+            own = f" (its own {o.name}: {f.out_of_scope[o.name]})"
+        else:
+            own = _half(o, f.name)
         have = ", ".join(n for n in frameworks() if o.name in reached(n, {})) or "none"
         raise InputError(
             f"no recipe for {o.name} in {f.name}{at}: the audit compares the losses of {f.name} with "

@@ -60,7 +60,8 @@ class Draft(Result):
 def report(name: str, key: str) -> str:
     """An issue for upstream; InputError where the ledger has no such entry."""
     e = entry(name, key)
-    where, pin = e.code.partition(":")[0], framework(name).pin
+    where = e.code.partition(":")[0]
+    pin = framework(name).pin
     if e.get:
         title = f"{e.ask}: {e.get}"
     else:
@@ -98,11 +99,10 @@ def report(name: str, key: str) -> str:
     if e.fixed:
         lines.append(f"**Fixed in**: {e.fixed}  ")
     lines += [f"**Proposed fix**: {e.fix}."] if e.fix else []
-    readers = (
-        ""
-        if e.twice or e.status in ("documented choice", "numerical")
-        else ", by one reader so far"
-    )
+    if e.twice or e.status in ("documented choice", "numerical"):
+        readers = ""
+    else:
+        readers = ", by one reader so far"
     lines += ["", f"Status by upref{readers}: *{e.status}* ({STATUS[e.status]})."]
     lines += ["Gradient weights of a token, with this alone repaired and as it is:", ""]
     lines += ["| loss | compared with | where: repaired -> found |", "|---|---|---|"]
@@ -157,7 +157,8 @@ class Proofs(Result):
     def text(self, verbose: bool = False) -> str:
         out = []
         for e, now in self.said:
-            same, told = self._holds(e, now), " ".join(now.split())
+            same = self._holds(e, now)
+            told = " ".join(now.split())
             out.append(f"{'as recorded' if same else 'OTHERWISE  '}  {e.key}: {told}")
             if not same:
                 out.append(f"{'':11}  recorded: {' '.join(e.prints.split())}")
@@ -188,11 +189,12 @@ def draft(a: Any) -> str:
     lines = []
     if not recorded(a.framework).get("defaults"):
         each = list(a.defaults.values())
-        shared = (
-            {k: v for k, v in each[0].items() if all(d.get(k) == v for d in each)}
-            if each
-            else {}
-        )
+        if each:
+            shared = {
+                k: v for k, v in each[0].items() if all(d.get(k) == v for d in each)
+            }
+        else:
+            shared = {}
         own = {
             m: {k: v for k, v in d.items() if k not in shared}
             for m, d in a.defaults.items()
@@ -220,11 +222,10 @@ def draft(a: Any) -> str:
                     "where": x.where,
                 }
                 pairs |= {"expected": x.expected, "found": x.found}
-                more = (
-                    f", micro_batches = {x.micro_batches}"
-                    if x.micro_batches > 1
-                    else ""
-                )
+                if x.micro_batches > 1:
+                    more = f", micro_batches = {x.micro_batches}"
+                else:
+                    more = ""
                 said = ", ".join(f"{k} = {_toml(v)}" for k, v in pairs.items() if v)
                 new.setdefault(words, []).append(f"    {{ {said}{more} }},")
     for words, evidence in new.items():
@@ -250,8 +251,6 @@ def draft(a: Any) -> str:
 def _toml(v: Any) -> str:
     if isinstance(v, bool):
         return str(v).lower()
-    return (
-        repr(v)
-        if isinstance(v, int | float)
-        else '"' + v.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    )
+    if isinstance(v, int | float):
+        return repr(v)
+    return '"' + v.replace("\\", "\\\\").replace('"', '\\"') + '"'

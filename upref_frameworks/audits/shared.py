@@ -51,7 +51,8 @@ def _far(b: Rollouts) -> Rollouts:
 
 def _masked_too(b: Rollouts) -> Tensor:
     """What LUSPO's tokens in masked slots add; its other faults then scale it."""
-    r, A = exp(b.logp - b.logp_old), per_response(b.adv, b.mask)[:, None]
+    r = exp(b.logp - b.logp_old)
+    A = per_response(b.adv, b.mask)[:, None]
     return torch.where(b.mask, 0, minimum(r * A, r.clamp(0.8, 1.2) * A)).sum() / len(
         b.mask
     )

@@ -142,11 +142,9 @@ WEIGHED = fault(
     "batches",
     scale=_by_tokens,
 )
-DUAL, CLIP_S, TOKENS = (
-    with_hp(c=3.0),
-    with_hp(eps_low=0.2, eps_high=0.3),
-    aggregated("token-mean"),
-)
+DUAL = with_hp(c=3.0)
+CLIP_S = with_hp(eps_low=0.2, eps_high=0.3)
+TOKENS = aggregated("token-mean")
 FLOOR = fault(
     "weights in [0.8, 1.3], from both sides",
     "objective",
@@ -160,12 +158,11 @@ SCRIPT = fault(
     hp={"eps_low": 0.0, "eps_high": 4.0},
 )
 KL = {"use_kl_loss": True, "kl_coef": BETA}
-OFF, DUAL10, SEQ = (
-    {"clip_ratio_dual": 1e10},
-    {"clip_ratio_dual": 10.0},
-    {"loss_avg_mode": "seq"},
-)
-HIGHER, GRPO = {"clip_ratio_high": 0.28}, {"clip_ratio_high": 0.2} | SEQ | OFF
+OFF = {"clip_ratio_dual": 1e10}
+DUAL10 = {"clip_ratio_dual": 10.0}
+SEQ = {"loss_avg_mode": "seq"}
+HIGHER = {"clip_ratio_high": 0.28}
+GRPO = {"clip_ratio_high": 0.2} | SEQ | OFF
 GSPO = SEQ | {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4} | OFF
 COMPARISONS = (
     Comparison(

@@ -24,7 +24,8 @@ from upref_frameworks.audits.shared import (
     options,
 )
 
-UTILS, ARGUMENTS = "miles.backends.training_utils.", "miles.utils.arguments"
+UTILS = "miles.backends.training_utils."
+ARGUMENTS = "miles.utils.arguments"
 PIN = Pin(
     repository="https://github.com/radixark/miles",
     commit="31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
@@ -103,11 +104,10 @@ def _plain(
     loss_function and Megatron do.
     """
     # as it is validated
-    high = (
-        config["eps_clip"]
-        if config["eps_clip_high"] is None
-        else config["eps_clip_high"]
-    )
+    if config["eps_clip_high"] is None:
+        high = config["eps_clip"]
+    else:
+        high = config["eps_clip_high"]
     args = SimpleNamespace(
         **OFF | config | {"eps_clip_high": high},
         advantage_estimator=mode,
@@ -138,7 +138,8 @@ def _plain(
 
 TOKENS = {"calculate_per_token_loss": True, "eps_clip_high": 0.28}
 KL = {"use_kl_loss": True, "kl_loss_coef": BETA}
-C, LOW = {"eps_clip_c": 10.0}, {"kl_loss_type": "low_var_kl"}
+C = {"eps_clip_c": 10.0}
+LOW = {"kl_loss_type": "low_var_kl"}
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (CLAMP,)),
     Comparison("default", "grpo", KL | C, "grpo", {"beta": BETA, "c": 10.0}, (K1,)),

@@ -234,10 +234,12 @@ def _over_std(own: bool, single: bool) -> Callable[..., Tensor]:
     """
 
     def f(R: Tensor, group: Tensor) -> Tensor:
-        A, x = torch.zeros_like(R), R.float() if single else R
+        A = torch.zeros_like(R)
+        x = R.float() if single else R
         for i in (torch.bincount(group)[group] > 1).nonzero()[:, 0]:
             peers = x[(group == group[i]) & (own | (torch.arange(len(R)) != i))]
-            n, moments = torch.tensor(len(peers)), (peers**2).mean() - peers.mean() ** 2
+            n = torch.tensor(len(peers))
+            moments = (peers**2).mean() - peers.mean() ** 2
             std = (
                 (moments * (n / (n - 1))).sqrt() if single else peers.std()
             ).nan_to_num(0)
@@ -275,7 +277,8 @@ def _log_probs(chunk: int | None) -> Callable[..., Tensor]:
 
 
 def _parts() -> tuple[Component, ...]:
-    kl, utils = importlib.import_module("upref.kl"), _module("algorithms.utils")
+    kl = importlib.import_module("upref.kl")
+    utils = _module("algorithms.utils")
     return (
         Component(
             "advantages",

@@ -104,11 +104,10 @@ def _row(line: dict[str, Any], where: str) -> dict[str, Any]:
     for key, name in KEYS.items():
         if key in line and name != "ids":
             value = np.array(_first(line[key]), dtype=np.float64)
-            out[name] = (
-                np.broadcast_to(value, ids.shape)
-                if value.ndim == 0 or len(value) == 1
-                else value
-            )
+            if value.ndim == 0 or len(value) == 1:
+                out[name] = np.broadcast_to(value, ids.shape)
+            else:
+                out[name] = value
     for name, value in out.items():
         if value.shape != ids.shape:
             raise InputError(

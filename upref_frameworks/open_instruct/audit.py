@@ -92,12 +92,10 @@ def _plain(
     terms, _, kl = _utils().compute_grpo_loss(
         log_prob, ratio, advantages, ref, settings, torch.ones_like(ratio)
     )
-    by = (
-        totals.tokens
-        if config["loss_denominator"] == "token"
-        else float(config["loss_denominator"])
-    )
-    return _utils().masked_mean(terms + config["beta"] * kl, mask, None, by)
+    divisor: Tensor | float = totals.tokens
+    if config["loss_denominator"] != "token":
+        divisor = float(config["loss_denominator"])
+    return _utils().masked_mean(terms + config["beta"] * kl, mask, None, divisor)
 
 
 NO_KL = {"load_ref_policy": False}

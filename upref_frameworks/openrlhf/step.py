@@ -48,12 +48,10 @@ class Engine:
     ring_attn_group = None
 
     def __init__(self, args: Any, micro_batches: int, clip: float):
-        self.args, self.accumulated_gradient, self.clip, self.done = (
-            args,
-            micro_batches,
-            clip,
-            0,
-        )
+        self.args = args
+        self.accumulated_gradient = micro_batches
+        self.clip = clip
+        self.done = 0
         self.ds_device_mesh = torch.distributed.device_mesh.init_device_mesh(
             "cpu", (1,), mesh_dim_names=("dp",)
         )
@@ -117,7 +115,9 @@ def trained(
     Raises:
         InputError: OpenRLHF is not installed, or its trainer fails.
     """
-    its, reference, steps = _imported(), TorchModel(model), list[Step]()
+    its = _imported()
+    reference = TorchModel(model)
+    steps = list[Step]()
     n = len(rows)
     args = SimpleNamespace(
         train=SimpleNamespace(
@@ -204,7 +204,8 @@ def _experience(kind: Any, rows: Sequence[Row]) -> Any:
             return None
         out = torch.zeros(len(rows), width - 1)
         for i, r in enumerate(rows):
-            p, n = len(r.prompt), len(r.response)
+            p = len(r.prompt)
+            n = len(r.response)
             out[i, p - 1 : p - 1 + n] = x[i, :n]
         return out
 

@@ -114,11 +114,10 @@ def _worker(
     """A worker of its class that was not set up: its settings, and a strategy that has
     these log-probabilities.
     """
-    cls = (
-        _pg()
-        if mode != PLAIN
-        else importlib.import_module("roll.pipeline.rlvr.actor_worker").ActorWorker
-    )
+    if mode != PLAIN:
+        cls = _pg()
+    else:
+        cls = importlib.import_module("roll.pipeline.rlvr.actor_worker").ActorWorker
     worker = object.__new__(cls)
     strategy = SimpleNamespace(
         op_compute_log_probs=lambda **_: log_prob,
@@ -178,7 +177,8 @@ def _held(r: Any, A: Any) -> Any:
     return when(where(A > 0, r <= 1.1, r >= 0.9), A * clip(r, 0.9, 1.1))
 
 
-TOKENS, SUMS = {"loss_agg_mode": "token-mean"}, {"loss_agg_mode": "seq-mean-token-sum"}
+TOKENS = {"loss_agg_mode": "token-mean"}
+SUMS = {"loss_agg_mode": "seq-mean-token-sum"}
 MEANS = aggregated("seq-mean-token-mean")
 HIGHER = {"use_pg_clip_range": True, "pg_clip_high": 0.28}
 GSPO = {"importance_sampling": "seq"}

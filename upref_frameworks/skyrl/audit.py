@@ -96,7 +96,9 @@ def _plain(
     group: Tensor,
     totals: Totals,
 ) -> Tensor:
-    u, cfg, mask = _utils(), _settings(mode, config), mask.to(log_prob.dtype)
+    u = _utils()
+    cfg = _settings(mode, config)
+    mask = mask.to(log_prob.dtype)
     # the trainer folds the reduction into the advantages of the whole mini-batch, the
     # workers then sum
     by_prompt, boundaries = _by_prompt(group)
@@ -270,10 +272,8 @@ def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
         """Rewards on the one token of each response; the function writes into what it
         is given.
         """
-        f, one = (
-            _utils().AdvantageEstimatorRegistry.get(name),
-            torch.ones_like(rewards)[:, None],
-        )
+        f = _utils().AdvantageEstimatorRegistry.get(name)
+        one = torch.ones_like(rewards)[:, None]
         return f(
             token_level_rewards=rewards.clone()[:, None],
             response_mask=one,

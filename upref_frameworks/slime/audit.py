@@ -73,26 +73,30 @@ def _plain(
     """As policy_loss_function has it: sequences one after the other, each without its
     padding.
     """
-    eps, high, c = config["eps_clip"], config["eps_clip_high"], config["eps_clip_c"]
+    eps = config["eps_clip"]
+    high = config["eps_clip_high"]
+    c = config["eps_clip_c"]
     high = eps if high is None else high  # as its arguments are validated
-    u, per_token = _ppo(), config["calculate_per_token_loss"]
+    u = _ppo()
+    per_token = config["calculate_per_token_loss"]
 
     def rows(x: Tensor) -> list[Tensor]:
         """Return each row without its padding."""
         return [r[: _length(m)] for r, m in zip(x, mask, strict=True)]
 
-    lp, old, masks = rows(log_prob), rows(old_log_prob), rows(mask)
-    kl = (
-        u.compute_gspo_kl(lp, old, lp, masks)
-        if mode == "gspo"
-        else torch.cat(old) - torch.cat(lp)
-    )
-    A, x = torch.cat(rows(advantages)), torch.cat(lp)
-    terms = (
-        u.compute_cispo_loss(kl, x, A, eps, high)
-        if mode == "cispo"
-        else u.compute_policy_loss(kl, A, eps, high, c)
-    )
+    lp = rows(log_prob)
+    old = rows(old_log_prob)
+    masks = rows(mask)
+    if mode == "gspo":
+        kl = u.compute_gspo_kl(lp, old, lp, masks)
+    else:
+        kl = torch.cat(old) - torch.cat(lp)
+    A = torch.cat(rows(advantages))
+    x = torch.cat(lp)
+    if mode == "cispo":
+        terms = u.compute_cispo_loss(kl, x, A, eps, high)
+    else:
+        terms = u.compute_policy_loss(kl, A, eps, high, c)
     lengths = [len(r) for r in lp]
     reduced = _reducer()(lengths, lengths, masks, calculate_per_token_loss=per_token)
     value = reduced(terms[0])

@@ -87,11 +87,10 @@ def read(path: Path) -> RecordedBatch:
         raise InputError(
             f"{path} holds one part of each response (context parallel {held['cp_size']}): dump with 1."
         )
-    samples = (
-        held["samples"]
-        if "samples" in held
-        else _transposed(held["rollout_data"], path)
-    )
+    if "samples" in held:
+        samples = held["samples"]
+    else:
+        samples = _transposed(held["rollout_data"], path)
     if not samples:
         raise InputError(f"{path} holds no sample.")
     framework = "slime" if "samples" in held else "miles"

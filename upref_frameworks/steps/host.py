@@ -46,7 +46,8 @@ def quiet(trainer: str, package: str, **environment: str) -> Iterator[None]:
     """Neither telemetry, warnings nor tables; what the trainer raises becomes Refused,
     and upref's own errors stay.
     """
-    before, level = os.environ.copy(), logging.root.manager.disable
+    before = os.environ.copy()
+    level = logging.root.manager.disable
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

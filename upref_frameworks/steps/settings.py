@@ -129,7 +129,8 @@ def verl() -> Iterator[Setting]:
         fields = dict(actor=actor or {}, engine=engine or {}, model_config=model_config or {}) | (more or {})
         return Setting(name, family, fields, **dict(hp=PPO) | k)
 
-    packed, fused = dict(use_remove_padding=True), dict(use_fused_kernels=True)
+    packed = dict(use_remove_padding=True)
+    fused = dict(use_fused_kernels=True)
     torch_fused = fused | dict(fused_kernel_options=dict(impl_backend="torch"))
     for agg, o in {"seq-mean-token-mean": "grpo", "seq-mean-token-sum": "dr_grpo"}.items():
         yield s(f"loss_agg_mode={agg}", actor=dict(loss_agg_mode=agg), objective=o, hp={})

@@ -185,11 +185,9 @@ def command(args: Any) -> int:
         return 1 if changes else 0
     if any(o.differs for o in outcomes):
         return 1
-    return (
-        0
-        if any(o.agrees for o in outcomes) and not any(o.broken for o in outcomes)
-        else 2
-    )
+    if any(o.agrees for o in outcomes) and not any(o.broken for o in outcomes):
+        return 0
+    return 2
 
 
 def read_ends(path: Path) -> dict[tuple[str, str], str]:

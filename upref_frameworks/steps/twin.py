@@ -44,17 +44,14 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
     torch.manual_seed(1)  # a run that starts today starts tomorrow
     net: Any = unwrapped(model) if isinstance(model, nn.Module) else None
     if net is not None and hasattr(net, "get_base_model"):
-        peft_config, net = (
-            peft_config or next(iter(net.peft_config.values())),
-            net.get_base_model(),
-        )
+        peft_config = peft_config or next(iter(net.peft_config.values()))
+        net = net.get_base_model()
     try:
         attention = how.pop("attn_implementation", None)
-        config = (
-            AutoConfig.from_pretrained(model, **how)
-            if isinstance(model, str)
-            else getattr(net, "config", model)
-        )
+        if isinstance(model, str):
+            config = AutoConfig.from_pretrained(model, **how)
+        else:
+            config = getattr(net, "config", model)
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(
                 f"{type(model).__name__} has no configuration of transformers"
@@ -110,7 +107,8 @@ def _shrunk(config: Any) -> Any:
     new: dict[str, Any] = {
         k: v for k, v in sizes.items() if had.get(k) is not None or k in always
     }
-    heads, shared = had.get("num_attention_heads"), had.get("num_key_value_heads")
+    heads = had.get("num_attention_heads")
+    shared = had.get("num_key_value_heads")
     if shared and heads:
         new["num_key_value_heads"] = 4 if shared == heads else 1 if shared == 1 else 2
     layers = next((had[k] for k in LAYERS if had.get(k)), 0)

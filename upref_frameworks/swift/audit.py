@@ -64,7 +64,8 @@ PIN = Pin(
 )
 
 
-LOSS, GIVEN = "_compute_loss_and_metrics", "_get_per_token_logps_and_entropies"
+LOSS = "_compute_loss_and_metrics"
+GIVEN = "_get_per_token_logps_and_entropies"
 READ = (
     "epsilon",
     "epsilon_high",
@@ -123,10 +124,8 @@ def _defaults(mode: str) -> dict[str, Any]:
     """Of its arguments, and what their validation puts in place of None."""
     said = _source("arguments/rlhf_args.py")
     grpo = said[said.index("def _init_grpo") :]
-    beta, length = (
-        re.search(r"self\.beta = ([\d.]+)", grpo),
-        re.search(r"max_completion_length: int = (\d+)", said),
-    )
+    beta = re.search(r"self\.beta = ([\d.]+)", grpo)
+    length = re.search(r"max_completion_length: int = (\d+)", said)
     assert beta and length
     own = (*READ, *FIPO) if mode == "fipo" else READ
     return {k: _arguments()[k] for k in own} | {
@@ -268,7 +267,8 @@ def _teacher_kl(lp: Tensor, ref: Tensor) -> Tensor:
 
 
 def _parts() -> tuple[Component, ...]:
-    equal, std = ("uneven", "one"), {"ddof": 1, "eps": 1e-4}
+    equal = ("uneven", "one")
+    std = {"ddof": 1, "eps": 1e-4}
     return (
         Component(
             "advantages",

@@ -139,7 +139,8 @@ COMPARISONS = (
 
 def _advantages(R: Tensor, group: Tensor) -> Tensor:
     """MCAdvantage: each response a trajectory of one step."""
-    td, n = importlib.import_module("tensordict"), int((group == group[0]).sum())
+    td = importlib.import_module("tensordict")
+    n = int((group == group[0]).sum())
     transform = _llm().MCAdvantage(grpo_size=n)
     A: list[float] = []
     for r, g in zip(R.tolist(), group.tolist(), strict=True):

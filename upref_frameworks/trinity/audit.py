@@ -139,10 +139,8 @@ MEANS = fault(
     "batches",
     scale=lambda b: float(MICRO),
 )
-SEQ, SUM = (
-    {"loss_agg_mode": "seq-mean-token-mean"},
-    {"loss_agg_mode": "seq-mean-token-sum"},
-)
+SEQ = {"loss_agg_mode": "seq-mean-token-mean"}
+SUM = {"loss_agg_mode": "seq-mean-token-sum"}
 WIDE = {"clip_ratio_c": 1e10}  # the dual clip cannot be switched off
 COMPARISONS = (
     Comparison("default", "ppo", {}, "ppo_clip", {}, (with_hp(c=3.0),)),
@@ -210,7 +208,8 @@ def _group(name: str) -> Callable[..., Tensor]:
     """Of Experience objects, whose reward and mask alone are read."""
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
-        fn, A = _module("advantage_fn").ADVANTAGE_FN.get(name)(), torch.zeros_like(R)
+        fn = _module("advantage_fn").ADVANTAGE_FN.get(name)()
+        A = torch.zeros_like(R)
         for g in group.unique().tolist():
             rows = (group == g).nonzero()[:, 0].tolist()
             exps = [
@@ -230,10 +229,8 @@ def _batch(name: str) -> Callable[..., Tensor]:
     """Of verl's DataProto, of which two dicts are read; every response is one token."""
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
-        fn, ones = (
-            _module("advantage_fn").ADVANTAGE_FN.get(name)(),
-            torch.ones(len(R), 1),
-        )
+        fn = _module("advantage_fn").ADVANTAGE_FN.get(name)()
+        ones = torch.ones(len(R), 1)
         batch = {"token_level_rewards": R[:, None].float(), "response_mask": ones}
         data = SimpleNamespace(batch=batch, non_tensor_batch={"uid": group.tolist()})
         return fn(data)[0].batch["advantages"][:, 0]
@@ -265,7 +262,8 @@ def _one(promise: str, **hp: Any) -> tuple[Fault[Any]]:
 
 
 def _parts() -> tuple[Component, ...]:
-    norm, agg = {"ddof": 1, "eps": 1e-6}, _module("utils").aggregate_loss
+    norm = {"ddof": 1, "eps": 1e-6}
+    agg = _module("utils").aggregate_loss
     default = _module("algorithm").GRPOAlgorithm.default_config()["kl_loss_fn"]
     return (
         Component(

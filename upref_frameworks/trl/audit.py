@@ -42,11 +42,10 @@ UNCLIPPED = 1e30  # RLOOTrainer cannot switch its clip off
 
 
 def _product(eps: float) -> LossFault:
-    said = (
-        "PPO's clip on the product of the response's ratios"
-        if eps < 1
-        else "weighted by the product of the ratios"
-    )
+    if eps < 1:
+        said = "PPO's clip on the product of the response's ratios"
+    else:
+        said = "weighted by the product of the ratios"
     return fault(
         f"{said}, eps = {eps:g}",
         "objective",
@@ -254,7 +253,8 @@ def _part(mode: str, found: Any, promise: Any, **more: Any) -> Component:
 
 
 def _parts() -> tuple[Component, ...]:
-    grpo, rloo = trl().GRPOTrainer, trl().RLOOTrainer
+    grpo = trl().GRPOTrainer
+    rloo = trl().RLOOTrainer
     return (
         _part(
             "grpo, scale_rewards=group",

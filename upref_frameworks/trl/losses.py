@@ -63,11 +63,10 @@ def trainer_of(name: str | type) -> tuple[type, dict[str, Any]]:
     if name == "rloo":
         return t.RLOOTrainer, {}
     try:
-        package = (
-            importlib.import_module(f"trl.experimental.{name}")
-            if name.isidentifier()
-            else None
-        )
+        if name.isidentifier():
+            package = importlib.import_module(f"trl.experimental.{name}")
+        else:
+            package = None
     except ModuleNotFoundError:
         package = None
     own = [c for c in vars(package).values() if is_trainer(c)] if package else []
@@ -159,11 +158,10 @@ def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]) -> Any:
             beta=0.0,
             **fields,
         )
-        beta = (
-            next(f.default for f in dataclasses.fields(kind) if f.name == "beta")
-            if beta is None
-            else beta
-        )
+        if beta is None:
+            beta = next(f.default for f in dataclasses.fields(kind) if f.name == "beta")
+        else:
+            beta = beta
     except (TypeError, ValueError) as e:
         raise InputError(
             f"trl refuses {', '.join(f'{k}={v}' for k, v in fields.items())}: {e}"
@@ -214,7 +212,8 @@ def trl_loss(
     """
     cls, fields = trainer_of(name)
     trainer = _trainer(cls, tuple(sorted((fields | settings).items())))
-    totals, rows = b.totals or Totals.of(b.mask), len(b.mask)
+    totals = b.totals or Totals.of(b.mask)
+    rows = len(b.mask)
     steps = int(totals.sequences) // rows
     if steps * rows != int(totals.sequences):
         raise InputError(
@@ -228,11 +227,10 @@ def trl_loss(
         """Return x with masked slots set to the padding, if one is given."""
         return x if padding is None else torch.where(b.mask, x, padding)
 
-    old, adv = (
-        padded(b.logp_old),
-        padded(b.adv.expand_as(b.mask) if b.adv.ndim == 2 else b.adv[:, None]),
-    )
-    prompt, tokens = torch.zeros(rows, 1, dtype=torch.int64), b.mask.long()
+    old = padded(b.logp_old)
+    adv = padded(b.adv.expand_as(b.mask) if b.adv.ndim == 2 else b.adv[:, None])
+    prompt = torch.zeros(rows, 1, dtype=torch.int64)
+    tokens = b.mask.long()
     inputs = {
         "prompt_ids": prompt,
         "prompt_mask": prompt + 1,

@@ -175,7 +175,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs["importance_sampling_ratio"] = torch.ones_like(
                 inputs["importance_sampling_ratio"]
             )
-        beta, self.beta = self.beta, 0.0
+        beta = self.beta
+        self.beta = 0.0
         try:
             return super()._compute_loss(model, inputs)
         finally:
@@ -198,10 +199,12 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "a token-level objective, or advantages of responses."
             )
         totals, ranks = self._totals(inputs, mask, mode)
-        weights, engine = inputs.get("importance_sampling_ratio"), None
+        weights = inputs.get("importance_sampling_ratio")
+        engine = None
         weights = None if weights is None else weights.expand_as(mask)
         if self.objective.sampler is not None:  # it corrects for the sampler itself
-            weights, engine = None, clamp_log_probs(inputs["sampling_per_token_logps"])
+            weights = None
+            engine = clamp_log_probs(inputs["sampling_per_token_logps"])
         H = entropy.detach() if reads_entropy(self.objective) else None
         hp = self.hyperparameters
         loss = -ranks * self.objective.J(
@@ -297,11 +300,10 @@ def refuse(objective: Objective, args: Any):
         value = getattr(args, field, default.get(field))
         if value != default.get(field):
             has = [name for name in ours if name in objective.hyperparameters]
-            why = (
-                f"write hp={{'{has[0]}': VALUE}}"
-                if has
-                else why or f"{objective.name} has nothing like it"
-            )
+            if has:
+                why = f"write hp={{'{has[0]}': VALUE}}"
+            else:
+                why = why or f"{objective.name} has nothing like it"
             raise InputError(
                 f"upref/{objective.name} does not read GRPOConfig.{field}={value!r}: leave it at {default[field]!r}; "
                 f"{why}."

@@ -78,16 +78,13 @@ def trl_twin(
                 for k in ("attn_implementation", "revision", "trust_remote_code")
                 if k in asked
             }
-            size, acc = (
-                min(2, at["per_device_train_batch_size"]),
-                at["gradient_accumulation_steps"],
-            )
+            size = min(2, at["per_device_train_batch_size"])
+            acc = at["gradient_accumulation_steps"]
             every = 8 // size  # micro-batches of the eight responses
-            acc = (
-                every
-                if acc >= at["steps_per_generation"] * at["num_iterations"]
-                else min(2, acc)
-            )
+            if acc >= at["steps_per_generation"] * at["num_iterations"]:
+                acc = every
+            else:
+                acc = min(2, acc)
             acc = 1 if objective.batch_coupled else acc
             at |= dict(
                 per_device_train_batch_size=size,

@@ -71,7 +71,8 @@ class _Bridge(torch.autograd.Function):
         jax = importlib.import_module("jax")
         arrays = [jax.numpy.asarray(a.detach().numpy()) for a in (x, *rest)]
         value, ctx.pull = jax.vjp(lambda first: f(first, *arrays[1:]), arrays[0])
-        ctx.dtype, ctx.rest = x.dtype, len(rest)
+        ctx.dtype = x.dtype
+        ctx.rest = len(rest)
         return torch.from_numpy(np.array(value)).to(x.dtype)
 
     @staticmethod
@@ -263,7 +264,8 @@ def _advantages(name: str) -> Callable[..., Tensor]:
 
 
 def _parts() -> tuple[Component, ...]:
-    common, alone = _module("common"), ("uneven", "one")
+    common = _module("common")
+    alone = ("uneven", "one")
 
     def kl(mode: str) -> Callable[..., Tensor]:
         """Return Tunix's KL term of this name, on torch's tensors."""

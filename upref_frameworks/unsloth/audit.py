@@ -109,7 +109,8 @@ def _weighted_k3(lp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
     return (exp(lp - old) * (expm1(d) - d)).clamp(-10, 10)
 
 
-KL, SEQUENCE = {"beta": 0.04}, {"importance_sampling_level": "sequence"}
+KL = {"beta": 0.04}
+SEQUENCE = {"importance_sampling_level": "sequence"}
 GSPO = SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 HIGHER = {"epsilon_high": 0.28}
 LENGTH = fault(

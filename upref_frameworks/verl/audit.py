@@ -236,13 +236,13 @@ def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
         """Rewards on the one token of each response; the function writes into what it
         is given.
         """
-        f, one = verl()[0].get_adv_estimator_fn(name), torch.ones_like(R)[:, None]
+        f = verl()[0].get_adv_estimator_fn(name)
+        one = torch.ones_like(R)[:, None]
         grouped = {} if name == "reinforce_plus_plus" else {"index": group.numpy()}
-        gamma = (
-            {"config": SimpleNamespace(gamma=1.0)}
-            if name == "reinforce_plus_plus"
-            else {}
-        )
+        if name == "reinforce_plus_plus":
+            gamma = {"config": SimpleNamespace(gamma=1.0)}
+        else:
+            gamma = {}
         return f(
             token_level_rewards=R.clone()[:, None],
             response_mask=one,
@@ -268,7 +268,8 @@ def _by_length(R: Tensor, group: Tensor) -> Tensor:
     """R minus the mean of its group, each reward weighted by the length of its response
     (OPO).
     """
-    n, same = _lengths(R), (group[:, None] == group).to(R.dtype)
+    n = _lengths(R)
+    same = (group[:, None] == group).to(R.dtype)
     return R - same @ (n * R) / (same @ n)
 
 
@@ -277,10 +278,8 @@ def _remax(R: Tensor, group: Tensor) -> Tensor:
     response's reward.
     """
     mask = (torch.arange(3) < _lengths(R)[:, None]).to(R.dtype)
-    rewards, f = (
-        torch.nn.functional.pad(R[:, None], (0, 2)),
-        verl()[0].get_adv_estimator_fn("remax"),
-    )
+    rewards = torch.nn.functional.pad(R[:, None], (0, 2))
+    f = verl()[0].get_adv_estimator_fn("remax")
     return f(
         token_level_rewards=rewards, reward_baselines=GREEDY[group], response_mask=mask
     )[0][:, 0]
@@ -291,10 +290,8 @@ GREEDY = torch.tensor([0.25, -0.5], dtype=torch.float64)
 
 def _passk(std: bool) -> Callable[..., Tensor]:
     def found(R: Tensor, group: Tensor) -> Tensor:
-        f, one = (
-            verl()[0].get_adv_estimator_fn("grpo_passk"),
-            torch.ones_like(R)[:, None],
-        )
+        f = verl()[0].get_adv_estimator_fn("grpo_passk")
+        one = torch.ones_like(R)[:, None]
         config = {"norm_adv_by_std_in_grpo": std}
         return f(
             token_level_rewards=R[:, None],
@@ -341,10 +338,8 @@ VALUES = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
 def _gae(lam: float) -> Callable[..., Tensor]:
     def found(R: Tensor, group: Tensor) -> Tensor:
         """The first of three tokens, the reward on the last; then whitened by all."""
-        rewards, ones = (
-            torch.nn.functional.pad(R[:, None], (2, 0)),
-            torch.ones(len(R), 3, dtype=R.dtype),
-        )
+        rewards = torch.nn.functional.pad(R[:, None], (2, 0))
+        ones = torch.ones(len(R), 3, dtype=R.dtype)
         f = verl()[0].get_adv_estimator_fn("gae")
         return f(rewards, VALUES.expand(len(R), 3), ones, gamma=0.9, lam=lam)[0][:, 0]
 
@@ -376,7 +371,8 @@ def _centred(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _parts() -> tuple[Component, ...]:
-    kl, agg = verl()[0].kl_penalty, verl()[0].agg_loss
+    kl = verl()[0].kl_penalty
+    agg = verl()[0].agg_loss
 
     def aggregation(mode: str) -> Callable[..., Tensor]:
         """Return verl's aggregation of this name, in the reference's signature."""

@@ -114,11 +114,10 @@ def verl_loss(
             raise
         ActorConfig = StandInConfig
     try:
-        f = (
-            loss_mode
-            if callable(loss_mode)
-            else core_algos.get_policy_loss_fn(loss_mode)
-        )
+        if callable(loss_mode):
+            f = loss_mode
+        else:
+            f = core_algos.get_policy_loss_fn(loss_mode)
         of_loss = {k: v for k, v in actor_config.items() if k in OF_LOSS}
         if of_loss:
             actor_config = {k: v for k, v in actor_config.items() if k not in OF_LOSS}
@@ -257,11 +256,10 @@ def of(
         f"verl's contract: {describe_fields(settings(hp))}; global_batch_info carries the counts of the mini-batch, so "
         "that the losses of its micro-batches add up; masked slots hold finite numbers",
     )
-    plain = (
-        of(name, mode, o, hp, None, matched=False)
-        if matched and isinstance(mode, str)
-        else None
-    )
+    if matched and isinstance(mode, str):
+        plain = of(name, mode, o, hp, None, matched=False)
+    else:
+        plain = None
     loss = Loss(
         name,
         call,

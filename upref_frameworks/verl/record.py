@@ -55,7 +55,9 @@ from upref.replay.terms import EXTRA
 from upref.replay.watch import Watch, expect_choices, sink_of
 
 log = logging.getLogger(__name__)
-FOLDER, HOW_OFTEN, WATCHED = "UPREF_REPLAY", "UPREF_REPLAY_EVERY", "UPREF_WATCH"
+FOLDER = "UPREF_REPLAY"
+HOW_OFTEN = "UPREF_REPLAY_EVERY"
+WATCHED = "UPREF_WATCH"
 OPTIONAL = {
     "old": "old_log_probs",
     "sampler": "rollout_log_probs",
@@ -213,7 +215,8 @@ def by_environment() -> Recording | None:
 
     Where that cannot be done it logs one warning: verl hides what a plug-in raises.
     """
-    folder, watch = os.environ.get(FOLDER, ""), os.environ.get(WATCHED, "")
+    folder = os.environ.get(FOLDER, "")
+    watch = os.environ.get(WATCHED, "")
     if not folder and not watch:
         return None
     every = os.environ.get(HOW_OFTEN, str(EVERY))

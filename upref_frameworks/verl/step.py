@@ -310,7 +310,8 @@ def stop_unless_twin_agrees(settings: TwinSettings) -> str:
         env=clean,
         capture_output=True,
     )
-    said, wrong = child.stdout.decode().strip(), child.stderr.decode().strip()
+    said = child.stdout.decode().strip()
+    wrong = child.stderr.decode().strip()
     if child.returncode == DIFFERS:
         raise RuntimeError(
             f"step_check: a two-layer twin of this run has another gradient.\n{said}"
@@ -332,7 +333,8 @@ def _batch(
     from verl.workers.utils.padding import left_right_2_no_padding
 
     b = Padded.of(rows)
-    P, width = max(len(r.prompt) for r in rows), b.mask.shape[1]
+    P = max(len(r.prompt) for r in rows)
+    width = b.mask.shape[1]
     prompts = torch.tensor([[0] * (P - len(r.prompt)) + r.prompt for r in rows])
     responses = torch.tensor(
         [r.response + [0] * (width - len(r.response)) for r in rows]

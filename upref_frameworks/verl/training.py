@@ -125,10 +125,8 @@ def register(objective: Objective):
         _check_twin(objective, config, hp)
         _warn_of_aggregation(objective, loss_agg_mode)
         mask = response_mask.bool()
-        log_prob, old_log_prob = (
-            clamp_log_probs(log_prob),
-            clamp_log_probs(old_log_prob),
-        )
+        log_prob = clamp_log_probs(log_prob)
+        old_log_prob = clamp_log_probs(old_log_prob)
         if objective.one_adv and not one_per_response(advantages, mask):
             raise InputError(
                 f"upref/{objective.name} needs one advantage per response, and the tokens of one differ: use an "
@@ -244,11 +242,10 @@ def _tell(objective: Objective, hp: dict, given: dict):
             f"{k}={v} ({'policy_loss.upref' if k in given else 'default'})"
             for k, v in hp.items()
         ]
-        coupled = (
-            f"; on each micro-batch by itself: {objective.batch_coupled}"
-            if objective.batch_coupled
-            else ""
-        )
+        if objective.batch_coupled:
+            coupled = f"; on each micro-batch by itself: {objective.batch_coupled}"
+        else:
+            coupled = ""
         log.info(
             "upref/%s: %s; `upref show %s` tells where defaults come from%s",
             objective.name,
@@ -287,7 +284,8 @@ def global_totals(info: dict[str, Any], mask: Tensor) -> tuple[Totals, int]:
     """
     info = info or {}
     dp_size = info.get("dp_size") or 1
-    tokens, sequences = info.get("batch_num_tokens"), info.get("global_batch_size")
+    tokens = info.get("batch_num_tokens")
+    sequences = info.get("global_batch_size")
     if dp_size > 1 and (tokens is None or sequences is None):
         raise InputError(
             f"dp_size={dp_size} needs batch_num_tokens and global_batch_size, the counts of all ranks."

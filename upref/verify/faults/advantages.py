@@ -96,11 +96,16 @@ def _named(
             id=id,
             of=of,
         )
-    c, var = (
-        (lambda b, *_: exact.parts(name, b, ddof)[0]),
-        (lambda b, c: exact.parts(name, b, ddof)[1]),
-    )
-    return Fault(words, AdvantageChange(c, var), id=id, of=of)
+
+    def numerator(batch: RewardBatch, right: Floats, k: float) -> Rows:
+        numerators, _ = exact.parts(name, batch, ddof)
+        return numerators
+
+    def variance(batch: RewardBatch, numerators: Rows) -> Rows:
+        _, variances = exact.parts(name, batch, ddof)
+        return variances
+
+    return Fault(words, AdvantageChange(numerator, variance), id=id, of=of)
 
 
 def _twice(ddof: int, b: RewardBatch, right: Floats, k: float) -> Floats:
@@ -228,11 +233,10 @@ def _answers() -> Iterator[AdvantageFault]:
     for name in advantages.ADVANTAGES:
         if name == "signed":
             continue
-        words = (
-            "it is whiten (over the batch, whatever the prompt)"
-            if name == "whiten"
-            else f"it is {name}"
-        )
+        if name == "whiten":
+            words = "it is whiten (over the batch, whatever the prompt)"
+        else:
+            words = f"it is {name}"
         others = tuple(n for n in advantages.ADVANTAGES if n != name)
         for ddof in (1, 0) if name in exact.NORMED else (1,):
             yield _named(words, name, ddof, others, id=f"estimator-{name}")
@@ -272,7 +276,8 @@ KEYS: dict[str, Callable[[RewardBatch], Sequence[Any]]] = {
 }
 # of (key, rewards, differences): the square of what divides
 Spread = Callable[[Sequence[Any], Rows, Rows], Rows]
-OF_REWARDS, OF_DIFFERENCES = "of the rewards", "of the differences"
+OF_REWARDS = "of the rewards"
+OF_DIFFERENCES = "of the differences"
 STD: tuple[tuple[str, str, Spread], ...] = (
     (OF_REWARDS, "over n - 1", lambda key, R, c: deviation(key, R, 1)),
     (OF_DIFFERENCES, "over n - 1", lambda key, R, c: deviation(key, c, 1)),

@@ -290,10 +290,8 @@ def _under(
     """
 
     def weigh(b: Rollouts) -> Tensor:
-        there, f = (
-            b.but(mask=mask(b), totals=None),
-            declared_aggregation(o),
-        )
+        there = b.but(mask=mask(b), totals=None)
+        f = declared_aggregation(o)
         times = 1.0 if counted else (FACTORS[f](there) / FACTORS[f](b))[:, None]
         return torch.where(
             b.mask & there.mask, unit_weights(o, b if counted else there, hp) * times, 0
@@ -398,8 +396,10 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
     response's length or the token's position, a bound of A, a factor of
     log-probabilities, or a bonus."""
     b = case.ready(on_policy_batch())
-    found, A = case.weights(b), b.adv.expand_as(b.mask)
-    use, q = b.mask & (A != 0) & found.isfinite(), found / case.expected(b)
+    found = case.weights(b)
+    A = b.adv.expand_as(b.mask)
+    use = b.mask & (A != 0) & found.isfinite()
+    q = found / case.expected(b)
 
     def made(words: str, times: Callable[..., Tensor], id: str) -> LossFault:
         """The fault that A has this factor."""
@@ -444,9 +444,11 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
             id="constant-added-to-advantages",
             view=lambda b: b.but(adv=b.adv + more),
         )
-    live, j = use & (q > 0), term_of(case.o, case.hp)
+    live = use & (q > 0)
+    j = term_of(case.o, case.hp)
     if live.sum() > 2:
-        k, as_by = _slope(b.logp[live], q[live].log()), "as by one over a temperature"
+        k = _slope(b.logp[live], q[live].log())
+        as_by = "as by one over a temperature"
         yield fault(
             f"log_prob is multiplied by {1 + k:.5g}, {as_by}, and old_log_prob is not",
             "ratio",
@@ -504,7 +506,8 @@ def left_out(case: LossCase) -> Iterator[LossFault]:
         )
     )
     try:
-        found, due = case.weights(b), b.mask & (case.expected(b) != 0)
+        found = case.weights(b)
+        due = b.mask & (case.expected(b) != 0)
     except InputError:  # it refuses such a batch
         return
 
@@ -605,7 +608,9 @@ def _alike_across(case: LossCase, one: LossFault, low: float) -> bool:
     above, below, A = torch.cartesian_prod(
         steps, steps, torch.tensor([1.0, -1.0], dtype=torch.float64)
     ).T[..., None]
-    lp, old, ones = low + above, low - below, torch.ones_like(A)
+    lp = low + above
+    old = low - below
+    ones = torch.ones_like(A)
     b = case.ready(Rollouts(lp, old, A, ones.bool(), logp_ref=lp, entropy=ones))
     off = relative_error(case.weights(b), one.change.weights(case.o, case.hp, b), b.adv)
     return bool((off < 10 * case.tol).all())

@@ -113,11 +113,10 @@ def corrected(case: LossCase) -> Iterator[LossFault]:
     if not (seen := _of_both_signs(case)):
         return
     good, bad = seen.values()
-    said = (
-        str(good)
-        if good == bad
-        else "; ".join(f"{one} where {SIGNS[A]}" for A, one in seen.items())
-    )
+    if good == bad:
+        said = str(good)
+    else:
+        said = "; ".join(f"{one} where {SIGNS[A]}" for A, one in seen.items())
     for level, of in LEVELS.items():
         words = f"the sampler's correction is another function of ρ = π_old/μ {level}: {said}"
         yield fault(
@@ -160,13 +159,15 @@ def _weights(
 def _seen(case: LossCase, A: float) -> Correction | None:
     """Read off responses of one token at r = 1; None where it is no such function."""
     factor = partial(_factor, case, A)
-    y, rho = factor(LOG_RHO), np.exp(LOG_RHO)
+    y = factor(LOG_RHO)
+    rho = np.exp(LOG_RHO)
     at_1 = len(LOG_RHO) // 2
     inside = any(np.isclose(y[k], rho[k], 1e-6) for k in (at_1 + 1, at_1 - 1))
     same = np.isclose(y, rho if inside else 1.0, 1e-6)
     if not same.any() or not np.isfinite(y).all():
         return None
-    first, last = int(same.argmax()), len(same) - 1 - int(same[::-1].argmax())
+    first = int(same.argmax())
+    last = len(same) - 1 - int(same[::-1].argmax())
     low, cut_low = _end(factor, y, first, first - 1) or (0.0, False)
     high, cut_high = _end(factor, y, last, last + 1) or (math.inf, False)
     return Correction(inside, low, high, cut_low, cut_high)

@@ -191,7 +191,8 @@ def _multiples(case: LossCase) -> tuple[Tensor, Tensor] | None:
     )
     b = case.visible_batch(b.but(**at))
     try:
-        found, due = without_rest(case, b), case.expected(b) * _own(case, b)
+        found = without_rest(case, b)
+        due = case.expected(b) * _own(case, b)
     except InputError:
         return None
     rows = [
@@ -239,10 +240,8 @@ def _apart(
 ) -> Tensor:
     """One over what each sign counts by itself, times the share of its mean."""
     positive = b.adv.expand_as(b.mask) > 0
-    of_good, of_bad = (
-        count(b.mask & positive, b.mask),
-        count(b.mask & ~positive, b.mask),
-    )
+    of_good = count(b.mask & positive, b.mask)
+    of_bad = count(b.mask & ~positive, b.mask)
     return share * torch.where(
         positive, 1 / of_good.clamp(min=1), 1 / of_bad.clamp(min=1)
     )

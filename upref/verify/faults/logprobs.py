@@ -105,11 +105,10 @@ def solved(p: Problem, f: Stages = RIGHT) -> KernelOutcome:
         total = torch.stack(
             [(torch.where(u == 0, 0, out[k]) * u).sum() for k, u in used.items()]
         ).sum()
-        parts = (
-            torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-            if total.requires_grad
-            else ()
-        )
+        if total.requires_grad:
+            parts = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        else:
+            parts = ()
         got = itertools.zip_longest(leaves.items(), parts)
         numbers |= {
             f"gradient of {k}": torch.zeros_like(v) if g is None else g
@@ -608,7 +607,9 @@ def _normalizer(
 
 
 def _columns(V: int, n: int) -> Iterator[LogprobFault]:
-    whole, padded, last = V // n * n, -(-V // n) * n, (V - 1) // n * n
+    whole = V // n * n
+    padded = -(-V // n) * n
+    last = (V - 1) // n * n
     if V < padded <= 2 * V + 8 or V < n <= 128:
 
         def padding(x: Tensor) -> Tensor:
@@ -676,7 +677,8 @@ def _running(x: Tensor, n: int, factor: Tensor | None = None) -> Tensor:
 def _rows(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
     N = shape.numel()
     at = torch.arange(N).reshape(shape)
-    last, told = at >= N // n * n, f"the last, partial tile of {n} tokens"
+    last = at >= N // n * n
+    told = f"the last, partial tile of {n} tokens"
 
     def without(rows: Tensor) -> Callable[[Problem], Tensor]:
         """The stage `y` without the weight's gradient from these rows."""

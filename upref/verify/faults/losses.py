@@ -213,7 +213,8 @@ def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
         """The weight of that token."""
         return unit_weights(o, token(A, mu, log_r), own).item()
 
-    signs, at_1 = (1.0, -1.0), {A: weight(A, 0.02, 0.0) for A in (1.0, -1.0)}
+    signs = (1.0, -1.0)
+    at_1 = {A: weight(A, 0.02, 0.0) for A in (1.0, -1.0)}
     at = {
         (A, side): (at_1[A], weight(A, *FAR[side]), FAR[side][1])
         for A in signs
@@ -242,7 +243,8 @@ def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
 
     def bend(log_r: float) -> float:
         """The second difference of the weight in A, which is 0 where it is linear."""
-        up, down = weight(1.0, 0.02, log_r), weight(-1.0, 0.02, log_r)
+        up = weight(1.0, 0.02, log_r)
+        down = weight(-1.0, 0.02, log_r)
         return up + down - 2 * weight(0.0, 0.02, log_r)
 
     branches = any(abs(bend(x)) > 1e-12 for x in MODERATE)
@@ -269,11 +271,9 @@ def _inside(o: Objective, hp: dict[str, Any]) -> tuple[Objective, dict[str, Any]
 def _is_linear(o: Objective, hp: dict[str, Any]) -> bool:
     """Whether the gradient of its function is a constant for autograd."""
     lp = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64).requires_grad_()
-    old, A, mask = (
-        lp.detach() - 0.1,
-        torch.tensor([[1.0], [-1.0]]),
-        torch.ones(2, 1, dtype=torch.bool),
-    )
+    old = lp.detach() - 0.1
+    A = torch.tensor([[1.0], [-1.0]])
+    mask = torch.ones(2, 1, dtype=torch.bool)
     J = term_of(o, hp)(lp, old, A, mask).sum()
     return (
         not J.requires_grad
@@ -357,14 +357,10 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
         id="ratio-to-reference",
         view=lambda b: b if b.logp_ref is None else b.but(logp_old=b.logp_ref),
     )
-    lo, hi = (
-        hp.get("eps_low", hp.get("eps", 0.2)),
-        hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2))),
-    )
-    low, high = (
-        [1 - x for x in bounds if 0 < x < 1][:2],
-        [x - 1 for x in bounds if 1 < x < 10][:2],
-    )
+    lo = hp.get("eps_low", hp.get("eps", 0.2))
+    hi = hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
+    low = [1 - x for x in bounds if 0 < x < 1][:2]
+    high = [x - 1 for x in bounds if 1 < x < 10][:2]
     has = shape_of(o, hp)
     # an objective of one bound, as UP is, has no pair of bounds that the loss misses
     has_bounds = has.is_bounded and (
@@ -484,18 +480,15 @@ def lacking(o: Objective, beta: float, name: str) -> str:
     """Words for a KL term that the objective does not have, or not like this."""
     if name == TERM_OF.get(o.kl) and beta < 0:
         return f"the KL term is added to J, not subtracted: {abs(beta):.7g} {name}"
-    done, bonus = (
-        ("subtracted", "an entropy bonus")
-        if beta > 0
-        else ("added to J", "a bonus on the likelihood")
-    )
+    if beta > 0:
+        done, bonus = ("subtracted", "an entropy bonus")
+    else:
+        done, bonus = ("added to J", "a bonus on the likelihood")
     whose = f"is not {o.name}'s {o.kl}" if o.kl else f"{o.name} does not have"
     words = f"a KL term is {done} that {whose}: {abs(beta):.7g} {name}"
-    return (
-        f"{words}, to any policy; {bonus} of the sampled tokens has this gradient too"
-        if name == "k1"
-        else words
-    )
+    if name == "k1":
+        return f"{words}, to any policy; {bonus} of the sampled tokens has this gradient too"
+    return words
 
 
 KL_MISSING = fault(
@@ -518,7 +511,8 @@ def kl_added(beta: float) -> LossFault:
 
 def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """What is done to a KL term, each put beside the objective's own weights."""
-    beta, plain = hp["beta"], {**hp, "beta": 0.0}
+    beta = hp["beta"]
+    plain = {**hp, "beta": 0.0}
     inside, own = _inside(o, _without_beta(plain))
 
     def rest(b: Rollouts) -> Tensor:
@@ -589,7 +583,8 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         ("A < 0", lambda A: A < 0),
         ("A is not 0", lambda A: A != 0),
     ):
-        part, id = partial(only_where, on=on), f"kl-only-where-{SIGN_IDS[said]}"
+        part = partial(only_where, on=on)
+        id = f"kl-only-where-{SIGN_IDS[said]}"
         yield fault(
             f"the KL term is there only where {said}", "term", id=id, weigh=part
         )
@@ -624,7 +619,8 @@ def clamp_faults(
 
     def of_response(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
         assert wide is not None
-        x, n = wide(where(m, lp - old, 0), m)[:, None], m.sum(-1, keepdim=True)
+        x = wide(where(m, lp - old, 0), m)[:, None]
+        n = m.sum(-1, keepdim=True)
         return lp + (x.clamp(low, high) - x) / (
             n if o.level == "sequence_product" else 1
         )
@@ -715,15 +711,11 @@ def _ends(o: Objective, hp: dict[str, Any], side: str) -> list[bool]:
     """Whether the objective's term has a gradient on that side of its clip: at a ratio
     of 1, and far beyond a bound.
     """
-    lp, old = (
-        torch.tensor([[-0.01], [-21.0 if side == "lower" else -0.01]]),
-        torch.tensor([[-0.01], [-0.01]]),
-    )
+    lp = torch.tensor([[-0.01], [-21.0 if side == "lower" else -0.01]])
+    old = torch.tensor([[-0.01], [-0.01]])
     old = old if side == "lower" else torch.tensor([[-0.01], [-21.0]])
-    A, one = (
-        torch.full_like(lp, -1.0 if side == "lower" else 1.0),
-        torch.ones_like(lp, dtype=torch.bool),
-    )
+    A = torch.full_like(lp, -1.0 if side == "lower" else 1.0)
+    one = torch.ones_like(lp, dtype=torch.bool)
     return (_slope(term_of(o, hp), Rollouts(lp, old, A, one)) != 0).flatten().tolist()
 
 
@@ -780,17 +772,16 @@ def _forms(
     hi: float,
 ) -> Iterator[LossFault]:
     """The ratio is the objective's: a token's or a response's."""
-    j, wide = term_of(o, hp), o.level in ("sequence_mean", "sequence_product")
+    j = term_of(o, hp)
+    wide = o.level in ("sequence_mean", "sequence_product")
 
     def log_r(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
         x = where(m, lp - old, 0)
-        return (
-            {"sequence_mean": mean_t, "sequence_product": sum_t}[o.level](x, m)[
+        if wide:
+            return {"sequence_mean": mean_t, "sequence_product": sum_t}[o.level](x, m)[
                 :, None
             ].expand_as(x)
-            if wide
-            else x
-        )
+        return x
 
     def ratio(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
         """r of each token, the response's where the objective's is."""
@@ -932,9 +923,11 @@ def _forms(
     if has.free[1.0] and has.plain[-1.0]:  # as in UP
         yield no_ratio
         if has.bounded[-1.0, "below"] or has.bounded[-1.0, "above"]:
-            id, side = "no-upper-bound-where-a-negative", "the ratio has no upper bound"
+            id = "no-upper-bound-where-a-negative"
+            side = "the ratio has no upper bound"
             if has.bounded[-1.0, "below"]:
-                id, side = "no-lower-clip", "the clip has no lower side"
+                id = "no-lower-clip"
+                side = "the clip has no lower side"
             yield made(
                 "clip",
                 f"{side} where A <= 0",
@@ -1212,11 +1205,10 @@ def _forms(
             form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)),
             id="bounds-absolute",
         )
-        of_token = (
-            " of each token: the ratio of the token replaces the response's"
-            if o.level == "custom"
-            else ""
-        )
+        if o.level == "custom":
+            of_token = " of each token: the ratio of the token replaces the response's"
+        else:
+            of_token = ""
         yield made(
             "clip",
             f"the bounds are on log r: [-eps_low, eps_high]{of_token}",

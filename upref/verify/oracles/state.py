@@ -45,15 +45,18 @@ def determinism(case: LossCase) -> list[Finding]:
         A failure that says whether it draws random numbers or keeps state, and since
             when.
     """
-    b, log = case.grid(thin=5), case.loss.log
+    b = case.grid(thin=5)
+    log = case.loss.log
     first = len(log)
     answers = [case.both(b) for _ in range(4)]
     if all(_all_same(answers[0], more) for more in answers):
-        b, first = case.ready(probe()), len(log)
+        b = case.ready(probe())
+        first = len(log)
         answers = [case.both(b) for _ in range(TWICE)]
         if all(_all_same(answers[0], more) for more in answers):
             return []
-    drawn, before = _drawn(case, b, _all_same), list(log)
+    drawn = _drawn(case, b, _all_same)
+    before = list(log)
     small = shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c)))
     batch = make_example(small, reads=case.loss.reads)
     why = "it draws random numbers"

@@ -67,7 +67,8 @@ def run(
     """
     where = place(name, pin, version, source)
     with tempfile.TemporaryDirectory() as folder:
-        job, answer = Path(folder) / "job", Path(folder) / "answer"
+        job = Path(folder) / "job"
+        answer = Path(folder) / "answer"
         job.write_bytes(pickle.dumps((work, name, where, more)))
         ours = dict.fromkeys([str(LIBRARY), str(Path(upref.__file__).parents[1])])
         # a cluster may have torch there

@@ -45,7 +45,9 @@ class _Only:
     """
 
     def __init__(self, finders: list[Any], paths: list[str]):
-        self.finders, self.paths, self.known = finders, tuple(paths), _ours()
+        self.finders = finders
+        self.paths = tuple(paths)
+        self.known = _ours()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         found = (
@@ -74,7 +76,8 @@ class _Only:
 
 def _ours() -> set[str]:
     """Top-level names of upref's dependencies, theirs included."""
-    packages, todo = set(), ["upref", *OURS]
+    packages = set()
+    todo = ["upref", *OURS]
     while todo:
         name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
         if name in packages:
@@ -141,11 +144,9 @@ class Absent:
         if self._decorates and alone:
             return Absent(f"{self._name}({getattr(args[0], '__name__', '...')})")
         if self._name in self._decorators:
-            return (
-                Absent(f"{self._name}()", decorates=True)
-                if not alone
-                else Absent(f"{self._name}(...)")
-            )
+            if not alone:
+                return Absent(f"{self._name}()", decorates=True)
+            return Absent(f"{self._name}(...)")
         raise NotImplementedError(
             f"{self._name} is a stand-in for what is not installed, and it was called"
         )
@@ -198,7 +199,8 @@ class _Stubs:
     """Finds the modules of Pin.stubs, and all below them."""
 
     def __init__(self, pin: Pin):
-        self.stubs, self.decorators = pin.stubs, pin.decorators
+        self.stubs = pin.stubs
+        self.decorators = pin.decorators
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if any(name == s or name.startswith(f"{s}.") for s in self.stubs):

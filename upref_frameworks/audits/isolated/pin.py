@@ -99,14 +99,17 @@ def place(name: str, pin: Pin, version: str = "", source: str = "") -> Installat
     if pin.repository:
         commit = version or pin.commit
         copy = _checkout(name, pin.repository, "HEAD" if version == NEWEST else commit)
-        paths, found, root = [str(copy / pin.root)], _commit(copy), copy / pin.root
+        paths = [str(copy / pin.root)]
+        found = _commit(copy)
+        root = copy / pin.root
         if beside:
             paths.append(str(_folder(name, "beside", beside)))
     else:
         own = pin.packages[0].partition("==")[0]
         first = {"": pin.packages[0], NEWEST: own}.get(version, f"{own}=={version}")
         root = _folder(name, version or pin.version, (first, *beside))
-        paths, found = [str(root)], _installed(root, own)
+        paths = [str(root)]
+        found = _installed(root, own)
     if found != pin.version:
         return Installation(
             paths,
@@ -159,11 +162,10 @@ def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
             said = [
                 x for x in done.stderr.splitlines() if x.startswith("ERROR: ")
             ] or done.stderr.splitlines()[-1:]
-            why = (
-                said[-1].removeprefix("ERROR: ").strip()
-                if said
-                else f"pip ended with {done.returncode}"
-            )
+            if said:
+                why = said[-1].removeprefix("ERROR: ").strip()
+            else:
+                why = f"pip ended with {done.returncode}"
             raise InputError(
                 f"{', '.join(packages)} cannot be installed ({why}): is there a network and such a version? "
                 "--source CHECKOUT audits a working copy."
@@ -304,11 +306,10 @@ def _installed(folder: Path, package: str) -> str:
 
 
 def _commit(copy: Path) -> str:
-    done = (
-        _run(["git", "-C", str(copy), "rev-parse", "HEAD"])
-        if shutil.which("git")
-        else None
-    )
+    if shutil.which("git"):
+        done = _run(["git", "-C", str(copy), "rev-parse", "HEAD"])
+    else:
+        done = None
     return (
         done.stdout.strip()[:9] if done and done.returncode == 0 else "a working copy"
     )
