@@ -68,10 +68,10 @@ def text() -> str:
     assert at_t_1["best"].low > 0 > at_t_1["avg"].high
     words = (
         "**On stale data UP keeps more variety than DAPO, and answers no better on average.** "
-        f"Tiny transformers ({n} seeds, [registered]({RESULTS}/report.md)) learn number "
-        "puzzles on data 16 rollouts stale. "
-        f"At top-p 0.7 UP solves {shown(gains[0])} points more at least once in 32 tries, half "
-        f"of it by the missing upper clip: {ends:.0f} against DAPO's {its:.0f} % from a base at "
+        f"Tiny transformers ({n} [seeds](docs/glossary.md#results), [registered]({RESULTS}/report.md)) learn number "
+        "puzzles on data 16 [rollouts](docs/glossary.md#a-token-and-its-gradient) stale. "
+        f"At [top-p 0.7](docs/findings.md#the-words) UP solves {shown(gains[0])} points more at least once in 32 tries, "
+        f"half of it by the missing upper clip: {ends:.0f} against DAPO's {its:.0f} % from a base at "
         f"{base:.0f} %, {other_ends:.0f} against {other_its:.0f} % from one at {other_base:.0f} %. "
         f"The average changes by {shown(average)}. Without top-p "
         f"([not registered]({RESULTS}/unregistered.md)): {signed(at_t_1['best'].mean)} and "

@@ -66,7 +66,13 @@ def page(a: dict[str, Any], entries: list[Entry]) -> str:
     out = [
         f"# {name} {snapshot(a)}",
         "",
-        f"Audited on {a['date']}: `upref audit {name}`, exit status {int(not a['ok'])}.",
+        f"`upref audit {name}` called the losses of {name}, unmodified, with each setting in the",
+        "first column, and compared their gradients with an objective's. The last column has the",
+        "causes of a difference, and in brackets where it is largest: the sign of the advantage A,",
+        "the ratio r or s, and the expected and the found weight.",
+        f"On {a['date']} it ended with exit status {int(not a['ok'])}"
+        f"{': each difference has a known cause' if a['ok'] else ''}.",
+        "[What to set](../recipes.md), and [what the words mean](../frameworks.md#all-of-them).",
         "",
     ]
     out += [

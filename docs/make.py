@@ -148,7 +148,7 @@ def letters() -> str:
         ),
         (
             "`A`",
-            "the advantage: above 0 if the response was better than its group's average",
+            "the advantage: above 0 if the response was better than the average of all responses to its prompt",
             "+1",
         ),
     ]

@@ -5,8 +5,10 @@ no group, ends the build.
 
 import inspect
 import re
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 
 import upref
 
@@ -76,15 +78,25 @@ MODULES = {
 }
 
 
+EXAMPLES: dict[str, str] = tomllib.loads(
+    (Path(__file__).parent / "examples.toml").read_text(encoding="utf-8")
+)
+
+
 def pages() -> dict[str, str]:
     """docname -> markdown."""
     named = [name for group in GROUPS.values() for name in group]
     assert sorted(named) == sorted(upref.__all__), (
         f"in no group, or gone: {set(named) ^ set(upref.__all__)}"
     )
-    front = '# API\n\nEvery public name. Of a tensor, the type is its shape: `Float[Tensor, "B T"]`.\n'
+    front = (
+        "# API\n\nEvery public name, by what it is for. The examples begin with `import torch, upref`. "
+        'The type of a tensor is its shape: `Float[Tensor, "B T"]` has B responses of T tokens.\n'
+    )
     for head, names in GROUPS.items():
-        front += f"\n## {head}\n\n" + "".join(_entry("upref", name) for name in names)
+        front += f"\n## {head}\n\n" + "".join(
+            _entry("upref", name) + _example(name) for name in names
+        )
     out = {"api": front}
     for name, head in MODULES.items():
         text = _module(name, head)
@@ -124,6 +136,15 @@ def _entry(module: str, name: str) -> str:
     options = options or ("   :members:\n" if kind == "class" else "")
     options += "   :no-index:\n" if module != "upref" and name in upref.__all__ else ""
     return f"```{{eval-rst}}\n.. auto{kind}:: {module}.{name}\n{options}```\n\n"
+
+
+def _example(name: str) -> str:
+    text = EXAMPLES.get(name)
+    return (
+        f"```{{code-block}} pycon\n:class: example\n\n{text.rstrip()}\n```\n\n"
+        if text
+        else ""
+    )
 
 
 # ---- docstrings ----------------------------------------------------------------------

@@ -12,13 +12,14 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 from docs import framework_pages as frameworks
 from docs.site import api, derivations, objectives, prose
+from upref_course.grader import contents
 
 ROOT = Path(__file__).parents[2]
 NAMED = {
@@ -59,19 +60,39 @@ class Section:
     pages: list[str] = field(default_factory=list)
 
 
+def docname(path: str) -> str:
+    """Where a page of the repository stands in the site."""
+    return NAMED.get(path) or path.removesuffix(".md").removeprefix("docs/")
+
+
 SECTIONS = [
     Section("start", "Start here", "Is my loss DAPO? In five minutes, without a GPU."),
     Section(
         "howto",
         "How-to",
         "Check a loss in CI, train in verl or TRL, draw a Cap map, add an objective.",
-        ["howto/*", "sharp-bits", "verl", "trl", "adding", "glossary"],
+        [
+            "howto/ten-minutes",
+            "howto/first-program",
+            "howto/wrap-your-loss",
+            "howto/check-your-trainer",
+            "howto/replay",
+            "howto/find-your-picture",
+            "howto/check-in-ci",
+            "howto/conformance",
+            "trl",
+            "verl",
+            "howto/*",
+            "sharp-bits",
+            "adding",
+            "glossary",
+        ],
     ),
     Section(
         "course/README",
         "Course",
         "From “a policy is a softmax” to “what is wrong with this run”.",
-        ["course/*"],
+        [docname(page.page) for page in contents()],
     ),
     Section(
         "objectives",
@@ -120,11 +141,6 @@ SECTIONS = [
         ["speed", "architecture", "contributing", "changelog", "*"],
     ),
 ]
-
-
-def docname(path: str) -> str:
-    """Where a page of the repository stands in the site."""
-    return NAMED.get(path) or path.removesuffix(".md").removeprefix("docs/")
 
 
 class Gathering:
@@ -189,7 +205,8 @@ class Gathering:
 
     def shown(self, path: str) -> str:
         text = (ROOT / path).read_text(encoding="utf-8").rstrip("\n")
-        return f"``````{{code-block}} {LANGUAGES.get(Path(path).suffix, 'text')}\n{text}\n``````"
+        language = LANGUAGES.get(Path(path).suffix, "text")
+        return f"``````{{code-block}} {language}\n:class: file\n\n{text}\n``````"
 
     def listing(self, path: str) -> str:
         files = sorted(
@@ -251,7 +268,7 @@ def sections(texts: dict[str, str]):
         left = [n for n in left if n not in found]
         if section.head not in texts and not found:
             continue
-        listed = "\n".join(os.path.relpath(n, Path(section.head).parent) for n in found)
+        listed = "\n".join(entries(found, section.head, texts))
         visible = "" if section.head in texts else ":maxdepth: 1\n"
         texts.setdefault(section.head, f"# {section.title}\n\n{section.text}\n")
         if found:
@@ -276,6 +293,22 @@ def sections(texts: dict[str, str]):
     texts["index"] = (
         index + "\n```{toctree}\n:hidden:\n\n" + "\n".join(heads) + "\n```\n"
     )
+
+
+def entries(found: list[str], head: str, texts: dict[str, str]) -> Iterator[str]:
+    """Yield a line of a list of pages for each; a framework stands without its version,
+    and two pages of one title are told apart by their folders.
+    """
+    titles = {name: re.search(r"^# (.*)", texts[name], re.M)[1] for name in found}
+    for name, title in titles.items():
+        page = os.path.relpath(name, Path(head).parent)
+        path = Path(name)
+        if path.parent.name == "frameworks":
+            yield f"{path.name} <{page}>"
+        elif list(titles.values()).count(title) > 1:
+            yield f"{title} ({path.parent.name}/{path.name}) <{page}>"
+        else:
+            yield page
 
 
 def settings(source: Path):
@@ -311,6 +344,11 @@ def gather(source: Path):
     g.texts["objectives"] = objectives.listed(g.texts["objectives"])
     g.texts |= own | api.pages() | derivations.pages(g.texts["derivations"])
     g.texts["start"] = re.sub(r"\A# upref\n", "# Start here\n", g.texts["start"])
+    # its table has the width of the list of its headings, of which there is one
+    g.texts["objectives"] = (
+        "---\nhtml_theme.sidebar_secondary.remove: true\n---\n\n"
+        + g.texts["objectives"]
+    )
     sections(g.texts)
     g.write()
     settings(source)

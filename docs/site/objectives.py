@@ -20,6 +20,7 @@ from upref.weights import plots
 from upref.weights.curve import of
 from upref_frameworks.ledger import read
 
+ROOT = Path(__file__).parents[2]
 SIGNS = {1: "A > 0", -1: "A < 0", 0: "A = 0"}
 RATIOS = np.exp(np.linspace(-5, 5, 81)) * 1.0001  # on none of the bounds
 MUS = (0.02, 0.5)
@@ -43,6 +44,7 @@ def page(o: Objective, folder: Path) -> str:
         f"# {called}\n\n{_thumb(o, folder)}{about} Its name in upref is `{o.name}`.\n\n{_paper(o)}",
         tex.block(tex.equation(o.equation)),
         _facts(o),
+        _commands(o),
     ]
     parts += [
         "## The gradient, three times",
@@ -169,6 +171,21 @@ def _facts(o: Objective) -> str:
     return _table(
         ["what", "of this objective"], [*rows, *((k, v) for k, v in said.items() if v)]
     )
+
+
+def _commands(o: Objective) -> str:
+    """What to do with it, to paste."""
+    lines = [f"upref check my.py:loss --as {o.name}    # is your loss this one?"]
+    if not o.not_symbolic:
+        lines.append(f"upref derive {o.name}    # a proof of its gradient")
+    if _small(o):
+        lines.append(
+            f"upref weights {o.name} my.py:loss -o weights.svg    # both, drawn"
+        )
+    text = "```bash\n" + "\n".join(lines) + "\n```"
+    if f"\n### {o.name}\n" in (ROOT / "docs/recipes.md").read_text(encoding="utf-8"):
+        text += f"\n\n[What to set](../recipes.md#{o.name}) to train it in verl, TRL and others."
+    return text
 
 
 def _gradients(o: Objective) -> str:

@@ -325,7 +325,7 @@ def summary() -> str:
     """A line for README."""
     every = "[Claims](docs/claims.md) tests the paper statement by statement"
     meant = (
-        "*Not seen here*: the miniature does not reach the bound of the reading. *Contradicted*: it "
+        "*Not seen here*: the tiny transformers do not reach the bound that it names. *Contradicted*: it "
         "shows the opposite. What a large model does is another question."
     )
     known = f"{tally(as_computed())}. {meant}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import upref
-from docs.make import letters, put, run
+from docs.make import WORDS_A_MINUTE, letters, put, reading, run
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,6 +21,40 @@ FILES = {block.split()[1]: block for block in BLOCKS if block.startswith("# ")}
 def test_it_is_short_and_opens_with_the_reader_who_has_a_loss():
     assert README.count("\n") <= 120
     assert README.index("## Is my loss DAPO?") < 1000
+
+
+def test_the_first_screen_is_read_in_less_than_a_minute():
+    """The text to the first heading, without the links below it."""
+    words = reading(README[: README.index("[Course]")])
+    assert len(words) < WORDS_A_MINUTE, len(words)
+
+
+# a word -> the words that explain it, which stand with its first use or before
+EXPLAINED = {
+    "policy": "a language model that gives each next token a probability",
+    "verl": "framework (verl, TRL and others)",
+    "TRL": "framework (verl, TRL and others)",
+    "DAPO": "writes these losses anew: PPO, GRPO, DAPO",
+    "advantage": "*A* is the advantage",
+    "response": "an answer that the policy wrote",
+    "weight": "(The *weight* is the factor on",
+    "on policy": "(no step since sampling, so r = 1)",
+    "slime": "the frameworks NeMo-RL, slime and miles",
+    "Cap": "is the room left",
+    "dual clip": "(no gradient where A < 0 and r > c)",
+    "rollouts": "[rollouts](docs/glossary.md",
+    "seeds": "[seeds](docs/glossary.md",
+    "top-p": "[top-p 0.7](docs/findings.md#the-words)",
+}
+
+
+@pytest.mark.parametrize("word", EXPLAINED)
+def test_no_word_before_its_explanation(word):
+    text = re.sub(r"```.*?```", lambda block: " " * len(block[0]), README, flags=re.S)
+    explained = text.index(EXPLAINED[word])
+    used = re.search(rf"(?<![\w/.]){word}(?!\w|[/:]\w)", text).start()
+    between = text[used:explained]
+    assert used >= explained or "\n\n" not in between, between
 
 
 def test_the_first_block_says_what_the_text_says_of_it():

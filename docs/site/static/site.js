@@ -50,6 +50,25 @@ function fold(table, _, all) {
   table.after(button);
 }
 
+// On a phone a picture of several panels side by side is scrolled, so that its letters can be read.
+function broaden(picture) {
+  const panels = picture.naturalWidth / picture.naturalHeight;
+  if (picture.classList.contains("small-weight") || picture.naturalWidth < 500 || panels < 1.7) return;
+  const frame = Object.assign(document.createElement("div"), { className: "broad", tabIndex: 0 });
+  picture.before(frame);
+  frame.append(picture);
+}
+
+function breakable(cell) {
+  const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+  const long = [];
+  while (texts.nextNode()) if (/[^\s]{18}/.test(texts.currentNode.data) && !texts.currentNode.parentElement.closest("mjx-container, .math")) long.push(texts.currentNode);
+  for (const text of long) {
+    text.parentElement.closest("code")?.classList.add("long");
+    text.replaceWith(...text.data.split(/(?<=[^\s][,_=./:](?=[^\s]))/).flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));
+  }
+}
+
 // The field that draws a visitor's file is a page of its own without rights: it is told the theme, and tells its height.
 function joined(frame) {
   const theme = () => frame.contentWindow.postMessage(document.documentElement.dataset.theme, "*");
@@ -73,22 +92,18 @@ window.addEventListener("load", async () => {
     const heads = [...table.querySelectorAll("thead th")].map((th) => th.textContent.trim());
     if (heads.length >= 3) table.classList.add("cards");
     if (heads.length >= 8) table.classList.add("wide");
+    if (heads.length >= 12) table.classList.add("matrix");
     for (const row of table.querySelectorAll("tbody tr")) {
       [...row.cells].forEach((cell, i) => cell.setAttribute("data-label", heads[i] ?? ""));
     }
   }
   if (window.matchMedia("(max-width: 700px)").matches) {
+    document.querySelectorAll(".bd-article :is(p, figure) > img").forEach(broaden);
     document.querySelectorAll(".bd-article table").forEach(fold);
     foldSections();
   }
-  // A list of settings in a table breaks after a comma or an underscore, so that its column leaves room for the others.
-  for (const code of document.querySelectorAll("td code")) {
-    if (code.textContent.length < 18) continue;
-    code.classList.add("long");
-    for (const part of code.querySelectorAll(".pre")) {
-      part.replaceChildren(...part.textContent.split(/(?<=[,_=./:])/).flatMap((s) => [s, document.createElement("wbr")]));
-    }
-  }
+  // A long name or setting in a table breaks after a comma or an underscore, so that its column leaves room for the others.
+  for (const cell of document.querySelectorAll(".bd-article td")) breakable(cell);
   // What is too wide for a phone is scrolled by keyboard too.
   await window.MathJax?.startup?.promise;
   for (const wide of document.querySelectorAll("mjx-container, div.math")) {
