@@ -280,6 +280,8 @@ def checkout(tmp_path):
 
 def test_what_a_library_prints_does_not_hide_the_experiments(checkout):
     (checkout / "repro/mini").mkdir(parents=True)
+    for package in ("repro", "repro/mini"):  # else that of this checkout comes first
+        (checkout / package / "__init__.py").touch()
     (checkout / "repro/mini/standing.py").write_text(
         "print('[ERROR] of a library'); print('{}')"
     )
