@@ -73,14 +73,15 @@ def _lives(pid: int) -> bool:
 
 
 @cache
-def environment() -> dict[str, str]:
+def environment(*late: str) -> dict[str, str]:
     """In this environment `executable` forks from a process of our own, which this
-    starts; empty where none can.
+    starts; empty where none can. late: modules that it imports when the first one asks,
+    beside SLOW.
     """
     if sys.platform != "linux":
         return {}
-    path = os.path.join(_folder().name, "s")
-    start(path, SLOW)
+    path = os.path.join(_folder().name, "-".join(["s", *late]))
+    start(path, SLOW, late)
     for _ in range(1000):
         if os.path.exists(path):
             break

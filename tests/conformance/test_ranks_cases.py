@@ -3,13 +3,14 @@
 case outlives its deadline.
 """
 
+import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from repro import fork
 from upref.conformance import CASES, Status, load_adapter, run, run_ranks
 from upref.errors import InputError
 
@@ -105,12 +106,18 @@ def test_a_rank_that_ends_or_hangs_is_no_verdict(name, deadline, words, tmp_path
 def test_the_command_takes_a_deadline(tmp_path):
     (tmp_path / "loops.py").write_text(SOURCE + LOOPS)
     command = [
-        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        *fork.executable(),
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider"),
         *("--pyargs", "upref.conformance", "--adapter", "loops.py:Sleeps"),
         *("--level", "4", "-k", "dp2 and token", "--upref-deadline", "1"),
     ]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False
+        command,
+        cwd=tmp_path,
+        env=os.environ | fork.environment("transformers"),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "the ranks had not finished after 1 seconds" in done.stdout, done.stdout
     assert done.returncode == 1

@@ -5,6 +5,7 @@ error reads as a verdict.
 
 import copy
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from repro import fork
 from upref.cli import main
 from upref.conformance import (
     CASES,
@@ -426,7 +428,7 @@ def test_a_badge_counts_what_was_tried(tmp_path, capsys):
 # ---- the command ---------------------------------------------------------------------
 def _pytest(folder, *arguments):
     command = [
-        sys.executable,
+        *fork.executable(),
         "-m",
         "pytest",
         "--pyargs",
@@ -436,7 +438,12 @@ def _pytest(folder, *arguments):
         "no:cacheprovider",
     ]
     done = subprocess.run(
-        [*command, *arguments], cwd=folder, capture_output=True, text=True, check=False
+        [*command, *arguments],
+        cwd=folder,
+        env=os.environ | fork.environment("transformers"),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr
 

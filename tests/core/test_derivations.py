@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import upref
+from repro import fork
 from tests.support.daily import daily
 from upref.derivation import derive, sympy_gradient
 from upref.kl import ESTIMATORS
@@ -192,10 +193,10 @@ def test_a_script_says_so_by_its_exit_status(tmp_path):
             text.replace("exponent=-1", f"exponent={exponent}"), encoding="utf-8"
         )
         done = subprocess.run(
-            [sys.executable, script],
+            [*fork.executable(), script],
             capture_output=True,
             cwd=DERIVATIONS.parent,
-            env=ENV,
+            env=ENV | fork.environment(),
         )
         assert done.returncode == status and done.stdout
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 import upref
 from docs.make import put
+from repro import fork
 from upref import plugins
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def said(tmp_path):
 
     def run(*argv):
         done = subprocess.run(
-            [sys.executable, *argv],
+            [*fork.executable(), *argv],
             cwd=tmp_path,
             env=run.env,
             capture_output=True,
@@ -47,7 +47,7 @@ def said(tmp_path):
         )
         return done.returncode, done.stdout + done.stderr
 
-    run.env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run.env = os.environ | fork.environment() | {"PYTHONPATH": str(tmp_path)}
     return run
 
 

@@ -5,6 +5,7 @@ check.
 
 import functools
 import importlib
+import os
 import runpy
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import upref
+from repro import fork
 from upref import catalog, definition, description
 from upref.cli import main, show
 from upref.description import describe
@@ -51,8 +53,9 @@ def test_a_name_of_a_reference_is_refused(registered, tmp_path):
 def test_it_is_refused_in_a_fresh_process(tmp_path):
     (tmp_path / "mine.py").write_text(lines("dapo"))
     done = subprocess.run(
-        [sys.executable, "-c", "import mine"],
+        [*fork.executable(), "-c", "import mine"],
         cwd=tmp_path,
+        env=os.environ | fork.environment(),
         capture_output=True,
         text=True,
     )

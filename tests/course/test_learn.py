@@ -11,6 +11,7 @@ import pytest
 from attempts import ATTEMPTS
 
 from docs.site.prose import papers
+from repro import fork
 from upref.cli import main
 from upref_course import grader as learn
 from upref_course.verdict import judged
@@ -169,13 +170,12 @@ def test_bad_input_is_one_sentence(asked, text, words):
 def test_a_loop_without_end_is_stopped(tmp_path):
     import os
     import subprocess
-    import sys
 
     (tmp_path / "lesson01.py").write_text(
         "def loss(logits, action, reward):\n    while True: pass\n"
     )
-    command = [sys.executable, "-m", "upref", "learn", "1", "--timeout", "8"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [*fork.executable(), "-m", "upref", "learn", "1", "--timeout", "8"]
+    env = os.environ | fork.environment() | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )

@@ -7,13 +7,14 @@ gradients of both. Rounding, NaN at logits of -inf, NaN from masked NaN states, 
 refusal of -100 or of a layout are notes.
 """
 
+import os
 import subprocess
-import sys
 
 import pytest
 import torch
 
 import upref
+from repro import fork
 from tests.support.cases.logprob_changes import naive, of, x_is
 from upref import InputError, check_logprobs
 from upref.user_code import logprobs as read_logprobs
@@ -24,9 +25,14 @@ def test_the_command_and_the_assertion(tmp_path):
         "def lp(logits, tokens, temperature):\n"
         "    return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]\n"
     )
-    command = [sys.executable, "-m", "upref", "check", "my.py:lp", "--as-logprobs"]
+    upref_ = [*fork.executable(), "-m", "upref"]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False
+        [*upref_, "check", "my.py:lp", "--as-logprobs"],
+        cwd=tmp_path,
+        env=os.environ | fork.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1 and "the temperature is left out" in done.stdout, done
     assert upref.assert_logprobs(naive)
