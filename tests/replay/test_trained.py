@@ -18,6 +18,8 @@ DIFFERS |= {
         "use_kl_loss, kl_loss_type=low_var_kl (default)",
     )
 }
+# verl's geo_mean takes the mean of each micro-batch alone (its audit: MICRO_MEAN)
+DIFFERS["loss_mode=geo_mean"] = "sum over micro-batches of their own seq-mean"
 BY_DAY = (
     "loss_type=dr_grpo",
     "loss_type=bnpo",

@@ -4,7 +4,8 @@ compared with the reference.
 
 python -m tests.replay.trained [PART OF A NAME]
 
-A line for each setting of `upref step` that changes the loss: the largest difference
+A line for each setting of `upref step` that changes the loss, and for verl's losses
+that it has no setting for: the largest difference
 between the logged loss and the reference over its steps, how far dL/dlp is from the
 reference's, and what `upref replay` says of it.
 """
@@ -20,6 +21,7 @@ import torch
 
 from upref.replay import loss, normalizer, read_steps, record
 from upref.replay.schema import RecordedBatch
+from upref.replay.terms import as_run, terms_of
 from upref.step.case import built, meant, perturb
 from upref.step.families import tiny
 from upref.step.reference import TorchModel
@@ -57,6 +59,46 @@ VERLS = (
     "use_dynamic_bsz",
     "micro_batch_size_per_gpu=1",
 )
+
+
+def verls_loss(
+    mode: str, objective: str, hp: dict[str, float] | None = None, **actor: Any
+) -> Setting:
+    """A loss of verl for which `upref step` has no setting."""
+    fields = {
+        "actor": actor
+        | {"policy_loss": {"loss_mode": mode}, "loss_agg_mode": "token-mean"},
+        "engine": {},
+        "model_config": {},
+    }
+    return Setting(f"loss_mode={mode}", fields=fields, objective=objective, hp=hp or {})
+
+
+def clip(low: float, high: float, c: float) -> dict[str, float]:
+    """verl's names of the bounds."""
+    return {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": c}
+
+
+BEYOND = {  # losses of verl that are not coupled over the batch
+    "trl": (),
+    "verl": (
+        verls_loss("cispo", "cispo", **clip(1.0, 4.0, 3.0)),
+        verls_loss("gpg", "reinforce_off_policy"),
+        verls_loss(
+            "dppo_tv",
+            "dppo_tv_verl",
+            hp={"delta": 0.15, "trunc": 3.0},
+            **clip(0.15, 0.15, 3.0),
+        ),
+        verls_loss(
+            "dppo_kl",
+            "dppo_kl_verl",
+            hp={"delta": 0.05, "trunc": 3.0},
+            **clip(0.05, 0.05, 3.0),
+        ),
+        verls_loss("geo_mean", "gmpo", **clip(0.4, 0.4, 3.0)),
+    ),
+}
 SILENT = ("uninformative", "no_gradient")  # of a step that tells nothing
 NAMES = {"trl": TRLS, "verl": VERLS}
 
@@ -96,6 +138,7 @@ def settings(trainer: str) -> Iterator[Setting]:
     found = {s.name: s for s in chosen(trainer) if s.family == "qwen3"}
     for name in NAMES[trainer]:
         yield found[name]
+    yield from BEYOND[trainer]
 
 
 def trl_steps(
@@ -148,7 +191,9 @@ def judged(trainer: str, s: Setting, batches: list[RecordedBatch]) -> Line:
     for b in batches:
         found = loss(b, o, **hp)
         gradient = normalizer(b, o, **hp)
-        off = max(off, abs(found.value - found.logged))
+        step = terms_of(b, as_run(o, hp), hp)
+        size = max(1.0, float(step.total(step.terms.abs())))
+        off = max(off, abs(found.value - found.logged) / size)
         if gradient.low == gradient.low:  # else no response has a gradient
             factors = max(factors, abs(gradient.low - 1), abs(gradient.high - 1))
         moved = max(moved, float((b.now - b.trainer()).abs().max()))
