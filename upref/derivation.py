@@ -135,14 +135,15 @@ def _exact(x: Any) -> Expr:
     return sympy.nsimplify(x, rational=True)
 
 
-def _chain(o: Objective) -> str:
+def _chain(objective: Objective) -> str:
     """What stands before the derivative at the objective's level: that of mean_t or
     sum_t, and the aggregation.
     """
     row = SimpleNamespace(
         sum=lambda _: SimpleNamespace(clamp=lambda min: Symbol("|o_i|"))
     )
-    rows: Any = row_weights(o.agg, row, Totals(*map(Symbol, ("N", "B", "G", "N_g"))))  # type: ignore[arg-type]
+    totals = Totals(*map(Symbol, ("N", "B", "G", "N_g")))
+    rows: Any = row_weights(objective.agg, row, totals)  # type: ignore[arg-type]
     T, t, k = sympy.symbols("T t k", integer=True, positive=True)
     lp = sympy.IndexedBase("lp")
     total = sympy.Sum(lp[t], (t, 1, T))
@@ -150,9 +151,9 @@ def _chain(o: Objective) -> str:
         "sequence_mean": ("mean_t lp", total / T),
         "sequence_product": ("sum_t lp", total),
     }
-    name, reduced = of_response.get(o.level, ("", lp[k]))
+    name, reduced = of_response.get(objective.level, ("", lp[k]))
     inner = reduced.diff(lp[k]).doit().subs(T >= k, True)
-    level = f"level {o.level}" + (
+    level = f"level {objective.level}" + (
         f", lp = {name}, d({name})/dlp_t = {inner}, T = |o_i|" if name else ""
     )
     what = {
@@ -164,28 +165,30 @@ def _chain(o: Objective) -> str:
     legend = ", ".join(
         what[s.name] for s in sorted(rows.free_symbols, key=str) if s.name in what
     )
-    return f"  {level}; aggregation {o.agg}: row weight {rows} ({legend})"
+    return f"  {level}; aggregation {objective.agg}: row weight {rows} ({legend})"
 
 
 def _regimes(
-    o: Objective, A: Expr, letters: Any, at: Any, notes: Any
+    objective: Objective, A: Expr, letters: Any, at: Any, notes: Any
 ) -> Iterator[tuple[str, Expr, Expr, Expr]]:
     """(where, J, dJ/dlp, weight) of each regime; neighbours that read alike are one."""
-    n = FREE_TOKENS if o.level == "custom" else 1
+    n = FREE_TOKENS if objective.level == "custom" else 1
     tags = [f"_{i + 1}" for i in range(n)] if n > 1 else [""]
     lp, lp_old = (
         [Symbol(f"{name}{tag}", real=True) for tag in tags] for name in ("lp", "lp_old")
     )
-    r = [Symbol(f"{RATIO[o.level]}{tag}", positive=True) for tag in tags]
+    r = [Symbol(f"{RATIO[objective.level]}{tag}", positive=True) for tag in tags]
     mu = Symbol("mu", positive=True)
     in_r = {x: log(mu) + log(y) for x, y in zip(lp, r, strict=True)} | dict.fromkeys(
         lp_old, log(mu)
     )
-    J = symbolic_J(o, A, lp, lp_old, letters)
-    weights = _weights(o, A, r, mu, letters)
-    J_in_r = symbolic_J(o, A, [in_r[x] for x in lp], [in_r[x] for x in lp_old], letters)
+    J = symbolic_J(objective, A, lp, lp_old, letters)
+    weights = _weights(objective, A, r, mu, letters)
+    J_in_r = symbolic_J(
+        objective, A, [in_r[x] for x in lp], [in_r[x] for x in lp_old], letters
+    )
     edges = {k for expr in (J_in_r, *weights) for k in breakpoints(expr, r[0])}
-    cells = _cells(edges, r[0], at, 1 / mu if o.reads_mu else oo, notes)
+    cells = _cells(edges, r[0], at, 1 / mu if objective.reads_mu else oo, notes)
     rows = []
     for combination in itertools.combinations_with_replacement(cells, n):
         point = at | {x: cell.point for x, cell in zip(r, combination, strict=True)}
@@ -206,13 +209,13 @@ def _regimes(
 
 
 def symbolic_J(
-    o: Objective, A: Expr, lp: list[Any], lp_old: list[Any], hp: dict[Any, Any]
+    objective: Objective, A: Expr, lp: list[Any], lp_old: list[Any], hp: dict[Any, Any]
 ) -> Expr:
     """The unreduced J from the function itself, of scalars, or of one response at level
     custom.
 
     Args:
-        o: the objective.
+        objective: the objective.
         A: the advantage.
         lp, lp_old: symbols, one for each token.
         hp: hyperparameters, symbols or numbers.
@@ -220,22 +223,22 @@ def symbolic_J(
     Returns:
         J as a sympy expression.
     """
-    if o.level != "custom":
-        return sympy.sympify(o.fn(lp[0], lp_old[0], A, **hp))
+    if objective.level != "custom":
+        return sympy.sympify(objective.fn(lp[0], lp_old[0], A, **hp))
     response = (SymbolArray([row]) for row in (lp, lp_old, [A] * len(lp)))
-    return sum(o.fn(*response, np.ones((1, len(lp)), dtype=bool), **hp).flat)
+    return sum(objective.fn(*response, np.ones((1, len(lp)), dtype=bool), **hp).flat)
 
 
 def _weights(
-    o: Objective, A: Expr, r: list[Any], mu: Expr, hp: dict[Any, Any]
+    objective: Objective, A: Expr, r: list[Any], mu: Expr, hp: dict[Any, Any]
 ) -> list[Expr]:
-    first = [log(x) for x in r] if o.reads_log_r else r
+    first = [log(x) for x in r] if objective.reads_log_r else r
     have = {"mu": mu, "log_mu": log(mu), "mask": np.ones((1, len(r)), dtype=bool)}
-    if o.level == "custom":
+    if objective.level == "custom":
         read = (SymbolArray([first]), SymbolArray([[A] * len(r)]))
     else:
         read = (first[0], A)
-    w = o.closed_form(*read, **{k: have[k] for k in o.reads}, **hp)
+    w = objective.closed_form(*read, **{k: have[k] for k in objective.reads}, **hp)
     return [sympy.sympify(x) for x in np.ravel(w)]
 
 
@@ -292,7 +295,7 @@ def _interval(low: str, r: str, high: str) -> str:
     return f"{low} < {r} < {high}"
 
 
-def _numeric(o: Objective, hp: dict[Any, Any]) -> tuple[list[str], bool]:
+def _numeric(objective: Objective, hp: dict[Any, Any]) -> tuple[list[str], bool]:
     """dJ/dlp by torch.autograd against weight x aggregation: two responses, A = 1 and A
     = -1, seven ratios each.
     """
@@ -303,10 +306,10 @@ def _numeric(o: Objective, hp: dict[Any, Any]) -> tuple[list[str], bool]:
     lp = (lp_old + r.log()).requires_grad_()
     A = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     # with one ratio each, the shares of a group would not move
-    mask = (r < 4) | (A > 0) | ("group" not in o.reads)
-    b = Rollouts(lp, lp_old, A, mask, entropy=r / 2)
-    gradient = torch.autograd.grad(o(b, **hp), lp)[0]
-    ok = (gradient - o.gradient(b, **hp)).abs().max().item() < 1e-12
+    mask = (r < 4) | (A > 0) | ("group" not in objective.reads)
+    batch = Rollouts(lp, lp_old, A, mask, entropy=r / 2)
+    gradient = torch.autograd.grad(objective(batch, **hp), lp)[0]
+    ok = (gradient - objective.gradient(batch, **hp)).abs().max().item() < 1e-12
     steps = [f"  {'r':>6} " + " ".join(f"{x:8.2f}" for x in r[0].tolist())]
     steps += [
         f"  A = {1 - 2 * i:+} " + " ".join(f"{x or 0:8.4f}" for x in w)
@@ -318,7 +321,9 @@ def _numeric(o: Objective, hp: dict[Any, Any]) -> tuple[list[str], bool]:
     ], ok
 
 
-def sympy_gradient(objective: str | Objective, b: Rollouts, **hp: Any) -> np.ndarray:
+def sympy_gradient(
+    objective: str | Objective, batch: Rollouts, **hp: Any
+) -> np.ndarray:
     """dJ/dlp [B, T] of a small batch, the whole pipeline in sympy: level, mask,
     aggregation, KL. Computed at 30 digits.
 
@@ -327,7 +332,7 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp: Any) -> np.nda
 
     Args:
         objective: a name or an Objective.
-        b: a small batch.
+        batch: a small batch.
         **hp: hyperparameters.
 
     Returns:
@@ -337,13 +342,15 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp: Any) -> np.nda
     if o.not_symbolic:
         raise InputError(f"sympy cannot read {o.name}: {o.not_symbolic}.")
     hp = o.resolve(hp)
-    mask = b.mask.numpy()
-    weights = row_weights(o.agg, b.mask, b.totals or Totals.of(b.mask, b.group))
-    w = o.factors(b, **hp)
-    ref = b.logp if b.logp_ref is None else b.logp_ref
+    mask = batch.mask.numpy()
+    weights = row_weights(
+        o.agg, batch.mask, batch.totals or Totals.of(batch.mask, batch.group)
+    )
+    w = o.factors(batch, **hp)
+    ref = batch.logp if batch.logp_ref is None else batch.logp_ref
     tokens = [
-        where(b.mask, x.detach(), 0).numpy()
-        for x in (b.logp, b.logp_old, b.adv.expand(b.mask.shape), ref)
+        where(batch.mask, x.detach(), 0).numpy()
+        for x in (batch.logp, batch.logp_old, batch.adv.expand(batch.mask.shape), ref)
     ]
     rows = torch.as_tensor(weights, dtype=torch.float64).expand(len(mask)).numpy()
     gradient = np.zeros(mask.shape)
@@ -362,11 +369,11 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp: Any) -> np.nda
                 gradient[i] = np.reshape(
                     [float(x) for x in derivative(*numbers)], alike.shape
                 )
-    return gradient * o.per_term(w, b.mask).numpy() if w is not None else gradient
+    return gradient * o.per_term(w, batch.mask).numpy() if w is not None else gradient
 
 
 def _derivative(
-    o: Objective, mask: np.ndarray, hp: dict[Any, Any]
+    objective: Objective, mask: np.ndarray, hp: dict[Any, Any]
 ) -> Callable[..., list[Any]]:
     """The derivatives of these responses' share of J by each lp: a function of lp,
     lp_old, A, lp_ref, row weights.
@@ -385,15 +392,27 @@ def _derivative(
     read = (
         lp,
         lp_old,
-        np.repeat(first[:, None], mask.shape[1], 1) if o.agg == "seq-mean" else A,
+        np.repeat(first[:, None], mask.shape[1], 1)
+        if objective.agg == "seq-mean"
+        else A,
     )
-    if o.level in REDUCE:
-        read = (REDUCE[o.level](lp, mask), REDUCE[o.level](lp_old, mask), first)
-    terms = o.fn(*read, *([mask] if o.level == "custom" else []), **o.of_surrogate(hp))
-    copies = 1 if o.agg == "seq-mean" else mask.sum(-1)  # of a response's term
+    if objective.level in REDUCE:
+        read = (
+            REDUCE[objective.level](lp, mask),
+            REDUCE[objective.level](lp_old, mask),
+            first,
+        )
+    terms = objective.fn(
+        *read,
+        *([mask] if objective.level == "custom" else []),
+        **objective.of_surrogate(hp),
+    )
+    copies = 1 if objective.agg == "seq-mean" else mask.sum(-1)  # of a response's term
     J = np.dot(rows, terms * copies if terms.ndim == 1 else sum_t(terms, mask))
     if hp.get("beta"):
-        J -= hp["beta"] * np.dot(rows, sum_t(kl.per_token(o.kl, lp, ref, lp_old), mask))
+        J -= hp["beta"] * np.dot(
+            rows, sum_t(kl.per_token(objective.kl, lp, ref, lp_old), mask)
+        )
     derivatives = [forget_sg(J.diff(x)) for x in lp.flat]
     return sympy.lambdify(
         [*lp.flat, *lp_old.flat, *A.flat, *ref.flat, *rows], derivatives, "mpmath"

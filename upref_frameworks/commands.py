@@ -12,17 +12,17 @@ from upref_frameworks import ledger, names
 TRAINERS = ("trl", "verl", "openrlhf")  # whose steps upref runs
 
 
-def _audit_arguments(c: argparse.ArgumentParser) -> None:
-    c.add_argument("framework", choices=[*names(), "torch"])
-    c.add_argument(
+def _audit_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("framework", choices=[*names(), "torch"])
+    parser.add_argument(
         "--version",
         metavar="V",
         help="another version than the pinned one, or `newest`",
     )
-    c.add_argument(
+    parser.add_argument(
         "--source", metavar="CHECKOUT", help="audit this working copy of the framework"
     )
-    what = c.add_mutually_exclusive_group()
+    what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--ledger",
         action="store_true",
@@ -85,12 +85,12 @@ def _audited(args: argparse.Namespace) -> Result:
     return report.Draft(report.draft(audited)) if args.draft else audited
 
 
-def _recipe_arguments(c: argparse.ArgumentParser) -> None:
-    c.add_argument("name", metavar="NAME", help="the objective (`upref list`)")
-    c.add_argument(
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="the objective (`upref list`)")
+    parser.add_argument(
         "--in", dest="framework", required=True, choices=names(), help="the framework"
     )
-    add_hyperparameters(c)
+    add_hyperparameters(parser)
 
 
 def _refuse_recipe(args: argparse.Namespace) -> None:
@@ -105,27 +105,27 @@ def _recipe(args: argparse.Namespace) -> int:
     return 0
 
 
-def _step_arguments(c: argparse.ArgumentParser) -> None:
-    c.add_argument(
+def _step_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "trainer",
         metavar="TRAINER",
         help=f"{', '.join(TRAINERS)}, or a step of your own: FILE.py:step",
     )
-    c.add_argument(
+    parser.add_argument(
         "--only",
         default="",
         metavar="TEXT",
         help="only settings whose name or model family contains TEXT",
     )
-    c.add_argument(
+    parser.add_argument(
         "--list", action="store_true", help="print the settings; run nothing"
     )
-    c.add_argument(
+    parser.add_argument(
         "--against",
         metavar="FILE",
         help="records of --json: fail where a setting now ends otherwise",
     )
-    own = c.add_argument_group("a step of your own")
+    own = parser.add_argument_group("a step of your own")
     own.add_argument(
         "--as",
         dest="name",
@@ -156,8 +156,8 @@ def _step_arguments(c: argparse.ArgumentParser) -> None:
     own.add_argument(
         "-v", "--verbose", action="store_true", help="print what the verdict rests on"
     )
-    add_hyperparameters(c)
-    c.epilog = """Exit status: 0 if a setting agrees and none differs, 1 if one differs, 2 if none could run or upref
+    add_hyperparameters(parser)
+    parser.epilog = """Exit status: 0 if a setting agrees and none differs, 1 if one differs, 2 if none could run or upref
         itself failed on one. With --against: 0 if each setting ends as in the records, 1 if one does not. On several
         ranks: torchrun --nproc-per-node 2 -m upref step FILE.py:step --as NAME"""
 

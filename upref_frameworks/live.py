@@ -51,7 +51,7 @@ def live(
             *((lp.new_zeros(1, 1),) * 5),
             mask.new_ones(1, 1),
         )
-    b = Rollouts.unchecked(
+    batch = Rollouts.unchecked(
         logp=lp, logp_old=lp_old, adv=A, mask=mask, entropy=entropy, logp_sampler=engine
     )
-    return {f"upref/{k}": v for k, v in clipping(objective, b, **hp).items()}
+    return {f"upref/{k}": v for k, v in clipping(objective, batch, **hp).items()}

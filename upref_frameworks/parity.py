@@ -164,9 +164,9 @@ def compare(
         )
         args |= {} if engine is None else {"logp_sampler": engine.to(dtype)}
         # it is what was trained on
-        b = Rollouts.unchecked(**args, totals=totals, entropy=H)
+        batch = Rollouts.unchecked(**args, totals=totals, entropy=H)
         terms = objective.unreduced(
-            b.logp, b.logp_old, b.adv, mask, H, b.logp_sampler, **hp
+            batch.logp, batch.logp_old, batch.adv, mask, H, batch.logp_sampler, **hp
         )
         if terms.ndim == 1:
             terms = torch.nn.functional.pad(
@@ -174,7 +174,9 @@ def compare(
             )
         else:
             terms = torch.where(mask, terms, 0)
-        return objective.token_weights(b, **hp).double() * rows, terms.double() * rows
+        return objective.token_weights(
+            batch, **hp
+        ).double() * rows, terms.double() * rows
 
     found = [
         reference(lp),

@@ -108,9 +108,9 @@ class Identification(Result):
         return self._others(False)
 
     def _others(self, same: bool) -> list[str]:
-        def alike(m: Match, first: Match) -> bool:
+        def alike(match: Match, first: Match) -> bool:
             """Whether its aggregation is as asked for, and its KL term the same."""
-            return (m.own == first.own) == same and m.same_kl == first.same_kl
+            return (match.own == first.own) == same and match.same_kl == first.same_kl
 
         return [str(m) for m in self.matches[1:] if alike(m, self.matches[0])]
 

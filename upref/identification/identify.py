@@ -196,7 +196,9 @@ def _of_box(box: BlackBox, start: float) -> Identification:
         more = _limits(
             box,
             case,
-            lambda b: k * (one.change.weights(case.o, case.hp, b) + box.kl_weights(b)),
+            lambda batch: (
+                k * (one.change.weights(case.o, case.hp, batch) + box.kl_weights(batch))
+            ),
         )
         words = [one.words, *_multiplied(k, match.agg), *_term(box, match), *more]
         return answer("pitfall", [match], "; ".join(words))
@@ -208,16 +210,18 @@ def _of_box(box: BlackBox, start: float) -> Identification:
     return answer("none", near, BOTH_COMPARED if box.loss.returns_live else "")
 
 
-def _has_its_bounds(box: BlackBox, m: Match) -> bool:
+def _has_its_bounds(box: BlackBox, match: Match) -> bool:
     """Whether the weight of a loss jumps where this objective's does: else it is near
     by accident.
     """
-    o = get(m.name)
-    if o.reads_mu or o.batch_coupled or box.batch_coupled:
+    objective = get(match.name)
+    if objective.reads_mu or objective.batch_coupled or box.batch_coupled:
         return True
-    hp = o.of_surrogate({k: v for k, v in m.hp.items() if k in o.hyperparameters})
+    hp = objective.of_surrogate(
+        {k: v for k, v in match.hp.items() if k in objective.hyperparameters}
+    )
     for A in SIGNS:
-        due = breakpoints(o, A, 0.02, **hp)
+        due = breakpoints(objective, A, 0.02, **hp)
         found = box.bounds(A)
         if len(due) != len(found) or any(
             abs(x / y - 1) > LOOSE for x, y in zip(due, found, strict=True)
@@ -235,19 +239,39 @@ def _of_whole_batches(box: BlackBox) -> list[Match]:
         *map(box.case.visible_batch, random_batches(0, RANDOM, True)),
     ]
     asked = []
-    for b in batches:
+    for batch in batches:
         with contextlib.suppress(InputError):
-            asked.append((b, box.case.gradient(b)))
+            asked.append((batch, box.case.gradient(batch)))
     out = []
-    for o in (get(name) for name in names() if get(name).batch_coupled):
-        for hp in [{}, *({"eta": eta} for eta in ETAS if "eta" in o.hyperparameters)]:
+    for objective in (get(name) for name in names() if get(name).batch_coupled):
+        for hp in [
+            {},
+            *({"eta": eta} for eta in ETAS if "eta" in objective.hyperparameters),
+        ]:
             case = LossCase(
-                box.loss, o, o.resolve(hp), declared_aggregation(o), tol=box.tol
+                box.loss,
+                objective,
+                objective.resolve(hp),
+                declared_aggregation(objective),
+                tol=box.tol,
             )
-            off = [case.off(b, g / case.factors(b)).max().item() for b, g in asked]
+            off = [
+                case.off(batch, gradient / case.factors(batch)).max().item()
+                for batch, gradient in asked
+            ]
             if len(off) > RANDOM / 2 and max(off) <= 10 * box.tol:
                 seen = {k: v for k, v in case.hp.items() if _is_told(case, k, asked)}
-                out.append(Match(o.name, seen, o.agg, True, not box.kl, max(off), 0.0))
+                out.append(
+                    Match(
+                        objective.name,
+                        seen,
+                        objective.agg,
+                        True,
+                        not box.kl,
+                        max(off),
+                        0.0,
+                    )
+                )
                 break
     return out
 
@@ -264,18 +288,19 @@ def _is_told(case: LossCase, key: str, asked: list[tuple[Rollouts, Tensor]]) -> 
         """Whether the weights of some batch are others at this value."""
         moved = replace(case, hp=case.hp | {key: value})
         return any(
-            not torch.equal(moved.expected(b), case.expected(b)) for b, _ in asked
+            not torch.equal(moved.expected(batch), case.expected(batch))
+            for batch, _ in asked
         )
 
     others = (value * APART, value / APART) if value else (1,)
     return all(is_other(other) for other in others)
 
 
-def _unread(m: Match) -> list[str]:
+def _unread(match: Match) -> list[str]:
     """Words for the hyperparameters that no batch has told."""
-    own = get(m.name).hyperparameters
+    own = get(match.name).hyperparameters
     names = [
-        k for k, v in own.items() if k not in m.hp and k != "beta" and v is not None
+        k for k, v in own.items() if k not in match.hp and k != "beta" and v is not None
     ]
     return [f"{', '.join(names)}: these batches do not tell the value"] if names else []
 
@@ -287,9 +312,11 @@ def _with_correction(box: BlackBox, answer: Identification) -> Identification:
     m = answer.matches[0]
     case = _against(box, m)
     for name in CORRECTIONS:
-        o = get(f"{name}({m.name})")
+        objective = get(f"{name}({m.name})")
         start = replace(
-            case, o=o, hp=o.resolve({k: v for k, v in m.hp.items() if v is not None})
+            case,
+            o=objective,
+            hp=objective.resolve({k: v for k, v in m.hp.items() if v is not None}),
         )
         for hp in ({}, *(one.change.hp for one in retuned(start))):
             one = replace(start, hp=start.hp | hp)
@@ -298,14 +325,16 @@ def _with_correction(box: BlackBox, answer: Identification) -> Identification:
                 one.beyond("sampler"),
                 one.beyond("lengths"),
             ]
-            if all(one.off(b, floor=1e-12).max() <= 10 * one.tol for b in batches):
+            if all(
+                one.off(batch, floor=1e-12).max() <= 10 * one.tol for batch in batches
+            ):
                 own = m.hp | {
                     k: v for k, v in one.hp.items() if k in ("is_min", "is_max")
                 }
                 unchecked = [
                     x for x in answer.not_checked if x != sampler_words(m.name)
                 ]
-                found = replace(m, name=o.name, hp=own)
+                found = replace(m, name=objective.name, hp=own)
                 return replace(
                     answer, matches=[found], on_sampler=False, not_checked=unchecked
                 )
@@ -319,8 +348,8 @@ def _again(box: BlackBox, tried: list[Candidate]) -> list[Match]:
     )
 
 
-def _kind(m: Match) -> str:
-    return "up" if m.name.startswith("up(") else "objective"
+def _kind(match: Match) -> str:
+    return "up" if match.name.startswith("up(") else "objective"
 
 
 def _answer(
@@ -359,14 +388,20 @@ def _fitting(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> list[M
 
 
 def _candidates(box: BlackBox) -> list[Candidate]:
-    return [c for o in every() if (c := candidate(o, box))] or _plain(box)
+    return [c for objective in every() if (c := candidate(objective, box))] or _plain(
+        box
+    )
 
 
 def _plain(box: BlackBox) -> list[Candidate]:
     return [
-        compared(o, box)
-        for o in every()
-        if not (o.batch_coupled or o.reads_mu or "entropy" in o.reads)
+        compared(objective, box)
+        for objective in every()
+        if not (
+            objective.batch_coupled
+            or objective.reads_mu
+            or "entropy" in objective.reads
+        )
     ]
 
 
@@ -407,53 +442,66 @@ def _grids(box: BlackBox) -> list[Grid]:
     mixed = make_batch(cases, "token", False, rng)
     out += [(mixed, True)] if box.accepts(mixed) else []
     out += [(random_batch(rng, one_adv=True), False) for _ in range(RANDOM)]
-    ready = [(box.case.ready(b), mixed) for b, mixed in out]
-    return [(b, mixed, box.case.gradient(b)) for b, mixed in ready]
+    ready = [(box.case.ready(batch), mixed) for batch, mixed in out]
+    return [(batch, mixed, box.case.gradient(batch)) for batch, mixed in ready]
 
 
 def _off(
-    box: BlackBox, o: Objective, hp: dict[str, Any], b: Rollouts, g: Tensor
+    box: BlackBox,
+    objective: Objective,
+    hp: dict[str, Any],
+    batch: Rollouts,
+    gradient: Tensor,
 ) -> Tensor:
     """Relative difference of the weights on each token, 0 on masked slots; hp without
     beta.
     """
-    expected = unit_weights(o, b, hp) + box.kl_weights(b)
-    found = g / box.case.factors(b, box.agg or declared_aggregation(o)) / box.scale
-    apart = relative_error(found, expected, b.adv)
+    expected = unit_weights(objective, batch, hp) + box.kl_weights(batch)
+    found = (
+        gradient
+        / box.case.factors(batch, box.agg or declared_aggregation(objective))
+        / box.scale
+    )
+    apart = relative_error(found, expected, batch.adv)
     if box.case.single:
-        apart = apart.masked_fill(near_a_bound(lambda x: unit_weights(o, x, hp), b), 0)
-    return torch.where(b.mask, apart, 0)
+        apart = apart.masked_fill(
+            near_a_bound(lambda x: unit_weights(objective, x, hp), batch), 0
+        )
+    return torch.where(batch.mask, apart, 0)
 
 
 # ---- candidates ----------------------------------------------------------------------
-def _match(box: BlackBox, c: Candidate, grids: list[Grid]) -> Match:
+def _match(box: BlackBox, candidate: Candidate, grids: list[Grid]) -> Match:
     offs = []
-    for b, mixed, g in grids:
-        if not (mixed and c.o.one_adv):
-            offs.append(_off(box, c.o, c.hp, b, g))
+    for batch, mixed, gradient in grids:
+        if not (mixed and candidate.o.one_adv):
+            offs.append(_off(box, candidate.o, candidate.hp, batch, gradient))
     distance = max(x.max().item() for x in offs)
     mean = sum(x.clamp(max=1).sum().item() for x in offs) / sum(
-        int(b.mask.sum()) for b, *_ in grids
+        int(batch.mask.sum()) for batch, *_ in grids
     )
-    hp = c.seen() if in_range(c.o, c.hp) else {}
-    same_kl = _same_kl(box, c.o)
-    if c.o.kl and same_kl:
+    hp = candidate.seen() if in_range(candidate.o, candidate.hp) else {}
+    same_kl = _same_kl(box, candidate.o)
+    if candidate.o.kl and same_kl:
         hp["beta"] = box.beta
-    return Match(c.o.name, hp, _agg(box), _own(box, c.o), same_kl, distance, mean)
+    return Match(
+        candidate.o.name, hp, _agg(box), _own(box, candidate.o), same_kl, distance, mean
+    )
 
 
-def _same_kl(box: BlackBox, o: Objective) -> bool:
+def _same_kl(box: BlackBox, objective: Objective) -> bool:
     """Whether it has no KL term, or the objective's own."""
-    return not box.kl or (o.kl == box.kl and box.beta > 0)
+    return not box.kl or (objective.kl == box.kl and box.beta > 0)
 
 
-def _own(box: BlackBox, o: Objective) -> bool:
+def _own(box: BlackBox, objective: Objective) -> bool:
     """Whether the aggregation is the objective's; without group ids the batch is one
     group.
     """
-    same = declared_aggregation(o) == box.agg or (
+    same = declared_aggregation(objective) == box.agg or (
         "group" not in box.loss.reads
-        and {declared_aggregation(o), box.agg} == {"token-mean", "group-token-mean"}
+        and {declared_aggregation(objective), box.agg}
+        == {"token-mean", "group-token-mean"}
     )
     return same
 
@@ -464,22 +512,22 @@ def _agg(box: BlackBox) -> str:
     return box.agg
 
 
-def _simplest(m: Match) -> Any:
+def _simplest(match: Match) -> Any:
     """The objective whose own aggregation it is goes first, then the one with fewer
     hyperparameters.
     """
-    plain = sum(v is not None and k != "beta" for k, v in m.hp.items())
-    inert = len(get(m.name).hyperparameters) - len(m.hp)
+    plain = sum(v is not None and k != "beta" for k, v in match.hp.items())
+    inert = len(get(match.name).hyperparameters) - len(match.hp)
     return (
-        not m.own,
-        not m.same_kl,
-        not m.same_kl and not get(m.name).kl,
-        m.name.startswith("up("),
+        not match.own,
+        not match.same_kl,
+        not match.same_kl and not get(match.name).kl,
+        match.name.startswith("up("),
         plain,
         inert,
-        len(m.hp.keys() - {"beta"}),
-        "anchored" in m.name,
-        m.name,
+        len(match.hp.keys() - {"beta"}),
+        "anchored" in match.name,
+        match.name,
     )
 
 
@@ -494,25 +542,30 @@ def _multiplied(k: float, agg: str) -> list[str]:
     return out
 
 
-def _faults(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
+def _faults(box: BlackBox, match: Match, grids: list[Grid]) -> list[str]:
     """What keeps a loss with the right weights from being right."""
     out = []
-    twice = _two_gradients(box, m, grids[0][0])
+    twice = _two_gradients(box, match, grids[0][0])
     # two gradients are the factor
     k = math.copysign(1.0, box.scale) if twice else box.scale
     out += _multiplied(k, _agg(box))
     out += [twice] if twice else []
     if box.agg and box.agg not in AGGREGATIONS:
         out.append(f"aggregated by {box.agg}")
-    out += _term(box, m) + [f.regime for f in in_training.look(_against(box, m))]
-    b = grids[0][0]
-    if box.loss.micro_batchable and not get(m.name).batch_coupled:
-        rows = torch.arange(len(b.mask) // 8 * 8)  # TRL's micro-batches are equal
-        b = b.rows(
-            rows, Totals.of(b.mask[rows], None if b.group is None else b.group[rows])
+    out += _term(box, match) + [
+        f.regime for f in in_training.look(_against(box, match))
+    ]
+    batch = grids[0][0]
+    if box.loss.micro_batchable and not get(match.name).batch_coupled:
+        rows = torch.arange(len(batch.mask) // 8 * 8)  # TRL's micro-batches are equal
+        batch = batch.rows(
+            rows,
+            Totals.of(
+                batch.mask[rows], None if batch.group is None else batch.group[rows]
+            ),
         )
-        whole = box.case.gradient(b)
-        parts = torch.cat([box.case.gradient(part) for part in b.split(4)])
+        whole = box.case.gradient(batch)
+        parts = torch.cat([box.case.gradient(part) for part in batch.split(4)])
         if (parts - whole).abs().max() > 1e-5 * whole.abs().max():
             out.append(
                 "the mean is taken of each micro-batch: the gradients of parts do not add up to the batch's"
@@ -520,62 +573,66 @@ def _faults(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
     return out
 
 
-def _two_gradients(box: BlackBox, m: Match, b: Rollouts) -> str:
+def _two_gradients(box: BlackBox, match: Match, batch: Rollouts) -> str:
     """In words, what its own .backward() leaves beside the gradient of the loss that it
     returns.
     """
     if not box.loss.returns_live:
         return ""
-    case = _against(box, m)
-    one = reproduces(two_gradients(case, b), case, b, case.weights(b), b.mask)
+    case = _against(box, match)
+    one = reproduces(
+        two_gradients(case, batch), case, batch, case.weights(batch), batch.mask
+    )
     return one.words if one else ""
 
 
-def _term(box: BlackBox, m: Match) -> list[str]:
+def _term(box: BlackBox, match: Match) -> list[str]:
     """A KL term that is not the objective's."""
-    if not box.kl or m.same_kl:
+    if not box.kl or match.same_kl:
         return []
-    return [lacking(get(m.name), box.beta, box.kl)]
+    return [lacking(get(match.name), box.beta, box.kl)]
 
 
-def _against(box: BlackBox, m: Match) -> LossCase:
+def _against(box: BlackBox, match: Match) -> LossCase:
     """The loss compared with its match."""
-    o = get(m.name)
-    hp = o.resolve({k: v for k, v in m.hp.items() if v is not None})
-    return replace(box.case, o=o, hp=hp, agg=box.agg or declared_aggregation(o))
+    objective = get(match.name)
+    hp = objective.resolve({k: v for k, v in match.hp.items() if v is not None})
+    return replace(
+        box.case, o=objective, hp=hp, agg=box.agg or declared_aggregation(objective)
+    )
 
 
 # of upref.weights.stress.AXES
 ASKED = ("ratios", "advantages", "certain tokens", "lengths")
 
 
-def _beyond(box: BlackBox, m: Match) -> list[str]:
+def _beyond(box: BlackBox, match: Match) -> list[str]:
     """What unusual inputs show of a loss that has the right weights on ordinary ones,
     as check asks them.
     """
     if (
         box.scale != 1
-        or not (m.own and m.same_kl)
+        or not (match.own and match.same_kl)
         or box.near >= LOOSE
         or box.batch_coupled
     ):
         return []
-    case = _against(box, m)
+    case = _against(box, match)
     if not case.single and (
         found := [f for f in clamps(case) if f.severity == "failure"]
     ):
         return [f"{f.regime}: {_cause(f)}" for f in found]
     # after the clamps: what it forgives as float32 is not asked so nearly any more
     for axis in ASKED:
-        b = case.beyond(axis)
-        if found := [f for f in look(case, axis, b, ()) if f.severity == "failure"]:
+        batch = case.beyond(axis)
+        if found := [f for f in look(case, axis, batch, ()) if f.severity == "failure"]:
             return [f"{found[0].regime}: {found[0].difference}"]
     return []
 
 
-def _cause(f: Finding) -> str:
+def _cause(finding: Finding) -> str:
     """The cause of a finding; the difference that it shows where that is unknown."""
-    return f.cause if f.cause != UNKNOWN else f.difference
+    return finding.cause if finding.cause != UNKNOWN else finding.difference
 
 
 @dataclass
@@ -584,20 +641,22 @@ class Claim(LossCase):
     fault in it.
     """
 
-    said: Callable[[Rollouts], Tensor] = lambda b: b.logp
+    said: Callable[[Rollouts], Tensor] = lambda batch: batch.logp
 
-    def expected(self, b: Rollouts) -> Tensor:
-        return self.said(b)
+    def expected(self, batch: Rollouts) -> Tensor:
+        return self.said(batch)
 
 
-def _claimed(box: BlackBox, m: Match) -> list[str]:
+def _claimed(box: BlackBox, match: Match) -> list[str]:
     """Where the match, with its factor and KL term, is not what the loss does."""
-    case = _against(box, m)
+    case = _against(box, match)
     plain = {k: v for k, v in case.hp.items() if k != "beta"}
     return _limits(
         box,
         case,
-        lambda b: box.scale * (unit_weights(case.o, b, plain) + box.kl_weights(b)),
+        lambda batch: (
+            box.scale * (unit_weights(case.o, batch, plain) + box.kl_weights(batch))
+        ),
     )
 
 
@@ -648,49 +707,55 @@ def _pitfall(
         turns = [(get(mean), {"eps": turned["eps_low"]})] if mirrored else []
         turns += [(get("dapo"), turned), (get("gspo"), turned)]
     bases += [(get("dapo"), both), (get("gspo"), both), (nearest, both)]
-    b, g = _stack(grids[:2] + grids[-RANDOM:])
-    for n, (o, clip) in enumerate([*turns, *bases]):
-        own = {k: v for k, v in clip.items() if k in o.hyperparameters}
-        hp = {k: v for k, v in o.resolve(own).items() if k != "beta"}
+    batch, gradient = _stack(grids[:2] + grids[-RANDOM:])
+    for n, (objective, clip) in enumerate([*turns, *bases]):
+        own = {k: v for k, v in clip.items() if k in objective.hyperparameters}
+        hp = {k: v for k, v in objective.resolve(own).items() if k != "beta"}
         case = LossCase(
             box.loss,
-            o,
+            objective,
             hp,
-            box.agg or declared_aggregation(o),
+            box.agg or declared_aggregation(objective),
             tol=box.tol,
             edges=box.case.edges,
         )
         # the factor may be the fault's own: an inverted ratio turns the sign of what is
         # on policy
-        plain = g(case)
+        plain = gradient(case)
         # a fault that needs no factor goes first
         for k in dict.fromkeys((1.0, box.scale)):
-            found = plain / k - box.kl_weights(b)
+            found = plain / k - box.kl_weights(batch)
             whole = n >= len(turns)
             listed = (
                 f
-                for f in known("losses", o, hp, bounds if whole else [])
+                for f in known("losses", objective, hp, bounds if whole else [])
                 if whole or f.kind == "ratio"
             )
-            faults = chain(two_gradients(case, b), listed)
-            if one := reproduces(faults, case, b, found, b.mask):
+            faults = chain(two_gradients(case, batch), listed)
+            if one := reproduces(faults, case, batch, found, batch.mask):
                 break
-        if one and fits(fault("", one.kind), case, b, found, b.mask, case.tol):
+        if one and fits(fault("", one.kind), case, batch, found, batch.mask, case.tol):
             return None  # right on all of this without any fault: it is wrong elsewhere
         if one:
             if one.meant:
-                o = get(one.meant)
+                objective = get(one.meant)
                 hp = clip = {
                     k: v
                     for k, v in {"eps_low": low, "eps_high": high}.items()
-                    if k in o.hyperparameters
+                    if k in objective.hyperparameters
                 }
             used = {k: v for k, v in hp.items() if clip.get(k) is not None}
-            same_kl = _same_kl(box, o)
+            same_kl = _same_kl(box, objective)
             used |= {"beta": box.beta} if box.kl and same_kl else {}
             return (
                 Match(
-                    o.name, used, _agg(box) or case.agg, _own(box, o), same_kl, 0.0, 0.0
+                    objective.name,
+                    used,
+                    _agg(box) or case.agg,
+                    _own(box, objective),
+                    same_kl,
+                    0.0,
+                    0.0,
                 ),
                 one,
                 case,
@@ -701,7 +766,7 @@ def _pitfall(
 
 def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[LossCase], Tensor]]:
     """Batches of other widths below each other, and the weights of the case on them."""
-    T = max(b.mask.shape[1] for b, *_ in grids)
+    T = max(batch.mask.shape[1] for batch, *_ in grids)
 
     def wide(x: Tensor, fill: Any) -> Tensor:
         """[B, T] of the widest batch, filled on the right."""
@@ -709,7 +774,7 @@ def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[LossCase], Tensor]]:
 
     def stack(name: str, fill: Any) -> Tensor:
         """That field of all batches, below each other."""
-        return torch.cat([wide(getattr(b, name), fill) for b, *_ in grids])
+        return torch.cat([wide(getattr(batch, name), fill) for batch, *_ in grids])
 
     fields: dict[str, Any] = {
         "logp": -1.0,
@@ -719,11 +784,14 @@ def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[LossCase], Tensor]]:
         "mask": False,
     }
     A = torch.cat(
-        [wide(b.adv, 0.0).where(wide(b.mask, False), b.adv[:, :1]) for b, *_ in grids]
+        [
+            wide(batch.adv, 0.0).where(wide(batch.mask, False), batch.adv[:, :1])
+            for batch, *_ in grids
+        ]
     )
     fields = {k: stack(k, v) for k, v in fields.items()}
     return Rollouts(adv=A, **fields), lambda case: torch.cat(
-        [wide(g / case.factors(b), 0.0) for b, _, g in grids]
+        [wide(gradient / case.factors(batch), 0.0) for batch, _, gradient in grids]
     )
 
 

@@ -418,8 +418,8 @@ def compared(goal: Goal, case: StepCase, found: Gradient, bound: float) -> Compa
     ):
         near = sides(one, case.forward, case.b, case.shift)
         rows = expected(one, case.forward, case.b)
-        g = case.forward.model.flat(found)
-        rows, other = assign_sides(rows, near, g)
+        gradient = case.forward.model.flat(found)
+        rows, other = assign_sides(rows, near, gradient)
         want = clipped(rows.sum(0), one.clip)
         if not want.isfinite().all():
             bad = [
@@ -435,13 +435,13 @@ def compared(goal: Goal, case: StepCase, found: Gradient, bound: float) -> Compa
             raise InputError(
                 "the objective's gradient is 0 on these rows: no row can show anything."
             )
-        error = float((g - want).norm() / want.norm())
+        error = float((gradient - want).norm() / want.norm())
         tried.append(
             Compared(
                 one,
                 rows,
                 want,
-                g,
+                gradient,
                 error if error == error else float("inf"),
                 len(near),
                 other,

@@ -57,27 +57,27 @@ CORRECTION_BOUNDS = (0.1, 0.2, 0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 8.0, 10.0
 STOPS = ("hyperparameter", "objective", "clip", "ratio", "stop-gradient", "rounding")
 
 
-def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
+def named(tokens: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
     """The fault that gives these weights on all response tokens, and the weights that
     it gives [B, T].
 
     among: a cause; faults that it does not name are not tried.
     """
-    hp = w.goal.hp | ({"beta": w.goal.beta} if w.goal.o.kl else {})
-    alike = _one_weight(w)
+    hp = tokens.goal.hp | ({"beta": tokens.goal.beta} if tokens.goal.o.kl else {})
+    alike = _one_weight(tokens)
     if alike is not None and (not among or set(alike[0].ids) <= set(among.ids)):
         return alike
-    silent = w.no_weight(w.found).all(1)
-    right = right_factors(w.goal, w.b)[:, None]
-    for one in token_faults(w, hp):
+    silent = tokens.no_weight(tokens.found).all(1)
+    right = right_factors(tokens.goal, tokens.b)[:, None]
+    for one in token_faults(tokens, hp):
         if not is_named(one, among):
             continue
-        unit, mask = _unit(w, one, hp)
-        k = factors(w, unit)
+        unit, mask = _unit(tokens, one, hp)
+        k = factors(tokens, unit)
         if k is None:
             continue
         # what is within the noise, and should be, tells nothing of its factor
-        k[silent & w.near(unit * right, 0 * unit).all(1)] = torch.nan
+        k[silent & tokens.near(unit * right, 0 * unit).all(1)] = torch.nan
         dead = [
             i for i, v in enumerate(k) if abs(v) <= 1e-4 * k.nan_to_num(0).abs().max()
         ]
@@ -90,7 +90,15 @@ def named(w: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | None:
         k[dead] = torch.nan
         moving = int((mask & (unit != 0)).sum())
         found = factor_words(
-            w.goal, w.rows, w.b, k, dead, w.tol, mask, moving, _odd_factor(one)
+            tokens.goal,
+            tokens.rows,
+            tokens.b,
+            k,
+            dead,
+            tokens.tol,
+            mask,
+            moving,
+            _odd_factor(one),
         )
         if found is None:
             continue
@@ -114,22 +122,22 @@ def _odd_factor(one: LossFault) -> float:
     return 1000.0 if one.words else math.inf
 
 
-def _one_weight(w: Tokens) -> tuple[Cause, Tensor] | None:
+def _one_weight(tokens: Tokens) -> tuple[Cause, Tensor] | None:
     """The cause that all tokens that train have one weight, and the weights, where that
     is so and should not be.
     """
-    x = w.found[w.b.mask]
-    right = w.expected[w.b.mask]
+    x = tokens.found[tokens.b.mask]
+    right = tokens.expected[tokens.b.mask]
     mean = float(x.nan_to_num(0).mean())
     differ = float((x - mean).abs().nan_to_num(torch.inf).max())
     if (
         not mean
-        or differ > w.tol * abs(mean)
-        or right.std() <= w.tol * right.abs().max()
+        or differ > tokens.tol * abs(mean)
+        or right.std() <= tokens.tol * right.abs().max()
     ):
         return None
     cause = measured.ONE_WEIGHT.cause(weight=mean)
-    return cause, torch.where(w.b.mask, mean, 0.0)
+    return cause, torch.where(tokens.b.mask, mean, 0.0)
 
 
 def _put(
@@ -147,7 +155,7 @@ def _put(
         id=id,
         beside=beside,
         hp=hp or {},
-        view=lambda b: b.but(**change),
+        view=lambda batch: batch.but(**change),
     )
 
 
@@ -162,7 +170,7 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
         A fault that changes nothing; then the known faults, those of masks first.
     """
     r = w.rollouts()
-    o = w.goal.o
+    objective = w.goal.o
     goal = w.goal
     at = torch.arange(w.here.shape[1])
     off = w.here & ~w.b.mask
@@ -353,7 +361,7 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
         **dict.fromkeys(("is_min", "is_max"), CORRECTION_BOUNDS),
     }
     for key in sorted(bounds.keys() & hp.keys()):
-        for v in (v for v in bounds[key] if v != hp[key] and _takes(o, key, v)):
+        for v in (v for v in bounds[key] if v != hp[key] and _takes(objective, key, v)):
             is_ = "absent" if hp[key] is None else f"{hp[key]:g}"
             yield fault(
                 f"{key} is {v:g}, not {is_}",
@@ -367,7 +375,7 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
         low is not None
         and high is not None
         and low != high
-        and _takes(o, "eps_low", high)
+        and _takes(objective, "eps_low", high)
     ):
         yield fault(
             f"the clip bounds are exchanged: eps_low is {high:g} and eps_high is {low:g}",
@@ -375,10 +383,12 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
             id="clip-bounds-exchanged",
             hp={"eps_low": high, "eps_high": low},
         )
-    if o.level == "sequence_mean":
+    if objective.level == "sequence_mean":
         yield from _over_the_width(w, hp)
-    yield from known("losses", o, hp, [])
-    for p in (get(n) for n in names() if n != o.name and not get(n).batch_coupled):
+    yield from known("losses", objective, hp, [])
+    for p in (
+        get(n) for n in names() if n != objective.name and not get(n).batch_coupled
+    ):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
         yield fault(
             f"the objective is {p.name}",
@@ -434,7 +444,7 @@ def _ends(rows: Sequence[Row]) -> Tensor:
 
 
 def _sources(
-    w: Tokens, name: str, each: Sequence[Tensor], hp: dict[str, Any]
+    tokens: Tokens, name: str, each: Sequence[Tensor], hp: dict[str, Any]
 ) -> tuple[Tensor, Tensor] | None:
     """[B]: the response whose numbers the weights of each response have, and whether
     they are those of no other.
@@ -443,19 +453,19 @@ def _sources(
     number that happens to equal that of another response is not taken from it.
 
     Args:
-        w: the weights that were read.
+        tokens: the weights that were read.
         name: of the numbers, as of `Rollouts`.
         each: the numbers of each response, given to all, [B, T].
         hp: the numbers of the objective.
     """
-    n = len(w.rows)
-    right = right_factors(w.goal, w.b)[:, None]
+    n = len(tokens.rows)
+    right = right_factors(tokens.goal, tokens.b)[:, None]
     # response i has the weights that the numbers of response j make
     has = torch.zeros(n, n, dtype=torch.bool)
     for j in range(n):
         its: Any = {name: each[j]}
-        unit, mask = _unit(w, _put("", id="", **its), hp)
-        has[:, j] = (w.near(w.found, unit * right) | ~mask).all(1)
+        unit, mask = _unit(tokens, _put("", id="", **its), hp)
+        has[:, j] = (tokens.near(tokens.found, unit * right) | ~mask).all(1)
     if name == "adv":  # that its own fits is no chance
         own = has.diagonal()
         has = torch.where(own[:, None], torch.eye(n, dtype=torch.bool), has)
@@ -490,12 +500,12 @@ def _one_for_one(has: Tensor) -> tuple[Tensor, Tensor] | None:
     return source, sure
 
 
-def _rounded(r: Rollouts) -> Iterator[LossFault]:
+def _rounded(rollouts: Rollouts) -> Iterator[LossFault]:
     """Numbers of the rows that were kept in half precision."""
     for kind in HALVES:
         said = str(kind).removeprefix("torch.")
         for name, words in ROUNDED.items():
-            x = getattr(r, name)
+            x = getattr(rollouts, name)
             if x is not None:
                 yield _put(
                     f"the {words} are rounded to {said}",
@@ -504,26 +514,33 @@ def _rounded(r: Rollouts) -> Iterator[LossFault]:
                 )
 
 
-def _of_numbers(w: Tokens, r: Rollouts) -> Iterator[LossFault]:
+def _of_numbers(tokens: Tokens, rollouts: Rollouts) -> Iterator[LossFault]:
     """Changes of the advantages by a number that the weights show."""
-    live = w.b.mask & ~w.stopped & ~w.found.isnan() & ~w.no_weight(w.found)
-    q = torch.where(live, w.found / torch.where(live, w.expected, 1), torch.nan)
+    live = (
+        tokens.b.mask
+        & ~tokens.stopped
+        & ~tokens.found.isnan()
+        & ~tokens.no_weight(tokens.found)
+    )
+    q = torch.where(
+        live, tokens.found / torch.where(live, tokens.expected, 1), torch.nan
+    )
     of_row = q.nanmedian(1).values
     less = of_row < 1 - 1e-3
-    A = r.adv[:, 0].abs()
+    A = rollouts.adv[:, 0].abs()
     tops = (A * of_row)[less]
     if len(tops) > 1 and bool(((tops / tops[0] - 1).abs() < 1e-3).all()):
         top = float(f"{float(tops.median()):.4g}")
         yield _put(
             f"advantages are clipped to ±{top:g}",
             id="advantages-clipped",
-            adv=r.adv.clamp(-top, top),
+            adv=rollouts.adv.clamp(-top, top),
         )
     if not live.any() or not bool((q[live] > 0).all()):
         return
     at = torch.arange(live.shape[1], dtype=torch.float64).expand(live.shape)
-    n = torch.tensor([[len(row.response)] for row in w.rows])
-    trained = w.b.mask.double().cumsum(1) - 1
+    n = torch.tensor([[len(row.response)] for row in tokens.rows])
+    trained = tokens.b.mask.double().cumsum(1) - 1
     for where, place in (
         ("from the last token back", n - 1 - at),
         ("from the first token on", at),
@@ -541,7 +558,7 @@ def _of_numbers(w: Tokens, r: Rollouts) -> Iterator[LossFault]:
             yield _put(
                 f"A is discounted by {gamma:.4g} a token, {where}",
                 id="advantages-discounted",
-                adv=r.adv * float(f"{gamma:.4g}") ** place.clamp(min=0),
+                adv=rollouts.adv * float(f"{gamma:.4g}") ** place.clamp(min=0),
             )
 
 
@@ -562,11 +579,11 @@ def _laid_over(x: Tensor, mask: Tensor, here: Tensor) -> Tensor:
     return out
 
 
-def _over_the_width(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
+def _over_the_width(tokens: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
     """The mean of a response's log-ratio runs over the columns of the padded batch,
     with prompts and without.
     """
-    term = term_of(w.goal.o, hp)
+    term = term_of(tokens.goal.o, hp)
 
     def over(
         width: int | Tensor, lp: Tensor, old: Tensor, A: Tensor, mask: Tensor
@@ -577,16 +594,18 @@ def _over_the_width(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
         ("whole-row", "prompt and response", lambda row: row.ids),
         ("response", "the response, masked tokens included", lambda row: row.response),
     ):
-        lengths = torch.tensor([[len(of(row))] for row in w.rows])[w.b.mask.any(1)]
+        lengths = torch.tensor([[len(of(row))] for row in tokens.rows])[
+            tokens.b.mask.any(1)
+        ]
         yield fault(
             f"the response's log-ratio is divided by the length of {words}",
             "ratio",
             id=f"log-ratio-over-{id}",
             J=partial(over, lengths),
         )
-    whole = max(len(row.ids) for row in w.rows)
+    whole = max(len(row.ids) for row in tokens.rows)
     for width in dict.fromkeys(
-        (whole - 1, whole, max(len(row.response) for row in w.rows))
+        (whole - 1, whole, max(len(row.response) for row in tokens.rows))
     ):
         yield fault(
             "the response's log-ratio is divided by the padded width",
@@ -596,29 +615,29 @@ def _over_the_width(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
         )
 
 
-def _takes(o: Objective, key: str, value: float) -> bool:
+def _takes(objective: Objective, key: str, value: float) -> bool:
     try:
-        o.resolve({key: value})
+        objective.resolve({key: value})
     except InputError:
         return False
     return True
 
 
-def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, str, Tensor]]:
+def _lost(tokens: Tokens, rollouts: Rollouts) -> Iterator[tuple[str, str, Tensor]]:
     """What the tokens that should train and do not have in common, and no token that
     trains has: the id of these tokens, what they are called, and which they are.
     """
-    live = w.b.mask & ~w.stopped & ~w.found.isnan()
-    zero = w.no_weight(w.found)
+    live = tokens.b.mask & ~tokens.stopped & ~tokens.found.isnan()
+    zero = tokens.no_weight(tokens.found)
     gone = live & zero
     left = live & ~zero
     if gone.sum() < 2 or not left.any():
         return
     at = torch.arange(live.shape[1]).expand(live.shape) + 1.0
-    log_r = w.lp - r.logp_old
-    place = at + torch.tensor([[len(row.prompt)] for row in w.rows])
+    log_r = tokens.lp - rollouts.logp_old
+    place = at + torch.tensor([[len(row.prompt)] for row in tokens.rows])
     ids = torch.zeros_like(at)
-    for i, row in enumerate(w.rows):
+    for i, row in enumerate(tokens.rows):
         ids[i, : len(row.response)] = torch.tensor(row.response)
     for id, words, x in (
         ("tokens-of-one-id", "tokens that equal {:g}", ids),
@@ -633,8 +652,8 @@ def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, str, Tensor]]:
         ("far-tokens", "tokens with a log r above {:g} or below -{:g}", log_r.abs()),
         ("likelier-tokens", "tokens with a log r above {:g}", log_r),
         ("less-likely-tokens", "tokens with a log r below -{:g}", -log_r),
-        ("large-advantages", "tokens with an advantage above {:g}", r.adv),
-        ("small-advantages", "tokens with an advantage below -{:g}", -r.adv),
+        ("large-advantages", "tokens with an advantage above {:g}", rollouts.adv),
+        ("small-advantages", "tokens with an advantage below -{:g}", -rollouts.adv),
     )
     for id, words, x in features:
         low = float(x[left].max())
@@ -684,23 +703,25 @@ def _exchanged(rows: Sequence[Row], x: Tensor, order: Tensor) -> Iterator[Tensor
         yield torch.stack([wide[i, at : at + x.shape[1]] for i, at in enumerate(start)])
 
 
-def _unit(w: Tokens, one: LossFault, hp: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _unit(tokens: Tokens, one: LossFault, hp: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Before aggregation, times the declared scale, and the tokens that train; far off
     where the one does not fit.
     """
-    b = w.rollouts()
-    x = torch.zeros_like(b.logp)
+    batch = tokens.rollouts()
+    x = torch.zeros_like(batch.logp)
     try:
-        b = one.change.view(b)
-        live = b.mask.any(1)
-        some = b.but(**{name: x[live] for name, x in b.tensors().items()})
+        batch = one.change.view(batch)
+        live = batch.mask.any(1)
+        some = batch.but(**{name: x[live] for name, x in batch.tensors().items()})
         x[live] = (
-            replace(one.change, view=lambda b: b).weights(w.goal.o, hp, some)
-            * w.goal.scale
+            replace(one.change, view=lambda batch: batch).weights(
+                tokens.goal.o, hp, some
+            )
+            * tokens.goal.scale
         )
     except (InputError, RuntimeError, TypeError, AttributeError, AssertionError):
         x += 1e9
-    return x, b.mask
+    return x, batch.mask
 
 
 def _without_holes(x: Tensor, mask: Tensor) -> Tensor:

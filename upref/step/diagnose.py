@@ -139,7 +139,11 @@ def diagnosed(
         return [fail("gradient", "over all parameters", *numbers, cause=cause), *more]
 
     if not found.isfinite().all():
-        bad = [n for n, g in model.split(found).items() if not g.isfinite().all()]
+        bad = [
+            n
+            for n, gradient in model.split(found).items()
+            if not gradient.isfinite().all()
+        ]
         return say(measured.GRADIENT_NOT_FINITE.cause(parameter=bad[0]))
     if size == 0:
         return say(measured.NO_GRADIENT.cause())
@@ -172,11 +176,11 @@ def diagnosed(
             return say(cause)
     if cause := find_change(goal, model, it.rows, want, found, bound):
         return say(cause)
-    goal, g = _before_clip(it)
+    goal, gradient = _before_clip(it)
     plain = Terms.of(goal, case.forward, case.b)
-    if cause := _terms_differ(plain, case.forward, case.b, g, bound) or _term_by_row(
-        goal, case.forward, case.b, plain, g, bound
-    ):
+    if cause := _terms_differ(
+        plain, case.forward, case.b, gradient, bound
+    ) or _term_by_row(goal, case.forward, case.b, plain, gradient, bound):
         return say(cause)  # a small term is beyond the bound in some parameters alone
     wrong = parameters(model, found, want, bound)
     right = [n for n in model.shapes if n not in wrong]
@@ -185,7 +189,7 @@ def diagnosed(
         return say(of)
     if alone and 0 < len(wrong) <= len(parts) // 4:
         return say(measured.SOME_PARAMETERS_WRONG.cause(parameters=_some(wrong)))
-    return say(*_explained(it, plain, g, case.forward, case.b, bound, among))
+    return say(*_explained(it, plain, gradient, case.forward, case.b, bound, among))
 
 
 def _seeded(run: Callable[[], Gradient]) -> Gradient:
@@ -216,12 +220,12 @@ def _before_clip(it: Compared) -> tuple[Goal, Tensor]:
     The norm that was clipped is not known; the one that is right stands for it.
     """
     goal = it.goal
-    g = it.found
+    gradient = it.found
     if goal.clip is None:
-        return goal, g
-    if float(g.norm()) < (1 - 1e-3) * goal.clip:
-        return replace(goal, clip=None), g
-    return goal, g * float(it.rows.sum(0).norm() / it.want.norm())
+        return goal, gradient
+    if float(gradient.norm()) < (1 - 1e-3) * goal.clip:
+        return replace(goal, clip=None), gradient
+    return goal, gradient * float(it.rows.sum(0).norm() / it.want.norm())
 
 
 def _of_parameters(
@@ -231,10 +235,12 @@ def _of_parameters(
     zero = [n for n in wrong if not found[n].any()]
     parts = [f"no gradient: {_some(zero)}"] if zero else []
     for n in (n for n in wrong if n not in zero):
-        g = found[n]
+        gradient = found[n]
         w = want[n]
-        k = float(g @ w / (w @ w).clamp(min=1e-300))
-        if (g - k * w).norm() > 100 * bound * w.norm() or abs(k - 1) < 100 * bound:
+        k = float(gradient @ w / (w @ w).clamp(min=1e-300))
+        if (gradient - k * w).norm() > 100 * bound * w.norm() or abs(
+            k - 1
+        ) < 100 * bound:
             return NO_CAUSE
         parts.append(f"{n} has {k:.5g} times its gradient")
     return measured.SOME_PARAMETERS_SCALED.cause(each="; ".join(parts[:4]))
@@ -252,7 +258,7 @@ def _explained(
     plain: "Terms",
     g: Tensor,
     forward: Forward,
-    b: Padded,
+    padded: Padded,
     bound: float,
     only: Cause = NO_CAUSE,
 ) -> list[Any]:
@@ -263,7 +269,7 @@ def _explained(
         plain: the terms of the right forward pass.
         g: the gradient that was found, before a clip.
         forward: the right forward pass.
-        b: its rows.
+        padded: its rows.
         bound: the relative error that is allowed.
         only: a cause that was found on other rows; only what it names is tried.
     """
@@ -271,7 +277,7 @@ def _explained(
     rows = it.rows
     span = max(SPAN, 3 * bound)
     k, left = best_factors(rows, g)
-    if left <= bound and (cause := _terms_by_row(it, plain, forward, b, k, bound)):
+    if left <= bound and (cause := _terms_by_row(it, plain, forward, padded, k, bound)):
         return [cause]
     closest: list[tuple[float, Cause, Forward, Padded]] = []
     # those of which the head's gradient alone tells that they are not it
@@ -279,8 +285,10 @@ def _explained(
     residuals: list[float] = []
     stopped: list[int] = []  # after so many forward passes
 
-    on_policy = replace(b, old=None)
-    still = b.old is None or bool(((plain.lp - b.old) * b.mask).abs().max() < 1e-6)
+    on_policy = replace(padded, old=None)
+    still = padded.old is None or bool(
+        ((plain.lp - padded.old) * padded.mask).abs().max() < 1e-6
+    )
     own_old = NO_CAUSE
     if not still:
         own_old = measured.RATIO_ALWAYS_ONE.cause()
@@ -296,7 +304,7 @@ def _explained(
         one: Forward,
         of: Forward | None = None,
         whole: Tensor | None = None,
-        batch: Padded = b,
+        batch: Padded = padded,
     ) -> list[Any]:
         """What the token weights of this forward pass say, where they make g; of: the
         pass whose tokens they are; batch: the rows as the step has them.
@@ -324,7 +332,7 @@ def _explained(
         r is 1: each quick pass is tried with the old log-probabilities of the rows, and
         with r = 1.
         """
-        batches = [(b, NO_CAUSE)]
+        batches = [(padded, NO_CAUSE)]
         if variants is quick:
             batches.append((on_policy, own_old))
         for number, (fault, one) in enumerate(tried(forward, variants, only)):
@@ -402,23 +410,25 @@ def _explained(
     return [Cause(words)]
 
 
-def _least_residual(goal: Goal, forward: Forward, b: Padded, g: Tensor) -> float:
+def _least_residual(
+    goal: Goal, forward: Forward, padded: Padded, gradient: Tensor
+) -> float:
     """At least so much of the gradient is left by any factors of the rows: what is left
     of its entries that are the head's. 0 where the model has no head of its own.
     """
     try:
-        its = forward.of_head(goal.loss(goal.parts(*forward.statistics(), b)))
+        its = forward.of_head(goal.loss(goal.parts(*forward.statistics(), padded)))
     except InputError:
         return 0.0
     model = forward.model
     if its is None or not isinstance(model, TorchModel) or not its.isfinite().all():
         return 0.0
-    parts = model.split(g)
+    parts = model.split(gradient)
     found = torch.cat([parts[n] for n in model.head_names])
     if len(found) != its.shape[1]:  # projections of the gradient alone are known
         return 0.0
     size = float(found.norm())
-    return best_factors(its, found)[1] * size / float(g.norm()) if size else 0.0
+    return best_factors(its, found)[1] * size / float(gradient.norm()) if size else 0.0
 
 
 def _of_router(model: Model) -> str:
@@ -453,34 +463,34 @@ class Terms:
     lp: Tensor
 
     @classmethod
-    def of(cls, goal: Goal, forward: Forward, b: Padded) -> "Terms":
+    def of(cls, goal: Goal, forward: Forward, padded: Padded) -> "Terms":
         """Differentiate each term of the goal on these rows.
 
         Args:
             goal: the objective with its numbers.
             forward: the reference's forward pass over the rows.
-            b: the rows, padded.
+            padded: the rows, padded.
 
         Returns:
             The terms.
         """
         lp, H, Z = forward.statistics()
-        parts = goal.parts(lp, H, Z, b)
+        parts = goal.parts(lp, H, Z, padded)
         c = goal.coefficients
         each = {k: forward.by_row(-v).sum(0) for k, v in parts.items()}
         policy = parts["J"] + (c["KL"] * parts["KL"] if "KL" in parts else 0)
         (slope,) = torch.autograd.grad(goal.scale * policy, lp, retain_graph=True)
         return cls(goal, each, slope.detach(), lp.detach())
 
-    def without(self, g: Tensor, *names: str) -> Tensor:
-        """g without these terms, as the goal has them.
+    def without(self, gradient: Tensor, *names: str) -> Tensor:
+        """The gradient without these terms, as the goal has them.
 
         Args:
-            g: a gradient, [P].
+            gradient: a gradient, [P].
             *names: J, KL, H or Z.
         """
         c = self.goal.coefficients
-        return g - self.goal.scale * sum(
+        return gradient - self.goal.scale * sum(
             c[k] * self.each[k] for k in names if k in self.each
         )
 
@@ -497,30 +507,30 @@ class Terms:
             (c[k] * each for k, each in self.each.items()), torch.zeros(())
         )
 
-    def in_its_units(self, g: Tensor, added: Tensor) -> Tensor:
-        """g without the factor that an acting clip of the norm gave it, if it is the
+    def in_its_units(self, gradient: Tensor, added: Tensor) -> Tensor:
+        """The gradient without the factor that an acting clip of the norm gave it, if it is the
         goal's gradient and some of another one.
 
         Args:
-            g: the gradient that was found, [P].
+            gradient: the gradient that was found, [P].
             added: the other gradient, [P].
         """
         both = torch.stack([self.total(), added], 1)
-        x = torch.linalg.lstsq(both, g[:, None], driver="gelsd").solution
-        return g / self._constant(float(x[0]))
+        x = torch.linalg.lstsq(both, gradient[:, None], driver="gelsd").solution
+        return gradient / self._constant(float(x[0]))
 
-    def coefficients(self, g: Tensor, bound: float) -> Cause:
-        """The coefficients at which the terms of the objective add up to g, where they
+    def coefficients(self, gradient: Tensor, bound: float) -> Cause:
+        """The coefficients at which the terms of the objective add up to the gradient, where they
         do.
 
         Args:
-            g: the gradient that was found, [P].
+            gradient: the gradient that was found, [P].
             bound: the relative error that is allowed.
         """
         c = self.goal.coefficients
         names = [*self.each]
         G = torch.stack([self.each[k] for k in names], 1)
-        y = g / self.goal.scale
+        y = gradient / self.goal.scale
         size = G.norm(dim=0).clamp(min=1e-300)
         x = (
             torch.linalg.lstsq(G / size, y[:, None], driver="gelsd").solution[:, 0]
@@ -555,28 +565,36 @@ def _smaller_fault(left: float) -> Cause:
 
 
 def _terms_differ(
-    terms: Terms, forward: Forward, b: Padded, g: Tensor, bound: float
+    terms: Terms, forward: Forward, padded: Padded, gradient: Tensor, bound: float
 ) -> Cause:
-    """Another coefficient of a term, or a term that is added, where it makes g."""
-    return terms.coefficients(g, bound) or _penalty(
-        terms.goal, forward, b, terms, g, bound
+    """Another coefficient of a term, or a term that is added, where it makes the gradient."""
+    return terms.coefficients(gradient, bound) or _penalty(
+        terms.goal, forward, padded, terms, gradient, bound
     )
 
 
 def _penalty(
-    goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tensor, bound: float
+    goal: Goal,
+    forward: Forward,
+    padded: Padded,
+    plain: Terms,
+    gradient: Tensor,
+    bound: float,
 ) -> Cause:
     """A KL term that the goal lacks, with its coefficient, where that makes the
     difference. It is of the old policy, or of any: k1 has one gradient for all.
     """
-    if b.old is None or float(((plain.lp - b.old) * b.mask).abs().max()) < 1e-6:
+    if (
+        padded.old is None
+        or float(((plain.lp - padded.old) * padded.mask).abs().max()) < 1e-6
+    ):
         return NO_CAUSE
     for name in ESTIMATORS:
         of_old = replace(goal, o=replace(goal.o, kl=name))
-        parts = of_old.parts(*forward.statistics(), replace(b, ref=b.old))
+        parts = of_old.parts(*forward.statistics(), replace(padded, ref=padded.old))
         # to the gradient of the loss
         added = goal.scale * forward.by_row(parts["KL"]).sum(0)
-        its = plain.in_its_units(g, added)
+        its = plain.in_its_units(gradient, added)
         rest = its - plain.total()
         beta = float(rest @ added / (added @ added).clamp(min=1e-300))
         if beta > 0 and near(rest, beta * added, _share(bound, its, rest)):
@@ -587,16 +605,21 @@ def _penalty(
     return NO_CAUSE
 
 
-def _share(bound: float, g: Tensor, rest: Tensor) -> float:
-    """The error that is allowed of a part of g, relative to that part.
+def _share(bound: float, gradient: Tensor, rest: Tensor) -> float:
+    """The error that is allowed of a part of the gradient, relative to that part.
 
     At most a tenth: a part hardly larger than the bound would fit any term.
     """
-    return min(0.1, bound * float(g.norm() / rest.norm()))
+    return min(0.1, bound * float(gradient.norm() / rest.norm()))
 
 
 def _term_by_row(
-    goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tensor, bound: float
+    goal: Goal,
+    forward: Forward,
+    padded: Padded,
+    plain: Terms,
+    gradient: Tensor,
+    bound: float,
 ) -> Cause:
     """Whether the KL term, or the bonus, is right up to one factor per response, and
     the aggregation of that.
@@ -608,29 +631,32 @@ def _term_by_row(
         id = TERM_IDS[key]
         if not c[key]:
             continue
-        rest = plain.without(g, *(k for k in c if k != key))
+        rest = plain.without(gradient, *(k for k in c if k != key))
         cold = Forward(forward.model, forward.rows, 1.0, forward.z)
         other = (
-            cold.by_row(-goal.parts(*cold.statistics(), b)[key]).sum(0)
+            cold.by_row(-goal.parts(*cold.statistics(), padded)[key]).sum(0)
             * goal.scale
             * c[key]
         )
-        if near(rest, other, _share(bound, g, rest)):
+        if near(rest, other, _share(bound, gradient, rest)):
             words = f"{name} is taken at temperature 1"
             return Cause(words, (f"{id}-at-temperature-1",))
-        if key == "H" and (cause := _over_prompts(goal, forward, b, rest, g, bound)):
+        if key == "H" and (
+            cause := _over_prompts(goal, forward, padded, rest, gradient, bound)
+        ):
             return cause
         rows = forward.by_row(
-            -n * goal.parts(*forward.statistics(), b, "seq-mean-token-sum")[key]
+            -n * goal.parts(*forward.statistics(), padded, "seq-mean-token-sum")[key]
         )
         k, left = best_factors(rows, rest)
-        if left * rest.norm() <= bound * g.norm():
+        if left * rest.norm() <= bound * gradient.norm():
             times = goal.scale * c[key]
-            known = factor_words(goal, forward.rows, b, k / times, [], 1e-2)
+            known = factor_words(goal, forward.rows, padded, k / times, [], 1e-2)
             if (
                 known
                 and known[0]
-                and (rest - times * known[1] @ rows).norm() <= 2 * bound * g.norm()
+                and (rest - times * known[1] @ rows).norm()
+                <= 2 * bound * gradient.norm()
             ):
                 ids = tuple(f"{id}-{one}" for one in known[0].ids)
                 return Cause(f"{name}: {known[0]}", ids)
@@ -640,7 +666,12 @@ def _term_by_row(
 
 
 def _over_prompts(
-    goal: Goal, forward: Forward, b: Padded, rest: Tensor, g: Tensor, bound: float
+    goal: Goal,
+    forward: Forward,
+    padded: Padded,
+    rest: Tensor,
+    gradient: Tensor,
+    bound: float,
 ) -> Cause:
     """Whether the entropy bonus counts the tokens of prompts, and masked ones, too."""
     with torch.enable_grad():
@@ -651,16 +682,21 @@ def _over_prompts(
     its = forward.by_row(-goal.scale * goal.entropy_coef * entropy).sum(0)
     counts = {
         "averaged": sum(len(row.ids) - 1 for row in forward.rows),
-        "summed": int(b.mask.sum()),
+        "summed": int(padded.mask.sum()),
     }
     for how, n in counts.items():
-        if near(rest, its / n, _share(bound, g, rest)):
+        if near(rest, its / n, _share(bound, gradient, rest)):
             return measured.ENTROPY_BONUS_OVER_PROMPTS.cause(how=how)
     return NO_CAUSE
 
 
 def _terms_by_row(
-    it: Compared, plain: Terms, forward: Forward, b: Padded, k: Tensor, bound: float
+    it: Compared,
+    plain: Terms,
+    forward: Forward,
+    padded: Padded,
+    k: Tensor,
+    bound: float,
 ) -> Cause:
     """The aggregation that the policy term and the bonus or z-loss share, where all of
     them have one factor a response, and it is the gradient's.
@@ -671,19 +707,19 @@ def _terms_by_row(
         it: the gradient beside the right one.
         plain: the terms of the right forward pass.
         forward: the right forward pass.
-        b: its rows.
+        padded: its rows.
         k: the factors that fit best, [B].
         bound: the relative error that is allowed.
     """
     goal = it.goal
     if not (goal.entropy_coef or goal.z_loss_coef):
         return NO_CAUSE
-    right = right_factors(goal, b)
+    right = right_factors(goal, padded)
     dead = [i for i, x in enumerate(k) if abs(x) <= 1e-4 * k.abs().max()]
-    own = (k * right).where(b.mask.any(1), torch.nan)
+    own = (k * right).where(padded.mask.any(1), torch.nan)
     own[dead] = torch.nan
-    moving = int((b.mask & (plain.slope != 0)).sum())
-    known = factor_words(goal, forward.rows, b, own, dead, 1e-4, moving=moving)
+    moving = int((padded.mask & (plain.slope != 0)).sum())
+    known = factor_words(goal, forward.rows, padded, own, dead, 1e-4, moving=moving)
     if known is None:
         return NO_CAUSE
     because, factor = known
@@ -726,7 +762,7 @@ def _beyond(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor]]:
 
 def _said(
     forward: Forward,
-    b: Padded,
+    padded: Padded,
     reading: TokenWeights,
     terms: Terms,
     bound: float,
@@ -740,7 +776,7 @@ def _said(
 
     Args:
         forward: the pass whose tokens the weights are of.
-        b: its rows.
+        padded: its rows.
         reading: the weights.
         terms: of the objective, with that forward pass.
         bound: the relative error that is allowed.
@@ -750,11 +786,11 @@ def _said(
         whole: the factor of each response, where the gradient is one of each.
         only: a cause that was found on other rows; only what it names is tried.
     """
-    b = b.widened()  # what is moved by one place does not wrap around
+    padded = padded.widened()  # what is moved by one place does not wrap around
 
     def grow(x: Tensor) -> Tensor:
         """As wide as the widened batch."""
-        return torch.nn.functional.pad(x, (0, b.mask.shape[1] - x.shape[-1]))
+        return torch.nn.functional.pad(x, (0, padded.mask.shape[1] - x.shape[-1]))
 
     responses = []
     prompts = []
@@ -776,7 +812,7 @@ def _said(
     w = Tokens(
         goal=terms.goal,
         rows=forward.rows,
-        b=b,
+        b=padded,
         lp=grow(terms.lp),
         found=times * found,
         prompts=[times * x for x in prompts],
@@ -794,7 +830,7 @@ def _said(
         said.append(measured.TOKENS_BEHIND_RESPONSES_TRAIN.cause(tokens=tail))
     prompt = any(bool((~w.no_weight(p)).any()) for p in w.prompts)
     if w.same(
-        torch.where(w.here, w.found, torch.nan), torch.where(b.mask, w.expected, 0)
+        torch.where(w.here, w.found, torch.nan), torch.where(padded.mask, w.expected, 0)
     ):
         if prompt:
             said.append(PROMPTS)

@@ -33,53 +33,55 @@ class Goal:
     grouped: bool = False
 
     def parts(
-        self, lp: Tensor, H: Tensor, Z: Tensor, b: Padded, agg: str = ""
+        self, lp: Tensor, H: Tensor, Z: Tensor, padded: Padded, agg: str = ""
     ) -> dict[str, Tensor]:
         """The terms of the sum that is maximized, without their coefficients. agg: of
         the KL term and the bonus.
 
         Args:
             lp, H, Z: log-probability, entropy and squared log-normalizer of each token, [B, T].
-            b: the rows, padded.
+            padded: the rows, padded.
 
         Returns:
             J, KL, H and Z -> a scalar.
         """
         agg = agg or declared_aggregation(self.o)
-        group = b.group if self.grouped else None
-        totals = Totals.of(b.mask, group)
-        live = b.mask.any(1)  # a response without a token counts, and adds nothing
+        group = padded.group if self.grouped else None
+        totals = Totals.of(padded.mask, group)
+        live = padded.mask.any(1)  # a response without a token counts, and adds nothing
         rows = totals.rows(live.nonzero()[:, 0])
 
         def cut(x: Tensor) -> Tensor:
             """Without the responses that have no token."""
             return x[live]
 
-        old = lp.detach() if b.old is None else b.old
+        old = lp.detach() if padded.old is None else padded.old
         entropy = cut(H.detach())
         J = self.o.J(
             cut(lp),
             cut(old),
-            cut(b.adv),
-            cut(b.mask),
+            cut(padded.adv),
+            cut(padded.mask),
             entropy=entropy,
             totals=rows,
-            lp_sampler=None if b.sampler is None else cut(b.sampler),
+            lp_sampler=None if padded.sampler is None else cut(padded.sampler),
             **self.hp,
         )
         out = {"J": J}
-        if self.beta and b.ref is None:
+        if self.beta and padded.ref is None:
             raise InputError(
                 "beta needs the reference model's log-probabilities: give every row `ref`."
             )
-        if b.ref is not None:
+        if padded.ref is not None:
             kl = per_token(
                 self.o.kl or "k3",
-                *(torch.where(b.mask, x, 0) for x in (lp, b.ref, old)),
+                *(torch.where(padded.mask, x, 0) for x in (lp, padded.ref, old)),
             )
-            out["KL"] = aggregate(kl, b.mask, agg, totals=totals)
-        out["H"] = aggregate(H, b.mask, agg, totals=totals)
-        out["Z"] = aggregate(Z, b.mask, "token-mean", totals=Totals.of(b.mask))
+            out["KL"] = aggregate(kl, padded.mask, agg, totals=totals)
+        out["H"] = aggregate(H, padded.mask, agg, totals=totals)
+        out["Z"] = aggregate(
+            Z, padded.mask, "token-mean", totals=Totals.of(padded.mask)
+        )
         return out
 
     @property

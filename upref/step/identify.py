@@ -166,11 +166,11 @@ class Draw:
             goal: the objective with its numbers.
             on_policy: compare as if the old policy were the current one.
         """
-        b = replace(self.case.b, old=None) if on_policy else self.case.b
+        batch = replace(self.case.b, old=None) if on_policy else self.case.b
         lp = self.statistics[0].clone().requires_grad_()
-        loss = goal.loss(goal.parts(lp, *self.statistics[1:], b))
+        loss = goal.loss(goal.parts(lp, *self.statistics[1:], batch))
         (slope,) = torch.autograd.grad(loss, lp, materialize_grads=True)
-        tell = b.here & ~self.found.isnan()
+        tell = batch.here & ~self.found.isnan()
         x = slope[tell]
         y = self.found[tell]
         k = float(x @ y / (x @ x).clamp(min=1e-300))
@@ -373,15 +373,15 @@ def _round(k: float) -> float:
 
 def _bounds(draw: Draw) -> str:
     """Between which ratios the weights stop, in words, where none is beyond."""
-    b = draw.case.b
+    batch = draw.case.b
     lp = draw.statistics[0]
-    assert b.old is not None
-    r = (lp - b.old).exp()
+    assert batch.old is not None
+    r = (lp - batch.old).exp()
     size = draw.found.nan_to_num(0).abs()
     live = size > TOLERANCE * float(size.max())
     said = []
     for sign, words in ((1, "A > 0"), (-1, "A < 0")):
-        its = b.mask & (b.adv * sign > 0) & ~draw.found.isnan()
+        its = batch.mask & (batch.adv * sign > 0) & ~draw.found.isnan()
         for side, beyond in ((1, "above"), (-1, "below")):
             dead = r[its & ~live & ((r - 1) * side > 0)]
             if not len(dead):

@@ -68,7 +68,7 @@ DIVISOR = 1000
 def factor_words(
     goal: Goal,
     rows: Sequence[Row],
-    b: Padded,
+    padded: Padded,
     k: Tensor,
     dead: list[int],
     tol: float,
@@ -84,7 +84,7 @@ def factor_words(
     constant factor, or inverse of one, that is taken where no loop is known to have it.
     """
     tell = ~k.isnan()
-    causes, each = zip(*aggregations(goal, rows, b, k, dead, mask), strict=True)
+    causes, each = zip(*aggregations(goal, rows, padded, k, dead, mask), strict=True)
     F = torch.stack(each)
     times, fits = _constants(k[tell], F[:, tell], 10 * tol)
     exact = fits & ((times - 1).abs() <= 10 * tol)
@@ -110,7 +110,7 @@ def factor_words(
         and (D := round(1 / c)) <= DIVISOR
         and abs(c * D - 1) < 1e-5
     ):
-        return _divisor(D, rows, b, moving), torch.full_like(k, 1 / D)
+        return _divisor(D, rows, padded, moving), torch.full_like(k, 1 / D)
     if not number and max(abs(times_right), 1 / abs(times_right)) > odd:
         return None
     words = f"every weight is {number or f'{times_right:.5g}'} times what it should be"
@@ -135,14 +135,14 @@ def _constants(k: Tensor, F: Tensor, tol: float) -> tuple[Tensor, Tensor]:
     return c, fits & (((ratio / c[:, None] - 1).abs() <= tol).all(1))
 
 
-def _divisor(D: int, rows: Sequence[Row], b: Padded, moving: int) -> Cause:
+def _divisor(D: int, rows: Sequence[Row], padded: Padded, moving: int) -> Cause:
     """What the sum over all tokens is divided by, and what has that number."""
     same = {
         "the tokens that no clip stops": moving,
         f"{len(rows)} responses x {D // len(rows)}": D if D % len(rows) == 0 else 0,
     }
     for m in range(1, len(rows)):
-        parts = b.mask.split(m)
+        parts = padded.mask.split(m)
         for name, part in {"last": parts[-1], "first": parts[0]}.items():
             same[f"the tokens of the {name} micro-batch, of {len(part)} responses"] = (
                 int(part.sum())
@@ -153,7 +153,7 @@ def _divisor(D: int, rows: Sequence[Row], b: Padded, moving: int) -> Cause:
     return Cause(f"{words}: {found}" if found else words, ids)
 
 
-def _familiar(c: float, T: float) -> tuple[str, str]:
+def _familiar(c: float, temperature: float) -> tuple[str, str]:
     """A factor as a fraction, or by the temperature, where it is one that a loop is
     likely to have: the end of an id, and the number in words.
     """
@@ -162,30 +162,30 @@ def _familiar(c: float, T: float) -> tuple[str, str]:
         if abs(abs(c) * n - 1) < 1e-3:
             return "-by-fraction", f"{'-' if c < 0 else ''}1/{n}"
     for id, words, v in (
-        ("-by-temperature", "T", T),
-        ("-by-inverse-temperature", "1/T", 1 / T),
-        ("-by-inverse-temperature-squared", "1/T²", T**-2),
+        ("-by-temperature", "T", temperature),
+        ("-by-inverse-temperature", "1/T", 1 / temperature),
+        ("-by-inverse-temperature-squared", "1/T²", temperature**-2),
     ):
-        if T != 1 and abs(c / v - 1) < 1e-3:
+        if temperature != 1 and abs(c / v - 1) < 1e-3:
             return id, f"{c:.4g} (= {words})"
     return "", ""
 
 
-def right_factors(goal: Goal, b: Padded) -> Tensor:
+def right_factors(goal: Goal, padded: Padded) -> Tensor:
     """[B]: by which the weights of each response's tokens are multiplied.
 
     Args:
         goal: the objective with its terms.
-        b: the rows, padded.
+        padded: the rows, padded.
     """
-    own, group = _own(goal, b)
-    return _factors(own, b.mask, group)
+    own, group = _own(goal, padded)
+    return _factors(own, padded.mask, group)
 
 
-def _own(goal: Goal, b: Padded) -> tuple[str, Tensor | None]:
+def _own(goal: Goal, padded: Padded) -> tuple[str, Tensor | None]:
     """The aggregation of the goal, and the groups that it is over."""
     own = declared_aggregation(goal.o)
-    group = b.group if goal.grouped else None
+    group = padded.group if goal.grouped else None
     if own == "group-token-mean" and group is None:
         own = "token-mean"
     return own, group
@@ -194,7 +194,7 @@ def _own(goal: Goal, b: Padded) -> tuple[str, Tensor | None]:
 def aggregations(
     goal: Goal,
     rows: Sequence[Row],
-    b: Padded,
+    padded: Padded,
     k: Tensor,
     dead: list[int],
     trained: Tensor | None = None,
@@ -204,21 +204,21 @@ def aggregations(
     Args:
         goal: the objective with its terms.
         rows: of the step.
-        b: the rows, padded.
+        padded: the rows, padded.
         k: the factors that were found, [B].
         dead: responses that do not train.
         trained: tokens that train, where they are others, [B, T].
     """
-    own, group = _own(goal, b)
-    yield NO_CAUSE, _factors(own, b.mask, group)
-    if trained is not None and not trained.equal(b.mask):
+    own, group = _own(goal, padded)
+    yield NO_CAUSE, _factors(own, padded.mask, group)
+    if trained is not None and not trained.equal(padded.mask):
         yield NO_CAUSE, _factors(own, trained, group)
     n = len(rows)
     for ranks in (2, 4):
         each = [torch.arange(r, n, ranks) for r in range(ranks)]
         for m in range(1, n // ranks):
             if dead == sorted(int(i) for at in each[1:] for i in at[:-m]):
-                f = _factors(own, b.mask, group).clone()
+                f = _factors(own, padded.mask, group).clone()
                 f[each[0][:-m]] *= ranks
                 yield (
                     measured.LAST_MICRO_BATCH_REDUCED_ALONE.cause(
@@ -229,16 +229,16 @@ def aggregations(
     if dead:
         alive = [i for i in range(n) if i not in dead]
         kept = torch.ones(n, dtype=torch.float64)
-        kept[alive] = _factors(own, b.mask[alive])
+        kept[alive] = _factors(own, padded.mask[alive])
         yield measured.NORMALIZER_COUNTS_OTHERS_ONLY.cause(), kept
     of_step = _Step(
         own,
         tuple(_Lengths(range(len(r.ids)), range(len(r.response))) for r in rows),
-        _as_tuples(b.mask),
-        _as_tuples(b.here),
+        _as_tuples(padded.mask),
+        _as_tuples(padded.here),
         None if group is None else tuple(group.tolist()),
     )
-    alike = [*_alike(goal, b, k)]
+    alike = [*_alike(goal, padded, k)]
     for means, of_alike in zip(
         _means(of_step), _means_over(of_step, alike), strict=True
     ):
@@ -391,10 +391,10 @@ def _partitions(rows: Sequence[_Lengths]) -> Iterator[Part]:
         yield "sorted-micro-batches", words, [*lengths.argsort().split(m)]
 
 
-def _alike(goal: Goal, b: Padded, k: Tensor) -> Iterator[Part]:
+def _alike(goal: Goal, padded: Padded, k: Tensor) -> Iterator[Part]:
     """The parts of the responses that have one factor each beside the right ones."""
     n = len(k)
-    unit = (k / _factors(declared_aggregation(goal.o), b.mask)).nan_to_num(0)
+    unit = (k / _factors(declared_aggregation(goal.o), padded.mask)).nan_to_num(0)
     near = (unit / unit[:, None] - 1).abs() < 1e-3
     alike = sorted({tuple(x.nonzero()[:, 0].tolist()) for x in near} - {()})
     if 1 < len(alike) < n and sum(map(len, alike)) == n:

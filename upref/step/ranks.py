@@ -229,7 +229,9 @@ def _distance(a: Gradient, b: Gradient) -> float:
         return float("inf")
     if not b:
         return 0.0
-    flat: list[Tensor] = [torch.cat([g[n].flatten() for n in b]) for g in (a, b)]
+    flat: list[Tensor] = [
+        torch.cat([gradient[n].flatten() for n in b]) for gradient in (a, b)
+    ]
     return float((flat[0] - flat[1]).norm() / flat[1].norm().clamp(min=1e-300))
 
 

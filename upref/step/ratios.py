@@ -90,7 +90,7 @@ class WeightInputs:
 
 def choose_log_ratios(
     batch: WeightInputs,
-    o: Objective,
+    objective: Objective,
     hp: dict[str, Any],
     rng: np.random.Generator,
     coarse: bool = False,
@@ -100,19 +100,21 @@ def choose_log_ratios(
     Args:
         batch: log-probabilities, advantages and masks; the entropies, if the objective
             reads them.
-        o: the objective.
+        objective: the objective.
         hp: its numbers, resolved.
         rng: of what no bound decides.
         coarse: keep tokens away from bounds, for a step in half precision.
     """
-    aims = [*_aims(batch, o, hp, coarse)]
-    if o.level in REDUCE:
-        return _response_log_ratios(batch, o, aims, rng, coarse)
+    aims = [*_aims(batch, objective, hp, coarse)]
+    if objective.level in REDUCE:
+        return _response_log_ratios(batch, objective, aims, rng, coarse)
     best: tuple[int, np.ndarray] | None = None
-    for _ in range(DRAWS if o.level == "custom" else 1):
+    for _ in range(DRAWS if objective.level == "custom" else 1):
         drawn = _token_log_ratios(batch, aims, rng, coarse)
         unseen = (
-            _unseen(batch, o, hp, torch.from_numpy(drawn)) if o.level == "custom" else 0
+            _unseen(batch, objective, hp, torch.from_numpy(drawn))
+            if objective.level == "custom"
+            else 0
         )
         if best is None or unseen < best[0]:
             best = unseen, drawn
@@ -124,7 +126,7 @@ def choose_log_ratios(
 
 # ---- where a number has an effect ----------------------------------------------------
 def _changed(
-    o: Objective, hp: dict[str, Any], name: str, times: float
+    objective: Objective, hp: dict[str, Any], name: str, times: float
 ) -> dict[str, Any] | None:
     """The numbers with this one multiplied; None where it is no number, or cannot have
     that value.
@@ -133,46 +135,48 @@ def _changed(
     if not value or not abs(value) < float("inf") or name == "seed":
         return None
     try:
-        return o.resolve(hp | {name: value * times})
+        return objective.resolve(hp | {name: value * times})
     except InputError:
         return None
 
 
 def _weights(
-    batch: WeightInputs, o: Objective, hp: dict[str, Any], log_r: Tensor
+    batch: WeightInputs, objective: Objective, hp: dict[str, Any], log_r: Tensor
 ) -> Tensor:
     """Of each token at that log r; nan where a weight has no value."""
     own = {k: v for k, v in hp.items() if k != "beta"}
     try:
-        return o.token_weights(batch.rollouts(log_r), **own).double()
+        return objective.token_weights(batch.rollouts(log_r), **own).double()
     except (InputError, RuntimeError):
         return torch.full_like(batch.lp, torch.nan)
 
 
 def _aims(
-    batch: WeightInputs, o: Objective, hp: dict[str, Any], coarse: bool
+    batch: WeightInputs, objective: Objective, hp: dict[str, Any], coarse: bool
 ) -> Iterator[np.ndarray]:
     """For each number, smaller and larger: log r of each token that is between the two
     bounds, [B, T]; else nan.
 
     Nothing for a number that has an effect at most ratios: any ratio shows it.
     """
-    smallest = SMALLEST.get(o.level, 4e-3)
+    smallest = SMALLEST.get(objective.level, 4e-3)
     positive = np.exp(np.arange(np.log(smallest), np.log(MOST), STEP))
     grid = torch.from_numpy(np.concatenate([-positive[::-1], positive]))
     n = len(grid)
     wide = batch.repeated(n)
     log_r = grid.repeat(len(batch.lp))[:, None].expand_as(wide.lp)
     possible = (wide.lp - log_r <= LIMIT) & wide.mask
-    here = _weights(wide, o, hp, log_r)
-    multiples = NEAR_MEAN if o.level == "sequence_mean" and not coarse else NEAR[coarse]
+    here = _weights(wide, objective, hp, log_r)
+    multiples = (
+        NEAR_MEAN if objective.level == "sequence_mean" and not coarse else NEAR[coarse]
+    )
     for name in hp:
         for direction in (1, -1):
             for times in multiples:
-                changed = _changed(o, hp, name, times**direction)
+                changed = _changed(objective, hp, name, times**direction)
                 if changed is None:
                     continue
-                there = _weights(wide, o, changed, log_r)
+                there = _weights(wide, objective, changed, log_r)
                 moved = ((there - here).abs() > EFFECT * wide.adv.abs()) & possible
                 if moved.sum() > possible.sum() / 2:
                     break
@@ -273,17 +277,20 @@ def _token_log_ratios(
 
 
 def _unseen(
-    batch: WeightInputs, o: Objective, hp: dict[str, Any], log_r: Tensor
+    batch: WeightInputs, objective: Objective, hp: dict[str, Any], log_r: Tensor
 ) -> int:
     """How many numbers at half and at twice their value leave all weights as they are."""
-    here = _weights(batch, o, hp, log_r)
+    here = _weights(batch, objective, hp, log_r)
     count = 0
     for name in hp:
         for times in (0.5, 2.0):
-            changed = _changed(o, hp, name, times)
+            changed = _changed(objective, hp, name, times)
             if changed is not None:
                 count += torch.allclose(
-                    here, _weights(batch, o, changed, log_r), rtol=1e-3, atol=1e-6
+                    here,
+                    _weights(batch, objective, changed, log_r),
+                    rtol=1e-3,
+                    atol=1e-6,
                 )
     return count
 
@@ -291,7 +298,7 @@ def _unseen(
 # ---- responses -----------------------------------------------------------------------
 def _response_log_ratios(
     batch: WeightInputs,
-    o: Objective,
+    objective: Objective,
     aims: list[np.ndarray],
     rng: np.random.Generator,
     coarse: bool,
@@ -300,7 +307,7 @@ def _response_log_ratios(
 
     Args:
         batch: [B, T], one advantage for each response.
-        o: an objective whose ratio belongs to the response.
+        objective: an objective whose ratio belongs to the response.
         aims: [B, T] each, log r beside one bound; NaN where a response cannot have it.
         rng: of what no bound decides.
         coarse: keep tokens away from bounds, for a step in half precision.
@@ -310,11 +317,11 @@ def _response_log_ratios(
     """
     lp = batch.lp.numpy()
     mask = batch.mask.numpy()
-    means = _choose_means(batch.adv[:, 0].numpy(), aims, MEANS[o.level], rng)
+    means = _choose_means(batch.adv[:, 0].numpy(), aims, MEANS[objective.level], rng)
     log_r = _random_signs(rng.uniform(*SPREAD, lp.shape), rng)
     for _ in range(4):  # what a probable token cannot have is moved to the others
         for i, trained in enumerate(mask):
-            tokens = trained.sum() if o.level == "sequence_mean" else 1
+            tokens = trained.sum() if objective.level == "sequence_mean" else 1
             able = trained & (lp[i] - log_r[i] < LIMIT)
             if able.any():
                 missing = means[i] * tokens - log_r[i, trained].sum()
@@ -366,7 +373,7 @@ def _random_signs(size: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def choose_log_rho(
     old: Tensor,
     mask: Tensor,
-    o: Objective,
+    objective: Objective,
     hp: dict[str, Any],
     rng: np.random.Generator,
     coarse: bool = False,
@@ -380,7 +387,7 @@ def choose_log_rho(
     Args:
         old: log π_old, [B, T].
         mask: of the tokens that train.
-        o: an objective with a sampler correction.
+        objective: an objective with a sampler correction.
         hp: its numbers, resolved.
         rng: of what no bound decides.
         coarse: keep ρ away from bounds, for a step in half precision.
@@ -392,8 +399,10 @@ def choose_log_rho(
     log_rho = np.where(old.numpy() - log_rho <= LIMIT, log_rho, np.abs(log_rho))
     free = [*rng.permutation(len(old))]
     for name, sign in ((name, sign) for name in hp for sign in (1, -1)):
-        changed = _changed(o, hp, name, NEAR[coarse][0] ** sign)
-        aim = None if changed is None else _rho_between(old, mask, o, hp, changed)
+        changed = _changed(objective, hp, name, NEAR[coarse][0] ** sign)
+        aim = (
+            None if changed is None else _rho_between(old, mask, objective, hp, changed)
+        )
         able = [] if aim is None else [i for i in free if np.isfinite(aim[i])]
         if able and len(free) > len(old) // 2:
             assert aim is not None
@@ -405,7 +414,7 @@ def choose_log_rho(
 def _rho_between(
     old: Tensor,
     mask: Tensor,
-    o: Objective,
+    objective: Objective,
     hp: dict[str, Any],
     changed: dict[str, Any],
 ) -> np.ndarray:
@@ -417,7 +426,9 @@ def _rho_between(
     n = len(grid)
     wide, there = (x.repeat(n, 1) for x in (old, mask))
     mu = wide - grid.repeat_interleave(len(old))[:, None]
-    one, other = (o.sampler_weights(wide, mu, there, **x) for x in (hp, changed))
+    one, other = (
+        objective.sampler_weights(wide, mu, there, **x) for x in (hp, changed)
+    )
     assert one is not None and other is not None
     moved = ((one - other).abs() > EFFECT) & there
     possible = ((mu <= LIMIT) | ~there).all(1)

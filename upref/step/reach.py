@@ -44,9 +44,9 @@ class Reference:
 
     @classmethod
     def of(
-        cls, goal: Goal, forward: Forward, b: Padded, bound: float, rows: Tensor
+        cls, goal: Goal, forward: Forward, padded: Padded, bound: float, rows: Tensor
     ) -> "Reference":
-        return cls(goal, forward, b, bound, rows, _slope(goal, forward, b))
+        return cls(goal, forward, padded, bound, rows, _slope(goal, forward, padded))
 
     def agrees(self, goal: Goal) -> bool:
         """Whether a step that has this goal in place of its own passes the check on
@@ -66,14 +66,14 @@ class Reference:
 
 
 def not_reached(
-    goal: Goal, forward: Forward, b: Padded, bound: float, rows: Tensor
+    goal: Goal, forward: Forward, padded: Padded, bound: float, rows: Tensor
 ) -> dict[str, str]:
     """The numbers that the rows do not exercise, each with the values at which the
     gradient is the same.
 
     Args:
         goal: the objective with its hyperparameters, beta, and the clip of the norm.
-        forward: the reference's forward pass over the rows b.
+        forward: the reference's forward pass over these rows.
         bound: the relative error of a gradient that the check allows.
         rows: [B, P], the gradient of the goal by row.
 
@@ -81,13 +81,15 @@ def not_reached(
         `name = value` -> the values, in words. A bound that is noticed on one side
         alone is not exercised: a loop with a wider one agrees.
     """
-    reference = Reference.of(goal, forward, b, bound, rows)
+    reference = Reference.of(goal, forward, padded, bound, rows)
     out = {}
     for name, value, changed in _numbers(goal):
         same = []
         tried = 0
         for outwards, otherwise in _other_values(value):
-            goals = _goals(changed, outwards, b) or _goals(changed, otherwise, b)
+            goals = _goals(changed, outwards, padded) or _goals(
+                changed, otherwise, padded
+            )
             tried += len(goals)
             alike = len([*takewhile(reference.agrees, goals.values())])
             same += [*goals][:alike][-1:]  # the farthest of them
@@ -101,35 +103,37 @@ def not_reached(
     return out
 
 
-def reach(goal: Goal, forward: Forward, b: Padded) -> str:
+def reach(goal: Goal, forward: Forward, padded: Padded) -> str:
     """How far the rows go in what the objective reads: its ratio, the change of a
     probability, the advantage.
 
     Args:
         goal: the objective with its terms.
         forward: the rows' forward pass.
-        b: the rows, padded.
+        padded: the rows, padded.
 
     Returns:
         Words.
     """
     lp = forward.statistics()[0].detach()
-    live = b.mask.any(1)
-    log_r = torch.zeros_like(lp) if b.old is None else lp - b.old
+    live = padded.mask.any(1)
+    log_r = torch.zeros_like(lp) if padded.old is None else lp - padded.old
     letter = {"sequence_mean": "s", "sequence_product": "S"}.get(goal.o.level, "r")
     x = (
-        REDUCE[goal.o.level](log_r, b.mask)[live]
+        REDUCE[goal.o.level](log_r, padded.mask)[live]
         if goal.o.level in REDUCE
-        else log_r[b.mask]
+        else log_r[padded.mask]
     ).exp()
     low, high = (float(v) for v in (x.min(), x.max()))
     # ratios of responses may be 1e-5 from 1
     digits = 3 if f"{low:.3g}" != f"{high:.3g}" else 6
     said = [f"{letter} from {low:.{digits}g} to {high:.{digits}g}"]
     if goal.o.reads_mu:
-        moved = (lp.exp() - (lp - log_r).exp())[b.mask]
+        moved = (lp.exp() - (lp - log_r).exp())[padded.mask]
         said.append(f"|p - mu| up to {float(moved.abs().max()):.2g}")
-    said.append(f"|A| up to {float(b.adv.expand_as(b.mask)[b.mask].abs().max()):.3g}")
+    said.append(
+        f"|A| up to {float(padded.adv.expand_as(padded.mask)[padded.mask].abs().max()):.3g}"
+    )
     return ", ".join(said)
 
 
@@ -168,7 +172,7 @@ def _other_values(value: float) -> list[tuple[list[float], list[float]]]:
 
 
 def _goals(
-    changed: Callable[[float], Goal], values: Sequence[float], b: Padded
+    changed: Callable[[float], Goal], values: Sequence[float], padded: Padded
 ) -> dict[float, Goal]:
     """The goal with each value that the number can have, and for which the rows have
     what it needs.
@@ -177,17 +181,19 @@ def _goals(
     for value in values:
         with suppress(InputError):
             goal = changed(value)
-            if not goal.beta or b.ref is not None:
+            if not goal.beta or padded.ref is not None:
                 out[value] = goal
     return out
 
 
-def _slope(goal: Goal, forward: Forward, b: Padded) -> Tensor:
+def _slope(goal: Goal, forward: Forward, padded: Padded) -> Tensor:
     """The derivative of the loss by the log-probabilities, without entropy bonus and
     z-loss.
     """
     lp, H, Z = forward.statistics()
     lp = lp.detach().requires_grad_()
-    loss = goal.loss(goal.parts(lp, H.detach(), Z.detach(), b))
-    (g,) = torch.autograd.grad(loss, lp, allow_unused=True, materialize_grads=True)
-    return g
+    loss = goal.loss(goal.parts(lp, H.detach(), Z.detach(), padded))
+    (gradient,) = torch.autograd.grad(
+        loss, lp, allow_unused=True, materialize_grads=True
+    )
+    return gradient

@@ -84,10 +84,10 @@ def quick(right: Forward) -> Iterator[Variant]:
     yield from _columns(right)
 
 
-def _labels_earlier(r: Row, by: int) -> Row:
+def _labels_earlier(row: Row, by: int) -> Row:
     """The row with the tokens that stand so many places before those of its response."""
-    start = len(r.prompt) - by
-    return replace(r, response=r.ids[start : start + len(r.response)])
+    start = len(row.prompt) - by
+    return replace(row, response=row.ids[start : start + len(row.response)])
 
 
 def again(right: Forward, z: list[Tensor], model: Model | None = None) -> Forward:
@@ -117,15 +117,15 @@ def fronted(z: Tensor, n: int) -> Tensor:
     return torch.cat([z[:1].detach().expand(n, -1), z])
 
 
-def _cached(model: TorchModel, r: Row) -> Tensor:
+def _cached(model: TorchModel, row: Row) -> Tensor:
     """The logits with a prefix cache that has no gradient."""
-    *first, last = r.prompt
+    *first, last = row.prompt
     if not first:
-        return model.logits(r.ids)
+        return model.logits(row.ids)
     with torch.no_grad():
         past = model.run(first, use_cache=True).past_key_values
     return fronted(
-        model.logits([last, *r.response], past_key_values=past, use_cache=True),
+        model.logits([last, *row.response], past_key_values=past, use_cache=True),
         len(first),
     )
 
@@ -184,30 +184,32 @@ def scores(
 ) -> Iterator[tuple[str, str, Callable[[Tensor, Tensor, float], Tensor]]]:
     """An id, words, and a function of logits, labels and temperature."""
 
-    def smooth(z: Tensor, y: Tensor, T: float, e: float) -> Tensor:
-        return (1 - e) * log_prob(z, y, T) + e * (z / T).log_softmax(-1).mean(-1)
+    def smooth(z: Tensor, y: Tensor, temperature: float, e: float) -> Tensor:
+        return (1 - e) * log_prob(z, y, temperature) + e * (
+            z / temperature
+        ).log_softmax(-1).mean(-1)
 
-    def among(z: Tensor, y: Tensor, T: float, k: int) -> Tensor:
+    def among(z: Tensor, y: Tensor, temperature: float, k: int) -> Tensor:
         kept = (
             torch.zeros_like(z)
             .scatter(1, z.topk(k).indices, 1.0)
             .scatter(1, y[:, None], 1.0)
         )
-        return log_prob(z.masked_fill(kept == 0, -torch.inf), y, T)
+        return log_prob(z.masked_fill(kept == 0, -torch.inf), y, temperature)
 
-    def sharded(z: Tensor, y: Tensor, T: float, n: int) -> Tensor:
+    def sharded(z: Tensor, y: Tensor, temperature: float, n: int) -> Tensor:
         size = -(-V // n)
         own = torch.arange(z.shape[1]) // size == (y // size)[:, None]
-        return log_prob(z.masked_fill(~own, -torch.inf), y, T)
+        return log_prob(z.masked_fill(~own, -torch.inf), y, temperature)
 
-    def padded(z: Tensor, y: Tensor, T: float, more: int) -> Tensor:
-        x = z / T
+    def padded(z: Tensor, y: Tensor, temperature: float, more: int) -> Tensor:
+        x = z / temperature
         whole = torch.nn.functional.pad(x, (0, more)).logsumexp(-1)
         return _at_labels(x, y) - whole
 
-    def without_end(z: Tensor, y: Tensor, T: float, end: int) -> Tensor:
+    def without_end(z: Tensor, y: Tensor, temperature: float, end: int) -> Tensor:
         never = (torch.arange(z.shape[1]) == end) & (y != end)[:, None]
-        return log_prob(z.masked_fill(never, -torch.inf), y, T)
+        return log_prob(z.masked_fill(never, -torch.inf), y, temperature)
 
     for size in dict.fromkeys(-(-V // m) * m for m in MULTIPLES):
         if size > V:

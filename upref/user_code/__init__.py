@@ -117,13 +117,13 @@ class Target:
 
 
 def from_signature(
-    loss: Any, o: Objective, hp: dict[str, Any], alone: bool = False
+    loss: Any, objective: Objective, hp: dict[str, Any], alone: bool = False
 ) -> Loss:
     """The Loss that the signature describes, before its first call.
 
     Args:
         loss: a function, its name, or an object that a framework's package recognizes.
-        o: the objective that it is compared with.
+        objective: the objective that it is compared with.
         hp: its hyperparameters, resolved.
         alone: nothing else runs in this process, so that the imports of a framework may
             restrict those that follow.
@@ -134,18 +134,20 @@ def from_signature(
     Raises:
         InputError: it cannot be read as a loss.
     """
-    value = resolve(loss, o, hp, alone) if isinstance(loss, str) else loss
-    target = Target(name_of(loss), value, o, hp)
+    value = resolve(loss, objective, hp, alone) if isinstance(loss, str) else loss
+    target = Target(name_of(loss), value, objective, hp)
     found = (read_kind(target) for read_kind in READERS)
     return next(one for one in found if one is not None)
 
 
-def resolve(name: str, o: Objective, hp: dict[str, Any], alone: bool = False) -> Any:
+def resolve(
+    name: str, objective: Objective, hp: dict[str, Any], alone: bool = False
+) -> Any:
     """Return what a name stands for: a Loss, an Objective, a function or another object.
 
     Args:
         name: FRAMEWORK:LOSS, FILE.py:FUNCTION, MODULE:FUNCTION or an objective.
-        o: what it is compared with.
+        objective: what it is compared with.
         hp: the hyperparameters of that.
         alone: as of `from_signature`.
 
@@ -154,7 +156,7 @@ def resolve(name: str, o: Objective, hp: dict[str, Any], alone: bool = False) ->
     """
     framework, _, mode = name.partition(":")
     is_matched = mode.partition(",")[0].endswith("@matched")
-    if is_matched and o.name == no_objective().name:
+    if is_matched and objective.name == no_objective().name:
         raise InputError(
             f"{name} is matched to no objective here: name the loss as shipped, and its fields."
         )
@@ -162,7 +164,7 @@ def resolve(name: str, o: Objective, hp: dict[str, Any], alone: bool = False) ->
         if known.needs_process(framework) and not alone:
             how = f"its losses need a process of their own: `upref check {name} --as NAME`"
             raise InputError(f"{framework} is not imported here, {how}.")
-        return known.find(name, o, hp)
+        return known.find(name, objective, hp)
     return _loaded(name, framework) if ":" in name else _named(name)
 
 
@@ -232,7 +234,9 @@ def _named(name: str) -> Objective:
         raise catalog.no_loss(name, e) from e
 
 
-def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) -> Loss:
+def _plain(
+    name: str, fn: Callable[..., Any], objective: Objective, hp: dict[str, Any]
+) -> Loss:
     every = parameters(fn)
     required = [
         p
@@ -259,10 +263,13 @@ def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) 
         reads = frozenset({*MAIN, *ROLLOUTS})
         read_as = f"{p.name} -> Rollouts"
         return replace(
-            _bind(name, on_rollouts, reading, o, hp, reads, read_as), takes_batch=True
+            _bind(name, on_rollouts, reading, objective, hp, reads, read_as),
+            takes_batch=True,
         )
-    spare = () if _reads_old(o) else ("logp_old",)
-    reading = read_signature(fn, name, names.role, MAIN, o.sampler is not None, spare)
+    spare = () if _reads_old(objective) else ("logp_old",)
+    reading = read_signature(
+        fn, name, names.role, MAIN, objective.sampler is not None, spare
+    )
 
     def by_role(full: dict[str, Any], settings: dict[str, Any]) -> Any:
         """What the loss returns when it gets each input as the argument of its role."""
@@ -270,27 +277,30 @@ def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) 
 
     reads = frozenset(reading.roles.values()) or frozenset(MAIN)
     loss = replace(
-        _bind(name, by_role, reading, o, hp, reads, str(reading)),
+        _bind(name, by_role, reading, objective, hp, reads, str(reading)),
         order_unknown=reading.order_unknown,
     )
     if isinstance(how := getattr(fn, "__upref__", None), Shipped):
-        plain = how.plain and _plain(name_of(how.plain), how.plain, o, hp)
+        plain = how.plain and _plain(name_of(how.plain), how.plain, objective, hp)
         loss = replace(loss, fields=how.fields, defaults=how.defaults, shipped=plain)
     return loss
 
 
-def _reads_old(o: Objective) -> bool:
+def _reads_old(objective: Objective) -> bool:
     """Whether the weight depends on the ratio; that of REINFORCE does not."""
-    if o.reads or o.sampler:
+    if objective.reads or objective.sampler:
         return True
-    return any(float(o.weight(0.5, A)) != float(o.weight(2.0, A)) for A in (1.0, -1.0))
+    return any(
+        float(objective.weight(0.5, A)) != float(objective.weight(2.0, A))
+        for A in (1.0, -1.0)
+    )
 
 
 def _bind(
     name: str,
     call: Callable[..., Any],
     reading: Reading,
-    o: Objective,
+    objective: Objective,
     hp: dict[str, Any],
     reads: Any,
     read_as: str,
@@ -298,7 +308,7 @@ def _bind(
     """With the hyperparameters that it takes: by the objective's name for each, or by
     the argument's own.
     """
-    known = set(o.hyperparameters)
+    known = set(objective.hyperparameters)
     meaning = {p: names.hyperparameter(p, known) for p in reading.own}
     # two arguments that could mean one hyperparameter are left as they are
     alone = Counter(meaning.values())
@@ -309,10 +319,10 @@ def _bind(
     if unknown := [
         k
         for k, p in others.items()
-        if not p and reading.accepts_kwargs and o.name != no_objective().name
+        if not p and reading.accepts_kwargs and objective.name != no_objective().name
     ]:
         raise InputError(
-            f"{unknown[0]!r} is not a hyperparameter of {o.name} or a named argument of {name}."
+            f"{unknown[0]!r} is not a hyperparameter of {objective.name} or a named argument of {name}."
         )
     passed = {p or k: hp[k] for k, p in others.items() if p or reading.accepts_kwargs}
     hp = {
@@ -324,7 +334,7 @@ def _bind(
         raise InputError(
             f"{twice[0]} and {argument[twice[0]]} are one argument of {name}: give {twice[0]} alone."
         )
-    resolved = o.resolve(hp)
+    resolved = objective.resolve(hp)
     accepts_kwargs = reading.accepts_kwargs
     needed = {meant for meant, p in argument.items() if p in reading.needed}
     if unbound := [
@@ -371,7 +381,7 @@ def _bind(
     return Loss(
         name,
         lambda full, hp: call(full, passed | spelled(hp)),
-        o,
+        objective,
         reads,
         frozenset(argument),
         accepts_kwargs,
@@ -427,7 +437,7 @@ def rollouts(full: Mapping[str, Any]) -> Rollouts:
     return Rollouts.unchecked(**fields) if plain else Rollouts(**fields)
 
 
-def _objective(theirs: Objective, o: Objective, hp: dict[str, Any]) -> Loss:
+def _objective(theirs: Objective, objective: Objective, hp: dict[str, Any]) -> Loss:
     known = frozenset(theirs.hyperparameters)
 
     def call(full: Mapping[str, Any], settings: dict[str, Any]) -> Any:
@@ -436,12 +446,12 @@ def _objective(theirs: Objective, o: Objective, hp: dict[str, Any]) -> Loss:
 
     reads = frozenset({*MAIN, *ROLLOUTS})
     bound = {k: v for k, v in hp.items() if k in known}
-    accepts = known & set(o.hyperparameters)
+    accepts = known & set(objective.hyperparameters)
     read_as = "an Objective"
     return Loss(
         theirs.name,
         call,
-        o,
+        objective,
         reads,
         accepts,
         takes_batch=True,

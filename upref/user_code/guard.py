@@ -33,14 +33,14 @@ import torch
 from upref.errors import Gone, InputError, OutOfMemory
 
 
-def one_line(e: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """The first 200 characters of the message of an exception, on one line.
 
     Args:
-        e: the exception.
+        error: the exception.
     """
     try:
-        return " ".join(str(e).split())[:200] or "(it says no more)"
+        return " ".join(str(error).split())[:200] or "(it says no more)"
     except BaseException:
         return "(its message cannot be read)"
 
@@ -284,16 +284,16 @@ NO_MEMORY = (
 )
 
 
-def is_out_of_memory(e: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error says that memory of the host or of a GPU has run out.
 
     Args:
-        e: the error.
+        error: the error.
     """
-    if isinstance(e, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(e, RuntimeError) and any(
-        text in one_line(e) for text in NO_MEMORY
+    return isinstance(error, RuntimeError) and any(
+        text in one_line(error) for text in NO_MEMORY
     )
 
 
@@ -306,45 +306,51 @@ GPU_LOST = (
 )
 
 
-def is_gpu_lost(e: BaseException) -> bool:
+def is_gpu_lost(error: BaseException) -> bool:
     """Whether the GPU answers nothing more in this process, in whatever was called.
 
     Args:
-        e: what was raised.
+        error: what was raised.
     """
-    return isinstance(e, RuntimeError) and any(text in one_line(e) for text in GPU_LOST)
+    return isinstance(error, RuntimeError) and any(
+        text in one_line(error) for text in GPU_LOST
+    )
 
 
-def gone(name: str, e: BaseException) -> Gone:
+def gone(name: str, error: BaseException) -> Gone:
     """The end of user code that is no verdict about it.
 
     Args:
         name: of the user's function.
-        e: what was raised.
+        error: what was raised.
     """
-    if is_gpu_lost(e):
+    if is_gpu_lost(error):
         return Gone(
-            f"{name} lost the GPU ({type(e).__name__}: {one_line(e)}): there is no verdict, and no more CUDA in this "
-            "process. CUDA_LAUNCH_BLOCKING=1 shows the line."
+            f"{name} lost the GPU ({type(error).__name__}: {one_line(error)}): there is no verdict, "
+            "and no more CUDA in this process. CUDA_LAUNCH_BLOCKING=1 shows the line."
         )
-    if is_out_of_memory(e):
-        said = f"{type(e).__name__}: {one_line(e)}" if str(e) else type(e).__name__
+    if is_out_of_memory(error):
+        said = (
+            f"{type(error).__name__}: {one_line(error)}"
+            if str(error)
+            else type(error).__name__
+        )
         return OutOfMemory(
             f"{name} asked for more memory than there is ({said}): without it there is no verdict."
         )
     return Gone(
-        f"{name} ends the program ({type(e).__name__}): a function returns its value."
+        f"{name} ends the program ({type(error).__name__}): a function returns its value."
     )
 
 
-def stopped(e: Gone) -> Gone | InputError:
+def stopped(error: Gone) -> Gone | InputError:
     """What to raise: within a check Gone, which no oracle takes for a finding, else
     InputError.
 
     Args:
-        e: the end of user code.
+        error: the end of user code.
     """
-    return e if _watching else InputError(str(e))
+    return error if _watching else InputError(str(error))
 
 
 @contextlib.contextmanager
@@ -419,16 +425,16 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
     return answer, out.wrote
 
 
-def asks_for_gpu(e: BaseException) -> str:
+def asks_for_gpu(error: BaseException) -> str:
     """What to do about code that asks for a GPU where there is none, in words.
 
     Args:
-        e: what the code raised.
+        error: what the code raised.
 
     Returns:
         The end of a sentence; "" for any other error.
     """
-    said = one_line(e)
+    said = one_line(error)
     absent = "not compiled with CUDA" in said or "NVIDIA driver" in said
     return "; make tensors on the device of log_prob, not on cuda" if absent else ""
 

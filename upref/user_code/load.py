@@ -162,10 +162,10 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-def _imports(e: BaseException) -> str:
+def _imports(error: BaseException) -> str:
     """What to do about an import that fails, in words."""
-    if "attempted relative import" not in str(e):
-        return asks_for_gpu(e)
+    if "attempted relative import" not in str(error):
+        return asks_for_gpu(error)
     return (
         "; import without the leading dot, or name the module of its package from the folder above: "
         "package.module:function"

@@ -125,13 +125,16 @@ class Kernel:
     logit_scale: float = 1.0
     on_gpu: bool = False  # whether it computes there
 
-    def __call__(self, p: Problem, twice: bool = False) -> KernelOutcome:
+    def __call__(self, problem: Problem, twice: bool = False) -> KernelOutcome:
         """twice: the backward is run again."""
-        p = p.to(self.dtype) if p.x.dtype == torch.float64 else p
+        problem = (
+            problem.to(self.dtype) if problem.x.dtype == torch.float64 else problem
+        )
         leaves = {
-            k: v.detach().requires_grad_(k != p.frozen) for k, v in p.leaves.items()
+            k: v.detach().requires_grad_(k != problem.frozen)
+            for k, v in problem.leaves.items()
         }
-        shape = p.tokens.shape
+        shape = problem.tokens.shape
 
         def flat(x: Tensor) -> Tensor:
             """[N, ...] for [B, T, ...], where the function takes its tokens so."""
@@ -139,11 +142,11 @@ class Kernel:
 
         full = {
             k: v if k == "weight" else flat(v.clone()) for k, v in leaves.items()
-        } | {"tokens": flat(p.tokens)}
+        } | {"tokens": flat(problem.tokens)}
         extra = {
-            arg: getattr(p, k)
+            arg: getattr(problem, k)
             for k, arg in self.settings.items()
-            if getattr(p, k) is not None
+            if getattr(problem, k) is not None
         }
         before = {k: v.detach().clone() for k, v in full.items()}
         answer, printed = called(
@@ -153,7 +156,7 @@ class Kernel:
         numbers = {k: v.detach().double().reshape(shape) for k, v in out.items()}
         given = {
             k: u
-            for k, u in (("log-prob", p.g), ("entropy", p.g_H))
+            for k, u in (("log-prob", problem.g), ("entropy", problem.g_H))
             if k in out and u is not None
         }
         ups = {
@@ -166,7 +169,7 @@ class Kernel:
             "",
         )
         if ups:
-            wanted = {k: v for k, v in leaves.items() if k != p.frozen}
+            wanted = {k: v for k, v in leaves.items() if k != problem.frozen}
 
             def back() -> dict[str, Tensor]:
                 """The gradients, by a backward pass that may be run again."""
@@ -249,8 +252,8 @@ def _backward(
         ys, list(leaves.values()), ups, retain_graph=keep, allow_unused=True
     )
     return {
-        k: torch.zeros_like(v) if g is None else g
-        for (k, v), g in zip(leaves.items(), grads, strict=True)
+        k: torch.zeros_like(v) if gradient is None else gradient
+        for (k, v), gradient in zip(leaves.items(), grads, strict=True)
     }
 
 
@@ -336,13 +339,13 @@ def probe(kernel: Kernel) -> Problem:
     x = (1.7 * n[:24]).sin().reshape(2, 3, 4)
     W = (2.3 * n[:28]).cos().reshape(7, 4)
     tokens = torch.tensor([[0, 6, 2], [3, 3, 5]])
-    g = (n[:6] - 2.5).reshape(2, 3)
+    gradient = (n[:6] - 2.5).reshape(2, 3)
     bias = n[:7].sin() if "bias" in kernel.settings else None
     p = Problem(
         x,
         W,
         tokens,
-        g,
+        gradient,
         bias=bias,
         softcap=kernel.softcap,
         logit_scale=kernel.logit_scale,

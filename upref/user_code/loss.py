@@ -142,55 +142,57 @@ class Loss:
         """
         return self.framework == "trl" or "parts" in self.reads
 
-    def visible_batch(self, b: Rollouts) -> Rollouts:
+    def visible_batch(self, batch: Rollouts) -> Rollouts:
         """The batch as this loss can know it: without groups where it takes none.
 
         Args:
-            b: the batch.
+            batch: the batch.
         """
         if "group" in self.reads:
-            return b
-        return b.but(group=None, totals=b.totals or Totals.of(b.mask))
+            return batch
+        return batch.but(group=None, totals=batch.totals or Totals.of(batch.mask))
 
-    def given(self, b: Rollouts, ranks: int = 1) -> dict[str, Any]:
+    def given(self, batch: Rollouts, ranks: int = 1) -> dict[str, Any]:
         """What the loss is given of a batch, by role; masked slots as they are. These
         are the batch's own tensors.
 
         Args:
-            b: the batch.
+            batch: the batch.
             ranks: the number of data-parallel ranks that it is told.
 
         Returns:
             Role -> input.
         """
-        adv = b.adv.expand_as(b.mask)
+        adv = batch.adv.expand_as(batch.mask)
         if self.adv_shape != "BT":
-            adv = per_response(adv, b.mask)
+            adv = per_response(adv, batch.mask)
             adv = {
                 "B": adv,
                 "B1": adv[:, None],
-                FIRST: adv[:, None].expand(b.mask.shape),
+                FIRST: adv[:, None].expand(batch.mask.shape),
             }[self.adv_shape]
-        totals = b.counts
+        totals = batch.counts
         given = {
-            "logp": b.logp.detach(),
-            "logp_old": b.logp_old,
+            "logp": batch.logp.detach(),
+            "logp_old": batch.logp_old,
             "adv": adv,
-            "mask": b.mask.to(b.logp.dtype) if self.float_mask else b.mask,
+            "mask": batch.mask.to(batch.logp.dtype) if self.float_mask else batch.mask,
             "totals": totals,
             "ranks": ranks,
-            "parts": max(1, round(float(totals.sequences) / len(b.mask))),
+            "parts": max(1, round(float(totals.sequences) / len(batch.mask))),
         }
         optional = {
-            "logp_ref": b.logp_old if b.logp_ref is None else b.logp_ref,
-            "logp_sampler": b.logp_old if b.logp_sampler is None else b.logp_sampler,
-            "group": b.group,
-            "entropy": b.entropy,
+            "logp_ref": batch.logp_old if batch.logp_ref is None else batch.logp_ref,
+            "logp_sampler": batch.logp_old
+            if batch.logp_sampler is None
+            else batch.logp_sampler,
+            "group": batch.group,
+            "entropy": batch.entropy,
         }
         if optional["group"] is None:
-            optional["group"] = torch.zeros(len(b.mask), dtype=torch.int64)
+            optional["group"] = torch.zeros(len(batch.mask), dtype=torch.int64)
         if optional["entropy"] is None:
-            optional["entropy"] = torch.ones_like(b.logp_old)
+            optional["entropy"] = torch.ones_like(batch.logp_old)
         whole = self.takes_batch or bool(self.framework)
         return given | {k: v for k, v in optional.items() if whole or k in self.reads}
 
@@ -198,7 +200,7 @@ class Loss:
         self,
         full: dict[str, Any],
         given: dict[str, Any],
-        b: Rollouts,
+        batch: Rollouts,
         moved: dict[str, Any] | None = None,
         leaves: tuple[Tensor, ...] = (),
     ) -> LossOutcome:
@@ -210,7 +212,7 @@ class Loss:
                 with
                 `given`.
             given: the same numbers in other tensors.
-            b: the batch that the inputs are of.
+            batch: the batch that the inputs are of.
             moved: hyperparameters with other values.
             leaves: the tensors from which inputs were computed, that of log_prob first;
                 by
@@ -230,14 +232,14 @@ class Loss:
             lambda: self.call(full, self.bound_args | (moved or {})),
             self.lines,
         )
-        value, form, wrapped = self._scalar(got, b)
+        value, form, wrapped = self._scalar(got, batch)
         wrote = frozenset(
             role
             for role, x in given.items()
             if isinstance(x, Tensor) and not _same(x, full[role])
         )
         left = [x.grad for x in leaves]
-        if all(g is None for g in left):
+        if all(gradient is None for gradient in left):
             return LossOutcome(
                 value, form, wrapped, value.requires_grad, wrote, printed
             )
@@ -249,10 +251,11 @@ class Loss:
         # it returns
         more = self._gradients(value, leaves, freed=left[0] is not None)
         both = [
-            _plus(x, g, h).detach() for x, g, h in zip(leaves, left, more, strict=True)
+            _plus(x, gradient, h).detach()
+            for x, gradient, h in zip(leaves, left, more, strict=True)
         ]
         value = _Stepped.apply(value.detach(), len(leaves), *leaves, *both)
-        if all(g is None for g in more):
+        if all(gradient is None for gradient in more):
             own = None
         else:
             own = 0 - _plus(leaves[0], left[0], None).detach()
@@ -283,7 +286,7 @@ class Loss:
                 return nothing
             raise
 
-    def _scalar(self, got: Any, b: Rollouts) -> tuple[Tensor, str, str]:
+    def _scalar(self, got: Any, batch: Rollouts) -> tuple[Tensor, str, str]:
         first, wrapped = self._tensor(got)
         first = _plain(first)
         kinds = {
@@ -298,22 +301,26 @@ class Loss:
             raise InputError(
                 f"{self.name} returns a {odd} tensor: return a real, dense one that holds numbers."
             )
-        B, T = b.mask.shape
+        B, T = batch.mask.shape
         if first.ndim and first.shape in {(B, T), (B,), (B, 1)}:
             x = first[:, 0] if first.shape == (B, 1) and T > 1 else first
-            o = self.objective
-            v = self.visible_batch(b)
-            if x.ndim == 2 and o.agg == "seq-mean":
-                if o.level == "sequence_product":
+            objective = self.objective
+            v = self.visible_batch(batch)
+            if x.ndim == 2 and objective.agg == "seq-mean":
+                if objective.level == "sequence_product":
                     agg = "seq-mean-token-sum"
                 else:
                     agg = "seq-mean-token-mean"
             else:
-                agg = "seq-mean" if x.ndim == 1 else o.agg
-            return aggregate(x, b.mask, agg, v.group, v.totals), "unreduced", wrapped
+                agg = "seq-mean" if x.ndim == 1 else objective.agg
+            return (
+                aggregate(x, batch.mask, agg, v.group, v.totals),
+                "unreduced",
+                wrapped,
+            )
         if first.numel() != 1:
             raise InputError(
-                f"{self.name} returns shape {list(first.shape)} for inputs of shape {list(b.mask.shape)}: "
+                f"{self.name} returns shape {list(first.shape)} for inputs of shape {list(batch.mask.shape)}: "
                 "return a scalar, or an unreduced [B, T] or [B]."
             )
         return first.reshape(()), "scalar", wrapped
@@ -342,7 +349,7 @@ class Loss:
 
     def outcome(
         self,
-        b: Rollouts,
+        batch: Rollouts,
         ranks: int = 1,
         wanting: tuple[str, ...] | None = None,
         **moved: Any,
@@ -353,14 +360,14 @@ class Loss:
         roles; by default it is the leaf.
 
         Args:
-            b: the batch.
+            batch: the batch.
             ranks: the number of data-parallel ranks that it is told.
             **moved: hyperparameters with other values.
 
         Returns:
             The LossOutcome, and [B, T].
         """
-        return self.ask("measured", b, ranks, wanting, moved)
+        return self.ask("measured", batch, ranks, wanting, moved)
 
     def ask(self, what: str, *inputs: Any) -> Any:
         """The answer of one of the methods below, all that a verdict takes from the
@@ -380,7 +387,7 @@ class Loss:
             self.log[-1] = Question(self, what, inputs, answer)
         return answer
 
-    def _must_recur(self, e: InputError, again: Callable[[], Any]) -> None:
+    def _must_recur(self, error: InputError, again: Callable[[], Any]) -> None:
         """An exception tells what the loss refuses only if the same inputs raise one
         again.
         """
@@ -390,13 +397,13 @@ class Loss:
             return
         raise stopped(
             Gone(
-                f"{e}; on the same inputs {self.name} then answered: it has no one answer."
+                f"{error}; on the same inputs {self.name} then answered: it has no one answer."
             )
-        ) from e
+        ) from error
 
     def measured(
         self,
-        b: Rollouts,
+        batch: Rollouts,
         ranks: int,
         wanting: tuple[str, ...] | None,
         moved: dict[str, Any],
@@ -404,7 +411,7 @@ class Loss:
         """Call the loss once and differentiate its value by log_prob.
 
         Args:
-            b: the batch.
+            batch: the batch.
             ranks: the number of data-parallel ranks that the loss is told.
             wanting: roles of further inputs that need a gradient, which are then
                 computed from
@@ -415,14 +422,14 @@ class Loss:
         Returns:
             What the call did, and dJ/dlp of every token, [B, T].
         """
-        given = self.given(b, ranks)
+        given = self.given(batch, ranks)
         full = _copies(given)
         leaves = ()
         x = full["logp"].requires_grad_()
         if wanting is not None:
             leaves = (x, *(full[k].requires_grad_() for k in wanting))
             full |= {"logp": x * 1} | {k: full[k] * 1 for k in wanting}
-        done = self.run(full, given, b, moved, leaves)
+        done = self.run(full, given, batch, moved, leaves)
         if not done.attached:
             return done, torch.zeros_like(x)
 
@@ -430,21 +437,21 @@ class Loss:
             """The gradient of the loss by the log-probabilities."""
             return torch.autograd.grad(done.value, x, allow_unused=True)
 
-        (g,), printed = called(f"the backward pass of {self.name}", backward)
+        (gradient,), printed = called(f"the backward pass of {self.name}", backward)
         done = replace(done, value=done.value.detach(), printed=done.printed or printed)
-        return done, torch.zeros_like(x) if g is None else 0 - _plain(g)
+        return done, torch.zeros_like(x) if gradient is None else 0 - _plain(gradient)
 
-    def into(self, b: Rollouts, role: str, times: float = 1.0) -> Tensor | None:
+    def into(self, batch: Rollouts, role: str, times: float = 1.0) -> Tensor | None:
         """The gradient of the loss, multiplied by a number, by one of its inputs; None
         where there is none, or where that is refused.
 
         Args:
-            b: the batch.
+            batch: the batch.
             role: of the input.
             times: the number.
         """
 
-        given = self.given(b)
+        given = self.given(batch)
 
         def inputs() -> dict[str, Any]:
             full = _copies(given)
@@ -454,9 +461,9 @@ class Loss:
 
         full = inputs()
         try:
-            done = self.run(full, given, b)
+            done = self.run(full, given, batch)
         except InputError as e:
-            self._must_recur(e, lambda: self.run(inputs(), given, b))
+            self._must_recur(e, lambda: self.run(inputs(), given, batch))
             return None
         if not done.attached:
             return None
@@ -465,95 +472,103 @@ class Loss:
         )
         return called(f"the backward pass of {self.name}", backward)[0][0]
 
-    def strided(self, b: Rollouts, layout: str) -> Tensor:
+    def strided(self, batch: Rollouts, layout: str) -> Tensor:
         """Measure dJ/dlp where each tensor of two dimensions has another layout.
 
         Where the loss takes advantages [B, T] and each response has one advantage, they
         are expanded from one number per response instead.
 
         Args:
-            b: the batch.
+            batch: the batch.
             layout: a key of LAYOUTS.
 
         Returns:
             [B, T].
         """
         laid = LAYOUTS[layout]
-        given = self.given(b)
+        given = self.given(batch)
         full = {
             k: laid(v) if isinstance(v, Tensor) and v.ndim == 2 else v
             for k, v in _copies(given).items()
         }
         x = full["logp"].requires_grad_()
-        if self.adv_shape in ("BT", FIRST) and b.one_adv_per_response:
+        if self.adv_shape in ("BT", FIRST) and batch.one_adv_per_response:
             full["adv"] = (
-                per_response(b.adv, b.mask).clone()[:, None].expand(b.mask.shape)
+                per_response(batch.adv, batch.mask)
+                .clone()[:, None]
+                .expand(batch.mask.shape)
             )
-        done = self.run(full, given, b, None, (x,))
+        done = self.run(full, given, batch, None, (x,))
         if not done.attached:
-            return torch.zeros_like(b.logp)
+            return torch.zeros_like(batch.logp)
         backward = partial(torch.autograd.grad, done.value, x, allow_unused=True)
-        (g,), _ = called(f"the backward pass of {self.name}", backward)
-        return torch.zeros_like(b.logp) if g is None else 0 - _plain(g).contiguous()
+        (gradient,), _ = called(f"the backward pass of {self.name}", backward)
+        return (
+            torch.zeros_like(batch.logp)
+            if gradient is None
+            else 0 - _plain(gradient).contiguous()
+        )
 
-    def seeded(self, b: Rollouts, seed: int) -> tuple[Tensor, Tensor]:
+    def seeded(self, batch: Rollouts, seed: int) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp) after every generator has this seed.
 
         Args:
-            b: the batch.
+            batch: the batch.
             seed: of all generators.
         """
         with state_restored():
             torch.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)
-            done, g = self.measured(b, 1, None, {})
-        return done.value, g
+            done, gradient = self.measured(batch, 1, None, {})
+        return done.value, gradient
 
-    def differences(self, b: Rollouts, steps: list[Tensor]) -> list[float]:
+    def differences(self, batch: Rollouts, steps: list[Tensor]) -> list[float]:
         """Central differences of the value along each step, every sg(x) held at its
         value; [] where it has none.
 
         Args:
-            b: the batch.
+            batch: the batch.
             steps: of log_prob, [B, T] each.
         """
         values: list[Tensor] = []
         with recorded_sg(values):
-            self(b)
+            self(batch)
 
         def end(step: Tensor) -> Tensor:
             with recorded_sg(values):
-                return self(b.but(logp=b.logp + step))
+                return self(batch.but(logp=batch.logp + step))
 
         return [(end(step) - end(-step)).item() / 2 for step in steps] if values else []
 
-    def both(self, b: Rollouts, ranks: int = 1, **moved: Any) -> tuple[Tensor, Tensor]:
+    def both(
+        self, batch: Rollouts, ranks: int = 1, **moved: Any
+    ) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp).
 
         Args:
-            b: the batch.
+            batch: the batch.
             ranks: the number of data-parallel ranks that it is told.
             **moved: hyperparameters with other values.
         """
-        done, g = self.outcome(b, ranks, **moved)
-        return done.value, g
+        done, gradient = self.outcome(batch, ranks, **moved)
+        return done.value, gradient
 
-    def gradient(self, b: Rollouts, ranks: int = 1, **moved: Any) -> Tensor:
+    def gradient(self, batch: Rollouts, ranks: int = 1, **moved: Any) -> Tensor:
         """Return dJ/dlp of every token, [B, T].
 
         Args:
-            b: the batch.
+            batch: the batch.
             ranks: the number of data-parallel ranks that the loss is told.
             **moved: hyperparameters with other values.
         """
-        return self.outcome(b, ranks, **moved)[1]
+        return self.outcome(batch, ranks, **moved)[1]
 
-    def __call__(self, b: Rollouts, **moved: Any) -> Tensor:
-        given = self.given(b)
+    def __call__(self, batch: Rollouts, **moved: Any) -> Tensor:
+        given = self.given(batch)
         full = _copies(given)
         full["logp"].requires_grad_()
-        return self.run(full, given, b, moved).value.detach()
+        return self.run(full, given, batch, moved).value.detach()
 
 
 class Question(NamedTuple):
@@ -583,11 +598,11 @@ class _Stepped(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return (
             None,
             None,
-            *(g * x for x in ctx.saved_tensors),
+            *(gradient * x for x in ctx.saved_tensors),
             *(None for _ in ctx.saved_tensors),
         )
 
@@ -625,7 +640,10 @@ def _plain(x: Tensor) -> Tensor:
 
 def _plus(like: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
     """The sum of two gradients, either of which may be missing."""
-    return sum((_plain(g) for g in (x, y) if g is not None), torch.zeros_like(like))
+    return sum(
+        (_plain(gradient) for gradient in (x, y) if gradient is not None),
+        torch.zeros_like(like),
+    )
 
 
 def _copies(given: dict[str, Any]) -> dict[str, Any]:

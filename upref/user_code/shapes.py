@@ -68,8 +68,8 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
     """The loss, its form known, and how far the advantage of one response moves the
     gradients of others.
     """
-    b = loss.visible_batch(probe())
-    done, g = loss.outcome(b)
+    batch = loss.visible_batch(probe())
+    done, gradient = loss.outcome(batch)
     if not done.attached:
         raise InputError(
             f"the result of {loss.name} has no gradient: it is computed under no_grad, detached, or a new tensor."
@@ -94,21 +94,21 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
         returns_live=done.own is not None,
         read_as=read_as,
     )
-    A = b.adv.clone()
+    A = batch.adv.clone()
     A[0] *= 1.5
-    elsewhere = (loss.gradient(replace(b, adv=A)) - g)[1:][b.mask[1:]]
-    size = g[b.mask].abs().max().item()
+    elsewhere = (loss.gradient(replace(batch, adv=A)) - gradient)[1:][batch.mask[1:]]
+    size = gradient[batch.mask].abs().max().item()
     return loss, elsewhere.abs().max().item() / size if size else 0.0
 
 
 def _reads_first_column(loss: Loss) -> bool:
     """Whether the advantages act through their first column alone."""
-    b = loss.visible_batch(probe())
-    column = torch.arange(b.mask.shape[1])
-    others = torch.where(column > 0, b.adv * (2 + column.sin()), b.adv)
+    batch = loss.visible_batch(probe())
+    column = torch.arange(batch.mask.shape[1])
+    others = torch.where(column > 0, batch.adv * (2 + column.sin()), batch.adv)
     try:
         here, there, opposite = (
-            loss.gradient(replace(b, adv=A)) for A in (b.adv, others, -others)
+            loss.gradient(replace(batch, adv=A)) for A in (batch.adv, others, -others)
         )
     except InputError:
         return False

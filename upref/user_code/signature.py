@@ -151,9 +151,9 @@ def read(
         (*COUNTED, "parts") if any(role(p.name) == "totals" for p in plain) else COUNTED
     )
 
-    def told(p: inspect.Parameter, r: str) -> bool:
+    def told(parameter: inspect.Parameter, r: str) -> bool:
         """Whether the argument may have the role: a setting has none but a count."""
-        return r in counted or not isinstance(p.default, SETTINGS)
+        return r in counted or not isinstance(parameter.default, SETTINGS)
 
     roles = {p.name: r for p in plain if (r := role(p.name)) and told(p, r)}
     if "logp_old" in main and "logp_old" not in roles.values():
@@ -262,11 +262,11 @@ def _shown(name: str, every: Sequence[inspect.Parameter]) -> str:
     return f"{name}({', '.join(_stars(p) + p.name for p in every)})"
 
 
-def _stars(p: inspect.Parameter) -> str:
+def _stars(parameter: inspect.Parameter) -> str:
     """What stands before the argument's name in a signature."""
-    if p.kind is p.VAR_POSITIONAL:
+    if parameter.kind is parameter.VAR_POSITIONAL:
         return "*"
-    return "**" if p.kind is p.VAR_KEYWORD else ""
+    return "**" if parameter.kind is parameter.VAR_KEYWORD else ""
 
 
 def wrapper(

@@ -87,7 +87,7 @@ def check(
 def _with_own_defaults(
     report: Report,
     one: Loss,
-    o: Objective,
+    objective: Objective,
     agg: str,
     skip: Sequence[str],
     hp: dict[str, Any],
@@ -99,7 +99,7 @@ def _with_own_defaults(
     if report or not own:
         return report
     try:
-        if not _compared(one, o, agg, skip, hp | own):
+        if not _compared(one, objective, agg, skip, hp | own):
             return report
     except InputError:  # it is out of range
         return report
@@ -117,7 +117,7 @@ def _with_own_defaults(
 
 def _order_decides(
     one: Loss,
-    o: Objective,
+    objective: Objective,
     agg: str,
     skip: Sequence[str],
     hp: dict[str, Any],
@@ -129,17 +129,21 @@ def _order_decides(
     if any(INVERTED in f.fault_ids for f in report.failures):
         return True
     with contextlib.suppress(InputError):  # what it refuses in that order is no answer
-        return bool(_compared(one.exchanged(), o, agg, skip, hp))
+        return bool(_compared(one.exchanged(), objective, agg, skip, hp))
     return False
 
 
 def _compared(
-    one: Loss, o: Objective, agg: str, skip: Sequence[str], hp: dict[str, Any]
+    one: Loss, objective: Objective, agg: str, skip: Sequence[str], hp: dict[str, Any]
 ) -> Report:
     """The report of a loss that was read."""
     start = time.perf_counter()
     case = make_case(
-        one, o, o.resolve({k: v for k, v in hp.items() if k in o.hyperparameters})
+        one,
+        objective,
+        objective.resolve(
+            {k: v for k, v in hp.items() if k in objective.hyperparameters}
+        ),
     )
     # whether it answers the same twice: else no other oracle knows what it compares
     first, *rest = every()
@@ -154,7 +158,8 @@ def _compared(
             ran = {first.name: "failure"}
     if "determinism" in case.failed:
         ran = {
-            o.name: ran.get(o.name, "the same batch has other answers") for o in every()
+            objective.name: ran.get(objective.name, "the same batch has other answers")
+            for objective in every()
         }
     tolerances = {
         "weight, relative": case.tol,
@@ -162,8 +167,12 @@ def _compared(
     }
     seconds = time.perf_counter() - start
     settings = "; ".join(filter(None, [one.settings, as_shipped(one, case)]))
-    name = f"{o.name} with {agg}" if agg else o.name
-    implied = [o.name for o in every() if o.implied and ran.get(o.name) != SKIPPED]
+    name = f"{objective.name} with {agg}" if agg else objective.name
+    implied = [
+        objective.name
+        for objective in every()
+        if objective.implied and ran.get(objective.name) != SKIPPED
+    ]
     unchecked = not_checked(case) + not_run(
         {name: became for name, became in ran.items() if name not in implied}
     )

@@ -94,8 +94,8 @@ def lengths(R: Sequence[Any], group: Sequence[int]) -> list[int]:
         A number of tokens for each response.
     """
     return [
-        LENGTHS[(int(4 * (x or 0)) + g if x == x else g) % 5]
-        for x, g in zip(R, group, strict=True)
+        LENGTHS[(int(4 * (x or 0)) + gradient if x == x else gradient) % 5]
+        for x, gradient in zip(R, group, strict=True)
     ]
 
 
@@ -180,8 +180,8 @@ def minus(baseline: Callable[[Rows], Fraction]) -> Callable[[Rows], Rows]:
     """
 
     def centred(xs: Rows) -> Rows:
-        b = baseline(xs)
-        return [x - b for x in xs]
+        batch = baseline(xs)
+        return [x - batch for x in xs]
 
     return centred
 
@@ -327,13 +327,13 @@ def fit(
 
 
 def advantage(
-    name: str, b: RewardBatch, divided: Denominator = Denominator()
+    name: str, batch: RewardBatch, divided: Denominator = Denominator()
 ) -> list[float]:
     """The advantages called `name` of upref.advantages, each rounded once or twice.
 
     Args:
         name: of the estimator.
-        b: the batch.
+        batch: the batch.
         divided: what it divides by.
 
     Returns:
@@ -341,16 +341,16 @@ def advantage(
     """
     match name:
         case "group_mean":
-            return [float(x) for x in by(b.group, b.R, minus(mean))]
+            return [float(x) for x in by(batch.group, batch.R, minus(mean))]
         case "leave_one_out":
-            return [float(x) for x in by(b.group, b.R, minus_the_others)]
+            return [float(x) for x in by(batch.group, batch.R, minus_the_others)]
         case "maxrl":
-            return [float(x) for x in by(b.group, b.R, over_the_mean)]
+            return [float(x) for x in by(batch.group, batch.R, over_the_mean)]
         case "reward":
-            return [float(x) for x in b.R]
+            return [float(x) for x in batch.R]
         case "signed":
-            return [1.0 if x > 0 else -1.0 for x in b.R]
-    c, var = parts(name, b, divided.ddof)
+            return [1.0 if x > 0 else -1.0 for x in batch.R]
+    c, var = parts(name, batch, divided.ddof)
     return [float(x) / divided.of(v) if x else 0.0 for x, v in zip(c, var, strict=True)]
 
 

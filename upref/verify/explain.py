@@ -53,7 +53,7 @@ NOTHING = fault(
     "no gradient reaches log_prob: it is detached, or rounded away",
     "stop-gradient",
     id="no-gradient",
-    scale=lambda b: 0.0,
+    scale=lambda batch: 0.0,
 )
 
 
@@ -68,7 +68,7 @@ def _has_gradient(case: LossCase) -> bool:
 
 
 def explain(
-    case: LossCase, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]
+    case: LossCase, batch: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]
 ) -> LossFault | None:
     """The first fault that, put into the reference, has the found weights on every
     token of the batch, and of others.
@@ -79,7 +79,7 @@ def explain(
 
     Args:
         case: the loss and its objective.
-        b: a batch on which weights differ.
+        batch: a batch on which weights differ.
         found: the loss's weights on it, [B, T].
         ignore: tokens at a bound, which rounding decides, [B, T].
         bounds: ratios at which the loss was seen to change.
@@ -87,15 +87,15 @@ def explain(
     Returns:
         The fault, or None.
     """
-    use = b.mask & ~ignore
+    use = batch.mask & ~ignore
     more = _elsewhere(case)
     nothing = not _has_gradient(case)
     every = chain(
         [NOTHING] if nothing else [],
-        two_gradients(case, b),
+        two_gradients(case, batch),
         by_fixed_length(case),
         _retuned(case, bounds),
-        _other_kl(case, b, found, use),
+        _other_kl(case, batch, found, use),
         _kl_aggregated(case),
         known("losses", case.o, case.hp, bounds),
         placed(case),
@@ -118,11 +118,11 @@ def explain(
 
     def first(faults: Iterable[LossFault]) -> LossFault | None:
         """The first of them that agrees, here and on other batches."""
-        return reproduces(filter(holds, faults), case, b, found, use)
+        return reproduces(filter(holds, faults), case, batch, found, use)
 
     return (
         first(every)
-        or _two(case, b, found, use, bounds, more)
+        or _two(case, batch, found, use, bounds, more)
         or first(_recovered(case))
     )
 
@@ -132,35 +132,41 @@ LEFT = "its own .backward() leaves a gradient that is added to that of the loss 
 RETURNED = "the loss that it returns adds its gradient to the one that its own .backward() leaves, which is right alone"
 
 
-def two_gradients(case: LossCase, b: Rollouts) -> Iterator[LossFault]:
+def two_gradients(case: LossCase, batch: Rollouts) -> Iterator[LossFault]:
     """A loss that calls .backward() and returns a loss with a gradient, where one of
     the two is right alone.
 
     Args:
         case: the loss and its objective.
-        b: a batch.
+        batch: a batch.
     """
-    if case.loss.ask("measured", b, 1, None, {})[0].own is None:
+    if case.loss.ask("measured", batch, 1, None, {})[0].own is None:
         return
 
-    def left(b: Rollouts) -> Tensor:
-        own = case.loss.ask("measured", b, 1, None, {})[0].own
-        return torch.zeros_like(b.logp) if own is None else own / case.factors(b)
+    def left(batch: Rollouts) -> Tensor:
+        own = case.loss.ask("measured", batch, 1, None, {})[0].own
+        return (
+            torch.zeros_like(batch.logp) if own is None else own / case.factors(batch)
+        )
 
-    weights = case.expected(b)
+    weights = case.expected(batch)
     id = "gradient-left-behind"
     words = LEFT
-    if alike(left(b), weights):
+    if alike(left(batch), weights):
         id = "gradient-twice"
         words = TWICE
     yield fault(
-        words, "batches", id=id, weigh=lambda b: case.expected(b) + left(b), whole=True
+        words,
+        "batches",
+        id=id,
+        weigh=lambda batch: case.expected(batch) + left(batch),
+        whole=True,
     )
     yield fault(
         RETURNED,
         "batches",
         id="own-gradient-added",
-        weigh=lambda b: case.weights(b) - left(b) + case.expected(b),
+        weigh=lambda batch: case.weights(batch) - left(batch) + case.expected(batch),
         whole=True,
     )
 
@@ -186,7 +192,7 @@ def by_fixed_length(case: LossCase) -> Iterator[LossFault]:
         "(seq-mean-token-sum-norm), check the loss times L",
         "rounding",
         id="weights-scaled",
-        scale=lambda b: case.k,
+        scale=lambda batch: case.k,
     )
 
 
@@ -217,7 +223,9 @@ class Elsewhere:
         Returns:
             The same batches with the rest.
         """
-        return Elsewhere([(b, found - part(b), use) for b, found, use in self.batches])
+        return Elsewhere(
+            [(batch, found - part(batch), use) for batch, found, use in self.batches]
+        )
 
 
 def _elsewhere(case: LossCase, *more: Rollouts) -> Elsewhere:
@@ -228,10 +236,12 @@ def _elsewhere(case: LossCase, *more: Rollouts) -> Elsewhere:
 def _found_on(case: LossCase, batches: list[Rollouts]) -> Elsewhere:
     """These batches, with what is found there."""
     out = []
-    for b in batches:
+    for batch in batches:
         with contextlib.suppress(InputError):  # what it refuses is another finding
-            found = case.weights(b)
-            out.append((b, found, b.mask & found.isfinite() & ~case.rounded(b)))
+            found = case.weights(batch)
+            out.append(
+                (batch, found, batch.mask & found.isfinite() & ~case.rounded(batch))
+            )
     return Elsewhere(out)
 
 
@@ -283,18 +293,18 @@ def confirmed(case: LossCase, one: LossFault, *more: Rollouts) -> Cause:
 def confirmed_at(
     case: LossCase,
     one: LossFault,
-    b: Rollouts,
+    batch: Rollouts,
     at: tuple[int, int],
     found: float,
     *more: Rollouts,
 ) -> Cause:
-    """The same, of a fault that has the weight found at this token of b, where the
+    """The same, of a fault that has the weight found at this token of the batch, where the
     reference has another.
 
     Args:
         case: the loss and its objective.
         one: the fault.
-        b: the batch.
+        batch: the batch.
         at: the response and the column.
         found: the loss's weight there.
         *more: batches on which it must hold too.
@@ -303,10 +313,11 @@ def confirmed_at(
         Its cause, or an empty one.
     """
     right, wrong = (
-        w[at].item() for w in (case.expected(b), one.change.weights(case.o, case.hp, b))
+        w[at].item()
+        for w in (case.expected(batch), one.change.weights(case.o, case.hp, batch))
     )
     if abs(wrong - found) <= 1e-3 * abs(right - found):
-        return confirmed(case, one, b, *more)
+        return confirmed(case, one, batch, *more)
     return Cause()
 
 
@@ -323,9 +334,9 @@ def everywhere(
         *more: batches on which it must hold too.
     """
     answers = []
-    for b in (*others(case), *more):
+    for batch in (*others(case), *more):
         with contextlib.suppress(InputError):
-            answers.append(alike(*change(replace(b, totals=None))))
+            answers.append(alike(*change(replace(batch, totals=None))))
     return len(answers) >= 3 and all(answers)
 
 
@@ -341,7 +352,7 @@ def alike(x: Tensor, y: Tensor) -> bool:
 
 def _two(
     case: LossCase,
-    b: Rollouts,
+    batch: Rollouts,
     found: Tensor,
     use: Tensor,
     bounds: list[float],
@@ -350,43 +361,47 @@ def _two(
     """A fault of the KL term, which stands alone where A = 0, and one of the rest, each
     put into the reference.
     """
-    zero = use & (b.adv.expand_as(use) == 0)
+    zero = use & (batch.adv.expand_as(use) == 0)
     if not zero.any():
         return None
-    o = case.o
+    objective = case.o
     hp = case.hp
     plain = case.plain_hp | ({"beta": 0.0} if case.o.kl else {})
-    terms = [*_other_kl(case, b, found, use)]
+    terms = [*_other_kl(case, batch, found, use)]
     if hp.get("beta"):
-        terms += [KL_MISSING, *_kl_aggregated(case), *kl_faults(o, hp)]
+        terms += [KL_MISSING, *_kl_aggregated(case), *kl_faults(objective, hp)]
 
-    def part(term: LossFault, b: Rollouts) -> Tensor:
+    def part(term: LossFault, batch: Rollouts) -> Tensor:
         """What this fault of the KL term leaves of it: the weights less the rest's."""
-        return term.change.weights(o, hp, b) - unit_weights(o, b, plain)
+        return term.change.weights(objective, hp, batch) - unit_weights(
+            objective, batch, plain
+        )
 
     alone = replace(case, hp=plain)
     for term in [
         t
         for t in terms
-        if (relative_error(found, part(t, b), b.adv)[zero] < case.tol).all()
+        if (relative_error(found, part(t, batch), batch.adv)[zero] < case.tol).all()
     ][:TERMS]:
         less = more.without(partial(part, term))
         rest = chain(
-            _retuned(alone, bounds), known("losses", o, plain, bounds), _others(alone)
+            _retuned(alone, bounds),
+            known("losses", objective, plain, bounds),
+            _others(alone),
         )
         one = reproduces(
             (s for s in rest if less.fits(s, alone)),
             alone,
-            b,
-            found - part(term, b),
+            batch,
+            found - part(term, batch),
             use,
         )
         if one is not None:
 
             def both(
-                b: Rollouts, one: LossFault = one, term: LossFault = term
+                batch: Rollouts, one: LossFault = one, term: LossFault = term
             ) -> Tensor:
-                return one.change.weights(o, plain, b) + part(term, b)
+                return one.change.weights(objective, plain, batch) + part(term, batch)
 
             return fault(
                 f"two faults together: {one.words}; and {term.words}",
@@ -400,14 +415,14 @@ def _two(
 
 def _kl_aggregated(case: LossCase) -> Iterator[LossFault]:
     """The KL term with another aggregation than the rest."""
-    o, beta = case.o, case.hp.get("beta") or 0.0
+    objective, beta = case.o, case.hp.get("beta") or 0.0
     for name in FACTORS if beta else ():
         if name != case.agg:
 
-            def otherwise(b: Rollouts, name: str = name) -> Tensor:
-                w = unit_weights(o, b, case.plain_hp | {"beta": 0.0})
-                return w - beta * kl_slope(o.kl, b) * (
-                    case.factors(b, name) / case.factors(b)
+            def otherwise(batch: Rollouts, name: str = name) -> Tensor:
+                w = unit_weights(objective, batch, case.plain_hp | {"beta": 0.0})
+                return w - beta * kl_slope(objective.kl, batch) * (
+                    case.factors(batch, name) / case.factors(batch)
                 )
 
             words = f"the KL term has another aggregation than the rest: {name}"
@@ -421,34 +436,47 @@ def _kl_aggregated(case: LossCase) -> Iterator[LossFault]:
 
 
 def reproduces(
-    faults: Iterable[LossFault], case: LossCase, b: Rollouts, found: Tensor, use: Tensor
+    faults: Iterable[LossFault],
+    case: LossCase,
+    batch: Rollouts,
+    found: Tensor,
+    use: Tensor,
 ) -> LossFault | None:
     """The first that agrees on all used tokens.
 
     Args:
         faults: in the order in which they are tried.
         case: the loss and its objective.
-        b: the batch.
+        batch: the batch.
         found: the loss's weights on it, [B, T].
         use: the tokens that are compared, [B, T].
 
     Returns:
         The fault, or None.
     """
-    small, use = b.but(group=None).take(slice(FEW)), use & ~case.rounded(b)
+    small, use = batch.but(group=None).take(slice(FEW)), use & ~case.rounded(batch)
 
     def fits_few(one: LossFault) -> bool:
         """Whether it agrees on the first rows, which cost little, or needs them all."""
         return one.whole or fits(one, case, small, found[:FEW], use[:FEW], case.tol)
 
     return next(
-        (s for s in faults if fits_few(s) and fits(s, case, b, found, use, case.tol)),
+        (
+            s
+            for s in faults
+            if fits_few(s) and fits(s, case, batch, found, use, case.tol)
+        ),
         None,
     )
 
 
 def fits(
-    one: LossFault, case: LossCase, b: Rollouts, found: Tensor, use: Tensor, tol: float
+    one: LossFault,
+    case: LossCase,
+    batch: Rollouts,
+    found: Tensor,
+    use: Tensor,
+    tol: float,
 ) -> bool:
     """Whether the objective with this fault in it has the found weights on the used
     tokens.
@@ -456,13 +484,15 @@ def fits(
     Args:
         one: the fault.
         case: the loss and its objective.
-        b: the batch.
+        batch: the batch.
         found: the loss's weights on it, [B, T].
         use: the tokens that are compared, [B, T].
         tol: the relative error that is allowed.
     """
     try:
-        apart = relative_error(found, one.change.weights(case.o, case.hp, b), b.adv)
+        apart = relative_error(
+            found, one.change.weights(case.o, case.hp, batch), batch.adv
+        )
     except (
         InputError,
         RuntimeError,
@@ -497,31 +527,31 @@ def _retuned(case: LossCase, bounds: list[float]) -> Iterator[LossFault]:
 
 
 def _other_kl(
-    case: LossCase, b: Rollouts, found: Tensor, use: Tensor
+    case: LossCase, batch: Rollouts, found: Tensor, use: Tensor
 ) -> Iterator[LossFault]:
     """A KL term of another size, or that the objective does not have: where A = 0
     nothing else is left.
     """
-    zero = use & (b.adv.expand_as(use) == 0)
+    zero = use & (batch.adv.expand_as(use) == 0)
     if not zero.any():
         return
-    o, plain, own = (
+    objective, plain, own = (
         case.o,
         {k: v for k, v in case.hp.items() if k != "beta"},
         case.hp.get("beta") or 0.0,
     )
 
-    def rest(b: Rollouts) -> Tensor:
+    def rest(batch: Rollouts) -> Tensor:
         """The weights without a KL term."""
-        return unit_weights(o, b, o.resolve(plain))
+        return unit_weights(objective, batch, objective.resolve(plain))
 
-    def with_term(b: Rollouts, beta: float, name: str) -> Tensor:
+    def with_term(batch: Rollouts, beta: float, name: str) -> Tensor:
         """The weights with this KL term."""
-        return rest(b) - beta * term_slope(name, b)
+        return rest(batch) - beta * term_slope(name, batch)
 
-    mine = TERM_OF.get(o.kl, "")
+    mine = TERM_OF.get(objective.kl, "")
     for name in terms(mine, case.loss.reads):
-        d = term_slope(name, b)[zero]
+        d = term_slope(name, batch)[zero]
         beta = -(found[zero] @ d / (d @ d)).item() if d.any() else 0.0
         is_own = name == mine
         if is_own and abs(beta) > case.tol:
@@ -537,10 +567,10 @@ def _other_kl(
             weigh = partial(with_term, beta=beta, name=name)
             if own:
                 id = f"kl-gradient-of-{name}"
-                words = f"the KL term has the gradient of {beta:.6g} {name}, not of {own:g} {o.kl}: {OTHER_KL}"
+                words = f"the KL term has the gradient of {beta:.6g} {name}, not of {own:g} {objective.kl}: {OTHER_KL}"
             else:
                 id = "kl-added" if is_own and beta < 0 else "kl-not-of-objective"
-                words = lacking(o, beta, name)
+                words = lacking(objective, beta, name)
             yield fault(words, "term", id=id, weigh=weigh)
 
 
@@ -566,18 +596,18 @@ def _absolute(key: str, v: Any, now: Any) -> bool:
 
 
 def _others(case: LossCase) -> Iterator[LossFault]:
-    o = case.o
+    objective = case.o
     hp = case.hp
-    if not shape_of(o, hp).free[1.0]:  # it has no log π_θ there yet
+    if not shape_of(objective, hp).free[1.0]:  # it has no log π_θ there yet
         yield fault(
-            f"its gradient is that of up({o.name}): log π_θ in place of the clipped ratio where A > 0",
+            f"its gradient is that of up({objective.name}): log π_θ in place of the clipped ratio where A > 0",
             "objective",
             id="up-of-objective",
-            objective=up(o),
+            objective=up(objective),
             hp=hp,
         )
-    for name in CORRECTIONS if o.sampler else ():
-        p = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", o.name))
+    for name in CORRECTIONS if objective.sampler else ():
+        p = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", objective.name))
         own = {k: v for k, v in hp.items() if k in p.hyperparameters}
         yield from (
             fault(
@@ -589,7 +619,9 @@ def _others(case: LossCase) -> Iterator[LossFault]:
             )
             for h in (own, {})
         )
-    every = [get(n) for n in names() if n != o.name and not get(n).batch_coupled]
+    every = [
+        get(n) for n in names() if n != objective.name and not get(n).batch_coupled
+    ]
     for p in sorted(every, key=lambda p: declared_aggregation(p) != case.agg):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
         for h in (own, {}):
@@ -612,9 +644,15 @@ def _recovered(case: LossCase) -> Iterator[LossFault]:
         own = {k: v for k, v in hp.items() if k != "beta"}
 
         def whole(
-            b: Rollouts, box: Any = box, p: Objective = p, own: dict[str, Any] = own
+            batch: Rollouts,
+            box: Any = box,
+            objective: Objective = p,
+            own: dict[str, Any] = own,
         ) -> Tensor:
-            return box.scale * (unit_weights(p, b, p.resolve(own)) + box.kl_weights(b))
+            return box.scale * (
+                unit_weights(objective, batch, objective.resolve(own))
+                + box.kl_weights(batch)
+            )
 
         times = f"{box.scale:.6g} times " if box.scale != 1 else ""
         term = f", with a KL term: {box.beta:.6g} {box.kl}" if box.kl else ""
@@ -622,12 +660,14 @@ def _recovered(case: LossCase) -> Iterator[LossFault]:
         yield fault(words, "objective", id=f"other-objective-{p.name}", weigh=whole)
 
 
-def _other_aggregation(case: LossCase, p: Objective) -> str:
+def _other_aggregation(case: LossCase, objective: Objective) -> str:
     """In words, that of the loss, where it is not that of an objective whose weights it
     has.
     """
-    b = case.ready(on_policy_batch())
-    same = alike(case.factors(b, declared_aggregation(p)), case.factors(b))
+    batch = case.ready(on_policy_batch())
+    same = alike(
+        case.factors(batch, declared_aggregation(objective)), case.factors(batch)
+    )
     # without ids of groups the two are one, and the loss cannot have groups in mind
     agg = case.agg
     if agg == "group-token-mean" and "group" not in case.loss.reads:
@@ -635,6 +675,6 @@ def _other_aggregation(case: LossCase, p: Objective) -> str:
     return "" if same else f", aggregated by {agg}"
 
 
-def _called(p: Objective, h: dict[str, Any]) -> str:
-    said = ", ".join(f"{k}={v:g}" for k, v in p.resolve(h).items() if v)
-    return f"{p.name}({said})" if said else p.name
+def _called(objective: Objective, h: dict[str, Any]) -> str:
+    said = ", ".join(f"{k}={v:g}" for k, v in objective.resolve(h).items() if v)
+    return f"{objective.name}({said})" if said else objective.name

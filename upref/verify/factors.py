@@ -15,37 +15,39 @@ from upref.rollouts import Rollouts
 Factor = Callable[[Rollouts], Tensor]
 
 
-def declared_aggregation(o: Objective) -> str:
+def declared_aggregation(objective: Objective) -> str:
     """The objective's aggregation as row weights of terms per token.
 
     Args:
-        o: the objective.
+        objective: the objective.
 
     Returns:
         A key of FACTORS.
     """
     own = (
-        "seq-mean-token-sum" if o.level == "sequence_product" else "seq-mean-token-mean"
+        "seq-mean-token-sum"
+        if objective.level == "sequence_product"
+        else "seq-mean-token-mean"
     )
-    return own if o.agg == "seq-mean" else o.agg
+    return own if objective.agg == "seq-mean" else objective.agg
 
 
 def _rows(agg: str) -> Factor:
-    def f(b: Rollouts) -> Tensor:
-        w = row_weights(agg, b.mask, b.counts)
-        return torch.as_tensor(w, dtype=torch.float64).expand(len(b.mask))
+    def f(batch: Rollouts) -> Tensor:
+        w = row_weights(agg, batch.mask, batch.counts)
+        return torch.as_tensor(w, dtype=torch.float64).expand(len(batch.mask))
 
     return f
 
 
-def _ones(b: Rollouts) -> Tensor:
+def _ones(batch: Rollouts) -> Tensor:
     """The factor of a plain sum: 1 for each response."""
-    return torch.ones(len(b.mask), dtype=torch.float64)
+    return torch.ones(len(batch.mask), dtype=torch.float64)
 
 
-def _lengths(b: Rollouts) -> Tensor:
+def _lengths(batch: Rollouts) -> Tensor:
     """The number of trained tokens of each response."""
-    return b.mask.sum(-1).double()
+    return batch.mask.sum(-1).double()
 
 
 FACTORS: dict[str, Factor] = {
@@ -58,36 +60,41 @@ FACTORS: dict[str, Factor] = {
             "seq-mean-token-sum",
         )
     },
-    "the mean over the padded width (seq-mean-token-sum-norm by it)": lambda b: (
-        _ones(b) / b.mask.numel()
+    "the mean over the padded width (seq-mean-token-sum-norm by it)": lambda batch: (
+        _ones(batch) / batch.mask.numel()
     ),
     "a plain sum over all tokens": _ones,
-    "the sum, not the mean, of the responses' token means": lambda b: 1 / _lengths(b),
-    "token-mean divided once more by the number of responses": lambda b: (
-        _rows("token-mean")(b) / len(b.mask)
+    "the sum, not the mean, of the responses' token means": lambda batch: (
+        1 / _lengths(batch)
     ),
-    "the responses' token means, divided by all tokens": lambda b: (
-        1 / (_lengths(b) * b.mask.sum())
+    "token-mean divided once more by the number of responses": lambda batch: (
+        _rows("token-mean")(batch) / len(batch.mask)
     ),
-    "token-mean of each group, not divided by the number of groups": lambda b: (
-        _rows("group-token-mean")(b) * (1 if b.group is None else len(b.group.unique()))
+    "the responses' token means, divided by all tokens": lambda batch: (
+        1 / (_lengths(batch) * batch.mask.sum())
     ),
-    "the sum over tokens by the longest response": lambda b: (
-        _ones(b) / (len(b.mask) * _lengths(b).max())
+    "token-mean of each group, not divided by the number of groups": lambda batch: (
+        _rows("group-token-mean")(batch)
+        * (1 if batch.group is None else len(batch.group.unique()))
     ),
-    "the sum over each response divided by the square of its length": lambda b: (
-        1 / (len(b.mask) * _lengths(b) ** 2)
+    "the sum over tokens by the longest response": lambda batch: (
+        _ones(batch) / (len(batch.mask) * _lengths(batch).max())
     ),
-    "the sum over each response divided by the square root of its length": lambda b: (
-        1 / (len(b.mask) * _lengths(b).sqrt())
+    "the sum over each response divided by the square of its length": lambda batch: (
+        1 / (len(batch.mask) * _lengths(batch) ** 2)
     ),
-    "the mean over responses of length-weighted terms": lambda b: (
-        _lengths(b) / len(b.mask)
+    "the sum over each response divided by the square root of its length": lambda batch: (
+        1 / (len(batch.mask) * _lengths(batch).sqrt())
     ),
-    "token-mean of terms divided by the square root of their response's length": lambda b: (
-        1 / (b.mask.sum() * _lengths(b).sqrt())
+    "the mean over responses of length-weighted terms": lambda batch: (
+        _lengths(batch) / len(batch.mask)
     ),
-    "token-mean of length-weighted terms": lambda b: _lengths(b) / b.mask.sum(),
+    "token-mean of terms divided by the square root of their response's length": lambda batch: (
+        1 / (batch.mask.sum() * _lengths(batch).sqrt())
+    ),
+    "token-mean of length-weighted terms": lambda batch: (
+        _lengths(batch) / batch.mask.sum()
+    ),
 }
 
 

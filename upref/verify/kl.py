@@ -149,9 +149,9 @@ def both(
     lp, ref = pair(d, levels)
     k = term(lp.requires_grad_(), ref)
     if k.requires_grad:
-        g = torch.autograd.grad(k.sum(), lp, allow_unused=True)[0]
+        gradient = torch.autograd.grad(k.sum(), lp, allow_unused=True)[0]
     else:
-        g = None
+        gradient = None
 
     def in_order(x: Tensor) -> Tensor:
         """The rows as one, each from its first place in d."""
@@ -159,7 +159,7 @@ def both(
 
     return in_order(k.detach()), torch.zeros_like(
         d.repeat(len(levels))
-    ) if g is None else in_order(g)
+    ) if gradient is None else in_order(gradient)
 
 
 def _off(x: Tensor, y: Tensor) -> Tensor:
@@ -207,10 +207,10 @@ def expected(term: Formula, off_policy: bool = False) -> tuple[float, Tensor]:
     p = (OLD.log_softmax(0) if off_policy else lp.detach()).exp()
     total = (p * term(lp[None], ref[None])[0]).sum()
     if total.requires_grad:
-        g = torch.autograd.grad(total, theta, allow_unused=True)[0]
+        gradient = torch.autograd.grad(total, theta, allow_unused=True)[0]
     else:
-        g = None
-    return total.item(), torch.zeros_like(LOGITS) if g is None else g
+        gradient = None
+    return total.item(), torch.zeros_like(LOGITS) if gradient is None else gradient
 
 
 def divergences() -> dict[str, tuple[float, Tensor]]:
@@ -239,7 +239,7 @@ def divergence_of(term: Formula, off_policy: bool = False, tol: float = 1e-5) ->
         off_policy: samples are from π_old.
         tol: the relative error that is allowed.
     """
-    g = expected(term, off_policy)[1]
+    gradient = expected(term, off_policy)[1]
     signed = (
         (sign, name, want)
         for name, (_, want) in divergences().items()
@@ -249,7 +249,7 @@ def divergence_of(term: Formula, off_policy: bool = False, tol: float = 1e-5) ->
         (
             sign + name
             for sign, name, want in signed
-            if _alike(g, -want if sign else want, tol)
+            if _alike(gradient, -want if sign else want, tol)
         ),
         "",
     )
@@ -398,9 +398,9 @@ def expected_value(case: KlCase) -> Iterator[Finding]:
         )
 
 
-def _listed(g: Tensor) -> str:
+def _listed(gradient: Tensor) -> str:
     """The numbers of a gradient in words."""
-    return "[" + ", ".join(f"{x:.4f}" for x in g.tolist()) + "]"
+    return "[" + ", ".join(f"{x:.4f}" for x in gradient.tolist()) + "]"
 
 
 @oracle("expected-gradient")

@@ -45,8 +45,8 @@ class ClosedFormWeights:
     hyperparameters.
     """
 
-    def __init__(self, o: Objective, points: list[Point]):
-        self.o = o
+    def __init__(self, objective: Objective, points: list[Point]):
+        self.o = objective
         self.A, self.r, self.mu = (
             np.array([getattr(p, k) for p in points]) for k in ("A", "r", "mu")
         )
@@ -61,23 +61,26 @@ class ClosedFormWeights:
         return out
 
     def _calls(self) -> Iterator[Any]:
-        o, n = self.o, len(self.r)
-        if o.level != "custom":
+        objective, n = self.o, len(self.r)
+        if objective.level != "custom":
             have = {
                 "mu": self.mu,
                 "log_mu": np.log(self.mu),
                 "mask": None,
                 "entropy": None,
             }
-            x = np.log(self.r) if o.reads_log_r else self.r
-            extra = {k: have[k] for k in o.reads}
-            yield np.arange(n), lambda **hp: o.closed_form(x, self.A, **extra, **hp)
+            x = np.log(self.r) if objective.reads_log_r else self.r
+            extra = {k: have[k] for k in objective.reads}
+            yield (
+                np.arange(n),
+                lambda **hp: objective.closed_form(x, self.A, **extra, **hp),
+            )
             return
         for unsure in (False, True):
             at = np.flatnonzero(self.unsure == unsure)
             for rows in (
                 np.split(at, len(at))
-                if o.batch_coupled and len(at)
+                if objective.batch_coupled and len(at)
                 else [at]
                 if len(at)
                 else []
@@ -85,7 +88,7 @@ class ClosedFormWeights:
                 yield rows, self._free(rows, unsure)
 
     def _free(self, rows: np.ndarray, unsure: bool) -> Any:
-        o = self.o
+        objective = self.o
         r, A, mu = _column(self.r[rows]), _column(self.A[rows]), _column(self.mu[rows])
         H = torch.ones_like(r)
         if unsure:
@@ -99,9 +102,9 @@ class ClosedFormWeights:
             "mask": torch.ones_like(r, dtype=torch.bool),
             "entropy": H,
         }
-        x = r.log() if o.reads_log_r else r
-        extra = {k: have[k] for k in o.reads}
-        return lambda **hp: o.closed_form(x, A, **extra, **hp)[:, 0].numpy()
+        x = r.log() if objective.reads_log_r else r
+        extra = {k: have[k] for k in objective.reads}
+        return lambda **hp: objective.closed_form(x, A, **extra, **hp)[:, 0].numpy()
 
 
 @dataclass(frozen=True)
@@ -422,38 +425,42 @@ class Compared:
         return np.sqrt(los * his).tolist()
 
 
-def compared(o: Objective, box: BlackBox) -> Candidate:
+def compared(objective: Objective, box: BlackBox) -> Candidate:
     """The objective with the hyperparameters that fit the box best.
 
     Args:
-        o: the objective.
+        objective: the objective.
         box: the loss, measured.
     """
-    keep = [i for i, p in enumerate(box.points) if not p.unsure or "entropy" in o.reads]
+    keep = [
+        i
+        for i, p in enumerate(box.points)
+        if not p.unsure or "entropy" in objective.reads
+    ]
     points = [box.points[i] for i in keep]
     return Compared(
-        o, box, points, box.weights[keep], ClosedFormWeights(o, points)
+        objective, box, points, box.weights[keep], ClosedFormWeights(objective, points)
     ).best()
 
 
-def in_range(o: Objective, hp: dict[str, Any]) -> bool:
+def in_range(objective: Objective, hp: dict[str, Any]) -> bool:
     """Whether the objective takes these hyperparameters, and somebody could have set
     them.
 
     Args:
-        o: the objective.
+        objective: the objective.
         hp: hyperparameters.
     """
     most = {"eps": 1.0, "eps_low": 1.0, "eps_high": 100.0}
     # WAPO's eps is 9
-    own = {k: v for k, v in o.hyperparameters.items() if v is not None}
+    own = {k: v for k, v in objective.hyperparameters.items() if v is not None}
     if any(
         v is not None and v > (1 + 1e-6) * max(most.get(k, math.inf), 2 * own.get(k, 0))
         for k, v in hp.items()
     ):
         return False
     try:
-        o.resolve({k: v for k, v in hp.items() if v is not None})
+        objective.resolve({k: v for k, v in hp.items() if v is not None})
     except InputError:
         return False
     return True
@@ -464,23 +471,27 @@ def _may_be_0(key: str) -> bool:
     return key.startswith("eps")
 
 
-def candidate(o: Objective, box: BlackBox) -> Candidate | None:
+def candidate(objective: Objective, box: BlackBox) -> Candidate | None:
     """None where the objective reads what the loss does not, or the other way round;
     points have no groups.
 
     Args:
-        o: the objective.
+        objective: the objective.
         box: the loss, measured.
     """
-    reads = o.reads_mu, "entropy" in o.reads, bool(o.batch_coupled)
-    if "group" in o.reads or reads != (
+    reads = (
+        objective.reads_mu,
+        "entropy" in objective.reads,
+        bool(objective.batch_coupled),
+    )
+    if "group" in objective.reads or reads != (
         box.reads_mu,
         box.reads_entropy,
         box.batch_coupled,
     ):
         return None
     try:
-        return compared(o, box)
+        return compared(objective, box)
     except InputError:
         return None
 
@@ -493,7 +504,9 @@ def every() -> list[Objective]:
     """
     registered = [get(n) for n in names()]
     return registered + [
-        get(f"up({o.name})") for o in registered if not o.name.startswith("up_")
+        get(f"up({objective.name})")
+        for objective in registered
+        if not objective.name.startswith("up_")
     ]
 
 
@@ -510,9 +523,9 @@ def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
     with contextlib.suppress(InputError):
         box = measure(loss, False)
         boxes = [] if box.random or box.batch_coupled else [box, termed(box)]
-        for one, o in product(filter(None, boxes), every()):
-            if (c := candidate(o, one)) and c.fits:
-                yield one, o, c.hp
+        for one, objective in product(filter(None, boxes), every()):
+            if (c := candidate(objective, one)) and c.fits:
+                yield one, objective, c.hp
 
 
 def recover(case: LossCase) -> list[dict[str, Any]]:

@@ -47,38 +47,40 @@ FAR_SAMPLER = 6
 ROUND = 2e-7  # of a log-probability in float32, relative
 
 
-def unit_weights(o: Objective, b: Rollouts, hp: dict[str, Any]) -> Tensor:
-    """dJ_t/dlp_t before `declared_aggregation(o)`, the KL term included.
+def unit_weights(objective: Objective, batch: Rollouts, hp: dict[str, Any]) -> Tensor:
+    """dJ_t/dlp_t before `declared_aggregation(objective)`, the KL term included.
 
     Args:
-        o: the objective.
-        b: the batch.
+        objective: the objective.
+        batch: the batch.
         hp: resolved hyperparameters.
 
     Returns:
         [B, T].
     """
-    w = o.token_weights(b, **{k: v for k, v in hp.items() if k != "beta"})
-    if o.agg == "seq-mean" and o.level != "sequence_product":
-        w = w * b.mask.sum(-1, keepdim=True)
+    w = objective.token_weights(batch, **{k: v for k, v in hp.items() if k != "beta"})
+    if objective.agg == "seq-mean" and objective.level != "sequence_product":
+        w = w * batch.mask.sum(-1, keepdim=True)
     if beta := hp.get("beta"):
-        w = w - beta * kl_slope(o.kl, b)
-    return torch.where(b.mask, w, 0)
+        w = w - beta * kl_slope(objective.kl, batch)
+    return torch.where(batch.mask, w, 0)
 
 
-def kl_slope(estimator: str, b: Rollouts) -> Tensor:
+def kl_slope(estimator: str, batch: Rollouts) -> Tensor:
     """dKL/dlp of each token, 0 on masked slots.
 
     Args:
         estimator: a key of upref.kl.ESTIMATORS.
-        b: the batch.
+        batch: the batch.
 
     Returns:
         [B, T].
     """
-    assert b.logp_ref is not None
-    x = torch.where(b.mask, b.logp, 0).detach().requires_grad_()
-    ref, old = (torch.where(b.mask, lp, 0) for lp in (b.logp_ref, b.logp_old))
+    assert batch.logp_ref is not None
+    x = torch.where(batch.mask, batch.logp, 0).detach().requires_grad_()
+    ref, old = (
+        torch.where(batch.mask, lp, 0) for lp in (batch.logp_ref, batch.logp_old)
+    )
     return torch.autograd.grad(kl.per_token(estimator, x, ref, old).sum(), x)[0]
 
 
@@ -108,87 +110,89 @@ class LossCase:
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     # ---- the loss --------------------------------------------------------------------
-    def both(self, b: Rollouts, ranks: int = 1, **moved: Any) -> tuple[Tensor, Tensor]:
+    def both(
+        self, batch: Rollouts, ranks: int = 1, **moved: Any
+    ) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp); the outcome of a call that wrote or printed is kept.
 
         Args:
-            b: the batch.
+            batch: the batch.
             ranks: the number of data-parallel ranks that the loss is told.
             **moved: hyperparameters with other values.
         """
-        outcome, g = self.loss.outcome(b, ranks, **moved)
+        outcome, gradient = self.loss.outcome(batch, ranks, **moved)
         if outcome.wrote or outcome.printed:
             self.done.append(outcome)
-        return outcome.value, g
+        return outcome.value, gradient
 
-    def answer(self, b: Rollouts) -> tuple[Tensor, Tensor]:
+    def answer(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
         """`both`, asked once by a case and its copies: for a batch that several oracles
         compare with another one.
 
         Args:
-            b: the batch; another object with its numbers is asked again.
+            batch: the batch; another object with its numbers is asked again.
 
         Returns:
             The value and dJ/dlp, to which nobody may write.
         """
         answer: tuple[Tensor, Tensor] = self.once(
-            ("answer", id(b)), lambda: (b, self.both(b))
+            ("answer", id(batch)), lambda: (batch, self.both(batch))
         )[1]
         return answer
 
-    def gradient(self, b: Rollouts, ranks: int = 1, **moved: Any) -> Tensor:
+    def gradient(self, batch: Rollouts, ranks: int = 1, **moved: Any) -> Tensor:
         """Measure the gradient of the user's loss.
 
         Args:
-            b: the batch.
+            batch: the batch.
             ranks: the number of data-parallel ranks that the loss is told.
             **moved: hyperparameters with other values.
 
         Returns:
             dJ/dlp of every token, [B, T].
         """
-        return self.both(b, ranks, **moved)[1]
+        return self.both(batch, ranks, **moved)[1]
 
-    def weights(self, b: Rollouts) -> Tensor:
+    def weights(self, batch: Rollouts) -> Tensor:
         """The loss's own dJ_t/dlp_t, its aggregation divided out.
 
         Args:
-            b: the batch.
+            batch: the batch.
 
         Returns:
             [B, T].
         """
-        return self.gradient(b) / self.factors(b)
+        return self.gradient(batch) / self.factors(batch)
 
-    def factors(self, b: Rollouts, agg: str = "") -> Tensor:
+    def factors(self, batch: Rollouts, agg: str = "") -> Tensor:
         """Return what the aggregation multiplies the weights of each response by.
 
         Args:
-            b: the batch.
+            batch: the batch.
             agg: a key of FACTORS; "" for the aggregation of the case.
 
         Returns:
             [B, 1].
         """
-        return FACTORS[agg or self.agg](self.loss.visible_batch(b)).to(b.logp.dtype)[
-            :, None
-        ]
+        return FACTORS[agg or self.agg](self.loss.visible_batch(batch)).to(
+            batch.logp.dtype
+        )[:, None]
 
     # ---- the objective ---------------------------------------------------------------
-    def expected(self, b: Rollouts) -> Tensor:
+    def expected(self, batch: Rollouts) -> Tensor:
         """Return the objective's weights before its aggregation, the KL term included.
 
         Args:
-            b: the batch.
+            batch: the batch.
 
         Returns:
             dJ_t/dlp_t of every token, [B, T].
         """
-        return unit_weights(self.o, b, self.hp)
+        return unit_weights(self.o, batch, self.hp)
 
     def off(
         self,
-        b: Rollouts,
+        batch: Rollouts,
         found: Tensor | None = None,
         floor: float = 0.1,
         times: float = 1.0,
@@ -197,7 +201,7 @@ class LossCase:
         not finite; beyond what rounding to float32 explains, where it computes in that.
 
         Args:
-            b: the batch.
+            batch: the batch.
             found: the loss's weights, [B, T]; None: they are measured.
             floor: the least divisor.
             times: so many times the rounding of float32 is forgiven.
@@ -205,24 +209,26 @@ class LossCase:
         Returns:
             [B, T].
         """
-        found = self.weights(b) if found is None else found
-        expected = self.expected(b)
+        found = self.weights(batch) if found is None else found
+        expected = self.expected(batch)
         # the weight is a difference of two shares of a group, each rounded at its own
         # size
         if "group" in self.o.reads:
             floor = max(floor, expected.abs().max().item())
-        apart = relative_error(found, expected, b.adv, floor)
+        apart = relative_error(found, expected, batch.adv, floor)
         if self.single and apart.max() > self.tol:
-            scale = torch.maximum(expected.abs(), b.adv.abs()).clamp(min=floor)
-            apart = (apart - 2 * self.moves(b, expected, times) / scale).clamp(min=0)
-        return torch.where(b.mask, apart, 0)
+            scale = torch.maximum(expected.abs(), batch.adv.abs()).clamp(min=floor)
+            apart = (apart - 2 * self.moves(batch, expected, times) / scale).clamp(
+                min=0
+            )
+        return torch.where(batch.mask, apart, 0)
 
-    def moves(self, b: Rollouts, expected: Tensor, times: float = 1.0) -> Tensor:
+    def moves(self, batch: Rollouts, expected: Tensor, times: float = 1.0) -> Tensor:
         """How far the expected weight moves where the log-probabilities are rounded to
         float32, a jump included.
 
         Args:
-            b: the batch.
+            batch: the batch.
             expected: the objective's weights, [B, T].
             times: so many times the rounding of float32.
 
@@ -230,47 +236,52 @@ class LossCase:
             [B, T].
         """
         d = torch.where(
-            b.mask,
-            torch.maximum(b.logp.abs(), b.logp_old.abs()).clamp(min=1) * ROUND * times,
+            batch.mask,
+            torch.maximum(batch.logp.abs(), batch.logp_old.abs()).clamp(min=1)
+            * ROUND
+            * times,
             0,
         )
         shares = torch.zeros_like(d)
         ways = [d]
-        if "group" in self.o.reads and b.group is not None:
+        if "group" in self.o.reads and batch.group is not None:
             # the weight is a difference of two shares of a group, which shows only what
             # moves a response beside others
-            peers = b.group[:, None] == b.group
+            peers = batch.group[:, None] == batch.group
             place = peers.tril(-1).sum(1, keepdim=True)
             ways += [d * (1 - 2 * (place // n % 2)) for n in (1, 2)]
             shares = (ROUND * peers.sum(1, keepdim=True)).expand_as(d)
 
-        def apart(x: Rollouts) -> Tensor:
+        def apart(batch: Rollouts) -> Tensor:
             """How far the expected weights of this batch are from those of b, [B, T]."""
-            return (self.expected(x) - expected).abs().nan_to_num(nan=0.0)
+            return (self.expected(batch) - expected).abs().nan_to_num(nan=0.0)
 
         there = [
             x
             for way in ways
-            for x in (b.but(logp=b.logp - way), b.but(logp_old=b.logp_old - way))
+            for x in (
+                batch.but(logp=batch.logp - way),
+                batch.but(logp_old=batch.logp_old - way),
+            )
         ]
         moved = sum(map(apart, there), shares)
         # where π_old is 1, a bound that depends on it is met from below alone
-        return torch.maximum(moved, apart(b.but(logp=b.logp + d)))
+        return torch.maximum(moved, apart(batch.but(logp=batch.logp + d)))
 
-    def ratio(self, b: Rollouts) -> Tensor:
+    def ratio(self, batch: Rollouts) -> Tensor:
         """The ratio that the objective acts on, at each token.
 
         Args:
-            b: the batch.
+            batch: the batch.
 
         Returns:
             [B, T].
         """
-        x = torch.where(b.mask, b.logp - b.logp_old, 0)
+        x = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
         if reduce := {"sequence_mean": mean_t, "sequence_product": sum_t}.get(
             self.o.level
         ):
-            x = reduce(x, b.mask)[:, None].expand_as(x)
+            x = reduce(x, batch.mask)[:, None].expand_as(x)
         return x.exp()
 
     @property
@@ -338,31 +349,31 @@ class LossCase:
         )
         return self.o.one_adv or whole or self.loss.adv_shape != "BT"
 
-    def ready(self, b: Rollouts) -> Rollouts:
+    def ready(self, batch: Rollouts) -> Rollouts:
         """Masked slots hold numbers that could pass for tokens; a reference policy; no
         groups for who takes none.
 
         Args:
-            b: the batch.
+            batch: the batch.
 
         Returns:
             One that the loss can read.
         """
-        return self.visible_batch(fill_padding(b))
+        return self.visible_batch(fill_padding(batch))
 
-    def visible_batch(self, b: Rollouts) -> Rollouts:
+    def visible_batch(self, batch: Rollouts) -> Rollouts:
         """The same of a batch that is ready.
 
         Args:
-            b: the batch.
+            batch: the batch.
 
         Returns:
             The batch without groups where the loss takes none.
         """
-        engine = b.logp_sampler
+        engine = batch.logp_sampler
         if self.o.sampler is not None and engine is None:
-            engine = sampler(b)
-        return self.loss.visible_batch(b.but(logp_sampler=engine))
+            engine = sampler(batch)
+        return self.loss.visible_batch(batch.but(logp_sampler=engine))
 
     def beyond(self, axis: str, ids: tuple[str, ...] = ()) -> Rollouts:
         """The batch of that axis.
@@ -373,100 +384,102 @@ class LossCase:
         """
         return self.visible_batch(stress_batch(axis, self.o, ids=ids, **self.plain_hp))
 
-    def singly(self, b: Rollouts) -> tuple["LossCase", Tensor]:
+    def singly(self, batch: Rollouts) -> tuple["LossCase", Tensor]:
         """The case as one that computes in float32, and the weights found where the
         inputs are in that.
 
         Args:
-            b: the batch.
+            batch: the batch.
 
         Returns:
             The other case, and [B, T].
         """
         one = replace(self)
         one.in_float32()
-        found = one.gradient(b.floats(torch.float32)).double()
-        return one, found / one.factors(b)
+        found = one.gradient(batch.floats(torch.float32)).double()
+        return one, found / one.factors(batch)
 
     def in_float32(self) -> None:
         """From here on it is compared as what computes in float32."""
         self.tol = SINGLE
         self.edges = SINGLE_EDGES
 
-    def rounded(self, b: Rollouts) -> Tensor:
+    def rounded(self, batch: Rollouts) -> Tensor:
         """Tokens so near to a bound that rounding moves them over it, where the loss
         computes in float32.
 
         Args:
-            b: the batch.
+            batch: the batch.
 
         Returns:
             [B, T].
         """
         return (
-            near_a_bound(self.expected, b) if self.single else torch.zeros_like(b.mask)
+            near_a_bound(self.expected, batch)
+            if self.single
+            else torch.zeros_like(batch.mask)
         )
 
 
 @lru_cache(64)
-def _one_per_response(o: Objective) -> Objective:
+def _one_per_response(objective: Objective) -> Objective:
     """The objective with one advantage per response: one object, so that its batches
     are found again.
     """
-    return replace(o, agg="seq-mean")
+    return replace(objective, agg="seq-mean")
 
 
-def make_case(loss: Loss, o: Objective, hp: dict[str, Any]) -> LossCase:
+def make_case(loss: Loss, objective: Objective, hp: dict[str, Any]) -> LossCase:
     """The LossCase of a loss and an objective; its aggregation is that of its on-policy
     gradient, or the declared one.
 
     Args:
         loss: as read.
-        o: the objective.
+        objective: the objective.
         hp: resolved hyperparameters.
     """
-    case = LossCase(loss, o, hp, declared_aggregation(o))
-    b = case.ready(
+    case = LossCase(loss, objective, hp, declared_aggregation(objective))
+    batch = case.ready(
         replace(
             on_policy_batch(),
-            logp_sampler=None if o.sampler is None else on_policy_batch().logp,
+            logp_sampler=None if objective.sampler is None else on_policy_batch().logp,
         )
     )
     # a KL term, right or wrong, has no gradient there, or one without A
-    b = replace(b, logp_ref=b.logp)
-    found = without_rest(case, b)
-    W = case.expected(b)
-    live = b.mask & (W.abs() > 1e-6)
-    sides = live & (b.adv > 0), live & (b.adv < 0)
+    batch = replace(batch, logp_ref=batch.logp)
+    found = without_rest(case, batch)
+    W = case.expected(batch)
+    live = batch.mask & (W.abs() > 1e-6)
+    sides = live & (batch.adv > 0), live & (batch.adv < 0)
     # then what is wrong is the other sign's
-    own = any(_is_own(case, b, found, W, side) for side in sides)
+    own = any(_is_own(case, batch, found, W, side) for side in sides)
     answers = (
-        _explain(case, b, found, W, use) for use in (live, *(() if own else sides))
+        _explain(case, batch, found, W, use) for use in (live, *(() if own else sides))
     )
     answer = next(filter(None, answers), None)
     case.fits = own or answer is not None
     case.agg, case.k = answer or (case.agg, 1.0)
-    if is_float32(case, b):
+    if is_float32(case, batch):
         case.in_float32()
     return case
 
 
-def without_rest(case: LossCase, b: Rollouts) -> Tensor:
+def without_rest(case: LossCase, batch: Rollouts) -> Tensor:
     """The part of the gradient that depends on A.
 
     Args:
         case: the loss and its objective.
-        b: the batch.
+        batch: the batch.
 
     Returns:
         [B, T].
     """
-    g = case.gradient(b)
+    gradient = case.gradient(batch)
     try:
-        rest = case.gradient(replace(b, adv=torch.zeros_like(b.adv)))
+        rest = case.gradient(replace(batch, adv=torch.zeros_like(batch.adv)))
     except InputError:  # it refuses A = 0, which is an oracle's finding
-        return g
-    return g - rest if rest.isfinite().all() and rest.any() else g
+        return gradient
+    return gradient - rest if rest.isfinite().all() and rest.any() else gradient
 
 
 def ignores_sampler(case: LossCase) -> bool:
@@ -482,13 +495,13 @@ def ignores_sampler(case: LossCase) -> bool:
         return False
     if not loss.takes_batch:
         return True
-    b = case.ready(on_policy_batch())
-    near = sampler(b)
-    far = (b.logp_old + FAR_SAMPLER * (near - b.logp_old)).clamp(max=-1e-3)
+    batch = case.ready(on_policy_batch())
+    near = sampler(batch)
+    far = (batch.logp_old + FAR_SAMPLER * (near - batch.logp_old)).clamp(max=-1e-3)
     try:
-        g = case.gradient(b)
+        gradient = case.gradient(batch)
         return any(
-            not torch.equal(case.gradient(b.but(logp_sampler=mu)), g)
+            not torch.equal(case.gradient(batch.but(logp_sampler=mu)), gradient)
             for mu in (near, far)
         )
     except InputError:  # it refuses a sampler that is far away
@@ -516,34 +529,42 @@ def sampler_words(name: str) -> str:
     return f"what it makes of the sampler's log-probabilities, which are π_old's here{with_one}"
 
 
-def is_float32(case: LossCase, b: Rollouts) -> bool:
+def is_float32(case: LossCase, batch: Rollouts) -> bool:
     """Whether gradients carry only the digits of float32, at advantages and ratios that
     have more.
 
     Args:
         case: the loss and its objective.
-        b: a batch in float64.
+        batch: a batch in float64.
     """
-    i = torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape)
-    A = b.adv * (1 + 0.1 * i[:, :1].sin())
-    g = case.gradient(replace(b, logp=b.logp - 1e-3 * (1.1 + i.cos()), adv=A))[b.mask]
-    return bool((g != 0).any() and torch.equal(g.float().double(), g))
+    i = torch.arange(batch.mask.numel(), dtype=batch.logp.dtype).reshape(
+        batch.mask.shape
+    )
+    A = batch.adv * (1 + 0.1 * i[:, :1].sin())
+    gradient = case.gradient(
+        replace(batch, logp=batch.logp - 1e-3 * (1.1 + i.cos()), adv=A)
+    )[batch.mask]
+    return bool(
+        (gradient != 0).any() and torch.equal(gradient.float().double(), gradient)
+    )
 
 
-def _is_own(case: LossCase, b: Rollouts, found: Tensor, W: Tensor, use: Tensor) -> bool:
+def _is_own(
+    case: LossCase, batch: Rollouts, found: Tensor, W: Tensor, use: Tensor
+) -> bool:
     """Whether these tokens have the objective's own aggregation, without a factor."""
-    k = common_value((found / (W * case.factors(b)))[use]) if use.any() else None
+    k = common_value((found / (W * case.factors(batch)))[use]) if use.any() else None
     return k is not None and abs(k - 1) < 1e-5
 
 
 def _explain(
-    case: LossCase, b: Rollouts, found: Tensor, W: Tensor, use: Tensor
+    case: LossCase, batch: Rollouts, found: Tensor, W: Tensor, use: Tensor
 ) -> tuple[str, float] | None:
     if not use.any():
         return None
     scaled = []
     for name in names(declared_aggregation(case.o)):
-        k = common_value((found / (W * case.factors(b, name)))[use])
+        k = common_value((found / (W * case.factors(batch, name)))[use])
         if k is not None and abs(k - 1) < 1e-5:
             return name, k
         if k is not None:

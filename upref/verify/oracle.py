@@ -109,7 +109,7 @@ def by_rank(oracles: Iterable[Oracle]) -> list[Oracle]:
     Returns:
         The order in which they run.
     """
-    return sorted(oracles, key=lambda o: (o.rank, o.name))
+    return sorted(oracles, key=lambda objective: (objective.rank, objective.name))
 
 
 def validate_names(oracles: Iterable[Oracle], skip: Iterable[str]) -> None:
@@ -119,7 +119,7 @@ def validate_names(oracles: Iterable[Oracle], skip: Iterable[str]) -> None:
         oracles: all that there are.
         skip: names.
     """
-    known = [o.name for o in oracles]
+    known = [objective.name for objective in oracles]
     if not isinstance(skip, list | tuple | set | frozenset) or not all(
         isinstance(s, str) for s in skip
     ):

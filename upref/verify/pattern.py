@@ -31,18 +31,18 @@ class MeasuredWeights:
         Returns:
             [B, T] by the words that follow a number in a report, such as " / r".
         """
-        b = self.b
+        batch = self.b
         r = self.r
-        n = b.mask.sum(-1, keepdim=True).expand_as(r).to(r.dtype)
+        n = batch.mask.sum(-1, keepdim=True).expand_as(r).to(r.dtype)
         return {
             "": torch.ones_like(r),
             " r": r,
             " / r": 1 / r,
-            " π_θ": b.logp.exp(),
-            " π_old": b.logp_old.exp(),
+            " π_θ": batch.logp.exp(),
+            " π_old": batch.logp_old.exp(),
             " |o|": n,
             " / |o|": 1 / n,
-            " |A|": b.adv.abs().expand_as(r),
+            " |A|": batch.adv.abs().expand_as(r),
         }
 
 
@@ -97,25 +97,31 @@ def pattern(
     return UNKNOWN
 
 
-def _has_factor(w: MeasuredWeights, name: str, k: float, tol: float) -> bool:
+def _has_factor(weights: MeasuredWeights, name: str, k: float, tol: float) -> bool:
     """Whether every weight is k times that factor of what it should be."""
-    due = k * w.factors[name] * w.expected
+    due = k * weights.factors[name] * weights.expected
     return bool(
-        ((w.found - due).abs() <= 10 * tol * due.abs().clamp(min=1e-9))[w.use].all()
+        ((weights.found - due).abs() <= 10 * tol * due.abs().clamp(min=1e-9))[
+            weights.use
+        ].all()
     )
 
 
-def _lacks_gradients(w: MeasuredWeights, tol: float) -> bool:
+def _lacks_gradients(weights: MeasuredWeights, tol: float) -> bool:
     """Whether some weights are 0 and should not be, and the others are right."""
-    same = (w.found - w.expected).abs() <= tol * w.expected.abs().clamp(min=0.1)
-    gone = w.found == 0
-    return bool((same | gone)[w.use].all() and (gone & ~same)[w.use].any())
+    same = (
+        weights.found - weights.expected
+    ).abs() <= tol * weights.expected.abs().clamp(min=0.1)
+    gone = weights.found == 0
+    return bool((same | gone)[weights.use].all() and (gone & ~same)[weights.use].any())
 
 
-def _has_term(w: MeasuredWeights, added: float) -> bool:
+def _has_term(weights: MeasuredWeights, added: float) -> bool:
     """Whether this number is added to every weight."""
     return bool(
-        ((w.found - w.expected - added).abs() <= 1e-6 * abs(added) + 1e-9)[w.use].all()
+        ((weights.found - weights.expected - added).abs() <= 1e-6 * abs(added) + 1e-9)[
+            weights.use
+        ].all()
     )
 
 

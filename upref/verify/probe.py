@@ -107,10 +107,10 @@ class BlackBox:
         """
 
         def together(r: Any, A: Any, mu: Any) -> Any:
-            b = self.loss.visible_batch(
+            batch = self.loss.visible_batch(
                 (two_token_batch if unsure else single_token_batch)(A, r, mu)
             )
-            return (self.gradient(b) - self.kl_weights(b))[:, 0].numpy()
+            return (self.gradient(batch) - self.kl_weights(batch))[:, 0].numpy()
 
         def weight(r: Any, A: Any, mu: Any) -> Any:
             points = np.broadcast_arrays(r, A, mu)
@@ -134,46 +134,46 @@ class BlackBox:
             floor=floor,
         )
 
-    def gradient(self, b: Rollouts) -> Tensor:
+    def gradient(self, batch: Rollouts) -> Tensor:
         """The weights on any batch.
 
         Args:
-            b: the batch.
+            batch: the batch.
 
         Returns:
             [B, T].
         """
         return (
-            self.case.gradient(b)
-            / self.case.factors(b, self.agg or "token-mean")
+            self.case.gradient(batch)
+            / self.case.factors(batch, self.agg or "token-mean")
             / self.scale
         )
 
-    def accepts(self, b: Rollouts) -> bool:
+    def accepts(self, batch: Rollouts) -> bool:
         """Whether the loss runs on advantages that differ within a response.
 
         Args:
-            b: a batch.
+            batch: a batch.
         """
         try:
             return self.loss.adv_shape == "BT" and bool(
-                self.case.gradient(self.case.ready(b)).isfinite().all()
+                self.case.gradient(self.case.ready(batch)).isfinite().all()
             )
         except InputError:
             return False
 
-    def kl_weights(self, b: Rollouts) -> Tensor:
+    def kl_weights(self, batch: Rollouts) -> Tensor:
         """dKL/dlp of each token, times -beta.
 
         Args:
-            b: the batch.
+            batch: the batch.
 
         Returns:
             [B, T].
         """
         if not self.beta:
-            return torch.zeros_like(b.logp)
-        return torch.where(b.mask, -self.beta * term_slope(self.kl, b), 0)
+            return torch.zeros_like(batch.logp)
+        return torch.where(batch.mask, -self.beta * term_slope(self.kl, batch), 0)
 
     @property
     def tol(self) -> float:
@@ -255,11 +255,11 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
         batch_coupled: whether its tokens are coupled, where that is known.
     """
     case = make_case(loss, no_objective(), {})
-    b = case.ready(on_policy_batch())
-    on = replace(b, logp_ref=b.logp)
-    g = without_rest(case, on)
-    if not (g[b.mask].isfinite().all() and g[b.mask].any()):
-        if g[b.mask].isfinite().all():
+    batch = case.ready(on_policy_batch())
+    on = replace(batch, logp_ref=batch.logp)
+    gradient = without_rest(case, on)
+    if not (gradient[batch.mask].isfinite().all() and gradient[batch.mask].any()):
+        if gradient[batch.mask].isfinite().all():
             why = "no gradient"
         else:
             why = "a gradient that is not finite"
@@ -267,9 +267,9 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
             f"{loss.name} has {why} on a good batch (π_θ = π_old, finite log-probabilities)."
         )
     far = replace(
-        b,
-        logp=b.logp
-        - 0.4 * (1 + torch.arange(b.mask.numel()).reshape(b.mask.shape).sin()),
+        batch,
+        logp=batch.logp
+        - 0.4 * (1 + torch.arange(batch.mask.numel()).reshape(batch.mask.shape).sin()),
     )
     moved = case.gradient(far)
     random = any(not torch.equal(case.gradient(far), moved) for _ in range(2))
@@ -284,10 +284,12 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
             on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None
         )
     )
-    agg, scale = _aggregation(case, [(on, g), (fewer, without_rest(case, fewer))])
+    agg, scale = _aggregation(
+        case, [(on, gradient), (fewer, without_rest(case, fewer))]
+    )
     box = BlackBox(case, agg, scale, random=random)
     box = replace(
-        box, **_kl_of(box, b, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"])
+        box, **_kl_of(box, batch, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"])
     )
     some = [
         low_probability_point(A, np.exp(A * x))
@@ -319,11 +321,11 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
             x.ravel() for x in np.meshgrid(np.exp(np.linspace(-1.5, 1.5, 301)), SIGNS)
         )
         two = two_token_batch(A, r, mu_of(r))
-        g, turned = (
+        gradient, turned = (
             case.gradient(x)
             for x in (two, replace(two, entropy=torch.ones_like(two.logp)))
         )
-        reads_entropy = not torch.allclose(g, turned, rtol=1e-6, atol=0)
+        reads_entropy = not torch.allclose(gradient, turned, rtol=1e-6, atol=0)
     box = replace(box, reads_mu=reads_mu, reads_entropy=reads_entropy)
     return _curve(box) if batch_coupled in (None, is_coupled) else box
 
@@ -347,9 +349,13 @@ def _aggregation(
     """
     found: list[tuple[bool, bool, int, str, float]] = []
     for name in sorted(names(""), key=lambda n: n not in AGGREGATIONS):
-        units = [(b, g / (b.adv * case.factors(b, name))) for b, g in seen]
+        units = [
+            (batch, gradient / (batch.adv * case.factors(batch, name)))
+            for batch, gradient in seen
+        ]
         sides = [
-            torch.cat([u[b.mask & (b.adv * A > 0)] for b, u in units]) for A in SIGNS
+            torch.cat([u[batch.mask & (batch.adv * A > 0)] for batch, u in units])
+            for A in SIGNS
         ]
         if any(common_value(k) is None and k.abs().max() > 1e-9 for k in sides) or any(
             not k.isfinite().all() for k in sides
@@ -382,21 +388,27 @@ def termed(box: BlackBox) -> BlackBox | None:
     return _curve(replace(box, **found)) if found else None
 
 
-def _kl_of(box: BlackBox, b: Rollouts, among: Iterable[str]) -> dict[str, Any]:
+def _kl_of(box: BlackBox, batch: Rollouts, among: Iterable[str]) -> dict[str, Any]:
     """The KL term and its coefficient: with A = 0 nothing else is left."""
     # a term in log r is none
     uneven = (
-        torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape).cos()
+        torch.arange(batch.mask.numel(), dtype=batch.logp.dtype)
+        .reshape(batch.mask.shape)
+        .cos()
     )
-    b = replace(b, adv=torch.zeros_like(b.adv), logp=b.logp - 0.2 - 0.1 * uneven)
-    g = box.gradient(b)[b.mask]
+    batch = replace(
+        batch, adv=torch.zeros_like(batch.adv), logp=batch.logp - 0.2 - 0.1 * uneven
+    )
+    gradient = box.gradient(batch)[batch.mask]
     found: dict[str, Any] = {}
-    if not g.abs().max() > 0:
+    if not gradient.abs().max() > 0:
         return found
     for name in among:
-        d = term_slope(name, b)[b.mask]
-        beta = -(g @ d / (d @ d)).item()
-        if (g + beta * d).abs().max() <= max(1e-6, box.tol) * g.abs().max():
+        d = term_slope(name, batch)[batch.mask]
+        beta = -(gradient @ d / (d @ d)).item()
+        if (gradient + beta * d).abs().max() <= max(
+            1e-6, box.tol
+        ) * gradient.abs().max():
             found = {"kl": name, "beta": beta}
     return found
 
@@ -428,11 +440,13 @@ def _curve(box: BlackBox) -> BlackBox:
             faded |= {at(j.r) for j in found if max(abs(j.below), abs(j.above)) < FADED}
     on = [p for p, _ in jumps]
 
-    def apart(p: Point, q: Point) -> bool:
-        """Whether p is on another line than q, or not near it."""
-        return (p.A, p.mu in MUS, p.unsure) != (q.A, q.mu in MUS, q.unsure) or abs(
-            p.r / q.r - 1
-        ) > box.near
+    def apart(point: Point, q: Point) -> bool:
+        """Whether the point is on another line than q, or not near it."""
+        return (point.A, point.mu in MUS, point.unsure) != (
+            q.A,
+            q.mu in MUS,
+            q.unsure,
+        ) or abs(point.r / q.r - 1) > box.near
 
     # on a bound, rounding decides
     points = [p for p in points if all(apart(p, q) for q in on)]

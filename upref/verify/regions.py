@@ -41,7 +41,7 @@ class Region:
 
 def regions(
     case: LossCase,
-    b: Rollouts,
+    batch: Rollouts,
     sign: float,
     A: Tensor,
     ties: Tensor,
@@ -54,7 +54,7 @@ def regions(
 
     Args:
         case: the loss and its objective.
-        b: the grid, [B, T].
+        batch: the grid, [B, T].
         sign: of A: 1, -1 or 0.
         A: of each token, [B, T].
         ties: tokens on a bound, [B, T].
@@ -62,7 +62,7 @@ def regions(
         r: the ratio of each token, [B, T].
         bounds: ratios at which the objective's weight jumps.
     """
-    side = b.mask & ~ties & (A.sign() == sign)
+    side = batch.mask & ~ties & (A.sign() == sign)
     if not (failing & side).any():
         return
     order = r[side].argsort()
@@ -79,7 +79,7 @@ def regions(
         return
     # where A = 0 no bound of the objective explains an interval
     decided_elsewhere = len(runs) > 1 or sign == 0
-    if decided_elsewhere and _are_right_alone(case, b, failing & side):
+    if decided_elsewhere and _are_right_alone(case, batch, failing & side):
         yield Region(TokenPlace(sign, decided_by="others"), sign, side)
         return
     single = [groups[lo][0] for lo, hi in runs if 0 < lo == hi < len(groups) - 1]
@@ -110,17 +110,17 @@ ASKED_ALONE = 8  # tokens that differ
 
 def _is_wrong_at(case: LossCase, sign: float, ratio: float) -> bool:
     """Whether a response of one token of this ratio differs."""
-    b = case.ready(single_token_responses(sign, np.array([ratio])))
-    return bool((case.off(b) > case.tol).any())
+    batch = case.ready(single_token_responses(sign, np.array([ratio])))
+    return bool((case.off(batch) > case.tol).any())
 
 
-def _are_right_alone(case: LossCase, b: Rollouts, failing: Tensor) -> bool:
+def _are_right_alone(case: LossCase, batch: Rollouts, failing: Tensor) -> bool:
     """Whether tokens that differ, [B, T], are right in a batch of their own, where
     their ratio is the same.
     """
     tokens = failing.nonzero().tolist()
     for i, t in tokens[:: -(-len(tokens) // ASKED_ALONE)]:
-        alone = cut(replace(b, group=None), [i], [t])
+        alone = cut(replace(batch, group=None), [i], [t])
         try:
             if alone is None or case.off(case.ready(alone)).max() > case.tol:
                 return False

@@ -21,7 +21,7 @@ READ = ("logp_ref", "entropy", "logp_sampler")  # printed where the loss reads t
 
 
 def shrink(
-    b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | None = None
+    batch: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | None = None
 ) -> Rollouts:
     """Make a batch smaller while `bad` holds.
 
@@ -29,7 +29,7 @@ def shrink(
     greedily; at last numbers are rounded.
 
     Args:
-        b: a batch for which `bad` holds.
+        batch: a batch for which `bad` holds.
         bad: whether a batch still shows the difference.
         at: the response and the column of a token that shows it.
 
@@ -43,95 +43,99 @@ def shrink(
         except InputError:
             return False
 
-    if b.totals is not None and still(_try(b, totals=None)):
-        b = replace(b, totals=None)
+    if batch.totals is not None and still(_try(batch, totals=None)):
+        batch = replace(batch, totals=None)
     else:
-        b = b
-    if b.group is not None and still(_try(b, group=None)):
-        b = replace(b, group=None)
+        batch = batch
+    if batch.group is not None and still(_try(batch, group=None)):
+        batch = replace(batch, group=None)
     if at is not None:
         i, t = at
-        for guess in (cut(b, [i], [t]), cut(b, [i], None)):
+        for guess in (cut(batch, [i], [t]), cut(batch, [i], None)):
             if still(guess):
                 assert guess
-                b = guess
+                batch = guess
                 break
-    size = (len(b.mask) + 1) // 2
-    while size and len(b.mask) > 1:
-        rows = list(range(len(b.mask)))
+    size = (len(batch.mask) + 1) // 2
+    while size and len(batch.mask) > 1:
+        rows = list(range(len(batch.mask)))
         for start in range(0, len(rows), size):
-            guess = cut(b, rows[:start] + rows[start + size :], None)
+            guess = cut(batch, rows[:start] + rows[start + size :], None)
             if still(guess):
                 assert guess
-                b = guess
+                batch = guess
                 break
         else:
             size = size // 2 if size > 1 else 0
-    if b.mask.numel() > MOST_SLOTS:
-        b = next((guess for guess in _few(b) if guess and still(guess)), b)
+    if batch.mask.numel() > MOST_SLOTS:
+        batch = next((guess for guess in _few(batch) if guess and still(guess)), batch)
     t = 0
-    while t < b.mask.shape[1] and b.mask.shape[1] > 1:
+    while t < batch.mask.shape[1] and batch.mask.shape[1] > 1:
         guess = cut(
-            b, list(range(len(b.mask))), [u for u in range(b.mask.shape[1]) if u != t]
+            batch,
+            list(range(len(batch.mask))),
+            [u for u in range(batch.mask.shape[1]) if u != t],
         )
         if still(guess):
             assert guess
-            b = guess
+            batch = guess
         else:
             t += 1
     for digits in (1, 2, 3, 4, 6):
-        if still(guess := _rounded(b, digits)):
+        if still(guess := _rounded(batch, digits)):
             assert guess
             return guess
-    return b
+    return batch
 
 
-def _few(b: Rollouts) -> Iterator[Rollouts | None]:
+def _few(batch: Rollouts) -> Iterator[Rollouts | None]:
     """The rows of a few groups, or a few rows: where no single one can be left out,
     many can be at once.
     """
     rng = random.Random(0)
-    ids = list(range(len(b.mask))) if b.group is None else b.group.tolist()
+    ids = list(range(len(batch.mask))) if batch.group is None else batch.group.tolist()
     for n in (2, 3, 4, 6):
         for _ in range(40):
             some = rng.sample(sorted(set(ids)), min(n, len(set(ids))))
-            yield cut(b, [i for i, g in enumerate(ids) if g in some], None)
+            yield cut(
+                batch, [i for i, gradient in enumerate(ids) if gradient in some], None
+            )
 
 
-def _try(b: Rollouts, **change: Any) -> Rollouts | None:
+def _try(batch: Rollouts, **change: Any) -> Rollouts | None:
     try:
-        return replace(b, **change)
+        return replace(batch, **change)
     except InputError:
         return None
 
 
-def cut(b: Rollouts, rows: list[int], columns: list[int] | None) -> Rollouts | None:
+def cut(batch: Rollouts, rows: list[int], columns: list[int] | None) -> Rollouts | None:
     """These rows and columns; None where they are no batch.
 
     Args:
-        b: the batch.
+        batch: the batch.
         rows: numbers of responses.
         columns: numbers of columns; None: all.
     """
     if not rows or columns == []:
         return None
     try:
-        return b.take(rows, columns)
+        return batch.take(rows, columns)
     except InputError:
         return None
 
 
-def _rounded(b: Rollouts, digits: int) -> Rollouts | None:
+def _rounded(batch: Rollouts, digits: int) -> Rollouts | None:
     rounded = {
         name: (x * 10**digits).round() / 10**digits
-        for name, x in b.tensors().items()
+        for name, x in batch.tensors().items()
         if x.is_floating_point()
     }
-    return _try(b, **rounded)
+    return _try(batch, **rounded)
 
 
 def make_example(
-    b: Rollouts,
+    batch: Rollouts,
     expected: Tensor | None = None,
     found: Tensor | None = None,
     reads: Collection[str] = (),
@@ -142,29 +146,32 @@ def make_example(
     difference.
 
     Args:
-        b: the batch.
+        batch: the batch.
         expected, found: the gradients, where there are two to compare.
         reads: fields of the batch that the loss reads.
     """
-    gradients = [None if g is None else g.double().tolist() for g in (expected, found)]
+    gradients = [
+        None if gradient is None else gradient.double().tolist()
+        for gradient in (expected, found)
+    ]
     right, wrong = gradients
     if right is not None and wrong is not None and digits_apart(right, wrong) is None:
         return None
-    if b.mask.numel() > MOST_SLOTS:
-        responses, tokens = b.mask.shape
+    if batch.mask.numel() > MOST_SLOTS:
+        responses, tokens = batch.mask.shape
         return Example(rollouts=True, size=(responses, tokens))
     names = [
         "logp",
         "logp_old",
         "adv",
-        *(n for n in READ if n in reads and getattr(b, n) is not None),
+        *(n for n in READ if n in reads and getattr(batch, n) is not None),
     ]
-    inputs = {name: getattr(b, name).double().tolist() for name in names} | {
-        "mask": b.mask.tolist()
+    inputs = {name: getattr(batch, name).double().tolist() for name in names} | {
+        "mask": batch.mask.tolist()
     }
-    if b.group is not None:
-        inputs["group"] = b.group.tolist()
-    dtype = str(b.logp.dtype).removeprefix("torch.")
+    if batch.group is not None:
+        inputs["group"] = batch.group.tolist()
+    dtype = str(batch.logp.dtype).removeprefix("torch.")
     return Example(inputs, dtype, rollouts=True, expected=right, found=wrong)
 
 
@@ -185,99 +192,104 @@ def make_rollouts(example: Example) -> Rollouts:
 
 
 def example(
-    case: LossCase, b: Rollouts, dtype: torch.dtype | None = None
+    case: LossCase, batch: Rollouts, dtype: torch.dtype | None = None
 ) -> Example | None:
     """Return the batch with the objective's gradient and the loss's, or None if these
     are equal.
 
     Args:
         case: the loss and its objective.
-        b: the batch, [B, T].
+        batch: the batch, [B, T].
         dtype: of the numbers that the loss gets; None: as they are.
     """
-    low = b if dtype is None else b.floats(dtype)
+    low = batch if dtype is None else batch.floats(dtype)
     try:
-        right = case.expected(b) * case.factors(b, declared_aggregation(case.o))
+        right = case.expected(batch) * case.factors(batch, declared_aggregation(case.o))
         return make_example(low, right, case.gradient(low), case.loss.reads)
     except InputError:
         return make_example(low, reads=case.loss.reads)
 
 
-def differ(case: LossCase, b: Rollouts) -> Tensor:
+def differ(case: LossCase, batch: Rollouts) -> Tensor:
     """The tokens of a batch whose printed dJ/dlp, the objective's and the loss's, are
     not the same number.
 
     Args:
         case: the loss and its objective.
-        b: the batch.
+        batch: the batch.
 
     Returns:
         [B, T].
     """
-    right = case.expected(b) * case.factors(b, declared_aggregation(case.o))
-    found = case.gradient(b)
+    right = case.expected(batch) * case.factors(batch, declared_aggregation(case.o))
+    found = case.gradient(batch)
     same = torch.isclose(
         found, right, rtol=10.0 ** (1 - GRADIENT_DIGITS[-1]), atol=0, equal_nan=True
     )
-    return b.mask & ~same
+    return batch.mask & ~same
 
 
-def sampler_ratio(case: LossCase, b: Rollouts, at: tuple[int, int]) -> dict[str, float]:
+def sampler_ratio(
+    case: LossCase, batch: Rollouts, at: tuple[int, int]
+) -> dict[str, float]:
     """Return {"ρ": π_old/μ} of this token where the objective corrects for its sampler,
     else nothing.
 
     Args:
         case: the loss and its objective.
-        b: the batch.
+        batch: the batch.
         at: the response and the column.
     """
-    if case.o.sampler is None or b.logp_sampler is None:
+    if case.o.sampler is None or batch.logp_sampler is None:
         return {}
-    return {"ρ": (b.logp_old - b.logp_sampler)[at].exp().item()}
+    return {"ρ": (batch.logp_old - batch.logp_sampler)[at].exp().item()}
 
 
-def token_numbers(case: LossCase, b: Rollouts, at: tuple[int, int]) -> dict[str, float]:
+def token_numbers(
+    case: LossCase, batch: Rollouts, at: tuple[int, int]
+) -> dict[str, float]:
     """Return what the weight of this token depends on, by its symbol: A, r, and ρ where
     the objective has one.
 
     Args:
         case: the loss and its objective.
-        b: the batch.
+        batch: the batch.
         at: the response and the column.
     """
-    return {"A": b.adv[at].item(), "r": case.ratio(b)[at].item()} | sampler_ratio(
-        case, b, at
-    )
+    return {
+        "A": batch.adv[at].item(),
+        "r": case.ratio(batch)[at].item(),
+    } | sampler_ratio(case, batch, at)
 
 
 def smallest(
-    case: LossCase, b: Rollouts, at: tuple[int, int]
+    case: LossCase, batch: Rollouts, at: tuple[int, int]
 ) -> tuple[Rollouts, int, int]:
     """The smallest batch in which a weight is wrong, and its worst token: a finding's
     numbers are of this batch.
 
     Args:
         case: the loss and its objective.
-        b: a batch with a wrong weight.
+        batch: a batch with a wrong weight.
         at: a token that has it.
 
     Returns:
         The batch, the response and the column.
     """
-    small = shrink(b, wrong(case), at)
+    small = shrink(batch, wrong(case), at)
     return small, *worst(case.off(small))
 
 
-def numbers(case: LossCase, b: Rollouts, i: int, t: int) -> tuple[float, float]:
+def numbers(case: LossCase, batch: Rollouts, i: int, t: int) -> tuple[float, float]:
     """The expected weight of a token of a batch, and the found one.
 
     Args:
         case: the loss and its objective.
-        b: the batch.
+        batch: the batch.
         i: the response.
         t: the column.
     """
-    return case.expected(b)[i, t].item(), case.weights(b)[i, t].item()
+    return case.expected(batch)[i, t].item(), case.weights(batch)[i, t].item()
 
 
 def wrong(case: LossCase) -> Callable[[Rollouts], bool]:
@@ -289,7 +301,7 @@ def wrong(case: LossCase) -> Callable[[Rollouts], bool]:
     Returns:
         A function from a batch to the answer, for `shrink`.
     """
-    return lambda b: bool(case.off(b).max() > 10 * case.tol)
+    return lambda batch: bool(case.off(batch).max() > 10 * case.tol)
 
 
 def worst(off: Tensor) -> tuple[int, int]:

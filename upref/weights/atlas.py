@@ -183,9 +183,10 @@ def groups(names: Iterable[str]) -> tuple[list[list[Curve]], dict[str, str]]:
         unit = "token" if curve.level == "custom" else curve.level
         known.setdefault((unit, np.round(probe, 9).tobytes()), []).append(curve)
     same = [
-        sorted(g, key=lambda c: (c.name.count("_"), c.name)) for g in known.values()
+        sorted(gradient, key=lambda c: (c.name.count("_"), c.name))
+        for gradient in known.values()
     ]
-    return sorted(same, key=lambda g: _rank(g[0])), absent
+    return sorted(same, key=lambda gradient: _rank(gradient[0])), absent
 
 
 def _rank(curve: Curve) -> tuple[float, float, str, str]:

@@ -244,8 +244,12 @@ def kept_batch(
         cases = [(A, mu, r * (1 - 1e-5 * i)) for i, (A, mu, r) in enumerate(cases)]
     rng = np.random.default_rng(seed)
     cases = [cases[i] for i in rng.permutation(len(cases))][::thin]
-    b = make_batch(cases, objective.level, objective.agg == "seq-mean", rng)
-    return b if objective.sampler is None else replace(b, logp_sampler=sampler(b))
+    batch = make_batch(cases, objective.level, objective.agg == "seq-mean", rng)
+    return (
+        batch
+        if objective.sampler is None
+        else replace(batch, logp_sampler=sampler(batch))
+    )
 
 
 def make_batch(
@@ -440,10 +444,14 @@ def two_token_batch(A: Any, r: Any, mu: Any) -> Rollouts:
     Returns:
         A batch [n, 2].
     """
-    b = single_token_batch(A, r, mu)
+    batch = single_token_batch(A, r, mu)
     lp, old, adv = (
         torch.cat(x, 1)
-        for x in ((b.logp, b.logp_old), (b.logp_old,) * 2, (b.adv, b.adv))
+        for x in (
+            (batch.logp, batch.logp_old),
+            (batch.logp_old,) * 2,
+            (batch.adv, batch.adv),
+        )
     )
     mask = torch.ones_like(lp, dtype=torch.bool)
     H = torch.tensor([2.0, 1.0], dtype=lp.dtype)
@@ -488,60 +496,64 @@ def clamped() -> Rollouts:
     )
 
 
-def fill_padding(b: Rollouts) -> Rollouts:
+def fill_padding(batch: Rollouts) -> Rollouts:
     """The batch with plausible numbers in its masked slots, and with a reference
     policy.
 
     Args:
-        b: any batch.
+        batch: any batch.
 
     Returns:
         One that every loss can read.
     """
-    A = torch.where(b.mask, b.adv.expand_as(b.mask), 0)
-    first = A.gather(1, b.mask.int().argmax(1, keepdim=True))
-    b = b.but(
-        logp=b.logp.masked_fill(~b.mask, -1.0),
-        logp_old=b.logp_old.masked_fill(~b.mask, -1.1),
-        adv=torch.where(b.mask, A, first),
-        entropy=None if b.entropy is None else b.entropy.masked_fill(~b.mask, 1.0),
+    A = torch.where(batch.mask, batch.adv.expand_as(batch.mask), 0)
+    first = A.gather(1, batch.mask.int().argmax(1, keepdim=True))
+    batch = batch.but(
+        logp=batch.logp.masked_fill(~batch.mask, -1.0),
+        logp_old=batch.logp_old.masked_fill(~batch.mask, -1.1),
+        adv=torch.where(batch.mask, A, first),
+        entropy=None
+        if batch.entropy is None
+        else batch.entropy.masked_fill(~batch.mask, 1.0),
     )
-    return b if b.logp_ref is not None else b.but(logp_ref=reference(b))
+    return batch if batch.logp_ref is not None else batch.but(logp_ref=reference(batch))
 
 
-def reference(b: Rollouts) -> Tensor:
+def reference(batch: Rollouts) -> Tensor:
     """log π_ref of each token, near to π_old.
 
     Args:
-        b: any batch.
+        batch: any batch.
 
     Returns:
         [B, T].
     """
     return (
-        b.logp_old
+        batch.logp_old
         - 0.3
         - 0.2
-        * torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape).sin()
+        * torch.arange(batch.mask.numel(), dtype=batch.logp.dtype)
+        .reshape(batch.mask.shape)
+        .sin()
     )
 
 
-def sampler(b: Rollouts) -> Tensor:
+def sampler(batch: Rollouts) -> Tensor:
     """log μ of each token: rows in turn equal to π_old but for rounding, near to it,
     and off by up to e^±2.
 
     Args:
-        b: any batch.
+        batch: any batch.
 
     Returns:
         [B, T].
     """
-    B, T = b.mask.shape
-    spread = torch.tensor([1e-5, 0.1, 2.0], dtype=b.logp.dtype)[
+    B, T = batch.mask.shape
+    spread = torch.tensor([1e-5, 0.1, 2.0], dtype=batch.logp.dtype)[
         torch.arange(B) % 3, None
     ]
-    wave = (1.7 * torch.arange(B * T, dtype=b.logp.dtype) + 0.3).sin().reshape(B, T)
-    return torch.where(b.mask, (b.logp_old - spread * wave).clamp(max=0), -1.2)
+    wave = (1.7 * torch.arange(B * T, dtype=batch.logp.dtype) + 0.3).sin().reshape(B, T)
+    return torch.where(batch.mask, (batch.logp_old - spread * wave).clamp(max=0), -1.2)
 
 
 # ---- reading and comparing -----------------------------------------------------------
@@ -569,52 +581,54 @@ def relative_error(
 
 
 def near_a_bound(
-    weights: Callable[[Rollouts], Tensor], b: Rollouts, step: float = 2e-5
+    weights: Callable[[Rollouts], Tensor], batch: Rollouts, step: float = 2e-5
 ) -> Tensor:
     """Tokens whose weight jumps within that distance of log r (by default the rounding
     of float32), [B, T].
 
     Args:
         weights: the weight of each token of a batch.
-        b: the batch.
+        batch: the batch.
         step: in log r.
 
     Returns:
         True near a jump.
     """
-    below, above = (weights(b.but(logp_old=b.logp_old + d)) for d in (-step, step))
+    below, above = (
+        weights(batch.but(logp_old=batch.logp_old + d)) for d in (-step, step)
+    )
     return relative_error(above, below, floor=1e-6) > 1e-3
 
 
-def at(b: Rollouts, i: int, t: int) -> tuple[float, float, float]:
+def at(batch: Rollouts, i: int, t: int) -> tuple[float, float, float]:
     """(A, r, mu) of one token of a batch.
 
     Args:
-        b: the batch.
+        batch: the batch.
         i: the response.
         t: the token.
 
     Returns:
         Three numbers.
     """
-    A = b.adv[i, t if b.adv.shape[1] > 1 else 0]
+    A = batch.adv[i, t if batch.adv.shape[1] > 1 else 0]
     return (
         A.item(),
-        (b.logp[i, t] - b.logp_old[i, t]).exp().item(),
-        b.logp_old[i, t].exp().item(),
+        (batch.logp[i, t] - batch.logp_old[i, t]).exp().item(),
+        batch.logp_old[i, t].exp().item(),
     )
 
 
-def grad(f: Callable[[Rollouts], Tensor], b: Rollouts) -> Tensor:
+def grad(f: Callable[[Rollouts], Tensor], batch: Rollouts) -> Tensor:
     """d f(batch) / d logp by autograd, [B, T]; f maps Rollouts to a scalar.
 
     Args:
         f: the function.
-        b: the batch.
+        batch: the batch.
 
     Returns:
         [B, T].
     """
-    x = b.logp.detach().clone().requires_grad_()
-    (g,) = torch.autograd.grad(f(replace(b, logp=x)), x)
-    return g
+    x = batch.logp.detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(f(replace(batch, logp=x)), x)
+    return gradient

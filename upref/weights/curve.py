@@ -317,24 +317,28 @@ def _crowd(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
     """Many at once, and the strongest by itself, which tells the denominator of the
     batch.
     """
-    g = _gradient(loss, r, A, mu)
-    i = abs(g).argmax()
+    gradient = _gradient(loss, r, A, mu)
+    i = abs(gradient).argmax()
     one = slice(i, i + 1)
-    return g * (_gradient(loss, r[one], A[one], mu[one]) / g[i]) if g[i] else g
+    return (
+        gradient * (_gradient(loss, r[one], A[one], mu[one]) / gradient[i])
+        if gradient[i]
+        else gradient
+    )
 
 
 def _gradient(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
-    b = single_token_batch(A, r, mu)
-    g = loss.gradient(b)
+    batch = single_token_batch(A, r, mu)
+    gradient = loss.gradient(batch)
     if "logp_ref" in getattr(loss, "reads", ()):  # what is left at A = 0 is its KL term
-        g = g - loss.gradient(replace(b, adv=0 * b.adv))
-    g = g[:, 0].double().numpy() + 0.0  # not -0
-    if not np.isfinite(g).all():
-        p = (r * mu)[~np.isfinite(g)][0]
+        gradient = gradient - loss.gradient(replace(batch, adv=0 * batch.adv))
+    gradient = gradient[:, 0].double().numpy() + 0.0  # not -0
+    if not np.isfinite(gradient).all():
+        p = (r * mu)[~np.isfinite(gradient)][0]
         raise InputError(
             f"{loss.name} has no finite gradient in log_prob at pi={p:.3g}."
         )
-    return g
+    return gradient
 
 
 # ---- from whatever a user names ------------------------------------------------------

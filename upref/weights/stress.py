@@ -434,13 +434,13 @@ def _drawn(
     for k, said in enumerate(ids):
         group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
     by_token = _own_shares(mask) if of.by_token else np.ones((B, T))
-    b = Rollouts.unchecked(
+    batch = Rollouts.unchecked(
         adv=torch.tensor(of.exact(A[:, None] * by_token)),
         mask=torch.tensor(mask),
         group=group,
         entropy=torch.as_tensor(np.where(mask, of.exact(H), 1.0)),
     )
-    return Drawn(b, **drawn)
+    return Drawn(batch, **drawn)
 
 
 def _own_shares(mask: np.ndarray) -> np.ndarray:
@@ -592,19 +592,22 @@ def _columns(n: int, mask: str, T: int, rng: np.random.Generator) -> np.ndarray:
     return at
 
 
-def relabel_groups(b: Rollouts) -> dict[str, list[Rollouts]]:
+def relabel_groups(batch: Rollouts) -> dict[str, list[Rollouts]]:
     """The batch with other ids for all of its groups, and for all but one.
 
     Args:
-        b: a batch with groups.
+        batch: a batch with groups.
 
     Returns:
         What the ids are called -> the two batches.
     """
-    assert b.group is not None
-    g = b.group
-    one = b.group == b.group.max()
+    assert batch.group is not None
+    gradient = batch.group
+    one = batch.group == batch.group.max()
     return {
-        k: [replace(b, group=x, totals=None) for x in (f(g), torch.where(one, g, f(g)))]
+        k: [
+            replace(batch, group=x, totals=None)
+            for x in (f(gradient), torch.where(one, gradient, f(gradient)))
+        ]
         for k, f in NAMED.items()
     }

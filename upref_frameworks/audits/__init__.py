@@ -290,27 +290,57 @@ def _listed(x: Any) -> list[Any]:
     return [*x] if isinstance(x, list | tuple) else [None]
 
 
-def _compared(f: Framework, c: Comparison) -> tuple[list[ComparisonRow], bool]:
+def _compared(
+    framework: Framework, comparison: Comparison
+) -> tuple[list[ComparisonRow], bool]:
     """The rows of one comparison, and whether the loss is NaN when a masked slot holds
     NaN.
     """
-    c = replace(c, one_adv=c.one_adv or f.one_adv)
-    b = grid(c, single=f.tol > TOL)
+    comparison = replace(comparison, one_adv=comparison.one_adv or framework.one_adv)
+    batch = grid(comparison, single=framework.tol > TOL)
 
     def weigh(m: Rollouts) -> Tensor:
         """Return minus the gradient of the framework's loss of these rows."""
-        return -grad(lambda x: f.of(c, x, None), m)
+        return -grad(lambda x: framework.of(comparison, x, None), m)
 
-    whole, split = (torch.cat([weigh(m) for m in b.split(n)]) for n in (1, MICRO))
-    rows = [compare(f.name, c, b, whole, c.reasons, 1, f.tol)]
+    whole, split = (torch.cat([weigh(m) for m in batch.split(n)]) for n in (1, MICRO))
+    rows = [
+        compare(
+            framework.name,
+            comparison,
+            batch,
+            whole,
+            comparison.reasons,
+            1,
+            framework.tol,
+        )
+    ]
     # what couples the tokens of a batch is another objective in each micro-batch,
     # whoever computes it
-    splits = c.setting == "paper" and not get(c.objective).batch_coupled
-    if splits and difference(split / unit(c, b), whole / unit(c, b)).max() > f.tol:
+    splits = (
+        comparison.setting == "paper" and not get(comparison.objective).batch_coupled
+    )
+    if (
+        splits
+        and difference(
+            split / unit(comparison, batch), whole / unit(comparison, batch)
+        ).max()
+        > framework.tol
+    ):
         why = (
-            f.split_reasons.get(c.label)
-            or f.split_reasons.get(c.mode)
+            framework.split_reasons.get(comparison.label)
+            or framework.split_reasons.get(comparison.mode)
             or fault("no reason known", "term")
         )
-        rows.append(compare(f.name, c, b, split, (*c.reasons, why), MICRO, f.tol))
-    return rows, bool(f.of(c, b, math.nan).isnan())
+        rows.append(
+            compare(
+                framework.name,
+                comparison,
+                batch,
+                split,
+                (*comparison.reasons, why),
+                MICRO,
+                framework.tol,
+            )
+        )
+    return rows, bool(framework.of(comparison, batch, math.nan).isnan())

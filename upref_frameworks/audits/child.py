@@ -88,14 +88,14 @@ def named(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _function(
-    f: Framework, loss: str, mode: str, fields: dict[str, Any]
+    framework: Framework, loss: str, mode: str, fields: dict[str, Any]
 ) -> Callable[..., Any]:
-    assert f.plain is not None
-    inner = functools.partial(f.plain, mode, f.configured(mode, fields))
+    assert framework.plain is not None
+    inner = functools.partial(framework.plain, mode, framework.configured(mode, fields))
 
     @functools.wraps(inner)
     def fn(**given: Any) -> Any:
-        if f.one_adv and given["advantages"].ndim != 1:
+        if framework.one_adv and given["advantages"].ndim != 1:
             raise InputError(f"{loss} takes one advantage per response.")
         return inner(**given)
 
@@ -104,23 +104,27 @@ def _function(
 
 
 def _matching(
-    f: Framework, mode: str, objective: str, hp: dict[str, Any]
+    framework: Framework, mode: str, objective: str, hp: dict[str, Any]
 ) -> dict[str, Any]:
     """The fields at which the audit holds this loss against the objective; InputError
     where it does not.
     """
-    mine = [c for c in f.comparisons if c.mode == mode and c.objective == objective]
+    mine = [
+        c for c in framework.comparisons if c.mode == mode and c.objective == objective
+    ]
     c = next(
         (c for c in sorted(mine, key=lambda c: c.setting == "default") if c.hp == hp),
         None,
     )
     if c is None:
-        other = ", ".join(sorted({c.promise for c in f.comparisons if c.mode == mode}))
+        other = ", ".join(
+            sorted({c.promise for c in framework.comparisons if c.mode == mode})
+        )
         at = ", ".join(
             [objective or "no objective", *(f"{k}={v:g}" for k, v in hp.items())]
         )
         raise InputError(
-            f"no settings are known with which {f.name}:{mode} is {at}; the audit has {other}."
+            f"no settings are known with which {framework.name}:{mode} is {at}; the audit has {other}."
         )
     return c.config
 

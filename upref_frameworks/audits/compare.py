@@ -167,36 +167,47 @@ class ComparisonRow:
 
 
 def accounted(
-    c: Comparison, reasons: Sequence[LossFault]
+    comparison: Comparison, reasons: Sequence[LossFault]
 ) -> tuple[Objective, dict[str, Any]]:
     """The objective and hyperparameters that these reasons leave."""
-    o = get(c.objective)
-    hp = c.hp
+    objective = get(comparison.objective)
+    hp = comparison.hp
     for why in reasons:
-        o, hp = why.change.put_into(o, hp)
-    return o, hp
+        objective, hp = why.change.put_into(objective, hp)
+    return objective, hp
 
 
 # ---- comparing -----------------------------------------------------------------------
-def grid(c: Comparison, single: bool = False) -> Rollouts:
+def grid(comparison: Comparison, single: bool = False) -> Rollouts:
     """The regimes of the objective promised and of the one accounted for, and responses
     far from π_old.
 
     single: for a framework that computes in float32, not so near to the bounds.
     """
-    pairs = [(get(c.objective), c.hp), accounted(c, c.reasons)]
+    pairs = [
+        (get(comparison.objective), comparison.hp),
+        accounted(comparison, comparison.reasons),
+    ]
     # a framework sums a response's ratio in another order: on a bound, rounding would
     # decide
-    edges = tuple(e for e in EDGES if e or get(c.objective).level == "token")
+    edges = tuple(e for e in EDGES if e or get(comparison.objective).level == "token")
     if single:
         edges = SINGLE_EDGES
-    if c.one_adv or get(c.objective).one_adv:
+    if comparison.one_adv or get(comparison.objective).one_adv:
         pairs = [
-            (o if o.level in REDUCE else replace(o, agg="seq-mean"), hp)
-            for o, hp in pairs
+            (
+                objective
+                if objective.level in REDUCE
+                else replace(objective, agg="seq-mean"),
+                hp,
+            )
+            for objective, hp in pairs
         ]
     b = _join(
-        *(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)),
+        *(
+            batch(objective, edges=edges, seed=i, **hp)
+            for i, (objective, hp) in enumerate(pairs)
+        ),
         clamped(),
     )
     # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn
@@ -218,18 +229,18 @@ def typical() -> Rollouts:
     has at least one right and one wrong response; A is group-normalized. A tenth of the
     responses has a tool's answer inside, which is masked.
     """
-    g = torch.Generator().manual_seed(25)
+    gradient = torch.Generator().manual_seed(25)
     G = 16
     n = 8
     T = 160
 
     def normal(*shape: int) -> Tensor:
         """Return standard normal numbers of this batch's own generator."""
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
+        return torch.randn(*shape, generator=gradient, dtype=torch.float64)
 
     def rand(*shape: int) -> Tensor:
         """Return uniform numbers of the same generator."""
-        return torch.rand(*shape, generator=g, dtype=torch.float64)
+        return torch.rand(*shape, generator=gradient, dtype=torch.float64)
 
     length = (60 * (0.7 * normal(G * n)).exp()).clamp(8, T).long()
     slot = torch.arange(T)
@@ -251,22 +262,24 @@ def typical() -> Rollouts:
 
 
 def _join(*bs: Rollouts) -> Rollouts:
-    T = max(b.mask.shape[1] for b in bs)
+    T = max(batch.mask.shape[1] for batch in bs)
 
     def wide(name: str) -> Tensor:
         """Return this array of all batches, padded to the longest response."""
         return torch.cat(
             [
-                torch.nn.functional.pad(getattr(b, name), (0, T - b.mask.shape[1]))
-                for b in bs
+                torch.nn.functional.pad(
+                    getattr(part, name), (0, T - part.mask.shape[1])
+                )
+                for part in bs
             ]
         )
 
     group = []
     n = 0
-    for b in bs:
-        assert b.group is not None
-        group.append(b.group + n)
+    for part in bs:
+        assert part.group is not None
+        group.append(part.group + n)
         n = int(group[-1].max()) + 1
     x = [wide("logp"), wide("logp_old"), wide("adv"), wide("mask"), torch.cat(group)]
     # some rows twice, so that micro-batches are of one size, as TRL's are
@@ -274,42 +287,51 @@ def _join(*bs: Rollouts) -> Rollouts:
     return Rollouts(logp, old, adv, mask, groups)
 
 
-def unit(c: Comparison, b: Rollouts) -> Tensor:
+def unit(comparison: Comparison, batch: Rollouts) -> Tensor:
     """[B, 1], the promised aggregation: a gradient over it is the token's weight
     dJ_t/dlp.
     """
-    rows = row_weights(get(c.objective).agg, b.mask, Totals.of(b.mask, b.group))
-    return torch.as_tensor(rows, dtype=b.logp.dtype).expand(len(b.mask))[:, None]
+    rows = row_weights(
+        get(comparison.objective).agg, batch.mask, Totals.of(batch.mask, batch.group)
+    )
+    return torch.as_tensor(rows, dtype=batch.logp.dtype).expand(len(batch.mask))[
+        :, None
+    ]
 
 
-def _reference(c: Comparison, reasons: Sequence[LossFault], b: Rollouts) -> Tensor:
+def _reference(
+    comparison: Comparison, reasons: Sequence[LossFault], batch: Rollouts
+) -> Tensor:
     """The gradient of the objective promised, with these reasons put into it."""
-    o, hp = accounted(c, reasons)
+    objective, hp = accounted(comparison, reasons)
     factor: Tensor | float = 1.0
-    agg = declared_aggregation(get(c.objective))
+    agg = declared_aggregation(get(comparison.objective))
     for why in reasons:
-        factor = factor * why.change.scale(b)
+        factor = factor * why.change.scale(batch)
         agg = why.change.agg or agg
     if (
-        agg != declared_aggregation(o)
+        agg != declared_aggregation(objective)
     ):  # as row weights, so that an objective with one term per response can be re-aggregated
-        seen = b
+        seen = batch
         for why in reasons:
             seen = why.change.view(seen)
         new, old = (
-            row_weights(name, b.mask, Totals.of(b.mask, seen.group))
-            for name in (agg, declared_aggregation(o))
+            row_weights(name, batch.mask, Totals.of(batch.mask, seen.group))
+            for name in (agg, declared_aggregation(objective))
         )
-        factor = factor * torch.as_tensor(new / old, dtype=b.logp.dtype).reshape(-1, 1)
+        factor = factor * torch.as_tensor(new / old, dtype=batch.logp.dtype).reshape(
+            -1, 1
+        )
 
-    def J(x: Rollouts) -> Tensor:
+    def J(batch: Rollouts) -> Tensor:
         for why in reasons:
-            x = why.change.view(x)
+            batch = why.change.view(batch)
         return sum(
-            (why.change.term(x) for why in reasons if why.change.term), o(x, **hp)
+            (why.change.term(batch) for why in reasons if why.change.term),
+            objective(batch, **hp),
         )
 
-    return grad(J, b) * factor
+    return grad(J, batch) * factor
 
 
 def difference(found: Tensor, expected: Tensor) -> Tensor:
@@ -318,44 +340,54 @@ def difference(found: Tensor, expected: Tensor) -> Tensor:
 
 def compare(
     framework: str,
-    c: Comparison,
-    b: Rollouts,
+    comparison: Comparison,
+    batch: Rollouts,
     found: Tensor,
     reasons: Sequence[LossFault],
     micro: int,
     tol: float = TOL,
 ) -> ComparisonRow:
-    """The row of a gradient that was found on the grid of c, explained by these
+    """The row of a gradient that was found on the grid of the comparison, explained by these
     reasons.
     """
-    each = unit(c, b)
+    each = unit(comparison, batch)
     found = found / each
-    paper = _reference(c, (), b) / each
+    paper = _reference(comparison, (), batch) / each
     largest = difference(found, paper).max().item()
     reasons = reasons if largest > tol else ()
-    explained = _reference(c, reasons, b) / each
+    explained = _reference(comparison, reasons, batch) / each
     skip = torch.stack(
-        [why.change.skip(b) for why in reasons] or [torch.zeros_like(b.mask)]
+        [why.change.skip(batch) for why in reasons] or [torch.zeros_like(batch.mask)]
     ).any(0)
     remains = difference(found, explained).masked_fill(skip, 0).max().item()
 
     def spot(found: Tensor, expected: Tensor) -> Example:
         """Return the token of this batch where the two differ."""
-        return _spot(c, reasons, b, found, expected)
+        return _spot(comparison, reasons, batch, found, expected)
 
     without = [tuple(x for x in reasons if x is not why) for why in reasons]
     changes = [
-        (why.words, spot(explained, _reference(c, others, b) / each))
+        (why.words, spot(explained, _reference(comparison, others, batch) / each))
         for why, others in zip(reasons, without, strict=True)
     ]
-    hp = "".join(f" --hp {k}={v:g}" for k, v in c.hp.items())
-    command = f"upref check {framework}:{c.label} --as {c.objective}{hp}"
+    hp = "".join(f" --hp {k}={v:g}" for k, v in comparison.hp.items())
+    command = (
+        f"upref check {framework}:{comparison.label} --as {comparison.objective}{hp}"
+    )
     worst = spot(found, paper)
-    names = (c.setting, c.mode, c.label, c.objective, c.promise, command)
+    names = (
+        comparison.setting,
+        comparison.mode,
+        comparison.label,
+        comparison.objective,
+        comparison.promise,
+        command,
+    )
     t = typical()
-    whole = _reference(c, reasons, t) if reasons else t.logp
+    whole = _reference(comparison, reasons, t) if reasons else t.logp
     effects = [
-        FaultEffect.between(whole, _reference(c, others, t)) for others in without
+        FaultEffect.between(whole, _reference(comparison, others, t))
+        for others in without
     ]
     return ComparisonRow(
         *names, micro, largest, worst, changes, remains, tol, effects=effects
@@ -363,9 +395,9 @@ def compare(
 
 
 def _spot(
-    c: Comparison,
+    comparison: Comparison,
     reasons: Sequence[LossFault],
-    b: Rollouts,
+    batch: Rollouts,
     found: Tensor,
     expected: Tensor,
 ) -> Example:
@@ -373,9 +405,9 @@ def _spot(
     bound's edge, near to π_old.
     """
     off = difference(found, expected)
-    log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
-    if reduce := REDUCE.get(_level(c, reasons)):
-        log_r = reduce(log_r, b.mask)[:, None].expand_as(log_r)
+    log_r = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
+    if reduce := REDUCE.get(_level(comparison, reasons)):
+        log_r = reduce(log_r, batch.mask)[:, None].expand_as(log_r)
     near = off.masked_fill(log_r.abs() > 5, 0)
     off = near if near.max() > TOL else off
     edge = (log_r[..., None] - torch.as_tensor(LOG_R)).abs().amin(-1) > 1e-12
@@ -383,38 +415,48 @@ def _spot(
         off >= off.max() * (1 - 1e-6), log_r.abs() + 100 * edge, math.inf
     )
     i, t = divmod(int(order.argmin()), order.shape[1])
-    where = _where(c, reasons, b, i, t, log_r[i, t].exp().item())
+    where = _where(comparison, reasons, batch, i, t, log_r[i, t].exp().item())
     return Example(
         off[i, t].item(), where, expected[i, t].item() + 0.0, found[i, t].item() + 0.0
     )
 
 
 def _where(
-    c: Comparison, reasons: Sequence[LossFault], b: Rollouts, i: int, t: int, r: float
+    comparison: Comparison,
+    reasons: Sequence[LossFault],
+    batch: Rollouts,
+    i: int,
+    t: int,
+    r: float,
 ) -> str:
     """The regime of the token, by the bounds of the objective promised and of the one
     accounted for.
     """
-    if not b.mask[i, t]:
+    if not batch.mask[i, t]:
         return MASKED
-    A, _, mu = at(b, i, t)
-    o, (found, hp) = get(c.objective), accounted(c, reasons)
+    A, _, mu = at(batch, i, t)
+    objective, (found, hp) = get(comparison.objective), accounted(comparison, reasons)
     if A:
         bounds = sorted(
-            {*breakpoints(o, A, mu, **c.hp), *breakpoints(found, A, mu, **hp)}
+            {
+                *breakpoints(objective, A, mu, **comparison.hp),
+                *breakpoints(found, A, mu, **hp),
+            }
         )
     else:
         bounds = []
-    said = words(A, r, bounds) + (f" (mu = {mu:.2g})" if o.reads_mu else "")
+    said = words(A, r, bounds) + (f" (mu = {mu:.2g})" if objective.reads_mu else "")
     return said.replace(
         " r",
-        {"sequence_mean": " s", "sequence_product": " S"}.get(_level(c, reasons), " r"),
+        {"sequence_mean": " s", "sequence_product": " S"}.get(
+            _level(comparison, reasons), " r"
+        ),
     )
 
 
-def _level(c: Comparison, reasons: Sequence[LossFault]) -> str:
+def _level(comparison: Comparison, reasons: Sequence[LossFault]) -> str:
     """Whose ratio a regime is told in: the response's, where either objective acts on
     it.
     """
-    levels = [get(c.objective).level, accounted(c, reasons)[0].level]
+    levels = [get(comparison.objective).level, accounted(comparison, reasons)[0].level]
     return next((level for level in levels if level in REDUCE), levels[0])

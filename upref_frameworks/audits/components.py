@@ -213,20 +213,20 @@ def _typical(kind: str) -> tuple[Any, ...]:
     """The arguments of a part on the typical batch of compare.py; for
     log-probabilities, logits of ordinary size.
     """
-    b = typical()
+    batch = typical()
     if kind == "advantages":
-        assert b.group is not None
-        return (b.adv[:, 0] > 0).to(b.adv), b.group
+        assert batch.group is not None
+        return (batch.adv[:, 0] > 0).to(batch.adv), batch.group
     if kind == "kl":
-        assert b.logp_ref is not None
-        return b.logp[b.mask][None], b.logp_ref[b.mask][None]
+        assert batch.logp_ref is not None
+        return batch.logp[batch.mask][None], batch.logp_ref[batch.mask][None]
     if kind == "aggregation":
-        return (b.logp * b.adv, b.mask)
+        return (batch.logp * batch.adv, batch.mask)
     return _logits()["temperature 1"]
 
 
 def _asked(
-    p: Component, f: Function, cases: dict[str, tuple[Any, ...]]
+    p: Component, function: Function, cases: dict[str, tuple[Any, ...]]
 ) -> tuple[list[str], Tensor]:
     """All numbers of all cases, flat, and what each is."""
     where: list[str] = []
@@ -235,7 +235,7 @@ def _asked(
         given = [a.clone() if isinstance(a, Tensor) else a for a in args]
         if p.kind != "advantages":
             given[0].requires_grad_()
-        y = f(*given)
+        y = function(*given)
         flat = y.detach().double().reshape(-1)
         where += [
             f"{words}: {LABELS.get(p.kind, 'value').format(i)}"
@@ -244,11 +244,11 @@ def _asked(
         numbers.append(flat)
         if p.kind != "advantages":
             if y.requires_grad:
-                g = torch.autograd.grad(y.sum(), given[0])[0].double()
+                gradient = torch.autograd.grad(y.sum(), given[0])[0].double()
             else:
-                g = torch.zeros_like(given[0])
-            where += [f"{words}: gradient"] * g.numel()
-            numbers.append(g.reshape(-1))
+                gradient = torch.zeros_like(given[0])
+            where += [f"{words}: gradient"] * gradient.numel()
+            numbers.append(gradient.reshape(-1))
     return where, torch.cat(numbers)
 
 

@@ -55,35 +55,47 @@ class Framework:
     one_adv: bool = False
     tol: float = TOL  # wider where it computes in float32
 
-    def of(self, c: Comparison, b: Rollouts | Bare, padding: float | None) -> Tensor:
-        """The framework's loss of this batch; gradients flow into b.logp."""
+    def of(
+        self, comparison: Comparison, batch: Rollouts | Bare, padding: float | None
+    ) -> Tensor:
+        """The framework's loss of this batch; gradients flow into batch.logp."""
         if self.plain is None:
             assert self.loss is not None
-            return self.loss(c, b, padding)  # type: ignore[arg-type]
-        f = partial(self.plain, c.mode, self.configured(c.mode, c.config))
+            return self.loss(comparison, batch, padding)  # type: ignore[arg-type]
+        f = partial(
+            self.plain,
+            comparison.mode,
+            self.configured(comparison.mode, comparison.config),
+        )
 
         def padded(x: Tensor) -> Tensor:
             """Return x with masked slots set to the padding, if one is given."""
-            return x if padding is None else torch.where(b.mask, x, padding)
+            return x if padding is None else torch.where(batch.mask, x, padding)
 
-        group = getattr(b, "group", None)
-        totals = b.totals or Totals.of(b.mask, group)
+        group = getattr(batch, "group", None)
+        totals = batch.totals or Totals.of(batch.mask, group)
         given = {
-            "log_prob": padded(b.logp),
-            "old_log_prob": padded(b.logp_old),
-            "advantages": per_response(b.adv, b.mask)
+            "log_prob": padded(batch.logp),
+            "old_log_prob": padded(batch.logp_old),
+            "advantages": per_response(batch.adv, batch.mask)
             if self.one_adv
-            else padded(b.adv.expand_as(b.mask)),
-            "mask": b.mask,
-            "ref_log_prob": padded(b.logp_old if b.logp_ref is None else b.logp_ref),
-            "entropy": padded(
-                torch.ones_like(b.logp_old) if b.entropy is None else b.entropy
+            else padded(batch.adv.expand_as(batch.mask)),
+            "mask": batch.mask,
+            "ref_log_prob": padded(
+                batch.logp_old if batch.logp_ref is None else batch.logp_ref
             ),
-            "group": torch.zeros(len(b.mask), dtype=torch.int64)
+            "entropy": padded(
+                torch.ones_like(batch.logp_old)
+                if batch.entropy is None
+                else batch.entropy
+            ),
+            "group": torch.zeros(len(batch.mask), dtype=torch.int64)
             if group is None
             else group,
             "totals": totals,
-            "num_micro_batches": max(1, round(float(totals.sequences) / len(b.mask))),
+            "num_micro_batches": max(
+                1, round(float(totals.sequences) / len(batch.mask))
+            ),
         }
         return f(**{k: given[k] for k in inspect.signature(f).parameters})
 

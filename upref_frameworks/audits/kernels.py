@@ -84,13 +84,15 @@ def _of_torch(
     return -loss(*rows, reduction="none", options=options).view_as(tokens)
 
 
-def every(f: Framework) -> dict[str, Any]:
+def every(framework: Framework) -> dict[str, Any]:
     """Those among its parts, and its own list."""
-    return {p.mode: p.found for p in f.parts() if p.kind == "logprobs"} | f.kernels()
+    return {
+        p.mode: p.found for p in framework.parts() if p.kind == "logprobs"
+    } | framework.kernels()
 
 
-def _checked(f: Framework, mode: str, fn: Any) -> Report | str:
-    fn.__name__ = f"{f.name} {mode}"
+def _checked(framework: Framework, mode: str, fn: Any) -> Report | str:
+    fn.__name__ = f"{framework.name} {mode}"
     try:
         return check_logprobs(fn)
     except InputError as e:

@@ -97,15 +97,15 @@ def sizes(rows: list[ComparisonRow], entries: list[Entry]) -> list[str]:
     return out
 
 
-def largest(rows: list[ComparisonRow], e: Entry) -> FaultEffect | None:
+def largest(rows: list[ComparisonRow], entry: Entry) -> FaultEffect | None:
     """The effect of this entry in that row of its evidence where it is most severe."""
-    mine = {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}
+    mine = {(x.loss, x.held_against, x.micro_batches) for x in entry.evidence}
     effects = [
         effect
         for r in rows
         if (r.label, r.promise, r.micro_batches) in mine
         for (words, _), effect in zip(r.reasons, r.effects, strict=False)
-        if words == e.reason
+        if words == entry.reason
     ]
     return severest(effects) if effects else None
 

@@ -157,12 +157,17 @@ def reached(name: str, hp: dict[str, float] | None = None) -> list[str]:
     how = recorded(name)["recipe"]
     if hp is None:
         known = {c.objective for c in f.comparisons}
-        return [o for o in names() if o in known]
-    return [o for o in names() if _comparisons(get(o), f, hp, how)]
+        return [objective for objective in names() if objective in known]
+    return [
+        objective for objective in names() if _comparisons(get(objective), f, hp, how)
+    ]
 
 
 def _comparisons(
-    o: Objective, f: Framework, hp: dict[str, float], how: dict[str, Any]
+    objective: Objective,
+    framework: Framework,
+    hp: dict[str, float],
+    how: dict[str, Any],
 ) -> list[Comparison]:
     """The audit's comparisons that a recipe for this objective can be of.
 
@@ -172,16 +177,22 @@ def _comparisons(
     that objective, or of the one whose loss the framework trains with them
     (TRAINED_WITH, or `loss_of` of [recipe]).
     """
-    of_recipe = how.get("at", {}).get(o.name, {})
+    of_recipe = how.get("at", {}).get(objective.name, {})
     at = hp or of_recipe.get("measured", {})
-    mine = [c for c in f.comparisons if c.objective == o.name and c.hp == at]
-    if mine or hp or o.adv not in how["advantages"]:
+    mine = [
+        c for c in framework.comparisons if c.objective == objective.name and c.hp == at
+    ]
+    if mine or hp or objective.adv not in how["advantages"]:
         return mine
     own = of_recipe.get("loss_of")
     for other in (
-        [own] if own else [SAME_LOSS.get(o.name), *TRAINED_WITH.get(o.name, ())]
+        [own]
+        if own
+        else [SAME_LOSS.get(objective.name), *TRAINED_WITH.get(objective.name, ())]
     ):
-        if mine := [c for c in f.comparisons if c.objective == other and not c.hp]:
+        if mine := [
+            c for c in framework.comparisons if c.objective == other and not c.hp
+        ]:
             break
     return mine
 
@@ -199,14 +210,14 @@ def _read_there(how: dict[str, Any], version: str) -> str:
     return f"keys, types and defaults were read in {files} of {version}; its configuration was not started"
 
 
-def _notes(o: Objective, how: dict[str, Any]) -> list[str]:
+def _notes(objective: Objective, how: dict[str, Any]) -> list[str]:
     """[recipe.notes]: of this objective, and of the sampler correction unless it has
     its own.
     """
     known = how.get("notes", {})
-    said = [known.get(o.name, "")]
-    if not o.sampler:
-        said.append(known.get(f"sampler, {o.name}", known.get("sampler", "")))
+    said = [known.get(objective.name, "")]
+    if not objective.sampler:
+        said.append(known.get(f"sampler, {objective.name}", known.get("sampler", "")))
     return [text for text in said if text]
 
 
@@ -215,93 +226,104 @@ DENOMINATOR = GROUPS.words  # the reason by which the ledgers record it
 
 
 def _of_comparison(
-    o: Objective, c: Comparison, f: Framework, how: dict[str, Any], entries: list[Entry]
+    objective: Objective,
+    comparison: Comparison,
+    framework: Framework,
+    how: dict[str, Any],
+    entries: list[Entry],
 ) -> Recipe:
-    at = how.get("at", {}).get(o.name, {})
+    at = how.get("at", {}).get(objective.name, {})
     fields = {
         k: v
-        for k, v in c.config.items()
-        if k not in SCALE or _must_be_set(f.name, c, k)
+        for k, v in comparison.config.items()
+        if k not in SCALE or _must_be_set(framework.name, comparison, k)
     } | at.get("fields", {})
     notes = []
     beside = []
-    if c.objective == SAME_LOSS.get(o.name):
-        notes = [f"the loss is that of {c.objective}; only the advantages differ"]
-    elif c.objective != o.name:
-        beside = _of_another_loss(o, get(c.objective))
+    if comparison.objective == SAME_LOSS.get(objective.name):
+        notes = [
+            f"the loss is that of {comparison.objective}; only the advantages differ"
+        ]
+    elif comparison.objective != objective.name:
+        beside = _of_another_loss(objective, get(comparison.objective))
     return Recipe(
-        o.name,
-        f.name,
+        objective.name,
+        framework.name,
         surface=how["surface"],
-        settings=_typed(f.name, c, fields, how, at.get("mode", c.mode)),
-        differs=[*beside, *_differs(f, c, entries)],
+        settings=_typed(
+            framework.name, comparison, fields, how, at.get("mode", comparison.mode)
+        ),
+        differs=[*beside, *_differs(framework, comparison, entries)],
         fields=fields,
-        mode=c.mode,
+        mode=comparison.mode,
         notes=notes,
-        command=f"upref check {f.name}:{c.label} --as {c.promise.replace(', ', ' --hp ')}",
+        command=f"upref check {framework.name}:{comparison.label} --as {comparison.promise.replace(', ', ' --hp ')}",
     )
 
 
-def _of_another_loss(o: Objective, other: Objective) -> list[str]:
+def _of_another_loss(objective: Objective, other: Objective) -> list[str]:
     """What the loss of another objective changes in the gradient of a typical batch.
 
     Args:
-        o: the objective that is asked for. Its function has no ratio.
-        other: the one whose loss the framework trains with the advantages of `o`. It
+        objective: the objective that is asked for. Its function has no ratio.
+        other: the one whose loss the framework trains with the advantages of `objective`. It
             clips the ratio of each token.
     """
     t = typical()
-    paper = grad(o, t)
-    clipped = grad(replace(other, agg=o.agg), t)
+    paper = grad(objective, t)
+    clipped = grad(replace(other, agg=objective.agg), t)
     said = [
-        f"the loss is that of {other.name}: each token has its ratio and PPO's clip, which {o.name} has not "
+        f"the loss is that of {other.name}: each token has its ratio and PPO's clip, which {objective.name} has not "
         f"({_size(FaultEffect.between(clipped, paper))}; nothing where a batch makes one step, since the ratio is 1)"
     ]
-    if other.agg != o.agg:
+    if other.agg != objective.agg:
         of_means = FaultEffect.between(grad(other, t), clipped)
         said.append(
-            f"aggregated by {other.agg}, where {o.name} has {o.agg} ({_size(of_means)})"
+            f"aggregated by {other.agg}, where {objective.name} has {objective.agg} ({_size(of_means)})"
         )
     return said
 
 
-def _differs(f: Framework, c: Comparison, entries: list[Entry]) -> list[str]:
+def _differs(
+    framework: Framework, comparison: Comparison, entries: list[Entry]
+) -> list[str]:
     """What the ledger records of this comparison, in one batch and in micro-batches."""
-    whole = _entries(c, entries)
-    split = _entries(c, entries, in_micro_batches=True)
+    whole = _entries(comparison, entries)
+    split = _entries(comparison, entries, in_micro_batches=True)
     differs = [_said(e) for e in whole]
-    for k in (k for k in SCALE if k in c.config):
-        if _must_be_set(f.name, c, k):
-            must = f"; it must be set, and {c.config[k]} gives the paper's sum"
+    for k in (k for k in SCALE if k in comparison.config):
+        if _must_be_set(framework.name, comparison, k):
+            must = f"; it must be set, and {comparison.config[k]} gives the paper's sum"
         else:
             must = ""
         differs.append(
             f"divided by {k}, a constant that the learning rate takes up{must}"
         )
     differs += [f"in micro-batches: {_said(e)}" for e in split if e not in whole]
-    if coupled := get(c.objective).batch_coupled:
-        return [*differs, _by_itself(coupled, _effects(get(c.objective))[1])]
+    if coupled := get(comparison.objective).batch_coupled:
+        return [*differs, _by_itself(coupled, _effects(get(comparison.objective))[1])]
     # the audit splits its batch at the papers' settings alone
     if not any(
-        x.setting == "paper" and (x.label, x.promise) == (c.label, c.promise)
-        for x in f.comparisons
+        x.setting == "paper"
+        and (x.label, x.promise) == (comparison.label, comparison.promise)
+        for x in framework.comparisons
     ):
         differs.append("in micro-batches: not measured")
     return differs
 
 
-def _said(e: Entry) -> str:
-    if e.status == "numerical":
+def _said(entry: Entry) -> str:
+    if entry.status == "numerical":
         size = "a guard that training hardly meets"
     else:
-        size = f"{e.severity}, {e.size}"
-    return f"{e.reason} ({size})"
+        size = f"{entry.severity}, {entry.size}"
+    return f"{entry.reason} ({size})"
 
 
 def _entries(
-    c: Comparison, entries: list[Entry], in_micro_batches: bool = False
+    comparison: Comparison, entries: list[Entry], in_micro_batches: bool = False
 ) -> list[Entry]:
-    at = (c.label, c.promise, in_micro_batches)
+    at = (comparison.label, comparison.promise, in_micro_batches)
     return [
         e
         for e in entries
@@ -309,12 +331,12 @@ def _entries(
     ]
 
 
-def _left(c: Comparison, entries: list[Entry]) -> tuple[int, int]:
+def _left(comparison: Comparison, entries: list[Entry]) -> tuple[int, int]:
     """How severe is what this comparison leaves, without and with the batch's
     denominator; what is numerical is 0.
     """
     order = list(reversed(SEVERITY))
-    rest = [e for e in _entries(c, entries) if e.status != "numerical"]
+    rest = [e for e in _entries(comparison, entries) if e.status != "numerical"]
 
     def severe(entries: Iterable[Entry]) -> int:
         """Return the severity of the worst of these entries, 0 if there are none."""
@@ -323,25 +345,25 @@ def _left(c: Comparison, entries: list[Entry]) -> tuple[int, int]:
     return severe(e for e in rest if e.reason != DENOMINATOR), severe(rest)
 
 
-def _must_be_set(name: str, c: Comparison, field: str) -> bool:
+def _must_be_set(name: str, comparison: Comparison, field: str) -> bool:
     """Whether the framework has no value for it unless one is given."""
-    return _defaults(name, c).get(field) == "None"
+    return _defaults(name, comparison).get(field) == "None"
 
 
-def _defaults(name: str, c: Comparison) -> dict[str, Any]:
+def _defaults(name: str, comparison: Comparison) -> dict[str, Any]:
     tables = recorded(name).get("defaults", {})
-    return tables.get("every", {}) | tables.get(c.mode, {})
+    return tables.get("every", {}) | tables.get(comparison.mode, {})
 
 
 # ---- the advantages ------------------------------------------------------------------
 def _advantages(
-    o: Objective, name: str, how: dict[str, Any], entries: list[Entry]
+    objective: Objective, name: str, how: dict[str, Any], entries: list[Entry]
 ) -> tuple[str, list[str]]:
     """How the framework computes the objective's kind of advantage, and what the ledger
     records of that.
     """
-    kind = f"{o.adv}, {(ADVANTAGES[o.adv].__doc__ or '').partition(':')[0]}"
-    known = how["advantages"].get(o.adv)
+    kind = f"{objective.adv}, {(ADVANTAGES[objective.adv].__doc__ or '').partition(':')[0]}"
+    known = how["advantages"].get(objective.adv)
     if not known:
         return (
             f"{kind}: set them yourself, this recipe knows no setting of {name} that gives them",
@@ -354,94 +376,112 @@ def _advantages(
         e
         for e in entries
         if any(
-            (x.loss, x.held_against.split(", ")[0]) == (row, o.adv) for x in e.evidence
+            (x.loss, x.held_against.split(", ")[0]) == (row, objective.adv)
+            for x in e.evidence
         )
     ]
     return f"{kind}: {known['set']}", [f"in the advantages: {_said(e)}" for e in mine]
 
 
 # ---- upref's plug-in -----------------------------------------------------------------
-def _refuse(o: Objective, f: Framework, hp: dict[str, float]) -> None:
+def _refuse(objective: Objective, framework: Framework, hp: dict[str, float]) -> None:
     """InputError where neither a loss that the audit compares nor the plug-in gives
     this objective.
     """
-    if f.name not in PLUG_IN or hp:
+    if framework.name not in PLUG_IN or hp:
         at = " at these settings" if hp else ""
-        if o.name in f.out_of_scope:
-            own = f" (its own {o.name}: {f.out_of_scope[o.name]})"
+        if objective.name in framework.out_of_scope:
+            own = (
+                f" (its own {objective.name}: {framework.out_of_scope[objective.name]})"
+            )
         else:
-            own = _half(o, f.name)
-        have = ", ".join(n for n in frameworks() if o.name in reached(n, {})) or "none"
-        raise InputError(
-            f"no recipe for {o.name} in {f.name}{at}: the audit compares the losses of {f.name} with "
-            f"{', '.join(reached(f.name))}{own}. Frameworks with a recipe for {o.name}: {have}."
+            own = _half(objective, framework.name)
+        have = (
+            ", ".join(n for n in frameworks() if objective.name in reached(n, {}))
+            or "none"
         )
-    wants = [k for k in NEEDS if k in o.reads]
-    if o.sampler:
+        raise InputError(
+            f"no recipe for {objective.name} in {framework.name}{at}: the audit compares "
+            f"the losses of {framework.name} with {', '.join(reached(framework.name))}{own}. "
+            f"Frameworks with a recipe for {objective.name}: {have}."
+        )
+    wants = [k for k in NEEDS if k in objective.reads]
+    if objective.sampler:
         wants.append("sampler")
-    if lacking := next((k for k in wants if k not in PASSES[f.name]), ""):
+    if lacking := next((k for k in wants if k not in PASSES[framework.name]), ""):
         raise InputError(
-            f"{o.name} cannot run in {f.name}: it needs {WANTS[lacking]}, which {f.name} passes to no loss."
+            f"{objective.name} cannot run in {framework.name}: it needs {WANTS[lacking]}, "
+            f"which {framework.name} passes to no loss."
         )
-    if f.name == "verl" and o.name not in names():
+    if framework.name == "verl" and objective.name not in names():
         raise InputError(
-            f"{o.name} is no policy loss of verl until a module that VERL_USE_EXTERNAL_MODULES names calls "
+            f"{objective.name} is no policy loss of verl until a module that VERL_USE_EXTERNAL_MODULES names calls "
             "upref_frameworks.verl.training.register on it: the plug-in registers the names of `upref list`."
         )
 
 
-def _half(o: Objective, name: str) -> str:
+def _half(objective: Objective, name: str) -> str:
     """That the framework has the advantages that set an objective apart, where it has
     no loss to go with them.
     """
-    known = recorded(name)["recipe"]["advantages"].get(o.adv, {}).get("set")
-    if o.name not in SAME_LOSS or not known:
+    known = recorded(name)["recipe"]["advantages"].get(objective.adv, {}).get("set")
+    if objective.name not in SAME_LOSS or not known:
         return ""
-    return f" (it has the advantages of {o.name}, {known}, and none of its losses is that of {SAME_LOSS[o.name]})"
-
-
-def _of_plug_in(o: Objective, f: Framework) -> Recipe:
-    settings = PLUG_IN[f.name].format(name=o.name).splitlines()
-    if o.sampler:
-        settings[-1] += ", with use_vllm=True in GRPOConfig"
-    loss = f"verl:upref/{o.name}" if f.name == "verl" else shlex.quote(o.name)
-    notes = []
-    if o.name in f.out_of_scope:
-        own = f"{f.name} has a loss {o.name} of its own ({f.out_of_scope[o.name]})"
-        notes.append(f"{own}; the lines above are upref's plug-in")
-    if o.agg == "seq-mean-token-sum":
-        notes.append(
-            f"{LENGTH[f.name]} is not read: the loss is the paper's plain sum over tokens"
-        )
-    return Recipe(
-        o.name,
-        f.name,
-        surface="the plug-in of upref",
-        settings=settings,
-        differs=_plugged(o, f.name),
-        notes=notes,
-        started=STARTED[f.name],
-        command=f"upref check {loss} --as {shlex.quote(o.name)}",
-        mode=f"upref/{o.name}",
+    same = SAME_LOSS[objective.name]
+    return (
+        f" (it has the advantages of {objective.name}, {known}, "
+        f"and none of its losses is that of {same})"
     )
 
 
-def _plugged(o: Objective, name: str) -> list[str]:
+def _of_plug_in(objective: Objective, framework: Framework) -> Recipe:
+    settings = PLUG_IN[framework.name].format(name=objective.name).splitlines()
+    if objective.sampler:
+        settings[-1] += ", with use_vllm=True in GRPOConfig"
+    loss = (
+        f"verl:upref/{objective.name}"
+        if framework.name == "verl"
+        else shlex.quote(objective.name)
+    )
+    notes = []
+    if objective.name in framework.out_of_scope:
+        own = f"{framework.name} has a loss {objective.name} of its own ({framework.out_of_scope[objective.name]})"
+        notes.append(f"{own}; the lines above are upref's plug-in")
+    if objective.agg == "seq-mean-token-sum":
+        notes.append(
+            f"{LENGTH[framework.name]} is not read: the loss is the paper's plain sum over tokens"
+        )
+    return Recipe(
+        objective.name,
+        framework.name,
+        surface="the plug-in of upref",
+        settings=settings,
+        differs=_plugged(objective, framework.name),
+        notes=notes,
+        started=STARTED[framework.name],
+        command=f"upref check {loss} --as {shlex.quote(objective.name)}",
+        mode=f"upref/{objective.name}",
+    )
+
+
+def _plugged(objective: Objective, name: str) -> list[str]:
     """What the plug-in changes in the gradient: it gets no prompts, and the
     micro-batches one by one.
     """
-    unprompted, split = _effects(o)
+    unprompted, split = _effects(objective)
     differs = []
     if unprompted.change > TOL:
         differs.append(f"{DENOMINATOR} ({_size(unprompted)})")
-    if split.change > TOL or o.batch_coupled:
-        differs.append(_by_itself(o.batch_coupled or "the gradient is another", split))
-    if name == "trl" and o.agg in ("token-mean", "group-token-mean"):
+    if split.change > TOL or objective.batch_coupled:
+        differs.append(
+            _by_itself(objective.batch_coupled or "the gradient is another", split)
+        )
+    if name == "trl" and objective.agg in ("token-mean", "group-token-mean"):
         differs.append(
             "tokens are counted over the generation batch and divided by its optimizer steps, not over each step "
             "(not measured; no difference where a generation batch makes one step)"
         )
-    if o.one_adv:
+    if objective.one_adv:
         differs.append(
             "with a sampler correction a response's term takes the mean of its weights (not measured)"
         )
@@ -453,18 +493,22 @@ def _by_itself(why: str, effect: FaultEffect) -> str:
 
 
 @cache
-def _effects(o: Objective) -> tuple[FaultEffect, FaultEffect]:
+def _effects(objective: Objective) -> tuple[FaultEffect, FaultEffect]:
     """On a typical batch: without the prompt of each response; then also in
     micro-batches.
     """
     t = typical()
     t = replace(
-        t, entropy=1 - t.logp_old.exp(), logp_sampler=t.logp_old if o.sampler else None
+        t,
+        entropy=1 - t.logp_old.exp(),
+        logp_sampler=t.logp_old if objective.sampler else None,
     )
     seen = replace(t, group=None)
-    whole = grad(o, seen)
-    split = torch.cat([grad(o, m) for m in seen.split(MICRO)])
-    return FaultEffect.between(whole, grad(o, t)), FaultEffect.between(split, whole)
+    whole = grad(objective, seen)
+    split = torch.cat([grad(objective, m) for m in seen.split(MICRO)])
+    return FaultEffect.between(whole, grad(objective, t)), FaultEffect.between(
+        split, whole
+    )
 
 
 def _size(e: FaultEffect) -> str:
@@ -473,9 +517,13 @@ def _size(e: FaultEffect) -> str:
 
 # ---- as one types it -----------------------------------------------------------------
 def _typed(
-    name: str, c: Comparison, fields: dict[str, Any], how: dict[str, Any], mode: str
+    name: str,
+    comparison: Comparison,
+    fields: dict[str, Any],
+    how: dict[str, Any],
+    mode: str,
 ) -> list[str]:
-    every = _defaults(name, c) | fields
+    every = _defaults(name, comparison) | fields
     said = {k: value(v, how["style"]) for k, v in every.items()}
     lines = how.get("mode", {}).get(mode, how["modes"]).format(mode=mode).splitlines()
     for k in fields:
@@ -483,8 +531,8 @@ def _typed(
         key = k.replace("_", "-") if how["style"] == "dashes" else k
         line = form.format(**said | {"key": key, "value": said[k]})
         lines.append(line.removesuffix(" true") if how["style"] == "dashes" else line)
-    if "beta" not in c.hp:
-        lines.append(no_kl(how, c.mode))
+    if "beta" not in comparison.hp:
+        lines.append(no_kl(how, comparison.mode))
     return list(dict.fromkeys(line for line in lines if line))
 
 

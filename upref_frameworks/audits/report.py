@@ -110,10 +110,10 @@ def report(name: str, key: str) -> str:
     return "\n".join(lines)
 
 
-def _lines_of_code(e: Entry) -> list[str]:
+def _lines_of_code(entry: Entry) -> list[str]:
     """The two lines of code, where the framework's files are at hand; empty elsewhere."""
-    path, _, n = e.line.partition("#L")
-    roots = [*cache().glob(f"{e.framework}-{e.version}*"), *map(Path, sys.path)]
+    path, _, n = entry.line.partition("#L")
+    roots = [*cache().glob(f"{entry.framework}-{entry.version}*"), *map(Path, sys.path)]
     file = next((root / path for root in roots if n and (root / path).is_file()), None)
     if file is None:
         return []
@@ -138,10 +138,10 @@ class Proofs(Result):
         return all(self._holds(e, now) for e, now in self.said)
 
     @staticmethod
-    def _holds(e: Entry, now: str) -> bool:
+    def _holds(entry: Entry, now: str) -> bool:
         printed, warned, _ = now.partition("\n" + WARNED)
-        return printed.split() == e.prints.split() and not (
-            warned and e.status == "bug"
+        return printed.split() == entry.prints.split() and not (
+            warned and entry.status == "bug"
         )
 
     def data(self) -> list[dict[str, str]]:
@@ -166,19 +166,19 @@ class Proofs(Result):
 
 
 def proofs(
-    f: Framework, version: str = "", source: str = "", loud: bool = False
+    framework: Framework, version: str = "", source: str = "", loud: bool = False
 ) -> Proofs:
     """Runs each script of the ledger where the framework is: in its own process, or
     here.
     """
-    entries = [e for e in read(f.name) if e.proof]
+    entries = [e for e in read(framework.name) if e.proof]
     texts = [e.proof for e in entries]
     said = isolated.elsewhere(
-        "scripts", f.name, f.pin, version, source, loud, texts=texts
+        "scripts", framework.name, framework.pin, version, source, loud, texts=texts
     )
     if said is None:
-        f.version()  # InputError where it is not installed
-        said = scripts(f.name, texts)
+        framework.version()  # InputError where it is not installed
+        said = scripts(framework.name, texts)
     return Proofs(list(zip(entries, said, strict=True)))
 
 

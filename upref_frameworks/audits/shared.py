@@ -24,46 +24,54 @@ from upref.verify.faults.losses import LossFault, aggregated, fault
 from upref_frameworks.audits.compare import MICRO
 
 
-def _tokens(b: Rollouts) -> Rollouts:
-    return replace(b, logp=b.logp_old + (b.logp - b.logp_old).clamp(-20, 20))
+def _tokens(batch: Rollouts) -> Rollouts:
+    return replace(
+        batch, logp=batch.logp_old + (batch.logp - batch.logp_old).clamp(-20, 20)
+    )
 
 
 def _responses(most: float) -> Callable[[Rollouts], Rollouts]:
-    def view(b: Rollouts) -> Rollouts:
-        log_s = torch.where(b.mask, b.logp - b.logp_old, 0).sum(
+    def view(batch: Rollouts) -> Rollouts:
+        log_s = torch.where(batch.mask, batch.logp - batch.logp_old, 0).sum(
             1, keepdim=True
-        ) / b.mask.sum(1, keepdim=True)
-        return replace(b, logp=torch.where(log_s > most, b.logp_old + most, b.logp))
+        ) / batch.mask.sum(1, keepdim=True)
+        return replace(
+            batch, logp=torch.where(log_s > most, batch.logp_old + most, batch.logp)
+        )
 
     return view
 
 
-def _far(b: Rollouts) -> Rollouts:
+def _far(batch: Rollouts) -> Rollouts:
     """k3's gradient is 0 where it is clamped: as if the reference were the policy
     there.
     """
-    assert b.logp_ref is not None
-    d = b.logp_ref - b.logp
+    assert batch.logp_ref is not None
+    d = batch.logp_ref - batch.logp
     return replace(
-        b, logp_ref=torch.where(d.exp() - d - 1 > 10, b.logp.detach(), b.logp_ref)
+        batch,
+        logp_ref=torch.where(d.exp() - d - 1 > 10, batch.logp.detach(), batch.logp_ref),
     )
 
 
-def _masked_too(b: Rollouts) -> Tensor:
+def _masked_too(batch: Rollouts) -> Tensor:
     """What LUSPO's tokens in masked slots add; its other faults then scale it."""
-    r = exp(b.logp - b.logp_old)
-    A = per_response(b.adv, b.mask)[:, None]
-    return torch.where(b.mask, 0, minimum(r * A, r.clamp(0.8, 1.2) * A)).sum() / len(
-        b.mask
-    )
+    r = exp(batch.logp - batch.logp_old)
+    A = per_response(batch.adv, batch.mask)[:, None]
+    return torch.where(
+        batch.mask, 0, minimum(r * A, r.clamp(0.8, 1.2) * A)
+    ).sum() / len(batch.mask)
 
 
-def _micro_tokens(b: Rollouts) -> Tensor:
+def _micro_tokens(batch: Rollouts) -> Tensor:
     """All tokens over MICRO times those of the micro-batch a response is in."""
-    share = [b.mask.sum() / (MICRO * m.mask.sum()) for m in b.split(MICRO)]
+    share = [batch.mask.sum() / (MICRO * m.mask.sum()) for m in batch.split(MICRO)]
     return torch.cat(
-        [s.expand(len(m.mask), 1) for s, m in zip(share, b.split(MICRO), strict=True)]
-    ).to(b.logp)
+        [
+            s.expand(len(m.mask), 1)
+            for s, m in zip(share, batch.split(MICRO), strict=True)
+        ]
+    ).to(batch.logp)
 
 
 BETA = 0.04
@@ -81,9 +89,11 @@ def kl_term(
     or beside it.
     """
 
-    def term(b: Rollouts) -> Tensor:
-        assert b.logp_ref is not None
-        return -beta * aggregate(k(b.logp, b.logp_ref, b.logp_old), b.mask, agg)
+    def term(batch: Rollouts) -> Tensor:
+        assert batch.logp_ref is not None
+        return -beta * aggregate(
+            k(batch.logp, batch.logp_ref, batch.logp_old), batch.mask, agg
+        )
 
     return fault(words, "term", hp=NO_KL if instead else {}, term=term)
 
@@ -115,10 +125,10 @@ SLOTS = fault("masked slots have a gradient", "term", term=_masked_too)
 WIDTH = fault(
     "divided by the padded width",
     "aggregation",
-    scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1],
+    scale=lambda batch: batch.mask.sum(1, keepdim=True) / batch.mask.shape[1],
 )
 LENGTH = fault(
-    "divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512
+    "divided by max_completion_length = 512", "aggregation", scale=lambda batch: 1 / 512
 )
 F32 = fault(
     "1.05 held in float32", "rounding", hp={"tau_neg": torch.tensor(1.05).item()}

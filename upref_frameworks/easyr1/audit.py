@@ -122,12 +122,15 @@ def _plain(
     return value * mask.sum() / totals.tokens  # update_policy, of every micro-batch
 
 
-def _by_tokens(b: Rollouts) -> Tensor:
+def _by_tokens(batch: Rollouts) -> Tensor:
     """MICRO times the tokens of the micro-batch a response is in, over all."""
-    parts = b.split(MICRO)
+    parts = batch.split(MICRO)
     return torch.cat(
-        [(MICRO * m.mask.sum() / b.mask.sum()).expand(len(m.mask), 1) for m in parts]
-    ).to(b.logp)
+        [
+            (MICRO * m.mask.sum() / batch.mask.sum()).expand(len(m.mask), 1)
+            for m in parts
+        ]
+    ).to(batch.logp)
 
 
 DAPO_S = replace(get("dapo"), level="sequence_mean")

@@ -98,12 +98,14 @@ def _kl(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> LossFault:
     response's tokens over the width.
     """
 
-    def term(b: Rollouts) -> Tensor:
-        assert b.logp_ref is not None
-        m = b.mask.to(b.logp)
+    def term(batch: Rollouts) -> Tensor:
+        assert batch.logp_ref is not None
+        m = batch.mask.to(batch.logp)
         return (
             -0.04
-            * (k3(b.logp, b.logp_ref) * weight(m, m.mean(1, keepdim=True))).sum()
+            * (
+                k3(batch.logp, batch.logp_ref) * weight(m, m.mean(1, keepdim=True))
+            ).sum()
             / len(m)
         )
 

@@ -197,7 +197,7 @@ def _experience(kind: Any, rows: Sequence[Row]) -> Any:
     token shorter, shifted.
     """
     width = max(len(r.ids) for r in rows)
-    b = Padded.of(rows)
+    batch = Padded.of(rows)
 
     def place(x: torch.Tensor | None) -> torch.Tensor | None:
         if x is None:
@@ -216,10 +216,10 @@ def _experience(kind: Any, rows: Sequence[Row]) -> Any:
     return kind(
         sequences=pad(lambda r: r.ids),
         attention_mask=pad(lambda r: [1] * len(r.ids)),
-        action_mask=place(b.mask),
-        action_log_probs=place(b.old),
-        base_action_log_probs=place(b.ref),
-        advantages=place(b.adv),
+        action_mask=place(batch.mask),
+        action_log_probs=place(batch.old),
+        base_action_log_probs=place(batch.ref),
+        advantages=place(batch.adv),
         total_length=torch.tensor([len(r.ids) for r in rows]),
     )
 

@@ -109,10 +109,10 @@ def _plain(
 
 
 def _squared(tau: float) -> LossFault:
-    def term(b: Rollouts) -> Tensor:
+    def term(batch: Rollouts) -> Tensor:
         # by the promised aggregation: the fault before it changes the term's, too
-        log_r = b.logp - b.logp_old
-        return -tau * aggregate(log_r**2, b.mask, "seq-mean-token-sum")
+        log_r = batch.logp - batch.logp_old
+        return -tau * aggregate(log_r**2, batch.mask, "seq-mean-token-sum")
 
     return fault(
         f"a penalty of {tau:g} (log r)² is added, of tokens out of the region too",

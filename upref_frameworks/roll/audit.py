@@ -188,7 +188,7 @@ DUAL = fault(
     "c = 1.4 (r = 1.4 itself, where torch.max halves, is left out)",
     "hyperparameter",
     hp={"c": 1.4},
-    skip=lambda b: (b.logp - b.logp_old - math.log(1.4)).abs() < 1e-12,
+    skip=lambda batch: (batch.logp - batch.logp_old - math.log(1.4)).abs() < 1e-12,
 )
 NARROW = fault(
     "bounds in YAML are not read: weights in [0.9, 1.1], from both sides",
@@ -204,7 +204,7 @@ TOKEN_TOPR = fault(
 NOTHING = fault(
     "no gradient: rl_loss_coef is 0, and nothing reads the two coefficients of the user guide",
     "term",
-    scale=lambda b: 0.0,
+    scale=lambda batch: 0.0,
 )
 UNIFIED = fault(
     "one pair of bounds for the mask and the weight: in [0.9, 1.1] on the side that PPO leaves free, too",

@@ -154,8 +154,8 @@ def _share(
     ]
 
 
-def _near(b: Rollouts) -> Tensor:
-    return (binary_kl(b.logp, b.logp_old) - 0.05).abs() < 1e-5
+def _near(batch: Rollouts) -> Tensor:
+    return (binary_kl(batch.logp, batch.logp_old) - 0.05).abs() < 1e-5
 
 
 NO_KL = {"use_kl_loss": False}

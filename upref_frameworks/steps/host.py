@@ -79,12 +79,12 @@ def quiet(trainer: str, package: str, **environment: str) -> Iterator[None]:
 OURS = ("upref", "upref_frameworks")
 
 
-def _raised_by(e: Exception, package: str) -> bool:
+def _raised_by(error: Exception, package: str) -> bool:
     """Whether the code of that package, not ours, is the last one on the way to the
     error; what it calls is its own.
     """
     last = ""
-    for frame, _ in traceback.walk_tb(e.__traceback__):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         name = frame.f_globals.get("__name__", "").partition(".")[0]
         last = name if name in (*OURS, package) else last
     return last == package
@@ -155,7 +155,7 @@ def _rank(
     step: Any,
     model: Any,
     rows: list[Row],
-    T: float,
+    temperature: float,
     fields: dict[str, Any],
 ) -> None:
     torch.set_num_threads(1)
@@ -168,7 +168,7 @@ def _rank(
         world_size=n,
         timeout=timedelta(minutes=2),
     )
-    step(model, rows[i + 1 :: n], T, **fields)
+    step(model, rows[i + 1 :: n], temperature, **fields)
     dist.destroy_process_group()
 
 

@@ -132,8 +132,8 @@ def verl() -> Iterator[Setting]:
     packed = dict(use_remove_padding=True)
     fused = dict(use_fused_kernels=True)
     torch_fused = fused | dict(fused_kernel_options=dict(impl_backend="torch"))
-    for agg, o in {"seq-mean-token-mean": "grpo", "seq-mean-token-sum": "dr_grpo"}.items():
-        yield s(f"loss_agg_mode={agg}", actor=dict(loss_agg_mode=agg), objective=o, hp={})
+    for agg, objective in {"seq-mean-token-mean": "grpo", "seq-mean-token-sum": "dr_grpo"}.items():
+        yield s(f"loss_agg_mode={agg}", actor=dict(loss_agg_mode=agg), objective=objective, hp={})
     yield s("loss_agg_mode=seq-mean-token-sum-norm, loss_scale_factor=16", objective="dr_grpo", hp={},
             actor=dict(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=16), goal=dict(scale=1 / 16))
     yield s("clip_ratio_high=0.28", actor=dict(clip_ratio_high=0.28), hp={})

@@ -82,7 +82,9 @@ def chosen(trainer: str, only: str = "") -> list[Setting]:
 
 
 def run(
-    trainer: str, only: str = "", say: Callable[[StepOutcome], Any] = lambda o: None
+    trainer: str,
+    only: str = "",
+    say: Callable[[StepOutcome], Any] = lambda objective: None,
 ) -> list[StepOutcome]:
     """Run all settings of a trainer, or those whose name or family holds `only`.
 
@@ -166,13 +168,14 @@ def command(args: Any) -> int:
         outcomes = run(
             args.trainer,
             args.only,
-            lambda o: None if args.json else print(o, flush=True),
+            lambda objective: None if args.json else print(objective, flush=True),
         )
     finally:
         torch.set_num_threads(threads)
     if args.json:
         records = [
-            {k: v for k, v in asdict(o).items() if k != "seconds"} for o in outcomes
+            {k: v for k, v in asdict(objective).items() if k != "seconds"}
+            for objective in outcomes
         ]
         print(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
     else:
@@ -180,12 +183,14 @@ def command(args: Any) -> int:
     if args.against:
         changes = changed_ends(before, outcomes)
         print(*changes, sep="\n", file=sys.stderr)
-        if any(o.broken for o in outcomes):
+        if any(objective.broken for objective in outcomes):
             return 2
         return 1 if changes else 0
-    if any(o.differs for o in outcomes):
+    if any(objective.differs for objective in outcomes):
         return 1
-    if any(o.agrees for o in outcomes) and not any(o.broken for o in outcomes):
+    if any(objective.agrees for objective in outcomes) and not any(
+        objective.broken for objective in outcomes
+    ):
         return 0
     return 2
 
@@ -239,7 +244,7 @@ def _end(error: float | None, cause: str) -> str:
 def _summary(outcomes: list[StepOutcome]) -> str:
     def count(which: str) -> int:
         """Return in how many outcomes this is true."""
-        return sum(getattr(o, which) for o in outcomes)
+        return sum(getattr(objective, which) for objective in outcomes)
 
     words = [
         f"{count('agrees')} of {len(outcomes)} settings agree",
@@ -250,4 +255,6 @@ def _summary(outcomes: list[StepOutcome]) -> str:
         words[-1] += f" ({failed} because the trainer raised an error)"
     if broken := count("broken"):
         words.append(f"{broken} could not be judged, because upref itself failed")
-    return f"{', '.join(words)} ({sum(o.seconds for o in outcomes):.0f} s)"
+    return (
+        f"{', '.join(words)} ({sum(objective.seconds for objective in outcomes):.0f} s)"
+    )

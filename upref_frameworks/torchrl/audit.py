@@ -95,9 +95,13 @@ def _clipped(low: float, high: float) -> LossFault:
     return fault(said, "stop-gradient", objective=form)
 
 
-def _padded_kl(b: Rollouts) -> Tensor:
-    assert b.logp_ref is not None
-    return -BETA * torch.where(b.mask, k3(b.logp, b.logp_ref), 0).sum() / b.mask.numel()
+def _padded_kl(batch: Rollouts) -> Tensor:
+    assert batch.logp_ref is not None
+    return (
+        -BETA
+        * torch.where(batch.mask, k3(batch.logp, batch.logp_ref), 0).sum()
+        / batch.mask.numel()
+    )
 
 
 KL = fault(
@@ -143,13 +147,13 @@ def _advantages(R: Tensor, group: Tensor) -> Tensor:
     n = int((group == group[0]).sum())
     transform = _llm().MCAdvantage(grpo_size=n)
     A: list[float] = []
-    for r, g in zip(R.tolist(), group.tolist(), strict=True):
+    for r, gradient in zip(R.tolist(), group.tolist(), strict=True):
         step = {
             "reward": torch.tensor([[[r]]], dtype=R.dtype),
             "done": torch.ones(1, 1, dtype=torch.bool),
         }
         out = transform._inv_call(td.TensorDict(  # noqa: SLF001
-            {"query": torch.tensor([g]), "next": td.TensorDict(step, [1])}, [1]))  # fmt: skip
+            {"query": torch.tensor([gradient]), "next": td.TensorDict(step, [1])}, [1]))  # fmt: skip
         A += [] if out is None else out.get("advantage").reshape(-1).tolist()
     return torch.tensor(A, dtype=R.dtype)
 
@@ -160,7 +164,11 @@ def _floored(R: Tensor, group: Tensor) -> Tensor:
         return x.std().clamp_min(1e-6)
 
     return torch.cat(
-        [(x - x.mean()) / std(x) for g in group.unique() for x in [R[group == g]]]
+        [
+            (x - x.mean()) / std(x)
+            for gradient in group.unique()
+            for x in [R[group == gradient]]
+        ]
     )
 
 

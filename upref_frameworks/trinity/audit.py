@@ -86,14 +86,15 @@ def _plain(
     )[0]
 
 
-def _token_sums(b: Rollouts) -> Tensor:
+def _token_sums(batch: Rollouts) -> Tensor:
     """The token means of the micro-batches, added up: N over the tokens of the
     micro-batch a response is in.
     """
     share = [
-        (b.mask.sum() / m.mask.sum()).expand(len(m.mask), 1) for m in b.split(MICRO)
+        (batch.mask.sum() / m.mask.sum()).expand(len(m.mask), 1)
+        for m in batch.split(MICRO)
     ]
-    return torch.cat(share).to(b.logp)
+    return torch.cat(share).to(batch.logp)
 
 
 GATE = replace(
@@ -130,14 +131,14 @@ SOFT = fault(
     objective=GATE,
     hp={"tau_pos": 1.0, "tau_neg": 1.05},
 )
-HALF = fault("divided by 1 + tau = 2", "aggregation", scale=lambda b: 0.5)
+HALF = fault("divided by 1 + tau = 2", "aggregation", scale=lambda batch: 0.5)
 TOKENS = fault(
     "the token means of the micro-batches, added up", "batches", scale=_token_sums
 )
 MEANS = fault(
     "the means over the micro-batches' responses, added up",
     "batches",
-    scale=lambda b: float(MICRO),
+    scale=lambda batch: float(MICRO),
 )
 SEQ = {"loss_agg_mode": "seq-mean-token-mean"}
 SUM = {"loss_agg_mode": "seq-mean-token-sum"}
@@ -210,14 +211,14 @@ def _group(name: str) -> Callable[..., Tensor]:
     def advantages(R: Tensor, group: Tensor) -> Tensor:
         fn = _module("advantage_fn").ADVANTAGE_FN.get(name)()
         A = torch.zeros_like(R)
-        for g in group.unique().tolist():
-            rows = (group == g).nonzero()[:, 0].tolist()
+        for gradient in group.unique().tolist():
+            rows = (group == gradient).nonzero()[:, 0].tolist()
             exps = [
                 SimpleNamespace(reward=R[i].item(), action_mask=torch.ones(1))
                 for i in rows
             ]
             for i, e in zip(
-                rows, fn.calculate_group_advantage(str(g), exps)[0], strict=True
+                rows, fn.calculate_group_advantage(str(gradient), exps)[0], strict=True
             ):
                 A[i] = e.advantages[0]
         return A
@@ -242,11 +243,11 @@ def _alone(promise: str, **hp: float) -> Callable[..., Tensor]:
     """As the estimator, but a response without a peer keeps its reward, over 1 + eps."""
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
-        A, (_, g, size) = (
+        A, (_, gradient, size) = (
             advantage(promise)(R, group, **hp),
             group.unique(return_inverse=True, return_counts=True),
         )
-        return torch.where(size[g] == 1, R / (1 + hp.get("eps", 0)), A)
+        return torch.where(size[gradient] == 1, R / (1 + hp.get("eps", 0)), A)
 
     return advantages
 

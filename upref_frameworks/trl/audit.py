@@ -286,7 +286,7 @@ REMARKS = (
 TRL = Framework(
     "trl",
     version=lambda: trl().__version__,
-    loss=lambda c, b, padding: trl_loss(c.mode, b, padding=padding, **c.config),
+    loss=lambda c, batch, padding: trl_loss(c.mode, batch, padding=padding, **c.config),
     modes=_modes,
     comparisons=COMPARISONS,
     parts=_parts,

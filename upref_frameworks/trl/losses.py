@@ -200,20 +200,23 @@ class _StandIn(torch.nn.Module):
 
 
 def trl_loss(
-    name: str | type, b: Rollouts | Bare, padding: float | None = 0.0, **settings: Any
+    name: str | type,
+    batch: Rollouts | Bare,
+    padding: float | None = 0.0,
+    **settings: Any,
 ) -> Tensor:
     """The scalar that TRL's training_step hands to backward for this micro-batch on one
-    rank; gradients flow to b.logp.
+    rank; gradients flow to batch.logp.
 
     name: see trainer_of. settings: fields of its config. Masked slots hold `padding`,
     or with None what the batch has. One generation batch is one optimizer step, as by
-    TRL's default. b.totals counts it; it is cut into micro-batches of equal size, whose
+    TRL's default. batch.totals counts it; it is cut into micro-batches of equal size, whose
     number is gradient_accumulation_steps.
     """
     cls, fields = trainer_of(name)
     trainer = _trainer(cls, tuple(sorted((fields | settings).items())))
-    totals = b.totals or Totals.of(b.mask)
-    rows = len(b.mask)
+    totals = batch.totals or Totals.of(batch.mask)
+    rows = len(batch.mask)
     steps = int(totals.sequences) // rows
     if steps * rows != int(totals.sequences):
         raise InputError(
@@ -225,33 +228,37 @@ def trl_loss(
 
     def padded(x: Tensor) -> Tensor:
         """Return x with masked slots set to the padding, if one is given."""
-        return x if padding is None else torch.where(b.mask, x, padding)
+        return x if padding is None else torch.where(batch.mask, x, padding)
 
-    old = padded(b.logp_old)
-    adv = padded(b.adv.expand_as(b.mask) if b.adv.ndim == 2 else b.adv[:, None])
+    old = padded(batch.logp_old)
+    adv = padded(
+        batch.adv.expand_as(batch.mask) if batch.adv.ndim == 2 else batch.adv[:, None]
+    )
     prompt = torch.zeros(rows, 1, dtype=torch.int64)
-    tokens = b.mask.long()
+    tokens = batch.mask.long()
     inputs = {
         "prompt_ids": prompt,
         "prompt_mask": prompt + 1,
         "completion_ids": 0 * tokens,
         "completion_mask": tokens,
-        "advantages": adv if token_advantages(cls) else per_response(adv, b.mask),
+        "advantages": adv if token_advantages(cls) else per_response(adv, batch.mask),
         "old_per_token_logps": old,
-        "ref_per_token_logps": padded(old if b.logp_ref is None else b.logp_ref),
+        "ref_per_token_logps": padded(
+            old if batch.logp_ref is None else batch.logp_ref
+        ),
         "num_items_in_batch": torch.tensor(int(totals.tokens)),
     }
     if is_rloo(cls):
         # as _generate_and_score_completions does
         inputs["old_logps"] = (old * tokens).sum(1)
-    entropy = torch.ones_like(old) if b.entropy is None else padded(b.entropy)
+    entropy = torch.ones_like(old) if batch.entropy is None else padded(batch.entropy)
     kept: list[Tensor] = []
     accelerator = trainer.accelerator
     accelerator.backward = lambda loss, **_: kept.append(
         loss / accelerator.gradient_accumulation_steps
     )
     try:
-        trainer.training_step(_StandIn(padded(b.logp), entropy), inputs, None)
+        trainer.training_step(_StandIn(padded(batch.logp), entropy), inputs, None)
     finally:
         del accelerator.backward
         trainer._metrics["train"].clear()
@@ -296,7 +303,7 @@ def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Los
 def of(
     name: str,
     mode: str | type,
-    o: Objective,
+    objective: Objective,
     hp: dict[str, Any],
     fields: dict[str, Any] | None = None,
     matched: bool = True,
@@ -307,10 +314,10 @@ def of(
 
     def settings(hp: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of the trainer's config at these hyperparameters."""
-        return (settings_for(mode, o, hp) if matched else {}) | (fields or {})
+        return (settings_for(mode, objective, hp) if matched else {}) | (fields or {})
 
     def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
-        b = Bare(
+        batch = Bare(
             **{
                 k: full[k]
                 for k in (
@@ -324,7 +331,7 @@ def of(
                 )
             }
         )
-        return trl_loss(mode, b, padding=None, **settings(hp | moved))
+        return trl_loss(mode, batch, padding=None, **settings(hp | moved))
 
     assumptions = (
         f"TRL's contract: {describe_fields(settings(hp))}; an optimizer step is one generation batch, cut into equal "
@@ -342,7 +349,7 @@ def of(
     return Loss(
         name,
         call,
-        o,
+        objective,
         reads,
         framework="trl",
         read_as="TRL's trainer",
@@ -350,5 +357,5 @@ def of(
         adv_shape=shape,
         fields=settings(hp),
         defaults=defaults,
-        shipped=of(name, mode, o, hp, None, False) if matched else None,
+        shipped=of(name, mode, objective, hp, None, False) if matched else None,
     )

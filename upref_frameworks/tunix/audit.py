@@ -186,9 +186,9 @@ def _plain(
 
 
 # ---- compared with -------------------------------------------------------------------
-def _clamped(b: Rollouts) -> Rollouts:
-    d = b.logp - b.logp_old
-    return replace(b, logp=b.logp + sg(d.clamp(-20, 20) - d))
+def _clamped(batch: Rollouts) -> Rollouts:
+    d = batch.logp - batch.logp_old
+    return replace(batch, logp=batch.logp + sg(d.clamp(-20, 20) - d))
 
 
 def _grpo_clamped(
@@ -207,7 +207,9 @@ BEFORE = fault(
     "log r of each token clamped to ±20 before the mean", "clip", view=_clamped
 )
 WIDTH = fault(
-    "divided by the padded width", "aggregation", scale=lambda b: 1 / b.mask.shape[1]
+    "divided by the padded width",
+    "aggregation",
+    scale=lambda batch: 1 / batch.mask.shape[1],
 )
 SAME = with_hp(eps_high=3e-4)
 COMPARISONS = (

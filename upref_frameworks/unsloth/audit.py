@@ -114,7 +114,9 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 GSPO = SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 HIGHER = {"epsilon_high": 0.28}
 LENGTH = fault(
-    "divided by max_completion_length = 8192", "aggregation", scale=lambda b: 1 / 8192
+    "divided by max_completion_length = 8192",
+    "aggregation",
+    scale=lambda batch: 1 / 8192,
 )
 LONG = SEQUENCE | {"epsilon_low": 2e-3, "epsilon_high": 2.5e-3}
 WEIGHTED = kl_term(

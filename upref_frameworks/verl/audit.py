@@ -31,14 +31,14 @@ from upref_frameworks.audits.shared import (
 from upref_frameworks.verl.losses import NO_DUAL_CLIP, verl, verl_loss
 
 
-def _micro_means(b: Rollouts) -> Tensor:
+def _micro_means(batch: Rollouts) -> Tensor:
     """B over the size of the micro-batch a response is in."""
     return torch.cat(
         [
-            torch.full((len(m.mask), 1), len(b.mask) / len(m.mask))
-            for m in b.split(MICRO)
+            torch.full((len(m.mask), 1), len(batch.mask) / len(m.mask))
+            for m in batch.split(MICRO)
         ]
-    ).to(b.logp)
+    ).to(batch.logp)
 
 
 E20 = math.exp(20)
@@ -55,9 +55,9 @@ def _dppo(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]:
         f"delta = {delta:g}, ratio cut at {trunc:.4g} outside the derivative ({name})"
     )
 
-    def near(b: Rollouts) -> Tensor:
+    def near(batch: Rollouts) -> Tensor:
         """Return the tokens that rounding may move across the bound."""
-        return (binary_kl(b.logp, b.logp_old) - delta).abs() < 1e-5
+        return (binary_kl(batch.logp, batch.logp_old) - delta).abs() < 1e-5
 
     moved = (
         "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)"
@@ -73,14 +73,14 @@ def _clip(low: float, high: float, c: float | None = None) -> dict[str, float]:
     )
 
 
-def _tied(b: Rollouts) -> Tensor:
+def _tied(batch: Rollouts) -> Tensor:
     """The tokens whose covariance equals the last that is penalized, where there are
     several.
     """
-    cov = covariance(b.logp, b.adv, b.mask)
-    score = cov.masked_fill(~b.mask, -math.inf)
-    at_the_cut = b.mask & (
-        score == cut(score, torch.tensor(2e-4), b.mask, descending=True)
+    cov = covariance(batch.logp, batch.adv, batch.mask)
+    score = cov.masked_fill(~batch.mask, -math.inf)
+    at_the_cut = batch.mask & (
+        score == cut(score, torch.tensor(2e-4), batch.mask, descending=True)
     )
     return at_the_cut & (at_the_cut.sum() > 1)
 
@@ -194,9 +194,11 @@ OUT_OF_SCOPE = {
 }
 
 
-def _loss(c: Comparison, b: Rollouts, padding: float | None) -> Tensor:
-    actor = dict(c.config)
-    return verl_loss(c.mode, b, actor.pop("loss_agg_mode"), padding=padding, **actor)
+def _loss(comparison: Comparison, batch: Rollouts, padding: float | None) -> Tensor:
+    actor = dict(comparison.config)
+    return verl_loss(
+        comparison.mode, batch, actor.pop("loss_agg_mode"), padding=padding, **actor
+    )
 
 
 def _remarks() -> tuple[str, ...]:
@@ -309,8 +311,8 @@ def _best_alone(std: bool) -> Callable[..., Tensor]:
         (Pass@k, k the size of the group).
         """
         A = torch.zeros_like(R)
-        for g in group.unique():
-            i = (group == g).nonzero().flatten()
+        for gradient in group.unique():
+            i = (group == gradient).nonzero().flatten()
             for j in i:
                 A[j] = R[i].max() - R[i[i != j]].max()
             A[i] = A[i] / (R[i].std(correction=1) + 1e-6) if std else A[i]

@@ -93,18 +93,18 @@ def policy_loss_config(**fields: Any) -> Any:
 
 def verl_loss(
     loss_mode: str | Callable[..., Any],
-    b: Rollouts | Bare,
+    batch: Rollouts | Bare,
     agg: str = "token-mean",
     padding: float | None = 0.0,
     ranks: int = 1,
     **actor_config: Any,
 ) -> Tensor:
     """The scalar that verl would call backward() on for this (micro-)batch on one rank;
-    gradients flow into b.logp.
+    gradients flow into batch.logp.
 
     loss_mode: a registered name, or a function of that signature. actor_config: fields
     of verl's ActorConfig and of its PolicyLossConfig. Masked slots hold `padding`, or
-    with None what the batch has there. The counts of the mini-batch are b.totals;
+    with None what the batch has there. The counts of the mini-batch are batch.totals;
     ranks: how many average their gradients.
     """
     try:
@@ -133,7 +133,7 @@ def verl_loss(
         raise InputError(
             f"verl refuses loss_mode={loss_mode}, loss_agg_mode={agg}, {actor_config}: {e}"
         ) from e
-    totals = b.totals or Totals.of(b.mask)
+    totals = batch.totals or Totals.of(batch.mask)
     config.global_batch_info.update(  # what verl's ppo_loss fills in
         dp_size=ranks,
         batch_num_tokens=int(totals.tokens),
@@ -143,13 +143,13 @@ def verl_loss(
 
     def padded(x: Tensor) -> Tensor:
         """Return x with masked slots set to the padding, if one is given."""
-        return x if padding is None else torch.where(b.mask, x, padding)
+        return x if padding is None else torch.where(batch.mask, x, padding)
 
     loss, _ = f(
-        old_log_prob=padded(b.logp_old),
-        log_prob=padded(b.logp),
-        advantages=padded(b.adv),
-        response_mask=b.mask,
+        old_log_prob=padded(batch.logp_old),
+        log_prob=padded(batch.logp),
+        advantages=padded(batch.adv),
+        response_mask=batch.mask,
         loss_agg_mode=agg,
         config=config,
         rollout_is_weights=None,
@@ -213,7 +213,7 @@ def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Los
 def of(
     name: str,
     mode: str | Callable[..., Any],
-    o: Objective,
+    objective: Objective,
     hp: dict[str, Any],
     fields: dict[str, Any] | None = None,
     matched: bool = True,
@@ -224,21 +224,23 @@ def of(
     A function of somebody's own is called as verl calls its losses, which the report
     says.
     """
-    every = ({"loss_agg_mode": verl_name(o.level, o.agg)} if matched else {}) | (
-        fields or {}
-    )
+    every = (
+        {"loss_agg_mode": verl_name(objective.level, objective.agg)} if matched else {}
+    ) | (fields or {})
 
     def settings(hp: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of verl's actor at these hyperparameters."""
-        return (settings_for(o, hp) if matched else {}) | every
+        return (settings_for(objective, hp) if matched else {}) | every
 
     def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
-        b = Bare(**{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv")})
+        batch = Bare(
+            **{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv")}
+        )
         use = {"loss_agg_mode": shipped()["loss_agg_mode"]} | settings(hp | moved)
         try:
             return verl_loss(
                 mode,
-                b,
+                batch,
                 use.pop("loss_agg_mode"),
                 padding=None,
                 ranks=full["ranks"],
@@ -257,13 +259,13 @@ def of(
         "that the losses of its micro-batches add up; masked slots hold finite numbers",
     )
     if matched and isinstance(mode, str):
-        plain = of(name, mode, o, hp, None, matched=False)
+        plain = of(name, mode, objective, hp, None, matched=False)
     else:
         plain = None
     loss = Loss(
         name,
         call,
-        o,
+        objective,
         frozenset({*MAIN, "totals"}),
         framework="verl",
         read_as="verl's signature",

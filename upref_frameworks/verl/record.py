@@ -191,23 +191,23 @@ def configured(meta: Mapping[str, str]) -> tuple[Objective, dict[str, Any]]:
         raise InputError(
             f"{WATCHED}=own is for a loss of upref's, and loss_mode is {mode}: name the objective instead."
         )
-    o = LOSSES[mode]
-    if o.batch_coupled:
+    objective = LOSSES[mode]
+    if objective.batch_coupled:
         raise InputError(
-            f"{o.name} acts on each micro-batch by itself, so a whole step does not show its loss."
+            f"{objective.name} acts on each micro-batch by itself, so a whole step does not show its loss."
         )
-    if o.agg == "group-token-mean":  # the plug-in has no prompts
-        o = o.aggregated("token-mean")
-    o, hp = replace(o, kl=""), json.loads(meta[OURS])
+    if objective.agg == "group-token-mean":  # the plug-in has no prompts
+        objective = objective.aggregated("token-mean")
+    objective, hp = replace(objective, kl=""), json.loads(meta[OURS])
     coefficient = float(meta["kl_loss_coef"]) if meta["use_kl_loss"] == "True" else 0.0
     if coefficient:
         kind, agg = meta["kl_loss_type"], meta["loss_agg_mode"]
-        if kind not in K3 or agg != verl_name(o.level, o.agg):
+        if kind not in K3 or agg != verl_name(objective.level, objective.agg):
             raise InputError(
                 f"the KL term {kind} under {agg} is not one that is computed here."
             )
-        o, hp = replace(o, kl="k3"), hp | {"beta": coefficient}
-    return o, hp
+        objective, hp = replace(objective, kl="k3"), hp | {"beta": coefficient}
+    return objective, hp
 
 
 def by_environment() -> Recording | None:

@@ -332,9 +332,9 @@ def _batch(
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
 
-    b = Padded.of(rows)
+    batch = Padded.of(rows)
     P = max(len(r.prompt) for r in rows)
-    width = b.mask.shape[1]
+    width = batch.mask.shape[1]
     prompts = torch.tensor([[0] * (P - len(r.prompt)) + r.prompt for r in rows])
     responses = torch.tensor(
         [r.response + [0] * (width - len(r.response)) for r in rows]
@@ -342,19 +342,19 @@ def _batch(
     before = torch.tensor(
         [[0] * (P - len(r.prompt)) + [1] * len(r.prompt) for r in rows]
     )
-    attention = torch.cat([before, b.here.long()], 1)
+    attention = torch.cat([before, batch.here.long()], 1)
     tensors = {
         "prompts": prompts,
         "responses": responses,
         "input_ids": torch.cat([prompts, responses], 1),
         "attention_mask": attention,
         "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-        "response_mask": b.mask.long(),
-        "advantages": b.adv.float(),
+        "response_mask": batch.mask.long(),
+        "advantages": batch.adv.float(),
     }
     tensors |= {
         k: v.float()
-        for k, v in {"old_log_probs": b.old, "ref_log_prob": b.ref}.items()
+        for k, v in {"old_log_probs": batch.old, "ref_log_prob": batch.ref}.items()
         if v is not None
     }
     n = len(rows) // mini_batches * torch.distributed.get_world_size()

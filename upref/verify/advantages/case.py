@@ -69,22 +69,22 @@ class AdvantageCase:
             return replace(b, R=tuple(Fraction(x > Fraction(1, 2)) for x in b.R))
         return b
 
-    def expected(self, b: RewardBatch) -> list[float]:
+    def expected(self, batch: RewardBatch) -> list[float]:
         """Return the advantages of the estimator, computed in exact fractions.
 
         Args:
-            b: the rewards and their groups.
+            batch: the rewards and their groups.
 
         Returns:
             One advantage per response.
         """
-        return advantage(self.name, b, self.divided)
+        return advantage(self.name, batch, self.divided)
 
-    def differs(self, b: RewardBatch) -> int | None:
+    def differs(self, batch: RewardBatch) -> int | None:
         """The row that differs most, if one does beyond the tolerance.
 
         Args:
-            b: the rewards and their groups.
+            batch: the rewards and their groups.
 
         Returns:
             The index of the row; None where all agree.
@@ -92,8 +92,8 @@ class AdvantageCase:
         Raises:
             InputError: the function refuses this batch.
         """
-        want = self.expected(b)
-        got = self.f(b)
+        want = self.expected(batch)
+        got = self.f(batch)
         least = 1e-3 * (max(map(abs, want)) or 1.0)
         off = [
             abs(x - y) / max(abs(x), abs(y), least) if math.isfinite(y) else math.inf
@@ -102,20 +102,20 @@ class AdvantageCase:
         i = max(range(len(off)), key=off.__getitem__)
         return i if off[i] > self.f.tol else None
 
-    def fails(self, b: RewardBatch) -> bool:
+    def fails(self, batch: RewardBatch) -> bool:
         """Tell whether some advantage differs. A batch that the function refuses is no
         failure.
 
         Args:
-            b: the rewards and their groups.
+            batch: the rewards and their groups.
         """
         try:
-            return self.differs(b) is not None
+            return self.differs(batch) is not None
         except InputError:
             return False
 
     def compare(
-        self, oracle: str, regime: str, b: RewardBatch, why: str | Cause = ""
+        self, oracle: str, regime: str, batch: RewardBatch, why: str | Cause = ""
     ) -> Iterator[Finding]:
         """Yield a failure if the function differs on a batch, with a smaller batch that
         shows it.
@@ -123,22 +123,26 @@ class AdvantageCase:
         Args:
             oracle: the name of the oracle that asks.
             regime: what is special about the batch, in words.
-            b: the rewards and their groups.
+            batch: the rewards and their groups.
             why: the cause, where the oracle knows it; "" searches the known faults.
 
         Yields:
             One failure, or nothing.
         """
-        b = self.batch(b)
+        batch = self.batch(batch)
         try:
-            if self.differs(b) is None:
+            if self.differs(batch) is None:
                 return
         except InputError as e:
             yield fail(
-                oracle, regime, "one advantage per response", str(e), self.example(b)
+                oracle,
+                regime,
+                "one advantage per response",
+                str(e),
+                self.example(batch),
             )
             return
-        small = self._shrunk(b)
+        small = self._shrunk(batch)
         i = self.differs(small)
         if i is None:
             return  # it draws random numbers, which `determinism` reports
@@ -148,8 +152,8 @@ class AdvantageCase:
         text = f"{regime}: response {i}, one of {peers} to its prompt, of {len(small.R)} in the batch"
         also = [self.batch(EVEN), self.batch(UNEVEN)]
         # exact numbers of many rows are slow: few faults get beyond the small batch
-        first = [b] if len(b.R) <= 16 else [small]
-        rest = [b] if len(b.R) > 16 else []
+        first = [batch] if len(batch.R) <= 16 else [small]
+        rest = [batch] if len(batch.R) > 16 else []
         why = why or self._cause([*first, *also, *rest])
         yield fail(oracle, text, *number_pair("A", want, got), self.example(small), why)
 
@@ -182,18 +186,21 @@ class AdvantageCase:
                 likely = Cause(words, (fault.id,))
         return likely
 
-    def _shrunk(self, b: RewardBatch) -> RewardBatch:
+    def _shrunk(self, batch: RewardBatch) -> RewardBatch:
         """Rows dropped while it stays wrong, whole prompts where the function wants
         groups of n.
         """
 
         def still(rows: list[int]) -> bool:
-            x = b.take(rows)
-            alone = any(x.group.count(g) == 1 and b.group.count(g) > 1 for g in x.group)
+            x = batch.take(rows)
+            alone = any(
+                x.group.count(gradient) == 1 and batch.group.count(gradient) > 1
+                for gradient in x.group
+            )
             return not alone and self.fails(x)  # no new response without a peer
 
-        rows = list(range(len(b.R)))
-        drops = [b.rows_of(g) for g in dict.fromkeys(b.group)]
+        rows = list(range(len(batch.R)))
+        drops = [batch.rows_of(gradient) for gradient in dict.fromkeys(batch.group)]
         if not self.f.contiguous:
             drops += [
                 rows[i : i + k]
@@ -204,23 +211,26 @@ class AdvantageCase:
             less = [i for i in rows if i not in drop]
             if less and less != rows and still(less):
                 rows = less
-        return b.take(rows)
+        return batch.take(rows)
 
-    def example(self, b: RewardBatch) -> Example:
+    def example(self, batch: RewardBatch) -> Example:
         """The batch with the advantages of the estimator and those of the function.
 
         Args:
-            b: the rewards and their groups.
+            batch: the rewards and their groups.
 
         Returns:
             The example; its `found` is None where the function refuses the batch.
         """
         found = None
         with contextlib.suppress(InputError):  # what it refuses
-            found = [float(a) for a in self.f(b)]
-        inputs = {"rewards": [float(reward) for reward in b.R], "group": list(b.group)}
+            found = [float(a) for a in self.f(batch)]
+        inputs = {
+            "rewards": [float(reward) for reward in batch.R],
+            "group": list(batch.group),
+        }
         return Example(
-            inputs, expected=[float(a) for a in self.expected(b)], found=found
+            inputs, expected=[float(a) for a in self.expected(batch)], found=found
         )
 
 
@@ -229,9 +239,13 @@ def _not_finite(batches: Sequence[RewardBatch], found: Sequence[Floats]) -> Caus
     these are of exactly the responses whose prompt has one response, or equal rewards.
     """
     for b, numbers in zip(batches, found, strict=True):
-        equal = {g for g in b.group if len({b.R[i] for i in b.rows_of(g)}) == 1}
-        for g, a in zip(b.group, numbers, strict=True):
-            if (g in equal) == math.isfinite(a):
+        equal = {
+            gradient
+            for gradient in b.group
+            if len({b.R[i] for i in b.rows_of(gradient)}) == 1
+        }
+        for gradient, a in zip(b.group, numbers, strict=True):
+            if (gradient in equal) == math.isfinite(a):
                 return Cause()
     return measured.STD_OF_EQUAL_REWARDS.cause()
 
@@ -261,12 +275,14 @@ def _of_two_rewards(batches: Sequence[RewardBatch], found: Sequence[Floats]) -> 
     return measured.ADVANTAGES_OF_TWO_REWARDS.cause(each="; ".join(told))
 
 
-def choose_inputs(f: Function, name: str, hp: Mapping[str, Any]) -> AdvantageCase:
+def choose_inputs(
+    function: Function, name: str, hp: Mapping[str, Any]
+) -> AdvantageCase:
     """With the first kind of input on which it is right, in float64 or else in float32;
     else the first that runs.
 
     Args:
-        f: the function.
+        function: the function.
         name: of the estimator that it is compared with.
         hp: ddof and eps of that estimator.
 
@@ -280,9 +296,11 @@ def choose_inputs(f: Function, name: str, hp: Mapping[str, Any]) -> AdvantageCas
     errors: list[InputError] = []
     # float64, and whatever goes through float32 on the way
     for tol in (1e-9, SINGLE_TOL):
-        for kind in f.kinds:
+        for kind in function.kinds:
             unknown = Denominator(hp.get("ddof", 1), hp.get("eps", 0.0), least=math.inf)
-            case = AdvantageCase(replace(f, kind=kind, tol=tol), name, hp, unknown)
+            case = AdvantageCase(
+                replace(function, kind=kind, tol=tol), name, hp, unknown
+            )
             try:
                 even = case.batch(EVEN)
                 if case.f.outcome(even.R, even.group).single:

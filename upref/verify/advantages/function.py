@@ -88,8 +88,8 @@ class Function:
             )
         return out
 
-    def __call__(self, b: RewardBatch) -> list[float]:
-        return self.outcome(b.R, b.group).A
+    def __call__(self, batch: RewardBatch) -> list[float]:
+        return self.outcome(batch.R, batch.group).A
 
     def outcome(self, R: Sequence[Any], group: Sequence[int]) -> AdvantageOutcome:
         """Call the function once.
@@ -146,7 +146,9 @@ class Function:
             rewards = slices if self.kind == "list" else rewards.reshape(-1, n)
         ids: dict[str, Callable[[], Any]] = {
             "tensor": lambda: torch.tensor(list(group)),
-            "strings": lambda: np.array([f"prompt-{g}" for g in group], dtype=object),
+            "strings": lambda: np.array(
+                [f"prompt-{gradient}" for gradient in group], dtype=object
+            ),
             "array": lambda: np.array(list(group)),
             "list": lambda: list(group),
         }

@@ -126,11 +126,12 @@ def group_ids(case: AdvantageCase) -> Iterator[Finding]:
     refused: list[str] = []
     why = ""
     for said, ids in IDS.items():
-        b = replace(
-            exact.INTERLEAVED, group=tuple(ids[g] for g in exact.INTERLEAVED.group)
+        batch = replace(
+            exact.INTERLEAVED,
+            group=tuple(ids[gradient] for gradient in exact.INTERLEAVED.group),
         )
         try:
-            case.f(b)
+            case.f(batch)
         except (
             InputError,
             OutOfMemory,
@@ -139,7 +140,7 @@ def group_ids(case: AdvantageCase) -> Iterator[Finding]:
             why = why or str(e)
             continue
         other = "it depends on the values of the ids: renumber them 0, 1, 2, ... first"
-        yield from case.compare("group-ids", f"prompt ids {said}", b, other)
+        yield from case.compare("group-ids", f"prompt ids {said}", batch, other)
     if refused:
         yield note(
             "group-ids", f"it takes no prompt ids {' or '.join(refused)}", cause=why
@@ -152,25 +153,31 @@ def random(case: AdvantageCase) -> Iterator[Finding]:
     for n in range(200):
         N = int(rng.integers(2, 13))
         group = tuple(rng.integers(0, max(1, N // 2), N).tolist())
-        b = _with_peers(
+        batch = _with_peers(
             RewardBatch(
                 tuple(Fraction(int(k), 4) for k in rng.integers(-8, 9, N)), group
             )
         )
-        if b.R and (got := list(case.compare("random", f"random batch {n}", b))):
+        if batch.R and (
+            got := list(case.compare("random", f"random batch {n}", batch))
+        ):
             yield from got
             return
 
 
-def _with_peers(b: RewardBatch) -> RewardBatch:
+def _with_peers(batch: RewardBatch) -> RewardBatch:
     """Only groups whose rewards differ, numbered from 0: the others are the business of
     two other oracles.
     """
-    b = b.take(
-        [i for i, g in enumerate(b.group) if len({b.R[j] for j in b.rows_of(g)}) > 1]
+    batch = batch.take(
+        [
+            i
+            for i, gradient in enumerate(batch.group)
+            if len({batch.R[j] for j in batch.rows_of(gradient)}) > 1
+        ]
     )
-    again = {g: i for i, g in enumerate(dict.fromkeys(b.group))}
-    return replace(b, group=tuple(again[g] for g in b.group))
+    again = {gradient: i for i, gradient in enumerate(dict.fromkeys(batch.group))}
+    return replace(batch, group=tuple(again[gradient] for gradient in batch.group))
 
 
 @oracle("singletons", not_run=either(no_ids, no_groups))
@@ -253,23 +260,23 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
     """NaN may be refused, poison its own prompt, or be left out, alone or with its
     prompt, but not become a number.
     """
-    b = case.batch(EVEN)
+    batch = case.batch(EVEN)
     f = case.f
-    now = f(b)
-    rows = range(1, len(b.R))
+    now = f(batch)
+    rows = range(1, len(batch.R))
     whole = case.name in ("whiten", "group_mean_whiten")
-    own = [i for i in rows if whole or b.group[i] == b.group[0]]
-    peers = b.rows_of(b.group[0])[1:]
-    rest = [i for i in rows if b.group[i] != b.group[0]]
+    own = [i for i in rows if whole or batch.group[i] == batch.group[0]]
+    peers = batch.rows_of(batch.group[0])[1:]
+    rest = [i for i in rows if batch.group[i] != batch.group[0]]
     for bad in (math.nan, None) if f.kind == "list" else (math.nan,):
         try:
-            A = f.outcome([bad, *b.R[1:]], b.group).A
+            A = f.outcome([bad, *batch.R[1:]], batch.group).A
         except InputError:
             continue
-        alone = near(A[1:], case.expected(b.take(rows)), 1e-3)
+        alone = near(A[1:], case.expected(batch.take(rows)), 1e-3)
         dropped = all(not A[i] or math.isnan(A[i]) for i in peers)
         dropped = dropped and near(
-            [A[i] for i in rest], case.expected(b.take(rest)), 1e-3
+            [A[i] for i in rest], case.expected(batch.take(rest)), 1e-3
         )
         changed = [i for i in rows if not near([A[i]], [now[i]], f.tol)]
         if alone or dropped or case.wrong:
@@ -285,7 +292,7 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
         elif all(math.isnan(A[i]) for i in own) or case.name in UNCOUPLED:
             continue
         else:
-            zero = f.outcome([0, *b.R[1:]], b.group).A
+            zero = f.outcome([0, *batch.R[1:]], batch.group).A
             as_zero = near([A[i] for i in own], [zero[i] for i in own], f.tol)
             if as_zero:
                 what = "it counts as 0, also in its peers' baselines"
@@ -304,17 +311,21 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
 @oracle("permutation", not_run=no_ids)
 @quiet
 def permutation(case: AdvantageCase) -> Iterator[Finding]:
-    b = case.batch(UNEVEN)
+    batch = case.batch(UNEVEN)
     order = [5, 0, 11, 3, 8, 1, 10, 2, 7, 4, 9, 6]
-    A = [case.f(b)[i] for i in order]
-    b = b.take(order)
-    B = case.f(b)
+    A = [case.f(batch)[i] for i in order]
+    batch = batch.take(order)
+    B = case.f(batch)
     if not near(A, B, 10 * case.f.tol):
         i = max(range(len(order)), key=lambda k: abs(A[k] - B[k]))
         says = number_pair("A", A[i], B[i], "as before")
         why = "the result depends on the order of the rows, not only on their prompt"
         yield fail(
-            "permutation", "the responses in another order", *says, case.example(b), why
+            "permutation",
+            "the responses in another order",
+            *says,
+            case.example(batch),
+            why,
         )
 
 
@@ -322,8 +333,8 @@ def permutation(case: AdvantageCase) -> Iterator[Finding]:
 @quiet
 def determinism(case: AdvantageCase) -> Iterator[Finding]:
     """The same rewards get the same advantages each time."""
-    b = case.batch(EVEN)
-    if not all(near(case.f(b), case.f(b), 0.0) for _ in range(3)):
+    batch = case.batch(EVEN)
+    if not all(near(case.f(batch), case.f(batch), 0.0) for _ in range(3)):
         yield fail(
             "determinism",
             "the same batch twice",
@@ -336,9 +347,9 @@ def determinism(case: AdvantageCase) -> Iterator[Finding]:
 @oracle("mutation")
 @quiet
 def mutation(case: AdvantageCase) -> Iterator[Finding]:
-    b = case.batch(EVEN)
+    batch = case.batch(EVEN)
     yield from untouched(
-        case.f.outcome(b.R, b.group),
+        case.f.outcome(batch.R, batch.group),
         cause="an in-place operation (-=, /=, scores[i] =)",
     )
 

@@ -37,16 +37,18 @@ def shift_and_scale(case: AdvantageCase) -> Iterator[Finding]:
     )
     # no denominator, or one that holds however small the std
     seen = not case.known or not case.divided.least
-    for (k, plus), b in close.items():
-        if seen or not _shrinks(case, b):
+    for (k, plus), batch in close.items():
+        if seen or not _shrinks(case, batch):
             negated = ", negated" if k < 0 else ""
             raised = f", plus {plus}" if plus else ""
             said = f"a thousand times smaller{negated}{raised}"
-            if got := list(case.compare("shift-and-scale", f"rewards {said}", b)):
+            if got := list(case.compare("shift-and-scale", f"rewards {said}", batch)):
                 yield from got
                 return
     if not seen and (
-        other := next((b for b in SCALES if case.differs(b) is not None), None)
+        other := next(
+            (batch for batch in SCALES if case.differs(batch) is not None), None
+        )
     ):
         i = case.differs(other) or 0
         text = f"a std below {case.divided.least:.2g}: another denominator than {case.divided}"
@@ -57,12 +59,12 @@ def shift_and_scale(case: AdvantageCase) -> Iterator[Finding]:
         )
 
 
-def _shrinks(case: AdvantageCase, b: RewardBatch) -> bool:
+def _shrinks(case: AdvantageCase, batch: RewardBatch) -> bool:
     """Whether its advantages are smaller than they should be, but of the same signs:
     divided by more.
     """
     with contextlib.suppress(InputError):
-        pairs = list(zip(case.expected(b), case.f(b), strict=True))
+        pairs = list(zip(case.expected(batch), case.f(batch), strict=True))
         return all(
             0 < y / x <= 1 + 10 * case.f.tol if x else abs(y) <= case.f.tol
             for x, y in pairs

@@ -63,9 +63,12 @@ def _turned(right: Floats, n: int) -> Floats:
 def _divided(words: str, size: Callable[[int], float], id: str) -> AdvantageFault:
     """By a function of the number of responses of the prompt."""
 
-    def over(b: RewardBatch, right: Floats, k: float) -> Floats:
+    def over(batch: RewardBatch, right: Floats, k: float) -> Floats:
         """The right advantages, each divided by what its prompt's responses give."""
-        return [x / size(b.group.count(g)) for x, g in zip(right, b.group, strict=True)]
+        return [
+            x / size(batch.group.count(gradient))
+            for x, gradient in zip(right, batch.group, strict=True)
+        ]
 
     return Fault(words, AdvantageChange(over), id=id)
 
@@ -80,7 +83,7 @@ def _answer(
     """A change of each right advantage."""
     return Fault(
         words,
-        AdvantageChange(lambda b, right, k: [change(x, k) for x in right], k=k),
+        AdvantageChange(lambda batch, right, k: [change(x, k) for x in right], k=k),
         id=id,
     )
 
@@ -92,7 +95,7 @@ def _named(
     if name not in exact.NORMED:
         return Fault(
             words,
-            AdvantageChange(lambda b, right, k: exact.advantage(name, b)),
+            AdvantageChange(lambda batch, right, k: exact.advantage(name, batch)),
             id=id,
             of=of,
         )
@@ -108,9 +111,9 @@ def _named(
     return Fault(words, AdvantageChange(numerator, variance), id=id, of=of)
 
 
-def _twice(ddof: int, b: RewardBatch, right: Floats, k: float) -> Floats:
+def _twice(ddof: int, batch: RewardBatch, right: Floats, k: float) -> Floats:
     return exact.advantage(
-        "whiten", replace(b, R=tuple(map(Fraction, right))), exact.Denominator(ddof)
+        "whiten", replace(batch, R=tuple(map(Fraction, right))), exact.Denominator(ddof)
     )
 
 
@@ -195,12 +198,12 @@ def _answers() -> Iterator[AdvantageFault]:
     )
     yield Fault(
         "each response has the advantage of the row in front",
-        AdvantageChange(lambda b, right, k: _turned(right, -1)),
+        AdvantageChange(lambda batch, right, k: _turned(right, -1)),
         id="advantages-of-row-before",
     )
     yield Fault(
         "each response has the advantage of the row behind",
-        AdvantageChange(lambda b, right, k: _turned(right, 1)),
+        AdvantageChange(lambda batch, right, k: _turned(right, 1)),
         id="advantages-of-row-after",
     )
     yield _answer(
@@ -248,8 +251,8 @@ def _median(xs: Rows) -> Fraction:
     return (s[(len(s) - 1) // 2] + s[len(s) // 2]) / 2
 
 
-def _stride(k: int, b: RewardBatch) -> Sequence[Any]:
-    return [i // k for i in range(len(b.R))]
+def _stride(k: int, batch: RewardBatch) -> Sequence[Any]:
+    return [i // k for i in range(len(batch.R))]
 
 
 CENTRES: dict[str, Callable[[Rows], Rows]] = {
@@ -265,10 +268,10 @@ CENTRES: dict[str, Callable[[Rows], Rows]] = {
     "the first reward": minus(lambda xs: xs[0]),
 }
 KEYS: dict[str, Callable[[RewardBatch], Sequence[Any]]] = {
-    "of its prompt": lambda b: b.group,
-    "of the whole batch": lambda b: [0] * len(b.R),
-    "of as many rows in a row as its prompt has (groups taken to be contiguous)": lambda b: (
-        sorted(b.group)
+    "of its prompt": lambda batch: batch.group,
+    "of the whole batch": lambda batch: [0] * len(batch.R),
+    "of as many rows in a row as its prompt has (groups taken to be contiguous)": lambda batch: (
+        sorted(batch.group)
     ),
 } | {
     f"of {k} consecutive rows (a fixed stride)": partial(_stride, k)
@@ -307,13 +310,13 @@ OTHER: tuple[tuple[str, Spread], ...] = (
 
 
 @lru_cache(4096)
-def _centred(centre: str, where: str, b: RewardBatch) -> Rows:
-    return by(KEYS[where](b), b.R, CENTRES[centre]) if centre else b.R
+def _centred(centre: str, where: str, batch: RewardBatch) -> Rows:
+    return by(KEYS[where](batch), batch.R, CENTRES[centre]) if centre else batch.R
 
 
 @lru_cache(4096)
-def _spread(spread: Spread, where: str, b: RewardBatch, c: Rows) -> Rows:
-    return spread(KEYS[where](b), b.R, c)
+def _spread(spread: Spread, where: str, batch: RewardBatch, c: Rows) -> Rows:
+    return spread(KEYS[where](batch), batch.R, c)
 
 
 def _formula(
@@ -328,7 +331,7 @@ def _formula(
     var = partial(_spread, spread, there or where) if spread else None
     return Fault(
         words,
-        AdvantageChange(lambda b, right, k: _centred(centre, where, b), var),
+        AdvantageChange(lambda batch, right, k: _centred(centre, where, batch), var),
         id=id,
     )
 
@@ -386,18 +389,18 @@ def _formulas() -> Iterator[AdvantageFault]:
     )
 
 
-def _tokens(b: RewardBatch) -> Rows:
-    c = _centred("the mean", "of its prompt", b)
-    return [c[i] for i, n in enumerate(b.lengths) for _ in range(n)]
+def _tokens(batch: RewardBatch) -> Rows:
+    c = _centred("the mean", "of its prompt", batch)
+    return [c[i] for i, n in enumerate(batch.lengths) for _ in range(n)]
 
 
-def _over_tokens(b: RewardBatch, right: Floats, k: float) -> Rows:
-    m = mean(_tokens(b))
-    return [x - m for x in _centred("the mean", "of its prompt", b)]
+def _over_tokens(batch: RewardBatch, right: Floats, k: float) -> Rows:
+    m = mean(_tokens(batch))
+    return [x - m for x in _centred("the mean", "of its prompt", batch)]
 
 
-def _of_tokens(ddof: int, b: RewardBatch, c: Rows) -> Rows:
-    return [exact.variance(_tokens(b), ddof)] * len(c)
+def _of_tokens(ddof: int, batch: RewardBatch, c: Rows) -> Rows:
+    return [exact.variance(_tokens(batch), ddof)] * len(c)
 
 
 @cache

@@ -51,50 +51,55 @@ LEFT_OUT: tuple[
     (
         "late-tokens",
         "tokens behind the first {:g} of a response",
-        lambda b: b.mask.cumsum(1),
+        lambda batch: batch.mask.cumsum(1),
         float,
     ),
     (
         "first-tokens",
         "the first {:g} tokens of each response",
-        lambda b: -b.mask.cumsum(1),
+        lambda batch: -batch.mask.cumsum(1),
         lambda x: -x - 1,
     ),
     (
         "early-tokens",
         "tokens in front of the last {:g} of a response",
-        lambda b: _to_the_end(b.mask),
+        lambda batch: _to_the_end(batch.mask),
         float,
     ),
     (
         "last-tokens",
         "the last {:g} tokens of each response",
-        lambda b: -_to_the_end(b.mask),
+        lambda batch: -_to_the_end(batch.mask),
         lambda x: -x - 1,
     ),
     (
         "late-columns",
         "tokens behind the first {:g} columns",
-        lambda b: torch.arange(1, len(b.mask[0]) + 1).expand(b.mask.shape),
+        lambda batch: torch.arange(1, len(batch.mask[0]) + 1).expand(batch.mask.shape),
         float,
     ),
     (
         "long-responses",
         "responses of more than {:g} tokens",
-        lambda b: b.mask.sum(1, keepdim=True).expand(b.mask.shape),
+        lambda batch: batch.mask.sum(1, keepdim=True).expand(batch.mask.shape),
         float,
     ),
     (
         "short-responses",
         "responses of fewer than {:g} tokens",
-        lambda b: -b.mask.sum(1, keepdim=True).expand(b.mask.shape),
+        lambda batch: -batch.mask.sum(1, keepdim=True).expand(batch.mask.shape),
         abs,
     ),
-    ("likely-tokens", "tokens with a log_prob above {:g}", lambda b: b.logp, float),
+    (
+        "likely-tokens",
+        "tokens with a log_prob above {:g}",
+        lambda batch: batch.logp,
+        float,
+    ),
     (
         "unlikely-tokens",
         "tokens with a log_prob below {:g}",
-        lambda b: -b.logp,
+        lambda batch: -batch.logp,
         lambda x: -x,
     ),
 )
@@ -149,54 +154,58 @@ def moved(x: Tensor, by: int) -> Tensor:
     return result
 
 
-def shifted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
+def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """One argument is that of the token before or behind, with its masked slots as they
     are, or 0.
     """
     ways = moved, lambda x, by: x.roll(by, 1)
 
     def all_but_log_prob(
-        b: Rollouts, view: Callable[..., Rollouts], by: int
+        batch: Rollouts, view: Callable[..., Rollouts], by: int
     ) -> Rollouts:
         """The batch with everything moved but log_prob."""
-        return view(b, "logp_old", "adv", "mask", by=by)
+        return view(batch, "logp_old", "adv", "mask", by=by)
 
     def mask_moved(
-        b: Rollouts, way: Callable[[Tensor, int], Tensor], by: int
+        batch: Rollouts, way: Callable[[Tensor, int], Tensor], by: int
     ) -> Tensor:
         """The mask, moved."""
-        return way(b.mask, by)
+        return way(batch.mask, by)
 
     for (by, where), way, zeros in product(
         {1: "late", -1: "early"}.items(), ways, (False, True)
     ):
 
         def view(
-            b: Rollouts, *fields: str, by: int = by, way: Any = way, zeros: bool = zeros
+            batch: Rollouts,
+            *fields: str,
+            by: int = by,
+            way: Any = way,
+            zeros: bool = zeros,
         ) -> Rollouts:
             every = {
-                "logp_old": b.logp_old,
-                "adv": b.adv.expand_as(b.mask),
-                "mask": b.mask,
+                "logp_old": batch.logp_old,
+                "adv": batch.adv.expand_as(batch.mask),
+                "mask": batch.mask,
             }
             if zeros:
                 every = {
-                    k: torch.where(b.mask, x, torch.zeros_like(x))
+                    k: torch.where(batch.mask, x, torch.zeros_like(x))
                     for k, x in every.items()
                 }
-            return b.but(**{k: way(every[k], by) for k in fields})
+            return batch.but(**{k: way(every[k], by) for k in fields})
 
         yield fault(
             f"old_log_prob is one token too {where}",
             "batches",
             id=f"old-log-prob-one-token-{where}",
-            view=lambda b, view=view: view(b, "logp_old"),
+            view=lambda batch, view=view: view(batch, "logp_old"),
         )
         yield fault(
             f"the advantages are one token too {where}",
             "batches",
             id=f"advantages-one-token-{where}",
-            view=lambda b, view=view: view(b, "adv"),
+            view=lambda batch, view=view: view(batch, "adv"),
         )
         all_but = partial(all_but_log_prob, view=view, by=-by)
         yield fault(
@@ -210,17 +219,17 @@ def shifted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             f"the mask is one token too {where}",
             "batches",
             id=f"mask-one-token-{where}",
-            weigh=_under(o, hp, masked),
+            weigh=_under(objective, hp, masked),
             whole=True,
         )
 
 
-def untrained(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
+def untrained(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """Tokens that the mask leaves out, of the denominator too or not."""
 
-    def rest(b: Rollouts, cut: Callable[[Tensor], Tensor]) -> Tensor:
+    def rest(batch: Rollouts, cut: Callable[[Tensor], Tensor]) -> Tensor:
         """The mask without these tokens."""
-        return b.mask & ~cut(b.mask)
+        return batch.mask & ~cut(batch.mask)
 
     for (tokens, said, cut), counted in product(CUT, (True, False)):
         words = f"{said} is not trained, {'though' if counted else 'and not'} counted in the denominator"
@@ -229,44 +238,44 @@ def untrained(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             words,
             "batches",
             id=left_out_id(tokens, counted),
-            weigh=_under(o, hp, kept, counted),
+            weigh=_under(objective, hp, kept, counted),
             whole=True,
         )
 
 
-def uncounted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
+def uncounted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """Tokens that the denominator leaves out for their advantage, or because they have
     no gradient.
     """
 
-    def adv(b: Rollouts) -> Tensor:
+    def adv(batch: Rollouts) -> Tensor:
         """A of each token."""
-        return b.adv.expand_as(b.mask)
+        return batch.adv.expand_as(batch.mask)
 
-    def those(b: Rollouts, on: Callable[[Rollouts], Tensor]) -> Tensor:
+    def those(batch: Rollouts, on: Callable[[Rollouts], Tensor]) -> Tensor:
         """The mask of these tokens alone."""
-        return b.mask & on(b)
+        return batch.mask & on(batch)
 
     for id, said, on in (
         (
             "zero-advantages-not-counted",
             "tokens with A = 0 are not counted",
-            lambda b: adv(b) != 0,
+            lambda batch: adv(batch) != 0,
         ),
         (
             "not-positive-tokens-left-out",
             "tokens with A <= 0 are not trained, and not counted",
-            lambda b: adv(b) > 0,
+            lambda batch: adv(batch) > 0,
         ),
         (
             "not-negative-tokens-left-out",
             "tokens with A >= 0 are not trained, and not counted",
-            lambda b: adv(b) < 0,
+            lambda batch: adv(batch) < 0,
         ),
         (
             "tokens-without-gradient-not-counted",
             "tokens without a gradient, as clipped ones, are not counted",
-            lambda b: unit_weights(o, b, hp) != 0,
+            lambda batch: unit_weights(objective, batch, hp) != 0,
         ),
     ):
         kept = partial(those, on=on)
@@ -274,13 +283,13 @@ def uncounted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             f"{said} in the denominator",
             "batches",
             id=id,
-            weigh=_under(o, hp, kept),
+            weigh=_under(objective, hp, kept),
             whole=True,
         )
 
 
 def _under(
-    o: Objective,
+    objective: Objective,
     hp: dict[str, Any],
     mask: Callable[[Rollouts], Tensor],
     counted: bool = False,
@@ -289,29 +298,31 @@ def _under(
     count, not those of the other.
     """
 
-    def weigh(b: Rollouts) -> Tensor:
-        there = b.but(mask=mask(b), totals=None)
-        f = declared_aggregation(o)
-        times = 1.0 if counted else (FACTORS[f](there) / FACTORS[f](b))[:, None]
+    def weigh(batch: Rollouts) -> Tensor:
+        there = batch.but(mask=mask(batch), totals=None)
+        f = declared_aggregation(objective)
+        times = 1.0 if counted else (FACTORS[f](there) / FACTORS[f](batch))[:, None]
         return torch.where(
-            b.mask & there.mask, unit_weights(o, b if counted else there, hp) * times, 0
+            batch.mask & there.mask,
+            unit_weights(objective, batch if counted else there, hp) * times,
+            0,
         )
 
     return weigh
 
 
-def _tokens(b: Rollouts) -> tuple[Tensor, Tensor]:
+def _tokens(batch: Rollouts) -> tuple[Tensor, Tensor]:
     """The advantages of all tokens [N], and which of them count for a row [B, N]."""
-    x = b.adv.expand_as(b.mask)[b.mask]
-    return x, x.new_ones(len(b.mask), len(x))
+    x = batch.adv.expand_as(batch.mask)[batch.mask]
+    return x, x.new_ones(len(batch.mask), len(x))
 
 
 def _responses(
-    b: Rollouts, of: Callable[[Tensor, Tensor], Tensor], grouped: bool
+    batch: Rollouts, of: Callable[[Tensor, Tensor], Tensor], grouped: bool
 ) -> tuple[Tensor, Tensor]:
     """The same of responses; of: the advantage of each."""
-    x = of(b.adv.expand_as(b.mask), b.mask)
-    group = b.group if grouped and b.group is not None else torch.zeros(len(x))
+    x = of(batch.adv.expand_as(batch.mask), batch.mask)
+    group = batch.group if grouped and batch.group is not None else torch.zeros(len(x))
     return x, torch.eq(group[:, None], group).to(x.dtype)
 
 
@@ -348,17 +359,21 @@ def renormalized() -> Iterator[LossFault]:
         ):
 
             def view(
-                b: Rollouts, of: Any = of, at: Any = (center, divide, ddof, eps, root)
+                batch: Rollouts,
+                of: Any = of,
+                at: Any = (center, divide, ddof, eps, root),
             ) -> Rollouts:
-                (x, same), (center, divide, ddof, eps, root) = of(b), at
+                (x, same), (center, divide, ddof, eps, root) = of(batch), at
                 n = same.sum(1, keepdim=True)
                 mean = (same @ x)[:, None] / n
                 var = (same @ x**2)[:, None] / n - mean**2
                 std = (var * n / (n - ddof) + eps * root).clamp(min=0).sqrt() + eps * (
                     1 - root
                 )
-                centered = b.adv - mean if center else b.adv
-                return b.but(adv=centered / std.nan_to_num() if divide else centered)
+                centered = batch.adv - mean if center else batch.adv
+                return batch.but(
+                    adv=centered / std.nan_to_num() if divide else centered
+                )
 
             yield fault(
                 f"the advantages are {how}, over {over}",
@@ -370,11 +385,11 @@ def renormalized() -> Iterator[LossFault]:
 
 
 def reading_faults(
-    o: Objective, hp: dict[str, Any], bounds: list[float]
+    objective: Objective, hp: dict[str, Any], bounds: list[float]
 ) -> Iterator[LossFault]:
-    yield from untrained(o, hp)
-    yield from uncounted(o, hp)
-    yield from shifted(o, hp)
+    yield from untrained(objective, hp)
+    yield from uncounted(objective, hp)
+    yield from shifted(objective, hp)
     yield from renormalized()
 
 
@@ -386,25 +401,28 @@ def _lengths(m: Tensor) -> Tensor:
     return m.sum(1, keepdim=True).double().expand(m.shape)
 
 
-def _bonus_slope(b: Rollouts) -> Tensor:
+def _bonus_slope(batch: Rollouts) -> Tensor:
     """The gradient of -π log π of each token."""
-    return torch.where(b.mask, -b.logp.exp() * (1 + b.logp), 0)
+    return torch.where(batch.mask, -batch.logp.exp() * (1 + batch.logp), 0)
 
 
 def reweighted(case: LossCase) -> Iterator[LossFault]:
     """What has a number that is read off on policy: a factor of A by its sign, its
     response's length or the token's position, a bound of A, a factor of
     log-probabilities, or a bonus."""
-    b = case.ready(on_policy_batch())
-    found = case.weights(b)
-    A = b.adv.expand_as(b.mask)
-    use = b.mask & (A != 0) & found.isfinite()
-    q = found / case.expected(b)
+    batch = case.ready(on_policy_batch())
+    found = case.weights(batch)
+    A = batch.adv.expand_as(batch.mask)
+    use = batch.mask & (A != 0) & found.isfinite()
+    q = found / case.expected(batch)
 
     def made(words: str, times: Callable[..., Tensor], id: str) -> LossFault:
         """The fault that A has this factor."""
         return fault(
-            words, "advantage", id=id, view=lambda b: b.but(adv=b.adv * times(b))
+            words,
+            "advantage",
+            id=id,
+            view=lambda batch: batch.but(adv=batch.adv * times(batch)),
         )
 
     up, down = (common_value(q[use & side]) for side in (A > 0, A < 0))
@@ -417,37 +435,41 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
         ]
         yield made(
             f"every weight is {' and '.join(said)}",
-            lambda b: torch.where(b.adv > 0, up, down),
+            lambda batch: torch.where(batch.adv > 0, up, down),
             id="weights-scaled-by-sign",
         )
     if (q[use] > 0).all() and use.any():
-        power = _slope(_lengths(b.mask)[use].log(), q[use].log())
+        power = _slope(_lengths(batch.mask)[use].log(), q[use].log())
         yield made(
             f"every weight is multiplied by |o|^{power:.4g}, |o| its response's length",
-            lambda b: _lengths(b.mask) ** power,
+            lambda batch: _lengths(batch.mask) ** power,
             id="weights-times-power-of-length",
         )
         for where, place in POSITIONS.items():
             gamma = float(
-                torch.tensor(_slope(place(b.mask)[use].double(), q[use].log())).exp()
+                torch.tensor(
+                    _slope(place(batch.mask)[use].double(), q[use].log())
+                ).exp()
             )
             yield made(
                 f"A is discounted by {gamma:.6g} a token, {where}",
-                lambda b, gamma=gamma, place=place: gamma ** place(b.mask).double(),
+                lambda batch, gamma=gamma, place=place: (
+                    gamma ** place(batch.mask).double()
+                ),
                 id="advantages-discounted",
             )
     yield clipped(case)
-    if more := common_value((found - case.expected(b))[b.mask]):
+    if more := common_value((found - case.expected(batch))[batch.mask]):
         yield fault(
             f"{more:.5g} is added to every advantage",
             "advantage",
             id="constant-added-to-advantages",
-            view=lambda b: b.but(adv=b.adv + more),
+            view=lambda batch: batch.but(adv=batch.adv + more),
         )
     live = use & (q > 0)
     j = term_of(case.o, case.hp)
     if live.sum() > 2:
-        k = _slope(b.logp[live], q[live].log())
+        k = _slope(batch.logp[live], q[live].log())
         as_by = "as by one over a temperature"
         yield fault(
             f"log_prob is multiplied by {1 + k:.5g}, {as_by}, and old_log_prob is not",
@@ -459,20 +481,20 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
             f"old_log_prob is multiplied by {1 - k:.5g}, {as_by}, and log_prob is not",
             "ratio",
             id="old-log-prob-scaled",
-            view=lambda b: b.but(logp_old=b.logp_old - k * b.logp_old),
+            view=lambda batch: batch.but(logp_old=batch.logp_old - k * batch.logp_old),
         )
 
-    def rest(b: Rollouts) -> Tensor:
+    def rest(batch: Rollouts) -> Tensor:
         """The weights without the bonus."""
-        return unit_weights(case.o, b, case.hp)
+        return unit_weights(case.o, batch, case.hp)
 
-    push = _bonus_slope(b)
-    c = float(((found - rest(b)) * push).nan_to_num().sum() / (push**2).sum())
+    push = _bonus_slope(batch)
+    c = float(((found - rest(batch)) * push).nan_to_num().sum() / (push**2).sum())
     yield fault(
         f"{c:.5g} times -π log π of the sampled token is added to J, which is not the entropy",
         "term",
         id="sampled-entropy-bonus",
-        weigh=lambda b: rest(b) + c * _bonus_slope(b),
+        weigh=lambda batch: rest(batch) + c * _bonus_slope(batch),
     )
 
 
@@ -480,17 +502,19 @@ def clipped(case: LossCase, times: float = 1.0) -> LossFault:
     """At the largest weight that it has on policy, at advantages so many times as
     large.
     """
-    b = case.ready(on_policy_batch())
+    batch = case.ready(on_policy_batch())
     top = 0.0
     with contextlib.suppress(InputError):  # it refuses such advantages
-        top = float(case.weights(b.but(adv=times * b.adv)).nan_to_num().abs().max())
-    if top > 0.999 * float((times * b.adv)[b.mask].abs().max()):
+        top = float(
+            case.weights(batch.but(adv=times * batch.adv)).nan_to_num().abs().max()
+        )
+    if top > 0.999 * float((times * batch.adv)[batch.mask].abs().max()):
         top = math.inf  # nothing is clipped there
     return fault(
         f"advantages are clipped to ±{top:.6g}",
         "advantage",
         id="advantages-clipped",
-        view=lambda b: b.but(adv=b.adv.clamp(-top, top)),
+        view=lambda batch: batch.but(adv=batch.adv.clamp(-top, top)),
     )
 
 
@@ -500,25 +524,25 @@ def left_out(case: LossCase) -> Iterator[LossFault]:
     """
     n = torch.arange(1, LONGEST + 1, dtype=torch.float64)[:, None]
     lp = -6 * (n * n.T.sqrt() % 1) - 0.01
-    b = case.ready(
+    batch = case.ready(
         Rollouts(
             lp, lp, (-1.0) ** n + 0 * lp, n.T <= n, entropy=1 + n / LONGEST + 0 * lp
         )
     )
     try:
-        found = case.weights(b)
-        due = b.mask & (case.expected(b) != 0)
+        found = case.weights(batch)
+        due = batch.mask & (case.expected(batch) != 0)
     except InputError:  # it refuses such a batch
         return
 
     def within(
-        b: Rollouts, number: Callable[[Rollouts], Tensor], limit: float
+        batch: Rollouts, number: Callable[[Rollouts], Tensor], limit: float
     ) -> Tensor:
         """The mask of the tokens of which the number is no more than the limit."""
-        return b.mask & (number(b) <= limit)
+        return batch.mask & (number(batch) <= limit)
 
     for tokens, words, x, said in LEFT_OUT:
-        gone, trains = (x(b)[due & side] for side in (found == 0, found != 0))
+        gone, trains = (x(batch)[due & side] for side in (found == 0, found != 0))
         if (
             len(gone)
             and len(trains)
@@ -548,8 +572,8 @@ def floored(case: LossCase) -> Iterator[LossFault]:
     def dead(lps: np.ndarray) -> np.ndarray:
         lp = torch.as_tensor(lps)[:, None]
         one = torch.ones_like(lp)
-        b = case.ready(Rollouts(lp, lp, one, one.bool(), logp_ref=lp, entropy=one))
-        return ((case.weights(b) == 0) & (case.expected(b) != 0))[:, 0].numpy()
+        batch = case.ready(Rollouts(lp, lp, one, one.bool(), logp_ref=lp, entropy=one))
+        return ((case.weights(batch) == 0) & (case.expected(batch) != 0))[:, 0].numpy()
 
     with contextlib.suppress(InputError):  # it refuses such a batch
         hit = dead(FLOORS)
@@ -611,8 +635,10 @@ def _alike_across(case: LossCase, one: LossFault, low: float) -> bool:
     lp = low + above
     old = low - below
     ones = torch.ones_like(A)
-    b = case.ready(Rollouts(lp, old, A, ones.bool(), logp_ref=lp, entropy=ones))
-    off = relative_error(case.weights(b), one.change.weights(case.o, case.hp, b), b.adv)
+    batch = case.ready(Rollouts(lp, old, A, ones.bool(), logp_ref=lp, entropy=ones))
+    off = relative_error(
+        case.weights(batch), one.change.weights(case.o, case.hp, batch), batch.adv
+    )
     return bool((off < 10 * case.tol).all())
 
 

@@ -144,16 +144,18 @@ def _weights(
     case: LossCase,
     seen: dict[float, Correction],
     of: Callable[[Tensor, Tensor], Tensor],
-    b: Rollouts,
+    batch: Rollouts,
 ) -> Tensor:
     """The objective's weights under another correction of its sampler, its KL term
     beside them.
     """
-    base = unit_weights(replace(case.o, sampler=None), b, _uncorrected(case))
-    assert b.logp_sampler is not None
-    x = of(torch.where(b.mask, b.logp_old - b.logp_sampler, 0), b.mask)
-    w = base * torch.where(b.adv.expand_as(x) > 0, seen[1.0](x), seen[-1.0](x))
-    return w - (case.hp["beta"] * kl_slope(case.o.kl, b) if case.hp.get("beta") else 0)
+    base = unit_weights(replace(case.o, sampler=None), batch, _uncorrected(case))
+    assert batch.logp_sampler is not None
+    x = of(torch.where(batch.mask, batch.logp_old - batch.logp_sampler, 0), batch.mask)
+    w = base * torch.where(batch.adv.expand_as(x) > 0, seen[1.0](x), seen[-1.0](x))
+    return w - (
+        case.hp["beta"] * kl_slope(case.o.kl, batch) if case.hp.get("beta") else 0
+    )
 
 
 def _seen(case: LossCase, A: float) -> Correction | None:
@@ -197,12 +199,12 @@ def _factor(case: LossCase, A: float, log_rho: np.ndarray) -> np.ndarray:
     one = torch.ones(len(log_rho), 1, dtype=torch.float64)
     old = -15 * one
     mu = old - torch.as_tensor(log_rho)[:, None]
-    b = Rollouts(
+    batch = Rollouts(
         old, old, A * one, one.bool(), logp_ref=old, entropy=one, logp_sampler=mu
     )
-    b = case.loss.visible_batch(b)
-    base = unit_weights(replace(case.o, sampler=None), b, _uncorrected(case))
-    return (case.weights(b) / base)[:, 0].numpy()
+    batch = case.loss.visible_batch(batch)
+    base = unit_weights(replace(case.o, sampler=None), batch, _uncorrected(case))
+    return (case.weights(batch) / base)[:, 0].numpy()
 
 
 def _uncorrected(case: LossCase) -> dict[str, Any]:

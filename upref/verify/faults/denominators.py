@@ -71,43 +71,43 @@ def placed(case: LossCase) -> Iterator[LossFault]:
 def _aggregated(case: LossCase, words: str, factor: ByToken, id: str) -> LossFault:
     """The objective's weights, multiplied by this factor in place of its aggregation's."""
 
-    def weigh(b: Rollouts) -> Tensor:
-        return case.expected(b) * factor(b) / case.factors(b)
+    def weigh(batch: Rollouts) -> Tensor:
+        return case.expected(batch) * factor(batch) / case.factors(batch)
 
     return fault(words, "aggregation", id=id, weigh=weigh, whole=True)
 
 
-def _own(case: LossCase, b: Rollouts) -> Tensor:
+def _own(case: LossCase, batch: Rollouts) -> Tensor:
     """The factor of the objective's own aggregation, [B, 1]."""
-    return case.factors(b, declared_aggregation(case.o))
+    return case.factors(batch, declared_aggregation(case.o))
 
 
 # ---- groups --------------------------------------------------------------------------
 def _grouped(
-    case: LossCase, b: Rollouts, by: Callable[[Rollouts], Tensor | None]
+    case: LossCase, batch: Rollouts, by: Callable[[Rollouts], Tensor | None]
 ) -> Tensor:
     """The same with other ids of the groups."""
-    return _own(case, b.but(group=by(b), totals=None))
+    return _own(case, batch.but(group=by(batch), totals=None))
 
 
-def _runs(b: Rollouts) -> Tensor | None:
+def _runs(batch: Rollouts) -> Tensor | None:
     """A new id wherever the id changes from one row to the next."""
-    if b.group is None:
+    if batch.group is None:
         return None
-    changes = b.group[1:] != b.group[:-1]
+    changes = batch.group[1:] != batch.group[:-1]
     return torch.nn.functional.pad(changes.cumsum(0), (1, 0))
 
 
-def _blocks(b: Rollouts, n: int) -> Tensor:
+def _blocks(batch: Rollouts, n: int) -> Tensor:
     """An id for every n rows; n = 0: as many blocks as there are groups."""
-    groups = 1 if b.group is None else len(b.group.unique())
-    return torch.arange(len(b.mask)) // (n or -(-len(b.mask) // groups))
+    groups = 1 if batch.group is None else len(batch.group.unique())
+    return torch.arange(len(batch.mask)) // (n or -(-len(batch.mask) // groups))
 
 
 # ---- lengths -------------------------------------------------------------------------
-def _length(b: Rollouts) -> Tensor:
+def _length(batch: Rollouts) -> Tensor:
     """|o|, [B, 1]."""
-    return b.mask.sum(1, keepdim=True).to(b.logp.dtype)
+    return batch.mask.sum(1, keepdim=True).to(batch.logp.dtype)
 
 
 def _lengths(case: LossCase) -> Iterator[LossFault]:
@@ -115,11 +115,11 @@ def _lengths(case: LossCase) -> Iterator[LossFault]:
     number, or taken for another one.
     """
 
-    def over_width(b: Rollouts) -> Tensor:
-        return _own(case, b) * _length(b) / b.mask.shape[1]
+    def over_width(batch: Rollouts) -> Tensor:
+        return _own(case, batch) * _length(batch) / batch.mask.shape[1]
 
-    def times_width(b: Rollouts) -> Tensor:
-        return _own(case, b) * b.mask.shape[1] / _length(b)
+    def times_width(batch: Rollouts) -> Tensor:
+        return _own(case, batch) * batch.mask.shape[1] / _length(batch)
 
     yield _aggregated(
         case,
@@ -144,14 +144,14 @@ def _changed_lengths(
     of their sum.
     """
 
-    def plus(b: Rollouts, more: float) -> Tensor:
-        return _own(case, b) * _length(b) / (_length(b) + more)
+    def plus(batch: Rollouts, more: float) -> Tensor:
+        return _own(case, batch) * _length(batch) / (_length(batch) + more)
 
-    def plus_total(b: Rollouts, more: float) -> Tensor:
-        return _own(case, b) * b.mask.sum() / (b.mask.sum() + more)
+    def plus_total(batch: Rollouts, more: float) -> Tensor:
+        return _own(case, batch) * batch.mask.sum() / (batch.mask.sum() + more)
 
-    def at_least(b: Rollouts, least: float) -> Tensor:
-        return _own(case, b) * _length(b) / _length(b).clamp(min=least)
+    def at_least(batch: Rollouts, least: float) -> Tensor:
+        return _own(case, batch) * _length(batch) / _length(batch).clamp(min=least)
 
     more = common_value(lengths / multiples - lengths)
     if more is not None and abs(more) > LEAST:
@@ -185,32 +185,39 @@ def _multiples(case: LossCase) -> tuple[Tensor, Tensor] | None:
     """The lengths of the on-policy batch, and what each response's gradient is
     multiplied by beside the objective's.
     """
-    b = case.ready(on_policy_batch())
+    batch = case.ready(on_policy_batch())
     at = dict.fromkeys(
-        ("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])), b.logp_old
+        ("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])),
+        batch.logp_old,
     )
-    b = case.visible_batch(b.but(**at))
+    batch = case.visible_batch(batch.but(**at))
     try:
-        found = without_rest(case, b)
-        due = case.expected(b) * _own(case, b)
+        found = without_rest(case, batch)
+        due = case.expected(batch) * _own(case, batch)
     except InputError:
         return None
     rows = [
-        common_value((g / d)[m])
-        for g, d, m in zip(found, due, b.mask & (due.abs() > 1e-9), strict=True)
+        common_value((gradient / d)[m])
+        for gradient, d, m in zip(
+            found, due, batch.mask & (due.abs() > 1e-9), strict=True
+        )
     ]
     if any(k is None for k in rows):
         return None
-    return _length(b)[:, 0], torch.tensor([k or 0.0 for k in rows], dtype=b.logp.dtype)
+    return _length(batch)[:, 0], torch.tensor(
+        [k or 0.0 for k in rows], dtype=batch.logp.dtype
+    )
 
 
 # ---- signs of A ----------------------------------------------------------------------
 def _by_sign(case: LossCase) -> Iterator[LossFault]:
     """Each sign of A by an aggregation, or a mean, of its own."""
 
-    def one_sign(b: Rollouts, on: Callable[[Tensor], Tensor], name: str) -> Tensor:
+    def one_sign(batch: Rollouts, on: Callable[[Tensor], Tensor], name: str) -> Tensor:
         return torch.where(
-            on(b.adv.expand_as(b.mask)), case.factors(b, name), _own(case, b)
+            on(batch.adv.expand_as(batch.mask)),
+            case.factors(batch, name),
+            _own(case, batch),
         )
 
     for terms, on in SIGNS:
@@ -236,12 +243,12 @@ def _by_sign(case: LossCase) -> Iterator[LossFault]:
 
 
 def _apart(
-    b: Rollouts, count: Callable[[Tensor, Tensor], Tensor], share: float
+    batch: Rollouts, count: Callable[[Tensor, Tensor], Tensor], share: float
 ) -> Tensor:
     """One over what each sign counts by itself, times the share of its mean."""
-    positive = b.adv.expand_as(b.mask) > 0
-    of_good = count(b.mask & positive, b.mask)
-    of_bad = count(b.mask & ~positive, b.mask)
+    positive = batch.adv.expand_as(batch.mask) > 0
+    of_good = count(batch.mask & positive, batch.mask)
+    of_bad = count(batch.mask & ~positive, batch.mask)
     return share * torch.where(
         positive, 1 / of_good.clamp(min=1), 1 / of_bad.clamp(min=1)
     )
@@ -261,10 +268,12 @@ def _responses(side: Tensor, mask: Tensor) -> Tensor:
 def _parts(case: LossCase) -> Iterator[LossFault]:
     """The mean over equally many responses after each other is averaged once more."""
 
-    def parts(b: Rollouts, n: int, split: Callable[[int, int], list[Tensor]]) -> Tensor:
-        if len(b.mask) < n:
-            return _own(case, b)
-        every = [_own(case, _rows(b, i)) for i in split(len(b.mask), n)]
+    def parts(
+        batch: Rollouts, n: int, split: Callable[[int, int], list[Tensor]]
+    ) -> Tensor:
+        if len(batch.mask) < n:
+            return _own(case, batch)
+        every = [_own(case, _rows(batch, i)) for i in split(len(batch.mask), n)]
         return torch.cat(every) / n
 
     for n in PARTS:
@@ -286,9 +295,9 @@ def _last_larger(rows: int, n: int) -> list[Tensor]:
     return list(torch.arange(rows).tensor_split([size * k for k in range(1, n)]))
 
 
-def _rows(b: Rollouts, i: Tensor) -> Rollouts:
+def _rows(batch: Rollouts, i: Tensor) -> Rollouts:
     """These rows as a batch of their own, with totals of their own."""
-    return b.but(
+    return batch.but(
         totals=None,
-        **{name: x[i] for name, x in b.tensors().items()},
+        **{name: x[i] for name, x in batch.tensors().items()},
     )

@@ -59,14 +59,16 @@ def is_same(one: LogprobFault, other: LogprobFault) -> bool:
     return (one.id, one.change.size) == (other.id, other.change.size)
 
 
-def states(p: Problem) -> Tensor:
+def states(problem: Problem) -> Tensor:
     """y"""
-    y = p.x if p.weight is None else p.x @ p.weight.T
-    return p.logit_scale * (y if p.bias is None else y + p.bias)
+    y = problem.x if problem.weight is None else problem.x @ problem.weight.T
+    return problem.logit_scale * (y if problem.bias is None else y + problem.bias)
 
 
-def cap(y: Tensor, p: Problem) -> Tensor:
-    return y if p.softcap is None else p.softcap * (y / p.softcap).tanh()
+def cap(y: Tensor, problem: Problem) -> Tensor:
+    return (
+        y if problem.softcap is None else problem.softcap * (y / problem.softcap).tanh()
+    )
 
 
 def log_sum(x: Tensor) -> Tensor:
@@ -82,11 +84,11 @@ def pick(x: Tensor, tokens: Tensor, t: float = 1.0) -> Tensor:
     return x.gather(-1, tokens[..., None])[..., 0]
 
 
-def solved(p: Problem, f: Stages = RIGHT) -> KernelOutcome:
+def solved(problem: Problem, f: Stages = RIGHT) -> KernelOutcome:
     """Outputs and gradients by autograd in float64."""
-    p = p.to(torch.float64)
-    leaves = {k: v.detach().requires_grad_() for k, v in p.leaves.items()}
-    q = replace(p, x=next(iter(leaves.values())), weight=leaves.get("weight"))
+    problem = problem.to(torch.float64)
+    leaves = {k: v.detach().requires_grad_() for k, v in problem.leaves.items()}
+    q = replace(problem, x=next(iter(leaves.values())), weight=leaves.get("weight"))
     q = f.given(q) if f.given else q
     z = (f.z or cap)((f.y or states)(q), q)
     x, x_H = ((stage or torch.div)(z, q.temperature) for stage in (f.x, f.x_H or f.x))
@@ -111,8 +113,8 @@ def solved(p: Problem, f: Stages = RIGHT) -> KernelOutcome:
             parts = ()
         got = itertools.zip_longest(leaves.items(), parts)
         numbers |= {
-            f"gradient of {k}": torch.zeros_like(v) if g is None else g
-            for (k, v), g in got
+            f"gradient of {k}": torch.zeros_like(v) if gradient is None else gradient
+            for (k, v), gradient in got
         }
     return KernelOutcome(numbers)
 
@@ -139,12 +141,16 @@ def _memory(u: Tensor) -> Tensor:
     )
 
 
-def _vocabulary(p: Problem) -> int:
-    return p.x.shape[-1] if p.weight is None else len(p.weight)
+def _vocabulary(problem: Problem) -> int:
+    return problem.x.shape[-1] if problem.weight is None else len(problem.weight)
 
 
-def _frozen(p: Problem) -> Problem:
-    return p if p.weight is None else replace(p, weight=p.weight.detach())
+def _frozen(problem: Problem) -> Problem:
+    return (
+        problem
+        if problem.weight is None
+        else replace(problem, weight=problem.weight.detach())
+    )
 
 
 def _capped(
@@ -576,15 +582,15 @@ PLAIN = (
 )
 
 
-def known(p: Problem) -> Iterator[LogprobFault]:
+def known(problem: Problem) -> Iterator[LogprobFault]:
     """All of the catalogue; of code that cuts the vocabulary or the tokens into tiles,
     at the sizes that cut this.
     """
     yield from PLAIN
-    V = _vocabulary(p)
+    V = _vocabulary(problem)
     for n in TILES:
         yield from _columns(V, n)
-        yield from _rows(p.tokens.shape, n)
+        yield from _rows(problem.tokens.shape, n)
     for k in (k for k in TOP if k < V):
         yield _normalizer(
             f"all but the {k} largest logits are left out of the sums over the vocabulary",

@@ -52,48 +52,50 @@ class Change:
     hp: dict[str, Any] = field(default_factory=dict)
     agg: str | None = None
     J: Term | None = None  # in place of the objective's function
-    view: Callable[[Rollouts], Rollouts] = lambda b: b
-    scale: Callable[[Rollouts], Tensor | float] = lambda b: 1.0
+    view: Callable[[Rollouts], Rollouts] = lambda batch: batch
+    scale: Callable[[Rollouts], Tensor | float] = lambda batch: 1.0
     term: Callable[[Rollouts], Tensor] | None = None  # added to J
     # tokens too near to a bound that rounding moves
-    skip: Callable[[Rollouts], Tensor] = lambda b: torch.zeros_like(b.mask)
+    skip: Callable[[Rollouts], Tensor] = lambda batch: torch.zeros_like(batch.mask)
     weigh: Callable[[Rollouts], Tensor] | None = None  # the weights themselves
 
     def put_into(
-        self, o: Objective, hp: dict[str, Any]
+        self, objective: Objective, hp: dict[str, Any]
     ) -> tuple[Objective, dict[str, Any]]:
         """The objective and hyperparameters that it leaves.
 
         Args:
-            o: the objective.
+            objective: the objective.
             hp: its hyperparameters.
         """
         if self.objective is None:
-            return o, hp | self.hp
+            return objective, hp | self.hp
         return get(self.objective) if isinstance(
             self.objective, str
         ) else self.objective, self.hp
 
-    def weights(self, o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
+    def weights(
+        self, objective: Objective, hp: dict[str, Any], batch: Rollouts
+    ) -> Tensor:
         """dJ_t/dlp_t of the objective with this change in it, before aggregation.
 
         Args:
-            o: the objective.
+            objective: the objective.
             hp: its hyperparameters.
-            b: the batch.
+            batch: the batch.
 
         Returns:
             [B, T], 0 on masked slots.
         """
-        b = self.view(b)
+        batch = self.view(batch)
         if self.weigh is not None:
-            return torch.where(b.mask, self.weigh(b), 0)
+            return torch.where(batch.mask, self.weigh(batch), 0)
         if self.J is not None:
-            return _in_place_of_fn(o, hp, _slope(self.J, b), b)
-        other, hp = self.put_into(o, hp)
+            return _in_place_of_fn(objective, hp, _slope(self.J, batch), batch)
+        other, hp = self.put_into(objective, hp)
         return unit_weights(
-            other, b, hp if other is o else other.resolve(hp)
-        ) * self.scale(b)
+            other, batch, hp if other is objective else other.resolve(hp)
+        ) * self.scale(batch)
 
 
 LossFault: TypeAlias = Fault[Change]
@@ -122,24 +124,28 @@ def fault(
     )
 
 
-def _slope(J: Term, b: Rollouts) -> Tensor:
-    x = b.logp.detach().clone().requires_grad_()
-    y = J(x, b.logp_old, b.adv.expand_as(x), b.mask)
+def _slope(J: Term, batch: Rollouts) -> Tensor:
+    x = batch.logp.detach().clone().requires_grad_()
+    y = J(x, batch.logp_old, batch.adv.expand_as(x), batch.mask)
     if not y.requires_grad:
         return torch.zeros_like(x)
-    n = b.mask.sum(-1, keepdim=True) if y.ndim == 1 else 1
-    (g,) = torch.autograd.grad(where(b.mask, y, 0).sum() if y.ndim == 2 else y.sum(), x)
-    return torch.where(b.mask, g * n, 0)
+    n = batch.mask.sum(-1, keepdim=True) if y.ndim == 1 else 1
+    (gradient,) = torch.autograd.grad(
+        where(batch.mask, y, 0).sum() if y.ndim == 2 else y.sum(), x
+    )
+    return torch.where(batch.mask, gradient * n, 0)
 
 
-def _in_place_of_fn(o: Objective, hp: dict[str, Any], w: Tensor, b: Rollouts) -> Tensor:
+def _in_place_of_fn(
+    objective: Objective, hp: dict[str, Any], w: Tensor, batch: Rollouts
+) -> Tensor:
     """The weights of another function than the objective's, with its sampler's
     correction and its KL term.
     """
     own = {k: v for k, v in hp.items() if k != "beta"}
-    if (factors := o.factors(b, **own)) is not None:
-        w = weighed(w, o.per_term(factors, b.mask), b.mask)
-    return w - (hp["beta"] * kl_slope(o.kl, b) if hp.get("beta") else 0)
+    if (factors := objective.factors(batch, **own)) is not None:
+        w = weighed(w, objective.per_term(factors, batch.mask), batch.mask)
+    return w - (hp["beta"] * kl_slope(objective.kl, batch) if hp.get("beta") else 0)
 
 
 # ---- what an objective has, which a fault may be about -------------------------------
@@ -192,17 +198,17 @@ class Shape:
         )
 
 
-def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
+def shape_of(objective: Objective, hp: dict[str, Any]) -> Shape:
     """Measured on single tokens, without the KL term and the sampler's correction.
 
     Args:
-        o: the objective.
+        objective: the objective.
         hp: its hyperparameters.
 
     Returns:
         Where its weight is live, bounded, plain and free of A, on either side.
     """
-    o, own = _inside(o, _without_beta(hp))
+    objective, own = _inside(objective, _without_beta(hp))
 
     def token(A: float, mu: float, log_r: float) -> Rollouts:
         lp_old = torch.tensor([[mu]], dtype=torch.float64).log()
@@ -211,7 +217,7 @@ def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
 
     def weight(A: float, mu: float, log_r: float) -> float:
         """The weight of that token."""
-        return unit_weights(o, token(A, mu, log_r), own).item()
+        return unit_weights(objective, token(A, mu, log_r), own).item()
 
     signs = (1.0, -1.0)
     at_1 = {A: weight(A, 0.02, 0.0) for A in (1.0, -1.0)}
@@ -249,7 +255,9 @@ def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
 
     branches = any(abs(bend(x)) > 1e-12 for x in MODERATE)
     beyond = token(1.0, *FAR["above"])
-    value = term_of(o, own)(beyond.logp, beyond.logp_old, beyond.adv, beyond.mask)
+    value = term_of(objective, own)(
+        beyond.logp, beyond.logp_old, beyond.adv, beyond.mask
+    )
     return Shape(
         live,
         plain,
@@ -257,24 +265,26 @@ def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
         bounded,
         cut,
         branches,
-        all(plain.values()) and _is_linear(o, own),
+        all(plain.values()) and _is_linear(objective, own),
         not value.any(),
     )
 
 
-def _inside(o: Objective, hp: dict[str, Any]) -> tuple[Objective, dict[str, Any]]:
+def _inside(
+    objective: Objective, hp: dict[str, Any]
+) -> tuple[Objective, dict[str, Any]]:
     """The objective without its sampler's correction, and its own hyperparameters."""
-    o = replace(o, sampler=None) if o.sampler else o
-    return o, {k: v for k, v in hp.items() if k in o.hyperparameters}
+    objective = replace(objective, sampler=None) if objective.sampler else objective
+    return objective, {k: v for k, v in hp.items() if k in objective.hyperparameters}
 
 
-def _is_linear(o: Objective, hp: dict[str, Any]) -> bool:
+def _is_linear(objective: Objective, hp: dict[str, Any]) -> bool:
     """Whether the gradient of its function is a constant for autograd."""
     lp = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64).requires_grad_()
     old = lp.detach() - 0.1
     A = torch.tensor([[1.0], [-1.0]])
     mask = torch.ones(2, 1, dtype=torch.bool)
-    J = term_of(o, hp)(lp, old, A, mask).sum()
+    J = term_of(objective, hp)(lp, old, A, mask).sum()
     return (
         not J.requires_grad
         or not torch.autograd.grad(J, lp, create_graph=True)[0].requires_grad
@@ -312,33 +322,35 @@ SAMPLER: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     (
         "sampler-ratio-inverted",
         "the sampler's ratio is inverted: μ/π_old",
-        lambda b: 2 * b.logp_old - b.logp_sampler,
+        lambda batch: 2 * batch.logp_old - batch.logp_sampler,
     ),
     (
         "sampler-ratio-of-current-policy",
         "the sampler's ratio is of π_θ, not of π_old",
-        lambda b: b.logp_old + b.logp_sampler - b.logp,
+        lambda batch: batch.logp_old + batch.logp_sampler - batch.logp,
     ),
     (
         "sampler-ratio-unused",
         "the sampler's ratio has no effect",
-        lambda b: b.logp_old,
+        lambda batch: batch.logp_old,
     ),
 )
 GROUPS = fault(
     "one denominator for the batch, not one per prompt",
     "aggregation",
     id="one-denominator-per-batch",
-    view=lambda b: replace(b, group=None),
+    view=lambda batch: replace(batch, group=None),
 )
 
 
 # ---- the catalogue -------------------------------------------------------------------
-def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[LossFault]:
+def known(
+    objective: Objective, hp: dict[str, Any], bounds: list[float]
+) -> Iterator[LossFault]:
     """All of the catalogue, on this objective, with the bounds at which a wrong loss
     was seen to change.
     """
-    j = term_of(o, hp)
+    j = term_of(objective, hp)
     yield fault(
         "the sign is flipped: it ascends the loss",
         "sign",
@@ -346,29 +358,34 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
         J=lambda lp, old, A, m: -j(lp, old, A, m),
     )
     if hp.get("beta"):
-        yield from kl_faults(o, hp)
-    for id, words, of in SAMPLER if o.sampler else ():
+        yield from kl_faults(objective, hp)
+    for id, words, of in SAMPLER if objective.sampler else ():
         yield fault(
-            words, "ratio", id=id, view=lambda b, of=of: b.but(logp_sampler=of(b))
+            words,
+            "ratio",
+            id=id,
+            view=lambda batch, of=of: batch.but(logp_sampler=of(batch)),
         )
     yield fault(
         "the ratio is to π_ref, not to π_old",
         "ratio",
         id="ratio-to-reference",
-        view=lambda b: b if b.logp_ref is None else b.but(logp_old=b.logp_ref),
+        view=lambda batch: (
+            batch if batch.logp_ref is None else batch.but(logp_old=batch.logp_ref)
+        ),
     )
     lo = hp.get("eps_low", hp.get("eps", 0.2))
     hi = hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
     low = [1 - x for x in bounds if 0 < x < 1][:2]
     high = [x - 1 for x in bounds if 1 < x < 10][:2]
-    has = shape_of(o, hp)
+    has = shape_of(objective, hp)
     # an objective of one bound, as UP is, has no pair of bounds that the loss misses
     has_bounds = has.is_bounded and (
         "eps" in hp or {"eps_low", "eps_high"} <= hp.keys()
     )
     its = [x for x in (1 - lo, 1 + hi) if x > 0]  # a bound below 0 is none
     own = f", not {' and '.join(f'{x:g}' for x in its)}" if has_bounds else ""
-    if o.level == "custom" and (
+    if objective.level == "custom" and (
         unbounded := {k: UNBOUNDED for k in hp if k.startswith("eps")}
     ):
         yield fault(
@@ -378,7 +395,7 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
             hp=unbounded,
         )
     for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
-        for each in _forms(o, hp, has, bounds, a, e):
+        for each in _forms(objective, hp, has, bounds, a, e):
             at = f" (with bounds {1 - a:g} and {1 + e:g}{own})" if i else ""
             yield replace(each, words=each.words + at)
 
@@ -431,24 +448,25 @@ for _how in ("to π_old", "to μ"):
 TERM_OF = {name: name for name in kl.ESTIMATORS} | {"k3_ratio": "k3 (times the ratio)"}
 
 
-def term_slope(f: str | Callable[..., Tensor], b: Rollouts) -> Tensor:
+def term_slope(f: str | Callable[..., Tensor], batch: Rollouts) -> Tensor:
     """d f(lp, lp_ref, lp_old, log μ) / d lp of each token, 0 on masked slots; f may be
     a name of KL_TERMS.
 
     Args:
         f: the term, or its name.
-        b: the batch.
+        batch: the batch.
 
     Returns:
         [B, T].
     """
     if isinstance(f, str):
         f = KL_TERMS[f]
-    x = torch.where(b.mask, b.logp, 0).detach().requires_grad_()
+    x = torch.where(batch.mask, batch.logp, 0).detach().requires_grad_()
     others = (
-        b.logp_old if v is None else v for v in (b.logp_ref, b.logp_old, b.logp_sampler)
+        batch.logp_old if v is None else v
+        for v in (batch.logp_ref, batch.logp_old, batch.logp_sampler)
     )
-    y = f(x, *(torch.where(b.mask, v, 0) for v in others))
+    y = f(x, *(torch.where(batch.mask, v, 0) for v in others))
     return (
         torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
     )
@@ -476,15 +494,19 @@ def terms(first: str, reads: frozenset[str]) -> list[str]:
 OTHER_KL = "another estimator, or a part of it is detached"
 
 
-def lacking(o: Objective, beta: float, name: str) -> str:
+def lacking(objective: Objective, beta: float, name: str) -> str:
     """Words for a KL term that the objective does not have, or not like this."""
-    if name == TERM_OF.get(o.kl) and beta < 0:
+    if name == TERM_OF.get(objective.kl) and beta < 0:
         return f"the KL term is added to J, not subtracted: {abs(beta):.7g} {name}"
     if beta > 0:
         done, bonus = ("subtracted", "an entropy bonus")
     else:
         done, bonus = ("added to J", "a bonus on the likelihood")
-    whose = f"is not {o.name}'s {o.kl}" if o.kl else f"{o.name} does not have"
+    whose = (
+        f"is not {objective.name}'s {objective.kl}"
+        if objective.kl
+        else f"{objective.name} does not have"
+    )
     words = f"a KL term is {done} that {whose}: {abs(beta):.7g} {name}"
     if name == "k1":
         return f"{words}, to any policy; {bonus} of the sampled tokens has this gradient too"
@@ -509,30 +531,37 @@ def kl_added(beta: float) -> LossFault:
     return fault(words, "term", id="kl-added", hp={"beta": -beta})
 
 
-def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
+def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """What is done to a KL term, each put beside the objective's own weights."""
     beta = hp["beta"]
     plain = {**hp, "beta": 0.0}
-    inside, own = _inside(o, _without_beta(plain))
+    inside, own = _inside(objective, _without_beta(plain))
 
-    def rest(b: Rollouts) -> Tensor:
+    def rest(batch: Rollouts) -> Tensor:
         """The weights without the KL term."""
-        return unit_weights(o, b, plain)
+        return unit_weights(objective, batch, plain)
 
     def made(words: str, f: str | Callable[..., Tensor], id: str) -> LossFault:
         """The fault that f is the KL term."""
         return fault(
-            words, "term", id=id, weigh=lambda b: rest(b) - beta * term_slope(f, b)
+            words,
+            "term",
+            id=id,
+            weigh=lambda batch: rest(batch) - beta * term_slope(f, batch),
         )
 
-    def only_where(b: Rollouts, on: Callable[[Tensor], Tensor]) -> Tensor:
+    def only_where(batch: Rollouts, on: Callable[[Tensor], Tensor]) -> Tensor:
         """The weights with the KL term only on tokens whose A is so."""
-        return rest(b) - beta * kl_slope(o.kl, b) * on(b.adv.expand_as(b.mask))
+        return rest(batch) - beta * kl_slope(objective.kl, batch) * on(
+            batch.adv.expand_as(batch.mask)
+        )
 
-    for name, k in sorted(kl.ESTIMATORS.items(), key=lambda item: item[0] != o.kl):
-        if name != o.kl:
+    for name, k in sorted(
+        kl.ESTIMATORS.items(), key=lambda item: item[0] != objective.kl
+    ):
+        if name != objective.kl:
             yield made(
-                f"the KL term has the gradient of {name}, not of {o.kl}: {OTHER_KL}",
+                f"the KL term has the gradient of {name}, not of {objective.kl}: {OTHER_KL}",
                 name,
                 id=f"kl-gradient-of-{name}",
             )
@@ -540,17 +569,22 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             made(words.format(name), form(k), id=id) for id, words, _, form in KL_FORMS
         )
         for whose, old in (
-            (("", False), (" of the old policy", True)) if o.level == "token" else ()
+            (("", False), (" of the old policy", True))
+            if objective.level == "token"
+            else ()
         ):
 
             def folded(
-                b: Rollouts, k: Callable[..., Any] = k, old: bool = old
+                batch: Rollouts, k: Callable[..., Any] = k, old: bool = old
             ) -> Tensor:
-                kl = sg(_of(k, b.but(logp=b.logp_old) if old else b, b.mask))
-                w = _slope(
-                    lambda lp, old, A, m: inside.fn(lp, old, A - beta * kl, **own), b
+                kl = sg(
+                    _of(k, batch.but(logp=batch.logp_old) if old else batch, batch.mask)
                 )
-                return _in_place_of_fn(o, plain, w, b)
+                w = _slope(
+                    lambda lp, old, A, m: inside.fn(lp, old, A - beta * kl, **own),
+                    batch,
+                )
+                return _in_place_of_fn(objective, plain, w, batch)
 
             yield fault(
                 f"the KL term ({name}){whose} is folded into the advantage, without a gradient of its own",
@@ -567,13 +601,15 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     for x in CLAMPED:
         yield made(
             f"the KL term is clamped at {x:g}",
-            lambda lp, ref, old, mu, x=x: kl.per_token(o.kl, lp, ref, old).clamp(-x, x),
+            lambda lp, ref, old, mu, x=x: kl.per_token(
+                objective.kl, lp, ref, old
+            ).clamp(-x, x),
             id="kl-clamped",
         )
         yield made(
             f"the KL term's log-ratio is clamped to ±{x:g}",
             lambda lp, ref, old, mu, x=x: kl.per_token(
-                o.kl, lp, lp - (lp - ref).clamp(-x, x), old
+                objective.kl, lp, lp - (lp - ref).clamp(-x, x), old
             ),
             id="kl-log-ratio-clamped",
         )
@@ -601,20 +637,20 @@ CLAMPED = (10.0, 5.0, 20.0, 1.0, 0.1)  # where KL terms are clamped
 CAPS = (math.inf, 1.0, 2.0, 3.0, 5.0, 10.0)  # of importance weights, as people set them
 
 
-def _of(k: Callable[..., Any], b: Rollouts, mask: Tensor) -> Tensor:
-    assert b.logp_ref is not None
-    return k(torch.where(mask, b.logp, 0), torch.where(mask, b.logp_ref, 0))
+def _of(k: Callable[..., Any], batch: Rollouts, mask: Tensor) -> Tensor:
+    assert batch.logp_ref is not None
+    return k(torch.where(mask, batch.logp, 0), torch.where(mask, batch.logp_ref, 0))
 
 
 def clamp_faults(
-    o: Objective, hp: dict[str, Any], low: float, high: float, said: str
+    objective: Objective, hp: dict[str, Any], low: float, high: float, said: str
 ) -> Iterator[LossFault]:
     """log r, of the response or of each token, clamped: before its gradient, where A <=
     0 alone, or in a constant.
     """
     j, wide = (
-        term_of(o, hp),
-        {"sequence_mean": mean_t, "sequence_product": sum_t}.get(o.level),
+        term_of(objective, hp),
+        {"sequence_mean": mean_t, "sequence_product": sum_t}.get(objective.level),
     )
 
     def of_response(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
@@ -622,7 +658,7 @@ def clamp_faults(
         x = wide(where(m, lp - old, 0), m)[:, None]
         n = m.sum(-1, keepdim=True)
         return lp + (x.clamp(low, high) - x) / (
-            n if o.level == "sequence_product" else 1
+            n if objective.level == "sequence_product" else 1
         )
 
     def of_token(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
@@ -635,9 +671,13 @@ def clamp_faults(
         """J with the clamp where A <= 0 alone."""
         return where(A > 0, j(lp, old, A, m), j(inside(lp, old, m), old, A, m))
 
-    def held(b: Rollouts, inside: Callable[..., Tensor]) -> Rollouts:
+    def held(batch: Rollouts, inside: Callable[..., Tensor]) -> Rollouts:
         """The batch with old_log_prob moved so that log r is the clamped one."""
-        return b.but(logp_old=b.logp_old + b.logp - inside(b.logp, b.logp_old, b.mask))
+        return batch.but(
+            logp_old=batch.logp_old
+            + batch.logp
+            - inside(batch.logp, batch.logp_old, batch.mask)
+        )
 
     clamped = [("log-ratio-clamped", "log r", of_token)]
     if wide:
@@ -667,18 +707,21 @@ def clamp_faults(
         )
 
 
-def powered(o: Objective, hp: dict[str, Any], k: float) -> Iterator[LossFault]:
+def powered(objective: Objective, hp: dict[str, Any], k: float) -> Iterator[LossFault]:
     """The ratio to the power k, the factor seen on policy; without a ratio in the
     objective k is a plain factor.
     """
     if abs(k - 1) > 1e-5 and any(
-        any(_ends(o, hp, s)) != all(_ends(o, hp, s)) for s in ("lower", "upper")
+        any(_ends(objective, hp, s)) != all(_ends(objective, hp, s))
+        for s in ("lower", "upper")
     ):
         yield fault(
             f"the ratio is taken to the power {k:.5g}: every log-ratio is multiplied by it",
             "ratio",
             id="ratio-to-a-power",
-            J=lambda lp, old, A, m: term_of(o, hp)(old + k * (lp - old), old, A, m),
+            J=lambda lp, old, A, m: term_of(objective, hp)(
+                old + k * (lp - old), old, A, m
+            ),
         )
 
 
@@ -693,21 +736,23 @@ def cuts(lo: float, hi: float) -> tuple[tuple[str, Callable[..., Any]], ...]:
     )
 
 
-def term_of(o: Objective, hp: dict[str, Any]) -> Term:
+def term_of(objective: Objective, hp: dict[str, Any]) -> Term:
     """The objective's function, without the KL term and the sampler's correction.
 
     Args:
-        o: the objective.
+        objective: the objective.
         hp: its hyperparameters.
 
     Returns:
         A function (lp, lp_old, A, mask) -> J of each token or response.
     """
-    o, own = _inside(o, _without_beta(hp))
-    return lambda lp, old, A, m: o.unreduced(lp, old, A, m, torch.ones_like(lp), **own)
+    objective, own = _inside(objective, _without_beta(hp))
+    return lambda lp, old, A, m: objective.unreduced(
+        lp, old, A, m, torch.ones_like(lp), **own
+    )
 
 
-def _ends(o: Objective, hp: dict[str, Any], side: str) -> list[bool]:
+def _ends(objective: Objective, hp: dict[str, Any], side: str) -> list[bool]:
     """Whether the objective's term has a gradient on that side of its clip: at a ratio
     of 1, and far beyond a bound.
     """
@@ -716,7 +761,11 @@ def _ends(o: Objective, hp: dict[str, Any], side: str) -> list[bool]:
     old = old if side == "lower" else torch.tensor([[-0.01], [-21.0]])
     A = torch.full_like(lp, -1.0 if side == "lower" else 1.0)
     one = torch.ones_like(lp, dtype=torch.bool)
-    return (_slope(term_of(o, hp), Rollouts(lp, old, A, one)) != 0).flatten().tolist()
+    return (
+        (_slope(term_of(objective, hp), Rollouts(lp, old, A, one)) != 0)
+        .flatten()
+        .tolist()
+    )
 
 
 def by_token(x: Tensor, lp: Tensor) -> Tensor:
@@ -733,30 +782,32 @@ def by_token(x: Tensor, lp: Tensor) -> Tensor:
 
 
 def _without_the_rest(
-    o: Objective, hp: dict[str, Any], form: Callable[[Callable[..., Any]], Term]
+    objective: Objective, hp: dict[str, Any], form: Callable[[Callable[..., Any]], Term]
 ) -> Iterator[LossFault]:
     """A smooth objective without what it has beside the ratio, or log π_θ: a penalty or
     a gate; or with that turned.
     """
     plain = _without_beta(hp)
 
-    def rest(b: Rollouts) -> Tensor:
+    def rest(batch: Rollouts) -> Tensor:
         """The weights without the KL term."""
-        return unit_weights(o, b, plain)
+        return unit_weights(objective, batch, plain)
 
     for id, term, J in (
         ("ratio-term-alone", "r A", form(lambda r, A, lp: r * A)),
         ("log-prob-term-alone", "A log π_θ", form(lambda r, A, lp: A * lp)),
     ):
-        words = f"the term is {term} alone: what else {o.name} has is missing"
+        words = f"the term is {term} alone: what else {objective.name} has is missing"
         yield fault(words, "objective", id=id, J=J)
 
-        def turned(b: Rollouts, J: Term = J) -> Tensor:
-            alone = _in_place_of_fn(o, plain, _slope(J, b), b)
-            return _in_place_of_fn(replace(o, sampler=None), hp, 2 * alone - rest(b), b)
+        def turned(batch: Rollouts, J: Term = J) -> Tensor:
+            alone = _in_place_of_fn(objective, plain, _slope(J, batch), batch)
+            return _in_place_of_fn(
+                replace(objective, sampler=None), hp, 2 * alone - rest(batch), batch
+            )
 
         yield fault(
-            f"what {o.name} has beside {term} has the opposite sign",
+            f"what {objective.name} has beside {term} has the opposite sign",
             "objective",
             id=f"all-but-{id}-negated",
             weigh=turned,
@@ -764,7 +815,7 @@ def _without_the_rest(
 
 
 def _forms(
-    o: Objective,
+    objective: Objective,
     hp: dict[str, Any],
     has: Shape,
     bounds: list[float],
@@ -772,15 +823,15 @@ def _forms(
     hi: float,
 ) -> Iterator[LossFault]:
     """The ratio is the objective's: a token's or a response's."""
-    j = term_of(o, hp)
-    wide = o.level in ("sequence_mean", "sequence_product")
+    j = term_of(objective, hp)
+    wide = objective.level in ("sequence_mean", "sequence_product")
 
     def log_r(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
         x = where(m, lp - old, 0)
         if wide:
-            return {"sequence_mean": mean_t, "sequence_product": sum_t}[o.level](x, m)[
-                :, None
-            ].expand_as(x)
+            return {"sequence_mean": mean_t, "sequence_product": sum_t}[
+                objective.level
+            ](x, m)[:, None].expand_as(x)
         return x
 
     def ratio(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
@@ -830,13 +881,13 @@ def _forms(
                 id=f"{said}-only-where-{SIGN_IDS[sign]}",
             )
     if has.is_smooth:
-        yield from _without_the_rest(o, hp, form)
+        yield from _without_the_rest(objective, hp, form)
     for A0, here, on in (
         (1.0, "A > 0", lambda A: A > 0),
         (-1.0, "A < 0", lambda A: A < 0),
     ):
-        if not has.live[A0] and has.live[-A0] and o.agg != "seq-mean":
-            words = f"where {here} there is the term of the other sign of A, though {o.name} has none there"
+        if not has.live[A0] and has.live[-A0] and objective.agg != "seq-mean":
+            words = f"where {here} there is the term of the other sign of A, though {objective.name} has none there"
             yield made(
                 "clip",
                 words,
@@ -878,7 +929,7 @@ def _forms(
         yield made(
             "clip", words, form(unclipped_detached), id="unclipped-term-detached"
         )
-        if o.level == "sequence_mean":
+        if objective.level == "sequence_mean":
 
             def by_sum(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
                 """The geometric mean of the ratios, cut where their product leaves the
@@ -998,11 +1049,11 @@ def _forms(
         lambda lp, old, A, m: ppo(ratio(old, lp, m), A),
         id="ratio-inverted",
     )
-    if o.level == "token" and not o.reads:
+    if objective.level == "token" and not objective.reads:
         yield made(
             "ratio",
             INVERTED_RATIO,
-            lambda lp, old, A, m: o.surrogate(old, lp, A, **_without_beta(hp)),
+            lambda lp, old, A, m: objective.surrogate(old, lp, A, **_without_beta(hp)),
             id="ratio-inverted",
         )
     if c := hp.get("c"):
@@ -1060,10 +1111,10 @@ def _forms(
         ("lower", "A < 0", f"above {1 + hi:g} where A > 0", {"max": 1 + hi}),
         ("upper", "A > 0", f"below {1 - lo:g} where A < 0", {"min": 1 - lo}),
     ):
-        near, far = _ends(o, hp, side)
+        near, far = _ends(objective, hp, side)
         said = f"the clip has no {side} side"
         if not near:
-            said = f"where {here} the ratio multiplies A, though {o.name} has no term there"
+            said = f"where {here} the ratio multiplies A, though {objective.name} has no term there"
         elif far:  # the objective's has none either
             said = f"the ratio multiplies A, without a bound where {here}, without a gradient {there}"
         yield made(
@@ -1151,11 +1202,11 @@ def _forms(
         for way in (lambda x, lp: x, by_token):
 
             def shared(
-                b: Rollouts,
+                batch: Rollouts,
                 over: Callable[..., Any] = over,
                 way: Callable[..., Any] = way,
             ) -> Tensor:
-                f = FACTORS[declared_aggregation(o)](b)[:, None]
+                f = FACTORS[declared_aggregation(objective)](batch)[:, None]
 
                 def log_r_of_all(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
                     """One log-ratio for every token of the batch."""
@@ -1166,11 +1217,11 @@ def _forms(
                         lambda lp, old, A, m: (
                             f * ppo(exp(way(log_r_of_all(lp, old, m), lp)), A)
                         ),
-                        b,
+                        batch,
                     )
                     / f
                 )
-                return _in_place_of_fn(o, hp, w, b)
+                return _in_place_of_fn(objective, hp, w, batch)
 
             yield fault(
                 words,
@@ -1180,14 +1231,16 @@ def _forms(
                 whole=True,
             )
 
-    def multiplied(b: Rollouts) -> Tensor:
+    def multiplied(batch: Rollouts) -> Tensor:
         w = _slope(
             lambda lp, old, A, m: ppo(
                 exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(lp), A
             ),
-            b,
+            batch,
         )
-        return _in_place_of_fn(o, hp, w / b.mask.sum(-1, keepdim=True), b)
+        return _in_place_of_fn(
+            objective, hp, w / batch.mask.sum(-1, keepdim=True), batch
+        )
 
     words = "the product of the response's ratios replaces the token's: one term for each response"
     yield fault(words, "ratio", id="product-for-token-ratio", weigh=multiplied)
@@ -1205,7 +1258,7 @@ def _forms(
             form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)),
             id="bounds-absolute",
         )
-        if o.level == "custom":
+        if objective.level == "custom":
             of_token = " of each token: the ratio of the token replaces the response's"
         else:
             of_token = ""

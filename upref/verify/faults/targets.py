@@ -20,10 +20,10 @@ ETAS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # as people set them
 
 
 def faults(
-    o: Objective, hp: dict[str, Any], bounds: list[float]
+    objective: Objective, hp: dict[str, Any], bounds: list[float]
 ) -> Iterator[LossFault]:
     """Of an objective with a temperature η of its target, of groups."""
-    if "group" not in o.reads or "eta" not in hp:
+    if "group" not in objective.reads or "eta" not in hp:
         return
     for eta in ETAS:
         if abs(eta - hp["eta"]) > 1e-9:
@@ -39,33 +39,41 @@ def faults(
             words, "objective", id=id, weigh=partial(weigh, eta=hp["eta"]), whole=True
         )
     for id, words, kind, change in GROUPS:
-        yield fault(words, kind, id=id, weigh=partial(change, o, hp), whole=True)
+        yield fault(
+            words, kind, id=id, weigh=partial(change, objective, hp), whole=True
+        )
 
 
 # ---- other shares --------------------------------------------------------------------
-def _without_old(b: Rollouts, eta: float) -> Tensor:
-    return _target(b, torch.zeros_like(b.logp), eta) - _shares(b, b.logp)
+def _without_old(batch: Rollouts, eta: float) -> Tensor:
+    return _target(batch, torch.zeros_like(batch.logp), eta) - _shares(
+        batch, batch.logp
+    )
 
 
-def _target_of_new(b: Rollouts, eta: float) -> Tensor:
-    return _target(b, b.logp, eta) - _shares(b, b.logp)
+def _target_of_new(batch: Rollouts, eta: float) -> Tensor:
+    return _target(batch, batch.logp, eta) - _shares(batch, batch.logp)
 
 
-def _share_of_old(b: Rollouts, eta: float) -> Tensor:
-    return _target(b, b.logp_old, eta) - _shares(b, b.logp_old)
+def _share_of_old(batch: Rollouts, eta: float) -> Tensor:
+    return _target(batch, batch.logp_old, eta) - _shares(batch, batch.logp_old)
 
 
-def _opposite(b: Rollouts, eta: float) -> Tensor:
-    return _target(b.but(adv=-b.adv), b.logp_old, eta) - _shares(b, b.logp)
+def _opposite(batch: Rollouts, eta: float) -> Tensor:
+    return _target(batch.but(adv=-batch.adv), batch.logp_old, eta) - _shares(
+        batch, batch.logp
+    )
 
 
-def _of_means(b: Rollouts, eta: float) -> Tensor:
-    n = b.mask.sum(1, keepdim=True)
-    return (_target(b, b.logp_old / n, eta) - _shares(b, b.logp / n)) / n
+def _of_means(batch: Rollouts, eta: float) -> Tensor:
+    n = batch.mask.sum(1, keepdim=True)
+    return (
+        _target(batch, batch.logp_old / n, eta) - _shares(batch, batch.logp / n)
+    ) / n
 
 
-def _target_alone(b: Rollouts, eta: float) -> Tensor:
-    return _target(b, b.logp_old, eta)
+def _target_alone(batch: Rollouts, eta: float) -> Tensor:
+    return _target(batch, batch.logp_old, eta)
 
 
 SHARES: tuple[tuple[str, str, Callable[..., Tensor]], ...] = (
@@ -103,16 +111,23 @@ SHARES: tuple[tuple[str, str, Callable[..., Tensor]], ...] = (
 
 
 # ---- other groups --------------------------------------------------------------------
-def _of_batch(o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
-    return unit_weights(o, b.but(group=torch.zeros_like(_group(b))), hp)
+def _of_batch(objective: Objective, hp: dict[str, Any], batch: Rollouts) -> Tensor:
+    return unit_weights(objective, batch.but(group=torch.zeros_like(_group(batch))), hp)
 
 
-def _mean_of_groups(o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
-    return unit_weights(o, b, hp) / _size(b) * len(b.mask) / len(_group(b).unique())
+def _mean_of_groups(
+    objective: Objective, hp: dict[str, Any], batch: Rollouts
+) -> Tensor:
+    return (
+        unit_weights(objective, batch, hp)
+        / _size(batch)
+        * len(batch.mask)
+        / len(_group(batch).unique())
+    )
 
 
-def _without_size(o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
-    return unit_weights(o, b, hp) / _size(b)
+def _without_size(objective: Objective, hp: dict[str, Any], batch: Rollouts) -> Tensor:
+    return unit_weights(objective, batch, hp) / _size(batch)
 
 
 GROUPS: tuple[
@@ -140,32 +155,38 @@ GROUPS: tuple[
 
 
 # ---- what they are made of -----------------------------------------------------------
-def _group(b: Rollouts) -> Tensor:
+def _group(batch: Rollouts) -> Tensor:
     """The ids of the groups; a batch without ids is one group."""
-    return torch.zeros(len(b.mask), dtype=torch.long) if b.group is None else b.group
+    return (
+        torch.zeros(len(batch.mask), dtype=torch.long)
+        if batch.group is None
+        else batch.group
+    )
 
 
-def _size(b: Rollouts) -> Tensor:
+def _size(batch: Rollouts) -> Tensor:
     """The number of responses to the prompt of each response, [B, 1]."""
-    group = _group(b)
+    group = _group(batch)
     return (group[:, None] == group).sum(1, keepdim=True)
 
 
-def _shares(b: Rollouts, x: Tensor) -> Tensor:
+def _shares(batch: Rollouts, x: Tensor) -> Tensor:
     """G softmax of the sums of x [B, T] over the responses to one prompt, on each
     token.
     """
-    group = _group(b)
-    total = torch.where(b.mask, x, 0).sum(1)
+    group = _group(batch)
+    total = torch.where(batch.mask, x, 0).sum(1)
     peers = group[:, None] == group
     share = total - total.expand_as(peers).masked_fill(~peers, -torch.inf).logsumexp(1)
-    return (_size(b) * share.exp()[:, None]).expand_as(b.mask)
+    return (_size(batch) * share.exp()[:, None]).expand_as(batch.mask)
 
 
-def _target(b: Rollouts, x: Tensor, eta: float) -> Tensor:
+def _target(batch: Rollouts, x: Tensor, eta: float) -> Tensor:
     """The same of x with A/η in it."""
-    first = b.mask & (b.mask.cumsum(1) == 1)  # the advantage of a response counts once
-    return _shares(b, x + torch.where(first, b.adv.expand_as(x) / eta, 0))
+    first = batch.mask & (
+        batch.mask.cumsum(1) == 1
+    )  # the advantage of a response counts once
+    return _shares(batch, x + torch.where(first, batch.adv.expand_as(x) / eta, 0))
 
 
 TPO = Catalogue("losses", faults)

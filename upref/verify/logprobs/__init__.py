@@ -158,7 +158,7 @@ def choose_tolerances(
     ]
 
 
-def _is_smooth(kernel: Kernel, p: Problem, names: list[str]) -> bool:
+def _is_smooth(kernel: Kernel, problem: Problem, names: list[str]) -> bool:
     """Whether these numbers follow a small step of each input as the right ones do:
     then what is off is no rounding.
 
@@ -167,11 +167,11 @@ def _is_smooth(kernel: Kernel, p: Problem, names: list[str]) -> bool:
     """
     turns = torch.Generator().manual_seed(0)
     for name in ("x", "weight"):
-        value = getattr(p, name)
+        value = getattr(problem, name)
         if value is None:
             continue
         step = STEP * torch.randn(value.shape, generator=turns, dtype=value.dtype)
-        moved = [replace(p, **{name: value + sign * step}) for sign in (1, -1)]
+        moved = [replace(problem, **{name: value + sign * step}) for sign in (1, -1)]
         found = [kernel(q).numbers for q in moved]
         due = [solved(q).numbers for q in moved]
         for key in names:

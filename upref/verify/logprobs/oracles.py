@@ -69,13 +69,17 @@ class KernelCase:
         return self.done[name]
 
     def off(
-        self, p: Problem, done: KernelOutcome, want: KernelOutcome, least: float = 0.0
+        self,
+        problem: Problem,
+        done: KernelOutcome,
+        want: KernelOutcome,
+        least: float = 0.0,
     ) -> Any:
         """(how often the tolerance, name of the number, where, expected, found) of the
         worst number.
 
         Args:
-            p: the problem.
+            problem: the problem.
             done: what the function answered.
             want: what it should answer.
             least: the tolerance, where that of a number is smaller.
@@ -89,8 +93,8 @@ class KernelCase:
         )
         for key, found in done.numbers.items():
             y = want.numbers[key]
-            if p.keep is not None and key in VALUES:
-                found, y = (torch.where(p.keep, v, 0) for v in (found, y))
+            if problem.keep is not None and key in VALUES:
+                found, y = (torch.where(problem.keep, v, 0) for v in (found, y))
             size = max(
                 [
                     1.0 if key in VALUES else 1e-3,
@@ -109,29 +113,31 @@ class KernelCase:
     def does(
         self,
         f: Stages,
-        p: Problem,
+        problem: Problem,
         done: KernelOutcome,
         keys: set[str],
         most: float = 3.0,
     ) -> bool:
         if f.inner:
-            rows = torch.arange(p.tokens.shape[-1]).expand_as(p.tokens)
-            p = replace(p, keep=(rows > 0) & (rows < rows.max()))
+            rows = torch.arange(problem.tokens.shape[-1]).expand_as(problem.tokens)
+            problem = replace(problem, keep=(rows > 0) & (rows < rows.max()))
         try:
             part = KernelOutcome({k: v for k, v in done.numbers.items() if k in keys})
             return (
                 not (f.inner and keys != {"log-prob"})
-                and self.off(p, part, solved(p, f))[0] <= most
+                and self.off(problem, part, solved(problem, f))[0] <= most
             )
         except (RuntimeError, IndexError):  # a stage that this problem has not
             return False
 
-    def cause(self, p: Problem, done: KernelOutcome, also: Iterable[Problem]) -> Cause:
-        """The first known fault that gives the numbers of p and of the plain problems,
+    def cause(
+        self, problem: Problem, done: KernelOutcome, also: Iterable[Problem]
+    ) -> Cause:
+        """The first known fault that gives the numbers of the problem and of the plain problems,
         which the reference does not: all of them, else those of one name that is off, a
         gradient with the values that it belongs to."""
         off = {
-            k: self.off(p, KernelOutcome({k: v}), solved(p))[0]
+            k: self.off(problem, KernelOutcome({k: v}), solved(problem))[0]
             for k, v in done.numbers.items()
         }
         asked = [
@@ -143,8 +149,8 @@ class KernelCase:
         }
         for name, keys in names.items():
             most = min(3.0, off[name] / 3 if name else max(off.values()) / 3)
-            for f in known("logprobs", p):
-                if self.does(f.change, p, done, keys, most) and all(
+            for f in known("logprobs", problem):
+                if self.does(f.change, problem, done, keys, most) and all(
                     self._same(f, *one, keys) for one in asked
                 ):
                     alone = name and len(off) > 1
@@ -153,28 +159,32 @@ class KernelCase:
         return Cause()
 
     def _same(
-        self, f: LogprobFault, p: Problem, done: KernelOutcome, keys: set[str]
+        self, f: LogprobFault, problem: Problem, done: KernelOutcome, keys: set[str]
     ) -> bool:
         # some code cuts tiles above a size alone
         here = [f.change]
         if f not in ANYWHERE:
-            same = (g.change for g in known("logprobs", p) if is_same(f, g))
+            same = (
+                gradient.change
+                for gradient in known("logprobs", problem)
+                if is_same(f, gradient)
+            )
             here = [RIGHT, next(same, RIGHT)]
-        return any(self.does(g, p, done, keys) for g in here)
+        return any(self.does(gradient, problem, done, keys) for gradient in here)
 
     def compare(
         self,
         name: str,
         words: str,
-        p: Problem,
+        problem: Problem,
         done: KernelOutcome,
         least: float = 0.0,
         also: Iterable[Problem] = (),
     ) -> list[Finding]:
-        times, key, at, want, found = self.off(p, done, solved(p), least)
+        times, key, at, want, found = self.off(problem, done, solved(problem), least)
         why = Cause()
         with contextlib.suppress(InputError):
-            why = self.cause(p, done, also) if times > 1 else why
+            why = self.cause(problem, done, also) if times > 1 else why
         if times <= 1:
             return []
         return [
@@ -182,7 +192,7 @@ class KernelCase:
                 name,
                 words,
                 *number_pair(f"{key}{list(at)}", want, found),
-                shown(p),
+                shown(problem),
                 why,
             )
         ]
@@ -191,18 +201,18 @@ class KernelCase:
 MOST_NUMBERS = 40  # of a problem that is printed
 
 
-def shown(p: Problem) -> Example | None:
+def shown(problem: Problem) -> Example | None:
     """The problem as an example, or None where it is too large to read."""
-    if sum(v.numel() for v in p.leaves.values()) > MOST_NUMBERS:
+    if sum(v.numel() for v in problem.leaves.values()) > MOST_NUMBERS:
         return None
-    tensors = p.leaves | {
-        "tokens": p.tokens,
-        "bias": p.bias,
-        "upstream": p.g,
-        "upstream_entropy": p.g_H,
+    tensors = problem.leaves | {
+        "tokens": problem.tokens,
+        "bias": problem.bias,
+        "upstream": problem.g,
+        "upstream_entropy": problem.g_H,
     }
     inputs = {name: v.tolist() for name, v in tensors.items() if v is not None}
-    return Example(inputs | {"temperature": p.temperature})
+    return Example(inputs | {"temperature": problem.temperature})
 
 
 # ---- what is compared on problems ----------------------------------------------------
@@ -463,11 +473,11 @@ def _scaled(done: KernelOutcome, want: KernelOutcome) -> Iterator[Finding]:
         return
 
 
-def _summed(p: Problem, done: KernelOutcome, exact: Tensor) -> str:
+def _summed(problem: Problem, done: KernelOutcome, exact: Tensor) -> str:
     """Whether adding dW up in bfloat16, n tokens at a time, gives these numbers."""
-    q = p.to(torch.float64)
+    q = problem.to(torch.float64)
     x = q.x.flatten(0, 1)
-    dx = torch.nn.functional.one_hot(p.tokens.flatten()) - states(q).softmax(
+    dx = torch.nn.functional.one_hot(problem.tokens.flatten()) - states(q).softmax(
         -1
     ).flatten(0, 1)
     found = done.numbers["gradient of weight"]

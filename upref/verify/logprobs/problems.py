@@ -25,13 +25,13 @@ HEIGHTS = (40.0, 80.0)  # of a peak: float32 holds e^-87
 
 
 def random_problem(
-    k: Kernel, N: int = 6, V: int = 5, H: int = 2, seed: int = 0, **settings: Any
+    kernel: Kernel, N: int = 6, V: int = 5, H: int = 2, seed: int = 0, **settings: Any
 ) -> Problem:
     """[2, N/2] tokens, or [1, N], with both ends of the vocabulary; upstream gradients
     of both signs and 0.
 
     Args:
-        k: the function, whose kind of inputs is made.
+        kernel: the function, whose kind of inputs is made.
         N: tokens.
         V: ids of the vocabulary.
         H: hidden size.
@@ -46,47 +46,47 @@ def random_problem(
         normal = torch.randn(*size, generator=gen, dtype=torch.float64)
         return (8 * normal).round() / 8
 
-    size = 1.0 if k.softcap is None else max(1.0, k.softcap / 2)
+    size = 1.0 if kernel.softcap is None else max(1.0, kernel.softcap / 2)
     x = eighths(*shape, H) * size
     W = eighths(V, H) * 0.5 ** round(math.log2(H / 2) / 2)
     tokens = torch.randint(V, shape, generator=gen)
     tokens.view(-1)[:2] = torch.tensor([V - 1, 0])[: tokens.numel()]
-    g = eighths(*shape)
+    gradient = eighths(*shape)
     g_H = eighths(*shape)
-    g[g == 0] = 0.5
+    gradient[gradient == 0] = 0.5
     if N > 2:
-        g.view(-1)[-2] = 0  # it has an entropy gradient alone
-    bias = eighths(V) if "bias" in k.settings else None
+        gradient.view(-1)[-2] = 0  # it has an entropy gradient alone
+    bias = eighths(V) if "bias" in kernel.settings else None
     p = Problem(
         x,
         W,
         tokens,
-        g,
-        g_H if k.has_entropy else None,
+        gradient,
+        g_H if kernel.has_entropy else None,
         1.0,
         bias,
-        k.softcap,
-        k.logit_scale,
+        kernel.softcap,
+        kernel.logit_scale,
     )
     return replace(
-        p if k.kind == "hidden" else replace(p, x=x @ W.T, weight=None), **settings
+        p if kernel.kind == "hidden" else replace(p, x=x @ W.T, weight=None), **settings
     )
 
 
-def low_temperature(k: Kernel) -> float:
+def low_temperature(kernel: Kernel) -> float:
     """A temperature of 0.5, where one can be set.
 
     Args:
-        k: the function, whose kind of inputs is made.
+        kernel: the function, whose kind of inputs is made.
     """
-    return 0.5 if "temperature" in k.settings else 1.0
+    return 0.5 if "temperature" in kernel.settings else 1.0
 
 
-def masked(p: Problem, keep: list[list[int]], **changes: Any) -> Problem:
+def masked(problem: Problem, keep: list[list[int]], **changes: Any) -> Problem:
     """Tokens without upstream gradient, which are not compared.
 
     Args:
-        p: the problem.
+        problem: the problem.
         keep: for each row, the tokens that are compared.
         **changes: other fields of the Problem.
     """
@@ -96,85 +96,89 @@ def masked(p: Problem, keep: list[list[int]], **changes: Any) -> Problem:
         """An upstream gradient, 0 on the other tokens."""
         return None if u is None else u * kept
 
-    return replace(p, g=cut(p.g), g_H=cut(p.g_H), keep=kept, **changes)
+    return replace(
+        problem, g=cut(problem.g), g_H=cut(problem.g_H), keep=kept, **changes
+    )
 
 
-def plain(k: Kernel) -> dict[str, dict[str, Problem]]:
+def plain(kernel: Kernel) -> dict[str, dict[str, Problem]]:
     """What every cause is verified on, by the oracle that asks it and in words.
 
     Args:
-        k: the function, whose kind of inputs is made.
+        kernel: the function, whose kind of inputs is made.
 
     Returns:
         Words -> what is asked.
     """
     none = dict[str, Any](g=None, g_H=None)
     used: dict[str, dict[str, Any]] = {"gradient": {"g_H": None}}
-    used |= {"entropy-gradient": {"g": None}, "gradients": {}} if k.has_entropy else {}
-    one = random_problem(k, 1, **none)
-    ten = random_problem(k, 10, 19, 6, 1, **none)
+    used |= (
+        {"entropy-gradient": {"g": None}, "gradients": {}} if kernel.has_entropy else {}
+    )
+    one = random_problem(kernel, 1, **none)
+    ten = random_problem(kernel, 10, 19, 6, 1, **none)
     out = {
         "values": {
-            "temperature 1": random_problem(k, **none),
+            "temperature 1": random_problem(kernel, **none),
             "one token": one,
             "10 tokens, 19 ids": ten,
         }
     }
-    if "temperature" in k.settings:
+    if "temperature" in kernel.settings:
         out["temperature"] = {
-            f"{t:g}": random_problem(k, seed=2, temperature=t, **none)
+            f"{t:g}": random_problem(kernel, seed=2, temperature=t, **none)
             for t in (0.6, 1.7)
         }
     for name, left_out in used.items():
-        out[name] = {"temperature 1": random_problem(k, **left_out)}
-        if "temperature" in k.settings:
+        out[name] = {"temperature 1": random_problem(kernel, **left_out)}
+        if "temperature" in kernel.settings:
             out[name]["temperature 0.6"] = random_problem(
-                k, 10, 7, 3, 3, temperature=0.6, **left_out
+                kernel, 10, 7, 3, 3, temperature=0.6, **left_out
             )
     return out
 
 
-def tiles(k: Kernel) -> dict[str, Problem]:
+def tiles(kernel: Kernel) -> dict[str, Problem]:
     """Make problems a little larger than each usual tile of a GPU kernel.
 
     Args:
-        k: the function that will get them.
+        kernel: the function that will get them.
 
     Returns:
         Problems by their words.
     """
     return {
-        f"{N} tokens, {V} ids, hidden size {H}": random_problem(k, N, V, H, 9)
+        f"{N} tokens, {V} ids, hidden size {H}": random_problem(kernel, N, V, H, 9)
         for N, V, H in [*SQUARE, *TILES]
     }
 
 
-def temperatures(k: Kernel) -> dict[str, Problem]:
+def temperatures(kernel: Kernel) -> dict[str, Problem]:
     """Lower and higher ones than those of the plain problems.
 
     Args:
-        k: the function, whose kind of inputs is made.
+        kernel: the function, whose kind of inputs is made.
 
     Returns:
         Words -> what is asked.
     """
     return {
-        f"temperature {t:g}": random_problem(k, 6, 9, 3, 15, temperature=t)
+        f"temperature {t:g}": random_problem(kernel, 6, 9, 3, 15, temperature=t)
         for t in TEMPERATURES
     }
 
 
-def offset(k: Kernel) -> dict[str, Problem]:
+def offset(kernel: Kernel) -> dict[str, Problem]:
     """A constant added to all logits, or by turns to and from a row's: in float32 it
     rounds little in each factor.
 
     Args:
-        k: the function, whose kind of inputs is made.
+        kernel: the function, whose kind of inputs is made.
 
     Returns:
         Words -> what is asked.
     """
-    p = random_problem(k, 6, 37, 3, 4, temperature=low_temperature(k))
+    p = random_problem(kernel, 6, 37, 3, 4, temperature=low_temperature(kernel))
     turns = (-1.0) ** torch.arange(6.0).reshape(2, 3).double()
 
     def added(by: float, sign: Tensor) -> Problem:
@@ -193,20 +197,20 @@ def offset(k: Kernel) -> dict[str, Problem]:
     out["+3000 and -3000 added to the logits of one row and the next"] = added(
         3000.0, turns
     )
-    return out if k.softcap is None else {}
+    return out if kernel.softcap is None else {}
 
 
-def peak(k: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
+def peak(kernel: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
     """One logit that far above where the rest is, of its own token in every other row.
 
     Args:
-        k: the function that will get it.
+        kernel: the function that will get it.
         V: size of the vocabulary.
         at: the token of that logit.
         height: of the logit, above a rest of half the usual size.
         N: number of tokens.
     """
-    p = random_problem(k, N, V, 3, 5)
+    p = random_problem(kernel, N, V, 3, 5)
     tokens = torch.where(torch.arange(N).reshape(p.tokens.shape) % 2 == 0, at, p.tokens)
     if p.weight is None:
         x = p.x / 2
@@ -219,27 +223,27 @@ def peak(k: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
     return replace(p, x=x, weight=W, tokens=tokens)
 
 
-def peaks(k: Kernel) -> dict[str, Problem]:
+def peaks(kernel: Kernel) -> dict[str, Problem]:
     """Make problems whose softmax overflows or underflows if no maximum is subtracted.
 
     Args:
-        k: the function that will get them.
+        kernel: the function that will get them.
 
     Returns:
         Problems by their words.
     """
     at = [(h, V, i) for h in HEIGHTS for V in (9, 1029) for i in (0, V // 2, V - 1)]
     return {
-        f"the logit of token {i} of {V} is {h:g} above the rest": peak(k, V, i, h)
+        f"the logit of token {i} of {V} is {h:g} above the rest": peak(kernel, V, i, h)
         for h, V, i in at
     }
 
 
-def large(k: Kernel, V: int = 151_936) -> dict[str, Problem]:
+def large(kernel: Kernel, V: int = 151_936) -> dict[str, Problem]:
     """Make two problems with the vocabulary of Qwen in float32, one token near p = 0.9.
 
     Args:
-        k: the function that will get them.
+        kernel: the function that will get them.
         V: size of the vocabulary.
 
     Returns:
@@ -248,7 +252,7 @@ def large(k: Kernel, V: int = 151_936) -> dict[str, Problem]:
 
     def high(at: int) -> Problem:
         """A problem whose token `at` has a p near 0.9."""
-        p = peak(k, V, at, math.log(V) + 2.8, 4)
+        p = peak(kernel, V, at, math.log(V) + 2.8, 4)
         return replace(p, g=None, g_H=None).to(torch.float32)
 
     return {
@@ -257,17 +261,17 @@ def large(k: Kernel, V: int = 151_936) -> dict[str, Problem]:
     }
 
 
-def forbidden(k: Kernel) -> dict[str, Problem]:
+def forbidden(kernel: Kernel) -> dict[str, Problem]:
     """Two ids with a logit of -inf, which no token has.
 
     Args:
-        k: the function that will get it.
+        kernel: the function that will get it.
 
     Returns:
         One problem by its words. None for hidden states without a bias, or with a
             softcap.
     """
-    p = random_problem(k, 6, 9, 3, 6)
+    p = random_problem(kernel, 6, 9, 3, 6)
     low = torch.where(torch.arange(9) < 7, 0.0, -math.inf).double()
     p = replace(p, tokens=p.tokens.clamp(max=6))
     if p.weight is None:
@@ -277,27 +281,27 @@ def forbidden(k: Kernel) -> dict[str, Problem]:
     return {}
 
 
-def ignored(k: Kernel) -> dict[str, Problem]:
+def ignored(kernel: Kernel) -> dict[str, Problem]:
     """Make problems whose masked tokens have the id -100.
 
     Args:
-        k: the function that will get them.
+        kernel: the function that will get them.
 
     Returns:
         Problems by their words, of a vocabulary below and above 100.
     """
     out = {}
     for V in (9, 131):  # of the second, -100 is an id for whoever counts from the end
-        p = masked(random_problem(k, 6, V, 3, 7), [[0, 1, 1], [1, 1, 0]])
+        p = masked(random_problem(kernel, 6, V, 3, 7), [[0, 1, 1], [1, 1, 0]])
         assert p.keep is not None
         words = f"masked tokens with an id of -100, of {V} ids"
         out[words] = replace(p, tokens=torch.where(p.keep, p.tokens, -100))
     return out
 
 
-def layout(k: Kernel) -> dict[str, Problem]:
+def layout(kernel: Kernel) -> dict[str, Problem]:
     """Inputs and upstream gradients that are not contiguous."""
-    p = random_problem(k, 6, 9, 3, 8)
+    p = random_problem(kernel, 6, 9, 3, 8)
 
     def turned(u: Any) -> Any:
         """The same numbers, in memory as those of the transpose."""
@@ -325,16 +329,16 @@ def layout(k: Kernel) -> dict[str, Problem]:
     }
 
 
-def frozen(k: Kernel) -> dict[str, Problem]:
+def frozen(kernel: Kernel) -> dict[str, Problem]:
     """Make problems in which one input needs no gradient.
 
     Args:
-        k: the function that will get them.
+        kernel: the function that will get them.
 
     Returns:
         Problems by their words.
     """
     return {
-        f"the {name} needs no gradient": random_problem(k, seed=11, frozen=name)
+        f"the {name} needs no gradient": random_problem(kernel, seed=11, frozen=name)
         for name in ("weight", "hidden")
     }

@@ -30,11 +30,11 @@ SECONDS = 60
 SINGLE = 1e-4
 
 
-def shard(p: Problem, rank: int, ranks: int) -> Problem:
+def shard(problem: Problem, rank: int, ranks: int) -> Problem:
     """The rank's columns of the vocabulary; tokens stay global ids.
 
     Args:
-        p: a problem of the whole vocabulary.
+        problem: a problem of the whole vocabulary.
         rank: from 0 on.
         ranks: how many share the vocabulary.
     """
@@ -43,14 +43,16 @@ def shard(p: Problem, rank: int, ranks: int) -> Problem:
         """The rank's part along this dimension."""
         return v.chunk(ranks, dim)[rank].contiguous()
 
-    p = replace(p, bias=None if p.bias is None else cut(p.bias, 0))
-    if p.weight is None:
-        return replace(p, x=cut(p.x, -1))
-    return replace(p, weight=cut(p.weight, 0))
+    problem = replace(
+        problem, bias=None if problem.bias is None else cut(problem.bias, 0)
+    )
+    if problem.weight is None:
+        return replace(problem, x=cut(problem.x, -1))
+    return replace(problem, weight=cut(problem.weight, 0))
 
 
 def _rank(
-    kernel: Kernel, p: Problem, rank: int, ranks: int, file: str, to: Any
+    kernel: Kernel, problem: Problem, rank: int, ranks: int, file: str, to: Any
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(on_loopback())
@@ -65,7 +67,7 @@ def _rank(
         )
         # os._exit, which is replaced in the process of the check alone
         with state_restored():
-            done = kernel(shard(p, rank, ranks))
+            done = kernel(shard(problem, rank, ranks))
         dist.barrier()
         to.send({k: v.tolist() for k, v in done.numbers.items()})
     except Gone as e:
@@ -74,7 +76,7 @@ def _rank(
         to.send(f"rank {rank}: {e}")
 
 
-def outcomes(kernel: Kernel, p: Problem, ranks: int) -> list[dict[str, Tensor]]:
+def outcomes(kernel: Kernel, problem: Problem, ranks: int) -> list[dict[str, Tensor]]:
     """The numbers of each of so many gloo processes, with the default group; InputError
     where one fails, Gone where one ends."""
     fork = multiprocessing.get_context("fork")
@@ -84,7 +86,7 @@ def outcomes(kernel: Kernel, p: Problem, ranks: int) -> list[dict[str, Tensor]]:
         children = [
             fork.Process(
                 target=_rank,
-                args=(kernel, p, i, ranks, store, pipes[i][1]),
+                args=(kernel, problem, i, ranks, store, pipes[i][1]),
                 daemon=True,
             )
             for i in range(ranks)
@@ -110,14 +112,14 @@ def outcomes(kernel: Kernel, p: Problem, ranks: int) -> list[dict[str, Tensor]]:
 
 
 def compared(
-    kernel: Kernel, p: Problem, ranks: int, off: Callable[..., Any]
+    kernel: Kernel, problem: Problem, ranks: int, off: Callable[..., Any]
 ) -> Iterator[Finding]:
     """Each rank's results against the whole vocabulary's; its gradients against its
     part.
 
     Args:
         kernel: the function.
-        p: a problem of the whole vocabulary.
+        problem: a problem of the whole vocabulary.
         ranks: how many processes share it.
         off: KernelCase.off.
 
@@ -126,21 +128,21 @@ def compared(
             of
         hidden states are added up already.
     """
-    every = outcomes(kernel, p, ranks)
+    every = outcomes(kernel, problem, ranks)
     h = "gradient of hidden"
 
     def worst(numbers: dict[str, Any], want: dict[str, Tensor]) -> tuple[Any, ...]:
         """What `off` answers of these numbers of a rank."""
-        return off(p, KernelOutcome(numbers), KernelOutcome(want), SINGLE)
+        return off(problem, KernelOutcome(numbers), KernelOutcome(want), SINGLE)
 
     for rank, found in enumerate(every):
-        want = solved(p).numbers
+        want = solved(problem).numbers
         want |= {
-            f"gradient of {k}": solved(p)
+            f"gradient of {k}": solved(problem)
             .numbers[f"gradient of {k}"]
             .chunk(ranks, dim)[rank]
             for k, dim in (("logits", -1), ("weight", 0))
-            if k in p.leaves
+            if k in problem.leaves
         }
         if h in found:
             reduced, right = (
@@ -157,7 +159,7 @@ def compared(
         )
         if times > 1:
             regime = f"rank {rank} of {ranks}, each with a part of the vocabulary"
-            why = _why(found, want, p, rank, ranks, worst)
+            why = _why(found, want, problem, rank, ranks, worst)
             yield fail(
                 "ranks", regime, *number_pair(f"{key}{list(at)}", x, y), cause=why
             )
@@ -167,19 +169,19 @@ def compared(
 def _why(
     found: dict[str, Any],
     want: dict[str, Any],
-    p: Problem,
+    problem: Problem,
     rank: int,
     ranks: int,
     worst: Callable[..., Any],
 ) -> str:
-    parts = [states(shard(p, i, ranks)) for i in range(ranks)]
+    parts = [states(shard(problem, i, ranks)) for i in range(ranks)]
     lp = want["log-prob"]
-    whole = log_sum(states(p))
+    whole = log_sum(states(problem))
     own = parts[rank]
     V = parts[0].shape[-1]
     unshifted = sum(
-        (pick(z, p.tokens.clamp(max=V - 1)) for z in parts), 0 * lp
-    ).masked_fill(p.tokens >= V, 0)
+        (pick(z, problem.tokens.clamp(max=V - 1)) for z in parts), 0 * lp
+    ).masked_fill(problem.tokens >= V, 0)
     from_own_max = (
         own.amax(-1)
         + sum(((z - z.amax(-1, True)).exp().sum(-1) for z in parts), 0 * lp).log()

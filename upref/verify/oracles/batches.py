@@ -31,8 +31,8 @@ def _batch(case: LossCase) -> Rollouts:
 
     def make() -> Rollouts:
         """On policy, but for a little."""
-        b = case.ready(on_policy_batch())
-        return replace(b, logp=b.logp - 0.05 * b.logp.cos().abs())
+        batch = case.ready(on_policy_batch())
+        return replace(batch, logp=batch.logp - 0.05 * batch.logp.cos().abs())
 
     batch: Rollouts = case.once("near on policy", make)
     return batch
@@ -63,33 +63,33 @@ def micro_batches(case: LossCase) -> list[Finding]:
         A failure at the first way to cut the mini-batch that differs.
     """
     # of eight responses
-    b = _batch(case)
+    batch = _batch(case)
     counts = (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
-    v, g = case.answer(b)
+    v, gradient = case.answer(batch)
     for n in counts:
-        parts = [case.both(m) for m in b.split(n)]
+        parts = [case.both(m) for m in batch.split(n)]
         g2 = torch.cat([p[1] for p in parts])
         v2 = sum(p[0] for p in parts)
-        off = moved(g2, g, b.mask, slack(case))
+        off = moved(g2, gradient, batch.mask, slack(case))
         if off.max() > 0:
 
-            def cut_up(c: Rollouts, n: int = n) -> Tensor:
-                few = min(n, len(c.mask))
-                if few < 2 or (case.loss.equal_cuts and len(c.mask) % few):
+            def cut_up(batch: Rollouts, n: int = n) -> Tensor:
+                few = min(n, len(batch.mask))
+                if few < 2 or (case.loss.equal_cuts and len(batch.mask) % few):
                     raise InputError("it has no equal parts")
-                return torch.cat([case.gradient(m) for m in c.split(few)])
+                return torch.cat([case.gradient(m) for m in batch.split(few)])
 
-            small = shrink(b, lambda c, f=cut_up: _differ(case, c, f(c)))  # type: ignore[misc]
+            small = shrink(batch, lambda c, f=cut_up: _differ(case, c, f(c)))  # type: ignore[misc]
             whole = case.gradient(small)
             added = cut_up(small)
             i, t = worst(moved(added, whole, small.mask, slack(case)))
 
-            def own(c: Rollouts) -> tuple[Tensor, Tensor]:
+            def own(batch: Rollouts) -> tuple[Tensor, Tensor]:
                 cuts = [
                     m
                     for n in counts
-                    if len(c.mask) % n == 0 or not case.loss.equal_cuts
-                    for m in c.split(n)
+                    if len(batch.mask) % n == 0 or not case.loss.equal_cuts
+                    for m in batch.split(n)
                 ]
                 if not cuts:
                     raise InputError("it has no equal parts")
@@ -97,7 +97,7 @@ def micro_batches(case: LossCase) -> list[Finding]:
                 return torch.cat(list(map(case.gradient, cuts))), torch.cat(told)
 
             why = NO_CAUSE
-            if everywhere(case, own, b):
+            if everywhere(case, own, batch):
                 why = divides_by_its_own(case, "micro-batch")
             regime = f"{min(n, len(small.mask))} micro-batches of unequal lengths, their losses added up"
             says = number_pair(
@@ -115,9 +115,11 @@ def micro_batches(case: LossCase) -> list[Finding]:
     return []
 
 
-def _differ(case: LossCase, b: Rollouts, g: Tensor) -> bool:
+def _differ(case: LossCase, batch: Rollouts, gradient: Tensor) -> bool:
     """Whether this gradient is another than that of the batch in one call."""
-    return bool(moved(g, case.gradient(b), b.mask, slack(case)).max() > 0)
+    return bool(
+        moved(gradient, case.gradient(batch), batch.mask, slack(case)).max() > 0
+    )
 
 
 @oracle(
@@ -135,47 +137,57 @@ def loss_scale(case: LossCase) -> list[Finding]:
     Returns:
         A failure where the gradient does not scale with the loss.
     """
-    b = _batch(case)
+    batch = _batch(case)
     loss = case.loss
-    g = case.answer(b)[1]
+    gradient = case.answer(batch)[1]
     for times, (words, why_times) in SCALES.items():
-        into = loss.ask("into", b, "logp", times)
+        into = loss.ask("into", batch, "logp", times)
         if into is None:
             return []
-        if moved(-into, times * g, b.mask & g.isfinite(), slack(case, 1e-7)).max() > 0:
-            return [_scaled_otherwise(case, b, times, words, why_times)]
+        if (
+            moved(
+                -into,
+                times * gradient,
+                batch.mask & gradient.isfinite(),
+                slack(case, 1e-7),
+            ).max()
+            > 0
+        ):
+            return [_scaled_otherwise(case, batch, times, words, why_times)]
     return []
 
 
 def _scaled_otherwise(
-    case: LossCase, b: Rollouts, times: float, words: str, why_times: str
+    case: LossCase, batch: Rollouts, times: float, words: str, why_times: str
 ) -> Finding:
     """The finding of a loss whose gradient is not so many times as large where the loss
     is.
     """
     loss = case.loss
 
-    def scaled(c: Rollouts) -> Tensor:
-        into = loss.ask("into", c, "logp", times)
-        return torch.zeros_like(c.logp) if into is None else -into
+    def scaled(batch: Rollouts) -> Tensor:
+        into = loss.ask("into", batch, "logp", times)
+        return torch.zeros_like(batch.logp) if into is None else -into
 
-    def off(c: Rollouts) -> Tensor:
-        return moved(scaled(c), times * case.gradient(c), c.mask, slack(case, 1e-7))
+    def off(batch: Rollouts) -> Tensor:
+        return moved(
+            scaled(batch), times * case.gradient(batch), batch.mask, slack(case, 1e-7)
+        )
 
-    def whole(c: Rollouts) -> tuple[Tensor, Tensor]:
-        every = [loss.ask("into", c, "logp", some) for some in TIMES]
+    def whole(batch: Rollouts) -> tuple[Tensor, Tensor]:
+        every = [loss.ask("into", batch, "logp", some) for some in TIMES]
         if any(x is None for x in every):
             raise InputError("no gradient")
-        return -torch.cat(every), torch.cat([case.gradient(c)] * len(TIMES))
+        return -torch.cat(every), torch.cat([case.gradient(batch)] * len(TIMES))
 
-    small = shrink(b, lambda c: bool(off(c).max() > 0))
+    small = shrink(batch, lambda c: bool(off(c).max() > 0))
     due = times * case.gradient(small)
     found = scaled(small)
     i, t = worst(off(small))
     says = number_pair(
         "dJ/dlp", due[i, t].item(), found[i, t].item(), f"{words} times the gradient"
     )
-    if everywhere(case, whole, b):
+    if everywhere(case, whole, batch):
         why = "its backward pass leaves out what comes from above (grad_output)"
     else:
         why = ""
@@ -207,39 +219,41 @@ def one_response(case: LossCase) -> list[Finding]:
     if case.wrong:
         return []
 
-    def ask(c: Rollouts, dtype: torch.dtype | None) -> tuple[LossCase, Tensor]:
+    def ask(batch: Rollouts, dtype: torch.dtype | None) -> tuple[LossCase, Tensor]:
         """The case and its weights of a batch, in float32 where a dtype is given."""
-        return case.singly(c) if dtype else (case, case.weights(c))
+        return case.singly(batch) if dtype else (case, case.weights(batch))
 
-    def off(c: Rollouts, dtype: torch.dtype | None) -> Tensor:
+    def off(batch: Rollouts, dtype: torch.dtype | None) -> Tensor:
         """How far each weight is off, [B, T]; 0 where rounding or a clamp may be why."""
-        one, found = ask(c, dtype)
-        apart = one.off(c, found)
+        one, found = ask(batch, dtype)
+        apart = one.off(batch, found)
         if not apart.max() > 10 * one.tol:
             return torch.zeros_like(apart)
         # what a clamp of log r is asked for
-        extreme = one.ratio(c).log().abs() > CLAMPS[0]
-        forgiven = one.rounded(c) | beyond_range(one, c, found) | extreme
+        extreme = one.ratio(batch).log().abs() > CLAMPS[0]
+        forgiven = one.rounded(batch) | beyond_range(one, batch, found) | extreme
         apart = apart.masked_fill(forgiven, 0)
         return torch.where(apart > 10 * one.tol, apart, 0)
 
-    def is_off(c: Rollouts, dtype: torch.dtype | None) -> bool:
+    def is_off(batch: Rollouts, dtype: torch.dtype | None) -> bool:
         """Whether a weight is off."""
-        return bool(off(c, dtype).max() > 0)
+        return bool(off(batch, dtype).max() > 0)
 
-    for n, (regime, b) in enumerate(_single(case)):
+    for n, (regime, batch) in enumerate(_single(case)):
         dtype = None if n % 2 or case.single else torch.float32
         try:
-            apart = off(b, dtype)
+            apart = off(batch, dtype)
         except InputError as e:  # one that asks for several responses, or for whole groups, says so itself
             return [note("one-response", f"{regime} is refused", found=str(e))]
         if apart.max() > 0:
-            b = shrink(b, partial(is_off, dtype=dtype), worst(apart))
-            i, t = worst(off(b, dtype))
-            says = case.expected(b)[i, t].item(), ask(b, dtype)[1][i, t].item()
+            batch = shrink(batch, partial(is_off, dtype=dtype), worst(apart))
+            i, t = worst(off(batch, dtype))
+            says = case.expected(batch)[i, t].item(), ask(batch, dtype)[1][i, t].item()
             large = clipped(case, LARGE)
-            why = confirmed_at(case, large, b, (i, t), says[1])
-            return [fail("one-response", regime, *says, example(case, b, dtype), why)]
+            why = confirmed_at(case, large, batch, (i, t), says[1])
+            return [
+                fail("one-response", regime, *says, example(case, batch, dtype), why)
+            ]
     case.covered.append(ONE_RESPONSE)
     return []
 
@@ -297,9 +311,9 @@ def divides_by_its_own(case: LossCase, part: str) -> Cause:
     return fault.cause(counts=passed)
 
 
-def _right(case: LossCase, b: Rollouts) -> Tensor:
+def _right(case: LossCase, batch: Rollouts) -> Tensor:
     """dJ/dlp of the objective itself, aggregated as this loss does."""
-    return case.expected(b) * case.factors(b)
+    return case.expected(batch) * case.factors(batch)
 
 
 def not_parallel(case: LossCase) -> str:
@@ -344,19 +358,19 @@ def data_parallel(case: LossCase) -> list[Finding]:
     Returns:
         A failure with the first number of ranks that differs.
     """
-    b = _batch(case)
-    g = case.answer(b)[1]
+    batch = _batch(case)
+    gradient = case.answer(batch)[1]
     for ranks in RANKS:
-        mean = _mean(case, b, ranks)
-        off = moved(mean, g, b.mask, slack(case))
+        mean = _mean(case, batch, ranks)
+        off = moved(mean, gradient, batch.mask, slack(case))
         if off.max() > 0:
 
-            def dealt(c: Rollouts, ranks: int = ranks) -> Tensor:
-                if len(c.mask) % ranks:
+            def dealt(batch: Rollouts, ranks: int = ranks) -> Tensor:
+                if len(batch.mask) % ranks:
                     raise InputError("it has no equal parts")
-                return _mean(case, c, ranks)
+                return _mean(case, batch, ranks)
 
-            small = shrink(b, lambda c, f=dealt: _differ(case, c, f(c)))  # type: ignore[misc]
+            small = shrink(batch, lambda c, f=dealt: _differ(case, c, f(c)))  # type: ignore[misc]
             whole = case.gradient(small)
             mean = dealt(small)
             i, t = worst(moved(mean, whole, small.mask, slack(case)))
@@ -369,24 +383,24 @@ def data_parallel(case: LossCase) -> list[Finding]:
                 "dJ/dlp", whole[i, t].item(), mean[i, t].item(), "as on one rank"
             )
             shown = make_example(small, whole, mean, case.loss.reads)
-            return [fail("data-parallel", text, *says, shown, _why(case, b))]
+            return [fail("data-parallel", text, *says, shown, _why(case, batch))]
     return []
 
 
 RANKS = (2, 4)
 
 
-def _dealt(b: Rollouts, ranks: int) -> list[Tensor]:
-    return [torch.arange(k, len(b.mask), ranks) for k in range(ranks)]
+def _dealt(batch: Rollouts, ranks: int) -> list[Tensor]:
+    return [torch.arange(k, len(batch.mask), ranks) for k in range(ranks)]
 
 
-def _mean(case: LossCase, b: Rollouts, ranks: int) -> Tensor:
+def _mean(case: LossCase, batch: Rollouts, ranks: int) -> Tensor:
     """The gradients of the ranks, averaged."""
     loss = case.loss
-    mean = torch.zeros_like(b.logp)
-    totals = b.counts
-    for rows in _dealt(b, ranks):
-        mine = b.rows(rows, totals)
+    mean = torch.zeros_like(batch.logp)
+    totals = batch.counts
+    for rows in _dealt(batch, ranks):
+        mine = batch.rows(rows, totals)
         if not loss.micro_batchable:
             mine = replace(mine, totals=None, group=None)
         told = loss.reads_ranks or not loss.micro_batchable
@@ -394,15 +408,16 @@ def _mean(case: LossCase, b: Rollouts, ranks: int) -> Tensor:
     return mean
 
 
-def _why(case: LossCase, b: Rollouts) -> str | Cause:
+def _why(case: LossCase, batch: Rollouts) -> str | Cause:
     """The change to the reference that gives this mean, whatever the number of ranks."""
 
-    def own(c: Rollouts, ranks: int) -> Tensor:
-        out = torch.zeros_like(c.logp)
-        for rows in _dealt(c, ranks):
+    def own(batch: Rollouts, ranks: int) -> Tensor:
+        out = torch.zeros_like(batch.logp)
+        for rows in _dealt(batch, ranks):
             out[rows] = (
                 _right(
-                    case, replace(c.rows(rows, Totals.of(c.mask[rows])), totals=None)
+                    case,
+                    replace(batch.rows(rows, Totals.of(batch.mask[rows])), totals=None),
                 )
                 / ranks
             )
@@ -418,15 +433,17 @@ def _why(case: LossCase, b: Rollouts) -> str | Cause:
     ):
 
         def both(
-            c: Rollouts, change: Callable[[Rollouts, int], Tensor] = change
+            batch: Rollouts, change: Callable[[Rollouts, int], Tensor] = change
         ) -> tuple[Tensor, Tensor]:
             # of equally many responses each
-            some = [ranks for ranks in RANKS if len(c.mask) % ranks == 0]
+            some = [ranks for ranks in RANKS if len(batch.mask) % ranks == 0]
             if not some:
                 raise InputError("it has no equal parts")
-            pairs = [(_mean(case, c, ranks), change(c, ranks)) for ranks in some]
+            pairs = [
+                (_mean(case, batch, ranks), change(batch, ranks)) for ranks in some
+            ]
             return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
-        if everywhere(case, both, b):
+        if everywhere(case, both, batch):
             return words
     return ""

@@ -98,22 +98,24 @@ def padding(case: LossCase) -> list[Finding]:
         Failures with the smallest batch.
     """
     b = off_bounds(case)
-    value, g = case.answer(b)
+    value, gradient = case.answer(b)
     out = []
-    leak = torch.where(b.mask, 0, g.abs().nan_to_num(nan=math.inf))
+    leak = torch.where(b.mask, 0, gradient.abs().nan_to_num(nan=math.inf))
     if leak.max() > 0:
 
-        def bad(x: Rollouts) -> bool:
+        def bad(batch: Rollouts) -> bool:
             """Whether a masked slot has a gradient."""
-            return bool((case.gradient(x)[~x.mask] != 0).any())
+            return bool((case.gradient(batch)[~batch.mask] != 0).any())
 
-        def every(b: Rollouts) -> Rollouts:
+        def every(batch: Rollouts) -> Rollouts:
             """The batch without its mask."""
-            return b.but(mask=torch.ones_like(b.mask), totals=None)
+            return batch.but(mask=torch.ones_like(batch.mask), totals=None)
 
-        def unmasked(b: Rollouts) -> tuple[Tensor, Tensor]:
+        def unmasked(batch: Rollouts) -> tuple[Tensor, Tensor]:
             """The gradient, and that of the reference which ignores the mask."""
-            return case.gradient(b), case.expected(every(b)) * case.factors(every(b))
+            return case.gradient(batch), case.expected(every(batch)) * case.factors(
+                every(batch)
+            )
 
         text = "masked slots that hold ordinary numbers"
         batch = example(case, shrink(b, bad))
@@ -129,47 +131,47 @@ def padding(case: LossCase) -> list[Finding]:
             )
         )
     for left, right in ((0, 3), (2, 0)):
-        out += _padded_side(case, b, value, g, left, right)
-    return out + _empty_row(case, b, g)
+        out += _padded_side(case, b, value, gradient, left, right)
+    return out + _empty_row(case, b, gradient)
 
 
 def _padded_side(
-    case: LossCase, b: Rollouts, value: Tensor, g: Tensor, left: int, right: int
+    case: LossCase, batch: Rollouts, value: Tensor, g: Tensor, left: int, right: int
 ) -> list[Finding]:
     """What columns of padding on one side change, where they should change nothing.
 
     Args:
         case: the loss and its objective.
-        b: a batch.
+        batch: a batch.
         value, g: of the loss on it: a scalar and [B, T].
         left, right: columns on either side; one of them is 0.
     """
     columns = left + right
     side = f"{columns} columns of padding on the {'left' if left else 'right'}"
 
-    def padded(c: Rollouts) -> tuple[Tensor, Tensor]:
+    def padded(batch: Rollouts) -> tuple[Tensor, Tensor]:
         """The value and the gradient of the wider batch, without the new columns."""
-        value, gradient = case.both(_widened(c, left, right))
-        return value, gradient[:, left : left + c.mask.shape[1]]
+        value, gradient = case.both(_widened(batch, left, right))
+        return value, gradient[:, left : left + batch.mask.shape[1]]
 
-    def difference(c: Rollouts) -> Tensor:
+    def difference(batch: Rollouts) -> Tensor:
         """How much the gradient of each token changes, [B, T]."""
-        return moved(padded(c)[1], case.gradient(c), c.mask, slack(case))
+        return moved(padded(batch)[1], case.gradient(batch), batch.mask, slack(case))
 
-    def by_width(c: Rollouts) -> tuple[Tensor, Tensor]:
+    def by_width(batch: Rollouts) -> tuple[Tensor, Tensor]:
         """The two gradients, each times the width of its batch."""
-        width = c.mask.shape[1]
-        return padded(c)[1] * (width + columns), case.gradient(c) * width
+        width = batch.mask.shape[1]
+        return padded(batch)[1] * (width + columns), case.gradient(batch) * width
 
-    wider, of_padded = padded(b)
-    off = moved(of_padded, g, b.mask, slack(case))
+    wider, of_padded = padded(batch)
+    off = moved(of_padded, g, batch.mask, slack(case))
     if off.max() == 0:
         if not (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             return []
         text = f"the value moves with {side}, the gradient does not"
         says = number_pair("value", value.item(), wider.item())
         return [note("padding", text, *says)]
-    small = shrink(b, lambda c: bool(difference(c).max() > 0), worst(off))
+    small = shrink(batch, lambda c: bool(difference(c).max() > 0), worst(off))
     at = worst(difference(small))
     why = OVER_WIDTH if everywhere(case, by_width) else Cause()
     if left and not why and _reads_first_column(case, left):
@@ -183,7 +185,7 @@ def _padded_side(
     return [fail("padding", f"with {side}", *says, shown, why)]
 
 
-def _widened(b: Rollouts, left: int, right: int = 0) -> Rollouts:
+def _widened(batch: Rollouts, left: int, right: int = 0) -> Rollouts:
     """The batch with so many more columns of padding on either side."""
 
     def pad(field: str, x: Tensor) -> Tensor:
@@ -193,7 +195,7 @@ def _widened(b: Rollouts, left: int, right: int = 0) -> Rollouts:
             x, (left, right), value=-0.7 if x.is_floating_point() else 0
         )
 
-    return b.map(pad)
+    return batch.map(pad)
 
 
 def _reads_first_column(case: LossCase, left: int) -> bool:
@@ -201,8 +203,8 @@ def _reads_first_column(case: LossCase, left: int) -> bool:
     as it is or set to 0 there; behind one column of padding and behind so many: else it
     is that of another column."""
 
-    def first(b: Rollouts, columns: int, zeroed: bool) -> tuple[Tensor, Tensor]:
-        there = _widened(b, columns)
+    def first(batch: Rollouts, columns: int, zeroed: bool) -> tuple[Tensor, Tensor]:
+        there = _widened(batch, columns)
         A = torch.where(there.mask, there.adv, 0) if zeroed else there.adv
         read = there.but(adv=A[:, :1].expand_as(there.mask))
         return case.gradient(there), case.expected(read) * case.factors(read)
@@ -216,21 +218,21 @@ def _reads_first_column(case: LossCase, left: int) -> bool:
     return every(False) or every(True)
 
 
-def _empty_row(case: LossCase, b: Rollouts, g: Tensor) -> list[Finding]:
+def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Finding]:
     """A fully masked row, as frameworks pad batches with, counts nothing in a mean over
     tokens. What it counts in a mean over responses nobody says; that it is NaN there
     must only be known."""
     if case.loss.form == "unreduced":
         return []
 
-    def longer(c: Rollouts) -> tuple[Tensor, Tensor]:
-        rows = {name: torch.cat([x, x[:1]]) for name, x in c.tensors().items()}
+    def longer(batch: Rollouts) -> tuple[Tensor, Tensor]:
+        rows = {name: torch.cat([x, x[:1]]) for name, x in batch.tensors().items()}
         rows["mask"][-1] = False
         # Rollouts itself refuses such a row
         return case.both(Rollouts.unchecked(**rows))
 
     try:
-        value, g2 = longer(b)
+        value, g2 = longer(batch)
     except InputError:
         return []
     text = "with a row that is masked throughout"
@@ -243,7 +245,7 @@ def _empty_row(case: LossCase, b: Rollouts, g: Tensor) -> list[Finding]:
             "drop such rows, or divide by lengths of at least 1",
         )
         return [] if value.isfinite() and g2.isfinite().all() else [nan]
-    off = moved(g2[:-1], g, b.mask, slack(case))
+    off = moved(g2[:-1], gradient, batch.mask, slack(case))
     if off.max() == 0 and (g2[-1] == 0).all():
         return []
     if off.max() == 0:
@@ -259,19 +261,19 @@ def _empty_row(case: LossCase, b: Rollouts, g: Tensor) -> list[Finding]:
             )
         ]
     i, t = worst(off)
-    says = number_pair("dJ/dlp", g[i, t].item(), g2[i, t].item(), "as without")
+    says = number_pair("dJ/dlp", gradient[i, t].item(), g2[i, t].item(), "as without")
 
-    def counted(c: Rollouts) -> tuple[Tensor, Tensor]:
+    def counted(batch: Rollouts) -> tuple[Tensor, Tensor]:
         """The gradients with and without that row, each times its number of rows."""
-        there = longer(c)[1][:-1] * (len(c.mask) + 1)
-        return there, case.gradient(c) * len(c.mask)
+        there = longer(batch)[1][:-1] * (len(batch.mask) + 1)
+        return there, case.gradient(batch) * len(batch.mask)
 
-    def of_slots(c: Rollouts) -> tuple[Tensor, Tensor]:
+    def of_slots(batch: Rollouts) -> tuple[Tensor, Tensor]:
         """The gradients with that row and one more column and without them, each times
         its number of slots."""
-        there = longer(_widened(c, 0, 1))[1][:-1, :-1]
-        slots = c.mask.numel() + sum(c.mask.shape) + 1
-        return there * slots, case.gradient(c) * c.mask.numel()
+        there = longer(_widened(batch, 0, 1))[1][:-1, :-1]
+        slots = batch.mask.numel() + sum(batch.mask.shape) + 1
+        return there * slots, case.gradient(batch) * batch.mask.numel()
 
     why = ""
     if everywhere(case, of_slots):
@@ -298,20 +300,20 @@ def masked_values(case: LossCase) -> list[Finding]:
     Returns:
         Failures and notes, with the inputs that are read.
     """
-    b = case.grid(thin=5)
-    value, g = case.answer(b)
+    batch = case.grid(thin=5)
+    value, gradient = case.answer(batch)
     reads = [
         k
         for k in ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
-        if k in case.loss.reads and getattr(b, k) is not None
+        if k in case.loss.reads and getattr(batch, k) is not None
     ]
     if case.loss.adv_shape != "BT" and "adv" in reads:
         reads.remove("adv")
     leaks: list[Finding] = []
 
-    def filled(c: Rollouts, k: str, p: float) -> Rollouts:
+    def filled(batch: Rollouts, k: str, p: float) -> Rollouts:
         """The batch with p in the masked slots of this argument."""
-        return c.but(**{k: getattr(c, k).masked_fill(~c.mask, p)})
+        return batch.but(**{k: getattr(batch, k).masked_fill(~batch.mask, p)})
 
     def leaks_none() -> bool:
         """Whether NaN in each argument, and each of NOT_NUMBERS in all arguments at a
@@ -321,20 +323,23 @@ def masked_values(case: LossCase) -> list[Finding]:
         ]
         for turn in range(len(NOT_NUMBERS)):
 
-            def in_all(c: Rollouts, turn: int = turn) -> Rollouts:
+            def in_all(batch: Rollouts, turn: int = turn) -> Rollouts:
                 for place, k in enumerate(reads, turn):
-                    c = filled(c, k, NOT_NUMBERS[place % len(NOT_NUMBERS)])
-                return c
+                    batch = filled(batch, k, NOT_NUMBERS[place % len(NOT_NUMBERS)])
+                return batch
 
             every.append(in_all)
         try:
-            return not any(_changes(b, (value, g), case.both(bad(b))) for bad in every)
+            return not any(
+                _changes(batch, (value, gradient), case.both(bad(batch)))
+                for bad in every
+            )
         except InputError:
             return False
 
-    def change(c: Rollouts, bad: Callable[[Rollouts], Rollouts]) -> str:
+    def change(batch: Rollouts, bad: Callable[[Rollouts], Rollouts]) -> str:
         """What changes with these numbers in the masked slots."""
-        return _changes(c, case.both(c), case.both(bad(c)))
+        return _changes(batch, case.both(batch), case.both(bad(batch)))
 
     # in all arguments at a time, and in one at a time only to name it
     numbers = JUNK if leaks_none() else (*JUNK, *NOT_NUMBERS)
@@ -344,7 +349,7 @@ def masked_values(case: LossCase) -> list[Finding]:
         bad = partial(filled, k=k, p=p)
         regime = f"masked slots of {CALLED[k]} hold {p:g}"
         try:
-            what = _changes(b, (value, g), case.both(bad(b)))
+            what = _changes(batch, (value, gradient), case.both(bad(batch)))
         except InputError as e:
             return [
                 (fail if p in JUNK else note)(
@@ -366,7 +371,7 @@ def masked_values(case: LossCase) -> list[Finding]:
             continue
 
         shows = partial(change, bad=bad)
-        small = shrink(b, lambda c, shows=shows: bool(shows(c)))  # type: ignore[misc]
+        small = shrink(batch, lambda c, shows=shows: bool(shows(c)))  # type: ignore[misc]
         says = "no effect, bit for bit", shows(small)
         shown = example(case, bad(small)) or make_example(
             bad(small), reads=case.loss.reads
@@ -380,26 +385,28 @@ def masked_values(case: LossCase) -> list[Finding]:
 
 
 def _changes(
-    b: Rollouts, clean: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor]
+    batch: Rollouts, clean: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor]
 ) -> str:
     """What other numbers in masked slots change, in words; "" if nothing."""
-    (value, g), (v2, g2) = clean, there
+    (value, gradient), (v2, g2) = clean, there
     changes = {
         f"the loss is {v2.item():.4g} instead of {value.item():.4g}": not torch.equal(
             v2, value
         ),
         "the gradient of unmasked tokens changes": not torch.equal(
-            g2[b.mask], g[b.mask]
+            g2[batch.mask], gradient[batch.mask]
         ),
-        "the gradient of the masked slots is not 0": not bool((g2[~b.mask] == 0).all()),
+        "the gradient of the masked slots is not 0": not bool(
+            (g2[~batch.mask] == 0).all()
+        ),
     }
     return " and ".join(words for words, on in changes.items() if on)
 
 
-def _moves(case: LossCase, b: Rollouts, g: Tensor, i: Tensor) -> bool:
-    """Whether the gradient of these rows in this order is not g in that order."""
-    there = case.gradient(b.take(i))
-    return bool(moved(there, g[i], b.mask[i], slack(case)).max() > 0)
+def _moves(case: LossCase, batch: Rollouts, gradient: Tensor, i: Tensor) -> bool:
+    """Whether the gradient of these rows in this order is not this gradient in that order."""
+    there = case.gradient(batch.take(i))
+    return bool(moved(there, gradient[i], batch.mask[i], slack(case)).max() > 0)
 
 
 @oracle("permutation", 130)
@@ -418,8 +425,8 @@ def permutation(case: LossCase) -> list[Finding]:
         lambda n: torch.arange(n).flip(0),
         lambda n: torch.randperm(n, generator=torch.Generator()),
     )
-    g = case.answer(b)[1]
-    order = next((f for f in orders if _moves(case, b, g, f(len(b.mask)))), None)
+    gradient = case.answer(b)[1]
+    order = next((f for f in orders if _moves(case, b, gradient, f(len(b.mask)))), None)
     if order is None:
         return []
     small = shrink(b, lambda c: _moves(case, c, case.gradient(c), order(len(c.mask))))
@@ -453,20 +460,24 @@ def scaling(case: LossCase) -> list[Finding]:
     Returns:
         A failure with the smallest batch.
     """
-    b = off_bounds(case)
+    batch = off_bounds(case)
 
-    def tripled(c: Rollouts) -> Tensor:
+    def tripled(batch: Rollouts) -> Tensor:
         """The gradient at 3 times the advantages."""
-        return case.gradient(replace(c, adv=3 * c.adv))
+        return case.gradient(replace(batch, adv=3 * batch.adv))
 
-    def off(c: Rollouts) -> Tensor:
+    def off(batch: Rollouts) -> Tensor:
         """How far a third of it is from the gradient."""
-        return moved(tripled(c) / 3, case.gradient(c), c.mask, slack(case, 1e-7))
+        return moved(
+            tripled(batch) / 3, case.gradient(batch), batch.mask, slack(case, 1e-7)
+        )
 
-    g = case.answer(b)[1]
-    if (apart := moved(tripled(b) / 3, g, b.mask, slack(case, 1e-7))).max() == 0:
+    gradient = case.answer(batch)[1]
+    if (
+        apart := moved(tripled(batch) / 3, gradient, batch.mask, slack(case, 1e-7))
+    ).max() == 0:
         return []
-    small = shrink(b, lambda c: bool(off(c).max() > 0), worst(apart))
+    small = shrink(batch, lambda c: bool(off(c).max() > 0), worst(apart))
     at = worst(off(small))
     due = 3 * case.gradient(small)
     got = tripled(small)
@@ -474,22 +485,30 @@ def scaling(case: LossCase) -> list[Finding]:
 
     def times(k: float) -> Callable[[Rollouts], tuple[Tensor, Tensor]]:
         """The change that makes the gradient k times as large at 3 times A."""
-        return lambda b: (case.gradient(b.but(adv=3 * b.adv)), k * case.gradient(b))
+        return lambda batch: (
+            case.gradient(batch.but(adv=3 * batch.adv)),
+            k * case.gradient(batch),
+        )
 
     why = SIZE_DIVIDED_OUT if everywhere(case, times(1)) else Cause()
     why = SQUARED if everywhere(case, times(9)) else why
     large = clipped(case, LARGE)
     at_3 = replace(small, adv=3 * small.adv)
     why = why or confirmed_at(
-        case, large, at_3, at, case.weights(at_3)[at].item(), b.but(adv=LARGE * b.adv)
+        case,
+        large,
+        at_3,
+        at,
+        case.weights(at_3)[at].item(),
+        batch.but(adv=LARGE * batch.adv),
     )
     shown = make_example(at_3, due, got, case.loss.reads)
     return [fail("scaling", "all advantages times 3", *says, shown, why)]
 
 
-def _at_zero(b: Rollouts) -> Rollouts:
+def _at_zero(batch: Rollouts) -> Rollouts:
     """The batch with advantages of 0."""
-    return replace(b, adv=torch.zeros_like(b.adv))
+    return replace(batch, adv=torch.zeros_like(batch.adv))
 
 
 @oracle("zero-advantage", 120, _kl, implied=True)
@@ -502,21 +521,21 @@ def zero_advantage(case: LossCase) -> list[Finding]:
     Returns:
         A failure with the smallest batch.
     """
-    b = off_bounds(case)
+    batch = off_bounds(case)
 
-    def pushed(c: Rollouts) -> bool:
+    def pushed(batch: Rollouts) -> bool:
         """Whether there is a gradient without an advantage."""
-        return bool((case.gradient(_at_zero(c)) != 0).any())
+        return bool((case.gradient(_at_zero(batch)) != 0).any())
 
-    if not pushed(b):
+    if not pushed(batch):
         return []
-    small = _at_zero(shrink(b, pushed))
-    g = case.gradient(small)
-    if g.isfinite().all():
-        found = f"a gradient of up to {g.abs().max().item():.4g}"
+    small = _at_zero(shrink(batch, pushed))
+    gradient = case.gradient(small)
+    if gradient.isfinite().all():
+        found = f"a gradient of up to {gradient.abs().max().item():.4g}"
     else:
         found = "NaN or infinity"
-    shown = make_example(small, 0 * g, g, case.loss.reads)
+    shown = make_example(small, 0 * gradient, gradient, case.loss.reads)
     return [
         fail("zero-advantage", "A = 0 everywhere", Number(0, "weight"), found, shown)
     ]

@@ -60,9 +60,9 @@ def layout(case: LossCase) -> list[Finding]:
     return list(refused.values())
 
 
-def _reads_as_contiguous(case: LossCase, b: Rollouts, name: str) -> Finding:
+def _reads_as_contiguous(case: LossCase, batch: Rollouts, name: str) -> Finding:
     """The finding of a batch whose gradient is another one in this layout."""
-    small = shrink(b, lambda c: bool(_moved(case, c, name).max() > 0))
+    small = shrink(batch, lambda c: bool(_moved(case, c, name).max() > 0))
     due = case.gradient(small)
     found = case.loss.ask("strided", small, name)
     i, t = worst(_moved(case, small, name))
@@ -75,7 +75,10 @@ def _reads_as_contiguous(case: LossCase, b: Rollouts, name: str) -> Finding:
     return fail("layout", f"each tensor is {name}", *says, shown, WHY)
 
 
-def _moved(case: LossCase, b: Rollouts, name: str) -> Tensor:
+def _moved(case: LossCase, batch: Rollouts, name: str) -> Tensor:
     return moved(
-        case.loss.ask("strided", b, name), case.gradient(b), b.mask, slack(case, 1e-7)
+        case.loss.ask("strided", batch, name),
+        case.gradient(batch),
+        batch.mask,
+        slack(case, 1e-7),
     )

@@ -53,7 +53,7 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
     short = str(dtype).removeprefix("torch.")
     low = wide.floats(dtype)
     try:
-        g = case.gradient(low).double()
+        gradient = case.gradient(low).double()
     except InputError as e:
         if dtype is torch.float64 and not _runs_below_overflow(case, low):
             return {
@@ -66,7 +66,7 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
         else:
             beyond = f"{short} inputs are"
         return {"refused": note("extremes", f"{beyond} refused", found=str(e))}
-    far = _extremes(case, low, g)
+    far = _extremes(case, low, gradient)
     notes: dict[str, Finding] = {}
     for kind, hit in far.hits.items():
         if not hit.any():
@@ -79,9 +79,11 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
             )
             continue
 
-        def is_wrong(c: Rollouts) -> bool:
+        def is_wrong(batch: Rollouts) -> bool:
             return bool(
-                _extremes(case, c, case.gradient(c).double()).hits["wrong"].any()
+                _extremes(case, batch, case.gradient(batch).double())
+                .hits["wrong"]
+                .any()
             )
 
         small = shrink(low, is_wrong, (i, t))
@@ -131,23 +133,23 @@ class Extremes:
         return self.expected[i, t].item(), self.found[i, t].item()
 
 
-def _extremes(case: LossCase, low: Rollouts, g: Tensor) -> Extremes:
-    """g: the gradient of the loss on this batch, whose numbers may be of any dtype."""
-    b = low.floats(torch.float64)
-    expected = case.expected(b)
-    found = g / case.factors(b)
+def _extremes(case: LossCase, low: Rollouts, gradient: Tensor) -> Extremes:
+    """gradient: the gradient of the loss on this batch, whose numbers may be of any dtype."""
+    batch = low.floats(torch.float64)
+    expected = case.expected(batch)
+    found = gradient / case.factors(batch)
     dtype = low.logp.dtype
-    log_r = b.logp - b.logp_old
-    A = b.adv.expand_as(b.logp)
+    log_r = batch.logp - batch.logp_old
+    A = batch.adv.expand_as(batch.logp)
     room = _room(case, dtype)
     # some write a geometric mean as the root of a product
     whole = case.o.level in ("sequence_mean", "custom")
     # A / (N r) leaves the dtype too
-    size = torch.where(A == 0, 1, (A * case.factors(b)).abs().clamp(1e-30, 1)).log()
+    size = torch.where(A == 0, 1, (A * case.factors(batch)).abs().clamp(1e-30, 1)).log()
     far = (
         log_r.abs().sum(1, keepdim=True).expand_as(log_r) if whole else log_r.abs()
     ) - size > SAMPLED
-    unseen = far | (b.logp_old < -SAMPLED)
+    unseen = far | (batch.logp_old < -SAMPLED)
     # a weight that is no ratio run away
     plain = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)
     lost = ~found.isfinite()
@@ -156,11 +158,13 @@ def _extremes(case: LossCase, low: Rollouts, g: Tensor) -> Extremes:
     if not case.wrong and (dtype is torch.float64 or not case.o.batch_coupled):
         lost |= (found - expected).abs() > 0.1 * expected.abs() + room
     bad = (
-        (~found.isfinite() & (expected.abs() < 1e30) | lost & plain) & ~unseen & b.mask
+        (~found.isfinite() & (expected.abs() < 1e30) | lost & plain)
+        & ~unseen
+        & batch.mask
     )
-    spent = (~found.isfinite() | lost & plain) & ~bad & b.mask
+    spent = (~found.isfinite() | lost & plain) & ~bad & batch.mask
     return Extremes(
-        b, expected, found, {"wrong": bad, "far": spent & far, "rare": spent & ~far}
+        batch, expected, found, {"wrong": bad, "far": spent & far, "rare": spent & ~far}
     )
 
 
@@ -171,16 +175,18 @@ def _room(case: LossCase, dtype: torch.dtype) -> float:
     return float(4 * torch.finfo(dtype).eps * abs(case.hp.get("beta") or 0))
 
 
-def _runs_below_overflow(case: LossCase, b: Rollouts) -> bool:
+def _runs_below_overflow(case: LossCase, batch: Rollouts) -> bool:
     """Whether it raised only because exp(log r) is infinite: louder than the NaN that
     is forgiven.
     """
     try:
         case.gradient(
             replace(
-                b,
+                batch,
                 logp=torch.where(
-                    (b.logp - b.logp_old).abs() > FULL, b.logp_old, b.logp
+                    (batch.logp - batch.logp_old).abs() > FULL,
+                    batch.logp_old,
+                    batch.logp,
                 ),
             )
         )
@@ -189,11 +195,13 @@ def _runs_below_overflow(case: LossCase, b: Rollouts) -> bool:
     return True
 
 
-def _why(case: LossCase, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) -> str:
+def _why(
+    case: LossCase, batch: Rollouts, low: Rollouts, i: int, t: int, nan: bool
+) -> str:
     """The one change that makes it right: a nearer ratio, or the same ratio of a more
     likely token. Both sides of the end of a dtype are asked, far from it and as near as
     rounding allows, for two probabilities and two advantages."""
-    x, A = (b.logp - b.logp_old)[i, t].item(), b.adv[i, t].item()
+    x, A = (batch.logp - batch.logp_old)[i, t].item(), batch.adv[i, t].item()
     dtype = low.logp.dtype
 
     def right(log_r: float, lp: float, A: float) -> bool:
@@ -276,12 +284,12 @@ def clamps(case: LossCase) -> list[Finding]:
     hits = []
     guard = GUARD[case.o.level]
     for A in (1.0, -1.0):
-        b = case.ready(
+        batch = case.ready(
             single_token_responses(A, [math.exp(s * x) for x in FAR for s in (1, -1)])
         )
-        found = case.weights(b)[:, 0]
-        expected = case.expected(b)[:, 0]
-        off = case.off(b)[:, 0]
+        found = case.weights(batch)[:, 0]
+        expected = case.expected(batch)[:, 0]
+        off = case.off(batch)[:, 0]
         hits += [
             Hit(A, s * x, expected[n].item(), found[n].item())
             for n, (x, s) in enumerate(product(FAR, (1, -1)))
@@ -341,9 +349,11 @@ def clamps(case: LossCase) -> list[Finding]:
     ]
 
 
-def _place(b: Rollouts, x: float) -> tuple[int, int]:
+def _place(batch: Rollouts, x: float) -> tuple[int, int]:
     """Where the token of this log-ratio is."""
-    return divmod(int((b.logp - b.logp_old - x).abs().argmin()), b.mask.shape[1])
+    return divmod(
+        int((batch.logp - batch.logp_old - x).abs().argmin()), batch.mask.shape[1]
+    )
 
 
 def _clamp_cause(case: LossCase, hits: list[Hit]) -> Cause:

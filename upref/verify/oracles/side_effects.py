@@ -43,11 +43,11 @@ def in_training(case: LossCase) -> list[Finding]:
     Returns:
         A failure where the numbers are others, or the loss refuses a computed log_prob.
     """
-    b = case.grid(thin=5)
+    batch = case.grid(thin=5)
     roles = [k for k in (*FIXED, "entropy") if k in case.loss.reads]
-    leaf = case.answer(b)[1]
+    leaf = case.answer(batch)[1]
     try:
-        if found := _differs(case, b, leaf, (), NETWORK):
+        if found := _differs(case, batch, leaf, (), NETWORK):
             return found
     except InputError as e:
         return [
@@ -59,12 +59,12 @@ def in_training(case: LossCase) -> list[Finding]:
             )
         ]
     with contextlib.suppress(InputError):
-        if _moved_by(case, b, leaf, tuple(roles)) is None:
+        if _moved_by(case, batch, leaf, tuple(roles)) is None:
             return []
     for k in roles:
         # it refuses what wants a gradient: louder than it needs to be
         with contextlib.suppress(InputError):
-            if found := _differs(case, b, leaf, (k,), UNDETACHED.format(CALLED[k])):
+            if found := _differs(case, batch, leaf, (k,), UNDETACHED.format(CALLED[k])):
                 return found
     return []
 
@@ -75,30 +75,33 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def _moved_by(
-    case: LossCase, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...]
+    case: LossCase, batch: Rollouts, leaf: Tensor, wanting: tuple[str, ...]
 ) -> Tensor | None:
     """The gradient where it is another than with a leaf for log_prob."""
-    g = case.gradient(b, wanting=wanting)
+    gradient = case.gradient(batch, wanting=wanting)
     if (
         moved(
-            _finite(g), _finite(leaf), torch.ones_like(b.mask), slack(case, EXACT)
+            _finite(gradient),
+            _finite(leaf),
+            torch.ones_like(batch.mask),
+            slack(case, EXACT),
         ).max()
         > 0
     ):
-        return g
+        return gradient
     return None
 
 
 def _differs(
-    case: LossCase, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...], words: str
+    case: LossCase, batch: Rollouts, leaf: Tensor, wanting: tuple[str, ...], words: str
 ) -> list[Finding]:
     """The finding, once a loss that counts its calls is told apart."""
-    g = _moved_by(case, b, leaf, wanting)
-    if g is None:
+    gradient = _moved_by(case, batch, leaf, wanting)
+    if gradient is None:
         return []
     for again in (None, wanting, wanting, None, None, wanting):
         if not torch.equal(
-            case.gradient(b, wanting=again), leaf if again is None else g
+            case.gradient(batch, wanting=again), leaf if again is None else gradient
         ):
             return [
                 fail(
@@ -108,13 +111,15 @@ def _differs(
                     "other numbers",
                 )
             ]
-    b = shrink(b, lambda c: _moved_by(case, c, case.gradient(c), wanting) is not None)
-    leaf = case.gradient(b)
-    g = case.gradient(b, wanting=wanting)
-    i, t = worst((g - leaf).abs().nan_to_num(nan=1e30))
-    says = number_pair("dJ/dlp", leaf[i, t].item(), g[i, t].item())
+    batch = shrink(
+        batch, lambda c: _moved_by(case, c, case.gradient(c), wanting) is not None
+    )
+    leaf = case.gradient(batch)
+    gradient = case.gradient(batch, wanting=wanting)
+    i, t = worst((gradient - leaf).abs().nan_to_num(nan=1e30))
+    says = number_pair("dJ/dlp", leaf[i, t].item(), gradient[i, t].item())
     by_leaf, by_network = (
-        case.loss.outcome(b, wanting=w)[0].own is not None for w in (None, wanting)
+        case.loss.outcome(batch, wanting=w)[0].own is not None for w in (None, wanting)
     )
     if by_leaf and not by_network:
         why = FREED
@@ -124,44 +129,48 @@ def _differs(
         why = ""
     return [
         fail(
-            "in-training", words, *says, make_example(b, leaf, g, case.loss.reads), why
+            "in-training",
+            words,
+            *says,
+            make_example(batch, leaf, gradient, case.loss.reads),
+            why,
         )
     ]
 
 
 @oracle("stop-gradient", 80)
 def stop_gradient(case: LossCase) -> list[Finding]:
-    b = case.grid(thin=5)
+    batch = case.grid(thin=5)
     out = []
     for k in FIXED:
         if k not in case.loss.reads or (k == "logp_ref" and not case.hp.get("beta")):
             continue
-        g = case.loss.ask("into", b, k)
-        if g is not None and (g != 0).any():
+        gradient = case.loss.ask("into", batch, k)
+        if gradient is not None and (gradient != 0).any():
             out.append(CALLED[k])
     if "entropy" in case.loss.reads:
-        g = case.loss.ask("into", b, "entropy")
-        if g is not None and (g != 0).any():
-            bonus = common_value(-(g / case.factors(b))[b.mask])
+        gradient = case.loss.ask("into", batch, "entropy")
+        if gradient is not None and (gradient != 0).any():
+            bonus = common_value(-(gradient / case.factors(batch))[batch.mask])
             same = bonus is not None and everywhere(case, partial(_bonus, case, bonus))
             if same:
                 why = f"a bonus of {bonus:.4g} times the entropy of each token"
             else:
                 why = ""
 
-            def flows(c: Rollouts) -> bool:
+            def flows(batch: Rollouts) -> bool:
                 """Whether a gradient flows into the entropy."""
-                into = case.loss.ask("into", c, "entropy")
+                into = case.loss.ask("into", batch, "entropy")
                 return into is not None and bool((into != 0).any())
 
-            b = shrink(b, flows)
-            g = case.loss.ask("into", b, "entropy")
-            if g is not None:
-                found = f"a gradient of up to {g.abs().max().item():.3g}"
+            batch = shrink(batch, flows)
+            gradient = case.loss.ask("into", batch, "entropy")
+            if gradient is not None:
+                found = f"a gradient of up to {gradient.abs().max().item():.3g}"
             else:
                 found = "a gradient"
             text = "the entropy, which depends on the policy"
-            shown = make_example(b, reads=case.loss.reads)
+            shown = make_example(batch, reads=case.loss.reads)
             return [
                 fail("stop-gradient", text, "no gradient into it", found, shown, why)
             ]
@@ -178,12 +187,12 @@ def stop_gradient(case: LossCase) -> list[Finding]:
     return _declared(case) + notes
 
 
-def _bonus(case: LossCase, k: float, b: Rollouts) -> tuple[Tensor, Tensor]:
+def _bonus(case: LossCase, k: float, batch: Rollouts) -> tuple[Tensor, Tensor]:
     """The gradient of the loss by the entropy, and that of k times the entropy of each
     token in J.
     """
-    found = case.loss.ask("into", b, "entropy")
-    due = -k * case.factors(b) * b.mask
+    found = case.loss.ask("into", batch, "entropy")
+    due = -k * case.factors(batch) * batch.mask
     return torch.zeros_like(due) if found is None else found, due
 
 
@@ -192,11 +201,13 @@ def _declared(case: LossCase) -> list[Finding]:
     losses in the words of upref.ops.
     """
     # on a bound, a finite difference means nothing
-    b = case.grid(thin=3, edges=OFF_EDGES)
+    batch = case.grid(thin=3, edges=OFF_EDGES)
     rng = torch.Generator().manual_seed(0)
     steps = [
         torch.where(
-            b.mask, torch.randn(b.mask.shape, generator=rng, dtype=b.logp.dtype), 0
+            batch.mask,
+            torch.randn(batch.mask.shape, generator=rng, dtype=batch.logp.dtype),
+            0,
         )
         for _ in range(4)
     ]
@@ -204,7 +215,7 @@ def _declared(case: LossCase) -> list[Finding]:
     asked = not (case.single or case.o.batch_coupled)
     if asked:
         rises = case.loss.ask(
-            "differences", b, [h * step for h in sizes for step in steps]
+            "differences", batch, [h * step for h in sizes for step in steps]
         )
     else:
         rises = []
@@ -214,10 +225,10 @@ def _declared(case: LossCase) -> list[Finding]:
         )
     else:
         slopes = torch.zeros(2, 0)
-    g = -case.gradient(b) if rises else torch.zeros_like(b.logp)
+    gradient = -case.gradient(batch) if rises else torch.zeros_like(batch.logp)
     for step, (there, far) in zip(steps, slopes.T.tolist(), strict=False):
-        here = (g * step).sum().item()
-        apart = abs(there - here) > 1e-5 * (g * step).abs().sum().item() + 1e-9
+        here = (gradient * step).sum().item()
+        apart = abs(there - here) > 1e-5 * (gradient * step).abs().sum().item() + 1e-9
         if (apart and abs(there - far) <= 0.1 * abs(there - here)) or not math.isfinite(
             there - here
         ):
@@ -272,7 +283,7 @@ def dead_hyperparameter(case: LossCase) -> list[Finding]:
 def _moved(case: LossCase, key: str) -> list[Finding]:
     """One hyperparameter is handed over, moved."""
     loss = case.loss
-    o = case.o
+    objective = case.o
     now = case.hp[key]
     asked = key in loss.accepts or (loss.accepts_kwargs and key in loss.bound_args)
     if not (asked or loss.accepts_kwargs) or (
@@ -288,21 +299,23 @@ def _moved(case: LossCase, key: str) -> list[Finding]:
     # a share may be less than one token of the batch
     for other in (first.get(key, now * 1.5 if now else 0.1), *more):
         there = replace(case, hp=case.hp | {key: other})
-        b = there.grid()
-        differ = (case.expected(b) - there.expected(b)).nan_to_num().abs() > 1e-9
+        batch = there.grid()
+        differ = (
+            case.expected(batch) - there.expected(batch)
+        ).nan_to_num().abs() > 1e-9
         if differ.any():
             break
     else:
         return []
     text = f"{key} from {_num(now)} to {other:g}"
 
-    def ask(c: Rollouts, v: float | None) -> Tensor:
+    def ask(batch: Rollouts, v: float | None) -> Tensor:
         """The gradient with this value, or without the argument."""
-        return case.gradient(c, 1, **({} if v is None else {key: v}))
+        return case.gradient(batch, 1, **({} if v is None else {key: v}))
 
     try:
-        changed = ask(b, other)
-        dead = torch.equal(ask(b, now), changed)
+        changed = ask(batch, other)
+        dead = torch.equal(ask(batch, now), changed)
     except InputError as e:
         return [
             fail(
@@ -315,11 +328,11 @@ def _moved(case: LossCase, key: str) -> list[Finding]:
         ]
     if dead:
 
-        def effect(c: Rollouts) -> tuple[Tensor, Tensor]:
+        def effect(batch: Rollouts) -> tuple[Tensor, Tensor]:
             """What the move changes, and the 0 of an argument without an effect."""
-            return ask(c, other) - ask(c, now), torch.zeros_like(c.logp)
+            return ask(batch, other) - ask(batch, now), torch.zeros_like(batch.logp)
 
-        every = everywhere(case, effect, *_some(b, differ))
+        every = everywhere(case, effect, *_some(batch, differ))
         if key not in loss.accepts:
             why = "it goes into **kwargs and has no effect"
         else:
@@ -335,10 +348,10 @@ def _moved(case: LossCase, key: str) -> list[Finding]:
                 subject=key,
             )
         ]
-    if _explained(there, b, changed):
+    if _explained(there, batch, changed):
         return []
-    want = f"the gradient of {o.name} at {key} = {other:g}"
-    why = f"{key} has another effect than in {o.name}"
+    want = f"the gradient of {objective.name} at {key} = {other:g}"
+    why = f"{key} has another effect than in {objective.name}"
     return [
         fail(
             "dead-hyperparameter",
@@ -351,25 +364,25 @@ def _moved(case: LossCase, key: str) -> list[Finding]:
     ]
 
 
-def _some(b: Rollouts, differ: Tensor) -> list[Rollouts]:
+def _some(batch: Rollouts, differ: Tensor) -> list[Rollouts]:
     """These tokens, their responses in batches of 1 to 70, and side by side in long
     ones: an effect may need that.
     """
-    b = replace(b, group=None)
+    batch = replace(batch, group=None)
     at = differ.nonzero().tolist()
     few = at[:: max(1, len(at) // 4)][:4]
     rows = list(dict.fromkeys(i for i, _ in at)) * 70
-    tokens = [cut(b, [i], columns) for i, t in few for columns in ([t], None)]
+    tokens = [cut(batch, [i], columns) for i, t in few for columns in ([t], None)]
     some = [
         c
-        for c in (*tokens, *(cut(b, rows[:n], None) for n in (2, 3, 5, 70)))
+        for c in (*tokens, *(cut(batch, rows[:n], None) for n in (2, 3, 5, 70)))
         if c is not None
     ]
     wide = {name: torch.cat([x] * 9, 1) for name, x in some[-1].tensors().items()}
     return [*some, some[-1].but(**wide, totals=None)]
 
 
-def _explained(case: LossCase, b: Rollouts, g: Tensor) -> bool:
+def _explained(case: LossCase, batch: Rollouts, gradient: Tensor) -> bool:
     """Whether the moved gradient is right, or as wrong as before the move (the gradient
     oracle's business).
     """
@@ -379,9 +392,9 @@ def _explained(case: LossCase, b: Rollouts, g: Tensor) -> bool:
             {k: v for k, v in case.hp.items() if k in case.loss.bound_args}
         ),
     )
-    off = case.off(b, g / case.factors(b))
+    off = case.off(batch, gradient / case.factors(batch))
     return bool((off > 10 * case.tol).double().mean() < 0.01) or bool(
-        here.off(b).max() > 10 * case.tol
+        here.off(batch).max() > 10 * case.tol
     )
 
 

@@ -50,8 +50,8 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
             if any(f.severity == "failure" for f in found):
                 return [*notes, *found]
             notes += found
-        b = case.beyond(name, ids)
-        tokens = int(b.mask.sum())
+        batch = case.beyond(name, ids)
+        tokens = int(batch.mask.sum())
         if rate * tokens > TOO_LONG:
             slow = note(
                 "unusual-inputs", f"{axis.words}: not tested, it would take too long"
@@ -60,7 +60,7 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
                 notes.append(slow)
             continue
         start = time.process_time()
-        found = look(case, name, b, ids)
+        found = look(case, name, batch, ids)
         if any(f.severity == "failure" for f in found):
             return [*notes, *found]
         notes += [f for f in found if f not in notes]
@@ -70,7 +70,7 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
             if rate * MOST_TOKENS > TOO_LONG:
                 start = time.process_time()
                 # once more: what is slow the first time alone is no slow loss
-                case.gradient(b)
+                case.gradient(batch)
                 rate = (time.process_time() - start) / tokens
     return notes
 
@@ -94,35 +94,37 @@ def applies(case: LossCase, name: str) -> bool:
     return True
 
 
-def look(case: LossCase, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Finding]:
+def look(
+    case: LossCase, name: str, batch: Rollouts, ids: tuple[str, ...]
+) -> list[Finding]:
     """Its weights there; where the axis says so, in float32 too, or alone."""
     notes: list[Finding] = []
     if AXES[name].single != "alone":
         try:
-            if (off := _off(case, b)).max() > 10 * case.tol:
-                if case.single or not _in_part(case, b):
-                    return [_wrong(case, name, b, off, case.weights(b), ids)]
+            if (off := _off(case, batch)).max() > 10 * case.tol:
+                if case.single or not _in_part(case, batch):
+                    return [_wrong(case, name, batch, off, case.weights(batch), ids)]
                 notes = [note("unusual-inputs", f"{AXES[name].words}: {PARTLY}")]
         except InputError as e:
             return [fail("unusual-inputs", AXES[name].words, "a finite loss", str(e))]
     if not AXES[name].single:
         return notes
     try:
-        one, found = case.singly(b)
+        one, found = case.singly(batch)
     except InputError as e:
         return [
             *notes,
             note("unusual-inputs", "float32 inputs are refused", found=str(e)),
         ]
-    if (off := _off(one, b, found)).max() > 10 * one.tol:
-        return [_wrong(one, name, b, off, found, ids, ", in float32")]
+    if (off := _off(one, batch, found)).max() > 10 * one.tol:
+        return [_wrong(one, name, batch, off, found, ids, ", in float32")]
     return notes
 
 
 def _wrong(
     case: LossCase,
     name: str,
-    b: Rollouts,
+    batch: Rollouts,
     off: Tensor,
     found: Tensor,
     ids: tuple[str, ...],
@@ -134,20 +136,25 @@ def _wrong(
     why = next(
         filter(
             None,
-            (confirmed_at(case, one, b, (i, t), found[i, t].item()) for one in of_size),
+            (
+                confirmed_at(case, one, batch, (i, t), found[i, t].item())
+                for one in of_size
+            ),
         ),
         Cause(),
     )
-    columns = [t], list(range(int(b.mask[i].nonzero().max()) + 1))
+    columns = [t], list(range(int(batch.mask[i].nonzero().max()) + 1))
     if dtype:
         rows = []
     else:
         rows = [
-            c for k in columns if (c := cut(replace(b, group=None), [i], k)) is not None
+            c
+            for k in columns
+            if (c := cut(replace(batch, group=None), [i], k)) is not None
         ]
     for small in (c for c in map(case.ready, rows) if c.mask.numel() <= 32):
         if (apart := _off(case, small)).max() > 10 * case.tol:
-            b, found, (i, t), shown = (
+            batch, found, (i, t), shown = (
                 small,
                 case.weights(small),
                 worst(apart),
@@ -164,13 +171,13 @@ def _wrong(
         low = "  # every number of it in float32" if dtype else ""
         code = f"from upref.weights.stress import stress_batch\nb = stress_batch({of}){low}"
         shown = Example(code=code, rollouts=True)
-    n = int(b.mask[i].sum())
+    n = int(batch.mask[i].sum())
     where = {
-        "A": b.adv[i, t].item(),
-        "π_old": b.logp_old[i, t].exp().item(),
-    } | sampler_ratio(case, b, (i, t))
+        "A": batch.adv[i, t].item(),
+        "π_old": batch.logp_old[i, t].exp().item(),
+    } | sampler_ratio(case, batch, (i, t))
     at = f"column {t + 1}, in a response of {n} token{'s' if n > 1 else ''}{dtype}"
-    both = case.expected(b)[i, t].item(), found[i, t].item()
+    both = case.expected(batch)[i, t].item(), found[i, t].item()
     return fail(
         "unusual-inputs",
         AXES[name].words,
@@ -193,64 +200,64 @@ def _of_size(case: LossCase, name: str) -> Iterator[LossFault]:
 PARTLY = "right up to what rounding its inputs to float32 makes of them"
 
 
-def _in_part(case: LossCase, b: Rollouts) -> bool:
+def _in_part(case: LossCase, batch: Rollouts) -> bool:
     """Whether a part in float32 explains it, which only many tokens show; then it is so
     compared from here on.
     """
     single = replace(case)
     single.in_float32()
-    if _off(single, b).max() > 10 * single.tol:
+    if _off(single, batch).max() > 10 * single.tol:
         return False
     case.in_float32()
     return True
 
 
-def _off(case: LossCase, b: Rollouts, found: Tensor | None = None) -> Tensor:
+def _off(case: LossCase, batch: Rollouts, found: Tensor | None = None) -> Tensor:
     """Tokens beside a bound, and those where the objective itself has no weight, count
     nothing.
     """
-    found = case.weights(b) if found is None else found
+    found = case.weights(batch) if found is None else found
     # one sum over a batch of float32 rounds at each step
     sums = 4 if case.single and case.o.level in REDUCE else 1
-    apart = case.off(b, found, 1e-12, sums)
+    apart = case.off(batch, found, 1e-12, sums)
     if not apart.max() > 10 * case.tol:
         return apart
-    apart = apart.masked_fill(beyond_range(case, b, found), 0)
-    expected = case.expected(b)
-    edge = case.moves(b, expected, sums) > 1e-3 * torch.maximum(
-        expected.abs(), b.adv.abs()
+    apart = apart.masked_fill(beyond_range(case, batch, found), 0)
+    expected = case.expected(batch)
+    edge = case.moves(batch, expected, sums) > 1e-3 * torch.maximum(
+        expected.abs(), batch.adv.abs()
     )
     if "extremes" in case.failed:  # said already, with the clamp
-        edge |= case.ratio(b).log().abs() > LOG_R[-1]
+        edge |= case.ratio(batch).log().abs() > LOG_R[-1]
     return apart.masked_fill(edge | ~expected.isfinite(), 0)
 
 
-def beyond_range(case: LossCase, b: Rollouts, found: Tensor) -> Tensor:
+def beyond_range(case: LossCase, batch: Rollouts, found: Tensor) -> Tensor:
     """Tokens at NaN of responses of which the product of the ratios is beyond what its
     dtype holds: some write the geometric mean as a root of it.
 
     Args:
         case: the loss and its objective.
-        b: the batch.
+        batch: the batch.
         found: its weights, [B, T].
 
     Returns:
         A mask, [B, T].
     """
     if case.o.level not in ("sequence_mean", "custom"):
-        return torch.zeros_like(b.mask)
-    log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
-    most = math.log(torch.finfo(torch.float32 if case.single else b.logp.dtype).max)
+        return torch.zeros_like(batch.mask)
+    log_r = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
+    most = math.log(torch.finfo(torch.float32 if case.single else batch.logp.dtype).max)
     return (log_r.abs().sum(1, keepdim=True) > most / 2) & ~found.isfinite()
 
 
 PLAIN_IDS = "as with ids 0, 1, 2"
 
 
-def _with_plain_ids(x: Rollouts) -> Rollouts:
+def _with_plain_ids(batch: Rollouts) -> Rollouts:
     """The batch with group ids 0, 1, 2, in the order of its own."""
-    assert x.group is not None
-    return replace(x, group=x.group.unique(return_inverse=True)[1], totals=None)
+    assert batch.group is not None
+    return replace(batch, group=batch.group.unique(return_inverse=True)[1], totals=None)
 
 
 class Relabeled:
@@ -261,20 +268,20 @@ class Relabeled:
         self.case = replace(case, loss=replace(case.loss, lines=LINES))
         self.tol = slack(case, 1e-7)
 
-    def difference(self, b: Rollouts, g: Tensor) -> Tensor:
+    def difference(self, batch: Rollouts, gradient: Tensor) -> Tensor:
         """How far the gradient is from this one, [B, T]; 0 where it is near."""
-        return moved(self.case.gradient(b), g, b.mask, self.tol)
+        return moved(self.case.gradient(batch), gradient, batch.mask, self.tol)
 
-    def gradients(self, b: Rollouts) -> tuple[Tensor, Tensor]:
+    def gradients(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
         """The gradients with the batch's ids, and with plain ones."""
-        return self.case.gradient(b), self.case.gradient(_with_plain_ids(b))
+        return self.case.gradient(batch), self.case.gradient(_with_plain_ids(batch))
 
-    def differs(self, b: Rollouts) -> bool:
+    def differs(self, batch: Rollouts) -> bool:
         """Whether the ids change the gradient."""
-        if b.group is None:
+        if batch.group is None:
             return False
-        found, plain = self.gradients(b)
-        return bool(moved(found, plain, b.mask, self.tol).max() > 0)
+        found, plain = self.gradients(batch)
+        return bool(moved(found, plain, batch.mask, self.tol).max() > 0)
 
 
 def groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
@@ -284,17 +291,17 @@ def groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
 
 def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
     """What `groups` finds; a loss may loop over all ids up to 2^40."""
-    b = case.ready(on_policy_batch())
+    batch = case.ready(on_policy_batch())
     relabeled = Relabeled(case)
-    g = case.gradient(b)
+    gradient = case.gradient(batch)
     notes = []
     takes = []
-    for words, (every_group, all_but_one) in relabel_groups(b).items():
+    for words, (every_group, all_but_one) in relabel_groups(batch).items():
         whole = True
         refused = False
         for c in (every_group, all_but_one):
             try:
-                off = relabeled.difference(c, g)
+                off = relabeled.difference(c, gradient)
             except (
                 InputError,
                 OutOfMemory,
@@ -322,7 +329,10 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
             if off.max() > 0:
                 i, t = worst(off)
                 says = number_pair(
-                    "dJ/dlp", g[i, t].item(), case.gradient(c)[i, t].item(), PLAIN_IDS
+                    "dJ/dlp",
+                    gradient[i, t].item(),
+                    case.gradient(c)[i, t].item(),
+                    PLAIN_IDS,
                 )
                 ids = f"{c.group.unique().tolist()}" if c.group is not None else ""
                 # dropped beside others: who numbers prompts from 0 never has them

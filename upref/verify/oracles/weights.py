@@ -58,22 +58,22 @@ PARTLY = "weights are right up to what rounding its inputs to float32 makes of t
 
 @oracle("gradient", 10)
 def gradient(case: LossCase) -> list[Finding]:
-    b = case.grid()
-    found = case.weights(b)
-    off = case.off(b, found)
-    r = case.ratio(b)
-    A = torch.where(b.mask, b.adv.expand_as(off), 0)
-    ties = torch.zeros_like(b.mask)
+    batch = case.grid()
+    found = case.weights(batch)
+    off = case.off(batch, found)
+    r = case.ratio(batch)
+    A = torch.where(batch.mask, batch.adv.expand_as(off), 0)
+    ties = torch.zeros_like(batch.mask)
     for sign in (1.0, -1.0):
         for k in bounds_of(case, sign):
             ties |= (A * sign > 0) & ((r / k - 1).abs() < 1e-11)
     bad = off > case.tol
     out: list[Finding] = []
-    if (bad & ~ties).any() and not case.single and _in_part(case, b, found, ties):
+    if (bad & ~ties).any() and not case.single and _in_part(case, batch, found, ties):
         return [note("gradient", PARTLY), *_random(case)]
-    out += _ties(case, b, bad & ties, r, A, found)
+    out += _ties(case, batch, bad & ties, r, A, found)
     if (failing := bad & ~ties).any():
-        return out + _regimes(case, b, failing, r, A, found, ties)
+        return out + _regimes(case, batch, failing, r, A, found, ties)
     if not case.single and (small := off.masked_fill(ties, 0).max()) > EXACT:
         out.append(
             note("gradient", f"weights differ by {small:.1e} relative", cause=BELOW)
@@ -81,7 +81,7 @@ def gradient(case: LossCase) -> list[Finding]:
     return out or _random(case)
 
 
-def _in_part(case: LossCase, b: Rollouts, found: Tensor, ties: Tensor) -> bool:
+def _in_part(case: LossCase, batch: Rollouts, found: Tensor, ties: Tensor) -> bool:
     """Whether the weights are right as far as float32 goes; then it is so compared from
     here on.
     """
@@ -89,7 +89,7 @@ def _in_part(case: LossCase, b: Rollouts, found: Tensor, ties: Tensor) -> bool:
         return False
     single = replace(case)
     single.in_float32()
-    if (single.off(b, found) > single.tol).logical_and(~ties).any():
+    if (single.off(batch, found) > single.tol).logical_and(~ties).any():
         return False
     # so far from the bounds that no rounding moves a token over them
     if single.off(single.grid()).max() > single.tol:
@@ -147,11 +147,13 @@ def _moved_for(
                             (A, mu, r)
                         )
         for at in alike.values():
-            b = case.ready(make(at)) if len(at) > 3 else None
+            batch = case.ready(make(at)) if len(at) > 3 else None
             if (
-                b is not None
+                batch is not None
                 and (
-                    case.off(b)[b.mask if "entropy" not in case.o.reads else (..., 0)]
+                    case.off(batch)[
+                        batch.mask if "entropy" not in case.o.reads else (..., 0)
+                    ]
                     > 0.01
                 ).all()
             ):
@@ -175,9 +177,9 @@ def bounds_of(case: LossCase, A: float) -> list[float]:
 
 
 def _ties(
-    case: LossCase, b: Rollouts, hit: Tensor, r: Tensor, A: Tensor, found: Tensor
+    case: LossCase, batch: Rollouts, hit: Tensor, r: Tensor, A: Tensor, found: Tensor
 ) -> list[Finding]:
-    expected = case.expected(b)
+    expected = case.expected(batch)
     out = []
     for sign in (1.0, -1.0):
         at = hit & (A * sign > 0)
@@ -202,7 +204,7 @@ def _ties(
 
 def _regimes(
     case: LossCase,
-    b: Rollouts,
+    batch: Rollouts,
     failing: Tensor,
     r: Tensor,
     A: Tensor,
@@ -212,19 +214,19 @@ def _regimes(
     parts = [
         p
         for sign in (1.0, -1.0, 0.0)
-        for p in regions(case, b, sign, A, ties, failing, r, bounds_of(case, sign))
+        for p in regions(case, batch, sign, A, ties, failing, r, bounds_of(case, sign))
     ]
     bounds = sorted({round(x, 7) for p in parts for x in p.ends})
-    one = explain(case, b, found, ties, bounds)
-    prefer = _typical(case.off(b, found), r)
+    one = explain(case, batch, found, ties, bounds)
+    prefer = _typical(case.off(batch, found), r)
     if one is not None:
         case.cause = one.cause
-        return _of_one_fault(case, b, _by_sign(parts), failing, prefer, one)
-    tested = MeasuredWeights(b, found, case.expected(b), r, b.mask & ~ties)
+        return _of_one_fault(case, batch, _by_sign(parts), failing, prefer, one)
+    tested = MeasuredWeights(batch, found, case.expected(batch), r, batch.mask & ~ties)
     parts = _by_sign(parts) if len(parts) > 2 else parts
     out: list[Finding] = []
     for part in parts:
-        small, at = _smallest_of(case, b, part, failing, prefer)
+        small, at = _smallest_of(case, batch, part, failing, prefer)
         why = Cause("" if out else _pattern_of(case, tested, small))
         out.append(_in_region(case, part, small, at, why))
     return out
@@ -232,7 +234,7 @@ def _regimes(
 
 def _of_one_fault(
     case: LossCase,
-    b: Rollouts,
+    batch: Rollouts,
     parts: list[Region],
     failing: Tensor,
     prefer: Tensor,
@@ -242,12 +244,12 @@ def _of_one_fault(
     region with a batch on which the printed gradients differ.
 
     Args:
-        case, b, failing, prefer: as of `_smallest_of`.
+        case, batch, failing, prefer: as of `_smallest_of`.
         parts: the regions, one for each sign of A.
         one: the fault.
     """
     for part in parts:
-        small, at = _smallest_of(case, b, part, failing, prefer)
+        small, at = _smallest_of(case, batch, part, failing, prefer)
         finding = _in_region(case, part, small, at, one.cause)
         if finding.example is not None:
             break
@@ -277,34 +279,34 @@ def _pattern_of(case: LossCase, tested: MeasuredWeights, small: Rollouts) -> str
 
 
 def _smallest_of(
-    case: LossCase, b: Rollouts, part: Region, failing: Tensor, prefer: Tensor
+    case: LossCase, batch: Rollouts, part: Region, failing: Tensor, prefer: Tensor
 ) -> tuple[Rollouts, tuple[int, int]]:
     """Return the smallest batch in which tokens of this region differ, and the token
     that differs most.
 
     Args:
         case: the loss and its objective.
-        b: the batch that is made smaller, [B, T].
+        batch: the batch that is made smaller, [B, T].
         part: the region.
         failing: the tokens of the batch that differ, [B, T].
         prefer: how much each token should be the one that is shown, [B, T].
     """
     # else an aggregation that is not the objective's makes up for it
-    visible = _shown_at(case, b, part.sign)
+    visible = _shown_at(case, batch, part.sign)
     shows = _shown_at if (visible & part.tokens & failing).any() else _wrong_at
     hit = part.tokens & failing & (visible if shows is _shown_at else failing)
 
     def smallest_with(shows: Callable[..., Tensor], hit: Tensor) -> Any:
         """The smallest batch with such a token, and the one that differs most."""
         at = worst(torch.where(hit, prefer, -1.0))
-        small = shrink(b, lambda x: bool(shows(case, x, part.sign).any()), at)
+        small = shrink(batch, lambda x: bool(shows(case, x, part.sign).any()), at)
         shown = shows(case, small, part.sign)
         return small, worst(case.off(small).masked_fill(~shown, -1.0))
 
     small, at = smallest_with(shows, hit)
     if not case.single and not _beyond_float32(case, small)[at]:
         # a bound that the loss computes in float32 is not what is wrong with it
-        clear = hit & _beyond_float32(case, b)
+        clear = hit & _beyond_float32(case, batch)
         if clear.any():
             return smallest_with(
                 lambda *its: shows(*its) & _beyond_float32(*its[:2]), clear
@@ -312,16 +314,16 @@ def _smallest_of(
     return small, at
 
 
-def _beyond_float32(case: LossCase, b: Rollouts) -> Tensor:
+def _beyond_float32(case: LossCase, batch: Rollouts) -> Tensor:
     """Tokens whose weight is wrong by more than rounding to float32 makes of it, [B, T].
 
     Args:
         case: the loss and its objective.
-        b: the batch.
+        batch: the batch.
     """
     single = replace(case)
     single.in_float32()
-    return single.off(b) > single.tol
+    return single.off(batch) > single.tol
 
 
 def _by_sign(parts: list[Region]) -> list[Region]:
@@ -335,13 +337,15 @@ def _by_sign(parts: list[Region]) -> list[Region]:
     return out
 
 
-def _wrong_at(case: LossCase, b: Rollouts, sign: float) -> Tensor:
-    return (case.off(b) > case.tol) & (b.adv.expand_as(b.mask).sign() == sign)
+def _wrong_at(case: LossCase, batch: Rollouts, sign: float) -> Tensor:
+    return (case.off(batch) > case.tol) & (
+        batch.adv.expand_as(batch.mask).sign() == sign
+    )
 
 
-def _shown_at(case: LossCase, b: Rollouts, sign: float) -> Tensor:
+def _shown_at(case: LossCase, batch: Rollouts, sign: float) -> Tensor:
     """Tokens of that sign whose weight is wrong and whose dJ/dlp is another number too."""
-    return _wrong_at(case, b, sign) & differ(case, b)
+    return _wrong_at(case, batch, sign) & differ(case, batch)
 
 
 def _typical(off: Tensor, r: Tensor) -> Tensor:
@@ -367,73 +371,84 @@ def _random_batches(case: LossCase, seed: int, many: int) -> list[Rollouts]:
 
 def _random(case: LossCase, seed: int = 0) -> list[Finding]:
     many = _many(case)
-    for n, b in enumerate(_random_batches(case, seed, many)):
-        off = case.off(b, case.answer(b)[1] / case.factors(b))
+    for n, batch in enumerate(_random_batches(case, seed, many)):
+        off = case.off(batch, case.answer(batch)[1] / case.factors(batch))
         if not off.max() > 10 * case.tol:
             continue
-        off = off.masked_fill(case.rounded(b), 0)
+        off = off.masked_fill(case.rounded(batch), 0)
         if off.max() > 10 * case.tol:
-            one = explain(case, b, case.weights(b), case.rounded(b), [])
-            b, i, t = smallest(case, b, worst(off))
-            sign = b.adv[i, t].sign().item()
-            ratios = {"r": case.ratio(b)[i, t].item()} | sampler_ratio(case, b, (i, t))
+            one = explain(case, batch, case.weights(batch), case.rounded(batch), [])
+            batch, i, t = smallest(case, batch, worst(off))
+            sign = batch.adv[i, t].sign().item()
+            ratios = {"r": case.ratio(batch)[i, t].item()} | sampler_ratio(
+                case, batch, (i, t)
+            )
             place = TokenPlace(sign, numbers=ratios, remark=f"in random batch {n}")
-            expected, found = numbers(case, b, i, t)
-            said = Number(found, "weight", _alone(case, b, i, t))
+            expected, found = numbers(case, batch, i, t)
+            said = Number(found, "weight", _alone(case, batch, i, t))
             why = one.cause if one else Cause()
             return [
-                fail("gradient", "", expected, said, example(case, b), why, place=place)
+                fail(
+                    "gradient",
+                    "",
+                    expected,
+                    said,
+                    example(case, batch),
+                    why,
+                    place=place,
+                )
             ]
     return []
 
 
-def _alone(case: LossCase, b: Rollouts, i: int, t: int) -> str:
+def _alone(case: LossCase, batch: Rollouts, i: int, t: int) -> str:
     """The weight that the same token has by itself, where that is another."""
-    A = b.adv[i, t].item()
-    r = (b.logp[i, t] - b.logp_old[i, t]).exp().item()
+    A = batch.adv[i, t].item()
+    r = (batch.logp[i, t] - batch.logp_old[i, t]).exp().item()
     if (
         case.o.level in REDUCE
         or case.o.level == "custom"
         or A == 0
-        or b.mask.sum() == 1
+        or batch.mask.sum() == 1
     ):
         return ""
     single = case.weights(
-        case.ready(single_token_batch(A, [r], [b.logp_old[i, t].exp().item()]))
+        case.ready(single_token_batch(A, [r], [batch.logp_old[i, t].exp().item()]))
     )[0, 0].item()
-    same = abs(single - case.weights(b)[i, t].item()) <= 1e-6 * abs(A)
+    same = abs(single - case.weights(batch)[i, t].item()) <= 1e-6 * abs(A)
     return "" if same else f"and {single:.6g} alone in its batch"
 
 
 @oracle("on-policy", 20, lambda case: case.o.on_policy_exception, implied=True)
 def on_policy(case: LossCase) -> list[Finding]:
-    b = case.ready(on_policy_batch())
-    off = case.off(b)
+    batch = case.ready(on_policy_batch())
+    off = case.off(batch)
     if off.max() <= 10 * case.tol:
         return []
-    if not differ(case, b)[off > 10 * case.tol].any():
+    if not differ(case, batch)[off > 10 * case.tol].any():
         return []  # an aggregation that is not the objective's: the next oracle's
 
-    def shows(x: Rollouts) -> bool:
+    def shows(batch: Rollouts) -> bool:
         """Whether a weight is wrong, and dJ/dlp there is another number too."""
-        return bool((differ(case, x) & (case.off(x) > 10 * case.tol)).any())
+        return bool((differ(case, batch) & (case.off(batch) > 10 * case.tol)).any())
 
-    small = shrink(b, shows, worst(off.masked_fill(~differ(case, b), 0)))
+    small = shrink(batch, shows, worst(off.masked_fill(~differ(case, batch), 0)))
     i, t = worst(case.off(small).masked_fill(~differ(case, small), 0))
-    scaled = case.weights(b) / case.k
+    scaled = case.weights(batch) / case.k
     k = fault(
         f"every weight is {case.k:.5g} times what it should be",
         "rounding",
         id="weights-scaled",
-        scale=lambda b: case.k,
+        scale=lambda batch: case.k,
     )
     every = (
         case.fits
         and abs(case.k - 1) > 1e-5
-        and bool(case.off(b, scaled).max() <= 10 * case.tol)
+        and bool(case.off(batch, scaled).max() <= 10 * case.tol)
     )
     why = next(
-        filter(None, (confirmed(case, one) for one in two_gradients(case, b))), Cause()
+        filter(None, (confirmed(case, one) for one in two_gradients(case, batch))),
+        Cause(),
     )
     if every:
         k = next(by_fixed_length(case), k)
@@ -458,27 +473,29 @@ def on_policy(case: LossCase) -> list[Finding]:
 
 @oracle("aggregation", 30)
 def aggregation(case: LossCase) -> list[Finding]:
-    b = case.ready(on_policy_batch())
+    batch = case.ready(on_policy_batch())
     want = declared_aggregation(case.o)
     said = case.o.agg if want != case.agg else want
     if case.agg == want and HABIT < abs(case.k - 1) < 1e-5:
         return [note("aggregation", f"a factor of 1 {case.k - 1:+.1e}", cause=BELOW)]
 
-    def apart(x: Rollouts) -> bool:
-        return not torch.allclose(case.factors(x, want), case.factors(x), rtol=1e-6)
+    def apart(batch: Rollouts) -> bool:
+        return not torch.allclose(
+            case.factors(batch, want), case.factors(batch), rtol=1e-6
+        )
 
-    def shows(x: Rollouts) -> bool:
+    def shows(batch: Rollouts) -> bool:
         """Whether dJ/dlp is another number too."""
-        return apart(x) and bool(differ(case, x).any())
+        return apart(batch) and bool(differ(case, batch).any())
 
-    if not case.fits or not apart(b):
+    if not case.fits or not apart(batch):
         return []
-    small = shrink(b, shows if shows(b) else apart)
+    small = shrink(batch, shows if shows(batch) else apart)
     n = small.mask.sum(1)
     right = case.factors(small, want)[:, 0]
     got = case.factors(small)[:, 0]
     i = int((got / right - 1).abs().argmax())
-    if case.loss.visible_batch(b).group is not None:
+    if case.loss.visible_batch(batch).group is not None:
         group = ""
     else:
         group = " (the loss takes no groups: the batch counts as one)"
@@ -486,19 +503,19 @@ def aggregation(case: LossCase) -> list[Finding]:
     expected = Number(right[i].item(), "factor", f"by {said}{group}")
     found = Number(got[i].item(), "factor", f"by {case.agg}")
 
-    def aggregated(c: Rollouts) -> tuple[Tensor, Tensor]:
+    def aggregated(batch: Rollouts) -> tuple[Tensor, Tensor]:
         at = dict.fromkeys(
             ("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])),
-            c.logp_old,
+            batch.logp_old,
         )
         # as in `make_case`: neither a clip nor a KL term is an aggregation's
-        on = case.visible_batch(c.but(**at))
+        on = case.visible_batch(batch.but(**at))
         return without_rest(case, on), case.expected(on) * case.factors(on) * case.k
 
     # of the response's ratio: at 1 it looks the same
     power = case.o.one_adv and "gradient" in case.failed
     why = Cause()
-    if not power and everywhere(case, aggregated, b):
+    if not power and everywhere(case, aggregated, batch):
         why = Cause(case.agg, (aggregation_id(case.agg),))
     return [fail("aggregation", text, expected, found, example(case, small), why)]
 
@@ -507,9 +524,9 @@ def aggregation(case: LossCase) -> list[Finding]:
     "value", 150, lambda case: "the weights are wrong already" if case.wrong else ""
 )
 def value(case: LossCase) -> list[Finding]:
-    for n, b in enumerate(_random_batches(case, 0, _many(case))[:10]):
-        found = case.answer(b)[0].item()
-        expected = case.o.loss(b, **case.hp).item()
+    for n, batch in enumerate(_random_batches(case, 0, _many(case))[:10]):
+        found = case.answer(batch)[0].item()
+        expected = case.o.loss(batch, **case.hp).item()
         if not math.isfinite(found):
             return [
                 fail(
