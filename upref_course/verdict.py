@@ -23,7 +23,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.result import Result
 from upref.tensors import describe, is_materialized
-from upref.user_code.guard import called
+from upref.user_code.guard import call_guarded
 from upref.verify.faults import Fault
 from upref.verify.finding import Number
 from upref.verify.render import describe_pair
@@ -181,7 +181,7 @@ def judged(e: Exercise, fn: Callable[..., Any]) -> ExerciseVerdict:
     yours = []
     for batch in e.batches:
         try:
-            yours.append(called(name, partial(outcome, e, fn, batch))[0])
+            yours.append(call_guarded(name, partial(outcome, e, fn, batch))[0])
         except InputError as error:
             raise InputError(
                 f"{error}, on the batch {_python(e, batch, '; ')}"
@@ -278,7 +278,7 @@ def _met(
     try:
         right, yours = (
             outcome(e, e.right, batch),
-            called(e.file, partial(outcome, e, fn, batch))[0],
+            call_guarded(e.file, partial(outcome, e, fn, batch))[0],
         )
     except InputError:
         return None

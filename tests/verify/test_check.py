@@ -44,7 +44,8 @@ def test_no_false_alarm(loss, name, batches):
     case, rng = make_case(read(loss, o, {}), o, o.resolve({})), np.random.default_rng(7)
     for _ in range(batches):
         assert (
-            case.off(case.ready(random_batch(rng, case.one_adv))).max() < 10 * case.tol
+            case.weight_error(case.ready(random_batch(rng, case.one_adv))).max()
+            < 10 * case.tol
         )
 
 

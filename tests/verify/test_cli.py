@@ -17,7 +17,7 @@ from upref import interrupt
 from upref.cli import _parser, commands, main
 from upref.cli.verb import hyperparameters
 from upref.result import Result
-from upref.user_code.guard import called
+from upref.user_code.guard import call_guarded
 from upref_frameworks.audits import Audit
 
 ROOT = Path(__file__).parents[2]
@@ -518,7 +518,7 @@ def test_every_command_is_in_a_package_that_handles_interrupts():
 def test_sigterm_within_a_loss_is_not_the_loss():
     """The guard takes what a loss raises for its answer."""
     with pytest.raises(SystemExit) as e, interrupt.handled_within("upref x"):
-        called("f", lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(1)))
+        call_guarded("f", lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(1)))
     assert e.value.code == 143 and sys.excepthook is not interrupt._end
 
 

@@ -36,7 +36,7 @@ from upref.user_code.guard import (
     RANDOM,
     STATE,
     _equal,
-    called,
+    call_guarded,
     one_line,
     state_restored,
 )
@@ -515,11 +515,11 @@ def test_an_exception_without_words_is_still_a_sentence(capsys, monkeypatch):
         raise KeyError
 
     with pytest.raises(InputError, match=r"f raised KeyError: \(it says no more\)"):
-        called("f", silent)
+        call_guarded("f", silent)
     with pytest.raises(
         InputError, match=r"f asked for more memory than there is \(MemoryError\)"
     ):
-        called("f", full)
+        call_guarded("f", full)
     monkeypatch.setattr(commands, "RUN", {"list": full})
     assert main(["list"]) == 2 and "not enough memory" in capsys.readouterr().err
 
@@ -535,7 +535,7 @@ def test_ctrl_c_is_the_users():
     # a shell's & and other tests may have it ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), state_restored():
-        called("f", lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(1)))
+        call_guarded("f", lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(1)))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -615,7 +615,7 @@ def test_a_check_in_a_forked_child_does_not_wait():
     held.wait()
     child = os.fork()
     if not child:
-        called("f", lambda: 1)
+        call_guarded("f", lambda: 1)
         os._exit(7)
     deadline = time.monotonic() + 20
     while (
@@ -634,10 +634,10 @@ def count_to(n):
 
 def test_the_budget_of_a_call_counts_lines_alone():
     lines = 1 + 2 * 8  # `for` once more than `pass`, and the line of the call below
-    _, printed = called("f", lambda: count_to(8), lines + 1)
+    _, printed = call_guarded("f", lambda: count_to(8), lines + 1)
     assert not printed
     with pytest.raises(InputError, match=f"stopped after {lines} lines"):
-        called("f", lambda: count_to(8), lines)
+        call_guarded("f", lambda: count_to(8), lines)
 
 
 def test_a_number_is_not_taken_for_the_nan_that_it_replaces():

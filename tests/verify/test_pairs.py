@@ -147,7 +147,7 @@ def asked():
     case = make_case(read(loss, o, {"beta": 0.04}), o, o.resolve({"beta": 0.04}))
     for one in (unusual_inputs, one_response):
         batches[:], before = [], batches[:]
-        assert not [f for f in one.look(case) if f.severity == "failure"]
+        assert not [f for f in one.findings(case) if f.severity == "failure"]
         batches[:0] = before
     as_batch = lambda lp, old, A, m, ref, g: upref.Rollouts.unchecked(
         logp=lp, logp_old=old, adv=A, mask=m, logp_ref=ref

@@ -30,7 +30,13 @@ from upref.verify.faults import known
 from upref.verify.faults.corrections import retuned
 from upref.verify.faults.losses import INVERTED_RATIO, LossFault, fault, lacking
 from upref.verify.faults.targets import ETAS
-from upref.verify.match import Candidate, candidate, compared, every, in_range
+from upref.verify.match import (
+    Candidate,
+    all_objectives,
+    best_candidate,
+    candidate_or_none,
+    in_range,
+)
 from upref.verify.measure import (
     SINGLE,
     LossCase,
@@ -41,7 +47,7 @@ from upref.verify.measure import (
 )
 from upref.verify.oracles.numerics import clamps
 from upref.verify.oracles.side_effects import in_training, mutation
-from upref.verify.oracles.unusual import look
+from upref.verify.oracles.unusual import stress_findings
 from upref.verify.oracles.weights import BESIDE
 from upref.verify.probe import SIGNS, BlackBox, measure, termed
 from upref.verify.render import describe_pair
@@ -89,7 +95,7 @@ def identify(loss: Any) -> Identification:
     with state_restored() as changed:
         start = time.perf_counter()
         one = read(loss)
-        answer = _identified(one, start)
+        answer = _identify(one, start)
         if one.order_unknown and _order_decides(one, answer):
             raise InputError(one.order_unknown)
     more = [f"it changes {what}: restored afterwards" for what in sorted(changed)]
@@ -105,18 +111,18 @@ def _order_decides(loss: Loss, answer: Identification) -> bool:
     if INVERTED_RATIO in answer.why:
         return True
     with contextlib.suppress(InputError):  # what it refuses in that order is no answer
-        turned = _identified(loss.exchanged(), time.perf_counter())
+        turned = _identify(loss.exchanged(), time.perf_counter())
         return turned.kind in ("objective", "up")
     return False
 
 
-def _identified(loss: Loss, start: float) -> Identification:
+def _identify(loss: Loss, start: float) -> Identification:
     box = measure(loss)
-    answer = _of_box(box, start)
+    answer = _identify_weights(box, start)
     if answer.on_sampler and answer.kind in ("objective", "up"):
         with contextlib.suppress(InputError):
             answer = _with_correction(box, answer)
-    writes = [f.regime for f in mutation.look(box.case) if f.severity == "failure"]
+    writes = [f.regime for f in mutation.findings(box.case) if f.severity == "failure"]
     if not writes:
         return answer
     return replace(
@@ -126,7 +132,7 @@ def _identified(loss: Loss, start: float) -> Identification:
     )
 
 
-def _of_box(box: BlackBox, start: float) -> Identification:
+def _identify_weights(box: BlackBox, start: float) -> Identification:
     tried = _candidates(box)
     grids = _grids(box)
     answer = partial(_answer, box, start)
@@ -139,7 +145,7 @@ def _of_box(box: BlackBox, start: float) -> Identification:
     matches = _fitting(box, tried, grids)
     if not box.batch_coupled and not matches and box.near < LOOSE:
         loose = box.loosened(LOOSE)
-        if matches := _again(loose, tried):
+        if matches := _refit_loosely(loose, tried):
             box = loose
     elif (
         not box.batch_coupled
@@ -150,7 +156,7 @@ def _of_box(box: BlackBox, start: float) -> Identification:
     ):
         # one of two bounds in float32: they differ by its rounding
         loose = box.loosened(BESIDE)
-        if (near := _again(loose, tried)) and near[0].own:
+        if (near := _refit_loosely(loose, tried)) and near[0].own:
             box = loose
             matches = near
     if matches:
@@ -163,26 +169,32 @@ def _of_box(box: BlackBox, start: float) -> Identification:
         return _answer(
             box,
             start,
-            "pitfall" if wrong else _kind(matches[0]),
+            "pitfall" if wrong else _kind_of(matches[0]),
             matches,
             "; ".join(wrong),
         )
     # a cap below 1 scales what is on policy
     if box.scale != 1 and not box.batch_coupled:
         whole = box.unscaled()
-        if matches := _fitting(whole, [compared(c.o, whole) for c in tried], grids):
+        if matches := _fitting(
+            whole, [best_candidate(c.o, whole) for c in tried], grids
+        ):
             wrong = _faults(whole, matches[0], grids) + _claimed(whole, matches[0])
-            return _answer(whole, start, _kind(matches[0]), matches, "; ".join(wrong))
+            return _answer(
+                whole, start, _kind_of(matches[0]), matches, "; ".join(wrong)
+            )
     other = termed(box)
     if other and (matches := _fitting(other, _candidates(other), grids)):
         wrong = _faults(other, matches[0], grids) + _claimed(other, matches[0])
         return _answer(other, start, "pitfall", matches, "; ".join(wrong))
-    nearest = _nearest(box, tried + (_plain(box) if box.batch_coupled else []), grids)
+    nearest = _nearest(
+        box, tried + (_uncoupled_candidates(box) if box.batch_coupled else []), grids
+    )
     # its curve has jumps that rounding makes, its gradients have not
     if nearest.distance <= SINGLE and nearest.name:
         wrong = _faults(box, nearest, grids)
         named = answer(
-            "pitfall" if wrong else _kind(nearest), [nearest], "; ".join(wrong)
+            "pitfall" if wrong else _kind_of(nearest), [nearest], "; ".join(wrong)
         )
         return replace(
             named,
@@ -256,7 +268,7 @@ def _of_whole_batches(box: BlackBox) -> list[Match]:
                 tol=box.tol,
             )
             off = [
-                case.off(batch, gradient / case.factors(batch)).max().item()
+                case.weight_error(batch, gradient / case.factors(batch)).max().item()
                 for batch, gradient in asked
             ]
             if len(off) > RANDOM / 2 and max(off) <= 10 * box.tol:
@@ -326,7 +338,8 @@ def _with_correction(box: BlackBox, answer: Identification) -> Identification:
                 one.beyond("lengths"),
             ]
             if all(
-                one.off(batch, floor=1e-12).max() <= 10 * one.tol for batch in batches
+                one.weight_error(batch, floor=1e-12).max() <= 10 * one.tol
+                for batch in batches
             ):
                 own = m.hp | {
                     k: v for k, v in one.hp.items() if k in ("is_min", "is_max")
@@ -341,14 +354,14 @@ def _with_correction(box: BlackBox, answer: Identification) -> Identification:
     return answer
 
 
-def _again(box: BlackBox, tried: list[Candidate]) -> list[Match]:
+def _refit_loosely(box: BlackBox, tried: list[Candidate]) -> list[Match]:
     """Those of the candidates that fit a box that is looked at less closely."""
     return _fitting(
-        box, [compared(c.o, box) for c in tried if c.miss[0] < 0.1], _grids(box)
+        box, [best_candidate(c.o, box) for c in tried if c.miss[0] < 0.1], _grids(box)
     )
 
 
-def _kind(match: Match) -> str:
+def _kind_of(match: Match) -> str:
     return "up" if match.name.startswith("up(") else "objective"
 
 
@@ -374,7 +387,8 @@ def _answer(
 
 def _nearest(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> Match:
     near = sorted(
-        tried, key=lambda c: (c.far, not in_range(c.o, c.hp), c.stuck, c.miss)
+        tried,
+        key=lambda c: (c.is_extreme, not in_range(c.o, c.hp), c.unexplained, c.miss),
     )[:TRIED]
     return min(
         (_match(box, c, grids) for c in near), key=lambda m: (m.mean, m.distance)
@@ -388,15 +402,15 @@ def _fitting(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> list[M
 
 
 def _candidates(box: BlackBox) -> list[Candidate]:
-    return [c for objective in every() if (c := candidate(objective, box))] or _plain(
-        box
-    )
-
-
-def _plain(box: BlackBox) -> list[Candidate]:
     return [
-        compared(objective, box)
-        for objective in every()
+        c for objective in all_objectives() if (c := candidate_or_none(objective, box))
+    ] or _uncoupled_candidates(box)
+
+
+def _uncoupled_candidates(box: BlackBox) -> list[Candidate]:
+    return [
+        best_candidate(objective, box)
+        for objective in all_objectives()
         if not (
             objective.batch_coupled
             or objective.reads_mu
@@ -446,7 +460,7 @@ def _grids(box: BlackBox) -> list[Grid]:
     return [(batch, mixed, box.case.gradient(batch)) for batch, mixed in ready]
 
 
-def _off(
+def _weight_error(
     box: BlackBox,
     objective: Objective,
     hp: dict[str, Any],
@@ -475,17 +489,23 @@ def _match(box: BlackBox, candidate: Candidate, grids: list[Grid]) -> Match:
     offs = []
     for batch, mixed, gradient in grids:
         if not (mixed and candidate.o.one_adv):
-            offs.append(_off(box, candidate.o, candidate.hp, batch, gradient))
+            offs.append(_weight_error(box, candidate.o, candidate.hp, batch, gradient))
     distance = max(x.max().item() for x in offs)
     mean = sum(x.clamp(max=1).sum().item() for x in offs) / sum(
         int(batch.mask.sum()) for batch, *_ in grids
     )
-    hp = candidate.seen() if in_range(candidate.o, candidate.hp) else {}
+    hp = candidate.effective_hp() if in_range(candidate.o, candidate.hp) else {}
     same_kl = _same_kl(box, candidate.o)
     if candidate.o.kl and same_kl:
         hp["beta"] = box.beta
     return Match(
-        candidate.o.name, hp, _agg(box), _own(box, candidate.o), same_kl, distance, mean
+        candidate.o.name,
+        hp,
+        _agg(box),
+        _has_own_aggregation(box, candidate.o),
+        same_kl,
+        distance,
+        mean,
     )
 
 
@@ -494,7 +514,7 @@ def _same_kl(box: BlackBox, objective: Objective) -> bool:
     return not box.kl or (objective.kl == box.kl and box.beta > 0)
 
 
-def _own(box: BlackBox, objective: Objective) -> bool:
+def _has_own_aggregation(box: BlackBox, objective: Objective) -> bool:
     """Whether the aggregation is the objective's; without group ids the batch is one
     group.
     """
@@ -553,7 +573,7 @@ def _faults(box: BlackBox, match: Match, grids: list[Grid]) -> list[str]:
     if box.agg and box.agg not in AGGREGATIONS:
         out.append(f"aggregated by {box.agg}")
     out += _term(box, match) + [
-        f.regime for f in in_training.look(_against(box, match))
+        f.regime for f in in_training.findings(_against(box, match))
     ]
     batch = grids[0][0]
     if box.loss.micro_batchable and not get(match.name).batch_coupled:
@@ -625,7 +645,9 @@ def _beyond(box: BlackBox, match: Match) -> list[str]:
     # after the clamps: what it forgives as float32 is not asked so nearly any more
     for axis in ASKED:
         batch = case.beyond(axis)
-        if found := [f for f in look(case, axis, batch, ()) if f.severity == "failure"]:
+        if found := [
+            f for f in stress_findings(case, axis, batch, ()) if f.severity == "failure"
+        ]:
             return [f"{found[0].regime}: {found[0].difference}"]
     return []
 
@@ -670,7 +692,7 @@ def _limits(
     for axis in (*ASKED, "reference") if box.kl else ASKED:
         if found := [
             f
-            for f in look(claim, axis, case.beyond(axis), ())
+            for f in stress_findings(claim, axis, case.beyond(axis), ())
             if f.severity == "failure"
         ]:
             due, done = describe_pair(found[0].expected, found[0].found)
@@ -752,7 +774,7 @@ def _pitfall(
                     objective.name,
                     used,
                     _agg(box) or case.agg,
-                    _own(box, objective),
+                    _has_own_aggregation(box, objective),
                     same_kl,
                     0.0,
                     0.0,

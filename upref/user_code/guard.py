@@ -2,7 +2,7 @@
 """The guard around user code: it returns the answer, or raises InputError with one
 sentence; within a check Gone, where the code ends the program.
 
-`called` makes one call: of a loss, an advantage function, a KL estimator or a backward
+`call_guarded` makes one call: of a loss, an advantage function, a KL estimator or a backward
 pass. It restores the state of the process after the call. `state_restored` does the
 same for a whole check, restores random generators at the end, and reports what was
 changed. Only state that changes what a later computation gives, or that code at import
@@ -46,14 +46,14 @@ def one_line(error: BaseException) -> str:
 
 
 # ---- the state of the process --------------------------------------------------------
-def _folder() -> str:
+def _working_directory() -> str:
     try:
         return os.getcwd()
     except OSError:  # it was removed
         return ""
 
 
-def _return(folder: str) -> None:
+def _go_back_to(folder: str) -> None:
     with contextlib.suppress(OSError):  # it was removed
         os.chdir(folder or os.sep)
 
@@ -71,12 +71,12 @@ def _set_environment(before: dict[str, str]) -> None:
     os.environ.update(before)
 
 
-def _autocast(on: bool, dtype: torch.dtype) -> None:
+def _set_autocast(on: bool, dtype: torch.dtype) -> None:
     torch.set_autocast_enabled("cpu", on)
     torch.set_autocast_dtype("cpu", dtype)
 
 
-def _log(level: int, handlers: list[logging.Handler], disabled: int) -> None:
+def _set_logging(level: int, handlers: list[logging.Handler], disabled: int) -> None:
     logging.root.setLevel(level)
     logging.root.handlers = handlers
     logging.disable(disabled)
@@ -89,10 +89,10 @@ def _precision() -> tuple[str, ...]:
     try:
         return (torch.get_float32_matmul_precision(),)
     except RuntimeError:
-        return tuple(backend.fp32_precision for backend in _newer())
+        return tuple(backend.fp32_precision for backend in _precision_backends())
 
 
-def _newer() -> tuple[Any, ...]:
+def _precision_backends() -> tuple[Any, ...]:
     """What has the newer names, which torch does not type."""
     backends: Any = torch.backends
     return backends.cuda.matmul, backends.mkldnn.matmul
@@ -102,7 +102,7 @@ def _set_precision(value: tuple[str, ...]) -> None:
     if len(value) == 1:
         torch.set_float32_matmul_precision(value[0])
         return
-    for backend, precision in zip(_newer(), value, strict=True):
+    for backend, precision in zip(_precision_backends(), value, strict=True):
         backend.fp32_precision = precision
 
 
@@ -126,11 +126,11 @@ STATE: State = {
     ),
     "torch's autocast": (
         lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-        lambda on: _autocast(*on),
+        lambda on: _set_autocast(*on),
     ),
     "the precision of torch's products": (_precision, _set_precision),
     "what numpy does about overflow": (np.geterr, lambda how: np.seterr(**how)),
-    "the working directory": (_folder, _return),
+    "the working directory": (_working_directory, _go_back_to),
 }
 RANDOM: State = {
     "torch's random generator": (torch.get_rng_state, torch.set_rng_state),
@@ -155,7 +155,7 @@ AROUND: State = {
             list(logging.root.handlers),
             logging.root.manager.disable,
         ),
-        lambda v: _log(*v),
+        lambda v: _set_logging(*v),
     ),
 }
 
@@ -384,7 +384,9 @@ def refuse_exit(name: str) -> Iterator[None]:
 
 
 # ---- one call ------------------------------------------------------------------------
-def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, bool]:
+def call_guarded(
+    name: str, call: Callable[[], Any], lines: int = 0
+) -> tuple[Any, bool]:
     """(its answer, whether it printed). lines: of Python that it may run before it is
     stopped, 0 for any number.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.user_code import names
-from upref.user_code.guard import called
+from upref.user_code.guard import call_guarded
 from upref.user_code.load import load, name_of
 from upref.user_code.signature import Reading, read as read_signature
 
@@ -60,7 +60,9 @@ class Term:
         """
         full = {"logp": lp.to(self.dtype), "logp_ref": ref.to(self.dtype)}
         before = {role: x.detach().clone() for role, x in full.items()}
-        k, printed = called(self.name, lambda: self.reading.call(self.fn, full, {}))
+        k, printed = call_guarded(
+            self.name, lambda: self.reading.call(self.fn, full, {})
+        )
         if (
             not isinstance(k, Tensor)
             or k.shape != lp.shape

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.user_code import names
-from upref.user_code.guard import called
+from upref.user_code.guard import call_guarded
 from upref.user_code.load import load, name_of
 from upref.user_code.signature import Reading, parameters, read as read_signature
 
@@ -149,7 +149,7 @@ class Kernel:
             if getattr(problem, k) is not None
         }
         before = {k: v.detach().clone() for k, v in full.items()}
-        answer, printed = called(
+        answer, printed = call_guarded(
             self.name, lambda: self.reading.call(self.fn, full, extra)
         )
         out = self._outputs(answer, full["tokens"].shape)
@@ -177,7 +177,7 @@ class Kernel:
                 return _backward(ys, list(ups.values()), wanted, twice)
 
             try:
-                grads, more = called(f"the backward of {self.name}", back)
+                grads, more = call_guarded(f"the backward of {self.name}", back)
             except InputError as e:
                 if not twice:
                     raise
@@ -187,7 +187,9 @@ class Kernel:
             printed |= more
             try:
                 if twice:
-                    second = called(f"the second backward of {self.name}", back)[0]
+                    second = call_guarded(f"the second backward of {self.name}", back)[
+                        0
+                    ]
                 else:
                     second = grads
                 if all(torch.equal(second[k], v) for k, v in grads.items()):

@@ -19,7 +19,7 @@ from upref.errors import Gone, InputError
 from upref.ops import recorded_sg
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
-from upref.user_code.guard import called, state_restored, stopped
+from upref.user_code.guard import call_guarded, state_restored, stopped
 from upref.user_code.settings import describe_fields
 
 MAIN = ("logp", "logp_old", "adv", "mask")
@@ -227,7 +227,7 @@ class Loss:
             if isinstance(v, Tensor) and v.is_leaf and v.requires_grad
         )
         self.log.append(None)
-        got, printed = called(
+        got, printed = call_guarded(
             self.name,
             lambda: self.call(full, self.bound_args | (moved or {})),
             self.lines,
@@ -280,7 +280,7 @@ class Loss:
             return torch.autograd.grad(value, leaves, allow_unused=True)
 
         try:
-            return list(called(f"the backward pass of {self.name}", backward)[0])
+            return list(call_guarded(f"the backward pass of {self.name}", backward)[0])
         except InputError:
             if freed:
                 return nothing
@@ -437,11 +437,15 @@ class Loss:
             """The gradient of the loss by the log-probabilities."""
             return torch.autograd.grad(done.value, x, allow_unused=True)
 
-        (gradient,), printed = called(f"the backward pass of {self.name}", backward)
+        (gradient,), printed = call_guarded(
+            f"the backward pass of {self.name}", backward
+        )
         done = replace(done, value=done.value.detach(), printed=done.printed or printed)
         return done, torch.zeros_like(x) if gradient is None else 0 - _plain(gradient)
 
-    def into(self, batch: Rollouts, role: str, times: float = 1.0) -> Tensor | None:
+    def gradient_by_input(
+        self, batch: Rollouts, role: str, times: float = 1.0
+    ) -> Tensor | None:
         """The gradient of the loss, multiplied by a number, by one of its inputs; None
         where there is none, or where that is refused.
 
@@ -470,9 +474,9 @@ class Loss:
         backward = partial(
             torch.autograd.grad, done.value * times, full[role], allow_unused=True
         )
-        return called(f"the backward pass of {self.name}", backward)[0][0]
+        return call_guarded(f"the backward pass of {self.name}", backward)[0][0]
 
-    def strided(self, batch: Rollouts, layout: str) -> Tensor:
+    def gradient_in_layout(self, batch: Rollouts, layout: str) -> Tensor:
         """Measure dJ/dlp where each tensor of two dimensions has another layout.
 
         Where the loss takes advantages [B, T] and each response has one advantage, they
@@ -502,7 +506,7 @@ class Loss:
         if not done.attached:
             return torch.zeros_like(batch.logp)
         backward = partial(torch.autograd.grad, done.value, x, allow_unused=True)
-        (gradient,), _ = called(f"the backward pass of {self.name}", backward)
+        (gradient,), _ = call_guarded(f"the backward pass of {self.name}", backward)
         return (
             torch.zeros_like(batch.logp)
             if gradient is None
@@ -541,7 +545,7 @@ class Loss:
 
         return [(end(step) - end(-step)).item() / 2 for step in steps] if values else []
 
-    def both(
+    def value_and_gradient(
         self, batch: Rollouts, ranks: int = 1, **moved: Any
     ) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp).
@@ -613,7 +617,7 @@ _RETURN = (
 )
 
 
-def _slice(x: Tensor) -> Tensor:
+def _as_slice(x: Tensor) -> Tensor:
     """The same numbers as columns of a wider tensor, in which other numbers stand
     beside them.
     """
@@ -622,13 +626,13 @@ def _slice(x: Tensor) -> Tensor:
     )[:, 2:-1]
 
 
-def _turn(x: Tensor) -> Tensor:
+def _as_transpose(x: Tensor) -> Tensor:
     """The same numbers, with those of a column beside each other in memory."""
     return x.T.contiguous().T
 
 
 # in words, of a tensor [B, T]
-LAYOUTS = {"a slice of a wider one": _slice, "a transposed [T, B]": _turn}
+LAYOUTS = {"a slice of a wider one": _as_slice, "a transposed [T, B]": _as_transpose}
 
 
 def _plain(x: Tensor) -> Tensor:

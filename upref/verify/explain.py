@@ -23,7 +23,7 @@ from upref.verify.factors import FACTORS, aggregation_id, declared_aggregation
 from upref.verify.faults import hyperparameter_id, known
 from upref.verify.faults.batch_reading import floored, left_out, reweighted
 from upref.verify.faults.corrections import corrected, retuned
-from upref.verify.faults.denominators import OF_LENGTHS, divided, placed
+from upref.verify.faults.denominators import OF_LENGTHS, divided, group_order_faults
 from upref.verify.faults.losses import (
     KL_MISSING,
     OTHER_KL,
@@ -88,7 +88,7 @@ def explain(
         The fault, or None.
     """
     use = batch.mask & ~ignore
-    more = _elsewhere(case)
+    more = _measure_confirmation(case)
     nothing = not _has_gradient(case)
     every = chain(
         [NOTHING] if nothing else [],
@@ -98,7 +98,7 @@ def explain(
         _other_kl(case, batch, found, use),
         _kl_aggregated(case),
         known("losses", case.o, case.hp, bounds),
-        placed(case),
+        group_order_faults(case),
         reweighted(case),
         left_out(case),
         floored(case),
@@ -114,7 +114,7 @@ def explain(
         if not more.fits(one, case):
             return False
         long = [case.beyond("lengths")] if one.id in OF_LENGTHS else []
-        return _found_on(case, long).fits(one, case)
+        return _measure_on(case, long).fits(one, case)
 
     def first(faults: Iterable[LossFault]) -> LossFault | None:
         """The first of them that agrees, here and on other batches."""
@@ -197,7 +197,7 @@ def by_fixed_length(case: LossCase) -> Iterator[LossFault]:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class ConfirmationBatches:
     """Other batches, of other widths and compositions: what is said of the loss must be
     true there too.
     """
@@ -214,7 +214,7 @@ class Elsewhere:
         """
         return all(fits(one, case, *at, 10 * case.tol) for at in self.batches)
 
-    def without(self, part: Callable[[Rollouts], Tensor]) -> "Elsewhere":
+    def without(self, part: Callable[[Rollouts], Tensor]) -> "ConfirmationBatches":
         """Subtract a part from what was found.
 
         Args:
@@ -223,17 +223,17 @@ class Elsewhere:
         Returns:
             The same batches with the rest.
         """
-        return Elsewhere(
+        return ConfirmationBatches(
             [(batch, found - part(batch), use) for batch, found, use in self.batches]
         )
 
 
-def _elsewhere(case: LossCase, *more: Rollouts) -> Elsewhere:
-    """All of `others`, with what is found there."""
-    return _found_on(case, [*others(case), *more])
+def _measure_confirmation(case: LossCase, *more: Rollouts) -> ConfirmationBatches:
+    """All of `confirmation_batches`, with what is found there."""
+    return _measure_on(case, [*confirmation_batches(case), *more])
 
 
-def _found_on(case: LossCase, batches: list[Rollouts]) -> Elsewhere:
+def _measure_on(case: LossCase, batches: list[Rollouts]) -> ConfirmationBatches:
     """These batches, with what is found there."""
     out = []
     for batch in batches:
@@ -242,10 +242,10 @@ def _found_on(case: LossCase, batches: list[Rollouts]) -> Elsewhere:
             out.append(
                 (batch, found, batch.mask & found.isfinite() & ~case.rounded(batch))
             )
-    return Elsewhere(out)
+    return ConfirmationBatches(out)
 
 
-def others(case: LossCase) -> list[Rollouts]:
+def confirmation_batches(case: LossCase) -> list[Rollouts]:
     """On policy, with small advantages and with A > 0 alone too, near every bound,
     three random ones, and one of 64 responses; of an objective that corrects for its
     sampler, one whose sampler is far away.
@@ -275,7 +275,7 @@ def others(case: LossCase) -> list[Rollouts]:
     ]
 
 
-def confirmed(case: LossCase, one: LossFault, *more: Rollouts) -> Cause:
+def cause_if_confirmed(case: LossCase, one: LossFault, *more: Rollouts) -> Cause:
     """A fault that reproduces the loss on every one of those batches, and on these;
     else none.
 
@@ -287,10 +287,10 @@ def confirmed(case: LossCase, one: LossFault, *more: Rollouts) -> Cause:
     Returns:
         Its cause, or an empty one.
     """
-    return one.cause if _elsewhere(case, *more).fits(one, case) else Cause()
+    return one.cause if _measure_confirmation(case, *more).fits(one, case) else Cause()
 
 
-def confirmed_at(
+def cause_if_confirmed_at(
     case: LossCase,
     one: LossFault,
     batch: Rollouts,
@@ -317,11 +317,11 @@ def confirmed_at(
         for w in (case.expected(batch), one.change.weights(case.o, case.hp, batch))
     )
     if abs(wrong - found) <= 1e-3 * abs(right - found):
-        return confirmed(case, one, batch, *more)
+        return cause_if_confirmed(case, one, batch, *more)
     return Cause()
 
 
-def everywhere(
+def holds_on_other_batches(
     case: LossCase, change: Callable[[Rollouts], tuple[Tensor, Tensor]], *more: Rollouts
 ) -> bool:
     """The same of a cause that is no change of the weights: whether what is found is
@@ -334,7 +334,7 @@ def everywhere(
         *more: batches on which it must hold too.
     """
     answers = []
-    for batch in (*others(case), *more):
+    for batch in (*confirmation_batches(case), *more):
         with contextlib.suppress(InputError):
             answers.append(alike(*change(replace(batch, totals=None))))
     return len(answers) >= 3 and all(answers)
@@ -356,7 +356,7 @@ def _two(
     found: Tensor,
     use: Tensor,
     bounds: list[float],
-    more: Elsewhere,
+    more: ConfirmationBatches,
 ) -> LossFault | None:
     """A fault of the KL term, which stands alone where A = 0, and one of the rest, each
     put into the reference.

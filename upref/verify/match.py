@@ -25,8 +25,8 @@ from upref.verify.measure import LossCase
 from upref.verify.probe import BlackBox, Point, measure, termed
 
 # where a hyperparameter is looked for; c <= 1 is no dual clip
-RANGE = {"c": (1 + 1e-9, 1e4)}
-ANY = (1e-9, 1e4)
+SEARCH_RANGE = {"c": (1 + 1e-9, 1e4)}
+DEFAULT_RANGE = (1e-9, 1e4)
 STEPS = 52  # halvings of the logarithm of the range: to 1e-14
 # a share of points that disagree, after every hyperparameter was solved for once
 HOPELESS = 0.2
@@ -117,18 +117,18 @@ class Candidate:
     hp: dict[str, Any]
     miss: tuple[float, float]
     # the share of the points that depend on no hyperparameter and disagree
-    stuck: float
-    curve: "Compared" = field(repr=False)
+    unexplained: float
+    curve: "HyperparameterSearch" = field(repr=False)
 
     @property
     def fits(self) -> bool:
         """It agrees, and not in a limit: sapo at tau -> 0 is another objective's
         weight.
         """
-        return self.curve.fit(self.hp, self.miss)
+        return self.curve.explains(self.hp, self.miss)
 
     @property
-    def far(self) -> bool:
+    def is_extreme(self) -> bool:
         """Whether it is where nobody sets a hyperparameter: the end of the search, not
         an answer.
         """
@@ -136,7 +136,7 @@ class Candidate:
             v is not None and not (1e-5 < v < 100 or v == 0) for v in self.hp.values()
         )
 
-    def seen(self) -> dict[str, Any]:
+    def effective_hp(self) -> dict[str, Any]:
         """The hyperparameters without which the weights would be others; the rest have
         no effect here.
 
@@ -151,7 +151,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Compared:
+class HyperparameterSearch:
     """The closed form of an objective at the points of a measured curve, and the
     solves.
     """
@@ -159,11 +159,11 @@ class Compared:
     o: Objective
     box: BlackBox
     points: list[Point]
-    v: np.ndarray  # measured
-    w: ClosedFormWeights
+    measured: np.ndarray
+    closed_form: ClosedFormWeights
 
     # ---- how far ---------------------------------------------------------------------
-    def off(self, w: np.ndarray) -> np.ndarray:
+    def relative_errors(self, w: np.ndarray) -> np.ndarray:
         """Return how far weights are from the measured ones.
 
         Args:
@@ -172,9 +172,9 @@ class Compared:
         Returns:
             |w - v| over max(|w|, |A|), one for each point; infinity where w is NaN.
         """
-        scale = np.maximum(np.abs(w), np.abs(self.w.A))
+        scale = np.maximum(np.abs(w), np.abs(self.closed_form.A))
         with np.errstate(all="ignore"):
-            return np.nan_to_num(np.abs(w - self.v) / scale, nan=np.inf)
+            return np.nan_to_num(np.abs(w - self.measured) / scale, nan=np.inf)
 
     def score(self, hp: dict[str, Any]) -> tuple[float, float]:
         """Return how badly hyperparameters explain the measured weights.
@@ -186,10 +186,10 @@ class Compared:
             The share of the points that differ, and the sum of their distances, 1 at
                 most each.
         """
-        off = self.off(self.w(hp))
+        off = self.relative_errors(self.closed_form(hp))
         return float((off > self.box.tol).mean()), float(np.minimum(off, 1).sum())
 
-    def fit(self, hp: dict[str, Any], miss: tuple[float, float]) -> bool:
+    def explains(self, hp: dict[str, Any], miss: tuple[float, float]) -> bool:
         """Tell whether hyperparameters explain every point and are not at a limit.
 
         Args:
@@ -202,7 +202,7 @@ class Compared:
             if v is not None and v != self.o.hyperparameters[k]
         )
         limit = any(
-            not 1e-7 < v < 9e3 and not (v == 0 and _may_be_0(k)) for k, v in ends
+            not 1e-7 < v < 9e3 and not (v == 0 and _is_clip_width(k)) for k, v in ends
         )
         return miss[0] == 0 and not limit and in_range(self.o, hp)
 
@@ -214,12 +214,12 @@ class Compared:
             key: the name of the hyperparameter.
             v: its value.
         """
-        lo = RANGE.get(key, ANY)[0]
+        lo = SEARCH_RANGE.get(key, DEFAULT_RANGE)[0]
         others = [v * 0.5, v * 1.5, v * 1e-3]
         if v == 0:
             others.append(0.1)
-        moved = [self.w(hp | {key: max(lo, x)}) for x in others]
-        return any(self.off(w).max() > 10 * self.box.tol for w in moved)
+        moved = [self.closed_form(hp | {key: max(lo, x)}) for x in others]
+        return any(self.relative_errors(w).max() > 10 * self.box.tol for w in moved)
 
     # ---- the search ------------------------------------------------------------------
     def best(self) -> Candidate:
@@ -229,16 +229,16 @@ class Compared:
             The candidate, which may not fit.
         """
         hp = self.o.of_surrogate({})
-        miss, (stuck, smooth) = self.score(hp), self._reach(hp)
-        if (stuck == 0 or self.box.tol > 1e-4) and miss[0] > 0:
+        miss, (unexplained, smooth) = self.score(hp), self._reach(hp)
+        if (unexplained == 0 or self.box.tol > 1e-4) and miss[0] > 0:
             hp, miss = self._from(hp, miss, smooth)
             clip = self._at_jumps(hp)
-            if not self.fit(hp, miss) and clip:
+            if not self.explains(hp, miss) and clip:
                 there = self._from(
                     hp | clip, self.score(hp | clip), smooth, clip.keys()
                 )
                 hp, miss = min((hp, miss), there, key=lambda found: found[1])
-        return Candidate(self.o, hp, miss, stuck, self)
+        return Candidate(self.o, hp, miss, unexplained, self)
 
     def _from(
         self,
@@ -253,7 +253,9 @@ class Compared:
         hp, miss = self._descend(hp, miss, smooth, held)
         if held:
             return hp, miss
-        return (hp, miss) if self.fit(hp, miss) else self._jointly(hp, miss, smooth)
+        return (
+            (hp, miss) if self.explains(hp, miss) else self._jointly(hp, miss, smooth)
+        )
 
     def _at_jumps(self, hp: dict[str, Any]) -> dict[str, float]:
         """A clip with its bounds where the weight jumps: others may make up for a clip
@@ -273,7 +275,7 @@ class Compared:
         }
 
     def _trials(self, key: str) -> list[Any]:
-        lo, hi = RANGE.get(key, ANY)
+        lo, hi = SEARCH_RANGE.get(key, DEFAULT_RANGE)
         some: list[Any] = [
             lo,
             *np.geomspace(max(lo, 0.01), hi, 9)[:-1] + (lo if lo > 1 else 0),
@@ -287,19 +289,19 @@ class Compared:
         """The share of points that disagree whatever the hyperparameters; of each of
         these, where it is continuous.
         """
-        base = self.w(hp)
+        base = self.closed_form(hp)
         free = np.zeros(len(base), dtype=bool)
         smooth = {}
         for key in hp:
             values = np.array(
-                [base, *(self.w(hp | {key: x}) for x in self._trials(key))]
+                [base, *(self.closed_form(hp | {key: x}) for x in self._trials(key))]
             )
             free |= (np.abs(values - base) > 1e-12 * np.abs(base)).any(0)
             # where it takes many values
             smooth[key] = (np.abs(np.diff(np.sort(values, 0), axis=0)) > 1e-9).sum(
                 0
             ) > 2
-        off = self.off(base)
+        off = self.relative_errors(base)
         return float((off[~free] > self.box.tol).mean()) if (
             ~free
         ).any() else 0.0, smooth
@@ -313,12 +315,12 @@ class Compared:
         for _ in range(3):
             before = miss
             for key in (k for k in hp if k not in held):
-                for x in self._options(hp, key, smooth):
+                for x in self._solutions(hp, key, smooth):
                     score = self.score(hp | {key: x})
                     if score < miss:
                         hp = hp | {key: x}
                         miss = score
-                    if self.fit(hp, miss):
+                    if self.explains(hp, miss):
                         return hp, miss
             if miss == before or miss[0] > HOPELESS:
                 break
@@ -327,7 +329,11 @@ class Compared:
     def _jointly(self, hp: dict[str, Any], miss: Any, smooth: Any) -> Any:
         """All that are continuous at once, by Gauss and Newton in their logarithms:
         where two of them shape the same tokens, neither is right alone."""
-        keys = [k for k, v in hp.items() if v and (smooth[k] & ~self.w.unsure).any()]
+        keys = [
+            k
+            for k, v in hp.items()
+            if v and (smooth[k] & ~self.closed_form.unsure).any()
+        ]
         if len(keys) < 2:
             return hp, miss
 
@@ -338,23 +344,25 @@ class Compared:
         x = np.log([hp[k] for k in keys])
         h = 1e-6
         for _ in range(GAUSS_NEWTON):
-            w = self.w(at(x))
+            w = self.closed_form(at(x))
             with np.errstate(all="ignore"):
-                slopes = [(self.w(at(x + h * e)) - w) / h for e in np.eye(len(keys))]
+                slopes = [
+                    (self.closed_form(at(x + h * e)) - w) / h for e in np.eye(len(keys))
+                ]
             rows = np.isfinite([w, *slopes]).all(0)
             if not rows.any():
                 return hp, miss
             step = np.linalg.lstsq(
-                np.array(slopes).T[rows], (self.v - w)[rows], rcond=None
+                np.array(slopes).T[rows], (self.measured - w)[rows], rcond=None
             )[0]
             x = x + step.clip(-1, 1)
         return min((hp, miss), (at(x), self.score(at(x))), key=lambda found: found[1])
 
     # ---- the solves ------------------------------------------------------------------
-    def _options(self, hp: dict[str, Any], key: str, smooth: Any) -> Any:
+    def _solutions(self, hp: dict[str, Any], key: str, smooth: Any) -> Any:
         if self.o.hyperparameters[key] is None:
             yield None
-        if _may_be_0(key) and any(abs(p.r - 1) < 1e-9 for p, _ in self.box.jumps):
+        if _is_clip_width(key) and any(abs(p.r - 1) < 1e-9 for p, _ in self.box.jumps):
             yield 0.0
         jumps = [
             (p, m)
@@ -364,7 +372,7 @@ class Compared:
         keys = [*jumps, *self._smooth(smooth[key])]
         if not keys:
             return
-        lo, hi = RANGE.get(key, ANY)
+        lo, hi = SEARCH_RANGE.get(key, DEFAULT_RANGE)
         w = ClosedFormWeights(self.o, [p for p, _ in keys])
         target = np.array([m for _, m in keys])
         ends = [np.sign(w(hp | {key: x}) - target) for x in (lo, hi)]
@@ -382,11 +390,11 @@ class Compared:
 
     def _smooth(self, continuous: np.ndarray) -> list[tuple[Point, float]]:
         """A few points at which the weight is continuous in a hyperparameter."""
-        at = np.flatnonzero(continuous & ~self.w.unsure)
+        at = np.flatnonzero(continuous & ~self.closed_form.unsure)
         if not len(at):
             return []
-        log_r = np.log(self.w.r[at])
-        A = self.w.A[at]
+        log_r = np.log(self.closed_form.r[at])
+        A = self.closed_form.A[at]
 
         def far(x: float, sign: int) -> np.ndarray:
             """How far each point is from this log r and this sign of A."""
@@ -395,7 +403,7 @@ class Compared:
         picked = {
             int(at[far(x, sign).argmin()]) for x in SMOOTH_LOG_R for sign in (1, -1)
         }
-        return [(self.points[i], float(self.v[i])) for i in sorted(picked)]
+        return [(self.points[i], float(self.measured[i])) for i in sorted(picked)]
 
     def _solve(
         self,
@@ -425,7 +433,7 @@ class Compared:
         return np.sqrt(los * his).tolist()
 
 
-def compared(objective: Objective, box: BlackBox) -> Candidate:
+def best_candidate(objective: Objective, box: BlackBox) -> Candidate:
     """The objective with the hyperparameters that fit the box best.
 
     Args:
@@ -438,7 +446,7 @@ def compared(objective: Objective, box: BlackBox) -> Candidate:
         if not p.unsure or "entropy" in objective.reads
     ]
     points = [box.points[i] for i in keep]
-    return Compared(
+    return HyperparameterSearch(
         objective, box, points, box.weights[keep], ClosedFormWeights(objective, points)
     ).best()
 
@@ -466,12 +474,12 @@ def in_range(objective: Objective, hp: dict[str, Any]) -> bool:
     return True
 
 
-def _may_be_0(key: str) -> bool:
+def _is_clip_width(key: str) -> bool:
     """Whether this names a width of the clip, of which 0 puts the bound at r = 1."""
     return key.startswith("eps")
 
 
-def candidate(objective: Objective, box: BlackBox) -> Candidate | None:
+def candidate_or_none(objective: Objective, box: BlackBox) -> Candidate | None:
     """None where the objective reads what the loss does not, or the other way round;
     points have no groups.
 
@@ -491,12 +499,12 @@ def candidate(objective: Objective, box: BlackBox) -> Candidate | None:
     ):
         return None
     try:
-        return compared(objective, box)
+        return best_candidate(objective, box)
     except InputError:
         return None
 
 
-def every() -> list[Objective]:
+def all_objectives() -> list[Objective]:
     """All objectives that a loss may be: the registered ones, and up(...) of those.
 
     Returns:
@@ -523,8 +531,8 @@ def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
     with contextlib.suppress(InputError):
         box = measure(loss, False)
         boxes = [] if box.random or box.batch_coupled else [box, termed(box)]
-        for one, objective in product(filter(None, boxes), every()):
-            if (c := candidate(objective, one)) and c.fits:
+        for one, objective in product(filter(None, boxes), all_objectives()):
+            if (c := candidate_or_none(objective, one)) and c.fits:
                 yield one, objective, c.hp
 
 
@@ -536,13 +544,17 @@ def recover(case: LossCase) -> list[dict[str, Any]]:
         case: the loss and its objective.
     """
     try:
-        found = candidate(case.o, measure(case.loss, bool(case.o.batch_coupled)))
+        found = candidate_or_none(
+            case.o, measure(case.loss, bool(case.o.batch_coupled))
+        )
     except InputError:
         return []
     if found is None or not found.fits:
         return []
     moved = {
-        k: _round(v) for k, v in found.seen().items() if not _near(v, case.hp.get(k))
+        k: _round(v)
+        for k, v in found.effective_hp().items()
+        if not _is_close(v, case.hp.get(k))
     }
     return [moved] if moved else []
 
@@ -551,8 +563,8 @@ def _round(v: Any) -> Any:
     """0.28 for what bisection left of it."""
     if v is None:
         return v
-    return next((x for d in (3, 6, 9) if _near(x := float(f"{v:.{d}g}"), v)), v)
+    return next((x for d in (3, 6, 9) if _is_close(x := float(f"{v:.{d}g}"), v)), v)
 
 
-def _near(x: Any, y: Any) -> bool:
+def _is_close(x: Any, y: Any) -> bool:
     return x is y if x is None or y is None else abs(x - y) <= 1e-9 * max(1, abs(y))

@@ -105,12 +105,12 @@ class LossCase:
     # the unusual inputs on which it was right, in words
     covered: list[str] = field(default_factory=list)
     # calls that wrote or printed
-    done: list[LossOutcome] = field(default_factory=list, repr=False)
+    noted_calls: list[LossOutcome] = field(default_factory=list, repr=False)
     # what is made once for a case and its copies, by what it depends on
-    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     # ---- the loss --------------------------------------------------------------------
-    def both(
+    def value_and_gradient(
         self, batch: Rollouts, ranks: int = 1, **moved: Any
     ) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp); the outcome of a call that wrote or printed is kept.
@@ -122,11 +122,11 @@ class LossCase:
         """
         outcome, gradient = self.loss.outcome(batch, ranks, **moved)
         if outcome.wrote or outcome.printed:
-            self.done.append(outcome)
+            self.noted_calls.append(outcome)
         return outcome.value, gradient
 
-    def answer(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
-        """`both`, asked once by a case and its copies: for a batch that several oracles
+    def kept_value_and_gradient(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
+        """`value_and_gradient`, asked once by a case and its copies: for a batch that several oracles
         compare with another one.
 
         Args:
@@ -135,8 +135,8 @@ class LossCase:
         Returns:
             The value and dJ/dlp, to which nobody may write.
         """
-        answer: tuple[Tensor, Tensor] = self.once(
-            ("answer", id(batch)), lambda: (batch, self.both(batch))
+        answer: tuple[Tensor, Tensor] = self.cached(
+            ("answer", id(batch)), lambda: (batch, self.value_and_gradient(batch))
         )[1]
         return answer
 
@@ -151,7 +151,7 @@ class LossCase:
         Returns:
             dJ/dlp of every token, [B, T].
         """
-        return self.both(batch, ranks, **moved)[1]
+        return self.value_and_gradient(batch, ranks, **moved)[1]
 
     def weights(self, batch: Rollouts) -> Tensor:
         """The loss's own dJ_t/dlp_t, its aggregation divided out.
@@ -190,7 +190,7 @@ class LossCase:
         """
         return unit_weights(self.o, batch, self.hp)
 
-    def off(
+    def weight_error(
         self,
         batch: Rollouts,
         found: Tensor | None = None,
@@ -218,12 +218,14 @@ class LossCase:
         apart = relative_error(found, expected, batch.adv, floor)
         if self.single and apart.max() > self.tol:
             scale = torch.maximum(expected.abs(), batch.adv.abs()).clamp(min=floor)
-            apart = (apart - 2 * self.moves(batch, expected, times) / scale).clamp(
-                min=0
-            )
+            apart = (
+                apart - 2 * self.rounding_effect(batch, expected, times) / scale
+            ).clamp(min=0)
         return torch.where(batch.mask, apart, 0)
 
-    def moves(self, batch: Rollouts, expected: Tensor, times: float = 1.0) -> Tensor:
+    def rounding_effect(
+        self, batch: Rollouts, expected: Tensor, times: float = 1.0
+    ) -> Tensor:
         """How far the expected weight moves where the log-probabilities are rounded to
         float32, a jump included.
 
@@ -317,21 +319,21 @@ class LossCase:
         """
         mus = MU + MU_READ if self.o.reads_mu else MU
         options = self.plain_hp | {"edges": self.edges, "mus": mus} | options
-        return self.once(
+        return self.cached(
             ("grid", *options.items()),
             lambda: self.ready(kept_batch(self.per_response, **options)),
         )
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` makes, made once for this key by a case and its copies.
 
         Args:
             key: what it is kept under.
             make: computes it.
         """
-        if key not in self.kept:
-            self.kept[key] = make()
-        return self.kept[key]
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
 
     @property
     def per_response(self) -> Objective:

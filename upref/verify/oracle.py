@@ -22,12 +22,12 @@ Not = Callable[[Case], str]
 
 @dataclass(frozen=True)
 class Oracle:
-    """look: the Findings of a case. not_run: why it does not apply, "" where it does.
+    """findings: the Findings of a case. not_run: why it does not apply, "" where it does.
     rank: small goes first. implied: where it does not apply, other oracles have
     compared the same weights."""
 
     name: str
-    look: Callable[[Case], Iterable[Finding]]
+    findings: Callable[[Case], Iterable[Finding]]
     not_run: Not = lambda case: ""
     rank: float = 50
     implied: bool = False
@@ -47,7 +47,7 @@ def oracle(
     Returns:
         The decorator, which makes an Oracle.
     """
-    return lambda look: Oracle(name, look, not_run, rank, implied)
+    return lambda findings: Oracle(name, findings, not_run, rank, implied)
 
 
 class Done(Protocol):
@@ -153,7 +153,7 @@ def run(
             ran[one.name] = why
             continue
         try:
-            got = list(one.look(case))
+            got = list(one.findings(case))
         except InputError as e:
             got = [fail(one.name, "on a batch of this oracle", "an answer", str(e))]
         kept = [f for f in got if f.oracle not in skip]

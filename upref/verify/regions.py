@@ -111,7 +111,7 @@ ASKED_ALONE = 8  # tokens that differ
 def _is_wrong_at(case: LossCase, sign: float, ratio: float) -> bool:
     """Whether a response of one token of this ratio differs."""
     batch = case.ready(single_token_responses(sign, np.array([ratio])))
-    return bool((case.off(batch) > case.tol).any())
+    return bool((case.weight_error(batch) > case.tol).any())
 
 
 def _are_right_alone(case: LossCase, batch: Rollouts, failing: Tensor) -> bool:
@@ -122,7 +122,7 @@ def _are_right_alone(case: LossCase, batch: Rollouts, failing: Tensor) -> bool:
     for i, t in tokens[:: -(-len(tokens) // ASKED_ALONE)]:
         alone = cut(replace(batch, group=None), [i], [t])
         try:
-            if alone is None or case.off(case.ready(alone)).max() > case.tol:
+            if alone is None or case.weight_error(case.ready(alone)).max() > case.tol:
                 return False
         except InputError:  # it refuses a single token
             return False
@@ -167,7 +167,7 @@ def _end(
     for _ in range(6):
         xs = np.exp(np.linspace(math.log(good), math.log(bad), 33))
         wrongs = (
-            (case.off(case.ready(single_token_responses(sign, xs))) > case.tol)
+            (case.weight_error(case.ready(single_token_responses(sign, xs))) > case.tol)
             .any(1)
             .tolist()
         )

@@ -277,7 +277,7 @@ def smallest(
         The batch, the response and the column.
     """
     small = shrink(batch, wrong(case), at)
-    return small, *worst(case.off(small))
+    return small, *worst(case.weight_error(small))
 
 
 def numbers(case: LossCase, batch: Rollouts, i: int, t: int) -> tuple[float, float]:
@@ -301,7 +301,7 @@ def wrong(case: LossCase) -> Callable[[Rollouts], bool]:
     Returns:
         A function from a batch to the answer, for `shrink`.
     """
-    return lambda batch: bool(case.off(batch).max() > 10 * case.tol)
+    return lambda batch: bool(case.weight_error(batch).max() > 10 * case.tol)
 
 
 def worst(off: Tensor) -> tuple[int, int]:

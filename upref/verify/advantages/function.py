@@ -14,7 +14,7 @@ from torch import Tensor
 
 from upref.errors import InputError, importing
 from upref.user_code import names
-from upref.user_code.guard import called
+from upref.user_code.guard import call_guarded
 from upref.user_code.load import load, name_of
 from upref.user_code.signature import Reading, parameters, read as read_signature
 from upref.verify.exact import UNGROUPED, RewardBatch, lengths
@@ -106,7 +106,7 @@ class Function:
         """
         full = self._inputs(R, group)
         before = {k: _state(v) for k, v in full.items()}
-        got, printed = called(
+        got, printed = call_guarded(
             self.name,
             lambda: self.reading.call(self.fn, full, dict(self.bound_args)),
             self.lines,

@@ -45,7 +45,7 @@ def divided(case: LossCase) -> Iterator[LossFault]:
     yield from _parts(case)
 
 
-def placed(case: LossCase) -> Iterator[LossFault]:
+def group_order_faults(case: LossCase) -> Iterator[LossFault]:
     """Groups that are read off the order of the rows, not off their ids; nothing of a
     loss without ids.
     """

@@ -12,13 +12,13 @@ from torch import Tensor
 from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts
-from upref.verify.explain import confirmed_at, everywhere
+from upref.verify.explain import cause_if_confirmed_at, holds_on_other_batches
 from upref.verify.faults import measured
 from upref.verify.faults.batch_reading import LARGE, clipped
 from upref.verify.finding import NO_CAUSE, Cause, number_pair
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
-from upref.verify.oracles.invariance import moved, slack
+from upref.verify.oracles.invariance import gradient_distance, tolerance
 from upref.verify.oracles.unusual import beyond_range, groups
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, make_example, shrink, worst
@@ -34,7 +34,7 @@ def _batch(case: LossCase) -> Rollouts:
         batch = case.ready(on_policy_batch())
         return replace(batch, logp=batch.logp - 0.05 * batch.logp.cos().abs())
 
-    batch: Rollouts = case.once("near on policy", make)
+    batch: Rollouts = case.cached("near on policy", make)
     return batch
 
 
@@ -65,12 +65,12 @@ def micro_batches(case: LossCase) -> list[Finding]:
     # of eight responses
     batch = _batch(case)
     counts = (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
-    v, gradient = case.answer(batch)
+    v, gradient = case.kept_value_and_gradient(batch)
     for n in counts:
-        parts = [case.both(m) for m in batch.split(n)]
+        parts = [case.value_and_gradient(m) for m in batch.split(n)]
         g2 = torch.cat([p[1] for p in parts])
         v2 = sum(p[0] for p in parts)
-        off = moved(g2, gradient, batch.mask, slack(case))
+        off = gradient_distance(g2, gradient, batch.mask, tolerance(case))
         if off.max() > 0:
 
             def cut_up(batch: Rollouts, n: int = n) -> Tensor:
@@ -82,7 +82,7 @@ def micro_batches(case: LossCase) -> list[Finding]:
             small = shrink(batch, lambda c, f=cut_up: _differ(case, c, f(c)))  # type: ignore[misc]
             whole = case.gradient(small)
             added = cut_up(small)
-            i, t = worst(moved(added, whole, small.mask, slack(case)))
+            i, t = worst(gradient_distance(added, whole, small.mask, tolerance(case)))
 
             def own(batch: Rollouts) -> tuple[Tensor, Tensor]:
                 cuts = [
@@ -97,7 +97,7 @@ def micro_batches(case: LossCase) -> list[Finding]:
                 return torch.cat(list(map(case.gradient, cuts))), torch.cat(told)
 
             why = NO_CAUSE
-            if everywhere(case, own, batch):
+            if holds_on_other_batches(case, own, batch):
                 why = divides_by_its_own(case, "micro-batch")
             regime = f"{min(n, len(small.mask))} micro-batches of unequal lengths, their losses added up"
             says = number_pair(
@@ -118,7 +118,10 @@ def micro_batches(case: LossCase) -> list[Finding]:
 def _differ(case: LossCase, batch: Rollouts, gradient: Tensor) -> bool:
     """Whether this gradient is another than that of the batch in one call."""
     return bool(
-        moved(gradient, case.gradient(batch), batch.mask, slack(case)).max() > 0
+        gradient_distance(
+            gradient, case.gradient(batch), batch.mask, tolerance(case)
+        ).max()
+        > 0
     )
 
 
@@ -139,17 +142,17 @@ def loss_scale(case: LossCase) -> list[Finding]:
     """
     batch = _batch(case)
     loss = case.loss
-    gradient = case.answer(batch)[1]
+    gradient = case.kept_value_and_gradient(batch)[1]
     for times, (words, why_times) in SCALES.items():
-        into = loss.ask("into", batch, "logp", times)
+        into = loss.ask("gradient_by_input", batch, "logp", times)
         if into is None:
             return []
         if (
-            moved(
+            gradient_distance(
                 -into,
                 times * gradient,
                 batch.mask & gradient.isfinite(),
-                slack(case, 1e-7),
+                tolerance(case, 1e-7),
             ).max()
             > 0
         ):
@@ -166,16 +169,19 @@ def _scaled_otherwise(
     loss = case.loss
 
     def scaled(batch: Rollouts) -> Tensor:
-        into = loss.ask("into", batch, "logp", times)
+        into = loss.ask("gradient_by_input", batch, "logp", times)
         return torch.zeros_like(batch.logp) if into is None else -into
 
     def off(batch: Rollouts) -> Tensor:
-        return moved(
-            scaled(batch), times * case.gradient(batch), batch.mask, slack(case, 1e-7)
+        return gradient_distance(
+            scaled(batch),
+            times * case.gradient(batch),
+            batch.mask,
+            tolerance(case, 1e-7),
         )
 
     def whole(batch: Rollouts) -> tuple[Tensor, Tensor]:
-        every = [loss.ask("into", batch, "logp", some) for some in TIMES]
+        every = [loss.ask("gradient_by_input", batch, "logp", some) for some in TIMES]
         if any(x is None for x in every):
             raise InputError("no gradient")
         return -torch.cat(every), torch.cat([case.gradient(batch)] * len(TIMES))
@@ -187,7 +193,7 @@ def _scaled_otherwise(
     says = number_pair(
         "dJ/dlp", due[i, t].item(), found[i, t].item(), f"{words} times the gradient"
     )
-    if everywhere(case, whole, batch):
+    if holds_on_other_batches(case, whole, batch):
         why = "its backward pass leaves out what comes from above (grad_output)"
     else:
         why = ""
@@ -226,7 +232,7 @@ def one_response(case: LossCase) -> list[Finding]:
     def off(batch: Rollouts, dtype: torch.dtype | None) -> Tensor:
         """How far each weight is off, [B, T]; 0 where rounding or a clamp may be why."""
         one, found = ask(batch, dtype)
-        apart = one.off(batch, found)
+        apart = one.weight_error(batch, found)
         if not apart.max() > 10 * one.tol:
             return torch.zeros_like(apart)
         # what a clamp of log r is asked for
@@ -250,7 +256,7 @@ def one_response(case: LossCase) -> list[Finding]:
             i, t = worst(off(batch, dtype))
             says = case.expected(batch)[i, t].item(), ask(batch, dtype)[1][i, t].item()
             large = clipped(case, LARGE)
-            why = confirmed_at(case, large, batch, (i, t), says[1])
+            why = cause_if_confirmed_at(case, large, batch, (i, t), says[1])
             return [
                 fail("one-response", regime, *says, example(case, batch, dtype), why)
             ]
@@ -359,10 +365,10 @@ def data_parallel(case: LossCase) -> list[Finding]:
         A failure with the first number of ranks that differs.
     """
     batch = _batch(case)
-    gradient = case.answer(batch)[1]
+    gradient = case.kept_value_and_gradient(batch)[1]
     for ranks in RANKS:
         mean = _mean(case, batch, ranks)
-        off = moved(mean, gradient, batch.mask, slack(case))
+        off = gradient_distance(mean, gradient, batch.mask, tolerance(case))
         if off.max() > 0:
 
             def dealt(batch: Rollouts, ranks: int = ranks) -> Tensor:
@@ -373,7 +379,7 @@ def data_parallel(case: LossCase) -> list[Finding]:
             small = shrink(batch, lambda c, f=dealt: _differ(case, c, f(c)))  # type: ignore[misc]
             whole = case.gradient(small)
             mean = dealt(small)
-            i, t = worst(moved(mean, whole, small.mask, slack(case)))
+            i, t = worst(gradient_distance(mean, whole, small.mask, tolerance(case)))
             each = len(whole) // ranks
             responses = f"{each} responses" if each > 1 else "one response"
             text = (
@@ -444,6 +450,6 @@ def _why(case: LossCase, batch: Rollouts) -> str | Cause:
             ]
             return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
-        if everywhere(case, both, batch):
+        if holds_on_other_batches(case, both, batch):
             return words
     return ""

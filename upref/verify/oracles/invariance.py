@@ -15,10 +15,14 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.user_code.names import CALLED
-from upref.verify.explain import confirmed, confirmed_at, everywhere
+from upref.verify.explain import (
+    cause_if_confirmed,
+    cause_if_confirmed_at,
+    holds_on_other_batches,
+)
 from upref.verify.faults import measured
 from upref.verify.faults.batch_reading import LARGE, clipped
-from upref.verify.faults.denominators import placed
+from upref.verify.faults.denominators import group_order_faults
 from upref.verify.finding import Cause, Number, number_pair
 from upref.verify.measure import HABIT, LossCase
 from upref.verify.oracle import oracle
@@ -41,7 +45,7 @@ SIZE_DIVIDED_OUT = Cause(
 SQUARED = Cause("A enters squared", ("advantage-squared",))
 
 
-def moved(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
+def gradient_distance(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
     """How far two gradients are apart, relative to the largest number of the second, on
     unmasked slots.
 
@@ -58,7 +62,7 @@ def moved(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
     return torch.where(mask & (off > tol), off, 0)
 
 
-def slack(case: LossCase, least: float = HABIT) -> float:
+def tolerance(case: LossCase, least: float = HABIT) -> float:
     """By default 1e-6 in a denominator is let pass: of a chunk, other rows or columns
     make another one.
 
@@ -72,7 +76,7 @@ def slack(case: LossCase, least: float = HABIT) -> float:
     return max(least, case.tol if case.single else 0)
 
 
-def off_bounds(case: LossCase) -> Rollouts:
+def grid_off_bounds(case: LossCase) -> Rollouts:
     """The grid without its bounds: on a bound, the order of a sum would decide.
 
     Args:
@@ -81,7 +85,7 @@ def off_bounds(case: LossCase) -> Rollouts:
     Returns:
         The batch, made once: do not write to it.
     """
-    return case.once(
+    return case.cached(
         ("off bounds", *case.plain_hp.items()),
         lambda: case.grid(thin=3, edges=OFF_EDGES).but(totals=None),
     )
@@ -97,8 +101,8 @@ def padding(case: LossCase) -> list[Finding]:
     Returns:
         Failures with the smallest batch.
     """
-    b = off_bounds(case)
-    value, gradient = case.answer(b)
+    b = grid_off_bounds(case)
+    value, gradient = case.kept_value_and_gradient(b)
     out = []
     leak = torch.where(b.mask, 0, gradient.abs().nan_to_num(nan=math.inf))
     if leak.max() > 0:
@@ -119,7 +123,7 @@ def padding(case: LossCase) -> list[Finding]:
 
         text = "masked slots that hold ordinary numbers"
         batch = example(case, shrink(b, bad))
-        why = MASK_IGNORED if everywhere(case, unmasked) else Cause()
+        why = MASK_IGNORED if holds_on_other_batches(case, unmasked) else Cause()
         out.append(
             fail(
                 "padding",
@@ -151,12 +155,14 @@ def _padded_side(
 
     def padded(batch: Rollouts) -> tuple[Tensor, Tensor]:
         """The value and the gradient of the wider batch, without the new columns."""
-        value, gradient = case.both(_widened(batch, left, right))
+        value, gradient = case.value_and_gradient(_widened(batch, left, right))
         return value, gradient[:, left : left + batch.mask.shape[1]]
 
     def difference(batch: Rollouts) -> Tensor:
         """How much the gradient of each token changes, [B, T]."""
-        return moved(padded(batch)[1], case.gradient(batch), batch.mask, slack(case))
+        return gradient_distance(
+            padded(batch)[1], case.gradient(batch), batch.mask, tolerance(case)
+        )
 
     def by_width(batch: Rollouts) -> tuple[Tensor, Tensor]:
         """The two gradients, each times the width of its batch."""
@@ -164,7 +170,7 @@ def _padded_side(
         return padded(batch)[1] * (width + columns), case.gradient(batch) * width
 
     wider, of_padded = padded(batch)
-    off = moved(of_padded, g, batch.mask, slack(case))
+    off = gradient_distance(of_padded, g, batch.mask, tolerance(case))
     if off.max() == 0:
         if not (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             return []
@@ -173,7 +179,7 @@ def _padded_side(
         return [note("padding", text, *says)]
     small = shrink(batch, lambda c: bool(difference(c).max() > 0), worst(off))
     at = worst(difference(small))
-    why = OVER_WIDTH if everywhere(case, by_width) else Cause()
+    why = OVER_WIDTH if holds_on_other_batches(case, by_width) else Cause()
     if left and not why and _reads_first_column(case, left):
         why = FIRST_COLUMN
     expected = case.gradient(small)
@@ -211,7 +217,7 @@ def _reads_first_column(case: LossCase, left: int) -> bool:
 
     def every(zeroed: bool) -> bool:
         return all(
-            everywhere(case, partial(first, columns=n, zeroed=zeroed))
+            holds_on_other_batches(case, partial(first, columns=n, zeroed=zeroed))
             for n in (1, left)
         )
 
@@ -229,7 +235,7 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
         rows = {name: torch.cat([x, x[:1]]) for name, x in batch.tensors().items()}
         rows["mask"][-1] = False
         # Rollouts itself refuses such a row
-        return case.both(Rollouts.unchecked(**rows))
+        return case.value_and_gradient(Rollouts.unchecked(**rows))
 
     try:
         value, g2 = longer(batch)
@@ -245,7 +251,7 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
             "drop such rows, or divide by lengths of at least 1",
         )
         return [] if value.isfinite() and g2.isfinite().all() else [nan]
-    off = moved(g2[:-1], gradient, batch.mask, slack(case))
+    off = gradient_distance(g2[:-1], gradient, batch.mask, tolerance(case))
     if off.max() == 0 and (g2[-1] == 0).all():
         return []
     if off.max() == 0:
@@ -276,9 +282,9 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
         return there * slots, case.gradient(batch) * batch.mask.numel()
 
     why = ""
-    if everywhere(case, of_slots):
+    if holds_on_other_batches(case, of_slots):
         why = OVER_SLOTS
-    elif everywhere(case, counted):
+    elif holds_on_other_batches(case, counted):
         why = OVER_ROWS
     return [fail("padding", text, *says, cause=why)]
 
@@ -301,7 +307,7 @@ def masked_values(case: LossCase) -> list[Finding]:
         Failures and notes, with the inputs that are read.
     """
     batch = case.grid(thin=5)
-    value, gradient = case.answer(batch)
+    value, gradient = case.kept_value_and_gradient(batch)
     reads = [
         k
         for k in ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
@@ -331,7 +337,7 @@ def masked_values(case: LossCase) -> list[Finding]:
             every.append(in_all)
         try:
             return not any(
-                _changes(batch, (value, gradient), case.both(bad(batch)))
+                _changes(batch, (value, gradient), case.value_and_gradient(bad(batch)))
                 for bad in every
             )
         except InputError:
@@ -339,7 +345,9 @@ def masked_values(case: LossCase) -> list[Finding]:
 
     def change(batch: Rollouts, bad: Callable[[Rollouts], Rollouts]) -> str:
         """What changes with these numbers in the masked slots."""
-        return _changes(batch, case.both(batch), case.both(bad(batch)))
+        return _changes(
+            batch, case.value_and_gradient(batch), case.value_and_gradient(bad(batch))
+        )
 
     # in all arguments at a time, and in one at a time only to name it
     numbers = JUNK if leaks_none() else (*JUNK, *NOT_NUMBERS)
@@ -349,7 +357,9 @@ def masked_values(case: LossCase) -> list[Finding]:
         bad = partial(filled, k=k, p=p)
         regime = f"masked slots of {CALLED[k]} hold {p:g}"
         try:
-            what = _changes(batch, (value, gradient), case.both(bad(batch)))
+            what = _changes(
+                batch, (value, gradient), case.value_and_gradient(bad(batch))
+            )
         except InputError as e:
             return [
                 (fail if p in JUNK else note)(
@@ -403,10 +413,14 @@ def _changes(
     return " and ".join(words for words, on in changes.items() if on)
 
 
-def _moves(case: LossCase, batch: Rollouts, gradient: Tensor, i: Tensor) -> bool:
+def _depends_on_order(
+    case: LossCase, batch: Rollouts, gradient: Tensor, i: Tensor
+) -> bool:
     """Whether the gradient of these rows in this order is not this gradient in that order."""
     there = case.gradient(batch.take(i))
-    return bool(moved(there, gradient[i], batch.mask[i], slack(case)).max() > 0)
+    return bool(
+        gradient_distance(there, gradient[i], batch.mask[i], tolerance(case)).max() > 0
+    )
 
 
 @oracle("permutation", 130)
@@ -419,17 +433,22 @@ def permutation(case: LossCase) -> list[Finding]:
     Returns:
         A failure with the smallest batch.
     """
-    b = off_bounds(case)
+    b = grid_off_bounds(case)
     orders = (
         lambda n: torch.arange(n).roll(1),
         lambda n: torch.arange(n).flip(0),
         lambda n: torch.randperm(n, generator=torch.Generator()),
     )
-    gradient = case.answer(b)[1]
-    order = next((f for f in orders if _moves(case, b, gradient, f(len(b.mask)))), None)
+    gradient = case.kept_value_and_gradient(b)[1]
+    order = next(
+        (f for f in orders if _depends_on_order(case, b, gradient, f(len(b.mask)))),
+        None,
+    )
     if order is None:
         return []
-    small = shrink(b, lambda c: _moves(case, c, case.gradient(c), order(len(c.mask))))
+    small = shrink(
+        b, lambda c: _depends_on_order(case, c, case.gradient(c), order(len(c.mask)))
+    )
     rows = order(len(small.mask))
     turned = small.take(rows)
     batch = make_example(
@@ -437,7 +456,13 @@ def permutation(case: LossCase) -> list[Finding]:
     )
     larger = [b.but(group=b.group // 2, totals=None)] if b.group is not None else []
     why = next(
-        filter(None, (confirmed(case, one, b, *larger) for one in placed(case))),
+        filter(
+            None,
+            (
+                cause_if_confirmed(case, one, b, *larger)
+                for one in group_order_faults(case)
+            ),
+        ),
         Cause(),
     )
     says = "the same gradient, in that order", "another gradient"
@@ -460,7 +485,7 @@ def scaling(case: LossCase) -> list[Finding]:
     Returns:
         A failure with the smallest batch.
     """
-    batch = off_bounds(case)
+    batch = grid_off_bounds(case)
 
     def tripled(batch: Rollouts) -> Tensor:
         """The gradient at 3 times the advantages."""
@@ -468,13 +493,15 @@ def scaling(case: LossCase) -> list[Finding]:
 
     def off(batch: Rollouts) -> Tensor:
         """How far a third of it is from the gradient."""
-        return moved(
-            tripled(batch) / 3, case.gradient(batch), batch.mask, slack(case, 1e-7)
+        return gradient_distance(
+            tripled(batch) / 3, case.gradient(batch), batch.mask, tolerance(case, 1e-7)
         )
 
-    gradient = case.answer(batch)[1]
+    gradient = case.kept_value_and_gradient(batch)[1]
     if (
-        apart := moved(tripled(batch) / 3, gradient, batch.mask, slack(case, 1e-7))
+        apart := gradient_distance(
+            tripled(batch) / 3, gradient, batch.mask, tolerance(case, 1e-7)
+        )
     ).max() == 0:
         return []
     small = shrink(batch, lambda c: bool(off(c).max() > 0), worst(apart))
@@ -490,11 +517,11 @@ def scaling(case: LossCase) -> list[Finding]:
             k * case.gradient(batch),
         )
 
-    why = SIZE_DIVIDED_OUT if everywhere(case, times(1)) else Cause()
-    why = SQUARED if everywhere(case, times(9)) else why
+    why = SIZE_DIVIDED_OUT if holds_on_other_batches(case, times(1)) else Cause()
+    why = SQUARED if holds_on_other_batches(case, times(9)) else why
     large = clipped(case, LARGE)
     at_3 = replace(small, adv=3 * small.adv)
-    why = why or confirmed_at(
+    why = why or cause_if_confirmed_at(
         case,
         large,
         at_3,
@@ -521,7 +548,7 @@ def zero_advantage(case: LossCase) -> list[Finding]:
     Returns:
         A failure with the smallest batch.
     """
-    batch = off_bounds(case)
+    batch = grid_off_bounds(case)
 
     def pushed(batch: Rollouts) -> bool:
         """Whether there is a gradient without an advantage."""
@@ -537,5 +564,11 @@ def zero_advantage(case: LossCase) -> list[Finding]:
         found = "NaN or infinity"
     shown = make_example(small, 0 * gradient, gradient, case.loss.reads)
     return [
-        fail("zero-advantage", "A = 0 everywhere", Number(0, "weight"), found, shown)
+        fail(
+            "zero-advantage",
+            "A = 0 holds_on_other_batches",
+            Number(0, "weight"),
+            found,
+            shown,
+        )
     ]

@@ -14,7 +14,11 @@ from upref.user_code.loss import LAYOUTS
 from upref.verify.finding import number_pair
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
-from upref.verify.oracles.invariance import moved, off_bounds, slack
+from upref.verify.oracles.invariance import (
+    gradient_distance,
+    grid_off_bounds,
+    tolerance,
+)
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import make_example, shrink, worst
 from upref.weights.batches import on_policy_batch
@@ -37,12 +41,14 @@ WHY = "it reads memory as if its inputs were contiguous: call .contiguous(), or 
     "layout", 140, lambda case: "the weights are wrong already" if case.wrong else ""
 )
 def layout(case: LossCase) -> list[Finding]:
-    if any(done.wrote for done in case.done):  # whose finding is the oracle mutation's
+    if any(
+        done.wrote for done in case.noted_calls
+    ):  # whose finding is the oracle mutation's
         return []
     b = case.ready(on_policy_batch())
     refused: dict[str, Finding] = {}
     for name, batch in product(
-        LAYOUTS, (off_bounds(case), b.but(logp=b.logp - 0.05 * b.logp.cos().abs()))
+        LAYOUTS, (grid_off_bounds(case), b.but(logp=b.logp - 0.05 * b.logp.cos().abs()))
     ):
         try:
             off = _moved(case, batch, name)
@@ -64,7 +70,7 @@ def _reads_as_contiguous(case: LossCase, batch: Rollouts, name: str) -> Finding:
     """The finding of a batch whose gradient is another one in this layout."""
     small = shrink(batch, lambda c: bool(_moved(case, c, name).max() > 0))
     due = case.gradient(small)
-    found = case.loss.ask("strided", small, name)
+    found = case.loss.ask("gradient_in_layout", small, name)
     i, t = worst(_moved(case, small, name))
     says = number_pair(
         "dJ/dlp", due[i, t].item(), found[i, t].item(), "as of contiguous tensors"
@@ -76,9 +82,9 @@ def _reads_as_contiguous(case: LossCase, batch: Rollouts, name: str) -> Finding:
 
 
 def _moved(case: LossCase, batch: Rollouts, name: str) -> Tensor:
-    return moved(
-        case.loss.ask("strided", batch, name),
+    return gradient_distance(
+        case.loss.ask("gradient_in_layout", batch, name),
         case.gradient(batch),
         batch.mask,
-        slack(case, 1e-7),
+        tolerance(case, 1e-7),
     )

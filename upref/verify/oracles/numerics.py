@@ -11,12 +11,12 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.rollouts import Rollouts
-from upref.verify.explain import confirmed
+from upref.verify.explain import cause_if_confirmed
 from upref.verify.faults.losses import clamp_faults
 from upref.verify.finding import Cause, TokenPlace
 from upref.verify.measure import HABIT, LossCase
 from upref.verify.oracle import oracle
-from upref.verify.oracles.invariance import off_bounds
+from upref.verify.oracles.invariance import grid_off_bounds
 from upref.verify.report import UNKNOWN, Finding, fail, note
 from upref.verify.shrink import example, numbers, shrink, smallest, wrong
 from upref.weights.batches import GUARD, clamped, overflowing, single_token_responses
@@ -32,7 +32,9 @@ FULL = math.log(torch.finfo(torch.float64).max) - 1
 def extremes(case: LossCase) -> list[Finding]:
     out: list[Finding] = []
     # wrong beyond the grid, if at all
-    near = not case.wrong or bool((case.off(off_bounds(case)) <= case.tol).all())
+    near = not case.wrong or bool(
+        (case.weight_error(grid_off_bounds(case)) <= case.tol).all()
+    )
     if near and not case.single and not case.o.batch_coupled:
         out += [f for f in clamps(case) if not case.wrong or f.cause != UNKNOWN]
     notes: dict[str, Finding] = {}
@@ -289,7 +291,7 @@ def clamps(case: LossCase) -> list[Finding]:
         )
         found = case.weights(batch)[:, 0]
         expected = case.expected(batch)[:, 0]
-        off = case.off(batch)[:, 0]
+        off = case.weight_error(batch)[:, 0]
         hits += [
             Hit(A, s * x, expected[n].item(), found[n].item())
             for n, (x, s) in enumerate(product(FAR, (1, -1)))
@@ -381,7 +383,7 @@ def _clamp_cause(case: LossCase, hits: list[Hit]) -> Cause:
         low, high = (float(f"{ends[side]:.{digits}g}") for side in (-1, 1))
         faults = clamp_faults(case.o, case.hp, low, high, _interval_words(low, high))
         for fault in faults:
-            if cause := confirmed(case, fault, near_batch, far_batch):
+            if cause := cause_if_confirmed(case, fault, near_batch, far_batch):
                 return cause
     return Cause()
 
@@ -403,7 +405,7 @@ def _where_it_acts(case: LossCase, A: float, side: int, log_r: float) -> float:
     for _ in range(30):
         middle = (right_at + wrong_at) / 2
         token = case.ready(single_token_responses(A, [math.exp(side * middle)]))
-        if case.off(token).max() > HABIT:
+        if case.weight_error(token).max() > HABIT:
             wrong_at = middle
         else:
             right_at = middle

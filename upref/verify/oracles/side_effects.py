@@ -14,12 +14,12 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.user_code.names import CALLED
-from upref.verify.explain import everywhere
+from upref.verify.explain import holds_on_other_batches
 from upref.verify.factors import common_value
 from upref.verify.finding import Number, number_pair
 from upref.verify.measure import EXACT, LossCase
 from upref.verify.oracle import oracle
-from upref.verify.oracles.invariance import moved, slack
+from upref.verify.oracles.invariance import gradient_distance, tolerance
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import cut, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
@@ -45,7 +45,7 @@ def in_training(case: LossCase) -> list[Finding]:
     """
     batch = case.grid(thin=5)
     roles = [k for k in (*FIXED, "entropy") if k in case.loss.reads]
-    leaf = case.answer(batch)[1]
+    leaf = case.kept_value_and_gradient(batch)[1]
     try:
         if found := _differs(case, batch, leaf, (), NETWORK):
             return found
@@ -80,11 +80,11 @@ def _moved_by(
     """The gradient where it is another than with a leaf for log_prob."""
     gradient = case.gradient(batch, wanting=wanting)
     if (
-        moved(
+        gradient_distance(
             _finite(gradient),
             _finite(leaf),
             torch.ones_like(batch.mask),
-            slack(case, EXACT),
+            tolerance(case, EXACT),
         ).max()
         > 0
     ):
@@ -145,14 +145,16 @@ def stop_gradient(case: LossCase) -> list[Finding]:
     for k in FIXED:
         if k not in case.loss.reads or (k == "logp_ref" and not case.hp.get("beta")):
             continue
-        gradient = case.loss.ask("into", batch, k)
+        gradient = case.loss.ask("gradient_by_input", batch, k)
         if gradient is not None and (gradient != 0).any():
             out.append(CALLED[k])
     if "entropy" in case.loss.reads:
-        gradient = case.loss.ask("into", batch, "entropy")
+        gradient = case.loss.ask("gradient_by_input", batch, "entropy")
         if gradient is not None and (gradient != 0).any():
             bonus = common_value(-(gradient / case.factors(batch))[batch.mask])
-            same = bonus is not None and everywhere(case, partial(_bonus, case, bonus))
+            same = bonus is not None and holds_on_other_batches(
+                case, partial(_bonus, case, bonus)
+            )
             if same:
                 why = f"a bonus of {bonus:.4g} times the entropy of each token"
             else:
@@ -160,11 +162,11 @@ def stop_gradient(case: LossCase) -> list[Finding]:
 
             def flows(batch: Rollouts) -> bool:
                 """Whether a gradient flows into the entropy."""
-                into = case.loss.ask("into", batch, "entropy")
+                into = case.loss.ask("gradient_by_input", batch, "entropy")
                 return into is not None and bool((into != 0).any())
 
             batch = shrink(batch, flows)
-            gradient = case.loss.ask("into", batch, "entropy")
+            gradient = case.loss.ask("gradient_by_input", batch, "entropy")
             if gradient is not None:
                 found = f"a gradient of up to {gradient.abs().max().item():.3g}"
             else:
@@ -191,7 +193,7 @@ def _bonus(case: LossCase, k: float, batch: Rollouts) -> tuple[Tensor, Tensor]:
     """The gradient of the loss by the entropy, and that of k times the entropy of each
     token in J.
     """
-    found = case.loss.ask("into", batch, "entropy")
+    found = case.loss.ask("gradient_by_input", batch, "entropy")
     due = -k * case.factors(batch) * batch.mask
     return torch.zeros_like(due) if found is None else found, due
 
@@ -261,14 +263,14 @@ def mutation(case: LossCase) -> list[Finding]:
     """
     why = "it writes into the tensor that it was given"
     changed = sorted(
-        {CALLED[k] for done in case.done for k in done.wrote if k in CALLED}
+        {CALLED[k] for done in case.noted_calls for k in done.wrote if k in CALLED}
     )
     says = "inputs left alone", "other numbers after the call"
     out = [
         fail("mutation", f"{name} is changed in place", *says, cause=why, subject=name)
         for name in changed
     ]
-    printed = any(done.printed for done in case.done)
+    printed = any(done.printed for done in case.noted_calls)
     return [
         *out,
         *([note("mutation", "the loss prints while it computes")] if printed else []),
@@ -332,7 +334,7 @@ def _moved(case: LossCase, key: str) -> list[Finding]:
             """What the move changes, and the 0 of an argument without an effect."""
             return ask(batch, other) - ask(batch, now), torch.zeros_like(batch.logp)
 
-        every = everywhere(case, effect, *_some(batch, differ))
+        every = holds_on_other_batches(case, effect, *_some(batch, differ))
         if key not in loss.accepts:
             why = "it goes into **kwargs and has no effect"
         else:
@@ -392,9 +394,9 @@ def _explained(case: LossCase, batch: Rollouts, gradient: Tensor) -> bool:
             {k: v for k, v in case.hp.items() if k in case.loss.bound_args}
         ),
     )
-    off = case.off(batch, gradient / case.factors(batch))
+    off = case.weight_error(batch, gradient / case.factors(batch))
     return bool((off > 10 * case.tol).double().mean() < 0.01) or bool(
-        here.off(batch).max() > 10 * case.tol
+        here.weight_error(batch).max() > 10 * case.tol
     )
 
 

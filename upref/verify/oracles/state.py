@@ -48,11 +48,11 @@ def determinism(case: LossCase) -> list[Finding]:
     b = case.grid(thin=5)
     log = case.loss.log
     first = len(log)
-    answers = [case.both(b) for _ in range(4)]
+    answers = [case.value_and_gradient(b) for _ in range(4)]
     if all(_all_same(answers[0], more) for more in answers):
         b = case.ready(probe())
         first = len(log)
-        answers = [case.both(b) for _ in range(TWICE)]
+        answers = [case.value_and_gradient(b) for _ in range(TWICE)]
         if all(_all_same(answers[0], more) for more in answers):
             return []
     drawn = _drawn(case, b, _all_same)

@@ -14,14 +14,14 @@ from torch import Tensor
 from upref.errors import InputError, OutOfMemory
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
-from upref.verify.explain import confirmed_at
+from upref.verify.explain import cause_if_confirmed_at
 from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.faults.corrections import corrected
 from upref.verify.faults.losses import LossFault
 from upref.verify.finding import Cause, Example, TokenPlace, number_pair
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
-from upref.verify.oracles.invariance import moved, slack
+from upref.verify.oracles.invariance import gradient_distance, tolerance
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import cut, example, make_example, sampler_ratio, shrink, worst
 from upref.weights.batches import LOG_R, on_policy_batch
@@ -60,7 +60,7 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
                 notes.append(slow)
             continue
         start = time.process_time()
-        found = look(case, name, batch, ids)
+        found = stress_findings(case, name, batch, ids)
         if any(f.severity == "failure" for f in found):
             return [*notes, *found]
         notes += [f for f in found if f not in notes]
@@ -94,7 +94,7 @@ def applies(case: LossCase, name: str) -> bool:
     return True
 
 
-def look(
+def stress_findings(
     case: LossCase, name: str, batch: Rollouts, ids: tuple[str, ...]
 ) -> list[Finding]:
     """Its weights there; where the axis says so, in float32 too, or alone."""
@@ -103,7 +103,7 @@ def look(
         try:
             if (off := _off(case, batch)).max() > 10 * case.tol:
                 if case.single or not _in_part(case, batch):
-                    return [_wrong(case, name, batch, off, case.weights(batch), ids)]
+                    return [_finding(case, name, batch, off, case.weights(batch), ids)]
                 notes = [note("unusual-inputs", f"{AXES[name].words}: {PARTLY}")]
         except InputError as e:
             return [fail("unusual-inputs", AXES[name].words, "a finite loss", str(e))]
@@ -117,11 +117,11 @@ def look(
             note("unusual-inputs", "float32 inputs are refused", found=str(e)),
         ]
     if (off := _off(one, batch, found)).max() > 10 * one.tol:
-        return [_wrong(one, name, batch, off, found, ids, ", in float32")]
+        return [_finding(one, name, batch, off, found, ids, ", in float32")]
     return notes
 
 
-def _wrong(
+def _finding(
     case: LossCase,
     name: str,
     batch: Rollouts,
@@ -137,7 +137,7 @@ def _wrong(
         filter(
             None,
             (
-                confirmed_at(case, one, batch, (i, t), found[i, t].item())
+                cause_if_confirmed_at(case, one, batch, (i, t), found[i, t].item())
                 for one in of_size
             ),
         ),
@@ -219,12 +219,12 @@ def _off(case: LossCase, batch: Rollouts, found: Tensor | None = None) -> Tensor
     found = case.weights(batch) if found is None else found
     # one sum over a batch of float32 rounds at each step
     sums = 4 if case.single and case.o.level in REDUCE else 1
-    apart = case.off(batch, found, 1e-12, sums)
+    apart = case.weight_error(batch, found, 1e-12, sums)
     if not apart.max() > 10 * case.tol:
         return apart
     apart = apart.masked_fill(beyond_range(case, batch, found), 0)
     expected = case.expected(batch)
-    edge = case.moves(batch, expected, sums) > 1e-3 * torch.maximum(
+    edge = case.rounding_effect(batch, expected, sums) > 1e-3 * torch.maximum(
         expected.abs(), batch.adv.abs()
     )
     if "extremes" in case.failed:  # said already, with the clamp
@@ -266,11 +266,13 @@ class Relabeled:
     def __init__(self, case: LossCase) -> None:
         # a loop over all ids ends after so many lines
         self.case = replace(case, loss=replace(case.loss, lines=LINES))
-        self.tol = slack(case, 1e-7)
+        self.tol = tolerance(case, 1e-7)
 
     def difference(self, batch: Rollouts, gradient: Tensor) -> Tensor:
         """How far the gradient is from this one, [B, T]; 0 where it is near."""
-        return moved(self.case.gradient(batch), gradient, batch.mask, self.tol)
+        return gradient_distance(
+            self.case.gradient(batch), gradient, batch.mask, self.tol
+        )
 
     def gradients(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
         """The gradients with the batch's ids, and with plain ones."""
@@ -281,12 +283,12 @@ class Relabeled:
         if batch.group is None:
             return False
         found, plain = self.gradients(batch)
-        return bool(moved(found, plain, batch.mask, self.tol).max() > 0)
+        return bool(gradient_distance(found, plain, batch.mask, self.tol).max() > 0)
 
 
 def groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
     """A failure, or notes and the keys of NAMED that it takes."""
-    return case.once(("groups", case.tol), lambda: _groups(case))
+    return case.cached(("groups", case.tol), lambda: _groups(case))
 
 
 def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:

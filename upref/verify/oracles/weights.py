@@ -17,9 +17,9 @@ from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import (
     by_fixed_length,
-    confirmed,
-    everywhere,
+    cause_if_confirmed,
     explain,
+    holds_on_other_batches,
     two_gradients,
 )
 from upref.verify.factors import aggregation_id, declared_aggregation
@@ -60,7 +60,7 @@ PARTLY = "weights are right up to what rounding its inputs to float32 makes of t
 def gradient(case: LossCase) -> list[Finding]:
     batch = case.grid()
     found = case.weights(batch)
-    off = case.off(batch, found)
+    off = case.weight_error(batch, found)
     r = case.ratio(batch)
     A = torch.where(batch.mask, batch.adv.expand_as(off), 0)
     ties = torch.zeros_like(batch.mask)
@@ -89,10 +89,10 @@ def _in_part(case: LossCase, batch: Rollouts, found: Tensor, ties: Tensor) -> bo
         return False
     single = replace(case)
     single.in_float32()
-    if (single.off(batch, found) > single.tol).logical_and(~ties).any():
+    if (single.weight_error(batch, found) > single.tol).logical_and(~ties).any():
         return False
     # so far from the bounds that no rounding moves a token over them
-    if single.off(single.grid()).max() > single.tol:
+    if single.weight_error(single.grid()).max() > single.tol:
         return False
     case.in_float32()
     return True
@@ -151,7 +151,7 @@ def _moved_for(
             if (
                 batch is not None
                 and (
-                    case.off(batch)[
+                    case.weight_error(batch)[
                         batch.mask if "entropy" not in case.o.reads else (..., 0)
                     ]
                     > 0.01
@@ -218,7 +218,7 @@ def _regimes(
     ]
     bounds = sorted({round(x, 7) for p in parts for x in p.ends})
     one = explain(case, batch, found, ties, bounds)
-    prefer = _typical(case.off(batch, found), r)
+    prefer = _typical(case.weight_error(batch, found), r)
     if one is not None:
         case.cause = one.cause
         return _of_one_fault(case, batch, _by_sign(parts), failing, prefer, one)
@@ -301,7 +301,7 @@ def _smallest_of(
         at = worst(torch.where(hit, prefer, -1.0))
         small = shrink(batch, lambda x: bool(shows(case, x, part.sign).any()), at)
         shown = shows(case, small, part.sign)
-        return small, worst(case.off(small).masked_fill(~shown, -1.0))
+        return small, worst(case.weight_error(small).masked_fill(~shown, -1.0))
 
     small, at = smallest_with(shows, hit)
     if not case.single and not _beyond_float32(case, small)[at]:
@@ -323,7 +323,7 @@ def _beyond_float32(case: LossCase, batch: Rollouts) -> Tensor:
     """
     single = replace(case)
     single.in_float32()
-    return single.off(batch) > single.tol
+    return single.weight_error(batch) > single.tol
 
 
 def _by_sign(parts: list[Region]) -> list[Region]:
@@ -338,7 +338,7 @@ def _by_sign(parts: list[Region]) -> list[Region]:
 
 
 def _wrong_at(case: LossCase, batch: Rollouts, sign: float) -> Tensor:
-    return (case.off(batch) > case.tol) & (
+    return (case.weight_error(batch) > case.tol) & (
         batch.adv.expand_as(batch.mask).sign() == sign
     )
 
@@ -362,7 +362,7 @@ def _many(case: LossCase) -> int:
 
 def _random_batches(case: LossCase, seed: int, many: int) -> list[Rollouts]:
     """Those of `random_batches` that the loss can read, the same objects each time."""
-    batches: list[Rollouts] = case.once(
+    batches: list[Rollouts] = case.cached(
         ("random", seed, many),
         lambda: list(map(case.visible_batch, random_batches(seed, many, case.one_adv))),
     )
@@ -372,7 +372,9 @@ def _random_batches(case: LossCase, seed: int, many: int) -> list[Rollouts]:
 def _random(case: LossCase, seed: int = 0) -> list[Finding]:
     many = _many(case)
     for n, batch in enumerate(_random_batches(case, seed, many)):
-        off = case.off(batch, case.answer(batch)[1] / case.factors(batch))
+        off = case.weight_error(
+            batch, case.kept_value_and_gradient(batch)[1] / case.factors(batch)
+        )
         if not off.max() > 10 * case.tol:
             continue
         off = off.masked_fill(case.rounded(batch), 0)
@@ -422,7 +424,7 @@ def _alone(case: LossCase, batch: Rollouts, i: int, t: int) -> str:
 @oracle("on-policy", 20, lambda case: case.o.on_policy_exception, implied=True)
 def on_policy(case: LossCase) -> list[Finding]:
     batch = case.ready(on_policy_batch())
-    off = case.off(batch)
+    off = case.weight_error(batch)
     if off.max() <= 10 * case.tol:
         return []
     if not differ(case, batch)[off > 10 * case.tol].any():
@@ -430,10 +432,12 @@ def on_policy(case: LossCase) -> list[Finding]:
 
     def shows(batch: Rollouts) -> bool:
         """Whether a weight is wrong, and dJ/dlp there is another number too."""
-        return bool((differ(case, batch) & (case.off(batch) > 10 * case.tol)).any())
+        return bool(
+            (differ(case, batch) & (case.weight_error(batch) > 10 * case.tol)).any()
+        )
 
     small = shrink(batch, shows, worst(off.masked_fill(~differ(case, batch), 0)))
-    i, t = worst(case.off(small).masked_fill(~differ(case, small), 0))
+    i, t = worst(case.weight_error(small).masked_fill(~differ(case, small), 0))
     scaled = case.weights(batch) / case.k
     k = fault(
         f"every weight is {case.k:.5g} times what it should be",
@@ -444,16 +448,18 @@ def on_policy(case: LossCase) -> list[Finding]:
     every = (
         case.fits
         and abs(case.k - 1) > 1e-5
-        and bool(case.off(batch, scaled).max() <= 10 * case.tol)
+        and bool(case.weight_error(batch, scaled).max() <= 10 * case.tol)
     )
     why = next(
-        filter(None, (confirmed(case, one) for one in two_gradients(case, batch))),
+        filter(
+            None, (cause_if_confirmed(case, one) for one in two_gradients(case, batch))
+        ),
         Cause(),
     )
     if every:
         k = next(by_fixed_length(case), k)
     if not why and every:  # many rows, too: a factor may be that of a small batch
-        why = confirmed(case, k, case.grid(edges=OFF_EDGES))
+        why = cause_if_confirmed(case, k, case.grid(edges=OFF_EDGES))
     why = why or case.cause
     place = TokenPlace(
         small.adv[i, t].sign().item(),
@@ -515,7 +521,7 @@ def aggregation(case: LossCase) -> list[Finding]:
     # of the response's ratio: at 1 it looks the same
     power = case.o.one_adv and "gradient" in case.failed
     why = Cause()
-    if not power and everywhere(case, aggregated, batch):
+    if not power and holds_on_other_batches(case, aggregated, batch):
         why = Cause(case.agg, (aggregation_id(case.agg),))
     return [fail("aggregation", text, expected, found, example(case, small), why)]
 
@@ -525,7 +531,7 @@ def aggregation(case: LossCase) -> list[Finding]:
 )
 def value(case: LossCase) -> list[Finding]:
     for n, batch in enumerate(_random_batches(case, 0, _many(case))[:10]):
-        found = case.answer(batch)[0].item()
+        found = case.kept_value_and_gradient(batch)[0].item()
         expected = case.o.loss(batch, **case.hp).item()
         if not math.isfinite(found):
             return [
