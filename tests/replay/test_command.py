@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """`upref replay`: status, report, JSON and sheets."""
 
+import html
 import io
 import json
 import re
 import struct
 import zipfile
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tests.replay.simulator import FAULTS, World, run_of_steps
 from upref.cli import main
-from upref.replay import loss, make_batch, write
+from upref.replay import loss, make_batch, read, write
+from upref.replay.series import StepGap
+from upref.replay.sheet import _over_steps
 
 FILES = Path(__file__).parent / "files"
 WORLD = World("qwen3", 51, responses=32, length=20)
@@ -126,6 +132,28 @@ def test_a_sheet_is_written(folder, capsys, tmp_path, suffix):
         and "</svg>" in text
     )
     assert ("never received new weights" in text) == (suffix == ".html")
+    if suffix == ".html":
+        assert "<h1>Failed: " in text and "(Σ|w|)²/Σw²" in text
+        assert "users' texts" in html.unescape(text)
+
+
+def test_the_heading_of_a_sheet_names_what_was_not_checked(folder, capsys, tmp_path):
+    b = read(folder / "healthy_bfloat16.npz")
+    write(tmp_path / "few.npz", replace(b, adv=None))
+    assert run(capsys, tmp_path / "few.npz", "-o", tmp_path / "sheet.html")[0] == 2
+    text = (tmp_path / "sheet.html").read_text(encoding="utf-8")
+    assert "<h1>Nothing failed; not checked: " in text
+    assert text.count("no advantages are recorded") == 2
+
+
+def test_the_gap_over_the_steps_is_drawn_as_it_is(tmp_path):
+    """A gap below what float32 can hold is no constant of the drawing."""
+    gaps = [StepGap(step=n, size=n * 1e-14, ref_size=None, lags={}) for n in (1, 2)]
+    found = SimpleNamespace(series=SimpleNamespace(steps=gaps))
+    ax = Figure().subplots()
+    _over_steps(ax, found)
+    assert ax.lines[0].get_ydata().tolist() == [1e-14, 2e-14]
+    assert ax.texts[0].get_text() == "rounding: no gap"
 
 
 @pytest.mark.parametrize(

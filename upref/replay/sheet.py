@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sheet of a replay, as `.svg` or `.html`: the report, and four panels. It shows a
-run's numbers, and tokens' texts where a tokenizer was given."""
+"""The sheet of a replay, as `.svg` or `.html`: the report, four panels, and what the
+words mean. It shows a run's numbers, and tokens' texts where a tokenizer was given.
+"""
 
 import html
 import io
@@ -19,7 +20,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_POINTS = 4000  # of a scatter: more are a black square and a large file
+NOTHING = 1e-10  # nats: a gap that float32 makes
+FEW_POINTS = 400  # up to which they are drawn larger
 SUFFIXES = (".svg", ".html")
+WORDS = {
+    "π_θ, π_old, μ": "the policy that trains, the same before the update, and the sampler's",
+    "ρ": "π_old/μ of a token. Its mean E[ρ] is 1 where both are whole distributions over the same tokens",
+    "r": "π_θ/π_old of a token",
+    "A, w": "the advantage of a token, and its weight dJ/dlp in the gradient",
+    "effective (sampler)": "share of the tokens that counts under the weights ρ",
+    "dead A>0, dead A<0": "share of the tokens with A > 0 (A < 0) that have no gradient",
+    "effective": "(Σ|w|)²/Σw²: how many tokens of equal weight would be as even",
+    "top 1 %": "share of Σ|w| on the heaviest 1 % of the tokens",
+    "longest": "share of Σ|w| on the longest quarter of the responses, over their share of the tokens",
+    "cosine": "between the gradient, as a vector over tokens, and that of the objective that ran",
+    "the two engines": "a point is a token; on the line both agree",
+    "who carries the gradient": "Σ|w| of the heaviest tokens; a curve ends where the tokens without a gradient begin",
+}
+STYLE_SHEET = (
+    "body{font:14px sans-serif;margin:2em auto;max-width:72em;padding:0 1em}"
+    "pre{white-space:pre-wrap;overflow-wrap:anywhere}svg{max-width:100%}"
+    "dl{display:grid;grid-template-columns:max-content 1fr;gap:.3em 1.5em}dd{margin:0}"
+)
 
 
 def check_suffix(path: str | Path) -> None:
@@ -53,12 +75,41 @@ def write_sheet(path: str | Path, found: Replay, batch: RecordedBatch) -> None:
         return
     body = (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>upref replay</title>'
-        "<style>body{font:14px sans-serif;margin:2em auto;max-width:64em}pre{overflow-x:auto}"
-        "svg{max-width:100%}</style>"
-        f"<h1>{'Nothing failed' if found else 'A check failed'}</h1><pre>{html.escape(found.text())}</pre>"
-        f"{svg[svg.index('<svg') :]}</html>"
+        f"<style>{STYLE_SHEET}</style>"
+        f"<h1>{html.escape(heading(found))}</h1><pre>{html.escape(found.text())}</pre>"
+        f"{svg[svg.index('<svg') :]}{_words()}</html>"
     )
     write_atomically(path, body)
+
+
+def heading(found: Replay) -> str:
+    """What the checks of a replay found, in one line.
+
+    Args:
+        found: the replay.
+    """
+    if found.failures:
+        checks = dict.fromkeys(f.check for f in found.failures)
+        return f"Failed: {', '.join(checks)}"
+    line = "Nothing failed"
+    if found.not_run:
+        line += f"; not checked: {', '.join(found.not_run)}"
+    if found.notes:
+        checks = dict.fromkeys(f.check for f in found.notes)
+        line += f"; notes on: {', '.join(checks)}"
+    return line
+
+
+def _words() -> str:
+    """What the report and the panels call things, and whose data the page shows."""
+    rows = [
+        f"<dt>{html.escape(word)}</dt><dd>{html.escape(meaning)}</dd>"
+        for word, meaning in WORDS.items()
+    ]
+    return (
+        f"<h2>Words</h2><dl>{''.join(rows)}</dl>"
+        "<p>This page shows tokens of users' texts. Keep it as you keep the data of the run.</p>"
+    )
 
 
 def draw(found: Replay, batch: RecordedBatch) -> "Figure":
@@ -78,7 +129,7 @@ def draw(found: Replay, batch: RecordedBatch) -> "Figure":
         )
         axes = list(np.ravel(figure.subplots(1 if found.series is None else 2, 3)))
         _engines(axes[0], batch)
-        _concentration(axes[1], found)
+        _concentration(axes[1], found, batch)
         _against_ratio(axes[2], found, batch)
         for ax in axes[4:]:
             ax.set_axis_off()
@@ -95,7 +146,7 @@ def _engines(ax: Any, batch: RecordedBatch) -> None:
     )
     ax.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
     if batch.sampler is None or (batch.old is None and batch.now is None):
-        ax.text(0.5, 0.5, "no sampler's column", ha="center", color="#666666")
+        _say(ax, "no sampler's column")
         return
     inside = batch.mask & batch.sampler.isfinite()
     x, y = (
@@ -103,14 +154,30 @@ def _engines(ax: Any, batch: RecordedBatch) -> None:
         batch.sampler[inside].exp().clamp(max=1).numpy(),
     )
     some = np.linspace(0, len(x) - 1, min(len(x), MOST_POINTS)).astype(int)
-    ax.scatter(
-        x[some], y[some], s=2, color=DOWN, alpha=0.4, linewidths=0, rasterized=False
-    )
+    size = _size(len(some))
+    ax.scatter(x[some], y[some], s=size, color=DOWN, alpha=0.4, linewidths=0)
 
 
-def _concentration(ax: Any, found: Replay) -> None:
+def _say(ax: Any, words: str) -> None:
+    """Write words in a panel that has nothing to draw, or beside what it has."""
+    ax.text(0.5, 0.5, words, ha="center", color="#666666", transform=ax.transAxes)
+
+
+def _why_empty(batch: RecordedBatch) -> str:
+    """Why no objective's weights are drawn."""
+    if batch.adv is None:
+        return "no advantages are recorded"
+    return "no objective could be computed"
+
+
+def _size(points: int) -> float:
+    """Area of a point."""
+    return 12.0 if points <= FEW_POINTS else 2.0
+
+
+def _concentration(ax: Any, found: Replay, batch: RecordedBatch) -> None:
     ax.set(
-        xlabel="heaviest tokens, share",
+        xlabel="heaviest tokens, share of all that train",
         ylabel="share of Σ|w|",
         title="who carries the gradient",
         xscale="log",
@@ -121,7 +188,7 @@ def _concentration(ax: Any, found: Replay) -> None:
             at = np.unique(np.geomspace(1, len(size), 60).astype(int))
             color = PALETTE[number % len(PALETTE)]
             ax.plot(
-                at / len(size),
+                at / batch.tokens,
                 size.cumsum()[at - 1] / size.sum(),
                 label=row.name,
                 color=color,
@@ -129,44 +196,50 @@ def _concentration(ax: Any, found: Replay) -> None:
             )
     if ax.lines:
         ax.legend(fontsize=6, frameon=False)
+    else:
+        _say(ax, _why_empty(batch))
 
 
 def _against_ratio(ax: Any, found: Replay, batch: RecordedBatch) -> None:
     ax.set(xlabel="log r", ylabel="weight dJ/dlp", title="weight against log r")
     if found.table is None or not found.table.rows or batch.adv is None:
+        _say(ax, _why_empty(batch))
         return
     row = found.table.rows[0]
     now = batch.now if batch.now is not None else batch.trainer()
     log_r = (now - batch.trainer())[batch.mask].numpy()
     w, A = row.gradient[batch.mask].numpy(), batch.adv[batch.mask].numpy()
     some = np.linspace(0, len(w) - 1, min(len(w), MOST_POINTS)).astype(int)
-    ax.scatter(
-        log_r[some],
-        w[some],
-        s=2,
-        c=np.where(A[some] > 0, UP, DOWN),
-        alpha=0.5,
-        linewidths=0,
-    )
+    for sign, color, label in ((1, UP, "A > 0"), (-1, DOWN, "A < 0")):
+        those = some[np.sign(A[some]) == sign]
+        ax.scatter(
+            log_r[those],
+            w[those],
+            s=_size(len(some)),
+            color=color,
+            label=label,
+            alpha=0.5,
+            linewidths=0,
+        )
+    ax.legend(fontsize=6, frameon=False)
     ax.set_title(f"weight of {row.name} against log r")
 
 
 def _over_steps(ax: Any, found: Replay) -> None:
     assert found.series is not None
     steps = found.series.steps
-    ax.plot(
-        [s.step for s in steps],
-        [max(s.size, 1e-12) for s in steps],
-        color=DOWN,
-        marker="o",
-        markersize=3,
-    )
+    sizes = [s.size for s in steps]
+    ax.plot([s.step for s in steps], sizes, color=DOWN, marker="o", markersize=3)
     ax.set(
         xlabel="step",
         ylabel="KL(μ ‖ π_old) by capped k2, nats",
         title="the gap over the steps",
-        yscale="log",
     )
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    if min(sizes) > 0:
+        ax.set_yscale("log")
+    if max(sizes) < NOTHING:
+        _say(ax, "rounding: no gap")
 
 
 def _svg(figure: "Figure") -> str:
