@@ -427,7 +427,7 @@ def own_old(model, rows):
 
 HOT = "the temperature is left out (it is 1)"
 FOUR = "every weight is 4 times what it should be"
-R_1 = "the old log-probabilities are the current ones: r = 1"
+R_1 = "the old log-probabilities are the current ones, or have no effect: r = 1"
 
 
 def test_the_temperature_of_a_loop_on_policy_is_named_beside_a_second_fault():

@@ -417,7 +417,7 @@ def kl_by_width(log_prob, old_log_prob, advantages, mask, ref_log_prob):
     return x + 0.02 * seq_mean(log_prob - ref_log_prob, mask) * mask.shape[1]
 
 
-OLD = "old_log_prob has no effect: the ratio is of the policy to itself, always 1"
+OLD = "old_log_prob has no effect: every weight is as where the ratio is 1"
 SUMMED = "the product of the response's ratios replaces the token's: one term for each response"
 TWO = {
     product_and_kl: ("grpo", {"eps": 0.25, "beta": 0.04}, SUMMED),

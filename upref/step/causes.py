@@ -222,10 +222,10 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
     for id, words, mask in masks:
         yield _put(words, id=id, mask=mask)
     now = "the old log-probabilities are the current ones"
-    yield _put(f"{now}: r = 1", id="ratio-always-one", logp_old=w.lp)
+    yield _put(f"{now}, or have no effect: r = 1", id="ratio-always-one", logp_old=w.lp)
     for id, words, mask in masks:
         yield _put(
-            f"{words}; {now}: r = 1",
+            f"{words}; {now}, or have no effect: r = 1",
             id=id,
             beside="ratio-always-one",
             mask=mask,

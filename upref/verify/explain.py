@@ -585,6 +585,9 @@ def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:
     )
     if moved and all(_absolute(k, v, hp[k]) for k, v in moved.items()):
         said += ": taken as absolute, not as a distance from 1"
+    if "c" in moved and hp["c"] is None and moved["c"] is not None:
+        # a mask does the same
+        said += f": where A < 0 no gradient is left beyond r = {moved['c']:.6g}"
     return said
 
 

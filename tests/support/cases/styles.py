@@ -165,7 +165,7 @@ WRONG = [
     ("dual clip", wrong(lambda lp, r, A: torch.where(A < 0, torch.max(ppo(r, A), 3 * A), ppo(r, A))), "gradient",
      "A < 0, r > 3", "c is 3"),
     ("no clip", wrong(lambda lp, r, A: r * A), "gradient", "A > 0, r > 1.28", "not clipped"),
-    ("ratio 1", wrong(lambda lp, r, A: ppo(r.detach() * 0 + 1, A) * lp), "gradient", "A < 0", "always 1"),
+    ("ratio 1", wrong(lambda lp, r, A: ppo(r.detach() * 0 + 1, A) * lp), "gradient", "A < 0", "as where the ratio is 1"),
     ("A log π", wrong(lambda lp, r, A: A * lp + ppo(r, A).detach()), "gradient", "A > 0", ""),
     ("seq-mean-token-mean", wrong(lambda lp, r, A: ppo(r, A), by_response), "aggregation", "ragged",
      "seq-mean-token-mean"),

@@ -814,6 +814,17 @@ def _without_the_rest(
         )
 
 
+def _beyond(x: float, bound: float, how: str) -> str:
+    """Words for a ratio beyond which no gradient is left: for both signs of A, but where
+    x is beyond the bound from which on A > 0 has none anyway.
+    """
+    where_negative = "where A < 0 " if x >= bound else ""
+    return (
+        f"{where_negative}no gradient is left beyond r = {x:.6g}: {how}, or such tokens "
+        "are left out"
+    )
+
+
 def _forms(
     objective: Objective,
     hp: dict[str, Any],
@@ -1015,7 +1026,7 @@ def _forms(
         )
     yield made(
         "ratio",
-        "old_log_prob has no effect: the ratio is of the policy to itself, always 1",
+        "old_log_prob has no effect: every weight is as where the ratio is 1",
         lambda lp, old, A, m: A * lp,
         id="ratio-always-one",
     )
@@ -1340,13 +1351,13 @@ def _forms(
     for x in bounds:
         yield made(
             "clip",
-            f"the ratio is capped at {x:.6g}",
+            _beyond(x, 1 + hi, "the ratio is capped there"),
             form(lambda r, A, lp, x=x: ppo(r.clamp(max=x), A)),
             id="ratio-capped",
         )
         yield made(
             "clip",
-            f"a dual clip at c = {x:.6g}",
+            _beyond(x, 0.0, f"a dual clip at c = {x:.6g}"),
             form(lambda r, A, lp, x=x: where(A < 0, ppo(r.clamp(max=x), A), ppo(r, A))),
             id="dual-clip",
         )

@@ -156,7 +156,7 @@ ONE_WEIGHT = MeasuredFault(
 )
 RATIO_ALWAYS_ONE = MeasuredFault(
     "ratio-always-one",
-    "the old log-probabilities are the current ones: r = 1",
+    "the old log-probabilities are the current ones, or have no effect: r = 1",
     ("step",),
 )
 KL_NOT_OF_OBJECTIVE = MeasuredFault(
