@@ -342,7 +342,7 @@ def peers_of_none(rewards, group):
 
 WRONG = [  # function, estimator, oracle, cause
     (over_the_batch, "group_norm", "values", "over the batch"),
-    (std_of_the_batch, "group_norm", "values", "divided by the std of the whole batch"),
+    (std_of_the_batch, "group_norm", "values", "divided by the std of the rewards of the whole batch"),
     (fixed_stride, "group_norm", "uneven-groups", ""),
     (one_group_if_uneven, "group_norm", "uneven-groups", ""),
     (contiguous_by_counts, "group_norm", "interleaving", "contiguous"),
@@ -364,7 +364,7 @@ WRONG = [  # function, estimator, oracle, cause
     (in_place, "group_mean", "mutation", "in-place"),
     (jitter, "group_norm", "determinism", "random"),
     (averaged_over_tokens, "group_norm", "values", ""),
-    (clipped_at_five, "group_norm", "large-groups", "clipped to ±5"),
+    (clipped_at_five, "group_norm", "large-groups", "clipped to at most 5"),
     (ids_through_floats, "group_norm", "group-ids", "values of the ids"),
     (ids_are_counted_up_to, "group_mean", "group-ids", "values of the ids"),
     (as_many_ids_as_prompts, "group_mean", "group-ids", "values of the ids"),
