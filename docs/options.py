@@ -17,13 +17,11 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
-def _noticed(name: str, option: Option) -> bool:
-    return all(_ends(one) for one in results(name)["options"][option.key])
-
-
-def _ends(one: Mapping[str, Any]) -> bool:
-    """Return whether a case fails, or no case can run: a build is red in both."""
-    return bool(one["case"]) or not one["compared"]
+def _noticed(option: Option) -> bool:
+    """Return whether a build is red with each value: a case fails, or none can run. A
+    reason stands where neither is so, or where the option cannot be measured here.
+    """
+    return not option.why
 
 
 def tally() -> str:
@@ -37,7 +35,7 @@ def tally() -> str:
     for name in MEASURED:
         changing = options(name)
         keeping = sum(map(len, reasons(name).values()))
-        noticed = sum(_noticed(name, option) for option in changing)
+        noticed = sum(_noticed(option) for option in changing)
         cells = (
             results(name)["adapter"],
             len(changing) + keeping,
@@ -54,8 +52,8 @@ def table(name: str) -> str:
     those that do not change the gradient.
     """
     measured = results(name)["options"]
-    seen = [option for option in options(name) if _noticed(name, option)]
-    unseen = [option for option in options(name) if not _noticed(name, option)]
+    seen = [option for option in options(name) if _noticed(option)]
+    unseen = [option for option in options(name) if not _noticed(option)]
     rows = [
         "| option | other value | case that notices | error of the gradient |",
         "|---|---|---|---|",
