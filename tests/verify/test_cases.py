@@ -93,7 +93,7 @@ def numbers_on(one, b, g, unit, remark):
     if unit == "weight":
         return one.expected(b), g / one.factors(b)
     if unit == "factor":
-        return one.factors(b, declared_aggregation(one.o)), one.factors(b)
+        return one.factors(b, declared_aggregation(one.objective)), one.factors(b)
     if remark == "3 times the gradient":
         return 3 * one.gradient(b.but(adv=b.adv / 3)), g
     for times, (words, _) in SCALES.items():

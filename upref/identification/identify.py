@@ -177,7 +177,7 @@ def _identify_weights(box: BlackBox, start: float) -> Identification:
     if box.scale != 1 and not box.batch_coupled:
         whole = box.unscaled()
         if matches := _fitting(
-            whole, [best_candidate(c.o, whole) for c in tried], grids
+            whole, [best_candidate(c.objective, whole) for c in tried], grids
         ):
             wrong = _faults(whole, matches[0], grids) + _claimed(whole, matches[0])
             return _answer(
@@ -209,7 +209,11 @@ def _identify_weights(box: BlackBox, start: float) -> Identification:
             box,
             case,
             lambda batch: (
-                k * (one.change.weights(case.o, case.hp, batch) + box.kl_weights(batch))
+                k
+                * (
+                    one.change.weights(case.objective, case.hp, batch)
+                    + box.kl_weights(batch)
+                )
             ),
         )
         words = [one.words, *_multiplied(k, match.agg), *_term(box, match), *more]
@@ -327,7 +331,7 @@ def _with_correction(box: BlackBox, answer: Identification) -> Identification:
         objective = get(f"{name}({m.name})")
         start = replace(
             case,
-            o=objective,
+            objective=objective,
             hp=objective.resolve({k: v for k, v in m.hp.items() if v is not None}),
         )
         for hp in ({}, *(one.change.hp for one in retuned(start))):
@@ -357,7 +361,9 @@ def _with_correction(box: BlackBox, answer: Identification) -> Identification:
 def _refit_loosely(box: BlackBox, tried: list[Candidate]) -> list[Match]:
     """Those of the candidates that fit a box that is looked at less closely."""
     return _fitting(
-        box, [best_candidate(c.o, box) for c in tried if c.miss[0] < 0.1], _grids(box)
+        box,
+        [best_candidate(c.objective, box) for c in tried if c.miss[0] < 0.1],
+        _grids(box),
     )
 
 
@@ -388,7 +394,12 @@ def _answer(
 def _nearest(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> Match:
     near = sorted(
         tried,
-        key=lambda c: (c.is_extreme, not in_range(c.o, c.hp), c.unexplained, c.miss),
+        key=lambda c: (
+            c.is_extreme,
+            not in_range(c.objective, c.hp),
+            c.unexplained,
+            c.miss,
+        ),
     )[:TRIED]
     return min(
         (_match(box, c, grids) for c in near), key=lambda m: (m.mean, m.distance)
@@ -488,21 +499,23 @@ def _weight_error(
 def _match(box: BlackBox, candidate: Candidate, grids: list[Grid]) -> Match:
     offs = []
     for batch, mixed, gradient in grids:
-        if not (mixed and candidate.o.one_adv):
-            offs.append(_weight_error(box, candidate.o, candidate.hp, batch, gradient))
+        if not (mixed and candidate.objective.one_adv):
+            offs.append(
+                _weight_error(box, candidate.objective, candidate.hp, batch, gradient)
+            )
     distance = max(x.max().item() for x in offs)
     mean = sum(x.clamp(max=1).sum().item() for x in offs) / sum(
         int(batch.mask.sum()) for batch, *_ in grids
     )
-    hp = candidate.effective_hp() if in_range(candidate.o, candidate.hp) else {}
-    same_kl = _same_kl(box, candidate.o)
-    if candidate.o.kl and same_kl:
+    hp = candidate.effective_hp() if in_range(candidate.objective, candidate.hp) else {}
+    same_kl = _same_kl(box, candidate.objective)
+    if candidate.objective.kl and same_kl:
         hp["beta"] = box.beta
     return Match(
-        candidate.o.name,
+        candidate.objective.name,
         hp,
         _agg(box),
-        _has_own_aggregation(box, candidate.o),
+        _has_own_aggregation(box, candidate.objective),
         same_kl,
         distance,
         mean,
@@ -618,7 +631,10 @@ def _against(box: BlackBox, match: Match) -> LossCase:
     objective = get(match.name)
     hp = objective.resolve({k: v for k, v in match.hp.items() if v is not None})
     return replace(
-        box.case, o=objective, hp=hp, agg=box.agg or declared_aggregation(objective)
+        box.case,
+        objective=objective,
+        hp=hp,
+        agg=box.agg or declared_aggregation(objective),
     )
 
 
@@ -677,7 +693,8 @@ def _claimed(box: BlackBox, match: Match) -> list[str]:
         box,
         case,
         lambda batch: (
-            box.scale * (unit_weights(case.o, batch, plain) + box.kl_weights(batch))
+            box.scale
+            * (unit_weights(case.objective, batch, plain) + box.kl_weights(batch))
         ),
     )
 

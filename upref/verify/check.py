@@ -201,7 +201,7 @@ def as_shipped(loss: Loss, case: LossCase) -> str:
     """
     if loss.shipped is None:
         return ""
-    shipped = make_case(infer_shapes(loss.shipped), case.o, case.hp)
+    shipped = make_case(infer_shapes(loss.shipped), case.objective, case.hp)
     found, _ = run(
         [
             oracle
@@ -212,7 +212,7 @@ def as_shipped(loss: Loss, case: LossCase) -> str:
         (),
     )
     wrong = any(f.severity == "failure" for f in found)
-    return f"as shipped: {'NOT ' if wrong else ''}{case.o.name}"
+    return f"as shipped: {'NOT ' if wrong else ''}{case.objective.name}"
 
 
 def not_checked(case: LossCase) -> list[str]:
@@ -224,9 +224,9 @@ def not_checked(case: LossCase) -> list[str]:
     """
     out = []
     if ignores_sampler(case):
-        out.append(sampler_words(case.o.name))
+        out.append(sampler_words(case.objective.name))
     out += [*unfed_words(case.loss), *case.loss.switched_off]
-    if "group" not in case.loss.reads and case.o.agg == "group-token-mean":
+    if "group" not in case.loss.reads and case.objective.agg == "group-token-mean":
         out.append("the mean of each prompt (it takes no group ids)")
     if case.loss.form == "unreduced":
         out.append("the aggregation, which its caller does")
@@ -243,7 +243,7 @@ def assumptions(case: LossCase) -> list[str]:
 
     loss = case.loss
     out = list(case.loss.assumptions)
-    if "group" not in loss.reads and case.o.agg == "group-token-mean":
+    if "group" not in loss.reads and case.objective.agg == "group-token-mean":
         out.append(
             "the loss takes no group ids: the batch counts as one group, as in DAPO's code, verl and TRL"
         )
@@ -253,7 +253,7 @@ def assumptions(case: LossCase) -> list[str]:
         out.append("it takes the mask as numbers")
     if loss.form == "unreduced":
         out.append(
-            f"it returns an unreduced tensor: upref aggregates it by {case.o.agg}"
+            f"it returns an unreduced tensor: upref aggregates it by {case.objective.agg}"
         )
     if loss.returns_live:
         out.append(

@@ -97,14 +97,14 @@ def explain(
         _retuned(case, bounds),
         _other_kl(case, batch, found, use),
         _kl_aggregated(case),
-        known("losses", case.o, case.hp, bounds),
+        known("losses", case.objective, case.hp, bounds),
         group_order_faults(case),
         reweighted(case),
         left_out(case),
         floored(case),
         retuned(case),
         divided(case),
-        powered(case.o, case.hp, case.k),
+        powered(case.objective, case.hp, case.scale),
         _others(case),
         corrected(case),
     )
@@ -181,18 +181,18 @@ def by_fixed_length(case: LossCase) -> Iterator[LossFault]:
     Args:
         case: the loss and its objective.
     """
-    sums = case.agg == declared_aggregation(case.o) == "seq-mean-token-sum"
-    if not sums or not case.fits or not 0 < case.k < 1:
+    sums = case.agg == declared_aggregation(case.objective) == "seq-mean-token-sum"
+    if not sums or not case.fits or not 0 < case.scale < 1:
         return
-    length = round(1 / case.k)
-    if length < LEAST_LENGTH or abs(case.k * length - 1) > 10 * case.tol:
+    length = round(1 / case.scale)
+    if length < LEAST_LENGTH or abs(case.scale * length - 1) > 10 * case.tol:
         return
     yield fault(
         f"every weight is 1/{length} times what it should be: if {length} is the fixed length L of Dr. GRPO's code "
         "(seq-mean-token-sum-norm), check the loss times L",
         "rounding",
         id="weights-scaled",
-        scale=lambda batch: case.k,
+        scale=lambda batch: case.scale,
     )
 
 
@@ -263,7 +263,7 @@ def confirmation_batches(case: LossCase) -> list[Rollouts]:
     sizes = 1 + torch.arange(len(calm.adv), dtype=calm.adv.dtype)[:, None] / 10
     good = calm.but(adv=calm.adv.abs() * sizes)
     some = [case.ready(random_batch(rng(seed), case.one_adv)) for seed in (0, 3, 5)]
-    far = [case.beyond("sampler")] if case.o.sampler is not None else []
+    far = [case.beyond("sampler")] if case.objective.sampler is not None else []
     return [
         calm,
         small,
@@ -314,7 +314,10 @@ def cause_if_confirmed_at(
     """
     right, wrong = (
         w[at].item()
-        for w in (case.expected(batch), one.change.weights(case.o, case.hp, batch))
+        for w in (
+            case.expected(batch),
+            one.change.weights(case.objective, case.hp, batch),
+        )
     )
     if abs(wrong - found) <= 1e-3 * abs(right - found):
         return cause_if_confirmed(case, one, batch, *more)
@@ -364,9 +367,9 @@ def _two(
     zero = use & (batch.adv.expand_as(use) == 0)
     if not zero.any():
         return None
-    objective = case.o
+    objective = case.objective
     hp = case.hp
-    plain = case.plain_hp | ({"beta": 0.0} if case.o.kl else {})
+    plain = case.plain_hp | ({"beta": 0.0} if case.objective.kl else {})
     terms = [*_other_kl(case, batch, found, use)]
     if hp.get("beta"):
         terms += [KL_MISSING, *_kl_aggregated(case), *kl_faults(objective, hp)]
@@ -415,7 +418,7 @@ def _two(
 
 def _kl_aggregated(case: LossCase) -> Iterator[LossFault]:
     """The KL term with another aggregation than the rest."""
-    objective, beta = case.o, case.hp.get("beta") or 0.0
+    objective, beta = case.objective, case.hp.get("beta") or 0.0
     for name in FACTORS if beta else ():
         if name != case.agg:
 
@@ -491,7 +494,7 @@ def fits(
     """
     try:
         apart = relative_error(
-            found, one.change.weights(case.o, case.hp, batch), batch.adv
+            found, one.change.weights(case.objective, case.hp, batch), batch.adv
         )
     except (
         InputError,
@@ -536,7 +539,7 @@ def _other_kl(
     if not zero.any():
         return
     objective, plain, own = (
-        case.o,
+        case.objective,
         {k: v for k, v in case.hp.items() if k != "beta"},
         case.hp.get("beta") or 0.0,
     )
@@ -599,7 +602,7 @@ def _absolute(key: str, v: Any, now: Any) -> bool:
 
 
 def _others(case: LossCase) -> Iterator[LossFault]:
-    objective = case.o
+    objective = case.objective
     hp = case.hp
     if not shape_of(objective, hp).free[1.0]:  # it has no log π_θ there yet
         yield fault(

@@ -46,7 +46,7 @@ class ClosedFormWeights:
     """
 
     def __init__(self, objective: Objective, points: list[Point]):
-        self.o = objective
+        self.objective = objective
         self.A, self.r, self.mu = (
             np.array([getattr(p, k) for p in points]) for k in ("A", "r", "mu")
         )
@@ -61,7 +61,7 @@ class ClosedFormWeights:
         return out
 
     def _calls(self) -> Iterator[Any]:
-        objective, n = self.o, len(self.r)
+        objective, n = self.objective, len(self.r)
         if objective.level != "custom":
             have = {
                 "mu": self.mu,
@@ -88,7 +88,7 @@ class ClosedFormWeights:
                 yield rows, self._free(rows, unsure)
 
     def _free(self, rows: np.ndarray, unsure: bool) -> Any:
-        objective = self.o
+        objective = self.objective
         r, A, mu = _column(self.r[rows]), _column(self.A[rows]), _column(self.mu[rows])
         H = torch.ones_like(r)
         if unsure:
@@ -113,7 +113,7 @@ class Candidate:
     `miss` the share that disagrees.
     """
 
-    o: Objective
+    objective: Objective
     hp: dict[str, Any]
     miss: tuple[float, float]
     # the share of the points that depend on no hyperparameter and disagree
@@ -156,7 +156,7 @@ class HyperparameterSearch:
     solves.
     """
 
-    o: Objective
+    objective: Objective
     box: BlackBox
     points: list[Point]
     measured: np.ndarray
@@ -199,12 +199,12 @@ class HyperparameterSearch:
         ends = (
             (k, v)
             for k, v in hp.items()
-            if v is not None and v != self.o.hyperparameters[k]
+            if v is not None and v != self.objective.hyperparameters[k]
         )
         limit = any(
             not 1e-7 < v < 9e3 and not (v == 0 and _is_clip_width(k)) for k, v in ends
         )
-        return miss[0] == 0 and not limit and in_range(self.o, hp)
+        return miss[0] == 0 and not limit and in_range(self.objective, hp)
 
     def matters(self, hp: dict[str, Any], key: str, v: float) -> bool:
         """Tell whether another value of one hyperparameter would change the weights.
@@ -228,7 +228,7 @@ class HyperparameterSearch:
         Returns:
             The candidate, which may not fit.
         """
-        hp = self.o.of_surrogate({})
+        hp = self.objective.of_surrogate({})
         miss, (unexplained, smooth) = self.score(hp), self._reach(hp)
         if (unexplained == 0 or self.box.tol > 1e-4) and miss[0] > 0:
             hp, miss = self._from(hp, miss, smooth)
@@ -238,7 +238,7 @@ class HyperparameterSearch:
                     hp | clip, self.score(hp | clip), smooth, clip.keys()
                 )
                 hp, miss = min((hp, miss), there, key=lambda found: found[1])
-        return Candidate(self.o, hp, miss, unexplained, self)
+        return Candidate(self.objective, hp, miss, unexplained, self)
 
     def _from(
         self,
@@ -281,7 +281,7 @@ class HyperparameterSearch:
             *np.geomspace(max(lo, 0.01), hi, 9)[:-1] + (lo if lo > 1 else 0),
             hi,
         ]
-        if self.o.hyperparameters[key] is None:
+        if self.objective.hyperparameters[key] is None:
             some.append(None)
         return some
 
@@ -360,20 +360,20 @@ class HyperparameterSearch:
 
     # ---- the solves ------------------------------------------------------------------
     def _solutions(self, hp: dict[str, Any], key: str, smooth: Any) -> Any:
-        if self.o.hyperparameters[key] is None:
+        if self.objective.hyperparameters[key] is None:
             yield None
         if _is_clip_width(key) and any(abs(p.r - 1) < 1e-9 for p, _ in self.box.jumps):
             yield 0.0
         jumps = [
             (p, m)
             for p, m in self.box.jumps
-            if not p.unsure or "entropy" in self.o.reads
+            if not p.unsure or "entropy" in self.objective.reads
         ]
         keys = [*jumps, *self._smooth(smooth[key])]
         if not keys:
             return
         lo, hi = SEARCH_RANGE.get(key, DEFAULT_RANGE)
-        w = ClosedFormWeights(self.o, [p for p, _ in keys])
+        w = ClosedFormWeights(self.objective, [p for p, _ in keys])
         target = np.array([m for _, m in keys])
         ends = [np.sign(w(hp | {key: x}) - target) for x in (lo, hi)]
         if at := np.flatnonzero(ends[0] != ends[1]).tolist():
@@ -415,7 +415,7 @@ class HyperparameterSearch:
         below: Any,
     ) -> list[float]:
         """Bisection in the logarithm."""
-        w = ClosedFormWeights(self.o, [p for p, _ in keys])
+        w = ClosedFormWeights(self.objective, [p for p, _ in keys])
         target = np.array([m for _, m in keys])
         los = np.full(len(keys), lo)
         his = np.full(len(keys), hi)
@@ -545,7 +545,7 @@ def recover(case: LossCase) -> list[dict[str, Any]]:
     """
     try:
         found = candidate_or_none(
-            case.o, measure(case.loss, bool(case.o.batch_coupled))
+            case.objective, measure(case.loss, bool(case.objective.batch_coupled))
         )
     except InputError:
         return []

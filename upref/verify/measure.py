@@ -91,11 +91,11 @@ class LossCase:
     """
 
     loss: Loss
-    o: Objective
+    objective: Objective
     hp: dict[str, Any]
     agg: str = ""  # a key of FACTORS
     # what the gradient is multiplied by on policy, beside the aggregation
-    k: float = 1.0
+    scale: float = 1.0
     fits: bool = True  # some aggregation explains the on-policy gradient
     tol: float = HABIT
     edges: tuple[float, ...] = EDGES
@@ -188,7 +188,7 @@ class LossCase:
         Returns:
             dJ_t/dlp_t of every token, [B, T].
         """
-        return unit_weights(self.o, batch, self.hp)
+        return unit_weights(self.objective, batch, self.hp)
 
     def weight_error(
         self,
@@ -213,7 +213,7 @@ class LossCase:
         expected = self.expected(batch)
         # the weight is a difference of two shares of a group, each rounded at its own
         # size
-        if "group" in self.o.reads:
+        if "group" in self.objective.reads:
             floor = max(floor, expected.abs().max().item())
         apart = relative_error(found, expected, batch.adv, floor)
         if self.single and apart.max() > self.tol:
@@ -246,7 +246,7 @@ class LossCase:
         )
         shares = torch.zeros_like(d)
         ways = [d]
-        if "group" in self.o.reads and batch.group is not None:
+        if "group" in self.objective.reads and batch.group is not None:
             # the weight is a difference of two shares of a group, which shows only what
             # moves a response beside others
             peers = batch.group[:, None] == batch.group
@@ -281,7 +281,7 @@ class LossCase:
         """
         x = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
         if reduce := {"sequence_mean": mean_t, "sequence_product": sum_t}.get(
-            self.o.level
+            self.objective.level
         ):
             x = reduce(x, batch.mask)[:, None].expand_as(x)
         return x.exp()
@@ -317,7 +317,7 @@ class LossCase:
         Returns:
             The batch, in the shapes that the loss takes. Do not write to it.
         """
-        mus = MU + MU_READ if self.o.reads_mu else MU
+        mus = MU + MU_READ if self.objective.reads_mu else MU
         options = self.plain_hp | {"edges": self.edges, "mus": mus} | options
         return self.cached(
             ("grid", *options.items()),
@@ -338,18 +338,18 @@ class LossCase:
     @property
     def per_response(self) -> Objective:
         """For the grid alone: one advantage per response where no more is asked."""
-        if self.one_adv and self.o.level not in REDUCE:
-            return _one_per_response(self.o)
-        return self.o
+        if self.one_adv and self.objective.level not in REDUCE:
+            return _one_per_response(self.objective)
+        return self.objective
 
     @property
     def one_adv(self) -> bool:
         """Also where the paper's action is the whole response: RLOO, W-REINFORCE."""
-        whole = self.o.agg == "seq-mean-token-sum" and self.o.adv in (
+        whole = self.objective.agg == "seq-mean-token-sum" and self.objective.adv in (
             "leave_one_out",
             "signed",
         )
-        return self.o.one_adv or whole or self.loss.adv_shape != "BT"
+        return self.objective.one_adv or whole or self.loss.adv_shape != "BT"
 
     def ready(self, batch: Rollouts) -> Rollouts:
         """Masked slots hold numbers that could pass for tokens; a reference policy; no
@@ -373,7 +373,7 @@ class LossCase:
             The batch without groups where the loss takes none.
         """
         engine = batch.logp_sampler
-        if self.o.sampler is not None and engine is None:
+        if self.objective.sampler is not None and engine is None:
             engine = sampler(batch)
         return self.loss.visible_batch(batch.but(logp_sampler=engine))
 
@@ -384,7 +384,9 @@ class LossCase:
             axis: a key of upref.weights.stress.AXES.
             ids: how its groups are named.
         """
-        return self.visible_batch(stress_batch(axis, self.o, ids=ids, **self.plain_hp))
+        return self.visible_batch(
+            stress_batch(axis, self.objective, ids=ids, **self.plain_hp)
+        )
 
     def singly(self, batch: Rollouts) -> tuple["LossCase", Tensor]:
         """The case as one that computes in float32, and the weights found where the
@@ -460,7 +462,7 @@ def make_case(loss: Loss, objective: Objective, hp: dict[str, Any]) -> LossCase:
     )
     answer = next(filter(None, answers), None)
     case.fits = own or answer is not None
-    case.agg, case.k = answer or (case.agg, 1.0)
+    case.agg, case.scale = answer or (case.agg, 1.0)
     if is_float32(case, batch):
         case.in_float32()
     return case
@@ -493,7 +495,7 @@ def ignores_sampler(case: LossCase) -> bool:
         case: the loss and its objective.
     """
     loss = case.loss
-    if case.o.sampler is not None or "logp_sampler" not in loss.reads:
+    if case.objective.sampler is not None or "logp_sampler" not in loss.reads:
         return False
     if not loss.takes_batch:
         return True
@@ -565,7 +567,7 @@ def _explain(
     if not use.any():
         return None
     scaled = []
-    for name in names(declared_aggregation(case.o)):
+    for name in names(declared_aggregation(case.objective)):
         k = common_value((found / (W * case.factors(batch, name)))[use])
         if k is not None and abs(k - 1) < 1e-5:
             return name, k

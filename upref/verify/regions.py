@@ -74,7 +74,7 @@ def regions(
     groups = _groups(xs, bad)
     runs = _runs([fails for *_, fails in groups])
     # which tokens fail, their ρ decides
-    if case.o.sampler is not None and len(runs) > 1:
+    if case.objective.sampler is not None and len(runs) > 1:
         yield Region(TokenPlace(sign, decided_by="ρ"), sign, side)
         return
     # where A = 0 no bound of the objective explains an interval
@@ -162,7 +162,7 @@ def _end(
     for k in known:
         if lo * (1 - 1e-12) <= k <= hi * (1 + 1e-12):
             return k
-    if case.o.level == "custom" or case.o.reads_mu:
+    if case.objective.level == "custom" or case.objective.reads_mu:
         return float(bad)
     for _ in range(6):
         xs = np.exp(np.linspace(math.log(good), math.log(bad), 33))

@@ -204,7 +204,9 @@ def example(
     """
     low = batch if dtype is None else batch.floats(dtype)
     try:
-        right = case.expected(batch) * case.factors(batch, declared_aggregation(case.o))
+        right = case.expected(batch) * case.factors(
+            batch, declared_aggregation(case.objective)
+        )
         return make_example(low, right, case.gradient(low), case.loss.reads)
     except InputError:
         return make_example(low, reads=case.loss.reads)
@@ -221,7 +223,9 @@ def differ(case: LossCase, batch: Rollouts) -> Tensor:
     Returns:
         [B, T].
     """
-    right = case.expected(batch) * case.factors(batch, declared_aggregation(case.o))
+    right = case.expected(batch) * case.factors(
+        batch, declared_aggregation(case.objective)
+    )
     found = case.gradient(batch)
     same = torch.isclose(
         found, right, rtol=10.0 ** (1 - GRADIENT_DIGITS[-1]), atol=0, equal_nan=True
@@ -240,7 +244,7 @@ def sampler_ratio(
         batch: the batch.
         at: the response and the column.
     """
-    if case.o.sampler is None or batch.logp_sampler is None:
+    if case.objective.sampler is None or batch.logp_sampler is None:
         return {}
     return {"ρ": (batch.logp_old - batch.logp_sampler)[at].exp().item()}
 

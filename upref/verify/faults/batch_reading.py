@@ -467,7 +467,7 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
             view=lambda batch: batch.but(adv=batch.adv + more),
         )
     live = use & (q > 0)
-    j = term_of(case.o, case.hp)
+    j = term_of(case.objective, case.hp)
     if live.sum() > 2:
         k = _slope(batch.logp[live], q[live].log())
         as_by = "as by one over a temperature"
@@ -486,7 +486,7 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
 
     def rest(batch: Rollouts) -> Tensor:
         """The weights without the bonus."""
-        return unit_weights(case.o, batch, case.hp)
+        return unit_weights(case.objective, batch, case.hp)
 
     push = _bonus_slope(batch)
     c = float(((found - rest(batch)) * push).nan_to_num().sum() / (push**2).sum())
@@ -555,7 +555,7 @@ def left_out(case: LossCase) -> Iterator[LossFault]:
                     f"{told} in the denominator",
                     "batches",
                     id=left_out_id(tokens, counted),
-                    weigh=_under(case.o, case.hp, kept, counted),
+                    weigh=_under(case.objective, case.hp, kept, counted),
                     whole=True,
                 )
 
@@ -600,7 +600,7 @@ def _floors(case: LossCase, low: float) -> Iterator[LossFault]:
     """What sets log-probabilities below this number to it; the case tells which of them
     the loss can be.
     """
-    term = term_of(case.o, case.hp)
+    term = term_of(case.objective, case.hp)
 
     def of_both(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
         return term(lp.clamp(min=low), old.clamp(min=low), A, m)
@@ -609,7 +609,9 @@ def _floors(case: LossCase, low: float) -> Iterator[LossFault]:
         return term(lp.clamp(min=low), old, A, m)
 
     alone = f"tokens with a log_prob below {low:g} have no gradient: they are left out, or log_prob is set to it"
-    if case.o.level in REDUCE:  # the ratios of the other tokens tell the two apart
+    if (
+        case.objective.level in REDUCE
+    ):  # the ratios of the other tokens tell the two apart
         alone = f"log_prob below {low:g} is set to it"
     both = f"log-probabilities below {low:g} are set to it"
     for id, words, J in (
@@ -637,7 +639,9 @@ def _alike_across(case: LossCase, one: LossFault, low: float) -> bool:
     ones = torch.ones_like(A)
     batch = case.ready(Rollouts(lp, old, A, ones.bool(), logp_ref=lp, entropy=ones))
     off = relative_error(
-        case.weights(batch), one.change.weights(case.o, case.hp, batch), batch.adv
+        case.weights(batch),
+        one.change.weights(case.objective, case.hp, batch),
+        batch.adv,
     )
     return bool((off < 10 * case.tol).all())
 

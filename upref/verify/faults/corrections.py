@@ -129,7 +129,7 @@ def corrected(case: LossCase) -> Iterator[LossFault]:
 
 def _of_both_signs(case: LossCase) -> dict[float, Correction]:
     """By the sign of A; empty if one of them has no such function."""
-    if case.o.sampler is None:
+    if case.objective.sampler is None:
         return {}
     seen: dict[float, Correction] = {}
     with contextlib.suppress(InputError):  # it refuses such a batch
@@ -149,12 +149,16 @@ def _weights(
     """The objective's weights under another correction of its sampler, its KL term
     beside them.
     """
-    base = unit_weights(replace(case.o, sampler=None), batch, _uncorrected(case))
+    base = unit_weights(
+        replace(case.objective, sampler=None), batch, _uncorrected(case)
+    )
     assert batch.logp_sampler is not None
     x = of(torch.where(batch.mask, batch.logp_old - batch.logp_sampler, 0), batch.mask)
     w = base * torch.where(batch.adv.expand_as(x) > 0, seen[1.0](x), seen[-1.0](x))
     return w - (
-        case.hp["beta"] * kl_slope(case.o.kl, batch) if case.hp.get("beta") else 0
+        case.hp["beta"] * kl_slope(case.objective.kl, batch)
+        if case.hp.get("beta")
+        else 0
     )
 
 
@@ -203,7 +207,9 @@ def _factor(case: LossCase, A: float, log_rho: np.ndarray) -> np.ndarray:
         old, old, A * one, one.bool(), logp_ref=old, entropy=one, logp_sampler=mu
     )
     batch = case.loss.visible_batch(batch)
-    base = unit_weights(replace(case.o, sampler=None), batch, _uncorrected(case))
+    base = unit_weights(
+        replace(case.objective, sampler=None), batch, _uncorrected(case)
+    )
     return (case.weights(batch) / base)[:, 0].numpy()
 
 
@@ -214,7 +220,7 @@ def _uncorrected(case: LossCase) -> dict[str, Any]:
     return {
         k: v
         for k, v in case.plain_hp.items()
-        if k in case.o.hyperparameters and k not in BOUNDS
+        if k in case.objective.hyperparameters and k not in BOUNDS
     }
 
 

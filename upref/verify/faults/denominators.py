@@ -79,7 +79,7 @@ def _aggregated(case: LossCase, words: str, factor: ByToken, id: str) -> LossFau
 
 def _own(case: LossCase, batch: Rollouts) -> Tensor:
     """The factor of the objective's own aggregation, [B, 1]."""
-    return case.factors(batch, declared_aggregation(case.o))
+    return case.factors(batch, declared_aggregation(case.objective))
 
 
 # ---- groups --------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def _multiples(case: LossCase) -> tuple[Tensor, Tensor] | None:
     """
     batch = case.ready(on_policy_batch())
     at = dict.fromkeys(
-        ("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])),
+        ("logp", "logp_ref", *(["logp_sampler"] if case.objective.sampler else [])),
         batch.logp_old,
     )
     batch = case.visible_batch(batch.but(**at))

@@ -49,7 +49,7 @@ def not_split(case: LossCase) -> str:
     """
     if not case.loss.micro_batchable:
         return "the loss is one call on the whole mini-batch: it takes no `totals`"
-    return case.o.batch_coupled
+    return case.objective.batch_coupled
 
 
 @oracle("micro-batches", 40, not_split)
@@ -274,7 +274,7 @@ def _single(case: LossCase) -> Iterator[tuple[str, Rollouts]]:
                 "a batch of one token",
                 case.ready(replace(single_token_batch(A, [r], [0.3]), logp_ref=None)),
             )
-    if case.o.batch_coupled:
+    if case.objective.batch_coupled:
         return
     ids = groups(case)[1] if "group" in case.loss.reads else ()
     for axis, some in SOME.items():
@@ -332,10 +332,10 @@ def not_parallel(case: LossCase) -> str:
         The reason; "" where it can be asked.
     """
     if not case.loss.micro_batchable and (
-        not case.o.agg.startswith("seq-mean") or "group" in case.loss.reads
+        not case.objective.agg.startswith("seq-mean") or "group" in case.loss.reads
     ):
         return "it takes no `totals`: the ranks' own token means, averaged, are not the mini-batch's"
-    return case.o.batch_coupled
+    return case.objective.batch_coupled
 
 
 def rank_counts(case: LossCase) -> str:

@@ -242,7 +242,7 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
     except InputError:
         return []
     text = "with a row that is masked throughout"
-    if case.o.agg not in ("token-mean", "group-token-mean"):
+    if case.objective.agg not in ("token-mean", "group-token-mean"):
         nan = note(
             "padding",
             text,
@@ -472,7 +472,7 @@ def permutation(case: LossCase) -> list[Finding]:
 def _kl(case: LossCase) -> str:
     if case.hp.get("beta"):
         return "the KL term does not scale with A"
-    return case.o.scale_exception
+    return case.objective.scale_exception
 
 
 @oracle("scaling", 110, _kl, implied=True)

@@ -35,7 +35,7 @@ def extremes(case: LossCase) -> list[Finding]:
     near = not case.wrong or bool(
         (case.weight_error(grid_off_bounds(case)) <= case.tol).all()
     )
-    if near and not case.single and not case.o.batch_coupled:
+    if near and not case.single and not case.objective.batch_coupled:
         out += [f for f in clamps(case) if not case.wrong or f.cause != UNKNOWN]
     notes: dict[str, Finding] = {}
     # what is noted in one may be wrong in the next
@@ -145,7 +145,7 @@ def _extremes(case: LossCase, low: Rollouts, gradient: Tensor) -> Extremes:
     A = batch.adv.expand_as(batch.logp)
     room = _room(case, dtype)
     # some write a geometric mean as the root of a product
-    whole = case.o.level in ("sequence_mean", "custom")
+    whole = case.objective.level in ("sequence_mean", "custom")
     # A / (N r) leaves the dtype too
     size = torch.where(A == 0, 1, (A * case.factors(batch)).abs().clamp(1e-30, 1)).log()
     far = (
@@ -157,7 +157,7 @@ def _extremes(case: LossCase, low: Rollouts, gradient: Tensor) -> Extremes:
     lost = ~found.isfinite()
     # which tokens tie at a cut of the batch, rounding decides; wrong weights are
     # another oracle's
-    if not case.wrong and (dtype is torch.float64 or not case.o.batch_coupled):
+    if not case.wrong and (dtype is torch.float64 or not case.objective.batch_coupled):
         lost |= (found - expected).abs() > 0.1 * expected.abs() + room
     bad = (
         (~found.isfinite() & (expected.abs() < 1e30) | lost & plain)
@@ -284,7 +284,7 @@ def clamps(case: LossCase) -> list[Finding]:
         Findings, with the cause where it is known.
     """
     hits = []
-    guard = GUARD[case.o.level]
+    guard = GUARD[case.objective.level]
     for A in (1.0, -1.0):
         batch = case.ready(
             single_token_responses(A, [math.exp(s * x) for x in FAR for s in (1, -1)])
@@ -381,7 +381,9 @@ def _clamp_cause(case: LossCase, hits: list[Hit]) -> Cause:
     # a small difference shows only beyond the bound itself, which is a round number
     for digits in (2, 6):
         low, high = (float(f"{ends[side]:.{digits}g}") for side in (-1, 1))
-        faults = clamp_faults(case.o, case.hp, low, high, _interval_words(low, high))
+        faults = clamp_faults(
+            case.objective, case.hp, low, high, _interval_words(low, high)
+        )
         for fault in faults:
             if cause := cause_if_confirmed(case, fault, near_batch, far_batch):
                 return cause

@@ -214,7 +214,7 @@ def _declared(case: LossCase) -> list[Finding]:
         for _ in range(4)
     ]
     sizes = (1e-6, 1e-4)  # where the two differ, the value is rounded, or jumps
-    asked = not (case.single or case.o.batch_coupled)
+    asked = not (case.single or case.objective.batch_coupled)
     if asked:
         rises = case.loss.ask(
             "differences", batch, [h * step for h in sizes for step in steps]
@@ -285,7 +285,7 @@ def dead_hyperparameter(case: LossCase) -> list[Finding]:
 def _moved(case: LossCase, key: str) -> list[Finding]:
     """One hyperparameter is handed over, moved."""
     loss = case.loss
-    objective = case.o
+    objective = case.objective
     now = case.hp[key]
     asked = key in loss.accepts or (loss.accepts_kwargs and key in loss.bound_args)
     if not (asked or loss.accepts_kwargs) or (
@@ -390,7 +390,7 @@ def _explained(case: LossCase, batch: Rollouts, gradient: Tensor) -> bool:
     """
     here = replace(
         case,
-        hp=case.o.resolve(
+        hp=case.objective.resolve(
             {k: v for k, v in case.hp.items() if k in case.loss.bound_args}
         ),
     )

@@ -86,11 +86,11 @@ def applies(case: LossCase, name: str) -> bool:
         case "reference":
             return bool(case.hp.get("beta"))
         case "sampler":
-            return case.o.sampler is not None
+            return case.objective.sampler is not None
         case "advantages of tokens":
             return not case.one_adv
         case "entropies":
-            return "entropy" in case.o.reads
+            return "entropy" in case.objective.reads
     return True
 
 
@@ -164,7 +164,7 @@ def _finding(
     else:
         hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
         of = (
-            f"{name!r}, upref.get({case.o.name!r})"
+            f"{name!r}, upref.get({case.objective.name!r})"
             + (f", ids={ids!r}" if ids else "")
             + hp
         )
@@ -218,7 +218,7 @@ def _off(case: LossCase, batch: Rollouts, found: Tensor | None = None) -> Tensor
     """
     found = case.weights(batch) if found is None else found
     # one sum over a batch of float32 rounds at each step
-    sums = 4 if case.single and case.o.level in REDUCE else 1
+    sums = 4 if case.single and case.objective.level in REDUCE else 1
     apart = case.weight_error(batch, found, 1e-12, sums)
     if not apart.max() > 10 * case.tol:
         return apart
@@ -244,7 +244,7 @@ def beyond_range(case: LossCase, batch: Rollouts, found: Tensor) -> Tensor:
     Returns:
         A mask, [B, T].
     """
-    if case.o.level not in ("sequence_mean", "custom"):
+    if case.objective.level not in ("sequence_mean", "custom"):
         return torch.zeros_like(batch.mask)
     log_r = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
     most = math.log(torch.finfo(torch.float32 if case.single else batch.logp.dtype).max)

@@ -105,17 +105,19 @@ def _moved_bound(case: LossCase) -> bool:
     """Whether a bound lies elsewhere for tokens of all probabilities alike: rounding
     moves some over it, some back.
     """
-    if case.o.batch_coupled:
+    if case.objective.batch_coupled:
         return False
-    weight = of_objective(case.o, **case.plain_hp)
-    if "entropy" not in case.o.reads:
+    weight = of_objective(case.objective, **case.plain_hp)
+    if "entropy" not in case.objective.reads:
         return _moved_for(
             case,
             weight,
-            lambda at: make_batch(at, case.o.level, True, np.random.default_rng(0)),
+            lambda at: make_batch(
+                at, case.objective.level, True, np.random.default_rng(0)
+            ),
         )
     return _moved_for(case, weight, _by(single_token_batch)) or _moved_for(
-        case, high_entropy_weight(case.o, case.plain_hp), _by(two_token_batch)
+        case, high_entropy_weight(case.objective, case.plain_hp), _by(two_token_batch)
     )
 
 
@@ -133,10 +135,15 @@ def _moved_for(
     for A in (1.0, -1.0):
         # one bound at every π_old: side, what lives beside it, the how manieth of these
         alike: dict[tuple[Any, ...], list[Any]] = {}
-        for mu in np.geomspace(0.02, 0.6, 8 if case.o.reads_mu else 24).tolist():
+        for mu in np.geomspace(
+            0.02, 0.6, 8 if case.objective.reads_mu else 24
+        ).tolist():
             seen: Counter[tuple[Any, ...]] = Counter()
             for k in breakpoints(
-                case.o, A, mu if case.o.reads_mu else 0.02, **case.plain_hp
+                case.objective,
+                A,
+                mu if case.objective.reads_mu else 0.02,
+                **case.plain_hp,
             ):
                 ends = k * (1 - BESIDE), k * (1 + BESIDE)
                 lives = tuple((weight(ends, A, mu) != 0).tolist())
@@ -152,7 +159,9 @@ def _moved_for(
                 batch is not None
                 and (
                     case.weight_error(batch)[
-                        batch.mask if "entropy" not in case.o.reads else (..., 0)
+                        batch.mask
+                        if "entropy" not in case.objective.reads
+                        else (..., 0)
                     ]
                     > 0.01
                 ).all()
@@ -171,9 +180,9 @@ def bounds_of(case: LossCase, A: float) -> list[float]:
     Returns:
         Ratios, ascending; none where they depend on more than the ratio.
     """
-    if case.o.batch_coupled or case.o.reads_mu or not A:
+    if case.objective.batch_coupled or case.objective.reads_mu or not A:
         return []
-    return breakpoints(case.o, A, 0.02, **case.plain_hp)
+    return breakpoints(case.objective, A, 0.02, **case.plain_hp)
 
 
 def _ties(
@@ -275,7 +284,7 @@ def _pattern_of(case: LossCase, tested: MeasuredWeights, small: Rollouts) -> str
     found = case.weights(small)
     expected = case.expected(small)
     shown = MeasuredWeights(small, found, expected, case.ratio(small), small.mask)
-    return pattern(tested, shown, case.tol, case.o.level not in REDUCE)
+    return pattern(tested, shown, case.tol, case.objective.level not in REDUCE)
 
 
 def _smallest_of(
@@ -357,7 +366,7 @@ def _typical(off: Tensor, r: Tensor) -> Tensor:
 
 def _many(case: LossCase) -> int:
     """How many random batches are compared: bounds that are solved for are slow."""
-    return RANDOM // 4 if case.o.reads_mu else RANDOM
+    return RANDOM // 4 if case.objective.reads_mu else RANDOM
 
 
 def _random_batches(case: LossCase, seed: int, many: int) -> list[Rollouts]:
@@ -408,8 +417,8 @@ def _alone(case: LossCase, batch: Rollouts, i: int, t: int) -> str:
     A = batch.adv[i, t].item()
     r = (batch.logp[i, t] - batch.logp_old[i, t]).exp().item()
     if (
-        case.o.level in REDUCE
-        or case.o.level == "custom"
+        case.objective.level in REDUCE
+        or case.objective.level == "custom"
         or A == 0
         or batch.mask.sum() == 1
     ):
@@ -438,16 +447,16 @@ def on_policy(case: LossCase) -> list[Finding]:
 
     small = shrink(batch, shows, worst(off.masked_fill(~differ(case, batch), 0)))
     i, t = worst(case.weight_error(small).masked_fill(~differ(case, small), 0))
-    scaled = case.weights(batch) / case.k
+    scaled = case.weights(batch) / case.scale
     k = fault(
-        f"every weight is {case.k:.5g} times what it should be",
+        f"every weight is {case.scale:.5g} times what it should be",
         "rounding",
         id="weights-scaled",
-        scale=lambda batch: case.k,
+        scale=lambda batch: case.scale,
     )
     every = (
         case.fits
-        and abs(case.k - 1) > 1e-5
+        and abs(case.scale - 1) > 1e-5
         and bool(case.weight_error(batch, scaled).max() <= 10 * case.tol)
     )
     why = next(
@@ -480,10 +489,12 @@ def on_policy(case: LossCase) -> list[Finding]:
 @oracle("aggregation", 30)
 def aggregation(case: LossCase) -> list[Finding]:
     batch = case.ready(on_policy_batch())
-    want = declared_aggregation(case.o)
-    said = case.o.agg if want != case.agg else want
-    if case.agg == want and HABIT < abs(case.k - 1) < 1e-5:
-        return [note("aggregation", f"a factor of 1 {case.k - 1:+.1e}", cause=BELOW)]
+    want = declared_aggregation(case.objective)
+    said = case.objective.agg if want != case.agg else want
+    if case.agg == want and HABIT < abs(case.scale - 1) < 1e-5:
+        return [
+            note("aggregation", f"a factor of 1 {case.scale - 1:+.1e}", cause=BELOW)
+        ]
 
     def apart(batch: Rollouts) -> bool:
         return not torch.allclose(
@@ -511,15 +522,15 @@ def aggregation(case: LossCase) -> list[Finding]:
 
     def aggregated(batch: Rollouts) -> tuple[Tensor, Tensor]:
         at = dict.fromkeys(
-            ("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])),
+            ("logp", "logp_ref", *(["logp_sampler"] if case.objective.sampler else [])),
             batch.logp_old,
         )
         # as in `make_case`: neither a clip nor a KL term is an aggregation's
         on = case.visible_batch(batch.but(**at))
-        return without_rest(case, on), case.expected(on) * case.factors(on) * case.k
+        return without_rest(case, on), case.expected(on) * case.factors(on) * case.scale
 
     # of the response's ratio: at 1 it looks the same
-    power = case.o.one_adv and "gradient" in case.failed
+    power = case.objective.one_adv and "gradient" in case.failed
     why = Cause()
     if not power and holds_on_other_batches(case, aggregated, batch):
         why = Cause(case.agg, (aggregation_id(case.agg),))
@@ -532,7 +543,7 @@ def aggregation(case: LossCase) -> list[Finding]:
 def value(case: LossCase) -> list[Finding]:
     for n, batch in enumerate(_random_batches(case, 0, _many(case))[:10]):
         found = case.kept_value_and_gradient(batch)[0].item()
-        expected = case.o.loss(batch, **case.hp).item()
+        expected = case.objective.loss(batch, **case.hp).item()
         if not math.isfinite(found):
             return [
                 fail(
