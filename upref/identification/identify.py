@@ -94,12 +94,12 @@ def identify(loss: Any) -> Identification:
     """
     with state_restored() as changed:
         start = time.perf_counter()
-        one = read(loss)
-        answer = _identify(one, start)
-        if one.order_unknown and _order_decides(one, answer):
-            raise InputError(one.order_unknown)
-    more = [f"it changes {what}: restored afterwards" for what in sorted(changed)]
-    return replace(answer, assumptions=[*answer.assumptions, *more])
+        exchanged = read(loss)
+        answer = _identify(exchanged, start)
+        if exchanged.order_unknown and _order_decides(exchanged, answer):
+            raise InputError(exchanged.order_unknown)
+    notes = [f"it changes {what}: restored afterwards" for what in sorted(changed)]
+    return replace(answer, assumptions=[*answer.assumptions, *notes])
 
 
 def _order_decides(loss: Loss, answer: Identification) -> bool:
@@ -111,28 +111,36 @@ def _order_decides(loss: Loss, answer: Identification) -> bool:
     if INVERTED_RATIO in answer.why:
         return True
     with contextlib.suppress(InputError):  # what it refuses in that order is no answer
-        turned = _identify(loss.exchanged(), time.perf_counter())
-        return turned.kind in ("objective", "up")
+        exchanged = _identify(loss.exchanged(), time.perf_counter())
+        return exchanged.kind in ("objective", "up")
     return False
 
 
-def _identify(loss: Loss, start: float) -> Identification:
-    box = measure(loss)
-    answer = _identify_weights(box, start)
+def _identify(loss: Loss, started: float) -> Identification:
+    """The answer for a loss that was read, with the correction of its sampler and its
+    writes into inputs.
+    """
+    measured = measure(loss)
+    answer = _identify_weights(measured, started)
     if answer.on_sampler and answer.kind in ("objective", "up"):
         with contextlib.suppress(InputError):
-            answer = _with_correction(box, answer)
-    writes = [f.regime for f in mutation.findings(box.case) if f.severity == "failure"]
-    if not writes:
+            answer = _with_correction(measured, answer)
+    in_place_writes = [
+        f.regime for f in mutation.findings(measured.case) if f.severity == "failure"
+    ]
+    if not in_place_writes:
         return answer
     return replace(
         answer,
         kind="pitfall" if answer else "none",
-        why="; ".join(filter(None, [answer.why, *writes])),
+        why="; ".join(filter(None, [answer.why, *in_place_writes])),
     )
 
 
 def _identify_weights(box: BlackBox, start: float) -> Identification:
+    """What the weights of a measured loss are: an objective, one with a fault, or
+    neither.
+    """
     tried = _candidates(box)
     grids = _grids(box)
     answer = partial(_answer, box, start)
@@ -156,9 +164,9 @@ def _identify_weights(box: BlackBox, start: float) -> Identification:
     ):
         # one of two bounds in float32: they differ by its rounding
         loose = box.loosened(BESIDE)
-        if (near := _refit_loosely(loose, tried)) and near[0].own:
+        if (refitted := _refit_loosely(loose, tried)) and refitted[0].own:
             box = loose
-            matches = near
+            matches = refitted
     if matches:
         wrong = _faults(box, matches[0], grids)
         wrong += (
@@ -175,55 +183,68 @@ def _identify_weights(box: BlackBox, start: float) -> Identification:
         )
     # a cap below 1 scales what is on policy
     if box.scale != 1 and not box.batch_coupled:
-        whole = box.unscaled()
+        unscaled = box.unscaled()
         if matches := _fitting(
-            whole, [best_candidate(c.objective, whole) for c in tried], grids
+            unscaled, [best_candidate(c.objective, unscaled) for c in tried], grids
         ):
-            wrong = _faults(whole, matches[0], grids) + _claimed(whole, matches[0])
-            return _answer(
-                whole, start, _kind_of(matches[0]), matches, "; ".join(wrong)
+            wrong = _faults(unscaled, matches[0], grids) + _claimed(
+                unscaled, matches[0]
             )
-    other = termed(box)
-    if other and (matches := _fitting(other, _candidates(other), grids)):
-        wrong = _faults(other, matches[0], grids) + _claimed(other, matches[0])
-        return _answer(other, start, "pitfall", matches, "; ".join(wrong))
+            return _answer(
+                unscaled, start, _kind_of(matches[0]), matches, "; ".join(wrong)
+            )
+    with_other_kl = termed(box)
+    if with_other_kl and (
+        matches := _fitting(with_other_kl, _candidates(with_other_kl), grids)
+    ):
+        wrong = _faults(with_other_kl, matches[0], grids) + _claimed(
+            with_other_kl, matches[0]
+        )
+        return _answer(with_other_kl, start, "pitfall", matches, "; ".join(wrong))
     nearest = _nearest(
         box, tried + (_uncoupled_candidates(box) if box.batch_coupled else []), grids
     )
     # its curve has jumps that rounding makes, its gradients have not
     if nearest.distance <= SINGLE and nearest.name:
         wrong = _faults(box, nearest, grids)
-        named = answer(
+        identified = answer(
             "pitfall" if wrong else _kind_of(nearest), [nearest], "; ".join(wrong)
         )
         return replace(
-            named,
+            identified,
             assumptions=[
-                *named.assumptions,
+                *identified.assumptions,
                 "a part of it in float32: compared to 2e-5",
             ],
         )
-    if found := _pitfall(box, get(nearest.name), grids):
-        match, one, case, k = found
-        more = _limits(
+    if pitfall := _pitfall(box, get(nearest.name), grids):
+        match, known_fault, case, factor = pitfall
+        differences = _limits(
             box,
             case,
             lambda batch: (
-                k
+                factor
                 * (
-                    one.change.weights(case.objective, case.hp, batch)
+                    known_fault.change.weights(case.objective, case.hp, batch)
                     + box.kl_weights(batch)
                 )
             ),
         )
-        words = [one.words, *_multiplied(k, match.agg), *_term(box, match), *more]
+        words = [
+            known_fault.words,
+            *_multiplied(factor, match.agg),
+            *_term(box, match),
+            *differences,
+        ]
         return answer("pitfall", [match], "; ".join(words))
     if coupled := _of_whole_batches(box):
-        named = answer("objective", coupled, "")
-        return replace(named, not_checked=[*named.not_checked, *_unread(coupled[0])])
+        identified = answer("objective", coupled, "")
+        return replace(
+            identified, not_checked=[*identified.not_checked, *_unread(coupled[0])]
+        )
     is_near = nearest.distance < FAR and _has_its_bounds(box, nearest)
-    near = [nearest] if is_near else []
-    return answer("none", near, BOTH_COMPARED if box.loss.returns_live else "")
+    refitted = [nearest] if is_near else []
+    return answer("none", refitted, BOTH_COMPARED if box.loss.returns_live else "")
 
 
 def _has_its_bounds(box: BlackBox, match: Match) -> bool:
@@ -237,10 +258,11 @@ def _has_its_bounds(box: BlackBox, match: Match) -> bool:
         {k: v for k, v in match.hp.items() if k in objective.hyperparameters}
     )
     for A in SIGNS:
-        due = breakpoints(objective, A, 0.02, **hp)
-        found = box.bounds(A)
-        if len(due) != len(found) or any(
-            abs(x / y - 1) > LOOSE for x, y in zip(due, found, strict=True)
+        due_bounds = breakpoints(objective, A, 0.02, **hp)
+        found_bounds = box.bounds(A)
+        if len(due_bounds) != len(found_bounds) or any(
+            abs(x / y - 1) > LOOSE
+            for x, y in zip(due_bounds, found_bounds, strict=True)
         ):
             return False
     return True
@@ -258,7 +280,7 @@ def _of_whole_batches(box: BlackBox) -> list[Match]:
     for batch in batches:
         with contextlib.suppress(InputError):
             asked.append((batch, box.case.gradient(batch)))
-    out = []
+    matches = []
     for objective in (get(name) for name in names() if get(name).batch_coupled):
         for hp in [
             {},
@@ -271,25 +293,25 @@ def _of_whole_batches(box: BlackBox) -> list[Match]:
                 declared_aggregation(objective),
                 tol=box.tol,
             )
-            off = [
+            errors = [
                 case.weight_error(batch, gradient / case.factors(batch)).max().item()
                 for batch, gradient in asked
             ]
-            if len(off) > RANDOM / 2 and max(off) <= 10 * box.tol:
-                seen = {k: v for k, v in case.hp.items() if _is_told(case, k, asked)}
-                out.append(
+            if len(errors) > RANDOM / 2 and max(errors) <= 10 * box.tol:
+                told_hp = {k: v for k, v in case.hp.items() if _is_told(case, k, asked)}
+                matches.append(
                     Match(
                         objective.name,
-                        seen,
+                        told_hp,
                         objective.agg,
                         True,
                         not box.kl,
-                        max(off),
+                        max(errors),
                         0.0,
                     )
                 )
                 break
-    return out
+    return matches
 
 
 def _is_told(case: LossCase, key: str, asked: list[tuple[Rollouts, Tensor]]) -> bool:
@@ -302,9 +324,9 @@ def _is_told(case: LossCase, key: str, asked: list[tuple[Rollouts, Tensor]]) -> 
 
     def is_other(value: float) -> bool:
         """Whether the weights of some batch are others at this value."""
-        moved = replace(case, hp=case.hp | {key: value})
+        changed_case = replace(case, hp=case.hp | {key: value})
         return any(
-            not torch.equal(moved.expected(batch), case.expected(batch))
+            not torch.equal(changed_case.expected(batch), case.expected(batch))
             for batch, _ in asked
         )
 
@@ -314,9 +336,11 @@ def _is_told(case: LossCase, key: str, asked: list[tuple[Rollouts, Tensor]]) -> 
 
 def _unread(match: Match) -> list[str]:
     """Words for the hyperparameters that no batch has told."""
-    own = get(match.name).hyperparameters
+    defaults = get(match.name).hyperparameters
     names = [
-        k for k, v in own.items() if k not in match.hp and k != "beta" and v is not None
+        k
+        for k, v in defaults.items()
+        if k not in match.hp and k != "beta" and v is not None
     ]
     return [f"{', '.join(names)}: these batches do not tell the value"] if names else []
 
@@ -325,33 +349,41 @@ def _with_correction(box: BlackBox, answer: Identification) -> Identification:
     """The answer with the correction of its sampler, where the loss has one that upref
     knows.
     """
-    m = answer.matches[0]
-    case = _against(box, m)
+    matched = answer.matches[0]
+    case = _against(box, matched)
     for name in CORRECTIONS:
-        objective = get(f"{name}({m.name})")
-        start = replace(
+        objective = get(f"{name}({matched.name})")
+        uncorrected = replace(
             case,
             objective=objective,
-            hp=objective.resolve({k: v for k, v in m.hp.items() if v is not None}),
+            hp=objective.resolve(
+                {k: v for k, v in matched.hp.items() if v is not None}
+            ),
         )
-        for hp in ({}, *(one.change.hp for one in retuned(start))):
-            one = replace(start, hp=start.hp | hp)
+        for hp in (
+            {},
+            *(corrected_case.change.hp for corrected_case in retuned(uncorrected)),
+        ):
+            corrected_case = replace(uncorrected, hp=uncorrected.hp | hp)
             batches = [
-                one.ready(on_policy_batch()),
-                one.beyond("sampler"),
-                one.beyond("lengths"),
+                corrected_case.ready(on_policy_batch()),
+                corrected_case.beyond("sampler"),
+                corrected_case.beyond("lengths"),
             ]
             if all(
-                one.weight_error(batch, floor=1e-12).max() <= 10 * one.tol
+                corrected_case.weight_error(batch, floor=1e-12).max()
+                <= 10 * corrected_case.tol
                 for batch in batches
             ):
-                own = m.hp | {
-                    k: v for k, v in one.hp.items() if k in ("is_min", "is_max")
+                corrected_hp = matched.hp | {
+                    k: v
+                    for k, v in corrected_case.hp.items()
+                    if k in ("is_min", "is_max")
                 }
                 unchecked = [
-                    x for x in answer.not_checked if x != sampler_words(m.name)
+                    x for x in answer.not_checked if x != sampler_words(matched.name)
                 ]
-                found = replace(m, name=objective.name, hp=own)
+                found = replace(matched, name=objective.name, hp=corrected_hp)
                 return replace(
                     answer, matches=[found], on_sampler=False, not_checked=unchecked
                 )
@@ -374,6 +406,9 @@ def _kind_of(match: Match) -> str:
 def _answer(
     box: BlackBox, start: float, kind: str, matches: list[Match], why: str
 ) -> Identification:
+    """Put an answer together with what the box shows of its bounds, and what was not
+    checked.
+    """
     of = " (π_old = 0.02)" if box.reads_mu else ""
     bounds = {f"{s}{of}": box.bounds(A) for s, A in (("A > 0", 1.0), ("A < 0", -1.0))}
     loss = box.loss
@@ -387,22 +422,26 @@ def _answer(
         unchecked.append("the aggregation, which its caller does")
     elif not loss.micro_batchable:
         unchecked.append("micro-batches")
-    more = loss.read_as, _contract(box), unchecked, on_sampler, seconds
-    return Identification(loss.name, kind, matches, why, bounds, *more)
+    rest = loss.read_as, _contract(box), unchecked, on_sampler, seconds
+    return Identification(loss.name, kind, matches, why, bounds, *rest)
 
 
 def _nearest(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> Match:
-    near = sorted(
+    """The match of least distance on the batches, of the candidates that are nearest on
+    the curve.
+    """
+    nearest = sorted(
         tried,
-        key=lambda c: (
-            c.is_extreme,
-            not in_range(c.objective, c.hp),
-            c.unexplained,
-            c.miss,
+        key=lambda candidate: (
+            candidate.is_extreme,
+            not in_range(candidate.objective, candidate.hp),
+            candidate.unexplained,
+            candidate.miss,
         ),
     )[:TRIED]
     return min(
-        (_match(box, c, grids) for c in near), key=lambda m: (m.mean, m.distance)
+        (_match(box, candidate, grids) for candidate in nearest),
+        key=lambda matched: (matched.mean, matched.distance),
     )
 
 
@@ -419,6 +458,9 @@ def _candidates(box: BlackBox) -> list[Candidate]:
 
 
 def _uncoupled_candidates(box: BlackBox) -> list[Candidate]:
+    """All objectives whose weight depends on the token alone, at their best
+    hyperparameters.
+    """
     return [
         best_candidate(objective, box)
         for objective in all_objectives()
@@ -451,23 +493,26 @@ def _grids(box: BlackBox) -> list[Grid]:
                     if mu * r < 0.999
                 ]
     # on a bound of its own, rounding decides
-    on = [p for p in jumps if not box.reads_mu]
+    bound_points = [p for p in jumps if not box.reads_mu]
     cases = [
-        c
-        for c in cases
-        if not any(p.A * c[0] > 0 and abs(c[2] / p.r - 1) < 0.9 * box.near for p in on)
+        point
+        for point in cases
+        if not any(
+            p.A * point[0] > 0 and abs(point[2] / p.r - 1) < 0.9 * box.near
+            for p in bound_points
+        )
     ]
     cases = [cases[i] for i in rng.permutation(len(cases))]
     # the bounds of a response's ratio do not depend on mu
-    few = [c for c in cases if c[1] not in MU[1:] and c[2] < 60]
-    out = [
+    few_cases = [point for point in cases if point[1] not in MU[1:] and point[2] < 60]
+    grids = [
         (make_batch(cases, "token", True, rng), False),
-        *((make_batch(few, level, True, rng), False) for level in REDUCE),
+        *((make_batch(few_cases, level, True, rng), False) for level in REDUCE),
     ]
     mixed = make_batch(cases, "token", False, rng)
-    out += [(mixed, True)] if box.accepts(mixed) else []
-    out += [(random_batch(rng, one_adv=True), False) for _ in range(RANDOM)]
-    ready = [(box.case.ready(batch), mixed) for batch, mixed in out]
+    grids += [(mixed, True)] if box.accepts(mixed) else []
+    grids += [(random_batch(rng, one_adv=True), False) for _ in range(RANDOM)]
+    ready = [(box.case.ready(batch), mixed) for batch, mixed in grids]
     return [(batch, mixed, box.case.gradient(batch)) for batch, mixed in ready]
 
 
@@ -497,14 +542,15 @@ def _weight_error(
 
 # ---- candidates ----------------------------------------------------------------------
 def _match(box: BlackBox, candidate: Candidate, grids: list[Grid]) -> Match:
-    offs = []
+    """Compare a candidate with the loss on all batches."""
+    errors = []
     for batch, mixed, gradient in grids:
         if not (mixed and candidate.objective.one_adv):
-            offs.append(
+            errors.append(
                 _weight_error(box, candidate.objective, candidate.hp, batch, gradient)
             )
-    distance = max(x.max().item() for x in offs)
-    mean = sum(x.clamp(max=1).sum().item() for x in offs) / sum(
+    distance = max(x.max().item() for x in errors)
+    mean = sum(x.clamp(max=1).sum().item() for x in errors) / sum(
         int(batch.mask.sum()) for batch, *_ in grids
     )
     hp = candidate.effective_hp() if in_range(candidate.objective, candidate.hp) else {}
@@ -577,15 +623,15 @@ def _multiplied(k: float, agg: str) -> list[str]:
 
 def _faults(box: BlackBox, match: Match, grids: list[Grid]) -> list[str]:
     """What keeps a loss with the right weights from being right."""
-    out = []
+    words = []
     twice = _two_gradients(box, match, grids[0][0])
     # two gradients are the factor
-    k = math.copysign(1.0, box.scale) if twice else box.scale
-    out += _multiplied(k, _agg(box))
-    out += [twice] if twice else []
+    factor = math.copysign(1.0, box.scale) if twice else box.scale
+    words += _multiplied(factor, _agg(box))
+    words += [twice] if twice else []
     if box.agg and box.agg not in AGGREGATIONS:
-        out.append(f"aggregated by {box.agg}")
-    out += _term(box, match) + [
+        words.append(f"aggregated by {box.agg}")
+    words += _term(box, match) + [
         f.regime for f in in_training.findings(_against(box, match))
     ]
     batch = grids[0][0]
@@ -597,13 +643,13 @@ def _faults(box: BlackBox, match: Match, grids: list[Grid]) -> list[str]:
                 batch.mask[rows], None if batch.group is None else batch.group[rows]
             ),
         )
-        whole = box.case.gradient(batch)
+        whole_gradient = box.case.gradient(batch)
         parts = torch.cat([box.case.gradient(part) for part in batch.split(4)])
-        if (parts - whole).abs().max() > 1e-5 * whole.abs().max():
-            out.append(
+        if (parts - whole_gradient).abs().max() > 1e-5 * whole_gradient.abs().max():
+            words.append(
                 "the mean is taken of each micro-batch: the gradients of parts do not add up to the batch's"
             )
-    return out
+    return words
 
 
 def _two_gradients(box: BlackBox, match: Match, batch: Rollouts) -> str:
@@ -613,10 +659,10 @@ def _two_gradients(box: BlackBox, match: Match, batch: Rollouts) -> str:
     if not box.loss.returns_live:
         return ""
     case = _against(box, match)
-    one = reproduces(
+    known_fault = reproduces(
         two_gradients(case, batch), case, batch, case.weights(batch), batch.mask
     )
-    return one.words if one else ""
+    return known_fault.words if known_fault else ""
 
 
 def _term(box: BlackBox, match: Match) -> list[str]:
@@ -712,9 +758,9 @@ def _limits(
             for f in stress_findings(claim, axis, case.beyond(axis), ())
             if f.severity == "failure"
         ]:
-            due, done = describe_pair(found[0].expected, found[0].found)
+            expected, measured = describe_pair(found[0].expected, found[0].found)
             return [
-                f"it differs elsewhere: {found[0].regime}: this gives {due}, {done} found"
+                f"it differs elsewhere: {found[0].regime}: this gives {expected}, {measured} found"
             ]
     return []
 
@@ -729,27 +775,47 @@ def _pitfall(
     low = next((1 - x for x in reversed(bounds) if 0 < x < 1), None)
     high = next((x - 1 for x in bounds if 1 < x < 10), None)
     low, high = low or high or 0.0, high or low or 0.0
-    both = {"eps_low": low, "eps_high": high} if low else {}
-    even = low and abs(low - high) < 1e-6
+    clip_range = {"eps_low": low, "eps_high": high} if low else {}
+    is_symmetric = low and abs(low - high) < 1e-6
     if box.agg == "seq-mean-token-mean":
-        mean = "grpo"
+        mean_objective = "grpo"
     elif box.agg == "seq-mean-token-sum":
-        mean = "dr_grpo"
+        mean_objective = "dr_grpo"
     else:
-        mean = "ppo_clip"
-    bases = [(get(mean), {"eps": low} if low else {})] if even or not low else []
-    turns: list[tuple[Objective, dict[str, float]]] = []
+        mean_objective = "ppo_clip"
+    bases = (
+        [(get(mean_objective), {"eps": low} if low else {})]
+        if is_symmetric or not low
+        else []
+    )
+    mirrored_bases: list[tuple[Objective, dict[str, float]]] = []
     # where old and new are exchanged, the bounds are those of 1 / r
     if high and 0 < low < 1:
-        turned = {"eps_low": 1 - 1 / (1 + high), "eps_high": 1 / (1 - low) - 1}
-        mirrored = abs(turned["eps_low"] - turned["eps_high"]) < 1e-6
-        turns = [(get(mean), {"eps": turned["eps_low"]})] if mirrored else []
-        turns += [(get("dapo"), turned), (get("gspo"), turned)]
-    bases += [(get("dapo"), both), (get("gspo"), both), (nearest, both)]
+        mirrored_clip = {"eps_low": 1 - 1 / (1 + high), "eps_high": 1 / (1 - low) - 1}
+        mirrored = abs(mirrored_clip["eps_low"] - mirrored_clip["eps_high"]) < 1e-6
+        mirrored_bases = (
+            [(get(mean_objective), {"eps": mirrored_clip["eps_low"]})]
+            if mirrored
+            else []
+        )
+        mirrored_bases += [(get("dapo"), mirrored_clip), (get("gspo"), mirrored_clip)]
+    bases += [
+        (get("dapo"), clip_range),
+        (get("gspo"), clip_range),
+        (nearest, clip_range),
+    ]
     batch, gradient = _stack(grids[:2] + grids[-RANDOM:])
-    for n, (objective, clip) in enumerate([*turns, *bases]):
-        own = {k: v for k, v in clip.items() if k in objective.hyperparameters}
-        hp = {k: v for k, v in objective.resolve(own).items() if k != "beta"}
+    for n, (objective, clip) in enumerate([*mirrored_bases, *bases]):
+        own_clip = {
+            factor: v
+            for factor, v in clip.items()
+            if factor in objective.hyperparameters
+        }
+        hp = {
+            factor: v
+            for factor, v in objective.resolve(own_clip).items()
+            if factor != "beta"
+        }
         case = LossCase(
             box.loss,
             objective,
@@ -762,43 +828,47 @@ def _pitfall(
         # on policy
         plain = gradient(case)
         # a fault that needs no factor goes first
-        for k in dict.fromkeys((1.0, box.scale)):
-            found = plain / k - box.kl_weights(batch)
-            whole = n >= len(turns)
-            listed = (
+        for factor in dict.fromkeys((1.0, box.scale)):
+            found = plain / factor - box.kl_weights(batch)
+            is_base = n >= len(mirrored_bases)
+            candidates = (
                 f
-                for f in known("losses", objective, hp, bounds if whole else [])
-                if whole or f.kind == "ratio"
+                for f in known("losses", objective, hp, bounds if is_base else [])
+                if is_base or f.kind == "ratio"
             )
-            faults = chain(two_gradients(case, batch), listed)
-            if one := reproduces(faults, case, batch, found, batch.mask):
+            faults = chain(two_gradients(case, batch), candidates)
+            if known_fault := reproduces(faults, case, batch, found, batch.mask):
                 break
-        if one and fits(fault("", one.kind), case, batch, found, batch.mask, case.tol):
+        if known_fault and fits(
+            fault("", known_fault.kind), case, batch, found, batch.mask, case.tol
+        ):
             return None  # right on all of this without any fault: it is wrong elsewhere
-        if one:
-            if one.meant:
-                objective = get(one.meant)
+        if known_fault:
+            if known_fault.meant:
+                objective = get(known_fault.meant)
                 hp = clip = {
-                    k: v
-                    for k, v in {"eps_low": low, "eps_high": high}.items()
-                    if k in objective.hyperparameters
+                    factor: v
+                    for factor, v in {"eps_low": low, "eps_high": high}.items()
+                    if factor in objective.hyperparameters
                 }
-            used = {k: v for k, v in hp.items() if clip.get(k) is not None}
+            used_hp = {
+                factor: v for factor, v in hp.items() if clip.get(factor) is not None
+            }
             same_kl = _same_kl(box, objective)
-            used |= {"beta": box.beta} if box.kl and same_kl else {}
+            used_hp |= {"beta": box.beta} if box.kl and same_kl else {}
             return (
                 Match(
                     objective.name,
-                    used,
+                    used_hp,
                     _agg(box) or case.agg,
                     _has_own_aggregation(box, objective),
                     same_kl,
                     0.0,
                     0.0,
                 ),
-                one,
+                known_fault,
                 case,
-                k,
+                factor,
             )
     return None
 
@@ -835,6 +905,7 @@ def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[LossCase], Tensor]]:
 
 
 def _contract(box: BlackBox) -> list[str]:
+    """What the comparison has assumed, in words."""
     loss = box.loss
     out = list(box.loss.assumptions)
     if "group" not in loss.reads and box.agg == "token-mean":

@@ -176,6 +176,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def _restored(state: State) -> Iterator[None]:
+    """Restore this state at the end, and note what was changed."""
     before = [read() for read, _ in state.values()]
     try:
         yield
@@ -196,6 +197,7 @@ def _put_back(state: State, before: list[Any], after: list[Any]) -> None:
 
 
 def _equal(x: Any, y: Any) -> bool:
+    """Whether two values of a state are the same, arrays and tensors among them."""
     if isinstance(x, torch.Tensor):
         return torch.equal(x, y)
     if isinstance(x, np.ndarray):
@@ -355,6 +357,7 @@ def stopped(error: Gone) -> Gone | InputError:
 
 @contextlib.contextmanager
 def _no_exit() -> Iterator[None]:
+    """Raise Ended where the code inside calls os._exit."""
     leave, process = os._exit, os.getpid()
 
     def ended(status: int = 0) -> None:

@@ -112,8 +112,8 @@ class Loss:
 
         def call(full: dict[str, Any], settings: dict[str, Any]) -> Any:
             """What it returns with the old log-probabilities for the new ones."""
-            turned = {"logp": full["logp_old"], "logp_old": full["logp"]}
-            return self.call(full | turned, settings)
+            exchanged = {"logp": full["logp_old"], "logp_old": full["logp"]}
+            return self.call(full | exchanged, settings)
 
         return replace(self, call=call, log=[], order_unknown="")
 
@@ -193,27 +193,29 @@ class Loss:
             optional["group"] = torch.zeros(len(batch.mask), dtype=torch.int64)
         if optional["entropy"] is None:
             optional["entropy"] = torch.ones_like(batch.logp_old)
-        whole = self.takes_batch or bool(self.framework)
-        return given | {k: v for k, v in optional.items() if whole or k in self.reads}
+        takes_all = self.takes_batch or bool(self.framework)
+        return given | {
+            k: v for k, v in optional.items() if takes_all or k in self.reads
+        }
 
     def run(
         self,
-        full: dict[str, Any],
-        given: dict[str, Any],
+        inputs: dict[str, Any],
+        originals: dict[str, Any],
         batch: Rollouts,
-        moved: dict[str, Any] | None = None,
+        overrides: dict[str, Any] | None = None,
         leaves: tuple[Tensor, ...] = (),
     ) -> LossOutcome:
         """One call on these inputs; InputError in one sentence for whatever the loss
         does instead of answering.
 
         Args:
-            full: the inputs; what the loss writes to them is found by comparing them
+            inputs: the inputs; what the loss writes to them is found by comparing them
                 with
-                `given`.
-            given: the same numbers in other tensors.
+                `originals`.
+            originals: the same numbers in other tensors.
             batch: the batch that the inputs are of.
-            moved: hyperparameters with other values.
+            overrides: hyperparameters with other values.
             leaves: the tensors from which inputs were computed, that of log_prob first;
                 by
                 default they are the inputs.
@@ -223,23 +225,23 @@ class Loss:
         """
         leaves = leaves or tuple(
             v
-            for v in full.values()
+            for v in inputs.values()
             if isinstance(v, Tensor) and v.is_leaf and v.requires_grad
         )
         self.log.append(None)
-        got, printed = call_guarded(
+        answer, printed = call_guarded(
             self.name,
-            lambda: self.call(full, self.bound_args | (moved or {})),
+            lambda: self.call(inputs, self.bound_args | (overrides or {})),
             self.lines,
         )
-        value, form, wrapped = self._scalar(got, batch)
+        value, form, wrapped = self._scalar(answer, batch)
         wrote = frozenset(
             role
-            for role, x in given.items()
-            if isinstance(x, Tensor) and not _same(x, full[role])
+            for role, x in originals.items()
+            if isinstance(x, Tensor) and not _same(x, inputs[role])
         )
-        left = [x.grad for x in leaves]
-        if all(gradient is None for gradient in left):
+        left_gradients = [x.grad for x in leaves]
+        if all(gradient is None for gradient in left_gradients):
             return LossOutcome(
                 value, form, wrapped, value.requires_grad, wrote, printed
             )
@@ -249,18 +251,29 @@ class Loss:
             )
         # a training step: the gradient that it left trains, and that of the loss that
         # it returns
-        more = self._gradients(value, leaves, freed=left[0] is not None)
-        both = [
+        returned_gradients = self._gradients(
+            value, leaves, freed=left_gradients[0] is not None
+        )
+        summed_gradients = [
             _plus(x, gradient, h).detach()
-            for x, gradient, h in zip(leaves, left, more, strict=True)
+            for x, gradient, h in zip(
+                leaves, left_gradients, returned_gradients, strict=True
+            )
         ]
-        value = _Stepped.apply(value.detach(), len(leaves), *leaves, *both)
-        if all(gradient is None for gradient in more):
-            own = None
+        value = _Stepped.apply(value.detach(), len(leaves), *leaves, *summed_gradients)
+        if all(gradient is None for gradient in returned_gradients):
+            left_gradient = None
         else:
-            own = 0 - _plus(leaves[0], left[0], None).detach()
+            left_gradient = 0 - _plus(leaves[0], left_gradients[0], None).detach()
         return LossOutcome(
-            value, form, wrapped, value.requires_grad, wrote, printed, True, own
+            value,
+            form,
+            wrapped,
+            value.requires_grad,
+            wrote,
+            printed,
+            True,
+            left_gradient,
         )
 
     def _gradients(
@@ -286,8 +299,11 @@ class Loss:
                 return nothing
             raise
 
-    def _scalar(self, got: Any, batch: Rollouts) -> tuple[Tensor, str, str]:
-        first, wrapped = self._tensor(got)
+    def _scalar(self, answer: Any, batch: Rollouts) -> tuple[Tensor, str, str]:
+        """The scalar of an answer, its form, and where it was in the answer, in words.
+        Unreduced terms are aggregated as the objective does.
+        """
+        first, wrapped = self._tensor(answer)
         first = _plain(first)
         kinds = {
             "complex": first.is_complex(),
@@ -303,18 +319,18 @@ class Loss:
             )
         B, T = batch.mask.shape
         if first.ndim and first.shape in {(B, T), (B,), (B, 1)}:
-            x = first[:, 0] if first.shape == (B, 1) and T > 1 else first
+            terms = first[:, 0] if first.shape == (B, 1) and T > 1 else first
             objective = self.objective
-            v = self.visible_batch(batch)
-            if x.ndim == 2 and objective.agg == "seq-mean":
+            visible = self.visible_batch(batch)
+            if terms.ndim == 2 and objective.agg == "seq-mean":
                 if objective.level == "sequence_product":
                     agg = "seq-mean-token-sum"
                 else:
                     agg = "seq-mean-token-mean"
             else:
-                agg = "seq-mean" if x.ndim == 1 else objective.agg
+                agg = "seq-mean" if terms.ndim == 1 else objective.agg
             return (
-                aggregate(x, batch.mask, agg, v.group, v.totals),
+                aggregate(terms, batch.mask, agg, visible.group, visible.totals),
                 "unreduced",
                 wrapped,
             )
@@ -325,23 +341,31 @@ class Loss:
             )
         return first.reshape(()), "scalar", wrapped
 
-    def _tensor(self, got: Any) -> tuple[Tensor, str]:
+    def _tensor(self, answer: Any) -> tuple[Tensor, str]:
         """The loss in an answer, and where it stood there, in words; no words where it
         is the answer itself.
         """
-        if isinstance(got, Tensor):
-            return got, ""
-        kind = f"{self.name} returns a {type(got).__name__}"
+        if isinstance(answer, Tensor):
+            return answer, ""
+        kind = f"{self.name} returns a {type(answer).__name__}"
         where = "its entry `loss`"
-        first = got.get("loss") if isinstance(got, dict) else getattr(got, "loss", None)
-        if not isinstance(first, Tensor) and isinstance(got, tuple | list) and got:
-            first = got[0]
+        first = (
+            answer.get("loss")
+            if isinstance(answer, dict)
+            else getattr(answer, "loss", None)
+        )
+        if (
+            not isinstance(first, Tensor)
+            and isinstance(answer, tuple | list)
+            and answer
+        ):
+            first = answer[0]
             where = "its first element"
-            if any(isinstance(x, Tensor) and x.requires_grad for x in got[1:]):
+            if any(isinstance(x, Tensor) and x.requires_grad for x in answer[1:]):
                 where = ALSO_LIVE
                 if isinstance(first, Tensor) and not first.requires_grad:
                     raise InputError(
-                        f"{kind} of {len(got)}, of which the first has no gradient. {_RETURN}"
+                        f"{kind} of {len(answer)}, of which the first has no gradient. {_RETURN}"
                     )
         if not isinstance(first, Tensor):
             raise InputError(f"{kind}, not a tensor: return the loss itself. {_RETURN}")
@@ -352,7 +376,7 @@ class Loss:
         batch: Rollouts,
         ranks: int = 1,
         wanting: tuple[str, ...] | None = None,
-        **moved: Any,
+        **overrides: Any,
     ) -> tuple[LossOutcome, Tensor]:
         """What a call did, and dJ/dlp.
 
@@ -362,29 +386,29 @@ class Loss:
         Args:
             batch: the batch.
             ranks: the number of data-parallel ranks that it is told.
-            **moved: hyperparameters with other values.
+            **overrides: hyperparameters with other values.
 
         Returns:
             The LossOutcome, and [B, T].
         """
-        return self.ask("measured", batch, ranks, wanting, moved)
+        return self.ask("measured", batch, ranks, wanting, overrides)
 
-    def ask(self, what: str, *inputs: Any) -> Any:
+    def ask(self, method: str, *inputs: Any) -> Any:
         """The answer of one of the methods below, all that a verdict takes from the
         loss.
 
         Args:
-            what: the name of the method.
+            method: the name of the method.
             *inputs: its arguments.
         """
         before = len(self.log)
         try:
-            answer = getattr(self, what)(*inputs)
+            answer = getattr(self, method)(*inputs)
         except InputError as e:
-            self._must_recur(e, lambda: getattr(self, what)(*inputs))
+            self._must_recur(e, lambda: getattr(self, method)(*inputs))
             raise
         if len(self.log) == before + 1:
-            self.log[-1] = Question(self, what, inputs, answer)
+            self.log[-1] = Question(self, method, inputs, answer)
         return answer
 
     def _must_recur(self, error: InputError, again: Callable[[], Any]) -> None:
@@ -406,7 +430,7 @@ class Loss:
         batch: Rollouts,
         ranks: int,
         wanting: tuple[str, ...] | None,
-        moved: dict[str, Any],
+        overrides: dict[str, Any],
     ) -> tuple[LossOutcome, Tensor]:
         """Call the loss once and differentiate its value by log_prob.
 
@@ -417,31 +441,35 @@ class Loss:
                 computed from
                 leaves as in training; None: log_prob is a leaf and the others need
                     none.
-            moved: hyperparameters with other values.
+            overrides: hyperparameters with other values.
 
         Returns:
             What the call did, and dJ/dlp of every token, [B, T].
         """
-        given = self.given(batch, ranks)
-        full = _copies(given)
+        originals = self.given(batch, ranks)
+        inputs = _copies(originals)
         leaves = ()
-        x = full["logp"].requires_grad_()
+        logp = inputs["logp"].requires_grad_()
         if wanting is not None:
-            leaves = (x, *(full[k].requires_grad_() for k in wanting))
-            full |= {"logp": x * 1} | {k: full[k] * 1 for k in wanting}
-        done = self.run(full, given, batch, moved, leaves)
-        if not done.attached:
-            return done, torch.zeros_like(x)
+            leaves = (logp, *(inputs[k].requires_grad_() for k in wanting))
+            inputs |= {"logp": logp * 1} | {k: inputs[k] * 1 for k in wanting}
+        outcome = self.run(inputs, originals, batch, overrides, leaves)
+        if not outcome.attached:
+            return outcome, torch.zeros_like(logp)
 
         def backward() -> tuple[Tensor | None, ...]:
             """The gradient of the loss by the log-probabilities."""
-            return torch.autograd.grad(done.value, x, allow_unused=True)
+            return torch.autograd.grad(outcome.value, logp, allow_unused=True)
 
         (gradient,), printed = call_guarded(
             f"the backward pass of {self.name}", backward
         )
-        done = replace(done, value=done.value.detach(), printed=done.printed or printed)
-        return done, torch.zeros_like(x) if gradient is None else 0 - _plain(gradient)
+        outcome = replace(
+            outcome, value=outcome.value.detach(), printed=outcome.printed or printed
+        )
+        return outcome, torch.zeros_like(logp) if gradient is None else 0 - _plain(
+            gradient
+        )
 
     def gradient_by_input(
         self, batch: Rollouts, role: str, times: float = 1.0
@@ -455,24 +483,24 @@ class Loss:
             times: the number.
         """
 
-        given = self.given(batch)
+        originals = self.given(batch)
 
-        def inputs() -> dict[str, Any]:
-            full = _copies(given)
+        def make_inputs() -> dict[str, Any]:
+            full = _copies(originals)
             full["logp"].requires_grad_()
             full[role].requires_grad_()
             return full
 
-        full = inputs()
+        full = make_inputs()
         try:
-            done = self.run(full, given, batch)
+            outcome = self.run(full, originals, batch)
         except InputError as e:
-            self._must_recur(e, lambda: self.run(inputs(), given, batch))
+            self._must_recur(e, lambda: self.run(make_inputs(), originals, batch))
             return None
-        if not done.attached:
+        if not outcome.attached:
             return None
         backward = partial(
-            torch.autograd.grad, done.value * times, full[role], allow_unused=True
+            torch.autograd.grad, outcome.value * times, full[role], allow_unused=True
         )
         return call_guarded(f"the backward pass of {self.name}", backward)[0][0]
 
@@ -489,23 +517,23 @@ class Loss:
         Returns:
             [B, T].
         """
-        laid = LAYOUTS[layout]
-        given = self.given(batch)
-        full = {
-            k: laid(v) if isinstance(v, Tensor) and v.ndim == 2 else v
-            for k, v in _copies(given).items()
+        change_layout = LAYOUTS[layout]
+        originals = self.given(batch)
+        inputs = {
+            k: change_layout(v) if isinstance(v, Tensor) and v.ndim == 2 else v
+            for k, v in _copies(originals).items()
         }
-        x = full["logp"].requires_grad_()
+        logp = inputs["logp"].requires_grad_()
         if self.adv_shape in ("BT", FIRST) and batch.one_adv_per_response:
-            full["adv"] = (
+            inputs["adv"] = (
                 per_response(batch.adv, batch.mask)
                 .clone()[:, None]
                 .expand(batch.mask.shape)
             )
-        done = self.run(full, given, batch, None, (x,))
-        if not done.attached:
+        outcome = self.run(inputs, originals, batch, None, (logp,))
+        if not outcome.attached:
             return torch.zeros_like(batch.logp)
-        backward = partial(torch.autograd.grad, done.value, x, allow_unused=True)
+        backward = partial(torch.autograd.grad, outcome.value, logp, allow_unused=True)
         (gradient,), _ = call_guarded(f"the backward pass of {self.name}", backward)
         return (
             torch.zeros_like(batch.logp)
@@ -524,8 +552,8 @@ class Loss:
             torch.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)
-            done, gradient = self.measured(batch, 1, None, {})
-        return done.value, gradient
+            outcome, gradient = self.measured(batch, 1, None, {})
+        return outcome.value, gradient
 
     def differences(self, batch: Rollouts, steps: list[Tensor]) -> list[float]:
         """Central differences of the value along each step, every sg(x) held at its
@@ -546,33 +574,33 @@ class Loss:
         return [(end(step) - end(-step)).item() / 2 for step in steps] if values else []
 
     def value_and_gradient(
-        self, batch: Rollouts, ranks: int = 1, **moved: Any
+        self, batch: Rollouts, ranks: int = 1, **overrides: Any
     ) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp).
 
         Args:
             batch: the batch.
             ranks: the number of data-parallel ranks that it is told.
-            **moved: hyperparameters with other values.
+            **overrides: hyperparameters with other values.
         """
-        done, gradient = self.outcome(batch, ranks, **moved)
-        return done.value, gradient
+        outcome, gradient = self.outcome(batch, ranks, **overrides)
+        return outcome.value, gradient
 
-    def gradient(self, batch: Rollouts, ranks: int = 1, **moved: Any) -> Tensor:
+    def gradient(self, batch: Rollouts, ranks: int = 1, **overrides: Any) -> Tensor:
         """Return dJ/dlp of every token, [B, T].
 
         Args:
             batch: the batch.
             ranks: the number of data-parallel ranks that the loss is told.
-            **moved: hyperparameters with other values.
+            **overrides: hyperparameters with other values.
         """
-        return self.outcome(batch, ranks, **moved)[1]
+        return self.outcome(batch, ranks, **overrides)[1]
 
-    def __call__(self, batch: Rollouts, **moved: Any) -> Tensor:
-        given = self.given(batch)
-        full = _copies(given)
-        full["logp"].requires_grad_()
-        return self.run(full, given, batch, moved).value.detach()
+    def __call__(self, batch: Rollouts, **overrides: Any) -> Tensor:
+        originals = self.given(batch)
+        inputs = _copies(originals)
+        inputs["logp"].requires_grad_()
+        return self.run(inputs, originals, batch, overrides).value.detach()
 
 
 class Question(NamedTuple):

@@ -38,7 +38,7 @@ from upref.verify.faults.losses import (
     term_slope,
     terms,
 )
-from upref.verify.finding import Cause
+from upref.verify.finding import NO_CAUSE, Cause
 from upref.verify.measure import LossCase, kl_slope, unit_weights
 from upref.weights.batches import (
     OFF_EDGES,
@@ -88,7 +88,7 @@ def explain(
         The fault, or None.
     """
     use = batch.mask & ~ignore
-    more = _measure_confirmation(case)
+    confirmation = _measure_confirmation(case)
     nothing = not _has_gradient(case)
     every = chain(
         [NOTHING] if nothing else [],
@@ -111,7 +111,7 @@ def explain(
 
     def holds(one: LossFault) -> bool:
         """Whether it agrees on other batches; of a length, on long responses too."""
-        if not more.fits(one, case):
+        if not confirmation.fits(one, case):
             return False
         long = [case.beyond("lengths")] if one.id in OF_LENGTHS else []
         return _measure_on(case, long).fits(one, case)
@@ -122,7 +122,7 @@ def explain(
 
     return (
         first(every)
-        or _two(case, batch, found, use, bounds, more)
+        or _two(case, batch, found, use, bounds, confirmation)
         or first(_recovered(case))
     )
 
@@ -144,9 +144,11 @@ def two_gradients(case: LossCase, batch: Rollouts) -> Iterator[LossFault]:
         return
 
     def left(batch: Rollouts) -> Tensor:
-        own = case.loss.ask("measured", batch, 1, None, {})[0].own
+        left_gradient = case.loss.ask("measured", batch, 1, None, {})[0].own
         return (
-            torch.zeros_like(batch.logp) if own is None else own / case.factors(batch)
+            torch.zeros_like(batch.logp)
+            if left_gradient is None
+            else left_gradient / case.factors(batch)
         )
 
     weights = case.expected(batch)
@@ -205,14 +207,16 @@ class ConfirmationBatches:
     # with the weights found, and the tokens that are used
     batches: list[tuple[Rollouts, Tensor, Tensor]]
 
-    def fits(self, one: LossFault, case: LossCase) -> bool:
+    def fits(self, fault: LossFault, case: LossCase) -> bool:
         """Tell whether a fault has the gradients that were found on all these batches.
 
         Args:
-            one: the fault.
+            fault: the fault.
             case: the loss and its objective.
         """
-        return all(fits(one, case, *at, 10 * case.tol) for at in self.batches)
+        return all(
+            fits(fault, case, *measured, 10 * case.tol) for measured in self.batches
+        )
 
     def without(self, part: Callable[[Rollouts], Tensor]) -> "ConfirmationBatches":
         """Subtract a part from what was found.
@@ -256,43 +260,68 @@ def confirmation_batches(case: LossCase) -> list[Rollouts]:
     Returns:
         Batches.
     """
-    calm = case.ready(on_policy_batch())
+    on_policy = case.ready(on_policy_batch())
     rng = np.random.default_rng
-    small = calm.but(adv=calm.adv / 1000)
+    small = on_policy.but(adv=on_policy.adv / 1000)
     grid = case.grid(seed=7, edges=OFF_EDGES, thin=3)
-    sizes = 1 + torch.arange(len(calm.adv), dtype=calm.adv.dtype)[:, None] / 10
-    good = calm.but(adv=calm.adv.abs() * sizes)
-    some = [case.ready(random_batch(rng(seed), case.one_adv)) for seed in (0, 3, 5)]
-    far = [case.beyond("sampler")] if case.objective.sampler is not None else []
+    sizes = (
+        1 + torch.arange(len(on_policy.adv), dtype=on_policy.adv.dtype)[:, None] / 10
+    )
+    positive = on_policy.but(adv=on_policy.adv.abs() * sizes)
+    random = [case.ready(random_batch(rng(seed), case.one_adv)) for seed in (0, 3, 5)]
+    far_sampler = [case.beyond("sampler")] if case.objective.sampler is not None else []
     return [
-        calm,
+        on_policy,
         small,
-        good,
+        positive,
         grid,
-        *some,
+        *random,
         case.ready(random_batch(rng(4), case.one_adv, (64, 40))),
-        *far,
+        *far_sampler,
     ]
 
 
-def cause_if_confirmed(case: LossCase, one: LossFault, *more: Rollouts) -> Cause:
+def cause_if_confirmed(case: LossCase, fault: LossFault, *more: Rollouts) -> Cause:
     """A fault that reproduces the loss on every one of those batches, and on these;
     else none.
 
     Args:
         case: the loss and its objective.
-        one: the fault.
+        fault: the fault.
         *more: batches on which it must hold too.
 
     Returns:
         Its cause, or an empty one.
     """
-    return one.cause if _measure_confirmation(case, *more).fits(one, case) else Cause()
+    return (
+        fault.cause
+        if _measure_confirmation(case, *more).fits(fault, case)
+        else NO_CAUSE
+    )
+
+
+def first_confirmed(
+    case: LossCase, faults: Iterable[LossFault], *more: Rollouts
+) -> Cause:
+    """The cause of the first fault that `cause_if_confirmed` accepts.
+
+    Args:
+        case: the loss and its objective.
+        faults: in the order in which they are tried.
+        *more: batches on which it must hold too.
+
+    Returns:
+        Its cause, or an empty one.
+    """
+    for known_fault in faults:
+        if cause := cause_if_confirmed(case, known_fault, *more):
+            return cause
+    return NO_CAUSE
 
 
 def cause_if_confirmed_at(
     case: LossCase,
-    one: LossFault,
+    fault: LossFault,
     batch: Rollouts,
     at: tuple[int, int],
     found: float,
@@ -303,7 +332,7 @@ def cause_if_confirmed_at(
 
     Args:
         case: the loss and its objective.
-        one: the fault.
+        fault: the fault.
         batch: the batch.
         at: the response and the column.
         found: the loss's weight there.
@@ -316,12 +345,12 @@ def cause_if_confirmed_at(
         w[at].item()
         for w in (
             case.expected(batch),
-            one.change.weights(case.objective, case.hp, batch),
+            fault.change.weights(case.objective, case.hp, batch),
         )
     )
     if abs(wrong - found) <= 1e-3 * abs(right - found):
-        return cause_if_confirmed(case, one, batch, *more)
-    return Cause()
+        return cause_if_confirmed(case, fault, batch, *more)
+    return NO_CAUSE
 
 
 def holds_on_other_batches(
@@ -359,7 +388,7 @@ def _two(
     found: Tensor,
     use: Tensor,
     bounds: list[float],
-    more: ConfirmationBatches,
+    confirmation: ConfirmationBatches,
 ) -> LossFault | None:
     """A fault of the KL term, which stands alone where A = 0, and one of the rest, each
     put into the reference.
@@ -369,7 +398,7 @@ def _two(
         return None
     objective = case.objective
     hp = case.hp
-    plain = case.plain_hp | ({"beta": 0.0} if case.objective.kl else {})
+    plain_hp = case.plain_hp | ({"beta": 0.0} if case.objective.kl else {})
     terms = [*_other_kl(case, batch, found, use)]
     if hp.get("beta"):
         terms += [KL_MISSING, *_kl_aggregated(case), *kl_faults(objective, hp)]
@@ -377,39 +406,47 @@ def _two(
     def part(term: LossFault, batch: Rollouts) -> Tensor:
         """What this fault of the KL term leaves of it: the weights less the rest's."""
         return term.change.weights(objective, hp, batch) - unit_weights(
-            objective, batch, plain
+            objective, batch, plain_hp
         )
 
-    alone = replace(case, hp=plain)
+    without_kl = replace(case, hp=plain_hp)
     for term in [
         t
         for t in terms
         if (relative_error(found, part(t, batch), batch.adv)[zero] < case.tol).all()
     ][:TERMS]:
-        less = more.without(partial(part, term))
+        without_term = confirmation.without(partial(part, term))
         rest = chain(
-            _retuned(alone, bounds),
-            known("losses", objective, plain, bounds),
-            _others(alone),
+            _retuned(without_kl, bounds),
+            known("losses", objective, plain_hp, bounds),
+            _others(without_kl),
         )
-        one = reproduces(
-            (s for s in rest if less.fits(s, alone)),
-            alone,
+        known_fault = reproduces(
+            (
+                candidate
+                for candidate in rest
+                if without_term.fits(candidate, without_kl)
+            ),
+            without_kl,
             batch,
             found - part(term, batch),
             use,
         )
-        if one is not None:
+        if known_fault is not None:
 
             def both(
-                batch: Rollouts, one: LossFault = one, term: LossFault = term
+                batch: Rollouts,
+                known_fault: LossFault = known_fault,
+                term: LossFault = term,
             ) -> Tensor:
-                return one.change.weights(objective, plain, batch) + part(term, batch)
+                return known_fault.change.weights(objective, plain_hp, batch) + part(
+                    term, batch
+                )
 
             return fault(
-                f"two faults together: {one.words}; and {term.words}",
-                one.kind,
-                id=one.id,
+                f"two faults together: {known_fault.words}; and {term.words}",
+                known_fault.kind,
+                id=known_fault.id,
                 beside=term.id,
                 weigh=both,
             )
@@ -520,9 +557,12 @@ def _retuned(case: LossCase, bounds: list[float]) -> Iterator[LossFault]:
             id="clip-sides-swapped",
             hp=swapped,
         )
-    for moved in recover(case):
+    for changed in recover(case):
         yield fault(
-            _said(moved, hp), "hyperparameter", id=hyperparameter_id(*moved), hp=moved
+            _said(changed, hp),
+            "hyperparameter",
+            id=hyperparameter_id(*changed),
+            hp=changed,
         )
     if hp.get("beta"):
         yield KL_MISSING
@@ -538,7 +578,7 @@ def _other_kl(
     zero = use & (batch.adv.expand_as(use) == 0)
     if not zero.any():
         return
-    objective, plain, own = (
+    objective, plain, own_term = (
         case.objective,
         {k: v for k, v in case.hp.items() if k != "beta"},
         case.hp.get("beta") or 0.0,
@@ -552,11 +592,11 @@ def _other_kl(
         """The weights with this KL term."""
         return rest(batch) - beta * term_slope(name, batch)
 
-    mine = TERM_OF.get(objective.kl, "")
-    for name in terms(mine, case.loss.reads):
+    found_term = TERM_OF.get(objective.kl, "")
+    for name in terms(found_term, case.loss.reads):
         d = term_slope(name, batch)[zero]
         beta = -(found[zero] @ d / (d @ d)).item() if d.any() else 0.0
-        is_own = name == mine
+        is_own = name == found_term
         if is_own and abs(beta) > case.tol:
             yield fault(
                 _said({"beta": beta}, case.hp),
@@ -565,12 +605,12 @@ def _other_kl(
                 hp={"beta": beta},
             )
         elif abs(beta) > case.tol and (
-            not own or (beta > 0 and abs(beta - own) > case.tol)
+            not own_term or (beta > 0 and abs(beta - own_term) > case.tol)
         ):
             weigh = partial(with_term, beta=beta, name=name)
-            if own:
+            if own_term:
                 id = f"kl-gradient-of-{name}"
-                words = f"the KL term has the gradient of {beta:.6g} {name}, not of {own:g} {objective.kl}: {OTHER_KL}"
+                words = f"the KL term has the gradient of {beta:.6g} {name}, not of {own_term:g} {objective.kl}: {OTHER_KL}"
             else:
                 id = "kl-added" if is_own and beta < 0 else "kl-not-of-objective"
                 words = lacking(objective, beta, name)
@@ -602,6 +642,9 @@ def _absolute(key: str, v: Any, now: Any) -> bool:
 
 
 def _others(case: LossCase) -> Iterator[LossFault]:
+    """Other objectives, at the hyperparameters that they share with this one and at
+    their own.
+    """
     objective = case.objective
     hp = case.hp
     if not shape_of(objective, hp).free[1.0]:  # it has no log π_θ there yet
@@ -613,30 +656,34 @@ def _others(case: LossCase) -> Iterator[LossFault]:
             hp=hp,
         )
     for name in CORRECTIONS if objective.sampler else ():
-        p = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", objective.name))
-        own = {k: v for k, v in hp.items() if k in p.hyperparameters}
+        other = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", objective.name))
+        shared_hp = {k: v for k, v in hp.items() if k in other.hyperparameters}
         yield from (
             fault(
-                f"its gradient is that of {_called(p, h)}",
+                f"its gradient is that of {_called(other, other_hp)}",
                 "objective",
-                id=f"other-objective-{p.name}",
-                objective=p,
-                hp=h,
+                id=f"other-objective-{other.name}",
+                objective=other,
+                hp=other_hp,
             )
-            for h in (own, {})
+            for other_hp in (shared_hp, {})
         )
-    every = [
+    objectives = [
         get(n) for n in names() if n != objective.name and not get(n).batch_coupled
     ]
-    for p in sorted(every, key=lambda p: declared_aggregation(p) != case.agg):
-        own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
-        for h in (own, {}):
+    for other in sorted(
+        objectives, key=lambda other: declared_aggregation(other) != case.agg
+    ):
+        shared_hp = {
+            k: v for k, v in hp.items() if k in other.hyperparameters and v is not None
+        }
+        for other_hp in (shared_hp, {}):
             yield fault(
-                f"its gradient is that of {_called(p, h)}{_other_aggregation(case, p)}",
+                f"its gradient is that of {_called(other, other_hp)}{_other_aggregation(case, other)}",
                 "objective",
-                id=f"other-objective-{p.name}",
-                objective=p,
-                hp=h,
+                id=f"other-objective-{other.name}",
+                objective=other,
+                hp=other_hp,
             )
 
 
@@ -646,24 +693,27 @@ def _recovered(case: LossCase) -> Iterator[LossFault]:
     """
     from upref.verify.match import fitting
 
-    for box, p, hp in fitting(case.loss):
-        own = {k: v for k, v in hp.items() if k != "beta"}
+    for box, other, hp in fitting(case.loss):
+        own_hp = {k: v for k, v in hp.items() if k != "beta"}
 
         def whole(
             batch: Rollouts,
             box: Any = box,
-            objective: Objective = p,
-            own: dict[str, Any] = own,
+            objective: Objective = other,
+            own_hp: dict[str, Any] = own_hp,
         ) -> Tensor:
+            """The weights of the objective at these hyperparameters, times the scale,
+            with the KL term.
+            """
             return box.scale * (
-                unit_weights(objective, batch, objective.resolve(own))
+                unit_weights(objective, batch, objective.resolve(own_hp))
                 + box.kl_weights(batch)
             )
 
         times = f"{box.scale:.6g} times " if box.scale != 1 else ""
         term = f", with a KL term: {box.beta:.6g} {box.kl}" if box.kl else ""
-        words = f"its gradient is {times}that of {_called(p, own)}{term}{_other_aggregation(case, p)}"
-        yield fault(words, "objective", id=f"other-objective-{p.name}", weigh=whole)
+        words = f"its gradient is {times}that of {_called(other, own_hp)}{term}{_other_aggregation(case, other)}"
+        yield fault(words, "objective", id=f"other-objective-{other.name}", weigh=whole)
 
 
 def _other_aggregation(case: LossCase, objective: Objective) -> str:

@@ -22,7 +22,14 @@ from upref.errors import InputError
 from upref.user_code.kl import Term, read
 from upref.verify.faults import Fault, known, measured
 from upref.verify.faults.kl import Formula
-from upref.verify.finding import Cause, Example, Number, TokenPlace, number_pair
+from upref.verify.finding import (
+    NO_CAUSE,
+    Cause,
+    Example,
+    Number,
+    TokenPlace,
+    number_pair,
+)
 from upref.verify.oracle import Oracle, oracle, run, untouched, validate_names
 from upref.verify.report import Finding, Report, fail, not_run, note, restores_state
 
@@ -115,7 +122,7 @@ class KlCase:
             return measured.CONSTANT_ADDED_TO_ESTIMATOR.cause(
                 estimator=self.estimator, constant=c
             )
-        return Cause()
+        return NO_CAUSE
 
 
 def pair(d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple[Tensor, Tensor]:

@@ -54,13 +54,16 @@ class ClosedFormWeights:
         self.calls: list[tuple[np.ndarray, Callable[..., Any]]] = list(self._calls())
 
     def __call__(self, hp: dict[str, Any]) -> np.ndarray:
-        out = np.empty(len(self.r))
+        weights = np.empty(len(self.r))
         with np.errstate(all="ignore"):
-            for at, f in self.calls:
-                out[at] = f(**hp)
-        return out
+            for rows, weights_at in self.calls:
+                weights[rows] = weights_at(**hp)
+        return weights
 
     def _calls(self) -> Iterator[Any]:
+        """Yield rows of points, and the function from hyperparameters to their
+        weights.
+        """
         objective, n = self.objective, len(self.r)
         if objective.level != "custom":
             have = {
@@ -77,17 +80,20 @@ class ClosedFormWeights:
             )
             return
         for unsure in (False, True):
-            at = np.flatnonzero(self.unsure == unsure)
+            indices = np.flatnonzero(self.unsure == unsure)
             for rows in (
-                np.split(at, len(at))
-                if objective.batch_coupled and len(at)
-                else [at]
-                if len(at)
+                np.split(indices, len(indices))
+                if objective.batch_coupled and len(indices)
+                else [indices]
+                if len(indices)
                 else []
             ):
                 yield rows, self._free(rows, unsure)
 
     def _free(self, rows: np.ndarray, unsure: bool) -> Any:
+        """The weights of these points by a form that reads a batch: each point is a
+        row, with a second token of lower entropy where it is `unsure`.
+        """
         objective = self.objective
         r, A, mu = _column(self.r[rows]), _column(self.A[rows]), _column(self.mu[rows])
         H = torch.ones_like(r)
@@ -186,8 +192,8 @@ class HyperparameterSearch:
             The share of the points that differ, and the sum of their distances, 1 at
                 most each.
         """
-        off = self.relative_errors(self.closed_form(hp))
-        return float((off > self.box.tol).mean()), float(np.minimum(off, 1).sum())
+        errors = self.relative_errors(self.closed_form(hp))
+        return float((errors > self.box.tol).mean()), float(np.minimum(errors, 1).sum())
 
     def explains(self, hp: dict[str, Any], miss: tuple[float, float]) -> bool:
         """Tell whether hyperparameters explain every point and are not at a limit.
@@ -196,15 +202,16 @@ class HyperparameterSearch:
             hp: of the objective.
             miss: their score.
         """
-        ends = (
+        changed = (
             (k, v)
             for k, v in hp.items()
             if v is not None and v != self.objective.hyperparameters[k]
         )
-        limit = any(
-            not 1e-7 < v < 9e3 and not (v == 0 and _is_clip_width(k)) for k, v in ends
+        at_limit = any(
+            not 1e-7 < v < 9e3 and not (v == 0 and _is_clip_width(k))
+            for k, v in changed
         )
-        return miss[0] == 0 and not limit and in_range(self.objective, hp)
+        return miss[0] == 0 and not at_limit and in_range(self.objective, hp)
 
     def matters(self, hp: dict[str, Any], key: str, v: float) -> bool:
         """Tell whether another value of one hyperparameter would change the weights.
@@ -218,8 +225,10 @@ class HyperparameterSearch:
         others = [v * 0.5, v * 1.5, v * 1e-3]
         if v == 0:
             others.append(0.1)
-        moved = [self.closed_form(hp | {key: max(lo, x)}) for x in others]
-        return any(self.relative_errors(w).max() > 10 * self.box.tol for w in moved)
+        changed_weights = [self.closed_form(hp | {key: max(lo, x)}) for x in others]
+        return any(
+            self.relative_errors(w).max() > 10 * self.box.tol for w in changed_weights
+        )
 
     # ---- the search ------------------------------------------------------------------
     def best(self) -> Candidate:
@@ -234,27 +243,29 @@ class HyperparameterSearch:
             hp, miss = self._from(hp, miss, smooth)
             clip = self._at_jumps(hp)
             if not self.explains(hp, miss) and clip:
-                there = self._from(
+                from_jumps = self._from(
                     hp | clip, self.score(hp | clip), smooth, clip.keys()
                 )
-                hp, miss = min((hp, miss), there, key=lambda found: found[1])
+                hp, miss = min((hp, miss), from_jumps, key=lambda found: found[1])
         return Candidate(self.objective, hp, miss, unexplained, self)
 
     def _from(
         self,
         hp: dict[str, Any],
         miss: tuple[float, float],
-        smooth: dict[str, np.ndarray],
+        continuous_at: dict[str, np.ndarray],
         held: Collection[str] = (),
     ) -> tuple[dict[str, Any], tuple[float, float]]:
         """The best that is found from these hyperparameters on. held: those that stay
         as they are.
         """
-        hp, miss = self._descend(hp, miss, smooth, held)
+        hp, miss = self._descend(hp, miss, continuous_at, held)
         if held:
             return hp, miss
         return (
-            (hp, miss) if self.explains(hp, miss) else self._jointly(hp, miss, smooth)
+            (hp, miss)
+            if self.explains(hp, miss)
+            else self._jointly(hp, miss, continuous_at)
         )
 
     def _at_jumps(self, hp: dict[str, Any]) -> dict[str, float]:
@@ -275,39 +286,44 @@ class HyperparameterSearch:
         }
 
     def _trials(self, key: str) -> list[Any]:
+        """Values of one hyperparameter, from one end of its range to the other."""
         lo, hi = SEARCH_RANGE.get(key, DEFAULT_RANGE)
-        some: list[Any] = [
+        trials: list[Any] = [
             lo,
             *np.geomspace(max(lo, 0.01), hi, 9)[:-1] + (lo if lo > 1 else 0),
             hi,
         ]
         if self.objective.hyperparameters[key] is None:
-            some.append(None)
-        return some
+            trials.append(None)
+        return trials
 
     def _reach(self, hp: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
         """The share of points that disagree whatever the hyperparameters; of each of
         these, where it is continuous.
         """
         base = self.closed_form(hp)
-        free = np.zeros(len(base), dtype=bool)
-        smooth = {}
+        depends = np.zeros(len(base), dtype=bool)
+        continuous_at = {}
         for key in hp:
             values = np.array(
                 [base, *(self.closed_form(hp | {key: x}) for x in self._trials(key))]
             )
-            free |= (np.abs(values - base) > 1e-12 * np.abs(base)).any(0)
+            depends |= (np.abs(values - base) > 1e-12 * np.abs(base)).any(0)
             # where it takes many values
-            smooth[key] = (np.abs(np.diff(np.sort(values, 0), axis=0)) > 1e-9).sum(
-                0
-            ) > 2
-        off = self.relative_errors(base)
-        return float((off[~free] > self.box.tol).mean()) if (
-            ~free
-        ).any() else 0.0, smooth
+            continuous_at[key] = (
+                np.abs(np.diff(np.sort(values, 0), axis=0)) > 1e-9
+            ).sum(0) > 2
+        errors = self.relative_errors(base)
+        return float((errors[~depends] > self.box.tol).mean()) if (
+            ~depends
+        ).any() else 0.0, continuous_at
 
     def _descend(
-        self, hp: dict[str, Any], miss: Any, smooth: Any, held: Collection[str] = ()
+        self,
+        hp: dict[str, Any],
+        miss: Any,
+        continuous_at: Any,
+        held: Collection[str] = (),
     ) -> Any:
         """Each hyperparameter in turn takes the best of its solutions, until none
         improves.
@@ -315,7 +331,7 @@ class HyperparameterSearch:
         for _ in range(3):
             before = miss
             for key in (k for k in hp if k not in held):
-                for x in self._solutions(hp, key, smooth):
+                for x in self._solutions(hp, key, continuous_at):
                     score = self.score(hp | {key: x})
                     if score < miss:
                         hp = hp | {key: x}
@@ -326,28 +342,29 @@ class HyperparameterSearch:
                 break
         return hp, miss
 
-    def _jointly(self, hp: dict[str, Any], miss: Any, smooth: Any) -> Any:
+    def _jointly(self, hp: dict[str, Any], miss: Any, continuous_at: Any) -> Any:
         """All that are continuous at once, by Gauss and Newton in their logarithms:
         where two of them shape the same tokens, neither is right alone."""
         keys = [
             k
             for k, v in hp.items()
-            if v and (smooth[k] & ~self.closed_form.unsure).any()
+            if v and (continuous_at[k] & ~self.closed_form.unsure).any()
         ]
         if len(keys) < 2:
             return hp, miss
 
-        def at(x: np.ndarray) -> dict[str, Any]:
+        def hp_of(x: np.ndarray) -> dict[str, Any]:
             """The hyperparameters with those that have these logarithms."""
             return hp | dict(zip(keys, np.exp(x).tolist(), strict=True))
 
         x = np.log([hp[k] for k in keys])
-        h = 1e-6
+        step_size = 1e-6
         for _ in range(GAUSS_NEWTON):
-            w = self.closed_form(at(x))
+            w = self.closed_form(hp_of(x))
             with np.errstate(all="ignore"):
                 slopes = [
-                    (self.closed_form(at(x + h * e)) - w) / h for e in np.eye(len(keys))
+                    (self.closed_form(hp_of(x + step_size * e)) - w) / step_size
+                    for e in np.eye(len(keys))
                 ]
             rows = np.isfinite([w, *slopes]).all(0)
             if not rows.any():
@@ -356,52 +373,61 @@ class HyperparameterSearch:
                 np.array(slopes).T[rows], (self.measured - w)[rows], rcond=None
             )[0]
             x = x + step.clip(-1, 1)
-        return min((hp, miss), (at(x), self.score(at(x))), key=lambda found: found[1])
+        return min(
+            (hp, miss), (hp_of(x), self.score(hp_of(x))), key=lambda found: found[1]
+        )
 
     # ---- the solves ------------------------------------------------------------------
-    def _solutions(self, hp: dict[str, Any], key: str, smooth: Any) -> Any:
+    def _solutions(self, hp: dict[str, Any], key: str, continuous_at: Any) -> Any:
+        """Values of one hyperparameter at which the objective's weight meets the
+        measured one, at one point each.
+        """
         if self.objective.hyperparameters[key] is None:
             yield None
         if _is_clip_width(key) and any(abs(p.r - 1) < 1e-9 for p, _ in self.box.jumps):
             yield 0.0
         jumps = [
-            (p, m)
-            for p, m in self.box.jumps
+            (p, middle)
+            for p, middle in self.box.jumps
             if not p.unsure or "entropy" in self.objective.reads
         ]
-        keys = [*jumps, *self._smooth(smooth[key])]
-        if not keys:
+        targets = [*jumps, *self._smooth(continuous_at[key])]
+        if not targets:
             return
         lo, hi = SEARCH_RANGE.get(key, DEFAULT_RANGE)
-        w = ClosedFormWeights(self.objective, [p for p, _ in keys])
-        target = np.array([m for _, m in keys])
-        ends = [np.sign(w(hp | {key: x}) - target) for x in (lo, hi)]
-        if at := np.flatnonzero(ends[0] != ends[1]).tolist():
-            below = ends[0][at]
+        weights = ClosedFormWeights(self.objective, [p for p, _ in targets])
+        target_weights = np.array([middle for _, middle in targets])
+        ends = [np.sign(weights(hp | {key: x}) - target_weights) for x in (lo, hi)]
+        if bracketed := np.flatnonzero(ends[0] != ends[1]).tolist():
+            signs_at_lo = ends[0][bracketed]
             try:  # all at once: closed forms are elementwise, in their hyperparameters too
-                yield from self._solve(hp, key, [keys[i] for i in at], lo, hi, below)
+                yield from self._solve(
+                    hp, key, [targets[i] for i in bracketed], lo, hi, signs_at_lo
+                )
             except (
                 ValueError,
                 TypeError,
                 RuntimeError,
             ):  # but for `c or inf`, and those that take the mask
-                for i, sign in zip(at, below, strict=True):
-                    yield from self._solve(hp, key, [keys[i]], lo, hi, sign)
+                for i, sign in zip(bracketed, signs_at_lo, strict=True):
+                    yield from self._solve(hp, key, [targets[i]], lo, hi, sign)
 
     def _smooth(self, continuous: np.ndarray) -> list[tuple[Point, float]]:
         """A few points at which the weight is continuous in a hyperparameter."""
-        at = np.flatnonzero(continuous & ~self.closed_form.unsure)
-        if not len(at):
+        indices = np.flatnonzero(continuous & ~self.closed_form.unsure)
+        if not len(indices):
             return []
-        log_r = np.log(self.closed_form.r[at])
-        A = self.closed_form.A[at]
+        log_r = np.log(self.closed_form.r[indices])
+        A = self.closed_form.A[indices]
 
-        def far(x: float, sign: int) -> np.ndarray:
+        def distance(x: float, sign: int) -> np.ndarray:
             """How far each point is from this log r and this sign of A."""
             return np.abs(log_r - x) + 100 * (sign != A)
 
         picked = {
-            int(at[far(x, sign).argmin()]) for x in SMOOTH_LOG_R for sign in (1, -1)
+            int(indices[distance(x, sign).argmin()])
+            for x in SMOOTH_LOG_R
+            for sign in (1, -1)
         }
         return [(self.points[i], float(self.measured[i])) for i in sorted(picked)]
 
@@ -409,27 +435,29 @@ class HyperparameterSearch:
         self,
         hp: dict[str, Any],
         key: str,
-        keys: list[tuple[Point, float]],
+        targets: list[tuple[Point, float]],
         lo: float,
         hi: float,
-        below: Any,
+        sign_at_lo: Any,
     ) -> list[float]:
         """Bisection in the logarithm."""
-        w = ClosedFormWeights(self.objective, [p for p, _ in keys])
-        target = np.array([m for _, m in keys])
-        los = np.full(len(keys), lo)
-        his = np.full(len(keys), hi)
+        weights = ClosedFormWeights(self.objective, [p for p, _ in targets])
+        target_weights = np.array([weight for _, weight in targets])
+        los = np.full(len(targets), lo)
+        his = np.full(len(targets), hi)
         for _ in range(STEPS):
             middle = np.sqrt(los * his)
-            left = (
+            is_below = (
                 np.sign(
-                    w(hp | {key: middle if len(keys) > 1 else float(middle[0])})
-                    - target
+                    weights(
+                        hp | {key: middle if len(targets) > 1 else float(middle[0])}
+                    )
+                    - target_weights
                 )
-                == below
+                == sign_at_lo
             )
-            los = np.where(left, middle, los)
-            his = np.where(left, his, middle)
+            los = np.where(is_below, middle, los)
+            his = np.where(is_below, his, middle)
         return np.sqrt(los * his).tolist()
 
 
@@ -461,9 +489,10 @@ def in_range(objective: Objective, hp: dict[str, Any]) -> bool:
     """
     most = {"eps": 1.0, "eps_low": 1.0, "eps_high": 100.0}
     # WAPO's eps is 9
-    own = {k: v for k, v in objective.hyperparameters.items() if v is not None}
+    defaults = {k: v for k, v in objective.hyperparameters.items() if v is not None}
     if any(
-        v is not None and v > (1 + 1e-6) * max(most.get(k, math.inf), 2 * own.get(k, 0))
+        v is not None
+        and v > (1 + 1e-6) * max(most.get(k, math.inf), 2 * defaults.get(k, 0))
         for k, v in hp.items()
     ):
         return False
@@ -531,9 +560,9 @@ def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
     with contextlib.suppress(InputError):
         box = measure(loss, False)
         boxes = [] if box.random or box.batch_coupled else [box, termed(box)]
-        for one, objective in product(filter(None, boxes), all_objectives()):
-            if (c := candidate_or_none(objective, one)) and c.fits:
-                yield one, objective, c.hp
+        for measured_loss, objective in product(filter(None, boxes), all_objectives()):
+            if (found := candidate_or_none(objective, measured_loss)) and found.fits:
+                yield measured_loss, objective, found.hp
 
 
 def recover(case: LossCase) -> list[dict[str, Any]]:
@@ -551,12 +580,12 @@ def recover(case: LossCase) -> list[dict[str, Any]]:
         return []
     if found is None or not found.fits:
         return []
-    moved = {
+    changed = {
         k: _round(v)
         for k, v in found.effective_hp().items()
         if not _is_close(v, case.hp.get(k))
     }
-    return [moved] if moved else []
+    return [changed] if changed else []
 
 
 def _round(v: Any) -> Any:

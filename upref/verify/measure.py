@@ -111,16 +111,16 @@ class LossCase:
 
     # ---- the loss --------------------------------------------------------------------
     def value_and_gradient(
-        self, batch: Rollouts, ranks: int = 1, **moved: Any
+        self, batch: Rollouts, ranks: int = 1, **overrides: Any
     ) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp); the outcome of a call that wrote or printed is kept.
 
         Args:
             batch: the batch.
             ranks: the number of data-parallel ranks that the loss is told.
-            **moved: hyperparameters with other values.
+            **overrides: hyperparameters with other values.
         """
-        outcome, gradient = self.loss.outcome(batch, ranks, **moved)
+        outcome, gradient = self.loss.outcome(batch, ranks, **overrides)
         if outcome.wrote or outcome.printed:
             self.noted_calls.append(outcome)
         return outcome.value, gradient
@@ -140,18 +140,18 @@ class LossCase:
         )[1]
         return answer
 
-    def gradient(self, batch: Rollouts, ranks: int = 1, **moved: Any) -> Tensor:
+    def gradient(self, batch: Rollouts, ranks: int = 1, **overrides: Any) -> Tensor:
         """Measure the gradient of the user's loss.
 
         Args:
             batch: the batch.
             ranks: the number of data-parallel ranks that the loss is told.
-            **moved: hyperparameters with other values.
+            **overrides: hyperparameters with other values.
 
         Returns:
             dJ/dlp of every token, [B, T].
         """
-        return self.value_and_gradient(batch, ranks, **moved)[1]
+        return self.value_and_gradient(batch, ranks, **overrides)[1]
 
     def weights(self, batch: Rollouts) -> Tensor:
         """The loss's own dJ_t/dlp_t, its aggregation divided out.
@@ -195,7 +195,7 @@ class LossCase:
         batch: Rollouts,
         found: Tensor | None = None,
         floor: float = 0.1,
-        times: float = 1.0,
+        rounding_allowance: float = 1.0,
     ) -> Tensor:
         """Relative difference of the weights, 0 on masked slots, infinite where one is
         not finite; beyond what rounding to float32 explains, where it computes in that.
@@ -204,7 +204,7 @@ class LossCase:
             batch: the batch.
             found: the loss's weights, [B, T]; None: they are measured.
             floor: the least divisor.
-            times: so many times the rounding of float32 is forgiven.
+            rounding_allowance: so many times the rounding of float32 is forgiven.
 
         Returns:
             [B, T].
@@ -215,16 +215,17 @@ class LossCase:
         # size
         if "group" in self.objective.reads:
             floor = max(floor, expected.abs().max().item())
-        apart = relative_error(found, expected, batch.adv, floor)
-        if self.single and apart.max() > self.tol:
+        errors = relative_error(found, expected, batch.adv, floor)
+        if self.single and errors.max() > self.tol:
             scale = torch.maximum(expected.abs(), batch.adv.abs()).clamp(min=floor)
-            apart = (
-                apart - 2 * self.rounding_effect(batch, expected, times) / scale
+            errors = (
+                errors
+                - 2 * self.rounding_effect(batch, expected, rounding_allowance) / scale
             ).clamp(min=0)
-        return torch.where(batch.mask, apart, 0)
+        return torch.where(batch.mask, errors, 0)
 
     def rounding_effect(
-        self, batch: Rollouts, expected: Tensor, times: float = 1.0
+        self, batch: Rollouts, expected: Tensor, rounding_allowance: float = 1.0
     ) -> Tensor:
         """How far the expected weight moves where the log-probabilities are rounded to
         float32, a jump included.
@@ -232,43 +233,45 @@ class LossCase:
         Args:
             batch: the batch.
             expected: the objective's weights, [B, T].
-            times: so many times the rounding of float32.
+            rounding_allowance: so many times the rounding of float32.
 
         Returns:
             [B, T].
         """
-        d = torch.where(
+        rounding = torch.where(
             batch.mask,
             torch.maximum(batch.logp.abs(), batch.logp_old.abs()).clamp(min=1)
             * ROUND
-            * times,
+            * rounding_allowance,
             0,
         )
-        shares = torch.zeros_like(d)
-        ways = [d]
+        shares = torch.zeros_like(rounding)
+        shifts = [rounding]
         if "group" in self.objective.reads and batch.group is not None:
             # the weight is a difference of two shares of a group, which shows only what
             # moves a response beside others
             peers = batch.group[:, None] == batch.group
             place = peers.tril(-1).sum(1, keepdim=True)
-            ways += [d * (1 - 2 * (place // n % 2)) for n in (1, 2)]
-            shares = (ROUND * peers.sum(1, keepdim=True)).expand_as(d)
+            shifts += [rounding * (1 - 2 * (place // n % 2)) for n in (1, 2)]
+            shares = (ROUND * peers.sum(1, keepdim=True)).expand_as(rounding)
 
-        def apart(batch: Rollouts) -> Tensor:
+        def change_of_weights(batch: Rollouts) -> Tensor:
             """How far the expected weights of this batch are from those of b, [B, T]."""
             return (self.expected(batch) - expected).abs().nan_to_num(nan=0.0)
 
-        there = [
+        shifted_batches = [
             x
-            for way in ways
+            for shift in shifts
             for x in (
-                batch.but(logp=batch.logp - way),
-                batch.but(logp_old=batch.logp_old - way),
+                batch.but(logp=batch.logp - shift),
+                batch.but(logp_old=batch.logp_old - shift),
             )
         ]
-        moved = sum(map(apart, there), shares)
+        changes = sum(map(change_of_weights, shifted_batches), shares)
         # where π_old is 1, a bound that depends on it is met from below alone
-        return torch.maximum(moved, apart(batch.but(logp=batch.logp + d)))
+        return torch.maximum(
+            changes, change_of_weights(batch.but(logp=batch.logp + rounding))
+        )
 
     def ratio(self, batch: Rollouts) -> Tensor:
         """The ratio that the objective acts on, at each token.
@@ -345,11 +348,15 @@ class LossCase:
     @property
     def one_adv(self) -> bool:
         """Also where the paper's action is the whole response: RLOO, W-REINFORCE."""
-        whole = self.objective.agg == "seq-mean-token-sum" and self.objective.adv in (
-            "leave_one_out",
-            "signed",
+        by_response = (
+            self.objective.agg == "seq-mean-token-sum"
+            and self.objective.adv
+            in (
+                "leave_one_out",
+                "signed",
+            )
         )
-        return self.objective.one_adv or whole or self.loss.adv_shape != "BT"
+        return self.objective.one_adv or by_response or self.loss.adv_shape != "BT"
 
     def ready(self, batch: Rollouts) -> Rollouts:
         """Masked slots hold numbers that could pass for tokens; a reference policy; no
@@ -398,10 +405,10 @@ class LossCase:
         Returns:
             The other case, and [B, T].
         """
-        one = replace(self)
-        one.in_float32()
-        found = one.gradient(batch.floats(torch.float32)).double()
-        return one, found / one.factors(batch)
+        single_case = replace(self)
+        single_case.in_float32()
+        found = single_case.gradient(batch.floats(torch.float32)).double()
+        return single_case, found / single_case.factors(batch)
 
     def in_float32(self) -> None:
         """From here on it is compared as what computes in float32."""
@@ -452,16 +459,19 @@ def make_case(loss: Loss, objective: Objective, hp: dict[str, Any]) -> LossCase:
     # a KL term, right or wrong, has no gradient there, or one without A
     batch = replace(batch, logp_ref=batch.logp)
     found = without_rest(case, batch)
-    W = case.expected(batch)
-    live = batch.mask & (W.abs() > 1e-6)
-    sides = live & (batch.adv > 0), live & (batch.adv < 0)
+    expected = case.expected(batch)
+    weighted = batch.mask & (expected.abs() > 1e-6)
+    signs = weighted & (batch.adv > 0), weighted & (batch.adv < 0)
     # then what is wrong is the other sign's
-    own = any(_is_own(case, batch, found, W, side) for side in sides)
+    has_own_aggregation = any(
+        _is_own(case, batch, found, expected, side) for side in signs
+    )
     answers = (
-        _explain(case, batch, found, W, use) for use in (live, *(() if own else sides))
+        _explain(case, batch, found, expected, use)
+        for use in (weighted, *(() if has_own_aggregation else signs))
     )
     answer = next(filter(None, answers), None)
-    case.fits = own or answer is not None
+    case.fits = has_own_aggregation or answer is not None
     case.agg, case.scale = answer or (case.agg, 1.0)
     if is_float32(case, batch):
         case.in_float32()
@@ -500,13 +510,15 @@ def ignores_sampler(case: LossCase) -> bool:
     if not loss.takes_batch:
         return True
     batch = case.ready(on_policy_batch())
-    near = sampler(batch)
-    far = (batch.logp_old + FAR_SAMPLER * (near - batch.logp_old)).clamp(max=-1e-3)
+    near_sampler = sampler(batch)
+    far_sampler = (
+        batch.logp_old + FAR_SAMPLER * (near_sampler - batch.logp_old)
+    ).clamp(max=-1e-3)
     try:
         gradient = case.gradient(batch)
         return any(
             not torch.equal(case.gradient(batch.but(logp_sampler=mu)), gradient)
-            for mu in (near, far)
+            for mu in (near_sampler, far_sampler)
         )
     except InputError:  # it refuses a sampler that is far away
         return True
@@ -564,6 +576,9 @@ def _is_own(
 def _explain(
     case: LossCase, batch: Rollouts, found: Tensor, W: Tensor, use: Tensor
 ) -> tuple[str, float] | None:
+    """The aggregation that explains the gradient on these tokens, and the factor beside
+    it.
+    """
     if not use.any():
         return None
     scaled = []

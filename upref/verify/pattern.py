@@ -99,9 +99,9 @@ def pattern(
 
 def _has_factor(weights: MeasuredWeights, name: str, k: float, tol: float) -> bool:
     """Whether every weight is k times that factor of what it should be."""
-    due = k * weights.factors[name] * weights.expected
+    expected = k * weights.factors[name] * weights.expected
     return bool(
-        ((weights.found - due).abs() <= 10 * tol * due.abs().clamp(min=1e-9))[
+        ((weights.found - expected).abs() <= 10 * tol * expected.abs().clamp(min=1e-9))[
             weights.use
         ].all()
     )

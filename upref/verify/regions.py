@@ -34,7 +34,9 @@ class Region:
     def ends(self) -> list[float]:
         """The ratios between which it lies."""
         bounds = [
-            bound for one in self.place.intervals for bound in (one.low, one.high)
+            bound
+            for interval in self.place.intervals
+            for bound in (interval.low, interval.high)
         ]
         return [bound for bound in bounds if bound is not None]
 
@@ -82,26 +84,30 @@ def regions(
     if decided_elsewhere and _are_right_alone(case, batch, failing & side):
         yield Region(TokenPlace(sign, decided_by="others"), sign, side)
         return
-    single = [groups[lo][0] for lo, hi in runs if 0 < lo == hi < len(groups) - 1]
+    single = [
+        groups[first][0] for first, last in runs if 0 < first == last < len(groups) - 1
+    ]
     if len(runs) > MOST_INTERVALS or any(
         not _is_wrong_at(case, sign, ratio) for ratio in single
     ):
         yield Region(TokenPlace(sign, decided_by="scattered"), sign, side)
         return
-    for lo, hi in runs:
-        left = (
-            _end(case, sign, bounds, groups[lo - 1][1], groups[lo][0]) if lo else None
+    for first, last in runs:
+        low_bound = (
+            _end(case, sign, bounds, groups[first - 1][1], groups[first][0])
+            if first
+            else None
         )
-        if hi + 1 < len(groups):
-            right = _end(case, sign, bounds, groups[hi + 1][0], groups[hi][1])
+        if last + 1 < len(groups):
+            high_bound = _end(case, sign, bounds, groups[last + 1][0], groups[last][1])
         else:
-            right = None
+            high_bound = None
         tokens = (
             side
-            & (r >= groups[lo][0] * (1 - 1e-12))
-            & (r <= groups[hi][1] * (1 + 1e-12))
+            & (r >= groups[first][0] * (1 - 1e-12))
+            & (r <= groups[last][1] * (1 + 1e-12))
         )
-        yield Region(TokenPlace(sign, (Interval(left, right),)), sign, tokens)
+        yield Region(TokenPlace(sign, (Interval(low_bound, high_bound),)), sign, tokens)
 
 
 MOST_INTERVALS = 3  # of one sign of A that are named

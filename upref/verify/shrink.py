@@ -37,22 +37,22 @@ def shrink(
         A batch for which `bad` holds, as small as was found.
     """
 
-    def still(x: Rollouts | None) -> bool:
+    def still_shows(x: Rollouts | None) -> bool:
         try:
             return x is not None and bad(x)
         except InputError:
             return False
 
-    if batch.totals is not None and still(_try(batch, totals=None)):
+    if batch.totals is not None and still_shows(_try(batch, totals=None)):
         batch = replace(batch, totals=None)
     else:
         batch = batch
-    if batch.group is not None and still(_try(batch, group=None)):
+    if batch.group is not None and still_shows(_try(batch, group=None)):
         batch = replace(batch, group=None)
     if at is not None:
-        i, t = at
-        for guess in (cut(batch, [i], [t]), cut(batch, [i], None)):
-            if still(guess):
+        i, column = at
+        for guess in (cut(batch, [i], [column]), cut(batch, [i], None)):
+            if still_shows(guess):
                 assert guess
                 batch = guess
                 break
@@ -61,28 +61,34 @@ def shrink(
         rows = list(range(len(batch.mask)))
         for start in range(0, len(rows), size):
             guess = cut(batch, rows[:start] + rows[start + size :], None)
-            if still(guess):
+            if still_shows(guess):
                 assert guess
                 batch = guess
                 break
         else:
             size = size // 2 if size > 1 else 0
     if batch.mask.numel() > MOST_SLOTS:
-        batch = next((guess for guess in _few(batch) if guess and still(guess)), batch)
-    t = 0
-    while t < batch.mask.shape[1] and batch.mask.shape[1] > 1:
+        batch = next(
+            (guess for guess in _few(batch) if guess and still_shows(guess)), batch
+        )
+    column = 0
+    while column < batch.mask.shape[1] and batch.mask.shape[1] > 1:
         guess = cut(
             batch,
             list(range(len(batch.mask))),
-            [u for u in range(batch.mask.shape[1]) if u != t],
+            [
+                kept_column
+                for kept_column in range(batch.mask.shape[1])
+                if kept_column != column
+            ],
         )
-        if still(guess):
+        if still_shows(guess):
             assert guess
             batch = guess
         else:
-            t += 1
+            column += 1
     for digits in (1, 2, 3, 4, 6):
-        if still(guess := _rounded(batch, digits)):
+        if still_shows(guess := _rounded(batch, digits)):
             assert guess
             return guess
     return batch
@@ -92,13 +98,13 @@ def _few(batch: Rollouts) -> Iterator[Rollouts | None]:
     """The rows of a few groups, or a few rows: where no single one can be left out,
     many can be at once.
     """
-    rng = random.Random(0)
+    generator = random.Random(0)
     ids = list(range(len(batch.mask))) if batch.group is None else batch.group.tolist()
     for n in (2, 3, 4, 6):
         for _ in range(40):
-            some = rng.sample(sorted(set(ids)), min(n, len(set(ids))))
+            picked = generator.sample(sorted(set(ids)), min(n, len(set(ids))))
             yield cut(
-                batch, [i for i, gradient in enumerate(ids) if gradient in some], None
+                batch, [i for i, gradient in enumerate(ids) if gradient in picked], None
             )
 
 

@@ -26,7 +26,7 @@ from upref.verify.exact import (
 )
 from upref.verify.faults import known, measured
 from upref.verify.faults.advantages import AdvantageChange, Floats
-from upref.verify.finding import Cause, Example, number_pair
+from upref.verify.finding import NO_CAUSE, Cause, Example, number_pair
 from upref.verify.report import Finding, fail
 
 UNCOUPLED = ("reward", "signed")  # they subtract nothing
@@ -172,7 +172,7 @@ class AdvantageCase:
             return _not_finite(batches, found)
         if self.name == "signed" and (cause := _of_two_rewards(batches, found)):
             return cause
-        likely = Cause()
+        likely = NO_CAUSE
         for fault in (f for f in known("advantages") if not f.of or self.name in f.of):
             k = fault.change.k(expected, A) if fault.change.k else 0.0
             # most do not fit the first
@@ -246,7 +246,7 @@ def _not_finite(batches: Sequence[RewardBatch], found: Sequence[Floats]) -> Caus
         }
         for gradient, a in zip(b.group, numbers, strict=True):
             if (gradient in equal) == math.isfinite(a):
-                return Cause()
+                return NO_CAUSE
     return measured.STD_OF_EQUAL_REWARDS.cause()
 
 
@@ -262,11 +262,11 @@ def _of_two_rewards(batches: Sequence[RewardBatch], found: Sequence[Floats]) -> 
         for reward, a in zip(b.R, numbers, strict=True):
             answers.setdefault(reward, set()).add(round(a, 6))
     if any(len(numbers) > 1 for numbers in answers.values()):
-        return Cause()
+        return NO_CAUSE
     right = {Fraction(0): -1.0, Fraction(1): 1.0}
     of_failure, of_success = (answers[reward] for reward in right)
     if {-a for a in of_failure} == of_success:
-        return Cause()  # one factor, or the sign, is all that differs
+        return NO_CAUSE  # one factor, or the sign, is all that differs
     told = [
         f"a response with reward {reward} has the advantage {a:g}, not {right[reward]:g}"
         for reward, (a,) in sorted(answers.items())

@@ -318,12 +318,13 @@ def permutation(case: AdvantageCase) -> Iterator[Finding]:
     B = case.f(batch)
     if not near(A, B, 10 * case.f.tol):
         i = max(range(len(order)), key=lambda k: abs(A[k] - B[k]))
-        says = number_pair("A", A[i], B[i], "as before")
+        expected_number, found_number = number_pair("A", A[i], B[i], "as before")
         why = "the result depends on the order of the rows, not only on their prompt"
         yield fail(
             "permutation",
             "the responses in another order",
-            *says,
+            expected_number,
+            found_number,
             case.example(batch),
             why,
         )

@@ -26,7 +26,7 @@ from upref.verify.faults.logprobs import (
     solved,
     states,
 )
-from upref.verify.finding import Cause, Example, Number, number_pair
+from upref.verify.finding import NO_CAUSE, Cause, Example, Number, number_pair
 from upref.verify.logprobs import problems, ranks as distributed
 from upref.verify.oracle import Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
@@ -156,7 +156,7 @@ class KernelCase:
                     alone = name and len(off) > 1
                     words = f"{f.words} (by the {name} alone)" if alone else f.words
                     return Cause(words, (f.id,))
-        return Cause()
+        return NO_CAUSE
 
     def _same(
         self, f: LogprobFault, problem: Problem, done: KernelOutcome, keys: set[str]
@@ -182,7 +182,7 @@ class KernelCase:
         also: Iterable[Problem] = (),
     ) -> list[Finding]:
         times, key, at, want, found = self.off(problem, done, solved(problem), least)
-        why = Cause()
+        why = NO_CAUSE
         with contextlib.suppress(InputError):
             why = self.cause(problem, done, also) if times > 1 else why
         if times <= 1:

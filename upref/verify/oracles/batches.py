@@ -65,47 +65,57 @@ def micro_batches(case: LossCase) -> list[Finding]:
     # of eight responses
     batch = _batch(case)
     counts = (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)
-    v, gradient = case.kept_value_and_gradient(batch)
+    value, gradient = case.kept_value_and_gradient(batch)
     for n in counts:
-        parts = [case.value_and_gradient(m) for m in batch.split(n)]
-        g2 = torch.cat([p[1] for p in parts])
-        v2 = sum(p[0] for p in parts)
-        off = gradient_distance(g2, gradient, batch.mask, tolerance(case))
-        if off.max() > 0:
+        parts = [case.value_and_gradient(part) for part in batch.split(n)]
+        summed_gradient = torch.cat([p[1] for p in parts])
+        summed_value = sum(p[0] for p in parts)
+        distances = gradient_distance(
+            summed_gradient, gradient, batch.mask, tolerance(case)
+        )
+        if distances.max() > 0:
 
             def cut_up(batch: Rollouts, n: int = n) -> Tensor:
-                few = min(n, len(batch.mask))
-                if few < 2 or (case.loss.equal_cuts and len(batch.mask) % few):
+                count = min(n, len(batch.mask))
+                if count < 2 or (case.loss.equal_cuts and len(batch.mask) % count):
                     raise InputError("it has no equal parts")
-                return torch.cat([case.gradient(m) for m in batch.split(few)])
+                return torch.cat([case.gradient(part) for part in batch.split(count)])
 
             small = shrink(batch, lambda c, f=cut_up: _differ(case, c, f(c)))  # type: ignore[misc]
-            whole = case.gradient(small)
+            whole_gradient = case.gradient(small)
             added = cut_up(small)
-            i, t = worst(gradient_distance(added, whole, small.mask, tolerance(case)))
+            row, column = worst(
+                gradient_distance(added, whole_gradient, small.mask, tolerance(case))
+            )
 
             def own(batch: Rollouts) -> tuple[Tensor, Tensor]:
+                """The gradients found, and as each part divides by its own counts."""
                 cuts = [
-                    m
+                    part
                     for n in counts
                     if len(batch.mask) % n == 0 or not case.loss.equal_cuts
-                    for m in batch.split(n)
+                    for part in batch.split(n)
                 ]
                 if not cuts:
                     raise InputError("it has no equal parts")
-                told = [_right(case, replace(m, totals=None)) for m in cuts]
+                told = [_right(case, replace(part, totals=None)) for part in cuts]
                 return torch.cat(list(map(case.gradient, cuts))), torch.cat(told)
 
             why = NO_CAUSE
             if holds_on_other_batches(case, own, batch):
                 why = divides_by_its_own(case, "micro-batch")
             regime = f"{min(n, len(small.mask))} micro-batches of unequal lengths, their losses added up"
-            says = number_pair(
-                "dJ/dlp", whole[i, t].item(), added[i, t].item(), "as of the whole"
+            expected_number, found_number = number_pair(
+                "dJ/dlp",
+                whole_gradient[row, column].item(),
+                added[row, column].item(),
+                "as of the whole",
             )
-            shown = make_example(small, whole, added, case.loss.reads)
-            return [fail("micro-batches", regime, *says, shown, why)]
-        if (v2 - v).abs() > 1e-6 * v.abs().clamp(min=1e-3):
+            shown = make_example(small, whole_gradient, added, case.loss.reads)
+            return [
+                fail("micro-batches", regime, expected_number, found_number, shown, why)
+            ]
+        if (summed_value - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             return [
                 note(
                     "micro-batches",
@@ -181,25 +191,35 @@ def _scaled_otherwise(
         )
 
     def whole(batch: Rollouts) -> tuple[Tensor, Tensor]:
-        every = [loss.ask("gradient_by_input", batch, "logp", some) for some in TIMES]
-        if any(x is None for x in every):
+        gradients = [
+            loss.ask("gradient_by_input", batch, "logp", factor) for factor in TIMES
+        ]
+        if any(one_gradient is None for one_gradient in gradients):
             raise InputError("no gradient")
-        return -torch.cat(every), torch.cat([case.gradient(batch)] * len(TIMES))
+        return -torch.cat(gradients), torch.cat([case.gradient(batch)] * len(TIMES))
 
     small = shrink(batch, lambda c: bool(off(c).max() > 0))
-    due = times * case.gradient(small)
+    due_gradient = times * case.gradient(small)
     found = scaled(small)
     i, t = worst(off(small))
-    says = number_pair(
-        "dJ/dlp", due[i, t].item(), found[i, t].item(), f"{words} times the gradient"
+    expected_number, found_number = number_pair(
+        "dJ/dlp",
+        due_gradient[i, t].item(),
+        found[i, t].item(),
+        f"{words} times the gradient",
     )
     if holds_on_other_batches(case, whole, batch):
         why = "its backward pass leaves out what comes from above (grad_output)"
     else:
         why = ""
-    shown = make_example(small, due, found, loss.reads)
+    shown = make_example(small, due_gradient, found, loss.reads)
     return fail(
-        "loss-scale", f"the loss times {words}, as {why_times}", *says, shown, why
+        "loss-scale",
+        f"the loss times {words}, as {why_times}",
+        expected_number,
+        found_number,
+        shown,
+        why,
     )
 
 
@@ -231,15 +251,17 @@ def one_response(case: LossCase) -> list[Finding]:
 
     def off(batch: Rollouts, dtype: torch.dtype | None) -> Tensor:
         """How far each weight is off, [B, T]; 0 where rounding or a clamp may be why."""
-        one, found = ask(batch, dtype)
-        apart = one.weight_error(batch, found)
-        if not apart.max() > 10 * one.tol:
-            return torch.zeros_like(apart)
+        asked_case, found = ask(batch, dtype)
+        errors = asked_case.weight_error(batch, found)
+        if not errors.max() > 10 * asked_case.tol:
+            return torch.zeros_like(errors)
         # what a clamp of log r is asked for
-        extreme = one.ratio(batch).log().abs() > CLAMPS[0]
-        forgiven = one.rounded(batch) | beyond_range(one, batch, found) | extreme
-        apart = apart.masked_fill(forgiven, 0)
-        return torch.where(apart > 10 * one.tol, apart, 0)
+        extreme = asked_case.ratio(batch).log().abs() > CLAMPS[0]
+        forgiven = (
+            asked_case.rounded(batch) | beyond_range(asked_case, batch, found) | extreme
+        )
+        errors = errors.masked_fill(forgiven, 0)
+        return torch.where(errors > 10 * asked_case.tol, errors, 0)
 
     def is_off(batch: Rollouts, dtype: torch.dtype | None) -> bool:
         """Whether a weight is off."""
@@ -248,17 +270,26 @@ def one_response(case: LossCase) -> list[Finding]:
     for n, (regime, batch) in enumerate(_single(case)):
         dtype = None if n % 2 or case.single else torch.float32
         try:
-            apart = off(batch, dtype)
+            errors = off(batch, dtype)
         except InputError as e:  # one that asks for several responses, or for whole groups, says so itself
             return [note("one-response", f"{regime} is refused", found=str(e))]
-        if apart.max() > 0:
-            batch = shrink(batch, partial(is_off, dtype=dtype), worst(apart))
+        if errors.max() > 0:
+            batch = shrink(batch, partial(is_off, dtype=dtype), worst(errors))
             i, t = worst(off(batch, dtype))
-            says = case.expected(batch)[i, t].item(), ask(batch, dtype)[1][i, t].item()
+            _, weights = ask(batch, dtype)
+            expected = case.expected(batch)[i, t].item()
+            found = weights[i, t].item()
             large = clipped(case, LARGE)
-            why = cause_if_confirmed_at(case, large, batch, (i, t), says[1])
+            why = cause_if_confirmed_at(case, large, batch, (i, t), found)
             return [
-                fail("one-response", regime, *says, example(case, batch, dtype), why)
+                fail(
+                    "one-response",
+                    regime,
+                    expected,
+                    found,
+                    example(case, batch, dtype),
+                    why,
+                )
             ]
     case.covered.append(ONE_RESPONSE)
     return []
@@ -277,17 +308,17 @@ def _single(case: LossCase) -> Iterator[tuple[str, Rollouts]]:
     if case.objective.batch_coupled:
         return
     ids = groups(case)[1] if "group" in case.loss.reads else ()
-    for axis, some in SOME.items():
-        every = case.beyond(axis, ids)
-        for n in range(0, 7 * some, 7):
-            i = n % len(every.mask)
-            t = every.mask[n % len(every.mask)].nonzero().max() + 2
-            fields = every.but(group=None).tensors()
+    for axis, count in SOME.items():
+        all_responses = case.beyond(axis, ids)
+        for n in range(0, 7 * count, 7):
+            i = n % len(all_responses.mask)
+            t = all_responses.mask[n % len(all_responses.mask)].nonzero().max() + 2
+            fields = all_responses.but(group=None).tensors()
             row = {name: x[i : i + 1, :t] for name, x in fields.items()}
             if n % 4 == 1 and not case.one_adv:
                 row["adv"] = row["adv"] * (torch.arange(row["adv"].shape[1]) % 13 == 0)
-            if every.group is not None and ids:
-                group = every.group[i : i + 1]
+            if all_responses.group is not None and ids:
+                group = all_responses.group[i : i + 1]
             else:
                 group = torch.zeros(1, dtype=torch.long)
             yield "a batch of one response", Rollouts.unchecked(**row, group=group)
@@ -368,8 +399,8 @@ def data_parallel(case: LossCase) -> list[Finding]:
     gradient = case.kept_value_and_gradient(batch)[1]
     for ranks in RANKS:
         mean = _mean(case, batch, ranks)
-        off = gradient_distance(mean, gradient, batch.mask, tolerance(case))
-        if off.max() > 0:
+        distances = gradient_distance(mean, gradient, batch.mask, tolerance(case))
+        if distances.max() > 0:
 
             def dealt(batch: Rollouts, ranks: int = ranks) -> Tensor:
                 if len(batch.mask) % ranks:
@@ -377,19 +408,33 @@ def data_parallel(case: LossCase) -> list[Finding]:
                 return _mean(case, batch, ranks)
 
             small = shrink(batch, lambda c, f=dealt: _differ(case, c, f(c)))  # type: ignore[misc]
-            whole = case.gradient(small)
+            whole_gradient = case.gradient(small)
             mean = dealt(small)
-            i, t = worst(gradient_distance(mean, whole, small.mask, tolerance(case)))
-            each = len(whole) // ranks
+            i, t = worst(
+                gradient_distance(mean, whole_gradient, small.mask, tolerance(case))
+            )
+            each = len(whole_gradient) // ranks
             responses = f"{each} responses" if each > 1 else "one response"
             text = (
                 f"{ranks} ranks of {responses}, gradients averaged: {rank_counts(case)}"
             )
-            says = number_pair(
-                "dJ/dlp", whole[i, t].item(), mean[i, t].item(), "as on one rank"
+            expected_number, found_number = number_pair(
+                "dJ/dlp",
+                whole_gradient[i, t].item(),
+                mean[i, t].item(),
+                "as on one rank",
             )
-            shown = make_example(small, whole, mean, case.loss.reads)
-            return [fail("data-parallel", text, *says, shown, _why(case, batch))]
+            shown = make_example(small, whole_gradient, mean, case.loss.reads)
+            return [
+                fail(
+                    "data-parallel",
+                    text,
+                    expected_number,
+                    found_number,
+                    shown,
+                    _why(case, batch),
+                )
+            ]
     return []
 
 
@@ -406,11 +451,11 @@ def _mean(case: LossCase, batch: Rollouts, ranks: int) -> Tensor:
     mean = torch.zeros_like(batch.logp)
     totals = batch.counts
     for rows in _dealt(batch, ranks):
-        mine = batch.rows(rows, totals)
+        part = batch.rows(rows, totals)
         if not loss.micro_batchable:
-            mine = replace(mine, totals=None, group=None)
+            part = replace(part, totals=None, group=None)
         told = loss.reads_ranks or not loss.micro_batchable
-        mean[rows] = case.gradient(mine, ranks) / ranks * (1 if told else ranks)
+        mean[rows] = case.gradient(part, ranks) / ranks * (1 if told else ranks)
     return mean
 
 
@@ -418,6 +463,7 @@ def _why(case: LossCase, batch: Rollouts) -> str | Cause:
     """The change to the reference that gives this mean, whatever the number of ranks."""
 
     def own(batch: Rollouts, ranks: int) -> Tensor:
+        """The gradients of the ranks, averaged, as each divides by its own counts."""
         out = torch.zeros_like(batch.logp)
         for rows in _dealt(batch, ranks):
             out[rows] = (
@@ -442,11 +488,11 @@ def _why(case: LossCase, batch: Rollouts) -> str | Cause:
             batch: Rollouts, change: Callable[[Rollouts, int], Tensor] = change
         ) -> tuple[Tensor, Tensor]:
             # of equally many responses each
-            some = [ranks for ranks in RANKS if len(batch.mask) % ranks == 0]
-            if not some:
+            count = [ranks for ranks in RANKS if len(batch.mask) % ranks == 0]
+            if not count:
                 raise InputError("it has no equal parts")
             pairs = [
-                (_mean(case, batch, ranks), change(batch, ranks)) for ranks in some
+                (_mean(case, batch, ranks), change(batch, ranks)) for ranks in count
             ]
             return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 

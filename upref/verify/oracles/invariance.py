@@ -16,14 +16,14 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.user_code.names import CALLED
 from upref.verify.explain import (
-    cause_if_confirmed,
     cause_if_confirmed_at,
+    first_confirmed,
     holds_on_other_batches,
 )
 from upref.verify.faults import measured
 from upref.verify.faults.batch_reading import LARGE, clipped
 from upref.verify.faults.denominators import group_order_faults
-from upref.verify.finding import Cause, Number, number_pair
+from upref.verify.finding import NO_CAUSE, Cause, Number, number_pair
 from upref.verify.measure import HABIT, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
@@ -58,8 +58,10 @@ def gradient_distance(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
     Returns:
         [B, T], infinite where one is not finite and the other is.
     """
-    off = ((x - y).abs() / y.abs().amax().clamp(min=1e-30)).nan_to_num(nan=math.inf)
-    return torch.where(mask & (off > tol), off, 0)
+    distance = ((x - y).abs() / y.abs().amax().clamp(min=1e-30)).nan_to_num(
+        nan=math.inf
+    )
+    return torch.where(mask & (distance > tol), distance, 0)
 
 
 def tolerance(case: LossCase, least: float = HABIT) -> float:
@@ -123,7 +125,7 @@ def padding(case: LossCase) -> list[Finding]:
 
         text = "masked slots that hold ordinary numbers"
         batch = example(case, shrink(b, bad))
-        why = MASK_IGNORED if holds_on_other_batches(case, unmasked) else Cause()
+        why = MASK_IGNORED if holds_on_other_batches(case, unmasked) else NO_CAUSE
         out.append(
             fail(
                 "padding",
@@ -134,8 +136,8 @@ def padding(case: LossCase) -> list[Finding]:
                 why,
             )
         )
-    for left, right in ((0, 3), (2, 0)):
-        out += _padded_side(case, b, value, gradient, left, right)
+    for left_columns, right_columns in ((0, 3), (2, 0)):
+        out += _padded_side(case, b, value, gradient, left_columns, right_columns)
     return out + _empty_row(case, b, gradient)
 
 
@@ -170,25 +172,27 @@ def _padded_side(
         return padded(batch)[1] * (width + columns), case.gradient(batch) * width
 
     wider, of_padded = padded(batch)
-    off = gradient_distance(of_padded, g, batch.mask, tolerance(case))
-    if off.max() == 0:
+    distances = gradient_distance(of_padded, g, batch.mask, tolerance(case))
+    if distances.max() == 0:
         if not (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             return []
         text = f"the value moves with {side}, the gradient does not"
-        says = number_pair("value", value.item(), wider.item())
-        return [note("padding", text, *says)]
-    small = shrink(batch, lambda c: bool(difference(c).max() > 0), worst(off))
-    at = worst(difference(small))
-    why = OVER_WIDTH if holds_on_other_batches(case, by_width) else Cause()
+        expected_number, found_number = number_pair("value", value.item(), wider.item())
+        return [note("padding", text, expected_number, found_number)]
+    small = shrink(batch, lambda c: bool(difference(c).max() > 0), worst(distances))
+    token = worst(difference(small))
+    why = OVER_WIDTH if holds_on_other_batches(case, by_width) else NO_CAUSE
     if left and not why and _reads_first_column(case, left):
         why = FIRST_COLUMN
     expected = case.gradient(small)
     found = padded(small)[1]
-    says = number_pair("dJ/dlp", expected[at].item(), found[at].item(), "as without")
+    expected_number, found_number = number_pair(
+        "dJ/dlp", expected[token].item(), found[token].item(), "as without"
+    )
     wide = _widened(small, left, right)
     narrow = torch.nn.functional.pad(expected, (left, right))
     shown = make_example(wide, narrow, case.gradient(wide), case.loss.reads)
-    return [fail("padding", f"with {side}", *says, shown, why)]
+    return [fail("padding", f"with {side}", expected_number, found_number, shown, why)]
 
 
 def _widened(batch: Rollouts, left: int, right: int = 0) -> Rollouts:
@@ -209,19 +213,23 @@ def _reads_first_column(case: LossCase, left: int) -> bool:
     as it is or set to 0 there; behind one column of padding and behind so many: else it
     is that of another column."""
 
-    def first(batch: Rollouts, columns: int, zeroed: bool) -> tuple[Tensor, Tensor]:
-        there = _widened(batch, columns)
-        A = torch.where(there.mask, there.adv, 0) if zeroed else there.adv
-        read = there.but(adv=A[:, :1].expand_as(there.mask))
-        return case.gradient(there), case.expected(read) * case.factors(read)
+    def first_column(
+        batch: Rollouts, columns: int, zeroed: bool
+    ) -> tuple[Tensor, Tensor]:
+        widened = _widened(batch, columns)
+        A = torch.where(widened.mask, widened.adv, 0) if zeroed else widened.adv
+        read = widened.but(adv=A[:, :1].expand_as(widened.mask))
+        return case.gradient(widened), case.expected(read) * case.factors(read)
 
-    def every(zeroed: bool) -> bool:
+    def holds(zeroed: bool) -> bool:
         return all(
-            holds_on_other_batches(case, partial(first, columns=n, zeroed=zeroed))
+            holds_on_other_batches(
+                case, partial(first_column, columns=n, zeroed=zeroed)
+            )
             for n in (1, left)
         )
 
-    return every(False) or every(True)
+    return holds(False) or holds(True)
 
 
 def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Finding]:
@@ -238,7 +246,7 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
         return case.value_and_gradient(Rollouts.unchecked(**rows))
 
     try:
-        value, g2 = longer(batch)
+        value, longer_gradient = longer(batch)
     except InputError:
         return []
     text = "with a row that is masked throughout"
@@ -250,12 +258,14 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
             "NaN",
             "drop such rows, or divide by lengths of at least 1",
         )
-        return [] if value.isfinite() and g2.isfinite().all() else [nan]
-    off = gradient_distance(g2[:-1], gradient, batch.mask, tolerance(case))
-    if off.max() == 0 and (g2[-1] == 0).all():
+        return [] if value.isfinite() and longer_gradient.isfinite().all() else [nan]
+    distances = gradient_distance(
+        longer_gradient[:-1], gradient, batch.mask, tolerance(case)
+    )
+    if distances.max() == 0 and (longer_gradient[-1] == 0).all():
         return []
-    if off.max() == 0:
-        own_gradient = g2[-1]
+    if distances.max() == 0:
+        own_gradient = longer_gradient[-1]
         _, t = worst(own_gradient.abs().nan_to_num(nan=math.inf)[None])
         return [
             fail(
@@ -266,27 +276,29 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
                 cause="the masked row has a gradient of its own",
             )
         ]
-    i, t = worst(off)
-    says = number_pair("dJ/dlp", gradient[i, t].item(), g2[i, t].item(), "as without")
+    i, t = worst(distances)
+    expected_number, found_number = number_pair(
+        "dJ/dlp", gradient[i, t].item(), longer_gradient[i, t].item(), "as without"
+    )
 
-    def counted(batch: Rollouts) -> tuple[Tensor, Tensor]:
+    def by_rows(batch: Rollouts) -> tuple[Tensor, Tensor]:
         """The gradients with and without that row, each times its number of rows."""
-        there = longer(batch)[1][:-1] * (len(batch.mask) + 1)
-        return there, case.gradient(batch) * len(batch.mask)
+        found = longer(batch)[1][:-1] * (len(batch.mask) + 1)
+        return found, case.gradient(batch) * len(batch.mask)
 
-    def of_slots(batch: Rollouts) -> tuple[Tensor, Tensor]:
+    def by_slots(batch: Rollouts) -> tuple[Tensor, Tensor]:
         """The gradients with that row and one more column and without them, each times
         its number of slots."""
-        there = longer(_widened(batch, 0, 1))[1][:-1, :-1]
+        found = longer(_widened(batch, 0, 1))[1][:-1, :-1]
         slots = batch.mask.numel() + sum(batch.mask.shape) + 1
-        return there * slots, case.gradient(batch) * batch.mask.numel()
+        return found * slots, case.gradient(batch) * batch.mask.numel()
 
     why = ""
-    if holds_on_other_batches(case, of_slots):
+    if holds_on_other_batches(case, by_slots):
         why = OVER_SLOTS
-    elif holds_on_other_batches(case, counted):
+    elif holds_on_other_batches(case, by_rows):
         why = OVER_ROWS
-    return [fail("padding", text, *says, cause=why)]
+    return [fail("padding", text, expected_number, found_number, cause=why)]
 
 
 # what padding may hold: a log-probability of anything, an advantage of any size
@@ -324,7 +336,7 @@ def masked_values(case: LossCase) -> list[Finding]:
     def leaks_none() -> bool:
         """Whether NaN in each argument, and each of NOT_NUMBERS in all arguments at a
         time, change nothing. A clamp of log r may hide the one or the other."""
-        every: list[Callable[[Rollouts], Rollouts]] = [
+        fillings: list[Callable[[Rollouts], Rollouts]] = [
             partial(filled, k=k, p=math.nan) for k in reads
         ]
         for turn in range(len(NOT_NUMBERS)):
@@ -334,11 +346,11 @@ def masked_values(case: LossCase) -> list[Finding]:
                     batch = filled(batch, k, NOT_NUMBERS[place % len(NOT_NUMBERS)])
                 return batch
 
-            every.append(in_all)
+            fillings.append(in_all)
         try:
             return not any(
                 _changes(batch, (value, gradient), case.value_and_gradient(bad(batch)))
-                for bad in every
+                for bad in fillings
             )
         except InputError:
             return False
@@ -382,13 +394,18 @@ def masked_values(case: LossCase) -> list[Finding]:
 
         shows = partial(change, bad=bad)
         small = shrink(batch, lambda c, shows=shows: bool(shows(c)))  # type: ignore[misc]
-        says = "no effect, bit for bit", shows(small)
+        leak = shows(small)
         shown = example(case, bad(small)) or make_example(
             bad(small), reads=case.loss.reads
         )
         return [
             fail(
-                "masked-values", regime, *says, shown, "masked slots affect the result"
+                "masked-values",
+                regime,
+                "no effect, bit for bit",
+                leak,
+                shown,
+                "masked slots affect the result",
             )
         ]
     return leaks
@@ -414,13 +431,34 @@ def _changes(
 
 
 def _depends_on_order(
-    case: LossCase, batch: Rollouts, gradient: Tensor, i: Tensor
+    case: LossCase, batch: Rollouts, gradient: Tensor, order: Tensor
 ) -> bool:
     """Whether the gradient of these rows in this order is not this gradient in that order."""
-    there = case.gradient(batch.take(i))
+    reordered = case.gradient(batch.take(order))
     return bool(
-        gradient_distance(there, gradient[i], batch.mask[i], tolerance(case)).max() > 0
+        gradient_distance(
+            reordered, gradient[order], batch.mask[order], tolerance(case)
+        ).max()
+        > 0
     )
+
+
+def _rolled(count: int) -> Tensor:
+    """The last response first."""
+    return torch.arange(count).roll(1)
+
+
+def _reversed(count: int) -> Tensor:
+    """The responses from the last to the first."""
+    return torch.arange(count).flip(0)
+
+
+def _shuffled(count: int) -> Tensor:
+    """The responses in a random order, the same in each process."""
+    return torch.randperm(count, generator=torch.Generator())
+
+
+ORDERS = (_rolled, _reversed, _shuffled)
 
 
 @oracle("permutation", 130)
@@ -431,42 +469,48 @@ def permutation(case: LossCase) -> list[Finding]:
         case: the loss and its objective.
 
     Returns:
-        A failure with the smallest batch.
+        One failure with the smallest batch, or nothing.
     """
-    b = grid_off_bounds(case)
-    orders = (
-        lambda n: torch.arange(n).roll(1),
-        lambda n: torch.arange(n).flip(0),
-        lambda n: torch.randperm(n, generator=torch.Generator()),
+    batch = grid_off_bounds(case)
+    _, gradient = case.kept_value_and_gradient(batch)
+    for order in ORDERS:
+        if _depends_on_order(case, batch, gradient, order(len(batch.mask))):
+            return [_order_failure(case, batch, order)]
+    return []
+
+
+def _order_failure(
+    case: LossCase, batch: Rollouts, order: Callable[[int], Tensor]
+) -> Finding:
+    """The failure of a loss whose gradients are others in this order."""
+
+    def still_depends(smaller: Rollouts) -> bool:
+        """Whether a part of the batch shows it too."""
+        return _depends_on_order(
+            case, smaller, case.gradient(smaller), order(len(smaller.mask))
+        )
+
+    small = shrink(batch, still_depends)
+    permuted = order(len(small.mask))
+    reordered = small.take(permuted)
+    shown = make_example(
+        reordered,
+        expected=case.gradient(small)[permuted],
+        found=case.gradient(reordered),
+        reads=case.loss.reads,
     )
-    gradient = case.kept_value_and_gradient(b)[1]
-    order = next(
-        (f for f in orders if _depends_on_order(case, b, gradient, f(len(b.mask)))),
-        None,
+    larger = []
+    if batch.group is not None:
+        # in groups of twice the size, blocks of rows and group ids are not the same
+        larger.append(batch.but(group=batch.group // 2, totals=None))
+    return fail(
+        "permutation",
+        "rows in another order",
+        "the same gradient, in that order",
+        "another gradient",
+        shown,
+        first_confirmed(case, group_order_faults(case), batch, *larger),
     )
-    if order is None:
-        return []
-    small = shrink(
-        b, lambda c: _depends_on_order(case, c, case.gradient(c), order(len(c.mask)))
-    )
-    rows = order(len(small.mask))
-    turned = small.take(rows)
-    batch = make_example(
-        turned, case.gradient(small)[rows], case.gradient(turned), case.loss.reads
-    )
-    larger = [b.but(group=b.group // 2, totals=None)] if b.group is not None else []
-    why = next(
-        filter(
-            None,
-            (
-                cause_if_confirmed(case, one, b, *larger)
-                for one in group_order_faults(case)
-            ),
-        ),
-        Cause(),
-    )
-    says = "the same gradient, in that order", "another gradient"
-    return [fail("permutation", "rows in another order", *says, batch, why)]
 
 
 def _kl(case: LossCase) -> str:
@@ -491,7 +535,7 @@ def scaling(case: LossCase) -> list[Finding]:
         """The gradient at 3 times the advantages."""
         return case.gradient(replace(batch, adv=3 * batch.adv))
 
-    def off(batch: Rollouts) -> Tensor:
+    def distance_of(batch: Rollouts) -> Tensor:
         """How far a third of it is from the gradient."""
         return gradient_distance(
             tripled(batch) / 3, case.gradient(batch), batch.mask, tolerance(case, 1e-7)
@@ -499,16 +543,21 @@ def scaling(case: LossCase) -> list[Finding]:
 
     gradient = case.kept_value_and_gradient(batch)[1]
     if (
-        apart := gradient_distance(
+        distances := gradient_distance(
             tripled(batch) / 3, gradient, batch.mask, tolerance(case, 1e-7)
         )
     ).max() == 0:
         return []
-    small = shrink(batch, lambda c: bool(off(c).max() > 0), worst(apart))
-    at = worst(off(small))
-    due = 3 * case.gradient(small)
-    got = tripled(small)
-    says = number_pair("dJ/dlp", due[at].item(), got[at].item(), "3 times the gradient")
+    small = shrink(batch, lambda c: bool(distance_of(c).max() > 0), worst(distances))
+    token = worst(distance_of(small))
+    due_gradient = 3 * case.gradient(small)
+    found_gradient = tripled(small)
+    expected_number, found_number = number_pair(
+        "dJ/dlp",
+        due_gradient[token].item(),
+        found_gradient[token].item(),
+        "3 times the gradient",
+    )
 
     def times(k: float) -> Callable[[Rollouts], tuple[Tensor, Tensor]]:
         """The change that makes the gradient k times as large at 3 times A."""
@@ -517,20 +566,29 @@ def scaling(case: LossCase) -> list[Finding]:
             k * case.gradient(batch),
         )
 
-    why = SIZE_DIVIDED_OUT if holds_on_other_batches(case, times(1)) else Cause()
+    why = SIZE_DIVIDED_OUT if holds_on_other_batches(case, times(1)) else NO_CAUSE
     why = SQUARED if holds_on_other_batches(case, times(9)) else why
-    large = clipped(case, LARGE)
+    clipped_far = clipped(case, LARGE)
     at_3 = replace(small, adv=3 * small.adv)
     why = why or cause_if_confirmed_at(
         case,
-        large,
+        clipped_far,
         at_3,
-        at,
-        case.weights(at_3)[at].item(),
+        token,
+        case.weights(at_3)[token].item(),
         batch.but(adv=LARGE * batch.adv),
     )
-    shown = make_example(at_3, due, got, case.loss.reads)
-    return [fail("scaling", "all advantages times 3", *says, shown, why)]
+    shown = make_example(at_3, due_gradient, found_gradient, case.loss.reads)
+    return [
+        fail(
+            "scaling",
+            "all advantages times 3",
+            expected_number,
+            found_number,
+            shown,
+            why,
+        )
+    ]
 
 
 def _at_zero(batch: Rollouts) -> Rollouts:

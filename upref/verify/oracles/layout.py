@@ -41,8 +41,9 @@ WHY = "it reads memory as if its inputs were contiguous: call .contiguous(), or 
     "layout", 140, lambda case: "the weights are wrong already" if case.wrong else ""
 )
 def layout(case: LossCase) -> list[Finding]:
+    """The gradient does not depend on how tensors are laid out in memory."""
     if any(
-        done.wrote for done in case.noted_calls
+        outcome.wrote for outcome in case.noted_calls
     ):  # whose finding is the oracle mutation's
         return []
     b = case.ready(on_policy_batch())
@@ -51,7 +52,7 @@ def layout(case: LossCase) -> list[Finding]:
         LAYOUTS, (grid_off_bounds(case), b.but(logp=b.logp - 0.05 * b.logp.cos().abs()))
     ):
         try:
-            off = _moved(case, batch, name)
+            distances = _moved(case, batch, name)
         except InputError as e:
             refused[name] = note(
                 "layout",
@@ -59,7 +60,7 @@ def layout(case: LossCase) -> list[Finding]:
                 found=str(e),
             )
             continue
-        if off.max() > 0:
+        if distances.max() > 0:
             return [*refused.values(), _reads_as_contiguous(case, batch, name)]
     if not refused:
         case.covered.append(COVERED)
@@ -69,16 +70,21 @@ def layout(case: LossCase) -> list[Finding]:
 def _reads_as_contiguous(case: LossCase, batch: Rollouts, name: str) -> Finding:
     """The finding of a batch whose gradient is another one in this layout."""
     small = shrink(batch, lambda c: bool(_moved(case, c, name).max() > 0))
-    due = case.gradient(small)
+    due_gradient = case.gradient(small)
     found = case.loss.ask("gradient_in_layout", small, name)
     i, t = worst(_moved(case, small, name))
-    says = number_pair(
-        "dJ/dlp", due[i, t].item(), found[i, t].item(), "as of contiguous tensors"
+    expected_number, found_number = number_pair(
+        "dJ/dlp",
+        due_gradient[i, t].item(),
+        found[i, t].item(),
+        "as of contiguous tensors",
     )
-    shown = make_example(small, due, found, case.loss.reads)
+    shown = make_example(small, due_gradient, found, case.loss.reads)
     paste = f"# before the call: x = {PASTE[name]} for each tensor x of the batch"
     shown = replace(shown, then=paste) if shown else None
-    return fail("layout", f"each tensor is {name}", *says, shown, WHY)
+    return fail(
+        "layout", f"each tensor is {name}", expected_number, found_number, shown, WHY
+    )
 
 
 def _moved(case: LossCase, batch: Rollouts, name: str) -> Tensor:

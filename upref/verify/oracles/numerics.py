@@ -13,7 +13,7 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import cause_if_confirmed
 from upref.verify.faults.losses import clamp_faults
-from upref.verify.finding import Cause, TokenPlace
+from upref.verify.finding import NO_CAUSE, Cause, TokenPlace
 from upref.verify.measure import HABIT, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import grid_off_bounds
@@ -30,21 +30,24 @@ FULL = math.log(torch.finfo(torch.float64).max) - 1
 
 @oracle("extremes", 90)
 def extremes(case: LossCase) -> list[Finding]:
-    out: list[Finding] = []
+    """Ratios so far from 1, and tokens so rare, that exp and log leave the range of a
+    dtype.
+    """
+    findings: list[Finding] = []
     # wrong beyond the grid, if at all
-    near = not case.wrong or bool(
+    is_right_nearby = not case.wrong or bool(
         (case.weight_error(grid_off_bounds(case)) <= case.tol).all()
     )
-    if near and not case.single and not case.objective.batch_coupled:
-        out += [f for f in clamps(case) if not case.wrong or f.cause != UNKNOWN]
+    if is_right_nearby and not case.single and not case.objective.batch_coupled:
+        findings += [f for f in clamps(case) if not case.wrong or f.cause != UNKNOWN]
     notes: dict[str, Finding] = {}
     # what is noted in one may be wrong in the next
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         found = _overflows(case, dtype)
         if wrong := [f for f in found.values() if f.severity == "failure"]:
-            return out + wrong
+            return findings + wrong
         notes = found | notes
-    return [*out, *notes.values()]
+    return [*findings, *notes.values()]
 
 
 def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
@@ -64,20 +67,24 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
                 )
             }
         if dtype is torch.float64:
-            beyond = f"|log r| above {FULL:.0f} is"
+            words = f"|log r| above {FULL:.0f} is"
         else:
-            beyond = f"{short} inputs are"
-        return {"refused": note("extremes", f"{beyond} refused", found=str(e))}
-    far = _extremes(case, low, gradient)
+            words = f"{short} inputs are"
+        return {"refused": note("extremes", f"{words} refused", found=str(e))}
+    extreme = _extremes(case, low, gradient)
     notes: dict[str, Finding] = {}
-    for kind, hit in far.hits.items():
+    for kind, hit in extreme.hits.items():
         if not hit.any():
             continue
         i, t = hit.nonzero()[0].tolist()
-        why = _why(case, far.b, low, i, t, math.isnan(far.found[i, t].item()))
+        why = _why(case, extreme.b, low, i, t, math.isnan(extreme.found[i, t].item()))
         if kind != "wrong":
             notes[kind] = note(
-                "extremes", "", *far.weights(i, t), why, place=far.place(i, t, short)
+                "extremes",
+                "",
+                *extreme.weights(i, t),
+                why,
+                place=extreme.place(i, t, short),
             )
             continue
 
@@ -89,12 +96,14 @@ def _overflows(case: LossCase, dtype: torch.dtype) -> dict[str, Finding]:
             )
 
         small = shrink(low, is_wrong, (i, t))
-        near = _extremes(case, small, case.gradient(small).double())
-        i, t = near.hits["wrong"].nonzero()[0].tolist()
-        shown = example(case, near.b, dtype)
-        place = near.place(i, t, short)
+        shown_extremes = _extremes(case, small, case.gradient(small).double())
+        i, t = shown_extremes.hits["wrong"].nonzero()[0].tolist()
+        shown = example(case, shown_extremes.b, dtype)
+        place = shown_extremes.place(i, t, short)
         return {
-            kind: fail("extremes", "", *near.weights(i, t), shown, why, place=place)
+            kind: fail(
+                "extremes", "", *shown_extremes.weights(i, t), shown, why, place=place
+            )
         }
     return notes
 
@@ -145,28 +154,33 @@ def _extremes(case: LossCase, low: Rollouts, gradient: Tensor) -> Extremes:
     A = batch.adv.expand_as(batch.logp)
     room = _room(case, dtype)
     # some write a geometric mean as the root of a product
-    whole = case.objective.level in ("sequence_mean", "custom")
+    by_response = case.objective.level in ("sequence_mean", "custom")
     # A / (N r) leaves the dtype too
     size = torch.where(A == 0, 1, (A * case.factors(batch)).abs().clamp(1e-30, 1)).log()
-    far = (
-        log_r.abs().sum(1, keepdim=True).expand_as(log_r) if whole else log_r.abs()
+    is_far = (
+        log_r.abs().sum(1, keepdim=True).expand_as(log_r)
+        if by_response
+        else log_r.abs()
     ) - size > SAMPLED
-    unseen = far | (batch.logp_old < -SAMPLED)
+    is_unseen = is_far | (batch.logp_old < -SAMPLED)
     # a weight that is no ratio run away
-    plain = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)
-    lost = ~found.isfinite()
+    is_ordinary = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)
+    is_lost = ~found.isfinite()
     # which tokens tie at a cut of the batch, rounding decides; wrong weights are
     # another oracle's
     if not case.wrong and (dtype is torch.float64 or not case.objective.batch_coupled):
-        lost |= (found - expected).abs() > 0.1 * expected.abs() + room
-    bad = (
-        (~found.isfinite() & (expected.abs() < 1e30) | lost & plain)
-        & ~unseen
+        is_lost |= (found - expected).abs() > 0.1 * expected.abs() + room
+    is_wrong = (
+        (~found.isfinite() & (expected.abs() < 1e30) | is_lost & is_ordinary)
+        & ~is_unseen
         & batch.mask
     )
-    spent = (~found.isfinite() | lost & plain) & ~bad & batch.mask
+    is_forgiven = (~found.isfinite() | is_lost & is_ordinary) & ~is_wrong & batch.mask
     return Extremes(
-        batch, expected, found, {"wrong": bad, "far": spent & far, "rare": spent & ~far}
+        batch,
+        expected,
+        found,
+        {"wrong": is_wrong, "far": is_forgiven & is_far, "rare": is_forgiven & ~is_far},
     )
 
 
@@ -207,52 +221,60 @@ def _why(
     dtype = low.logp.dtype
 
     def right(log_r: float, lp: float, A: float) -> bool:
+        """Whether the weight of one token is the objective's."""
+
         def full(v: float) -> Tensor:
             """One token with this number."""
             return torch.full_like(low.logp[:1, :1], v)
 
-        one = case.ready(
+        token = case.ready(
             Rollouts(
                 full(lp), full(lp - log_r), full(A), full(1).bool(), logp_ref=full(lp)
             )
         )
         try:
-            found = case.gradient(one).double() / case.factors(one)
+            found = case.gradient(token).double() / case.factors(token)
         except InputError:
             return False
-        want = case.expected(one.floats(torch.float64))
-        near = 0.05 * max(abs(A), float(want.abs().max())) + _room(case, dtype)
-        return bool((found - want).abs().max() <= near)
+        expected = case.expected(token.floats(torch.float64))
+        margin = 0.05 * max(abs(A), float(expected.abs().max())) + _room(case, dtype)
+        return bool((found - expected).abs().max() <= margin)
 
-    for d in (torch.float32, dtype):
-        f = torch.finfo(d)
-        name = str(d).removeprefix("torch.")
+    for end_dtype in (torch.float32, dtype):
+        limits = torch.finfo(end_dtype)
+        name = str(end_dtype).removeprefix("torch.")
         most, tiny, least = (
-            math.log(f.max),
-            -math.log(f.tiny),
-            -math.log(f.tiny) - math.log(f.eps),
+            math.log(limits.max),
+            -math.log(limits.tiny),
+            -math.log(limits.tiny) - math.log(limits.eps),
         )
         # rounding of the inputs
-        near = 0.02 + 2 * most * max(f.eps, torch.finfo(dtype).eps)
-        two = ((A, 1.0), (A / 3, 40.0))
+        margin = 0.02 + 2 * most * max(limits.eps, torch.finfo(dtype).eps)
+        advantages = ((A, 1.0), (A / 3, 40.0))
 
-        def far(by: float, most: float = most, two: Pairs = two) -> list[bool]:
+        def far(
+            excess: float, most: float = most, advantages: Pairs = advantages
+        ) -> list[bool]:
             """Whether it is right, for each advantage, so far above exp's overflow."""
-            log_r = math.copysign(most + by, x)
-            lp = -most - max(by, 0)
-            return [right(log_r, lp - more, a) for a, more in two]
+            log_r = math.copysign(most + excess, x)
+            lp = -most - max(excess, 0)
+            return [right(log_r, lp - below, a) for a, below in advantages]
 
-        def rare(lp: float, two: Pairs = two) -> list[bool]:
+        def rare(lp: float, advantages: Pairs = advantages) -> list[bool]:
             """Whether it is right, for each advantage, at a token of this -log π."""
-            return [right(x, -lp, a) for a, _ in two]
+            return [right(x, -lp, a) for a, _ in advantages]
 
-        if abs(x) > most and all(far(-4) + far(-near)) and not any(far(4) + far(near)):
+        if (
+            abs(x) > most
+            and all(far(-4) + far(-margin))
+            and not any(far(4) + far(margin))
+        ):
             product = ", and 0 * inf is NaN" if nan else ""
             return f"exp(log r) overflows {name} at |log r| > {most:.3g} (float16: 11.1){product}"
         if (
             abs(x) < 1
-            and all(rare(tiny - 9) + rare(tiny - near))
-            and not any(rare(least + near) + rare(least + 60))
+            and all(rare(tiny - 9) + rare(tiny - margin))
+            and not any(rare(least + margin) + rare(least + 60))
         ):
             return f"exp(log_prob) underflows {name}, though the ratio is near 1: use differences of log-probabilities"
     return ""
@@ -287,66 +309,72 @@ def clamps(case: LossCase) -> list[Finding]:
     guard = GUARD[case.objective.level]
     for A in (1.0, -1.0):
         batch = case.ready(
-            single_token_responses(A, [math.exp(s * x) for x in FAR for s in (1, -1)])
+            single_token_responses(
+                A, [math.exp(sign * log_r) for log_r in FAR for sign in (1, -1)]
+            )
         )
         found = case.weights(batch)[:, 0]
         expected = case.expected(batch)[:, 0]
-        off = case.weight_error(batch)[:, 0]
+        errors = case.weight_error(batch)[:, 0]
         hits += [
-            Hit(A, s * x, expected[n].item(), found[n].item())
-            for n, (x, s) in enumerate(product(FAR, (1, -1)))
-            if off[n] > HABIT
+            Hit(A, sign * log_r, expected[n].item(), found[n].item())
+            for n, (log_r, sign) in enumerate(product(FAR, (1, -1)))
+            if errors[n] > HABIT
         ]
     if not hits:
         return []
-    near = [hit for hit in hits if abs(hit.log_r) < guard] or hits
+    near_hits = [hit for hit in hits if abs(hit.log_r) < guard] or hits
     # the nearest, where many lose all
-    A, x, want, got = max(near, key=lambda hit: (_lost(hit), -abs(hit.log_r)))
+    A, log_r, expected_weight, found_weight = max(
+        near_hits, key=lambda hit: (_lost(hit), -abs(hit.log_r))
+    )
     clamp = _clamp_cause(case, hits)
     why = clamp or Cause(UNKNOWN)
-    if abs(x) < guard:
-        alone = case.ready(single_token_responses(A, [math.exp(x)]))
+    if abs(log_r) < guard:
+        alone = case.ready(single_token_responses(A, [math.exp(log_r)]))
         together = case.ready(
-            single_token_responses(A, [math.exp(s * y) for y in FAR for s in (1, -1)])
+            single_token_responses(
+                A, [math.exp(sign * y) for y in FAR for sign in (1, -1)]
+            )
         )
-        one, i, t = smallest(
+        smallest_batch, i, t = smallest(
             case,
             *(
                 (alone, (0, 0))
                 if wrong(case)(alone)
-                else (together, _place(together, x))
+                else (together, _place(together, log_r))
             ),
         )
-        x = (one.logp - one.logp_old)[i, t].item()
-        if x > 0:
+        log_r = (smallest_batch.logp - smallest_batch.logp_old)[i, t].item()
+        if log_r > 0:
             reached = (
-                f"as of a token that was sampled at π_old = {math.exp(-abs(x)):.1g}"
+                f"as of a token that was sampled at π_old = {math.exp(-abs(log_r)):.1g}"
             )
         else:
             reached = ""
-        place = TokenPlace(A, numbers={"log r": x}, remark=reached)
+        place = TokenPlace(A, numbers={"log r": log_r}, remark=reached)
         return [
             fail(
                 "extremes",
                 "",
-                *numbers(case, one, i, t),
-                example(case, one),
+                *numbers(case, smallest_batch, i, t),
+                example(case, smallest_batch),
                 why,
                 place=place,
             )
         ]
     if not clamp:
-        far = f"another weight at {guard:g} or beyond"
+        words = f"another weight at {guard:g} or beyond"
     else:
-        far = f"clamped at {guard:g} or beyond"
+        words = f"clamped at {guard:g} or beyond"
     return [
         note(
             "extremes",
             "",
-            want,
-            got,
+            expected_weight,
+            found_weight,
             why,
-            place=TokenPlace(A, numbers={"log r": x}, remark=far),
+            place=TokenPlace(A, numbers={"log r": log_r}, remark=words),
         )
     ]
 
@@ -387,7 +415,7 @@ def _clamp_cause(case: LossCase, hits: list[Hit]) -> Cause:
         for fault in faults:
             if cause := cause_if_confirmed(case, fault, near_batch, far_batch):
                 return cause
-    return Cause()
+    return NO_CAUSE
 
 
 def _where_it_acts(case: LossCase, A: float, side: int, log_r: float) -> float:

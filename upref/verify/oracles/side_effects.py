@@ -44,7 +44,7 @@ def in_training(case: LossCase) -> list[Finding]:
         A failure where the numbers are others, or the loss refuses a computed log_prob.
     """
     batch = case.grid(thin=5)
-    roles = [k for k in (*FIXED, "entropy") if k in case.loss.reads]
+    roles = [role for role in (*FIXED, "entropy") if role in case.loss.reads]
     leaf = case.kept_value_and_gradient(batch)[1]
     try:
         if found := _differs(case, batch, leaf, (), NETWORK):
@@ -61,10 +61,12 @@ def in_training(case: LossCase) -> list[Finding]:
     with contextlib.suppress(InputError):
         if _moved_by(case, batch, leaf, tuple(roles)) is None:
             return []
-    for k in roles:
+    for role in roles:
         # it refuses what wants a gradient: louder than it needs to be
         with contextlib.suppress(InputError):
-            if found := _differs(case, batch, leaf, (k,), UNDETACHED.format(CALLED[k])):
+            if found := _differs(
+                case, batch, leaf, (role,), UNDETACHED.format(CALLED[role])
+            ):
                 return found
     return []
 
@@ -117,7 +119,9 @@ def _differs(
     leaf = case.gradient(batch)
     gradient = case.gradient(batch, wanting=wanting)
     i, t = worst((gradient - leaf).abs().nan_to_num(nan=1e30))
-    says = number_pair("dJ/dlp", leaf[i, t].item(), gradient[i, t].item())
+    expected_number, found_number = number_pair(
+        "dJ/dlp", leaf[i, t].item(), gradient[i, t].item()
+    )
     by_leaf, by_network = (
         case.loss.outcome(batch, wanting=w)[0].own is not None for w in (None, wanting)
     )
@@ -131,7 +135,8 @@ def _differs(
         fail(
             "in-training",
             words,
-            *says,
+            expected_number,
+            found_number,
             make_example(batch, leaf, gradient, case.loss.reads),
             why,
         )
@@ -140,14 +145,17 @@ def _differs(
 
 @oracle("stop-gradient", 80)
 def stop_gradient(case: LossCase) -> list[Finding]:
+    """No gradient flows into what is a constant of the objective."""
     batch = case.grid(thin=5)
-    out = []
-    for k in FIXED:
-        if k not in case.loss.reads or (k == "logp_ref" and not case.hp.get("beta")):
+    flowing = []
+    for role in FIXED:
+        if role not in case.loss.reads or (
+            role == "logp_ref" and not case.hp.get("beta")
+        ):
             continue
-        gradient = case.loss.ask("gradient_by_input", batch, k)
+        gradient = case.loss.ask("gradient_by_input", batch, role)
         if gradient is not None and (gradient != 0).any():
-            out.append(CALLED[k])
+            flowing.append(CALLED[role])
     if "entropy" in case.loss.reads:
         gradient = case.loss.ask("gradient_by_input", batch, "entropy")
         if gradient is not None and (gradient != 0).any():
@@ -176,11 +184,11 @@ def stop_gradient(case: LossCase) -> list[Finding]:
             return [
                 fail("stop-gradient", text, "no gradient into it", found, shown, why)
             ]
-    if out:
+    if flowing:
         notes = [
             note(
                 "stop-gradient",
-                f"a gradient would flow into {', '.join(out)}",
+                f"a gradient would flow into {', '.join(flowing)}",
                 cause=CONSTANTS,
             )
         ]
@@ -189,13 +197,15 @@ def stop_gradient(case: LossCase) -> list[Finding]:
     return _declared(case) + notes
 
 
-def _bonus(case: LossCase, k: float, batch: Rollouts) -> tuple[Tensor, Tensor]:
+def _bonus(
+    case: LossCase, coefficient: float, batch: Rollouts
+) -> tuple[Tensor, Tensor]:
     """The gradient of the loss by the entropy, and that of k times the entropy of each
     token in J.
     """
     found = case.loss.ask("gradient_by_input", batch, "entropy")
-    due = -k * case.factors(batch) * batch.mask
-    return torch.zeros_like(due) if found is None else found, due
+    expected = -coefficient * case.factors(batch) * batch.mask
+    return torch.zeros_like(expected) if found is None else found, expected
 
 
 def _declared(case: LossCase) -> list[Finding]:
@@ -228,12 +238,19 @@ def _declared(case: LossCase) -> list[Finding]:
     else:
         slopes = torch.zeros(2, 0)
     gradient = -case.gradient(batch) if rises else torch.zeros_like(batch.logp)
-    for step, (there, far) in zip(steps, slopes.T.tolist(), strict=False):
-        here = (gradient * step).sum().item()
-        apart = abs(there - here) > 1e-5 * (gradient * step).abs().sum().item() + 1e-9
-        if (apart and abs(there - far) <= 0.1 * abs(there - here)) or not math.isfinite(
-            there - here
-        ):
+    for step, (difference, coarse_difference) in zip(
+        steps, slopes.T.tolist(), strict=False
+    ):
+        derivative = (gradient * step).sum().item()
+        differs = (
+            abs(difference - derivative)
+            > 1e-5 * (gradient * step).abs().sum().item() + 1e-9
+        )
+        if (
+            differs
+            and abs(difference - coarse_difference)
+            <= 0.1 * abs(difference - derivative)
+        ) or not math.isfinite(difference - derivative):
             why = (
                 "its gradient is not the derivative of its value: a stop-gradient not declared with sg, such as "
                 ".detach() or round(), or a custom backward pass"
@@ -243,8 +260,8 @@ def _declared(case: LossCase) -> list[Finding]:
                 fail(
                     "stop-gradient",
                     regime,
-                    Number(there, "derivative"),
-                    Number(here, "autograd"),
+                    Number(difference, "derivative"),
+                    Number(derivative, "autograd"),
                     cause=why,
                 )
             ]
@@ -263,14 +280,20 @@ def mutation(case: LossCase) -> list[Finding]:
     """
     why = "it writes into the tensor that it was given"
     changed = sorted(
-        {CALLED[k] for done in case.noted_calls for k in done.wrote if k in CALLED}
+        {CALLED[k] for call in case.noted_calls for k in call.wrote if k in CALLED}
     )
-    says = "inputs left alone", "other numbers after the call"
     out = [
-        fail("mutation", f"{name} is changed in place", *says, cause=why, subject=name)
+        fail(
+            "mutation",
+            f"{name} is changed in place",
+            "inputs left alone",
+            "other numbers after the call",
+            cause=why,
+            subject=name,
+        )
         for name in changed
     ]
-    printed = any(done.printed for done in case.noted_calls)
+    printed = any(call.printed for call in case.noted_calls)
     return [
         *out,
         *([note("mutation", "the loss prints while it computes")] if printed else []),
@@ -286,43 +309,43 @@ def _moved(case: LossCase, key: str) -> list[Finding]:
     """One hyperparameter is handed over, moved."""
     loss = case.loss
     objective = case.objective
-    now = case.hp[key]
+    value = case.hp[key]
     asked = key in loss.accepts or (loss.accepts_kwargs and key in loss.bound_args)
     if not (asked or loss.accepts_kwargs) or (
         key == "beta" and "logp_ref" not in loss.reads
     ):
         return []
     first = {
-        "c": 2.0 if now != 2.0 else 3.0,
-        "beta": 0.1 + (now or 0),
-        "seed": 1 + (now or 0),
+        "c": 2.0 if value != 2.0 else 3.0,
+        "beta": 0.1 + (value or 0),
+        "seed": 1 + (value or 0),
     }
-    more = (now * k for k in (0.5, 30.0, 0.01) if now and key not in first)
+    other_values = (value * k for k in (0.5, 30.0, 0.01) if value and key not in first)
     # a share may be less than one token of the batch
-    for other in (first.get(key, now * 1.5 if now else 0.1), *more):
-        there = replace(case, hp=case.hp | {key: other})
-        batch = there.grid()
+    for new_value in (first.get(key, value * 1.5 if value else 0.1), *other_values):
+        changed_case = replace(case, hp=case.hp | {key: new_value})
+        batch = changed_case.grid()
         differ = (
-            case.expected(batch) - there.expected(batch)
+            case.expected(batch) - changed_case.expected(batch)
         ).nan_to_num().abs() > 1e-9
         if differ.any():
             break
     else:
         return []
-    text = f"{key} from {_num(now)} to {other:g}"
+    text = f"{key} from {_num(value)} to {new_value:g}"
 
-    def ask(batch: Rollouts, v: float | None) -> Tensor:
+    def ask(batch: Rollouts, argument: float | None) -> Tensor:
         """The gradient with this value, or without the argument."""
-        return case.gradient(batch, 1, **({} if v is None else {key: v}))
+        return case.gradient(batch, 1, **({} if argument is None else {key: argument}))
 
     try:
-        changed = ask(batch, other)
-        dead = torch.equal(ask(batch, now), changed)
+        changed = ask(batch, new_value)
+        dead = torch.equal(ask(batch, value), changed)
     except InputError as e:
         return [
             fail(
                 "dead-hyperparameter",
-                f"{key} = {other:g}",
+                f"{key} = {new_value:g}",
                 "another gradient",
                 str(e),
                 subject=key,
@@ -332,27 +355,29 @@ def _moved(case: LossCase, key: str) -> list[Finding]:
 
         def effect(batch: Rollouts) -> tuple[Tensor, Tensor]:
             """What the move changes, and the 0 of an argument without an effect."""
-            return ask(batch, other) - ask(batch, now), torch.zeros_like(batch.logp)
+            return ask(batch, new_value) - ask(batch, value), torch.zeros_like(
+                batch.logp
+            )
 
-        every = holds_on_other_batches(case, effect, *_some(batch, differ))
+        holds = holds_on_other_batches(case, effect, *_some(batch, differ))
         if key not in loss.accepts:
             why = "it goes into **kwargs and has no effect"
         else:
             why = "the argument has no effect"
         make = fail if asked else note
-        says = "another gradient", "the same gradient, bit for bit"
         return [
             make(
                 "dead-hyperparameter",
                 text,
-                *says,
-                cause=why if every else "",
+                "another gradient",
+                "the same gradient, bit for bit",
+                cause=why if holds else "",
                 subject=key,
             )
         ]
-    if _explained(there, batch, changed):
+    if _explained(changed_case, batch, changed):
         return []
-    want = f"the gradient of {objective.name} at {key} = {other:g}"
+    want = f"the gradient of {objective.name} at {key} = {new_value:g}"
     why = f"{key} has another effect than in {objective.name}"
     return [
         fail(
@@ -371,32 +396,34 @@ def _some(batch: Rollouts, differ: Tensor) -> list[Rollouts]:
     ones: an effect may need that.
     """
     batch = replace(batch, group=None)
-    at = differ.nonzero().tolist()
-    few = at[:: max(1, len(at) // 4)][:4]
-    rows = list(dict.fromkeys(i for i, _ in at)) * 70
-    tokens = [cut(batch, [i], columns) for i, t in few for columns in ([t], None)]
-    some = [
+    places = differ.nonzero().tolist()
+    few_places = places[:: max(1, len(places) // 4)][:4]
+    rows = list(dict.fromkeys(i for i, _ in places)) * 70
+    tokens = [
+        cut(batch, [i], columns) for i, t in few_places for columns in ([t], None)
+    ]
+    batches = [
         c
         for c in (*tokens, *(cut(batch, rows[:n], None) for n in (2, 3, 5, 70)))
         if c is not None
     ]
-    wide = {name: torch.cat([x] * 9, 1) for name, x in some[-1].tensors().items()}
-    return [*some, some[-1].but(**wide, totals=None)]
+    wide = {name: torch.cat([x] * 9, 1) for name, x in batches[-1].tensors().items()}
+    return [*batches, batches[-1].but(**wide, totals=None)]
 
 
 def _explained(case: LossCase, batch: Rollouts, gradient: Tensor) -> bool:
     """Whether the moved gradient is right, or as wrong as before the move (the gradient
     oracle's business).
     """
-    here = replace(
+    unchanged_case = replace(
         case,
         hp=case.objective.resolve(
             {k: v for k, v in case.hp.items() if k in case.loss.bound_args}
         ),
     )
-    off = case.weight_error(batch, gradient / case.factors(batch))
-    return bool((off > 10 * case.tol).double().mean() < 0.01) or bool(
-        here.weight_error(batch).max() > 10 * case.tol
+    errors = case.weight_error(batch, gradient / case.factors(batch))
+    return bool((errors > 10 * case.tol).double().mean() < 0.01) or bool(
+        unchanged_case.weight_error(batch).max() > 10 * case.tol
     )
 
 

@@ -18,7 +18,7 @@ from upref.verify.explain import cause_if_confirmed_at
 from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.faults.corrections import corrected
 from upref.verify.faults.losses import LossFault
-from upref.verify.finding import Cause, Example, TokenPlace, number_pair
+from upref.verify.finding import NO_CAUSE, Example, TokenPlace, number_pair
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import gradient_distance, tolerance
@@ -38,6 +38,9 @@ LINES = 100_000  # of Python, for a loss that goes through all ids up to the lar
     lambda case: "the weights are wrong already" if case.wrong else "",
 )
 def unusual_inputs(case: LossCase) -> list[Finding]:
+    """The weights on batches that are unusual in one way, then in every two, then in
+    all.
+    """
     rate = 0.0  # seconds a token
     ids: tuple[str, ...] = ()
     notes: list[Finding] = []
@@ -101,23 +104,25 @@ def stress_findings(
     notes: list[Finding] = []
     if AXES[name].single != "alone":
         try:
-            if (off := _off(case, batch)).max() > 10 * case.tol:
+            if (errors := _off(case, batch)).max() > 10 * case.tol:
                 if case.single or not _in_part(case, batch):
-                    return [_finding(case, name, batch, off, case.weights(batch), ids)]
+                    return [
+                        _finding(case, name, batch, errors, case.weights(batch), ids)
+                    ]
                 notes = [note("unusual-inputs", f"{AXES[name].words}: {PARTLY}")]
         except InputError as e:
             return [fail("unusual-inputs", AXES[name].words, "a finite loss", str(e))]
     if not AXES[name].single:
         return notes
     try:
-        one, found = case.singly(batch)
+        single_case, found = case.singly(batch)
     except InputError as e:
         return [
             *notes,
             note("unusual-inputs", "float32 inputs are refused", found=str(e)),
         ]
-    if (off := _off(one, batch, found)).max() > 10 * one.tol:
-        return [_finding(one, name, batch, off, found, ids, ", in float32")]
+    if (errors := _off(single_case, batch, found)).max() > 10 * single_case.tol:
+        return [_finding(single_case, name, batch, errors, found, ids, ", in float32")]
     return notes
 
 
@@ -137,11 +142,13 @@ def _finding(
         filter(
             None,
             (
-                cause_if_confirmed_at(case, one, batch, (i, t), found[i, t].item())
-                for one in of_size
+                cause_if_confirmed_at(
+                    case, known_fault, batch, (i, t), found[i, t].item()
+                )
+                for known_fault in of_size
             ),
         ),
-        Cause(),
+        NO_CAUSE,
     )
     columns = [t], list(range(int(batch.mask[i].nonzero().max()) + 1))
     if dtype:
@@ -153,38 +160,40 @@ def _finding(
             if (c := cut(replace(batch, group=None), [i], k)) is not None
         ]
     for small in (c for c in map(case.ready, rows) if c.mask.numel() <= 32):
-        if (apart := _off(case, small)).max() > 10 * case.tol:
+        if (small_errors := _off(case, small)).max() > 10 * case.tol:
             batch, found, (i, t), shown = (
                 small,
                 case.weights(small),
-                worst(apart),
+                worst(small_errors),
                 example(case, small),
             )
             break
     else:
         hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
-        of = (
+        arguments = (
             f"{name!r}, upref.get({case.objective.name!r})"
             + (f", ids={ids!r}" if ids else "")
             + hp
         )
-        low = "  # every number of it in float32" if dtype else ""
-        code = f"from upref.weights.stress import stress_batch\nb = stress_batch({of}){low}"
+        dtype_comment = "  # every number of it in float32" if dtype else ""
+        code = f"from upref.weights.stress import stress_batch\nb = stress_batch({arguments}){dtype_comment}"
         shown = Example(code=code, rollouts=True)
     n = int(batch.mask[i].sum())
     where = {
         "A": batch.adv[i, t].item(),
         "π_old": batch.logp_old[i, t].exp().item(),
     } | sampler_ratio(case, batch, (i, t))
-    at = f"column {t + 1}, in a response of {n} token{'s' if n > 1 else ''}{dtype}"
-    both = case.expected(batch)[i, t].item(), found[i, t].item()
+    where_words = (
+        f"column {t + 1}, in a response of {n} token{'s' if n > 1 else ''}{dtype}"
+    )
+    weights = case.expected(batch)[i, t].item(), found[i, t].item()
     return fail(
         "unusual-inputs",
         AXES[name].words,
-        *both,
+        *weights,
         shown,
         why,
-        place=TokenPlace(numbers=where, remark=at),
+        place=TokenPlace(numbers=where, remark=where_words),
     )
 
 
@@ -219,17 +228,17 @@ def _off(case: LossCase, batch: Rollouts, found: Tensor | None = None) -> Tensor
     found = case.weights(batch) if found is None else found
     # one sum over a batch of float32 rounds at each step
     sums = 4 if case.single and case.objective.level in REDUCE else 1
-    apart = case.weight_error(batch, found, 1e-12, sums)
-    if not apart.max() > 10 * case.tol:
-        return apart
-    apart = apart.masked_fill(beyond_range(case, batch, found), 0)
+    errors = case.weight_error(batch, found, 1e-12, sums)
+    if not errors.max() > 10 * case.tol:
+        return errors
+    errors = errors.masked_fill(beyond_range(case, batch, found), 0)
     expected = case.expected(batch)
     edge = case.rounding_effect(batch, expected, sums) > 1e-3 * torch.maximum(
         expected.abs(), batch.adv.abs()
     )
     if "extremes" in case.failed:  # said already, with the clamp
         edge |= case.ratio(batch).log().abs() > LOG_R[-1]
-    return apart.masked_fill(edge | ~expected.isfinite(), 0)
+    return errors.masked_fill(edge | ~expected.isfinite(), 0)
 
 
 def beyond_range(case: LossCase, batch: Rollouts, found: Tensor) -> Tensor:
@@ -297,13 +306,13 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
     relabeled = Relabeled(case)
     gradient = case.gradient(batch)
     notes = []
-    takes = []
+    taken = []
     for words, (every_group, all_but_one) in relabel_groups(batch).items():
-        whole = True
-        refused = False
-        for c in (every_group, all_but_one):
+        is_taken = True
+        is_refused = False
+        for renamed in (every_group, all_but_one):
             try:
-                off = relabeled.difference(c, gradient)
+                distances = relabeled.difference(renamed, gradient)
             except (
                 InputError,
                 OutOfMemory,
@@ -317,7 +326,7 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
                             str(e),
                         )
                     ], ()
-                if not refused:
+                if not is_refused:
                     notes.append(
                         note(
                             "unusual-inputs",
@@ -325,48 +334,54 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
                             found=str(e),
                         )
                     )
-                whole = False
-                refused = True
+                is_taken = False
+                is_refused = True
                 continue
-            if off.max() > 0:
-                i, t = worst(off)
-                says = number_pair(
+            if distances.max() > 0:
+                i, t = worst(distances)
+                expected_number, found_number = number_pair(
                     "dJ/dlp",
                     gradient[i, t].item(),
-                    case.gradient(c)[i, t].item(),
+                    case.gradient(renamed)[i, t].item(),
                     PLAIN_IDS,
                 )
-                ids = f"{c.group.unique().tolist()}" if c.group is not None else ""
+                ids = (
+                    f"{renamed.group.unique().tolist()}"
+                    if renamed.group is not None
+                    else ""
+                )
                 # dropped beside others: who numbers prompts from 0 never has them
-                if words == NEGATIVE and c is all_but_one:
+                if words == NEGATIVE and renamed is all_but_one:
                     notes.append(
                         note(
                             "unusual-inputs",
                             f"group ids {words} count otherwise: {ids}",
-                            *says,
+                            expected_number,
+                            found_number,
                         )
                     )
-                    whole = False
+                    is_taken = False
                     continue
-                c = shrink(c, relabeled.differs)
-                found, expected = relabeled.gradients(c)
+                renamed = shrink(renamed, relabeled.differs)
+                found, expected = relabeled.gradients(renamed)
                 i, t = worst((found - expected).abs())
-                says = number_pair(
+                expected_number, found_number = number_pair(
                     "dJ/dlp", expected[i, t].item(), found[i, t].item(), PLAIN_IDS
                 )
-                text = f"group ids {words}: {c.group.unique().tolist()}"  # type: ignore[union-attr]
+                text = f"group ids {words}: {renamed.group.unique().tolist()}"  # type: ignore[union-attr]
                 return [
                     fail(
                         "unusual-inputs",
                         text,
-                        *says,
-                        make_example(c, expected, found, case.loss.reads),
+                        expected_number,
+                        found_number,
+                        make_example(renamed, expected, found, case.loss.reads),
                     )
                 ], ()
-        if whole:
-            takes.append(words)
-    case.covered.append("group ids " + ", ".join(takes))
-    return notes, tuple(takes)
+        if is_taken:
+            taken.append(words)
+    case.covered.append("group ids " + ", ".join(taken))
+    return notes, tuple(taken)
 
 
 def covered(case: LossCase) -> str:

@@ -19,12 +19,13 @@ from upref.verify.explain import (
     by_fixed_length,
     cause_if_confirmed,
     explain,
+    first_confirmed,
     holds_on_other_batches,
     two_gradients,
 )
 from upref.verify.factors import aggregation_id, declared_aggregation
 from upref.verify.faults.losses import LossFault, fault
-from upref.verify.finding import Cause, Number, TokenPlace, number_pair
+from upref.verify.finding import NO_CAUSE, Cause, Number, TokenPlace, number_pair
 from upref.verify.measure import EXACT, HABIT, LossCase, without_rest
 from upref.verify.oracle import oracle
 from upref.verify.pattern import MeasuredWeights, pattern
@@ -58,27 +59,39 @@ PARTLY = "weights are right up to what rounding its inputs to float32 makes of t
 
 @oracle("gradient", 10)
 def gradient(case: LossCase) -> list[Finding]:
+    """The weight of each token, regime by regime, then on random batches.
+
+    Args:
+        case: the loss and its objective.
+
+    Returns:
+        Failures, one for each region in which weights differ, and notes.
+    """
     batch = case.grid()
     found = case.weights(batch)
-    off = case.weight_error(batch, found)
+    errors = case.weight_error(batch, found)
     r = case.ratio(batch)
-    A = torch.where(batch.mask, batch.adv.expand_as(off), 0)
+    A = torch.where(batch.mask, batch.adv.expand_as(errors), 0)
     ties = torch.zeros_like(batch.mask)
     for sign in (1.0, -1.0):
         for k in bounds_of(case, sign):
             ties |= (A * sign > 0) & ((r / k - 1).abs() < 1e-11)
-    bad = off > case.tol
-    out: list[Finding] = []
-    if (bad & ~ties).any() and not case.single and _in_part(case, batch, found, ties):
+    is_wrong = errors > case.tol
+    findings: list[Finding] = []
+    if (
+        (is_wrong & ~ties).any()
+        and not case.single
+        and _in_part(case, batch, found, ties)
+    ):
         return [note("gradient", PARTLY), *_random(case)]
-    out += _ties(case, batch, bad & ties, r, A, found)
-    if (failing := bad & ~ties).any():
-        return out + _regimes(case, batch, failing, r, A, found, ties)
-    if not case.single and (small := off.masked_fill(ties, 0).max()) > EXACT:
-        out.append(
+    findings += _ties(case, batch, is_wrong & ties, r, A, found)
+    if (failing := is_wrong & ~ties).any():
+        return findings + _regimes(case, batch, failing, r, A, found, ties)
+    if not case.single and (small := errors.masked_fill(ties, 0).max()) > EXACT:
+        findings.append(
             note("gradient", f"weights differ by {small:.1e} relative", cause=BELOW)
         )
-    return out or _random(case)
+    return findings or _random(case)
 
 
 def _in_part(case: LossCase, batch: Rollouts, found: Tensor, ties: Tensor) -> bool:
@@ -134,7 +147,7 @@ def _moved_for(
     """
     for A in (1.0, -1.0):
         # one bound at every π_old: side, what lives beside it, the how manieth of these
-        alike: dict[tuple[Any, ...], list[Any]] = {}
+        tokens_of_bound: dict[tuple[Any, ...], list[Any]] = {}
         for mu in np.geomspace(
             0.02, 0.6, 8 if case.objective.reads_mu else 24
         ).tolist():
@@ -150,11 +163,11 @@ def _moved_for(
                 seen[lives] += 1
                 for side, r in enumerate(ends):
                     if mu * r < 0.99:
-                        alike.setdefault((side, *lives, seen[lives]), []).append(
-                            (A, mu, r)
-                        )
-        for at in alike.values():
-            batch = case.ready(make(at)) if len(at) > 3 else None
+                        tokens_of_bound.setdefault(
+                            (side, *lives, seen[lives]), []
+                        ).append((A, mu, r))
+        for tokens in tokens_of_bound.values():
+            batch = case.ready(make(tokens)) if len(tokens) > 3 else None
             if (
                 batch is not None
                 and (
@@ -186,14 +199,20 @@ def bounds_of(case: LossCase, A: float) -> list[float]:
 
 
 def _ties(
-    case: LossCase, batch: Rollouts, hit: Tensor, r: Tensor, A: Tensor, found: Tensor
+    case: LossCase,
+    batch: Rollouts,
+    wrong_ties: Tensor,
+    r: Tensor,
+    A: Tensor,
+    found: Tensor,
 ) -> list[Finding]:
+    """A note for each bound at which weights differ, where those beside it are right."""
     expected = case.expected(batch)
     out = []
     for sign in (1.0, -1.0):
-        at = hit & (A * sign > 0)
-        for k in sorted({round(x, 9) for x in r[at].tolist()}):
-            i, t = (at & ((r - k).abs() < 1e-8)).nonzero()[0].tolist()
+        of_sign = wrong_ties & (A * sign > 0)
+        for k in sorted({round(x, 9) for x in r[of_sign].tolist()}):
+            i, t = (of_sign & ((r - k).abs() < 1e-8)).nonzero()[0].tolist()
             place = TokenPlace(
                 sign,
                 numbers={"r": k},
@@ -220,24 +239,27 @@ def _regimes(
     found: Tensor,
     ties: Tensor,
 ) -> list[Finding]:
+    """A failure for each region in which weights differ, with one cause for all of them
+    where a known fault gives all weights.
+    """
     parts = [
         p
         for sign in (1.0, -1.0, 0.0)
         for p in regions(case, batch, sign, A, ties, failing, r, bounds_of(case, sign))
     ]
     bounds = sorted({round(x, 7) for p in parts for x in p.ends})
-    one = explain(case, batch, found, ties, bounds)
+    known_fault = explain(case, batch, found, ties, bounds)
     prefer = _typical(case.weight_error(batch, found), r)
-    if one is not None:
-        case.cause = one.cause
-        return _of_one_fault(case, batch, _by_sign(parts), failing, prefer, one)
+    if known_fault is not None:
+        case.cause = known_fault.cause
+        return _of_one_fault(case, batch, _by_sign(parts), failing, prefer, known_fault)
     tested = MeasuredWeights(batch, found, case.expected(batch), r, batch.mask & ~ties)
     parts = _by_sign(parts) if len(parts) > 2 else parts
     out: list[Finding] = []
     for part in parts:
-        small, at = _smallest_of(case, batch, part, failing, prefer)
+        small, token = _smallest_of(case, batch, part, failing, prefer)
         why = Cause("" if out else _pattern_of(case, tested, small))
-        out.append(_in_region(case, part, small, at, why))
+        out.append(_in_region(case, part, small, token, why))
     return out
 
 
@@ -247,7 +269,7 @@ def _of_one_fault(
     parts: list[Region],
     failing: Tensor,
     prefer: Tensor,
-    one: LossFault,
+    known_fault: LossFault,
 ) -> list[Finding]:
     """Return one finding for all regions that the fault explains, shown in the first
     region with a batch on which the printed gradients differ.
@@ -255,18 +277,18 @@ def _of_one_fault(
     Args:
         case, batch, failing, prefer: as of `_smallest_of`.
         parts: the regions, one for each sign of A.
-        one: the fault.
+        known_fault: the fault.
     """
     for part in parts:
-        small, at = _smallest_of(case, batch, part, failing, prefer)
-        finding = _in_region(case, part, small, at, one.cause)
+        small, token = _smallest_of(case, batch, part, failing, prefer)
+        finding = _in_region(case, part, small, token, known_fault.cause)
         if finding.example is not None:
             break
     also = tuple(other.place for other in parts if other is not part)
     finding = replace(finding, also=also)
-    if one.kind != "stop-gradient":
+    if known_fault.kind != "stop-gradient":
         return [finding]
-    lost = fail("stop-gradient", "", cause=one.cause, place=parts[0].place)
+    lost = fail("stop-gradient", "", cause=known_fault.cause, place=parts[0].place)
     return [finding, lost]
 
 
@@ -303,24 +325,25 @@ def _smallest_of(
     # else an aggregation that is not the objective's makes up for it
     visible = _shown_at(case, batch, part.sign)
     shows = _shown_at if (visible & part.tokens & failing).any() else _wrong_at
-    hit = part.tokens & failing & (visible if shows is _shown_at else failing)
+    wrong_tokens = part.tokens & failing & (visible if shows is _shown_at else failing)
 
-    def smallest_with(shows: Callable[..., Tensor], hit: Tensor) -> Any:
+    def smallest_with(shows: Callable[..., Tensor], wrong_tokens: Tensor) -> Any:
         """The smallest batch with such a token, and the one that differs most."""
-        at = worst(torch.where(hit, prefer, -1.0))
-        small = shrink(batch, lambda x: bool(shows(case, x, part.sign).any()), at)
+        token = worst(torch.where(wrong_tokens, prefer, -1.0))
+        small = shrink(batch, lambda x: bool(shows(case, x, part.sign).any()), token)
         shown = shows(case, small, part.sign)
         return small, worst(case.weight_error(small).masked_fill(~shown, -1.0))
 
-    small, at = smallest_with(shows, hit)
-    if not case.single and not _beyond_float32(case, small)[at]:
+    small, token = smallest_with(shows, wrong_tokens)
+    if not case.single and not _beyond_float32(case, small)[token]:
         # a bound that the loss computes in float32 is not what is wrong with it
-        clear = hit & _beyond_float32(case, batch)
-        if clear.any():
+        clearly_wrong = wrong_tokens & _beyond_float32(case, batch)
+        if clearly_wrong.any():
             return smallest_with(
-                lambda *its: shows(*its) & _beyond_float32(*its[:2]), clear
+                lambda *arguments: shows(*arguments) & _beyond_float32(*arguments[:2]),
+                clearly_wrong,
             )
-    return small, at
+    return small, token
 
 
 def _beyond_float32(case: LossCase, batch: Rollouts) -> Tensor:
@@ -339,10 +362,10 @@ def _by_sign(parts: list[Region]) -> list[Region]:
     """One region for each sign of A: more findings of one fault are hard to read."""
     out = []
     for sign in dict.fromkeys(p.sign for p in parts):
-        some = [p for p in parts if p.sign == sign]
-        tokens = torch.stack([p.tokens for p in some]).any(0)
-        intervals = tuple(one for p in some for one in p.place.intervals)
-        out.append(Region(replace(some[0].place, intervals=intervals), sign, tokens))
+        of_sign = [p for p in parts if p.sign == sign]
+        tokens = torch.stack([p.tokens for p in of_sign]).any(0)
+        intervals = tuple(interval for p in of_sign for interval in p.place.intervals)
+        out.append(Region(replace(of_sign[0].place, intervals=intervals), sign, tokens))
     return out
 
 
@@ -379,33 +402,36 @@ def _random_batches(case: LossCase, seed: int, many: int) -> list[Rollouts]:
 
 
 def _random(case: LossCase, seed: int = 0) -> list[Finding]:
-    many = _many(case)
-    for n, batch in enumerate(_random_batches(case, seed, many)):
-        off = case.weight_error(
+    """The first failure on random batches."""
+    count = _many(case)
+    for n, batch in enumerate(_random_batches(case, seed, count)):
+        errors = case.weight_error(
             batch, case.kept_value_and_gradient(batch)[1] / case.factors(batch)
         )
-        if not off.max() > 10 * case.tol:
+        if not errors.max() > 10 * case.tol:
             continue
-        off = off.masked_fill(case.rounded(batch), 0)
-        if off.max() > 10 * case.tol:
-            one = explain(case, batch, case.weights(batch), case.rounded(batch), [])
-            batch, i, t = smallest(case, batch, worst(off))
+        errors = errors.masked_fill(case.rounded(batch), 0)
+        if errors.max() > 10 * case.tol:
+            known_fault = explain(
+                case, batch, case.weights(batch), case.rounded(batch), []
+            )
+            batch, i, t = smallest(case, batch, worst(errors))
             sign = batch.adv[i, t].sign().item()
             ratios = {"r": case.ratio(batch)[i, t].item()} | sampler_ratio(
                 case, batch, (i, t)
             )
             place = TokenPlace(sign, numbers=ratios, remark=f"in random batch {n}")
             expected, found = numbers(case, batch, i, t)
-            said = Number(found, "weight", _alone(case, batch, i, t))
-            why = one.cause if one else Cause()
+            found_number = Number(found, "weight", _alone(case, batch, i, t))
+            cause = known_fault.cause if known_fault else NO_CAUSE
             return [
                 fail(
                     "gradient",
                     "",
                     expected,
-                    said,
+                    found_number,
                     example(case, batch),
-                    why,
+                    cause,
                     place=place,
                 )
             ]
@@ -430,13 +456,14 @@ def _alone(case: LossCase, batch: Rollouts, i: int, t: int) -> str:
     return "" if same else f"and {single:.6g} alone in its batch"
 
 
-@oracle("on-policy", 20, lambda case: case.o.on_policy_exception, implied=True)
+@oracle("on-policy", 20, lambda case: case.objective.on_policy_exception, implied=True)
 def on_policy(case: LossCase) -> list[Finding]:
+    """The weights at r = 1, on a batch of its own."""
     batch = case.ready(on_policy_batch())
-    off = case.weight_error(batch)
-    if off.max() <= 10 * case.tol:
+    errors = case.weight_error(batch)
+    if errors.max() <= 10 * case.tol:
         return []
-    if not differ(case, batch)[off > 10 * case.tol].any():
+    if not differ(case, batch)[errors > 10 * case.tol].any():
         return []  # an aggregation that is not the objective's: the next oracle's
 
     def shows(batch: Rollouts) -> bool:
@@ -445,31 +472,26 @@ def on_policy(case: LossCase) -> list[Finding]:
             (differ(case, batch) & (case.weight_error(batch) > 10 * case.tol)).any()
         )
 
-    small = shrink(batch, shows, worst(off.masked_fill(~differ(case, batch), 0)))
+    small = shrink(batch, shows, worst(errors.masked_fill(~differ(case, batch), 0)))
     i, t = worst(case.weight_error(small).masked_fill(~differ(case, small), 0))
     scaled = case.weights(batch) / case.scale
-    k = fault(
+    scaling = fault(
         f"every weight is {case.scale:.5g} times what it should be",
         "rounding",
         id="weights-scaled",
         scale=lambda batch: case.scale,
     )
-    every = (
+    is_scaled = (
         case.fits
         and abs(case.scale - 1) > 1e-5
         and bool(case.weight_error(batch, scaled).max() <= 10 * case.tol)
     )
-    why = next(
-        filter(
-            None, (cause_if_confirmed(case, one) for one in two_gradients(case, batch))
-        ),
-        Cause(),
-    )
-    if every:
-        k = next(by_fixed_length(case), k)
-    if not why and every:  # many rows, too: a factor may be that of a small batch
-        why = cause_if_confirmed(case, k, case.grid(edges=OFF_EDGES))
-    why = why or case.cause
+    cause = first_confirmed(case, two_gradients(case, batch))
+    if is_scaled:
+        scaling = next(by_fixed_length(case), scaling)
+    if not cause and is_scaled:  # many rows, too: a factor may be that of a small batch
+        cause = cause_if_confirmed(case, scaling, case.grid(edges=OFF_EDGES))
+    cause = cause or case.cause
     place = TokenPlace(
         small.adv[i, t].sign().item(),
         numbers={"r": 1.0} | sampler_ratio(case, small, (i, t)),
@@ -480,7 +502,7 @@ def on_policy(case: LossCase) -> list[Finding]:
             "",
             *numbers(case, small, i, t),
             example(case, small),
-            why,
+            cause,
             place=place,
         )
     ]
@@ -488,50 +510,56 @@ def on_policy(case: LossCase) -> list[Finding]:
 
 @oracle("aggregation", 30)
 def aggregation(case: LossCase) -> list[Finding]:
+    """What the weights of each response are multiplied by."""
     batch = case.ready(on_policy_batch())
-    want = declared_aggregation(case.objective)
-    said = case.objective.agg if want != case.agg else want
-    if case.agg == want and HABIT < abs(case.scale - 1) < 1e-5:
+    declared = declared_aggregation(case.objective)
+    declared_words = case.objective.agg if declared != case.agg else declared
+    if case.agg == declared and HABIT < abs(case.scale - 1) < 1e-5:
         return [
             note("aggregation", f"a factor of 1 {case.scale - 1:+.1e}", cause=BELOW)
         ]
 
-    def apart(batch: Rollouts) -> bool:
+    def factors_differ(batch: Rollouts) -> bool:
         return not torch.allclose(
-            case.factors(batch, want), case.factors(batch), rtol=1e-6
+            case.factors(batch, declared), case.factors(batch), rtol=1e-6
         )
 
     def shows(batch: Rollouts) -> bool:
         """Whether dJ/dlp is another number too."""
-        return apart(batch) and bool(differ(case, batch).any())
+        return factors_differ(batch) and bool(differ(case, batch).any())
 
-    if not case.fits or not apart(batch):
+    if not case.fits or not factors_differ(batch):
         return []
-    small = shrink(batch, shows if shows(batch) else apart)
-    n = small.mask.sum(1)
-    right = case.factors(small, want)[:, 0]
-    got = case.factors(small)[:, 0]
-    i = int((got / right - 1).abs().argmax())
+    small = shrink(batch, shows if shows(batch) else factors_differ)
+    lengths = small.mask.sum(1)
+    right_factors = case.factors(small, declared)[:, 0]
+    found_factors = case.factors(small)[:, 0]
+    row = int((found_factors / right_factors - 1).abs().argmax())
     if case.loss.visible_batch(batch).group is not None:
         group = ""
     else:
         group = " (the loss takes no groups: the batch counts as one)"
-    text = f"ragged lengths (here a response of {int(n[i])} of {int(n.sum())} tokens)"
-    expected = Number(right[i].item(), "factor", f"by {said}{group}")
-    found = Number(got[i].item(), "factor", f"by {case.agg}")
+    text = f"ragged lengths (here a response of {int(lengths[row])} of {int(lengths.sum())} tokens)"
+    expected = Number(
+        right_factors[row].item(), "factor", f"by {declared_words}{group}"
+    )
+    found = Number(found_factors[row].item(), "factor", f"by {case.agg}")
 
     def aggregated(batch: Rollouts) -> tuple[Tensor, Tensor]:
-        at = dict.fromkeys(
+        """The part of the gradient that depends on A, at r = 1, found and expected."""
+        replaced = dict.fromkeys(
             ("logp", "logp_ref", *(["logp_sampler"] if case.objective.sampler else [])),
             batch.logp_old,
         )
         # as in `make_case`: neither a clip nor a KL term is an aggregation's
-        on = case.visible_batch(batch.but(**at))
-        return without_rest(case, on), case.expected(on) * case.factors(on) * case.scale
+        on_policy_batch_ = case.visible_batch(batch.but(**replaced))
+        return without_rest(case, on_policy_batch_), case.expected(
+            on_policy_batch_
+        ) * case.factors(on_policy_batch_) * case.scale
 
     # of the response's ratio: at 1 it looks the same
     power = case.objective.one_adv and "gradient" in case.failed
-    why = Cause()
+    why = NO_CAUSE
     if not power and holds_on_other_batches(case, aggregated, batch):
         why = Cause(case.agg, (aggregation_id(case.agg),))
     return [fail("aggregation", text, expected, found, example(case, small), why)]
@@ -541,6 +569,7 @@ def aggregation(case: LossCase) -> list[Finding]:
     "value", 150, lambda case: "the weights are wrong already" if case.wrong else ""
 )
 def value(case: LossCase) -> list[Finding]:
+    """The value of the loss; a difference without effect on the gradient is a note."""
     for n, batch in enumerate(_random_batches(case, 0, _many(case))[:10]):
         found = case.kept_value_and_gradient(batch)[0].item()
         expected = case.objective.loss(batch, **case.hp).item()
