@@ -201,9 +201,9 @@ def get(name: str) -> Callable[..., Tensor]:
         The estimator, a function of (rewards [B], group [B]).
     """
     if not isinstance(name, str) or name not in ADVANTAGES:
-        near = difflib.get_close_matches(str(name), ADVANTAGES, n=1)
-        if near:
-            hint = f"did you mean {near[0]!r}?"
+        similar = difflib.get_close_matches(str(name), ADVANTAGES, n=1)
+        if similar:
+            hint = f"did you mean {similar[0]!r}?"
         else:
             hint = f"choose one of {', '.join(ADVANTAGES)}."
         raise InputError(f"there is no advantage named {name!r}: {hint}")
@@ -230,8 +230,10 @@ def whiten_tokens(
     Returns:
         [B, T], 0 on masked slots.
     """
-    both = is_materialized(adv) and is_materialized(mask) and adv.shape == mask.shape
-    if not (both and adv.ndim == 2 and adv.is_floating_point()):
+    is_checked = (
+        is_materialized(adv) and is_materialized(mask) and adv.shape == mask.shape
+    )
+    if not (is_checked and adv.ndim == 2 and adv.is_floating_point()):
         raise InputError(
             "adv and mask must be two tensors of the same shape [B, T]: expand [B, 1] advantages first."
         )
@@ -241,9 +243,9 @@ def whiten_tokens(
         )
     bad = mask & ~adv.isfinite()
     if bad.any():
-        at = tuple(bad.nonzero()[0].tolist())
+        index = tuple(bad.nonzero()[0].tolist())
         raise InputError(
-            f"adv is {adv[at].item()} at {at}, an unmasked slot: mask it or fix it."
+            f"adv is {adv[index].item()} at {index}, an unmasked slot: mask it or fix it."
         )
     x = adv[mask]
     out = torch.zeros_like(adv)
@@ -292,7 +294,8 @@ def gdpo(
             f"weights must be {K} finite numbers, one for each reward, got {describe(w)}."
         )
     each = [
-        group_norm(one.double(), group, ddof=ddof, eps=eps) for one in rewards.unbind(1)
+        group_norm(column.double(), group, ddof=ddof, eps=eps)
+        for column in rewards.unbind(1)
     ]
     total = torch.stack(each, 1) @ w.to(each[0])
     return whiten(total, ddof=ddof, eps=eps).to(rewards.dtype)
@@ -324,9 +327,11 @@ def distillation(
     Raises:
         InputError: the shapes differ, or an unmasked slot is not finite.
     """
-    both = is_materialized(lp) and is_materialized(lp_teacher) and is_materialized(mask)
+    is_checked = (
+        is_materialized(lp) and is_materialized(lp_teacher) and is_materialized(mask)
+    )
     if not (
-        both
+        is_checked
         and lp.ndim == 2
         and lp.shape == lp_teacher.shape == mask.shape
         and mask.dtype == torch.bool
@@ -337,9 +342,9 @@ def distillation(
     start = lp.new_zeros(()) if adv is None else adv.detach()
     A = torch.where(mask, start - coef * (lp - lp_teacher).detach(), 0)
     if not A.isfinite().all():
-        at = tuple((~A.isfinite()).nonzero()[0].tolist())
+        index = tuple((~A.isfinite()).nonzero()[0].tolist())
         raise InputError(
-            f"the advantage is {A[at].item()} at {at}, an unmasked slot: mask it or fix its inputs."
+            f"the advantage is {A[index].item()} at {index}, an unmasked slot: mask it or fix its inputs."
         )
     return A
 

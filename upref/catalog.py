@@ -50,11 +50,11 @@ def facts() -> dict[str, dict[str, str]]:
     # nothing is registered where it is not imported
     definition = sys.modules.get("upref.definition")
     registered = definition.OBJECTIVES if definition else {}
-    own = {
+    fields_of = {
         name: {field: getattr(o, field) for field in FIELDS}
         for name, o in registered.items()
     }
-    return dict(sorted({**own, **_of_files()}.items()))
+    return dict(sorted({**fields_of, **_of_files()}.items()))
 
 
 @cache
@@ -149,11 +149,11 @@ def unknown(name: str, known: Collection[str]) -> InputError:
         known: names of objectives.
     """
     plain = name.lower().replace("-", "_")
-    near = (
+    similar = (
         [plain] if plain in known else difflib.get_close_matches(plain, known, 3, 0.5)
     )
-    if near:
-        hint = f"did you mean {' or '.join(near)}?"
+    if similar:
+        hint = f"did you mean {' or '.join(similar)}?"
     else:
         hint = "`upref list --all` shows all."
     return InputError(f"there is no objective named {name!r}: {hint}")

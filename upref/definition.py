@@ -349,11 +349,11 @@ class Objective:
         Returns:
             Terms, whose masked slots are not 0.
         """
-        own = {k: v for k, v in hp.items() if k not in self._of_sampler}
+        plain_hp = {k: v for k, v in hp.items() if k not in self._of_sampler}
         terms = self.fn(
             *self._at_level(lp, lp_old, A, mask),
             **self._extras(mask, entropy, group),
-            **own,
+            **plain_hp,
         )
         if terms.ndim == 1 and self.agg != "seq-mean":
             terms = terms[:, None].expand_as(mask)
@@ -404,8 +404,8 @@ class Objective:
         read = (log_rho, mask, where(mask, lp_sampler.detach(), 0))[
             : self._sampler_reads
         ]
-        own = {k: hp.get(k, v) for k, v in self._of_sampler.items()}
-        return where(mask, self.sampler(*read, **own), 0).to(log_rho.dtype)
+        sampler_hp = {k: hp.get(k, v) for k, v in self._of_sampler.items()}
+        return where(mask, self.sampler(*read, **sampler_hp), 0).to(log_rho.dtype)
 
     def _at_level(self, lp: Any, lp_old: Any, A: Any, mask: Any) -> Any:
         """What the pure function is handed; no gradient into lp_old and A, none into

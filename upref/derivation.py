@@ -91,15 +91,15 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
         )
         text, ok = _numeric(o, hp)
         return Derivation(o.name, steps + text, ok)
-    at = {
+    values = {
         Symbol(k, positive=True): _exact(3 if v is None else v)
         for k, v in resolved.items()
         if k not in hp
     }
-    letters = {s.name: s for s in at} | {
+    letters = {s.name: s for s in values} | {
         k: v if v is None else _exact(v) for k, v in resolved.items() if k in hp
     }
-    at[Symbol("mu", positive=True)] = _exact(mu)
+    values[Symbol("mu", positive=True)] = _exact(mu)
     ok = True
     notes = dict[Expr, bool]()
     every = list[RegimeRow]()
@@ -108,7 +108,7 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
         (Symbol("A", negative=True), -1),
         (sympy.S.Zero, 0),
     ):
-        rows = list(_regimes(o, A, letters, at | {A: sign}, notes))
+        rows = list(_regimes(o, A, letters, values | {A: sign}, notes))
         every += [RegimeRow(sign, *row) for row in rows]
         widths = [max(len(str(row[i])) for row in rows) for i in (0, 1)]
         steps.append("A > 0" if sign > 0 else "A < 0" if sign < 0 else "A = 0")

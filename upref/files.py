@@ -54,9 +54,9 @@ def _replace(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             Path(draft.name).unlink(missing_ok=True)
-            for left in path.parent.glob(f"{glob.escape(start)}{'[0-9a-f]' * 16}"):
-                if not is_held(left):
-                    left.unlink(missing_ok=True)
+            for leftover in path.parent.glob(f"{glob.escape(start)}{'[0-9a-f]' * 16}"):
+                if not is_held(leftover):
+                    leftover.unlink(missing_ok=True)
 
 
 def _held_draft(path: Path, start: str) -> BinaryIO:

@@ -204,17 +204,17 @@ class _Head:
         """(columns, their rows of W, x [N, columns]); h is of `states`."""
         width = max(1, self.chunk // max(1, len(h)))
         for start in range(0, len(weight), width):
-            at = slice(start, start + width)
-            W = weight[at].to(h.dtype)
+            columns = slice(start, start + width)
+            W = weight[columns].to(h.dtype)
             if bias is None:
                 x = _product(h, W.T)
             elif h.dtype == torch.bfloat16:
-                x = _product(h, W.T).add_(bias[at])
+                x = _product(h, W.T).add_(bias[columns])
             else:
-                x = torch.addmm(self.inner * bias[at].to(h.dtype), h, W.T)
+                x = torch.addmm(self.inner * bias[columns].to(h.dtype), h, W.T)
             if h.dtype == torch.bfloat16:
                 x.mul_(self.inner)
-            yield at, W, x.tanh_().mul_(self.outer) if self.softcap else x
+            yield columns, W, x.tanh_().mul_(self.outer) if self.softcap else x
 
     def again(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor
@@ -265,15 +265,15 @@ class _LogProbs(torch.autograd.Function):
             m = h.new_full((len(h),), torch.finfo(wide).min, dtype=wide)
             s = t = torch.zeros_like(m)
             # the largest logits, and whose they are
-            near = m.new_zeros(len(h), 0)
+            largest = m.new_zeros(len(h), 0)
             ids = tokens.new_zeros(len(h), 0)
-            for at, _, x in head.tiles(h, weight, bias):
+            for columns, _, x in head.tiles(h, weight, bias):
                 best = x.topk(min(TOP, x.shape[1]), 1)
-                near = torch.cat([near, best.values], 1)
-                ids = torch.cat([ids, best.indices + at.start], 1)
-                near, kept = near.topk(min(TOP, near.shape[1]), 1)
-                ids = ids.gather(1, kept)
-                top = torch.maximum(m, near[:, 0])
+                largest = torch.cat([largest, best.values], 1)
+                ids = torch.cat([ids, best.indices + columns.start], 1)
+                largest, indices = largest.topk(min(TOP, largest.shape[1]), 1)
+                ids = ids.gather(1, indices)
+                top = torch.maximum(m, largest[:, 0])
                 up = (m - top).clamp(min=ZERO)
                 d = x.sub_(top[:, None]).clamp_(min=ZERO)
                 e = d.exp()
@@ -293,7 +293,7 @@ class _LogProbs(torch.autograd.Function):
                 )
                 - m[:, None]
             )
-            for d, sign in ((x[:, 1:], 1), (near.to(x.dtype) - m[:, None], -1)):
+            for d, sign in ((x[:, 1:], 1), (largest.to(x.dtype) - m[:, None], -1)):
                 d = d.clamp(min=ZERO)
                 s = s + sign * d.exp().sum(1)
                 t = t + sign * (d.exp() * d).sum(1)
@@ -345,7 +345,7 @@ class _LogProbs(torch.autograd.Function):
             dh = torch.zeros_like(h, dtype=wide) if want_h else None
             dW = torch.empty_like(weight) if want_W else None
             db = torch.empty_like(bias) if want_b else None
-            for at, W, x in head.tiles(h, weight, bias):
+            for columns, W, x in head.tiles(h, weight, bias):
                 if head.softcap:
                     slope = (1 - (x / head.outer) ** 2).mul_(head.outer)
                 else:
@@ -356,24 +356,24 @@ class _LogProbs(torch.autograd.Function):
                     dx = p.mul_(-g)
                 else:
                     dx = p.mul_(log_p.add_(H).mul_(-g_H).sub_(g))
-                inside, column = _here(tokens, at, x)
+                inside, column = _here(tokens, columns, x)
                 dx.scatter_add_(1, column, torch.where(inside[:, None], g, 0))
                 if slope is not None:
                     dx.mul_(slope)
-                first, *more = _factors(dx, h)
+                first, *rest = _factors(dx, h)
                 if dh is not None:
-                    for part in (first, *more):
+                    for part in (first, *rest):
                         _add_product(dh, part, W, head.inner)
                 if dW is not None:
-                    its = _product(first.T, h)
-                    for part in more:
-                        its += _product(part.T, h)
-                    dW[at] = its if h.dtype == wide else its.mul_(head.inner)
+                    summed = _product(first.T, h)
+                    for part in rest:
+                        summed += _product(part.T, h)
+                    dW[columns] = summed if h.dtype == wide else summed.mul_(head.inner)
                 if db is not None:
-                    db[at] = head.inner * dx.sum(0)
+                    db[columns] = head.inner * dx.sum(0)
             if dh is not None:
-                every = hidden.new_zeros(hidden.shape).flatten(0, -2)
-                dh = every.index_copy_(0, rows, dh.to(hidden.dtype)).reshape(
+                all_rows = hidden.new_zeros(hidden.shape).flatten(0, -2)
+                dh = all_rows.index_copy_(0, rows, dh.to(hidden.dtype)).reshape(
                     hidden.shape
                 )
         return dh, dW, db, None, None

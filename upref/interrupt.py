@@ -69,7 +69,7 @@ def handled_within(who: str) -> Iterator[None]:
     Yields:
         Once.
     """
-    kept = [
+    handlers = [
         (number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)
     ]
     hooks = sys.excepthook, sys.unraisablehook
@@ -80,7 +80,7 @@ def handled_within(who: str) -> Iterator[None]:
         _end(type(e), e, None)
     finally:
         sys.excepthook, sys.unraisablehook = hooks
-        for number, before in kept:
+        for number, before in handlers:
             signal.signal(number, before)
 
 

@@ -199,10 +199,10 @@ def check_tokens(tokens: Tensor, shape: torch.Size, V: int, of: str, name: str) 
         )
     bad = (tokens < 0) | (tokens >= V)
     if bad.any():
-        at = tuple(bad.nonzero()[0].tolist())
+        index = tuple(bad.nonzero()[0].tolist())
         raise InputError(
-            f"{name}{list(at)} is {tokens[at].item()}, outside the vocabulary of {V}: replace padding such as -100 by "
-            "any valid id and mask it."
+            f"{name}{list(index)} is {tokens[index].item()}, outside the vocabulary of {V}: replace padding "
+            "such as -100 by any valid id and mask it."
         )
 
 

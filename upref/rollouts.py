@@ -118,10 +118,10 @@ class Rollouts:
         """Whether every field has the commonest types and the right shape: no need to
         ask jaxtyping, which is slow.
         """
-        more = [
+        optional = [
             x for x in (self.logp_ref, self.entropy, self.logp_sampler) if x is not None
         ]
-        lps = [self.logp, self.logp_old, *more]
+        lps = [self.logp, self.logp_old, *optional]
         mask = self.mask
         group = self.group
         adv = self.adv
@@ -334,8 +334,8 @@ class Rollouts:
         def cut(name: str, x: Tensor) -> Tensor:
             """The part of one field, [B], [B, 1] or [B, T]."""
             part = x[rows]
-            whole = columns is None or part.ndim == 1 or part.shape[1] == 1
-            return part if whole else part[:, columns]
+            takes_all = columns is None or part.ndim == 1 or part.shape[1] == 1
+            return part if takes_all else part[:, columns]
 
         return self.map(cut)
 

@@ -125,8 +125,8 @@ def opsm(base: Objective) -> Objective:
 
     def fn(lp, lp_old, A, mask, *more, opsm_delta=0.5, **hp):
         terms = base.fn(lp, lp_old, A, *_before(base.fn, mask, more), **hp)
-        kept = _not_drifted(lp - lp_old, A, mask, opsm_delta)
-        return when(kept if terms.ndim == 2 else kept[:, 0], terms)
+        is_kept = _not_drifted(lp - lp_old, A, mask, opsm_delta)
+        return when(is_kept if terms.ndim == 2 else is_kept[:, 0], terms)
 
     def weight(log_r, A, mask, *more, opsm_delta, **hp):
         r = log_r if base.reads_log_r else exp(log_r)
@@ -146,13 +146,13 @@ def _of_responses(base: Objective) -> Objective:
     """Off-policy sequence masking of an objective whose ratio is a response's: lp, lp_old and A are [B]."""
 
     def fn(lp, lp_old, A, *more, opsm_delta=0.5, **hp):
-        kept = (A >= 0) | (lp_old - lp <= opsm_delta)
-        return when(kept, base.fn(lp, lp_old, A, *more, **hp))
+        is_kept = (A >= 0) | (lp_old - lp <= opsm_delta)
+        return when(is_kept, base.fn(lp, lp_old, A, *more, **hp))
 
     def weight(log_r, A, *more, opsm_delta, **hp):
         r = log_r if base.reads_log_r else exp(log_r)
-        kept = (A >= 0) | (-log_r <= opsm_delta)
-        return when(kept, base.closed_form(r, A, *more, **hp))
+        is_kept = (A >= 0) | (-log_r <= opsm_delta)
+        return when(is_kept, base.closed_form(r, A, *more, **hp))
 
     fn.__signature__ = _with_delta(base.fn, ("lp", "lp_old", "A"), 0.5)  # type: ignore[attr-defined]
     weight.__signature__ = _with_delta(base.closed_form, ("log_r", "A"))  # type: ignore[attr-defined]
@@ -202,7 +202,7 @@ def _with_delta(
 ) -> inspect.Signature:
     """The function's signature with these names first, one of which may be the mask, and with opsm_delta last."""
     ratios = len([name for name in first if name != "mask"])
-    own = list(inspect.signature(function).parameters.values())[ratios:]
+    other_parameters = list(inspect.signature(function).parameters.values())[ratios:]
     leading = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         for name in first
@@ -210,7 +210,9 @@ def _with_delta(
     added = inspect.Parameter(
         "opsm_delta", inspect.Parameter.KEYWORD_ONLY, default=delta
     )
-    return inspect.Signature([*leading, *(p for p in own if p.name != "mask"), added])
+    return inspect.Signature(
+        [*leading, *(p for p in other_parameters if p.name != "mask"), added]
+    )
 
 
 @transform
@@ -364,7 +366,7 @@ def seq_mask(log_rho, mask, *, is_min=0.999, is_max=1.001):
 def kpop(log_rho, mask, lp_sampler, *, phi=2.0):
     """w_t = ρ_t if KL(Bern(π_old) ‖ Bern(μ)) <= φ and KL(Bern(μ) ‖ Bern(π_old)) <= φ, else 0"""
     lp_old = lp_sampler + log_rho
-    near = (binary_kl(lp_sampler, lp_old) <= phi) & (
+    is_near = (binary_kl(lp_sampler, lp_old) <= phi) & (
         binary_kl(lp_old, lp_sampler) <= phi
     )
-    return when(near, exp(log_rho))
+    return when(is_near, exp(log_rho))

@@ -81,12 +81,14 @@ def read(
         The Loss.
     """
     o = objective or no_objective()
-    one = loss if isinstance(loss, Loss) else from_signature(loss, o, dict(hp or {}))
+    read_loss = (
+        loss if isinstance(loss, Loss) else from_signature(loss, o, dict(hp or {}))
+    )
     try:
-        return infer_shapes(one)
+        return infer_shapes(read_loss)
     except InputError:
-        if one.order_unknown and _runs(one.exchanged()):
-            raise InputError(one.order_unknown) from None
+        if read_loss.order_unknown and _runs(read_loss.exchanged()):
+            raise InputError(read_loss.order_unknown) from None
         raise
 
 
@@ -137,7 +139,7 @@ def from_signature(
     value = resolve(loss, objective, hp, alone) if isinstance(loss, str) else loss
     target = Target(name_of(loss), value, objective, hp)
     found = (read_kind(target) for read_kind in READERS)
-    return next(one for one in found if one is not None)
+    return next(candidate for candidate in found if candidate is not None)
 
 
 def resolve(
@@ -237,10 +239,10 @@ def _named(name: str) -> Objective:
 def _plain(
     name: str, fn: Callable[..., Any], objective: Objective, hp: dict[str, Any]
 ) -> Loss:
-    every = parameters(fn)
+    all_parameters = parameters(fn)
     required = [
         p
-        for p in every
+        for p in all_parameters
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if len(required) == 1 and not names.role(required[0].name):
@@ -253,8 +255,14 @@ def _plain(
             raise InputError(
                 f"{name}({p.name}) takes everything in one argument. {wrapper(name, MAIN)}"
             )
-        own = {q.name: q for q in every if q is not p and q.kind is not q.VAR_KEYWORD}
-        reading = Reading({}, frozenset(), own, (), len(own) < len(every) - 1)
+        optional = {
+            q.name: q
+            for q in all_parameters
+            if q is not p and q.kind is not q.VAR_KEYWORD
+        }
+        reading = Reading(
+            {}, frozenset(), optional, (), len(optional) < len(all_parameters) - 1
+        )
 
         def on_rollouts(full: Mapping[str, Any], settings: dict[str, Any]) -> Any:
             """What the loss returns when it gets everything in one argument."""
@@ -363,8 +371,8 @@ def _bind(
     given = {*argument.values(), *passed}
     unfed = tuple(
         p
-        for p, own in reading.own.items()
-        if own.default is None and p not in given and names.is_of_sampler(p)
+        for p, parameter_ in reading.own.items()
+        if parameter_.default is None and p not in given and names.is_of_sampler(p)
     )
 
     def spelled(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -376,8 +384,10 @@ def _bind(
         for k, p in argument.items()
         if p in reading.own and k not in bound and p not in passed
     }
-    own = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
-    read_as = "; ".join(filter(None, (read_as, *own)))
+    parameter_ = [
+        f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k
+    ]
+    read_as = "; ".join(filter(None, (read_as, *parameter_)))
     return Loss(
         name,
         lambda full, hp: call(full, passed | spelled(hp)),
@@ -407,11 +417,11 @@ def accepts(loss: Any, key: str) -> bool:
     """
     if isinstance(loss, str) and plugins.provider(loss.partition(":")[0]):
         return False
-    every = {
+    all_parameters = {
         p.name: p for p in parameters(load(loss) if isinstance(loss, str) else loss)
     }
-    return bool(names.argument(key, every)) or any(
-        p.kind is p.VAR_KEYWORD for p in every.values()
+    return bool(names.argument(key, all_parameters)) or any(
+        p.kind is p.VAR_KEYWORD for p in all_parameters.values()
     )
 
 

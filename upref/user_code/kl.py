@@ -96,12 +96,12 @@ def read(fn: Any) -> Term:
             f"a {type(fn).__name__} is not a KL estimator: pass a function or its name."
         )
     reading = read_signature(fn, name, _role, ("logp", "logp_ref"))
-    if more := [
+    if unread := [
         *reading.needed,
         *(p for p, r in reading.roles.items() if r == "logp_old"),
     ]:
         raise InputError(
-            f"{name} needs {more[0]!r}, which upref cannot give: bind it with functools.partial."
+            f"{name} needs {unread[0]!r}, which upref cannot give: bind it with functools.partial."
         )
     return _running(Term(name, fn, reading))
 
@@ -119,12 +119,12 @@ def _running(term: Term) -> Term:
     lp = PROBE
     ref = PROBE.roll(1)
     try:
-        done = term.outcome(lp, ref)
+        outcome = term.outcome(lp, ref)
     except InputError as first:
         term = replace(term, dtype=torch.float32)
         try:
-            done = term.outcome(lp, ref)
+            outcome = term.outcome(lp, ref)
         except InputError:
             raise first from None
-    rounds = torch.equal(done.k, term(lp.float().double(), ref.float().double()))
-    return replace(term, tol=1e-3) if done.single or rounds else term
+    rounds = torch.equal(outcome.k, term(lp.float().double(), ref.float().double()))
+    return replace(term, tol=1e-3) if outcome.single or rounds else term

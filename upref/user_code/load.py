@@ -45,9 +45,9 @@ def load(target: str) -> Callable[..., Any]:
                 for n, v in vars(module).items()
                 if callable(v) and not n.startswith("_")
             ]
-            near = difflib.get_close_matches(part, known, 3, 0.5)
-            if near:
-                hint = f"did you mean {' or '.join(near)}?"
+            similar = difflib.get_close_matches(part, known, 3, 0.5)
+            if similar:
+                hint = f"did you mean {' or '.join(similar)}?"
             else:
                 hint = f"it has {', '.join(known[:8]) or 'no function'}."
             raise InputError(f"{where} has no {part!r}: {hint}") from None

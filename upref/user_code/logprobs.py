@@ -275,30 +275,32 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
         raise InputError(
             f"a {type(fn).__name__} is not a log-probability function: pass a function or its name."
         )
-    every = [
+    all_parameters = [
         p for p in parameters(fn) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    if not every:
+    if not all_parameters:
         raise InputError(
             f"{name} names no arguments: check `def f(hidden, weight, tokens, temperature): ...`."
         )
-    settings = {s: p.name for p in every if (s := _said(p.name, SETTINGS))}
-    roles = {p.name: r for p in every if (r := _role(p.name))}
+    settings = {s: p.name for p in all_parameters if (s := _said(p.name, SETTINGS))}
+    roles = {p.name: r for p in all_parameters if (r := _role(p.name))}
     free = [
         p.name
-        for p in every
+        for p in all_parameters
         if p.default is p.empty and p.name not in (*roles, *settings.values())
     ]
     timed = [] if "temperature" in settings else ["temperature"]
     must = [
         p
-        for p in every
+        for p in all_parameters
         if p.default is p.empty or _said(p.name, SETTINGS) == "temperature"
     ]
     # (logits, tokens, temperature)
-    few = len([p for p in must if _said(p.name, SETTINGS) in ("", "temperature")]) < 4
+    takes_few = (
+        len([p for p in must if _said(p.name, SETTINGS) in ("", "temperature")]) < 4
+    )
     said = set(roles.values())
-    if "logits" in said or (few and not {"hidden", "weight"} & said):
+    if "logits" in said or (takes_few and not {"hidden", "weight"} & said):
         kind = "logits"
     else:
         kind = "hidden"
@@ -361,14 +363,16 @@ def _running(kernel: Kernel) -> Kernel:
     """
     errors = []
     for dtype, flat in itertools.product((torch.float64, torch.float32), (False, True)):
-        one = replace(kernel, dtype=dtype, flat=flat)
+        candidate = replace(kernel, dtype=dtype, flat=flat)
         before = gpu_allocations()
         try:
-            has_entropy = "entropy" in one(probe(kernel)).numbers
+            has_entropy = "entropy" in candidate(probe(kernel)).numbers
         except InputError as e:
             errors.append(e)
             continue
-        return replace(one, has_entropy=has_entropy, on_gpu=gpu_allocations() > before)
+        return replace(
+            candidate, has_entropy=has_entropy, on_gpu=gpu_allocations() > before
+        )
     raise errors[0]
 
 

@@ -277,10 +277,14 @@ def sampler_of(one: str, other: str) -> str:
     Returns:
         One of the two, or nothing.
     """
-    says = [any(w.startswith(SAMPLER) for w in words(name)) for name in (one, other)]
-    if not any(says):
-        says = [any(w.startswith("prox") for w in words(name)) for name in (other, one)]
-    return "" if says[0] == says[1] else (one, other)[says[1]]
+    is_sampler = [
+        any(w.startswith(SAMPLER) for w in words(name)) for name in (one, other)
+    ]
+    if not any(is_sampler):
+        is_sampler = [
+            any(w.startswith("prox") for w in words(name)) for name in (other, one)
+        ]
+    return "" if is_sampler[0] == is_sampler[1] else (one, other)[is_sampler[1]]
 
 
 # words of the policy that sampled, beside one of the policy that trains

@@ -37,15 +37,17 @@ def infer_shapes(loss: Loss) -> Loss:
     for shape in [loss.adv_shape] if loss.framework else list(SHAPES):
         for as_float in (False, True):
             try:
-                one, leak = _tried(replace(loss, adv_shape=shape, float_mask=as_float))
+                outcome, leak = _tried(
+                    replace(loss, adv_shape=shape, float_mask=as_float)
+                )
             except InputError as e:
                 said.setdefault(str(e), (SHAPES[shape], e))
                 continue
             if leak <= 1e-6:
-                if shape == "BT" and _reads_first_column(one):
-                    return _one_per_response(one)
-                return one
-            runs.append((leak, len(runs), one))
+                if shape == "BT" and _reads_first_column(outcome):
+                    return _one_per_response(outcome)
+                return outcome
+            runs.append((leak, len(runs), outcome))
             break
     if not runs:
         answered = [e for _, e in said.values() if e.__cause__ is None]
@@ -69,29 +71,31 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
     gradients of others.
     """
     batch = loss.visible_batch(probe())
-    done, gradient = loss.outcome(batch)
-    if not done.attached:
+    outcome, gradient = loss.outcome(batch)
+    if not outcome.attached:
         raise InputError(
             f"the result of {loss.name} has no gradient: it is computed under no_grad, detached, or a new tensor."
         )
-    if not done.value.isfinite():
+    if not outcome.value.isfinite():
         raise InputError(
-            f"{loss.name} is {done.value.item()} on a good batch (π_θ = π_old, finite log-probabilities)."
+            f"{loss.name} is {outcome.value.item()} on a good batch (π_θ = π_old, finite log-probabilities)."
         )
     read_as = _also(
         loss.read_as,
-        "result -> unreduced, aggregated by upref" if done.form == "unreduced" else "",
+        "result -> unreduced, aggregated by upref"
+        if outcome.form == "unreduced"
+        else "",
     )
-    if done.calls_backward:
-        read_as = _also(read_as, f"gradient -> {BACKWARD[done.own is not None]}")
-    if done.wrapped == ALSO_LIVE:
+    if outcome.calls_backward:
+        read_as = _also(read_as, f"gradient -> {BACKWARD[outcome.own is not None]}")
+    if outcome.wrapped == ALSO_LIVE:
         read_as = _also(read_as, f"result -> {ALSO_LIVE}")
     loss = replace(
         loss,
-        form=done.form,
-        wrapped=done.wrapped,
-        calls_backward=done.calls_backward,
-        returns_live=done.own is not None,
+        form=outcome.form,
+        wrapped=outcome.wrapped,
+        calls_backward=outcome.calls_backward,
+        returns_live=outcome.own is not None,
         read_as=read_as,
     )
     A = batch.adv.clone()
@@ -107,12 +111,12 @@ def _reads_first_column(loss: Loss) -> bool:
     column = torch.arange(batch.mask.shape[1])
     others = torch.where(column > 0, batch.adv * (2 + column.sin()), batch.adv)
     try:
-        here, there, opposite = (
+        with_own, with_others, opposite = (
             loss.gradient(replace(batch, adv=A)) for A in (batch.adv, others, -others)
         )
     except InputError:
         return False
-    return torch.equal(here, there) and not torch.equal(there, opposite)
+    return torch.equal(with_own, with_others) and not torch.equal(with_others, opposite)
 
 
 def _one_per_response(loss: Loss) -> Loss:

@@ -129,12 +129,16 @@ def read(
     Raises:
         InputError: the roles cannot be read.
     """
-    every = parameters(fn)
-    plain = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    accepts_kwargs = any(p.kind is p.VAR_KEYWORD for p in every)
+    all_parameters = parameters(fn)
+    plain = [
+        p for p in all_parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    accepts_kwargs = any(p.kind is p.VAR_KEYWORD for p in all_parameters)
     if not plain:
-        if not every or any(p.kind is p.VAR_POSITIONAL for p in every):
-            unknown = _order_unknown(name, every, main, {})
+        if not all_parameters or any(
+            p.kind is p.VAR_POSITIONAL for p in all_parameters
+        ):
+            unknown = _order_unknown(name, all_parameters, main, {})
             return Reading(
                 {},
                 frozenset(),
@@ -145,7 +149,7 @@ def read(
                 order_unknown=unknown,
             )
         raise InputError(
-            f"{_shown(name, every)} has no named argument. {wrapper(name, main)}"
+            f"{_shown(name, all_parameters)} has no named argument. {wrapper(name, main)}"
         )
     counted = (
         (*COUNTED, "parts") if any(role(p.name) == "totals" for p in plain) else COUNTED
@@ -169,18 +173,19 @@ def read(
         for p in plain
         if p.name in roles and p.default is p.empty
     }
-    left = tuple(
+    unread = tuple(
         p
         for p, r in roles.items()
         if r in main and (p, r) not in must and r in {r for _, r in must}
     )
     # `rollout_log_probs=None` beside old_log_prob
-    roles = {p: r for p, r in roles.items() if p not in left}
+    roles = {p: r for p, r in roles.items() if p not in unread}
     twice = [p for p in roles if list(roles.values()).count(roles[p]) > 1]
     if twice and roles[twice[0]] in main:
         raise InputError(
-            f"{_shown(name, every)}: upref cannot tell which of {' and '.join(twice)} is {CALLED[roles[twice[0]]]}. "
-            + wrapper(name, main, every, roles)
+            f"{_shown(name, all_parameters)}: upref cannot tell "
+            f"which of {' and '.join(twice)} is {CALLED[roles[twice[0]]]}. "
+            + wrapper(name, main, all_parameters, roles)
         )
     missing = [r for r in main if r not in roles.values()]
     free = [
@@ -191,25 +196,25 @@ def read(
     placed: list[tuple[str, str]] = []
     if missing and (free or not set(missing) <= set(spare)):
         if odd := [p.name for p in free if not_given(p.name)]:
-            shown = _shown(name, every)
+            shown = _shown(name, all_parameters)
             raise InputError(
-                f"{shown}: upref has no value for the argument {odd[0]!r}. {wrapper(name, main, every, roles)}"
+                f"{shown}: upref has no value for the argument {odd[0]!r}. {wrapper(name, main, all_parameters, roles)}"
             )
-        one = len(missing) == len(free) == 1 and (
+        is_one_pair = len(missing) == len(free) == 1 and (
             missing[0] != "logp_old" or may_be_old(free[0].name)
         )
-        if one or (len(missing) == len(main) and len(free) >= len(main)):
+        if is_one_pair or (len(missing) == len(main) and len(free) >= len(main)):
             placed = list(zip((p.name for p in free), missing, strict=False))
         else:
             which = " and which ".join(CALLED[r] for r in missing)
-            said = (
-                f"{_shown(name, every)}: upref cannot tell which argument is {which}."
-            )
-            raise InputError(f"{said} {wrapper(name, main, every, roles)}")
-    unknown = _order_unknown(name, every, main, roles) if len(placed) > 1 else ""
+            said = f"{_shown(name, all_parameters)}: upref cannot tell which argument is {which}."
+            raise InputError(f"{said} {wrapper(name, main, all_parameters, roles)}")
+    unknown = (
+        _order_unknown(name, all_parameters, main, roles) if len(placed) > 1 else ""
+    )
     roles |= dict(placed)
     ordered = {p.name: roles[p.name] for p in plain if p.name in roles}
-    own = {p.name: p for p in plain if p.name not in roles}
+    optional = {p.name: p for p in plain if p.name not in roles}
     only = tuple(p.name for p in plain if p.kind is p.POSITIONAL_ONLY)
     # in order, up to the first argument that is not handed over
     if _passes_on(fn, ordered):
@@ -222,10 +227,10 @@ def read(
     return Reading(
         ordered,
         frozenset(p for p, _ in placed),
-        own,
+        optional,
         only,
         accepts_kwargs,
-        left=left,
+        left=unread,
         order_unknown=unknown,
     )
 
@@ -289,10 +294,10 @@ def wrapper(
     called = ", ".join(CALLED[r] for r in main)
     inner = name.rpartition(":")[2].rpartition(".")[2]
     inner = inner if inner.isidentifier() else "f"
-    own = "wrapped" if inner == "loss" else "loss"
-    given, more, remark = _handed_over(main, every, roles or {})
-    takes = ", ".join([called, *more])
-    code = f"`def {own}({takes}): return {inner}({given})`"
+    inner_name = "wrapped" if inner == "loss" else "loss"
+    given, unfilled, remark = _handed_over(main, every, roles or {})
+    takes = ", ".join([called, *unfilled])
+    code = f"`def {inner_name}({takes}): return {inner}({given})`"
     how = f"Use the names {called}, or check a wrapper: {code}{remark}."
     return f"{how} {located(WRAP_PAGE)} has examples."
 
@@ -315,13 +320,13 @@ def _handed_over(
     unknown = [p.name for p in required if p.name not in alone]
     free = [p for p in unknown if not not_given(p)]
     pairs = dict(zip(free, missing, strict=False)) if len(free) >= len(missing) else {}
-    more = []
+    unfilled = []
     values = []
     for p in required:
         role = alone.get(p.name) or pairs.get(p.name, "")
         value = CALLED[role] if role in main else "..."
         if not role and pairs and p.name in free:  # a setting
-            more.append(p.name)
+            unfilled.append(p.name)
             value = p.name
         by_name = "" if p.kind is p.POSITIONAL_ONLY else f"{p.name}="
         values.append(f"{by_name}{value}")
@@ -331,7 +336,7 @@ def _handed_over(
         remark = ""
     if len(free) > 1 and pairs:
         remark += _TURN
-    return ", ".join(values), more, remark
+    return ", ".join(values), unfilled, remark
 
 
 _TURN = " (exchange what is in another order)"

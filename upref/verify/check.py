@@ -73,15 +73,15 @@ def check(
     o = objective if isinstance(objective, Objective) else get(objective)
     o = o.aggregated(agg) if agg else o
     validate_names(every(), skip)
-    one = read(loss, o, hp)
-    report = _compared(one, o, agg, skip, hp)
+    read_loss = read(loss, o, hp)
+    report = _compared(read_loss, o, agg, skip, hp)
     if (
-        one.order_unknown
+        read_loss.order_unknown
         and not report
-        and _order_decides(one, o, agg, skip, hp, report)
+        and _order_decides(read_loss, o, agg, skip, hp, report)
     ):
-        raise InputError(one.order_unknown)
-    return _with_own_defaults(report, one, o, agg, skip, hp)
+        raise InputError(read_loss.order_unknown)
+    return _with_own_defaults(report, read_loss, o, agg, skip, hp)
 
 
 def _with_own_defaults(
@@ -95,16 +95,16 @@ def _with_own_defaults(
     """The report, which says so where other numbers are all that differs, and they are
     the loss's own defaults.
     """
-    own = {k: v for k, v in one.own_defaults.items() if v != report.hp.get(k)}
-    if report or not own:
+    own_defaults = {k: v for k, v in one.own_defaults.items() if v != report.hp.get(k)}
+    if report or not own_defaults:
         return report
     try:
-        if not _compared(one, objective, agg, skip, hp | own):
+        if not _compared(one, objective, agg, skip, hp | own_defaults):
             return report
     except InputError:  # it is out of range
         return report
-    said = " ".join(f"--hp {k}={v:g}" for k, v in own.items())
-    whose = "the loss's own default" + ("s" if len(own) > 1 else "")
+    said = " ".join(f"--hp {k}={v:g}" for k, v in own_defaults.items())
+    whose = "the loss's own default" + ("s" if len(own_defaults) > 1 else "")
     words = f"it agrees with {said}, {whose}"
     findings = [
         replace(f, cause="; ".join(filter(None, (f.cause, words))))
@@ -149,8 +149,8 @@ def _compared(
     first, *rest = every()
     found, ran = run([first], case, skip)
     if not case.failed:
-        more, became = run(rest, case, skip)
-        found = found + more
+        more_findings, became = run(rest, case, skip)
+        found = found + more_findings
         ran = ran | became
         if first.name not in skip and (late := state(case)):
             case.failed.add("determinism")

@@ -163,8 +163,8 @@ def by(key: Sequence[Any], R: Rows, f: Callable[[Rows], Rows]) -> tuple[Fraction
     for i, k in enumerate(key):
         rows.setdefault(k, []).append(i)
     out = [Fraction(0)] * len(R)
-    for own in rows.values():
-        for i, x in zip(own, f([R[i] for i in own]), strict=True):
+    for group_rows in rows.values():
+        for i, x in zip(group_rows, f([R[i] for i in group_rows]), strict=True):
             out[i] = x
     return tuple(out)
 

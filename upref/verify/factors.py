@@ -24,12 +24,12 @@ def declared_aggregation(objective: Objective) -> str:
     Returns:
         A key of FACTORS.
     """
-    own = (
+    of_response = (
         "seq-mean-token-sum"
         if objective.level == "sequence_product"
         else "seq-mean-token-mean"
     )
-    return own if objective.agg == "seq-mean" else objective.agg
+    return of_response if objective.agg == "seq-mean" else objective.agg
 
 
 def _rows(agg: str) -> Factor:

@@ -276,15 +276,15 @@ def _words(key: str) -> str:
 # ---- the oracles ---------------------------------------------------------------------
 def _pointwise(which: int, name: str, what: str) -> Oracle:
     def look(case: KlCase) -> Iterator[Finding]:
-        want, found, off = case.off(NEAR, which)
-        i = int(off.argmax())
-        if off[i] > case.term.tol:
+        want, found, errors = case.off(NEAR, which)
+        i = int(errors.argmax())
+        if errors[i] > case.term.tol:
             d = NEAR[i].item()
-            one, other = (
+            right_pair, found_pair = (
                 both(f, NEAR[i : i + 1])[which] for f in (case.right, case.term)
             )
             # else it shows beside other tokens only
-            alone = _off(other, one).max() > case.term.tol
+            alone = _off(found_pair, right_pair).max() > case.term.tol
             single = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
             code = single if alone else PASTE.format("NEAR", "NEAR")
             both_numbers = number_pair(what, want[i].item(), found[i].item())
@@ -362,9 +362,9 @@ def rows(case: KlCase) -> Iterator[Finding]:
         for which, what in enumerate(("value", "gradient by log_prob")):
             want = both(case.right, d, levels)[which]
             found = both(case.term, d, levels)[which]
-            off = _off(found, want)
-            if off.max() > case.term.tol:
-                at = int(off.argmax())
+            errors = _off(found, want)
+            if errors.max() > case.term.tol:
+                at = int(errors.argmax())
                 row, column = divmod(at, len(d))
                 lp = levels[row] - max(0.0, d[column].item())
                 numbers = {"log π_θ": lp, "log π_ref": lp + d[column].item()}
@@ -397,11 +397,14 @@ def expected_value(case: KlCase) -> Iterator[Finding]:
     want = expected(case.right)[0]
     if not abs(got - want) < case.term.tol / 10:
         target = divergences()["reverse"][0]
-        due = Number(target, "KL(π_θ ‖ π_ref)")
+        expected_number = Number(target, "KL(π_θ ‖ π_ref)")
         if case.estimator == "k2":
-            due = Number(want, remark="the mean of k2")
+            expected_number = Number(want, remark="the mean of k2")
         yield fail(
-            "expected-value", "samples of π_θ, five tokens enumerated", due, Number(got)
+            "expected-value",
+            "samples of π_θ, five tokens enumerated",
+            expected_number,
+            Number(got),
         )
 
 
@@ -428,11 +431,11 @@ def expected_gradient(case: KlCase) -> Iterator[Finding]:
         got = expected(case.term, off_policy)[1]
         want = expected(case.right, off_policy)[1]
         if not _alike(got, want, tol):
-            one = divergence_of(case.right, off_policy)
-            other = divergence_of(case.term, off_policy, tol)
+            right_divergence = divergence_of(case.right, off_policy)
+            found_divergence = divergence_of(case.term, off_policy, tol)
             said = (
-                f"{_listed(want)}: that of {_words(one)}",
-                f"{_listed(got)}: that of {_words(other)}",
+                f"{_listed(want)}: that of {_words(right_divergence)}",
+                f"{_listed(got)}: that of {_words(found_divergence)}",
             )
             yield fail("expected-gradient", f"{where}, five tokens enumerated", *said)
 
@@ -527,15 +530,15 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     validate_names(ORACLES, skip)
     term = read(fn)
     found, ran = run(ORACLES, KlCase(term, estimator), skip)
-    on, off = (
+    on_policy_words, off_policy_words = (
         _words(divergence_of(term, off_policy, term.tol))
         for off_policy in (False, True)
     )
     assumptions = (
         ["it computes in float32: compared to 1e-3"] if term.tol > 1e-5 else []
     ) + [
-        f"as a loss on samples of π_θ its expected gradient is that of {on}",
-        f"on samples of another policy it is that of {off}; correct them by importance weights",
+        f"as a loss on samples of π_θ its expected gradient is that of {on_policy_words}",
+        f"on samples of another policy it is that of {off_policy_words}; correct them by importance weights",
     ]
     tol = {"per token, relative": term.tol}
     took = time.perf_counter() - start

@@ -90,12 +90,12 @@ class BlackBox:
         """
         out = np.zeros(len(points))
         for unsure in (False, True):
-            if at := [i for i, p in enumerate(points) if p.unsure is unsure]:
+            if indices := [i for i, p in enumerate(points) if p.unsure is unsure]:
                 r, A, mu = (
-                    np.array([getattr(points[i], k) for i in at])
+                    np.array([getattr(points[i], k) for i in indices])
                     for k in ("r", "A", "mu")
                 )
-                out[at] = self.curve(unsure)(r, A, mu)
+                out[indices] = self.curve(unsure)(r, A, mu)
         return out
 
     def curve(self, unsure: bool = False) -> Curve:
@@ -230,8 +230,8 @@ class BlackBox:
             Ratios, ascending.
         """
         told = [p for p, _ in self.jumps if p not in self.faded]
-        mine = [p.r for p in told if p.A == A and not p.unsure and p.mu not in MUS]
-        return sorted(mine)
+        ratios = [p.r for p in told if p.A == A and not p.unsure and p.mu not in MUS]
+        return sorted(ratios)
 
 
 def low_probability_point(A: float, r: float, unsure: bool = False) -> Point:
@@ -266,13 +266,15 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
         raise InputError(
             f"{loss.name} has {why} on a good batch (π_θ = π_old, finite log-probabilities)."
         )
-    far = replace(
+    far_batch = replace(
         batch,
         logp=batch.logp
         - 0.4 * (1 + torch.arange(batch.mask.numel()).reshape(batch.mask.shape).sin()),
     )
-    moved = case.gradient(far)
-    random = any(not torch.equal(case.gradient(far), moved) for _ in range(2))
+    far_gradient = case.gradient(far_batch)
+    random = any(
+        not torch.equal(case.gradient(far_batch), far_gradient) for _ in range(2)
+    )
     rows = {
         k: v[:5, :8]
         for k in ("logp", "logp_old", "adv", "mask")
@@ -291,17 +293,18 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
     box = replace(
         box, **_kl_of(box, batch, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"])
     )
-    some = [
+    rare_points = [
         low_probability_point(A, np.exp(A * x))
         for A in SIGNS
         for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))
     ]
     crowd = [low_probability_point(A, r) for A in SIGNS for r in np.exp(LOG_R)]
-    few = box.ask(some)
-    many = box.ask(some + crowd)[: len(some)]
-    alone = np.concatenate([box.ask([p]) for p in some[::5]])
+    weights_of_few = box.ask(rare_points)
+    weights_among_many = box.ask(rare_points + crowd)[: len(rare_points)]
+    alone = np.concatenate([box.ask([p]) for p in rare_points[::5]])
     is_coupled = not random and (
-        differ(few, many, box.tol) or differ(few[::5], alone, box.tol)
+        differ(weights_of_few, weights_among_many, box.tol)
+        or differ(weights_of_few[::5], alone, box.tol)
     )
     box = replace(box, batch_coupled=is_coupled)
     pairs = [
@@ -321,11 +324,13 @@ def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
             x.ravel() for x in np.meshgrid(np.exp(np.linspace(-1.5, 1.5, 301)), SIGNS)
         )
         two = two_token_batch(A, r, mu_of(r))
-        gradient, turned = (
+        gradient, mirrored_gradient = (
             case.gradient(x)
             for x in (two, replace(two, entropy=torch.ones_like(two.logp)))
         )
-        reads_entropy = not torch.allclose(gradient, turned, rtol=1e-6, atol=0)
+        reads_entropy = not torch.allclose(
+            gradient, mirrored_gradient, rtol=1e-6, atol=0
+        )
     box = replace(box, reads_mu=reads_mu, reads_entropy=reads_entropy)
     return _curve(box) if batch_coupled in (None, is_coupled) else box
 
@@ -363,10 +368,10 @@ def _aggregation(
             continue
         alive = [k.mean().item() for k in sides if k.any()] or [1.0]
         same = max(alive) - min(alive) <= 1e-5 * abs(alive[0])
-        one = next((k for k in alive if abs(k - 1) < 1e-5), None)
+        unscaled = next((k for k in alive if abs(k - 1) < 1e-5), None)
         # a side at 1 is at its own scale; both off by the same factor are a factor
-        scale = alive[0] if same and one is None else one or 1.0
-        found.append((one is None, not same, len(found), name, scale))
+        scale = alive[0] if same and unscaled is None else unscaled or 1.0
+        found.append((unscaled is None, not same, len(found), name, scale))
     if not found:
         return "", 1.0
     *_, name, scale = min(found)
@@ -432,12 +437,14 @@ def _curve(box: BlackBox) -> BlackBox:
     faded: set[Point] = set()
     for A, mu, unsure in lines:
         rs = grid if mu is None else grid[mu * grid < 0.99]
-        at = partial(_point_at, A=A, mu=mu, unsure=unsure)
-        points += [at(r) for r in rs]
+        point_at = partial(_point_at, A=A, mu=mu, unsure=unsure)
+        points += [point_at(r) for r in rs]
         if not box.random:
             found = box.curve(unsure).jumps(A, mu, rs)
-            jumps += [(at(j.r), (j.below + j.above) / 2) for j in found]
-            faded |= {at(j.r) for j in found if max(abs(j.below), abs(j.above)) < FADED}
+            jumps += [(point_at(j.r), (j.below + j.above) / 2) for j in found]
+            faded |= {
+                point_at(j.r) for j in found if max(abs(j.below), abs(j.above)) < FADED
+            }
     on = [p for p, _ in jumps]
 
     def apart(point: Point, q: Point) -> bool:

@@ -64,7 +64,7 @@ def describe_places(place: TokenPlace, also: Sequence[TokenPlace] = ()) -> str:
     remark = [place.remark] if place.remark else []
     if not (place.intervals or place.decided_by):
         return ", ".join([*_sign(place), *shown, *remark])
-    texts = [_describe_tokens(one) for one in (place, *also)]
+    texts = [_describe_tokens(one_place) for one_place in (place, *also)]
     text = ", ".join(["; ".join(texts), *remark])
     return f"{text}   (here {', '.join(shown)})" if shown else text
 
@@ -73,7 +73,9 @@ def _describe_tokens(place: TokenPlace) -> str:
     if place.decided_by:
         tokens = DECIDED_BY[place.decided_by]
     else:
-        tokens = " or ".join(describe_interval(one) for one in place.intervals)
+        tokens = " or ".join(
+            describe_interval(interval) for interval in place.intervals
+        )
     return ", ".join([*_sign(place), tokens])
 
 
@@ -182,8 +184,8 @@ def digits_apart(x: list[Any], y: list[Any]) -> int | None:
     Args:
         x, y: nested lists of numbers.
     """
-    every = (n for n in GRADIENT_DIGITS if _list(x, n) != _list(y, n))
-    return next(every, None)
+    differing = (n for n in GRADIENT_DIGITS if _list(x, n) != _list(y, n))
+    return next(differing, None)
 
 
 def _list(x: Any, digits: int) -> str:

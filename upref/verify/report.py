@@ -171,7 +171,7 @@ def read_finding(record: dict[str, Any]) -> Finding:
 
 
 def _read_place(record: dict[str, Any]) -> TokenPlace:
-    intervals = tuple(Interval(**one) for one in record["intervals"])
+    intervals = tuple(Interval(**interval) for interval in record["intervals"])
     return TokenPlace(**record | {"intervals": intervals})
 
 
@@ -235,10 +235,10 @@ def note(
         expected, found: Numbers, or plain numbers that are weights, or words.
         oracle, about, cause, place, subject: as of a Finding.
     """
-    one = fail(
+    finding = fail(
         oracle, about, expected, found, None, cause, place=place, subject=subject
     )
-    return replace(one, severity="note")
+    return replace(finding, severity="note")
 
 
 def _as_number(x: Any) -> Number | str:

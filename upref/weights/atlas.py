@@ -76,17 +76,17 @@ def atlas() -> "Figure":
         for i, group in enumerate(pairs):
             x = 0.52 + i % columns * pair[0]
             y = height - head - (i // columns + 1) * pair[1]
-            left = inch(x, y + 0.42, 1.25, 1.05)
-            right = inch(x + 1.95, y + 0.42, 1.05, 1.05)
+            left_axes = inch(x, y + 0.42, 1.25, 1.05)
+            right_axes = inch(x + 1.95, y + 0.42, 1.05, 1.05)
             if group[0].name != "dapo" and group[0].level in ("token", "custom"):
                 compare = reference
             else:
                 compare = []
-            _weight(left, group[0], [xy for xy, _ in compare])
-            _cap(right, group[0], [cap for _, cap in compare])
+            _weight(left_axes, group[0], [xy for xy, _ in compare])
+            _cap(right_axes, group[0], [cap for _, cap in compare])
             if i % columns == 0:
-                left.set_ylabel("weight", labelpad=1)
-                right.set_ylabel("Cap", labelpad=0)
+                left_axes.set_ylabel("weight", labelpad=1)
+                right_axes.set_ylabel("Cap", labelpad=0)
             _heading(fig, group, x / width, (y + 1.54) / height, 0.17 / height)
 
         def text(y: float, words: str, **style: Any) -> None:
@@ -129,11 +129,14 @@ def _legend(fig: "Figure", x: float, y: float) -> None:
     lines: list[Artist] = [
         HPacker(children=row, align="baseline", pad=0, sep=3.2) for row in words
     ]
-    at: dict[str, Any] = {"bbox_to_anchor": (x, y), "bbox_transform": fig.transFigure}
-    both = VPacker(children=lines, align="left", pad=0, sep=3)
+    anchor: dict[str, Any] = {
+        "bbox_to_anchor": (x, y),
+        "bbox_transform": fig.transFigure,
+    }
+    column = VPacker(children=lines, align="left", pad=0, sep=3)
     fig.add_artist(
         AnchoredOffsetbox(
-            "lower left", child=both, pad=0, borderpad=0, frameon=False, **at
+            "lower left", child=column, pad=0, borderpad=0, frameon=False, **anchor
         )
     )
 

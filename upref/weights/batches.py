@@ -142,8 +142,10 @@ def ratios(
     bounds = breakpoints(objective, A, mu, **hp) if A else []
     # with a bound that depends on mu, on which side of it "at" falls is a matter of
     # rounding
-    near = [k * (1 + e) for k in bounds for e in edges if e or not objective.reads_mu]
-    return [r for r in [*near, *np.exp(LOG_R)] if mu * r < 0.999]
+    beside_bounds = [
+        k * (1 + e) for k in bounds for e in edges if e or not objective.reads_mu
+    ]
+    return [r for r in [*beside_bounds, *np.exp(LOG_R)] if mu * r < 0.999]
 
 
 def interval(low: float | None, high: float | None, digits: int = 4) -> str:
@@ -462,16 +464,20 @@ def overflowing() -> Rollouts:
     """Far ratios of both signs, and rare tokens whose ratio is near 1; pairs of equal
     tokens.
     """
-    far = (*(s * y for y in OVERFLOW for s in (1, -1)), 0.1)
-    cases = [(A, x, 0.5) for A in (1.0, -1.0, 0.0, 1e-4, -1e-4) for x in far]
+    log_ratios = (*(s * size for size in OVERFLOW for s in (1, -1)), 0.1)
+    cases = [
+        (A, log_r, 0.5) for A in (1.0, -1.0, 0.0, 1e-4, -1e-4) for log_r in log_ratios
+    ]
     cases += [(A, 0.0625, lp) for A in (1.0, -1.0) for lp in (50.0, 120.0, 1000.0)]
-    A, x, lp = (
+    A, log_r, lp = (
         torch.tensor(c, dtype=torch.float64)[:, None].expand(-1, 2)
         for c in zip(*cases, strict=True)
     )
-    new = torch.where(x > 0, -lp, x - lp)
-    one = torch.ones_like(A)
-    return Rollouts(new, new - x, A.clone(), one.bool(), logp_ref=new, entropy=one)
+    new = torch.where(log_r > 0, -lp, log_r - lp)
+    ones = torch.ones_like(A)
+    return Rollouts(
+        new, new - log_r, A.clone(), ones.bool(), logp_ref=new, entropy=ones
+    )
 
 
 def clamped() -> Rollouts:

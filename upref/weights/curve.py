@@ -287,9 +287,9 @@ def of_loss(loss: Any, settings: dict[str, Any] | None = None) -> Curve:
         """Whether two measurements agree as nearly as the loss computes."""
         return np.allclose(x, y, rtol=curve.floor, atol=0.1 * curve.floor)
 
-    some = slice(None, None, len(r) // 9)
+    sample = slice(None, None, len(r) // 9)
     single_file = partial(_one_by_one, loss)
-    if not same(w[some], single_file(r[some], A[some], crowd(r[some]))):
+    if not same(w[sample], single_file(r[sample], A[sample], crowd(r[sample]))):
         return replace(curve, weight=single_file, batch_coupled=True)
     return replace(curve, reads_mu=not same(w, ask(r, A, mu)))
 
@@ -319,9 +319,9 @@ def _crowd(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
     """
     gradient = _gradient(loss, r, A, mu)
     i = abs(gradient).argmax()
-    one = slice(i, i + 1)
+    token = slice(i, i + 1)
     return (
-        gradient * (_gradient(loss, r[one], A[one], mu[one]) / gradient[i])
+        gradient * (_gradient(loss, r[token], A[token], mu[token]) / gradient[i])
         if gradient[i]
         else gradient
     )

@@ -59,17 +59,17 @@ def find(
     """
     rows = np.arange(len(r))
     w = weight(r, rows)
-    near = weight(np.tile([0.5, 1, 2], (len(r), 1)), rows)
-    faint = FAINT * abs(near).max(1, keepdims=True)
+    nearby_weights = weight(np.tile([0.5, 1, 2], (len(r), 1)), rows)
+    faint = FAINT * abs(nearby_weights).max(1, keepdims=True)
     live = (w != 0) | _faded(w, faint)
-    turned = live[:, :-1] != live[:, 1:]
+    changes = live[:, :-1] != live[:, 1:]
     hit = abs(np.diff(w)) > _least(w, faint, floor)
-    i, k = ((turned if ends else turned | hit) & (r[:, :-1] < r[:, 1:])).nonzero()
+    i, k = ((changes if ends else changes | hit) & (r[:, :-1] < r[:, 1:])).nonzero()
     lo = r[i, k]
     hi = r[i, k + 1]
     a = w[i, k]
     z = w[i, k + 1]
-    turned = turned[i, k]
+    changes = changes[i, k]
     first = True
     while (hi > np.nextafter(lo, np.inf)).any():
         x = lo[:, None] + (hi - lo)[:, None] * np.linspace(0, 1, PARTS + 1)
@@ -77,7 +77,7 @@ def find(
         v = np.c_[a, weight(x[:, 1:-1], i), z]
         change = abs(np.diff(v))
         turns = ((v[:, 1:] != 0) != (v[:, :-1] != 0)) & (
-            turned[:, None] | (change > faint[i])
+            changes[:, None] | (change > faint[i])
         )
         # a smooth weight's change is spread evenly
         jumps = change > np.maximum(
@@ -94,7 +94,7 @@ def find(
         hi = x[j, k + 1]
         a = v[j, k]
         z = v[j, k + 1]
-        turned = turns[j, k]
+        changes = turns[j, k]
         first = False
     new = np.r_[True, (i[1:] != i[:-1]) | (lo[1:] > hi[:-1] * (1 + rtol_ratio))][
         : len(i)
@@ -124,10 +124,11 @@ def _faded(w: np.ndarray, faint: np.ndarray) -> np.ndarray:
     if not weak.any():
         return weak
     n = w.shape[1]
-    left = np.maximum.accumulate(np.where(w != 0, np.arange(n), 0), 1)
-    right = np.minimum.accumulate(np.where(w != 0, np.arange(n), n - 1)[:, ::-1], 1)[
-        :, ::-1
-    ]
+    last_left = np.maximum.accumulate(np.where(w != 0, np.arange(n), 0), 1)
+    first_right = np.minimum.accumulate(
+        np.where(w != 0, np.arange(n), n - 1)[:, ::-1], 1
+    )[:, ::-1]
     return (w == 0) & (
-        np.take_along_axis(weak, left, 1) | np.take_along_axis(weak, right, 1)
+        np.take_along_axis(weak, last_left, 1)
+        | np.take_along_axis(weak, first_right, 1)
     )

@@ -187,14 +187,14 @@ def _cap_square(
         "Dual Clip": down & (p > mu),
     }
     for label, region in regions.items():
-        if at := _room(dead & region):
+        if place := _room(dead & region):
             box = {
                 "boxstyle": "round,pad=0.25",
                 "facecolor": "white",
                 "edgecolor": "none",
                 "alpha": 0.9,
             }
-            ax.text(*at, label, ha="center", va="center", fontsize=9, bbox=box)
+            ax.text(*place, label, ha="center", va="center", fontsize=9, bbox=box)
     if ax.get_subplotspec().is_first_col():
         ax.text(
             0.6,
@@ -336,9 +336,9 @@ def _label_ends(ax: "Axes", ends: Any) -> None:
     would touch.
     """
     (low, high), step = ax.get_ylim(), 0.062
-    at = [float(np.clip((y - low) / (high - low), 0, 1)) for y, *_ in ends]
-    order = sorted(range(len(ends)), key=lambda i: (at[i], -i))
-    spread = np.array([at[i] for i in order])
+    heights = [float(np.clip((y - low) / (high - low), 0, 1)) for y, *_ in ends]
+    order = sorted(range(len(ends)), key=lambda i: (heights[i], -i))
+    spread = np.array([heights[i] for i in order])
     for _ in range(200):
         for a in range(len(spread) - 1):
             if (lack := step - (spread[a + 1] - spread[a])) > 1e-9:
@@ -349,7 +349,7 @@ def _label_ends(ax: "Axes", ends: Any) -> None:
         _, name, color = ends[i]
         ax.plot(
             [1, 1.045],
-            [at[i], y],
+            [heights[i], y],
             transform=ax.transAxes,
             color=color,
             lw=0.8,

@@ -298,8 +298,8 @@ def _stress_batch(
     # which may multiply ratios: a response that can be sampled keeps them in range
     if level == "custom":
         order = drawn.order
-        moved = np.cumsum(np.where(mask, np.abs(x), 0)[:, order], 1)[:, order.argsort()]
-        x = np.where(moved < PRODUCT, x * drawn.apart, drawn.tiny)
+        sums = np.cumsum(np.where(mask, np.abs(x), 0)[:, order], 1)[:, order.argsort()]
+        x = np.where(sums < PRODUCT, x * drawn.apart, drawn.tiny)
     if wide:  # the response's own ratio is drawn, its tokens are scattered around it
         x = x[:, :1] / (1 if level == "sequence_mean" else n[:, None])
         x = x + drawn.noise - drawn.noise.sum(1, keepdims=True) / n[:, None]
@@ -374,7 +374,7 @@ def _drawn(
     of = AXES[axis]
     wide = level in REDUCE
     B = AXES[axis].rows
-    few, A, n, name, side, mask, state = _composition(axis, any_size, seed, len(ids))
+    is_few, A, n, name, side, mask, state = _composition(axis, any_size, seed, len(ids))
     T, rng = mask.shape[1], np.random.default_rng()
     rng.bit_generator.state = state
 
@@ -390,17 +390,17 @@ def _drawn(
     drawn["is_near"] = rng.random((B, T)) < 0.5
     drawn["calm"] = rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3))
     if of.mostly == "clipped":
-        chosen = ~few[:, None] if wide else rng.random((B, T)) >= 0.1
+        chosen = ~is_few[:, None] if wide else rng.random((B, T)) >= 0.1
         drawn |= {"is_clipped": chosen, "beyond": rng.uniform(1.1, 2, (B, T))}
     if of.far:
         away = draw(of.far)
         share = of.share / (4 if of.mostly == "clipped" else 1)
-        some = rng.random((B, T)) < share
+        picked = rng.random((B, T)) < share
         if wide:
             away = np.abs(away) * np.where(side == 1, 1, -1)[:, None]
-            some = side[:, None] > 0
+            picked = side[:, None] > 0
         guard = GUARD[level] - 1
-        drawn |= {"is_far": some, "away": away.clip(-guard, guard)}
+        drawn |= {"is_far": picked, "away": away.clip(-guard, guard)}
     if level == "custom":
         drawn["order"] = rng.permutation(T)
         drawn["apart"] = rng.uniform(0.98, 1, (B, T))
@@ -415,9 +415,9 @@ def _drawn(
     if of.rho:
         log_rho = _sampler_ratios(of.rho, mask, rng)
         # of the responses whose ratios are near 1
-        whole = (np.arange(B) % 6 == 5)[:, None]
-        log_rho = np.where(whole, -np.abs(log_rho), log_rho)
-        surely = (log_rho <= 0) & (whole | (rng.random((B, T)) < 0.1))
+        is_whole = (np.arange(B) % 6 == 5)[:, None]
+        log_rho = np.where(is_whole, -np.abs(log_rho), log_rho)
+        surely = (log_rho <= 0) & (is_whole | (rng.random((B, T)) < 0.1))
         drawn |= {"log_rho": log_rho, "is_sampled_surely": surely}
     drawn["ref"] = draw(of.ref)
     H = rng.uniform(0, of.entropy, size=(B, T))
@@ -463,20 +463,22 @@ def _composition(axis: str, any_size: bool, seed: int, ids: int) -> tuple[Any, .
     rng = np.random.default_rng(seed)
     of = replace(of, A=of.A + of.more_A) if any_size else of
     B = of.rows
-    few = np.arange(B) % max(1, B // FEW) == 0 if of.mostly else np.ones(B, dtype=bool)
-    A, n, kind, name, side = _rows(of, ids + 1, few, rng)
-    A = np.where(few, A, 0.0) if of.mostly == "A = 0" else A
+    is_few = (
+        np.arange(B) % max(1, B // FEW) == 0 if of.mostly else np.ones(B, dtype=bool)
+    )
+    A, n, kind, name, side = _rows(of, ids + 1, is_few, rng)
+    A = np.where(is_few, A, 0.0) if of.mostly == "A = 0" else A
     if of.mostly in MOSTLY[1:3]:  # in every second of these batches all
         A = (
             (1 if ">" in of.mostly else -1)
             * np.abs(A)
-            * np.where(few & (B != 64) & (B != 128), -1, 1)
+            * np.where(is_few & (B != 64) & (B != 128), -1, 1)
         )
     T = of.width or max(of.lengths) + 1 + (max(HOLES) if len(of.masks) > 1 else 0)
     mask = np.zeros((B, T), dtype=bool)
     for i in range(B):
         mask[i, _columns(n[i], of.masks[kind[i]], T, rng)] = True
-    return few, A, n, name, side, mask, rng.bit_generator.state
+    return is_few, A, n, name, side, mask, rng.bit_generator.state
 
 
 def _sampler_ratios(
@@ -488,27 +490,27 @@ def _sampler_ratios(
     B, T = mask.shape
     kind = (np.arange(B) % 3)[:, None]
     n = mask.sum(1, keepdims=True)
-    near = rng.normal(size=(B, T)) * 1e-3
-    far = np.array(rho)[rng.integers(len(rho), size=(B, T))] * rng.uniform(
+    near_ratios = rng.normal(size=(B, T)) * 1e-3
+    far_ratios = np.array(rho)[rng.integers(len(rho), size=(B, T))] * rng.uniform(
         0.9, 1, (B, T)
     )
-    some = np.where((rng.random((B, T)) < 0.3) | (n == 1), far, near)
+    mixed = np.where((rng.random((B, T)) < 0.3) | (n == 1), far_ratios, near_ratios)
     order = rng.permutation(T)
-    moved = np.cumsum(np.where(mask, np.abs(some), 0)[:, order], 1)[:, order.argsort()]
-    some = np.where(moved < RHO_PRODUCT, some, near)
+    sums = np.cumsum(np.where(mask, np.abs(mixed), 0)[:, order], 1)[:, order.argsort()]
+    mixed = np.where(sums < RHO_PRODUCT, mixed, near_ratios)
     total = np.array([*rho, RHO_PRODUCT, -RHO_PRODUCT])[
         rng.integers(len(rho) + 2, size=(B, 1))
     ]
     spread = (
         total * rng.uniform(0.9, 1, (B, 1)) / n
-        + near
-        - np.where(mask, near, 0).sum(1, keepdims=True) / n
+        + near_ratios
+        - np.where(mask, near_ratios, 0).sum(1, keepdims=True) / n
     )
-    return np.select([kind == 0, kind == 1], [some, spread], near)
+    return np.select([kind == 0, kind == 1], [mixed, spread], near_ratios)
 
 
 def _rows(
-    of: Axis, kinds: int, few: np.ndarray, rng: np.random.Generator
+    of: Axis, kinds: int, is_few: np.ndarray, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
     """Of each response A, the length, the number of its mask, of the kind of its id,
     and the side of its ratio: every two levels of two of them meet where there are rows
@@ -520,15 +522,19 @@ def _rows(
         return rng.permutation(np.resize(rng.permutation(m), size))
 
     table = np.zeros((0, len(levels)), dtype=int)
-    if np.prod(sorted(levels)[-2:]) <= of.rows and few.all():
+    if np.prod(sorted(levels)[-2:]) <= of.rows and is_few.all():
         table = _table(of, levels)
     if not len(table):  # in the few that are not as most are, and in the rest
-        order = np.r_[np.flatnonzero(few), np.flatnonzero(~few)].argsort()
+        order = np.r_[np.flatnonzero(is_few), np.flatnonzero(~is_few)].argsort()
         table = np.stack(
-            [np.r_[even(m, few.sum()), even(m, (~few).sum())][order] for m in levels], 1
+            [
+                np.r_[even(m, is_few.sum()), even(m, (~is_few).sum())][order]
+                for m in levels
+            ],
+            1,
         )
-    more = np.stack([even(m, of.rows - len(table)) for m in levels], 1)
-    A, n, *rest = np.concatenate([table, more]).T
+    other_rows = np.stack([even(m, of.rows - len(table)) for m in levels], 1)
+    A, n, *rest = np.concatenate([table, other_rows]).T
     return iter((np.array(of.A)[A], np.array(of.lengths)[n], *rest))
 
 
@@ -564,12 +570,13 @@ def pairwise(levels: tuple[int, ...]) -> np.ndarray:
     rows: list[np.ndarray] = []
     while any(x.any() for x in open_.values()):
         for first in product(range(levels[0]), range(levels[1])):
-            some = np.c_[np.broadcast_to(first, (len(rest), 2)), rest]
+            candidates = np.c_[np.broadcast_to(first, (len(rest), 2)), rest]
             gain = sum(
-                open_[i, j][some[:, i], some[:, j]].astype(int) for i, j in pairs
+                open_[i, j][candidates[:, i], candidates[:, j]].astype(int)
+                for i, j in pairs
             )
             if gain.any():
-                rows.append(some[int(np.argmax(gain))])
+                rows.append(candidates[int(np.argmax(gain))])
                 for i, j in pairs:
                     open_[i, j][rows[-1][i], rows[-1][j]] = False
     return np.array(rows, dtype=int).reshape(-1, len(levels))
@@ -577,19 +584,23 @@ def pairwise(levels: tuple[int, ...]) -> np.ndarray:
 
 def _columns(n: int, mask: str, T: int, rng: np.random.Generator) -> np.ndarray:
     """Which of T columns hold the n tokens of a response."""
-    at = np.arange(n)
+    positions = np.arange(n)
     room = T - n
     turns = min(n, int(rng.choice(TURNS)))
     match mask:
         case "a hole":
-            return at + (at >= (n + 1) // 2) * min(room, int(rng.choice(HOLES)))
+            return positions + (positions >= (n + 1) // 2) * min(
+                room, int(rng.choice(HOLES))
+            )
         case "turns":
-            return at + (at * turns // n) * (min(room, 3 * turns) // turns)
+            return positions + (positions * turns // n) * (
+                min(room, 3 * turns) // turns
+            )
         case "left padding":
-            return at + room
+            return positions + room
         case "late":
-            return at + min(room, int(rng.choice(LATE)))
-    return at
+            return positions + min(room, int(rng.choice(LATE)))
+    return positions
 
 
 def relabel_groups(batch: Rollouts) -> dict[str, list[Rollouts]]:
@@ -603,11 +614,11 @@ def relabel_groups(batch: Rollouts) -> dict[str, list[Rollouts]]:
     """
     assert batch.group is not None
     gradient = batch.group
-    one = batch.group == batch.group.max()
+    is_last_group = batch.group == batch.group.max()
     return {
         k: [
             replace(batch, group=x, totals=None)
-            for x in (f(gradient), torch.where(one, gradient, f(gradient)))
+            for x in (f(gradient), torch.where(is_last_group, gradient, f(gradient)))
         ]
         for k, f in NAMED.items()
     }

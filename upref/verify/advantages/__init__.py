@@ -70,12 +70,12 @@ def check_advantages(
 
 
 def _assumed(case: AdvantageCase) -> list[str]:
-    even = case.batch(EVEN)
+    even_batch = case.batch(EVEN)
     by = case.divided
     out = []
     if (case.known or not (case.wrong or case.name in NORMED)) and case.f.tol > 1e-6:
         out.append("it computes in float32: compared to 1e-4")
-    if case.f.outcome(even.R, even.group).uneven:
+    if case.f.outcome(even_batch.R, even_batch.group).uneven:
         out.append(
             "its advantages differ between the tokens of a response: the first is compared"
         )

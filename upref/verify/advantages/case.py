@@ -95,12 +95,12 @@ class AdvantageCase:
         want = self.expected(batch)
         got = self.f(batch)
         least = 1e-3 * (max(map(abs, want)) or 1.0)
-        off = [
+        errors = [
             abs(x - y) / max(abs(x), abs(y), least) if math.isfinite(y) else math.inf
             for x, y in zip(want, got, strict=True)
         ]
-        i = max(range(len(off)), key=off.__getitem__)
-        return i if off[i] > self.f.tol else None
+        i = max(range(len(errors)), key=errors.__getitem__)
+        return i if errors[i] > self.f.tol else None
 
     def fails(self, batch: RewardBatch) -> bool:
         """Tell whether some advantage differs. A batch that the function refuses is no
@@ -208,9 +208,9 @@ class AdvantageCase:
                 for i in reversed(range(0, len(rows), k))
             ]
         for drop in drops:
-            less = [i for i in rows if i not in drop]
-            if less and less != rows and still(less):
-                rows = less
+            fewer_rows = [i for i in rows if i not in drop]
+            if fewer_rows and fewer_rows != rows and still(fewer_rows):
+                rows = fewer_rows
         return batch.take(rows)
 
     def example(self, batch: RewardBatch) -> Example:
@@ -302,12 +302,12 @@ def choose_inputs(
                 replace(function, kind=kind, tol=tol), name, hp, unknown
             )
             try:
-                even = case.batch(EVEN)
-                if case.f.outcome(even.R, even.group).single:
+                even_batch = case.batch(EVEN)
+                if case.f.outcome(even_batch.R, even_batch.group).single:
                     case = replace(case, f=replace(case.f, tol=SINGLE_TOL))
                 divided = _denominator(case) if name in NORMED else case.divided
                 case = replace(case, divided=divided or case.divided)
-                if divided and case.differs(even) is None:
+                if divided and case.differs(even_batch) is None:
                     return _as_it_computes(case)
             except InputError as e:
                 errors.append(e)

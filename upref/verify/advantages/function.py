@@ -216,8 +216,8 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
         raise InputError(
             f"{what}, not an advantage function: pass a function or its name."
         )
-    every = parameters(fn)
-    reading = read_signature(fn, name, names.reward_role, _main(every))
+    all_parameters = parameters(fn)
+    reading = read_signature(fn, name, names.reward_role, _main(all_parameters))
     settings = {
         p: hp[k] for p in reading.own if (k := names.hyperparameter(p, set(hp)))
     }
@@ -229,13 +229,13 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
     if "group" in reading.roles.values():
         idle = {
             p.name
-            for p in every
+            for p in all_parameters
             if names.reward_role(p.name) == "n" and p.default is not p.empty
         }
         reading = replace(
             reading, roles={p: r for p, r in reading.roles.items() if p not in idle}
         )
-    kinds = _kinds(every, reading)
+    kinds = _kinds(all_parameters, reading)
     f = Function(name, fn, reading, settings, False, kinds, kinds[0])
     return replace(
         f,
@@ -258,8 +258,10 @@ def _main(every: Sequence[inspect.Parameter]) -> tuple[str, ...]:
         and not names.reward_role(p.name)
         and not _setting(p.name)
     ]
-    both = not {"group", "n"} & known and (len(free) == 1) == ("rewards" in known)
-    return ("rewards", "group") if both else ("rewards",)
+    takes_group = not {"group", "n"} & known and (len(free) == 1) == (
+        "rewards" in known
+    )
+    return ("rewards", "group") if takes_group else ("rewards",)
 
 
 def _setting(name: str) -> bool:

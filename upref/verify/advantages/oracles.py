@@ -218,16 +218,16 @@ def equal_rewards(case: AdvantageCase) -> Iterator[Finding]:
         b = exact.EQUAL.take(range(7))
     regime = f"{b.rows_of(0)[-1] + 1} equal rewards of 0.1 to one prompt"
     A = [case.f(b)[i] for i in b.rows_of(0)]
-    off = max(abs(a) if math.isfinite(a) else math.inf for a in A)
-    if off <= 1e-6 or (case.wrong and math.isfinite(off)):
+    largest = max(abs(a) if math.isfinite(a) else math.inf for a in A)
+    if largest <= 1e-6 or (case.wrong and math.isfinite(largest)):
         return
     # the mean of 1/2, 1/2, ... is not rounded
     exactly = case.f(replace(b, R=tuple(5 * x for x in b.R)))
     rounded = not any(
         math.isfinite(exactly[i]) and abs(exactly[i]) > 1e-6 for i in b.rows_of(0)
     )
-    if off > 0.05 or not rounded:
-        nan = off == math.inf
+    if largest > 0.05 or not rounded:
+        nan = largest == math.inf
         if case.divided.eps:
             eps = f"eps = {case.divided.eps:.3g} is too small"
         else:
@@ -242,7 +242,7 @@ def equal_rewards(case: AdvantageCase) -> Iterator[Finding]:
     yield note(
         "equal-rewards",
         regime,
-        *number_pair("A", 0, off),
+        *number_pair("A", 0, largest),
         "rounding of the mean, divided by eps",
     )
 
@@ -264,8 +264,10 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
     f = case.f
     now = f(batch)
     rows = range(1, len(batch.R))
-    whole = case.name in ("whiten", "group_mean_whiten")
-    own = [i for i in rows if whole or batch.group[i] == batch.group[0]]
+    over_batch = case.name in ("whiten", "group_mean_whiten")
+    others_in_group = [
+        i for i in rows if over_batch or batch.group[i] == batch.group[0]
+    ]
     peers = batch.rows_of(batch.group[0])[1:]
     rest = [i for i in rows if batch.group[i] != batch.group[0]]
     for bad in (math.nan, None) if f.kind == "list" else (math.nan,):
@@ -281,7 +283,7 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
         changed = [i for i in rows if not near([A[i]], [now[i]], f.tol)]
         if alone or dropped or case.wrong:
             continue
-        if set(changed) - set(own):
+        if set(changed) - set(others_in_group):
             if all(math.isnan(A[i]) for i in changed):
                 yield note(
                     "missing-reward",
@@ -289,11 +291,15 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
                 )
                 return
             what = "other prompts' advantages change"
-        elif all(math.isnan(A[i]) for i in own) or case.name in UNCOUPLED:
+        elif all(math.isnan(A[i]) for i in others_in_group) or case.name in UNCOUPLED:
             continue
         else:
             zero = f.outcome([0, *batch.R[1:]], batch.group).A
-            as_zero = near([A[i] for i in own], [zero[i] for i in own], f.tol)
+            as_zero = near(
+                [A[i] for i in others_in_group],
+                [zero[i] for i in others_in_group],
+                f.tol,
+            )
             if as_zero:
                 what = "it counts as 0, also in its peers' baselines"
             else:

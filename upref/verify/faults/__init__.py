@@ -95,6 +95,6 @@ def known(function: str, *given: Any) -> Iterator[Fault[Any]]:
             bounds at which a wrong loss was seen to change; or a problem; or nothing.
     """
     yield from import_module(f"{__name__}.{function}").known(*given)
-    for more in discover(sys.modules[__name__], Catalogue):
-        if more.function == function:
-            yield from more.faults(*given)
+    for catalogue in discover(sys.modules[__name__], Catalogue):
+        if catalogue.function == function:
+            yield from catalogue.faults(*given)

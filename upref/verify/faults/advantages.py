@@ -40,12 +40,12 @@ AdvantageFault: TypeAlias = Fault[AdvantageChange]
 # ---- another answer ------------------------------------------------------------------
 def _ratio(right: Floats, found: Floats, sign: int = 0) -> float:
     """Of the first that is not 0, or has this sign."""
-    some = (
+    ratios = (
         y / x
         for x, y in zip(right, found, strict=True)
         if (x * sign if sign else abs(x)) > 1e-9
     )
-    return next(some, 1.0)
+    return next(ratios, 1.0)
 
 
 def _largest(right: Floats, found: Floats) -> float:
@@ -344,19 +344,19 @@ def _formulas() -> Iterator[AdvantageFault]:
     for centre, where in product(CENTRES, KEYS):
         said = f"{centre} {where} is subtracted"
         yield _formula(f"{said}, nothing divided", centre, where, id="other-baseline")
-        for there, (of, over, spread) in product(KEYS, STD):
+        for rows, (of, over, spread) in product(KEYS, STD):
             # a number that is subtracted from each of these rows leaves their std
-            if there == where and centre != "the mean of the others":
+            if rows == where and centre != "the mean of the others":
                 if of == OF_DIFFERENCES:
                     continue
                 of = ""
-            std = " ".join(filter(None, ("the std", of, there, f"({over})")))
+            std = " ".join(filter(None, ("the std", of, rows, f"({over})")))
             yield _formula(
                 f"{said}, divided by {std}",
                 centre,
                 where,
                 spread,
-                there,
+                rows,
                 id="other-baseline-and-divisor",
             )
         for words, spread in OTHER:

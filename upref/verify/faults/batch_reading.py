@@ -233,12 +233,12 @@ def untrained(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
 
     for (tokens, said, cut), counted in product(CUT, (True, False)):
         words = f"{said} is not trained, {'though' if counted else 'and not'} counted in the denominator"
-        kept = partial(rest, cut=cut)
+        rest_of = partial(rest, cut=cut)
         yield fault(
             words,
             "batches",
             id=left_out_id(tokens, counted),
-            weigh=_under(objective, hp, kept, counted),
+            weigh=_under(objective, hp, rest_of, counted),
             whole=True,
         )
 
@@ -278,12 +278,12 @@ def uncounted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             lambda batch: unit_weights(objective, batch, hp) != 0,
         ),
     ):
-        kept = partial(those, on=on)
+        those_of = partial(those, on=on)
         yield fault(
             f"{said} in the denominator",
             "batches",
             id=id,
-            weigh=_under(objective, hp, kept),
+            weigh=_under(objective, hp, those_of),
             whole=True,
         )
 
@@ -299,12 +299,12 @@ def _under(
     """
 
     def weigh(batch: Rollouts) -> Tensor:
-        there = batch.but(mask=mask(batch), totals=None)
+        changed = batch.but(mask=mask(batch), totals=None)
         f = declared_aggregation(objective)
-        times = 1.0 if counted else (FACTORS[f](there) / FACTORS[f](batch))[:, None]
+        times = 1.0 if counted else (FACTORS[f](changed) / FACTORS[f](batch))[:, None]
         return torch.where(
-            batch.mask & there.mask,
-            unit_weights(objective, batch if counted else there, hp) * times,
+            batch.mask & changed.mask,
+            unit_weights(objective, batch if counted else changed, hp) * times,
             0,
         )
 
@@ -459,12 +459,12 @@ def reweighted(case: LossCase) -> Iterator[LossFault]:
                 id="advantages-discounted",
             )
     yield clipped(case)
-    if more := common_value((found - case.expected(batch))[batch.mask]):
+    if constant := common_value((found - case.expected(batch))[batch.mask]):
         yield fault(
-            f"{more:.5g} is added to every advantage",
+            f"{constant:.5g} is added to every advantage",
             "advantage",
             id="constant-added-to-advantages",
-            view=lambda batch: batch.but(adv=batch.adv + more),
+            view=lambda batch: batch.but(adv=batch.adv + constant),
         )
     live = use & (q > 0)
     j = term_of(case.objective, case.hp)
@@ -531,7 +531,7 @@ def left_out(case: LossCase) -> Iterator[LossFault]:
     )
     try:
         found = case.weights(batch)
-        due = batch.mask & (case.expected(batch) != 0)
+        weighted = batch.mask & (case.expected(batch) != 0)
     except InputError:  # it refuses such a batch
         return
 
@@ -542,20 +542,20 @@ def left_out(case: LossCase) -> Iterator[LossFault]:
         return batch.mask & (number(batch) <= limit)
 
     for tokens, words, x, said in LEFT_OUT:
-        gone, trains = (x(batch)[due & side] for side in (found == 0, found != 0))
+        gone, trains = (x(batch)[weighted & side] for side in (found == 0, found != 0))
         if (
             len(gone)
             and len(trains)
             and (limit := between(float(trains.max()), float(gone.min()))) is not None
         ):
-            kept = partial(within, number=x, limit=limit)
+            within_limit = partial(within, number=x, limit=limit)
             for counted in (True, False):
                 told = f"{words.format(said(limit))} are not trained, {'though' if counted else 'and not'} counted"
                 yield fault(
                     f"{told} in the denominator",
                     "batches",
                     id=left_out_id(tokens, counted),
-                    weigh=_under(case.objective, case.hp, kept, counted),
+                    weigh=_under(case.objective, case.hp, within_limit, counted),
                     whole=True,
                 )
 
@@ -571,8 +571,10 @@ def floored(case: LossCase) -> Iterator[LossFault]:
 
     def dead(lps: np.ndarray) -> np.ndarray:
         lp = torch.as_tensor(lps)[:, None]
-        one = torch.ones_like(lp)
-        batch = case.ready(Rollouts(lp, lp, one, one.bool(), logp_ref=lp, entropy=one))
+        ones = torch.ones_like(lp)
+        batch = case.ready(
+            Rollouts(lp, lp, ones, ones.bool(), logp_ref=lp, entropy=ones)
+        )
         return ((case.weights(batch) == 0) & (case.expected(batch) != 0))[:, 0].numpy()
 
     with contextlib.suppress(InputError):  # it refuses such a batch
@@ -613,14 +615,14 @@ def _floors(case: LossCase, low: float) -> Iterator[LossFault]:
         case.objective.level in REDUCE
     ):  # the ratios of the other tokens tell the two apart
         alone = f"log_prob below {low:g} is set to it"
-    both = f"log-probabilities below {low:g} are set to it"
+    set_words = f"log-probabilities below {low:g} are set to it"
     for id, words, J in (
-        ("log-probs-floored", both, of_both),
+        ("log-probs-floored", set_words, of_both),
         ("log-prob-floored", alone, of_one),
     ):
-        one = fault(words, "rounding", id=id, J=J)
-        if _alike_across(case, one, low):
-            yield one
+        floor_fault = fault(words, "rounding", id=id, J=J)
+        if _alike_across(case, floor_fault, low):
+            yield floor_fault
 
 
 STEPS_ACROSS = (0.02, 0.05, 1.0)  # from a floor of log-probabilities
@@ -638,12 +640,12 @@ def _alike_across(case: LossCase, one: LossFault, low: float) -> bool:
     old = low - below
     ones = torch.ones_like(A)
     batch = case.ready(Rollouts(lp, old, A, ones.bool(), logp_ref=lp, entropy=ones))
-    off = relative_error(
+    errors = relative_error(
         case.weights(batch),
         one.change.weights(case.objective, case.hp, batch),
         batch.adv,
     )
-    return bool((off < 10 * case.tol).all())
+    return bool((errors < 10 * case.tol).all())
 
 
 def between(low: float, high: float) -> float | None:

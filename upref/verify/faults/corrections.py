@@ -92,12 +92,16 @@ def retuned(case: LossCase) -> Iterator[LossFault]:
     if not seen or seen[1.0] != seen[-1.0]:
         return
     numbers = dict(zip(BOUNDS, (seen[1.0].low, seen[1.0].high), strict=True))
-    own = {k: v for k, v in numbers.items() if k in case.hp and 0 < v < math.inf}
-    if moved := {k: v for k, v in own.items() if abs(v - case.hp[k]) > 1e-6}:
+    numbers_of_case = {
+        k: v for k, v in numbers.items() if k in case.hp and 0 < v < math.inf
+    }
+    if changed := {
+        k: v for k, v in numbers_of_case.items() if abs(v - case.hp[k]) > 1e-6
+    }:
         words = "; ".join(
-            f"{k} is {v:.6g}, not {case.hp[k]:.6g}" for k, v in moved.items()
+            f"{k} is {v:.6g}, not {case.hp[k]:.6g}" for k, v in changed.items()
         )
-        yield fault(words, "hyperparameter", id=hyperparameter_id(*moved), hp=moved)
+        yield fault(words, "hyperparameter", id=hyperparameter_id(*changed), hp=changed)
 
 
 def corrected(case: LossCase) -> Iterator[LossFault]:
@@ -116,7 +120,9 @@ def corrected(case: LossCase) -> Iterator[LossFault]:
     if good == bad:
         said = str(good)
     else:
-        said = "; ".join(f"{one} where {SIGNS[A]}" for A, one in seen.items())
+        said = "; ".join(
+            f"{words_of_sign} where {SIGNS[A]}" for A, words_of_sign in seen.items()
+        )
     for level, of in LEVELS.items():
         words = f"the sampler's correction is another function of ρ = π_old/μ {level}: {said}"
         yield fault(
@@ -134,9 +140,9 @@ def _of_both_signs(case: LossCase) -> dict[float, Correction]:
     seen: dict[float, Correction] = {}
     with contextlib.suppress(InputError):  # it refuses such a batch
         for A in SIGNS:
-            if (one := _seen(case, A)) is None:
+            if (found_factor := _seen(case, A)) is None:
                 return {}
-            seen[A] = one
+            seen[A] = found_factor
     return seen if len(seen) == len(SIGNS) else {}
 
 
@@ -200,11 +206,11 @@ def _factor(case: LossCase, A: float, log_rho: np.ndarray) -> np.ndarray:
     """The weight of single tokens of ratio 1, over the objective's without a
     correction.
     """
-    one = torch.ones(len(log_rho), 1, dtype=torch.float64)
-    old = -15 * one
+    ones = torch.ones(len(log_rho), 1, dtype=torch.float64)
+    old = -15 * ones
     mu = old - torch.as_tensor(log_rho)[:, None]
     batch = Rollouts(
-        old, old, A * one, one.bool(), logp_ref=old, entropy=one, logp_sampler=mu
+        old, old, A * ones, ones.bool(), logp_ref=old, entropy=ones, logp_sampler=mu
     )
     batch = case.loss.visible_batch(batch)
     base = unit_weights(

@@ -144,30 +144,30 @@ def _changed_lengths(
     of their sum.
     """
 
-    def plus(batch: Rollouts, more: float) -> Tensor:
-        return _own(case, batch) * _length(batch) / (_length(batch) + more)
+    def plus(batch: Rollouts, added: float) -> Tensor:
+        return _own(case, batch) * _length(batch) / (_length(batch) + added)
 
-    def plus_total(batch: Rollouts, more: float) -> Tensor:
-        return _own(case, batch) * batch.mask.sum() / (batch.mask.sum() + more)
+    def plus_total(batch: Rollouts, added: float) -> Tensor:
+        return _own(case, batch) * batch.mask.sum() / (batch.mask.sum() + added)
 
     def at_least(batch: Rollouts, least: float) -> Tensor:
         return _own(case, batch) * _length(batch) / _length(batch).clamp(min=least)
 
-    more = common_value(lengths / multiples - lengths)
-    if more is not None and abs(more) > LEAST:
+    added = common_value(lengths / multiples - lengths)
+    if added is not None and abs(added) > LEAST:
         yield _aggregated(
             case,
-            f"{more:.6g} is added to each length |o|",
-            partial(plus, more=more),
+            f"{added:.6g} is added to each length |o|",
+            partial(plus, added=added),
             id="number-added-to-length",
         )
     total = lengths.sum()
-    more = common_value(total / multiples - total)
-    if more is not None and abs(more) > LEAST:
+    added = common_value(total / multiples - total)
+    if added is not None and abs(added) > LEAST:
         yield _aggregated(
             case,
-            f"{more:.6g} is added to the number of tokens",
-            partial(plus_total, more=more),
+            f"{added:.6g} is added to the number of tokens",
+            partial(plus_total, added=added),
             id="number-added-to-token-count",
         )
     short = multiples < 1 - 1e-9
@@ -186,20 +186,20 @@ def _multiples(case: LossCase) -> tuple[Tensor, Tensor] | None:
     multiplied by beside the objective's.
     """
     batch = case.ready(on_policy_batch())
-    at = dict.fromkeys(
+    replaced = dict.fromkeys(
         ("logp", "logp_ref", *(["logp_sampler"] if case.objective.sampler else [])),
         batch.logp_old,
     )
-    batch = case.visible_batch(batch.but(**at))
+    batch = case.visible_batch(batch.but(**replaced))
     try:
         found = without_rest(case, batch)
-        due = case.expected(batch) * _own(case, batch)
+        expected = case.expected(batch) * _own(case, batch)
     except InputError:
         return None
     rows = [
         common_value((gradient / d)[m])
         for gradient, d, m in zip(
-            found, due, batch.mask & (due.abs() > 1e-9), strict=True
+            found, expected, batch.mask & (expected.abs() > 1e-9), strict=True
         )
     ]
     if any(k is None for k in rows):
@@ -273,8 +273,8 @@ def _parts(case: LossCase) -> Iterator[LossFault]:
     ) -> Tensor:
         if len(batch.mask) < n:
             return _own(case, batch)
-        every = [_own(case, _rows(batch, i)) for i in split(len(batch.mask), n)]
-        return torch.cat(every) / n
+        factors = [_own(case, _rows(batch, i)) for i in split(len(batch.mask), n)]
+        return torch.cat(factors) / n
 
     for n in PARTS:
         for split in (_equal, _last_larger):

@@ -613,7 +613,7 @@ def _normalizer(
 
 
 def _columns(V: int, n: int) -> Iterator[LogprobFault]:
-    whole = V // n * n
+    full_blocks = V // n * n
     padded = -(-V // n) * n
     last = (V - 1) // n * n
     if V < padded <= 2 * V + 8 or V < n <= 128:
@@ -640,11 +640,11 @@ def _columns(V: int, n: int) -> Iterator[LogprobFault]:
         size=n if n < V else 0,
         picked=lambda x, ids, t: pick(x, ids).masked_fill(missed(ids), 0),
     )
-    if not 0 < whole < V:
+    if not 0 < full_blocks < V:
         return
     yield _normalizer(
         f"the last, partial tile of {n} columns is left out",
-        lambda x: x[..., :whole],
+        lambda x: x[..., :full_blocks],
         id="last-tile-left-out",
         size=n,
     )
@@ -652,7 +652,9 @@ def _columns(V: int, n: int) -> Iterator[LogprobFault]:
         f"the last, partial tile of {n} columns gets no gradient",
         id="last-tile-without-gradient",
         size=n,
-        x=lambda z, t: torch.cat([z[..., :whole], z[..., whole:].detach()], -1) / t,
+        x=lambda z, t: (
+            torch.cat([z[..., :full_blocks], z[..., full_blocks:].detach()], -1) / t
+        ),
     )
     yield fault(
         f"the hidden states' gradient has the last tile of {n} columns alone",
@@ -682,8 +684,8 @@ def _running(x: Tensor, n: int, factor: Tensor | None = None) -> Tensor:
 
 def _rows(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
     N = shape.numel()
-    at = torch.arange(N).reshape(shape)
-    last = at >= N // n * n
+    index = torch.arange(N).reshape(shape)
+    last = index >= N // n * n
     told = f"the last, partial tile of {n} tokens"
 
     def without(rows: Tensor) -> Callable[[Problem], Tensor]:
@@ -711,7 +713,7 @@ def _rows(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
             y=without(last),
         )
     for which, rows in (
-        (("first", at >= n), ("last", at < (N - 1) // n * n)) if n < N else ()
+        (("first", index >= n), ("last", index < (N - 1) // n * n)) if n < N else ()
     ):
         yield fault(
             f"the weight's gradient has the {which} tile of {n} tokens alone",

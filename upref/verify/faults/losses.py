@@ -142,8 +142,8 @@ def _in_place_of_fn(
     """The weights of another function than the objective's, with its sampler's
     correction and its KL term.
     """
-    own = {k: v for k, v in hp.items() if k != "beta"}
-    if (factors := objective.factors(batch, **own)) is not None:
+    plain_hp = {k: v for k, v in hp.items() if k != "beta"}
+    if (factors := objective.factors(batch, **plain_hp)) is not None:
         w = weighed(w, objective.per_term(factors, batch.mask), batch.mask)
     return w - (hp["beta"] * kl_slope(objective.kl, batch) if hp.get("beta") else 0)
 
@@ -208,44 +208,47 @@ def shape_of(objective: Objective, hp: dict[str, Any]) -> Shape:
     Returns:
         Where its weight is live, bounded, plain and free of A, on either side.
     """
-    objective, own = _inside(objective, _without_beta(hp))
+    objective, own_hp = _inside(objective, _without_beta(hp))
 
     def token(A: float, mu: float, log_r: float) -> Rollouts:
         lp_old = torch.tensor([[mu]], dtype=torch.float64).log()
-        one = torch.ones_like(lp_old)
-        return Rollouts(lp_old + log_r, lp_old, A * one, one.bool(), entropy=one)
+        ones = torch.ones_like(lp_old)
+        return Rollouts(lp_old + log_r, lp_old, A * ones, ones.bool(), entropy=ones)
 
     def weight(A: float, mu: float, log_r: float) -> float:
         """The weight of that token."""
-        return unit_weights(objective, token(A, mu, log_r), own).item()
+        return unit_weights(objective, token(A, mu, log_r), own_hp).item()
 
     signs = (1.0, -1.0)
     at_1 = {A: weight(A, 0.02, 0.0) for A in (1.0, -1.0)}
-    at = {
+    measured = {
         (A, side): (at_1[A], weight(A, *FAR[side]), FAR[side][1])
         for A in signs
         for side in SIDES
     }
-    near = {
+    near_weights = {
         (A, side): weight(A, 0.02, NEAR * s) for A in signs for side, s in SIDES.items()
     }
     times_r = {
-        (A, side): abs(near[A, side] - at_1[A] * math.exp(NEAR * s)) <= 1e-13
+        (A, side): abs(near_weights[A, side] - at_1[A] * math.exp(NEAR * s)) <= 1e-13
         for A in signs
         for side, s in SIDES.items()
     }
     live = {A: at_1[A] != 0 for A in signs}
     plain = {A: live[A] and any(times_r[A, side] for side in SIDES) for A in signs}
     same = {
-        key: abs(near[key] - w) <= 1e-13 and abs(far - w) <= 1e-13
-        for key, (w, far, _) in at.items()
+        key: abs(near_weights[key] - w) <= 1e-13 and abs(far_ratio - w) <= 1e-13
+        for key, (w, far_ratio, _) in measured.items()
     }
     free = {A: live[A] and all(same[A, side] for side in SIDES) for A in signs}
     bounded = {
-        (A, side): plain[A] and abs(far / (w * math.exp(log_r)) - 1) > 1e-9
-        for (A, side), (w, far, log_r) in at.items()
+        (A, side): plain[A] and abs(far_ratio / (w * math.exp(log_r)) - 1) > 1e-9
+        for (A, side), (w, far_ratio, log_r) in measured.items()
     }
-    cut = {key: bounded[key] and far == 0 for key, (_, far, _) in at.items()}
+    cut = {
+        key: bounded[key] and far_ratio == 0
+        for key, (_, far_ratio, _) in measured.items()
+    }
 
     def bend(log_r: float) -> float:
         """The second difference of the weight in A, which is 0 where it is linear."""
@@ -254,9 +257,9 @@ def shape_of(objective: Objective, hp: dict[str, Any]) -> Shape:
         return up + down - 2 * weight(0.0, 0.02, log_r)
 
     branches = any(abs(bend(x)) > 1e-12 for x in MODERATE)
-    beyond = token(1.0, *FAR["above"])
-    value = term_of(objective, own)(
-        beyond.logp, beyond.logp_old, beyond.adv, beyond.mask
+    far_batch = token(1.0, *FAR["above"])
+    value = term_of(objective, own_hp)(
+        far_batch.logp, far_batch.logp_old, far_batch.adv, far_batch.mask
     )
     return Shape(
         live,
@@ -265,7 +268,7 @@ def shape_of(objective: Objective, hp: dict[str, Any]) -> Shape:
         bounded,
         cut,
         branches,
-        all(plain.values()) and _is_linear(objective, own),
+        all(plain.values()) and _is_linear(objective, own_hp),
         not value.any(),
     )
 
@@ -383,8 +386,10 @@ def known(
     has_bounds = has.is_bounded and (
         "eps" in hp or {"eps_low", "eps_high"} <= hp.keys()
     )
-    its = [x for x in (1 - lo, 1 + hi) if x > 0]  # a bound below 0 is none
-    own = f", not {' and '.join(f'{x:g}' for x in its)}" if has_bounds else ""
+    bounds_ = [x for x in (1 - lo, 1 + hi) if x > 0]  # a bound below 0 is none
+    bounds_words = (
+        f", not {' and '.join(f'{x:g}' for x in bounds_)}" if has_bounds else ""
+    )
     if objective.level == "custom" and (
         unbounded := {k: UNBOUNDED for k in hp if k.startswith("eps")}
     ):
@@ -396,8 +401,10 @@ def known(
         )
     for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
         for each in _forms(objective, hp, has, bounds, a, e):
-            at = f" (with bounds {1 - a:g} and {1 + e:g}{own})" if i else ""
-            yield replace(each, words=each.words + at)
+            where_words = (
+                f" (with bounds {1 - a:g} and {1 + e:g}{bounds_words})" if i else ""
+            )
+            yield replace(each, words=each.words + where_words)
 
 
 # a KL term that is not k(π_θ, π_ref): the id, what is said of the objective's own, of another,
@@ -499,15 +506,15 @@ def lacking(objective: Objective, beta: float, name: str) -> str:
     if name == TERM_OF.get(objective.kl) and beta < 0:
         return f"the KL term is added to J, not subtracted: {abs(beta):.7g} {name}"
     if beta > 0:
-        done, bonus = ("subtracted", "an entropy bonus")
+        verb, bonus = ("subtracted", "an entropy bonus")
     else:
-        done, bonus = ("added to J", "a bonus on the likelihood")
+        verb, bonus = ("added to J", "a bonus on the likelihood")
     whose = (
         f"is not {objective.name}'s {objective.kl}"
         if objective.kl
         else f"{objective.name} does not have"
     )
-    words = f"a KL term is {done} that {whose}: {abs(beta):.7g} {name}"
+    words = f"a KL term is {verb} that {whose}: {abs(beta):.7g} {name}"
     if name == "k1":
         return f"{words}, to any policy; {bonus} of the sampled tokens has this gradient too"
     return words
@@ -535,7 +542,7 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """What is done to a KL term, each put beside the objective's own weights."""
     beta = hp["beta"]
     plain = {**hp, "beta": 0.0}
-    inside, own = _inside(objective, _without_beta(plain))
+    inside, own_hp = _inside(objective, _without_beta(plain))
 
     def rest(batch: Rollouts) -> Tensor:
         """The weights without the KL term."""
@@ -581,7 +588,7 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
                     _of(k, batch.but(logp=batch.logp_old) if old else batch, batch.mask)
                 )
                 w = _slope(
-                    lambda lp, old, A, m: inside.fn(lp, old, A - beta * kl, **own),
+                    lambda lp, old, A, m: inside.fn(lp, old, A - beta * kl, **own_hp),
                     batch,
                 )
                 return _in_place_of_fn(objective, plain, w, batch)
@@ -592,11 +599,11 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
                 id="kl-of-old-policy-in-advantage" if old else "kl-in-advantage",
                 weigh=folded,
             )
-    for one in known_of("kl"):
+    for kl_fault in known_of("kl"):
         yield made(
-            f"the KL term: {one.words}",
-            lambda x, ref, old, mu, f=one.change: f(x, ref),
-            id=one.id,
+            f"the KL term: {kl_fault.words}",
+            lambda x, ref, old, mu, f=kl_fault.change: f(x, ref),
+            id=kl_fault.id,
         )
     for x in CLAMPED:
         yield made(
@@ -746,9 +753,9 @@ def term_of(objective: Objective, hp: dict[str, Any]) -> Term:
     Returns:
         A function (lp, lp_old, A, mask) -> J of each token or response.
     """
-    objective, own = _inside(objective, _without_beta(hp))
+    objective, own_hp = _inside(objective, _without_beta(hp))
     return lambda lp, old, A, m: objective.unreduced(
-        lp, old, A, m, torch.ones_like(lp), **own
+        lp, old, A, m, torch.ones_like(lp), **own_hp
     )
 
 
@@ -760,9 +767,9 @@ def _ends(objective: Objective, hp: dict[str, Any], side: str) -> list[bool]:
     old = torch.tensor([[-0.01], [-0.01]])
     old = old if side == "lower" else torch.tensor([[-0.01], [-21.0]])
     A = torch.full_like(lp, -1.0 if side == "lower" else 1.0)
-    one = torch.ones_like(lp, dtype=torch.bool)
+    everything = torch.ones_like(lp, dtype=torch.bool)
     return (
-        (_slope(term_of(objective, hp), Rollouts(lp, old, A, one)) != 0)
+        (_slope(term_of(objective, hp), Rollouts(lp, old, A, everything)) != 0)
         .flatten()
         .tolist()
     )
@@ -893,19 +900,19 @@ def _forms(
             )
     if has.is_smooth:
         yield from _without_the_rest(objective, hp, form)
-    for A0, here, on in (
+    for A0, sign_words, on in (
         (1.0, "A > 0", lambda A: A > 0),
         (-1.0, "A < 0", lambda A: A < 0),
     ):
         if not has.live[A0] and has.live[-A0] and objective.agg != "seq-mean":
-            words = f"where {here} there is the term of the other sign of A, though {objective.name} has none there"
+            words = f"where {sign_words} there is the term of the other sign of A, though {objective.name} has none there"
             yield made(
                 "clip",
                 words,
                 lambda lp, old, A, m, on=on: where(
                     on(A), -j(lp, old, -A, m), j(lp, old, A, m)
                 ),
-                id=f"term-of-other-sign-where-{SIGN_IDS[here]}",
+                id=f"term-of-other-sign-where-{SIGN_IDS[sign_words]}",
             )
     if has.has_minimum:
         yield made(
@@ -1104,11 +1111,11 @@ def _forms(
         lambda lp, old, A, m: j(lp, old, A * A.abs(), m),
         id="advantage-squared",
     )
-    for sign, kept in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
+    for sign, clamp in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
         yield made(
             "advantage",
             f"no token with {sign} has a gradient: its advantage is dropped, its term is detached, or its term is constant",
-            lambda lp, old, A, m, kept=kept: j(lp, old, A.clamp(**kept), m),
+            lambda lp, old, A, m, clamp=clamp: j(lp, old, A.clamp(**clamp), m),
             id=DROPPED[sign],
         )
     if has.branches:
@@ -1118,20 +1125,20 @@ def _forms(
             lambda lp, old, A, m: -j(lp, old, -A, m),
             id="signs-exchanged",
         )
-    for side, here, there, kept in (
+    for side, sign_words, range_words, clamp in (
         ("lower", "A < 0", f"above {1 + hi:g} where A > 0", {"max": 1 + hi}),
         ("upper", "A > 0", f"below {1 - lo:g} where A < 0", {"min": 1 - lo}),
     ):
-        near, far = _ends(objective, hp, side)
+        near_end, far_end = _ends(objective, hp, side)
         said = f"the clip has no {side} side"
-        if not near:
-            said = f"where {here} the ratio multiplies A, though {objective.name} has no term there"
-        elif far:  # the objective's has none either
-            said = f"the ratio multiplies A, without a bound where {here}, without a gradient {there}"
+        if not near_end:
+            said = f"where {sign_words} the ratio multiplies A, though {objective.name} has no term there"
+        elif far_end:  # the objective's has none either
+            said = f"the ratio multiplies A, without a bound where {sign_words}, without a gradient {range_words}"
         yield made(
             "clip",
             said,
-            form(lambda r, A, lp, kept=kept: minimum(r * A, r.clamp(**kept) * A)),
+            form(lambda r, A, lp, clamp=clamp: minimum(r * A, r.clamp(**clamp) * A)),
             id=f"no-{side}-clip",
         )
     if has.is_pessimistic:

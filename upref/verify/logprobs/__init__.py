@@ -141,18 +141,18 @@ def choose_tolerances(
     """
     p = probe(kernel)
     p = replace(p, g_H=p.g if kernel.has_entropy else None)
-    done = kernel(p)
+    outcome = kernel(p)
     want = solved(p)
-    exact = KernelCase(kernel, dict.fromkeys(done.numbers, 1.0))
-    off = {
-        k: exact.off(p, replace(done, numbers={k: v}), want)[0]
-        for k, v in done.numbers.items()
+    exact = KernelCase(kernel, dict.fromkeys(outcome.numbers, 1.0))
+    errors = {
+        k: exact.off(p, replace(outcome, numbers={k: v}), want)[0]
+        for k, v in outcome.numbers.items()
     }
-    tol = {k: DOUBLE if x <= 1e-9 else SINGLE for k, x in off.items()}
-    rough = [k for k, x in off.items() if SINGLE / 5 < x < HALF / 3]
-    if not rough or max(off.values()) > HALF / 2 or _is_smooth(kernel, p, rough):
+    tol = {k: DOUBLE if x <= 1e-9 else SINGLE for k, x in errors.items()}
+    rough = [k for k, x in errors.items() if SINGLE / 5 < x < HALF / 3]
+    if not rough or max(errors.values()) > HALF / 2 or _is_smooth(kernel, p, rough):
         return KernelCase(kernel, tol, ranks), []
-    said = ", ".join(f"{k} off by {off[k]:.1e}" for k in rough)
+    said = ", ".join(f"{k} off by {errors[k]:.1e}" for k in rough)
     return KernelCase(kernel, dict.fromkeys(tol, HALF), ranks), [
         note("values", f"half precision: {said}", cause="rounding")
     ]
@@ -171,12 +171,14 @@ def _is_smooth(kernel: Kernel, problem: Problem, names: list[str]) -> bool:
         if value is None:
             continue
         step = STEP * torch.randn(value.shape, generator=turns, dtype=value.dtype)
-        moved = [replace(problem, **{name: value + sign * step}) for sign in (1, -1)]
-        found = [kernel(q).numbers for q in moved]
-        due = [solved(q).numbers for q in moved]
+        neighbors = [
+            replace(problem, **{name: value + sign * step}) for sign in (1, -1)
+        ]
+        found = [kernel(q).numbers for q in neighbors]
+        expected = [solved(q).numbers for q in neighbors]
         for key in names:
             change = found[0][key] - found[1][key]
-            right = due[0][key] - due[1][key]
+            right = expected[0][key] - expected[1][key]
             if (change - right).abs().max() > LIKE * right.abs().max():
                 return False
     return True

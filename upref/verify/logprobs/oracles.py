@@ -106,8 +106,10 @@ class KernelCase:
             ).nan_to_num(nan=math.inf)
             times = gap.max().item() / size / max(self.tol[key], least)
             if times > worst[0]:
-                at = tuple(int(i) for i in torch.unravel_index(gap.argmax(), y.shape))
-                worst = (times, key, at, y[at].item(), found[at].item())
+                index = tuple(
+                    int(i) for i in torch.unravel_index(gap.argmax(), y.shape)
+                )
+                worst = (times, key, index, y[index].item(), found[index].item())
         return worst
 
     def does(
@@ -136,24 +138,26 @@ class KernelCase:
         """The first known fault that gives the numbers of the problem and of the plain problems,
         which the reference does not: all of them, else those of one name that is off, a
         gradient with the values that it belongs to."""
-        off = {
+        errors = {
             k: self.off(problem, KernelOutcome({k: v}), solved(problem))[0]
             for k, v in done.numbers.items()
         }
         asked = [
-            one for name in problems.plain(self.kernel) for one in self.plain(name)
+            plain_problem
+            for name in problems.plain(self.kernel)
+            for plain_problem in self.plain(name)
         ]
         asked += [(q, self.kernel(q)) for q in also]
-        names = {"": set(off)} | {
-            k: {k} if k in VALUES else {k, *VALUES} for k, x in off.items() if x > 1
+        names = {"": set(errors)} | {
+            k: {k} if k in VALUES else {k, *VALUES} for k, x in errors.items() if x > 1
         }
         for name, keys in names.items():
-            most = min(3.0, off[name] / 3 if name else max(off.values()) / 3)
+            most = min(3.0, errors[name] / 3 if name else max(errors.values()) / 3)
             for f in known("logprobs", problem):
                 if self.does(f.change, problem, done, keys, most) and all(
-                    self._same(f, *one, keys) for one in asked
+                    self._same(f, *plain_problem, keys) for plain_problem in asked
                 ):
-                    alone = name and len(off) > 1
+                    alone = name and len(errors) > 1
                     words = f"{f.words} (by the {name} alone)" if alone else f.words
                     return Cause(words, (f.id,))
         return NO_CAUSE
@@ -162,15 +166,15 @@ class KernelCase:
         self, f: LogprobFault, problem: Problem, done: KernelOutcome, keys: set[str]
     ) -> bool:
         # some code cuts tiles above a size alone
-        here = [f.change]
+        changes = [f.change]
         if f not in ANYWHERE:
             same = (
                 gradient.change
                 for gradient in known("logprobs", problem)
                 if is_same(f, gradient)
             )
-            here = [RIGHT, next(same, RIGHT)]
-        return any(self.does(gradient, problem, done, keys) for gradient in here)
+            changes = [RIGHT, next(same, RIGHT)]
+        return any(self.does(gradient, problem, done, keys) for gradient in changes)
 
     def compare(
         self,
@@ -181,7 +185,7 @@ class KernelCase:
         least: float = 0.0,
         also: Iterable[Problem] = (),
     ) -> list[Finding]:
-        times, key, at, want, found = self.off(problem, done, solved(problem), least)
+        times, key, index, want, found = self.off(problem, done, solved(problem), least)
         why = NO_CAUSE
         with contextlib.suppress(InputError):
             why = self.cause(problem, done, also) if times > 1 else why
@@ -191,7 +195,7 @@ class KernelCase:
             fail(
                 name,
                 words,
-                *number_pair(f"{key}{list(at)}", want, found),
+                *number_pair(f"{key}{list(index)}", want, found),
                 shown(problem),
                 why,
             )
@@ -234,8 +238,8 @@ def plain(name: str, why: str = "it returns no entropy") -> Oracle:
         return next(
             (
                 found
-                for words, one in asked
-                if (found := case.compare(name, words, *one))
+                for words, problem_and_outcome in asked
+                if (found := case.compare(name, words, *problem_and_outcome))
             ),
             [],
         )
@@ -261,7 +265,7 @@ def compared(
         told = False
         for words, p in asked(case.kernel).items():
             try:
-                done = case.kernel(p)
+                outcome = case.kernel(p)
             except InputError as e:
                 if refused is None:
                     raise
@@ -269,16 +273,16 @@ def compared(
                     yield note(name, f"refused: {words}{refused} ({str(e)[:120]})")
                 told = True
                 continue
-            loud = sorted(k for k, v in done.numbers.items() if v.isnan().any())
+            loud = sorted(k for k, v in outcome.numbers.items() if v.isnan().any())
             if name == "forbidden" and loud and "log-prob" not in loud:
                 yield note(
                     name, f"{words}: NaN in the {', '.join(loud)}", cause="0 times -inf"
                 )
-                done = KernelOutcome(
-                    {k: v for k, v in done.numbers.items() if k not in loud}
+                outcome = KernelOutcome(
+                    {k: v for k, v in outcome.numbers.items() if k not in loud}
                 )
             if found := case.compare(
-                name, words, p, done, least(case), also(case.kernel)
+                name, words, p, outcome, least(case), also(case.kernel)
             ):
                 yield from found
                 return
@@ -309,7 +313,9 @@ def padding(case: KernelCase) -> Iterator[Finding]:
     )
     assert p.keep is not None
     try:
-        done = case.kernel(replace(p, x=torch.where(p.keep[..., None], p.x, math.nan)))
+        outcome = case.kernel(
+            replace(p, x=torch.where(p.keep[..., None], p.x, math.nan))
+        )
     except InputError as e:
         yield note(
             "padding", f"refused: NaN in the states of a masked token ({str(e)[:120]})"
@@ -317,7 +323,7 @@ def padding(case: KernelCase) -> Iterator[Finding]:
         return
     times, key, *_ = case.off(
         p,
-        KernelOutcome({k: v for k, v in done.numbers.items() if k in VALUES}),
+        KernelOutcome({k: v for k, v in outcome.numbers.items() if k in VALUES}),
         solved(p),
     )
     if times > 1:
@@ -328,8 +334,8 @@ def padding(case: KernelCase) -> Iterator[Finding]:
             "it changes",
         )
     if (
-        "gradient of weight" in done.numbers
-        and done.numbers["gradient of weight"].isnan().any()
+        "gradient of weight" in outcome.numbers
+        and outcome.numbers["gradient of weight"].isnan().any()
     ):
         why = "NaN in the states of a masked token reaches the gradient of the weight"
         yield note("padding", why, cause="0 times NaN")
@@ -338,11 +344,12 @@ def padding(case: KernelCase) -> Iterator[Finding]:
 @oracle("determinism")
 def determinism(case: KernelCase) -> Iterator[Finding]:
     """The same logits, or hidden states, get the same numbers twice."""
-    one, two = (
+    first_numbers, second_numbers = (
         case.kernel(problems.random_problem(case.kernel)).numbers for _ in range(2)
     )
     if any(
-        not torch.equal(v.nan_to_num(), two[k].nan_to_num()) for k, v in one.items()
+        not torch.equal(v.nan_to_num(), second_numbers[k].nan_to_num())
+        for k, v in first_numbers.items()
     ):
         yield fail(
             "determinism", "the same tokens twice", "the same numbers", "other numbers"
@@ -403,9 +410,9 @@ def rounded(
 def large(case: KernelCase) -> Iterator[Finding]:
     worst = dict.fromkeys(VALUES, 0.0)
     for words, p in problems.large(case.kernel).items():
-        done = case.kernel(p)
-        yield from case.compare("large-vocabulary", words, p, done, least=0.05)
-        worst |= {k: max(worst[k], v) for k, v in gaps(done, solved(p)).items()}
+        outcome = case.kernel(p)
+        yield from case.compare("large-vocabulary", words, p, outcome, least=0.05)
+        worst |= {k: max(worst[k], v) for k, v in gaps(outcome, solved(p)).items()}
     yield from rounded(
         "large-vocabulary", worst, 2e-5, "in float32 with one peak at V = 151,936"
     )
@@ -416,24 +423,24 @@ def bfloat16(case: KernelCase) -> Iterator[Finding]:
     p = problems.random_problem(case.kernel, 8191, 7, 8, 13)
     p = replace(p, g=torch.ones_like(p.tokens).double(), g_H=None).to(torch.bfloat16)
     try:
-        done = case.kernel(p)
+        outcome = case.kernel(p)
     except InputError as e:
         yield note("bfloat16", f"bfloat16 is refused ({str(e)[:120]})")
         return
     want = solved(p)
-    off = gaps(done, want)
+    gaps_found = gaps(outcome, want)
     size = want.numbers["log-prob"].abs().max().item()
-    if max(off["log-prob"], off.get("entropy", 0.0)) / size <= HALF:
-        yield from rounded("bfloat16", off, 1e-4, "for bfloat16 inputs")
+    if max(gaps_found["log-prob"], gaps_found.get("entropy", 0.0)) / size <= HALF:
+        yield from rounded("bfloat16", gaps_found, 1e-4, "for bfloat16 inputs")
     else:
         yield from case.compare(
-            "bfloat16", "hidden states and weight in bfloat16", p, done, least=HALF
+            "bfloat16", "hidden states and weight in bfloat16", p, outcome, least=HALF
         )
-    yield from _scaled(done, want)
-    if "gradient of weight" in off:
+    yield from _scaled(outcome, want)
+    if "gradient of weight" in gaps_found:
         exact = want.numbers["gradient of weight"]
         times = (
-            off["gradient of weight"]
+            gaps_found["gradient of weight"]
             / (exact.bfloat16().double() - exact).abs().max().item()
         )
         if not times <= MANY:
@@ -443,7 +450,7 @@ def bfloat16(case: KernelCase) -> Iterator[Finding]:
                 words,
                 Number(MANY, "at most"),
                 Number(times),
-                cause=_summed(p, done, exact),
+                cause=_summed(p, outcome, exact),
             )
         elif times > ONE_ROUNDING:
             words = f"8,191 tokens: dW is off by {times:.1f} times what rounding the exact one once costs"
@@ -481,14 +488,14 @@ def _summed(problem: Problem, done: KernelOutcome, exact: Tensor) -> str:
         -1
     ).flatten(0, 1)
     found = done.numbers["gradient of weight"]
-    near = {}
+    distances = {}
     for n in (2**k for k in range(11)):
         total = torch.zeros_like(exact, dtype=torch.bfloat16)
         for u, v in zip(dx.split(n), x.split(n), strict=True):
             total += (u.T @ v).bfloat16()
-        near[n] = (found - total.double()).abs().max().item()
-    n = min(near, key=near.__getitem__)
-    like = near[n] <= 0.35 * (found - exact).abs().max()
+        distances[n] = (found - total.double()).abs().max().item()
+    n = min(distances, key=distances.__getitem__)
+    like = distances[n] <= 0.35 * (found - exact).abs().max()
     if like:
         return f"dW is added up in bfloat16, {n} token{'s' if n > 1 else ''} at a time"
     return ""

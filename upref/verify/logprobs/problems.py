@@ -90,14 +90,14 @@ def masked(problem: Problem, keep: list[list[int]], **changes: Any) -> Problem:
         keep: for each row, the tokens that are compared.
         **changes: other fields of the Problem.
     """
-    kept = torch.tensor(keep, dtype=torch.bool)
+    is_kept = torch.tensor(keep, dtype=torch.bool)
 
     def cut(u: Tensor | None) -> Tensor | None:
         """An upstream gradient, 0 on the other tokens."""
-        return None if u is None else u * kept
+        return None if u is None else u * is_kept
 
     return replace(
-        problem, g=cut(problem.g), g_H=cut(problem.g_H), keep=kept, **changes
+        problem, g=cut(problem.g), g_H=cut(problem.g_H), keep=is_kept, **changes
     )
 
 
@@ -115,13 +115,13 @@ def plain(kernel: Kernel) -> dict[str, dict[str, Problem]]:
     used |= (
         {"entropy-gradient": {"g": None}, "gradients": {}} if kernel.has_entropy else {}
     )
-    one = random_problem(kernel, 1, **none)
-    ten = random_problem(kernel, 10, 19, 6, 1, **none)
+    small = random_problem(kernel, 1, **none)
+    larger = random_problem(kernel, 10, 19, 6, 1, **none)
     out = {
         "values": {
             "temperature 1": random_problem(kernel, **none),
-            "one token": one,
-            "10 tokens, 19 ids": ten,
+            "one token": small,
+            "10 tokens, 19 ids": larger,
         }
     }
     if "temperature" in kernel.settings:
@@ -232,10 +232,10 @@ def peaks(kernel: Kernel) -> dict[str, Problem]:
     Returns:
         Problems by their words.
     """
-    at = [(h, V, i) for h in HEIGHTS for V in (9, 1029) for i in (0, V // 2, V - 1)]
+    places = [(h, V, i) for h in HEIGHTS for V in (9, 1029) for i in (0, V // 2, V - 1)]
     return {
         f"the logit of token {i} of {V} is {h:g} above the rest": peak(kernel, V, i, h)
-        for h, V, i in at
+        for h, V, i in places
     }
 
 
@@ -250,14 +250,14 @@ def large(kernel: Kernel, V: int = 151_936) -> dict[str, Problem]:
         Problems by their words.
     """
 
-    def high(at: int) -> Problem:
+    def high(place: int) -> Problem:
         """A problem whose token `at` has a p near 0.9."""
-        p = peak(kernel, V, at, math.log(V) + 2.8, 4)
+        p = peak(kernel, V, place, math.log(V) + 2.8, 4)
         return replace(p, g=None, g_H=None).to(torch.float32)
 
     return {
-        f"{V:,} ids in float32, token {at} with p near 0.9": high(at)
-        for at in (0, V - 1)
+        f"{V:,} ids in float32, token {place} with p near 0.9": high(place)
+        for place in (0, V - 1)
     }
 
 

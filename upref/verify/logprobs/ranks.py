@@ -67,9 +67,9 @@ def _rank(
         )
         # os._exit, which is replaced in the process of the check alone
         with state_restored():
-            done = kernel(shard(problem, rank, ranks))
+            outcome = kernel(shard(problem, rank, ranks))
         dist.barrier()
-        to.send({k: v.tolist() for k, v in done.numbers.items()})
+        to.send({k: v.tolist() for k, v in outcome.numbers.items()})
     except Gone as e:
         to.send(e)
     except BaseException as e:
@@ -128,14 +128,14 @@ def compared(
             of
         hidden states are added up already.
     """
-    every = outcomes(kernel, problem, ranks)
+    all_outcomes = outcomes(kernel, problem, ranks)
     h = "gradient of hidden"
 
     def worst(numbers: dict[str, Any], want: dict[str, Tensor]) -> tuple[Any, ...]:
         """What `off` answers of these numbers of a rank."""
         return off(problem, KernelOutcome(numbers), KernelOutcome(want), SINGLE)
 
-    for rank, found in enumerate(every):
+    for rank, found in enumerate(all_outcomes):
         want = solved(problem).numbers
         want |= {
             f"gradient of {k}": solved(problem)
@@ -147,21 +147,21 @@ def compared(
         if h in found:
             reduced, right = (
                 worst({h: v}, want)[0] <= 1
-                for v in (found[h], sum(q[h] for q in every))
+                for v in (found[h], sum(q[h] for q in all_outcomes))
             )
             how = "is already added up" if reduced else "is this rank's part: add it up"
             if right and not rank:
                 yield note(
                     "ranks", f"on each rank the gradient of the hidden states {how}"
                 )
-        times, key, at, x, y = worst(
+        times, key, index, x, y = worst(
             {k: v for k, v in found.items() if k != h or not (reduced or right)}, want
         )
         if times > 1:
             regime = f"rank {rank} of {ranks}, each with a part of the vocabulary"
             why = _why(found, want, problem, rank, ranks, worst)
             yield fail(
-                "ranks", regime, *number_pair(f"{key}{list(at)}", x, y), cause=why
+                "ranks", regime, *number_pair(f"{key}{list(index)}", x, y), cause=why
             )
             return
 
@@ -176,14 +176,14 @@ def _why(
 ) -> str:
     parts = [states(shard(problem, i, ranks)) for i in range(ranks)]
     lp = want["log-prob"]
-    whole = log_sum(states(problem))
-    own = parts[rank]
+    log_sum_of_all = log_sum(states(problem))
+    of_rank = parts[rank]
     V = parts[0].shape[-1]
     unshifted = sum(
         (pick(z, problem.tokens.clamp(max=V - 1)) for z in parts), 0 * lp
     ).masked_fill(problem.tokens >= V, 0)
     from_own_max = (
-        own.amax(-1)
+        of_rank.amax(-1)
         + sum(((z - z.amax(-1, True)).exp().sum(-1) for z in parts), 0 * lp).log()
     )
     grads = {k: v for k, v in want.items() if k.startswith("gradient")}
@@ -193,11 +193,13 @@ def _why(
         },
         "log(ranks) is added": {"log-prob": lp + math.log(ranks)},
         "the normalizer is that of this rank's part alone": {
-            "log-prob": lp + whole - log_sum(own)
+            "log-prob": lp + log_sum_of_all - log_sum(of_rank)
         },
-        "each rank subtracts its own maximum": {"log-prob": lp + whole - from_own_max},
+        "each rank subtracts its own maximum": {
+            "log-prob": lp + log_sum_of_all - from_own_max
+        },
         "the ids are not shifted by the rank's first id": {
-            "log-prob": unshifted - whole
+            "log-prob": unshifted - log_sum_of_all
         },
         "the gradient is multiplied by the number of ranks: a sum over ranks is differentiated as a sum": {
             k: v * ranks for k, v in grads.items()
@@ -206,7 +208,7 @@ def _why(
             k: v / ranks for k, v in grads.items()
         },
         "there is no gradient": {k: 0 * v for k, v in grads.items()},
-        "the entropy is that of this rank's part alone": {"entropy": entropy(own)},
+        "the entropy is that of this rank's part alone": {"entropy": entropy(of_rank)},
     }.items():
         keys = change if "log-prob" in change else found
         if worst({k: found[k] for k in keys if k in found}, want | change)[0] <= 1:
