@@ -380,6 +380,7 @@ def _over_std(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
 
 
 def _check(rewards: Tensor, group: Tensor | None, optional: bool = False) -> None:
+    """Refuse rewards and group ids that no estimator can read."""
     if not is_materialized(rewards) or rewards.ndim != 1 or rewards.numel() == 0:
         raise InputError(
             f"rewards must be a tensor [N], one number per response, and not empty, got {describe(rewards)}."

@@ -157,6 +157,7 @@ class Objective:
         )
 
     def _read_weight(self) -> None:
+        """Note what the closed form reads beside r and A."""
         weighs = _parameters(self.closed_form, 0, "closed_form")
         put = partial(object.__setattr__, self)
         put(
@@ -424,6 +425,7 @@ class Objective:
         )
 
     def _extras(self, mask: Any, entropy: Any, group: Any) -> dict[str, Any]:
+        """The arguments beside log-probabilities and A that the function takes."""
         wants = self._extra_names
         if "entropy" in wants and entropy is None:
             raise InputError(
@@ -533,6 +535,9 @@ class Objective:
         return bool({"mu", "log_mu"} & set(self.reads))
 
     def _closed(self, r: Any, A: Any, have: dict[str, Any], hp: Any) -> Any:
+        """The closed form at these ratios; InputError where it needs more than is
+        there.
+        """
         missing = [k.removeprefix("log_") for k in self.reads if have[k] is None]
         if missing:
             raise InputError(
@@ -681,6 +686,7 @@ def objective(
     """
 
     def wrap(fn: Callable[..., Any]) -> Objective:
+        """Make the Objective of this function."""
         return Objective(
             fn.__name__,
             fn,
@@ -745,6 +751,7 @@ def _number(x: Any) -> bool:
 def _parameters(
     fn: Callable[..., Any], least: int, name: str
 ) -> list[inspect.Parameter]:
+    """The parameters of a function of an objective, at least so many."""
     try:
         takes = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):

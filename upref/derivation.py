@@ -232,6 +232,7 @@ def symbolic_J(
 def _weights(
     objective: Objective, A: Expr, r: list[Any], mu: Expr, hp: dict[Any, Any]
 ) -> list[Expr]:
+    """The closed form of the weight of each token, as sympy expressions."""
     first = [log(x) for x in r] if objective.reads_log_r else r
     have = {"mu": mu, "log_mu": log(mu), "mask": np.ones((1, len(r)), dtype=bool)}
     if objective.level == "custom":
@@ -286,6 +287,7 @@ def _roots(f: Expr, r: Symbol, end: Expr) -> list[Expr]:
 
 
 def _interval(low: str, r: str, high: str) -> str:
+    """An interval of r in words."""
     if (low, high) == ("0", "oo"):
         return f"every {r}"
     if high == "oo":

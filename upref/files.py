@@ -43,6 +43,9 @@ def write_atomically(path: Path | str, content: bytes | str) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
+    """Write a draft beside the file, put it in its place, and remove drafts that
+    others left.
+    """
     start = f".{path.name[:180]}."
     draft = _held_draft(path, start)
     try:

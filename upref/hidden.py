@@ -253,6 +253,7 @@ def _wants_second_gradient(inputs: tuple[Tensor | None, ...]) -> bool:
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(hidden: Any, weight: Any, bias: Any, tokens: Any, head: Any) -> Any:
+        """log-probabilities and entropies, one tile of the vocabulary at a time."""
         # here, where vmap shows values
         check_tokens(tokens, hidden.shape[:-1], len(weight), "hidden", "tokens")
         shape = tokens.shape
@@ -310,6 +311,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
+        """The gradients of states, weight and bias."""
         # once: a second look has no values under torch.utils.checkpoint
         saved = ctx.saved_tensors
         if _wants_second_gradient((*saved, *upstream)):
@@ -324,6 +326,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def _gradients(head: Any, wants: Any, saved: Any, g: Any, g_H: Any, *_: Any) -> Any:
+        """The gradients that are wanted, one tile of the vocabulary at a time."""
         (hidden, weight, bias, tokens, log_z, H), (want_h, want_W, want_b, *_) = (
             saved,
             wants,
@@ -388,6 +391,7 @@ class _LogProbs(torch.autograd.Function):
         tokens: Any,
         head: Any,
     ) -> Any:
+        """A batch of states and tokens as one call with one dimension more."""
         if in_dims[1] is not None or in_dims[2] is not None:
             raise InputError(
                 "vmap over weight or bias is not supported: call token_log_probs once for each of them."

@@ -108,6 +108,9 @@ def _again(unraisable: Any) -> None:
 
 
 def _end(kind: Any, error: Any, trace: Any) -> None:
+    """End with one line and the status of a shell, where Ctrl-C or a signal ended
+    the program.
+    """
     if issubclass(kind, ImportError) and _came:
         with suppress(BlockingIOError):
             numbers = {*os.read(_came[0], 4096)} & {signal.SIGINT, signal.SIGTERM}

@@ -148,6 +148,7 @@ def _pick(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 
 def _check(logits: Tensor, temperature: float) -> None:
+    """Refuse logits and temperatures of which there are no log-probabilities."""
     if (
         not is_materialized(logits)
         or not logits.is_floating_point()

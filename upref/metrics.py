@@ -221,6 +221,7 @@ def _plain(x: Any) -> Any:
 
 
 def _vote(problem: int, row: Sequence[Hashable], verdicts: np.ndarray) -> float:
+    """The share of the most frequent answers to one problem that is right."""
     verdict: dict[Hashable, bool] = {None: False}
     for answer, right in zip(row, verdicts.tolist(), strict=True):
         if not isinstance(answer, Hashable):
@@ -237,6 +238,7 @@ def _vote(problem: int, row: Sequence[Hashable], verdicts: np.ndarray) -> float:
 
 
 def _table(correct: Any) -> np.ndarray:
+    """The verdicts as a bool array [P, n]."""
     try:
         table = np.asarray(correct)
     except (TypeError, ValueError) as e:

@@ -26,6 +26,7 @@ inf = math.inf
 
 
 def _reader(*xs: Any) -> str:
+    """The library whose functions these arguments need: torch, sympy or numpy."""
     if any(isinstance(x, Tensor) for x in xs):
         return "torch"
     # a symbol can only exist where sympy was imported; never import it for torch

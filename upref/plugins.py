@@ -232,6 +232,9 @@ def absent(package: str) -> str:
 
 
 def _loaded(group: str) -> dict[str, Any]:
+    """What other packages add to this group, by name; a warning for one that does
+    not load.
+    """
     found = {}
     for entry in entry_points(group=group):
         try:

@@ -27,6 +27,7 @@ __all__ = [
 
 
 def _load() -> dict[str, Objective]:
+    """All registered objectives; their modules are imported once."""
     if not _loaded:
         from upref import objectives, transforms  # noqa: F401  # it registers them
 

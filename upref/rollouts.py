@@ -149,6 +149,7 @@ class Rollouts:
         )
 
     def _check_types(self) -> None:
+        """Refuse fields of another type or shape than they are declared with."""
         if self._plain() and self.mask.numel():
             return
         shapes = (
@@ -184,6 +185,7 @@ class Rollouts:
                 )
 
     def _check_logp(self, name: str, x: Tensor) -> None:
+        """Refuse log-probabilities above 0, NaN or infinite, on unmasked slots."""
         # a fused log-softmax may overshoot 0 by rounding, not by more
         most = min(100 * torch.finfo(x.dtype).eps, 1e-3)
         low, high = _ends(x)

@@ -253,7 +253,10 @@ def _correction(
     """
 
     def wrap(factor: Callable[..., Any]) -> Callable[[Objective], Objective]:
+        """Make an objective with this correction out of one without."""
+
         def make(base: Any) -> Objective:
+            """The objective with this factor of its sampler."""
             if not isinstance(base, Objective):
                 got = type(base).__name__
                 raise InputError(

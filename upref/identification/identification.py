@@ -198,6 +198,7 @@ class Identification(Result):
         return f"upref.check({', '.join([self.loss, repr(m.name), *hp])})"
 
     def _head(self) -> str:
+        """The answer in one sentence."""
         if self.kind == "none":
             if self.matches:
                 near = f"; the nearest is {self.matches[0]}, {self.distance:.2g} away"

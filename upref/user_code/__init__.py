@@ -239,6 +239,7 @@ def _named(name: str) -> Objective:
 def _plain(
     name: str, fn: Callable[..., Any], objective: Objective, hp: dict[str, Any]
 ) -> Loss:
+    """A function read by its parameters' names, or one that takes the whole batch."""
     all_parameters = parameters(fn)
     required = [
         p
@@ -448,6 +449,7 @@ def rollouts(full: Mapping[str, Any]) -> Rollouts:
 
 
 def _objective(theirs: Objective, objective: Objective, hp: dict[str, Any]) -> Loss:
+    """An Objective of the user, read as a loss."""
     known = frozenset(theirs.hyperparameters)
 
     def call(full: Mapping[str, Any], settings: dict[str, Any]) -> Any:

@@ -209,6 +209,7 @@ class Kernel:
         )
 
     def _outputs(self, answer: Any, shape: torch.Size) -> dict[str, Tensor]:
+        """The tensors of an answer by name, checked for shape and type."""
         if isinstance(answer, Mapping):
             answer = (_entry(answer, "logp", "log_p"), _entry(answer, "entrop"))
         parts = list(answer) if isinstance(answer, tuple | list) else [answer]

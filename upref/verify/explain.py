@@ -439,6 +439,7 @@ def _two(
                 known_fault: LossFault = known_fault,
                 term: LossFault = term,
             ) -> Tensor:
+                """The weights with the two faults."""
                 return known_fault.change.weights(objective, plain_hp, batch) + part(
                     term, batch
                 )
@@ -623,6 +624,7 @@ def _number(v: float | None, digits: int) -> str:
 
 
 def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:
+    """Hyperparameters with other values than these, in words."""
     said = "; ".join(
         f"{k} is {_number(v, 6)}, not {_number(hp[k], 6)}" for k, v in moved.items()
     )

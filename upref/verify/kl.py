@@ -275,7 +275,10 @@ def _words(key: str) -> str:
 
 # ---- the oracles ---------------------------------------------------------------------
 def _pointwise(which: int, name: str, what: str) -> Oracle:
+    """The oracle of the values (which = 0) or of the slopes (1) on single tokens."""
+
     def look(case: KlCase) -> Iterator[Finding]:
+        """A failure at the token that differs most."""
         want, found, errors = case.off(NEAR, which)
         i = int(errors.argmax())
         if errors[i] > case.term.tol:

@@ -113,6 +113,7 @@ class BlackBox:
             return (self.gradient(batch) - self.kl_weights(batch))[:, 0].numpy()
 
         def weight(r: Any, A: Any, mu: Any) -> Any:
+            """The weight at each point, a bounded number of points in one batch."""
             points = np.broadcast_arrays(r, A, mu)
             flat = [x.ravel() for x in points]
             n = 1 if self.batch_coupled else AT_ONCE

@@ -40,6 +40,7 @@ def describe_pair(expected: Number | str, found: Number | str) -> tuple[str, str
 
 
 def _describe(x: Number | str, digits: int) -> str:
+    """A number with its unit and its remark, in words."""
     if isinstance(x, str):
         return x
     text = f"{x.value + 0.0:.{digits}g}"
@@ -70,6 +71,7 @@ def describe_places(place: TokenPlace, also: Sequence[TokenPlace] = ()) -> str:
 
 
 def _describe_tokens(place: TokenPlace) -> str:
+    """The tokens that differ, in words."""
     if place.decided_by:
         tokens = DECIDED_BY[place.decided_by]
     else:
@@ -124,6 +126,7 @@ def describe_example(example: Example) -> str:
 
 
 def _rollouts(example: Example) -> Iterator[str]:
+    """Lines of Python that make the batch of an example."""
     if example.code:
         yield example.code
         return
@@ -154,6 +157,7 @@ def _describe_size(responses: int, tokens: int) -> str:
 
 
 def _arguments(example: Example) -> Iterator[str]:
+    """Lines of Python that make the arguments of an example."""
     if example.code:
         yield example.code
     for name, numbers in example.inputs.items():

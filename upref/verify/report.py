@@ -384,6 +384,7 @@ class Report(Result):
         return faults
 
     def _head(self) -> str:
+        """The verdict in one line."""
         hp = ", ".join(f"{k}={v:g}" for k, v in self.hp.items() if v is not None)
         n = len(self.faults)
         m = len(self.notes)
@@ -463,6 +464,7 @@ def restores_state(check: Callable[..., R]) -> Callable[..., R]:
 
     @wraps(check)
     def one(*args: Any, **kwargs: Any) -> R:
+        """Do the check, and note what it changed of the process."""
         with state_restored() as changed:
             report = check(*args, **kwargs)
         if not changed:

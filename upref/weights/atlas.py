@@ -108,6 +108,7 @@ def atlas() -> "Figure":
 
 
 def _legend(fig: "Figure", x: float, y: float) -> None:
+    """The legend of both kinds of pictures, in their colors."""
     from matplotlib.artist import Artist
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea, VPacker
 
@@ -151,6 +152,9 @@ def _style(color: str) -> dict[str, Any]:
 
 
 def _heading(fig: "Figure", group: Any, x: Any, y: Any, line: Any) -> None:
+    """The name of a group of objectives that have one curve, and the other names
+    below it.
+    """
     called = [c.name for c in group]
     rest = ""
     for name in called[1:]:
@@ -199,6 +203,7 @@ def _rank(curve: Curve) -> tuple[float, float, str, str]:
 
 
 def _weight(ax: "Axes", curve: Curve, grey: Any) -> None:
+    """Draw the weight against r, for both signs of A."""
     reach = half_width(curve, 0.1)
     for xy in grey:
         ax.plot(*xy, color=GREY, lw=0.9, zorder=1)
@@ -218,6 +223,7 @@ def _weight(ax: "Axes", curve: Curve, grey: Any) -> None:
 
 
 def _cap(ax: "Axes", curve: Curve, grey: Any) -> None:
+    """Draw the Cap against mu, for both signs of A."""
     for cap in grey:
         ax.loglog(MU, cap, color=GREY, lw=0.9, zorder=1)
     for A, color in ((1.0, UP), (-1.0, DOWN)):

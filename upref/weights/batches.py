@@ -107,6 +107,7 @@ def high_entropy_weight(
     """
 
     def weight(r: Any, A: Any, mu: Any) -> np.ndarray:
+        """The weight of the first of two tokens, which has the higher entropy."""
         points = np.broadcast_arrays(r, A, mu)
         x, A, mu = (
             torch.tensor(v.reshape(-1, 1)).expand(-1, 2).clone() for v in points
@@ -313,6 +314,7 @@ def _responses(cases: list[Any], level: str, rng: np.random.Generator) -> Any:
 
 
 def _rollouts(rows: list[Any], rng: np.random.Generator) -> Rollouts:
+    """The batch of these rows of tokens (A, log π_old, log r), padded."""
     if not rows:
         raise InputError("the regime grid is empty: choose a smaller thin.")
     T = max(map(len, rows)) + 1  # one column of padding at least

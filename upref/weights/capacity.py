@@ -136,6 +136,7 @@ def own_token_bound(
 
 
 def _checked_points(pi: Any, pi_old: Any, adv: Any) -> list[np.ndarray]:
+    """The three arguments as arrays; InputError where they are no such numbers."""
     points = []
     for name, x in (("pi", pi), ("pi_old", pi_old), ("adv", adv)):
         try:

@@ -128,6 +128,7 @@ class Curve:
         return out, np.concatenate(alive)
 
     def _find(self, A: Any, mu: Any, r: Any, ends: bool) -> Any:
+        """The jumps of the weight between these ratios."""
         reach = 1 / mu if self.reads_mu and mu is not None else np.inf
         r = np.broadcast_to(np.minimum(r, reach), (len(A), len(r)))
         return find(
@@ -225,6 +226,7 @@ def _weight(
     A: Any,
     mu: Any,
 ) -> np.ndarray:
+    """The weight of an objective, as a curve has it."""
     return objective.weight(r, A, mu=mu, **hp) + 0 * r
 
 
@@ -295,6 +297,7 @@ def of_loss(loss: Any, settings: dict[str, Any] | None = None) -> Curve:
 
 
 def _measured(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
+    """The weight of a loss at each point, a bounded number of points in one batch."""
     points = np.broadcast_arrays(r, A, mu)
     flat = [x.ravel() for x in points]
     parts = [
@@ -328,6 +331,7 @@ def _crowd(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
 
 
 def _gradient(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
+    """The gradient of a loss at each point, without its KL term's."""
     batch = single_token_batch(A, r, mu)
     gradient = loss.gradient(batch)
     if "logp_ref" in getattr(loss, "reads", ()):  # what is left at A = 0 is its KL term

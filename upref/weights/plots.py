@@ -168,6 +168,7 @@ def cap_panels(panels: list[Panel], n: int = 400, log: bool = False) -> "Figure"
 def _cap_square(
     ax: Any, panel: Panel, n: int, colors: dict[str, Any], log: bool
 ) -> Any:
+    """Draw the Cap as colors over (mu, pi), and name the regions in which it is 0."""
     x = (np.arange(n) + 0.5) / n  # of the square; of a probability too, unless log
     mu, p = np.meshgrid(x, x)
     pi = (LEAST ** (1 - p), LEAST ** (1 - mu)) if log else (p, mu)

@@ -70,6 +70,7 @@ def check_advantages(
 
 
 def _assumed(case: AdvantageCase) -> list[str]:
+    """What the comparison has assumed, in words."""
     even_batch = case.batch(EVEN)
     by = case.divided
     out = []

@@ -123,6 +123,7 @@ class Function:
         )
 
     def _inputs(self, R: Sequence[Any], group: Sequence[int]) -> dict[str, Any]:
+        """The arguments of a call, in the kinds and shapes that the function takes."""
         N = len(R)
         ends = torch.tensor(self._lengths(R, group))
         n = list(group).count(group[0])
@@ -276,6 +277,7 @@ def _by_token(reading: Reading) -> bool:
 
 
 def _kinds(every: Sequence[inspect.Parameter], reading: Reading) -> tuple[str, ...]:
+    """The kinds of arguments to try, those first that names and annotations suggest."""
     hints = " ".join(str(p.annotation) for p in every).lower()
     likely = [
         kind

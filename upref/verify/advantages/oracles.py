@@ -73,6 +73,7 @@ def quiet(
 
 @oracle("values")
 def values(case: AdvantageCase) -> Iterator[Finding]:
+    """The advantages of even groups, and what an eps that was found does to them."""
     yield from case.compare("values", "even groups", EVEN)
     eps = case.divided.eps
     if not eps or "eps" in case.hp:
@@ -106,6 +107,7 @@ def interleaving(case: AdvantageCase) -> Iterator[Finding]:
 
 @oracle("large-groups", not_run=wrong_already)
 def large_groups(case: AdvantageCase) -> Iterator[Finding]:
+    """Many responses to a prompt, graded rewards, many prompts."""
     yield from case.compare(
         "large-groups", "graded rewards between 0 and 1", exact.FINE
     )
@@ -149,6 +151,7 @@ def group_ids(case: AdvantageCase) -> Iterator[Finding]:
 
 @oracle("random", not_run=either(no_ids, wrong_already))
 def random(case: AdvantageCase) -> Iterator[Finding]:
+    """The first difference on random batches."""
     rng = np.random.default_rng(0)
     for n in range(200):
         N = int(rng.integers(2, 13))
@@ -183,6 +186,7 @@ def _with_peers(batch: RewardBatch) -> RewardBatch:
 @oracle("singletons", not_run=either(no_ids, no_groups))
 @quiet
 def singletons(case: AdvantageCase) -> Iterator[Finding]:
+    """A prompt with one response."""
     A = case.f(SINGLE)
     want = case.expected(SINGLE)
     alone = (0, 4)
@@ -211,6 +215,7 @@ def singletons(case: AdvantageCase) -> Iterator[Finding]:
 @oracle("equal-rewards", not_run=no_baseline)
 @quiet
 def equal_rewards(case: AdvantageCase) -> Iterator[Finding]:
+    """A prompt whose responses all have one reward."""
     b = exact.EQUAL
     if case.f.contiguous:
         b = RewardBatch((Fraction(1, 10),) * 8 + EVEN.R[:8], (0,) * 8 + (1,) * 8)
@@ -317,6 +322,7 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
 @oracle("permutation", not_run=no_ids)
 @quiet
 def permutation(case: AdvantageCase) -> Iterator[Finding]:
+    """The rows in another order have the same advantages."""
     batch = case.batch(UNEVEN)
     order = [5, 0, 11, 3, 8, 1, 10, 2, 7, 4, 9, 6]
     A = [case.f(batch)[i] for i in order]

@@ -118,6 +118,7 @@ def _twice(ddof: int, batch: RewardBatch, right: Floats, k: float) -> Floats:
 
 
 def _answers() -> Iterator[AdvantageFault]:
+    """Faults that change the right advantages themselves."""
     itself = "the mean includes the response itself: G/(G-1) is missing"
     yield _named(
         itself, "group_mean", 1, id="mean-includes-itself", of=("leave_one_out",)
@@ -328,6 +329,9 @@ def _formula(
     *,
     id: str,
 ) -> AdvantageFault:
+    """A fault with another center, over the rows that `where` names, or another
+    spread, over the rows that `there` names.
+    """
     var = partial(_spread, spread, there or where) if spread else None
     return Fault(
         words,

@@ -183,6 +183,7 @@ def shifted(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             way: Any = way,
             zeros: bool = zeros,
         ) -> Rollouts:
+            """The batch with these fields shifted."""
             every = {
                 "logp_old": batch.logp_old,
                 "adv": batch.adv.expand_as(batch.mask),
@@ -299,6 +300,7 @@ def _under(
     """
 
     def weigh(batch: Rollouts) -> Tensor:
+        """The weights under the other mask."""
         changed = batch.but(mask=mask(batch), totals=None)
         f = declared_aggregation(objective)
         times = 1.0 if counted else (FACTORS[f](changed) / FACTORS[f](batch))[:, None]
@@ -363,6 +365,7 @@ def renormalized() -> Iterator[LossFault]:
                 of: Any = of,
                 at: Any = (center, divide, ddof, eps, root),
             ) -> Rollouts:
+                """The batch with advantages that are normalized once more."""
                 (x, same), (center, divide, ddof, eps, root) = of(batch), at
                 n = same.sum(1, keepdim=True)
                 mean = (same @ x)[:, None] / n

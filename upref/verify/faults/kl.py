@@ -80,6 +80,7 @@ BACKWARD = Fault(
 
 
 def known() -> Iterator[KLFault]:
+    """All known faults of a KL term, in the order in which they are tried."""
     yield from (FLIPPED, INVERTED, PLUS, NEGATIVE, NO_LOG, ABSOLUTE)
     yield Fault("half of k3", lambda lp, ref: k3(lp, ref) / 2, id="k3-halved")
     yield SQUARE

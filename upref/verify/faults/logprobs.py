@@ -156,6 +156,7 @@ def _frozen(problem: Problem) -> Problem:
 def _capped(
     words: str, f: Callable[[Tensor, float, float], Tensor], id: str
 ) -> LogprobFault:
+    """A fault of the softcap; none where a problem has no softcap."""
     return fault(
         f"the softcap {words}",
         id=id,
@@ -603,6 +604,7 @@ def known(problem: Problem) -> Iterator[LogprobFault]:
 def _normalizer(
     words: str, change: Callable[[Tensor], Tensor], id: str, size: int
 ) -> LogprobFault:
+    """A fault of the sum over the vocabulary."""
     return fault(
         words,
         id=id,
@@ -613,6 +615,7 @@ def _normalizer(
 
 
 def _columns(V: int, n: int) -> Iterator[LogprobFault]:
+    """Faults of a kernel that has tiles of n columns of the vocabulary, V."""
     full_blocks = V // n * n
     padded = -(-V // n) * n
     last = (V - 1) // n * n
@@ -683,6 +686,7 @@ def _running(x: Tensor, n: int, factor: Tensor | None = None) -> Tensor:
 
 
 def _rows(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
+    """Faults of a kernel that has tiles of n tokens."""
     N = shape.numel()
     index = torch.arange(N).reshape(shape)
     last = index >= N // n * n

@@ -125,6 +125,9 @@ def fault(
 
 
 def _slope(J: Term, batch: Rollouts) -> Tensor:
+    """dJ/dlp of a term on each token, times the length where the term is one of each
+    response.
+    """
     x = batch.logp.detach().clone().requires_grad_()
     y = J(x, batch.logp_old, batch.adv.expand_as(x), batch.mask)
     if not y.requires_grad:
@@ -584,6 +587,7 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
             def folded(
                 batch: Rollouts, k: Callable[..., Any] = k, old: bool = old
             ) -> Tensor:
+                """The weights where the KL term is subtracted from the advantages."""
                 kl = sg(
                     _of(k, batch.but(logp=batch.logp_old) if old else batch, batch.mask)
                 )
@@ -1224,6 +1228,7 @@ def _forms(
                 over: Callable[..., Any] = over,
                 way: Callable[..., Any] = way,
             ) -> Tensor:
+                """The weights with one ratio for all tokens."""
                 f = FACTORS[declared_aggregation(objective)](batch)[:, None]
 
                 def log_r_of_all(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
@@ -1250,6 +1255,7 @@ def _forms(
             )
 
     def multiplied(batch: Rollouts) -> Tensor:
+        """The weights with the product of a response's ratios."""
         w = _slope(
             lambda lp, old, A, m: ppo(
                 exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(lp), A

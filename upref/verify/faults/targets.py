@@ -118,6 +118,7 @@ def _of_batch(objective: Objective, hp: dict[str, Any], batch: Rollouts) -> Tens
 def _mean_of_groups(
     objective: Objective, hp: dict[str, Any], batch: Rollouts
 ) -> Tensor:
+    """The weights as a mean over groups of means over their responses."""
     return (
         unit_weights(objective, batch, hp)
         / _size(batch)

@@ -190,6 +190,7 @@ LIKE = 0.25
 
 
 def _assumed(kernel: Kernel) -> list[str]:
+    """What the comparison has assumed, in words."""
     out = [
         f"it takes tokens [{'N' if kernel.flat else 'B, T'}], given in {str(kernel.dtype).removeprefix('torch.')}"
     ]

@@ -120,6 +120,9 @@ class KernelCase:
         keys: set[str],
         most: float = 3.0,
     ) -> bool:
+        """Whether the reference with this change gives these numbers, within a
+        multiple of their tolerance.
+        """
         if f.inner:
             rows = torch.arange(problem.tokens.shape[-1]).expand_as(problem.tokens)
             problem = replace(problem, keep=(rows > 0) & (rows < rows.max()))
@@ -165,6 +168,9 @@ class KernelCase:
     def _same(
         self, f: LogprobFault, problem: Problem, done: KernelOutcome, keys: set[str]
     ) -> bool:
+        """Whether this fault gives the numbers of a plain problem. Where it may act on
+        large sizes alone, the reference or a fault that is the same may give them.
+        """
         # some code cuts tiles above a size alone
         changes = [f.change]
         if f not in ANYWHERE:
@@ -185,6 +191,7 @@ class KernelCase:
         least: float = 0.0,
         also: Iterable[Problem] = (),
     ) -> list[Finding]:
+        """A failure with the number that differs most, or nothing."""
         times, key, index, want, found = self.off(problem, done, solved(problem), least)
         why = NO_CAUSE
         with contextlib.suppress(InputError):
@@ -233,7 +240,10 @@ def wrong(case: KernelCase) -> str:
 
 
 def plain(name: str, why: str = "it returns no entropy") -> Oracle:
+    """The oracle of the plain problems of this name."""
+
     def look(case: KernelCase) -> list[Finding]:
+        """The first difference on these problems."""
         asked = zip(problems.plain(case.kernel)[name], case.plain(name), strict=True)
         return next(
             (
@@ -262,6 +272,7 @@ def compared(
     """
 
     def look(case: KernelCase) -> Iterator[Finding]:
+        """What each problem shows: a difference, NaN, or a refusal."""
         told = False
         for words, p in asked(case.kernel).items():
             try:
@@ -292,6 +303,7 @@ def compared(
 
 @oracle("repeated-backward", not_run=wrong)
 def repeated(case: KernelCase) -> Iterator[Finding]:
+    """The backward pass, twice."""
     again = case.kernel(problems.random_problem(case.kernel), twice=True).again
     if again == "other numbers":
         why = "the backward changes a buffer that it reads"
@@ -308,6 +320,7 @@ def repeated(case: KernelCase) -> Iterator[Finding]:
 
 @oracle("padding", not_run=wrong)
 def padding(case: KernelCase) -> Iterator[Finding]:
+    """NaN in the states of masked tokens reaches nothing."""
     p = problems.masked(
         problems.random_problem(case.kernel, 6, 9, 3, 12), [[1, 1, 1], [1, 0, 0]]
     )
@@ -358,6 +371,7 @@ def determinism(case: KernelCase) -> Iterator[Finding]:
 
 @oracle("mutation")
 def mutation(case: KernelCase) -> Iterator[Finding]:
+    """The inputs are left as they were."""
     yield from untouched(
         case.kernel(
             problems.random_problem(
@@ -408,6 +422,7 @@ def rounded(
     ),
 )
 def large(case: KernelCase) -> Iterator[Finding]:
+    """A vocabulary of a real model."""
     worst = dict.fromkeys(VALUES, 0.0)
     for words, p in problems.large(case.kernel).items():
         outcome = case.kernel(p)
@@ -420,6 +435,7 @@ def large(case: KernelCase) -> Iterator[Finding]:
 
 @oracle("bfloat16", not_run=wrong)
 def bfloat16(case: KernelCase) -> Iterator[Finding]:
+    """Inputs in bfloat16, and how the results are added up."""
     p = problems.random_problem(case.kernel, 8191, 7, 8, 13)
     p = replace(p, g=torch.ones_like(p.tokens).double(), g_H=None).to(torch.bfloat16)
     try:

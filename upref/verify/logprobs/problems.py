@@ -182,6 +182,7 @@ def offset(kernel: Kernel) -> dict[str, Problem]:
     turns = (-1.0) ** torch.arange(6.0).reshape(2, 3).double()
 
     def added(by: float, sign: Tensor) -> Problem:
+        """The problem with this number added to all logits."""
         if p.weight is None:
             return replace(p, x=p.x + by * sign[..., None])
         x = p.x.clone()

@@ -54,6 +54,7 @@ def shard(problem: Problem, rank: int, ranks: int) -> Problem:
 def _rank(
     kernel: Kernel, problem: Problem, rank: int, ranks: int, file: str, to: Any
 ) -> None:
+    """One rank: call the kernel on its part of the vocabulary, and send the numbers."""
     torch.set_num_threads(1)
     os.environ.update(on_loopback())
     try:
@@ -174,6 +175,9 @@ def _why(
     ranks: int,
     worst: Callable[..., Any],
 ) -> str:
+    """The known mistake that gives these numbers on this rank, in words; "" for
+    none.
+    """
     parts = [states(shard(problem, i, ranks)) for i in range(ranks)]
     lp = want["log-prob"]
     log_sum_of_all = log_sum(states(problem))

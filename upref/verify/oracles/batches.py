@@ -487,6 +487,9 @@ def _why(case: LossCase, batch: Rollouts) -> str | Cause:
         def both(
             batch: Rollouts, change: Callable[[Rollouts, int], Tensor] = change
         ) -> tuple[Tensor, Tensor]:
+            """The averaged gradients, found and as the change gives them, for each
+            number of ranks.
+            """
             # of equally many responses each
             count = [ranks for ranks in RANKS if len(batch.mask) % ranks == 0]
             if not count:
