@@ -111,6 +111,14 @@ def test_a_clip_behind_the_last_pass_is_named_and_hides_no_cause():
     assert recorded(policy_step, clip=0.1, bound=0.1)
 
 
+def test_of_large_parameters_some_entries_tell(tmp_path, monkeypatch):
+    for module in ("sketch", "halves"):
+        monkeypatch.setattr(f"upref.step.{module}.KEPT", 200)
+    for report in (recorded(COLD), dumped(tmp_path, COLD)):
+        assert report.failures[0].cause == FORGOTTEN, report
+    assert recorded(coincidence).failures[0].cause == f"{UNFIT}{FORGOTTEN}"
+
+
 def test_what_is_said_of_parameters_needs_no_halves():
     def frozen(model):
         model.lm_head.weight.grad = None

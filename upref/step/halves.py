@@ -19,7 +19,7 @@ from upref.step.diagnose import diagnosed
 from upref.step.record import Passed
 from upref.step.reference import Gradient, TorchModel
 from upref.step.rows import Row, locate
-from upref.step.sketch import DIRECTIONS, project
+from upref.step.sketch import DIRECTIONS, KEPT, project_some
 from upref.verify.faults.measured import AFTER_BACKWARD
 from upref.verify.finding import Cause
 
@@ -86,7 +86,7 @@ class HalvedModel(TorchModel):
             if name in g and isinstance(g, HalvedGradient):
                 out = g[name]
             elif name in g:
-                out[slice(None) if self.half is None else self.half] = project(
+                out[slice(None) if self.half is None else self.half] = project_some(
                     name, g[name]
                 )
             parts.append(out.reshape(-1))
@@ -208,9 +208,13 @@ def _times(halves: Halves, model: HalvedModel, found: Gradient) -> float | None:
     first, second = halves.gradients
     both, got = [], []
     for name, g in found.items():
-        zero = _zeros(model, name)
+        zero, size = _zeros(model, name), model.params[name].numel()
+        if len(g) < size and size > KEPT:
+            continue  # a file has projections of all its entries
         both.append(first.get(name, zero) + second.get(name, zero))
-        got.append(g if len(g) == len(zero) else project(name, g))
+        got.append(g if len(g) < size else project_some(name, g))
+    if not got:
+        return 1.0
     x, y = torch.cat(both), torch.cat(got)
     times = float(x @ y / (x @ x).clamp(min=1e-300))
     return times if float((y - times * x).norm()) <= PROPORTIONAL * y.norm() else None

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 from upref.errors import InputError
 from upref.step.reference import Gradient, TorchModel, as_float64, unwrapped, whole
 from upref.step.rows import Row, locate
-from upref.step.sketch import project
+from upref.step.sketch import project_some
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def state_of_gradients(model: nn.Module) -> list[Any]:
 def sketched(model: nn.Module) -> Gradient:
     """Sketches of what is in `.grad`, by the names of the parameters."""
     return {
-        n: project(n, whole(p.grad))
+        n: project_some(n, whole(p.grad))
         for n, p in unwrapped(model).named_parameters()
         if p.grad is not None
     }

@@ -12,7 +12,8 @@ from torch import Tensor
 
 DIRECTIONS = 64  # of each parameter; one with fewer entries is kept whole
 ENTRIES = 2**22  # of a parameter that are projected at once
-KEPT = 2**18  # entries of a parameter whose draws are kept, one byte each
+KEPT = 2**18  # entries of a parameter whose draws are kept, one byte each; and of a
+# larger one, entries that `project_some` has
 
 
 def project(name: str, gradient: Tensor) -> Tensor:
@@ -39,6 +40,21 @@ def project(name: str, gradient: Tensor) -> Tensor:
     return out
 
 
+def project_some(name: str, gradient: Tensor) -> Tensor:
+    """Return the projections of some entries of one parameter's gradient, evenly spaced
+    and few enough to be made after each backward pass.
+
+    Args:
+        name: of the parameter.
+        gradient: of any shape, dtype and device.
+
+    Returns:
+        As of `project`, which has all entries; the same for a small parameter.
+    """
+    g = gradient.reshape(-1)
+    return project(name, g[:: -(-len(g) // KEPT)])
+
+
 def _drawn(name: str, n: int) -> Iterator[Tensor]:
     """The buckets and signs of n entries, in parts."""
     digest = hashlib.sha256(name.encode()).digest()
@@ -48,7 +64,7 @@ def _drawn(name: str, n: int) -> Iterator[Tensor]:
         yield torch.randint(2 * DIRECTIONS, size, generator=random)
 
 
-@lru_cache(256)
+@lru_cache(1024)
 def _kept(name: str, n: int) -> Tensor:
     """The same of a parameter that is projected again and again."""
     return torch.cat([*_drawn(name, n)]).to(torch.uint8)
