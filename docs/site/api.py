@@ -94,9 +94,7 @@ def pages() -> dict[str, str]:
         'The type of a tensor is its shape: `Float[Tensor, "B T"]` has B responses of T tokens.\n'
     )
     for head, names in GROUPS.items():
-        front += f"\n## {head}\n\n" + "".join(
-            _entry("upref", name) + _example(name) for name in names
-        )
+        front += f"\n## {head}\n\n" + "".join(_entry("upref", name) for name in names)
     out = {"api": front}
     for name, head in MODULES.items():
         text = _module(name, head)
@@ -136,15 +134,6 @@ def _entry(module: str, name: str) -> str:
     options = options or ("   :members:\n" if kind == "class" else "")
     options += "   :no-index:\n" if module != "upref" and name in upref.__all__ else ""
     return f"```{{eval-rst}}\n.. auto{kind}:: {module}.{name}\n{options}```\n\n"
-
-
-def _example(name: str) -> str:
-    text = EXAMPLES.get(name)
-    return (
-        f"```{{code-block}} pycon\n:class: example\n\n{text.rstrip()}\n```\n\n"
-        if text
-        else ""
-    )
 
 
 # ---- docstrings ----------------------------------------------------------------------
@@ -207,3 +196,7 @@ def _escaped(row: str) -> str:
 def process(app, what, name, obj, options, lines):
     """Sphinx's event for each docstring."""
     lines[:] = _restructured(lines)
+    module, _, public = name.partition(".")
+    if module == "upref" and public in EXAMPLES:
+        rows = EXAMPLES[public].rstrip("\n").splitlines()
+        lines += ["", ".. code-block:: pycon", "", *(f"   {row}" for row in rows), ""]

@@ -50,19 +50,19 @@ function fold(table, _, all) {
   table.after(button);
 }
 
-// On a phone a picture of several panels side by side is scrolled, so that its letters can be read.
+// On a phone a picture that is drawn for a wide page is scrolled, so that its letters can be read.
 function broaden(picture) {
-  const panels = picture.naturalWidth / picture.naturalHeight;
-  if (picture.classList.contains("small-weight") || picture.naturalWidth < 500 || panels < 1.7) return;
+  if (picture.classList.contains("small-weight") || picture.naturalWidth < 520) return;
   const frame = Object.assign(document.createElement("div"), { className: "broad", tabIndex: 0 });
   picture.before(frame);
   frame.append(picture);
 }
 
-function breakable(cell) {
+// A word of this length or more may break after its commas, dots and underscores.
+function breakable(cell, length = 18) {
   const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
   const long = [];
-  while (texts.nextNode()) if (/[^\s]{18}/.test(texts.currentNode.data) && !texts.currentNode.parentElement.closest("mjx-container, .math")) long.push(texts.currentNode);
+  while (texts.nextNode()) if (new RegExp(`[^\\s]{${length}}`).test(texts.currentNode.data) && !texts.currentNode.parentElement.closest("mjx-container, .math")) long.push(texts.currentNode);
   for (const text of long) {
     text.parentElement.closest("code")?.classList.add("long");
     text.replaceWith(...text.data.split(/(?<=[^\s][,_=./:](?=[^\s]))/).flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));
@@ -104,6 +104,7 @@ window.addEventListener("load", async () => {
   }
   // A long name or setting in a table breaks after a comma or an underscore, so that its column leaves room for the others.
   for (const cell of document.querySelectorAll(".bd-article td")) breakable(cell);
+  for (const link of document.querySelectorAll(".bd-sidebar-secondary a")) breakable(link, 12);
   // What is too wide for a phone is scrolled by keyboard too.
   await window.MathJax?.startup?.promise;
   for (const wide of document.querySelectorAll("mjx-container, div.math")) {
