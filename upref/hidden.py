@@ -227,7 +227,7 @@ class _Head:
         return x.tanh() * self.outer if self.softcap else x
 
 
-def _here(tokens: Tensor, at: slice, x: Tensor) -> tuple[Tensor, Tensor]:
+def _in_tile(tokens: Tensor, at: slice, x: Tensor) -> tuple[Tensor, Tensor]:
     """Which tokens lie in the tile, and each one's column, clamped to the tile."""
     column = tokens - at.start
     return (column >= 0) & (column < x.shape[1]), column.clamp(0, x.shape[1] - 1)[
@@ -359,7 +359,7 @@ class _LogProbs(torch.autograd.Function):
                     dx = p.mul_(-g)
                 else:
                     dx = p.mul_(log_p.add_(H).mul_(-g_H).sub_(g))
-                inside, column = _here(tokens, columns, x)
+                inside, column = _in_tile(tokens, columns, x)
                 dx.scatter_add_(1, column, torch.where(inside[:, None], g, 0))
                 if slope is not None:
                     dx.mul_(slope)

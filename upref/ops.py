@@ -25,7 +25,7 @@ from torch import Tensor
 inf = math.inf
 
 
-def _reader(*xs: Any) -> str:
+def _backend(*xs: Any) -> str:
     """The library whose functions these arguments need: torch, sympy or numpy."""
     if any(isinstance(x, Tensor) for x in xs):
         return "torch"
@@ -39,7 +39,7 @@ def _reader(*xs: Any) -> str:
     return "numpy"
 
 
-def _symbolic(f: Any, *xs: Any) -> Any:
+def _elementwise_symbolic(f: Any, *xs: Any) -> Any:
     return np.frompyfunc(f, len(xs), 1)(*xs)
 
 
@@ -86,11 +86,11 @@ def exp(x: Any) -> Any:
     Returns:
         The same kind, elementwise.
     """
-    match _reader(x):
+    match _backend(x):
         case "torch":
             return _Exp.apply(x) if x.requires_grad else _saturating_exp(x)
         case "sympy":
-            return _symbolic(sys.modules["sympy"].exp, x)
+            return _elementwise_symbolic(sys.modules["sympy"].exp, x)
     with np.errstate(over="ignore"):
         return np.minimum(np.exp(x), np.finfo(np.float64).max)
 
@@ -104,7 +104,7 @@ def expm1(x: Any) -> Any:
     Returns:
         The same kind, elementwise.
     """
-    match _reader(x):
+    match _backend(x):
         case "torch":
             return where(x < 1, x.clamp(max=1).expm1(), exp(x) - 1)
         case "sympy":
@@ -122,7 +122,7 @@ def saturate(x: Any) -> Any:
     Returns:
         The same kind, elementwise.
     """
-    match _reader(x):
+    match _backend(x):
         case "torch":
             return x.clamp(max=math.log(torch.finfo(x.dtype).max))
         case "sympy":
@@ -139,11 +139,11 @@ def log(x: Any) -> Any:
     Returns:
         The same kind, elementwise.
     """
-    match _reader(x):
+    match _backend(x):
         case "torch":
             return x.log()
         case "sympy":
-            return _symbolic(sys.modules["sympy"].log, x)
+            return _elementwise_symbolic(sys.modules["sympy"].log, x)
     return np.log(x)
 
 
@@ -156,11 +156,11 @@ def sqrt(x: Any) -> Any:
     Returns:
         The same kind, elementwise.
     """
-    match _reader(x):
+    match _backend(x):
         case "torch":
             return x.sqrt()
         case "sympy":
-            return _symbolic(sys.modules["sympy"].sqrt, x)
+            return _elementwise_symbolic(sys.modules["sympy"].sqrt, x)
     return np.sqrt(x)
 
 
@@ -173,11 +173,13 @@ def sigmoid(x: Any) -> Any:
     Returns:
         The same kind, elementwise.
     """
-    match _reader(x):
+    match _backend(x):
         case "torch":
             return x.sigmoid()
         case "sympy":
-            return _symbolic(lambda v: 1 / (1 + sys.modules["sympy"].exp(-v)), x)
+            return _elementwise_symbolic(
+                lambda v: 1 / (1 + sys.modules["sympy"].exp(-v)), x
+            )
     z = np.exp(-np.abs(x))
     return np.where(np.asarray(x) >= 0, 1 / (1 + z), z / (1 + z))
 
@@ -192,13 +194,13 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     Returns:
         The same kind, elementwise.
     """
-    match _reader(condition, x, y):
+    match _backend(condition, x, y):
         case "torch":
             return torch.where(torch.as_tensor(condition), x, y)
         case "sympy":
             from upref.symbolic import Where
 
-            return _symbolic(Where, condition, x, y)
+            return _elementwise_symbolic(Where, condition, x, y)
     return np.where(condition, x, y)
 
 
@@ -238,13 +240,13 @@ def minimum(x: Any, y: Any) -> Any:
     Returns:
         The same kind, elementwise.
     """
-    match _reader(x, y):
+    match _backend(x, y):
         case "torch":
             if isinstance(x, Tensor) and isinstance(y, Tensor):
                 return torch.minimum(x, y)
             return x.clamp(max=y) if isinstance(x, Tensor) else y.clamp(max=x)
         case "sympy":
-            return where(_symbolic(lambda a, b: a <= b, x, y), x, y)
+            return where(_elementwise_symbolic(lambda a, b: a <= b, x, y), x, y)
     return np.minimum(x, y)
 
 
@@ -257,13 +259,13 @@ def maximum(x: Any, y: Any) -> Any:
     Returns:
         The same kind, elementwise.
     """
-    match _reader(x, y):
+    match _backend(x, y):
         case "torch":
             if isinstance(x, Tensor) and isinstance(y, Tensor):
                 return torch.maximum(x, y)
             return x.clamp(min=y) if isinstance(x, Tensor) else y.clamp(min=x)
         case "sympy":
-            return where(_symbolic(lambda a, b: a >= b, x, y), x, y)
+            return where(_elementwise_symbolic(lambda a, b: a >= b, x, y), x, y)
     return np.maximum(x, y)
 
 
@@ -277,7 +279,7 @@ def clip(x: Any, low: Any, high: Any) -> Any:
     Returns:
         The same kind, elementwise; no gradient beyond a bound.
     """
-    match _reader(x, low, high):
+    match _backend(x, low, high):
         case "torch":
             return x.clamp(low, high)
         case "sympy":
@@ -339,7 +341,7 @@ def sg(x: Any) -> Any:
     Returns:
         x itself, as a constant for derivatives.
     """
-    match _reader(x):
+    match _backend(x):
         case "torch":
             # the compiler reads no ContextVar
             visit = None if torch.compiler.is_compiling() else _sg_visitor.get()
@@ -347,7 +349,7 @@ def sg(x: Any) -> Any:
         case "sympy":
             from upref.symbolic import StopGradient
 
-            return _symbolic(StopGradient, x)
+            return _elementwise_symbolic(StopGradient, x)
     return x
 
 

@@ -151,7 +151,7 @@ def breakpoints(expr: Expr, r: Symbol) -> list[Expr]:
     for relation in expr.atoms(Relational):
         for difference in _alternatives(relation.lhs - relation.rhs):
             if r in difference.free_symbols:
-                found[_root(difference, r)] = True
+                found[_root_or_difference(difference, r)] = True
     return sorted((k for k in found if k is not None), key=sympy.default_sort_key)
 
 
@@ -167,7 +167,7 @@ def _alternatives(expr: Expr) -> Iterator[Expr]:
         yield from _alternatives(expr.xreplace({inner[0]: value}))
 
 
-def _root(difference: Expr, r: Symbol) -> Expr | None:
+def _root_or_difference(difference: Expr, r: Symbol) -> Expr | None:
     """r where the difference is 0; None where it is 0 at no r, or at every r.
 
     Where no closed form is at hand, the difference comes back, with one of its two

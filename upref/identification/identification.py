@@ -138,7 +138,7 @@ class Identification(Result):
         """
         lines = [self._head()]
         jumps = {
-            sign: "the weight jumps at r = " + _some([f"{r:.7g}" for r in rs])
+            sign: "the weight jumps at r = " + _first_few([f"{r:.7g}" for r in rs])
             for sign, rs in self.bounds.items()
             if rs
         }
@@ -156,10 +156,11 @@ class Identification(Result):
                     f"{m.distance:.1e}, the largest difference of gradients, relative"
                 )
             if self.also:
-                rows["the same"] = _some(self.also)
+                rows["the same"] = _first_few(self.also)
             if self.elsewhere:
                 rows["weights of"] = (
-                    _some(self.elsewhere) + ", aggregated otherwise in their papers"
+                    _first_few(self.elsewhere)
+                    + ", aggregated otherwise in their papers"
                 )
             lines += [row(key, text) for key, text in rows.items()]
         lines += describe_basis(self.read_as, self.not_checked)
@@ -219,6 +220,6 @@ class Identification(Result):
         return styles.get(self.kind, "bold green")
 
 
-def _some(xs: list[str]) -> str:
+def _first_few(xs: list[str]) -> str:
     more = f" and {len(xs) - SHOWN} more" if len(xs) > SHOWN else ""
     return ", ".join(xs[:SHOWN]) + more

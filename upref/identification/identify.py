@@ -170,7 +170,7 @@ def _identify_weights(box: BlackBox, start: float) -> Identification:
     if matches:
         wrong = _faults(box, matches[0], grids)
         wrong += (
-            _beyond(box, matches[0])
+            _stress_words(box, matches[0])
             if matches[0].own and not wrong
             else _claimed(box, matches[0])
         )
@@ -688,7 +688,7 @@ def _against(box: BlackBox, match: Match) -> LossCase:
 ASKED = ("ratios", "advantages", "certain tokens", "lengths")
 
 
-def _beyond(box: BlackBox, match: Match) -> list[str]:
+def _stress_words(box: BlackBox, match: Match) -> list[str]:
     """What unusual inputs show of a loss that has the right weights on ordinary ones,
     as check asks them.
     """

@@ -161,7 +161,7 @@ def diagnosed(
         if not w.any() and float(its[n].norm()) > 10 * bound * size
     ]
     if beside and (beside := _apart(case.forward, beside)):
-        parameters_beside = _some(beside)
+        parameters_beside = _first_few(beside)
         return say(
             measured.LOSS_OF_OTHER_PARAMETERS.cause(parameters=parameters_beside)
         )
@@ -188,7 +188,7 @@ def diagnosed(
     if alone and wrong and (of := _of_parameters(its, parts, wrong, bound)):
         return say(of)
     if alone and 0 < len(wrong) <= len(parts) // 4:
-        return say(measured.SOME_PARAMETERS_WRONG.cause(parameters=_some(wrong)))
+        return say(measured.SOME_PARAMETERS_WRONG.cause(parameters=_first_few(wrong)))
     return say(*_explained(it, plain, gradient, case.forward, case.b, bound, among))
 
 
@@ -233,7 +233,7 @@ def _of_parameters(
 ) -> Cause:
     """What is wrong with these parameters alone, the others being right."""
     zero = [n for n in wrong if not found[n].any()]
-    parts = [f"no gradient: {_some(zero)}"] if zero else []
+    parts = [f"no gradient: {_first_few(zero)}"] if zero else []
     for n in (n for n in wrong if n not in zero):
         gradient = found[n]
         w = want[n]
@@ -246,7 +246,7 @@ def _of_parameters(
     return measured.SOME_PARAMETERS_SCALED.cause(each="; ".join(parts[:4]))
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (
         f" and {len(names) - 3} more" if len(names) > 3 else ""
     )
@@ -382,7 +382,7 @@ def _explained(
         replace(r, response=r.response + x[:AFTER])
         for r, x in zip(forward.rows, after, strict=False)
     ]
-    for z in _beyond(forward, longer) if any(after) and not said else []:
+    for z in _padding_logits(forward, longer) if any(after) and not said else []:
         said = said or reads(
             NO_CAUSE, Forward(forward.model, longer, goal.temperature, z), forward
         )
@@ -744,7 +744,7 @@ def _without_other_responses(forward: Forward) -> list[list[int]]:
     return out
 
 
-def _beyond(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor]]:
+def _padding_logits(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor]]:
     """Logits of the rows with the padding, or the row, that was fed behind them."""
     logits = forward.model.logits
     yield [logits(r.ids) for r in longer]

@@ -178,11 +178,11 @@ def right_factors(goal: Goal, padded: Padded) -> Tensor:
         goal: the objective with its terms.
         padded: the rows, padded.
     """
-    own, group = _own(goal, padded)
+    own, group = _goal_aggregation(goal, padded)
     return _factors(own, padded.mask, group)
 
 
-def _own(goal: Goal, padded: Padded) -> tuple[str, Tensor | None]:
+def _goal_aggregation(goal: Goal, padded: Padded) -> tuple[str, Tensor | None]:
     """The aggregation of the goal, and the groups that it is over."""
     own = declared_aggregation(goal.o)
     group = padded.group if goal.grouped else None
@@ -209,7 +209,7 @@ def aggregations(
         dead: responses that do not train.
         trained: tokens that train, where they are others, [B, T].
     """
-    own, group = _own(goal, padded)
+    own, group = _goal_aggregation(goal, padded)
     yield NO_CAUSE, _factors(own, padded.mask, group)
     if trained is not None and not trained.equal(padded.mask):
         yield NO_CAUSE, _factors(own, trained, group)

@@ -143,7 +143,7 @@ def two_gradients(case: LossCase, batch: Rollouts) -> Iterator[LossFault]:
     if case.loss.ask("measured", batch, 1, None, {})[0].own is None:
         return
 
-    def left(batch: Rollouts) -> Tensor:
+    def left_weights(batch: Rollouts) -> Tensor:
         left_gradient = case.loss.ask("measured", batch, 1, None, {})[0].own
         return (
             torch.zeros_like(batch.logp)
@@ -154,21 +154,23 @@ def two_gradients(case: LossCase, batch: Rollouts) -> Iterator[LossFault]:
     weights = case.expected(batch)
     id = "gradient-left-behind"
     words = LEFT
-    if alike(left(batch), weights):
+    if alike(left_weights(batch), weights):
         id = "gradient-twice"
         words = TWICE
     yield fault(
         words,
         "batches",
         id=id,
-        weigh=lambda batch: case.expected(batch) + left(batch),
+        weigh=lambda batch: case.expected(batch) + left_weights(batch),
         whole=True,
     )
     yield fault(
         RETURNED,
         "batches",
         id="own-gradient-added",
-        weigh=lambda batch: case.weights(batch) - left(batch) + case.expected(batch),
+        weigh=lambda batch: (
+            case.weights(batch) - left_weights(batch) + case.expected(batch)
+        ),
         whole=True,
     )
 
@@ -434,7 +436,7 @@ def _two(
         )
         if known_fault is not None:
 
-            def both(
+            def weights_of_two(
                 batch: Rollouts,
                 known_fault: LossFault = known_fault,
                 term: LossFault = term,
@@ -449,7 +451,7 @@ def _two(
                 known_fault.kind,
                 id=known_fault.id,
                 beside=term.id,
-                weigh=both,
+                weigh=weights_of_two,
             )
     return None
 
@@ -698,7 +700,7 @@ def _recovered(case: LossCase) -> Iterator[LossFault]:
     for box, other, hp in fitting(case.loss):
         own_hp = {k: v for k, v in hp.items() if k != "beta"}
 
-        def whole(
+        def objective_weights(
             batch: Rollouts,
             box: Any = box,
             objective: Objective = other,
@@ -715,7 +717,12 @@ def _recovered(case: LossCase) -> Iterator[LossFault]:
         times = f"{box.scale:.6g} times " if box.scale != 1 else ""
         term = f", with a KL term: {box.beta:.6g} {box.kl}" if box.kl else ""
         words = f"its gradient is {times}that of {_called(other, own_hp)}{term}{_other_aggregation(case, other)}"
-        yield fault(words, "objective", id=f"other-objective-{other.name}", weigh=whole)
+        yield fault(
+            words,
+            "objective",
+            id=f"other-objective-{other.name}",
+            weigh=objective_weights,
+        )
 
 
 def _other_aggregation(case: LossCase, objective: Objective) -> str:

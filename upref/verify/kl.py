@@ -71,7 +71,7 @@ class KlCase:
         """
         return kl.ESTIMATORS[self.estimator]
 
-    def off(self, d: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
+    def differences(self, d: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
         """(expected, found, by how much they differ) at each d, of the value (0) or of
         the gradient (1).
 
@@ -79,9 +79,9 @@ class KlCase:
             d: log π_ref - log π_θ, [N].
             which: 0 for the value, 1 for the gradient.
         """
-        want = both(self.right, d)[which]
-        found = both(self.term, d)[which]
-        return want, found, _off(found, want)
+        want = value_and_slope(self.right, d)[which]
+        found = value_and_slope(self.term, d)[which]
+        return want, found, _relative_error(found, want)
 
     def cause(self, which: int) -> Cause:
         """The first fault that gives both value and gradient, else, in so many words,
@@ -106,13 +106,15 @@ class KlCase:
                     words = f"by the {part} alone: {fault.words}"
                     return Cause(words, (fault.id,))
         k = (
-            both(self.term, NEAR[-1:])[which].item()
-            / both(self.right, NEAR[-1:])[which].item()
+            value_and_slope(self.term, NEAR[-1:])[which].item()
+            / value_and_slope(self.right, NEAR[-1:])[which].item()
         )
         scaled = same(
             self.term, lambda lp, ref: k * self.right(lp, ref), tol=self.term.tol
         )
-        c = (both(self.term, NEAR)[0] - both(self.right, NEAR)[0])[0].item()
+        c = (
+            value_and_slope(self.term, NEAR)[0] - value_and_slope(self.right, NEAR)[0]
+        )[0].item()
         raised = same(
             self.term, lambda lp, ref: self.right(lp, ref) + c, tol=self.term.tol
         )
@@ -143,7 +145,7 @@ def pair(d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple[Tensor, Tensor
     return lp, lp + torch.stack(rows)
 
 
-def both(
+def value_and_slope(
     term: Formula, d: Tensor, levels: tuple[float, ...] = (-1.0,)
 ) -> tuple[Tensor, Tensor]:
     """Value and d/dlp at each d; of several levels, those of each level after another.
@@ -169,7 +171,7 @@ def both(
     ) if gradient is None else in_order(gradient)
 
 
-def _off(x: Tensor, y: Tensor) -> Tensor:
+def _relative_error(x: Tensor, y: Tensor) -> Tensor:
     return ((x - y).abs() / y.abs().clamp(min=1e-2)).nan_to_num(nan=math.inf)
 
 
@@ -185,7 +187,12 @@ def same(
         tol: the relative error that is allowed.
     """
     return all(
-        bool(_off(both(term, NEAR)[i], both(other, NEAR)[i]).max() <= tol)
+        bool(
+            _relative_error(
+                value_and_slope(term, NEAR)[i], value_and_slope(other, NEAR)[i]
+            ).max()
+            <= tol
+        )
         for i in which
     )
 
@@ -279,15 +286,16 @@ def _pointwise(which: int, name: str, what: str) -> Oracle:
 
     def look(case: KlCase) -> Iterator[Finding]:
         """A failure at the token that differs most."""
-        want, found, errors = case.off(NEAR, which)
+        want, found, errors = case.differences(NEAR, which)
         i = int(errors.argmax())
         if errors[i] > case.term.tol:
             d = NEAR[i].item()
             right_pair, found_pair = (
-                both(f, NEAR[i : i + 1])[which] for f in (case.right, case.term)
+                value_and_slope(f, NEAR[i : i + 1])[which]
+                for f in (case.right, case.term)
             )
             # else it shows beside other tokens only
-            alone = _off(found_pair, right_pair).max() > case.term.tol
+            alone = _relative_error(found_pair, right_pair).max() > case.term.tol
             single = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
             code = single if alone else PASTE.format("NEAR", "NEAR")
             both_numbers = number_pair(what, want[i].item(), found[i].item())
@@ -319,7 +327,10 @@ def clamp(case: KlCase) -> Iterator[Finding]:
     Yields:
         A failure with the first token that differs, and what clamps it.
     """
-    (_, held, value), (want, found, slope) = case.off(FAR, 0), case.off(FAR, 1)
+    (_, held, value), (want, found, slope) = (
+        case.differences(FAR, 0),
+        case.differences(FAR, 1),
+    )
     bad = torch.maximum(value, slope) > case.term.tol
     sides = [held[bad & side] for side in (FAR > 0, FAR < 0) if (bad & side).any()]
     clamped = all(
@@ -363,9 +374,9 @@ def rows(case: KlCase) -> Iterator[Finding]:
         ("WIDE, MANY", WIDE, MANY),
     ):
         for which, what in enumerate(("value", "gradient by log_prob")):
-            want = both(case.right, d, levels)[which]
-            found = both(case.term, d, levels)[which]
-            errors = _off(found, want)
+            want = value_and_slope(case.right, d, levels)[which]
+            found = value_and_slope(case.term, d, levels)[which]
+            errors = _relative_error(found, want)
             if errors.max() > case.term.tol:
                 at = int(errors.argmax())
                 row, column = divmod(at, len(d))

@@ -69,7 +69,8 @@ def shrink(
             size = size // 2 if size > 1 else 0
     if batch.mask.numel() > MOST_SLOTS:
         batch = next(
-            (guess for guess in _few(batch) if guess and still_shows(guess)), batch
+            (guess for guess in _groups_or_rows(batch) if guess and still_shows(guess)),
+            batch,
         )
     column = 0
     while column < batch.mask.shape[1] and batch.mask.shape[1] > 1:
@@ -94,7 +95,7 @@ def shrink(
     return batch
 
 
-def _few(batch: Rollouts) -> Iterator[Rollouts | None]:
+def _groups_or_rows(batch: Rollouts) -> Iterator[Rollouts | None]:
     """The rows of a few groups, or a few rows: where no single one can be left out,
     many can be at once.
     """

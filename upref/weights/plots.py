@@ -384,7 +384,7 @@ def line(
             1,
             *(
                 [j.r * (1 - 1e-9), j.r * (1 + 1e-9)]
-                for j in curve.jumps(A, mu, _near(reach))
+                for j in curve.jumps(A, mu, _ratios_within(reach))
             ),
         ]
     )
@@ -394,7 +394,7 @@ def line(
     return (r if reach == WIDE else (r - 1) * 1e4)[~flat], w[~flat]
 
 
-def _near(reach: float) -> np.ndarray:
+def _ratios_within(reach: float) -> np.ndarray:
     """The ratios of the grid whose |log r| is below the reach."""
     return GRID[abs(np.log(GRID)) < reach]
 
@@ -413,7 +413,7 @@ def half_width(curve: Curve, mu: float) -> float:
     ends = [
         abs(np.log(j.r))
         for A in (1.0, -1.0)
-        for j in curve.jumps(A, mu, _near(WIDE))
+        for j in curve.jumps(A, mu, _ratios_within(WIDE))
         if j.end
     ]
     return 2.6 * max(ends) if ends and max(ends) < 0.02 else WIDE

@@ -517,7 +517,7 @@ def _rows(
     enough, else each level is in as many rows as any other."""
     levels = (len(of.A), len(of.lengths), len(of.masks), kinds, 3)
 
-    def even(m: int, size: int) -> np.ndarray:
+    def spread_evenly(m: int, size: int) -> np.ndarray:
         """The numbers below m in random order, as evenly as the size allows."""
         return rng.permutation(np.resize(rng.permutation(m), size))
 
@@ -528,12 +528,14 @@ def _rows(
         order = np.r_[np.flatnonzero(is_few), np.flatnonzero(~is_few)].argsort()
         table = np.stack(
             [
-                np.r_[even(m, is_few.sum()), even(m, (~is_few).sum())][order]
+                np.r_[
+                    spread_evenly(m, is_few.sum()), spread_evenly(m, (~is_few).sum())
+                ][order]
                 for m in levels
             ],
             1,
         )
-    other_rows = np.stack([even(m, of.rows - len(table)) for m in levels], 1)
+    other_rows = np.stack([spread_evenly(m, of.rows - len(table)) for m in levels], 1)
     A, n, *rest = np.concatenate([table, other_rows]).T
     return iter((np.array(of.A)[A], np.array(of.lengths)[n], *rest))
 

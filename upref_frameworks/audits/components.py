@@ -188,20 +188,20 @@ def _row(framework: str, p: Component) -> ComparisonRow:
     steps = [p.reference(), *(f.change for f in p.reasons)]
     where, found = _asked(p, p.found, cases)
     each = [_asked(p, f, cases)[1] for f in steps]
-    largest = _off(found, each[0]).max().item()
+    largest = _difference(found, each[0]).max().item()
     worst = _spot(where, found, each[0])
     reasons = p.reasons if largest > p.tol else ()
     changes = []
     for why, old, new in zip(reasons, each, each[1:], strict=False):
         # where this reason moves most: the paper's number there, and the framework's
-        i = int(_off(new, old).argmax())
+        i = int(_difference(new, old).argmax())
         changes.append(
             (why.words, _spot(where[i : i + 1], found[i : i + 1], each[0][i : i + 1]))
         )
     usual = {"a typical batch": _typical(p.kind)} if reasons and p.kind in CASES else {}
     sizes = [_asked(p, f, usual)[1] for f in steps[: len(reasons) + 1]] if usual else []
     effects = [FaultEffect.between(new, old) for old, new in itertools.pairwise(sizes)]
-    remains = _off(found, each[len(reasons)]).max().item()
+    remains = _difference(found, each[len(reasons)]).max().item()
     command = f"upref audit {framework}"
     names = ("default", p.mode, p.label, "", p.said, command)
     return ComparisonRow(
@@ -252,7 +252,7 @@ def _asked(
     return where, torch.cat(numbers)
 
 
-def _off(found: Tensor, expected: Tensor) -> Tensor:
+def _difference(found: Tensor, expected: Tensor) -> Tensor:
     same = (found == expected) | (found.isnan() & expected.isnan())
     return torch.where(
         same, 0, difference(found, expected).nan_to_num(nan=1e30, posinf=1e30)
@@ -260,7 +260,7 @@ def _off(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def _spot(where: list[str], found: Tensor, expected: Tensor) -> Example:
-    off = _off(found, expected)
+    off = _difference(found, expected)
     i = int(off.argmax())
     return Example(
         off[i].item(), where[i], expected[i].item() + 0.0, found[i].item() + 0.0

@@ -130,7 +130,11 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
     if mine := _comparisons(o, f, hp, how):
         best = min(
             mine,
-            key=lambda c: (*_left(c, entries), c.setting != "paper", len(c.config)),
+            key=lambda c: (
+                *_severity_left(c, entries),
+                c.setting != "paper",
+                len(c.config),
+            ),
         )
         r = _of_comparison(o, best, f, how, entries)
     else:
@@ -331,7 +335,7 @@ def _entries(
     ]
 
 
-def _left(comparison: Comparison, entries: list[Entry]) -> tuple[int, int]:
+def _severity_left(comparison: Comparison, entries: list[Entry]) -> tuple[int, int]:
     """How severe is what this comparison leaves, without and with the batch's
     denominator; what is numerical is 0.
     """

@@ -24,13 +24,13 @@ from upref.verify.faults.losses import LossFault, aggregated, fault
 from upref_frameworks.audits.compare import MICRO
 
 
-def _tokens(batch: Rollouts) -> Rollouts:
+def _clamp_log_ratio(batch: Rollouts) -> Rollouts:
     return replace(
         batch, logp=batch.logp_old + (batch.logp - batch.logp_old).clamp(-20, 20)
     )
 
 
-def _responses(most: float) -> Callable[[Rollouts], Rollouts]:
+def _clamp_log_sequence_ratio(most: float) -> Callable[[Rollouts], Rollouts]:
     def view(batch: Rollouts) -> Rollouts:
         log_s = torch.where(batch.mask, batch.logp - batch.logp_old, 0).sum(
             1, keepdim=True
@@ -42,7 +42,7 @@ def _responses(most: float) -> Callable[[Rollouts], Rollouts]:
     return view
 
 
-def _far(batch: Rollouts) -> Rollouts:
+def _clamp_k3(batch: Rollouts) -> Rollouts:
     """k3's gradient is 0 where it is clamped: as if the reference were the policy
     there.
     """
@@ -54,7 +54,7 @@ def _far(batch: Rollouts) -> Rollouts:
     )
 
 
-def _masked_too(batch: Rollouts) -> Tensor:
+def _masked_slots_term(batch: Rollouts) -> Tensor:
     """What LUSPO's tokens in masked slots add; its other faults then scale it."""
     r = exp(batch.logp - batch.logp_old)
     A = per_response(batch.adv, batch.mask)[:, None]
@@ -63,7 +63,7 @@ def _masked_too(batch: Rollouts) -> Tensor:
     ).sum() / len(batch.mask)
 
 
-def _micro_tokens(batch: Rollouts) -> Tensor:
+def _micro_batch_mean_scale(batch: Rollouts) -> Tensor:
     """All tokens over MICRO times those of the micro-batch a response is in."""
     share = [batch.mask.sum() / (MICRO * m.mask.sum()) for m in batch.split(MICRO)]
     return torch.cat(
@@ -102,14 +102,14 @@ K1 = kl_term(
     "the KL term is k1, whose gradient has mean 0 on policy",
     lambda lp, ref, old: k1(lp, ref),
 )
-CLAMP = fault("log r clamped to ±20", "clip", view=_tokens)
-CLAMP_S = fault("log s clamped to 10", "clip", view=_responses(10))
-CLAMP_S20 = fault("log s clamped to ±20", "clip", view=_responses(20))
-CLAMP_K3 = fault("k3 clamped to 10", "term", view=_far)
+CLAMP = fault("log r clamped to ±20", "clip", view=_clamp_log_ratio)
+CLAMP_S = fault("log s clamped to 10", "clip", view=_clamp_log_sequence_ratio(10))
+CLAMP_S20 = fault("log s clamped to ±20", "clip", view=_clamp_log_sequence_ratio(20))
+CLAMP_K3 = fault("k3 clamped to 10", "term", view=_clamp_k3)
 MICRO_MEAN = fault(
     "the token mean of each micro-batch, then their mean",
     "batches",
-    scale=_micro_tokens,
+    scale=_micro_batch_mean_scale,
 )
 BNPO = replace(MICRO_MEAN, words=f"{MICRO_MEAN.words}: bnpo by definition")
 ALWAYS = replace(
@@ -121,7 +121,7 @@ LUSPO = fault(
     "objective",
     objective=replace(get("grpo"), agg="seq-mean-token-sum"),
 )
-SLOTS = fault("masked slots have a gradient", "term", term=_masked_too)
+SLOTS = fault("masked slots have a gradient", "term", term=_masked_slots_term)
 WIDTH = fault(
     "divided by the padded width",
     "aggregation",

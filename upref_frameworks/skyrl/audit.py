@@ -154,7 +154,7 @@ def _share(
     ]
 
 
-def _near(batch: Rollouts) -> Tensor:
+def _near_bound(batch: Rollouts) -> Tensor:
     return (binary_kl(batch.logp, batch.logp_old) - 0.05).abs() < 1e-5
 
 
@@ -171,7 +171,7 @@ FLOOR = fault(
 NEAR = fault(
     "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)",
     "rounding",
-    skip=_near,
+    skip=_near_bound,
 )
 TOKENS = aggregated("token-mean")
 COMPARISONS = (

@@ -257,7 +257,7 @@ def _kl(lp: Tensor, ref: Tensor, name: str) -> Tensor:
     return _module("kl_fn").KL_FN.get(name)().calculate_kl(lp, ref)
 
 
-def _one(promise: str, **hp: Any) -> tuple[Fault[Any]]:
+def _group_of_one(promise: str, **hp: Any) -> tuple[Fault[Any]]:
     """Return why a group of one differs from the promise."""
     return (Fault(ALONE, _alone(promise, **hp)),)
 
@@ -273,7 +273,7 @@ def _parts() -> tuple[Component, ...]:
             _group("grpo"),
             "group_norm",
             norm,
-            _one("group_norm", **norm),
+            _group_of_one("group_norm", **norm),
             tol=2e-3,
         ),
         Component(
@@ -282,7 +282,7 @@ def _parts() -> tuple[Component, ...]:
             _batch("grpo_verl"),
             "group_norm",
             norm,
-            _one("group_norm", **norm),
+            _group_of_one("group_norm", **norm),
             tol=2e-3,
         ),
         Component(
@@ -291,7 +291,7 @@ def _parts() -> tuple[Component, ...]:
             _group("opmd"),
             "group_mean",
             {},
-            _one("group_mean"),
+            _group_of_one("group_mean"),
             tol=1e-5,
         ),
         Component(
@@ -300,7 +300,7 @@ def _parts() -> tuple[Component, ...]:
             _batch("rloo"),
             "leave_one_out",
             {},
-            _one("leave_one_out"),
+            _group_of_one("leave_one_out"),
             tol=1e-5,
         ),
         Component("advantages", "reinforce", _group("reinforce"), "reward", tol=1e-5),

@@ -135,7 +135,7 @@ class Hooks:
         self.losses = []
         self.forward = ()
 
-    def _due(self) -> bool:
+    def _is_recorded(self) -> bool:
         """Whether the step that is being trained is recorded."""
         return not self.detached and self.schedule.due(self._step())
 
@@ -161,13 +161,13 @@ class Hooks:
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         loss = self.wrapped["_compute_loss"](model, inputs)
-        if self._due() and self.trainer.model.training:
+        if self._is_recorded() and self.trainer.model.training:
             self._tried(lambda: self._keep(inputs))
         self.forward = ()
         return loss
 
     def training_step(self, *args: Any, **kw: Any) -> Any:
-        due = self._due()
+        due = self._is_recorded()
         loss = self.wrapped["training_step"](*args, **kw)
         if due and (self.micro_batches or self.error):
             self.losses.append(loss.detach())

@@ -236,7 +236,7 @@ MODEL_KEPT = (
 )
 
 
-def _kept(section: Any, names: Sequence[str]) -> dict[str, Any]:
+def _values_of(section: Any, names: Sequence[str]) -> dict[str, Any]:
     """Return the values of a section under these names, where there is one."""
     return {k: section.get(k) for k in names if section.get(k) is not None}
 
@@ -263,7 +263,7 @@ def settings_of_twin(
             f"step_check runs verl's FSDP worker, and strategy={strategy}: leave step_check out."
         )
     engine = actor.get("engine") or actor.get("fsdp_config") or {}
-    kept_of_model = _kept(model, MODEL_KEPT)
+    kept_of_model = _values_of(model, MODEL_KEPT)
     if model.get("lora_rank"):
         kept_of_model["lora_rank"] = 4
     if kept_of_model.get("use_fused_kernels"):  # Triton's need a GPU
@@ -274,8 +274,8 @@ def settings_of_twin(
         hp={name: value for name, value in hp.items() if name != "beta"},
         config=model.get("hf_config") or model.get("path"),
         attention=override.get("attn_implementation", "flash_attention_2"),
-        actor=_kept(actor, ACTOR_KEPT),
-        engine=_kept(engine, ENGINE_KEPT) | _kept(actor, ENGINE_KEPT[:1]),
+        actor=_values_of(actor, ACTOR_KEPT),
+        engine=_values_of(engine, ENGINE_KEPT) | _values_of(actor, ENGINE_KEPT[:1]),
         model=kept_of_model,
     )
 

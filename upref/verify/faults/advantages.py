@@ -56,7 +56,7 @@ def _added(right: Floats, found: Floats) -> float:
     return found[0] - right[0]
 
 
-def _turned(right: Floats, n: int) -> Floats:
+def _reordered(right: Floats, n: int) -> Floats:
     return [*right[n:], *right[:n]]
 
 
@@ -199,12 +199,12 @@ def _answers() -> Iterator[AdvantageFault]:
     )
     yield Fault(
         "each response has the advantage of the row in front",
-        AdvantageChange(lambda batch, right, k: _turned(right, -1)),
+        AdvantageChange(lambda batch, right, k: _reordered(right, -1)),
         id="advantages-of-row-before",
     )
     yield Fault(
         "each response has the advantage of the row behind",
-        AdvantageChange(lambda batch, right, k: _turned(right, 1)),
+        AdvantageChange(lambda batch, right, k: _reordered(right, 1)),
         id="advantages-of-row-after",
     )
     yield _answer(

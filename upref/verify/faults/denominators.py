@@ -77,7 +77,7 @@ def _aggregated(case: LossCase, words: str, factor: ByToken, id: str) -> LossFau
     return fault(words, "aggregation", id=id, weigh=weigh, whole=True)
 
 
-def _own(case: LossCase, batch: Rollouts) -> Tensor:
+def _own_factor(case: LossCase, batch: Rollouts) -> Tensor:
     """The factor of the objective's own aggregation, [B, 1]."""
     return case.factors(batch, declared_aggregation(case.objective))
 
@@ -87,7 +87,7 @@ def _grouped(
     case: LossCase, batch: Rollouts, by: Callable[[Rollouts], Tensor | None]
 ) -> Tensor:
     """The same with other ids of the groups."""
-    return _own(case, batch.but(group=by(batch), totals=None))
+    return _own_factor(case, batch.but(group=by(batch), totals=None))
 
 
 def _runs(batch: Rollouts) -> Tensor | None:
@@ -116,10 +116,10 @@ def _lengths(case: LossCase) -> Iterator[LossFault]:
     """
 
     def over_width(batch: Rollouts) -> Tensor:
-        return _own(case, batch) * _length(batch) / batch.mask.shape[1]
+        return _own_factor(case, batch) * _length(batch) / batch.mask.shape[1]
 
     def times_width(batch: Rollouts) -> Tensor:
-        return _own(case, batch) * batch.mask.shape[1] / _length(batch)
+        return _own_factor(case, batch) * batch.mask.shape[1] / _length(batch)
 
     yield _aggregated(
         case,
@@ -145,13 +145,15 @@ def _changed_lengths(
     """
 
     def plus(batch: Rollouts, added: float) -> Tensor:
-        return _own(case, batch) * _length(batch) / (_length(batch) + added)
+        return _own_factor(case, batch) * _length(batch) / (_length(batch) + added)
 
     def plus_total(batch: Rollouts, added: float) -> Tensor:
-        return _own(case, batch) * batch.mask.sum() / (batch.mask.sum() + added)
+        return _own_factor(case, batch) * batch.mask.sum() / (batch.mask.sum() + added)
 
     def at_least(batch: Rollouts, least: float) -> Tensor:
-        return _own(case, batch) * _length(batch) / _length(batch).clamp(min=least)
+        return (
+            _own_factor(case, batch) * _length(batch) / _length(batch).clamp(min=least)
+        )
 
     added = common_value(lengths / multiples - lengths)
     if added is not None and abs(added) > LEAST:
@@ -193,7 +195,7 @@ def _multiples(case: LossCase) -> tuple[Tensor, Tensor] | None:
     batch = case.visible_batch(batch.but(**replaced))
     try:
         found = without_rest(case, batch)
-        expected = case.expected(batch) * _own(case, batch)
+        expected = case.expected(batch) * _own_factor(case, batch)
     except InputError:
         return None
     rows = [
@@ -217,7 +219,7 @@ def _by_sign(case: LossCase) -> Iterator[LossFault]:
         return torch.where(
             on(batch.adv.expand_as(batch.mask)),
             case.factors(batch, name),
-            _own(case, batch),
+            _own_factor(case, batch),
         )
 
     for terms, on in SIGNS:
@@ -272,8 +274,10 @@ def _parts(case: LossCase) -> Iterator[LossFault]:
         batch: Rollouts, n: int, split: Callable[[int, int], list[Tensor]]
     ) -> Tensor:
         if len(batch.mask) < n:
-            return _own(case, batch)
-        factors = [_own(case, _rows(batch, i)) for i in split(len(batch.mask), n)]
+            return _own_factor(case, batch)
+        factors = [
+            _own_factor(case, _rows(batch, i)) for i in split(len(batch.mask), n)
+        ]
         return torch.cat(factors) / n
 
     for n in PARTS:

@@ -825,7 +825,7 @@ def _without_the_rest(
         )
 
 
-def _beyond(x: float, bound: float, how: str) -> str:
+def _words_beyond(x: float, bound: float, how: str) -> str:
     """Words for a ratio beyond which no gradient is left: for both signs of A, but where
     x is beyond the bound from which on A > 0 has none anyway.
     """
@@ -1364,13 +1364,13 @@ def _forms(
     for x in bounds:
         yield made(
             "clip",
-            _beyond(x, 1 + hi, "the ratio is capped there"),
+            _words_beyond(x, 1 + hi, "the ratio is capped there"),
             form(lambda r, A, lp, x=x: ppo(r.clamp(max=x), A)),
             id="ratio-capped",
         )
         yield made(
             "clip",
-            _beyond(x, 0.0, f"a dual clip at c = {x:.6g}"),
+            _words_beyond(x, 0.0, f"a dual clip at c = {x:.6g}"),
             form(lambda r, A, lp, x=x: where(A < 0, ppo(r.clamp(max=x), A), ppo(r, A))),
             id="dual-clip",
         )

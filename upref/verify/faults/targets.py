@@ -112,7 +112,9 @@ SHARES: tuple[tuple[str, str, Callable[..., Tensor]], ...] = (
 
 # ---- other groups --------------------------------------------------------------------
 def _of_batch(objective: Objective, hp: dict[str, Any], batch: Rollouts) -> Tensor:
-    return unit_weights(objective, batch.but(group=torch.zeros_like(_group(batch))), hp)
+    return unit_weights(
+        objective, batch.but(group=torch.zeros_like(_group_ids(batch))), hp
+    )
 
 
 def _mean_of_groups(
@@ -121,14 +123,14 @@ def _mean_of_groups(
     """The weights as a mean over groups of means over their responses."""
     return (
         unit_weights(objective, batch, hp)
-        / _size(batch)
+        / _group_size(batch)
         * len(batch.mask)
-        / len(_group(batch).unique())
+        / len(_group_ids(batch).unique())
     )
 
 
 def _without_size(objective: Objective, hp: dict[str, Any], batch: Rollouts) -> Tensor:
-    return unit_weights(objective, batch, hp) / _size(batch)
+    return unit_weights(objective, batch, hp) / _group_size(batch)
 
 
 GROUPS: tuple[
@@ -156,7 +158,7 @@ GROUPS: tuple[
 
 
 # ---- what they are made of -----------------------------------------------------------
-def _group(batch: Rollouts) -> Tensor:
+def _group_ids(batch: Rollouts) -> Tensor:
     """The ids of the groups; a batch without ids is one group."""
     return (
         torch.zeros(len(batch.mask), dtype=torch.long)
@@ -165,9 +167,9 @@ def _group(batch: Rollouts) -> Tensor:
     )
 
 
-def _size(batch: Rollouts) -> Tensor:
+def _group_size(batch: Rollouts) -> Tensor:
     """The number of responses to the prompt of each response, [B, 1]."""
-    group = _group(batch)
+    group = _group_ids(batch)
     return (group[:, None] == group).sum(1, keepdim=True)
 
 
@@ -175,11 +177,11 @@ def _shares(batch: Rollouts, x: Tensor) -> Tensor:
     """G softmax of the sums of x [B, T] over the responses to one prompt, on each
     token.
     """
-    group = _group(batch)
+    group = _group_ids(batch)
     total = torch.where(batch.mask, x, 0).sum(1)
     peers = group[:, None] == group
     share = total - total.expand_as(peers).masked_fill(~peers, -torch.inf).logsumexp(1)
-    return (_size(batch) * share.exp()[:, None]).expand_as(batch.mask)
+    return (_group_size(batch) * share.exp()[:, None]).expand_as(batch.mask)
 
 
 def _target(batch: Rollouts, x: Tensor, eta: float) -> Tensor:

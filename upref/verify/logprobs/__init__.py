@@ -145,7 +145,7 @@ def choose_tolerances(
     want = solved(p)
     exact = KernelCase(kernel, dict.fromkeys(outcome.numbers, 1.0))
     errors = {
-        k: exact.off(p, replace(outcome, numbers={k: v}), want)[0]
+        k: exact.worst_number(p, replace(outcome, numbers={k: v}), want)[0]
         for k, v in outcome.numbers.items()
     }
     tol = {k: DOUBLE if x <= 1e-9 else SINGLE for k, x in errors.items()}

@@ -68,7 +68,7 @@ class KernelCase:
             ]
         return self.done[name]
 
-    def off(
+    def worst_number(
         self,
         problem: Problem,
         done: KernelOutcome,
@@ -130,7 +130,7 @@ class KernelCase:
             part = KernelOutcome({k: v for k, v in done.numbers.items() if k in keys})
             return (
                 not (f.inner and keys != {"log-prob"})
-                and self.off(problem, part, solved(problem, f))[0] <= most
+                and self.worst_number(problem, part, solved(problem, f))[0] <= most
             )
         except (RuntimeError, IndexError):  # a stage that this problem has not
             return False
@@ -142,7 +142,7 @@ class KernelCase:
         which the reference does not: all of them, else those of one name that is off, a
         gradient with the values that it belongs to."""
         errors = {
-            k: self.off(problem, KernelOutcome({k: v}), solved(problem))[0]
+            k: self.worst_number(problem, KernelOutcome({k: v}), solved(problem))[0]
             for k, v in done.numbers.items()
         }
         asked = [
@@ -192,7 +192,9 @@ class KernelCase:
         also: Iterable[Problem] = (),
     ) -> list[Finding]:
         """A failure with the number that differs most, or nothing."""
-        times, key, index, want, found = self.off(problem, done, solved(problem), least)
+        times, key, index, want, found = self.worst_number(
+            problem, done, solved(problem), least
+        )
         why = NO_CAUSE
         with contextlib.suppress(InputError):
             why = self.cause(problem, done, also) if times > 1 else why
@@ -334,7 +336,7 @@ def padding(case: KernelCase) -> Iterator[Finding]:
             "padding", f"refused: NaN in the states of a masked token ({str(e)[:120]})"
         )
         return
-    times, key, *_ = case.off(
+    times, key, *_ = case.worst_number(
         p,
         KernelOutcome({k: v for k, v in outcome.numbers.items() if k in VALUES}),
         solved(p),
@@ -523,7 +525,7 @@ def _summed(problem: Problem, done: KernelOutcome, exact: Tensor) -> str:
 )
 def ranks(case: KernelCase) -> Iterator[Finding]:
     p = problems.random_problem(case.kernel, 6, 4 * case.ranks, 3, 14)
-    yield from distributed.compared(case.kernel, p, case.ranks, case.off)
+    yield from distributed.compared(case.kernel, p, case.ranks, case.worst_number)
 
 
 NO_TEMPERATURE = "no temperature among its arguments"

@@ -88,7 +88,7 @@ def micro_batches(case: LossCase) -> list[Finding]:
                 gradient_distance(added, whole_gradient, small.mask, tolerance(case))
             )
 
-            def own(batch: Rollouts) -> tuple[Tensor, Tensor]:
+            def by_own_counts(batch: Rollouts) -> tuple[Tensor, Tensor]:
                 """The gradients found, and as each part divides by its own counts."""
                 cuts = [
                     part
@@ -102,7 +102,7 @@ def micro_batches(case: LossCase) -> list[Finding]:
                 return torch.cat(list(map(case.gradient, cuts))), torch.cat(told)
 
             why = NO_CAUSE
-            if holds_on_other_batches(case, own, batch):
+            if holds_on_other_batches(case, by_own_counts, batch):
                 why = divides_by_its_own(case, "micro-batch")
             regime = f"{min(n, len(small.mask))} micro-batches of unequal lengths, their losses added up"
             expected_number, found_number = number_pair(
@@ -182,7 +182,7 @@ def _scaled_otherwise(
         into = loss.ask("gradient_by_input", batch, "logp", times)
         return torch.zeros_like(batch.logp) if into is None else -into
 
-    def off(batch: Rollouts) -> Tensor:
+    def errors_of(batch: Rollouts) -> Tensor:
         return gradient_distance(
             scaled(batch),
             times * case.gradient(batch),
@@ -190,7 +190,7 @@ def _scaled_otherwise(
             tolerance(case, 1e-7),
         )
 
-    def whole(batch: Rollouts) -> tuple[Tensor, Tensor]:
+    def of_all(batch: Rollouts) -> tuple[Tensor, Tensor]:
         gradients = [
             loss.ask("gradient_by_input", batch, "logp", factor) for factor in TIMES
         ]
@@ -198,17 +198,17 @@ def _scaled_otherwise(
             raise InputError("no gradient")
         return -torch.cat(gradients), torch.cat([case.gradient(batch)] * len(TIMES))
 
-    small = shrink(batch, lambda c: bool(off(c).max() > 0))
+    small = shrink(batch, lambda c: bool(errors_of(c).max() > 0))
     due_gradient = times * case.gradient(small)
     found = scaled(small)
-    i, t = worst(off(small))
+    i, t = worst(errors_of(small))
     expected_number, found_number = number_pair(
         "dJ/dlp",
         due_gradient[i, t].item(),
         found[i, t].item(),
         f"{words} times the gradient",
     )
-    if holds_on_other_batches(case, whole, batch):
+    if holds_on_other_batches(case, of_all, batch):
         why = "its backward pass leaves out what comes from above (grad_output)"
     else:
         why = ""
@@ -249,7 +249,7 @@ def one_response(case: LossCase) -> list[Finding]:
         """The case and its weights of a batch, in float32 where a dtype is given."""
         return case.singly(batch) if dtype else (case, case.weights(batch))
 
-    def off(batch: Rollouts, dtype: torch.dtype | None) -> Tensor:
+    def errors_of(batch: Rollouts, dtype: torch.dtype | None) -> Tensor:
         """How far each weight is off, [B, T]; 0 where rounding or a clamp may be why."""
         asked_case, found = ask(batch, dtype)
         errors = asked_case.weight_error(batch, found)
@@ -265,17 +265,17 @@ def one_response(case: LossCase) -> list[Finding]:
 
     def is_off(batch: Rollouts, dtype: torch.dtype | None) -> bool:
         """Whether a weight is off."""
-        return bool(off(batch, dtype).max() > 0)
+        return bool(errors_of(batch, dtype).max() > 0)
 
     for n, (regime, batch) in enumerate(_single(case)):
         dtype = None if n % 2 or case.single else torch.float32
         try:
-            errors = off(batch, dtype)
+            errors = errors_of(batch, dtype)
         except InputError as e:  # one that asks for several responses, or for whole groups, says so itself
             return [note("one-response", f"{regime} is refused", found=str(e))]
         if errors.max() > 0:
             batch = shrink(batch, partial(is_off, dtype=dtype), worst(errors))
-            i, t = worst(off(batch, dtype))
+            i, t = worst(errors_of(batch, dtype))
             _, weights = ask(batch, dtype)
             expected = case.expected(batch)[i, t].item()
             found = weights[i, t].item()
@@ -462,7 +462,7 @@ def _mean(case: LossCase, batch: Rollouts, ranks: int) -> Tensor:
 def _why(case: LossCase, batch: Rollouts) -> str | Cause:
     """The change to the reference that gives this mean, whatever the number of ranks."""
 
-    def own(batch: Rollouts, ranks: int) -> Tensor:
+    def by_own_counts(batch: Rollouts, ranks: int) -> Tensor:
         """The gradients of the ranks, averaged, as each divides by its own counts."""
         out = torch.zeros_like(batch.logp)
         for rows in _dealt(batch, ranks):
@@ -480,11 +480,14 @@ def _why(case: LossCase, batch: Rollouts) -> str | Cause:
             "it is not scaled by the number of ranks",
             lambda c, ranks: _right(case, c) / ranks,
         ),
-        (divides_by_its_own(case, "rank"), own),
-        (divides_by_its_own(case, "rank"), lambda c, ranks: own(c, ranks) * ranks),
+        (divides_by_its_own(case, "rank"), by_own_counts),
+        (
+            divides_by_its_own(case, "rank"),
+            lambda c, ranks: by_own_counts(c, ranks) * ranks,
+        ),
     ):
 
-        def both(
+        def found_and_changed(
             batch: Rollouts, change: Callable[[Rollouts, int], Tensor] = change
         ) -> tuple[Tensor, Tensor]:
             """The averaged gradients, found and as the change gives them, for each
@@ -499,6 +502,6 @@ def _why(case: LossCase, batch: Rollouts) -> str | Cause:
             ]
             return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
-        if holds_on_other_batches(case, both, batch):
+        if holds_on_other_batches(case, found_and_changed, batch):
             return words
     return ""

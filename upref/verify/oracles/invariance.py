@@ -113,15 +113,15 @@ def padding(case: LossCase) -> list[Finding]:
             """Whether a masked slot has a gradient."""
             return bool((case.gradient(batch)[~batch.mask] != 0).any())
 
-        def every(batch: Rollouts) -> Rollouts:
+        def unmasked_batch(batch: Rollouts) -> Rollouts:
             """The batch without its mask."""
             return batch.but(mask=torch.ones_like(batch.mask), totals=None)
 
         def unmasked(batch: Rollouts) -> tuple[Tensor, Tensor]:
             """The gradient, and that of the reference which ignores the mask."""
-            return case.gradient(batch), case.expected(every(batch)) * case.factors(
-                every(batch)
-            )
+            return case.gradient(batch), case.expected(
+                unmasked_batch(batch)
+            ) * case.factors(unmasked_batch(batch))
 
         text = "masked slots that hold ordinary numbers"
         batch = example(case, shrink(b, bad))
@@ -624,7 +624,7 @@ def zero_advantage(case: LossCase) -> list[Finding]:
     return [
         fail(
             "zero-advantage",
-            "A = 0 holds_on_other_batches",
+            "A = 0 everywhere",
             Number(0, "weight"),
             found,
             shown,

@@ -52,7 +52,7 @@ def layout(case: LossCase) -> list[Finding]:
         LAYOUTS, (grid_off_bounds(case), b.but(logp=b.logp - 0.05 * b.logp.cos().abs()))
     ):
         try:
-            distances = _moved(case, batch, name)
+            distances = _distance_in_layout(case, batch, name)
         except InputError as e:
             refused[name] = note(
                 "layout",
@@ -69,10 +69,10 @@ def layout(case: LossCase) -> list[Finding]:
 
 def _reads_as_contiguous(case: LossCase, batch: Rollouts, name: str) -> Finding:
     """The finding of a batch whose gradient is another one in this layout."""
-    small = shrink(batch, lambda c: bool(_moved(case, c, name).max() > 0))
+    small = shrink(batch, lambda c: bool(_distance_in_layout(case, c, name).max() > 0))
     due_gradient = case.gradient(small)
     found = case.loss.ask("gradient_in_layout", small, name)
-    i, t = worst(_moved(case, small, name))
+    i, t = worst(_distance_in_layout(case, small, name))
     expected_number, found_number = number_pair(
         "dJ/dlp",
         due_gradient[i, t].item(),
@@ -87,7 +87,7 @@ def _reads_as_contiguous(case: LossCase, batch: Rollouts, name: str) -> Finding:
     )
 
 
-def _moved(case: LossCase, batch: Rollouts, name: str) -> Tensor:
+def _distance_in_layout(case: LossCase, batch: Rollouts, name: str) -> Tensor:
     return gradient_distance(
         case.loss.ask("gradient_in_layout", batch, name),
         case.gradient(batch),

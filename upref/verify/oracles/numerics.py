@@ -252,7 +252,7 @@ def _why(
         margin = 0.02 + 2 * most * max(limits.eps, torch.finfo(dtype).eps)
         advantages = ((A, 1.0), (A / 3, 40.0))
 
-        def far(
+        def right_at_excess(
             excess: float, most: float = most, advantages: Pairs = advantages
         ) -> list[bool]:
             """Whether it is right, for each advantage, so far above exp's overflow."""
@@ -266,8 +266,8 @@ def _why(
 
         if (
             abs(x) > most
-            and all(far(-4) + far(-margin))
-            and not any(far(4) + far(margin))
+            and all(right_at_excess(-4) + right_at_excess(-margin))
+            and not any(right_at_excess(4) + right_at_excess(margin))
         ):
             product = ", and 0 * inf is NaN" if nan else ""
             return f"exp(log r) overflows {name} at |log r| > {most:.3g} (float16: 11.1){product}"

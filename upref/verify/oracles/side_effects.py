@@ -302,10 +302,10 @@ def mutation(case: LossCase) -> list[Finding]:
 
 @oracle("dead-hyperparameter", 100)
 def dead_hyperparameter(case: LossCase) -> list[Finding]:
-    return [f for key in case.hp for f in _moved(case, key)]
+    return [f for key in case.hp for f in _effect_of(case, key)]
 
 
-def _moved(case: LossCase, key: str) -> list[Finding]:
+def _effect_of(case: LossCase, key: str) -> list[Finding]:
     """One hyperparameter is handed over, moved."""
     loss = case.loss
     objective = case.objective
@@ -359,7 +359,7 @@ def _moved(case: LossCase, key: str) -> list[Finding]:
                 batch.logp
             )
 
-        holds = holds_on_other_batches(case, effect, *_some(batch, differ))
+        holds = holds_on_other_batches(case, effect, *_parts_that_differ(batch, differ))
         if key not in loss.accepts:
             why = "it goes into **kwargs and has no effect"
         else:
@@ -391,7 +391,7 @@ def _moved(case: LossCase, key: str) -> list[Finding]:
     ]
 
 
-def _some(batch: Rollouts, differ: Tensor) -> list[Rollouts]:
+def _parts_that_differ(batch: Rollouts, differ: Tensor) -> list[Rollouts]:
     """These tokens, their responses in batches of 1 to 70, and side by side in long
     ones: an effect may need that.
     """

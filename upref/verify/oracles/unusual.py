@@ -104,7 +104,7 @@ def stress_findings(
     notes: list[Finding] = []
     if AXES[name].single != "alone":
         try:
-            if (errors := _off(case, batch)).max() > 10 * case.tol:
+            if (errors := _errors(case, batch)).max() > 10 * case.tol:
                 if case.single or not _in_part(case, batch):
                     return [
                         _finding(case, name, batch, errors, case.weights(batch), ids)
@@ -121,7 +121,7 @@ def stress_findings(
             *notes,
             note("unusual-inputs", "float32 inputs are refused", found=str(e)),
         ]
-    if (errors := _off(single_case, batch, found)).max() > 10 * single_case.tol:
+    if (errors := _errors(single_case, batch, found)).max() > 10 * single_case.tol:
         return [_finding(single_case, name, batch, errors, found, ids, ", in float32")]
     return notes
 
@@ -160,7 +160,7 @@ def _finding(
             if (c := cut(replace(batch, group=None), [i], k)) is not None
         ]
     for small in (c for c in map(case.ready, rows) if c.mask.numel() <= 32):
-        if (small_errors := _off(case, small)).max() > 10 * case.tol:
+        if (small_errors := _errors(case, small)).max() > 10 * case.tol:
             batch, found, (i, t), shown = (
                 small,
                 case.weights(small),
@@ -215,13 +215,13 @@ def _in_part(case: LossCase, batch: Rollouts) -> bool:
     """
     single = replace(case)
     single.in_float32()
-    if _off(single, batch).max() > 10 * single.tol:
+    if _errors(single, batch).max() > 10 * single.tol:
         return False
     case.in_float32()
     return True
 
 
-def _off(case: LossCase, batch: Rollouts, found: Tensor | None = None) -> Tensor:
+def _errors(case: LossCase, batch: Rollouts, found: Tensor | None = None) -> Tensor:
     """Tokens beside a bound, and those where the objective itself has no weight, count
     nothing.
     """

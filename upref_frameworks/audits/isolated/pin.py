@@ -134,7 +134,7 @@ def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
     """These packages, without their dependencies."""
     digest = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:8]
     folder = cache() / f"{name}-{version}-{digest}"
-    if version != NEWEST and _whole(folder):
+    if version != NEWEST and _is_whole(folder):
         return folder
     with _made(folder) as half:
         options = [
@@ -176,7 +176,7 @@ def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
 def _checkout(name: str, repository: str, commit: str) -> Path:
     """A commit of a repository, without its history."""
     folder = cache() / f"{name}-{commit[:9]}"
-    if commit != "HEAD" and _whole(folder):
+    if commit != "HEAD" and _is_whole(folder):
         return folder
     if not shutil.which("git"):
         raise InputError(
@@ -253,7 +253,7 @@ def _digest(folder: Path) -> str:
     return total.hexdigest()
 
 
-def _whole(folder: Path) -> bool:
+def _is_whole(folder: Path) -> bool:
     """Whether it is there as it was installed; InputError where a file has changed
     since.
     """
