@@ -5,6 +5,7 @@ divisor stops it at step 1.
 
 import logging
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
@@ -195,11 +196,28 @@ def test_own_is_what_verls_configuration_says(losses):
             losses.configured(META | changed)
 
 
+def test_own_is_the_reference_whatever_was_registered_under_its_name(losses):
+    import upref
+
+    right = upref.get("up_dapo")
+
+    @wraps(right.fn)
+    def a_tenth_more(*given, **hp):
+        return 1.1 * right.fn(*given, **hp)
+
+    wrong = replace(right, fn=a_tenth_more)
+    losses.LOSSES["upref/up_dapo"] = wrong
+    assert losses.configured(META)[0].fn is right.fn
+
+
 def test_own_judges_by_it(losses):
     meta = META | {"loss_mode": "upref/dapo", "upref": '{"eps_high": 0.2}'}
     watch = losses.watched("own on_fail=warn")
     assert watch(replace(step(), meta=meta))["upref/normalizer"] == pytest.approx(1)
     assert watch(replace(step(2.0), meta=meta))["upref/failures"] == 1
+    assert watch(replace(step(1.1), meta=meta))["upref/failures"] == 2
+    user = Watch("dapo", DAPO, "stop", None)  # it may be another objective
+    assert user(step(1.1))["upref/normalizer"] == pytest.approx(1.1)
     with pytest.raises(InputError, match="not 'eps_high'"):
         losses.watched("own eps_high=0.2")
 

@@ -18,6 +18,7 @@ A loss of upref's inside a trainer compares itself besides (`upref_frameworks.pa
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ log = logging.getLogger(__name__)
 CAUSES = tuple(SAMPLER)
 ON_FAIL = ("stop", "warn")
 KEEP = ("all", "failed")
+# Of a gradient that is a multiple of the objective's. With the hyperparameters of a
+# user it may be another objective's; of a loss whose objective is known it is wrong.
+MULTIPLES = ("gradient_scaled", "gradient_sign", "gradient_zero")
 
 
 def watch(
@@ -117,6 +121,9 @@ class Watch:
         on_fail: "stop" or "warn".
         then: what else is done with a step, before the run is stopped.
         keep: with which steps: "all", or "failed".
+        known: whether the objective and its hyperparameters are those that the trainer
+            was given, not what a user says of them. Then each multiple of the gradient
+            is a failure, whatever the factor.
     """
 
     def __init__(
@@ -126,6 +133,7 @@ class Watch:
         on_fail: str,
         then: Sink | None,
         keep: str = "all",
+        known: bool = False,
     ) -> None:
         expect_choices(on_fail, keep)
         self.objective = as_run(objective, hp)
@@ -134,6 +142,7 @@ class Watch:
         self.on_fail = on_fail
         self.then = then
         self.keep = keep
+        self.known = known
         self.failures = 0
         self.said: set[str] = set()
 
@@ -166,10 +175,17 @@ class Watch:
             metrics |= _of_gap(sampler)
             self._tell(whole, sampler.findings)
         self._tell(whole, tuple(found.notes))
-        self.failures += bool(found.failures)
-        if self.then is not None and self.keep == "failed" and found.failures:
+        failures = found.failures
+        if self.known:
+            failures += [
+                replace(f, severity="failure")
+                for f in found.notes
+                if f.cause in MULTIPLES
+            ]
+        self.failures += bool(failures)
+        if self.then is not None and self.keep == "failed" and failures:
             self.then(batch, group)
-        self._judge(whole, found.failures)
+        self._judge(whole, failures)
         metrics["failures"] = float(self.failures)
         return {f"upref/{name}": value for name, value in metrics.items()}
 

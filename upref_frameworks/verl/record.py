@@ -36,7 +36,7 @@ from torch import Tensor
 from upref.aggregation import verl_name
 from upref.definition import Objective
 from upref.errors import InputError
-from upref.registry import get
+from upref.registry import get, names
 from upref.replay.prompts import prompt_number
 from upref.replay.record import (
     EVERY,
@@ -169,7 +169,9 @@ class OwnWatch:
         """Judge a step, as `Watch` does."""
         if self.watch is None and batch is not None:
             objective, hp = configured(batch.meta)
-            self.watch = Watch(objective, hp, self.on_fail, self.then, self.keep)
+            self.watch = Watch(
+                objective, hp, self.on_fail, self.then, self.keep, known=True
+            )
         # without a step of its own, this rank has only to tell the others
         watch = self.watch or Watch("dapo", {}, "warn", None)
         return watch(batch, group)
@@ -192,6 +194,8 @@ def configured(meta: Mapping[str, str]) -> tuple[Objective, dict[str, Any]]:
             f"{WATCHED}=own is for a loss of upref's, and loss_mode is {mode}: name the objective instead."
         )
     objective = LOSSES[mode]
+    if objective.name in names():  # not what was registered under its name
+        objective = get(objective.name)
     if objective.batch_coupled:
         raise InputError(
             f"{objective.name} acts on each micro-batch by itself, so a whole step does not show its loss."

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from repro.with_verl.health import STEPS as STEPS_KEPT
 from repro.with_verl.place import RESULTS, ROOT, RUNS, pythonpath
 from repro.with_verl.run import records
 from upref.files import write_atomically
@@ -108,15 +109,23 @@ def sabotaged() -> dict:
     wrong = []
     if run["status"] or len(rows) != 3:
         wrong.append("it did not train to its end")
+    kept = len(list((RUNS / "restart-sabotaged" / STEPS_KEPT).glob("*.npz")))
     told = [x for x in factors if x is not None]
     if (
         not alarms
         or not max(alarms) > 0
+        or not kept
         or not told
         or any(abs(x - 1.1) > 1e-3 for x in told)
     ):
         wrong.append("nobody noticed")
-    return {"starts": [run], "alarms": alarms, "factors": factors, "wrong": wrong}
+    return {
+        "starts": [run],
+        "alarms": alarms,
+        "factors": factors,
+        "kept": kept,
+        "wrong": wrong,
+    }
 
 
 def nodes() -> dict:
