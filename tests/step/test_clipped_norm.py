@@ -10,6 +10,7 @@ import torch
 from loops import T, collated, log_probs, qwen3, surrogate
 
 import upref
+from tests.support.daily import daily
 from upref.step import check_step
 
 CLIP = 0.05  # it acts on each of these steps
@@ -52,7 +53,7 @@ def test_a_right_step_agrees():
     assert check_step(clipped_step(), qwen3(), "dapo", temperature=T, clip=CLIP)
 
 
-@pytest.mark.parametrize("beta", [0.05, 0.005])
+@pytest.mark.parametrize("beta", daily([0.05, 0.005], 2))
 def test_an_undeclared_kl_term_is_named(beta):
     (one,) = causes(clipped_step(k1=beta))
     words = f"a KL term (k1) is subtracted, with the coefficient {beta:g}"
@@ -69,7 +70,7 @@ def test_another_coefficient_is_named():
     assert one.cause == "the coefficient of the KL term is 0.1, not 0.05"
 
 
-@pytest.mark.parametrize("clip", [CLIP, None])
+@pytest.mark.parametrize("clip", daily([CLIP, None], 2))
 def test_a_kl_term_is_named_beside_a_temperature(clip):
     step = clipped_step(temperature=1.0, k1=0.05, clip=clip)
     report = check_step(step, qwen3(), "dapo", temperature=T, clip=clip)
@@ -127,7 +128,7 @@ def test_a_loop_that_normalizes_rewards_is_identified():
     assert "rewards=rewards, advantages=advantages)" in str(found)
 
 
-@pytest.mark.parametrize("by", [1, 2])
+@pytest.mark.parametrize("by", daily([1, 2], 2))
 def test_labels_that_stand_too_early_are_named(by):
     """Those of 1:1 + keep in place of -keep:."""
 

@@ -75,8 +75,10 @@ CASES = {
 
 
 def marked(case):
-    """A case whose search takes half a minute of CPU time runs by night."""
-    marks = [pytest.mark.nightly] if case.endswith("gemma2") else []
+    """A search through all forward passes takes up to half a minute of CPU time, and
+    runs by night.
+    """
+    marks = [pytest.mark.nightly] if case.startswith("every forward pass") else []
     return pytest.param(case, marks=marks)
 
 
