@@ -180,12 +180,15 @@ class Copy:
         packed = subprocess.run(archive, check=True, stdout=subprocess.PIPE).stdout
         subprocess.run(["tar", "-x", "-C", str(folder)], check=True, input=packed)
         (folder / ".venv").symlink_to(ROOT / ".venv")
+        self.right: dict[str, str] = {}  # the texts of files that had a mistake
         self.broken: set[str] = set()  # what fails without a mistake
         self.whole: set[str] = set()  # what passes without one
 
     def put(self, mutant: Mutant | None, file: str) -> None:
-        """Write a file as it is in the checkout, or with the mistake of the mutant."""
-        text = (ROOT / file).read_text(encoding="utf-8")
+        """Write a file as it was, or with the mistake of the mutant."""
+        if file not in self.right:
+            self.right[file] = (self.folder / file).read_text(encoding="utf-8")
+        text = self.right[file]
         if mutant is not None:
             lines = text.splitlines(keepends=True)
             line = lines[mutant.line - 1].encode()
