@@ -125,35 +125,35 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="records of --json: fail where a setting now ends otherwise",
     )
-    own = parser.add_argument_group("a step of your own")
-    own.add_argument(
+    step_group = parser.add_argument_group("a step of your own")
+    step_group.add_argument(
         "--as",
         dest="name",
         default="",
         metavar="NAME",
         help="the objective (`upref list`)",
     )
-    own.add_argument(
+    step_group.add_argument(
         "--temperature",
         type=float,
         default=0.7,
         metavar="T",
         help="of the sampler (default 0.7)",
     )
-    own.add_argument(
+    step_group.add_argument(
         "--model",
         default="Model",
         metavar="NAME",
         help="the model, or what makes it (default Model)",
     )
-    own.add_argument(
+    step_group.add_argument(
         "--without",
         action="append",
         default=[],
         metavar="AXIS",
         help="lengths, temperature, ratio or holes",
     )
-    own.add_argument(
+    step_group.add_argument(
         "-v", "--verbose", action="store_true", help="print what the verdict rests on"
     )
     add_hyperparameters(parser)
@@ -163,24 +163,24 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_step(args: argparse.Namespace) -> None:
-    own = ":" in args.trainer
-    if not own and args.trainer not in TRAINERS:
+    is_own_step = ":" in args.trainer
+    if not is_own_step and args.trainer not in TRAINERS:
         raise InputError(
             f"there is no step of {args.trainer!r}: {', '.join(TRAINERS)}, or FILE.py:step."
         )
-    if own and not args.name:
+    if is_own_step and not args.name:
         raise InputError(
             "the objective that the step is meant to have is missing: --as NAME (`upref list`)."
         )
-    if own and (args.only or args.list or args.against):
+    if is_own_step and (args.only or args.list or args.against):
         raise InputError(
             "--only, --list and --against are of the steps of trainers: leave them out."
         )
-    if not own and (args.name or args.hp or args.without):
+    if not is_own_step and (args.name or args.hp or args.without):
         raise InputError(
             f"--as, --hp and --without are of a step of your own: {args.trainer} has settings."
         )
-    if own:
+    if is_own_step:
         catalog.require(args.name)
 
 

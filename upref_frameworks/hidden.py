@@ -20,7 +20,7 @@ def in_trl() -> None:
     """
     from trl.trainer import utils
 
-    own: Any = getattr(utils, TRLS)
+    function: Any = getattr(utils, TRLS)
 
     class Hidden:
         @staticmethod
@@ -36,7 +36,9 @@ def in_trl() -> None:
             outputs: Any,
         ) -> Any:
             if not set(outputs) <= {"log_probs", "entropy"}:
-                return own.apply(h, W, bias, tokens, tau, chunk, cap, scale, outputs)
+                return function.apply(
+                    h, W, bias, tokens, tau, chunk, cap, scale, outputs
+                )
             lp, H = token_log_probs(
                 h, W, tokens, temperature=tau, bias=bias, softcap=cap, logit_scale=scale
             )

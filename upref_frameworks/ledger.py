@@ -233,10 +233,12 @@ def entry(name: str, key: str) -> Entry:
 def _script(prelude: str, proof: str) -> str:
     """The proof after those statements of the prelude whose names it uses."""
     lines = prelude.splitlines()
-    kept = ast.parse(proof).body
+    statements = ast.parse(proof).body
     out: list[str] = []
     for node in reversed(ast.parse(prelude).body):
-        used = {x.id for n in kept for x in ast.walk(n) if isinstance(x, ast.Name)}
+        used = {
+            x.id for n in statements for x in ast.walk(n) if isinstance(x, ast.Name)
+        }
         names = {
             a.asname or a.name.partition(".")[0] for a in getattr(node, "names", [])
         }
@@ -249,7 +251,7 @@ def _script(prelude: str, proof: str) -> str:
             node.targets[0], ast.Attribute
         )
         if patches or used & (names | {getattr(node, "name", "")}):
-            kept.append(node)
+            statements.append(node)
             out[:0] = lines[node.lineno - 1 : node.end_lineno]
     plain = [x.removeprefix("import ") for x in out if x.startswith("import ")]
     rest = [x for x in out if not x.startswith("import ")]

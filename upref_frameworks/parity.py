@@ -194,30 +194,30 @@ def compare(
         either, (terms[3] - terms[0]).abs(), 0
     )
     size = terms[0].abs().sum()
-    off = (loss.detach().double() / dp_size + terms[0].sum()).abs()
+    value_gap = (loss.detach().double() / dp_size + terms[0].sum()).abs()
     allowed = slack.sum() + u * (count + math.log2(max(2, mask.numel())) + 16) * size
-    max_abs = ratio(off, size)
-    of_bound = ratio(off, allowed)
+    max_abs = ratio(value_gap, size)
+    of_bound = ratio(value_gap, allowed)
     worst = (-1, -1)
 
     if gradient is not None:
         g = -clean(gradient, torch.float64) / dp_size
-        off = (g - W[0]).abs()
-        far, near = (W[1:3] - W[0]).abs().sort(0, descending=True).values
-        allowed = far + u * count * W[:3].abs().amax(0) + torch.finfo(low).tiny
+        value_gap = (g - W[0]).abs()
+        largest, second = (W[1:3] - W[0]).abs().sort(0, descending=True).values
+        allowed = largest + u * count * W[:3].abs().amax(0) + torch.finfo(low).tiny
         if objective.level == "custom":
             # The weight of a token may sum over its response. Where it jumps, every
             # other token's rounding still moves it, and the other side may jump too.
             smooth = delta.sum(1, keepdim=True) * W[:3].abs().amax(0)
-            allowed += torch.where(far > smooth, near + smooth, 0)
-        off = torch.where(
+            allowed += torch.where(largest > smooth, second + smooth, 0)
+        value_gap = torch.where(
             either & ((g - W).abs() <= allowed + u * count * W.abs()).any(0)
             | overflows,
             0,
-            off,
+            value_gap,
         )
-        of = (off / allowed).nan_to_num(nan=float("inf"))
-        max_abs = max(max_abs, ratio(off.max(), W[0].abs().max()))
+        of = (value_gap / allowed).nan_to_num(nan=float("inf"))
+        max_abs = max(max_abs, ratio(value_gap.max(), W[0].abs().max()))
         if (top := of.max().item()) > of_bound:
             of_bound = top
             worst = divmod(int(of.argmax()), mask.shape[1])

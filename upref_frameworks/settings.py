@@ -26,15 +26,15 @@ def split(name: str, mode: str) -> tuple[str, dict[str, Any], bool]:
     before the fields.
     """
     mode, *words = mode.split(",")
-    mode, at, word = mode.partition("@")
-    if at and word != "matched":
+    mode, separator, word = mode.partition("@")
+    if separator and word != "matched":
         raise InputError(
             f"{name}: {word!r} is unknown; write {mode} for the loss as shipped, or {mode}@matched."
         )
     old = words[:1] == ["defaults"]
-    if at and old:
+    if separator and old:
         raise InputError(f"{name}: leave `defaults` out of a matched loss.")
-    return mode, dict(_field(name, w) for w in words[old:]), bool(at)
+    return mode, dict(_field(name, w) for w in words[old:]), bool(separator)
 
 
 def _field(name: str, word: str) -> tuple[str, Any]:
@@ -57,8 +57,8 @@ def written(mode: str, fields: dict[str, Any]) -> str:
 
 def clip(h: dict[str, Any]) -> tuple[Any, Any]:
     """(low, high) of an objective's hyperparameters."""
-    both = h.get("eps", h.get("delta"))
-    return h.get("eps_low", both), h.get("eps_high", both)
+    width = h.get("eps", h.get("delta"))
+    return h.get("eps_low", width), h.get("eps_high", width)
 
 
 @dataclass

@@ -140,19 +140,19 @@ def draw_badge(badge: Badge) -> str:
     """Return the badge as SVG: the suite on gray, the level and the counts on green, or
     on orange where some fail.
     """
-    left = f"upref {badge.suite}"
-    right = f"level {badge.level}, {badge.passed} of {badge.tried}"
+    left_text = f"upref {badge.suite}"
+    right_text = f"level {badge.level}, {badge.passed} of {badge.tried}"
     widths: Mapping[str, float] = {
-        text: LETTER * len(text) + 2 * PADDING for text in (left, right)
+        text: LETTER * len(text) + 2 * PADDING for text in (left_text, right_text)
     }
     color = "#2a7f3f" if badge.passed == badge.tried else "#b35900"
-    total = widths[left] + widths[right]
+    total = widths[left_text] + widths[right_text]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{total:.0f}" height="20" role="img" aria-label="{badge}">'
         f"<title>{badge}</title>"
         f'<rect width="{total:.0f}" height="20" rx="3" fill="#555"/>'
-        f'<rect x="{widths[left]:.0f}" width="{widths[right]:.0f}" height="20" rx="3" fill="{color}"/>'
+        f'<rect x="{widths[left_text]:.0f}" width="{widths[right_text]:.0f}" height="20" rx="3" fill="{color}"/>'
         '<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11" text-anchor="middle">'
-        f'<text x="{widths[left] / 2:.0f}" y="14">{left}</text>'
-        f'<text x="{widths[left] + widths[right] / 2:.0f}" y="14">{right}</text></g></svg>\n'
+        f'<text x="{widths[left_text] / 2:.0f}" y="14">{left_text}</text>'
+        f'<text x="{widths[left_text] + widths[right_text] / 2:.0f}" y="14">{right_text}</text></g></svg>\n'
     )

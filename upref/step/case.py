@@ -341,18 +341,20 @@ def allowed(goal: Goal, case: StepCase, bound: torch.dtype | float | None) -> fl
         )
     with Rounded(bound):
         rounded = Forward(case.forward.model, case.rows, goal.temperature)
-        its = expected(goal, rounded, case.b).sum(0)
+        rounded_gradient = expected(goal, rounded, case.b).sum(0)
         lp = rounded.statistics()[0]
-    moved = (lp - case.forward.statistics()[0]).detach()
+    change = (lp - case.forward.statistics()[0]).detach()
     mask = case.b.mask
     if goal.o.level in REDUCE:
-        moved = REDUCE[goal.o.level](moved, mask)[mask.any(1)]
+        change = REDUCE[goal.o.level](change, mask)[mask.any(1)]
     else:
-        moved = moved[mask]
-    case.shift = 3 * float(moved.pow(2).mean().sqrt())
-    near = sides(goal, case.forward, case.b, case.shift)
-    want = assign_sides(expected(goal, case.forward, case.b), near, its)[0].sum(0)
-    return 2 * float((its - want).norm() / want.norm().clamp(min=1e-300))
+        change = change[mask]
+    case.shift = 3 * float(change.pow(2).mean().sqrt())
+    alternatives = sides(goal, case.forward, case.b, case.shift)
+    want = assign_sides(
+        expected(goal, case.forward, case.b), alternatives, rounded_gradient
+    )[0].sum(0)
+    return 2 * float((rounded_gradient - want).norm() / want.norm().clamp(min=1e-300))
 
 
 def widened(goal: Goal, case: StepCase, bound: float, error: float) -> float:
@@ -373,14 +375,14 @@ def widened(goal: Goal, case: StepCase, bound: float, error: float) -> float:
     if not bound < error <= FAR:
         return bound
     want = expected(goal, case.forward, case.b)
-    near = sides(goal, case.forward, case.b, case.shift)
+    alternatives = sides(goal, case.forward, case.b, case.shift)
     squares = []
     for seed in range(DRAWS):
         with Unsettled(seed):
-            moved = Forward(case.forward.model, case.rows, goal.temperature)
-            its = expected(goal, moved, case.b).sum(0)
-        exact = assign_sides(want, near, its)[0].sum(0)
-        distance = (its - exact).norm() / exact.norm().clamp(min=1e-300)
+            perturbed_forward = Forward(case.forward.model, case.rows, goal.temperature)
+            perturbed_gradient = expected(goal, perturbed_forward, case.b).sum(0)
+        exact = assign_sides(want, alternatives, perturbed_gradient)[0].sum(0)
+        distance = (perturbed_gradient - exact).norm() / exact.norm().clamp(min=1e-300)
         squares.append(float(distance) ** 2)
     return max(bound, ROUNDINGS * math.sqrt(sum(squares) / DRAWS))
 
@@ -411,16 +413,16 @@ def compared(goal: Goal, case: StepCase, found: Gradient, bound: float) -> Compa
         Both gradients, their error, and the goal that they were compared under.
     """
     tried = []
-    for one in (
+    for tried_goal in (
         [goal, replace(goal, grouped=True)]
         if goal.o.agg == "group-token-mean"
         else [goal]
     ):
-        near = sides(one, case.forward, case.b, case.shift)
-        rows = expected(one, case.forward, case.b)
+        alternatives = sides(tried_goal, case.forward, case.b, case.shift)
+        rows = expected(tried_goal, case.forward, case.b)
         gradient = case.forward.model.flat(found)
-        rows, other = assign_sides(rows, near, gradient)
-        want = clipped(rows.sum(0), one.clip)
+        rows, other = assign_sides(rows, alternatives, gradient)
+        want = clipped(rows.sum(0), tried_goal.clip)
         if not want.isfinite().all():
             bad = [
                 n
@@ -438,12 +440,12 @@ def compared(goal: Goal, case: StepCase, found: Gradient, bound: float) -> Compa
         error = float((gradient - want).norm() / want.norm())
         tried.append(
             Compared(
-                one,
+                tried_goal,
                 rows,
                 want,
                 gradient,
                 error if error == error else float("inf"),
-                len(near),
+                len(alternatives),
                 other,
             )
         )
@@ -533,15 +535,15 @@ def run(step: Callable[..., Any], model: Any, case: StepCase) -> tuple[Gradient,
         ), 0
     net = unwrapped(model)
     weights = {n: v.detach().clone() for n, v in net.state_dict().items()}
-    its = (lead if world_size() > 1 else train)(step, model, rows, called)
-    case.forward.see(its.fed)
-    case.apart = its.apart
-    if its.steps > 1:
+    recorded = (lead if world_size() > 1 else train)(step, model, rows, called)
+    case.forward.see(recorded.fed)
+    case.apart = recorded.apart
+    if recorded.steps > 1:
         raise InputError(
-            f"the step made {its.steps} optimizer steps on these rows: let it make one, or use record_step."
+            f"the step made {recorded.steps} optimizer steps on these rows: let it make one, or use record_step."
         )
-    found = its.gradients
-    out = its.out
+    found = recorded.gradients
+    out = recorded.out
     if (
         isinstance(out, dict)
         and out
@@ -562,7 +564,7 @@ def run(step: Callable[..., Any], model: Any, case: StepCase) -> tuple[Gradient,
             "the step left no gradient: it must leave .grad, let an optimizer step, or return {name: array}; and train "
             "the very model that it is handed."
         )
-    return found, its.backwards
+    return found, recorded.backwards
 
 
 def called(step: Callable[..., Any], model: Any, rows: list[Row]) -> Any:

@@ -69,10 +69,10 @@ def named(tokens: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | Non
         return alike
     silent = tokens.no_weight(tokens.found).all(1)
     right = right_factors(tokens.goal, tokens.b)[:, None]
-    for one in token_faults(tokens, hp):
-        if not is_named(one, among):
+    for known_fault in token_faults(tokens, hp):
+        if not is_named(known_fault, among):
             continue
-        unit, mask = _unit(tokens, one, hp)
+        unit, mask = _unit(tokens, known_fault, hp)
         k = factors(tokens, unit)
         if k is None:
             continue
@@ -84,7 +84,7 @@ def named(tokens: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | Non
         if (
             k.isnan().all()
             or len(dead) == len(k) - int(k.isnan().sum())
-            or (dead and one.kind in STOPS)
+            or (dead and known_fault.kind in STOPS)
         ):
             continue
         k[dead] = torch.nan
@@ -98,17 +98,19 @@ def named(tokens: Tokens, among: Cause = NO_CAUSE) -> tuple[Cause, Tensor] | Non
             tokens.tol,
             mask,
             moving,
-            _odd_factor(one),
+            _odd_factor(known_fault),
         )
         if found is None:
             continue
         because, factor = found
-        if one.id == "advantages-negated" and bool((factor * ~k.isnan() < 0).any()):
+        if known_fault.id == "advantages-negated" and bool(
+            (factor * ~k.isnan() < 0).any()
+        ):
             continue  # two signs that cancel are another fault
         lost = left_out(dead) if dead else NO_CAUSE
         alive = torch.ones(len(k), dtype=torch.bool)
         alive[dead] = False
-        if said := join_causes(one.cause, lost, because):
+        if said := join_causes(known_fault.cause, lost, because):
             return said, unit * torch.where(alive, factor, 0)[:, None]
     return None
 
@@ -172,8 +174,8 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
     r = w.rollouts()
     objective = w.goal.o
     goal = w.goal
-    at = torch.arange(w.here.shape[1])
-    off = w.here & ~w.b.mask
+    positions = torch.arange(w.here.shape[1])
+    untrained = w.here & ~w.b.mask
     last = torch.tensor([[len(x.response) - 1] for x in w.rows])
     masks: tuple[tuple[str, str, Tensor], ...] = (
         ("masked-tokens-train", "masked tokens train", w.here),
@@ -190,32 +192,32 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
         (
             "last-token-left-out",
             "the last token of each response does not train",
-            w.b.mask & (at != last),
+            w.b.mask & (positions != last),
         ),
         (
             "first-token-left-out",
             "the first token of each response does not train",
-            w.b.mask & (at > 0),
+            w.b.mask & (positions > 0),
         ),
         (
             "token-after-hole-left-out",
             "the first token after each hole does not train",
-            w.b.mask & ~moved(off, 1),
+            w.b.mask & ~moved(untrained, 1),
         ),
         (
             "tokens-behind-hole-left-out",
             "no token behind the first hole of a response trains",
-            w.b.mask & (off.cumsum(1) == 0),
+            w.b.mask & (untrained.cumsum(1) == 0),
         ),
         (
             "tokens-before-hole-left-out",
             "no token in front of the last hole of a response trains",
-            w.b.mask & (off.flip(1).cumsum(1).flip(1) == 0),
+            w.b.mask & (untrained.flip(1).cumsum(1).flip(1) == 0),
         ),
         (
             "cut-responses-train-by-first-token",
             "a response without the end token trains by its first token alone",
-            w.b.mask & (_ends(w.rows) | (at == 0)),
+            w.b.mask & (_ends(w.rows) | (positions == 0)),
         ),
     )
     yield _put("", id="")
@@ -306,13 +308,13 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
         ):
             for ddof in (1, 0):
                 var = (mean(A**2) - mean(A) ** 2) * same.sum(1) / (same.sum(1) - ddof)
-                its = torch.where(
+                normalized = torch.where(
                     same.sum(1) > 1, (A - center) / var.sqrt(), A - center
                 )
                 yield _put(
                     f"the advantages are {how} again{where}",
                     id=f"advantages-{step}-over-{sample}",
-                    adv=its[:, None].expand_as(r.adv),
+                    adv=normalized[:, None].expand_as(r.adv),
                 )
     yield _put(
         "the advantages are centered again",
@@ -389,13 +391,15 @@ def token_faults(w: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
     for p in (
         get(n) for n in names() if n != objective.name and not get(n).batch_coupled
     ):
-        own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
+        shared_hp = {
+            k: v for k, v in hp.items() if k in p.hyperparameters and v is not None
+        }
         yield fault(
             f"the objective is {p.name}",
             "objective",
             id=f"other-objective-{p.name}",
             objective=p,
-            hp=own,
+            hp=shared_hp,
         )
     # last: a lost sign may look like another response's advantage
     n = len(w.rows)
@@ -463,12 +467,12 @@ def _sources(
     # response i has the weights that the numbers of response j make
     has = torch.zeros(n, n, dtype=torch.bool)
     for j in range(n):
-        its: Any = {name: each[j]}
-        unit, mask = _unit(tokens, _put("", id="", **its), hp)
+        fields: Any = {name: each[j]}
+        unit, mask = _unit(tokens, _put("", id="", **fields), hp)
         has[:, j] = (tokens.near(tokens.found, unit * right) | ~mask).all(1)
     if name == "adv":  # that its own fits is no chance
-        own = has.diagonal()
-        has = torch.where(own[:, None], torch.eye(n, dtype=torch.bool), has)
+        is_own = has.diagonal()
+        has = torch.where(is_own[:, None], torch.eye(n, dtype=torch.bool), has)
     return _one_for_one(has)
 
 
@@ -481,22 +485,22 @@ def _one_for_one(has: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     n = len(has)
     source = torch.full((len(has),), -1)
-    left = has.clone()
+    remaining = has.clone()
     if has.diagonal().all():
         return None
-    while len(rows := ((left.sum(1) == 1) & (source < 0)).nonzero()[:, 0]):
+    while len(rows := ((remaining.sum(1) == 1) & (source < 0)).nonzero()[:, 0]):
         i = int(rows[0])
-        j = int(left[i].int().argmax())
+        j = int(remaining[i].int().argmax())
         source[i] = j
-        left[:, j] = False
+        remaining[:, j] = False
     sure = source >= 0
     if not (sure & (source != torch.arange(n))).any():
         return None
     for i in sorted((~sure).nonzero()[:, 0].tolist(), key=lambda i: int(has[i].sum())):
-        if not left[i].any():
+        if not remaining[i].any():
             return None
-        source[i] = i if left[i, i] else int(left[i].int().argmax())
-        left[:, source[i]] = False
+        source[i] = i if remaining[i, i] else int(remaining[i].int().argmax())
+        remaining[:, source[i]] = False
     return source, sure
 
 
@@ -526,9 +530,9 @@ def _of_numbers(tokens: Tokens, rollouts: Rollouts) -> Iterator[LossFault]:
         live, tokens.found / torch.where(live, tokens.expected, 1), torch.nan
     )
     of_row = q.nanmedian(1).values
-    less = of_row < 1 - 1e-3
+    is_smaller = of_row < 1 - 1e-3
     A = rollouts.adv[:, 0].abs()
-    tops = (A * of_row)[less]
+    tops = (A * of_row)[is_smaller]
     if len(tops) > 1 and bool(((tops / tops[0] - 1).abs() < 1e-3).all()):
         top = float(f"{float(tops.median()):.4g}")
         yield _put(
@@ -538,12 +542,12 @@ def _of_numbers(tokens: Tokens, rollouts: Rollouts) -> Iterator[LossFault]:
         )
     if not live.any() or not bool((q[live] > 0).all()):
         return
-    at = torch.arange(live.shape[1], dtype=torch.float64).expand(live.shape)
+    positions = torch.arange(live.shape[1], dtype=torch.float64).expand(live.shape)
     n = torch.tensor([[len(row.response)] for row in tokens.rows])
     trained = tokens.b.mask.double().cumsum(1) - 1
     for where, place in (
-        ("from the last token back", n - 1 - at),
-        ("from the first token on", at),
+        ("from the last token back", n - 1 - positions),
+        ("from the first token on", positions),
         (
             "from the last token that trains back",
             trained.amax(1, keepdim=True) - trained,
@@ -603,9 +607,9 @@ def _over_the_width(tokens: Tokens, hp: dict[str, Any]) -> Iterator[LossFault]:
             id=f"log-ratio-over-{id}",
             J=partial(over, lengths),
         )
-    whole = max(len(row.ids) for row in tokens.rows)
+    width_of_all = max(len(row.ids) for row in tokens.rows)
     for width in dict.fromkeys(
-        (whole - 1, whole, max(len(row.response) for row in tokens.rows))
+        (width_of_all - 1, width_of_all, max(len(row.response) for row in tokens.rows))
     ):
         yield fault(
             "the response's log-ratio is divided by the padded width",
@@ -630,24 +634,27 @@ def _lost(tokens: Tokens, rollouts: Rollouts) -> Iterator[tuple[str, str, Tensor
     live = tokens.b.mask & ~tokens.stopped & ~tokens.found.isnan()
     zero = tokens.no_weight(tokens.found)
     gone = live & zero
-    left = live & ~zero
-    if gone.sum() < 2 or not left.any():
+    kept_tokens = live & ~zero
+    if gone.sum() < 2 or not kept_tokens.any():
         return
-    at = torch.arange(live.shape[1]).expand(live.shape) + 1.0
+    positions = torch.arange(live.shape[1]).expand(live.shape) + 1.0
     log_r = tokens.lp - rollouts.logp_old
-    place = at + torch.tensor([[len(row.prompt)] for row in tokens.rows])
-    ids = torch.zeros_like(at)
+    place = positions + torch.tensor([[len(row.prompt)] for row in tokens.rows])
+    ids = torch.zeros_like(positions)
     for i, row in enumerate(tokens.rows):
         ids[i, : len(row.response)] = torch.tensor(row.response)
     for id, words, x in (
         ("tokens-of-one-id", "tokens that equal {:g}", ids),
         ("tokens-at-one-place", "the tokens at place {:g} of each row", place),
     ):
-        if len(its := x[gone].unique()) == 1 and not (x[left] == its).any():
-            yield id, words.format(float(its)), x == its
+        if (
+            len(values := x[gone].unique()) == 1
+            and not (x[kept_tokens] == values).any()
+        ):
+            yield id, words.format(float(values)), x == values
     features = (
         ("late-tokens-of-row", "tokens behind the first {:g} of a row", place),
-        ("late-tokens", "tokens behind the first {:g} of a response", at),
+        ("late-tokens", "tokens behind the first {:g} of a response", positions),
         ("early-tokens-of-row", "tokens before place {:g} of a row", -place),
         ("far-tokens", "tokens with a log r above {:g} or below -{:g}", log_r.abs()),
         ("likelier-tokens", "tokens with a log r above {:g}", log_r),
@@ -656,7 +663,7 @@ def _lost(tokens: Tokens, rollouts: Rollouts) -> Iterator[tuple[str, str, Tensor
         ("small-advantages", "tokens with an advantage below -{:g}", -rollouts.adv),
     )
     for id, words, x in features:
-        low = float(x[left].max())
+        low = float(x[kept_tokens].max())
         high = float(x[gone].min())
         if (limit := between(low, high)) is not None:
             yield id, words.format(abs(limit), abs(limit)), x > limit
@@ -697,10 +704,15 @@ def _exchanged(rows: Sequence[Row], x: Tensor, order: Tensor) -> Iterator[Tensor
     width = max(len(r.ids) for r in rows)
     for start in ([0] * len(n), p, [width - k for k in n]):
         wide = x.new_zeros(len(n), width + x.shape[1])
-        for i, at in enumerate(start):
-            wide[i, at : at + n[i]] = x[i, : n[i]]
+        for i, first_column in enumerate(start):
+            wide[i, first_column : first_column + n[i]] = x[i, : n[i]]
         wide = wide[order]
-        yield torch.stack([wide[i, at : at + x.shape[1]] for i, at in enumerate(start)])
+        yield torch.stack(
+            [
+                wide[i, first_column : first_column + x.shape[1]]
+                for i, first_column in enumerate(start)
+            ]
+        )
 
 
 def _unit(tokens: Tokens, one: LossFault, hp: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -712,10 +724,10 @@ def _unit(tokens: Tokens, one: LossFault, hp: dict[str, Any]) -> tuple[Tensor, T
     try:
         batch = one.change.view(batch)
         live = batch.mask.any(1)
-        some = batch.but(**{name: x[live] for name, x in batch.tensors().items()})
+        live_rows = batch.but(**{name: x[live] for name, x in batch.tensors().items()})
         x[live] = (
             replace(one.change, view=lambda batch: batch).weights(
-                tokens.goal.o, hp, some
+                tokens.goal.o, hp, live_rows
             )
             * tokens.goal.scale
         )

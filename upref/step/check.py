@@ -82,7 +82,7 @@ class StepReport(Report):
         # what else would agree is of interest where this agrees
         others = {} if self.failures else self.not_reached
         numbers = [f"{number} ({same})" for number, same in others.items()]
-        beyond = (
+        unreached = (
             [f"clamps and bounds beyond the rows' range ({self.reach})"]
             if self.reach
             else []
@@ -90,7 +90,7 @@ class StepReport(Report):
         return "\n".join(
             [
                 *lines,
-                f"not exercised: {'; '.join([*numbers, *beyond, *self.unexercised])}",
+                f"not exercised: {'; '.join([*numbers, *unreached, *self.unexercised])}",
             ]
         )
 
@@ -257,17 +257,17 @@ def _check(
         other = built(
             reference, goal, None, without, seed + 1, bool(half or inside), asked
         )
-        its, _ = run(step, model, other)
+        recorded, _ = run(step, model, other)
         tol = allowed(goal, other, half or inside)
         return Attempt(
-            compared(goal, other, its, tol),
+            compared(goal, other, recorded, tol),
             other,
             tol,
             lambda: run(step, model, other)[0],
         )
 
     name = getattr(step, "__name__", type(step).__name__)
-    more = second if rows is None else None
+    second_attempt = second if rows is None else None
     single = not half and not inside and isinstance(model, nn.Module)
     return report_step(
         name,
@@ -280,7 +280,7 @@ def _check(
         again,
         inside,
         explain,
-        more,
+        second_attempt,
         single,
     )
 
@@ -294,8 +294,8 @@ def _rounds_rows(goal: Goal, case: StepCase, found: Gradient, bound: float) -> b
             each = {n: getattr(case.b, n) for n in names}
             rounded = {n: x.to(kind).double() for n, x in each.items() if x is not None}
             if rounded:
-                its = replace(case, b=replace(case.b, **rounded))
-                if compared(goal, its, found, bound).error <= bound:
+                rounded_case = replace(case, b=replace(case.b, **rounded))
+                if compared(goal, rounded_case, found, bound).error <= bound:
                     return True
     return False
 
@@ -368,10 +368,10 @@ def check_recorded(
             f"there are rows of {len(each)} steps, and {len(seen.steps)} were recorded."
         )
     reports = []
-    for n, (one, its) in enumerate(zip(seen.steps, each, strict=False)):
-        reference = with_weights(seen.model, one)
-        case = built(reference, goal, its, without if n == 0 else AXES, 0)
-        case.forward.see(one.fed)
+    for n, (recorded_step, step_rows) in enumerate(zip(seen.steps, each, strict=False)):
+        reference = with_weights(seen.model, recorded_step)
+        case = built(reference, goal, step_rows, without if n == 0 else AXES, 0)
+        case.forward.see(recorded_step.fed)
         tol = allowed(goal, case, bound)
         name = f"step {n}"
         reports.append(
@@ -379,19 +379,19 @@ def check_recorded(
                 name,
                 goal,
                 case,
-                one.gradients,
-                one.backwards,
+                recorded_step.gradients,
+                recorded_step.backwards,
                 tol,
                 start,
                 explain=explain,
                 rounding=bound is None,
-                doubts=partial(_doubt_of_halves, one.passes),
+                doubts=partial(_doubt_of_halves, recorded_step.passes),
             )
         )
     worst = max(reports, key=lambda r: r.error)
     if len(reports) == 1:
         return worst
-    tokens = [sum(sum(row.trains) for row in its) for its in each]
+    tokens = [sum(sum(row.trains) for row in step_rows) for step_rows in each]
     shared = divisor_of_all_steps(reports, [r.error for r in reports], tokens, goal)
     findings = [
         replace(
@@ -488,13 +488,13 @@ def report_step(
             )
         )
     if not error <= bound or parameters(model, it.found, it.want, bound):
-        one = Attempt(it, case, bound, again)
+        attempt = Attempt(it, case, bound, again)
         if not explain:
             findings.append(_difference(it, NOT_SEARCHED))
         elif not half and bound < error < CLOSE * bound:
             findings.append(_difference(it, TOO_CLOSE))
         else:
-            causes = _diagnosed(one, second, doubts)
+            causes = _diagnosed(attempt, second, doubts)
             findings += name_single_passes(causes, goal, passes, len(case.rows))
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if passes == 1:

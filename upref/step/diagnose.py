@@ -93,7 +93,7 @@ def parameters(model: Model, found: Tensor, want: Tensor, bound: float) -> list[
     Returns:
         Names of parameters.
     """
-    size, its = float(want.norm()), model.split(found)
+    size, parts = float(want.norm()), model.split(found)
 
     def tolerance(w: Tensor) -> float:
         """Of the gradient of one parameter; in half precision any difference is within
@@ -105,7 +105,7 @@ def parameters(model: Model, found: Tensor, want: Tensor, bound: float) -> list[
     return [
         n
         for n, w in model.split(want).items()
-        if not float((its[n] - w).norm()) <= tolerance(w)
+        if not float((parts[n] - w).norm()) <= tolerance(w)
     ]
 
 
@@ -301,7 +301,7 @@ def _explained(
 
     def reads(
         cause: Cause,
-        one: Forward,
+        variant: Forward,
         of: Forward | None = None,
         whole: Tensor | None = None,
         batch: Padded = padded,
@@ -309,20 +309,20 @@ def _explained(
         """What the token weights of this forward pass say, where they make g; of: the
         pass whose tokens they are; batch: the rows as the step has them.
         """
-        terms = plain if forward is (of or one) else Terms.of(goal, one, batch)
+        terms = plain if forward is (of or variant) else Terms.of(goal, variant, batch)
         policy = terms.without(g, "H", "Z")
-        reading = read(one, policy)
+        reading = read(variant, policy)
         residuals.append(reading.residual)
         if reading.residual > span:
             return []
-        if cause and (term := _terms_differ(terms, one, batch, g, bound)):
+        if cause and (term := _terms_differ(terms, variant, batch, g, bound)):
             return [join_causes(cause, term)]
 
         def makes_it(weights: list[Tensor]) -> bool:
-            return reproduces(gradient(one, weights), policy, 2 * span)
+            return reproduces(gradient(variant, weights), policy, 2 * span)
 
         return _said(
-            of or one, batch, reading, terms, bound, cause, makes_it, whole, only
+            of or variant, batch, reading, terms, bound, cause, makes_it, whole, only
         )
 
     def among(variants: Callable[[Forward], Iterator[Variant]]) -> list[Any]:
@@ -335,46 +335,46 @@ def _explained(
         batches = [(padded, NO_CAUSE)]
         if variants is quick:
             batches.append((on_policy, own_old))
-        for number, (fault, one) in enumerate(tried(forward, variants, only)):
+        for number, (fault, variant) in enumerate(tried(forward, variants, only)):
             if number == MOST:
                 stopped.append(number)
                 return []
             for batch, old in batches:
                 cause = join_causes(fault, old)
-                if (least := _least_residual(goal, one, batch, g)) > 2 * span:
-                    farther.append((least, cause, one, batch))
+                if (least := _least_residual(goal, variant, batch, g)) > 2 * span:
+                    farther.append((least, cause, variant, batch))
                     if (
                         variants is others
                         and not (goal.entropy_coef or goal.z_loss_coef)
-                        and head_residual(one, g) <= 2 * span
-                        and (said := reads(cause, one, batch=batch))
+                        and head_residual(variant, g) <= 2 * span
+                        and (said := reads(cause, variant, batch=batch))
                     ):
                         return said
                     continue
                 try:
-                    its = expected(goal, one, batch)
+                    rows_of_variant = expected(goal, variant, batch)
                 except (
                     InputError
                 ):  # no backward pass: of a cache that is written in place
                     break
-                residual = best_factors(its, g)[1]
-                closest.append((residual, cause, one, batch))
-                if makes(its):
+                residual = best_factors(rows_of_variant, g)[1]
+                closest.append((residual, cause, variant, batch))
+                if makes(rows_of_variant):
                     return [cause]
                 if (
                     residual <= span
                     and not (goal.entropy_coef or goal.z_loss_coef)
-                    and (said := reads(cause, one, batch=batch))
+                    and (said := reads(cause, variant, batch=batch))
                 ):
-                    rest = it.found - clipped(its.sum(0), goal.clip)
+                    rest = it.found - clipped(rows_of_variant.sum(0), goal.clip)
                     left = float(rest.norm() / it.found.norm())
                     if said == [cause] and left > 3 * bound:
                         said = [join_causes(cause, _smaller_fault(left))]
                     return said
         return []
 
-    own = best_factors(expected(goal, forward, on_policy), g)[1]
-    said = (min(left, own) > span and among(quick)) or reads(
+    on_policy_residual = best_factors(expected(goal, forward, on_policy), g)[1]
+    said = (min(left, on_policy_residual) > span and among(quick)) or reads(
         NO_CAUSE, forward, None, k if left <= span else None
     )
     after = _without_other_responses(forward)
@@ -387,13 +387,13 @@ def _explained(
             NO_CAUSE, Forward(forward.model, longer, goal.temperature, z), forward
         )
     said = said or among(others)
-    for _, cause, one, batch in sorted(farther, key=lambda x: x[0])[: 2 * READ]:
+    for _, cause, variant, batch in sorted(farther, key=lambda x: x[0])[: 2 * READ]:
         if not said:
             with suppress(InputError):
-                residual = best_factors(expected(goal, one, batch), g)[1]
-                closest.append((residual, cause, one, batch))
-    for _, cause, one, batch in sorted(closest, key=lambda x: x[0])[:READ]:
-        said = said or reads(cause, one, batch=batch)
+                residual = best_factors(expected(goal, variant, batch), g)[1]
+                closest.append((residual, cause, variant, batch))
+    for _, cause, variant, batch in sorted(closest, key=lambda x: x[0])[:READ]:
+        said = said or reads(cause, variant, batch=batch)
     if said:
         return said
     bonus = read(forward, g, [plain.each["H"], plain.each["Z"]])
@@ -417,18 +417,28 @@ def _least_residual(
     of its entries that are the head's. 0 where the model has no head of its own.
     """
     try:
-        its = forward.of_head(goal.loss(goal.parts(*forward.statistics(), padded)))
+        head_rows = forward.of_head(
+            goal.loss(goal.parts(*forward.statistics(), padded))
+        )
     except InputError:
         return 0.0
     model = forward.model
-    if its is None or not isinstance(model, TorchModel) or not its.isfinite().all():
+    if (
+        head_rows is None
+        or not isinstance(model, TorchModel)
+        or not head_rows.isfinite().all()
+    ):
         return 0.0
     parts = model.split(gradient)
     found = torch.cat([parts[n] for n in model.head_names])
-    if len(found) != its.shape[1]:  # projections of the gradient alone are known
+    if len(found) != head_rows.shape[1]:  # projections of the gradient alone are known
         return 0.0
     size = float(found.norm())
-    return best_factors(its, found)[1] * size / float(gradient.norm()) if size else 0.0
+    return (
+        best_factors(head_rows, found)[1] * size / float(gradient.norm())
+        if size
+        else 0.0
+    )
 
 
 def _of_router(model: Model) -> str:
@@ -515,8 +525,8 @@ class Terms:
             gradient: the gradient that was found, [P].
             added: the other gradient, [P].
         """
-        both = torch.stack([self.total(), added], 1)
-        x = torch.linalg.lstsq(both, gradient[:, None], driver="gelsd").solution
+        terms = torch.stack([self.total(), added], 1)
+        x = torch.linalg.lstsq(terms, gradient[:, None], driver="gelsd").solution
         return gradient / self._constant(float(x[0]))
 
     def coefficients(self, gradient: Tensor, bound: float) -> Cause:
@@ -594,10 +604,10 @@ def _penalty(
         parts = of_old.parts(*forward.statistics(), replace(padded, ref=padded.old))
         # to the gradient of the loss
         added = goal.scale * forward.by_row(parts["KL"]).sum(0)
-        its = plain.in_its_units(gradient, added)
-        rest = its - plain.total()
+        in_units = plain.in_its_units(gradient, added)
+        rest = in_units - plain.total()
         beta = float(rest @ added / (added @ added).clamp(min=1e-300))
-        if beta > 0 and near(rest, beta * added, _share(bound, its, rest)):
+        if beta > 0 and near(rest, beta * added, _share(bound, in_units, rest)):
             whose = "" if name == "k1" else " of the old policy"
             return measured.KL_NOT_OF_OBJECTIVE.cause(
                 whose=whose, estimator=name, beta=beta
@@ -648,8 +658,8 @@ def _term_by_row(
         rows = forward.by_row(
             -n * goal.parts(*forward.statistics(), padded, "seq-mean-token-sum")[key]
         )
-        k, left = best_factors(rows, rest)
-        if left * rest.norm() <= bound * gradient.norm():
+        k, residual = best_factors(rows, rest)
+        if residual * rest.norm() <= bound * gradient.norm():
             times = goal.scale * c[key]
             known = factor_words(goal, forward.rows, padded, k / times, [], 1e-2)
             if (
@@ -658,7 +668,7 @@ def _term_by_row(
                 and (rest - times * known[1] @ rows).norm()
                 <= 2 * bound * gradient.norm()
             ):
-                ids = tuple(f"{id}-{one}" for one in known[0].ids)
+                ids = tuple(f"{id}-{id_}" for id_ in known[0].ids)
                 return Cause(f"{name}: {known[0]}", ids)
             words = f"{name}: one factor a response that no known aggregation has"
             return Cause(words, (f"{id}-by-unknown-aggregation",))
@@ -679,13 +689,13 @@ def _over_prompts(
         for i in range(len(forward.rows)):
             logp = (forward.logits(i, 1) / forward.temperature).log_softmax(-1)
             entropy = entropy - (logp.exp() * logp).sum()
-    its = forward.by_row(-goal.scale * goal.entropy_coef * entropy).sum(0)
+    entropy_gradient = forward.by_row(-goal.scale * goal.entropy_coef * entropy).sum(0)
     counts = {
         "averaged": sum(len(row.ids) - 1 for row in forward.rows),
         "summed": int(padded.mask.sum()),
     }
     for how, n in counts.items():
-        if near(rest, its / n, _share(bound, gradient, rest)):
+        if near(rest, entropy_gradient / n, _share(bound, gradient, rest)):
             return measured.ENTROPY_BONUS_OVER_PROMPTS.cause(how=how)
     return NO_CAUSE
 
@@ -716,14 +726,16 @@ def _terms_by_row(
         return NO_CAUSE
     right = right_factors(goal, padded)
     dead = [i for i, x in enumerate(k) if abs(x) <= 1e-4 * k.abs().max()]
-    own = (k * right).where(padded.mask.any(1), torch.nan)
-    own[dead] = torch.nan
+    weights_of_rows = (k * right).where(padded.mask.any(1), torch.nan)
+    weights_of_rows[dead] = torch.nan
     moving = int((padded.mask & (plain.slope != 0)).sum())
-    known = factor_words(goal, forward.rows, padded, own, dead, 1e-4, moving=moving)
+    known = factor_words(
+        goal, forward.rows, padded, weights_of_rows, dead, 1e-4, moving=moving
+    )
     if known is None:
         return NO_CAUSE
     because, factor = known
-    parts = (factor / right).where(~own.isnan(), 0)
+    parts = (factor / right).where(~weights_of_rows.isnan(), 0)
     if not near(it.found, clipped(parts @ it.rows, goal.clip), 2 * bound):
         return NO_CAUSE
     return join_causes(left_out(dead) if dead else NO_CAUSE, because)
@@ -794,13 +806,13 @@ def _said(
 
     responses = []
     prompts = []
-    beyond = []
+    outside = []
     for r, x in zip(forward.rows, reading.weights, strict=True):
         p = len(r.prompt) - 1
         n = len(r.ids) - 1
         prompts.append(x[:p])
         responses.append(grow(x[p:n]))
-        beyond.append(x[n:])
+        outside.append(x[n:])
     expected = grow(terms.slope)
     found = torch.stack(responses)
     # what the norm was before its clip is not known, so a constant factor is not either
@@ -823,9 +835,11 @@ def _said(
         whole=None if whole is None else times * whole,
     )
     seen = observed(w)
-    more = [fail("weights", what.words, want, got) for what, want, got in seen]
+    findings_of_weights = [
+        fail("weights", what.words, want, got) for what, want, got in seen
+    ]
     said = [cause]
-    tail = int(sum((~w.no_weight(times * x)).sum() for x in beyond))
+    tail = int(sum((~w.no_weight(times * x)).sum() for x in outside))
     if tail > 0:
         said.append(measured.TOKENS_BEHIND_RESPONSES_TRAIN.cause(tokens=tail))
     prompt = any(bool((~w.no_weight(p)).any()) for p in w.prompts)
@@ -835,14 +849,14 @@ def _said(
         if prompt:
             said.append(PROMPTS)
     elif (named_one := named(w, only)) and makes_it(
-        _of_rows(prompts, named_one[1] / times, beyond, forward.rows)
+        _of_rows(prompts, named_one[1] / times, outside, forward.rows)
     ):
         said += [PROMPTS if prompt else NO_CAUSE, named_one[0]]
     elif seen:
         said += [what for what, _, _ in seen[:3]]
     elif cause:
         said.append(OTHER_WEIGHTS)
-    return [join_causes(*said) or Cause(UNKNOWN), *more]
+    return [join_causes(*said) or Cause(UNKNOWN), *findings_of_weights]
 
 
 def _of_rows(

@@ -71,11 +71,11 @@ def divisor_of_all_steps(
             found is not None and abs(found / right - 1) < NEAR
             for found, right in zip(times, meant, strict=True)
         ):
-            own = " and ".join(map(str, tokens))
+            counts = " and ".join(map(str, tokens))
             return (
                 f"the sum over tokens is divided by {everything}{by} in each optimizer "
                 f"step: {everything} is the number of tokens of all {steps} steps "
-                f"together, which have {own}"
+                f"together, which have {counts}"
             )
     return ""
 
@@ -93,7 +93,7 @@ def is_scaled(finding: Finding) -> bool:
         finding: the first failure of a step.
     """
     ids = finding.fault_ids
-    return bool(ids) and all(one.startswith("weights-scaled") for one in ids)
+    return bool(ids) and all(id_.startswith("weights-scaled") for id_ in ids)
 
 
 def _constant(report: Report, error: float) -> float | None:
@@ -106,7 +106,7 @@ def _constant(report: Report, error: float) -> float | None:
     ids = first.fault_ids
     expected = first.expected
     found = first.found
-    if not ids or not all(one.startswith(CONSTANT) for one in ids):
+    if not ids or not all(id_.startswith(CONSTANT) for id_ in ids):
         return None
     if not isinstance(expected, Number) or not isinstance(found, Number):
         return None

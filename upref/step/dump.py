@@ -82,8 +82,8 @@ class SketchedModel(TorchModel):
         )
 
     def pull_each(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
-        for one in dz:
-            yield self.pull(z, one, ids)[None]
+        for dz_row in dz:
+            yield self.pull(z, dz_row, ids)[None]
 
 
 # ---- where the run trains ------------------------------------------------------------
@@ -146,12 +146,12 @@ class _TwoHalves:
         if self.spoiled or len(self.sketches) == 2:
             return
         tokens = [sum(row.trains) for row in self.rows]
-        done = sum(tokens[i] for i in self.half) / max(sum(tokens), 1)
-        if self.sketches and done == 1:
+        share_done = sum(tokens[i] for i in self.half) / max(sum(tokens), 1)
+        if self.sketches and share_done == 1:
             self.sketches.append(sketched(self.net))
-        elif self.levels and self.levels[0] <= done < LARGEST:
+        elif self.levels and self.levels[0] <= share_done < LARGEST:
             # the number of passes is not known: each is the last chance
-            self.levels = [level for level in self.levels if level > done]
+            self.levels = [level for level in self.levels if level > share_done]
             self.half = dict.fromkeys(self.half, 0)
             self.sketches = [sketched(self.net)]
 
@@ -365,8 +365,8 @@ def _doubt(meta: Mapping[str, str], first: Attempt, cause: Cause) -> str:
         return ONE_PASS
     if "half of each row" not in meta:
         return NO_HALVES
-    one, both = (_decoded(meta, when) for when in WHEN)
-    other = {name: x - one.get(name, 0 * x) for name, x in both.items()}
+    one, second = (_decoded(meta, when) for when in WHEN)
+    other = {name: x - one.get(name, 0 * x) for name, x in second.items()}
     halves = Halves(json.loads(meta["half of each row"]), (one, other))
     return doubt_of(halves, first, cause)
 
@@ -375,14 +375,14 @@ def _rows_of(batch: RecordedBatch) -> list[Row]:
     """The rows that a dumped step has."""
     rows = []
     for i, (p, n) in enumerate(json.loads(batch.meta["rows"])):
-        at = slice(p, p + n)
+        part = slice(p, p + n)
         columns = {
-            name: value[i, at].tolist()
+            name: value[i, part].tolist()
             for name in ("adv", *COLUMNS)
             if (value := getattr(batch, name)) is not None
         }
         ids = batch.ids[i].tolist()
         group = 0 if batch.group is None else int(batch.group[i])
-        trains = batch.mask[i, at].tolist()
-        rows.append(Row(ids[:p], ids[at], trains, group=group, **columns))
+        trains = batch.mask[i, part].tolist()
+        rows.append(Row(ids[:p], ids[part], trains, group=group, **columns))
     return rows

@@ -69,10 +69,10 @@ class Forward:
         Args:
             fed: token ids of each sequence.
         """
-        both = [(p, r) for r in self.rows if (p := locate(fed, r))]
-        if len(both) == len(self.rows):
-            self.before = [fed[n][:at] for (n, at), _ in both]
-            self.after = [fed[n][at + len(r.ids) :] for (n, at), r in both]
+        placed = [(p, r) for r in self.rows if (p := locate(fed, r))]
+        if len(placed) == len(self.rows):
+            self.before = [fed[n][:start] for (n, start), _ in placed]
+            self.after = [fed[n][start + len(r.ids) :] for (n, start), r in placed]
 
     def logits(self, i: int, first: int) -> Tensor:
         """Return the logits that predict row i's tokens from `first` on.
@@ -86,8 +86,8 @@ class Forward:
             it gets the logits of position 0.
         """
         n = len(self.rows[i].ids)
-        at = torch.arange(first, n) + len(self.z[i]) - n - self.shift
-        return self.leaves[i][at.clamp(min=0)]
+        positions = torch.arange(first, n) + len(self.z[i]) - n - self.shift
+        return self.leaves[i][positions.clamp(min=0)]
 
     def scored(self, i: int, first: int) -> Tensor:
         """Log-probabilities of row i's tokens from `first` on.
@@ -275,23 +275,23 @@ def sides(
         )
         return g
 
-    here = slope(0.0)
-    change = torch.zeros_like(here)
+    slope_at_0 = slope(0.0)
+    change = torch.zeros_like(slope_at_0)
     # the last one that jumps is nearest to the bound
     for by in (shift, shift / 2, shift / 4, shift / 8):
         for to in (slope(-by), slope(by)):
             change = torch.where(
-                (to - here).abs() > torch.maximum(to.abs(), here.abs()) / 2,
-                to - here,
+                (to - slope_at_0).abs() > torch.maximum(to.abs(), slope_at_0.abs()) / 2,
+                to - slope_at_0,
                 change,
             )
-    whole = goal.o.level in REDUCE
-    places = change.any(1).nonzero() if whole else change.nonzero()
+    by_response = goal.o.level in REDUCE
+    places = change.any(1).nonzero() if by_response else change.nonzero()
     out = []
     for place in map(tuple, places.tolist()):
-        one = torch.zeros_like(change)
-        one[place] = change[place]
-        out.append((place[0], forward.by_row((one * lp).sum())[place[0]]))
+        single_change = torch.zeros_like(change)
+        single_change[place] = change[place]
+        out.append((place[0], forward.by_row((single_change * lp).sum())[place[0]]))
     return out
 
 

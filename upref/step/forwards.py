@@ -343,17 +343,17 @@ class Attending(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        its = dict(kwargs or {})
+        options = dict(kwargs or {})
         if func is F.multi_head_attention_forward:
             self.acted = True
-            its |= {"attn_mask": self.bias.to(args[0].device), "is_causal": False}
+            options |= {"attn_mask": self.bias.to(args[0].device), "is_causal": False}
         elif func is F.scaled_dot_product_attention and args[0].shape[-2] == len(
             self.bias
         ):
             self.acted = True
             bias = self.bias.to(args[0].device)
-            args, its = args[:3], its | {"attn_mask": bias, "is_causal": False}
-        return func(*args, **its)
+            args, options = args[:3], options | {"attn_mask": bias, "is_causal": False}
+        return func(*args, **options)
 
 
 # of a row and its number: token ids, what is added to the attention scores [S, S], and
@@ -373,13 +373,13 @@ def _attending(
     def one(i: int, r: Row) -> Tensor:
         ids, bias, positions = each(i, r)
         bias = bias.double()
-        own = {"attention_mask": bias[None, None]} if model.masked else {}
+        options = {"attention_mask": bias[None, None]} if model.masked else {}
         with Attending(bias) as mode:
             try:
-                z = model.logits(ids, position_ids=positions, **own)
+                z = model.logits(ids, position_ids=positions, **options)
             except TypeError:  # its forward takes no positions
-                z = model.logits(ids, **own)
-        if not (mode.acted or own):
+                z = model.logits(ids, **options)
+        if not (mode.acted or options):
             raise InputError("no attention of this model can be given a mask.")
         return z
 
@@ -399,8 +399,8 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
 
     def window(most: int, i: int, r: Row) -> tuple[list[int], Tensor, Tensor]:
         n = len(r.ids)
-        far = torch.full((n, n), -torch.inf, dtype=torch.float64).tril(-most)
-        return r.ids, _causal(n) + far, _from(0, r)
+        outside = torch.full((n, n), -torch.inf, dtype=torch.float64).tril(-most)
+        return r.ids, _causal(n) + outside, _from(0, r)
 
     yield attending(
         "tokens attend to later tokens of their row",
@@ -420,11 +420,11 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 i: int, r: Row, front: list[Any] = front
             ) -> tuple[list[int], Tensor, Tensor]:
                 ids = front[i] + r.ids
-                there = (torch.arange(len(ids)) >= len(front[i])).double()
+                is_own = (torch.arange(len(ids)) >= len(front[i])).double()
                 return (
                     ids,
-                    _causal(len(ids)) + there,
-                    (there.cumsum(0).long() - 1).clamp(min=0)[None],
+                    _causal(len(ids)) + is_own,
+                    (is_own.cumsum(0).long() - 1).clamp(min=0)[None],
                 )
 
             yield attending(
@@ -495,8 +495,8 @@ def _together(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 return _attending(model, right, "", ids, id="").change()
 
             def same(one: Forward, other: Forward) -> bool:
-                lp, its = one.statistics()[0], other.statistics()[0]
-                return torch.allclose(lp, its, rtol=0, atol=SAME)
+                lp, other_lp = one.statistics()[0], other.statistics()[0]
+                return torch.allclose(lp, other_lp, rtol=0, atol=SAME)
 
             apart, joined = joined_by(lambda k: k), joined_by(lambda k: 0)
             if alone != same(apart, right) or same(apart, joined):
@@ -520,9 +520,9 @@ def _packs(right: Forward) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
     there is of; the largest packs.
     """
     fronts = _fronts(right)
-    whole = max((len(x) for y in fronts for x in y), default=0)
+    longest = max((len(x) for y in fronts for x in y), default=0)
     for front in fronts:
-        if max(map(len, front)) >= whole and _holds_rows(front, right):
+        if max(map(len, front)) >= longest and _holds_rows(front, right):
             yield front, [_owners(x, right.rows) for x in front]
 
 
@@ -563,12 +563,12 @@ def _with_groups(
 
 def _owners(front: list[int], rows: Sequence[Row]) -> list[int]:
     """Which row of its pack each token belongs to, from 0 on; -1: to none."""
-    there = sorted(
+    places = sorted(
         (place[1], len(q.ids)) for q in rows if (place := locate([front], q))
     )
     out = [-1] * len(front)
-    for k, (at, n) in enumerate(there):
-        out[at : at + n] = [k] * n
+    for k, (start, n) in enumerate(places):
+        out[start : start + n] = [k] * n
     return out
 
 
@@ -577,8 +577,8 @@ def _restarted(front: list[int], r: Row, rows: Sequence[Row]) -> Tensor:
     whose = [*_owners(front, rows), len(rows)]
     first = [whose.index(k) for k in whose]
     positions = [
-        i if k < 0 else i - at
-        for i, (k, at) in enumerate(zip(whose, first, strict=True))
+        i if k < 0 else i - start
+        for i, (k, start) in enumerate(zip(whose, first, strict=True))
     ][:-1]
     return torch.tensor([positions + list(range(len(r.ids)))])
 
@@ -611,12 +611,16 @@ def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 setattr(changed, name, value)
                 net = type(model.net)(changed).to(model.device)
                 net.load_state_dict(model.net.state_dict(), strict=False)
-                for mine, its in zip(
+                for parameter, copied in zip(
                     model.net.parameters(), net.parameters(), strict=True
                 ):
-                    its.requires_grad_(mine.requires_grad)
-                one = model.like(net)
-                return again(right, [one.logits(r.ids) for r in right.rows], one)
+                    copied.requires_grad_(parameter.requires_grad)
+                changed_model = model.like(net)
+                return again(
+                    right,
+                    [changed_model.logits(r.ids) for r in right.rows],
+                    changed_model,
+                )
 
             yield Fault(
                 f"the model's {name} is left out",
@@ -646,14 +650,14 @@ def tried(
         if not is_named(fault, among):
             continue
         try:
-            one = fault.change()
-            lp = one.statistics()[0].detach()
+            variant = fault.change()
+            lp = variant.statistics()[0].detach()
             if variants is others and any(
                 torch.allclose(lp, x, rtol=0, atol=SAME) for x in seen
             ):
                 continue  # positions of rotary models, a window that does not act
             seen.append(lp)
-            yield fault.cause, one
+            yield fault.cause, variant
         except (
             AttributeError,
             TypeError,

@@ -48,16 +48,16 @@ def find_change(
         g: the gradient that was found, [P].
         bound: the relative error that is allowed.
     """
-    whole, n = rows.sum(0), len(rows)
+    total, n = rows.sum(0), len(rows)
     if isinstance(model, TorchModel):
         theta = model.flat({k: p.detach() for k, p in model.params.items()})
         rate = float((g - want) @ theta / (theta @ theta))
         if near(g, want + rate * theta, bound):
             return measured.WEIGHT_DECAY_IN_GRADIENT.cause(rate=rate)
     top = float(g.abs().max())
-    if near(g, whole.clamp(-top, top), bound):
+    if near(g, total.clamp(-top, top), bound):
         return measured.ENTRIES_CLIPPED.cause(largest=top)
-    parts = model.split(whole)
+    parts = model.split(total)
     for c in dict.fromkeys(
         (goal.clip or 0.0, max(float(v.norm()) for v in model.split(g).values()))
     ):
@@ -70,13 +70,13 @@ def find_change(
         for m in range(1, n):
             first, *others = rows.split(m)
             inside, acts = first.sum(0), 0
-            for more in others:
+            for other in others:
                 acts += float(inside.norm()) > c
-                inside = clipped(inside, c) + more.sum(0)
+                inside = clipped(inside, c) + other.sum(0)
             if acts and near(g, clipped(inside, c), bound):
                 return measured.ACCUMULATED_NORM_CLIPPED.cause(norm=c, responses=m)
-    k, left = best_factors(rows, g)
-    if left > max(SPAN, 3 * bound) or not (k < 1 + 1e-4).all():
+    k, residual = best_factors(rows, g)
+    if residual > max(SPAN, 3 * bound) or not (k < 1 + 1e-4).all():
         return NO_CAUSE
     for m in range(1, n):
         each_m = [*zip(rows.split(m), k.split(m), strict=True)]
@@ -92,7 +92,7 @@ def find_change(
     c = float(f"{g.norm():.2g}")
     if (
         goal.clip is None
-        and near(g, clipped(whole, c), bound)
+        and near(g, clipped(total, c), bound)
         and abs(k[0] - 0.5) > 1e-3
     ):
         return measured.NORM_CLIPPED.cause(norm=c)

@@ -93,8 +93,8 @@ class HalvedModel(TorchModel):
         return torch.cat(parts)
 
     def pull_each(self, z: Tensor, dz: Tensor, ids: Sequence[int]):  # type: ignore[no-untyped-def]
-        for one in dz:
-            yield self.pull(z, one, ids)[None]
+        for dz_row in dz:
+            yield self.pull(z, dz_row, ids)[None]
 
 
 def halves_of(passes: Sequence[Passed], rows: Sequence[Row]) -> Halves | None:
@@ -110,7 +110,7 @@ def halves_of(passes: Sequence[Passed], rows: Sequence[Row]) -> Halves | None:
     """
     of_pass = []
     for row in rows:
-        fed_to = [n for n, one in enumerate(passes) if locate(one.fed, row)]
+        fed_to = [n for n, one_pass in enumerate(passes) if locate(one_pass.fed, row)]
         if len(fed_to) != 1:
             return None
         of_pass.append(fed_to[0])
@@ -126,15 +126,15 @@ def halves_of(passes: Sequence[Passed], rows: Sequence[Row]) -> Halves | None:
         return None
     _, cut = min(cuts)
     gradients: tuple[Gradient, Gradient] = ({}, {})
-    for n, one in enumerate(passes):
-        if not _holds(one.before):  # what had accumulated was dropped
+    for n, one_pass in enumerate(passes):
+        if not _holds(one_pass.before):  # what had accumulated was dropped
             gradients = ({}, {})
-        elif n == 0 or not _equal(one.before, passes[n - 1].after):
+        elif n == 0 or not _equal(one_pass.before, passes[n - 1].after):
             return None
         half = gradients[int(n >= cut)]
-        for name, x in one.after.items():
-            own = x - one.before.get(name, torch.zeros_like(x))
-            half[name] = half.get(name, torch.zeros_like(x)) + own
+        for name, x in one_pass.after.items():
+            added = x - one_pass.before.get(name, torch.zeros_like(x))
+            half[name] = half.get(name, torch.zeros_like(x)) + added
     return Halves([int(n >= cut) for n in of_pass], gradients)
 
 
@@ -163,16 +163,16 @@ def fits(
         bound: the relative error that is allowed of the gradient.
         cause: what was found.
     """
-    whole = case.forward.model
-    assert isinstance(whole, TorchModel)
-    model = HalvedModel(whole, halves.of_row)
+    whole_model = case.forward.model
+    assert isinstance(whole_model, TorchModel)
+    model = HalvedModel(whole_model, halves.of_row)
     forward = replace(case.forward, model=model)
     halved = replace(case, forward=forward)
     goal, bound = replace(it.goal, clip=None), WIDER * bound
 
     def beside(times: float) -> Compared:
         """The halves, multiplied, beside those that they should be."""
-        both = HalvedGradient(
+        two_halves = HalvedGradient(
             {
                 name: times
                 * torch.stack(
@@ -181,12 +181,12 @@ def fits(
                 for name in model.shapes
             }
         )
-        return compared(goal, halved, both, bound)
+        return compared(goal, halved, two_halves, bound)
 
     accumulated = beside(1.0)
     if accumulated.error <= bound and {*cause.ids} <= AFTER_BACKWARD:
         return True  # both are right before the optimizer
-    times = _times(halves, model, whole.split(it.found))
+    times = _times(halves, model, whole_model.split(it.found))
     if it.goal.clip is not None and times is not None and 0 < times < 1:
         times = 1.0  # the clip of the norm
     if times is None:
@@ -206,15 +206,15 @@ def _times(halves: Halves, model: HalvedModel, found: Gradient) -> float | None:
     where it was changed otherwise.
     """
     first, second = halves.gradients
-    both, got = [], []
+    expected, got = [], []
     for name, g in found.items():
         zero, size = _zeros(model, name), model.params[name].numel()
         if len(g) < size and size > KEPT:
             continue  # a file has projections of all its entries
-        both.append(first.get(name, zero) + second.get(name, zero))
+        expected.append(first.get(name, zero) + second.get(name, zero))
         got.append(g if len(g) < size else project_some(name, g))
     if not got:
         return 1.0
-    x, y = torch.cat(both), torch.cat(got)
+    x, y = torch.cat(expected), torch.cat(got)
     times = float(x @ y / (x @ x).clamp(min=1e-300))
     return times if float((y - times * x).norm()) <= PROPORTIONAL * y.norm() else None

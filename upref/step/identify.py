@@ -174,8 +174,8 @@ class Draw:
         x = slope[tell]
         y = self.found[tell]
         k = float(x @ y / (x @ x).clamp(min=1e-300))
-        off = float((y - k * x).abs().max())
-        return k if off <= TOLERANCE * float(y.abs().max()) and k != 0 else None
+        error = float((y - k * x).abs().max())
+        return k if error <= TOLERANCE * float(y.abs().max()) and k != 0 else None
 
 
 def identify_step(
@@ -228,10 +228,10 @@ def identify_step(
         if _clip(draws) is not None:
             # without ratios the two have the same rows
             draws.append(draw(ROWS[0], seed + 1))
-    left = max(draw.residual for draw in draws)
-    if left > SPAN:
+    residual = max(draw.residual for draw in draws)
+    if residual > SPAN:
         why = (
-            f"no weights of the response tokens make this gradient, {left:.2g} of it is "
+            f"no weights of the response tokens make this gradient, {residual:.2g} of it is "
             "left. The forward pass differs, other tokens train, or there is a bonus: "
             "check_step names what differs from the objective that is meant"
         )
@@ -356,8 +356,8 @@ def _numbers(defaults: dict[str, Any], on_policy: bool) -> Iterator[dict[str, fl
     if "c" in defaults:
         keys.append("c")
         values.append((defaults["c"], *DUAL))
-    for some in product(*values):
-        hp = dict(zip(keys, some, strict=True))
+    for values_of_keys in product(*values):
+        hp = dict(zip(keys, values_of_keys, strict=True))
         changed = {k: v for k, v in hp.items() if v != defaults[k] and v is not None}
         if changed:
             yield changed
@@ -381,16 +381,16 @@ def _bounds(draw: Draw) -> str:
     live = size > TOLERANCE * float(size.max())
     said = []
     for sign, words in ((1, "A > 0"), (-1, "A < 0")):
-        its = batch.mask & (batch.adv * sign > 0) & ~draw.found.isnan()
-        for side, beyond in ((1, "above"), (-1, "below")):
-            dead = r[its & ~live & ((r - 1) * side > 0)]
+        of_sign = batch.mask & (batch.adv * sign > 0) & ~draw.found.isnan()
+        for side, side_word in ((1, "above"), (-1, "below")):
+            dead = r[of_sign & ~live & ((r - 1) * side > 0)]
             if not len(dead):
                 continue
             stop = float(dead.min() if side > 0 else dead.max())
-            trained = r[its & live]
+            trained = r[of_sign & live]
             if not len(trained) or ((trained - stop) * side > 0).any():
                 continue
             last = float(trained.max() if side > 0 else trained.min())
             low, high = sorted((last, stop))
-            said.append(f"{words}: none {beyond} r between {low:.4g} and {high:.4g}")
+            said.append(f"{words}: none {side_word} r between {low:.4g} and {high:.4g}")
     return "; ".join(said) or "no ratio beyond which no token has a weight"

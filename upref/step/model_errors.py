@@ -40,11 +40,11 @@ def described(ids: Sequence[int] = ()) -> Iterator[None]:
 
 def _place(error: Exception) -> str:
     """Return the last line outside of torch and upref on the way to the error."""
-    own = [
+    user_frames = [
         x for x in traceback.extract_tb(error.__traceback__) if _is_outside(x.filename)
     ]
-    if own:
-        return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})"
+    if user_frames:
+        return f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno}, in {user_frames[-1].name})"
     return ""
 
 

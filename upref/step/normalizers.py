@@ -101,11 +101,11 @@ def factor_words(
     if goal.clip is not None:
         return cause, f * times_right
     kind, number = _familiar(times_right, goal.temperature)
-    c_all, even = _constants(k[tell], torch.ones_like(k[tell])[None], 1e-5)
+    c_all, is_even = _constants(k[tell], torch.ones_like(k[tell])[None], 1e-5)
     c = float(c_all)
     if (
         not number
-        and bool(even)
+        and bool(is_even)
         and c > 0
         and (D := round(1 / c)) <= DIVISOR
         and abs(c * D - 1) < 1e-5
@@ -114,8 +114,8 @@ def factor_words(
     if not number and max(abs(times_right), 1 / abs(times_right)) > odd:
         return None
     words = f"every weight is {number or f'{times_right:.5g}'} times what it should be"
-    every = Cause(words, (f"weights-scaled{kind}",))
-    return join_causes(cause, every), f * times_right
+    scaling = Cause(words, (f"weights-scaled{kind}",))
+    return join_causes(cause, scaling), f * times_right
 
 
 def _constants(k: Tensor, F: Tensor, tol: float) -> tuple[Tensor, Tensor]:
@@ -178,17 +178,17 @@ def right_factors(goal: Goal, padded: Padded) -> Tensor:
         goal: the objective with its terms.
         padded: the rows, padded.
     """
-    own, group = _goal_aggregation(goal, padded)
-    return _factors(own, padded.mask, group)
+    agg, group = _goal_aggregation(goal, padded)
+    return _factors(agg, padded.mask, group)
 
 
 def _goal_aggregation(goal: Goal, padded: Padded) -> tuple[str, Tensor | None]:
     """The aggregation of the goal, and the groups that it is over."""
-    own = declared_aggregation(goal.o)
+    agg = declared_aggregation(goal.o)
     group = padded.group if goal.grouped else None
-    if own == "group-token-mean" and group is None:
-        own = "token-mean"
-    return own, group
+    if agg == "group-token-mean" and group is None:
+        agg = "token-mean"
+    return agg, group
 
 
 def aggregations(
@@ -209,16 +209,18 @@ def aggregations(
         dead: responses that do not train.
         trained: tokens that train, where they are others, [B, T].
     """
-    own, group = _goal_aggregation(goal, padded)
-    yield NO_CAUSE, _factors(own, padded.mask, group)
+    agg_of_goal, group = _goal_aggregation(goal, padded)
+    yield NO_CAUSE, _factors(agg_of_goal, padded.mask, group)
     if trained is not None and not trained.equal(padded.mask):
-        yield NO_CAUSE, _factors(own, trained, group)
+        yield NO_CAUSE, _factors(agg_of_goal, trained, group)
     n = len(rows)
     for ranks in (2, 4):
         each = [torch.arange(r, n, ranks) for r in range(ranks)]
         for m in range(1, n // ranks):
-            if dead == sorted(int(i) for at in each[1:] for i in at[:-m]):
-                f = _factors(own, padded.mask, group).clone()
+            if dead == sorted(
+                int(i) for rows_of_part in each[1:] for i in rows_of_part[:-m]
+            ):
+                f = _factors(agg_of_goal, padded.mask, group).clone()
                 f[each[0][:-m]] *= ranks
                 yield (
                     measured.LAST_MICRO_BATCH_REDUCED_ALONE.cause(
@@ -228,11 +230,11 @@ def aggregations(
                 )
     if dead:
         alive = [i for i in range(n) if i not in dead]
-        kept = torch.ones(n, dtype=torch.float64)
-        kept[alive] = _factors(own, padded.mask[alive])
-        yield measured.NORMALIZER_COUNTS_OTHERS_ONLY.cause(), kept
+        factors_left = torch.ones(n, dtype=torch.float64)
+        factors_left[alive] = _factors(agg_of_goal, padded.mask[alive])
+        yield measured.NORMALIZER_COUNTS_OTHERS_ONLY.cause(), factors_left
     of_step = _Step(
-        own,
+        agg_of_goal,
         tuple(_Lengths(range(len(r.ids)), range(len(r.response))) for r in rows),
         _as_tuples(padded.mask),
         _as_tuples(padded.here),
@@ -281,29 +283,29 @@ def _means(step: _Step) -> list[Factors]:
     group = None if step.group is None else torch.tensor(step.group)
     parts = _means_over(step, [*_partitions(step.rows)])
     for (counted, mask), of_parts in zip(_counted(step), parts, strict=True):
-        whole = []
+        means = []
         for agg in names(step.own):
             other = NO_CAUSE
             if agg != step.own:
                 words = f"aggregated by {agg}, not by {step.own}"
                 other = Cause(words, (aggregation_id(agg),))
-            whole.append((join_causes(counted, other), _factors(agg, mask, group)))
-        out.append([*whole, *of_parts])
+            means.append((join_causes(counted, other), _factors(agg, mask, group)))
+        out.append([*means, *of_parts])
     return out
 
 
 def _counted(step: _Step) -> list[tuple[Cause, Tensor]]:
     """The tokens that a normalizer may count, and what is wrong with that."""
     mask = torch.tensor(step.mask)
-    here = torch.tensor(step.here)
-    masked = int((here & ~mask).sum())
+    is_here = torch.tensor(step.here)
+    masked = int((is_here & ~mask).sum())
     n = len(step.rows)
     # two readings of one number
     two = step.own == "token-mean" and masked and masked % n == 0
     as_many = f", or {masked // n} more a response" if two else ""
     words = f"the normalizer counts masked tokens too{as_many}"
     too_many = Cause(words, ("normalizer-counts-masked-tokens",))
-    return [(NO_CAUSE, mask), (too_many, here)]
+    return [(NO_CAUSE, mask), (too_many, is_here)]
 
 
 def _means_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
@@ -316,8 +318,8 @@ def _means_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
         for id, called, part in parts:
             for agg in dict.fromkeys(aggs):
                 f = torch.zeros(n, dtype=torch.float64)
-                for at in part:
-                    f[at] = _factors(agg, mask[at])
+                for rows_of_part in part:
+                    f[rows_of_part] = _factors(agg, mask[rows_of_part])
                 words = f"{agg} is taken over {called}, and the results are averaged"
                 other = Cause(words, (f"{agg}-over-{id}",))
                 block.append((join_causes(counted, other), f / len(part)))
@@ -341,12 +343,14 @@ def _sums_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
     for size_id, size, count in SIZES:
         block = []
         for id, called, part in parts:
-            N = [count([rows[i] for i in at.tolist()]) for at in part]
+            N = [
+                count([rows[i] for i in rows_of_part.tolist()]) for rows_of_part in part
+            ]
             mean = torch.zeros(n, dtype=torch.float64)
-            even = torch.zeros(n, dtype=torch.float64)
-            for at, m in zip(part, N, strict=True):
-                mean[at], even[at] = (
-                    m / float(mask[at].sum().clamp(min=1)) / sum(N),
+            even_factors = torch.zeros(n, dtype=torch.float64)
+            for rows_of_part, m in zip(part, N, strict=True):
+                mean[rows_of_part], even_factors[rows_of_part] = (
+                    m / float(mask[rows_of_part].sum().clamp(min=1)) / sum(N),
                     1 / m,
                 )
             if len(part) > 1:
@@ -355,14 +359,17 @@ def _sums_over(step: _Step, parts: Sequence[Part]) -> list[Factors]:
                 block.append((Cause(words, ids), mean))
             words = f"the sum over {called} is divided by the {size}"
             ids = (f"sum-over-{id}-divided-by-{size_id}",)
-            block.append((Cause(words, ids), even / len(part)))
-            if size_id != "responses" and len({len(at) for at in part}) > 1:
+            block.append((Cause(words, ids), even_factors / len(part)))
+            if (
+                size_id != "responses"
+                and len({len(rows_of_part) for rows_of_part in part}) > 1
+            ):
                 share = torch.zeros(n, dtype=torch.float64)
-                for at in part:
-                    share[at] = len(at) / n
+                for rows_of_part in part:
+                    share[rows_of_part] = len(rows_of_part) / n
                 words += ", and each result is weighted by its responses"
                 ids = (f"{ids[0]}-weighted-by-responses",)
-                block.append((Cause(words, ids), even * share))
+                block.append((Cause(words, ids), even_factors * share))
         out.append(block)
     return out
 
@@ -379,10 +386,10 @@ def _partitions(rows: Sequence[_Lengths]) -> Iterator[Part]:
     n = len(rows)
     for m in range(1, n):
         yield "micro-batches", f"micro-batches of {m}", [*torch.arange(n).split(m)]
-    for ranks, every in ((2, "2nd"), (4, "4th")):
+    for ranks, ordinal in ((2, "2nd"), (4, "4th")):
         yield (
             f"{ranks}-ranks",
-            f"{ranks} ranks with every {every} row",
+            f"{ranks} ranks with every {ordinal} row",
             [torch.arange(r, n, ranks) for r in range(min(ranks, n))],
         )
     lengths = torch.tensor([len(r.ids) for r in rows])
@@ -395,8 +402,8 @@ def _alike(goal: Goal, padded: Padded, k: Tensor) -> Iterator[Part]:
     """The parts of the responses that have one factor each beside the right ones."""
     n = len(k)
     unit = (k / _factors(declared_aggregation(goal.o), padded.mask)).nan_to_num(0)
-    near = (unit / unit[:, None] - 1).abs() < 1e-3
-    alike = sorted({tuple(x.nonzero()[:, 0].tolist()) for x in near} - {()})
+    is_near = (unit / unit[:, None] - 1).abs() < 1e-3
+    alike = sorted({tuple(x.nonzero()[:, 0].tolist()) for x in is_near} - {()})
     if 1 < len(alike) < n and sum(map(len, alike)) == n:
         said = " | ".join(" ".join(map(str, a)) for a in alike)
         words = f"micro-batches (responses {said})"

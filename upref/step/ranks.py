@@ -121,10 +121,14 @@ def train(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Tr
         p.grad = None
     with without_tf32(), watched(model, steps, 9, weights=False) as (count, fed):
         out = call(step, model, rows)
-    left = steps[0].gradients if steps else gradients(model)
+    gradients_left = steps[0].gradients if steps else gradients(model)
     sequences = [x for s in steps for x in s.fed] + fed
     return Trained(
-        left, len(steps), count[0] + sum(s.backwards for s in steps), sequences, out
+        gradients_left,
+        len(steps),
+        count[0] + sum(s.backwards for s in steps),
+        sequences,
+        out,
     )
 
 
@@ -211,16 +215,18 @@ def _train_share(
     wrapped = unwrapped(model) is not model
     share = rows[dist.get_rank() :: world_size()]
     try:
-        own = train(step, model if wrapped else copy.deepcopy(model), share, call)
+        own_step = train(step, model if wrapped else copy.deepcopy(model), share, call)
     except InputError as error:
         raise StepFailedError(
             f"rank {dist.get_rank()} of {world_size()}: {error}"
         ) from error
     everyone: list[Any] = [None] * world_size()
-    dist.all_gather_object(everyone, (own.fed, own.gradients))
+    dist.all_gather_object(everyone, (own_step.fed, own_step.gradients))
     fed = [sequence for sequences, _ in everyone for sequence in sequences]
-    apart = max(_distance(theirs, own.gradients) for _, theirs in everyone)
-    return Trained(own.gradients, own.steps, own.backwards, fed, own.out, apart)
+    apart = max(_distance(theirs, own_step.gradients) for _, theirs in everyone)
+    return Trained(
+        own_step.gradients, own_step.steps, own_step.backwards, fed, own_step.out, apart
+    )
 
 
 def _distance(a: Gradient, b: Gradient) -> float:

@@ -144,9 +144,9 @@ def _weights(
     batch: WeightInputs, objective: Objective, hp: dict[str, Any], log_r: Tensor
 ) -> Tensor:
     """Of each token at that log r; nan where a weight has no value."""
-    own = {k: v for k, v in hp.items() if k != "beta"}
+    plain_hp = {k: v for k, v in hp.items() if k != "beta"}
     try:
-        return objective.token_weights(batch.rollouts(log_r), **own).double()
+        return objective.token_weights(batch.rollouts(log_r), **plain_hp).double()
     except (InputError, RuntimeError):
         return torch.full_like(batch.lp, torch.nan)
 
@@ -166,7 +166,7 @@ def _aims(
     wide = batch.repeated(n)
     log_r = grid.repeat(len(batch.lp))[:, None].expand_as(wide.lp)
     possible = (wide.lp - log_r <= LIMIT) & wide.mask
-    here = _weights(wide, objective, hp, log_r)
+    weights = _weights(wide, objective, hp, log_r)
     multiples = (
         NEAR_MEAN if objective.level == "sequence_mean" and not coarse else NEAR[coarse]
     )
@@ -176,12 +176,14 @@ def _aims(
                 changed = _changed(objective, hp, name, times**direction)
                 if changed is None:
                     continue
-                there = _weights(wide, objective, changed, log_r)
-                moved = ((there - here).abs() > EFFECT * wide.adv.abs()) & possible
-                if moved.sum() > possible.sum() / 2:
+                changed_weights = _weights(wide, objective, changed, log_r)
+                differs = (
+                    (changed_weights - weights).abs() > EFFECT * wide.adv.abs()
+                ) & possible
+                if differs.sum() > possible.sum() / 2:
                     break
                 aim = _between(
-                    moved.view(len(batch.lp), n, -1).numpy(),
+                    differs.view(len(batch.lp), n, -1).numpy(),
                     grid.numpy(),
                     BESIDE[coarse],
                 )
@@ -196,8 +198,8 @@ def _between(moved: np.ndarray, grid: np.ndarray, beside: float) -> np.ndarray:
     """
     out = np.full((moved.shape[0], moved.shape[2]), np.nan)
     for i, t in zip(*np.nonzero(moved.any(1)), strict=True):
-        at = np.nonzero(moved[i, :, t])[0]
-        runs = np.split(at, np.nonzero(np.diff(at) > 1)[0] + 1)
+        indices = np.nonzero(moved[i, :, t])[0]
+        runs = np.split(indices, np.nonzero(np.diff(indices) > 1)[0] + 1)
         ends = [
             tuple(sorted((grid[x[0]], grid[x[-1]]), key=abs))
             for x in runs
@@ -251,10 +253,14 @@ def _token_log_ratios(
 
     # One token of each response is inside of all bounds, so that each response trains:
     # in the longest one, which may lack the end token, the last.
-    for i, one in enumerate(mask):
-        places = np.nonzero(one)[0]
+    for i, row_mask in enumerate(mask):
+        places = np.nonzero(row_mask)[0]
         if len(places):
-            t = places[-1] if one.sum() == mask.sum(1).max() else rng.choice(places)
+            t = (
+                places[-1]
+                if row_mask.sum() == mask.sum(1).max()
+                else rng.choice(places)
+            )
             log_r[i, t] = rng.uniform(*COARSE[0])
             free[i, t] = False
     rarest_first = sorted(wanted, key=lambda x: np.isfinite(x).sum())
@@ -267,9 +273,9 @@ def _token_log_ratios(
             place_one(x, sign, rng.random(lp.shape) - (np.abs(A) if coarse else 0))
         # on small advantages, so that no token outweighs the others
         if not coarse:
-            for far in FAR:
+            for far_log_ratio in FAR:
                 rank = np.abs(A) + rng.random(lp.shape) / 100
-                place_one(np.full(lp.shape, far), sign, rank)
+                place_one(np.full(lp.shape, far_log_ratio), sign, rank)
         for x in inert + rarest_first:
             if (free & of_sign).sum() > KEPT_FREE * of_sign.sum():
                 place_one(x, sign, rng.random(lp.shape))
@@ -280,14 +286,14 @@ def _unseen(
     batch: WeightInputs, objective: Objective, hp: dict[str, Any], log_r: Tensor
 ) -> int:
     """How many numbers at half and at twice their value leave all weights as they are."""
-    here = _weights(batch, objective, hp, log_r)
+    weights = _weights(batch, objective, hp, log_r)
     count = 0
     for name in hp:
         for times in (0.5, 2.0):
             changed = _changed(objective, hp, name, times)
             if changed is not None:
                 count += torch.allclose(
-                    here,
+                    weights,
                     _weights(batch, objective, changed, log_r),
                     rtol=1e-3,
                     atol=1e-6,
@@ -424,15 +430,15 @@ def _rho_between(
     positive = np.exp(np.arange(np.log(1e-4), np.log(MOST), STEP / 3))
     grid = torch.from_numpy(np.array(sorted([*-positive, *positive], key=abs)))
     n = len(grid)
-    wide, there = (x.repeat(n, 1) for x in (old, mask))
+    wide, wide_mask = (x.repeat(n, 1) for x in (old, mask))
     mu = wide - grid.repeat_interleave(len(old))[:, None]
-    one, other = (
-        objective.sampler_weights(wide, mu, there, **x) for x in (hp, changed)
+    weights, changed_weights = (
+        objective.sampler_weights(wide, mu, wide_mask, **x) for x in (hp, changed)
     )
-    assert one is not None and other is not None
-    moved = ((one - other).abs() > EFFECT) & there
-    possible = ((mu <= LIMIT) | ~there).all(1)
-    acts = (moved.any(1) & possible).view(n, -1)
+    assert weights is not None and changed_weights is not None
+    differs = ((weights - changed_weights).abs() > EFFECT) & wide_mask
+    possible = ((mu <= LIMIT) | ~wide_mask).all(1)
+    acts = (differs.any(1) & possible).view(n, -1)
     # the second one: the first may be the bound itself
     second = acts & (acts.cumsum(0) == 2)
     x = grid[second.int().argmax(0)]

@@ -56,12 +56,12 @@ class Reference:
             goal: with another number.
         """
         change = _slope(goal, self.forward, self.b) - self.slope
-        moved = self.rows
+        changed_rows = self.rows
         if float(change.norm()) > 1e-9 * float(self.slope.norm()):
             lp = self.forward.statistics()[0]
-            moved = self.rows + self.forward.by_row((change * lp).sum())
+            changed_rows = self.rows + self.forward.by_row((change * lp).sum())
         want = clipped(self.rows.sum(0), self.goal.clip)
-        found = clipped(moved.sum(0), goal.clip)
+        found = clipped(changed_rows.sum(0), goal.clip)
         return bool((found - want).norm() <= self.bound * want.norm())
 
 
@@ -129,8 +129,8 @@ def reach(goal: Goal, forward: Forward, padded: Padded) -> str:
     digits = 3 if f"{low:.3g}" != f"{high:.3g}" else 6
     said = [f"{letter} from {low:.{digits}g} to {high:.{digits}g}"]
     if goal.o.reads_mu:
-        moved = (lp.exp() - (lp - log_r).exp())[padded.mask]
-        said.append(f"|p - mu| up to {float(moved.abs().max()):.2g}")
+        difference = (lp.exp() - (lp - log_r).exp())[padded.mask]
+        said.append(f"|p - mu| up to {float(difference.abs().max()):.2g}")
     said.append(
         f"|A| up to {float(padded.adv.expand_as(padded.mask)[padded.mask].abs().max()):.3g}"
     )

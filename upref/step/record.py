@@ -172,7 +172,7 @@ def watched(
         untouched = passes and state_of_gradients(model) == state
         before = passes[-1].after if untouched else sketched(model)
         out = backward(*args, **kw)
-        known = sum(len(one.fed) for one in passes)
+        known = sum(len(one_pass.fed) for one_pass in passes)
         passes.append(Passed(fed[known:], before, sketched(model)))
         state[:] = state_of_gradients(model)
         return out
@@ -180,14 +180,14 @@ def watched(
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         named = {id(p): n for n, p in unwrapped(model).named_parameters()}
         # what is minimized is then the negative
-        mine = {
+        signs = {
             named[id(p)]: -1 if g.get("maximize") else 1
             for g in optimizer.param_groups
             for p in g["params"]
             if id(p) in named
         }
         # one optimizer per parameter makes one step together
-        if not steps or open_ & mine.keys() or not mine:
+        if not steps or open_ & signs.keys() or not signs:
             open_.clear()
             if len(steps) >= first:
                 return
@@ -204,9 +204,9 @@ def watched(
             count[0] = 0
             fed.clear()
             passes.clear()
-        open_.update(mine)
+        open_.update(signs)
         steps[-1].gradients |= {
-            n: mine[n] * g for n, g in gradients(model).items() if n in mine
+            n: signs[n] * g for n, g in gradients(model).items() if n in signs
         }
 
     def late(optimizer: torch.optim.Optimizer, *_: Any) -> None:

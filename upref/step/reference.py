@@ -132,9 +132,11 @@ def in_float64(device: torch.device = CPU) -> Iterator[None]:
         "CheckpointFunction": _NotCheckpointed,
         "_checkpoint_without_reentrant_generator": _keep_activations,
     }
-    own = {name: getattr(module, name) for name in plain if hasattr(module, name)}
+    attributes = {
+        name: getattr(module, name) for name in plain if hasattr(module, name)
+    }
     try:
-        for name in own:
+        for name in attributes:
             setattr(module, name, plain[name])
         with ExitStack() as stack:
             stack.enter_context(Wide())
@@ -145,7 +147,7 @@ def in_float64(device: torch.device = CPU) -> Iterator[None]:
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             yield
     finally:
-        for name, function in own.items():
+        for name, function in attributes.items():
             setattr(module, name, function)
         torch.set_default_dtype(before)
 
@@ -209,8 +211,8 @@ class Model(ABC):
             dz: [n, S, V].
             ids: token ids, [S].
         """
-        for one in dz:
-            yield self.pull(z, one, ids)[None]
+        for dz_row in dz:
+            yield self.pull(z, dz_row, ids)[None]
 
     def of_row(self, i: int) -> "Model":
         """The model of which the gradient of this row is a part.
@@ -582,9 +584,13 @@ def _head_names(net: nn.Module, vocabulary: int, trained: Collection[str]) -> li
     if not heads:
         return []
     name, head = [*heads.items()][-1]
-    its = {f"{name}.{n}" if name else n: p for n, p in head.named_parameters()}
-    own = set(its) <= set(trained) and not any(id(p) in tables for p in its.values())
-    return [*its] if own else []
+    head_parameters = {
+        f"{name}.{n}" if name else n: p for n, p in head.named_parameters()
+    }
+    is_separate = set(head_parameters) <= set(trained) and not any(
+        id(p) in tables for p in head_parameters.values()
+    )
+    return [*head_parameters] if is_separate else []
 
 
 def _vocabulary(net: nn.Module) -> int:

@@ -190,8 +190,8 @@ def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
         Two numbers; None where the row is in no sequence.
     """
     for n, sequence in enumerate(fed):
-        if (at := text_of(sequence).find(text_of(row.ids))) >= 0:
-            return n, text_of(sequence)[:at].count(" ")
+        if (offset := text_of(sequence).find(text_of(row.ids))) >= 0:
+            return n, text_of(sequence)[:offset].count(" ")
     return None
 
 
@@ -240,10 +240,10 @@ def made(
         [rng.permutation(others) for _ in range(1 + total // len(others))]
     )
     rows: list[Row] = []
-    at = 0
+    offset = 0
     for i, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
-        tokens = ids[at : at + p + n].tolist()
-        at += p + n
+        tokens = ids[offset : offset + p + n].tolist()
+        offset += p + n
         prompt, response = tokens[:p], tokens[p:]
         holes = () if "holes" in without else HOLES.get(i, ())
         if end is not None:
@@ -322,18 +322,22 @@ def sampled(
         _padded(lp), p.adv, p.mask, None if entropy is None else _padded(entropy)
     )
     d = choose_log_ratios(batch, o, hp, rng, coarse)
-    for row, x, own in zip(rows, lp, d, strict=True):
+    for row, x, differences in zip(rows, lp, d, strict=True):
         n = len(row.response)
-        row.old = np.minimum(x.numpy() - (0 if still else own[:n]), LIMIT).tolist()
+        row.old = np.minimum(
+            x.numpy() - (0 if still else differences[:n]), LIMIT
+        ).tolist()
         row.ref = np.minimum(x.numpy() + rng.normal(0, 0.3, n), LIMIT).tolist()
     if o.sampler is not None:
         old = Padded.of(rows).old
         assert old is not None
-        for row, own in zip(
+        for row, differences in zip(
             rows, choose_log_rho(old, p.mask, o, hp, rng, coarse), strict=True
         ):
             n = len(row.response)
-            row.sampler = np.minimum(np.array(row.old) - own[:n], LIMIT).tolist()
+            row.sampler = np.minimum(
+                np.array(row.old) - differences[:n], LIMIT
+            ).tolist()
     return rows
 
 
@@ -381,7 +385,7 @@ def exercised(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> list
         lp: log-probabilities of each response.
     """
     p, n = [len(r.prompt) for r in rows], [len(r.response) for r in rows]
-    moved = [
+    differs = [
         abs(o - v) > 1e-3
         for r, x in zip(rows, lp, strict=True)
         for o, v in zip(r.old or x, x, strict=True)
@@ -395,7 +399,7 @@ def exercised(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> list
         f"{len(rows)} responses of {min(n)} to {max(n)} tokens",
         prompts,
         f"{holes} masked response tokens",
-        f"r != 1 on {100 * sum(moved) / len(moved):.0f} % of the tokens",
+        f"r != 1 on {100 * sum(differs) / len(differs):.0f} % of the tokens",
         *_of_sampler(rows, lp),
     ]
 

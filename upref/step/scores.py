@@ -149,8 +149,8 @@ def _columns(right: Forward) -> Iterator[Variant]:
 
         def window(behind: list[int] = behind, starts: list[int] = starts) -> Forward:
             z = []
-            there = []
-            for r, k, at in zip(rows, behind, starts, strict=True):
+            is_response = []
+            for r, k, start in zip(rows, behind, starts, strict=True):
                 if model.masked:
                     mask = {
                         "attention_mask": torch.tensor([[1] * len(r.ids) + [0] * k])
@@ -158,10 +158,12 @@ def _columns(right: Forward) -> Iterator[Variant]:
                 else:
                     mask = {}
                 ids = r.ids + [end] * k
-                stop = at + len(r.response)
+                stop = start + len(r.response)
                 z.append(model.logits(ids, **mask)[:stop])
-                there.append(replace(r, prompt=ids[:at], response=ids[at:stop]))
-            return Forward(model, there, right.temperature, z)
+                is_response.append(
+                    replace(r, prompt=ids[:start], response=ids[start:stop])
+                )
+            return Forward(model, is_response, right.temperature, z)
 
         yield Fault(
             "the last columns are taken for the response, where short rows are padded",
@@ -190,22 +192,22 @@ def scores(
         ).log_softmax(-1).mean(-1)
 
     def among(z: Tensor, y: Tensor, temperature: float, k: int) -> Tensor:
-        kept = (
+        kept_logits = (
             torch.zeros_like(z)
             .scatter(1, z.topk(k).indices, 1.0)
             .scatter(1, y[:, None], 1.0)
         )
-        return log_prob(z.masked_fill(kept == 0, -torch.inf), y, temperature)
+        return log_prob(z.masked_fill(kept_logits == 0, -torch.inf), y, temperature)
 
     def sharded(z: Tensor, y: Tensor, temperature: float, n: int) -> Tensor:
         size = -(-V // n)
-        own = torch.arange(z.shape[1]) // size == (y // size)[:, None]
-        return log_prob(z.masked_fill(~own, -torch.inf), y, temperature)
+        is_own_shard = torch.arange(z.shape[1]) // size == (y // size)[:, None]
+        return log_prob(z.masked_fill(~is_own_shard, -torch.inf), y, temperature)
 
     def padded(z: Tensor, y: Tensor, temperature: float, more: int) -> Tensor:
         x = z / temperature
-        whole = torch.nn.functional.pad(x, (0, more)).logsumexp(-1)
-        return _at_labels(x, y) - whole
+        log_sum = torch.nn.functional.pad(x, (0, more)).logsumexp(-1)
+        return _at_labels(x, y) - log_sum
 
     def without_end(z: Tensor, y: Tensor, temperature: float, end: int) -> Tensor:
         never = (torch.arange(z.shape[1]) == end) & (y != end)[:, None]

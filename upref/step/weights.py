@@ -58,10 +58,12 @@ def columns(forward: Forward, at: Tensor) -> Tensor:
     """
     out = []
     for i, (z, ids) in enumerate(zip(forward.z, forward.ids, strict=True)):
-        one = torch.eye(len(forward.rows[i].ids) - 1, dtype=torch.float64)
+        identity = torch.eye(len(forward.rows[i].ids) - 1, dtype=torch.float64)
         with torch.enable_grad():
             lp = forward.scored(i, 1)
-        (dz,) = torch.autograd.grad(lp, forward.leaves[i], one, is_grads_batched=True)
+        (dz,) = torch.autograd.grad(
+            lp, forward.leaves[i], identity, is_grads_batched=True
+        )
         out += [g[:, at] for g in forward.model.of_row(i).pull_each(z, dz, ids)]
     return torch.cat(out).T
 
@@ -98,12 +100,14 @@ def read(forward: Forward, g: Tensor, extra: Sequence[Tensor] = ()) -> TokenWeig
         forward: the rows' forward pass.
         g: the gradient, [P].
     """
-    at = torch.randperm(len(g), generator=torch.Generator().manual_seed(0))[
+    coordinates = torch.randperm(len(g), generator=torch.Generator().manual_seed(0))[
         :COORDINATES
     ]
-    A = torch.cat([columns(forward, at), *(e[at, None] for e in extra)], 1)
+    A = torch.cat(
+        [columns(forward, coordinates), *(e[coordinates, None] for e in extra)], 1
+    )
     tokens = A.shape[1] - len(extra)
-    x, error, residual = solved(A, -g[at])
+    x, error, residual = solved(A, -g[coordinates])
     x = torch.where(
         error > 1e-3 * x[:tokens].abs().max().clamp(min=1e-300), torch.nan, x
     )
@@ -124,23 +128,23 @@ def head_residual(forward: Forward, g: Tensor) -> float:
         return math.inf
     parts = model.split(g)
     found = torch.cat([parts[n] for n in model.head_names])
-    at = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
-    at = at[:HEAD_COORDINATES]
+    coordinates = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
+    coordinates = coordinates[:HEAD_COORDINATES]
     out = []
     try:
         for i, z in enumerate(forward.z):
-            one = torch.eye(len(forward.rows[i].ids) - 1, dtype=torch.float64)
+            identity = torch.eye(len(forward.rows[i].ids) - 1, dtype=torch.float64)
             with torch.enable_grad():
                 lp = forward.scored(i, 1)
             leaf = forward.leaves[i]
-            (dz,) = torch.autograd.grad(lp, leaf, one, is_grads_batched=True)
-            out.append(model.pull_head_each(z, dz)[:, at])
+            (dz,) = torch.autograd.grad(lp, leaf, identity, is_grads_batched=True)
+            out.append(model.pull_head_each(z, dz)[:, coordinates])
     except (RuntimeError, NotImplementedError, InputError):
         return math.inf
     A = torch.cat(out).T
-    if A.shape[0] < 4 * A.shape[1] or not found[at].any() or not A.any():
+    if A.shape[0] < 4 * A.shape[1] or not found[coordinates].any() or not A.any():
         return math.inf
-    return solved(A, -found[at])[2]
+    return solved(A, -found[coordinates])[2]
 
 
 def gradient(forward: Forward, weights: Sequence[Tensor]) -> Tensor:
@@ -172,8 +176,8 @@ def constant_between(found: Tensor, expected: Tensor) -> float:
     """
     found = found.nan_to_num(0).abs()
     expected = expected.abs()
-    both = (found > NEAR * found.max()) & (expected > NEAR * expected.max())
-    return float((expected / found)[both].median()) if both.any() else 1.0
+    in_both = (found > NEAR * found.max()) & (expected > NEAR * expected.max())
+    return float((expected / found)[in_both].median()) if in_both.any() else 1.0
 
 
 # ---- what weights show ---------------------------------------------------------------
@@ -219,10 +223,10 @@ class Tokens:
         """The expected weights in the size of those that were read, [B, T]: a constant
         factor makes no token another one.
         """
-        own = self.found.nan_to_num(0).abs().max()
-        if self.no_weight(own):  # none of the responses' tokens trains
-            own = torch.tensor(self.largest)
-        return self.expected * own / self.expected.abs().max().clamp(min=1e-300)
+        largest = self.found.nan_to_num(0).abs().max()
+        if self.no_weight(largest):  # none of the responses' tokens trains
+            largest = torch.tensor(self.largest)
+        return self.expected * largest / self.expected.abs().max().clamp(min=1e-300)
 
     def near(self, x: Tensor, y: Tensor) -> Tensor:
         """Which weights are the same, relative to the largest that was read or is
@@ -300,19 +304,19 @@ def observed(w: Tokens) -> list[tuple[Cause, str, str]]:
                 return True
             return bool(abs(w.whole[i]) <= 1e-7 * w.whole.abs().max())
 
-        whole = [
+        lost_rows = [
             i
             for i in range(len(w.rows))
             if live[i].any() and bool((lost | ~live)[i].all()) and gone(i)
         ]
-        if whole:
-            what = measured.OBSERVED_RESPONSES_LEFT_OUT.cause(**_named(whole))
+        if lost_rows:
+            what = measured.OBSERVED_RESPONSES_LEFT_OUT.cause(**_named(lost_rows))
             out.append((what, "weights other than 0", "weight 0"))
-        some = int(lost.sum()) - int(lost[whole].sum())
-        if some:
+        lost_tokens = int(lost.sum()) - int(lost[lost_rows].sum())
+        if lost_tokens:
             out.append(
                 (
-                    measured.OBSERVED_TOKENS_LEFT_OUT.cause(tokens=some),
+                    measured.OBSERVED_TOKENS_LEFT_OUT.cause(tokens=lost_tokens),
                     _top(w.expected[lost]),
                     "weight 0",
                 )

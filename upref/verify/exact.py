@@ -94,8 +94,8 @@ def lengths(R: Sequence[Any], group: Sequence[int]) -> list[int]:
         A number of tokens for each response.
     """
     return [
-        LENGTHS[(int(4 * (x or 0)) + gradient if x == x else gradient) % 5]
-        for x, gradient in zip(R, group, strict=True)
+        LENGTHS[(int(4 * (x or 0)) + group_id if x == x else group_id) % 5]
+        for x, group_id in zip(R, group, strict=True)
     ]
 
 

@@ -119,7 +119,7 @@ def validate_names(oracles: Iterable[Oracle], skip: Iterable[str]) -> None:
         oracles: all that there are.
         skip: names.
     """
-    known = [objective.name for objective in oracles]
+    known = [known_oracle.name for known_oracle in oracles]
     if not isinstance(skip, list | tuple | set | frozenset) or not all(
         isinstance(s, str) for s in skip
     ):

@@ -190,10 +190,10 @@ def groups(names: Iterable[str]) -> tuple[list[list[Curve]], dict[str, str]]:
         unit = "token" if curve.level == "custom" else curve.level
         known.setdefault((unit, np.round(probe, 9).tobytes()), []).append(curve)
     same = [
-        sorted(gradient, key=lambda c: (c.name.count("_"), c.name))
-        for gradient in known.values()
+        sorted(curves, key=lambda c: (c.name.count("_"), c.name))
+        for curves in known.values()
     ]
-    return sorted(same, key=lambda gradient: _rank(gradient[0])), absent
+    return sorted(same, key=lambda curves: _rank(curves[0])), absent
 
 
 def _rank(curve: Curve) -> tuple[float, float, str, str]:

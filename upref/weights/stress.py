@@ -615,12 +615,12 @@ def relabel_groups(batch: Rollouts) -> dict[str, list[Rollouts]]:
         What the ids are called -> the two batches.
     """
     assert batch.group is not None
-    gradient = batch.group
+    group = batch.group
     is_last_group = batch.group == batch.group.max()
     return {
         k: [
             replace(batch, group=x, totals=None)
-            for x in (f(gradient), torch.where(is_last_group, gradient, f(gradient)))
+            for x in (f(group), torch.where(is_last_group, group, f(group)))
         ]
         for k, f in NAMED.items()
     }

@@ -175,13 +175,14 @@ class Audit(Result):
 
     def entry(self, row: ComparisonRow, said: str) -> Entry | None:
         """The entry that records this reason of this row."""
-        at = (row.label, row.promise, row.micro_batches)
-        mine = (e for e in self.entries if e.reason == said)
+        key = (row.label, row.promise, row.micro_batches)
+        matching = (e for e in self.entries if e.reason == said)
         return next(
             (
                 e
-                for e in mine
-                if at in {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}
+                for e in matching
+                if key
+                in {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}
             ),
             None,
         )
@@ -251,8 +252,8 @@ def audit(
     rows = []
     poisoned = []
     for c in (c for c in asked if c.mode not in gone):
-        mine, has_nan = _compared(f, c)
-        rows += mine
+        new_rows, has_nan = _compared(f, c)
+        rows += new_rows
         if has_nan:
             words = [v for v in c.config.values() if isinstance(v, str)]
             poisoned.append(c.mode + (f" ({', '.join(words)})" if words else ""))
@@ -303,13 +304,15 @@ def _compared(
         """Return minus the gradient of the framework's loss of these rows."""
         return -grad(lambda x: framework.of(comparison, x, None), m)
 
-    whole, split = (torch.cat([weigh(m) for m in batch.split(n)]) for n in (1, MICRO))
+    of_batch, split = (
+        torch.cat([weigh(m) for m in batch.split(n)]) for n in (1, MICRO)
+    )
     rows = [
         compare(
             framework.name,
             comparison,
             batch,
-            whole,
+            of_batch,
             comparison.reasons,
             1,
             framework.tol,
@@ -323,7 +326,7 @@ def _compared(
     if (
         splits
         and difference(
-            split / unit(comparison, batch), whole / unit(comparison, batch)
+            split / unit(comparison, batch), of_batch / unit(comparison, batch)
         ).max()
         > framework.tol
     ):

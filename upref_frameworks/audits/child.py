@@ -28,11 +28,11 @@ from upref_frameworks.settings import split
 
 def main(job: str, answer: str) -> int:
     """Does the job, and writes ("ok", what it gave) or ("error", a sentence)."""
-    work, name, where, more = pickle.loads(Path(job).read_bytes())
+    work, name, where, arguments = pickle.loads(Path(job).read_bytes())
     out: tuple[str, Any]
     try:
         enter(name, where)
-        out = "ok", WORK[work](name, **more)
+        out = "ok", WORK[work](name, **arguments)
     except InputError as e:
         traceback.print_exc()
         out = "error", f"{name} {where.version}: {e}"
@@ -109,22 +109,26 @@ def _matching(
     """The fields at which the audit holds this loss against the objective; InputError
     where it does not.
     """
-    mine = [
+    matching = [
         c for c in framework.comparisons if c.mode == mode and c.objective == objective
     ]
     c = next(
-        (c for c in sorted(mine, key=lambda c: c.setting == "default") if c.hp == hp),
+        (
+            c
+            for c in sorted(matching, key=lambda c: c.setting == "default")
+            if c.hp == hp
+        ),
         None,
     )
     if c is None:
         other = ", ".join(
             sorted({c.promise for c in framework.comparisons if c.mode == mode})
         )
-        at = ", ".join(
+        settings = ", ".join(
             [objective or "no objective", *(f"{k}={v:g}" for k, v in hp.items())]
         )
         raise InputError(
-            f"no settings are known with which {framework.name}:{mode} is {at}; the audit has {other}."
+            f"no settings are known with which {framework.name}:{mode} is {settings}; the audit has {other}."
         )
     return c.config
 

@@ -86,10 +86,10 @@ class Example:
     def weights(self) -> tuple[str, str]:
         """Expected and found, with as many digits as tell them apart."""
         for digits in (4, 8, 12):
-            both = f"{self.expected:.{digits}g}", f"{self.found:.{digits}g}"
-            if both[0] != both[1]:
+            texts = f"{self.expected:.{digits}g}", f"{self.found:.{digits}g}"
+            if texts[0] != texts[1]:
                 break
-        return both
+        return texts
 
     def __str__(self) -> str:
         return f"{self.where}: {' -> '.join(self.weights)}"
@@ -112,8 +112,8 @@ class FaultEffect:
         """A key of SEVERITY of the ledger."""
         if self.change < 0.02 or self.cosine <= 0.5:
             return "cosmetic" if self.change < 0.02 else "breaks"
-        turned = math.sqrt(max(1 - self.cosine**2, 0))
-        return "rescales" if turned < self.change / 2 else "weakens"
+        sine = math.sqrt(max(1 - self.cosine**2, 0))
+        return "rescales" if sine < self.change / 2 else "weakens"
 
     @classmethod
     def between(cls, found: Tensor, expected: Tensor) -> "FaultEffect":
@@ -229,18 +229,18 @@ def typical() -> Rollouts:
     has at least one right and one wrong response; A is group-normalized. A tenth of the
     responses has a tool's answer inside, which is masked.
     """
-    gradient = torch.Generator().manual_seed(25)
+    generator = torch.Generator().manual_seed(25)
     G = 16
     n = 8
     T = 160
 
     def normal(*shape: int) -> Tensor:
         """Return standard normal numbers of this batch's own generator."""
-        return torch.randn(*shape, generator=gradient, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     def rand(*shape: int) -> Tensor:
         """Return uniform numbers of the same generator."""
-        return torch.rand(*shape, generator=gradient, dtype=torch.float64)
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
     length = (60 * (0.7 * normal(G * n)).exp()).clamp(8, T).long()
     slot = torch.arange(T)
@@ -384,9 +384,9 @@ def compare(
         command,
     )
     t = typical()
-    whole = _reference(comparison, reasons, t) if reasons else t.logp
+    reference = _reference(comparison, reasons, t) if reasons else t.logp
     effects = [
-        FaultEffect.between(whole, _reference(comparison, others, t))
+        FaultEffect.between(reference, _reference(comparison, others, t))
         for others in without
     ]
     return ComparisonRow(
@@ -404,20 +404,25 @@ def _spot(
     """Of the tokens that differ as much: on the fixed grid of ratios rather than at a
     bound's edge, near to π_old.
     """
-    off = difference(found, expected)
+    differences = difference(found, expected)
     log_r = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
     if reduce := REDUCE.get(_level(comparison, reasons)):
         log_r = reduce(log_r, batch.mask)[:, None].expand_as(log_r)
-    near = off.masked_fill(log_r.abs() > 5, 0)
-    off = near if near.max() > TOL else off
+    near_differences = differences.masked_fill(log_r.abs() > 5, 0)
+    differences = near_differences if near_differences.max() > TOL else differences
     edge = (log_r[..., None] - torch.as_tensor(LOG_R)).abs().amin(-1) > 1e-12
     order = torch.where(
-        off >= off.max() * (1 - 1e-6), log_r.abs() + 100 * edge, math.inf
+        differences >= differences.max() * (1 - 1e-6),
+        log_r.abs() + 100 * edge,
+        math.inf,
     )
     i, t = divmod(int(order.argmin()), order.shape[1])
     where = _where(comparison, reasons, batch, i, t, log_r[i, t].exp().item())
     return Example(
-        off[i, t].item(), where, expected[i, t].item() + 0.0, found[i, t].item() + 0.0
+        differences[i, t].item(),
+        where,
+        expected[i, t].item() + 0.0,
+        found[i, t].item() + 0.0,
     )
 
 

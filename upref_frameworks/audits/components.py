@@ -122,10 +122,10 @@ def _rewards() -> dict[str, tuple[Any, ...]]:
 def _d() -> dict[str, tuple[Any, ...]]:
     """(log π_θ, log π_ref) [1, 1]"""
     lp = _f(-2)[None]
-    far = (0.0, 0.1, -0.1, 1.0, -1.0, 1.9, -5.0, -12.0, -25.0)
-    return {f"log π_ref - log π_θ = {d:g}": (lp.clone(), lp + d) for d in far} | {
-        "log π_ref - log π_θ = 25": (lp - 25, lp.clone())
-    }
+    differences = (0.0, 0.1, -0.1, 1.0, -1.0, 1.9, -5.0, -12.0, -25.0)
+    return {
+        f"log π_ref - log π_θ = {d:g}": (lp.clone(), lp + d) for d in differences
+    } | {"log π_ref - log π_θ = 25": (lp - 25, lp.clone())}
 
 
 def _logits() -> dict[str, tuple[Any, ...]]:
@@ -135,11 +135,11 @@ def _logits() -> dict[str, tuple[Any, ...]]:
     n = torch.arange(2 * 5 * 7, dtype=torch.float64).reshape(2, 5, 7)
     z = 3 * (1.7 * n).sin()
     tokens = (torch.arange(10).reshape(2, 5) * 3) % 7
-    far = {"logits of ±300": (100 * z, tokens, 1.0)}
+    far_logits = {"logits of ±300": (100 * z, tokens, 1.0)}
     return {
         "temperature 1": (z, tokens, 1.0),
         "temperature 0.6": (z, tokens, 0.6),
-    } | far
+    } | far_logits
 
 
 def _masked() -> dict[str, tuple[Any, ...]]:
@@ -260,8 +260,8 @@ def _difference(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def _spot(where: list[str], found: Tensor, expected: Tensor) -> Example:
-    off = _difference(found, expected)
-    i = int(off.argmax())
+    differences = _difference(found, expected)
+    i = int(differences.argmax())
     return Example(
-        off[i].item(), where[i], expected[i].item() + 0.0, found[i].item() + 0.0
+        differences[i].item(), where[i], expected[i].item() + 0.0, found[i].item() + 0.0
     )

@@ -99,11 +99,11 @@ def sizes(rows: list[ComparisonRow], entries: list[Entry]) -> list[str]:
 
 def largest(rows: list[ComparisonRow], entry: Entry) -> FaultEffect | None:
     """The effect of this entry in that row of its evidence where it is most severe."""
-    mine = {(x.loss, x.held_against, x.micro_batches) for x in entry.evidence}
+    recorded = {(x.loss, x.held_against, x.micro_batches) for x in entry.evidence}
     effects = [
         effect
         for r in rows
-        if (r.label, r.promise, r.micro_batches) in mine
+        if (r.label, r.promise, r.micro_batches) in recorded
         for (words, _), effect in zip(r.reasons, r.effects, strict=False)
         if words == entry.reason
     ]

@@ -127,9 +127,9 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
     f = framework(name)
     how = recorded(name)["recipe"]
     entries = read(name)
-    if mine := _comparisons(o, f, hp, how):
+    if comparisons := _comparisons(o, f, hp, how):
         best = min(
-            mine,
+            comparisons,
             key=lambda c: (
                 *_severity_left(c, entries),
                 c.setting != "paper",
@@ -176,29 +176,31 @@ def _comparisons(
     """The audit's comparisons that a recipe for this objective can be of.
 
     These are its own; or, where a loss that draws at random can be measured at other
-    hyperparameters alone, those (`at` of [recipe]); or, where only the advantages set
+    hyperparameters alone, those (`settings_hp` of [recipe]); or, where only the advantages set
     it apart from another objective and the framework has these advantages, the ones of
     that objective, or of the one whose loss the framework trains with them
     (TRAINED_WITH, or `loss_of` of [recipe]).
     """
     of_recipe = how.get("at", {}).get(objective.name, {})
-    at = hp or of_recipe.get("measured", {})
-    mine = [
-        c for c in framework.comparisons if c.objective == objective.name and c.hp == at
+    settings_hp = hp or of_recipe.get("measured", {})
+    matching = [
+        c
+        for c in framework.comparisons
+        if c.objective == objective.name and c.hp == settings_hp
     ]
-    if mine or hp or objective.adv not in how["advantages"]:
-        return mine
-    own = of_recipe.get("loss_of")
+    if matching or hp or objective.adv not in how["advantages"]:
+        return matching
+    loss_of = of_recipe.get("loss_of")
     for other in (
-        [own]
-        if own
+        [loss_of]
+        if loss_of
         else [SAME_LOSS.get(objective.name), *TRAINED_WITH.get(objective.name, ())]
     ):
-        if mine := [
+        if matching := [
             c for c in framework.comparisons if c.objective == other and not c.hp
         ]:
             break
-    return mine
+    return matching
 
 
 def _read_there(how: dict[str, Any], version: str) -> str:
@@ -236,12 +238,12 @@ def _of_comparison(
     how: dict[str, Any],
     entries: list[Entry],
 ) -> Recipe:
-    at = how.get("at", {}).get(objective.name, {})
+    values = how.get("at", {}).get(objective.name, {})
     fields = {
         k: v
         for k, v in comparison.config.items()
         if k not in SCALE or _must_be_set(framework.name, comparison, k)
-    } | at.get("fields", {})
+    } | values.get("fields", {})
     notes = []
     beside = []
     if comparison.objective == SAME_LOSS.get(objective.name):
@@ -255,7 +257,7 @@ def _of_comparison(
         framework.name,
         surface=how["surface"],
         settings=_typed(
-            framework.name, comparison, fields, how, at.get("mode", comparison.mode)
+            framework.name, comparison, fields, how, values.get("mode", comparison.mode)
         ),
         differs=[*beside, *_differs(framework, comparison, entries)],
         fields=fields,
@@ -292,9 +294,9 @@ def _differs(
     framework: Framework, comparison: Comparison, entries: list[Entry]
 ) -> list[str]:
     """What the ledger records of this comparison, in one batch and in micro-batches."""
-    whole = _entries(comparison, entries)
+    in_one_call = _entries(comparison, entries)
     split = _entries(comparison, entries, in_micro_batches=True)
-    differs = [_said(e) for e in whole]
+    differs = [_said(e) for e in in_one_call]
     for k in (k for k in SCALE if k in comparison.config):
         if _must_be_set(framework.name, comparison, k):
             must = f"; it must be set, and {comparison.config[k]} gives the paper's sum"
@@ -303,7 +305,7 @@ def _differs(
         differs.append(
             f"divided by {k}, a constant that the learning rate takes up{must}"
         )
-    differs += [f"in micro-batches: {_said(e)}" for e in split if e not in whole]
+    differs += [f"in micro-batches: {_said(e)}" for e in split if e not in in_one_call]
     if coupled := get(comparison.objective).batch_coupled:
         return [*differs, _by_itself(coupled, _effects(get(comparison.objective))[1])]
     # the audit splits its batch at the papers' settings alone
@@ -327,11 +329,11 @@ def _said(entry: Entry) -> str:
 def _entries(
     comparison: Comparison, entries: list[Entry], in_micro_batches: bool = False
 ) -> list[Entry]:
-    at = (comparison.label, comparison.promise, in_micro_batches)
+    key = (comparison.label, comparison.promise, in_micro_batches)
     return [
         e
         for e in entries
-        if at in {(x.loss, x.held_against, x.micro_batches > 1) for x in e.evidence}
+        if key in {(x.loss, x.held_against, x.micro_batches > 1) for x in e.evidence}
     ]
 
 
@@ -376,7 +378,7 @@ def _advantages(
     if "audited" not in known:
         return f"{kind}: {known['set']}; read in the source, not measured", []
     row = f"advantages:{known['audited']}"
-    mine = [
+    matching = [
         e
         for e in entries
         if any(
@@ -384,7 +386,9 @@ def _advantages(
             for x in e.evidence
         )
     ]
-    return f"{kind}: {known['set']}", [f"in the advantages: {_said(e)}" for e in mine]
+    return f"{kind}: {known['set']}", [
+        f"in the advantages: {_said(e)}" for e in matching
+    ]
 
 
 # ---- upref's plug-in -----------------------------------------------------------------
@@ -393,20 +397,20 @@ def _refuse(objective: Objective, framework: Framework, hp: dict[str, float]) ->
     this objective.
     """
     if framework.name not in PLUG_IN or hp:
-        at = " at these settings" if hp else ""
+        where_words = " at these settings" if hp else ""
         if objective.name in framework.out_of_scope:
-            own = (
+            own_words = (
                 f" (its own {objective.name}: {framework.out_of_scope[objective.name]})"
             )
         else:
-            own = _half(objective, framework.name)
+            own_words = _half(objective, framework.name)
         have = (
             ", ".join(n for n in frameworks() if objective.name in reached(n, {}))
             or "none"
         )
         raise InputError(
-            f"no recipe for {objective.name} in {framework.name}{at}: the audit compares "
-            f"the losses of {framework.name} with {', '.join(reached(framework.name))}{own}. "
+            f"no recipe for {objective.name} in {framework.name}{where_words}: the audit compares "
+            f"the losses of {framework.name} with {', '.join(reached(framework.name))}{own_words}. "
             f"Frameworks with a recipe for {objective.name}: {have}."
         )
     wants = [k for k in NEEDS if k in objective.reads]
@@ -449,8 +453,8 @@ def _of_plug_in(objective: Objective, framework: Framework) -> Recipe:
     )
     notes = []
     if objective.name in framework.out_of_scope:
-        own = f"{framework.name} has a loss {objective.name} of its own ({framework.out_of_scope[objective.name]})"
-        notes.append(f"{own}; the lines above are upref's plug-in")
+        own_words = f"{framework.name} has a loss {objective.name} of its own ({framework.out_of_scope[objective.name]})"
+        notes.append(f"{own_words}; the lines above are upref's plug-in")
     if objective.agg == "seq-mean-token-sum":
         notes.append(
             f"{LENGTH[framework.name]} is not read: the loss is the paper's plain sum over tokens"
@@ -508,10 +512,10 @@ def _effects(objective: Objective) -> tuple[FaultEffect, FaultEffect]:
         logp_sampler=t.logp_old if objective.sampler else None,
     )
     seen = replace(t, group=None)
-    whole = grad(objective, seen)
+    of_batch = grad(objective, seen)
     split = torch.cat([grad(objective, m) for m in seen.split(MICRO)])
-    return FaultEffect.between(whole, grad(objective, t)), FaultEffect.between(
-        split, whole
+    return FaultEffect.between(of_batch, grad(objective, t)), FaultEffect.between(
+        split, of_batch
     )
 
 
@@ -527,8 +531,8 @@ def _typed(
     how: dict[str, Any],
     mode: str,
 ) -> list[str]:
-    every = _defaults(name, comparison) | fields
-    said = {k: value(v, how["style"]) for k, v in every.items()}
+    all_fields = _defaults(name, comparison) | fields
+    said = {k: value(v, how["style"]) for k, v in all_fields.items()}
     lines = how.get("mode", {}).get(mode, how["modes"]).format(mode=mode).splitlines()
     for k in fields:
         form = how.get("keys", {}).get(k, how["form"])

@@ -195,11 +195,11 @@ def draft(a: Any) -> str:
             }
         else:
             shared = {}
-        own = {
+        unshared = {
             m: {k: v for k, v in d.items() if k not in shared}
             for m, d in a.defaults.items()
         }
-        for mode, fields in ({"every": shared} | own).items():
+        for mode, fields in ({"every": shared} | unshared).items():
             if fields:
                 lines += [
                     f"[defaults.{mode}]",
@@ -223,11 +223,13 @@ def draft(a: Any) -> str:
                 }
                 pairs |= {"expected": x.expected, "found": x.found}
                 if x.micro_batches > 1:
-                    more = f", micro_batches = {x.micro_batches}"
+                    micro_batches_words = f", micro_batches = {x.micro_batches}"
                 else:
-                    more = ""
+                    micro_batches_words = ""
                 said = ", ".join(f"{k} = {_toml(v)}" for k, v in pairs.items() if v)
-                new.setdefault(words, []).append(f"    {{ {said}{more} }},")
+                new.setdefault(words, []).append(
+                    f"    {{ {said}{micro_batches_words} }},"
+                )
     for words, evidence in new.items():
         size = severest(sizes[words])
         lines += ["[[deviation]]", f'key = "{a.framework}-?"', 'status = "?"']

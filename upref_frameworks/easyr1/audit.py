@@ -220,9 +220,9 @@ def _advantages(name: str) -> Callable[..., Tensor]:
     def found(R: Tensor, group: Tensor) -> Tensor:
         """Rewards on the one token of each response."""
         given = {"index": group.numpy()} if name in ("grpo", "rloo") else {"gamma": 1.0}
-        one = torch.ones_like(R)[:, None]
+        ones = torch.ones_like(R)[:, None]
         return _algos().compute_advantage_return(
-            name, token_level_rewards=R[:, None], response_mask=one, **given
+            name, token_level_rewards=R[:, None], response_mask=ones, **given
         )[0][:, 0]
 
     return found

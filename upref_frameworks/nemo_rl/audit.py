@@ -220,9 +220,9 @@ def _advantages(name: str, **settings: bool) -> Callable[..., Tensor]:
         """Its baseline matrix is in float32, and so are the rewards that it takes."""
         m = _module("algorithms.advantage_estimator")
         config = m.AdvEstimatorConfig(**settings), _losses().ClippedPGLossConfig()
-        one = torch.ones(len(rewards), 1)
+        ones = torch.ones(len(rewards), 1)
         return getattr(m, name)(*config).compute_advantage(
-            group[:, None], rewards.float(), one
+            group[:, None], rewards.float(), ones
         )[:, 0]
 
     return found

@@ -110,9 +110,9 @@ def _advantages(name: str) -> Callable[..., Tensor]:
     def advantages(R: Tensor, group: Tensor) -> Tensor:
         maker = _module("trainer.ppo_utils.experience_maker").RemoteExperienceMaker
         n = int((group == group[0]).sum())
-        own = SimpleNamespace(estimator=name, gamma=1.0, no_std_norm=False)
+        owner = SimpleNamespace(estimator=name, gamma=1.0, no_std_norm=False)
         args = SimpleNamespace(
-            algo=SimpleNamespace(advantage=own),
+            algo=SimpleNamespace(advantage=owner),
             rollout=SimpleNamespace(n_samples_per_prompt=n),
             reward=SimpleNamespace(
                 clip_range=None,

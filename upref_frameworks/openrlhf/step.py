@@ -115,7 +115,7 @@ def trained(
     Raises:
         InputError: OpenRLHF is not installed, or its trainer fails.
     """
-    its = _imported()
+    imported = _imported()
     reference = TorchModel(model)
     steps = list[Step]()
     n = len(rows)
@@ -169,11 +169,11 @@ def trained(
             stack.enter_context(patch(f"torch.cuda.{name}", return_value=value))
         # it has halves only
         with patch("openrlhf.utils.utils.convert_to_torch_dtype", return_value=dtype):
-            actor_model = its.Actor(
+            actor_model = imported.Actor(
                 folder, attn_implementation=attention, temperature=temperature
             )
         optimizer = torch.optim.SGD(actor_model.parameters(), lr=0.0)
-        trainer = its.ActorPPOTrainer(
+        trainer = imported.ActorPPOTrainer(
             Engine(args, n // micro // updates, clip),
             actor_model,
             None,
@@ -183,7 +183,7 @@ def trained(
             dataloader_pin_memory=False,
             buffer_cpu_offload=False,
         )
-        trainer.replay_buffer.append(_experience(its.Experience, rows))
+        trainer.replay_buffer.append(_experience(imported.Experience, rows))
         stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
         with watched(actor_model.model, steps, updates):
             trainer.ppo_train(beta)

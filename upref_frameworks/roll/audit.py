@@ -101,10 +101,12 @@ def _defaults(mode: str) -> dict[str, Any]:
         return pipeline | {
             k: v for k, v in _pipeline().items() if k in ("importance_sampling", *GUIDE)
         }
-    own = re.findall(rf"_get_or_cache_config\('({mode}_\w+)', (\S+)\)", source(PG))
+    read_keys = re.findall(
+        rf"_get_or_cache_config\('({mode}_\w+)', (\S+)\)", source(PG)
+    )
     return pipeline | {
         k: {"True": True, "False": False}[v] if v[0] in "TF" else float(v)
-        for k, v in own
+        for k, v in read_keys
     }
 
 

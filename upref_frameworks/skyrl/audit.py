@@ -111,10 +111,10 @@ def _plain(
         cfg.max_seq_len,
         boundaries,
     )
-    here = _share(cfg.loss_reduction, mask, group, totals)
+    share = _share(cfg.loss_reduction, mask, group, totals)
     behaviour = {"rollout_logprobs": old_log_prob} if mode == "rollout_is" else {}
     value, _ = u.PolicyLossRegistry.get(mode)(
-        log_prob, old_log_prob, scaled * here, cfg, mask, **behaviour
+        log_prob, old_log_prob, scaled * share, cfg, mask, **behaviour
     )
     if cfg.use_kl_loss:  # as the worker adds it
         kl = u.compute_approx_kl(log_prob, ref_log_prob, mask, cfg.kl_estimator_type)
@@ -147,11 +147,11 @@ def _share(
         return mask.sum() / totals.tokens
     if reduction != "prompt_mean":
         return len(mask) / totals.sequences
-    here = Totals.of(mask.bool(), group)
-    whole = totals.groups * totals.group_tokens
-    return torch.as_tensor(here.groups * here.group_tokens / whole).expand(len(mask))[
-        :, None
-    ]
+    counts = Totals.of(mask.bool(), group)
+    all_tokens = totals.groups * totals.group_tokens
+    return torch.as_tensor(counts.groups * counts.group_tokens / all_tokens).expand(
+        len(mask)
+    )[:, None]
 
 
 def _near_bound(batch: Rollouts) -> Tensor:
@@ -273,10 +273,10 @@ def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
         is given.
         """
         f = _utils().AdvantageEstimatorRegistry.get(name)
-        one = torch.ones_like(rewards)[:, None]
+        ones = torch.ones_like(rewards)[:, None]
         return f(
             token_level_rewards=rewards.clone()[:, None],
-            response_mask=one,
+            response_mask=ones,
             index=group.numpy(),
             gamma=1.0,
             **more,

@@ -159,16 +159,16 @@ def _flat(value: Any) -> Tensor:
 def _transposed(data: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """miles' lists of one rank as one dictionary for each sample."""
     n = len(data["loss_masks"])
-    kept = {
+    columns = {
         k: v
         for k, v in data.items()
         if isinstance(v, list | tuple) and len(v) == n and k != "raw_reward"
     }
-    if "tokens" not in kept:
+    if "tokens" not in columns:
         raise InputError(
             f"{path} lacks tokens: give the files of ranks of the last pipeline stage."
         )
-    return [{k: v[i] for k, v in kept.items()} for i in range(n)]
+    return [{k: v[i] for k, v in columns.items()} for i in range(n)]
 
 
 def _groups(samples: list[dict[str, Any]], lengths: list[int]) -> Tensor:

@@ -93,24 +93,26 @@ def _raised_by(error: Exception, package: str) -> bool:
 @contextlib.contextmanager
 def grouped(trainer: str, package: str) -> Iterator[None]:
     """Quiet, and in a process group: of one rank, if there is none."""
-    mine = not dist.is_initialized()
+    is_own_group = not dist.is_initialized()
     rank, world = (
-        ("0", "1") if mine else (str(dist.get_rank()), str(dist.get_world_size()))
+        ("0", "1")
+        if is_own_group
+        else (str(dist.get_rank()), str(dist.get_world_size()))
     )
     where = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "VERL_PLATFORM": "cpu",
              "VERL_ENGINE_DEVICE": "cuda"}  # fmt: skip  # verl's FSDP engine is registered for cuda and npu
-    if mine:  # another's group may span machines
+    if is_own_group:  # another's group may span machines
         where |= on_loopback()
     with quiet(trainer, package, **where), tempfile.TemporaryDirectory() as folder:
         try:
-            if mine:
+            if is_own_group:
                 dist.init_process_group(
                     "gloo", init_method=f"file://{folder}/group", rank=0, world_size=1
                 )
             yield
         finally:
-            if mine and dist.is_initialized():
+            if is_own_group and dist.is_initialized():
                 dist.destroy_process_group()
 
 
@@ -149,9 +151,9 @@ def ranked(
 
 
 def _rank(
-    i: int,
+    index: int,
     store: str,
-    n: int,
+    ranks: int,
     step: Any,
     model: Any,
     rows: list[Row],
@@ -164,11 +166,11 @@ def _rank(
     dist.init_process_group(
         "gloo",
         init_method=store,
-        rank=i + 1,
-        world_size=n,
+        rank=index + 1,
+        world_size=ranks,
         timeout=timedelta(minutes=2),
     )
-    step(model, rows[i + 1 :: n], temperature, **fields)
+    step(model, rows[index + 1 :: ranks], temperature, **fields)
     dist.destroy_process_group()
 
 
@@ -197,14 +199,14 @@ def report(
         ["temperature"] if temperature == 1 else [],
         coarse=half,
     ).rows
-    with ranked(ranks, step, model, rows, temperature, fields) as mine:
-        seen = step(model, mine, temperature, **fields)
+    with ranked(ranks, step, model, rows, temperature, fields) as rows_of_rank:
+        seen = step(model, rows_of_rank, temperature, **fields)
         fed = seen.steps[0].rows(rows) if ranks == 1 else rows  # in the trainer's order
         # a row that was not fed is a difference, not another batch
-        its = fed if len(fed) == len(rows) else rows
+        step_rows = fed if len(fed) == len(rows) else rows
         return check_recorded(
             seen,
-            [its],
+            [step_rows],
             objective,
             temperature=temperature,
             without=AXES,

@@ -66,11 +66,11 @@ def trl() -> Iterator[Setting]:
             hp=dict(eps_high=1.0))
     yield s("loss_type=sapo", fields=dict(loss_type="sapo"), objective="sapo", hp={})
     yield s("loss_type=vespo", fields=dict(loss_type="vespo"), objective="vespo", hp={})
-    near = dict(learning_rate=2e-6, loss_type="grpo", importance_sampling_level="sequence")
-    yield s("importance_sampling_level=sequence (GSPO)", fields=near | dict(epsilon=3e-4, epsilon_high=4e-4),
+    sequence_fields = dict(learning_rate=2e-6, loss_type="grpo", importance_sampling_level="sequence")
+    yield s("importance_sampling_level=sequence (GSPO)", fields=sequence_fields | dict(epsilon=3e-4, epsilon_high=4e-4),
             objective="gspo", hp={})
     yield s("loss_type=luspo, importance_sampling_level=sequence", objective="luspo", hp={},
-            fields=near | dict(loss_type="luspo", epsilon=2e-3, epsilon_high=2.5e-3))
+            fields=sequence_fields | dict(loss_type="luspo", epsilon=2e-3, epsilon_high=2.5e-3))
     yield s("delta=2 (dual clip for A > 0 and A < 0)", fields=dict(delta=2.0), hp=PPO | dict(c=2.0))
     for key in ("group", "batch"):
         yield s(f"scale_rewards={key}", fields=dict(scale_rewards=key))

@@ -125,20 +125,20 @@ def one(trainer: str, s: Setting) -> StepReport:
     ActorPPOTrainer.
     """
     model: Any = perturb(tiny(s.family, **s.model))
-    its: Any = importlib.import_module(f"upref_frameworks.{trainer}.step")
+    module: Any = importlib.import_module(f"upref_frameworks.{trainer}.step")
     if trainer != "trl":
         return report(
-            its.trained, model, s.objective, s.hp, s.goal, half=s.half, **s.fields
+            module.trained, model, s.objective, s.hp, s.goal, half=s.half, **s.fields
         )
     fields = dict(s.fields)
     if lora := fields.pop("peft_config", None):
         with importing("peft"):
             from peft import LoraConfig, get_peft_model
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
-    judged: StepReport = its.report(
+    judged: StepReport = module.report(
         model,
         fields,
-        its.batch(**s.rows),
+        module.batch(**s.rows),
         s.objective,
         s.hp,
         s.goal,
@@ -168,14 +168,14 @@ def command(args: Any) -> int:
         outcomes = run(
             args.trainer,
             args.only,
-            lambda objective: None if args.json else print(objective, flush=True),
+            lambda outcome: None if args.json else print(outcome, flush=True),
         )
     finally:
         torch.set_num_threads(threads)
     if args.json:
         records = [
-            {k: v for k, v in asdict(objective).items() if k != "seconds"}
-            for objective in outcomes
+            {k: v for k, v in asdict(outcome).items() if k != "seconds"}
+            for outcome in outcomes
         ]
         print(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
     else:
@@ -183,13 +183,13 @@ def command(args: Any) -> int:
     if args.against:
         changes = changed_ends(before, outcomes)
         print(*changes, sep="\n", file=sys.stderr)
-        if any(objective.broken for objective in outcomes):
+        if any(outcome.broken for outcome in outcomes):
             return 2
         return 1 if changes else 0
-    if any(objective.differs for objective in outcomes):
+    if any(outcome.differs for outcome in outcomes):
         return 1
-    if any(objective.agrees for objective in outcomes) and not any(
-        objective.broken for objective in outcomes
+    if any(outcome.agrees for outcome in outcomes) and not any(
+        outcome.broken for outcome in outcomes
     ):
         return 0
     return 2
@@ -205,8 +205,10 @@ def read_ends(path: Path) -> dict[tuple[str, str], str]:
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
         return {
-            (one["setting"], one["family"]): _end(one["error"], one["cause"])
-            for one in records
+            (record["setting"], record["family"]): _end(
+                record["error"], record["cause"]
+            )
+            for record in records
         }
     except FileNotFoundError:
         raise InputError(
@@ -244,7 +246,7 @@ def _end(error: float | None, cause: str) -> str:
 def _summary(outcomes: list[StepOutcome]) -> str:
     def count(which: str) -> int:
         """Return in how many outcomes this is true."""
-        return sum(getattr(objective, which) for objective in outcomes)
+        return sum(getattr(outcome, which) for outcome in outcomes)
 
     words = [
         f"{count('agrees')} of {len(outcomes)} settings agree",
@@ -255,6 +257,4 @@ def _summary(outcomes: list[StepOutcome]) -> str:
         words[-1] += f" ({failed} because the trainer raised an error)"
     if broken := count("broken"):
         words.append(f"{broken} could not be judged, because upref itself failed")
-    return (
-        f"{', '.join(words)} ({sum(objective.seconds for objective in outcomes):.0f} s)"
-    )
+    return f"{', '.join(words)} ({sum(outcome.seconds for outcome in outcomes):.0f} s)"

@@ -127,8 +127,8 @@ def _defaults(mode: str) -> dict[str, Any]:
     beta = re.search(r"self\.beta = ([\d.]+)", grpo)
     length = re.search(r"max_completion_length: int = (\d+)", said)
     assert beta and length
-    own = (*READ, *FIPO) if mode == "fipo" else READ
-    return {k: _arguments()[k] for k in own} | {
+    names_read = (*READ, *FIPO) if mode == "fipo" else READ
+    return {k: _arguments()[k] for k in names_read} | {
         "beta": float(beta[1]),
         "max_completion_length": int(length[1]),
     }
@@ -139,12 +139,12 @@ def _trainer(mode: str, config: dict[str, Any], steps: int) -> Any:
     model.
     """
     trainer = object.__new__(_module().GRPOTrainer)
-    more = {
+    settings = {
         "loss_type": mode,
         "num_iterations": 1,
         "gradient_accumulation_steps": steps,
     }
-    trainer.args = SimpleNamespace(**_arguments() | config | more)
+    trainer.args = SimpleNamespace(**_arguments() | config | settings)
     trainer._prepare_algorithm_params()
     alone = SimpleNamespace(num_processes=1, gather_for_metrics=lambda x: x)
     vars(trainer).update(

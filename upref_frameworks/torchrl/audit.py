@@ -147,13 +147,13 @@ def _advantages(R: Tensor, group: Tensor) -> Tensor:
     n = int((group == group[0]).sum())
     transform = _llm().MCAdvantage(grpo_size=n)
     A: list[float] = []
-    for r, gradient in zip(R.tolist(), group.tolist(), strict=True):
+    for r, group_id in zip(R.tolist(), group.tolist(), strict=True):
         step = {
             "reward": torch.tensor([[[r]]], dtype=R.dtype),
             "done": torch.ones(1, 1, dtype=torch.bool),
         }
         out = transform._inv_call(td.TensorDict(  # noqa: SLF001
-            {"query": torch.tensor([gradient]), "next": td.TensorDict(step, [1])}, [1]))  # fmt: skip
+            {"query": torch.tensor([group_id]), "next": td.TensorDict(step, [1])}, [1]))  # fmt: skip
         A += [] if out is None else out.get("advantage").reshape(-1).tolist()
     return torch.tensor(A, dtype=R.dtype)
 
@@ -166,8 +166,8 @@ def _floored(R: Tensor, group: Tensor) -> Tensor:
     return torch.cat(
         [
             (x - x.mean()) / std(x)
-            for gradient in group.unique()
-            for x in [R[group == gradient]]
+            for group_id in group.unique()
+            for x in [R[group == group_id]]
         ]
     )
 
@@ -179,10 +179,10 @@ def _without_eps(R: Tensor, group: Tensor) -> Tensor:
 
 def _parts() -> tuple[Component, ...]:
     floor = (Fault("1e-6 is a floor of the deviation, not added to it", _floored),)
-    one = ("uneven", "one")  # it waits for grpo_size responses
-    rounds = (*one, "equal rewards that do not round alike")
+    left_out = ("uneven", "one")  # it waits for grpo_size responses
+    rounds = (*left_out, "equal rewards that do not round alike")
     return (
-        Component("advantages", "MCAdvantage", _advantages, "group_norm", {"ddof": 1, "eps": 1e-6}, floor, one),
+        Component("advantages", "MCAdvantage", _advantages, "group_norm", {"ddof": 1, "eps": 1e-6}, floor, left_out),
         Component("advantages", "MCAdvantage, no eps", _advantages, _without_eps, leaves_out=rounds,
                   words="group_norm, ddof=1, eps=0"),
     )  # fmt: skip

@@ -211,14 +211,14 @@ def _group(name: str) -> Callable[..., Tensor]:
     def advantages(R: Tensor, group: Tensor) -> Tensor:
         fn = _module("advantage_fn").ADVANTAGE_FN.get(name)()
         A = torch.zeros_like(R)
-        for gradient in group.unique().tolist():
-            rows = (group == gradient).nonzero()[:, 0].tolist()
+        for group_id in group.unique().tolist():
+            rows = (group == group_id).nonzero()[:, 0].tolist()
             exps = [
                 SimpleNamespace(reward=R[i].item(), action_mask=torch.ones(1))
                 for i in rows
             ]
             for i, e in zip(
-                rows, fn.calculate_group_advantage(str(gradient), exps)[0], strict=True
+                rows, fn.calculate_group_advantage(str(group_id), exps)[0], strict=True
             ):
                 A[i] = e.advantages[0]
         return A
@@ -243,11 +243,11 @@ def _alone(promise: str, **hp: float) -> Callable[..., Tensor]:
     """As the estimator, but a response without a peer keeps its reward, over 1 + eps."""
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
-        A, (_, gradient, size) = (
+        A, (_, index, size) = (
             advantage(promise)(R, group, **hp),
             group.unique(return_inverse=True, return_counts=True),
         )
-        return torch.where(size[gradient] == 1, R / (1 + hp.get("eps", 0)), A)
+        return torch.where(size[index] == 1, R / (1 + hp.get("eps", 0)), A)
 
     return advantages
 

@@ -138,12 +138,12 @@ def _modes() -> list[str]:
     family = re.compile(
         r"^class \w*(GRPO|RLOO)\w*Trainer\(|^class \w+\((GRPO|RLOO)Trainer\)", re.M
     )
-    own = {
+    packages = {
         f.relative_to(root).parts[0]
         for f in root.rglob("*.py")
         if family.search(f.read_text(encoding="utf-8"))
     }
-    return sorted({*loss_types(), "rloo", *own})
+    return sorted({*loss_types(), "rloo", *packages})
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:

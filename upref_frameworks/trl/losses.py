@@ -69,13 +69,13 @@ def trainer_of(name: str | type) -> tuple[type, dict[str, Any]]:
             package = None
     except ModuleNotFoundError:
         package = None
-    own = [c for c in vars(package).values() if is_trainer(c)] if package else []
-    if not own:
+    trainers = [c for c in vars(package).values() if is_trainer(c)] if package else []
+    if not trainers:
         raise InputError(
             f"trl {t.__version__} has no loss {name!r} that upref can run: {', '.join(loss_types())}, "
             "rloo, or an experimental GRPOTrainer such as gmpo."
         )
-    return own[0], {}
+    return trainers[0], {}
 
 
 def is_trainer(x: Any) -> bool:
@@ -252,9 +252,9 @@ def trl_loss(
         # as _generate_and_score_completions does
         inputs["old_logps"] = (old * tokens).sum(1)
     entropy = torch.ones_like(old) if batch.entropy is None else padded(batch.entropy)
-    kept: list[Tensor] = []
+    kept_terms: list[Tensor] = []
     accelerator = trainer.accelerator
-    accelerator.backward = lambda loss, **_: kept.append(
+    accelerator.backward = lambda loss, **_: kept_terms.append(
         loss / accelerator.gradient_accumulation_steps
     )
     try:
@@ -262,7 +262,7 @@ def trl_loss(
     finally:
         del accelerator.backward
         trainer._metrics["train"].clear()
-    return kept[0]
+    return kept_terms[0]
 
 
 # ---- as a Loss -----------------------------------------------------------------------
@@ -274,25 +274,25 @@ def settings_for(
     low, high = clip(h)
     if mode == "cispo" and high is not None:
         high = 1 + high  # TRL's is the cap itself
-    says = {
+    written = {
         "epsilon": low,
         "epsilon_high": high,
         "delta": h.get("c"),
         "beta": h.get("beta"),
     }
-    says |= {
+    written |= {
         f"sapo_temperature_{side}": h.get(f"tau_{side}") for side in ("pos", "neg")
     }
     if h.get("beta"):
         # on by default, and in no paper before DeepSeek-V3.2's
-        says["use_bias_correction_kl"] = False
+        written["use_bias_correction_kl"] = False
     if objective.level == "sequence_mean":
-        says["importance_sampling_level"] = "sequence"
+        written["importance_sampling_level"] = "sequence"
     if mode == "dr_grpo":
         # the constant by which TRL divides the sum over tokens
-        says["max_completion_length"] = 1
+        written["max_completion_length"] = 1
     known = config_of(trainer_of(mode)[0])
-    return {k: v for k, v in says.items() if v is not None and hasattr(known, k)}
+    return {k: v for k, v in written.items() if v is not None and hasattr(known, k)}
 
 
 def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Loss:

@@ -115,16 +115,16 @@ class Hooks:
 
     def detach(self) -> None:
         """Take the wrappers off, and forget the step."""
-        mine = vars(self.trainer)
+        attributes = vars(self.trainer)
         for name in WRAPPED:
-            if mine.get(name) != getattr(self, name):
+            if attributes.get(name) != getattr(self, name):
                 # somebody has wrapped it again: ours stays under theirs and keeps
                 # nothing
                 continue
             if name in self.before:
-                mine[name] = self.before[name]
+                attributes[name] = self.before[name]
             else:
-                del mine[name]
+                del attributes[name]
         self.detached = True
         self._forget()
 
@@ -167,9 +167,9 @@ class Hooks:
         return loss
 
     def training_step(self, *args: Any, **kw: Any) -> Any:
-        due = self._is_recorded()
+        is_recorded = self._is_recorded()
         loss = self.wrapped["training_step"](*args, **kw)
-        if due and (self.micro_batches or self.error):
+        if is_recorded and (self.micro_batches or self.error):
             self.losses.append(loss.detach())
             if self.trainer.accelerator.sync_gradients:
                 finish(self._write, self.detach, None)
@@ -207,11 +207,15 @@ class Hooks:
     def _keep(self, inputs: dict[str, Any]) -> None:
         """Keep a micro-batch; its gradient arrives in the backward pass."""
         lp, entropy = self.forward[:2]
-        here = inputs["completion_mask"]
-        mask = here * inputs["tool_mask"] if "tool_mask" in inputs else here
+        completion_mask = inputs["completion_mask"]
+        mask = (
+            completion_mask * inputs["tool_mask"]
+            if "tool_mask" in inputs
+            else completion_mask
+        )
         adv = inputs["advantages"]
         columns = {
-            "ids": inputs["completion_ids"] * here,
+            "ids": inputs["completion_ids"] * completion_mask,
             "mask": mask.bool(),
             "now": lp,
             "adv": (adv[:, None] if adv.ndim == 1 else adv).expand_as(lp),
@@ -224,10 +228,10 @@ class Hooks:
         for name in OF_RESPONSES:
             if KEY.format(name) in inputs:
                 columns[name] = inputs[KEY.format(name)]
-        kept = {name: value.detach().cpu() for name, value in columns.items()}
+        on_cpu = {name: value.detach().cpu() for name, value in columns.items()}
         if not self._scaled_by_deepspeed():
-            keep_gradient(kept, lp)
-        self.micro_batches.append(kept)
+            keep_gradient(on_cpu, lp)
+        self.micro_batches.append(on_cpu)
         self.items.append(float(inputs["num_items_in_batch"]))
 
     def _scaled_by_deepspeed(self) -> bool:

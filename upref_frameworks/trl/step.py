@@ -141,29 +141,32 @@ def expected_rows(
     Advantages are those of its documentation: the reward minus its group's mean, over
     the standard deviation where scale_rewards says so.
     """
-    at: dict[str, Any] = FIELDS | fields
-    T: float = at["temperature"]
+    settings: dict[str, Any] = FIELDS | fields
+    T: float = settings["temperature"]
     R = torch.tensor([r.adv for r in rows], dtype=torch.float64).view(-1, GENERATIONS)
     A = R - R.mean(1, keepdim=True)
-    if at["scale_rewards"] == "group":
+    if settings["scale_rewards"] == "group":
         A = A / (R.std(1, keepdim=True) + 1e-4)
-    if at["scale_rewards"] == "batch":
+    if settings["scale_rewards"] == "batch":
         A = A / (R.std() + 1e-4)
-    made_of = at["steps_per_generation"] * at.get("num_iterations", 1)
+    made_of = settings["steps_per_generation"] * settings.get("num_iterations", 1)
     # optimizer steps of a generation batch
-    every = made_of // at["gradient_accumulation_steps"]
+    batches_per_step = made_of // settings["gradient_accumulation_steps"]
     first = _log_probs(seen, 0, rows, T)
     out = []
     for n, step in enumerate(seen.steps):
-        if n % max(every, 1) == 0:
+        if n % max(batches_per_step, 1) == 0:
             old = _log_probs(seen, n, rows, T)
         now = [
             replace(
-                r, adv=float(a), old=None if every <= 1 else o.tolist(), ref=f.tolist()
+                r,
+                adv=float(a),
+                old=None if batches_per_step <= 1 else o.tolist(),
+                ref=f.tolist(),
             )
             for r, a, o, f in zip(rows, A.flatten(), old, first, strict=True)
         ]
-        if at.get("mask_truncated_completions"):
+        if settings.get("mask_truncated_completions"):
             now = [
                 r
                 if r.response[-1] == END
@@ -203,40 +206,44 @@ def report(
     step: which one; from 1 on r is off 1. goal: beta, entropy_coef, clip, scale. The
     rest is as for `trained`.
     """
-    at: dict[str, Any] = FIELDS | fields
-    every = at["steps_per_generation"] // at["gradient_accumulation_steps"]
+    settings: dict[str, Any] = FIELDS | fields
+    batches_per_step = (
+        settings["steps_per_generation"] // settings["gradient_accumulation_steps"]
+    )
     first = (
-        step // max(every, 1) * max(every, 1)
+        step // max(batches_per_step, 1) * max(batches_per_step, 1)
     )  # of the steps of its generation batch
-    last = first + max(every, 1)
+    last = first + max(batches_per_step, 1)
     seen, _ = trained(model, fields, rows, last, cls, **more or {})
     o = objective if isinstance(objective, Objective) else get(objective)
 
     def ends(r: Row) -> bool:
         """Return whether TRL trains on this response rather than masks it as cut."""
-        return r.response[-1] == END or not at.get("mask_truncated_completions")
+        return r.response[-1] == END or not settings.get("mask_truncated_completions")
 
     # TRL divides by the mean number of a step
-    tokens = sum(sum(r.trains) for r in rows if ends(r)) / every
+    tokens = sum(sum(r.trains) for r in rows if ends(r)) / batches_per_step
 
     def at_step(n: int, its: list[Row]) -> StepReport:
         g = {"scale": 1.0} | goal
-        if at["loss_type"] in ("dapo", "cispo") and o.agg in (
+        if settings["loss_type"] in ("dapo", "cispo") and o.agg in (
             "token-mean",
             "group-token-mean",
         ):
             g["scale"] *= sum(sum(r.trains) for r in its) / tokens
-        if at["loss_type"] == "vespo":  # its paper's mean over responses, by tokens
+        if (
+            settings["loss_type"] == "vespo"
+        ):  # its paper's mean over responses, by tokens
             g["scale"] *= len(its) / tokens
         # a mean over tokens, whatever the policy term's normalizer is
         if g.get("entropy_coef"):
             g["entropy_coef"] /= g["scale"]
-        one = Recorded(seen.model, [seen.steps[n]])
+        recorded_step = Recorded(seen.model, [seen.steps[n]])
         return check_recorded(
-            one,
+            recorded_step,
             [its],
             o,
-            temperature=at["temperature"],
+            temperature=settings["temperature"],
             without=AXES,
             bound=bound,
             **g,

@@ -222,9 +222,9 @@ class GRPOTrainer(trl.GRPOTrainer):
                 dp_size=ranks,
                 is_weights=weights,
             )
-            more = {"entropy": H, "logp_sampler": engine}
+            optional = {"entropy": H, "logp_sampler": engine}
             metrics |= self.monitor(
-                loss, batch | {k: v for k, v in more.items() if v is not None}, hp
+                loss, batch | {k: v for k, v in optional.items() if v is not None}, hp
             )
         metrics |= live(self.objective, lp, lp_old, A, mask, hp, H, engine)
         self._log_over_ranks(metrics, mode)
@@ -235,8 +235,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             loss = loss + self.beta * ranks * aggregate(
                 kl, mask, self.objective.agg, totals=totals
             )
-            both = torch.stack([torch.where(mask, kl.detach(), 0).sum(), mask.sum()])
-            kl_sum, tokens = self.accelerator.reduce(both, reduction="sum").tolist()
+            sums = torch.stack([torch.where(mask, kl.detach(), 0).sum(), mask.sum()])
+            kl_sum, tokens = self.accelerator.reduce(sums, reduction="sum").tolist()
             self._metrics[mode]["kl"].append(kl_sum / max(tokens, 1))
         # TRL's, beside an entropy bonus: it saw 0
         if self._metrics[mode].get("policy_loss"):
@@ -262,8 +262,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _log_over_ranks(self, metrics: dict[str, float], mode: str):
         """Means over the ranks, of parity the largest."""
-        mine = torch.tensor([list(metrics.values())], device=self.accelerator.device)
-        everybodys = self.accelerator.gather(mine)
+        values = torch.tensor([list(metrics.values())], device=self.accelerator.device)
+        everybodys = self.accelerator.gather(values)
         for key, mean, most in zip(
             metrics,
             everybodys.mean(0).tolist(),

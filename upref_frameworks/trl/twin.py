@@ -71,44 +71,44 @@ def trl_twin(
     try:
         with state_restored():
             args = args or trl.default_config()
-            at = {k: getattr(args, k) for k in KEPT}
+            settings = {k: getattr(args, k) for k in KEPT}
             asked = args.model_init_kwargs or {}
             how = {
                 k: asked[k]
                 for k in ("attn_implementation", "revision", "trust_remote_code")
                 if k in asked
             }
-            size = min(2, at["per_device_train_batch_size"])
-            acc = at["gradient_accumulation_steps"]
-            every = 8 // size  # micro-batches of the eight responses
-            if acc >= at["steps_per_generation"] * at["num_iterations"]:
-                acc = every
+            size = min(2, settings["per_device_train_batch_size"])
+            acc = settings["gradient_accumulation_steps"]
+            micro_batches = 8 // size  # micro-batches of the eight responses
+            if acc >= settings["steps_per_generation"] * settings["num_iterations"]:
+                acc = micro_batches
             else:
                 acc = min(2, acc)
             acc = 1 if objective.batch_coupled else acc
-            at |= dict(
+            settings |= dict(
                 per_device_train_batch_size=size,
-                steps_per_generation=every,
+                steps_per_generation=micro_batches,
                 gradient_accumulation_steps=acc,
                 learning_rate=RATES.get(objective.level, 0.01),
             )
-            more = {
+            arguments = {
                 "objective": objective,
                 "hp": hp,
                 "parity": {"first": 0, "every": 0},
             }
             return trl.report(
                 twin(model, peft_config, **how),
-                at,
+                settings,
                 trl.batch(),
                 objective,
                 hp,
-                {"beta": at["beta"]},
-                step=int(acc < every),
+                {"beta": settings["beta"]},
+                step=int(acc < micro_batches),
                 cls=cls,
-                more=more,
+                more=arguments,
             )
     finally:
-        for s, kept in zip(shared, before, strict=True):
+        for s, saved in zip(shared, before, strict=True):
             s.clear()
-            s.update(kept)
+            s.update(saved)

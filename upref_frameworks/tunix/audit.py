@@ -90,8 +90,8 @@ def _padded(x: Tensor) -> Tensor:
     """[B, T] with empty responses and masked slots added, to few shapes: JAX compiles a
     function for each it meets.
     """
-    few = [max(8, 2 ** (n - 1).bit_length()) - n for n in x.shape]
-    return torch.nn.functional.pad(x, (0, few[1], 0, few[0]))
+    padding = [max(8, 2 ** (n - 1).bit_length()) - n for n in x.shape]
+    return torch.nn.functional.pad(x, (0, padding[1], 0, padding[0]))
 
 
 # ---- its losses ----------------------------------------------------------------------

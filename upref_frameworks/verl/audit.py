@@ -59,10 +59,10 @@ def _dppo(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]:
         """Return the tokens that rounding may move across the bound."""
         return (binary_kl(batch.logp, batch.logp_old) - delta).abs() < 1e-5
 
-    moved = (
+    reason = (
         "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)"
     )
-    near_kl = fault(moved, "rounding", skip=near)
+    near_kl = fault(reason, "rounding", skip=near)
     cut = fault(said, "objective", objective=name, hp={"delta": delta, "trunc": trunc})
     return (cut, near_kl) if kind == "kl" else (cut,)
 
@@ -239,7 +239,7 @@ def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
         is given.
         """
         f = verl()[0].get_adv_estimator_fn(name)
-        one = torch.ones_like(R)[:, None]
+        ones = torch.ones_like(R)[:, None]
         grouped = {} if name == "reinforce_plus_plus" else {"index": group.numpy()}
         if name == "reinforce_plus_plus":
             gamma = {"config": SimpleNamespace(gamma=1.0)}
@@ -247,7 +247,7 @@ def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
             gamma = {}
         return f(
             token_level_rewards=R.clone()[:, None],
-            response_mask=one,
+            response_mask=ones,
             **grouped,
             **gamma,
             **more,
@@ -293,11 +293,11 @@ GREEDY = torch.tensor([0.25, -0.5], dtype=torch.float64)
 def _passk(std: bool) -> Callable[..., Tensor]:
     def found(R: Tensor, group: Tensor) -> Tensor:
         f = verl()[0].get_adv_estimator_fn("grpo_passk")
-        one = torch.ones_like(R)[:, None]
+        ones = torch.ones_like(R)[:, None]
         config = {"norm_adv_by_std_in_grpo": std}
         return f(
             token_level_rewards=R[:, None],
-            response_mask=one,
+            response_mask=ones,
             index=group.numpy(),
             config=config,
         )[0][:, 0]
@@ -311,8 +311,8 @@ def _best_alone(std: bool) -> Callable[..., Tensor]:
         (Pass@k, k the size of the group).
         """
         A = torch.zeros_like(R)
-        for gradient in group.unique():
-            i = (group == gradient).nonzero().flatten()
+        for group_id in group.unique():
+            i = (group == group_id).nonzero().flatten()
             for j in i:
                 A[j] = R[i].max() - R[i[i != j]].max()
             A[i] = A[i] / (R[i].std(correction=1) + 1e-6) if std else A[i]

@@ -167,11 +167,13 @@ def shipped() -> dict[str, Any]:
         return {"loss_agg_mode": "token-mean"} | {
             k: v for k, v in vars(StandInConfig()).items() if k != "policy_loss"
         }
-    every = [
+    all_fields = [
         *dataclasses.fields(config),
         *(f for f in dataclasses.fields(policy_loss_config()) if f.name in OF_LOSS),
     ]
-    return {f.name: f.default for f in every if f.default is not dataclasses.MISSING}
+    return {
+        f.name: f.default for f in all_fields if f.default is not dataclasses.MISSING
+    }
 
 
 # ---- as a Loss -----------------------------------------------------------------------
@@ -224,13 +226,13 @@ def of(
     A function of somebody's own is called as verl calls its losses, which the report
     says.
     """
-    every = (
+    all_settings = (
         {"loss_agg_mode": verl_name(objective.level, objective.agg)} if matched else {}
     ) | (fields or {})
 
     def settings(hp: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of verl's actor at these hyperparameters."""
-        return (settings_for(objective, hp) if matched else {}) | every
+        return (settings_for(objective, hp) if matched else {}) | all_settings
 
     def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
         batch = Bare(

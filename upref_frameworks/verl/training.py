@@ -256,15 +256,17 @@ def _tell(objective: Objective, hp: dict, given: dict):
 
 
 def _warn_of_aggregation(objective: Objective, loss_agg_mode: str):
-    own = verl_name(objective.level, objective.agg)
-    if loss_agg_mode != own and _first_time("agg", objective.name, loss_agg_mode):
+    own_aggregation = verl_name(objective.level, objective.agg)
+    if loss_agg_mode != own_aggregation and _first_time(
+        "agg", objective.name, loss_agg_mode
+    ):
         log.warning(
             "upref/%s aggregates by %s whatever actor.loss_agg_mode says (%s), but verl's KL and entropy terms follow "
             "loss_agg_mode: set it to %s.",
             objective.name,
-            own,
+            own_aggregation,
             loss_agg_mode,
-            own,
+            own_aggregation,
         )
 
 

@@ -194,8 +194,8 @@ class AdvantageCase:
         def still(rows: list[int]) -> bool:
             x = batch.take(rows)
             alone = any(
-                x.group.count(gradient) == 1 and batch.group.count(gradient) > 1
-                for gradient in x.group
+                x.group.count(group_id) == 1 and batch.group.count(group_id) > 1
+                for group_id in x.group
             )
             return not alone and self.fails(x)  # no new response without a peer
 
@@ -240,12 +240,12 @@ def _not_finite(batches: Sequence[RewardBatch], found: Sequence[Floats]) -> Caus
     """
     for b, numbers in zip(batches, found, strict=True):
         equal = {
-            gradient
-            for gradient in b.group
-            if len({b.R[i] for i in b.rows_of(gradient)}) == 1
+            group_id
+            for group_id in b.group
+            if len({b.R[i] for i in b.rows_of(group_id)}) == 1
         }
-        for gradient, a in zip(b.group, numbers, strict=True):
-            if (gradient in equal) == math.isfinite(a):
+        for group_id, a in zip(b.group, numbers, strict=True):
+            if (group_id in equal) == math.isfinite(a):
                 return NO_CAUSE
     return measured.STD_OF_EQUAL_REWARDS.cause()
 

@@ -148,7 +148,7 @@ class Function:
         ids: dict[str, Callable[[], Any]] = {
             "tensor": lambda: torch.tensor(list(group)),
             "strings": lambda: np.array(
-                [f"prompt-{gradient}" for gradient in group], dtype=object
+                [f"prompt-{group_id}" for group_id in group], dtype=object
             ),
             "array": lambda: np.array(list(group)),
             "list": lambda: list(group),

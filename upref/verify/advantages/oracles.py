@@ -130,7 +130,7 @@ def group_ids(case: AdvantageCase) -> Iterator[Finding]:
     for said, ids in IDS.items():
         batch = replace(
             exact.INTERLEAVED,
-            group=tuple(ids[gradient] for gradient in exact.INTERLEAVED.group),
+            group=tuple(ids[group_id] for group_id in exact.INTERLEAVED.group),
         )
         try:
             case.f(batch)
@@ -175,12 +175,12 @@ def _with_peers(batch: RewardBatch) -> RewardBatch:
     batch = batch.take(
         [
             i
-            for i, gradient in enumerate(batch.group)
-            if len({batch.R[j] for j in batch.rows_of(gradient)}) > 1
+            for i, group_id in enumerate(batch.group)
+            if len({batch.R[j] for j in batch.rows_of(group_id)}) > 1
         ]
     )
-    again = {gradient: i for i, gradient in enumerate(dict.fromkeys(batch.group))}
-    return replace(batch, group=tuple(again[gradient] for gradient in batch.group))
+    again = {group_id: i for i, group_id in enumerate(dict.fromkeys(batch.group))}
+    return replace(batch, group=tuple(again[group_id] for group_id in batch.group))
 
 
 @oracle("singletons", not_run=either(no_ids, no_groups))

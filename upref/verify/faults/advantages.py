@@ -66,8 +66,8 @@ def _divided(words: str, size: Callable[[int], float], id: str) -> AdvantageFaul
     def over(batch: RewardBatch, right: Floats, k: float) -> Floats:
         """The right advantages, each divided by what its prompt's responses give."""
         return [
-            x / size(batch.group.count(gradient))
-            for x, gradient in zip(right, batch.group, strict=True)
+            x / size(batch.group.count(group_id))
+            for x, group_id in zip(right, batch.group, strict=True)
         ]
 
     return Fault(words, AdvantageChange(over), id=id)

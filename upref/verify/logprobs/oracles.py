@@ -175,12 +175,12 @@ class KernelCase:
         changes = [f.change]
         if f not in ANYWHERE:
             same = (
-                gradient.change
-                for gradient in known("logprobs", problem)
-                if is_same(f, gradient)
+                candidate.change
+                for candidate in known("logprobs", problem)
+                if is_same(f, candidate)
             )
             changes = [RIGHT, next(same, RIGHT)]
-        return any(self.does(gradient, problem, done, keys) for gradient in changes)
+        return any(self.does(candidate, problem, done, keys) for candidate in changes)
 
     def compare(
         self,

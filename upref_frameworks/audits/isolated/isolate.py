@@ -28,13 +28,13 @@ def isolate(paths: list[str], pin: Pin) -> None:
     itself depends on.
     """
     sys.path[:0] = paths
-    own = [
+    finders = [
         f
         for f in sys.meta_path
         if isinstance(f, type) and f.__name__ in ("BuiltinImporter", "FrozenImporter")
     ]
-    rest = [f for f in sys.meta_path if f not in own]
-    sys.meta_path[:] = [_Stubs(pin), *own, _Only(rest, paths)]
+    rest = [f for f in sys.meta_path if f not in finders]
+    sys.meta_path[:] = [_Stubs(pin), *finders, _Only(rest, paths)]
     for name in sorted(pin.skip_init):  # parents first
         _shell(name)
 

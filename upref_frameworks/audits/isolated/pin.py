@@ -105,11 +105,13 @@ def place(name: str, pin: Pin, version: str = "", source: str = "") -> Installat
         if beside:
             paths.append(str(_folder(name, "beside", beside)))
     else:
-        own = pin.packages[0].partition("==")[0]
-        first = {"": pin.packages[0], NEWEST: own}.get(version, f"{own}=={version}")
+        package = pin.packages[0].partition("==")[0]
+        first = {"": pin.packages[0], NEWEST: package}.get(
+            version, f"{package}=={version}"
+        )
         root = _folder(name, version or pin.version, (first, *beside))
         paths = [str(root)]
-        found = _installed(root, own)
+        found = _installed(root, package)
     if found != pin.version:
         return Installation(
             paths,
@@ -157,15 +159,15 @@ def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
             "--only-binary",
             ":all:",
         ]
-        done = _run([*command, *options, "--target", str(half), *packages])
-        if done.returncode:
+        result = _run([*command, *options, "--target", str(half), *packages])
+        if result.returncode:
             said = [
-                x for x in done.stderr.splitlines() if x.startswith("ERROR: ")
-            ] or done.stderr.splitlines()[-1:]
+                x for x in result.stderr.splitlines() if x.startswith("ERROR: ")
+            ] or result.stderr.splitlines()[-1:]
             if said:
                 why = said[-1].removeprefix("ERROR: ").strip()
             else:
-                why = f"pip ended with {done.returncode}"
+                why = f"pip ended with {result.returncode}"
             raise InputError(
                 f"{', '.join(packages)} cannot be installed ({why}): is there a network and such a version? "
                 "--source CHECKOUT audits a working copy."
@@ -197,11 +199,11 @@ def _checkout(name: str, repository: str, commit: str) -> Path:
             fetch,
             ["checkout", "--quiet", "FETCH_HEAD"],
         ):
-            done = _run(["git", "-C", str(half), *command])
-            if done.returncode:
+            result = _run(["git", "-C", str(half), *command])
+            if result.returncode:
                 said = (
-                    done.stderr.strip().splitlines()
-                    or [f"git ended with {done.returncode}"]
+                    result.stderr.strip().splitlines()
+                    or [f"git ended with {result.returncode}"]
                 )[-1]
                 raise InputError(
                     f"{repository} at {commit} cannot be fetched ({said}): is there a network? "
@@ -217,9 +219,9 @@ def _made(folder: Path) -> Iterator[Path]:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with held(folder.parent):
-            for left in folder.parent.glob(".half-*"):
-                if not is_held(left):  # its installation was killed
-                    shutil.rmtree(left, ignore_errors=True)
+            for leftover in folder.parent.glob(".half-*"):
+                if not is_held(leftover):  # its installation was killed
+                    shutil.rmtree(leftover, ignore_errors=True)
             half = Path(tempfile.mkdtemp(prefix=".half-", dir=folder.parent))
             installing.enter_context(held(half))
     except OSError as e:
@@ -299,17 +301,21 @@ def normalized(package: str) -> str:
 def _installed(folder: Path, package: str) -> str:
     """The version that the folder holds."""
     for info in folder.glob("*.dist-info"):
-        own, _, version = info.name.removesuffix(".dist-info").rpartition("-")
-        if normalized(own) == normalized(package):
+        installed_name, _, version = info.name.removesuffix(".dist-info").rpartition(
+            "-"
+        )
+        if normalized(installed_name) == normalized(package):
             return version
     raise InputError(f"{folder} does not hold {package}: remove it and try again.")
 
 
 def _commit(copy: Path) -> str:
     if shutil.which("git"):
-        done = _run(["git", "-C", str(copy), "rev-parse", "HEAD"])
+        result = _run(["git", "-C", str(copy), "rev-parse", "HEAD"])
     else:
-        done = None
+        result = None
     return (
-        done.stdout.strip()[:9] if done and done.returncode == 0 else "a working copy"
+        result.stdout.strip()[:9]
+        if result and result.returncode == 0
+        else "a working copy"
     )
