@@ -13,6 +13,7 @@ TRAINERS = ("trl", "verl", "openrlhf")  # whose steps upref runs
 
 
 def _audit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `upref audit`."""
     parser.add_argument("framework", choices=[*names(), "torch"])
     parser.add_argument(
         "--version",
@@ -106,6 +107,7 @@ def _recipe(args: argparse.Namespace) -> int:
 
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `upref step`."""
     parser.add_argument(
         "trainer",
         metavar="TRAINER",
@@ -163,6 +165,7 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_step(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together, in one sentence."""
     is_own_step = ":" in args.trainer
     if not is_own_step and args.trainer not in TRAINERS:
         raise InputError(
@@ -185,6 +188,7 @@ def _refuse_step(args: argparse.Namespace) -> None:
 
 
 def _step(args: argparse.Namespace) -> int:
+    """Do what `upref step` is asked for."""
     if ":" in args.trainer:
         from upref_frameworks.steps.own import command as check_own
 

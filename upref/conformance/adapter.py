@@ -103,6 +103,7 @@ def load_adapter(target: str) -> Adapter:
 
 
 def _load_file(path: Path) -> Any:
+    """Import a file as a module of its own."""
     if not path.is_file():
         raise InputError(f"there is no file {path}: --adapter takes FILE.py:CLASS.")
     spec = importlib.util.spec_from_file_location(f"upref_adapter_{path.stem}", path)

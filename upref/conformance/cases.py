@@ -113,6 +113,7 @@ FAMILY_NAMES = (
 
 
 def _level_1() -> Iterable[Case]:
+    """Cases of one objective each, of temperatures and of masks."""
     yield Case("objective/ppo_clip", 1)
     yield Case("objective/dapo", 1, "dapo")
     for name in ("grpo", "dr_grpo", "gspo", "cispo", "sapo", "up_dapo", "reinforce"):
@@ -127,6 +128,7 @@ def _level_1() -> Iterable[Case]:
 
 
 def _level_2() -> Iterable[Case]:
+    """Cases of a KL term, entropy, clipped gradients and micro-batches."""
     for aggregation, objective in TOKEN_MEAN.items():
         yield Case(f"kl/{aggregation}", 2, objective, beta=0.04)
     yield Case("kl/micro-4", 2, beta=0.04, micro_batches=4)
@@ -162,6 +164,7 @@ def _level_5() -> Iterable[Case]:
     """Without layers: what goes wrong here is the scaling of the loss."""
 
     def case(name: str, parallel: str, objective: str = "ppo_clip", n: int = 1) -> Case:
+        """A case on two ranks."""
         return Case(
             f"ranks/{name}",
             5,

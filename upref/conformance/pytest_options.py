@@ -24,6 +24,7 @@ EXPLAINED = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the suite to pytest."""
     group = parser.getgroup("upref.conformance")
     group.addoption(
         "--adapter",
@@ -169,6 +170,7 @@ def in_one_thread() -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the results file, where one is asked for."""
     path = session.config.getoption("--upref-results")
     outcomes = session.config.stash.get(OUTCOMES, [])
     if path and outcomes:
@@ -180,6 +182,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print one line about all cases."""
     outcomes = config.stash.get(OUTCOMES, [])
     if not outcomes:
         return

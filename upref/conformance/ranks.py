@@ -136,6 +136,7 @@ def _outcome(record: dict[str, Any], case: Case) -> Outcome:
 
 
 def _target(adapter: Adapter) -> str:
+    """Where other processes find the class of this adapter."""
     kind = type(adapter)
     try:
         return f"{inspect.getfile(kind)}:{kind.__name__}"

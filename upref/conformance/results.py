@@ -75,6 +75,7 @@ def write_results(
 
 
 def _as_record(outcome: Outcome) -> dict[str, Any]:
+    """An outcome as it is written to the results file."""
     record: dict[str, Any] = {
         "status": str(outcome.status),
         "reason": outcome.reason,

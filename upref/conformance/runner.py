@@ -252,6 +252,7 @@ def _compare(
     if case.updates == 1:
 
         def one_gradient(model: Any, rows: list[Row]) -> Any:
+            """The gradient of the adapter's step, of which there may be one only."""
             made = step(model, rows)
             if not isinstance(made, Recorded):
                 return made
@@ -285,6 +286,7 @@ def _compare(
 
 
 def _make_model(case: Case) -> Any:
+    """The tiny model of a case, with perturbed weights."""
     # Without this, transformers computes Gemma 2's attention by sdpa and drops its
     # softcap, whatever the trainer does.
     changes: dict[str, Any] = {}

@@ -501,6 +501,7 @@ def perturbed(model: nn.Module, perturb_weights: bool) -> Iterator[None]:
 
 
 def _restore(net: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load these weights into the model again."""
     try:
         with torch.no_grad():
             net.load_state_dict(weights)

@@ -201,6 +201,7 @@ def check_step(
     asked = Asked(group_size, rewards, advantages)
 
     def check() -> StepReport:
+        """Make the rows, do the step on them, and compare its gradient."""
         goal = meant(
             objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale
         )
@@ -254,6 +255,7 @@ def _check(
         return run(step, model, case)[0]
 
     def second() -> Attempt:
+        """Do the step on other rows."""
         other = built(
             reference, goal, None, without, seed + 1, bool(half or inside), asked
         )
@@ -436,6 +438,7 @@ def report_step(
     rounding: bool = False,
     doubts: Callable[[Attempt, Cause], str] | None = None,
 ) -> StepReport:
+    """The report on a step's gradient: whether it agrees, and if not, why."""
     it = compared(goal, case, found, bound)
     goal, error = it.goal, it.error
     usual = bound

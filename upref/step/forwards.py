@@ -127,6 +127,7 @@ def _fronts(right: Forward) -> list[Front]:
 
 
 def _inputs(model: Remembering, right: Forward) -> Iterator[Variant]:
+    """Faults of what is fed to the model."""
     rows, end = right.rows, model.end or 0
 
     def fed(words: str, each: Callable[..., Tensor], *more: Any, id: str) -> Variant:
@@ -371,6 +372,7 @@ def _attending(
     """A fault by what the tokens of each row attend to."""
 
     def one(i: int, r: Row) -> Tensor:
+        """The logits of a row under this attention mask."""
         ids, bias, positions = each(i, r)
         bias = bias.double()
         options = {"attention_mask": bias[None, None]} if model.masked else {}
@@ -391,6 +393,7 @@ def _attending(
 
 
 def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
+    """Faults of the attention mask and of positions."""
     attending = partial(_attending, model, right)
 
     def everywhere(i: int, r: Row) -> tuple[list[int], Tensor, Tensor]:
@@ -602,11 +605,15 @@ CHANGES: dict[str, float | None] = {
 
 
 def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
+    """Faults of the model's configuration."""
     config = getattr(model.net, "config", None)
     for name, value in CHANGES.items():
         if getattr(config, name, value) not in (value, None):
 
             def other(name: str = name, value: float | None = value) -> Forward:
+                """The forward pass of a model with another value in its
+                configuration.
+                """
                 changed = copy.deepcopy(config)
                 setattr(changed, name, value)
                 net = type(model.net)(changed).to(model.device)

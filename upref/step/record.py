@@ -166,6 +166,7 @@ def watched(
     state: list[Any] = []  # of the gradients after the last pass
 
     def counting(*args: Any, **kw: Any) -> Any:
+        """Go back, and record which sequences this backward pass was of."""
         count[0] += 1
         if not by_pass or len(steps) > first or not is_alone():
             return backward(*args, **kw)
@@ -178,6 +179,7 @@ def watched(
         return out
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Record the gradients that the optimizer finds."""
         named = {id(p): n for n, p in unwrapped(model).named_parameters()}
         # what is minimized is then the negative
         signs = {

@@ -594,6 +594,7 @@ def _head_names(net: nn.Module, vocabulary: int, trained: Collection[str]) -> li
 
 
 def _vocabulary(net: nn.Module) -> int:
+    """The size of the vocabulary, from the configuration or from an embedding."""
     size = getattr(text_config(net), "vocab_size", None)
     if isinstance(size, int):
         return size

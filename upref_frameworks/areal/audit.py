@@ -97,6 +97,7 @@ def _plain(
     mask: Tensor,
     totals: Totals,
 ) -> Tensor:
+    """The loss of AReaL in this mode, as a function of tensors."""
     settings = {k.removeprefix("sapo_"): v for k, v in config.items()}
     f = getattr(_functional(), mode)
     proximal = {} if mode == "sapo_loss_fn" else {"proximal_logprobs": old_log_prob}
@@ -156,6 +157,10 @@ COMPARISONS = (
 
 
 def _normalized(**config: Any) -> Callable[..., Tensor]:
+    """AReaL's normalization with this configuration, as a function of rewards and
+    groups.
+    """
+
     def found(rewards: Tensor, group: Tensor) -> Tensor:
         size = int(torch.bincount(group)[0])
         made = importlib.import_module("areal.api.cli_args").NormConfig(
@@ -172,6 +177,7 @@ def _kl(lp: Tensor, ref: Tensor, name: str) -> Tensor:
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of AReaL that are compared by themselves, such as its advantages."""
     groups = ("uneven", "one")  # groups are of one size
     return (
         Component(
@@ -218,6 +224,7 @@ def _parts() -> tuple[Component, ...]:
 
 
 def _kernels() -> dict[str, Any]:
+    """Functions of AReaL that compute log-probabilities, by name."""
     # or it wants to be compiled
     vars(importlib.import_module("areal.infra.platforms"))["is_npu_available"] = True
     module = importlib.import_module("areal.utils.functional.vocab_parallel")

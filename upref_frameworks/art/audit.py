@@ -100,6 +100,7 @@ def _plain(
     ref_log_prob: Tensor,
     totals: Totals,
 ) -> Tensor:
+    """The loss of ART in this mode, as a function of tensors."""
     n = mask.sum(1, keepdim=True)
     # as pack.py
     weights = (

@@ -90,6 +90,7 @@ def named(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., Any]:
 def _function(
     framework: Framework, loss: str, mode: str, fields: dict[str, Any]
 ) -> Callable[..., Any]:
+    """The framework's loss in this mode, which refuses other shapes of advantages."""
     assert framework.plain is not None
     inner = functools.partial(framework.plain, mode, framework.configured(mode, fields))
 
@@ -141,6 +142,7 @@ def scripts(name: str, texts: list[str]) -> list[str]:
 
 
 def _script(text: str) -> str:
+    """What a proof prints."""
     out = io.StringIO()
     warned = io.StringIO()
     try:

@@ -117,6 +117,9 @@ class FaultEffect:
 
     @classmethod
     def between(cls, found: Tensor, expected: Tensor) -> "FaultEffect":
+        """What makes the second gradient of the first: its distance, its angle, its
+        size.
+        """
         w = expected.norm().item()
         v = found.norm().item()
         if not w:
@@ -262,6 +265,7 @@ def typical() -> Rollouts:
 
 
 def _join(*bs: Rollouts) -> Rollouts:
+    """Several batches as one, with groups of their own."""
     T = max(batch.mask.shape[1] for batch in bs)
 
     def wide(name: str) -> Tensor:

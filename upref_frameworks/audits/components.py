@@ -180,6 +180,7 @@ def rows(framework: str, parts: tuple[Component, ...]) -> list[ComparisonRow]:
 
 
 def _row(framework: str, p: Component) -> ComparisonRow:
+    """Compare a part of a framework with its reference, and its faults with both."""
     if p.kind not in CASES or (
         isinstance(p.promise, str) and p.promise not in REFERENCES[p.kind]
     ):

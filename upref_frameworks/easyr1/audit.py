@@ -107,6 +107,7 @@ def _plain(
     ref_log_prob: Tensor,
     totals: Totals,
 ) -> Tensor:
+    """The loss of EasyR1 in this mode, as a function of tensors."""
     settings = {k: v for k, v in config.items() if k not in KL_READ}
     a = _algos()
     with np.errstate(divide="ignore"):  # log(1 - clip_ratio_low), where that is 1
@@ -217,6 +218,8 @@ COMPARISONS = (
 
 
 def _advantages(name: str) -> Callable[..., Tensor]:
+    """The advantages of EasyR1 under this name, as a function of rewards and groups."""
+
     def found(R: Tensor, group: Tensor) -> Tensor:
         """Rewards on the one token of each response."""
         given = {"index": group.numpy()} if name in ("grpo", "rloo") else {"gamma": 1.0}

@@ -77,6 +77,7 @@ def _plain(
     totals: Totals,
     num_micro_batches: int,
 ) -> Tensor:
+    """The loss of Liger in this mode, as a function of tensors."""
     settings = {k: v for k, v in config.items() if k not in ELSEWHERE}
     counted = {"num_items_in_batch": int(totals.tokens)} if mode in COUNTED else {}
     value, _ = _grpo().LigerFusedLinearGRPOFunction.ppo_loss_fn(
@@ -203,6 +204,7 @@ def _parts() -> tuple[Component, ...]:
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:
+    """Functions of Liger that compute log-probabilities, by name."""
     module = importlib.import_module(
         "liger_kernel.ops.fused_linear_scaled_cross_entropy"
     )

@@ -216,6 +216,10 @@ COMPARISONS = (
 
 
 def _advantages(name: str, **settings: bool) -> Callable[..., Tensor]:
+    """The advantages of NeMo RL under this name, as a function of rewards and
+    groups.
+    """
+
     def found(rewards: Tensor, group: Tensor) -> Tensor:
         """Its baseline matrix is in float32, and so are the rewards that it takes."""
         m = _module("algorithms.advantage_estimator")
@@ -277,6 +281,7 @@ def _log_probs(chunk: int | None) -> Callable[..., Tensor]:
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of NeMo RL that are compared by themselves, such as its advantages."""
     kl = importlib.import_module("upref.kl")
     utils = _module("algorithms.utils")
     return (

@@ -41,6 +41,7 @@ class OpenRLHF:
         return 1.0
 
     def fields(self, case: Case) -> dict[str, Any]:
+        """The settings of OpenRLHF for a case."""
         fields = FIELDS[case.objective] | dict(
             micro=8 // (case.micro_batches * case.updates), updates=case.updates
         )
@@ -59,6 +60,7 @@ class OpenRLHF:
         return {key: repr(value) for key, value in said.items()}
 
     def step(self, model: Any, rows: list[Row], case: Case) -> Recorded:
+        """One optimizer step of OpenRLHF's trainer."""
         return trained(
             model,
             rows,

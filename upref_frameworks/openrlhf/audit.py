@@ -70,6 +70,7 @@ def _plain(
     mask: Tensor,
     totals: Totals,
 ) -> Tensor:
+    """The loss of OpenRLHF in this mode, as a function of tensors."""
     f = _module("models.loss").PolicyLoss(policy_loss_type=mode, **config)
     counts = {
         "batch_num_tokens": float(totals.tokens),
@@ -108,6 +109,7 @@ def _advantages(name: str) -> Callable[..., Tensor]:
     """
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
+        """The advantages that OpenRLHF gives these rewards."""
         maker = _module("trainer.ppo_utils.experience_maker").RemoteExperienceMaker
         n = int((group == group[0]).sum())
         owner = SimpleNamespace(estimator=name, gamma=1.0, no_std_norm=False)
@@ -159,6 +161,7 @@ def _clipped_value(lp: Tensor, ref: Tensor) -> Tensor:
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of OpenRLHF that are compared by themselves, such as its advantages."""
     # groups are of one size by construction, and of one response only where all are
     square = ("uneven", "one")
     tiny = {"ddof": 0, "eps": 1e-8}

@@ -326,6 +326,7 @@ def _zeros(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of ROLL that are compared by themselves, such as its advantages."""
     equal = ("uneven", "one")  # its groups are of one size
     return (
         Component(

@@ -96,6 +96,7 @@ def _plain(
     group: Tensor,
     totals: Totals,
 ) -> Tensor:
+    """The loss of SkyRL in this mode, as a function of tensors."""
     u = _utils()
     cfg = _settings(mode, config)
     mask = mask.to(log_prob.dtype)
@@ -268,6 +269,8 @@ COMPARISONS = (
 
 
 def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
+    """The advantages of SkyRL under this name, as a function of rewards and groups."""
+
     def found(rewards: Tensor, group: Tensor) -> Tensor:
         """Rewards on the one token of each response; the function writes into what it
         is given.
@@ -286,6 +289,7 @@ def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of SkyRL that are compared by themselves, such as its advantages."""
     logprobs = importlib.import_module(
         "skyrl.backends.skyrl_train.utils.torch_utils"
     ).logprobs_from_logits

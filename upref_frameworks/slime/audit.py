@@ -173,6 +173,7 @@ def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of slime that are compared by themselves, such as its advantages."""
     return (
         *kls(
             _ppo().compute_approx_kl,

@@ -160,6 +160,7 @@ def _rank(
     temperature: float,
     fields: dict[str, Any],
 ) -> None:
+    """Do the step as rank index + 1, on the rows of that rank."""
     torch.set_num_threads(1)
     # what is handed to a process stays in memory that both share
     model = copy.deepcopy(model)

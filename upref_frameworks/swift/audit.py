@@ -267,6 +267,7 @@ def _teacher_kl(lp: Tensor, ref: Tensor) -> Tensor:
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of ms-swift that are compared by themselves, such as its advantages."""
     equal = ("uneven", "one")
     std = {"ddof": 1, "eps": 1e-4}
     return (

@@ -65,6 +65,7 @@ def _plain(
     ref_log_prob: Tensor,
     num_micro_batches: int,
 ) -> Tensor:
+    """The loss of TorchRL in this mode, as a function of tensors."""
     bounds = (config["clip_epsilon_low"], config["clip_epsilon_high"])
     settings = {k: v for k, v in config.items() if not k.startswith("clip_epsilon")}
     dist = SimpleNamespace(mask=mask, log_prob=lambda action: log_prob)
@@ -85,6 +86,7 @@ def _plain(
 
 
 def _clipped(low: float, high: float) -> LossFault:
+    """The fault of a clipped ratio that is differentiated."""
     form = replace(
         get("cispo"),
         name=f"clip(r, {low:g}, {high:g}) A, differentiated",
@@ -159,6 +161,8 @@ def _advantages(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _floored(R: Tensor, group: Tensor) -> Tensor:
+    """Group-normalized rewards with a floor under the deviation."""
+
     def std(x: Tensor) -> Tensor:
         """Return the standard deviation, 1e-6 at least."""
         return x.std().clamp_min(1e-6)
@@ -178,6 +182,7 @@ def _without_eps(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of TorchRL that are compared by themselves, such as its advantages."""
     floor = (Fault("1e-6 is a floor of the deviation, not added to it", _floored),)
     left_out = ("uneven", "one")  # it waits for grpo_size responses
     rounds = (*left_out, "equal rewards that do not round alike")

@@ -77,6 +77,7 @@ def _plain(
     advantages: Tensor,
     mask: Tensor,
 ) -> Tensor:
+    """The loss of Trinity in this mode, as a function of tensors."""
     fn = _losses().get(mode)(backend="verl", **config)
     return fn(
         logprob=log_prob,
@@ -209,6 +210,7 @@ def _group(name: str) -> Callable[..., Tensor]:
     """Of Experience objects, whose reward and mask alone are read."""
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
+        """The advantages that Trinity gives these rewards."""
         fn = _module("advantage_fn").ADVANTAGE_FN.get(name)()
         A = torch.zeros_like(R)
         for group_id in group.unique().tolist():
@@ -263,6 +265,7 @@ def _group_of_one(promise: str, **hp: Any) -> tuple[Fault[Any]]:
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of Trinity that are compared by themselves, such as its advantages."""
     norm = {"ddof": 1, "eps": 1e-6}
     agg = _module("utils").aggregate_loss
     default = _module("algorithm").GRPOAlgorithm.default_config()["kl_loss_fn"]

@@ -42,6 +42,7 @@ UNCLIPPED = 1e30  # RLOOTrainer cannot switch its clip off
 
 
 def _product(eps: float) -> LossFault:
+    """The fault of a clip on the product of ratios."""
     if eps < 1:
         said = "PPO's clip on the product of the response's ratios"
     else:
@@ -147,6 +148,7 @@ def _modes() -> list[str]:
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:
+    """Functions of TRL that compute log-probabilities, by name."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
@@ -215,6 +217,7 @@ def _advantages(trainer: type, **settings: Any) -> Callable[..., Tensor]:
     )
 
     def found(R: Tensor, group: Tensor) -> Tensor:
+        """The advantages that TRL gives these rewards."""
         here = SimpleNamespace(
             multi_objective_aggregation="sum_then_normalize",
             reward_funcs=[None],
@@ -253,6 +256,7 @@ def _part(mode: str, found: Any, promise: Any, **more: Any) -> Component:
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of TRL that are compared by themselves, such as its advantages."""
     grpo = trl().GRPOTrainer
     rloo = trl().RLOOTrainer
     return (

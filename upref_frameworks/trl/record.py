@@ -167,6 +167,9 @@ class Hooks:
         return loss
 
     def training_step(self, *args: Any, **kw: Any) -> Any:
+        """The training step of the trainer, after which the recorded step is
+        written.
+        """
         is_recorded = self._is_recorded()
         loss = self.wrapped["training_step"](*args, **kw)
         if is_recorded and (self.micro_batches or self.error):

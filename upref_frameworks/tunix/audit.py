@@ -256,6 +256,8 @@ COMPARISONS = (
 
 
 def _advantages(name: str) -> Callable[..., Tensor]:
+    """The advantages of Tunix under this name, as a function of rewards and groups."""
+
     def found(rewards: Tensor, group: Tensor) -> Tensor:
         f = _module("function_registry").get_advantage_estimator(name)
         return torch.from_numpy(
@@ -266,6 +268,7 @@ def _advantages(name: str) -> Callable[..., Tensor]:
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of Tunix that are compared by themselves, such as its advantages."""
     common = _module("common")
     alone = ("uneven", "one")
 

@@ -159,6 +159,7 @@ COMPARISONS = (
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of Unsloth that are compared by themselves, such as its advantages."""
     zoo = _zoo()
 
     def plain(z: Tensor, tokens: Tensor, t: float) -> Tensor:
@@ -187,6 +188,7 @@ def _parts() -> tuple[Component, ...]:
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:
+    """Functions of Unsloth that compute log-probabilities, by name."""
     fused = importlib.import_module(
         "unsloth_zoo.fused_losses.fused_linear"
     ).fused_linear_logprobs

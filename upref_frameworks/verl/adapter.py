@@ -55,6 +55,7 @@ class Verl:
         return 1 / LENGTH if case.objective == "dr_grpo" else 1.0
 
     def actor(self, case: Case) -> dict[str, Any]:
+        """The settings of verl's actor for a case."""
         fields = dict(FIELDS[case.objective])
         if "c" in case.hp:
             fields |= dict(clip_ratio_c=case.hp["c"])
@@ -72,6 +73,7 @@ class Verl:
         return fields
 
     def settings(self, case: Case) -> dict[str, str]:
+        """All settings of a case, as they are written to the results."""
         said = self.actor(case) | self.engine(case)
         said |= dict(
             temperature=case.temperature, ppo_mini_batch_size=8 // case.updates
@@ -81,6 +83,7 @@ class Verl:
         return {key: repr(value) for key, value in said.items()}
 
     def step(self, model: Any, rows: list[Row], case: Case) -> Recorded:
+        """One optimizer step of verl's engine."""
         return trained(
             model,
             rows,

@@ -50,6 +50,7 @@ MICRO_MEAN = fault(
 
 
 def _dppo(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]:
+    """Why verl's DPPO differs from the reference: its cut of the ratio."""
     name = f"dppo_{kind}_verl"
     said = (
         f"delta = {delta:g}, ratio cut at {trunc:.4g} outside the derivative ({name})"
@@ -202,6 +203,7 @@ def _loss(comparison: Comparison, batch: Rollouts, padding: float | None) -> Ten
 
 
 def _remarks() -> tuple[str, ...]:
+    """What no row of the table shows, in words."""
     # as agg_loss computes it
     added = (torch.ones(1, dtype=torch.bool).sum() + 1e-8 - 1).item()
     return (
@@ -212,6 +214,7 @@ def _remarks() -> tuple[str, ...]:
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:
+    """Functions of verl that compute log-probabilities, by name."""
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
     from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 
@@ -234,6 +237,8 @@ def _kernels() -> dict[str, Callable[..., Any]]:
 
 
 def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
+    """The advantages of verl under this name, as a function of rewards and groups."""
+
     def found(R: Tensor, group: Tensor) -> Tensor:
         """Rewards on the one token of each response; the function writes into what it
         is given.
@@ -291,7 +296,10 @@ GREEDY = torch.tensor([0.25, -0.5], dtype=torch.float64)
 
 
 def _passk(std: bool) -> Callable[..., Tensor]:
+    """verl's Pass@k advantages, as a function of rewards and groups."""
+
     def found(R: Tensor, group: Tensor) -> Tensor:
+        """The advantages that verl gives these rewards."""
         f = verl()[0].get_adv_estimator_fn("grpo_passk")
         ones = torch.ones_like(R)[:, None]
         config = {"norm_adv_by_std_in_grpo": std}
@@ -306,6 +314,8 @@ def _passk(std: bool) -> Callable[..., Tensor]:
 
 
 def _best_alone(std: bool) -> Callable[..., Tensor]:
+    """The reference of Pass@k advantages, as a function of rewards and groups."""
+
     def reference(R: Tensor, group: Tensor) -> Tensor:
         """The gain of max R by each response: what the maximum loses without it
         (Pass@k, k the size of the group).
@@ -338,6 +348,8 @@ VALUES = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
 
 
 def _gae(lam: float) -> Callable[..., Tensor]:
+    """verl's GAE on the first of three tokens, as a function of rewards and groups."""
+
     def found(R: Tensor, group: Tensor) -> Tensor:
         """The first of three tokens, the reward on the last; then whitened by all."""
         rewards = torch.nn.functional.pad(R[:, None], (2, 0))
@@ -349,6 +361,8 @@ def _gae(lam: float) -> Callable[..., Tensor]:
 
 
 def _sum_of_deltas(lam: float) -> Callable[..., Tensor]:
+    """The reference of GAE, as a function of rewards and groups."""
+
     def reference(R: Tensor, group: Tensor) -> Tensor:
         """GAE written as a sum: A_t = Σ_k (γλ)^k δ_(t+k), whitened as masked_whiten
         does.
@@ -373,6 +387,7 @@ def _centred(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _parts() -> tuple[Component, ...]:
+    """The parts of verl that are compared by themselves, such as its advantages."""
     kl = verl()[0].kl_penalty
     agg = verl()[0].agg_loss
 

@@ -120,6 +120,7 @@ def register(objective: Objective):
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
+        """The objective, with the signature of a policy loss of verl."""
         hp = hyperparameters(objective, config)
         monitor = monitor_of(objective, config)
         _check_twin(objective, config, hp)
@@ -224,6 +225,7 @@ def _check_twin(objective: Objective, config: Any, hp: dict[str, Any]):
 
 
 def _refuse_ignored_keys(objective: Objective, config: Any, hp: dict, given: dict):
+    """Refuse settings of verl's own losses that this objective does not read."""
     default = {f.name: f.default for f in dataclasses.fields(ActorConfig)}
     for key, ours in VERL_KEYS.items():
         value = config.get(key, None)
@@ -237,6 +239,7 @@ def _refuse_ignored_keys(objective: Objective, config: Any, hp: dict, given: dic
 
 
 def _tell(objective: Objective, hp: dict, given: dict):
+    """Log once which hyperparameters are used."""
     if _first_time("hp", objective.name, tuple(hp.items())):
         said = [
             f"{k}={v} ({'policy_loss.upref' if k in given else 'default'})"
@@ -256,6 +259,7 @@ def _tell(objective: Objective, hp: dict, given: dict):
 
 
 def _warn_of_aggregation(objective: Objective, loss_agg_mode: str):
+    """Warn where verl's KL and entropy terms are aggregated in another way."""
     own_aggregation = verl_name(objective.level, objective.agg)
     if loss_agg_mode != own_aggregation and _first_time(
         "agg", objective.name, loss_agg_mode

@@ -310,6 +310,7 @@ def _installed(folder: Path, package: str) -> str:
 
 
 def _commit(copy: Path) -> str:
+    """The commit of a copy of a repository."""
     if shutil.which("git"):
         result = _run(["git", "-C", str(copy), "rev-parse", "HEAD"])
     else:
