@@ -573,7 +573,8 @@ def test_no_bound_is_named_that_the_objective_does_not_have():
     (finding,) = upref.check(dapo(clipped_at_5), "up_dapo", skip=SLOW).failures
     assert finding.regime.startswith("A > 0, r > 5 ")
     assert finding.cause == (
-        "the tokens of A > 0 are clipped too (with bounds 0.8 and 5)"
+        "the tokens of A > 0 are clipped too, or left out beyond the bound (with bounds "
+        "0.8 and 5)"
     )
 
 
@@ -644,3 +645,76 @@ def test_the_printed_batch_shows_more_than_a_bound_in_float32():
     # what is printed depends on other responses
     b = failures[0].example.inputs
     assert len(b["entropy"]) > 1
+
+
+def masked_beyond(bounds):
+    """DAPO whose clipped terms are left out by a mask, with bounds of (A, log r)."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        A, x = (torch.where(mask, v, 0) for v in (advantages, log_prob - old_log_prob))
+        return -(x.exp() * A * bounds(A, x) * mask).sum() / mask.sum()
+
+    return loss
+
+
+def of_log_r(A, x):
+    return ~(((A > 0) & (x > 0.28)) | ((A < 0) & (x < -0.2)))
+
+
+def of_r_and_five(A, x):
+    r = x.exp()
+    return torch.where(A > 0, r <= 1.28, (r >= 0.8) & (r <= 5))
+
+
+def plain_policy_gradient(log_prob, old_log_prob, advantages, mask):
+    A, lp = (torch.where(mask, v, 0) for v in (advantages, log_prob))
+    return -(A * lp).sum() / mask.sum()
+
+
+BY_GRADIENT_ALONE = [
+    (
+        masked_beyond(of_log_r),
+        "eps_low is 0.181269, not 0.2; eps_high is 0.32313, not 0.28: the bounds are on "
+        "log r, not on r",
+    ),
+    (
+        masked_beyond(of_r_and_five),
+        "c is 5, not absent: where A < 0 no gradient is left beyond r = 5",
+    ),
+    (
+        plain_policy_gradient,
+        "old_log_prob has no effect: every weight is as where the ratio is 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "cause"), BY_GRADIENT_ALONE)
+def test_a_mask_or_a_missing_ratio_is_not_called_a_clip_or_a_ratio(loss, cause):
+    assert upref.check(loss, "dapo").failures[0].cause == cause
+
+
+def left_out_kl(keep):
+    """GRPO whose KL term is left out where log π_ref - log π_θ is so."""
+
+    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+        A, x, d = (
+            torch.where(mask, v, 0)
+            for v in (advantages, log_prob - old_log_prob, ref_log_prob - log_prob)
+        )
+        r, kl = x.exp(), torch.where(keep(d), d.exp() - 1 - d, 0)
+        J = torch.minimum(r * A, r.clamp(0.8, 1.2) * A) - 0.04 * kl
+        return -(torch.where(mask, J, 0).sum(1) / mask.sum(1)).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("keep", "cause"),
+    [
+        (lambda d: d.exp() - 1 - d <= 1, "clamped at 1, or left out beyond it"),
+        (lambda d: d.abs() <= 5, "clamped to ±5, or the term is left out beyond it"),
+    ],
+)
+def test_a_kl_term_that_is_left_out_is_not_said_to_be_clamped(keep, cause):
+    failure = upref.check(left_out_kl(keep), "grpo", beta=0.04).failures[0]
+    assert cause in failure.cause, failure.cause

@@ -4,6 +4,7 @@ weights; searched, never guessed.
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -632,6 +633,8 @@ def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:
     )
     if moved and all(_absolute(k, v, hp[k]) for k, v in moved.items()):
         said += ": taken as absolute, not as a distance from 1"
+    if moved and all(_of_log_r(k, v, hp[k]) for k, v in moved.items()):
+        said += ": the bounds are on log r, not on r"
     if "c" in moved and hp["c"] is None and moved["c"] is not None:
         # a mask does the same
         said += f": where A < 0 no gradient is left beyond r = {moved['c']:.6g}"
@@ -643,6 +646,15 @@ def _absolute(key: str, v: Any, now: Any) -> bool:
     if v is None or now is None or key not in ("eps_low", "eps_high"):
         return False
     return abs((1 - v if key == "eps_low" else 1 + v) - now) < 1e-6
+
+
+def _of_log_r(key: str, v: Any, now: Any) -> bool:
+    """Whether this distance from 1 makes the number a bound of log r."""
+    if v is None or now is None or key not in ("eps_low", "eps_high", "eps"):
+        return False
+    bounds = {"eps_low": (1 - v, -now), "eps_high": (1 + v, now), "eps": (1 + v, now)}
+    ratio, log_r = bounds[key]
+    return abs(ratio - math.exp(log_r)) < 1e-6
 
 
 def _others(case: LossCase) -> Iterator[LossFault]:

@@ -611,14 +611,14 @@ def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         )
     for x in CLAMPED:
         yield made(
-            f"the KL term is clamped at {x:g}",
+            f"the KL term is clamped at {x:g}, or left out beyond it",
             lambda lp, ref, old, mu, x=x: kl.per_token(
                 objective.kl, lp, ref, old
             ).clamp(-x, x),
             id="kl-clamped",
         )
         yield made(
-            f"the KL term's log-ratio is clamped to ±{x:g}",
+            f"the KL term's log-ratio is clamped to ±{x:g}, or the term is left out beyond it",
             lambda lp, ref, old, mu, x=x: kl.per_token(
                 objective.kl, lp, lp - (lp - ref).clamp(-x, x), old
             ),
@@ -1019,7 +1019,7 @@ def _forms(
         )
         yield made(
             "clip",
-            "the tokens of A > 0 are clipped too",
+            "the tokens of A > 0 are clipped too, or left out beyond the bound",
             form(
                 lambda r, A, lp: where(
                     A > 0,

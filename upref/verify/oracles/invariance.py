@@ -40,7 +40,8 @@ FIRST_COLUMN = Cause(
     ("advantage-of-first-column",),
 )
 SIZE_DIVIDED_OUT = Cause(
-    "the size of A has no effect: it is divided out", ("advantage-size-divided-out",)
+    "the size of A has no effect: it is divided out, or only the sign of A is read",
+    ("advantage-size-divided-out",),
 )
 SQUARED = Cause("A enters squared", ("advantage-squared",))
 
