@@ -28,7 +28,8 @@ def refuse(args: argparse.Namespace) -> None:
     Raises:
         InputError: what is wrong, and the nearest names.
     """
-    losses, objectives = [], []
+    losses = []
+    objectives = []
     if args.command in ("check", "identify"):
         losses = [args.loss]
     if args.command in ("cap", "weights"):
@@ -58,7 +59,8 @@ def refuse(args: argparse.Namespace) -> None:
 
 # ---- verdicts ------------------------------------------------------------------------
 def check(args: argparse.Namespace) -> int:
-    hp, skip = hyperparameters(args.hp), tuple(args.skip)
+    hp = hyperparameters(args.hp)
+    skip = tuple(args.skip)
     if args.agg and not args.name:
         raise InputError(
             "--agg is the aggregation of an objective: give it with --as NAME."
@@ -113,7 +115,8 @@ def listing(args: argparse.Namespace) -> int:
 
         print(markdown_table())
     else:
-        known, trainers = catalog.facts(), catalog.trainers()
+        known = catalog.facts()
+        trainers = catalog.trainers()
         shown = list(known) if args.every else catalog.first_tier()
         rows = [
             [name, *known[name].values(), str(len(trainers.get(name, [])) or "")]
@@ -161,7 +164,8 @@ def _losses(given: list[str]) -> list[Any]:
 def cap(args: argparse.Namespace) -> int:
     if args.adv == 0 or not math.isfinite(args.adv):
         raise InputError("--adv is a sign: give +1 or -1.")
-    losses, hp = _losses(args.names), hyperparameters(args.hp)
+    losses = _losses(args.names)
+    hp = hyperparameters(args.hp)
     from upref.cli.show import PI_OLD
     from upref.weights.capacity import capacity
     from upref.weights.curve import of_all
@@ -178,7 +182,8 @@ def cap(args: argparse.Namespace) -> int:
 
 
 def weights(args: argparse.Namespace) -> int:
-    losses, hp = _losses(args.names), hyperparameters(args.hp)
+    losses = _losses(args.names)
+    hp = hyperparameters(args.hp)
     import numpy as np
 
     from upref.weights.curve import of_all

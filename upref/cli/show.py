@@ -178,7 +178,8 @@ def _about(o: Description) -> Any:
 
 
 def _source(fn: Any) -> str:
-    lines, depth = inspect.getsource(fn).splitlines(), 0
+    lines = inspect.getsource(fn).splitlines()
+    depth = 0
     for i, line in enumerate(lines):  # the decorator's facts are shown above
         depth += line.count("(") - line.count(")")
         if line.lstrip().startswith("def "):

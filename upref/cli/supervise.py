@@ -66,7 +66,9 @@ def supervised(
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    deadline, parent, before = time.monotonic() + seconds, os.getpid(), _children()
+    deadline = time.monotonic() + seconds
+    parent = os.getpid()
+    before = _children()
     # what the loss writes into the pipe without knowing it is no report
     token = secrets.token_hex(8)
     _adopt_orphans(True)
@@ -94,7 +96,8 @@ def supervised(
 # ---- the parent ----------------------------------------------------------------------
 def _line(pipe: int, pid: int, deadline: float, what: str, seconds: float) -> bytes:
     """What the child sends, until a part of it has a line break."""
-    line, closed = bytearray(), False
+    line = bytearray()
+    closed = False
     while (left := deadline - time.monotonic()) > 0:
         # a process that the child has forked may hold the other end open
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -783,21 +783,19 @@ def _pitfall(
         mean_objective = "dr_grpo"
     else:
         mean_objective = "ppo_clip"
-    bases = (
-        [(get(mean_objective), {"eps": low} if low else {})]
-        if is_symmetric or not low
-        else []
-    )
+    if is_symmetric or not low:
+        bases = [(get(mean_objective), {"eps": low} if low else {})]
+    else:
+        bases = []
     mirrored_bases: list[tuple[Objective, dict[str, float]]] = []
     # where old and new are exchanged, the bounds are those of 1 / r
     if high and 0 < low < 1:
         mirrored_clip = {"eps_low": 1 - 1 / (1 + high), "eps_high": 1 / (1 - low) - 1}
         mirrored = abs(mirrored_clip["eps_low"] - mirrored_clip["eps_high"]) < 1e-6
-        mirrored_bases = (
-            [(get(mean_objective), {"eps": mirrored_clip["eps_low"]})]
-            if mirrored
-            else []
-        )
+        if mirrored:
+            mirrored_bases = [(get(mean_objective), {"eps": mirrored_clip["eps_low"]})]
+        else:
+            mirrored_bases = []
         mirrored_bases += [(get("dapo"), mirrored_clip), (get("gspo"), mirrored_clip)]
     bases += [
         (get("dapo"), clip_range),

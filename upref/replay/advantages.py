@@ -140,7 +140,8 @@ def _of_rewards_alone(batch: RecordedBatch) -> bool:
     """
     assert batch.adv is not None and batch.reward is not None
     trains = batch.mask.any(1)
-    A, R = per_response(batch.adv, batch.mask)[trains], batch.reward[trains]
+    A = per_response(batch.adv, batch.mask)[trains]
+    R = batch.reward[trains]
     line = torch.stack([R, torch.ones_like(R)], 1)
     off = A - line @ torch.linalg.lstsq(line, A[:, None]).solution[:, 0]
     return bool(off.abs().max() < _tolerance(A) * A.abs().max())
@@ -158,7 +159,8 @@ def _unknown(batch: RecordedBatch) -> ReplayFinding:
     """
     if batch.group is not None:
         sizes = batch.group.unique(return_counts=True)[1]
-        low, high = int(sizes.min()), int(sizes.max())
+        low = int(sizes.min())
+        high = int(sizes.max())
         if low < high:
             return note("advantages", "split_groups", low=low, high=high)
     return note("advantages", "no_estimator")
@@ -188,7 +190,9 @@ def _whitened(A: Tensor, mask: Tensor) -> tuple[str, Tensor]:
 
 
 Estimate = Callable[[Tensor, Tensor], Tensor]
-PROMPTS, NO_GROUPS, WHOLE = "each prompt", "no group", "the whole batch"
+PROMPTS = "each prompt"
+NO_GROUPS = "no group"
+WHOLE = "the whole batch"
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,8 @@ def _groupings(batch: RecordedBatch) -> Iterator[Grouping]:
     and the whole batch as a group.
     """
     n = len(batch.mask)
-    rows, whole = torch.arange(n), torch.zeros(n, dtype=torch.int64)
+    rows = torch.arange(n)
+    whole = torch.zeros(n, dtype=torch.int64)
     if batch.group is not None:
         yield Grouping(PROMPTS, batch.group, _of_groups)
     yield Grouping(NO_GROUPS, whole, _of_no_group)

@@ -57,7 +57,9 @@ def clipping(
     b = batch
     if isinstance(b, RecordedBatch):
         b = b.rollouts(sampler=objective.sampler is not None)
-    lp, old, mask = b.logp.detach(), b.logp_old, b.mask
+    lp = b.logp.detach()
+    old = b.logp_old
+    mask = b.mask
     log_r = (lp - old).masked_fill(~mask, 0)
     if objective.level == "sequence_mean":
         log_r = mean_t(log_r, mask)[:, None].expand_as(mask)
@@ -66,12 +68,15 @@ def clipping(
     A = b.adv.expand_as(mask)
     w = objective.token_weights(b, **hp)
     dead = w == 0
-    pos, neg, r = mask & (A > 0), mask & (A < 0), exp(log_r)
+    pos = mask & (A > 0)
+    neg = mask & (A < 0)
+    r = exp(log_r)
     most = torch.finfo(w.dtype).max
     lost = ~w.isfinite() | (
         (r == torch.finfo(r.dtype).max) & (w.abs() > most**0.5 * A.abs())
     )
-    inside, mass = r[mask].double(), w.double().abs().masked_fill(lost | ~mask, 0)
+    inside = r[mask].double()
+    mass = w.double().abs().masked_fill(lost | ~mask, 0)
     numbers = {
         "clip/pos_high": fraction(dead & (log_r >= 0), pos),
         "clip/pos_low": fraction(dead & (log_r < 0), pos),

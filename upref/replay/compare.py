@@ -180,7 +180,8 @@ def _row(
     size = w.abs()
     total = float(size.sum()) or 1.0
     inside = size[mask]
-    positive, negative = mask & (batch.adv > 0), mask & (batch.adv < 0)
+    positive = mask & (batch.adv > 0)
+    negative = mask & (batch.adv < 0)
     count = max(1, round(HEAVIEST * len(inside)))
     lengths = mask.sum(1)
     many = max(1, round(LONGEST * int((lengths > 0).sum())))
@@ -235,17 +236,17 @@ def heaviest_tokens(
     """
     size = torch.where(batch.mask, row.gradient.abs(), 0.0)
     total = float(size.sum()) or 1.0
-    old, now = batch.trainer(), batch.now if batch.now is not None else batch.trainer()
+    old = batch.trainer()
+    now = batch.now if batch.now is not None else batch.trainer()
     assert batch.adv is not None
     out = []
     some = min(count, int((size > 0).sum()))
     for flat in size.flatten().topk(some).indices.tolist():
         i, t = divmod(flat, size.shape[1])
-        sampler = (
-            None
-            if batch.sampler is None or batch.sampler[i, t].isnan()
-            else float(batch.sampler[i, t].exp())
-        )
+        if batch.sampler is None or batch.sampler[i, t].isnan():
+            sampler = None
+        else:
+            sampler = float(batch.sampler[i, t].exp())
         token = int(batch.ids[i, t])
         out.append(
             HeavyToken(

@@ -132,7 +132,8 @@ def gap(batch: RecordedBatch) -> Gap:
         columns = columns.without(missing)
     if not columns.mask.any():
         return _result(columns, findings)
-    y, d = columns.trained(columns.y), columns.trained(columns.d)
+    y = columns.trained(columns.y)
+    d = columns.trained(columns.d)
     if not y.any():
         report("note", "all_zero")
         return _result(columns, findings)
@@ -176,7 +177,8 @@ def gap(batch: RecordedBatch) -> Gap:
         return _result(columns, findings)
     if batch.ref is not None:
         against_ref = Columns(batch.ref, columns.y, columns.mask)
-        before, after = columns.distance(), against_ref.distance()
+        before = columns.distance()
+        after = against_ref.distance()
         if before > 2 * ROUNDING_GAP and after < before / 4:
             report("note", "reference_weights", before=before, after=after)
             return _result(columns, findings)
@@ -232,9 +234,13 @@ def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
             trained=len(d),
             far=FAR,
         )
-        x, y, d, first = x[~impossible], y[~impossible], usual, first[~impossible]
+        x = x[~impossible]
+        y = y[~impossible]
+        d = usual
+        first = first[~impossible]
     numbers = _numbers(d)
-    mean_abs, mean = numbers["mean_abs"], numbers["mean"]
+    mean_abs = numbers["mean_abs"]
+    mean = numbers["mean"]
     two = {"mean_abs": mean_abs, "rho": numbers["rho_mean"], "k3": numbers["k3"]}
     if len(d) < LEAST_RARE:  # too few for any signature
         if mean_abs > ROUNDING_GAP and not lone:
@@ -260,11 +266,10 @@ def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
     elif shape in ("sampler above", "trainer above"):
         zeros = float(((y == 0) & (d < -ROUNDING_GAP / 10)).double().mean())
         above = d < 0 if shape == "sampler above" else d > 0
-        cause = (
-            ("cut" if zeros > 0 else "cut_or_divided")
-            if shape == "sampler above"
-            else "trainer_above"
-        )
+        if shape == "sampler above":
+            cause = "cut" if zeros > 0 else "cut_or_divided"
+        else:
+            cause = "trainer_above"
         report(
             "note",
             cause,
@@ -383,10 +388,8 @@ def _without_exception(d: Tensor) -> bool:
     Other weights raise many tokens, whatever their size; a cut raises none, however
     little it keeps.
     """
-    below, above = (
-        (d < -ROUNDING_GAP).double().mean(),
-        (d > ROUNDING_GAP / 10).double().mean(),
-    )
+    below = (d < -ROUNDING_GAP).double().mean()
+    above = (d > ROUNDING_GAP / 10).double().mean()
     return float(below) > 0.5 and float(above) < 0.001
 
 
@@ -406,9 +409,11 @@ def _stretched(x: Tensor, y: Tensor) -> bool:
     Other weights and rounding move a token either way, whatever its probability.
     """
     differs = (x - y).abs() > 1e-3
-    sign, likely = (x - y)[differs].sign(), (x + y)[differs]
+    sign = (x - y)[differs].sign()
+    likely = (x + y)[differs]
     order = likely.argsort()
-    sums, n = sign[order].cumsum(0), len(sign)
+    sums = sign[order].cumsum(0)
+    n = len(sign)
     if n <= 2 * LEAST_RARE:
         return False
     rare = torch.arange(LEAST_RARE, n - LEAST_RARE)

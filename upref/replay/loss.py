@@ -362,7 +362,8 @@ def _accepted(step: StepTerms) -> Iterator[tuple[str, float]]:
 
 def _candidates(batch: RecordedBatch, step: StepTerms) -> Iterator[tuple[str, float]]:
     """(what it is, the loss) of every other sum of the same terms."""
-    o, hp = step.o, step.hp
+    o = step.o
+    hp = step.hp
     for name, counted in step.by_other_counts():
         yield name, counted.loss()
     own = step.own()

@@ -245,7 +245,8 @@ def _at_a_bound(step: StepTerms, reference: Tensor) -> Tensor:
     """Tokens [B, T] that rounding of the log-probabilities may put on either side of a
     clip bound.
     """
-    lp, old = step.b.logp, step.b.logp_old
+    lp = step.b.logp
+    old = step.b.logp_old
     band = BAND * (1 + (lp - old).abs())
     alive = reference != 0
     out = torch.zeros_like(alive)

@@ -158,7 +158,9 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
     if len(bad) < 2:
         return None
     x, y, mask = _aligned(c, bad)
-    compared, matches, before = [], [], []
+    compared = []
+    matches = []
+    before = []
     for number in range(len(bad)):
         # a row of the column is as long as its own response: behind it the file holds
         # zeros
@@ -172,11 +174,10 @@ def find_exchanged_rows(c: Columns) -> Undone | None:
         two = off.topk(min(3, len(off)), largest=False)
         best = int(two.indices[0])
         same = both[best]
-        off_own = (
-            float((x[number] - y[number])[same].abs().clamp(max=1).mean())
-            if same.any()
-            else 0.0
-        )
+        if same.any():
+            off_own = float((x[number] - y[number])[same].abs().clamp(max=1).mean())
+        else:
+            off_own = 0.0
         before.append(off_own)  # of the row's own column, on the same tokens
         compared.append(two.values)
         matches.append(best)

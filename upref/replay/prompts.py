@@ -16,9 +16,8 @@ def prompt_number(prompt: str | Iterable[int]) -> int:
     Returns:
         A whole number, equal for equal prompts, in any file of the step.
     """
-    text = (
-        prompt
-        if isinstance(prompt, str)
-        else ",".join(str(int(token)) for token in prompt)
-    )
+    if isinstance(prompt, str):
+        text = prompt
+    else:
+        text = ",".join(str(int(token)) for token in prompt)
     return int(hashlib.sha256(text.encode()).hexdigest()[: BITS // 4], 16)

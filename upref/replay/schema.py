@@ -214,7 +214,8 @@ class RecordedBatch:
         self.expect_whole("now", "ref", "entropy", "group", purpose="an objective")
         b = self.rows(self.mask.any(1))
         assert b.adv is not None
-        old, mu = b.trainer(), None
+        old = b.trainer()
+        mu = None
         if sampler:
             b.require("sampler", purpose="a sampler correction")
             assert b.sampler is not None

@@ -195,11 +195,9 @@ def _by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
     if len(lags) < 2:
         return None
     low, high = (sums[lag] / tokens[lag] for lag in (lags[0], lags[-1]))
-    return (
-        {"least": lags[0], "most": lags[-1], "low": low, "high": high}
-        if high > GROWTH * low
-        else None
-    )
+    if high > GROWTH * low:
+        return {"least": lags[0], "most": lags[-1], "low": low, "high": high}
+    return None
 
 
 def _by_lag_in_steps(steps: Sequence[StepGap]) -> dict[str, float] | None:

@@ -149,10 +149,8 @@ def _engines(ax: Any, batch: RecordedBatch) -> None:
         _say(ax, "no sampler's column")
         return
     inside = batch.mask & batch.sampler.isfinite()
-    x, y = (
-        batch.trainer()[inside].exp().numpy(),
-        batch.sampler[inside].exp().clamp(max=1).numpy(),
-    )
+    x = batch.trainer()[inside].exp().numpy()
+    y = batch.sampler[inside].exp().clamp(max=1).numpy()
     some = np.linspace(0, len(x) - 1, min(len(x), MOST_POINTS)).astype(int)
     size = _size(len(some))
     ax.scatter(x[some], y[some], s=size, color=DOWN, alpha=0.4, linewidths=0)
@@ -208,7 +206,8 @@ def _against_ratio(ax: Any, found: Replay, batch: RecordedBatch) -> None:
     row = found.table.rows[0]
     now = batch.now if batch.now is not None else batch.trainer()
     log_r = (now - batch.trainer())[batch.mask].numpy()
-    w, A = row.gradient[batch.mask].numpy(), batch.adv[batch.mask].numpy()
+    w = row.gradient[batch.mask].numpy()
+    A = batch.adv[batch.mask].numpy()
     some = np.linspace(0, len(w) - 1, min(len(w), MOST_POINTS)).astype(int)
     for sign, color, label in ((1, UP, "A > 0"), (-1, DOWN, "A < 0")):
         those = some[np.sign(A[some]) == sign]

@@ -48,7 +48,8 @@ class Columns:
 
     def correlation(self) -> float:
         """Of the two columns, down to LOW nats; 1 where one of them is constant."""
-        x, y = self.trained(self.x), self.trained(self.y)
+        x = self.trained(self.x)
+        y = self.trained(self.y)
         both = torch.stack([x, y]).clamp(min=LOW)
         if len(x) < FEW or not bool((both.std(1) > 0).all()):
             return 1.0

@@ -73,7 +73,8 @@ def find_factor(c: Columns) -> Undone | None:
     Returns:
         The cause, undone; None where none of the three explains their distance.
     """
-    x, y = c.trained(c.x), c.trained(c.y)
+    x = c.trained(c.x)
+    y = c.trained(c.y)
     before = c.distance()
     if before < NOTICEABLE:
         return None
@@ -99,7 +100,8 @@ def find_factor(c: Columns) -> Undone | None:
 def _one_factor(x: Tensor, y: Tensor) -> bool:
     """Whether likely and rare tokens have the same factor. At another temperature they
     do not: likely tokens come much nearer to 0 than rare ones."""
-    likely, rare = (x > -0.7) & (x < -0.02), x < -1.5
+    likely = (x > -0.7) & (x < -0.02)
+    rare = x < -1.5
     if min(int(likely.sum()), int(rare.sum())) < LEAST_RATIOS:
         return False
     first, second = (float((y[some] / x[some]).median()) for some in (likely, rare))
@@ -178,7 +180,8 @@ def _limits(c: Columns, tied: Tensor, value: Tensor) -> bool:
     """Whether the number is the floor or the ceiling of its column, beyond which the
     other column goes on.
     """
-    y, beyond = c.trained(c.y), c.x[tied] - value
+    y = c.trained(c.y)
+    beyond = c.x[tied] - value
     if value == y.min() and value != y.max():
         return bool((beyond < 0).double().mean() > 0.9)
     return bool(value == y.max() and value < 0 and (beyond > 0).double().mean() > 0.9)
@@ -203,10 +206,8 @@ def _at_an_end(tied: Tensor, mask: Tensor) -> Tensor:
     order = mask.cumsum(1)
     for end in (order == 1, order == mask.sum(1, keepdim=True)):
         place = mask & end
-        at_end, elsewhere = (
-            tied[place].double().mean(),
-            tied[mask & ~place].double().mean(),
-        )
+        at_end = tied[place].double().mean()
+        elsewhere = tied[mask & ~place].double().mean()
         if float(at_end) > 0.95 and float(elsewhere) < 0.05:
             return tied & place
     return torch.zeros_like(tied)
@@ -241,16 +242,14 @@ def find_floor(c: Columns) -> Undone | None:
                 and float(beyond.median()) > noise
             )
             if varied and one_way and far >= FEW:
-                limited = (
-                    other.clamp(min=float(value))
-                    if lowest
-                    else other.clamp(max=float(value))
-                )
-                undone = (
-                    Columns(limited, held, c.mask)
-                    if name == "sampler"
-                    else Columns(held, limited, c.mask)
-                )
+                if lowest:
+                    limited = other.clamp(min=float(value))
+                else:
+                    limited = other.clamp(max=float(value))
+                if name == "sampler":
+                    undone = Columns(limited, held, c.mask)
+                else:
+                    undone = Columns(held, limited, c.mask)
                 numbers = {
                     "column": name,
                     "value": float(value),

@@ -82,11 +82,10 @@ class StepReport(Report):
         # what else would agree is of interest where this agrees
         others = {} if self.failures else self.not_reached
         numbers = [f"{number} ({same})" for number, same in others.items()]
-        unreached = (
-            [f"clamps and bounds beyond the rows' range ({self.reach})"]
-            if self.reach
-            else []
-        )
+        if self.reach:
+            unreached = [f"clamps and bounds beyond the rows' range ({self.reach})"]
+        else:
+            unreached = []
         return "\n".join(
             [
                 *lines,
@@ -234,7 +233,8 @@ def _check(
     """The verdict on a step, by runs of it; on several ranks as their first."""
     start = time.perf_counter()
     reference = model if isinstance(model, Model) else TorchModel(model)
-    half, inside = half_of(model), None
+    half = half_of(model)
+    inside = None
     case = built(reference, goal, rows, without, seed, half is not None, asked)
     found, passes = run(step, model, case)
     bound = allowed(goal, case, half)
@@ -440,7 +440,8 @@ def report_step(
 ) -> StepReport:
     """The report on a step's gradient: whether it agrees, and if not, why."""
     it = compared(goal, case, found, bound)
-    goal, error = it.goal, it.error
+    goal = it.goal
+    error = it.error
     usual = bound
     if rounding:
         bound = widened(goal, case, bound, error)
@@ -625,8 +626,6 @@ def _not_reached(
 
 def _difference(it: Compared, cause: str) -> Finding:
     """Return the finding that the gradients differ, and nothing beyond that."""
-    right, found = (
-        Number(float(it.want.norm()), "norm"),
-        Number(it.error, "distance", "of that norm"),
-    )
+    right = Number(float(it.want.norm()), "norm")
+    found = Number(it.error, "distance", "of that norm")
     return fail("gradient", "over all parameters", right, found, cause=cause)

@@ -434,11 +434,9 @@ def _least_residual(
     if len(found) != head_rows.shape[1]:  # projections of the gradient alone are known
         return 0.0
     size = float(found.norm())
-    return (
-        best_factors(head_rows, found)[1] * size / float(gradient.norm())
-        if size
-        else 0.0
-    )
+    if size:
+        return best_factors(head_rows, found)[1] * size / float(gradient.norm())
+    return 0.0
 
 
 def _of_router(model: Model) -> str:

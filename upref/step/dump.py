@@ -93,9 +93,12 @@ class _TwoHalves:
     """
 
     def __init__(self, net: nn.Module, rows: Sequence[Row]):
-        self.net, self.rows, self.feed = net, rows, Feed()
+        self.net = net
+        self.rows = rows
+        self.feed = Feed()
         self.texts = [text_of(row.ids) for row in rows]
-        self.passes, self.spoiled = 0, False
+        self.passes = 0
+        self.spoiled = False
         self.half: dict[int, int] = {}  # of each row that was fed
         self.sketches: list[Gradient] = []
         self.state: list[Any] = []

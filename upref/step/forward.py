@@ -113,7 +113,8 @@ class Forward:
             found: list[tuple[Tensor, ...]] = []
             for i, r in enumerate(self.rows):
                 x = self.logits(i, len(r.prompt)) / self.temperature
-                lp, logp = self.scored(i, len(r.prompt)), x.log_softmax(-1)
+                lp = self.scored(i, len(r.prompt))
+                logp = x.log_softmax(-1)
                 p = logp.exp()
                 H = -(p * torch.where(p > 0, logp, 0)).sum(-1)
                 found.append((lp, H, x.logsumexp(-1) ** 2))
@@ -211,7 +212,8 @@ def best_factors(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
     Returns:
         [B], and a number.
     """
-    G, y = rows @ rows.T, rows @ g
+    G = rows @ rows.T
+    y = rows @ g
     scale = G.diagonal().clamp(min=1e-300).sqrt()
     k = (
         torch.linalg.pinv(G / scale / scale[:, None], hermitian=True, rtol=1e-12)

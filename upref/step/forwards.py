@@ -128,7 +128,8 @@ def _fronts(right: Forward) -> list[Front]:
 
 def _inputs(model: Remembering, right: Forward) -> Iterator[Variant]:
     """Faults of what is fed to the model."""
-    rows, end = right.rows, model.end or 0
+    rows = right.rows
+    end = model.end or 0
 
     def fed(words: str, each: Callable[..., Tensor], *more: Any, id: str) -> Variant:
         """A fault by the logits of each row, a function of its number, the row, and
@@ -353,7 +354,8 @@ class Attending(TorchFunctionMode):
         ):
             self.acted = True
             bias = self.bias.to(args[0].device)
-            args, options = args[:3], options | {"attn_mask": bias, "is_causal": False}
+            args = args[:3]
+            options = options | {"attn_mask": bias, "is_causal": False}
         return func(*args, **options)
 
 
@@ -498,10 +500,12 @@ def _together(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 return _attending(model, right, "", ids, id="").change()
 
             def same(one: Forward, other: Forward) -> bool:
-                lp, other_lp = one.statistics()[0], other.statistics()[0]
+                lp = one.statistics()[0]
+                other_lp = other.statistics()[0]
                 return torch.allclose(lp, other_lp, rtol=0, atol=SAME)
 
-            apart, joined = joined_by(lambda k: k), joined_by(lambda k: 0)
+            apart = joined_by(lambda k: k)
+            joined = joined_by(lambda k: 0)
             if alone != same(apart, right) or same(apart, joined):
                 raise InputError("the attention has another part in it.")
             return joined

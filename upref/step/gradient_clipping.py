@@ -48,7 +48,8 @@ def find_change(
         g: the gradient that was found, [P].
         bound: the relative error that is allowed.
     """
-    total, n = rows.sum(0), len(rows)
+    total = rows.sum(0)
+    n = len(rows)
     if isinstance(model, TorchModel):
         theta = model.flat({k: p.detach() for k, p in model.params.items()})
         rate = float((g - want) @ theta / (theta @ theta))
@@ -69,7 +70,8 @@ def find_change(
     for c in dict.fromkeys((goal.clip or 0.0, float(g.norm()))):
         for m in range(1, n):
             first, *others = rows.split(m)
-            inside, acts = first.sum(0), 0
+            inside = first.sum(0)
+            acts = 0
             for other in others:
                 acts += float(inside.norm()) > c
                 inside = clipped(inside, c) + other.sum(0)

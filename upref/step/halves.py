@@ -57,7 +57,9 @@ class HalvedModel(TorchModel):
         self, whole: TorchModel, of_row: Sequence[int], half: int | None = None
     ):
         vars(self).update(vars(whole))
-        self.whole, self.of_row_halves, self.half = whole, of_row, half
+        self.whole = whole
+        self.of_row_halves = of_row
+        self.half = half
         self.head = []  # its entries are among the projections
         self.shapes = {
             n: torch.Size([2 * min(s.numel(), DIRECTIONS)])
@@ -168,7 +170,8 @@ def fits(
     model = HalvedModel(whole_model, halves.of_row)
     forward = replace(case.forward, model=model)
     halved = replace(case, forward=forward)
-    goal, bound = replace(it.goal, clip=None), WIDER * bound
+    goal = replace(it.goal, clip=None)
+    bound = WIDER * bound
 
     def beside(times: float) -> Compared:
         """The halves, multiplied, beside those that they should be."""
@@ -206,15 +209,18 @@ def _times(halves: Halves, model: HalvedModel, found: Gradient) -> float | None:
     where it was changed otherwise.
     """
     first, second = halves.gradients
-    expected, got = [], []
+    expected = []
+    got = []
     for name, g in found.items():
-        zero, size = _zeros(model, name), model.params[name].numel()
+        zero = _zeros(model, name)
+        size = model.params[name].numel()
         if len(g) < size and size > KEPT:
             continue  # a file has projections of all its entries
         expected.append(first.get(name, zero) + second.get(name, zero))
         got.append(g if len(g) < size else project_some(name, g))
     if not got:
         return 1.0
-    x, y = torch.cat(expected), torch.cat(got)
+    x = torch.cat(expected)
+    y = torch.cat(got)
     times = float(x @ y / (x @ x).clamp(min=1e-300))
     return times if float((y - times * x).norm()) <= PROPORTIONAL * y.norm() else None

@@ -111,11 +111,10 @@ def choose_log_ratios(
     best: tuple[int, np.ndarray] | None = None
     for _ in range(DRAWS if objective.level == "custom" else 1):
         drawn = _token_log_ratios(batch, aims, rng, coarse)
-        unseen = (
-            _unseen(batch, objective, hp, torch.from_numpy(drawn))
-            if objective.level == "custom"
-            else 0
-        )
+        if objective.level == "custom":
+            unseen = _unseen(batch, objective, hp, torch.from_numpy(drawn))
+        else:
+            unseen = 0
         if best is None or unseen < best[0]:
             best = unseen, drawn
         if not unseen:
@@ -256,11 +255,10 @@ def _token_log_ratios(
     for i, row_mask in enumerate(mask):
         places = np.nonzero(row_mask)[0]
         if len(places):
-            t = (
-                places[-1]
-                if row_mask.sum() == mask.sum(1).max()
-                else rng.choice(places)
-            )
+            if row_mask.sum() == mask.sum(1).max():
+                t = places[-1]
+            else:
+                t = rng.choice(places)
             log_r[i, t] = rng.uniform(*COARSE[0])
             free[i, t] = False
     rarest_first = sorted(wanted, key=lambda x: np.isfinite(x).sum())

@@ -18,7 +18,8 @@ from upref.step.ratios import LIMIT, WeightInputs, choose_log_ratios, choose_log
 
 AXES = ("lengths", "temperature", "ratio", "holes")  # what a case must vary
 # tokens of the eight responses
-PROMPTS, LENGTHS = (3, 7, 4, 6, 2, 5, 3, 8), (9, 4, 7, 5, 8, 6, 11, 3)
+PROMPTS = (3, 7, 4, 6, 2, 5, 3, 8)
+LENGTHS = (9, 4, 7, 5, 8, 6, 11, 3)
 # two beyond the bounds by which loops clamp advantages
 ADVANTAGES = (1.3, -0.7, 5.5, -5.2, 0.9, -1.1, 2.0, -0.5)
 GROUPS = (0, 0, 0, 1, 1, 2, 2, 2)
@@ -244,7 +245,8 @@ def made(
     for i, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
         tokens = ids[offset : offset + p + n].tolist()
         offset += p + n
-        prompt, response = tokens[:p], tokens[p:]
+        prompt = tokens[:p]
+        response = tokens[p:]
         holes = () if "holes" in without else HOLES.get(i, ())
         if end is not None:
             if n < max(lengths) or (min(lengths) == max(lengths) and i % 4):
@@ -384,7 +386,8 @@ def exercised(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> list
         temperature: of the sampler.
         lp: log-probabilities of each response.
     """
-    p, n = [len(r.prompt) for r in rows], [len(r.response) for r in rows]
+    p = [len(r.prompt) for r in rows]
+    n = [len(r.response) for r in rows]
     differs = [
         abs(o - v) > 1e-3
         for r, x in zip(rows, lp, strict=True)

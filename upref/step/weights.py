@@ -254,7 +254,8 @@ class Tokens:
         Returns:
             The batch, with its groups where the goal counts by group.
         """
-        b, group = self.b, self.b.group if self.goal.grouped else None
+        b = self.b
+        group = self.b.group if self.goal.grouped else None
         old = self.lp if b.old is None else b.old
         return Rollouts.unchecked(
             logp=self.lp,
@@ -389,9 +390,11 @@ def factors(w: Tokens, unit: Tensor) -> Tensor | None:
     """
     out = torch.full((len(w.rows),), torch.nan, dtype=torch.float64)
     for i in range(len(w.rows)):
-        x, y = w.found[i], unit[i]
+        x = w.found[i]
+        y = unit[i]
         use = w.here[i] & ~x.isnan() & ~y.isnan()
-        x, y = x[use], y[use]
+        x = x[use]
+        y = y[use]
         if not y.any():
             if not w.no_weight(x).all():
                 return None

@@ -332,11 +332,10 @@ def gone(name: str, error: BaseException) -> Gone:
             "and no more CUDA in this process. CUDA_LAUNCH_BLOCKING=1 shows the line."
         )
     if is_out_of_memory(error):
-        said = (
-            f"{type(error).__name__}: {one_line(error)}"
-            if str(error)
-            else type(error).__name__
-        )
+        if str(error):
+            said = f"{type(error).__name__}: {one_line(error)}"
+        else:
+            said = type(error).__name__
         return OutOfMemory(
             f"{name} asked for more memory than there is ({said}): without it there is no verdict."
         )

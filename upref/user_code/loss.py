@@ -349,11 +349,10 @@ class Loss:
             return answer, ""
         kind = f"{self.name} returns a {type(answer).__name__}"
         where = "its entry `loss`"
-        first = (
-            answer.get("loss")
-            if isinstance(answer, dict)
-            else getattr(answer, "loss", None)
-        )
+        if isinstance(answer, dict):
+            first = answer.get("loss")
+        else:
+            first = getattr(answer, "loss", None)
         if (
             not isinstance(first, Tensor)
             and isinstance(answer, tuple | list)
@@ -535,11 +534,9 @@ class Loss:
             return torch.zeros_like(batch.logp)
         backward = partial(torch.autograd.grad, outcome.value, logp, allow_unused=True)
         (gradient,), _ = call_guarded(f"the backward pass of {self.name}", backward)
-        return (
-            torch.zeros_like(batch.logp)
-            if gradient is None
-            else 0 - _plain(gradient).contiguous()
-        )
+        if gradient is None:
+            return torch.zeros_like(batch.logp)
+        return 0 - _plain(gradient).contiguous()
 
     def seeded(self, batch: Rollouts, seed: int) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp) after every generator has this seed.

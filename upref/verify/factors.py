@@ -24,11 +24,10 @@ def declared_aggregation(objective: Objective) -> str:
     Returns:
         A key of FACTORS.
     """
-    of_response = (
-        "seq-mean-token-sum"
-        if objective.level == "sequence_product"
-        else "seq-mean-token-mean"
-    )
+    if objective.level == "sequence_product":
+        of_response = "seq-mean-token-sum"
+    else:
+        of_response = "seq-mean-token-mean"
     return of_response if objective.agg == "seq-mean" else objective.agg
 
 

@@ -262,11 +262,9 @@ class HyperparameterSearch:
         hp, miss = self._descend(hp, miss, continuous_at, held)
         if held:
             return hp, miss
-        return (
-            (hp, miss)
-            if self.explains(hp, miss)
-            else self._jointly(hp, miss, continuous_at)
-        )
+        if self.explains(hp, miss):
+            return (hp, miss)
+        return self._jointly(hp, miss, continuous_at)
 
     def _at_jumps(self, hp: dict[str, Any]) -> dict[str, float]:
         """A clip with its bounds where the weight jumps: others may make up for a clip

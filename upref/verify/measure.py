@@ -425,11 +425,9 @@ class LossCase:
         Returns:
             [B, T].
         """
-        return (
-            near_a_bound(self.expected, batch)
-            if self.single
-            else torch.zeros_like(batch.mask)
-        )
+        if self.single:
+            return near_a_bound(self.expected, batch)
+        return torch.zeros_like(batch.mask)
 
 
 @lru_cache(64)

@@ -93,11 +93,10 @@ def regions(
         yield Region(TokenPlace(sign, decided_by="scattered"), sign, side)
         return
     for first, last in runs:
-        low_bound = (
-            _end(case, sign, bounds, groups[first - 1][1], groups[first][0])
-            if first
-            else None
-        )
+        if first:
+            low_bound = _end(case, sign, bounds, groups[first - 1][1], groups[first][0])
+        else:
+            low_bound = None
         if last + 1 < len(groups):
             high_bound = _end(case, sign, bounds, groups[last + 1][0], groups[last][1])
         else:

@@ -248,11 +248,9 @@ def kept_batch(
     rng = np.random.default_rng(seed)
     cases = [cases[i] for i in rng.permutation(len(cases))][::thin]
     batch = make_batch(cases, objective.level, objective.agg == "seq-mean", rng)
-    return (
-        batch
-        if objective.sampler is None
-        else replace(batch, logp_sampler=sampler(batch))
-    )
+    if objective.sampler is None:
+        return batch
+    return replace(batch, logp_sampler=sampler(batch))
 
 
 def make_batch(

@@ -323,11 +323,9 @@ def _crowd(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:
     gradient = _gradient(loss, r, A, mu)
     i = abs(gradient).argmax()
     token = slice(i, i + 1)
-    return (
-        gradient * (_gradient(loss, r[token], A[token], mu[token]) / gradient[i])
-        if gradient[i]
-        else gradient
-    )
+    if gradient[i]:
+        return gradient * (_gradient(loss, r[token], A[token], mu[token]) / gradient[i])
+    return gradient
 
 
 def _gradient(loss: Any, r: Any, A: Any, mu: Any) -> np.ndarray:

@@ -446,11 +446,10 @@ def _of_plug_in(objective: Objective, framework: Framework) -> Recipe:
     settings = PLUG_IN[framework.name].format(name=objective.name).splitlines()
     if objective.sampler:
         settings[-1] += ", with use_vllm=True in GRPOConfig"
-    loss = (
-        f"verl:upref/{objective.name}"
-        if framework.name == "verl"
-        else shlex.quote(objective.name)
-    )
+    if framework.name == "verl":
+        loss = f"verl:upref/{objective.name}"
+    else:
+        loss = shlex.quote(objective.name)
     notes = []
     if objective.name in framework.out_of_scope:
         own_words = f"{framework.name} has a loss {objective.name} of its own ({framework.out_of_scope[objective.name]})"

@@ -94,11 +94,10 @@ def _raised_by(error: Exception, package: str) -> bool:
 def grouped(trainer: str, package: str) -> Iterator[None]:
     """Quiet, and in a process group: of one rank, if there is none."""
     is_own_group = not dist.is_initialized()
-    rank, world = (
-        ("0", "1")
-        if is_own_group
-        else (str(dist.get_rank()), str(dist.get_world_size()))
-    )
+    if is_own_group:
+        rank, world = ("0", "1")
+    else:
+        rank, world = (str(dist.get_rank()), str(dist.get_world_size()))
     where = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "VERL_PLATFORM": "cpu",
              "VERL_ENGINE_DEVICE": "cuda"}  # fmt: skip  # verl's FSDP engine is registered for cuda and npu

@@ -211,11 +211,10 @@ class Hooks:
         """Keep a micro-batch; its gradient arrives in the backward pass."""
         lp, entropy = self.forward[:2]
         completion_mask = inputs["completion_mask"]
-        mask = (
-            completion_mask * inputs["tool_mask"]
-            if "tool_mask" in inputs
-            else completion_mask
-        )
+        if "tool_mask" in inputs:
+            mask = completion_mask * inputs["tool_mask"]
+        else:
+            mask = completion_mask
         adv = inputs["advantages"]
         columns = {
             "ids": inputs["completion_ids"] * completion_mask,

@@ -90,11 +90,10 @@ def trained(
             "completion_ids": [r.response for r in rows],
             "logprobs": None,
         }
-        mask = (
-            {}
-            if all(all(r.trains) for r in rows)
-            else {"env_mask": [[int(t) for t in r.trains] for r in rows]}
-        )
+        if all(all(r.trains) for r in rows):
+            mask = {}
+        else:
+            mask = {"env_mask": [[int(t) for t in r.trains] for r in rows]}
         return out | mask
 
     def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:

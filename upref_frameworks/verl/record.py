@@ -130,7 +130,8 @@ def watched(words: str, folder: str | Path = "") -> Sink:
     """
     name, *rest = words.split()
     given = {word.partition("=")[0]: word.partition("=")[2] for word in rest}
-    on_fail, keep = given.pop("on_fail", "stop"), given.pop("keep", "all")
+    on_fail = given.pop("on_fail", "stop")
+    keep = given.pop("keep", "all")
     expect_choices(on_fail, keep)
     then = sink_of(folder, keep)
     if name == "own":
@@ -202,15 +203,18 @@ def configured(meta: Mapping[str, str]) -> tuple[Objective, dict[str, Any]]:
         )
     if objective.agg == "group-token-mean":  # the plug-in has no prompts
         objective = objective.aggregated("token-mean")
-    objective, hp = replace(objective, kl=""), json.loads(meta[OURS])
+    objective = replace(objective, kl="")
+    hp = json.loads(meta[OURS])
     coefficient = float(meta["kl_loss_coef"]) if meta["use_kl_loss"] == "True" else 0.0
     if coefficient:
-        kind, agg = meta["kl_loss_type"], meta["loss_agg_mode"]
+        kind = meta["kl_loss_type"]
+        agg = meta["loss_agg_mode"]
         if kind not in K3 or agg != verl_name(objective.level, objective.agg):
             raise InputError(
                 f"the KL term {kind} under {agg} is not one that is computed here."
             )
-        objective, hp = replace(objective, kl="k3"), hp | {"beta": coefficient}
+        objective = replace(objective, kl="k3")
+        hp = hp | {"beta": coefficient}
     return objective, hp
 
 

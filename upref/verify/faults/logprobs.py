@@ -146,11 +146,9 @@ def _vocabulary(problem: Problem) -> int:
 
 
 def _frozen(problem: Problem) -> Problem:
-    return (
-        problem
-        if problem.weight is None
-        else replace(problem, weight=problem.weight.detach())
-    )
+    if problem.weight is None:
+        return problem
+    return replace(problem, weight=problem.weight.detach())
 
 
 def _capped(

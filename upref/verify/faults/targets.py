@@ -160,11 +160,9 @@ GROUPS: tuple[
 # ---- what they are made of -----------------------------------------------------------
 def _group_ids(batch: Rollouts) -> Tensor:
     """The ids of the groups; a batch without ids is one group."""
-    return (
-        torch.zeros(len(batch.mask), dtype=torch.long)
-        if batch.group is None
-        else batch.group
-    )
+    if batch.group is None:
+        return torch.zeros(len(batch.mask), dtype=torch.long)
+    return batch.group
 
 
 def _group_size(batch: Rollouts) -> Tensor:

@@ -345,11 +345,10 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
                     case.gradient(renamed)[i, t].item(),
                     PLAIN_IDS,
                 )
-                ids = (
-                    f"{renamed.group.unique().tolist()}"
-                    if renamed.group is not None
-                    else ""
-                )
+                if renamed.group is not None:
+                    ids = f"{renamed.group.unique().tolist()}"
+                else:
+                    ids = ""
                 # dropped beside others: who numbers prompts from 0 never has them
                 if words == NEGATIVE and renamed is all_but_one:
                     notes.append(

@@ -315,8 +315,6 @@ def _commit(copy: Path) -> str:
         result = _run(["git", "-C", str(copy), "rev-parse", "HEAD"])
     else:
         result = None
-    return (
-        result.stdout.strip()[:9]
-        if result and result.returncode == 0
-        else "a working copy"
-    )
+    if result and result.returncode == 0:
+        return result.stdout.strip()[:9]
+    return "a working copy"
