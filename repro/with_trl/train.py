@@ -182,7 +182,8 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
     )
     trainer.remove_callback(PrinterCallback)  # StepLog prints
     if not trainer.objective.batch_coupled:
-        upref.replay.watch(trainer, name, folder=folder / "steps", keep="failed")
+        where = folder / "steps"
+        upref.replay.watch(trainer, name, folder=where, keep="failed", known=True)
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     (folder / "done").touch()
     return folder

@@ -108,10 +108,10 @@ LINES: tuple[tuple[str, str, Callable, Callable | None, str], ...] = (
         NORMALIZER,
         furthest_from_1,
         lambda x: abs(x - 1) <= OFF,
-        "the step that trained has another divisor: record steps with UPREF_REPLAY=FOLDER, and `upref replay FOLDER`",
+        f"the step that trained has another divisor: `upref replay RUN/{STEPS} --as OBJECTIVE`",
     ),
     (
-        "steps whose loss or gradient is another sum",
+        "steps whose loss or gradient is another sum, or a multiple",
         FAILURES,
         max,
         lambda x: x == 0,

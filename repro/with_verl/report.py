@@ -122,7 +122,7 @@ def alarms(r: Kept) -> list[str]:
     if (failed := largest(r, FAILURES)) > 0:
         found.append(
             f"{r.label}: STEP ALARM. In {failed:g} of the steps that were judged, the loss or the gradient over all ranks "
-            f"was another sum than the objective's. `upref replay {r.folder}/{STEPS} --as {r.objective}` names it; give it "
+            f"was not the objective's. `upref replay {r.folder}/{STEPS} --as {r.objective}` names it; give it "
             "the hyperparameters of policy_loss.upref by --hp."
         )
     if largest(r, BLIND) > 0.5:
@@ -247,7 +247,7 @@ STATISTICS = {  # of the Cap: what of the gradient is left
     "parity_blind": "parity: tokens within rounding of a bound",
     "parity_alarms": "parity: alarms",
     "normalizer": "whole steps: gradient over the reference's",
-    "failures": "whole steps: loss or gradient is another sum",
+    "failures": "whole steps: loss or gradient is another sum, or a multiple",
 }
 
 

@@ -60,6 +60,7 @@ def watch(
     folder: str | Path = "",
     on_fail: str = "stop",
     keep: str = "all",
+    known: bool = False,
     **hp: Any,
 ) -> Recording:
     """Judge optimizer steps of a trainer while it trains. Call it on every rank.
@@ -75,6 +76,9 @@ def watch(
             it.
         keep: which of the judged steps are recorded in the folder: "all", or "failed",
             those of them whose loss or gradient is another sum.
+        known: whether the objective and its hyperparameters are certain, as with
+            upref's own trainer. Then each multiple of the gradient is a failure,
+            whatever the factor.
         **hp: hyperparameters of the objective.
 
     Returns:
@@ -87,7 +91,7 @@ def watch(
     """
     recorder = recorder_of(trainer)
     then = sink_of(folder, keep)
-    judge = Watch(objective, hp, on_fail, then, keep)
+    judge = Watch(objective, hp, on_fail, then, keep, known)
     return Recording(recorder.attach(trainer, Schedule(every), judge))
 
 

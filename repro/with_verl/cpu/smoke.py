@@ -209,7 +209,9 @@ def judge(
             if abs(off - 1) > 1e-3:
                 wrong.append("the gradient of a whole step is not the reference's")
         if any(d.get(FAILURES, 0) > 0 for d in data):
-            wrong.append("the loss or the gradient of a whole step is another sum")
+            wrong.append(
+                "the loss or the gradient of a whole step is not the reference's"
+            )
         if not parity:
             wrong.append(
                 "no parity was logged: is upref_frameworks.verl.training loaded in the workers?"
