@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-#   tests/run.sh save          at every save, half a minute: lint, and the laws of every objective
+#   tests/run.sh save          at every save, half a minute: lint, layers, types, and the laws of every objective
 #   tests/run.sh quick         before a commit, minutes: lint, layers, types, the laws and the core's tests, no verl, no TRL
 #   tests/run.sh               before a change is proposed: lint, layers, types, tests, the site, three real steps of verl and vLLM
 #   tests/run.sh ARGUMENTS     all but verl's steps; the arguments go to pytest
@@ -15,6 +15,9 @@ bin=.venv/bin
 judge() {
     "$bin"/python -m ruff check
     "$bin"/python -m ruff format --check --quiet || { echo "run $bin/ruff format" && return 1; }
+    judge_imports_and_types "$@"
+}
+judge_imports_and_types() {
     "$bin"/lint-imports --no-logo --no-cache >.venv/layers.log || { cat .venv/layers.log && return 1; }
     "$bin"/python -m mypy "$@"
 }
@@ -22,7 +25,8 @@ left_out() { echo "tests/run.sh: left out $*" >&2; }
 
 if [[ "$*" == save ]]; then
     [[ -x $bin/pytest ]] || repro/venv.sh mini
-    "$bin"/python -m ruff check
+    "$bin"/python -m ruff check # code may be saved before it is formatted
+    judge_imports_and_types upref upref_frameworks upref_course paper
     exec "$bin"/python -m pytest -n 2 --dist worksteal -q tests/core/test_{objectives,rollouts,aggregate,kl,ops,by_hand}.py
 fi
 if [[ "$*" == quick ]]; then
