@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -143,108 +142,144 @@ def _identify_weights(box: BlackBox, start: float) -> Identification:
     """
     tried = _candidates(box)
     grids = _grids(box)
-    answer = partial(_answer, box, start)
-    if box.random or not torch.equal(box.case.gradient(grids[0][0]), grids[0][2]):
-        return answer(
-            "none",
-            [_nearest(box, tried, grids)],
-            "two calls on the same batch give different gradients",
-        )
+    first_batch, _, first_gradient = grids[0]
+    if box.random or not torch.equal(box.case.gradient(first_batch), first_gradient):
+        why = "two calls on the same batch give different gradients"
+        return _answer(box, start, "none", [_nearest(box, tried, grids)], why)
+    box, matches = _fitting_or_looser(box, tried, grids)
+    if matches:
+        return _judge(box, start, matches, grids)
+    for try_other_box in (_identify_unscaled, _identify_with_other_kl):
+        answer = try_other_box(box, start, tried, grids)
+        if answer is not None:
+            return answer
+    if box.batch_coupled:
+        tried = tried + _uncoupled_candidates(box)
+    nearest = _nearest(box, tried, grids)
+    for try_nearest in (_identify_partly_float32, _identify_pitfall, _identify_coupled):
+        answer = try_nearest(box, start, nearest, grids)
+        if answer is not None:
+            return answer
+    is_near = nearest.distance < FAR and _has_its_bounds(box, nearest)
+    why = BOTH_COMPARED if box.loss.returns_live else ""
+    return _answer(box, start, "none", [nearest] if is_near else [], why)
+
+
+def _fitting_or_looser(
+    box: BlackBox, tried: list[Candidate], grids: list[Grid]
+) -> tuple[BlackBox, list[Match]]:
+    """The candidates that fit, and the box that they fit: it may be compared less
+    closely, where a bound that was computed in float32 needs that.
+    """
     matches = _fitting(box, tried, grids)
-    if not box.batch_coupled and not matches and box.near < LOOSE:
+    if box.batch_coupled:
+        return box, matches
+    if not matches and box.near < LOOSE:
         loose = box.loosened(LOOSE)
-        if matches := _refit_loosely(loose, tried):
-            box = loose
-    elif (
-        not box.batch_coupled
-        and matches
-        and box.agg
-        and not matches[0].own
-        and box.near < BESIDE
-    ):
+        refitted = _refit_loosely(loose, tried)
+        return (loose, refitted) if refitted else (box, [])
+    if matches and box.agg and not matches[0].own and box.near < BESIDE:
         # one of two bounds in float32: they differ by its rounding
         loose = box.loosened(BESIDE)
-        if (refitted := _refit_loosely(loose, tried)) and refitted[0].own:
-            box = loose
-            matches = refitted
-    if matches:
-        wrong = _faults(box, matches[0], grids)
-        wrong += (
-            _stress_words(box, matches[0])
-            if matches[0].own and not wrong
-            else _claimed(box, matches[0])
-        )
-        return _answer(
-            box,
-            start,
-            "pitfall" if wrong else _kind_of(matches[0]),
-            matches,
-            "; ".join(wrong),
-        )
-    # a cap below 1 scales what is on policy
-    if box.scale != 1 and not box.batch_coupled:
-        unscaled = box.unscaled()
-        if matches := _fitting(
-            unscaled, [best_candidate(c.objective, unscaled) for c in tried], grids
-        ):
-            wrong = _faults(unscaled, matches[0], grids) + _claimed(
-                unscaled, matches[0]
-            )
-            return _answer(
-                unscaled, start, _kind_of(matches[0]), matches, "; ".join(wrong)
-            )
+        refitted = _refit_loosely(loose, tried)
+        if refitted and refitted[0].own:
+            return loose, refitted
+    return box, matches
+
+
+def _judge(
+    box: BlackBox, start: float, matches: list[Match], grids: list[Grid]
+) -> Identification:
+    """The answer for matches: an objective, or a pitfall where something is wrong."""
+    match = matches[0]
+    wrong = _faults(box, match, grids)
+    if match.own and not wrong:
+        wrong += _stress_words(box, match)
+    else:
+        wrong += _claimed(box, match)
+    kind = "pitfall" if wrong else _kind_of(match)
+    return _answer(box, start, kind, matches, "; ".join(wrong))
+
+
+def _identify_unscaled(
+    box: BlackBox, start: float, tried: list[Candidate], grids: list[Grid]
+) -> Identification | None:
+    """A loss whose weights are an objective's without their factor on policy: a cap
+    below 1 scales what is on policy.
+    """
+    if box.scale == 1 or box.batch_coupled:
+        return None
+    unscaled = box.unscaled()
+    refitted = [best_candidate(c.objective, unscaled) for c in tried]
+    matches = _fitting(unscaled, refitted, grids)
+    if not matches:
+        return None
+    match = matches[0]
+    wrong = _faults(unscaled, match, grids) + _claimed(unscaled, match)
+    return _answer(unscaled, start, _kind_of(match), matches, "; ".join(wrong))
+
+
+def _identify_with_other_kl(
+    box: BlackBox, start: float, tried: list[Candidate], grids: list[Grid]
+) -> Identification | None:
+    """A loss with a KL term of an unusual form, which is divided out first."""
     with_other_kl = termed(box)
-    if with_other_kl and (
-        matches := _fitting(with_other_kl, _candidates(with_other_kl), grids)
-    ):
-        wrong = _faults(with_other_kl, matches[0], grids) + _claimed(
-            with_other_kl, matches[0]
-        )
-        return _answer(with_other_kl, start, "pitfall", matches, "; ".join(wrong))
-    nearest = _nearest(
-        box, tried + (_uncoupled_candidates(box) if box.batch_coupled else []), grids
-    )
-    # its curve has jumps that rounding makes, its gradients have not
-    if nearest.distance <= SINGLE and nearest.name:
-        wrong = _faults(box, nearest, grids)
-        identified = answer(
-            "pitfall" if wrong else _kind_of(nearest), [nearest], "; ".join(wrong)
-        )
-        return replace(
-            identified,
-            assumptions=[
-                *identified.assumptions,
-                "a part of it in float32: compared to 2e-5",
-            ],
-        )
-    if pitfall := _pitfall(box, get(nearest.name), grids):
-        match, known_fault, case, factor = pitfall
-        differences = _limits(
-            box,
-            case,
-            lambda batch: (
-                factor
-                * (
-                    known_fault.change.weights(case.objective, case.hp, batch)
-                    + box.kl_weights(batch)
-                )
-            ),
-        )
-        words = [
-            known_fault.words,
-            *_multiplied(factor, match.agg),
-            *_term(box, match),
-            *differences,
-        ]
-        return answer("pitfall", [match], "; ".join(words))
-    if coupled := _of_whole_batches(box):
-        identified = answer("objective", coupled, "")
-        return replace(
-            identified, not_checked=[*identified.not_checked, *_unread(coupled[0])]
-        )
-    is_near = nearest.distance < FAR and _has_its_bounds(box, nearest)
-    refitted = [nearest] if is_near else []
-    return answer("none", refitted, BOTH_COMPARED if box.loss.returns_live else "")
+    if not with_other_kl:
+        return None
+    matches = _fitting(with_other_kl, _candidates(with_other_kl), grids)
+    if not matches:
+        return None
+    match = matches[0]
+    wrong = _faults(with_other_kl, match, grids) + _claimed(with_other_kl, match)
+    return _answer(with_other_kl, start, "pitfall", matches, "; ".join(wrong))
+
+
+def _identify_partly_float32(
+    box: BlackBox, start: float, nearest: Match, grids: list[Grid]
+) -> Identification | None:
+    """A loss whose curve has jumps that rounding makes, and whose gradients have none."""
+    if nearest.distance > SINGLE or not nearest.name:
+        return None
+    wrong = _faults(box, nearest, grids)
+    kind = "pitfall" if wrong else _kind_of(nearest)
+    answer = _answer(box, start, kind, [nearest], "; ".join(wrong))
+    assumed = "a part of it in float32: compared to 2e-5"
+    return replace(answer, assumptions=[*answer.assumptions, assumed])
+
+
+def _identify_pitfall(
+    box: BlackBox, start: float, nearest: Match, grids: list[Grid]
+) -> Identification | None:
+    """A loss with a known fault on one of the objectives that its jumps suggest."""
+    pitfall = _pitfall(box, get(nearest.name), grids)
+    if pitfall is None:
+        return None
+    match, known_fault, case, factor = pitfall
+
+    def weights_with_fault(batch: Rollouts) -> Tensor:
+        """The weights that the fault gives the reference, times the factor."""
+        weights = known_fault.change.weights(case.objective, case.hp, batch)
+        return factor * (weights + box.kl_weights(batch))
+
+    differences = _limits(box, case, weights_with_fault)
+    words = [
+        known_fault.words,
+        *_multiplied(factor, match.agg),
+        *_term(box, match),
+        *differences,
+    ]
+    return _answer(box, start, "pitfall", [match], "; ".join(words))
+
+
+def _identify_coupled(
+    box: BlackBox, start: float, nearest: Match, grids: list[Grid]
+) -> Identification | None:
+    """A loss whose weights depend on whole batches or on groups."""
+    coupled = _of_whole_batches(box)
+    if not coupled:
+        return None
+    answer = _answer(box, start, "objective", coupled, "")
+    return replace(answer, not_checked=[*answer.not_checked, *_unread(coupled[0])])
 
 
 def _has_its_bounds(box: BlackBox, match: Match) -> bool:
@@ -765,55 +800,63 @@ def _limits(
     return []
 
 
+# what a mean over tokens is called where PPO's clip has it
+OBJECTIVE_OF_MEAN = {"seq-mean-token-mean": "grpo", "seq-mean-token-sum": "dr_grpo"}
+# an objective, and the bounds of its clip
+Base = tuple[Objective, dict[str, float]]
+
+
+def _clip_widths(bounds: list[float]) -> tuple[float, float]:
+    """The widths below and above 1 of a clip with these bounds; one stands for both
+    where the other is absent, 0 where both are.
+    """
+    # nearest to 1: a guard is farther
+    low = next((1 - x for x in reversed(bounds) if 0 < x < 1), None)
+    high = next((x - 1 for x in bounds if 1 < x < 10), None)
+    return low or high or 0.0, high or low or 0.0
+
+
+def _bases(box: BlackBox, nearest: Objective, low: float, high: float) -> list[Base]:
+    """The objectives on which a fault is looked for, with a clip of these widths."""
+    clip = {"eps_low": low, "eps_high": high} if low else {}
+    bases: list[Base] = []
+    if not low or abs(low - high) < 1e-6:
+        mean_objective = get(OBJECTIVE_OF_MEAN.get(box.agg, "ppo_clip"))
+        bases.append((mean_objective, {"eps": low} if low else {}))
+    return [*bases, (get("dapo"), clip), (get("gspo"), clip), (nearest, clip)]
+
+
+def _mirrored_bases(box: BlackBox, low: float, high: float) -> list[Base]:
+    """The same where old and new are exchanged: the bounds are those of 1 / r."""
+    if not high or not 0 < low < 1:
+        return []
+    clip = {"eps_low": 1 - 1 / (1 + high), "eps_high": 1 / (1 - low) - 1}
+    bases: list[Base] = []
+    if abs(clip["eps_low"] - clip["eps_high"]) < 1e-6:
+        mean_objective = get(OBJECTIVE_OF_MEAN.get(box.agg, "ppo_clip"))
+        bases.append((mean_objective, {"eps": clip["eps_low"]}))
+    return [*bases, (get("dapo"), clip), (get("gspo"), clip)]
+
+
+def _taken(objective: Objective, hp: dict[str, float]) -> dict[str, float]:
+    """Those of the hyperparameters that the objective has."""
+    return {key: v for key, v in hp.items() if key in objective.hyperparameters}
+
+
 def _pitfall(
     box: BlackBox, nearest: Objective, grids: list[Grid]
 ) -> tuple[Match, LossFault, LossCase, float] | None:
     """A known fault on the clip that the jumps suggest, else on the nearest objective;
     with the case that has it, and the factor."""
     bounds = sorted({round(r, 9) for A in SIGNS for r in box.bounds(A)})
-    # nearest to 1: a guard is farther
-    low = next((1 - x for x in reversed(bounds) if 0 < x < 1), None)
-    high = next((x - 1 for x in bounds if 1 < x < 10), None)
-    low, high = low or high or 0.0, high or low or 0.0
-    clip_range = {"eps_low": low, "eps_high": high} if low else {}
-    is_symmetric = low and abs(low - high) < 1e-6
-    if box.agg == "seq-mean-token-mean":
-        mean_objective = "grpo"
-    elif box.agg == "seq-mean-token-sum":
-        mean_objective = "dr_grpo"
-    else:
-        mean_objective = "ppo_clip"
-    if is_symmetric or not low:
-        bases = [(get(mean_objective), {"eps": low} if low else {})]
-    else:
-        bases = []
-    mirrored_bases: list[tuple[Objective, dict[str, float]]] = []
-    # where old and new are exchanged, the bounds are those of 1 / r
-    if high and 0 < low < 1:
-        mirrored_clip = {"eps_low": 1 - 1 / (1 + high), "eps_high": 1 / (1 - low) - 1}
-        mirrored = abs(mirrored_clip["eps_low"] - mirrored_clip["eps_high"]) < 1e-6
-        if mirrored:
-            mirrored_bases = [(get(mean_objective), {"eps": mirrored_clip["eps_low"]})]
-        else:
-            mirrored_bases = []
-        mirrored_bases += [(get("dapo"), mirrored_clip), (get("gspo"), mirrored_clip)]
-    bases += [
-        (get("dapo"), clip_range),
-        (get("gspo"), clip_range),
-        (nearest, clip_range),
-    ]
+    low, high = _clip_widths(bounds)
+    mirrored_bases = _mirrored_bases(box, low, high)
+    bases = [*mirrored_bases, *_bases(box, nearest, low, high)]
     batch, gradient = _stack(grids[:2] + grids[-RANDOM:])
-    for n, (objective, clip) in enumerate([*mirrored_bases, *bases]):
-        own_clip = {
-            factor: v
-            for factor, v in clip.items()
-            if factor in objective.hyperparameters
-        }
-        hp = {
-            factor: v
-            for factor, v in objective.resolve(own_clip).items()
-            if factor != "beta"
-        }
+    for n, (objective, clip) in enumerate(bases):
+        is_mirrored = n < len(mirrored_bases)
+        resolved = objective.resolve(_taken(objective, clip))
+        hp = {key: v for key, v in resolved.items() if key != "beta"}
         case = LossCase(
             box.loss,
             objective,
@@ -828,47 +871,47 @@ def _pitfall(
         # a fault that needs no factor goes first
         for factor in dict.fromkeys((1.0, box.scale)):
             found = plain / factor - box.kl_weights(batch)
-            is_base = n >= len(mirrored_bases)
             candidates = (
-                f
-                for f in known("losses", objective, hp, bounds if is_base else [])
-                if is_base or f.kind == "ratio"
+                candidate
+                for candidate in known(
+                    "losses", objective, hp, [] if is_mirrored else bounds
+                )
+                if not is_mirrored or candidate.kind == "ratio"
             )
             faults = chain(two_gradients(case, batch), candidates)
-            if known_fault := reproduces(faults, case, batch, found, batch.mask):
+            known_fault = reproduces(faults, case, batch, found, batch.mask)
+            if known_fault:
                 break
-        if known_fault and fits(
-            fault("", known_fault.kind), case, batch, found, batch.mask, case.tol
-        ):
+        if not known_fault:
+            continue
+        no_fault = fault("", known_fault.kind)
+        if fits(no_fault, case, batch, found, batch.mask, case.tol):
             return None  # right on all of this without any fault: it is wrong elsewhere
-        if known_fault:
-            if known_fault.meant:
-                objective = get(known_fault.meant)
-                hp = clip = {
-                    factor: v
-                    for factor, v in {"eps_low": low, "eps_high": high}.items()
-                    if factor in objective.hyperparameters
-                }
-            used_hp = {
-                factor: v for factor, v in hp.items() if clip.get(factor) is not None
-            }
-            same_kl = _same_kl(box, objective)
-            used_hp |= {"beta": box.beta} if box.kl and same_kl else {}
-            return (
-                Match(
-                    objective.name,
-                    used_hp,
-                    _agg(box) or case.agg,
-                    _has_own_aggregation(box, objective),
-                    same_kl,
-                    0.0,
-                    0.0,
-                ),
-                known_fault,
-                case,
-                factor,
-            )
+        if known_fault.meant:
+            objective = get(known_fault.meant)
+            hp = clip = _taken(objective, {"eps_low": low, "eps_high": high})
+        match = _match_of_pitfall(box, objective, case, hp, clip)
+        return match, known_fault, case, factor
     return None
+
+
+def _match_of_pitfall(
+    box: BlackBox,
+    objective: Objective,
+    case: LossCase,
+    hp: dict[str, Any],
+    clip: dict[str, float],
+) -> Match:
+    """The match that is shown of an objective with a fault: its clip, and its KL term
+    where that is the objective's own.
+    """
+    shown = {key: v for key, v in hp.items() if clip.get(key) is not None}
+    same_kl = _same_kl(box, objective)
+    if box.kl and same_kl:
+        shown["beta"] = box.beta
+    own = _has_own_aggregation(box, objective)
+    agg = _agg(box) or case.agg
+    return Match(objective.name, shown, agg, own, same_kl, 0.0, 0.0)
 
 
 def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[LossCase], Tensor]]:

@@ -308,6 +308,9 @@ NOT_NUMBERS = (math.nan, math.inf, -math.inf, 1e30)
 LEAK = "{} in a masked slot reaches the gradient; select with torch.where(mask, x, 0) before you multiply"
 
 
+MASKED_VALUES = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
+
+
 @oracle("masked-values", 70)
 def masked_values(case: LossCase) -> list[Finding]:
     """Numbers in masked slots must count for nothing; NaN there is a note, since
@@ -320,115 +323,122 @@ def masked_values(case: LossCase) -> list[Finding]:
         Failures and notes, with the inputs that are read.
     """
     batch = case.grid(thin=5)
-    value, gradient = case.kept_value_and_gradient(batch)
-    reads = [
-        k
-        for k in ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
-        if k in case.loss.reads and getattr(batch, k) is not None
+    clean = case.kept_value_and_gradient(batch)
+    fields = [
+        field
+        for field in MASKED_VALUES
+        if field in case.loss.reads and getattr(batch, field) is not None
     ]
-    if case.loss.adv_shape != "BT" and "adv" in reads:
-        reads.remove("adv")
-    leaks: list[Finding] = []
-
-    def filled(batch: Rollouts, k: str, p: float) -> Rollouts:
-        """The batch with p in the masked slots of this argument."""
-        return batch.but(**{k: getattr(batch, k).masked_fill(~batch.mask, p)})
-
-    def leaks_none() -> bool:
-        """Whether NaN in each argument, and each of NOT_NUMBERS in all arguments at a
-        time, change nothing. A clamp of log r may hide the one or the other."""
-        fillings: list[Callable[[Rollouts], Rollouts]] = [
-            partial(filled, k=k, p=math.nan) for k in reads
-        ]
-        for turn in range(len(NOT_NUMBERS)):
-
-            def in_all(batch: Rollouts, turn: int = turn) -> Rollouts:
-                for place, k in enumerate(reads, turn):
-                    batch = filled(batch, k, NOT_NUMBERS[place % len(NOT_NUMBERS)])
-                return batch
-
-            fillings.append(in_all)
-        try:
-            return not any(
-                _changes(batch, (value, gradient), case.value_and_gradient(bad(batch)))
-                for bad in fillings
-            )
-        except InputError:
-            return False
-
-    def change(batch: Rollouts, bad: Callable[[Rollouts], Rollouts]) -> str:
-        """What changes with these numbers in the masked slots."""
-        return _changes(
-            batch, case.value_and_gradient(batch), case.value_and_gradient(bad(batch))
-        )
-
+    if case.loss.adv_shape != "BT" and "adv" in fields:
+        fields.remove("adv")
     # in all arguments at a time, and in one at a time only to name it
-    numbers = JUNK if leaks_none() else (*JUNK, *NOT_NUMBERS)
-    for p, k in product(numbers, reads):
-        if leaks and p not in JUNK:
+    numbers: tuple[float, ...] = JUNK
+    if not _ignores_nan(case, batch, clean, fields):
+        numbers = (*JUNK, *NOT_NUMBERS)
+    leaks: list[Finding] = []
+    for number, field in product(numbers, fields):
+        if leaks and number not in JUNK:
             break
-        bad = partial(filled, k=k, p=p)
-        regime = f"masked slots of {CALLED[k]} hold {p:g}"
+        fill = partial(_filled, field=field, number=number)
+        regime = f"masked slots of {CALLED[field]} hold {number:g}"
         try:
-            what = _changes(
-                batch, (value, gradient), case.value_and_gradient(bad(batch))
-            )
+            change = _changes(batch, clean, case.value_and_gradient(fill(batch)))
         except InputError as e:
-            return [
-                (fail if p in JUNK else note)(
-                    "masked-values", regime, "no effect", str(e)
-                )
-            ]
-        if not what:
+            make = fail if number in JUNK else note
+            return [make("masked-values", regime, "no effect", str(e))]
+        if not change:
             continue
-        if p not in JUNK or case.loss.framework:
-            leaks = leaks or [
-                note(
-                    "masked-values",
-                    regime,
-                    "no effect, bit for bit",
-                    what,
-                    LEAK.format(f"{p:g}".replace("nan", "NaN")),
-                )
-            ]
-            continue
-
-        shows = partial(change, bad=bad)
-        small = shrink(batch, lambda c, shows=shows: bool(shows(c)))  # type: ignore[misc]
-        leak = shows(small)
-        shown = example(case, bad(small)) or make_example(
-            bad(small), reads=case.loss.reads
-        )
-        return [
-            fail(
-                "masked-values",
-                regime,
-                "no effect, bit for bit",
-                leak,
-                shown,
-                "masked slots affect the result",
+        if number in JUNK and not case.loss.framework:
+            return [_masked_slots_failure(case, batch, fill, regime)]
+        if not leaks:
+            advice = LEAK.format(f"{number:g}".replace("nan", "NaN"))
+            leaks.append(
+                note("masked-values", regime, "no effect, bit for bit", change, advice)
             )
-        ]
     return leaks
 
 
+def _filled(batch: Rollouts, field: str, number: float) -> Rollouts:
+    """The batch with this number in the masked slots of one field."""
+    values = getattr(batch, field).masked_fill(~batch.mask, number)
+    return batch.but(**{field: values})
+
+
+def _filled_in_turn(batch: Rollouts, fields: list[str], turn: int) -> Rollouts:
+    """The batch with the NOT_NUMBERS in the masked slots of all fields, in turn."""
+    for place, field in enumerate(fields, turn):
+        batch = _filled(batch, field, NOT_NUMBERS[place % len(NOT_NUMBERS)])
+    return batch
+
+
+def _ignores_nan(
+    case: LossCase, batch: Rollouts, clean: tuple[Tensor, Tensor], fields: list[str]
+) -> bool:
+    """Whether NaN in each argument, and each of NOT_NUMBERS in all arguments at a time,
+    change nothing. A clamp of log r may hide the one or the other.
+    """
+    try:
+        for field in fields:
+            filled = _filled(batch, field, math.nan)
+            if _changes(batch, clean, case.value_and_gradient(filled)):
+                return False
+        for turn in range(len(NOT_NUMBERS)):
+            filled = _filled_in_turn(batch, fields, turn)
+            if _changes(batch, clean, case.value_and_gradient(filled)):
+                return False
+    except InputError:
+        return False
+    return True
+
+
+def _masked_slots_failure(
+    case: LossCase,
+    batch: Rollouts,
+    fill: Callable[[Rollouts], Rollouts],
+    regime: str,
+) -> Finding:
+    """The failure of a loss that numbers in masked slots change."""
+
+    def change(smaller: Rollouts) -> str:
+        """What changes with these numbers in the masked slots."""
+        clean = case.value_and_gradient(smaller)
+        return _changes(smaller, clean, case.value_and_gradient(fill(smaller)))
+
+    def still_changes(smaller: Rollouts) -> bool:
+        """Whether anything changes."""
+        return bool(change(smaller))
+
+    small = shrink(batch, still_changes)
+    what = change(small)
+    shown = example(case, fill(small))
+    if shown is None:
+        shown = make_example(fill(small), reads=case.loss.reads)
+    return fail(
+        "masked-values",
+        regime,
+        "no effect, bit for bit",
+        what,
+        shown,
+        "masked slots affect the result",
+    )
+
+
 def _changes(
-    batch: Rollouts, clean: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor]
+    batch: Rollouts, clean: tuple[Tensor, Tensor], filled: tuple[Tensor, Tensor]
 ) -> str:
     """What other numbers in masked slots change, in words; "" if nothing."""
-    (value, gradient), (v2, g2) = clean, there
-    changes = {
-        f"the loss is {v2.item():.4g} instead of {value.item():.4g}": not torch.equal(
-            v2, value
-        ),
-        "the gradient of unmasked tokens changes": not torch.equal(
-            g2[batch.mask], gradient[batch.mask]
-        ),
-        "the gradient of the masked slots is not 0": not bool(
-            (g2[~batch.mask] == 0).all()
-        ),
-    }
-    return " and ".join(words for words, on in changes.items() if on)
+    value, gradient = clean
+    filled_value, filled_gradient = filled
+    changes = []
+    if not torch.equal(filled_value, value):
+        changes.append(
+            f"the loss is {filled_value.item():.4g} instead of {value.item():.4g}"
+        )
+    if not torch.equal(filled_gradient[batch.mask], gradient[batch.mask]):
+        changes.append("the gradient of unmasked tokens changes")
+    if not (filled_gradient[~batch.mask] == 0).all():
+        changes.append("the gradient of the masked slots is not 0")
+    return " and ".join(changes)
 
 
 def _depends_on_order(
