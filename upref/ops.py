@@ -7,6 +7,7 @@ stays symbolic, anything else is numpy. Three conventions, the same for all read
 * `exp` saturates: where e^x overflows the dtype, its value is the largest finite number and its gradient 0, so that a
   ratio in the branch not taken is never infinite and 0 * inf never makes NaN in a backward pass.
 * `clip`, `minimum`, `maximum` against a number pass the whole gradient at equality (the paper's Eq. 10: r <= 1 + eps).
+  `torch.clamp` does so up to torch 2.13 and passes none in 2.14, so it is not used for them.
 * `sg`, the stop-gradient: its value is its argument, its derivative 0.
 """
 
@@ -244,7 +245,8 @@ def minimum(x: Any, y: Any) -> Any:
         case "torch":
             if isinstance(x, Tensor) and isinstance(y, Tensor):
                 return torch.minimum(x, y)
-            return x.clamp(max=y) if isinstance(x, Tensor) else y.clamp(max=x)
+            x, y = (x, y) if isinstance(x, Tensor) else (y, x)
+            return torch.where(x > y, y, x)
         case "sympy":
             return where(_elementwise_symbolic(lambda a, b: a <= b, x, y), x, y)
     return np.minimum(x, y)
@@ -263,7 +265,8 @@ def maximum(x: Any, y: Any) -> Any:
         case "torch":
             if isinstance(x, Tensor) and isinstance(y, Tensor):
                 return torch.maximum(x, y)
-            return x.clamp(min=y) if isinstance(x, Tensor) else y.clamp(min=x)
+            x, y = (x, y) if isinstance(x, Tensor) else (y, x)
+            return torch.where(x < y, y, x)
         case "sympy":
             return where(_elementwise_symbolic(lambda a, b: a >= b, x, y), x, y)
     return np.maximum(x, y)
@@ -281,7 +284,7 @@ def clip(x: Any, low: Any, high: Any) -> Any:
     """
     match _backend(x, low, high):
         case "torch":
-            return x.clamp(low, high)
+            return torch.where(x > high, high, torch.where(x < low, low, x))
         case "sympy":
             return minimum(maximum(x, low), high)
     return np.clip(x, low, high)
