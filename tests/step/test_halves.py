@@ -7,7 +7,14 @@ import pytest
 import torch
 from loops import BUGS, T, policy_step, qwen3, with_
 
-from upref.step import TorchModel, check_dump, check_recorded, dump_step, record_step
+from upref.step import (
+    Row,
+    TorchModel,
+    check_dump,
+    check_recorded,
+    dump_step,
+    record_step,
+)
 from upref.step.case import built, meant
 from upref.step.halves import NO_HALVES, ONE_PASS, UNFIT, halves_of
 from upref.step.record import Passed
@@ -139,3 +146,35 @@ def test_rows_that_are_fed_twice_have_no_halves():
     assert halves_of([first, Passed(one + two, x, x)], rows) is None
     assert halves_of([first], rows[:4]) is None
     assert halves_of([first, Passed(two, {"w": 2 * x["w"]}, x)], rows) is None
+
+
+class Bigram(torch.nn.Module):
+    """A model whose one gradient is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(32, 32, sparse=True)
+
+    def forward(self, ids):
+        return self.table(ids)
+
+
+@pytest.mark.parametrize(("temperature", "cause"), [(0.7, ""), (1.0, FORGOTTEN)])
+def test_a_sparse_gradient_is_recorded(temperature, cause):
+    torch.manual_seed(0)
+    model = Bigram()
+    rows = [
+        Row([3, 4], [5, 6, 7], [True, False, True], 1.0, old=[-3.0, -3.5, -3.4]),
+        Row([8, 9, 10], [11, 12], [True, True], -1.0, old=[-3.2, -4.1]),
+    ]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record_step(model) as seen:
+        for r in rows:
+            z = model(torch.tensor([r.ids]))[0, len(r.prompt) - 1 : -1] / temperature
+            lp = z.log_softmax(-1).gather(1, torch.tensor(r.response)[:, None])[:, 0]
+            ratio = (lp - torch.tensor(r.old)).exp()
+            J = torch.minimum(ratio * r.adv, ratio.clamp(0.8, 1.28) * r.adv)
+            (-(J * torch.tensor(r.trains)).sum() / 4).backward()
+        optimizer.step()
+    report = check_recorded(seen, rows, "dapo", temperature=0.7)
+    assert [f.cause for f in report.failures][:1] == ([cause] if cause else [])

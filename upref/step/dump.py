@@ -41,7 +41,7 @@ from upref.step.forward import expected
 from upref.step.halves import NO_HALVES, ONE_PASS, Halves
 from upref.step.ranks import is_follower
 from upref.step.record import Feed, is_alone, sketched, state_of_gradients
-from upref.step.reference import Gradient, TorchModel, unwrapped, whole
+from upref.step.reference import Gradient, TorchModel, dense, unwrapped, whole
 from upref.step.rows import AXES, Row, text_of, validated
 from upref.step.sketch import DIRECTIONS, project
 from upref.verify.finding import Cause
@@ -223,7 +223,7 @@ def dump_step(
             for p in group["params"]:
                 key = f"gradient: {named.get(id(p), '')}"
                 if id(p) in named and p.grad is not None and key not in meta:
-                    g = whole(p.grad)
+                    g = dense(whole(p.grad))
                     meta[key] = _encoded(sign * project(named[id(p)], g))
                     meta[f"norm: {named[id(p)]}"] = repr(float(g.double().norm()))
 

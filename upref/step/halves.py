@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from upref.step.case import Compared, StepCase, compared
 from upref.step.diagnose import diagnosed
 from upref.step.record import Passed
-from upref.step.reference import Gradient, TorchModel
+from upref.step.reference import Gradient, TorchModel, dense
 from upref.step.rows import Row, locate
 from upref.step.sketch import DIRECTIONS, KEPT, project_some
 from upref.verify.faults.measured import AFTER_BACKWARD
@@ -89,7 +89,7 @@ class HalvedModel(TorchModel):
                 out = g[name]
             elif name in g:
                 out[slice(None) if self.half is None else self.half] = project_some(
-                    name, g[name]
+                    name, dense(g[name])
                 )
             parts.append(out.reshape(-1))
         return torch.cat(parts)

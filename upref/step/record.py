@@ -16,7 +16,14 @@ from torch.optim.optimizer import (
 )
 
 from upref.errors import InputError
-from upref.step.reference import Gradient, TorchModel, as_float64, unwrapped, whole
+from upref.step.reference import (
+    Gradient,
+    TorchModel,
+    as_float64,
+    dense,
+    unwrapped,
+    whole,
+)
 from upref.step.rows import Row, locate
 from upref.step.sketch import project_some
 
@@ -252,7 +259,7 @@ def state_of_gradients(model: nn.Module) -> list[Any]:
 def sketched(model: nn.Module) -> Gradient:
     """Sketches of what is in `.grad`, by the names of the parameters."""
     return {
-        n: project_some(n, whole(p.grad))
+        n: project_some(n, dense(whole(p.grad)))
         for n, p in unwrapped(model).named_parameters()
         if p.grad is not None
     }

@@ -257,7 +257,7 @@ class Model(ABC):
                 )
         return torch.cat(
             [
-                g.get(n, _zeros(shape)).reshape(-1).cpu()
+                dense(g.get(n, _zeros(shape))).reshape(-1).cpu()
                 for n, shape in self.shapes.items()
             ]
         )
@@ -538,6 +538,15 @@ def whole(x: Tensor) -> Tensor:
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach()
 
 
+def dense(x: Tensor) -> Tensor:
+    """A gradient as a table of all its entries: that of an embedding may be sparse.
+
+    Args:
+        x: a gradient.
+    """
+    return x.to_dense() if x.is_sparse else x
+
+
 def as_float64(x: Any) -> Tensor:
     """A gradient, whatever array it is, on the CPU.
 
@@ -548,7 +557,7 @@ def as_float64(x: Any) -> Tensor:
 
     if isinstance(x, Tensor):
         x = whole(x)
-        return (x.to_dense() if x.is_sparse else x).to("cpu", torch.float64, copy=True)
+        return dense(x).to("cpu", torch.float64, copy=True)
     return torch.tensor(np.asarray(x), dtype=torch.float64)
 
 
