@@ -31,6 +31,9 @@ STEPS = 52  # halvings of the logarithm of the range: to 1e-14
 # a share of points that disagree, after every hyperparameter was solved for once
 HOPELESS = 0.2
 GAUSS_NEWTON = 20  # steps
+# Closed forms are elementwise, in their hyperparameters too, but for those with
+# `c or inf`, and those that take the mask: these raise one of the three.
+NOT_ELEMENTWISE = (ValueError, TypeError, RuntimeError)
 # where a continuous hyperparameter is read off
 SMOOTH_LOG_R = (-5.0, -2.0, -0.6, 0.6, 2.0, 5.0)
 
@@ -312,9 +315,10 @@ class HyperparameterSearch:
                 np.abs(np.diff(np.sort(values, 0), axis=0)) > 1e-9
             ).sum(0) > 2
         errors = self.relative_errors(base)
-        return float((errors[~depends] > self.box.tol).mean()) if (
-            ~depends
-        ).any() else 0.0, continuous_at
+        if depends.all():
+            return 0.0, continuous_at
+        unexplained = float((errors[~depends] > self.box.tol).mean())
+        return unexplained, continuous_at
 
     def _descend(
         self,
@@ -376,41 +380,42 @@ class HyperparameterSearch:
         )
 
     # ---- the solves ------------------------------------------------------------------
-    def _solutions(self, hp: dict[str, Any], key: str, continuous_at: Any) -> Any:
+    def _solutions(
+        self, hp: dict[str, Any], key: str, continuous_at: dict[str, np.ndarray]
+    ) -> Iterator[float | None]:
         """Values of one hyperparameter at which the objective's weight meets the
         measured one, at one point each.
         """
         if self.objective.hyperparameters[key] is None:
             yield None
-        if _is_clip_width(key) and any(abs(p.r - 1) < 1e-9 for p, _ in self.box.jumps):
+        if _is_clip_width(key) and any(_is_at_1(point) for point, _ in self.box.jumps):
             yield 0.0
         jumps = [
-            (p, middle)
-            for p, middle in self.box.jumps
-            if not p.unsure or "entropy" in self.objective.reads
+            (point, middle)
+            for point, middle in self.box.jumps
+            if not point.unsure or "entropy" in self.objective.reads
         ]
-        targets = [*jumps, *self._smooth(continuous_at[key])]
+        targets = [*jumps, *self._continuous_points(continuous_at[key])]
         if not targets:
             return
         lo, hi = SEARCH_RANGE.get(key, DEFAULT_RANGE)
-        weights = ClosedFormWeights(self.objective, [p for p, _ in targets])
-        target_weights = np.array([middle for _, middle in targets])
-        ends = [np.sign(weights(hp | {key: x}) - target_weights) for x in (lo, hi)]
-        if bracketed := np.flatnonzero(ends[0] != ends[1]).tolist():
-            signs_at_lo = ends[0][bracketed]
-            try:  # all at once: closed forms are elementwise, in their hyperparameters too
-                yield from self._solve(
-                    hp, key, [targets[i] for i in bracketed], lo, hi, signs_at_lo
-                )
-            except (
-                ValueError,
-                TypeError,
-                RuntimeError,
-            ):  # but for `c or inf`, and those that take the mask
-                for i, sign in zip(bracketed, signs_at_lo, strict=True):
-                    yield from self._solve(hp, key, [targets[i]], lo, hi, sign)
+        weights = ClosedFormWeights(self.objective, [point for point, _ in targets])
+        target_weights = np.array([weight for _, weight in targets])
+        signs_at_lo = np.sign(weights(hp | {key: lo}) - target_weights)
+        signs_at_hi = np.sign(weights(hp | {key: hi}) - target_weights)
+        bracketed = np.flatnonzero(signs_at_lo != signs_at_hi).tolist()
+        if not bracketed:
+            return
+        signs = signs_at_lo[bracketed]
+        try:
+            yield from self._solve(
+                hp, key, [targets[i] for i in bracketed], lo, hi, signs
+            )
+        except NOT_ELEMENTWISE:
+            for i, sign in zip(bracketed, signs, strict=True):
+                yield from self._solve(hp, key, [targets[i]], lo, hi, sign)
 
-    def _smooth(self, continuous: np.ndarray) -> list[tuple[Point, float]]:
+    def _continuous_points(self, continuous: np.ndarray) -> list[tuple[Point, float]]:
         """A few points at which the weight is continuous in a hyperparameter."""
         indices = np.flatnonzero(continuous & ~self.closed_form.unsure)
         if not len(indices):
@@ -499,6 +504,11 @@ def in_range(objective: Objective, hp: dict[str, Any]) -> bool:
     except InputError:
         return False
     return True
+
+
+def _is_at_1(point: Point) -> bool:
+    """Whether the ratio of this point is 1."""
+    return abs(point.r - 1) < 1e-9
 
 
 def _is_clip_width(key: str) -> bool:

@@ -18,7 +18,7 @@ from upref.verify.explain import cause_if_confirmed_at
 from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.faults.corrections import corrected
 from upref.verify.faults.losses import LossFault
-from upref.verify.finding import NO_CAUSE, Example, TokenPlace, number_pair
+from upref.verify.finding import NO_CAUSE, Cause, Example, TokenPlace, number_pair
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import gradient_distance, tolerance
@@ -130,44 +130,24 @@ def _finding(
     case: LossCase,
     name: str,
     batch: Rollouts,
-    off: Tensor,
+    errors: Tensor,
     found: Tensor,
     ids: tuple[str, ...],
     dtype: str = "",
 ) -> Finding:
     """The finding; its numbers are those of the batch that is shown: one token or one
     response where that still shows it, else how the whole batch is made."""
-    (i, t), of_size = worst(off), () if dtype else _of_size(case, name)
-    why = next(
-        filter(
-            None,
-            (
-                cause_if_confirmed_at(
-                    case, known_fault, batch, (i, t), found[i, t].item()
-                )
-                for known_fault in of_size
-            ),
-        ),
-        NO_CAUSE,
-    )
-    columns = [t], list(range(int(batch.mask[i].nonzero().max()) + 1))
-    if dtype:
-        rows = []
-    else:
-        rows = [
-            c
-            for k in columns
-            if (c := cut(replace(batch, group=None), [i], k)) is not None
-        ]
-    for small in (c for c in map(case.ready, rows) if c.mask.numel() <= 32):
-        if (small_errors := _errors(case, small)).max() > 10 * case.tol:
-            batch, found, (i, t), shown = (
-                small,
-                case.weights(small),
-                worst(small_errors),
-                example(case, small),
-            )
-            break
+    i, t = worst(errors)
+    why = NO_CAUSE
+    if not dtype:
+        why = _cause_of_size(case, name, batch, (i, t), found[i, t].item())
+    smaller = None if dtype else _small_batch(case, batch, i, t)
+    shown: Example | None
+    if smaller is not None:
+        batch, errors = smaller
+        found = case.weights(batch)
+        i, t = worst(errors)
+        shown = example(case, batch)
     else:
         hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
         arguments = (
@@ -186,15 +166,47 @@ def _finding(
     where_words = (
         f"column {t + 1}, in a response of {n} token{'s' if n > 1 else ''}{dtype}"
     )
-    weights = case.expected(batch)[i, t].item(), found[i, t].item()
     return fail(
         "unusual-inputs",
         AXES[name].words,
-        *weights,
+        case.expected(batch)[i, t].item(),
+        found[i, t].item(),
         shown,
         why,
         place=TokenPlace(numbers=where, remark=where_words),
     )
+
+
+def _small_batch(
+    case: LossCase, batch: Rollouts, i: int, t: int
+) -> tuple[Rollouts, Tensor] | None:
+    """One token of a batch, else its response, as a batch of up to 32 slots whose
+    weights are wrong too, and the errors; None where there is none.
+    """
+    response = list(range(int(batch.mask[i].nonzero().max()) + 1))
+    without_groups = replace(batch, group=None)
+    for columns in ([t], response):
+        part = cut(without_groups, [i], columns)
+        if part is None:
+            continue
+        small = case.ready(part)
+        if small.mask.numel() > 32:
+            continue
+        errors = _errors(case, small)
+        if errors.max() > 10 * case.tol:
+            return small, errors
+    return None
+
+
+def _cause_of_size(
+    case: LossCase, name: str, batch: Rollouts, at: tuple[int, int], found: float
+) -> Cause:
+    """The cause of a wrong weight, among faults that ordinary batches do not show."""
+    for known_fault in _of_size(case, name):
+        cause = cause_if_confirmed_at(case, known_fault, batch, at, found)
+        if cause:
+            return cause
+    return NO_CAUSE
 
 
 def _of_size(case: LossCase, name: str) -> Iterator[LossFault]:
