@@ -310,7 +310,7 @@ def _numeric(objective: Objective, hp: dict[Any, Any]) -> tuple[list[str], bool]
     # with one ratio each, the shares of a group would not move
     mask = (r < 4) | (A > 0) | ("group" not in objective.reads)
     batch = Rollouts(lp, lp_old, A, mask, entropy=r / 2)
-    gradient = torch.autograd.grad(objective(batch, **hp), lp)[0]
+    (gradient,) = torch.autograd.grad(objective(batch, **hp), lp)
     ok = (gradient - objective.gradient(batch, **hp)).abs().max().item() < 1e-12
     steps = [f"  {'r':>6} " + " ".join(f"{x:8.2f}" for x in r[0].tolist())]
     steps += [

@@ -158,7 +158,7 @@ def _unknown(batch: RecordedBatch) -> ReplayFinding:
     of any.
     """
     if batch.group is not None:
-        sizes = batch.group.unique(return_counts=True)[1]
+        _, sizes = batch.group.unique(return_counts=True)
         low = int(sizes.min())
         high = int(sizes.max())
         if low < high:
@@ -173,7 +173,7 @@ def _certain_groups(batch: RecordedBatch) -> bool:
     prompt, such groups have several sizes.
     """
     assert batch.group is not None
-    sizes = batch.group.unique(return_counts=True)[1]
+    _, sizes = batch.group.unique(return_counts=True)
     return PROMPTS_READ not in batch.meta or bool(
         ((sizes == sizes[0]) & (sizes > 1)).all()
     )

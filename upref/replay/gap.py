@@ -336,7 +336,7 @@ def _first_draws(batch: RecordedBatch) -> Tensor:
     if batch.group is not None:
         context = context + (batch.group * factors[0])[:, None]
     trained = batch.mask.nonzero()
-    number = context[batch.mask].unique(return_inverse=True)[1]
+    _, number = context[batch.mask].unique(return_inverse=True)
     places = torch.arange(len(number))
     first = torch.full((int(number.max()) + 1,), len(number)).scatter_reduce(
         0, number, places, "amin"

@@ -342,7 +342,7 @@ def allowed(goal: Goal, case: StepCase, bound: torch.dtype | float | None) -> fl
     with Rounded(bound):
         rounded = Forward(case.forward.model, case.rows, goal.temperature)
         rounded_gradient = expected(goal, rounded, case.b).sum(0)
-        lp = rounded.statistics()[0]
+        lp, *_ = rounded.statistics()
     change = (lp - case.forward.statistics()[0]).detach()
     mask = case.b.mask
     if goal.o.level in REDUCE:

@@ -357,7 +357,7 @@ def _explained(
                     InputError
                 ):  # no backward pass: of a cache that is written in place
                     break
-                residual = best_factors(rows_of_variant, g)[1]
+                _, residual = best_factors(rows_of_variant, g)
                 closest.append((residual, cause, variant, batch))
                 if makes(rows_of_variant):
                     return [cause]
@@ -373,7 +373,7 @@ def _explained(
                     return said
         return []
 
-    on_policy_residual = best_factors(expected(goal, forward, on_policy), g)[1]
+    _, on_policy_residual = best_factors(expected(goal, forward, on_policy), g)
     said = (min(left, on_policy_residual) > span and among(quick)) or reads(
         NO_CAUSE, forward, None, k if left <= span else None
     )
@@ -390,7 +390,7 @@ def _explained(
     for _, cause, variant, batch in sorted(farther, key=lambda x: x[0])[: 2 * READ]:
         if not said:
             with suppress(InputError):
-                residual = best_factors(expected(goal, variant, batch), g)[1]
+                _, residual = best_factors(expected(goal, variant, batch), g)
                 closest.append((residual, cause, variant, batch))
     for _, cause, variant, batch in sorted(closest, key=lambda x: x[0])[:READ]:
         said = said or reads(cause, variant, batch=batch)

@@ -500,8 +500,8 @@ def _together(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 return _attending(model, right, "", ids, id="").change()
 
             def same(one: Forward, other: Forward) -> bool:
-                lp = one.statistics()[0]
-                other_lp = other.statistics()[0]
+                lp, *_ = one.statistics()
+                other_lp, *_ = other.statistics()
                 return torch.allclose(lp, other_lp, rtol=0, atol=SAME)
 
             apart = joined_by(lambda k: k)

@@ -58,7 +58,7 @@ class Reference:
         change = _slope(goal, self.forward, self.b) - self.slope
         changed_rows = self.rows
         if float(change.norm()) > 1e-9 * float(self.slope.norm()):
-            lp = self.forward.statistics()[0]
+            lp, *_ = self.forward.statistics()
             changed_rows = self.rows + self.forward.by_row((change * lp).sum())
         want = clipped(self.rows.sum(0), self.goal.clip)
         found = clipped(changed_rows.sum(0), goal.clip)

@@ -293,7 +293,8 @@ class Loss:
             return torch.autograd.grad(value, leaves, allow_unused=True)
 
         try:
-            return list(call_guarded(f"the backward pass of {self.name}", backward)[0])
+            gradients, _ = call_guarded(f"the backward pass of {self.name}", backward)
+            return list(gradients)
         except InputError:
             if freed:
                 return nothing
@@ -501,7 +502,8 @@ class Loss:
         backward = partial(
             torch.autograd.grad, outcome.value * times, full[role], allow_unused=True
         )
-        return call_guarded(f"the backward pass of {self.name}", backward)[0][0]
+        (gradient,), _ = call_guarded(f"the backward pass of {self.name}", backward)
+        return gradient
 
     def gradient_in_layout(self, batch: Rollouts, layout: str) -> Tensor:
         """Measure dJ/dlp where each tensor of two dimensions has another layout.
@@ -591,7 +593,8 @@ class Loss:
             ranks: the number of data-parallel ranks that the loss is told.
             **overrides: hyperparameters with other values.
         """
-        return self.outcome(batch, ranks, **overrides)[1]
+        _, gradient = self.outcome(batch, ranks, **overrides)
+        return gradient
 
     def __call__(self, batch: Rollouts, **overrides: Any) -> Tensor:
         originals = self.given(batch)

@@ -151,7 +151,8 @@ class LossCase:
         Returns:
             dJ/dlp of every token, [B, T].
         """
-        return self.value_and_gradient(batch, ranks, **overrides)[1]
+        _, gradient = self.value_and_gradient(batch, ranks, **overrides)
+        return gradient
 
     def weights(self, batch: Rollouts) -> Tensor:
         """The loss's own dJ_t/dlp_t, its aggregation divided out.

@@ -152,7 +152,7 @@ def loss_scale(case: LossCase) -> list[Finding]:
     """
     batch = _batch(case)
     loss = case.loss
-    gradient = case.kept_value_and_gradient(batch)[1]
+    _, gradient = case.kept_value_and_gradient(batch)
     for times, (words, why_times) in SCALES.items():
         into = loss.ask("gradient_by_input", batch, "logp", times)
         if into is None:
@@ -396,7 +396,7 @@ def data_parallel(case: LossCase) -> list[Finding]:
         A failure with the first number of ranks that differs.
     """
     batch = _batch(case)
-    gradient = case.kept_value_and_gradient(batch)[1]
+    _, gradient = case.kept_value_and_gradient(batch)
     for ranks in RANKS:
         mean = _mean(case, batch, ranks)
         distances = gradient_distance(mean, gradient, batch.mask, tolerance(case))

@@ -45,7 +45,7 @@ def in_training(case: LossCase) -> list[Finding]:
     """
     batch = case.grid(thin=5)
     roles = [role for role in (*FIXED, "entropy") if role in case.loss.reads]
-    leaf = case.kept_value_and_gradient(batch)[1]
+    _, leaf = case.kept_value_and_gradient(batch)
     try:
         if found := _differs(case, batch, leaf, (), NETWORK):
             return found

@@ -571,7 +571,8 @@ def aggregation(case: LossCase) -> list[Finding]:
 def value(case: LossCase) -> list[Finding]:
     """The value of the loss; a difference without effect on the gradient is a note."""
     for n, batch in enumerate(_random_batches(case, 0, _many(case))[:10]):
-        found = case.kept_value_and_gradient(batch)[0].item()
+        found_value, _ = case.kept_value_and_gradient(batch)
+        found = found_value.item()
         expected = case.objective.loss(batch, **case.hp).item()
         if not math.isfinite(found):
             return [
