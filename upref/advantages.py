@@ -12,13 +12,13 @@ is not finite, shapes and dtypes that do not fit, ddof other than 0 and 1. In a 
 ignored is dropped beforehand.
 """
 
-import difflib
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from upref import catalog
 from upref.errors import InputError
 from upref.tensors import describe, is_materialized
 
@@ -201,12 +201,7 @@ def get(name: str) -> Callable[..., Tensor]:
         The estimator, a function of (rewards [B], group [B]).
     """
     if not isinstance(name, str) or name not in ADVANTAGES:
-        similar = difflib.get_close_matches(str(name), ADVANTAGES, n=1)
-        if similar:
-            hint = f"did you mean {similar[0]!r}?"
-        else:
-            hint = f"choose one of {', '.join(ADVANTAGES)}."
-        raise InputError(f"there is no advantage named {name!r}: {hint}")
+        raise catalog.unknown_advantage(name, ADVANTAGES)
     return ADVANTAGES[name]
 
 

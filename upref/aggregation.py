@@ -23,11 +23,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from upref import catalog
 from upref.errors import InputError
 from upref.tensors import describe, is_materialized
 
-# the one aggregation that needs a number of its own
-BY_LENGTH = "seq-mean-token-sum-norm"
+BY_LENGTH = catalog.BY_LENGTH  # the one that needs a number of its own
 AGGREGATIONS = (
     "token-mean",
     "group-token-mean",

@@ -14,7 +14,7 @@ tier, *paper only*, holds the others.
 import difflib
 import sys
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from upref import description
 from upref.errors import InputError
 from upref.files import require_readable
 
+BY_LENGTH = "seq-mean-token-sum-norm"  # divides by a length that no objective has
 FIELDS = ("level", "agg", "paper")
 TRAINERS = Path(__file__).parent / "trainers.toml"
 PAPER = "fan2026up"
@@ -104,6 +105,65 @@ def require(*names: str) -> None:
         known = facts()
         if "(" not in name and name not in known:
             raise unknown(name, known)
+
+
+def require_estimators(kl: str, advantage: str, agg: str) -> None:
+    """Refuse a word that names no estimator, or no aggregation.
+
+    Args:
+        kl: of a KL estimator, or "".
+        advantage: of an advantage estimator, or "".
+        agg: of an aggregation, or "".
+
+    Raises:
+        InputError: the message lists the names, or the nearest.
+    """
+    if kl and kl not in (known := description.names_of("kl", "ESTIMATORS")):
+        raise unknown_kl(kl, known)
+    known = description.names_of("advantages", "ADVANTAGES")
+    if advantage and advantage not in known:
+        raise unknown_advantage(advantage, known)
+    if agg and agg not in (
+        known := description.names_of("aggregation", "AGGREGATIONS")
+    ):
+        raise unknown_aggregation(agg, known)
+
+
+def unknown_kl(name: str, known: Iterable[str]) -> InputError:
+    """Return the error for a name that no KL estimator has.
+
+    Args:
+        name: that a user typed.
+        known: names of estimators.
+    """
+    return InputError(
+        f"there is no KL estimator named {name!r}: choose one of {', '.join(known)}."
+    )
+
+
+def unknown_advantage(name: str, known: Collection[str]) -> InputError:
+    """Return the error for a name that no advantage estimator has.
+
+    Args:
+        name: that a user typed.
+        known: names of estimators.
+    """
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = (
+        f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}."
+    )
+    return InputError(f"there is no advantage named {name!r}: {hint}")
+
+
+def unknown_aggregation(name: str, known: Iterable[str]) -> InputError:
+    """Return the error for a name that no aggregation has.
+
+    Args:
+        name: that a user typed.
+        known: names of aggregations.
+    """
+    able = ", ".join(one for one in known if one != BY_LENGTH)
+    return InputError(f"unknown aggregation {name!r}: choose from {able}.")
 
 
 def require_loss(word: str) -> None:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from upref import description, kl as kl_estimators
+from upref import catalog, description, kl as kl_estimators
 from upref.aggregation import (
     AGGREGATIONS,
     BY_LENGTH,
@@ -231,8 +231,7 @@ class Objective:
                 "seq-mean-token-sum, and multiply the loss by L in a wrapper (or give it L = 1, if L is an argument)."
             )
         if agg not in AGGREGATIONS:
-            known = ", ".join(name for name in AGGREGATIONS if name != BY_LENGTH)
-            raise InputError(f"unknown aggregation {agg!r}: choose from {known}.")
+            raise catalog.unknown_aggregation(agg, AGGREGATIONS)
         if agg == "seq-mean" != self.agg and self.level == "token":
             raise InputError(
                 f"seq-mean averages one term per response, and {self.name} has one per token: "

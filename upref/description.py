@@ -172,6 +172,24 @@ def digest(file: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def names_of(module: str, table: str) -> list[str]:
+    """Return the names in a table of a module of upref, without running the module.
+
+    Args:
+        module: such as `kl`.
+        table: a tuple of text, a dictionary with keys of text, or
+            `{f.__name__: f for f in (...)}`.
+    """
+    constants = dict(_constants(syntax_tree(FOLDER.parent / f"{module}.py")))
+    match constants[table]:
+        case ast.DictComp(generators=[ast.comprehension(iter=ast.Tuple(elts=found))]):
+            return [ast.unparse(name) for name in found]
+        case ast.Dict(keys=found):
+            return [ast.literal_eval(name) for name in found if name is not None]
+        case found:
+            return list(ast.literal_eval(found))
+
+
 # ---- a file's syntax tree ------------------------------------------------------------
 @cache
 def syntax_tree(path: Path) -> ast.Module:

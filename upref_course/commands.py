@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from upref.cli.verb import Verb, add_time_limit
+from upref_course import require_exercise
 
 
 def _learn_arguments(c: argparse.ArgumentParser) -> None:
@@ -18,6 +19,11 @@ def _learn_arguments(c: argparse.ArgumentParser) -> None:
         help="write lessonNN.py here; if it exists, grade it",
     )
     add_time_limit(c, 60)
+
+
+def _refuse_learn(args: argparse.Namespace) -> None:
+    if args.lesson:  # of 0 the run tells that there is nothing to grade
+        require_exercise(args.lesson)
 
 
 def _learn(args: argparse.Namespace) -> int:
@@ -91,6 +97,7 @@ LEARN = Verb(
     _learn_arguments,
     _learn,
     "your function",
+    _refuse_learn,
 )
 EXPLORER = Verb(
     "write an interactive HTML page: Cap maps, weights and a small policy",

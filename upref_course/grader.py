@@ -14,7 +14,7 @@ from upref.errors import InputError
 from upref.files import write_atomically
 from upref.user_code.load import load
 from upref.verify.oracle import discover
-from upref_course import lessons
+from upref_course import lessons, require_exercise
 from upref_course.exercise import Exercise, located
 from upref_course.verdict import ExerciseVerdict, judged, unfilled
 
@@ -66,15 +66,11 @@ def exercises() -> list[Exercise]:
 
 def exercise(number: int) -> Exercise:
     """The one of that lesson; InputError where there is none."""
-    every = {e.number: e for e in exercises()}
     if number == 0:
         page = located(READINGS[0].page)
         raise InputError(f"lesson 0, the loop, has no exercise. Read it: {page}")
-    if number not in every:
-        raise InputError(
-            f"there is no lesson {number}: the course has lessons {min(every)} to {max(every)}."
-        )
-    return every[number]
+    require_exercise(number)
+    return next(e for e in exercises() if e.number == number)
 
 
 def write(e: Exercise, folder: Path) -> bool:

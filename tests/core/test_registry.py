@@ -237,6 +237,14 @@ def test_the_capacities_are_those_of_the_objectives():
     assert "0.0028" in description.capacity_text("dapo")  # README's example
 
 
+def test_the_tables_of_estimators_are_read_as_they_are():
+    """By their text, and by running their modules."""
+    tables = (("kl", "ESTIMATORS"), ("advantages", "ADVANTAGES"), ("aggregation", "AGGREGATIONS"))  # fmt: skip
+    for module, table in tables:
+        found = getattr(importlib.import_module(f"upref.{module}"), table)
+        assert description.names_of(module, table) == list(found)
+
+
 def test_a_capacity_of_another_file_is_not_shown(monkeypatch):
     assert description.capacity_text("dapo")
     monkeypatch.setattr(description, "digest", lambda file: "another")
@@ -301,7 +309,8 @@ def test_the_trainers_are_those_of_the_audits():
 LIGHT = ("list", "list --json", "list --all --json", "list --markdown", "show dapo", "show bandpo_kl --json",
          "show dap", "check x.py:loss --as dapo", "check no:loss --as dap", "cap dap", "identify nope",
          "weights dap", "derive dap", "replay . --as dap", "replay . --against dap", "recipe dap --in verl",
-         "replay nothing.npz", "badge nothing.json",
+         "check x.py:loss --as-kl k9", "check x.py:loss --as-advantage group_nor", "check x.py:loss --as dapo --agg mean",
+         "replay nothing.npz", "badge nothing.json", "learn 99",
          "audit nobody", "audit verl --report nothing", "audit verl --ledger", "audit verl --ledger --json")  # fmt: skip
 ANSWERED = (
     "list",

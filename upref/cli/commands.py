@@ -28,6 +28,8 @@ def refuse(args: argparse.Namespace) -> None:
     Raises:
         InputError: what is wrong, and the nearest names.
     """
+    if args.command == "check":
+        catalog.require_estimators(args.as_kl, args.as_advantage, args.agg)
     losses = []
     objectives = []
     if args.command in ("check", "identify"):

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref import kl
-from upref.errors import InputError
+from upref import catalog, kl
 from upref.user_code.kl import Term, read
 from upref.verify.faults import Fault, known, measured
 from upref.verify.faults.kl import Formula
@@ -538,9 +537,7 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     """
     start = time.perf_counter()
     if not isinstance(estimator, str) or estimator not in kl.ESTIMATORS:
-        raise InputError(
-            f"there is no KL estimator named {estimator!r}: choose one of {', '.join(kl.ESTIMATORS)}."
-        )
+        raise catalog.unknown_kl(estimator, kl.ESTIMATORS)
     validate_names(ORACLES, skip)
     term = read(fn)
     found, ran = run(ORACLES, KlCase(term, estimator), skip)
