@@ -467,9 +467,9 @@ class Loss:
         outcome = replace(
             outcome, value=outcome.value.detach(), printed=outcome.printed or printed
         )
-        return outcome, torch.zeros_like(logp) if gradient is None else 0 - _plain(
-            gradient
-        )
+        if gradient is None:
+            return outcome, torch.zeros_like(logp)
+        return outcome, _negated(gradient)
 
     def gradient_by_input(
         self, batch: Rollouts, role: str, times: float = 1.0
@@ -538,7 +538,7 @@ class Loss:
         (gradient,), _ = call_guarded(f"the backward pass of {self.name}", backward)
         if gradient is None:
             return torch.zeros_like(batch.logp)
-        return 0 - _plain(gradient).contiguous()
+        return _negated(gradient).contiguous()
 
     def seeded(self, batch: Rollouts, seed: int) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp) after every generator has this seed.
@@ -668,6 +668,11 @@ def _plain(x: Tensor) -> Tensor:
     if type(x) is Tensor or type(x) is torch.nn.Parameter:
         return x
     return x.as_subclass(Tensor)
+
+
+def _negated(gradient: Tensor) -> Tensor:
+    """The gradient of J, from that of the loss; 0 stays 0, and does not become -0."""
+    return 0 - _plain(gradient)
 
 
 def _plus(like: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:

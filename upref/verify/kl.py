@@ -165,9 +165,9 @@ def value_and_slope(
         """The rows as one, each from its first place in d."""
         return torch.cat([row.roll(-SHIFT * i) for i, row in enumerate(x)])
 
-    return in_order(k.detach()), torch.zeros_like(
-        d.repeat(len(levels))
-    ) if gradient is None else in_order(gradient)
+    if gradient is None:
+        return in_order(k.detach()), torch.zeros_like(d.repeat(len(levels)))
+    return in_order(k.detach()), in_order(gradient)
 
 
 def _relative_error(x: Tensor, y: Tensor) -> Tensor:

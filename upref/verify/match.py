@@ -67,7 +67,7 @@ class ClosedFormWeights:
         """Yield rows of points, and the function from hyperparameters to their
         weights.
         """
-        objective, n = self.objective, len(self.r)
+        objective = self.objective
         if objective.level != "custom":
             have = {
                 "mu": self.mu,
@@ -78,19 +78,17 @@ class ClosedFormWeights:
             x = np.log(self.r) if objective.reads_log_r else self.r
             extra = {k: have[k] for k in objective.reads}
             yield (
-                np.arange(n),
+                np.arange(len(self.r)),
                 lambda **hp: objective.closed_form(x, self.A, **extra, **hp),
             )
             return
         for unsure in (False, True):
             indices = np.flatnonzero(self.unsure == unsure)
-            for rows in (
-                np.split(indices, len(indices))
-                if objective.batch_coupled and len(indices)
-                else [indices]
-                if len(indices)
-                else []
-            ):
+            if not len(indices):
+                continue
+            # of a form that reads the whole batch, each point is a batch of its own
+            parts = len(indices) if objective.batch_coupled else 1
+            for rows in np.split(indices, parts):
                 yield rows, self._free(rows, unsure)
 
     def _free(self, rows: np.ndarray, unsure: bool) -> Any:

@@ -65,17 +65,11 @@ class Correction:
     def __str__(self) -> str:
         out = ["ρ" if self.inside else "1"]
         if self.low > 0:
-            out.append(
-                f"0 below {self.low:.6g}"
-                if self.cut_low
-                else f"at least {self.low:.6g}"
-            )
+            start = "0 below" if self.cut_low else "at least"
+            out.append(f"{start} {self.low:.6g}")
         if self.high < math.inf:
-            out.append(
-                f"0 above {self.high:.6g}"
-                if self.cut_high
-                else f"at most {self.high:.6g}"
-            )
+            start = "0 above" if self.cut_high else "at most"
+            out.append(f"{start} {self.high:.6g}")
         return ", ".join(out)
 
 
