@@ -216,7 +216,7 @@ def _ties(
             place = TokenPlace(
                 sign,
                 numbers={"r": k},
-                remark="exactly on a bound, where < in place of <=, or rounding, decides",
+                remark="exactly on a bound, where < in place of <=, rounding, or clamp in torch 2.14 decides",
             )
             out.append(
                 note(
