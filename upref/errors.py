@@ -33,8 +33,7 @@ class OutOfMemory(Gone):
 @contextmanager
 def importing(framework: str) -> Iterator[None]:
     """Turn whatever a framework that is not installed, or half installed, raises into
-    one
-    sentence.
+    one sentence.
 
     Args:
         framework: its name.

@@ -264,8 +264,7 @@ def sides(
 
     Returns:
         (row, gradient) of each such token, or of each response where the objective
-            clips
-        responses.
+        clips responses.
     """
     lp, H, Z = forward.statistics()
 

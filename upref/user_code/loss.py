@@ -211,14 +211,12 @@ class Loss:
 
         Args:
             inputs: the inputs; what the loss writes to them is found by comparing them
-                with
-                `originals`.
+                with `originals`.
             originals: the same numbers in other tensors.
             batch: the batch that the inputs are of.
             overrides: hyperparameters with other values.
             leaves: the tensors from which inputs were computed, that of log_prob first;
-                by
-                default they are the inputs.
+                by default they are the inputs.
 
         Returns:
             The value, and what else the call did.
@@ -438,9 +436,8 @@ class Loss:
             batch: the batch.
             ranks: the number of data-parallel ranks that the loss is told.
             wanting: roles of further inputs that need a gradient, which are then
-                computed from
-                leaves as in training; None: log_prob is a leaf and the others need
-                    none.
+                computed from leaves as in training; None: log_prob is a leaf and the
+                others need none.
             overrides: hyperparameters with other values.
 
         Returns:

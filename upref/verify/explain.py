@@ -330,8 +330,8 @@ def cause_if_confirmed_at(
     found: float,
     *more: Rollouts,
 ) -> Cause:
-    """The same, of a fault that has the weight found at this token of the batch, where the
-    reference has another.
+    """The cause of a fault, as by `cause_if_confirmed`, that also has the weight found
+    at this token of the batch, where the reference has another.
 
     Args:
         case: the loss and its objective.
@@ -359,9 +359,10 @@ def cause_if_confirmed_at(
 def holds_on_other_batches(
     case: LossCase, change: Callable[[Rollouts], tuple[Tensor, Tensor]], *more: Rollouts
 ) -> bool:
-    """The same of a cause that is no change of the weights: whether what is found is
-    what the change makes of the reference, on every one of those batches that the loss
-    takes, three at least.
+    """Whether what is found is what a change makes of the reference, on every one of
+    `confirmation_batches` that the loss takes, three at least.
+
+    For a cause that is no change of the weights.
 
     Args:
         case: the loss and its objective.

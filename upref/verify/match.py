@@ -129,8 +129,8 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """It agrees, and not in a limit: sapo at tau -> 0 is another objective's
-        weight.
+        """Whether it agrees, and not in a limit: sapo at tau -> 0 is another
+        objective's weight.
         """
         return self.curve.explains(self.hp, self.miss)
 

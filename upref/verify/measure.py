@@ -301,14 +301,14 @@ class LossCase:
 
     @property
     def wrong(self) -> bool:
-        """The weights or their aggregation are wrong: what follows from that is not
-        said again.
+        """Whether the weights or their aggregation are wrong: what follows from that is
+        not said again.
         """
         return bool(self.failed & {"gradient", "aggregation"})
 
     @property
     def single(self) -> bool:
-        """It computes in float32."""
+        """Whether the loss computes in float32."""
         return self.tol >= SINGLE
 
     # ---- batches ---------------------------------------------------------------------
@@ -348,7 +348,9 @@ class LossCase:
 
     @property
     def one_adv(self) -> bool:
-        """Also where the paper's action is the whole response: RLOO, W-REINFORCE."""
+        """Whether a response has one advantage, as also where the paper's action is the
+        whole response: RLOO, W-REINFORCE.
+        """
         by_response = (
             self.objective.agg == "seq-mean-token-sum"
             and self.objective.adv

@@ -78,7 +78,7 @@ class Audit(Result):
 
     @property
     def explained(self) -> bool:
-        """Each row agrees, or differs for reasons that leave no difference."""
+        """Whether each row agrees, or differs for reasons that leave no difference."""
         return all(row.ok for row in self.rows)
 
     def data(self) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class ComparisonRow:
 
     @property
     def ok(self) -> bool:
-        """Agrees, or differs for reasons that leave no difference."""
+        """Whether it agrees, or differs for reasons that leave no difference."""
         return self.remains <= self.tol
 
     @property

@@ -96,8 +96,8 @@ def is_rloo(cls: type) -> bool:
 
 
 def token_advantages(cls: type) -> bool:
-    """GRPOTrainer's own loss takes advantages [B, T] too; RLOO's and those that
-    subclasses write, [B].
+    """Whether the loss takes advantages [B, T] too: GRPOTrainer's own does; RLOO's and
+    those that subclasses write take [B].
     """
     return getattr(cls, "_compute_loss", None) is trl().GRPOTrainer._compute_loss
 

@@ -53,7 +53,7 @@ class AdvantageCase:
 
     @property
     def wrong(self) -> bool:
-        """What follows from wrong values is not said again."""
+        """Whether the values are wrong: what follows from that is not said again."""
         return bool(self.failed & {"values", "uneven-groups"})
 
     def batch(self, b: RewardBatch) -> RewardBatch:

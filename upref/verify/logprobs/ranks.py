@@ -126,8 +126,7 @@ def compared(
 
     Yields:
         A failure of the first rank that differs; a note on whether the ranks' gradients
-            of
-        hidden states are added up already.
+        of hidden states are added up already.
     """
     all_outcomes = outcomes(kernel, problem, ranks)
     h = "gradient of hidden"

@@ -142,8 +142,9 @@ def _by(make: Callable[..., Rollouts]) -> Callable[[list[Any]], Rollouts]:
 def _moved_for(
     case: LossCase, weight: Callable[..., Any], make: Callable[[list[Any]], Rollouts]
 ) -> bool:
-    """make: a batch of tokens (A, mu, r), each the first of its row where others stand
-    behind it.
+    """Whether a bound is wrong for tokens of all probabilities alike.
+
+    make: a batch of tokens (A, mu, r), each the first of its row where a row has more.
     """
     for A in (1.0, -1.0):
         # one bound at every π_old: side, what lives beside it, the how manieth of these
