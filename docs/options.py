@@ -18,8 +18,8 @@ def _code(text: str) -> str:
 
 
 def _noticed(option: Option) -> bool:
-    """Return whether a build is red with each value: a case fails, or none can run. A
-    reason stands where neither is so, or where the option cannot be measured here.
+    """Return whether a build is red with each value: a case fails or cannot run. A
+    reason stands where this is not so, or where the option cannot be measured here.
     """
     return not option.why
 
@@ -88,11 +88,9 @@ def _row(option: Option, one: Mapping[str, Any]) -> str:
     )
     value = value.removeprefix(f"{option.name} = ").replace("|", "\\|")
     error = f"{one['error']:.1e}" if "error" in one else ""
-    found = (
-        _code(one["case"])
-        if one["case"]
-        else f"none can run: {one['said'].replace('|', '&#124;')[:110]}"
-    )
+    found = _code(one["case"] or "")
+    if "said" in one:
+        found += f" cannot run: {one['said'].replace('|', '&#124;')[:110]}"
     return f"| {_code(_name(option))} | {_code(value)} | {found} | {error} |"
 
 

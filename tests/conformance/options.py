@@ -11,8 +11,8 @@ test fails.
 
 To measure an option, its value is replaced where the adapter makes the configuration,
 and nothing else: the adapter and the case do not know. First the case runs that the
-list names, then all others until one fails. Cases that fail on the unmodified release
-are left out. The results go to docs/steps/options/NAME.json.
+list names, then all others until one fails or cannot run: a build is red in both. Cases
+that fail on the unmodified release are left out. The results go to docs/steps/options/NAME.json.
 """
 
 import argparse
@@ -357,7 +357,7 @@ def results(name: str) -> dict[str, Any]:
 
 
 def measure(name: str, adapter: Any, option: Option, value: Any) -> dict[str, Any]:
-    """Run cases with another value of an option until one fails.
+    """Run cases with another value of an option until one fails or cannot run.
 
     Args:
         name: of the framework.
@@ -366,17 +366,20 @@ def measure(name: str, adapter: Any, option: Option, value: Any) -> dict[str, An
         value: the one that it gets.
 
     Returns:
-        The value, how many cases were compared, the case that failed or None, with the
-        error of its gradient; and what the cases said that could not run.
+        The value, how many cases passed before, and the case that did not, or None; of
+        one that failed the error of its gradient, of one that could not run what it
+        said.
     """
-    return {"to": value} | _until_one_fails(name, adapter, {option: value}, option.case)
+    return {"to": value} | _until_one_notices(
+        name, adapter, {option: value}, option.case
+    )
 
 
 def measure_together(
     name: str, adapter: Any, quiet: Sequence[Option]
 ) -> dict[str, list[dict[str, Any]]]:
     """Measure options of which no case is expected to notice any: all are altered at
-    once. Where a case does notice, or cannot run, the options are halved.
+    once. Where a case does notice, the options are halved.
 
     Args:
         name: of the framework.
@@ -403,8 +406,8 @@ def _halved(
         ((option, value),) = values.items()
         yield option, measure(name, adapter, option, value)
         return
-    together = _until_one_fails(name, adapter, values, FIRST, patient=False)
-    if together["case"] is None and "could not run" not in together:
+    together = _until_one_notices(name, adapter, values, FIRST)
+    if together["case"] is None:
         for option, value in values.items():
             yield option, {"to": value, **together, "with the others": True}
         return
@@ -413,27 +416,21 @@ def _halved(
         yield from _halved(name, adapter, {option: values[option] for option in half})
 
 
-def _until_one_fails(
-    name: str,
-    adapter: Any,
-    values: Mapping[Option, Any],
-    first: str,
-    patient: bool = True,
+def _until_one_notices(
+    name: str, adapter: Any, values: Mapping[Option, Any], first: str
 ) -> dict[str, Any]:
     """Run the cases that pass on the release, with other values of some options, until
-    one fails.
+    one does not pass.
 
     Args:
         name: of the framework.
         adapter: its adapter.
         values: the option -> its value.
         first: the case that runs first.
-        patient: go on where a case could not run, but for the first three.
     """
     known = read_expected_failures(HERE / f"{name}_xfails.toml")
     rest = [case for case in cases() if case.id != first]
-    found: dict[str, Any] = {"compared": 0, "case": None}
-    refused: list[str] = []
+    passed = 0
     for case in [CASES[first], *rest]:
         if case.id in known or adapter.supports(case):
             continue
@@ -445,27 +442,21 @@ def _until_one_fails(
                 )
             outcome = run(adapter, case, explain=False)
         if outcome.status is Status.COULD_NOT_RUN:
-            refused.append(outcome.reason)
-            if not patient or (len(refused) == 3 and not found["compared"]):
-                break
-            continue
-        found["compared"] += 1
+            return {"passed": passed, "case": case.id, "said": outcome.reason[:200]}
         if outcome.status is Status.FAILED:
-            found["case"] = case.id
+            found: dict[str, Any] = {"passed": passed, "case": case.id}
             if outcome.report is not None:
                 found["error"] = float(f"{outcome.report.error:.2g}")
-            break
-    if refused:
-        found["could not run"] = len(refused)
-        found["said"] = refused[0][:200]
-    return found
+            return found
+        passed += 1
+    return {"passed": passed, "case": None}
 
 
 def print_one(option: Option, one: Mapping[str, Any]) -> None:
     """Print an option, its other value, and the case that notices it."""
-    said = one["case"] or f"NO CASE of {one['compared']}"
-    if "could not run" in one:
-        said += f"; {one['could not run']} could not run: {one['said']}"
+    said = one["case"] or f"NO CASE of {one['passed']}"
+    if "said" in one:
+        said += f" cannot run: {one['said']}"
     print(f"{option.key} = {one['to']!r}: {said}", flush=True)
 
 

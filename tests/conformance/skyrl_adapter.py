@@ -130,22 +130,26 @@ class SkyRL:
             setattr(config.trainer.algorithm.cispo, key, value)
         config.trainer.micro_train_batch_size_per_gpu = self.micro_batch(case)
         config.trainer.policy.optimizer_config.max_grad_norm = case.clip or 0.0
+        config.trainer.policy_mini_batch_size = 8 // case.updates
         return config
 
     def step(self, model, rows, case):
         config = self.config(case)
         with on_cpu(), group_of_one():
-            every, mine = share(rows, case)
-            size = len(every) // case.updates
-            boundaries = [(i * size, (i + 1) * size) for i in range(case.updates)]
+            every, share_of_rank = share(rows, case)
+            size = config.trainer.policy_mini_batch_size
+            boundaries = [(i, i + size) for i in range(0, len(every), size)]
             trainer = object.__new__(RayPPOTrainer)
             trainer.cfg = config
-            data = trainer._normalize_advantages(batch(every), boundaries)[mine]
+            data = trainer._normalize_advantages(batch(every), boundaries)[
+                share_of_rank
+            ]
             worker = make_worker(model, config, case)
-            size = len(rows) // case.updates
-            for start in range(0, len(rows), size):
-                worker.forward_backward(data[start : start + size])
-                worker.optim_step()
+            mine = size * len(rows) // len(every)
+            for _ in range(config.trainer.update_epochs_per_batch):
+                for start in range(0, len(rows), mine):
+                    worker.forward_backward(data[start : start + mine])
+                    worker.optim_step()
 
 
 def share(rows, case):

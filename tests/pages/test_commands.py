@@ -62,8 +62,10 @@ IN_CI = (
     f"{SUITE} --adapter tests/upref_adapter.py:Mine --upref-xfails tests/upref_xfails.toml "
     "--suite 2026.11 --level 3 --upref-results results.json"
 )
+ADAPTERS_TEST = "tests/conformance/test_adapters.py::test_a_sample_agrees"
 SUITE_TEST = "tests/conformance/test_suite.py::test_the_command_and_the_list_of"
 ELSEWHERE = {
+    f"{SUITE} --adapter upref_frameworks.trl.adapter:TRL": (ADAPTERS_TEST, "target(name)"),
     "pip install .": ("tests/pages/test_release.py::test_the_installed_wheel_judges_a_loss", '"install"'),
     "pip wheel --no-deps -w vendor .": ("tests/pages/test_release.py::test_the_wheel_holds", '"wheel"'),
     'pip install ".[plot]"': ("tests/pages/test_release.py::test_the_install_lines_are_true", "optional-dependencies"),

@@ -89,12 +89,13 @@ class TRL:
                 return batch(rows, trainer.accelerator)
 
             trainer._generate_and_score_completions = generated  # noqa: SLF001
+            passes = trainer.args.steps_per_generation * trainer.args.num_iterations
             micro_batches = trainer.args.gradient_accumulation_steps
             trainer.current_gradient_accumulation_steps = micro_batches
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
             model.train()
             trained = trainer.accelerator.prepare(model) if case.ranks > 1 else model
-            for _ in range(case.updates):
+            for _ in range(passes // micro_batches):
                 for _ in range(micro_batches):
                     trainer.training_step(trained, {}, None)
                 if case.clip:

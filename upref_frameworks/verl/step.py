@@ -97,7 +97,9 @@ def trained(
             from upref_frameworks.verl import cpu as verl_cpu
         model.save_pretrained(folder)
         with verl_cpu.on_cpu():
-            settings = ActorConfig(**ACTOR | (actor or {}))
+            every = len(rows) * torch.distributed.get_world_size()
+            size = dict(ppo_mini_batch_size=every // mini_batches)
+            settings = ActorConfig(**ACTOR | size | (actor or {}))
             worker = TrainingWorker(
                 TrainingWorkerConfig(
                     model_type="language_model",
@@ -116,11 +118,10 @@ def trained(
             worker.reset()
             worker.set_loss_fn(partial(ppo_loss, config=settings))
             module = worker.engine.module
-            with watched(module, steps, updates * mini_batches):
+            # one more would be another number of steps than was asked for
+            with watched(module, steps, updates * mini_batches + 1):
                 for _ in range(updates):
-                    worker.train_mini_batch(
-                        _batch(rows, temperature, settings, mini_batches)
-                    )
+                    worker.train_mini_batch(_batch(rows, temperature, settings))
         # adapters like the worker's; their weights come from the record
         if (model_config or {}).get("lora_rank"):
             from peft import get_peft_model
@@ -323,11 +324,9 @@ def stop_unless_twin_agrees(settings: TwinSettings) -> str:
     return said
 
 
-def _batch(
-    rows: Sequence[Row], temperature: float, settings: Any, mini_batches: int = 1
-) -> Any:
+def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
     """As verl's trainer hands it to its workers: prompts padded left, responses right,
-    then without padding.
+    then without padding; and what it reads off the actor's configuration.
     """
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
@@ -357,17 +356,17 @@ def _batch(
         for k, v in {"old_log_probs": batch.old, "ref_log_prob": batch.ref}.items()
         if v is not None
     }
-    n = len(rows) // mini_batches * torch.distributed.get_world_size()
+    size = settings.ppo_mini_batch_size * settings.rollout_n
     plain = dict(
         temperature=temperature,
-        calculate_entropy=settings.entropy_coeff != 0,
+        calculate_entropy=settings.calculate_entropy or settings.entropy_coeff != 0,
         distillation_use_topk=False,
         distillation_only=False,
-        global_batch_size=n,
-        mini_batch_size=n,
-        epochs=1,
-        seed=0,
-        dataloader_kwargs={"shuffle": False},
+        global_batch_size=size,
+        mini_batch_size=size,
+        epochs=settings.ppo_epochs,
+        seed=settings.data_loader_seed,
+        dataloader_kwargs={"shuffle": settings.shuffle},
         compute_loss=True,
     )
     data = left_right_2_no_padding(tu.get_tensordict(tensors, {}))
