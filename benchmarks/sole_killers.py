@@ -36,10 +36,9 @@ ROOT = Path(__file__).parents[1]
 OUT = Path(__file__).with_name("sole_killers.json")
 PACKAGES = ("upref", "upref_frameworks", "upref_course", "paper", "repro")
 DAY = "not (smoke or site or nightly or slow)"
-SLOWEST = (
-    300  # seconds that the tests of one mutant may take before it counts as killed
-)
-NO_END = "no end"
+SLOWEST = 1800  # seconds that a run of tests may take
+NO_END = "no end"  # of a run that took longer: it tells nothing
+NO_TESTS = 5  # pytest's exit status where none was selected
 NEIGHBOURS = 1  # other files whose fast tests are tried
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
                ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}  # fmt: skip
@@ -56,7 +55,7 @@ class Mutant:
     before: str
     after: str
     tests: str  # the file of tests from whose imports it was drawn
-    killed_by: str = ""  # a file of fast tests
+    killed_by: str = ""  # a fast test; or NO_END
     slow: dict[str, bool] = field(default_factory=dict)  # slow test -> it failed
     seconds: float = 0.0  # of processor
 
@@ -233,9 +232,9 @@ class Copy:
             x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))
         ]
         failed = [line.split(" ", 1)[1].partition(" - ")[0] for line in said]
-        return failed or (
-            [done.stderr[-200:] or "error"] if done.returncode not in (0, 5) else []
-        )
+        if not failed and done.returncode not in (0, NO_TESTS):
+            return [tests[0]]  # pytest itself ended
+        return failed
 
     def passes(self, test: str, mutant: Mutant) -> bool:
         """Whether a test passes without the mistake of the mutant."""
@@ -248,21 +247,22 @@ class Copy:
             self.whole.add(test)
         return True
 
-    def notices(self, file: str, mutant: Mutant, slow: list[str]) -> bool:
-        """Whether a fast test of a file fails, which passes without the mistake.
+    def killer(self, file: str, mutant: Mutant, slow: list[str]) -> str:
+        """Find a fast test of a file that fails, and passes without the mistake.
 
         Args:
             file: of tests.
             mutant: whose mistake is in place, and is in place again afterwards.
             slow: names that are not fast.
+
+        Returns:
+            Its name; "" where there is none, NO_END where a run did not end.
         """
         while failed := self.fails(file, leave=(*slow, *self.broken)):
-            if failed == [NO_END]:
-                return True
-            if self.passes(failed[0], mutant):
-                return True
+            if failed == [NO_END] or self.passes(failed[0], mutant):
+                return failed[0]
             self.broken.update(failed)
-        return False
+        return ""
 
 
 def used() -> float:
@@ -289,11 +289,15 @@ def judge(mutant: Mutant, place: Copy, slow: dict[str, list[str]]) -> None:
     place.put(mutant, mutant.file)
     try:
         for file in (mutant.tests, *others):
-            if place.notices(file, mutant, listed):
-                mutant.killed_by = file
+            mutant.killed_by = place.killer(file, mutant, listed)
+            if mutant.killed_by:
                 return
         for name in slow[mutant.tests]:
-            mutant.slow[name] = bool(place.fails(name)) and place.passes(name, mutant)
+            failed = place.fails(name)
+            if failed == [NO_END]:
+                mutant.killed_by = NO_END
+                return
+            mutant.slow[name] = bool(failed) and place.passes(name, mutant)
     finally:
         place.put(None, mutant.file)
 
@@ -307,7 +311,7 @@ def table(mutants: list[dict[str, Any]], slow: dict[str, list[str]]) -> str:
     """
     rows = ["mutants  by fast tests  by it alone  by it and others  by none  slow test"]
     for file, names in slow.items():
-        of = [m for m in mutants if m["tests"] == file]
+        of = [m for m in mutants if m["tests"] == file and m["killed_by"] != NO_END]
         fast = sum(bool(m["killed_by"]) for m in of)
         for name in names:
             mine = [m for m in of if m["slow"].get(name)]
@@ -318,7 +322,11 @@ def table(mutants: list[dict[str, Any]], slow: dict[str, list[str]]) -> str:
             cells = (f"{n:{w}d}" for n, w in zip(counts, widths, strict=True))
             rows.append(f"{''.join(cells)}  {name}")
     spent = sum(m["seconds"] for m in mutants)
-    rows.append(f"{len(mutants)} mutants, {spent:.0f} processor seconds")
+    unknown = sum(m["killed_by"] == NO_END for m in mutants)
+    rows.append(
+        f"{len(mutants)} mutants, of which {unknown} were not decided in {SLOWEST} s; "
+        f"{spent:.0f} processor seconds"
+    )
     return "\n".join(rows)
 
 
