@@ -174,11 +174,11 @@ def _fitting_or_looser(
     matches = _fitting(box, tried, grids)
     if box.batch_coupled:
         return box, matches
-    if not matches and box.near < LOOSE:
+    if not matches and box.resolution < LOOSE:
         loose = box.loosened(LOOSE)
         refitted = _refit_loosely(loose, tried)
         return (loose, refitted) if refitted else (box, [])
-    if matches and box.agg and not matches[0].own and box.near < BESIDE:
+    if matches and box.agg and not matches[0].own and box.resolution < BESIDE:
         # one of two bounds in float32: they differ by its rounding
         loose = box.loosened(BESIDE)
         refitted = _refit_loosely(loose, tried)
@@ -402,8 +402,8 @@ def _with_correction(box: BlackBox, answer: Identification) -> Identification:
             corrected_case = replace(uncorrected, hp=uncorrected.hp | hp)
             batches = [
                 corrected_case.ready(on_policy_batch()),
-                corrected_case.beyond("sampler"),
-                corrected_case.beyond("lengths"),
+                corrected_case.stress_batch("sampler"),
+                corrected_case.stress_batch("lengths"),
             ]
             if all(
                 corrected_case.weight_error(batch, floor=1e-12).max()
@@ -521,7 +521,7 @@ def _grids(box: BlackBox) -> list[Grid]:
     ]
     for p in jumps:
         for A in (A for A in ALL_SIGNS if A * p.A > 0):
-            for r in (p.r * (1 - box.near), p.r * (1 + box.near)):
+            for r in (p.r * (1 - box.resolution), p.r * (1 + box.resolution)):
                 cases += [
                     (A, mu, r)
                     for mu in ([p.mu] if box.reads_mu else MU)
@@ -533,7 +533,7 @@ def _grids(box: BlackBox) -> list[Grid]:
         point
         for point in cases
         if not any(
-            p.A * point[0] > 0 and abs(point[2] / p.r - 1) < 0.9 * box.near
+            p.A * point[0] > 0 and abs(point[2] / p.r - 1) < 0.9 * box.resolution
             for p in bound_points
         )
     ]
@@ -730,7 +730,7 @@ def _stress_words(box: BlackBox, match: Match) -> list[str]:
     if (
         box.scale != 1
         or not (match.own and match.same_kl)
-        or box.near >= LOOSE
+        or box.resolution >= LOOSE
         or box.batch_coupled
     ):
         return []
@@ -741,7 +741,7 @@ def _stress_words(box: BlackBox, match: Match) -> list[str]:
         return [f"{f.regime}: {_cause(f)}" for f in found]
     # after the clamps: what it forgives as float32 is not asked so nearly any more
     for axis in ASKED:
-        batch = case.beyond(axis)
+        batch = case.stress_batch(axis)
         if found := [
             f for f in stress_findings(case, axis, batch, ()) if f.severity == "failure"
         ]:
@@ -784,13 +784,13 @@ def _limits(
     box: BlackBox, case: LossCase, said: Callable[[Rollouts], Tensor]
 ) -> list[str]:
     """What unusual inputs show of a loss that has these weights on ordinary ones."""
-    if box.near >= LOOSE or box.batch_coupled:
+    if box.resolution >= LOOSE or box.batch_coupled:
         return []
     claim = Claim(**{f.name: getattr(case, f.name) for f in fields(case)}, said=said)
     for axis in (*ASKED, "reference") if box.kl else ASKED:
         if found := [
             f
-            for f in stress_findings(claim, axis, case.beyond(axis), ())
+            for f in stress_findings(claim, axis, case.stress_batch(axis), ())
             if f.severity == "failure"
         ]:
             expected, measured = describe_pair(found[0].expected, found[0].found)
@@ -953,11 +953,11 @@ def _contract(box: BlackBox) -> list[str]:
         out.append(
             "the loss takes no group ids: token-mean and group-token-mean are one"
         )
-    if box.near >= LOOSE and not box.case.single:
+    if box.resolution >= LOOSE and not box.case.single:
         out.append(
             "its bounds are the objective's to 0.1 %, not exactly: compared no nearer to them"
         )
-    if BESIDE <= box.near < LOOSE and not box.case.single:
+    if BESIDE <= box.resolution < LOOSE and not box.case.single:
         out.append("a bound is rounded to float32: compared no nearer to it")
     if box.case.single:
         out.append(

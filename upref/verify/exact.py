@@ -354,7 +354,7 @@ def advantage(
     return [float(x) / divided.of(v) if x else 0.0 for x, v in zip(c, var, strict=True)]
 
 
-def near(x: Sequence[float], y: Sequence[float], tol: float) -> bool:
+def nearly_equal(x: Sequence[float], y: Sequence[float], tol: float) -> bool:
     """Tell whether two lists are equal up to rounding; NaN equals NaN.
 
     Args:

@@ -114,7 +114,7 @@ def explain(
         """Whether it agrees on other batches; of a length, on long responses too."""
         if not confirmation.fits(one, case):
             return False
-        long = [case.beyond("lengths")] if one.id in OF_LENGTHS else []
+        long = [case.stress_batch("lengths")] if one.id in OF_LENGTHS else []
         return _measure_on(case, long).fits(one, case)
 
     def first(faults: Iterable[LossFault]) -> LossFault | None:
@@ -272,7 +272,9 @@ def confirmation_batches(case: LossCase) -> list[Rollouts]:
     )
     positive = on_policy.but(adv=on_policy.adv.abs() * sizes)
     random = [case.ready(random_batch(rng(seed), case.one_adv)) for seed in (0, 3, 5)]
-    far_sampler = [case.beyond("sampler")] if case.objective.sampler is not None else []
+    far_sampler = (
+        [case.stress_batch("sampler")] if case.objective.sampler is not None else []
+    )
     return [
         on_policy,
         small,

@@ -387,7 +387,7 @@ class LossCase:
             engine = sampler(batch)
         return self.loss.visible_batch(batch.but(logp_sampler=engine))
 
-    def beyond(self, axis: str, ids: tuple[str, ...] = ()) -> Rollouts:
+    def stress_batch(self, axis: str, ids: tuple[str, ...] = ()) -> Rollouts:
         """The batch of that axis.
 
         Args:

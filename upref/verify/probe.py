@@ -181,7 +181,7 @@ class BlackBox:
         return self.case.tol
 
     @property
-    def near(self) -> float:
+    def resolution(self) -> float:
         """How near to a bound the two sides are still told apart, relative to r."""
         return max(abs(e) for e in self.case.edges)
 
@@ -193,7 +193,7 @@ class BlackBox:
         """
         n = len(self.points) - self.sides
         sides = [
-            p._replace(r=p.r * (1 + s * self.near))
+            p._replace(r=p.r * (1 + s * self.resolution))
             for p, _ in self.jumps
             for s in (-1, 1)
         ]
@@ -454,7 +454,7 @@ def _curve(box: BlackBox) -> BlackBox:
             q.A,
             q.mu in MUS,
             q.unsure,
-        ) or abs(point.r / q.r - 1) > box.near
+        ) or abs(point.r / q.r - 1) > box.resolution
 
     # on a bound, rounding decides
     points = [p for p in points if all(apart(p, q) for q in on)]

@@ -65,7 +65,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def some(lines: list[str], what: str, most: int = SHOWN) -> list[str]:
+def first_few(lines: list[str], what: str, most: int = SHOWN) -> list[str]:
     """Return the first of the lines, and how many more there are.
 
     Args:
@@ -314,7 +314,7 @@ class Report(Result):
         if self.failures and not any(f.cause for f in self.failures):
             lines.append(f"      likely    {UNKNOWN}; the numbers are what was found")
         usual = [] if verbose else [f.oracle for f in self.notes if f.oracle in USUAL]
-        lines += some(
+        lines += first_few(
             [f.text(verbose) for f in self.notes if f.oracle not in usual], "note"
         )
         if usual:
@@ -432,7 +432,7 @@ def describe_assumptions(assumptions: Sequence[str], most: int = SHOWN) -> list[
         Lines of a report.
     """
     lines = [f"assumed: {short(sentence)}" for sentence in assumptions]
-    return some(lines, "assumption", most)
+    return first_few(lines, "assumption", most)
 
 
 def row(key: str, text: str, width: int = 118) -> str:
@@ -463,7 +463,7 @@ def restores_state(check: Callable[..., R]) -> Callable[..., R]:
     """
 
     @wraps(check)
-    def one(*args: Any, **kwargs: Any) -> R:
+    def restoring_check(*args: Any, **kwargs: Any) -> R:
         """Do the check, and note what it changed of the process."""
         with state_restored() as changed:
             report = check(*args, **kwargs)
@@ -478,4 +478,4 @@ def restores_state(check: Callable[..., R]) -> Callable[..., R]:
         )
         return replace(report, findings=[*report.findings, *notes], oracles=ran)
 
-    return one
+    return restoring_check

@@ -21,7 +21,7 @@ from upref.verify.exact import (
     RewardBatch,
     advantage,
     fit,
-    near,
+    nearly_equal,
     parts,
 )
 from upref.verify.faults import known, measured
@@ -367,7 +367,7 @@ def _eps(
     c = [x for part in each for x in part]
     A = [a for part in found for a in part]
     if change.variance is None:
-        return 0.0 if near([float(x) for x in c], A, tol) else None
+        return 0.0 if nearly_equal([float(x) for x in c], A, tol) else None
     if any(x * a < 0 for x, a in zip(c, A, strict=True)):
         return None  # whatever it is divided by
     var = [

@@ -14,7 +14,7 @@ from upref.errors import InputError, OutOfMemory
 from upref.verify import exact
 from upref.verify.advantages.case import UNCOUPLED, AdvantageCase
 from upref.verify.advantages.sizes import shift_and_scale
-from upref.verify.exact import EVEN, SINGLE, UNEVEN, RewardBatch, near
+from upref.verify.exact import EVEN, SINGLE, UNEVEN, RewardBatch, nearly_equal
 from upref.verify.finding import Number, number_pair
 from upref.verify.oracle import Not, Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
@@ -280,12 +280,12 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
             A = f.outcome([bad, *batch.R[1:]], batch.group).A
         except InputError:
             continue
-        alone = near(A[1:], case.expected(batch.take(rows)), 1e-3)
+        alone = nearly_equal(A[1:], case.expected(batch.take(rows)), 1e-3)
         dropped = all(not A[i] or math.isnan(A[i]) for i in peers)
-        dropped = dropped and near(
+        dropped = dropped and nearly_equal(
             [A[i] for i in rest], case.expected(batch.take(rest)), 1e-3
         )
-        changed = [i for i in rows if not near([A[i]], [now[i]], f.tol)]
+        changed = [i for i in rows if not nearly_equal([A[i]], [now[i]], f.tol)]
         if alone or dropped or case.wrong:
             continue
         if set(changed) - set(others_in_group):
@@ -300,7 +300,7 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
             continue
         else:
             zero = f.outcome([0, *batch.R[1:]], batch.group).A
-            as_zero = near(
+            as_zero = nearly_equal(
                 [A[i] for i in others_in_group],
                 [zero[i] for i in others_in_group],
                 f.tol,
@@ -328,7 +328,7 @@ def permutation(case: AdvantageCase) -> Iterator[Finding]:
     A = [case.f(batch)[i] for i in order]
     batch = batch.take(order)
     B = case.f(batch)
-    if not near(A, B, 10 * case.f.tol):
+    if not nearly_equal(A, B, 10 * case.f.tol):
         i = max(range(len(order)), key=lambda k: abs(A[k] - B[k]))
         expected_number, found_number = number_pair("A", A[i], B[i], "as before")
         why = "the result depends on the order of the rows, not only on their prompt"
@@ -347,7 +347,7 @@ def permutation(case: AdvantageCase) -> Iterator[Finding]:
 def determinism(case: AdvantageCase) -> Iterator[Finding]:
     """The same rewards get the same advantages each time."""
     batch = case.batch(EVEN)
-    if not all(near(case.f(batch), case.f(batch), 0.0) for _ in range(3)):
+    if not all(nearly_equal(case.f(batch), case.f(batch), 0.0) for _ in range(3)):
         yield fail(
             "determinism",
             "the same batch twice",

@@ -309,7 +309,7 @@ def _single(case: LossCase) -> Iterator[tuple[str, Rollouts]]:
         return
     ids = groups(case)[1] if "group" in case.loss.reads else ()
     for axis, count in SOME.items():
-        all_responses = case.beyond(axis, ids)
+        all_responses = case.stress_batch(axis, ids)
         for n in range(0, 7 * count, 7):
             i = n % len(all_responses.mask)
             t = all_responses.mask[n % len(all_responses.mask)].nonzero().max() + 2

@@ -405,7 +405,7 @@ def _clamp_cause(case: LossCase, hits: list[Hit]) -> Cause:
             nearest = min(beyond_it, key=lambda hit: abs(hit.log_r))
             ends[side] = side * _where_it_acts(case, nearest.A, side, nearest.log_r)
     near_batch = case.ready(clamped())
-    far_batch = case.beyond("ratios")
+    far_batch = case.stress_batch("ratios")
     # a small difference shows only beyond the bound itself, which is a round number
     for digits in (2, 6):
         low, high = (float(f"{ends[side]:.{digits}g}") for side in (-1, 1))

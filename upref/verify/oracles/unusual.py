@@ -53,7 +53,7 @@ def unusual_inputs(case: LossCase) -> list[Finding]:
             if any(f.severity == "failure" for f in found):
                 return [*notes, *found]
             notes += found
-        batch = case.beyond(name, ids)
+        batch = case.stress_batch(name, ids)
         tokens = int(batch.mask.sum())
         if rate * tokens > TOO_LONG:
             slow = note(
