@@ -20,13 +20,14 @@ from upref.verify.report import (
     SHOWN,
     WIDE,
     fail,
+    first_few,
     note,
     read_finding,
     short,
-    some,
 )
 from upref_course.verdict import ExerciseVerdict
-from upref_frameworks.audits.report import Draft, Ledger
+from upref_frameworks.audits.report import Draft
+from upref_frameworks.ledger import Ledger
 
 # characters of a report, and of all that there is to say
 MOST, VERBOSE = 12_000, 20_000
@@ -181,8 +182,8 @@ def test_what_is_left_out_is_counted():
         short("x" * (WIDE + 7)).endswith("... and 7 characters more")
         and short("x" * WIDE) == "x" * WIDE
     )
-    assert some(["x"] * (SHOWN + 3), "note")[-1] == "... and 3 notes more"
-    assert some(["x"] * (SHOWN + 1), "note")[-1] == "... and 1 note more"
+    assert first_few(["x"] * (SHOWN + 3), "note")[-1] == "... and 3 notes more"
+    assert first_few(["x"] * (SHOWN + 1), "note")[-1] == "... and 1 note more"
     report = upref.check(upref.get("dapo"), "dapo")
     many = [
         fail("gradient", f"here {i}", example=Example(code="b"))
