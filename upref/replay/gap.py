@@ -175,6 +175,9 @@ def gap(batch: RecordedBatch) -> Gap:
             trained=int(columns.mask.sum()),
         )
         return _result(columns, findings)
+    if any(f.cause == "rows" for f in findings):
+        # rows that are nearly certain are exchanged too, and nothing tells them
+        return _result(columns, findings)
     if batch.ref is not None:
         against_ref = Columns(batch.ref, columns.y, columns.mask)
         before = columns.distance()

@@ -100,8 +100,10 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
         yield from _finding_lines("sampler", g.findings)
         word = "      sampler"
         if not g.findings:
-            few = "on average " if g.largest > NO_ROUNDING else ""
-            word = f"ok    sampler: {few}no more than rounding"
+            if g.largest > NO_ROUNDING:
+                word = "      sampler: rounding explains the mean, and not the largest"
+            else:
+                word = "ok    sampler: no more than rounding"
         yield (
             f"{word}; {g.tokens:,} tokens, mean |log ρ| {g.mean_abs:.3g}, largest {g.largest:.3g}, "
             f"E[ρ] {g.rho_mean:.4f} ± {g.rho_se:.4f}, KL by k3 {g.k3:.2g}, effective {g.effective:.0%}"

@@ -84,11 +84,10 @@ SAMPLER = {
     "cut_or_divided": (
         "the sampler is above the trainer on {share:.0%} of the tokens, E[ρ] = "
         "{rho:.3f}: the sampler was cut and renormalized (top_p, top_k, min_p, a "
-        "grammar, banned tokens), the trainer's softmax has tokens that the sampler's "
-        "lacks (a padded vocabulary), the trainer divides log-probabilities by the "
-        "temperature in place of logits, or the sampler's column holds "
-        + LIKELIEST
-        + "."
+        "grammar, banned tokens) or has a penalty or a logit bias that the trainer "
+        "lacks, the trainer's softmax has tokens that the sampler's lacks (a padded "
+        "vocabulary), the trainer divides log-probabilities by the temperature in "
+        "place of logits, or the sampler's column holds " + LIKELIEST + "."
     ),
     "trainer_above": (
         "the trainer is above the sampler on {share:.0%} of the tokens, E[ρ] = "
