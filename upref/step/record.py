@@ -3,7 +3,7 @@
 had before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,8 +96,8 @@ def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
         Recorded, whose `steps` fill up while the trainer runs.
 
     Raises:
-        InputError: no optimizer step was taken, or the optimizer's parameters are not
-            the model's.
+        InputError: no optimizer step was taken, the optimizer's parameters are not the
+            model's, or the model does not tell the size of its vocabulary.
     """
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -166,80 +166,141 @@ def watched(
     Yields:
         The counter, in a list of one; the lists of tokens.
     """
-    count, open_ = [0], set[str]()
-    backward = torch.autograd.backward
+    recorder = _Recorder(model, steps, first, weights, by_pass)
+    with recorder.hooks():
+        yield recorder.count, recorder.feed.sequences
 
-    passes: list[Passed] = []
-    state: list[Any] = []  # of the gradients after the last pass
 
-    def counting(*args: Any, **kw: Any) -> Any:
+class _Recorder:
+    """Adds a Step to a list whenever an optimizer steps, until there are enough.
+
+    Args:
+        model, steps, first, weights, by_pass: those of `watched`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        steps: list[Step],
+        first: int,
+        weights: bool,
+        by_pass: bool,
+    ):
+        self.model, self.steps, self.first = model, steps, first
+        self.keeps_weights, self.sketches_passes = weights, by_pass
+        self.is_closed = False  # a step began that is not kept
+        # since the last optimizer step
+        self.count = [0]  # backward passes, in a list that the caller can watch
+        self.feed = Feed()
+        self.passes: list[Passed] = []
+        # the parameters that the optimizers of the last step train
+        self.trained: set[str] = set()
+        self.state_after_pass: list[Any] = []
+        self.handed: dict[str, Tensor | None] = {}  # to the optimizer that steps now
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Watch the model, torch's backward passes and every optimizer."""
+        plain_backward = torch.autograd.backward
+
+        def backward(*args: Any, **kw: Any) -> Any:
+            return self._backward(plain_backward, *args, **kw)
+
+        model = unwrapped(self.model)
+        self.feed_hook = model.register_forward_pre_hook(self.feed, with_kwargs=True)
+        handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        torch.autograd.backward = backward
+        try:
+            yield
+        finally:
+            torch.autograd.backward = plain_backward
+            for handle in [*handles, self.feed_hook]:
+                handle.remove()
+
+    def _backward(self, plain: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         """Go back, and record which sequences this backward pass was of."""
-        count[0] += 1
-        if not by_pass or len(steps) > first or not is_alone():
-            return backward(*args, **kw)
-        untouched = passes and state_of_gradients(model) == state
-        before = passes[-1].after if untouched else sketched(model)
-        out = backward(*args, **kw)
-        known = sum(len(one_pass.fed) for one_pass in passes)
-        passes.append(Passed(fed[known:], before, sketched(model)))
-        state[:] = state_of_gradients(model)
+        self.count[0] += 1
+        if self.is_closed or not self.sketches_passes or not is_alone():
+            return plain(*args, **kw)
+        untouched = state_of_gradients(self.model) == self.state_after_pass
+        if self.passes and untouched:
+            before = self.passes[-1].after
+        else:
+            before = sketched(self.model)
+        out = plain(*args, **kw)
+        known = sum(len(one_pass.fed) for one_pass in self.passes)
+        fed = self.feed.sequences[known:]
+        self.passes.append(Passed(fed, before, sketched(self.model)))
+        self.state_after_pass = state_of_gradients(self.model)
         return out
 
-    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Record the gradients that the optimizer finds."""
-        named = {id(p): n for n, p in unwrapped(model).named_parameters()}
-        # what is minimized is then the negative
-        signs = {
-            named[id(p)]: -1 if g.get("maximize") else 1
-            for g in optimizer.param_groups
-            for p in g["params"]
-            if id(p) in named
-        }
+        signs = self._signs(optimizer)
+        if self.is_closed or not signs:
+            return
         # one optimizer per parameter makes one step together
-        if not steps or open_ & signs.keys() or not signs:
-            open_.clear()
-            if len(steps) >= first:
+        if not self.steps or self.trained & signs.keys():
+            self.trained.clear()
+            if len(self.steps) >= self.first:
+                self.is_closed = True
+                self.feed_hook.remove()
                 return
-            state = unwrapped(model).state_dict() if weights else {}
-            steps.append(
-                Step(
-                    {k: whole(v).cpu().clone() for k, v in state.items()},
-                    {},
-                    count[0],
-                    fed[:],
-                    passes[:],
-                )
-            )
-            count[0] = 0
-            fed.clear()
-            passes.clear()
-        open_.update(signs)
-        steps[-1].gradients |= {
-            n: signs[n] * g for n, g in gradients(model).items() if n in signs
+            state = unwrapped(self.model).state_dict() if self.keeps_weights else {}
+            weights = {k: whole(v).cpu().clone() for k, v in state.items()}
+            self.steps.append(Step(weights, {}))
+            self._take_passes()
+        self.trained |= signs.keys()
+        self._take_gradients(signs)
+        self.handed = self._gradient_tensors()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Record the gradients of a step that made them itself, by a closure: what it
+        found was of the step before, or nothing.
+        """
+        handed, self.handed = self.handed, {}
+        signs = self._signs(optimizer)
+        if self.is_closed or not signs or not self.steps:
+            return
+        now = self._gradient_tensors()
+        made = [n for n in signs if now[n] is not None and now[n] is not handed.get(n)]
+        if made or self.count[0]:
+            self._take_gradients(signs)
+            self._take_passes()
+
+    def _signs(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """The names of the model's parameters that it trains; -1 where it maximizes,
+        because what is minimized is then the negative.
+        """
+        names = {id(p): n for n, p in unwrapped(self.model).named_parameters()}
+        return {
+            names[id(p)]: -1 if group.get("maximize") else 1
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) in names
         }
 
-    def late(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """The gradients of a step that makes them itself, by a closure."""
-        if steps and not steps[-1].gradients:
-            steps[-1].gradients |= gradients(model)
-            steps[-1].backwards, steps[-1].fed = count[0], fed[:]
-            steps[-1].passes = passes[:]
+    def _gradient_tensors(self) -> dict[str, Tensor | None]:
+        """Each parameter's gradient, itself."""
+        return {n: p.grad for n, p in unwrapped(self.model).named_parameters()}
 
-    feed = Feed()
-    fed = feed.sequences
-    forward = unwrapped(model).register_forward_pre_hook(feed, with_kwargs=True)
-    handles = [
-        register_optimizer_step_pre_hook(look),
-        register_optimizer_step_post_hook(late),
-        forward,
-    ]
-    torch.autograd.backward = counting
-    try:
-        yield count, fed
-    finally:
-        torch.autograd.backward = backward
-        for handle in handles:
-            handle.remove()
+    def _take_gradients(self, signs: dict[str, int]) -> None:
+        """Copy the gradients of these parameters into the last step."""
+        self.steps[-1].gradients |= {
+            n: signs[n] * g for n, g in gradients(self.model).items() if n in signs
+        }
+
+    def _take_passes(self) -> None:
+        """Hand the backward passes since the last optimizer step to the last step."""
+        step = self.steps[-1]
+        step.backwards, self.count[0] = self.count[0], 0
+        step.fed = self.feed.sequences[:]
+        step.passes = self.passes[:]
+        self.feed.sequences.clear()
+        self.passes.clear()
 
 
 def is_alone() -> bool:
