@@ -227,3 +227,29 @@ def test_another_sum_is_a_failure_where_it_is_that_of_each_step():
     assert len(found.failures) == 4
     steps[2] = replace(steps[2], logged={"loss": 1.2345 * steps[2].logged["loss"]})
     assert not replay(steps, "dapo", only=["loss"]).failures
+
+
+def test_a_failure_of_a_step_stays_with_a_sum_that_all_steps_share():
+    """a or b, then a, then b: no one sum is the loss of all three."""
+    from upref.replay.findings import ReplayFinding
+    from upref.replay.loss import OR_ELSE, LoggedLoss, settle
+
+    def step(*names):
+        found = OR_ELSE.join(names)
+        failure = ReplayFinding("loss", "failure", "other_sum", {"found": found})
+        return LoggedLoss(
+            objective="dapo",
+            logged=1.0,
+            value=2.0,
+            expected="token-mean",
+            found=found,
+            divisor=None,
+            fits=names,
+            findings=(failure,),
+        )
+
+    settled = settle([step("a", "b"), step("a"), step("b")])
+    assert [[f.cause for f in x.findings] for x in settled] == [["only_here"]] * 3
+    assert settled[0].findings[0].numbers["what"] == "a or b"
+    settled = settle([step("a", "b"), step("a"), step("a", "c")])
+    assert [[f.cause for f in x.findings] for x in settled] == [["other_sum"]] * 3

@@ -302,11 +302,14 @@ def settle(losses: Sequence[LoggedLoss]) -> list[LoggedLoss]:
 
 
 def _settled(one: LoggedLoss, others: Sequence[LoggedLoss]) -> LoggedLoss:
+    """One step of `settle`: a failure of it stays with the sums that every other step
+    may be, too.
+    """
     kept: list[ReplayFinding] = []
     found = one.found
     for f in one.findings:
         names = _names(f)
-        everywhere = all(names & set(other.fits) for other in others)
+        everywhere = set(names).intersection(*(other.fits for other in others))
         if not names or everywhere or one.gradient_failed:
             kept.append(f)
             continue
@@ -317,13 +320,16 @@ def _settled(one: LoggedLoss, others: Sequence[LoggedLoss]) -> LoggedLoss:
     return replace(one, found=found, findings=tuple(kept))
 
 
-def _names(finding: ReplayFinding) -> set[str]:
-    """The names of the sums that a failure of the number is; none of another finding."""
+def _names(finding: ReplayFinding) -> list[str]:
+    """The names of the sums that a failure of the number is, in the order of the text;
+    none of another finding.
+    """
     if finding.cause == "other_sum":
-        return set(finding.numbers["found"].split(OR_ELSE))
+        names: list[str] = finding.numbers["found"].split(OR_ELSE)
+        return names
     if finding.cause == "multiple":
-        return {_times(finding.numbers["factor"])}
-    return set()
+        return [_times(finding.numbers["factor"])]
+    return []
 
 
 def _unused(step: StepTerms) -> Iterator[str]:

@@ -86,12 +86,9 @@ class StepReport(Report):
             unreached = [f"clamps and bounds beyond the rows' range ({self.reach})"]
         else:
             unreached = []
-        return "\n".join(
-            [
-                *lines,
-                f"not exercised: {'; '.join([*numbers, *unreached, *self.unexercised])}",
-            ]
-        )
+        not_exercised = [*numbers, *unreached, *self.unexercised]
+        lines += [f"not exercised: {'; '.join(not_exercised)}"] if not_exercised else []
+        return "\n".join(lines)
 
     def numbers_not_reached(self) -> str:
         """The numbers of the objective that another value could replace on these rows,

@@ -139,14 +139,17 @@ def _divisor(D: int, rows: Sequence[Row], padded: Padded, moving: int) -> Cause:
     """What the sum over all tokens is divided by, and what has that number."""
     same = {
         "the tokens that no clip stops": moving,
-        f"{len(rows)} responses x {D // len(rows)}": D if D % len(rows) == 0 else 0,
+        f"the number of responses, {len(rows)}": len(rows),
+        f"{len(rows)} responses x {D // len(rows)}": (
+            D if D % len(rows) == 0 and D > len(rows) else 0
+        ),
     }
     for m in range(1, len(rows)):
         parts = padded.mask.split(m)
         for name, part in {"last": parts[-1], "first": parts[0]}.items():
-            same[f"the tokens of the {name} micro-batch, of {len(part)} responses"] = (
-                int(part.sum())
-            )
+            responses = "1 response" if len(part) == 1 else f"{len(part)} responses"
+            words = f"the tokens of the {name} micro-batch, of {responses}"
+            same[words] = int(part.sum())
     found = " or ".join(words for words, n in same.items() if n == D)
     words = f"the sum over all tokens is divided by {D}"
     ids = ("sum-divided-by-a-number",)

@@ -136,11 +136,7 @@ class Absent:
         """There is nothing to be deleted."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        alone = (
-            len(args) == 1
-            and not kwargs
-            and (callable(args[0]) or isinstance(args[0], Absent))
-        )
+        alone = len(args) == 1 and not kwargs and callable(args[0])
         if self._decorates and alone:
             return Absent(f"{self._name}({getattr(args[0], '__name__', '...')})")
         if self._name in self._decorators:
