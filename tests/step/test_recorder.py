@@ -7,8 +7,8 @@ import copy
 
 import pytest
 import torch
-
 from loops import T, policy_step, qwen3
+
 from upref.step import TorchModel, check_recorded, record_step
 from upref.step.case import built, meant
 
