@@ -13,6 +13,7 @@ Rows go to reliability.json, each group with its day and its commit; from there
 helpers.
 """
 
+import argparse
 import contextlib
 import ctypes
 import fcntl
@@ -1000,8 +1001,17 @@ def keep_group(name: str, folder: Path) -> None:
 AT_ONCE = 3  # groups: most of their time they wait for a random moment
 
 
-def main(*names: str) -> int:
-    """Run these groups, or all of them; 1 if one of them failed."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the groups that are named, or all of them; 1 if one of them failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.reliability",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("groups", nargs="*", help=f"some of {', '.join(GROUPS)}")
+    names = parser.parse_args(argv).groups
+    if unknown := [name for name in names if name not in GROUPS]:
+        parser.error(f"there is no group {unknown[0]}; there are {', '.join(GROUPS)}")
     left, running = list(names or GROUPS), {}
     lost = False
     while left or running:
@@ -1057,4 +1067,4 @@ def keep(name: str, rows: list[Row]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())
