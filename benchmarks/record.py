@@ -82,8 +82,8 @@ def measure(every: int) -> tuple[float, float, int]:
                 self.clock = Clock(self.training_step)
                 self.training_step = self.clock
 
-        hooks = Clock(record.guarded)
-        with patch.object(record, "guarded", hooks):
+        hooks = Clock(record.finish)
+        with patch.object(record, "finish", hooks):
             fields = {"max_completion_length": LENGTH, "per_device_train_batch_size": 4}
             _, trainer = step.trained(
                 tiny("qwen3", **SIZE), fields, rows(), STEPS, Recorded

@@ -10,7 +10,9 @@ second form keeps a part's status, but not its rows, and writes down why.
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from upref.files import write_atomically
@@ -30,7 +32,10 @@ def name_of(kind: str, row: dict[str, Any]) -> str:
 
 
 def added(
-    kept: dict[str, Any], new: dict[str, Any], commit: str, without: dict[str, str]
+    kept: dict[str, Any],
+    new: dict[str, Any],
+    commit: str,
+    without: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The results with those of another run.
 
