@@ -82,14 +82,27 @@ def measure(every: int) -> tuple[float, float, int]:
                 self.clock = Clock(self.training_step)
                 self.training_step = self.clock
 
-        hooks = Clock(record.finish)
-        with patch.object(record, "finish", hooks):
+        keeps = Clock(record.Hooks._tried)  # noqa: SLF001
+        writes = Clock(record.finish)
+
+        def keep(recorder: record.Hooks, work: Callable[[], None]) -> None:
+            """The recorder's own method, by the clock."""
+            keeps(recorder, work)
+
+        with (
+            patch.object(record.Hooks, "_tried", keep),
+            patch.object(record, "finish", writes),
+        ):
             fields = {"max_completion_length": LENGTH, "per_device_train_batch_size": 4}
             _, trainer = step.trained(
                 tiny("qwen3", **SIZE), fields, rows(), STEPS, Recorded
             )
         sizes = [file.stat().st_size for file in Path(folder).glob("*.npz")]
-    return trainer.clock.seconds / STEPS, hooks.seconds / STEPS, max(sizes)
+    return (
+        trainer.clock.seconds / STEPS,
+        (keeps.seconds + writes.seconds) / STEPS,
+        max(sizes),
+    )
 
 
 def main() -> None:
