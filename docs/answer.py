@@ -67,17 +67,18 @@ def text() -> str:
     )
     assert at_t_1["best"].low > 0 > at_t_1["avg"].high
     words = (
-        "**On stale data UP keeps more variety than DAPO, and answers no better on average.** "
+        "**On stale data UP keeps more variety than DAPO (right at least once in 32 tries), and answers no better on "
+        "average.** "
         f"Tiny transformers ({n} [seeds](docs/glossary.md#results), [registered]({RESULTS}/report.md)) learn number "
         "puzzles on data 16 [rollouts](docs/glossary.md#a-token-and-its-gradient) stale. "
-        f"At [top-p 0.7](docs/findings.md#the-words) UP solves {shown(gains[0])} points more at least once in 32 tries, "
-        f"half of it by the missing upper clip: {ends:.0f} against DAPO's {its:.0f} % from a base at "
-        f"{base:.0f} %, {other_ends:.0f} against {other_its:.0f} % from one at {other_base:.0f} %. "
+        f"At [top-p 0.7](docs/findings.md#the-words) UP gains {shown(gains[0])} points, half by dropping the upper "
+        f"clip. From a base at {base:.0f} %, UP ends at {ends:.0f} % and DAPO at {its:.0f} %; "
+        f"from {other_base:.0f} %, at {other_ends:.0f} and {other_its:.0f} %. "
         f"The average changes by {shown(average)}. Without top-p "
         f"([not registered]({RESULTS}/unregistered.md)): {signed(at_t_1['best'].mean)} and "
-        f"{signed(at_t_1['avg'].mean)}. At 4 rollouts UP gains {shown(gains[1])}, on fresh data "
-        f"{shown(gains[2])}, with lp_old recomputed {shown(again)}. "
-        "The [cheaper controls](repro/mini/controls/README.md) are not finished. "
+        f"{signed(at_t_1['avg'].mean)}. At 4 rollouts: {shown(gains[1])}, fresh: "
+        f"{shown(gains[2])}, with lp_old [recomputed](docs/findings.md#the-words): {shown(again)}. "
+        "Whether [an entropy bonus](repro/mini/controls/README.md) does as much is open. "
         "No language model was trained. [All evidence](docs/findings.md)."
     )
     count = len(re.sub(r"\]\([^)]*\)", "]", words).split())
@@ -114,8 +115,8 @@ def paths() -> str:
         f"falls to {up_high:.0f} % under UP and to {dapo_high:.0f} % under DAPO; from the base at {low:.0f} % it rises "
         f"to {up_low:.0f} % and to {dapo_low:.0f} %. UP is above DAPO on both "
         "([each base apart](../repro/mini/stale/results/unregistered.md#each-base-apart)). "
-        f"Stale data has its price under either method: at 16 rollouts UP's Avg@32 is {lost} points from that of DAPO "
-        "on fresh data."
+        f"Stale data has its price under either method: at 16 rollouts UP's Avg@32 is {lost} points (not "
+        "registered) from that of DAPO on fresh data."
     )
 
 
@@ -147,7 +148,7 @@ def numbers() -> str:
     test_16 = {metric: test["dapo", metric, "dapo", 16] for metric in ("best", "avg")}
     return "\n".join(
         [
-            "UP-DAPO minus DAPO, 16 rollouts stale, in points [95 %]:",
+            "UP-DAPO minus DAPO, 16 rollouts stale, in points:",
             "",
             "| | top-p 0.7, registered | T = 1, not registered |",
             "|---|---|---|",
@@ -156,8 +157,8 @@ def numbers() -> str:
             row("maj", f"{majority}, not registered", sampled["maj"]),
             "",
             f"Where the trainer recomputes lp_old, UP gains {shown(again[0])} of Best@32: both "
-            f"methods end at {ends[0]} to {ends[1]} %, and "
-            f"{-sum(e.mean for e in lost) / 2:.0f} points of Avg@32 lower.",
+            f"methods end at {ends[0]} to {ends[1]} %. Their Avg@32 is then "
+            f"{-sum(e.mean for e in lost) / 2:.0f} points lower than with the sampler's lp_old.",
         ]
     )
 
@@ -189,14 +190,15 @@ def explanations() -> str:
             "the decoding",
             f"From top-p 0.7 to T = 1, DAPO's own Best@32 changes by "
             f"{decoding['best']} and its Avg@32 by {decoding['avg']}. UP's gain at T = 1 "
-            f"is {at_t_1}",
+            f"is {at_t_1} (all not registered)",
             "a part of the gain",
         ),
         (
             "a decoding that DAPO could have as well",
-            f"At DAPO's own exchange rate, {runs.exchange_rate(16):.1f} points of Best@32 for one of Avg@32 (not "
-            f"registered): UP-DAPO minus DAPO is {worth(runs, 16, unregistered.TOP_P)} at top-p 0.7 and "
-            f"{worth(runs, 16, T_1)} at T = 1",
+            f"From top-p 0.7 to T = 1, DAPO gains {runs.exchange_rate(16):.1f} points of Best@32 for each point of "
+            f"Avg@32 that it loses. In the sum of Best@32 and {runs.exchange_rate(16):.1f} times Avg@32, UP-DAPO minus "
+            f"DAPO is {worth(runs, 16, unregistered.TOP_P)} at top-p 0.7 and {worth(runs, 16, T_1)} at T = 1 (not "
+            "registered)",
             "all of the gain at T = 1; not at top-p 0.7",
         ),
         (
@@ -206,18 +208,19 @@ def explanations() -> str:
         ),
         (
             "less learning: Best@32 falls late in training",
-            "UP-DAPO's end minus DAPO at the moment of equal Avg@32: " + equal,
+            "UP-DAPO at its end minus DAPO at the moment of its training when its Avg@32 was "
+            f"the same as UP-DAPO's at the end (not registered): {equal}",
             "excluded at top-p 0.7",
         ),
         (
-            "the learning rate",
-            "each method has its own, chosen by one rule; both have the same",
+            "different learning rates",
+            "one rule chose the learning rate of each method, and chose the same for both",
             "excluded",
         ),
         (
             "more entropy, by any means",
-            f"Over {cells} cells, the final entropy and Best@32 have the correlation "
-            f"{r:.3f}",
+            f"Over {cells} settings (method, staleness, source of lp_old), the final entropy and Best@32 have the "
+            f"correlation {r:.3f}",
             "open: no finished registered run compares UP with another way to keep entropy; 24 unregistered ones came "
             "before the registration",
         ),

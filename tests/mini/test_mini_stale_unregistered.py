@@ -13,7 +13,7 @@ from scipy import stats
 
 from docs import answer
 from repro.mini import standing
-from repro.mini.stale import unregistered
+from repro.mini.stale import report, unregistered
 from repro.mini.study import results
 
 ROOT = Path(__file__).parents[2]
@@ -252,19 +252,26 @@ def test_the_numbers_of_readme(runs):
         f"right at least once in 32 | {gain[16]} | {plain(sampled['best'])} |",
         f"right on average | {average} | {plain(sampled['avg'])}; {below} |",
         f"the most frequent is right | {majority}, not registered | {plain(sampled['maj'])} |",
-        f"At top-p 0.7 UP solves {gain[16]} points more at least once in 32 tries, half of it by the missing upper "
-        f"clip: {ends[walk, 'up_dapo', -1]} against DAPO's {ends[walk, 'dapo', -1]} % from a base at "
-        f"{ends[walk, 'dapo', 0]} %, {ends[biased, 'up_dapo', -1]} against {ends[biased, 'dapo', -1]} % from one at "
-        f"{ends[biased, 'dapo', 0]} %. The average changes by {average}.",
-        f"{sampled['best'].mean():+.1f} and {sampled['avg'].mean():+.1f}. At 4 rollouts UP gains {gain[4]}, on fresh "
-        f"data {gain[0]}, with lp_old recomputed {again}.",
-        f"Avg@32 is {stale} points from that of DAPO on fresh data",
-        f"UP gains {again} of Best@32: both methods end at {others[0]:.0f} to {others[1]:.0f} %, and "
-        f"{-np.mean(lost):.0f} points of Avg@32 lower",
+        f"UP gains {gain[16]} points, half by dropping the upper clip. From a base at {ends[walk, 'dapo', 0]} %, UP ends "
+        f"at {ends[walk, 'up_dapo', -1]} % and DAPO at {ends[walk, 'dapo', -1]} %; from {ends[biased, 'dapo', 0]} %, at "
+        f"{ends[biased, 'up_dapo', -1]} and {ends[biased, 'dapo', -1]} %. The average changes by {average}.",
+        f"{sampled['best'].mean():+.1f} and {sampled['avg'].mean():+.1f}. At 4 rollouts: {gain[4]}, fresh: "
+        f"{gain[0]}, with lp_old [recomputed](docs/findings.md#the-words): {again}.",
+        f"Avg@32 is {stale} points (not registered) from that of DAPO on fresh data",
+        f"UP gains {again} of Best@32: both methods end at {others[0]:.0f} to {others[1]:.0f} %. Their "
+        f"Avg@32 is then {-np.mean(lost):.0f} points lower than with the sampler's lp_old",
     ):
         assert said in section, said
     half = float(str(anchor).partition(" ")[0]) / float(str(gain[16]).partition(" ")[0])
     assert 0.45 < half < 0.55
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["docs/findings.md", "docs/glossary.md", "repro/mini/stale/results/report.md"],
+)
+def test_pages_agree_on_what_brackets_mean(page):
+    assert report.BRACKETS in (ROOT / page).read_text(encoding="utf-8")
 
 
 def test_each_base_apart(runs):

@@ -38,6 +38,12 @@ FAMILIES = {
     "passes": "Pass@k at the greatest staleness",
     "recomputed": "Where lp_old is recomputed",
 }
+# the same sentences are in docs/findings.md and docs/glossary.md
+BRACKETS = (
+    "Brackets hold an interval. That of a registered effect is widened for the number of tests in its family: the "
+    "chance of any wrong verdict among them is at most 5 %. One with *95 %* or *not registered* beside it is a plain "
+    "95 % interval."
+)
 LIMITS = """
 ## Limits
 
@@ -88,7 +94,7 @@ def write(d: Design, records: dict[str, Record], folder: Path) -> None:
         save(effect_figure(d, found), folder / "effects.svg")
         parts.append(
             "![UP minus each other method against staleness](effects.svg)\n\n*Dots: means over both bases; bars: "
-            "simultaneous intervals, once there are any. Gray: smaller than the smallest effect of interest.*\n"
+            "their intervals, once there are any. Gray: smaller than the smallest effect of interest.*\n"
         )
     if drawn := curve_figure(d, records):
         save(drawn, folder / "curves.svg")
@@ -126,8 +132,8 @@ The finished runs took {hours:.2f} hours of one core.
 
 Responses are sampled by the policy of s rollouts ago; a rollout is {updates} updates. Each method trains at its own
 learning rate, which is chosen for each s on other seeds. Effects are UP-DAPO minus another method at the same s, the
-mean over the bases {" and ".join(d.bases)}, with simultaneous intervals (95 % for each family). The words follow from
-the intervals.
+mean over the bases {" and ".join(d.bases)}. {BRACKETS}
+The words follow from the intervals.
 """
 
 
