@@ -6,7 +6,8 @@ these six answers fits one run:
 
     "nothing"      nothing is wrong
     "sign"         the advantages have the wrong sign
-    "no baseline"  the advantage is the reward, which is always positive
+    "no baseline"  the advantage is the reward plus 3, so above 0 for every answer: in
+    lesson 2's terms, the noise wins
     "no signal"    hardly any answer is right
     "recomputed"   lp_old is computed anew before every update
     "temperature"  the trainer's log-probabilities are taken at another temperature than
