@@ -59,7 +59,8 @@ def _learn(args: argparse.Namespace) -> int:
         table(["", "lesson", "your file"], words)
         print(f"The lessons: {grader.located('docs/course/README.md')}")
         print(
-            "`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it."
+            "`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it.\n"
+            "This list has the files that are here. It does not say whether they are right."
         )
         return 0
     e = grader.exercise(args.lesson)

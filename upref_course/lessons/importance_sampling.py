@@ -127,6 +127,6 @@ EXERCISE = Exercise(
             hint=f"lp is a natural logarithm: .exp(), not 2 ** ... (2 ** x is e ** ({log(2):.3f} x)).",
         ),
     ),
-    notice="(lp - lp_old).exp().detach() * lp has the same gradient and would be right, too. At r = 1 so "
-    "would lesson 1's loss: a test on policy sees no difference.",
+    notice="-((lp - lp_old).exp().detach() * A * lp).mean() has the same gradient and would be right, too. "
+    "At r = 1 lesson 1's loss, with A in place of the reward, has it as well: a test on policy shows no difference.",
 )
