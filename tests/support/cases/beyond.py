@@ -289,7 +289,7 @@ FIFTH_LOSSES = [
         "columns beside each other",
         by_row_stride,
         "layout",
-        "as if its inputs were contiguous",
+        "its result depends on how its inputs lie in memory",
     ),
     ("upstream clamped", passed_on(lambda g: g.clamp(-1, 1)), "loss-scale", ""),
     (
@@ -340,7 +340,7 @@ ROWS = [
         Case(loss(body), on, hp, file="beyond", name=name, verdict=REJECTED if regime else ACCEPTED, regime=regime)
         for name, on, hp, regime, body in LOSSES
     ),
-    Case(by_pointer, "dapo", oracles={"layout"}, file="beyond", says="as if its inputs were contiguous"),
+    Case(by_pointer, "dapo", oracles={"layout"}, file="beyond", says="its result depends on how its inputs lie in memory"),
     Case(viewed, "dapo", file="beyond", verdict=NOTED, text="layout: inputs of which each tensor is a slice"),
     Case(unsolved_pushed_down, "group_norm", kind="advantages", file="beyond", verdict=REJECTED,
          oracles={"solved-prompts"}),

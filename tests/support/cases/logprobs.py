@@ -778,7 +778,7 @@ CAUSE = {
     "logits shifted by one position": "shifted by one: token t is scored by the logits of row t - 1",
     "entropy detached": "the entropy is detached: it has no gradient",
     "normalizer detached": "the normalizer is detached: only the sampled token's logit has a gradient",
-    "exp without the maximum subtracted": "exp is taken before the maximum is subtracted",
+    "exp without the maximum subtracted": "exp is taken without subtracting the maximum",
     "entropy with the other sign": "the entropy has its sign flipped",
     "log-probs in bits": "logarithms to base 2",
     "entropy averaged over the vocabulary": "the entropy is a mean over the vocabulary, not a sum",

@@ -548,7 +548,7 @@ PLAIN = (
         ),
     ),
     fault(
-        "exp is taken before the maximum is subtracted",
+        "exp is taken without subtracting the maximum",
         id="exp-before-maximum",
         log_Z=lambda x: x.exp().sum(-1).log(),
     ),

@@ -34,7 +34,7 @@ PASTE = dict(
         strict=True,
     )
 )
-WHY = "it reads memory as if its inputs were contiguous: call .contiguous(), or use their strides"
+WHY = "its result depends on how its inputs lie in memory: call .contiguous(), or use every stride"
 
 
 @oracle(
