@@ -7,6 +7,7 @@ import io
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -233,7 +234,7 @@ def test_a_cap_map_on_logarithmic_scales():
     [
         ["cap", "-o", "cap.svg", "dapo"],
         ["weights", "-o", "weights.svg", "dapo"],
-        ["replay", "dumps", "-o", "sheet.html"],
+        ["replay", str(Path(__file__)), "-o", "sheet.html"],
     ],
 )
 def test_without_matplotlib_a_picture_is_refused_in_one_sentence(

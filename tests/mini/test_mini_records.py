@@ -243,7 +243,7 @@ DRAFTS = {
     "upref_frameworks/audits/isolated/__init__.py": "temporary folder",
     "upref_frameworks/audits/isolated/pin.py": "folder that is renamed",
     "upref_frameworks/openrlhf/step.py": "temporary folder",
-    "upref_frameworks/trl/step.py": "temporary folder",
+    "upref_frameworks/trl/adapter.py": "temporary folder",
     "upref_frameworks/verl/step.py": "temporary folder",
     "repro/fork.py": "standard output",
     "repro/mini/files.py": "folder that is renamed",
@@ -259,6 +259,7 @@ DRAFTS = {
     "benchmarks/gpu/training.py": "temporary folder",
     "benchmarks/hidden.py": "/proc",
     "benchmarks/reliability.py": "temporary folder",
+    "benchmarks/sole_killers.py": "temporary folder",
 }
 
 
