@@ -527,15 +527,12 @@ def _grids(box: BlackBox) -> list[Grid]:
                     for mu in ([p.mu] if box.reads_mu else MU)
                     if mu * r < 0.999
                 ]
-    # on a bound of its own, rounding decides
+    # on a bound of its own, rounding decides; so does torch's clamp, for either sign
     bound_points = [p for p in jumps if not box.reads_mu]
     cases = [
         point
         for point in cases
-        if not any(
-            p.A * point[0] > 0 and abs(point[2] / p.r - 1) < 0.9 * box.resolution
-            for p in bound_points
-        )
+        if not any(abs(point[2] / p.r - 1) < 0.9 * box.resolution for p in bound_points)
     ]
     cases = [cases[i] for i in rng.permutation(len(cases))]
     # the bounds of a response's ratio do not depend on mu
