@@ -12,7 +12,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.factors import declared_aggregation
-from upref.verify.finding import Example
+from upref.verify.finding import Example, Number, number_pair
 from upref.verify.measure import LossCase
 from upref.verify.render import GRADIENT_DIGITS, digits_apart
 
@@ -139,6 +139,19 @@ def _rounded(batch: Rollouts, digits: int) -> Rollouts | None:
         if x.is_floating_point()
     }
     return _try(batch, **rounded)
+
+
+def gradient_pair(
+    expected: Tensor, found: Tensor, token: tuple[int, int], remark: str = ""
+) -> tuple[Number, Number]:
+    """Return the expected and the found dJ/dlp of one token, for a finding.
+
+    Args:
+        expected, found: [B, T] each.
+        token: its row and its column.
+        remark: what the reader should know of the expected one.
+    """
+    return number_pair("dJ/dlp", expected[token].item(), found[token].item(), remark)
 
 
 def make_example(

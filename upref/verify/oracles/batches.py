@@ -15,13 +15,13 @@ from upref.rollouts import Rollouts
 from upref.verify.explain import cause_if_confirmed_at, holds_on_other_batches
 from upref.verify.faults import measured
 from upref.verify.faults.batch_reading import LARGE, clipped
-from upref.verify.finding import NO_CAUSE, Cause, number_pair
+from upref.verify.finding import NO_CAUSE, Cause
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import gradient_distance, tolerance
 from upref.verify.oracles.unusual import beyond_range, groups
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import example, make_example, shrink, worst
+from upref.verify.shrink import example, gradient_pair, make_example, shrink, worst
 from upref.weights.batches import CLAMPS, on_policy_batch
 from upref.weights.curve import single_token_batch
 
@@ -105,11 +105,8 @@ def micro_batches(case: LossCase) -> list[Finding]:
             if holds_on_other_batches(case, by_own_counts, batch):
                 why = divides_by_its_own(case, "micro-batch")
             regime = f"{min(n, len(small.mask))} micro-batches of unequal lengths, their losses added up"
-            expected_number, found_number = number_pair(
-                "dJ/dlp",
-                whole_gradient[row, column].item(),
-                added[row, column].item(),
-                "as of the whole",
+            expected_number, found_number = gradient_pair(
+                whole_gradient, added, (row, column), "as of the whole"
             )
             shown = make_example(small, whole_gradient, added, case.loss.reads)
             return [
@@ -202,11 +199,8 @@ def _scaled_otherwise(
     due_gradient = times * case.gradient(small)
     found = scaled(small)
     i, t = worst(errors_of(small))
-    expected_number, found_number = number_pair(
-        "dJ/dlp",
-        due_gradient[i, t].item(),
-        found[i, t].item(),
-        f"{words} times the gradient",
+    expected_number, found_number = gradient_pair(
+        due_gradient, found, (i, t), f"{words} times the gradient"
     )
     if holds_on_other_batches(case, of_all, batch):
         why = "its backward pass leaves out what comes from above (grad_output)"
@@ -418,11 +412,8 @@ def data_parallel(case: LossCase) -> list[Finding]:
             text = (
                 f"{ranks} ranks of {responses}, gradients averaged: {rank_counts(case)}"
             )
-            expected_number, found_number = number_pair(
-                "dJ/dlp",
-                whole_gradient[i, t].item(),
-                mean[i, t].item(),
-                "as on one rank",
+            expected_number, found_number = gradient_pair(
+                whole_gradient, mean, (i, t), "as on one rank"
             )
             shown = make_example(small, whole_gradient, mean, case.loss.reads)
             return [

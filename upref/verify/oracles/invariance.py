@@ -27,7 +27,7 @@ from upref.verify.finding import NO_CAUSE, Cause, Number, number_pair
 from upref.verify.measure import HABIT, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import example, make_example, shrink, worst
+from upref.verify.shrink import example, gradient_pair, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
 # causes that are read off a gradient at once, without a search
@@ -187,9 +187,7 @@ def _padded_side(
         why = FIRST_COLUMN
     expected = case.gradient(small)
     found = padded(small)[1]
-    expected_number, found_number = number_pair(
-        "dJ/dlp", expected[token].item(), found[token].item(), "as without"
-    )
+    expected_number, found_number = gradient_pair(expected, found, token, "as without")
     wide = _widened(small, left, right)
     narrow = torch.nn.functional.pad(expected, (left, right))
     shown = make_example(wide, narrow, case.gradient(wide), case.loss.reads)
@@ -278,8 +276,8 @@ def _empty_row(case: LossCase, batch: Rollouts, gradient: Tensor) -> list[Findin
             )
         ]
     i, t = worst(distances)
-    expected_number, found_number = number_pair(
-        "dJ/dlp", gradient[i, t].item(), longer_gradient[i, t].item(), "as without"
+    expected_number, found_number = gradient_pair(
+        gradient, longer_gradient, (i, t), "as without"
     )
 
     def by_rows(batch: Rollouts) -> tuple[Tensor, Tensor]:
@@ -563,11 +561,8 @@ def scaling(case: LossCase) -> list[Finding]:
     token = worst(distance_of(small))
     due_gradient = 3 * case.gradient(small)
     found_gradient = tripled(small)
-    expected_number, found_number = number_pair(
-        "dJ/dlp",
-        due_gradient[token].item(),
-        found_gradient[token].item(),
-        "3 times the gradient",
+    expected_number, found_number = gradient_pair(
+        due_gradient, found_gradient, token, "3 times the gradient"
     )
 
     def times(k: float) -> Callable[[Rollouts], tuple[Tensor, Tensor]]:

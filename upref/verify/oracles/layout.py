@@ -11,7 +11,6 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.user_code.loss import LAYOUTS
-from upref.verify.finding import number_pair
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import (
@@ -20,7 +19,7 @@ from upref.verify.oracles.invariance import (
     tolerance,
 )
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import make_example, shrink, worst
+from upref.verify.shrink import gradient_pair, make_example, shrink, worst
 from upref.weights.batches import on_policy_batch
 
 COVERED = (
@@ -73,11 +72,8 @@ def _reads_as_contiguous(case: LossCase, batch: Rollouts, name: str) -> Finding:
     due_gradient = case.gradient(small)
     found = case.loss.ask("gradient_in_layout", small, name)
     i, t = worst(_distance_in_layout(case, small, name))
-    expected_number, found_number = number_pair(
-        "dJ/dlp",
-        due_gradient[i, t].item(),
-        found[i, t].item(),
-        "as of contiguous tensors",
+    expected_number, found_number = gradient_pair(
+        due_gradient, found, (i, t), "as of contiguous tensors"
     )
     shown = make_example(small, due_gradient, found, case.loss.reads)
     paste = f"# before the call: x = {PASTE[name]} for each tensor x of the batch"

@@ -16,12 +16,12 @@ from upref.rollouts import Rollouts
 from upref.user_code.names import CALLED
 from upref.verify.explain import holds_on_other_batches
 from upref.verify.factors import common_value
-from upref.verify.finding import Number, number_pair
+from upref.verify.finding import Number
 from upref.verify.measure import EXACT, LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import gradient_distance, tolerance
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import cut, make_example, shrink, worst
+from upref.verify.shrink import cut, gradient_pair, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
 FIXED = ("logp_old", "adv", "logp_ref")  # what no gradient is to flow into
@@ -119,9 +119,7 @@ def _differs(
     leaf = case.gradient(batch)
     gradient = case.gradient(batch, wanting=wanting)
     i, t = worst((gradient - leaf).abs().nan_to_num(nan=1e30))
-    expected_number, found_number = number_pair(
-        "dJ/dlp", leaf[i, t].item(), gradient[i, t].item()
-    )
+    expected_number, found_number = gradient_pair(leaf, gradient, (i, t))
     by_leaf, by_network = (
         case.loss.outcome(batch, wanting=w)[0].own is not None for w in (None, wanting)
     )

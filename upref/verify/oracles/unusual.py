@@ -18,12 +18,20 @@ from upref.verify.explain import cause_if_confirmed_at
 from upref.verify.faults.batch_reading import LARGE, clipped, left_out
 from upref.verify.faults.corrections import corrected
 from upref.verify.faults.losses import LossFault
-from upref.verify.finding import NO_CAUSE, Cause, Example, TokenPlace, number_pair
+from upref.verify.finding import NO_CAUSE, Cause, Example, TokenPlace
 from upref.verify.measure import LossCase
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import gradient_distance, tolerance
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import cut, example, make_example, sampler_ratio, shrink, worst
+from upref.verify.shrink import (
+    cut,
+    example,
+    gradient_pair,
+    make_example,
+    sampler_ratio,
+    shrink,
+    worst,
+)
 from upref.weights.batches import LOG_R, on_policy_batch
 from upref.weights.stress import AXES, GAPS, NEGATIVE, relabel_groups
 
@@ -351,11 +359,8 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
                 continue
             if distances.max() > 0:
                 i, t = worst(distances)
-                expected_number, found_number = number_pair(
-                    "dJ/dlp",
-                    gradient[i, t].item(),
-                    case.gradient(renamed)[i, t].item(),
-                    PLAIN_IDS,
+                expected_number, found_number = gradient_pair(
+                    gradient, case.gradient(renamed), (i, t), PLAIN_IDS
                 )
                 if renamed.group is not None:
                     ids = f"{renamed.group.unique().tolist()}"
@@ -376,8 +381,8 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
                 renamed = shrink(renamed, relabeled.differs)
                 found, expected = relabeled.gradients(renamed)
                 i, t = worst((found - expected).abs())
-                expected_number, found_number = number_pair(
-                    "dJ/dlp", expected[i, t].item(), found[i, t].item(), PLAIN_IDS
+                expected_number, found_number = gradient_pair(
+                    expected, found, (i, t), PLAIN_IDS
                 )
                 text = f"group ids {words}: {renamed.group.unique().tolist()}"  # type: ignore[union-attr]
                 return [
