@@ -156,7 +156,10 @@ def test_of_two_rewards_the_two_advantages_are_said_and_no_formula():
     assert causes_of(lambda rewards: rewards.new_ones(len(rewards)), "signed") == [
         "a response with reward 0 has the advantage 1, not -1"
     ]
-    by_sign = lambda rewards: torch.where(rewards > 0, 1.0, -1.0)
+
+    def by_sign(rewards):
+        return torch.where(rewards > 0, 1.0, -1.0)
+
     assert causes_of(lambda rewards: -by_sign(rewards), "signed") == [
         "the sign is flipped: bad answers are reinforced"
     ]
@@ -167,11 +170,12 @@ def test_of_two_rewards_the_two_advantages_are_said_and_no_formula():
 
 def test_a_spread_is_said_to_be_of_the_rewards_or_of_the_differences():
     """The right one divides by that of the differences."""
-    raw = lambda rewards, group: (
-        zoo.each(rewards, group, divide=lambda c, std: c)
-        / (rewards.std(correction=0) + 1e-8)
-    )
-    assert causes_of(raw, "group_mean_whiten") == [
+
+    def by_raw_rewards(rewards, group):
+        centered = zoo.each(rewards, group, divide=lambda c, std: c)
+        return centered / (rewards.std(correction=0) + 1e-8)
+
+    assert causes_of(by_raw_rewards, "group_mean_whiten") == [
         "the mean of its prompt is subtracted, divided by the std of the rewards of the "
         "whole batch (over n)"
     ]
@@ -179,20 +183,28 @@ def test_a_spread_is_said_to_be_of_the_rewards_or_of_the_differences():
 
 def test_a_bound_of_one_side_is_not_said_of_both():
     """No advantage of these batches is below -4."""
-    capped = lambda rewards, group: zoo.loop_over_prompts(rewards, group).clamp(max=4)
+
+    def capped(rewards, group):
+        return zoo.loop_over_prompts(rewards, group).clamp(max=4)
+
     assert causes_of(capped, "group_norm") == ["advantages are clipped to at most 4"]
 
 
 def test_a_factor_of_large_batches_is_not_said_of_all():
     """Even groups have the right advantages."""
-    halved = lambda rewards, group: (
-        zoo.loop_over_prompts(rewards, group) * (0.5 if len(rewards) > 64 else 1)
-    )
+
+    def halved(rewards, group):
+        factor = 0.5 if len(rewards) > 64 else 1
+        return zoo.loop_over_prompts(rewards, group) * factor
+
     assert not causes_of(halved, "group_norm")
 
 
 def test_what_is_not_finite_is_a_std_of_0_only_where_rewards_are_equal():
-    logs = lambda rewards, group: zoo.loop_over_prompts(rewards, group).log()
+
+    def logs(rewards, group):
+        return zoo.loop_over_prompts(rewards, group).log()
+
     assert not [
         c for c in causes_of(logs, "group_norm") if c.startswith("0/0: the std")
     ]
