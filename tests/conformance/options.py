@@ -10,7 +10,7 @@ it does not, with the reason. A field that a new release brings is in no list, a
 test fails.
 
 To measure an option, its value is replaced where the adapter makes the configuration,
-and nothing else: the adapter and the case do not know. First the case runs that the
+and nothing else: the adapter and the case stay as they are. First the case runs that the
 list names, then all others until one fails or cannot run: a build is red in both. Cases
 that fail on the unmodified release are left out. The results go to docs/steps/options/NAME.json.
 """
