@@ -17,7 +17,7 @@ from upref.registry import get, names
 from upref.verify.faults.losses import GROUPS
 from upref_frameworks.audits import framework, frameworks
 from upref_frameworks.audits.compare import FaultEffect
-from upref_frameworks.audits.recipe import no_kl, reached, recipe
+from upref_frameworks.audits.recipe import covered_objectives, no_kl, recipe
 from upref_frameworks.ledger import (
     SEVERITY,
     STATUS,
@@ -326,7 +326,7 @@ def recipes() -> str:
     """For each objective that a framework has, what to set in each framework."""
     out = []
     for o in names():
-        each = [recipe(o, n) for n in frameworks() if o in reached(n, {})]
+        each = [recipe(o, n) for n in frameworks() if o in covered_objectives(n, {})]
         if each:
             kind, formula = get(o).adv, each[0].advantages.partition(":")[0]
             out += [
@@ -364,7 +364,10 @@ def surfaces() -> str:
         "|---|---|---|---|---|",
     ]
     for n in frameworks():
-        how, started = recorded(n)["recipe"], recipe(reached(n, {})[0], n).started
+        how, started = (
+            recorded(n)["recipe"],
+            recipe(covered_objectives(n, {})[0], n).started,
+        )
         out.append(
             "| "
             + " | ".join([link(n), how["surface"], started, *how["beside"].values()])

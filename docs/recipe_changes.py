@@ -15,7 +15,7 @@ from typing import Any
 from upref.errors import InputError
 from upref.registry import get
 from upref_frameworks.audits import frameworks
-from upref_frameworks.audits.recipe import reached, recipe, typed_fields
+from upref_frameworks.audits.recipe import covered_objectives, recipe, typed_fields
 from upref_frameworks.ledger import recorded
 
 BEFORE = Path(__file__).parent / "recipes_before.json"
@@ -107,7 +107,7 @@ def table() -> str:
         )
         if said:
             rows.append(f"| {name} | {said} |".replace("\n", " "))
-    every = [f"{o} in {n}" for n in frameworks() for o in reached(n, {})]
+    every = [f"{o} in {n}" for n in frameworks() for o in covered_objectives(n, {})]
     new = sorted(set(every) - set(old))
     counted = ", ".join(f"{kind}: {count[kind]}" for kind in KINDS)
     head = f"{len(old)} recipes then, {len(every)} of losses that the audit compares now. {counted}."

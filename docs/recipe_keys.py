@@ -19,7 +19,7 @@ from upref.errors import InputError
 from upref.files import write_atomically
 from upref_frameworks.audits import framework, frameworks
 from upref_frameworks.audits.isolated.pin import place
-from upref_frameworks.audits.recipe import reached, recipe, typed_fields
+from upref_frameworks.audits.recipe import covered_objectives, recipe, typed_fields
 from upref_frameworks.ledger import recorded
 
 FILE = Path(__file__).parent / "recipe_keys.json"
@@ -41,7 +41,7 @@ def lines_of(name: str) -> list[str]:
     """
     advantages = [how["set"] for how in recorded(name)["recipe"]["advantages"].values()]
     return [
-        line for o in reached(name, {}) for line in recipe(o, name).settings
+        line for o in covered_objectives(name, {}) for line in recipe(o, name).settings
     ] + advantages
 
 

@@ -49,9 +49,9 @@ def find(
     framework, _, mode = name.partition(":")
     if framework in HERE:
         return HERE[framework].named(name, mode, objective, dict(hp))
-    from upref_frameworks.audits.child import named
+    from upref_frameworks.audits.child import load_loss
 
-    return named(name, objective.name, dict(hp))
+    return load_loss(name, objective.name, dict(hp))
 
 
 def recognize(

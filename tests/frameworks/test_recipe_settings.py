@@ -13,7 +13,12 @@ import pytest
 from docs import recipe_changes
 from docs.recipe_keys import keys_of, lines_of, recorded_keys
 from upref_frameworks import audits as A, ledger
-from upref_frameworks.audits.recipe import Recipe, reached, recipe as once, typed_fields
+from upref_frameworks.audits.recipe import (
+    Recipe,
+    covered_objectives,
+    recipe as once,
+    typed_fields,
+)
 
 recipe = cache(once)
 STARTED = ("trl", "unsloth", "verl")  # configurations that this environment has
@@ -58,7 +63,7 @@ def test_trls_configuration_is_made_with_each_recipe(name, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from trl.experimental.gmpo import GMPOConfig
-    for o in reached(name, {}):
+    for o in covered_objectives(name, {}):
         r = recipe(o, name)
         kind = {"gmpo": GMPOConfig, "rloo": RLOOConfig}.get(r.mode, GRPOConfig)
         typed = settings(r)
@@ -96,7 +101,7 @@ def test_verls_configuration_and_validation_take_each_recipe(capsys):
     with hydra.initialize_config_dir(
         str(Path(verl.__file__).parent / "trainer/config"), version_base=None
     ):
-        for o in [*reached("verl", {}), *plugged]:
+        for o in [*covered_objectives("verl", {}), *plugged]:
             typed = settings(recipe(o, "verl"))
             typed.pop("VERL_USE_EXTERNAL_MODULES", None)  # of the environment
             lines = [f"{k}={v}" for k, v in typed.items()]
@@ -194,7 +199,7 @@ def test_each_key_is_declared_in_the_audited_source(name):
             value,
             found["keys"][key],
         )
-    for o in reached(name, {}):
+    for o in covered_objectives(name, {}):
         assert "its configuration was not started" in recipe(o, name).started
 
 

@@ -21,12 +21,12 @@ from upref_frameworks.audits.compare import (
     Comparison,
     _reference,
     difference,
-    typical,
+    typical_batch,
     unit,
 )
 from upref_frameworks.audits.recipe import (
     SAME_LOSS,
-    reached,
+    covered_objectives,
     recipe as once,
     typed_fields,
 )
@@ -35,7 +35,7 @@ from upref_frameworks.ledger import recorded
 recipe = cache(once)  # one reads the ledger for each
 entries = cache(ledger.read)
 JSON = Path(__file__).parents[2] / "docs/frameworks"
-EVERY = [(o, n) for n in A.frameworks() for o in reached(n, {})]
+EVERY = [(o, n) for n in A.frameworks() for o in covered_objectives(n, {})]
 
 
 def comparison(objective: str, name: str) -> Comparison:
@@ -88,7 +88,10 @@ def kind_of(objective: str) -> str:
 
 
 PLUGGED = [
-    (o, n) for n in ("verl", "trl") for o in upref.names() if o not in reached(n, {})
+    (o, n)
+    for n in ("verl", "trl")
+    for o in upref.names()
+    if o not in covered_objectives(n, {})
 ]
 
 
@@ -197,7 +200,7 @@ def test_a_plug_in_says_what_was_measured_of_it():
             or "in micro-batches: each acts by itself" in differs
         ), (o, n)
     for o in ("up_dapo", "gppo", "m2po"):
-        b, objective = typical(), upref.get(o)
+        b, objective = typical_batch(), upref.get(o)
         paper, seen = grad(objective, b), grad(objective, replace(b, group=None))
         change = 100 * ((seen - paper).norm() / paper.norm()).item()
         assert (
@@ -319,7 +322,7 @@ def test_rloo_with_a_clipped_loss_says_what_that_changes():
         "trinity",
         "tunix",
     }
-    t = typical()
+    t = typical_batch()
     paper = grad(upref.get("rloo"), t)
     clipped = grad(upref.get("dr_grpo"), t)
     change = 100 * ((clipped - paper).norm() / paper.norm()).item()
@@ -359,7 +362,7 @@ def test_what_must_be_set_is_set():
     # a KL term in the reward, of 0.05 and of 0.04
     for o, n in [("rloo", "trl"), ("ppo_clip", "tunix")]:
         assert "beta=0.0," in recipe(o, n).settings
-    for o in reached("unsloth", {}):
+    for o in covered_objectives("unsloth", {}):
         assert "beta=0.0," in recipe(o, "unsloth").settings
     assert "mask_truncated_completions" in str(recipe("dapo", "unsloth"))
 
@@ -371,7 +374,7 @@ def test_sampler_corrections_that_are_on_by_default_are_named():
     }.items():
         assert all(
             switch in str(recipe(o, n))
-            for o in reached(n, {})
+            for o in covered_objectives(n, {})
             if (o, n) != ("rloo", "trl")
         )
     assert "vllm_importance_sampling_correction" in str(recipe("up_dapo", "trl"))
@@ -398,16 +401,18 @@ def typed_back(lines: list[str]) -> dict:
 def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
     """Equal to the objective with what the recipe says still differs, and to no other."""
     pytest.importorskip(name, reason=f"`repro/venv.sh {name}` installs it")
-    f, c, b = A.framework(name), comparison(objective, name), typical()
+    f, c, b = A.framework(name), comparison(objective, name), typical_batch()
     typed = typed_back(recipe(objective, name).settings)
     for mode in ("loss_type", "loss_mode"):
         typed.pop(mode, None)
     typed |= {k: c.config[k] for k in measured_elsewhere(objective, name)}
     scale = {k: v for k, v in c.config.items() if k == "max_completion_length"}
     b = replace(b, totals=upref.Totals.of(b.mask))
-    found = -grad(lambda x: f.of(replace(c, config=typed | scale), x, None), b)
+    found = -grad(
+        lambda x: f.compute_loss(replace(c, config=typed | scale), x, None), b
+    )
     each = unit(c, b)
-    expected = _reference(c, c.reasons, typical())
+    expected = _reference(c, c.reasons, typical_batch())
     assert difference(found / each, expected / each).max() < 1e-6
 
 

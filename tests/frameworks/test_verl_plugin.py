@@ -16,7 +16,7 @@ import upref
 from upref import InputError, aggregate
 from upref.replay import clipping
 from upref.weights.batches import batch, grad
-from upref_frameworks.audits.compare import FaultEffect, typical
+from upref_frameworks.audits.compare import FaultEffect, typical_batch
 from upref_frameworks.audits.recipe import _effects
 from upref_frameworks.parity import ParityError
 from upref_frameworks.verl import training as verl_plugin
@@ -55,11 +55,11 @@ def test_the_recipe_measures_what_the_plug_in_computes(name):
     """Its typical batch, in the loss that verl calls: the reference without prompts,
     and in micro-batches the same.
     """
-    o, b = upref.get(name), replace(typical(), group=None)
+    o, b = upref.get(name), replace(typical_batch(), group=None)
     assert torch.equal(gradient(name, b), -grad(o, b))
     unprompted, split = _effects(o)
     assert (
-        unprompted == FaultEffect.between(-gradient(name, b), grad(o, typical()))
+        unprompted == FaultEffect.between(-gradient(name, b), grad(o, typical_batch()))
         and split.change < 1e-9
     )
 

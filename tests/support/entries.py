@@ -54,7 +54,7 @@ INNER = {
     "cli.verb": "parts of a parser",
     "upref_frameworks.audits.framework": "the first step of `audit`",
     "upref_frameworks.audits.frameworks": "takes nothing",
-    "upref_frameworks.audits.recipe.reached": "a part of `recipe`",
+    "upref_frameworks.audits.recipe.covered_objectives": "a part of `recipe`",
     "upref_frameworks.audits.recipe.no_kl": "a part of `recipe`",
     "upref_frameworks.audits.recipe.value": "a part of `recipe`",
     "upref_frameworks.audits.recipe.typed_fields": "a part of `recipe`",

@@ -17,7 +17,7 @@ from upref.aggregation import Totals
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import ALWAYS, clamped
+from upref_frameworks.audits.shared import ALWAYS, clamp_kl
 
 PIN = Pin(
     packages=("colorlog==6.9.0",),
@@ -217,7 +217,7 @@ def _parts() -> tuple[Component, ...]:
         *kls(
             _kl,
             {k: k for k in kl.ESTIMATORS},
-            {k: (clamped(f),) for k, f in kl.ESTIMATORS.items()},
+            {k: (clamp_kl(f),) for k, f in kl.ESTIMATORS.items()},
             tol=1e-5,
         ),
     )

@@ -31,13 +31,14 @@ from upref_frameworks.audits.compare import (
     TOL,
     Comparison,
     ComparisonRow,
+    Example,
     compare,
     difference,
     grid,
     unit,
 )
 from upref_frameworks.audits.framework import Framework
-from upref_frameworks.audits.ledger import changed_defaults, check_ledger, plainly
+from upref_frameworks.audits.ledger import as_toml_value, changed_defaults, check_ledger
 from upref_frameworks.ledger import Entry, read, summary
 
 OWN = ("compare", "ledger")  # every other file of this folder is a framework
@@ -67,13 +68,18 @@ class Audit(Result):
 
     @property
     def failures(self) -> list[str]:
-        """Differences that are not explained, and disagreements with the ledger."""
+        """Return the unexplained differences and the disagreements with the ledger.
+
+        Returns:
+            One sentence each; empty if and only if the audit is true.
+        """
         return [
             f"{r.label}: {r.verdict}; {r.spot}" for r in self.rows if not r.ok
         ] + self.against_ledger
 
     @property
     def notes(self) -> list[str]:
+        """Return the remarks on the audited version; they change no verdict."""
         return self.remarks
 
     @property
@@ -82,7 +88,7 @@ class Audit(Result):
         return all(row.ok for row in self.rows)
 
     def data(self) -> dict[str, Any]:
-        """The rows, and of each entry of the ledger how it is recorded.
+        """Return the rows and, of each entry of the ledger, how it is recorded.
 
         Returns:
             What `upref audit --json` prints.
@@ -100,7 +106,7 @@ class Audit(Result):
         return asdict(self) | {"rows": rows, "ok": bool(self), "entries": entries}
 
     def text(self, verbose: bool = False) -> str:
-        """The table and the sentences behind it, in 160 columns.
+        """Return the table and the sentences behind it, in 160 columns.
 
         Args:
             verbose: not read: all is printed.
@@ -116,7 +122,7 @@ class Audit(Result):
         return text.get().rstrip("\n")
 
     def lines(self, verbose: bool = False) -> Iterator[Any]:
-        """The table and the sentences behind it, for rich.
+        """Yield the table and the sentences behind it, for rich.
 
         Args:
             verbose: not read: all is printed.
@@ -138,10 +144,8 @@ class Audit(Result):
             table.add_column(escape(column), overflow="fold")
         table.add_column("then remains")
         for r in self.rows:
-            because = [self._because(r, said, spot) for said, spot in r.reasons]
-            if r.agrees or r.ok:
-                because = because
-            else:
+            because = [self._because(r, reason, spot) for reason, spot in r.reasons]
+            if not (r.agrees or r.ok):
                 because = [f"largest difference; {r.spot}", *because]
             loss = r.label + (
                 f", in {r.micro_batches} micro-batches" if r.micro_batches > 1 else ""
@@ -168,15 +172,22 @@ class Audit(Result):
 
     @property
     def sentence(self) -> str:
-        """How many bugs, surprising defaults and documented choices are recorded, and
-        which is the worst.
-        """
+        """Return one sentence that counts the recorded deviations and names the worst."""
         return summary(f"{self.framework} {self.version}", self.entries)
 
-    def entry(self, row: ComparisonRow, said: str) -> Entry | None:
-        """The entry that records this reason of this row."""
+    def entry(self, row: ComparisonRow, reason: str) -> Entry | None:
+        """Find the entry of the ledger that records one reason of a row.
+
+        Args:
+            row: a row of this audit.
+            reason: the words of one of its reasons.
+
+        Returns:
+            The first entry with this reason and with the row among its evidence; None
+            where the deviation is not recorded.
+        """
         key = (row.label, row.promise, row.micro_batches)
-        matching = (e for e in self.entries if e.reason == said)
+        matching = (e for e in self.entries if e.reason == reason)
         return next(
             (
                 e
@@ -187,19 +198,34 @@ class Audit(Result):
             None,
         )
 
-    def _because(self, row: ComparisonRow, said: str, spot: Any) -> str:
-        entry = self.entry(row, said)
+    def _because(self, row: ComparisonRow, reason: str, spot: Example) -> str:
+        entry = self.entry(row, reason)
         tag = f" [{entry.status}: {entry.key}]" if entry else ""
-        return (f"{said}; {spot}" if spot.difference else said) + tag
+        return (f"{reason}; {spot}" if spot.difference else reason) + tag
 
 
 def frameworks() -> list[str]:
-    """The frameworks that can be audited: a folder each in upref_frameworks."""
+    """Return the frameworks that can be audited.
+
+    Returns:
+        Names in alphabetical order: the folders of upref_frameworks with an audit.py.
+    """
     return names()
 
 
 def framework(name: str) -> Framework:
-    """The tables of that framework; InputError for another name."""
+    """Import the audit of a framework and return its tables.
+
+    Args:
+        name: a name of `frameworks()`.
+
+    Returns:
+        The Framework that upref_frameworks/NAME/audit.py defines. The framework itself
+        is not imported.
+
+    Raises:
+        InputError: there is no audit of that name.
+    """
     if not isinstance(name, str) or name not in frameworks():
         raise InputError(
             f"no audit of {repr(name)[:60]}: choose {' or '.join(frameworks())}."
@@ -241,7 +267,7 @@ def audit(
             "comparisons are a tuple of upref_frameworks.audits.compare.Comparison, or None for all of them."
         )
     if (
-        answer := isolated.elsewhere("audit", name, f.pin, version, source, loud)
+        answer := isolated.run_elsewhere("audit", name, f.pin, version, source, loud)
     ) is not None:
         return answer
     inside = f.pin and isolated.INSIDE
@@ -262,7 +288,7 @@ def audit(
     known = {c.mode for c in f.comparisons} | f.out_of_scope.keys()
     entries = read(name)
     defaults = {
-        m: {k: plainly(v) for k, v in f.defaults(m).items()}
+        m: {k: as_toml_value(v) for k, v in f.defaults(m).items()}
         for m in sorted({r.mode for r in rows} & {*now})
     }
     against = [
@@ -302,7 +328,7 @@ def _compared(
 
     def weigh(m: Rollouts) -> Tensor:
         """Return minus the gradient of the framework's loss of these rows."""
-        return -grad(lambda x: framework.of(comparison, x, None), m)
+        return -grad(lambda x: framework.compute_loss(comparison, x, None), m)
 
     of_batch, split = (
         torch.cat([weigh(m) for m in batch.split(n)]) for n in (1, MICRO)
@@ -346,4 +372,4 @@ def _compared(
                 framework.tol,
             )
         )
-    return rows, bool(framework.of(comparison, batch, math.nan).isnan())
+    return rows, bool(framework.compute_loss(comparison, batch, math.nan).isnan())

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from upref.errors import InputError
 from upref.user_code.guard import one_line
@@ -25,9 +25,22 @@ from upref_frameworks.audits.isolated.pin import Installation, place
 from upref_frameworks.ledger import WARNED
 from upref_frameworks.settings import split
 
+if TYPE_CHECKING:
+    from upref_frameworks.audits.kernels import Kernels
+
 
 def main(job: str, answer: str) -> int:
-    """Does the job, and writes ("ok", what it gave) or ("error", a sentence)."""
+    """Do a job in this process and write its answer.
+
+    Args:
+        job: path of a pickle: a key of WORK, the framework's name, its Installation,
+            and the arguments of the function.
+        answer: path that receives a pickle: ("ok", the result) or ("error", a
+            sentence).
+
+    Returns:
+        Exit status 0, whether or not the job could be done: `answer` says it.
+    """
     work, name, where, arguments = pickle.loads(Path(job).read_bytes())
     out: tuple[str, Any]
     try:
@@ -52,7 +65,12 @@ def main(job: str, answer: str) -> int:
 
 
 def enter(name: str, where: Installation) -> None:
-    """Makes this process the framework's."""
+    """Turn this process into the framework's: its environment, and its packages alone.
+
+    Args:
+        name: a framework with a pin.
+        where: the folders that imports find from then on.
+    """
     pin = audits.framework(name).pin
     assert pin is not None
     os.environ.update(pin.env)
@@ -60,12 +78,24 @@ def enter(name: str, where: Installation) -> None:
     isolate(where.paths, pin)
 
 
-def named(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., Any]:
-    """A loss of a framework with a pin, `liger:dapo,beta=0`, as a function.
+def load_loss(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., Any]:
+    """Return a loss of a framework with a pin as a function.
 
-    `liger:dapo@matched` has the settings at which the audit holds this loss against the
-    objective. From then on this process is that framework's: nothing else can be
-    imported here.
+    From then on this process is that framework's: no other one can be imported in it.
+
+    Args:
+        loss: FRAMEWORK:MODE, with fields after it as `liger:dapo,beta=0`. MODE@matched
+            has the settings of the audit's comparison of this loss with the objective.
+        objective: for @matched: its registered name.
+        hp: for @matched: its hyperparameters.
+
+    Returns:
+        A function of keyword arguments, those of Framework.plain; its attribute
+        `__upref__` holds its settings.
+
+    Raises:
+        InputError: the framework has no such loss or field, or no comparison with this
+            objective.
     """
     name, _, mode = loss.partition(":")
     f = audits.framework(name)
@@ -135,8 +165,15 @@ def _matching(
 
 
 def scripts(name: str, texts: list[str]) -> list[str]:
-    """What the scripts of the ledger print, and what is warned then; an error stands
-    where the answer would.
+    """Run the scripts of the ledger in this process, one after the other.
+
+    Args:
+        name: not read: `main` passes the framework's name to each function of WORK.
+        texts: Python.
+
+    Returns:
+        For each script what it prints, then a line for each warning, which begins with
+        WARNED; where it fails, the error in its place.
     """
     return [_script(text) for text in texts]
 
@@ -156,11 +193,18 @@ def _script(text: str) -> str:
     )
 
 
-def kernels(name: str) -> Any:
-    """The log-probability functions, checked."""
-    from upref_frameworks.audits.kernels import kernels as checked
+def kernels(name: str) -> "Kernels":
+    """Check the log-probability functions of a framework.
 
-    return checked(name)
+    Args:
+        name: the framework of this process.
+
+    Returns:
+        The Kernels of audits/kernels.py, which is imported only when it is needed.
+    """
+    from upref_frameworks.audits.kernels import kernels as check_kernels
+
+    return check_kernels(name)
 
 
 WORK: dict[str, Callable[..., Any]] = {

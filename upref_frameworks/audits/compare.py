@@ -60,11 +60,12 @@ class Comparison:
 
     @property
     def label(self) -> str:
-        """As `upref check FRAMEWORK:LABEL` reads it."""
+        """Return the loss as `upref check FRAMEWORK:LABEL` reads it: MODE,FIELD=VALUE."""
         return written(self.mode, self.config)
 
     @property
     def promise(self) -> str:
+        """Return the objective with its hyperparameters, such as `dapo, eps_high=0.28`."""
         return self.objective + "".join(f", {k}={v:g}" for k, v in self.hp.items())
 
 
@@ -84,7 +85,12 @@ class Example:
 
     @property
     def weights(self) -> tuple[str, str]:
-        """Expected and found, with as many digits as tell them apart."""
+        """Return expected and found, with as many digits as tell them apart.
+
+        Returns:
+            Two numbers as text, of 4, 8 or 12 significant digits; equal only where 12
+            digits are.
+        """
         for digits in (4, 8, 12):
             texts = f"{self.expected:.{digits}g}", f"{self.found:.{digits}g}"
             if texts[0] != texts[1]:
@@ -109,16 +115,31 @@ class FaultEffect:
 
     @property
     def severity(self) -> str:
-        """A key of SEVERITY of the ledger."""
-        if self.change < 0.02 or self.cosine <= 0.5:
-            return "cosmetic" if self.change < 0.02 else "breaks"
+        """Return a key of SEVERITY in upref_frameworks/ledger.py.
+
+        Returns:
+            `cosmetic` below a change of 2 %, else `breaks` up to a cosine of 0.5, else
+            `rescales` where the sine of the angle is below half of the change, else
+            `weakens`.
+        """
+        if self.change < 0.02:
+            return "cosmetic"
+        if self.cosine <= 0.5:
+            return "breaks"
         sine = math.sqrt(max(1 - self.cosine**2, 0))
         return "rescales" if sine < self.change / 2 else "weakens"
 
     @classmethod
     def between(cls, found: Tensor, expected: Tensor) -> "FaultEffect":
-        """What makes the second gradient of the first: its distance, its angle, its
-        size.
+        """Measure what turns one gradient into another: distance, angle and length.
+
+        Args:
+            found: the gradient v with the fault, of any shape.
+            expected: the gradient w without it, of the same shape.
+
+        Returns:
+            Where w is 0 and v is not: change 1, cosine 0 and factor infinity. Where
+            both are 0: change 0, cosine 1, factor 1.
         """
         w = expected.norm().item()
         v = found.norm().item()
@@ -153,15 +174,17 @@ class ComparisonRow:
 
     @property
     def agrees(self) -> bool:
+        """Return whether the difference is within the tolerance without any reason."""
         return self.difference <= self.tol
 
     @property
     def ok(self) -> bool:
-        """Whether it agrees, or differs for reasons that leave no difference."""
+        """Return whether it agrees, or differs for reasons that leave no difference."""
         return self.remains <= self.tol
 
     @property
     def verdict(self) -> str:
+        """Return the verdict in the words of the table, with the size of an agreement."""
         if self.agrees:
             if self.difference == 0:
                 return "agrees exactly"
@@ -169,10 +192,19 @@ class ComparisonRow:
         return "differs, explained" if self.ok else "differs, UNEXPLAINED"
 
 
-def accounted(
+def apply_reasons(
     comparison: Comparison, reasons: Sequence[LossFault]
 ) -> tuple[Objective, dict[str, Any]]:
-    """The objective and hyperparameters that these reasons leave."""
+    """Put the faults of a framework into the objective that its loss promises.
+
+    Args:
+        comparison: has the promised objective and its hyperparameters.
+        reasons: faults, applied in this order.
+
+    Returns:
+        The objective and the hyperparameters that result. Faults that change the batch,
+        the scale or a term beside the loss are not in them: see `_reference`.
+    """
     objective = get(comparison.objective)
     hp = comparison.hp
     for why in reasons:
@@ -182,14 +214,21 @@ def accounted(
 
 # ---- comparing -----------------------------------------------------------------------
 def grid(comparison: Comparison, single: bool = False) -> Rollouts:
-    """The regimes of the objective promised and of the one accounted for, and responses
-    far from π_old.
+    """Make the batch on which a framework's loss is compared with its promise.
 
-    single: for a framework that computes in float32, not so near to the bounds.
+    Args:
+        comparison: the regimes of its promised objective are in the batch, and those of
+            the objective with its reasons.
+        single: for a framework that computes in float32; ratios keep a larger distance
+            from the bounds.
+
+    Returns:
+        Rollouts [B, T] in float64; B is a multiple of MICRO. Also in it are responses
+        far from π_old. Masked slots hold numbers that could pass for tokens.
     """
     pairs = [
         (get(comparison.objective), comparison.hp),
-        accounted(comparison, comparison.reasons),
+        apply_reasons(comparison, comparison.reasons),
     ]
     # a framework sums a response's ratio in another order: on a bound, rounding would
     # decide
@@ -223,14 +262,16 @@ def grid(comparison: Comparison, single: bool = False) -> Rollouts:
 
 
 @cache
-def typical() -> Rollouts:
-    """A batch such as training meets, from a fixed seed: 16 prompts with 8 responses of
-    8 to 160 tokens.
+def typical_batch() -> Rollouts:
+    """Make a batch such as training meets, from a fixed seed.
 
     π_old is above 0.9 for half of the tokens and has a long tail; log r has a standard
     deviation of 0.15 (1 - π_old), log π_θ - log π_ref of 0.3 (1 - π_old). Each prompt
     has at least one right and one wrong response; A is group-normalized. A tenth of the
     responses has a tool's answer inside, which is masked.
+
+    Returns:
+        Rollouts [128, 160] in float64: 16 prompts with 8 responses of 8 to 160 tokens.
     """
     generator = torch.Generator().manual_seed(25)
     G = 16
@@ -292,8 +333,14 @@ def _join(*bs: Rollouts) -> Rollouts:
 
 
 def unit(comparison: Comparison, batch: Rollouts) -> Tensor:
-    """[B, 1], the promised aggregation: a gradient over it is the token's weight
-    dJ_t/dlp.
+    """Return the weight that the promised aggregation gives to each token.
+
+    Args:
+        comparison: has the promised objective.
+        batch: token tensors [B, T].
+
+    Returns:
+        [B, 1]. A gradient of J divided by it is the token's own weight dJ_t/dlp.
     """
     rows = row_weights(
         get(comparison.objective).agg, batch.mask, Totals.of(batch.mask, batch.group)
@@ -307,7 +354,7 @@ def _reference(
     comparison: Comparison, reasons: Sequence[LossFault], batch: Rollouts
 ) -> Tensor:
     """The gradient of the objective promised, with these reasons put into it."""
-    objective, hp = accounted(comparison, reasons)
+    objective, hp = apply_reasons(comparison, reasons)
     factor: Tensor | float = 1.0
     agg = declared_aggregation(get(comparison.objective))
     for why in reasons:
@@ -339,6 +386,15 @@ def _reference(
 
 
 def difference(found: Tensor, expected: Tensor) -> Tensor:
+    """Return |found - expected| / max(1, |expected|), element by element.
+
+    Args:
+        found: any shape.
+        expected: the same shape.
+
+    Returns:
+        The same shape, not negative.
+    """
     return (found - expected).abs() / expected.abs().clamp(min=1)
 
 
@@ -351,8 +407,21 @@ def compare(
     micro: int,
     tol: float = TOL,
 ) -> ComparisonRow:
-    """The row of a gradient that was found on the grid of the comparison, explained by these
-    reasons.
+    """Make the row of a gradient that was found on the grid of a comparison.
+
+    Args:
+        framework: its name, for the command that repeats the comparison.
+        comparison: the loss, its config and the promised objective.
+        batch: the grid.
+        found: [B, T], the gradient of -loss with respect to `batch.logp`.
+        reasons: the faults that should explain the difference; not used where there is
+            none.
+        micro: into how many micro-batches the loss was split.
+        tol: the largest difference, as of `difference`, that counts as rounding.
+
+    Returns:
+        The difference without any reason, what repairing each one alone changes, and
+        the difference that remains with all of them.
     """
     each = unit(comparison, batch)
     found = found / each
@@ -387,7 +456,7 @@ def compare(
         comparison.promise,
         command,
     )
-    t = typical()
+    t = typical_batch()
     reference = _reference(comparison, reasons, t) if reasons else t.logp
     effects = [
         FaultEffect.between(reference, _reference(comparison, others, t))
@@ -444,7 +513,8 @@ def _where(
     if not batch.mask[i, t]:
         return MASKED
     A, _, mu = at(batch, i, t)
-    objective, (found, hp) = get(comparison.objective), accounted(comparison, reasons)
+    objective = get(comparison.objective)
+    found, hp = apply_reasons(comparison, reasons)
     if A:
         bounds = sorted(
             {
@@ -467,5 +537,8 @@ def _level(comparison: Comparison, reasons: Sequence[LossFault]) -> str:
     """Whose ratio a regime is told in: the response's, where either objective acts on
     it.
     """
-    levels = [get(comparison.objective).level, accounted(comparison, reasons)[0].level]
+    levels = [
+        get(comparison.objective).level,
+        apply_reasons(comparison, reasons)[0].level,
+    ]
     return next((level for level in levels if level in REDUCE), levels[0])

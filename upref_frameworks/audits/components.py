@@ -26,7 +26,7 @@ from upref_frameworks.audits.compare import (
     Example,
     FaultEffect,
     difference,
-    typical,
+    typical_batch,
 )
 
 Function = Callable[..., Tensor]
@@ -55,10 +55,12 @@ class Component:
 
     @property
     def label(self) -> str:
+        """Return the kind and the name, as the ledger records them: `kl:k3`."""
         return f"{self.kind}:{self.mode}"
 
     @property
-    def said(self) -> str:
+    def promise_text(self) -> str:
+        """Return the promise in words, with its hyperparameters."""
         return ", ".join(
             [
                 self.words or str(self.promise),
@@ -67,6 +69,11 @@ class Component:
         )
 
     def reference(self) -> Function:
+        """Return the function that the framework's is compared with.
+
+        Returns:
+            A function in the signature of CASES[kind], with the hyperparameters in it.
+        """
         if callable(self.promise):
             return self.promise
         f = REFERENCES[self.kind][self.promise]
@@ -80,8 +87,18 @@ def kls(
     reasons: dict[str, tuple[Any, ...]] | None = None,
     tol: float = TOL,
 ) -> tuple[Component, ...]:
-    """The KL terms of a framework, found(log π_θ, log π_ref, name), by its names:
-    promises and, where there are any, reasons."""
+    """Make a Component for each KL estimator of a framework.
+
+    Args:
+        found: (log π_θ, log π_ref, name) -> the estimate on each token, in the shape of
+            the two tensors.
+        promises: the framework's name of an estimator -> a name of kl.ESTIMATORS.
+        reasons: the framework's name -> why it differs; None: none does.
+        tol: the largest difference that counts as rounding.
+
+    Returns:
+        The components, in the order of `promises`.
+    """
 
     def term(name: str) -> Function:
         """Return the term of this name, in the signature of a Component's function."""
@@ -176,6 +193,18 @@ LABELS = {"advantages": "advantage of response {}", "logprobs": "log π of token
 
 
 def rows(framework: str, parts: tuple[Component, ...]) -> list[ComparisonRow]:
+    """Compare parts of a framework with their references.
+
+    Args:
+        framework: its name.
+        parts: each with what it is compared with.
+
+    Returns:
+        A row for each part, in this order.
+
+    Raises:
+        InputError: there is no reference of the name that a part promises.
+    """
     return [_row(framework, p) for p in parts]
 
 
@@ -204,7 +233,7 @@ def _row(framework: str, p: Component) -> ComparisonRow:
     effects = [FaultEffect.between(new, old) for old, new in itertools.pairwise(sizes)]
     remains = _difference(found, each[len(reasons)]).max().item()
     command = f"upref audit {framework}"
-    names = ("default", p.mode, p.label, "", p.said, command)
+    names = ("default", p.mode, p.label, "", p.promise_text, command)
     return ComparisonRow(
         *names, 1, largest, worst, changes, remains, p.tol, p.kind, effects
     )
@@ -214,7 +243,7 @@ def _typical(kind: str) -> tuple[Any, ...]:
     """The arguments of a part on the typical batch of compare.py; for
     log-probabilities, logits of ordinary size.
     """
-    batch = typical()
+    batch = typical_batch()
     if kind == "advantages":
         assert batch.group is not None
         return (batch.adv[:, 0] > 0).to(batch.adv), batch.group

@@ -55,10 +55,21 @@ class Framework:
     one_adv: bool = False
     tol: float = TOL  # wider where it computes in float32
 
-    def of(
+    def compute_loss(
         self, comparison: Comparison, batch: Rollouts | Bare, padding: float | None
     ) -> Tensor:
-        """The framework's loss of this batch; gradients flow into batch.logp."""
+        """Compute the framework's loss of a batch.
+
+        Args:
+            comparison: which of its losses, with which fields of its config.
+            batch: token tensors [B, T]; gradients flow into `batch.logp`.
+            padding: what masked slots of all token tensors are set to; None leaves in
+                them what the batch holds.
+
+        Returns:
+            The scalar that the framework minimizes. With `plain` it is called with
+            those of the arguments that its signature names.
+        """
         if self.plain is None:
             assert self.loss is not None
             return self.loss(comparison, batch, padding)  # type: ignore[arg-type]
@@ -100,8 +111,17 @@ class Framework:
         return f(**{k: given[k] for k in inspect.signature(f).parameters})
 
     def configured(self, mode: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """The defaults with these over them; InputError for a field that the framework
-        does not have.
+        """Return the defaults of a loss with other values over them.
+
+        Args:
+            mode: a loss of the framework.
+            fields: field -> value; all other fields keep their defaults.
+
+        Returns:
+            The whole config, field -> value.
+
+        Raises:
+            InputError: the framework has no such field.
         """
         config = self.defaults(mode)
         if unknown := next((k for k in fields if k not in config), ""):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log-probability functions of a framework, each through check_logprobs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class Kernels(Result):
         return all(not isinstance(r, Report) or bool(r) for r in self.reports.values())
 
     def data(self) -> dict[str, Any]:
-        """The reports as data.
+        """Return the reports as data.
 
         Returns:
             What `upref audit --logprobs --json` prints.
@@ -41,6 +42,15 @@ class Kernels(Result):
         return {"ok": bool(self), "version": self.version, "functions": each}
 
     def text(self, verbose: bool = False) -> str:
+        """Return the reports one below the other.
+
+        Args:
+            verbose: as of Report.text.
+
+        Returns:
+            Paragraphs, without a line break at the end.
+        """
+
         def said(k: str, r: Report | str) -> str:
             """Return a function's report, or why it was not run."""
             return r.text(verbose) if isinstance(r, Report) else f"not run: {k} ({r})"
@@ -56,8 +66,19 @@ class Kernels(Result):
 def kernels(
     name: str, version: str = "", source: str = "", loud: bool = False
 ) -> Kernels:
-    """Checks every log-probability function that upref knows of the framework, where
-    the framework is.
+    """Check every log-probability function of a framework that upref has a table of.
+
+    Args:
+        name: a framework with an audit, or `torch` for its linear_cross_entropy.
+        version: another version than the pinned one, or `newest`.
+        source: path of a working copy of the framework.
+        loud: print the output of the framework's process.
+
+    Returns:
+        A report for each function. A framework with a pin runs in a process of its own.
+
+    Raises:
+        InputError: the framework cannot be installed or run.
     """
     if name == "torch":
         return Kernels(
@@ -67,11 +88,13 @@ def kernels(
         )
     f = framework(name)
     if (
-        answer := isolated.elsewhere("kernels", name, f.pin, version, source, loud)
+        answer := isolated.run_elsewhere("kernels", name, f.pin, version, source, loud)
     ) is not None:
         return answer
     inside = isolated.INSIDE["version"] if isolated.INSIDE else f.version()
-    return Kernels(name, inside, {k: _checked(f, k, fn) for k, fn in every(f).items()})
+    return Kernels(
+        name, inside, {k: _checked(f, k, fn) for k, fn in kernels_of(f).items()}
+    )
 
 
 def _of_torch(
@@ -84,14 +107,21 @@ def _of_torch(
     return -loss(*rows, reduction="none", options=options).view_as(tokens)
 
 
-def every(framework: Framework) -> dict[str, Any]:
-    """Those among its parts, and its own list."""
+def kernels_of(framework: Framework) -> dict[str, Callable[..., Any]]:
+    """Collect the log-probability functions of a framework.
+
+    Args:
+        framework: imports are those of its process.
+
+    Returns:
+        Name -> function: its components of that kind, and its own table `kernels`.
+    """
     return {
         p.mode: p.found for p in framework.parts() if p.kind == "logprobs"
     } | framework.kernels()
 
 
-def _checked(framework: Framework, mode: str, fn: Any) -> Report | str:
+def _checked(framework: Framework, mode: str, fn: Callable[..., Any]) -> Report | str:
     fn.__name__ = f"{framework.name} {mode}"
     try:
         return check_logprobs(fn)

@@ -16,8 +16,16 @@ from upref_frameworks.ledger import SEVERITY, Entry, Evidence, recorded
 def changed_defaults(
     name: str, defaults: dict[str, dict[str, Any]], version: str
 ) -> list[str]:
-    """Sentences: defaults of the framework's own config that are no longer what is
-    recorded.
+    """Compare the defaults of a framework's config with the recorded ones.
+
+    Args:
+        name: the framework.
+        defaults: loss -> field -> value, as the version has them.
+        version: the version, for the sentences.
+
+    Returns:
+        A sentence for each default that differs, is new or is gone; empty where the
+        ledger records no defaults.
     """
     then = recorded(name).get("defaults", {})
     return [
@@ -29,9 +37,18 @@ def changed_defaults(
     ]
 
 
-def plainly(x: Any) -> Any:
-    """A default as TOML and JSON can hold it."""
-    return x if isinstance(x, bool | int | float | str) else str(x)
+def as_toml_value(default: Any) -> bool | int | float | str:
+    """Return a default as TOML and JSON can hold it: what is no scalar becomes text.
+
+    Args:
+        default: of a field of a config.
+
+    Returns:
+        The same bool, number or string; str() of anything else, such as "None".
+    """
+    if isinstance(default, bool | int | float | str):
+        return default
+    return str(default)
 
 
 def check_ledger(
@@ -41,10 +58,20 @@ def check_ledger(
     complete: bool,
     gone: tuple[str, ...] = (),
 ) -> list[str]:
-    """Sentences: deviations of these rows that the ledger has not, or has otherwise;
-    with complete, also those gone.
+    """Compare the deviations of an audit with those that the ledger records.
 
-    gone: losses that are themselves.
+    Args:
+        rows: of the audit.
+        entries: of the ledger.
+        version: the audited version, for the sentences.
+        complete: whether these are all rows; only then are sizes compared, and entries
+            reported whose rows are missing.
+        gone: losses that the version no longer has; their entries are not reported as
+            gone.
+
+    Returns:
+        Sentences in alphabetical order: deviations that the ledger does not have or has
+        with other numbers, and entries that no longer show.
     """
     known = {
         (e.reason, x.loss, x.held_against, x.micro_batches): (e, x)
@@ -78,12 +105,20 @@ def check_ledger(
 
 
 def sizes(rows: list[ComparisonRow], entries: list[Entry]) -> list[str]:
-    """Sentences: entries whose severity, or share of a typical batch's gradient, is no
-    longer what is recorded.
+    """Compare the recorded size of each entry with the measured one.
+
+    Args:
+        rows: of the audit.
+        entries: of the ledger.
+
+    Returns:
+        A sentence for each entry with another severity, or another share of a typical
+        batch's gradient to two digits. Shares below 1e-9 are rounding and count as
+        equal.
     """
     out = []
     for e in entries:
-        if worst := largest(rows, e):
+        if worst := largest_effect(rows, e):
             share = float(f"{worst.change:.2g}")
             rounding = max(share, e.change) < 1e-9
             if (e.severity, e.change) != (
@@ -97,8 +132,16 @@ def sizes(rows: list[ComparisonRow], entries: list[Entry]) -> list[str]:
     return out
 
 
-def largest(rows: list[ComparisonRow], entry: Entry) -> FaultEffect | None:
-    """The effect of this entry in that row of its evidence where it is most severe."""
+def largest_effect(rows: list[ComparisonRow], entry: Entry) -> FaultEffect | None:
+    """Return the effect of an entry in the row of its evidence where it is most severe.
+
+    Args:
+        rows: of the audit.
+        entry: of the ledger.
+
+    Returns:
+        The effect; None where no row of these shows the entry.
+    """
     recorded = {(x.loss, x.held_against, x.micro_batches) for x in entry.evidence}
     effects = [
         effect
@@ -107,14 +150,27 @@ def largest(rows: list[ComparisonRow], entry: Entry) -> FaultEffect | None:
         for (words, _), effect in zip(r.reasons, r.effects, strict=False)
         if words == entry.reason
     ]
-    return severest(effects) if effects else None
+    return most_severe(effects) if effects else None
 
 
-def severest(effects: list[FaultEffect]) -> FaultEffect:
+def most_severe(effects: list[FaultEffect]) -> FaultEffect:
+    """Return the effect of the worst severity, of equal ones that of largest change.
+
+    Args:
+        effects: at least one.
+    """
     return min(effects, key=lambda x: ([*SEVERITY].index(x.severity), -x.change))
 
 
-def as_evidence(r: ComparisonRow, spot: Example) -> Evidence:
-    """What the ledger has to say of this row's reason."""
+def as_evidence(row: ComparisonRow, spot: Example) -> Evidence:
+    """Return what the ledger must record of one reason of a row.
+
+    Args:
+        row: of the audit.
+        spot: the token that the reason changes most.
+
+    Returns:
+        Evidence; its regime and weights are empty where the reason changes no token.
+    """
     shown = (spot.where, *spot.weights) if spot.difference else ("", "", "")
-    return Evidence(r.label, r.promise, *shown, r.micro_batches)
+    return Evidence(row.label, row.promise, *shown, row.micro_batches)

@@ -26,7 +26,13 @@ from upref.registry import Objective, get, names
 from upref.verify.faults.losses import GROUPS
 from upref.weights.batches import grad
 from upref_frameworks.audits import framework, frameworks
-from upref_frameworks.audits.compare import MICRO, TOL, Comparison, FaultEffect, typical
+from upref_frameworks.audits.compare import (
+    MICRO,
+    TOL,
+    Comparison,
+    FaultEffect,
+    typical_batch,
+)
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.ledger import SEVERITY, Entry, read, recorded, share
 
@@ -86,6 +92,11 @@ class Recipe:
     mode: str = ""
 
     def json(self) -> str:
+        """Return the recipe as JSON.
+
+        Returns:
+            An object with every field, of one space of indentation.
+        """
         return json.dumps(asdict(self), indent=1, ensure_ascii=False)
 
     def __str__(self) -> str:
@@ -153,9 +164,16 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
     )
 
 
-def reached(name: str, hp: dict[str, float] | None = None) -> list[str]:
-    """The objectives that the framework has losses for, in the registry's order; hp: at
-    these hyperparameters.
+def covered_objectives(name: str, hp: dict[str, float] | None = None) -> list[str]:
+    """Return the objectives for which a framework has a loss that the audit compares.
+
+    Args:
+        name: the framework.
+        hp: None: those of any comparison. Else only those with a recipe at these
+            hyperparameters; {} is each objective's defaults.
+
+    Returns:
+        Names in the registry's order.
     """
     f = framework(name)
     how = recorded(name)["recipe"]
@@ -275,7 +293,7 @@ def _of_another_loss(objective: Objective, other: Objective) -> list[str]:
         other: the one whose loss the framework trains with the advantages of `objective`. It
             clips the ratio of each token.
     """
-    t = typical()
+    t = typical_batch()
     paper = grad(objective, t)
     clipped = grad(replace(other, agg=objective.agg), t)
     said = [
@@ -405,12 +423,14 @@ def _refuse(objective: Objective, framework: Framework, hp: dict[str, float]) ->
         else:
             own_words = _half(objective, framework.name)
         have = (
-            ", ".join(n for n in frameworks() if objective.name in reached(n, {}))
+            ", ".join(
+                n for n in frameworks() if objective.name in covered_objectives(n, {})
+            )
             or "none"
         )
         raise InputError(
             f"no recipe for {objective.name} in {framework.name}{where_words}: the audit compares "
-            f"the losses of {framework.name} with {', '.join(reached(framework.name))}{own_words}. "
+            f"the losses of {framework.name} with {', '.join(covered_objectives(framework.name))}{own_words}. "
             f"Frameworks with a recipe for {objective.name}: {have}."
         )
     wants = [k for k in NEEDS if k in objective.reads]
@@ -504,7 +524,7 @@ def _effects(objective: Objective) -> tuple[FaultEffect, FaultEffect]:
     """On a typical batch: without the prompt of each response; then also in
     micro-batches.
     """
-    t = typical()
+    t = typical_batch()
     t = replace(
         t,
         entropy=1 - t.logp_old.exp(),
@@ -544,8 +564,14 @@ def _typed(
 
 
 def no_kl(how: dict[str, Any], mode: str) -> str:
-    """The line that switches off a KL term beside the loss of this mode; empty where
-    none is on by default.
+    """Return the line that switches off the KL term beside a loss.
+
+    Args:
+        how: the table [recipe] of the framework's ledger.
+        mode: the framework's loss.
+
+    Returns:
+        A line as one types it; empty where no KL term is on by default.
     """
     line = how.get("no_kl", "")
     return line if isinstance(line, str) else line.get(mode, "")
@@ -589,10 +615,20 @@ def _read(text: str) -> Any:
         return tuple(float(n) for n in numbers) if len(numbers) > 1 else text
 
 
-def value(v: Any, style: str) -> str:
-    """A value as YAML, a shell or Python has it."""
+def value(setting: Any, style: str) -> str:
+    """Write a value as one types it in a framework's settings.
+
+    Args:
+        setting: a number, a bool, None, or what str() or repr() writes.
+        style: `python` for the arguments of a constructor; any other style has the
+            words true, false and null.
+
+    Returns:
+        Text.
+    """
     if style == "python":
-        return f"{v:g}" if isinstance(v, float) and v >= 1e6 else repr(v)
-    if isinstance(v, bool) or v is None:
-        return {True: "true", False: "false", None: "null"}[v]
-    return f"{v:g}" if isinstance(v, float) else str(v)
+        is_large = isinstance(setting, float) and setting >= 1e6
+        return f"{setting:g}" if is_large else repr(setting)
+    if isinstance(setting, bool) or setting is None:
+        return {True: "true", False: "false", None: "null"}[setting]
+    return f"{setting:g}" if isinstance(setting, float) else str(setting)

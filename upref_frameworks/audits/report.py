@@ -11,12 +11,12 @@ from typing import Any
 
 from upref.definition import papers
 from upref.result import Result
-from upref_frameworks.audits import framework, isolated
+from upref_frameworks.audits import Audit, framework, isolated
 from upref_frameworks.audits.child import scripts
 from upref_frameworks.audits.compare import FaultEffect
 from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.isolated.pin import cache
-from upref_frameworks.audits.ledger import as_evidence, severest
+from upref_frameworks.audits.ledger import as_evidence, most_severe
 from upref_frameworks.ledger import (
     SEVERITY,
     STATUS,
@@ -38,7 +38,7 @@ class Draft(Result):
     head_style = ""
 
     def text(self, verbose: bool = False) -> str:
-        """The text itself.
+        """Return the text itself.
 
         Args:
             verbose: not read.
@@ -49,7 +49,7 @@ class Draft(Result):
         return self.words
 
     def data(self) -> dict[str, str]:
-        """The text under the key `text`.
+        """Return the text under the key `text`.
 
         Returns:
             One key.
@@ -58,7 +58,19 @@ class Draft(Result):
 
 
 def report(name: str, key: str) -> str:
-    """An issue for upstream; InputError where the ledger has no such entry."""
+    """Write an entry of the ledger as an issue for upstream.
+
+    Args:
+        name: the framework.
+        key: of the entry.
+
+    Returns:
+        Markdown, with the code in question where the framework's files are on this
+        machine.
+
+    Raises:
+        InputError: the ledger has no such entry.
+    """
     e = entry(name, key)
     where = e.code.partition(":")[0]
     pin = framework(name).pin
@@ -145,7 +157,7 @@ class Proofs(Result):
         )
 
     def data(self) -> list[dict[str, str]]:
-        """What each script should print, and what it prints.
+        """Return what each script should print, and what it prints.
 
         Returns:
             A record for each entry.
@@ -155,6 +167,14 @@ class Proofs(Result):
         ]
 
     def text(self, verbose: bool = False) -> str:
+        """Return a line for each script, and a second one where its output has changed.
+
+        Args:
+            verbose: not read.
+
+        Returns:
+            Lines, without a line break at the end.
+        """
         out = []
         for e, now in self.said:
             same = self._holds(e, now)
@@ -168,12 +188,23 @@ class Proofs(Result):
 def proofs(
     framework: Framework, version: str = "", source: str = "", loud: bool = False
 ) -> Proofs:
-    """Runs each script of the ledger where the framework is: in its own process, or
-    here.
+    """Run each script of a ledger where the framework is: in its own process, or here.
+
+    Args:
+        framework: whose ledger.
+        version: another version than the pinned one, or `newest`.
+        source: path of a working copy of the framework.
+        loud: print the output of the framework's process.
+
+    Returns:
+        What each script prints now.
+
+    Raises:
+        InputError: the framework is not installed, or cannot be run.
     """
     entries = [e for e in read(framework.name) if e.proof]
     texts = [e.proof for e in entries]
-    said = isolated.elsewhere(
+    said = isolated.run_elsewhere(
         "scripts", framework.name, framework.pin, version, source, loud, texts=texts
     )
     if said is None:
@@ -182,13 +213,20 @@ def proofs(
     return Proofs(list(zip(entries, said, strict=True)))
 
 
-def draft(a: Any) -> str:
-    """What NAME.toml lacks, as TOML to be finished by hand: the defaults, and every
-    deviation that is not recorded.
+def draft(audit: Audit) -> str:
+    """Write what the ledger of a framework lacks, as TOML to be finished by hand.
+
+    Args:
+        audit: a whole audit of the framework.
+
+    Returns:
+        The defaults, where none are recorded; the table [ledger], where there is none;
+        and a [[deviation]] for each reason that is not recorded. `?` is what a person
+        must fill in.
     """
     lines = []
-    if not recorded(a.framework).get("defaults"):
-        each = list(a.defaults.values())
+    if not recorded(audit.framework).get("defaults"):
+        each = list(audit.defaults.values())
         if each:
             shared = {
                 k: v for k, v in each[0].items() if all(d.get(k) == v for d in each)
@@ -197,7 +235,7 @@ def draft(a: Any) -> str:
             shared = {}
         unshared = {
             m: {k: v for k, v in d.items() if k not in shared}
-            for m, d in a.defaults.items()
+            for m, d in audit.defaults.items()
         }
         for mode, fields in ({"every": shared} | unshared).items():
             if fields:
@@ -206,13 +244,13 @@ def draft(a: Any) -> str:
                     *(f"{k} = {_toml(v)}" for k, v in fields.items()),
                     "",
                 ]
-    known = {(e.reason, x) for e in a.entries for x in e.evidence}
-    if not recorded(a.framework).get("ledger"):
-        table = [f'version = "{a.version}"', 'source = "?"', 'searched = "?"']
+    known = {(e.reason, x) for e in audit.entries for x in e.evidence}
+    if not recorded(audit.framework).get("ledger"):
+        table = [f'version = "{audit.version}"', 'source = "?"', 'searched = "?"']
         lines = ["[ledger]", *table, 'prelude = """', '"""', "", *lines]
     new: dict[str, list[str]] = {}
     sizes: dict[str, list[FaultEffect]] = {}
-    for r in a.rows:
+    for r in audit.rows:
         for (words, spot), effect in zip(r.reasons, r.effects, strict=True):
             sizes.setdefault(words, []).append(effect)
             if (words, x := as_evidence(r, spot)) not in known:
@@ -231,8 +269,8 @@ def draft(a: Any) -> str:
                     f"    {{ {said}{micro_batches_words} }},"
                 )
     for words, evidence in new.items():
-        size = severest(sizes[words])
-        lines += ["[[deviation]]", f'key = "{a.framework}-?"', 'status = "?"']
+        size = most_severe(sizes[words])
+        lines += ["[[deviation]]", f'key = "{audit.framework}-?"', 'status = "?"']
         lines += [
             f'effect = ["{size.severity}", {float(f"{size.change:.2g}")}]',
             f"reason = {_toml(words)}",

@@ -85,8 +85,17 @@ def kl_term(
     agg: str = "seq-mean-token-mean",
     instead: bool = True,
 ) -> LossFault:
-    """-beta k(log π_θ, log π_ref, log π_old), in place of the objective's own KL term
-    or beside it.
+    """Make the fault of a KL term -beta k(log π_θ, log π_ref, log π_old) in the loss.
+
+    Args:
+        words: what the framework does, as the ledger says it.
+        k: (log π_θ, log π_ref, log π_old) -> the estimate on each token, [B, T].
+        beta: the coefficient.
+        agg: how the estimates become one number.
+        instead: whether it replaces the objective's own KL term; else it is added.
+
+    Returns:
+        The fault.
     """
 
     def term(batch: Rollouts) -> Tensor:
@@ -153,16 +162,29 @@ NARROW = "log-ratio clamped to ±20, the estimate to ±10"
 
 
 def keep_singletons(
-    f: Callable[[Tensor, Tensor], Tensor],
+    estimator: Callable[[Tensor, Tensor], Tensor],
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The estimator, but a response that is alone in its group has its reward for
-    advantage.
+    """Change an estimator: a response that is alone in its group gets its reward.
+
+    Args:
+        estimator: (rewards [N], group [N]) -> advantages [N].
+
+    Returns:
+        A function of the same arguments.
     """
-    return lambda R, g: torch.where(torch.bincount(g)[g] == 1, R, f(R, g))
+    return lambda R, g: torch.where(torch.bincount(g)[g] == 1, R, estimator(R, g))
 
 
-def sampled(R: Tensor, g: Tensor | None = None) -> Tensor:
-    """Whitened by the sample's variance, with 1e-8 under the root."""
+def whiten_by_sample(R: Tensor, g: Tensor | None = None) -> Tensor:
+    """Whiten by the sample's variance (N - 1), with 1e-8 added to it under the root.
+
+    Args:
+        R: [N], rewards or advantages.
+        g: not read: whitening is over all responses.
+
+    Returns:
+        [N].
+    """
     return (R - R.mean()) * torch.rsqrt(R.var(correction=1) + 1e-8)
 
 
@@ -174,15 +196,29 @@ def _narrow_k3(lp: Tensor, ref: Tensor) -> Tensor:
 NARROW_K3 = Fault(NARROW, _narrow_k3)
 
 
-def clamped(
-    k: Callable[[Tensor, Tensor], Tensor],
+def clamp_kl(
+    estimator: Callable[[Tensor, Tensor], Tensor],
 ) -> Fault[Callable[[Tensor, Tensor], Tensor]]:
-    """The KL estimator, its value clamped."""
-    return Fault("clamped to ±10", lambda lp, ref: k(lp, ref).clamp(-10, 10))
+    """Make the fault of a KL estimator whose value is clamped to ±10.
+
+    Args:
+        estimator: (log π_θ, log π_ref) -> the estimate on each token.
+
+    Returns:
+        The fault, whose change is the clamped estimator.
+    """
+    return Fault("clamped to ±10", lambda lp, ref: estimator(lp, ref).clamp(-10, 10))
 
 
-def capped(cap: float) -> Objective:
-    """CISPO whose weights are at most `cap`, where the paper has 1 + ε_high."""
+def cap_cispo(cap: float) -> Objective:
+    """Make CISPO with weights of at most `cap`, where the paper has 1 + ε_high.
+
+    Args:
+        cap: the largest weight.
+
+    Returns:
+        An objective that is not registered.
+    """
     return replace(
         get("cispo"),
         name=f"cispo, weights at most {cap:g}",
@@ -197,13 +233,19 @@ FLOOR = fault(
 CAP = fault(
     "epsilon_high is the cap itself: every weight is at most 0.2",
     "objective",
-    objective=capped(0.2),
+    objective=cap_cispo(0.2),
 )
 
 
 def defaults(module: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """What these options of a command line are unless given, by the names of their
-    fields.
+    """Read the defaults of some options of a command line from its source.
+
+    Args:
+        module: the module that adds the options to a parser.
+        names: options, such as `--eps-clip`.
+
+    Returns:
+        Field -> default, by the names of argparse: `eps_clip`.
     """
     return {
         name.strip("-").replace("-", "_"): options(module)[name]["default"]
@@ -211,18 +253,34 @@ def defaults(module: str, names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def arguments(f: Callable[..., Any], *but: str) -> dict[str, Any]:
-    """The arguments of a function or a constructor with their defaults."""
+def arguments(function: Callable[..., Any], *but: str) -> dict[str, Any]:
+    """Return the arguments of a function or a constructor with their defaults.
+
+    Args:
+        function: not called.
+        *but: arguments to leave out, beside `self`.
+
+    Returns:
+        Name -> default; inspect's `empty` for an argument without one.
+    """
     return {
         k: p.default
-        for k, p in inspect.signature(f).parameters.items()
+        for k, p in inspect.signature(function).parameters.items()
         if k not in ("self", *but)
     }
 
 
 def source(module: str, beside: str = ".", up: int = 0) -> str:
-    """The text of a module that need not import; beside: of a file, by its path from
-    the module or `up` folders up.
+    """Return the text of a module without importing it, or of a file near it.
+
+    Args:
+        module: its importable name; packages above it are imported.
+        beside: path of another file, relative to the folder that `up` selects; ".": the
+            module itself.
+        up: 0: the module's own folder; 1: the folder above it, and so on.
+
+    Returns:
+        The source.
     """
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
@@ -233,8 +291,15 @@ def source(module: str, beside: str = ".", up: int = 0) -> str:
 
 
 def options(module: str) -> dict[str, dict[str, Any]]:
-    """The options of a command line with their literal keywords, read off the source of
-    that module.
+    """Read the options of a command line from the source of the module that adds them.
+
+    Args:
+        module: not imported.
+
+    Returns:
+        Option, with its hyphens -> those keywords of its add_argument that are
+        literals. `default` is always there: False for a flag and None for others where
+        the source gives none.
     """
     found: dict[str, dict[str, Any]] = {}
     for node in ast.walk(ast.parse(source(module))):

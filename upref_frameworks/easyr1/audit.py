@@ -31,8 +31,8 @@ from upref_frameworks.audits.shared import (
     K1,
     NARROW_K3,
     SAMPLE,
-    sampled,
     source,
+    whiten_by_sample,
 )
 
 PIN = Pin(
@@ -268,7 +268,7 @@ EASYR1 = Framework(
             "reinforce_plus_plus",
             _advantages("reinforce_plus_plus"),
             "whiten",
-            reasons=(Fault(SAMPLE, sampled),),
+            reasons=(Fault(SAMPLE, whiten_by_sample),),
             tol=1e-6,
         ),
         *kls(

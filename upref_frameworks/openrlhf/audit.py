@@ -18,7 +18,7 @@ from upref.aggregation import Totals
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import CLAMP, arguments, clamped
+from upref_frameworks.audits.shared import CLAMP, arguments, clamp_kl
 
 PIN = Pin(
     packages=("openrlhf==0.11.2",),
@@ -210,7 +210,7 @@ def _parts() -> tuple[Component, ...]:
             tol=1e-5,
         ),
         *(
-            Component("kl", k, _kl(k), k, {}, (clamped(f),), tol=1e-4)
+            Component("kl", k, _kl(k), k, {}, (clamp_kl(f),), tol=1e-4)
             for k, f in kl.ESTIMATORS.items()
         ),
         Component(

@@ -20,7 +20,13 @@ from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 from upref_frameworks.audits.components import kls
 from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
-from upref_frameworks.audits.shared import CLAMP_K3, SAMPLE, clamped, sampled, source
+from upref_frameworks.audits.shared import (
+    CLAMP_K3,
+    SAMPLE,
+    clamp_kl,
+    source,
+    whiten_by_sample,
+)
 
 PIN = Pin(
     repository="https://github.com/alibaba/ROLL",
@@ -386,12 +392,12 @@ def _parts() -> tuple[Component, ...]:
             "whiten_advantages",
             _whitened,
             "whiten",
-            reasons=(Fault(SAMPLE, sampled),),
+            reasons=(Fault(SAMPLE, whiten_by_sample),),
         ),
         *kls(
             lambda lp, ref, name: _functions().compute_approx_kl(lp, ref, None, name),
             {"kl": "k1", "mse": "k2", "k3": "k3"},
-            {"k3": (clamped(k3),)},
+            {"k3": (clamp_kl(k3),)},
         ),
         Component(
             "logprobs",

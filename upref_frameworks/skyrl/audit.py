@@ -27,7 +27,7 @@ from upref_frameworks.audits.shared import (
     NARROW_K3,
     SAMPLE,
     keep_singletons,
-    sampled,
+    whiten_by_sample,
 )
 
 HOME = "skyrl/backends/skyrl_train/utils/"
@@ -315,7 +315,7 @@ def _parts() -> tuple[Component, ...]:
             "reinforce++",
             _advantages("reinforce++"),
             "whiten",
-            reasons=(Fault(SAMPLE, sampled),),
+            reasons=(Fault(SAMPLE, whiten_by_sample),),
             tol=1e-6,
         ),
         *kls(

@@ -20,7 +20,7 @@ from upref_frameworks.audits.shared import (
     CLAMP_K3,
     FLOOR,
     K1,
-    clamped,
+    clamp_kl,
     defaults,
     options,
 )
@@ -178,7 +178,7 @@ def _parts() -> tuple[Component, ...]:
         *kls(
             _ppo().compute_approx_kl,
             {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
-            {"low_var_kl": (clamped(k3),)},
+            {"low_var_kl": (clamp_kl(k3),)},
             tol=1e-5,
         ),
         Component(

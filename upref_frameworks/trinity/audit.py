@@ -29,7 +29,7 @@ from upref_frameworks.audits.shared import (
     NARROW_K3,
     SAMPLE,
     arguments,
-    sampled,
+    whiten_by_sample,
 )
 
 PIN = Pin(
@@ -313,7 +313,7 @@ def _parts() -> tuple[Component, ...]:
             _batch("reinforceplusplus"),
             "whiten",
             {"ddof": 0, "eps": 1e-8},
-            (Fault(SAMPLE, sampled),),
+            (Fault(SAMPLE, whiten_by_sample),),
             tol=1e-5,
         ),
         *kls(

@@ -26,7 +26,7 @@ from upref_frameworks.audits.shared import (
     NARROW_K3,
     SAMPLE,
     keep_singletons,
-    sampled,
+    whiten_by_sample,
 )
 from upref_frameworks.verl.losses import NO_DUAL_CLIP, verl, verl_loss
 
@@ -376,14 +376,14 @@ def _sum_of_deltas(lam: float) -> Callable[..., Tensor]:
             ]
         )
         A = deltas @ power.to(deltas).T
-        return sampled(A.flatten()).view_as(A)[:, 0]
+        return whiten_by_sample(A.flatten()).view_as(A)[:, 0]
 
     return reference
 
 
 def _centred(R: Tensor, group: Tensor) -> Tensor:
     """REINFORCE++-baseline as verl has it."""
-    return sampled(keep_singletons(advantages.group_mean)(R, group))
+    return whiten_by_sample(keep_singletons(advantages.group_mean)(R, group))
 
 
 def _parts() -> tuple[Component, ...]:
@@ -432,7 +432,7 @@ def _parts() -> tuple[Component, ...]:
             "reinforce_plus_plus",
             _advantages("reinforce_plus_plus"),
             "whiten",
-            reasons=(Fault(SAMPLE, sampled),),
+            reasons=(Fault(SAMPLE, whiten_by_sample),),
             tol=1e-6,
         ),
         Component(

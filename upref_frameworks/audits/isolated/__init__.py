@@ -29,7 +29,7 @@ QUIET = {  # no GPU, no network, no telemetry
 INSIDE: dict[str, Any] = {}  # in the child: where it is
 
 
-def elsewhere(
+def run_elsewhere(
     work: str,
     name: str,
     pin: Pin | None,
@@ -38,8 +38,24 @@ def elsewhere(
     loud: bool,
     **more: Any,
 ) -> Any:
-    """The answer of `run`; None where this process has the framework: it is inside, or
-    there is no pin.
+    """Do a job by `run`, unless this process is where the framework is.
+
+    Args:
+        work: a key of WORK in child.py.
+        name: the framework.
+        pin: None: the framework is imported from the running environment.
+        version: another version than the pinned one, or `newest`.
+        source: path of a working copy of the framework.
+        loud: print the output of the process on stderr.
+        **more: the other arguments of the job.
+
+    Returns:
+        The result of `run`; None where there is no pin, or this is the framework's own
+        process.
+
+    Raises:
+        InputError: as of `run`; or a version or a working copy is given and there is no
+            pin.
     """
     if pin and not INSIDE:
         return run(work, name, pin, version, source, loud, **more)
@@ -59,11 +75,23 @@ def run(
     loud: bool = False,
     **more: Any,
 ) -> Any:
-    """What the function of that name in child.py answers, in a process that sees this
-    framework and no other.
+    """Do a job of child.py in a process that has this framework and no other.
 
-    InputError, in one sentence, for whatever goes wrong on the way. loud: what is
-    printed there is shown.
+    Args:
+        work: a key of WORK in child.py.
+        name: the framework.
+        pin: which files of it, installed where they are not yet.
+        version: another version than the pinned one, or `newest`.
+        source: path of a working copy of the framework, used in its place.
+        loud: print the output of the process on stderr.
+        **more: the other arguments of the job.
+
+    Returns:
+        What the function in child.py returns.
+
+    Raises:
+        InputError: the framework cannot be installed, or the process fails, or gives no
+            answer within SECONDS.
     """
     where = place(name, pin, version, source)
     with tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from upref.errors import InputError
-from upref_frameworks.audits.isolated.pin import Pin, normalized
+from upref_frameworks.audits.isolated.pin import Pin, normalize
 
 # what upref depends on
 OURS = ("torch", "numpy", "sympy", "matplotlib", "jaxtyping", "rich")
@@ -24,8 +24,18 @@ STDLIB = sysconfig.get_path("stdlib")
 
 
 def isolate(paths: list[str], pin: Pin) -> None:
-    """From here on imports find these folders, and of the environment only what upref
-    itself depends on.
+    """Restrict the imports of this process to a framework, for good.
+
+    From then on imports find the given folders, the standard library and what upref
+    itself depends on; nothing else of the environment.
+
+    Args:
+        paths: folders, put in front of sys.path.
+        pin: whose `stubs` become stand-ins, and whose `skip_init` become packages with
+            an empty __init__.
+
+    Raises:
+        InputError: a package of `skip_init` is not there.
     """
     sys.path[:0] = paths
     finders = [
@@ -94,7 +104,7 @@ def _ours() -> set[str]:
         ]
     tops = importlib.metadata.packages_distributions()
     return {"upref", "upref_frameworks"} | {
-        top for top, of in tops.items() if {normalized(d) for d in of} & packages
+        top for top, of in tops.items() if {normalize(d) for d in of} & packages
     }
 
 

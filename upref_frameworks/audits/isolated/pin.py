@@ -54,6 +54,7 @@ class Pin:
 
     @property
     def version(self) -> str:
+        """Return nine digits of the commit, or the version of the first package."""
         return (
             self.commit[:9] if self.repository else self.packages[0].partition("==")[2]
         )
@@ -71,11 +72,21 @@ class Installation:
 
 
 def place(name: str, pin: Pin, version: str = "", source: str = "") -> Installation:
-    """The framework in a folder of its own, made if it is not there yet; InputError
-    where that cannot be.
+    """Put a framework into a folder of its own, if it is not there yet.
 
-    version: another than the pinned one. source: a working copy of it, whose losses are
-    audited instead.
+    Args:
+        name: the framework.
+        pin: what is audited.
+        version: another version than the pinned one, a tag or a commit, or `newest`.
+        source: path of a working copy, which is used as it is.
+
+    Returns:
+        Where it is. Of another version than the pinned one a remark says so; of the
+        pinned one, each audited file has its recorded hash.
+
+    Raises:
+        InputError: both `version` and `source` are given, or it cannot be installed or
+            fetched, or a file is missing or has changed.
     """
     if version and source:
         raise InputError(
@@ -124,7 +135,11 @@ def place(name: str, pin: Pin, version: str = "", source: str = "") -> Installat
 
 # ---- the folder ----------------------------------------------------------------------
 def cache() -> Path:
-    """$XDG_CACHE_HOME/upref/frameworks"""
+    """Return the folder of the installations: $XDG_CACHE_HOME/upref/frameworks.
+
+    Returns:
+        A path below ~/.cache where the variable is not set. The folder need not exist.
+    """
     return (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         / "upref"
@@ -293,8 +308,15 @@ def _hashes(
             )
 
 
-def normalized(package: str) -> str:
-    """Return a package's name as PEP 503 normalizes it."""
+def normalize(package: str) -> str:
+    """Return a package's name as PEP 503 normalizes it.
+
+    Args:
+        package: as an index or a dist-info folder spells it.
+
+    Returns:
+        Lower case, with one hyphen for each run of hyphens, underscores and dots.
+    """
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
@@ -304,7 +326,7 @@ def _installed(folder: Path, package: str) -> str:
         installed_name, _, version = info.name.removesuffix(".dist-info").rpartition(
             "-"
         )
-        if normalized(installed_name) == normalized(package):
+        if normalize(installed_name) == normalize(package):
             return version
     raise InputError(f"{folder} does not hold {package}: remove it and try again.")
 
