@@ -29,7 +29,7 @@ from upref.files import write_atomically
 from upref_frameworks.audits import framework
 from upref_frameworks.audits.compare import MASKED
 from upref_frameworks.audits.isolated.pin import place
-from upref_frameworks.ledger import STATUS, Entry, ranked, read, recorded
+from upref_frameworks.ledger import STATUS, Entry, read, read_tables, sort_by_severity
 from upref_frameworks.steps import settings
 
 ROOT = Path(__file__).parents[1]
@@ -96,7 +96,8 @@ def worst(entries: list[Entry]) -> tuple[str, str, str]:
         return "agrees", "", ""
     order = list(STATUS)
     first = min(
-        ranked(blamed), key=lambda e: (e.severity == "cosmetic", order.index(status(e)))
+        sort_by_severity(blamed),
+        key=lambda e: (e.severity == "cosmetic", order.index(status(e))),
     )
     others = f", {len(blamed) - 1} more" if len(blamed) > 1 else ""
     return status(first), f" ({first.severity}){others}", first.key
@@ -175,7 +176,7 @@ def stepped(name: str, chosen: Callable[[str], bool]) -> Cell:
         status,
         more,
         "steps.md",
-        recorded(name)["ledger"]["version"],
+        read_tables(name)["ledger"]["version"],
         dates()[f"docs/steps/{name}.json"],
     )
 
@@ -199,7 +200,7 @@ def _differences() -> dict[str, list[str]]:
 
 def sampler(name: str) -> Cell:
     """Return the cell of a framework's sampler corrections, which that page compares."""
-    source = recorded(name)["ledger"]["source"].lower()
+    source = read_tables(name)["ledger"]["source"].lower()
     repo = next(
         (
             r

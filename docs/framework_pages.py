@@ -22,10 +22,10 @@ from upref_frameworks.ledger import (
     SEVERITY,
     STATUS,
     Entry,
-    documented,
-    ranked,
+    count_documented,
     read,
-    recorded,
+    read_tables,
+    sort_by_severity,
 )
 
 FOLDER = Path(__file__).parent / "frameworks"
@@ -114,7 +114,7 @@ def page(a: dict[str, Any], entries: list[Entry]) -> str:
         if entries
         else []
     )
-    for e in ranked(entries):
+    for e in sort_by_severity(entries):
         out += _entry(name, e)
     return "\n".join(out).rstrip() + "\n"
 
@@ -196,7 +196,7 @@ def first() -> str:
         "| framework | you ask for | you get | do this | thread | fixed in |",
         "|---|---|---|---|---|---|",
     ]
-    for e in ranked([e for e in every if e.ask]):
+    for e in sort_by_severity([e for e in every if e.ask]):
         same = of_row(e, every)
         threads = dict.fromkeys(x.thread for x in same if x.thread)
         reported = ", ".join(f"[{_short(thread)}]({thread})" for thread in threads)
@@ -254,7 +254,7 @@ def summary() -> str:
         modes = len({r["mode"] for r in a["rows"] if r["kind"] == "loss"})
         entries = read(a["framework"])
         many = {s: str(sum(e.status == s for e in entries)) for s in STATUS}
-        if told := documented(entries):
+        if told := count_documented(entries):
             many["surprising default"] += f" ({told} told)"
         count = " | ".join(many.values())
         out.append(
@@ -291,7 +291,7 @@ def sign(a: dict[str, Any], objective: str) -> str:
     whole = [r for r in rows if r["micro_batches"] == 1]
     if not whole:
         return ""
-    entries, how = read(a["framework"]), recorded(a["framework"])["recipe"]
+    entries, how = read(a["framework"]), read_tables(a["framework"])["recipe"]
     # where a KL term is on by default beside the loss, the recipe switches it off
     shipped = [
         r for r in whole if r["setting"] == "default" and not no_kl(how, r["mode"])
@@ -365,7 +365,7 @@ def surfaces() -> str:
     ]
     for n in frameworks():
         how, started = (
-            recorded(n)["recipe"],
+            read_tables(n)["recipe"],
             recipe(covered_objectives(n, {})[0], n).started,
         )
         out.append(

@@ -16,7 +16,7 @@ from upref.errors import InputError
 from upref.registry import get
 from upref_frameworks.audits import frameworks
 from upref_frameworks.audits.recipe import covered_objectives, recipe, typed_fields
-from upref_frameworks.ledger import recorded
+from upref_frameworks.ledger import read_tables
 
 BEFORE = Path(__file__).parent / "recipes_before.json"
 ADVANTAGES = (
@@ -85,7 +85,7 @@ def _group_norm_for_another(kind: str, framework: str, old: str) -> bool:
     """Whether that line sets group_norm, and the objective's kind of advantage is
     another.
     """
-    known = recorded(framework)["recipe"]["advantages"]
+    known = read_tables(framework)["recipe"]["advantages"]
     said, of_group = (
         set(typed_fields(old)),
         set(typed_fields(known.get("group_norm", {}).get("set", ""))),

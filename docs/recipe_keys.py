@@ -20,7 +20,7 @@ from upref.files import write_atomically
 from upref_frameworks.audits import framework, frameworks
 from upref_frameworks.audits.isolated.pin import place
 from upref_frameworks.audits.recipe import covered_objectives, recipe, typed_fields
-from upref_frameworks.ledger import recorded
+from upref_frameworks.ledger import read_tables
 
 FILE = Path(__file__).parent / "recipe_keys.json"
 
@@ -39,7 +39,9 @@ def lines_of(name: str) -> list[str]:
     Args:
         name: a framework with an audit.
     """
-    advantages = [how["set"] for how in recorded(name)["recipe"]["advantages"].values()]
+    advantages = [
+        how["set"] for how in read_tables(name)["recipe"]["advantages"].values()
+    ]
     return [
         line for o in covered_objectives(name, {}) for line in recipe(o, name).settings
     ] + advantages
@@ -61,7 +63,10 @@ def keys_of(name: str) -> dict[str, dict[str, str]]:
     """
     pin = framework(name).pin
     assert pin is not None
-    root, schema = Path(place(name, pin).paths[0]), recorded(name)["recipe"]["schema"]
+    root, schema = (
+        Path(place(name, pin).paths[0]),
+        read_tables(name)["recipe"]["schema"],
+    )
     if pin.repository and pin.root:  # paths are those of the repository
         root = root.parents[pin.root.count("/")]
     found = {}
@@ -178,7 +183,9 @@ def main(*asked: str) -> None:
     what was found.
     """
     every = recorded_keys()
-    for name in asked or [n for n in frameworks() if "schema" in recorded(n)["recipe"]]:
+    for name in asked or [
+        n for n in frameworks() if "schema" in read_tables(n)["recipe"]
+    ]:
         pin = framework(name).pin
         assert pin is not None
         every[name] = {"version": pin.version, "keys": keys_of(name)}

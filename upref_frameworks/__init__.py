@@ -7,5 +7,9 @@ from pathlib import Path
 
 
 def names() -> list[str]:
-    """Return the frameworks that can be audited: each is a folder with an audit.py."""
+    """Return the frameworks that can be audited.
+
+    Returns:
+        Names in alphabetical order; each is a folder with an audit.py.
+    """
     return sorted(f.parent.name for f in Path(__file__).parent.glob("*/audit.py"))

@@ -15,8 +15,10 @@ TRLS = "_ChunkedLogProbFunction"
 
 
 def in_trl() -> None:
-    """Let TRL's models with a fused output layer compute log-probs and entropies by
-    `upref.hidden`.
+    """Let TRL compute log-probs from hidden states by `upref.hidden`, in this process.
+
+    This acts on models with a fused output layer, for log-probs and entropies. Calls
+    that ask for other outputs still use TRL's own function.
     """
     from trl.trainer import utils
 
@@ -48,11 +50,10 @@ def in_trl() -> None:
 
 
 def in_verl() -> None:
-    """Let verl's fused output layer (`use_fused_kernels=True`, backend torch) compute
-    by `upref.hidden`.
+    """Let verl's fused output layer compute by `upref.hidden`, in this process.
 
-    UPREF_HIDDEN=1 in the environment does it wherever verl imports
-    upref_frameworks.verl.training.
+    This acts with `use_fused_kernels=True` and the backend torch. UPREF_HIDDEN=1 in the
+    environment does it in each process that imports upref_frameworks.verl.training.
     """
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 

@@ -52,6 +52,7 @@ class Evidence:
 
     @property
     def command(self) -> str:
+        """Return the arguments of `upref check`: `LOSS --as OBJECTIVE --hp KEY=VALUE`."""
         objective, *hp = self.held_against.split(", ")
         return f"{self.loss} --as {objective}" + "".join(f" --hp {x}" for x in hp)
 
@@ -97,7 +98,7 @@ class Entry:
 
     @property
     def at(self) -> str:
-        """The line of code, as a link."""
+        """Return the URL of the line of code; "" where none is recorded."""
         anchor = "#line." if "inspector.pypi.io" in self.source else "#L"
         return self.source + self.line.replace("#L", anchor) if self.line else ""
 
@@ -128,12 +129,19 @@ class Entry:
 
     @property
     def size(self) -> str:
-        """How much of a typical batch's gradient it changes, in words."""
+        """Return in words how much of a typical batch's gradient changes."""
         return share(self.change)
 
 
 def share(change: float) -> str:
-    """How much of a typical batch's gradient changes, in words."""
+    """Write in words how much of a typical batch's gradient changes.
+
+    Args:
+        change: |v - w| / |w|, the relative distance of the two gradients.
+
+    Returns:
+        A clause, without a period.
+    """
     if change == math.inf:
         return "there is a gradient where none should be"
     return f"{100 * change:.3g} % of a typical batch's gradient changes"
@@ -143,9 +151,18 @@ FRAMEWORKS = Path(__file__).parent
 FACTS = FRAMEWORKS / "facts.toml"
 
 
-def recorded(name: str) -> dict[str, Any]:
-    """NAME.toml: [[deviation]], and what the defaults were, of every loss and of each;
-    {} where there is none.
+def read_tables(name: str) -> dict[str, Any]:
+    """Read the ledger of a framework as TOML.
+
+    Args:
+        name: the framework.
+
+    Returns:
+        The tables of NAME/ledger.toml: [ledger], [defaults], [recipe] and
+        [[deviation]]; {} where there is no file.
+
+    Raises:
+        InputError: it is no TOML.
     """
     file = FRAMEWORKS / name / "ledger.toml"
     return _tables(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -159,8 +176,18 @@ def _tables(text: str) -> dict[str, Any]:
 
 
 def read(name: str = "", text: str | None = None) -> list[Entry]:
-    """The entries of a framework's ledger, of all, or of this text; InputError where
-    one is not whole.
+    """Read the entries of a ledger.
+
+    Args:
+        name: the framework; "": all frameworks.
+        text: TOML to read in place of the framework's file.
+
+    Returns:
+        The entries in the order of the file, with what [ledger] and facts.toml say of
+        them.
+
+    Raises:
+        InputError: an entry lacks a field or has a wrong one.
     """
     if not name:
         return [
@@ -168,7 +195,7 @@ def read(name: str = "", text: str | None = None) -> list[Entry]:
             for file in sorted(FRAMEWORKS.glob("*/ledger.toml"))
             for e in read(file.parent.name)
         ]
-    tables = recorded(name) if text is None else _tables(text)
+    tables = read_tables(name) if text is None else _tables(text)
     shared = {"framework": name} | tables.get("ledger", {})
     prelude = shared.pop("prelude", "").strip()
     facts = _tables(FACTS.read_text(encoding="utf-8"))
@@ -210,7 +237,7 @@ def read(name: str = "", text: str | None = None) -> list[Entry]:
 
 
 def entry(name: str, key: str) -> Entry:
-    """The entry of that key.
+    """Find an entry of a ledger by its key.
 
     Args:
         name: a framework.
@@ -259,9 +286,15 @@ def _script(prelude: str, proof: str) -> str:
     return "\n".join([*imports, *rest, proof])
 
 
-def ranked(entries: list[Entry]) -> list[Entry]:
-    """The most severe first; of one severity bugs, then surprising defaults, then what
-    is documented.
+def sort_by_severity(entries: list[Entry]) -> list[Entry]:
+    """Sort entries: the most severe first.
+
+    Args:
+        entries: in any order.
+
+    Returns:
+        Of one severity bugs go first, then surprising defaults, then what is
+        documented; of one status, the largest change.
     """
     severe = [*SEVERITY, ""]
     return sorted(
@@ -270,9 +303,15 @@ def ranked(entries: list[Entry]) -> list[Entry]:
     )
 
 
-def documented(entries: list[Entry]) -> int:
-    """Surprising defaults that this framework itself tells of, though another with the
-    same fact does not.
+def count_documented(entries: list[Entry]) -> int:
+    """Count the surprising defaults that this framework itself documents.
+
+    Args:
+        entries: of one framework.
+
+    Returns:
+        Such a default still counts as surprising: another framework with the same fact
+        does not document it.
     """
     return sum(e.status == "surprising default" and bool(e.words) for e in entries)
 
@@ -283,7 +322,16 @@ def _many(n: int, one: str) -> str:
 
 
 def summary(name: str, entries: list[Entry]) -> str:
-    """One sentence: how many entries of each status, and the worst."""
+    """Write one sentence on a ledger: how many entries of each status, and the worst.
+
+    Args:
+        name: the framework with its version, as the sentence begins.
+        entries: of its ledger. Numerical ones are not counted.
+
+    Returns:
+        A sentence. The worst is a bug or a surprising default; where there is neither,
+        none is named.
+    """
 
     def count(status: str) -> int:
         """Return how many entries have this status."""
@@ -294,11 +342,16 @@ def summary(name: str, entries: list[Entry]) -> str:
         for status in STATUS
         if status != "numerical"
     }
-    if told := documented(entries):
+    if told := count_documented(entries):
         words["surprising default"] += f" ({told} of them documented)"
     said = f"{name}: {', '.join(list(words.values())[:-1])} and {words['documented choice']}"
     worst = next(
-        (e for e in ranked(entries) if e.status in ("bug", "surprising default")), None
+        (
+            e
+            for e in sort_by_severity(entries)
+            if e.status in ("bug", "surprising default")
+        ),
+        None,
     )
     if worst:
         return f"{said}; the worst is {worst.key}: {worst.reason} ({worst.severity})."
@@ -313,7 +366,7 @@ class Ledger(Result):
     head_style = ""
 
     def text(self, verbose: bool = False) -> str:
-        """The entries as paragraphs.
+        """Return the entries as paragraphs.
 
         Args:
             verbose: not read: all is printed.
@@ -324,7 +377,7 @@ class Ledger(Result):
         return "\n\n".join(map(str, self.entries))
 
     def data(self) -> list[dict[str, Any]]:
-        """The entries as data.
+        """Return the entries as data.
 
         Returns:
             The fields of each.

@@ -23,9 +23,10 @@ def live(
     entropy: Tensor | None = None,
     logp_sampler: Tensor | None = None,
 ) -> dict[str, float]:
-    """`upref.replay.clipping` of a micro-batch that is being trained on, as upref/KEY. Always the
-    same keys: a framework's ranks must agree on them. A metric must not stop a run, so
-    nothing is validated and rows without a token are left out.
+    """Compute `upref.replay.clipping` of a micro-batch that is being trained on.
+
+    The keys are always the same: a framework's ranks must agree on them. A metric must
+    not stop a run, so nothing is validated and rows without a token are left out.
 
     Args:
         objective: that is trained.
@@ -37,7 +38,7 @@ def live(
         logp_sampler: log μ, where it corrects for its sampler.
 
     Returns:
-        Metric -> number.
+        `upref/KEY` -> number.
     """
     rows = mask.any(1)
     A = A.expand_as(mask)

@@ -75,8 +75,15 @@ class Parity:
 
 
 def roundings(loss: Tensor, lp: Tensor) -> int:
-    """4 for each operation on the longest chain from lp to the loss; 4 where there is
-    no graph.
+    """Bound the rounding between log-probabilities and a loss, in units of roundoff.
+
+    Args:
+        loss: a scalar.
+        lp: the log-probabilities [B, T] that it was computed from.
+
+    Returns:
+        4 for each operation on the longest chain of autograd's graph from `lp` to the
+        loss; 4 where there is no graph.
     """
     end = lp.grad_fn
     depth: dict[Any, int] = {}
@@ -112,11 +119,28 @@ def compare(
     logp_sampler: Tensor | None = None,
     **hp: Any,
 ) -> Parity:
-    """Trained loss and gradient [B, T] (of one rank, times dp_size, as verl wants them)
-    against the reference.
+    """Compare a trained loss and its gradient with the reference.
 
-    count: from `roundings`. Tensors [B, T] in the dtype that trains; masked slots may
-    hold anything.
+    Token tensors are [B, T] in the dtype that trains; masked slots may hold anything.
+
+    Args:
+        objective: the reference.
+        loss: the scalar of one rank, times dp_size, as verl needs it.
+        gradient: dL/dlp [B, T] of this loss; None: only the loss is compared.
+        count: of `roundings`.
+        logp: log π_θ.
+        logp_old: log π_old.
+        adv: advantages, [B, T] or [B, 1].
+        mask: True on tokens that train.
+        totals: counts of the whole batch, by which the loss is divided.
+        dp_size: number of ranks.
+        is_weights: factors of the token terms; None: 1.
+        entropy: of each token, where the objective reads it.
+        logp_sampler: log μ, where the objective corrects for its sampler.
+        **hp: hyperparameters.
+
+    Returns:
+        The largest differences, also in units of what rounding allows.
     """
     u = torch.finfo(logp.dtype).eps / 2
     low = logp.dtype
@@ -230,11 +254,24 @@ def compare(
     )
 
 
-def ratio(x: Tensor, y: Tensor) -> float:
-    """x / y, 0 where x is 0, infinite where either is not a number."""
-    a = float(x)
-    b = float(y)
-    return 0.0 if a == 0 else a / b if b > 0 and math.isfinite(a) else math.inf
+def ratio(part: Tensor, whole: Tensor) -> float:
+    """Divide two numbers, neither of which is negative.
+
+    Args:
+        part: a scalar.
+        whole: a scalar.
+
+    Returns:
+        part / whole; 0 where part is 0, else infinity where whole is 0 or NaN, or part
+        is not finite.
+    """
+    numerator = float(part)
+    denominator = float(whole)
+    if numerator == 0:
+        return 0.0
+    if denominator > 0 and math.isfinite(numerator):
+        return numerator / denominator
+    return math.inf
 
 
 @dataclass
@@ -258,7 +295,18 @@ class Monitor:
 
     @classmethod
     def of(cls, objective: Objective, settings: dict[str, Any]) -> "Monitor":
-        """One with these settings of a run; InputError on a name that is none."""
+        """Make a monitor with the settings of a run.
+
+        Args:
+            objective: the reference.
+            settings: `first`, `every` and `on_fail`; the others have their defaults.
+
+        Returns:
+            A monitor that has compared nothing yet.
+
+        Raises:
+            InputError: there is no such setting, or a value is wrong.
+        """
         known = ("first", "every", "on_fail")
         if unknown := set(settings) - set(known):
             raise InputError(
@@ -279,6 +327,11 @@ class Monitor:
             )
 
     def due(self) -> bool:
+        """Count one more micro-batch, and decide whether it is compared.
+
+        Returns:
+            True for the `first` ones, and then for each `every`-th.
+        """
         self.seen += 1
         return self.seen <= self.first or (
             self.every > 0 and self.seen % self.every == 0
@@ -298,6 +351,17 @@ class Monitor:
         }
 
     def check(self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]) -> None:
+        """Compare one micro-batch and keep the largest difference so far.
+
+        Args:
+            loss: the scalar that trains; its graph is kept.
+            batch: keywords of `compare`.
+            hp: hyperparameters of the objective.
+
+        Raises:
+            ParityError: rounding cannot explain the difference, and `on_fail` is
+                "stop".
+        """
         lp = batch["logp"]
         gradient = None
         if loss.requires_grad:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from upref.plugins import DumpReader, Recorder
 from upref.registry import Objective
 from upref.user_code.loss import Loss
 from upref.user_code.signature import parameters
@@ -36,8 +37,13 @@ VERLS = {"old_log_prob", "log_prob", "advantages", "response_mask", "config"}
 
 
 def needs_process(framework: str) -> bool:
-    """Tell whether its losses run in packages of their own, beside which nothing else
-    can be imported.
+    """Tell whether a process that has a loss of this framework can import no other.
+
+    Args:
+        framework: a name of `names()`.
+
+    Returns:
+        False for those whose losses run as they are installed: TRL and verl.
     """
     return framework not in HERE
 
@@ -45,7 +51,20 @@ def needs_process(framework: str) -> bool:
 def find(
     name: str, objective: Objective, hp: Mapping[str, Any]
 ) -> Loss | Callable[..., Any]:
-    """Return the loss `FRAMEWORK:MODE[@matched][,FIELD=VALUE...]`."""
+    """Return a loss by its name, as `upref.plugins.Frameworks.find` describes.
+
+    Args:
+        name: `FRAMEWORK:MODE[@matched][,FIELD=VALUE...]`.
+        objective: at whose settings a loss `@matched` is set up.
+        hp: its hyperparameters.
+
+    Returns:
+        A Loss of TRL or verl; of another framework a function, in a process that
+        becomes that framework's.
+
+    Raises:
+        InputError: there is no such loss, or the framework is not installed.
+    """
     framework, _, mode = name.partition(":")
     if framework in HERE:
         return HERE[framework].named(name, mode, objective, dict(hp))
@@ -57,8 +76,17 @@ def find(
 def recognize(
     name: str, loss: Any, objective: Objective, hp: Mapping[str, Any]
 ) -> Loss | None:
-    """Return the Loss of a trainer's class of TRL's, or of a function with the
-    signature of verl's policy losses.
+    """Return the Loss of an object of TRL's or verl's own kind.
+
+    Args:
+        name: of the loss, for messages.
+        loss: a trainer's class of TRL, or a function with the arguments of verl's
+            policy losses.
+        objective: what it is compared with.
+        hp: hyperparameters of the objective.
+
+    Returns:
+        The Loss; None for any other object.
     """
     if trl.is_trainer(loss):
         return trl.of(name, loss, objective, dict(hp))
@@ -79,17 +107,28 @@ def _ledger(name: str) -> dict[str, Any]:
 
 
 def tested_versions() -> dict[str, str]:
-    """Return the versions of verl and TRL whose losses the audits record."""
+    """Return the versions of TRL and verl with which their ledgers were written.
+
+    Returns:
+        Distribution -> version.
+    """
     return {name: _ledger(name)["ledger"]["version"] for name in HERE}
 
 
-def dump_readers() -> list[Any]:
-    """Return the readers of NeMo-RL's, prime-rl's, slime's and miles' own files, and
-    what refuses SkyRL's.
+def dump_readers() -> list[DumpReader]:
+    """Return the readers of the files that trainers write themselves.
+
+    Returns:
+        Those of NeMo-RL, prime-rl and slime (miles writes the same files), and one that
+        refuses SkyRL's with advice.
     """
     return [nemo_rl, prime_rl, slime, skyrl]
 
 
-def recorders() -> list[Any]:
-    """Return what records TRL's GRPOTrainer."""
+def recorders() -> list[Recorder]:
+    """Return what records the steps of TRL's GRPOTrainer.
+
+    Returns:
+        One module.
+    """
     return [trl_record]

@@ -18,12 +18,22 @@ from upref.errors import InputError
 from upref.user_code.settings import pairs
 
 
-def split(name: str, mode: str) -> tuple[str, dict[str, Any], bool]:
-    """(mode, fields, whether `@matched` follows the mode); InputError where it cannot
-    be read.
+def split_name(name: str, mode: str) -> tuple[str, dict[str, Any], bool]:
+    """Split what follows the colon of a loss's name into mode and fields.
 
-    `defaults`, the word that once asked for the loss as shipped, is still accepted
-    before the fields.
+    `defaults`, the word that once meant the loss as shipped, is still accepted before
+    the fields.
+
+    Args:
+        name: the whole name, for messages.
+        mode: `MODE[@matched][,FIELD=VALUE...]`.
+
+    Returns:
+        (mode, field -> value, whether `@matched` follows the mode). Values are numbers,
+        True, False, None or text.
+
+    Raises:
+        InputError: it cannot be read.
     """
     mode, *words = mode.split(",")
     mode, separator, word = mode.partition("@")
@@ -50,15 +60,31 @@ def _field(name: str, word: str) -> tuple[str, Any]:
     return key, value if number is None else number
 
 
-def written(mode: str, fields: dict[str, Any]) -> str:
-    """The name, without its framework, of a loss as shipped but for these fields."""
+def loss_name(mode: str, fields: dict[str, Any]) -> str:
+    """Write the name, without its framework, of a loss as shipped but for some fields.
+
+    Args:
+        mode: the loss.
+        fields: field -> value.
+
+    Returns:
+        `MODE,FIELD=VALUE,...`, which `split_name` reads.
+    """
     return ",".join([mode, *pairs(fields)])
 
 
-def clip(h: dict[str, Any]) -> tuple[Any, Any]:
-    """(low, high) of an objective's hyperparameters."""
-    width = h.get("eps", h.get("delta"))
-    return h.get("eps_low", width), h.get("eps_high", width)
+def clip_bounds(hp: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the two distances of an objective's clip bounds from a ratio of 1.
+
+    Args:
+        hp: its hyperparameters.
+
+    Returns:
+        (low, high): eps_low and eps_high, each in its absence eps or delta; None where
+        there is neither.
+    """
+    width = hp.get("eps", hp.get("delta"))
+    return hp.get("eps_low", width), hp.get("eps_high", width)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from upref.cli import main
 from upref_frameworks import audits
 from upref_frameworks.audits.ledger import check_ledger
 from upref_frameworks.audits.recipe import no_kl
-from upref_frameworks.ledger import ranked, read, recorded, summary
+from upref_frameworks.ledger import read, read_tables, sort_by_severity, summary
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = read()
@@ -130,7 +130,7 @@ def test_the_summary_counts_and_names_the_worst():
     said = summary("trinity", mine)
     assert (
         f"{sum(e.status == 'bug' for e in mine)} bugs" in said
-        and ranked(mine)[0].key in said
+        and sort_by_severity(mine)[0].key in said
     )
     assert (
         summary("x", []) == "x: 0 bugs, 0 surprising defaults and 0 documented choices."
@@ -222,7 +222,7 @@ def test_a_quoted_file_is_linked_at_its_line_of_a_fixed_version():
 
 
 def test_ok_in_the_matrix_needs_no_setting():
-    for a in (a for a in audits_of_pages() if "recipe" in recorded(a["framework"])):
+    for a in (a for a in audits_of_pages() if "recipe" in read_tables(a["framework"])):
         name, rows = a["framework"], [r for r in a["rows"] if r["kind"] == "loss"]
         for o in {r["objective"] for r in rows}:
             mark = sign(a, o)
@@ -233,7 +233,7 @@ def test_ok_in_the_matrix_needs_no_setting():
                 for r in rows
                 if r["objective"] == o and r["setting"] == "default"
             ]
-            how = recorded(name)["recipe"]
+            how = read_tables(name)["recipe"]
             assert not mark.startswith("ok") or not all(
                 no_kl(how, mode) for mode in shipped
             ), (name, o)

@@ -30,7 +30,7 @@ from upref_frameworks.audits.recipe import (
     recipe as once,
     typed_fields,
 )
-from upref_frameworks.ledger import recorded
+from upref_frameworks.ledger import read_tables
 
 recipe = cache(once)  # one reads the ledger for each
 entries = cache(ledger.read)
@@ -52,7 +52,9 @@ def measured_elsewhere(objective: str, name: str) -> dict:
     """The fields that the recipe leaves otherwise than the comparison has them, because
     the loss draws at random.
     """
-    return recorded(name)["recipe"].get("at", {}).get(objective, {}).get("fields", {})
+    return (
+        read_tables(name)["recipe"].get("at", {}).get(objective, {}).get("fields", {})
+    )
 
 
 def test_each_recipe_is_of_an_explained_comparison():
@@ -110,7 +112,7 @@ def test_the_advantages_are_the_objectives_own():
     setting of another kind.
     """
     for o, n in [*EVERY, *plugged()]:
-        said, known = recipe(o, n).advantages, recorded(n)["recipe"]["advantages"]
+        said, known = recipe(o, n).advantages, read_tables(n)["recipe"]["advantages"]
         assert said.startswith(f"{kind_of(o)}, "), (o, n)
         if kind_of(o) not in known:
             assert f"set them yourself, this recipe knows no setting of {n}" in said, (
@@ -135,7 +137,7 @@ def test_measured_advantages_are_a_row_of_the_audit():
             for r in audited(n)
             if r["kind"] == "advantages"
         }
-        for kind, how in recorded(n)["recipe"]["advantages"].items():
+        for kind, how in read_tables(n)["recipe"]["advantages"].items():
             row = "reward" if kind == "signed" else kind  # A = R where R is 1 or -1
             assert (
                 kind in ADVANTAGES and how.keys() <= {"set", "audited"} and how["set"]
@@ -152,7 +154,7 @@ def test_every_entry_that_concerns_the_recipe_is_mentioned():
     for o, n in EVERY:
         r, c = recipe(o, n), comparison(o, n)
         said, kind = "\n".join(r.differs), kind_of(o)
-        estimator = recorded(n)["recipe"]["advantages"].get(kind, {}).get("audited")
+        estimator = read_tables(n)["recipe"]["advantages"].get(kind, {}).get("audited")
         for e in entries(n):
             for x in e.evidence:
                 if (x.loss, x.held_against) == (c.label, c.promise):

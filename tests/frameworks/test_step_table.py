@@ -21,7 +21,12 @@ from upref.verify.report import fail
 from upref_frameworks.audits import framework
 from upref_frameworks.audits.isolated.pin import place
 from upref_frameworks.steps import table
-from upref_frameworks.steps.host import Refused, TrainerFailedError, quiet, report
+from upref_frameworks.steps.host import (
+    Refused,
+    TrainerFailedError,
+    mute_trainer,
+    report,
+)
 
 RECORDS = Path(__file__).parents[2] / "docs" / "steps"
 SEVERITIES = {"breaks", "weakens", "rescales", "cosmetic"}
@@ -32,7 +37,7 @@ WORDS = {"bug", "surprising default", "documented choice", "numerical"}
 def test_the_records_are_of_the_settings(trainer):
     records = json.loads((RECORDS / f"{trainer}.json").read_text(encoding="utf-8"))
     assert [(r["setting"], r["family"]) for r in records] == [
-        (s.name, s.family) for s in table.chosen(trainer)
+        (s.name, s.family) for s in table.select_settings(trainer)
     ]
     for r in records:
         if r["error"] is not None and r["cause"]:
@@ -41,7 +46,7 @@ def test_the_records_are_of_the_settings(trainer):
                 note and note["status"] in WORDS and note["severity"] in SEVERITIES
             ), r
     assert len(FAMILIES) >= 15
-    what = [replace(s, name="") for s in table.chosen(trainer)]
+    what = [replace(s, name="") for s in table.select_settings(trainer)]
     assert all(s not in what[:i] for i, s in enumerate(what)), (
         "two settings are the same"
     )
@@ -70,8 +75,8 @@ def answered(monkeypatch, capsys, *answers, arguments=()):
             raise answer
         return answer
 
-    monkeypatch.setattr(table, "chosen", lambda *_: settings)
-    monkeypatch.setattr(table, "one", one)
+    monkeypatch.setattr(table, "select_settings", lambda *_: settings)
+    monkeypatch.setattr(table, "run_setting", one)
     status = main(["step", "trl", *arguments])
     said = capsys.readouterr()
     return status, said.out + said.err
@@ -172,14 +177,19 @@ def test_a_number_that_is_not_exercised_stands_in_its_line(monkeypatch, capsys):
 def test_an_error_of_upref_is_not_the_trainer_s():
     with (
         pytest.raises(Refused, match="the trainer fails: FileNotFoundError"),
-        quiet("the trainer", "numpy"),
+        mute_trainer("the trainer", "numpy"),
     ):
         numpy.load("no such file")
-    with pytest.raises(TypeError), quiet("the trainer", "numpy"):
+    with pytest.raises(TypeError), mute_trainer("the trainer", "numpy"):
         as_float64(object)  # upref's own function
-    with pytest.raises(AttributeError, match="family"), quiet("the trainer", "numpy"):
+    with (
+        pytest.raises(AttributeError, match="family"),
+        mute_trainer("the trainer", "numpy"),
+    ):
         # called by the trainer
-        numpy.apply_along_axis(lambda _: table.one("trl", None), 0, numpy.zeros(1))
+        numpy.apply_along_axis(
+            lambda _: table.run_setting("trl", None), 0, numpy.zeros(1)
+        )
 
 
 @pytest.mark.trl

@@ -14,7 +14,7 @@ from upref.replay import loss, normalizer, read_steps
 from upref.step.case import built, meant, perturb
 from upref.step.families import tiny
 from upref.step.reference import TorchModel
-from upref_frameworks.steps.host import ranked
+from upref_frameworks.steps.host import spawn_ranks
 
 pytest.importorskip(
     "verl", reason="`repro/venv.sh verl` installs what verl's losses need"
@@ -164,7 +164,7 @@ def test_two_ranks_make_one_step(tmp_path):
     both, and refused for one.
     """
     fields = {"folder": str(tmp_path)}
-    with ranked(2, on_a_rank, MODEL, ROWS, 0.7, fields) as mine:
+    with spawn_ranks(2, on_a_rank, MODEL, ROWS, 0.7, fields) as mine:
         on_a_rank(MODEL, mine, 0.7, **fields)
     assert len(list(tmp_path.glob("*.npz"))) == 2
     (b,) = read_steps([tmp_path])

@@ -26,7 +26,7 @@ from upref.step.case import built, meant, perturb
 from upref.step.families import tiny
 from upref.step.reference import TorchModel
 from upref_frameworks.steps.settings import Setting
-from upref_frameworks.steps.table import chosen
+from upref_frameworks.steps.table import select_settings
 
 STEPS = {"trl": 6, "verl": 3}
 TRLS = (
@@ -135,7 +135,7 @@ HEAD = f"{'':5} {'':8} {'steps':>5} {'loss':>8} {'gradient':>8} {'|log r|':>7}  
 
 def settings(trainer: str) -> Iterator[Setting]:
     """The settings of `upref step` with these names, of the small model of the table."""
-    found = {s.name: s for s in chosen(trainer) if s.family == "qwen3"}
+    found = {s.name: s for s in select_settings(trainer) if s.family == "qwen3"}
     for name in NAMES[trainer]:
         yield found[name]
     yield from BEYOND[trainer]

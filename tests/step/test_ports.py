@@ -36,14 +36,14 @@ except upref.InputError:
     pass
 """,
     "a group of one rank": """
-from upref_frameworks.steps.host import grouped
-with grouped("a trainer", "a_trainer"):
+from upref_frameworks.steps.host import process_group
+with process_group("a trainer", "a_trainer"):
     told()
 """,
     "a group of two ranks": """
-from upref_frameworks.steps.host import ranked
+from upref_frameworks.steps.host import spawn_ranks
 if __name__ == "__main__":
-    with ranked(2, told, None, [0, 1], 1.0, {}):
+    with spawn_ranks(2, told, None, [0, 1], 1.0, {}):
         told()
 """,
 }

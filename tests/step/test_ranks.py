@@ -14,7 +14,7 @@ from torch import distributed as dist, nn
 from upref.step import record_step
 from upref.step.case import perturb
 from upref.step.families import tiny
-from upref_frameworks.steps.host import ranked, report
+from upref_frameworks.steps.host import report, spawn_ranks
 
 RANKS = 2
 
@@ -124,6 +124,9 @@ def test_three_ranks_wait_for_the_slowest_and_pass_on_its_error(tmp_path, fails)
         if fails
         else contextlib.nullcontext()
     )
-    with expected, ranked(3, step, nn.Linear(1, 1), list("abcdef"), 0.7, {}) as rows:
+    with (
+        expected,
+        spawn_ranks(3, step, nn.Linear(1, 1), list("abcdef"), 0.7, {}) as rows,
+    ):
         step(None, rows, 0.7)
     assert (tmp_path / "2").exists() != fails

@@ -23,7 +23,7 @@ from upref_frameworks.audits.framework import Framework
 from upref_frameworks.audits.isolated.isolate import isolate
 from upref_frameworks.audits.isolated.pin import Installation, place
 from upref_frameworks.ledger import WARNED
-from upref_frameworks.settings import split
+from upref_frameworks.settings import split_name
 
 if TYPE_CHECKING:
     from upref_frameworks.audits.kernels import Kernels
@@ -103,7 +103,7 @@ def load_loss(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., An
         raise InputError(
             f"{loss} is no loss: `upref audit {name}` compares those of {name} with the reference."
         )
-    mode, fields, matched = split(loss, mode)
+    mode, fields, matched = split_name(loss, mode)
     enter(name, place(name, f.pin))
     if mode not in f.modes():
         raise InputError(

@@ -37,7 +37,7 @@ from upref.weights.batches import (
     reference,
     words,
 )
-from upref_frameworks.settings import written
+from upref_frameworks.settings import loss_name
 
 TOL = 1e-7
 MICRO = 8
@@ -61,7 +61,7 @@ class Comparison:
     @property
     def label(self) -> str:
         """Return the loss as `upref check FRAMEWORK:LABEL` reads it: MODE,FIELD=VALUE."""
-        return written(self.mode, self.config)
+        return loss_name(self.mode, self.config)
 
     @property
     def promise(self) -> str:

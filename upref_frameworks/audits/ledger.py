@@ -10,7 +10,7 @@ that are not recorded.
 from typing import Any
 
 from upref_frameworks.audits.compare import ComparisonRow, Example, FaultEffect
-from upref_frameworks.ledger import SEVERITY, Entry, Evidence, recorded
+from upref_frameworks.ledger import SEVERITY, Entry, Evidence, read_tables
 
 
 def changed_defaults(
@@ -27,7 +27,7 @@ def changed_defaults(
         A sentence for each default that differs, is new or is gone; empty where the
         ledger records no defaults.
     """
-    then = recorded(name).get("defaults", {})
+    then = read_tables(name).get("defaults", {})
     return [
         f"{mode}: the default of {k} is {now.get(k, 'gone')} in {version}, and was {was.get(k, 'not there')}"
         for mode, now in defaults.items()
@@ -142,11 +142,11 @@ def largest_effect(rows: list[ComparisonRow], entry: Entry) -> FaultEffect | Non
     Returns:
         The effect; None where no row of these shows the entry.
     """
-    recorded = {(x.loss, x.held_against, x.micro_batches) for x in entry.evidence}
+    rows_of_entry = {(x.loss, x.held_against, x.micro_batches) for x in entry.evidence}
     effects = [
         effect
         for r in rows
-        if (r.label, r.promise, r.micro_batches) in recorded
+        if (r.label, r.promise, r.micro_batches) in rows_of_entry
         for (words, _), effect in zip(r.reasons, r.effects, strict=False)
         if words == entry.reason
     ]

@@ -34,7 +34,7 @@ from upref_frameworks.audits.compare import (
     typical_batch,
 )
 from upref_frameworks.audits.framework import Framework
-from upref_frameworks.ledger import SEVERITY, Entry, read, recorded, share
+from upref_frameworks.ledger import SEVERITY, Entry, read, read_tables, share
 
 # a constant that divides Dr. GRPO's sum: not a choice of objective
 SCALE = ("max_completion_length", "max_seq_len")
@@ -136,7 +136,7 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
     """
     o = get(objective)
     f = framework(name)
-    how = recorded(name)["recipe"]
+    how = read_tables(name)["recipe"]
     entries = read(name)
     if comparisons := _comparisons(o, f, hp, how):
         best = min(
@@ -176,7 +176,7 @@ def covered_objectives(name: str, hp: dict[str, float] | None = None) -> list[st
         Names in the registry's order.
     """
     f = framework(name)
-    how = recorded(name)["recipe"]
+    how = read_tables(name)["recipe"]
     if hp is None:
         known = {c.objective for c in f.comparisons}
         return [objective for objective in names() if objective in known]
@@ -375,7 +375,7 @@ def _must_be_set(name: str, comparison: Comparison, field: str) -> bool:
 
 
 def _defaults(name: str, comparison: Comparison) -> dict[str, Any]:
-    tables = recorded(name).get("defaults", {})
+    tables = read_tables(name).get("defaults", {})
     return tables.get("every", {}) | tables.get(comparison.mode, {})
 
 
@@ -452,7 +452,7 @@ def _half(objective: Objective, name: str) -> str:
     """That the framework has the advantages that set an objective apart, where it has
     no loss to go with them.
     """
-    known = recorded(name)["recipe"]["advantages"].get(objective.adv, {}).get("set")
+    known = read_tables(name)["recipe"]["advantages"].get(objective.adv, {}).get("set")
     if objective.name not in SAME_LOSS or not known:
         return ""
     same = SAME_LOSS[objective.name]

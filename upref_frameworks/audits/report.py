@@ -24,7 +24,7 @@ from upref_frameworks.ledger import (
     Entry,
     entry,
     read,
-    recorded,
+    read_tables,
 )
 
 
@@ -225,7 +225,7 @@ def draft(audit: Audit) -> str:
         must fill in.
     """
     lines = []
-    if not recorded(audit.framework).get("defaults"):
+    if not read_tables(audit.framework).get("defaults"):
         each = list(audit.defaults.values())
         if each:
             shared = {
@@ -245,7 +245,7 @@ def draft(audit: Audit) -> str:
                     "",
                 ]
     known = {(e.reason, x) for e in audit.entries for x in e.evidence}
-    if not recorded(audit.framework).get("ledger"):
+    if not read_tables(audit.framework).get("ledger"):
         table = [f'version = "{audit.version}"', 'source = "?"', 'searched = "?"']
         lines = ["[ledger]", *table, 'prelude = """', '"""', "", *lines]
     new: dict[str, list[str]] = {}

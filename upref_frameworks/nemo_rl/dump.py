@@ -21,7 +21,7 @@ from upref.replay.batch import make_batch
 from upref.replay.prompts import prompt_number
 from upref.replay.schema import PROMPTS_READ, RecordedBatch
 
-SUFFIXES = (".jsonl",)
+SUFFIXES: tuple[str, ...] = (".jsonl",)
 KEYS = {
     "token_ids": "ids",
     "advantages": "adv",

@@ -12,7 +12,7 @@ from upref.conformance import Case
 from upref.step.record import Recorded
 from upref.step.rows import Row
 from upref_frameworks.openrlhf.step import trained
-from upref_frameworks.steps.settings import attention
+from upref_frameworks.steps.settings import attention_of
 
 SEQUENCES = dict(loss_agg_mode="seq-mean-token-mean")
 
@@ -65,7 +65,7 @@ class OpenRLHF:
             model,
             rows,
             case.temperature,
-            attention=attention(case.family),
+            attention=attention_of(case.family),
             dtype=getattr(torch, case.dtype),
             **self.fields(case),
         )

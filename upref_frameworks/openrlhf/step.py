@@ -23,7 +23,7 @@ from upref.errors import InputError, NotInstalled, importing
 from upref.step.record import Recorded, Step, watched
 from upref.step.reference import TorchModel
 from upref.step.rows import Padded, Row
-from upref_frameworks.steps.host import grouped
+from upref_frameworks.steps.host import process_group
 
 ABSENT = (
     "deepspeed",
@@ -160,7 +160,7 @@ def trained(
         vllm=SimpleNamespace(sync_backend="gloo"),
     )
     with (
-        grouped("OpenRLHF's trainer", "openrlhf"),
+        process_group("OpenRLHF's trainer", "openrlhf"),
         tempfile.TemporaryDirectory() as folder,
         ExitStack() as stack,
     ):

@@ -22,7 +22,7 @@ from upref.replay.batch import make_batch
 from upref.replay.prompts import prompt_number
 from upref.replay.schema import PROMPTS_READ, RecordedBatch
 
-SUFFIXES = (".bin",)
+SUFFIXES: tuple[str, ...] = (".bin",)
 FIELDS = (
     "input_ids",
     "loss_mask",

@@ -43,7 +43,7 @@ HINTS = {
     "version": "SkyRL's dump has no such column.",
 }
 # `upref replay` calls the next three functions on such a file: they say what to do.
-SUFFIXES = (".pkl",)
+SUFFIXES: tuple[str, ...] = (".pkl",)
 
 
 def recognizes(path: Path) -> bool:

@@ -24,7 +24,7 @@ from upref.replay.batch import make_batch
 from upref.replay.prompts import prompt_number
 from upref.replay.schema import PROMPTS_READ, RecordedBatch
 
-SUFFIXES = (".pt",)
+SUFFIXES: tuple[str, ...] = (".pt",)
 COLUMNS = {
     "log_probs": "old",
     "rollout_log_probs": "sampler",

@@ -20,6 +20,7 @@ import torch
 from torch import distributed as dist
 
 from upref.errors import InputError
+from upref.registry import Objective
 from upref.step.case import built, meant
 from upref.step.check import StepReport, check_recorded
 from upref.step.record import Recorded
@@ -42,9 +43,19 @@ class TrainerFailedError(Refused):
 
 
 @contextlib.contextmanager
-def quiet(trainer: str, package: str, **environment: str) -> Iterator[None]:
-    """Neither telemetry, warnings nor tables; what the trainer raises becomes Refused,
-    and upref's own errors stay.
+def mute_trainer(trainer: str, package: str, **environment: str) -> Iterator[None]:
+    """Run a trainer without telemetry, warnings and output, and sort its errors.
+
+    Args:
+        trainer: the trainer in words, for messages.
+        package: its top-level module.
+        **environment: variables that are set inside; afterwards the environment is
+            restored.
+
+    Raises:
+        Refused: for an InputError that was raised inside.
+        TrainerFailedError: for an error of the trainer's own code. Errors of upref and
+            of other callers stay as they are.
     """
     before = os.environ.copy()
     level = logging.root.manager.disable
@@ -91,19 +102,32 @@ def _raised_by(error: Exception, package: str) -> bool:
 
 
 @contextlib.contextmanager
-def grouped(trainer: str, package: str) -> Iterator[None]:
-    """Quiet, and in a process group: of one rank, if there is none."""
+def process_group(trainer: str, package: str) -> Iterator[None]:
+    """Run a trainer as `mute_trainer` does, in a process group over gloo.
+
+    A group that exists is used; otherwise one of a single rank is made, and removed
+    afterwards.
+
+    Args:
+        trainer: the trainer in words, for messages.
+        package: its top-level module.
+    """
     is_own_group = not dist.is_initialized()
     if is_own_group:
-        rank, world = ("0", "1")
+        rank = "0"
+        world = "1"
     else:
-        rank, world = (str(dist.get_rank()), str(dist.get_world_size()))
+        rank = str(dist.get_rank())
+        world = str(dist.get_world_size())
     where = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "VERL_PLATFORM": "cpu",
              "VERL_ENGINE_DEVICE": "cuda"}  # fmt: skip  # verl's FSDP engine is registered for cuda and npu
     if is_own_group:  # another's group may span machines
         where |= on_loopback()
-    with quiet(trainer, package, **where), tempfile.TemporaryDirectory() as folder:
+    with (
+        mute_trainer(trainer, package, **where),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         try:
             if is_own_group:
                 dist.init_process_group(
@@ -116,29 +140,39 @@ def grouped(trainer: str, package: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ranked(
-    n: int, step: Callable[..., Any], model: Any, rows: list[Row], *more: Any
+def spawn_ranks(
+    ranks: int, step: Callable[..., Any], model: Any, rows: list[Row], *more: Any
 ) -> Iterator[list[Row]]:
-    """A group of n processes, of which this one is the first; each takes every n-th
-    row. Yields this one's rows.
+    """Start a group of processes, of which this one is the first, and split the rows.
+
+    Args:
+        ranks: number of processes; 1: this one alone, without a group.
+        step: `(model, rows, temperature, **fields)`, which the others run once.
+        model: each of the others gets a copy.
+        rows: each rank takes every `ranks`-th.
+        *more: temperature and fields, for the others.
+
+    Yields:
+        The rows of this process. At the end all others must have ended without an
+        error.
     """
-    if n == 1:
+    if ranks == 1:
         yield rows
         return
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, on_loopback()):
         store = f"file://{folder}/group"
         others: Any = torch.multiprocessing.spawn(
-            _rank, (store, n, step, model, rows, *more), n - 1, join=False
+            _rank, (store, ranks, step, model, rows, *more), ranks - 1, join=False
         )
         try:
             dist.init_process_group(
                 "gloo",
                 init_method=store,
                 rank=0,
-                world_size=n,
+                world_size=ranks,
                 timeout=timedelta(minutes=2),
             )
-            yield rows[::n]
+            yield rows[::ranks]
             # join returns False each time that one more process has ended without an error
             while not others.join():
                 pass
@@ -177,7 +211,7 @@ def _rank(
 def report(
     step: Callable[..., Recorded],
     model: Any,
-    objective: Any,
+    objective: str | Objective,
     hp: dict[str, Any],
     goal: dict[str, Any],
     *,
@@ -186,10 +220,24 @@ def report(
     ranks: int = 1,
     **fields: Any,
 ) -> StepReport:
-    """One optimizer step of a trainer on rows of upref's, held against the objective.
+    """Compare one step of a trainer, on rows that upref makes, with the objective.
 
-    step: `(model, rows, temperature, **fields)`, recorded. ranks: processes, each with
-    its share of the rows.
+    Args:
+        step: `(model, rows, temperature, **fields)`, which records one optimizer step.
+        model: a torch module, or what TorchModel takes.
+        objective: the objective that the step is meant to have.
+        hp: its hyperparameters.
+        goal: beta, entropy_coef, clip and scale, as of `check_step`.
+        temperature: of the sampler.
+        half: whether the step computes in bfloat16; its rounding is allowed then.
+        ranks: number of processes, each with its share of the rows.
+        **fields: settings of the trainer, for `step`.
+
+    Returns:
+        The report. A row that the trainer left out counts as a difference.
+
+    Raises:
+        InputError: a setting is wrong, or the step cannot be compared.
     """
     meaning = meant(objective, hp, temperature, **goal)
     rows = built(
@@ -199,7 +247,7 @@ def report(
         ["temperature"] if temperature == 1 else [],
         coarse=half,
     ).rows
-    with ranked(ranks, step, model, rows, temperature, fields) as rows_of_rank:
+    with spawn_ranks(ranks, step, model, rows, temperature, fields) as rows_of_rank:
         seen = step(model, rows_of_rank, temperature, **fields)
         fed = seen.steps[0].rows(rows) if ranks == 1 else rows  # in the trainer's order
         # a row that was not fed is a difference, not another batch

@@ -46,16 +46,23 @@ class Rank:
     store: dist.Store | None = None
 
     def is_first_to_refuse(self) -> bool:
-        """Tell whether no other rank has asked this before; that one says why."""
+        """Return whether this rank is the first to call this; it prints the reason.
+
+        Returns:
+            True for one rank alone, also where there is one process.
+        """
         return self.store is None or self.store.add("refusals", 1) == 1
 
 
 def command(args: Namespace) -> int:
     """Check the step of a file; print the report, on several ranks once.
 
+    Args:
+        args: of `upref step FILE.py:step`.
+
     Returns:
-        The exit status: 0 if the gradients agree, 1 if not, 2 if another rank says why
-            there is no answer. Of several ranks each has it.
+        The exit status: 0 if the gradients agree, 1 if not, 2 if another rank prints
+        why there is no answer. Of several ranks each has it.
 
     Raises:
         InputError: the file has no such step or model, or the step cannot be checked;
@@ -114,8 +121,11 @@ def _checked(args: Namespace) -> StepReport:
 
 @contextmanager
 def ranks_of_torchrun() -> Iterator[Rank]:
-    """A process group over gloo where torchrun has started several processes; yields
-    this one among them.
+    """Join the process group of the processes that torchrun started, over gloo.
+
+    Yields:
+        This process among them. Where there is one process, or a group exists already,
+        rank 0 without a store.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield Rank()

@@ -40,23 +40,38 @@ LORA = dict(
 )
 
 
-def attention(family: str) -> str:
-    """Return the attention of transformers that computes the family whole; sdpa drops
-    Gemma 2's softcap.
+def attention_of(family: str) -> str:
+    """Return the attention of transformers that computes a model family in full.
+
+    Args:
+        family: a key of FAMILIES in upref/step/families.py.
+
+    Returns:
+        `eager` for families that have no other, and for Gemma 2, whose softcap sdpa
+        leaves out; else `sdpa`.
     """
     return "eager" if family in (*EAGER, "gemma2") else "sdpa"
 
 
-def with_ppo(name: str, *more: Any, **given: Any) -> Setting:
-    """Return a setting whose hyperparameters are PPO's unless they are given."""
+def make_ppo_setting(name: str, *more: Any, **given: Any) -> Setting:
+    """Make a setting whose hyperparameters are PPO's, unless others are given.
+
+    Args:
+        name: as the table prints it.
+        *more: the next fields of Setting, in their order.
+        **given: fields of Setting; `hp` replaces PPO's as a whole.
+
+    Returns:
+        The setting.
+    """
     return Setting(name, *more, **dict(hp=PPO) | given)
 
 
 # One setting takes one or two lines.
 # fmt: off
 def trl() -> Iterator[Setting]:
-    """The unmodified GRPOTrainer."""
-    s = with_ppo
+    """Yield the settings of TRL's unmodified GRPOTrainer; fields are of GRPOConfig."""
+    s = make_ppo_setting
     grpo = dict(objective="grpo", hp={})
     yield s("loss_type=dapo, epsilon_high=0.28", fields=dict(epsilon_high=0.28), hp={})
     yield s("loss_type=grpo", fields=dict(loss_type="grpo"), **grpo)
@@ -118,8 +133,9 @@ def trl() -> Iterator[Setting]:
 
 
 def verl() -> Iterator[Setting]:
-    """verl's unmodified TrainingWorker: FSDP2 over gloo; fields by the configuration
-    that they are of.
+    """Yield the settings of verl's unmodified TrainingWorker: FSDP2 over gloo.
+
+    Fields are grouped by the configuration that they are of.
     """
 
     Fields = dict[str, Any] | None
@@ -191,10 +207,11 @@ def verl() -> Iterator[Setting]:
 
 
 def openrlhf() -> Iterator[Setting]:
-    """OpenRLHF's unmodified ActorPPOTrainer; fields: as
-    upref_frameworks/openrlhf/step.py has them.
+    """Yield the settings of OpenRLHF's unmodified ActorPPOTrainer.
+
+    Fields are those of upref_frameworks/openrlhf/step.py.
     """
-    s = with_ppo
+    s = make_ppo_setting
     eager = dict(attention="eager")
     mean = dict(loss_agg_mode="seq-mean-token-mean")
     yield s("loss_agg_mode=seq-mean-token-mean", fields=mean, objective="grpo", hp={})
@@ -218,7 +235,7 @@ def openrlhf() -> Iterator[Setting]:
         yield s(f"temperature={T:g}", fields=dict(temperature=T))
     yield s("eager attention", fields=eager)
     for family in FAMILIES:
-        if attention(family) == "eager":
+        if attention_of(family) == "eager":
             yield s("loss_agg_mode=token-mean, eager attention", family, fields=eager)
         else:
             yield s("loss_agg_mode=token-mean", family)

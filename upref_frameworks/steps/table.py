@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,19 +39,27 @@ class StepOutcome:
 
     @property
     def agrees(self) -> bool:
+        """Return whether the gradients agree."""
         return self.error is not None and not self.cause
 
     @property
     def differs(self) -> bool:
+        """Return whether the gradients differ."""
         return self.error is not None and bool(self.cause)
 
     @property
     def refused(self) -> bool:
+        """Return whether the trainer did not run; a failure of upref is another case."""
         return self.error is None and not self.broken
 
     @property
     def end(self) -> str:
-        """How the setting ended, in one word."""
+        """Return how the setting ended, in one word.
+
+        Returns:
+            `agrees`, `DIFFERS`, `BROKEN` (upref itself failed), `fails` (the trainer
+            raised an error) or `refused`.
+        """
         if self.error is not None:
             return "DIFFERS" if self.cause else "agrees"
         if self.broken:
@@ -69,9 +78,18 @@ class StepOutcome:
         return "\n".join(lines)
 
 
-def chosen(trainer: str, only: str = "") -> list[Setting]:
-    """The settings of a trainer whose family or name holds `only`; InputError where
-    there is none.
+def select_settings(trainer: str, only: str = "") -> list[Setting]:
+    """Return the settings of a trainer whose family or name contains a text.
+
+    Args:
+        trainer: a key of TRAINERS.
+        only: the text; "": all settings.
+
+    Returns:
+        At least one, in the order of the table.
+
+    Raises:
+        InputError: there is no such trainer or setting.
     """
     if trainer not in TRAINERS:
         raise InputError(f"there is no step of {trainer!r}: {', '.join(TRAINERS)}.")
@@ -84,15 +102,23 @@ def chosen(trainer: str, only: str = "") -> list[Setting]:
 def run(
     trainer: str,
     only: str = "",
-    say: Callable[[StepOutcome], Any] = lambda objective: None,
+    say: Callable[[StepOutcome], Any] = lambda outcome: None,
 ) -> list[StepOutcome]:
-    """Run all settings of a trainer, or those whose name or family holds `only`.
+    """Run all settings of a trainer, or those whose name or family contains a text.
+
+    Args:
+        trainer: a key of TRAINERS.
+        only: the text; "": all settings.
+        say: called with each outcome as soon as it is there.
+
+    Returns:
+        The outcomes, with their seconds.
 
     Raises:
-        InputError: no such trainer or setting.
+        InputError: there is no such trainer or setting.
     """
     out = []
-    for setting in chosen(trainer, only):
+    for setting in select_settings(trainer, only):
         start = time.perf_counter()
         outcome = _tried(trainer, setting)
         out.append(replace(outcome, seconds=time.perf_counter() - start))
@@ -101,11 +127,12 @@ def run(
 
 
 def _tried(trainer: str, setting: Setting) -> StepOutcome:
+    """Run one setting and turn its report, or the error in its place, into a line."""
     this = StepOutcome(setting.name, setting.family, None)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # of adapters' first weights
-            found = one(trainer, setting)
+            found = run_setting(trainer, setting)
     except (NotInstalled, Refused) as e:
         return replace(this, cause=str(e), failed=isinstance(e, TrainerFailedError))
     except Exception as e:
@@ -120,17 +147,33 @@ def _tried(trainer: str, setting: Setting) -> StepOutcome:
     )
 
 
-def one(trainer: str, s: Setting) -> StepReport:
-    """One setting of TRL's GRPOTrainer, of verl's TrainingWorker, or of OpenRLHF's
-    ActorPPOTrainer.
+def run_setting(trainer: str, setting: Setting) -> StepReport:
+    """Run one setting of a trainer's unmodified step on a tiny model of its family.
+
+    Args:
+        trainer: a key of TRAINERS.
+        setting: one of its settings.
+
+    Returns:
+        The comparison with the float64 reference.
+
+    Raises:
+        NotInstalled: the trainer, or peft where the setting has adapters, is missing.
+        Refused: the trainer does not take this setting.
     """
-    model: Any = perturb(tiny(s.family, **s.model))
+    model: Any = perturb(tiny(setting.family, **setting.model))
     module: Any = importlib.import_module(f"upref_frameworks.{trainer}.step")
     if trainer != "trl":
         return report(
-            module.trained, model, s.objective, s.hp, s.goal, half=s.half, **s.fields
+            module.trained,
+            model,
+            setting.objective,
+            setting.hp,
+            setting.goal,
+            half=setting.half,
+            **setting.fields,
         )
-    fields = dict(s.fields)
+    fields = dict(setting.fields)
     if lora := fields.pop("peft_config", None):
         with importing("peft"):
             from peft import LoraConfig, get_peft_model
@@ -138,26 +181,33 @@ def one(trainer: str, s: Setting) -> StepReport:
     judged: StepReport = module.report(
         model,
         fields,
-        module.batch(**s.rows),
-        s.objective,
-        s.hp,
-        s.goal,
-        step=s.step,
-        bound=torch.bfloat16 if s.half else None,
+        module.batch(**setting.rows),
+        setting.objective,
+        setting.hp,
+        setting.goal,
+        step=setting.step,
+        bound=torch.bfloat16 if setting.half else None,
     )
     return judged
 
 
-def command(args: Any) -> int:
-    """`upref step TRAINER`: exit status 1 where a setting differs, 2 where none could
-    run or upref itself failed.
+def command(args: Namespace) -> int:
+    """Run `upref step TRAINER`.
 
-    With `--against` it is 1 where a setting ends otherwise than in the records, and 0
-    where none does; 2 stays.
+    Args:
+        args: its options.
+
+    Returns:
+        The exit status: 1 where a setting differs, 2 where none could run or upref
+        itself failed. With `--against` it is 1 where a setting ends otherwise than in
+        the records, and 0 where none does; 2 stays.
     """
     if args.list:
         print(
-            *(f"{s.family:16} {s.name}" for s in chosen(args.trainer, args.only)),
+            *(
+                f"{s.family:16} {s.name}"
+                for s in select_settings(args.trainer, args.only)
+            ),
             sep="\n",
         )
         return 0
@@ -196,8 +246,13 @@ def command(args: Any) -> int:
 
 
 def read_ends(path: Path) -> dict[tuple[str, str], str]:
-    """Read how each setting ended: `agrees`, `differs` or `does not run`, from what
-    `upref step --json` printed.
+    """Read how each setting ended from what `upref step --json` printed.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        (setting, family) -> `agrees`, `differs` or `does not run`.
 
     Raises:
         InputError: the file is missing, or it holds no such records.
@@ -223,8 +278,14 @@ def read_ends(path: Path) -> dict[tuple[str, str], str]:
 def changed_ends(
     before: dict[tuple[str, str], str], outcomes: list[StepOutcome]
 ) -> list[str]:
-    """Return a line for each setting that ends otherwise than in the records, or that
-    they do not have.
+    """Compare how the settings end with how they ended before.
+
+    Args:
+        before: as of `read_ends`.
+        outcomes: of this run; settings that are only in the records are not compared.
+
+    Returns:
+        A line for each setting that ends otherwise, or that the records do not have.
     """
     lines = []
     for outcome in outcomes:

@@ -27,7 +27,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 @torch.random.fork_rng(devices=())
 def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
-    """A disturbed tiny model like this one, in float32; the same weights at each call.
+    """Make a tiny model like this one, with disturbed weights, in float32.
 
     Args:
         model: a causal language model of transformers, plain or with PEFT's adapters;
@@ -35,6 +35,9 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
         peft_config: of adapters that a trainer will add.
         how: of AutoConfig.from_pretrained, where the model is a name;
             attn_implementation is the twin's too.
+
+    Returns:
+        A model of two layers, which has the same weights at each call.
 
     Raises:
         InputError: no twin of this kind of model can be made.

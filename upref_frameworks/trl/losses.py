@@ -29,7 +29,7 @@ from upref.rollouts import Rollouts, per_response
 from upref.user_code.guard import state_restored
 from upref.user_code.loss import MAIN, Loss
 from upref.user_code.settings import describe_fields
-from upref_frameworks.settings import Bare, clip, split
+from upref_frameworks.settings import Bare, clip_bounds, split_name
 
 
 def trl() -> Any:
@@ -271,7 +271,7 @@ def settings_for(
 ) -> dict[str, Any]:
     """The fields of TRL's config that say what the objective's hyperparameters say."""
     h = objective.resolve(hp)
-    low, high = clip(h)
+    low, high = clip_bounds(h)
     if mode == "cispo" and high is not None:
         high = 1 + high  # TRL's is the cap itself
     written = {
@@ -296,7 +296,7 @@ def settings_for(
 
 
 def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Loss:
-    mode, fields, matched = split(name, mode)
+    mode, fields, matched = split_name(name, mode)
     return of(name, mode, objective, hp, fields, matched)
 
 

@@ -24,7 +24,7 @@ from upref.step.forward import Forward
 from upref.step.record import Recorded, record_step
 from upref.step.rows import AXES, Row, made
 from upref.verify.report import fail
-from upref_frameworks.steps.host import quiet
+from upref_frameworks.steps.host import mute_trainer
 
 GENERATIONS = 4  # responses of a group
 FIELDS = dict(
@@ -100,7 +100,7 @@ def trained(
         return [reward[tuple(ids)] for ids in completion_ids]  # type: ignore[misc]
 
     with (
-        quiet("TRL's trainer", "trl", CI="1", TRL_EXPERIMENTAL_SILENCE="1"),
+        mute_trainer("TRL's trainer", "trl", CI="1", TRL_EXPERIMENTAL_SILENCE="1"),
         tempfile.TemporaryDirectory() as folder,
         record_step(model) as seen,
     ):

@@ -9,7 +9,7 @@ from typing import Any
 from upref.conformance import Case
 from upref.step.record import Recorded
 from upref.step.rows import Row
-from upref_frameworks.steps.settings import attention
+from upref_frameworks.steps.settings import attention_of
 from upref_frameworks.verl.step import trained
 
 LENGTH = 16  # loss_scale_factor: what dr_grpo divides a sum over tokens by
@@ -91,7 +91,7 @@ class Verl:
             actor=self.actor(case),
             engine=self.engine(case),
             clip=case.clip or 1e9,
-            attention=attention(case.family),
+            attention=attention_of(case.family),
             mini_batches=case.updates,
             rate=1e-6,
         )

@@ -18,7 +18,7 @@ from upref.registry import Objective
 from upref.rollouts import Rollouts
 from upref.user_code.loss import MAIN, Loss
 from upref.user_code.settings import describe_fields
-from upref_frameworks.settings import Bare, clip, split
+from upref_frameworks.settings import Bare, clip_bounds, split_name
 
 OF_LOSS = (
     "clip_cov_ratio",
@@ -193,7 +193,7 @@ def settings_for(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
     objective's hyperparameters say.
     """
     h = objective.resolve(hp)
-    low, high = clip(h)
+    low, high = clip_bounds(h)
     actor = {
         "clip_ratio": high,
         "clip_ratio_low": low,
@@ -208,7 +208,7 @@ def settings_for(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
 
 
 def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Loss:
-    mode, fields, matched = split(name, mode)
+    mode, fields, matched = split_name(name, mode)
     return of(name, mode, objective, hp, fields, matched)
 
 

@@ -28,7 +28,7 @@ from upref.step.check import StepReport
 from upref.step.record import Recorded, Step, watched
 from upref.step.reference import TorchModel, unwrapped
 from upref.step.rows import Padded, Row
-from upref_frameworks.steps.host import grouped, report
+from upref_frameworks.steps.host import process_group, report
 from upref_frameworks.steps.twin import twin
 
 ENGINE = dict(
@@ -80,7 +80,7 @@ def trained(
     reference = TorchModel(model)
     steps: list[Step] = []
     with (
-        grouped("verl's worker", "verl"),
+        process_group("verl's worker", "verl"),
         _restored(model),
         tempfile.TemporaryDirectory() as folder,
     ):
