@@ -94,7 +94,7 @@ def measure(every: int) -> tuple[float, float, int]:
             patch.object(record, "finish", writes),
         ):
             fields = {"max_completion_length": LENGTH, "per_device_train_batch_size": 4}
-            _, trainer = step.trained(
+            _, trainer = step.record_training(
                 tiny("qwen3", **SIZE), fields, rows(), STEPS, Recorded
             )
         sizes = [file.stat().st_size for file in Path(folder).glob("*.npz")]

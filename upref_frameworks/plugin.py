@@ -95,7 +95,7 @@ def recognize(
         and not isinstance(loss, type)
         and {p.name for p in parameters(loss)} >= VERLS
     ):
-        return verl.of(name, loss, objective, dict(hp))
+        return verl.make_loss(name, loss, objective, dict(hp))
     return None
 
 

@@ -106,10 +106,12 @@ def alter_openrlhf(adapter: Any, _: str, values: Values) -> Iterator[None]:
     command, and those that its driver reads off them.
     """
     module = sys.modules[type(adapter).__module__]
-    real_step, real_engine = module.trained, openrlhf_step.Engine
+    real_step, real_engine = module.record_training, openrlhf_step.Engine
     handed = dict(_handed_to_openrlhf(name, value) for name, value in values.items())
 
-    def trained(model: Any, rows: Any, temperature: float, **fields: Any) -> Any:
+    def record_training(
+        model: Any, rows: Any, temperature: float, **fields: Any
+    ) -> Any:
         changed = {"temperature": temperature} | fields | handed
         changed = {key: value for key, value in changed.items() if "." not in key}
         return real_step(model, rows, **changed)
@@ -121,7 +123,7 @@ def alter_openrlhf(adapter: Any, _: str, values: Values) -> Iterator[None]:
         return real_engine(arguments, *given)
 
     with (
-        patch.object(module, "trained", trained),
+        patch.object(module, "record_training", record_training),
         patch.object(openrlhf_step, "Engine", engine),
     ):
         yield

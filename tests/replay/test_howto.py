@@ -204,11 +204,12 @@ def test_the_lines_of_the_watch_are_what_the_code_takes(monkeypatch):
         r'^export UPREF_WATCH="(.*?)"', PARTS["While it trains"], re.M
     )
     pytest.importorskip("verl")
-    from upref_frameworks.verl.record import watched
+    from upref_frameworks.verl.record import make_watch
 
-    assert watched(words, None).hp == {"eps_high": 0.2, "c": 3.0}
+    assert make_watch(words, None).hp == {"eps_high": 0.2, "c": 3.0}
     assert (
-        watched(f"{words} agg=seq-mean-token-mean on_fail=warn", None).on_fail == "warn"
+        make_watch(f"{words} agg=seq-mean-token-mean on_fail=warn", None).on_fail
+        == "warn"
     )
 
 

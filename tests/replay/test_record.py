@@ -40,7 +40,7 @@ def train(folder, steps=4, every=1, fields=None, base=trl.GRPOTrainer, **more):
                 self.recording = record(self, folder, every=every)
 
     logs = {"logging_strategy": "steps", "logging_steps": 1}
-    return step.trained(
+    return step.record_training(
         perturb(tiny("qwen3")), logs | (fields or {}), ROWS, steps, Recorded, **more
     )
 

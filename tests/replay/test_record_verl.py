@@ -67,7 +67,7 @@ def run(tmp_path_factory):
         patch.setenv("UPREF_REPLAY", str(folder))
         patch.setenv("UPREF_REPLAY_EVERY", "2")
         with record.by_environment():
-            seen = step.trained(
+            seen = step.record_training(
                 MODEL, ROWS, 0.7, updates=4, engine={"micro_batch_size_per_gpu": 2}
             )
     return folder, seen
@@ -134,7 +134,7 @@ def test_the_logged_loss_and_the_gradient_are_the_objectives(run):
 def test_a_resumed_run_goes_on_counting(run, tmp_path):
     (tmp_path / "step000049-rank0000.npz").touch()
     with record.in_verl(tmp_path):
-        step.trained(MODEL, ROWS, 0.7)
+        step.record_training(MODEL, ROWS, 0.7)
     assert (tmp_path / "step000050-rank0000.npz").exists()
 
 
@@ -155,7 +155,7 @@ def on_a_rank(model, rows, temperature, folder="", **fields):
     can import.
     """
     with record.in_verl(folder, 1, "dapo eps_high=0.2"):
-        return step.trained(model, rows, temperature, **fields)
+        return step.record_training(model, rows, temperature, **fields)
 
 
 @pytest.mark.nightly

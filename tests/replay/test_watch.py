@@ -97,7 +97,7 @@ def test_trls_own_loss_is_watched(tmp_path):
                 watch(self, "dapo", every=1, **DAPO, **more)
 
         fields = {"logging_strategy": "steps", "logging_steps": 1}
-        return trls.trained(perturb(tiny("qwen3")), fields, ROWS, 3, Watched)[1]
+        return trls.record_training(perturb(tiny("qwen3")), fields, ROWS, 3, Watched)[1]
 
     history = [h for h in train(trl.GRPOTrainer).state.log_history if "loss" in h]
     assert len(history) == 3
@@ -144,7 +144,7 @@ def test_verls_own_loss_is_watched(monkeypatch, tmp_path):
     with pytest.raises(Stopped, match=r"step 1: .*token-mean"):
         verl_steps(replace(s), None)
     with pytest.raises(InputError, match="KEY=NUMBER"):
-        record.watched("dapo eps_high", None)
+        record.make_watch("dapo eps_high", None)
 
 
 def test_only_the_steps_that_differ_are_kept(tmp_path):

@@ -154,7 +154,7 @@ def trl_steps(
             super().__init__(*args, **kw)
             record(self, folder, every=1)
 
-    step.trained(
+    step.record_training(
         perturb(tiny(s.family)), dict(s.fields), step.batch(**s.rows), steps, Recorded
     )
 
@@ -174,7 +174,7 @@ def verl_steps(s: Setting, folder: Path | None, steps: int = STEPS["verl"]) -> N
     recording = by_environment() if folder is None else in_verl(folder, 1)
     assert recording is not None
     with recording:
-        step.trained(model, rows, temperature, updates=steps, **s.fields)
+        step.record_training(model, rows, temperature, updates=steps, **s.fields)
 
 
 TRAIN: dict[str, Callable[[Setting, Path], None]] = {

@@ -75,14 +75,14 @@ def verls(model, rows, T, over_all):
     """verl's worker; over_all=False: the counts of tokens are not reduced over the
     ranks.
     """
-    from upref_frameworks.verl.step import trained
+    from upref_frameworks.verl.step import record_training
 
     reduce = dist.all_reduce
     some = lambda x, *a, **kw: (
         reduce(x, *a, **kw) if over_all or x.ndim or x.is_floating_point() else None
     )
     with patch.object(dist, "all_reduce", some):
-        return trained(model, rows, T, actor=dict(clip_ratio_high=0.28))
+        return record_training(model, rows, T, actor=dict(clip_ratio_high=0.28))
 
 
 @pytest.mark.nightly

@@ -314,7 +314,7 @@ def _differs(
     """What the ledger records of this comparison, in one batch and in micro-batches."""
     in_one_call = _entries(comparison, entries)
     split = _entries(comparison, entries, in_micro_batches=True)
-    differs = [_said(e) for e in in_one_call]
+    differs = [_with_size(e) for e in in_one_call]
     for k in (k for k in SCALE if k in comparison.config):
         if _must_be_set(framework.name, comparison, k):
             must = f"; it must be set, and {comparison.config[k]} gives the paper's sum"
@@ -323,7 +323,9 @@ def _differs(
         differs.append(
             f"divided by {k}, a constant that the learning rate takes up{must}"
         )
-    differs += [f"in micro-batches: {_said(e)}" for e in split if e not in in_one_call]
+    differs += [
+        f"in micro-batches: {_with_size(e)}" for e in split if e not in in_one_call
+    ]
     if coupled := get(comparison.objective).batch_coupled:
         return [*differs, _by_itself(coupled, _effects(get(comparison.objective))[1])]
     # the audit splits its batch at the papers' settings alone
@@ -336,7 +338,8 @@ def _differs(
     return differs
 
 
-def _said(entry: Entry) -> str:
+def _with_size(entry: Entry) -> str:
+    """Return the reason of an entry, and in parentheses how much it changes."""
     if entry.status == "numerical":
         size = "a guard that training hardly meets"
     else:
@@ -405,7 +408,7 @@ def _advantages(
         )
     ]
     return f"{kind}: {known['set']}", [
-        f"in the advantages: {_said(e)}" for e in matching
+        f"in the advantages: {_with_size(e)}" for e in matching
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 from upref.conformance import Case
 from upref.step.record import Recorded
 from upref.step.rows import Row
-from upref_frameworks.openrlhf.step import trained
+from upref_frameworks.openrlhf.step import record_training
 from upref_frameworks.steps.settings import attention_of
 
 SEQUENCES = dict(loss_agg_mode="seq-mean-token-mean")
@@ -61,7 +61,7 @@ class OpenRLHF:
 
     def step(self, model: Any, rows: list[Row], case: Case) -> Recorded:
         """One optimizer step of OpenRLHF's trainer."""
-        return trained(
+        return record_training(
             model,
             rows,
             case.temperature,

@@ -86,7 +86,7 @@ class Engine:
         return 0.0
 
 
-def trained(
+def record_training(
     model: Any,
     rows: Sequence[Row],
     temperature: float,

@@ -165,7 +165,7 @@ def run_setting(trainer: str, setting: Setting) -> StepReport:
     module: Any = importlib.import_module(f"upref_frameworks.{trainer}.step")
     if trainer != "trl":
         return report(
-            module.trained,
+            module.record_training,
             model,
             setting.objective,
             setting.hp,

@@ -55,7 +55,7 @@ def default_config() -> Any:
         return trl.GRPOConfig(output_dir=folder, use_cpu=True, bf16=False)
 
 
-def trained(
+def record_training(
     model: Any,
     fields: dict[str, Any],
     rows: Sequence[Row],
@@ -213,7 +213,7 @@ def report(
         step // max(batches_per_step, 1) * max(batches_per_step, 1)
     )  # of the steps of its generation batch
     last = first + max(batches_per_step, 1)
-    seen, _ = trained(model, fields, rows, last, cls, **more or {})
+    seen, _ = record_training(model, fields, rows, last, cls, **more or {})
     o = objective if isinstance(objective, Objective) else get(objective)
 
     def ends(r: Row) -> bool:

@@ -10,7 +10,7 @@ from upref.conformance import Case
 from upref.step.record import Recorded
 from upref.step.rows import Row
 from upref_frameworks.steps.settings import attention_of
-from upref_frameworks.verl.step import trained
+from upref_frameworks.verl.step import record_training
 
 LENGTH = 16  # loss_scale_factor: what dr_grpo divides a sum over tokens by
 FIXED_CLIP = dict(clip_ratio_low=0.2, clip_ratio_high=0.2)
@@ -44,6 +44,11 @@ class Verl:
     name = f"verl {importlib.metadata.version('verl')}"
 
     def supports(self, case: Case) -> str:
+        """Return why verl lacks what the case sets; "" where it lacks nothing.
+
+        Args:
+            case: one of the suite.
+        """
         if case.objective not in FIELDS:
             return f"verl has no loss_mode of {case.objective}"
         if case.parallel != "data":
@@ -52,10 +57,26 @@ class Verl:
 
     def scale(self, case: Case) -> float:
         # loss_scale_factor divides the loss, as its documentation says.
+        """Return the factor by which verl documents that it multiplies the loss.
+
+        Args:
+            case: one of the suite.
+
+        Returns:
+            1 / LENGTH for Dr. GRPO, whose sum verl divides by loss_scale_factor; else
+            1.
+        """
         return 1 / LENGTH if case.objective == "dr_grpo" else 1.0
 
     def actor(self, case: Case) -> dict[str, Any]:
-        """The settings of verl's actor for a case."""
+        """Return the fields of verl's ActorConfig for a case.
+
+        Args:
+            case: one that `supports` accepts.
+
+        Returns:
+            Field -> value; the others keep verl's defaults.
+        """
         fields = dict(FIELDS[case.objective])
         if "c" in case.hp:
             fields |= dict(clip_ratio_c=case.hp["c"])
@@ -66,6 +87,14 @@ class Verl:
         return fields
 
     def engine(self, case: Case) -> dict[str, Any]:
+        """Return the fields of verl's FSDPEngineConfig for a case.
+
+        Args:
+            case: its eight rows are divided by its micro-batches, updates and ranks.
+
+        Returns:
+            Field -> value; the others keep verl's defaults.
+        """
         parts = case.micro_batches * case.updates * case.ranks
         fields: dict[str, Any] = dict(micro_batch_size_per_gpu=8 // parts)
         if case.dtype == "bfloat16":
@@ -73,7 +102,14 @@ class Verl:
         return fields
 
     def settings(self, case: Case) -> dict[str, str]:
-        """All settings of a case, as they are written to the results."""
+        """Return verl's own configuration of a case, as it is written to the results.
+
+        Args:
+            case: one that `supports` accepts.
+
+        Returns:
+            Setting -> value, as Python writes it.
+        """
         said = self.actor(case) | self.engine(case)
         said |= dict(
             temperature=case.temperature, ppo_mini_batch_size=8 // case.updates
@@ -83,8 +119,17 @@ class Verl:
         return {key: repr(value) for key, value in said.items()}
 
     def step(self, model: Any, rows: list[Row], case: Case) -> Recorded:
-        """One optimizer step of verl's engine."""
-        return trained(
+        """Let verl's worker take the optimizer steps of a case.
+
+        Args:
+            model: a small causal language model of transformers; verl trains a copy.
+            rows: the responses.
+            case: one that `supports` accepts.
+
+        Returns:
+            The recorded steps.
+        """
+        return record_training(
             model,
             rows,
             case.temperature,

@@ -28,7 +28,7 @@ from upref_frameworks.audits.shared import (
     keep_singletons,
     whiten_by_sample,
 )
-from upref_frameworks.verl.losses import NO_DUAL_CLIP, verl, verl_loss
+from upref_frameworks.verl.losses import NO_DUAL_CLIP, import_verl, verl_loss
 
 
 def _micro_means(batch: Rollouts) -> Tensor:
@@ -243,7 +243,7 @@ def _advantages(name: str, **more: bool) -> Callable[..., Tensor]:
         """Rewards on the one token of each response; the function writes into what it
         is given.
         """
-        f = verl()[0].get_adv_estimator_fn(name)
+        f = import_verl().core_algos.get_adv_estimator_fn(name)
         ones = torch.ones_like(R)[:, None]
         grouped = {} if name == "reinforce_plus_plus" else {"index": group.numpy()}
         if name == "reinforce_plus_plus":
@@ -265,7 +265,7 @@ def _opo(R: Tensor, group: Tensor) -> Tensor:
     """Responses of 1, 2, 3, 1, ... tokens, whose reward stands on the first."""
     mask = torch.arange(3) < _lengths(R)[:, None]
     rewards = torch.nn.functional.pad(R[:, None], (0, 2))
-    f = verl()[0].get_adv_estimator_fn("opo")
+    f = import_verl().core_algos.get_adv_estimator_fn("opo")
     return f(
         token_level_rewards=rewards, response_mask=mask.double(), index=group.numpy()
     )[0][:, 0]
@@ -286,7 +286,7 @@ def _remax(R: Tensor, group: Tensor) -> Tensor:
     """
     mask = (torch.arange(3) < _lengths(R)[:, None]).to(R.dtype)
     rewards = torch.nn.functional.pad(R[:, None], (0, 2))
-    f = verl()[0].get_adv_estimator_fn("remax")
+    f = import_verl().core_algos.get_adv_estimator_fn("remax")
     return f(
         token_level_rewards=rewards, reward_baselines=GREEDY[group], response_mask=mask
     )[0][:, 0]
@@ -300,7 +300,7 @@ def _passk(std: bool) -> Callable[..., Tensor]:
 
     def found(R: Tensor, group: Tensor) -> Tensor:
         """The advantages that verl gives these rewards."""
-        f = verl()[0].get_adv_estimator_fn("grpo_passk")
+        f = import_verl().core_algos.get_adv_estimator_fn("grpo_passk")
         ones = torch.ones_like(R)[:, None]
         config = {"norm_adv_by_std_in_grpo": std}
         return f(
@@ -354,7 +354,7 @@ def _gae(lam: float) -> Callable[..., Tensor]:
         """The first of three tokens, the reward on the last; then whitened by all."""
         rewards = torch.nn.functional.pad(R[:, None], (2, 0))
         ones = torch.ones(len(R), 3, dtype=R.dtype)
-        f = verl()[0].get_adv_estimator_fn("gae")
+        f = import_verl().core_algos.get_adv_estimator_fn("gae")
         return f(rewards, VALUES.expand(len(R), 3), ones, gamma=0.9, lam=lam)[0][:, 0]
 
     return found
@@ -388,8 +388,8 @@ def _centred(R: Tensor, group: Tensor) -> Tensor:
 
 def _parts() -> tuple[Component, ...]:
     """The parts of verl that are compared by themselves, such as its advantages."""
-    kl = verl()[0].kl_penalty
-    agg = verl()[0].agg_loss
+    kl = import_verl().core_algos.kl_penalty
+    agg = import_verl().core_algos.agg_loss
 
     def aggregation(mode: str) -> Callable[..., Tensor]:
         """Return verl's aggregation of this name, in the reference's signature."""
@@ -515,10 +515,12 @@ def _parts() -> tuple[Component, ...]:
 
 VERL = Framework(
     "verl",
-    version=lambda: verl()[2],
+    version=lambda: import_verl().version,
     loss=_loss,
     modes=lambda: [
-        m for m in verl()[0].POLICY_LOSS_REGISTRY if not m.startswith("upref/")
+        m
+        for m in import_verl().core_algos.POLICY_LOSS_REGISTRY
+        if not m.startswith("upref/")
     ],
     comparisons=COMPARISONS,
     parts=_parts,

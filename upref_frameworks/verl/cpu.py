@@ -4,8 +4,8 @@ host without one.
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ from verl.plugin.platform import (
 )
 
 
-def nothing(*_: Any, **__: Any) -> None:
+def do_nothing(*_: Any, **__: Any) -> None:
     """Do nothing, where a CPU has nothing to do."""
 
 
@@ -40,15 +40,17 @@ def _memory(*_: Any) -> tuple[int, int]:
 
 
 def device_module() -> ModuleType:
-    """What verl asks of torch.cuda, answered for a CPU: torch.cpu, the host's generator
-    and the host's memory.
+    """Make the module that verl uses in place of torch.cuda on a CPU.
+
+    Returns:
+        torch.cpu with the host's generator and the host's memory, and one device.
     """
     module = ModuleType("torch.cpu")
     module.__dict__.update(
         {k: v for k, v in vars(torch.cpu).items() if not k.startswith("__")}
     )
     module.__dict__.update(
-        set_device=nothing,  # torch.cpu's own refuses an index
+        set_device=do_nothing,  # torch.cpu's own refuses an index
         current_device=lambda: torch.device("cpu"),
         device_count=lambda: 1,
         get_device_name=lambda *_: "CPU",
@@ -57,10 +59,10 @@ def device_module() -> ModuleType:
         get_rng_state=lambda *_: torch.get_rng_state(),
         set_rng_state=lambda state, *_: torch.set_rng_state(state),
         mem_get_info=_memory,
-        empty_cache=nothing,
-        ipc_collect=nothing,
-        set_per_process_memory_fraction=nothing,
-        reset_peak_memory_stats=nothing,
+        empty_cache=do_nothing,
+        ipc_collect=do_nothing,
+        set_per_process_memory_fraction=do_nothing,
+        reset_peak_memory_stats=do_nothing,
         **{
             f"{most}memory_{kind}": _resident
             for most in ("", "max_")
@@ -71,9 +73,11 @@ def device_module() -> ModuleType:
 
 
 @PlatformRegistry.register(platform="cpu")
-class PlatformCPU(PlatformBase):
-    """A host without an accelerator. Ray is told of GPUs that are not there
-    (`ray_init.num_gpus`): they only count.
+class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl is untyped here
+    """A host without an accelerator; its methods implement verl's PlatformBase.
+
+    Ray gets a number of GPUs that do not exist (`ray_init.num_gpus`): they are only
+    counted.
     """
 
     device_name = "cpu"
@@ -84,7 +88,7 @@ class PlatformCPU(PlatformBase):
         """Return True: there is always a CPU."""
         return True
 
-    def current_device(self):
+    def current_device(self) -> torch.device:
         """Return a device where CUDA has an index: `.to(0)` would be the first GPU."""
         return torch.device("cpu")
 
@@ -92,15 +96,16 @@ class PlatformCPU(PlatformBase):
         """Return the number of devices, one."""
         return 1
 
-    set_device = synchronize = set_allocator_settings = empty_cache = nothing
-    profiler_start = profiler_stop = cudart = nothing
+    set_device = synchronize = set_allocator_settings = empty_cache = do_nothing
+    profiler_start = profiler_stop = cudart = do_nothing
 
-    def manual_seed(self, seed: int):
+    def manual_seed(self, seed: int) -> None:
+        """Seed the host's generator, the only one."""
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
-    def get_device_capability(self, device_index=0):
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         """Return that a CPU has no compute capability."""
         return (None, None)
 
@@ -112,7 +117,7 @@ class PlatformCPU(PlatformBase):
         """Return the variable that verl sets for its workers."""
         return "CUDA_VISIBLE_DEVICES"
 
-    def nvtx_range(self, msg):
+    def nvtx_range(self, msg: str) -> AbstractContextManager[None]:
         """Return a context that does nothing, since nothing is profiled."""
         return nullcontext()
 
@@ -131,8 +136,10 @@ class PlatformCPU(PlatformBase):
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """This platform, also where verl resolved another one before: it does so once per
-    process, and per module.
+    """Make this platform verl's, also where verl resolved another one before.
+
+    verl resolves the platform once per process, and its device name once per module;
+    inside, all of them are replaced.
     """
     from verl.models.transformers import monkey_patch
     from verl.workers.engine.fsdp import transformer_impl
@@ -141,7 +148,7 @@ def on_cpu() -> Iterator[None]:
     set_platform(PlatformCPU())
     with (
         patch.object(transformer_impl, "device_name", "cpu"),
-        patch.object(monkey_patch, "is_trl_available", without_trl),
+        patch.object(monkey_patch, "is_trl_available", is_trl_available),
     ):
         try:
             yield
@@ -149,25 +156,33 @@ def on_cpu() -> Iterator[None]:
             set_platform(platform)
 
 
-def once_per_device(init):
-    """verl asks for "cpu:gloo,DEVICE:BACKEND", which here names the CPU twice, and
-    torch refuses that.
+def name_devices_once(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap torch's init_process_group so that it accepts verl's backend on a CPU.
+
+    verl passes "cpu:gloo,DEVICE:BACKEND", which here names the CPU twice, and torch
+    refuses that.
+
+    Args:
+        init: torch.distributed.init_process_group.
+
+    Returns:
+        A function of the same arguments, which drops the repeated part.
     """
 
     @functools.wraps(init)
-    def wrapped(backend=None, *args, **kwargs):
+    def wrapped(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         if isinstance(backend, str) and "," in backend:
             backend = ",".join(dict.fromkeys(backend.split(",")))
-        return init(backend, *args, **kwargs)
+        init(backend, *args, **kwargs)
 
     return wrapped
 
 
 # verl patches TRL's value head wherever TRL is installed; TRL 1.16 has none, and no
 # critic trains here
-def without_trl() -> bool:
-    """Return that TRL is not installed."""
+def is_trl_available() -> bool:
+    """Return False, in place of verl's function of that name."""
     return False
 
 
-verl.utils.import_utils.is_trl_available = without_trl
+verl.utils.import_utils.is_trl_available = is_trl_available

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,15 +31,28 @@ OF_LOSS = (
 NO_DUAL_CLIP = 1e10  # verl cannot switch it off; its ratio never exceeds e^20
 
 
-def verl() -> Any:
-    """(core_algos, ActorConfig, version) of the installed verl; InputError where there
-    is none.
+class InstalledVerl(NamedTuple):
+    """What is used of the installed verl: two of its objects, and its version."""
+
+    core_algos: Any  # the module verl.trainer.ppo.core_algos
+    ActorConfig: Any  # its class
+    version: str
+
+
+def import_verl() -> InstalledVerl:
+    """Import what is used of the installed verl.
+
+    Returns:
+        Its module core_algos, its class ActorConfig and its version.
+
+    Raises:
+        InputError: verl is not installed.
     """
     with importing("verl"):
         import verl
         from verl.trainer.ppo import core_algos
         from verl.workers.config import ActorConfig
-    return core_algos, ActorConfig, verl.__version__
+    return InstalledVerl(core_algos, ActorConfig, verl.__version__)
 
 
 class StandInConfig(SimpleNamespace):
@@ -66,6 +79,7 @@ class StandInConfig(SimpleNamespace):
         super().__init__(global_batch_info={}, **clip | other | of_loss | fields)
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Return a field, or the default where there is none, as verl's configs do."""
         return getattr(self, key, default)
 
     def __getitem__(self, key: str) -> Any:
@@ -73,8 +87,7 @@ class StandInConfig(SimpleNamespace):
 
 
 def policy_loss_config(**fields: Any) -> Any:
-    """Return verl's `PolicyLossConfig` with these fields, or where verl is not
-    installed what a loss reads of it.
+    """Make verl's `PolicyLossConfig`, or a stand-in where verl is not installed.
 
     Args:
         **fields: fields of verl's `PolicyLossConfig`.
@@ -83,7 +96,7 @@ def policy_loss_config(**fields: Any) -> Any:
         That configuration, or a namespace of the fields.
     """
     try:
-        verl()
+        import_verl()
     except InputError:
         return SimpleNamespace(**fields)
     from verl.workers.config import PolicyLossConfig
@@ -99,25 +112,36 @@ def verl_loss(
     ranks: int = 1,
     **actor_config: Any,
 ) -> Tensor:
-    """The scalar that verl would call backward() on for this (micro-)batch on one rank;
-    gradients flow into batch.logp.
+    """Compute the scalar on which verl calls backward() for one (micro-)batch.
 
-    loss_mode: a registered name, or a function of that signature. actor_config: fields
-    of verl's ActorConfig and of its PolicyLossConfig. Masked slots hold `padding`, or
-    with None what the batch has there. The counts of the mini-batch are batch.totals;
-    ranks: how many average their gradients.
+    Args:
+        loss_mode: a name registered in verl, or a function with the signature of its
+            policy losses.
+        batch: token tensors [B, T]; gradients flow into `batch.logp`. Its totals are
+            the counts of the mini-batch; without them those of this batch.
+        agg: verl's loss_agg_mode.
+        padding: what masked slots hold; None: what the batch has there.
+        ranks: number of ranks that average their gradients.
+        **actor_config: fields of verl's ActorConfig and of its PolicyLossConfig.
+
+    Returns:
+        The loss of one rank.
+
+    Raises:
+        InputError: verl is not installed and `loss_mode` is a name, or verl refuses a
+            setting.
     """
     try:
-        core_algos, ActorConfig, _ = verl()
+        core_algos, ActorConfig, _ = import_verl()
     except InputError:
         if not callable(loss_mode):
             raise
         ActorConfig = StandInConfig
     try:
         if callable(loss_mode):
-            f = loss_mode
+            loss_function = loss_mode
         else:
-            f = core_algos.get_policy_loss_fn(loss_mode)
+            loss_function = core_algos.get_policy_loss_fn(loss_mode)
         of_loss = {k: v for k, v in actor_config.items() if k in OF_LOSS}
         if of_loss:
             actor_config = {k: v for k, v in actor_config.items() if k not in OF_LOSS}
@@ -145,7 +169,7 @@ def verl_loss(
         """Return x with masked slots set to the padding, if one is given."""
         return x if padding is None else torch.where(batch.mask, x, padding)
 
-    loss, _ = f(
+    loss, _ = loss_function(
         old_log_prob=padded(batch.logp_old),
         log_prob=padded(batch.logp),
         advantages=padded(batch.adv),
@@ -157,12 +181,15 @@ def verl_loss(
     return loss
 
 
-def shipped() -> dict[str, Any]:
-    """The defaults of verl's ActorConfig, or where verl is not installed those of its
-    0.9.1 that a loss reads.
+def default_fields() -> dict[str, Any]:
+    """Return the defaults of ActorConfig, and of the fields that only some losses read.
+
+    Returns:
+        Field -> default; where verl is not installed, what a loss reads of version
+        0.9.1.
     """
     try:
-        config = verl()[1]
+        config = import_verl().ActorConfig
     except InputError:
         return {"loss_agg_mode": "token-mean"} | {
             k: v for k, v in vars(StandInConfig()).items() if k != "policy_loss"
@@ -189,30 +216,58 @@ NAMED = {  # hyperparameters of verl's own losses, as its PolicyLossConfig names
 
 
 def settings_for(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
-    """The fields of verl's ActorConfig and PolicyLossConfig that say what the
-    objective's hyperparameters say.
+    """Translate the hyperparameters of an objective into verl's fields.
+
+    Args:
+        objective: the objective.
+        hp: hyperparameters; the others have the objective's defaults.
+
+    Returns:
+        Fields of ActorConfig and PolicyLossConfig. A dual clip that is None becomes
+        NO_DUAL_CLIP.
     """
-    h = objective.resolve(hp)
-    low, high = clip_bounds(h)
+    resolved = objective.resolve(hp)
+    low, high = clip_bounds(resolved)
     actor = {
         "clip_ratio": high,
         "clip_ratio_low": low,
         "clip_ratio_high": high,
-        "clip_ratio_c": h.get("c"),
+        "clip_ratio_c": resolved.get("c"),
     }
     actor = {k: v for k, v in actor.items() if v is not None}
-    if h.get("c", 0) is None:
+    if resolved.get("c", 0) is None:
         actor["clip_ratio_c"] = NO_DUAL_CLIP
-    named = {field: h[k] for k, field in NAMED.get(objective.name, {}).items()}
-    return actor | {k: h[k] for k in ("tau_pos", "tau_neg") if k in h} | named
+    own_names = {
+        field: resolved[k] for k, field in NAMED.get(objective.name, {}).items()
+    }
+    return (
+        actor
+        | {k: resolved[k] for k in ("tau_pos", "tau_neg") if k in resolved}
+        | own_names
+    )
 
 
-def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Loss:
+def load_loss(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Loss:
+    """Return one of verl's losses by its name.
+
+    Args:
+        name: the whole name, `verl:MODE...`, for messages.
+        mode: what follows the colon: `MODE[@matched][,FIELD=VALUE...]`.
+        objective: at whose settings a loss `@matched` is set up.
+        hp: its hyperparameters.
+
+    Returns:
+        The Loss.
+
+    Raises:
+        InputError: the name cannot be read. Whether verl has the loss shows at its
+            first call.
+    """
     mode, fields, matched = split_name(name, mode)
-    return of(name, mode, objective, hp, fields, matched)
+    return make_loss(name, mode, objective, hp, fields, matched)
 
 
-def of(
+def make_loss(
     name: str,
     mode: str | Callable[..., Any],
     objective: Objective,
@@ -220,11 +275,21 @@ def of(
     fields: dict[str, Any] | None = None,
     matched: bool = True,
 ) -> Loss:
-    """The Loss of a registered name or of a function of that signature; matched: set up
-    as the objective says.
+    """Make a Loss of a policy loss of verl, or of a function with the same signature.
 
-    A function of somebody's own is called as verl calls its losses, which the report
-    says.
+    A user's function is called as verl calls its losses; the report states that.
+
+    Args:
+        name: of the loss, for messages.
+        mode: a loss_mode of verl, or the function.
+        objective: what it is compared with.
+        hp: hyperparameters of the objective.
+        fields: of ActorConfig and PolicyLossConfig, over all others.
+        matched: whether the fields follow from the objective; else they are verl's
+            defaults.
+
+    Returns:
+        The Loss. A matched one of verl's has the loss as shipped in `shipped`.
     """
     all_settings = (
         {"loss_agg_mode": verl_name(objective.level, objective.agg)} if matched else {}
@@ -238,7 +303,9 @@ def of(
         batch = Bare(
             **{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv")}
         )
-        use = {"loss_agg_mode": shipped()["loss_agg_mode"]} | settings(hp | moved)
+        use = {"loss_agg_mode": default_fields()["loss_agg_mode"]} | settings(
+            hp | moved
+        )
         try:
             return verl_loss(
                 mode,
@@ -261,7 +328,7 @@ def of(
         "that the losses of its micro-batches add up; masked slots hold finite numbers",
     )
     if matched and isinstance(mode, str):
-        plain = of(name, mode, objective, hp, None, matched=False)
+        plain = make_loss(name, mode, objective, hp, None, matched=False)
     else:
         plain = None
     loss = Loss(
@@ -273,7 +340,7 @@ def of(
         read_as="verl's signature",
         assumptions=assumptions,
         fields=settings(hp),
-        defaults=shipped(),
+        defaults=default_fields(),
         shipped=plain,
         counts_from="verl passes in config.global_batch_info",
     )

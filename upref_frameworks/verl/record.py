@@ -94,8 +94,9 @@ HINTS = {
 
 
 def in_verl(folder: str | Path, every: int = EVERY, watch: str = "") -> Recording:
-    """Record, and judge, the actor's optimizer steps of every verl engine of this
-    process.
+    """Record, and judge, the optimizer steps of every verl engine of this process.
+
+    Only steps of the actor are taken, not those of a critic.
 
     Args:
         folder: where a file for each step and rank goes, on a path that all nodes share
@@ -110,9 +111,9 @@ def in_verl(folder: str | Path, every: int = EVERY, watch: str = "") -> Recordin
 
     Raises:
         InputError: the folder cannot be made, or the objective or a hyperparameter does
-            not exist.
+            not exist, or there is neither a folder nor an objective.
     """
-    sink = watched(watch, folder) if watch else sink_of(folder, "all")
+    sink = make_watch(watch, folder) if watch else sink_of(folder, "all")
     if sink is None:
         raise InputError(
             "there is nothing to do: name a folder, or an objective to watch."
@@ -120,13 +121,20 @@ def in_verl(folder: str | Path, every: int = EVERY, watch: str = "") -> Recordin
     return Recording(Steps(Schedule(every), sink, folder).detach)
 
 
-def watched(words: str, folder: str | Path = "") -> Sink:
-    """What judges the steps, from `NAME KEY=VALUE...`.
+def make_watch(words: str, folder: str | Path = "") -> Sink:
+    """Make what judges the steps, from `NAME KEY=VALUE...`.
 
     Args:
-        words: an objective, its hyperparameters, and agg, on_fail and keep where wanted;
-            or `own` with on_fail and keep.
-        folder: where judged steps are recorded too; "": nowhere.
+        words: an objective, its hyperparameters, and agg, on_fail and keep where
+            wanted; or `own` with on_fail and keep.
+        folder: where judged steps are recorded too; "": they are not.
+
+    Returns:
+        A Watch, or an OwnWatch for `own`.
+
+    Raises:
+        InputError: the words cannot be read, or the objective or a hyperparameter does
+            not exist.
     """
     name, *rest = words.split()
     given = {word.partition("=")[0]: word.partition("=")[2] for word in rest}
@@ -169,7 +177,7 @@ class OwnWatch:
     ) -> Mapping[str, float]:
         """Judge a step, as `Watch` does."""
         if self.watch is None and batch is not None:
-            objective, hp = configured(batch.meta)
+            objective, hp = configured_objective(batch.meta)
             self.watch = Watch(
                 objective, hp, self.on_fail, self.then, self.keep, known=True
             )
@@ -178,16 +186,21 @@ class OwnWatch:
         return watch(batch, group)
 
 
-def configured(meta: Mapping[str, str]) -> tuple[Objective, dict[str, Any]]:
-    """The objective of upref's that verl is configured to train, as its loss computes
-    it, and the hyperparameters given.
+def configured_objective(meta: Mapping[str, str]) -> tuple[Objective, dict[str, Any]]:
+    """Return the objective of upref's that verl is configured to train.
+
+    It is the objective as its loss in verl computes it: without prompts, and with
+    verl's KL term.
 
     Args:
         meta: of a recorded step.
 
+    Returns:
+        The objective and the hyperparameters that were given.
+
     Raises:
-        InputError: the loss is not upref's, or a replayed step does not show what it
-            should be.
+        InputError: the loss is not upref's, or a recorded step does not determine its
+            loss.
     """
     mode = meta.get("loss_mode", "")
     if mode not in LOSSES:
@@ -219,9 +232,11 @@ def configured(meta: Mapping[str, str]) -> tuple[Objective, dict[str, Any]]:
 
 
 def by_environment() -> Recording | None:
-    """Record and judge as the environment says.
+    """Record and judge as the environment variables say.
 
-    Where that cannot be done it logs one warning: verl hides what a plug-in raises.
+    Returns:
+        The Recording; None where the variables are not set, or where it cannot be done.
+        Then one warning is logged: verl hides what a plug-in raises.
     """
     folder = os.environ.get(FOLDER, "")
     watch = os.environ.get(WATCHED, "")
@@ -260,13 +275,23 @@ class Steps:
         self.engines.train_batch = train_batch
 
     def detach(self) -> None:
-        """Take the wrapper off."""
+        """Restore verl's own `train_batch`, and record nothing from now on."""
         self.stopped = True
         if self.engines.train_batch is self.wrapper:
             self.engines.train_batch = self.inner
 
     def train_batch(self, engine: Any, data: Any, loss_function: Any) -> Any:
-        """One optimizer step of verl, recorded where it is one of the actor's and due."""
+        """Take an optimizer step, and record it if it is one of the actor's and due.
+
+        Args:
+            engine: verl's engine.
+            data: the batch of this rank, a TensorDict.
+            loss_function: verl's loss of a micro-batch.
+
+        Returns:
+            What verl's `train_batch` returns; its metrics have those of the judge in
+            addition.
+        """
         is_actors = "old_log_probs" in data.keys()  # noqa: SIM118  a TensorDict iterates over rows
         # a step of the critic, or of supervised training
         if self.stopped or not is_actors:
@@ -277,7 +302,7 @@ class Steps:
         step = self.counts[id(engine)]
         if not self.schedule.due(step):
             return self.inner(engine, data, loss_function)
-        kept = Kept(engine, loss_function)
+        kept = KeptStep(engine, loss_function)
         out = self.inner(engine, data, kept.loss_function)
         if engine.is_mp_src_rank_with_outputs():
             group = engine.get_data_parallel_group()
@@ -285,7 +310,7 @@ class Steps:
         return out
 
     def _hand_over(
-        self, kept: "Kept", step: int, group: Any, out: dict[str, Any]
+        self, kept: "KeptStep", step: int, group: Any, out: dict[str, Any]
     ) -> None:
         """Give the step to the sink, and its metrics to verl, which takes a list of
         each.
@@ -305,7 +330,7 @@ class Steps:
         return max(numbers, default=0)
 
 
-class Kept:
+class KeptStep:
     """What one optimizer step of one engine leaves."""
 
     def __init__(self, engine: Any, inner: Callable[..., Any]) -> None:
@@ -320,7 +345,19 @@ class Kept:
     def loss_function(
         self, model_output: Any, data: Any, dp_group: Any = None, **kw: Any
     ) -> Any:
-        """verl's loss of a micro-batch, and what it reads."""
+        """Compute verl's loss of a micro-batch, and keep what it reads.
+
+        An error while keeping does not reach verl here: `batch` raises it.
+
+        Args:
+            model_output: of the engine: log_probs, and entropy if verl computes it.
+            data: the micro-batch, a TensorDict.
+            dp_group: the data-parallel group.
+            **kw: what else verl passes.
+
+        Returns:
+            verl's loss and metrics, unchanged.
+        """
         loss, metrics = self.inner(
             model_output=model_output, data=data, dp_group=dp_group, **kw
         )
@@ -373,7 +410,18 @@ class Kept:
         return alone and "FSDP" in type(self.engine).__name__
 
     def batch(self, step: int) -> RecordedBatch:
-        """The step as a recorded batch."""
+        """Return the step as a recorded batch.
+
+        Args:
+            step: its number.
+
+        Returns:
+            The batch of this rank. All ranks must call this: the logged loss is their
+            mean.
+
+        Raises:
+            Exception: what went wrong while a micro-batch was kept.
+        """
         mine = sum(float(loss) for loss in self.losses)
         losses = of_all_ranks(mine, self.engine.get_data_parallel_group())
         if self.error is not None:

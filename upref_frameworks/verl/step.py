@@ -47,7 +47,7 @@ ACTOR = dict(
 )
 
 
-def trained(
+def record_training(
     model: Any,
     rows: Sequence[Row],
     temperature: float,
@@ -61,21 +61,27 @@ def trained(
     mini_batches: int = 1,
     rate: float = 1e-3,
 ) -> Recorded:
-    """Optimizer steps of verl's worker on these rows, recorded.
+    """Let verl's worker take optimizer steps on rows, and record them.
 
     Args:
         model: a small causal language model of transformers; verl loads a copy of it.
         rows: with old and reference log-probabilities; of this rank, where a process
             group is initialized.
+        temperature: by which verl divides logits.
         model_config, engine, actor: fields of HFModelConfig, FSDPEngineConfig,
             ActorConfig, over MODEL, ENGINE, ACTOR.
         clip: bound of the gradient's norm.
-        updates: how many passes over all rows.
+        attention: the implementation of attention, as transformers names it.
+        updates: number of passes over all rows.
         mini_batches: steps of a pass, on equally many rows each, in their order.
         rate: the learning rate.
 
+    Returns:
+        The steps, and the reference with which they are compared: this model, with the
+        worker's adapters if it has any.
+
     Raises:
-        InputError: verl is not installed, or its worker fails.
+        InputError: verl is not installed, or its worker fails, or it took no step.
     """
     reference = TorchModel(model)
     steps: list[Step] = []
@@ -180,7 +186,7 @@ def check_twin(settings: TwinSettings) -> StepReport:
     meant = replace(objective, kl=_kl_estimator(settings.actor)) if beta else objective
     model: Any = twin(settings.config, attn_implementation=settings.attention)
     return report(
-        trained,
+        record_training,
         model,
         meant,
         settings.hp,

@@ -56,6 +56,7 @@ loss:
 import dataclasses
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,12 +94,14 @@ VERL_KEYS = {
     "tau_pos": ("tau_pos",),
     "tau_neg": ("tau_neg",),
 }
-_monitors: dict[tuple, Monitor] = {}
-_said: set[tuple] = set()  # what this process has logged already
+# the signature of verl's policy losses: (loss, metrics)
+PolicyLossFunction = Callable[..., tuple[Tensor, dict[str, float]]]
+_monitors: dict[tuple[Any, ...], Monitor] = {}
+_logged: set[tuple[Any, ...]] = set()  # what this process has logged already
 
 
 @dataclasses.dataclass
-class PolicyLoss(PolicyLossConfig):
+class PolicyLoss(PolicyLossConfig):  # type: ignore[misc]  # verl is untyped here
     """verl's policy_loss section with a place for hyperparameters: `upref`, name ->
     value.
     """
@@ -106,9 +109,15 @@ class PolicyLoss(PolicyLossConfig):
     upref: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def register(objective: Objective):
-    """Make an objective a policy loss of verl called `upref/NAME`, also `up(...)` or
-    your own; returns the loss.
+def register(objective: Objective) -> PolicyLossFunction:
+    """Make an objective a policy loss of verl called `upref/NAME`.
+
+    Args:
+        objective: a registered one, `up(...)` of one, or your own.
+
+    Returns:
+        The loss, with the signature of verl's policy losses. It returns the scalar and
+        metrics of the micro-batch.
     """
 
     def loss(
@@ -164,8 +173,18 @@ def register(objective: Objective):
 
 
 def hyperparameters(objective: Objective, config: Any) -> dict[str, Any]:
-    """What is in force: `policy_loss.upref` over the registry's defaults. InputError on
-    what nothing would read.
+    """Return the hyperparameters in force: `policy_loss.upref` over the defaults.
+
+    Args:
+        objective: the objective that trains.
+        config: verl's ActorConfig.
+
+    Returns:
+        Name -> value, without beta: the KL term is verl's.
+
+    Raises:
+        InputError: the objective cannot run in verl, a name does not exist, or a field
+            of verl's has a value that this loss does not read.
     """
     if config is None:
         raise InputError(
@@ -190,7 +209,7 @@ def hyperparameters(objective: Objective, config: Any) -> dict[str, Any]:
     hp = objective.resolve(given)
     hp.pop("beta", None)
     _refuse_ignored_keys(objective, config, hp, given)
-    _tell(objective, hp, given)
+    _log_hyperparameters(objective, hp, given)
     return hp
 
 
@@ -199,8 +218,17 @@ def _section(config: Any) -> dict[str, Any]:
 
 
 def monitor_of(objective: Objective, config: Any) -> Monitor:
-    """This process's comparison of the objective with the reference, as
-    `policy_loss.upref.parity` wants it.
+    """Return this process's monitor of an objective, made at the first call.
+
+    Args:
+        objective: the objective that trains.
+        config: verl's ActorConfig, with the settings `policy_loss.upref.parity`.
+
+    Returns:
+        The same monitor for the same objective and settings.
+
+    Raises:
+        InputError: a setting of parity is wrong.
     """
     wanted = dict(_section(config).get("parity", None) or {})
     key = (objective.name, *sorted(wanted.items()))
@@ -209,7 +237,7 @@ def monitor_of(objective: Objective, config: Any) -> Monitor:
     return _monitors[key]
 
 
-def _check_twin(objective: Objective, config: Any, hp: dict[str, Any]):
+def _check_twin(objective: Objective, config: Any, hp: dict[str, Any]) -> None:
     """Before the first step, on the first rank: one step of a two-layer twin of this
     run, where step_check is set.
     """
@@ -224,7 +252,9 @@ def _check_twin(objective: Objective, config: Any, hp: dict[str, Any]):
         log.info("step_check: %s", said)
 
 
-def _refuse_ignored_keys(objective: Objective, config: Any, hp: dict, given: dict):
+def _refuse_ignored_keys(
+    objective: Objective, config: Any, hp: dict[str, Any], given: dict[str, Any]
+) -> None:
     """Refuse settings of verl's own losses that this objective does not read."""
     default = {f.name: f.default for f in dataclasses.fields(ActorConfig)}
     for key, ours in VERL_KEYS.items():
@@ -238,7 +268,9 @@ def _refuse_ignored_keys(objective: Objective, config: Any, hp: dict, given: dic
                 )
 
 
-def _tell(objective: Objective, hp: dict, given: dict):
+def _log_hyperparameters(
+    objective: Objective, hp: dict[str, Any], given: dict[str, Any]
+) -> None:
     """Log once which hyperparameters are used."""
     if _first_time("hp", objective.name, tuple(hp.items())):
         said = [
@@ -258,7 +290,7 @@ def _tell(objective: Objective, hp: dict, given: dict):
         )
 
 
-def _warn_of_aggregation(objective: Objective, loss_agg_mode: str):
+def _warn_of_aggregation(objective: Objective, loss_agg_mode: str) -> None:
     """Warn where verl's KL and entropy terms are aggregated in another way."""
     own_aggregation = verl_name(objective.level, objective.agg)
     if loss_agg_mode != own_aggregation and _first_time(
@@ -274,19 +306,29 @@ def _warn_of_aggregation(objective: Objective, loss_agg_mode: str):
         )
 
 
-def _first_time(*what) -> bool:
-    new = what not in _said
-    _said.add(what)
+def _first_time(*what: Any) -> bool:
+    new = what not in _logged
+    _logged.add(what)
     return new
 
 
 def global_totals(info: dict[str, Any], mask: Tensor) -> tuple[Totals, int]:
-    """verl's counts of the mini-batch over all ranks, and the number of ranks, by which
-    verl divides gradients.
+    """Return the counts by which a loss is divided, and the number of ranks.
 
-    As in verl's agg_loss: a response without tokens counts in global_batch_size; what
-    is not given is counted here, responses with a token only. InputError where several
-    ranks leave the counts to each of them.
+    As in verl's agg_loss, a response without tokens counts in global_batch_size. What
+    is not given is counted here; then only responses with a token count.
+
+    Args:
+        info: verl's `config.global_batch_info`: dp_size, batch_num_tokens and
+            global_batch_size, all of the mini-batch over all ranks.
+        mask: [B, T], True on tokens that train.
+
+    Returns:
+        The totals, each at least 1, without prompts; and dp_size, by which verl divides
+        gradients.
+
+    Raises:
+        InputError: several ranks leave the counts to each of them.
     """
     info = info or {}
     dp_size = info.get("dp_size") or 1

