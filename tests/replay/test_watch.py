@@ -182,9 +182,9 @@ def losses(monkeypatch):
 
 
 def test_own_is_what_verls_configuration_says(losses):
-    o, hp = losses.configured(META)
+    o, hp = losses.configured_objective(META)
     assert (o.name, o.agg, o.kl, hp) == ("up_dapo", "token-mean", "", {"eps_low": 0.1})
-    o, hp = losses.configured(META | {"use_kl_loss": "True"})
+    o, hp = losses.configured_objective(META | {"use_kl_loss": "True"})
     assert (o.kl, hp) == ("k3", {"eps_low": 0.1, "beta": 0.001})
     for changed, why in (
         ({"loss_mode": "vanilla"}, "loss_mode is vanilla"),
@@ -193,7 +193,7 @@ def test_own_is_what_verls_configuration_says(losses):
         ({"use_kl_loss": "True", "loss_agg_mode": "seq-mean-token-sum"}, "sum is not"),
     ):
         with pytest.raises(InputError, match=why):
-            losses.configured(META | changed)
+            losses.configured_objective(META | changed)
 
 
 def test_own_is_the_reference_whatever_was_registered_under_its_name(losses):
@@ -207,19 +207,19 @@ def test_own_is_the_reference_whatever_was_registered_under_its_name(losses):
 
     wrong = replace(right, fn=a_tenth_more)
     losses.LOSSES["upref/up_dapo"] = wrong
-    assert losses.configured(META)[0].fn is right.fn
+    assert losses.configured_objective(META)[0].fn is right.fn
 
 
 def test_own_judges_by_it(losses):
     meta = META | {"loss_mode": "upref/dapo", "upref": '{"eps_high": 0.2}'}
-    watch = losses.watched("own on_fail=warn")
+    watch = losses.make_watch("own on_fail=warn")
     assert watch(replace(step(), meta=meta))["upref/normalizer"] == pytest.approx(1)
     assert watch(replace(step(2.0), meta=meta))["upref/failures"] == 1
     assert watch(replace(step(1.1), meta=meta))["upref/failures"] == 2
     user = Watch("dapo", DAPO, "stop", None)  # it may be another objective
     assert user(step(1.1))["upref/normalizer"] == pytest.approx(1.1)
     with pytest.raises(InputError, match="not 'eps_high'"):
-        losses.watched("own eps_high=0.2")
+        losses.make_watch("own eps_high=0.2")
 
 
 # ---- several ranks -------------------------------------------------------------------
