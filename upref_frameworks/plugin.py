@@ -6,7 +6,7 @@ upref.plugins.Frameworks for each function.
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from upref.plugins import DumpReader, Recorder
 from upref.registry import Objective
@@ -30,8 +30,25 @@ __all__ = [
     "tested_versions",
 ]
 
+
+class LossModule(Protocol):
+    """The module with the losses of one framework: trl/losses.py, verl/losses.py."""
+
+    def load_loss(
+        self, name: str, mode: str, objective: Objective, hp: dict[str, Any]
+    ) -> Loss:
+        """Return a loss by its name.
+
+        Args:
+            name: the whole name, for messages.
+            mode: what follows the colon.
+            objective: at whose settings a loss `@matched` is set up.
+            hp: its hyperparameters.
+        """
+
+
 # losses that run as they are installed; the others' have packages of their own
-HERE = {"trl": trl, "verl": verl}
+HERE: dict[str, LossModule] = {"trl": trl, "verl": verl}
 # arguments of its policy losses
 VERLS = {"old_log_prob", "log_prob", "advantages", "response_mask", "config"}
 
@@ -67,7 +84,7 @@ def find(
     """
     framework, _, mode = name.partition(":")
     if framework in HERE:
-        return HERE[framework].named(name, mode, objective, dict(hp))
+        return HERE[framework].load_loss(name, mode, objective, dict(hp))
     from upref_frameworks.audits.child import load_loss
 
     return load_loss(name, objective.name, dict(hp))
@@ -89,7 +106,7 @@ def recognize(
         The Loss; None for any other object.
     """
     if trl.is_trainer(loss):
-        return trl.of(name, loss, objective, dict(hp))
+        return trl.make_loss(name, loss, objective, dict(hp))
     if (
         callable(loss)
         and not isinstance(loss, type)

@@ -82,7 +82,7 @@ class TRL:
         return {key: repr(value) for key, value in self.config(case).items()}
 
     def step(self, model: Any, rows: list[Any], case: Any) -> None:
-        with quiet(), tempfile.TemporaryDirectory() as folder:
+        with mute(), tempfile.TemporaryDirectory() as folder:
             trainer = make_trainer(model, self.config(case), folder)
 
             def generated(_: Any) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def pad(lists: list[Any], value: float, side: str = "right") -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def mute() -> Iterator[None]:
     """Print neither warnings nor tables."""
     logging.disable(logging.WARNING)
     silent = io.StringIO()

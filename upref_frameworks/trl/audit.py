@@ -31,7 +31,7 @@ from upref_frameworks.audits.shared import (
     VESPO,
     kl_term,
 )
-from upref_frameworks.trl.losses import loss_types, trl, trl_loss
+from upref_frameworks.trl.losses import import_trl, loss_types, trl_loss
 
 PRODUCT = replace(
     get("gspo"),
@@ -135,7 +135,7 @@ def _modes() -> list[str]:
     """Every loss_type, RLOOTrainer, and the packages of trl.experimental that define a
     trainer of these families.
     """
-    root = Path(trl().__file__).parent / "experimental"
+    root = Path(import_trl().__path__[0]) / "experimental"
     family = re.compile(
         r"^class \w*(GRPO|RLOO)\w*Trainer\(|^class \w+\((GRPO|RLOO)Trainer\)", re.M
     )
@@ -257,8 +257,8 @@ def _part(mode: str, found: Any, promise: Any, **more: Any) -> Component:
 
 def _parts() -> tuple[Component, ...]:
     """The parts of TRL that are compared by themselves, such as its advantages."""
-    grpo = trl().GRPOTrainer
-    rloo = trl().RLOOTrainer
+    grpo = import_trl().GRPOTrainer
+    rloo = import_trl().RLOOTrainer
     return (
         _part(
             "grpo, scale_rewards=group",
@@ -289,7 +289,7 @@ REMARKS = (
 )
 TRL = Framework(
     "trl",
-    version=lambda: trl().__version__,
+    version=lambda: import_trl().__version__,
     loss=lambda c, batch, padding: trl_loss(c.mode, batch, padding=padding, **c.config),
     modes=_modes,
     comparisons=COMPARISONS,

@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 from functools import lru_cache
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from upref.user_code.settings import describe_fields
 from upref_frameworks.settings import Bare, clip_bounds, split_name
 
 
-def trl() -> Any:
+def import_trl() -> ModuleType:
     """The installed trl with its trainers loaded; InputError where there is none."""
     with importing("trl"):
         import trl
@@ -45,7 +45,7 @@ def loss_types() -> list[str]:
     """The values of GRPOConfig.loss_type that the installed GRPOTrainer knows, read off
     its source.
     """
-    source = inspect.getsource(trl().GRPOTrainer._compute_loss)
+    source = inspect.getsource(import_trl().GRPOTrainer._compute_loss)
     tests = re.findall(r'self\.loss_type (?:==|in) ("\w+"|\[[^]]*\])', source)
     return sorted({name for test in tests for name in re.findall(r'"(\w+)"', test)})
 
@@ -55,7 +55,7 @@ def trainer_of(name: str | type) -> tuple[type, dict[str, Any]]:
     """(trainer class, config fields that select the loss) of a loss_type, `rloo`,
     trl.experimental.NAME, or a class.
     """
-    t = trl()
+    t = import_trl()
     if isinstance(name, type):
         return name, {}
     if name in loss_types():
@@ -92,14 +92,14 @@ def is_trainer(x: Any) -> bool:
 
 
 def is_rloo(cls: type) -> bool:
-    return issubclass(cls, trl().RLOOTrainer)
+    return issubclass(cls, import_trl().RLOOTrainer)
 
 
 def token_advantages(cls: type) -> bool:
     """Whether the loss takes advantages [B, T] too: GRPOTrainer's own does; RLOO's and
     those that subclasses write take [B].
     """
-    return getattr(cls, "_compute_loss", None) is trl().GRPOTrainer._compute_loss
+    return getattr(cls, "_compute_loss", None) is import_trl().GRPOTrainer._compute_loss
 
 
 def config_of(cls: type) -> type:
@@ -108,7 +108,7 @@ def config_of(cls: type) -> type:
     """
     package = sys.modules.get(cls.__module__.rpartition(".")[0], None)
     return getattr(package, cls.__name__.replace("Trainer", "Config"), None) or (
-        trl().RLOOConfig if is_rloo(cls) else trl().GRPOConfig
+        import_trl().RLOOConfig if is_rloo(cls) else import_trl().GRPOConfig
     )
 
 
@@ -295,12 +295,12 @@ def settings_for(
     return {k: v for k, v in written.items() if v is not None and hasattr(known, k)}
 
 
-def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Loss:
+def load_loss(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Loss:
     mode, fields, matched = split_name(name, mode)
-    return of(name, mode, objective, hp, fields, matched)
+    return make_loss(name, mode, objective, hp, fields, matched)
 
 
-def of(
+def make_loss(
     name: str,
     mode: str | type,
     objective: Objective,
@@ -357,5 +357,5 @@ def of(
         adv_shape=shape,
         fields=settings(hp),
         defaults=defaults,
-        shipped=of(name, mode, objective, hp, None, False) if matched else None,
+        shipped=make_loss(name, mode, objective, hp, None, False) if matched else None,
     )
