@@ -21,6 +21,7 @@ from upref_frameworks.audits.compare import (
     Comparison,
     _reference,
     difference,
+    explanation,
     typical_batch,
     unit,
 )
@@ -413,8 +414,9 @@ def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
     found = -grad(
         lambda x: f.compute_loss(replace(c, config=typed | scale), x, None), b
     )
-    each = unit(c, b)
-    expected = _reference(c, c.reasons, typical_batch())
+    explained = explanation(c, c.reasons)
+    each = unit(explained.promised, b)
+    expected = _reference(explained, typical_batch())
     assert difference(found / each, expected / each).max() < 1e-6
 
 

@@ -344,18 +344,12 @@ def _compared(
             framework.tol,
         )
     ]
+    objective = get(comparison.objective)
+    each = unit(objective, batch)
     # what couples the tokens of a batch is another objective in each micro-batch,
     # whoever computes it
-    splits = (
-        comparison.setting == "paper" and not get(comparison.objective).batch_coupled
-    )
-    if (
-        splits
-        and difference(
-            split / unit(comparison, batch), of_batch / unit(comparison, batch)
-        ).max()
-        > framework.tol
-    ):
+    splits = comparison.setting == "paper" and not objective.batch_coupled
+    if splits and difference(split / each, of_batch / each).max() > framework.tol:
         why = (
             framework.split_reasons.get(comparison.label)
             or framework.split_reasons.get(comparison.mode)

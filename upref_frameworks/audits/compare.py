@@ -192,24 +192,51 @@ class ComparisonRow:
         return "differs, explained" if self.ok else "differs, UNEXPLAINED"
 
 
-def apply_reasons(
-    comparison: Comparison, reasons: Sequence[LossFault]
-) -> tuple[Objective, dict[str, Any]]:
-    """Put the faults of a framework into the objective that its loss promises.
+@dataclass(frozen=True)
+class Explanation:
+    """The objective that a comparison promises, and the one that its faults leave.
+
+    promised, promised_hp: what the comparison names. faulty, faulty_hp: the same with
+    the faults put into it.
+    """
+
+    promised: Objective
+    promised_hp: dict[str, Any]
+    faults: tuple[LossFault, ...]
+    faulty: Objective
+    faulty_hp: dict[str, Any]
+
+    def with_faults(self, faults: Sequence[LossFault]) -> "Explanation":
+        """Return the explanation of the same promise by other faults.
+
+        Args:
+            faults: they are put into the promised objective one after the other.
+        """
+        faulty = self.promised
+        hp = self.promised_hp
+        for fault in faults:
+            faulty, hp = fault.change.put_into(faulty, hp)
+        return replace(self, faults=tuple(faults), faulty=faulty, faulty_hp=hp)
+
+    @property
+    def level(self) -> str:
+        """The level whose ratio a regime is printed in: the response's, where either
+        objective acts on it.
+        """
+        levels = [self.promised.level, self.faulty.level]
+        return next((level for level in levels if level in REDUCE), levels[0])
+
+
+def explanation(comparison: Comparison, faults: Sequence[LossFault]) -> Explanation:
+    """Look up the objective that a comparison promises, and put faults into it.
 
     Args:
-        comparison: has the promised objective and its hyperparameters.
-        reasons: faults, applied in this order.
-
-    Returns:
-        The objective and the hyperparameters that result. Faults that change the batch,
-        the scale or a term beside the loss are not in them: see `_reference`.
+        comparison: it names the objective.
+        faults: they are put into it one after the other.
     """
     objective = get(comparison.objective)
-    hp = comparison.hp
-    for why in reasons:
-        objective, hp = why.change.put_into(objective, hp)
-    return objective, hp
+    promise = Explanation(objective, comparison.hp, (), objective, comparison.hp)
+    return promise.with_faults(faults)
 
 
 # ---- comparing -----------------------------------------------------------------------
@@ -218,7 +245,7 @@ def grid(comparison: Comparison, single: bool = False) -> Rollouts:
 
     Args:
         comparison: the regimes of its promised objective are in the batch, and those of
-            the objective with its reasons.
+            the objective that its faults leave.
         single: for a framework that computes in float32; ratios keep a larger distance
             from the bounds.
 
@@ -226,16 +253,18 @@ def grid(comparison: Comparison, single: bool = False) -> Rollouts:
         Rollouts [B, T] in float64; B is a multiple of MICRO. Also in it are responses
         far from π_old. Masked slots hold numbers that could pass for tokens.
     """
+    explained = explanation(comparison, comparison.reasons)
+    promised = explained.promised
     pairs = [
-        (get(comparison.objective), comparison.hp),
-        apply_reasons(comparison, comparison.reasons),
+        (promised, explained.promised_hp),
+        (explained.faulty, explained.faulty_hp),
     ]
     # a framework sums a response's ratio in another order: on a bound, rounding would
     # decide
-    edges = tuple(e for e in EDGES if e or get(comparison.objective).level == "token")
+    edges = tuple(e for e in EDGES if e or promised.level == "token")
     if single:
         edges = SINGLE_EDGES
-    if comparison.one_adv or get(comparison.objective).one_adv:
+    if comparison.one_adv or promised.one_adv:
         pairs = [
             (
                 objective
@@ -332,55 +361,53 @@ def _join(*bs: Rollouts) -> Rollouts:
     return Rollouts(logp, old, adv, mask, groups)
 
 
-def unit(comparison: Comparison, batch: Rollouts) -> Tensor:
+def unit(objective: Objective, batch: Rollouts) -> Tensor:
     """Return the weight that the promised aggregation gives to each token.
 
     Args:
-        comparison: has the promised objective.
+        objective: the promised one.
         batch: token tensors [B, T].
 
     Returns:
         [B, 1]. A gradient of J divided by it is the token's own weight dJ_t/dlp.
     """
-    rows = row_weights(
-        get(comparison.objective).agg, batch.mask, Totals.of(batch.mask, batch.group)
-    )
+    rows = row_weights(objective.agg, batch.mask, Totals.of(batch.mask, batch.group))
     return torch.as_tensor(rows, dtype=batch.logp.dtype).expand(len(batch.mask))[
         :, None
     ]
 
 
-def _reference(
-    comparison: Comparison, reasons: Sequence[LossFault], batch: Rollouts
-) -> Tensor:
-    """The gradient of the objective promised, with these reasons put into it."""
-    objective, hp = apply_reasons(comparison, reasons)
+def _reference(explained: Explanation, batch: Rollouts) -> Tensor:
+    """Compute the gradient of the promised objective with the faults put into it,
+    [B, T].
+    """
+    promised_agg = declared_aggregation(explained.promised)
+    faulty_agg = declared_aggregation(explained.faulty)
     factor: Tensor | float = 1.0
-    agg = declared_aggregation(get(comparison.objective))
-    for why in reasons:
-        factor = factor * why.change.scale(batch)
-        agg = why.change.agg or agg
-    if (
-        agg != declared_aggregation(objective)
-    ):  # as row weights, so that an objective with one term per response can be re-aggregated
+    agg = promised_agg
+    for fault in explained.faults:
+        factor = factor * fault.change.scale(batch)
+        agg = fault.change.agg or agg
+    # as row weights, so that an objective with one term per response can be
+    # aggregated in another way
+    if agg != faulty_agg:
         seen = batch
-        for why in reasons:
-            seen = why.change.view(seen)
-        new, old = (
-            row_weights(name, batch.mask, Totals.of(batch.mask, seen.group))
-            for name in (agg, declared_aggregation(objective))
-        )
-        factor = factor * torch.as_tensor(new / old, dtype=batch.logp.dtype).reshape(
-            -1, 1
-        )
+        for fault in explained.faults:
+            seen = fault.change.view(seen)
+        totals = Totals.of(batch.mask, seen.group)
+        new = row_weights(agg, batch.mask, totals)
+        old = row_weights(faulty_agg, batch.mask, totals)
+        ratio = torch.as_tensor(new / old, dtype=batch.logp.dtype)
+        factor = factor * ratio.reshape(-1, 1)
 
     def J(batch: Rollouts) -> Tensor:
-        for why in reasons:
-            batch = why.change.view(batch)
-        return sum(
-            (why.change.term(batch) for why in reasons if why.change.term),
-            objective(batch, **hp),
-        )
+        """Compute the objective with the faults, and the terms that they add."""
+        for fault in explained.faults:
+            batch = fault.change.view(batch)
+        terms = [
+            fault.change.term(batch) for fault in explained.faults if fault.change.term
+        ]
+        return sum(terms, explained.faulty(batch, **explained.faulty_hp))
 
     return grad(J, batch) * factor
 
@@ -423,31 +450,35 @@ def compare(
         The difference without any reason, what repairing each one alone changes, and
         the difference that remains with all of them.
     """
-    each = unit(comparison, batch)
+    promise = explanation(comparison, ())
+    each = unit(promise.promised, batch)
     found = found / each
-    paper = _reference(comparison, (), batch) / each
+    paper = _reference(promise, batch) / each
     largest = difference(found, paper).max().item()
     reasons = reasons if largest > tol else ()
-    explained = _reference(comparison, reasons, batch) / each
+    explained = promise.with_faults(reasons)
+    explained_weights = _reference(explained, batch) / each
     skip = torch.stack(
         [why.change.skip(batch) for why in reasons] or [torch.zeros_like(batch.mask)]
     ).any(0)
-    remains = difference(found, explained).masked_fill(skip, 0).max().item()
-
-    def spot(found: Tensor, expected: Tensor) -> Example:
-        """Return the token of this batch where the two differ."""
-        return _spot(comparison, reasons, batch, found, expected)
-
-    without = [tuple(x for x in reasons if x is not why) for why in reasons]
+    remains = difference(found, explained_weights).masked_fill(skip, 0).max().item()
+    repaired = [
+        promise.with_faults([x for x in reasons if x is not why]) for why in reasons
+    ]
     changes = [
-        (why.words, spot(explained, _reference(comparison, others, batch) / each))
-        for why, others in zip(reasons, without, strict=True)
+        (
+            why.words,
+            _spot(
+                explained, batch, explained_weights, _reference(without, batch) / each
+            ),
+        )
+        for why, without in zip(reasons, repaired, strict=True)
     ]
     hp = "".join(f" --hp {k}={v:g}" for k, v in comparison.hp.items())
     command = (
         f"upref check {framework}:{comparison.label} --as {comparison.objective}{hp}"
     )
-    worst = spot(found, paper)
+    worst = _spot(explained, batch, found, paper)
     names = (
         comparison.setting,
         comparison.mode,
@@ -456,20 +487,20 @@ def compare(
         comparison.promise,
         command,
     )
-    t = typical_batch()
-    reference = _reference(comparison, reasons, t) if reasons else t.logp
-    effects = [
-        FaultEffect.between(reference, _reference(comparison, others, t))
-        for others in without
-    ]
+    effects = []
+    if reasons:
+        of_typical = _reference(explained, typical_batch())
+        effects = [
+            FaultEffect.between(of_typical, _reference(without, typical_batch()))
+            for without in repaired
+        ]
     return ComparisonRow(
         *names, micro, largest, worst, changes, remains, tol, effects=effects
     )
 
 
 def _spot(
-    comparison: Comparison,
-    reasons: Sequence[LossFault],
+    explained: Explanation,
     batch: Rollouts,
     found: Tensor,
     expected: Tensor,
@@ -479,7 +510,7 @@ def _spot(
     """
     differences = difference(found, expected)
     log_r = torch.where(batch.mask, batch.logp - batch.logp_old, 0)
-    if reduce := REDUCE.get(_level(comparison, reasons)):
+    if reduce := REDUCE.get(explained.level):
         log_r = reduce(log_r, batch.mask)[:, None].expand_as(log_r)
     near_differences = differences.masked_fill(log_r.abs() > 5, 0)
     differences = near_differences if near_differences.max() > TOL else differences
@@ -490,7 +521,7 @@ def _spot(
         math.inf,
     )
     i, t = divmod(int(order.argmin()), order.shape[1])
-    where = _where(comparison, reasons, batch, i, t, log_r[i, t].exp().item())
+    where = _where(explained, batch, i, t, log_r[i, t].exp().item())
     return Example(
         differences[i, t].item(),
         where,
@@ -499,46 +530,20 @@ def _spot(
     )
 
 
-def _where(
-    comparison: Comparison,
-    reasons: Sequence[LossFault],
-    batch: Rollouts,
-    i: int,
-    t: int,
-    r: float,
-) -> str:
-    """The regime of the token, by the bounds of the objective promised and of the one
-    accounted for.
+def _where(explained: Explanation, batch: Rollouts, i: int, t: int, r: float) -> str:
+    """Name the regime of a token, by the bounds of the promised objective and of the
+    one that its faults leave.
     """
     if not batch.mask[i, t]:
         return MASKED
     A, _, mu = at(batch, i, t)
-    objective = get(comparison.objective)
-    found, hp = apply_reasons(comparison, reasons)
+    bounds: list[float] = []
     if A:
-        bounds = sorted(
-            {
-                *breakpoints(objective, A, mu, **comparison.hp),
-                *breakpoints(found, A, mu, **hp),
-            }
-        )
-    else:
-        bounds = []
-    said = words(A, r, bounds) + (f" (mu = {mu:.2g})" if objective.reads_mu else "")
-    return said.replace(
-        " r",
-        {"sequence_mean": " s", "sequence_product": " S"}.get(
-            _level(comparison, reasons), " r"
-        ),
-    )
-
-
-def _level(comparison: Comparison, reasons: Sequence[LossFault]) -> str:
-    """Whose ratio a regime is told in: the response's, where either objective acts on
-    it.
-    """
-    levels = [
-        get(comparison.objective).level,
-        apply_reasons(comparison, reasons)[0].level,
-    ]
-    return next((level for level in levels if level in REDUCE), levels[0])
+        promised = breakpoints(explained.promised, A, mu, **explained.promised_hp)
+        faulty = breakpoints(explained.faulty, A, mu, **explained.faulty_hp)
+        bounds = sorted({*promised, *faulty})
+    regime = words(A, r, bounds)
+    if explained.promised.reads_mu:
+        regime += f" (mu = {mu:.2g})"
+    letters = {"sequence_mean": " s", "sequence_product": " S"}
+    return regime.replace(" r", letters.get(explained.level, " r"))
