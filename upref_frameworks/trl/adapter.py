@@ -51,6 +51,11 @@ class TRL:
     name = f"trl {trl.__version__}"
 
     def supports(self, case: Any) -> str:
+        """Return why TRL lacks what the case sets; "" where it lacks nothing.
+
+        Args:
+            case: one of the suite.
+        """
         if case.objective not in FIELDS:
             return f"TRL has no loss_type of {case.objective}"
         if case.parallel != "data":
@@ -59,9 +64,27 @@ class TRL:
 
     def scale(self, case: Any) -> float:
         # dr_grpo divides by max_completion_length, as its documentation says.
+        """Return the factor by which TRL documents that it multiplies the loss.
+
+        Args:
+            case: one of the suite.
+
+        Returns:
+            1 / LONGEST for Dr. GRPO, whose sum TRL divides by max_completion_length;
+            else 1.
+        """
         return 1 / LONGEST if case.objective == "dr_grpo" else 1.0
 
     def config(self, case: Any) -> dict[str, Any]:
+        """Return the fields of GRPOConfig for a case.
+
+        Args:
+            case: one that `supports` accepts; its eight rows are divided by its
+                micro-batches, updates and ranks.
+
+        Returns:
+            Field -> value; the others keep TRL's defaults.
+        """
         windows = case.micro_batches * case.updates  # of this rank
         return FIELDS[case.objective] | dict(
             delta=case.hp.get("c"),
@@ -79,25 +102,41 @@ class TRL:
         )
 
     def settings(self, case: Any) -> dict[str, str]:
+        """Return TRL's own configuration of a case, as it is written to the results.
+
+        Args:
+            case: one that `supports` accepts.
+
+        Returns:
+            Field -> value, as Python writes it.
+        """
         return {key: repr(value) for key, value in self.config(case).items()}
 
     def step(self, model: Any, rows: list[Any], case: Any) -> None:
+        """Let TRL's `training_step` train a model on the rows of a case.
+
+        Args:
+            model: a small causal language model of transformers; it is trained in
+                place, by SGD with a learning rate of 1e-6.
+            rows: the responses.
+            case: one that `supports` accepts.
+        """
         with mute(), tempfile.TemporaryDirectory() as folder:
             trainer = make_trainer(model, self.config(case), folder)
 
-            def generated(_: Any) -> dict[str, Any]:
+            def given_batch(_: Any) -> dict[str, Any]:
                 return batch(rows, trainer.accelerator)
 
-            trainer._generate_and_score_completions = generated  # noqa: SLF001
+            trainer._generate_and_score_completions = given_batch  # noqa: SLF001
             passes = trainer.args.steps_per_generation * trainer.args.num_iterations
             micro_batches = trainer.args.gradient_accumulation_steps
             trainer.current_gradient_accumulation_steps = micro_batches
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
             model.train()
-            trained = trainer.accelerator.prepare(model) if case.ranks > 1 else model
+            prepared = trainer.accelerator.prepare(model) if case.ranks > 1 else model
             for _ in range(passes // micro_batches):
                 for _ in range(micro_batches):
-                    trainer.training_step(trained, {}, None)
+                    trainer.training_step(prepared, {}, None)
                 if case.clip:
                     torch.nn.utils.clip_grad_norm_(
                         model.parameters(), trainer.args.max_grad_norm
@@ -151,7 +190,11 @@ def make_trainer(
 
 
 def tokenizer() -> Any:
-    """Return a tokenizer of the words w0, w1, ...; END ends and pads."""
+    """Make a tokenizer of the words w0, w1, ...; the word of END ends and pads.
+
+    Returns:
+        A PreTrainedTokenizerFast of VOCABULARY words.
+    """
     words = Tokenizer(
         models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
     )
@@ -162,13 +205,28 @@ def tokenizer() -> Any:
 
 
 def no_reward(completions: list[Any], **_: Any) -> list[float]:
-    """0 of each completion: a case's rows bring their advantages."""
+    """Return 0 for each completion: the rows of a case bring their advantages.
+
+    Args:
+        completions: of a generation batch.
+        **_: what else TRL passes to a reward function.
+
+    Returns:
+        As many zeros.
+    """
     return [0.0] * len(completions)
 
 
 def batch(rows: list[Any], accelerator: Any) -> dict[str, Any]:
-    """The rows as GRPOTrainer's generation batch: prompts padded on the left,
-    completions on the right.
+    """Make GRPOTrainer's generation batch of rows.
+
+    Args:
+        rows: with prompt, response, trains, adv, old and ref.
+        accelerator: of the trainer, which counts tokens over the ranks.
+
+    Returns:
+        The inputs of the loss: prompts [B, P], padded on the left; what belongs to
+        completions [B, T], padded on the right; advantages [B].
     """
     prompts = pad([row.prompt for row in rows], END, "left")
     completions = pad([row.response for row in rows], END)
@@ -187,6 +245,16 @@ def batch(rows: list[Any], accelerator: Any) -> dict[str, Any]:
 
 
 def pad(lists: list[Any], value: float, side: str = "right") -> torch.Tensor:
+    """Pad lists to the longest of them.
+
+    Args:
+        lists: of numbers.
+        value: of the padding.
+        side: `left` or `right`: where the padding goes.
+
+    Returns:
+        [B, T].
+    """
     tensors = [torch.tensor(each) for each in lists]
     return pad_sequence(
         tensors, batch_first=True, padding_value=value, padding_side=side
@@ -195,7 +263,7 @@ def pad(lists: list[Any], value: float, side: str = "right") -> torch.Tensor:
 
 @contextlib.contextmanager
 def mute() -> Iterator[None]:
-    """Print neither warnings nor tables."""
+    """Run without warnings and output."""
     logging.disable(logging.WARNING)
     silent = io.StringIO()
     with (

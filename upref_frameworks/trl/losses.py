@@ -33,7 +33,14 @@ from upref_frameworks.settings import Bare, clip_bounds, split_name
 
 
 def import_trl() -> ModuleType:
-    """The installed trl with its trainers loaded; InputError where there is none."""
+    """Import the installed TRL with its trainers.
+
+    Returns:
+        The module trl.
+
+    Raises:
+        InputError: TRL is not installed.
+    """
     with importing("trl"):
         import trl
         from trl.trainer import grpo_trainer, rloo_trainer  # noqa: F401  trl itself loads them lazily
@@ -42,8 +49,10 @@ def import_trl() -> ModuleType:
 
 @lru_cache(1)
 def loss_types() -> list[str]:
-    """The values of GRPOConfig.loss_type that the installed GRPOTrainer knows, read off
-    its source.
+    """Return the loss types of the installed GRPOTrainer, read off its source.
+
+    Returns:
+        Values of GRPOConfig.loss_type, in alphabetical order.
     """
     source = inspect.getsource(import_trl().GRPOTrainer._compute_loss)
     tests = re.findall(r'self\.loss_type (?:==|in) ("\w+"|\[[^]]*\])', source)
@@ -52,16 +61,25 @@ def loss_types() -> list[str]:
 
 @lru_cache(32)
 def trainer_of(name: str | type) -> tuple[type, dict[str, Any]]:
-    """(trainer class, config fields that select the loss) of a loss_type, `rloo`,
-    trl.experimental.NAME, or a class.
+    """Return the trainer class of a loss, and the fields that select the loss.
+
+    Args:
+        name: a loss_type, `rloo`, the name of a package of trl.experimental, or a
+            trainer class.
+
+    Returns:
+        The class, and fields of its config.
+
+    Raises:
+        InputError: TRL is not installed, or has no such loss.
     """
-    t = import_trl()
+    trl = import_trl()
     if isinstance(name, type):
         return name, {}
     if name in loss_types():
-        return t.GRPOTrainer, {"loss_type": name}
+        return trl.GRPOTrainer, {"loss_type": name}
     if name == "rloo":
-        return t.RLOOTrainer, {}
+        return trl.RLOOTrainer, {}
     try:
         if name.isidentifier():
             package = importlib.import_module(f"trl.experimental.{name}")
@@ -72,39 +90,62 @@ def trainer_of(name: str | type) -> tuple[type, dict[str, Any]]:
     trainers = [c for c in vars(package).values() if is_trainer(c)] if package else []
     if not trainers:
         raise InputError(
-            f"trl {t.__version__} has no loss {name!r} that upref can run: {', '.join(loss_types())}, "
+            f"trl {trl.__version__} has no loss {name!r} that upref can run: {', '.join(loss_types())}, "
             "rloo, or an experimental GRPOTrainer such as gmpo."
         )
     return trainers[0], {}
 
 
-def is_trainer(x: Any) -> bool:
-    """Whether x is a class derived from TRL's GRPOTrainer or RLOOTrainer; imports
-    nothing.
+def is_trainer(candidate: Any) -> bool:
+    """Tell whether this is a class derived from TRL's GRPOTrainer or RLOOTrainer.
+
+    TRL is not imported.
+
+    Args:
+        candidate: any object.
+
+    Returns:
+        False for an instance.
     """
     known = {
         ("trl.trainer.grpo_trainer", "GRPOTrainer"),
         ("trl.trainer.rloo_trainer", "RLOOTrainer"),
     }
-    return isinstance(x, type) and any(
-        (c.__module__, c.__name__) in known for c in x.__mro__
+    return isinstance(candidate, type) and any(
+        (c.__module__, c.__name__) in known for c in candidate.__mro__
     )
 
 
 def is_rloo(cls: type) -> bool:
+    """Tell whether a class is derived from TRL's RLOOTrainer.
+
+    Args:
+        cls: a trainer class.
+    """
     return issubclass(cls, import_trl().RLOOTrainer)
 
 
 def token_advantages(cls: type) -> bool:
-    """Whether the loss takes advantages [B, T] too: GRPOTrainer's own does; RLOO's and
-    those that subclasses write take [B].
+    """Tell whether the loss of a trainer takes advantages [B, T] too.
+
+    Args:
+        cls: a trainer class.
+
+    Returns:
+        True for GRPOTrainer's own loss; RLOO's and those of subclasses take [B].
     """
     return getattr(cls, "_compute_loss", None) is import_trl().GRPOTrainer._compute_loss
 
 
 def config_of(cls: type) -> type:
-    """The config class beside a trainer: GMPOConfig for GMPOTrainer, else that of the
-    trainer it derives from.
+    """Return the config class of a trainer.
+
+    Args:
+        cls: a trainer class.
+
+    Returns:
+        The one in its package: GMPOConfig for GMPOTrainer; where there is none, that of
+        the trainer it is derived from.
     """
     package = sys.modules.get(cls.__module__.rpartition(".")[0], None)
     return getattr(package, cls.__name__.replace("Trainer", "Config"), None) or (
@@ -160,8 +201,6 @@ def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]) -> Any:
         )
         if beta is None:
             beta = next(f.default for f in dataclasses.fields(kind) if f.name == "beta")
-        else:
-            beta = beta
     except (TypeError, ValueError) as e:
         raise InputError(
             f"trl refuses {', '.join(f'{k}={v}' for k, v in fields.items())}: {e}"
@@ -205,13 +244,25 @@ def trl_loss(
     padding: float | None = 0.0,
     **settings: Any,
 ) -> Tensor:
-    """The scalar that TRL's training_step hands to backward for this micro-batch on one
-    rank; gradients flow to batch.logp.
+    """Compute the scalar on which TRL calls backward() for one micro-batch of one rank.
 
-    name: see trainer_of. settings: fields of its config. Masked slots hold `padding`,
-    or with None what the batch has. One generation batch is one optimizer step, as by
-    TRL's default. batch.totals counts it; it is cut into micro-batches of equal size, whose
-    number is gradient_accumulation_steps.
+    One generation batch makes one optimizer step, as by TRL's default.
+
+    Args:
+        name: as of `trainer_of`.
+        batch: token tensors [B, T]; gradients flow into `batch.logp`. Its totals count
+            the generation batch, which is cut into micro-batches of this size; without
+            them it is the only micro-batch.
+        padding: what masked slots hold; None: what the batch has there.
+        **settings: fields of the trainer's config.
+
+    Returns:
+        What TRL's training_step passes to `accelerator.backward`, divided as accelerate
+        divides it.
+
+    Raises:
+        InputError: TRL is not installed or refuses a setting, or the responses of the
+            totals do not split into such micro-batches.
     """
     cls, fields = trainer_of(name)
     trainer = _trainer(cls, tuple(sorted((fields | settings).items())))
@@ -269,33 +320,55 @@ def trl_loss(
 def settings_for(
     mode: str | type, objective: Objective, hp: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields of TRL's config that say what the objective's hyperparameters say."""
-    h = objective.resolve(hp)
-    low, high = clip_bounds(h)
+    """Translate the hyperparameters of an objective into fields of TRL's config.
+
+    Args:
+        mode: a loss_type, another name of `trainer_of`, or a trainer class.
+        objective: the objective.
+        hp: hyperparameters; the others have the objective's defaults.
+
+    Returns:
+        Field -> value, of those fields that the trainer's config has.
+    """
+    resolved = objective.resolve(hp)
+    low, high = clip_bounds(resolved)
     if mode == "cispo" and high is not None:
         high = 1 + high  # TRL's is the cap itself
-    written = {
+    fields = {
         "epsilon": low,
         "epsilon_high": high,
-        "delta": h.get("c"),
-        "beta": h.get("beta"),
+        "delta": resolved.get("c"),
+        "beta": resolved.get("beta"),
     }
-    written |= {
-        f"sapo_temperature_{side}": h.get(f"tau_{side}") for side in ("pos", "neg")
-    }
-    if h.get("beta"):
+    for side in ("pos", "neg"):
+        fields[f"sapo_temperature_{side}"] = resolved.get(f"tau_{side}")
+    if resolved.get("beta"):
         # on by default, and in no paper before DeepSeek-V3.2's
-        written["use_bias_correction_kl"] = False
+        fields["use_bias_correction_kl"] = False
     if objective.level == "sequence_mean":
-        written["importance_sampling_level"] = "sequence"
+        fields["importance_sampling_level"] = "sequence"
     if mode == "dr_grpo":
         # the constant by which TRL divides the sum over tokens
-        written["max_completion_length"] = 1
-    known = config_of(trainer_of(mode)[0])
-    return {k: v for k, v in written.items() if v is not None and hasattr(known, k)}
+        fields["max_completion_length"] = 1
+    config = config_of(trainer_of(mode)[0])
+    return {k: v for k, v in fields.items() if v is not None and hasattr(config, k)}
 
 
 def load_loss(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Loss:
+    """Return one of TRL's losses by its name.
+
+    Args:
+        name: the whole name, `trl:MODE...`, for messages.
+        mode: what follows the colon: `MODE[@matched][,FIELD=VALUE...]`.
+        objective: at whose settings a loss `@matched` is set up.
+        hp: its hyperparameters.
+
+    Returns:
+        The Loss.
+
+    Raises:
+        InputError: the name cannot be read, TRL is not installed, or has no such loss.
+    """
     mode, fields, matched = split_name(name, mode)
     return make_loss(name, mode, objective, hp, fields, matched)
 
@@ -308,8 +381,19 @@ def make_loss(
     fields: dict[str, Any] | None = None,
     matched: bool = True,
 ) -> Loss:
-    """The Loss of a loss_type or of a trainer class; matched: set up as the objective
-    says.
+    """Make a Loss of a loss_type of TRL, or of a trainer class.
+
+    Args:
+        name: of the loss, for messages.
+        mode: as of `settings_for`.
+        objective: what it is compared with.
+        hp: hyperparameters of the objective.
+        fields: of the trainer's config, over all others.
+        matched: whether the fields follow from the objective; else they are TRL's
+            defaults.
+
+    Returns:
+        The Loss. A matched one has the loss as shipped in `shipped`.
     """
 
     def settings(hp: dict[str, Any]) -> dict[str, Any]:

@@ -76,13 +76,22 @@ HINTS = {
 
 
 def recognizes(trainer: Any) -> bool:
-    """Whether it is a GRPOTrainer of TRL; imports nothing."""
+    """Tell whether this is a GRPOTrainer of TRL, or derived from it; import nothing.
+
+    Args:
+        trainer: any object.
+    """
     classes = {(c.__module__, c.__name__) for c in type(trainer).__mro__}
     return ("trl.trainer.grpo_trainer", "GRPOTrainer") in classes
 
 
 def attach(trainer: Any, schedule: Schedule, sink: Sink) -> Callable[[], None]:
-    """Hand each step of the schedule to the sink from now on.
+    """Give each step of the schedule to the sink from now on.
+
+    Args:
+        trainer: as recognized.
+        schedule: which steps are recorded.
+        sink: takes each recorded step, and returns metrics for TRL's log.
 
     Returns:
         A function that leaves the trainer as it was.
@@ -167,8 +176,13 @@ class Hooks:
         return loss
 
     def training_step(self, *args: Any, **kw: Any) -> Any:
-        """The training step of the trainer, after which the recorded step is
-        written.
+        """Run the trainer's training_step; after the last of a step, write the step.
+
+        Args:
+            *args, **kw: what transformers' training loop passes.
+
+        Returns:
+            The loss of the micro-batch, unchanged.
         """
         is_recorded = self._is_recorded()
         loss = self.wrapped["training_step"](*args, **kw)

@@ -48,7 +48,11 @@ FIELDS = dict(
 
 
 def default_config() -> Any:
-    """A GRPOConfig as TRL makes it, on the CPU."""
+    """Make a GRPOConfig of TRL's own defaults, on the CPU.
+
+    Returns:
+        A trl.GRPOConfig, whose output folder is gone.
+    """
     import trl
 
     with tempfile.TemporaryDirectory() as folder:
@@ -63,8 +67,9 @@ def record_training(
     cls: Any = None,
     **more: Any,
 ) -> tuple[Recorded, Any]:
-    """Train with TRL's GRPOTrainer on these rows and record it. rows[i].adv is the
-    reward of row i.
+    """Train with TRL's GRPOTrainer on rows, and record its optimizer steps.
+
+    The field `adv` of a row is its reward here.
 
     Args:
         model: a small causal language model of transformers; it is trained in place.
@@ -72,7 +77,7 @@ def record_training(
         rows: a generation batch; each GENERATIONS of them make a group.
         steps: optimizer steps.
         cls: a trainer class; None: trl.GRPOTrainer.
-        more: arguments of the trainer, for example peft_config.
+        **more: arguments of the trainer, for example peft_config.
 
     Returns:
         (Recorded, the trainer).
@@ -121,8 +126,17 @@ def record_training(
 def batch(
     seed: int = 0, truncated: bool = False, holes: bool = True, prompts: int = 0
 ) -> list[Row]:
-    """A generation batch of eight rows; adv is the reward. truncated: some responses do
-    not end. prompts: their one length."""
+    """Make a generation batch of eight rows, whose field `adv` is the reward.
+
+    Args:
+        seed: of the tokens and rewards.
+        truncated: whether each fourth response lacks the token that ends it.
+        holes: whether some tokens inside responses do not train.
+        prompts: the length of all prompts; 0: they differ.
+
+    Returns:
+        The rows, in groups of GENERATIONS.
+    """
     rows = made(V, seed, () if holes else ("holes",), END)
     for i, r in enumerate(rows):
         r.response[-1] = 3 + i if truncated and i % 4 == 0 else END
@@ -134,11 +148,20 @@ def batch(
 def expected_rows(
     seen: Recorded, rows: Sequence[Row], fields: dict[str, Any]
 ) -> list[list[Row]]:
-    """The rows of each recorded step, with TRL's advantages and the log-probabilities
-    of the weights it generated with.
+    """Return the rows of each recorded step, as TRL documents that it trains on them.
 
-    Advantages are those of its documentation: the reward minus its group's mean, over
-    the standard deviation where scale_rewards says so.
+    Advantages are those of its documentation: the reward minus its group's mean, over a
+    standard deviation where scale_rewards says so. Old log-probabilities are those of
+    the weights that generated.
+
+    Args:
+        seen: the recorded steps.
+        rows: the generation batch, with rewards in `adv`.
+        fields: of GRPOConfig, over FIELDS.
+
+    Returns:
+        A list for each step. A truncated response under mask_truncated_completions
+        trains on no token.
     """
     settings: dict[str, Any] = FIELDS | fields
     T: float = settings["temperature"]
@@ -190,20 +213,38 @@ def report(
     model: nn.Module,
     fields: dict[str, Any],
     rows: list[Row],
-    objective: Any,
+    objective: str | Objective,
     hp: dict[str, Any],
     goal: dict[str, Any],
     *,
     step: int = 1,
-    bound: Any = None,
+    bound: float | torch.dtype | None = None,
     cls: Any = None,
     more: dict[str, Any] | None = None,
 ) -> StepReport:
-    """Train on these rows, and hold one optimizer step against the objective, over the
-    tokens that TRL divides by.
+    """Train on rows, and compare one optimizer step with the objective.
 
-    step: which one; from 1 on r is off 1. goal: beta, entropy_coef, clip, scale. The
-    rest is as for `trained`.
+    A mean over tokens is compared as TRL computes it: divided by the mean number of
+    tokens of a step.
+
+    Args:
+        model: a small causal language model of transformers; it is trained in place.
+        fields: of GRPOConfig, over FIELDS.
+        rows: as of `batch`.
+        objective: the objective that the step is meant to have.
+        hp: its hyperparameters.
+        goal: beta, entropy_coef, clip and scale, as of `check_step`.
+        step: which step is compared; from 1 on r is off 1.
+        bound: as of `check_recorded`.
+        cls: a trainer class; None: trl.GRPOTrainer.
+        more: arguments of the trainer.
+
+    Returns:
+        The report of that step. If it differs and step 0 does too, its findings are
+        those of step 0, where r = 1.
+
+    Raises:
+        InputError: TRL is not installed, or its trainer fails.
     """
     settings: dict[str, Any] = FIELDS | fields
     batches_per_step = (

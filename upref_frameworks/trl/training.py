@@ -105,7 +105,7 @@ REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
 SCALE_REWARDS = {"group_norm": "group", "group_mean": "none"}
 
 
-class GRPOTrainer(trl.GRPOTrainer):
+class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
     """TRL's GRPOTrainer, or the trainer behind it in a class of yours, with `objective`
     in place of a loss_type.
     """
@@ -114,16 +114,16 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def __init__(
         self,
-        model,
-        reward_funcs=None,
-        args=None,
-        *more,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *more: Any,
         objective: str | Objective,
         hp: dict[str, Any] | None = None,
         parity: dict[str, Any] | None = None,
         step_check: bool = False,
-        **kw,
-    ):
+        **kw: Any,
+    ) -> None:
         behind = super()._compute_loss.__func__
         if behind is not trl.GRPOTrainer._compute_loss:
             raise InputError(
@@ -141,7 +141,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         # of what TRL still computes (_rest): without advantages 0, and no metrics of
         # its own
         self.loss_type = "sapo"
-        self._forward: tuple = ()
+        self._forward: tuple[Any, ...] = ()
 
     def _check_twin(self, model: Any, args: Any, peft_config: Any) -> None:
         """ParityError where one step of a two-layer twin of this run has another
@@ -161,11 +161,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             report.error,
         )
 
-    def _get_per_token_logps_and_entropies(self, *args, **kw):
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kw: Any) -> Any:
         self._forward = super()._get_per_token_logps_and_entropies(*args, **kw)
         return self._forward
 
-    def _rest(self, model, inputs: dict[str, Any]) -> Tensor:
+    def _rest(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """What TRL adds to the policy and KL terms, which are 0 here: entropy bonus,
         router's loss, their metrics.
         """
@@ -178,13 +178,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         beta = self.beta
         self.beta = 0.0
         try:
-            return super()._compute_loss(model, inputs)
+            rest: Tensor = super()._compute_loss(model, inputs)
         finally:
             self.beta = beta
+        return rest
 
-    def _compute_loss(self, model, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         rest = self._rest(model, inputs)
-        (lp, entropy, *_), self._forward = self._forward, ()
+        lp, entropy, *_ = self._forward
+        self._forward = ()
         mode = "train" if self.model.training else "eval"
         mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
         lp_old = inputs.get("old_per_token_logps")
@@ -260,26 +262,42 @@ class GRPOTrainer(trl.GRPOTrainer):
             tokens = tokens * steps / self.args.steps_per_generation
         return Totals(tokens, len(mask) * steps * ranks, 1, tokens), ranks
 
-    def _log_over_ranks(self, metrics: dict[str, float], mode: str):
+    def _log_over_ranks(self, metrics: dict[str, float], mode: str) -> None:
         """Means over the ranks, of parity the largest."""
         values = torch.tensor([list(metrics.values())], device=self.accelerator.device)
-        everybodys = self.accelerator.gather(values)
+        of_ranks = self.accelerator.gather(values)
         for key, mean, most in zip(
             metrics,
-            everybodys.mean(0).tolist(),
-            everybodys.amax(0).tolist(),
+            of_ranks.mean(0).tolist(),
+            of_ranks.amax(0).tolist(),
             strict=True,
         ):
             self._metrics[mode][key].append(most if "/parity_" in key else mean)
 
 
 def reads_entropy(objective: Objective) -> bool:
-    """Whether its function is handed the policy's entropies."""
+    """Tell whether the function of an objective takes the policy's entropies.
+
+    Args:
+        objective: the objective.
+    """
     return "entropy" in inspect.signature(objective.fn).parameters
 
 
 def hyperparameters(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
-    """What is in force, without beta: hp over the registry's defaults."""
+    """Return the hyperparameters in force, without beta: `hp` over the defaults.
+
+    Args:
+        objective: the objective that trains.
+        hp: those that were given.
+
+    Returns:
+        Name -> value.
+
+    Raises:
+        InputError: the objective needs prompts, which TRL does not pass to a loss; or
+            `hp` has beta, which is GRPOConfig's, or an unknown name.
+    """
     if "group" in objective.reads:
         raise InputError(
             f"{objective.name} needs the prompt of each response, and TRL shuffles groups into batches."
@@ -291,9 +309,15 @@ def hyperparameters(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in objective.resolve(hp).items() if k != "beta"}
 
 
-def refuse(objective: Objective, args: Any):
-    """InputError on settings of GRPOConfig that this objective, or this trainer, would
-    not honour.
+def refuse(objective: Objective, args: Any) -> None:
+    """Refuse settings of GRPOConfig that the objective, or this trainer, would ignore.
+
+    Args:
+        objective: the objective that trains.
+        args: GRPOConfig.
+
+    Raises:
+        InputError: what to write instead.
     """
     default = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
     for field, (ours, why) in REPLACED.items():
@@ -325,8 +349,16 @@ def refuse(objective: Objective, args: Any):
         )
 
 
-def tell(objective: Objective, args: Any):
-    """What a user must know before the run and no error says."""
+def tell(objective: Objective, args: Any) -> None:
+    """Log what a user must know before the run and no error says.
+
+    These are advantages other than the paper's, generation batches of one step, and
+    objectives that act on each micro-batch by itself.
+
+    Args:
+        objective: the objective that trains.
+        args: GRPOConfig.
+    """
     log.info(
         "upref/%s trains; `upref show %s` tells where its hyperparameters come from",
         *[objective.name] * 2,

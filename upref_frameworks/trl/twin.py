@@ -44,12 +44,16 @@ def trl_twin(
     args: Any = None,
     peft_config: Any = None,
 ) -> StepReport:
-    """One optimizer step of a twin of a run of `upref_frameworks.trl.training`, on the
-    CPU.
+    """Check one optimizer step of a two-layer twin of a run, on the CPU.
 
     Args:
         cls: the trainer's class, with the arguments of GRPOTrainer.
+        objective: the objective that trains.
+        hp: its hyperparameters.
         model, args, peft_config: the run's; args None: TRL's defaults.
+
+    Returns:
+        The report. The state that accelerate shares between trainers is restored.
 
     Raises:
         InputError: no twin of this model can be made, several processes train, or the
