@@ -63,7 +63,7 @@ def in_verl() -> None:
         vocab_weights: Tensor,
         input_ids: Tensor,
         temperature: float = 1.0,
-    ) -> Any:
+    ) -> tuple[Tensor, Tensor]:
         return token_log_probs(
             hidden_states, vocab_weights, input_ids, temperature=temperature
         )

@@ -15,7 +15,7 @@ import torch
 
 from upref.errors import InputError
 from upref.replay import advantages, gap, read
-from upref_frameworks.skyrl.convert import converted
+from upref_frameworks.skyrl.convert import to_recorded_batch
 
 FILES = Path(__file__).parent / "files"
 WRITTEN = json.loads((FILES / "written_by.json").read_text(encoding="utf-8"))
@@ -294,7 +294,7 @@ def test_a_pickle_of_skyrl_is_not_opened(tmp_path):
 
 def test_a_training_input_without_its_mask_is_refused():
     with pytest.raises(InputError, match="lacks loss_mask"):
-        converted({"sequences": torch.ones(2, 3)}, {}, "f")
+        to_recorded_batch({"sequences": torch.ones(2, 3)}, {}, "f")
 
 
 def test_appended_rows_of_skyrl_are_left_out():
@@ -302,7 +302,7 @@ def test_appended_rows_of_skyrl_are_left_out():
         "sequences": torch.ones(3, 4, dtype=torch.long),
         "loss_mask": torch.ones(3, 2),
     }
-    batch = converted(
+    batch = to_recorded_batch(
         held,
         {"pad_size": 1, "policy_prompt_boundaries": [(0, 1), (1, 2)]},
         "global_step_9_x.pkl",

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from upref.errors import InputError
 from upref.user_code.guard import one_line
 from upref.user_code.settings import Shipped
@@ -78,7 +80,7 @@ def enter(name: str, where: Installation) -> None:
     isolate(where.paths, pin)
 
 
-def load_loss(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., Any]:
+def load_loss(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., Tensor]:
     """Return a loss of a framework with a pin as a function.
 
     From then on this process is that framework's: no other one can be imported in it.
@@ -119,13 +121,13 @@ def load_loss(loss: str, objective: str, hp: dict[str, Any]) -> Callable[..., An
 
 def _function(
     framework: Framework, loss: str, mode: str, fields: dict[str, Any]
-) -> Callable[..., Any]:
+) -> Callable[..., Tensor]:
     """The framework's loss in this mode, which refuses other shapes of advantages."""
     assert framework.plain is not None
     inner = functools.partial(framework.plain, mode, framework.configured(mode, fields))
 
     @functools.wraps(inner)
-    def fn(**given: Any) -> Any:
+    def fn(**given: Any) -> Tensor:
         if framework.one_adv and given["advantages"].ndim != 1:
             raise InputError(f"{loss} takes one advantage per response.")
         return inner(**given)

@@ -43,23 +43,41 @@ HINTS = {
 
 
 def recognizes(path: Path) -> bool:
-    """Whether the first line is a response of NeMo-RL."""
+    """Tell whether the first line is a response of NeMo-RL.
+
+    Args:
+        path: of a .jsonl file.
+    """
     with path.open(encoding="utf-8") as file:
         first = file.readline()
     return all(f'"{key}"' in first for key in NEEDED[1:])
 
 
 def step_of(path: Path) -> int | None:
-    """The number in the name of the file."""
+    """Return the number after `step` in the name of the file.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The optimizer step; None where the name has no number.
+    """
     found = re.search(r"step(\d+)", path.stem)
     return int(found[1]) if found else None
 
 
 def read(path: Path) -> RecordedBatch:
-    """Read one file.
+    """Read one file: the responses of one step.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The recorded batch. Old log-probabilities that are all 0 are left out.
 
     Raises:
-        InputError: a line lacks a key, or its lists differ in length.
+        InputError: the file is empty, a line lacks a key, or its lists differ in
+            length.
     """
     rows: list[dict[str, Any]] = []
     with path.open(encoding="utf-8") as file:

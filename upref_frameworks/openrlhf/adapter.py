@@ -31,6 +31,11 @@ class OpenRLHF:
     name = f"openrlhf {importlib.metadata.version('openrlhf')}"
 
     def supports(self, case: Case) -> str:
+        """Return why OpenRLHF lacks what the case sets; "" where it lacks nothing.
+
+        Args:
+            case: one of the suite.
+        """
         if case.objective not in FIELDS:
             return f"OpenRLHF has no policy_loss_type of {case.objective}"
         if case.ranks > 1:
@@ -38,10 +43,23 @@ class OpenRLHF:
         return ""
 
     def scale(self, case: Case) -> float:
+        """Return 1: no loss of OpenRLHF is documented to have a constant factor.
+
+        Args:
+            case: not read.
+        """
         return 1.0
 
     def fields(self, case: Case) -> dict[str, Any]:
-        """The settings of OpenRLHF for a case."""
+        """Return the arguments of `record_training` for a case.
+
+        Args:
+            case: one that `supports` accepts; its eight rows are divided by its
+                micro-batches and updates.
+
+        Returns:
+            Argument -> value; the others keep OpenRLHF's defaults.
+        """
         fields = FIELDS[case.objective] | dict(
             micro=8 // (case.micro_batches * case.updates), updates=case.updates
         )
@@ -56,11 +74,29 @@ class OpenRLHF:
         return fields
 
     def settings(self, case: Case) -> dict[str, str]:
+        """Return OpenRLHF's own configuration of a case, as the results have it.
+
+        Args:
+            case: one that `supports` accepts.
+
+        Returns:
+            Setting -> value, as Python writes it.
+        """
         said = self.fields(case) | dict(temperature=case.temperature)
         return {key: repr(value) for key, value in said.items()}
 
     def step(self, model: Any, rows: list[Row], case: Case) -> Recorded:
-        """One optimizer step of OpenRLHF's trainer."""
+        """Let OpenRLHF's trainer take the optimizer steps of a case.
+
+        Args:
+            model: a small causal language model of transformers; OpenRLHF trains a
+                copy.
+            rows: the responses.
+            case: one that `supports` accepts.
+
+        Returns:
+            The recorded steps.
+        """
         return record_training(
             model,
             rows,

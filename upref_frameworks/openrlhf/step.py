@@ -43,7 +43,15 @@ ABSENT = (
 
 
 class Engine:
-    """What OpenRLHF's strategy does with DeepSpeed, without it."""
+    """What OpenRLHF's strategy does with DeepSpeed, without it.
+
+    The methods are those of its DeepspeedStrategy that the trainer calls.
+
+    Args:
+        args: OpenRLHF's settings.
+        micro_batches: of an optimizer step, by which each loss is divided.
+        clip: bound of the gradient's norm; 0: it is not clipped.
+    """
 
     ring_attn_group = None
 
@@ -58,12 +66,26 @@ class Engine:
 
     def backward(self, loss: torch.Tensor, *_: Any) -> None:
         # then OpenRLHF sets gradient_accumulation_steps to 1
+        """Add the gradient of a micro-batch's loss to the parameters' gradients.
+
+        Args:
+            loss: a scalar. It is divided by the number of micro-batches, unless batches
+                are dynamic: OpenRLHF divides those itself.
+            *_: what else the trainer passes.
+        """
         dynamic = self.args.train.dynamic_batch_enable
         (loss if dynamic else loss / self.accumulated_gradient).backward()
 
     def optimizer_step(
         self, optimizer: Any, actor: nn.Module, *_: Any, **__: Any
     ) -> None:
+        """Let the optimizer step after the last micro-batch of each step.
+
+        Args:
+            optimizer: of the actor.
+            actor: whose gradients are clipped before, and set to 0 afterwards.
+            *_, **__: what else the trainer passes.
+        """
         self.done += 1
         if (
             self.args.train.dynamic_batch_enable
@@ -97,23 +119,32 @@ def record_training(
     beta: float = 0.0,
     max_tokens: int = 0,
     updates: int = 1,
-    dtype: Any = torch.float32,
+    dtype: torch.dtype = torch.float32,
     **actor: Any,
 ) -> Recorded:
-    """One optimizer step of OpenRLHF's trainer on these rows, or several, recorded.
+    """Let OpenRLHF's trainer take optimizer steps on rows, and record them.
 
     Args:
         model: a small causal language model of transformers; OpenRLHF loads a copy of
             it.
-        micro: responses of a micro-batch. max_tokens: of a dynamic one; 0: none.
+        rows: with old and reference log-probabilities.
+        temperature: by which OpenRLHF divides logits.
+        micro: responses of a micro-batch.
+        clip: bound of the gradient's norm; 0: it is not clipped.
+        attention: the implementation of attention, as transformers names it.
         beta: kl.init_coef, with kl.use_loss and estimator k3.
+        max_tokens: tokens of a dynamic micro-batch; 0: micro-batches have `micro`
+            responses.
         updates: optimizer steps, on equally many rows each, which its loader shuffles.
         dtype: of the parameters that it loads.
-        actor: arguments of its section `actor`: eps_clip_low_high, dual_clip,
+        **actor: arguments of its section `actor`: eps_clip_low_high, dual_clip,
             loss_agg_mode, policy_loss_type, ...
 
+    Returns:
+        The steps, and this model as the reference.
+
     Raises:
-        InputError: OpenRLHF is not installed, or its trainer fails.
+        InputError: OpenRLHF is not installed, or its trainer fails, or it took no step.
     """
     imported = _imported()
     reference = TorchModel(model)

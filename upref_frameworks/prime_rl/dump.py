@@ -62,20 +62,35 @@ HINTS = {
 
 
 def recognizes(path: Path) -> bool:
-    """Whether the file has the name that prime-rl gives: other programs write .bin
-    files too.
+    """Tell whether prime-rl gives such a path; other programs write .bin files too.
+
+    Args:
+        path: of a .bin file.
     """
     return bool(re.fullmatch(r"rank_\d+", path.stem)) and step_of(path) is not None
 
 
 def step_of(path: Path) -> int | None:
-    """The number in the name of its folder."""
+    """Return the number in the name of the file's folder.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The optimizer step; None where the folder is not called step_NUMBER.
+    """
     found = re.fullmatch(r"step_(\d+)", path.resolve().parent.name)
     return int(found[1]) if found else None
 
 
 def read(path: Path) -> RecordedBatch:
     """Read one file: the micro-batches of one rank.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The recorded batch; a sample of a packed micro-batch is a response.
 
     Raises:
         InputError: it is another kind of file, or its lists differ in length.

@@ -47,12 +47,23 @@ SUFFIXES: tuple[str, ...] = (".pkl",)
 
 
 def recognizes(path: Path) -> bool:
-    """Whether the file has the name of SkyRL's dump."""
+    """Tell whether the file has the name of SkyRL's dump.
+
+    Args:
+        path: of a .pkl file.
+    """
     return bool(re.fullmatch(r"global_step_\d+_training_input", path.stem))
 
 
 def step_of(path: Path) -> int | None:
-    """Refuse the file: nothing opens a pickle outside of SkyRL's environment."""
+    """Refuse the file: nothing opens a pickle outside of SkyRL's environment.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        InputError: always, with the command that converts it.
+    """
     raise InputError(
         f"{path} is a pickle, which may run code: in SkyRL's environment, convert it with "
         f"`python -m upref_frameworks.skyrl.convert {path.name} -o dumps`, and replay dumps."
@@ -60,14 +71,21 @@ def step_of(path: Path) -> int | None:
 
 
 def read(path: Path) -> RecordedBatch:
-    """Refuse the file, as step_of."""
+    """Refuse the file, as step_of.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        InputError: always.
+    """
     raise InputError(f"{path} is a pickle of SkyRL: convert it first.")
 
 
-def converted(
+def to_recorded_batch(
     held: Mapping[str, Any], metadata: Mapping[str, Any], file: str
 ) -> RecordedBatch:
-    """The recorded batch of SkyRL's TrainingInputBatch.
+    """Make a recorded batch of SkyRL's TrainingInputBatch.
 
     Args:
         held: its tensors by name: sequences [B, S], the others [B, T], their last slots
@@ -119,7 +137,15 @@ def _groups(boundaries: list[tuple[int, int]], rows: int, file: str) -> Tensor:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Convert each file into the folder."""
+    """Convert files into a folder; print the path of each.
+
+    Args:
+        arguments: of the command line; None: those of the process.
+
+    Raises:
+        SystemExit: with status 2, where SkyRL is missing, or a file cannot be
+            converted.
+    """
     p = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     p.add_argument(
         "files", nargs="+", help="global_step_*_training_input.pkl of your own runs"
@@ -138,7 +164,7 @@ def main(arguments: list[str] | None = None) -> None:
         for file in a.files:
             held = TrainingInputBatch().load(file)
             path = folder / f"{Path(file).stem}.npz"
-            write(path, converted(held, held.metadata or {}, file))
+            write(path, to_recorded_batch(held, held.metadata or {}, file))
             print(path)
     except (InputError, OSError) as e:
         p.exit(2, f"upref: {e}\n")

@@ -46,9 +46,12 @@ HINTS = {
 
 
 def recognizes(path: Path) -> bool:
-    """Whether it is an archive of torch.save that holds a rollout_id, or is cut off.
+    """Tell whether a file is an archive of torch.save with a rollout_id, or is cut off.
 
     Its pickle is searched and not run: a folder may hold weights of a model too.
+
+    Args:
+        path: of a .pt file.
     """
     with path.open("rb") as file:
         if file.read(len(ARCHIVE)) != ARCHIVE:
@@ -72,15 +75,29 @@ def _holds(archive: zipfile.ZipFile, name: str, key: bytes) -> bool:
 
 
 def step_of(path: Path) -> int | None:
-    """The number of the rollout."""
+    """Return the number of the rollout, which may hold several optimizer steps.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        InputError: it is another kind of file.
+    """
     return int(_load(path)["rollout_id"])
 
 
 def read(path: Path) -> RecordedBatch:
-    """Read one file.
+    """Read one file: a rollout of slime, or the part of one rank of miles.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The recorded batch.
 
     Raises:
-        InputError: it is another kind of file, or a sample lacks a column.
+        InputError: it is another kind of file, a sample lacks a column, or the file
+            holds parts of responses.
     """
     held = _load(path)
     if held.get("cp_size", 1) != 1:

@@ -153,7 +153,7 @@ def config_of(cls: type) -> type:
     )
 
 
-def _tiny() -> Any:
+def _tiny() -> tuple[Any, Any]:
     """A model and a tokenizer that TRL's constructors accept, made in memory; they are
     never run.
     """
@@ -234,7 +234,7 @@ class _StandIn(torch.nn.Module):
         super().__init__()
         self.out = SimpleNamespace(log_probs=log_probs, entropy=entropy, aux_loss=None)
 
-    def forward(self, **_: Any) -> Any:
+    def forward(self, **_: Any) -> SimpleNamespace:
         return self.out
 
 

@@ -153,29 +153,34 @@ class Hooks:
         return int(self.trainer.state.global_step) + 1
 
     # ---- the wrapped methods ---------------------------------------------------------
-    def _calculate_rewards(self, *args: Any, **kw: Any) -> Any:
-        self.rewards = self.wrapped["_calculate_rewards"](*args, **kw)
-        return self.rewards
+    def _calculate_rewards(self, *args: Any, **kw: Any) -> Tensor:
+        rewards: Tensor = self.wrapped["_calculate_rewards"](*args, **kw)
+        self.rewards = rewards
+        return rewards
 
-    def _generate_and_score_completions(self, *args: Any, **kw: Any) -> Any:
+    def _generate_and_score_completions(self, *args: Any, **kw: Any) -> dict[str, Any]:
         self.rewards = None
-        out = self.wrapped["_generate_and_score_completions"](*args, **kw)
+        out: dict[str, Any] = self.wrapped["_generate_and_score_completions"](
+            *args, **kw
+        )
         if self.trainer.model.training and not self.detached:
             self._tried(lambda: self._label(out))
         return out
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kw: Any) -> Any:
+    def _get_per_token_logps_and_entropies(
+        self, *args: Any, **kw: Any
+    ) -> tuple[Any, ...]:
         self.forward = self.wrapped["_get_per_token_logps_and_entropies"](*args, **kw)
         return self.forward
 
-    def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        loss = self.wrapped["_compute_loss"](model, inputs)
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        loss: Tensor = self.wrapped["_compute_loss"](model, inputs)
         if self._is_recorded() and self.trainer.model.training:
             self._tried(lambda: self._keep(inputs))
         self.forward = ()
         return loss
 
-    def training_step(self, *args: Any, **kw: Any) -> Any:
+    def training_step(self, *args: Any, **kw: Any) -> Tensor:
         """Run the trainer's training_step; after the last of a step, write the step.
 
         Args:
@@ -185,7 +190,7 @@ class Hooks:
             The loss of the micro-batch, unchanged.
         """
         is_recorded = self._is_recorded()
-        loss = self.wrapped["training_step"](*args, **kw)
+        loss: Tensor = self.wrapped["training_step"](*args, **kw)
         if is_recorded and (self.micro_batches or self.error):
             self.losses.append(loss.detach())
             if self.trainer.accelerator.sync_gradients:

@@ -161,7 +161,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]  # TRL is untyped here
             report.error,
         )
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kw: Any) -> Any:
+    def _get_per_token_logps_and_entropies(
+        self, *args: Any, **kw: Any
+    ) -> tuple[Any, ...]:
         self._forward = super()._get_per_token_logps_and_entropies(*args, **kw)
         return self._forward
 

@@ -54,6 +54,8 @@ from upref.replay.schema import RecordedBatch
 from upref.replay.terms import EXTRA
 from upref.replay.watch import Watch, expect_choices, sink_of
 
+# verl's loss of a micro-batch: (loss, metrics)
+LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 log = logging.getLogger(__name__)
 FOLDER = "UPREF_REPLAY"
 HOW_OFTEN = "UPREF_REPLAY_EVERY"
@@ -268,7 +270,9 @@ class Steps:
         self.inner = BaseEngine.train_batch
         steps = self
 
-        def train_batch(self: Any, data: Any, loss_function: Any) -> Any:
+        def train_batch(
+            self: Any, data: Any, loss_function: LossFunction
+        ) -> dict[str, Any]:
             return steps.train_batch(self, data, loss_function)
 
         self.wrapper = train_batch
@@ -280,7 +284,9 @@ class Steps:
         if self.engines.train_batch is self.wrapper:
             self.engines.train_batch = self.inner
 
-    def train_batch(self, engine: Any, data: Any, loss_function: Any) -> Any:
+    def train_batch(
+        self, engine: Any, data: Any, loss_function: LossFunction
+    ) -> dict[str, Any]:
         """Take an optimizer step, and record it if it is one of the actor's and due.
 
         Args:
@@ -295,18 +301,25 @@ class Steps:
         is_actors = "old_log_probs" in data.keys()  # noqa: SIM118  a TensorDict iterates over rows
         # a step of the critic, or of supervised training
         if self.stopped or not is_actors:
-            return self.inner(engine, data, loss_function)
+            return self._train(engine, data, loss_function)
         if id(engine) not in self.counts:
             self.counts[id(engine)] = self._recorded(engine)
         self.counts[id(engine)] += 1
         step = self.counts[id(engine)]
         if not self.schedule.due(step):
-            return self.inner(engine, data, loss_function)
+            return self._train(engine, data, loss_function)
         kept = KeptStep(engine, loss_function)
-        out = self.inner(engine, data, kept.loss_function)
+        out = self._train(engine, data, kept.loss_function)
         if engine.is_mp_src_rank_with_outputs():
             group = engine.get_data_parallel_group()
             finish(lambda: self._hand_over(kept, step, group, out), self.detach, group)
+        return out
+
+    def _train(
+        self, engine: Any, data: Any, loss_function: LossFunction
+    ) -> dict[str, Any]:
+        """Call verl's own train_batch."""
+        out: dict[str, Any] = self.inner(engine, data, loss_function)
         return out
 
     def _hand_over(
@@ -333,7 +346,7 @@ class Steps:
 class KeptStep:
     """What one optimizer step of one engine leaves."""
 
-    def __init__(self, engine: Any, inner: Callable[..., Any]) -> None:
+    def __init__(self, engine: Any, inner: LossFunction) -> None:
         self.engine = engine
         self.inner = inner
         self.error: Exception | None = None  # why the step cannot be recorded
@@ -344,7 +357,7 @@ class KeptStep:
 
     def loss_function(
         self, model_output: Any, data: Any, dp_group: Any = None, **kw: Any
-    ) -> Any:
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Compute verl's loss of a micro-batch, and keep what it reads.
 
         An error while keeping does not reach verl here: `batch` raises it.

@@ -59,7 +59,9 @@ class _Only:
         self.paths = tuple(paths)
         self.known = _ours()
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> ModuleSpec | None:
         found = (
             f.find_spec(name, path, target)
             for f in self.finders
@@ -208,7 +210,9 @@ class _Stubs:
         self.stubs = pin.stubs
         self.decorators = pin.decorators
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> ModuleSpec | None:
         if any(name == s or name.startswith(f"{s}.") for s in self.stubs):
             return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
         return None
