@@ -20,6 +20,12 @@ class NotInstalled(InputError):
     """A framework does not import here."""
 
 
+class TooManyLines(InputError):
+    """User code was stopped after a number of lines of Python. It may be right: it was
+    not judged.
+    """
+
+
 class Gone(Exception):
     """User code ends its process, or takes too long: one sentence. No oracle takes it
     for a finding; a public function raises it as InputError."""

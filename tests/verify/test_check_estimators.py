@@ -222,7 +222,8 @@ def test_refused_prompt_ids_are_a_note_and_loops_over_them_end():
         for n in upref.check_advantages(zoo.ids_are_counted_up_to, "group_mean").notes
         if n.oracle == "group-ids"
     ]
-    assert note.regime.endswith(" or above 2^53") and "stopped after" in note.cause
+    assert note.regime.endswith(" or above 2^53 were not tested")
+    assert "was stopped after 100000 lines of Python" in note.cause
 
 
 REWARDS, GROUP = ("rewards", "scores", "token_returns"), ("group", "uid", "prompt_ids")

@@ -29,7 +29,7 @@ from tests.support.daily import daily
 from tests.support.exit_status import COMMAND
 from tests.verify.test_cli import is_running
 from upref.cli import commands, main
-from upref.errors import InputError
+from upref.errors import InputError, TooManyLines
 from upref.pytest_plugin import assert_policy_loss
 from upref.user_code.guard import (
     AROUND,
@@ -638,6 +638,25 @@ def test_the_budget_of_a_call_counts_lines_alone():
     assert not printed
     with pytest.raises(InputError, match=f"stopped after {lines} lines"):
         call_guarded("f", lambda: count_to(8), lines)
+
+
+def test_the_budget_ends_code_that_catches_every_exception():
+    def loops():
+        while True:
+            try:
+                count_to(8)
+            except Exception:
+                pass
+
+    def goes_on():
+        try:
+            count_to(1000)
+        except BaseException:
+            return 0.0
+
+    for call in (loops, goes_on):
+        with pytest.raises(TooManyLines, match="f was stopped after 100 lines"):
+            call_guarded("f", call, 100)
 
 
 def test_a_number_is_not_taken_for_the_nan_that_it_replaces():

@@ -204,8 +204,9 @@ def _judge(
 def _identify_unscaled(
     box: BlackBox, start: float, tried: list[Candidate], grids: list[Grid]
 ) -> Identification | None:
-    """A loss whose weights are an objective's without their factor on policy: a cap
-    below 1 scales what is on policy.
+    """The answer for a loss whose weight on policy is not A, as under a cap below 1:
+    what was divided out as a factor belongs to its weights. None where no objective
+    has such weights.
     """
     if box.scale == 1 or box.batch_coupled:
         return None
@@ -214,9 +215,7 @@ def _identify_unscaled(
     matches = _fitting(unscaled, refitted, grids)
     if not matches:
         return None
-    match = matches[0]
-    wrong = _faults(unscaled, match, grids) + _claimed(unscaled, match)
-    return _answer(unscaled, start, _kind_of(match), matches, "; ".join(wrong))
+    return _judge(unscaled, start, matches, grids)
 
 
 def _identify_with_other_kl(

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from upref.errors import Gone, InputError, OutOfMemory
+from upref.errors import Gone, InputError, OutOfMemory, TooManyLines
 
 
 def one_line(error: BaseException) -> str:
@@ -410,6 +410,8 @@ def call_guarded(
             ):
                 warnings.simplefilter("ignore")
                 answer = _call_within(lines, call)
+    except _LineLimit as e:
+        raise TooManyLines(f"{name} was stopped after {lines} lines of Python") from e
     except InputError as e:
         raise InputError(one_line(e)) from e
     except KeyboardInterrupt:
@@ -487,9 +489,26 @@ class _Kept(io.StringIO):
         """User code may close its standard output."""
 
 
+class _LineLimit(BaseException):
+    """User code ran more lines than it may. It is no Exception: a loop that catches
+    every Exception would go on.
+    """
+
+
 def _call_within(lines: int, call: Callable[[], Any]) -> Any:
-    """Call it, and stop it after so many lines of Python: a loop that would take years
-    ends here. 0: any number of lines.
+    """Call a function, and stop it after a number of lines of Python. This ends a loop
+    over so many numbers that it would take years.
+
+    It ends neither a loop in C, nor a loop that stands on one line, nor code that
+    catches BaseException and goes on; the last is refused if it returns. The time limit
+    of the command ends all of them.
+
+    Args:
+        lines: how many lines it may run; 0 for any number.
+        call: the function.
+
+    Raises:
+        _LineLimit: it ran more lines.
     """
     if not lines:
         return call()
@@ -501,12 +520,15 @@ def _call_within(lines: int, call: Callable[[], Any]) -> Any:
         if event == "line":
             lines_left -= 1
         if lines_left < 0:
-            raise TimeoutError(f"stopped after {lines} lines")
+            raise _LineLimit
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        return call()
+        answer = call()
     finally:
         sys.settrace(before)
+    if lines_left < 0:
+        raise _LineLimit  # the function caught it
+    return answer

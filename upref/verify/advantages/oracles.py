@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from upref.errors import InputError, OutOfMemory
+from upref.errors import InputError, OutOfMemory, TooManyLines
 from upref.verify import exact
 from upref.verify.advantages.case import UNCOUPLED, AdvantageCase
 from upref.verify.advantages.sizes import shift_and_scale
@@ -126,27 +126,32 @@ def group_ids(case: AdvantageCase) -> Iterator[Finding]:
         return
     case = replace(case, f=replace(case.f, lines=LINES))
     refused: list[str] = []
+    untested: list[str] = []
     why = ""
-    for said, ids in IDS.items():
+    why_untested = ""
+    for words, ids in IDS.items():
         batch = replace(
             exact.INTERLEAVED,
             group=tuple(ids[group_id] for group_id in exact.INTERLEAVED.group),
         )
         try:
             case.f(batch)
-        except (
-            InputError,
-            OutOfMemory,
-        ) as e:  # a table of 2^40 ids asks for much memory
-            refused = [*refused, said]
+        except TooManyLines as e:
+            untested.append(words)
+            why_untested = why_untested or str(e)
+            continue
+        except (InputError, OutOfMemory) as e:  # a table of 2^40 ids needs memory
+            refused.append(words)
             why = why or str(e)
             continue
         other = "it depends on the values of the ids: renumber them 0, 1, 2, ... first"
-        yield from case.compare("group-ids", f"prompt ids {said}", batch, other)
+        yield from case.compare("group-ids", f"prompt ids {words}", batch, other)
     if refused:
-        yield note(
-            "group-ids", f"it takes no prompt ids {' or '.join(refused)}", cause=why
-        )
+        text = f"it takes no prompt ids {' or '.join(refused)}"
+        yield note("group-ids", text, cause=why)
+    if untested:
+        text = f"prompt ids {' or '.join(untested)} were not tested"
+        yield note("group-ids", text, cause=why_untested)
 
 
 @oracle("random", not_run=either(no_ids, wrong_already))

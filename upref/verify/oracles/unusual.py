@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from upref.errors import InputError, OutOfMemory
+from upref.errors import InputError, OutOfMemory, TooManyLines
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import cause_if_confirmed_at
@@ -321,7 +321,9 @@ def groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
 
 
 def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
-    """What `groups` finds; a loss may loop over all ids up to 2^40."""
+    """Compute what `groups` returns. A loss may loop over all ids up to 2^40, so that
+    its lines are limited.
+    """
     batch = case.ready(on_policy_batch())
     relabeled = Relabeled(case)
     gradient = case.gradient(batch)
@@ -329,33 +331,24 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
     taken = []
     for words, (every_group, all_but_one) in relabel_groups(batch).items():
         is_taken = True
-        is_refused = False
         for renamed in (every_group, all_but_one):
             try:
                 distances = relabeled.difference(renamed, gradient)
-            except (
-                InputError,
-                OutOfMemory,
-            ) as e:  # 2^40 ids in a table ask for much memory
-                if words == GAPS:
-                    return [
-                        fail(
-                            "unusual-inputs",
-                            f"group ids {words}",
-                            "the same gradient",
-                            str(e),
-                        )
-                    ], ()
-                if not is_refused:
-                    notes.append(
-                        note(
-                            "unusual-inputs",
-                            f"group ids {words} are refused",
-                            found=str(e),
-                        )
-                    )
+            except TooManyLines as e:
+                if is_taken:
+                    text = f"group ids {words} were not tested"
+                    notes.append(note("unusual-inputs", text, found=str(e)))
                 is_taken = False
-                is_refused = True
+                continue
+            except (InputError, OutOfMemory) as e:  # a table of 2^40 ids needs memory
+                if words == GAPS:
+                    text = f"group ids {words}"
+                    expected = "the same gradient"
+                    return [fail("unusual-inputs", text, expected, str(e))], ()
+                if is_taken:
+                    text = f"group ids {words} are refused"
+                    notes.append(note("unusual-inputs", text, found=str(e)))
+                is_taken = False
                 continue
             if distances.max() > 0:
                 i, t = worst(distances)
