@@ -156,7 +156,7 @@ def _check(logits: Tensor, temperature: float) -> None:
         or not logits.shape[-1]
     ):
         raise InputError(
-            f"logits must be a floating-point tensor [B, T, V], got {describe(logits)}."
+            f"logits must be a floating-point tensor [..., T, V], got {describe(logits)}."
         )
     check_temperature(temperature)
 

@@ -222,3 +222,27 @@ def test_verl_agrees_where_it_is_recorded_to(monkeypatch):
         pytest.skip("verl's trainer is not installed: `repro/venv.sh smoke`")
     assert outcome.agrees
     assert platform.get_platform() is cuda
+
+
+@pytest.mark.trl
+def test_a_step_of_several_generation_batches_is_refused():
+    pytest.importorskip("trl")
+    from tests.step import loops
+    from upref_frameworks.trl import step as trl
+
+    fields = {"steps_per_generation": 1, "gradient_accumulation_steps": 2}
+    with pytest.raises(InputError, match="at most steps_per_generation=1"):
+        trl.report(loops.qwen3(), fields, trl.batch(), "dapo", {}, {})
+
+
+@pytest.mark.trl
+def test_a_verdict_names_the_step_that_was_compared():
+    pytest.importorskip("trl")
+    from tests.step import loops
+    from upref_frameworks.trl import step as trl
+
+    for number in (0, 1):
+        verdict = trl.report(
+            loops.qwen3(), {}, trl.batch(), "dapo", {}, {}, step=number
+        )
+        assert verdict and verdict.loss == f"step {number}"

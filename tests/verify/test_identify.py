@@ -296,6 +296,29 @@ def test_verl(mode, name, agg, hp):
     assert ("micro-batch" in identity.why) == (mode == "geo_mean")
 
 
+@pytest.mark.parametrize("trunc", [0.5, 3.0])
+@pytest.mark.parametrize("fault", [None, "aggregated by", "weight found"])
+def test_a_fault_is_named_whether_or_not_the_cap_scales_the_weight_on_policy(
+    trunc, fault
+):
+    objective = upref.get("dppo_tv_verl")
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        if fault == "weight found":
+            advantages = advantages.clamp(-20, 20)
+        J = objective.unreduced(
+            log_prob, old_log_prob, advantages, mask, None, delta=0.2, trunc=trunc
+        )
+        J = torch.where(mask, J, 0)
+        return -J.mean() if fault == "aggregated by" else -J.sum() / mask.sum()
+
+    identity = upref.identify(loss)
+    assert identity.name == "dppo_tv_verl"
+    assert identity.hp == pytest.approx({"delta": 0.2, "trunc": trunc})
+    assert identity.kind == ("pitfall" if fault else "objective")
+    assert all(word in identity.why for word in (fault or "").split())
+
+
 # ---- the command ---------------------------------------------------------------------
 BODY = """import torch
 def right(log_prob, old_log_prob, advantages, mask):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from upref.errors import importing
+from upref.errors import InputError, importing
 from upref.registry import Objective, get
 from upref.step.case import with_weights
 from upref.step.check import StepReport, check_recorded
@@ -172,18 +172,17 @@ def expected_rows(
     if settings["scale_rewards"] == "batch":
         A = A / (R.std() + 1e-4)
     made_of = settings["steps_per_generation"] * settings.get("num_iterations", 1)
-    # optimizer steps of a generation batch
-    batches_per_step = made_of // settings["gradient_accumulation_steps"]
+    steps_per_batch = made_of // settings["gradient_accumulation_steps"]
     first = _log_probs(seen, 0, rows, T)
     out = []
     for n, step in enumerate(seen.steps):
-        if n % max(batches_per_step, 1) == 0:
+        if n % max(steps_per_batch, 1) == 0:
             old = _log_probs(seen, n, rows, T)
         now = [
             replace(
                 r,
                 adv=float(a),
-                old=None if batches_per_step <= 1 else o.tolist(),
+                old=None if steps_per_batch <= 1 else o.tolist(),
                 ref=f.tolist(),
             )
             for r, a, o, f in zip(rows, A.flatten(), old, first, strict=True)
@@ -222,88 +221,91 @@ def report(
     cls: Any = None,
     more: dict[str, Any] | None = None,
 ) -> StepReport:
-    """Train on rows, and compare one optimizer step with the objective.
-
-    A mean over tokens is compared as TRL computes it: divided by the mean number of
-    tokens of a step.
+    """Train with TRL on these rows, and compare one optimizer step with the objective,
+    by the divisor that TRL documents.
 
     Args:
         model: a small causal language model of transformers; it is trained in place.
         fields: of GRPOConfig, over FIELDS.
-        rows: as of `batch`.
-        objective: the objective that the step is meant to have.
+        rows: a generation batch; rows[i].adv is the reward of row i.
+        objective: the objective, or its name.
         hp: its hyperparameters.
-        goal: beta, entropy_coef, clip and scale, as of `check_step`.
-        step: which step is compared; from 1 on r is off 1.
-        bound: as of `check_recorded`.
+        goal: beta, entropy_coef, clip and scale, as for `check_recorded`; scale
+            multiplies the objective.
+        step: the number of the optimizer step. In step 0 the ratio is 1.
+        bound: the relative error that is allowed, as for `check_recorded`.
         cls: a trainer class; None: trl.GRPOTrainer.
-        more: arguments of the trainer.
+        more: arguments of the trainer, for example peft_config.
 
     Returns:
-        The report of that step. If it differs and step 0 does too, its findings are
-        those of step 0, where r = 1.
+        The verdict on this step. Where it fails and step 0 fails too, the findings are
+        those of step 0: they are clearer.
 
     Raises:
-        InputError: TRL is not installed, or its trainer fails.
+        InputError: one step trains on several generation batches, TRL is not installed,
+            or its trainer fails.
     """
     settings: dict[str, Any] = FIELDS | fields
-    batches_per_step = (
-        settings["steps_per_generation"] // settings["gradient_accumulation_steps"]
-    )
-    first = (
-        step // max(batches_per_step, 1) * max(batches_per_step, 1)
-    )  # of the steps of its generation batch
-    last = first + max(batches_per_step, 1)
-    seen, _ = record_training(model, fields, rows, last, cls, **more or {})
-    o = objective if isinstance(objective, Objective) else get(objective)
+    accumulation = settings["gradient_accumulation_steps"]
+    steps_per_batch = settings["steps_per_generation"] // accumulation
+    if not steps_per_batch:
+        raise InputError(
+            f"gradient_accumulation_steps={accumulation} makes one step of several generation batches: "
+            f"set it to at most steps_per_generation={settings['steps_per_generation']}."
+        )
+    first = step // steps_per_batch * steps_per_batch  # of its generation batch
+    last = first + steps_per_batch
+    recorded, _ = record_training(model, fields, rows, last, cls, **more or {})
+    if not isinstance(objective, Objective):
+        objective = get(objective)
 
-    def ends(r: Row) -> bool:
+    def ends(row: Row) -> bool:
         """Return whether TRL trains on this response rather than masks it as cut."""
-        return r.response[-1] == END or not settings.get("mask_truncated_completions")
+        return row.response[-1] == END or not settings.get("mask_truncated_completions")
 
-    # TRL divides by the mean number of a step
-    tokens = sum(sum(r.trains) for r in rows if ends(r)) / batches_per_step
+    mean_tokens = sum(sum(row.trains) for row in rows if ends(row)) / steps_per_batch
 
-    def at_step(n: int, its: list[Row]) -> StepReport:
-        g = {"scale": 1.0} | goal
-        if settings["loss_type"] in ("dapo", "cispo") and o.agg in (
-            "token-mean",
-            "group-token-mean",
-        ):
-            g["scale"] *= sum(sum(r.trains) for r in its) / tokens
-        if (
-            settings["loss_type"] == "vespo"
-        ):  # its paper's mean over responses, by tokens
-            g["scale"] *= len(its) / tokens
-        # a mean over tokens, whatever the policy term's normalizer is
-        if g.get("entropy_coef"):
-            g["entropy_coef"] /= g["scale"]
-        recorded_step = Recorded(seen.model, [seen.steps[n]])
-        return check_recorded(
-            recorded_step,
-            [its],
-            o,
+    def at_step(number: int, step_rows: list[Row]) -> StepReport:
+        """Compare this step with the objective on these rows."""
+        terms = {"scale": 1.0} | goal
+        # TRL divides by the mean number of tokens of a step: the objective by the
+        # tokens of this step, or by its responses
+        by_tokens = objective.agg in ("token-mean", "group-token-mean")
+        if settings["loss_type"] in ("dapo", "cispo") and by_tokens:
+            terms["scale"] *= sum(sum(row.trains) for row in step_rows) / mean_tokens
+        if settings["loss_type"] == "vespo":
+            terms["scale"] *= len(step_rows) / mean_tokens
+        # TRL's entropy term is a mean over the tokens of this step for every loss
+        if terms.get("entropy_coef"):
+            terms["entropy_coef"] /= terms["scale"]
+        verdict = check_recorded(
+            Recorded(recorded.model, [recorded.steps[number]]),
+            [step_rows],
+            objective,
             temperature=settings["temperature"],
             without=AXES,
             bound=bound,
-            **g,
+            **terms,
             **hp,
         )
+        return replace(verdict, loss=f"step {number}")
 
-    each = expected_rows(seen, rows, fields)
-    found = at_step(step, each[step])
-    if unfed := _unfed(rows, each[first:last]):
+    rows_of_steps = expected_rows(recorded, rows, fields)
+    verdict = at_step(step, rows_of_steps[step])
+    if unfed := _unfed(rows, rows_of_steps[first:last]):
         cause = f"responses {', '.join(map(str, unfed))} of the generation batch do not train"
-        never = fail(
+        finding = fail(
             "gradient",
             "over the generation batch",
             "a step on each response",
             cause=cause,
         )
-        return replace(found, findings=[never])
-    if found or not step:
-        return found
-    # TRL's forward pass makes the old log-probabilities too: where it is wrong, the
-    # first step, with r = 1, is clearer
-    again = at_step(0, [replace(r, old=None) for r in each[0]])
-    return found if again else replace(found, findings=again.findings)
+        return replace(verdict, findings=[finding])
+    if verdict or step == 0:
+        return verdict
+    # TRL's forward pass makes the old log-probabilities too: where it is wrong, step 0,
+    # with a ratio of 1, is clearer
+    first_verdict = at_step(0, [replace(row, old=None) for row in rows_of_steps[0]])
+    if first_verdict:
+        return verdict
+    return replace(verdict, findings=first_verdict.findings)

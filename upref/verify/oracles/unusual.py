@@ -343,8 +343,8 @@ def _groups(case: LossCase) -> tuple[list[Finding], tuple[str, ...]]:
             except (InputError, OutOfMemory) as e:  # a table of 2^40 ids needs memory
                 if words == GAPS:
                     text = f"group ids {words}"
-                    expected = "the same gradient"
-                    return [fail("unusual-inputs", text, expected, str(e))], ()
+                    due = "the same gradient"
+                    return [fail("unusual-inputs", text, due, str(e))], ()
                 if is_taken:
                     text = f"group ids {words} are refused"
                     notes.append(note("unusual-inputs", text, found=str(e)))
