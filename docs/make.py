@@ -444,10 +444,10 @@ def benchmarks() -> str:
 
 def lessons() -> str:
     """The pages of the course: question, and minutes at 230 words of text a minute."""
-    from upref_course.grader import Reading, contents
+    from upref_course.grader import Reading, course_pages
 
     rows = []
-    for lesson in contents():
+    for lesson in course_pages():
         page = (ROOT / lesson.page).read_text(encoding="utf-8")
         minutes = math.ceil(len(reading(page)) / WORDS_A_MINUTE)
         mark = lesson.mark if isinstance(lesson, Reading) else lesson.number

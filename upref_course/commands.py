@@ -54,7 +54,7 @@ def _learn(args: argparse.Namespace) -> int:
                 if isinstance(page, grader.Reading)
                 else begun.get(page.title, ""),
             ]
-            for page in grader.contents()
+            for page in grader.course_pages()
         ]
         table(["", "lesson", "your file"], words)
         print(f"The lessons: {grader.located('docs/course/README.md')}")

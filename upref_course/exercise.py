@@ -53,21 +53,25 @@ class Exercise:
 
     @property
     def file(self) -> str:
-        """What the exercise is called in the student's folder."""
+        """Return the name of the exercise in the student's folder."""
         return f"lesson{self.number:02d}.py"
 
     @property
     def page(self) -> str:
+        """Return the path of the lesson in a checkout."""
         return f"docs/course/{self.number:02d}-{self.slug}.md"
 
     @property
     def lesson(self) -> str:
-        """Where the lesson is: the file of the checkout that is installed, or its
-        address, or its path there.
-        """
+        """Return where the lesson is: a file of this checkout, an address, or a path."""
         return located(self.page)
 
     def facts(self) -> dict[str, Any]:
+        """Return what `upref learn --json` prints of the exercise.
+
+        Returns:
+            Number, title, page and file.
+        """
         return {
             "lesson": self.number,
             "title": self.title,
@@ -76,5 +80,9 @@ class Exercise:
         }
 
     def text(self) -> str:
-        """The file with the hole, as the student gets it."""
+        """Return the file with the hole, as the student gets it.
+
+        Returns:
+            The source without its line of license.
+        """
         return (FILES / self.file).read_text(encoding="utf-8").partition("\n")[2]

@@ -16,18 +16,18 @@ from upref.user_code.load import load
 from upref.verify.oracle import discover
 from upref_course import lessons, require_exercise
 from upref_course.exercise import Exercise, located
-from upref_course.verdict import ExerciseVerdict, judged, unfilled
+from upref_course.verdict import ExerciseVerdict, judge_function, judge_hole
 
 __all__ = [
     "ExerciseVerdict",
     "Reading",
-    "contents",
+    "course_pages",
     "exercise",
     "exercises",
     "judge",
-    "judged",
+    "judge_function",
+    "judge_hole",
     "located",
-    "unfilled",
     "write",
 ]
 
@@ -51,8 +51,12 @@ READINGS = (
 )
 
 
-def contents() -> list[Exercise | Reading]:
-    """Every page of the course, in the order in which it is read."""
+def course_pages() -> list[Exercise | Reading]:
+    """Return every page of the course, in the order in which it is read.
+
+    Returns:
+        The exercises, and the pages without an exercise.
+    """
     return sorted(
         [*exercises(), *READINGS],
         key=lambda page: page.number if isinstance(page, Exercise) else page.after,
@@ -60,12 +64,23 @@ def contents() -> list[Exercise | Reading]:
 
 
 def exercises() -> list[Exercise]:
-    """All of them, in the order of the course."""
+    """Return all exercises.
+
+    Returns:
+        One for each module of upref_course/lessons, in the order of the course.
+    """
     return sorted(discover(lessons, Exercise), key=lambda e: e.number)
 
 
 def exercise(number: int) -> Exercise:
-    """The one of that lesson; InputError where there is none."""
+    """Return the exercise of a lesson.
+
+    Args:
+        number: of the lesson.
+
+    Raises:
+        InputError: the lesson has no exercise, or there is no such lesson.
+    """
     if number == 0:
         page = located(READINGS[0].page)
         raise InputError(f"lesson 0, the loop, has no exercise. Read it: {page}")
@@ -73,28 +88,46 @@ def exercise(number: int) -> Exercise:
     return next(e for e in exercises() if e.number == number)
 
 
-def write(e: Exercise, folder: Path) -> bool:
-    """The file with the hole into the folder; False where a file of that name is there
-    already, which stays.
+def write(exercise: Exercise, folder: Path) -> bool:
+    """Write the file with the hole into a folder.
+
+    Args:
+        exercise: whose file.
+        folder: the student's.
+
+    Returns:
+        False where a file of that name exists already, which stays as it is.
     """
-    if (folder / e.file).exists():
+    if (folder / exercise.file).exists():
         return False
-    write_atomically(folder / e.file, e.text())
+    write_atomically(folder / exercise.file, exercise.text())
     return True
 
 
-def judge(e: Exercise, folder: Path) -> ExerciseVerdict:
-    """What is to be said of the student's file. Raises InputError where it cannot be
-    read or run.
+def judge(exercise: Exercise, folder: Path) -> ExerciseVerdict:
+    """Judge the student's file.
+
+    Args:
+        exercise: that the file is meant to solve.
+        folder: where the file is.
+
+    Returns:
+        The verdict.
+
+    Raises:
+        InputError: the file cannot be read, or its function cannot be run.
     """
-    fn = load(f"{folder / e.file}:{e.function}")
-    return unfilled(e) if _hole(e, folder / e.file) else judged(e, fn)
+    file = folder / exercise.file
+    fn = load(f"{file}:{exercise.function}")
+    if _has_hole(exercise, file):
+        return judge_hole(exercise)
+    return judge_function(exercise, fn)
 
 
-def _hole(e: Exercise, file: Path) -> bool:
+def _has_hole(exercise: Exercise, file: Path) -> bool:
     """Whether the function still answers, or sets something, with `...`."""
     for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(function, ast.FunctionDef) and function.name == e.function:
+        if isinstance(function, ast.FunctionDef) and function.name == exercise.function:
             given = [
                 n.value
                 for n in ast.walk(function)

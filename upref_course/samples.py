@@ -17,43 +17,73 @@ from upref.verify.report import Report
 from upref_course.exercise import ExerciseBatch
 
 
-def numbers(x: list[float]) -> torch.Tensor:
-    """As a float64 tensor."""
-    return torch.tensor(x, dtype=torch.float64)
+def numbers(values: list[float]) -> Tensor:
+    """Make a float64 tensor.
+
+    Args:
+        values: its numbers.
+
+    Returns:
+        [N].
+    """
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def batch(shows: str, p: list[float], mu: list[float], A: list[float]) -> ExerciseBatch:
-    """lp, lp_old and A of samples whose probability was mu and is p."""
+    """Make a batch of N samples of one token each.
+
+    Args:
+        shows: what it shows, in words.
+        p: their probabilities now, [N].
+        mu: their probabilities when they were drawn, [N].
+        A: their advantages, [N].
+
+    Returns:
+        A batch whose inputs are lp, lp_old and A.
+    """
     return ExerciseBatch(
         shows, {"lp": numbers(p).log(), "lp_old": numbers(mu).log(), "A": numbers(A)}
     )
 
 
-def arguments(b: Rollouts) -> dict[str, Any]:
-    """The tokens of a batch of `upref check`, as the samples that they are to the
-    student's function.
+def arguments(rollouts: Rollouts) -> dict[str, Any]:
+    """Turn the tokens of a batch of `upref check` into samples of the exercise.
+
+    Args:
+        rollouts: token tensors [B, T].
+
+    Returns:
+        lp, lp_old and A of the tokens that train, [N].
     """
     return {
-        "lp": b.logp[b.mask],
-        "lp_old": b.logp_old[b.mask],
-        "A": b.adv.expand_as(b.logp)[b.mask],
+        "lp": rollouts.logp[rollouts.mask],
+        "lp_old": rollouts.logp_old[rollouts.mask],
+        "A": rollouts.adv.expand_as(rollouts.logp)[rollouts.mask],
     }
 
 
-def checked(
+def check_samples(
     fn: Callable[..., Any], objective: str | Objective, skip: tuple[str, ...] = ()
 ) -> Report:
-    """upref check: the samples are the tokens of all responses, so that their mean is
-    the mean over tokens.
+    """Run `upref check` on a function of samples.
 
-    Bounds that fn takes and does not use are found: they are parameters of what is
-    checked, too.
+    The samples are the tokens of all responses, so that their mean is the mean over
+    tokens. Bounds that `fn` takes and does not use are found: they are parameters of
+    what is checked, too.
+
+    Args:
+        fn: (lp, lp_old, A) -> a loss, of samples [N], with the bounds that it takes.
+        objective: what the loss should be.
+        skip: oracles that are left out.
+
+    Returns:
+        The report.
     """
-    o = get(objective) if isinstance(objective, str) else objective
+    reference = get(objective) if isinstance(objective, str) else objective
     bounds = {
         k: v
         for k, v in inspect.signature(fn).parameters.items()
-        if k in o.hyperparameters
+        if k in reference.hyperparameters
     }
 
     def wrapped(
@@ -69,4 +99,4 @@ def checked(
     wrapped.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [*own, *(v.replace(kind=v.KEYWORD_ONLY) for v in bounds.values())]
     )
-    return check(wrapped, o, skip=skip)
+    return check(wrapped, reference, skip=skip)

@@ -55,7 +55,7 @@ class ExerciseVerdict(Result):
         return self.ok
 
     def data(self) -> dict[str, Any]:
-        """The fields.
+        """Return the fields.
 
         Returns:
             Their values by name.
@@ -63,6 +63,14 @@ class ExerciseVerdict(Result):
         return asdict(self)
 
     def text(self, verbose: bool = False) -> str:
+        """Return the verdict, the batch, the mistake and the hint.
+
+        Args:
+            verbose: not read: all is printed.
+
+        Returns:
+            Lines, without a line break at the end.
+        """
         head = f"lesson {self.lesson}, {self.title}: {'right' if self.ok else 'not yet'}   {self.file}"
         lines = [head]
         if self.batch:
@@ -84,7 +92,7 @@ class ExerciseVerdict(Result):
 
     @property
     def head_style(self) -> str:
-        """Yellow, not red, for an exercise that is not solved yet."""
+        """Return yellow, not red, for an exercise that is not solved yet."""
         return "bold green" if self.ok else "bold yellow"
 
 
@@ -105,14 +113,26 @@ class ValueAndGradient:
 
 
 def outcome(
-    e: Exercise, fn: Callable[..., Any], batch: ExerciseBatch
+    exercise: Exercise, fn: Callable[..., Any], batch: ExerciseBatch
 ) -> ValueAndGradient:
-    """Raises whatever the function raises."""
+    """Run a function on a batch of an exercise.
+
+    Args:
+        exercise: whether it compares values, gradients or both.
+        fn: the student's function, the right one or a known mistake.
+        batch: its arguments; the function gets copies.
+
+    Returns:
+        Its value and gradient, or in words why there are none.
+
+    Raises:
+        Exception: whatever the function raises.
+    """
     inputs: dict[str, Any] = {
         k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.inputs.items()
     }
-    if e.gradient:
-        inputs[e.gradient].requires_grad_()
+    if exercise.gradient:
+        inputs[exercise.gradient].requires_grad_()
     answer = fn(*inputs.values())
     if answer is None:
         return ValueAndGradient(amiss=NOTHING)
@@ -120,7 +140,7 @@ def outcome(
         return ValueAndGradient(
             amiss=f"it returns {describe(answer)}, a tensor that does not hold its numbers"
         )
-    if not e.gradient:
+    if not exercise.gradient:
         return ValueAndGradient(
             value=answer.detach() if isinstance(answer, Tensor) else answer
         )
@@ -128,24 +148,41 @@ def outcome(
         return ValueAndGradient(
             amiss=f"it returns a {type(answer).__name__}, not a tensor: so there is no gradient"
         )
-    if answer.numel() != 1 and not e.value:
+    if answer.numel() != 1 and not exercise.value:
         return ValueAndGradient(
             amiss=f"it returns {answer.numel()} numbers, {list(answer.shape)}: reduce them to one"
         )
     if not answer.requires_grad:
         return ValueAndGradient(
             amiss="the result has no gradient: it is detached, or does not depend on "
-            + e.gradient
+            + exercise.gradient
         )
-    (g,) = torch.autograd.grad(answer.sum(), inputs[e.gradient], allow_unused=True)
+    (g,) = torch.autograd.grad(
+        answer.sum(), inputs[exercise.gradient], allow_unused=True
+    )
     if g is None:
-        return ValueAndGradient(amiss=f"the result does not depend on {e.gradient}")
-    return ValueAndGradient(value=answer.detach() if e.value else None, gradient=g)
+        return ValueAndGradient(
+            amiss=f"the result does not depend on {exercise.gradient}"
+        )
+    return ValueAndGradient(
+        value=answer.detach() if exercise.value else None, gradient=g
+    )
 
 
-def equal(x: ValueAndGradient, y: ValueAndGradient) -> bool:
+def equal(one: ValueAndGradient, other: ValueAndGradient) -> bool:
+    """Tell whether two outcomes have the same numbers.
+
+    Args:
+        one: an outcome.
+        other: another one, on the same batch.
+
+    Returns:
+        True within a tolerance of TOL, relative and absolute; NaN is equal to NaN.
+    """
     return (
-        x.amiss == y.amiss and _same(x.value, y.value) and _same(x.gradient, y.gradient)
+        one.amiss == other.amiss
+        and _same(one.value, other.value)
+        and _same(one.gradient, other.gradient)
     )
 
 
@@ -162,31 +199,51 @@ def _same(x: Any, y: Any) -> bool:
 
 
 # ---- the verdict ---------------------------------------------------------------------
-def _about(e: Exercise) -> dict[str, Any]:
-    return {"lesson": e.number, "title": e.title, "file": f"{e.file}:{e.function}"}
+def _about(exercise: Exercise) -> dict[str, Any]:
+    return {
+        "lesson": exercise.number,
+        "title": exercise.title,
+        "file": f"{exercise.file}:{exercise.function}",
+    }
 
 
-def unfilled(e: Exercise) -> ExerciseVerdict:
-    """Of a file as the student got it."""
-    hint = f"fill the line with `...`; the lesson is {e.lesson}."
+def judge_hole(exercise: Exercise) -> ExerciseVerdict:
+    """Return the verdict on a file as the student got it.
+
+    Args:
+        exercise: whose file.
+    """
+    hint = f"fill the line with `...`; the lesson is {exercise.lesson}."
     return ExerciseVerdict(
-        **_about(e), ok=False, mistake="the hole is still open", hint=hint
+        **_about(exercise), ok=False, mistake="the hole is still open", hint=hint
     )
 
 
-def judged(e: Exercise, fn: Callable[..., Any]) -> ExerciseVerdict:
-    """The ExerciseVerdict; InputError where the function raises or ends the program."""
-    about = _about(e)
+def judge_function(exercise: Exercise, fn: Callable[..., Any]) -> ExerciseVerdict:
+    """Judge a student's function.
+
+    Args:
+        exercise: that it is meant to solve.
+        fn: the function.
+
+    Returns:
+        The verdict: right, or the first batch on which it is wrong, with the mistake
+        where it is a known one.
+
+    Raises:
+        InputError: the function raises an error, or ends the program.
+    """
+    about = _about(exercise)
     name = about["file"]
     yours = []
-    for batch in e.batches:
+    for batch in exercise.batches:
         try:
-            yours.append(call_guarded(name, partial(outcome, e, fn, batch))[0])
+            yours.append(call_guarded(name, partial(outcome, exercise, fn, batch))[0])
         except InputError as error:
             raise InputError(
-                f"{error}, on the batch {_python(e, batch, '; ')}"
+                f"{error}, on the batch {_python(exercise, batch, '; ')}"
             ) from error
-    right = [outcome(e, e.right, batch) for batch in e.batches]
+    right = [outcome(exercise, exercise.right, batch) for batch in exercise.batches]
     at = next(
         (
             i
@@ -196,8 +253,9 @@ def judged(e: Exercise, fn: Callable[..., Any]) -> ExerciseVerdict:
         None,
     )
     if at is not None:
-        batch, (want, got) = e.batches[at], _said(e, right[at], yours[at])
-        fault, sure = _fault(e, yours, at)
+        batch = exercise.batches[at]
+        want, got = _expected_and_found(exercise, right[at], yours[at])
+        fault, sure = _fault(exercise, yours, at)
         if fault:
             mistake = fault.words if sure else f"perhaps: {fault.words}"
         else:
@@ -205,12 +263,13 @@ def judged(e: Exercise, fn: Callable[..., Any]) -> ExerciseVerdict:
         hint = (
             fault.hint
             if fault
-            else e.hint(batch, yours[at].value) or _where(e, at, yours[at].amiss)
+            else exercise.hint(batch, yours[at].value)
+            or _where(exercise, at, yours[at].amiss)
         )
         return ExerciseVerdict(
             **about,
             ok=False,
-            batch=_python(e, batch),
+            batch=_python(exercise, batch),
             shows=batch.shows,
             expected=want,
             found=got,
@@ -218,7 +277,7 @@ def judged(e: Exercise, fn: Callable[..., Any]) -> ExerciseVerdict:
             hint=hint,
             fault_ids=fault.cause.ids if fault else (),
         )
-    if e.proof and not (report := e.proof(fn)):
+    if exercise.proof and not (report := exercise.proof(fn)):
         first = report.failures[0]
         if first.oracle == "dead-hyperparameter":
             return ExerciseVerdict(
@@ -228,12 +287,12 @@ def judged(e: Exercise, fn: Callable[..., Any]) -> ExerciseVerdict:
                 hint="compute the bounds from the function's arguments.",
             )
         mistake = first.cause or f"`upref check` fails: {first.oracle}"
-        if shown := _met(e, fn, first):
+        if shown := _met(exercise, fn, first):
             batch, want, got = shown
             return ExerciseVerdict(
                 **about,
                 ok=False,
-                batch=_python(e, batch, digits=8),
+                batch=_python(exercise, batch, digits=8),
                 shows=batch.shows,
                 expected=want,
                 found=got,
@@ -260,70 +319,88 @@ def judged(e: Exercise, fn: Callable[..., Any]) -> ExerciseVerdict:
             hint=hint,
             fault_ids=first.fault_ids,
         )
-    return ExerciseVerdict(**about, ok=True, hint=e.notice)
+    return ExerciseVerdict(**about, ok=True, hint=exercise.notice)
 
 
 def _met(
-    e: Exercise, fn: Callable[..., Any], finding: Finding
+    exercise: Exercise, fn: Callable[..., Any], finding: Finding
 ) -> tuple[ExerciseBatch, str, str] | None:
     """The batch of a finding of `upref check` as arguments of the exercise, expected
     and found, where they differ.
     """
     example = finding.example
-    if not (e.arguments and example and example.rollouts and example.inputs):
+    if not (exercise.arguments and example and example.rollouts and example.inputs):
         return None
     place = replace(finding.place, numbers={}) if finding.place else None
     shows = replace(finding, place=place).regime
-    batch = ExerciseBatch(shows, e.arguments(make_rollouts(example)))
+    batch = ExerciseBatch(shows, exercise.arguments(make_rollouts(example)))
     try:
-        right, yours = (
-            outcome(e, e.right, batch),
-            call_guarded(e.file, partial(outcome, e, fn, batch))[0],
-        )
+        right = outcome(exercise, exercise.right, batch)
+        yours, _ = call_guarded(exercise.file, partial(outcome, exercise, fn, batch))
     except InputError:
         return None
-    return None if equal(right, yours) else (batch, *_said(e, right, yours))
+    return (
+        None
+        if equal(right, yours)
+        else (batch, *_expected_and_found(exercise, right, yours))
+    )
 
 
 def _fault(
-    e: Exercise, yours: list[ValueAndGradient], at: int
+    exercise: Exercise, yours: list[ValueAndGradient], at: int
 ) -> tuple[Fault[Callable[..., Any]] | None, bool]:
     """The known mistake that gives these numbers, on all batches (True) or on most of
     them and up to the one shown.
 
     Gradients that are 0 alone make no function alike.
     """
-    most, found = 0, None
-    for fault in e.faults:
+    most = 0
+    found = None
+    for fault in exercise.faults:
         alike = [
-            equal(x, outcome(e, fault.change, batch))
-            for x, batch in zip(yours, e.batches, strict=True)
+            equal(x, outcome(exercise, fault.change, batch))
+            for x, batch in zip(yours, exercise.batches, strict=True)
         ]
         tells = any(
             same and (x.gradient is None or x.gradient.any())
             for same, x in zip(alike, yours, strict=True)
         )
         if all(alike[: at + 1]) and sum(alike) > most and (tells or all(alike)):
-            most, found = sum(alike), fault
+            most = sum(alike)
+            found = fault
     return found, most == len(yours)
 
 
-def _where(e: Exercise, at: int, amiss: str) -> str:
+def _where(exercise: Exercise, at: int, amiss: str) -> str:
     """What can be said of the place alone."""
     if amiss == NOTHING:
         return "a function that ends without `return` answers None."
     if "reduce them" in amiss:
         return "a loss is one number: average as the exercise says. The gradient is found by PyTorch, not by you."
     if amiss:
-        return f"answer with one number, a tensor made of {e.gradient}: .item(), .tolist(), .detach(), numpy cut that."
+        return (
+            f"answer with one number, a tensor made of {exercise.gradient}: "
+            ".item(), .tolist(), .detach(), numpy cut that."
+        )
     if not at:
         return "this is the smallest batch there is: work it out by hand, with the table of the lesson."
     before = "the smaller batch" if at == 1 else f"the {at} smaller batches"
-    return f"you are right on {before}: what is new here is {e.batches[at].shows}."
+    return (
+        f"you are right on {before}: what is new here is {exercise.batches[at].shows}."
+    )
 
 
 def pattern(right: ValueAndGradient, yours: ValueAndGradient) -> str:
-    """What can be said of numbers that no known mistake gives."""
+    """Say in words how numbers differ where no known mistake gives them.
+
+    Args:
+        right: the outcome of the right function.
+        yours: that of the student's function.
+
+    Returns:
+        The shape, NaN, zeros, the sign or a constant factor; "" where it is none of
+        these.
+    """
     for want, got in ((right.gradient, yours.gradient), (right.value, yours.value)):
         if not (isinstance(want, Tensor) and isinstance(got, Tensor)) or _same(
             want, got
@@ -353,18 +430,18 @@ def pattern(right: ValueAndGradient, yours: ValueAndGradient) -> str:
 
 
 # ---- in words ------------------------------------------------------------------------
-def _said(
-    e: Exercise, right: ValueAndGradient, yours: ValueAndGradient
+def _expected_and_found(
+    exercise: Exercise, right: ValueAndGradient, yours: ValueAndGradient
 ) -> tuple[str, str]:
     """What is expected and what was found: the first of value and gradient that
     differs.
     """
-    if e.gradient and (yours.amiss or not _same(right.gradient, yours.gradient)):
-        what = f"gradient by {e.gradient} "
+    if exercise.gradient and (yours.amiss or not _same(right.gradient, yours.gradient)):
+        what = f"gradient by {exercise.gradient} "
         want, got = _numbers(right.gradient, yours.gradient)
         return what + want, yours.amiss or what + got
     want, got = _numbers(right.value, yours.value)
-    return "another answer" if e.answer_kept_back else want, yours.amiss or got
+    return "another answer" if exercise.answer_kept_back else want, yours.amiss or got
 
 
 def _numbers(*values: Any) -> list[str]:
@@ -391,10 +468,10 @@ def _short(x: Any, digits: int = 4, depth: int = 9) -> str:
 
 
 def _python(
-    e: Exercise, batch: ExerciseBatch, between: str = "\n", digits: int = 4
+    exercise: Exercise, batch: ExerciseBatch, between: str = "\n", digits: int = 4
 ) -> str:
     given = [
         f"{k} = {f'torch.tensor({_short(v.tolist(), digits)})' if isinstance(v, Tensor) else repr(v)}"
         for k, v in batch.inputs.items()
     ]
-    return between.join([*given, f"{e.function}({', '.join(batch.inputs)})"])
+    return between.join([*given, f"{exercise.function}({', '.join(batch.inputs)})"])

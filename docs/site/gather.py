@@ -19,7 +19,7 @@ from pathlib import Path
 
 from docs import framework_pages as frameworks
 from docs.site import api, derivations, objectives, prose
-from upref_course.grader import contents
+from upref_course.grader import course_pages
 
 ROOT = Path(__file__).parents[2]
 NAMED = {
@@ -92,7 +92,7 @@ SECTIONS = [
         "course/README",
         "Course",
         "From “a policy is a softmax” to “what is wrong with this run”.",
-        [docname(page.page) for page in contents()],
+        [docname(page.page) for page in course_pages()],
     ),
     Section(
         "objectives",

@@ -14,7 +14,7 @@ from docs.site.prose import papers
 from repro import fork
 from upref.cli import main
 from upref_course import grader as learn
-from upref_course.verdict import judged
+from upref_course.verdict import judge_function
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 EVERY = {e.number: e for e in learn.exercises()}
@@ -117,7 +117,7 @@ def test_three_wrong_attempts_at_least(n):
 def test_every_known_mistake_is_recognised_as_itself(n):
     """No fault is right, and none is hidden by another."""
     for fault in EVERY[n].faults:
-        answer = judged(EVERY[n], fault.change)
+        answer = judge_function(EVERY[n], fault.change)
         assert not answer and answer.mistake == fault.words, (
             fault.words,
             answer.mistake,
@@ -196,7 +196,7 @@ def test_the_list(asked, capsys):
     ] == [True, False]
     main(["learn"])
     said = capsys.readouterr().out
-    assert all(page.title in said for page in learn.contents())
+    assert all(page.title in said for page in learn.course_pages())
 
 
 def test_lesson_0_is_read_and_not_written(asked):
@@ -277,7 +277,7 @@ def test_every_page_is_a_lesson():
     ]
 
 
-@pytest.mark.parametrize("page", learn.contents(), ids=lambda page: page.title)
+@pytest.mark.parametrize("page", learn.course_pages(), ids=lambda page: page.title)
 def test_papers_are_links_with_authors_and_year(page):
     """A key of papers.bib means nothing to a student."""
     text = (ROOT / page.page).read_text(encoding="utf-8")
@@ -289,7 +289,7 @@ def test_papers_are_links_with_authors_and_year(page):
 
 def test_every_page_stands_in_the_list_and_says_what_one_can_do_now():
     """Lesson 0, the eleven lessons, and the pages between them."""
-    pages = [ROOT / page.page for page in learn.contents()]
+    pages = [ROOT / page.page for page in learn.course_pages()]
     folder = (ROOT / "docs/course").glob("*.md")
     assert sorted(pages) == sorted(p for p in folder if p.name != "README.md")
     contents = (ROOT / "docs/course/README.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from docs.faults import faults
 from upref.step.families import tiny
 from upref.verify.faults.measured import OBSERVATIONS
 from upref_course.grader import exercises
-from upref_course.verdict import judged
+from upref_course.verdict import judge_function
 
 PART = re.compile(r"(?<!\w)-?\d+(\.\d+)?(e[-+]?\d+)?")
 
@@ -56,7 +56,7 @@ def test_a_loss_a_lesson_and_json_name_a_missing_minimum_by_one_id():
     (lesson,) = [e for e in exercises() if e.slug == "clipping"]
     assert report.failures[0].fault_ids == ("minimum-missing",)
     assert '"minimum-missing"' in report.json()
-    assert judged(lesson, clipped).fault_ids == ("minimum-missing",)
+    assert judge_function(lesson, clipped).fault_ids == ("minimum-missing",)
 
 
 def test_a_step_a_function_and_a_lesson_name_a_forgotten_temperature_by_one_id():

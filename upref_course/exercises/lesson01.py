@@ -8,12 +8,14 @@ import torch
 
 
 def loss(logits, action, reward):
-    """One number for an optimizer that goes downhill. Its gradient is minus the mean of
-    R ∇log π over the samples.
+    """Return one number for an optimizer that goes downhill.
 
-    logits  [K]  a number for each of K actions; the policy is softmax(logits)
-    action  [N]  N samples of the policy: which action was taken, 0 .. K - 1
-    reward  [N]  what each of them earned
+    Its gradient is minus the mean of R ∇log π over the samples.
+
+    Args:
+        logits: [K], a number for each of K actions; the policy is softmax(logits).
+        action: [N], N samples of the policy: which action was taken, 0 .. K - 1.
+        reward: [N], what each of them earned.
     """
     log_prob = torch.log_softmax(logits, dim=0)  # [K]: log π of every action
     return ...

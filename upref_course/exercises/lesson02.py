@@ -8,12 +8,18 @@ import torch
 
 
 def advantages(rewards, group):
-    """GRPO's advantage: (reward - mean) / (deviation + 1e-6), both of the answers to
-    the same prompt.
+    """Compute GRPO's advantage: (reward - mean) / (deviation + 1e-6).
 
-    rewards  [N]  what each answer earned
-    group    [N]  the number of the prompt that each answers, in any order; every prompt has two answers or more
-    Returns [N], one advantage for each answer. The deviation is torch.std as it comes.
+    Mean and deviation are of the answers to the same prompt. The deviation is torch.std
+    as it comes.
+
+    Args:
+        rewards: [N], what each answer earned.
+        group: [N], the number of the prompt that each answers, in any order; every
+            prompt has two answers or more.
+
+    Returns:
+        [N], one advantage for each answer.
     """
     A = torch.zeros_like(rewards)
     for g in group.unique():

@@ -8,12 +8,15 @@ import torch
 
 
 def loss(lp, lp_old, A):
-    """One number for an optimizer that goes downhill: minus the objective of Eq. 7, by
-    N samples of π_old.
+    """Return one number for an optimizer that goes downhill.
 
-    lp      [N]  log π_θ of each sampled token: the policy that is trained; this carries the gradient
-    lp_old  [N]  log π_old of the same tokens: the policy that drew them
-    A       [N]  their advantages
+    It is minus the objective of Eq. 7, by N samples of π_old.
+
+    Args:
+        lp: [N], log π_θ of each sampled token: the policy that is trained; this carries
+            the gradient.
+        lp_old: [N], log π_old of the same tokens: the policy that drew them.
+        A: [N], their advantages.
     """
     return ...
 

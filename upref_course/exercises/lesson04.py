@@ -8,10 +8,14 @@ import torch
 
 
 def loss(lp, lp_old, A, eps_low=0.2, eps_high=0.28):
-    """Minus the mean over N tokens of min(r A, clip(r, 1 - eps_low, 1 + eps_high) A).
+    """Return minus the mean of min(r A, clip(r, 1 - eps_low, 1 + eps_high) A).
 
-    lp, lp_old  [N]  log π_θ and log π_old of each token; lp carries the gradient
-    A           [N]  their advantages
+    Args:
+        lp: [N], log π_θ of each token; this carries the gradient.
+        lp_old: [N], log π_old of each token.
+        A: [N], their advantages.
+        eps_low: how far the lower bound of r is from 1.
+        eps_high: how far the upper bound of r is from 1.
     """
     r = torch.exp(lp - lp_old)
     return ...

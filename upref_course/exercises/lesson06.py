@@ -8,12 +8,15 @@ import torch
 
 
 def loss(lp, lp_old, A, eps_low=0.2):
-    """Minus the mean over N tokens of Eq. 14: A log π_θ where A > 0, else min(r A,
-    clip(r) A).
+    """Return minus the mean of Eq. 14 over N tokens.
 
-    lp, lp_old  [N]  log π_θ and log π_old of each token; lp carries the gradient.
-    lp_old may be very low where A > 0
-    A           [N]  their advantages
+    Its terms are A log π_θ where A > 0, else min(r A, clip(r) A).
+
+    Args:
+        lp: [N], log π_θ of each token; this carries the gradient.
+        lp_old: [N], log π_old of each token; it may be very low where A > 0.
+        A: [N], their advantages.
+        eps_low: how far the lower bound of r is from 1.
     """
     return ...
 

@@ -8,12 +8,18 @@ import torch
 
 
 def loss(lp, lp_old, A, mask, eps_low=3e-4, eps_high=4e-4):
-    """Minus Eq. 6: the mean over B responses of min(s A, clip(s, 1 - eps_low, 1 +
-    eps_high) A), s as in Eq. 5.
+    """Return minus Eq. 6: the mean over B responses of min(s A, clip(s) A).
 
-    lp, lp_old  [B, T]  log π_θ and log π_old of each token; lp carries the gradient
-    A           [B]     one advantage for each response
-    mask        [B, T]  True on the tokens of the response, False on padding, where lp and lp_old may be any numbers
+    s is as in Eq. 5, and the clip is to 1 - eps_low and 1 + eps_high.
+
+    Args:
+        lp: [B, T], log π_θ of each token; this carries the gradient.
+        lp_old: [B, T], log π_old of each token.
+        A: [B], one advantage for each response.
+        mask: [B, T], True on the tokens of the response, False on padding, where lp and
+            lp_old may be any numbers.
+        eps_low: how far the lower bound of s is from 1.
+        eps_high: how far the upper bound of s is from 1.
     """
     log_r = torch.where(mask, lp - lp_old, 0)
     return ...

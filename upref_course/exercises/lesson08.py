@@ -8,12 +8,16 @@ import torch
 
 
 def J(x, mask, responses):
-    """This part's share of Eq. 4's mean, (1 / responses) Σ_i (1 / |o_i|) Σ_t x_it: the
-    parts' shares add up to it.
+    """Return this part's share of Eq. 4's mean; the shares of all parts add up to it.
 
-    x          [B, T]  what each token adds to the objective; padding may hold anything, NaN too
-    mask       [B, T]  True on the tokens of the response; every response has one at least
-    responses          how many responses the whole mini-batch has; B of them are here
+    The mean is (1 / responses) Σ_i (1 / |o_i|) Σ_t x_it.
+
+    Args:
+        x: [B, T], what each token adds to the objective; padding may hold anything, NaN
+            too.
+        mask: [B, T], True on the tokens of the response; every response has one at
+            least.
+        responses: how many responses the whole mini-batch has; B of them are here.
     """
     return ...
 

@@ -8,9 +8,14 @@ import torch
 
 
 def k3(lp, lp_ref):
-    """k3 of each of N tokens that π_θ has drawn, [N]: e^d - 1 - d.
+    """Return e^d - 1 - d of each of N tokens that π_θ has drawn.
 
-    lp, lp_ref  [N]  log π_θ and log π_ref of each token; lp carries the gradient
+    Args:
+        lp: [N], log π_θ of each token; this carries the gradient.
+        lp_ref: [N], log π_ref of each token.
+
+    Returns:
+        [N].
     """
     return ...
 

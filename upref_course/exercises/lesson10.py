@@ -64,7 +64,14 @@ F       40    0.01     1.48    0.09    0.09             1.000            1.042  
 
 
 def diagnosis(run):
-    """What is wrong with run "A" ... "F", one of the six answers above."""
+    """Return what is wrong with a run.
+
+    Args:
+        run: "A" ... "F".
+
+    Returns:
+        One of the six answers above.
+    """
     return ...  # {"A": "nothing", "B": "nothing", "C": ..., and so on}[run]
 
 

@@ -9,17 +9,22 @@ import torch
 
 
 def loss(logits, ids, prompt, trains, old, A, tokens, temperature):
-    """DAPO's loss of one response, as its part of the whole step: -(1 / tokens) Σ_t
-    min(r_t A, clip(r_t, 0.8, 1.28) A).
+    """Return DAPO's loss of one response, as its part of the whole step.
 
-    logits       [S, V]  of the model; logits[s] predict the token after ids[s]
-    ids          [S]     the prompt's tokens, then the response's
-    prompt               how many of them are the prompt's
-    trains       [n]     of each response token, whether it trains: a tool's output does not
-    old          [n]     the response tokens' log-probabilities when they were sampled, at the temperature
-    A                    the advantage
-    tokens               how many tokens train in the whole step, of which this response is a part
-    temperature          of the sampler
+    The loss is -(1 / tokens) Σ_t min(r_t A, clip(r_t, 0.8, 1.28) A).
+
+    Args:
+        logits: [S, V], of the model; logits[s] predict the token after ids[s].
+        ids: [S], the prompt's tokens, then the response's.
+        prompt: how many of them are the prompt's.
+        trains: [n], of each response token, whether it trains: a tool's output does
+            not.
+        old: [n], the response tokens' log-probabilities when they were sampled, at the
+            temperature.
+        A: the advantage.
+        tokens: how many tokens train in the whole step, of which this response is a
+            part.
+        temperature: of the sampler.
     """
     todo = ...
     log_prob = logits.log_softmax(-1)

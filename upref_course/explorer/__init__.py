@@ -22,8 +22,17 @@ DRAWN = ("map", "curves", "flowview", "figure", "controls", "cards", "policy", "
 
 
 def write(file: str | Path) -> Path:
-    """Write the page there, and return the path. Raises InputError where the name does
-    not end in .html, and where no such file can be written."""
+    """Write the page of the explorer to a file.
+
+    Args:
+        file: its path, which ends in .html or .htm.
+
+    Returns:
+        The path.
+
+    Raises:
+        InputError: the name has another ending, or the file cannot be written.
+    """
     if not isinstance(file, str | Path):
         raise InputError(
             f"the explorer is written to a file: give its name, not {type(file).__name__}."
@@ -43,12 +52,24 @@ def write(file: str | Path) -> Path:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page of the explorer.
+
+    Returns:
+        HTML that loads nothing.
+    """
     return assemble(HERE, f"{data()}\n{script(PURE + DRAWN)}")
 
 
 def assemble(folder: Path, program: str) -> str:
-    """The page.html of a folder as one file, with its style.css and a program in it."""
+    """Return the page.html of a folder as one file.
+
+    Args:
+        folder: it also has the style.css, which is put into the page.
+        program: JavaScript, which is put into the page; it must not hold `</script`.
+
+    Returns:
+        HTML.
+    """
     text = _read("page.html", folder)
     for name, part in (("style", _read("style.css", folder)), ("script", program)):
         assert f"/*{name}*/" in text and f"</{name}" not in part
@@ -57,24 +78,35 @@ def assemble(folder: Path, program: str) -> str:
 
 
 def script(names: tuple[str, ...] = PURE, folder: Path = HERE) -> str:
-    """These files of a folder as one program."""
+    """Join files of a folder to one program.
+
+    Args:
+        names: files without their ending, in this order; by default those that need no
+            browser.
+        folder: where they are.
+
+    Returns:
+        JavaScript.
+    """
     return "\n".join(_read(f"{name}.js", folder) for name in names)
 
 
 def data() -> str:
-    """What Python knows, as JavaScript constants: the objectives with their weights,
-    those left out, the colours.
+    """Return what Python computes for the page, as JavaScript constants.
+
+    Returns:
+        The objectives with their weights, those that are left out, and the colors.
     """
     from upref import __version__
     from upref.weights import plots
-    from upref_course.explorer.formulas import formulas, left_out
+    from upref_course.explorer.formulas import formulas, obstacles
 
-    colours = {"palette": plots.PALETTE, "ramp": plots.RAMP, "dead": plots.DEAD}
+    colors = {"palette": plots.PALETTE, "ramp": plots.RAMP, "dead": plots.DEAD}
     return "\n".join(
         [
             f"const VERSION = {as_json(__version__)};",
-            f"const COLORS = {as_json(colours)};",
-            f"const LEFT_OUT = {as_json(left_out())};",
+            f"const COLORS = {as_json(colors)};",
+            f"const LEFT_OUT = {as_json(obstacles())};",
             "const OBJECTIVES = {\n"
             + ",\n".join(f"{as_json(n)}: {_record(r)}" for n, r in formulas().items())
             + "\n};",
@@ -89,9 +121,18 @@ def _record(r: dict[str, Any]) -> str:
     return f'{as_json(facts)[:-1]}, "w": {r["w"]}, "edges": [{edges}]}}'
 
 
-def as_json(x: object) -> str:
-    """A value as JSON that may stand in a page's program."""
-    return json.dumps(x, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+def as_json(value: object) -> str:
+    """Encode a value as JSON that may be part of a page's program.
+
+    Args:
+        value: without infinity and NaN.
+
+    Returns:
+        JSON, in which `<` is escaped.
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).replace(
+        "<", "\\u003c"
+    )
 
 
 def _read(name: str, folder: Path) -> str:

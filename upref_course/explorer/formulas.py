@@ -90,30 +90,47 @@ LETTERS: dict[str, tuple[str, str, float, float]] = {
 
 @cache
 def formulas() -> dict[str, dict[str, Any]]:
-    """name -> record, for every registered objective that sympy reads and for UP of
-    each that is not UP itself.
+    """Make the records of all objectives that the page can draw.
+
+    Returns:
+        Name -> record: of every registered objective that sympy reads, and of UP of
+        each that is not UP itself.
     """
-    read = [n for n in names() if not why_not(get(n))]
+    read = [n for n in names() if not obstacle_of(get(n))]
     return {
         n: record(get(n))
         for n in [*read, *(f"up({n})" for n in read if not n.startswith("up_"))]
     }
 
 
-def left_out() -> dict[str, str]:
-    """name -> why it is not in the explorer."""
-    return {n: why for n in names() if (why := why_not(get(n)))}
+def obstacles() -> dict[str, str]:
+    """Return the objectives that the page cannot draw.
 
-
-def why_not(o: Objective) -> str:
-    return o.not_symbolic or obstacle(o)
-
-
-def record(o: Objective) -> dict[str, Any]:
-    """What the page knows of an objective. `w` and the functions in `edges` are
-    JavaScript.
+    Returns:
+        Name -> why.
     """
-    w = weight(o)
+    return {n: why for n in names() if (why := obstacle_of(get(n)))}
+
+
+def obstacle_of(objective: Objective) -> str:
+    """Return why the page cannot draw an objective; "" where it can.
+
+    Args:
+        objective: the objective.
+    """
+    return objective.not_symbolic or obstacle(objective)
+
+
+def record(objective: Objective) -> dict[str, Any]:
+    """Make the record of an objective, as the page reads it.
+
+    Args:
+        objective: one without an obstacle.
+
+    Returns:
+        `w` and the functions in `edges` are JavaScript; all else is JSON.
+    """
+    w = weight(objective)
     return {
         "w": f"(r, A, mu, h) => {javascript(w)}",
         "edges": [
@@ -121,24 +138,30 @@ def record(o: Objective) -> dict[str, Any]:
             for e in breakpoints(w, R)
             if e.free_symbols and not e.has(R)
         ],
-        "readsMu": o.reads_mu,
-        "level": o.level,
-        "equation": o.equation,
-        "source": o.source,
-        "note": o.note,
+        "readsMu": objective.reads_mu,
+        "level": objective.level,
+        "equation": objective.equation,
+        "source": objective.source,
+        "note": objective.note,
         "hp": {
-            k: _hyperparameter(k, v, o.defaults.get(k, "")) for k, v in _own(o).items()
+            k: _hyperparameter(k, v, objective.defaults.get(k, ""))
+            for k, v in _own(objective).items()
         },
     }
 
 
-def weight(o: Objective) -> Expr:
-    """dJ/dlp of one token alone in its response, A of either sign, in r, A, mu and the
-    hyperparameters.
+def weight(objective: Objective) -> Expr:
+    """Derive the gradient weight of a token that is alone in its response.
+
+    Args:
+        objective: one without an obstacle.
+
+    Returns:
+        dJ/dlp for A of either sign, in r, A, mu and the hyperparameters.
     """
     lp, lp_old = Symbol("lp", real=True), Symbol("lp_old", real=True)
-    hp = {k: Symbol(k, positive=True) for k in _own(o)}
-    J = symbolic_J(o, A, [lp], [lp_old], hp)
+    hp = {k: Symbol(k, positive=True) for k in _own(objective)}
+    J = symbolic_J(objective, A, [lp], [lp_old], hp)
     return _calm(forget_sg(J.diff(lp)).subs({lp: log(MU) + log(R), lp_old: log(MU)}))
 
 
@@ -165,9 +188,9 @@ def _calm(expr: Expr) -> Expr:
     return expr.replace(lambda e: e.is_Mul, calm)
 
 
-def _own(o: Objective) -> dict[str, Any]:
+def _own(objective: Objective) -> dict[str, Any]:
     """The hyperparameters of the surrogate; the KL term is no part of a token's weight."""
-    own = {k: v for k, v in o.hyperparameters.items() if k != "beta"}
+    own = {k: v for k, v in objective.hyperparameters.items() if k != "beta"}
     assert all(v is not None or k == "c" for k, v in own.items()), (
         "None is printed as infinity: only c means that"
     )
@@ -219,6 +242,14 @@ class _Printer(JavascriptCodePrinter):  # type: ignore[misc]
 
 
 def javascript(expr: Expr) -> str:
+    """Print an expression as JavaScript.
+
+    Args:
+        expr: in r, A, mu and hyperparameters.
+
+    Returns:
+        An expression in r, A, mu and fields of h.
+    """
     return _Printer().doprint(expr)
 
 

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,15 +8,47 @@ from upref_course.exercise import Exercise, ExerciseBatch
 NAN = float("nan")
 
 
-def inside(x: Tensor, mask: Tensor) -> Tensor:
+def zero_padding(x: Tensor, mask: Tensor) -> Tensor:
+    """Set padding to 0, whatever it holds.
+
+    Args:
+        x: [B, T].
+        mask: [B, T], False on padding.
+
+    Returns:
+        [B, T].
+    """
     return torch.where(mask, x, 0)
 
 
 def J(x: Tensor, mask: Tensor, responses: int) -> Tensor:
-    return (inside(x, mask).sum(1) / mask.sum(1)).sum() / responses
+    """Compute a part's share of Eq. 4's mean: the right answer.
+
+    Args:
+        x: what each token adds to the objective, [B, T]; padding may hold NaN.
+        mask: [B, T], True on the tokens of the response.
+        responses: number of responses of the whole mini-batch.
+
+    Returns:
+        A scalar; those of all parts add up to the mean.
+    """
+    return (zero_padding(x, mask).sum(1) / mask.sum(1)).sum() / responses
 
 
-def batch(shows: str, x: Any, mask: Any, responses: Any) -> ExerciseBatch:
+def batch(
+    shows: str, x: list[list[float]], mask: list[list[bool]], responses: int
+) -> ExerciseBatch:
+    """Make a part of a mini-batch.
+
+    Args:
+        shows: what it shows, in words.
+        x: what each token adds to the objective, [B, T].
+        mask: [B, T], True on the tokens of the response.
+        responses: number of responses of the whole mini-batch.
+
+    Returns:
+        A batch with these inputs.
+    """
     return ExerciseBatch(
         shows,
         {
@@ -67,7 +97,7 @@ EXERCISE = Exercise(
     faults=(
         Fault(
             "divided by the responses that are here, not by those of the mini-batch",
-            lambda x, mask, n: (inside(x, mask).sum(1) / mask.sum(1)).mean(),
+            lambda x, mask, n: (zero_padding(x, mask).sum(1) / mask.sum(1)).mean(),
             id="own-denominator-of-micro-batch",
             hint="the parts of a mini-batch must add up to its J: divide by `responses`, whatever the part's own "
             "size.",
@@ -86,13 +116,13 @@ EXERCISE = Exercise(
         ),
         Fault(
             "padding is counted in |o|",
-            lambda x, mask, n: inside(x, mask).mean(1).sum() / n,
+            lambda x, mask, n: zero_padding(x, mask).mean(1).sum() / n,
             id="padded-width-for-length",
             hint="divide each row by its own number of tokens, mask.sum(1), not by the width.",
         ),
         Fault(
             "nothing is divided by |o|",
-            lambda x, mask, n: inside(x, mask).sum() / n,
+            lambda x, mask, n: zero_padding(x, mask).sum() / n,
             id="length-missing",
             hint="Eq. 4 has the mean over the tokens of each response: divide each row by mask.sum(1).",
         ),
@@ -116,7 +146,7 @@ EXERCISE = Exercise(
         ),
         Fault(
             "there is no 1/G: the responses' means are added up",
-            lambda x, mask, n: (inside(x, mask).sum(1) / mask.sum(1)).sum(),
+            lambda x, mask, n: (zero_padding(x, mask).sum(1) / mask.sum(1)).sum(),
             id="number-of-responses-missing",
             hint="divide by `responses`.",
         ),

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from upref.verify.faults import Fault
 from upref_course.exercise import Exercise, ExerciseBatch
+
+if TYPE_CHECKING:
+    from upref.step.check import StepReport
+    from upref.step.rows import Row
 
 
 def step(
@@ -18,7 +22,21 @@ def step(
     high: float = 1.28,
     sign: float = -1.0,
 ) -> Callable[..., Tensor]:
-    """The loss of a response, with switches for what goes wrong; without them, right."""
+    """Make the loss of a response, with switches for what goes wrong.
+
+    Args:
+        shift: 1: logits[s] predict the token after ids[s]; 0: ids[s] itself.
+        heat: (logits, temperature) -> the logits of the policy.
+        over: (trains, tokens) -> what the sum is divided by.
+        mask: which tokens train -> what their terms are multiplied by.
+        before: (old, lp) -> the old log-probabilities.
+        high: the upper bound of the ratio.
+        sign: of the loss.
+
+    Returns:
+        A function with the arguments of the exercise; with the defaults, the right
+        answer.
+    """
 
     def loss(
         logits: Tensor,
@@ -43,16 +61,31 @@ def step(
 def batch(
     shows: str,
     ids: list[int],
-    prompt: Any,
+    prompt: int,
     trains: list[bool],
     A: float,
-    tokens: Any,
-    T: float,
+    tokens: int,
+    temperature: float,
 ) -> ExerciseBatch:
+    """Make one response of a training step, with logits drawn from a fixed seed.
+
+    Args:
+        shows: what it shows, in words.
+        ids: tokens 0 .. 3, the prompt's and then the response's.
+        prompt: number of tokens of the prompt.
+        trains: whether each response token trains.
+        A: the advantage.
+        tokens: number of tokens that train in the whole step.
+        temperature: of the sampler.
+
+    Returns:
+        A batch whose inputs are the arguments of the exercise. The first four ratios
+        are e^0.1, e^0.22, e^0.4 and e^-0.5, but for rounding.
+    """
     random = torch.Generator().manual_seed(len(ids) + tokens)
     logits = torch.randn(len(ids), 4, generator=random, dtype=torch.float64)
     lp = (
-        (logits[prompt - 1 : -1] / T)
+        (logits[prompt - 1 : -1] / temperature)
         .log_softmax(-1)
         .gather(-1, torch.tensor(ids[prompt:])[:, None])[:, 0]
     )
@@ -68,19 +101,26 @@ def batch(
             "old": (lp - away).round(decimals=3),
             "A": A,
             "tokens": tokens,
-            "temperature": T,
+            "temperature": temperature,
         },
     )
 
 
-def proof(loss: Callable[..., Tensor]) -> Any:
-    """`upref.check_step` of a training step made of the student's function."""
+def proof(loss: Callable[..., Tensor]) -> "StepReport":
+    """Run `upref.check_step` on a training step made of the student's function.
+
+    Args:
+        loss: the function.
+
+    Returns:
+        The report, with DAPO as the objective and a temperature of 0.7.
+    """
     from upref.step import check_step
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(48, 16), nn.Linear(16, 48))
 
-    def trained(model: nn.Module, rows: list[Any]) -> None:
+    def student_step(model: nn.Module, rows: "list[Row]") -> None:
         tokens = sum(sum(r.trains) for r in rows)
         for r in rows:
             ids = torch.tensor(r.ids)
@@ -95,7 +135,7 @@ def proof(loss: Callable[..., Tensor]) -> Any:
                 0.7,
             ).backward()
 
-    return check_step(trained, model, "dapo", temperature=0.7)
+    return check_step(student_step, model, "dapo", temperature=0.7)
 
 
 OWN = "divide by `tokens`: the parts of a step add up only if all divide by the same number."
@@ -103,8 +143,13 @@ SHIFT = "logits[s] predict the token after ids[s]: the first response token is p
 HEAT = "the sampler drew from softmax(logits / temperature): divide the logits before log_softmax."
 
 
-def own(trains: Tensor, tokens: int) -> Tensor:
-    """The response's own tokens that train, in place of those of the step."""
+def own_tokens(trains: Tensor, tokens: int) -> Tensor:
+    """Return the response's own number of tokens that train, in place of the step's.
+
+    Args:
+        trains: [n], whether each response token trains.
+        tokens: not read: those of the step.
+    """
     return trains.sum()
 
 
@@ -165,7 +210,7 @@ EXERCISE = Exercise(
     faults=(
         Fault(
             "it is as it was: all three bugs are there",
-            step(shift=0, heat=lambda x, T: x, over=own),
+            step(shift=0, heat=lambda x, T: x, over=own_tokens),
             id="three-bugs",
             hint=SHIFT,
         ),
@@ -178,14 +223,14 @@ EXERCISE = Exercise(
         ),
         Fault(
             "two bugs: the labels are not shifted, and it divides by the response's own tokens",
-            step(shift=0, over=own),
+            step(shift=0, over=own_tokens),
             beside="own-denominator-of-response",
             id="labels-not-shifted",
             hint=SHIFT,
         ),
         Fault(
             "two bugs: the temperature is left out, and it divides by the response's own tokens",
-            step(heat=lambda x, T: x, over=own),
+            step(heat=lambda x, T: x, over=own_tokens),
             beside="own-denominator-of-response",
             id="temperature-missing",
             hint=HEAT,
@@ -210,7 +255,7 @@ EXERCISE = Exercise(
         ),
         Fault(
             "it divides by the response's own tokens, not by those of the step",
-            step(over=own),
+            step(over=own_tokens),
             id="own-denominator-of-response",
             hint=OWN,
         ),

@@ -7,29 +7,78 @@ from upref_course.exercise import Exercise, ExerciseBatch
 
 
 def cap(p: float, mu: float, A: float, eps_low: float, eps_high: float) -> float:
+    """Compute the Probability Capacity under DAPO: the right answer.
+
+    Args:
+        p: the token's probability now.
+        mu: its probability when it was drawn.
+        A: its advantage, not 0.
+        eps_low: the lower bound of the ratio is 1 - eps_low.
+        eps_high: the upper bound of the ratio is 1 + eps_high.
+
+    Returns:
+        A difference of probabilities, 0 or more.
+    """
     return float(capacity("dapo", p, mu, A, eps_low=eps_low, eps_high=eps_high))
 
 
 def batch(shows: str, p: float, mu: float, A: float) -> ExerciseBatch:
+    """Make a token with the bounds 0.2 and 0.28.
+
+    Args:
+        shows: what it shows, in words.
+        p: its probability now.
+        mu: its probability when it was drawn.
+        A: its advantage.
+
+    Returns:
+        A batch whose inputs are the arguments of the exercise.
+    """
     return ExerciseBatch(
         shows, {"p": p, "mu": mu, "A": A, "eps_low": 0.2, "eps_high": 0.28}
     )
 
 
-def pieces(
+def by_sign(
     good: Callable[..., float], bad: Callable[..., float]
 ) -> Callable[..., float]:
-    """A function of (p, mu, A, eps_low, eps_high) from its two branches."""
+    """Join a function for good tokens and one for bad tokens.
+
+    Args:
+        good: (p, mu, eps_high) -> the capacity where A > 0.
+        bad: (p, mu, eps_low) -> the capacity where A <= 0.
+
+    Returns:
+        A function of (p, mu, A, eps_low, eps_high).
+    """
     return lambda p, mu, A, low, high: good(p, mu, high) if A > 0 else bad(p, mu, low)
 
 
-def up(p: float, mu: float, high: float) -> float:
-    """The room of a good token."""
+def room_upwards(p: float, mu: float, high: float) -> float:
+    """Return how far a good token can rise.
+
+    Args:
+        p: its probability now.
+        mu: its probability when it was drawn.
+        high: eps_high.
+
+    Returns:
+        A difference of probabilities, 0 or more.
+    """
     return max(0.0, min(1.0, (1 + high) * mu) - p)
 
 
-def down(p: float, mu: float, low: float) -> float:
-    """The room of a bad token."""
+def room_downwards(p: float, mu: float, low: float) -> float:
+    """Return how far a bad token can fall.
+
+    Args:
+        p: its probability now.
+        mu: its probability when it was drawn.
+        low: eps_low.
+
+    Returns:
+        A difference of probabilities, 0 or more.
+    """
     return max(0.0, p - (1 - low) * mu)
 
 
@@ -52,7 +101,7 @@ EXERCISE = Exercise(
     faults=(
         Fault(
             "below 0 where the bound is passed",
-            pieces(
+            by_sign(
                 lambda p, mu, h: min(1.0, (1 + h) * mu) - p,
                 lambda p, mu, lo: p - (1 - lo) * mu,
             ),
@@ -61,13 +110,13 @@ EXERCISE = Exercise(
         ),
         Fault(
             "a probability above 1",
-            pieces(lambda p, mu, h: max(0.0, (1 + h) * mu - p), down),
+            by_sign(lambda p, mu, h: max(0.0, (1 + h) * mu - p), room_downwards),
             id="capacity-above-one",
             hint="(1 + eps_high) 0.9 is more than 1, and no token can go there: min(1, ...).",
         ),
         Fault(
             "both: below 0 where the bound is passed, and above 1",
-            pieces(
+            by_sign(
                 lambda p, mu, h: (1 + h) * mu - p, lambda p, mu, lo: p - (1 - lo) * mu
             ),
             id="capacity-not-limited",
@@ -75,13 +124,13 @@ EXERCISE = Exercise(
         ),
         Fault(
             "the room of a token that has not moved: p is left out",
-            pieces(lambda p, mu, h: h * mu, lambda p, mu, lo: lo * mu),
+            by_sign(lambda p, mu, h: h * mu, lambda p, mu, lo: lo * mu),
             id="capacity-without-p",
             hint="eps_high mu is how far it is from mu to the bound. The token is at p now.",
         ),
         Fault(
             "the bound depends on p, not on mu",
-            pieces(
+            by_sign(
                 lambda p, mu, h: max(0.0, min(1.0, (1 + h) * p) - p),
                 lambda p, mu, lo: max(0.0, p - (1 - lo) * p),
             ),
@@ -90,7 +139,7 @@ EXERCISE = Exercise(
         ),
         Fault(
             "the room in the ratio, not in the probability",
-            pieces(
+            by_sign(
                 lambda p, mu, h: max(0.0, 1 + h - p / mu),
                 lambda p, mu, lo: max(0.0, p / mu - (1 - lo)),
             ),
@@ -99,14 +148,14 @@ EXERCISE = Exercise(
         ),
         Fault(
             "the sign of A is ignored",
-            lambda p, mu, A, low, high: up(p, mu, high),
+            lambda p, mu, A, low, high: room_upwards(p, mu, high),
             id="sign-of-a-ignored",
             hint="a bad token goes down: its room is from p down to its lower bound, (1 - eps_low) mu.",
         ),
         Fault(
             "a bad token is clipped at the upper bound",
-            pieces(
-                up,
+            by_sign(
+                room_upwards,
                 lambda p, mu, lo: (
                     max(0.0, p - (1 - lo) * mu) if p <= 1.28 * mu else 0.0
                 ),
@@ -116,19 +165,21 @@ EXERCISE = Exercise(
         ),
         Fault(
             "a bad token's room ends at 0, not at its lower bound",
-            pieces(up, lambda p, mu, lo: p),
+            by_sign(room_upwards, lambda p, mu, lo: p),
             id="no-lower-clip",
             hint="it loses its gradient at (1 - eps_low) mu, before it is at 0.",
         ),
         Fault(
             "eps_low and eps_high have changed places",
-            lambda p, mu, A, low, high: up(p, mu, low) if A > 0 else down(p, mu, high),
+            lambda p, mu, A, low, high: (
+                room_upwards(p, mu, low) if A > 0 else room_downwards(p, mu, high)
+            ),
             id="clip-sides-swapped",
             hint="upwards it is eps_high, downwards eps_low.",
         ),
         Fault(
             "downwards the difference is the wrong way round",
-            pieces(up, lambda p, mu, lo: max(0.0, (1 - lo) * mu - p)),
+            by_sign(room_upwards, lambda p, mu, lo: max(0.0, (1 - lo) * mu - p)),
             id="capacity-negated-downwards",
             hint="a bad token is above its bound as long as it has room: p minus the bound.",
         ),

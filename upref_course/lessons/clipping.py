@@ -4,19 +4,39 @@ from torch import Tensor
 
 from upref.verify.faults import Fault
 from upref_course.exercise import Exercise
-from upref_course.samples import arguments, batch, checked
+from upref_course.samples import arguments, batch, check_samples
 
 HIGH, LOW = 1.28, 0.8
 
 
 def ratio(lp: Tensor, old: Tensor) -> Tensor:
-    """The ratio of the two policies' probabilities."""
+    """Return π_θ / π_old of each sample.
+
+    Args:
+        lp: log π_θ, [N].
+        old: log π_old, [N].
+
+    Returns:
+        [N].
+    """
     return (lp - old).exp()
 
 
 def loss(
     lp: Tensor, lp_old: Tensor, A: Tensor, eps_low: float = 0.2, eps_high: float = 0.28
 ) -> Tensor:
+    """Compute DAPO's loss of N samples: the right answer.
+
+    Args:
+        lp: log π_θ, [N].
+        lp_old: log π_old, [N].
+        A: advantages, [N].
+        eps_low: the lower bound of the ratio is 1 - eps_low.
+        eps_high: the upper bound of the ratio is 1 + eps_high.
+
+    Returns:
+        A scalar, to be minimized.
+    """
     r = ratio(lp, lp_old)
     return -torch.minimum(r * A, r.clamp(1 - eps_low, 1 + eps_high) * A).mean()
 
@@ -28,7 +48,7 @@ EXERCISE = Exercise(
     function="loss",
     gradient="lp",
     right=loss,
-    proof=lambda fn: checked(fn, "dapo", skip=("extremes", "masked-values")),
+    proof=lambda fn: check_samples(fn, "dapo", skip=("extremes", "masked-values")),
     arguments=arguments,
     batches=(
         batch("A > 0, r = 1.1: inside", [0.11], [0.1], [1.0]),

@@ -8,10 +8,20 @@ from torch import Tensor
 from upref.registry import get
 from upref.verify.faults import Fault
 from upref_course.exercise import Exercise
-from upref_course.samples import arguments, batch, checked
+from upref_course.samples import arguments, batch, check_samples
 
 
 def loss(lp: Tensor, lp_old: Tensor, A: Tensor) -> Tensor:
+    """Compute the importance-sampled loss of N samples: the right answer.
+
+    Args:
+        lp: log π_θ, [N].
+        lp_old: log π_old, [N].
+        A: advantages, [N].
+
+    Returns:
+        A scalar, to be minimized.
+    """
     return -((lp - lp_old).exp() * A).mean()
 
 
@@ -22,7 +32,7 @@ EXERCISE = Exercise(
     function="loss",
     gradient="lp",
     right=loss,
-    proof=lambda fn: checked(
+    proof=lambda fn: check_samples(
         fn, replace(get("is_pg"), agg="token-mean"), skip=("extremes", "masked-values")
     ),
     arguments=arguments,

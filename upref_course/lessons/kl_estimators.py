@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -22,11 +21,32 @@ from upref_course.samples import numbers
 
 
 def k3(lp: Tensor, lp_ref: Tensor) -> Tensor:
+    """Return e^d - 1 - d with d = log π_ref - log π_θ: the right answer.
+
+    Args:
+        lp: log π_θ, [N].
+        lp_ref: log π_ref, [N].
+
+    Returns:
+        [N], 0 or more.
+    """
     return kl.k3(lp, lp_ref)
 
 
-def batch(shows: str, p: Any, q: Any) -> ExerciseBatch:
-    return ExerciseBatch(shows, {"lp": numbers(p).log(), "lp_ref": numbers(q).log()})
+def batch(shows: str, p: list[float], p_ref: list[float]) -> ExerciseBatch:
+    """Make tokens by their probabilities.
+
+    Args:
+        shows: what it shows, in words.
+        p: their probabilities under π_θ, [N].
+        p_ref: their probabilities under π_ref, [N].
+
+    Returns:
+        A batch whose inputs are lp and lp_ref.
+    """
+    return ExerciseBatch(
+        shows, {"lp": numbers(p).log(), "lp_ref": numbers(p_ref).log()}
+    )
 
 
 EXERCISE = Exercise(

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,10 +8,33 @@ from upref_course.samples import numbers
 
 
 def loss(logits: Tensor, action: Tensor, reward: Tensor) -> Tensor:
+    """Compute the policy-gradient loss of N samples: the right answer.
+
+    Args:
+        logits: [K], a number for each action.
+        action: [N], the actions that were taken.
+        reward: [N], what each of them earned.
+
+    Returns:
+        A scalar, to be minimized.
+    """
     return -(reward * torch.log_softmax(logits, 0)[action]).mean()
 
 
-def batch(shows: str, logits: Any, action: Any, reward: Any) -> ExerciseBatch:
+def batch(
+    shows: str, logits: list[float], action: list[int], reward: list[float]
+) -> ExerciseBatch:
+    """Make samples of a policy of K actions.
+
+    Args:
+        shows: what it shows, in words.
+        logits: [K].
+        action: [N], 0 .. K - 1.
+        reward: [N].
+
+    Returns:
+        A batch with these inputs.
+    """
     return ExerciseBatch(
         shows,
         {
@@ -25,12 +46,26 @@ def batch(shows: str, logits: Any, action: Any, reward: Any) -> ExerciseBatch:
 
 
 def softmax(logits: Tensor) -> Tensor:
-    """The probability of each action."""
+    """Return the probability of each action.
+
+    Args:
+        logits: [K].
+
+    Returns:
+        [K].
+    """
     return torch.softmax(logits, 0)
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """The log-probability of each action."""
+    """Return the log-probability of each action.
+
+    Args:
+        logits: [K].
+
+    Returns:
+        [K].
+    """
     return torch.log_softmax(logits, 0)
 
 

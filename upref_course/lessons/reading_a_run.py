@@ -33,17 +33,32 @@ LOOK = {  # where to look in each run
 }
 
 
-def diagnosis(run: Any) -> Any:
+def diagnosis(run: str) -> str:
+    """Return what is wrong with a run: the right answer.
+
+    Args:
+        run: a key of KEY.
+
+    Returns:
+        A key of SIGNS.
+    """
     return KEY[run]
 
 
-def hint(batch: ExerciseBatch, said: Any) -> str:
+def hint(batch: ExerciseBatch, answer: Any) -> str:
+    """Say what the student's answer would look like in a run, and where to look.
+
+    Args:
+        batch: the run.
+        answer: what the student's function returns.
+
+    Returns:
+        A sentence or two.
+    """
     run = batch.inputs["run"]
-    if not isinstance(said, str) or said not in SIGNS:
-        return f"{repr(said)[:60]} is none of: {', '.join(SIGNS)}."
-    return (
-        f"with {said!r} one would see: {SIGNS[said]}. Run {run} is not so: {LOOK[run]}"
-    )
+    if not isinstance(answer, str) or answer not in SIGNS:
+        return f"{repr(answer)[:60]} is none of: {', '.join(SIGNS)}."
+    return f"with {answer!r} one would see: {SIGNS[answer]}. Run {run} is not so: {LOOK[run]}"
 
 
 EXERCISE = Exercise(

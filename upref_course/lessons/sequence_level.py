@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +14,29 @@ LOW, HIGH = 1 - 3e-4, 1 + 4e-4
 
 
 def mean_log(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    """Return log s of each response: the mean of its log-ratios.
+
+    Args:
+        lp: log π_θ, [B, T].
+        old: log π_old, [B, T].
+        mask: [B, T], False on padding.
+
+    Returns:
+        [B].
+    """
     return torch.where(mask, lp - old, 0).sum(1) / mask.sum(1)
 
 
 def min_clip(s: Tensor, A: Tensor) -> Tensor:
+    """Return minus the smaller of s A and clip(s) A, with GSPO's bounds.
+
+    Args:
+        s: ratios, of any shape.
+        A: advantages, of a shape that broadcasts with it.
+
+    Returns:
+        The terms of a loss.
+    """
     return -torch.minimum(s * A, s.clamp(LOW, HIGH) * A)
 
 
@@ -30,11 +48,31 @@ def loss(
     eps_low: float = 3e-4,
     eps_high: float = 4e-4,
 ) -> Tensor:
+    """Compute GSPO's loss of B responses: the right answer.
+
+    Args:
+        lp: log π_θ, [B, T].
+        lp_old: log π_old, [B, T].
+        A: one advantage for each response, [B].
+        mask: [B, T], False on padding.
+        eps_low: not read: the bounds are the default ones.
+        eps_high: not read.
+
+    Returns:
+        A scalar, to be minimized.
+    """
     return min_clip(mean_log(lp, lp_old, mask).exp(), A).mean()
 
 
 def report(fn: Callable[..., Tensor]) -> Report:
-    """upref check; the student's function takes one advantage per response."""
+    """Run `upref check` on the student's function, with one advantage per response.
+
+    Args:
+        fn: (lp, lp_old, A, mask) -> a loss.
+
+    Returns:
+        The report, with GSPO as the objective.
+    """
 
     def wrapped(
         log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor
@@ -44,31 +82,55 @@ def report(fn: Callable[..., Tensor]) -> Report:
     return check(wrapped, "gspo", skip=("extremes", "masked-values"))
 
 
-def batch(shows: str, log_r: Any, A: Any, mask: Any = None) -> ExerciseBatch:
-    log_r = torch.tensor(log_r, dtype=torch.float64)
-    mask = (
-        torch.ones_like(log_r, dtype=torch.bool) if mask is None else torch.tensor(mask)
-    )
-    lp = torch.full_like(log_r, -1.0)
+def batch(
+    shows: str,
+    log_r: list[list[float]],
+    A: list[float],
+    mask: list[list[bool]] | None = None,
+) -> ExerciseBatch:
+    """Make B responses by their log-ratios.
+
+    Args:
+        shows: what it shows, in words.
+        log_r: log(π_θ / π_old) of each token, [B, T].
+        A: one advantage for each response, [B].
+        mask: [B, T], False on padding; None: there is no padding.
+
+    Returns:
+        A batch whose inputs are the arguments of the exercise.
+    """
+    log_ratio = torch.tensor(log_r, dtype=torch.float64)
+    if mask is None:
+        trains = torch.ones_like(log_ratio, dtype=torch.bool)
+    else:
+        trains = torch.tensor(mask)
+    lp = torch.full_like(log_ratio, -1.0)
     return ExerciseBatch(
         shows,
         {
             "lp": lp,
-            "lp_old": lp - log_r,
+            "lp_old": lp - log_ratio,
             "A": torch.tensor(A, dtype=torch.float64),
-            "mask": mask,
+            "mask": trains,
         },
     )
 
 
-def tokens(one: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The mean over responses of the mean over their tokens of one(r_t, A)."""
+def mean_over_tokens(term: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make a loss: the mean over responses of the mean of a term over their tokens.
 
-    def made(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
-        x = one(torch.where(mask, lp - old, 0).exp(), A[:, None])
+    Args:
+        term: (ratios [B, T], advantages [B, 1]) -> [B, T].
+
+    Returns:
+        A function of (lp, lp_old, A, mask).
+    """
+
+    def objective(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
+        x = term(torch.where(mask, lp - old, 0).exp(), A[:, None])
         return (torch.where(mask, x, 0).sum(1) / mask.sum(1)).mean()
 
-    return made
+    return objective
 
 
 EXERCISE = Exercise(
@@ -129,7 +191,7 @@ EXERCISE = Exercise(
         ),
         Fault(
             "every token has its own ratio and its own clip: lesson 4's loss with GSPO's bounds",
-            tokens(min_clip),
+            mean_over_tokens(min_clip),
             id="ratio-of-token",
             hint="one number s for a response: all its tokens are clipped together, or none.",
         ),

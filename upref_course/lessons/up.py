@@ -6,44 +6,115 @@ from torch import Tensor
 
 from upref.verify.faults import Fault
 from upref_course.exercise import Exercise, ExerciseBatch
-from upref_course.samples import arguments, batch, checked, numbers
+from upref_course.samples import arguments, batch, check_samples, numbers
 
 LOW = 0.8
 
 
 def ratio(lp: Tensor, lp_old: Tensor, A: Tensor | None = None) -> Tensor:
-    return (lp - lp_old if A is None else torch.where(A > 0, 0, lp - lp_old)).exp()
+    """Return π_θ / π_old of each sample.
+
+    Args:
+        lp: log π_θ, [N].
+        lp_old: log π_old, [N].
+        A: advantages, [N]; where they are above 0 the ratio is set to 1, so that it
+            cannot overflow. None: no ratio is.
+
+    Returns:
+        [N].
+    """
+    log_r = lp - lp_old
+    if A is not None:
+        log_r = torch.where(A > 0, 0, log_r)
+    return log_r.exp()
 
 
-def clipped(lp: Tensor, lp_old: Tensor, A: Tensor) -> Tensor:
+def clipped_term(lp: Tensor, lp_old: Tensor, A: Tensor) -> Tensor:
+    """Return DAPO's objective of bad samples: min(r A, max(r, 0.8) A).
+
+    Args:
+        lp: log π_θ, [N].
+        lp_old: log π_old, [N].
+        A: advantages, [N].
+
+    Returns:
+        [N]. Where A > 0 it means nothing, but is finite.
+    """
     r = ratio(lp, lp_old, A)
     return torch.minimum(r * A, r.clamp(min=LOW) * A)
 
 
 def loss(lp: Tensor, lp_old: Tensor, A: Tensor, eps_low: float = 0.2) -> Tensor:
-    return -torch.where(A > 0, A * lp, clipped(lp, lp_old, A)).mean()
+    """Compute UP-DAPO's loss of N samples: the right answer.
+
+    Args:
+        lp: log π_θ, [N].
+        lp_old: log π_old, [N].
+        A: advantages, [N].
+        eps_low: not read: the bound is the default one.
+
+    Returns:
+        A scalar, to be minimized.
+    """
+    return -torch.where(A > 0, A * lp, clipped_term(lp, lp_old, A)).mean()
 
 
-def branches(
+def by_sign(
     good: Callable[..., Tensor], bad: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
+    """Make a loss of a term for good samples and one for bad samples.
+
+    Args:
+        good: (lp, lp_old, A) -> the objective where A > 0, [N].
+        bad: (lp, lp_old, A) -> the objective where A <= 0, [N].
+
+    Returns:
+        A function of (lp, lp_old, A): minus the mean over all samples.
+    """
     return lambda lp, old, A: (
         -torch.where(A > 0, good(lp, old, A), bad(lp, old, A)).mean()
     )
 
 
-def log(lp: Tensor, old: Tensor, A: Tensor) -> Tensor:
-    """UP's objective for a good token: A log π."""
+def log_term(lp: Tensor, old: Tensor, A: Tensor) -> Tensor:
+    """Return UP's objective of good samples: A log π.
+
+    Args:
+        lp: log π_θ, [N].
+        old: not read.
+        A: advantages, [N].
+
+    Returns:
+        [N].
+    """
     return A * lp
 
 
-def weighted(lp: Tensor, old: Tensor, A: Tensor) -> Tensor:
-    """The objective of importance sampling."""
+def ratio_term(lp: Tensor, old: Tensor, A: Tensor) -> Tensor:
+    """Return the objective of importance sampling: r A.
+
+    Args:
+        lp: log π_θ, [N].
+        old: log π_old, [N].
+        A: advantages, [N].
+
+    Returns:
+        [N].
+    """
     return A * ratio(lp, old)
 
 
-def dapo(lp: Tensor, old: Tensor, A: Tensor) -> Tensor:
-    """DAPO's objective."""
+def dapo_term(lp: Tensor, old: Tensor, A: Tensor) -> Tensor:
+    """Return DAPO's objective: min(r A, clip(r) A).
+
+    Args:
+        lp: log π_θ, [N].
+        old: log π_old, [N].
+        A: advantages, [N].
+
+    Returns:
+        [N].
+    """
     return torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, 1.28) * A)
 
 
@@ -56,7 +127,7 @@ EXERCISE = Exercise(
     function="loss",
     gradient="lp",
     right=loss,
-    proof=lambda fn: checked(fn, "up_dapo", skip=("masked-values",)),
+    proof=lambda fn: check_samples(fn, "up_dapo", skip=("masked-values",)),
     arguments=arguments,
     batches=(
         batch("A > 0, r = 1", [0.1], [0.1], [1.0]),
@@ -88,8 +159,8 @@ EXERCISE = Exercise(
     faults=(
         Fault(
             "a ratio overflows, and the gradient is NaN: 0 * inf or inf / inf",
-            branches(
-                log,
+            by_sign(
+                log_term,
                 lambda lp, old, A: torch.minimum(
                     ratio(lp, old) * A, ratio(lp, old).clamp(min=LOW) * A
                 ),
@@ -100,15 +171,15 @@ EXERCISE = Exercise(
         ),
         Fault(
             "good tokens still have a ratio: this is importance sampling for A > 0",
-            branches(weighted, clipped),
+            by_sign(ratio_term, clipped_term),
             id="ratio-where-a-positive",
             hint="UP has weight A there, whatever r is: log π_θ has no π_old in it.",
         ),
         Fault(
             "good tokens still have a ratio, with a cap",
-            branches(
+            by_sign(
                 lambda lp, old, A: (lp - old).exp().clamp(max=1.28).detach() * A * lp,
-                clipped,
+                clipped_term,
             ),
             id="capped-ratio-where-a-positive",
             hint="UP has weight A there, whatever r is: log π_θ has no π_old in it.",
@@ -117,7 +188,11 @@ EXERCISE = Exercise(
             "good and bad tokens are averaged apart",
             lambda lp, old, A: (
                 -sum(
-                    ((log if good else clipped)(lp, old, A)[(A > 0) == good]).mean()
+                    (
+                        (log_term if good else clipped_term)(lp, old, A)[
+                            (A > 0) == good
+                        ]
+                    ).mean()
                     for good in (True, False)
                     if ((A > 0) == good).any()
                 )
@@ -127,7 +202,7 @@ EXERCISE = Exercise(
         ),
         Fault(
             "good tokens are still clipped: this is DAPO",
-            lambda lp, old, A: -dapo(lp, old, A).mean(),
+            lambda lp, old, A: -dapo_term(lp, old, A).mean(),
             id="positive-tokens-clipped",
             hint="UP leaves the clip to the bad tokens. For A > 0 it is A log π_θ.",
         ),
@@ -140,26 +215,26 @@ EXERCISE = Exercise(
         ),
         Fault(
             "π_θ itself where log π_θ belongs",
-            branches(lambda lp, old, A: A * lp.exp(), clipped),
+            by_sign(lambda lp, old, A: A * lp.exp(), clipped_term),
             id="probability-for-log-prob",
             hint="A π_θ has weight A π_θ: the rarer the token, the weaker the push. A log π_θ has weight A.",
         ),
         Fault(
             "the branches have changed places",
-            branches(dapo, log),
+            by_sign(dapo_term, log_term),
             id="branches-exchanged",
             hint="A log π_θ is for the good tokens, A > 0.",
         ),
         Fault(
             "bad tokens have lost their lower clip",
-            branches(log, weighted),
+            by_sign(log_term, ratio_term),
             id="no-lower-clip",
             hint="below r = 1 - eps_low a bad token has been pushed far enough: the term of lesson 4.",
         ),
         Fault(
             "bad tokens are clipped on both sides: the minimum is missing",
-            branches(
-                log,
+            by_sign(
+                log_term,
                 lambda lp, old, A: (
                     torch.where(A > 0, 0, lp - old).exp().clamp(LOW, 1.28) * A
                 ),
@@ -169,13 +244,15 @@ EXERCISE = Exercise(
         ),
         Fault(
             "a dual clip: a bad token beyond some r loses its gradient",
-            branches(log, lambda lp, old, A: clipped(lp, old, A).maximum(3 * A)),
+            by_sign(
+                log_term, lambda lp, old, A: clipped_term(lp, old, A).maximum(3 * A)
+            ),
             id="dual-clip",
             hint="verl has one at r = 3 by default, DAPO's own code at r = 10. UP's equation has none.",
         ),
         Fault(
             "good tokens get no gradient: their term has no lp in it, or lp is detached or cancels",
-            branches(lambda lp, old, A: A * lp.detach(), clipped),
+            by_sign(lambda lp, old, A: A * lp.detach(), clipped_term),
             id="positive-advantages-dropped",
             hint="in π_θ / sg(π_θ) only the denominator is a constant: (lp - lp.detach()).exp().",
         ),

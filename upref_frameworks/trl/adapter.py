@@ -193,7 +193,7 @@ def tokenizer() -> Any:
     """Make a tokenizer of the words w0, w1, ...; the word of END ends and pads.
 
     Returns:
-        A PreTrainedTokenizerFast of VOCABULARY words.
+        One of transformers, with VOCABULARY words.
     """
     words = Tokenizer(
         models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
