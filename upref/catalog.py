@@ -8,7 +8,7 @@ answer before that.
 Objectives have two tiers. The first holds those of fan2026up, its baselines, every
 objective that the audit of a trainer compares a loss with (trainers.toml, generated
 from the audits' records), and those that this process has registered itself. The second
-tier, *paper only*, holds the others.
+tier, *paper only*, holds the others: no audited trainer has them.
 """
 
 import difflib
@@ -26,7 +26,7 @@ BY_LENGTH = "seq-mean-token-sum-norm"  # divides by a length that no objective h
 FIELDS = ("level", "agg", "paper")
 TRAINERS = Path(__file__).parent / "trainers.toml"
 PAPER = "fan2026up"
-BASELINES = (  # those of its experiments
+BASELINES = (  # the papers of its baselines
     "yu2025dapo",
     "shao2024deepseekmath",
     "zheng2025group",
@@ -43,24 +43,25 @@ BASELINES = (  # those of its experiments
 
 
 def facts() -> dict[str, dict[str, str]]:
-    """Return name -> {"level", "agg", "paper"} of each objective, in alphabetical
-    order.
+    """Return the fields "level", "agg" and "paper" of each objective, by its name, in
+    alphabetical order.
 
-    Those of the folder `objectives`, and those that this process has registered itself.
+    The objectives are those of the folder `objectives`, and those that this process has
+    registered itself.
     """
-    # nothing is registered where it is not imported
+    # until the module is imported, nothing is registered
     definition = sys.modules.get("upref.definition")
     registered = definition.OBJECTIVES if definition else {}
-    fields_of = {
-        name: {field: getattr(o, field) for field in FIELDS}
-        for name, o in registered.items()
+    fields_of_registered = {
+        name: {field: getattr(objective, field) for field in FIELDS}
+        for name, objective in registered.items()
     }
-    return dict(sorted({**fields_of, **_of_files()}.items()))
+    return dict(sorted({**fields_of_registered, **_fields_of_shipped()}.items()))
 
 
 @cache
 def trainers() -> dict[str, list[str]]:
-    """Return objective -> the frameworks whose audits compare a loss with it.
+    """Return which frameworks have a loss that an audit compares with an objective.
 
     Returns:
         The names of the frameworks, by the name of the objective.
@@ -69,22 +70,20 @@ def trainers() -> dict[str, list[str]]:
 
 
 def first_tier() -> list[str]:
-    """Return the names of the first tier, in alphabetical order."""
-    known = facts()
-    shipped = _of_files()
-    return [
+    """Return the names of the objectives that are not *paper only*, in alphabetical
+    order. The head of this file defines the tiers.
+    """
+    paper_only = {
         name
-        for name, fact in known.items()
-        if name not in shipped or not _paper_only(name, fact["paper"])
-    ]
-
-
-def _paper_only(name: str, paper: str) -> bool:
-    return name not in trainers() and paper not in (PAPER, *BASELINES)
+        for name, fields in _fields_of_shipped().items()
+        if name not in trainers() and fields["paper"] not in (PAPER, *BASELINES)
+    }
+    return [name for name in facts() if name not in paper_only]
 
 
 @cache
-def _of_files() -> dict[str, dict[str, str]]:
+def _fields_of_shipped() -> dict[str, dict[str, str]]:
+    """Return the fields of each objective of the folder `objectives`, by its name."""
     return {
         name: {field: description.fact(objective, field) for field in FIELDS}
         for name, objective in description.written().items()
@@ -92,8 +91,8 @@ def _of_files() -> dict[str, dict[str, str]]:
 
 
 def require(*names: str) -> None:
-    """Refuse a word that is not the name of an objective; a name with parentheses, as
-    up(dapo), is left to `get`.
+    """Raise InputError for a word that is not the name of an objective. A name with
+    parentheses, as up(dapo), passes: `get` reads it.
 
     Args:
         *names: words that a user typed.
@@ -108,32 +107,32 @@ def require(*names: str) -> None:
 
 
 def require_estimators(kl: str, advantage: str, agg: str) -> None:
-    """Refuse a word that names no estimator, or no aggregation.
+    """Raise InputError for a word that names no estimator, or no aggregation.
 
     Args:
-        kl: of a KL estimator, or "".
-        advantage: of an advantage estimator, or "".
-        agg: of an aggregation, or "".
+        kl: the name of a KL estimator, or "".
+        advantage: the name of an advantage estimator, or "".
+        agg: the name of an aggregation, or "".
 
     Raises:
         InputError: the message lists the names, or the nearest.
     """
-    if kl and kl not in (known := description.names_of("kl", "ESTIMATORS")):
-        raise unknown_kl(kl, known)
-    known = description.names_of("advantages", "ADVANTAGES")
-    if advantage and advantage not in known:
-        raise unknown_advantage(advantage, known)
-    if agg and agg not in (
-        known := description.names_of("aggregation", "AGGREGATIONS")
-    ):
-        raise unknown_aggregation(agg, known)
+    kl_estimators = description.names_of("kl", "ESTIMATORS")
+    if kl and kl not in kl_estimators:
+        raise unknown_kl(kl, kl_estimators)
+    advantage_estimators = description.names_of("advantages", "ADVANTAGES")
+    if advantage and advantage not in advantage_estimators:
+        raise unknown_advantage(advantage, advantage_estimators)
+    aggregations = description.names_of("aggregation", "AGGREGATIONS")
+    if agg and agg not in aggregations:
+        raise unknown_aggregation(agg, aggregations)
 
 
 def unknown_kl(name: str, known: Iterable[str]) -> InputError:
     """Return the error for a name that no KL estimator has.
 
     Args:
-        name: that a user typed.
+        name: the word that a user typed.
         known: names of estimators.
     """
     return InputError(
@@ -145,7 +144,7 @@ def unknown_advantage(name: str, known: Collection[str]) -> InputError:
     """Return the error for a name that no advantage estimator has.
 
     Args:
-        name: that a user typed.
+        name: the word that a user typed.
         known: names of estimators.
     """
     near = difflib.get_close_matches(str(name), known, n=1)
@@ -159,19 +158,19 @@ def unknown_aggregation(name: str, known: Iterable[str]) -> InputError:
     """Return the error for a name that no aggregation has.
 
     Args:
-        name: that a user typed.
+        name: the word that a user typed.
         known: names of aggregations.
     """
-    able = ", ".join(one for one in known if one != BY_LENGTH)
-    return InputError(f"unknown aggregation {name!r}: choose from {able}.")
+    usable = ", ".join(one for one in known if one != BY_LENGTH)
+    return InputError(f"unknown aggregation {name!r}: choose from {usable}.")
 
 
 def require_loss(word: str) -> None:
-    """Refuse a word that names no loss: no objective, or a file that is not there.
-    Functions of it are not looked up.
+    """Raise InputError for a word that names no loss: neither an objective, nor a
+    function in a file that exists. The function itself is not looked up.
 
     Args:
-        word: that a user typed.
+        word: the word that a user typed.
 
     Raises:
         InputError: what is wrong, and how a loss is named.
@@ -192,8 +191,8 @@ def no_loss(word: str, why: InputError) -> InputError:
     function.
 
     Args:
-        word: that a user typed.
-        why: there is no objective of that name.
+        word: the word that a user typed.
+        why: the error that there is no objective of that name.
     """
     ways = "package.module:function, path/to/file.py:function, verl:loss_mode or trl:loss_type"
     return InputError(
@@ -205,13 +204,14 @@ def unknown(name: str, known: Collection[str]) -> InputError:
     """Return the error for a name that no objective has.
 
     Args:
-        name: that a user typed.
+        name: the word that a user typed.
         known: names of objectives.
     """
-    plain = name.lower().replace("-", "_")
-    similar = (
-        [plain] if plain in known else difflib.get_close_matches(plain, known, 3, 0.5)
-    )
+    spelled_like_names = name.lower().replace("-", "_")
+    if spelled_like_names in known:
+        similar = [spelled_like_names]
+    else:
+        similar = difflib.get_close_matches(spelled_like_names, known, n=3, cutoff=0.5)
     if similar:
         hint = f"did you mean {' or '.join(similar)}?"
     else:

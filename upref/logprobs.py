@@ -32,11 +32,11 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
 ) -> Float[Tensor, "*B T"]:
-    """lp_t = log π_t(o_t), with logits already aligned: logits[b, t] is what predicted
-    tokens[b, t].
+    """Return lp_t = log π_t(o_t) for logits that are already aligned: logits[b, t]
+    predicted tokens[b, t].
 
-    InputError on a token outside the vocabulary, masked or not: give padding any valid
-    id.
+    A token outside the vocabulary raises InputError, masked or not: give padding any
+    valid id.
 
     Args:
         logits: [..., T, V], before the softmax.
@@ -46,9 +46,9 @@ def token_log_probs(
     Returns:
         [..., T], in nats, computed in float32 at least, with gradients to the logits.
     """
-    _check(logits, temperature)
+    _check_logits(logits, temperature)
     check_tokens(tokens, logits.shape[:-1], logits.shape[-1], "logits", "tokens")
-    return _pick(logits, tokens, temperature)
+    return _log_probs_of(logits, tokens, temperature)
 
 
 def shifted_log_probs(
@@ -57,33 +57,33 @@ def shifted_log_probs(
     *,
     temperature: float = 1.0,
 ) -> Float[Tensor, "B S-1"]:
-    """lp_t = log π_t(x_{t+1}) from a causal LM's raw output over input_ids: entry t
-    belongs to input_ids[:, t + 1].
+    """Return lp_t = log π_t(x_{t+1}) from a causal LM's raw output over input_ids:
+    entry t belongs to input_ids[:, t + 1].
 
-    Its mask is therefore the token mask shifted likewise, `mask[:, 1:]`. The first
-    token is predicted by nothing.
+    The mask of the result is `mask[:, 1:]` of the token mask. No logits predict the
+    first token.
 
     Args:
         logits: [B, S, V], as a causal LM returns them.
-        input_ids: what it was fed, [B, S].
+        input_ids: the tokens that the LM read, [B, S].
         temperature: τ > 0 of the sampler.
 
     Returns:
         [B, S - 1], in nats.
     """
-    _check(logits, temperature)
+    _check_logits(logits, temperature)
     check_tokens(input_ids, logits.shape[:-1], logits.shape[-1], "logits", "input_ids")
     if logits.ndim != 3:
         raise InputError(
             f"logits must be [B, S, V], one row per entry of input_ids, got {tuple(logits.shape)}."
         )
-    return _pick(logits[:, :-1], input_ids[:, 1:], temperature)
+    return _log_probs_of(logits[:, :-1], input_ids[:, 1:], temperature)
 
 
 def entropy(
     logits: Float[Tensor, "*B T V"], *, temperature: float = 1.0
 ) -> Float[Tensor, "*B T"]:
-    """H_t = -Σ_v π_t(v) log π_t(v), between 0 and log V.
+    """Return the entropy H_t = -Σ_v π_t(v) log π_t(v), between 0 and log V.
 
     Args:
         logits: [..., T, V], before the softmax.
@@ -92,7 +92,7 @@ def entropy(
     Returns:
         [..., T], in nats, with gradients to the logits.
     """
-    _check(logits, temperature)
+    _check_logits(logits, temperature)
     d, e, s = _softmax(logits, temperature)
     return s.log() - (e * d.masked_fill(e == 0, 0)).sum(-1) / s
 
@@ -103,10 +103,10 @@ def categorical_kl(
     *,
     temperature: float = 1.0,
 ) -> Float[Tensor, "*B T"]:
-    """KL(p‖q)_t = Σ_v p_t(v) (log p_t(v) - log q_t(v)) of the two softmaxes, both at τ.
+    """Return KL(p‖q)_t = Σ_v p_t(v) (log p_t(v) - log q_t(v)) of two softmaxes at τ.
 
-    +inf where p allows a token that q forbids; there the gradient exists with respect
-    to logits_q only.
+    It is +inf where p allows a token that q forbids; there the gradient exists with
+    respect to logits_q only.
 
     Args:
         logits_p: of p, [..., T, V].
@@ -116,8 +116,8 @@ def categorical_kl(
     Returns:
         [..., T], in nats.
     """
-    _check(logits_p, temperature)
-    _check(logits_q, temperature)
+    _check_logits(logits_p, temperature)
+    _check_logits(logits_q, temperature)
     if logits_p.shape != logits_q.shape:
         raise InputError(
             f"logits_p {tuple(logits_p.shape)} and logits_q {tuple(logits_q.shape)} must have the same shape: "
@@ -130,7 +130,9 @@ def categorical_kl(
 
 
 def _softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """d = z/τ - max z/τ, exp(d), and Σ exp(d) over the vocabulary."""
+    """Return d = z/τ - max z/τ, exp(d), and Σ exp(d) over the vocabulary. No exp(d)
+    overflows, since d <= 0.
+    """
     x = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     d = x - x.detach().amax(-1, keepdim=True)
     e = d.exp()
@@ -138,17 +140,21 @@ def _softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Return log π(v) of every token v of the vocabulary, [..., T, V]."""
     d, _, s = _softmax(logits, temperature)
     return d - s.log()[..., None]
 
 
-def _pick(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+def _log_probs_of(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Return log π of these tokens alone, [..., T]."""
     d, _, s = _softmax(logits, temperature)
     return d.gather(-1, tokens.long()[..., None])[..., 0] - s.log()
 
 
-def _check(logits: Tensor, temperature: float) -> None:
-    """Refuse logits and temperatures of which there are no log-probabilities."""
+def _check_logits(logits: Tensor, temperature: float) -> None:
+    """Raise InputError for logits or a temperature without log-probabilities. Logits
+    are floating-point numbers, [..., T, V].
+    """
     if (
         not is_materialized(logits)
         or not logits.is_floating_point()
@@ -162,7 +168,7 @@ def _check(logits: Tensor, temperature: float) -> None:
 
 
 def check_temperature(temperature: float) -> None:
-    """Raise InputError where it is not a finite number > 0."""
+    """Raise InputError where a temperature is not a finite number > 0."""
     if (
         isinstance(temperature, bool)
         or not isinstance(temperature, int | float)
@@ -175,14 +181,14 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_tokens(tokens: Tensor, shape: torch.Size, V: int, of: str, name: str) -> None:
-    """Raise InputError where they are not integers in [0, V), one for each row of `of`.
+    """Raise InputError where token ids are not integers in [0, V) of the right shape.
 
     Args:
         tokens: the ids.
-        shape: that they must have.
+        shape: the shape that they must have.
         V: the size of the vocabulary.
-        of: what has that shape, for the message.
-        name: of the argument, for the message.
+        of: the name of the tensor with that shape and one more axis, for the message.
+        name: the name of the argument, for the message.
     """
     if (
         not is_materialized(tokens)
@@ -198,9 +204,9 @@ def check_tokens(tokens: Tensor, shape: torch.Size, V: int, of: str, name: str) 
         raise InputError(
             f"{name} {tuple(tokens.shape)} must have the shape of {of} without {last}, {tuple(shape)}."
         )
-    bad = (tokens < 0) | (tokens >= V)
-    if bad.any():
-        index = tuple(bad.nonzero()[0].tolist())
+    is_outside = (tokens < 0) | (tokens >= V)
+    if is_outside.any():
+        index = tuple(is_outside.nonzero()[0].tolist())
         raise InputError(
             f"{name}{list(index)} is {tokens[index].item()}, outside the vocabulary of {V}: replace padding "
             "such as -100 by any valid id and mask it."

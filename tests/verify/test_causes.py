@@ -515,10 +515,12 @@ def test_what_an_objective_has_is_measured(name):
     smooth |= {"vespo"}
     by_mask = {"cppo", "dppo_kl", "dppo_tv", "m2po"}
     assert has.is_smooth == (name in smooth) and (
-        has.is_pessimistic and has.masks and not has.constant
+        has.is_pessimistic and has.value_is_masked and not has.has_constant_weight
     ) == (name in by_mask)
-    assert has.constant == name.startswith(("cispo", "dppo_kl_verl", "dppo_tv_verl"))
-    assert (has.free[1.0] and has.plain[-1.0]) == (
+    assert has.has_constant_weight == name.startswith(
+        ("cispo", "dppo_kl_verl", "dppo_tv_verl")
+    )
+    assert (has.ignores_ratio[1.0] and has.follows_ratio[-1.0]) == (
         name.startswith("up") or name == "topr"
     )
 

@@ -27,7 +27,12 @@ from upref.verify.explain import fits, reproduces, two_gradients
 from upref.verify.factors import declared_aggregation
 from upref.verify.faults import known
 from upref.verify.faults.corrections import retuned
-from upref.verify.faults.losses import INVERTED_RATIO, LossFault, fault, lacking
+from upref.verify.faults.losses import (
+    INVERTED_RATIO,
+    LossFault,
+    fault,
+    words_for_other_kl,
+)
 from upref.verify.faults.targets import ETAS
 from upref.verify.match import (
     Candidate,
@@ -700,7 +705,7 @@ def _term(box: BlackBox, match: Match) -> list[str]:
     """A KL term that is not the objective's."""
     if not box.kl or match.same_kl:
         return []
-    return [lacking(get(match.name), box.beta, box.kl)]
+    return [words_for_other_kl(get(match.name), box.beta, box.kl)]
 
 
 def _against(box: BlackBox, match: Match) -> LossCase:

@@ -13,15 +13,20 @@ from fractions import Fraction
 from typing import Any
 
 Rows = Sequence[Fraction]
-# divided by a standard deviation
-NORMED = ("group_norm", "whiten", "group_mean_whiten")
-UNGROUPED = ("whiten", "signed", "reward")
-LENGTHS = (3, 1, 4, 2, 5)
+# estimators that divide by a standard deviation
+DIVIDED_BY_STD = ("group_norm", "whiten", "group_mean_whiten")
+UNGROUPED = ("whiten", "signed", "reward")  # estimators that do not read groups
+LENGTHS = (3, 1, 4, 2, 5)  # of responses, in tokens
 
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """R: a reward per response. group: its prompt."""
+    """Rewards and the prompts that they belong to.
+
+    Attributes:
+        R: a reward for each response.
+        group: the id of the prompt of each response.
+    """
 
     R: tuple[Fraction, ...]
     group: tuple[int, ...]
@@ -83,48 +88,52 @@ class RewardBatch:
 
 
 def lengths(R: Sequence[Any], group: Sequence[int]) -> list[int]:
-    """Of each response in tokens, for functions of tokens; it travels with the row. R
-    may hold NaN and None.
+    """Return a length in tokens for each response, for functions of tokens. It depends
+    on the reward and the prompt alone, so it stays with the row in every order.
 
     Args:
-        R: rewards.
+        R: rewards; NaN and None are allowed.
         group: prompt ids.
 
     Returns:
         A number of tokens for each response.
     """
-    return [
-        LENGTHS[(int(4 * (x or 0)) + group_id if x == x else group_id) % 5]
-        for x, group_id in zip(R, group, strict=True)
-    ]
+    numbers = []
+    for reward, group_id in zip(R, group, strict=True):
+        is_nan = reward != reward
+        quarters = 0 if is_nan else int(4 * (reward or 0))
+        numbers.append(LENGTHS[(quarters + group_id) % len(LENGTHS)])
+    return numbers
 
 
-EVEN = RewardBatch.of("1 0 0 1  1 0 0 0  1/4 1/2 -1 2", "0 0 0 0  1 1 1 1  2 2 2 2")
-UNEVEN = RewardBatch.of(
+EVEN_GROUPS = RewardBatch.of(
+    "1 0 0 1  1 0 0 0  1/4 1/2 -1 2", "0 0 0 0  1 1 1 1  2 2 2 2"
+)
+UNEVEN_GROUPS = RewardBatch.of(
     "1 0  1 1/2 0 -1 3/4  1 0 0  2 1/4", "0 0  1 1 1 1 1  2 2 2  3 3"
 )
-INTERLEAVED = RewardBatch.of(
+INTERLEAVED_PROMPTS = RewardBatch.of(
     "1 1/2 0 0 -1 1 1/4 2 0 1 3/4 0", "0 1 2 2 1 0 1 0 2 2 0 1"
 )
-SINGLE = RewardBatch.of("3/4 1 0 1/2 2", "0 1 1 1 2")
-EQUAL = RewardBatch.of(
+LONE_RESPONSES = RewardBatch.of("3/4 1 0 1/2 2", "0 1 1 1 2")
+EQUAL_REWARDS = RewardBatch.of(
     "1/10 1/10 1/10 1/10 1/10 1/10 1/10 1 0 1", "0 0 0 0 0 0 0 1 1 1"
 )
 # prompts all of whose responses fail, and all of whose responses succeed
-SOLVED = RewardBatch.of(
+SOLVED_PROMPTS = RewardBatch.of(
     "0 0 0 0  1 1 1 1  -1 -1 -1 -1  1 0 0 1", "0 0 0 0  1 1 1 1  2 2 2 2  3 3 3 3"
 )
 # a hundred prompts of four responses, no two of which are all alike
-PROMPTS = RewardBatch(
+HUNDRED_PROMPTS = RewardBatch(
     tuple(Fraction(i * i % 11 + i % 3, 4) for i in range(400)),
     tuple(i // 4 for i in range(400)),
 )
-FINE = RewardBatch.of(
+GRADED_REWARDS = RewardBatch.of(
     "7/10 3/4 4/5 41/50  1/3 2/3 5/7 1/9  91/100 23/25 93/100 19/20",
     "0 0 0 0  1 1 1 1  2 2 2 2",
-)  # no halves
-# A up to 11
-LARGE = RewardBatch(
+)  # no multiples of 1/2, so float32 rounds them
+# an advantage is up to 11
+LARGE_GROUPS = RewardBatch(
     tuple(Fraction(i % 128 == 77 or i == 200) for i in range(256)),
     (0,) * 128 + (1,) * 128,
 )
@@ -151,22 +160,24 @@ def variance(xs: Rows, ddof: int) -> Fraction:
     return sum(((x - m) ** 2 for x in xs), Fraction(0)) / max(len(xs) - ddof, 1)
 
 
-def by(key: Sequence[Any], R: Rows, f: Callable[[Rows], Rows]) -> tuple[Fraction, ...]:
-    """f of the rewards of each key, put back in place.
+def per_key(
+    key: Sequence[Any], R: Rows, f: Callable[[Rows], Rows]
+) -> tuple[Fraction, ...]:
+    """Apply a function to the rewards of each key, and put its numbers back in place.
 
     Args:
-        key: of each row; equal keys belong together.
+        key: the key of each row; equal keys belong together.
         R: rewards.
         f: from the rewards of one key to as many numbers.
     """
-    rows: dict[str, Any] = {}
+    rows_of: dict[Any, list[int]] = {}
     for i, k in enumerate(key):
-        rows.setdefault(k, []).append(i)
-    out = [Fraction(0)] * len(R)
-    for group_rows in rows.values():
-        for i, x in zip(group_rows, f([R[i] for i in group_rows]), strict=True):
-            out[i] = x
-    return tuple(out)
+        rows_of.setdefault(k, []).append(i)
+    numbers = [Fraction(0)] * len(R)
+    for rows in rows_of.values():
+        for i, number in zip(rows, f([R[i] for i in rows]), strict=True):
+            numbers[i] = number
+    return tuple(numbers)
 
 
 def minus(baseline: Callable[[Rows], Fraction]) -> Callable[[Rows], Rows]:
@@ -180,8 +191,9 @@ def minus(baseline: Callable[[Rows], Fraction]) -> Callable[[Rows], Rows]:
     """
 
     def centred(xs: Rows) -> Rows:
-        batch = baseline(xs)
-        return [x - batch for x in xs]
+        """Return the rewards less their baseline."""
+        subtracted = baseline(xs)
+        return [x - subtracted for x in xs]
 
     return centred
 
@@ -213,40 +225,49 @@ def over_the_mean(xs: Rows) -> Rows:
     return [(x - m) / m if m > 0 else Fraction(0) for x in xs]
 
 
-def deviation(key: Sequence[Any], R: Rows, ddof: int) -> tuple[Fraction, ...]:
-    """The variance of the rows of its key, for each row.
+def variance_of_rows(key: Sequence[Any], R: Rows, ddof: int) -> tuple[Fraction, ...]:
+    """Return for each row the variance of all rows of its key.
 
     Args:
-        key: of each row.
+        key: the key of each row.
         R: rewards.
         ddof: 1 divides by n - 1, 0 by n.
     """
-    return by(key, R, lambda xs: [variance(xs, ddof)] * len(xs))
+    return per_key(key, R, lambda xs: [variance(xs, ddof)] * len(xs))
 
 
-def parts(name: str, b: RewardBatch, ddof: int) -> tuple[Rows, Rows]:
-    """Numerator and variance of each response, of an estimator of NORMED.
+def numerators_and_variances(name: str, b: RewardBatch, ddof: int) -> tuple[Rows, Rows]:
+    """Return the numerator and the variance of each response's advantage: the reward
+    less a mean, and the variance whose root divides it.
 
     Args:
-        name: of the estimator.
+        name: the name of the estimator, of DIVIDED_BY_STD.
         b: the batch.
         ddof: 1 divides by n - 1, 0 by n.
     """
-    batch = (0,) * len(b.R)
-    c = by(batch if name == "whiten" else b.group, b.R, minus(mean))
-    return c, deviation(b.group if name == "group_norm" else batch, c, ddof)
+    whole_batch = (0,) * len(b.R)
+    rows_of_mean = whole_batch if name == "whiten" else b.group
+    rows_of_variance = b.group if name == "group_norm" else whole_batch
+    numerators = per_key(rows_of_mean, b.R, minus(mean))
+    return numerators, variance_of_rows(rows_of_variance, numerators, ddof)
 
 
-# ---- what stands under the bar -------------------------------------------------------
+# ---- denominators --------------------------------------------------------------------
 @dataclass(frozen=True)
 class Form:
-    """value: of a variance and eps. eps: of a denominator that was found and the
-    variance. large: what that does.
+    """A formula of a standard deviation and eps.
+
+    Attributes:
+        value: from a variance and eps to the denominator.
+        eps: from a denominator and a variance to eps, the inverse.
+        effect_of_large_eps: the words for what a large eps does.
     """
 
     value: Callable[[float, float], float]
     eps: Callable[[float, float], float]
-    large: str = "it shrinks every advantage, most where a group nearly agrees"
+    effect_of_large_eps: str = (
+        "it shrinks every advantage, most where a group nearly agrees"
+    )
 
 
 FORMS = {
@@ -262,14 +283,20 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Denominator:
-    """What an estimator of NORMED divides by. least: the smallest std beside which it
-    was seen, 0 beside any.
+    """What an estimator of DIVIDED_BY_STD divides by.
+
+    Attributes:
+        ddof: 1 if the variance divides by n - 1, 0 if it divides by n.
+        eps: the number that bounds the denominator from below.
+        form: how the two are combined, a name of FORMS.
+        smallest_std: the smallest standard deviation at which this denominator was
+            measured; 0 where it holds at all that were tried.
     """
 
     ddof: int = 1
     eps: float = 0.0
     form: str = "std + eps"
-    least: float = 0.0
+    smallest_std: float = 0.0
 
     def of(self, var: Fraction) -> float:
         """Return what advantages are divided by.
@@ -288,7 +315,7 @@ class Denominator:
         return f"{self.form} with eps = {self.eps:.3g}"
 
 
-def fit(
+def fit_denominator(
     c: Rows,
     var: Rows,
     found: Sequence[float],
@@ -296,62 +323,72 @@ def fit(
     ddof: int = 1,
     eps: float | None = None,
 ) -> Denominator | None:
-    """The Denominator with which c over it is what was found, None where none is; eps
-    where it is known.
+    """Return the denominator with which the numerators give the advantages found, or
+    None where there is none.
 
     Args:
         c: numerators.
         var: variances.
-        found: what the function answered.
+        found: the advantages that the function returned.
         tol: the relative error that is allowed.
         ddof: of the variances.
+        eps: the eps, where it is known; None measures it.
     """
-    use = [(x, v, a) for x, v, a in zip(c, var, found, strict=True) if x and v]
-    if not use or any(not a or not math.isfinite(a) for *_, a in use):
+    informative = [(x, v, a) for x, v, a in zip(c, var, found, strict=True) if x and v]
+    if not informative:
         return None
-    d = sorted((float(v), float(x) / a) for x, v, a in use)
-    v0, d0 = d[0]  # the smallest variance shows eps best
+    if any(not a or not math.isfinite(a) for *_, a in informative):
+        return None
+    # the denominator of each advantage, beside its variance
+    measured = sorted((float(v), float(x) / a) for x, v, a in informative)
+    smallest_variance, denominator_there = measured[0]  # it shows eps best
     slack = 10 * tol
     for name, form in FORMS.items():
         if eps is not None:
-            e = eps
-        elif abs(form.value(v0, 0.0) - d0) <= slack * d0:
-            e = 0.0
-        else:
-            e = form.eps(d0, v0)
-        if e >= 0 and all(
-            y > 0 and abs(form.value(v, e) - y) <= slack * y for v, y in d
+            form_eps = eps
+        elif (
+            abs(form.value(smallest_variance, 0.0) - denominator_there)
+            <= slack * denominator_there
         ):
-            return Denominator(ddof, e, name)
+            form_eps = 0.0
+        else:
+            form_eps = form.eps(denominator_there, smallest_variance)
+        if form_eps >= 0 and all(
+            y > 0 and abs(form.value(v, form_eps) - y) <= slack * y for v, y in measured
+        ):
+            return Denominator(ddof, form_eps, name)
     return None
 
 
 def advantage(
-    name: str, batch: RewardBatch, divided: Denominator = Denominator()
+    name: str, batch: RewardBatch, denominator: Denominator = Denominator()
 ) -> list[float]:
-    """The advantages called `name` of upref.advantages, each rounded once or twice.
+    """Return the advantages of an estimator of upref.advantages, computed in fractions
+    and rounded once or twice at the end.
 
     Args:
-        name: of the estimator.
+        name: the name of the estimator.
         batch: the batch.
-        divided: what it divides by.
+        denominator: what an estimator of DIVIDED_BY_STD divides by.
 
     Returns:
         A number for each response.
     """
     match name:
         case "group_mean":
-            return [float(x) for x in by(batch.group, batch.R, minus(mean))]
+            return [float(x) for x in per_key(batch.group, batch.R, minus(mean))]
         case "leave_one_out":
-            return [float(x) for x in by(batch.group, batch.R, minus_the_others)]
+            return [float(x) for x in per_key(batch.group, batch.R, minus_the_others)]
         case "maxrl":
-            return [float(x) for x in by(batch.group, batch.R, over_the_mean)]
+            return [float(x) for x in per_key(batch.group, batch.R, over_the_mean)]
         case "reward":
             return [float(x) for x in batch.R]
         case "signed":
             return [1.0 if x > 0 else -1.0 for x in batch.R]
-    c, var = parts(name, batch, divided.ddof)
-    return [float(x) / divided.of(v) if x else 0.0 for x, v in zip(c, var, strict=True)]
+    c, var = numerators_and_variances(name, batch, denominator.ddof)
+    return [
+        float(x) / denominator.of(v) if x else 0.0 for x, v in zip(c, var, strict=True)
+    ]
 
 
 def nearly_equal(x: Sequence[float], y: Sequence[float], tol: float) -> bool:

@@ -33,11 +33,11 @@ from upref.verify.faults.losses import (
     fault,
     kl_added,
     kl_faults,
-    lacking,
-    powered,
+    ratio_power_faults,
     shape_of,
     term_slope,
     terms,
+    words_for_other_kl,
 )
 from upref.verify.finding import NO_CAUSE, Cause
 from upref.verify.measure import LossCase, kl_slope, unit_weights
@@ -105,7 +105,7 @@ def explain(
         floored(case),
         retuned(case),
         divided(case),
-        powered(case.objective, case.hp, case.scale),
+        ratio_power_faults(case.objective, case.hp, case.scale),
         _others(case),
         corrected(case),
     )
@@ -620,7 +620,7 @@ def _other_kl(
                 words = f"the KL term has the gradient of {beta:.6g} {name}, not of {own_term:g} {objective.kl}: {OTHER_KL}"
             else:
                 id = "kl-added" if is_own and beta < 0 else "kl-not-of-objective"
-                words = lacking(objective, beta, name)
+                words = words_for_other_kl(objective, beta, name)
             yield fault(words, "term", id=id, weigh=weigh)
 
 
@@ -666,7 +666,7 @@ def _others(case: LossCase) -> Iterator[LossFault]:
     """
     objective = case.objective
     hp = case.hp
-    if not shape_of(objective, hp).free[1.0]:  # it has no log π_θ there yet
+    if not shape_of(objective, hp).ignores_ratio[1.0]:  # it has no log π_θ there yet
         yield fault(
             f"its gradient is that of up({objective.name}): log π_θ in place of the clipped ratio where A > 0",
             "objective",

@@ -15,9 +15,11 @@ from upref.errors import InputError
 from upref.verify.advantages.case import AdvantageCase, choose_inputs
 from upref.verify.advantages.function import read
 from upref.verify.advantages.oracles import ORACLES
-from upref.verify.exact import EVEN, NORMED
+from upref.verify.exact import DIVIDED_BY_STD, EVEN_GROUPS
 from upref.verify.oracle import run, validate_names
 from upref.verify.report import Report, not_run, restores_state
+
+FLOAT64_TOL = 1e-6  # a larger tolerance is that of float32
 
 
 @restores_state
@@ -44,10 +46,9 @@ def check_advantages(
         InputError: fn cannot be run.
     """
     start = time.perf_counter()
-    advantages.get(estimator)
-    if unknown := sorted(
-        hp.keys() - ({"ddof", "eps"} if estimator in NORMED else set())
-    ):
+    advantages.get(estimator)  # raises where there is no such estimator
+    settings = {"ddof", "eps"} if estimator in DIVIDED_BY_STD else set()
+    if unknown := sorted(hp.keys() - settings):
         raise InputError(f"{estimator} has no setting {unknown[0]!r}.")
     for k, v in hp.items():
         if isinstance(v, bool) or not isinstance(v, int | float) or not 0 <= v < 1e300:
@@ -55,33 +56,45 @@ def check_advantages(
     validate_names(ORACLES, skip)
     case = choose_inputs(read(fn, estimator, hp), estimator, hp)
     found, ran = run(ORACLES, case, skip)
+    if case.denominator_is_known:
+        hp = {"ddof": case.denominator.ddof, "eps": case.denominator.eps}
     return Report(
-        loss=case.f.name,
+        loss=case.function.name,
         objective=estimator,
-        hp={"ddof": case.divided.ddof, "eps": case.divided.eps} if case.known else hp,
+        hp=hp,
         findings=found,
-        read_as=str(case.f.reading),
-        assumptions=[*case.f.assumptions(), *_assumed(case)],
+        read_as=str(case.function.reading),
+        assumptions=[*case.function.assumptions(), *_assumptions_of_comparison(case)],
         oracles=ran,
-        tolerances={"advantage, relative": case.f.tol},
+        tolerances={"advantage, relative": case.function.tol},
         seconds=time.perf_counter() - start,
         not_checked=not_run(ran),
     )
 
 
-def _assumed(case: AdvantageCase) -> list[str]:
-    """What the comparison has assumed, in words."""
-    even_batch = case.batch(EVEN)
-    by = case.divided
-    out = []
-    if (case.known or not (case.wrong or case.name in NORMED)) and case.f.tol > 1e-6:
-        out.append("it computes in float32: compared to 1e-4")
-    if case.f.outcome(even_batch.R, even_batch.group).uneven:
-        out.append(
+def _assumptions_of_comparison(case: AdvantageCase) -> list[str]:
+    """Return the assumptions under which the function was compared, as sentences."""
+    batch = case.batch(EVEN_GROUPS)
+    denominator = case.denominator
+    sentences = []
+    is_divided_by_std = case.name in DIVIDED_BY_STD
+    # otherwise the oracle `values` reports the difference
+    tolerance_is_meant = case.denominator_is_known or not (
+        case.wrong or is_divided_by_std
+    )
+    if tolerance_is_meant and case.function.tol > FLOAT64_TOL:
+        sentences.append("it computes in float32: compared to 1e-4")
+    if case.function.outcome(batch.R, batch.group).differs_within_response:
+        sentences.append(
             "its advantages differ between the tokens of a response: the first is compared"
         )
-    if case.known:
-        over = "G - 1 (Bessel)" if by.ddof else "G (population)"
-        down = f", seen beside a std of {by.least:.2g} and more" if by.least else ""
-        out.append(f"std divides by {over}; the denominator is {by}{down}")
-    return out
+    if case.denominator_is_known:
+        over = "G - 1 (Bessel)" if denominator.ddof else "G (population)"
+        smallest = denominator.smallest_std
+        range_of_std = (
+            f", seen beside a std of {smallest:.2g} and more" if smallest else ""
+        )
+        sentences.append(
+            f"std divides by {over}; the denominator is {denominator}{range_of_std}"
+        )
+    return sentences

@@ -13,51 +13,66 @@ from typing import Any
 from upref.errors import InputError
 from upref.verify.advantages.function import Function
 from upref.verify.exact import (
-    EVEN,
-    FINE,
-    NORMED,
-    UNEVEN,
+    DIVIDED_BY_STD,
+    EVEN_GROUPS,
+    GRADED_REWARDS,
+    UNEVEN_GROUPS,
     Denominator,
     RewardBatch,
     advantage,
-    fit,
+    fit_denominator,
     nearly_equal,
-    parts,
+    numerators_and_variances,
 )
 from upref.verify.faults import known, measured
 from upref.verify.faults.advantages import AdvantageChange, Floats
 from upref.verify.finding import NO_CAUSE, Cause, Example, number_pair
 from upref.verify.report import Finding, fail
 
-UNCOUPLED = ("reward", "signed")  # they subtract nothing
+UNCOUPLED = ("reward", "signed")  # estimators that subtract no baseline
+DOUBLE_TOL = 1e-9  # relative, of what is computed in float64
 SINGLE_TOL = 1e-4  # of what is computed in float32
-SMALL = 1e-3  # an eps that a fault may come with
-# eps does not grow with them
-SCALES = [EVEN.times(Fraction(8, 2**n)) for n in (0, 3, 13, 23, 33, 43)]
+SMALL_EPS = 1e-3  # an eps that a fault may come with
+ROWS_AT_ONCE = 16  # a longer batch is compared last: exact numbers of it are slow
+# Rewards of several sizes. eps does not grow with them, which shows the denominator.
+SCALES = [EVEN_GROUPS.times(Fraction(8, 2**n)) for n in (0, 3, 13, 23, 33, 43)]
 
 
 @dataclass
 class AdvantageCase:
-    """What the oracles read."""
+    """A function beside the estimator that it should be: what the oracles read.
 
-    f: Function
+    Attributes:
+        function: the function.
+        name: the name of the estimator.
+        hp: the settings ddof and eps that the user gave.
+        denominator: what the advantages are divided by, as measured. Its smallest std
+            is infinite where none was found.
+        failed: the names of the oracles that failed so far.
+    """
+
+    function: Function
     name: str
     hp: Mapping[str, Any]
-    divided: Denominator
+    denominator: Denominator
     failed: set[str] = field(default_factory=set)
 
     @property
-    def known(self) -> bool:
-        """Whether what it divides by was found."""
-        return self.name in NORMED and not self.wrong and self.divided.least < math.inf
+    def denominator_is_known(self) -> bool:
+        """Whether the values are right and their denominator was found."""
+        return (
+            self.name in DIVIDED_BY_STD
+            and not self.wrong
+            and self.denominator.smallest_std < math.inf
+        )
 
     @property
     def wrong(self) -> bool:
-        """Whether the values are wrong: what follows from that is not said again."""
+        """Whether the values are wrong. Oracles do not report what follows from that."""
         return bool(self.failed & {"values", "uneven-groups"})
 
     def batch(self, b: RewardBatch) -> RewardBatch:
-        """As this estimator takes it: correct or not, where rewards are read as that.
+        """Return the batch with rewards that this estimator can read.
 
         Args:
             b: any rewards.
@@ -78,10 +93,11 @@ class AdvantageCase:
         Returns:
             One advantage per response.
         """
-        return advantage(self.name, batch, self.divided)
+        return advantage(self.name, batch, self.denominator)
 
     def differs(self, batch: RewardBatch) -> int | None:
-        """The row that differs most, if one does beyond the tolerance.
+        """Return the row whose advantage differs most, if it differs beyond the
+        tolerance.
 
         Args:
             batch: the rewards and their groups.
@@ -92,15 +108,18 @@ class AdvantageCase:
         Raises:
             InputError: the function refuses this batch.
         """
-        want = self.expected(batch)
-        got = self.f(batch)
-        least = 1e-3 * (max(map(abs, want)) or 1.0)
+        expected = self.expected(batch)
+        found = self.function(batch)
+        # an advantage near 0 is compared on the scale of the largest
+        least_scale = 1e-3 * (max(map(abs, expected)) or 1.0)
         errors = [
-            abs(x - y) / max(abs(x), abs(y), least) if math.isfinite(y) else math.inf
-            for x, y in zip(want, got, strict=True)
+            abs(x - y) / max(abs(x), abs(y), least_scale)
+            if math.isfinite(y)
+            else math.inf
+            for x, y in zip(expected, found, strict=True)
         ]
-        i = max(range(len(errors)), key=errors.__getitem__)
-        return i if errors[i] > self.f.tol else None
+        row = max(range(len(errors)), key=errors.__getitem__)
+        return row if errors[row] > self.function.tol else None
 
     def fails(self, batch: RewardBatch) -> bool:
         """Tell whether some advantage differs. A batch that the function refuses is no
@@ -143,65 +162,74 @@ class AdvantageCase:
             )
             return
         small = self._shrunk(batch)
-        i = self.differs(small)
-        if i is None:
+        row = self.differs(small)
+        if row is None:
             return  # it draws random numbers, which `determinism` reports
-        want = self.expected(small)[i]
-        got = self.f(small)[i]
-        peers = small.group.count(small.group[i])
-        text = f"{regime}: response {i}, one of {peers} to its prompt, of {len(small.R)} in the batch"
-        also = [self.batch(EVEN), self.batch(UNEVEN)]
-        # exact numbers of many rows are slow: few faults get beyond the small batch
-        first = [batch] if len(batch.R) <= 16 else [small]
-        rest = [batch] if len(batch.R) > 16 else []
-        why = why or self._cause([*first, *also, *rest])
-        yield fail(oracle, text, *number_pair("A", want, got), self.example(small), why)
+        numbers = number_pair("A", self.expected(small)[row], self.function(small)[row])
+        peers = small.group.count(small.group[row])
+        text = f"{regime}: response {row}, one of {peers} to its prompt, of {len(small.R)} in the batch"
+        if not why:
+            usual = [self.batch(EVEN_GROUPS), self.batch(UNEVEN_GROUPS)]
+            if len(batch.R) <= ROWS_AT_ONCE:
+                why = self._cause([batch, *usual])
+            else:
+                why = self._cause([small, *usual, batch])
+        yield fail(oracle, text, *numbers, self.example(small), why)
 
     def _cause(self, batches: Sequence[RewardBatch]) -> Cause:
-        """The first fault of this estimator that gives what was found on every batch;
-        "" where none does.
+        """Return the first fault of this estimator that gives the advantages found on
+        every batch, or no cause. A fault with a large eps comes after all others.
         """
         answers: list[tuple[RewardBatch, Floats, Floats]] = []
         for b in batches:
-            with contextlib.suppress(InputError):  # what it refuses
-                answers.append((b, self.expected(b), self.f(b)))
-        batches, right, found = zip(*answers, strict=True)
-        A = [a for x in found for a in x]
-        expected = [a for x in right for a in x]
-        if any(not math.isfinite(a) for a in A):
+            with contextlib.suppress(InputError):  # the function refuses the batch
+                answers.append((b, self.expected(b), self.function(b)))
+        batches, expected, found = zip(*answers, strict=True)
+        all_expected = [a for numbers in expected for a in numbers]
+        all_found = [a for numbers in found for a in numbers]
+        if any(not math.isfinite(a) for a in all_found):
             return _not_finite(batches, found)
-        if self.name == "signed" and (cause := _of_two_rewards(batches, found)):
-            return cause
+        if self.name == "signed":
+            cause = _advantages_of_two_rewards(batches, found)
+            if cause:
+                return cause
         likely = NO_CAUSE
-        for fault in (f for f in known("advantages") if not f.of or self.name in f.of):
-            k = fault.change.k(expected, A) if fault.change.k else 0.0
-            # most do not fit the first
-            eps = _eps(fault.change, batches[:1], right, found[:1], k, self.f.tol)
+        for fault in known("advantages"):
+            if fault.of and self.name not in fault.of:
+                continue
+            change = fault.change
+            k = change.k(all_expected, all_found) if change.k else 0.0
+            tol = self.function.tol
+            # most faults do not fit the first batch
+            eps = _fitting_eps(change, batches[:1], expected, found[:1], k, tol)
             if eps is not None and len(batches) > 1:
-                eps = _eps(fault.change, batches, right, found, k, self.f.tol)
-            if eps is not None and eps <= SMALL:
-                return Cause(fault.words.format(k=k), (fault.id,))
-            if eps is not None and not likely:
-                words = f"{fault.words.format(k=k)}, eps = {eps:.3g}"
-                likely = Cause(words, (fault.id,))
+                eps = _fitting_eps(change, batches, expected, found, k, tol)
+            if eps is None:
+                continue
+            words = fault.words.format(k=k)
+            if eps <= SMALL_EPS:
+                return Cause(words, (fault.id,))
+            if not likely:
+                likely = Cause(f"{words}, eps = {eps:.3g}", (fault.id,))
         return likely
 
     def _shrunk(self, batch: RewardBatch) -> RewardBatch:
-        """Rows dropped while it stays wrong, whole prompts where the function wants
-        groups of n.
+        """Return the batch without the rows that the failure does not need. Only whole
+        prompts are dropped where the function takes groups of one size.
         """
 
-        def still(rows: list[int]) -> bool:
-            x = batch.take(rows)
-            alone = any(
-                x.group.count(group_id) == 1 and batch.group.count(group_id) > 1
-                for group_id in x.group
+        def still_fails(rows: list[int]) -> bool:
+            """Return whether these rows fail, and no response has lost its last peer."""
+            fewer = batch.take(rows)
+            has_new_lone_response = any(
+                fewer.group.count(group_id) == 1 and batch.group.count(group_id) > 1
+                for group_id in fewer.group
             )
-            return not alone and self.fails(x)  # no new response without a peer
+            return not has_new_lone_response and self.fails(fewer)
 
         rows = list(range(len(batch.R)))
-        drops = [batch.rows_of(gradient) for gradient in dict.fromkeys(batch.group)]
-        if not self.f.contiguous:
+        drops = [batch.rows_of(group_id) for group_id in dict.fromkeys(batch.group)]
+        if not self.function.groups_are_contiguous:
             drops += [
                 rows[i : i + k]
                 for k in (64, 16, 4, 1)
@@ -209,7 +237,7 @@ class AdvantageCase:
             ]
         for drop in drops:
             fewer_rows = [i for i in rows if i not in drop]
-            if fewer_rows and fewer_rows != rows and still(fewer_rows):
+            if fewer_rows and fewer_rows != rows and still_fails(fewer_rows):
                 rows = fewer_rows
         return batch.take(rows)
 
@@ -223,8 +251,8 @@ class AdvantageCase:
             The example; its `found` is None where the function refuses the batch.
         """
         found = None
-        with contextlib.suppress(InputError):  # what it refuses
-            found = [float(a) for a in self.f(batch)]
+        with contextlib.suppress(InputError):  # the function refuses the batch
+            found = [float(a) for a in self.function(batch)]
         inputs = {
             "rewards": [float(reward) for reward in batch.R],
             "group": list(batch.group),
@@ -235,55 +263,62 @@ class AdvantageCase:
 
 
 def _not_finite(batches: Sequence[RewardBatch], found: Sequence[Floats]) -> Cause:
-    """The cause that a division by a std of 0 makes numbers that are not finite, where
-    these are of exactly the responses whose prompt has one response, or equal rewards.
+    """Return the cause that a std of 0 is divided by. It holds where the numbers that
+    are not finite are exactly those of prompts with one response, or equal rewards.
     """
     for b, numbers in zip(batches, found, strict=True):
-        equal = {
+        groups_without_spread = {
             group_id
             for group_id in b.group
             if len({b.R[i] for i in b.rows_of(group_id)}) == 1
         }
         for group_id, a in zip(b.group, numbers, strict=True):
-            if (group_id in equal) == math.isfinite(a):
+            has_spread = group_id not in groups_without_spread
+            if has_spread != math.isfinite(a):
                 return NO_CAUSE
     return measured.STD_OF_EQUAL_REWARDS.cause()
 
 
-def _of_two_rewards(batches: Sequence[RewardBatch], found: Sequence[Floats]) -> Cause:
-    """What the two rewards that `signed` reads are made of, where each has one
-    advantage in every batch; an empty cause where the batch decides too.
+SIGNED_ADVANTAGES = {Fraction(0): -1.0, Fraction(1): 1.0}  # by the reward
 
-    A function of two rewards is told from others by two numbers alone, so the words
-    name these and no formula.
+
+def _advantages_of_two_rewards(
+    batches: Sequence[RewardBatch], found: Sequence[Floats]
+) -> Cause:
+    """Return the cause that a function checked as `signed` gives the rewards 0 and 1
+    other advantages than -1 and 1. No cause is returned where a reward has several
+    advantages: then the batch decides too.
+
+    Two numbers alone tell such a function from others, so the words name these and no
+    formula.
     """
-    answers: dict[Fraction, set[float]] = {}
+    advantages_of: dict[Fraction, set[float]] = {}
     for b, numbers in zip(batches, found, strict=True):
         for reward, a in zip(b.R, numbers, strict=True):
-            answers.setdefault(reward, set()).add(round(a, 6))
-    if any(len(numbers) > 1 for numbers in answers.values()):
+            advantages_of.setdefault(reward, set()).add(round(a, 6))
+    if any(len(several) > 1 for several in advantages_of.values()):
         return NO_CAUSE
-    right = {Fraction(0): -1.0, Fraction(1): 1.0}
-    of_failure, of_success = (answers[reward] for reward in right)
+    of_failure, of_success = (advantages_of[reward] for reward in SIGNED_ADVANTAGES)
     if {-a for a in of_failure} == of_success:
-        return NO_CAUSE  # one factor, or the sign, is all that differs
-    told = [
-        f"a response with reward {reward} has the advantage {a:g}, not {right[reward]:g}"
-        for reward, (a,) in sorted(answers.items())
-        if a != right[reward]
+        return NO_CAUSE  # only a factor or the sign differs, and other faults name it
+    words = [
+        f"a response with reward {reward} has the advantage {a:g}, not {SIGNED_ADVANTAGES[reward]:g}"
+        for reward, (a,) in sorted(advantages_of.items())
+        if a != SIGNED_ADVANTAGES[reward]
     ]
-    return measured.ADVANTAGES_OF_TWO_REWARDS.cause(each="; ".join(told))
+    return measured.ADVANTAGES_OF_TWO_REWARDS.cause(each="; ".join(words))
 
 
 def choose_inputs(
     function: Function, name: str, hp: Mapping[str, Any]
 ) -> AdvantageCase:
-    """With the first kind of input on which it is right, in float64 or else in float32;
-    else the first that runs.
+    """Choose the kind of input and the tolerance with which a function is compared: the
+    first kind on which it is right, in float64 or else in float32; else the first kind
+    that it accepts.
 
     Args:
         function: the function.
-        name: of the estimator that it is compared with.
+        name: the name of the estimator that it is compared with.
         hp: ddof and eps of that estimator.
 
     Returns:
@@ -292,96 +327,135 @@ def choose_inputs(
     Raises:
         InputError: the function refuses every kind of input.
     """
-    first: AdvantageCase | None = None
+    first_accepted: AdvantageCase | None = None
     errors: list[InputError] = []
-    # float64, and whatever goes through float32 on the way
-    for tol in (1e-9, SINGLE_TOL):
+    unknown = Denominator(hp.get("ddof", 1), hp.get("eps", 0.0), smallest_std=math.inf)
+    # a function that computes in float64 may still cast to float32 on the way
+    for tol in (DOUBLE_TOL, SINGLE_TOL):
         for kind in function.kinds:
-            unknown = Denominator(hp.get("ddof", 1), hp.get("eps", 0.0), least=math.inf)
-            case = AdvantageCase(
-                replace(function, kind=kind, tol=tol), name, hp, unknown
-            )
+            of_kind = replace(function, kind=kind, tol=tol)
+            case = AdvantageCase(of_kind, name, hp, unknown)
             try:
-                even_batch = case.batch(EVEN)
-                if case.f.outcome(even_batch.R, even_batch.group).single:
-                    case = replace(case, f=replace(case.f, tol=SINGLE_TOL))
-                divided = _denominator(case) if name in NORMED else case.divided
-                case = replace(case, divided=divided or case.divided)
-                if divided and case.differs(even_batch) is None:
-                    return _as_it_computes(case)
+                batch = case.batch(EVEN_GROUPS)
+                if of_kind.outcome(batch.R, batch.group).in_float32:
+                    case = _with_tolerance(case, SINGLE_TOL)
+                has_denominator = True
+                if name in DIVIDED_BY_STD:
+                    denominator = _measured_denominator(case)
+                    has_denominator = denominator is not None
+                    case = replace(case, denominator=denominator or unknown)
+                if has_denominator and case.differs(batch) is None:
+                    return _with_measured_tolerance(case)
             except InputError as e:
                 errors.append(e)
                 continue
-            first = first or replace(case, f=replace(case.f, tol=SINGLE_TOL))
-    if first is None:
+            if first_accepted is None:
+                first_accepted = _with_tolerance(case, SINGLE_TOL)
+    if first_accepted is None:
         raise errors[0]
-    return first
+    return first_accepted
 
 
-def _as_it_computes(case: AdvantageCase) -> AdvantageCase:
-    """Compared to float32's digits where rewards that are no halves show no more: EVEN
-    is exact in less.
+def _with_tolerance(case: AdvantageCase, tol: float) -> AdvantageCase:
+    """Return the case whose function is compared to this relative tolerance."""
+    return replace(case, function=replace(case.function, tol=tol))
+
+
+def _with_measured_tolerance(case: AdvantageCase) -> AdvantageCase:
+    """Return the case with the tolerance of float32 if the function is right to that
+    precision alone. Graded rewards show it: the rewards of EVEN_GROUPS are exact in
+    float32 too.
     """
-    fine = case.batch(FINE)
-    single = replace(case, f=replace(case.f, tol=SINGLE_TOL))
+    batch = case.batch(GRADED_REWARDS)
+    in_float32 = _with_tolerance(case, SINGLE_TOL)
     with contextlib.suppress(InputError):
         if (
-            case.f.tol < SINGLE_TOL
-            and case.differs(fine) is not None
-            and single.differs(fine) is None
+            case.function.tol < SINGLE_TOL
+            and case.differs(batch) is not None
+            and in_float32.differs(batch) is None
         ):
-            return single
+            return in_float32
     return case
 
 
-def _denominator(case: AdvantageCase) -> Denominator | None:
-    """What it divides by, read off it at rewards of several sizes; None where nothing
-    fits.
+def _measured_denominator(case: AdvantageCase) -> Denominator | None:
+    """Return the denominator that the function divides by, measured at rewards of
+    several sizes, or None where none fits. If it does not fit at the smallest rewards,
+    its smallest std says down to where it does.
     """
-    A = [case.f(b) for b in SCALES[:2]]
+    found = [case.function(b) for b in SCALES[:2]]
     with contextlib.suppress(InputError):  # it may refuse rewards that hardly differ
-        A += [case.f(b) for b in SCALES[2:]]
-    for n in range(len(A), 1, -1):
-        found = [a for x in A[:n] for a in x]
-        for ddof in [case.hp["ddof"]] if "ddof" in case.hp else (1, 0):
-            each = [parts(case.name, b, ddof) for b in SCALES[:n]]
-            c, var = ([x for part in each for x in part[k]] for k in (0, 1))
-            if got := fit(c, var, found, case.f.tol, ddof, case.hp.get("eps")):
-                least = 0.0 if n == len(SCALES) else math.sqrt(min(v for v in var if v))
-                return replace(got, least=least)
+        found += [case.function(b) for b in SCALES[2:]]
+    possible_ddofs = [case.hp["ddof"]] if "ddof" in case.hp else [1, 0]
+    for count in range(len(found), 1, -1):
+        advantages = [a for numbers in found[:count] for a in numbers]
+        for ddof in possible_ddofs:
+            numerators: list[Fraction] = []
+            variances: list[Fraction] = []
+            for b in SCALES[:count]:
+                of_batch = numerators_and_variances(case.name, b, ddof)
+                numerators += of_batch[0]
+                variances += of_batch[1]
+            denominator = fit_denominator(
+                numerators,
+                variances,
+                advantages,
+                case.function.tol,
+                ddof,
+                case.hp.get("eps"),
+            )
+            if denominator is None:
+                continue
+            if count == len(SCALES):
+                return replace(denominator, smallest_std=0.0)
+            smallest_variance = min(v for v in variances if v)
+            return replace(denominator, smallest_std=math.sqrt(smallest_variance))
     return None
 
 
-def _eps(
+def _fitting_eps(
     change: AdvantageChange,
     batches: Sequence[RewardBatch],
-    right: Sequence[Floats],
+    expected: Sequence[Floats],
     found: Sequence[Floats],
     k: float,
     tol: float,
 ) -> float | None:
-    """The eps with which the change gives what was found; 0 where nothing is divided;
-    None where none up to 1 fits.
+    """Return the eps with which a change gives the advantages found.
+
+    Args:
+        change: the change of the estimator.
+        batches: the batches.
+        expected: the right advantages of each batch; more batches may follow.
+        found: the advantages found on each batch.
+        k: the number that the change takes.
+        tol: the relative error that is allowed.
+
+    Returns:
+        eps; 0 where the change divides by nothing; None where no eps up to 1 fits.
     """
-    each = [change.numbers(b, x, k) for b, x in zip(batches, right, strict=False)]
-    c = [x for part in each for x in part]
-    A = [a for part in found for a in part]
+    changed = [change.numbers(b, x, k) for b, x in zip(batches, expected, strict=False)]
+    numerators = [x for numbers in changed for x in numbers]
+    all_found = [a for numbers in found for a in numbers]
     if change.variance is None:
-        return 0.0 if nearly_equal([float(x) for x in c], A, tol) else None
-    if any(x * a < 0 for x, a in zip(c, A, strict=True)):
-        return None  # whatever it is divided by
-    var = [
+        is_same = nearly_equal([float(x) for x in numerators], all_found, tol)
+        return 0.0 if is_same else None
+    if any(x * a < 0 for x, a in zip(numerators, all_found, strict=True)):
+        return None  # no denominator changes a sign
+    variances = [
         v
-        for b, part in zip(batches, each, strict=True)
-        for v in change.variance(b, part)  # type: ignore[arg-type]
+        for b, numbers in zip(batches, changed, strict=True)
+        for v in change.variance(b, numbers)  # type: ignore[arg-type]
     ]
-    if any(
-        bool(x) != (abs(a) > tol)
-        for x, v, a in zip(c, var, A, strict=True)
-        if v or not x
-    ):
+    for x, v, a in zip(numerators, variances, all_found, strict=True):
+        # where the variance alone is 0, the advantage may be of any size
+        has_one_answer = v or not x
+        if has_one_answer and bool(x) != (abs(a) > tol):
+            return None
+    denominator = fit_denominator(numerators, variances, all_found, tol)  # type: ignore[arg-type]
+    if denominator is None:
         return None
-    got = fit(c, var, A, tol)  # type: ignore[arg-type]
-    if got and got.eps <= (1.0 if len({v for v in var if v}) > 1 else SMALL):
-        return got.eps
-    return None
+    # one variance fits with any eps: a large one then shows nothing
+    has_several_variances = len({v for v in variances if v}) > 1
+    largest_eps = 1.0 if has_several_variances else SMALL_EPS
+    return denominator.eps if denominator.eps <= largest_eps else None

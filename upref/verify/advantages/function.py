@@ -19,56 +19,79 @@ from upref.user_code.load import load, name_of
 from upref.user_code.signature import Reading, parameters, read as read_signature
 from upref.verify.exact import UNGROUPED, RewardBatch, lengths
 
+# what rewards and prompt ids may be passed as, and the words for it in a report
 KINDS = {
     "tensor": "",
     "strings": "numpy strings",
     "array": "numpy numbers",
     "list": "Python lists",
 }
-HALVES = (torch.float16, torch.bfloat16, torch.float32)
+BELOW_FLOAT64 = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
 class AdvantageOutcome:
-    """What one call did. A: one number per response."""
+    """What one call returned and did.
+
+    Attributes:
+        A: one advantage for each response.
+        wrote: the roles of the inputs whose values it changed.
+        printed: whether it printed.
+        in_float32: whether it answered in float32 or in half precision.
+        differs_within_response: whether the advantages differ between the tokens of a
+            response. A has the first token's.
+    """
 
     A: list[float]
-    wrote: frozenset[str]  # roles whose values it changed
+    wrote: frozenset[str]
     printed: bool
-    single: bool  # it answered in float32
-    # its advantages differ between the tokens of a response: A has the first
-    uneven: bool
+    in_float32: bool
+    differs_within_response: bool
 
 
 @dataclass(frozen=True)
 class Function:
-    """Call it on a RewardBatch for one float per response; `outcome` tells the rest."""
+    """A user's advantage function. Call it on a RewardBatch for one float per response;
+    `outcome` has what else the call did.
+
+    Attributes:
+        name: its name in reports.
+        fn: the function itself.
+        reading: the roles of its parameters.
+        bound_args: the settings that every call passes.
+        takes_matrix: whether rewards are passed as [prompts, n].
+        kinds: the names in KINDS of what it may take, the likeliest first.
+        kind: the name in KINDS of what rewards and group are passed as.
+        tol: the relative error that is allowed.
+        lines: the lines of Python that a call may run; 0 for any number.
+    """
 
     name: str
     fn: Callable[..., Any]
     reading: Reading
-    bound_args: Mapping[str, Any]  # settings handed to it
-    square: bool  # rewards arrive as [prompts, n]
-    kinds: tuple[str, ...]  # what rewards and group may arrive as, likeliest first
+    bound_args: Mapping[str, Any]
+    takes_matrix: bool
+    kinds: tuple[str, ...]
     kind: str = "tensor"
     tol: float = 1e-9
-    # of Python that a call may run before it is stopped, 0 for any number
     lines: int = 0
 
     @property
     def reads(self) -> frozenset[str]:
+        """The roles of the inputs that it reads."""
         return frozenset((*self.reading.roles.values(), *self.reading.star))
 
     @property
-    def tokens(self) -> bool:
-        return _by_token(self.reading)
+    def takes_tokens(self) -> bool:
+        """Whether it takes a reward for each token, not one for each response."""
+        return _takes_token_rewards(self.reading)
 
     @property
-    def contiguous(self) -> bool:
-        """Whether it takes no ids: groups stand one after the other and are of one
+    def groups_are_contiguous(self) -> bool:
+        """Whether it takes no prompt ids, so that groups must be contiguous and of one
         size.
         """
-        return self.square or ("group" not in self.reads and "n" in self.reads)
+        return self.takes_matrix or ("group" not in self.reads and "n" in self.reads)
 
     def assumptions(self) -> list[str]:
         """Say what was assumed about the inputs of the function.
@@ -79,10 +102,10 @@ class Function:
         out = []
         if said := KINDS[self.kind]:
             out.append(
-                f"it takes {'prompts' if self.tokens else 'rewards and prompts'} as {said}"
+                f"it takes {'prompts' if self.takes_tokens else 'rewards and prompts'} as {said}"
             )
-        if self.contiguous:
-            how = "as [prompts, n]" if self.square else "with n"
+        if self.groups_are_contiguous:
+            how = "as [prompts, n]" if self.takes_matrix else "with n"
             out.append(
                 f"it takes rewards {how}, no group ids: groups are contiguous and of one size"
             )
@@ -104,43 +127,59 @@ class Function:
         Raises:
             InputError: the function raises, or returns something else.
         """
-        full = self._inputs(R, group)
-        before = {k: _state(v) for k, v in full.items()}
-        got, printed = call_guarded(
+        inputs = self._inputs(R, group)
+        before = {role: _contents(value) for role, value in inputs.items()}
+        returned, printed = call_guarded(
             self.name,
-            lambda: self.reading.call(self.fn, full, dict(self.bound_args)),
+            lambda: self.reading.call(self.fn, inputs, dict(self.bound_args)),
             self.lines,
         )
-        wrote = frozenset(k for k, v in before.items() if v != _state(full[k]))
-        A, uneven = self._numbers(got, len(R), self._lengths(R, group))
+        wrote = frozenset(
+            role
+            for role, contents in before.items()
+            if contents != _contents(inputs[role])
+        )
+        A, differs_within_response = self._per_response(
+            returned, len(R), self._lengths(R, group)
+        )
         return AdvantageOutcome(
-            A.double().reshape(-1).tolist(), wrote, printed, A.dtype in HALVES, uneven
+            A.double().reshape(-1).tolist(),
+            wrote,
+            printed,
+            A.dtype in BELOW_FLOAT64,
+            differs_within_response,
         )
 
     def _lengths(self, R: Sequence[Any], group: Sequence[int]) -> list[int]:
-        return (
-            lengths(R, group) if self.tokens or "mask" in self.reads else [1] * len(R)
-        )
+        """Return the number of tokens of each response: 1 for a function that does not
+        read tokens.
+        """
+        if self.takes_tokens or "mask" in self.reads:
+            return lengths(R, group)
+        return [1] * len(R)
 
     def _inputs(self, R: Sequence[Any], group: Sequence[int]) -> dict[str, Any]:
-        """The arguments of a call, in the kinds and shapes that the function takes."""
+        """Return the inputs of a call by role, in the kinds and shapes that the
+        function takes. A function of tokens gets a response's reward at its last token,
+        as in verl.
+        """
         N = len(R)
         ends = torch.tensor(self._lengths(R, group))
         n = list(group).count(group[0])
         mask = torch.arange(int(ends.max()) + 1) < ends[:, None]
         rows = [None if x is None else float(x) for x in R]
         rewards: Any = rows
-        if self.kind in ("tensor", "strings") or self.tokens:
+        if self.kind in ("tensor", "strings") or self.takes_tokens:
             rewards = torch.tensor(
                 [torch.nan if x is None else x for x in rows], dtype=torch.float64
             )
         elif self.kind == "array":
             rewards = np.array(rows, dtype=float)
-        if self.tokens:
+        if self.takes_tokens:
             rewards = torch.zeros(mask.shape, dtype=torch.float64).index_put(
                 (torch.arange(N), ends - 1), rewards
             )
-        if self.square:
+        if self.takes_matrix:
             if N % n:
                 raise InputError(f"{self.name} takes rewards as [prompts, n].")
             slices = [rows[i : i + n] for i in range(0, N, n)]
@@ -155,45 +194,57 @@ class Function:
         }
         return {"rewards": rewards, "group": ids[self.kind](), "mask": mask, "n": n}
 
-    def _numbers(self, got: Any, N: int, ends: list[int]) -> tuple[Tensor, bool]:
-        """[N], and whether the tokens of a response differ."""
-        got = got[0] if isinstance(got, tuple) and got else got
-        got = (
-            got["advantages"] if isinstance(got, dict) and "advantages" in got else got
-        )
+    def _per_response(
+        self, returned: Any, N: int, token_counts: list[int]
+    ) -> tuple[Tensor, bool]:
+        """Read one advantage for each response from what the function returned.
+
+        Args:
+            returned: a tensor, an array or a list; a tuple with one of them first; or a
+                dictionary with one of them as "advantages".
+            N: the number of responses.
+            token_counts: the tokens of each response.
+
+        Returns:
+            [N], and whether the tokens of a response have different advantages. Then
+            [N] holds the first token's.
+        """
+        if isinstance(returned, tuple) and returned:
+            returned = returned[0]
+        if isinstance(returned, dict) and "advantages" in returned:
+            returned = returned["advantages"]
         try:
-            if isinstance(got, Tensor):
-                A = got.detach().cpu().to_dense()
+            if isinstance(returned, Tensor):
+                A = returned.detach().cpu().to_dense()
             else:
-                A = torch.as_tensor(np.asarray(got))
+                A = torch.as_tensor(np.asarray(returned))
             if A.dtype == torch.bool or A.is_complex():
                 raise TypeError
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as e:  # RuntimeError: a meta tensor
+        # torch raises a RuntimeError for a meta tensor
+        except (TypeError, ValueError, RuntimeError) as e:
             raise InputError(
-                f"{self.name} returns a {type(got).__name__}: return one real number per response."
+                f"{self.name} returns a {type(returned).__name__}: return one real number per response."
             ) from e
-        uneven = False
-        if A.ndim == 2 and A.shape != (N, 1) and A.shape[0] == N and not self.square:
-            mask = torch.arange(A.shape[1]) < torch.tensor(ends)[:, None]
-            if int(mask.sum()) != sum(ends):
+        has_tokens = A.ndim == 2 and A.shape[0] == N and A.shape != (N, 1)
+        differs_within_response = False
+        if has_tokens and not self.takes_matrix:
+            mask = torch.arange(A.shape[1]) < torch.tensor(token_counts)[:, None]
+            if int(mask.sum()) != sum(token_counts):
                 raise InputError(
                     f"{self.name} returns shape {list(A.shape)} for {N} responses."
                 )
-            uneven = bool(((A - A[:, :1]).abs().masked_fill(~mask, 0) > 1e-6).any())
+            from_first = (A - A[:, :1]).abs().masked_fill(~mask, 0)
+            differs_within_response = bool((from_first > 1e-6).any())
             A = A[:, 0]
         if A.numel() != N:
             raise InputError(
                 f"{self.name} returns shape {list(A.shape)} for {N} responses: return [N] or [N, T]."
             )
-        return A, uneven
+        return A, differs_within_response
 
 
 def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
-    """A Function from a callable or its name (also verl:grpo and the like).
+    """Make a Function from a callable or its name (also verl:grpo and the like).
 
     Args:
         fn: the function, or its name.
@@ -218,7 +269,9 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
             f"{what}, not an advantage function: pass a function or its name."
         )
     all_parameters = parameters(fn)
-    reading = read_signature(fn, name, names.reward_role, _main(all_parameters))
+    reading = read_signature(
+        fn, name, names.reward_role, _required_roles(all_parameters)
+    )
     settings = {
         p: hp[k] for p in reading.own if (k := names.hyperparameter(p, set(hp)))
     }
@@ -226,63 +279,72 @@ def read(fn: Any, estimator: str, hp: Mapping[str, Any]) -> Function:
         raise InputError(
             f"{name} needs {missing[0]!r}, which upref cannot give: bind it with functools.partial."
         )
-    # beside ids a group size with a default says nothing
+    # beside prompt ids, a group size with a default is not needed
     if "group" in reading.roles.values():
-        idle = {
+        optional_sizes = {
             p.name
             for p in all_parameters
             if names.reward_role(p.name) == "n" and p.default is not p.empty
         }
-        reading = replace(
-            reading, roles={p: r for p, r in reading.roles.items() if p not in idle}
-        )
+        roles = {p: r for p, r in reading.roles.items() if p not in optional_sizes}
+        reading = replace(reading, roles=roles)
     kinds = _kinds(all_parameters, reading)
-    f = Function(name, fn, reading, settings, False, kinds, kinds[0])
-    return replace(
-        f,
-        square=estimator not in UNGROUPED
-        and not {"group", "n"} & f.reads
-        and not f.tokens,
+    function = Function(name, fn, reading, settings, False, kinds, kinds[0])
+    # an estimator of groups that reads no groups must find them in the shape
+    takes_matrix = (
+        estimator not in UNGROUPED
+        and not {"group", "n"} & function.reads
+        and not function.takes_tokens
     )
+    return replace(function, takes_matrix=takes_matrix)
 
 
-def _main(every: Sequence[inspect.Parameter]) -> tuple[str, ...]:
-    """What it must take: prompts too, unless its names say that it takes rewards and no
-    prompts.
+def _required_roles(every: Sequence[inspect.Parameter]) -> tuple[str, ...]:
+    """Return the roles that the parameters must have. They include the prompts, unless
+    the names show that the function takes rewards and no prompts.
     """
     plain = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    known = {names.reward_role(p.name) for p in plain}
-    free = [
+    named_roles = {names.reward_role(p.name) for p in plain}
+    if {"group", "n"} & named_roles:
+        return ("rewards",)
+    unnamed = [
         p
         for p in plain
         if p.default is p.empty
         and not names.reward_role(p.name)
-        and not _setting(p.name)
+        and not _is_setting(p.name)
     ]
-    takes_group = not {"group", "n"} & known and (len(free) == 1) == (
-        "rewards" in known
-    )
-    return ("rewards", "group") if takes_group else ("rewards",)
+    # beside named rewards, the one other parameter is the prompts; without them the
+    # two unnamed parameters are both
+    has_one_unnamed = len(unnamed) == 1
+    has_named_rewards = "rewards" in named_roles
+    if has_one_unnamed == has_named_rewards:
+        return ("rewards", "group")
+    return ("rewards",)
 
 
-def _setting(name: str) -> bool:
+def _is_setting(name: str) -> bool:
+    """Return whether a parameter of this name is a setting, not an input."""
     return bool(
         set(names.words(name)) & names.NEVER
         or names.hyperparameter(name, {"eps", "ddof"})
     )
 
 
-def _by_token(reading: Reading) -> bool:
+def _takes_token_rewards(reading: Reading) -> bool:
+    """Return whether a parameter is named token_level_..., as in verl."""
     return any(names.words(p)[:2] == ["token", "level"] for p in reading.roles)
 
 
 def _kinds(every: Sequence[inspect.Parameter], reading: Reading) -> tuple[str, ...]:
-    """The kinds of arguments to try, those first that names and annotations suggest."""
+    """Return the names in KINDS in the order in which they are tried: those first that
+    names and annotations suggest.
+    """
     hints = " ".join(str(p.annotation) for p in every).lower()
     likely = [
         kind
         for kind, word in (("array", "ndarray"), ("list", "list"))
-        if word in hints and not _by_token(reading)
+        if word in hints and not _takes_token_rewards(reading)
     ]
     words = {
         w for p, r in reading.roles.items() if r == "group" for w in names.words(p)
@@ -293,6 +355,7 @@ def _kinds(every: Sequence[inspect.Parameter], reading: Reading) -> tuple[str, .
 
 
 def _verl(name: str) -> Callable[..., Any]:
+    """Return verl's own advantage estimator of this name."""
     with importing("verl"):
         from verl.trainer.ppo import core_algos
     try:
@@ -301,5 +364,6 @@ def _verl(name: str) -> Callable[..., Any]:
         raise InputError(f"verl has no advantage estimator {name!r}: {e}") from e
 
 
-def _state(x: Any) -> str:
+def _contents(x: Any) -> str:
+    """Return a text that changes when a value of an input changes."""
     return repr(x.tolist() if isinstance(x, Tensor | np.ndarray) else x)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracles of advantage functions: each looks at an AdvantageCase from one side and answers
-with Findings.
-"""
+"""The oracles of advantage functions. Each takes an AdvantageCase and yields Findings."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,16 +12,25 @@ from upref.errors import InputError, OutOfMemory, TooManyLines
 from upref.verify import exact
 from upref.verify.advantages.case import UNCOUPLED, AdvantageCase
 from upref.verify.advantages.sizes import shift_and_scale
-from upref.verify.exact import EVEN, SINGLE, UNEVEN, RewardBatch, nearly_equal
+from upref.verify.exact import (
+    EVEN_GROUPS,
+    LONE_RESPONSES,
+    UNEVEN_GROUPS,
+    RewardBatch,
+    nearly_equal,
+)
 from upref.verify.finding import Number, number_pair
 from upref.verify.oracle import Not, Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
 from upref.weights.stress import COLLIDE, SAME
 
 LARGE_EPS = 1e-3  # beside rewards of 0 and 1, whose std is near 1/2
-# of Python that a call with large prompt ids may run: a loop up to the largest id has
-# more
-LINES = 100_000
+NO_ADVANTAGE = 1e-6  # a smaller number is rounding of 0
+LARGE_ADVANTAGE = 0.05  # of equal rewards; a smaller one is rounding divided by eps
+# the lines of Python that a call with large prompt ids may run: a loop up to the largest
+# id runs more
+MOST_LINES = 100_000
+# prompt ids in place of 0, 1 and 2, by the words for them
 IDS = {
     "with gaps": (3, 3000, 40),
     "below 0": (-7, 5, -2),
@@ -34,148 +41,162 @@ IDS = {
 
 
 # ---- why an oracle does not apply ----------------------------------------------------
-def either(*whys: Not) -> Not:
-    return lambda case: next((said for why in whys if (said := why(case))), "")
+def either(*reasons: Not) -> Not:
+    """Return a function that gives the first of these reasons that applies to a case,
+    or "".
+    """
+    return lambda case: next((words for why in reasons if (words := why(case))), "")
 
 
 def no_ids(case: AdvantageCase) -> str:
-    if case.f.contiguous:
+    """Return why prompt ids are not tried; "" where they are."""
+    if case.function.groups_are_contiguous:
         return "it takes no group ids: groups are contiguous and of one size"
     return ""
 
 
 def no_groups(case: AdvantageCase) -> str:
+    """Return why groups are not tried; "" where they are."""
     return f"{case.name} does not read groups" if case.name in exact.UNGROUPED else ""
 
 
 def wrong_already(case: AdvantageCase) -> str:
+    """Return why nothing more is compared; "" where it is."""
     return "the values are wrong already" if case.wrong else ""
 
 
 def no_baseline(case: AdvantageCase) -> str:
+    """Return why no baseline is tried; "" where one is."""
     return f"{case.name} subtracts nothing" if case.name in UNCOUPLED else ""
 
 
-def quiet(
-    look: Callable[[AdvantageCase], Iterator[Finding]],
+def silent_if_wrong(
+    find: Callable[[AdvantageCase], Iterator[Finding]],
 ) -> Callable[[AdvantageCase], Iterator[Finding]]:
-    """A function that is wrong already and raises is told once."""
+    """Decorate an oracle so that it stays silent when a function raises whose values
+    are wrong already.
+    """
 
-    def again(case: AdvantageCase) -> Iterator[Finding]:
+    def find_unless_wrong(case: AdvantageCase) -> Iterator[Finding]:
+        """Yield the findings up to an error of such a function."""
         try:
-            yield from look(case)
+            yield from find(case)
         except InputError:
             if not case.wrong:
                 raise
 
-    return again
+    return find_unless_wrong
 
 
 @oracle("values")
 def values(case: AdvantageCase) -> Iterator[Finding]:
-    """The advantages of even groups, and what an eps that was found does to them."""
-    yield from case.compare("values", "even groups", EVEN)
-    eps = case.divided.eps
+    """Compare on groups of one size, and report the eps that was measured."""
+    yield from case.compare("values", "even groups", EVEN_GROUPS)
+    eps = case.denominator.eps
     if not eps or "eps" in case.hp:
         return
     if eps > LARGE_EPS:
-        said = "an eps that is small beside the std"
         yield fail(
             "values",
             "the denominator",
-            said,
-            str(case.divided),
-            cause=exact.FORMS[case.divided.form].large,
+            "an eps that is small beside the std",
+            str(case.denominator),
+            cause=exact.FORMS[case.denominator.form].effect_of_large_eps,
         )
     else:
         yield note(
             "values",
-            f"the denominator is {case.divided}",
+            f"the denominator is {case.denominator}",
             cause="harmless: small beside the std",
         )
 
 
 @oracle("uneven-groups", not_run=either(no_ids, wrong_already))
 def uneven_groups(case: AdvantageCase) -> Iterator[Finding]:
-    yield from case.compare("uneven-groups", "groups of 2, 5, 3 and 2", UNEVEN)
+    """Compare on groups of several sizes."""
+    yield from case.compare("uneven-groups", "groups of 2, 5, 3 and 2", UNEVEN_GROUPS)
 
 
 @oracle("interleaving", not_run=either(no_ids, no_groups, wrong_already))
 def interleaving(case: AdvantageCase) -> Iterator[Finding]:
-    yield from case.compare("interleaving", "prompts in no order", exact.INTERLEAVED)
+    """Compare on a batch whose prompts are mixed."""
+    yield from case.compare(
+        "interleaving", "prompts in no order", exact.INTERLEAVED_PROMPTS
+    )
 
 
 @oracle("large-groups", not_run=wrong_already)
 def large_groups(case: AdvantageCase) -> Iterator[Finding]:
-    """Many responses to a prompt, graded rewards, many prompts."""
+    """Compare on graded rewards, on many responses to a prompt, and on many prompts."""
     yield from case.compare(
-        "large-groups", "graded rewards between 0 and 1", exact.FINE
+        "large-groups", "graded rewards between 0 and 1", exact.GRADED_REWARDS
     )
     yield from case.compare(
-        "large-groups", "groups of 128 with one success and with two", exact.LARGE
+        "large-groups",
+        "groups of 128 with one success and with two",
+        exact.LARGE_GROUPS,
     )
-    yield from case.compare("large-groups", "a hundred prompts", exact.PROMPTS)
+    yield from case.compare("large-groups", "a hundred prompts", exact.HUNDRED_PROMPTS)
 
 
 @oracle("group-ids", not_run=either(no_ids, no_groups, wrong_already))
 def group_ids(case: AdvantageCase) -> Iterator[Finding]:
-    """Any integers are ids. A function may refuse some; it may not answer with other
-    numbers.
+    """Compare on prompt ids that are not 0, 1, 2, ... A function may refuse some ids, but
+    its numbers may not depend on them.
     """
     if "interleaving" in case.failed:
         return
-    case = replace(case, f=replace(case.f, lines=LINES))
+    case = replace(case, function=replace(case.function, lines=MOST_LINES))
     refused: list[str] = []
     untested: list[str] = []
-    why = ""
+    why_refused = ""
     why_untested = ""
+    usual = exact.INTERLEAVED_PROMPTS
+    cause = "it depends on the values of the ids: renumber them 0, 1, 2, ... first"
     for words, ids in IDS.items():
-        batch = replace(
-            exact.INTERLEAVED,
-            group=tuple(ids[group_id] for group_id in exact.INTERLEAVED.group),
-        )
+        batch = replace(usual, group=tuple(ids[group_id] for group_id in usual.group))
         try:
-            case.f(batch)
+            case.function(batch)
         except TooManyLines as e:
             untested.append(words)
             why_untested = why_untested or str(e)
             continue
-        except (InputError, OutOfMemory) as e:  # a table of 2^40 ids needs memory
+        # a table with a row for each id up to 2^40 needs too much memory
+        except (InputError, OutOfMemory) as e:
             refused.append(words)
-            why = why or str(e)
+            why_refused = why_refused or str(e)
             continue
-        other = "it depends on the values of the ids: renumber them 0, 1, 2, ... first"
-        yield from case.compare("group-ids", f"prompt ids {words}", batch, other)
+        yield from case.compare("group-ids", f"prompt ids {words}", batch, cause)
     if refused:
         text = f"it takes no prompt ids {' or '.join(refused)}"
-        yield note("group-ids", text, cause=why)
+        yield note("group-ids", text, cause=why_refused)
     if untested:
         text = f"prompt ids {' or '.join(untested)} were not tested"
         yield note("group-ids", text, cause=why_untested)
 
 
+RANDOM_BATCHES = 200
+
+
 @oracle("random", not_run=either(no_ids, wrong_already))
 def random(case: AdvantageCase) -> Iterator[Finding]:
-    """The first difference on random batches."""
+    """Yield the first difference on random batches."""
     rng = np.random.default_rng(0)
-    for n in range(200):
+    for n in range(RANDOM_BATCHES):
         N = int(rng.integers(2, 13))
         group = tuple(rng.integers(0, max(1, N // 2), N).tolist())
-        batch = _with_peers(
-            RewardBatch(
-                tuple(Fraction(int(k), 4) for k in rng.integers(-8, 9, N)), group
-            )
-        )
-        if batch.R and (
-            got := list(case.compare("random", f"random batch {n}", batch))
-        ):
-            yield from got
+        rewards = tuple(Fraction(int(k), 4) for k in rng.integers(-8, 9, N))
+        batch = _groups_with_spread(RewardBatch(rewards, group))
+        if not batch.R:
+            continue
+        if findings := list(case.compare("random", f"random batch {n}", batch)):
+            yield from findings
             return
 
 
-def _with_peers(batch: RewardBatch) -> RewardBatch:
-    """Only groups whose rewards differ, numbered from 0: the others are the business of
-    two other oracles.
+def _groups_with_spread(batch: RewardBatch) -> RewardBatch:
+    """Return the groups whose rewards differ, numbered from 0. `singletons` and
+    `equal_rewards` compare the other groups.
     """
     batch = batch.take(
         [
@@ -184,139 +205,166 @@ def _with_peers(batch: RewardBatch) -> RewardBatch:
             if len({batch.R[j] for j in batch.rows_of(group_id)}) > 1
         ]
     )
-    again = {group_id: i for i, group_id in enumerate(dict.fromkeys(batch.group))}
-    return replace(batch, group=tuple(again[group_id] for group_id in batch.group))
+    number_of = {group_id: i for i, group_id in enumerate(dict.fromkeys(batch.group))}
+    return replace(batch, group=tuple(number_of[group_id] for group_id in batch.group))
+
+
+LONE_ROWS = (0, 4)  # of LONE_RESPONSES: those without a peer
 
 
 @oracle("singletons", not_run=either(no_ids, no_groups))
-@quiet
+@silent_if_wrong
 def singletons(case: AdvantageCase) -> Iterator[Finding]:
-    """A prompt with one response."""
-    A = case.f(SINGLE)
-    want = case.expected(SINGLE)
-    alone = (0, 4)
-    i = next((i for i in alone if not abs(A[i] - want[i]) <= 1e-6), None)
-    if i is None or (case.wrong and math.isfinite(A[i])):
-        return
-    finite = math.isfinite(A[i])
-    make = note if finite and case.name == "leave_one_out" else fail
-    said = Number(0, "A", "or any convention that is finite")
-    if make is fail:
-        said = Number(0, "A", "for it has no peer to be better than")
-    if all(abs(A[j] - float(SINGLE.R[j])) < 1e-5 for j in alone):
-        raw = "the reward itself, without a baseline"
+    """Report a prompt with one response whose advantage is not 0."""
+    A = case.function(LONE_RESPONSES)
+    expected = case.expected(LONE_RESPONSES)
+    for row in LONE_ROWS:
+        if not abs(A[row] - expected[row]) <= NO_ADVANTAGE:
+            break
     else:
-        raw = ""
-    why = raw if finite else "a division by 0: by G - 1, or by the std of one reward"
+        return
+    is_finite = math.isfinite(A[row])
+    if case.wrong and is_finite:
+        return
+    if is_finite and case.name == "leave_one_out":
+        make: Callable[..., Finding] = note
+        zero = Number(0, "A", "or any convention that is finite")
+    else:
+        make = fail
+        zero = Number(0, "A", "for it has no peer to be better than")
+    is_reward_itself = all(
+        abs(A[i] - float(LONE_RESPONSES.R[i])) < 1e-5 for i in LONE_ROWS
+    )
+    if not is_finite:
+        why = "a division by 0: by G - 1, or by the std of one reward"
+    elif is_reward_itself:
+        why = "the reward itself, without a baseline"
+    else:
+        why = ""
     yield make(
         "singletons",
-        f"a response without a peer, reward {SINGLE.R[i]}",
-        said,
-        Number(A[i], "A"),
+        f"a response without a peer, reward {LONE_RESPONSES.R[row]}",
+        zero,
+        Number(A[row], "A"),
         cause=why,
     )
 
 
 @oracle("equal-rewards", not_run=no_baseline)
-@quiet
+@silent_if_wrong
 def equal_rewards(case: AdvantageCase) -> Iterator[Finding]:
-    """A prompt whose responses all have one reward."""
-    b = exact.EQUAL
-    if case.f.contiguous:
-        b = RewardBatch((Fraction(1, 10),) * 8 + EVEN.R[:8], (0,) * 8 + (1,) * 8)
+    """Report a prompt whose responses all have one reward, and an advantage that is not
+    0.
+    """
+    batch = exact.EQUAL_REWARDS
+    if case.function.groups_are_contiguous:
+        batch = RewardBatch(
+            (Fraction(1, 10),) * 8 + EVEN_GROUPS.R[:8], (0,) * 8 + (1,) * 8
+        )
     elif case.name == "whiten":
-        b = exact.EQUAL.take(range(7))
-    regime = f"{b.rows_of(0)[-1] + 1} equal rewards of 0.1 to one prompt"
-    A = [case.f(b)[i] for i in b.rows_of(0)]
+        batch = batch.take(range(7))
+    rows = batch.rows_of(0)
+    regime = f"{rows[-1] + 1} equal rewards of 0.1 to one prompt"
+    A = [case.function(batch)[i] for i in rows]
     largest = max(abs(a) if math.isfinite(a) else math.inf for a in A)
-    if largest <= 1e-6 or (case.wrong and math.isfinite(largest)):
+    if largest <= NO_ADVANTAGE or (case.wrong and math.isfinite(largest)):
         return
-    # the mean of 1/2, 1/2, ... is not rounded
-    exactly = case.f(replace(b, R=tuple(5 * x for x in b.R)))
-    rounded = not any(
-        math.isfinite(exactly[i]) and abs(exactly[i]) > 1e-6 for i in b.rows_of(0)
+    # rewards of 1/2: their mean is not rounded
+    halves = case.function(replace(batch, R=tuple(5 * x for x in batch.R)))
+    is_rounding = not any(
+        math.isfinite(halves[i]) and abs(halves[i]) > NO_ADVANTAGE for i in rows
     )
-    if largest > 0.05 or not rounded:
-        nan = largest == math.inf
-        if case.divided.eps:
-            eps = f"eps = {case.divided.eps:.3g} is too small"
-        else:
-            eps = "eps is missing"
-        why = f"rounding divided by rounding: {eps}" if rounded else ""
-        if nan:
-            why = "0/0: no eps in the denominator"
-        yield fail(
-            "equal-rewards", regime, *number_pair("A", 0, A[0]), case.example(b), why
+    if largest <= LARGE_ADVANTAGE and is_rounding:
+        yield note(
+            "equal-rewards",
+            regime,
+            *number_pair("A", 0, largest),
+            "rounding of the mean, divided by eps",
         )
         return
-    yield note(
-        "equal-rewards",
-        regime,
-        *number_pair("A", 0, largest),
-        "rounding of the mean, divided by eps",
+    if largest == math.inf:
+        why = "0/0: no eps in the denominator"
+    elif not is_rounding:
+        why = ""
+    elif case.denominator.eps:
+        why = f"rounding divided by rounding: eps = {case.denominator.eps:.3g} is too small"
+    else:
+        why = "rounding divided by rounding: eps is missing"
+    yield fail(
+        "equal-rewards", regime, *number_pair("A", 0, A[0]), case.example(batch), why
     )
 
 
 @oracle("solved-prompts", not_run=either(no_groups, no_baseline, wrong_already))
 def solved_prompts(case: AdvantageCase) -> Iterator[Finding]:
-    """Prompts without a signal: an estimator of groups may not make one up."""
+    """Compare on prompts whose responses all have one reward: no response of theirs is
+    better than another, so each advantage is 0.
+    """
     text = "prompts of which all responses have one reward: 0, 1 or -1"
-    yield from case.compare("solved-prompts", text, exact.SOLVED)
+    yield from case.compare("solved-prompts", text, exact.SOLVED_PROMPTS)
+
+
+MISSING_TOL = 1e-3  # of advantages without the missing reward
 
 
 @oracle("missing-reward")
-@quiet
+@silent_if_wrong
 def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
-    """NaN may be refused, poison its own prompt, or be left out, alone or with its
-    prompt, but not become a number.
+    """Report a reward of NaN that becomes a number. A function may refuse it, answer NaN
+    for its prompt, or leave out the response or the prompt.
     """
-    batch = case.batch(EVEN)
-    f = case.f
-    now = f(batch)
-    rows = range(1, len(batch.R))
-    over_batch = case.name in ("whiten", "group_mean_whiten")
-    others_in_group = [
-        i for i in rows if over_batch or batch.group[i] == batch.group[0]
-    ]
+    batch = case.batch(EVEN_GROUPS)
+    function = case.function
+    complete = function(batch)
+    other_rows = range(1, len(batch.R))  # the reward of row 0 is missing
+    other_prompts = [i for i in other_rows if batch.group[i] != batch.group[0]]
     peers = batch.rows_of(batch.group[0])[1:]
-    rest = [i for i in rows if batch.group[i] != batch.group[0]]
-    for bad in (math.nan, None) if f.kind == "list" else (math.nan,):
+    # the rows whose baseline the missing reward enters
+    if case.name in ("whiten", "group_mean_whiten"):
+        coupled = list(other_rows)
+    else:
+        coupled = peers
+    for missing in (math.nan, None) if function.kind == "list" else (math.nan,):
         try:
-            A = f.outcome([bad, *batch.R[1:]], batch.group).A
+            A = function.outcome([missing, *batch.R[1:]], batch.group).A
         except InputError:
             continue
-        alone = nearly_equal(A[1:], case.expected(batch.take(rows)), 1e-3)
-        dropped = all(not A[i] or math.isnan(A[i]) for i in peers)
-        dropped = dropped and nearly_equal(
-            [A[i] for i in rest], case.expected(batch.take(rest)), 1e-3
+        response_left_out = nearly_equal(
+            A[1:], case.expected(batch.take(other_rows)), MISSING_TOL
         )
-        changed = [i for i in rows if not nearly_equal([A[i]], [now[i]], f.tol)]
-        if alone or dropped or case.wrong:
+        prompt_left_out = all(not A[i] or math.isnan(A[i]) for i in peers)
+        prompt_left_out = prompt_left_out and nearly_equal(
+            [A[i] for i in other_prompts],
+            case.expected(batch.take(other_prompts)),
+            MISSING_TOL,
+        )
+        if response_left_out or prompt_left_out or case.wrong:
             continue
-        if set(changed) - set(others_in_group):
+        changed = [
+            i
+            for i in other_rows
+            if not nearly_equal([A[i]], [complete[i]], function.tol)
+        ]
+        if set(changed) - set(coupled):
             if all(math.isnan(A[i]) for i in changed):
-                yield note(
-                    "missing-reward",
-                    f"one reward is {bad}: all prompts' advantages become NaN",
-                )
+                text = f"one reward is {missing}: all prompts' advantages become NaN"
+                yield note("missing-reward", text)
                 return
             what = "other prompts' advantages change"
-        elif all(math.isnan(A[i]) for i in others_in_group) or case.name in UNCOUPLED:
+        elif all(math.isnan(A[i]) for i in coupled) or case.name in UNCOUPLED:
             continue
         else:
-            zero = f.outcome([0, *batch.R[1:]], batch.group).A
-            as_zero = nearly_equal(
-                [A[i] for i in others_in_group],
-                [zero[i] for i in others_in_group],
-                f.tol,
+            with_zero = function.outcome([0, *batch.R[1:]], batch.group).A
+            counts_as_zero = nearly_equal(
+                [A[i] for i in coupled], [with_zero[i] for i in coupled], function.tol
             )
-            if as_zero:
+            if counts_as_zero:
                 what = "it counts as 0, also in its peers' baselines"
             else:
                 what = "its peers' advantages change"
         yield fail(
             "missing-reward",
-            f"one reward is {bad}",
+            f"one reward is {missing}",
             "an error, NaN, or the row left out",
             what,
             cause="drop or refuse responses without a reward before the baseline",
@@ -325,15 +373,15 @@ def missing_reward(case: AdvantageCase) -> Iterator[Finding]:
 
 
 @oracle("permutation", not_run=no_ids)
-@quiet
+@silent_if_wrong
 def permutation(case: AdvantageCase) -> Iterator[Finding]:
-    """The rows in another order have the same advantages."""
-    batch = case.batch(UNEVEN)
+    """Report that the rows in another order have other advantages."""
+    batch = case.batch(UNEVEN_GROUPS)
     order = [5, 0, 11, 3, 8, 1, 10, 2, 7, 4, 9, 6]
-    A = [case.f(batch)[i] for i in order]
+    A = [case.function(batch)[i] for i in order]
     batch = batch.take(order)
-    B = case.f(batch)
-    if not nearly_equal(A, B, 10 * case.f.tol):
+    B = case.function(batch)
+    if not nearly_equal(A, B, 10 * case.function.tol):
         i = max(range(len(order)), key=lambda k: abs(A[k] - B[k]))
         expected_number, found_number = number_pair("A", A[i], B[i], "as before")
         why = "the result depends on the order of the rows, not only on their prompt"
@@ -348,11 +396,13 @@ def permutation(case: AdvantageCase) -> Iterator[Finding]:
 
 
 @oracle("determinism")
-@quiet
+@silent_if_wrong
 def determinism(case: AdvantageCase) -> Iterator[Finding]:
-    """The same rewards get the same advantages each time."""
-    batch = case.batch(EVEN)
-    if not all(nearly_equal(case.f(batch), case.f(batch), 0.0) for _ in range(3)):
+    """Report that the same rewards have other advantages in another call."""
+    batch = case.batch(EVEN_GROUPS)
+    if not all(
+        nearly_equal(case.function(batch), case.function(batch), 0.0) for _ in range(3)
+    ):
         yield fail(
             "determinism",
             "the same batch twice",
@@ -363,11 +413,12 @@ def determinism(case: AdvantageCase) -> Iterator[Finding]:
 
 
 @oracle("mutation")
-@quiet
+@silent_if_wrong
 def mutation(case: AdvantageCase) -> Iterator[Finding]:
-    batch = case.batch(EVEN)
+    """Report an input whose values the function changes."""
+    batch = case.batch(EVEN_GROUPS)
     yield from untouched(
-        case.f.outcome(batch.R, batch.group),
+        case.function.outcome(batch.R, batch.group),
         cause="an in-place operation (-=, /=, scores[i] =)",
     )
 

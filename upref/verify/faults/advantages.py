@@ -13,7 +13,7 @@ import torch
 
 from upref import advantages
 from upref.verify import exact
-from upref.verify.exact import RewardBatch, Rows, by, deviation, mean, minus
+from upref.verify.exact import RewardBatch, Rows, mean, minus, per_key, variance_of_rows
 from upref.verify.faults import Fault
 
 Floats = Sequence[float]
@@ -92,7 +92,7 @@ def _named(
     words: str, name: str, ddof: int, of: tuple[str, ...], id: str
 ) -> AdvantageFault:
     """An estimator in place of another; eps is read off."""
-    if name not in exact.NORMED:
+    if name not in exact.DIVIDED_BY_STD:
         return Fault(
             words,
             AdvantageChange(lambda batch, right, k: exact.advantage(name, batch)),
@@ -101,11 +101,11 @@ def _named(
         )
 
     def numerator(batch: RewardBatch, right: Floats, k: float) -> Rows:
-        numerators, _ = exact.parts(name, batch, ddof)
+        numerators, _ = exact.numerators_and_variances(name, batch, ddof)
         return numerators
 
     def variance(batch: RewardBatch, numerators: Rows) -> Rows:
-        _, variances = exact.parts(name, batch, ddof)
+        _, variances = exact.numerators_and_variances(name, batch, ddof)
         return variances
 
     return Fault(words, AdvantageChange(numerator, variance), id=id, of=of)
@@ -223,7 +223,7 @@ def _answers() -> Iterator[AdvantageFault]:
             AdvantageChange(partial(_twice, ddof)),
             id="advantages-whitened-over-batch",
         )
-    for name in exact.NORMED:
+    for name in exact.DIVIDED_BY_STD:
         yield _named(
             "the std divides by G (population)",
             name,
@@ -242,7 +242,7 @@ def _answers() -> Iterator[AdvantageFault]:
         else:
             words = f"it is {name}"
         others = tuple(n for n in advantages.ADVANTAGES if n != name)
-        for ddof in (1, 0) if name in exact.NORMED else (1,):
+        for ddof in (1, 0) if name in exact.DIVIDED_BY_STD else (1,):
             yield _named(words, name, ddof, others, id=f"estimator-{name}")
 
 
@@ -283,27 +283,29 @@ Spread = Callable[[Sequence[Any], Rows, Rows], Rows]
 OF_REWARDS = "of the rewards"
 OF_DIFFERENCES = "of the differences"
 STD: tuple[tuple[str, str, Spread], ...] = (
-    (OF_REWARDS, "over n - 1", lambda key, R, c: deviation(key, R, 1)),
-    (OF_DIFFERENCES, "over n - 1", lambda key, R, c: deviation(key, c, 1)),
-    (OF_REWARDS, "over n", lambda key, R, c: deviation(key, R, 0)),
-    (OF_DIFFERENCES, "over n", lambda key, R, c: deviation(key, c, 0)),
+    (OF_REWARDS, "over n - 1", lambda key, R, c: variance_of_rows(key, R, 1)),
+    (OF_DIFFERENCES, "over n - 1", lambda key, R, c: variance_of_rows(key, c, 1)),
+    (OF_REWARDS, "over n", lambda key, R, c: variance_of_rows(key, R, 0)),
+    (OF_DIFFERENCES, "over n", lambda key, R, c: variance_of_rows(key, c, 0)),
 )
 OTHER: tuple[tuple[str, Spread], ...] = (
     (
         "the variance {}, not by its root",
-        lambda key, R, c: tuple(v * v for v in deviation(key, R, 1)),
+        lambda key, R, c: tuple(v * v for v in variance_of_rows(key, R, 1)),
     ),
     (
         "the variance {}, not by its root",
-        lambda key, R, c: tuple(v * v for v in deviation(key, R, 0)),
+        lambda key, R, c: tuple(v * v for v in variance_of_rows(key, R, 0)),
     ),
     (
         "the range {}",
-        lambda key, R, c: by(key, R, lambda xs: [(max(xs) - min(xs)) ** 2] * len(xs)),
+        lambda key, R, c: per_key(
+            key, R, lambda xs: [(max(xs) - min(xs)) ** 2] * len(xs)
+        ),
     ),
     (
         "the mean absolute deviation {}",
-        lambda key, R, c: by(
+        lambda key, R, c: per_key(
             key, c, lambda xs: [mean([abs(x) for x in xs]) ** 2] * len(xs)
         ),
     ),
@@ -312,7 +314,7 @@ OTHER: tuple[tuple[str, Spread], ...] = (
 
 @lru_cache(4096)
 def _centred(centre: str, where: str, batch: RewardBatch) -> Rows:
-    return by(KEYS[where](batch), batch.R, CENTRES[centre]) if centre else batch.R
+    return per_key(KEYS[where](batch), batch.R, CENTRES[centre]) if centre else batch.R
 
 
 @lru_cache(4096)

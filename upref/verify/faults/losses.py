@@ -46,38 +46,50 @@ Term = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Change:
-    """What a fault makes of an objective: any of these, most have one."""
+    """The change that a fault makes to an objective. Most faults set one field.
+
+    Attributes:
+        objective: another objective, or its name; None keeps the objective.
+        hp: hyperparameters with other values; with another objective, all of them.
+        agg: the name of another aggregation.
+        J: a function in place of the objective's own.
+        view: from the batch to the batch that the faulty loss reads.
+        scale: the factor on every weight.
+        term: a term that is added to J.
+        skip: the tokens so near to a bound that rounding decides; they are not
+            compared.
+        weigh: the weights themselves, where no other field describes them.
+    """
 
     objective: str | Objective | None = None
     hp: dict[str, Any] = field(default_factory=dict)
     agg: str | None = None
-    J: Term | None = None  # in place of the objective's function
+    J: Term | None = None
     view: Callable[[Rollouts], Rollouts] = lambda batch: batch
     scale: Callable[[Rollouts], Tensor | float] = lambda batch: 1.0
-    term: Callable[[Rollouts], Tensor] | None = None  # added to J
-    # tokens too near to a bound that rounding moves
+    term: Callable[[Rollouts], Tensor] | None = None
     skip: Callable[[Rollouts], Tensor] = lambda batch: torch.zeros_like(batch.mask)
-    weigh: Callable[[Rollouts], Tensor] | None = None  # the weights themselves
+    weigh: Callable[[Rollouts], Tensor] | None = None
 
     def put_into(
         self, objective: Objective, hp: dict[str, Any]
     ) -> tuple[Objective, dict[str, Any]]:
-        """The objective and hyperparameters that it leaves.
+        """Return the objective and the hyperparameters after this change.
 
         Args:
-            objective: the objective.
+            objective: the objective before it.
             hp: its hyperparameters.
         """
         if self.objective is None:
             return objective, hp | self.hp
-        return get(self.objective) if isinstance(
-            self.objective, str
-        ) else self.objective, self.hp
+        if isinstance(self.objective, str):
+            return get(self.objective), self.hp
+        return self.objective, self.hp
 
     def weights(
         self, objective: Objective, hp: dict[str, Any], batch: Rollouts
     ) -> Tensor:
-        """dJ_t/dlp_t of the objective with this change in it, before aggregation.
+        """Return the weights dJ_t/dlp_t of the changed objective, before aggregation.
 
         Args:
             objective: the objective.
@@ -91,11 +103,12 @@ class Change:
         if self.weigh is not None:
             return torch.where(batch.mask, self.weigh(batch), 0)
         if self.J is not None:
-            return _in_place_of_fn(objective, hp, _slope(self.J, batch), batch)
+            w = _weights_of_term(self.J, batch)
+            return _with_sampler_and_kl(objective, hp, w, batch)
         other, hp = self.put_into(objective, hp)
-        return unit_weights(
-            other, batch, hp if other is objective else other.resolve(hp)
-        ) * self.scale(batch)
+        if other is not objective:
+            hp = other.resolve(hp)
+        return unit_weights(other, batch, hp) * self.scale(batch)
 
 
 LossFault: TypeAlias = Fault[Change]
@@ -111,7 +124,17 @@ def fault(
     beside: str = "",
     **change: Any,
 ) -> LossFault:
-    """A fault by the fields of its Change."""
+    """Make a fault of losses.
+
+    Args:
+        words: what is done otherwise than by the reference.
+        kind: one of KINDS.
+        id: a name that never changes.
+        meant: the objective that its author had in mind, where it is another one.
+        whole: a few rows of a batch do not show the fault.
+        beside: the id of a second fault, which is made together with this one.
+        **change: the fields of its Change.
+    """
     assert kind in KINDS, kind
     return Fault(
         words,
@@ -124,177 +147,217 @@ def fault(
     )
 
 
-def _slope(J: Term, batch: Rollouts) -> Tensor:
-    """dJ/dlp of a term on each token, times the length where the term is one of each
-    response.
+def _weights_of_term(J: Term, batch: Rollouts) -> Tensor:
+    """Return dJ/dlp of each token, [B, T]. Where J has one number for each response,
+    the derivative is multiplied by the length of the response.
     """
-    x = batch.logp.detach().clone().requires_grad_()
-    y = J(x, batch.logp_old, batch.adv.expand_as(x), batch.mask)
-    if not y.requires_grad:
-        return torch.zeros_like(x)
-    n = batch.mask.sum(-1, keepdim=True) if y.ndim == 1 else 1
-    (gradient,) = torch.autograd.grad(
-        where(batch.mask, y, 0).sum() if y.ndim == 2 else y.sum(), x
-    )
-    return torch.where(batch.mask, gradient * n, 0)
+    lp = batch.logp.detach().clone().requires_grad_()
+    value = J(lp, batch.logp_old, batch.adv.expand_as(lp), batch.mask)
+    if not value.requires_grad:
+        return torch.zeros_like(lp)
+    if value.ndim == 1:
+        total = value.sum()
+        tokens_per_number: Tensor | int = batch.mask.sum(-1, keepdim=True)
+    else:
+        total = where(batch.mask, value, 0).sum()
+        tokens_per_number = 1
+    (gradient,) = torch.autograd.grad(total, lp)
+    return torch.where(batch.mask, gradient * tokens_per_number, 0)
 
 
-def _in_place_of_fn(
+def _with_sampler_and_kl(
     objective: Objective, hp: dict[str, Any], w: Tensor, batch: Rollouts
 ) -> Tensor:
-    """The weights of another function than the objective's, with its sampler's
-    correction and its KL term.
+    """Return the weights w with the objective's correction for its sampler and its KL
+    term. w are those of a function that replaces the objective's own.
     """
-    plain_hp = {k: v for k, v in hp.items() if k != "beta"}
-    if (factors := objective.factors(batch, **plain_hp)) is not None:
+    factors = objective.factors(batch, **_without_beta(hp))
+    if factors is not None:
         w = weighed(w, objective.per_term(factors, batch.mask), batch.mask)
     return w - (hp["beta"] * kl_slope(objective.kl, batch) if hp.get("beta") else 0)
 
 
 # ---- what an objective has, which a fault may be about -------------------------------
 INVERTED_RATIO = "the ratio is inverted: exp(old - new)"
+SIGNS = (1.0, -1.0)  # of A
 SIDES = {"below": -1, "above": 1}  # of a ratio of 1
 NEAR = 1e-5  # |log r| below the narrowest bound
 MODERATE = (-7.0, -1.0, -0.2, 0.2, 1.0, 3.5)  # log r at which the signs of A may differ
+USUAL_MU = 0.02  # π_old of a token for which no bound on π_θ - π_old acts near r = 1
 # (π_old, log r) beyond every bound, one of |π_θ - π_old| too
 FAR = {"below": (0.9, -7.0), "above": (5e-4, 7.0)}
+SAME_WEIGHT = 1e-13  # the most by which rounding separates two equal weights
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the weight of an objective is made of, by the sign of A and the side of r =
-    1.
+    """The shape of an objective's weight as a function of the ratio r. The keys are the
+    sign of A, or that sign and the side of r = 1 ("below" or "above").
+
+    Attributes:
+        trains: the weight at r = 1 is not 0.
+        follows_ratio: near r = 1, on one side at least, the weight is proportional to r.
+        ignores_ratio: the weight is the same number at every ratio: the term is A log π.
+        bounded: near r = 1 the weight is proportional to r, and far from it it is not:
+            a clip, a cap or a mask.
+        zero_beyond: near r = 1 the weight is proportional to r, and far from it it is 0.
+        depends_on_sign: the two signs of A have different formulas, beyond the factor A
+            and a term without A.
+        has_constant_weight: for both signs, the weight is proportional to r near r = 1,
+            and it is a constant for autograd, a factor on log π_θ.
+        value_is_masked: J is 0 far above r = 1.
     """
 
-    live: dict[float, bool]  # it has a weight on policy
-    plain: dict[float, bool]  # near r = 1, on a side at least, it is r times that
-    free: dict[float, bool]  # it is that at every ratio
-    # plain near 1, and not far from it: a clip, a cap or a mask
+    trains: dict[float, bool]
+    follows_ratio: dict[float, bool]
+    ignores_ratio: dict[float, bool]
     bounded: dict[tuple[float, str], bool]
-    cut: dict[tuple[float, str], bool]  # plain near 1, and 0 far from it
-    # it differs between the signs of A, by more than the sign and a term without A
-    branches: bool
-    constant: bool  # plain for both signs, as a constant weight on log π_θ
-    masks: bool  # its value is 0 where it is cut
+    zero_beyond: dict[tuple[float, str], bool]
+    depends_on_sign: bool
+    has_constant_weight: bool
+    value_is_masked: bool
 
     @property
     def is_bounded(self) -> bool:
+        """Whether a bound acts for some sign of A on some side."""
         return any(self.bounded.values())
 
     @property
     def is_pessimistic(self) -> bool:
-        """As in PPO: no gradient beyond the bound on the side to which A pushes."""
-        return self.cut[1.0, "above"] and self.cut[-1.0, "below"]
+        """Whether, as in PPO, no gradient is left beyond the bound on the side to which
+        A pushes.
+        """
+        return self.zero_beyond[1.0, "above"] and self.zero_beyond[-1.0, "below"]
 
     @property
     def has_minimum(self) -> bool:
-        """That is so by a minimum of two terms, not by a mask or in a constant."""
-        return self.is_pessimistic and not self.constant and not self.masks
+        """Whether the objective is pessimistic because it takes the minimum of two
+        terms, not because of a mask or a constant weight.
+        """
+        return (
+            self.is_pessimistic
+            and not self.has_constant_weight
+            and not self.value_is_masked
+        )
 
     @property
     def is_smooth(self) -> bool:
-        """The ratio, with another term or factor beside it at every ratio, in place of
-        a bound.
+        """Whether, in place of a bound, another term or factor stands beside the ratio
+        at every ratio.
         """
-        return all(self.live.values()) and not any(
-            (*self.plain.values(), *self.free.values())
+        return all(self.trains.values()) and not any(
+            (*self.follows_ratio.values(), *self.ignores_ratio.values())
         )
 
 
 def shape_of(objective: Objective, hp: dict[str, Any]) -> Shape:
-    """Measured on single tokens, without the KL term and the sampler's correction.
+    """Measure the shape of an objective's weight on single tokens, without its KL term
+    and its sampler's correction.
 
     Args:
         objective: the objective.
         hp: its hyperparameters.
-
-    Returns:
-        Where its weight is live, bounded, plain and free of A, on either side.
     """
-    objective, own_hp = _inside(objective, _without_beta(hp))
+    objective, own_hp = _without_sampler(objective, _without_beta(hp))
 
     def token(A: float, mu: float, log_r: float) -> Rollouts:
+        """Make a batch of one token with this advantage, π_old and log r."""
         lp_old = torch.tensor([[mu]], dtype=torch.float64).log()
         ones = torch.ones_like(lp_old)
         return Rollouts(lp_old + log_r, lp_old, A * ones, ones.bool(), entropy=ones)
 
     def weight(A: float, mu: float, log_r: float) -> float:
-        """The weight of that token."""
+        """Return the weight of that token."""
         return unit_weights(objective, token(A, mu, log_r), own_hp).item()
 
-    signs = (1.0, -1.0)
-    at_1 = {A: weight(A, 0.02, 0.0) for A in (1.0, -1.0)}
-    measured = {
-        (A, side): (at_1[A], weight(A, *FAR[side]), FAR[side][1])
-        for A in signs
+    def bend(log_r: float) -> float:
+        """Return the second difference of the weight in A: 0 where it is linear in A."""
+        positive = weight(1.0, USUAL_MU, log_r)
+        negative = weight(-1.0, USUAL_MU, log_r)
+        return positive + negative - 2 * weight(0.0, USUAL_MU, log_r)
+
+    at_1 = {A: weight(A, USUAL_MU, 0.0) for A in SIGNS}
+    near = {
+        (A, side): weight(A, USUAL_MU, NEAR * direction)
+        for A in SIGNS
+        for side, direction in SIDES.items()
+    }
+    far = {(A, side): weight(A, *FAR[side]) for A in SIGNS for side in SIDES}
+    proportional_near_1 = {
+        (A, side): abs(near[A, side] - at_1[A] * math.exp(NEAR * direction))
+        <= SAME_WEIGHT
+        for A in SIGNS
+        for side, direction in SIDES.items()
+    }
+    equal_everywhere = {
+        (A, side): abs(near[A, side] - at_1[A]) <= SAME_WEIGHT
+        and abs(far[A, side] - at_1[A]) <= SAME_WEIGHT
+        for A in SIGNS
         for side in SIDES
     }
-    near_weights = {
-        (A, side): weight(A, 0.02, NEAR * s) for A in signs for side, s in SIDES.items()
+    trains = {A: at_1[A] != 0 for A in SIGNS}
+    follows_ratio = {
+        A: trains[A] and any(proportional_near_1[A, side] for side in SIDES)
+        for A in SIGNS
     }
-    times_r = {
-        (A, side): abs(near_weights[A, side] - at_1[A] * math.exp(NEAR * s)) <= 1e-13
-        for A in signs
-        for side, s in SIDES.items()
+    ignores_ratio = {
+        A: trains[A] and all(equal_everywhere[A, side] for side in SIDES) for A in SIGNS
     }
-    live = {A: at_1[A] != 0 for A in signs}
-    plain = {A: live[A] and any(times_r[A, side] for side in SIDES) for A in signs}
-    same = {
-        key: abs(near_weights[key] - w) <= 1e-13 and abs(far_ratio - w) <= 1e-13
-        for key, (w, far_ratio, _) in measured.items()
-    }
-    free = {A: live[A] and all(same[A, side] for side in SIDES) for A in signs}
     bounded = {
-        (A, side): plain[A] and abs(far_ratio / (w * math.exp(log_r)) - 1) > 1e-9
-        for (A, side), (w, far_ratio, log_r) in measured.items()
+        (A, side): follows_ratio[A]
+        and abs(far[A, side] / (at_1[A] * math.exp(log_r)) - 1) > 1e-9
+        for A in SIGNS
+        for side, (_, log_r) in FAR.items()
     }
-    cut = {
-        key: bounded[key] and far_ratio == 0
-        for key, (_, far_ratio, _) in measured.items()
-    }
-
-    def bend(log_r: float) -> float:
-        """The second difference of the weight in A, which is 0 where it is linear."""
-        up = weight(1.0, 0.02, log_r)
-        down = weight(-1.0, 0.02, log_r)
-        return up + down - 2 * weight(0.0, 0.02, log_r)
-
-    branches = any(abs(bend(x)) > 1e-12 for x in MODERATE)
-    far_batch = token(1.0, *FAR["above"])
-    value = term_of(objective, own_hp)(
-        far_batch.logp, far_batch.logp_old, far_batch.adv, far_batch.mask
+    far_above = token(1.0, *FAR["above"])
+    value_far_above = term_of(objective, own_hp)(
+        far_above.logp, far_above.logp_old, far_above.adv, far_above.mask
     )
     return Shape(
-        live,
-        plain,
-        free,
-        bounded,
-        cut,
-        branches,
-        all(plain.values()) and _is_linear(objective, own_hp),
-        not value.any(),
+        trains=trains,
+        follows_ratio=follows_ratio,
+        ignores_ratio=ignores_ratio,
+        bounded=bounded,
+        zero_beyond={key: bounded[key] and far[key] == 0 for key in bounded},
+        depends_on_sign=any(abs(bend(log_r)) > 1e-12 for log_r in MODERATE),
+        has_constant_weight=all(follows_ratio.values())
+        and _is_linear(objective, own_hp),
+        value_is_masked=not value_far_above.any(),
     )
 
 
-def _inside(
+def _without_beta(hp: dict[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters without the coefficient of the KL term."""
+    return {name: value for name, value in hp.items() if name != "beta"}
+
+
+def _without_sampler(
     objective: Objective, hp: dict[str, Any]
 ) -> tuple[Objective, dict[str, Any]]:
-    """The objective without its sampler's correction, and its own hyperparameters."""
-    objective = replace(objective, sampler=None) if objective.sampler else objective
-    return objective, {k: v for k, v in hp.items() if k in objective.hyperparameters}
+    """Return the objective without its sampler's correction, and the hyperparameters
+    that are then left.
+    """
+    if objective.sampler:
+        objective = replace(objective, sampler=None)
+    own_hp = {
+        name: value for name, value in hp.items() if name in objective.hyperparameters
+    }
+    return objective, own_hp
 
 
 def _is_linear(objective: Objective, hp: dict[str, Any]) -> bool:
-    """Whether the gradient of its function is a constant for autograd."""
+    """Return whether the gradient of the objective's function is a constant for
+    autograd.
+    """
     lp = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64).requires_grad_()
     old = lp.detach() - 0.1
     A = torch.tensor([[1.0], [-1.0]])
     mask = torch.ones(2, 1, dtype=torch.bool)
     J = term_of(objective, hp)(lp, old, A, mask).sum()
-    return (
-        not J.requires_grad
-        or not torch.autograd.grad(J, lp, create_graph=True)[0].requires_grad
-    )
+    if not J.requires_grad:
+        return True
+    (gradient,) = torch.autograd.grad(J, lp, create_graph=True)
+    return not gradient.requires_grad
 
 
 # ---- faults that need a word only ----------------------------------------------------
@@ -323,8 +386,9 @@ def aggregated(name: str) -> LossFault:
     )
 
 
-# what is done to the sampler's ratio π_old/μ
-SAMPLER: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+# Faults of the sampler's ratio π_old/μ: id, words, and the log μ that makes the
+# reference use the wrong ratio.
+SAMPLER_FAULTS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     (
         "sampler-ratio-inverted",
         "the sampler's ratio is inverted: μ/π_old",
@@ -350,11 +414,19 @@ GROUPS = fault(
 
 
 # ---- the catalogue -------------------------------------------------------------------
+MEASURED_BOUNDS = 2  # of a wrong loss that are tried on either side of r = 1
+
+
 def known(
     objective: Objective, hp: dict[str, Any], bounds: list[float]
 ) -> Iterator[LossFault]:
-    """All of the catalogue, on this objective, with the bounds at which a wrong loss
-    was seen to change.
+    """Yield every fault of this file that the objective can have.
+
+    Args:
+        objective: the objective that the loss should be.
+        hp: its hyperparameters.
+        bounds: the ratios at which the wrong loss was seen to change. Faults of the clip
+            are tried with them too.
     """
     j = term_of(objective, hp)
     yield fault(
@@ -365,12 +437,12 @@ def known(
     )
     if hp.get("beta"):
         yield from kl_faults(objective, hp)
-    for id, words, of in SAMPLER if objective.sampler else ():
+    for id, words, wrong_log_mu in SAMPLER_FAULTS if objective.sampler else ():
         yield fault(
             words,
             "ratio",
             id=id,
-            view=lambda batch, of=of: batch.but(logp_sampler=of(batch)),
+            view=lambda batch, f=wrong_log_mu: batch.but(logp_sampler=f(batch)),
         )
     yield fault(
         "the ratio is to π_ref, not to π_old",
@@ -380,38 +452,35 @@ def known(
             batch if batch.logp_ref is None else batch.but(logp_old=batch.logp_ref)
         ),
     )
-    lo = hp.get("eps_low", hp.get("eps", 0.2))
-    hi = hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
-    low = [1 - x for x in bounds if 0 < x < 1][:2]
-    high = [x - 1 for x in bounds if 1 < x < 10][:2]
-    has = shape_of(objective, hp)
-    # an objective of one bound, as UP is, has no pair of bounds that the loss misses
-    has_bounds = has.is_bounded and (
-        "eps" in hp or {"eps_low", "eps_high"} <= hp.keys()
-    )
-    bounds_ = [x for x in (1 - lo, 1 + hi) if x > 0]  # a bound below 0 is none
-    bounds_words = (
-        f", not {' and '.join(f'{x:g}' for x in bounds_)}" if has_bounds else ""
-    )
     if objective.level == "custom" and (
         unbounded := {k: UNBOUNDED for k in hp if k.startswith("eps")}
     ):
-        yield fault(
-            "no bound has an effect on the gradient: it is as if the ratio were not clipped",
-            "clip",
-            id="no-bound",
-            hp=unbounded,
-        )
-    for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
-        for each in _forms(objective, hp, has, bounds, a, e):
-            where_words = (
-                f" (with bounds {1 - a:g} and {1 + e:g}{bounds_words})" if i else ""
-            )
-            yield replace(each, words=each.words + where_words)
+        yield fault(NO_BOUND, "clip", id="no-bound", hp=unbounded)
+
+    shape = shape_of(objective, hp)
+    own_low = hp.get("eps_low", hp.get("eps", 0.2))
+    own_high = hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
+    measured_low = [1 - x for x in bounds if 0 < x < 1][:MEASURED_BOUNDS]
+    measured_high = [x - 1 for x in bounds if 1 < x < 10][:MEASURED_BOUNDS]
+    pairs = dict.fromkeys(product([own_low, *measured_low], [own_high, *measured_high]))
+    not_own = ""
+    # an objective of one bound, as UP is, has no pair of bounds that the loss misses
+    if shape.is_bounded and ("eps" in hp or {"eps_low", "eps_high"} <= hp.keys()):
+        # a bound below 0 is none
+        own_bounds = [f"{x:g}" for x in (1 - own_low, 1 + own_high) if x > 0]
+        not_own = f", not {' and '.join(own_bounds)}"
+    for number, (eps_low, eps_high) in enumerate(pairs):
+        form = ClippedForm(objective, hp, shape, eps_low, eps_high)
+        at_bounds = ""
+        if number:  # the first pair is the objective's own
+            at_bounds = f" (with bounds {form.lower:g} and {form.upper:g}{not_own})"
+        for one in _faults_of_form(form, bounds):
+            yield replace(one, words=one.words + at_bounds)
 
 
-# a KL term that is not k(π_θ, π_ref): the id, what is said of the objective's own, of another,
-# and the term itself, a function of (log π_θ, log π_ref, log π_old, log μ)
+# A KL term that is not k(π_θ, π_ref): the id; words where k is the objective's own
+# estimator; words where it is another; and the term, which `make` builds from k as a
+# function of (log π_θ, log π_ref, log π_old, log μ).
 KL_FORMS: tuple[tuple[str, str, str, Callable[..., Callable[..., Any]]], ...] = (
     (
         "kl-exchanged",
@@ -448,75 +517,96 @@ KL_TERMS = {
     name: lambda x, ref, old, mu, k=k: k(x, ref) for name, k in kl.ESTIMATORS.items()
 }
 KL_TERMS |= {
-    f"{name} ({how})": form(k)
+    f"{name} ({form_words})": make(k)
     for name, k in kl.ESTIMATORS.items()
-    for _, _, how, form in KL_FORMS
+    for _, _, form_words, make in KL_FORMS
 }
-for _how in ("to π_old", "to μ"):
-    del KL_TERMS[f"k1 ({_how})"]  # the gradient of k1 is 1, whatever the other policy
-# a name of KL_TERMS
+for _form_words in ("to π_old", "to μ"):
+    # the gradient of k1 is 1, whatever the other policy
+    del KL_TERMS[f"k1 ({_form_words})"]
+# the name in KL_TERMS of each estimator of upref.kl
 TERM_OF = {name: name for name in kl.ESTIMATORS} | {"k3_ratio": "k3 (times the ratio)"}
 
 
 def term_slope(f: str | Callable[..., Tensor], batch: Rollouts) -> Tensor:
-    """d f(lp, lp_ref, lp_old, log μ) / d lp of each token, 0 on masked slots; f may be
-    a name of KL_TERMS.
+    """Return d f(lp, lp_ref, lp_old, log μ) / d lp of each token, 0 on masked slots.
 
     Args:
-        f: the term, or its name.
-        batch: the batch.
+        f: the term, or its name in KL_TERMS.
+        batch: the batch. Where it has no log π_ref or log μ, log π_old takes its place.
 
     Returns:
         [B, T].
     """
     if isinstance(f, str):
         f = KL_TERMS[f]
-    x = torch.where(batch.mask, batch.logp, 0).detach().requires_grad_()
+    lp = torch.where(batch.mask, batch.logp, 0).detach().requires_grad_()
     others = (
-        batch.logp_old if v is None else v
-        for v in (batch.logp_ref, batch.logp_old, batch.logp_sampler)
+        batch.logp_old if other is None else other
+        for other in (batch.logp_ref, batch.logp_old, batch.logp_sampler)
     )
-    y = f(x, *(torch.where(batch.mask, v, 0) for v in others))
-    return (
-        torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
-    )
+    value = f(lp, *(torch.where(batch.mask, other, 0) for other in others))
+    if not value.requires_grad:
+        return torch.zeros_like(lp)
+    return torch.autograd.grad(value.sum(), lp)[0]
 
 
 def terms(first: str, reads: frozenset[str]) -> list[str]:
-    """The names of KL_TERMS that a loss which reads these can have: this one, then the
-    usual ones.
+    """Return the names of the KL terms that a loss can have.
+
+    Args:
+        first: the name that comes first. After it come the usual estimators.
+        reads: the roles of the inputs that the loss reads. A term to a policy whose
+            log-probabilities it does not read is left out.
+
+    Returns:
+        Names of KL_TERMS.
     """
-    can = {"μ": "logp_sampler" in reads, "π_old": True, "": "logp_ref" in reads}
+    reads_policy = {
+        "to μ": "logp_sampler" in reads,
+        "to π_old": True,
+        "to π_ref": "logp_ref" in reads,
+    }
 
     def is_possible(name: str) -> bool:
-        """Whether the loss reads the policy that it is to; for k1 any one does."""
-        return (
-            name == "k1"
-            or can[next(k for k in can if name.endswith(f"to {k})") or not k)]
-        )
+        """Return whether the loss reads the other policy of this term."""
+        if name == "k1":  # its gradient is the same for every other policy
+            return True
+        for other in ("to μ", "to π_old"):
+            if name.endswith(f"{other})"):
+                return reads_policy[other]
+        return reads_policy["to π_ref"]
 
     return sorted(
         filter(is_possible, KL_TERMS),
-        key=lambda k: (k != first, k not in kl.ESTIMATORS),
+        key=lambda name: (name != first, name not in kl.ESTIMATORS),
     )
 
 
 OTHER_KL = "another estimator, or a part of it is detached"
 
 
-def lacking(objective: Objective, beta: float, name: str) -> str:
-    """Words for a KL term that the objective does not have, or not like this."""
+def words_for_other_kl(objective: Objective, beta: float, name: str) -> str:
+    """Return the words for a KL term that the objective does not have, or not with this
+    estimator or this sign.
+
+    Args:
+        objective: the objective.
+        beta: the coefficient that was found; above 0 the term is subtracted from J.
+        name: the name of the term that was found, of KL_TERMS.
+    """
     if name == TERM_OF.get(objective.kl) and beta < 0:
         return f"the KL term is added to J, not subtracted: {abs(beta):.7g} {name}"
     if beta > 0:
-        verb, bonus = ("subtracted", "an entropy bonus")
+        verb = "subtracted"
+        bonus = "an entropy bonus"
     else:
-        verb, bonus = ("added to J", "a bonus on the likelihood")
-    whose = (
-        f"is not {objective.name}'s {objective.kl}"
-        if objective.kl
-        else f"{objective.name} does not have"
-    )
+        verb = "added to J"
+        bonus = "a bonus on the likelihood"
+    if objective.kl:
+        whose = f"is not {objective.name}'s {objective.kl}"
+    else:
+        whose = f"{objective.name} does not have"
     words = f"a KL term is {verb} that {whose}: {abs(beta):.7g} {name}"
     if name == "k1":
         return f"{words}, to any policy; {bonus} of the sampled tokens has this gradient too"
@@ -532,7 +622,7 @@ KL_MISSING = fault(
 
 
 def kl_added(beta: float) -> LossFault:
-    """The fault that the KL term, of this coefficient, has the other sign.
+    """Make the fault that the KL term, of this coefficient, has the other sign.
 
     Args:
         beta: the coefficient of the KL term.
@@ -542,103 +632,135 @@ def kl_added(beta: float) -> LossFault:
 
 
 def kl_faults(objective: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
-    """What is done to a KL term, each put beside the objective's own weights."""
+    """Yield the faults of the KL term. Each keeps the objective's other weights.
+
+    Args:
+        objective: an objective with a KL term.
+        hp: its hyperparameters; beta is not 0.
+    """
     beta = hp["beta"]
-    plain = {**hp, "beta": 0.0}
-    inside, own_hp = _inside(objective, _without_beta(plain))
+    hp_without_kl = {**hp, "beta": 0.0}
 
-    def rest(batch: Rollouts) -> Tensor:
-        """The weights without the KL term."""
-        return unit_weights(objective, batch, plain)
+    def weights_without_kl(batch: Rollouts) -> Tensor:
+        """Return the weights of the objective without its KL term."""
+        return unit_weights(objective, batch, hp_without_kl)
 
-    def made(words: str, f: str | Callable[..., Tensor], id: str) -> LossFault:
-        """The fault that f is the KL term."""
+    def other_term(words: str, f: str | Callable[..., Tensor], id: str) -> LossFault:
+        """Make the fault that f is the KL term."""
         return fault(
             words,
             "term",
             id=id,
-            weigh=lambda batch: rest(batch) - beta * term_slope(f, batch),
+            weigh=lambda batch: weights_without_kl(batch) - beta * term_slope(f, batch),
         )
 
-    def only_where(batch: Rollouts, on: Callable[[Tensor], Tensor]) -> Tensor:
-        """The weights with the KL term only on tokens whose A is so."""
-        return rest(batch) - beta * kl_slope(objective.kl, batch) * on(
-            batch.adv.expand_as(batch.mask)
-        )
+    def weights_with_kl_where(
+        batch: Rollouts, selects: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return the weights with the KL term only on the tokens that `selects` chooses
+        by their A.
+        """
+        selected = selects(batch.adv.expand_as(batch.mask))
+        kl_weights = beta * kl_slope(objective.kl, batch) * selected
+        return weights_without_kl(batch) - kl_weights
 
-    for name, k in sorted(
-        kl.ESTIMATORS.items(), key=lambda item: item[0] != objective.kl
-    ):
+    own_first = sorted(kl.ESTIMATORS.items(), key=lambda item: item[0] != objective.kl)
+    for name, k in own_first:
         if name != objective.kl:
-            yield made(
+            yield other_term(
                 f"the KL term has the gradient of {name}, not of {objective.kl}: {OTHER_KL}",
                 name,
                 id=f"kl-gradient-of-{name}",
             )
-        yield from (
-            made(words.format(name), form(k), id=id) for id, words, _, form in KL_FORMS
-        )
-        for whose, old in (
-            (("", False), (" of the old policy", True))
-            if objective.level == "token"
-            else ()
-        ):
-
-            def folded(
-                batch: Rollouts, k: Callable[..., Any] = k, old: bool = old
-            ) -> Tensor:
-                """The weights where the KL term is subtracted from the advantages."""
-                kl = sg(
-                    _of(k, batch.but(logp=batch.logp_old) if old else batch, batch.mask)
-                )
-                w = _slope(
-                    lambda lp, old, A, m: inside.fn(lp, old, A - beta * kl, **own_hp),
-                    batch,
-                )
-                return _in_place_of_fn(objective, plain, w, batch)
-
-            yield fault(
-                f"the KL term ({name}){whose} is folded into the advantage, without a gradient of its own",
-                "term",
-                id="kl-of-old-policy-in-advantage" if old else "kl-in-advantage",
-                weigh=folded,
-            )
+        for id, words, _, make in KL_FORMS:
+            yield other_term(words.format(name), make(k), id=id)
+        if objective.level == "token":
+            yield from _kl_in_advantage_faults(objective, hp, name)
     for kl_fault in known_of("kl"):
-        yield made(
+        yield other_term(
             f"the KL term: {kl_fault.words}",
             lambda x, ref, old, mu, f=kl_fault.change: f(x, ref),
             id=kl_fault.id,
         )
-    for x in CLAMPED:
-        yield made(
-            f"the KL term is clamped at {x:g}, or left out beyond it",
-            lambda lp, ref, old, mu, x=x: kl.per_token(
+    for limit in CLAMPED:
+        yield other_term(
+            f"the KL term is clamped at {limit:g}, or left out beyond it",
+            lambda lp, ref, old, mu, limit=limit: kl.per_token(
                 objective.kl, lp, ref, old
-            ).clamp(-x, x),
+            ).clamp(-limit, limit),
             id="kl-clamped",
         )
-        yield made(
-            f"the KL term's log-ratio is clamped to ±{x:g}, or the term is left out beyond it",
-            lambda lp, ref, old, mu, x=x: kl.per_token(
-                objective.kl, lp, lp - (lp - ref).clamp(-x, x), old
+        yield other_term(
+            f"the KL term's log-ratio is clamped to ±{limit:g}, or the term is left out beyond it",
+            lambda lp, ref, old, mu, limit=limit: kl.per_token(
+                objective.kl, lp, lp - (lp - ref).clamp(-limit, limit), old
             ),
             id="kl-log-ratio-clamped",
         )
-    for said, on in (
+    for condition, selects in (
         ("A > 0", lambda A: A > 0),
         ("A <= 0", lambda A: A <= 0),
         ("A < 0", lambda A: A < 0),
         ("A is not 0", lambda A: A != 0),
     ):
-        part = partial(only_where, on=on)
-        id = f"kl-only-where-{SIGN_IDS[said]}"
         yield fault(
-            f"the KL term is there only where {said}", "term", id=id, weigh=part
+            f"the KL term is there only where {condition}",
+            "term",
+            id=f"kl-only-where-{SIGN_IDS[condition]}",
+            weigh=partial(weights_with_kl_where, selects=selects),
         )
+
+
+def _kl_in_advantage_faults(
+    objective: Objective, hp: dict[str, Any], name: str
+) -> Iterator[LossFault]:
+    """Yield the two faults that the KL term, by the estimator of this name, is
+    subtracted from the advantage: the KL of π_θ, and that of π_old.
+    """
+    estimator = kl.ESTIMATORS[name]
+    beta = hp["beta"]
+    hp_without_kl = {**hp, "beta": 0.0}
+    without_sampler, own_hp = _without_sampler(objective, _without_beta(hp))
+
+    def weights_with_penalty(batch: Rollouts, of_old_policy: bool) -> Tensor:
+        """Return the weights where beta times the KL is subtracted from A."""
+        policy = batch.but(logp=batch.logp_old) if of_old_policy else batch
+        penalty = beta * sg(_kl_per_token(estimator, policy, batch.mask))
+        w = _weights_of_term(
+            lambda lp, old, A, m: without_sampler.fn(lp, old, A - penalty, **own_hp),
+            batch,
+        )
+        return _with_sampler_and_kl(objective, hp_without_kl, w, batch)
+
+    for id, whose, of_old_policy in (
+        ("kl-in-advantage", "", False),
+        ("kl-of-old-policy-in-advantage", " of the old policy", True),
+    ):
+        yield fault(
+            f"the KL term ({name}){whose} is folded into the advantage, without a gradient of its own",
+            "term",
+            id=id,
+            weigh=partial(weights_with_penalty, of_old_policy=of_old_policy),
+        )
+
+
+def _kl_per_token(
+    estimator: Callable[..., Any], batch: Rollouts, mask: Tensor
+) -> Tensor:
+    """Return the KL of π_θ and π_ref on each token, that of equal policies on masked
+    slots.
+    """
+    assert batch.logp_ref is not None
+    lp = torch.where(mask, batch.logp, 0)
+    lp_ref = torch.where(mask, batch.logp_ref, 0)
+    return estimator(lp, lp_ref)
 
 
 # a distance from a ratio of 1, or of its logarithm from 0, that none has
 UNBOUNDED = 1e6
+NO_BOUND = (
+    "no bound has an effect on the gradient: it is as if the ratio were not clipped"
+)
 DROPPED = {
     "A < 0": "negative-advantages-dropped",
     "A > 0": "positive-advantages-dropped",
@@ -646,109 +768,111 @@ DROPPED = {
 LONGEST = "log-ratio-over-longest-response"  # the id of a fault
 CLAMPED = (10.0, 5.0, 20.0, 1.0, 0.1)  # where KL terms are clamped
 CAPS = (math.inf, 1.0, 2.0, 3.0, 5.0, 10.0)  # of importance weights, as people set them
-
-
-def _of(k: Callable[..., Any], batch: Rollouts, mask: Tensor) -> Tensor:
-    assert batch.logp_ref is not None
-    return k(torch.where(mask, batch.logp, 0), torch.where(mask, batch.logp_ref, 0))
+# the log-ratio of a response from those of its tokens, by the level of the objective
+LOG_RATIO_OF_RESPONSE: dict[str, Callable[..., Tensor]] = {
+    "sequence_mean": mean_t,
+    "sequence_product": sum_t,
+}
 
 
 def clamp_faults(
-    objective: Objective, hp: dict[str, Any], low: float, high: float, said: str
+    objective: Objective, hp: dict[str, Any], low: float, high: float, interval: str
 ) -> Iterator[LossFault]:
-    """log r, of the response or of each token, clamped: before its gradient, where A <=
-    0 alone, or in a constant.
+    """Yield the faults that clamp log r to [low, high], first that of the response, if
+    the objective has a ratio of responses, then that of each token. Each has three
+    forms:
+
+    * everywhere: beyond the interval no gradient is left;
+    * where A <= 0 alone;
+    * in a constant weight: r is clamped, and the gradient stays.
+
+    Args:
+        objective: the objective.
+        hp: its hyperparameters.
+        low: the lower end of the interval.
+        high: the upper end.
+        interval: the words for the interval.
     """
-    j, wide = (
-        term_of(objective, hp),
-        {"sequence_mean": mean_t, "sequence_product": sum_t}.get(objective.level),
-    )
+    j = term_of(objective, hp)
 
-    def of_response(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
-        assert wide is not None
-        x = wide(where(m, lp - old, 0), m)[:, None]
-        n = m.sum(-1, keepdim=True)
-        return lp + (x.clamp(low, high) - x) / (
-            n if objective.level == "sequence_product" else 1
-        )
+    def clamp_response(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
+        """Return log π_θ, shifted such that the response's log-ratio is clamped."""
+        log_r = LOG_RATIO_OF_RESPONSE[objective.level](where(m, lp - old, 0), m)
+        shift = (log_r.clamp(low, high) - log_r)[:, None]
+        if objective.level == "sequence_product":  # all tokens share the shift
+            shift = shift / m.sum(-1, keepdim=True)
+        return lp + shift
 
-    def of_token(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
-        """log π_θ such that the token's log-ratio is clamped."""
+    def clamp_token(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
+        """Return log π_θ, moved such that each token's log-ratio is clamped."""
         return old + (lp - old).clamp(low, high)
 
-    def below(
-        lp: Tensor, old: Tensor, A: Tensor, m: Tensor, inside: Callable[..., Tensor]
+    def J_clamped(
+        lp: Tensor, old: Tensor, A: Tensor, m: Tensor, clamp: Callable[..., Tensor]
     ) -> Tensor:
-        """J with the clamp where A <= 0 alone."""
-        return where(A > 0, j(lp, old, A, m), j(inside(lp, old, m), old, A, m))
+        """Return J of the clamped log-ratio."""
+        return j(clamp(lp, old, m), old, A, m)
 
-    def held(batch: Rollouts, inside: Callable[..., Tensor]) -> Rollouts:
-        """The batch with old_log_prob moved so that log r is the clamped one."""
-        return batch.but(
-            logp_old=batch.logp_old
-            + batch.logp
-            - inside(batch.logp, batch.logp_old, batch.mask)
-        )
+    def J_clamped_where_not_positive(
+        lp: Tensor, old: Tensor, A: Tensor, m: Tensor, clamp: Callable[..., Tensor]
+    ) -> Tensor:
+        """Return J of the clamped log-ratio where A <= 0, and J elsewhere."""
+        return where(A > 0, j(lp, old, A, m), j(clamp(lp, old, m), old, A, m))
 
-    clamped = [("log-ratio-clamped", "log r", of_token)]
-    if wide:
-        clamped.insert(
-            0, ("response-log-ratio-clamped", "the response's log r", of_response)
+    def with_clamped_ratio(batch: Rollouts, clamp: Callable[..., Tensor]) -> Rollouts:
+        """Return the batch with lp_old moved such that log r is the clamped one."""
+        clamped_lp = clamp(batch.logp, batch.logp_old, batch.mask)
+        return batch.but(logp_old=batch.logp_old + batch.logp - clamped_lp)
+
+    clamps = [("log-ratio-clamped", "log r", clamp_token)]
+    if objective.level in LOG_RATIO_OF_RESPONSE:
+        clamps.insert(
+            0, ("response-log-ratio-clamped", "the response's log r", clamp_response)
         )
-    for id, what, inside in clamped:
-        words = f"{what} is clamped {said}"
-        yield fault(
-            words,
-            "clip",
-            id=id,
-            J=lambda lp, old, A, m, f=inside: j(f(lp, old, m), old, A, m),
-        )
+    for id, what, clamp in clamps:
+        words = f"{what} is clamped {interval}"
+        yield fault(words, kind="clip", id=id, J=partial(J_clamped, clamp=clamp))
         yield fault(
             f"{words} where A <= 0",
-            "clip",
+            kind="clip",
             id=f"{id}-where-a-negative",
-            J=partial(below, inside=inside),
+            J=partial(J_clamped_where_not_positive, clamp=clamp),
         )
-        constant = partial(held, inside=inside)
         yield fault(
             f"{words} in a constant weight",
-            "clip",
+            kind="clip",
             id=f"{id}-in-constant",
-            view=constant,
+            view=partial(with_clamped_ratio, clamp=clamp),
         )
 
 
-def powered(objective: Objective, hp: dict[str, Any], k: float) -> Iterator[LossFault]:
-    """The ratio to the power k, the factor seen on policy; without a ratio in the
-    objective k is a plain factor.
+def ratio_power_faults(
+    objective: Objective, hp: dict[str, Any], k: float
+) -> Iterator[LossFault]:
+    """Yield the fault that the ratio is taken to the power k.
+
+    An objective without a ratio does not have it: there, k is a factor on the loss.
+
+    Args:
+        objective: the objective.
+        hp: its hyperparameters.
+        k: the factor on the weights that was found at r = 1.
     """
-    if abs(k - 1) > 1e-5 and any(
-        any(_ends(objective, hp, s)) != all(_ends(objective, hp, s))
-        for s in ("lower", "upper")
-    ):
+    if abs(k - 1) <= 1e-5:
+        return
+    ends = [_trains_at_ends(objective, hp, side) for side in ("lower", "upper")]
+    if any(at_1 != beyond_bound for at_1, beyond_bound in ends):
+        j = term_of(objective, hp)
         yield fault(
             f"the ratio is taken to the power {k:.5g}: every log-ratio is multiplied by it",
             "ratio",
             id="ratio-to-a-power",
-            J=lambda lp, old, A, m: term_of(objective, hp)(
-                old + k * (lp - old), old, A, m
-            ),
+            J=lambda lp, old, A, m: j(old + k * (lp - old), old, A, m),
         )
 
 
-def _without_beta(hp: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in hp.items() if k != "beta"}
-
-
-def cuts(lo: float, hi: float) -> tuple[tuple[str, Callable[..., Any]], ...]:
-    return ("clipped", lambda r: clip(r, 1 - lo, 1 + hi)), (
-        "truncated",
-        lambda r: r.clamp(max=1 + hi),
-    )
-
-
 def term_of(objective: Objective, hp: dict[str, Any]) -> Term:
-    """The objective's function, without the KL term and the sampler's correction.
+    """Return the objective's function, without the KL term and the sampler's correction.
 
     Args:
         objective: the objective.
@@ -757,30 +881,32 @@ def term_of(objective: Objective, hp: dict[str, Any]) -> Term:
     Returns:
         A function (lp, lp_old, A, mask) -> J of each token or response.
     """
-    objective, own_hp = _inside(objective, _without_beta(hp))
+    objective, own_hp = _without_sampler(objective, _without_beta(hp))
     return lambda lp, old, A, m: objective.unreduced(
         lp, old, A, m, torch.ones_like(lp), **own_hp
     )
 
 
-def _ends(objective: Objective, hp: dict[str, Any], side: str) -> list[bool]:
-    """Whether the objective's term has a gradient on that side of its clip: at a ratio
-    of 1, and far beyond a bound.
+def _trains_at_ends(
+    objective: Objective, hp: dict[str, Any], side: str
+) -> tuple[bool, bool]:
+    """Return whether the objective's term has a gradient at r = 1, and whether it has
+    one far beyond the bound on this side, "lower" (with A < 0) or "upper" (with A > 0).
     """
-    lp = torch.tensor([[-0.01], [-21.0 if side == "lower" else -0.01]])
-    old = torch.tensor([[-0.01], [-0.01]])
-    old = old if side == "lower" else torch.tensor([[-0.01], [-21.0]])
+    likely, rare = -0.01, -21.0  # log-probabilities
+    lp = torch.tensor([[likely], [rare if side == "lower" else likely]])
+    old = torch.tensor([[likely], [likely if side == "lower" else rare]])
     A = torch.full_like(lp, -1.0 if side == "lower" else 1.0)
-    everything = torch.ones_like(lp, dtype=torch.bool)
-    return (
-        (_slope(term_of(objective, hp), Rollouts(lp, old, A, everything)) != 0)
-        .flatten()
-        .tolist()
-    )
+    all_tokens = torch.ones_like(lp, dtype=torch.bool)
+    batch = Rollouts(lp, old, A, all_tokens)
+    w = _weights_of_term(term_of(objective, hp), batch)
+    at_1, beyond_bound = (w != 0).flatten().tolist()
+    return at_1, beyond_bound
 
 
 def by_token(x: Tensor, lp: Tensor) -> Tensor:
-    """x, with the gradient of each token's own log-probability, as GSPO-token has it.
+    """Return x, with the gradient of each token's own log-probability, as GSPO-token
+    has it.
 
     Args:
         x: a value for each response or token, broadcast to lp.
@@ -792,585 +918,790 @@ def by_token(x: Tensor, lp: Tensor) -> Tensor:
     return sg(x) + lp - sg(lp)
 
 
-def _without_the_rest(
-    objective: Objective, hp: dict[str, Any], form: Callable[[Callable[..., Any]], Term]
-) -> Iterator[LossFault]:
-    """A smooth objective without what it has beside the ratio, or log π_θ: a penalty or
-    a gate; or with that turned.
-    """
-    plain = _without_beta(hp)
+# ---- faults of the ratio and the clip ------------------------------------------------
+def is_positive(A: Tensor) -> Tensor:
+    """Return where A > 0."""
+    return A > 0
 
-    def rest(batch: Rollouts) -> Tensor:
-        """The weights without the KL term."""
-        return unit_weights(objective, batch, plain)
+
+def is_negative(A: Tensor) -> Tensor:
+    """Return where A < 0."""
+    return A < 0
+
+
+BY_SIGN = (("A > 0", is_positive), ("A < 0", is_negative))
+
+
+@dataclass(frozen=True)
+class ClippedForm:
+    """An objective with one pair of bounds on its ratio, and the parts from which the
+    faults of its ratio and its clip are built. The ratio is the objective's own: that
+    of a token or that of a response.
+
+    Attributes:
+        objective: the objective.
+        hp: its hyperparameters.
+        shape: the shape of its weight.
+        eps_low: the lower bound is 1 - eps_low.
+        eps_high: the upper bound is 1 + eps_high.
+    """
+
+    objective: Objective
+    hp: dict[str, Any]
+    shape: Shape
+    eps_low: float
+    eps_high: float
+
+    @property
+    def lower(self) -> float:
+        """The lower bound on the ratio."""
+        return 1 - self.eps_low
+
+    @property
+    def upper(self) -> float:
+        """The upper bound on the ratio."""
+        return 1 + self.eps_high
+
+    @property
+    def has_ratio_of_response(self) -> bool:
+        """Whether all tokens of a response share one ratio."""
+        return self.objective.level in LOG_RATIO_OF_RESPONSE
+
+    @property
+    def weighs_log_prob(self) -> bool:
+        """Whether the objective is a bounded constant weight on log π_θ, as CISPO is."""
+        return self.shape.has_constant_weight and self.shape.is_bounded
+
+    def own_term(self) -> Term:
+        """Return the objective's own function."""
+        return term_of(self.objective, self.hp)
+
+    def log_ratio(self, lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
+        """Return log r of each token, [B, T]; all tokens of a response have the
+        response's where the objective has a ratio of responses.
+        """
+        log_r = where(m, lp - old, 0)
+        if self.has_ratio_of_response:
+            of_response = LOG_RATIO_OF_RESPONSE[self.objective.level](log_r, m)
+            return of_response[:, None].expand_as(log_r)
+        return log_r
+
+    def ratio(self, lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
+        """Return r of each token, [B, T], as `log_ratio` defines it."""
+        return exp(self.log_ratio(lp, old, m))
+
+    def clip(self, r: Tensor) -> Tensor:
+        """Return r, clipped to the two bounds."""
+        return clip(r, self.lower, self.upper)
+
+    def cap(self, r: Tensor) -> Tensor:
+        """Return r, at most the upper bound."""
+        return r.clamp(max=self.upper)
+
+    def caps(self) -> tuple[tuple[str, Callable[[Tensor], Tensor]], ...]:
+        """Return the two ways to bound a weight, each with its participle."""
+        return ("clipped", self.clip), ("truncated", self.cap)
+
+    def ppo(self, r: Tensor, A: Tensor) -> Tensor:
+        """Return PPO's term at this ratio: the minimum of r A and clip(r) A."""
+        return minimum(r * A, self.clip(r) * A)
+
+    def term(self, of: Callable[..., Any]) -> Term:
+        """Return the Term of a function of (r, A, log π_θ)."""
+        return lambda lp, old, A, m: of(self.ratio(lp, old, m), A, lp)
+
+
+def _faults_of_form(form: ClippedForm, bounds: list[float]) -> Iterator[LossFault]:
+    """Yield the faults of the ratio, the clip and the advantage. `explain` names the
+    first that fits, so the order is from the special to the general.
+    """
+    shape = form.shape
+    j = form.own_term()
+    if form.weighs_log_prob:
+        yield from _capped_weight_faults(form)
+    if shape.is_smooth:
+        yield from _lone_term_faults(form)
+    yield from _other_sign_faults(form)
+    if shape.has_minimum:
+        yield from _minimum_faults(form)
+    log_prob_everywhere = fault(
+        "log π_θ replaces the ratio where A <= 0 too",
+        kind="ratio",
+        id="log-prob-where-a-negative",
+        J=form.term(lambda r, A, lp: A * lp),
+    )
+    if shape.ignores_ratio[1.0] and shape.follows_ratio[-1.0]:  # as in UP
+        yield log_prob_everywhere
+        yield from _unbounded_positive_faults(form)
+    yield fault(
+        "old_log_prob has no effect: every weight is as where the ratio is 1",
+        kind="ratio",
+        id="ratio-always-one",
+        J=lambda lp, old, A, m: A * lp,
+    )
+    if shape.is_bounded:
+        yield from _no_bound_faults(form)
+    yield from _inverted_ratio_faults(form)
+    if c := form.hp.get("c"):
+        yield fault(
+            "the dual clip takes the other one of its two terms: min(J, c A) where A < 0",
+            kind="clip",
+            id="other-term-of-dual-clip",
+            J=form.term(
+                lambda r, A, lp: where(
+                    A < 0, minimum(form.ppo(r, A), c * A), form.ppo(r, A)
+                )
+            ),
+        )
+    yield from _advantage_faults(form)
+    yield from _missing_side_faults(form)
+    yield fault(
+        "the clip is that of PPO on both sides",
+        kind="clip",
+        id="ppo-clip",
+        J=form.term(lambda r, A, lp: form.ppo(r, A)),
+    )
+    yield from _response_ratio_faults(form)
+    yield from _batch_ratio_faults(form)
+    yield _product_of_ratios_fault(form)
+    yield fault(
+        "the whole term is detached: a constant weight on log π_θ",
+        kind="stop-gradient",
+        id="term-detached",
+        J=lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp,
+    )
+    if shape.is_bounded:
+        yield from _misread_bound_faults(form)
+    yield from _ratio_replaced_faults(form, bounds)
+    yield log_prob_everywhere
+    yield from _weight_on_log_prob_faults(form, bounds)
+    if shape.is_bounded:
+        yield fault(
+            "the ratio is missing from the weight: 1 in its place inside the bounds",
+            kind="ratio",
+            id="ratio-missing-inside-bounds",
+            J=form.term(
+                lambda r, A, lp: A * lp * where(A > 0, r <= form.upper, r >= form.lower)
+            ),
+        )
+    yield fault(
+        "stop-gradient: exp(log π_θ) without an anchor",
+        kind="stop-gradient",
+        id="exponential-without-anchor",
+        J=lambda lp, old, A, m: where(A > 0, A * exp(lp), j(lp, old, A, m)),
+    )
+    yield from _bound_elsewhere_faults(form, bounds)
+
+
+def _capped_weight_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the faults of a cap on a constant weight, as CISPO has it."""
+    for participle, cap in form.caps():
+        yield fault(
+            f"beyond the cap no gradient is left: the {participle} ratio multiplies A itself, or it masks log π",
+            kind="stop-gradient",
+            id=f"{participle}-ratio-times-advantage",
+            J=form.term(lambda r, A, lp, cap=cap: cap(r) * A),
+        )
+        for sign, has_sign in BY_SIGN:
+            yield fault(
+                f"the weight is {participle} only where {sign}",
+                kind="clip",
+                id=f"{participle}-only-where-{SIGN_IDS[sign]}",
+                J=form.term(
+                    lambda r, A, lp, cap=cap, has_sign=has_sign: (
+                        sg(where(has_sign(A), cap(r), r)) * A * lp
+                    )
+                ),
+            )
+
+
+def _lone_term_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the faults of a smooth objective. It has a penalty or a gate beside a term
+    in the ratio or in log π_θ: the penalty is missing, or its sign is flipped.
+    """
+    objective = form.objective
+    hp = form.hp
+    hp_without_kl = _without_beta(hp)
+
+    def weights_with_rest_negated(batch: Rollouts, J: Term) -> Tensor:
+        """Return the weights of J, less what the objective has beside J."""
+        w = _weights_of_term(J, batch)
+        of_term = _with_sampler_and_kl(objective, hp_without_kl, w, batch)
+        of_objective = unit_weights(objective, batch, hp_without_kl)
+        return _with_sampler_and_kl(
+            replace(objective, sampler=None), hp, 2 * of_term - of_objective, batch
+        )
 
     for id, term, J in (
-        ("ratio-term-alone", "r A", form(lambda r, A, lp: r * A)),
-        ("log-prob-term-alone", "A log π_θ", form(lambda r, A, lp: A * lp)),
+        ("ratio-term-alone", "r A", form.term(lambda r, A, lp: r * A)),
+        ("log-prob-term-alone", "A log π_θ", form.term(lambda r, A, lp: A * lp)),
     ):
-        words = f"the term is {term} alone: what else {objective.name} has is missing"
-        yield fault(words, "objective", id=id, J=J)
-
-        def turned(batch: Rollouts, J: Term = J) -> Tensor:
-            alone = _in_place_of_fn(objective, plain, _slope(J, batch), batch)
-            return _in_place_of_fn(
-                replace(objective, sampler=None), hp, 2 * alone - rest(batch), batch
-            )
-
+        yield fault(
+            f"the term is {term} alone: what else {objective.name} has is missing",
+            kind="objective",
+            id=id,
+            J=J,
+        )
         yield fault(
             f"what {objective.name} has beside {term} has the opposite sign",
-            "objective",
+            kind="objective",
             id=f"all-but-{id}-negated",
-            weigh=turned,
+            weigh=partial(weights_with_rest_negated, J=J),
         )
 
 
-def _words_beyond(x: float, bound: float, how: str) -> str:
-    """Words for a ratio beyond which no gradient is left: for both signs of A, but where
-    x is beyond the bound from which on A > 0 has none anyway.
+def _other_sign_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that an objective with a term for one sign of A alone has that
+    term for the other sign too.
     """
-    where_negative = "where A < 0 " if x >= bound else ""
-    return (
-        f"{where_negative}no gradient is left beyond r = {x:.6g}: {how}, or such tokens "
-        "are left out"
-    )
-
-
-def _forms(
-    objective: Objective,
-    hp: dict[str, Any],
-    has: Shape,
-    bounds: list[float],
-    lo: float,
-    hi: float,
-) -> Iterator[LossFault]:
-    """The ratio is the objective's: a token's or a response's."""
-    j = term_of(objective, hp)
-    wide = objective.level in ("sequence_mean", "sequence_product")
-
-    def log_r(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
-        x = where(m, lp - old, 0)
-        if wide:
-            return {"sequence_mean": mean_t, "sequence_product": sum_t}[
-                objective.level
-            ](x, m)[:, None].expand_as(x)
-        return x
-
-    def ratio(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
-        """r of each token, the response's where the objective's is."""
-        return exp(log_r(lp, old, m))
-
-    def ppo(r: Tensor, A: Tensor) -> Tensor:
-        """PPO's term at this ratio."""
-        return minimum(r * A, clip(r, 1 - lo, 1 + hi) * A)
-
-    def form(f: Callable[..., Any]) -> Term:
-        """J by a function of r, A and log π_θ."""
-        return lambda lp, old, A, m: f(ratio(lp, old, m), A, lp)
-
-    def made(
-        kind: str, words: str, J: Callable[..., Any], id: str, **more: Any
-    ) -> LossFault:
-        """The fault that J is the objective."""
-        return fault(words, kind, id=id, J=J, **more)
-
-    def expanded(x: Tensor, m: Tensor, of: Callable[..., Tensor]) -> Tensor:
-        """A number of each response, by `of`, on all its tokens."""
-        return of(x, m).expand_as(x)
-
-    def by_tokens(
-        lp: Tensor, old: Tensor, A: Tensor, m: Tensor, wide_r: Callable[..., Tensor]
-    ) -> Tensor:
-        """PPO's term at the response's ratio, whose gradient is each token's own."""
-        return ppo(exp(by_token(wide_r(lp - old, m), lp)), A)
-
-    # a constant weight on log π_θ is what CISPO and its like are
-    weighs = has.constant and has.is_bounded
-    two_sided = any(0 < x < 1 for x in bounds)
-
-    for said, cut in cuts(lo, hi) if weighs else ():
-        yield made(
-            "stop-gradient",
-            f"beyond the cap no gradient is left: the {said} ratio multiplies A itself, or it masks log π",
-            form(lambda r, A, lp, f=cut: f(r) * A),
-            id=f"{said}-ratio-times-advantage",
-        )
-        for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
-            yield made(
-                "clip",
-                f"the weight is {said} only where {sign}",
-                form(lambda r, A, lp, f=cut, on=on: sg(where(on(A), f(r), r)) * A * lp),
-                id=f"{said}-only-where-{SIGN_IDS[sign]}",
-            )
-    if has.is_smooth:
-        yield from _without_the_rest(objective, hp, form)
-    for A0, sign_words, on in (
-        (1.0, "A > 0", lambda A: A > 0),
-        (-1.0, "A < 0", lambda A: A < 0),
+    objective = form.objective
+    j = form.own_term()
+    for A_0, sign, has_sign in (
+        (1.0, "A > 0", is_positive),
+        (-1.0, "A < 0", is_negative),
     ):
-        if not has.live[A0] and has.live[-A0] and objective.agg != "seq-mean":
-            words = f"where {sign_words} there is the term of the other sign of A, though {objective.name} has none there"
-            yield made(
-                "clip",
-                words,
-                lambda lp, old, A, m, on=on: where(
-                    on(A), -j(lp, old, -A, m), j(lp, old, A, m)
+        is_one_sided = not form.shape.trains[A_0] and form.shape.trains[-A_0]
+        if is_one_sided and objective.agg != "seq-mean":
+            yield fault(
+                f"where {sign} there is the term of the other sign of A, though {objective.name} has none there",
+                kind="clip",
+                id=f"term-of-other-sign-where-{SIGN_IDS[sign]}",
+                J=lambda lp, old, A, m, has_sign=has_sign: where(
+                    has_sign(A), -j(lp, old, -A, m), j(lp, old, A, m)
                 ),
-                id=f"term-of-other-sign-where-{SIGN_IDS[sign_words]}",
             )
-    if has.has_minimum:
-        yield made(
-            "clip",
-            "the ratio is clipped on both sides, whatever the sign of A: the minimum is missing",
-            form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A),
-            id="minimum-missing",
-        )
-        yield made(
-            "clip",
-            "the clip acts on the product r A, not on r: its bounds move with the size of A",
-            form(lambda r, A, lp: minimum(r * A, clip(r * A, 1 - lo, 1 + hi))),
-            id="product-clipped",
-        )
-        yield made(
-            "clip",
-            "the maximum is taken where the minimum belongs",
-            form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)),
-            id="maximum-for-minimum",
-        )
 
-        def clipped_detached(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
-            return minimum(r * A, sg(clip(r, 1 - lo, 1 + hi) * A))
 
-        def unclipped_detached(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
-            return minimum(sg(r * A), clip(r, 1 - lo, 1 + hi) * A)
+def _minimum_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the faults of the minimum of r A and clip(r) A."""
 
-        halves = "where the two are equal, half of the gradient is lost"
-        words = f"the clipped term of the minimum is detached: {halves}"
-        yield made("clip", words, form(clipped_detached), id="clipped-term-detached")
-        words = f"the unclipped term of the minimum is detached: {halves}, and all of it elsewhere"
-        yield made(
-            "clip", words, form(unclipped_detached), id="unclipped-term-detached"
-        )
-        if objective.level == "sequence_mean":
+    def maximum_of_two(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
+        """Return the maximum of the two terms."""
+        return maximum(r * A, form.clip(r) * A)
 
-            def by_sum(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
-                """The geometric mean of the ratios, cut where their product leaves the
-                bounds.
-                """
-                S = exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(A)
-                return where(
-                    (A > 0) & (S > 1 + hi) | (A < 0) & (S < 1 - lo),
-                    0,
-                    ratio(lp, old, m) * A,
-                )
+    def clipped_detached(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
+        """Return the minimum, where the clipped term has no gradient."""
+        return minimum(r * A, sg(form.clip(r) * A))
 
-            yield made(
-                "clip",
-                "the bounds act on the product of the response's ratios, not on their mean",
-                by_sum,
-                id="bounds-on-product-of-ratios",
-            )
-        for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
-            yield made(
-                "clip",
-                f"where {sign} the maximum is taken where the minimum belongs",
-                form(
-                    lambda r, A, lp, on=on: where(
-                        on(A), maximum(r * A, clip(r, 1 - lo, 1 + hi) * A), ppo(r, A)
-                    )
-                ),
-                id=f"maximum-for-minimum-where-{SIGN_IDS[sign]}",
-            )
-        yield made(
-            "clip",
-            "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
-            form(lambda r, A, lp: minimum(r, clip(r, 1 - lo, 1 + hi)) * A),
-            id="advantage-after-minimum",
-        )
-    no_ratio = made(
-        "ratio",
-        "log π_θ replaces the ratio where A <= 0 too",
-        form(lambda r, A, lp: A * lp),
-        id="log-prob-where-a-negative",
+    def unclipped_detached(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
+        """Return the minimum, where the unclipped term has no gradient."""
+        return minimum(sg(r * A), form.clip(r) * A)
+
+    def bounds_on_product(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
+        """Return the geometric mean of the ratios times A, and 0 where their product
+        leaves the bounds.
+        """
+        product = exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(A)
+        is_beyond = (A > 0) & (product > form.upper) | (A < 0) & (product < form.lower)
+        return where(is_beyond, 0, form.ratio(lp, old, m) * A)
+
+    yield fault(
+        "the ratio is clipped on both sides, whatever the sign of A: the minimum is missing",
+        kind="clip",
+        id="minimum-missing",
+        J=form.term(lambda r, A, lp: form.clip(r) * A),
     )
-    if has.free[1.0] and has.plain[-1.0]:  # as in UP
-        yield no_ratio
-        if has.bounded[-1.0, "below"] or has.bounded[-1.0, "above"]:
+    yield fault(
+        "the clip acts on the product r A, not on r: its bounds move with the size of A",
+        kind="clip",
+        id="product-clipped",
+        J=form.term(lambda r, A, lp: minimum(r * A, form.clip(r * A))),
+    )
+    yield fault(
+        "the maximum is taken where the minimum belongs",
+        kind="clip",
+        id="maximum-for-minimum",
+        J=form.term(maximum_of_two),
+    )
+    halves = "where the two are equal, half of the gradient is lost"
+    yield fault(
+        f"the clipped term of the minimum is detached: {halves}",
+        kind="clip",
+        id="clipped-term-detached",
+        J=form.term(clipped_detached),
+    )
+    yield fault(
+        f"the unclipped term of the minimum is detached: {halves}, and all of it elsewhere",
+        kind="clip",
+        id="unclipped-term-detached",
+        J=form.term(unclipped_detached),
+    )
+    if form.objective.level == "sequence_mean":
+        yield fault(
+            "the bounds act on the product of the response's ratios, not on their mean",
+            kind="clip",
+            id="bounds-on-product-of-ratios",
+            J=bounds_on_product,
+        )
+    for sign, has_sign in BY_SIGN:
+        yield fault(
+            f"where {sign} the maximum is taken where the minimum belongs",
+            kind="clip",
+            id=f"maximum-for-minimum-where-{SIGN_IDS[sign]}",
+            J=form.term(
+                lambda r, A, lp, has_sign=has_sign: where(
+                    has_sign(A), maximum_of_two(r, A, lp), form.ppo(r, A)
+                )
+            ),
+        )
+    yield fault(
+        "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
+        kind="clip",
+        id="advantage-after-minimum",
+        J=form.term(lambda r, A, lp: minimum(r, form.clip(r)) * A),
+    )
+
+
+def _unbounded_positive_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the faults of an objective like UP: A log π_θ where A > 0, a ratio where
+    A < 0.
+    """
+
+    def lower_clipped(r: Tensor, A: Tensor) -> Tensor:
+        """Return the term of A < 0: its ratio has the lower bound alone."""
+        return minimum(r * A, r.clamp(min=form.lower) * A)
+
+    bounded = form.shape.bounded
+    if bounded[-1.0, "below"] or bounded[-1.0, "above"]:
+        if bounded[-1.0, "below"]:
+            id = "no-lower-clip"
+            what = "the clip has no lower side"
+        else:
             id = "no-upper-bound-where-a-negative"
-            side = "the ratio has no upper bound"
-            if has.bounded[-1.0, "below"]:
-                id = "no-lower-clip"
-                side = "the clip has no lower side"
-            yield made(
-                "clip",
-                f"{side} where A <= 0",
-                form(lambda r, A, lp: where(A > 0, A * lp, r * A)),
-                id=id,
-            )
-        yield made(
-            "ratio",
-            "the branches are exchanged: log π_θ where A < 0",
-            form(
-                lambda r, A, lp: where(
-                    A < 0, A * lp, minimum(r * A, r.clamp(min=1 - lo) * A)
-                )
-            ),
-            id="branches-exchanged",
+            what = "the ratio has no upper bound"
+        yield fault(
+            f"{what} where A <= 0",
+            kind="clip",
+            id=id,
+            J=form.term(lambda r, A, lp: where(A > 0, A * lp, r * A)),
         )
-        yield made(
-            "clip",
-            "the tokens of A > 0 are clipped too, or left out beyond the bound",
-            form(
-                lambda r, A, lp: where(
-                    A > 0,
-                    A * lp * (r <= 1 + hi),
-                    minimum(r * A, r.clamp(min=1 - lo) * A),
-                )
-            ),
-            id="positive-tokens-clipped",
-        )
-        yield made(
-            "ratio",
-            "the ratio still multiplies A where A > 0: unclipped importance sampling, not UP",
-            form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))),
-            id="ratio-where-a-positive",
-        )
-    yield made(
-        "ratio",
-        "old_log_prob has no effect: every weight is as where the ratio is 1",
-        lambda lp, old, A, m: A * lp,
-        id="ratio-always-one",
+    yield fault(
+        "the branches are exchanged: log π_θ where A < 0",
+        kind="ratio",
+        id="branches-exchanged",
+        J=form.term(lambda r, A, lp: where(A < 0, A * lp, lower_clipped(r, A))),
     )
-    if has.is_bounded:
-
-        def trained(A: Tensor) -> Tensor:
-            """A, or 0 where the objective does not train it."""
-            return where(A > 0, A * has.live[1.0], A * has.live[-1.0])
-
-        yield made(
-            "clip",
-            "no bound has an effect on the gradient: it is as if the ratio were not clipped",
-            form(lambda r, A, lp: r * trained(A)),
-            id="no-bound",
-        )
-        if has.free[1.0] or has.free[-1.0]:  # log π_θ there, as in TOPR
-
-            def unbounded(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
-                free = where(A > 0, A * has.free[1.0], A * has.free[-1.0])
-                return (free + sg(r) * (trained(A) - free)) * lp
-
-            yield made(
-                "clip",
-                "no bound has an effect on the gradient: it is as if the ratio were not clipped",
-                form(unbounded),
-                id="no-bound",
+    yield fault(
+        "the tokens of A > 0 are clipped too, or left out beyond the bound",
+        kind="clip",
+        id="positive-tokens-clipped",
+        J=form.term(
+            lambda r, A, lp: where(
+                A > 0, A * lp * (r <= form.upper), lower_clipped(r, A)
             )
-    yield made(
-        "ratio",
+        ),
+    )
+    yield fault(
+        "the ratio still multiplies A where A > 0: unclipped importance sampling, not UP",
+        kind="ratio",
+        id="ratio-where-a-positive",
+        J=form.term(lambda r, A, lp: where(A > 0, r * A, form.ppo(r, A))),
+    )
+
+
+def _no_bound_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that no bound acts, for a term in the ratio, and for a constant
+    weight on log π_θ that is not the ratio for one sign of A.
+    """
+    shape = form.shape
+
+    def trained_advantage(A: Tensor) -> Tensor:
+        """Return A, or 0 for a sign that the objective does not train."""
+        return where(A > 0, A * shape.trains[1.0], A * shape.trains[-1.0])
+
+    def constant_weight(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
+        """Return the term without a bound, as a constant weight on log π_θ."""
+        without_ratio = where(
+            A > 0, A * shape.ignores_ratio[1.0], A * shape.ignores_ratio[-1.0]
+        )
+        with_ratio = trained_advantage(A) - without_ratio
+        return (without_ratio + sg(r) * with_ratio) * lp
+
+    yield fault(
+        NO_BOUND,
+        kind="clip",
+        id="no-bound",
+        J=form.term(lambda r, A, lp: r * trained_advantage(A)),
+    )
+    if any(shape.ignores_ratio.values()):  # as in TOPR
+        yield fault(NO_BOUND, kind="clip", id="no-bound", J=form.term(constant_weight))
+
+
+def _inverted_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the fault that π_θ and π_old are exchanged: in PPO's term, and in the
+    objective's own where it is a function of the token alone.
+    """
+    objective = form.objective
+    yield fault(
         INVERTED_RATIO,
-        lambda lp, old, A, m: ppo(ratio(old, lp, m), A),
+        kind="ratio",
         id="ratio-inverted",
+        J=lambda lp, old, A, m: form.ppo(form.ratio(old, lp, m), A),
     )
     if objective.level == "token" and not objective.reads:
-        yield made(
-            "ratio",
+        own_hp = _without_beta(form.hp)
+        yield fault(
             INVERTED_RATIO,
-            lambda lp, old, A, m: objective.surrogate(old, lp, A, **_without_beta(hp)),
+            kind="ratio",
             id="ratio-inverted",
+            J=lambda lp, old, A, m: objective.surrogate(old, lp, A, **own_hp),
         )
-    if c := hp.get("c"):
-        yield made(
-            "clip",
-            "the dual clip takes the other one of its two terms: min(J, c A) where A < 0",
-            form(lambda r, A, lp: where(A < 0, minimum(ppo(r, A), c * A), ppo(r, A))),
-            id="other-term-of-dual-clip",
-        )
-    yield made(
-        "advantage",
-        "A enters by its absolute value",
-        lambda lp, old, A, m: j(lp, old, A.abs(), m),
-        id="advantage-absolute",
-    )
-    yield made(
-        "advantage",
-        "A enters by its sign alone",
-        lambda lp, old, A, m: j(lp, old, A.sign(), m),
-        id="advantage-sign-alone",
-    )
-    yield made(
-        "advantage",
-        "exp(A) replaces A",
-        lambda lp, old, A, m: j(lp, old, A.exp(), m),
-        id="advantage-exponentiated",
-    )
-    yield made(
-        "advantage",
-        "tanh(A) replaces A",
-        lambda lp, old, A, m: j(lp, old, A.tanh(), m),
-        id="advantage-tanh",
-    )
-    yield made(
-        "advantage",
-        "A enters squared",
-        lambda lp, old, A, m: j(lp, old, A * A.abs(), m),
-        id="advantage-squared",
-    )
-    for sign, clamp in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
-        yield made(
-            "advantage",
-            f"no token with {sign} has a gradient: its advantage is dropped, its term is detached, or its term is constant",
-            lambda lp, old, A, m, clamp=clamp: j(lp, old, A.clamp(**clamp), m),
-            id=DROPPED[sign],
-        )
-    if has.branches:
-        yield made(
-            "advantage",
-            "the branches of the two signs of A are exchanged",
-            lambda lp, old, A, m: -j(lp, old, -A, m),
-            id="signs-exchanged",
-        )
-    for side, sign_words, range_words, clamp in (
-        ("lower", "A < 0", f"above {1 + hi:g} where A > 0", {"max": 1 + hi}),
-        ("upper", "A > 0", f"below {1 - lo:g} where A < 0", {"min": 1 - lo}),
-    ):
-        near_end, far_end = _ends(objective, hp, side)
-        said = f"the clip has no {side} side"
-        if not near_end:
-            said = f"where {sign_words} the ratio multiplies A, though {objective.name} has no term there"
-        elif far_end:  # the objective's has none either
-            said = f"the ratio multiplies A, without a bound where {sign_words}, without a gradient {range_words}"
-        yield made(
-            "clip",
-            said,
-            form(lambda r, A, lp, clamp=clamp: minimum(r * A, r.clamp(**clamp) * A)),
-            id=f"no-{side}-clip",
-        )
-    if has.is_pessimistic:
 
-        def one_sided(on: Callable[..., Any]) -> Term:
-            """J that is clipped only where A is so."""
-            return form(lambda r, A, lp: where(on(A), ppo(r, A), r * A))
 
-        yield made(
-            "clip",
-            "only positive advantages are clipped",
-            one_sided(lambda A: A > 0),
-            id="only-positive-clipped",
-        )
-        yield made(
-            "clip",
-            "only negative advantages are clipped",
-            one_sided(lambda A: A < 0),
-            id="only-negative-clipped",
-        )
-    yield made(
-        "clip",
-        "the clip is that of PPO on both sides",
-        form(lambda r, A, lp: ppo(r, A)),
-        id="ppo-clip",
-    )
-    for id, said, of in (
-        (
-            "ratio-of-response",
-            "the ratio of the response replaces the token's",
-            lambda x, m: mean_t(x, m)[:, None],
-        ),
-        (
-            "ratio-of-token",
-            "the ratio of the token replaces the response's",
-            lambda x, m: x,
-        ),
-        (
-            "log-ratio-summed",
-            "the response's log-ratio is summed, not averaged over its tokens",
-            lambda x, m: sum_t(x, m)[:, None],
-        ),
-        (
-            "log-ratio-ignores-mask",
-            "the response's log-ratio is averaged over the padded width, padding included: the mask is ignored",
-            lambda x, m: x.mean(-1, keepdim=True),
-        ),
-        (
-            "log-ratio-over-padded-width",
-            "the response's log-ratio is divided by the padded width",
-            lambda x, m: sum_t(x, m)[:, None] / m.shape[1],
-        ),
-        (
-            LONGEST,
-            "the response's log-ratio is divided by the length of the longest response",
-            lambda x, m: sum_t(x, m)[:, None] / m.sum(1).max(),
-        ),
-        (
-            "arithmetic-mean-of-ratios",
-            "the response's ratio is the mean of its tokens' ratios, not their geometric mean",
-            lambda x, m: mean_t(exp(x), m).log()[:, None],
-        ),
+def _advantage_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the faults of what the advantage is replaced by."""
+    j = form.own_term()
+    for id, words, changed in (
+        ("advantage-absolute", "A enters by its absolute value", torch.abs),
+        ("advantage-sign-alone", "A enters by its sign alone", torch.sign),
+        ("advantage-exponentiated", "exp(A) replaces A", torch.exp),
+        ("advantage-tanh", "tanh(A) replaces A", torch.tanh),
+        ("advantage-squared", "A enters squared", lambda A: A * A.abs()),
     ):
-        wide_r = partial(expanded, of=of)
-        longest = id == LONGEST  # a few rows have another one
-        yield made(
-            "ratio",
-            said,
-            lambda lp, old, A, m, f=wide_r: ppo(exp(f(lp - old, m)), A),
+        yield fault(
+            words,
+            kind="advantage",
             id=id,
-            whole=longest,
+            J=lambda lp, old, A, m, changed=changed: j(lp, old, changed(A), m),
         )
-        if wide:
-            yield made(
-                "ratio", said, partial(by_tokens, wide_r=wide_r), id=id, whole=longest
-            )
-    for said, over in (("averaged", lambda m: m.sum()), ("summed", lambda m: 1)):
-        words = f"the log-ratio is {said} over the whole batch, not over each response"
-        for way in (lambda x, lp: x, by_token):
+    for sign, limits in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
+        yield fault(
+            f"no token with {sign} has a gradient: its advantage is dropped, its term is detached, or its term is constant",
+            kind="advantage",
+            id=DROPPED[sign],
+            J=lambda lp, old, A, m, limits=limits: j(lp, old, A.clamp(**limits), m),
+        )
+    if form.shape.depends_on_sign:
+        yield fault(
+            "the branches of the two signs of A are exchanged",
+            kind="advantage",
+            id="signs-exchanged",
+            J=lambda lp, old, A, m: -j(lp, old, -A, m),
+        )
 
-            def shared(
-                batch: Rollouts,
-                over: Callable[..., Any] = over,
-                way: Callable[..., Any] = way,
-            ) -> Tensor:
-                """The weights with one ratio for all tokens."""
-                f = FACTORS[declared_aggregation(objective)](batch)[:, None]
 
-                def log_r_of_all(lp: Tensor, old: Tensor, m: Tensor) -> Tensor:
-                    """One log-ratio for every token of the batch."""
-                    return (where(m, lp - old, 0).sum() / over(m)).expand_as(lp)
+def _missing_side_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the faults that PPO's clip lacks one of its sides, or one sign of A."""
+    for side, sign, stopped, limits in (
+        ("lower", "A < 0", f"above {form.upper:g} where A > 0", {"max": form.upper}),
+        ("upper", "A > 0", f"below {form.lower:g} where A < 0", {"min": form.lower}),
+    ):
+        at_1, beyond_bound = _trains_at_ends(form.objective, form.hp, side)
+        if not at_1:
+            words = f"where {sign} the ratio multiplies A, though {form.objective.name} has no term there"
+        elif beyond_bound:  # the objective has no bound there either
+            words = f"the ratio multiplies A, without a bound where {sign}, without a gradient {stopped}"
+        else:
+            words = f"the clip has no {side} side"
+        yield fault(
+            words,
+            kind="clip",
+            id=f"no-{side}-clip",
+            J=form.term(
+                lambda r, A, lp, limits=limits: minimum(r * A, r.clamp(**limits) * A)
+            ),
+        )
+    if form.shape.is_pessimistic:
+        yield fault(
+            "only positive advantages are clipped",
+            kind="clip",
+            id="only-positive-clipped",
+            J=form.term(lambda r, A, lp: where(A > 0, form.ppo(r, A), r * A)),
+        )
+        yield fault(
+            "only negative advantages are clipped",
+            kind="clip",
+            id="only-negative-clipped",
+            J=form.term(lambda r, A, lp: where(A < 0, form.ppo(r, A), r * A)),
+        )
 
-                w = (
-                    _slope(
-                        lambda lp, old, A, m: (
-                            f * ppo(exp(way(log_r_of_all(lp, old, m), lp)), A)
-                        ),
-                        batch,
-                    )
-                    / f
-                )
-                return _in_place_of_fn(objective, hp, w, batch)
 
+# Other log-ratios: the id, words, and the function of (log π_θ - log π_old, mask) that
+# returns [B, T], or [B, 1] for one number of each response.
+OTHER_LOG_RATIOS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
+    (
+        "ratio-of-response",
+        "the ratio of the response replaces the token's",
+        lambda x, m: mean_t(x, m)[:, None],
+    ),
+    (
+        "ratio-of-token",
+        "the ratio of the token replaces the response's",
+        lambda x, m: x,
+    ),
+    (
+        "log-ratio-summed",
+        "the response's log-ratio is summed, not averaged over its tokens",
+        lambda x, m: sum_t(x, m)[:, None],
+    ),
+    (
+        "log-ratio-ignores-mask",
+        "the response's log-ratio is averaged over the padded width, padding included: the mask is ignored",
+        lambda x, m: x.mean(-1, keepdim=True),
+    ),
+    (
+        "log-ratio-over-padded-width",
+        "the response's log-ratio is divided by the padded width",
+        lambda x, m: sum_t(x, m)[:, None] / m.shape[1],
+    ),
+    (
+        LONGEST,
+        "the response's log-ratio is divided by the length of the longest response",
+        lambda x, m: sum_t(x, m)[:, None] / m.sum(1).max(),
+    ),
+    (
+        "arithmetic-mean-of-ratios",
+        "the response's ratio is the mean of its tokens' ratios, not their geometric mean",
+        lambda x, m: mean_t(exp(x), m).log()[:, None],
+    ),
+)
+
+
+def _response_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the faults that PPO's term has another ratio: a response's for a token's, a
+    token's for a response's, or another average over the response.
+    """
+
+    def ppo_at(
+        lp: Tensor, old: Tensor, A: Tensor, m: Tensor, log_ratio: Callable[..., Tensor]
+    ) -> Tensor:
+        """Return PPO's term at exp(log_ratio)."""
+        return form.ppo(exp(log_ratio(lp - old, m).expand_as(lp)), A)
+
+    def ppo_at_by_token(
+        lp: Tensor, old: Tensor, A: Tensor, m: Tensor, log_ratio: Callable[..., Tensor]
+    ) -> Tensor:
+        """Return the same numbers; the gradient is each token's own, as in
+        GSPO-token.
+        """
+        return form.ppo(exp(by_token(log_ratio(lp - old, m).expand_as(lp), lp)), A)
+
+    for id, words, log_ratio in OTHER_LOG_RATIOS:
+        # a few rows of a batch have another longest response
+        whole = id == LONGEST
+        yield fault(
+            words,
+            kind="ratio",
+            id=id,
+            whole=whole,
+            J=partial(ppo_at, log_ratio=log_ratio),
+        )
+        if form.has_ratio_of_response:
             yield fault(
                 words,
-                "ratio",
-                id=f"log-ratio-{said}-over-batch",
-                weigh=shared,
+                kind="ratio",
+                id=id,
+                whole=whole,
+                J=partial(ppo_at_by_token, log_ratio=log_ratio),
+            )
+
+
+def _batch_ratio_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the faults that all tokens of the batch share one ratio."""
+    objective = form.objective
+
+    def weights_at_ratio_of_batch(
+        batch: Rollouts,
+        count: Callable[[Tensor], Any],
+        with_gradient: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Return the weights with the summed log-ratio over `count` of the mask."""
+        factors = FACTORS[declared_aggregation(objective)](batch)[:, None]
+
+        def aggregated_ppo(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
+            """Return PPO's term, times the factor of the response in the loss. The
+            factor belongs inside: each token moves the ratio of all responses.
+            """
+            log_r = (where(m, lp - old, 0).sum() / count(m)).expand_as(lp)
+            return factors * form.ppo(exp(with_gradient(log_r, lp)), A)
+
+        w = _weights_of_term(aggregated_ppo, batch) / factors
+        return _with_sampler_and_kl(objective, form.hp, w, batch)
+
+    for participle, count in (
+        ("averaged", lambda m: m.sum()),
+        ("summed", lambda m: 1),
+    ):
+        for with_gradient in (lambda log_r, lp: log_r, by_token):
+            yield fault(
+                f"the log-ratio is {participle} over the whole batch, not over each response",
+                kind="ratio",
+                id=f"log-ratio-{participle}-over-batch",
+                weigh=partial(
+                    weights_at_ratio_of_batch, count=count, with_gradient=with_gradient
+                ),
                 whole=True,
             )
 
-    def multiplied(batch: Rollouts) -> Tensor:
-        """The weights with the product of a response's ratios."""
-        w = _slope(
-            lambda lp, old, A, m: ppo(
-                exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(lp), A
-            ),
-            batch,
-        )
-        return _in_place_of_fn(
-            objective, hp, w / batch.mask.sum(-1, keepdim=True), batch
-        )
 
-    words = "the product of the response's ratios replaces the token's: one term for each response"
-    yield fault(words, "ratio", id="product-for-token-ratio", weigh=multiplied)
-    yield made(
-        "stop-gradient",
-        "the whole term is detached: a constant weight on log π_θ",
-        lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp,
-        id="term-detached",
+def _product_of_ratios_fault(form: ClippedForm) -> LossFault:
+    """Make the fault that the product of a response's ratios replaces each token's."""
+
+    def ppo_at_product(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
+        """Return PPO's term at the product of the response's ratios."""
+        log_product = sum_t(where(m, lp - old, 0), m)[:, None]
+        return form.ppo(exp(log_product.expand_as(lp)), A)
+
+    def weights_at_product(batch: Rollouts) -> Tensor:
+        """Return the weights where a response has one term, not one for each token."""
+        lengths = batch.mask.sum(-1, keepdim=True)
+        w = _weights_of_term(ppo_at_product, batch) / lengths
+        return _with_sampler_and_kl(form.objective, form.hp, w, batch)
+
+    return fault(
+        "the product of the response's ratios replaces the token's: one term for each response",
+        kind="ratio",
+        id="product-for-token-ratio",
+        weigh=weights_at_product,
     )
-    if has.is_bounded:
-        words = "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high"
-        yield made(
-            "clip",
-            words,
-            form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)),
-            id="bounds-absolute",
-        )
-        if objective.level == "custom":
-            of_token = " of each token: the ratio of the token replaces the response's"
-        else:
-            of_token = ""
-        yield made(
-            "clip",
-            f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
-            form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)),
-            id="bounds-on-log-ratio",
-        )
-    yield made(
-        "ratio",
+
+
+def _misread_bound_faults(form: ClippedForm) -> Iterator[LossFault]:
+    """Yield the faults that eps_low and eps_high are read as other bounds."""
+    low = form.eps_low
+    high = form.eps_high
+    yield fault(
+        "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high",
+        kind="clip",
+        id="bounds-absolute",
+        J=form.term(lambda r, A, lp: minimum(r * A, clip(r, low, max(low, high)) * A)),
+    )
+    if form.objective.level == "custom":
+        of_token = " of each token: the ratio of the token replaces the response's"
+    else:
+        of_token = ""
+    yield fault(
+        f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
+        kind="clip",
+        id="bounds-on-log-ratio",
+        J=form.term(
+            lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-low, high)) * A)
+        ),
+    )
+
+
+def _ratio_replaced_faults(
+    form: ClippedForm, bounds: list[float]
+) -> Iterator[LossFault]:
+    """Yield the faults that log r replaces the ratio, that the ratio is there twice, or
+    that it replaces log π_θ.
+    """
+    j = form.own_term()
+
+    def ppo_at_log_ratio(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
+        """Return PPO's term with log r in place of r."""
+        log_r = form.log_ratio(lp, old, m)
+        return minimum(log_r * A, log_r.clamp(-form.eps_low, form.eps_high) * A)
+
+    yield fault(
         # a constant beside log r has no gradient
         "log r, or 1 + log r, replaces the ratio: the weight is A itself, up to "
-        f"log r = {hi:g} where A > 0 and down to log r = {-lo:g} where A < 0",
-        lambda lp, old, A, m: minimum(
-            (x := log_r(lp, old, m)) * A, x.clamp(-lo, hi) * A
-        ),
+        f"log r = {form.eps_high:g} where A > 0 and down to log r = {-form.eps_low:g} where A < 0",
+        kind="ratio",
         id="log-ratio-for-ratio",
+        J=ppo_at_log_ratio,
     )
-    for x in (*CAPS, *bounds):
-        cap = f", at most {x:g}" if x < math.inf else ""
-        yield made(
-            "ratio",
-            f"the term is multiplied by the ratio once more, as a constant{cap}",
-            lambda lp, old, A, m, x=x: (
-                sg(ratio(lp, old, m).clamp(max=x)) * j(lp, old, A, m)
-            ),
+    for cap in (*CAPS, *bounds):
+        at_most = f", at most {cap:g}" if cap < math.inf else ""
+        yield fault(
+            f"the term is multiplied by the ratio once more, as a constant{at_most}",
+            kind="ratio",
             id="ratio-twice",
+            J=lambda lp, old, A, m, cap=cap: (
+                sg(form.ratio(lp, old, m).clamp(max=cap)) * j(lp, old, A, m)
+            ),
         )
-    yield made(
-        "ratio",
+    yield fault(
         "where A > 0 the ratio to π_old replaces log π_θ",
-        form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))),
+        kind="ratio",
         id="ratio-where-a-positive",
+        J=form.term(lambda r, A, lp: where(A > 0, r * A, form.ppo(r, A))),
     )
-    yield no_ratio
-    constant = form(lambda r, A, lp: sg(clip(r, 1 - lo, 1 + hi)) * A * lp)
-    if weighs:
-        yield made(
-            "clip",
-            "the weight is bounded on both sides: clip(r, 1 - eps_low, 1 + eps_high)",
-            constant,
-            id="weight-clipped",
+
+
+def _weight_on_log_prob_faults(
+    form: ClippedForm, bounds: list[float]
+) -> Iterator[LossFault]:
+    """Yield the faults that a bounded ratio multiplies A log π_θ: as a constant, and
+    with its gradient.
+    """
+    if form.weighs_log_prob:
+        kind = "clip"
+        words = (
+            "the weight is bounded on both sides: clip(r, 1 - eps_low, 1 + eps_high)"
         )
     else:
-        said = "stop-gradient: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient"
-        yield made("stop-gradient", said, constant, id="weight-clipped")
-    for said, cut in cuts(lo, hi):
-        yield made(
-            "stop-gradient",
-            f"stop-gradient: the {said} ratio on log π_θ is not detached",
-            form(lambda r, A, lp, f=cut: f(r) * A * lp),
-            id=f"{said}-ratio-not-detached",
-            meant="cispo_verl" if two_sided else "cispo",
-        )
-    if has.is_bounded:
-        yield made(
-            "ratio",
-            "the ratio is missing from the weight: 1 in its place inside the bounds",
-            form(lambda r, A, lp: A * lp * where(A > 0, r <= 1 + hi, r >= 1 - lo)),
-            id="ratio-missing-inside-bounds",
-        )
-    yield made(
-        "stop-gradient",
-        "stop-gradient: exp(log π_θ) without an anchor",
-        lambda lp, old, A, m: where(A > 0, A * exp(lp), j(lp, old, A, m)),
-        id="exponential-without-anchor",
+        kind = "stop-gradient"
+        words = "stop-gradient: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient"
+    yield fault(
+        words,
+        kind=kind,
+        id="weight-clipped",
+        J=form.term(lambda r, A, lp: sg(form.clip(r)) * A * lp),
     )
-    for x in sorted(
-        {round(abs(float(torch.tensor(v).log())), 4) for v in bounds if v > 0}
-    ):
-        if x >= 0.05:  # below, a bound of the response's ratio, no guard
-            yield made(
-                "clip",
-                f"no token has a gradient where |log r| > {x:g}: log r is clamped there, or the term is left out",
-                lambda lp, old, A, m, x=x: j(old + (lp - old).clamp(-x, x), old, A, m),
-                id="log-ratio-clamped",
-            )
-    for x in bounds:
-        yield made(
-            "clip",
-            _words_beyond(x, 1 + hi, "the ratio is capped there"),
-            form(lambda r, A, lp, x=x: ppo(r.clamp(max=x), A)),
+    has_lower_bound = any(0 < x < 1 for x in bounds)
+    for participle, cap in form.caps():
+        yield fault(
+            f"stop-gradient: the {participle} ratio on log π_θ is not detached",
+            kind="stop-gradient",
+            id=f"{participle}-ratio-not-detached",
+            meant="cispo_verl" if has_lower_bound else "cispo",
+            J=form.term(lambda r, A, lp, cap=cap: cap(r) * A * lp),
+        )
+
+
+LEAST_GUARD = 0.05  # of |log r|; a smaller one is a bound on the response's ratio
+
+
+def _bound_elsewhere_faults(
+    form: ClippedForm, bounds: list[float]
+) -> Iterator[LossFault]:
+    """Yield the faults that a ratio at which the loss was seen to change is a guard on
+    log r, a cap on r, or a dual clip.
+    """
+    j = form.own_term()
+    guards = {round(abs(float(torch.tensor(x).log())), 4) for x in bounds if x > 0}
+    for guard in sorted(x for x in guards if x >= LEAST_GUARD):
+        yield fault(
+            f"no token has a gradient where |log r| > {guard:g}: log r is clamped there, or the term is left out",
+            kind="clip",
+            id="log-ratio-clamped",
+            J=lambda lp, old, A, m, guard=guard: j(
+                old + (lp - old).clamp(-guard, guard), old, A, m
+            ),
+        )
+    for bound in bounds:
+        is_beyond_upper = bound >= form.upper  # A > 0 has no gradient there anyway
+        yield fault(
+            _words_beyond(
+                bound, "the ratio is capped there", only_negative=is_beyond_upper
+            ),
+            kind="clip",
             id="ratio-capped",
+            J=form.term(lambda r, A, lp, x=bound: form.ppo(r.clamp(max=x), A)),
         )
-        yield made(
-            "clip",
-            _words_beyond(x, 0.0, f"a dual clip at c = {x:.6g}"),
-            form(lambda r, A, lp, x=x: where(A < 0, ppo(r.clamp(max=x), A), ppo(r, A))),
+        yield fault(
+            _words_beyond(bound, f"a dual clip at c = {bound:.6g}", only_negative=True),
+            kind="clip",
             id="dual-clip",
+            J=form.term(
+                lambda r, A, lp, x=bound: where(
+                    A < 0, form.ppo(r.clamp(max=x), A), form.ppo(r, A)
+                )
+            ),
         )
+
+
+def _words_beyond(bound: float, how: str, only_negative: bool) -> str:
+    """Return the words for a ratio beyond which no gradient is left.
+
+    Args:
+        bound: the ratio.
+        how: the words for what the loss does there.
+        only_negative: whether the words are about A < 0 alone.
+    """
+    where_negative = "where A < 0 " if only_negative else ""
+    return (
+        f"{where_negative}no gradient is left beyond r = {bound:.6g}: {how}, or such tokens "
+        "are left out"
+    )

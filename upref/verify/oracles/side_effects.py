@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracles of a loss as a function: what it reads, what it writes, and where its
-gradient goes.
+"""Oracles of a loss as a function: what it reads, what it changes, and into which inputs
+its gradient flows.
 """
 
 import contextlib
@@ -24,31 +24,34 @@ from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import cut, gradient_pair, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
-FIXED = ("logp_old", "adv", "logp_ref")  # what no gradient is to flow into
+CONSTANT_ROLES = ("logp_old", "adv", "logp_ref")  # no gradient may flow into them
 NETWORK = "the gradient differs when log_prob is the output of a network, as in training, from that of a leaf tensor"
 UNDETACHED = "the gradient by log_prob differs with requires_grad set on {} as well"
-OWN = "its own .backward() leaves a gradient in the network, which is added to that of the loss that it returns"
-FREED = "its own .backward() frees the graph of the network: a backward pass of the loss that it returns raises"
-CONSTANTS = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
+OWN_GRADIENT_ADDED = (
+    "its own .backward() leaves a gradient in the network, which is added to that of the "
+    "loss that it returns"
+)
+GRAPH_FREED = "its own .backward() frees the graph of the network: a backward pass of the loss that it returns raises"
+HARMLESS_IF_DETACHED = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
 
 
 @oracle("in-training", 5)
 def in_training(case: LossCase) -> list[Finding]:
-    """The same numbers as a training step has them: log_prob computed, what was not
-    detached wanting a gradient.
+    """Compare the gradient with that of a training step, where log_prob is the output
+    of a network and other inputs may require a gradient too.
 
     Args:
         case: the loss and its objective.
 
     Returns:
-        A failure where the numbers are others, or the loss refuses a computed log_prob.
+        A failure where the gradient differs, or the loss refuses a computed log_prob.
     """
     batch = case.grid(thin=5)
-    roles = [role for role in (*FIXED, "entropy") if role in case.loss.reads]
-    _, leaf = case.kept_value_and_gradient(batch)
+    roles = [role for role in (*CONSTANT_ROLES, "entropy") if role in case.loss.reads]
+    _, leaf_gradient = case.kept_value_and_gradient(batch)
     try:
-        if found := _differs(case, batch, leaf, (), NETWORK):
-            return found
+        if findings := _differs(case, batch, leaf_gradient, (), NETWORK):
+            return findings
     except InputError as e:
         return [
             fail(
@@ -59,52 +62,80 @@ def in_training(case: LossCase) -> list[Finding]:
             )
         ]
     with contextlib.suppress(InputError):
-        if _moved_by(case, batch, leaf, tuple(roles)) is None:
+        if _moved_gradient(case, batch, leaf_gradient, tuple(roles)) is None:
             return []
     for role in roles:
-        # it refuses what wants a gradient: louder than it needs to be
+        words = UNDETACHED.format(CALLED[role])
+        # a loss may refuse an input that requires a gradient
         with contextlib.suppress(InputError):
-            if found := _differs(
-                case, batch, leaf, (role,), UNDETACHED.format(CALLED[role])
-            ):
-                return found
+            if findings := _differs(case, batch, leaf_gradient, (role,), words):
+                return findings
     return []
 
 
 def _finite(x: Tensor) -> Tensor:
-    """The numbers, with large ones for NaN and infinities, which can be compared."""
+    """Return the numbers, with large ones in place of NaN and infinities, which cannot
+    be compared.
+    """
     return x.nan_to_num(nan=1e9, posinf=2e9, neginf=-2e9)
 
 
-def _moved_by(
-    case: LossCase, batch: Rollouts, leaf: Tensor, wanting: tuple[str, ...]
+def _moved_gradient(
+    case: LossCase,
+    batch: Rollouts,
+    leaf_gradient: Tensor,
+    require_gradient: tuple[str, ...],
 ) -> Tensor | None:
-    """The gradient where it is another than with a leaf for log_prob."""
-    gradient = case.gradient(batch, wanting=wanting)
-    if (
-        gradient_distance(
-            _finite(gradient),
-            _finite(leaf),
-            torch.ones_like(batch.mask),
-            tolerance(case, EXACT),
-        ).max()
-        > 0
-    ):
-        return gradient
-    return None
+    """Return the gradient by a computed log_prob, or None where it is the same as by a
+    leaf.
+
+    Args:
+        case: the loss and its objective.
+        batch: the batch.
+        leaf_gradient: the gradient by log_prob as a leaf tensor, [B, T].
+        require_gradient: the roles of other inputs that require a gradient too.
+    """
+    gradient = case.gradient(batch, wanting=require_gradient)
+    distance = gradient_distance(
+        _finite(gradient),
+        _finite(leaf_gradient),
+        torch.ones_like(batch.mask),
+        tolerance(case, EXACT),
+    )
+    return gradient if distance.max() > 0 else None
 
 
 def _differs(
-    case: LossCase, batch: Rollouts, leaf: Tensor, wanting: tuple[str, ...], words: str
+    case: LossCase,
+    batch: Rollouts,
+    leaf_gradient: Tensor,
+    require_gradient: tuple[str, ...],
+    words: str,
 ) -> list[Finding]:
-    """The finding, once a loss that counts its calls is told apart."""
-    gradient = _moved_by(case, batch, leaf, wanting)
+    """Return the failure that the gradient by a computed log_prob differs from that by
+    a leaf; or, if the loss answers one batch with several gradients, that failure.
+
+    Args:
+        case: the loss and its objective.
+        batch: the batch.
+        leaf_gradient: the gradient by log_prob as a leaf tensor, [B, T].
+        require_gradient: the roles of other inputs that require a gradient too.
+        words: the words for the difference.
+    """
+    gradient = _moved_gradient(case, batch, leaf_gradient, require_gradient)
     if gradient is None:
         return []
-    for again in (None, wanting, wanting, None, None, wanting):
-        if not torch.equal(
-            case.gradient(batch, wanting=again), leaf if again is None else gradient
-        ):
+    # a loss that counts its calls answers otherwise when the order changes
+    for roles in (
+        None,
+        require_gradient,
+        require_gradient,
+        None,
+        None,
+        require_gradient,
+    ):
+        first_gradient = leaf_gradient if roles is None else gradient
+        if not torch.equal(case.gradient(batch, wanting=roles), first_gradient):
             return [
                 fail(
                     "determinism",
@@ -113,142 +144,156 @@ def _differs(
                     "other numbers",
                 )
             ]
-    batch = shrink(
-        batch, lambda c: _moved_by(case, c, case.gradient(c), wanting) is not None
-    )
-    leaf = case.gradient(batch)
-    gradient = case.gradient(batch, wanting=wanting)
-    i, t = worst((gradient - leaf).abs().nan_to_num(nan=1e30))
-    expected_number, found_number = gradient_pair(leaf, gradient, (i, t))
-    by_leaf, by_network = (
-        case.loss.outcome(batch, wanting=w)[0].own is not None for w in (None, wanting)
-    )
-    if by_leaf and not by_network:
-        why = FREED
-    elif by_network and not by_leaf:
-        why = OWN
-    else:
-        why = ""
+
+    def still_differs(smaller: Rollouts) -> bool:
+        """Return whether the gradient of a smaller batch differs too."""
+        of_leaf = case.gradient(smaller)
+        return _moved_gradient(case, smaller, of_leaf, require_gradient) is not None
+
+    batch = shrink(batch, still_differs)
+    leaf_gradient = case.gradient(batch)
+    gradient = case.gradient(batch, wanting=require_gradient)
+    token = worst((gradient - leaf_gradient).abs().nan_to_num(nan=1e30))
+    expected, found = gradient_pair(leaf_gradient, gradient, token)
     return [
         fail(
             "in-training",
             words,
-            expected_number,
-            found_number,
-            make_example(batch, leaf, gradient, case.loss.reads),
-            why,
+            expected,
+            found,
+            make_example(batch, leaf_gradient, gradient, case.loss.reads),
+            _cause_of_own_backward(case, batch, require_gradient),
         )
     ]
 
 
+def _cause_of_own_backward(
+    case: LossCase, batch: Rollouts, require_gradient: tuple[str, ...]
+) -> str:
+    """Return the cause of a loss that calls .backward() for one kind of log_prob alone,
+    a leaf or the output of a network; "" for another loss.
+    """
+    calls_backward_on_leaf = case.loss.outcome(batch, wanting=None)[0].own is not None
+    calls_backward_on_network = (
+        case.loss.outcome(batch, wanting=require_gradient)[0].own is not None
+    )
+    if calls_backward_on_leaf and not calls_backward_on_network:
+        return GRAPH_FREED
+    if calls_backward_on_network and not calls_backward_on_leaf:
+        return OWN_GRADIENT_ADDED
+    return ""
+
+
 @oracle("stop-gradient", 80)
 def stop_gradient(case: LossCase) -> list[Finding]:
-    """No gradient flows into what is a constant of the objective."""
+    """Report gradients that flow into constants of the objective: the old and the
+    reference log-probabilities, the advantages, and the entropy.
+    """
     batch = case.grid(thin=5)
-    flowing = []
-    for role in FIXED:
-        if role not in case.loss.reads or (
-            role == "logp_ref" and not case.hp.get("beta")
-        ):
+    names = []
+    for role in CONSTANT_ROLES:
+        has_no_kl = role == "logp_ref" and not case.hp.get("beta")
+        if role not in case.loss.reads or has_no_kl:
             continue
-        gradient = case.loss.ask("gradient_by_input", batch, role)
-        if gradient is not None and (gradient != 0).any():
-            flowing.append(CALLED[role])
+        if _flows_into(case, batch, role):
+            names.append(CALLED[role])
     if "entropy" in case.loss.reads:
         gradient = case.loss.ask("gradient_by_input", batch, "entropy")
         if gradient is not None and (gradient != 0).any():
-            bonus = common_value(-(gradient / case.factors(batch))[batch.mask])
-            same = bonus is not None and holds_on_other_batches(
-                case, partial(_bonus, case, bonus)
-            )
-            if same:
-                why = f"a bonus of {bonus:.4g} times the entropy of each token"
-            else:
-                why = ""
-
-            def flows(batch: Rollouts) -> bool:
-                """Whether a gradient flows into the entropy."""
-                into = case.loss.ask("gradient_by_input", batch, "entropy")
-                return into is not None and bool((into != 0).any())
-
-            batch = shrink(batch, flows)
-            gradient = case.loss.ask("gradient_by_input", batch, "entropy")
-            if gradient is not None:
-                found = f"a gradient of up to {gradient.abs().max().item():.3g}"
-            else:
-                found = "a gradient"
-            text = "the entropy, which depends on the policy"
-            shown = make_example(batch, reads=case.loss.reads)
-            return [
-                fail("stop-gradient", text, "no gradient into it", found, shown, why)
-            ]
-    if flowing:
-        notes = [
-            note(
-                "stop-gradient",
-                f"a gradient would flow into {', '.join(flowing)}",
-                cause=CONSTANTS,
-            )
-        ]
-    else:
-        notes = []
-    return _declared(case) + notes
+            return [_gradient_into_entropy(case, batch, gradient)]
+    notes = []
+    if names:
+        text = f"a gradient would flow into {', '.join(names)}"
+        notes = [note("stop-gradient", text, cause=HARMLESS_IF_DETACHED)]
+    return _undeclared_stop_gradient(case) + notes
 
 
-def _bonus(
+def _flows_into(case: LossCase, batch: Rollouts, role: str) -> bool:
+    """Return whether a gradient flows into the input of this role."""
+    gradient = case.loss.ask("gradient_by_input", batch, role)
+    return gradient is not None and bool((gradient != 0).any())
+
+
+def _gradient_into_entropy(
+    case: LossCase, batch: Rollouts, gradient: Tensor
+) -> Finding:
+    """Return the failure that this gradient flows into the entropy. Its cause is an
+    entropy bonus where one has the gradient.
+    """
+    bonus = common_value(-(gradient / case.factors(batch))[batch.mask])
+    why = ""
+    if bonus is not None and holds_on_other_batches(
+        case, partial(_gradients_of_bonus, case, bonus)
+    ):
+        why = f"a bonus of {bonus:.4g} times the entropy of each token"
+    small = shrink(batch, lambda smaller: _flows_into(case, smaller, "entropy"))
+    small_gradient = case.loss.ask("gradient_by_input", small, "entropy")
+    found = "a gradient"
+    if small_gradient is not None:
+        found = f"a gradient of up to {small_gradient.abs().max().item():.3g}"
+    return fail(
+        "stop-gradient",
+        "the entropy, which depends on the policy",
+        "no gradient into it",
+        found,
+        make_example(small, reads=case.loss.reads),
+        why,
+    )
+
+
+def _gradients_of_bonus(
     case: LossCase, coefficient: float, batch: Rollouts
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the loss by the entropy, and that of k times the entropy of each
-    token in J.
+    """Return the gradient of the loss by the entropy, and that of a bonus in J of this
+    coefficient times the entropy of each token.
     """
     found = case.loss.ask("gradient_by_input", batch, "entropy")
     expected = -coefficient * case.factors(batch) * batch.mask
-    return torch.zeros_like(expected) if found is None else found, expected
+    if found is None:
+        found = torch.zeros_like(expected)
+    return found, expected
 
 
-def _declared(case: LossCase) -> list[Finding]:
-    """The surrogate against finite differences, every sg(x) held at its value: for
-    losses in the words of upref.ops.
+STEPS = (1e-6, 1e-4)  # of finite differences; the larger one shows a rounded value
+DIRECTIONS = 4
+
+
+def _undeclared_stop_gradient(case: LossCase) -> list[Finding]:
+    """Return the failure that the gradient of a loss in the words of upref.ops is not
+    the derivative of its value with every sg(x) held at its value.
+
+    The derivative is a finite difference in a random direction. Where the differences
+    of two steps disagree, the value is rounded or jumps, and nothing is compared.
     """
+    if case.single or case.objective.batch_coupled:
+        return []
     # on a bound, a finite difference means nothing
     batch = case.grid(thin=3, edges=OFF_EDGES)
     rng = torch.Generator().manual_seed(0)
-    steps = [
+    directions = [
         torch.where(
             batch.mask,
             torch.randn(batch.mask.shape, generator=rng, dtype=batch.logp.dtype),
             0,
         )
-        for _ in range(4)
+        for _ in range(DIRECTIONS)
     ]
-    sizes = (1e-6, 1e-4)  # where the two differ, the value is rounded, or jumps
-    asked = not (case.single or case.objective.batch_coupled)
-    if asked:
-        rises = case.loss.ask(
-            "differences", batch, [h * step for h in sizes for step in steps]
-        )
-    else:
-        rises = []
-    if rises:
-        slopes = (
-            torch.tensor(rises).reshape(len(sizes), -1) / torch.tensor(sizes)[:, None]
-        )
-    else:
-        slopes = torch.zeros(2, 0)
-    gradient = -case.gradient(batch) if rises else torch.zeros_like(batch.logp)
-    for step, (difference, coarse_difference) in zip(
-        steps, slopes.T.tolist(), strict=False
+    differences = case.loss.ask(
+        "differences", batch, [h * direction for h in STEPS for direction in directions]
+    )
+    if not differences:  # the loss does not use upref.ops
+        return []
+    slopes = torch.tensor(differences).reshape(len(STEPS), -1)
+    slopes = slopes / torch.tensor(STEPS)[:, None]
+    gradient = -case.gradient(batch)
+    for direction, (fine_slope, coarse_slope) in zip(
+        directions, slopes.T.tolist(), strict=True
     ):
-        derivative = (gradient * step).sum().item()
-        differs = (
-            abs(difference - derivative)
-            > 1e-5 * (gradient * step).abs().sum().item() + 1e-9
-        )
-        if (
-            differs
-            and abs(difference - coarse_difference)
-            <= 0.1 * abs(difference - derivative)
-        ) or not math.isfinite(difference - derivative):
+        derivative = (gradient * direction).sum().item()
+        error = abs(fine_slope - derivative)
+        rounding = 1e-5 * (gradient * direction).abs().sum().item() + 1e-9
+        steps_agree = abs(fine_slope - coarse_slope) <= 0.1 * error
+        if (error > rounding and steps_agree) or not math.isfinite(error):
             why = (
                 "its gradient is not the derivative of its value: a stop-gradient not declared with sg, such as "
                 ".detach() or round(), or a custom backward pass"
@@ -258,7 +303,7 @@ def _declared(case: LossCase) -> list[Finding]:
                 fail(
                     "stop-gradient",
                     regime,
-                    Number(difference, "derivative"),
+                    Number(fine_slope, "derivative"),
                     Number(derivative, "autograd"),
                     cause=why,
                 )
@@ -268,7 +313,7 @@ def _declared(case: LossCase) -> list[Finding]:
 
 @oracle("mutation", 160)
 def mutation(case: LossCase) -> list[Finding]:
-    """What all calls so far have changed or printed.
+    """Report what the calls so far have changed or printed.
 
     Args:
         case: the loss and its objective.
@@ -276,69 +321,79 @@ def mutation(case: LossCase) -> list[Finding]:
     Returns:
         A failure for each input that was changed, and a note where the loss printed.
     """
-    why = "it writes into the tensor that it was given"
-    changed = sorted(
+    names = sorted(
         {CALLED[k] for call in case.noted_calls for k in call.wrote if k in CALLED}
     )
-    out = [
+    findings = [
         fail(
             "mutation",
             f"{name} is changed in place",
             "inputs left alone",
             "other numbers after the call",
-            cause=why,
+            cause="it writes into the tensor that it was given",
             subject=name,
         )
-        for name in changed
+        for name in names
     ]
-    printed = any(call.printed for call in case.noted_calls)
-    return [
-        *out,
-        *([note("mutation", "the loss prints while it computes")] if printed else []),
-    ]
+    if any(call.printed for call in case.noted_calls):
+        findings.append(note("mutation", "the loss prints while it computes"))
+    return findings
 
 
 @oracle("dead-hyperparameter", 100)
 def dead_hyperparameter(case: LossCase) -> list[Finding]:
-    return [f for key in case.hp for f in _effect_of(case, key)]
+    """Report each hyperparameter that has no effect, or another than in the objective."""
+    return [finding for key in case.hp for finding in _effect_of(case, key)]
+
+
+def _other_values(key: str, value: float | None) -> list[float]:
+    """Return other values of a hyperparameter, in the order in which they are tried. A
+    value may have no effect on the batch: a share may be less than one token of it.
+    """
+    if key == "c":
+        return [2.0 if value != 2.0 else 3.0]
+    if key == "beta":
+        return [0.1 + (value or 0)]
+    if key == "seed":
+        return [1 + (value or 0)]
+    if not value:
+        return [0.1]
+    return [value * factor for factor in (1.5, 0.5, 30.0, 0.01)]
 
 
 def _effect_of(case: LossCase, key: str) -> list[Finding]:
-    """One hyperparameter is handed over, moved."""
+    """Pass another value of one hyperparameter to the loss, and return a finding where
+    its gradient does not become the objective's at that value.
+    """
     loss = case.loss
     objective = case.objective
     value = case.hp[key]
-    asked = key in loss.accepts or (loss.accepts_kwargs and key in loss.bound_args)
-    if not (asked or loss.accepts_kwargs) or (
-        key == "beta" and "logp_ref" not in loss.reads
-    ):
+    is_declared = key in loss.accepts or (
+        loss.accepts_kwargs and key in loss.bound_args
+    )
+    if not is_declared and not loss.accepts_kwargs:
         return []
-    first = {
-        "c": 2.0 if value != 2.0 else 3.0,
-        "beta": 0.1 + (value or 0),
-        "seed": 1 + (value or 0),
-    }
-    other_values = (value * k for k in (0.5, 30.0, 0.01) if value and key not in first)
-    # a share may be less than one token of the batch
-    for new_value in (first.get(key, value * 1.5 if value else 0.1), *other_values):
+    if key == "beta" and "logp_ref" not in loss.reads:
+        return []
+    for new_value in _other_values(key, value):
         changed_case = replace(case, hp=case.hp | {key: new_value})
         batch = changed_case.grid()
-        differ = (
-            case.expected(batch) - changed_case.expected(batch)
-        ).nan_to_num().abs() > 1e-9
+        change = case.expected(batch) - changed_case.expected(batch)
+        differ = change.nan_to_num().abs() > 1e-9
         if differ.any():
             break
     else:
         return []
-    text = f"{key} from {_num(value)} to {new_value:g}"
+    text = f"{key} from {_number_or_absent(value)} to {new_value:g}"
 
-    def ask(batch: Rollouts, argument: float | None) -> Tensor:
-        """The gradient with this value, or without the argument."""
-        return case.gradient(batch, 1, **({} if argument is None else {key: argument}))
+    def gradient_at(batch: Rollouts, argument: float | None) -> Tensor:
+        """Return the gradient at this value, or without the argument."""
+        arguments = {} if argument is None else {key: argument}
+        return case.gradient(batch, 1, **arguments)
 
     try:
-        changed = ask(batch, new_value)
-        dead = torch.equal(ask(batch, value), changed)
+        changed_gradient = gradient_at(batch, new_value)
+        has_no_effect = torch.equal(gradient_at(batch, value), changed_gradient)
     except InputError as e:
         return [
             fail(
@@ -349,81 +404,96 @@ def _effect_of(case: LossCase, key: str) -> list[Finding]:
                 subject=key,
             )
         ]
-    if dead:
+    if has_no_effect:
 
         def effect(batch: Rollouts) -> tuple[Tensor, Tensor]:
-            """What the move changes, and the 0 of an argument without an effect."""
-            return ask(batch, new_value) - ask(batch, value), torch.zeros_like(
-                batch.logp
-            )
+            """Return the change of the gradient, and the change 0 of a dead argument."""
+            change = gradient_at(batch, new_value) - gradient_at(batch, value)
+            return change, torch.zeros_like(batch.logp)
 
-        holds = holds_on_other_batches(case, effect, *_parts_that_differ(batch, differ))
-        if key not in loss.accepts:
-            why = "it goes into **kwargs and has no effect"
-        else:
-            why = "the argument has no effect"
-        make = fail if asked else note
+        why = ""
+        if holds_on_other_batches(case, effect, *_parts_that_differ(batch, differ)):
+            if key in loss.accepts:
+                why = "the argument has no effect"
+            else:
+                why = "it goes into **kwargs and has no effect"
+        make = fail if is_declared else note
         return [
             make(
                 "dead-hyperparameter",
                 text,
                 "another gradient",
                 "the same gradient, bit for bit",
-                cause=why if holds else "",
+                cause=why,
                 subject=key,
             )
         ]
-    if _explained(changed_case, batch, changed):
+    if _is_right_or_wrong_before(changed_case, batch, changed_gradient):
         return []
-    want = f"the gradient of {objective.name} at {key} = {new_value:g}"
-    why = f"{key} has another effect than in {objective.name}"
     return [
         fail(
             "dead-hyperparameter",
             text,
-            want,
+            f"the gradient of {objective.name} at {key} = {new_value:g}",
             "another gradient",
-            cause=why,
+            cause=f"{key} has another effect than in {objective.name}",
             subject=key,
         )
     ]
 
 
+MOST_ROWS = 70  # of a batch of repeated responses
+TIMES_WIDER = 9  # the longest responses that are tried
+
+
 def _parts_that_differ(batch: Rollouts, differ: Tensor) -> list[Rollouts]:
-    """These tokens, their responses in batches of 1 to 70, and side by side in long
-    ones: an effect may need that.
+    """Return batches of the responses with a token that differs: a few of these tokens
+    alone and with their response, and all such responses, repeated up to 70 rows, and
+    once as 70 rows that are 9 times as long. A loss may read an argument only from some
+    number of rows or some length on.
+
+    Args:
+        batch: the batch.
+        differ: the tokens that differ, [B, T], at least one.
     """
     batch = replace(batch, group=None)
     places = differ.nonzero().tolist()
     few_places = places[:: max(1, len(places) // 4)][:4]
-    rows = list(dict.fromkeys(i for i, _ in places)) * 70
-    tokens = [
-        cut(batch, [i], columns) for i, t in few_places for columns in ([t], None)
+    rows = list(dict.fromkeys(row for row, _ in places)) * MOST_ROWS
+    single_responses = [
+        cut(batch, [row], columns)
+        for row, column in few_places
+        for columns in ([column], None)
     ]
-    batches = [
-        c
-        for c in (*tokens, *(cut(batch, rows[:n], None) for n in (2, 3, 5, 70)))
-        if c is not None
-    ]
-    wide = {name: torch.cat([x] * 9, 1) for name, x in batches[-1].tensors().items()}
-    return [*batches, batches[-1].but(**wide, totals=None)]
+    repeated = [cut(batch, rows[:count], None) for count in (2, 3, 5, MOST_ROWS)]
+    batches = [c for c in (*single_responses, *repeated) if c is not None]
+    longest = batches[-1]
+    tokens_repeated = {
+        name: torch.cat([x] * TIMES_WIDER, 1) for name, x in longest.tensors().items()
+    }
+    return [*batches, longest.but(**tokens_repeated, totals=None)]
 
 
-def _explained(case: LossCase, batch: Rollouts, gradient: Tensor) -> bool:
-    """Whether the moved gradient is right, or as wrong as before the move (the gradient
-    oracle's business).
+def _is_right_or_wrong_before(
+    case: LossCase, batch: Rollouts, gradient: Tensor
+) -> bool:
+    """Return whether the gradient at a changed hyperparameter is right, or the gradient
+    at the loss's own values was wrong already, which the oracle `gradient` reports.
+
+    Args:
+        case: the loss beside the objective at the changed value.
+        batch: the batch.
+        gradient: the loss's gradient at the changed value, [B, T].
     """
-    unchanged_case = replace(
-        case,
-        hp=case.objective.resolve(
-            {k: v for k, v in case.hp.items() if k in case.loss.bound_args}
-        ),
-    )
     errors = case.weight_error(batch, gradient / case.factors(batch))
-    return bool((errors > 10 * case.tol).double().mean() < 0.01) or bool(
-        unchanged_case.weight_error(batch).max() > 10 * case.tol
-    )
+    share_wrong = (errors > 10 * case.tol).double().mean()
+    if share_wrong < 0.01:
+        return True
+    own_values = {k: v for k, v in case.hp.items() if k in case.loss.bound_args}
+    unchanged_case = replace(case, hp=case.objective.resolve(own_values))
+    return bool(unchanged_case.weight_error(batch).max() > 10 * case.tol)
 
 
-def _num(x: float | None) -> str:
+def _number_or_absent(x: float | None) -> str:
+    """Return the number in words; None is "absent"."""
     return "absent" if x is None else f"{x:g}"
