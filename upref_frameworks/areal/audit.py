@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -65,12 +66,12 @@ READ = {
 }
 
 
-def _functional() -> Any:
+def _functional() -> ModuleType:
     """Return AReaL's module of losses, imported where an audit runs."""
     return importlib.import_module("areal.utils.functional.functional")
 
 
-def _data() -> Any:
+def _data() -> ModuleType:
     """Return AReaL's module of KL estimators and normalization, imported likewise."""
     return importlib.import_module("areal.utils.data")
 

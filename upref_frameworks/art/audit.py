@@ -5,6 +5,7 @@ differs.
 
 import importlib
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ PIN = Pin(
 )
 
 
-def _loss() -> Any:
+def _loss() -> ModuleType:
     """Return ART's module of losses, imported where an audit runs."""
     return importlib.import_module("art.loss")
 

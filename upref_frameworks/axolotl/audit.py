@@ -6,9 +6,10 @@ papers, and why they differ.
 import ast
 import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ READ = (
 )
 
 
-def _module() -> Any:
+def _module() -> ModuleType:
     m = importlib.import_module(TRAINER)
     vars(m).update(nanmax=torch.max, nanmin=torch.min)  # of its metrics
     return m
@@ -59,14 +60,14 @@ def _module() -> Any:
 
 def _modes() -> list[str]:
     """The names that self.loss_type is compared with."""
-    said = Path(_module().__file__).read_text(encoding="utf-8")
+    said = Path(inspect.getfile(_module())).read_text(encoding="utf-8")
     asked = re.findall(r"self\.loss_type (?:==|in) (\"\w+\"|\(.*?\))", said)
     return sorted({*re.findall(r'"(\w+)"', " ".join(asked))})
 
 
 def _defaults(mode: str) -> dict[str, Any]:
     """Of TRL's GRPOConfig, from which Axolotl's derives and which it leaves as it is."""
-    folder = Path(_module().__file__).parents[4]
+    folder = Path(inspect.getfile(_module())).parents[4]
     tree = ast.parse(
         (folder / "trl/trainer/grpo_config.py").read_text(encoding="utf-8")
     )

@@ -10,6 +10,7 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ READ = (
 KL_READ = ("use_kl_loss", "kl_penalty", "kl_coef")
 
 
-def _algos() -> Any:
+def _algos() -> ModuleType:
     """Return EasyR1's module of losses, imported where an audit runs."""
     return importlib.import_module("verl.trainer.core_algos")
 

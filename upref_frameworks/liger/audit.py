@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ PIN = Pin(
 COUNTED = ("dapo", "cispo", "vespo")  # these read num_items_in_batch
 
 
-def _grpo() -> Any:
+def _grpo() -> ModuleType:
     """Return Liger's module of the GRPO loss, imported where an audit runs."""
     return importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
 
@@ -211,7 +212,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
 
     def scaled(
         hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
-    ) -> Any:
+    ) -> tuple[Tensor, Tensor]:
         """The path of a CPU; it takes rows, and returns -log π."""
         apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
         nll, entropy = apply(

@@ -4,9 +4,11 @@ why it differs.
 """
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -53,16 +55,16 @@ PIN = Pin(
 RECIPE = "examples/configs/grpo_math_1B.yaml"
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     return importlib.import_module(f"nemo_rl.{name}")
 
 
-def _losses() -> Any:
+def _losses() -> ModuleType:
     return _module("algorithms.loss.loss_functions")
 
 
 def _recipe() -> dict[str, Any]:
-    root = Path(_module("algorithms.utils").__file__).parents[2]
+    root = Path(inspect.getfile(_module("algorithms.utils"))).parents[2]
     return importlib.import_module("yaml").safe_load(
         (root / RECIPE).read_text(encoding="utf-8")
     )

@@ -5,7 +5,7 @@ they differ.
 
 import dataclasses
 import importlib
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ READ = (
 )
 
 
-def _utils() -> Any:
+def _utils() -> ModuleType:
     """Return open-instruct's module of losses, imported where an audit runs."""
     return importlib.import_module("open_instruct.grpo_utils")
 
@@ -116,7 +116,7 @@ COMPARISONS = (
 )
 
 
-def _model() -> Any:
+def _model() -> ModuleType:
     """Return open-instruct's module of KL terms, imported where an audit runs."""
     return importlib.import_module("open_instruct.model_utils")
 

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ PIN = Pin(
 )
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     """Return this module of OpenRLHF, imported where an audit runs."""
     return importlib.import_module(f"openrlhf.{name}")
 

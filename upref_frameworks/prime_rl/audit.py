@@ -6,7 +6,7 @@ differ.
 import ast
 import importlib
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +36,7 @@ PIN = Pin(
 )
 
 
-def _losses() -> Any:
+def _losses() -> ModuleType:
     """Return prime-rl's module of losses, imported where an audit runs."""
     return importlib.import_module("prime_rl.trainer.rl.loss")
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ READ = (
 GUIDE = ("postive_loss_coef", "use_topr_neg_loss_coef")  # of TOPR, by its user guide
 
 
-def _functions() -> Any:
+def _functions() -> ModuleType:
     """Return ROLL's module of functions, imported where an audit runs."""
     return importlib.import_module("roll.utils.functionals")
 

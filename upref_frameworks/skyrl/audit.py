@@ -6,6 +6,7 @@ differ.
 import importlib
 from collections.abc import Callable
 from dataclasses import asdict
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ READ = (
 )
 
 
-def _utils() -> Any:
+def _utils() -> ModuleType:
     # which is so
     vars(importlib.import_module("ray"))["is_initialized"] = lambda: False
     return importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")

@@ -4,7 +4,7 @@ differ.
 """
 
 import importlib
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ READ = (
 )
 
 
-def _ppo() -> Any:
+def _ppo() -> ModuleType:
     """Return slime's module of losses, imported where an audit runs."""
     return importlib.import_module("slime.utils.ppo_utils")
 

@@ -7,7 +7,7 @@ import importlib
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,12 +83,12 @@ FIPO = (
 )
 
 
-def _advantage() -> Any:
+def _advantage() -> ModuleType:
     """Return ms-swift's module of advantages, imported where an audit runs."""
     return importlib.import_module("swift.rl_core.advantage")
 
 
-def _module() -> Any:
+def _module() -> ModuleType:
     m = importlib.import_module(TRAINERS + "grpo_trainer")
     vars(m).update(nanmax=torch.max, nanmin=torch.min)  # of its metrics
     return m

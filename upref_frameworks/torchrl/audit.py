@@ -5,7 +5,7 @@ compares them with the papers.
 
 import importlib
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ PIN = Pin(
 )  # fmt: skip
 
 
-def _llm() -> Any:
+def _llm() -> ModuleType:
     """Return TorchRL's module of losses, imported where an audit runs."""
     return importlib.import_module("torchrl.objectives.llm.grpo")
 

@@ -6,7 +6,7 @@ the papers.
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ PIN = Pin(
 )
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     """Return this module of Trinity's algorithms, imported where an audit runs."""
     return importlib.import_module(f"trinity.algorithm.{name}")
 

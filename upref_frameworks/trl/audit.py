@@ -160,7 +160,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
         bias: Tensor | None = None,
         softcap: float | None = None,
         logit_scale: float = 1.0,
-    ) -> Any:
+    ) -> tuple[Tensor, ...]:
         given = (
             hidden.flatten(0, -2),
             weight,

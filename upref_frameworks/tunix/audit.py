@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ PIN = Pin(
 )
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     return importlib.import_module(f"tunix.rl.{name}")
 
 
@@ -67,7 +68,7 @@ class _Bridge(torch.autograd.Function):
     """f(x, *rest), a function of JAX arrays; its gradient in x is JAX's."""
 
     @staticmethod
-    def forward(ctx: Any, f: Any, x: Any, *rest: Any) -> Any:
+    def forward(ctx: Any, f: Any, x: Tensor, *rest: Tensor) -> Tensor:
         jax = importlib.import_module("jax")
         arrays = [jax.numpy.asarray(a.detach().numpy()) for a in (x, *rest)]
         value, ctx.pull = jax.vjp(lambda first: f(first, *arrays[1:]), arrays[0])
@@ -76,7 +77,7 @@ class _Bridge(torch.autograd.Function):
         return torch.from_numpy(np.array(value)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, g: Any) -> Any:
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         (slope,) = ctx.pull(
             importlib.import_module("jax").numpy.asarray(g.numpy(), dtype="float32")
         )
@@ -104,7 +105,7 @@ def _settings_classes() -> dict[str, Any]:
     """
     base = _module("algorithm_config").AlgorithmConfig
     classes: dict[str, Any] = {}
-    folder = Path(_module("common").__file__).parent
+    folder = Path(inspect.getfile(_module("common"))).parent
     for file in sorted(folder.glob("*po/*_learner.py")):
         module = _module(f"{file.parent.name}.{file.stem}")
         for value in vars(module).values():

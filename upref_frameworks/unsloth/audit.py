@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ READ = (
 )
 
 
-def _zoo() -> Any:
+def _zoo() -> ModuleType:
     """Return Unsloth's module of losses, imported where an audit runs."""
     return importlib.import_module("unsloth_zoo.rl_replacements")
 

@@ -218,11 +218,12 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
     from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 
-    def from_logits(logits: Tensor, tokens: Tensor, temperature: float) -> Any:
+    def from_logits(
+        logits: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """As its workers call both, on logits divided by the temperature."""
-        return logprobs_from_logits(logits / temperature, tokens), entropy_from_logits(
-            logits / temperature
-        )
+        log_probs = logprobs_from_logits(logits / temperature, tokens)
+        return log_probs, entropy_from_logits(logits / temperature)
 
     def fused(
         hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float
